@@ -23,6 +23,7 @@ use serde_json::Value;
 
 use super::benchmarks::{Benchmark, Timed};
 use super::declaration::{Part, Specs, TensorSpec};
+use super::family::Family;
 use super::laws::{self, Laws};
 use super::layouts::{self, Layouts, TensorLayout};
 use super::limits;
@@ -47,6 +48,8 @@ use crate::record::{OperatorRecord, Seconds};
 pub struct About {
     /// Its one name: that of its kernel file, launcher, oracle and operator file.
     pub name: &'static str,
+    /// The part of the model that it belongs to.
+    pub family: Family,
     /// One sentence.
     pub summary: &'static str,
     /// Sections of the specification.
@@ -631,9 +634,13 @@ impl<K: Declared> Operator for Op<K> {
         K::ABOUT.name
     }
 
+    fn family(&self) -> Family {
+        K::ABOUT.family
+    }
+
     fn describe(&self) -> OperatorRecord {
         let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
-        let About { name, summary, specification, paths, .. } = K::ABOUT;
+        let About { name, family, summary, specification, paths, .. } = K::ABOUT;
         let tensors = super::documentation::tensors::<K>();
         let files = |file: &dyn Fn(&str) -> String| {
             let of = if K::CHAIN.is_empty() { &[name] } else { K::CHAIN };
@@ -641,6 +648,7 @@ impl<K: Declared> Operator for Op<K> {
         };
         OperatorRecord {
             name: name.into(),
+            family: Some(family),
             summary: summary.into(),
             specification: list(specification),
             kernel_file: files(&|name| format!("kernels/cuda/{name}.cu")),

@@ -22,6 +22,7 @@ pub mod benchmarks;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;
+pub mod family;
 pub mod golden;
 pub mod laws;
 pub mod layouts;
@@ -37,6 +38,7 @@ pub mod special;
 pub mod tensors;
 mod timing;
 
+pub use family::Family;
 pub use sequence::{Repeat, Sequence};
 
 /// How large a sweep's cases are.
@@ -82,6 +84,9 @@ pub type ModuleSpecification = (String, Vec<(String, String)>);
 pub trait Operator: Sync {
     /// What it is called.
     fn name(&self) -> &'static str;
+
+    /// The part of the model that it belongs to.
+    fn family(&self) -> Family;
 
     /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
     fn describe(&self) -> OperatorRecord;

@@ -73,6 +73,7 @@ impl Declared for AttentionCombine {
 
     const ABOUT: About = About {
         name: "attention_combine",
+        family: Family::Attention,
         summary: "merges partial attention results over disjoint keys and applies the sink once",
         specification: &["inference 8.1", "inference 8.2"],
         paths: &["attention_combine"],

@@ -96,6 +96,7 @@ impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
 
     const ABOUT: About = About {
         name: "attention_output_rotation",
+        family: Family::Attention,
         summary: "sparse_attention, the inverse rope of its output, and the backward of both on what was saved",
         specification: &["training 4", "training 8"],
         paths: &PATHS,

@@ -252,6 +252,7 @@ impl Declared for Compressor {
 
     const ABOUT: About = About {
         name: "compressor",
+        family: Family::Cache,
         summary: "tokens pooled into entries by a softmax of each channel, which are normed and turned by position",
         specification: &["inference 5.4", "inference 6", "training 9"],
         paths: &[

@@ -202,6 +202,7 @@ impl Declared for CompressorStream {
 
     const ABOUT: About = About {
         name: "compressor_stream",
+        family: Family::Cache,
         summary: "entries of growing sequences from a state of their last tokens; rejected tokens are written again",
         specification: &["inference 5.4", "inference 6", "inference 6.2"],
         paths: &[

@@ -233,6 +233,7 @@ impl Declared for DecodeAttention {
 
     const ABOUT: About = About {
         name: "decode_attention",
+        family: Family::Attention,
         summary: "attention of decoded tokens over two stores of a paged cache, with a sink per head",
         specification: &["inference 8", "inference 8.1", "inference 8.2", "inference 8.3", "inference 8.4"],
         paths: &["decode_attention<16>", "decode_attention<64>", "decode_attention_hopper", "decode_attention_combine"],

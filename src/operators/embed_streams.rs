@@ -52,6 +52,7 @@ impl Declared for EmbedStreams {
 
     const ABOUT: About = About {
         name: "embed_streams",
+        family: Family::Streams,
         summary: "the embedding of each token, in each of its residual streams",
         specification: &["inference 1"],
         paths: &[

@@ -61,6 +61,7 @@ impl Declared for GateUpInterleave {
 
     const ABOUT: About = About {
         name: "gate_up_interleave",
+        family: Family::Formats,
         summary: "rows of gate and up of expert weights, or of their scales, interleaved by eight, and back",
         specification: &["inference 5.8"],
         paths: &[

@@ -263,6 +263,7 @@ impl Declared for GroupedLinear {
 
     const ABOUT: About = About {
         name: "grouped_linear",
+        family: Family::Experts,
         summary: "rows of experts times their FP8 or MXFP4 weights, sorted by expert or apart with counts",
         specification: &["inference 5.5", "inference 5.7", "inference 11.1", "inference 11.3"],
         paths: &[

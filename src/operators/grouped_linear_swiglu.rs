@@ -237,6 +237,7 @@ impl Declared for GroupedLinearSwiglu {
 
     const ABOUT: About = About {
         name: "grouped_linear_swiglu",
+        family: Family::Experts,
         summary: "gate and up of experts' rows, SwiGLU with the routing weight, as e4m3 codes with scales of 32 or 128, at once",
         specification: &[
             "inference 5.4",

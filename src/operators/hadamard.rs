@@ -43,6 +43,7 @@ impl Declared for Hadamard {
 
     const ABOUT: About = About {
         name: "hadamard",
+        family: Family::Formats,
         summary: "the orthonormal Walsh-Hadamard transform of rows of 128, as numbers, e2m1 or e4m3",
         specification: &["inference 5.4", "inference 7", "inference 7.1"],
         paths: &["hadamard_vector", "hadamard_scalar", "hadamard_codes"],

@@ -91,6 +91,7 @@ impl Declared for IndexerBackward {
 
     const ABOUT: About = About {
         name: "indexer_backward",
+        family: Family::Indexer,
         summary: "gradients of the indexer's queries, keys and head weights from that of its logits, sparse or dense",
         specification: &["training 1", "training 7"],
         paths: &[

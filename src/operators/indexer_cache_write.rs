@@ -91,6 +91,7 @@ impl Declared for IndexerCacheWrite {
 
     const ABOUT: About = About {
         name: "indexer_cache_write",
+        family: Family::Cache,
         summary: "transforms and quantises the indexer's keys and scatters them to slots of their paged store",
         specification: &["inference 5.4", "inference 7", "inference 7.1", "inference 13.2"],
         paths: &["indexer_cache_write"],

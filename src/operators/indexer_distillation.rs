@@ -112,6 +112,7 @@ impl Declared for IndexerDistillation {
 
     const ABOUT: About = About {
         name: "indexer_distillation",
+        family: Family::Indexer,
         summary: "a step of the indexer's training: logits, lists, target, loss, and the gradients of its queries, keys and weights",
         specification: &["training 1", "training 2", "training 5", "training 6", "training 7"],
         paths: &[

@@ -193,6 +193,7 @@ impl Declared for IndexerLogits {
 
     const ABOUT: About = About {
         name: "indexer_logits",
+        family: Family::Indexer,
         summary: "the indexer's logits: weighted sums over the heads of positive products, of ranges of keys, causal or paged",
         specification: &["inference 7", "inference 7.1", "training 1"],
         paths: &[

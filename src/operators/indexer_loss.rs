@@ -170,6 +170,7 @@ impl Declared for IndexerLoss {
 
     const ABOUT: About = About {
         name: "indexer_loss",
+        family: Family::Indexer,
         summary: "the indexer's distillation loss, KL(target || prediction), sparse or dense, and its score gradient",
         specification: &["training 6", "training 7"],
         paths: &[

@@ -59,6 +59,7 @@ impl Declared for IndexerQuery {
 
     const ABOUT: About = About {
         name: "indexer_query",
+        family: Family::Indexer,
         summary: "the indexer's queries, turned by position, transformed and stored as numbers, e2m1 or e4m3, and its head weights",
         specification: &["inference 7", "inference 7.1"],
         paths: &[

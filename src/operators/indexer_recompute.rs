@@ -74,6 +74,7 @@ impl Declared for IndexerRecompute {
 
     const ABOUT: About = About {
         name: "indexer_recompute",
+        family: Family::Indexer,
         summary: "the indexer's logits of the keys that each token's list names, computed anew for its loss",
         specification: &["training 1", "training 6"],
         paths: &["indexer_recompute", "indexer_recompute_hopper"],

@@ -102,6 +102,7 @@ impl Declared for InverseRopeQuantize {
 
     const ABOUT: About = About {
         name: "inverse_rope_quantize",
+        family: Family::Attention,
         summary: "the attention's output turned back by position, as e4m3 codes with scales of 128 channels, in one pass",
         specification: &["inference 4", "inference 5.4", "inference 5.7", "inference 9"],
         paths: &["inverse_rope_quantize_vector", "inverse_rope_quantize_scalar"],

@@ -104,6 +104,7 @@ impl Declared for KvCacheWrite {
 
     const ABOUT: About = About {
         name: "kv_cache_write",
+        family: Family::Cache,
         summary: "quantises rows of K = V and scatters them to slots of the paged cache",
         specification: &["inference 5.4", "inference 8.3", "inference 13.2"],
         paths: &["kv_cache_write"],

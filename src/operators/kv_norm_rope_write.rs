@@ -148,6 +148,7 @@ impl Declared for KvNormRopeWrite {
 
     const ABOUT: About = About {
         name: "kv_norm_rope_write",
+        family: Family::Cache,
         summary: "rows of K = V normed, turned by position, quantised and scattered to the paged cache, in one pass",
         specification: &[
             "inference 3",

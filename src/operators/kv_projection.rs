@@ -120,6 +120,7 @@ impl Declared for KvProjection {
 
     const ABOUT: About = About {
         name: "kv_projection",
+        family: Family::Projections,
         summary: "wkv, its norm and the rope of K = V: in bf16 with gradients, or into the cache, also of FP8 weights",
         specification: &["inference 3", "inference 5.1", "inference 8.3", "training 14"],
         paths: &[

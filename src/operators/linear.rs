@@ -292,6 +292,7 @@ impl Declared for Linear {
 
     const ABOUT: About = About {
         name: "linear",
+        family: Family::Projections,
         summary: "y = x wᵀ of bf16, FP8, MXFP4 and NVFP4 weights, added to what was there or not; of bf16 its gradients",
         specification: &[
             "inference 0",

@@ -55,6 +55,7 @@ impl Declared for LmHead {
 
     const ABOUT: About = About {
         name: "lm_head",
+        family: Family::Head,
         summary: "logits of the sampled rows: hidden states times the head's weights",
         specification: &["inference 12.1"],
         paths: &["lm_head_few", "lm_head_many", "lm_head_scalar"],

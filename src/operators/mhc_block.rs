@@ -72,6 +72,7 @@ impl Declared for MhcBlock {
 
     const ABOUT: About = About {
         name: "mhc_block",
+        family: Family::Streams,
         summary: "a layer as its residual streams see it: two sites, their norms, and stand-ins for their sublayers",
         specification: &[
             "inference 2.1",

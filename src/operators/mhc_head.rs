@@ -78,6 +78,7 @@ impl Declared for MhcHead {
 
     const ABOUT: About = About {
         name: "mhc_head",
+        family: Family::Streams,
         summary: "out = sigmoid(projection) · streams: the residual streams collapsed in front of the final norm",
         specification: &["inference 2.5", "training 11.1"],
         paths: &[

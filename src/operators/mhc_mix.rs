@@ -76,6 +76,7 @@ impl Declared for MhcMix {
 
     const ABOUT: About = About {
         name: "mhc_mix",
+        family: Family::Streams,
         summary: "pre, post and comb of the residual streams: projection, sigmoids, Sinkhorn iteration",
         specification: &["inference 2.1", "inference 2.2", "training 11.1"],
         paths: &[

@@ -37,6 +37,7 @@ impl Declared for MhcPost {
 
     const ABOUT: About = About {
         name: "mhc_post",
+        family: Family::Streams,
         summary: "out = comb^T · streams + post ⊗ y: the residual streams of each token behind a sublayer",
         specification: &["inference 2.4", "training 11.1"],
         paths: &[

@@ -92,6 +92,7 @@ impl Declared for MhcPostMixPre {
 
     const ABOUT: About = About {
         name: "mhc_post_mix_pre",
+        family: Family::Streams,
         summary: "the residual streams behind a sublayer, and of them the next site's coefficients and h = pre · streams",
         specification: &["inference 2.1", "inference 2.2", "inference 2.3", "inference 2.4", "training 11.1"],
         paths: &[

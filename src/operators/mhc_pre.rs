@@ -58,6 +58,7 @@ impl Declared for MhcPre {
 
     const ABOUT: About = About {
         name: "mhc_pre",
+        family: Family::Streams,
         summary: "h = pre · streams: what a sublayer reads of the residual streams, with or without the RMSNorm of it",
         specification: &["inference 2.3", "inference 3", "training 11.1", "training 11.3"],
         paths: &[

@@ -176,6 +176,7 @@ impl Declared for Moe {
 
     const ABOUT: About = About {
         name: "moe",
+        family: Family::Experts,
         summary: "a layer of experts: router, map, both products with SwiGLU between them, shared expert and sum",
         specification: &["inference 10", "inference 11.1", "inference 11.2", "inference 11.3"],
         paths: &[

@@ -26,6 +26,7 @@ impl Declared for MoeExpand {
 
     const ABOUT: About = About {
         name: "moe_expand",
+        family: Family::Experts,
         summary: "rows of tokens copied to the rows of their experts; backward, added up again",
         specification: &["inference 11.3"],
         paths: &[

@@ -83,6 +83,7 @@ impl Declared for MoeMap {
 
     const ABOUT: About = About {
         name: "moe_map",
+        family: Family::Experts,
         summary: "where each slot of the router goes when rows are sorted by expert, and back",
         specification: &["inference 11.3"],
         paths: &["moe_map_small", "moe_map_count", "moe_map_place"],

@@ -32,6 +32,7 @@ impl Declared for MoeReduce {
 
     const ABOUT: About = About {
         name: "moe_reduce",
+        family: Family::Experts,
         summary: "rows of experts, weighted or not, added to rows of tokens, with the shared expert's",
         specification: &["inference 11.2", "inference 11.3"],
         paths: &[

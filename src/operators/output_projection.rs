@@ -134,6 +134,7 @@ impl Declared for OutputProjection {
 
     const ABOUT: About = About {
         name: NAME,
+        family: Family::Projections,
         summary: "the inverse rope of the attention's output, grouped wo_a and wo_b, in bf16 with gradients or FP8",
         specification: &["inference 9", "training 8", "training 14"],
         paths: &[

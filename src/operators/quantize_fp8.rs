@@ -116,6 +116,7 @@ impl Declared for QuantizeFp8 {
 
     const ABOUT: About = About {
         name: "quantize_fp8",
+        family: Family::Formats,
         summary: "rows and squares as e4m3 codes with scales of 64, 128 or 128 by 128 numbers, and back",
         specification: &["inference 5.3", "inference 5.4", "inference 5.7"],
         paths: &[

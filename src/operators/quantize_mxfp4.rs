@@ -59,6 +59,7 @@ impl Declared for QuantizeMxfp4 {
 
     const ABOUT: About = About {
         name: "quantize_mxfp4",
+        family: Family::Formats,
         summary: "rows as e2m1 codes with e8m0 scales of 32 numbers, and back",
         specification: &["inference 5.3", "inference 5.4", "inference 5.7"],
         paths: &[

@@ -74,6 +74,7 @@ impl Declared for QuantizeNvfp4 {
 
     const ABOUT: About = About {
         name: "quantize_nvfp4",
+        family: Family::Formats,
         summary: "rows as e2m1 codes with e4m3 scales of 16 numbers and one of the tensor, that one, and back",
         specification: &["inference 5.3", "inference 5.6", "inference 5.7"],
         paths: &[

@@ -59,6 +59,7 @@ impl Declared for QueryNormRope {
 
     const ABOUT: About = About {
         name: "query_norm_rope",
+        family: Family::Projections,
         summary: "the query heads over their root mean square, their last channels turned by position, in one pass",
         specification: &["inference 3", "inference 4", "inference 5.1", "training 8", "training 11.3"],
         paths: &[

@@ -99,6 +99,7 @@ impl Declared for QueryProjection {
 
     const ABOUT: About = About {
         name: "query_projection",
+        family: Family::Projections,
         summary: "wq_a, its norm, wq_b, the norm of every head and its rope, in bf16 with gradients or FP8",
         specification: &["inference 3", "inference 5.1", "inference 5.2", "training 14"],
         paths: &[

@@ -67,6 +67,7 @@ impl Declared for RmsNorm {
 
     const ABOUT: About = About {
         name: "rms_norm",
+        family: Family::Projections,
         summary: "y = weight · x / sqrt(mean(x²) + eps), row by row, weighted or not",
         specification: &["inference 3", "training 11.3"],
         paths: &[

@@ -199,6 +199,7 @@ impl Declared for Rope {
 
     const ABOUT: About = About {
         name: "rope",
+        family: Family::Projections,
         summary: "rotates the last channels of each head by position, in adjacent pairs; builds the tables",
         specification: &["inference 4", "training 8"],
         paths: &[

@@ -115,6 +115,7 @@ impl Declared for Router {
 
     const ABOUT: About = About {
         name: "router",
+        family: Family::Experts,
         summary: "the experts of each token, by biased scores or by a table, and their weights",
         specification: &["inference 10", "training 11.4"],
         paths: &[

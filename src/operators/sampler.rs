@@ -122,6 +122,7 @@ impl Declared for Sampler {
 
     const ABOUT: About = About {
         name: "sampler",
+        family: Family::Head,
         summary: "one token of each row of logits: temperature, top-k, top-p and min-p by the exponential race",
         specification: &["inference 12.3"],
         paths: &["sampler_vector", "sampler_scalar"],

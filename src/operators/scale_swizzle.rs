@@ -43,6 +43,7 @@ impl Declared for ScaleSwizzle {
 
     const ABOUT: About = About {
         name: "scale_swizzle",
+        family: Family::Formats,
         summary: "rows of byte scales to tiles of 128 rows by 4 groups, and back",
         specification: &["inference 5.7"],
         paths: &["scale_swizzle_vector", "scale_swizzle_scalar", "scale_unswizzle_vector", "scale_unswizzle_scalar"],

@@ -190,6 +190,7 @@ impl Declared for ScoreRecompute {
 
     const ABOUT: About = About {
         name: "score_recompute",
+        family: Family::Indexer,
         summary: "the indexer's distillation target: attention scores summed over the heads, sparse or dense",
         specification: &["training 5"],
         paths: &[

@@ -181,6 +181,7 @@ impl Declared for SparseAttention {
 
     const ABOUT: About = About {
         name: "sparse_attention",
+        family: Family::Attention,
         summary: "attention of each query over a list of gathered keys, with a sink per head",
         specification: &["inference 8", "inference 8.1", "training 3", "training 4"],
         paths: PATHS,

@@ -40,6 +40,7 @@ impl Declared for Swiglu {
 
     const ABOUT: About = About {
         name: "swiglu",
+        family: Family::Experts,
         summary: "y = weight · silu(min(gate, limit)) · clamp(up, ±limit), row by row, weighted or not",
         specification: &["inference 11.1", "training 11.2"],
         paths: &[

@@ -101,6 +101,7 @@ impl Declared for SwigluQuantize {
 
     const ABOUT: About = About {
         name: "swiglu_quantize",
+        family: Family::Experts,
         summary: "weight · silu(min(gate, limit)) · clamp(up, ±limit) as e4m3 codes with scales of 32 or 128 channels",
         specification: &["inference 5.4", "inference 5.7", "inference 11.1", "training 11.2"],
         paths: &[

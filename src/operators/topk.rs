@@ -85,6 +85,7 @@ impl Declared for Topk {
 
     const ABOUT: About = About {
         name: "topk",
+        family: Family::Indexer,
         summary: "the topk largest scores of each row, by index: columns, offset or mapped by pages",
         specification: &["inference 7", "inference 7.2"],
         paths: &["topk"],

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
-use crate::operator::RoundingPoints;
+use crate::operator::{Family, RoundingPoints};
 
 pub mod journal;
 pub mod words;
@@ -118,6 +118,9 @@ pub struct Revision {
 pub struct OperatorRecord {
     /// The operator's one name.
     pub name: String,
+    /// The part of the model that it belongs to; absent in reports written before it was declared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub family: Option<Family>,
     /// One sentence.
     pub summary: String,
     /// Sections of the specification that it implements, one citation each ([`crate::specification`]).

@@ -4,6 +4,7 @@ use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde_json::json;
 
 use crate::judge::checks::GRADIENT_OF_SAVED;
+use crate::operator::Family;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Power,
     Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
@@ -122,6 +123,7 @@ fn environment() -> Environment {
 fn operator(name: &str, has_backward: bool) -> OperatorRecord {
     OperatorRecord {
         name: name.into(),
+        family: Some(if name == "sparse_attention" { Family::Attention } else { Family::Projections }),
         summary: match name {
             "rms_norm" => "Divides each row by its root mean square and scales it by a weight.".into(),
             "rope" => "Rotates the last rope_dim channels of each head by its token's position.".into(),

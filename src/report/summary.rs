@@ -344,6 +344,7 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
         if !operators.iter().any(|operator| operator.name == *name) {
             operators.push(OperatorRecord {
                 name: name.clone(),
+                family: None,
                 summary: "Not described by this run's registry.".to_owned(),
                 specification: Vec::new(),
                 kernel_file: String::new(),

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use dsv4_kernels::runtime::{BackendKind, Environment};
+use dsv4_parity::operator::Family;
 use dsv4_parity::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Report, Revision,
     SCHEMA_VERSION, ShardRecord, Verdict, Worst,
@@ -119,6 +120,7 @@ pub fn report() -> Report {
         schedules: 2,
         operators: vec![OperatorRecord {
             name: "rms_norm".into(),
+            family: Some(Family::Projections),
             summary: String::new(),
             specification: Vec::new(),
             kernel_file: String::new(),

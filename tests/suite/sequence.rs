@@ -90,6 +90,7 @@ impl Declared for Copied {
 
     const ABOUT: About = About {
         name: "copied",
+        family: Family::Formats,
         summary: "y = x",
         specification: &["inference 3"],
         paths: &["copied"],

@@ -86,6 +86,7 @@ impl Declared for WriteInChunks {
 
     const ABOUT: About = About {
         name: "write_in_chunks",
+        family: Family::Cache,
         summary: "a sequence written to the paged cache chunk by chunk",
         specification: &["inference 8.3"],
         paths: &["kv_cache_write"],
