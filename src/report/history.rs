@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::record::{Metrics, Origin, Report, Verdict, number};
 use crate::report::diff::statistics::{median, trend};
-use crate::report::elements::{page_head, scroller};
+use crate::report::elements::{page_head, page_script, scroller};
 use crate::report::numbers::{counted, significant, time, utc};
 
 /// Version of the lines. Readers refuse another one.
@@ -312,6 +312,7 @@ pub fn page(series: &[Series]) -> String {
                     section { h2 { (operator) } div .plots { @for one in series.iter().filter(|one| one.first().operator == operator) { (card(one)) } } }
                 }
                 (revisions(series))
+                (page_script())
             } }
         }
     };

@@ -642,7 +642,7 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     for sides in [[&ours, &theirs], [&theirs, &ours]] {
         let output = Parity::new(&["diff", sides[0], sides[1]]).run();
         output.assert_code(0);
-        assert!(output.stdout.contains("kernel from elsewhere"), "{}", output.stdout);
+        assert!(output.stdout.contains("external kernel"), "{}", output.stdout);
     }
 }
 
