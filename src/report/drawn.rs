@@ -81,6 +81,12 @@ fn round(case: &mut CaseRecord) {
     }
 }
 
+/// A measure as reports are compared by it: with the digits that a written one keeps. Cases that are equal in two reports
+/// are so whichever of them keeps more.
+pub(super) fn compared(value: f64) -> f64 {
+    rounded(value, COMPARED_DIGITS)
+}
+
 /// A number to so many significant digits.
 fn rounded(value: f64, digits: usize) -> f64 {
     if value.is_finite() { format!("{value:.*e}", digits - 1).parse().unwrap_or(value) } else { value }

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::record::{Metrics, Origin, Report, Verdict, number};
 use crate::report::diff::statistics::{median, trend};
+use crate::report::drawn::compared;
 use crate::report::elements::{page_head, page_script, scroller};
 use crate::report::numbers::{counted, significant, time, utc};
 
@@ -87,8 +88,8 @@ pub fn lines(report: &Report) -> Vec<Line> {
     };
     let mut lines = Vec::new();
     for ((operator, check, tensor), metrics) in measured(report) {
-        let used: Vec<f64> = metrics.iter().map(|one| one.budget_used).collect();
-        let relative: Vec<f64> = metrics.iter().map(|one| one.budget_relative).collect();
+        let used: Vec<f64> = metrics.iter().map(|one| compared(one.budget_used)).collect();
+        let relative: Vec<f64> = metrics.iter().map(|one| compared(one.budget_relative)).collect();
         let worst =
             used.iter().copied().fold(0.0, |a: f64, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) });
         let values =

@@ -11,6 +11,7 @@ use crate::mutants::matrix::tally::Tally;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report, Skip,
 };
+use crate::report::drawn::compared;
 use crate::report::numbers::{count, counted, significant, time};
 use crate::report::summary::{Standing, agrees, survived};
 
@@ -570,11 +571,12 @@ impl Both<'_> {
             base.iter().filter_map(|(line, metrics)| Some((*line, *metrics, *head.get(line)?))).collect();
         let paired = !self.same_profile || (self.same_seed && !pairs.is_empty());
         let of = |map: &BTreeMap<&str, &Metrics>, pick: fn(&Metrics) -> f64| -> Vec<f64> {
-            map.values().map(|metrics| pick(metrics)).collect()
+            map.values().map(|metrics| compared(pick(metrics))).collect()
         };
         let test = |pick: fn(&Metrics) -> f64| {
             if paired {
-                let rises: Vec<f64> = pairs.iter().map(|(_, was, is)| pick(is) - pick(was)).collect();
+                let rises = pairs.iter().map(|(_, was, is)| compared(pick(is)) - compared(pick(was)));
+                let rises: Vec<f64> = rises.collect();
                 let falls: Vec<f64> = rises.iter().map(|rise| -rise).collect();
                 [signed_rank(&rises), signed_rank(&falls)]
             } else {
@@ -584,7 +586,7 @@ impl Both<'_> {
         };
         let [grew, fell] = test(|metrics| metrics.budget_used);
         let [loosened, tightened] = test(|metrics| metrics.budget_relative);
-        let rise = |(_, was, is): &(&str, &Metrics, &Metrics)| is.budget_used - was.budget_used;
+        let rise = |(_, was, is): &(&str, &Metrics, &Metrics)| compared(is.budget_used) - compared(was.budget_used);
         let largest = pairs.iter().filter(|pair| rise(pair) > 0.0).max_by(|a, b| rise(a).total_cmp(&rise(b)));
         let moved = |sign: f64| pairs.iter().filter(|pair| sign * rise(pair) > 0.0).count() as u64;
         Some(TensorDiff {
