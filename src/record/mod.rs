@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::operator::{Family, RoundingPoints};
 
 pub mod journal;
-mod stored;
+pub(crate) mod stored;
 pub mod words;
 
 pub(crate) use stored::measures;

@@ -119,7 +119,7 @@ pub(super) fn serialize<S: Serializer>(cases: &[CaseRecord], serializer: S) -> R
 }
 
 /// Reads the cases of a report of any version.
-pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CaseRecord>, D::Error> {
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CaseRecord>, D::Error> {
     struct Either;
 
     impl<'de> Visitor<'de> for Either {
