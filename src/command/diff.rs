@@ -1,14 +1,15 @@
 //! `parity diff`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::json;
 
 use super::{Exit, output};
 use crate::record::Report;
 use crate::record::words::printable;
+use crate::report;
 use crate::report::diff::{self, Diff, Finding};
 
 /// Options of `parity diff`.
@@ -26,6 +27,9 @@ pub struct DiffArguments {
     /// Write the comparison as one HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// Write the comparison to diff.html in the folder of HEAD, and put what changed on the first screen of its pages
+    #[arg(long)]
+    page: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -43,6 +47,9 @@ pub fn execute(arguments: &DiffArguments) -> Result<Exit> {
         if let Some(path) = path {
             std::fs::write(path, page(&base, &head, &found)).with_context(|| format!("writing {}", path.display()))?;
         }
+    }
+    if arguments.page {
+        write_page(&arguments.head, &base, &head, &found)?;
     }
     if arguments.json {
         output::json(&as_json(&found))?;
@@ -91,4 +98,15 @@ fn as_json(found: &Diff) -> serde_json::Value {
         "notes": found.notes,
         "findings": found.findings.iter().map(finding).collect::<Vec<_>>(),
     })
+}
+
+/// Puts the comparison next to HEAD's own pages, which then show it.
+fn write_page(dir: &Path, base: &Report, head: &Report, found: &diff::Diff) -> Result<()> {
+    if !dir.is_dir() {
+        bail!("--page: HEAD is to be the folder of a report, {} is not one", dir.display());
+    }
+    let page = dir.join(diff::PAGE);
+    std::fs::write(&page, diff::html(base, head, found)).with_context(|| format!("writing {}", page.display()))?;
+    let head = Report { base: Some(diff::base_record(base, found)), ..head.clone() };
+    report::write_all(&head, dir).with_context(|| format!("writing to {}", dir.display()))
 }

@@ -34,12 +34,13 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
         }
     }
     let parts = arguments.shards.iter().map(|dir| Part::read(dir)).collect::<Result<Vec<_>, _>>()?;
-    let report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
+    let mut report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
+    // Shards remember nothing themselves: that would change the plan of those that start later.
+    let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+    run::remember_shrunk(&report, &regressions)?;
+    report.saved = regressions.saved(&report.cases);
     merge::write(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
-    // Shards remember nothing themselves: that would change the plan of those that start later.
-    let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
-    run::remember_shrunk(&report, &Regressions::new(regressions))?;
     run::summarise(&report, &arguments.out);
     arguments.ci.finish(&report)?;
     run::exit_of(&report, true)

@@ -436,6 +436,8 @@ impl<'a> Session<'a> {
             skips,
             unsupported: Vec::new(),
             unfinished: None,
+            saved: Vec::new(),
+            base: None,
             shards: Vec::new(),
         };
         let report = match self.target {

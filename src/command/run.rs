@@ -127,8 +127,8 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
     };
     let is_first = arguments.shard.is_none_or(|shard| shard.index == 0);
     let skips = swept.skips.into_iter().chain(measured.skip.filter(|_| is_first)).collect();
-    let report = Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
-    finish(&report, arguments, workers.is_some())?;
+    let mut report = Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
+    finish(&mut report, arguments, workers.is_some())?;
     say_what_sees_more(&report)?;
     let exit = exit_of(&report, arguments.shard.is_none())?;
     Ok(if agreed { exit } else { Exit::Disagreed })
@@ -225,14 +225,17 @@ pub(super) enum Runners<'a> {
 }
 
 /// Writes what a run leaves behind, and says what it found.
-fn finish(report: &Report, arguments: &RunArguments, by_workers: bool) -> Result<()> {
+fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Result<()> {
     let out = &arguments.out;
     let writing = || format!("writing the report to {}", out.display());
+    let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+    if by_workers {
+        // Those of a plan that others still follow must not change it, so that workers remember nothing themselves.
+        remember_shrunk(report, &regressions)?;
+    }
+    report.saved = regressions.saved(&report.cases);
     if by_workers {
         merge::write(report, out).with_context(writing)?;
-        // Those of a plan that others still follow must not change it, so that workers remember nothing themselves.
-        let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
-        remember_shrunk(report, &Regressions::new(regressions))?;
         workers::clear(out)?;
     } else {
         report::write_all(report, out).with_context(writing)?;
@@ -462,6 +465,10 @@ pub(super) fn summarise(report: &Report, out: &Path) {
         outln!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
     }
     detailln!("report: {}", out.join("index.html").display());
+    let saved: Vec<String> = report.saved.iter().map(|saved| format!("{} in {}", saved.cases, saved.file)).collect();
+    if !saved.is_empty() {
+        detailln!("failing cases saved for the next run: {}", saved.join(", "));
+    }
 }
 
 /// What a process ends with that was interrupted: 128 and the number of the signal.

@@ -5,7 +5,7 @@ use crate::judge::grid::Steps;
 use crate::operator::{OracleTensor, rows_of};
 use crate::record::{HeatMap, Metrics, Worst};
 
-/// Bins of the histogram of budget use, each 1/8 wide; the last one is open.
+/// Bins of the histogram of budget use, each 1/8 wide with its upper end; the last one is open.
 const HISTOGRAM_BINS: usize = 16;
 const HEAT_ROWS: usize = 24;
 const HEAT_COLUMNS: usize = 48;
@@ -44,7 +44,7 @@ pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &S
         power: None,
         worst: worst_element(kernel, exact, budget, worst),
         use_histogram: histogram(finite.iter().map(|&i| uses[i])),
-        heat: heat_map(&uses, &exact.shape),
+        heat: heat_map(&uses, exact, budget),
     }
 }
 
@@ -154,19 +154,28 @@ fn quantile(sorted: &[f64], share: f64) -> f64 {
 fn histogram(uses: impl Iterator<Item = f64>) -> Vec<u64> {
     let mut bins = vec![0; HISTOGRAM_BINS];
     for share in uses {
-        bins[((share * 8.0) as usize).min(HISTOGRAM_BINS - 1)] += 1;
+        // An element that uses its whole budget is within it: each bin holds its upper end.
+        let bin = ((share * 8.0).ceil() as usize).saturating_sub(1);
+        bins[bin.min(HISTOGRAM_BINS - 1)] += 1;
     }
     bins
 }
 
-fn heat_map(uses: &[f64], shape: &[usize]) -> HeatMap {
-    let (total_rows, total_columns) = rows_of(shape);
+/// A structural zero (a padding row, an empty one) has no budget: it is compared in kind alone, and
+/// has no share to show unless the kernel has another value there. Of a tensor that is compared
+/// exactly no element has a budget, and all are compared.
+fn heat_map(uses: &[f64], exact: &OracleTensor, budget: &Budget) -> HeatMap {
+    let (total_rows, total_columns) = rows_of(&exact.shape);
     let (rows, columns) = (total_rows.min(HEAT_ROWS), total_columns.min(HEAT_COLUMNS));
-    let mut cells = vec![0f32; rows * columns];
-    for (i, &share) in uses.iter().enumerate() {
+    let mut cells = vec![HeatMap::NOT_COMPARED; rows * columns];
+    let any_budget = budget.allowed.iter().any(|&allowed| allowed > 0.0);
+    let structural_zero = |i: usize| any_budget && exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
+    let has_budget = |i: usize| exact.values[i].is_finite() && !structural_zero(i);
+    for (i, &share) in uses.iter().enumerate().filter(|&(i, &share)| has_budget(i) || share > 0.0) {
         let cell = (i / total_columns) * rows / total_rows * columns + (i % total_columns) * columns / total_columns;
-        // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it.
-        let share = (share.min(1e6) * 100.0).round() / 100.0;
+        // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it. A use above 1 stays above.
+        let hundredths = share.min(1e6) * 100.0;
+        let share = if share > 1.0 { hundredths.ceil() } else { hundredths.round() } / 100.0;
         cells[cell] = cells[cell].max(share as f32);
     }
     HeatMap {
@@ -175,5 +184,27 @@ fn heat_map(uses: &[f64], shape: &[usize]) -> HeatMap {
         total_rows: total_rows as u64,
         total_columns: total_columns as u64,
         cells,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_element_that_uses_its_whole_budget_is_within_it() {
+        let bins = histogram([0.0, 0.125, 0.126, 1.0, 1.000_001, 2.0, 2.1, f64::INFINITY].into_iter());
+        assert_eq!(bins, [2, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 3]);
+    }
+
+    #[test]
+    fn cells_without_a_compared_element_are_marked_and_errors_above_the_budget_stay_above_it() {
+        let values = vec![1.0, f64::NAN, 2.0, f64::INFINITY, 0.0, 0.0];
+        let exact = OracleTensor { name: "y", side: crate::operator::Side::Forward, shape: vec![3, 2], values };
+        let allowed = vec![1.0, 1.0, 1.0, 1.0, 0.0, 0.0];
+        let budget = Budget { variance: allowed.clone(), allowed, multiple: 1.0 };
+        let map = heat_map(&[0.5, 0.0, 1.001, 0.0, 0.0, f64::INFINITY], &exact, &budget);
+        let padding = HeatMap::NOT_COMPARED;
+        assert_eq!(map.cells, [0.5, padding, 1.01, padding, padding, 1e6]);
     }
 }

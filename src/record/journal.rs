@@ -186,6 +186,8 @@ impl PlanRecord {
             cases,
             unsupported,
             unfinished: None,
+            saved: Vec::new(),
+            base: None,
             benchmarks: Vec::new(),
             ceilings: None,
             mutants: Vec::new(),
@@ -288,7 +290,7 @@ impl Journal {
         refuse_foreign(dir)?;
         std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         let journal = Self::open(dir)?;
-        for name in [PLAN, "report.json", "index.html", "summary.md"] {
+        for name in [PLAN, "report.json", "index.html", "summary.md", "diff.html"] {
             match std::fs::remove_file(dir.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     return Err(error).with_context(|| format!("removing {}", dir.join(name).display()));
@@ -340,7 +342,7 @@ impl Journal {
 pub(crate) const MUTANTS: &str = "mutants.jsonl";
 
 /// What a run writes to its folder, its log of benchmarks included, which is there before the plan is.
-const OURS: [&str; 6] = [PLAN, RECORDS, "report.json", "index.html", "summary.md", "benchmarks.txt"];
+const OURS: [&str; 7] = [PLAN, RECORDS, "report.json", "index.html", "summary.md", "diff.html", "benchmarks.txt"];
 
 /// Refuses a folder for a report that holds something, and no plan or report of ours: it would be overwritten. One that is
 /// not there, or empty, is as good as ours.

@@ -1,8 +1,9 @@
 //! What a run leaves behind: serialised facts, from which every report is made.
 //!
 //! The schema is versioned ([`SCHEMA_VERSION`]) and documented field by field here; `report.json`
-//! is one [`Report`], `records.jsonl` one [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that
-//! JSON cannot hold are the strings `"NaN"`, `"inf"` and `"-inf"`.
+//! is one [`Report`], whose cases are stored in tables (the module `stored`), `records.jsonl` one
+//! [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that JSON cannot hold are the
+//! strings `"NaN"`, `"inf"` and `"-inf"`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +13,16 @@ use serde::{Deserialize, Serialize};
 use crate::operator::{Family, RoundingPoints};
 
 pub mod journal;
+pub(crate) mod stored;
 pub mod words;
 
-/// Version of the schema. Readers refuse another major version.
-pub const SCHEMA_VERSION: u32 = 1;
+pub(crate) use stored::measures;
+
+/// Version of the schema. Readers refuse a later version.
+pub const SCHEMA_VERSION: u32 = 2;
+
+/// The first version that readers take: it stored the cases of a report one by one.
+pub const FIRST_VERSION: u32 = 1;
 
 /// A whole run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,7 +48,8 @@ pub struct Report {
     pub schedules: u32,
     /// One entry for each operator that was swept, in the registry's order.
     pub operators: Vec<OperatorRecord>,
-    /// Every case that ran, in the order of the plan.
+    /// Every case that ran, in the order of the plan; stored in tables (the module `stored`).
+    #[serde(with = "stored")]
     pub cases: Vec<CaseRecord>,
     /// Cases that whoever runs the kernel says it is not for; counted among the skips.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -60,10 +68,64 @@ pub struct Report {
     pub kill_matrix: Option<KillMatrixRecord>,
     /// Things that were not done, each with its reason; shown, never silent.
     pub skips: Vec<Skip>,
+    /// Where failing cases were saved, for the next run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub saved: Vec<SavedRecord>,
+    /// What changed against another report, where this one was compared with it (`parity diff
+    /// --page`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<BaseRecord>,
     /// Which parts of the plan this is: one entry for a run, one for each shard after a merge; none in
     /// reports written before runs could be divided.
     #[serde(default)]
     pub shards: Vec<ShardRecord>,
+}
+
+/// A file that holds failing cases of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedRecord {
+    /// Its path, as the run named it.
+    pub file: String,
+    /// How many of the run's failing cases it holds.
+    pub cases: u64,
+}
+
+/// A report that another one was compared with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BaseRecord {
+    /// Its commit.
+    pub commit: String,
+    /// Whether it was built with uncommitted changes.
+    pub dirty: bool,
+    /// Start of its run, seconds since 1970-01-01 UTC.
+    pub started_unix: u64,
+    /// Its device.
+    pub device: String,
+    /// Its profile.
+    pub profile: String,
+    /// The outcome of the comparison in one sentence.
+    pub headline: String,
+    /// How many changes there are.
+    pub number: u64,
+    /// The first of them, regressions before others.
+    pub changes: Vec<ChangeRecord>,
+}
+
+/// One change against a base.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangeRecord {
+    /// Its kind in words, such as `budget use grew`.
+    pub kind: String,
+    /// Whether a merge should wait for it.
+    pub is_regression: bool,
+    /// Operator.
+    pub operator: String,
+    /// Check and tensors, path, mutant or benchmark.
+    pub subject: String,
+    /// How it was.
+    pub base: String,
+    /// How it is.
+    pub head: String,
 }
 
 /// One part of a divided run. A run that is not divided is shard 0 of 1.
@@ -347,7 +409,9 @@ pub struct Metrics {
     /// What the verdict could have seen; absent where there is nothing to see, and in older reports.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power: Option<Power>,
-    /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, the last one open.
+    /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, with their upper
+    /// ends; the last one is open. Reports written before bins had their upper ends count an
+    /// element at exactly 1 in the ninth.
     pub use_histogram: Vec<u64>,
     /// Error over budget, largest of each cell, over the tensor as rows × last axis.
     pub heat: HeatMap,
@@ -440,8 +504,15 @@ pub struct HeatMap {
     pub total_rows: u64,
     /// Columns of the tensor (the last axis).
     pub total_columns: u64,
-    /// Largest error over budget in each cell, in hundredths, at most 1e6; row-major.
+    /// Largest error over budget in each cell, in hundredths, at most 1e6, or
+    /// [`HeatMap::NOT_COMPARED`]; row-major.
     pub cells: Vec<f32>,
+}
+
+impl HeatMap {
+    /// A cell of which no element was compared within a budget: the oracle has no finite value
+    /// there, or a structural zero, as in padding.
+    pub const NOT_COMPARED: f32 = -1.0;
 }
 
 /// One criterion measurement.

@@ -1,31 +1,93 @@
-//! What a report is written without: heat maps that no page draws.
+//! What a report keeps of each case.
 //!
-//! A heat map takes more room than all else that is known of a tensor. Pages draw those of the worst cases of each tensor, and of
-//! what failed; the others stay in `records.jsonl`.
+//! `records.jsonl` keeps the whole of every case. `report.json` keeps what its pages, `parity
+//! diff`, `parity history` and `--costs` read: of a check that failed everything; of one that
+//! passed its verdict and the measures of its tensor. Histograms, heat maps and worst elements of
+//! tensors that agree are kept of the few cases that used most of their budget ([`PICTURED`]).
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 
-use super::operators::WORST;
-use super::summary::{TensorSummary, operators};
-use crate::record::{CheckRecord, HeatMap, Report, Verdict};
+use super::picture;
+use super::summary::{Standing, TensorSummary, agrees, operators};
+use crate::record::{CaseRecord, HeatMap, Metrics, Report, measures};
 
-/// The report with the heat maps that its pages draw, and no others.
-pub(super) fn with_drawn_heat_maps(report: &Report) -> Report {
-    let drawn: HashSet<*const CheckRecord> = operators(report)
-        .iter()
-        .flat_map(|operator| TensorSummary::all(report, &operator.name))
-        .flat_map(|tensor| tensor.entries.into_iter().take(WORST).map(|entry| std::ptr::from_ref(entry.check)))
-        .collect();
-    let mut reduced = report.clone();
-    for (case, written) in report.cases.iter().zip(&mut reduced.cases) {
-        if case.verdict() != Verdict::Pass {
-            continue;
-        }
-        for (check, written) in case.checks.iter().zip(&mut written.checks) {
-            if let Some(metrics) = written.metrics.as_mut().filter(|_| !drawn.contains(&std::ptr::from_ref(check))) {
-                metrics.heat = HeatMap { rows: 0, columns: 0, cells: Vec::new(), ..metrics.heat };
-            }
+/// Cases of a tensor of which histograms and worst elements are kept: those that used most of its
+/// budget.
+pub(super) const PICTURED: usize = 3;
+
+/// Most rows and columns of the heat map of a tensor that agrees.
+pub(super) const THUMBNAIL: (usize, usize) = (8, 24);
+
+/// Digits of what pages show with fewer.
+const DIGITS: usize = 4;
+
+/// Digits of what two reports are compared by: cases that are equal in both stay so, and no change
+/// that counts is rounded away.
+const COMPARED_DIGITS: usize = 7;
+
+/// The report as it is written.
+pub(super) fn kept(report: &Report) -> Report {
+    let mut kept = report.clone();
+    kept.cases.iter_mut().filter(|case| agrees(case)).for_each(round);
+    let pictured = pictured(&kept);
+    for case in &mut kept.cases {
+        let agrees = agrees(case);
+        for check in case.checks.iter_mut().filter(|check| agrees || Standing::of(check) == Standing::Pass) {
+            let rank = pictured.get(&std::ptr::from_ref(&*check)).copied();
+            check.metrics = check.metrics.take().map(|metrics| reduced(&metrics, rank));
         }
     }
-    reduced
+    kept
+}
+
+/// The checks whose pictures are kept, each with its rank among those of its tensor.
+fn pictured(report: &Report) -> HashMap<*const crate::record::CheckRecord, usize> {
+    let mut pictured = HashMap::new();
+    for operator in operators(report) {
+        for tensor in TensorSummary::all(report, &operator.name) {
+            let entries = tensor.entries.iter().take(PICTURED).enumerate();
+            pictured.extend(entries.map(|(rank, entry)| (std::ptr::from_ref(entry.check), rank)));
+        }
+    }
+    pictured
+}
+
+/// What is kept of a tensor that agrees: of the worst case a heat map, of the few after it a
+/// histogram.
+fn reduced(metrics: &Metrics, rank: Option<usize>) -> Metrics {
+    let HeatMap { total_rows, total_columns, .. } = metrics.heat;
+    let heat = match rank {
+        None => return measures(metrics),
+        Some(0) => picture::pooled(&metrics.heat, THUMBNAIL),
+        Some(_) => HeatMap { rows: 0, columns: 0, total_rows, total_columns, cells: Vec::new() },
+    };
+    Metrics { whole: None, heat, ..metrics.clone() }
+}
+
+/// Leaves the digits that are needed of a case that agrees.
+fn round(case: &mut CaseRecord) {
+    let few = |value: &mut f64| *value = rounded(*value, DIGITS);
+    for metrics in case.checks.iter_mut().filter_map(|check| check.metrics.as_mut()) {
+        // Pages show how far it is from 1.
+        metrics.cosine = 1.0 - rounded(1.0 - metrics.cosine, DIGITS);
+        metrics.norm_ratio = rounded(metrics.norm_ratio, COMPARED_DIGITS);
+        for value in [&mut metrics.budget_used, &mut metrics.budget_relative] {
+            *value = rounded(*value, COMPARED_DIGITS);
+        }
+        let Metrics { relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max, .. } = metrics;
+        [relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max].into_iter().for_each(few);
+        [&mut metrics.budget_multiple, &mut metrics.worst_row_relative_l2].into_iter().for_each(few);
+        metrics.power.iter_mut().for_each(|power| few(&mut power.element));
+    }
+}
+
+/// A measure as reports are compared by it: with the digits that a written one keeps. Cases that are equal in two reports
+/// are so whichever of them keeps more.
+pub(super) fn compared(value: f64) -> f64 {
+    rounded(value, COMPARED_DIGITS)
+}
+
+/// A number to so many significant digits.
+fn rounded(value: f64, digits: usize) -> f64 {
+    if value.is_finite() { format!("{value:.*e}", digits - 1).parse().unwrap_or(value) } else { value }
 }

@@ -1,10 +1,18 @@
-//! What pages are made of, whichever page it is: the head with the style, tables in frames, numbers, names, badges.
+//! What pages are made of, whichever page it is: the head with the style, tables in frames,
+//! numbers, names, badges, commands and links to cases.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 
 use maud::{Markup, PreEscaped, html};
 
 use super::summary::Standing;
+use crate::case::Case;
+use crate::record::CaseRecord;
 
 const STYLE: &str = include_str!("style.css");
+
+const SCRIPT: &str = include_str!("script.js");
 
 /// The head of every page: this project's title and style, and what the page adds to the style.
 pub(crate) fn page_head(title: &str, own_style: &str) -> Markup {
@@ -19,9 +27,21 @@ pub(crate) fn page_head(title: &str, own_style: &str) -> Markup {
     }
 }
 
+/// The end of every page: copies commands, sorts and filters tables, opens folds that a link leads
+/// into. The page holds everything without it.
+pub(crate) fn page_script() -> Markup {
+    html! { script { (PreEscaped(SCRIPT)) } }
+}
+
 /// A table inside its own scrolling frame, so that the page never scrolls sideways.
 pub(crate) fn scroller(label: &str, table: Markup) -> Markup {
     html! { div .scroll tabindex="0" role="region" aria-label=(label) { (table) } }
+}
+
+/// A command to copy. Quotes need no escaping in text, and lines of cases are full of them.
+pub(super) fn command(text: &str) -> Markup {
+    let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    html! { code .command { (PreEscaped(text)) } }
 }
 
 /// A number's text, marked where the number is none.
@@ -37,4 +57,29 @@ pub(crate) fn breakable(name: &str) -> Markup {
 /// A standing as symbol and word.
 pub(super) fn badge(standing: Standing) -> Markup {
     html! { span class=(format!("badge {}", standing.word())) { (standing.symbol()) " " (standing.word()) } }
+}
+
+/// Characters of a case's hash.
+const HASH: usize = 10;
+
+/// What a case is called wherever a report is: the beginning of blake3 of its line.
+pub(crate) fn hash(case: &CaseRecord) -> String {
+    let line =
+        serde_json::from_value::<Case>(case.case.clone()).map_or_else(|_| case.case.to_string(), |case| case.line());
+    blake3::hash(line.as_bytes()).to_hex()[..HASH].to_owned()
+}
+
+/// The places of cases on a page: a name stands once, at the first place where the case is shown.
+#[derive(Default)]
+pub(super) struct Anchors(RefCell<BTreeSet<String>>);
+
+impl Anchors {
+    /// A link to the case by its hash, which is where it leads, if it is the first one; and whether
+    /// it is.
+    pub(super) fn of(&self, case: &CaseRecord) -> (Markup, bool) {
+        let hash = hash(case);
+        let name = format!("case-{hash}");
+        let first = self.0.borrow_mut().insert(hash.clone());
+        (html! { a .anchor id=[first.then_some(&name)] href=(format!("#{name}")) { (hash) } }, first)
+    }
 }

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use crate::record::{CaseRecord, CheckRecord, Metrics, Report};
 
-use super::elements::{badge, number, scroller};
+use super::elements::{Anchors, badge, command, number, scroller};
 use super::numbers::{count, counted, element, scientific, significant};
 use super::picture;
 use super::summary::{Standing, failing, failing_kinds, findings, message, origin_word, passed, pretty};
@@ -17,7 +17,7 @@ const MOST_CARDS: usize = 60;
 const OPEN_FINDINGS: usize = 4;
 
 /// The section, or nothing where all agreed.
-pub(super) fn section(report: &Report) -> Markup {
+pub(super) fn section(report: &Report, anchors: &Anchors) -> Markup {
     let cases = failing(report);
     let (open, rest) = cases.split_at(cases.len().min(OPEN_CARDS));
     let (folded, listed) = rest.split_at(rest.len().min(MOST_CARDS - OPEN_CARDS));
@@ -25,22 +25,32 @@ pub(super) fn section(report: &Report) -> Markup {
         @if !cases.is_empty() {
             section #failures {
                 h2 { "Failures" }
+                (saved(report))
                 (kinds(&cases))
                 @if open.iter().any(|case| has_heat(case)) { (picture::legend()) }
-                @for (place, case) in open.iter().enumerate() { (card(place, case, true)) }
+                @for (place, case) in open.iter().enumerate() { (card(place, case, true, anchors)) }
                 @if !folded.is_empty() {
                     details .more {
                         summary { (counted(folded.len() as u64, "more failing case")) }
-                        @for (place, case) in folded.iter().enumerate() { (card(OPEN_CARDS + place, case, false)) }
+                        @for (place, case) in folded.iter().enumerate() { (card(OPEN_CARDS + place, case, false, anchors)) }
                     }
                 }
                 @if !listed.is_empty() {
                     details .more {
                         summary { (counted(listed.len() as u64, "further failing case")) ", replay commands only" }
-                        @for case in listed { code .command { (case.replay) } }
+                        @for case in listed { (anchors.of(case).0) (command(&case.replay)) }
                     }
                 }
             }
+        }
+    }
+}
+
+/// Where the failing cases were saved.
+fn saved(report: &Report) -> Markup {
+    html! {
+        @for saved in &report.saved {
+            p { "Saved for the next run: " (counted(saved.cases, "failing case")) " in " code { (saved.file) } "." }
         }
     }
 }
@@ -71,13 +81,13 @@ fn kinds(cases: &[&CaseRecord]) -> Markup {
     scroller("What failed", table)
 }
 
-fn card(place: usize, case: &CaseRecord, pictured: bool) -> Markup {
+fn card(place: usize, case: &CaseRecord, pictured: bool, anchors: &Anchors) -> Markup {
     let findings = findings(case);
     let (open, folded) = findings.split_at(findings.len().min(OPEN_FINDINGS));
     let worst = findings.iter().find_map(|check| Some((*check, check.metrics.as_ref()?)));
     html! {
         article .card.failure id=(format!("failure-{}", place + 1)) {
-            h3 { span .place { (place + 1) } " " (case.operator) " " span .note { (origin_word(case.origin)) " case" } }
+            h3 { span .place { (place + 1) } " " (case.operator) " " span .note { (origin_word(case.origin)) " case " } (anchors.of(case).0) }
             @if findings.is_empty() { p { (badge(Standing::Error)) " No check ran." } }
             @for check in open { (finding(check)) }
             @if !folded.is_empty() {
@@ -90,7 +100,7 @@ fn card(place: usize, case: &CaseRecord, pictured: bool) -> Markup {
                 }
             }
             p .label { "replay" }
-            code .command { (case.replay) }
+            (command(&case.replay))
         }
     }
 }

@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::record::{Metrics, Origin, Report, Verdict, number};
 use crate::report::diff::statistics::{median, trend};
-use crate::report::elements::{page_head, scroller};
+use crate::report::drawn::compared;
+use crate::report::elements::{page_head, page_script, scroller};
 use crate::report::numbers::{counted, significant, time, utc};
 
 /// Version of the lines. Readers refuse another one.
@@ -87,8 +88,8 @@ pub fn lines(report: &Report) -> Vec<Line> {
     };
     let mut lines = Vec::new();
     for ((operator, check, tensor), metrics) in measured(report) {
-        let used: Vec<f64> = metrics.iter().map(|one| one.budget_used).collect();
-        let relative: Vec<f64> = metrics.iter().map(|one| one.budget_relative).collect();
+        let used: Vec<f64> = metrics.iter().map(|one| compared(one.budget_used)).collect();
+        let relative: Vec<f64> = metrics.iter().map(|one| compared(one.budget_relative)).collect();
         let worst =
             used.iter().copied().fold(0.0, |a: f64, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) });
         let values =
@@ -312,6 +313,7 @@ pub fn page(series: &[Series]) -> String {
                     section { h2 { (operator) } div .plots { @for one in series.iter().filter(|one| one.first().operator == operator) { (card(one)) } } }
                 }
                 (revisions(series))
+                (page_script())
             } }
         }
     };

@@ -1,18 +1,23 @@
-//! The page: verdict, failures, matrix, operators, mutants, skips, environment, glossary.
+//! The page: verdict, what changed, families, failures, operators, mutants, skips, environment, glossary.
+
+use std::collections::BTreeSet;
 
 use maud::{DOCTYPE, Markup, html};
 
+use crate::operator::registry;
 use crate::record::Report;
 
-use super::elements::{page_head, scroller};
+use super::elements::{Anchors, command, page_head, page_script, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
-use super::summary::{Cell, Counts, Matrix, Standing, operators, origins};
-use super::{failures, mutants, operators as sections, picture, specification};
+use super::summary::{Counts, Standing, operators, origins};
+use super::{diff, failures, families, mutants, picture, specification};
 
 /// The whole page.
 pub(super) fn page(report: &Report) -> Markup {
     let counts = Counts::of(report);
     let (_, headline) = counts.headline();
+    let (gathered, anchors) = (families::Gathered::of(report), Anchors::default());
+    let groups = gathered.groups(report);
     html! {
         (DOCTYPE)
         html lang="en" {
@@ -21,16 +26,20 @@ pub(super) fn page(report: &Report) -> Markup {
                 (picture::patterns())
                 main {
                     (verdict(report, &counts))
+                    (against_base(report))
+                    (totals(report, &counts))
+                    (failures::section(report, &anchors))
+                    (families::overview(&groups))
+                    (provenance(report))
                     (contents(report, &counts))
-                    (failures::section(report))
-                    (matrix(report))
-                    (sections::sections(report))
+                    (families::folds(&groups, &gathered, &anchors))
                     (mutants::section(report))
                     (skips(report))
                     (environment(report))
                     (glossary())
                     (specification::section(report))
-                    footer { "Schema version " (report.schema_version) ". Made from records alone: report.json beside this page holds every number on it." }
+                    (page_script())
+                    footer { "Schema version " (report.schema_version) ". Made from records alone: report.json beside this page holds every number on it, records.jsonl the whole of each case." }
                 }
             }
         }
@@ -46,12 +55,44 @@ fn verdict(report: &Report, counts: &Counts) -> Markup {
     };
     html! {
         header class=(format!("verdict {class}")) {
-            p .product { "DeepSeek-V4 kernel parity · " (report.profile) " · " (utc(report.started_unix)) }
+            p .product { "DeepSeek-V4 kernel parity · " (coverage(report)) " · " (utc(report.started_unix)) }
             h1 { span .symbol aria-hidden="true" { (symbol) } " " (headline) }
             (warnings(report, counts))
         }
-        (totals(report, counts))
-        (provenance(report))
+    }
+}
+
+/// What the run covered: `49 of 49 operators, quick`.
+pub(super) fn coverage(report: &Report) -> String {
+    let with_cases: BTreeSet<&str> = report.cases.iter().map(|case| case.operator.as_str()).collect();
+    let swept = if with_cases.is_empty() { report.operators.len() } else { with_cases.len() };
+    let known = registry::OPERATORS.len().max(swept);
+    format!("{swept} of {}, {}", counted(known as u64, "operator"), report.profile)
+}
+
+/// Changes that stand on the first screen; the comparison's page has them all.
+const CHANGES: usize = 6;
+
+/// What changed against the base, where the report was compared with one.
+fn against_base(report: &Report) -> Markup {
+    let Some(base) = &report.base else { return html! {} };
+    let worse = base.changes.iter().any(|change| change.is_regression);
+    html! {
+        section #base class=(if worse { "base worse" } else { "base" }) {
+            p {
+                strong { span aria-hidden="true" { (if worse { "✗" } else { "✓" }) } " Against the base: " (base.headline) }
+                " " a href=(diff::PAGE) { "the comparison" }
+            }
+            p .note { "Base: " code { (base.commit.chars().take(12).collect::<String>()) } @if base.dirty { " (dirty)" } ", " (base.profile) " on " (base.device) ", " (utc(base.started_unix)) }
+            @if !base.changes.is_empty() {
+                ul {
+                    @for change in base.changes.iter().take(CHANGES) {
+                        li { span class=(if change.is_regression { "badge fail" } else { "badge" }) { (change.kind) } " " (change.operator) " " (change.subject) ": " (change.base) " → " (change.head) }
+                    }
+                    @if base.number > CHANGES as u64 { li .note { (counted(base.number - CHANGES as u64, "more change")) } }
+                }
+            }
+        }
     }
 }
 
@@ -60,14 +101,33 @@ fn warnings(report: &Report, counts: &Counts) -> Markup {
         ul .warnings {
             @if report.revision.dirty { li { strong { "DIRTY TREE" } " — built with uncommitted changes; the commit alone does not reproduce this." } }
             @if counts.survivors > 0 { li { strong { (counted(counts.survivors, "mutant")) " survived" } " — the sweep is blind to a bug that it is meant to see. " a href="#mutants" { "Which" } } }
-            @for (operator, missing) in report.paths_never_run() {
-                li { strong { (counted(missing.len() as u64, "path")) " of " (operator) " never ran" } ": " (missing.join(", ")) "." }
-            }
+            (paths_never_run(report))
             @for (operator, tensor) in report.without_power() {
                 li { strong { "Nothing was shown of " (tensor) " of " (operator) } ": no case would have seen an error of 10 %." }
             }
             @if counts.skipped > 0 { li { strong { (count(counts.skipped)) " skipped" } " — " a href="#skips" { "what and why" } } }
             @if report.ceilings.is_none() && !report.benchmarks.is_empty() { li { "Benchmarks without measured device rates: no share of the limit is known." } }
+        }
+    }
+}
+
+/// Operators whose paths that never ran are named at once.
+const NEVER_RUN: usize = 2;
+
+fn paths_never_run(report: &Report) -> Markup {
+    let never = report.paths_never_run();
+    let line = |(operator, missing): &(&str, Vec<&str>)| {
+        html! { li { strong { (counted(missing.len() as u64, "path")) " of " (operator) " never ran" } ": " (missing.join(", ")) "." } }
+    };
+    let paths: usize = never.iter().map(|(_, missing)| missing.len()).sum();
+    html! {
+        @if never.len() <= NEVER_RUN { @for one in &never { (line(one)) } } @else {
+            li {
+                details {
+                    summary { strong { (counted(paths as u64, "path")) " of " (counted(never.len() as u64, "operator")) " never ran" } }
+                    ul { @for one in &never { (line(one)) } }
+                }
+            }
         }
     }
 }
@@ -95,7 +155,7 @@ fn provenance(report: &Report) -> Markup {
             div { dt { "revision" } dd { code { (report.revision.commit) } @if report.revision.dirty { " " span .badge.fail { "✗ dirty" } } } }
             div { dt { "kernels" } dd { (report.revision.kernels) " · blake3 " code { (report.revision.kernels_digest.chars().take(16).collect::<String>()) } } }
         }
-        p .repeat { span .label { "repeat with" } code .command { (report.command) } }
+        div .repeat { span .label { "repeat with" } (command(&report.command)) }
     }
 }
 
@@ -103,60 +163,14 @@ fn contents(report: &Report, counts: &Counts) -> Markup {
     html! {
         nav aria-label="Contents" {
             @if counts.failing_cases > 0 { a href="#failures" { "Failures" } }
-            a href="#matrix" { "Matrix" }
-            @for operator in operators(report) { a href=(format!("#operator-{}", operator.name)) { (operator.name) } }
+            a href="#families" { "Families" }
+            a href="#operators" { "Operators and checks" }
             @if !report.mutants.is_empty() { a href="#mutants" { "Mutants" } }
             a href="#skips" { "Skips" }
             a href="#environment" { "Environment" }
             a href="#reading" { "How to read this page" }
             @if specification::cites(report) { a href="#specification" { "Specification" } }
         }
-    }
-}
-
-fn matrix(report: &Report) -> Markup {
-    let matrix = Matrix::of(report);
-    let table = html! {
-        table .matrix {
-            caption { "Checks that passed / that ran; one check looks at one tensor of one case, or at a whole case." }
-            thead {
-                tr {
-                    th scope="col" { "operator" }
-                    th .upright scope="col" { span { "all" } }
-                    @for column in &matrix.columns { th .upright scope="col" { span { (column) } } }
-                }
-            }
-            tbody {
-                @for (operator, cells, sum) in &matrix.rows {
-                    tr {
-                        th scope="row" { a href=(format!("#operator-{operator}")) { (operator) } }
-                        (matrix_cell(sum))
-                        @for cell in cells { (matrix_cell(cell)) }
-                    }
-                }
-            }
-        }
-    };
-    html! {
-        section #matrix {
-            h2 { "Operators and checks" }
-            (scroller("Operators and checks", table))
-            p .note {
-                "✓ all passed · ✗ some failed · ! some could not be decided · ? a pass without ground · — not run."
-                @if !matrix.absent.is_empty() { " Checks that no case ran: " (matrix.absent.join(", ")) "." }
-            }
-        }
-    }
-}
-
-fn matrix_cell(cell: &Cell) -> Markup {
-    match cell.standing {
-        None => html! { td .none title="not run" { "—" } },
-        Some(standing) => html! {
-            td class=(standing.word()) title=(format!("{} passed; {} compared", count(cell.passes), counted(cell.compared, "element"))) {
-                span { span aria-hidden="true" { (standing.symbol()) } " " (count(cell.passes)) } " " span .total { "/ " (count(cell.total)) }
-            }
-        },
     }
 }
 

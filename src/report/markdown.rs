@@ -4,14 +4,17 @@ use std::fmt::Write;
 
 use crate::mutants::matrix::tally::Tally;
 use crate::record::words::printable;
-use crate::record::{MutantSource, Report};
+use crate::record::{ChangeRecord, MutantSource, Report};
 
+use super::elements::hash;
+use super::families::{self, Gathered};
+use super::html::coverage;
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
 use super::summary::{
-    Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
-    survived, teraflops, worse_first,
+    Cell, Counts, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived,
+    teraflops, worse_first,
 };
-use super::times;
+use super::{power, times};
 
 /// Failing cases that are written out.
 const FAILURES: usize = 10;
@@ -29,10 +32,13 @@ pub(super) fn page(report: &Report) -> String {
         "warn" => "⚠️",
         _ => "❌",
     };
+    let gathered = Gathered::of(report);
     let mut page = format!("## {symbol} {headline}\n\n");
     page += &totals(report, &counts);
+    page += &against_base(report);
     page += &failures(report);
-    page += &matrix(report);
+    page += &families(report, &gathered);
+    page += &matrix(&gathered);
     page += &tightest(report);
     page += &times::markdown(report);
     page += &benchmarks(report);
@@ -45,12 +51,11 @@ pub(super) fn page(report: &Report) -> String {
 
 fn totals(report: &Report, counts: &Counts) -> String {
     let mut line = format!(
-        "{}, {}, {} compared, {}; profile {}, seed {}, {}.\n\n",
+        "{}: {}, {}, {} compared; seed {}, {}.\n\n",
+        text(&coverage(report)),
         counted(counts.cases, "case"),
         counted(counts.checks, "check"),
         counted(counts.compared, "element"),
-        counted(operators(report).len() as u64, "operator"),
-        text(&report.profile),
         report.seed,
         duration(report.seconds),
     );
@@ -66,8 +71,12 @@ fn failures(report: &Report) -> String {
         return String::new();
     }
     let mut section = "### Failures\n\n".to_owned();
+    for saved in &report.saved {
+        let cases = counted(saved.cases, "failing case");
+        let _ = write!(section, "Saved for the next run: {cases} in {}.\n\n", code(&saved.file));
+    }
     for (place, case) in cases.iter().take(FAILURES).enumerate() {
-        let _ = write!(section, "**{}. {}**\n\n", place + 1, text(&case.operator));
+        let _ = write!(section, "**{}. {}** {}\n\n", place + 1, text(&case.operator), code(&hash(case)));
         for check in findings(case) {
             let tensor = if check.tensor.is_empty() { String::new() } else { format!(" of {}", code(&check.tensor)) };
             let _ = writeln!(
@@ -93,17 +102,47 @@ fn failures(report: &Report) -> String {
     section
 }
 
-fn matrix(report: &Report) -> String {
-    let matrix = Matrix::of(report);
+/// A row for each family.
+fn families(report: &Report, gathered: &Gathered) -> String {
+    let groups = gathered.groups(report);
+    if report.cases.is_empty() {
+        return String::new();
+    }
+    let mut table = "### Families\n\n| family | operators | cases | checks | worst budget use | smallest bias seen | slowest kernel | floor |\n|---|--:|--:|--:|---|---|---|--:|\n".to_owned();
+    for group in &groups {
+        let worst = group.worst().map_or("—".to_owned(), |(operator, tensor)| {
+            format!("{} {} {}", significant(tensor.worst_used(), 3), code(operator), code(tensor.tensor))
+        });
+        let seen = group.sensitivity().map_or("—".to_owned(), |[(best, _), (worst, tensor)]| {
+            let of = format!("{} {}", code(&tensor.operator), code(&tensor.tensor));
+            format!("{} … {} {of}", power::words((best, 0)), power::words((worst, 0)))
+        });
+        let (slowest, floor) = group.slowest().map_or(("—".to_owned(), "—".to_owned()), |one| {
+            let floor = families::floor(one).map_or("not measured".to_owned(), time);
+            (format!("{} {}", time(one.median_ns), code(&one.id)), floor)
+        });
+        let [operators, cases, checks] = group.counts().map(count);
+        let _ = writeln!(
+            table,
+            "| {} {} | {operators} | {cases} | {checks} | {worst} | {seen} | {slowest} | {floor} |",
+            group.symbol(),
+            group.name()
+        );
+    }
+    table + "\n"
+}
+
+/// Operators whose checks stand in the open; more are folded.
+const OPEN: usize = 3;
+
+fn matrix(gathered: &Gathered) -> String {
+    let matrix = gathered.matrix();
     if matrix.columns.is_empty() {
         return String::new();
     }
     let columns: Vec<String> = matrix.columns.iter().map(|column| text(column)).collect();
-    let mut table = format!(
-        "### Checks passed\n\n| operator | all | {} |\n|---|{}\n",
-        columns.join(" | "),
-        "--:|".repeat(columns.len() + 1)
-    );
+    let mut table =
+        format!("| operator | all | {} |\n|---|{}\n", columns.join(" | "), "--:|".repeat(columns.len() + 1));
     for (operator, cells, sum) in &matrix.rows {
         let cells: Vec<String> = [sum].into_iter().chain(cells).map(cell).collect();
         let _ = writeln!(table, "| {} | {} |", code(operator), cells.join(" | "));
@@ -111,14 +150,42 @@ fn matrix(report: &Report) -> String {
     if !matrix.absent.is_empty() {
         let _ = write!(table, "\nChecks that no case ran: {}.\n", matrix.absent.join(", "));
     }
-    table + "\n"
+    if matrix.rows.len() <= OPEN {
+        return format!("### Checks passed\n\n{table}\n");
+    }
+    format!("### Checks passed\n\n<details><summary>By operator</summary>\n\n{table}\n</details>\n\n")
 }
 
 fn cell(cell: &Cell) -> String {
     match cell.standing {
         None => "—".to_owned(),
+        Some(Standing::Pass) => count(cell.passes),
         Some(standing) => format!("{} {}/{}", standing.symbol(), count(cell.passes), count(cell.total)),
     }
+}
+
+/// What changed against the base, where the report was compared with one.
+fn against_base(report: &Report) -> String {
+    let Some(base) = &report.base else { return String::new() };
+    let commit = base.commit.chars().take(12).collect::<String>();
+    let mut section = format!("### Against the base {}\n\n{}\n\n", code(&commit), text(&base.headline));
+    for change in &base.changes {
+        let ChangeRecord { kind, operator, subject, base, head, .. } = change;
+        let mark = if change.is_regression { "✗ " } else { "" };
+        let _ = writeln!(
+            section,
+            "- {mark}{}: {} {}: {} → {}",
+            text(kind),
+            code(operator),
+            text(subject),
+            text(base),
+            text(head)
+        );
+    }
+    if base.number > base.changes.len() as u64 {
+        let _ = writeln!(section, "- … and {}", counted(base.number - base.changes.len() as u64, "more change"));
+    }
+    section + "\n"
 }
 
 fn tightest(report: &Report) -> String {

@@ -10,8 +10,9 @@
 //! | `numbers` | how counts, measures, times and dates are written |
 //! | `elements` | what pages are made of: head, tables in frames, numbers, badges |
 //! | `picture` | heat maps and histograms as SVG |
-//! | `html` | the page: verdict, matrix, skips, environment, glossary |
+//! | `html` | the page: verdict, what changed, skips, environment, glossary |
 //! | `failures` | the page's cards of failing cases |
+//! | `families` | operators by family: a row for each family, folds with the matrix of checks |
 //! | `operators` | the page's sections of operators |
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
@@ -22,7 +23,7 @@
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `beside` | times of our kernels and of public ones, next to each other |
 //! | `ci` | JUnit XML, and annotations of GitHub |
-//! | `drawn` | what a report is written without |
+//! | `drawn` | what a report keeps of each case |
 //! | `diff` | two reports compared |
 //! | `history` | many reports, one after another |
 
@@ -31,7 +32,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use crate::record::journal::refuse_foreign;
-use crate::record::{Report, words};
+use crate::record::{Report, SCHEMA_VERSION, words};
 
 pub mod benchmarks;
 pub mod beside;
@@ -40,6 +41,7 @@ pub mod diff;
 mod drawn;
 pub(crate) mod elements;
 mod failures;
+mod families;
 pub mod generated;
 pub mod history;
 mod html;
@@ -50,7 +52,7 @@ mod operators;
 mod picture;
 pub mod power;
 #[cfg(test)]
-mod sample;
+pub(crate) mod sample;
 mod specification;
 pub(crate) mod summary;
 #[cfg(test)]
@@ -74,10 +76,14 @@ pub fn markdown(report: &Report) -> String {
 pub fn write_all(report: &Report, dir: &Path) -> io::Result<()> {
     refuse_foreign(dir).map_err(|error| io::Error::other(words::of_error(&error)))?;
     fs::create_dir_all(dir)?;
+    // Whatever version was read, this one is written.
+    let mut report = Report { schema_version: SCHEMA_VERSION, ..drawn::kept(report) };
+    // What no page of this folder shows is not said of it.
+    report.base = report.base.filter(|_| dir.join(diff::PAGE).is_file());
     let mut json = BufWriter::new(fs::File::create(dir.join("report.json"))?);
-    serde_json::to_writer(&mut json, &drawn::with_drawn_heat_maps(report))?;
+    serde_json::to_writer(&mut json, &report)?;
     json.write_all(b"\n")?;
     json.flush()?;
-    fs::write(dir.join("index.html"), html(report))?;
-    fs::write(dir.join("summary.md"), markdown(report))
+    fs::write(dir.join("index.html"), html(&report))?;
+    fs::write(dir.join("summary.md"), markdown(&report))
 }

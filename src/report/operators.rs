@@ -5,45 +5,62 @@ use maud::{Markup, html};
 use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 
-use super::elements::{breakable, number, scroller};
+use super::drawn::{PICTURED, THUMBNAIL};
+use super::elements::{Anchors, badge, breakable, command, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
 use super::picture;
-use super::power;
+use super::power::{self, TensorPower};
 use super::specification::linked;
-use super::summary::{Entry, TensorSummary, gigabytes_per_second, operators, paths, teraflops, within, worse_first};
+use super::summary::{Entry, Standing, TensorSummary, gigabytes_per_second, paths, teraflops, within, worse_first};
 use super::times;
 
-/// Worst cases shown for each tensor.
-pub(super) const WORST: usize = 3;
-/// Most rows and columns of the worst case's heat map; the others' are thumbnails, for the page's size.
+/// Worst cases shown of a tensor that failed; of one that agrees the worst is shown.
+const WORST: usize = 3;
+/// Most rows and columns of the heat map of the worst case of a tensor that failed; the others' are
+/// thumbnails, for the page's size.
 const FULL: (usize, usize) = (48, 64);
-const THUMBNAIL: (usize, usize) = (24, 32);
 
-/// All operators' sections, in the registry's order.
-pub(super) fn sections(report: &Report) -> Markup {
-    html! { @for operator in operators(report) { (section(report, &operator)) } }
+/// What an operator's section is made of.
+pub(super) struct Section<'a> {
+    pub(super) report: &'a Report,
+    pub(super) operator: &'a OperatorRecord,
+    /// Its tensors over all cases.
+    pub(super) tensors: Vec<TensorSummary<'a>>,
+    /// What its verdicts could have seen.
+    pub(super) power: Vec<TensorPower>,
+    /// How its checks stand.
+    pub(super) standing: Option<Standing>,
 }
 
-fn section(report: &Report, operator: &OperatorRecord) -> Markup {
-    let tensors = TensorSummary::all(report, &operator.name);
+/// The section, open where it is to be read.
+pub(super) fn section(section: &Section<'_>, open: bool, anchors: &Anchors) -> Markup {
+    let Section { report, operator, tensors, standing, .. } = section;
+    let cases = report.cases.iter().filter(|case| case.operator == operator.name).count() as u64;
     let benchmarks: Vec<_> = report.benchmarks.iter().filter(|one| one.operator == operator.name).collect();
+    let worst = tensors.get(worst_tensor(tensors).unwrap_or(usize::MAX));
     html! {
-        section .operator id=(format!("operator-{}", operator.name)) {
-            h2 { (operator.name) }
+        details .operator id=(format!("operator-{}", operator.name)) open[open] {
+            summary {
+                @match standing { Some(standing) => (badge(*standing)), None => span .badge { "— not run" } }
+                " " h3 { (operator.name) }
+                span .note {
+                    (counted(cases, "case"))
+                    @if let Some(worst) = worst { " · worst budget use " (significant(worst.worst_used(), 3)) ", " code { (worst.tensor) } }
+                }
+            }
             p { (operator.summary) }
             (description(report, operator))
             @if tensors.is_empty() {
                 p .note { "No tensor of this operator was compared with the oracle in this run." }
             } @else {
-                h3 { "Agreement with the oracle" }
-                (tensor_table(operator, &tensors))
-                (power_table(report, operator))
-                h3 { "Worst cases" }
-                (picture::legend())
-                (worst_cases(&tensors))
+                h4 { "Agreement with the oracle" }
+                (tensor_table(operator, tensors))
+                (power_table(&section.power))
+                h4 { "Worst cases" }
+                (worst_cases(tensors, anchors))
             }
             (times::section(report, &operator.name))
-            @if !benchmarks.is_empty() { h3 { "Speed" } (benchmark_table(&benchmarks)) }
+            @if !benchmarks.is_empty() { h4 { "Speed" } (benchmark_table(&benchmarks)) }
         }
     }
 }
@@ -77,7 +94,7 @@ fn or_none(text: &str) -> &str {
 
 fn tensor_table(operator: &OperatorRecord, tensors: &[TensorSummary]) -> Markup {
     let table = html! {
-        table .tensors {
+        table .numbers {
             (tensor_head())
             @for group in tensors.chunk_by(|a, b| a.check == b.check) {
                 tbody class=(if group[0].check == "gradient" { "gradient" } else { "" }) {
@@ -109,19 +126,19 @@ fn tensor_head() -> Markup {
     html! {
         thead {
             tr {
-                th rowspan="2" scope="col" { "tensor" }
-                th .count rowspan="2" scope="col" { "cases" }
-                th .count rowspan="2" scope="col" { "elements" }
-                th .spread colspan="2" scope="colgroup" { "budget used" }
-                th .spread colspan="2" scope="colgroup" { "relative budget" }
-                th .count rowspan="2" scope="col" { "1 − cosine, worst" }
-                th .count rowspan="2" scope="col" { "norm ratio, range" }
-                th .count rowspan="2" scope="col" { "relative L2, max" }
-                th .count rowspan="2" scope="col" { "max |error|" }
-                th .spread colspan="3" scope="colgroup" { "ulp, worst case" }
+                th rowspan="2" { "tensor" }
+                th rowspan="2" { "cases" }
+                th rowspan="2" { "elements" }
+                th colspan="2" { "budget used" }
+                th colspan="2" { "relative budget" }
+                th rowspan="2" { "1 − cosine, worst" }
+                th rowspan="2" { "norm ratio, range" }
+                th rowspan="2" { "relative L2, max" }
+                th rowspan="2" { "max |error|" }
+                th colspan="3" { "ulp, worst case" }
             }
             tr {
-                @for label in ["worst", "median", "tightest", "loosest", "p50", "p99", "max"] { th .count scope="col" { (label) } }
+                @for label in ["worst", "median", "tightest", "loosest", "p50", "p99", "max"] { th { (label) } }
             }
         }
     }
@@ -130,7 +147,7 @@ fn tensor_head() -> Markup {
 fn tensor_row(tensor: &TensorSummary) -> Markup {
     if tensor.entries.is_empty() {
         return html! {
-            tr { th scope="row" { code { (tensor.tensor) } } td .count { (count(tensor.without_metrics)) } td .count { (count(tensor.compared)) } td colspan="11" { "no measures recorded" } }
+            tr { th scope="row" { code { (tensor.tensor) } } td { (count(tensor.without_metrics)) } td { (count(tensor.compared)) } td colspan="11" { "no measures recorded" } }
         };
     }
     let used = tensor.worst_used();
@@ -139,15 +156,15 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
     html! {
         tr {
             th scope="row" { @if !tensor.agrees() { span .fail-text title="not every case agreed" { "✗ " } } code { (tensor.tensor) } }
-            td .count { (count(tensor.entries.len() as u64)) @if tensor.without_metrics > 0 { " + " (count(tensor.without_metrics)) " unmeasured" }
+            td { (count(tensor.entries.len() as u64)) @if tensor.without_metrics > 0 { " + " (count(tensor.without_metrics)) " unmeasured" }
                 @if zero_truths > 0 { span title="The oracle is zero there: relative measures leave them out" { ", " (count(zero_truths)) " zero" } } }
-            td .count { (count(tensor.compared)) }
-            td .count { @if within(used) { (significant(used, 3)) } @else { strong .fail-text { "✗ " (significant(used, 3)) } } }
+            td { (count(tensor.compared)) }
+            td { @if within(used) { (significant(used, 3)) } @else { strong .fail-text { "✗ " (significant(used, 3)) } } }
             (measure(tensor.median(|metrics| metrics.budget_used), |value| significant(value, 3)))
             (measure(tightest, scientific))
-            td .count { @if loosest < 1.0 { (scientific(loosest)) } @else { strong .fail-text title="A budget as large as the values accepts zeros" { "▲ " (scientific(loosest)) } } }
+            td { @if loosest < 1.0 { (scientific(loosest)) } @else { strong .fail-text title="A budget as large as the values accepts zeros" { "▲ " (scientific(loosest)) } } }
             (measure(tensor.range(|metrics| metrics.cosine).0, one_minus_cosine))
-            td .count { (norm_range(tensor)) }
+            td { (norm_range(tensor)) }
             (measure(tensor.range(|metrics| metrics.relative_l2).1, scientific))
             (measure(tensor.largest(|metrics| metrics.max_abs), scientific))
             (measure(tensor.largest(|metrics| metrics.ulp_p50), |value| significant(value, 3)))
@@ -158,52 +175,50 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
 }
 
 /// What the verdicts could have seen; nothing in reports that do not say.
-fn power_table(report: &Report, operator: &OperatorRecord) -> Markup {
-    let tensors: Vec<_> =
-        power::of_report(report).into_iter().filter(|tensor| tensor.operator == operator.name).collect();
+fn power_table(tensors: &[TensorPower]) -> Markup {
     if tensors.is_empty() {
         return html! {};
     }
     let [(_, ours), others @ ..] = power::RULES;
     let table = html! {
-        table .tensors {
+        table .numbers {
             thead {
                 tr {
-                    th rowspan="2" scope="col" { "tensor" }
-                    th .count rowspan="2" scope="col" { "cases" }
-                    th .count rowspan="2" scope="col" { "without power" }
-                    th .spread colspan="3" scope="colgroup" { "bias seen" }
-                    th .count rowspan="2" scope="col" { "element seen, median" }
-                    th .spread colspan=(others.len()) scope="colgroup" { "bias seen in half of the cases by" }
+                    th rowspan="2" { "tensor" }
+                    th rowspan="2" { "cases" }
+                    th rowspan="2" { "without power" }
+                    th colspan="3" { "smallest bias seen" }
+                    th rowspan="2" { "element seen, median" }
+                    th colspan=(others.len()) { "bias seen in half of the cases by" }
                 }
                 tr {
-                    @for label in ["best", "median", "worst"] { th .count scope="col" { (label) } }
-                    @for (name, _) in &others { th .count scope="col" { (name) } }
+                    @for label in ["best", "median", "worst"] { th { (label) } }
+                    @for (name, _) in &others { th { (name) } }
                 }
             }
             tbody {
-                @for tensor in &tensors {
+                @for tensor in tensors {
                     tr {
                         th scope="row" { code { (tensor.tensor) } }
-                        td .count { (count(tensor.cases.len() as u64)) }
-                        td .count { (count(tensor.powerless)) }
-                        @for share in [0.0, 0.5, 1.0] { td .count { (power::words(tensor.seen_in(share, ours))) } }
-                        td .count { (scientific(tensor.element())) }
-                        @for (_, rule) in &others { td .count { (power::words(tensor.seen_in(0.5, *rule))) } }
+                        td { (count(tensor.cases.len() as u64)) }
+                        td { (count(tensor.powerless)) }
+                        @for share in [0.0, 0.5, 1.0] { td { (power::words(tensor.seen_in(share, ours))) } }
+                        td { (scientific(tensor.element())) }
+                        @for (_, rule) in &others { td { (power::words(tensor.seen_in(0.5, *rule))) } }
                     }
                 }
             }
         }
     };
     html! {
-        h3 { "Power" }
+        h4 { "Power" }
         p .note { "The smallest uniform relative error, and the smallest error of a single element (over the tensor's rms), that these verdicts would have failed. An alarm is a case in which a rule fails a tensor that is right." }
         (scroller("Power", table))
     }
 }
 
 fn measure(value: f64, text: impl Fn(f64) -> String) -> Markup {
-    html! { td .count { (number(value, text(value))) } }
+    html! { td { (number(value, text(value))) } }
 }
 
 /// Lowest and highest norm ratio, once where they look the same.
@@ -213,54 +228,69 @@ fn norm_range(tensor: &TensorSummary) -> Markup {
     html! { (number(low, low_text.clone())) @if low_text != high_text { " … " (number(high, high_text)) } }
 }
 
+/// The tensor that used most of its budget: of an operator that agrees, the one whose heat map is
+/// shown.
+pub(super) fn worst_tensor(tensors: &[TensorSummary]) -> Option<usize> {
+    let measured = tensors.iter().enumerate().filter(|(_, tensor)| !tensor.entries.is_empty());
+    measured.min_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used())).map(|(place, _)| place)
+}
+
 /// One fold for each tensor. Those that failed stand open, and the one that used most of its budget.
-fn worst_cases(tensors: &[TensorSummary]) -> Markup {
-    let measured: Vec<_> = tensors.iter().filter(|tensor| !tensor.entries.is_empty()).collect();
-    let worst = measured
-        .iter()
-        .enumerate()
-        .min_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used()))
-        .map(|(place, _)| place);
+fn worst_cases(tensors: &[TensorSummary], anchors: &Anchors) -> Markup {
+    let worst = worst_tensor(tensors);
+    let measured = tensors.iter().enumerate().filter(|(_, tensor)| !tensor.entries.is_empty());
     html! {
-        @for (place, tensor) in measured.iter().enumerate() {
-            details .tensor open[Some(place) == worst || !tensor.agrees()] {
+        @for (place, tensor) in measured {
+            @let open = Some(place) == worst || !tensor.agrees();
+            details .tensor open[open] {
                 summary {
                     @if !tensor.agrees() { span .fail-text { "✗ " } }
                     (tensor.check) " " code { (tensor.tensor) }
                     span .note { " · worst " (significant(tensor.worst_used(), 3)) " of budget over " (counted(tensor.entries.len() as u64, "case")) }
                 }
-                (picture::histogram(&tensor.histogram(), tensor.compared))
-                div .worst { @for (rank, entry) in tensor.entries.iter().take(WORST).enumerate() { (worst_case(rank, entry)) } }
+                @let (bins, cases, compared) = tensor.histogram(PICTURED);
+                (picture::histogram(&bins, compared))
+                @if cases < tensor.entries.len() as u64 { p .note { "Of the " (counted(cases, "case")) " that used most of the budget." } }
+                @if tensor.agrees() {
+                    (worst_case(0, &tensor.entries[0], open, anchors))
+                } @else {
+                    div .worst { @for (rank, entry) in tensor.entries.iter().take(WORST).enumerate() { (worst_case(rank, entry, true, anchors)) } }
+                }
             }
         }
     }
 }
 
-fn worst_case(rank: usize, entry: &Entry) -> Markup {
+fn worst_case(rank: usize, entry: &Entry, pictured: bool, anchors: &Anchors) -> Markup {
     let metrics = entry.metrics;
     let index: Vec<String> = metrics.worst.index.iter().map(u64::to_string).collect();
     let over = !within(metrics.budget_used);
+    let (anchor, first) = anchors.of(entry.case);
     html! {
         article .card {
-            h4 { (rank + 1) ". " span .fail-text[over] { @if over { "✗ " } (significant(metrics.budget_used, 3)) " of budget" } span .note { " at [" (index.join(", ")) "]" } }
-            (picture::heat(&metrics.heat, if rank == 0 { FULL } else { THUMBNAIL }))
+            h5 {
+                (rank + 1) ". " span .fail-text[over] { @if over { "✗ " } (significant(metrics.budget_used, 3)) " of budget" }
+                span .note { " at [" (index.join(", ")) "] " } (anchor)
+            }
+            @if pictured { (picture::heat(&metrics.heat, if rank == 0 { FULL } else { THUMBNAIL })) }
             p .note {
                 "relative L2 " (number(metrics.relative_l2, scientific(metrics.relative_l2)))
                 ", ulp max " (number(metrics.ulp_max, significant(metrics.ulp_max, 3)))
                 ", " (counted(entry.check.compared, "element"))
             }
-            code .command.short title="click to select" { (entry.case.replay) }
+            // Of a case that stands above, its name leads to the command.
+            @if first { (command(&entry.case.replay)) }
         }
     }
 }
 
 fn benchmark_table(benchmarks: &[&BenchmarkRecord]) -> Markup {
     let table = html! {
-        table {
+        table .numbers {
             thead {
                 tr {
-                    th scope="col" { "benchmark" } th .count scope="col" { "median" } th .count scope="col" { "95 % interval" } th .count scope="col" { "samples" }
-                    th .count scope="col" { "GB/s" } th .count scope="col" { "TFLOP/s" } th scope="col" { "of the device's limit" }
+                    th { "benchmark" } th { "median" } th { "95 % interval" } th { "samples" }
+                    th { "GB/s" } th { "TFLOP/s" } th { "of the device's limit" }
                 }
             }
             tbody { @for benchmark in benchmarks { (benchmark_row(benchmark)) } }
@@ -273,11 +303,11 @@ fn benchmark_row(benchmark: &BenchmarkRecord) -> Markup {
     html! {
         tr {
             th scope="row" { (breakable(&benchmark.id)) }
-            td .count { (time(benchmark.median_ns)) }
-            td .count { (time(benchmark.low_ns)) " … " (time(benchmark.high_ns)) }
-            td .count { (count(benchmark.samples)) }
-            td .count { (significant(gigabytes_per_second(benchmark), 3)) }
-            td .count { @if benchmark.flops > 0.0 { (significant(teraflops(benchmark), 3)) } @else { "—" } }
+            td { (time(benchmark.median_ns)) }
+            td { (time(benchmark.low_ns)) " … " (time(benchmark.high_ns)) }
+            td { (count(benchmark.samples)) }
+            td { (significant(gigabytes_per_second(benchmark), 3)) }
+            td { @if benchmark.flops > 0.0 { (significant(teraflops(benchmark), 3)) } @else { "—" } }
             td { (limit_bar(benchmark.percent_of_limit)) }
         }
     }

@@ -1,7 +1,5 @@
 //! Heat maps and histograms as SVG, coloured by classes of the style sheet so that both colour schemes read.
 
-use std::fmt::Write;
-
 use maud::{Markup, html};
 
 use crate::record::HeatMap;
@@ -14,6 +12,8 @@ const STEPS: usize = 10;
 const OVER: usize = STEPS;
 /// Level of cells whose error is no number.
 const UNDEFINED: usize = STEPS + 1;
+/// Level of cells of which nothing was compared within a budget.
+const PADDING: usize = STEPS + 2;
 
 /// Fill patterns that the pictures refer to; they stand once on the page. Hatching and crosses keep
 /// cells over the budget apart from dark cells under it without colour.
@@ -29,6 +29,7 @@ pub(super) fn patterns() -> Markup {
                     rect .undefined-ground width="1" height="1" {}
                     path .undefined-line d="M.2 .2L.8 .8M.2 .8L.8 .2" {}
                 }
+                (shares())
             }
         }
     }
@@ -48,7 +49,8 @@ pub(super) fn legend() -> Markup {
             span { "1" }
             span { (key(OVER)) "over budget" }
             span { (key(UNDEFINED)) "NaN or infinite" }
-            span { span .ring-key {} "worst cell" }
+            span { svg .key.hatched width="22" height="14" aria-hidden="true" {} "not compared within a budget: padding, special values" }
+            span { span .mark-key aria-hidden="true" { "◂ ▴" } "row and column of the worst cell" }
         }
     }
 }
@@ -61,56 +63,67 @@ fn key(level: usize) -> Markup {
     }
 }
 
-/// A tensor's error over budget. `most` limits the rows and columns of the picture; cells beyond
-/// are joined by their largest value.
+/// A tensor's error over budget, row 0 at the top. `most` limits the rows and columns of the
+/// picture; cells beyond are joined by their largest value. Marks beside the picture lead to the
+/// worst cell: in it they would hide its neighbours.
 pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
     let whole = map.rows as usize * map.columns as usize;
     if whole == 0 || map.cells.len() != whole {
         return html! { p .note { "No heat map: the record holds " (count(map.cells.len() as u64)) " cells for " (map.rows) " × " (map.columns) "." } };
     }
-    let (rows, columns, cells) = pool(map, most);
+    let HeatMap { rows, columns, cells, .. } = pooled(map, most);
+    let (rows, columns) = (rows as usize, columns as usize);
     let levels: Vec<usize> = cells.iter().map(|cell| level(*cell)).collect();
-    let ground = (0..=UNDEFINED).max_by_key(|level| levels.iter().filter(|one| *one == level).count()).unwrap_or(0);
+    // Behind the cells the picture is hatched; where some were not compared, no ground may hide that.
+    let padded = levels.contains(&PADDING);
+    let ground = (0..PADDING).filter(|_| !padded).max_by_key(|level| levels.iter().filter(|one| *one == level).count());
     let (worst, worst_value) = worst(&cells);
     let height = (rows * 6).clamp(36, 192);
     let title = format!("Error over budget, {rows} × {columns} cells; the largest is {}", significant(worst_value, 3));
+    let middle = |place: usize, of: usize| format!("{:.1}%", 100.0 * (place as f64 + 0.5) / of as f64);
+    let coarse = (map.total_rows, map.total_columns) != (rows as u64, columns as u64);
     html! {
         figure .heat {
             div .frame {
-                span .down { "row 0 … " (count(map.total_rows.saturating_sub(1))) }
-                svg width="100%" height=(height) viewBox=(format!("0 0 {columns} {rows}")) preserveAspectRatio="none" role="img" {
-                    title { (title) }
-                    path class=(class(ground)) d=(solid(0, 0, columns, rows)) {}
-                    @for level in (0..=UNDEFINED).filter(|level| *level != ground) {
-                        @let runs = runs(&levels, columns, level);
-                        @if !runs.is_empty() { path class=(class(level)) d=(outline(&runs)) {} }
+                span .down { span { "row 0" } span { (count(map.total_rows.saturating_sub(1))) } }
+                div .map {
+                    svg width="100%" height=(height) viewBox=(format!("0 0 {columns} {rows}")) preserveAspectRatio="none" role="img" {
+                        title { (title) }
+                        @if let Some(ground) = ground { path class=(class(ground)) d=(solid(0, 0, columns, rows)) {} }
+                        @for level in (0..PADDING).filter(|level| Some(*level) != ground) {
+                            @let runs = runs(&levels, columns, level);
+                            @if !runs.is_empty() { path class=(class(level)) d=(outline(&runs)) {} }
+                        }
                     }
-                    @for halo in ["ring halo", "ring"] {
-                        rect class=(halo) x=(worst % columns) y=(worst / columns) width="1" height="1" {}
-                    }
+                    span .mark-row style=(format!("top:{}", middle(worst / columns, rows))) aria-hidden="true" { "◂" }
+                    span .mark-column style=(format!("left:{}", middle(worst % columns, columns))) aria-hidden="true" { "▴" }
                 }
             }
             figcaption {
                 "last axis 0 … " (count(map.total_columns.saturating_sub(1)))
-                @if cells.len() < map.cells.len() { " · coarse: each cell the largest of several" }
+                @if coarse { " · each cell the largest of several elements" }
             }
         }
     }
 }
 
-/// Joins cells so that at most `most` rows and columns remain. NaN outlives the joining.
-fn pool(map: &HeatMap, most: (usize, usize)) -> (usize, usize, Vec<f32>) {
+/// Joins cells so that at most `most` rows and columns remain, each by its largest value. NaN
+/// outlives the joining, and what was compared counts before what was not.
+pub(super) fn pooled(map: &HeatMap, most: (usize, usize)) -> HeatMap {
     let (rows, columns) = (map.rows as usize, map.columns as usize);
+    if rows * columns == 0 || map.cells.len() != rows * columns {
+        return map.clone();
+    }
     let (down, across) = (rows.div_ceil(most.0.max(1)), columns.div_ceil(most.1.max(1)));
     let (fewer_rows, fewer_columns) = (rows.div_ceil(down), columns.div_ceil(across));
-    let mut cells = vec![0.0_f32; fewer_rows * fewer_columns];
+    let mut cells = vec![HeatMap::NOT_COMPARED; fewer_rows * fewer_columns];
     for (place, value) in map.cells.iter().enumerate() {
         let cell = &mut cells[place / columns / down * fewer_columns + place % columns / across];
         if value.is_nan() || *value > *cell {
             *cell = *value;
         }
     }
-    (fewer_rows, fewer_columns, cells)
+    HeatMap { rows: fewer_rows as u32, columns: fewer_columns as u32, cells, ..*map }
 }
 
 /// Where the largest cell is, NaN before all.
@@ -123,8 +136,9 @@ fn worst(cells: &[f32]) -> (usize, f64) {
 fn level(value: f32) -> usize {
     match value {
         value if !value.is_finite() => UNDEFINED,
+        value if value < 0.0 => PADDING,
         value if value > 1.0 => OVER,
-        value => ((value.max(0.0) * STEPS as f32) as usize).min(STEPS - 1),
+        value => ((value * STEPS as f32) as usize).min(STEPS - 1),
     }
 }
 
@@ -166,32 +180,50 @@ fn solid(x: usize, y: usize, width: usize, height: usize) -> String {
 /// Width of one bar and the height of the tallest, in pixels.
 const BAR: (usize, usize) = (20, 84);
 
-/// Elements by share of budget used, bins of 1/8. Heights are logarithmic: a handful of elements
-/// over their budget must be seen beside millions under it. Those of the `compared` elements that
-/// have no share, such as NaN, stand in no bar and are counted beside it.
+/// Where bars stand.
+const BASE: usize = BAR.1 + 6;
+
+/// Bars of a histogram.
+const BARS: usize = 16;
+
+/// What all histograms have in common: it stands once on the page.
+fn shares() -> Markup {
+    html! {
+        g #shares {
+            path .axis d=(format!("M0 {BASE}H{}", BARS * BAR.0)) {}
+            path .limit d=(format!("M{} 0V{BASE}", WITHIN * BAR.0)) {}
+            @for (place, label) in [(0, "0"), (4, "½"), (WITHIN, "1 = budget"), (12, "1½")] {
+                text x=(place * BAR.0) y=(BASE + 15) text-anchor="middle" { (label) }
+            }
+        }
+    }
+}
+
+/// Elements by share of budget used, bins of 1/8 with their upper ends: an element that uses its
+/// whole budget is within it. Heights are logarithmic: a handful of elements over their budget must
+/// be seen beside millions under it. Those of the `compared` elements that have no share, such as
+/// NaN, stand in no bar and are counted beside it.
 pub(super) fn histogram(bins: &[u64], compared: u64) -> Markup {
     if bins.iter().all(|bin| *bin == 0) {
         return html! { p .note { "No histogram of budget use was recorded." } };
     }
     let tallest = bins.iter().copied().max().unwrap_or(1);
-    let over: u64 = bins.iter().skip(8).sum();
+    let over: u64 = bins.iter().skip(WITHIN).sum();
     let unbinned = compared.saturating_sub(bins.iter().sum());
-    let (width, base) = (bins.len() * BAR.0 + 24, BAR.1 + 6);
+    let (width, height) = (bins.len() * BAR.0 + 24, BASE + 20);
     html! {
         figure .histogram {
-            svg width=(width) height=(base + 20) viewBox=(format!("0 0 {width} {}", base + 20)) role="img" {
-                title { "Elements by share of their budget that they used" }
+            svg viewBox=(format!("0 0 {width} {height}")) role="img" {
+                title { (counts(bins)) }
                 g transform="translate(12 0)" {
-                    @for (place, bin) in bins.iter().enumerate() { (bar(place, *bin, tallest, bins.len())) }
-                    path .axis d=(format!("M0 {base}H{}", bins.len() * BAR.0)) {}
-                    path .limit d=(format!("M{} 0V{base}", 8 * BAR.0)) {}
-                    @for (place, label) in [(0, "0"), (4, "½"), (8, "1 = budget"), (12, "1½")] {
-                        @if place <= bins.len() { text x=(place * BAR.0) y=(base + 15) text-anchor="middle" { (label) } }
+                    @for (class, from, bins) in [("bar", 0, &bins[..bins.len().min(WITHIN)]), ("bar-over", WITHIN, bins.get(WITHIN..).unwrap_or_default())] {
+                        @if bins.iter().any(|bin| *bin > 0) { path class=(class) d=(bars(from, bins, tallest)) {} }
                     }
+                    use href="#shares" {}
                 }
             }
             figcaption {
-                "Elements by share of budget used, log scale; tallest bar " (count(tallest)) ". "
+                "Elements by share of budget, log scale to " (count(tallest)) ". "
                 @if over > 0 { strong .fail-text { "✗ " (count(over)) " over budget." } } @else { "None of them over budget." }
                 @if unbinned > 0 { " " strong { (counted(unbinned, "element")) " in no bar" } ": NaN, or special values that are compared exactly." }
             }
@@ -199,22 +231,29 @@ pub(super) fn histogram(bins: &[u64], compared: u64) -> Markup {
     }
 }
 
-fn bar(place: usize, bin: u64, tallest: u64, bins: usize) -> Markup {
-    if bin == 0 {
-        return html! {};
+/// Bins of elements within their budget.
+pub(super) const WITHIN: usize = 8;
+
+/// The counts in words: `up to 0.125: 12; up to 0.25: 3`.
+fn counts(bins: &[u64]) -> String {
+    let of = |(place, bin): (usize, &u64)| {
+        let upper = if place + 1 < bins.len() {
+            format!("up to {}", (place + 1) as f64 / 8.0)
+        } else {
+            format!("above {}", place as f64 / 8.0)
+        };
+        (*bin > 0).then(|| format!("{upper}: {}", count(*bin)))
+    };
+    bins.iter().enumerate().filter_map(of).collect::<Vec<_>>().join("; ")
+}
+
+/// Bars as one path.
+fn bars(from: usize, bins: &[u64], tallest: u64) -> String {
+    let mut path = String::new();
+    for (place, &bin) in (from..).zip(bins).filter(|(_, bin)| **bin > 0) {
+        let share = (1.0 + bin as f64).log10() / (1.0 + tallest as f64).log10();
+        let height = ((share * BAR.1 as f64).round() as usize).max(2);
+        path.push_str(&solid(place * BAR.0 + 1, BASE - height, BAR.0 - 2, height));
     }
-    let share = (1.0 + bin as f64).log10() / (1.0 + tallest as f64).log10();
-    let height = ((share * BAR.1 as f64).round() as usize).max(2);
-    let low = significant(place as f64 / 8.0, 4);
-    let mut title = format!("{low} and more");
-    if place + 1 < bins {
-        title.clear();
-        let _ = write!(title, "{low} to {}", significant((place + 1) as f64 / 8.0, 4));
-    }
-    html! {
-        rect class=(if place < 8 { "bar" } else { "bar bar-over" })
-            x=(place * BAR.0 + 1) y=(BAR.1 + 6 - height) width=(BAR.0 - 2) height=(height) {
-            title { (title) ": " (count(bin)) }
-        }
-    }
+    path
 }

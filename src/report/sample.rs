@@ -3,8 +3,9 @@
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde_json::json;
 
+use crate::case::Case;
 use crate::judge::checks::GRADIENT_OF_SAVED;
-use crate::operator::Family;
+use crate::operator::{Family, registry};
 use crate::record::{
     BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Power,
     Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
@@ -67,8 +68,38 @@ pub fn passing(cases: usize) -> Report {
         skips: Vec::new(),
         unsupported: Vec::new(),
         unfinished: None,
+        saved: Vec::new(),
+        base: None,
         shards: Vec::new(),
     }
+}
+
+/// A run of all operators in which `cases` cases of each agreed, with as many checks as sweeps make.
+pub fn whole(cases: usize) -> Report {
+    let mut report = passing(0);
+    let mut dice = Dice(11);
+    report.operators = registry::OPERATORS
+        .iter()
+        .map(|known| OperatorRecord { family: Some(known.family()), ..operator(known.name(), true) })
+        .collect();
+    for (place, known) in registry::OPERATORS.iter().enumerate() {
+        for number in 0..cases {
+            // One of the sample's operators lends its checks.
+            let lent = place % OPERATORS.len();
+            let mut case = case(OPERATORS.len() * (number + cases * place) + lent, &mut dice);
+            case.operator = known.name().into();
+            case.case["operator"] = known.name().into();
+            let line = serde_json::from_value::<Case>(case.case.clone()).expect("a case").line();
+            case.replay = format!("parity replay --backend cuda '{line}'");
+            for _ in 0..10 {
+                let tensors = OPERATORS[lent].1.iter().chain(OPERATORS[lent].2);
+                case.checks.extend(tensors.map(|tensor| pass("sequence", tensor, 4096)));
+            }
+            report.cases.push(case);
+        }
+    }
+    report.mutants.clear();
+    report
 }
 
 /// A run with failures, errors, an unfounded pass, NaN, a survivor, skips and a dirty tree.

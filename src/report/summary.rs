@@ -4,12 +4,14 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::judge::checks::GRADIENT_OF_SAVED;
+use crate::operator::registry;
 use crate::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
     Verdict,
 };
 
 use super::numbers::{counted, significant};
+use super::picture::WITHIN;
 
 /// The checks that a full run holds, in the order of the matrix's columns.
 pub(super) const CHECKS: [&str; 17] = [
@@ -291,7 +293,18 @@ impl Cell {
         self.compared = self.compared.saturating_add(check.compared);
         self.standing = self.standing.max(Some(standing));
     }
+
+    /// Adds the checks of another cell.
+    pub(super) fn join(&mut self, other: &Self) {
+        self.passes += other.passes;
+        self.total += other.total;
+        self.compared = self.compared.saturating_add(other.compared);
+        self.standing = self.standing.max(other.standing);
+    }
 }
+
+/// A row of the matrix: an operator, its cells, and all of its checks.
+pub(super) type Row = (String, Vec<Cell>, Cell);
 
 /// Operators × checks.
 #[derive(Debug)]
@@ -299,7 +312,7 @@ pub(super) struct Matrix {
     /// Checks that ran, in the order of [`CHECKS`], unknown ones after them.
     pub(super) columns: Vec<String>,
     /// Each operator's cells, then its total.
-    pub(super) rows: Vec<(String, Vec<Cell>, Cell)>,
+    pub(super) rows: Vec<Row>,
     /// Known checks that no case ran.
     pub(super) absent: Vec<&'static str>,
 }
@@ -336,15 +349,19 @@ pub(super) fn column(check: &str) -> &str {
     if check.starts_with("law:") { LAWS } else { check }
 }
 
-/// The registry's operators, and after them any that only cases or benchmarks name: nothing is left out.
+/// The registry's operators, and after them any that only cases or benchmarks name: nothing is left
+/// out. Those of reports that name no family have today's.
 pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
     let mut operators = report.operators.clone();
+    for operator in operators.iter_mut().filter(|operator| operator.family.is_none()) {
+        operator.family = registry::find(&operator.name).ok().map(|known| known.family());
+    }
     let named = report.cases.iter().map(|case| &case.operator).chain(report.benchmarks.iter().map(|one| &one.operator));
     for name in named {
         if !operators.iter().any(|operator| operator.name == *name) {
             operators.push(OperatorRecord {
                 name: name.clone(),
-                family: None,
+                family: registry::find(name).ok().map(|known| known.family()),
                 summary: "Not described by this run's registry.".to_owned(),
                 specification: Vec::new(),
                 kernel_file: String::new(),
@@ -462,17 +479,21 @@ impl<'a> TensorSummary<'a> {
         self.without_metrics == 0 && self.entries.iter().all(|entry| Standing::of(entry.check) == Standing::Pass)
     }
 
-    /// Histograms of budget use, added over all cases.
-    pub(super) fn histogram(&self) -> Vec<u64> {
+    /// Histograms of budget use, added over the `most` cases that used most of it; of how many
+    /// cases, and how many elements were compared there.
+    pub(super) fn histogram(&self, most: usize) -> (Vec<u64>, u64, u64) {
         let mut sum = Vec::new();
-        for entry in &self.entries {
+        let entries = &self.entries[..self.entries.len().min(most)];
+        for entry in entries {
             let bins = &entry.metrics.use_histogram;
             sum.resize(bins.len().max(sum.len()), 0);
-            for (total, bin) in sum.iter_mut().zip(bins) {
-                *total += bin;
+            for (place, bin) in bins.iter().enumerate() {
+                // What older reports count above the budget of a tensor within it are elements at exactly its budget.
+                let place = if within(entry.metrics.budget_used) { place.min(WITHIN - 1) } else { place };
+                sum[place] += bin;
             }
         }
-        sum
+        (sum, entries.len() as u64, entries.iter().map(|entry| entry.check.compared).sum())
     }
 }
 

@@ -4,10 +4,14 @@ use std::fs;
 
 use dsv4_kernels::runtime::BackendKind;
 
-use crate::record::{CheckRecord, Report, Seen, ShardRecord, Skip, Verdict, agreement_of};
+use crate::operator::{Family, registry};
+use crate::record::{
+    BaseRecord, ChangeRecord, CheckRecord, HeatMap, Report, SavedRecord, Seen, ShardRecord, Skip, Verdict, agreement_of,
+};
 
+use super::elements::hash;
 use super::numbers::{duration, element, one_minus_cosine, significant, time, utc};
-use super::{html, markdown, power, sample, write_all};
+use super::{diff, html, markdown, picture, power, sample, write_all};
 
 fn place(page: &str, part: &str) -> usize {
     page.find(part).unwrap_or_else(|| panic!("`{part}` is not on the page"))
@@ -19,8 +23,9 @@ fn the_verdict_comes_first() {
     let verdict = place(&page, "class=\"verdict fail\"");
     assert!(page.contains("checks failed, 1 check could not be decided, 1 check passed without ground, in 5 cases"));
     assert!(verdict < place(&page, "id=\"failures\""));
-    assert!(place(&page, "id=\"failures\"") < place(&page, "id=\"matrix\""));
-    assert!(place(&page, "id=\"matrix\"") < place(&page, "id=\"operator-rms_norm\""));
+    assert!(place(&page, "id=\"failures\"") < place(&page, "id=\"families\""));
+    assert!(place(&page, "id=\"families\"") < place(&page, "class=\"matrix\""));
+    assert!(place(&page, "class=\"matrix\"") < place(&page, "id=\"operator-rms_norm\""));
     assert!(markdown(&sample::failing(30)).starts_with("## ❌"));
 }
 
@@ -45,8 +50,8 @@ fn failing_cases_show_their_replay_command() {
     let (page, summary) = (html(&report), markdown(&report));
     for case in report.cases.iter().filter(|case| case.verdict() != Verdict::Pass) {
         assert!(summary.contains(&case.replay));
-        let escaped = case.replay.replace('&', "&amp;").replace('"', "&quot;");
-        assert!(page[place(&page, "id=\"failures\"")..place(&page, "id=\"matrix\"")].contains(&escaped));
+        let escaped = case.replay.replace('&', "&amp;");
+        assert!(page[place(&page, "id=\"failures\"")..place(&page, "id=\"families\"")].contains(&escaped));
     }
 }
 
@@ -115,37 +120,111 @@ fn elements_without_a_share_of_the_budget_are_counted_beside_the_histogram() {
     assert!(!html(&sample::passing(30)).contains("in no bar"));
 }
 
+/// A heat map of one row of cells, seen from `rows` rows.
+fn map(cells: &[f32], rows: u32) -> HeatMap {
+    let columns = cells.len() as u32 / rows;
+    HeatMap { rows, columns, total_rows: 9 * u64::from(rows), total_columns: columns.into(), cells: cells.to_vec() }
+}
+
 #[test]
 fn cells_that_are_no_number_are_drawn_as_such() {
+    let drawn = picture::heat(&map(&[0.1, 0.1, f32::NAN, 0.1], 1), (24, 48)).into_string();
+    assert!(drawn.contains("<path class=\"undefined\" d=\"M2 0h1v1h-1z\">"), "{drawn}");
+}
+
+#[test]
+fn a_heat_map_has_row_0_at_the_top_and_marks_its_worst_cell_beside_the_cells() {
+    let drawn = picture::heat(&map(&[0.1, 0.1, 0.1, 0.1, 0.9, 0.1], 2), (24, 48)).into_string();
+    assert!(drawn.contains("<span class=\"down\"><span>row 0</span><span>17</span></span>"), "{drawn}");
+    assert!(
+        drawn.contains("class=\"mark-row\" style=\"top:75.0%\"") && drawn.contains("style=\"left:50.0%\""),
+        "{drawn}"
+    );
+    let cells = &drawn[place(&drawn, "<svg")..place(&drawn, "</svg>")];
+    assert!(!cells.contains("rect"), "something lies over the cells: {cells}");
+    assert!(
+        !super::elements::page_head("", "").into_string().contains(".heat .down { writing-mode"),
+        "a label on its head"
+    );
+}
+
+#[test]
+fn cells_of_which_nothing_was_compared_are_hatched_and_stay_so_where_cells_are_joined() {
+    let padding = HeatMap::NOT_COMPARED;
+    // The picture is hatched behind its cells.
+    let drawn = picture::heat(&map(&[0.1, 0.1, 0.1, padding], 1), (24, 48)).into_string();
+    assert_eq!(drawn.matches("<path").count(), 1, "{drawn}");
+    assert!(drawn.contains("<path class=\"h1 solid\" d=\"M0 0h3v1h-3z\">"), "{drawn}");
+    let joined = picture::pooled(&map(&[0.0, padding, padding, padding], 1), (1, 2));
+    assert_eq!((joined.columns, joined.cells), (2, vec![0.0, padding]));
+    let page = html(&sample::failing(30));
+    assert!(
+        page.contains(".heat svg, .hatched { background: repeating") && page.contains("not compared within a budget")
+    );
+}
+
+#[test]
+fn an_element_at_exactly_its_budget_is_not_drawn_as_above_it() {
     let mut report = sample::passing(3);
-    let metrics = report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut());
-    metrics.expect("the sample has metrics").heat.cells[5] = f32::NAN;
-    assert!(html(&report).contains("<path class=\"undefined\" d=\"M5 0h1v1h-1z\">"));
+    let metrics = report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut()).unwrap();
+    // As reports count it that were written before bins had their upper ends.
+    metrics.budget_used = 1.0;
+    metrics.use_histogram[8] += 1;
+    metrics.use_histogram[0] -= 1;
+    let page = html(&report);
+    assert!(page.contains("None of them over budget.") && !page.contains(" over budget.</strong>"));
+    let metrics = report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut()).unwrap();
+    metrics.budget_used = 1.01;
+    assert!(html(&report).contains("✗ 1 over budget."));
 }
 
 #[test]
 fn a_heat_map_of_the_wrong_size_is_said_to_be_missing() {
-    let mut report = sample::passing(3);
-    let metrics = report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut());
-    metrics.expect("the sample has metrics").heat.cells.pop();
-    assert!(html(&report).contains("No heat map: the record holds 3,071 cells for 48 × 64."));
+    let mut wrong = map(&[0.1, 0.1], 1);
+    wrong.cells.pop();
+    assert!(picture::heat(&wrong, (24, 48)).into_string().contains("No heat map: the record holds 1 cells for 1 × 2."));
 }
 
 #[test]
-fn a_report_is_written_with_the_heat_maps_that_its_pages_draw_and_reads_back_to_the_same_pages() {
+fn a_report_is_written_with_what_its_pages_need_and_reads_back_to_the_same_pages() {
     let dir = tempfile::tempdir().unwrap();
     for report in [sample::passing(40), sample::failing(40)] {
-        super::write_all(&report, dir.path()).unwrap();
-        let text = std::fs::read_to_string(dir.path().join("report.json")).unwrap();
-        let read: crate::record::Report = serde_json::from_str(&text).unwrap();
-        assert_eq!((html(&read), markdown(&read)), (html(&report), markdown(&report)));
-        let maps = |report: &crate::record::Report| {
+        write_all(&report, dir.path()).unwrap();
+        let read_file = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
+        let (json, page, summary) = (read_file("report.json"), read_file("index.html"), read_file("summary.md"));
+        let read: Report = serde_json::from_str(&json).unwrap();
+        assert!((html(&read), markdown(&read)) == (page.clone(), summary.clone()), "other pages after reading");
+        write_all(&read, dir.path()).unwrap();
+        assert!(
+            read_file("report.json") == json && read_file("index.html") == page,
+            "another report after writing again"
+        );
+        let maps = |report: &Report| {
             let metrics = report.cases.iter().flat_map(|case| &case.checks).filter_map(|check| check.metrics.as_ref());
             metrics.filter(|metrics| !metrics.heat.cells.is_empty()).count()
         };
         assert!(maps(&read) < maps(&report), "{} of {}", maps(&read), maps(&report));
-        assert!(text.len() * 3 < serde_json::to_string(&report).unwrap().len() * 2);
+        // A report that keeps all digits, as older ones do, differs in nothing from the written one.
+        let none = diff::compare(&report, &read).unwrap();
+        assert!(none.findings.iter().all(|finding| finding.kind == diff::Kind::StillFailing), "{:?}", none.findings);
+        let moved = none.operators.iter().flat_map(|operator| &operator.tensors).filter_map(|tensor| tensor.moved);
+        assert!(moved.into_iter().all(|moved| moved == (0, 0)));
     }
+}
+
+#[test]
+fn a_quick_sweep_of_all_operators_has_a_page_below_one_megabyte_and_a_report_below_five() {
+    let sizes = [10, 20].map(|cases| {
+        let dir = tempfile::tempdir().unwrap();
+        write_all(&sample::whole(cases), dir.path()).unwrap();
+        ["index.html", "summary.md", "report.json"].map(|name| fs::metadata(dir.path().join(name)).unwrap().len())
+    });
+    let [few, more] = sizes;
+    // A quick sweep has some 80 cases of an operator.
+    let of_80 = |place: usize| more[place] + 6 * more[place].saturating_sub(few[place]);
+    assert!(of_80(0) < 1_000_000, "{sizes:?}");
+    assert!(of_80(1) < 65_536, "{sizes:?}");
+    assert!(of_80(2) < 5_000_000, "{sizes:?}");
 }
 
 #[test]
@@ -237,7 +316,7 @@ fn checks_that_no_case_ran_are_named() {
 #[test]
 fn laws_share_a_column() {
     let page = html(&sample::passing(9));
-    assert_eq!(page.matches("<span>laws</span>").count(), 1);
+    assert_eq!(page.matches("<span>laws</span>").count(), 2, "once for each family");
     assert!(!page.contains("<span>law: "));
 }
 
@@ -287,9 +366,10 @@ fn a_page_that_cites_nothing_has_no_specification() {
 #[test]
 fn html_is_self_contained() {
     let page = html(&sample::failing(30));
-    for outside in ["http://", "https://", "src=", "@import", "<link", "<script", "url(/", "url(\""] {
+    for outside in ["http://", "https://", "src=", "@import", "<link", "url(/", "url(\"", "fetch(", "import("] {
         assert!(!page.contains(outside), "{outside}");
     }
+    assert_eq!(page.matches("<script").count(), 1);
 }
 
 #[test]
@@ -298,7 +378,7 @@ fn text_from_records_cannot_become_markup() {
     report.cases[0].checks[0].verdict = Verdict::Fail;
     report.cases[0].checks[0].message = "<script>alert(1)</script> a|b\n# heading ```".into();
     report.command = "parity '```' <b>".into();
-    assert!(!html(&report).contains("<script") && !html(&report).contains("<b>"));
+    assert!(!html(&report).contains("<script>alert") && !html(&report).contains("<b>"));
     let summary = markdown(&report);
     assert!(!summary.contains("<script") && summary.contains("a\\|b \\# heading"));
     assert!(summary.contains("\n````sh\nparity '```' <b>\n````\n"));
@@ -389,4 +469,162 @@ fn words_from_elsewhere_are_no_markup_link_mention_or_control_character_in_a_sum
     );
     assert_eq!(text("rms_norm at [1, 2]"), "rms_norm at \\[1, 2\\]");
     assert_eq!((text("a\u{1b}[2J"), code("a\u{1b}`b")), ("a\\\\u{1b}\\[2J".into(), "`a\\u{1b}'b`".into()));
+}
+
+// ---------------------------------------------------------------- the first screen, links, tables
+
+#[test]
+fn the_page_says_how_many_of_the_operators_it_covers_and_by_which_profile() {
+    let said = format!("3 of {} operators, ci", registry::OPERATORS.len());
+    assert!(html(&sample::passing(9)).contains(&format!("DeepSeek-V4 kernel parity · {said} ·")));
+    assert!(markdown(&sample::passing(9)).contains(&format!("\n{said}: 9 cases")));
+}
+
+#[test]
+fn each_family_has_a_row_with_its_worst_budget_use_its_sensitivity_and_its_slowest_kernel() {
+    let mut report = sample::passing(9);
+    let worst = report.cases.iter_mut().filter(|case| case.operator == "rope").flat_map(|case| &mut case.checks);
+    worst.filter_map(|check| check.metrics.as_mut()).take(1).for_each(|metrics| metrics.budget_used = 0.987);
+    let (page, summary) = (html(&report), markdown(&report));
+    let table = &page[place(&page, "id=\"families\"")..place(&page, "id=\"operators\"")];
+    assert_eq!(table.matches("<tr>").count(), 3, "a head and two families: {table}");
+    let row = &table[place(table, "#family-projections")..place(table, "#family-attention")];
+    for part in
+        [">2</td>", ">6</td>", "0.987", "#operator-rope", "2^-11", "246 µs, floor 166 µs (67 %)", "rms_norm_backward"]
+    {
+        place(row, part);
+    }
+    for part in
+        ["### Families", "| ✓ projections | 2 | 6 |", "0.987 `rope` `y`", "246 µs `rms_norm_backward", "| 166 µs |"]
+    {
+        place(&summary, part);
+    }
+    assert!(page.contains("<details class=\"family\" id=\"family-attention\""));
+}
+
+#[test]
+fn operators_of_reports_that_name_no_family_have_that_of_the_registry_and_unknown_ones_none() {
+    let mut report = sample::passing(9);
+    report.operators.iter_mut().for_each(|operator| operator.family = None);
+    let grouped = |report: &Report| html(report).contains("<a href=\"#family-attention\">attention</a>");
+    assert!(grouped(&report));
+    for case in report.cases.iter_mut().filter(|case| case.operator == "sparse_attention") {
+        case.operator = "unheard_of".into();
+    }
+    report.operators.retain(|operator| operator.name != "sparse_attention");
+    report.benchmarks.clear();
+    let page = html(&report);
+    assert!(!grouped(&report) && page.contains("id=\"family-other\"") && page.contains("id=\"operator-unheard_of\""));
+    assert_eq!(Family::Attention.name(), "attention");
+}
+
+#[test]
+fn a_family_that_failed_stands_open_and_one_that_agrees_is_folded() {
+    let open = |page: &str, id: &str| {
+        let fold = &page[place(page, &format!("id=\"{id}\""))..];
+        fold[..fold.find('>').unwrap()].contains(" open")
+    };
+    let mut report = sample::whole(2);
+    let page = html(&report);
+    assert!(!open(&page, "family-head") && !open(&page, "operator-sampler"));
+    let failing = report.cases.iter_mut().find(|case| case.operator == "sampler").unwrap();
+    failing.checks[0].verdict = Verdict::Fail;
+    let page = html(&report);
+    assert!(open(&page, "family-head") && open(&page, "operator-sampler"));
+    assert!(!open(&page, "family-streams") && !open(&page, "operator-lm_head"));
+}
+
+#[test]
+fn a_pass_in_the_matrix_is_one_number_and_a_failure_says_of_how_many() {
+    let page = html(&sample::passing(9));
+    let launch = &page[place(&page, "class=\"matrix\"")..];
+    assert!(launch.contains("elements\">3</td>") && !launch.contains("class=\"total\""), "{}", &launch[..3000]);
+    let mut report = sample::passing(9);
+    report.cases[0].checks[0].verdict = Verdict::Fail;
+    assert!(html(&report).contains("2</span> <span class=\"total\">/ 3</span>"));
+}
+
+#[test]
+fn what_changed_against_the_base_stands_before_the_totals_and_links_the_comparison() {
+    let mut report = sample::passing(9);
+    assert!(!html(&report).contains("id=\"base\""));
+    let change = |kind: &str, is_regression: bool| ChangeRecord {
+        kind: kind.into(),
+        is_regression,
+        operator: "rope".into(),
+        subject: "forward (y)".into(),
+        base: "median 0.3".into(),
+        head: "median 0.4".into(),
+    };
+    report.base = Some(BaseRecord {
+        commit: "0123456789abcdef".into(),
+        dirty: false,
+        started_unix: 0,
+        device: "NVIDIA H200".into(),
+        profile: "ci".into(),
+        headline: "1 regression: 1 × budget use grew".into(),
+        number: 30,
+        changes: vec![change("budget use grew", true), change("faster", false)],
+    });
+    let page = html(&report);
+    assert!(place(&page, "id=\"base\"") < place(&page, "class=\"totals\""));
+    for part in
+        ["✗", "1 regression: 1 × budget use grew", "href=\"diff.html\"", "0123456789ab", "median 0.3 → median 0.4"]
+    {
+        place(&page[place(&page, "id=\"base\"")..place(&page, "class=\"totals\"")], part);
+    }
+    let summary = markdown(&report);
+    assert!(
+        summary.contains("### Against the base `0123456789ab`\n\n1 regression") && summary.contains("28 more changes")
+    );
+    // A folder without the comparison's page does not lead there.
+    let dir = tempfile::tempdir().unwrap();
+    write_all(&report, dir.path()).unwrap();
+    assert!(!fs::read_to_string(dir.path().join("index.html")).unwrap().contains("diff.html"));
+    fs::write(dir.path().join("diff.html"), "").unwrap();
+    write_all(&report, dir.path()).unwrap();
+    assert!(fs::read_to_string(dir.path().join("index.html")).unwrap().contains("href=\"diff.html\""));
+}
+
+#[test]
+fn each_failing_case_has_a_stable_name_which_page_and_summary_share() {
+    let report = sample::failing(30);
+    let (page, summary) = (html(&report), markdown(&report));
+    for case in report.cases.iter().filter(|case| case.verdict() != Verdict::Pass) {
+        let name = format!("case-{}", hash(case));
+        assert_eq!(page.matches(&format!("id=\"{name}\"")).count(), 1, "{name}");
+        assert!(summary.contains(&format!("`{}`", hash(case))));
+    }
+    // The name is that of the line: of the same case in another run, wherever it comes from.
+    let mut other = report.cases[2].clone();
+    other.origin = crate::record::Origin::Regression;
+    other.checks.clear();
+    assert_eq!(hash(&other), hash(&report.cases[2]));
+    assert_eq!(hash(&report.cases[2]).len(), 10);
+    assert_ne!(hash(&report.cases[1]), hash(&report.cases[2]));
+}
+
+#[test]
+fn where_failing_cases_were_saved_stands_on_the_page_and_in_the_summary() {
+    let mut report = sample::failing(30);
+    assert!(!html(&report).contains("Saved for the next run"));
+    report.saved = vec![SavedRecord { file: "fixtures/regressions/rope.jsonl".into(), cases: 2 }];
+    let (page, summary) = (html(&report), markdown(&report));
+    assert!(page.contains("Saved for the next run: 2 failing cases in <code>fixtures/regressions/rope.jsonl</code>."));
+    assert!(summary.contains("Saved for the next run: 2 failing cases in `fixtures/regressions/rope.jsonl`."));
+}
+
+#[test]
+fn what_the_script_adds_is_nothing_that_the_page_lacks_without_it() {
+    let page = html(&sample::failing(30));
+    let script = &page[place(&page, "<script>")..place(&page, "</script>")];
+    for work in ["clipboard", "aria-sort", "filter", "more-right", "hashchange"] {
+        place(script, work);
+    }
+    let without = page.replace(script, "");
+    assert!(
+        !without.contains("<button") && !without.contains("<input"),
+        "what only a script serves is only there by it"
+    );
+    assert!(without.contains("user-select: all") && without.contains("parity replay"));
 }

@@ -65,6 +65,11 @@ pub(crate) fn line(report: &Report) -> Option<String> {
     (!said.is_empty()).then(|| format!("times: {}", said.join("; ")))
 }
 
+/// Their times over ours, of the calls that both were timed in.
+pub(super) fn ratios(report: &Report, operator: &str) -> Vec<f64> {
+    timed(report, operator).iter().filter_map(Timed::ratio).collect()
+}
+
 fn or_none(seconds: Option<f64>) -> String {
     seconds.map_or_else(|| "—".to_owned(), |seconds| time(seconds * 1e9))
 }

@@ -5,13 +5,14 @@
 //! of kernels, on one kind of device. In the end it computes the plan's digest again from the
 //! merged cases ([`crate::sweep::shard::plan_digest`]).
 
+use std::collections::HashMap;
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 use crate::record::journal::{self, Identity, Shard};
-use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
+use crate::record::{CaseRecord, FIRST_VERSION, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
 use crate::report;
 use crate::sweep::shard::{self, RunArguments};
 
@@ -92,13 +93,15 @@ impl Part {
             return Err(unfinished(dir).unwrap_or_else(|| unreadable("no report.json and no plan.json".into())));
         }
         let text = std::fs::read_to_string(&path).map_err(|e| unreadable(format!("report.json: {e}")))?;
-        let report: Report = serde_json::from_str(&text).map_err(|e| unreadable(format!("report.json: {e}")))?;
+        let mut report: Report = serde_json::from_str(&text).map_err(|e| unreadable(format!("report.json: {e}")))?;
         if report.unfinished.is_some() {
             return Err(unfinished(dir).unwrap_or_else(|| unreadable("the report of a run that was cut short".into())));
         }
-        if report.schema_version != SCHEMA_VERSION {
-            return Err(unreadable(format!("schema version {}, not {SCHEMA_VERSION}", report.schema_version)));
+        if !(FIRST_VERSION..=SCHEMA_VERSION).contains(&report.schema_version) {
+            let read = format!("not {FIRST_VERSION} to {SCHEMA_VERSION}");
+            return Err(unreadable(format!("schema version {}, {read}", report.schema_version)));
         }
+        complete(&mut report, dir);
         Self::new(dir, report)
     }
 
@@ -127,6 +130,26 @@ impl Part {
             environment: self.report.environment.clone(),
         }
     }
+}
+
+/// Takes the whole of each case from the records beside the report, which keeps less of it, where
+/// they are and tell of the same case and the same verdict.
+fn complete(report: &mut Report, dir: &Path) {
+    let Ok(text) = std::fs::read_to_string(dir.join(journal::RECORDS)) else { return };
+    let Ok(records) = journal::parse_records(&text) else { return };
+    let key = |record: &CaseRecord| (record.plan_number, record.origin == Origin::Shrunk, record.case.to_string());
+    let mut whole: HashMap<_, CaseRecord> = records.records.into_iter().map(|record| (key(&record), record)).collect();
+    for case in &mut report.cases {
+        if let Some(record) = whole.remove(&key(case)).filter(|record| says_the_same(record, case)) {
+            *case = record;
+        }
+    }
+}
+
+fn says_the_same(record: &CaseRecord, kept: &CaseRecord) -> bool {
+    let checks = record.checks.iter().zip(&kept.checks);
+    record.checks.len() == kept.checks.len()
+        && checks.into_iter().all(|(a, b)| (&a.check, &a.tensor, a.verdict) == (&b.check, &b.tensor, b.verdict))
 }
 
 /// What is known of a folder whose run did not end.

@@ -1,10 +1,11 @@
 //! Failing cases, shrunk and remembered: `fixtures/regressions/<operator>.jsonl`, one case a line.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use crate::case::{Case, CaseError};
-use crate::record::CaseRecord;
+use crate::record::{CaseRecord, Origin, SavedRecord, Verdict};
 
 /// The folder of remembered cases.
 #[derive(Clone, Debug)]
@@ -61,6 +62,24 @@ impl Regressions {
         std::fs::create_dir_all(&self.dir)?;
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path)?;
         writeln!(file, "{line}")
+    }
+
+    /// The files that hold failing cases of a run, those apart that the run took from there.
+    pub fn saved(&self, cases: &[CaseRecord]) -> Vec<SavedRecord> {
+        let mut failing: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+        let failed = |case: &&CaseRecord| case.origin != Origin::Regression && case.verdict() != Verdict::Pass;
+        for case in cases.iter().filter(failed) {
+            if let Ok(line) = serde_json::from_value::<Case>(case.case.clone()).map(|case| case.line()) {
+                failing.entry(&case.operator).or_default().insert(line);
+            }
+        }
+        let of = |(operator, failing): (&str, BTreeSet<String>)| {
+            let path = self.path(operator);
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            let cases = text.lines().filter(|line| failing.contains(*line)).count() as u64;
+            (cases > 0).then(|| SavedRecord { file: path.display().to_string(), cases })
+        };
+        failing.into_iter().filter_map(of).collect()
     }
 
     /// Remembers the case of a record, once.

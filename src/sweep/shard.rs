@@ -50,7 +50,7 @@ use crate::case::{Case, CaseError};
 use crate::operator::{Operator, registry};
 use crate::record::journal::{self, Remembered, Shard};
 use crate::record::words::brief;
-use crate::record::{CaseRecord, Origin, Skip};
+use crate::record::{CaseRecord, Origin, Skip, stored};
 use crate::sweep::{self, PlannedCase, SweepOptions};
 
 /// Every case of a run, and which shard runs it.
@@ -325,5 +325,6 @@ fn operator_of(case: &Value) -> &str {
 /// The part of a report in which costs are.
 #[derive(Deserialize)]
 struct Cases {
+    #[serde(deserialize_with = "stored::deserialize")]
     cases: Vec<CaseRecord>,
 }

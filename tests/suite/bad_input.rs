@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use dsv4_kernels::runtime::{BackendKind, Environment};
 use dsv4_parity::case::{Case, Draw};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::golden::{self, GoldenFile};

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dsv4_kernels::runtime::{BackendKind, SourceTree};
-use dsv4_parity::record::{CaseRecord, HeatMap, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
+use dsv4_parity::record::{CaseRecord, CheckRecord, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
 use serde_json::json;
 
 use crate::support;
@@ -266,19 +266,30 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     let out = runs[0].path().join("out");
     let report: Report = serde_json::from_str(&read(out.join("report.json"))).expect("the report parses");
     assert_eq!((report.schema_version, report.seed, report.profile.as_str()), (SCHEMA_VERSION, 7, "quick"));
-    // As JSON: two NaN are the same here.
-    let json = |cases: &[CaseRecord]| serde_json::to_value(cases).unwrap();
-    // The report has the heat maps that it draws, the records all of them.
-    let without_heat = |mut cases: Vec<CaseRecord>| {
-        let metrics = cases.iter_mut().flat_map(|case| &mut case.checks).filter_map(|check| check.metrics.as_mut());
-        metrics.for_each(|metrics| {
-            let HeatMap { total_rows, total_columns, .. } = metrics.heat;
-            metrics.heat = HeatMap { rows: 0, columns: 0, total_rows, total_columns, cells: Vec::new() };
-        });
-        json(&cases)
+    // The report keeps less of what agrees: no picture, and fewer digits of its measures.
+    let told = |cases: &[CaseRecord]| -> Vec<String> {
+        let check = |check: &CheckRecord| {
+            let measured = check.metrics.is_some();
+            format!("{} {} {:?} {} {measured}", check.check, check.tensor, check.verdict, check.compared)
+        };
+        let case = |case: &CaseRecord| {
+            let checks: Vec<String> = case.checks.iter().map(check).collect();
+            format!(
+                "{} {:?} {:?} {:?} {} {checks:?}",
+                case.case, case.origin, case.plan_number, case.paths, case.replay
+            )
+        };
+        cases.iter().map(case).collect()
     };
-    let recorded = without_heat(records(&out));
-    assert!(without_heat(report.cases.clone()) == recorded, "records.jsonl and report.json tell of other cases");
+    assert!(told(&report.cases) == told(&records(&out)), "records.jsonl and report.json tell of other cases");
+    let used = |cases: &[CaseRecord]| -> Vec<f64> {
+        let metrics = cases.iter().flat_map(|case| &case.checks).filter_map(|check| check.metrics.as_ref());
+        metrics.map(|metrics| metrics.budget_used).collect()
+    };
+    let both: Vec<_> = used(&report.cases).into_iter().zip(used(&records(&out))).collect();
+    assert!(!both.is_empty() && both.iter().all(|(kept, whole)| (kept - whole).abs() <= 1e-6 * whole), "{both:?}");
+    let size = |name: &str| std::fs::metadata(out.join(name)).unwrap().len();
+    assert!(3 * size("report.json") < size("records.jsonl"), "{} bytes", size("report.json"));
     assert_eq!(report.verdict(), Verdict::Pass);
     assert_eq!(report.environment.backend, support::backend());
     assert!(report.cases.iter().filter(|c| c.origin == Origin::Drawn).count() >= 3);
@@ -453,6 +464,12 @@ fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     let remembered = read(dir.path().join("regressions/swiglu.jsonl"));
     let remembered: Vec<serde_json::Value> = remembered.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     assert_eq!(remembered, std::slice::from_ref(&small.case));
+    let file = dir.path().join("regressions/swiglu.jsonl").display().to_string();
+    let saved = format!("failing cases saved for the next run: 1 in {file}");
+    assert_eq!(output.stdout.lines().last(), Some(saved.as_str()), "{}", output.stdout);
+    let page = read(dir.path().join("out/index.html"));
+    assert!(page.contains(&format!("Saved for the next run: 1 failing case in <code>{file}</code>.")));
+    std::fs::rename(dir.path().join("out"), dir.path().join("before")).unwrap();
 
     assert_eq!(replay_as_printed(&small.replay), Some(1));
     let unchanged = small.replay.replace(&format!(" --kernels '{kernels}'"), "");
@@ -460,6 +477,12 @@ fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     assert_eq!(replay_as_printed(&unchanged), Some(0), "the kernels as they are pass the shrunk case");
 
     run(dir.path(), &arguments).assert_code(1);
+    let [before, after] = ["before", "out"].map(|name| dir.path().join(name).display().to_string());
+    for sides in [[&before, &after], [&after, &before]] {
+        let compared = parity(&["diff", sides[0], sides[1]]);
+        compared.assert_code(0);
+        assert!(!compared.stdout.contains("coverage shrank"), "a saved case counts as coverage: {}", compared.stdout);
+    }
     let second = records(&dir.path().join("out"));
     assert_eq!((second[0].origin, &second[0].case), (Origin::Regression, &small.case), "not replayed first");
     let lines = read(dir.path().join("regressions/swiglu.jsonl"));

@@ -139,6 +139,8 @@ pub fn report() -> Report {
         skips: Vec::new(),
         unsupported: Vec::new(),
         unfinished: None,
+        saved: Vec::new(),
+        base: None,
         shards: Vec::new(),
     }
 }
@@ -303,6 +305,57 @@ fn fewer_cases_or_a_lost_path_check_axis_or_schedule_shrink_coverage() {
     assert_eq!(findings(&after(|head| head.cases.clear())), shrank("operator"));
 }
 
+/// Case `number` of a report as a later run has it that took it from the saved ones.
+fn remembered(number: u64) -> CaseRecord {
+    CaseRecord { origin: Origin::Regression, plan_number: Some(0), ..case(number) }
+}
+
+/// A case that shrinking made of case `number`.
+fn shrunk(number: u64) -> CaseRecord {
+    CaseRecord { origin: Origin::Shrunk, ..case(number + 1000) }
+}
+
+#[test]
+fn cases_that_a_run_saved_or_shrank_neither_add_coverage_to_the_next_one_nor_take_it_away() {
+    let with = |cases: &[CaseRecord]| {
+        let mut report = report();
+        report.cases.splice(0..0, cases.iter().cloned());
+        report
+    };
+    // Saved: a case that shrinking made, and one that stayed as it was drawn and is drawn again.
+    let (small, again) = (CaseRecord { origin: Origin::Regression, ..shrunk(3) }, remembered(5));
+    let before = report();
+    let first = {
+        let mut first = report();
+        first.cases.push(shrunk(3));
+        first
+    };
+    let second = with(&[small, again]);
+    for (base, head) in [(&before, &second), (&first, &second), (&second, &before), (&second, &first)] {
+        let diff = diff::compare(base, head).unwrap();
+        assert_eq!(findings(&diff), []);
+        assert_eq!(diff.operators[0].cases, [CASES, CASES, CASES]);
+    }
+    let gone = diff::compare(&second, &before).unwrap();
+    let said = "rms_norm: 1 remembered case in BASE (1 of them not in HEAD), 0 in HEAD. They are compared apart";
+    assert!(gone.notes.iter().any(|note| note.starts_with(said)), "{:?}", gone.notes);
+    assert_eq!(gone.operators[0].remembered, [1, 0, 0]);
+}
+
+#[test]
+fn a_remembered_case_that_fails_is_newly_failing_as_any_other() {
+    let mut head = report();
+    head.cases.insert(0, remembered(2000));
+    let base = head.clone();
+    head.cases[0].checks[0].verdict = Verdict::Fail;
+    assert_eq!(findings(&diff::compare(&base, &head).unwrap()), [(Kind::NewlyFailing, "forward (y)")]);
+    // Of a case that ran twice, what failed counts wherever it did.
+    let mut twice = report();
+    twice.cases.insert(0, remembered(5));
+    twice.cases[0].checks[0].verdict = Verdict::Fail;
+    assert_eq!(findings(&diff::compare(&report(), &twice).unwrap()), [(Kind::NewlyFailing, "forward (y)")]);
+}
+
 #[test]
 fn checks_that_a_failure_kept_from_running_are_no_second_finding() {
     let diff = after(|head| {
@@ -399,9 +452,30 @@ fn diff_ends_with_0_when_nothing_got_worse_and_with_1_when_something_did() {
             assert!(text.contains(needle), "`{needle}` is not in the {place}");
         }
     }
-    assert!(comment.contains("a \\| b &lt;script&gt;") && !page.contains("<script"), "unescaped");
+    assert!(comment.contains("a \\| b &lt;script&gt;") && !page.contains("b <script"), "unescaped");
     assert!(!page.contains("http"), "the page refers to something outside itself");
     assert!(comment.len() < 65_536, "too long for a comment");
+}
+
+#[test]
+fn diff_puts_what_changed_on_the_pages_of_head_and_reports_made_anew_keep_it() {
+    let dir = tempfile::tempdir().unwrap();
+    parity_diff(dir.path(), &report(), &report()).assert_code(0);
+    let (base, head) = (dir.path().join("base"), dir.path().join("head"));
+    let [base_path, head_path] = [&base, &head].map(|path| path.display().to_string());
+    let with_page = |head: &str| Parity::new(&["diff", &base_path, head, "--page"]).run();
+    with_page(&head_path).assert_code(0);
+    let read = |name: &str| std::fs::read_to_string(head.join(name)).unwrap();
+    assert!(read("diff.html").contains("No regression"));
+    let first_screen = |page: String| page[..page.find("class=\"totals\"").unwrap()].to_owned();
+    assert!(first_screen(read("index.html")).contains("Against the base: No regression"));
+    assert!(read("index.html").contains("href=\"diff.html\"") && read("summary.md").contains("### Against the base"));
+    Parity::new(&["report", &head_path]).run().assert_code(0);
+    assert!(first_screen(read("index.html")).contains("Against the base: No regression"));
+    let file = head.join("report.json").display().to_string();
+    let refused = with_page(&file);
+    refused.assert_code(2);
+    assert!(refused.stderr.contains("--page") && refused.stderr.contains(&file), "{}", refused.stderr);
 }
 
 #[test]

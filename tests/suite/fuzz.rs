@@ -263,6 +263,8 @@ fn sample() -> &'static Report {
             seed: 0,
             unsupported: Vec::new(),
             unfinished: None,
+            saved: Vec::new(),
+            base: None,
             schedules: 0,
             operators: ["rms_norm", "swiglu"].map(|name| registry::find(name).unwrap().describe()).to_vec(),
             cases,

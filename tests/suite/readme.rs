@@ -33,7 +33,11 @@ fn the_python_kernel_of_the_readme_agrees_as_it_stands() {
     parity.env("PYTHONPATH", support::fixtures().join("external"));
     let output = parity.output().expect("parity runs");
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("all agreed"), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success() && text.contains("all agreed"),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
 
 #[test]

@@ -15,7 +15,6 @@ use tempfile::TempDir;
 
 use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
 use crate::extent::{attacked, left_out};
-use crate::support;
 
 /// Where a change concerns the long tests of this file.
 const WORKERS: [&str; 5] =

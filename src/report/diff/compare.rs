@@ -11,6 +11,7 @@ use crate::mutants::matrix::tally::Tally;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report, Skip,
 };
+use crate::report::drawn::compared;
 use crate::report::numbers::{count, counted, significant, time};
 use crate::report::summary::{Standing, agrees, survived};
 
@@ -140,8 +141,10 @@ pub struct TensorDiff {
 pub struct OperatorDiff {
     /// Its name.
     pub name: String,
-    /// Cases in BASE, in HEAD, in both.
+    /// Cases of the sweep in BASE, in HEAD, in both.
     pub cases: [u64; 3],
+    /// The same of remembered cases, which are as many as earlier runs saved.
+    pub remembered: [u64; 3],
     /// By check.
     pub checks: Vec<CheckDiff>,
     /// By tensor.
@@ -228,6 +231,7 @@ pub fn compare(base: &Report, head: &Report) -> Result<Diff> {
         let sides = [base, head].map(|report| Side::of(report, name));
         diff.operators.push(both.operator(name, &sides, &mut diff.findings));
     }
+    diff.notes.extend(diff.operators.iter().filter_map(remembered_note));
     judge_tensors(&mut diff.operators, &mut diff.findings);
     both.schedules(&mut diff.findings);
     mutants(base, head, &mut diff.findings);
@@ -300,44 +304,95 @@ fn same_device(base: &Report, head: &Report) -> bool {
 /// A check of one tensor.
 type CheckKey = (String, String);
 
+/// Which part of a run a case belongs to. Of a case that ran in several of them the first one
+/// counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    /// The sweep itself: as many in every run of one profile.
+    Swept,
+    /// Saved by earlier runs: as many as failed there.
+    Remembered,
+    /// Exists only because something failed.
+    Shrunk,
+}
+
+impl Part {
+    fn of(case: &CaseRecord) -> Self {
+        match case.origin {
+            Origin::Drawn | Origin::Given => Self::Swept,
+            Origin::Regression => Self::Remembered,
+            Origin::Shrunk => Self::Shrunk,
+        }
+    }
+}
+
+/// What one check said of one case.
+struct Said {
+    line: String,
+    part: Part,
+    standing: Standing,
+}
+
 /// One operator in one report.
 struct Side<'a> {
-    /// Cases by their JSON line.
+    /// Cases by their JSON line, each once.
     cases: BTreeMap<String, &'a CaseRecord>,
-    /// By check and tensor: case, standing.
-    checks: BTreeMap<CheckKey, Vec<(String, Standing)>>,
+    /// By check and tensor.
+    checks: BTreeMap<CheckKey, Vec<Said>>,
 }
 
 impl<'a> Side<'a> {
     fn of(report: &'a Report, operator: &str) -> Self {
         let mut side = Self { cases: BTreeMap::new(), checks: BTreeMap::new() };
-        for case in report.cases.iter().filter(|case| case.operator == operator) {
-            let line = case.case.to_string();
-            for check in &case.checks {
-                let key = (check.check.clone(), check.tensor.clone());
-                side.checks.entry(key).or_default().push((line.clone(), Standing::of(check)));
-            }
-            if case.checks.is_empty() {
-                let key = ("checks".to_owned(), String::new());
-                side.checks.entry(key).or_default().push((line.clone(), Standing::Error));
-            }
-            side.cases.entry(line).or_insert(case);
+        let mut records: Vec<_> = report.cases.iter().filter(|case| case.operator == operator).collect();
+        records.sort_by_key(|case| Part::of(case));
+        for case in records {
+            side.add(case);
         }
         side
     }
 
-    /// Cases of the sweep itself. Shrunk ones exist only because something failed.
+    /// Adds a record. A case that was saved runs again beside the drawn one that it came from: its
+    /// checks count once, and what failed counts wherever it did.
+    fn add(&mut self, case: &'a CaseRecord) {
+        let (line, part) = (case.case.to_string(), Part::of(case));
+        let again = self.cases.contains_key(&line);
+        let unchecked = ("checks", "", Standing::Error);
+        let checks = case.checks.iter().map(|check| (&*check.check, &*check.tensor, Standing::of(check)));
+        for (check, tensor, standing) in checks.chain(case.checks.is_empty().then_some(unchecked)) {
+            if !again || standing != Standing::Pass {
+                let said = Said { line: line.clone(), part, standing };
+                self.checks.entry((check.to_owned(), tensor.to_owned())).or_default().push(said);
+            }
+        }
+        self.cases.entry(line).or_insert(case);
+    }
+
+    fn of_part(&self, part: Part) -> impl Iterator<Item = (&String, &'a CaseRecord)> {
+        self.cases.iter().filter(move |(_, case)| Part::of(case) == part).map(|(line, case)| (line, *case))
+    }
+
+    fn count(&self, part: Part) -> u64 {
+        self.of_part(part).count() as u64
+    }
+
+    /// Cases of the sweep itself.
     fn swept(&self) -> u64 {
-        self.cases.values().filter(|case| case.origin != Origin::Shrunk).count() as u64
+        self.count(Part::Swept)
     }
 
     fn failing(&self, key: &CheckKey) -> Vec<&str> {
         let of_key = self.checks.get(key).into_iter().flatten();
-        of_key.filter(|(_, standing)| *standing != Standing::Pass).map(|(line, _)| line.as_str()).collect()
+        of_key.filter(|said| said.standing != Standing::Pass).map(|said| said.line.as_str()).collect()
     }
 
     fn ran(&self, key: &CheckKey) -> u64 {
-        self.checks.get(key).map_or(0, |entries| entries.len() as u64)
+        self.checks.get(key).map_or(0, |said| said.len() as u64)
+    }
+
+    /// How often a check ran in the sweep itself.
+    fn ran_in_sweep(&self, key: &CheckKey) -> u64 {
+        self.checks.get(key).into_iter().flatten().filter(|said| said.part == Part::Swept).count() as u64
     }
 
     fn passed(&self, key: &CheckKey) -> u64 {
@@ -346,8 +401,7 @@ impl<'a> Side<'a> {
 
     /// Metrics of the sweep's cases under one check.
     fn metrics(&self, key: &CheckKey) -> BTreeMap<&str, &'a Metrics> {
-        let swept = self.cases.iter().filter(|(_, case)| case.origin != Origin::Shrunk);
-        swept
+        self.of_part(Part::Swept)
             .filter_map(|(line, case)| {
                 let check = case.checks.iter().find(|one| one.check == key.0 && one.tensor == key.1)?;
                 Some((line.as_str(), check.metrics.as_ref()?))
@@ -357,7 +411,7 @@ impl<'a> Side<'a> {
 
     fn paths(&self) -> BTreeMap<String, u64> {
         let mut paths = BTreeMap::new();
-        for case in self.cases.values().filter(|case| case.origin != Origin::Shrunk) {
+        for (_, case) in self.of_part(Part::Swept) {
             for path in case.paths.iter().collect::<BTreeSet<_>>() {
                 *paths.entry(path.clone()).or_default() += 1;
             }
@@ -377,7 +431,8 @@ struct Both<'a> {
 impl Both<'_> {
     fn operator(&self, name: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) -> OperatorDiff {
         let [base, head] = sides;
-        let common = base.cases.keys().filter(|line| head.cases.contains_key(*line)).count() as u64;
+        let cases = in_each_and_both(sides, Part::Swept);
+        let remembered = in_each_and_both(sides, Part::Remembered);
         verdicts(name, sides, findings);
         if head.cases.is_empty() {
             findings.push(shrank(name, "operator", format!("swept, {}", counted(base.swept(), "case")), "not swept"));
@@ -397,8 +452,7 @@ impl Both<'_> {
                 paths.entry(path).or_default()[place] = cases;
             }
         }
-        let cases = [base.swept(), head.swept(), common];
-        OperatorDiff { name: name.to_owned(), cases, checks: check_counts(&keys, sides), tensors, paths }
+        OperatorDiff { name: name.to_owned(), cases, remembered, checks: check_counts(&keys, sides), tensors, paths }
     }
 
     /// Cases, paths, checks, axes and types that HEAD lost.
@@ -482,14 +536,15 @@ impl Both<'_> {
         let any_clean = head.cases.values().any(|case| agrees(case));
         let mut lost: BTreeMap<&str, Vec<(String, u64, u64, String)>> = BTreeMap::new();
         for key in base.checks.keys().filter(|key| base.passed(key) > 0) {
-            let were = base.checks[key].iter().filter(|(line, s)| *s == Standing::Pass && clean(line)).count() as u64;
-            let are = head.checks.get(key).map_or(0, |entries| {
-                entries.iter().filter(|(line, _)| base.cases.contains_key(line) && clean(line)).count() as u64
-            });
+            let were = base.checks[key].iter().filter(|said| said.standing == Standing::Pass && clean(&said.line));
+            let were = were.count() as u64;
+            let of_both = |said: &&Said| base.cases.contains_key(&said.line) && clean(&said.line);
+            let are = head.checks.get(key).map_or(0, |all| all.iter().filter(of_both).count() as u64);
             let entry = if are < were {
                 Some((were, are, "in the cases of both reports".to_owned()))
-            } else if head.ran(key) == 0 && any_clean && were == 0 {
-                self.gone(base.ran(key), base.swept(), head.swept()).map(|why| (base.ran(key), 0, why))
+            } else if head.ran(key) == 0 && any_clean && were == 0 && base.ran_in_sweep(key) > 0 {
+                let ran = base.ran_in_sweep(key);
+                self.gone(ran, base.swept(), head.swept()).map(|why| (ran, 0, why))
             } else {
                 None
             };
@@ -516,11 +571,12 @@ impl Both<'_> {
             base.iter().filter_map(|(line, metrics)| Some((*line, *metrics, *head.get(line)?))).collect();
         let paired = !self.same_profile || (self.same_seed && !pairs.is_empty());
         let of = |map: &BTreeMap<&str, &Metrics>, pick: fn(&Metrics) -> f64| -> Vec<f64> {
-            map.values().map(|metrics| pick(metrics)).collect()
+            map.values().map(|metrics| compared(pick(metrics))).collect()
         };
         let test = |pick: fn(&Metrics) -> f64| {
             if paired {
-                let rises: Vec<f64> = pairs.iter().map(|(_, was, is)| pick(is) - pick(was)).collect();
+                let rises = pairs.iter().map(|(_, was, is)| compared(pick(is)) - compared(pick(was)));
+                let rises: Vec<f64> = rises.collect();
                 let falls: Vec<f64> = rises.iter().map(|rise| -rise).collect();
                 [signed_rank(&rises), signed_rank(&falls)]
             } else {
@@ -530,7 +586,7 @@ impl Both<'_> {
         };
         let [grew, fell] = test(|metrics| metrics.budget_used);
         let [loosened, tightened] = test(|metrics| metrics.budget_relative);
-        let rise = |(_, was, is): &(&str, &Metrics, &Metrics)| is.budget_used - was.budget_used;
+        let rise = |(_, was, is): &(&str, &Metrics, &Metrics)| compared(is.budget_used) - compared(was.budget_used);
         let largest = pairs.iter().filter(|pair| rise(pair) > 0.0).max_by(|a, b| rise(a).total_cmp(&rise(b)));
         let moved = |sign: f64| pairs.iter().filter(|pair| sign * rise(pair) > 0.0).count() as u64;
         Some(TensorDiff {
@@ -622,6 +678,23 @@ fn subject(check: &str, tensors: &[&str]) -> String {
     if named.is_empty() { check.to_owned() } else { format!("{check} ({})", named.join(", ")) }
 }
 
+/// Cases of one part in BASE, in HEAD, and those of it that HEAD has in any part.
+fn in_each_and_both([base, head]: &[Side; 2], part: Part) -> [u64; 3] {
+    let both = base.of_part(part).filter(|(line, _)| head.cases.contains_key(*line)).count() as u64;
+    [base.count(part), head.count(part), both]
+}
+
+/// What became of remembered cases, which no count of cases holds: their number says what failed
+/// before, not what is covered.
+fn remembered_note(diff: &OperatorDiff) -> Option<String> {
+    let [were, are, both] = diff.remembered;
+    (were > both || are != were).then(|| {
+        let (were, are) = (counted(were, "remembered case"), count(are));
+        let (name, absent) = (&diff.name, count(diff.remembered[0] - both));
+        format!("{name}: {were} in BASE ({absent} of them not in HEAD), {are} in HEAD. They are compared apart and do not count as coverage.")
+    })
+}
+
 /// Failures that are new, gone, or there in both reports; one finding for each check.
 fn verdicts(operator: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
     let [base, head] = sides;
@@ -630,7 +703,8 @@ fn verdicts(operator: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
     for key in keys {
         let (were, are) = (base.failing(key), head.failing(key));
         let passed_before = |line: &&str| {
-            base.checks.get(key).is_some_and(|all| all.iter().any(|(l, s)| l == line && *s == Standing::Pass))
+            let passed = |said: &Said| said.line == **line && said.standing == Standing::Pass;
+            base.checks.get(key).is_some_and(|all| all.iter().any(passed))
         };
         let kind = match (were.is_empty(), are.is_empty()) {
             (true, true) => continue,

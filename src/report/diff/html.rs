@@ -6,7 +6,7 @@ use super::FALSE_ALARM_RATE;
 use super::compare::{BenchmarkDiff, Diff, Finding, Kind, OperatorDiff, Spread, TensorDiff};
 use super::text::{headline, side};
 use crate::record::{BenchmarkRecord, Report};
-use crate::report::elements::{breakable, page_head, scroller};
+use crate::report::elements::{breakable, page_head, page_script, scroller};
 use crate::report::numbers::{count, counted, scientific, significant, time};
 
 /// What the report's style sheet lacks.
@@ -51,6 +51,7 @@ pub fn page(base: &Report, head: &Report, diff: &Diff) -> String {
                     @for operator in &diff.operators { (operator_section(operator)) }
                     (benchmarks(&diff.benchmarks))
                     (reading())
+                    (page_script())
                 }
             }
         }
@@ -112,7 +113,7 @@ fn badge(kind: Kind) -> &'static str {
 }
 
 fn operator_section(operator: &OperatorDiff) -> Markup {
-    let [were, are, both] = operator.cases;
+    let ([were, are, both], remembered) = (operator.cases, operator.remembered);
     let checks = html! {
         table {
             caption { "Checks that passed / that ran." }
@@ -132,7 +133,12 @@ fn operator_section(operator: &OperatorDiff) -> Markup {
     html! {
         section id=(format!("operator-{}", operator.name)) {
             h2 { (operator.name) }
-            p .note { (counted(were, "case")) " in BASE, " (count(are)) " in HEAD, " (count(both)) " in both." }
+            p .note {
+                (counted(were, "case")) " in BASE, " (count(are)) " in HEAD, " (count(both)) " in both."
+                @if remembered != [0, 0, 0] {
+                    " Remembered cases, compared apart: " (count(remembered[0])) " in BASE, " (count(remembered[1])) " in HEAD, " (count(remembered[2])) " of BASE's also in HEAD."
+                }
+            }
             (tensors(&operator.tensors))
             (paths(operator))
             details { summary { "All " (counted(operator.checks.len() as u64, "check")) } (scroller("Checks", checks)) }

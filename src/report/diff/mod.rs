@@ -26,7 +26,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::record::{Report, SCHEMA_VERSION};
+use crate::record::{BaseRecord, ChangeRecord, FIRST_VERSION, Report, SCHEMA_VERSION};
 
 mod compare;
 mod html;
@@ -39,6 +39,34 @@ pub use text::{markdown, terminal};
 
 /// Share of comparisons of unchanged kernels in which some growth is reported nevertheless.
 pub const FALSE_ALARM_RATE: f64 = 0.01;
+
+/// The comparison's page in the folder of HEAD, to which HEAD's own page leads.
+pub const PAGE: &str = "diff.html";
+
+/// Changes that a report keeps of a comparison.
+const KEPT: usize = 20;
+
+/// What a report keeps of its comparison with `base`, for the first screen of its page.
+pub fn base_record(base: &Report, diff: &Diff) -> BaseRecord {
+    let change = |finding: &Finding| ChangeRecord {
+        kind: finding.kind.words().to_owned(),
+        is_regression: finding.kind.is_regression(),
+        operator: finding.operator.clone(),
+        subject: finding.subject.clone(),
+        base: finding.base.clone(),
+        head: finding.head.clone(),
+    };
+    BaseRecord {
+        commit: base.revision.commit.clone(),
+        dirty: base.revision.dirty,
+        started_unix: base.started_unix,
+        device: base.environment.device.clone(),
+        profile: base.profile.clone(),
+        headline: text::headline(diff),
+        number: diff.findings.len() as u64,
+        changes: diff.findings.iter().take(KEPT).map(change).collect(),
+    }
+}
 
 /// Reads a report: its `report.json`, or the folder that holds it.
 ///
@@ -54,8 +82,9 @@ pub fn read(path: &Path) -> Result<Report> {
     // The version first: a report of another schema need not have the fields of this one.
     let Versioned { schema_version } =
         serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))?;
-    if schema_version != SCHEMA_VERSION {
-        bail!("{} has schema_version {schema_version}; this program reads {SCHEMA_VERSION}", file.display());
+    if !(FIRST_VERSION..=SCHEMA_VERSION).contains(&schema_version) {
+        let read = format!("{FIRST_VERSION} to {SCHEMA_VERSION}");
+        bail!("{} has schema_version {schema_version}; this program reads {read}", file.display());
     }
     serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))
 }

@@ -1,0 +1,507 @@
+//! How a report stores its cases: what many of them share stands once.
+//!
+//! A sweep of all operators makes some hundred checks of each of thousands of cases, and nearly all
+//! of them say "passed" in the same order. `cases` of a `report.json` is therefore an object of
+//! tables and of one entry for each case:
+//!
+//! | field | what it holds |
+//! | --- | --- |
+//! | `checks` | each pair of a check and a tensor |
+//! | `lists` | each list of checks that some case ran: `checks` are places in the table above, `sizes` places in a case's `compared` |
+//! | `fields` | each list of a case's fields |
+//! | `paths` | each list of kernel paths |
+//! | `commands` | each replay command: what stands before the line of the case and after it, or the whole where it has none |
+//! | `records` | the cases |
+//!
+//! A record names its places in the tables. `case` holds the values of its fields, `compared` the
+//! different numbers of elements that its checks compared, `measured` the measures of tensors that
+//! agree (the place in the list, then cosine, norm_ratio, relative_l2, max_abs, ulp_p50, ulp_p99,
+//! ulp_max, budget_used, budget_relative and the power), `told` every other check that is no plain
+//! pass, in full. What is stored so reads back to the very same records. Reports of schema version
+//! 1 hold the records themselves, as `records.jsonl` does; they are read as well.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::Hash;
+
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+
+use super::{CaseRecord, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen, Skip, Verdict, Worst, number};
+use crate::case::Case;
+
+/// Checks that the cases of a stored report may have in all: a small file must not unfold to more
+/// than memory holds.
+const MOST_CHECKS: usize = 20_000_000;
+
+/// What [`Stored`] keeps of the metrics of a tensor that agrees; the rest is absent as [`measures`]
+/// leaves it.
+#[derive(Serialize, serde::Deserialize)]
+struct Measured(
+    u32,
+    Number,
+    Number,
+    Number,
+    Number,
+    Number,
+    Number,
+    Number,
+    Number,
+    Number,
+    #[serde(default, skip_serializing_if = "Option::is_none")] Option<StoredPower>,
+);
+
+#[derive(Serialize, serde::Deserialize)]
+struct Number(#[serde(with = "number")] f64);
+
+/// `bias`, `assert_close`, `cosine`, `flash_mla`, `flash_attention`; then `element` and
+/// `powerless`. A rule sees a bias of `2^-k` (k), nothing (-1), or fails what is right (-2).
+#[derive(Serialize, serde::Deserialize)]
+struct StoredPower([i64; 5], Number, bool);
+
+#[derive(Serialize, serde::Deserialize)]
+struct List {
+    checks: Vec<u32>,
+    sizes: Vec<u32>,
+}
+
+/// One case.
+#[derive(Serialize, serde::Deserialize)]
+struct StoredCase {
+    /// The operator, where the case does not name it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    operator: Option<String>,
+    /// Where its fields are; absent where it is no object, and `case` the whole of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    fields: Option<u32>,
+    case: Value,
+    origin: Origin,
+    paths: u32,
+    list: u32,
+    compared: Vec<u64>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    measured: Vec<Measured>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    told: Vec<(u32, CheckRecord)>,
+    kernel_seconds: f64,
+    oracle_seconds: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seconds: Option<Seconds>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    our_seconds: Option<Seconds>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    unsupported: Option<String>,
+    replay: u32,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    skips: Vec<Skip>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    plan_number: Option<u64>,
+}
+
+/// All cases of a report.
+#[derive(Default, Serialize, serde::Deserialize)]
+struct Stored {
+    checks: Vec<(String, String)>,
+    lists: Vec<List>,
+    fields: Vec<Vec<String>>,
+    paths: Vec<Vec<String>>,
+    commands: Vec<Vec<String>>,
+    records: Vec<StoredCase>,
+}
+
+/// Writes the cases of a report.
+pub(super) fn serialize<S: Serializer>(cases: &[CaseRecord], serializer: S) -> Result<S::Ok, S::Error> {
+    let mut tables = Tables::default();
+    let records = cases.iter().map(|case| tables.store(case)).collect();
+    tables.into_stored(records).serialize(serializer)
+}
+
+/// Reads the cases of a report of any version.
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CaseRecord>, D::Error> {
+    struct Either;
+
+    impl<'de> Visitor<'de> for Either {
+        type Value = Vec<CaseRecord>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("the cases of a report")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, cases: A) -> Result<Self::Value, A::Error> {
+            Vec::deserialize(SeqAccessDeserializer::new(cases))
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, stored: A) -> Result<Self::Value, A::Error> {
+            let stored = Stored::deserialize(MapAccessDeserializer::new(stored))?;
+            stored.read().map_err(de::Error::custom)
+        }
+    }
+
+    deserializer.deserialize_any(Either)
+}
+
+/// Different items, each with its place.
+struct Interned<T> {
+    places: HashMap<T, u32>,
+    items: Vec<T>,
+}
+
+impl<T> Default for Interned<T> {
+    fn default() -> Self {
+        Self { places: HashMap::new(), items: Vec::new() }
+    }
+}
+
+impl<T: Clone + Eq + Hash> Interned<T> {
+    fn place(&mut self, item: T) -> u32 {
+        let next = self.items.len() as u32;
+        let place = *self.places.entry(item.clone()).or_insert(next);
+        if place == next {
+            self.items.push(item);
+        }
+        place
+    }
+}
+
+#[derive(Default)]
+struct Tables {
+    checks: Interned<(String, String)>,
+    lists: Interned<(Vec<u32>, Vec<u32>)>,
+    fields: Interned<Vec<String>>,
+    paths: Interned<Vec<String>>,
+    commands: Interned<Vec<String>>,
+}
+
+impl Tables {
+    fn store(&mut self, record: &CaseRecord) -> StoredCase {
+        let mut compared = Interned::default();
+        let (mut measured, mut told) = (Vec::new(), Vec::new());
+        let (mut checks, mut sizes) = (Vec::new(), Vec::new());
+        for (place, check) in (0..).zip(&record.checks) {
+            checks.push(self.checks.place((check.check.clone(), check.tensor.clone())));
+            sizes.push(compared.place(check.compared));
+            let plain = check.verdict == Verdict::Pass && check.message.is_empty();
+            match &check.metrics {
+                None if plain => {}
+                Some(metrics) if plain && holds_measures_alone(metrics) => measured.push(Measured::of(place, metrics)),
+                _ => told.push((place, check.clone())),
+            }
+        }
+        let names_operator = record.case["operator"] == record.operator.as_str();
+        let (fields, case) = match &record.case {
+            Value::Object(fields) => {
+                let names = self.fields.place(fields.keys().cloned().collect());
+                (Some(names), Value::Array(fields.values().cloned().collect()))
+            }
+            other => (None, other.clone()),
+        };
+        StoredCase {
+            operator: (!names_operator).then(|| record.operator.clone()),
+            fields,
+            case,
+            origin: record.origin,
+            paths: self.paths.place(record.paths.clone()),
+            list: self.lists.place((checks, sizes)),
+            compared: compared.items,
+            measured,
+            told,
+            kernel_seconds: record.kernel_seconds,
+            oracle_seconds: record.oracle_seconds,
+            seconds: record.seconds,
+            our_seconds: record.our_seconds,
+            unsupported: record.unsupported.clone(),
+            replay: self.commands.place(without_case(&record.replay, &record.case)),
+            skips: record.skips.clone(),
+            plan_number: record.plan_number,
+        }
+    }
+
+    fn into_stored(self, records: Vec<StoredCase>) -> Stored {
+        let lists = self.lists.items.into_iter().map(|(checks, sizes)| List { checks, sizes });
+        Stored {
+            checks: self.checks.items,
+            lists: lists.collect(),
+            fields: self.fields.items,
+            paths: self.paths.items,
+            commands: self.commands.items,
+            records,
+        }
+    }
+}
+
+/// An entry of a table.
+fn entry<'a, T>(table: &'a [T], what: &str, place: u32) -> Result<&'a T, String> {
+    table.get(place as usize).ok_or_else(|| format!("{what} {place} of {}", table.len()))
+}
+
+/// A check of a case's list.
+fn entry_mut(checks: &mut [CheckRecord], place: u32) -> Result<&mut CheckRecord, String> {
+    let length = checks.len();
+    checks.get_mut(place as usize).ok_or_else(|| format!("check {place} of its {length}"))
+}
+
+impl Stored {
+    fn read(mut self) -> Result<Vec<CaseRecord>, String> {
+        if self.checks_in_all() > MOST_CHECKS {
+            return Err(format!("more than {MOST_CHECKS} checks"));
+        }
+        let records = std::mem::take(&mut self.records).into_iter().enumerate();
+        records
+            .map(|(number, stored)| self.record(stored).map_err(|problem| format!("case {number} names {problem}")))
+            .collect()
+    }
+
+    /// How many checks all cases have together.
+    fn checks_in_all(&self) -> usize {
+        let of = |stored: &StoredCase| self.lists.get(stored.list as usize).map_or(0, |list| list.checks.len());
+        self.records.iter().map(of).fold(0, usize::saturating_add)
+    }
+
+    fn record(&self, stored: StoredCase) -> Result<CaseRecord, String> {
+        let checks = self.checks(&stored)?;
+        let case = match (stored.fields, stored.case) {
+            (None, case) => case,
+            (Some(fields), Value::Array(values)) => {
+                let names = entry(&self.fields, "fields", fields)?;
+                if names.len() != values.len() {
+                    return Err(format!("{} fields and has {} values", names.len(), values.len()));
+                }
+                Value::Object(names.iter().cloned().zip(values).collect())
+            }
+            (Some(_), other) => return Err(format!("fields of `{other}`, which holds no values")),
+        };
+        let operator = match (stored.operator, case["operator"].as_str()) {
+            (Some(operator), _) => operator,
+            (None, Some(operator)) => operator.to_owned(),
+            (None, None) => return Err("no operator".to_owned()),
+        };
+        let command = entry(&self.commands, "command", stored.replay)?;
+        Ok(CaseRecord {
+            operator,
+            replay: with_case(command, &case)?,
+            case,
+            origin: stored.origin,
+            paths: entry(&self.paths, "paths", stored.paths)?.clone(),
+            checks,
+            kernel_seconds: stored.kernel_seconds,
+            oracle_seconds: stored.oracle_seconds,
+            seconds: stored.seconds,
+            our_seconds: stored.our_seconds,
+            unsupported: stored.unsupported,
+            skips: stored.skips,
+            plan_number: stored.plan_number,
+            untestable: None,
+        })
+    }
+
+    fn checks(&self, stored: &StoredCase) -> Result<Vec<CheckRecord>, String> {
+        let list = entry(&self.lists, "list", stored.list)?;
+        if list.checks.len() != list.sizes.len() {
+            return Err(format!("list {}, whose checks and sizes are not as many", stored.list));
+        }
+        let check = |(&check, &size): (&u32, &u32)| {
+            let (check, tensor) = entry(&self.checks, "check", check)?.clone();
+            let compared = *entry(&stored.compared, "size", size)?;
+            Ok(CheckRecord { check, tensor, verdict: Verdict::Pass, compared, message: String::new(), metrics: None })
+        };
+        let mut checks = list.checks.iter().zip(&list.sizes).map(check).collect::<Result<Vec<_>, String>>()?;
+        for measured in &stored.measured {
+            entry_mut(&mut checks, measured.0)?.metrics = Some(measured.metrics());
+        }
+        for (place, told) in &stored.told {
+            *entry_mut(&mut checks, *place)? = told.clone();
+        }
+        Ok(checks)
+    }
+}
+
+/// The line of a case, quoted as a replay command has it.
+fn quoted_line(case: &Value) -> Option<String> {
+    let line = serde_json::from_value::<Case>(case.clone()).ok()?.line();
+    Some(format!("'{}'", line.replace('\'', "'\\''")))
+}
+
+/// What stands before the line of the case and after it, or the whole command where it does not
+/// hold the line.
+fn without_case(replay: &str, case: &Value) -> Vec<String> {
+    let around = quoted_line(case).and_then(|line| replay.split_once(&line).map(|(a, b)| vec![a.into(), b.into()]));
+    around.unwrap_or_else(|| vec![replay.to_owned()])
+}
+
+fn with_case(command: &[String], case: &Value) -> Result<String, String> {
+    match command {
+        [whole] => Ok(whole.clone()),
+        [before, after] => {
+            let line = quoted_line(case).ok_or("a command with the line of a case, and has none")?;
+            Ok(format!("{before}{line}{after}"))
+        }
+        parts => Err(format!("a command of {} parts", parts.len())),
+    }
+}
+
+/// The measures of a tensor that agrees, which tables and comparisons are made of, without what
+/// only a picture or a card of it shows.
+pub(crate) fn measures(metrics: &Metrics) -> Metrics {
+    Metrics {
+        budget_multiple: f64::NAN,
+        worst_row: 0,
+        worst_row_relative_l2: f64::NAN,
+        worst: Worst { index: Vec::new(), kernel: f64::NAN, oracle: f64::NAN, allowed: f64::NAN },
+        whole: None,
+        use_histogram: Vec::new(),
+        heat: HeatMap { rows: 0, columns: 0, total_rows: 0, total_columns: 0, cells: Vec::new() },
+        power: metrics.power.clone(),
+        ..*metrics
+    }
+}
+
+fn holds_measures_alone(metrics: &Metrics) -> bool {
+    let Metrics { worst, heat, .. } = metrics;
+    let numbers = [worst.kernel, worst.oracle, worst.allowed, metrics.budget_multiple, metrics.worst_row_relative_l2];
+    let extents = [heat.total_rows, heat.total_columns, heat.rows.into(), heat.columns.into(), metrics.worst_row];
+    numbers.iter().all(|number| number.is_nan())
+        && extents == [0; 5]
+        && worst.index.is_empty()
+        && metrics.whole.is_none()
+        && metrics.use_histogram.is_empty()
+        && heat.cells.is_empty()
+}
+
+impl Measured {
+    fn of(place: u32, metrics: &Metrics) -> Self {
+        Self(
+            place,
+            Number(metrics.cosine),
+            Number(metrics.norm_ratio),
+            Number(metrics.relative_l2),
+            Number(metrics.max_abs),
+            Number(metrics.ulp_p50),
+            Number(metrics.ulp_p99),
+            Number(metrics.ulp_max),
+            Number(metrics.budget_used),
+            Number(metrics.budget_relative),
+            metrics.power.as_ref().map(StoredPower::of),
+        )
+    }
+
+    fn metrics(&self) -> Metrics {
+        let absent = f64::NAN;
+        measures(&Metrics {
+            cosine: self.1.0,
+            norm_ratio: self.2.0,
+            relative_l2: self.3.0,
+            max_abs: self.4.0,
+            ulp_p50: self.5.0,
+            ulp_p99: self.6.0,
+            ulp_max: self.7.0,
+            budget_used: self.8.0,
+            budget_relative: self.9.0,
+            power: self.10.as_ref().map(StoredPower::power),
+            budget_multiple: absent,
+            worst_row: 0,
+            worst_row_relative_l2: absent,
+            worst: Worst { index: Vec::new(), kernel: absent, oracle: absent, allowed: absent },
+            whole: None,
+            use_histogram: Vec::new(),
+            heat: HeatMap { rows: 0, columns: 0, total_rows: 0, total_columns: 0, cells: Vec::new() },
+        })
+    }
+}
+
+impl StoredPower {
+    fn of(power: &Power) -> Self {
+        let seen = |seen: Seen| match seen {
+            Seen::Bias(k) => i64::from(k),
+            Seen::Nothing => -1,
+            Seen::FalseAlarm => -2,
+        };
+        let Power { bias, powerless, element, assert_close, cosine, flash_mla, flash_attention } = *power;
+        Self([bias, assert_close, cosine, flash_mla, flash_attention].map(seen), Number(element), powerless)
+    }
+
+    fn power(&self) -> Power {
+        let seen = |&seen: &i64| match u32::try_from(seen) {
+            Ok(k) => Seen::Bias(k),
+            Err(_) if seen == -2 => Seen::FalseAlarm,
+            Err(_) => Seen::Nothing,
+        };
+        let [bias, assert_close, cosine, flash_mla, flash_attention] = self.0.each_ref().map(seen);
+        let (element, powerless) = (self.1.0, self.2);
+        Power { bias, powerless, element, assert_close, cosine, flash_mla, flash_attention }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::Report;
+    use crate::report::sample;
+
+    /// Two NaN are the same here.
+    fn json(cases: &[CaseRecord]) -> Value {
+        serde_json::to_value(cases).expect("cases are JSON")
+    }
+
+    #[test]
+    fn a_report_reads_back_to_the_very_same_records() {
+        for mut report in [sample::passing(30), sample::failing(30), sample::whole(2)] {
+            // Some with their measures alone, one without an operator in its case, one whose command holds no case.
+            for check in report.cases.iter_mut().step_by(2).flat_map(|case| &mut case.checks) {
+                check.metrics = check.metrics.as_ref().map(measures);
+            }
+            report.cases[0].case = Value::from("a line");
+            report.cases[1].replay = "parity replay FILE".into();
+            let text = serde_json::to_string(&report).unwrap();
+            let read: Report = serde_json::from_str(&text).unwrap();
+            assert!(json(&read.cases) == json(&report.cases));
+            assert_eq!(serde_json::to_string(&read).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn reports_of_the_first_version_hold_the_records_one_by_one_and_are_read() {
+        let report = sample::failing(12);
+        let mut value = serde_json::to_value(&report).unwrap();
+        value["cases"] = json(&report.cases);
+        let read: Report = serde_json::from_value(value).unwrap();
+        assert!(json(&read.cases) == json(&report.cases));
+    }
+
+    #[test]
+    fn what_names_no_entry_of_a_table_is_refused_by_name() {
+        let stored = |change: &dyn Fn(&mut Value)| {
+            let mut value = serde_json::to_value(sample::passing(3)).unwrap();
+            change(&mut value["cases"]);
+            serde_json::from_value::<Report>(value).map(|_| ()).unwrap_err().to_string()
+        };
+        let at = |pointer: &'static str, to: Value| {
+            stored(&move |cases| *cases.pointer_mut(pointer).expect("there is such a field") = to.clone())
+        };
+        assert!(at("/records/1/list", 99.into()).contains("case 1 names list 99 of"));
+        assert!(at("/records/0/paths", 7.into()).contains("case 0 names paths 7 of"));
+        assert!(at("/records/2/replay", 4.into()).contains("case 2 names command 4 of"));
+        assert!(at("/records/0/fields", 9.into()).contains("case 0 names fields 9 of"));
+        assert!(at("/records/0/compared", Value::Array(Vec::new())).contains("case 0 names size 0 of 0"));
+        assert!(at("/lists/0/checks/0", 5000.into()).contains("case 0 names check 5000 of"));
+        assert!(
+            at("/lists/0/sizes", Value::Array(Vec::new())).contains("list 0, whose checks and sizes are not as many")
+        );
+        assert!(at("/records/0/case", Value::Array(Vec::new())).contains("fields and has 0 values"));
+        assert!(at("/commands/0", Value::Array(Vec::new())).contains("a command of 0 parts"));
+    }
+
+    #[test]
+    fn a_small_file_does_not_unfold_to_more_than_memory_holds() {
+        let mut value = serde_json::to_value(sample::passing(3)).unwrap();
+        let cases = &mut value["cases"];
+        cases["lists"][0] = serde_json::json!({ "checks": vec![0; 2_000_000], "sizes": vec![0; 2_000_000] });
+        let record = cases["records"][0].clone();
+        cases["records"] = vec![record; 40].into();
+        let mut stored: Stored = serde_json::from_value(cases.take()).unwrap();
+        stored.records.iter_mut().for_each(|record| record.list = 0);
+        assert_eq!(stored.checks_in_all(), 80_000_000);
+        assert_eq!(stored.read().unwrap_err(), "more than 20000000 checks");
+    }
+}
