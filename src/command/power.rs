@@ -18,7 +18,7 @@ use crate::judge::truth::Truth;
 use crate::judge::yardstick::WORKING_RUNS;
 use crate::mutants::planted::{self, Mutant};
 use crate::operator::{Comparison, KernelRun, KernelTensor, Operator, OracleTensor, Prepared, registry};
-use crate::record::Power;
+use crate::record::{Power, figures};
 use crate::report::power::{self, Gathered};
 use crate::sweep;
 use crate::sweep::regressions::fixtures_dir;
@@ -91,8 +91,9 @@ impl std::fmt::Display for Alarms {
         let interval = [lower_bound(*failed, *draws, 0.025), upper_bound(*failed, *draws, 0.025)];
         write!(
             f,
-            "{failed} of {draws} tensors that are right were failed: {:.1e} to {:.1e} (95 %)",
-            interval[0], interval[1]
+            "{failed} of {draws} tensors that are right were failed: {} to {} (95 %)",
+            figures::measure(interval[0], 2),
+            figures::measure(interval[1], 2)
         )?;
         of.iter().try_for_each(|of| write!(f, "\n  {of}"))
     }

@@ -444,6 +444,7 @@ fn refused(error: &CaseError) -> Outcome {
         compared: 0,
         message: words::message(error.to_string()),
         metrics: None,
+        failing: None,
     };
     Outcome { checks: vec![check], ..Outcome::default() }
 }
