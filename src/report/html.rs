@@ -7,7 +7,7 @@ use crate::record::Report;
 use super::elements::{page_head, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
 use super::summary::{Cell, Counts, Matrix, Standing, operators, origins};
-use super::{failures, mutants, operators as sections, picture, specification};
+use super::{diagnosis, failures, mutants, operators as sections, picture, specification};
 
 /// The whole page.
 pub(super) fn page(report: &Report) -> Markup {
@@ -50,6 +50,7 @@ fn verdict(report: &Report, counts: &Counts) -> Markup {
             h1 { span .symbol aria-hidden="true" { (symbol) } " " (headline) }
             (warnings(report, counts))
         }
+        (diagnosis::page::verdict(report))
         (totals(report, counts))
         (provenance(report))
     }

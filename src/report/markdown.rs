@@ -6,6 +6,7 @@ use crate::mutants::matrix::tally::Tally;
 use crate::record::words::printable;
 use crate::record::{MutantSource, Report};
 
+use super::diagnosis;
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
 use super::summary::{
     Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
@@ -31,6 +32,7 @@ pub(super) fn page(report: &Report) -> String {
     };
     let mut page = format!("## {symbol} {headline}\n\n");
     page += &totals(report, &counts);
+    page += &diagnosis::page::markdown(report);
     page += &failures(report);
     page += &matrix(report);
     page += &tightest(report);

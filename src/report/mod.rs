@@ -13,6 +13,7 @@
 //! | `html` | the page: verdict, matrix, skips, environment, glossary |
 //! | `failures` | the page's cards of failing cases |
 //! | `operators` | the page's sections of operators |
+//! | `diagnosis` | what failing cases have in common, the numbers they are off by, and where |
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
 //! | `generated` | what became of generated mutants, as text |
@@ -32,6 +33,7 @@ use crate::record::journal::refuse_foreign;
 use crate::record::{Report, words};
 
 pub mod benchmarks;
+pub mod diagnosis;
 pub mod diff;
 mod drawn;
 pub(crate) mod elements;

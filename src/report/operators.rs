@@ -5,6 +5,7 @@ use maud::{Markup, html};
 use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 
+use super::diagnosis;
 use super::elements::{breakable, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
 use super::picture;
@@ -31,6 +32,7 @@ fn section(report: &Report, operator: &OperatorRecord) -> Markup {
         section .operator id=(format!("operator-{}", operator.name)) {
             h2 { (operator.name) }
             p { (operator.summary) }
+            (diagnosis::page::section(report, &operator.name))
             (description(report, operator))
             @if tensors.is_empty() {
                 p .note { "No tensor of this operator was compared with the oracle in this run." }
