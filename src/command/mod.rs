@@ -91,7 +91,7 @@ pub enum Command {
     Power(power::PowerArguments),
     /// Write the pages of a report.json anew
     Report(report::ReportArguments),
-    /// Run one case verbosely: a JSON line, or a file of them
+    /// Run a case again, or a file of them, and print what failed
     Replay(replay::ReplayArguments),
     /// Find the commit that made a kernel wrong, imprecise, slow or non-deterministic
     Bisect(bisect::BisectArguments),

@@ -21,6 +21,7 @@ use crate::operator::{Operator, registry, size};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
+use crate::report::diagnosis::terminal;
 use crate::report::{self, history};
 use crate::sweep::merge;
 use crate::sweep::progress::Progress;
@@ -73,6 +74,9 @@ pub struct RunArguments {
     /// History file to append this run's measures to (parity history)
     #[arg(long, value_name = "FILE", conflicts_with = "shard")]
     history: Option<PathBuf>,
+    /// This is a worker of another run, which says what failed
+    #[arg(long, hide = true)]
+    part_of_another: bool,
     #[command(flatten)]
     pub(super) device: DeviceArguments,
 }
@@ -150,6 +154,9 @@ fn sweep_here(
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     writer.hold_to(&plan, shard)?;
     writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
+    if arguments.part_of_another {
+        writer.noted = MOST_NOTES;
+    }
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
     let left_out = run_shard(plan, shard, device, &options, &mut writer);
     let cases = writer.finish()?;
@@ -174,7 +181,7 @@ fn finish(report: &Report, arguments: &RunArguments, by_workers: bool) -> Result
     if let Some(file) = &arguments.history {
         history::append(report, file)?;
     }
-    summarise(report, out);
+    summarise(report, out, !arguments.part_of_another);
     Ok(())
 }
 
@@ -330,8 +337,12 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
     }
 }
 
-/// Prints what a person wants to know first.
-pub(super) fn summarise(report: &Report, out: &Path) {
+/// Prints what a person wants to know first: what failing cases have in common and three of them, unless another process
+/// does, and the verdict.
+pub(super) fn summarise(report: &Report, out: &Path, failures: bool) {
+    if failures {
+        eprint!("{}", printable(&terminal::text(report, out)));
+    }
     let failed = report.cases.iter().filter(|case| case.verdict() != Verdict::Pass).count();
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
     let not_run: Vec<_> = report.not_run().map(|(operator, _)| operator).collect();
@@ -375,6 +386,9 @@ pub(super) fn say_when_interrupted(recorded: Arc<AtomicU64>, planned: Option<u64
     on_interrupt(say).context("listening for interrupts")
 }
 
+/// Failing cases that are noted while a sweep runs; what there is to say of them comes at its end.
+const MOST_NOTES: usize = 2;
+
 /// Writes records as they come, shows progress, keeps them for the report.
 pub(super) struct RecordWriter {
     journal: Journal,
@@ -383,6 +397,9 @@ pub(super) struct RecordWriter {
     /// How many planned cases are in the journal.
     recorded: Arc<AtomicU64>,
     broken: Option<std::io::Error>,
+    /// How many failing cases were noted, and the operator of the last one.
+    noted: usize,
+    last_noted: String,
 }
 
 impl RecordWriter {
@@ -394,7 +411,15 @@ impl RecordWriter {
         };
         let planned = cases.iter().filter(|case| case.origin != Origin::Shrunk).count();
         let recorded = Arc::new(AtomicU64::new(planned as u64));
-        Ok(Self { journal, bar: ProgressBar::hidden(), cases, recorded, broken: None })
+        Ok(Self {
+            journal,
+            bar: ProgressBar::hidden(),
+            cases,
+            recorded,
+            broken: None,
+            noted: 0,
+            last_noted: String::new(),
+        })
     }
 
     /// An interrupt ends this process with code 130, and says how far it came and how to go on.
@@ -435,8 +460,11 @@ impl Observer for RecordWriter {
             let counts = self.broken.is_none() && record.origin != Origin::Shrunk;
             self.recorded.fetch_add(counts.into(), Ordering::Relaxed);
         }
-        if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
-            self.bar.suspend(|| eprintln!("{}", printable(&sweep::failure_text(&record))));
+        let fails = record.unsupported.is_none() && record.verdict() != Verdict::Pass;
+        if fails && self.noted < MOST_NOTES && self.last_noted != record.operator {
+            self.noted += 1;
+            self.last_noted.clone_from(&record.operator);
+            self.bar.suspend(|| eprintln!("{}", printable(&terminal::note(&record))));
         }
         self.cases.push(record);
         self.bar.inc(1);

@@ -6,6 +6,7 @@ use crate::record::Report;
 
 use super::elements::{page_head, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
+use super::skips::by_reason;
 use super::summary::{Cell, Counts, Matrix, Standing, operators, origins};
 use super::{diagnosis, failures, mutants, operators as sections, picture, specification};
 
@@ -165,7 +166,7 @@ fn skips(report: &Report) -> Markup {
     let table = html! {
         table {
             thead { tr { th .count scope="col" { "count" } th scope="col" { "what" } th scope="col" { "why" } } }
-            tbody { @for skip in &report.skips { tr { td .count { (count(skip.count)) } td .prose { (skip.what) } td .prose { (skip.why) } } } }
+            tbody { @for skip in by_reason(&report.skips) { tr { td .count { (count(skip.count)) } td .prose { (skip.what) } td .prose { (skip.why) } } } }
         }
     };
     html! {

@@ -8,6 +8,7 @@ use crate::record::{MutantSource, Report};
 
 use super::diagnosis;
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
+use super::skips::by_reason;
 use super::summary::{
     Cell, Counts, Matrix, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
     survived, teraflops, worse_first,
@@ -250,7 +251,7 @@ fn skips(report: &Report) -> String {
         return String::new();
     }
     let mut section = "### Skipped\n\n".to_owned();
-    for skip in &report.skips {
+    for skip in by_reason(&report.skips) {
         let _ = writeln!(section, "- {} × {}: {}", count(skip.count), text(&skip.what), text(&skip.why));
     }
     section + "\n"

@@ -17,6 +17,7 @@
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
 //! | `generated` | what became of generated mutants, as text |
+//! | `skips` | skips gathered by their reasons |
 //! | `specification` | the page's citations, and the sections that they cite |
 //! | `times` | times of a kernel from elsewhere, beside ours |
 //! | `markdown` | `summary.md` |
@@ -49,6 +50,7 @@ mod picture;
 pub mod power;
 #[cfg(test)]
 mod sample;
+pub(crate) mod skips;
 mod specification;
 pub(crate) mod summary;
 #[cfg(test)]

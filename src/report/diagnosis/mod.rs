@@ -60,7 +60,7 @@ impl Diagnosis {
         let others = self.kinds.len().saturating_sub(MOST_KINDS) as u64;
         let others = if others == 0 { String::new() } else { format!(", and {}", counted(others, "other check")) };
         let of = if self.failing == self.cases {
-            format!("{} of {} fail", if self.cases == 1 { "1" } else { "all" }, counted(self.cases, "case"))
+            if self.cases == 1 { "the case fails".to_owned() } else { format!("all {} cases fail", count(self.cases)) }
         } else {
             format!("{} of {} fail", count(self.failing), counted(self.cases, "case"))
         };
@@ -167,7 +167,7 @@ fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<String> {
 }
 
 /// `a, b and c`.
-fn listed(names: &[String]) -> String {
+pub(crate) fn listed(names: &[String]) -> String {
     /// Names that are written out.
     const MOST: usize = 4;
     let names: Vec<String> = if names.len() > MOST {

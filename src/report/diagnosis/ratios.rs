@@ -30,8 +30,7 @@ struct Known {
 }
 
 /// The factor of one tensor of one case.
-struct Measured<'a> {
-    case: &'a CaseRecord,
+struct Measured {
     factor: f64,
     tolerance: f64,
     known: Vec<Known>,
@@ -70,11 +69,11 @@ pub(super) fn ratios(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -
 }
 
 fn ratio(operator: Option<&OperatorRecord>, tensor: &str, found: &[(&CaseRecord, &CheckRecord)]) -> Option<Ratio> {
-    let measured: Vec<Measured<'_>> = found
+    let measured: Vec<Measured> = found
         .iter()
         .filter_map(|(case, check)| {
             let (factor, tolerance) = uniform(check)?;
-            Some(Measured { case, factor, tolerance, known: known(operator, case, check) })
+            Some(Measured { factor, tolerance, known: known(operator, case, check) })
         })
         .collect();
     // What half of the failing cases do not share is no factor of the kernel.
@@ -104,7 +103,7 @@ fn close(a: f64, b: f64, tolerance: f64) -> bool {
     (a / b - 1.0).abs() <= tolerance
 }
 
-fn fits_all(known: &Known, measured: &[Measured<'_>]) -> bool {
+fn fits_all(known: &Known, measured: &[Measured]) -> bool {
     measured.iter().all(|one| {
         let same = one.known.iter().find(|other| other.name == known.name);
         same.is_some_and(|same| close(one.factor, same.value, one.tolerance))
@@ -113,8 +112,8 @@ fn fits_all(known: &Known, measured: &[Measured<'_>]) -> bool {
 
 /// The probability that numbers between the smallest and the largest known one are that near to a given one, of the
 /// factors that are unlike each other.
-fn chance(measured: &[Measured<'_>]) -> f64 {
-    let mut unlike: Vec<&Measured<'_>> = Vec::new();
+fn chance(measured: &[Measured]) -> f64 {
+    let mut unlike: Vec<&Measured> = Vec::new();
     for one in measured {
         match unlike.iter_mut().find(|other| close(one.factor, other.factor, one.tolerance + other.tolerance)) {
             Some(other) if one.tolerance < other.tolerance => *other = one,
@@ -122,7 +121,7 @@ fn chance(measured: &[Measured<'_>]) -> f64 {
             None => unlike.push(one),
         }
     }
-    let of_one = |one: &&Measured<'_>| {
+    let of_one = |one: &&Measured| {
         let logarithms = one.known.iter().map(|known| known.value.abs().ln());
         let (low, high) = logarithms.fold((f64::MAX, f64::MIN), |(low, high), one| (low.min(one), high.max(one)));
         (2.0 * one.tolerance / (high - low)).min(1.0)

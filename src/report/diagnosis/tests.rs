@@ -117,7 +117,7 @@ fn failures_at_random_have_nothing_in_common() {
 fn too_few_cases_say_nothing_and_cases_that_all_fail_say_so() {
     assert!(said(&sweep(4, |_, _, weighted, _| weighted)).sentences.is_empty());
     let all = said(&sweep(9, |_, _, _, _| true));
-    assert_eq!((all.heading().as_str(), all.sentences.len()), ("rms_norm: all of 9 cases fail: forward of y in 9", 0));
+    assert_eq!((all.heading().as_str(), all.sentences.len()), ("rms_norm: all 9 cases fail: forward of y in 9", 0));
 }
 
 #[test]
