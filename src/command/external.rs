@@ -139,11 +139,12 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     report.skips.extend(left_out);
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
+    run::print_failures(&report, &arguments.out);
     print_skips(&report, &arguments.out);
     if let Some(line) = times::line(&report) {
         println!("{line}");
     }
-    run::summarise(&report, &arguments.out, true);
+    run::summarise(&report, &arguments.out);
     run::exit_of(&report, arguments.shard.is_none())
 }
 

@@ -37,7 +37,8 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     // Shards remember nothing themselves: that would change the plan of those that start later.
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
     run::remember_shrunk(&report, &Regressions::new(regressions))?;
-    run::summarise(&report, &arguments.out, true);
+    run::print_failures(&report, &arguments.out);
+    run::summarise(&report, &arguments.out);
     run::exit_of(&report, true)
 }
 

@@ -181,7 +181,10 @@ fn finish(report: &Report, arguments: &RunArguments, by_workers: bool) -> Result
     if let Some(file) = &arguments.history {
         history::append(report, file)?;
     }
-    summarise(report, out, !arguments.part_of_another);
+    if !arguments.part_of_another {
+        print_failures(report, out);
+    }
+    summarise(report, out);
     Ok(())
 }
 
@@ -337,12 +340,13 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
     }
 }
 
-/// Prints what a person wants to know first: what failing cases have in common and three of them, unless another process
-/// does, and the verdict.
-pub(super) fn summarise(report: &Report, out: &Path, failures: bool) {
-    if failures {
-        eprint!("{}", printable(&terminal::text(report, out)));
-    }
+/// Prints what failing cases have in common, and some of them.
+pub(super) fn print_failures(report: &Report, out: &Path) {
+    eprint!("{}", printable(&terminal::text(report, out)));
+}
+
+/// Prints the verdict, and what a pass does not show.
+pub(super) fn summarise(report: &Report, out: &Path) {
     let failed = report.cases.iter().filter(|case| case.verdict() != Verdict::Pass).count();
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
     let not_run: Vec<_> = report.not_run().map(|(operator, _)| operator).collect();

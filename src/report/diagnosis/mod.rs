@@ -108,18 +108,33 @@ pub fn diagnose(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Opt
     })
 }
 
-/// What failed, and in how many cases.
+/// What failed, and in how many cases: tensors that fail one check in as many cases together.
 fn kinds(failing: &[&CaseRecord]) -> Vec<(String, u64)> {
-    let mut kinds: Vec<(String, u64)> = Vec::new();
+    let mut kinds: Vec<((&str, &str), u64)> = Vec::new();
     for case in failing {
         let findings = order::findings(case);
-        if findings.is_empty() {
-            add(&mut kinds, "no check ran".to_owned());
+        let none = [("no check ran", "")];
+        let found = findings.iter().map(|finding| (finding.check.check.as_str(), finding.check.tensor.as_str()));
+        for kind in found.chain(none.into_iter().filter(|_| findings.is_empty())) {
+            match kinds.iter_mut().find(|(one, _)| *one == kind) {
+                Some((_, cases)) => *cases += 1,
+                None => kinds.push((kind, 1)),
+            }
         }
-        findings.iter().for_each(|finding| add(&mut kinds, order::name_of(finding.check)));
     }
     kinds.sort_by_key(|(_, cases)| std::cmp::Reverse(*cases));
-    kinds
+    let mut together: Vec<(&str, Vec<String>, u64)> = Vec::new();
+    for ((check, tensor), cases) in kinds {
+        match together.iter_mut().find(|(one, _, count)| *one == check && *count == cases) {
+            Some((_, tensors, _)) => tensors.push(tensor.to_owned()),
+            None => together.push((check, vec![tensor.to_owned()], cases)),
+        }
+    }
+    let name = |(check, tensors, cases): (&str, Vec<String>, u64)| match &tensors[..] {
+        [tensor] if tensor.is_empty() => (check.to_owned(), cases),
+        _ => (format!("{check} of {}", listed(&tensors)), cases),
+    };
+    together.into_iter().map(name).collect()
 }
 
 fn add(kinds: &mut Vec<(String, u64)>, name: String) {
@@ -145,17 +160,21 @@ fn common(cases: &[&CaseRecord]) -> Vec<String> {
             add(&mut kinds, order::name_of(first.check));
         }
     }
+    let mut said: Vec<String> = rules.iter().map(Rule::text).collect();
     for (name, _) in kinds {
         if sentences.len() >= MOST_SENTENCES {
             break;
         }
-        sentences.extend(of_kind(cases, &name).filter(|sentence| !sentences.contains(sentence)));
+        if let Some((rule, sentence)) = of_kind(cases, &name).filter(|(rule, _)| !said.contains(rule)) {
+            said.push(rule);
+            sentences.push(sentence);
+        }
     }
     sentences
 }
 
-/// What the cases with one kind of failure have in common, beside those that agree.
-fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<String> {
+/// What the cases with one kind of failure have in common, beside those that agree: a rule, and its sentence.
+fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<(String, String)> {
     let has = |case: &CaseRecord| order::findings(case).iter().any(|finding| order::name_of(finding.check) == name);
     let asked: Vec<&CaseRecord> = cases.iter().copied().filter(|case| agrees(case) || has(case)).collect();
     let failing = Bits::of(&asked, |case| has(case));
@@ -163,7 +182,7 @@ fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<String> {
         return None;
     }
     let rules = rules::decision_list(&features::atoms(&asked), &failing, asked.len());
-    rules.first().map(|rule| format!("{name}: {}", rule.sentence(&failing)))
+    rules.first().map(|rule| (rule.text(), format!("{name}: {}", rule.sentence(&failing))))
 }
 
 /// `a, b and c`.

@@ -79,19 +79,19 @@ impl Pattern {
     /// In words, of an axis.
     fn words(&self, axis: &str) -> String {
         match self {
-            Self::First(Number::Constant(1)) => format!("only the first of {axis}"),
-            Self::Last(Number::Constant(1)) => format!("only the last of {axis}"),
-            Self::First(number) => format!("only the first {} of {axis}", number.words()),
-            Self::Last(number) => format!("only the last {} of {axis}", number.words()),
-            Self::From(number) => format!("only {axis} from {} on", number.words()),
-            Self::Tail(tile) => format!("only {axis} after the last full tile of {tile}"),
-            Self::InGroups(size, 0, 0) => format!("only each {}th of {axis}, from the first on", size.words()),
-            Self::InGroups(Number::Constant(2), 1, 1) => format!("only odd {axis}"),
+            Self::First(Number::Constant(1)) => format!("the first of {axis}"),
+            Self::Last(Number::Constant(1)) => format!("the last of {axis}"),
+            Self::First(number) => format!("the first {} of {axis}", number.words()),
+            Self::Last(number) => format!("the last {} of {axis}", number.words()),
+            Self::From(number) => format!("{axis} from {} on", number.words()),
+            Self::Tail(tile) => format!("{axis} after the last full tile of {tile}"),
+            Self::InGroups(size, 0, 0) => format!("each {}th of {axis}, from the first on", size.words()),
+            Self::InGroups(Number::Constant(2), 1, 1) => format!("odd {axis}"),
             Self::InGroups(size, first, last) if first == last => {
-                format!("only number {first} of each {} of {axis}", size.words())
+                format!("number {first} of each {} of {axis}", size.words())
             }
             Self::InGroups(size, first, last) => {
-                format!("only numbers {first} to {last} of each {} of {axis}", size.words())
+                format!("numbers {first} to {last} of each {} of {axis}", size.words())
             }
         }
     }
@@ -189,7 +189,7 @@ pub(super) fn sentences(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]
     }
     said.into_iter()
         .map(|(text, tensors)| {
-            format!("{} fail{} in {text}", super::listed(&tensors), if tensors.len() == 1 { "s" } else { "" })
+            format!("{} fail{} only in {text}", super::listed(&tensors), if tensors.len() == 1 { "s" } else { "" })
         })
         .collect()
 }
@@ -205,7 +205,7 @@ fn of_tensor(
         let seen: Vec<Seen<'_>> = found.iter().filter_map(|(case, failing)| seen(case, failing, place)).collect();
         texts.extend(of_axis(axis, &seen));
     }
-    (!texts.is_empty()).then(|| texts.join("; "))
+    (!texts.is_empty()).then(|| texts.join(", and only in "))
 }
 
 fn seen<'a>(case: &CaseRecord, failing: &'a FailingElements, place: usize) -> Option<Seen<'a>> {

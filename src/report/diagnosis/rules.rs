@@ -12,11 +12,11 @@
 //!
 //! ```text
 //! P(as many failing ones or more meet it, were failures spread at random) * 2^cost  <=  FALSE
-//! bits of which cases fail, given the rule  <=  half of the bits without it
+//! bits of which cases fail, given the whole list  <=  half of the bits without it
 //! ```
 //!
 //! The first is Fisher's exact test, corrected for the number of rules that might have been named instead: a rule of `cost`
-//! bits is one of about `2^cost` as short. The cases that the rule does not meet are then asked for the next one.
+//! bits is one of about `2^cost` as short. The cases that a rule does not meet are then asked for the next one.
 
 use std::collections::HashMap;
 
@@ -55,13 +55,15 @@ struct Class {
 pub(super) fn decision_list(atoms: &[Atom], failing: &Bits, cases: usize) -> Vec<Rule> {
     let classes = classes(atoms);
     let mut asked = Bits::full(cases);
-    let mut rules = Vec::new();
+    let mut rules: Vec<Rule> = Vec::new();
     while rules.len() < MOST_RULES && asked.common(failing) > 0 {
         let Some(rule) = best(&classes, failing, &asked) else { break };
         asked = asked.and(&rule.meets.not());
         rules.push(rule);
     }
-    rules
+    let of = |cases: &Bits| log2_binomial(cases.count(), cases.common(failing));
+    let left = rules.iter().map(|rule| of(&rule.meets)).sum::<f64>() + of(&asked);
+    if left <= of(&Bits::full(cases)) / 2.0 { rules } else { Vec::new() }
 }
 
 /// One question of each kind of answers, the cheapest.
@@ -100,11 +102,11 @@ impl Counts {
         Self { meet: meets.count(), meet_and_fail: meets.common(failing), asked, fail }
     }
 
-    /// Bits of which cases fail, given the rule, without and with what it takes to say how many do.
-    fn left(self) -> (f64, f64) {
+    /// Bits of which cases fail, given the rule.
+    fn left(self) -> f64 {
         let (others, other_failures) = (self.asked - self.meet, self.fail - self.meet_and_fail);
         let which = log2_binomial(self.meet, self.meet_and_fail) + log2_binomial(others, other_failures);
-        (which, which + ((self.meet + 1) as f64).log2() + ((others + 1) as f64).log2())
+        which + ((self.meet + 1) as f64).log2() + ((others + 1) as f64).log2()
     }
 
     /// Whether more of those that meet the rule fail than of the others.
@@ -125,8 +127,7 @@ impl Counts {
     }
 
     fn separates(self, cost: f64) -> bool {
-        let all = log2_binomial(self.asked, self.fail);
-        self.points_at_failures() && self.log2_chance() + cost <= FALSE.log2() && self.left().0 <= all / 2.0
+        self.points_at_failures() && self.log2_chance() + cost <= FALSE.log2()
     }
 }
 
@@ -150,7 +151,7 @@ fn best(classes: &[Class], failing: &Bits, asked: &Bits) -> Option<Rule> {
         let counts = Counts::of(&meets, &failing, total, fail);
         let atoms: Vec<&Atom> = places.iter().map(|&place| &classes[place].atom).collect();
         let cost = cost(&atoms);
-        counts.points_at_failures().then(|| Candidate { places, score: cost + counts.left().1, meets })
+        counts.points_at_failures().then(|| Candidate { places, score: cost + counts.left(), meets })
     };
     let single = |place: usize| judged(vec![place], classes[place].atom.holds.and(asked));
     let mut candidates: Vec<Candidate> = (0..classes.len()).filter_map(single).collect();
@@ -188,16 +189,20 @@ fn best(classes: &[Class], failing: &Bits, asked: &Bits) -> Option<Rule> {
 }
 
 impl Rule {
+    /// Its questions.
+    pub(super) fn text(&self) -> String {
+        self.atoms.iter().map(|atom| atom.text.as_str()).collect::<Vec<_>>().join(" and ")
+    }
+
     /// `29 of 29 failing cases: weight present and a scalar path; 0 of 18 with weight absent, 0 of 24 with no scalar path`.
     pub(super) fn sentence(&self, failing: &Bits) -> String {
         /// Other questions with the same answers that are named.
         const MOST_SAME: usize = 2;
-        let texts: Vec<&str> = self.atoms.iter().map(|atom| atom.text.as_str()).collect();
         let (all, failing) = (failing.count(), failing.and(&self.asked));
         let (met, wrong) = (self.meets.count(), self.meets.common(&failing));
-        let mut text = format!("{wrong} of {all} failing cases: {}", texts.join(" and "));
+        let mut text = format!("{wrong} of {all} failing cases: {}", self.text());
         if met > wrong {
-            text += &format!(" (so have {} that agree)", met - wrong);
+            text += &format!(" (and so {} that agree{})", met - wrong, if met - wrong == 1 { "s" } else { "" });
         }
         let without = |atom: &Atom| {
             let without = self.asked.and(&atom.holds.not());

@@ -30,11 +30,11 @@ pub fn text(report: &Report, out: &Path) -> String {
         return String::new();
     }
     let mut text = headed(&diagnoses);
-    let cases = shown(&failing(report));
-    let all = failing(report).len();
+    let failing = failing(report);
+    let (cases, all) = (shown(&failing), unlike(&failing).len());
     let mut written = 0;
     for (place, case) in cases.iter().enumerate() {
-        let block = case_text(report, case, (place, all), out);
+        let block = case_text(report, case, place, out);
         if place > 0 && lines(&text) + lines(&block) > LINES {
             break;
         }
@@ -69,30 +69,37 @@ pub fn headed(diagnoses: &[Diagnosis]) -> String {
     text
 }
 
+/// Each case once: of two that were made smaller the same may be left.
+fn unlike<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
+    let mut unlike: Vec<&CaseRecord> = Vec::new();
+    for case in failing {
+        if !unlike.iter().any(|other| other.case == case.case) {
+            unlike.push(case);
+        }
+    }
+    unlike
+}
+
 /// The cases that are shown: shrunk ones first, then those that fail in another way than the ones before.
 fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
     let kind = |case: &CaseRecord| {
         let first = order::findings(case).first().map(|finding| order::name_of(finding.check));
         (case.operator.clone(), first)
     };
-    let mut shown: Vec<&CaseRecord> = Vec::new();
-    let unlike = failing.iter().filter(|case| {
+    let (mut shown, mut others): (Vec<&CaseRecord>, Vec<&CaseRecord>) = (Vec::new(), Vec::new());
+    for case in unlike(failing) {
         let is_new = !shown.iter().any(|other| kind(other) == kind(case));
-        if is_new {
-            shown.push(case);
-        }
-        !is_new
-    });
-    let others: Vec<&CaseRecord> = unlike.copied().collect();
+        if is_new { shown.push(case) } else { others.push(case) }
+    }
     shown.into_iter().chain(others).take(MOST_CASES).collect()
 }
 
 /// One case: what failed, where, and the command that runs it again. That of the first holds the case itself, the others'
 /// refer to the records.
-fn case_text(report: &Report, case: &CaseRecord, (place, all): (usize, usize), out: &Path) -> String {
+fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> String {
     let operator = report.operators.iter().find(|operator| operator.name == case.operator);
-    let shrunk = if case.origin == Origin::Shrunk { ", made smaller" } else { "" };
-    let mut text = format!("{} of {}: {}{shrunk}\n", place + 1, count(all as u64), case.operator);
+    let origin = if case.origin == Origin::Shrunk { "made smaller" } else { origin_word(case.origin) };
+    let mut text = format!("{}. {}, {origin}\n", place + 1, case.operator);
     text += &findings_text(operator, case, MOST_FINDINGS);
     let replay = if place == 0 { case.replay.clone() } else { by_reference(case, out) };
     text + &format!("  replay: {replay}\n")

@@ -6,7 +6,7 @@ import numpy
 
 from dsv4_external import serve
 
-BUG = sys.argv[1]
+BUG = sys.argv.pop()
 
 
 def rows_of(x):
