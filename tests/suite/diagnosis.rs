@@ -149,11 +149,12 @@ fn record(known: &Known, device: &Device) -> CaseRecord {
     }
 }
 
-fn diagnosed(operator: &dyn Operator, mutant: &Mutant, known: &[Known], device: &Device) -> Diagnosis {
+/// What is said of a mutant; `None` where it survives.
+fn diagnosed(operator: &dyn Operator, mutant: &Mutant, known: &[Known], device: &Device) -> Option<Diagnosis> {
     let mutated = device.with_tree(mutant.plant(device.tree()).expect("the anchor matches"));
     let records: Vec<CaseRecord> = known.iter().map(|known| record(known, &mutated)).collect();
     let records: Vec<&CaseRecord> = records.iter().collect();
-    diagnosis::diagnose(Some(&operator.describe()), &records).unwrap_or_else(|| panic!("`{}` survives", mutant.id))
+    diagnosis::diagnose(Some(&operator.describe()), &records)
 }
 
 #[test]
@@ -173,7 +174,10 @@ fn the_condition_of_a_planted_bug_is_named() {
         let known: Vec<Known> = cases_of(operator, &device).into_iter().map(known).collect();
         for (id, words) in *planted {
             let mutant = mutants.iter().find(|mutant| mutant.id == *id).unwrap_or_else(|| panic!("no mutant `{id}`"));
-            let said = diagnosed(operator, mutant, &known, &device);
+            let Some(said) = diagnosed(operator, mutant, &known, &device) else {
+                unnamed.push(format!("{id} survives"));
+                continue;
+            };
             println!("{id}: {}", terminal::headed(std::slice::from_ref(&said)));
             if !said.sentences.iter().any(|sentence| words.iter().any(|words| sentence.contains(words))) {
                 unnamed.push(format!("{id}: {words:?} is not in {:#?}", (said.heading(), &said.sentences)));
@@ -238,7 +242,7 @@ fn numpy(bug: &str, arguments: &[&str]) -> Option<(Output, Report)> {
 #[test]
 fn a_wrong_row_stride_is_named_and_its_case_made_as_small_as_fails() {
     let Some((output, report)) = numpy("stride", &[]) else { return };
-    assert_fits_a_screen(&output, &["num_rows", "width % 8 != 0"]);
+    assert_fits_a_screen(&output, &["width % 8 != 0"]);
     let small = report.cases.iter().find(|case| case.origin == Origin::Shrunk).expect("a case made smaller");
     assert_eq!([small.case["num_rows"].as_u64(), small.case["width"].as_u64()], [Some(2), Some(1)], "{}", small.case);
 }
@@ -252,7 +256,7 @@ fn a_weight_that_is_not_applied_is_named() {
 #[test]
 fn an_eps_outside_of_the_root_is_named() {
     let Some((output, _)) = numpy("eps", &[]) else { return };
-    assert_fits_a_screen(&output, &["magnitude"]);
+    assert_fits_a_screen(&output, &["rstd is 1,000 of what it should be = 1 / √eps"]);
 }
 
 #[test]

@@ -92,10 +92,12 @@ pub fn diagnose(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Opt
     let swept = if swept.iter().all(|case| agrees(case)) { cases.to_vec() } else { swept };
     let failing: Vec<&CaseRecord> = swept.iter().copied().filter(|case| !agrees(case)).collect();
     let first = failing.first()?;
-    let mut sentences = common(&swept);
-    let mut ratios = ratios::sentences(&ratios::ratios(operator, &failing));
-    ratios.truncate(MOST_SENTENCES);
-    sentences.extend(ratios);
+    // A number that a person knows says more than anything else.
+    let (mut sentences, mut unnamed) = ratios::sentences(&ratios::ratios(operator, &failing));
+    sentences.truncate(MOST_SENTENCES);
+    unnamed.truncate(MOST_SENTENCES);
+    sentences.extend(common(&swept));
+    sentences.extend(unnamed);
     let mut places = places::sentences(operator, &failing);
     places.truncate(MOST_SENTENCES);
     sentences.extend(places);

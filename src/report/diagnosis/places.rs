@@ -85,13 +85,13 @@ impl Pattern {
             Self::Last(number) => format!("the last {} of {axis}", number.words()),
             Self::From(number) => format!("{axis} from {} on", number.words()),
             Self::Tail(tile) => format!("{axis} after the last full tile of {tile}"),
-            Self::InGroups(size, 0, 0) => format!("each {}th of {axis}, from the first on", size.words()),
+            Self::InGroups(Number::Constant(2), 0, 0) => format!("even {axis}"),
             Self::InGroups(Number::Constant(2), 1, 1) => format!("odd {axis}"),
             Self::InGroups(size, first, last) if first == last => {
-                format!("number {first} of each {} of {axis}", size.words())
+                format!("entry {first} of each {} of {axis}", size.words())
             }
             Self::InGroups(size, first, last) => {
-                format!("numbers {first} to {last} of each {} of {axis}", size.words())
+                format!("entries {first} to {last} of each {} of {axis}", size.words())
             }
         }
     }
@@ -159,6 +159,9 @@ fn suggested(seen: &Seen<'_>) -> Vec<Pattern> {
         {
             patterns.push(Pattern::InGroups(number, *first, *last));
         }
+    }
+    if let ([[first, last]], false) = (&seen.entries.runs[..], seen.entries.period < seen.extent) {
+        patterns.extend([Pattern::From(Number::Constant(*first)), Pattern::First(Number::Constant(last + 1))]);
     }
     if let ([[first, last]], true) = (&seen.entries.runs[..], seen.entries.period < seen.extent) {
         patterns.push(Pattern::InGroups(Number::Constant(seen.entries.period), *first, *last));

@@ -222,8 +222,8 @@ fn forms(name: &str, value: f64) -> Vec<Known> {
         .collect()
 }
 
-/// The factors in words, tensors that have one cause together.
-pub(super) fn sentences(ratios: &[Ratio]) -> Vec<String> {
+/// The factors in words, tensors that have one cause together: those that are known numbers, and the others.
+pub(super) fn sentences(ratios: &[Ratio]) -> (Vec<String>, Vec<String>) {
     let mut groups: Vec<Vec<&Ratio>> = Vec::new();
     for ratio in ratios {
         let alike = |other: &Ratio| {
@@ -235,9 +235,9 @@ pub(super) fn sentences(ratios: &[Ratio]) -> Vec<String> {
             None => groups.push(vec![ratio]),
         }
     }
-    // Names say more than numbers.
-    groups.sort_by_key(|group| group[0].names.is_empty());
-    groups.iter().map(|group| sentence(group)).collect()
+    let (named, others): (Vec<_>, Vec<_>) = groups.iter().partition(|group| !group[0].names.is_empty());
+    let said = |groups: Vec<&Vec<&Ratio>>| groups.into_iter().map(|group| sentence(group)).collect();
+    (said(named), said(others))
 }
 
 fn sentence(group: &[&Ratio]) -> String {
