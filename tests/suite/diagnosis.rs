@@ -26,7 +26,7 @@ const PLANTED: &[(&str, &[(&str, &[&str])])] = &[
         &[
             ("rms_norm_weight_read_as_bf16", &["weight = f32"]),
             ("rms_norm_eps_baked_in", &["eps "]),
-            ("rms_norm_output_rows_taken_as_packed", &["of y", "aliasing = interleaved"]),
+            ("rms_norm_dweight_without_rstd", &["weight present"]),
         ],
     ),
     (
@@ -34,34 +34,33 @@ const PLANTED: &[(&str, &[(&str, &[&str])])] = &[
         &[
             ("swiglu_weight_not_applied", &["weighted = true"]),
             ("swiglu_padding_row_read", &["padding_rows = true"]),
-            ("swiglu_rows_beyond_100", &["num_rows"]),
+            ("swiglu_weight_applied_twice", &["weighted = true"]),
+            ("swiglu_dweight_of_weighted_output", &["weighted = true"]),
         ],
     ),
     (
         "hadamard",
         &[
             ("hadamard_left_out_of_e4m3", &["stored = e4m3"]),
-            ("hadamard_scale_of_448_for_e2m1", &["stored = e2m1"]),
-            ("hadamard_rows_beyond_100", &["num_rows"]),
+            ("hadamard_nibbles_swapped", &["stored = e2m1"]),
+            ("hadamard_codes_not_transformed", &["hadamard_codes"]),
         ],
     ),
     (
         "rope",
         &[
-            ("rope_inverse_ignored", &["inverse = true"]),
+            ("rope_position_is_the_token", &["table "]),
+            ("rope_positions_outside_unrotated", &["table = hostile_positions"]),
             ("rope_leading_channels_rotate", &["head_dim > rope_dim", "head_dim != rope_dim"]),
             ("rope_scalar_writes_through_its_input", &["scalar"]),
         ],
     ),
-    (
-        "attention_combine",
-        &[("combine_sink_in_lse", &["sinks"]), ("combine_last_part_repeated", &["num_parts % 4 != 0"])],
-    ),
+    ("attention_combine", &[("combine_sink_in_lse", &["sinks"]), ("combine_last_part_repeated", &["num_parts"])]),
     (
         "embed_streams",
         &[
             ("embed_streams_element_type_bf16", &["dtype = f32"]),
-            ("embed_streams_first_stream_alone", &["num_streams"]),
+            ("embed_streams_bad_ids_are_the_first_row", &["token_ids"]),
         ],
     ),
     (
@@ -71,7 +70,7 @@ const PLANTED: &[(&str, &[(&str, &[&str])])] = &[
             ("moe_reduce_shared_row_left_out", &["with_shared = true"]),
         ],
     ),
-    ("moe_expand", &[("moe_expand_element_type_bf16", &["dtype = f32"]), ("moe_expand_first_slot_alone", &["topk"])]),
+    ("moe_expand", &[("moe_expand_element_type_bf16", &["dtype = f32"])]),
     (
         "gate_up_interleave",
         &[
@@ -79,13 +78,10 @@ const PLANTED: &[(&str, &[(&str, &[&str])])] = &[
             ("gate_up_rows_of_the_first_expert", &["num_experts"]),
         ],
     ),
-    (
-        "scale_swizzle",
-        &[("swizzle_inverse_is_the_forward", &["inverse = true"]), ("swizzle_rows_beyond_200", &["rows"])],
-    ),
+    ("scale_swizzle", &[("swizzle_inverse_is_the_forward", &["inverse = true"])]),
     (
         "kv_cache_write",
-        &[("cache_write_rows_taken_as_packed", &["of kv"]), ("cache_write_first_pages_only", &["page", "tokens"])],
+        &[("cache_write_rows_taken_as_packed", &["of kv"]), ("cache_eighth_group_unscaled", &["nope_dim"])],
     ),
 ];
 
