@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn layouts_go_first_and_every_value_gets_smaller() {
-        let line = r#"{"operator":"rms_norm","num_rows":8,"width":300,"weight":"f32","layouts":{"x":{"gaps":{"width":24}}},"seed":7}"#;
+        let line = r#"{"operator":"rms_norm","layouts":{"x":{"gaps":{"width":24}}},"num_rows":8,"seed":7,"weight":"f32","width":300}"#;
         let case = Case::parse(line).unwrap();
         let places = places(&case);
         assert_eq!((places[0].join("."), places.last().unwrap().join(".")), ("layouts".into(), "weight".into()));

