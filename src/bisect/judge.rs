@@ -14,6 +14,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::operator::registry;
 use crate::operator::{KernelRun, OracleTensor, Prepared, rows_of};
+use crate::record::figures;
 
 /// What is compared between revisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -268,7 +269,8 @@ impl ErrorJudge {
             Err(error) => return Err(error.into()),
         };
         let value = errors[0].relative();
-        let note = format!("{}: {value:.3e}, threshold {:.3e}", self.tensor, self.threshold);
+        let [found, threshold] = [value, self.threshold].map(|number| figures::measure(number, 4));
+        let note = format!("{}: {found}, threshold {threshold}", self.tensor);
         Ok(Trial::of(value >= self.threshold, Some(value), note))
     }
 }

@@ -6,6 +6,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::Bisection;
 use super::search::Answer;
+use crate::record::figures;
 
 /// Width of the longest bar of the text plot, in characters.
 const BAR: f64 = 32.0;
@@ -63,18 +64,18 @@ impl Scale {
 pub fn text_plot(found: &Bisection) -> String {
     let scale = Scale::of(found);
     let mut text = format!(
-        "{} ({}, {:.3e} to {:.3e}), {} of {} commits tried\n",
+        "{} ({}, {} to {}), {} of {} commits tried\n",
         found.metric.value_name(),
         scale.name(),
-        scale.low,
-        scale.high,
+        figures::measure(scale.low, 4),
+        figures::measure(scale.high, 4),
         found.trials.len(),
         found.line.len()
     );
     for (&at, trial) in &found.trials {
         let commit = &found.line[at];
         let (value, bar) = match trial.value {
-            Some(value) => (format!("{value:.3e}"), "#".repeat((scale.place(value) * BAR).round() as usize)),
+            Some(value) => (figures::measure(value, 4), "#".repeat((scale.place(value) * BAR).round() as usize)),
             None => ("-".to_owned(), String::new()),
         };
         let mark = if at == found.turn.first_bad { '>' } else { ' ' };
@@ -158,8 +159,8 @@ fn plot(found: &Bisection) -> Markup {
                 title { (found.metric.value_name()) " over the commits that were tried" }
                 path .axis d=(format!("M{LEFT} {TOP}V{BOTTOM}H{WIDTH}")) {}
                 path .turn d=(format!("M{turn:.1} {TOP}V{BOTTOM}")) {}
-                text x="4" y=(TOP + 4.0) { (format!("{:.1e}", scale.high)) }
-                text x="4" y=(BOTTOM) { (format!("{:.1e}", scale.low)) }
+                text x="4" y=(TOP + 4.0) { (figures::measure(scale.high, 2)) }
+                text x="4" y=(BOTTOM) { (figures::measure(scale.low, 2)) }
                 text x=(LEFT) y=(HEIGHT - 20.0) { (found.line[0].short()) }
                 text x=(WIDTH - 20.0) y=(HEIGHT - 20.0) text-anchor="end" { (found.line[found.line.len() - 1].short()) }
                 @for (&at, trial) in &found.trials {
@@ -196,7 +197,7 @@ fn table(found: &Bisection) -> Markup {
                         td { code { (found.line[at].short()) } }
                         td { (found.line[at].subject) }
                         td { (word(trial.answer)) }
-                        td .number { (trial.value.map_or("–".to_owned(), |value| format!("{value:.3e}"))) }
+                        td .number { (trial.value.map_or("–".to_owned(), |value| figures::measure(value, 4))) }
                         td { (trial.note) }
                     }
                 }

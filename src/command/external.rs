@@ -23,6 +23,8 @@ use crate::judge::runner::Runner;
 use crate::operator::Operator;
 use crate::operator::registry;
 use crate::record::journal::{self, PlanRecord, Remembered, RunDescription, Shard};
+use crate::record::{Report, Verdict, all_cases_of};
+use crate::report::skips::by_reason;
 use crate::report::{self, times};
 use crate::sweep::shard::{Costs, Plan};
 use crate::sweep::{self, PlannedCase, SweepOptions};
@@ -105,6 +107,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     arguments.sweep.seed.announce(one_of_several)?;
     let operator = registry::find(&arguments.op)?;
     let (external, condition) = open(arguments)?;
+    external.start().map_err(|error| anyhow::anyhow!(error.message))?;
     let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let start = Instant::now();
     // Nobody schedules another process at random: the checks say so, and count it. And what breaks somebody else's kernel
@@ -115,6 +118,8 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let (plan, remembered) = plan(arguments, operator, &options, external.environment(), begun.as_ref())?;
     let planned = plan.cases.iter().map(|planned| &planned.case);
     external.check_adapter(&operator.describe(), planned).with_context(|| adapter_name(arguments))?;
+    // Before a report that is there is begun anew.
+    external.still_runs().map_err(|error| anyhow::anyhow!(error.message))?;
     let shard = arguments.shard.unwrap_or(Shard::WHOLE);
     let run = RunDescription {
         command: arguments.sweep.seed.command(),
@@ -134,19 +139,37 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
     let left_out = run::run_shard(plan, shard, Runners::One(&external), &options, &mut writer)?;
     let cases = writer.finish()?;
+    if let (true, Some(skip)) =
+        (cases.is_empty(), left_out.iter().find(|skip| skip.what == all_cases_of(&arguments.op)))
+    {
+        // No case has run: it would be no report of anything.
+        bail!("{}", skip.why);
+    }
     let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
     report.skips.extend(left_out);
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
-    for skip in &report.skips {
-        detailln!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
-    }
+    run::print_failures(&report, &arguments.out);
+    print_skips(&report, &arguments.out);
     if let Some(line) = times::line(&report) {
         detailln!("{line}");
     }
     run::summarise(&report, &arguments.out);
     arguments.ci.finish(&report)?;
     run::exit_of(&report, arguments.shard.is_none())
+}
+
+/// Prints what was skipped, a line for each reason; how many there are, where failures have more to say.
+fn print_skips(report: &Report, out: &Path) {
+    let reasons = by_reason(&report.skips);
+    if report.cases.iter().all(|case| case.verdict() == Verdict::Pass) {
+        for skip in &reasons {
+            detailln!("skipped {} times: {}: {}", skip.count, skip.what, skip.why);
+        }
+    } else if !reasons.is_empty() {
+        let skipped: u64 = reasons.iter().map(|skip| skip.count).sum();
+        detailln!("skipped {skipped} times, for {} reasons: {}", reasons.len(), out.join("summary.md").display());
+    }
 }
 
 fn adapter_name(arguments: &ExternalArguments) -> String {

@@ -41,6 +41,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     report.saved = regressions.saved(&report.cases);
     merge::write(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
+    run::print_failures(&report, &arguments.out);
     run::summarise(&report, &arguments.out);
     arguments.ci.finish(&report)?;
     run::exit_of(&report, true)

@@ -261,7 +261,7 @@ pub enum Command {
     Power(power::PowerArguments),
     /// Write the pages of a report.json again
     Report(report::ReportArguments),
-    /// Run one case, or a file of cases, and print every check
+    /// Run a case again, or a file of them, and print what failed
     Replay(replay::ReplayArguments),
     /// Find the commit that made a kernel wrong, imprecise or slow
     ///

@@ -19,7 +19,7 @@ use crate::judge::truth::Truth;
 use crate::judge::yardstick::WORKING_RUNS;
 use crate::mutants::planted::Mutant;
 use crate::operator::{Comparison, KernelRun, KernelTensor, Operator, OracleTensor, Prepared, registry};
-use crate::record::Power;
+use crate::record::{Power, figures};
 use crate::report::power::{self, Gathered, TensorPower};
 use crate::sweep;
 
@@ -164,8 +164,9 @@ impl std::fmt::Display for Alarms {
         let interval = self.interval();
         write!(
             f,
-            "{failed} of {draws} tensors that are right were failed: {:.1e} to {:.1e} (95 %)",
-            interval[0], interval[1]
+            "{failed} of {draws} tensors that are right were failed: {} to {} (95 %)",
+            figures::measure(interval[0], 2),
+            figures::measure(interval[1], 2)
         )?;
         of.iter().try_for_each(|of| write!(f, "\n  {of}"))
     }

@@ -10,8 +10,11 @@ use super::{DeviceArguments, Exit, output};
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::operator::{Profile, registry};
+use crate::record::figures::{self, measure};
 use crate::record::words::{self, printable};
-use crate::record::{CaseRecord, Origin, Verdict};
+use crate::record::{CaseRecord, OperatorRecord, Origin, Verdict};
+use crate::report::diagnosis::{self, terminal};
+use crate::report::numbers::{counted, duration, one_minus_cosine};
 use crate::sweep;
 use crate::sweep::regressions::Regressions;
 
@@ -25,7 +28,9 @@ git bisect run can use it. Try the command once first: git takes 2 and 3 for a b
 Exit codes: 0 every case agreed, 1 one disagreed, 2 bad usage or input, 3 the demanded backend is missing, 125 none \
 disagreed, and the kernels of one are missing, do not compile or cannot be run.")]
 pub struct ReplayArguments {
-    /// Case or record as one line of JSON, or a file of such lines (records.jsonl, saved cases)
+    /// A case or its record as one line of JSON, or a file of such lines (records.jsonl, saved cases)
+    ///
+    /// FILE#DIGEST is one of them, as a failing sweep names it.
     #[arg(value_name = "CASE|FILE")]
     case: String,
     /// Random schedules to run each case under on the emulator [default: 4]
@@ -34,11 +39,14 @@ pub struct ReplayArguments {
     /// Print each record as a line of JSON
     #[arg(long)]
     json: bool,
+    /// Print every check with its measures, not only those that did not pass
+    #[arg(long, conflicts_with = "json")]
+    all: bool,
     #[command(flatten)]
     pub(super) device: DeviceArguments,
 }
 
-/// Runs the cases and prints everything that is known about them.
+/// Runs the cases and prints what failed, or everything that is known about them.
 pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     let given = given(&arguments.case)?;
     // All are prepared before one is run: a malformed line is reported before minutes are spent.
@@ -57,11 +65,12 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     let options = CheckOptions::everything(schedules);
     let may_be_a_race = device.environment().backend == BackendKind::Emulator && schedules < MANY_SCHEDULES;
     let mut exit = Exit::Agreed;
+    let mut records = Vec::new();
     for Given { case, has_failed } in &given {
         let record = sweep::run_case(case, Origin::Given, &device, options);
         if arguments.json {
             outln!("{}", serde_json::to_string(&record)?);
-        } else {
+        } else if arguments.all {
             print_record(&record);
         }
         if *has_failed && may_be_a_race && record.verdict() == Verdict::Pass {
@@ -72,8 +81,51 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
         } else if record.verdict() != Verdict::Pass {
             exit = Exit::Disagreed;
         }
+        records.push(record);
+    }
+    if !arguments.json {
+        print_failures(&records, arguments.all);
     }
     Ok(exit)
+}
+
+/// What failing cases have in common, then each of them, and one count of the rest.
+fn print_failures(records: &[CaseRecord], is_printed: bool) {
+    let failing: Vec<&CaseRecord> = records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
+    let mut names: Vec<&str> = failing.iter().map(|record| record.operator.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let operators: Vec<OperatorRecord> =
+        names.iter().filter_map(|name| registry::find(name).ok()).map(|operator| operator.describe()).collect();
+    let diagnoses: Vec<_> = operators
+        .iter()
+        .filter_map(|operator| {
+            let cases: Vec<_> = records.iter().filter(|record| record.operator == operator.name).collect();
+            diagnosis::diagnose(Some(operator), &cases)
+        })
+        .collect();
+    out!("{}", printable(&terminal::headed(&diagnoses)));
+    for record in failing.iter().filter(|_| !is_printed) {
+        let operator = operators.iter().find(|operator| operator.name == record.operator);
+        outln!("{}, paths {}", record.operator, record.paths.join(", "));
+        out!("{}", printable(&terminal::findings_text(operator, record, usize::MAX)));
+        outln!("  replay: {}", printable(&record.replay));
+    }
+    let checks = records.iter().flat_map(|record| &record.checks);
+    let passed = checks.filter(|check| check.verdict == Verdict::Pass).count() as u64;
+    let agreed = (records.len() - failing.len()) as u64;
+    let seconds: f64 = records.iter().map(|record| record.kernel_seconds + record.oracle_seconds).sum();
+    outln!(
+        "{} passed; {} agreed, in {}{}",
+        counted(passed, "check"),
+        if failing.is_empty() {
+            counted(agreed, "case")
+        } else {
+            format!("{agreed} of {}", counted(records.len() as u64, "case"))
+        },
+        duration(seconds),
+        if is_printed { "" } else { " (--all prints each check)" }
+    );
 }
 
 /// Whether the directory of `--kernels` is missing or holds none: a revision from before they stood there.
@@ -126,14 +178,24 @@ fn given(argument: &str) -> Result<Vec<Given>> {
     if argument.trim_start().starts_with('{') {
         return Ok(vec![Given::parse(argument, &remembered)?]);
     }
-    let path = Path::new(argument);
+    // A file may have any name.
+    let named = argument.rsplit_once('#').filter(|_| !Path::new(argument).is_file());
+    let (path, digest) = named.map_or((Path::new(argument), None), |(path, digest)| (Path::new(path), Some(digest)));
     let text = std::fs::read_to_string(path).with_context(|| format!("reading cases from {}", path.display()))?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'));
-    let given: Vec<Given> = lines
+    let mut given: Vec<Given> = lines
         .map(|(number, line)| {
             Given::parse(line, &remembered).with_context(|| format!("{}:{}", path.display(), number + 1))
         })
         .collect::<Result<_>>()?;
+    if let Some(digest) = digest {
+        given.retain(|given| given.case.digest() == digest);
+        // A record of the whole case and what was made of it later are one case.
+        given.truncate(1);
+        if given.is_empty() {
+            bail!("{} holds no case `{digest}`", path.display());
+        }
+    }
     if given.is_empty() {
         bail!("{} holds no case", path.display());
     }
@@ -158,25 +220,25 @@ fn print_record(record: &CaseRecord) {
         );
         if let Some(m) = &check.metrics {
             outln!(
-                "        budget used {:.3} (x{:.1} sigma, {:.1e} of the value), 1-cos {:.1e}, norm ratio {:.6}, \
-                 rel L2 {:.2e}, max abs {:.2e}, ulp p50/p99/max {:.2}/{:.2}/{:.2}",
-                m.budget_used,
-                m.budget_multiple,
-                m.budget_relative,
-                1.0 - m.cosine,
-                m.norm_ratio,
-                m.relative_l2,
-                m.max_abs,
-                m.ulp_p50,
-                m.ulp_p99,
-                m.ulp_max
+                "        budget used {} (x{} sigma, {} of the value), 1-cos {}, norm ratio {}, \
+                 rel L2 {}, max abs {}, ulp p50/p99/max {}/{}/{}",
+                measure(m.budget_used, 3),
+                measure(m.budget_multiple, 2),
+                measure(m.budget_relative, 2),
+                one_minus_cosine(m.cosine),
+                measure(m.norm_ratio, 7),
+                measure(m.relative_l2, 3),
+                measure(m.max_abs, 3),
+                measure(m.ulp_p50, 3),
+                measure(m.ulp_p99, 3),
+                measure(m.ulp_max, 3)
             );
             outln!(
-                "        worst {:?}: kernel {:e}, oracle {:e}, allowed {:.3e}",
+                "        worst {:?}: kernel {}, oracle {}, allowed {}",
                 m.worst.index,
-                m.worst.kernel,
-                m.worst.oracle,
-                m.worst.allowed
+                figures::element(m.worst.kernel),
+                figures::element(m.worst.oracle),
+                measure(m.worst.allowed, 3)
             );
         }
     }

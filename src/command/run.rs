@@ -22,6 +22,7 @@ use crate::operator::{Operator, Profile, registry, size};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
+use crate::report::diagnosis::terminal;
 use crate::report::{self, history};
 use crate::sweep::merge;
 use crate::sweep::pool::{self, Open};
@@ -84,6 +85,9 @@ pub struct RunArguments {
     /// History file to append this run's measures to (parity history)
     #[arg(long, value_name = "FILE", conflicts_with = "shard")]
     history: Option<PathBuf>,
+    /// This is a worker of another run, which says what failed
+    #[arg(long, hide = true)]
+    part_of_another: bool,
     #[command(flatten)]
     ci: CiArguments,
     #[command(flatten)]
@@ -189,6 +193,9 @@ fn sweep_here(
     let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
     writer.hold_to(&plan, shard)?;
     writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
+    if arguments.part_of_another {
+        writer.noted = MOST_NOTES;
+    }
     let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
     modules::compile_in_advance(operators, device.tree(), device.environment())?;
     let open = || arguments.device.open_as(device.environment().backend);
@@ -242,6 +249,9 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
     }
     if let Some(file) = &arguments.history {
         history::append(report, file)?;
+    }
+    if !arguments.part_of_another {
+        print_failures(report, out);
     }
     summarise(report, out);
     arguments.ci.finish(report)
@@ -440,7 +450,12 @@ fn say_what_sees_more(report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Prints what a person wants to know first.
+/// Prints what failing cases have in common, and some of them.
+pub(super) fn print_failures(report: &Report, out: &Path) {
+    output::print_error(format_args!("{}", printable(&terminal::text(report, out))));
+}
+
+/// Prints the verdict, and what a pass does not show.
 pub(super) fn summarise(report: &Report, out: &Path) {
     let failed = report.cases.iter().filter(|case| case.verdict() != Verdict::Pass).count();
     let checks: usize = report.cases.iter().map(|case| case.checks.len()).sum();
@@ -487,6 +502,9 @@ pub(super) fn say_when_interrupted(recorded: Arc<AtomicU64>, planned: Option<u64
     on_interrupt(say).context("listening for interrupts")
 }
 
+/// Failing cases that are noted while a sweep runs; what there is to say of them comes at its end.
+const MOST_NOTES: usize = 2;
+
 /// Writes records as they come, shows progress, keeps them for the report.
 pub(super) struct RecordWriter {
     journal: Journal,
@@ -495,6 +513,9 @@ pub(super) struct RecordWriter {
     /// How many planned cases are in the journal.
     recorded: Arc<AtomicU64>,
     broken: Option<std::io::Error>,
+    /// How many failing cases were noted, and the operator of the last one.
+    noted: usize,
+    last_noted: String,
 }
 
 impl RecordWriter {
@@ -506,7 +527,15 @@ impl RecordWriter {
         };
         let planned = cases.iter().filter(|case| case.origin != Origin::Shrunk).count();
         let recorded = Arc::new(AtomicU64::new(planned as u64));
-        Ok(Self { journal, bar: ProgressBar::hidden(), cases, recorded, broken: None })
+        Ok(Self {
+            journal,
+            bar: ProgressBar::hidden(),
+            cases,
+            recorded,
+            broken: None,
+            noted: 0,
+            last_noted: String::new(),
+        })
     }
 
     /// An interrupt ends this process with code 130, and says how far it came and how to go on.
@@ -560,8 +589,11 @@ impl Observer for RecordWriter {
             self.recorded.fetch_add(counts.into(), Ordering::Relaxed);
         }
         self.bar.suspend(|| log(&record));
-        if record.unsupported.is_none() && record.verdict() != Verdict::Pass {
-            self.bar.suspend(|| errln!("{}", output::failure(&printable(&sweep::failure_text(&record)))));
+        let fails = record.unsupported.is_none() && record.verdict() != Verdict::Pass;
+        if fails && self.noted < MOST_NOTES && self.last_noted != record.operator {
+            self.noted += 1;
+            self.last_noted.clone_from(&record.operator);
+            self.bar.suspend(|| errln!("{}", printable(&terminal::note(&record))));
         }
         self.bar.set_message(record.operator.clone());
         self.cases.push(record);

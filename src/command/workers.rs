@@ -209,7 +209,7 @@ fn shard_arguments(arguments: &RunArguments, shard: Shard, backend: BackendKind,
         ("--out", Some(dir.into())),
         ("--shard", text(shard.to_string())),
     ];
-    let flags = [("--resume", arguments.resume), ("--in-process", device.in_process)];
+    let flags = [("--resume", arguments.resume), ("--in-process", device.in_process), ("--part-of-another", true)];
     let valued = valued.into_iter().filter_map(|(name, value)| Some([OsString::from(name), value?])).flatten();
     let flags = flags.into_iter().filter(|(_, set)| *set).map(|(name, _)| name.into());
     [OsString::from("run")].into_iter().chain(valued).chain(flags).collect()

@@ -36,6 +36,7 @@ use serde::Deserialize;
 use super::wire::{WireTensor, WireType};
 use crate::case::condition::Condition;
 use crate::operator::{Arithmetic, RoundingPoints};
+use crate::record::figures;
 
 /// The conventions of another kernel.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -267,7 +268,9 @@ impl Adapter {
         let bytes = dtype.encode(&values).map_err(refused)?;
         let lost = dtype.decode(&bytes).into_iter().zip(&values).find(|(stored, value)| !same(*stored, **value));
         match lost {
-            Some((_, value)) if !convention.scales() => Err(refused(format!("{dtype} cannot hold {value:e} exactly"))),
+            Some((_, value)) if !convention.scales() => {
+                Err(refused(format!("{dtype} cannot hold {} exactly", figures::element(*value))))
+            }
             _ => Ok(WireTensor { dtype, shape, bytes }),
         }
     }

@@ -12,7 +12,8 @@
 //! in the widest type. As `--cmd` it is run anew each time, with `{dir}` replaced by the folder. As `--worker`
 //! it is started once, gets `{"dir": …}` as a line on standard input and answers with a line on standard
 //! output, which holds nothing else; its standard input ends with the sweep. A worker that died is started again
-//! for the next run. Whatever goes wrong is the verdict of that case. The answer is one of
+//! for the next run. Whatever goes wrong is the verdict of that case; but a worker that ends before it is asked anything
+//! cannot start, and no case runs. The answer is one of
 //!
 //! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where it was asked for the time and
 //!   has measured it, by the clock of the device;
@@ -175,6 +176,22 @@ impl External {
             }
         }
         Ok(())
+    }
+
+    /// Starts whatever answers requests, where it lives on; what it needs until it can answer passes meanwhile.
+    ///
+    /// # Errors
+    /// What happened instead.
+    pub fn start(&self) -> Result<(), RunError> {
+        self.call.borrow_mut().start()
+    }
+
+    /// Whether what was started still runs, without having been asked anything.
+    ///
+    /// # Errors
+    /// That it does not, with its last words.
+    pub fn still_runs(&self) -> Result<(), RunError> {
+        self.call.borrow_mut().still_runs()
     }
 
     /// What our kernel would read and write.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::supervisor::Supervised;
 use serde::Deserialize;
@@ -19,6 +19,8 @@ use crate::record::Seconds;
 
 /// Last lines of a process's own words that go into a failure.
 const WORDS: usize = 12;
+/// Last lines of a worker that cannot start.
+const LAST_LINES: usize = 6;
 /// Longest line that is read at once, in bytes.
 const LINE: u64 = 1 << 16;
 /// How long a process that closed its output, and the words of one that ended, are waited for.
@@ -30,6 +32,22 @@ const REASON: usize = 200;
 
 /// Whoever answers a request.
 pub trait Call {
+    /// Starts what lives on.
+    ///
+    /// # Errors
+    /// What happened instead.
+    fn start(&mut self) -> Result<(), RunError> {
+        Ok(())
+    }
+
+    /// Whether what lives on has not ended yet, though nothing was asked.
+    ///
+    /// # Errors
+    /// That it has, with its last words.
+    fn still_runs(&mut self) -> Result<(), RunError> {
+        Ok(())
+    }
+
     /// Has the folder's `outputs.safetensors` written.
     ///
     /// # Errors
@@ -57,6 +75,8 @@ pub struct Worker {
     command: String,
     time_limit: Duration,
     running: Option<Running>,
+    /// Whether it is known to start: it has answered, or waits for a request.
+    starts: bool,
 }
 
 /// Reads lines until the end, keeping the last ones; drops its end of a channel when it is done.
@@ -177,6 +197,18 @@ impl Answer {
     }
 }
 
+/// What a person may try where a worker cannot start.
+fn hint(status: ExitStatus, said: &str) -> String {
+    let module = said.split("No module named ").nth(1).and_then(|rest| rest.split(['\'', '"']).nth(1));
+    match (module, status.code()) {
+        (Some("dsv4_external"), _) => "that package is in fixtures/external: put it on PYTHONPATH".to_owned(),
+        (Some(module), _) => format!("that Python has no `{module}`: install it, or name the Python that has it"),
+        (None, Some(126 | 127)) => "the command is not found: is its path right, seen from this folder?".to_owned(),
+        (None, Some(0)) => "it must wait for lines on its standard input, and end with that".to_owned(),
+        _ => "the command by itself, in a terminal, must wait for a line on its standard input".to_owned(),
+    }
+}
+
 impl Call for OneShot {
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
         let folder = format!("'{}'", folder.display().to_string().replace('\'', "'\\''"));
@@ -191,6 +223,12 @@ impl Call for OneShot {
         match status {
             Ok(Some(status)) if status.success() => {
                 words.heard().answer.take().and_then(|line| Answer::read(&line)).unwrap_or_else(|| Ok(Reply::default()))
+            }
+            // What a shell says of a program that it cannot run: no case is the reason.
+            Ok(Some(status)) if matches!(status.code(), Some(126 | 127)) => {
+                let (ending, said) = (ending(status), words.last());
+                let message = format!("the command cannot start: {ending}{said}\n  hint: {}", hint(status, &said));
+                Err(RunError { untestable: true, ..RunError::error(message) })
             }
             Ok(Some(status)) => {
                 Err(RunError::error(format!("the command ended with {}{}", ending(status), words.last())))
@@ -210,6 +248,7 @@ struct Running {
     requests: ChildStdin,
     answers: Receiver<String>,
     words: Words,
+    begun: Instant,
 }
 
 impl Running {
@@ -220,7 +259,7 @@ impl Running {
         };
         let (sender, answers) = mpsc::sync_channel(AHEAD);
         std::thread::spawn(move || each_line(stdout, |line| sender.send(line).is_ok()));
-        Ok(Self { process, requests, answers, words: Words::of(vec![Box::new(stderr)]) })
+        Ok(Self { process, requests, answers, words: Words::of(vec![Box::new(stderr)]), begun: Instant::now() })
     }
 
     /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is ended here.
@@ -230,6 +269,21 @@ impl Running {
         self.process.end();
         let ending = status.map(|status| format!(" with {}", ending(status))).unwrap_or_default();
         RunError::error(format!("the worker {what}{ending}{}", self.words.last()))
+    }
+
+    /// A worker that ended without having been asked anything: nothing is learnt of any case.
+    fn cannot_start(mut self, status: ExitStatus) -> RunError {
+        self.process.end();
+        let said = self.words.last();
+        let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
+        let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
+        let last: String = last.iter().map(|line| format!("\n{line}")).collect();
+        let message = format!(
+            "the worker cannot start: it ended with {} before it was asked anything{last}\n  hint: {}",
+            ending(status),
+            hint(status, &said)
+        );
+        RunError { untestable: true, ..RunError::error(message) }
     }
 
     /// As [`Self::failed`], for a worker that would not end by itself.
@@ -242,7 +296,27 @@ impl Running {
 impl Worker {
     /// A worker that is started with the first request.
     pub fn new(command: String, time_limit: Duration) -> Self {
-        Self { command, time_limit, running: None }
+        Self { command, time_limit, running: None, starts: false }
+    }
+
+    /// The error of a worker that ended while it was asked its first request: that of one which cannot start, where it ends
+    /// without a request as well. It is given twice the time that it took, and once is enough.
+    fn ended(&mut self, worker: Running) -> RunError {
+        let lived = worker.begun.elapsed();
+        let error = worker.failed("ended");
+        if std::mem::replace(&mut self.starts, true) {
+            return error;
+        }
+        match Running::start(&self.command) {
+            Ok(mut idle) => match idle.process.wait_within(LAST_WORDS.max(2 * lived)) {
+                Ok(Some(status)) => {
+                    self.starts = false;
+                    idle.cannot_start(status)
+                }
+                _ => error,
+            },
+            Err(error) => error,
+        }
     }
 
     fn request(&mut self, folder: &Path) -> Result<Reply, RunError> {
@@ -252,21 +326,22 @@ impl Worker {
         };
         match worker.answers.try_recv() {
             Ok(line) => return Err(worker.killed(&format!("wrote `{line}` to its standard output without a request"))),
-            Err(TryRecvError::Disconnected) => return Err(worker.failed("ended")),
+            Err(TryRecvError::Disconnected) => return Err(self.ended(worker)),
             Err(TryRecvError::Empty) => {}
         }
         let line = format!("{}\n", json!({ "dir": folder }));
         if worker.requests.write_all(line.as_bytes()).and_then(|()| worker.requests.flush()).is_err() {
-            return Err(worker.failed("ended"));
+            return Err(self.ended(worker));
         }
         let line = match worker.answers.recv_timeout(self.time_limit) {
             Ok(line) => line,
-            Err(RecvTimeoutError::Disconnected) => return Err(worker.failed("ended")),
+            Err(RecvTimeoutError::Disconnected) => return Err(self.ended(worker)),
             Err(RecvTimeoutError::Timeout) => {
                 let seconds = self.time_limit.as_secs_f64();
                 return Err(worker.killed(&format!("was killed at the time limit of {seconds} s")));
             }
         };
+        self.starts = true;
         match Answer::read(&line) {
             Some(answer) => {
                 self.running = Some(worker);
@@ -283,9 +358,29 @@ impl Worker {
 }
 
 impl Call for Worker {
+    fn start(&mut self) -> Result<(), RunError> {
+        self.running = Some(Running::start(&self.command)?);
+        Ok(())
+    }
+
+    fn still_runs(&mut self) -> Result<(), RunError> {
+        let Some(mut worker) = self.running.take() else { return Ok(()) };
+        match worker.process.wait_within(Duration::ZERO) {
+            Ok(Some(status)) => Err(worker.cannot_start(status)),
+            _ => {
+                self.running = Some(worker);
+                Ok(())
+            }
+        }
+    }
+
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
         // One that ended between two requests, having answered the first, is no failure of the second.
-        if self.running.as_mut().is_some_and(|worker| matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_))))
+        if self.starts
+            && self
+                .running
+                .as_mut()
+                .is_some_and(|worker| matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_))))
         {
             self.running = None;
         }

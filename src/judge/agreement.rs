@@ -76,7 +76,9 @@ pub fn budget_use(kernel: f64, exact: f64, allowed: f64) -> f64 {
 }
 
 fn ulp_error(kernel: f64, exact: f64, stored: &Steps, index: usize) -> f64 {
-    let error = (kernel - exact).abs() / stored.ulp(index, exact);
+    // Of the larger of both: near zero an error is not more of the oracle's own ulps than the type has numbers.
+    let larger = if kernel.abs() > exact.abs() { kernel } else { exact };
+    let error = (kernel - exact).abs() / stored.ulp(index, larger);
     if kernel == exact {
         0.0
     } else if error.is_nan() {

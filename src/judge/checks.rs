@@ -10,6 +10,7 @@ use dsv4_kernels::runtime::{Contract, DType, HostTensor};
 use crate::case::Draw;
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
+use crate::judge::failing;
 use crate::judge::runner::{RunError, Runner};
 use crate::judge::selection::{self, Scores};
 use crate::judge::triangulation;
@@ -19,8 +20,7 @@ use crate::operator::{
     Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Repeat, RoundingPoints, Sequence, Side,
     rows_of,
 };
-use crate::record::words;
-use crate::record::{CheckRecord, Metrics, Skip, Verdict, WholeTensor, agreement_of};
+use crate::record::{CheckRecord, FailingElements, Metrics, Skip, Verdict, WholeTensor, agreement_of, figures, words};
 
 /// What a sweep asks of each case beyond the checks that always run.
 #[derive(Clone, Copy, Debug)]
@@ -103,7 +103,15 @@ impl Outcome {
             compared,
             message: words::message(message),
             metrics: None,
+            failing: None,
         });
+    }
+
+    /// Says which elements the last check found wrong.
+    fn name_elements(&mut self, failing: Option<FailingElements>) {
+        if let Some(check) = self.checks.last_mut().filter(|check| check.verdict != Verdict::Pass) {
+            check.failing = failing;
+        }
     }
 
     fn skip(&mut self, what: impl Into<String>, why: &str, count: u64) {
@@ -416,7 +424,9 @@ fn saved_checks(prepared: &dyn Prepared, runner: &dyn Runner, run: &KernelRun, p
         agreement_checks(&truth, index, found, (&held, power), &mut of_gradient);
         let problem = of_gradient.failures().map(|check| check.message.clone()).next();
         let metrics = of_gradient.checks.iter_mut().find_map(|check| check.metrics.take());
+        let failing = of_gradient.checks.iter_mut().find_map(|check| check.failing.take());
         outcome.verdict(GRADIENT_OF_SAVED, exact.name, exact.values.len() as u64, problem);
+        outcome.name_elements(failing);
         if let Some(record) = outcome.checks.last_mut() {
             record.metrics = metrics;
         }
@@ -433,11 +443,12 @@ fn exact_check(exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outc
             unequal.len(),
             kernel.len(),
             agreement::unflatten(first, &exact.shape),
-            kernel[first],
-            exact.values[first]
+            figures::field(kernel[first]),
+            figures::field(exact.values[first])
         )
     });
     outcome.verdict(side_name(exact.side), exact.name, kernel.len() as u64, problem);
+    outcome.name_elements(failing::elements(&unequal, &exact.shape, None));
     if let Some(record) = outcome.checks.last_mut() {
         record.metrics = Some(agreement::measure(&kernel, exact, budget, &found.tensor.dtype.into()));
     }
@@ -473,18 +484,24 @@ fn agreement_verdict(
 ) {
     let finite = || (0..kernel.len()).filter(|&i| exact.values[i].is_finite());
     let allowed = &held.budget.allowed;
-    let over = finite().filter(|&i| agreement::budget_use(kernel[i], exact.values[i], allowed[i]) > 1.0).count();
+    let over: Vec<usize> =
+        finite().filter(|&i| agreement::budget_use(kernel[i], exact.values[i], allowed[i]) > 1.0).collect();
     let worst = &metrics.worst;
-    let problem = (over > 0).then(|| {
+    let problem = (!over.is_empty()).then(|| {
         format!(
-            "{over} of {compared} elements beyond budget; worst at {:?}: kernel {:e}, oracle {:e}, allowed error {:.3e}",
-            worst.index, worst.kernel, worst.oracle, worst.allowed
+            "{} of {compared} elements beyond budget; worst at {:?}: kernel {}, oracle {}, allowed error {}",
+            over.len(),
+            worst.index,
+            figures::element(worst.kernel),
+            figures::element(worst.oracle),
+            figures::measure(worst.allowed, 3)
         )
     });
     if powerless && problem.is_none() {
         outcome.skip(agreement_of(exact.name), POWERLESS, 1);
     } else {
         outcome.verdict(side_name(exact.side), exact.name, compared, problem);
+        outcome.name_elements(failing::elements(&over, &exact.shape, Some((kernel, &exact.values))));
     }
     let not_finite = finite().filter(|&i| !kernel[i].is_finite()).count();
     let problem = (not_finite > 0).then(|| format!("{not_finite} of {compared} elements are no finite number"));
@@ -529,17 +546,18 @@ fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome
     let structural_zero = |i: usize| exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
     let differs = |i: &usize| class(kernel[*i]) != class(exact.values[*i]) || structural_zero(*i) && kernel[*i] != 0.0;
     let special = (0..kernel.len()).filter(|&i| !exact.values[i].is_finite() || structural_zero(i)).count();
-    let mut wrong = (0..kernel.len()).filter(differs);
-    let problem = wrong.next().map(|first| {
+    let wrong: Vec<usize> = (0..kernel.len()).filter(differs).collect();
+    let problem = wrong.first().map(|&first| {
         format!(
             "{} element(s) differ in kind; first at {:?}: kernel {}, oracle {} ({special} special values in the oracle)",
-            1 + wrong.count(),
+            wrong.len(),
             agreement::unflatten(first, &exact.shape),
-            kernel[first],
-            exact.values[first]
+            figures::element(kernel[first]),
+            figures::element(exact.values[first])
         )
     });
     outcome.verdict("special_values", exact.name, kernel.len() as u64, problem);
+    outcome.name_elements(failing::elements(&wrong, &exact.shape, None));
 }
 
 /// Runs again: the same way, under another poison, after other data, under random schedules.
@@ -660,8 +678,10 @@ fn first_difference(a: &HostTensor, b: &HostTensor) -> Option<String> {
     let count = 1 + different.count();
     let (x, y) = (a.to_f64()[first], b.to_f64()[first]);
     Some(format!(
-        "{count} element(s) differ; first at {:?}: {x:e} against {y:e}",
-        agreement::unflatten(first, &a.shape)
+        "{count} element(s) differ; first at {:?}: {} against {}",
+        agreement::unflatten(first, &a.shape),
+        figures::element(x),
+        figures::element(y)
     ))
 }
 
@@ -674,7 +694,8 @@ fn value_difference(found: &[f64], expected: &[f64], shape: &[usize]) -> Option<
     let mut different = (0..found.len()).filter(|&i| differs((&found[i], &expected[i])));
     let first = different.next()?;
     let (count, at) = (1 + different.count(), agreement::unflatten(first, shape));
-    Some(format!("{count} element(s) differ; first at {at:?}: {:e} against {:e}", found[first], expected[first]))
+    let [found, expected] = [found[first], expected[first]].map(figures::element);
+    Some(format!("{count} element(s) differ; first at {at:?}: {found} against {expected}"))
 }
 
 /// The element by which two runs differ most, if that is more than `budgets` times its budget. The
@@ -694,7 +715,8 @@ fn difference_beyond(
     (worst.1 > 1.0).then(|| {
         let i = worst.0;
         let index = agreement::unflatten(i, &exact.shape);
-        format!("at {index:?}: {:e} against {:e}, {:.2} of what may separate them", b[i], a[i], worst.1)
+        let [a, b] = [a[i], b[i]].map(figures::element);
+        format!("at {index:?}: {b} against {a}, {} of what may separate them", figures::measure(worst.1, 3))
     })
 }
 
@@ -721,16 +743,18 @@ fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Outcome) {
         if elements == 0 {
             continue;
         }
-        let mut unwritten =
-            (0..elements).filter(|&i| poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i));
-        let problem = unwritten.next().map(|first| {
-            let count = 1 + unwritten.count();
+        let unwritten: Vec<usize> = (0..elements)
+            .filter(|&i| poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i))
+            .collect();
+        let problem = unwritten.first().map(|&first| {
             format!(
-                "{count} of {elements} elements were never written; first at {:?}",
+                "{} of {elements} elements were never written; first at {:?}",
+                unwritten.len(),
                 agreement::unflatten(first, &a.tensor.shape)
             )
         });
         outcome.verdict("fully_written", a.name, elements as u64, problem);
+        outcome.name_elements(failing::elements(&unwritten, &a.tensor.shape, None));
     }
 }
 

@@ -18,7 +18,7 @@ use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::golden::{self, GoldenError, GoldenFile};
 use crate::judge::truth::Truth;
 use crate::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, half_ulp};
-use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, words};
+use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, figures, words};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
 pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
@@ -99,6 +99,7 @@ fn failed(check: &str, tensor: &str, message: String) -> CheckRecord {
         compared: 0,
         message: words::message(message),
         metrics: None,
+        failing: None,
     }
 }
 
@@ -146,12 +147,12 @@ fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) ->
     {
         record.verdict = Verdict::Fail;
         record.message = format!(
-            "`{}` at {:?}: oracle {:e}, golden {:e}, allowed {:.3e}",
+            "`{}` at {:?}: oracle {}, golden {}, allowed {}",
             expected.stored_as,
             agreement::unflatten(worst, &exact.shape),
-            exact.values[worst],
-            expected.values[worst],
-            allowed(worst)
+            figures::element(exact.values[worst]),
+            figures::element(expected.values[worst]),
+            figures::measure(allowed(worst), 3)
         );
     }
     record

@@ -8,6 +8,7 @@
 //! | `power` | the smallest defects that a verdict would have seen, and what other rules see |
 //! | `grid` | the numbers that a compared tensor can hold, and what its last rounding is worth |
 //! | `agreement` | a kernel's tensor beside the oracle's, in numbers |
+//! | `failing` | which elements fail a check, axis by axis |
 //! | `selection` | indices of a selection, held to the scores that were selected from |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
@@ -20,6 +21,7 @@
 pub mod agreement;
 pub mod budget;
 pub mod checks;
+pub mod failing;
 pub mod golden;
 pub mod golden_run;
 pub mod grid;

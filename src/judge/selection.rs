@@ -14,6 +14,7 @@
 use dsv4_kernels::runtime::HostTensor;
 
 use crate::operator::OracleTensor;
+use crate::record::figures;
 
 /// Index of places that nothing was selected for.
 const PADDING: i64 = -1;
@@ -92,10 +93,16 @@ impl Row<'_> {
         let within = lowest(&left_out) <= highest(&taken);
         (!within).then(|| {
             format!(
-                "{taken} was selected, score {:e} (± {:.3e}), and {left_out} was not, score {:e} (± {:.3e})",
-                self.scores[taken], self.allowed[taken], self.scores[left_out], self.allowed[left_out]
+                "{taken} was selected, score {}, and {left_out} was not, score {}",
+                self.words(taken),
+                self.words(left_out)
             )
         })
+    }
+
+    /// A score, and by how much it may be off.
+    fn words(&self, index: usize) -> String {
+        format!("{} (± {})", figures::element(self.scores[index]), figures::measure(self.allowed[index], 3))
     }
 
     /// The furthest that a score can be in one direction. Infinities are what they are.

@@ -19,6 +19,7 @@
 
 use crate::case::{CaseError, Draw};
 use crate::operator::GradientProbe;
+use crate::record::figures;
 
 /// One comparison.
 pub struct Finding {
@@ -120,7 +121,11 @@ fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: &[f
         input: format!("{name} (formula)"),
         compared: autograd.len() as u64,
         problem: apart.map(|(apart, bound)| {
-            format!("autograd and the backward formula differ by {apart:.3e}, bound {bound:.3e}")
+            format!(
+                "autograd and the backward formula differ by {}, bound {}",
+                figures::measure(apart, 3),
+                figures::measure(bound, 3)
+            )
         }),
     }
 }
@@ -183,8 +188,11 @@ impl Line<'_> {
             compared: gradient.len() as u64,
             problem: (!agrees).then(|| {
                 format!(
-                    "gradient says {along:e}, finite differences {:e}: {error:.3e} apart, bound {bound:.3e}",
-                    slope.value
+                    "gradient says {}, finite differences {}: {} apart, bound {}",
+                    figures::element(along),
+                    figures::element(slope.value),
+                    figures::measure(error, 3),
+                    figures::measure(bound, 3)
                 )
             }),
         }

@@ -17,7 +17,7 @@ use crate::judge::yardstick::{WORKING_RUNS, Yardstick, working_precisions};
 use crate::operator::{
     Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, Prepared, RoundingPoints,
 };
-use crate::record::Power;
+use crate::record::{Power, figures};
 
 /// What sums of 2^30 terms by fp32 atomics in global memory may lose, which take each number below 2^-126 for zero (inference 0).
 const LOST_BY_ATOMICS: f64 = f64::from_bits((1023 - 96) << 52);
@@ -180,7 +180,8 @@ impl Truth {
             let at = agreement::unflatten(unbounded, &exact.shape);
             let value = exact.values[unbounded];
             return Err(format!(
-                "no bound follows from the oracle's runs: at {at:?} it is {value:e}, and some run is no finite number"
+                "no bound follows from the oracle's runs: at {at:?} it is {}, and some run is no finite number",
+                figures::element(value)
             ));
         }
         Ok((steps, budget))

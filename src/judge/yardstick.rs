@@ -51,6 +51,7 @@ use statrs::distribution::{DiscreteCDF, Poisson};
 use crate::judge::budget::{Budget, CAMPAIGN, expected_maximum, student};
 use crate::judge::grid::Steps;
 use crate::operator::{OracleTensor, RoundingPoints, Side};
+use crate::record::figures;
 
 /// Oracle runs whose rounding errors have random phases.
 pub const WORKING_RUNS: usize = 24;
@@ -195,15 +196,19 @@ impl Yardstick {
         let [low, high] = self.bias;
         // NaN must fail, so each comparison is written as what passes.
         let fits = low <= bias && bias <= high || self.points == RoundingPoints::Undeclared;
-        let of_bias =
-            (!fits).then(|| format!("a uniform relative error of {bias:.3e}, allowed {low:.3e} to {high:.3e}"));
+        let of_bias = (!fits).then(|| {
+            let [bias, low, high] = [bias, low, high].map(|number| figures::measure(number, 4));
+            format!("a uniform relative error of {bias}, allowed {low} to {high}")
+        });
         let fits = energy <= self.energy;
-        let of_energy = (!fits)
-            .then(|| format!("errors of {energy:.3} times the modelled energy, allowed {:.3} times", self.energy));
+        let of_energy = (!fits).then(|| {
+            let [energy, allowed] = [energy, self.energy].map(|number| figures::measure(number, 3));
+            format!("errors of {energy} times the modelled energy, allowed {allowed} times")
+        });
         let fits = equal >= self.equal;
         let of_equal = (!fits).then(|| {
-            let [equal, required] = [100.0 * equal, 100.0 * self.equal];
-            format!("{equal:.2} % of the elements equal those of a run to nearest, {required:.2} % must")
+            let [equal, required] = [equal, self.equal].map(|share| figures::measure(100.0 * share, 4));
+            format!("{equal} % of the elements equal those of a run to nearest, {required} % must")
         });
         [of_bias, of_energy.or(of_equal)]
     }

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::operator::{Family, RoundingPoints};
 
+pub mod figures;
 pub mod journal;
 pub(crate) mod stored;
 pub mod words;
@@ -349,6 +350,47 @@ pub struct CheckRecord {
     /// Agreement measures, for forward and gradient checks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metrics: Option<Metrics>,
+    /// Which elements failed, where elements did; absent in older records.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failing: Option<FailingElements>,
+}
+
+/// Which elements of a tensor fail a check, axis by axis.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FailingElements {
+    /// How many.
+    pub count: u64,
+    /// Extents of the tensor.
+    pub shape: Vec<u64>,
+    /// For each axis, which of its entries have a failing element.
+    pub axes: Vec<FailingEntries>,
+    /// What the oracle's values are multiplied by to come closest to the kernel's, over the failing elements; absent where
+    /// one of these is no finite number, or the check compares no numbers with the oracle's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub factor: Option<Factor>,
+}
+
+/// Entries of an axis, as runs that may come again and again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailingEntries {
+    /// After so many entries the runs come again; the axis's extent where they do not.
+    pub period: u64,
+    /// First and last entry of each run within a period; none where there are too many to keep.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub runs: Vec<[u64; 2]>,
+    /// How many entries of the axis there are in all.
+    pub entries: u64,
+}
+
+/// A factor, and what it leaves unexplained.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Factor {
+    /// The factor.
+    #[serde(with = "number")]
+    pub value: f64,
+    /// Root mean square of what is left, over that of the kernel's values.
+    #[serde(with = "number")]
+    pub rest: f64,
 }
 
 /// What a check says.

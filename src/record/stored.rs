@@ -304,7 +304,15 @@ impl Stored {
         let check = |(&check, &size): (&u32, &u32)| {
             let (check, tensor) = entry(&self.checks, "check", check)?.clone();
             let compared = *entry(&stored.compared, "size", size)?;
-            Ok(CheckRecord { check, tensor, verdict: Verdict::Pass, compared, message: String::new(), metrics: None })
+            Ok(CheckRecord {
+                check,
+                tensor,
+                verdict: Verdict::Pass,
+                compared,
+                message: String::new(),
+                metrics: None,
+                failing: None,
+            })
         };
         let mut checks = list.checks.iter().zip(&list.sizes).map(check).collect::<Result<Vec<_>, String>>()?;
         for measured in &stored.measured {

@@ -9,8 +9,9 @@ use crate::record::Report;
 
 use super::elements::{Anchors, command, page_head, page_script, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
+use super::skips::by_reason;
 use super::summary::{Counts, Standing, operators, origins};
-use super::{diff, failures, families, mutants, picture, specification};
+use super::{diagnosis, diff, failures, families, mutants, picture, specification};
 
 /// The whole page.
 pub(super) fn page(report: &Report) -> Markup {
@@ -59,6 +60,7 @@ fn verdict(report: &Report, counts: &Counts) -> Markup {
             h1 { span .symbol aria-hidden="true" { (symbol) } " " (headline) }
             (warnings(report, counts))
         }
+        (diagnosis::page::verdict(report))
     }
 }
 
@@ -178,7 +180,7 @@ fn skips(report: &Report) -> Markup {
     let table = html! {
         table {
             thead { tr { th .count scope="col" { "count" } th scope="col" { "what" } th scope="col" { "why" } } }
-            tbody { @for skip in &report.skips { tr { td .count { (count(skip.count)) } td .prose { (skip.what) } td .prose { (skip.why) } } } }
+            tbody { @for skip in by_reason(&report.skips) { tr { td .count { (count(skip.count)) } td .prose { (skip.what) } td .prose { (skip.why) } } } }
         }
     };
     html! {

@@ -6,10 +6,12 @@ use crate::mutants::matrix::tally::Tally;
 use crate::record::words::printable;
 use crate::record::{ChangeRecord, MutantSource, Report};
 
+use super::diagnosis;
 use super::elements::hash;
 use super::families::{self, Gathered};
 use super::html::coverage;
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
+use super::skips::by_reason;
 use super::summary::{
     Cell, Counts, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived,
     teraflops, worse_first,
@@ -36,6 +38,7 @@ pub(super) fn page(report: &Report) -> String {
     let mut page = format!("## {symbol} {headline}\n\n");
     page += &totals(report, &counts);
     page += &against_base(report);
+    page += &diagnosis::page::markdown(report);
     page += &failures(report);
     page += &families(report, &gathered);
     page += &matrix(&gathered);
@@ -315,7 +318,7 @@ fn skips(report: &Report) -> String {
         return String::new();
     }
     let mut section = "### Skipped\n\n".to_owned();
-    for skip in &report.skips {
+    for skip in by_reason(&report.skips) {
         let _ = writeln!(section, "- {} × {}: {}", count(skip.count), text(&skip.what), text(&skip.why));
     }
     section + "\n"

@@ -14,9 +14,11 @@
 //! | `failures` | the page's cards of failing cases |
 //! | `families` | operators by family: a row for each family, folds with the matrix of checks |
 //! | `operators` | the page's sections of operators |
+//! | `diagnosis` | what failing cases have in common, the numbers they are off by, and where |
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
 //! | `generated` | what became of generated mutants, as text |
+//! | `skips` | skips gathered by their reasons |
 //! | `specification` | the page's citations, and the sections that they cite |
 //! | `times` | times of an external kernel, beside ours |
 //! | `markdown` | `summary.md` |
@@ -37,6 +39,7 @@ use crate::record::{Report, SCHEMA_VERSION, words};
 pub mod benchmarks;
 pub mod beside;
 pub mod ci;
+pub mod diagnosis;
 pub mod diff;
 mod drawn;
 pub(crate) mod elements;
@@ -53,6 +56,7 @@ mod picture;
 pub mod power;
 #[cfg(test)]
 pub(crate) mod sample;
+pub(crate) mod skips;
 mod specification;
 pub(crate) mod summary;
 #[cfg(test)]

@@ -1,8 +1,10 @@
 //! How numbers are written: digits that carry meaning, units, thousands separators; NaN and infinities by name.
 
+use crate::record::figures;
+
 /// A count with thousands separators: `12,345,678`.
 pub(crate) fn count(value: u64) -> String {
-    group(&value.to_string())
+    figures::grouped(&value.to_string())
 }
 
 /// A count and its noun, in the singular where there is one: `1 case`, `3 cases`.
@@ -24,32 +26,12 @@ pub(crate) fn aligned(rows: &[Vec<String>]) -> String {
 
 /// A measure to `digits` significant digits, in scientific notation below 0.001 and from 1,000,000.
 pub(crate) fn significant(value: f64, digits: usize) -> String {
-    if !value.is_finite() {
-        return special(value);
-    }
-    if value == 0.0 {
-        return "0".to_owned();
-    }
-    let scientific = format!("{value:.*e}", digits.saturating_sub(1));
-    let exponent: i32 = scientific.split_once('e').and_then(|(_, exponent)| exponent.parse().ok()).unwrap_or(0);
-    if !(-3..6).contains(&exponent) {
-        return scientific;
-    }
-    let decimals = usize::try_from(digits as i32 - 1 - exponent).unwrap_or(0);
-    let plain = format!("{value:.decimals$}");
-    match plain.split_once('.') {
-        Some((whole, fraction)) => format!("{}.{fraction}", group(whole)),
-        None => group(&plain),
-    }
+    figures::padded(value, digits)
 }
 
-/// A measure in scientific notation with two digits: `3.1e-9`.
+/// A measure that may be of any size, with two digits: `3.1e-9`, `0.42`.
 pub(crate) fn scientific(value: f64) -> String {
-    match value {
-        value if !value.is_finite() => special(value),
-        0.0 => "0".to_owned(),
-        value => format!("{value:.1e}"),
-    }
+    figures::padded(value, 2)
 }
 
 /// `1 - cosine`. Below a few roundings of f64 the difference holds no digit worth showing.
@@ -58,22 +40,9 @@ pub(crate) fn one_minus_cosine(cosine: f64) -> String {
     if distance.abs() <= 8.0 * f64::EPSILON { "0".to_owned() } else { scientific(distance) }
 }
 
-/// One element's value: shortest digits that name its f32, or nine of them for values between.
+/// One element's value.
 pub(crate) fn element(value: f64) -> String {
-    if !value.is_finite() {
-        return special(value);
-    }
-    let narrow = value as f32;
-    let plain = value == 0.0 || (1e-3..1e7).contains(&value.abs());
-    match (f64::from(narrow) == value, plain) {
-        (true, true) => format!("{narrow}"),
-        (true, false) => format!("{narrow:e}"),
-        (false, true) => {
-            let decimals = 8 - value.abs().log10().floor() as i32;
-            format!("{value:.*}", usize::try_from(decimals).unwrap_or(0))
-        }
-        (false, false) => format!("{value:.8e}"),
-    }
+    figures::element(value)
 }
 
 /// A time given in nanoseconds, with three significant digits and its unit.
@@ -126,26 +95,4 @@ fn civil(days: u64) -> (u64, u64, u64) {
     let day = day_of_year - (153 * from_march + 2) / 5 + 1;
     let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
     (era * 400 + year_of_era + u64::from(month <= 2), month, day)
-}
-
-/// Names of the numbers that are none.
-fn special(value: f64) -> String {
-    match value {
-        value if value.is_nan() => "NaN".to_owned(),
-        value if value > 0.0 => "inf".to_owned(),
-        _ => "-inf".to_owned(),
-    }
-}
-
-/// Puts commas between groups of three digits.
-fn group(digits: &str) -> String {
-    let (sign, digits) = digits.strip_prefix('-').map_or(("", digits), |digits| ("-", digits));
-    let mut grouped = sign.to_owned();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
-            grouped.push(',');
-        }
-        grouped.push(digit);
-    }
-    grouped
 }

@@ -5,6 +5,7 @@ use maud::{Markup, html};
 use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{BenchmarkRecord, OperatorRecord, Report};
 
+use super::diagnosis;
 use super::drawn::{PICTURED, THUMBNAIL};
 use super::elements::{Anchors, badge, breakable, command, number, scroller};
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time};
@@ -49,6 +50,7 @@ pub(super) fn section(section: &Section<'_>, open: bool, anchors: &Anchors) -> M
                 }
             }
             p { (operator.summary) }
+            (diagnosis::page::section(report, &operator.name))
             (description(report, operator))
             @if tensors.is_empty() {
                 p .note { "No tensor of this operator was compared with the oracle in this run." }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::numbers::aligned;
+use super::numbers::{aligned, scientific};
 use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::record::{Power, Report, Seen};
 
@@ -130,7 +130,7 @@ pub fn table(tensors: &[TensorPower]) -> String {
         let row = [tensor.operator.clone(), tensor.tensor.clone(), tensor.cases.len().to_string()];
         let row = row.into_iter().chain([tensor.powerless.to_string(), ours(0.0), ours(0.5), ours(0.9)]);
         let others = RULES[1..].iter().map(|(_, rule)| words(tensor.seen_in(0.5, *rule)));
-        rows.push(row.chain([format!("{:.1e}", tensor.element())]).chain(others).collect());
+        rows.push(row.chain([scientific(tensor.element())]).chain(others).collect());
     }
     aligned(&rows)
 }

@@ -227,6 +227,7 @@ fn pass(name: &str, tensor: &str, compared: u64) -> CheckRecord {
         compared,
         message: String::new(),
         metrics: None,
+        failing: None,
     }
 }
 

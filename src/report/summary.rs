@@ -10,6 +10,7 @@ use crate::record::{
     Verdict,
 };
 
+use super::diagnosis::order;
 use super::numbers::{counted, significant};
 use super::picture::WITHIN;
 
@@ -223,16 +224,9 @@ pub(super) fn failing(report: &Report) -> Vec<&CaseRecord> {
     cases
 }
 
-/// The checks of a case that are no plain pass, the one that used most of its budget first.
+/// The checks of a case that are no plain pass, those that explain most first; what another says already is left out.
 pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
-    let mut checks: Vec<_> = case.checks.iter().filter(|check| Standing::of(check) != Standing::Pass).collect();
-    checks.sort_by(|a, b| worse_first(used(a), used(b)));
-    checks
-}
-
-/// Share of the budget that a check used; checks without metrics come before small numbers, after failures.
-fn used(check: &CheckRecord) -> f64 {
-    check.metrics.as_ref().map_or(1.0, |metrics| metrics.budget_used)
+    order::findings(case).into_iter().map(|finding| finding.check).collect()
 }
 
 /// Orders shares of the budget from worst to best; NaN is worse than anything.
@@ -240,17 +234,20 @@ pub(super) fn worse_first(a: f64, b: f64) -> Ordering {
     b.is_nan().cmp(&a.is_nan()).then(b.total_cmp(&a))
 }
 
-/// What passed in a case, each check once; forward and gradient with the tensors that agreed, which
-/// beside a failing tensor says where the bug is not.
+/// What passed in a case, each check once, with the tensors that agreed: beside a failing tensor they say where the bug
+/// is not.
 pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
     let mut tensors: BTreeMap<(usize, &str), Vec<&str>> = BTreeMap::new();
     for check in case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass) {
         let order = CHECKS.iter().position(|known| *known == column(&check.check)).unwrap_or(CHECKS.len());
-        tensors.entry((order, &check.check)).or_default().push(&check.tensor);
+        let tensors = tensors.entry((order, &check.check)).or_default();
+        if !tensors.contains(&check.tensor.as_str()) {
+            tensors.push(&check.tensor);
+        }
     }
     let word = |((_, check), tensors): ((usize, &str), Vec<&str>)| match check {
-        "forward" | "gradient" => format!("{check} ({})", tensors.join(", ")),
-        _ => check.to_owned(),
+        _ if tensors.iter().all(|tensor| tensor.is_empty()) => check.to_owned(),
+        _ => format!("{check} ({})", tensors.join(", ")),
     };
     tensors.into_iter().map(word).collect()
 }

@@ -5,6 +5,7 @@
 //! | `regressions` | failing cases, shrunk and remembered |
 //! | `progress` | the time that a sweep has used, and which of its failures are made smaller |
 //! | `pool` | the cases of a plan on several devices at once |
+//! | `smaller` | cases a little smaller than one that fails |
 //! | `shard` | one sweep over many workers |
 //! | `merge` | shards put together again |
 
@@ -23,6 +24,7 @@ use crate::judge::runner::{Runner, Times};
 use crate::operator::registry;
 use crate::operator::{Operator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, words};
+use crate::report::diagnosis::order::findings;
 use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 
@@ -31,6 +33,7 @@ pub mod pool;
 pub mod progress;
 pub mod regressions;
 pub mod shard;
+mod smaller;
 
 /// How long the drawn cases of one operator may take where each commit pays for them, on the emulator.
 pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);
@@ -421,8 +424,9 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
     }
 }
 
-/// Walks proptest's tree towards a smaller case that fails the same check; returns the smallest that was found in time,
-/// which may be the case itself. Each runs under the schedules of the first, so also under those that showed a race.
+/// Walks proptest's tree towards a smaller case that fails the same check, and from where that ends on, field by field;
+/// returns the smallest that was found in time, which may be the case itself. Each runs under the schedules of the first,
+/// so also under those that showed a race.
 fn shrink(
     tree: &mut dyn ValueTree<Value = Case>,
     record: &CaseRecord,
@@ -431,43 +435,108 @@ fn shrink(
     options: &SweepOptions,
     allowed: Duration,
 ) -> CaseRecord {
-    let (start, checks) = (Instant::now(), options.checks);
-    // On the way only what failed is asked again, and what costs little; what is left of the case is checked like any other.
-    let asked = CheckOptions {
-        power: false,
-        sequence: checks.sequence && failing.check == "sequence",
-        triangulate: checks.triangulate && failing.check == "oracle_gradients",
-        ..checks
-    };
-    // Of two choices many lead to one case: each runs once, so that shrinking ends where nothing smaller fails, not where
-    // its time does, and ends there again.
-    let mut failed: HashMap<Case, bool> = HashMap::new();
-    let mut smallest = None;
-    let mut longest = Duration::ZERO;
-    let mut moved = tree.simplify();
-    // Nothing is begun that would not end in time, as far as one can know.
-    while moved && start.elapsed() + longest < allowed {
-        let case = tree.current();
-        let fails = *failed.entry(case.clone()).or_insert_with(|| {
-            // What is no case of this sweep is no smaller one either.
-            if !options.takes(&case).unwrap_or(false) {
-                return false;
-            }
-            let begun = Instant::now();
-            let smaller = run_case(&case, Origin::Shrunk, runner, asked);
-            longest = longest.max(begun.elapsed());
-            smaller.checks.iter().any(|c| c.verdict != Verdict::Pass && c.check == failing.check)
-        });
-        moved = if fails {
-            smallest = Some(case);
-            tree.simplify()
-        } else {
-            tree.complicate()
-        };
+    let mut shrinking = Shrinking::new(failing, runner, options, allowed);
+    shrinking.walk(tree);
+    // A case without a tree of its own that nothing simpler came of may still have smaller fields.
+    if let Ok(from) = shrinking.smallest.clone().map_or_else(|| serde_json::from_value(record.case.clone()), Ok) {
+        shrinking.go_on(from);
     }
-    match smallest {
-        Some(case) => CaseRecord { plan_number: record.plan_number, ..run_case(&case, Origin::Shrunk, runner, checks) },
+    match shrinking.smallest {
+        Some(case) => {
+            let small = run_case(&case, Origin::Shrunk, runner, options.checks);
+            CaseRecord { plan_number: record.plan_number, ..small }
+        }
         None => CaseRecord { origin: Origin::Shrunk, ..record.clone() },
+    }
+}
+
+/// A failing case on its way to a smaller one.
+struct Shrinking<'a> {
+    failing: &'a CheckRecord,
+    runner: &'a dyn Runner,
+    options: &'a SweepOptions,
+    asked: CheckOptions,
+    begun: Instant,
+    allowed: Duration,
+    /// The longest run so far: nothing is begun that would not end in time, as far as one can know.
+    longest: Duration,
+    /// Of two choices many lead to one case: each runs once, so that shrinking ends where nothing smaller fails, not where
+    /// its time does, and ends there again.
+    failed: HashMap<Case, bool>,
+    smallest: Option<Case>,
+}
+
+impl<'a> Shrinking<'a> {
+    fn new(failing: &'a CheckRecord, runner: &'a dyn Runner, options: &'a SweepOptions, allowed: Duration) -> Self {
+        let checks = options.checks;
+        // On the way only what failed is asked again, and what costs little; what is left of the case is checked like any
+        // other.
+        let asked = CheckOptions {
+            power: false,
+            sequence: checks.sequence && failing.check == "sequence",
+            triangulate: checks.triangulate && failing.check == "oracle_gradients",
+            ..checks
+        };
+        let (begun, longest, failed) = (Instant::now(), Duration::ZERO, HashMap::new());
+        Self { failing, runner, options, asked, begun, allowed, longest, failed, smallest: None }
+    }
+
+    fn has_time(&self) -> bool {
+        self.begun.elapsed() + self.longest < self.allowed
+    }
+
+    /// Whether a case of this sweep fails the same check.
+    fn fails(&mut self, case: &Case) -> bool {
+        if let Some(&fails) = self.failed.get(case) {
+            return fails;
+        }
+        // What is no case of this sweep is no smaller one either.
+        let fails = self.options.takes(case).unwrap_or(false) && {
+            let begun = Instant::now();
+            let smaller = run_case(case, Origin::Shrunk, self.runner, self.asked);
+            self.longest = self.longest.max(begun.elapsed());
+            smaller.checks.iter().any(|check| check.verdict != Verdict::Pass && check.check == self.failing.check)
+        };
+        self.failed.insert(case.clone(), fails);
+        fails
+    }
+
+    /// Along the tree of the strategy.
+    fn walk(&mut self, tree: &mut dyn ValueTree<Value = Case>) {
+        let mut moved = tree.simplify();
+        while moved && self.has_time() {
+            let case = tree.current();
+            moved = if self.fails(&case) {
+                self.smallest = Some(case);
+                tree.simplify()
+            } else {
+                tree.complicate()
+            };
+        }
+    }
+
+    /// Field by field, again and again until no smaller value fails.
+    fn go_on(&mut self, mut case: Case) {
+        let Ok(operator) = registry::find(&case.operator) else { return };
+        let usual = smaller::usual(operator, self.options.profile);
+        let mut moved = true;
+        while moved {
+            moved = false;
+            for place in smaller::places(&case) {
+                for smaller in smaller::at_place(&case, &place, &usual) {
+                    if !self.has_time() {
+                        return;
+                    }
+                    let is_case = operator.check(&smaller).is_ok()
+                        && operator.cannot_run(&smaller, self.runner.environment()).is_none();
+                    if is_case && self.fails(&smaller) {
+                        (case, moved) = (smaller.clone(), true);
+                        self.smallest = Some(smaller);
+                        break;
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -490,6 +559,7 @@ fn refused(error: &CaseError) -> Outcome {
         compared: 0,
         message: words::message(error.to_string()),
         metrics: None,
+        failing: None,
     };
     Outcome { checks: vec![check], ..Outcome::default() }
 }
@@ -514,11 +584,14 @@ fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOption
     }
 }
 
-/// What a person reads when a case failed: the case, what failed, the worst element, the replay.
+/// What a person reads when a case failed: what failed, the worst element, and the command that holds the case.
 pub fn failure_text(record: &CaseRecord) -> String {
-    let mut text = format!("{} failed: {}\n", record.operator, record.case);
-    for check in record.checks.iter().filter(|check| check.verdict != Verdict::Pass) {
-        text += &format!("  {} {}: {}\n", check.check, check.tensor, check.message);
+    let mut text = format!("{} failed\n", record.operator);
+    for finding in findings(record) {
+        let head = format!("{} {}", finding.check.check, finding.check.tensor);
+        text += &format!("  {}: {}\n", head.trim_end(), finding.check.message);
+        let company = finding.company();
+        text += &if company.is_empty() { company } else { format!("    {company}\n") };
     }
     text += &format!("  replay: {}\n", record.replay);
     text

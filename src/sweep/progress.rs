@@ -198,6 +198,7 @@ mod tests {
             compared: 1,
             message: "wrong".into(),
             metrics: None,
+            failing: None,
         }
     }
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dsv4_kernels::runtime::{BackendKind, SourceTree};
+use dsv4_parity::case::Case;
 use dsv4_parity::record::{CaseRecord, CheckRecord, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
 use serde_json::json;
 
@@ -170,8 +171,12 @@ fn bad_usage_ends_with_2() {
 // ---------------------------------------------------------------- replay
 
 #[test]
-fn replay_of_a_case_prints_every_check_and_ends_with_0() {
+fn replay_prints_one_count_of_what_agrees_and_with_all_every_check() {
     let output = parity(&["replay", "--backend", &backend(), CASE]);
+    output.assert_code(0);
+    assert_eq!(output.stdout.lines().count(), 1, "{}", output.stdout);
+    assert!(output.stdout.contains(" checks passed; 1 case agreed"), "{}", output.stdout);
+    let output = parity(&["replay", "--backend", &backend(), "--all", CASE]);
     output.assert_code(0);
     for needle in ["forward", "gradient", "fully_written", "repeatable", "inputs_unchanged", "budget used"] {
         assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
@@ -217,7 +222,22 @@ fn replay_of_a_file_names_the_line_that_is_no_case_and_runs_none_before() {
     replay("# nothing\n").assert_bad_input(&["cases.jsonl", "no case"]);
     let output = replay(&format!("{CASE}\n{}\n", CASE.replace("\"seed\":1", "\"seed\":2")));
     output.assert_code(0);
-    assert_eq!(output.stdout.matches("\n  paths ").count(), 2);
+    assert!(output.stdout.contains("; 2 cases agreed"), "{}", output.stdout);
+}
+
+#[test]
+fn replay_takes_one_case_of_a_file_by_its_digest() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("cases.jsonl");
+    std::fs::write(&file, format!("{CASE}\n{}\n", CASE.replace("\"seed\":1", "\"seed\":2"))).unwrap();
+    let digest = Case::parse(CASE).unwrap().digest();
+    let replay =
+        |digest: &str| parity(&["replay", "--backend", &backend(), "--json", &format!("{}#{digest}", file.display())]);
+    let output = replay(&digest);
+    output.assert_code(0);
+    let record: CaseRecord = serde_json::from_str(&output.stdout).expect("one record");
+    assert_eq!(record.case["seed"], 1);
+    replay("0123456789ab").assert_bad_input(&["cases.jsonl", "no case `0123456789ab`"]);
 }
 
 // ---------------------------------------------------------------- run
@@ -453,7 +473,9 @@ fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     let arguments = ["--ops", "swiglu", "--cases", "1", "--edge-cases", "4", "--seed", "5", "--kernels", &kernels];
     let output = run(dir.path(), &arguments);
     output.assert_code(1);
-    for needle in ["swiglu failed: {", "forward y: ", "worst at [", "replay: parity replay --backend "] {
+    for needle in
+        ["swiglu: all ", " fail: forward of y in ", "forward y: ", "worst at [", "replay: parity replay --backend "]
+    {
         assert!(output.stderr.contains(needle), "`{needle}` is not in\n{}", output.stderr);
     }
     assert!(output.stdout.contains("case(s) disagreed"), "{}", output.stdout);

@@ -39,7 +39,7 @@ fn metrics(budget_used: f64) -> Metrics {
 
 fn check(name: &str, tensor: &str, metrics: Option<Metrics>) -> CheckRecord {
     let (check, tensor) = (name.to_owned(), tensor.to_owned());
-    CheckRecord { check, tensor, verdict: Verdict::Pass, compared: 64, message: String::new(), metrics }
+    CheckRecord { check, tensor, verdict: Verdict::Pass, compared: 64, message: String::new(), metrics, failing: None }
 }
 
 fn case(number: u64) -> CaseRecord {

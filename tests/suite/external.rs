@@ -772,7 +772,7 @@ fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet
     assert_eq!(count(Origin::Drawn) + skipped.count as usize, edge_cases + 10);
     assert!(skipped.why.contains(condition) && skipped.why.contains("width > 8"), "{}", skipped.why);
 
-    let with = |condition: &str| parity(dir.path(), &["--worker", "true", "--cases", "3", "--where", condition]);
+    let with = |condition: &str| parity(dir.path(), &["--worker", "cat", "--cases", "3", "--where", condition]);
     let rare = with("width = -1");
     rare.assert_code(2);
     let said = "skipped 3 times: drawn cases of rms_norm: of 20000 tries 0 drew a case where width = -1";

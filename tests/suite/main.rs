@@ -12,6 +12,7 @@ mod cases;
 mod command_line;
 mod decode;
 mod dependencies;
+mod diagnosis;
 mod diff;
 mod emulator;
 mod extent;

@@ -1,0 +1,294 @@
+//! What a failure says: planted conditions are named, and a failing sweep fits a screen with its cause in the first lines.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Instant;
+
+use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_parity::case::Case;
+use dsv4_parity::judge::checks::{self, CheckOptions};
+use dsv4_parity::judge::truth::Truth;
+use dsv4_parity::mutants::planted::{self, Mutant};
+use dsv4_parity::operator::{Operator, Prepared, Profile, registry};
+use dsv4_parity::record::{CaseRecord, Origin, Report};
+use dsv4_parity::report::diagnosis::{self, Diagnosis, terminal};
+use dsv4_parity::sweep::regressions::Regressions;
+use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
+
+use crate::command_line::{Output, Parity, changed_kernels};
+use crate::extent::concerned_operators;
+use crate::support::fixtures;
+
+/// Planted mutants, by operator, each with words of the condition under which it fails: one of them must be said.
+const PLANTED: &[(&str, &[(&str, &[&str])])] = &[
+    (
+        "rms_norm",
+        &[
+            ("rms_norm_weight_read_as_bf16", &["weight = f32"]),
+            ("rms_norm_eps_baked_in", &["eps "]),
+            ("rms_norm_dweight_without_rstd", &["weight present"]),
+        ],
+    ),
+    (
+        "swiglu",
+        &[
+            ("swiglu_weight_not_applied", &["weighted = true"]),
+            ("swiglu_padding_row_read", &["padding_rows = true"]),
+            ("swiglu_weight_applied_twice", &["weighted = true"]),
+            ("swiglu_dweight_of_weighted_output", &["weighted = true"]),
+        ],
+    ),
+    (
+        "hadamard",
+        &[
+            ("hadamard_left_out_of_e4m3", &["stored = e4m3"]),
+            ("hadamard_nibbles_swapped", &["stored = e2m1"]),
+            ("hadamard_codes_not_transformed", &["hadamard_codes"]),
+        ],
+    ),
+    (
+        "rope",
+        &[
+            ("rope_position_is_the_token", &["table "]),
+            ("rope_positions_outside_unrotated", &["table = hostile_positions"]),
+            ("rope_leading_channels_rotate", &["head_dim > rope_dim", "head_dim != rope_dim"]),
+            ("rope_scalar_writes_through_its_input", &["scalar"]),
+        ],
+    ),
+    ("attention_combine", &[("combine_sink_in_lse", &["sinks"]), ("combine_last_part_repeated", &["num_parts"])]),
+    (
+        "embed_streams",
+        &[
+            ("embed_streams_element_type_bf16", &["dtype = f32"]),
+            ("embed_streams_bad_ids_are_the_first_row", &["token_ids"]),
+        ],
+    ),
+    (
+        "moe_reduce",
+        &[
+            ("moe_reduce_weight_left_out", &["weighted = true"]),
+            ("moe_reduce_shared_row_left_out", &["with_shared = true"]),
+        ],
+    ),
+    ("moe_expand", &[("moe_expand_element_type_bf16", &["dtype = f32"])]),
+    (
+        "gate_up_interleave",
+        &[
+            ("gate_up_inverse_is_the_forward", &["inverse = true"]),
+            ("gate_up_rows_of_the_first_expert", &["num_experts"]),
+        ],
+    ),
+    ("scale_swizzle", &[("swizzle_inverse_is_the_forward", &["inverse = true"])]),
+    (
+        "kv_cache_write",
+        &[("cache_write_rows_taken_as_packed", &["of kv"]), ("cache_eighth_group_unscaled", &["nope_dim"])],
+    ),
+];
+
+/// Cases of an operator that are small enough, edge cases and drawn ones, and how many of them.
+const MOST_ELEMENTS: u128 = 1 << 17;
+const MOST_CASES: usize = 48;
+
+fn cases_of(operator: &dyn Operator, device: &Device) -> Vec<Case> {
+    let options = SweepOptions {
+        profile: Profile::Quick,
+        cases: Some(MOST_CASES),
+        edge_cases: GivenCases::All,
+        remembered: GivenCases::All,
+        seed: 7,
+        checks: CheckOptions::of_kernels(0),
+        regressions: Regressions::new("none"),
+        remember: false,
+        condition: None,
+        time_budget: None,
+        deadline: None,
+    };
+    let (planned, _) = sweep::plan(operator, Vec::new(), &options, device.environment()).expect("cases");
+    let small = |case: &Case| operator.elements(case).is_ok_and(|elements| elements <= MOST_ELEMENTS);
+    let mut cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).filter(small).collect();
+    let step = cases.len().div_ceil(MOST_CASES);
+    cases = cases.into_iter().step_by(step.max(1)).collect();
+    cases
+}
+
+/// A case, its inputs, and what the oracle says of it: for all mutants of its operator.
+struct Known {
+    case: Case,
+    prepared: Box<dyn Prepared>,
+    truth: Truth,
+}
+
+fn known(case: Case) -> Known {
+    let prepared = registry::prepare(&case).expect("a case");
+    let truth = Truth::of(&*prepared, prepared.arithmetic()).expect("a truth");
+    Known { case, prepared, truth }
+}
+
+fn record(known: &Known, device: &Device) -> CaseRecord {
+    let options = CheckOptions { sequence: false, ..CheckOptions::of_kernels(0) };
+    let outcome =
+        checks::run_by(&known.truth, &*known.prepared, device, options, |outcome| outcome.failures().next().is_some());
+    CaseRecord {
+        operator: known.case.operator.clone(),
+        case: serde_json::to_value(&known.case).expect("JSON"),
+        origin: Origin::Drawn,
+        paths: outcome.paths,
+        checks: outcome.checks,
+        kernel_seconds: 0.0,
+        oracle_seconds: 0.0,
+        seconds: None,
+        our_seconds: None,
+        unsupported: None,
+        replay: String::new(),
+        skips: Vec::new(),
+        plan_number: None,
+        untestable: outcome.untestable,
+    }
+}
+
+/// What is said of a mutant; `None` where it survives.
+fn diagnosed(operator: &dyn Operator, mutant: &Mutant, known: &[Known], device: &Device) -> Option<Diagnosis> {
+    let mutated = device.with_tree(mutant.plant(device.tree()).expect("the anchor matches"));
+    let records: Vec<CaseRecord> = known.iter().map(|known| record(known, &mutated)).collect();
+    let records: Vec<&CaseRecord> = records.iter().collect();
+    diagnosis::diagnose(Some(&operator.describe()), &records)
+}
+
+#[test]
+fn the_condition_of_a_planted_bug_is_named() {
+    let mutants = planted::load(&fixtures().join("mutants")).expect("lists of mutants");
+    assert!(PLANTED.len() >= 10 && PLANTED.iter().map(|(_, planted)| planted.len()).sum::<usize>() >= 20);
+    let drawn: Vec<&str> = concerned_operators().iter().map(|operator| operator.name()).collect();
+    let mut chosen: Vec<_> = PLANTED.iter().filter(|(name, _)| drawn.contains(name)).collect();
+    if chosen.is_empty() {
+        chosen.push(&PLANTED[0]);
+    }
+    let device = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens");
+    let mut unnamed = Vec::new();
+    for (name, planted) in chosen {
+        let begun = Instant::now();
+        let operator = registry::find(name).expect("an operator");
+        let known: Vec<Known> = cases_of(operator, &device).into_iter().map(known).collect();
+        for (id, words) in *planted {
+            let mutant = mutants.iter().find(|mutant| mutant.id == *id).unwrap_or_else(|| panic!("no mutant `{id}`"));
+            let Some(said) = diagnosed(operator, mutant, &known, &device) else {
+                unnamed.push(format!("{id} survives"));
+                continue;
+            };
+            println!("{id}: {}", terminal::headed(std::slice::from_ref(&said)));
+            if !said.sentences.iter().any(|sentence| words.iter().any(|words| sentence.contains(words))) {
+                unnamed.push(format!("{id}: {words:?} is not in {:#?}", (said.heading(), &said.sentences)));
+            }
+        }
+        println!("{name}: {} cases, {:.1} s", known.len(), begun.elapsed().as_secs_f64());
+    }
+    assert!(unnamed.is_empty(), "{}", unnamed.join("\n"));
+}
+
+/// What a person sees of a failing sweep, in the order in which it comes.
+fn screen(output: &Output) -> String {
+    format!("{}{}", output.stderr, output.stdout)
+}
+
+fn assert_fits_a_screen(output: &Output, causes: &[&str]) {
+    output.assert_code(1);
+    let screen = screen(output);
+    println!("{screen}");
+    assert!(terminal::lines(&screen) < 40, "{} lines:\n{screen}", terminal::lines(&screen));
+    let first: Vec<&str> = screen.lines().take(5).collect();
+    let first = first.join("\n");
+    for cause in causes {
+        assert!(first.contains(cause), "`{cause}` is not in the first lines of\n{screen}");
+    }
+    assert_eq!(
+        screen.matches("{\"operator\"").count(),
+        1,
+        "the case stands once, in the command that replays it:\n{screen}"
+    );
+}
+
+fn sweep(dir: &Path, arguments: &[&str]) -> Output {
+    let [out, none] = ["out", "none"].map(|name| dir.join(name).display().to_string());
+    Parity::new(&[arguments, &["--out", &out, "--regressions", &none]].concat()).run()
+}
+
+/// A wrong kernel in numpy; nothing where there is no numpy, which is said.
+fn numpy(bug: &str, arguments: &[&str]) -> Option<(Output, Report)> {
+    let has_numpy = std::process::Command::new("python3").args(["-c", "import numpy"]).output();
+    if !has_numpy.is_ok_and(|output| output.status.success()) {
+        eprintln!("1 skipped: a wrong kernel in numpy: `python3 -c 'import numpy'` does not work here");
+        return None;
+    }
+    let dir = tempfile::tempdir().expect("a scratch directory");
+    let script = dir.path().join("kernel.py");
+    std::fs::write(&script, include_str!("wrong/numpy_rms_norm.py")).expect("written");
+    let package = fixtures().join("external").canonicalize().expect("fixtures/external");
+    let worker = format!("PYTHONPATH='{}' python3 '{}' {bug}", package.display(), script.display());
+    let fixed = ["external", "--op", "rms_norm", "--forward-only", "--worker", &worker];
+    let output = sweep(dir.path(), &[&fixed[..], arguments].concat());
+    let report = std::fs::read_to_string(dir.path().join("out/report.json")).expect("a report");
+    let summary = std::fs::read_to_string(dir.path().join("out/summary.md")).expect("a summary");
+    let page = std::fs::read_to_string(dir.path().join("out/index.html")).expect("a page");
+    let report: Report = serde_json::from_str(&report).expect("a report");
+    let said = &diagnosis::of_report(&report)[0];
+    assert!(page.matches("class=\"diagnosis\"").count() == 2 && summary.contains("failing cases: "), "{summary}");
+    assert!(page.contains(&said.heading()), "{}", said.heading());
+    Some((output, report))
+}
+
+#[test]
+fn a_wrong_row_stride_is_named_and_its_case_made_as_small_as_fails() {
+    let Some((output, report)) = numpy("stride", &[]) else { return };
+    assert_fits_a_screen(&output, &["width % 8 != 0"]);
+    let small = report.cases.iter().find(|case| case.origin == Origin::Shrunk).expect("a case made smaller");
+    assert_eq!([small.case["num_rows"].as_u64(), small.case["width"].as_u64()], [Some(2), Some(1)], "{}", small.case);
+}
+
+#[test]
+fn a_weight_that_is_not_applied_is_named() {
+    let Some((output, _)) = numpy("weight", &[]) else { return };
+    assert_fits_a_screen(&output, &["weight present"]);
+}
+
+#[test]
+fn an_eps_outside_of_the_root_is_named() {
+    let Some((output, _)) = numpy("eps", &[]) else { return };
+    assert_fits_a_screen(&output, &["rstd is 1,000 of what it should be = 1 / √eps"]);
+}
+
+#[test]
+fn a_scale_that_is_applied_twice_is_named() {
+    let mutants = planted::load(&fixtures().join("mutants")).expect("lists of mutants");
+    let mutant = mutants.iter().find(|mutant| mutant.id == "indexer_logits_scale_twice").expect("FM-01");
+    let dir = tempfile::tempdir().expect("a scratch directory");
+    let kernels = changed_kernels(dir.path(), &mutant.file, &mutant.find, &mutant.replace).display().to_string();
+    let fixed = ["run", "--backend", "emulator", "--ops", "indexer_logits", "--kernels", &kernels];
+    let output = sweep(dir.path(), &[&fixed[..], &["--cases", "8", "--edge-cases", "8", "--schedules", "0"]].concat());
+    assert_fits_a_screen(&output, &["sm_scale: applied once too often?"]);
+}
+
+#[test]
+fn a_worker_that_cannot_start_is_told_once_and_no_report_is_begun() {
+    let dir = tempfile::tempdir().expect("a scratch directory");
+    let starts: BTreeMap<&str, [&str; 2]> = [
+        ("echo broken >&2; exit 3", ["exit code 3", "broken"]),
+        ("sleep 0.4; exit 4", ["exit code 4", "hint: "]),
+        ("/nonexistent/kernel", ["exit code 127", "hint: the command is not found"]),
+        ("python3 -c 'import dsv4_no_such_thing'", ["dsv4_no_such_thing", "hint: "]),
+    ]
+    .into();
+    for (worker, needles) in starts {
+        let output = sweep(dir.path(), &["external", "--op", "rms_norm", "--worker", worker]);
+        output.assert_code(2);
+        for needle in needles.iter().chain(&["the worker cannot start"]) {
+            assert_eq!(output.stderr.matches(needle).count(), 1, "`{needle}`:\n{}", output.stderr);
+        }
+        assert!(output.stdout.is_empty() && !dir.path().join("out/report.json").exists(), "{}", output.stdout);
+    }
+    // One that starts, and dies in a case, is that case's failure.
+    let dies = "read -r line; exit 5";
+    let output =
+        sweep(dir.path(), &["external", "--op", "rms_norm", "--worker", dies, "--cases", "2", "--edge-cases", "0"]);
+    output.assert_code(1);
+    assert!(output.stderr.contains("the worker ended with exit code 5"), "{}", output.stderr);
+}
