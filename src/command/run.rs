@@ -22,6 +22,7 @@ use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Ru
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
 use crate::report::diagnosis::terminal;
+use crate::report::numbers::counted;
 use crate::report::{self, history};
 use crate::sweep::merge;
 use crate::sweep::progress::Progress;
@@ -364,7 +365,9 @@ pub(super) fn summarise(report: &Report, out: &Path) {
         report.environment.backend
     );
     for (operator, missing) in report.paths_never_run() {
-        println!("never ran: {} of {operator}", missing.join(", "));
+        // Failures have more to say; the page names them.
+        let paths = if failed == 0 { missing.join(", ") } else { counted(missing.len() as u64, "path") };
+        println!("never ran: {paths} of {operator}");
     }
     for (operator, tensor) in report.without_power() {
         println!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
