@@ -23,6 +23,7 @@ use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, Ru
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
 use crate::report::diagnosis::terminal;
+use crate::report::numbers::counted;
 use crate::report::{self, history};
 use crate::sweep::merge;
 use crate::sweep::pool::{self, Open};
@@ -418,10 +419,12 @@ fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
 }
 
 /// Prints which kernel paths no case took: by name, but of a smoke test, whose cases are few, how many.
-fn say_never_run(report: &Report) {
+fn say_never_run(report: &Report, fails: bool) {
     if report.profile != Profile::Smoke.name() {
         for (operator, missing) in report.paths_never_run() {
-            detailln!("never ran: {} of {operator}", missing.join(", "));
+            // Failures have more to say; the page names them.
+            let paths = if fails { counted(missing.len() as u64, "path") } else { missing.join(", ") };
+            detailln!("never ran: {paths} of {operator}");
         }
         return;
     }
@@ -475,7 +478,7 @@ pub(super) fn summarise(report: &Report, out: &Path) {
         report.environment.device,
         report.environment.backend
     );
-    say_never_run(report);
+    say_never_run(report, failed > 0);
     for (operator, tensor) in report.without_power() {
         outln!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
     }

@@ -115,7 +115,7 @@ impl Group<'_> {
         report.benchmarks.iter().filter(ours).max_by(|a, b| a.median_ns.total_cmp(&b.median_ns))
     }
 
-    /// Median of their times over ours, where a kernel from elsewhere was timed beside ours.
+    /// Median of their times over ours, where an external kernel was timed next to ours.
     fn beside_ours(&self) -> Option<f64> {
         let ratios = self.operators.iter().flat_map(|section| times::ratios(section.report, &section.operator.name));
         let mut ratios: Vec<f64> = ratios.collect();

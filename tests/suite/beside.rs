@@ -23,6 +23,12 @@ fn log(side: &str, uuid: &str, id: &str, microseconds: f64) -> String {
     )
 }
 
+/// A list of one pair and the logs of both sides, by their names.
+pub fn files() -> [(&'static str, String); 3] {
+    let (ours, theirs) = (log("ours", "GPU-1", "n/a", 2.0), log("theirs", "GPU-1", "a", 3.0));
+    [("pairs.toml", PAIRS.to_owned()), ("ours.jsonl", ours), ("theirs.jsonl", theirs)]
+}
+
 fn pairs() -> Pairs {
     Pairs::read(&fixtures().join("external/pairs.toml")).expect("a list of pairs")
 }

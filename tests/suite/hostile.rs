@@ -445,7 +445,7 @@ fn a_kernel_that_exits_fails_its_cases_in_run_replay_and_golden_and_the_sweep_go
     let places = ["--out", &out, "--regressions", &regressions];
     let output = Parity::new(&[&sweep[..], &on_emulator, &places].concat()).run();
     output.assert_code(1);
-    assert!(output.stderr.contains("launch : kernel `swiglu_forward_"), "{}", output.stderr);
+    assert!(output.stderr.contains("launch: kernel `swiglu_forward_"), "{}", output.stderr);
     assert!(output.stderr.contains("ended its process, with code 0"), "{}", output.stderr);
     let report = std::fs::read_to_string(dir.path().join("out/report.json")).unwrap();
     let report: Report = serde_json::from_str(&report).unwrap();

@@ -29,6 +29,9 @@ struct Scene {
 impl Scene {
     fn new() -> Self {
         let scene = Self { dir: tempfile::tempdir().expect("a directory") };
+        for (name, text) in crate::beside::files() {
+            std::fs::write(scene.dir.path().join(name), text).expect("a file");
+        }
         let swept = scene.call(&Self::sweep("head", &["--history", "history.jsonl"])).output().expect("it runs");
         assert!(swept.status.success(), "{}", text(&swept.stderr));
         for arguments in [
@@ -86,7 +89,8 @@ impl Scene {
             [&["external", "--op", "kv_cache_write", "--worker", &worker, "--out", "external"][..], &few].concat();
         let calls =
             [("run", Self::sweep("again", &[])), ("external", external.into_iter().map(str::to_owned).collect())];
-        let rest: [(&str, Vec<&str>); 16] = [
+        let rest: [(&str, Vec<&str>); 17] = [
+            ("beside", vec!["beside", "pairs.toml", "ours.jsonl", "theirs.jsonl"]),
             ("merge", vec!["merge", "head", "--out", "merged", "--regressions", "regressions"]),
             ("diff", vec!["diff", "head", "head"]),
             ("history", vec!["history", "history.jsonl"]),

@@ -13,7 +13,7 @@ use crate::report::summary::{failing, message, origin_word};
 /// Columns of a terminal.
 const COLUMNS: usize = 80;
 /// Lines that all of it takes at most, where one case fits at all: with what a sweep prints beside it fewer than 40.
-const LINES: usize = 32;
+const LINES: usize = 30;
 /// Operators whose diagnoses are written out.
 const MOST_OPERATORS: usize = 4;
 /// Failing cases that are shown.
