@@ -29,7 +29,7 @@ pub struct CompileArguments {
     /// Directory of kernel sources, laid out as kernels/cuda [default: the embedded ones]
     #[arg(long, value_name = "DIR")]
     kernels: Option<PathBuf>,
-    /// Only what this commit may concern, and a rotating eighth of the rest
+    /// Only what this commit concerns, and a smoke test of the rest
     ///
     /// The current directory must be the commit's checkout.
     #[arg(long, conflicts_with = "kernels")]

@@ -48,7 +48,7 @@ const SMOKE: Duration = Duration::from_secs(150);
 /// How large a sweep's cases are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Profile {
-    /// Typical and remembered cases of every operator, then edge cases until two and a half minutes are used.
+    /// Typical and saved cases of every operator, then edge cases until 150 seconds are used.
     Smoke,
     /// About ten minutes on two cores for all operators, a minute for most single ones.
     Quick,
