@@ -101,8 +101,9 @@ fn a_second_cause_is_a_second_rule() {
 fn failures_at_random_have_nothing_in_common() {
     let mut said_falsely = 0;
     for offset in 0..40u64 {
-        let chance =
-            |number: u64| (number + 1000 * offset).wrapping_mul(0xd6e8_feb8_6659_fd93).rotate_left(17) % 3 == 0;
+        let chance = |number: u64| {
+            (number + 1000 * offset).wrapping_mul(0xd6e8_feb8_6659_fd93).rotate_left(17).is_multiple_of(3)
+        };
         let mut cases = sweep(50, |_, _, _, _| false);
         for (number, case) in (0..).zip(&mut cases) {
             case.checks = vec![check("forward", "y", chance(number))];
