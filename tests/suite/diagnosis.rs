@@ -19,8 +19,11 @@ use crate::command_line::{Output, Parity, changed_kernels};
 use crate::extent::concerned_operators;
 use crate::support::fixtures;
 
-/// Planted mutants, by operator, each with words of the condition under which it fails: one of them must be said.
-const PLANTED: &[(&str, &[(&str, &[&str])])] = &[
+/// A planted mutant and words of the condition under which it fails: one of them must be said.
+type Planted = (&'static str, &'static [&'static str]);
+
+/// Planted mutants, by operator.
+const PLANTED: &[(&str, &[Planted])] = &[
     (
         "rms_norm",
         &[
