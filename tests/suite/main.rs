@@ -35,6 +35,7 @@ mod selftest;
 mod sequence;
 mod shard;
 mod slurm;
+mod smoke;
 mod specification;
 mod steps;
 mod support;
