@@ -64,5 +64,6 @@ fn the_readme_lists_every_operator_with_its_backward_and_its_path_for_hopper() {
 fn row(line: &str) -> Option<(&str, &str)> {
     let cells: Vec<&str> = line.split('|').map(str::trim).collect();
     let [_, name, _, marks, _] = cells[..] else { return None };
-    Some((name.strip_prefix('`')?.strip_suffix('`')?, marks)).filter(|(name, _)| !name.contains(' '))
+    Some((name.strip_prefix('`')?.strip_suffix('`')?, marks))
+        .filter(|(name, _)| name.bytes().all(|byte| byte == b'_' || byte.is_ascii_alphanumeric()))
 }
