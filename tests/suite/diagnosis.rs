@@ -16,8 +16,11 @@ use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
 
 use crate::command_line::{Output, Parity, changed_kernels};
-use crate::extent::concerned_operators;
+use crate::extent::{concerned_operators, left_out};
 use crate::support::fixtures;
+
+/// Where a change concerns the long tests of this file.
+const ROOMS: [&str; 4] = ["src/report/diagnosis/", "src/judge/failing.rs", "src/sweep/", "tests/suite/wrong/"];
 
 /// A planted mutant and words of the condition under which it fails: one of them must be said.
 type Planted = (&'static str, &'static [&'static str]);
@@ -241,18 +244,27 @@ fn a_wrong_row_stride_is_named_and_its_case_made_as_small_as_fails() {
 
 #[test]
 fn a_weight_that_is_not_applied_is_named() {
+    if left_out(&ROOMS) {
+        return;
+    }
     let Some((output, _)) = numpy("weight", &[]) else { return };
     assert_fits_a_screen(&output, &["weight present"]);
 }
 
 #[test]
 fn an_eps_outside_of_the_root_is_named() {
+    if left_out(&ROOMS) {
+        return;
+    }
     let Some((output, _)) = numpy("eps", &[]) else { return };
     assert_fits_a_screen(&output, &["rstd is 1,000 of what it should be = 1 / √eps"]);
 }
 
 #[test]
 fn a_scale_that_is_applied_twice_is_named() {
+    if left_out(&ROOMS) {
+        return;
+    }
     let mutants = planted::load(&fixtures().join("mutants")).expect("lists of mutants");
     let mutant = mutants.iter().find(|mutant| mutant.id == "indexer_logits_scale_twice").expect("FM-01");
     let dir = tempfile::tempdir().expect("a scratch directory");
