@@ -11,7 +11,7 @@ use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions, Enviro
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::runner::{RunError, Runner};
-use dsv4_parity::operator::{KernelRun, OracleTensor, Prepared, registry};
+use dsv4_parity::operator::{KernelRun, OracleTensor, PreparedCase, registry};
 use dsv4_parity::record::Verdict;
 
 /// A kernel that scales `y` by `factor`.
@@ -21,7 +21,12 @@ struct Scaled {
 }
 
 impl Runner for Scaled {
-    fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError> {
+    fn run(
+        &self,
+        prepared: &dyn PreparedCase,
+        exact: &[OracleTensor],
+        contract: Contract,
+    ) -> Result<KernelRun, RunError> {
         let mut run = self.device.run(prepared, exact, contract)?;
         for written in run.tensors.iter_mut().filter(|written| written.name == "y") {
             let scaled: Vec<f64> = written.tensor.to_f64().iter().map(|value| value * self.factor).collect();

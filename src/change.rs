@@ -14,7 +14,7 @@ use std::process::Command;
 
 use dsv4_kernels::runtime::{RuntimeError, SourceTree};
 
-use crate::operator::Operator;
+use crate::operator::AnyOperator;
 
 /// One in so many of those that a commit does not concern runs all the same, and one at least: the same for each commit.
 const SMOKE: usize = 256;
@@ -170,7 +170,7 @@ pub fn sources_of(kernel: &str, tree: &SourceTree) -> Result<BTreeSet<String>, R
 /// # Errors
 /// A kernel file that the tree does not have.
 pub fn files_of(
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     tree: &SourceTree,
     lists: &BTreeSet<String>,
 ) -> Result<BTreeSet<String>, RuntimeError> {
@@ -248,7 +248,7 @@ mod tests {
     fn a_change_concerns_the_operators_that_are_made_of_it() {
         let tree = SourceTree::embedded();
         let concerned = |file: &str| -> Vec<String> {
-            let concerns = |operator: &&&dyn Operator| {
+            let concerns = |operator: &&&AnyOperator| {
                 files_of(**operator, &tree, &BTreeSet::new()).expect("the kernels are there").contains(file)
             };
             registry::OPERATORS.iter().filter(concerns).map(|operator| operator.name().to_owned()).collect()

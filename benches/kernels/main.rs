@@ -1,5 +1,5 @@
 //! Criterion benchmarks of every operator's kernels, as their declarations say
-//! ([`dsv4_parity::operator::declared::Declared::benchmarks`]).
+//! ([`dsv4_parity::operator::declared::Operator::benchmarks`]).
 //!
 //! On a GPU the clock is a pair of CUDA events around many launches ([`clock`]), buffers rotate so that the second-level
 //! cache holds nothing of them, and the device's own rates are measured in the same run ([`ceilings`]), with copies of

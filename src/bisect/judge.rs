@@ -13,7 +13,7 @@ use super::sequential::{ALPHA, Rates, Sprt, calibrate, lower_bound};
 use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::operator::registry;
-use crate::operator::{KernelRun, OracleTensor, Prepared, rows_of};
+use crate::operator::{KernelRun, OracleTensor, PreparedCase, rows_of};
 use crate::record::figures;
 
 /// What is compared between revisions.
@@ -123,7 +123,7 @@ impl Judge {
 
 /// A revision is bad when some check of the case does not pass.
 pub struct AgreeJudge {
-    prepared: Box<dyn Prepared>,
+    prepared: Box<dyn PreparedCase>,
     effort: Effort,
 }
 
@@ -166,7 +166,7 @@ pub struct ErrorJudge {
 
 /// Inputs and the exact outputs for them.
 struct Drawn {
-    prepared: Box<dyn Prepared>,
+    prepared: Box<dyn PreparedCase>,
     exact: Vec<OracleTensor>,
 }
 
@@ -300,7 +300,7 @@ const PILOT: u64 = 8;
 /// above the cut, which is midway between the medians of good and bad pairs. The time is that of the case's
 /// whole call, uploads and downloads included; they are the same for every revision and only dilute.
 pub struct TimeJudge {
-    prepared: Box<dyn Prepared>,
+    prepared: Box<dyn PreparedCase>,
     good: Device,
     cut: f64,
     rates: Rates,
@@ -363,7 +363,7 @@ impl TimeJudge {
     }
 }
 
-fn seconds(prepared: &dyn Prepared, device: &Device) -> Result<f64, RuntimeError> {
+fn seconds(prepared: &dyn PreparedCase, device: &Device) -> Result<f64, RuntimeError> {
     let start = Instant::now();
     prepared.kernel(device, Contract::NAN)?;
     Ok(start.elapsed().as_secs_f64())
@@ -386,7 +386,7 @@ fn median(values: &[f64]) -> f64 {
 /// A trial is one more run, which hits when any tensor has other bits than in the first run, or when it faults.
 /// On the emulator each run has a random schedule of its own; a GPU schedules by itself.
 pub struct DeterminismJudge {
-    prepared: Box<dyn Prepared>,
+    prepared: Box<dyn PreparedCase>,
     rates: Rates,
     most_runs: u64,
 }
@@ -430,14 +430,14 @@ impl DeterminismJudge {
 
 /// Runs of one revision, compared with its first one.
 struct Repeats<'a> {
-    prepared: &'a dyn Prepared,
+    prepared: &'a dyn PreparedCase,
     device: &'a Device,
     first: KernelRun,
     runs: u64,
 }
 
 impl<'a> Repeats<'a> {
-    fn new(prepared: &'a dyn Prepared, device: &'a Device) -> Result<Self, RuntimeError> {
+    fn new(prepared: &'a dyn PreparedCase, device: &'a Device) -> Result<Self, RuntimeError> {
         Ok(Self { prepared, device, first: prepared.kernel(device, Contract::NAN)?, runs: 0 })
     }
 

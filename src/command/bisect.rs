@@ -17,7 +17,7 @@ use crate::bisect::search::Answer;
 use crate::bisect::{Bisection, Found, bisect, page};
 use crate::case::Case;
 use crate::operator::registry;
-use crate::operator::{Operator, Profile};
+use crate::operator::{AnyOperator, Profile};
 use crate::record::words::printable;
 
 /// Options of `parity bisect`.
@@ -139,7 +139,7 @@ fn chosen_cases(arguments: &BisectArguments) -> Result<Vec<Case>> {
 }
 
 /// The operator's edge cases, then drawn cases.
-fn cases_of_operator(operator: &dyn Operator, count: Option<usize>, seed: u64) -> Result<Vec<Case>> {
+fn cases_of_operator(operator: &AnyOperator, count: Option<usize>, seed: u64) -> Result<Vec<Case>> {
     let mut cases = operator.edge_cases(Profile::Quick);
     let strategy = operator.strategy(Profile::Quick);
     let digest = blake3::hash(&seed.to_le_bytes());

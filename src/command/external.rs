@@ -20,7 +20,7 @@ use crate::external::process::{Call, OneShot, Worker};
 use crate::external::{self, External, ExternalOptions};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
-use crate::operator::Operator;
+use crate::operator::AnyOperator;
 use crate::operator::registry;
 use crate::record::journal::{self, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::{Report, Verdict, all_cases_of};
@@ -235,7 +235,7 @@ fn replayed(arguments: &ExternalArguments) -> String {
 
 fn plan(
     arguments: &ExternalArguments,
-    operator: &'static dyn Operator,
+    operator: &'static AnyOperator,
     options: &SweepOptions,
     environment: &Environment,
     begun: Option<&PlanRecord>,

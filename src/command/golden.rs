@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{DeviceArguments, Exit, output};
 use crate::judge::golden::GoldenFile;
 use crate::judge::{golden, golden_run};
-use crate::operator::{GoldenCase, Operator, registry};
+use crate::operator::{AnyOperator, GoldenCase, registry};
 use crate::record::words::{self, printable};
 use crate::record::{CaseRecord, CheckRecord, Verdict};
 
@@ -138,7 +138,7 @@ impl Judged {
 }
 
 /// A file, and the cases that it is.
-fn read(path: &Path, operators: &[&'static dyn Operator]) -> Result<(GoldenFile, Vec<GoldenCase>)> {
+fn read(path: &Path, operators: &[&'static AnyOperator]) -> Result<(GoldenFile, Vec<GoldenCase>)> {
     let file = golden::read(path)?;
     let cases = golden_run::cases_of(&file, operators)?;
     Ok((file, cases))

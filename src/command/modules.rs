@@ -10,12 +10,12 @@ use dsv4_kernels::runtime::{BackendKind, Environment, SourceTree};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output;
-use crate::operator::Operator;
+use crate::operator::AnyOperator;
 
 /// Compiles what of the operators' modules the cache does not hold, and says how far that is: on a terminal a bar, otherwise a
 /// line before and one after. Elsewhere than on a GPU modules take no time worth it.
 pub(super) fn compile_in_advance(
-    operators: &[&dyn Operator],
+    operators: &[&AnyOperator],
     tree: &SourceTree,
     environment: &Environment,
 ) -> Result<()> {

@@ -25,7 +25,7 @@ use crate::mutants::matrix::schedule::{self, Schedule};
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial::{self, Subject, Trial};
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::{Operator, registry, size};
+use crate::operator::{AnyOperator, registry, size};
 use crate::record::words::printable;
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
@@ -235,9 +235,9 @@ fn serve_trial(device: &Device) -> Result<Exit> {
 }
 
 /// The operators of a list that have kernels to change; a chain that the list names has none of its own.
-fn with_kernels(list: Option<&str>) -> Result<Vec<&'static dyn Operator>> {
+fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
     let selected = registry::select(list)?;
-    let is_chain = |operator: &&&'static dyn Operator| !operator.chain().is_empty();
+    let is_chain = |operator: &&&'static AnyOperator| !operator.chain().is_empty();
     if let Some(chain) = selected.iter().find(is_chain).filter(|_| list.is_some()) {
         let (name, of) = (chain.name(), chain.chain().join(","));
         bail!("--ops {name}: it has no kernel of its own; the kernels that it launches are those of --ops {of}");
@@ -249,7 +249,7 @@ fn with_kernels(list: Option<&str>) -> Result<Vec<&'static dyn Operator>> {
 struct Session<'a> {
     arguments: &'a MutantsArguments,
     device: Device,
-    operators: Vec<&'static dyn Operator>,
+    operators: Vec<&'static AnyOperator>,
     plans: Vec<Plan>,
     known: Vec<Vec<KnownCase>>,
     target: Option<Report>,
@@ -494,7 +494,7 @@ fn joined(target: Report, fresh: Report) -> Report {
 fn know_cases(
     arguments: &MutantsArguments,
     device: &Device,
-    operators: &[&'static dyn crate::operator::Operator],
+    operators: &[&'static crate::operator::AnyOperator],
     regressions: &Regressions,
     planted: &[Mutant],
     needs_cases: impl Fn(&str) -> bool,

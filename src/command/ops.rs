@@ -5,7 +5,7 @@ use clap::Args;
 
 use super::{Exit, output};
 use crate::operator::family::Family;
-use crate::operator::{Operator, registry};
+use crate::operator::{AnyOperator, registry};
 use crate::record::{OperatorRecord, TensorRecord};
 use crate::specification::Citation;
 
@@ -51,7 +51,7 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
 }
 
 /// A line for each operator, family by family; cut off at the width of the terminal, where there is one.
-fn list(operators: &[&dyn Operator]) {
+fn list(operators: &[&AnyOperator]) {
     let width = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
     let names = operators.iter().map(|operator| operator.name().len()).max().unwrap_or(0);
     for (place, family) in Family::ALL.into_iter().enumerate() {

@@ -18,7 +18,7 @@ use crate::judge::power::fails;
 use crate::judge::truth::Truth;
 use crate::judge::yardstick::WORKING_RUNS;
 use crate::mutants::planted::Mutant;
-use crate::operator::{Comparison, KernelRun, KernelTensor, Operator, OracleTensor, Prepared, registry};
+use crate::operator::{AnyOperator, Comparison, KernelRun, KernelTensor, OracleTensor, PreparedCase, registry};
 use crate::record::{Power, figures};
 use crate::report::power::{self, Gathered, TensorPower};
 use crate::sweep;
@@ -180,7 +180,7 @@ impl Alarms {
     fn count(
         &mut self,
         case: &Case,
-        prepared: &dyn Prepared,
+        prepared: &dyn PreparedCase,
         truth: &Truth,
         written: &KernelRun,
         draws: u32,
@@ -221,7 +221,7 @@ impl Bugs {
         Ok(Self { right: device.with_tree(device.tree().clone()), planted, seen: BTreeMap::new() })
     }
 
-    fn run(&mut self, prepared: &dyn Prepared, truth: &Truth) -> Result<()> {
+    fn run(&mut self, prepared: &dyn PreparedCase, truth: &Truth) -> Result<()> {
         let of_operator = |(mutant, _): &&(Mutant, Device)| mutant.operator == prepared.operator();
         if !self.planted.iter().any(|one| of_operator(&one)) {
             return Ok(());
@@ -261,7 +261,7 @@ impl Bugs {
 }
 
 fn of_operator(
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     arguments: &PowerArguments,
     recorder: &Device,
     alarms: &mut Alarms,

@@ -18,7 +18,7 @@ use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, modules, output, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
-use crate::operator::{Operator, Profile, registry, size};
+use crate::operator::{AnyOperator, Profile, registry, size};
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
@@ -159,7 +159,7 @@ fn profile(arguments: &RunArguments, environment: &Environment) -> Result<Profil
 /// Runs the cases in this process: all of them, or those of `--shard`.
 fn sweep_here(
     arguments: &RunArguments,
-    operators: &[&dyn Operator],
+    operators: &[&AnyOperator],
     device: &Device,
     started_unix: u64,
     start: Instant,
@@ -302,7 +302,7 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
     }
 }
 
-pub(super) fn load_remembered(operators: &[&dyn Operator], regressions: &Regressions) -> Result<Remembered> {
+pub(super) fn load_remembered(operators: &[&AnyOperator], regressions: &Regressions) -> Result<Remembered> {
     let names = operators.iter().map(|operator| operator.name());
     Ok(names.map(|name| regressions.load(name).map(|cases| (name.to_owned(), cases))).collect::<Result<_, _>>()?)
 }

@@ -48,7 +48,7 @@ use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
 use crate::operator::registry;
-use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, Prepared, Side};
+use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, PreparedCase, Side};
 use crate::record::{OperatorRecord, Seconds, Skip, Verdict};
 
 /// The case.
@@ -195,7 +195,7 @@ impl External {
     }
 
     /// What our kernel would read and write.
-    fn record(&self, prepared: &dyn Prepared) -> Result<Recorded, RunError> {
+    fn record(&self, prepared: &dyn PreparedCase) -> Result<Recorded, RunError> {
         let run = prepared.kernel(&self.recorder, RECORDING);
         let mut inputs = self.recorder.take_recorded();
         // Our backward may read a copy of an input that our forward overwrites; to others it is one tensor.
@@ -205,7 +205,7 @@ impl External {
     }
 
     /// What the kernel said of its time, with ours of the same case.
-    fn times_of(&self, prepared: &dyn Prepared, theirs: Option<Seconds>) -> Times {
+    fn times_of(&self, prepared: &dyn PreparedCase, theirs: Option<Seconds>) -> Times {
         let skip = |what: &str, why: String| Some(Skip { what: what.into(), why, count: 1 });
         if theirs.is_none() {
             return Times { skip: skip("time", "the worker was asked and did not say".into()), ..Times::default() };
@@ -279,7 +279,12 @@ impl Runner for External {
         self.times.borrow().clone()
     }
 
-    fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], _contract: Contract) -> Result<KernelRun, RunError> {
+    fn run(
+        &self,
+        prepared: &dyn PreparedCase,
+        exact: &[OracleTensor],
+        _contract: Contract,
+    ) -> Result<KernelRun, RunError> {
         let adapter = &self.options.adapter;
         let Recorded { inputs, mut outputs } = self.record(prepared)?;
         let side = |name: &str| exact.iter().find(|exact| exact.name == name);
@@ -324,7 +329,7 @@ impl Runner for External {
         &self.environment
     }
 
-    fn arithmetic(&self, _prepared: &dyn Prepared) -> Arithmetic {
+    fn arithmetic(&self, _prepared: &dyn PreparedCase) -> Arithmetic {
         self.options.adapter.arithmetic()
     }
 
@@ -374,7 +379,7 @@ impl Runner for External {
         )
     }
 
-    fn cannot_vary(&self, variant: &dyn Prepared) -> Option<&'static str> {
+    fn cannot_vary(&self, variant: &dyn PreparedCase) -> Option<&'static str> {
         variant.case().is_none().then_some("the operator does not say with which scalars the variant goes")
     }
 }

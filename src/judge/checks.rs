@@ -17,8 +17,8 @@ use crate::judge::triangulation;
 use crate::judge::truth::{Held, Truth};
 use crate::operator::tensors::permuted_along;
 use crate::operator::{
-    Comparison, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Relation, Repeat, RoundingPoints, Sequence, Side,
-    rows_of,
+    Comparison, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Relation, Repeat, RoundingPoints, Sequence,
+    Side, rows_of,
 };
 use crate::record::{CheckRecord, FailingElements, Metrics, Skip, Verdict, WholeTensor, agreement_of, figures, words};
 
@@ -138,13 +138,13 @@ impl Outcome {
 }
 
 /// Runs every check of a case.
-pub fn run(prepared: &dyn Prepared, runner: &dyn Runner, options: CheckOptions) -> Outcome {
+pub fn run(prepared: &dyn PreparedCase, runner: &dyn Runner, options: CheckOptions) -> Outcome {
     run_until(prepared, runner, options, |_| false)
 }
 
 /// Runs the checks of a case, one launch after the other, until `enough` is known.
 pub fn run_until(
-    prepared: &dyn Prepared,
+    prepared: &dyn PreparedCase,
     runner: &dyn Runner,
     options: CheckOptions,
     enough: impl Fn(&Outcome) -> bool,
@@ -168,7 +168,7 @@ pub fn run_until(
 /// the kernels, and which many kernels are held to.
 pub fn run_by(
     truth: &Truth,
-    prepared: &dyn Prepared,
+    prepared: &dyn PreparedCase,
     runner: &dyn Runner,
     options: CheckOptions,
     enough: impl Fn(&Outcome) -> bool,
@@ -185,7 +185,7 @@ pub fn run_by(
     outcome
 }
 
-fn triangulate(prepared: &dyn Prepared, outcome: &mut Outcome) {
+fn triangulate(prepared: &dyn PreparedCase, outcome: &mut Outcome) {
     let Some(probe) = prepared.gradient_probe() else { return };
     match triangulation::triangulate(&*probe) {
         Ok(findings) => {
@@ -198,7 +198,7 @@ fn triangulate(prepared: &dyn Prepared, outcome: &mut Outcome) {
 }
 
 fn run_kernels(
-    prepared: &dyn Prepared,
+    prepared: &dyn PreparedCase,
     runner: &dyn Runner,
     options: CheckOptions,
     truth: &Truth,
@@ -287,7 +287,7 @@ fn side_name(side: Side) -> &'static str {
 
 /// One launch of all kernels of the case.
 fn launch(
-    prepared: &dyn Prepared,
+    prepared: &dyn PreparedCase,
     runner: &dyn Runner,
     truth: &Truth,
     contract: Contract,
@@ -396,7 +396,7 @@ fn agreement_checks(
 pub const GRADIENT_OF_SAVED: &str = "gradient_of_saved";
 
 /// Gradients against what follows from the kernels' own saved outputs, whose rounding no longer hides anything.
-fn saved_checks(prepared: &dyn Prepared, runner: &dyn Runner, run: &KernelRun, power: bool, outcome: &mut Outcome) {
+fn saved_checks(prepared: &dyn PreparedCase, runner: &dyn Runner, run: &KernelRun, power: bool, outcome: &mut Outcome) {
     let arithmetic = runner.arithmetic(prepared);
     let truth = match Truth::of_saved(prepared, run, arithmetic) {
         Ok(None) => return,
@@ -562,7 +562,7 @@ fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome
 
 /// Runs again: the same way, under another poison, after other data, under random schedules.
 fn repeat_checks(
-    prepared: &dyn Prepared,
+    prepared: &dyn PreparedCase,
     runner: &dyn Runner,
     truth: &Truth,
     options: CheckOptions,
@@ -604,7 +604,7 @@ fn repeat_checks(
 
 /// Runs again after calls with other data, of which nothing may be left.
 fn sequence_check(
-    prepared: &dyn Prepared,
+    prepared: &dyn PreparedCase,
     runner: &dyn Runner,
     first: &KernelRun,
     budgets: &[(&OracleTensor, Budget)],

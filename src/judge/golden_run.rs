@@ -17,7 +17,7 @@ use crate::judge::budget::Budget;
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::golden::{self, GoldenError, GoldenFile};
 use crate::judge::truth::Truth;
-use crate::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, half_ulp};
+use crate::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, figures, words};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
@@ -73,7 +73,7 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
 ///
 /// # Errors
 /// Those of [`golden::index`].
-pub fn files_about(dir: &Path, operators: &[&'static dyn Operator]) -> Result<Vec<String>, GoldenError> {
+pub fn files_about(dir: &Path, operators: &[&'static AnyOperator]) -> Result<Vec<String>, GoldenError> {
     let mut names = golden::index(dir)?;
     names.retain(|name| operators.iter().any(|operator| operator.golden_kinds().contains(&golden::kind_of(name))));
     Ok(names)
@@ -83,7 +83,7 @@ pub fn files_about(dir: &Path, operators: &[&'static dyn Operator]) -> Result<Ve
 ///
 /// # Errors
 /// A file that should fit an operator and does not.
-pub fn cases_of(file: &GoldenFile, operators: &[&'static dyn Operator]) -> Result<Vec<GoldenCase>, CaseError> {
+pub fn cases_of(file: &GoldenFile, operators: &[&'static AnyOperator]) -> Result<Vec<GoldenCase>, CaseError> {
     let mut cases = Vec::new();
     for operator in operators {
         cases.extend(operator.golden(file)?);

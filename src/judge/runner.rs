@@ -4,7 +4,7 @@ use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::judge::turns;
-use crate::operator::{Arithmetic, KernelRun, OracleTensor, Prepared, Sequence};
+use crate::operator::{Arithmetic, KernelRun, OracleTensor, PreparedCase, Sequence};
 use crate::record::{Seconds, Skip, Verdict, words};
 
 /// Why there are no outputs to check.
@@ -81,13 +81,18 @@ pub trait Runner {
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
-    fn run(&self, prepared: &dyn Prepared, exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError>;
+    fn run(
+        &self,
+        prepared: &dyn PreparedCase,
+        exact: &[OracleTensor],
+        contract: Contract,
+    ) -> Result<KernelRun, RunError>;
 
     /// Runs the kernels of a case again after calls with other data. None where the case says of none.
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
-    fn sequence(&self, _prepared: &dyn Prepared, _contract: Contract) -> Result<Option<Sequence>, RunError> {
+    fn sequence(&self, _prepared: &dyn PreparedCase, _contract: Contract) -> Result<Option<Sequence>, RunError> {
         Ok(None)
     }
 
@@ -106,7 +111,7 @@ pub trait Runner {
     fn replay_command(&self, case: &Case, schedules: u32) -> String;
 
     /// What the kernels of a case say of their arithmetic: those of ours what their operator says.
-    fn arithmetic(&self, prepared: &dyn Prepared) -> Arithmetic {
+    fn arithmetic(&self, prepared: &dyn PreparedCase) -> Arithmetic {
         prepared.arithmetic()
     }
 
@@ -135,18 +140,23 @@ pub trait Runner {
     }
 
     /// Why the variant of a law cannot be run here; `None` where it can.
-    fn cannot_vary(&self, _variant: &dyn Prepared) -> Option<&'static str> {
+    fn cannot_vary(&self, _variant: &dyn PreparedCase) -> Option<&'static str> {
         None
     }
 }
 
 impl Runner for Device {
-    fn run(&self, prepared: &dyn Prepared, _exact: &[OracleTensor], contract: Contract) -> Result<KernelRun, RunError> {
+    fn run(
+        &self,
+        prepared: &dyn PreparedCase,
+        _exact: &[OracleTensor],
+        contract: Contract,
+    ) -> Result<KernelRun, RunError> {
         let _turn = turns::wait(|| prepared.room_on_gpu(self.environment()));
         Ok(prepared.kernel(self, contract)?)
     }
 
-    fn sequence(&self, prepared: &dyn Prepared, contract: Contract) -> Result<Option<Sequence>, RunError> {
+    fn sequence(&self, prepared: &dyn PreparedCase, contract: Contract) -> Result<Option<Sequence>, RunError> {
         let _turn = turns::wait(|| prepared.room_on_gpu(self.environment()));
         Ok(prepared.sequence(self, contract)?)
     }

@@ -15,7 +15,7 @@ use crate::judge::grid::Steps;
 use crate::judge::power;
 use crate::judge::yardstick::{WORKING_RUNS, Yardstick, working_precisions};
 use crate::operator::{
-    Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, Prepared, RoundingPoints,
+    Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, PreparedCase, RoundingPoints,
 };
 use crate::record::{Power, figures};
 
@@ -65,7 +65,7 @@ impl Truth {
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn of(prepared: &dyn Prepared, arithmetic: Arithmetic) -> Result<Self, CaseError> {
+    pub fn of(prepared: &dyn PreparedCase, arithmetic: Arithmetic) -> Result<Self, CaseError> {
         Self::of_runs(arithmetic, |precision, products| prepared.oracle_sharing(precision, products))
     }
 
@@ -73,7 +73,7 @@ impl Truth {
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn of_elements(prepared: &dyn Prepared, arithmetic: Arithmetic) -> Result<Self, CaseError> {
+    pub fn of_elements(prepared: &dyn PreparedCase, arithmetic: Arithmetic) -> Result<Self, CaseError> {
         let precisions = working_precisions().take(ELEMENT_RUNS).collect();
         Self::of_precisions(arithmetic, precisions, |precision, products| prepared.oracle_sharing(precision, products))
     }
@@ -89,12 +89,12 @@ impl Truth {
         Self::of_precisions(arithmetic, working_precisions().collect(), oracle)
     }
 
-    /// What gradients are that follow from what these kernels saved ([`Prepared::oracle_of_saved`]); `None` where none does.
+    /// What gradients are that follow from what these kernels saved ([`PreparedCase::oracle_of_saved`]); `None` where none does.
     ///
     /// # Errors
     /// What the oracle refuses.
     pub fn of_saved(
-        prepared: &dyn Prepared,
+        prepared: &dyn PreparedCase,
         written: &KernelRun,
         arithmetic: Arithmetic,
     ) -> Result<Option<Self>, CaseError> {
@@ -121,7 +121,7 @@ impl Truth {
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn fresh(&self, prepared: &dyn Prepared, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+    pub fn fresh(&self, prepared: &dyn PreparedCase, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
         prepared.oracle_sharing(precision, &self.products)
     }
 

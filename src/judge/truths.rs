@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::case::{Case, CaseError};
 use crate::judge::truth::Truth;
-use crate::operator::Prepared;
+use crate::operator::PreparedCase;
 
 /// Bytes that are kept by default: many small cases, or a few dozen large ones.
 const KEPT_BYTES: usize = 1 << 30;
@@ -42,7 +42,7 @@ impl Truths {
     ///
     /// # Errors
     /// What the oracle refuses; the next call asks it again.
-    pub fn of(&self, case: &Case, prepared: &dyn Prepared) -> Result<Arc<Truth>, CaseError> {
+    pub fn of(&self, case: &Case, prepared: &dyn PreparedCase) -> Result<Arc<Truth>, CaseError> {
         let line = case.line();
         let slot = self.store().slots.entry(line.clone()).or_default().clone();
         let mut slot = slot.lock().unwrap_or_else(|e| e.into_inner());
@@ -85,7 +85,7 @@ mod tests {
     /// Counts how often its oracle runs.
     struct Counting(AtomicUsize);
 
-    impl Prepared for Counting {
+    impl PreparedCase for Counting {
         fn operator(&self) -> &'static str {
             "counting"
         }

@@ -20,14 +20,15 @@ use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment, HostTens
 use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
 
+use super::any::{AnyCase, any};
 use super::declaration::{Part, Specs, TensorSpec};
-use super::declared::{
-    Choices, Declared, Inputs, Launches, case_of, checked, field_error, kernel_tensor, oracle_error,
-};
+use super::declared::{Launches, Operator};
+use super::inputs::{Inputs, kernel_tensor};
+use super::lines::{Choices, checked, field_error, oracle_error};
 use super::memory::Placed;
 use super::tensors::{Tensors, permuted_along, repeated_along};
 use super::{Arithmetic, KernelRun, OracleTensor, RoundingPoints, Side};
-use crate::case::CaseError;
+use crate::case::{Case, CaseError};
 use crate::judge::checks;
 use crate::judge::truth::Truth;
 use crate::operators::Aliasing;
@@ -43,9 +44,9 @@ const MOST_BYTES: usize = 16 << 30;
 /// What a call is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// [`Declared::launch`].
+    /// [`Operator::launch`].
     Forward,
-    /// [`Declared::launch_backward`], on what one forward saved.
+    /// [`Operator::launch_backward`], on what one forward saved.
     Backward,
 }
 
@@ -67,13 +68,13 @@ pub fn on_gpu(environment: &Environment) -> bool {
 }
 
 /// Enqueues one call. It may not allocate, upload or wait: what it enqueues is recorded.
-pub type Call<K> = fn(&<K as Declared>::Case, &Views, &mut Launches<'_>) -> Result<(), RuntimeError>;
+pub type Call<K> = fn(&<K as Operator>::Case, &Views, &mut Launches<'_>) -> Result<(), RuntimeError>;
 
 /// Changes the case of a sample and its tensors: see [`Benchmark::sampled`].
-pub type Sampled<K> = fn(&Whole<'_, K>, &mut <K as Declared>::Case, &mut Tensors);
+pub type Sampled<K> = fn(&Whole<'_, K>, &mut <K as Operator>::Case, &mut Tensors);
 
 /// What a sample was taken of.
-pub struct Whole<'a, K: Declared> {
+pub struct Whole<'a, K: Operator> {
     /// The case.
     pub case: &'a K::Case,
     /// The entries of the sampled axis.
@@ -95,7 +96,7 @@ pub struct Further {
 }
 
 /// A case whose call is timed.
-pub struct Benchmark<K: Declared> {
+pub struct Benchmark<K: Operator> {
     /// What a call is. The group is `OPERATOR_forward` or `OPERATOR_backward`.
     pub direction: Direction,
     /// Name within the group: extents and types. Reports know a benchmark by group and name.
@@ -129,7 +130,7 @@ pub struct Benchmark<K: Declared> {
     pub call: Call<K>,
 }
 
-impl<K: Declared> Benchmark<K> {
+impl<K: Operator> Benchmark<K> {
     /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along `axis`, and of which four
     /// entries along it are sampled; what a call moves and computes is still to be said.
     pub fn new(direction: Direction, name: impl Into<String>, case: K::Case, axis: &'static str) -> Self {
@@ -156,7 +157,7 @@ impl<K: Declared> Benchmark<K> {
     /// A call that moves each of its tensors once, and computes `flops` for each element of the largest. A backward's are
     /// inputs, upstreams, gradients and, of the forward's outputs, those that were `saved` for it.
     pub fn streaming(mut self, saved: &[&str], flops: f64) -> Self {
-        let specs = self.placed_specs();
+        let specs = placed_specs(&K::tensors(&self.case), self.direction, self.only);
         let forward = self.direction == Direction::Forward;
         let moved = |spec: &&TensorSpec| forward || spec.part != Part::Output || saved.contains(&spec.name);
         let moved =
@@ -186,27 +187,99 @@ impl<K: Declared> Benchmark<K> {
         Self { further: Some(Further { axis, entries, chosen }), ..self }
     }
 
-    /// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
+    /// As a benchmark of any operator.
+    pub fn timed(self) -> Box<dyn Timed> {
+        AnyBenchmark::from(self).timed()
+    }
+}
+
+/// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
+fn placed_specs(specs: &Specs, direction: Direction, only: Option<&str>) -> Specs {
+    let others = |spec: &TensorSpec| only.is_some() && spec.only_in.is_some_and(|of| Some(of) != only);
+    let gradient = |spec: &TensorSpec| matches!(spec.part, Part::Upstream { .. } | Part::Gradient { .. });
+    let forward = direction == Direction::Forward;
+    specs.clone().without(|spec| others(spec) || forward && gradient(spec))
+}
+
+type Amend = dyn Fn(&mut Tensors) + Send + Sync;
+type AnySampled = dyn Fn(&Case, [&[usize]; 2], &mut Tensors) -> Result<AnyCase, CaseError> + Send + Sync;
+type AnyCall = dyn Fn(&Views, &mut Launches<'_>) -> Result<(), RuntimeError> + Send + Sync;
+
+/// A [`Benchmark`] of any operator.
+#[derive(Clone)]
+pub(super) struct AnyBenchmark {
+    direction: Direction,
+    name: String,
+    case: AnyCase,
+    drawn: AnyCase,
+    bytes: f64,
+    flops: f64,
+    rate: Rate,
+    axis: &'static str,
+    rows: usize,
+    chosen: fn(usize, usize) -> Vec<usize>,
+    further: Option<Further>,
+    only: Option<&'static str>,
+    amend: Arc<Amend>,
+    /// Makes a sample's case of its line and of the entries of both axes, and completes its tensors; as the line says where
+    /// there is none.
+    sampled: Option<Arc<AnySampled>>,
+    call: Arc<AnyCall>,
+}
+
+impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
+    fn from(benchmark: Benchmark<K>) -> Self {
+        let Benchmark { direction, name, case, drawn, bytes, flops, rate, axis, rows, chosen, further, .. } = benchmark;
+        let Benchmark { amend, sampled, only, call, .. } = benchmark;
+        let whole = Arc::new(case.clone());
+        let (amended, called) = (whole.clone(), whole.clone());
+        let sample = move |line: &Case, [rows, further]: [&[usize]; 2], tensors: &mut Tensors| {
+            let mut case: K::Case = line.fields()?;
+            sampled(&Whole { case: &whole, rows, further }, &mut case, tensors);
+            Ok(any::<K>(case))
+        };
+        Self {
+            direction,
+            name,
+            case: any::<K>(case),
+            drawn: any::<K>(drawn),
+            bytes,
+            flops,
+            rate,
+            axis,
+            rows,
+            chosen,
+            further,
+            only,
+            amend: Arc::new(move |tensors| amend(&amended, tensors)),
+            sampled: Some(Arc::new(sample)),
+            call: Arc::new(move |views, run| call(&called, views, run)),
+        }
+    }
+}
+
+impl AnyBenchmark {
+    pub(super) fn timed(self) -> Box<dyn Timed> {
+        Box::new(Arc::new(self))
+    }
+
     fn placed_specs(&self) -> Specs {
-        let others = |spec: &TensorSpec| self.only.is_some() && spec.only_in.is_some_and(|of| Some(of) != self.only);
-        let gradient = |spec: &TensorSpec| matches!(spec.part, Part::Upstream { .. } | Part::Gradient { .. });
-        let forward = self.direction == Direction::Forward;
-        K::tensors(&self.case).without(|spec| others(spec) || forward && gradient(spec))
+        placed_specs(&self.case.tensors(), self.direction, self.only)
     }
 
     /// The given tensors, some of them shorter than the case's.
     fn given(&self) -> Result<Tensors, CaseError> {
-        let specs = checked::<K>(&self.drawn).map_err(field_error::<K>)?;
+        let specs = checked(&*self.drawn).map_err(|refused| field_error(self.case.name(), refused))?;
         let mut tensors = Tensors::draw(&specs, None);
-        K::amend(&self.drawn, &mut tensors).map_err(oracle_error::<K>)?;
-        (self.amend)(&self.case, &mut tensors);
-        for spec in K::tensors(&self.case).present().filter(|spec| spec.is_given()) {
+        self.drawn.amend(&mut tensors).map_err(|e| oracle_error(self.case.name(), e))?;
+        (self.amend)(&mut tensors);
+        for spec in self.case.tensors().present().filter(|spec| spec.is_given()) {
             let shape = tensors.get(spec.name).map(|tensor| tensor.shape.clone()).unwrap_or_default();
             let fits = |(&drawn, whole): (&usize, usize)| drawn <= whole && (drawn > 0 || whole == 0);
             if shape.len() != spec.axes.len() || !shape.iter().zip(spec.shape()).all(fits) {
                 let reason =
                     format!("`{}` is {shape:?} as drawn, which does not repeat to {:?}", spec.name, spec.shape());
-                return Err(oracle_error::<K>(reason));
+                return Err(oracle_error(self.case.name(), reason));
             }
         }
         Ok(tensors)
@@ -233,46 +306,45 @@ impl<K: Declared> Benchmark<K> {
     }
 
     /// The sampled entries by themselves.
-    fn sample(&self, given: &Tensors) -> Result<Sample<K>, CaseError> {
-        let whole = K::tensors(&self.case);
+    fn sample(&self, given: &Tensors) -> Result<Sample, CaseError> {
+        let whole = self.case.tensors();
         let entries = |axis, chosen: fn(usize, usize) -> Vec<usize>, count| {
             let extent = whole.extent(axis).ok_or_else(|| self.no_axis(axis))?;
             Ok::<_, CaseError>(SampledAxis { name: axis, extent, entries: chosen(extent, count) })
         };
         let axis = entries(self.axis, self.chosen, self.rows)?;
         let further = self.further.map(|further| entries(further.axis, further.chosen, further.entries)).transpose()?;
-        let mut line = case_of::<K>(&self.case, &Choices::default());
+        let mut line = self.case.line();
         for axis in [Some(&axis), further.as_ref()].into_iter().flatten() {
             let field = line.fields.get_mut(axis.name).ok_or_else(|| self.no_axis(axis.name))?;
             *field = axis.entries.len().into();
         }
-        let mut case: K::Case = line.fields()?;
-        let narrowed = Narrowed { specs: K::tensors(&case), axis, further };
-        let mut tensors = Tensors::default();
-        for spec in whole.present().filter(|spec| spec.is_given()) {
-            let mut tensor = given.tensor(spec.name).clone();
-            for (at, order) in narrowed.orders(spec).into_iter().enumerate() {
-                tensor = match order {
-                    Some(rows) => repeated_along(&tensor, at, rows.iter().copied()),
-                    None => repeated_along(&tensor, at, 0..spec.axes[at].extent),
-                };
-            }
-            tensors.put(spec.name, tensor);
-        }
-        let further = narrowed.further.as_ref().map_or(&[][..], |further| &further.entries);
-        let fields = |case: &K::Case| case_of::<K>(case, &Choices::default()).fields;
-        let before = narrowed.is_all().then(|| (fields(&case), tensors.clone()));
-        (self.sampled)(&Whole { case: &self.case, rows: &narrowed.axis.entries, further }, &mut case, &mut tensors);
-        let is_whole = before.is_some_and(|(unchanged, given)| unchanged == fields(&case) && given == tensors);
-        let specs = checked::<K>(&case).map_err(field_error::<K>)?;
+        let case = self.case.operator().parse(&line)?;
+        let narrowed = Narrowed { specs: case.tensors(), axis, further };
+        let tensors = narrowed.tensors(&whole, given);
+        self.completed(&line, case, narrowed, tensors)
+    }
+
+    /// The sample of a line, completed as the benchmark says.
+    fn completed(
+        &self,
+        line: &Case,
+        case: AnyCase,
+        narrowed: Narrowed,
+        mut tensors: Tensors,
+    ) -> Result<Sample, CaseError> {
+        let before = narrowed.is_all().then(|| (case.line(), tensors.clone()));
+        let case = match &self.sampled {
+            Some(sampled) => sampled(line, narrowed.entries(), &mut tensors)?,
+            None => case,
+        };
+        let is_whole = before.is_some_and(|(unchanged, given)| unchanged == case.line() && given == tensors);
+        let specs = checked(&*case).map_err(|refused| field_error(case.name(), refused))?;
         for spec in specs.present().filter(|spec| spec.is_given()) {
-            let shape = &tensors.tensor(spec.name).shape;
+            let (name, shape) = (spec.name, &tensors.tensor(spec.name).shape);
             if *shape != spec.shape() {
-                return Err(oracle_error::<K>(format!(
-                    "a sample's `{}` is {shape:?}, not {:?}",
-                    spec.name,
-                    spec.shape()
-                )));
+                let reason = format!("a sample's `{name}` is {shape:?}, not {:?}", spec.shape());
+                return Err(oracle_error(case.name(), reason));
             }
         }
         let inputs = Inputs::of(case, Choices::default(), tensors);
@@ -281,22 +353,25 @@ impl<K: Declared> Benchmark<K> {
 
     fn no_axis(&self, axis: &str) -> CaseError {
         let reason = format!("the case of benchmark `{}` has no such axis, or no field of its name", self.name);
-        CaseError::Field { operator: K::ABOUT.name, field: axis.to_owned().into(), reason }
+        CaseError::Field { operator: self.case.name(), field: axis.to_owned().into(), reason }
     }
 }
 
 /// A case with as many entries along an axis as have [`DRAWN`] elements of the largest tensor, and at least one.
-fn shortened<K: Declared>(case: &K::Case, axis: &'static str) -> K::Case {
-    let specs = K::tensors(case);
+fn shortened<K: Operator>(case: &K::Case, axis: &'static str) -> K::Case {
+    let line = shortened_line(Case::new(K::ABOUT.name, case), &K::tensors(case), axis);
+    // A case that has no such field is refused when it is sampled.
+    line.fields().unwrap_or_else(|_| case.clone())
+}
+
+fn shortened_line(mut line: Case, specs: &Specs, axis: &'static str) -> Case {
     let of_an_entry = |spec: &TensorSpec| spec.axis(axis).map(|at| spec.elements() / spec.axes[at].extent.max(1));
     let largest = specs.present().filter(|spec| spec.is_given()).filter_map(of_an_entry).max().unwrap_or(1).max(1);
-    let mut line = case_of::<K>(case, &Choices::default());
     if let Some(extent) = line.fields.get_mut(axis) {
         let whole = extent.as_u64().unwrap_or(0);
         *extent = whole.min((DRAWN / largest).max(1) as u64).into();
     }
-    // A case that has no such field is refused when it is sampled.
-    line.fields().unwrap_or_else(|_| case.clone())
+    line
 }
 
 /// `count` entries spread over `0..total`, the last one among them.
@@ -334,6 +409,27 @@ struct SampledAxis {
 }
 
 impl Narrowed {
+    /// The sampled entries of the axis and of the further one.
+    fn entries(&self) -> [&[usize]; 2] {
+        [&self.axis.entries, self.further.as_ref().map_or(&[], |further| &further.entries)]
+    }
+
+    /// The given tensors of the whole case, narrowed to the sampled entries.
+    fn tensors(&self, whole: &Specs, given: &Tensors) -> Tensors {
+        let mut tensors = Tensors::default();
+        for spec in whole.present().filter(|spec| spec.is_given()) {
+            let mut tensor = given.tensor(spec.name).clone();
+            for (at, order) in self.orders(spec).into_iter().enumerate() {
+                tensor = match order {
+                    Some(rows) => repeated_along(&tensor, at, rows.iter().copied()),
+                    None => repeated_along(&tensor, at, 0..spec.axes[at].extent),
+                };
+            }
+            tensors.put(spec.name, tensor);
+        }
+        tensors
+    }
+
     /// For each axis of a tensor of the whole case the entries that the sample has; `None` is all of them. Beside the axis
     /// itself those are narrowed whose extent follows it, such as that of positions, one for each token.
     fn orders(&self, whole: &TensorSpec) -> Vec<Option<&[usize]>> {
@@ -391,18 +487,18 @@ fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
 }
 
 /// Entries of a case by themselves.
-struct Sample<K: Declared> {
-    inputs: Inputs<K>,
+struct Sample {
+    inputs: Inputs,
     narrowed: Narrowed,
     /// Whether they are all that the case has, and nothing was taken out of them: then what has no axis to sample is theirs, too.
     is_whole: bool,
     direction: Direction,
 }
 
-impl<K: Declared> Sample<K> {
+impl Sample {
     fn oracle(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
         let sides = if self.direction == Direction::Forward { &[Side::Forward][..] } else { &Side::BOTH };
-        self.inputs.run_oracle(precision, Some(products), sides).map_err(oracle_error::<K>)
+        self.inputs.run_oracle(precision, Some(products), sides).map_err(|e| oracle_error(self.inputs.case.name(), e))
     }
 
     /// What the kernels wrote of it.
@@ -423,7 +519,7 @@ impl<K: Declared> Sample<K> {
         }
         if whole.present().any(|spec| spec.part == Part::Observed) {
             let specs = self.inputs.specs();
-            let observed = K::observe(&self.inputs.case, &self.inputs.tensors, &written).into_iter();
+            let observed = self.inputs.case.observe(&self.inputs.tensors, &written).into_iter();
             tensors.extend(observed.filter_map(|(name, tensor)| Some(kernel_tensor(specs.find(name)?, tensor))));
         }
         Ok(KernelRun { tensors, violations: Vec::new(), paths: Vec::new() })
@@ -482,13 +578,13 @@ pub trait Buffers {
     fn recheck(&self, set: usize) -> Result<u64>;
 }
 
-impl<K: Declared> Timed for Arc<Benchmark<K>> {
+impl Timed for Arc<AnyBenchmark> {
     fn group(&self) -> String {
         let direction = match self.direction {
             Direction::Forward => "forward",
             Direction::Backward => "backward",
         };
-        format!("{}_{direction}", K::ABOUT.name)
+        format!("{}_{direction}", self.case.name())
     }
 
     fn name(&self) -> &str {
@@ -496,7 +592,7 @@ impl<K: Declared> Timed for Arc<Benchmark<K>> {
     }
 
     fn work(&self) -> Work {
-        Work { operator: K::ABOUT.name.into(), bytes: self.bytes, flops: self.flops }
+        Work { operator: self.case.name().into(), bytes: self.bytes, flops: self.flops }
     }
 
     fn rate(&self) -> Rate {
@@ -504,7 +600,7 @@ impl<K: Declared> Timed for Arc<Benchmark<K>> {
     }
 
     fn cannot_run(&self, environment: &Environment) -> Option<String> {
-        K::cannot_run(&self.case, environment)
+        self.case.cannot_run(environment)
     }
 
     fn place<'d>(&self, device: &'d Device) -> Result<Box<dyn Buffers + 'd>> {
@@ -518,7 +614,7 @@ impl<K: Declared> Timed for Arc<Benchmark<K>> {
     }
 
     fn oracle(&self) -> Result<OracleCall> {
-        let whole = Benchmark { rows: usize::MAX, further: None, sampled: |_, _, _| {}, ..(**self).clone() };
+        let whole = AnyBenchmark { rows: usize::MAX, further: None, sampled: None, ..(**self).clone() };
         let sample = whole.sample(&self.given()?)?;
         Ok(Box::new(move || {
             let tensors = sample.oracle(Precision::Exact, &Products::default())?;
@@ -527,34 +623,27 @@ impl<K: Declared> Timed for Arc<Benchmark<K>> {
     }
 }
 
-impl<K: Declared> Clone for Benchmark<K> {
-    fn clone(&self) -> Self {
-        let (name, case, drawn) = (self.name.clone(), self.case.clone(), self.drawn.clone());
-        Self { name, case, drawn, ..*self }
-    }
-}
-
-struct OnDevice<'d, K: Declared> {
-    benchmark: Arc<Benchmark<K>>,
+struct OnDevice<'d> {
+    benchmark: Arc<AnyBenchmark>,
     device: &'d Device,
     given: Tensors,
     sets: Vec<Placed<'d>>,
 }
 
-impl<'d, K: Declared> OnDevice<'d, K> {
+impl<'d> OnDevice<'d> {
     /// One more set of buffers. The first one has the workspaces of all.
     fn set(&self) -> Result<Placed<'d>> {
-        let Benchmark { case, direction, .. } = &*self.benchmark;
+        let AnyBenchmark { case, direction, .. } = &*self.benchmark;
         let specs = self.benchmark.placed_specs();
         let mut placed = Placed::repeating(self.device, Contract::NAN, &specs, &self.given)?;
-        for (name, bytes) in K::workspaces(case, placed.views(), self.device)? {
+        for (name, bytes) in case.workspaces(placed.views(), self.device)? {
             match self.sets.first() {
                 Some(first) => placed.put(name, first.views()[name].clone()),
                 None => placed.workspace(name, bytes)?,
             }
         }
         if *direction == Direction::Backward {
-            K::launch(case, placed.views(), &mut Launches::timed(self.device)).context("the forward")?;
+            case.launch(placed.views(), &mut Launches::timed(self.device)).context("the forward")?;
         }
         Ok(placed)
     }
@@ -564,13 +653,14 @@ impl<'d, K: Declared> OnDevice<'d, K> {
             Direction::Forward => placed.views(),
             Direction::Backward => placed.backward_views(),
         };
-        (self.benchmark.call)(&self.benchmark.case, views, &mut Launches::timed(self.device))
+        (self.benchmark.call)(views, &mut Launches::timed(self.device))
     }
 
     fn compare(&self, placed: &Placed<'_>) -> Result<u64> {
         let sample = self.benchmark.sample(&self.given)?;
         let run = sample.written(&self.benchmark.placed_specs(), placed)?;
-        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: K::SUM_LANES };
+        let arithmetic =
+            Arithmetic { points: RoundingPoints::Specification, lanes: self.benchmark.case.operator().sum_lanes() };
         let truth = Truth::of_runs(arithmetic, |precision, products| sample.oracle(precision, products))?;
         let outcome = checks::hold(&truth, &run);
         if let Some(failure) = outcome.failures().next() {
@@ -590,7 +680,7 @@ impl<'d, K: Declared> OnDevice<'d, K> {
     }
 }
 
-impl<K: Declared> Buffers for OnDevice<'_, K> {
+impl Buffers for OnDevice<'_> {
     fn sets(&self) -> usize {
         self.sets.len()
     }

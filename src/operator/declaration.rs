@@ -78,7 +78,7 @@ pub enum Part {
     State,
     /// Written, and compared with nothing: scratch memory that has a shape.
     Scratch,
-    /// No memory of its own: what the stored bytes of others mean ([`super::Declared::observe`]).
+    /// No memory of its own: what the stored bytes of others mean ([`super::Operator::observe`]).
     Observed,
 }
 
@@ -101,7 +101,7 @@ pub enum Strides {
     },
 }
 
-/// Where the numbers of an input come from before [`super::Declared::amend`] sees them.
+/// Where the numbers of an input come from before [`super::Operator::amend`] sees them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Source {
     /// A distribution, times a magnitude.
@@ -200,7 +200,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
     }
 }
 
-/// Something that kernels read; its numbers are for [`super::Declared::amend`] to set unless [`TensorSpec::drawn`]
+/// Something that kernels read; its numbers are for [`super::Operator::amend`] to set unless [`TensorSpec::drawn`]
 /// says otherwise.
 pub fn input(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::Input, Source::Amended)

@@ -1,4 +1,4 @@
-//! What `parity ops` says of an operator's tensors: the union over its cases.
+//! What `parity ops` says of an operator; of its tensors, the union over its cases.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -7,23 +7,49 @@ use proptest::strategy::{Strategy as _, ValueTree as _};
 use proptest::test_runner::TestRunner;
 use serde_json::Value;
 
+use super::any::{AnyCase, Declaration};
 use super::declaration::{Part, Specs, Strides, TensorSpec};
-use super::declared::{Declared, checked};
+use super::declared::About;
+use super::lines::checked;
 use super::special::Special;
 use super::{Comparison, Profile};
 use crate::case::Case;
-use crate::record::TensorRecord;
+use crate::record::{OperatorRecord, TensorRecord};
+
+/// Name, files, types, axes of an operator.
+pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
+    let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
+    let About { name, family, summary, specification, paths, .. } = *operator.about();
+    let tensors = tensors(operator);
+    let files = |file: &dyn Fn(&str) -> String| {
+        let of = if operator.chain().is_empty() { &[name] } else { operator.chain() };
+        of.iter().map(|name| file(name)).collect::<Vec<_>>().join(", ")
+    };
+    OperatorRecord {
+        name: name.into(),
+        family: Some(family),
+        summary: summary.into(),
+        specification: list(specification),
+        kernel_file: files(&|name| format!("kernels/cuda/{name}.cu")),
+        oracle_file: files(&|name| format!("reference/src/{name}.rs")),
+        dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
+        axes: axes(operator),
+        has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
+        paths: list(paths),
+        tensors,
+    }
+}
 
 /// The tensors of an operator: what its typical cases, edge cases and some drawn ones have.
-pub(super) fn tensors<K: Declared>() -> Vec<TensorRecord> {
+fn tensors(operator: &dyn Declaration) -> Vec<TensorRecord> {
     /// By operator: who asks for a name is told all of it each time.
     static KNOWN: Mutex<BTreeMap<&str, Vec<TensorRecord>>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
-    known.entry(K::ABOUT.name).or_insert_with(found::<K>).clone()
+    known.entry(operator.about().name).or_insert_with(|| found(operator)).clone()
 }
 
-fn found<K: Declared>() -> Vec<TensorRecord> {
-    let (all, kinds) = cases::<K>().into_iter().unzip();
+fn found(operator: &dyn Declaration) -> Vec<TensorRecord> {
+    let (all, kinds) = cases(operator).into_iter().unzip();
     let (all, kinds): (Vec<Specs>, Vec<Kinds>) = (all, kinds);
     let mut names: Vec<&'static str> = Vec::new();
     for spec in all.iter().flat_map(Specs::present) {
@@ -38,12 +64,12 @@ fn found<K: Declared>() -> Vec<TensorRecord> {
 const DRAWN: usize = 200;
 
 /// The tensors of many cases, and the fields of each as far as they can decide whether a tensor is there.
-fn cases<K: Declared>() -> Vec<(Specs, Kinds)> {
-    let strategy = K::strategy(Profile::Full);
+fn cases(operator: &dyn Declaration) -> Vec<(Specs, Kinds)> {
+    let strategy = operator.strategy(Profile::Full);
     let mut runner = TestRunner::deterministic();
     let drawn = (0..DRAWN).filter_map(|_| Some(strategy.new_tree(&mut runner).ok()?.current()));
-    let cases = K::typical().into_iter().chain(K::edge_cases(Profile::Quick)).chain(drawn);
-    cases.filter_map(|case| Some((checked::<K>(&case).ok()?, kinds(&Case::new(K::ABOUT.name, &case))))).collect()
+    let cases = operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick)).chain(drawn);
+    cases.filter_map(|case| Some((checked(&*case).ok()?, kinds(&case.line())))).collect()
 }
 
 /// What each field of a case is: its word, whether it is true, or what kind of thing it holds.
@@ -93,12 +119,12 @@ fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
 }
 
 /// What its cases differ in: the fields of a line, and what this layer chooses beside them.
-pub(super) fn axes<K: Declared>() -> Vec<String> {
-    let cases = || K::typical().into_iter().chain(K::edge_cases(Profile::Quick));
-    let lines = cases().map(|case| Case::new(K::ABOUT.name, &case));
+fn axes(operator: &dyn Declaration) -> Vec<String> {
+    let cases = || operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick));
+    let lines = cases().map(|case| case.line());
     let fields: BTreeSet<String> = lines.flat_map(|line| line.fields.keys().cloned().collect::<Vec<_>>()).collect();
-    let special = |case: K::Case| Special::OF_CLAMPS.iter().any(|special| special.fits(&K::tensors(&case)));
-    let special = K::typical().into_iter().any(special).then_some("special values");
+    let special = |case: AnyCase| Special::OF_CLAMPS.iter().any(|special| special.fits(&case.tensors()));
+    let special = operator.typical().into_iter().any(special).then_some("special values");
     let chosen = special.into_iter().chain(["layouts"]).map(str::to_owned);
     fields.into_iter().filter(|field| field != "seed").chain(chosen).collect()
 }

@@ -8,9 +8,12 @@ use std::collections::BTreeMap;
 
 use dsv4_kernels::runtime::HostTensor;
 
+use super::any::AnyCase;
 use super::declaration::Specs;
-use super::declared::{Choices, Declared, Inputs, Refused, checked, within};
+use super::declared::Refused;
+use super::inputs::Inputs;
 use super::layouts::Layouts;
+use super::lines::{Choices, checked, within};
 use super::size;
 use super::tensors::Tensors;
 use super::{ExpectedTensor, GoldenCase};
@@ -266,20 +269,29 @@ impl<C> Golden<C> {
         self
     }
 
+    /// With the case as that of any operator.
+    pub(super) fn of_any(self, any: impl Fn(C) -> AnyCase) -> Golden<AnyCase> {
+        let Self { case, given, scalars, expected, kernel_skip } = self;
+        let kernel_skip = kernel_skip.map(|(why, like)| (why, any(like)));
+        Golden { case: any(case), given, scalars, expected, kernel_skip }
+    }
+}
+
+impl Golden<AnyCase> {
     /// The case with its tensors, held to the operator's declaration.
-    pub(super) fn finish<K: Declared<Case = C>>(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
+    pub(super) fn finish(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
         let broken = |reason: String| CaseError::Malformed(format!("{}: {reason}", file.name));
         let refused = |refused: Refused| broken(format!("field `{}`: {}", refused.field, refused.reason));
-        match (checked::<K>(&self.case), &self.kernel_skip) {
+        match (checked(&*self.case), &self.kernel_skip) {
             // What is wrong with the case is nothing but what its like has not.
-            (Err(_), Some((_, like))) => checked::<K>(like).map(|_| ()).map_err(refused)?,
+            (Err(_), Some((_, like))) => checked(&**like).map(|_| ()).map_err(refused)?,
             (Ok(_), Some((why, _))) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
             (found, None) => found.map(|_| ()).map_err(refused)?,
         }
-        let specs = K::tensors(&self.case);
-        within::<K>(&self.case, &specs, &Layouts::new(), size::limit()).map_err(refused)?;
+        let specs = self.case.tensors();
+        within(&*self.case, &specs, &Layouts::new(), size::limit()).map_err(refused)?;
         let mut tensors = Tensors::draw(&specs, None);
-        K::amend(&self.case, &mut tensors).map_err(|e| broken(e.to_string()))?;
+        self.case.amend(&mut tensors).map_err(|e| broken(e.to_string()))?;
         for (name, given) in self.given {
             tensors.put(name, fitted(&specs, name, given).map_err(broken)?);
         }
@@ -290,7 +302,7 @@ impl<C> Golden<C> {
             filled(&specs, expected.name, expected.values.len()).map_err(broken)?;
         }
         let kernel_skip = self.kernel_skip.map(|(why, _)| why);
-        let inputs = Inputs::<K>::of(self.case, Choices::default(), tensors);
+        let inputs = Inputs::of(self.case, Choices::default(), tensors);
         Ok(GoldenCase { prepared: Box::new(inputs), expected: self.expected, kernel_skip })
     }
 }

@@ -7,14 +7,16 @@ use std::cell::OnceCell;
 use dsv4_kernels::runtime::{DType, HostTensor};
 use dsv4_reference::Rounding;
 
+use super::any::{AnyCase, DeclaredCase, any};
 use super::declaration::{Part, Specs, TensorSpec};
-use super::declared::{Declared, Inputs, Shown};
+use super::declared::Operator;
+use super::inputs::{Inputs, Shown};
 use super::tensors::{Bound, Tensors};
 use super::{Law, Relation};
 use crate::judge::checks::permutation;
 
 /// A variant in the making.
-pub struct Variant<K: Declared> {
+pub struct Variant<K: Operator> {
     /// Its case.
     pub case: K::Case,
     /// Its tensors.
@@ -23,7 +25,7 @@ pub struct Variant<K: Declared> {
     said: bool,
 }
 
-impl<K: Declared> Variant<K> {
+impl<K: Operator> Variant<K> {
     /// Of the output called `name` only these elements (by their places, row-major) are looked at, in this shape.
     pub fn show(&mut self, name: &'static str, shape: &[usize], elements: Vec<usize>) {
         self.said = false;
@@ -35,34 +37,46 @@ impl<K: Declared> Variant<K> {
     pub fn unsaid(&mut self) {
         self.said = false;
     }
+
+    fn into_any(self) -> AnyVariant {
+        let Self { case, tensors, shown, said } = self;
+        AnyVariant { case: any::<K>(case), tensors, shown, said }
+    }
 }
+
+/// What a relation binds, and how.
+type Bindings = Vec<(&'static str, Relation)>;
 
 /// The laws of one case.
-pub struct Laws<'i, K: Declared> {
-    inputs: &'i Inputs<K>,
-    specs: Specs,
-    laws: Vec<Law>,
-    /// Of the case's own tensors, once it is asked for.
-    outside_f32: OnceCell<Option<u64>>,
+pub struct Laws<'i, K: Operator> {
+    case: &'i K::Case,
+    any: AnyLaws<'i>,
 }
 
-impl<'i, K: Declared> Laws<'i, K> {
-    pub(super) fn new(inputs: &'i Inputs<K>) -> Self {
-        Self { inputs, specs: inputs.specs(), laws: Vec::new(), outside_f32: OnceCell::new() }
+impl<'i, K: Operator> Laws<'i, K> {
+    /// Of `case`, which is that of `inputs`.
+    pub(super) fn new(case: &'i K::Case, inputs: &'i Inputs) -> Self {
+        let any = AnyLaws { inputs, specs: inputs.specs(), laws: Vec::new(), outside_f32: OnceCell::new() };
+        Self { case, any }
     }
 
     pub(super) fn finish(self) -> Vec<Law> {
-        self.laws
+        self.any.laws
     }
 
     /// The case's own tensors.
     pub fn tensors(&self) -> &'i Tensors {
-        &self.inputs.tensors
+        &self.any.inputs.tensors
     }
 
     /// The outputs and gradients of the case.
     pub fn compared(&self) -> Vec<&'static str> {
-        self.specs.compared().map(|spec| spec.name).collect()
+        self.any.specs.compared().map(|spec| spec.name).collect()
+    }
+
+    fn variant(&self) -> Variant<K> {
+        let (case, tensors) = (self.case.clone(), Tensors::clone(self.tensors()));
+        Variant { case, tensors, shown: Vec::new(), said: true }
     }
 
     /// A law of any kind.
@@ -72,17 +86,9 @@ impl<'i, K: Declared> Laws<'i, K> {
         change: impl FnOnce(&mut Variant<K>),
         relations: impl IntoIterator<Item = (&'static str, Relation)>,
     ) {
-        let Inputs { case, choices, tensors, .. } = self.inputs;
-        let (case, tensors) = (case.clone(), Tensors::clone(tensors));
-        let mut variant = Variant { case, tensors, shown: Vec::new(), said: true };
+        let mut variant = self.variant();
         change(&mut variant);
-        let relations: Vec<_> = relations.into_iter().filter(|(name, _)| self.specs.find(name).is_some()).collect();
-        if relations.is_empty() {
-            return;
-        }
-        let Variant { case, tensors, shown, said } = variant;
-        let variant = Inputs::<K> { shown, said, ..Inputs::of(case, choices.clone(), tensors) };
-        self.laws.push(Law { name, variant: Box::new(variant), relations, left_out: None });
+        self.any.law(name, variant.into_any(), relations.into_iter().collect());
     }
 
     /// A law that binds all outputs and gradients alike.
@@ -94,44 +100,12 @@ impl<'i, K: Declared> Laws<'i, K> {
     /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. Cases in which
     /// that moves an intermediate out of fp32's range, or within what lies outside of it, are left out, which is counted.
     pub fn scale(&mut self, name: &'static str, scaled: &'static str, factor: f64, outputs: &[(&'static str, f64)]) {
-        self.scale_all(name, &[scaled], factor, outputs);
+        self.any.scale(name, &[scaled], factor, outputs);
     }
 
     /// The gradients are linear in the upstream gradients, and no output depends on these: each counts once.
     pub fn scale_upstreams(&mut self) {
-        const FACTOR: f64 = 4.0;
-        let upstreams: Vec<_> = self.specs.upstreams().map(|(_, upstream)| upstream.name).collect();
-        let factor = |spec: &TensorSpec| if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 };
-        // Sums in any order are repeated within their budgets only.
-        let bound = self.specs.compared().filter(|spec| spec.deterministic);
-        let outputs: Vec<_> = bound.map(|spec| (spec.name, factor(spec))).collect();
-        self.scale_all("upstreams scale the gradients once", &upstreams, FACTOR, &outputs);
-    }
-
-    fn scale_all(&mut self, name: &'static str, scaled: &[&'static str], factor: f64, outputs: &[(&'static str, f64)]) {
-        let present = |name: &&str| self.specs.find(name).is_some_and(|spec| spec.elements() > 0);
-        if !scaled.iter().any(present) {
-            return;
-        }
-        let mut tensors = Tensors::clone(self.tensors());
-        scaled.iter().for_each(|name| tensors.scale(name, factor));
-        if self.leaves_f32(&self.inputs.case, &tensors) {
-            return self.leave_out(name);
-        }
-        let relations: Vec<_> = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
-        self.law(name, |v| v.tensors = tensors, relations);
-    }
-
-    /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside of it.
-    fn leaves_f32(&self, case: &K::Case, tensors: &Tensors) -> bool {
-        let own = self.outside_f32.get_or_init(|| outside_f32::<K>(&self.inputs.case, self.tensors()));
-        *own != outside_f32::<K>(case, tensors)
-    }
-
-    fn leave_out(&mut self, name: &'static str) {
-        let why = "an intermediate leaves fp32's range or comes into it, where powers of two are rounded, too";
-        let variant = Box::new(self.inputs.clone());
-        self.laws.push(Law { name, variant, relations: Vec::new(), left_out: Some(why) });
+        self.any.scale_upstreams();
     }
 
     /// This relation binds every output and gradient.
@@ -149,19 +123,15 @@ impl<'i, K: Declared> Laws<'i, K> {
         number: fn(&mut K::Case) -> &mut f32,
         relations: impl IntoIterator<Item = (&'static str, Relation)>,
     ) {
-        let change = |v: &mut Variant<K>| {
-            v.tensors.scale(scaled, 4.0);
-            v.tensors.scale_scalar(field, 0.25);
-            *number(&mut v.case) /= 4.0;
-        };
-        let Inputs { case, tensors, .. } = self.inputs;
-        let mut variant =
-            Variant { case: case.clone(), tensors: Tensors::clone(tensors), shown: Vec::new(), said: true };
-        change(&mut variant);
-        if self.leaves_f32(&variant.case, &variant.tensors) {
-            return self.leave_out(name);
+        let mut variant = self.variant();
+        variant.tensors.scale(scaled, 4.0);
+        variant.tensors.scale_scalar(field, 0.25);
+        *number(&mut variant.case) /= 4.0;
+        let variant = variant.into_any();
+        if self.any.leaves_f32(&*variant.case, &variant.tensors) {
+            return self.any.leave_out(name);
         }
-        self.law(name, change, relations);
+        self.any.law(name, variant, relations.into_iter().collect());
     }
 
     /// Entries along `axis` know nothing of each other: [`Self::permute`], under this name, and [`Self::independent`].
@@ -173,6 +143,85 @@ impl<'i, K: Declared> Laws<'i, K> {
     /// Entries along `axis` may come in another order: what has the axis follows, bit for bit; what sums over it stays
     /// the same within its budget, if it is a gradient, or bit for bit, if it is an output.
     pub fn permute(&mut self, name: &'static str, axis: &str) {
+        self.any.permute(name, axis);
+    }
+
+    /// Other numbers and lists in the middle entry along `axis` change no other entry of what has the axis.
+    pub fn independent(&mut self, axis: &str) {
+        self.any.independent(axis);
+    }
+}
+
+/// A variant of a case of any operator.
+struct AnyVariant {
+    case: AnyCase,
+    tensors: Tensors,
+    shown: Vec<Shown>,
+    said: bool,
+}
+
+/// [`Laws`] as far as they do not ask for the type of the case.
+struct AnyLaws<'i> {
+    inputs: &'i Inputs,
+    specs: Specs,
+    laws: Vec<Law>,
+    /// Of the case's own tensors, once it is asked for.
+    outside_f32: OnceCell<Option<u64>>,
+}
+
+impl AnyLaws<'_> {
+    fn law(&mut self, name: &'static str, variant: AnyVariant, mut relations: Bindings) {
+        relations.retain(|(name, _)| self.specs.find(name).is_some());
+        if relations.is_empty() {
+            return;
+        }
+        let AnyVariant { case, tensors, shown, said } = variant;
+        let variant = Inputs { shown, said, ..Inputs::of(case, self.inputs.choices.clone(), tensors) };
+        self.laws.push(Law { name, variant: Box::new(variant), relations, left_out: None });
+    }
+
+    /// The case with other tensors.
+    fn with(&self, tensors: Tensors) -> AnyVariant {
+        AnyVariant { case: self.inputs.case.clone(), tensors, shown: Vec::new(), said: true }
+    }
+
+    fn scale_upstreams(&mut self) {
+        const FACTOR: f64 = 4.0;
+        let upstreams: Vec<_> = self.specs.upstreams().map(|(_, upstream)| upstream.name).collect();
+        let factor = |spec: &TensorSpec| if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 };
+        // Sums in any order are repeated within their budgets only.
+        let bound = self.specs.compared().filter(|spec| spec.deterministic);
+        let outputs: Vec<_> = bound.map(|spec| (spec.name, factor(spec))).collect();
+        self.scale("upstreams scale the gradients once", &upstreams, FACTOR, &outputs);
+    }
+
+    fn scale(&mut self, name: &'static str, scaled: &[&'static str], factor: f64, outputs: &[(&'static str, f64)]) {
+        let present = |name: &&str| self.specs.find(name).is_some_and(|spec| spec.elements() > 0);
+        if !scaled.iter().any(present) {
+            return;
+        }
+        let mut tensors = Tensors::clone(&self.inputs.tensors);
+        scaled.iter().for_each(|name| tensors.scale(name, factor));
+        if self.leaves_f32(&*self.inputs.case, &tensors) {
+            return self.leave_out(name);
+        }
+        let relations = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
+        self.law(name, self.with(tensors), relations);
+    }
+
+    /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside of it.
+    fn leaves_f32(&self, case: &dyn DeclaredCase, tensors: &Tensors) -> bool {
+        let own = self.outside_f32.get_or_init(|| outside_f32(&*self.inputs.case, &self.inputs.tensors));
+        *own != outside_f32(case, tensors)
+    }
+
+    fn leave_out(&mut self, name: &'static str) {
+        let why = "an intermediate leaves fp32's range or comes into it, where powers of two are rounded, too";
+        let variant = Box::new(self.inputs.clone());
+        self.laws.push(Law { name, variant, relations: Vec::new(), left_out: Some(why) });
+    }
+
+    fn permute(&mut self, name: &'static str, axis: &str) {
         let Some(extent) = self.specs.extent(axis).filter(|&extent| extent > 1) else { return };
         let order = permutation(self.specs.seed, extent);
         let relation = |spec: &TensorSpec| match (spec.axis(axis), spec.part) {
@@ -180,36 +229,34 @@ impl<'i, K: Declared> Laws<'i, K> {
             (None, Part::Gradient { .. }) => Relation::WithinBudget,
             (None, _) => Relation::Times(1.0),
         };
-        let relations: Vec<_> = self.specs.compared().map(|spec| (spec.name, relation(spec))).collect();
-        let specs = self.specs.clone();
-        self.law(name, |v| v.tensors.permute(&specs, axis, &order), relations);
+        let relations = self.specs.compared().map(|spec| (spec.name, relation(spec))).collect();
+        let mut tensors = Tensors::clone(&self.inputs.tensors);
+        tensors.permute(&self.specs, axis, &order);
+        self.law(name, self.with(tensors), relations);
     }
 
-    /// Other numbers and lists in the middle entry along `axis` change no other entry of what has the axis.
-    pub fn independent(&mut self, axis: &str) {
+    fn independent(&mut self, axis: &str) {
         let Some(extent) = self.specs.extent(axis).filter(|&extent| extent > 1) else { return };
         let middle = extent / 2;
         let bound = self.specs.compared().filter(|spec| spec.deterministic);
         let bound = bound.filter_map(|spec| Some((spec.name, spec.axis(axis)?)));
-        let relations: Vec<_> = bound.map(|(name, axis)| (name, Relation::EqualExcept { axis, at: middle })).collect();
-        let specs = self.specs.clone();
-        let change = |v: &mut Variant<K>| {
-            for spec in specs.present().filter(|spec| spec.is_given()) {
-                if let (Some(at), Some(tensor)) = (spec.axis(axis), v.tensors.get(spec.name)) {
-                    let changed = with_other_entry(tensor, at, middle);
-                    v.tensors.put(spec.name, changed);
-                }
+        let relations = bound.map(|(name, axis)| (name, Relation::EqualExcept { axis, at: middle })).collect();
+        let mut tensors = Tensors::clone(&self.inputs.tensors);
+        for spec in self.specs.present().filter(|spec| spec.is_given()) {
+            if let (Some(at), Some(tensor)) = (spec.axis(axis), tensors.get(spec.name)) {
+                let changed = with_other_entry(tensor, at, middle);
+                tensors.put(spec.name, changed);
             }
-        };
-        self.law("independence", change, relations);
+        }
+        self.law("independence", self.with(tensors), relations);
     }
 }
 
 /// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says so elsewhere.
-pub(super) fn outside_f32<K: Declared>(case: &K::Case, tensors: &Tensors) -> Option<u64> {
+pub(super) fn outside_f32(case: &dyn DeclaredCase, tensors: &Tensors) -> Option<u64> {
     let (bound, mut rounding) = (Bound::new(tensors), Rounding::watching());
-    K::forward(case, &bound, &mut rounding).ok()?;
-    K::backward(case, &bound, &mut rounding).ok()?;
+    case.forward(&bound, &mut rounding).ok()?;
+    case.backward(&bound, &mut rounding).ok()?;
     Some(rounding.outside_f32())
 }
 

@@ -7,8 +7,10 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use super::Profile;
+use super::any::{AnyCase, Declaration};
 use super::declaration::Specs;
-use super::declared::{Declared, checked};
+use super::lines::checked;
+use crate::case::Case;
 
 /// Elements that the tensors of a case may have beyond those of the small case that it grew from, where that takes an extent
 /// to its declared limit.
@@ -23,25 +25,26 @@ fn room(profile: Profile) -> usize {
 const STEPS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 /// One case for each field that is an extent, as large as it may be.
-pub(super) fn edge_cases<K: Declared>(profile: Profile) -> Vec<K::Case> {
-    let typical: Vec<Value> = K::typical().iter().filter_map(|case| serde_json::to_value(case).ok()).collect();
-    let fields: BTreeSet<String> = typical.iter().flat_map(extents::<K>).collect();
+pub(super) fn edge_cases(operator: &dyn Declaration, profile: Profile) -> Vec<AnyCase> {
+    let typical: Vec<Value> = operator.typical().iter().map(|case| Value::Object(case.line().fields)).collect();
+    let fields: BTreeSet<String> = typical.iter().flat_map(|case| extents(operator, case)).collect();
     let largest = |(turn, field): (usize, &String)| {
         let mut turns = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
-        turns.find_map(|case| grown::<K>(case, field, room(profile)))
+        turns.find_map(|case| grown(operator, case, field, room(profile)))
     };
     fields.iter().enumerate().filter_map(largest).collect()
 }
 
-fn case_of<K: Declared>(value: &Value) -> Option<(K::Case, Specs)> {
-    let case = serde_json::from_value(value.clone()).ok()?;
-    let specs = checked::<K>(&case).ok()?;
+fn case_of(operator: &dyn Declaration, value: &Value) -> Option<(AnyCase, Specs)> {
+    let fields = value.as_object()?.clone();
+    let case = operator.parse(&Case { operator: operator.about().name.to_owned(), fields }).ok()?;
+    let specs = checked(&*case).ok()?;
     Some((case, specs))
 }
 
 /// Elements of all tensors together; `None` of a case that is refused.
-fn size<K: Declared>(value: &Value) -> Option<usize> {
-    let (_, specs) = case_of::<K>(value)?;
+fn size(operator: &dyn Declaration, value: &Value) -> Option<usize> {
+    let (_, specs) = case_of(operator, value)?;
     Some(specs.present().fold(0, |sum, spec| sum.saturating_add(spec.elements())))
 }
 
@@ -59,15 +62,15 @@ fn number(case: &Value, field: &str) -> Option<u64> {
 }
 
 /// By how much a field grows at least, and how many elements that adds; `None` of what is no extent of the case.
-fn step<K: Declared>(case: &Value, field: &str) -> Option<(u64, usize)> {
-    let (own, now) = (number(case, field)?, size::<K>(case)?);
-    let more = |step: u64| Some((step, size::<K>(&with(case, field, own + step))?));
+fn step(operator: &dyn Declaration, case: &Value, field: &str) -> Option<(u64, usize)> {
+    let (own, now) = (number(case, field)?, size(operator, case)?);
+    let more = |step: u64| Some((step, size(operator, &with(case, field, own + step))?));
     let (step, then) = STEPS.into_iter().find_map(more)?;
     (then > now).then(|| (step, then - now))
 }
 
 /// The fields of a case that are extents, by their JSON pointers.
-fn extents<K: Declared>(case: &Value) -> Vec<String> {
+fn extents(operator: &dyn Declaration, case: &Value) -> Vec<String> {
     fn fields(value: &Value, path: &str, all: &mut Vec<String>) {
         match value {
             Value::Object(map) => map.iter().for_each(|(name, value)| fields(value, &format!("{path}/{name}"), all)),
@@ -77,15 +80,15 @@ fn extents<K: Declared>(case: &Value) -> Vec<String> {
     }
     let mut all = Vec::new();
     fields(case, "", &mut all);
-    all.retain(|field| step::<K>(case, field).is_some());
+    all.retain(|field| step(operator, case, field).is_some());
     all
 }
 
 /// The case with the other extents as small as makes a step of this one cheaper: at least 2, where they may be.
-fn with_small_others<K: Declared>(case: &Value, field: &str) -> Value {
+fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> Value {
     let mut small = case.clone();
-    for other in extents::<K>(case).iter().filter(|other| *other != field) {
-        let cost = |case: &Value| step::<K>(case, field).map(|(_, elements)| elements);
+    for other in extents(operator, case).iter().filter(|other| *other != field) {
+        let cost = |case: &Value| step(operator, case, field).map(|(_, elements)| elements);
         let (Some(own), Some(now)) = (number(&small, other), cost(&small)) else { continue };
         let sizes = STEPS.into_iter().filter(|&size| (2..own).contains(&size));
         let found = sizes.map(|size| with(&small, other, size)).find(|case| cost(case).is_some_and(|cost| cost < now));
@@ -95,13 +98,13 @@ fn with_small_others<K: Declared>(case: &Value, field: &str) -> Value {
 }
 
 /// The case with the largest extent in a field that there is room for; `None` where it is that already.
-fn grown<K: Declared>(case: &Value, field: &str, room: usize) -> Option<K::Case> {
-    let small = with_small_others::<K>(case, field);
-    let (step, _) = step::<K>(&small, field)?;
-    let (own, now) = (number(&small, field)?, size::<K>(&small)?);
+fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> Option<AnyCase> {
+    let small = with_small_others(operator, case, field);
+    let (step, _) = step(operator, &small, field)?;
+    let (own, now) = (number(&small, field)?, size(operator, &small)?);
     let after = |steps: u64| with(&small, field, own + steps * step);
     let within = |room: usize| {
-        let fits = |steps: u64| size::<K>(&after(steps)).is_some_and(|size| size - now <= room);
+        let fits = |steps: u64| size(operator, &after(steps)).is_some_and(|size| size - now <= room);
         let beyond = std::iter::successors(Some(1u64), |steps| steps.checked_mul(2)).find(|&steps| !fits(steps))?;
         // What fits is below what does not.
         let (mut most, mut too_much) = (beyond / 2, beyond);
@@ -111,9 +114,9 @@ fn grown<K: Declared>(case: &Value, field: &str, room: usize) -> Option<K::Case>
         }
         Some(most)
     };
-    let at_the_limit = within(ROOM_TO_A_LIMIT).filter(|most| size::<K>(&after(most + 1)).is_none());
+    let at_the_limit = within(ROOM_TO_A_LIMIT).filter(|most| size(operator, &after(most + 1)).is_none());
     let most = at_the_limit.or_else(|| within(room)).filter(|&most| most > 0)?;
-    case_of::<K>(&after(most)).map(|(case, _)| case)
+    case_of(operator, &after(most)).map(|(case, _)| case)
 }
 
 #[cfg(test)]

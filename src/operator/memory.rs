@@ -4,8 +4,9 @@ use dsv4_kernels::runtime::arena::{Layout, Violation, ViolationKind};
 use dsv4_kernels::runtime::{Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView, Views};
 
 use super::declaration::{Specs, TensorSpec};
-use super::declared::{layout_of, role};
+use super::inputs::role;
 use super::layouts::Layouts;
+use super::lines::layout_of;
 use super::tensors::{Tensors, repeated_along};
 use crate::operators::Aliasing;
 

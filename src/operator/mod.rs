@@ -12,22 +12,23 @@ use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_reference::precision::Precision;
 use dsv4_reference::{Format, Products};
-use proptest::strategy::BoxedStrategy;
 use serde::Serialize;
 
 use crate::case::{Case, CaseError};
-use crate::judge::golden::GoldenFile;
-use crate::record::{OperatorRecord, Seconds};
+use crate::record::Seconds;
 
+pub mod any;
 pub mod benchmarks;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;
 pub mod family;
 pub mod golden;
+mod inputs;
 pub mod laws;
 pub mod layouts;
 mod limits;
+mod lines;
 mod memory;
 pub mod prelude;
 mod probe;
@@ -39,6 +40,7 @@ pub mod special;
 pub mod tensors;
 mod timing;
 
+pub use any::AnyOperator;
 pub use family::Family;
 pub use sequence::{Repeat, Sequence};
 
@@ -94,114 +96,6 @@ impl Profile {
 
 /// A kernel file and the defines that it is compiled with.
 pub type ModuleSpecification = (String, Vec<(String, String)>);
-
-/// An entry of the registry.
-pub trait Operator: Sync {
-    /// What it is called.
-    fn name(&self) -> &'static str;
-
-    /// The part of the model that it belongs to.
-    fn family(&self) -> Family;
-
-    /// What it computes, in one sentence.
-    fn summary(&self) -> &'static str;
-
-    /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
-    fn describe(&self) -> OperatorRecord;
-
-    /// The operators whose launches it composes, where it has no kernel of its own.
-    fn chain(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    /// Draws cases; shrinks towards the smallest.
-    fn strategy(&self, profile: Profile) -> BoxedStrategy<Case>;
-
-    /// One case for each way in which the operator is used, small, with rows that have gaps.
-    fn typical_cases(&self) -> Vec<Case>;
-
-    /// Cases that every sweep runs first: they must not be left to chance.
-    fn edge_cases(&self, profile: Profile) -> Vec<Case>;
-
-    /// The case dense, and with every tensor spread over memory of its own ([`layouts::spread`]).
-    ///
-    /// # Errors
-    /// A field that the operator cannot take.
-    fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError>;
-
-    /// Whether there is such a case, without its data.
-    ///
-    /// # Errors
-    /// A field that the operator cannot take.
-    fn check(&self, case: &Case) -> Result<(), CaseError>;
-
-    /// How many cases a sweep draws unless told otherwise.
-    fn default_cases(&self, profile: Profile) -> usize;
-
-    /// Every module that its launcher may compile, for checks without a GPU.
-    fn modules(&self) -> Vec<ModuleSpecification>;
-
-    /// A small case with data in it, for a person to start from.
-    fn example(&self) -> Case;
-
-    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation; `None` where it can.
-    /// A sweep counts such cases as skips.
-    fn cannot_run(&self, _case: &Case, _environment: &Environment) -> Option<String> {
-        None
-    }
-
-    /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).
-    ///
-    /// # Errors
-    /// A field that the operator cannot take; a case that takes more.
-    fn prepare(&self, case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
-        self.prepare_within(case, size::limit())
-    }
-
-    /// Makes the inputs of a case, if it takes no more memory than this in all: on the host, on the emulator and in the
-    /// oracle. Nothing is allocated before that is known.
-    ///
-    /// # Errors
-    /// As [`Self::prepare`].
-    fn prepare_within(&self, case: &Case, limit: size::Limit) -> Result<Box<dyn Prepared>, CaseError>;
-
-    /// Bytes that the case takes of the machine's memory, at the most.
-    ///
-    /// # Errors
-    /// A field that the operator cannot take.
-    fn bytes(&self, case: &Case) -> Result<u128, CaseError>;
-
-    /// Elements of all of a case's tensors and of what one run of its oracle holds beside them, which the time that the case takes
-    /// grows with. The same on every machine.
-    ///
-    /// # Errors
-    /// A field that the operator cannot take.
-    fn elements(&self, case: &Case) -> Result<u128, CaseError>;
-
-    /// The kinds of golden files that are about it ([`GoldenFile::operator`]).
-    fn golden_kinds(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    /// What a golden file means to this operator; no case where it is about another one.
-    ///
-    /// # Errors
-    /// A file of [`Self::golden_kinds`] that does not fit, or of which nothing is made.
-    fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError>;
-
-    /// Spoils the launchers' arguments one by one, and says what became of each.
-    ///
-    /// # Errors
-    /// Arguments that cannot be made, or are refused unspoilt.
-    fn refusals(&self, _device: &Device) -> Result<Vec<refusals::Refusal>, CaseError> {
-        Ok(Vec::new())
-    }
-
-    /// What is timed on a device like this one.
-    fn benchmarks(&self, _environment: &Environment) -> Vec<Box<dyn benchmarks::Timed>> {
-        Vec::new()
-    }
-}
 
 /// Forward output or gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -385,7 +279,7 @@ impl Default for Arithmetic {
 }
 
 /// A case with its inputs. Its oracle may run on several threads at once.
-pub trait Prepared: Sync {
+pub trait PreparedCase: Sync {
     /// The operator.
     fn operator(&self) -> &'static str;
 
@@ -473,7 +367,7 @@ pub struct Law {
     /// Name; appears as `law: NAME`, or as `independence`.
     pub name: &'static str,
     /// The other inputs.
-    pub variant: Box<dyn Prepared>,
+    pub variant: Box<dyn PreparedCase>,
     /// For each tensor that is bound by it, what must hold.
     pub relations: Vec<(&'static str, Relation)>,
     /// Why this case is not held to it, where it is not: a counted skip.
@@ -548,7 +442,7 @@ pub trait GradientProbe {
 /// A golden file as a case of an operator, with what the independent implementation got.
 pub struct GoldenCase {
     /// Inputs from the file.
-    pub prepared: Box<dyn Prepared>,
+    pub prepared: Box<dyn PreparedCase>,
     /// What the file says of some outputs.
     pub expected: Vec<ExpectedTensor>,
     /// Why the kernel cannot run this case, if it cannot (the oracle always does).

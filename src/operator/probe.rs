@@ -6,23 +6,24 @@ use dsv4_reference::precision::Rounding;
 
 use super::GradientProbe;
 use super::declaration::{Specs, TensorSpec};
-use super::declared::{Declared, Inputs, oracle_error};
+use super::inputs::Inputs;
+use super::lines::oracle_error;
 use super::special;
 use super::tensors::Bound;
 use crate::case::CaseError;
 use crate::operators::elements;
 
 /// The oracle as a function of the inputs that have gradients, of the outputs that have upstreams.
-pub(super) struct Probe<'i, K: Declared> {
-    inputs: &'i Inputs<K>,
+pub(super) struct Probe<'i> {
+    inputs: &'i Inputs,
     /// Differentiable inputs, and the names of their gradients.
     variables: Vec<(TensorSpec, &'static str)>,
     /// Names of outputs, their extents, and the names of their upstreams.
     outputs: Vec<(&'static str, Vec<usize>, &'static str)>,
 }
 
-impl<'i, K: Declared> Probe<'i, K> {
-    pub fn new(inputs: &'i Inputs<K>, specs: &Specs) -> Self {
+impl<'i> Probe<'i> {
+    pub fn new(inputs: &'i Inputs, specs: &Specs) -> Self {
         let variables = specs.gradients().map(|(input, gradient)| (input.clone(), gradient.name)).collect();
         let outputs =
             specs.upstreams().map(|(output, upstream)| (output.name, output.shape(), upstream.name)).collect();
@@ -46,7 +47,7 @@ impl<'i, K: Declared> Probe<'i, K> {
     }
 
     fn forward(&self, tensors: Vec<Tensor>) -> dsv4_reference::Result<Named> {
-        K::forward(&self.inputs.case, &self.at(tensors), &mut Rounding::exact())
+        self.inputs.case.forward(&self.at(tensors), &mut Rounding::exact())
     }
 
     fn run_autograd(&self, upstream: &[Vec<f64>]) -> dsv4_reference::Result<Vec<Vec<f64>>> {
@@ -72,7 +73,7 @@ impl<'i, K: Declared> Probe<'i, K> {
         for ((_, shape, name), weights) in self.outputs.iter().zip(upstream) {
             bound = bound.with(name, f64_tensor(weights, shape)?);
         }
-        let computed = K::backward(&self.inputs.case, &bound, &mut Rounding::exact())?;
+        let computed = self.inputs.case.backward(&bound, &mut Rounding::exact())?;
         let gradient = |(_, name): &(_, &'static str)| Ok(elements(computed.tensor(name)?)?);
         self.variables.iter().map(gradient).collect()
     }
@@ -82,7 +83,7 @@ fn f64_tensor(values: &[f64], shape: &[usize]) -> dsv4_reference::Result<Tensor>
     Ok(Tensor::from_slice(values, shape, &Cpu::Cpu)?)
 }
 
-impl<K: Declared> GradientProbe for Probe<'_, K> {
+impl GradientProbe for Probe<'_> {
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)> {
         // Rows that nobody may read are NaN, and have no neighbourhood to differentiate in.
         let clean = |values: Vec<f64>| values.into_iter().map(|v| if v.is_nan() { 0.0 } else { v }).collect();
@@ -92,7 +93,7 @@ impl<K: Declared> GradientProbe for Probe<'_, K> {
     fn scales(&self) -> Vec<Option<Vec<f64>>> {
         let Inputs { case, tensors, .. } = self.inputs;
         let declared = |spec: &TensorSpec| special::bends_over(spec, &tensors.values(spec.name));
-        let own = |spec: &TensorSpec| K::bends_over(case, tensors, spec.name).or_else(|| declared(spec));
+        let own = |spec: &TensorSpec| case.bends_over(tensors, spec.name).or_else(|| declared(spec));
         self.variables.iter().map(|(spec, _)| own(spec)).collect()
     }
 
@@ -102,14 +103,14 @@ impl<K: Declared> GradientProbe for Probe<'_, K> {
             let values = |name| Ok(elements(computed.tensor(name)?)?);
             self.outputs.iter().map(|(name, ..)| values(name)).collect::<dsv4_reference::Result<_>>()
         };
-        run().map_err(oracle_error::<K>)
+        run().map_err(|e| oracle_error(self.inputs.case.name(), e))
     }
 
     fn autograd(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
-        self.run_autograd(upstream).map_err(oracle_error::<K>)
+        self.run_autograd(upstream).map_err(|e| oracle_error(self.inputs.case.name(), e))
     }
 
     fn backward(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError> {
-        self.run_backward(upstream).map_err(oracle_error::<K>)
+        self.run_backward(upstream).map_err(|e| oracle_error(self.inputs.case.name(), e))
     }
 }

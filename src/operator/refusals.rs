@@ -5,8 +5,11 @@ use std::collections::BTreeMap;
 
 use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView, Views};
 
+use super::any::Declaration;
 use super::declaration::{Axis, Part, Specs, Strides, TensorSpec};
-use super::declared::{Choices, Declared, Inputs, Launches, oracle_error};
+use super::declared::Launches;
+use super::inputs::Inputs;
+use super::lines::{Choices, oracle_error};
 use super::memory::Placed;
 use super::tensors::Tensors;
 use crate::case::CaseError;
@@ -28,30 +31,30 @@ struct Spoilt {
 }
 
 /// Spoils every tensor of every typical case that can run on this device.
-pub(super) fn of<K: Declared>(device: &Device) -> Result<Vec<Refusal>, CaseError> {
+pub(super) fn of(operator: &dyn Declaration, device: &Device) -> Result<Vec<Refusal>, CaseError> {
     let mut refusals = Vec::new();
-    for case in K::typical() {
-        if K::cannot_run(&case, device.environment()).is_some() {
+    for case in operator.typical() {
+        if case.cannot_run(device.environment()).is_some() {
             continue;
         }
-        let specs = K::tensors(&case);
+        let specs = case.tensors();
         let mut tensors = Tensors::draw(&specs, None);
-        K::amend(&case, &mut tensors).map_err(oracle_error::<K>)?;
-        let inputs = Inputs::<K>::of(case, Choices::default(), tensors);
-        refusals.extend(of_case(&inputs, &specs, device).map_err(oracle_error::<K>)?);
+        case.amend(&mut tensors).map_err(|e| oracle_error(case.name(), e))?;
+        let inputs = Inputs::of(case, Choices::default(), tensors);
+        refusals.extend(of_case(&inputs, &specs, device).map_err(|e| oracle_error(inputs.case.name(), e))?);
     }
     Ok(refusals)
 }
 
-fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> Result<Vec<Refusal>, RuntimeError> {
+fn of_case(inputs: &Inputs, specs: &Specs, device: &Device) -> Result<Vec<Refusal>, RuntimeError> {
     let mut placed = Placed::place(device, Contract::NAN, specs, &inputs.choices.layouts, &inputs.tensors)?;
-    for (name, bytes) in K::workspaces(&inputs.case, placed.views(), device)? {
+    for (name, bytes) in inputs.case.workspaces(placed.views(), device)? {
         placed.workspace(name, bytes)?;
     }
     let launch = |views: &Views| {
         let mut run = Launches::new(device, placed.arena());
-        K::launch(&inputs.case, views, &mut run)?;
-        if specs.gradients().next().is_some() { K::launch_backward(&inputs.case, views, &mut run) } else { Ok(()) }
+        inputs.case.launch(views, &mut run)?;
+        if specs.gradients().next().is_some() { inputs.case.launch_backward(views, &mut run) } else { Ok(()) }
     };
     // Unspoilt, it runs: otherwise every refusal would be right for the wrong reason.
     launch(placed.views())?;
@@ -59,7 +62,7 @@ fn of_case<K: Declared>(inputs: &Inputs<K>, specs: &Specs, device: &Device) -> R
         let mut views = placed.views().clone();
         spoilt.views.into_iter().for_each(|(name, view)| views.put(name, view));
         Refusal {
-            what: format!("{}: {}", K::ABOUT.name, spoilt.what),
+            what: format!("{}: {}", inputs.case.name(), spoilt.what),
             problem: problem(launch(&views), &spoilt.blamed),
         }
     };

@@ -1,62 +1,61 @@
 //! Every operator, one line each.
 
 use crate::case::{Case, CaseError};
-use crate::operator::declared::Op;
-use crate::operator::{Operator, Prepared};
+use crate::operator::{AnyOperator, PreparedCase};
 use crate::operators;
 
 /// The operators, in the order of the specification.
 #[rustfmt::skip]
-pub static OPERATORS: &[&dyn Operator] = &[
-    &Op::<operators::embed_streams::EmbedStreams>::new(),
-    &Op::<operators::mhc_mix::MhcMix>::new(),
-    &Op::<operators::mhc_pre::MhcPre>::new(),
-    &Op::<operators::mhc_post::MhcPost>::new(),
-    &Op::<operators::mhc_post_mix_pre::MhcPostMixPre>::new(),
-    &Op::<operators::mhc_block::MhcBlock>::new(),
-    &Op::<operators::mhc_head::MhcHead>::new(),
-    &Op::<operators::rms_norm::RmsNorm>::new(),
-    &Op::<operators::rope::Rope>::new(),
-    &Op::<operators::quantize_fp8::QuantizeFp8>::new(),
-    &Op::<operators::quantize_mxfp4::QuantizeMxfp4>::new(),
-    &Op::<operators::quantize_nvfp4::QuantizeNvfp4>::new(),
-    &Op::<operators::scale_swizzle::ScaleSwizzle>::new(),
-    &Op::<operators::gate_up_interleave::GateUpInterleave>::new(),
-    &Op::<operators::linear::Linear>::new(),
-    &Op::<operators::query_norm_rope::QueryNormRope>::new(),
-    &Op::<operators::query_projection::QueryProjection>::new(),
-    &Op::<operators::kv_norm_rope_write::KvNormRopeWrite>::new(),
-    &Op::<operators::kv_projection::KvProjection>::new(),
-    &Op::<operators::compressor::Compressor>::new(),
-    &Op::<operators::compressor_stream::CompressorStream>::new(),
-    &Op::<operators::hadamard::Hadamard>::new(),
-    &Op::<operators::indexer_query::IndexerQuery>::new(),
-    &Op::<operators::indexer_logits::IndexerLogits>::new(),
-    &Op::<operators::topk::Topk>::new(),
-    &Op::<operators::sparse_attention::SparseAttention>::new(),
-    &Op::<operators::attention_output_rotation::AttentionOutputRotation>::new(),
-    &Op::<operators::decode_attention::DecodeAttention>::new(),
-    &Op::<operators::attention_combine::AttentionCombine>::new(),
-    &Op::<operators::inverse_rope_quantize::InverseRopeQuantize>::new(),
-    &Op::<operators::output_projection::OutputProjection>::new(),
-    &Op::<operators::kv_cache_write::KvCacheWrite>::new(),
-    &Op::<operators::indexer_cache_write::IndexerCacheWrite>::new(),
-    &Op::<operators::router::Router>::new(),
-    &Op::<operators::moe_map::MoeMap>::new(),
-    &Op::<operators::moe_expand::MoeExpand>::new(),
-    &Op::<operators::grouped_linear::GroupedLinear>::new(),
-    &Op::<operators::swiglu::Swiglu>::new(),
-    &Op::<operators::swiglu_quantize::SwigluQuantize>::new(),
-    &Op::<operators::grouped_linear_swiglu::GroupedLinearSwiglu>::new(),
-    &Op::<operators::moe_reduce::MoeReduce>::new(),
-    &Op::<operators::moe::Moe>::new(),
-    &Op::<operators::lm_head::LmHead>::new(),
-    &Op::<operators::sampler::Sampler>::new(),
-    &Op::<operators::score_recompute::ScoreRecompute>::new(),
-    &Op::<operators::indexer_recompute::IndexerRecompute>::new(),
-    &Op::<operators::indexer_loss::IndexerLoss>::new(),
-    &Op::<operators::indexer_backward::IndexerBackward>::new(),
-    &Op::<operators::indexer_distillation::IndexerDistillation>::new(),
+pub static OPERATORS: &[&AnyOperator] = &[
+    &AnyOperator::of::<operators::embed_streams::EmbedStreams>(),
+    &AnyOperator::of::<operators::mhc_mix::MhcMix>(),
+    &AnyOperator::of::<operators::mhc_pre::MhcPre>(),
+    &AnyOperator::of::<operators::mhc_post::MhcPost>(),
+    &AnyOperator::of::<operators::mhc_post_mix_pre::MhcPostMixPre>(),
+    &AnyOperator::of::<operators::mhc_block::MhcBlock>(),
+    &AnyOperator::of::<operators::mhc_head::MhcHead>(),
+    &AnyOperator::of::<operators::rms_norm::RmsNorm>(),
+    &AnyOperator::of::<operators::rope::Rope>(),
+    &AnyOperator::of::<operators::quantize_fp8::QuantizeFp8>(),
+    &AnyOperator::of::<operators::quantize_mxfp4::QuantizeMxfp4>(),
+    &AnyOperator::of::<operators::quantize_nvfp4::QuantizeNvfp4>(),
+    &AnyOperator::of::<operators::scale_swizzle::ScaleSwizzle>(),
+    &AnyOperator::of::<operators::gate_up_interleave::GateUpInterleave>(),
+    &AnyOperator::of::<operators::linear::Linear>(),
+    &AnyOperator::of::<operators::query_norm_rope::QueryNormRope>(),
+    &AnyOperator::of::<operators::query_projection::QueryProjection>(),
+    &AnyOperator::of::<operators::kv_norm_rope_write::KvNormRopeWrite>(),
+    &AnyOperator::of::<operators::kv_projection::KvProjection>(),
+    &AnyOperator::of::<operators::compressor::Compressor>(),
+    &AnyOperator::of::<operators::compressor_stream::CompressorStream>(),
+    &AnyOperator::of::<operators::hadamard::Hadamard>(),
+    &AnyOperator::of::<operators::indexer_query::IndexerQuery>(),
+    &AnyOperator::of::<operators::indexer_logits::IndexerLogits>(),
+    &AnyOperator::of::<operators::topk::Topk>(),
+    &AnyOperator::of::<operators::sparse_attention::SparseAttention>(),
+    &AnyOperator::of::<operators::attention_output_rotation::AttentionOutputRotation>(),
+    &AnyOperator::of::<operators::decode_attention::DecodeAttention>(),
+    &AnyOperator::of::<operators::attention_combine::AttentionCombine>(),
+    &AnyOperator::of::<operators::inverse_rope_quantize::InverseRopeQuantize>(),
+    &AnyOperator::of::<operators::output_projection::OutputProjection>(),
+    &AnyOperator::of::<operators::kv_cache_write::KvCacheWrite>(),
+    &AnyOperator::of::<operators::indexer_cache_write::IndexerCacheWrite>(),
+    &AnyOperator::of::<operators::router::Router>(),
+    &AnyOperator::of::<operators::moe_map::MoeMap>(),
+    &AnyOperator::of::<operators::moe_expand::MoeExpand>(),
+    &AnyOperator::of::<operators::grouped_linear::GroupedLinear>(),
+    &AnyOperator::of::<operators::swiglu::Swiglu>(),
+    &AnyOperator::of::<operators::swiglu_quantize::SwigluQuantize>(),
+    &AnyOperator::of::<operators::grouped_linear_swiglu::GroupedLinearSwiglu>(),
+    &AnyOperator::of::<operators::moe_reduce::MoeReduce>(),
+    &AnyOperator::of::<operators::moe::Moe>(),
+    &AnyOperator::of::<operators::lm_head::LmHead>(),
+    &AnyOperator::of::<operators::sampler::Sampler>(),
+    &AnyOperator::of::<operators::score_recompute::ScoreRecompute>(),
+    &AnyOperator::of::<operators::indexer_recompute::IndexerRecompute>(),
+    &AnyOperator::of::<operators::indexer_loss::IndexerLoss>(),
+    &AnyOperator::of::<operators::indexer_backward::IndexerBackward>(),
+    &AnyOperator::of::<operators::indexer_distillation::IndexerDistillation>(),
 ];
 
 /// Names of all operators.
@@ -68,7 +67,7 @@ pub fn names() -> Vec<&'static str> {
 ///
 /// # Errors
 /// [`CaseError::UnknownOperator`] with similar names.
-pub fn find(name: &str) -> Result<&'static dyn Operator, CaseError> {
+pub fn find(name: &str) -> Result<&'static AnyOperator, CaseError> {
     OPERATORS
         .iter()
         .copied()
@@ -106,7 +105,7 @@ fn did_you_mean(name: &str) -> String {
 ///
 /// # Errors
 /// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], since what runs twice would count twice.
-pub fn select(list: Option<&str>) -> Result<Vec<&'static dyn Operator>, CaseError> {
+pub fn select(list: Option<&str>) -> Result<Vec<&'static AnyOperator>, CaseError> {
     let Some(list) = list else { return Ok(OPERATORS.to_vec()) };
     let names: Vec<&str> = list.split(',').map(str::trim).collect();
     if let Some(at) = (1..names.len()).find(|&at| names[..at].contains(&names[at])) {
@@ -119,6 +118,6 @@ pub fn select(list: Option<&str>) -> Result<Vec<&'static dyn Operator>, CaseErro
 ///
 /// # Errors
 /// An unknown operator, or a field that the operator cannot take.
-pub fn prepare(case: &Case) -> Result<Box<dyn Prepared>, CaseError> {
+pub fn prepare(case: &Case) -> Result<Box<dyn PreparedCase>, CaseError> {
     find(&case.operator)?.prepare(case)
 }

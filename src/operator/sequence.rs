@@ -14,8 +14,11 @@ use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, Device, RuntimeError};
 use serde_json::Value;
 
+use super::any::AnyCase;
 use super::declaration::{Source, Specs, TensorSpec};
-use super::declared::{Choices, Declared, Inputs, Launches, case_of, read, too_large_on};
+use super::declared::Launches;
+use super::inputs::Inputs;
+use super::lines::{Choices, line, read, too_large_on};
 use super::memory::Placed;
 use super::tensors::Tensors;
 use super::{KernelRun, format_of};
@@ -59,11 +62,7 @@ impl Sequence {
 }
 
 /// Runs the sequence of a case.
-pub(super) fn of<K: Declared>(
-    inputs: &Inputs<K>,
-    device: &Device,
-    contract: Contract,
-) -> Result<Sequence, RuntimeError> {
+pub(super) fn of(inputs: &Inputs, device: &Device, contract: Contract) -> Result<Sequence, RuntimeError> {
     let (specs, mut sequence) = (inputs.specs(), Sequence::default());
     let (mut here, mut elsewhere) = buffers(inputs, &specs, device, contract, &mut sequence)?;
     let other = drawn_anew(inputs, &specs, &here, device).unwrap_or_else(|why| {
@@ -96,8 +95,8 @@ pub(super) fn of<K: Declared>(
 }
 
 /// Buffers to call in twice, and others beside them where there is memory for both.
-fn buffers<'d, K: Declared>(
-    inputs: &Inputs<K>,
+fn buffers<'d>(
+    inputs: &Inputs,
     specs: &Specs,
     device: &'d Device,
     contract: Contract,
@@ -121,9 +120,9 @@ fn buffers<'d, K: Declared>(
 }
 
 /// Records the launches while their buffers hold other data, and replays them.
-fn replays<K: Declared>(
-    inputs: &Inputs<K>,
-    other: &Inputs<K>,
+fn replays(
+    inputs: &Inputs,
+    other: &Inputs,
     specs: &Specs,
     placed: &mut Placed<'_>,
     sequence: &mut Sequence,
@@ -136,9 +135,9 @@ fn replays<K: Declared>(
     placed.rewrite(specs, &other.tensors)?;
     let recorded = recorder.record(&mut || {
         let mut run = Launches::timed(device);
-        K::launch(&inputs.case, placed.views(), &mut run)?;
+        inputs.case.launch(placed.views(), &mut run)?;
         if specs.gradients().next().is_some() {
-            K::launch_backward(&inputs.case, placed.backward_views(), &mut run)?;
+            inputs.case.launch_backward(placed.backward_views(), &mut run)?;
         }
         Ok(())
     })?;
@@ -162,12 +161,7 @@ fn is_overwritten(specs: &Specs, name: &str) -> bool {
 }
 
 /// The case with other seeds, the first that go with the buffers of this one, or why none does.
-fn drawn_anew<K: Declared>(
-    inputs: &Inputs<K>,
-    specs: &Specs,
-    placed: &Placed<'_>,
-    device: &Device,
-) -> Result<Inputs<K>, String> {
+fn drawn_anew(inputs: &Inputs, specs: &Specs, placed: &Placed<'_>, device: &Device) -> Result<Inputs, String> {
     let mut why = String::new();
     for change in 1..=SEEDS {
         match drawn_with(inputs, specs, placed, device, change) {
@@ -179,31 +173,31 @@ fn drawn_anew<K: Declared>(
 }
 
 /// The case with seeds changed by `change`, or why that does not go with the buffers of this one.
-fn drawn_with<K: Declared>(
-    inputs: &Inputs<K>,
+fn drawn_with(
+    inputs: &Inputs,
     specs: &Specs,
     placed: &Placed<'_>,
     device: &Device,
     change: u64,
-) -> Result<Inputs<K>, String> {
+) -> Result<Inputs, String> {
     // Special numbers lie where they lie, whatever the seed: the other data have none.
     let choices = Choices { layouts: inputs.choices.layouts.clone(), special: None };
-    let mut line = case_of::<K>(&inputs.case, &choices);
+    let mut line = line(&*inputs.case, &choices);
     let seeds: usize = line.fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum();
     if seeds == 0 {
         return Err("the case has no field `seed`".into());
     }
-    let (case, choices) = read::<K>(&line).map_err(|error| error.to_string())?;
-    let mut others_specs = K::tensors(&case);
+    let (case, choices) = read(inputs.case.operator(), &line).map_err(|error| error.to_string())?;
+    let mut others_specs = case.tensors();
     others_specs.seed = specs.seed;
     if others_specs != *specs {
         return Err("tensors drawn by other seeds are of other extents".into());
     }
-    let workspaces = |case| K::workspaces(case, placed.views(), device).map_err(|error| error.to_string());
+    let workspaces = |case: &AnyCase| case.workspaces(placed.views(), device).map_err(|error| error.to_string());
     if workspaces(&case)? != workspaces(&inputs.case)? {
         return Err("workspaces of other seeds are of other sizes".into());
     }
-    let other = Inputs::<K>::draw(case, choices).map_err(|error| error.to_string())?;
+    let other = Inputs::draw(case, choices).map_err(|error| error.to_string())?;
     let form = |tensors: &Tensors| -> Vec<_> {
         tensors.iter().map(|(name, tensor)| (name, tensor.dtype, tensor.shape.clone())).collect()
     };
@@ -227,7 +221,7 @@ fn reseed(name: &str, value: &mut Value, change: u64) -> usize {
 }
 
 /// The case's own data with other floating-point numbers. All negated would be too little: products of two would stay.
-fn with_other_numbers<K: Declared>(inputs: &Inputs<K>, specs: &Specs) -> Inputs<K> {
+fn with_other_numbers(inputs: &Inputs, specs: &Specs) -> Inputs {
     let mut reseeded = specs.clone();
     reseeded.seed ^= 1;
     let (mut tensors, drawn) = (Tensors::clone(&inputs.tensors), Tensors::draw(&reseeded, None));

@@ -11,8 +11,8 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use super::declaration::{Specs, TensorSpec};
-use super::declared::layout_of;
 use super::layouts::Layouts;
+use super::lines::layout_of;
 use crate::judge::yardstick::{NEAREST_RUNS, WORKING_RUNS};
 
 /// Copies of a given tensor on the host: the case's, one for each of a dozen variants of laws, and those being made.

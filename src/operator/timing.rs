@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
 
-use super::declared::{Choices, Declared, Inputs, Launches, checked};
+use super::declared::Launches;
+use super::inputs::Inputs;
 use super::layouts::Layouts;
+use super::lines::{Choices, checked};
 use crate::record::Seconds;
 
 /// Calls before those that are timed.
@@ -14,16 +16,16 @@ const WARM_UPS: usize = 3;
 const CALLS: usize = 11;
 
 /// The times of the forward and of the backward, where there is one.
-pub(super) fn of<K: Declared>(inputs: &Inputs<K>, device: &Device) -> Result<Seconds, RuntimeError> {
+pub(super) fn of(inputs: &Inputs, device: &Device) -> Result<Seconds, RuntimeError> {
     let inputs = at_best(inputs, device.environment());
     let specs = inputs.specs();
     let placed = inputs.placed(device, Contract::NAN, &specs)?;
     // What is recorded may not compile, and the backward reads what a forward saved.
     inputs.launched(&specs, &placed)?;
-    let forward = median(device, || K::launch(&inputs.case, placed.views(), &mut Launches::timed(device)))?;
+    let forward = median(device, || inputs.case.launch(placed.views(), &mut Launches::timed(device)))?;
     let mut backward = None;
     if specs.gradients().next().is_some() {
-        let call = || K::launch_backward(&inputs.case, placed.backward_views(), &mut Launches::timed(device));
+        let call = || inputs.case.launch_backward(placed.backward_views(), &mut Launches::timed(device));
         backward = Some(median(device, call)?);
     }
     Ok(Seconds { forward: Some(forward), backward })
@@ -31,9 +33,9 @@ pub(super) fn of<K: Declared>(inputs: &Inputs<K>, device: &Device) -> Result<Sec
 
 /// The same call by the fastest kernels for it, on dense tensors, as the other kernel gets them: which of ours run, and how
 /// their memory lies, is drawn to find bugs. As the case says where that cannot be.
-fn at_best<K: Declared>(inputs: &Inputs<K>, environment: &Environment) -> Inputs<K> {
-    let case = K::fastest(&inputs.case, environment);
-    if checked::<K>(&case).is_err() || K::cannot_run(&case, environment).is_some() {
+fn at_best(inputs: &Inputs, environment: &Environment) -> Inputs {
+    let case = inputs.case.fastest(environment);
+    if checked(&*case).is_err() || case.cannot_run(environment).is_some() {
         return inputs.clone();
     }
     let choices = Choices { layouts: Layouts::new(), ..inputs.choices.clone() };
@@ -56,6 +58,8 @@ mod tests {
 
     use super::*;
     use crate::operator::Profile;
+    use crate::operator::any::any;
+    use crate::operator::declared::Operator;
     use crate::operators::Implementation;
     use crate::operators::attention_output_rotation::AttentionOutputRotation;
     use crate::operators::decode_attention::DecodeAttention;
@@ -74,9 +78,9 @@ mod tests {
         }
     }
 
-    fn assert_the_same_call<K: Declared>() {
+    fn assert_the_same_call<K: Operator>() {
         let form = |case: &K::Case| -> Vec<_> {
-            let specs = checked::<K>(case).unwrap_or_else(|refused| panic!("{refused:?}: {case:?}"));
+            let specs = checked(&*any::<K>(case.clone())).unwrap_or_else(|refused| panic!("{refused:?}: {case:?}"));
             specs.present().map(|spec| (spec.name, spec.shape(), spec.dtype)).collect()
         };
         for case in K::edge_cases(Profile::Quick) {

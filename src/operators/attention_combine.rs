@@ -68,7 +68,7 @@ fn plain(num_parts: usize, num_tokens: usize, num_heads: usize, v_dim: usize) ->
     }
 }
 
-impl Declared for AttentionCombine {
+impl Operator for AttentionCombine {
     type Case = AttentionCombineCase;
 
     const ABOUT: About = About {

@@ -91,7 +91,7 @@ fn rotated(v: &Views, x: &'static str, y: &'static str) -> Views {
     v.only(&[x, y, "cos", "sin"]).renamed(&[(x, "x"), (y, "y")])
 }
 
-impl<const IN_PLACE: bool> Declared for AttentionOutputRotation<IN_PLACE> {
+impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     type Case = AttentionOutputRotationCase;
 
     const ABOUT: About = About {

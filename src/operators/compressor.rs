@@ -245,7 +245,7 @@ fn set_ends(c: &CompressorCase, tensors: &mut Tensors) {
     tensors.put("cu_entries", HostTensor::from_i32(&[cu_entries.len()], &cu_entries));
 }
 
-impl Declared for Compressor {
+impl Operator for Compressor {
     type Case = CompressorCase;
     // A thread adds four numbers of a row.
     const SUM_LANES: usize = 4;

@@ -195,7 +195,7 @@ fn set_steps(c: &CompressorStreamCase, tensors: &mut Tensors) {
     set("first_positions", steps.iter().flat_map(|step| step.first_positions.clone()).collect());
 }
 
-impl Declared for CompressorStream {
+impl Operator for CompressorStream {
     type Case = CompressorStreamCase;
     // A thread adds four numbers of a row.
     const SUM_LANES: usize = 4;

@@ -227,7 +227,7 @@ impl StoreNames {
     }
 }
 
-impl Declared for DecodeAttention {
+impl Operator for DecodeAttention {
     type Case = DecodeAttentionCase;
     const SUM_LANES: usize = 4;
 

@@ -47,7 +47,7 @@ fn plain(num_tokens: usize, vocab_size: usize, hidden_size: usize) -> EmbedStrea
     EmbedStreamsCase { num_tokens, vocab_size, num_streams, hidden_size, dtype, token_ids, data }
 }
 
-impl Declared for EmbedStreams {
+impl Operator for EmbedStreams {
     type Case = EmbedStreamsCase;
 
     const ABOUT: About = About {

@@ -56,7 +56,7 @@ impl GateUpInterleaveCase {
     }
 }
 
-impl Declared for GateUpInterleave {
+impl Operator for GateUpInterleave {
     type Case = GateUpInterleaveCase;
 
     const ABOUT: About = About {

@@ -258,7 +258,7 @@ impl GroupedLinearCase {
     }
 }
 
-impl Declared for GroupedLinear {
+impl Operator for GroupedLinear {
     type Case = GroupedLinearCase;
 
     const ABOUT: About = About {
@@ -583,7 +583,7 @@ fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
 }
 
 /// What one row or one expert's weights hold is nothing to other rows of these tensors, and what nobody's rows hold to none.
-pub(super) fn laws_of_rows<K: Declared>(
+pub(super) fn laws_of_rows<K: Operator>(
     c: &GroupedLinearCase,
     laws: &mut Laws<'_, K>,
     written: &'static [&'static str],

@@ -232,7 +232,7 @@ impl GroupedLinearSwigluCase {
     }
 }
 
-impl Declared for GroupedLinearSwiglu {
+impl Operator for GroupedLinearSwiglu {
     type Case = GroupedLinearSwigluCase;
 
     const ABOUT: About = About {

@@ -38,7 +38,7 @@ pub(super) fn of_oracle(stored: Stored) -> reference::Stored {
     }
 }
 
-impl Declared for Hadamard {
+impl Operator for Hadamard {
     type Case = HadamardCase;
 
     const ABOUT: About = About {
@@ -139,6 +139,6 @@ impl Declared for Hadamard {
             let case = plain(num_rows, Float::Bf16, stored);
             Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 8.0)
         };
-        Stored::ALL.map(benchmark).to_vec()
+        Stored::ALL.map(benchmark).into()
     }
 }

@@ -85,7 +85,7 @@ impl IndexerBackwardCase {
     }
 }
 
-impl Declared for IndexerBackward {
+impl Operator for IndexerBackward {
     type Case = IndexerBackwardCase;
     const SUM_LANES: usize = 4;
 

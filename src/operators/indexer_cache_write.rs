@@ -86,7 +86,7 @@ impl IndexerCacheWriteCase {
     }
 }
 
-impl Declared for IndexerCacheWrite {
+impl Operator for IndexerCacheWrite {
     type Case = IndexerCacheWriteCase;
 
     const ABOUT: About = About {

@@ -106,7 +106,7 @@ fn inputs(c: &IndexerDistillationCase, t: &Bound<'_>) -> OracleResult<reference:
     })
 }
 
-impl Declared for IndexerDistillation {
+impl Operator for IndexerDistillation {
     type Case = IndexerDistillationCase;
     const SUM_LANES: usize = 4;
 

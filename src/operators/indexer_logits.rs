@@ -186,7 +186,7 @@ impl IndexerLogitsCase {
     }
 }
 
-impl Declared for IndexerLogits {
+impl Operator for IndexerLogits {
     type Case = IndexerLogitsCase;
     // A lane adds every fourth pair of heads.
     const SUM_LANES: usize = 4;

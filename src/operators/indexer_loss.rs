@@ -164,7 +164,7 @@ pub(super) fn reduction_of_oracle(reduction: Reduction) -> reference::Reduction 
     }
 }
 
-impl Declared for IndexerLoss {
+impl Operator for IndexerLoss {
     type Case = IndexerLossCase;
     const SUM_LANES: usize = 64;
 

@@ -54,7 +54,7 @@ fn inputs(c: &IndexerQueryCase, t: &Bound<'_>) -> OracleResult<reference::Inputs
     Ok(reference::Inputs { rotation, weights: t.f64("weights")?, weights_scale: c.weights_scale })
 }
 
-impl Declared for IndexerQuery {
+impl Operator for IndexerQuery {
     type Case = IndexerQueryCase;
 
     const ABOUT: About = About {
@@ -206,6 +206,6 @@ impl Declared for IndexerQuery {
             let case = plain(num_tokens, num_heads, stored);
             Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 9.5)
         };
-        Stored::ALL.map(benchmark).to_vec()
+        Stored::ALL.map(benchmark).into()
     }
 }

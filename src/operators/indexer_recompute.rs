@@ -67,7 +67,7 @@ impl IndexerRecomputeCase {
     }
 }
 
-impl Declared for IndexerRecompute {
+impl Operator for IndexerRecompute {
     type Case = IndexerRecomputeCase;
     // A lane adds the heads of every fourth pair.
     const SUM_LANES: usize = 4;

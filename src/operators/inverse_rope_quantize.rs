@@ -97,7 +97,7 @@ pub(super) fn check_groups(o_groups: usize, num_heads: usize) -> Result<(), Refu
     Ok(())
 }
 
-impl Declared for InverseRopeQuantize {
+impl Operator for InverseRopeQuantize {
     type Case = InverseRopeQuantizeCase;
 
     const ABOUT: About = About {

@@ -99,7 +99,7 @@ impl KvCacheWriteCase {
     }
 }
 
-impl Declared for KvCacheWrite {
+impl Operator for KvCacheWrite {
     type Case = KvCacheWriteCase;
 
     const ABOUT: About = About {

@@ -142,7 +142,7 @@ pub(super) fn holds(
     vec![("slot_holds", flags(&[num_slots], holds)), ("scale_is_least", least)]
 }
 
-impl Declared for KvNormRopeWrite {
+impl Operator for KvNormRopeWrite {
     type Case = KvNormRopeWriteCase;
     const SUM_LANES: usize = 32;
 

@@ -114,7 +114,7 @@ impl KvProjectionCase {
     }
 }
 
-impl Declared for KvProjection {
+impl Operator for KvProjection {
     type Case = KvProjectionCase;
     const SUM_LANES: usize = 32;
 

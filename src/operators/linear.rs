@@ -287,7 +287,7 @@ pub(super) fn takes_hopper(weights: Weights) -> bool {
 /// Products that a drawn case computes at most: ten runs of the oracle take a second or so.
 const LARGEST_PRODUCT: usize = 1 << 22;
 
-impl Declared for Linear {
+impl Operator for Linear {
     type Case = LinearCase;
 
     const ABOUT: About = About {

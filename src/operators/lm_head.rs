@@ -50,7 +50,7 @@ fn listed(num_tokens: usize, num_rows: usize, vocab_size: usize, hidden_size: us
     LmHeadCase { num_tokens, rows: Rows::Hostile, ..all(num_rows, vocab_size, hidden_size) }
 }
 
-impl Declared for LmHead {
+impl Operator for LmHead {
     type Case = LmHeadCase;
 
     const ABOUT: About = About {

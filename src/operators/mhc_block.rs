@@ -66,7 +66,7 @@ impl MhcBlockCase {
 /// The rows of the stand-ins' slots: those of the tokens.
 const ROWS: &str = "token_topk_to_pos";
 
-impl Declared for MhcBlock {
+impl Operator for MhcBlock {
     type Case = MhcBlockCase;
     const SUM_LANES: usize = 4;
 

@@ -72,7 +72,7 @@ impl MhcHeadCase {
     }
 }
 
-impl Declared for MhcHead {
+impl Operator for MhcHead {
     type Case = MhcHeadCase;
     const SUM_LANES: usize = 4;
 

@@ -70,7 +70,7 @@ pub(super) fn of_oracle(numbers: launcher::Numbers, t: &Bound<'_>) -> reference:
     }
 }
 
-impl Declared for MhcMix {
+impl Operator for MhcMix {
     type Case = MhcMixCase;
     const SUM_LANES: usize = 4;
 

@@ -31,7 +31,7 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcPostCase {
     MhcPostCase { num_tokens, hidden_size, dtype, aliasing, near_equal: false, data }
 }
 
-impl Declared for MhcPost {
+impl Operator for MhcPost {
     type Case = MhcPostCase;
     const SUM_LANES: usize = 32;
 

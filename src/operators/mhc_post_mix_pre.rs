@@ -86,7 +86,7 @@ const PARAMETERS: [&str; 3] = ["fn", "scale", "base"];
 /// What the forward writes.
 const WRITTEN: [&str; 7] = ["out", "next_pre", "next_post", "next_comb", "mix", "rstd", "h"];
 
-impl Declared for MhcPostMixPre {
+impl Operator for MhcPostMixPre {
     type Case = MhcPostMixPreCase;
     const SUM_LANES: usize = 4;
 

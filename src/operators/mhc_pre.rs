@@ -52,7 +52,7 @@ impl MhcPreCase {
     }
 }
 
-impl Declared for MhcPre {
+impl Operator for MhcPre {
     type Case = MhcPreCase;
     const SUM_LANES: usize = 32;
 

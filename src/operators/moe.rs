@@ -171,7 +171,7 @@ impl MoeCase {
     }
 }
 
-impl Declared for Moe {
+impl Operator for Moe {
     type Case = MoeCase;
 
     const ABOUT: About = About {

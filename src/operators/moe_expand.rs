@@ -21,7 +21,7 @@ fn of(rows: MoeRows) -> MoeExpandCase {
     MoeExpandCase { rows }
 }
 
-impl Declared for MoeExpand {
+impl Operator for MoeExpand {
     type Case = MoeExpandCase;
 
     const ABOUT: About = About {

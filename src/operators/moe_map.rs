@@ -78,7 +78,7 @@ impl MoeMapCase {
     }
 }
 
-impl Declared for MoeMap {
+impl Operator for MoeMap {
     type Case = MoeMapCase;
 
     const ABOUT: About = About {

@@ -26,7 +26,7 @@ fn of(rows: MoeRows) -> MoeReduceCase {
     MoeReduceCase { rows, weighted: true, with_shared: true }
 }
 
-impl Declared for MoeReduce {
+impl Operator for MoeReduce {
     type Case = MoeReduceCase;
     const SUM_LANES: usize = 32;
 

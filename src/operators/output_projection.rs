@@ -129,7 +129,7 @@ pub(super) const OF_ROWS: quantize_fp8::Options = quantize_fp8::Options {
     layout: quantize_fp8::ScaleLayout::Plain,
 };
 
-impl Declared for OutputProjection {
+impl Operator for OutputProjection {
     type Case = OutputProjectionCase;
 
     const ABOUT: About = About {

@@ -111,7 +111,7 @@ impl QuantizeFp8Case {
     }
 }
 
-impl Declared for QuantizeFp8 {
+impl Operator for QuantizeFp8 {
     type Case = QuantizeFp8Case;
 
     const ABOUT: About = About {

@@ -54,7 +54,7 @@ impl QuantizeMxfp4Case {
     }
 }
 
-impl Declared for QuantizeMxfp4 {
+impl Operator for QuantizeMxfp4 {
     type Case = QuantizeMxfp4Case;
 
     const ABOUT: About = About {

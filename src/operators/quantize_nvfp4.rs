@@ -69,7 +69,7 @@ impl QuantizeNvfp4Case {
     }
 }
 
-impl Declared for QuantizeNvfp4 {
+impl Operator for QuantizeNvfp4 {
     type Case = QuantizeNvfp4Case;
 
     const ABOUT: About = About {

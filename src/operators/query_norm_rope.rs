@@ -53,7 +53,7 @@ impl QueryNormRopeCase {
     }
 }
 
-impl Declared for QueryNormRope {
+impl Operator for QueryNormRope {
     type Case = QueryNormRopeCase;
     const SUM_LANES: usize = 32;
 

@@ -93,7 +93,7 @@ impl QueryProjectionCase {
     }
 }
 
-impl Declared for QueryProjection {
+impl Operator for QueryProjection {
     type Case = QueryProjectionCase;
     const SUM_LANES: usize = 32;
 

@@ -275,7 +275,7 @@ impl RankedKeys {
 
 /// Of packed sequences, which a caller lets begin before the first key and end behind the last one: kernels read no key that is not
 /// there.
-pub(super) fn ends_law<K: Declared>(
+pub(super) fn ends_law<K: Operator>(
     laws: &mut Laws<'_, K>,
     relations: impl IntoIterator<Item = (&'static str, Relation)>,
 ) {

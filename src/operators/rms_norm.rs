@@ -61,7 +61,7 @@ pub(super) fn sizes_of_rows(x: &[f64], width: usize, eps: f64) -> Vec<f64> {
     x.chunks(width).flat_map(|row| std::iter::repeat_n(size(row), row.len())).collect()
 }
 
-impl Declared for RmsNorm {
+impl Operator for RmsNorm {
     type Case = RmsNormCase;
     const SUM_LANES: usize = 32;
 

@@ -194,7 +194,7 @@ fn table(inv_freq: &[f64], positions: &[i32]) -> OracleResult<(candle_core::Tens
     reference::table(&inv_freq, &positions)
 }
 
-impl Declared for Rope {
+impl Operator for Rope {
     type Case = RopeCase;
 
     const ABOUT: About = About {

@@ -110,7 +110,7 @@ impl RouterCase {
     }
 }
 
-impl Declared for Router {
+impl Operator for Router {
     type Case = RouterCase;
 
     const ABOUT: About = About {

@@ -117,7 +117,7 @@ impl SamplerCase {
     }
 }
 
-impl Declared for Sampler {
+impl Operator for Sampler {
     type Case = SamplerCase;
 
     const ABOUT: About = About {

@@ -38,7 +38,7 @@ fn plain(num_rows: usize, num_groups: usize, inverse: bool) -> ScaleSwizzleCase 
     ScaleSwizzleCase { num_rows, num_groups, inverse, seed: 1 }
 }
 
-impl Declared for ScaleSwizzle {
+impl Operator for ScaleSwizzle {
     type Case = ScaleSwizzleCase;
 
     const ABOUT: About = About {

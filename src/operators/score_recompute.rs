@@ -184,7 +184,7 @@ impl ScoreRecomputeCase {
     }
 }
 
-impl Declared for ScoreRecompute {
+impl Operator for ScoreRecompute {
     type Case = ScoreRecomputeCase;
     const SUM_LANES: usize = 4;
 

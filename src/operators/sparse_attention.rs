@@ -175,7 +175,7 @@ fn inputs(c: &SparseAttentionCase, t: &Bound<'_>) -> OracleResult<reference::Inp
     })
 }
 
-impl Declared for SparseAttention {
+impl Operator for SparseAttention {
     type Case = SparseAttentionCase;
     const SUM_LANES: usize = 4;
 

@@ -34,7 +34,7 @@ fn plain(num_rows: usize, width: usize) -> SwigluCase {
     SwigluCase { num_rows, width, dtype, weighted, padding_rows, limit, data }
 }
 
-impl Declared for Swiglu {
+impl Operator for Swiglu {
     type Case = SwigluCase;
     const SUM_LANES: usize = 32;
 

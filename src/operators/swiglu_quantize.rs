@@ -95,7 +95,7 @@ impl SwigluQuantizeCase {
     }
 }
 
-impl Declared for SwigluQuantize {
+impl Operator for SwigluQuantize {
     type Case = SwigluQuantizeCase;
     const SUM_LANES: usize = 32;
 

@@ -80,7 +80,7 @@ impl TopkCase {
     }
 }
 
-impl Declared for Topk {
+impl Operator for Topk {
     type Case = TopkCase;
 
     const ABOUT: About = About {

@@ -22,7 +22,7 @@ use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::runner::{Runner, Times};
 use crate::operator::registry;
-use crate::operator::{Operator, Profile};
+use crate::operator::{AnyOperator, Profile};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, words};
 use crate::report::diagnosis::order::findings;
 use crate::sweep::progress::{Progress, Shrinks};
@@ -188,7 +188,7 @@ impl PlannedCase {
 /// # Errors
 /// A case that cannot be drawn.
 pub fn plan(
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     remembered: Vec<Case>,
     options: &SweepOptions,
     environment: &Environment,
@@ -276,7 +276,7 @@ pub fn retain_matching(
 /// A name that no case has is a slip of the pen, which would leave all cases out.
 fn refuse_unknown_fields(
     condition: &Condition,
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     edge_cases: &[Case],
     options: &SweepOptions,
 ) -> Result<(), CaseError> {
@@ -299,7 +299,7 @@ fn refuse_unknown_fields(
 /// # Errors
 /// Remembered cases that cannot be read, and kernels that cannot be run. A case that fails is no error: its record says so.
 pub fn sweep(
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     runner: &dyn Runner,
     options: &SweepOptions,
     observer: &mut dyn Observer,

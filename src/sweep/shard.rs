@@ -47,7 +47,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::case::{Case, CaseError};
-use crate::operator::{Operator, registry};
+use crate::operator::{AnyOperator, registry};
 use crate::record::journal::{self, Remembered, Shard};
 use crate::record::words::brief;
 use crate::record::{CaseRecord, Origin, Skip, stored};
@@ -71,7 +71,7 @@ impl Plan {
     /// # Errors
     /// A case that cannot be drawn, or more shards than cases.
     pub fn new(
-        operators: &[&dyn Operator],
+        operators: &[&AnyOperator],
         remembered: &Remembered,
         options: &SweepOptions,
         environment: &Environment,

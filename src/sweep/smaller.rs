@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use crate::case::Case;
-use crate::operator::{Operator, Profile};
+use crate::operator::{AnyOperator, Profile};
 
 /// What most edge cases of an operator hold in each field.
-pub(super) fn usual(operator: &dyn Operator, profile: Profile) -> Map<String, Value> {
+pub(super) fn usual(operator: &AnyOperator, profile: Profile) -> Map<String, Value> {
     let mut counts: BTreeMap<String, Vec<(Value, usize)>> = BTreeMap::new();
     for case in operator.edge_cases(profile) {
         for (name, value) in case.fields {

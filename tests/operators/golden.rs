@@ -9,18 +9,18 @@ use dsv4_parity::change::MOST_GOLDEN_FILES;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
-use dsv4_parity::operator::{ExpectedTensor, GoldenCase, Operator, OracleTensor, half_ulp};
+use dsv4_parity::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use libtest_mimic::Trial;
 
 use crate::shared::Shares;
 use crate::{Extent, shared, support};
 
-pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     Some(crate::trial(format!("golden::{}", operator.name()), move || run(operator, extent)))
 }
 
-fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
+fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String> {
     shared::compiled(operator)?;
     let (found, left_out) = chosen(operator, extent, names_of(operator)?)?;
     let (files, mut skips, mut by_kernels, mut changed) = (found.len(), Vec::new(), 0, 0);
@@ -50,7 +50,7 @@ fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String
 /// Of the files that the commit concerns as many as it runs, of an operator that it does not concern one: the smallest ones
 /// first; and how many are left out.
 fn chosen(
-    operator: &'static dyn Operator,
+    operator: &'static AnyOperator,
     extent: Extent,
     mut names: Vec<String>,
 ) -> Result<(Vec<String>, usize), String> {
@@ -68,7 +68,7 @@ fn chosen(
 
 fn shares() -> Shares {
     let names = golden::index(&folder()).map_err(|error| error.to_string())?;
-    let is_about = |operator: &dyn Operator, name: &str| operator.golden_kinds().contains(&golden::kind_of(name));
+    let is_about = |operator: &AnyOperator, name: &str| operator.golden_kinds().contains(&golden::kind_of(name));
     shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES, 1)
 }
 
@@ -77,7 +77,7 @@ fn folder() -> PathBuf {
 }
 
 /// Every golden file that is about an operator: all of each kind that it declares.
-fn names_of(operator: &'static dyn Operator) -> Result<Vec<String>, String> {
+fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
     let names = golden_run::files_about(&folder(), &[operator]).map_err(|error| error.to_string())?;
     let found = |kind: &&&str| names.iter().any(|name| golden::kind_of(name) == **kind);
     match operator.golden_kinds().iter().find(|kind| !found(kind)) {
@@ -87,7 +87,7 @@ fn names_of(operator: &'static dyn Operator) -> Result<Vec<String>, String> {
 }
 
 /// A file, and the operator's cases of it, which the layer holds to be some.
-fn read(operator: &'static dyn Operator, name: &str) -> Result<(GoldenFile, Vec<GoldenCase>), String> {
+fn read(operator: &'static AnyOperator, name: &str) -> Result<(GoldenFile, Vec<GoldenCase>), String> {
     let file = golden::read(&folder().join(name)).map_err(|error| error.to_string())?;
     let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;
     if cases.is_empty() { Err(format!("{name} makes no case")) } else { Ok((file, cases)) }

@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use dsv4_kernels::runtime::process::keep_freed_memory;
-use dsv4_parity::operator::{Operator, registry};
+use dsv4_parity::operator::{AnyOperator, registry};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// How much is run.
@@ -52,7 +52,7 @@ impl Extent {
 }
 
 /// What is asked of every operator; a new kind of test is one more line.
-type Make = fn(&'static dyn Operator, Extent) -> Option<Trial>;
+type Make = fn(&'static AnyOperator, Extent) -> Option<Trial>;
 const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::trial, numbers::trial];
 
 fn main() -> ExitCode {

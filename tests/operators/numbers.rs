@@ -10,7 +10,7 @@ use dsv4_parity::case::{Case, Draw};
 use dsv4_parity::change::{FIXED, lot};
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::operator::size::Limit;
-use dsv4_parity::operator::{Operator, Profile};
+use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::record::Verdict;
 use libtest_mimic::Trial;
 use rand::Rng;
@@ -31,7 +31,7 @@ const SHARES_OF_TRIES: [usize; 2] = [16, 128];
 /// Pairs of numbers that are tried of each case.
 const PAIRS: usize = 40;
 
-pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     Some(crate::trial(format!("numbers::{}", operator.name()), move || run(operator, extent)))
 }
 
@@ -45,7 +45,7 @@ fn hostile() -> Vec<Value> {
         .collect()
 }
 
-fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String> {
+fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String> {
     shared::compiled(operator)?;
     let mut tries = tries(operator);
     let all = tries.len();
@@ -70,7 +70,7 @@ fn run(operator: &'static dyn Operator, extent: Extent) -> Result<String, String
 }
 
 /// Whether the case was judged; an error where it was neither judged nor refused in a way that helps.
-fn attempt(operator: &dyn Operator, case: &Case) -> Result<bool, String> {
+fn attempt(operator: &AnyOperator, case: &Case) -> Result<bool, String> {
     let start = Instant::now();
     let prepared = operator.prepare_within(case, LIMIT);
     if start.elapsed() > AT_ONCE {
@@ -93,7 +93,7 @@ fn attempt(operator: &dyn Operator, case: &Case) -> Result<bool, String> {
 }
 
 /// Small cases with one or two of their numbers changed.
-fn tries(operator: &dyn Operator) -> Vec<Case> {
+fn tries(operator: &AnyOperator) -> Vec<Case> {
     let mut tries = BTreeSet::new();
     for (turn, case) in small_cases(operator).into_iter().enumerate() {
         let whole = Value::Object(case.fields.clone());
@@ -123,7 +123,7 @@ fn tries(operator: &dyn Operator) -> Vec<Case> {
 }
 
 /// Edge cases that fit, as unlike as their fields are; also some with layouts of their own.
-fn small_cases(operator: &dyn Operator) -> Vec<Case> {
+fn small_cases(operator: &AnyOperator) -> Vec<Case> {
     let fits = |case: &Case| operator.bytes(case).is_ok_and(|bytes| LIMIT.allows(bytes * 4));
     let mut cases: Vec<Case> = operator.edge_cases(Profile::Quick).into_iter().filter(fits).collect();
     let of_fields = |case: &Case| case.fields.keys().cloned().collect::<BTreeSet<_>>();

@@ -1,6 +1,6 @@
 //! `refusals::OPERATOR`: every argument of its launchers, spoilt in every way that its declaration knows.
 
-use dsv4_parity::operator::{Operator, registry};
+use dsv4_parity::operator::{AnyOperator, registry};
 use libtest_mimic::Trial;
 
 use crate::{Extent, shared};
@@ -8,13 +8,13 @@ use crate::{Extent, shared};
 /// One in so many operators is in the smoke test.
 const SMOKE: usize = 8;
 
-pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     // The launchers of a chain are those of its operators.
     let own = operator.chain().is_empty();
     own.then(|| crate::trial(format!("refusals::{}", operator.name()), move || run(operator, extent)))
 }
 
-fn run(operator: &dyn Operator, extent: Extent) -> Result<String, String> {
+fn run(operator: &AnyOperator, extent: Extent) -> Result<String, String> {
     if extent == Extent::Commit && !is_in_smoke_test(operator) && !shared::concerned()?.contains(operator.name()) {
         return Ok("left out: the commit changed none of its files".to_owned());
     }
@@ -31,7 +31,7 @@ fn run(operator: &dyn Operator, extent: Extent) -> Result<String, String> {
     }
 }
 
-fn is_in_smoke_test(operator: &dyn Operator) -> bool {
+fn is_in_smoke_test(operator: &AnyOperator) -> bool {
     let place = registry::OPERATORS.iter().position(|other| other.name() == operator.name());
     place.is_some_and(|place| place.is_multiple_of(SMOKE))
 }

@@ -14,7 +14,7 @@ use dsv4_kernels::runtime::cuda::Missing;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
 use dsv4_parity::change::{self, Change, Stock};
-use dsv4_parity::operator::{Operator, registry};
+use dsv4_parity::operator::{AnyOperator, registry};
 
 use crate::support;
 
@@ -32,7 +32,7 @@ fn emulator(options: EmulatorOptions) -> Device {
 
 /// Has an operator's modules in the cache, on a GPU: all cores compile them, where its device would one at a time, while the
 /// clock of a test runs. Elsewhere they take no time worth it.
-pub fn compiled(operator: &dyn Operator) -> Result<(), String> {
+pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
     if support::backend() != BackendKind::Cuda {
         return Ok(());
     }
@@ -91,7 +91,7 @@ pub type Shares = Result<BTreeMap<String, usize>, String>;
 
 /// The shares where `count` says how many each operator has; `most` run for a commit at most, and `rest` of each operator
 /// that it does not concern.
-pub fn shares(count: impl Fn(&dyn Operator) -> usize, most: usize, rest: usize) -> Shares {
+pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -> Shares {
     let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
     for operator in registry::OPERATORS {

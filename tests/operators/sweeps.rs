@@ -7,7 +7,7 @@ use std::time::Duration;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::change::{FIXED, MOST_EDGE_CASES, MOST_REMEMBERED_CASES};
 use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
-use dsv4_parity::operator::{Operator, Profile};
+use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, GivenCases, SweepOptions};
@@ -41,7 +41,7 @@ const OF_GRADIENTS: [&str; 2] = ["gradient", "oracle_gradients"];
 /// The same where a gradient follows from what was saved at small cost.
 const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
-pub fn trial(operator: &'static dyn Operator, extent: Extent) -> Option<Trial> {
+pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     let name = format!("sweep::{}", operator.name());
     Some(crate::trial(name, move || run(operator, budget(operator, extent)?, given_cases(operator, extent)?)))
 }
@@ -52,12 +52,12 @@ fn regressions() -> Regressions {
 
 /// Which edge cases and which remembered ones run: those that the commit concerns; of another operator no edge case and one
 /// remembered case, beside its typical ones; on a GPU all.
-fn given_cases(operator: &dyn Operator, extent: Extent) -> Result<[GivenCases; 2], String> {
+fn given_cases(operator: &AnyOperator, extent: Extent) -> Result<[GivenCases; 2], String> {
     if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
         return Ok([GivenCases::All; 2]);
     }
     static SHARES: LazyLock<[Shares; 2]> = LazyLock::new(|| {
-        let remembered = |operator: &dyn Operator| regressions().load(operator.name()).map_or(0, |cases| cases.len());
+        let remembered = |operator: &AnyOperator| regressions().load(operator.name()).map_or(0, |cases| cases.len());
         [
             shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES, 0),
             shared::shares(remembered, MOST_REMEMBERED_CASES, 1),
@@ -71,7 +71,7 @@ fn given_cases(operator: &dyn Operator, extent: Extent) -> Result<[GivenCases; 2
 }
 
 /// Seconds for the drawn cases: on a GPU they take none worth counting.
-fn budget(operator: &dyn Operator, extent: Extent) -> Result<Option<Duration>, String> {
+fn budget(operator: &AnyOperator, extent: Extent) -> Result<Option<Duration>, String> {
     if extent == Extent::All || support::backend() == BackendKind::Cuda {
         return Ok(None);
     }
@@ -90,7 +90,7 @@ fn budget(operator: &dyn Operator, extent: Extent) -> Result<Option<Duration>, S
     }
 }
 
-fn run(operator: &dyn Operator, time_budget: Option<Duration>, given: [GivenCases; 2]) -> Result<String, String> {
+fn run(operator: &AnyOperator, time_budget: Option<Duration>, given: [GivenCases; 2]) -> Result<String, String> {
     let [edge_cases, remembered] = given;
     let options = SweepOptions {
         // Of an operator that the commit does not concern its typical cases run.
@@ -140,7 +140,7 @@ fn nothing_failed(records: &[CaseRecord], skips: &[Skip]) -> Result<(), String> 
 }
 
 /// Every planned case ran or was counted.
-fn every_case_ran(operator: &dyn Operator, collected: &Collected, skips: &[Skip]) -> Result<(), String> {
+fn every_case_ran(operator: &AnyOperator, collected: &Collected, skips: &[Skip]) -> Result<(), String> {
     let drawn_out = format!("drawn cases of {}", operator.name());
     let left_out: u64 = skips.iter().filter(|skip| skip.what == drawn_out).map(|skip| skip.count).sum();
     let (ran, planned) = (collected.records.len() as u64, collected.planned as u64);
@@ -152,7 +152,7 @@ fn every_case_ran(operator: &dyn Operator, collected: &Collected, skips: &[Skip]
 
 /// Every path that the operator has was taken, every check was made, and none without power: some of the edge cases alone
 /// may not come to it.
-fn everything_was_met(operator: &dyn Operator, records: &[CaseRecord]) -> Result<(), String> {
+fn everything_was_met(operator: &AnyOperator, records: &[CaseRecord]) -> Result<(), String> {
     let described = operator.describe();
     let declared: BTreeSet<String> = described.paths.iter().cloned().collect();
     let ran: BTreeSet<String> = records.iter().flat_map(|record| record.paths.clone()).collect();

@@ -12,7 +12,7 @@ use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::operator::size::Limit;
-use dsv4_parity::operator::{Operator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, Profile, registry};
 use dsv4_parity::record::Verdict;
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
@@ -161,7 +161,7 @@ fn golden_files() -> Vec<PathBuf> {
 
 /// Judges the oracles by a file; whether it agrees, and of how many elements, or why it cannot be judged.
 fn judged(file: &GoldenFile) -> Result<(bool, u64), String> {
-    let operators: Vec<&'static dyn Operator> = registry::OPERATORS.to_vec();
+    let operators: Vec<&'static AnyOperator> = registry::OPERATORS.to_vec();
     let cases = golden_run::cases_of(file, &operators).map_err(|error| error.to_string())?;
     let records: Vec<_> = cases.iter().map(|case| golden_run::run(file, case, None)).collect();
     let agrees = records.iter().all(|record| record.verdict() == Verdict::Pass);

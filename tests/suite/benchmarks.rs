@@ -2,13 +2,12 @@
 //! recheck is seen to fail.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use dsv4_parity::case::Case;
 use dsv4_parity::mutants::planted;
 use dsv4_parity::operator::benchmarks::{Benchmark, Call, Timed, Whole};
-use dsv4_parity::operator::declared::Declared;
+use dsv4_parity::operator::declared::Operator;
 use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operator::tensors::{Tensors, permuted_along};
 use dsv4_parity::operators::attention_combine::AttentionCombine;
@@ -229,7 +228,7 @@ fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
 
 /// A benchmark of the model's shapes by its name, at a size that the emulator can bear: `whole` changes fields of its case,
 /// and `drawn` those in which the case that is drawn differs from that.
-fn reduced<K: Declared>(group: &str, name: &str, whole: Value, drawn: Value) -> Benchmark<K> {
+fn reduced<K: Operator>(group: &str, name: &str, whole: Value, drawn: Value) -> Benchmark<K> {
     let with = |case: &K::Case, changed: &Value| -> K::Case {
         let mut line = Case::new(K::ABOUT.name, case);
         line.fields.extend(changed.as_object().expect("fields").clone());
@@ -244,8 +243,8 @@ fn reduced<K: Declared>(group: &str, name: &str, whole: Value, drawn: Value) -> 
     Benchmark { drawn: with(&case, &drawn), case, ..benchmark }
 }
 
-fn timed<K: Declared>(group: &str, name: &str, whole: &Value, drawn: Value) -> Box<dyn Timed> {
-    Box::new(Arc::new(reduced::<K>(group, name, whole.clone(), drawn)))
+fn timed<K: Operator>(group: &str, name: &str, whole: &Value, drawn: Value) -> Box<dyn Timed> {
+    reduced::<K>(group, name, whole.clone(), drawn).timed()
 }
 
 /// Benchmarks of every operator whose tensors are repeated and whose samples are a part of them.
@@ -566,9 +565,9 @@ fn repeated_tensors_and_samples_of_some_rows_agree_with_the_oracle_for_every_ope
 }
 
 /// What becomes of a benchmark of `rms_norm` or another operator once it is changed.
-fn problem<K: Declared>(benchmark: Benchmark<K>) -> String {
+fn problem<K: Operator>(benchmark: Benchmark<K>) -> String {
     let device = emulator();
-    let timed: Arc<Benchmark<K>> = Arc::new(benchmark);
+    let timed = benchmark.timed();
     let placed = timed.place(&device);
     let problem = placed.and_then(|buffers| {
         buffers.call(0)?;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
-use dsv4_parity::operator::{Prepared, Profile, registry};
+use dsv4_parity::operator::{PreparedCase, Profile, registry};
 use dsv4_reference::precision::Precision;
 
 use crate::support;
@@ -21,7 +21,7 @@ fn swiglu(fields: &str) -> String {
     )
 }
 
-fn prepare(line: &str) -> Result<Box<dyn Prepared>, String> {
+fn prepare(line: &str) -> Result<Box<dyn PreparedCase>, String> {
     Case::parse(line).and_then(|case| registry::prepare(&case)).map_err(|error| error.to_string())
 }
 

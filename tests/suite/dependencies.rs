@@ -5,7 +5,7 @@ use std::process::Command;
 
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::mutants::generated;
-use dsv4_parity::operator::{Operator, registry};
+use dsv4_parity::operator::{AnyOperator, registry};
 use dsv4_parity::record::OperatorRecord;
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
@@ -110,7 +110,7 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let here = root.join("Cargo.toml").is_file();
     let tree = SourceTree::embedded();
-    let list = REGISTRY.split("OPERATORS: &[&dyn Operator] = &[").nth(1).and_then(|rest| rest.split("];").next());
+    let list = REGISTRY.split("OPERATORS: &[&AnyOperator] = &[").nth(1).and_then(|rest| rest.split("];").next());
     let lines: Vec<&str> = list.expect("the list").lines().map(str::trim).filter(|l| !l.is_empty()).collect();
     assert_eq!(lines.len(), registry::OPERATORS.len(), "{lines:?}");
     for (operator, line) in registry::OPERATORS.iter().zip(&lines) {
@@ -138,7 +138,7 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
 }
 
 /// A chain has an operator file, and the kernels and oracles of the operators that it launches.
-fn assert_chain(operator: &dyn Operator, record: &OperatorRecord, root: Option<&Path>) {
+fn assert_chain(operator: &AnyOperator, record: &OperatorRecord, root: Option<&Path>) {
     let of: Vec<OperatorRecord> =
         operator.chain().iter().map(|name| registry::find(name).expect("an operator").describe()).collect();
     let joined = |file: fn(&OperatorRecord) -> &str| of.iter().map(file).collect::<Vec<_>>().join(", ");

@@ -9,7 +9,7 @@ use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::mutants::planted::{self, Mutant};
-use dsv4_parity::operator::{Operator, Prepared, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, PreparedCase, Profile, registry};
 use dsv4_parity::record::{CaseRecord, Origin, Report};
 use dsv4_parity::report::diagnosis::{self, Diagnosis, terminal};
 use dsv4_parity::sweep::regressions::Regressions;
@@ -87,7 +87,7 @@ const PLANTED: &[(&str, &[Planted])] = &[
 const MOST_ELEMENTS: u128 = 1 << 17;
 const MOST_CASES: usize = 48;
 
-fn cases_of(operator: &dyn Operator, device: &Device) -> Vec<Case> {
+fn cases_of(operator: &AnyOperator, device: &Device) -> Vec<Case> {
     let options = SweepOptions {
         profile: Profile::Quick,
         cases: Some(MOST_CASES),
@@ -112,7 +112,7 @@ fn cases_of(operator: &dyn Operator, device: &Device) -> Vec<Case> {
 /// A case, its inputs, and what the oracle says of it: for all mutants of its operator.
 struct Known {
     case: Case,
-    prepared: Box<dyn Prepared>,
+    prepared: Box<dyn PreparedCase>,
     truth: Truth,
 }
 
@@ -145,7 +145,7 @@ fn record(known: &Known, device: &Device) -> CaseRecord {
 }
 
 /// What is said of a mutant; `None` where it survives.
-fn diagnosed(operator: &dyn Operator, mutant: &Mutant, known: &[Known], device: &Device) -> Option<Diagnosis> {
+fn diagnosed(operator: &AnyOperator, mutant: &Mutant, known: &[Known], device: &Device) -> Option<Diagnosis> {
     let mutated = device.with_tree(mutant.plant(device.tree()).expect("the anchor matches"));
     let records: Vec<CaseRecord> = known.iter().map(|known| record(known, &mutated)).collect();
     let records: Vec<&CaseRecord> = records.iter().collect();

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::change::{self, Candidate, Change, MOST_OPERATORS};
-use dsv4_parity::operator::{Operator, registry};
+use dsv4_parity::operator::{AnyOperator, registry};
 
 /// Whether a test tries all that it has, and not only what a commit pays for.
 pub fn everything() -> bool {
@@ -36,10 +36,10 @@ pub fn left_out(rooms: &[&str]) -> bool {
 
 /// The operators of a test that goes through all of them and takes minutes: those that the commit concerns, as many as it
 /// runs, and a smoke test; all where everything is asked for, or git cannot tell what changed.
-pub fn concerned_operators() -> Vec<&'static dyn Operator> {
+pub fn concerned_operators() -> Vec<&'static AnyOperator> {
     let all = registry::OPERATORS.to_vec();
     let Some(change) = change() else { return all };
-    let files_of = |operator: &&'static dyn Operator| {
+    let files_of = |operator: &&'static AnyOperator| {
         change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new())
             .expect("the operator's kernels are there")
     };

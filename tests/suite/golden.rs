@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
-use dsv4_parity::operator::{GoldenCase, Operator, registry};
+use dsv4_parity::operator::{AnyOperator, GoldenCase, registry};
 use dsv4_parity::record::{CheckRecord, Verdict};
 
 use crate::command_line::Parity;
@@ -81,10 +81,9 @@ fn a_golden_file_is_of_the_operators_that_declare_its_kind_and_of_no_other() {
     let dir = support::fixtures().join("golden");
     for name in golden::index(&dir).unwrap() {
         let file = golden::read(&dir.join(&name)).unwrap();
-        let declares = |operator: &&&'static dyn Operator| operator.golden_kinds().contains(&golden::kind_of(&name));
-        let makes = |operator: &&&'static dyn Operator| !operator.golden(&file).unwrap().is_empty();
-        let names =
-            |operators: Vec<&&'static dyn Operator>| operators.into_iter().map(|o| o.name()).collect::<Vec<_>>();
+        let declares = |operator: &&&'static AnyOperator| operator.golden_kinds().contains(&golden::kind_of(&name));
+        let makes = |operator: &&&'static AnyOperator| !operator.golden(&file).unwrap().is_empty();
+        let names = |operators: Vec<&&'static AnyOperator>| operators.into_iter().map(|o| o.name()).collect::<Vec<_>>();
         let declared = names(registry::OPERATORS.iter().filter(declares).collect());
         assert_eq!(names(registry::OPERATORS.iter().filter(makes).collect()), declared, "{name}");
     }

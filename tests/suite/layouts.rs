@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use dsv4_kernels::runtime::{Contract, Device};
 use dsv4_parity::case::Case;
-use dsv4_parity::operator::{KernelRun, Operator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, KernelRun, Profile, registry};
 
 use crate::extent::{concerned_operators, left_out};
 use crate::support;
@@ -37,7 +37,7 @@ fn differing_runs(dense: &KernelRun, spread_run: &KernelRun) -> Vec<&'static str
 }
 
 /// Cases, the smallest lines' first, until every path of the operator was compared; returns those that were not.
-fn compare_until_every_path_ran(operator: &dyn Operator) -> BTreeSet<String> {
+fn compare_until_every_path_ran(operator: &AnyOperator) -> BTreeSet<String> {
     let device = support::device();
     let mut left: BTreeSet<String> = operator.describe().paths.into_iter().collect();
     let mut seen = BTreeSet::new();

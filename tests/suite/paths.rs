@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment};
 use dsv4_parity::case::Case;
-use dsv4_parity::operator::{Operator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, Profile, registry};
 use dsv4_parity::sweep::regressions::Regressions;
 use rayon::prelude::*;
 
@@ -25,7 +25,7 @@ fn hopper() -> Environment {
 }
 
 /// The paths that a case's launchers take there; none of a case that a sweep leaves out there.
-fn paths_of(operator: &dyn Operator, case: &Case, device: &Device) -> Vec<String> {
+fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String> {
     if operator.cannot_run(case, device.environment()).is_some() {
         return Vec::new();
     }
@@ -35,7 +35,7 @@ fn paths_of(operator: &dyn Operator, case: &Case, device: &Device) -> Vec<String
 }
 
 /// The declared paths that no case takes which every sweep runs, and those that are taken and not declared.
-fn never_taken(operator: &dyn Operator, environment: &Environment, regressions: &Regressions) -> [BTreeSet<String>; 2] {
+fn never_taken(operator: &AnyOperator, environment: &Environment, regressions: &Regressions) -> [BTreeSet<String>; 2] {
     let device = Device::accepting(environment.clone());
     let mut never: BTreeSet<String> = operator.describe().paths.into_iter().collect();
     let (declared, mut unknown) = (never.clone(), BTreeSet::new());

@@ -4,8 +4,7 @@ use std::collections::BTreeSet;
 
 use dsv4_parity::case::{Case, CaseError, Distribution};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::operator::declared::Op;
-use dsv4_parity::operator::{Operator, Prepared, registry};
+use dsv4_parity::operator::{AnyOperator, PreparedCase, registry};
 use dsv4_parity::operators::attention_output_rotation::{AttentionOutputRotation, AttentionOutputRotationCase};
 use dsv4_parity::operators::lists::{IndexClass, Lengths};
 use dsv4_parity::operators::sinks::Sinks;
@@ -46,10 +45,14 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
 }
 
 /// The chain on strided rows; the registry's, or the one whose rotation runs in place.
-fn prepare(attention: SparseAttentionCase, rope_dim: usize, in_place: bool) -> Result<Box<dyn Prepared>, CaseError> {
+fn prepare(
+    attention: SparseAttentionCase,
+    rope_dim: usize,
+    in_place: bool,
+) -> Result<Box<dyn PreparedCase>, CaseError> {
     let mut case = Case::new(NAME, &AttentionOutputRotationCase { attention, rope_dim });
     case.fields.insert("padding".into(), 8.into());
-    if in_place { Op::<AttentionOutputRotation<true>>::new().prepare(&case) } else { registry::prepare(&case) }
+    if in_place { AnyOperator::of::<AttentionOutputRotation<true>>().prepare(&case) } else { registry::prepare(&case) }
 }
 
 fn outcome(case: SparseAttentionCase, rope_dim: usize, in_place: bool) -> Outcome {

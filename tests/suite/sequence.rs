@@ -8,8 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::operator::Operator;
-use dsv4_parity::operator::declared::Op;
+use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operator::prelude::*;
 use dsv4_parity::record::CheckRecord;
 
@@ -85,7 +84,7 @@ impl Copy {
     }
 }
 
-impl Declared for Copied {
+impl Operator for Copied {
     type Case = Copy;
 
     const ABOUT: About = About {
@@ -156,7 +155,7 @@ fn case(fault: Fault) -> Copy {
 }
 
 fn check(case: &Copy) -> Outcome {
-    let prepared = Op::<Copied>::new().prepare(&Case::new("copied", case)).expect("a sound case");
+    let prepared = AnyOperator::of::<Copied>().prepare(&Case::new("copied", case)).expect("a sound case");
     checks::run(&*prepared, support::device(), CheckOptions::of_kernels(0))
 }
 

@@ -11,9 +11,8 @@ use dsv4_parity::case::Draw;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::judge::golden::GoldenFile;
 use dsv4_parity::operator::declaration::{observed, state};
-use dsv4_parity::operator::declared::Op;
 use dsv4_parity::operator::prelude::*;
-use dsv4_parity::operator::{Operator, Relation};
+use dsv4_parity::operator::{AnyOperator, Relation};
 use dsv4_reference::kv_cache_write as reference;
 use rand::Rng;
 
@@ -81,7 +80,7 @@ impl Chunks {
     }
 }
 
-impl Declared for WriteInChunks {
+impl Operator for WriteInChunks {
     type Case = Chunks;
 
     const ABOUT: About = About {
@@ -208,7 +207,7 @@ fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_
         let operator = dsv4_parity::judge::golden::kind_of(name).to_owned();
         let config = serde_json::json!({ "made": name.split_once("__").expect("a kind").1 });
         let (name, tensors) = (name.to_owned(), Default::default());
-        let made = Op::<WriteInChunks>::new().golden(&GoldenFile { name, operator, config, tensors });
+        let made = AnyOperator::of::<WriteInChunks>().golden(&GoldenFile { name, operator, config, tensors });
         made.map(|cases| cases.len()).map_err(|error| error.to_string())
     };
     assert_eq!((made_of("chunks__whole"), made_of("pages__whole")), (Ok(1), Ok(0)));
@@ -220,7 +219,7 @@ fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_
 
 /// Every edge case, and the typical one in every layout, with this border.
 fn outcomes(border: Border) -> Vec<Outcome> {
-    let operator = Op::<WriteInChunks>::new();
+    let operator = AnyOperator::of::<WriteInChunks>();
     let check = |mut line: dsv4_parity::case::Case| {
         line.fields.insert("border".into(), serde_json::json!(border));
         let prepared = operator.prepare(&line).expect("a sound case");

@@ -20,7 +20,7 @@ use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::judge::yardstick::working_precisions;
 use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{
-    Arithmetic, Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, Prepared, Profile,
+    Arithmetic, Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Profile,
     Relation, Side,
 };
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
@@ -204,7 +204,7 @@ impl Runner for MadeUp<'_> {
 
     fn run(
         &self,
-        _prepared: &dyn Prepared,
+        _prepared: &dyn PreparedCase,
         exact: &[OracleTensor],
         _contract: Contract,
     ) -> Result<KernelRun, RunError> {
@@ -230,7 +230,7 @@ impl Runner for MadeUp<'_> {
         case.line()
     }
 
-    fn cannot_vary(&self, _variant: &dyn Prepared) -> Option<&'static str> {
+    fn cannot_vary(&self, _variant: &dyn PreparedCase) -> Option<&'static str> {
         Some("what is given back is the case's, not its variant's")
     }
 }
@@ -324,7 +324,7 @@ struct Fake {
     empty_probe: bool,
 }
 
-impl Prepared for Fake {
+impl PreparedCase for Fake {
     fn operator(&self) -> &'static str {
         "fake"
     }
@@ -446,7 +446,7 @@ fn with_element(index: usize, value: f64) -> Vec<f64> {
     values
 }
 
-fn truth(of: &dyn Prepared) -> Truth {
+fn truth(of: &dyn PreparedCase) -> Truth {
     Truth::of(of, of.arithmetic()).unwrap()
 }
 
@@ -552,7 +552,7 @@ fn a_tensor_that_an_error_of_a_tenth_would_pass_counts_as_no_agreement() {
 #[test]
 fn a_kernel_that_does_not_say_where_it_rounds_is_held_to_its_elements_and_to_a_wider_energy() {
     struct Undeclared(Fake);
-    impl Prepared for Undeclared {
+    impl PreparedCase for Undeclared {
         fn operator(&self) -> &'static str {
             "fake"
         }
@@ -740,7 +740,7 @@ struct Declared {
     found: Vec<KernelTensor>,
 }
 
-impl Prepared for Declared {
+impl PreparedCase for Declared {
     fn operator(&self) -> &'static str {
         "declared"
     }
@@ -931,7 +931,7 @@ impl Multiplied {
     }
 }
 
-impl Prepared for Multiplied {
+impl PreparedCase for Multiplied {
     fn operator(&self) -> &'static str {
         "multiplied"
     }

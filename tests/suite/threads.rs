@@ -7,7 +7,7 @@ use std::thread;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
-use dsv4_parity::operator::{Operator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, Profile, registry};
 
 use crate::support;
 
@@ -17,7 +17,7 @@ const THREADS: usize = 8;
 const OPERATORS: [&str; 4] = ["rms_norm", "rope", "swiglu", "embed_streams"];
 
 /// The smallest edge case that has data.
-fn smallest(operator: &dyn Operator) -> Case {
+fn smallest(operator: &AnyOperator) -> Case {
     let elements = |case: &Case| operator.elements(case).unwrap_or(0);
     let cases = operator.edge_cases(Profile::Quick).into_iter().filter(|case| elements(case) > 0);
     cases.min_by_key(elements).expect("an edge case with data")

@@ -7,7 +7,7 @@ use dsv4_kernels::runtime::Device;
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::mutants::planted::Mutant;
-use crate::operator::{Operator, Profile};
+use crate::operator::{AnyOperator, Profile};
 use crate::record::{CaseRecord, Origin};
 use crate::sweep;
 use crate::sweep::regressions::Regressions;
@@ -31,7 +31,7 @@ pub struct KnownCase {
 /// # Errors
 /// Cases that cannot be read.
 pub fn collect(
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     regressions: &Regressions,
     planted: &[Mutant],
 ) -> Result<Vec<(Case, Origin)>, crate::case::CaseError> {

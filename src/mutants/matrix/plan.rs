@@ -10,7 +10,7 @@ use super::trial::{Subject, unjudged};
 use crate::case::{Case, CaseError};
 use crate::mutants::generated::{self, Class, GeneratedMutant, MutationError};
 use crate::mutants::planted::Mutant;
-use crate::operator::Operator;
+use crate::operator::AnyOperator;
 use crate::record::{GeneratedRecord, MutantRecord, MutantStatus, Skip};
 
 /// What is asked of the generated mutants.
@@ -71,7 +71,7 @@ pub enum PlanError {
 /// # Errors
 /// A planted mutant's case that cannot be read.
 pub fn plan(
-    operator: &dyn Operator,
+    operator: &AnyOperator,
     planted: &[Mutant],
     generated: Vec<GeneratedMutant>,
     known: &[KnownCase],

@@ -1,0 +1,426 @@
+//! Operators and cases without their types: what the registry lists, and what everything behind it asks.
+//!
+//! What an operator declares is called through [`Declaration`] and [`DeclaredCase`]. Nothing else is compiled once for each
+//! operator.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use dsv4_kernels::runtime::{Device, Environment, HostTensor, RuntimeError, Views};
+use dsv4_reference::Named;
+use dsv4_reference::precision::Rounding;
+use proptest::strategy::{BoxedStrategy, Strategy as _};
+
+use super::benchmarks::{AnyBenchmark, Timed};
+use super::declaration::Specs;
+use super::declared::{About, Launches, Operator, Refused};
+use super::golden::{Golden, Reading};
+use super::inputs::Inputs;
+use super::laws::Laws;
+use super::layouts::{self, Layouts};
+use super::lines::{Choices, checked, field_error, line, read, too_large_on, within};
+use super::size::{self, Limit};
+use super::special::{self, Special};
+use super::tensors::{Bound, Tensors};
+use super::{GoldenCase, Law, ModuleSpecification, PreparedCase, Profile, documentation, limits, refusals};
+use crate::case::{Case, CaseError};
+use crate::judge::golden::GoldenFile;
+use crate::operator::Family;
+use crate::record::OperatorRecord;
+
+/// A case of any operator.
+pub(super) type AnyCase = Arc<dyn DeclaredCase>;
+
+/// What an operator declares apart from any case: see [`Operator`].
+pub(super) trait Declaration: Send + Sync {
+    fn about(&self) -> &'static About;
+    fn golden_kinds(&self) -> &'static [&'static str];
+    fn chain(&self) -> &'static [&'static str];
+    fn sum_lanes(&self) -> usize;
+    /// Fields that the operator does not know are left to the caller.
+    fn parse(&self, line: &Case) -> Result<AnyCase, CaseError>;
+    fn strategy(&self, profile: Profile) -> BoxedStrategy<AnyCase>;
+    fn typical(&self) -> Vec<AnyCase>;
+    fn edge_cases(&self, profile: Profile) -> Vec<AnyCase>;
+    fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String>;
+    fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark>;
+}
+
+/// What an operator declares of a case: see [`Operator`].
+pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
+    fn operator(&self) -> &'static dyn Declaration;
+    /// Without what the layer chooses of a case.
+    fn line(&self) -> Case;
+    fn check(&self) -> Result<(), Refused>;
+    fn tensors(&self) -> Specs;
+    fn cannot_run(&self, environment: &Environment) -> Option<String>;
+    fn fastest(&self, environment: &Environment) -> AnyCase;
+    fn amend(&self, tensors: &mut Tensors) -> dsv4_reference::Result<()>;
+    fn forward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
+    fn backward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
+    fn backward_of_saved(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
+    fn workspaces(&self, views: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError>;
+    fn launch(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
+    fn launch_backward(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
+    fn observe(&self, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)>;
+    fn oracle_elements(&self) -> u128;
+    fn laws(&self, inputs: &Inputs) -> Vec<Law>;
+    fn is_smooth(&self) -> bool;
+    fn bends_over(&self, tensors: &Tensors, input: &str) -> Option<Vec<f64>>;
+
+    fn name(&self) -> &'static str {
+        self.operator().about().name
+    }
+}
+
+/// The case of an operator as that of any.
+pub(super) fn any<K: Operator>(case: K::Case) -> AnyCase {
+    Arc::new(Of::<K>(case))
+}
+
+fn all<K: Operator>(cases: Vec<K::Case>) -> Vec<AnyCase> {
+    cases.into_iter().map(any::<K>).collect()
+}
+
+struct Type<K>(PhantomData<fn() -> K>);
+
+impl<K: Operator> Declaration for Type<K> {
+    fn about(&self) -> &'static About {
+        &K::ABOUT
+    }
+
+    fn golden_kinds(&self) -> &'static [&'static str] {
+        K::GOLDEN
+    }
+
+    fn chain(&self) -> &'static [&'static str] {
+        K::CHAIN
+    }
+
+    fn sum_lanes(&self) -> usize {
+        K::SUM_LANES
+    }
+
+    fn parse(&self, line: &Case) -> Result<AnyCase, CaseError> {
+        line.fields().map(any::<K>)
+    }
+
+    fn strategy(&self, profile: Profile) -> BoxedStrategy<AnyCase> {
+        K::strategy(profile).prop_map(any::<K>).boxed()
+    }
+
+    fn typical(&self) -> Vec<AnyCase> {
+        all::<K>(K::typical())
+    }
+
+    fn edge_cases(&self, profile: Profile) -> Vec<AnyCase> {
+        all::<K>(K::edge_cases(profile))
+    }
+
+    fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String> {
+        Ok(K::golden(file)?.into_iter().map(|golden| golden.of_any(any::<K>)).collect())
+    }
+
+    fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark> {
+        K::benchmarks(environment).into_iter().map(AnyBenchmark::from).collect()
+    }
+}
+
+struct Of<K: Operator>(K::Case);
+
+impl<K: Operator> fmt::Debug for Of<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl<K: Operator> DeclaredCase for Of<K> {
+    fn operator(&self) -> &'static dyn Declaration {
+        const { &Type::<K>(PhantomData) }
+    }
+
+    fn line(&self) -> Case {
+        Case::new(K::ABOUT.name, &self.0)
+    }
+
+    fn check(&self) -> Result<(), Refused> {
+        K::check(&self.0)
+    }
+
+    fn tensors(&self) -> Specs {
+        K::tensors(&self.0)
+    }
+
+    fn cannot_run(&self, environment: &Environment) -> Option<String> {
+        K::cannot_run(&self.0, environment)
+    }
+
+    fn fastest(&self, environment: &Environment) -> AnyCase {
+        any::<K>(K::fastest(&self.0, environment))
+    }
+
+    fn amend(&self, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
+        K::amend(&self.0, tensors)
+    }
+
+    fn forward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+        K::forward(&self.0, tensors, rounding)
+    }
+
+    fn backward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+        K::backward(&self.0, tensors, rounding)
+    }
+
+    fn backward_of_saved(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+        K::backward_of_saved(&self.0, tensors, rounding)
+    }
+
+    fn workspaces(&self, views: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        K::workspaces(&self.0, views, device)
+    }
+
+    fn launch(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        K::launch(&self.0, views, run)
+    }
+
+    fn launch_backward(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        K::launch_backward(&self.0, views, run)
+    }
+
+    fn observe(&self, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+        K::observe(&self.0, given, written)
+    }
+
+    fn oracle_elements(&self) -> u128 {
+        K::oracle_elements(&self.0)
+    }
+
+    fn laws(&self, inputs: &Inputs) -> Vec<Law> {
+        let mut laws = Laws::new(&self.0, inputs);
+        K::laws(&self.0, &mut laws);
+        laws.finish()
+    }
+
+    fn is_smooth(&self) -> bool {
+        K::is_smooth(&self.0)
+    }
+
+    fn bends_over(&self, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
+        K::bends_over(&self.0, tensors, input)
+    }
+}
+
+/// An operator, whichever: an entry of the registry.
+pub struct AnyOperator(&'static dyn Declaration);
+
+impl AnyOperator {
+    /// The operator that `K` declares.
+    pub const fn of<K: Operator>() -> Self {
+        Self(const { &Type::<K>(PhantomData) })
+    }
+
+    /// What it is called.
+    pub fn name(&self) -> &'static str {
+        self.0.about().name
+    }
+
+    /// The part of the model that it belongs to.
+    pub fn family(&self) -> Family {
+        self.0.about().family
+    }
+
+    /// What it computes, in one sentence.
+    pub fn summary(&self) -> &'static str {
+        self.0.about().summary
+    }
+
+    /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
+    pub fn describe(&self) -> OperatorRecord {
+        documentation::of(self.0)
+    }
+
+    /// The operators whose launches it composes, where it has no kernel of its own.
+    pub fn chain(&self) -> &'static [&'static str] {
+        self.0.chain()
+    }
+
+    /// Draws cases; shrinks towards the smallest.
+    pub fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
+        (self.0.strategy(profile), layouts::strategy(layouts::MOST_TENSORS), special::strategy())
+            .prop_map(|(case, layouts, special)| {
+                // A case that is refused says so when it runs: it has no tensors to lay out.
+                let Ok(specs) = checked(&*case) else { return case.line() };
+                let special = special.filter(|special| special.fits(&specs));
+                line(&*case, &Choices { layouts: layouts::resolve(&specs, &layouts), special })
+            })
+            .boxed()
+    }
+
+    /// One case for each way in which the operator is used, small, with rows that have gaps.
+    pub fn typical_cases(&self) -> Vec<Case> {
+        self.0.typical().iter().map(with_unlike_gaps).collect()
+    }
+
+    /// Cases that every sweep runs first: they must not be left to chance.
+    pub fn edge_cases(&self, profile: Profile) -> Vec<Case> {
+        let own = self.0.edge_cases(profile).into_iter().chain(limits::edge_cases(self.0, profile));
+        let own = own.map(|case| with_unlike_gaps(&case));
+        let varied = self.0.typical().into_iter().flat_map(|case| {
+            let specs = case.tensors();
+            let special = Special::OF_CLAMPS.into_iter().filter(|special| special.fits(&specs)).map(with_special);
+            let laid_out = layouts::edge_cases(&specs).into_iter();
+            let laid_out = laid_out.map(|layouts| Choices { layouts, ..Choices::default() });
+            let choices: Vec<Choices> = special.chain(laid_out).collect();
+            choices.into_iter().map(move |choices| line(&*case, &choices))
+        });
+        own.chain(varied).chain(special_in_turn(&self.0.typical())).collect()
+    }
+
+    /// A small case with data in it, for a person to start from.
+    pub fn example(&self) -> Case {
+        self.0.typical()[0].line()
+    }
+
+    /// The case dense, and with every tensor spread over memory of its own ([`layouts::spread`]).
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    pub fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
+        let (case, choices) = read(self.0, case)?;
+        let spread = layouts::spread(&case.tensors());
+        Ok([Layouts::new(), spread].map(|layouts| line(&*case, &Choices { layouts, ..choices.clone() })))
+    }
+
+    /// Whether there is such a case, without its data.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    pub fn check(&self, case: &Case) -> Result<(), CaseError> {
+        read(self.0, case).map(drop)
+    }
+
+    /// How many cases a sweep draws unless told otherwise.
+    pub fn default_cases(&self, profile: Profile) -> usize {
+        match profile {
+            Profile::Smoke => 0,
+            _ => profile.of(self.0.about().cases),
+        }
+    }
+
+    /// Every module that its launcher may compile, for checks without a GPU.
+    pub fn modules(&self) -> Vec<ModuleSpecification> {
+        (self.0.about().modules)()
+    }
+
+    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation; `None` where it can.
+    /// A sweep counts such cases as skips.
+    pub fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
+        // A case that is not understood is no skip: to prepare it will say what is wrong.
+        let (case, choices) = read(self.0, case).ok()?;
+        let too_large = |specs: &Specs| {
+            let of_this_process = within(&*case, specs, &choices.layouts, size::limit());
+            // Its own words name the numbers of this case: skips are counted by their reason.
+            let why = || format!("it takes more than the {} of memory that a case may (--memory)", size::limit());
+            too_large_on(environment, specs, &choices.layouts, 1).or_else(|| of_this_process.err().map(|_| why()))
+        };
+        case.cannot_run(environment).or_else(|| too_large(&case.tensors()))
+    }
+
+    /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).
+    ///
+    /// # Errors
+    /// A field that the operator cannot take; a case that takes more.
+    pub fn prepare(&self, case: &Case) -> Result<Box<dyn PreparedCase>, CaseError> {
+        self.prepare_within(case, size::limit())
+    }
+
+    /// Makes the inputs of a case, if it takes no more memory than this in all: on the host, on the emulator and in the
+    /// oracle. Nothing is allocated before that is known.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn PreparedCase>, CaseError> {
+        let (case, choices) = read(self.0, case)?;
+        within(&*case, &case.tensors(), &choices.layouts, limit)
+            .map_err(|refused| field_error(case.name(), refused))?;
+        Ok(Box::new(Inputs::draw(case, choices)?))
+    }
+
+    /// Bytes that the case takes of the machine's memory, at the most.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    pub fn bytes(&self, case: &Case) -> Result<u128, CaseError> {
+        let (case, choices) = read(self.0, case)?;
+        Ok(size::bytes_of(&case.tensors(), &choices.layouts, case.oracle_elements()))
+    }
+
+    /// Elements of all of a case's tensors and of what one run of its oracle holds beside them, which the time that the case
+    /// takes grows with. The same on every machine.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    pub fn elements(&self, case: &Case) -> Result<u128, CaseError> {
+        let (case, _) = read(self.0, case)?;
+        Ok(size::elements_of(&case.tensors(), case.oracle_elements()))
+    }
+
+    /// The kinds of golden files that are about it ([`GoldenFile::operator`]).
+    pub fn golden_kinds(&self) -> &'static [&'static str] {
+        self.0.golden_kinds()
+    }
+
+    /// What a golden file means to this operator; no case where it is about another one.
+    ///
+    /// # Errors
+    /// A file of [`Self::golden_kinds`] that does not fit, or of which nothing is made.
+    pub fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
+        if !self.golden_kinds().contains(&file.operator.as_str()) {
+            return Ok(Vec::new());
+        }
+        let cases = self.0.golden(&mut Reading::of(file));
+        let cases = cases.map_err(|reason| CaseError::Malformed(format!("{}: {reason}", file.name)))?;
+        if cases.is_empty() {
+            let (name, file) = (self.name(), &file.name);
+            return Err(CaseError::Malformed(format!("{file} is about `{name}`, which makes no case of it")));
+        }
+        cases.into_iter().map(|golden| golden.finish(file)).collect()
+    }
+
+    /// Spoils the launchers' arguments one by one, and says what became of each.
+    ///
+    /// # Errors
+    /// Arguments that cannot be made, or are refused unspoilt.
+    pub fn refusals(&self, device: &Device) -> Result<Vec<refusals::Refusal>, CaseError> {
+        if self.chain().is_empty() { refusals::of(self.0, device) } else { Ok(Vec::new()) }
+    }
+
+    /// What is timed on a device like this one.
+    pub fn benchmarks(&self, environment: &Environment) -> Vec<Box<dyn Timed>> {
+        self.0.benchmarks(environment).into_iter().map(AnyBenchmark::timed).collect()
+    }
+}
+
+/// The case with gaps between rows: every kernel that it reaches meets strides that are no extents, and no two tensors
+/// have the same ones.
+fn with_unlike_gaps(case: &AnyCase) -> Case {
+    let layouts = layouts::unlike_gaps(&case.tensors());
+    line(&**case, &Choices { layouts, ..Choices::default() })
+}
+
+fn with_special(special: Special) -> Choices {
+    Choices { special: Some(special), ..Choices::default() }
+}
+
+/// What is special of each tensor, in the typical cases by turns.
+fn special_in_turn(typical: &[AnyCase]) -> Vec<Case> {
+    let all: BTreeSet<_> = typical.iter().flat_map(|case| Special::of_each_tensor(&case.tensors())).collect();
+    let turns = all.into_iter().enumerate().filter_map(|(turn, special)| {
+        let mut cases = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
+        let case = cases.find(|case| special.fits(&case.tensors()))?;
+        Some(line(&**case, &with_special(special)))
+    });
+    turns.collect()
+}

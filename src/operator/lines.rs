@@ -1,0 +1,233 @@
+//! Cases as lines of JSON, and what is held of one before anything is computed: its numbers, its tensors, its layouts, and
+//! the memory that it takes.
+
+use dsv4_kernels::runtime::cuda::{MAPPED_GRANULE, RESERVED_PART};
+use dsv4_kernels::runtime::{BackendKind, Environment};
+use serde_json::Value;
+
+use super::any::{AnyCase, Declaration, DeclaredCase};
+use super::declaration::{Specs, TensorSpec};
+use super::declared::{Refused, refuse};
+use super::layouts::{self, Layouts, TensorLayout};
+use super::size::{self, Limit};
+use super::special::Special;
+use crate::case::{Case, CaseError};
+
+/// The tensors of a case, where its fields are what they must be.
+///
+/// # Errors
+/// The field, its value and the rule.
+pub(super) fn checked(case: &dyn DeclaredCase) -> Result<Specs, Refused> {
+    bound_numbers(&Value::Object(case.line().fields), "")?;
+    case.check()?;
+    let specs = case.tensors();
+    specs.check()?;
+    Ok(specs)
+}
+
+/// Largest whole number of a case but its seed: a sum of two of them fits an i32, and a product of two 64 bits, so that no
+/// operator has to think of numbers that wrap.
+const LARGEST_NUMBER: u64 = (1 << 30) - 1;
+
+/// What may be any number of 64 bits.
+const SEED: &str = "seed";
+
+/// Refuses whole numbers above [`LARGEST_NUMBER`], wherever they stand in a case.
+fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
+    match value {
+        Value::Object(fields) => fields.iter().filter(|(name, _)| *name != SEED).try_for_each(|(name, value)| {
+            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+            bound_numbers(value, &path)
+        }),
+        Value::Array(values) => values.iter().try_for_each(|value| bound_numbers(value, path)),
+        Value::Number(number) if number.as_u64().is_some_and(|number| number > LARGEST_NUMBER) => {
+            Err(Refused { field: path.to_owned().into(), reason: format!("{number} is more than {LARGEST_NUMBER}") })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What this layer chooses of a case beside the operator's own fields.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Choices {
+    pub layouts: Layouts,
+    pub special: Option<Special>,
+}
+
+/// The field of a case's line that holds layouts, and the one that held the gap behind all rows before that.
+const LAYOUTS: &str = "layouts";
+/// The field that says which special numbers inputs hold.
+const SPECIAL: &str = "special";
+const PADDING: &str = "padding";
+
+/// The refusal of a field as a case's error.
+pub(super) fn field_error(operator: &'static str, refused: Refused) -> CaseError {
+    CaseError::Field { operator, field: refused.field, reason: refused.reason }
+}
+
+/// The oracle's error as a case's.
+pub(super) fn oracle_error(operator: &'static str, error: impl std::fmt::Display) -> CaseError {
+    CaseError::Oracle { operator, reason: error.to_string() }
+}
+
+/// A case with what the layer chose, as a line of JSON.
+pub(super) fn line(case: &dyn DeclaredCase, choices: &Choices) -> Case {
+    let mut line = case.line();
+    if let Some(special) = &choices.special {
+        line.fields.insert(SPECIAL.to_owned(), serde_json::json!(special));
+    }
+    if !choices.layouts.is_empty() {
+        line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(choices.layouts));
+    }
+    line
+}
+
+/// Reads a line; lines written before layouts had a field of their own say `padding`.
+pub(super) fn read(operator: &dyn Declaration, line: &Case) -> Result<(AnyCase, Choices), CaseError> {
+    let mut line = line.clone();
+    let layouts = line.fields.remove(LAYOUTS);
+    let padding = line.fields.remove(PADDING);
+    let special = line.fields.remove(SPECIAL);
+    let case = operator.parse(&line)?;
+    no_unknown_field(&line, &*case)?;
+    let field_error = |refused| field_error(case.name(), refused);
+    let refused = |field: &'static str, reason: String| field_error(Refused { field: field.into(), reason });
+    let specs = checked(&*case).map_err(field_error)?;
+    bound_sizes(case.name(), &specs)?;
+    let said = if padding.is_some() { PADDING } else { LAYOUTS };
+    let layouts = match (layouts, padding) {
+        (Some(value), None) => serde_json::from_value(value).map_err(|e| refused(LAYOUTS, e.to_string()))?,
+        (None, Some(value)) => layouts::padded(&specs, padding_of(&value).map_err(|why| refused(PADDING, why))?),
+        (None, None) => Layouts::new(),
+        (Some(_), Some(_)) => return Err(refused(LAYOUTS, "`padding` beside `layouts`: say it there".into())),
+    };
+    check_layouts(&specs, &layouts, said).map_err(field_error)?;
+    let special = special.map(serde_json::from_value).transpose().map_err(|e| refused(SPECIAL, e.to_string()))?;
+    if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
+        return Err(refused(SPECIAL, special.why_not()));
+    }
+    Ok((case, Choices { layouts, special }))
+}
+
+/// Cases that share fields with others flatten them, and serde cannot refuse what is unknown there.
+fn no_unknown_field(line: &Case, case: &dyn DeclaredCase) -> Result<(), CaseError> {
+    let known = case.line().fields;
+    match line.fields.keys().find(|field| !known.contains_key(*field)) {
+        None => Ok(()),
+        Some(field) => {
+            let known: Vec<_> = known.keys().map(String::as_str).collect();
+            let (name, known) = (case.name(), known.join(", "));
+            Err(CaseError::Malformed(format!("unknown field `{field}` in a case of `{name}`; it has {known}")))
+        }
+    }
+}
+
+fn padding_of(value: &Value) -> Result<usize, String> {
+    let number = value.as_u64().and_then(|number| usize::try_from(number).ok());
+    number.ok_or_else(|| format!("{value} is no number of elements"))
+}
+
+/// Largest tensor of a case, in elements.
+const LARGEST_TENSOR: usize = 1 << 31;
+
+fn bound_sizes(operator: &'static str, specs: &Specs) -> Result<(), CaseError> {
+    let Some(large) = specs.present().find(|spec| spec.elements() > LARGEST_TENSOR) else { return Ok(()) };
+    let longest = large.axes.iter().max_by_key(|axis| axis.extent);
+    Err(CaseError::Field {
+        operator,
+        field: longest.map_or("extents", |axis| axis.name).into(),
+        reason: format!("`{}` {:?} has more than 2^31 elements", large.name, large.shape()),
+    })
+}
+
+/// Refuses a case that takes more memory than it may.
+///
+/// # Errors
+/// The longest axis of the largest tensor, and what the case takes.
+pub(super) fn within(case: &dyn DeclaredCase, specs: &Specs, layouts: &Layouts, limit: Limit) -> Result<(), Refused> {
+    let bytes = size::bytes_of(specs, layouts, case.oracle_elements());
+    if limit.allows(bytes) {
+        return Ok(());
+    }
+    let largest = size::largest(specs);
+    // Where the tensors alone would fit, it is what lies between their rows.
+    let dense = size::bytes_of(&specs.clone().without_gaps(), &Layouts::new(), case.oracle_elements());
+    if limit.allows(dense) {
+        let own =
+            specs.present().find(|spec| spec.gap_of.is_some() && spec.minimum_gap > 0).and_then(|spec| spec.gap_of);
+        let field = if layouts.is_empty() { own.unwrap_or(LAYOUTS) } else { LAYOUTS };
+        let takes = [bytes, dense].map(size::in_words);
+        let [takes, dense] = takes;
+        let reason = format!("the case takes up to {takes} of memory, dense {dense}; {limit} are allowed (--memory)");
+        return refuse(field, reason);
+    }
+    let longest = largest.and_then(|spec| spec.axes.iter().max_by_key(|axis| axis.extent));
+    let takes = size::in_words(bytes);
+    let shape = largest.map_or_else(String::new, |spec| format!(", with `{}` {:?}", spec.name, spec.shape()));
+    refuse(
+        longest.map_or("extents", |axis| axis.name),
+        format!("the case takes up to {takes} of memory{shape}; {limit} are allowed (--memory)"),
+    )
+}
+
+/// Refuses layouts, which the field `said` says, that the case's tensors do not take or no device can hold.
+fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result<(), Refused> {
+    for name in layouts.keys() {
+        if specs.find(name).is_none() {
+            let names: Vec<_> = specs.present().map(|spec| spec.name).collect();
+            return refuse(said, format!("no tensor `{name}`; the case has {}", names.join(", ")));
+        }
+    }
+    let mut addresses = 0usize;
+    for spec in specs.present().filter(|spec| spec.is_stored()) {
+        // A gap may also be the operator's own, which another field says.
+        let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(said);
+        let placed = layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
+        addresses = addresses.saturating_add(placed.or_else(|reason| refuse(field, reason))?);
+    }
+    let most = 4 * layouts::MOST_ADDRESSES;
+    if addresses > most {
+        return refuse(said, format!("they spread the case over {addresses} bytes; {most} at most"));
+    }
+    Ok(())
+}
+
+/// Memory that the tensors of one case may take together on a GPU, where each row that lies far from the others takes a piece of its
+/// own: a GPU of 80 GB that a dozen processes share has it, times [`RESERVED_PART`].
+const LARGEST_CASE: usize = 24 << 30;
+
+/// Why a case does not fit a GPU so many times over: rows with huge steps between them take a piece of its memory each.
+pub(super) fn too_large_on(
+    environment: &Environment,
+    specs: &Specs,
+    layouts: &Layouts,
+    times: usize,
+) -> Option<String> {
+    let total = buffers_on(environment, specs, layouts).fold(0usize, usize::saturating_add);
+    (total.saturating_mul(times) > LARGEST_CASE)
+        .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
+}
+
+/// Bytes of a GPU's memory that are to be free where a case is to have all its buffers.
+pub(super) fn room_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> u64 {
+    let buffers: Vec<usize> = buffers_on(environment, specs, layouts).collect();
+    // Calls that follow one another have two sets of buffers, and the largest of the second one has its part of what the first one
+    // leaves.
+    let of_largest = buffers.iter().copied().max().unwrap_or(0).saturating_mul(RESERVED_PART);
+    buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
+}
+
+/// Bytes of a GPU's memory for the buffer of each tensor; none on the emulator.
+fn buffers_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> impl Iterator<Item = usize> {
+    let bytes = |spec: &TensorSpec| {
+        let layout = layout_of(spec, layouts).place(spec);
+        let bytes = layout.map_or(0, |layout| layout.memory_bytes(&spec.shape(), spec.dtype, MAPPED_GRANULE));
+        usize::try_from(bytes).unwrap_or(usize::MAX)
+    };
+    let on_gpu = environment.backend == BackendKind::Cuda;
+    specs.present().filter(move |spec| on_gpu && spec.is_stored() && spec.placed.is_none()).map(bytes)
+}
+
+pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
+    layouts.get(spec.name).cloned().unwrap_or_default()
+}
