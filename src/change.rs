@@ -249,7 +249,7 @@ mod tests {
         let tree = SourceTree::embedded();
         let concerned = |file: &str| -> Vec<String> {
             let concerns = |operator: &&&AnyOperator| {
-                files_of(**operator, &tree, &BTreeSet::new()).expect("the kernels are there").contains(file)
+                files_of(operator, &tree, &BTreeSet::new()).expect("the kernels are there").contains(file)
             };
             registry::OPERATORS.iter().filter(concerns).map(|operator| operator.name().to_owned()).collect()
         };

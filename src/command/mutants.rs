@@ -289,7 +289,7 @@ impl<'a> Session<'a> {
         let mut plans = Vec::new();
         for ((operator, (_, mutants)), known) in operators.iter().zip(generated).zip(&known) {
             let environment = device.environment();
-            plans.push(plan::plan(*operator, &planted, mutants, known, &equivalents, choice, environment)?);
+            plans.push(plan::plan(operator, &planted, mutants, known, &equivalents, choice, environment)?);
         }
         keep_only(&mut plans, &arguments.only);
         Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
@@ -508,7 +508,7 @@ fn know_cases(
             known.push(Vec::new());
             continue;
         }
-        let mut collected = cases::collect(*operator, regressions, planted)?;
+        let mut collected = cases::collect(operator, regressions, planted)?;
         collected.retain(|(case, _)| operator.cannot_run(case, device.environment()).is_none());
         let bar = progress(collected.len(), operator.name());
         let run = |(case, origin)| {

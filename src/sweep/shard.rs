@@ -81,7 +81,7 @@ impl Plan {
         let (mut cases, mut skips) = (Vec::new(), Vec::new());
         for operator in operators {
             let remembered = remembered.get(operator.name()).cloned().unwrap_or_default();
-            let (planned, skipped) = sweep::plan(*operator, remembered, options, environment)?;
+            let (planned, skipped) = sweep::plan(operator, remembered, options, environment)?;
             cases.extend(planned);
             skips.extend(skipped);
         }

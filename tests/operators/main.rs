@@ -71,7 +71,7 @@ fn main() -> ExitCode {
 /// The dearest first, so that no core waits for the last one.
 fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
     let extent = Extent::demanded(arguments)?;
-    let of = |make: Make| registry::OPERATORS.iter().filter_map(move |operator| make(*operator, extent));
+    let of = |make: Make| registry::OPERATORS.iter().filter_map(move |operator| make(operator, extent));
     let mut trials: Vec<Trial> = OF_EACH_OPERATOR.into_iter().flat_map(of).collect();
     trials.extend(mutants::trials(extent)?);
     Ok(trials)

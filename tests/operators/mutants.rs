@@ -46,7 +46,7 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     for operator in registry::OPERATORS {
         let name = operator.name();
         let lists = mutants.iter().filter(|mutant| mutant.operator == name).map(|mutant| mutant.list.clone());
-        let of = change::files_of(*operator, &SourceTree::embedded(), &lists.collect());
+        let of = change::files_of(operator, &SourceTree::embedded(), &lists.collect());
         files.insert(name, of.map_err(|error| error.to_string())?);
     }
     let none = BTreeSet::new();

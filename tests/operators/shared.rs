@@ -95,8 +95,8 @@ pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -
     let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
     for operator in registry::OPERATORS {
-        let files = change::files_of(*operator, &SourceTree::embedded(), &BTreeSet::new());
-        stocks.push(Stock { count: count(*operator), files: files.map_err(|error| error.to_string())? });
+        let files = change::files_of(operator, &SourceTree::embedded(), &BTreeSet::new());
+        stocks.push(Stock { count: count(operator), files: files.map_err(|error| error.to_string())? });
     }
     let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most, rest)).zip(&stocks);
     let in_part = of.filter(|((_, share), stock)| *share < stock.count);
