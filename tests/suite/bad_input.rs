@@ -333,7 +333,7 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
                 deadline: None,
                 condition: None,
             };
-            let (planned, _) = sweep::plan(*operator, Vec::new(), &options, environment).unwrap();
+            let (planned, _) = sweep::plan(operator, Vec::new(), &options, environment).unwrap();
             let sized = planned.iter().map(|planned| (operator.bytes(&planned.case).unwrap(), planned.case.line()));
             let (bytes, line) = sized.max().expect("a case");
             println!("{}: {} MiB", operator.name(), bytes >> 20);

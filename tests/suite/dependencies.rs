@@ -118,7 +118,7 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
         let name = &record.name;
         assert!(line.contains(&format!("operators::{name}::")), "`{line}` is not {name}'s");
         if !operator.chain().is_empty() {
-            assert_chain(*operator, &record, here.then_some(root));
+            assert_chain(operator, &record, here.then_some(root));
             continue;
         }
         let files = [

@@ -57,7 +57,7 @@ fn gaps(environment: &Environment) -> Vec<String> {
     let regressions = Regressions::new(support::fixtures().join("regressions"));
     registry::OPERATORS
         .par_iter()
-        .map(|operator| (operator.name(), never_taken(*operator, environment, &regressions)))
+        .map(|operator| (operator.name(), never_taken(operator, environment, &regressions)))
         .filter(|(_, [never, unknown])| !never.is_empty() || !unknown.is_empty())
         .map(|(name, [never, unknown])| format!("{name}: never taken: {never:?}; not declared: {unknown:?}"))
         .collect()
