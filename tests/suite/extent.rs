@@ -40,8 +40,7 @@ pub fn concerned_operators() -> Vec<&'static AnyOperator> {
     let all = registry::OPERATORS.to_vec();
     let Some(change) = change() else { return all };
     let files_of = |operator: &&'static AnyOperator| {
-        change::files_of(operator, &SourceTree::embedded(), &BTreeSet::new())
-            .expect("the operator's kernels are there")
+        change::files_of(operator, &SourceTree::embedded(), &BTreeSet::new()).expect("the operator's kernels are there")
     };
     let files: Vec<_> = all.iter().map(files_of).collect();
     let owns: Vec<_> = all.iter().map(|operator| operator.describe().kernel_file).collect();
