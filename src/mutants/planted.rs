@@ -1,9 +1,28 @@
 //! Planted bugs: text patches of kernel sources, applied when they are compiled, never to the tree.
 //!
-//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`], of generated ones). An anchor that matches no longer, or more than
-//! once, is an error: a patch that changes nothing would be "survived" for the wrong reason.
+//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`], of generated ones). A list names its cases once:
+//!
+//! ```toml
+//! operator = "swiglu"
+//! file = "swiglu.cu"
+//!
+//! [cases]
+//! narrow = '{"operator":"swiglu",…}'
+//!
+//! [mutants.swiglu_gate_clamped_from_below]
+//! catalogue = "FM-63"
+//! summary = "The gate is clamped from below as well."
+//! find = 'gate = minimum(gate, limit)'
+//! replace = 'gate = clamp(gate, -limit, limit)'
+//! cases = ["narrow"]
+//! ```
+//!
+//! White space is folded where an anchor is looked for, so that nobody retypes one because a line was broken elsewhere. One
+//! that matches no longer, or more than once, is an error: a patch that changes nothing would be "survived" for the wrong
+//! reason.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use dsv4_kernels::runtime::{Device, SourceTree};
@@ -21,11 +40,10 @@ pub const EQUIVALENT: &str = "equivalent.toml";
 
 /// One planted bug.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Mutant {
     /// Unique name.
     pub id: String,
-    /// Entry of the failure-mode catalogue (`reference/spec/failure_modes.md`), such as `FM-08`, or `derived`.
+    /// Entry of the failure-mode catalogue (`reference/spec/failure_modes.md`), such as `FM-08`.
     pub catalogue: String,
     /// Operator whose cases must see it.
     pub operator: String,
@@ -33,7 +51,7 @@ pub struct Mutant {
     pub file: String,
     /// One sentence.
     pub summary: String,
-    /// Text that occurs exactly once in the file.
+    /// Text that occurs exactly once in the file, white space folded.
     pub find: String,
     /// What replaces it.
     pub replace: String,
@@ -41,48 +59,10 @@ pub struct Mutant {
     pub expected: String,
     /// Cases, as JSON lines, that are enough to see it: the smallest input class.
     pub cases: Vec<String>,
-    /// The class of bugs that it stands for, where it stands for one that sweeps were once blind to.
-    #[serde(default)]
-    pub class: Option<Class>,
     /// Name of the file that lists it.
-    #[serde(skip)]
     pub list: String,
     /// Why a GPU may compute the right results all the same, where it may: then the emulator alone plants it.
-    #[serde(default)]
     pub hidden_on_gpu: Option<String>,
-}
-
-/// Classes of bugs that sweeps were once blind to: each operator that can have them has some of each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Class {
-    /// A NaN or an infinity that is swallowed, or made up.
-    SpecialNumbers,
-    /// Right for the usual exponents alone: squares that overflow, scales that vanish, constants that stand for infinity.
-    Range,
-    /// Right up to some extent below the declared limit.
-    Limit,
-    /// Right for the first item of a block, or while a running value moves far enough to be rescaled.
-    Persistence,
-    /// Terms of gradients that larger ones cover.
-    SmallTerms,
-    /// Something of an earlier call shows.
-    Sequence,
-    /// Two threads or blocks that update the same number without an atomic.
-    LostUpdate,
-}
-
-impl Class {
-    /// All of them.
-    pub const ALL: [Self; 7] = [
-        Self::SpecialNumbers,
-        Self::Range,
-        Self::Limit,
-        Self::Persistence,
-        Self::SmallTerms,
-        Self::Sequence,
-        Self::LostUpdate,
-    ];
 }
 
 /// Why mutants cannot be run.
@@ -134,13 +114,71 @@ pub enum MutantError {
     },
 }
 
+/// A list of mutants as it is written: what most of them have in common stands once.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MutantFile {
-    mutant: Vec<Mutant>,
+    operator: String,
+    file: String,
+    /// Lines of JSON by the names that mutants call them by.
+    cases: BTreeMap<String, String>,
+    mutants: BTreeMap<String, Listed>,
 }
 
-/// All mutants of a folder, by file name and then in the file's order.
+/// An entry of a list.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Listed {
+    catalogue: String,
+    summary: String,
+    operator: Option<String>,
+    file: Option<String>,
+    find: String,
+    replace: String,
+    #[serde(default = "forward")]
+    expected: String,
+    hidden_on_gpu: Option<String>,
+    cases: Vec<String>,
+}
+
+fn forward() -> String {
+    "forward".to_owned()
+}
+
+impl MutantFile {
+    /// Its mutants, by their ids; or what does not go together.
+    fn mutants(self, list: &str) -> Result<Vec<Mutant>, String> {
+        let used: BTreeSet<&String> = self.mutants.values().flat_map(|listed| &listed.cases).collect();
+        if let Some(name) = self.cases.keys().find(|name| !used.contains(name)) {
+            return Err(format!("no mutant names case `{name}`"));
+        }
+        let mutant = |(id, listed): (&String, &Listed)| {
+            let operator = listed.operator.clone().unwrap_or_else(|| self.operator.clone());
+            // A mutant of an operator that nobody sweeps would be run by nobody, and missed by nobody.
+            registry::find(&operator).map_err(|error| format!("mutant `{id}`: {error}"))?;
+            let line = |name: &String| {
+                let line = self.cases.get(name).cloned();
+                line.ok_or_else(|| format!("mutant `{id}`: [cases] has no `{name}`"))
+            };
+            Ok(Mutant {
+                id: id.clone(),
+                catalogue: listed.catalogue.clone(),
+                operator,
+                file: listed.file.clone().unwrap_or_else(|| self.file.clone()),
+                summary: listed.summary.clone(),
+                find: listed.find.clone(),
+                replace: listed.replace.clone(),
+                expected: listed.expected.clone(),
+                cases: listed.cases.iter().map(line).collect::<Result<_, String>>()?,
+                list: list.to_owned(),
+                hidden_on_gpu: listed.hidden_on_gpu.clone(),
+            })
+        };
+        self.mutants.iter().map(mutant).collect()
+    }
+}
+
+/// All mutants of a folder, by file name and then by id.
 ///
 /// # Errors
 /// [`MutantError::Read`], [`MutantError::Malformed`].
@@ -164,13 +202,41 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
         let list = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let malformed = |reason: String| MutantError::Malformed { path: path.clone(), reason };
         let file: MutantFile = toml::from_str(&text).map_err(|e| malformed(e.to_string()))?;
-        // A mutant of an operator that nobody sweeps would be run by nobody, and missed by nobody.
-        if let Some((id, error)) = file.mutant.iter().find_map(|m| Some((&m.id, registry::find(&m.operator).err()?))) {
-            return Err(malformed(format!("mutant `{id}`: {error}")));
-        }
-        mutants.extend(file.mutant.into_iter().map(|mutant| Mutant { list: list.clone(), ..mutant }));
+        mutants.extend(file.mutants(&list).map_err(malformed)?);
     }
     Ok(mutants)
+}
+
+/// A text without its white space, but for a blank between two words, and the place of each of its bytes.
+fn folded(text: &str) -> (Vec<u8>, Vec<usize>) {
+    let is_word = |byte: u8| byte == b'_' || byte.is_ascii_alphanumeric();
+    let (mut bytes, mut places): (Vec<u8>, Vec<usize>) = (Vec::new(), Vec::new());
+    let mut space = None;
+    for (at, byte) in text.bytes().enumerate() {
+        if byte.is_ascii_whitespace() {
+            space = space.or(Some(at));
+            continue;
+        }
+        if let Some(place) = space.take()
+            && bytes.last().is_some_and(|&last| is_word(last) && is_word(byte))
+        {
+            bytes.push(b' ');
+            places.push(place);
+        }
+        bytes.push(byte);
+        places.push(at);
+    }
+    (bytes, places)
+}
+
+/// Where `anchor` is in `text`, white space folded: every place.
+fn places(text: &str, anchor: &str) -> Vec<Range<usize>> {
+    let ((text, places), (anchor, _)) = (folded(text), folded(anchor));
+    if anchor.is_empty() {
+        return Vec::new();
+    }
+    let found = text.windows(anchor.len()).enumerate().filter(|(_, window)| *window == anchor);
+    found.map(|(at, _)| places[at]..places[at + anchor.len() - 1] + 1).collect()
 }
 
 impl Mutant {
@@ -180,11 +246,13 @@ impl Mutant {
     /// [`MutantError::Anchor`].
     pub fn plant(&self, tree: &SourceTree) -> Result<SourceTree, MutantError> {
         let text = tree.text(&self.file).unwrap_or_default();
-        let count = text.matches(&self.find).count();
-        if count != 1 {
-            return Err(MutantError::Anchor { id: self.id.clone(), file: self.file.clone(), count });
+        match places(text, &self.find).as_slice() {
+            [place] => {
+                let mutated = [&text[..place.start], &self.replace, &text[place.end..]].concat();
+                Ok(tree.with_text(&self.file, mutated, &format!("mutant {}", self.id)))
+            }
+            found => Err(MutantError::Anchor { id: self.id.clone(), file: self.file.clone(), count: found.len() }),
         }
-        Ok(tree.with_text(&self.file, text.replacen(&self.find, &self.replace, 1), &format!("mutant {}", self.id)))
     }
 
     /// A record that says what is planted and where, before anything is known of its fate.
@@ -198,7 +266,7 @@ impl Mutant {
             expected: self.expected.clone(),
             source: MutantSource::Planted,
             file: self.file.clone(),
-            line: text.find(&self.find).map_or(0, |at| 1 + text[..at].matches('\n').count() as u64),
+            line: places(text, &self.find).first().map_or(0, |at| 1 + text[..at.start].matches('\n').count() as u64),
             original: self.find.trim_matches('\n').to_owned(),
             mutated: self.replace.trim_matches('\n').to_owned(),
             ..MutantRecord::default()
@@ -268,5 +336,36 @@ impl Mutant {
             reason,
             ..self.unjudged(device.tree())
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_anchor_is_found_however_lines_are_broken_and_no_word_is_joined() {
+        let text = "if (a\n    && b) {\n    const int  x = f(a,\n                     b);\n}\n";
+        let at = |anchor| places(text, anchor);
+        let [place] = &at("f( a, b )")[..] else { panic!("one place") };
+        assert_eq!(&text[place.clone()], "f(a,\n                     b)");
+        assert_eq!(at("const int x").len(), 1);
+        assert!(at("constint x").is_empty() && at("const in t x").is_empty() && at("").is_empty());
+        assert_eq!(at("a").len(), 2);
+    }
+
+    #[test]
+    fn a_list_names_no_case_that_it_has_not_and_has_none_that_it_names_not() {
+        let list = |cases: &str, named: &str| {
+            let text = format!(
+                "operator = 'rope'\nfile = 'rope.cu'\n[cases]\n{cases}\n[mutants.one]\ncatalogue = 'FM-52'\n\
+                 summary = 'One.'\nfind = 'a'\nreplace = 'b'\ncases = ['{named}']\n"
+            );
+            toml::from_str::<MutantFile>(&text).expect("a list").mutants("rope.toml")
+        };
+        let [one] = &list("small = 'line'", "small").expect("a mutant")[..] else { panic!("one mutant") };
+        assert_eq!((one.expected.as_str(), one.cases.as_slice()), ("forward", &["line".to_owned()][..]));
+        assert_eq!(list("small = 'line'", "large").unwrap_err(), "no mutant names case `small`");
+        assert_eq!(list("", "large").unwrap_err(), "mutant `one`: [cases] has no `large`");
     }
 }

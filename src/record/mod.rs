@@ -594,7 +594,7 @@ pub struct Ceilings {
 pub struct MutantRecord {
     /// The mutant's id.
     pub id: String,
-    /// Catalogue entry, such as `FM-03`, or `derived`; empty for a generated mutant.
+    /// Catalogue entry, such as `FM-03`; empty for a generated mutant.
     pub catalogue: String,
     /// Operator.
     pub operator: String,

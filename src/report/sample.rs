@@ -355,7 +355,7 @@ fn mutant(id: &str, catalogue: &str, operator: &str, expected: &str) -> MutantRe
 
 fn mutants() -> Vec<MutantRecord> {
     vec![
-        mutant("eps_outside_root", "derived", "rms_norm", "forward"),
+        mutant("eps_outside_root", "FM-172", "rms_norm", "forward"),
         MutantRecord {
             killed_by: vec!["forward".into(), "special_values".into()],
             ..mutant("row_stride_ignored", "FM-76", "rms_norm", "guards")

@@ -84,7 +84,7 @@ fn benchmark(id: &str, median_ns: f64) -> BenchmarkRecord {
 fn mutant(id: &str, killed_by: &[&str]) -> MutantRecord {
     MutantRecord {
         id: id.into(),
-        catalogue: "derived".into(),
+        catalogue: "FM-56".into(),
         operator: "rms_norm".into(),
         summary: "eps is added after the root.".into(),
         expected: "forward".into(),

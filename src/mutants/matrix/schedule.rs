@@ -179,7 +179,6 @@ mod tests {
             cases: Vec::new(),
             list: String::new(),
             hidden_on_gpu: None,
-            class: None,
         };
         let trial = Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };
         let schedule = Schedule {
