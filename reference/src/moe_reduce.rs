@@ -6,7 +6,7 @@
 //! dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 for a slot without a position
 //! ```
 //!
-//! w is the slot's weight, 1 where there are none; shared[t] is left out where there is none, and its gradient is dout. What a
+//! w is the slot's weight, 1 where there are none; `shared[t]` is left out where there is none, and its gradient is dout. What a
 //! row holds that no slot has, and the weight of a slot without a position, is never used.
 //!
 //! # Rounding points

@@ -1,7 +1,7 @@
 //! The one way to standard output and standard error.
 //!
 //! `println!` panics where its reader is gone or the disk is full, so clippy denies it in this crate
-//! (`print_stdout`, `print_stderr`). What commands print goes through [`outln!`] and [`errln!`] instead:
+//! (`print_stdout`, `print_stderr`). What commands print goes through `outln!` and `errln!` instead:
 //!
 //! - Standard output was closed (`parity ops | head`): the process ends at once, without a word, with code 141,
 //!   which is what a shell reports of a program that SIGPIPE ends. SIGPIPE itself stays ignored: it would also

@@ -41,6 +41,7 @@ pub mod tensors;
 mod timing;
 
 pub use any::AnyOperator;
+pub use declared::Operator;
 pub use family::Family;
 pub use sequence::{Repeat, Sequence};
 

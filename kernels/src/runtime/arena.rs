@@ -8,7 +8,7 @@
 //!    the gaps of strided outputs.
 //!
 //! A tensor whose strides leave gaps of megabytes or more does not have all of its buffer filled and read back: only its
-//! rows and a band of poison on both sides of each are touched ([`Backend::reserve`](super::backend::Backend::reserve)).
+//! rows and a band of poison on both sides of each are touched ([`Backend::reserve`]).
 //! On the emulator every other byte of such a buffer is inaccessible.
 
 use std::ops::Range;
