@@ -11,7 +11,8 @@ use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions, Enviro
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::runner::{RunError, Runner};
-use dsv4_parity::operator::{KernelRun, OracleTensor, PreparedCase, registry};
+use dsv4_parity::operator::{KernelRun, OracleTensor, PreparedCase};
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::Verdict;
 
 /// A kernel that scales `y` by `factor`.

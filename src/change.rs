@@ -189,7 +189,7 @@ pub fn files_of(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operator::registry;
+    use crate::operators::registry;
 
     /// A repository in which `commits` commits were made, each of which wrote its number to `kernels/cuda/rope.cu`.
     fn repository(commits: usize) -> tempfile::TempDir {

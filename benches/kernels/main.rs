@@ -24,7 +24,7 @@ use anyhow::Result;
 use clap::Parser as _;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::command::{DeviceArguments, exit_code_of};
-use dsv4_parity::operator::registry::OPERATORS;
+use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::report::beside::pairs::Pairs;
 
 use session::Session;

@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
 use dsv4_kernels::runtime::{BackendKind, Device, RuntimeError, cuda};
+use dsv4_parity::judge::recheck;
 use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
-use dsv4_parity::report::benchmarks::{self, Facts, Work};
+use dsv4_parity::record::Work;
+use dsv4_parity::report::benchmarks::{self, Facts};
 use dsv4_parity::report::beside::log::{self, Line, Machine, Side, Skipped, Time, Turn, Writer};
 use dsv4_parity::report::beside::pairs::Pairs;
 
@@ -195,6 +197,8 @@ impl<'d> Session<'d> {
                 println!("{:24}{compared} elements agree ({:.1} s)", "", start.elapsed().as_secs_f64());
                 self.log_time(id, &work, rate)?;
                 self.facts.work.insert(id.to_string(), work);
+                // A run that is cut short leaves what it has measured.
+                self.facts.write(&self.directory).map_err(anyhow::Error::msg)?;
                 return Ok(());
             }
             Err(problem) => format!("{problem:#}"),
@@ -334,7 +338,7 @@ impl Callee for Box<dyn Buffers + '_> {
     }
 
     fn recheck(&self, set: usize) -> Result<u64> {
-        (**self).recheck(set)
+        recheck::recheck(&**self, set)
     }
 }
 

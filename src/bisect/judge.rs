@@ -12,8 +12,8 @@ use super::search::Answer;
 use super::sequential::{ALPHA, Rates, Sprt, calibrate, lower_bound};
 use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
-use crate::operator::registry;
 use crate::operator::{KernelRun, OracleTensor, PreparedCase, rows_of};
+use crate::operators::registry;
 use crate::record::figures;
 
 /// What is compared between revisions.

@@ -34,7 +34,7 @@ use self::history::{Commit, Repository};
 use self::judge::{Effort, Judge, Metric, Trial};
 use self::search::{Answer, Turn, first_bad};
 use crate::case::{Case, CaseError};
-use crate::operator::registry;
+use crate::operators::registry;
 
 /// Why a bisection cannot be made.
 #[derive(Debug, Error)]

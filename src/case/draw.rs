@@ -129,6 +129,14 @@ impl Draw {
     }
 }
 
+/// A seed-independent random permutation of `0..count`, for laws that permute.
+pub fn permutation(seed: u64, count: usize) -> Vec<usize> {
+    use rand::seq::SliceRandom;
+    let mut order: Vec<usize> = (0..count).collect();
+    order.shuffle(Draw::new(seed, "permutation").rng());
+    order
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -12,7 +12,7 @@ use thiserror::Error;
 pub mod condition;
 mod draw;
 
-pub use draw::{Distribution, Draw, NORMAL_WORDS};
+pub use draw::{Distribution, Draw, NORMAL_WORDS, permutation};
 
 /// One comparison: the operator, and what the operator's own case type says.
 ///

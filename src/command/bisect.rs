@@ -16,8 +16,8 @@ use crate::bisect::judge::{Effort, Metric, Trial};
 use crate::bisect::search::Answer;
 use crate::bisect::{Bisection, Found, bisect, page};
 use crate::case::Case;
-use crate::operator::registry;
 use crate::operator::{AnyOperator, Profile};
+use crate::operators::registry;
 use crate::record::words::printable;
 
 /// Options of `parity bisect`.

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::{Exit, output};
 use crate::change::{self, Candidate, Change, MOST_MODULES};
 use crate::operator::ModuleSpecification;
-use crate::operator::registry;
+use crate::operators::registry;
 use crate::record::words::printable;
 
 /// The header whose instructions one target alone has, and that target.

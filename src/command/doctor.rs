@@ -10,7 +10,8 @@ use serde_json::json;
 
 use super::{Exit, output};
 use crate::judge::checks::CheckOptions;
-use crate::operator::{Profile, registry};
+use crate::operator::Profile;
+use crate::operators::registry;
 use crate::record::words::printable;
 use crate::record::{Origin, Verdict};
 use crate::sweep;

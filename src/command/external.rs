@@ -21,7 +21,7 @@ use crate::external::{self, External, ExternalOptions};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::AnyOperator;
-use crate::operator::registry;
+use crate::operators::registry;
 use crate::record::journal::{self, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::{Report, Verdict, all_cases_of};
 use crate::report::skips::by_reason;

@@ -7,9 +7,11 @@ use clap::Args;
 use serde_json::json;
 
 use super::{DeviceArguments, Exit, output};
-use crate::judge::golden::GoldenFile;
-use crate::judge::{golden, golden_run};
-use crate::operator::{AnyOperator, GoldenCase, registry};
+use crate::judge::golden_run;
+use crate::operator::golden_file;
+use crate::operator::golden_file::GoldenFile;
+use crate::operator::{AnyOperator, GoldenCase};
+use crate::operators::registry;
 use crate::record::words::{self, printable};
 use crate::record::{CaseRecord, CheckRecord, Verdict};
 
@@ -40,7 +42,7 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     let operators = registry::select(arguments.ops.as_deref())?;
     let names = match &arguments.ops {
         // A file of a kind that no operator has is read as well, and may be broken.
-        None => golden::index(&arguments.dir)?,
+        None => golden_file::index(&arguments.dir)?,
         Some(_) => golden_run::files_about(&arguments.dir, &operators)?,
     };
     let device = if arguments.oracles_only { None } else { Some(arguments.device.open()?) };
@@ -139,7 +141,7 @@ impl Judged {
 
 /// A file, and the cases that it is.
 fn read(path: &Path, operators: &[&'static AnyOperator]) -> Result<(GoldenFile, Vec<GoldenCase>)> {
-    let file = golden::read(path)?;
+    let file = golden_file::read(path)?;
     let cases = golden_run::cases_of(&file, operators)?;
     Ok((file, cases))
 }

@@ -39,7 +39,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
     run::remember_shrunk(&report, &regressions)?;
     report.saved = regressions.saved(&report.cases);
-    merge::write(&report, &arguments.out)
+    crate::report::write_with_records(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
     run::print_failures(&report, &arguments.out);
     run::summarise(&report, &arguments.out);

@@ -25,7 +25,8 @@ use crate::mutants::matrix::schedule::{self, Schedule};
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial::{self, Subject, Trial};
 use crate::mutants::planted::{self, Mutant};
-use crate::operator::{AnyOperator, registry, size};
+use crate::operator::{AnyOperator, size};
+use crate::operators::registry;
 use crate::record::words::printable;
 use crate::record::{
     KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,

@@ -4,8 +4,9 @@ use anyhow::Result;
 use clap::Args;
 
 use super::{Exit, output};
-use crate::operator::family::Family;
-use crate::operator::{AnyOperator, registry};
+use crate::operator::AnyOperator;
+use crate::operators::registry;
+use crate::record::family::Family;
 use crate::record::{OperatorRecord, TensorRecord};
 use crate::specification::Citation;
 

@@ -18,14 +18,14 @@ use super::sweep::SweepArguments;
 use super::{DeviceArguments, Exit, modules, output, workers};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
-use crate::operator::{AnyOperator, Profile, registry, size};
+use crate::operator::{AnyOperator, Profile, size};
+use crate::operators::registry;
 use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip, Verdict};
 use crate::report::diagnosis::terminal;
 use crate::report::numbers::counted;
 use crate::report::{self, history};
-use crate::sweep::merge;
 use crate::sweep::pool::{self, Open};
 use crate::sweep::progress::Progress;
 use crate::sweep::regressions::Regressions;
@@ -243,7 +243,7 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
     }
     report.saved = regressions.saved(&report.cases);
     if by_workers {
-        merge::write(report, out).with_context(writing)?;
+        crate::report::write_with_records(report, out).with_context(writing)?;
         workers::clear(out)?;
     } else {
         report::write_all(report, out).with_context(writing)?;

@@ -47,8 +47,8 @@ use self::process::Call;
 use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
-use crate::operator::registry;
 use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, PreparedCase, Side};
+use crate::operators::registry;
 use crate::record::{OperatorRecord, Seconds, Skip, Verdict};
 
 /// The case.

@@ -34,7 +34,7 @@
 //!
 //! What holds a tensor as a whole is [`crate::judge::yardstick`].
 //!
-//! [`WORKING_RUNS`]: crate::judge::yardstick::WORKING_RUNS
+//! [`WORKING_RUNS`]: crate::operator::WORKING_RUNS
 //! [`NEAREST_RUNS`]: crate::judge::yardstick::NEAREST_RUNS
 
 use dsv4_reference::statistics;
@@ -184,7 +184,7 @@ mod tests {
 
     use super::*;
     use crate::case::Draw;
-    use crate::judge::yardstick::WORKING_RUNS;
+    use crate::operator::WORKING_RUNS;
     use crate::operator::{Side, half_ulp};
 
     fn tensor(shape: &[usize], values: Vec<f64>) -> OracleTensor {

@@ -7,7 +7,6 @@ use std::time::Instant;
 use dsv4_kernels::runtime::arena::ViolationKind;
 use dsv4_kernels::runtime::{Contract, DType, HostTensor};
 
-use crate::case::Draw;
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
 use crate::judge::failing;
@@ -952,12 +951,4 @@ fn row_difference(a: &HostTensor, b: &HostTensor, mut pairs: impl Iterator<Item 
     let (from, to) =
         pairs.find(|&(x, y)| a.bytes[x * bytes..(x + 1) * bytes] != b.bytes[y * bytes..(y + 1) * bytes])?;
     Some(format!("row {to} of the variant differs from row {from} of the case"))
-}
-
-/// A seed-independent random permutation of `0..count`, for laws that permute.
-pub fn permutation(seed: u64, count: usize) -> Vec<usize> {
-    use rand::seq::SliceRandom;
-    let mut order: Vec<usize> = (0..count).collect();
-    order.shuffle(Draw::new(seed, "permutation").rng());
-    order
 }

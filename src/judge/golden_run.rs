@@ -15,8 +15,8 @@ use crate::case::{Case, CaseError};
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
 use crate::judge::checks::{self, CheckOptions, Outcome};
-use crate::judge::golden::{self, GoldenError, GoldenFile};
 use crate::judge::truth::Truth;
+use crate::operator::golden_file::{self, GoldenError, GoldenFile};
 use crate::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, figures, words};
 
@@ -72,10 +72,10 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
 /// no other file is read.
 ///
 /// # Errors
-/// Those of [`golden::index`].
+/// Those of [`golden_file::index`].
 pub fn files_about(dir: &Path, operators: &[&'static AnyOperator]) -> Result<Vec<String>, GoldenError> {
-    let mut names = golden::index(dir)?;
-    names.retain(|name| operators.iter().any(|operator| operator.golden_kinds().contains(&golden::kind_of(name))));
+    let mut names = golden_file::index(dir)?;
+    names.retain(|name| operators.iter().any(|operator| operator.golden_kinds().contains(&golden_file::kind_of(name))));
     Ok(names)
 }
 

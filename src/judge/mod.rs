@@ -12,20 +12,22 @@
 //! | `selection` | indices of a selection, held to the scores that were selected from |
 //! | `triangulation` | the oracle's gradients against finite differences and its own forward pass |
 //! | `checks` | every check of a case |
+//! | `recheck` | what a timed call wrote |
 //! | `turns` | the memory of a GPU that several processes share |
 //! | `truth` | what the oracle says of a case, and the bounds that follow |
 //! | `truths` | what the oracle says of a case, worked out once for many kernels |
-//! | `golden` | what an independent implementation computed: the files |
-//! | `golden_run` | the same, compared |
+//! | `golden_run` | what an independent implementation computed, compared |
+//! | `order` | what a failing case says, in the order in which a person wants it |
 
 pub mod agreement;
 pub mod budget;
 pub mod checks;
 pub mod failing;
-pub mod golden;
 pub mod golden_run;
 pub mod grid;
+pub mod order;
 pub mod power;
+pub mod recheck;
 pub mod runner;
 pub mod selection;
 pub mod triangulation;

@@ -179,7 +179,7 @@ mod tests {
     use super::*;
     use crate::case::Draw;
     use crate::judge::truth::Truth;
-    use crate::judge::yardstick::WORKING_RUNS;
+    use crate::operator::WORKING_RUNS;
     use crate::operator::{Arithmetic, KernelTensor, RoundingPoints, Side};
 
     const SHAPE: [usize; 2] = [32, 64];

@@ -13,7 +13,8 @@ use crate::judge::agreement;
 use crate::judge::budget::Budget;
 use crate::judge::grid::Steps;
 use crate::judge::power;
-use crate::judge::yardstick::{WORKING_RUNS, Yardstick, working_precisions};
+use crate::judge::yardstick::{Yardstick, working_precisions};
+use crate::operator::WORKING_RUNS;
 use crate::operator::{
     Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, PreparedCase, RoundingPoints,
 };

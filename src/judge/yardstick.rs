@@ -50,14 +50,8 @@ use statrs::distribution::{DiscreteCDF, Poisson};
 
 use crate::judge::budget::{Budget, CAMPAIGN, expected_maximum, student};
 use crate::judge::grid::Steps;
-use crate::operator::{OracleTensor, RoundingPoints, Side};
+use crate::operator::{NEAREST_RUNS, OracleTensor, RoundingPoints, Side, WORKING_RUNS};
 use crate::record::figures;
-
-/// Oracle runs whose rounding errors have random phases.
-pub const WORKING_RUNS: usize = 24;
-
-/// Oracle runs that round to nearest: of each choice one without noise in fp32, and four with.
-pub const NEAREST_RUNS: usize = 5 * CHOICES;
 
 /// Jumps of the largest size that are allowed: of two that both happen, both are that large and add up, hardly ever.
 const JUMPS: f64 = 2.0;

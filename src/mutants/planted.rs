@@ -32,7 +32,7 @@ use thiserror::Error;
 use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::truths::Truths;
-use crate::operator::registry;
+use crate::operators::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
 /// The file of a folder of mutants that lists generated ones without effect ([`crate::mutants::matrix`]).

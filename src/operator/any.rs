@@ -26,8 +26,8 @@ use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{GoldenCase, Law, ModuleSpecification, PreparedCase, Profile, documentation, limits, refusals};
 use crate::case::{Case, CaseError};
-use crate::judge::golden::GoldenFile;
 use crate::operator::Family;
+use crate::operator::golden_file::GoldenFile;
 use crate::record::OperatorRecord;
 
 /// A case of any operator.

@@ -15,7 +15,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError, Views};
 use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
@@ -29,10 +29,8 @@ use super::memory::Placed;
 use super::tensors::{Tensors, permuted_along, repeated_along};
 use super::{Arithmetic, KernelRun, OracleTensor, RoundingPoints, Side};
 use crate::case::{Case, CaseError};
-use crate::judge::checks;
-use crate::judge::truth::Truth;
-use crate::operators::Aliasing;
-use crate::report::benchmarks::Work;
+use crate::operator::fields::Aliasing;
+use crate::record::Work;
 
 /// An upper bound of the second-level cache, bytes (H100 and H200: 50 to 60 MB).
 const L2: usize = 60_000_000;
@@ -570,12 +568,33 @@ pub trait Buffers {
     /// The launcher's.
     fn call(&self, set: usize) -> Result<(), RuntimeError>;
 
-    /// Compares sampled entries of what the last call on `set` wrote with the oracle; how many elements. Where a call
-    /// writes over what it reads, one more call on what the first one read is compared.
+    /// Sampled entries of what the last call on `set` wrote, and their oracle ([`crate::judge::recheck`]). Where a call
+    /// writes over what it reads, they are of one more call, on what the first one read.
     ///
     /// # Errors
-    /// What disagrees or could not be compared, and a sample of which nothing was compared.
-    fn recheck(&self, set: usize) -> Result<u64>;
+    /// A sample that cannot be taken.
+    fn sampled(&self, set: usize) -> Result<Sampling>;
+}
+
+/// What was sampled of a call.
+pub struct Sampling {
+    sample: Sample,
+    /// What the kernels wrote of it.
+    pub run: KernelRun,
+    /// The arithmetic of the kernels.
+    pub arithmetic: Arithmetic,
+    /// The axis along which it was sampled.
+    pub axis: &'static str,
+}
+
+impl Sampling {
+    /// Runs the oracle of the sample, as one of the runs that have `products` in common.
+    ///
+    /// # Errors
+    /// What the oracle refuses.
+    pub fn oracle(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+        self.sample.oracle(precision, products)
+    }
 }
 
 impl Timed for Arc<AnyBenchmark> {
@@ -656,27 +675,12 @@ impl<'d> OnDevice<'d> {
         (self.benchmark.call)(views, &mut Launches::timed(self.device))
     }
 
-    fn compare(&self, placed: &Placed<'_>) -> Result<u64> {
+    fn sampling(&self, placed: &Placed<'_>) -> Result<Sampling> {
         let sample = self.benchmark.sample(&self.given)?;
         let run = sample.written(&self.benchmark.placed_specs(), placed)?;
-        let arithmetic =
-            Arithmetic { points: RoundingPoints::Specification, lanes: self.benchmark.case.operator().sum_lanes() };
-        let truth = Truth::of_runs(arithmetic, |precision, products| sample.oracle(precision, products))?;
-        let outcome = checks::hold(&truth, &run);
-        if let Some(failure) = outcome.failures().next() {
-            return Err(anyhow!(
-                "{} {}, sampled along {}: {}",
-                failure.check,
-                failure.tensor,
-                self.benchmark.axis,
-                failure.message
-            ));
-        }
-        let compared = outcome.checks.iter().filter(|check| ["forward", "gradient"].contains(&check.check.as_str()));
-        match compared.map(|check| check.compared).sum() {
-            0 => Err(anyhow!("nothing was compared: no tensor that is written has the axis {}", self.benchmark.axis)),
-            elements => Ok(elements),
-        }
+        let lanes = self.benchmark.case.operator().sum_lanes();
+        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes };
+        Ok(Sampling { sample, run, arithmetic, axis: self.benchmark.axis })
     }
 }
 
@@ -689,12 +693,12 @@ impl Buffers for OnDevice<'_> {
         self.call_on(&self.sets[set])
     }
 
-    fn recheck(&self, set: usize) -> Result<u64> {
+    fn sampled(&self, set: usize) -> Result<Sampling> {
         if !self.benchmark.overwrites() {
-            return self.compare(&self.sets[set]);
+            return self.sampling(&self.sets[set]);
         }
         let fresh = self.set()?;
         self.call_on(&fresh)?;
-        self.compare(&fresh)
+        self.sampling(&fresh)
     }
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::declared::{Refused, finite, not_empty, positive, refuse};
 use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
-use crate::operators::{Aliasing, Data};
+use crate::operator::fields::{Aliasing, Data};
 
 /// An axis of a tensor. Axes of one name have one extent in all tensors of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

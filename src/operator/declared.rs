@@ -16,13 +16,13 @@ use super::benchmarks::Benchmark;
 use super::declaration::Specs;
 #[cfg(doc)]
 use super::declaration::{Part, TensorSpec};
-use super::family::Family;
 use super::golden::{Golden, Reading};
 use super::laws::Laws;
 use super::tensors::{Bound, Tensors};
 use super::{ModuleSpecification, Profile};
 #[cfg(doc)]
-use crate::judge::golden::GoldenFile;
+use crate::operator::golden_file::GoldenFile;
+use crate::record::Family;
 
 /// What is said of an operator apart from any case.
 #[derive(Clone, Copy, Debug)]

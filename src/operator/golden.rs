@@ -18,7 +18,7 @@ use super::size;
 use super::tensors::Tensors;
 use super::{ExpectedTensor, GoldenCase};
 use crate::case::CaseError;
-use crate::judge::golden::{GoldenFile, GoldenTensor, Kind};
+use crate::operator::golden_file::{GoldenFile, GoldenTensor, Kind};
 
 /// Axes of a stored tensor, outermost first, by the file's names of them: `1` is an axis of one entry, and a first one that
 /// begins with `..` is any number of axes, taken as one.

@@ -21,7 +21,7 @@ use super::{
 };
 use super::{laws, sequence};
 use crate::case::{Case, CaseError};
-use crate::operators::elements;
+use crate::operator::fields::elements;
 use crate::record::Seconds;
 
 /// What of a variant's tensor is looked at: its elements at these places, in this shape.

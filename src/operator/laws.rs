@@ -13,7 +13,7 @@ use super::declared::Operator;
 use super::inputs::{Inputs, Shown};
 use super::tensors::{Bound, Tensors};
 use super::{Law, Relation};
-use crate::judge::checks::permutation;
+use crate::case::permutation;
 
 /// A variant in the making.
 pub struct Variant<K: Operator> {

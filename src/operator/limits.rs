@@ -122,7 +122,7 @@ fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operator::registry;
+    use crate::operators::registry;
 
     /// The largest number in a field (a JSON pointer) of an operator's edge cases.
     fn largest(operator: &str, field: &str, profile: Profile) -> u64 {

@@ -8,7 +8,7 @@ use super::inputs::role;
 use super::layouts::Layouts;
 use super::lines::layout_of;
 use super::tensors::{Tensors, repeated_along};
-use crate::operators::Aliasing;
+use crate::operator::fields::Aliasing;
 
 /// Tensors on a device, and the arena that owns them.
 pub(super) struct Placed<'d> {

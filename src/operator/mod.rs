@@ -2,7 +2,7 @@
 //!
 //! `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`. An operator's
 //! file in `src/operators/` says how to do the first four; everything after that is the same for
-//! all of them ([`crate::judge::checks`]). The [`registry`] lists all operators.
+//! all of them ([`crate::judge::checks`]). The [`registry`](crate::operators::registry) lists all operators.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -10,20 +10,22 @@ use std::time::Duration;
 
 use dsv4_kernels::runtime::arena::Violation;
 use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
-use dsv4_reference::precision::Precision;
+use dsv4_reference::precision::{CHOICES, Precision};
 use dsv4_reference::{Format, Products};
 use serde::Serialize;
 
 use crate::case::{Case, CaseError};
 use crate::record::Seconds;
+pub use crate::record::{Family, RoundingPoints};
 
 pub mod any;
 pub mod benchmarks;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;
-pub mod family;
+pub mod fields;
 pub mod golden;
+pub mod golden_file;
 mod inputs;
 pub mod laws;
 pub mod layouts;
@@ -33,7 +35,6 @@ mod memory;
 pub mod prelude;
 mod probe;
 pub mod refusals;
-pub mod registry;
 mod sequence;
 pub mod size;
 pub mod special;
@@ -42,7 +43,6 @@ mod timing;
 
 pub use any::AnyOperator;
 pub use declared::Operator;
-pub use family::Family;
 pub use sequence::{Repeat, Sequence};
 
 /// What is left of three minutes once a program has started and its report is written.
@@ -253,16 +253,11 @@ pub struct KernelRun {
     pub paths: Vec<String>,
 }
 
-/// Where a kernel rounds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RoundingPoints {
-    /// Where the specification says: the oracle's rounding points.
-    Specification,
-    /// Nobody said.
-    #[default]
-    Undeclared,
-}
+/// Oracle runs whose rounding errors have random phases.
+pub const WORKING_RUNS: usize = 24;
+
+/// Oracle runs that round to nearest: of each choice one without noise in fp32, and four with.
+pub const NEAREST_RUNS: usize = 5 * CHOICES;
 
 /// What a kernel says of its arithmetic; by default nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -11,7 +11,7 @@ use super::lines::oracle_error;
 use super::special;
 use super::tensors::Bound;
 use crate::case::CaseError;
-use crate::operators::elements;
+use crate::operator::fields::elements;
 
 /// The oracle as a function of the inputs that have gradients, of the outputs that have upstreams.
 pub(super) struct Probe<'i> {

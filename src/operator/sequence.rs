@@ -22,7 +22,7 @@ use super::lines::{Choices, line, read, too_large_on};
 use super::memory::Placed;
 use super::tensors::Tensors;
 use super::{KernelRun, format_of};
-use crate::operators::Aliasing;
+use crate::operator::fields::Aliasing;
 use crate::record::Skip;
 
 /// How often recorded launches are replayed, on the case's own data and on other data in turn.

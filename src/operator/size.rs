@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use super::declaration::{Specs, TensorSpec};
 use super::layouts::Layouts;
 use super::lines::layout_of;
-use crate::judge::yardstick::{NEAREST_RUNS, WORKING_RUNS};
+use crate::operator::{NEAREST_RUNS, WORKING_RUNS};
 
 /// Copies of a given tensor on the host: the case's, one for each of a dozen variants of laws, and those being made.
 const HOST_COPIES: u128 = 16;

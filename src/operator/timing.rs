@@ -60,7 +60,7 @@ mod tests {
     use crate::operator::Profile;
     use crate::operator::any::any;
     use crate::operator::declared::Operator;
-    use crate::operators::Implementation;
+    use crate::operator::fields::Implementation;
     use crate::operators::attention_output_rotation::AttentionOutputRotation;
     use crate::operators::decode_attention::DecodeAttention;
     use crate::operators::score_recompute::ScoreRecompute;

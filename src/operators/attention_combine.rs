@@ -6,10 +6,10 @@ use dsv4_reference::attention_combine as reference;
 use rand::Rng;
 
 use super::sinks::Sinks;
-use super::{LARGEST_DRAWN, extent};
 use crate::case::Draw;
-use crate::judge::checks::permutation;
+use crate::case::permutation;
 use crate::operator::Relation;
+use crate::operator::fields::{LARGEST_DRAWN, extent};
 use crate::operator::laws::Variant;
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;

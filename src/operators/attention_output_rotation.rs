@@ -19,10 +19,10 @@
 use dsv4_kernels::rope as launcher;
 use dsv4_reference::rope::{self as reference, YarnParameters};
 
-use super::elements;
 use super::lists::Lengths;
 use super::sinks::Sinks;
 use super::sparse_attention::{self, SparseAttention, SparseAttentionCase, Values};
+use crate::operator::fields::elements;
 use crate::operator::prelude::*;
 
 /// Where the sequence of queries begins. At position 0 the rotation would be the identity.

@@ -14,9 +14,9 @@ use dsv4_reference::precision::Precision;
 use dsv4_reference::rope::{YarnParameters, inv_freq_f32, table};
 use rand::Rng;
 
-use super::{LARGEST_DRAWN, elements};
 use crate::operator::benchmarks::{Whole, last};
 use crate::operator::declaration::Axis;
+use crate::operator::fields::{LARGEST_DRAWN, elements};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operator::{Pooling, format_of};

@@ -15,8 +15,8 @@ use super::compressor::{
     EPILOGUE_LAW, check_epilogue, drawn_epilogue, epilogue_of_oracle, golden_projections, golden_table, made_by,
     of_width, pooling_of,
 };
-use super::elements;
 use crate::operator::declaration::state;
+use crate::operator::fields::elements;
 use crate::operator::format_of;
 use crate::operator::prelude::*;
 

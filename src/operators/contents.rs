@@ -6,8 +6,8 @@ use dsv4_reference::quantise::{ScaleType, floor_of, scale_of};
 use rand::Rng;
 use serde::{Deserialize, Serialize};
 
-use super::Data;
 use crate::case::{Distribution, Draw};
+use crate::operator::fields::Data;
 use crate::operator::tensors::Tensors;
 
 /// What groups hold.

@@ -8,16 +8,16 @@ use dsv4_reference::decode_attention as reference;
 use half::bf16;
 use rand::seq::SliceRandom;
 
-use super::Implementation;
 use super::lists::{IndexClass, Lengths, compact, distinct, gathered};
 use super::logits::DEVIATIONS;
 use super::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
 use super::sinks::Sinks;
 use crate::case::Draw;
-use crate::judge::checks::permutation;
+use crate::case::permutation;
 use crate::operator::Relation;
 use crate::operator::benchmarks::Rate;
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -4,7 +4,7 @@ use dsv4_kernels::embed_streams as launcher;
 use dsv4_reference::embed_streams as reference;
 use rand::Rng;
 
-use super::extent;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

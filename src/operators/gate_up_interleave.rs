@@ -9,8 +9,8 @@ use dsv4_kernels::gate_up_interleave::{self as launcher, GRANULE, MAX_ROW_BYTES,
 use dsv4_reference::gate_up_interleave as reference;
 use rand::Rng;
 
-use super::extent;
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -15,9 +15,9 @@ use dsv4_reference::scale_layout::Scales;
 use super::linear::{Codes, Linear, LinearCase, doubled, quantised, set_codes, set_scales, takes_hopper};
 use super::moe_map::{Experts, MoeMapCase, draw_experts};
 use super::quantize_fp8::format_of;
-use super::{Implementation, extent};
 use crate::operator::benchmarks::{Whole, last};
 use crate::operator::declaration::{Axis, TensorSpec, state};
+use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 
@@ -473,9 +473,9 @@ impl Operator for GroupedLinear {
         }
         let y = reference::forward(&named, &quantised, &mut Rounding::exact())?;
         let y = y.tensor("y")?;
-        let mut stored = super::elements(y)?;
+        let mut stored = crate::operator::fields::elements(y)?;
         format_of(c.output).round_all(&mut stored);
-        Ok(Named::new().with("y", super::tensor(stored, y.dims())?))
+        Ok(Named::new().with("y", crate::operator::fields::tensor(stored, y.dims())?))
     }
 
     fn workspaces(_: &GroupedLinearCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {

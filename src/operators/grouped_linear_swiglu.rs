@@ -15,7 +15,6 @@ use dsv4_reference::quantise::scale_of;
 use dsv4_reference::{Format, quantize_fp8, swiglu_quantize as codes_of_oracle};
 use rand::Rng;
 
-use super::Implementation;
 use super::grouped_linear::{GroupedLinear, GroupedLinearCase, keep_experts_of, laws_of_rows, masked, mxfp4};
 use super::grouped_linear::{of_whole_case, sorted};
 use super::linear::Codes;
@@ -23,6 +22,7 @@ use super::moe_map::Experts;
 use super::quantize_fp8::{layout_of_oracle, scale_of_oracle};
 use crate::operator::benchmarks::{Whole, last};
 use crate::operator::declaration::{Axis, TensorSpec, observed, state};
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operator::{Grid, Pooling};

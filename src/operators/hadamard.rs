@@ -5,7 +5,7 @@
 use dsv4_kernels::hadamard::{self as launcher, DIM, Stored};
 use dsv4_reference::hadamard as reference;
 
-use super::extent;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

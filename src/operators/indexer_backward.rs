@@ -8,7 +8,7 @@ use rand::seq::SliceRandom;
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
 use super::ranking::{self, Arrangement, RankedKeys};
 use super::sparse_attention::KeyGradients;
-use crate::judge::checks::permutation;
+use crate::case::permutation;
 use crate::operator::benchmarks::Whole;
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;

@@ -14,11 +14,11 @@ use rand::Rng;
 
 use super::hadamard::of_oracle;
 use super::paged::{self, SlotClass, pages_of, parts_of, rows_of, turn_signs_of_bf16, writers};
-use super::{LARGEST_DRAWN, extent, tensor};
 use crate::case::Draw;
 use crate::operator::Relation;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{Axis, observed, state};
+use crate::operator::fields::{LARGEST_DRAWN, extent, tensor};
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -26,7 +26,7 @@ use dsv4_reference::score_recompute::{self as attention, Normaliser};
 
 use super::indexer_loss::{of_oracle, reduction_of_oracle};
 use super::ranking::RankedKeys;
-use super::{elements, extent};
+use crate::operator::fields::{elements, extent};
 use crate::operator::prelude::*;
 
 /// The operators in a row.

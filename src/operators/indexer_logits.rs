@@ -12,10 +12,10 @@ use rand::seq::SliceRandom;
 
 use super::lists::Lengths;
 use super::ranking::{self, draw_offsets, draw_sequences};
-use super::{Implementation, extent, tensor};
-use crate::judge::checks::permutation;
+use crate::case::permutation;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::observed;
+use crate::operator::fields::{Implementation, extent, tensor};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 

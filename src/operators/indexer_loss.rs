@@ -7,10 +7,10 @@ use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, distinct};
 use super::ranking::{self, Arrangement, RankedKeys};
-use super::{elements, tensor};
-use crate::judge::checks::permutation;
+use crate::case::permutation;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::{elements, tensor};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 

@@ -5,9 +5,9 @@
 use dsv4_kernels::indexer_query::{self as launcher, DIM, ROPE_DIM, Stored};
 use dsv4_reference::indexer_query as reference;
 
-use super::extent;
 use super::rope::{TableForm, Turning, turned_by};
 use crate::operator::declaration::Axis;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

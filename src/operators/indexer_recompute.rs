@@ -4,10 +4,10 @@
 use dsv4_kernels::indexer_recompute::{self as launcher, HEAD_DIM, MAX_HEADS};
 use dsv4_reference::indexer_recompute as reference;
 
-use super::Implementation;
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
 use super::ranking::{self, RankedKeys};
 use crate::operator::benchmarks::Whole;
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -6,10 +6,10 @@
 use dsv4_kernels::inverse_rope_quantize::{self as launcher, GROUP, MAX_WIDTH, Options, ScaleLayout, ScaleType};
 use dsv4_reference::inverse_rope_quantize as reference;
 
-use super::extent;
 use super::quantize_fp8::{layout_of_oracle, scale_of_oracle};
 use super::rope::{TableForm, Turning, turned_by};
 use crate::operator::declaration::Axis;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -20,11 +20,11 @@ use super::paged::{
     self, SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of, parts_of, rows_of, turn_signs_of_bf16,
     writers,
 };
-use super::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::case::Draw;
 use crate::operator::Relation;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{Axis, observed, state};
+use crate::operator::fields::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::operator::prelude::*;
 
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };

@@ -13,10 +13,10 @@ use rand::Rng;
 use super::paged::{SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of};
 use super::rms_norm::sizes_of_rows;
 use super::rope::{TableForm, Turning, turned_by};
-use super::tensor;
 use crate::operator::Pooling;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{observed, state};
+use crate::operator::fields::tensor;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -19,9 +19,9 @@ use super::paged::{SlotClass, oracle, page_gap};
 use super::query_projection::product_of_codes;
 use super::rms_norm::sizes_of_rows;
 use super::rope::{TableForm, Turning, positions_of};
-use super::{extent, tensor};
 use crate::operator::Pooling;
 use crate::operator::declaration::{observed, state};
+use crate::operator::fields::{extent, tensor};
 use crate::operator::prelude::*;
 
 /// The operators in a row.

@@ -9,10 +9,10 @@ use dsv4_reference::scale_layout::{Scales, words_of};
 use rand::Rng;
 
 use super::quantize_fp8::{format_of, layout_of_oracle};
-use super::{Implementation, extent};
 use crate::case::NORMAL_WORDS;
 use crate::operator::benchmarks::{Whole, spread_blocks};
 use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 
@@ -598,9 +598,9 @@ impl Operator for Linear {
         }
         let y = reference::forward_quantised(&t.named()?, &c.of_oracle(), &mut Rounding::exact())?;
         let y = y.tensor("y")?;
-        let mut stored = super::elements(y)?;
+        let mut stored = crate::operator::fields::elements(y)?;
         format_of(c.output).round_all(&mut stored);
-        Ok(Named::new().with("y", super::tensor(stored, y.dims())?))
+        Ok(Named::new().with("y", crate::operator::fields::tensor(stored, y.dims())?))
     }
 
     fn backward(c: &LinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {

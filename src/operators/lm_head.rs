@@ -4,8 +4,8 @@ use dsv4_kernels::lm_head as launcher;
 use dsv4_reference::lm_head as reference;
 use rand::Rng;
 
-use super::extent;
 use crate::operator::benchmarks::{Whole, spread};
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -6,10 +6,10 @@ use dsv4_kernels::mhc_post::NUM_STREAMS;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_head as reference;
 
-use super::Implementation;
 use super::mhc_mix::{coefficients_bend_over, fitting, implementations};
 use super::mhc_post::near_equal;
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -6,9 +6,9 @@ use dsv4_kernels::mhc_post::NUM_STREAMS;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_mix as reference;
 
-use super::Implementation;
 use super::mhc_post::near_equal;
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -7,11 +7,11 @@ use dsv4_kernels::mhc_post_mix_pre as launcher;
 use dsv4_kernels::runtime::Device;
 use dsv4_reference::mhc_post_mix_pre as reference;
 
-use super::Implementation;
 use super::mhc_mix::{
     coefficients_bend_over, fastest_projection, fitting, implementations, of_oracle as numbers_of_oracle,
 };
 use super::mhc_post::near_equal;
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 
 /// The operator.

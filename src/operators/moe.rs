@@ -33,8 +33,8 @@ use rand::Rng;
 
 use super::linear::{LinearCase, quantised, set_codes, set_scales};
 use super::moe_map::MoeMapCase;
-use super::{Implementation, extent};
 use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
 
 /// The operators in a row.

@@ -6,7 +6,7 @@ use dsv4_kernels::moe_map as launcher;
 use dsv4_reference::moe_map as reference;
 use rand::Rng;
 
-use super::{extent, tensor};
+use crate::operator::fields::{extent, tensor};
 use crate::operator::prelude::*;
 
 /// The operator.

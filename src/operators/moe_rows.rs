@@ -3,8 +3,8 @@
 use dsv4_kernels::moe_expand::MAX_TOPK;
 
 use super::moe_map::{Experts, MoeMapCase};
-use super::{elements, extent};
 use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::fields::{elements, extent};
 use crate::operator::prelude::*;
 
 /// Extents, slots and types: fields that cases have among their own.

@@ -22,8 +22,8 @@ use dsv4_reference::quantize_fp8 as squares;
 use super::inverse_rope_quantize::{check_groups, check_rope_dim};
 use super::quantize_fp8::layout_of_oracle;
 use super::rope::{TableForm, Turning, turned_by};
-use super::{elements, extent, tensor};
 use crate::operator::declaration::Axis;
+use crate::operator::fields::{elements, extent, tensor};
 use crate::operator::prelude::*;
 
 /// The operators in a row.

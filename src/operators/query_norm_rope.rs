@@ -4,10 +4,10 @@
 use dsv4_kernels::query_norm_rope::{self as launcher, MAX_HEAD_DIM};
 use dsv4_reference::query_norm_rope as reference;
 
-use super::extent;
 use super::inverse_rope_quantize::check_rope_dim;
 use super::rms_norm::sizes_of_rows;
 use super::rope::{TableForm, Turning, turned_by};
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

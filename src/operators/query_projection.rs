@@ -14,11 +14,11 @@ use dsv4_kernels::linear::ScaleLayout;
 use dsv4_kernels::{linear, quantize_fp8, query_norm_rope, rms_norm};
 use dsv4_reference::query_projection as reference;
 
-use super::extent;
 use super::inverse_rope_quantize::check_rope_dim;
 use super::output_projection::{OF_ROWS, of_codes, parted, set_weight};
 use super::rms_norm::sizes_of_rows;
 use super::rope::{TableForm, Turning, positions_of, tokens_first};
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operators in a row.

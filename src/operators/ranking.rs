@@ -92,7 +92,8 @@ impl RankedKeys {
     pub(crate) fn strategy([tokens, keys, slots]: [usize; 3]) -> BoxedStrategy<Self> {
         let lists = (IndexClass::strategy(), Lengths::strategy(), any::<bool>());
         let causal = (select(vec![1usize, 4, 128, 3]), prop_oneof![3 => Just(true), 1 => Just(false)], left_out());
-        let extents = (1..=tokens, super::extent(keys, 16), super::extent(slots, 64));
+        let extents =
+            (1..=tokens, crate::operator::fields::extent(keys, 16), crate::operator::fields::extent(slots, 64));
         (extents, any::<bool>(), lists, causal, any::<bool>(), 0..1000u64)
             .prop_map(|((num_tokens, num_keys, topk), is_selected, lists, (ratio, q_off, left_out), packed, seed)| {
                 let (indices, lengths, global) = lists;

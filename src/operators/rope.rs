@@ -5,9 +5,9 @@ use dsv4_reference::rope as reference;
 use dsv4_reference::rope::YarnParameters;
 use rand::Rng;
 
-use super::{LARGEST_DRAWN, elements, extent, magnitude};
 use crate::case::Draw;
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::{LARGEST_DRAWN, elements, extent, magnitude};
 use crate::operator::prelude::*;
 
 /// Longest context of the model: positions up to this one are tested.

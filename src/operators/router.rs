@@ -7,7 +7,7 @@ use dsv4_kernels::router as launcher;
 use dsv4_reference::router as reference;
 use rand::Rng;
 
-use super::extent;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -8,7 +8,7 @@ use dsv4_kernels::sampler as launcher;
 use dsv4_reference::sampler::{self as reference, Filters as Limits};
 use rand::Rng;
 
-use super::extent;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -9,9 +9,9 @@ use dsv4_reference::scale_layout::{ScaleLayout, Scales};
 use dsv4_reference::scale_swizzle as reference;
 use rand::Rng;
 
-use super::extent;
 use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -6,10 +6,11 @@ use dsv4_reference::score_recompute as reference;
 use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
+use super::logits;
 use super::ranking::{self, Arrangement, RankedKeys, RankingClass};
 use super::sinks::Sinks;
-use super::{Implementation, elements, logits};
 use crate::operator::benchmarks::Whole;
+use crate::operator::fields::{Implementation, elements};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 
@@ -635,7 +636,7 @@ fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResul
     let shape = [c.num_tokens, c.num_heads];
     let lse_of = |tensors: &Tensors, beside: Option<&HostTensor>| {
         let bound = Bound::new(tensors);
-        let beside = beside.map(super::widened).transpose()?;
+        let beside = beside.map(crate::operator::fields::widened).transpose()?;
         Ok::<_, dsv4_reference::Error>(elements(&reference::lse(
             &inputs(c, &bound)?,
             beside.as_ref(),

@@ -6,9 +6,10 @@ use dsv4_reference::sparse_attention as reference;
 use rand::seq::SliceRandom;
 
 use super::lists::{self, IndexClass, Lengths, compact, distinct};
+use super::logits;
 use super::sinks::Sinks;
-use super::{Implementation, logits};
 use crate::operator::declaration::TensorSpec;
+use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -7,8 +7,8 @@ use dsv4_reference::topk as reference;
 use rand::Rng;
 use rand::seq::SliceRandom;
 
-use super::extent;
 use super::lists::Lengths;
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 
 /// The operator.

@@ -10,13 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
-use crate::operator::{Family, RoundingPoints};
-
+pub mod family;
 pub mod figures;
 pub mod journal;
+mod standing;
 pub(crate) mod stored;
 pub mod words;
 
+pub use family::Family;
+pub use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
 
 /// Version of the schema. Readers refuse a later version.
@@ -832,4 +834,26 @@ pub mod number {
             },
         }
     }
+}
+
+/// What one call does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Work {
+    /// Operator.
+    pub operator: String,
+    /// Fewest bytes it must move: each input once, each output once.
+    pub bytes: f64,
+    /// Floating-point operations.
+    pub flops: f64,
+}
+
+/// Where a kernel rounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoundingPoints {
+    /// Where the specification says: the oracle's rounding points.
+    Specification,
+    /// Nobody said.
+    #[default]
+    Undeclared,
 }

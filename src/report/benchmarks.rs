@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::record::{BenchmarkRecord, Ceilings, Skip};
+use crate::record::{BenchmarkRecord, Ceilings, Skip, Work};
 
 /// Written by the benchmarks, next to criterion's folders.
 pub const FACTS_FILE: &str = "parity-facts.json";
@@ -31,17 +31,6 @@ pub struct Facts {
     pub ceilings: Option<Ceilings>,
     /// By criterion's full id.
     pub work: BTreeMap<String, Work>,
-}
-
-/// What one call does.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Work {
-    /// Operator.
-    pub operator: String,
-    /// Fewest bytes it must move: each input once, each output once.
-    pub bytes: f64,
-    /// Floating-point operations.
-    pub flops: f64,
 }
 
 impl Facts {

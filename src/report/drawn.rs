@@ -8,7 +8,8 @@
 use std::collections::HashMap;
 
 use super::picture;
-use super::summary::{Standing, TensorSummary, agrees, operators};
+use super::summary::{TensorSummary, agrees, operators};
+use crate::record::Standing;
 use crate::record::{CaseRecord, HeatMap, Metrics, Report, measures};
 
 /// Cases of a tensor of which histograms and worst elements are kept: those that used most of its

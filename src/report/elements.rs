@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 
 use maud::{Markup, PreEscaped, html};
 
-use super::summary::Standing;
 use crate::case::Case;
 use crate::record::CaseRecord;
+use crate::record::Standing;
 
 const STYLE: &str = include_str!("style.css");
 

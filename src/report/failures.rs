@@ -7,7 +7,8 @@ use crate::record::{CaseRecord, CheckRecord, Metrics, Report};
 use super::elements::{Anchors, badge, command, number, scroller};
 use super::numbers::{count, counted, element, scientific, significant};
 use super::picture;
-use super::summary::{Standing, failing, failing_kinds, findings, message, origin_word, passed, pretty};
+use super::summary::{failing, failing_kinds, findings, message, origin_word, passed, pretty};
+use crate::record::Standing;
 
 /// Cards that stand open; the rest can be unfolded.
 const OPEN_CARDS: usize = 8;

@@ -10,8 +10,9 @@ use super::elements::{Anchors, badge, scroller};
 use super::numbers::{count, counted, significant, time};
 use super::operators::{self as sections, Section};
 use super::power::{self, RULES, TensorPower};
-use super::summary::{Cell, Matrix, Row, Standing, TensorSummary, operators, within, worse_first};
+use super::summary::{Cell, Matrix, Row, TensorSummary, operators};
 use super::times;
+use crate::record::{Standing, within, worse_first};
 
 /// Operators of a report whose sections stand open: as many as a person reads in full.
 const OPEN: usize = 3;

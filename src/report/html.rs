@@ -4,14 +4,15 @@ use std::collections::BTreeSet;
 
 use maud::{DOCTYPE, Markup, html};
 
-use crate::operator::registry;
+use crate::operators::registry;
 use crate::record::Report;
 
 use super::elements::{Anchors, command, page_head, page_script, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
 use super::skips::by_reason;
-use super::summary::{Counts, Standing, operators, origins};
+use super::summary::{Counts, operators, origins};
 use super::{diagnosis, diff, failures, families, mutants, picture, specification};
+use crate::record::Standing;
 
 /// The whole page.
 pub(super) fn page(report: &Report) -> Markup {

@@ -13,10 +13,10 @@ use super::html::coverage;
 use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
 use super::skips::by_reason;
 use super::summary::{
-    Cell, Counts, Standing, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived,
-    teraflops, worse_first,
+    Cell, Counts, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived, teraflops,
 };
 use super::{power, times};
+use crate::record::{Standing, worse_first};
 
 /// Failing cases that are written out.
 const FAILURES: usize = 10;

@@ -33,8 +33,8 @@ use std::fs;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-use crate::record::journal::refuse_foreign;
-use crate::record::{Report, SCHEMA_VERSION, words};
+use crate::record::journal::{self, refuse_foreign};
+use crate::record::{CaseRecord, Report, SCHEMA_VERSION, words};
 
 pub mod benchmarks;
 pub mod beside;
@@ -71,6 +71,31 @@ pub fn html(report: &Report) -> String {
 /// The report as Markdown, short enough for a pull request.
 pub fn markdown(report: &Report) -> String {
     markdown::page(report)
+}
+
+/// Writes the four files that a run writes: `report.json`, `index.html`, `summary.md`, `records.jsonl`.
+///
+/// # Errors
+/// The file system's.
+pub fn write_with_records(report: &Report, dir: &Path) -> io::Result<()> {
+    write_all(report, dir)?;
+    let mut records: Vec<_> = report.cases.iter().chain(&report.unsupported).collect();
+    records.sort_by_key(|record| record.plan_number);
+    write_records(&records, &dir.join(journal::RECORDS))?;
+    // A plan that an earlier run left here is not that of these records.
+    match fs::remove_file(dir.join(journal::PLAN)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn write_records(records: &[&CaseRecord], path: &Path) -> io::Result<()> {
+    let mut file = BufWriter::new(fs::File::create(path)?);
+    for record in records {
+        serde_json::to_writer(&mut file, record)?;
+        file.write_all(b"\n")?;
+    }
+    file.flush()
 }
 
 /// Writes `report.json`, `index.html` and `summary.md` into `dir`, which is created if need be.

@@ -12,8 +12,9 @@ use super::numbers::{count, counted, duration, one_minus_cosine, scientific, sig
 use super::picture;
 use super::power::{self, TensorPower};
 use super::specification::linked;
-use super::summary::{Entry, Standing, TensorSummary, gigabytes_per_second, paths, teraflops, within, worse_first};
+use super::summary::{Entry, TensorSummary, gigabytes_per_second, paths, teraflops};
 use super::times;
+use crate::record::{Standing, within, worse_first};
 
 /// Worst cases shown of a tensor that failed; of one that agrees the worst is shown.
 const WORST: usize = 3;

@@ -5,7 +5,8 @@ use serde_json::json;
 
 use crate::case::Case;
 use crate::judge::checks::GRADIENT_OF_SAVED;
-use crate::operator::{Family, registry};
+use crate::operator::Family;
+use crate::operators::registry;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Power,
     Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,

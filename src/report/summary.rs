@@ -1,16 +1,15 @@
 //! What the records say, gathered: counts, the matrix of checks, tensors over all their cases.
 
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::judge::checks::GRADIENT_OF_SAVED;
-use crate::operator::registry;
+use crate::judge::order;
+use crate::operators::registry;
 use crate::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
-    Verdict,
+    Standing, Verdict, within, worse_first,
 };
 
-use super::diagnosis::order;
 use super::numbers::{counted, significant};
 use super::picture::WITHIN;
 
@@ -38,52 +37,6 @@ pub(super) const CHECKS: [&str; 17] = [
 /// The column that all checks named `law: …` share.
 pub(super) const LAWS: &str = "laws";
 
-/// How a check counts: its verdict, unless its own record contradicts a pass. The more certain the
-/// trouble, the greater.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Standing {
-    /// A pass that compared something.
-    Pass,
-    /// Recorded as a pass, with nothing compared or a budget use that is not at most 1.
-    Unfounded,
-    /// Could not be decided.
-    Error,
-    /// A failure.
-    Fail,
-}
-
-impl Standing {
-    /// Of one check.
-    pub(crate) fn of(check: &CheckRecord) -> Self {
-        match check.verdict {
-            Verdict::Pass if contradiction(check).is_some() => Self::Unfounded,
-            Verdict::Pass => Self::Pass,
-            Verdict::Fail => Self::Fail,
-            Verdict::Error => Self::Error,
-        }
-    }
-
-    /// A symbol, so that colour never speaks alone.
-    pub(super) fn symbol(self) -> &'static str {
-        match self {
-            Self::Pass => "✓",
-            Self::Fail => "✗",
-            Self::Error => "!",
-            Self::Unfounded => "?",
-        }
-    }
-
-    /// The word for it, which is also its class in the style sheet.
-    pub(super) fn word(self) -> &'static str {
-        match self {
-            Self::Pass => "pass",
-            Self::Fail => "fail",
-            Self::Error => "error",
-            Self::Unfounded => "unfounded",
-        }
-    }
-}
-
 /// Why a pass cannot be believed, if it cannot.
 pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
     let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
@@ -94,11 +47,6 @@ pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
         }
         _ => None,
     }
-}
-
-/// Whether a share of the budget is one that passes. NaN is not.
-pub(super) fn within(used: f64) -> bool {
-    used <= 1.0
 }
 
 /// What a check has to say for itself where it is not a plain pass.
@@ -227,11 +175,6 @@ pub(super) fn failing(report: &Report) -> Vec<&CaseRecord> {
 /// The checks of a case that are no plain pass, those that explain most first; what another says already is left out.
 pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
     order::findings(case).into_iter().map(|finding| finding.check).collect()
-}
-
-/// Orders shares of the budget from worst to best; NaN is worse than anything.
-pub(super) fn worse_first(a: f64, b: f64) -> Ordering {
-    b.is_nan().cmp(&a.is_nan()).then(b.total_cmp(&a))
 }
 
 /// What passed in a case, each check once, with the tensors that agreed: beside a failing tensor they say where the bug

@@ -4,7 +4,8 @@ use std::fs;
 
 use dsv4_kernels::runtime::BackendKind;
 
-use crate::operator::{Family, registry};
+use crate::operator::Family;
+use crate::operators::registry;
 use crate::record::{
     BaseRecord, ChangeRecord, CheckRecord, HeatMap, Report, SavedRecord, Seen, ShardRecord, Skip, Verdict, agreement_of,
 };

@@ -6,14 +6,12 @@
 //! merged cases ([`crate::sweep::shard::plan_digest`]).
 
 use std::collections::HashMap;
-use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 use crate::record::journal::{self, Identity, Shard};
 use crate::record::{CaseRecord, FIRST_VERSION, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
-use crate::report;
 use crate::sweep::shard::{self, RunArguments};
 
 /// How many cases an error names before it only counts them.
@@ -339,29 +337,4 @@ fn add_skips(skips: &mut Vec<Skip>, others: &[Skip]) {
             None => skips.push(other.clone()),
         }
     }
-}
-
-/// Writes the four files that a run writes: `report.json`, `index.html`, `summary.md`, `records.jsonl`.
-///
-/// # Errors
-/// The file system's.
-pub fn write(report: &Report, dir: &Path) -> std::io::Result<()> {
-    report::write_all(report, dir)?;
-    let mut records: Vec<_> = report.cases.iter().chain(&report.unsupported).collect();
-    records.sort_by_key(|record| record.plan_number);
-    write_records(&records, &dir.join(journal::RECORDS))?;
-    // A plan that an earlier run left here is not that of these records.
-    match std::fs::remove_file(dir.join(journal::PLAN)) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
-}
-
-fn write_records(records: &[&CaseRecord], path: &Path) -> std::io::Result<()> {
-    let mut file = BufWriter::new(std::fs::File::create(path)?);
-    for record in records {
-        serde_json::to_writer(&mut file, record)?;
-        file.write_all(b"\n")?;
-    }
-    file.flush()
 }

@@ -20,11 +20,11 @@ use crate::case::condition::Condition;
 use crate::case::{Case, CaseError};
 use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::judge::order::findings;
 use crate::judge::runner::{Runner, Times};
-use crate::operator::registry;
 use crate::operator::{AnyOperator, Profile};
+use crate::operators::registry;
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, words};
-use crate::report::diagnosis::order::findings;
 use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 

@@ -47,7 +47,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::case::{Case, CaseError};
-use crate::operator::{AnyOperator, registry};
+use crate::operator::AnyOperator;
+use crate::operators::registry;
 use crate::record::journal::{self, Remembered, Shard};
 use crate::record::words::brief;
 use crate::record::{CaseRecord, Origin, Skip, stored};

@@ -6,9 +6,9 @@ use std::sync::LazyLock;
 
 use dsv4_kernels::runtime::DType;
 use dsv4_parity::change::MOST_GOLDEN_FILES;
-use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
+use dsv4_parity::operator::golden_file::{self, GoldenFile};
 use dsv4_parity::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use libtest_mimic::Trial;
@@ -67,8 +67,8 @@ fn chosen(
 }
 
 fn shares() -> Shares {
-    let names = golden::index(&folder()).map_err(|error| error.to_string())?;
-    let is_about = |operator: &AnyOperator, name: &str| operator.golden_kinds().contains(&golden::kind_of(name));
+    let names = golden_file::index(&folder()).map_err(|error| error.to_string())?;
+    let is_about = |operator: &AnyOperator, name: &str| operator.golden_kinds().contains(&golden_file::kind_of(name));
     shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES, 1)
 }
 
@@ -79,7 +79,7 @@ fn folder() -> PathBuf {
 /// Every golden file that is about an operator: all of each kind that it declares.
 fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
     let names = golden_run::files_about(&folder(), &[operator]).map_err(|error| error.to_string())?;
-    let found = |kind: &&&str| names.iter().any(|name| golden::kind_of(name) == **kind);
+    let found = |kind: &&&str| names.iter().any(|name| golden_file::kind_of(name) == **kind);
     match operator.golden_kinds().iter().find(|kind| !found(kind)) {
         Some(kind) => Err(format!("no golden file is of the kind `{kind}`")),
         None => Ok(names),
@@ -88,7 +88,7 @@ fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
 
 /// A file, and the operator's cases of it, which the layer holds to be some.
 fn read(operator: &'static AnyOperator, name: &str) -> Result<(GoldenFile, Vec<GoldenCase>), String> {
-    let file = golden::read(&folder().join(name)).map_err(|error| error.to_string())?;
+    let file = golden_file::read(&folder().join(name)).map_err(|error| error.to_string())?;
     let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;
     if cases.is_empty() { Err(format!("{name} makes no case")) } else { Ok((file, cases)) }
 }

@@ -25,7 +25,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use dsv4_kernels::runtime::process::keep_freed_memory;
-use dsv4_parity::operator::{AnyOperator, registry};
+use dsv4_parity::operator::AnyOperator;
+use dsv4_parity::operators::registry;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// How much is run.

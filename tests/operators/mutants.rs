@@ -13,7 +13,7 @@ use dsv4_parity::change::{self, Candidate, MOST_MUTANTS};
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::mutants::planted::{self, Mutant};
-use dsv4_parity::operator::registry;
+use dsv4_parity::operators::registry;
 use libtest_mimic::Trial;
 
 use crate::{Extent, shared, support};

@@ -1,6 +1,7 @@
 //! `refusals::OPERATOR`: every argument of its launchers, spoilt in every way that its declaration knows.
 
-use dsv4_parity::operator::{AnyOperator, registry};
+use dsv4_parity::operator::AnyOperator;
+use dsv4_parity::operators::registry;
 use libtest_mimic::Trial;
 
 use crate::{Extent, shared};

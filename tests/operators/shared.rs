@@ -14,7 +14,8 @@ use dsv4_kernels::runtime::cuda::Missing;
 use dsv4_kernels::runtime::emulator::EmulatorOptions;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
 use dsv4_parity::change::{self, Change, Stock};
-use dsv4_parity::operator::{AnyOperator, registry};
+use dsv4_parity::operator::AnyOperator;
+use dsv4_parity::operators::registry;
 
 use crate::support;
 

@@ -9,10 +9,11 @@ use std::time::Duration;
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use dsv4_parity::case::{Case, Draw};
 use dsv4_parity::judge::checks::CheckOptions;
-use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
+use dsv4_parity::operator::golden_file::{self, GoldenFile};
 use dsv4_parity::operator::size::Limit;
-use dsv4_parity::operator::{AnyOperator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, Profile};
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::Verdict;
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
@@ -155,8 +156,9 @@ fn changed_number(description: &str, draw: &mut Draw, number: f64) -> String {
 /// The golden files that some operator reads.
 fn golden_files() -> Vec<PathBuf> {
     let dir = support::fixtures().join("golden");
-    let is_read = |name: &String| registry::OPERATORS.iter().any(|o| o.golden_kinds().contains(&golden::kind_of(name)));
-    golden::index(&dir).unwrap().into_iter().filter(is_read).map(|name| dir.join(name)).collect()
+    let is_read =
+        |name: &String| registry::OPERATORS.iter().any(|o| o.golden_kinds().contains(&golden_file::kind_of(name)));
+    golden_file::index(&dir).unwrap().into_iter().filter(is_read).map(|name| dir.join(name)).collect()
 }
 
 /// Judges the oracles by a file; whether it agrees, and of how many elements, or why it cannot be judged.
@@ -188,7 +190,7 @@ fn golden_files_of_any_shape_type_and_number_end_in_one_error_or_in_a_verdict_ov
         let what = format!("try {number}, {}: {what}", original.display());
         let path = folder.path().join(original.file_name().unwrap());
         parts.write(&path);
-        let ended = catch_unwind(AssertUnwindSafe(|| match golden::read(&path) {
+        let ended = catch_unwind(AssertUnwindSafe(|| match golden_file::read(&path) {
             Ok(file) => judged(&file),
             Err(error) => Err(error.to_string()),
         }));

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use dsv4_parity::case::Case;
+use dsv4_parity::judge::recheck::recheck;
 use dsv4_parity::mutants::planted;
 use dsv4_parity::operator::benchmarks::{Benchmark, Call, Timed, Whole};
 use dsv4_parity::operator::declared::Operator;
-use dsv4_parity::operator::registry::OPERATORS;
 use dsv4_parity::operator::tensors::{Tensors, permuted_along};
 use dsv4_parity::operators::attention_combine::AttentionCombine;
 use dsv4_parity::operators::compressor::Compressor;
@@ -42,6 +42,7 @@ use dsv4_parity::operators::quantize_fp8::QuantizeFp8;
 use dsv4_parity::operators::quantize_mxfp4::QuantizeMxfp4;
 use dsv4_parity::operators::quantize_nvfp4::QuantizeNvfp4;
 use dsv4_parity::operators::query_norm_rope::QueryNormRope;
+use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::operators::rms_norm::RmsNorm;
 use dsv4_parity::operators::rope::Rope;
 use dsv4_parity::operators::router::Router;
@@ -150,7 +151,7 @@ fn called(benchmark: &dyn Timed, device: &Device) -> Result<u64, String> {
     for set in 0..buffers.sets() {
         buffers.call(set).map_err(|error| error.to_string())?;
     }
-    buffers.recheck(buffers.sets() - 1).map_err(|error| error.to_string())
+    recheck(&*buffers, buffers.sets() - 1).map_err(|error| error.to_string())
 }
 
 /// Those of the operators that a commit goes through.
@@ -201,8 +202,8 @@ fn what_no_call_wrote_is_not_taken_for_a_result() {
         let benchmark = benchmark.expect("a benchmark");
         let buffers = benchmark.place(&device).expect("buffers");
         buffers.call(0).expect("a call");
-        assert!(buffers.recheck(0).is_ok());
-        let problem = buffers.recheck(1).expect_err("nobody called the second set").to_string();
+        assert!(recheck(&*buffers, 0).is_ok());
+        let problem = recheck(&*buffers, 1).expect_err("nobody called the second set").to_string();
         assert!(problem.contains("sampled along num_rows"), "{problem}");
     }
 }
@@ -571,7 +572,7 @@ fn problem<K: Operator>(benchmark: Benchmark<K>) -> String {
     let placed = timed.place(&device);
     let problem = placed.and_then(|buffers| {
         buffers.call(0)?;
-        buffers.recheck(0)
+        recheck(&*buffers, 0)
     });
     problem.expect_err("a problem").to_string()
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use dsv4_parity::operator::registry::OPERATORS;
+use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::report::beside::log::Side;
 use dsv4_parity::report::beside::pairs::Pairs;
 

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
-use dsv4_parity::operator::{PreparedCase, Profile, registry};
+use dsv4_parity::operator::{PreparedCase, Profile};
+use dsv4_parity::operators::registry;
 use dsv4_reference::precision::Precision;
 
 use crate::support;

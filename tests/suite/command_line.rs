@@ -101,7 +101,7 @@ fn ops_as_json_is_a_list_of_operator_records() {
     let output = parity(&["ops", "--json"]);
     output.assert_code(0);
     let records: Vec<OperatorRecord> = serde_json::from_str(&output.stdout).expect("JSON");
-    assert_eq!(records.iter().map(|r| r.name.clone()).collect::<Vec<_>>(), dsv4_parity::operator::registry::names());
+    assert_eq!(records.iter().map(|r| r.name.clone()).collect::<Vec<_>>(), dsv4_parity::operators::registry::names());
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn ops_as_json_says_of_each_tensor_what_a_kernel_from_elsewhere_must_know() {
     assert_eq!(when("sink"), Some("sinks: extreme, normal"));
     assert_eq!(when("compressed"), Some("compressed: present"));
     assert_eq!(when("window_length"), Some("decided by lengths, lengths_of"));
-    for operator in dsv4_parity::operator::registry::OPERATORS {
+    for operator in dsv4_parity::operators::registry::OPERATORS {
         for tensor in operator.describe().tensors {
             assert!(
                 tensor.always || tensor.when.is_some(),

@@ -5,11 +5,12 @@ use std::process::Command;
 
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::mutants::generated;
-use dsv4_parity::operator::{AnyOperator, registry};
+use dsv4_parity::operator::AnyOperator;
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::OperatorRecord;
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
-const REGISTRY: &str = include_str!("../../src/operator/registry.rs");
+const REGISTRY: &str = include_str!("../../src/operators/registry.rs");
 
 /// Kernel sources that are no operator's.
 const SELFTESTS: [&str; 4] = ["selftest.cu", "selftest_faults.cu", "selftest_hopper.cu", "selftest_wgmma.cu"];
@@ -53,6 +54,86 @@ fn code_of(text: &str) -> String {
     }
     code.push_str(rest);
     code.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
+/// The rooms of `src`, each with what stands before it alone: an arrow goes from a room to one that is earlier.
+const ROOMS: [&str; 15] = [
+    "specification",
+    "case",
+    "record",
+    "operator",
+    "operators",
+    "change",
+    "judge",
+    "external",
+    "sweep",
+    "mutants",
+    "bisect",
+    "report",
+    "command",
+    "main",
+    "lib",
+];
+
+/// Every source of `src` but for its unit tests, with its room.
+fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
+    let mut entries: Vec<_> =
+        std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("one").path()).collect();
+    entries.sort();
+    for path in entries {
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = std::fs::read_to_string(&path).expect("UTF-8");
+            let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+            found.push((path.display().to_string(), code_of(code)));
+        }
+    }
+}
+
+/// The rooms that a source names as `crate::ROOM` or `crate::{ROOM…, ROOM…}`.
+fn named_rooms(code: &str) -> Vec<&str> {
+    let mut rooms = Vec::new();
+    for (at, path) in code.match_indices("crate::") {
+        let rest = &code[at + path.len()..];
+        let list = rest.strip_prefix('{').and_then(|list| list.split_once('}')).map_or(rest, |(list, _)| list);
+        let several = rest.starts_with('{');
+        let named = words(list).filter(|word| ROOMS.contains(word));
+        rooms.extend(named.take(if several { usize::MAX } else { 1 }).filter(|room| several || rest.starts_with(room)));
+    }
+    rooms
+}
+
+#[test]
+fn arrows_between_the_rooms_of_the_harness_point_one_way() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut found = Vec::new();
+    sources(&root, &mut found);
+    let place = |room: &str| ROOMS.iter().position(|known| *known == room);
+    let (mut arrows, mut back) = (0, Vec::new());
+    for (file, code) in &found {
+        let inside = file.strip_prefix(&format!("{}/", root.display())).expect("a file of src");
+        let room = inside.split(['/', '.']).next().expect("a room");
+        if room == "build" {
+            continue;
+        }
+        let own = place(room).unwrap_or_else(|| panic!("{inside}: a room that has no place among {ROOMS:?}"));
+        for named in named_rooms(code).into_iter().filter(|named| *named != room) {
+            arrows += 1;
+            if place(named).is_some_and(|other| other > own) {
+                back.push(format!("src/{inside} -> {named}"));
+            }
+        }
+    }
+    assert!(arrows > 300, "only {arrows} arrows were found");
+    assert!(back.is_empty(), "against the order {ROOMS:?}:\n{}", back.join("\n"));
+}
+
+#[test]
+fn an_arrow_is_found_in_every_form() {
+    let code =
+        "use crate::case::Case;\nuse crate::{judge, report};\nfn f() -> crate::sweep::Plan { crate::nothing(record) }";
+    assert_eq!(named_rooms(code), ["case", "judge", "report", "sweep"]);
 }
 
 /// Words of a source: runs of letters, digits and underscores.
@@ -116,7 +197,7 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     for (operator, line) in registry::OPERATORS.iter().zip(&lines) {
         let record = operator.describe();
         let name = &record.name;
-        assert!(line.contains(&format!("operators::{name}::")), "`{line}` is not {name}'s");
+        assert!(line.contains(&format!("::<super::{name}::")), "`{line}` is not {name}'s");
         if !operator.chain().is_empty() {
             assert_chain(operator, &record, here.then_some(root));
             continue;

@@ -6,7 +6,8 @@ use std::sync::LazyLock;
 
 use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::change::{self, Candidate, Change, MOST_OPERATORS};
-use dsv4_parity::operator::{AnyOperator, registry};
+use dsv4_parity::operator::AnyOperator;
+use dsv4_parity::operators::registry;
 
 /// Whether a test tries all that it has, and not only what a commit pays for.
 pub fn everything() -> bool {

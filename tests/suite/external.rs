@@ -16,7 +16,7 @@ use dsv4_parity::external::{self, External, ExternalOptions, INPUTS, OUTPUTS};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::RunError;
 use dsv4_parity::operator::Profile;
-use dsv4_parity::operator::registry;
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, CheckRecord, Origin, Report, Seen, Skip, Verdict};
 use dsv4_parity::sweep;
 

@@ -14,11 +14,12 @@ use dsv4_parity::external::adapter::Adapter;
 use dsv4_parity::external::process::{Call as _, Worker};
 use dsv4_parity::external::wire;
 use dsv4_parity::judge::checks::CheckOptions;
-use dsv4_parity::judge::golden;
 use dsv4_parity::mutants::matrix::equivalent::Equivalents;
 use dsv4_parity::mutants::planted;
+use dsv4_parity::operator::Profile;
+use dsv4_parity::operator::golden_file;
 use dsv4_parity::operator::size::Limit;
-use dsv4_parity::operator::{Profile, registry};
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::journal::{self, Identity, PlanRecord, Shard};
 use dsv4_parity::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord};
 use dsv4_parity::report::{self, diff, history};
@@ -297,7 +298,7 @@ fn golden_files() {
     for name in valid.map(|name| format!("{name}.safetensors")) {
         let bytes = std::fs::read(folder.join(&name)).unwrap();
         tried_as_file(&name, vec![bytes], |path| {
-            let Ok(file) = golden::read(path) else { return false };
+            let Ok(file) = golden_file::read(path) else { return false };
             registry::OPERATORS.iter().any(|operator| operator.golden(&file).is_ok_and(|cases| !cases.is_empty()))
         });
     }
@@ -307,7 +308,7 @@ fn golden_files() {
 fn golden_indices() {
     let index = serde_json::json!({ "files": [{ "file": "a.safetensors" }, { "file": "b.safetensors" }] });
     tried_as_file("index.json", vec![index.to_string().into_bytes()], |path| {
-        golden::index(path.parent().unwrap()).is_ok()
+        golden_file::index(path.parent().unwrap()).is_ok()
     });
 }
 

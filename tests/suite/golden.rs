@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_parity::judge::golden::{self, GoldenFile};
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
-use dsv4_parity::operator::{AnyOperator, GoldenCase, registry};
+use dsv4_parity::operator::golden_file::{self, GoldenFile};
+use dsv4_parity::operator::{AnyOperator, GoldenCase};
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CheckRecord, Verdict};
 
 use crate::command_line::Parity;
@@ -16,7 +17,7 @@ fn first_file() -> (GoldenFile, GoldenCase, Truth) {
     let dir = support::fixtures().join("golden");
     let operator = registry::find("rms_norm").unwrap();
     let names = golden_run::files_about(&dir, &[operator]).unwrap();
-    let file = golden::read(&dir.join(names.first().expect("a file about rms_norm"))).unwrap();
+    let file = golden_file::read(&dir.join(names.first().expect("a file about rms_norm"))).unwrap();
     let case = golden_run::cases_of(&file, &[operator]).unwrap().pop().expect("a case");
     let truth = Truth::of(&*case.prepared, case.prepared.arithmetic()).unwrap();
     (file, case, truth)
@@ -41,7 +42,7 @@ fn a_golden_value_that_is_no_finite_number_is_noticed_where_the_oracle_has_one()
 #[test]
 fn the_index_lists_every_file_of_the_golden_folder_and_no_other() {
     let dir = support::fixtures().join("golden");
-    let listed: BTreeSet<String> = golden::index(&dir).unwrap().into_iter().collect();
+    let listed: BTreeSet<String> = golden_file::index(&dir).unwrap().into_iter().collect();
     let names = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let found: BTreeSet<String> = names.filter(|name| name.ends_with(".safetensors")).collect();
     assert_eq!(found, listed);
@@ -49,7 +50,7 @@ fn the_index_lists_every_file_of_the_golden_folder_and_no_other() {
 
 /// The operator that makes cases of a file of this name, whose tensors are those of `file`; what becomes of it.
 fn made_of(file: &GoldenFile, name: &str) -> Result<usize, String> {
-    let operator = golden::kind_of(name).to_owned();
+    let operator = golden_file::kind_of(name).to_owned();
     let file = GoldenFile { name: name.to_owned(), operator, ..file.clone() };
     let cases = registry::find("rms_norm").unwrap().golden(&file).map_err(|error| error.to_string())?;
     Ok(cases.len())
@@ -79,9 +80,10 @@ fn a_golden_tensor_of_another_length_or_name_is_an_error() {
 #[test]
 fn a_golden_file_is_of_the_operators_that_declare_its_kind_and_of_no_other() {
     let dir = support::fixtures().join("golden");
-    for name in golden::index(&dir).unwrap() {
-        let file = golden::read(&dir.join(&name)).unwrap();
-        let declares = |operator: &&&'static AnyOperator| operator.golden_kinds().contains(&golden::kind_of(&name));
+    for name in golden_file::index(&dir).unwrap() {
+        let file = golden_file::read(&dir.join(&name)).unwrap();
+        let declares =
+            |operator: &&&'static AnyOperator| operator.golden_kinds().contains(&golden_file::kind_of(&name));
         let makes = |operator: &&&'static AnyOperator| !operator.golden(&file).unwrap().is_empty();
         let names = |operators: Vec<&&'static AnyOperator>| operators.into_iter().map(|o| o.name()).collect::<Vec<_>>();
         let declared = names(registry::OPERATORS.iter().filter(declares).collect());
@@ -92,7 +94,7 @@ fn a_golden_file_is_of_the_operators_that_declare_its_kind_and_of_no_other() {
 #[test]
 fn the_golden_files_of_an_operator_are_read_and_no_other() {
     let (dir, here) = (support::fixtures().join("golden"), tempfile::tempdir().unwrap());
-    let all = golden::index(&dir).unwrap();
+    let all = golden_file::index(&dir).unwrap();
     std::fs::copy(dir.join("index.json"), here.path().join("index.json")).unwrap();
     let own = golden_run::files_about(here.path(), &[registry::find("rms_norm").unwrap()]).unwrap();
     assert!(!own.is_empty() && own.len() < all.len() / 2, "{own:?}");

@@ -189,7 +189,7 @@ fn the_list_of_equivalent_mutants_fits_the_kernels() {
         return;
     }
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
-    plan::generate(&SourceTree::embedded(), &dsv4_parity::operator::registry::names(), &list)
+    plan::generate(&SourceTree::embedded(), &dsv4_parity::operators::registry::names(), &list)
         .unwrap_or_else(|e| panic!("{e}"));
 }
 

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 use dsv4_kernels::runtime::{Contract, Device};
 use dsv4_parity::case::Case;
-use dsv4_parity::operator::{AnyOperator, KernelRun, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, KernelRun, Profile};
+use dsv4_parity::operators::registry;
 
 use crate::extent::{concerned_operators, left_out};
 use crate::support;

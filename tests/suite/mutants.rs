@@ -7,7 +7,8 @@ use std::sync::OnceLock;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
 use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
-use dsv4_parity::operator::{Profile, registry};
+use dsv4_parity::operator::Profile;
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::MutantStatus;
 
 use crate::extent::left_out;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use dsv4_parity::mutants::planted;
-use dsv4_parity::operator::registry;
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::{OperatorRecord, Report, Verdict};
 use quick_junit::TestCaseStatus;
 use serde_json::Value;

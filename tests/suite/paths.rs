@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment};
 use dsv4_parity::case::Case;
-use dsv4_parity::operator::{AnyOperator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, Profile};
+use dsv4_parity::operators::registry;
 use dsv4_parity::sweep::regressions::Regressions;
 use rayon::prelude::*;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use dsv4_parity::operator::registry;
+use dsv4_parity::operators::registry;
 
 #[allow(dead_code)]
 #[path = "../../examples/judge_your_kernel.rs"]

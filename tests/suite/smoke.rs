@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dsv4_parity::operator::registry;
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Origin, Report};
 
 use crate::command_line::{Output, Parity};

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use dsv4_parity::mutants::planted as mutants;
-use dsv4_parity::operator::registry;
+use dsv4_parity::operators::registry;
 use dsv4_parity::specification::{Citation, Document, broken, citations, sections};
 
 use crate::support::fixtures;

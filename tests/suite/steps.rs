@@ -9,8 +9,8 @@ use dsv4_kernels::kv_cache_write as launcher;
 use dsv4_kernels::runtime::{HostTensor, TensorView};
 use dsv4_parity::case::Draw;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
-use dsv4_parity::judge::golden::GoldenFile;
 use dsv4_parity::operator::declaration::{observed, state};
+use dsv4_parity::operator::golden_file::GoldenFile;
 use dsv4_parity::operator::prelude::*;
 use dsv4_parity::operator::{AnyOperator, Relation};
 use dsv4_reference::kv_cache_write as reference;
@@ -204,7 +204,7 @@ impl Operator for WriteInChunks {
 #[test]
 fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_declaration_refuses_it() {
     let made_of = |name: &str| {
-        let operator = dsv4_parity::judge::golden::kind_of(name).to_owned();
+        let operator = dsv4_parity::operator::golden_file::kind_of(name).to_owned();
         let config = serde_json::json!({ "made": name.split_once("__").expect("a kind").1 });
         let (name, tensors) = (name.to_owned(), Default::default());
         let made = AnyOperator::of::<WriteInChunks>().golden(&GoldenFile { name, operator, config, tensors });

@@ -18,11 +18,11 @@ use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::judge::triangulation::triangulate;
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::judge::yardstick::working_precisions;
-use dsv4_parity::operator::registry;
 use dsv4_parity::operator::{
     Arithmetic, Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Profile,
     Relation, Side,
 };
+use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, PlannedCase, SweepOptions};

@@ -7,7 +7,8 @@ use std::thread;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
-use dsv4_parity::operator::{AnyOperator, Profile, registry};
+use dsv4_parity::operator::{AnyOperator, Profile};
+use dsv4_parity::operators::registry;
 
 use crate::support;
 

@@ -31,7 +31,7 @@ use thiserror::Error;
 pub use sample::sample;
 
 use self::source::Source;
-use crate::operator::registry;
+use crate::operators::registry;
 
 /// What kind of change a generated mutant is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

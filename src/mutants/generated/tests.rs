@@ -155,7 +155,7 @@ fn a_planted_change_is_the_one_that_is_shown() {
     let tree = SourceTree::embedded();
     let mut everywhere: BTreeSet<Class> = BTreeSet::new();
     // A chain has no kernel of its own.
-    let own = crate::operator::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
+    let own = crate::operators::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
     for operator in own.map(|operator| operator.name()) {
         let mutants = generate(&tree, operator).expect("the kernel is understood");
         let ids: BTreeSet<&str> = mutants.iter().map(|mutant| mutant.id.as_str()).collect();

@@ -11,7 +11,8 @@ use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::mutants::generated::GeneratedMutant;
 use crate::mutants::planted::{Mutant, MutantError};
-use crate::operator::{ModuleSpecification, registry};
+use crate::operator::ModuleSpecification;
+use crate::operators::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
 /// What a child process is asked to do.

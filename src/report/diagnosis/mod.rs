@@ -5,7 +5,6 @@
 //!
 //! | file | what it holds |
 //! | --- | --- |
-//! | `order` | the findings of a case, those that explain most first |
 //! | `features` | questions about cases: fields, layouts, paths |
 //! | `bits` | sets of cases |
 //! | `rules` | the shortest rules that tell failing cases from the others |
@@ -18,11 +17,11 @@ use self::bits::Bits;
 use self::rules::Rule;
 use super::numbers::{count, counted};
 use super::summary::agrees;
+use crate::judge::order;
 use crate::record::{CaseRecord, OperatorRecord, Origin, Report};
 
 mod bits;
 mod features;
-pub(crate) mod order;
 pub(crate) mod page;
 pub(crate) mod places;
 mod ratios;

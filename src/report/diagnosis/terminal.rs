@@ -4,8 +4,9 @@
 
 use std::path::Path;
 
-use super::{Diagnosis, of_report, order, places};
+use super::{Diagnosis, of_report, places};
 use crate::case::Case;
+use crate::judge::order;
 use crate::record::{CaseRecord, Origin, Report, words};
 use crate::report::numbers::{count, counted};
 use crate::report::summary::{failing, message, origin_word};

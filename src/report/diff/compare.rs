@@ -8,12 +8,13 @@ use dsv4_kernels::runtime::BackendKind;
 use super::FALSE_ALARM_RATE;
 use super::statistics::{absence, holm, median, rank_sum, signed_rank};
 use crate::mutants::matrix::tally::Tally;
+use crate::record::Standing;
 use crate::record::{
     BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report, Skip,
 };
 use crate::report::drawn::compared;
 use crate::report::numbers::{count, counted, significant, time};
-use crate::report::summary::{Standing, agrees, survived};
+use crate::report::summary::{agrees, survived};
 
 /// What a finding says. Regressions come first, in the order in which a reviewer wants them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -8,7 +8,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use thiserror::Error;
 
-use crate::operator::size;
+use super::size;
 
 /// Why a golden folder or file cannot be read.
 #[derive(Debug, Error)]

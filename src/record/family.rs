@@ -77,7 +77,7 @@ impl fmt::Display for Family {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operator::registry::OPERATORS;
+    use crate::operators::registry::OPERATORS;
 
     #[test]
     fn each_family_has_operators_and_a_name_that_records_keep() {

@@ -1,0 +1,122 @@
+//! Every operator, one line each.
+
+use crate::case::{Case, CaseError};
+use crate::operator::{AnyOperator, PreparedCase};
+
+/// The operators, in the order of the specification.
+#[rustfmt::skip]
+pub static OPERATORS: &[&AnyOperator] = &[
+    &AnyOperator::of::<super::embed_streams::EmbedStreams>(),
+    &AnyOperator::of::<super::mhc_mix::MhcMix>(),
+    &AnyOperator::of::<super::mhc_pre::MhcPre>(),
+    &AnyOperator::of::<super::mhc_post::MhcPost>(),
+    &AnyOperator::of::<super::mhc_post_mix_pre::MhcPostMixPre>(),
+    &AnyOperator::of::<super::mhc_block::MhcBlock>(),
+    &AnyOperator::of::<super::mhc_head::MhcHead>(),
+    &AnyOperator::of::<super::rms_norm::RmsNorm>(),
+    &AnyOperator::of::<super::rope::Rope>(),
+    &AnyOperator::of::<super::quantize_fp8::QuantizeFp8>(),
+    &AnyOperator::of::<super::quantize_mxfp4::QuantizeMxfp4>(),
+    &AnyOperator::of::<super::quantize_nvfp4::QuantizeNvfp4>(),
+    &AnyOperator::of::<super::scale_swizzle::ScaleSwizzle>(),
+    &AnyOperator::of::<super::gate_up_interleave::GateUpInterleave>(),
+    &AnyOperator::of::<super::linear::Linear>(),
+    &AnyOperator::of::<super::query_norm_rope::QueryNormRope>(),
+    &AnyOperator::of::<super::query_projection::QueryProjection>(),
+    &AnyOperator::of::<super::kv_norm_rope_write::KvNormRopeWrite>(),
+    &AnyOperator::of::<super::kv_projection::KvProjection>(),
+    &AnyOperator::of::<super::compressor::Compressor>(),
+    &AnyOperator::of::<super::compressor_stream::CompressorStream>(),
+    &AnyOperator::of::<super::hadamard::Hadamard>(),
+    &AnyOperator::of::<super::indexer_query::IndexerQuery>(),
+    &AnyOperator::of::<super::indexer_logits::IndexerLogits>(),
+    &AnyOperator::of::<super::topk::Topk>(),
+    &AnyOperator::of::<super::sparse_attention::SparseAttention>(),
+    &AnyOperator::of::<super::attention_output_rotation::AttentionOutputRotation>(),
+    &AnyOperator::of::<super::decode_attention::DecodeAttention>(),
+    &AnyOperator::of::<super::attention_combine::AttentionCombine>(),
+    &AnyOperator::of::<super::inverse_rope_quantize::InverseRopeQuantize>(),
+    &AnyOperator::of::<super::output_projection::OutputProjection>(),
+    &AnyOperator::of::<super::kv_cache_write::KvCacheWrite>(),
+    &AnyOperator::of::<super::indexer_cache_write::IndexerCacheWrite>(),
+    &AnyOperator::of::<super::router::Router>(),
+    &AnyOperator::of::<super::moe_map::MoeMap>(),
+    &AnyOperator::of::<super::moe_expand::MoeExpand>(),
+    &AnyOperator::of::<super::grouped_linear::GroupedLinear>(),
+    &AnyOperator::of::<super::swiglu::Swiglu>(),
+    &AnyOperator::of::<super::swiglu_quantize::SwigluQuantize>(),
+    &AnyOperator::of::<super::grouped_linear_swiglu::GroupedLinearSwiglu>(),
+    &AnyOperator::of::<super::moe_reduce::MoeReduce>(),
+    &AnyOperator::of::<super::moe::Moe>(),
+    &AnyOperator::of::<super::lm_head::LmHead>(),
+    &AnyOperator::of::<super::sampler::Sampler>(),
+    &AnyOperator::of::<super::score_recompute::ScoreRecompute>(),
+    &AnyOperator::of::<super::indexer_recompute::IndexerRecompute>(),
+    &AnyOperator::of::<super::indexer_loss::IndexerLoss>(),
+    &AnyOperator::of::<super::indexer_backward::IndexerBackward>(),
+    &AnyOperator::of::<super::indexer_distillation::IndexerDistillation>(),
+];
+
+/// Names of all operators.
+pub fn names() -> Vec<&'static str> {
+    OPERATORS.iter().map(|operator| operator.name()).collect()
+}
+
+/// The operator called `name`.
+///
+/// # Errors
+/// [`CaseError::UnknownOperator`] with similar names.
+pub fn find(name: &str) -> Result<&'static AnyOperator, CaseError> {
+    OPERATORS
+        .iter()
+        .copied()
+        .find(|operator| operator.name() == name)
+        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), hint: did_you_mean(name) })
+}
+
+/// `: did you mean …?` with the operators whose names are similar, the most similar one first; empty where there are none.
+fn did_you_mean(name: &str) -> String {
+    /// Names that are offered.
+    const MOST: usize = 4;
+    /// Jaro and Winkler's similarity of a name that is offered, and how much less it may be than that of the best.
+    const ENOUGH: f64 = 0.75;
+    const BEHIND: f64 = 0.05;
+    /// That of a name of which what was asked for is a part, as `attention` is of several.
+    const PART: f64 = 0.87;
+    let wanted = name.to_lowercase().replace('-', "_");
+    let score = |known: &str| {
+        let is_part = wanted.len() > 2 && known.contains(&wanted);
+        strsim::jaro_winkler(known, &wanted).max(if is_part { PART } else { 0.0 })
+    };
+    let mut similar: Vec<(f64, &str)> = names().into_iter().map(|known| (score(known), known)).collect();
+    similar.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let least = similar.first().map_or(ENOUGH, |(best, _)| ENOUGH.max(best - BEHIND));
+    let similar = similar.iter().take(MOST).filter(|(score, _)| *score >= least);
+    let similar: Vec<String> = similar.map(|(_, known)| format!("`{known}`")).collect();
+    match similar.split_last() {
+        None => String::new(),
+        Some((last, [])) => format!(": did you mean {last}?"),
+        Some((last, others)) => format!(": did you mean {} or {last}?", others.join(", ")),
+    }
+}
+
+/// The operators of a comma-separated list; all of them when there is none.
+///
+/// # Errors
+/// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], since what runs twice would count twice.
+pub fn select(list: Option<&str>) -> Result<Vec<&'static AnyOperator>, CaseError> {
+    let Some(list) = list else { return Ok(OPERATORS.to_vec()) };
+    let names: Vec<&str> = list.split(',').map(str::trim).collect();
+    if let Some(at) = (1..names.len()).find(|&at| names[..at].contains(&names[at])) {
+        return Err(CaseError::NamedTwice { name: names[at].to_owned() });
+    }
+    names.into_iter().map(find).collect()
+}
+
+/// Makes the inputs of any case.
+///
+/// # Errors
+/// An unknown operator, or a field that the operator cannot take.
+pub fn prepare(case: &Case) -> Result<Box<dyn PreparedCase>, CaseError> {
+    find(&case.operator)?.prepare(case)
+}
