@@ -8,7 +8,7 @@ use dsv4_kernels::runtime::emulator::usual_compiler;
 use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
 use serde_json::json;
 
-use super::{Exit, output};
+use super::{Exit, cores, output};
 use crate::judge::checks::CheckOptions;
 use crate::operator::Profile;
 use crate::operators::registry;
@@ -70,7 +70,7 @@ fn try_out(kind: BackendKind) -> Result<String, String> {
 
 fn works(kind: BackendKind, device: &Device, operator: &str) -> String {
     let environment = device.environment();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = cores();
     let place = match kind {
         BackendKind::Emulator => {
             let compiler = compiler().map_or_else(String::new, |path| format!(", {}", path.display()));

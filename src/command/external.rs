@@ -2,7 +2,7 @@
 
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args};
@@ -11,9 +11,9 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::ci::CiArguments;
-use super::run::{self, RecordWriter, Runners};
+use super::progress::Terminal;
 use super::sweep::SweepArguments;
-use super::{DeviceArguments, Exit, MemoryArguments, output, replay};
+use super::{DeviceArguments, Exit, MemoryArguments, outcome, output, replay};
 use crate::case::condition::Condition;
 use crate::external::adapter::Adapter;
 use crate::external::process::{Call, OneShot, Worker};
@@ -22,12 +22,12 @@ use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::AnyOperator;
 use crate::operators::registry;
-use crate::record::journal::{self, PlanRecord, Remembered, RunDescription, Shard};
+use crate::record::journal::Shard;
 use crate::record::{Report, Verdict, all_cases_of};
 use crate::report::skips::by_reason;
 use crate::report::{self, times};
-use crate::sweep::shard::{Costs, Plan};
-use crate::sweep::{self, PlannedCase, SweepOptions};
+use crate::sweep::SweepOptions;
+use crate::sweep::session::{Runners, Session, Started, SweepRequest};
 
 /// Random schedules of a process that is not ours.
 const SCHEDULES: u32 = 0;
@@ -108,55 +108,27 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let operator = registry::find(&arguments.op)?;
     let (external, condition) = open(arguments)?;
     external.start().map_err(|error| anyhow::anyhow!(error.message))?;
-    let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let start = Instant::now();
-    // Nobody schedules another process at random: the checks say so, and count it. And what breaks somebody else's kernel
-    // is not for ours to remember.
-    let checks = CheckOptions::everything(arguments.sweep.profile().schedules());
-    let options = SweepOptions { condition, ..arguments.sweep.options(checks, arguments.regressions.as_deref()) };
-    let begun = if arguments.resume { journal::read_plan(&arguments.out)? } else { None };
-    let (plan, remembered) = plan(arguments, operator, &options, external.environment(), begun.as_ref())?;
-    let planned = plan.cases.iter().map(|planned| &planned.case);
-    external.check_adapter(&operator.describe(), planned).with_context(|| adapter_name(arguments))?;
+    let session = planned(arguments, operator, condition, external.environment())?;
+    external.check_adapter(&operator.describe(), session.cases()).with_context(|| adapter_name(arguments))?;
     // Before a report that is there is begun anew.
     external.still_runs().map_err(|error| anyhow::anyhow!(error.message))?;
-    let shard = arguments.shard.unwrap_or(Shard::WHOLE);
-    let run = RunDescription {
-        command: arguments.sweep.seed.command(),
-        started_unix,
-        profile: arguments.sweep.profile().name().to_owned(),
-        seed: arguments.sweep.seed.number(),
-        schedules: SCHEDULES,
-        operators: vec![operator.describe()],
-        // They are skips of the run, not of each shard: the first one says so.
-        skips: if shard.index == 0 { plan.skips.clone() } else { Vec::new() },
-    };
-    let settings = run::settings(&arguments.op, &arguments.sweep, arguments.costs.as_deref(), &options, &remembered)?;
-    let record = PlanRecord { settings, ..run::plan_record(&plan, shard, remembered, &external, run) };
-    let mut writer = RecordWriter::open(&arguments.out, begun.as_ref(), &record)?;
-    writer.hold_to(&plan, shard)?;
-    writer.say_when_interrupted(&arguments.out, record.shard_cases)?;
-    let taken_over: f64 = writer.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
-    let left_out = run::run_shard(plan, shard, Runners::One(&external), &options, &mut writer)?;
-    let cases = writer.finish()?;
-    if let (true, Some(skip)) =
-        (cases.is_empty(), left_out.iter().find(|skip| skip.what == all_cases_of(&arguments.op)))
-    {
+    let mut shown = Terminal::new(&arguments.out, true);
+    let report = session.run(&[operator], Runners::One(&external), Vec::new(), &mut shown)?;
+    let none_ran = report.cases.is_empty() && report.unsupported.is_empty();
+    if let Some(skip) = report.skips.iter().find(|skip| none_ran && skip.what == all_cases_of(&arguments.op)) {
         // No case has run: it would be no report of anything.
         bail!("{}", skip.why);
     }
-    let mut report = record.report(cases, start.elapsed().as_secs_f64() + taken_over);
-    report.skips.extend(left_out);
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
-    run::print_failures(&report, &arguments.out);
+    outcome::print_failures(&report, &arguments.out);
     print_skips(&report, &arguments.out);
     if let Some(line) = times::line(&report) {
         detailln!("{line}");
     }
-    run::summarise(&report, &arguments.out);
+    outcome::summarise(&report, &arguments.out);
     arguments.ci.finish(&report)?;
-    run::exit_of(&report, arguments.shard.is_none())
+    outcome::exit_of(&report, arguments.shard.is_none())
 }
 
 /// Prints what was skipped, a line for each reason; how many there are, where failures have more to say.
@@ -233,23 +205,31 @@ fn replayed(arguments: &ExternalArguments) -> String {
     text + &format!(" --time-limit {}", arguments.time_limit)
 }
 
-fn plan(
+/// The sweep that is asked for, of the operator's cases or of those that were given.
+fn planned(
     arguments: &ExternalArguments,
     operator: &'static AnyOperator,
-    options: &SweepOptions,
+    condition: Option<Condition>,
     environment: &Environment,
-    begun: Option<&PlanRecord>,
-) -> Result<(Plan, Remembered)> {
-    let costs = arguments.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default();
-    let count = arguments.shard.unwrap_or(Shard::WHOLE).count;
-    // The schedules of a plan are those that the report names.
-    let options = &SweepOptions { checks: CheckOptions { schedules: SCHEDULES, ..options.checks }, ..options.clone() };
+) -> Result<Session> {
+    let ExternalArguments { op, sweep, costs, out, .. } = arguments;
+    // Nobody schedules another process at random: the checks say so, and count it.
+    let checks = CheckOptions::everything(sweep.profile().schedules());
+    let options = SweepOptions { condition, ..sweep.options(checks, arguments.regressions.as_deref()) };
+    let request = SweepRequest {
+        names: op.clone(),
+        cases: sweep.cases,
+        edge_cases: sweep.edge_cases,
+        costs: costs.clone(),
+        shard: arguments.shard.unwrap_or(Shard::WHOLE),
+        out: out.clone(),
+        resume: arguments.resume,
+        command: sweep.seed.command(),
+        schedules: SCHEDULES,
+        started: Started::now(),
+    };
     let Some(given) = &arguments.case else {
-        let remembered = match begun {
-            Some(begun) => begun.remembered.clone(),
-            None => run::load_remembered(&[operator], &options.regressions)?,
-        };
-        return Ok((Plan::new(&[operator], &remembered, options, environment, count, &costs)?, remembered));
+        return Session::of_operators(request, &[operator], options, environment);
     };
     let cases = replay::cases_of(given)?;
     for case in &cases {
@@ -259,9 +239,7 @@ fn plan(
         // All are prepared before one is run: a malformed line is reported before minutes are spent.
         registry::prepare(case)?;
     }
-    let (mut cases, mut skips) = (cases.into_iter().map(PlannedCase::given).collect(), Vec::new());
-    sweep::retain_matching(&mut cases, options, &mut skips)?;
-    Ok((Plan { skips, ..Plan::of(cases, options, count, &costs)? }, Remembered::new()))
+    Session::of_cases(request, cases, options)
 }
 
 /// Options of `parity external-worker`.

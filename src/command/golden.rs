@@ -18,7 +18,7 @@ use crate::record::{CaseRecord, CheckRecord, Verdict};
 /// Options of `parity golden`.
 #[derive(Debug, Args)]
 pub struct GoldenArguments {
-    /// Folder with golden files and their index.json
+    /// Folder with golden files
     #[arg(value_name = "DIR")]
     dir: PathBuf,
     /// Operators, comma-separated [default: all]
@@ -42,7 +42,7 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     let operators = registry::select(arguments.ops.as_deref())?;
     let names = match &arguments.ops {
         // A file of a kind that no operator has is read as well, and may be broken.
-        None => golden_file::index(&arguments.dir)?,
+        None => golden_file::names_in(&arguments.dir)?,
         Some(_) => golden_run::files_about(&arguments.dir, &operators)?,
     };
     let device = if arguments.oracles_only { None } else { Some(arguments.device.open()?) };

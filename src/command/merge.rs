@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::ci::CiArguments;
-use super::{Exit, run};
+use super::{Exit, outcome};
 use crate::sweep::merge::{self, Part};
 use crate::sweep::regressions::Regressions;
 
@@ -37,14 +37,14 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     let mut report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
     // Shards remember nothing themselves: that would change the plan of those that start later.
     let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
-    run::remember_shrunk(&report, &regressions)?;
+    regressions.remember_shrunk(&report)?;
     report.saved = regressions.saved(&report.cases);
     crate::report::write_with_records(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
-    run::print_failures(&report, &arguments.out);
-    run::summarise(&report, &arguments.out);
+    outcome::print_failures(&report, &arguments.out);
+    outcome::summarise(&report, &arguments.out);
     arguments.ci.finish(&report)?;
-    run::exit_of(&report, true)
+    outcome::exit_of(&report, true)
 }
 
 fn same_folder(one: &Path, other: &Path) -> bool {

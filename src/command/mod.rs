@@ -20,7 +20,9 @@ mod merge;
 mod modules;
 mod mutants;
 mod ops;
+mod outcome;
 mod power;
+mod progress;
 mod replay;
 mod report;
 mod run;
@@ -427,4 +429,9 @@ impl DeviceArguments {
         );
         Ok(device)
     }
+}
+
+/// How many cores there are for this process.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -13,8 +13,7 @@ use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
-use super::run::revision;
-use super::{DeviceArguments, Exit, output};
+use super::{DeviceArguments, Exit, cores, output};
 use crate::judge::checks::CheckOptions;
 use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::cases::{self, KnownCase};
@@ -34,6 +33,7 @@ use crate::record::{
 use crate::report::{self, diff};
 use crate::sweep;
 use crate::sweep::regressions::{Regressions, fixtures_dir};
+use crate::sweep::session::revision;
 
 /// A launch on the emulator that takes longer has hung: the cases take milliseconds.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(10);
@@ -345,7 +345,7 @@ impl<'a> Session<'a> {
 
     fn run_all(&self, trials: &[Trial], journal: Option<&mut Journal>) -> Result<schedule::Fates> {
         let on_gpu = self.device.environment().backend == BackendKind::Cuda;
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = cores();
         let schedule = Schedule {
             executable: std::env::current_exe().context("finding the parity executable")?,
             arguments: self.child_arguments(),

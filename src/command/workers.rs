@@ -15,9 +15,8 @@ use dsv4_kernels::runtime::process::{isolate, kill_group};
 use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::modules;
-use super::output;
-use super::run::{self, RunArguments};
+use super::run::RunArguments;
+use super::{cores, modules, output, progress};
 use crate::judge::turns::{self, TURNS};
 use crate::operator::size;
 use crate::operators::registry;
@@ -118,7 +117,7 @@ impl Worker {
             let gpu = gpu_of(shard.index, gpus);
             command.env(TURNS, places_of(folder, &gpu)).env(GPU, gpu);
         }
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = cores();
         // No more threads than cores: those of an oracle spin where they wait for each other.
         command.env("RAYON_NUM_THREADS", (cores / shard.count as usize).max(1).to_string());
         isolate(&mut command);
@@ -165,7 +164,7 @@ impl Drop for Worker {
 /// Shows how far the workers are until all have ended. One that ends without a report ends the others, too.
 fn watch(workers: &mut [Worker], out: &Path) -> Result<()> {
     let recorded = Arc::<AtomicU64>::default();
-    run::say_when_interrupted(recorded.clone(), None, out)?;
+    progress::say_when_interrupted(recorded.clone(), None, out)?;
     let bar = if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
     if let Ok(style) = ProgressStyle::with_template("{msg} {pos} cases {elapsed}") {
         bar.set_style(style);

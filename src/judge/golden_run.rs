@@ -72,9 +72,9 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
 /// no other file is read.
 ///
 /// # Errors
-/// Those of [`golden_file::index`].
+/// Those of [`golden_file::names_in`].
 pub fn files_about(dir: &Path, operators: &[&'static AnyOperator]) -> Result<Vec<String>, GoldenError> {
-    let mut names = golden_file::index(dir)?;
+    let mut names = golden_file::names_in(dir)?;
     names.retain(|name| operators.iter().any(|operator| operator.golden_kinds().contains(&golden_file::kind_of(name))));
     Ok(names)
 }

@@ -22,13 +22,11 @@ pub enum GoldenError {
         #[source]
         source: std::io::Error,
     },
-    /// No index, or one that does not list files.
-    #[error("{path} is no golden index: {reason}")]
-    Index {
-        /// The index.
+    /// A folder that holds no golden file.
+    #[error("{path} holds no .safetensors file")]
+    Empty {
+        /// The folder.
         path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
     },
     /// A file that is no safetensors file, is truncated, or lacks its description.
     #[error("{path} is no golden file: {reason}")]
@@ -95,20 +93,17 @@ impl GoldenFile {
     }
 }
 
-/// File names listed by `index.json` in `dir`, in its order.
+/// The names of the golden files in `dir`, in alphabetical order: all that end in `.safetensors`.
 ///
 /// # Errors
-/// [`GoldenError::Read`], [`GoldenError::Index`].
-pub fn index(dir: &Path) -> Result<Vec<String>, GoldenError> {
-    let path = dir.join("index.json");
-    let text = std::fs::read_to_string(&path).map_err(|source| GoldenError::Read { path: path.clone(), source })?;
-    let broken = |reason: String| GoldenError::Index { path: path.clone(), reason };
-    let index: Value = serde_json::from_str(&text).map_err(|e| broken(e.to_string()))?;
-    let files = index["files"].as_array().ok_or_else(|| broken("it has no list `files`".into()))?;
-    files
-        .iter()
-        .map(|file| file["file"].as_str().map(str::to_owned).ok_or_else(|| broken("an entry has no `file`".into())))
-        .collect()
+/// [`GoldenError::Read`], [`GoldenError::Empty`].
+pub fn names_in(dir: &Path) -> Result<Vec<String>, GoldenError> {
+    let unread = |source| GoldenError::Read { path: dir.to_owned(), source };
+    let entries = std::fs::read_dir(dir).map_err(unread)?.collect::<Result<Vec<_>, _>>().map_err(unread)?;
+    let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<String> = names.filter(|name| name.ends_with(".safetensors")).collect();
+    names.sort();
+    if names.is_empty() { Err(GoldenError::Empty { path: dir.to_owned() }) } else { Ok(names) }
 }
 
 /// The kind of a file ([`GoldenFile::operator`]): its name up to `__`.

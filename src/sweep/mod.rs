@@ -32,6 +32,7 @@ pub mod merge;
 pub mod pool;
 pub mod progress;
 pub mod regressions;
+pub mod session;
 pub mod shard;
 mod smaller;
 

@@ -4,8 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
+use anyhow::Context as _;
+use dsv4_kernels::runtime::BackendKind;
+
 use crate::case::{Case, CaseError};
-use crate::record::{CaseRecord, Origin, SavedRecord, Verdict};
+use crate::record::{CaseRecord, Origin, Report, SavedRecord, Verdict};
 
 /// The folder of remembered cases.
 #[derive(Clone, Debug)]
@@ -14,6 +17,18 @@ pub struct Regressions {
 }
 
 impl Regressions {
+    /// Saves what shrinking made of the failing cases of all shards. What breaks somebody else's kernel is not for ours.
+    ///
+    /// # Errors
+    /// Those of [`Self::append_record`].
+    pub fn remember_shrunk(&self, report: &Report) -> anyhow::Result<()> {
+        let is_ours = report.environment.backend != BackendKind::External;
+        for record in report.cases.iter().filter(|record| is_ours && record.origin == Origin::Shrunk) {
+            self.append_record(record).context("saving a failing case")?;
+        }
+        Ok(())
+    }
+
     /// In `dir`; a folder that does not exist holds none.
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self { dir: dir.into() }

@@ -67,7 +67,7 @@ fn chosen(
 }
 
 fn shares() -> Shares {
-    let names = golden_file::index(&folder()).map_err(|error| error.to_string())?;
+    let names = golden_file::names_in(&folder()).map_err(|error| error.to_string())?;
     let is_about = |operator: &AnyOperator, name: &str| operator.golden_kinds().contains(&golden_file::kind_of(name));
     shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES, 1)
 }

@@ -623,8 +623,6 @@ fn golden_reports_a_truncated_file_and_still_compares_the_others() {
     for name in names {
         std::fs::copy(support::fixtures().join("golden").join(name), dir.path().join(name)).unwrap();
     }
-    let entries: Vec<_> = names.iter().map(|name| serde_json::json!({ "file": name })).collect();
-    std::fs::write(dir.path().join("index.json"), serde_json::json!({ "files": entries }).to_string()).unwrap();
     let folder = dir.path().display().to_string();
     let golden = || parity(&["golden", &folder, "--ops", "rms_norm", "--oracles-only"]);
     golden().assert_code(0);
@@ -643,7 +641,9 @@ fn golden_reports_a_truncated_file_and_still_compares_the_others() {
 #[test]
 fn golden_that_compares_nothing_is_bad_input() {
     let folder = support::fixtures().join("golden").display().to_string();
-    parity(&["golden", "/nonexistent"]).assert_bad_input(&["/nonexistent/index.json"]);
+    parity(&["golden", "/nonexistent"]).assert_bad_input(&["reading /nonexistent"]);
+    let empty = tempfile::tempdir().unwrap();
+    parity(&["golden", &empty.path().display().to_string()]).assert_bad_input(&["holds no .safetensors file"]);
     let output = parity(&["golden", &folder, "--ops", "rms_norm", "--files", "absent.safetensors", "--oracles-only"]);
     output.assert_bad_input(&["rms_norm"]);
 }

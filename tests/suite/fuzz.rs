@@ -305,14 +305,6 @@ fn golden_files() {
 }
 
 #[test]
-fn golden_indices() {
-    let index = serde_json::json!({ "files": [{ "file": "a.safetensors" }, { "file": "b.safetensors" }] });
-    tried_as_file("index.json", vec![index.to_string().into_bytes()], |path| {
-        golden_file::index(path.parent().unwrap()).is_ok()
-    });
-}
-
-#[test]
 fn records() {
     let lines: String =
         sample().cases.iter().map(|case| format!("{}\n", serde_json::to_string(case).unwrap())).collect();

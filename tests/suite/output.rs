@@ -284,7 +284,7 @@ fn verbose_raises_what_is_logged_of_this_program() {
     };
     assert_eq!(logged(&[], None), "");
     let (info, debug) = (logged(&["-v"], None), logged(&["-vv"], None));
-    assert!(info.contains("INFO dsv4_parity::command::run: kv_cache_write: Drawn case, Pass"), "{info}");
+    assert!(info.contains("INFO dsv4_parity::command::progress: kv_cache_write: Drawn case, Pass"), "{info}");
     assert!(!info.contains("DEBUG") && debug.contains("INFO") && debug.contains("DEBUG dsv4_parity"), "{debug}");
     assert!(logged(&[], Some("dsv4_parity=debug")).contains("DEBUG dsv4_parity"));
     assert_eq!(logged(&["-q"], Some("trace")), "");
