@@ -1,6 +1,5 @@
 //! What the comparison with a golden file sees. Every operator's files are tests of their own (`tests/operators`).
 
-
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::operator::golden_file::{self, GoldenFile};
