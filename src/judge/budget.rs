@@ -35,7 +35,7 @@
 //! What holds a tensor as a whole is [`crate::judge::yardstick`].
 //!
 //! [`WORKING_RUNS`]: crate::operator::WORKING_RUNS
-//! [`NEAREST_RUNS`]: crate::judge::yardstick::NEAREST_RUNS
+//! [`NEAREST_RUNS`]: crate::operator::NEAREST_RUNS
 
 use dsv4_reference::statistics;
 use statrs::distribution::{ContinuousCDF, Normal};
