@@ -53,7 +53,7 @@ const SMOKE: Duration = Duration::from_secs(150);
 pub enum Profile {
     /// Typical and saved cases of every operator, then edge cases until 150 seconds are used.
     Smoke,
-    /// About ten minutes on two cores for all operators, a minute for most single ones.
+    /// A quarter of an hour on two cores for all operators, a minute for most single ones.
     Quick,
     /// What a merge waits for.
     Ci,
