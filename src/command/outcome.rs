@@ -60,11 +60,10 @@ pub(super) fn say_what_sees_more(report: &Report) -> Result<()> {
     for operator in &report.operators {
         let operator = registry::find(&operator.name)?;
         let taken = report.cases.iter().filter(|case| case.operator == operator.name());
-        let mut taken: Vec<f64> = taken.map(|case| case.kernel_seconds + case.oracle_seconds).collect();
-        taken.sort_by(f64::total_cmp);
+        let taken: Vec<f64> = taken.map(|case| case.kernel_seconds + case.oracle_seconds).collect();
         let cases = operator.edge_cases(Profile::Quick).len() + operator.default_cases(Profile::Quick);
-        // The median: the first cases of a run compile their kernels.
-        seconds += cases as f64 * taken.get(taken.len() / 2).copied().unwrap_or_default();
+        // The mean, compiling included: a larger sweep has larger cases, and compiles more.
+        seconds += cases as f64 * taken.iter().sum::<f64>() / taken.len().max(1) as f64;
     }
     let minutes = (seconds / 60.0 / cores() as f64).ceil();
     detailln!("more: --profile quick (about {minutes} minutes here), or --ops NAME (about a minute)");
