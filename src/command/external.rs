@@ -27,7 +27,7 @@ use crate::record::{Report, Verdict, all_cases_of};
 use crate::report::skips::by_reason;
 use crate::report::{self, times};
 use crate::sweep::SweepOptions;
-use crate::sweep::session::{Runners, Session, Started, SweepRequest};
+use crate::sweep::session::{Runners, Session, SweepRequest};
 
 /// Random schedules of a process that is not ours.
 const SCHEDULES: u32 = 0;
@@ -217,16 +217,11 @@ fn planned(
     let checks = CheckOptions::everything(sweep.profile().schedules());
     let options = SweepOptions { condition, ..sweep.options(checks, arguments.regressions.as_deref()) };
     let request = SweepRequest {
-        names: op.clone(),
-        cases: sweep.cases,
-        edge_cases: sweep.edge_cases,
         costs: costs.clone(),
         shard: arguments.shard.unwrap_or(Shard::WHOLE),
-        out: out.clone(),
         resume: arguments.resume,
-        command: sweep.seed.command(),
         schedules: SCHEDULES,
-        started: Started::now(),
+        ..sweep.request(op, out)
     };
     let Some(given) = &arguments.case else {
         return Session::of_operators(request, &[operator], options, environment);

@@ -158,16 +158,12 @@ fn sweep_here(
         ..sweep_options(arguments, device)
     };
     let request = SweepRequest {
-        names: ops.clone().unwrap_or_else(|| "all".to_owned()),
-        cases: sweep.cases,
-        edge_cases: sweep.edge_cases,
         costs: costs.clone(),
         shard: arguments.shard.unwrap_or(Shard::WHOLE),
-        out: out.clone(),
         resume: *resume,
-        command: sweep.seed.command(),
         schedules: options.checks.schedules,
         started,
+        ..sweep.request(ops.as_deref().unwrap_or("all"), out)
     };
     let session = Session::of_operators(request, operators, options, device.environment())?;
     modules::compile_in_advance(operators, device.tree(), device.environment())?;

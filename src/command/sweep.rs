@@ -8,7 +8,9 @@ use clap::Args;
 
 use crate::judge::checks::CheckOptions;
 use crate::operator::Profile;
+use crate::record::journal::Shard;
 use crate::sweep::regressions::Regressions;
+use crate::sweep::session::{Started, SweepRequest};
 use crate::sweep::{GivenCases, SweepOptions};
 
 /// Which cases a sweep draws.
@@ -57,6 +59,24 @@ impl SweepArguments {
             condition: None,
             time_budget: None,
             deadline: None,
+        }
+    }
+}
+
+impl SweepArguments {
+    /// A whole sweep of these operators, as they were named, that starts now and keeps its journal in `out`.
+    pub fn request(&self, names: &str, out: &Path) -> SweepRequest {
+        SweepRequest {
+            names: names.to_owned(),
+            cases: self.cases,
+            edge_cases: self.edge_cases,
+            costs: None,
+            shard: Shard::WHOLE,
+            out: out.to_owned(),
+            resume: false,
+            command: self.seed.command(),
+            schedules: self.profile().schedules(),
+            started: Started::now(),
         }
     }
 }

@@ -25,7 +25,7 @@ pub mod checks;
 pub mod failing;
 pub mod golden_run;
 pub mod grid;
-pub mod order;
+pub(crate) mod order;
 pub mod power;
 pub mod recheck;
 pub mod runner;

@@ -1,16 +1,15 @@
 //! What a failing case says, in the order in which a person wants it, each thing once.
 
 use super::checks::GRADIENT_OF_SAVED;
-use crate::record::{CaseRecord, CheckRecord, Verdict};
-use crate::record::{Standing, worse_first};
+use crate::record::{CaseRecord, CheckRecord, Standing, Verdict, worse_first};
 
 /// A check that did not pass, and what is said by it already.
 #[derive(Clone, Debug)]
-pub struct Finding<'a> {
+pub(crate) struct Finding<'a> {
     /// The check.
-    pub check: &'a CheckRecord,
+    pub(crate) check: &'a CheckRecord,
     /// Checks that fail with it: statistics of the same tensor, and the same check again.
-    pub with: Vec<&'a CheckRecord>,
+    pub(crate) with: Vec<&'a CheckRecord>,
 }
 
 /// How soon a check is read: launch, faults, laws and independence, forward, gradient, then statistics.
@@ -41,7 +40,7 @@ fn is_said_by(check: &CheckRecord, other: &CheckRecord) -> bool {
 }
 
 /// The checks of a case that are no plain pass, those that explain most first.
-pub fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
+pub(crate) fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
     let mut checks: Vec<_> = case.checks.iter().filter(|check| Standing::of(check) != Standing::Pass).collect();
     let used = |check: &CheckRecord| check.metrics.as_ref().map_or(1.0, |metrics| metrics.budget_used);
     checks.sort_by(|a, b| rank(a, case).cmp(&rank(b, case)).then_with(|| worse_first(used(a), used(b))));
@@ -58,13 +57,13 @@ pub fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
 }
 
 /// A check and its tensor: `forward of y`.
-pub fn name_of(check: &CheckRecord) -> String {
+pub(crate) fn name_of(check: &CheckRecord) -> String {
     if check.tensor.is_empty() { check.check.clone() } else { format!("{} of {}", check.check, check.tensor) }
 }
 
 impl Finding<'_> {
     /// What fails with it, in words; empty where nothing does.
-    pub fn company(&self) -> String {
+    pub(crate) fn company(&self) -> String {
         let mut others: Vec<String> = Vec::new();
         let again = self.with.iter().filter(|check| check.check == self.check.check).count();
         for check in self.with.iter().filter(|check| check.check != self.check.check) {

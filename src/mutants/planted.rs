@@ -17,9 +17,8 @@
 //! cases = ["narrow"]
 //! ```
 //!
-//! White space is folded where an anchor is looked for, so that nobody retypes one because a line was broken elsewhere. One
-//! that matches no longer, or more than once, is an error: a patch that changes nothing would be "survived" for the wrong
-//! reason.
+//! White space is folded in the search for an anchor, so an anchor outlives reformatting. An anchor that does not match, or
+//! matches more than once, is an error: a patch that changes nothing would be "survived" for the wrong reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -148,33 +147,34 @@ fn forward() -> String {
 impl MutantFile {
     /// Its mutants, by their ids; or what does not go together.
     fn mutants(self, list: &str) -> Result<Vec<Mutant>, String> {
-        let used: BTreeSet<&String> = self.mutants.values().flat_map(|listed| &listed.cases).collect();
-        if let Some(name) = self.cases.keys().find(|name| !used.contains(name)) {
+        let Self { operator, file, cases, mutants } = self;
+        let used: BTreeSet<&String> = mutants.values().flat_map(|listed| &listed.cases).collect();
+        if let Some(name) = cases.keys().find(|name| !used.contains(name)) {
             return Err(format!("no mutant names case `{name}`"));
         }
-        let mutant = |(id, listed): (&String, &Listed)| {
-            let operator = listed.operator.clone().unwrap_or_else(|| self.operator.clone());
-            // A mutant of an operator that nobody sweeps would be run by nobody, and missed by nobody.
+        let mutant = |(id, listed): (String, Listed)| {
+            let operator = listed.operator.unwrap_or_else(|| operator.clone());
+            // A mutant of an operator that is not in the registry would never run, and never be missed.
             registry::find(&operator).map_err(|error| format!("mutant `{id}`: {error}"))?;
             let line = |name: &String| {
-                let line = self.cases.get(name).cloned();
-                line.ok_or_else(|| format!("mutant `{id}`: [cases] has no `{name}`"))
+                cases.get(name).cloned().ok_or_else(|| format!("mutant `{id}`: [cases] has no `{name}`"))
             };
+            let cases = listed.cases.iter().map(line).collect::<Result<_, String>>()?;
             Ok(Mutant {
-                id: id.clone(),
-                catalogue: listed.catalogue.clone(),
+                id,
+                catalogue: listed.catalogue,
                 operator,
-                file: listed.file.clone().unwrap_or_else(|| self.file.clone()),
-                summary: listed.summary.clone(),
-                find: listed.find.clone(),
-                replace: listed.replace.clone(),
-                expected: listed.expected.clone(),
-                cases: listed.cases.iter().map(line).collect::<Result<_, String>>()?,
+                file: listed.file.unwrap_or_else(|| file.clone()),
+                summary: listed.summary,
+                find: listed.find,
+                replace: listed.replace,
+                expected: listed.expected,
+                cases,
                 list: list.to_owned(),
-                hidden_on_gpu: listed.hidden_on_gpu.clone(),
+                hidden_on_gpu: listed.hidden_on_gpu,
             })
         };
-        self.mutants.iter().map(mutant).collect()
+        mutants.into_iter().map(mutant).collect()
     }
 }
 

@@ -86,6 +86,10 @@ fn all<K: Operator>(cases: Vec<K::Case>) -> Vec<AnyCase> {
 
 struct Type<K>(PhantomData<fn() -> K>);
 
+const fn declaration<K: Operator>() -> &'static dyn Declaration {
+    const { &Type::<K>(PhantomData) }
+}
+
 impl<K: Operator> Declaration for Type<K> {
     fn about(&self) -> &'static About {
         &K::ABOUT
@@ -138,7 +142,7 @@ impl<K: Operator> fmt::Debug for Of<K> {
 
 impl<K: Operator> DeclaredCase for Of<K> {
     fn operator(&self) -> &'static dyn Declaration {
-        const { &Type::<K>(PhantomData) }
+        declaration::<K>()
     }
 
     fn line(&self) -> Case {
@@ -218,7 +222,7 @@ pub struct AnyOperator(&'static dyn Declaration);
 impl AnyOperator {
     /// The operator that `K` declares.
     pub const fn of<K: Operator>() -> Self {
-        Self(const { &Type::<K>(PhantomData) })
+        Self(declaration::<K>())
     }
 
     /// What it is called.

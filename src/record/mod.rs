@@ -18,7 +18,7 @@ pub(crate) mod stored;
 pub mod words;
 
 pub use family::Family;
-pub use standing::{Standing, within, worse_first};
+pub(crate) use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
 
 /// Version of the schema. Readers refuse a later version.

@@ -7,7 +7,7 @@ use super::{CheckRecord, Verdict};
 /// How a check counts: its verdict, unless its own record contradicts a pass. The more certain the
 /// trouble, the greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Standing {
+pub(crate) enum Standing {
     /// A pass that compared something.
     Pass,
     /// Recorded as a pass, with nothing compared or a budget use that is not at most 1.
@@ -20,7 +20,7 @@ pub enum Standing {
 
 impl Standing {
     /// Of one check.
-    pub fn of(check: &CheckRecord) -> Self {
+    pub(crate) fn of(check: &CheckRecord) -> Self {
         let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
         match check.verdict {
             Verdict::Pass if check.compared == 0 || !within(used) => Self::Unfounded,
@@ -31,7 +31,7 @@ impl Standing {
     }
 
     /// A symbol, so that colour never speaks alone.
-    pub fn symbol(self) -> &'static str {
+    pub(crate) fn symbol(self) -> &'static str {
         match self {
             Self::Pass => "✓",
             Self::Fail => "✗",
@@ -41,7 +41,7 @@ impl Standing {
     }
 
     /// The word for it, which is also its class in the style sheet.
-    pub fn word(self) -> &'static str {
+    pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Pass => "pass",
             Self::Fail => "fail",
@@ -52,11 +52,11 @@ impl Standing {
 }
 
 /// Whether a share of the budget is one that passes. NaN is not.
-pub fn within(used: f64) -> bool {
+pub(crate) fn within(used: f64) -> bool {
     used <= 1.0
 }
 
 /// Orders shares of the budget from worst to best; NaN is worse than anything.
-pub fn worse_first(a: f64, b: f64) -> Ordering {
+pub(crate) fn worse_first(a: f64, b: f64) -> Ordering {
     b.is_nan().cmp(&a.is_nan()).then(b.total_cmp(&a))
 }

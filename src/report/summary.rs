@@ -7,7 +7,7 @@ use crate::judge::order;
 use crate::operators::registry;
 use crate::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
-    Standing, Verdict, within, worse_first,
+    Standing, within, worse_first,
 };
 
 use super::numbers::{counted, significant};
@@ -39,14 +39,14 @@ pub(super) const LAWS: &str = "laws";
 
 /// Why a pass cannot be believed, if it cannot.
 pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
-    let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
-    match check.verdict {
-        Verdict::Pass if check.compared == 0 => Some("Recorded as a pass, but no element was compared.".to_owned()),
-        Verdict::Pass if !within(used) => {
-            Some(format!("Recorded as a pass, but the share of the budget used is {}.", significant(used, 3)))
-        }
-        _ => None,
+    if Standing::of(check) != Standing::Unfounded {
+        return None;
     }
+    if check.compared == 0 {
+        return Some("Recorded as a pass, but no element was compared.".to_owned());
+    }
+    let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
+    Some(format!("Recorded as a pass, but the share of the budget used is {}.", significant(used, 3)))
 }
 
 /// What a check has to say for itself where it is not a plain pass.

@@ -85,7 +85,7 @@ fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
             sources(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let text = std::fs::read_to_string(&path).expect("UTF-8");
-            let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+            let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
             found.push((path.display().to_string(), code_of(code)));
         }
     }
@@ -93,15 +93,14 @@ fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
 
 /// The rooms that a source names as `crate::ROOM` or `crate::{ROOM…, ROOM…}`.
 fn named_rooms(code: &str) -> Vec<&str> {
-    let mut rooms = Vec::new();
-    for (at, path) in code.match_indices("crate::") {
+    let named = code.match_indices("crate::").flat_map(|(at, path)| {
         let rest = &code[at + path.len()..];
-        let list = rest.strip_prefix('{').and_then(|list| list.split_once('}')).map_or(rest, |(list, _)| list);
-        let several = rest.starts_with('{');
-        let named = words(list).filter(|word| ROOMS.contains(word));
-        rooms.extend(named.take(if several { usize::MAX } else { 1 }).filter(|room| several || rest.starts_with(room)));
-    }
-    rooms
+        match rest.strip_prefix('{') {
+            Some(list) => words(list.split(';').next().unwrap_or_default()).collect::<Vec<_>>(),
+            None => words(rest).take(1).collect(),
+        }
+    });
+    named.filter(|word| ROOMS.contains(word)).collect()
 }
 
 #[test]
