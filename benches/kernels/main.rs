@@ -7,7 +7,8 @@
 //! Without a GPU the emulator and the oracles are timed on small shapes.
 //!
 //! Results go to criterion's directory, with the facts that `parity run --criterion DIR` needs beside them.
-//! `PARITY_BENCH_LOG` names a file to which a turn and its samples are appended for `parity beside`;
+//! `PARITY_BENCH_LOG` names a file to which a turn and its samples are appended for `parity beside`: what earlier turns
+//! did not reach comes first;
 //! `PARITY_BENCH_PAIRS` its list of pairs, and then only the benchmarks of that list run. Criterion's filter, a
 //! regular expression, chooses among them, and `--exact` takes one id.
 //! The exit code is 0 only when every benchmark that ran was compared, agreed, and stayed below what the
@@ -24,6 +25,7 @@ use anyhow::Result;
 use clap::Parser as _;
 use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::command::{DeviceArguments, exit_code_of};
+use dsv4_parity::operator::benchmarks::Timed;
 use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::report::beside::pairs::Pairs;
 
@@ -59,21 +61,22 @@ fn run() -> Result<bool> {
     let all: Vec<_> = OPERATORS.iter().map(|operator| operator.benchmarks(device.environment())).collect();
     let pairs = environment.pairs.as_deref().map(Pairs::read).transpose()?;
     let mut session = Session::new(&device, pairs);
-    session.check_pairs(all.iter().flatten().map(|benchmark| &**benchmark))?;
+    let mut order: Vec<&dyn Timed> = all.iter().flatten().map(|benchmark| &**benchmark).collect();
+    session.check_pairs(order.iter().copied())?;
     if gpu {
         session.measure_ceilings()?;
     }
     if let Some(path) = &environment.log {
-        session.start_log(path, all.iter().flatten().map(|benchmark| &**benchmark))?;
+        session.start_log(path, &mut order)?;
     }
     if gpu {
         session.run_copies()?;
     }
-    for benchmarks in &all {
-        for benchmark in benchmarks {
-            session.run(&**benchmark)?;
-        }
-        if let (false, Some(benchmark)) = (gpu, benchmarks.first()) {
+    for benchmark in order {
+        session.run(benchmark)?;
+    }
+    if !gpu {
+        for benchmark in all.iter().filter_map(|benchmarks| benchmarks.first()) {
             session.run_oracle(&**benchmark)?;
         }
     }

@@ -16,7 +16,7 @@ use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
 use dsv4_parity::record::Work;
 use dsv4_parity::report::benchmarks::{self, Facts};
-use dsv4_parity::report::beside::log::{self, Line, Machine, Side, Skipped, Time, Turn, Writer};
+use dsv4_parity::report::beside::log::{self, Line, Machine, Side, Skipped, Time, Timings, Turn, Writer};
 use dsv4_parity::report::beside::pairs::Pairs;
 
 use crate::ceilings::{self, Copies, Datasheet};
@@ -76,13 +76,18 @@ impl<'d> Session<'d> {
         Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
     }
 
-    /// Starts a turn in the log for `parity beside`, if anything is to be measured.
+    /// Starts a turn in the log for `parity beside`, if anything is to be measured. What fewer of its turns have timed goes
+    /// to the front: a turn may be cut short.
     ///
     /// # Errors
-    /// A file that cannot be written; a device that is no GPU, whose times are none to put next to others.
-    pub fn start_log<'b>(&mut self, path: &Path, benchmarks: impl Iterator<Item = &'b dyn Timed>) -> Result<()> {
+    /// A file that cannot be read or written; a device that is no GPU, whose times are none to put next to others.
+    pub fn start_log(&mut self, path: &Path, benchmarks: &mut [&dyn Timed]) -> Result<()> {
         if !self.measuring {
             return Ok(());
+        }
+        if std::fs::metadata(path).is_ok_and(|file| file.len() > 0) {
+            let before = Timings::read(&[path])?;
+            benchmarks.sort_by_key(|benchmark| before.times(Side::Ours, &Id::of(*benchmark).to_string()).len());
         }
         let environment = self.device.environment();
         let machine = Machine {
@@ -97,7 +102,7 @@ impl<'d> Session<'d> {
             software: format!("{}, {}", log::revision(), environment.compiler),
             unix: log::now(),
             copy_bytes_per_second: self.facts.ceilings.map(|ceilings| ceilings.copy_bytes_per_second),
-            ids: benchmarks.map(Id::of).chain(copies).map(|id| id.to_string()).collect(),
+            ids: benchmarks.iter().map(|benchmark| Id::of(*benchmark)).chain(copies).map(|id| id.to_string()).collect(),
         };
         println!("{}, {}, revision {}", turn.machine.device, turn.machine.driver, turn.software);
         self.log = Some(Writer::append(path).with_context(|| format!("PARITY_BENCH_LOG {}", path.display()))?);

@@ -78,15 +78,17 @@ fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
     Ok(trials)
 }
 
-/// A test that says what it did, and how long it took.
+/// A test that says what it did, and how long it took beside waiting for its turn.
 fn trial(name: String, work: impl FnOnce() -> Result<String, String> + Send + 'static) -> Trial {
     let label = name.clone();
     Trial::test(name, move || {
+        shared::take_waited();
         let start = Instant::now();
         let result = work();
+        let seconds = start.elapsed().saturating_sub(shared::take_waited()).as_secs_f64();
         let done = result.as_deref().unwrap_or("failed");
         // On the standard error, so that the standard output is a list of tests and nothing else.
-        eprintln!("{label}: {done}, {:.1} s", start.elapsed().as_secs_f64());
+        eprintln!("{label}: {done}, {seconds:.1} s");
         result.map(|_| ()).map_err(Failed::from)
     })
 }

@@ -2,12 +2,12 @@
 //! the device, since a device compiles one module at a time, and since a GPU's device has one stream, on which a recording and
 //! the launches of other tests do not go together.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::{Condvar, LazyLock, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dsv4_kernels::runtime::cache::ModuleCache;
 use dsv4_kernels::runtime::cuda::Missing;
@@ -17,6 +17,8 @@ use dsv4_parity::change::{self, Change, Stock};
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
 
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
 use crate::support;
 
 /// How long a launch of a mutant may take: some never end, and no case of theirs comes near it.
@@ -24,6 +26,7 @@ const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(30);
 
 thread_local! {
     static OF_MUTANTS: OnceCell<Device> = const { OnceCell::new() };
+    static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
 fn emulator(options: EmulatorOptions) -> Device {
@@ -41,31 +44,64 @@ pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
         (ModuleCache::new(ModuleCache::default_dir()), SourceTree::embedded(), operator.modules());
     let target = &support::device().environment().target;
     let missing = Missing::from(&cache, &tree, &modules, target).map_err(|error| error.to_string())?;
-    // What does not compile is reported by who launches it.
-    missing.compile(&|| {});
+    // Threads of their own: an oracle that shared theirs would wait for whole compilations.
+    static COMPILERS: LazyLock<ThreadPool> = LazyLock::new(|| pool(0));
+    // What does not compile is reported by the test that launches it.
+    waiting(|| COMPILERS.install(|| missing.compile(&|| {})));
     Ok(())
+}
+
+/// Threads for parallel work; as many as there are cores where `threads` is 0.
+fn pool(threads: usize) -> ThreadPool {
+    ThreadPoolBuilder::new().num_threads(threads).build().unwrap_or_else(|error| panic!("starting threads: {error}"))
 }
 
 /// How many threads use the GPU at a time. Their contexts take slices of its time in turn: of sixteen each small launch waits
 /// for fifteen slices, and all together take longer than one alone.
 const GPU_SHARERS: usize = 4;
 
-/// Does `work` on this thread's device under test.
-pub fn on_device<R>(work: impl FnOnce(&Device) -> R) -> R {
-    static SHARERS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+/// One place on the GPU, with its part of the cores: oracles of unlike cases in one pool would wait for each other's.
+type Place = ThreadPool;
+
+fn places() -> &'static (Mutex<Vec<Place>>, Condvar) {
+    static PLACES: LazyLock<(Mutex<Vec<Place>>, Condvar)> = LazyLock::new(|| {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let place = |_| pool((cores / GPU_SHARERS).max(1));
+        (Mutex::new((0..GPU_SHARERS).map(place).collect()), Condvar::new())
+    });
+    &PLACES
+}
+
+/// Does `work` on this thread's device under test; on a GPU once there is a place.
+pub fn on_device<R: Send>(work: impl FnOnce(&Device) -> R + Send) -> R {
     if support::backend() != BackendKind::Cuda {
         return work(support::device());
     }
-    let (sharing, left) = &SHARERS;
-    let lock = || sharing.lock().unwrap_or_else(|e| e.into_inner());
-    let mut number = left.wait_while(lock(), |number| *number == GPU_SHARERS).unwrap_or_else(|e| e.into_inner());
-    *number += 1;
-    drop(number);
+    let device = support::device();
+    let (free, left) = places();
+    let lock = || free.lock().unwrap_or_else(|e| e.into_inner());
+    let place = waiting(|| {
+        let mut free = left.wait_while(lock(), |free| free.is_empty()).unwrap_or_else(|e| e.into_inner());
+        free.pop().expect("there is a free place")
+    });
     // A panic of the work ends the test, and must not keep its place.
-    let done = catch_unwind(AssertUnwindSafe(|| work(support::device())));
-    *lock() -= 1;
+    let done = catch_unwind(AssertUnwindSafe(|| place.install(|| work(device))));
+    lock().push(place);
     left.notify_one();
     done.unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// Does what this thread waits for, and counts its time.
+fn waiting<R>(work: impl FnOnce() -> R) -> R {
+    let start = Instant::now();
+    let done = work();
+    WAITED.set(WAITED.get() + start.elapsed());
+    done
+}
+
+/// How long this thread has waited, for the GPU and for compilers, since the last call.
+pub fn take_waited() -> Duration {
+    WAITED.take()
 }
 
 /// Does `work` on this thread's emulator for mutants, whatever is under test.

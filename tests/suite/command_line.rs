@@ -26,7 +26,9 @@ pub struct Output {
 
 /// The `parity` executable: cargo's, or `PARITY_BIN` where the tests travelled without it.
 pub fn binary() -> PathBuf {
-    std::env::var_os("PARITY_BIN").map_or_else(|| env!("CARGO_BIN_EXE_parity").into(), PathBuf::from)
+    let binary = std::env::var_os("PARITY_BIN").map_or_else(|| env!("CARGO_BIN_EXE_parity").into(), PathBuf::from);
+    // It is run in other folders.
+    std::path::absolute(&binary).unwrap_or(binary)
 }
 
 impl Parity {
@@ -35,6 +37,9 @@ impl Parity {
         let mut command = Command::new(binary());
         // Only --backend and the defaults decide, not what the tests themselves run on.
         command.args(arguments).current_dir(scratch.path()).env_remove("PARITY_BACKEND").env_remove("GITHUB_ACTIONS");
+        if std::env::var_os("PARITY_FIXTURES").is_some() {
+            command.env("PARITY_FIXTURES", support::fixtures());
+        }
         Self { command, scratch }
     }
 
@@ -86,7 +91,7 @@ fn records(out: &Path) -> Vec<CaseRecord> {
     read(out.join("records.jsonl")).lines().map(|line| serde_json::from_str(line).expect("a record a line")).collect()
 }
 
-const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":1}"#;
+const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
 
 // ---------------------------------------------------------------- listing
 

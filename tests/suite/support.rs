@@ -70,8 +70,10 @@ fn divide_memory() -> anyhow::Result<()> {
 
 /// The `fixtures` folder: beside the sources, or `PARITY_FIXTURES` where the binary travelled without them.
 pub fn fixtures() -> PathBuf {
-    std::env::var_os("PARITY_FIXTURES")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"), PathBuf::from)
+    let given = std::env::var_os("PARITY_FIXTURES").map(PathBuf::from);
+    let fixtures = given.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"));
+    // Commands that are given it run in other folders.
+    std::path::absolute(&fixtures).unwrap_or(fixtures)
 }
 
 /// Keeps what a sweep tells.
