@@ -36,11 +36,10 @@ const SUM_THREADS: usize = 512;
 const BLOCKS_PER_PROCESSOR: usize = 2;
 
 /// What entries are stored for (inference 5.4, 6).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Epilogue {
     /// As they are: what a backward is of.
-    #[default]
     None,
     /// As attention's: the channels that do not turn are what e4m3 codes with scales of 64 would decode to.
     Fp8,

@@ -55,11 +55,10 @@ pub fn modules() -> Vec<Module> {
 }
 
 /// Formats of weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
     /// bf16, and x.
-    #[default]
     Bf16,
     /// e4m3 with a scale for each block of 128 x 128; x e4m3 with one for each 128 numbers of a row.
     Fp8,

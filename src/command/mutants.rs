@@ -181,7 +181,7 @@ fn as_json(report: &Report, path: &Path) -> serde_json::Value {
             "rate": tally.rate(),
         })
     };
-    let survived = report.mutants.iter().filter(|mutant| mutant.status() == MutantStatus::Survived);
+    let survived = report.mutants.iter().filter(|mutant| mutant.status == MutantStatus::Survived);
     json!({
         "report": path,
         "commit": report.revision.commit,
@@ -359,7 +359,7 @@ impl<'a> Session<'a> {
             if let Some(journal) = journal.lock().unwrap_or_else(|e| e.into_inner()).as_mut() {
                 journal.append(trial, record)?;
             }
-            let is_seen = matches!(record.status(), MutantStatus::Killed | MutantStatus::Equivalent);
+            let is_seen = matches!(record.status, MutantStatus::Killed | MutantStatus::Equivalent);
             let is_told = !is_seen || !self.arguments.only.is_empty();
             if is_told && !self.arguments.json {
                 bar.suspend(|| print_fate(record));
@@ -403,7 +403,7 @@ impl<'a> Session<'a> {
             if self.arguments.json {
                 output::json(&records)?;
             }
-            let missed = records.iter().any(|record| record.status() != MutantStatus::Killed);
+            let missed = records.iter().any(|record| record.status != MutantStatus::Killed);
             let left_out = report_left_out(&self.arguments.only, &records, &plans);
             return Ok(if missed || left_out { Exit::Disagreed } else { Exit::Agreed });
         }
@@ -589,12 +589,12 @@ fn report_false_equivalents(records: &mut [MutantRecord], arguments: &MutantsArg
     let mut found = false;
     for record in records {
         let Some(reason) = equivalents.reason(&record.id) else { continue };
-        match record.status() {
+        match record.status {
             MutantStatus::Killed => {
                 errln!("not equivalent: {} is killed by {}", record.id, record.killed_by.join(", "));
                 found = true;
             }
-            _ => (record.status, record.reason) = (Some(MutantStatus::Equivalent), reason.to_owned()),
+            _ => (record.status, record.reason) = (MutantStatus::Equivalent, reason.to_owned()),
         }
     }
     Ok(found)
@@ -611,7 +611,7 @@ fn progress(length: usize, message: &str) -> ProgressBar {
 
 /// Prints what became of a mutant, with the changed line.
 fn print_fate(record: &MutantRecord) {
-    let fate = match record.status() {
+    let fate = match record.status {
         MutantStatus::Killed => output::good(format!("killed by {}", record.killed_by.join(", "))),
         MutantStatus::Survived => output::bad(format!("SURVIVED {} cases", record.cases_run)),
         MutantStatus::Equivalent => output::unsure("equivalent".to_owned()),

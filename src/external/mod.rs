@@ -69,7 +69,6 @@ pub struct Expected {
     /// Every tensor that is to be written.
     pub tensors: Vec<ExpectedOutput>,
     /// Whether to say how long the kernel takes.
-    #[serde(default)]
     pub time: bool,
 }
 

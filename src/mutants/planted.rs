@@ -329,7 +329,7 @@ impl Mutant {
             }
         }
         Ok(MutantRecord {
-            status: Some(if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed }),
+            status: if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed },
             killed_by: killed_by.into_iter().collect(),
             cases_run,
             killing_case,

@@ -123,11 +123,10 @@ pub(crate) fn elements(tensor: &Tensor) -> Result<Vec<f64>, candle_core::Error> 
 }
 
 /// Which kernels run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Implementation {
     /// `NAME.cu`.
-    #[default]
     Portable,
     /// `NAME_hopper*.cu`.
     Hopper,

@@ -10,7 +10,6 @@
 
 use std::collections::BTreeMap;
 
-use dsv4_kernels::runtime::DType;
 use dsv4_kernels::runtime::arena::Layout;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
@@ -146,16 +145,6 @@ pub(super) fn bounded(spec: &TensorSpec, layout: &Layout) -> Result<usize, Strin
 fn unknown(spec: &TensorSpec, axis: &str) -> String {
     let axes: Vec<_> = spec.axes.iter().map(|axis| axis.name).collect();
     format!("`{}` has no axis `{axis}`; it has {}", spec.name, axes.join(", "))
-}
-
-/// Every floating-point tensor that takes rows anywhere, with `elements` behind each row: what lines of JSON said with
-/// `padding`. Lists and pages of bytes had none of it.
-pub fn padded(specs: &Specs, elements: usize) -> Layouts {
-    let floating_point = |spec: &TensorSpec| matches!(spec.dtype, DType::Bf16 | DType::F32);
-    let takes_rows = |spec: &TensorSpec| spec.strides != Strides::Dense && spec.axes.len() > 1;
-    let rows = specs.present().filter(|spec| floating_point(spec) && takes_rows(spec));
-    let last = |spec: &TensorSpec| spec.axes.last().map(|axis| axis.name).unwrap_or_default();
-    rows.filter(|_| elements > 0).map(|spec| (spec.name.to_owned(), TensorLayout::gap(last(spec), elements))).collect()
 }
 
 /// What is drawn for one tensor; it becomes a [`TensorLayout`] when its axes are known.
@@ -404,15 +393,6 @@ mod tests {
             assert!(TensorLayout::gap("head_dim", usize::MAX).place(&spec).is_err());
             assert!(TensorLayout::gap("num_heads", usize::MAX - 7).place(&spec).is_err());
         }
-    }
-
-    #[test]
-    fn what_lines_called_padding_lengthens_rows_of_numbers_alone() {
-        let pages = [axis("num_pages", 3), axis("page_bytes", 32)];
-        let lists = [axis("num_tokens", 3), axis("topk", 4)];
-        let cache = input("cache", DType::U8, &pages).aligned_rows();
-        let specs = Specs::new(0, [q(TensorSpec::aligned_rows), cache, input("indices", DType::I32, &lists).rows()]);
-        assert_eq!(padded(&specs, 24).keys().collect::<Vec<_>>(), ["q"]);
     }
 
     #[test]

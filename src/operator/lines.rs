@@ -54,11 +54,10 @@ pub(super) struct Choices {
     pub special: Option<Special>,
 }
 
-/// The field of a case's line that holds layouts, and the one that held the gap behind all rows before that.
+/// The field of a case's line that holds layouts.
 const LAYOUTS: &str = "layouts";
 /// The field that says which special numbers inputs hold.
 const SPECIAL: &str = "special";
-const PADDING: &str = "padding";
 
 /// The refusal of a field as a case's error.
 pub(super) fn field_error(operator: &'static str, refused: Refused) -> CaseError {
@@ -82,11 +81,10 @@ pub(super) fn line(case: &dyn DeclaredCase, choices: &Choices) -> Case {
     line
 }
 
-/// Reads a line; lines written before layouts had a field of their own say `padding`.
+/// Reads a line.
 pub(super) fn read(operator: &dyn Declaration, line: &Case) -> Result<(AnyCase, Choices), CaseError> {
     let mut line = line.clone();
     let layouts = line.fields.remove(LAYOUTS);
-    let padding = line.fields.remove(PADDING);
     let special = line.fields.remove(SPECIAL);
     let case = operator.parse(&line)?;
     no_unknown_field(&line, &*case)?;
@@ -94,14 +92,9 @@ pub(super) fn read(operator: &dyn Declaration, line: &Case) -> Result<(AnyCase, 
     let refused = |field: &'static str, reason: String| field_error(Refused { field: field.into(), reason });
     let specs = checked(&*case).map_err(field_error)?;
     bound_sizes(case.name(), &specs)?;
-    let said = if padding.is_some() { PADDING } else { LAYOUTS };
-    let layouts = match (layouts, padding) {
-        (Some(value), None) => serde_json::from_value(value).map_err(|e| refused(LAYOUTS, e.to_string()))?,
-        (None, Some(value)) => layouts::padded(&specs, padding_of(&value).map_err(|why| refused(PADDING, why))?),
-        (None, None) => Layouts::new(),
-        (Some(_), Some(_)) => return Err(refused(LAYOUTS, "`padding` beside `layouts`: say it there".into())),
-    };
-    check_layouts(&specs, &layouts, said).map_err(field_error)?;
+    let layouts = layouts.map(serde_json::from_value).transpose().map_err(|e| refused(LAYOUTS, e.to_string()))?;
+    let layouts: Layouts = layouts.unwrap_or_default();
+    check_layouts(&specs, &layouts).map_err(field_error)?;
     let special = special.map(serde_json::from_value).transpose().map_err(|e| refused(SPECIAL, e.to_string()))?;
     if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
         return Err(refused(SPECIAL, special.why_not()));
@@ -120,11 +113,6 @@ fn no_unknown_field(line: &Case, case: &dyn DeclaredCase) -> Result<(), CaseErro
             Err(CaseError::Malformed(format!("unknown field `{field}` in a case of `{name}`; it has {known}")))
         }
     }
-}
-
-fn padding_of(value: &Value) -> Result<usize, String> {
-    let number = value.as_u64().and_then(|number| usize::try_from(number).ok());
-    number.ok_or_else(|| format!("{value} is no number of elements"))
 }
 
 /// Largest tensor of a case, in elements.
@@ -170,24 +158,24 @@ pub(super) fn within(case: &dyn DeclaredCase, specs: &Specs, layouts: &Layouts, 
     )
 }
 
-/// Refuses layouts, which the field `said` says, that the case's tensors do not take or no device can hold.
-fn check_layouts(specs: &Specs, layouts: &Layouts, said: &'static str) -> Result<(), Refused> {
+/// Refuses layouts that the case's tensors do not take or no device can hold.
+fn check_layouts(specs: &Specs, layouts: &Layouts) -> Result<(), Refused> {
     for name in layouts.keys() {
         if specs.find(name).is_none() {
             let names: Vec<_> = specs.present().map(|spec| spec.name).collect();
-            return refuse(said, format!("no tensor `{name}`; the case has {}", names.join(", ")));
+            return refuse(LAYOUTS, format!("no tensor `{name}`; the case has {}", names.join(", ")));
         }
     }
     let mut addresses = 0usize;
     for spec in specs.present().filter(|spec| spec.is_stored()) {
         // A gap may also be the operator's own, which another field says.
-        let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(said);
+        let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(LAYOUTS);
         let placed = layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
         addresses = addresses.saturating_add(placed.or_else(|reason| refuse(field, reason))?);
     }
     let most = 4 * layouts::MOST_ADDRESSES;
     if addresses > most {
-        return refuse(said, format!("they spread the case over {addresses} bytes; {most} at most"));
+        return refuse(LAYOUTS, format!("they spread the case over {addresses} bytes; {most} at most"));
     }
     Ok(())
 }

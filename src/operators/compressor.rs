@@ -63,7 +63,6 @@ pub struct CompressorCase {
     /// backward.
     pub saves_pooled: bool,
     /// What entries are stored for; of any but `none` there is no backward.
-    #[serde(default)]
     pub epilogue: Epilogue,
     /// Added to the mean square.
     pub eps: f32,

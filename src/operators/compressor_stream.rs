@@ -55,7 +55,6 @@ pub struct CompressorStreamCase {
     /// Type of entries.
     pub dtype: Float,
     /// What entries are stored for.
-    #[serde(default)]
     pub epilogue: Epilogue,
     /// Whether slots hold NaN of what was there before the sequences that begin.
     pub poison: bool,

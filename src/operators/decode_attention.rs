@@ -42,11 +42,10 @@ impl StoreCase {
 }
 
 /// The stores whose lists have lengths.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LengthsOf {
     /// Window and compressed entries.
-    #[default]
     Both,
     /// The window alone.
     Window,
@@ -76,8 +75,7 @@ pub struct DecodeAttentionCase {
     pub indices: IndexClass,
     /// How many slots of a request's lists count.
     pub lengths: Lengths,
-    /// Whose lists have lengths, where there are any; both in lines written before there was a choice.
-    #[serde(default)]
+    /// Whose lists have lengths, where there are any.
     pub lengths_of: LengthsOf,
     /// The sinks.
     pub sinks: Sinks,
@@ -97,8 +95,7 @@ pub struct DecodeAttentionCase {
     pub distribution: Distribution,
     /// Whether rows that no valid slot names are NaN.
     pub poison_unreferenced: bool,
-    /// Which kernels run; portable in lines written before there was a choice.
-    #[serde(default)]
+    /// Which kernels run.
     pub implementation: Implementation,
     /// Heads of a unit and the cuts of each one's list, of some requests of a larger case: a benchmark's sample, which no
     /// line can ask for.

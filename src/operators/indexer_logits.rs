@@ -88,7 +88,6 @@ pub struct IndexerLogitsCase {
     /// Whether keys that no token scores are NaN.
     pub poison_unseen: bool,
     /// Which kernels run.
-    #[serde(default)]
     pub implementation: Implementation,
     /// q and k where they are bf16, w and the scales of keys.
     #[serde(flatten)]

@@ -31,8 +31,7 @@ pub struct IndexerRecomputeCase {
     pub magnitude: f64,
     /// Whether queries of tokens without a valid slot, and keys that no valid slot names, are NaN.
     pub poison_unreferenced: bool,
-    /// Which kernels run; portable in lines written before there was a choice.
-    #[serde(default)]
+    /// Which kernels run.
     pub implementation: Implementation,
 }
 

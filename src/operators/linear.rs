@@ -32,11 +32,10 @@ pub enum Before {
 }
 
 /// What quantised operands hold.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Codes {
     /// Codes of normal numbers whose largest ones are those of their format, and scales some powers of two apart.
-    #[default]
     Drawn,
     /// Any code but NaN, subnormal ones and zeros of both signs among them.
     Any,
@@ -65,17 +64,12 @@ impl Codes {
     }
 }
 
-fn plain_layout() -> ScaleLayout {
-    ScaleLayout::Plain
-}
-
 /// A case: formats, extents, types, what results are added to, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinearCase {
     /// Tokens; 0 is legal.
     pub num_tokens: usize,
     /// Independent layers of the same extents, each with a part of x; 0 is one layer whose tensors have no axis of groups.
-    #[serde(default)]
     pub num_groups: usize,
     /// Features of a row of y.
     pub out_features: usize,
@@ -88,25 +82,18 @@ pub struct LinearCase {
     /// What y and dw are added to.
     pub before: Before,
     /// Formats of w and x.
-    #[serde(default)]
     pub weights: Weights,
     /// Numbers of quantised x that share a scale.
-    #[serde(default)]
     pub group: usize,
     /// Whether scales are bytes, and not fp32 numbers.
-    #[serde(default)]
     pub scale_bytes: bool,
     /// Where the scales of rows lie.
-    #[serde(default = "plain_layout")]
     pub layout: ScaleLayout,
     /// What quantised operands hold.
-    #[serde(default)]
     pub codes: Codes,
     /// Which kernels run.
-    #[serde(default)]
     pub implementation: Implementation,
     /// Whether the device's library of matrix products computes those of bf16 that it takes, and not our kernels.
-    #[serde(default)]
     pub library: bool,
     /// x; of quantised x the scales.
     #[serde(flatten)]

@@ -31,7 +31,6 @@ pub struct MhcHeadCase {
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
     /// Which kernels run.
-    #[serde(default)]
     pub implementation: Implementation,
     /// The streams, and the distribution of dout.
     #[serde(flatten)]

@@ -32,7 +32,6 @@ pub struct MhcMixCase {
     /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
     pub near_equal: bool,
     /// Which kernels project, and which give the gradient of the streams.
-    #[serde(default)]
     pub implementation: Implementation,
     /// The streams.
     #[serde(flatten)]

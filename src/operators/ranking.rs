@@ -54,7 +54,6 @@ pub struct RankedKeys {
     /// Five packed sequences, one without tokens and one without keys, and tokens behind them; otherwise one.
     pub packed: bool,
     /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`.
-    #[serde(default)]
     pub left_out: usize,
     /// How tokens and keys are divided, where that is not what the case says.
     #[serde(skip)]

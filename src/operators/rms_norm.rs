@@ -26,17 +26,12 @@ pub struct RmsNormCase {
     pub aliasing: Aliasing,
     /// Whether every third row is zero.
     pub zero_rows: bool,
-    /// Whether the forward that writes y saves rstd, as it does in lines written before there was a choice. If not,
-    /// as in inference, a forward of its own saves it for the backward.
-    #[serde(default = "saved")]
+    /// Whether the forward that writes y saves rstd. If not, as in inference, a forward of its own saves it for the
+    /// backward.
     pub saves_rstd: bool,
     /// x, and the distribution of dy.
     #[serde(flatten)]
     pub data: Data,
-}
-
-fn saved() -> bool {
-    true
 }
 
 impl RmsNormCase {

@@ -61,7 +61,6 @@ pub struct ScoreRecomputeCase {
     /// Five packed sequences, one without tokens and one without keys, and tokens behind them; otherwise one.
     pub packed: bool,
     /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`, where lse is given.
-    #[serde(default)]
     pub left_out: usize,
     /// What the exponentials are divided by.
     pub normaliser: NormaliserClass,
@@ -81,8 +80,7 @@ pub struct ScoreRecomputeCase {
     pub distribution: Distribution,
     /// Whether keys that no valid slot names are NaN.
     pub poison_unreferenced: bool,
-    /// Which kernels run; portable in lines written before there was a choice. `score_recompute_lse` is portable only.
-    #[serde(default)]
+    /// Which kernels run. `score_recompute_lse` is portable only.
     pub implementation: Implementation,
     /// Everything in the second of two sequences, the first being empty: a law's variant, which no line can ask for.
     #[serde(skip)]

@@ -28,11 +28,10 @@ pub enum Values {
 }
 
 /// How the gradients of keys are summed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeyGradients {
     /// By fp32 atomics.
-    #[default]
     Atomic,
     /// In one order, a third of the tokens at a time: the borders of chunks are a place for bugs.
     Deterministic,
@@ -78,11 +77,9 @@ pub struct SparseAttentionCase {
     pub distribution: Distribution,
     /// Whether keys that no valid slot names are NaN.
     pub poison_unreferenced: bool,
-    /// Which kernels run; portable in lines written before there was a choice.
-    #[serde(default)]
+    /// Which kernels run.
     pub implementation: Implementation,
-    /// How dk and dv are summed; by atomics in lines written before there was a choice.
-    #[serde(default)]
+    /// How dk and dv are summed.
     pub key_gradients: KeyGradients,
     /// Seed of the data.
     pub seed: u64,

@@ -156,14 +156,12 @@ pub struct PlanRecord {
     pub plan_digest: String,
     /// Source, executable and machine.
     pub identity: Identity,
-    /// What else the plan was made of, by the option that says it; none where an earlier version planned.
-    #[serde(default)]
+    /// What else the plan was made of, by the option that says it.
     pub settings: Settings,
     /// The remembered cases of which the plan was made. What the run itself remembers while it goes on
     /// must not change its plan, so a resumed run takes them from here.
     pub remembered: Remembered,
-    /// What the report says of the run; empty in plans written before it was kept.
-    #[serde(default)]
+    /// What the report says of the run.
     pub run: RunDescription,
 }
 
@@ -216,12 +214,9 @@ impl PlanRecord {
 /// The report of what a run that was cut short left in a folder; `None` where no run has begun.
 ///
 /// # Errors
-/// Files that cannot be read, or that do not say what the report needs.
+/// Files that cannot be read, or that are no plan and no records.
 pub fn read_unfinished(dir: &Path) -> Result<Option<Report>> {
     let Some(plan) = read_plan(dir)? else { return Ok(None) };
-    if plan.run.profile.is_empty() {
-        bail!("{} was written by a version that kept too little for a report", dir.join(PLAN).display());
-    }
     let path = dir.join(RECORDS);
     let mut file = File::open(&path).with_context(|| format!("reading {}", path.display()))?;
     let records = complete_lines(&mut file).and_then(|text| parse_records(&text));

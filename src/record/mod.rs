@@ -21,11 +21,8 @@ pub use family::Family;
 pub(crate) use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
 
-/// Version of the schema. Readers refuse a later version.
+/// Version of the schema. Readers refuse another one.
 pub const SCHEMA_VERSION: u32 = 2;
-
-/// The first version that readers take: it stored the cases of a report one by one.
-pub const FIRST_VERSION: u32 = 1;
 
 /// A whole run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -66,8 +63,7 @@ pub struct Report {
     pub ceilings: Option<Ceilings>,
     /// Mutants that were run, where the run included them.
     pub mutants: Vec<MutantRecord>,
-    /// How those were chosen; absent where none were run, and in reports that knew planted ones only.
-    #[serde(default)]
+    /// How those were chosen; absent where none were run.
     pub kill_matrix: Option<KillMatrixRecord>,
     /// Things that were not done, each with its reason; shown, never silent.
     pub skips: Vec<Skip>,
@@ -78,9 +74,8 @@ pub struct Report {
     /// --page`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseRecord>,
-    /// Which parts of the plan this is: one entry for a run, one for each shard after a merge; none in
-    /// reports written before runs could be divided.
-    #[serde(default)]
+    /// Which parts of the plan this is: one entry for a run, one for each shard after a merge; none where
+    /// there was no plan.
     pub shards: Vec<ShardRecord>,
 }
 
@@ -148,15 +143,14 @@ pub struct ShardRecord {
     pub device: String,
     /// Duration of this shard in seconds.
     pub seconds: f64,
-    /// What the plan was made of, by the option that says it; none in reports written before it was recorded.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    /// What the plan was made of, by the option that says it.
     pub settings: Settings,
 }
 
 /// What a plan was made of, by the option that says it.
 pub type Settings = BTreeMap<String, String>;
 
-/// The first setting that is not the same, with both of its values; nothing where one of both does not say.
+/// The first setting that both have and that is not the same, with both of its values.
 pub fn other_setting<'a>(one: &'a Settings, other: &'a Settings) -> Option<(&'a str, &'a str, &'a str)> {
     let different = |(name, value): (&'a String, &'a String)| {
         let there = other.get(name)?;
@@ -183,8 +177,7 @@ pub struct Revision {
 pub struct OperatorRecord {
     /// The operator's one name.
     pub name: String,
-    /// The part of the model that it belongs to; absent in reports written before it was declared.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// The part of the model that it belongs to; absent of one that the registry does not know.
     pub family: Option<Family>,
     /// One sentence.
     pub summary: String,
@@ -200,11 +193,9 @@ pub struct OperatorRecord {
     pub axes: Vec<String>,
     /// Whether there is a backward kernel.
     pub has_backward: bool,
-    /// Every path that a case's record may name; empty in reports written before they were declared.
-    #[serde(default)]
+    /// Every path that a case's record may name.
     pub paths: Vec<String>,
-    /// Its tensors; empty in reports written before they were declared.
-    #[serde(default)]
+    /// Its tensors.
     pub tensors: Vec<TensorRecord>,
 }
 
@@ -352,7 +343,7 @@ pub struct CheckRecord {
     /// Agreement measures, for forward and gradient checks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metrics: Option<Metrics>,
-    /// Which elements failed, where elements did; absent in older records.
+    /// Which elements failed, where elements did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failing: Option<FailingElements>,
 }
@@ -447,15 +438,14 @@ pub struct Metrics {
     pub worst_row_relative_l2: f64,
     /// The element that used most of its budget.
     pub worst: Worst,
-    /// The tensor as a whole; absent where it is not compared within rounding, and in reports written before it was judged.
+    /// The tensor as a whole; absent where it is not compared within rounding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeTensor>,
-    /// What the verdict could have seen; absent where there is nothing to see, and in older reports.
+    /// What the verdict could have seen; absent where there is nothing to see.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power: Option<Power>,
     /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, with their upper
-    /// ends; the last one is open. Reports written before bins had their upper ends count an
-    /// element at exactly 1 in the ninth.
+    /// ends; the last one is open.
     pub use_histogram: Vec<u64>,
     /// Error over budget, largest of each cell, over the tensor as rows × last axis.
     pub heat: HeatMap,
@@ -607,34 +597,24 @@ pub struct MutantRecord {
     /// Checks that saw it; empty when it survived.
     pub killed_by: Vec<String>,
     /// Who thought of it.
-    #[serde(default)]
     pub source: MutantSource,
-    /// What became of it; absent in reports written before there were more than two possibilities.
-    #[serde(default)]
-    pub status: Option<MutantStatus>,
+    /// What became of it.
+    pub status: MutantStatus,
     /// Kind of change of a generated mutant, such as `comparison`.
-    #[serde(default)]
     pub class: String,
     /// File within the kernel tree.
-    #[serde(default)]
     pub file: String,
     /// Line of the change, from 1.
-    #[serde(default)]
     pub line: u64,
     /// The changed lines as they stand.
-    #[serde(default)]
     pub original: String,
     /// The same after the change.
-    #[serde(default)]
     pub mutated: String,
     /// Cases that it was run on.
-    #[serde(default)]
     pub cases_run: u64,
     /// The first case that killed it, as a line of JSON.
-    #[serde(default)]
     pub killing_case: String,
     /// What the killing check said first; why it is equivalent; why it could not be run.
-    #[serde(default)]
     pub reason: String,
 }
 
@@ -650,12 +630,13 @@ pub enum MutantSource {
 }
 
 /// What became of a mutant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MutantStatus {
     /// Some check failed.
     Killed,
     /// Every check of every case passed.
+    #[default]
     Survived,
     /// It computes the same as the kernel: listed so with a reason, and not run; or its machine code is the kernel's.
     Equivalent,
@@ -731,17 +712,6 @@ pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
         of_operator.flat_map(|case| &case.checks).any(|check| check.tensor == tensor && check.metrics.is_some())
     };
     powerless.into_iter().filter(|of| !compared(of)).collect()
-}
-
-impl MutantRecord {
-    /// What became of it.
-    pub fn status(&self) -> MutantStatus {
-        match self.status {
-            Some(status) => status,
-            None if self.killed_by.is_empty() => MutantStatus::Survived,
-            None => MutantStatus::Killed,
-        }
-    }
 }
 
 impl Report {

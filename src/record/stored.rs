@@ -17,15 +17,12 @@
 //! different numbers of elements that its checks compared, `measured` the measures of tensors that
 //! agree (the place in the list, then cosine, norm_ratio, relative_l2, max_abs, ulp_p50, ulp_p99,
 //! ulp_max, budget_used, budget_relative and the power), `told` every other check that is no plain
-//! pass, in full. What is stored so reads back to the very same records. Reports of schema version
-//! 1 hold the records themselves, as `records.jsonl` does; they are read as well.
+//! pass, in full. What is stored so reads back to the very same records.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::hash::Hash;
 
-use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
-use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserialize, Deserializer};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
@@ -118,28 +115,9 @@ pub(super) fn serialize<S: Serializer>(cases: &[CaseRecord], serializer: S) -> R
     tables.into_stored(records).serialize(serializer)
 }
 
-/// Reads the cases of a report of any version.
+/// Reads the cases of a report.
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CaseRecord>, D::Error> {
-    struct Either;
-
-    impl<'de> Visitor<'de> for Either {
-        type Value = Vec<CaseRecord>;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("the cases of a report")
-        }
-
-        fn visit_seq<A: SeqAccess<'de>>(self, cases: A) -> Result<Self::Value, A::Error> {
-            Vec::deserialize(SeqAccessDeserializer::new(cases))
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, stored: A) -> Result<Self::Value, A::Error> {
-            let stored = Stored::deserialize(MapAccessDeserializer::new(stored))?;
-            stored.read().map_err(de::Error::custom)
-        }
-    }
-
-    deserializer.deserialize_any(Either)
+    Stored::deserialize(deserializer)?.read().map_err(de::Error::custom)
 }
 
 /// Different items, each with its place.
@@ -466,15 +444,6 @@ mod tests {
             assert!(json(&read.cases) == json(&report.cases));
             assert_eq!(serde_json::to_string(&read).unwrap(), text);
         }
-    }
-
-    #[test]
-    fn reports_of_the_first_version_hold_the_records_one_by_one_and_are_read() {
-        let report = sample::failing(12);
-        let mut value = serde_json::to_value(&report).unwrap();
-        value["cases"] = json(&report.cases);
-        let read: Report = serde_json::from_value(value).unwrap();
-        assert!(json(&read.cases) == json(&report.cases));
     }
 
     #[test]

@@ -25,7 +25,6 @@ const DEPTH: usize = 3;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
     /// What the benchmarks ran on.
-    #[serde(default)]
     pub device: String,
     /// Rates of the device, measured in the same run.
     pub ceilings: Option<Ceilings>,

@@ -72,12 +72,12 @@ fn row(report: &Report, tally: &Tally) -> Option<Vec<String>> {
 
 /// Whether a mutant was drawn and found to be equivalent by the compiler; one that is listed is not run.
 fn has_same_code(mutant: &MutantRecord) -> bool {
-    mutant.status() == MutantStatus::Equivalent && mutant.cases_run > 0
+    mutant.status == MutantStatus::Equivalent && mutant.cases_run > 0
 }
 
 fn generated(reports: &[Report], status: MutantStatus) -> impl Iterator<Item = &MutantRecord> {
     let all = reports.iter().flat_map(|report| &report.mutants);
-    all.filter(move |mutant| mutant.source == MutantSource::Generated && mutant.status() == status)
+    all.filter(move |mutant| mutant.source == MutantSource::Generated && mutant.status == status)
 }
 
 fn survivors(reports: &[Report]) -> String {
@@ -119,7 +119,7 @@ mod tests {
             id: format!("{operator}:function:scale:{number}"),
             operator: operator.to_owned(),
             source: MutantSource::Generated,
-            status: Some(*status),
+            status: *status,
             summary: "The factor is missing.".into(),
             reason: "A reason.".into(),
             cases_run: *cases_run,

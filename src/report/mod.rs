@@ -34,7 +34,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use crate::record::journal::{self, refuse_foreign};
-use crate::record::{CaseRecord, Report, SCHEMA_VERSION, words};
+use crate::record::{CaseRecord, Report, words};
 
 pub mod benchmarks;
 pub mod beside;
@@ -105,8 +105,7 @@ fn write_records(records: &[&CaseRecord], path: &Path) -> io::Result<()> {
 pub fn write_all(report: &Report, dir: &Path) -> io::Result<()> {
     refuse_foreign(dir).map_err(|error| io::Error::other(words::of_error(&error)))?;
     fs::create_dir_all(dir)?;
-    // Whatever version was read, this one is written.
-    let mut report = Report { schema_version: SCHEMA_VERSION, ..drawn::kept(report) };
+    let mut report = drawn::kept(report);
     // What no page of this folder shows is not said of it.
     report.base = report.base.filter(|_| dir.join(diff::PAGE).is_file());
     let mut json = BufWriter::new(fs::File::create(dir.join("report.json"))?);

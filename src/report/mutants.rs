@@ -70,7 +70,7 @@ fn how_chosen(matrix: &KillMatrixRecord) -> Markup {
 }
 
 fn judged(mutant: &MutantRecord) -> bool {
-    matches!(mutant.status(), MutantStatus::Killed | MutantStatus::Survived)
+    matches!(mutant.status, MutantStatus::Killed | MutantStatus::Survived)
 }
 
 fn percent(share: f64) -> String {
@@ -273,7 +273,7 @@ fn classes(mutants: &[MutantRecord]) -> Markup {
 
 /// Mutants that count neither way, each with its reason.
 fn set_aside(mutants: &[MutantRecord], status: MutantStatus) -> Markup {
-    let own: Vec<_> = mutants.iter().filter(|mutant| mutant.status() == status).collect();
+    let own: Vec<_> = mutants.iter().filter(|mutant| mutant.status == status).collect();
     let title = match status {
         MutantStatus::Equivalent => "Equivalent: they compute what the kernel computes",
         _ => "Invalid: they do not compile, or their launch is refused",

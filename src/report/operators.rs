@@ -177,7 +177,7 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
     }
 }
 
-/// What the verdicts could have seen; nothing in reports that do not say.
+/// What the verdicts could have seen; nothing where there is nothing to see.
 fn power_table(tensors: &[TensorPower]) -> Markup {
     if tensors.is_empty() {
         return html! {};

@@ -232,7 +232,7 @@ pub(super) fn histogram(bins: &[u64], compared: u64) -> Markup {
 }
 
 /// Bins of elements within their budget.
-pub(super) const WITHIN: usize = 8;
+const WITHIN: usize = 8;
 
 /// The counts in words: `up to 0.125: 12; up to 0.25: 3`.
 fn counts(bins: &[u64]) -> String {

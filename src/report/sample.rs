@@ -8,8 +8,8 @@ use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::operator::Family;
 use crate::operators::registry;
 use crate::record::{
-    BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Power,
-    Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
+    BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, MutantStatus, OperatorRecord,
+    Origin, Power, Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
 };
 
 /// Operators with their forward and gradient tensors.
@@ -109,6 +109,7 @@ pub fn failing(cases: usize) -> Report {
     report.revision.dirty = true;
     report.mutants.push(MutantRecord {
         killed_by: Vec::new(),
+        status: MutantStatus::Survived,
         ..mutant("sink_added_twice_in_backward", "FM-07", "sparse_attention", "gradient")
     });
     report.skips = vec![
@@ -350,6 +351,7 @@ fn mutant(id: &str, catalogue: &str, operator: &str, expected: &str) -> MutantRe
                 .into(),
         expected: expected.into(),
         killed_by: vec![expected.into()],
+        status: MutantStatus::Killed,
         ..MutantRecord::default()
     }
 }

@@ -10,7 +10,7 @@ use crate::specification::{Citation, Section, citations, sections};
 
 use super::numbers::counted;
 
-/// A text whose citations are links. Those of sections that this build does not know, as in older records, stay text.
+/// A text whose citations are links. Those of sections that this build does not know stay text.
 pub(super) fn linked(text: &str) -> Markup {
     let mut end = 0;
     let mut parts = Vec::new();

@@ -7,11 +7,10 @@ use crate::judge::order;
 use crate::operators::registry;
 use crate::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
-    Standing, within, worse_first,
+    Standing, worse_first,
 };
 
 use super::numbers::{counted, significant};
-use super::picture::WITHIN;
 
 /// The checks that a full run holds, in the order of the matrix's columns.
 pub(super) const CHECKS: [&str; 17] = [
@@ -162,7 +161,7 @@ pub(crate) fn agrees(case: &CaseRecord) -> bool {
 
 /// Whether no check saw the mutant.
 pub(crate) fn survived(mutant: &MutantRecord) -> bool {
-    mutant.status() == MutantStatus::Survived
+    mutant.status == MutantStatus::Survived
 }
 
 /// The cases that do not agree; those made smaller by shrinking first, since they are quickest to read.
@@ -290,12 +289,9 @@ pub(super) fn column(check: &str) -> &str {
 }
 
 /// The registry's operators, and after them any that only cases or benchmarks name: nothing is left
-/// out. Those of reports that name no family have today's.
+/// out.
 pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
     let mut operators = report.operators.clone();
-    for operator in operators.iter_mut().filter(|operator| operator.family.is_none()) {
-        operator.family = registry::find(&operator.name).ok().map(|known| known.family());
-    }
     let named = report.cases.iter().map(|case| &case.operator).chain(report.benchmarks.iter().map(|one| &one.operator));
     for name in named {
         if !operators.iter().any(|operator| operator.name == *name) {
@@ -428,8 +424,6 @@ impl<'a> TensorSummary<'a> {
             let bins = &entry.metrics.use_histogram;
             sum.resize(bins.len().max(sum.len()), 0);
             for (place, bin) in bins.iter().enumerate() {
-                // What older reports count above the budget of a tensor within it are elements at exactly its budget.
-                let place = if within(entry.metrics.budget_used) { place.min(WITHIN - 1) } else { place };
                 sum[place] += bin;
             }
         }

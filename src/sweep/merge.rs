@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use crate::record::journal::{self, Identity, Shard};
-use crate::record::{CaseRecord, FIRST_VERSION, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
+use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
 use crate::sweep::shard::{self, RunArguments};
 
 /// How many cases an error names before it only counts them.
@@ -95,9 +95,8 @@ impl Part {
         if report.unfinished.is_some() {
             return Err(unfinished(dir).unwrap_or_else(|| unreadable("the report of a run that was cut short".into())));
         }
-        if !(FIRST_VERSION..=SCHEMA_VERSION).contains(&report.schema_version) {
-            let read = format!("not {FIRST_VERSION} to {SCHEMA_VERSION}");
-            return Err(unreadable(format!("schema version {}, {read}", report.schema_version)));
+        if report.schema_version != SCHEMA_VERSION {
+            return Err(unreadable(format!("schema version {}, not {SCHEMA_VERSION}", report.schema_version)));
         }
         complete(&mut report, dir);
         Self::new(dir, report)

@@ -271,7 +271,7 @@ fn no_case_takes_more_memory_than_it_is_said_to_take() {
 fn a_case_beyond_the_memory_that_is_allowed_is_refused_before_anything_is_allocated() {
     let case = Case::parse(
         r#"{"operator":"rms_norm","num_rows":40000,"width":4096,"dtype":"f32","weight":"f32","eps":1e-6,
-            "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":3}"#,
+            "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":3}"#,
     )
     .unwrap();
     let replay = |arguments: &[&str]| Parity::new(&[&["replay", "--backend", "emulator"], arguments].concat()).run();
@@ -291,18 +291,18 @@ fn a_case_beyond_the_memory_that_is_allowed_is_refused_before_anything_is_alloca
 }
 
 #[test]
-fn a_padding_that_cannot_be_is_refused_as_padding() {
-    let case = |operator: &str, field: &str, value: u64| {
+fn a_gap_that_cannot_be_is_refused_by_the_field_that_says_it() {
+    let case = |operator: &str, field: &str, value: serde_json::Value| {
         let mut case = registry::find(operator).unwrap().edge_cases(Profile::Quick).remove(1);
         case.fields.remove("layouts");
-        case.fields.insert(field.to_owned(), value.into());
+        case.fields.insert(field.to_owned(), value);
         let refused = registry::prepare(&case).err().unwrap_or_else(|| panic!("{}", case.line()));
         refused.to_string()
     };
     for value in [1 << 40, i64::MAX as u64, u64::MAX] {
-        let said = case("rms_norm", "padding", value);
-        assert!(said.contains("field `padding`") && said.contains(&value.to_string()), "{said}");
-        let said = case("kv_cache_write", "page_padding", value);
+        let said = case("rms_norm", "layouts", serde_json::json!({ "x": { "gaps": { "width": value } } }));
+        assert!(said.contains("field `layouts`") && said.contains(&value.to_string()), "{said}");
+        let said = case("kv_cache_write", "page_padding", value.into());
         assert!(said.contains("field `page_padding`") && said.contains(&value.to_string()), "{said}");
     }
     // Each is what it may be, and together they are not.

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use dsv4_kernels::runtime::{BackendKind, SourceTree};
 
-use crate::command_line::{Output, Parity};
+use crate::command_line::{self, Output, Parity};
 use crate::extent::left_out;
 use crate::support;
 
@@ -109,7 +109,7 @@ fn no_files(_: usize) -> Vec<(String, String)> {
 
 fn case(num_rows: usize, width: usize) -> String {
     format!(
-        r#"{{"operator":"rms_norm","num_rows":{num_rows},"width":{width},"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":1}}"#
+        r#"{{"operator":"rms_norm","num_rows":{num_rows},"width":{width},"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}}"#
     )
 }
 
@@ -346,7 +346,7 @@ fn git_bisect_run_understands_the_exit_codes_of_replay() {
     };
     assert_eq!([3, 4, 6].map(replay), [Some(0), Some(125), Some(1)]);
 
-    let binary = std::env::var("PARITY_BIN").unwrap_or_else(|_| env!("CARGO_BIN_EXE_parity").into());
+    let binary = command_line::binary().display().to_string();
     let backend = support::backend().to_string();
     repository.git(&["bisect", "start", "c8", "c0"]);
     let said = repository.git(&[

@@ -12,7 +12,7 @@ use dsv4_reference::precision::Precision;
 use crate::support;
 
 const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":32,"dtype":"f32","weight":"f32","eps":1e-6,
-    "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":3}"#;
+    "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":3}"#;
 
 /// A case of swiglu without padding rows.
 fn swiglu(fields: &str) -> String {

@@ -5,8 +5,8 @@ use std::path::Path;
 use dsv4_kernels::runtime::{BackendKind, Environment};
 use dsv4_parity::operator::Family;
 use dsv4_parity::record::{
-    BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, OperatorRecord, Origin, Report, Revision,
-    SCHEMA_VERSION, ShardRecord, Verdict, Worst,
+    BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin,
+    Report, Revision, SCHEMA_VERSION, ShardRecord, Verdict, Worst,
 };
 use dsv4_parity::report::diff::{self, Diff, Kind};
 
@@ -89,6 +89,7 @@ fn mutant(id: &str, killed_by: &[&str]) -> MutantRecord {
         summary: "eps is added after the root.".into(),
         expected: "forward".into(),
         killed_by: killed_by.iter().map(|&check| check.to_owned()).collect(),
+        status: if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed },
         ..MutantRecord::default()
     }
 }
@@ -381,7 +382,7 @@ fn another_seed_that_missed_a_rare_path_is_no_regression_but_a_common_path_is() 
 #[test]
 fn a_mutant_that_survives_is_a_regression_even_when_it_is_new() {
     let survives = [(Kind::MutantSurvives, "mutant eps_outside_root")];
-    assert_eq!(findings(&after(|head| head.mutants[0].killed_by.clear())), survives);
+    assert_eq!(findings(&after(|head| head.mutants[0] = mutant("eps_outside_root", &[]))), survives);
     let diff = after(|head| head.mutants.push(mutant("planted_today", &[])));
     assert_eq!(findings(&diff), [(Kind::MutantSurvives, "mutant planted_today")]);
 }
@@ -507,7 +508,10 @@ fn diff_refuses_other_schemas_unreadable_files_parts_of_runs_and_strangers() {
         change(&mut head);
         head
     };
-    refused(&report(), &changed(|head| head.schema_version = 99), "schema_version 99");
+    for version in [1, 99] {
+        let head = Report { schema_version: version, ..report() };
+        refused(&report(), &head, &format!("schema_version {version}; this program reads {SCHEMA_VERSION}"));
+    }
     refused(&changed(|base| base.cases.clear()), &report(), "no case");
     let stranger = |head: &mut Report| head.cases.iter_mut().for_each(|case| case.operator = "rope".into());
     refused(&report(), &changed(stranger), "no operator in common");
@@ -524,7 +528,7 @@ fn diff_refuses_other_schemas_unreadable_files_parts_of_runs_and_strangers() {
         }];
     };
     refused(&report(), &changed(shard), "1 of 4 shards");
-    for (name, text) in [("no.json", "no report"), ("half.json", "{\"schema_version\":1}")] {
+    for (name, text) in [("no.json", "no report"), ("half.json", "{\"schema_version\":2}")] {
         std::fs::write(dir.path().join(name), text).unwrap();
         let file = dir.path().join(name).display().to_string();
         let output = Parity::new(&["diff", &file, &file]).run();

@@ -31,9 +31,9 @@ const OPTIONS: CheckOptions = CheckOptions::of_kernels(0);
 /// No test waits longer for a process that is alive.
 const LIMIT: Duration = Duration::from_secs(60);
 
-const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":64,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":1}"#;
+const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":64,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
 /// Two of its four rows have no valid slot.
-const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_heads":3,"head_dim":64,"values":"shared","v_dim":64,"num_keys":9,"topk":8,"indices":"empty_rows","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":true,"padding":0,"distribution":"normal","poison_unreferenced":true,"seed":1}"#;
+const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_heads":3,"head_dim":64,"values":"shared","v_dim":64,"num_keys":9,"topk":8,"indices":"empty_rows","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":true,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","key_gradients":"atomic","seed":1}"#;
 
 /// A kernel that lives in this process.
 struct Kernel<F>(F);
@@ -1076,7 +1076,7 @@ serve(kernel)";
     let mut call = |bad: &str| {
         let dir = folder();
         std::fs::write(dir.path().join("case.json"), format!(r#"{{"bad":"{bad}"}}"#)).unwrap();
-        std::fs::write(dir.path().join("expected.json"), r#"{"tensors":[]}"#).unwrap();
+        std::fs::write(dir.path().join("expected.json"), r#"{"tensors":[],"time":false}"#).unwrap();
         std::fs::write(dir.path().join(INPUTS), b"\x02\0\0\0\0\0\0\0{}").unwrap();
         worker.call(dir.path())
     };
@@ -1091,9 +1091,9 @@ serve(kernel)";
 }
 
 /// Lists of 37 slots and lengths of any kind, over keys of which those that no slot names are NaN.
-const PREFILL: &str = r#"{"operator":"sparse_attention","num_tokens":3,"num_heads":3,"head_dim":576,"values":"prefix","v_dim":512,"num_keys":11,"topk":37,"indices":"hostile","lengths":"hostile","sinks":"extreme","softmax_scale":0.0417,"logit_deviation":1.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":false,"distribution":"normal","poison_unreferenced":true,"seed":3}"#;
+const PREFILL: &str = r#"{"operator":"sparse_attention","num_tokens":3,"num_heads":3,"head_dim":576,"values":"prefix","v_dim":512,"num_keys":11,"topk":37,"indices":"hostile","lengths":"hostile","sinks":"extreme","softmax_scale":0.0417,"logit_deviation":1.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":false,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","key_gradients":"atomic","seed":3}"#;
 /// Two stores of small pages.
-const DECODE: &str = r#"{"operator":"decode_attention","batch":3,"s_q":2,"num_heads":2,"nope_dim":448,"rope_dim":64,"window":{"topk":6,"num_pages":3,"page_size":2},"compressed":{"topk":9,"num_pages":2,"page_size":3},"indices":"hostile","lengths":"hostile","sinks":"normal","softmax_scale":0.0442,"logit_deviation":1.0,"logit_shift":0.0,"row_magnitude":1.0,"num_blocks":2,"page_padding":0,"distribution":"normal","poison_unreferenced":true,"seed":2}"#;
+const DECODE: &str = r#"{"operator":"decode_attention","batch":3,"s_q":2,"num_heads":2,"nope_dim":448,"rope_dim":64,"window":{"topk":6,"num_pages":3,"page_size":2},"compressed":{"topk":9,"num_pages":2,"page_size":3},"indices":"hostile","lengths":"hostile","lengths_of":"both","sinks":"normal","softmax_scale":0.0442,"logit_deviation":1.0,"logit_shift":0.0,"row_magnitude":1.0,"num_blocks":2,"page_padding":0,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","seed":2}"#;
 
 #[test]
 fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_are_not_for() {

@@ -149,7 +149,7 @@ fn strides_mixed_up_or_cut_to_32_bits_are_seen_by_the_edge_cases_of_every_sweep(
         let edge_cases = registry::find(&mutant.operator).expect("an operator").edge_cases(Profile::Quick);
         let sees = |case: &Case| {
             let mutant = Mutant { cases: vec![case.line()], ..mutant.clone() };
-            mutant.run(&device, 0).expect("it runs").status() == MutantStatus::Killed
+            mutant.run(&device, 0).expect("it runs").status == MutantStatus::Killed
         };
         assert!(edge_cases.iter().rev().any(sees), "`{id}` survives the edge cases: {where_it_hid}");
     }

@@ -19,7 +19,7 @@ use crate::support;
 const SURROUNDINGS: [&str; 7] =
     ["PARITY_BACKEND", "PARITY_LOG", "GITHUB_ACTIONS", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "CI"];
 
-const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","padding":0,"distribution":"normal","magnitude":1.0,"zero_rows":false,"seed":1}"#;
+const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
 
 /// A folder with a report, a history and a repository, to call every command in.
 struct Scene {

@@ -12,6 +12,7 @@ use dsv4_parity::operators::registry;
 use dsv4_parity::operators::sinks::Sinks;
 use dsv4_parity::operators::sparse_attention::{KeyGradients, SparseAttentionCase, Values};
 use dsv4_parity::record::{CheckRecord, Verdict};
+use serde_json::json;
 
 use crate::support::device;
 
@@ -51,8 +52,18 @@ fn prepare(
     rope_dim: usize,
     in_place: bool,
 ) -> Result<Box<dyn PreparedCase>, CaseError> {
+    let separate: &[_] = if attention.values == Values::Separate { &["v", "dv"] } else { &[] };
     let mut case = Case::new(NAME, &AttentionOutputRotationCase { attention, rope_dim });
-    case.fields.insert("padding".into(), 8.into());
+    let mut layouts = serde_json::Map::new();
+    for (names, last) in [
+        (&["q", "k", "dq", "dk"][..], "head_dim"),
+        (&["out", "y", "dout", "dy"], "v_dim"),
+        (separate, "v_dim"),
+        (&["cos", "sin"], "half_rope_dim"),
+    ] {
+        layouts.extend(names.iter().map(|&name| (name.to_owned(), json!({ "gaps": { last: 8 } }))));
+    }
+    case.fields.insert("layouts".into(), layouts.into());
     if in_place { AnyOperator::of::<AttentionOutputRotation<true>>().prepare(&case) } else { registry::prepare(&case) }
 }
 

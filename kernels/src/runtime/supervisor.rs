@@ -39,10 +39,8 @@ struct Start {
     /// Descriptor of the connection to the process that it works for.
     connection: i32,
     /// Where to make a folder; then it is the folder's keeper, and has no command.
-    #[serde(default)]
     folder: Option<PathBuf>,
     /// Descriptors that are its command's alone.
-    #[serde(default)]
     passed: Vec<RawFd>,
 }
 

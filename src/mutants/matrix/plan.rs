@@ -105,7 +105,7 @@ pub fn plan(
         runnable.into_iter().partition(|mutant| equivalents.reason(&mutant.id).is_some() && !choice.run_equivalents);
     for mutant in &listed {
         let reason = equivalents.reason(&mutant.id).unwrap_or_default().to_owned();
-        plan.equivalent.push(MutantRecord { status: Some(MutantStatus::Equivalent), reason, ..unjudged(mutant) });
+        plan.equivalent.push(MutantRecord { status: MutantStatus::Equivalent, reason, ..unjudged(mutant) });
     }
     let available = counting.len();
     let drawn = generated::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);

@@ -151,7 +151,7 @@ fn killed_by_launch(subject: &Subject, tree: &SourceTree, cases_run: u64, reason
     };
     let killing_case = cases_run.checked_sub(1).and_then(|last| cases.get(last as usize).cloned());
     MutantRecord {
-        status: Some(MutantStatus::Killed),
+        status: MutantStatus::Killed,
         killed_by: vec!["launch".into()],
         cases_run,
         killing_case: killing_case.unwrap_or_default(),

@@ -52,7 +52,7 @@ impl Tally {
     pub fn of<'a>(mutants: impl Iterator<Item = &'a MutantRecord>) -> Self {
         let mut tally = Self::default();
         for mutant in mutants {
-            let count = match (mutant.source, mutant.status()) {
+            let count = match (mutant.source, mutant.status) {
                 (MutantSource::Planted, MutantStatus::Killed) => &mut tally.planted_killed,
                 (MutantSource::Planted, _) => &mut tally.planted_missed,
                 (MutantSource::Generated, MutantStatus::Killed) => &mut tally.killed,
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     fn mutants(source: MutantSource, status: MutantStatus, count: usize) -> Vec<MutantRecord> {
-        vec![MutantRecord { source, status: Some(status), ..MutantRecord::default() }; count]
+        vec![MutantRecord { source, status, ..MutantRecord::default() }; count]
     }
 
     fn generated(killed: usize, survived: usize, invalid: usize, equivalent: usize) -> Tally {

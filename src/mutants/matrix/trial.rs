@@ -79,11 +79,9 @@ pub fn unjudged(mutant: &GeneratedMutant) -> MutantRecord {
 pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result<MutantRecord, MutantError> {
     match &trial.subject {
         Subject::Planted(mutant) => match mutant.run(device, trial.schedules) {
-            Err(MutantError::NotRun { message, .. }) => Ok(MutantRecord {
-                status: Some(MutantStatus::Invalid),
-                reason: message,
-                ..mutant.unjudged(device.tree())
-            }),
+            Err(MutantError::NotRun { message, .. }) => {
+                Ok(MutantRecord { status: MutantStatus::Invalid, reason: message, ..mutant.unjudged(device.tree()) })
+            }
             judged => judged,
         },
         Subject::Generated(mutant, cases) => {
@@ -99,7 +97,7 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
                 let outcome = checks::run(&*prepared, &mutated, options);
                 record.cases_run += 1;
                 if let Some(error) = not_launched(&outcome) {
-                    return Ok(MutantRecord { status: Some(MutantStatus::Invalid), reason: error, ..record });
+                    return Ok(MutantRecord { status: MutantStatus::Invalid, reason: error, ..record });
                 }
                 let mut seen = outcome.failures().filter(|check| check.verdict == Verdict::Fail).peekable();
                 if let (true, Some(first)) = (killed_by.is_empty(), seen.peek()) {
@@ -113,10 +111,10 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
             if killed_by.is_empty()
                 && let Some(reason) = same_code(mutant, device, &mutated, || alive(record.cases_run))
             {
-                return Ok(MutantRecord { status: Some(MutantStatus::Equivalent), reason, ..record });
+                return Ok(MutantRecord { status: MutantStatus::Equivalent, reason, ..record });
             }
             let status = if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed };
-            Ok(MutantRecord { status: Some(status), killed_by: killed_by.into_iter().collect(), ..record })
+            Ok(MutantRecord { status, killed_by: killed_by.into_iter().collect(), ..record })
         }
     }
 }

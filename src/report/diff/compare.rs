@@ -831,7 +831,7 @@ fn mutants(base: &Report, head: &Report, findings: &mut Vec<Finding>) {
             None if was.source == MutantSource::Generated => continue,
             None => Kind::CoverageShrank,
             Some(is) if survived(is) && !survived(was) => Kind::MutantSurvives,
-            Some(is) if is.status() == MutantStatus::Killed && survived(was) => Kind::MutantKilled,
+            Some(is) if is.status == MutantStatus::Killed && survived(was) => Kind::MutantKilled,
             Some(_) => continue,
         };
         findings.push(Finding {
@@ -865,7 +865,7 @@ fn of_operator<'a>(report: &'a Report, operator: &'a str) -> impl Iterator<Item 
 
 /// What became of a mutant.
 fn fate(mutant: &MutantRecord) -> String {
-    match mutant.status() {
+    match mutant.status {
         MutantStatus::Killed => format!("killed by {}", mutant.killed_by.join(", ")),
         MutantStatus::Survived => "survived".to_owned(),
         MutantStatus::Equivalent => "equivalent".to_owned(),

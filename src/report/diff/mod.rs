@@ -26,7 +26,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::record::{BaseRecord, ChangeRecord, FIRST_VERSION, Report, SCHEMA_VERSION};
+use crate::record::{BaseRecord, ChangeRecord, Report, SCHEMA_VERSION};
 
 mod compare;
 mod html;
@@ -82,9 +82,8 @@ pub fn read(path: &Path) -> Result<Report> {
     // The version first: a report of another schema need not have the fields of this one.
     let Versioned { schema_version } =
         serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))?;
-    if !(FIRST_VERSION..=SCHEMA_VERSION).contains(&schema_version) {
-        let read = format!("{FIRST_VERSION} to {SCHEMA_VERSION}");
-        bail!("{} has schema_version {schema_version}; this program reads {read}", file.display());
+    if schema_version != SCHEMA_VERSION {
+        bail!("{} has schema_version {schema_version}; this program reads {SCHEMA_VERSION}", file.display());
     }
     serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))
 }
