@@ -87,9 +87,12 @@ impl Change {
         let branched = git(&["merge-base", "origin/main", "HEAD"]).ok().filter(|base| *base != commit);
         let parent = || git(&["rev-parse", "--verify", "HEAD~1"]).map_err(|_| "git knows no commit before this one");
         let base = branched.map_or_else(parent, Ok)?;
-        let changed = git(&["diff", "--name-only", "--relative", &base])?;
+        let changed = git(&["diff", "--name-status", "--find-renames=100%", "--relative", &base])?;
+        // STATE<tab>FILE; a file that only moved has two names, and changed nothing.
+        let changed = changed.lines().filter_map(|line| line.split_once('\t').map(|(_, file)| file));
+        let changed = changed.filter(|file| !file.contains('\t'));
         let new = git(&["ls-files", "--others", "--exclude-standard"])?;
-        let files = changed.lines().chain(new.lines()).map(str::to_owned).collect();
+        let files = changed.chain(new.lines()).map(str::to_owned).collect();
         Ok(Self { commit, base, files })
     }
 
@@ -161,7 +164,7 @@ pub fn lot(seed: u64, name: &str) -> [u8; 32] {
 /// A kernel file that the tree does not have.
 pub fn sources_of(kernel: &str, tree: &SourceTree) -> Result<BTreeSet<String>, RuntimeError> {
     let files = [kernel].into_iter().chain(tree.headers_of(kernel)?);
-    Ok(files.map(|file| format!("kernels/cuda/{file}")).collect())
+    Ok(files.map(|file| format!("kernels/cuda/{}", tree.path_of(file))).collect())
 }
 
 /// The files that an operator's mutants are made of or judged by, from the root of the project. `lists` are the names
@@ -175,10 +178,11 @@ pub fn files_of(
     lists: &BTreeSet<String>,
 ) -> Result<BTreeSet<String>, RuntimeError> {
     let described = operator.describe();
-    let name = &described.name;
-    let mut files: BTreeSet<String> = lists.iter().map(|list| format!("fixtures/mutants/{list}")).collect();
+    let place = format!("{}/{}", operator.family(), described.name);
+    let mut files: BTreeSet<String> =
+        lists.iter().map(|list| format!("fixtures/mutants/{}/{list}", operator.family())).collect();
     files.extend([described.kernel_file, described.oracle_file]);
-    files.extend([format!("src/operators/{name}.rs"), format!("kernels/src/{name}.rs")]);
+    files.extend([format!("src/operators/{place}.rs"), format!("kernels/src/{place}.rs")]);
     let kernels: BTreeSet<String> = operator.modules().into_iter().map(|(file, _)| file).collect();
     for kernel in &kernels {
         files.extend(sources_of(kernel, tree)?);
@@ -191,14 +195,14 @@ mod tests {
     use super::*;
     use crate::operators::registry;
 
-    /// A repository in which `commits` commits were made, each of which wrote its number to `kernels/cuda/rope.cu`.
+    /// A repository in which `commits` commits were made, each of which wrote its number to `kernels/cuda/projections/rope.cu`.
     fn repository(commits: usize) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("a scratch directory");
-        std::fs::create_dir_all(dir.path().join("kernels/cuda")).expect("folders");
+        std::fs::create_dir_all(dir.path().join("kernels/cuda/projections")).expect("folders");
         std::fs::write(dir.path().join("Cargo.toml"), "").expect("a manifest");
         run(dir.path(), &["init", "--quiet", "--initial-branch", "main"]);
         for number in 0..commits {
-            std::fs::write(dir.path().join("kernels/cuda/rope.cu"), number.to_string()).expect("a kernel");
+            std::fs::write(dir.path().join("kernels/cuda/projections/rope.cu"), number.to_string()).expect("a kernel");
             commit(dir.path());
         }
         dir
@@ -223,7 +227,7 @@ mod tests {
         let (origin, clone) = (repository(2), tempfile::tempdir().expect("a scratch directory"));
         let (from, to) = (origin.path().display().to_string(), clone.path().join("clone"));
         run(clone.path(), &["clone", "--quiet", &from, "clone"]);
-        assert_eq!(files(&Change::of_checkout(&to).expect("a change")), ["kernels/cuda/rope.cu"]);
+        assert_eq!(files(&Change::of_checkout(&to).expect("a change")), ["kernels/cuda/projections/rope.cu"]);
         for name in ["one.rs", "two.rs"] {
             std::fs::write(to.join(name), "").expect("a file");
             commit(&to);
@@ -231,6 +235,28 @@ mod tests {
         std::fs::write(to.join("new.rs"), "").expect("a file");
         std::fs::write(to.join("Cargo.toml"), "[package]").expect("a file");
         assert_eq!(files(&Change::of_checkout(&to).expect("a change")), ["Cargo.toml", "new.rs", "one.rs", "two.rs"]);
+    }
+
+    #[test]
+    fn a_file_that_only_moved_is_no_change_and_one_that_was_edited_as_well_is() {
+        let repository = repository(1);
+        let root = repository.path();
+        let write =
+            |file: &str, text: &str| std::fs::write(root.join("kernels/cuda").join(file), text).expect("written");
+        let text = (0..40).map(|line| format!("line {line}\n")).collect::<String>();
+        ["a.cu", "b.cu"].iter().for_each(|file| write(file, &format!("{file}\n{text}")));
+        commit(root);
+        for file in ["a.cu", "b.cu"] {
+            let (from, to) = (format!("kernels/cuda/{file}"), format!("kernels/cuda/projections/{file}"));
+            run(root, &["mv", &from, &to]);
+        }
+        write("projections/b.cu", &format!("b.cu\n{text}one more\n"));
+        commit(root);
+        let change = Change::of_checkout(root).expect("a change");
+        assert_eq!(
+            change.files.into_iter().collect::<Vec<_>>(),
+            ["kernels/cuda/b.cu", "kernels/cuda/projections/b.cu"]
+        );
     }
 
     #[test]
@@ -253,11 +279,11 @@ mod tests {
             };
             registry::OPERATORS.iter().filter(concerns).map(|operator| operator.name().to_owned()).collect()
         };
-        assert_eq!(concerned("kernels/cuda/rope.cu"), ["rope"]);
-        assert_eq!(concerned("reference/src/rope.rs"), ["rope"]);
-        assert_eq!(concerned("src/operators/rope.rs"), ["rope"]);
-        assert_eq!(concerned("kernels/cuda/include/combine.h"), ["decode_attention", "attention_combine"]);
-        assert_eq!(concerned("kernels/cuda/sparse_attention_hopper_backward.cu"), ["sparse_attention"]);
+        assert_eq!(concerned("kernels/cuda/projections/rope.cu"), ["rope"]);
+        assert_eq!(concerned("reference/src/projections/rope.rs"), ["rope"]);
+        assert_eq!(concerned("src/operators/projections/rope.rs"), ["rope"]);
+        assert_eq!(concerned("kernels/cuda/attention/combine.h"), ["decode_attention", "attention_combine"]);
+        assert_eq!(concerned("kernels/cuda/attention/sparse_attention_hopper_backward.cu"), ["sparse_attention"]);
         assert_eq!(concerned("README.md"), [""; 0]);
     }
 
@@ -267,8 +293,8 @@ mod tests {
 
     /// Candidates of `rope.cu`, made of a header, too.
     fn chosen(commit: &str, file: &str, ids: &[String], most: usize) -> Vec<bool> {
-        let files = ["kernels/cuda/rope.cu", "kernels/cuda/include/header.h"].map(str::to_owned).into();
-        let candidate = |id| Candidate { id, own: "kernels/cuda/rope.cu", files: &files };
+        let files = ["kernels/cuda/projections/rope.cu", "kernels/cuda/base/header.h"].map(str::to_owned).into();
+        let candidate = |id| Candidate { id, own: "kernels/cuda/projections/rope.cu", files: &files };
         let candidates: Vec<_> = ids.iter().map(|id| candidate(id.as_str())).collect();
         change(commit, file).choose(&candidates, most).flags
     }
@@ -276,10 +302,10 @@ mod tests {
     #[test]
     fn operators_whose_files_changed_share_what_a_commit_runs_and_the_others_run_a_rest() {
         let stock = |name: &str, count| Stock { count, files: [format!("kernels/src/{name}.rs"), "a.h".into()].into() };
-        let stocks = [stock("rope", 30), stock("swiglu", 50), stock("rms_norm", 1)];
+        let stocks = [stock("projections/rope", 30), stock("experts/swiglu", 50), stock("projections/rms_norm", 1)];
         let shares = |file: &str, most| change("a", file).shares(&stocks, most, 2);
-        assert_eq!(shares("kernels/src/rope.rs", 100), [30, 2, 1], "one operator");
-        assert_eq!(shares("kernels/src/rope.rs", 20), [20, 2, 1], "one with very many");
+        assert_eq!(shares("kernels/src/projections/rope.rs", 100), [30, 2, 1], "one operator");
+        assert_eq!(shares("kernels/src/projections/rope.rs", 20), [20, 2, 1], "one with very many");
         assert_eq!(shares("a.h", 81), [30, 50, 1], "a header of all");
         assert_eq!(shares("a.h", 27), [10, 17, 1], "a header of all, with very many");
         for nothing in ["src/judge/checks.rs", "README.md"] {
@@ -294,21 +320,24 @@ mod tests {
     #[test]
     fn of_very_many_each_commit_runs_the_same() {
         let ids = ids(480);
-        let chosen_by = |commit: &str| chosen(commit, "kernels/cuda/include/header.h", &ids, 160);
+        let chosen_by = |commit: &str| chosen(commit, "kernels/cuda/base/header.h", &ids, 160);
         assert_eq!(chosen_by("a"), chosen_by("b"));
         let run = chosen_by("a").into_iter().filter(|runs| *runs).count();
         assert!((160..=162).contains(&run), "{run}: 160 and a smoke test of two");
-        assert_eq!(chosen("a", "kernels/cuda/include/header.h", &ids[..9], 160), [true; 9], "a few all run");
+        assert_eq!(chosen("a", "kernels/cuda/base/header.h", &ids[..9], 160), [true; 9], "a few all run");
     }
 
     #[test]
     fn those_whose_own_file_changed_come_before_those_that_only_include_something() {
-        let (header, ids) = ("kernels/cuda/include/header.h", ids(100));
+        let (header, ids) = ("kernels/cuda/base/header.h", ids(100));
         let files: BTreeSet<String> = [header.to_owned()].into();
-        let own = |at: usize| if at.is_multiple_of(10) { "kernels/cuda/rope.cu" } else { "kernels/cuda/other.cu" };
+        let own = |at: usize| {
+            if at.is_multiple_of(10) { "kernels/cuda/projections/rope.cu" } else { "kernels/cuda/other.cu" }
+        };
         let candidates: Vec<_> =
             ids.iter().enumerate().map(|(at, id)| Candidate { id, own: own(at), files: &files }).collect();
-        let both = Change { files: [header, "kernels/cuda/rope.cu"].map(str::to_owned).into(), ..change("a", "") };
+        let both =
+            Change { files: [header, "kernels/cuda/projections/rope.cu"].map(str::to_owned).into(), ..change("a", "") };
         let chosen = both.choose(&candidates, 15);
         let left_out = chosen.flags.iter().filter(|runs| !**runs).count();
         assert_eq!((chosen.unconcerned, chosen.too_many), (0, left_out));
@@ -328,7 +357,7 @@ mod tests {
             let flags = chosen(commit, file, &ids, ids.len());
             (0..ids.len()).filter(|&at| flags[at]).collect()
         };
-        assert_eq!(selected("a", "kernels/cuda/rope.cu").len(), ids.len());
+        assert_eq!(selected("a", "kernels/cuda/projections/rope.cu").len(), ids.len());
         let smoke = selected("a", "README.md");
         assert_eq!(smoke.len(), ids.len().div_ceil(SMOKE));
         assert_eq!(smoke, selected("b", "README.md"), "the same for each commit");

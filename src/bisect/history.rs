@@ -106,8 +106,7 @@ impl Repository {
             let mut head = head.split(' ').skip(1);
             let (Some("blob"), Some(id)) = (head.next(), head.next()) else { continue };
             let name = path.strip_prefix(KERNELS).and_then(|name| name.strip_prefix('/')).unwrap_or(path);
-            let in_layout = !name.strip_prefix("include/").unwrap_or(name).contains('/');
-            if in_layout && (name.ends_with(".cu") || name.ends_with(".h")) {
+            if name.ends_with(".cu") || name.ends_with(".h") {
                 let text = String::from_utf8(self.objects.borrow_mut().read(id)?)
                     .map_err(|_| BisectError::Git(format!("{path} of {} is no UTF-8", commit.short())))?;
                 files.insert(name.to_owned(), text);

@@ -112,7 +112,7 @@ fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<(Ve
     };
     let named = |(file, defines): &ModuleSpecification| {
         let sources = change::sources_of(file, tree)?;
-        Ok((format!("{file} {defines:?}"), format!("kernels/cuda/{file}"), sources))
+        Ok((format!("{file} {defines:?}"), format!("kernels/cuda/{}", tree.path_of(file)), sources))
     };
     let named = modules.iter().map(named).collect::<Result<Vec<_>>>()?;
     let candidates: Vec<_> = named.iter().map(|(id, own, files)| Candidate { id, own, files }).collect();
@@ -211,7 +211,7 @@ fn test_modules(tree: &SourceTree) -> Vec<ModuleSpecification> {
 /// Whether a source includes `header`, itself or through the tree's headers.
 fn includes(tree: &SourceTree, file: &str, header: &str) -> bool {
     let headers = tree.headers_of(file).unwrap_or_default();
-    headers.iter().any(|path| path.strip_prefix("include/") == Some(header))
+    headers.contains(&header)
 }
 
 #[cfg(test)]
@@ -231,7 +231,7 @@ mod tests {
     fn a_source_that_includes_a_header_through_another_needs_it_and_a_comment_does_not() {
         let tree = SourceTree::embedded()
             .with_text("direct.cu", "#include \"hopper.h\"\n".into(), "a source")
-            .with_text("include/between.h", "#pragma once\n#include \"hopper.h\"\n".into(), "a header")
+            .with_text("between.h", "#pragma once\n#include \"hopper.h\"\n".into(), "a header")
             .with_text("through.cu", "#include \"between.h\"\n".into(), "a source")
             .with_text("without.cu", "// as hopper.h has it\n#include \"memory.h\"\n".into(), "a source");
         let found = ["direct.cu", "through.cu", "without.cu"].map(|file| includes(&tree, file, HOPPER.0));

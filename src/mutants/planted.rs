@@ -178,7 +178,7 @@ impl MutantFile {
     }
 }
 
-/// All mutants of a folder, by file name and then by id.
+/// All mutants of a folder and of those within it, by file name and then by id.
 ///
 /// # Errors
 /// [`MutantError::Read`], [`MutantError::Malformed`].
@@ -187,15 +187,19 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
         let path = path.to_owned();
         move |source| MutantError::Read { path, source }
     };
-    let mut paths = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(read_error(dir))? {
-        let path = entry.map_err(read_error(dir))?.path();
-        let equivalent = path.file_name().is_some_and(|name| name == EQUIVALENT);
-        if !equivalent && path.extension().is_some_and(|extension| extension == "toml") {
-            paths.push(path);
+    let (mut paths, mut folders) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).map_err(read_error(&folder))? {
+            let path = entry.map_err(read_error(&folder))?.path();
+            let equivalent = path.file_name().is_some_and(|name| name == EQUIVALENT);
+            if path.is_dir() {
+                folders.push(path);
+            } else if !equivalent && path.extension().is_some_and(|extension| extension == "toml") {
+                paths.push(path);
+            }
         }
     }
-    paths.sort();
+    paths.sort_by(|a, b| a.file_name().cmp(&b.file_name()));
     let mut mutants = Vec::new();
     for path in paths {
         let text = std::fs::read_to_string(&path).map_err(read_error(&path))?;

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 
+use dsv4_kernels::runtime::SourceTree;
 use proptest::strategy::{Strategy as _, ValueTree as _};
 use proptest::test_runner::TestRunner;
 use serde_json::Value;
@@ -21,17 +22,20 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
     let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
     let About { name, family, summary, specification, paths, .. } = *operator.about();
     let tensors = tensors(operator);
+    let tree = SourceTree::embedded();
+    // An operator's files have one name, in its family's folder of each tree.
     let files = |file: &dyn Fn(&str) -> String| {
         let of = if operator.chain().is_empty() { &[name] } else { operator.chain() };
-        of.iter().map(|name| file(name)).collect::<Vec<_>>().join(", ")
+        let place = |name: &&str| tree.path_of(&format!("{name}.cu")).trim_end_matches(".cu").to_owned();
+        of.iter().map(|name| file(&place(name))).collect::<Vec<_>>().join(", ")
     };
     OperatorRecord {
         name: name.into(),
         family: Some(family),
         summary: summary.into(),
         specification: list(specification),
-        kernel_file: files(&|name| format!("kernels/cuda/{name}.cu")),
-        oracle_file: files(&|name| format!("reference/src/{name}.rs")),
+        kernel_file: files(&|place| format!("kernels/cuda/{place}.cu")),
+        oracle_file: files(&|place| format!("reference/src/{place}.rs")),
         dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
         axes: axes(operator),
         has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),

@@ -61,10 +61,10 @@ mod tests {
     use crate::operator::any::any;
     use crate::operator::declared::Operator;
     use crate::operator::fields::Implementation;
-    use crate::operators::attention_output_rotation::AttentionOutputRotation;
-    use crate::operators::decode_attention::DecodeAttention;
-    use crate::operators::score_recompute::ScoreRecompute;
-    use crate::operators::sparse_attention::SparseAttention;
+    use crate::operators::attention::attention_output_rotation::AttentionOutputRotation;
+    use crate::operators::attention::decode_attention::DecodeAttention;
+    use crate::operators::attention::sparse_attention::SparseAttention;
+    use crate::operators::indexer::score_recompute::ScoreRecompute;
 
     fn gpu() -> Environment {
         Environment {

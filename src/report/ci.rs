@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
-use dsv4_kernels::runtime::BackendKind;
+use dsv4_kernels::runtime::{BackendKind, SourceTree};
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 
 use super::numbers::counted;
@@ -177,9 +177,13 @@ fn file_of(report: &Report, operator: &OperatorRecord) -> Option<String> {
     if report.environment.backend == BackendKind::External {
         return None;
     }
-    let folder = Path::new(&report.revision.kernels);
-    let name = Path::new(file).file_name()?;
-    Some(if folder.is_dir() { folder.join(name).display().to_string() } else { file.to_owned() })
+    // The tree that was judged may have it in another folder.
+    let own = SourceTree::from_dir(Path::new(&report.revision.kernels)).ok();
+    let own = own.and_then(|tree| {
+        let name = Path::new(file).file_name()?.to_str()?;
+        Some(tree.directory()?.join(tree.path_of(name)).display().to_string())
+    });
+    Some(own.unwrap_or_else(|| file.to_owned()))
 }
 
 /// The text of a workflow command, as GitHub reads it.

@@ -1,11 +1,11 @@
 //! What the operators of the paged cache stand on: launchers that name the argument that they refuse, and the
 //! conversion of pairs of codes.
 
-use dsv4_kernels::kv_cache::RowFormat;
+use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::runtime::params::Params;
 use dsv4_kernels::runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView, Views};
-use dsv4_kernels::{attention_combine, decode_attention, kv_cache_write};
-use dsv4_reference::kv_cache::e4m3_value;
+use dsv4_kernels::{attention::attention_combine, attention::decode_attention, cache::kv_cache_write};
+use dsv4_reference::cache::kv_cache::e4m3_value;
 
 use crate::support;
 

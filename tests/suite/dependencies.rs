@@ -185,6 +185,36 @@ fn kernel_sources_include_the_projects_own_headers_only() {
     }
 }
 
+/// The layers of the headers, the lowest first, and what a family takes of others.
+const LAYERS: [&str; 11] =
+    ["base", "ptx", "tile", "formats", "projections", "cache", "attention", "indexer", "experts", "streams", "head"];
+/// Folders that include nothing of each other.
+const APART: [&str; 5] = ["attention", "indexer", "experts", "streams", "head"];
+
+/// Whether a source of `folder` may not include a header of `other`.
+fn upward(folder: &str, other: &str) -> bool {
+    let layer = |name: &str| LAYERS.iter().position(|layer| *layer == name).unwrap_or(LAYERS.len());
+    folder != other && (layer(other) > layer(folder) || (APART.contains(&folder) && APART.contains(&other)))
+}
+
+#[test]
+fn headers_lie_in_layers_and_include_none_from_above_them() {
+    let tree = SourceTree::embedded();
+    let folder = |name: &str| tree.path_of(name).split('/').next().unwrap_or_default().to_owned();
+    let mut wrong = Vec::new();
+    for (name, text) in tree.files().iter().filter(|(name, _)| !SELFTESTS.contains(&name.as_str())) {
+        assert!(LAYERS.contains(&folder(name).as_str()), "{} is in no layer", tree.path_of(name));
+        let included = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.split('"').next());
+        let known = included.filter(|header| tree.text(header).is_ok());
+        wrong.extend(
+            known.filter(|header| upward(&folder(name), &folder(header))).map(|header| format!("{name}: {header}")),
+        );
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(upward("base", "ptx") && upward("attention", "experts") && upward("experts", "attention"));
+    assert!(!upward("cache", "formats") && !upward("ptx", "ptx") && !upward("head", "tile"));
+}
+
 #[test]
 fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -196,16 +226,17 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     for (operator, line) in registry::OPERATORS.iter().zip(&lines) {
         let record = operator.describe();
         let name = &record.name;
-        assert!(line.contains(&format!("::<super::{name}::")), "`{line}` is not {name}'s");
+        let place = format!("{}/{name}", operator.family());
+        assert!(line.contains(&format!("::<super::{}::{name}::", operator.family())), "`{line}` is not {name}'s");
         if !operator.chain().is_empty() {
             assert_chain(operator, &record, here.then_some(root));
             continue;
         }
         let files = [
-            format!("kernels/cuda/{name}.cu"),
-            format!("kernels/src/{name}.rs"),
-            format!("reference/src/{name}.rs"),
-            format!("src/operators/{name}.rs"),
+            format!("kernels/cuda/{place}.cu"),
+            format!("kernels/src/{place}.rs"),
+            format!("reference/src/{place}.rs"),
+            format!("src/operators/{place}.rs"),
         ];
         assert_eq!((&record.kernel_file, &record.oracle_file), (&files[0], &files[2]));
         tree.text(&format!("{name}.cu")).expect("the kernel is embedded");
@@ -225,7 +256,11 @@ fn assert_chain(operator: &AnyOperator, record: &OperatorRecord, root: Option<&P
     assert_eq!((&record.kernel_file, &record.oracle_file), (&joined(|r| &r.kernel_file), &joined(|r| &r.oracle_file)));
     assert!(of.len() > 1 && of.iter().all(|record| !record.kernel_file.contains(',')), "{}", record.name);
     if let Some(root) = root {
-        assert!(root.join(format!("src/operators/{}.rs", record.name)).is_file(), "{}", record.name);
+        assert!(
+            root.join(format!("src/operators/{}/{}.rs", operator.family(), record.name)).is_file(),
+            "{}",
+            record.name
+        );
     }
 }
 

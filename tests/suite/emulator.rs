@@ -686,9 +686,9 @@ fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_int
     assert_eq!(load(tree(), &[]), first, "the same module was compiled again");
     // An unrelated kernel file is no part of this module.
     assert_eq!(load(tree().with_text("other.cu", String::new(), "another file"), &[]), first);
-    let header = tree().text("include/memory.h").unwrap().to_owned() + "\n// changed\n";
+    let header = tree().text("memory.h").unwrap().to_owned() + "\n// changed\n";
     let changes = [
-        load(tree().with_text("include/memory.h", header, "a comment"), &[]),
+        load(tree().with_text("memory.h", header, "a comment"), &[]),
         load(tree(), &[("WIDTH", "1".into())]),
         load(tree(), &[("WIDTH", "2".into())]),
         load(probe_tree("params.y[0] = 2;"), &[]),

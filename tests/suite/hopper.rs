@@ -1,6 +1,6 @@
 //! Hopper's asynchronous machinery on both backends: products, pipelines and barriers against sums computed
 //! here, and, on the emulator alone, the same kernels with one line wrong. The kernels are in
-//! `kernels/cuda/selftest_wgmma.cu` and `kernels/cuda/selftest_hopper.cu`.
+//! `kernels/cuda/selftest/selftest_wgmma.cu` and `kernels/cuda/selftest/selftest_hopper.cu`.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use dsv4_kernels::runtime::{
     RuntimeError, SourceTree, TensorMap,
 };
 use dsv4_reference::TensorCore;
-use dsv4_reference::kv_cache::e4m3_value;
+use dsv4_reference::cache::kv_cache::e4m3_value;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -22,7 +22,7 @@ use crate::extent::left_out;
 use crate::support;
 
 /// Where a change concerns the long tests of this file.
-const MALICE: [&str; 3] = ["kernels/src/runtime/", "kernels/emulator/", "kernels/cuda/include/hopper.h"];
+const MALICE: [&str; 3] = ["kernels/src/runtime/", "kernels/emulator/", "kernels/cuda/ptx/hopper.h"];
 
 const WGMMA: &str = "selftest_wgmma.cu";
 const HOPPER: &str = "selftest_hopper.cu";
@@ -803,7 +803,7 @@ fn a_conversion_that_takes_nan_for_480_or_loses_a_sign_or_a_bit_is_noticed() {
         ("codes << 4 & 0xf0f0f0f0u", "codes << 4 & 0xe0e0e0e0u"),
     ];
     for (right, wrong) in changes {
-        let found = wrong_words(&converted_words(&with_change(&device, "include/numeric.h", right, wrong)));
+        let found = wrong_words(&converted_words(&with_change(&device, "numeric.h", right, wrong)));
         assert!(!found.is_empty(), "`{wrong}` for `{right}` changes nothing");
     }
 }

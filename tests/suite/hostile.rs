@@ -402,7 +402,7 @@ fn a_harness_that_is_killed_leaves_no_worker_behind_even_in_the_midst_of_a_launc
          {sigmoid} wait_for_ever();",
         pid.display()
     );
-    let kernels = changed_kernels(dir.path(), "include/swiglu.h", sigmoid, &waits);
+    let kernels = changed_kernels(dir.path(), "swiglu.h", sigmoid, &waits);
     let mut harness = Command::new(binary())
         .args(["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1", "--kernels"])
         .arg(kernels)
@@ -437,7 +437,7 @@ fn a_kernel_that_exits_fails_its_cases_in_run_replay_and_golden_and_the_sweep_go
     let dir = tempfile::tempdir().unwrap();
     let sigmoid = "DEVICE float sigmoid(float x) {";
     let exits = format!("extern \"C\" void _exit(int) noexcept;\n{sigmoid} _exit(0);");
-    let kernels = changed_kernels(dir.path(), "include/swiglu.h", sigmoid, &exits).display().to_string();
+    let kernels = changed_kernels(dir.path(), "swiglu.h", sigmoid, &exits).display().to_string();
     let folder = |name: &str| dir.path().join(name).display().to_string();
     let on_emulator = ["--backend", "emulator", "--kernels", &kernels];
     let (out, regressions) = (folder("out"), folder("regressions"));

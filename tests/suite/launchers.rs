@@ -7,7 +7,10 @@ use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::{
     Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views,
 };
-use dsv4_kernels::{attention_combine, rms_norm, rope, score_recompute, sparse_attention};
+use dsv4_kernels::{
+    attention::attention_combine, attention::sparse_attention, indexer::score_recompute, projections::rms_norm,
+    projections::rope,
+};
 
 use crate::support;
 

@@ -73,12 +73,21 @@ fn the_catalogue_is_covered_and_no_id_is_used_twice() {
 #[test]
 fn a_mutant_of_an_operator_that_there_is_not_is_refused_with_its_id() {
     let dir = tempfile::tempdir().unwrap();
-    let list = std::fs::read_to_string(fixtures().join("mutants/swiglu.toml")).unwrap();
+    let list = std::fs::read_to_string(fixtures().join("mutants/experts/swiglu.toml")).unwrap();
     let misspelt = list.replacen("operator = \"swiglu\"", "operator = \"swigul\"", 1);
     std::fs::write(dir.path().join("swiglu.toml"), misspelt).unwrap();
     let error = planted::load(dir.path()).expect_err("nobody would run it").to_string();
     assert!(error.contains("swiglu.toml: mutant `swiglu_"), "{error}");
     assert!(error.contains("unknown operator `swigul`"), "{error}");
+}
+
+#[test]
+fn every_list_lies_in_the_folder_of_its_operators_family() {
+    for Mutant { list, operator, .. } in all() {
+        let family = registry::find(operator).expect("an operator").family();
+        let path = fixtures().join("mutants").join(family.name()).join(list);
+        assert!(path.is_file(), "{list} is not in fixtures/mutants/{family}");
+    }
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! What the sampler draws is distributed as it should be, and never what a filter leaves out (inference 12.3): counts
 //! of many rows of one distribution, whose steps alone differ.
 
+use dsv4_kernels::head::sampler;
 use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, SourceTree, Views};
-use dsv4_kernels::sampler;
 
 use crate::support;
 

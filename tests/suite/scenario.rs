@@ -6,11 +6,13 @@ use dsv4_parity::case::{Case, CaseError, Distribution};
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::operator::fields::{Float, Implementation};
 use dsv4_parity::operator::{AnyOperator, PreparedCase};
-use dsv4_parity::operators::attention_output_rotation::{AttentionOutputRotation, AttentionOutputRotationCase};
+use dsv4_parity::operators::attention::attention_output_rotation::{
+    AttentionOutputRotation, AttentionOutputRotationCase,
+};
+use dsv4_parity::operators::attention::sinks::Sinks;
+use dsv4_parity::operators::attention::sparse_attention::{KeyGradients, SparseAttentionCase, Values};
 use dsv4_parity::operators::lists::{IndexClass, Lengths};
 use dsv4_parity::operators::registry;
-use dsv4_parity::operators::sinks::Sinks;
-use dsv4_parity::operators::sparse_attention::{KeyGradients, SparseAttentionCase, Values};
 use dsv4_parity::record::{CheckRecord, Verdict};
 use serde_json::json;
 

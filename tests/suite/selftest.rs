@@ -1,5 +1,5 @@
 //! Both backends against truths computed here, on the host, from definitions: the number formats, the CUDA
-//! programming guide's warp functions, f64 matrix products. The kernels are in `kernels/cuda/selftest.cu`.
+//! programming guide's warp functions, f64 matrix products. The kernels are in `kernels/cuda/selftest/selftest.cu`.
 
 use dsv4_kernels::runtime::arena::Layout;
 use dsv4_kernels::runtime::params::{DeviceAddress, Params};

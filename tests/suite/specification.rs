@@ -62,7 +62,7 @@ fn broken_citations_are_listed_with_their_file_and_line() {
         fs::write(file, text).expect("a file");
     };
     plant("src/deep/module.rs", &format!("//! One (inference 8).\n\n//! Two ({} 8, 8.9).\n", "inference"));
-    plant("fixtures/mutants/rope.toml", &format!("catalogue = \"FM-{}\"\n", "000"));
+    plant("fixtures/mutants/projections/rope.toml", &format!("catalogue = \"FM-{}\"\n", "000"));
     plant("reference/spec/training.md", &format!("See section 3.\nSee {} 77.\n", "section"));
     plant("README.md", &format!("({} 99)\n", "training"));
     plant("reports/index.md", &format!("({} 99)\n", "training"));
@@ -71,7 +71,7 @@ fn broken_citations_are_listed_with_their_file_and_line() {
     let expected = [
         format!("src/deep/module.rs:3: {} 8.9", "inference"),
         format!("reference/spec/training.md:2: {} 77", "training"),
-        format!("fixtures/mutants/rope.toml:1: FM-{}", "000"),
+        format!("fixtures/mutants/projections/rope.toml:1: FM-{}", "000"),
         format!("README.md:1: {} 99", "training"),
     ];
     assert_eq!((lines.as_slice(), count), (expected.as_slice(), 7));

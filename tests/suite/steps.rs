@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 
 use candle_core::Tensor;
-use dsv4_kernels::kv_cache::RowFormat;
-use dsv4_kernels::kv_cache_write as launcher;
+use dsv4_kernels::cache::kv_cache::RowFormat;
+use dsv4_kernels::cache::kv_cache_write as launcher;
 use dsv4_kernels::runtime::{HostTensor, TensorView};
 use dsv4_parity::case::Draw;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
@@ -13,7 +13,7 @@ use dsv4_parity::operator::declaration::{observed, state};
 use dsv4_parity::operator::golden_file::GoldenFile;
 use dsv4_parity::operator::prelude::*;
 use dsv4_parity::operator::{AnyOperator, Relation};
-use dsv4_reference::kv_cache_write as reference;
+use dsv4_reference::cache::kv_cache_write as reference;
 use rand::Rng;
 
 use crate::support;
@@ -145,7 +145,7 @@ impl Operator for WriteInChunks {
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
             slots: t.host().i32s("slots"),
-            format: dsv4_reference::kv_cache::RowFormat { nope_dim: FORMAT.nope_dim, rope_dim: FORMAT.rope_dim },
+            format: dsv4_reference::cache::kv_cache::RowFormat { nope_dim: FORMAT.nope_dim, rope_dim: FORMAT.rope_dim },
             page_size: c.page_size,
             pages: cache.bytes.clone(),
         };

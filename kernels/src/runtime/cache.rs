@@ -288,13 +288,13 @@ mod tests {
                 (text("folder.cu"), text("#include \"./inner.h\"\n")),
                 (text("quotes.cu"), text("const char* open = \"/*\"; char quote = '\"';\nint n = 1'000;\n#include \"inner.h\"\n")),
                 (text("raw.cu"), text("const char* raw = R\"x(\" /* )\" )x\";\n#include \"inner.h\"\n")),
-                (text("include/outer.h"), text("#pragma once\n  #include \"inner.h\"\n")),
-                (text("include/inner.h"), text("constexpr int N = 1;\n")),
+                (text("outer.h"), text("#pragma once\n  #include \"inner.h\"\n")),
+                (text("inner.h"), text("constexpr int N = 1;\n")),
             ]
             .into(),
         )
         .expect("a tree");
-        let changed = tree.with_text("include/inner.h", text("constexpr int N = 2;\n"), "a header");
+        let changed = tree.with_text("inner.h", text("constexpr int N = 2;\n"), "a header");
         let key = |tree, file| ModuleCache::key(tree, file, &[], std::iter::empty(), "compiler").expect("a key");
         let files: Vec<_> = tree.kernel_files().collect();
         assert_eq!(files.len(), 12);

@@ -38,7 +38,7 @@ struct Field {
 }
 
 /// A kernel's parameter struct, written field by field in the order in which the kernel declares them and laid out as C
-/// does. It takes down the text that `PARAMS_LAYOUT` hashes in `kernels/cuda/include/params.h`, one `name:offset:size;`
+/// does. It takes down the text that `PARAMS_LAYOUT` hashes in `kernels/cuda/base/params.h`, one `name:offset:size;`
 /// for each field, so that a launch can tell whether the kernel's struct is the same.
 #[derive(Clone, Debug)]
 pub struct Params {
@@ -352,7 +352,7 @@ mod tests {
         let header = "struct P {\n    const bf16* x;  // [n], rows; of bf16\n    int64_t x_stride;\n    int32_t n;\n};\n\
                       PARAMS_LAYOUT(P, x, x_stride,\n              n)\n";
         let source = "#include \"p.h\"\nKERNEL(probe, P, 32) {}\n";
-        let files = [("include/p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+        let files = [("p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
         let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
         let none = None::<&TensorView>;
         let difference = |params: Params| params.difference(&tree, "probe.cu", "probe");
@@ -368,7 +368,7 @@ mod tests {
         assert!(x().difference(&tree, "probe.cu", "absent").contains("do not say"));
         // A list in another order than the struct's, and one that leaves a field out.
         let of = |header: &str| {
-            let files = [("include/p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+            let files = [("p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
             let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
             x().i32("n", 1).unwrap().difference(&tree, "probe.cu", "probe")
         };

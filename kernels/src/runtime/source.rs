@@ -11,48 +11,64 @@ use super::error::{Result, RuntimeError};
 static EMBEDDED_KERNELS: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/cuda");
 static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emulator");
 
-/// The sources of `kernels/cuda`: `*.cu` and `include/*.h`, by their path within that folder.
+/// The sources of `kernels/cuda`: `*.cu` and `*.h`, each by its file name, in whatever folder it lies. So a launcher, an
+/// `#include`, a mutant and another revision find a file that was moved.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SourceTree {
     origin: String,
     directory: Option<PathBuf>,
+    /// Texts by file name.
     files: BTreeMap<String, String>,
+    /// Paths within the tree by file name.
+    paths: BTreeMap<String, String>,
     /// Whether a text was replaced in memory.
     patched: bool,
 }
 
 impl SourceTree {
     /// The sources that this binary was built with.
+    ///
+    /// # Panics
+    /// Where two of them have one name, which a test of them would show.
     pub fn embedded() -> Self {
         let mut files = BTreeMap::new();
         collect_embedded(&EMBEDDED_KERNELS, &mut files);
-        Self { origin: "the embedded kernels".into(), directory: None, files, patched: false }
+        Self::from_files("the embedded kernels".into(), files).expect("each kernel file has a name of its own")
     }
 
-    /// The sources in a directory laid out as `kernels/cuda` is.
+    /// The sources in a directory and the folders within it.
     ///
     /// # Errors
-    /// [`RuntimeError::System`] when it cannot be read, [`RuntimeError::SourceMissing`] when it holds no `*.cu`.
+    /// [`RuntimeError::System`] when it cannot be read or two files have one name, [`RuntimeError::SourceMissing`] when
+    /// it holds no `*.cu`.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let mut files = BTreeMap::new();
         read_sources(dir, "", &mut files)?;
-        let include = dir.join("include");
-        if include.is_dir() {
-            read_sources(&include, "include/", &mut files)?;
-        }
         let tree = Self::from_files(dir.display().to_string(), files)?;
         Ok(Self { directory: Some(dir.to_owned()), ..tree })
     }
 
-    /// A tree from texts already in memory (another revision's, read from git objects).
+    /// A tree from texts already in memory (another revision's, read from git objects), by their paths within it.
     ///
     /// # Errors
-    /// [`RuntimeError::SourceMissing`] when no file ends in `.cu`.
-    pub fn from_files(origin: String, files: BTreeMap<String, String>) -> Result<Self> {
+    /// [`RuntimeError::SourceMissing`] when no file ends in `.cu`, [`RuntimeError::System`] when two have one name.
+    pub fn from_files(origin: String, texts: BTreeMap<String, String>) -> Result<Self> {
+        let (mut files, mut paths) = (BTreeMap::new(), BTreeMap::new());
+        for (path, text) in texts {
+            let name = name_of(&path).to_owned();
+            files.insert(name.clone(), text);
+            if let Some(other) = paths.insert(name.clone(), path) {
+                let twice = format!("{other} and {} have one name", paths[&name]);
+                return Err(RuntimeError::system(
+                    format!("reading kernel sources in {origin}"),
+                    std::io::Error::new(std::io::ErrorKind::AlreadyExists, twice),
+                ));
+            }
+        }
         if !files.keys().any(|name| name.ends_with(".cu")) {
             return Err(RuntimeError::SourceMissing { file: "*.cu".into(), tree: origin });
         }
-        Ok(Self { origin, directory: None, files, patched: false })
+        Ok(Self { origin, directory: None, files, paths, patched: false })
     }
 
     /// Where the tree comes from, for messages.
@@ -65,9 +81,14 @@ impl SourceTree {
         self.directory.as_deref()
     }
 
-    /// Every file, by its path within the tree.
+    /// Every text, by its file's name.
     pub fn files(&self) -> &BTreeMap<String, String> {
         &self.files
+    }
+
+    /// Where a file lies within the tree; its name where nothing is known of it.
+    pub fn path_of<'t>(&'t self, file: &'t str) -> &'t str {
+        self.paths.get(file).map_or(file, String::as_str)
     }
 
     /// The text of one file.
@@ -85,7 +106,8 @@ impl SourceTree {
     pub fn with_text(&self, file: &str, text: String, change: &str) -> Self {
         let mut files = self.files.clone();
         files.insert(file.into(), text);
-        Self { origin: format!("{} with {change}", self.origin), directory: None, files, patched: true }
+        let origin = format!("{} with {change}", self.origin);
+        Self { origin, directory: None, files, paths: self.paths.clone(), patched: true }
     }
 
     /// Whether it exists in this process alone, as a mutant's does: what is built of it runs a few times.
@@ -95,11 +117,12 @@ impl SourceTree {
 
     /// The headers, by the name that `#include` uses.
     pub fn headers(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.files.iter().filter_map(|(path, text)| Some((path.strip_prefix("include/")?, text.as_str())))
+        let all = self.files.iter().map(|(name, text)| (name.as_str(), text.as_str()));
+        all.filter(|(name, _)| name.ends_with(".h"))
     }
 
-    /// The headers of this tree that `file` includes, itself or through others, by their path within the tree and in
-    /// the order in which they are met; whether a condition leaves an inclusion out is not asked. A file that includes what a
+    /// The names of the headers of this tree that `file` includes, itself or through others, in the order in which they
+    /// are met; whether a condition leaves an inclusion out is not asked. A file that includes what a
     /// macro names includes all of them.
     ///
     /// # Errors
@@ -109,14 +132,13 @@ impl SourceTree {
         let mut pending = vec![self.text(file)?];
         while let Some(text) = pending.pop() {
             for inclusion in inclusions(text) {
-                let is_meant = |path: &str| match (&inclusion, path.strip_prefix("include/")) {
-                    (Inclusion::Named(name), Some(header)) => name.rsplit('/').next() == Some(header),
-                    (Inclusion::ByMacro, header) => header.is_some(),
-                    _ => false,
+                let is_meant = |header: &str| match &inclusion {
+                    Inclusion::Named(name) => name_of(name) == header,
+                    Inclusion::ByMacro => true,
                 };
-                for (path, text) in self.files.iter().filter(|(path, _)| is_meant(path)) {
-                    if !found.contains(&path.as_str()) {
-                        found.push(path);
+                for (header, text) in self.headers().filter(|(header, _)| is_meant(header)) {
+                    if !found.contains(&header) {
+                        found.push(header);
                         pending.push(text);
                     }
                 }
@@ -132,7 +154,7 @@ impl SourceTree {
     pub fn part_of(&self, file: &str) -> Result<Self> {
         let names = self.headers_of(file)?.into_iter().chain([file]);
         let files = names.map(|name| Ok((name.to_owned(), self.text(name)?.to_owned()))).collect::<Result<_>>()?;
-        Ok(Self { files, origin: self.origin.clone(), directory: self.directory.clone(), patched: self.patched })
+        Ok(Self { files, ..self.clone() })
     }
 
     /// The kernel files (`*.cu`), sorted.
@@ -140,14 +162,19 @@ impl SourceTree {
         self.files.keys().map(String::as_str).filter(|name| name.ends_with(".cu"))
     }
 
-    /// blake3 over every path and text: the identity of the kernels that ran.
+    /// blake3 over every name and text: the identity of the kernels that ran.
     pub fn digest(&self) -> String {
         let mut hasher = blake3::Hasher::new();
-        for (path, text) in &self.files {
-            hasher.update(path.as_bytes()).update(&[0]).update(text.as_bytes()).update(&[0]);
+        for (name, text) in &self.files {
+            hasher.update(name.as_bytes()).update(&[0]).update(text.as_bytes()).update(&[0]);
         }
         hasher.finalize().to_hex().to_string()
     }
+}
+
+/// The last part of a path.
+fn name_of(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
 }
 
 /// What an `#include` names.
@@ -246,7 +273,9 @@ fn read_sources(dir: &Path, prefix: &str, files: &mut BTreeMap<String, String>) 
     for entry in std::fs::read_dir(dir).map_err(|e| RuntimeError::system(doing(), e))? {
         let path = entry.map_err(|e| RuntimeError::system(doing(), e))?.path();
         let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        if path.is_file() && (name.ends_with(".cu") || name.ends_with(".h")) {
+        if path.is_dir() {
+            read_sources(&path, &format!("{prefix}{name}/"), files)?;
+        } else if name.ends_with(".cu") || name.ends_with(".h") {
             let text = std::fs::read_to_string(&path)
                 .map_err(|e| RuntimeError::system(format!("reading {}", path.display()), e))?;
             files.insert(format!("{prefix}{name}"), text);

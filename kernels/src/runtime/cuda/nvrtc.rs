@@ -422,7 +422,7 @@ KERNEL(scale, ScaleParams, THREADS) {
     #[test]
     fn products_that_the_compiler_serialises_are_remarked() {
         let Some(nvrtc) = nvrtc() else { return };
-        const SHARED: &str = "include/hopper_attention.h";
+        const SHARED: &str = "hopper_attention.h";
         let defines = ["NOPE_DIM=448", "ROPE_DIM=64", "HEADS_PER_BLOCK=64"];
         let defines = defines.map(|define| define.split_once('=').expect("a value"));
         let defines = defines.map(|(name, value)| (name.to_owned(), value.to_owned()));

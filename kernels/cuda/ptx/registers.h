@@ -1,0 +1,29 @@
+// Registers that warpgroups hand over to each other (setmaxnreg).
+#pragma once
+
+#include "memory.h"
+
+constexpr int WARPGROUP_SIZE = 128;
+
+// How a block's warpgroups divide the registers of the launch, as many for each thread as its threads can have where a
+// multiprocessor holds HELD blocks: GIVING of them go on with FEWER and the TAKING others with MORE, which each says for all of its
+// warps. Who takes waits until others have given, and without end where they have not given enough: the emulator has no registers
+// to count.
+template <int GIVING, int FEWER, int TAKING, int MORE, int HELD = 1>
+struct DividedRegisters {
+    static constexpr int WARPGROUPS = GIVING + TAKING;
+    static constexpr int OF_LAUNCH = minimum(65536 / (WARPGROUPS * WARPGROUP_SIZE * HELD) / 8 * 8, 256);
+    static_assert(FEWER % 8 == 0 && MORE % 8 == 0 && FEWER >= 24 && MORE <= 256, "multiples of 8 from 24 to 256");
+    static_assert(GIVING * FEWER + TAKING * MORE <= WARPGROUPS * OF_LAUNCH, "who takes registers waits without end");
+
+    static void give() {
+#if !defined(PARITY_EMULATOR)
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEWER));
+#endif
+    }
+    static void take() {
+#if !defined(PARITY_EMULATOR)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MORE));
+#endif
+    }
+};

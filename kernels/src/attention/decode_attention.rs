@@ -1,0 +1,296 @@
+//! `decode_attention`: launcher of `kernels/cuda/attention/decode_attention.cu` (inference 8 to 8.4).
+
+use crate::arguments::{Arguments, Parts, read, scratch, write};
+use crate::cache::kv_cache::{RowFormat, num_slots};
+pub use crate::implementation::Implementation;
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::{DeviceAddress, Params};
+use crate::runtime::{DType, Device, Result, Views};
+
+const FILE: &str = "decode_attention.cu";
+const HOPPER_FILE: &str = "decode_attention_hopper.cu";
+/// Heads of one block of the Hopper kernel: the rows of a warpgroup's product.
+const HOPPER_HEADS: usize = 64;
+/// Rows that the Hopper kernel takes.
+pub const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
+const CHECK: Arguments = Arguments { operator: "decode_attention" };
+/// Slots of a tile, the least that is given to a block; `KEYS` in the kernel source.
+pub const TILE_SLOTS: usize = 64;
+/// Heads of a block of the merge, one a warp.
+const COMBINE_HEADS: usize = 8;
+/// Largest head that the output's accumulators hold.
+const LARGEST_HEAD_DIM: usize = 512;
+
+/// What a call is told beside its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How the rows of both stores are stored; `head_dim` is a multiple of 16 up to 512.
+    pub format: RowFormat,
+    /// Rows of a page of the window, at least 1.
+    pub window_page_size: usize,
+    /// Rows of a page of the compressed entries, at least 1; of no account where there are none.
+    pub compressed_page_size: usize,
+    /// Multiplies `q · k`, finite and above 0.
+    pub softmax_scale: f32,
+    /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The result depends on it
+    /// within rounding, and on nothing else of the launch.
+    pub num_blocks: usize,
+    /// Which implementation runs. The Hopper kernel takes heads of 512 channels: the model's rows, or bf16 ones.
+    pub implementation: Implementation,
+}
+
+impl Options {
+    fn check(&self) -> Result<()> {
+        self.format.check(CHECK)?;
+        let head_dim = self.format.head_dim();
+        if !head_dim.is_multiple_of(16) || head_dim > LARGEST_HEAD_DIM {
+            let reason = format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}");
+            return CHECK.refuse("format", reason);
+        }
+        CHECK.positive("softmax_scale", self.softmax_scale)?;
+        if self.num_blocks == 0 {
+            return CHECK.refuse("num_blocks", "0: there must be a block");
+        }
+        Ok(())
+    }
+}
+
+/// As many blocks as the device has multiprocessors: one block fills one.
+pub fn natural_blocks(device: &Device) -> usize {
+    (device.environment().processors as usize).max(1)
+}
+
+/// The implementation that runs on a device: what is asked for, or for [`Implementation::Auto`] the Hopper kernel where
+/// there is one, beyond 16 heads.
+///
+/// # Errors
+/// The Hopper kernel is asked for and cannot run.
+pub fn resolve(
+    device: &Device,
+    format: RowFormat,
+    num_heads: usize,
+    implementation: Implementation,
+) -> Result<Implementation> {
+    let fits = HOPPER_FORMATS.contains(&format);
+    let misfit = (!fits).then(|| format!("{format:?}: the Hopper kernel takes {HOPPER_FORMATS:?}"));
+    let hopper = implementation.runs_hopper(CHECK, device.environment(), num_heads, misfit)?;
+    Ok(if hopper { Implementation::Hopper } else { Implementation::Portable })
+}
+
+/// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its heads; the tiles of all
+/// units, one behind the other, are dealt to the blocks in equal stretches (the kernel's header).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spread {
+    /// Heads of a unit.
+    pub heads_per_block: usize,
+    /// Blocks that are launched.
+    pub num_blocks: usize,
+}
+
+/// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when it is offered
+/// `num_blocks` blocks; [`Implementation::Auto`] must have been resolved, and counts as portable.
+pub fn spread(
+    [batch, s_q, num_heads]: [usize; 3],
+    topk: &[usize],
+    num_blocks: usize,
+    implementation: Implementation,
+) -> Spread {
+    let tiles = topk.iter().map(|slots| slots.div_ceil(TILE_SLOTS)).sum::<usize>().max(1);
+    // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and where there are
+    // multiprocessors for all tiles at once that is what counts.
+    let small_blocks = batch * s_q * num_heads.div_ceil(16) * tiles;
+    let small = implementation != Implementation::Hopper && (num_heads <= 16 || small_blocks <= num_blocks);
+    let heads_per_block = if small { 16 } else { HOPPER_HEADS };
+    // Blocks beyond the number of tiles would find nothing to do.
+    let all_tiles = batch * s_q * num_heads.div_ceil(heads_per_block) * tiles;
+    Spread { heads_per_block, num_blocks: num_blocks.min(all_tiles) }
+}
+
+/// Tiles of a block's stretch where `total` tiles are dealt to `num_blocks` blocks. `unit` is a unit's number of tiles
+/// where all have the same, as without lengths: whole units that are at most a sixteenth longer than an even share leave
+/// no parts to merge.
+pub fn stretch(total: usize, unit: Option<usize>, num_blocks: usize) -> usize {
+    let even = total.div_ceil(num_blocks.max(1));
+    let whole = unit.map(|tiles| even.next_multiple_of(tiles.max(1)));
+    whole.filter(|whole| whole - even <= even / 16).unwrap_or(even)
+}
+
+/// What a call's tensors say of it.
+#[derive(Clone, Copy, Debug)]
+struct Extents {
+    batch: usize,
+    s_q: usize,
+    num_heads: usize,
+    window: Store,
+    compressed: Store,
+}
+
+/// A store, and the width of the lists that point into it.
+#[derive(Clone, Copy, Debug)]
+struct Store {
+    page_size: usize,
+    num_slots: usize,
+    topk: usize,
+}
+
+impl Extents {
+    fn spread(self, num_blocks: usize, implementation: Implementation) -> Spread {
+        let topk = [self.window.topk, self.compressed.topk];
+        spread([self.batch, self.s_q, self.num_heads], &topk, num_blocks, implementation)
+    }
+}
+
+fn defines(format: RowFormat, heads_per_block: usize) -> Vec<(&'static str, String)> {
+    let mut defines = format.defines();
+    defines.push(("HEADS_PER_BLOCK", heads_per_block.to_string()));
+    defines
+}
+
+/// Modules of the model's format, of bf16 rows, and of small ones.
+pub fn modules() -> Vec<Module> {
+    let formats = [
+        RowFormat::MODEL,
+        RowFormat::bf16(512),
+        RowFormat { nope_dim: 64, rope_dim: 64 },
+        RowFormat { nope_dim: 128, rope_dim: 48 },
+        RowFormat::bf16(64),
+    ];
+    let all = formats.into_iter().flat_map(|format| [16, 64].map(|heads| defines(format, heads)));
+    let hopper = HOPPER_FORMATS.map(|format| module(HOPPER_FILE, &defines(format, HOPPER_HEADS)));
+    all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
+}
+
+/// Checks the options and the tensors of [`forward`], without those that are written unless it is `launching`.
+fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents> {
+    let Options { format, window_page_size, compressed_page_size, num_blocks, .. } = *options;
+    options.check()?;
+    let (bytes, slots) = (&[DType::U8], &[DType::I32]);
+    let tensors = [
+        read("q").of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows(),
+        read("window").of(bytes).axes(&["window_num_pages", "window_page_bytes"]).aligned_rows(),
+        read("window_indices").of(slots).axes(&["batch", "s_q", "window_topk"]).rows(),
+        read("window_length").of(slots).axes(&["batch"]).optional(),
+        read("compressed").of(bytes).axes(&["compressed_num_pages", "compressed_page_bytes"]).aligned_rows().optional(),
+        read("compressed_indices").of(slots).axes(&["batch", "s_q", "compressed_topk"]).rows().with(&["compressed"]),
+        read("compressed_length").of(slots).axes(&["batch"]).only_with(&["compressed"]),
+        read("sink").axes(&["num_heads"]).optional(),
+        write("out").like("q").aligned_rows().when(launching),
+        write("lse").axes(&["batch", "s_q", "num_heads"]).when(launching),
+        scratch("workspace", 16).when(launching),
+    ];
+    // The kernel divides by the size of a page, if only to find that it holds no row.
+    let compressed_page_size = views.get("compressed").map_or(1, |_| compressed_page_size);
+    let mut call = CHECK
+        .signature(views, tensors)
+        .given("head_dim", format.head_dim())
+        .given("window_page_bytes", format.page_bytes(CHECK, "window", window_page_size)?)
+        .given("compressed_page_bytes", format.page_bytes(CHECK, "compressed", compressed_page_size)?);
+    let [batch, s_q, num_heads] = call.bind(["batch", "s_q", "num_heads"])?;
+    let mut store = |name, page_size, axes| -> Result<Store> {
+        let [num_pages, topk] = call.bind(axes)?;
+        Ok(Store { page_size, num_slots: num_slots(CHECK, name, num_pages, page_size)?, topk })
+    };
+    let window = store("window", window_page_size, ["window_num_pages", "window_topk"])?;
+    let compressed = store("compressed", compressed_page_size, ["compressed_num_pages", "compressed_topk"])?;
+    // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32 bits.
+    let tiles = [window, compressed].iter().map(|store| store.topk / TILE_SLOTS + 1).sum::<usize>();
+    let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
+    CHECK.int32("q", all_tiles.saturating_add(num_blocks.saturating_mul(2)))?;
+    Ok(Extents { batch, s_q, num_heads, window, compressed })
+}
+
+/// Parts of the scratch memory, as byte offsets; each part starts at a multiple of 16.
+struct Workspace {
+    partial_out: usize,
+    partial_lse: usize,
+    spans: usize,
+    bytes: usize,
+}
+
+impl Workspace {
+    fn of(format: RowFormat, Spread { num_blocks, heads_per_block }: Spread) -> Self {
+        let mut parts = Parts::default();
+        // A block leaves two parts at most.
+        let partial_out = parts.words(&[2, num_blocks, heads_per_block, format.head_dim()]);
+        let partial_lse = parts.words(&[2, num_blocks, heads_per_block]);
+        let spans = parts.words(&[2, num_blocks]);
+        Self { partial_out, partial_lse, spans, bytes: parts.bytes }
+    }
+}
+
+/// Bytes of scratch memory that [`forward`] needs with these options: for each block two parts of a block of heads, in
+/// f32, their log-sum-exp, and which unit it leaves unfinished.
+///
+/// # Errors
+/// Inputs that the launcher refuses.
+pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
+    let extents = extents(views, options, false)?;
+    let of = |implementation| Workspace::of(options.format, extents.spread(options.num_blocks, implementation)).bytes;
+    Ok(match options.implementation {
+        // Which one runs is the device's to say: enough for either.
+        Implementation::Auto if HOPPER_FORMATS.contains(&options.format) => {
+            of(Implementation::Portable).max(of(Implementation::Hopper))
+        }
+        resolved => of(resolved),
+    })
+}
+
+/// Launches the attention and, where work was split, the merge; returns the kernels that ran. Its tensors:
+///
+/// - `q` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned; the tokens of all requests are evenly spaced, as
+///   are those of `window_indices`, `compressed_indices` and `out`;
+/// - `window` `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned: the raw rows of the window. Bytes between
+///   pages belong to nobody;
+/// - `window_indices` `[batch, s_q, topk]` i32: slots of the window, `page * page_size + row`. Slot `j` of a list is valid
+///   when `j < length` and its index is in `[0, num_slots)`; others contribute nothing and are never dereferenced;
+/// - `window_length` `[batch]` i32, clamped to `[0, topk]`: the request's, for all its tokens; absent for `topk` everywhere;
+/// - `compressed`, `compressed_indices`, `compressed_length`: the same of the compressed entries, with pages, a number of
+///   them and a `topk` of their own; absent where the layer has none;
+/// - `sink` `[num_heads]` f32: a logit, not scaled; absent where there is no sink;
+/// - `out` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned: 0 for a token without a valid slot;
+/// - `lse` `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a token;
+/// - `workspace`: scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Vec<String>> {
+    let extents = extents(views, options, true)?;
+    let implementation = resolve(device, options.format, extents.num_heads, options.implementation)?;
+    let spread = extents.spread(options.num_blocks, implementation);
+    let params = params(views, options, extents, spread)?;
+    let hopper = implementation == Implementation::Hopper;
+    let (file, name) = if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
+    let Spread { num_blocks, heads_per_block } = spread;
+    let defines = defines(options.format, heads_per_block);
+    device.kernel(file, &defines, name)?.launch_blocks("num_blocks", num_blocks, &params)?;
+    let mut paths = vec![if hopper { name.to_owned() } else { format!("{name}<{heads_per_block}>") }];
+    if num_blocks > 1 {
+        let name = "decode_attention_combine";
+        let blocks = num_blocks * heads_per_block / COMBINE_HEADS;
+        device.kernel(FILE, &defines, name)?.launch_blocks("num_blocks", blocks, &params)?;
+        paths.push(name.into());
+    }
+    Ok(paths)
+}
+
+fn params(views: &Views, options: &Options, extents: Extents, spread: Spread) -> Result<Params> {
+    let Extents { batch, s_q, num_heads, window, compressed } = extents;
+    let (workspace, parts) = (&views["workspace"], Workspace::of(options.format, spread));
+    CHECK.holds("workspace", workspace, parts.bytes)?;
+    let part = |offset: usize| DeviceAddress(workspace.address + offset as u64);
+    let tokens = |name| views.get(name).map(|view| CHECK.tokens(name, view)).transpose();
+    let params = CHECK.params().heads("q", &tokens("q")?);
+    let params = params.rows("window_pages", &views["window"]).rows("window_indices", &tokens("window_indices")?);
+    let params =
+        params.ptr("window_length", views.get("window_length")).rows("compressed_pages", views.get("compressed"));
+    let params = params.rows("compressed_indices", &tokens("compressed_indices")?);
+    let params = params.ptr("compressed_length", views.get("compressed_length")).ptr("sink", views.get("sink"));
+    let params = params.heads("out", &tokens("out")?).ptr("lse", &views["lse"]);
+    let params = params.ptr("partial_out", part(parts.partial_out)).ptr("partial_lse", part(parts.partial_lse));
+    let params = params.ptr("spans", part(parts.spans)).i32("batch", batch)?.i32("s_q", s_q)?;
+    let params = params.i32("num_heads", num_heads)?.i32("window_page_size", window.page_size)?;
+    let params = params.i32("window_num_slots", window.num_slots)?.i32("window_topk", window.topk)?;
+    let params = params.i32("compressed_page_size", compressed.page_size)?;
+    let params = params.i32("compressed_num_slots", compressed.num_slots)?.i32("compressed_topk", compressed.topk)?;
+    Ok(params.f32("softmax_scale", options.softmax_scale))
+}

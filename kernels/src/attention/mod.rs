@@ -1,0 +1,6 @@
+//! Attention and what follows it.
+
+pub mod attention_combine;
+pub mod decode_attention;
+pub mod inverse_rope_quantize;
+pub mod sparse_attention;

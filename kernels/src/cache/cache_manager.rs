@@ -1,0 +1,524 @@
+//! Which pages and rows of the caches the tokens of each sequence own (inference 13.2 to 13.4).
+//!
+//! The manager is bookkeeping on the host: it hands out slots and never touches device memory. What it asks for is done by
+//! kernels in the order of its answers:
+//!
+//! ```text
+//! admit     restore: copy the snapshot to the sequence's state; or reset the state (values 0, gates -inf)
+//! step      write rows and entries to the slots of the mapping; -1 writes nothing
+//! accept    nothing: rows are found by their position, and those of rejected drafts are written again
+//! snapshot  copy the sequence's state to the snapshot
+//! ```
+//!
+//! A page holds the entries of 128 tokens, of every layer. Pages whose tokens two sequences have in common from their first
+//! token on are shared; a page is known by the hash of all tokens up to its end, so that a difference anywhere before tells two
+//! pages apart (FM-144). What lies outside of pages, the window and the compressors' rows, is saved as a snapshot at the end of a
+//! page: only such a page can be the last one of a reused prefix (FM-145).
+//!
+//! A refused call changes nothing.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+
+use thiserror::Error;
+
+use crate::cache::cache_layout::{CacheLayout, LayerKind, TOKENS_PER_PAGE, WINDOW};
+
+/// The hash of all tokens from the first one to the end of a page.
+type Prefix = [u8; 32];
+
+/// How many of each there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Pages of the pool.
+    pub num_pages: usize,
+    /// Sequences that run at a time: states.
+    pub num_sequences: usize,
+    /// Saved states of prefixes; 0 where none is reused.
+    pub num_snapshots: usize,
+}
+
+/// A sequence under way. It is not another one that has its slot later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SequenceId {
+    slot: u32,
+    generation: u64,
+}
+
+impl SequenceId {
+    /// The state of the sequence: `states + slot * state_stride`.
+    pub fn slot(self) -> usize {
+        self.slot as usize
+    }
+}
+
+/// A new sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admitted {
+    /// Its name.
+    pub sequence: SequenceId,
+    /// Tokens of the prompt whose entries are there already, a multiple of 128 and less than the prompt: the first step begins
+    /// behind them.
+    pub cached_tokens: usize,
+    /// The snapshot to copy to the sequence's state; `None` is a state to reset.
+    pub restore: Option<usize>,
+}
+
+/// Where the tokens of a step are written: an `i32` for each, or -1 for nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlotMapping {
+    /// Positions of the tokens.
+    pub positions: Range<usize>,
+    /// Rows of the windows, `state slot * window_rows + position mod window_rows`: of more tokens than that the last ones.
+    pub window: Vec<i32>,
+    /// Rows of the compressors of layers with 4 tokens an entry: those that a later entry can need.
+    pub csa_state: Vec<i32>,
+    /// The same of layers with 128.
+    pub hca_state: Vec<i32>,
+    /// Entries, and keys of the indexer, of layers with 4 tokens an entry: of the token that completes one.
+    pub csa: Vec<i32>,
+    /// Entries of layers with 128.
+    pub hca: Vec<i32>,
+}
+
+/// Why a call was refused. Nothing has changed then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum CacheError {
+    /// Neither free pages nor prefixes that nobody uses are enough.
+    #[error("{needed} more pages are needed, and {available} can be had")]
+    OutOfPages {
+        /// Pages that the step needs beside the sequence's own.
+        needed: usize,
+        /// Free ones, and those of prefixes that no sequence holds.
+        available: usize,
+    },
+    /// As many sequences run as there are states.
+    #[error("all {0} sequences are taken")]
+    OutOfSequences(usize),
+    /// There are no snapshots.
+    #[error("the cache was made without snapshots")]
+    NoSnapshots,
+    /// Not a sequence, or one that was released.
+    #[error("sequence {0:?} is not under way")]
+    UnknownSequence(SequenceId),
+    /// A step, or a prompt, without tokens.
+    #[error("there are no tokens")]
+    NoTokens,
+    /// More drafts than a step may have, or than it has tokens behind its first.
+    #[error("{drafts} of {tokens} tokens cannot be drafts: {most} at most, and not the first")]
+    TooManyDrafts {
+        /// Tokens of the step.
+        tokens: usize,
+        /// Drafts among them.
+        drafts: usize,
+        /// The most that a step may have.
+        most: usize,
+    },
+    /// More drafts are accepted than there were.
+    #[error("{accepted} drafts cannot be accepted of {drafts}")]
+    TooManyAccepted {
+        /// Drafts to accept.
+        accepted: usize,
+        /// Drafts of the last step.
+        drafts: usize,
+    },
+    /// Drafts of the last step are neither accepted nor rejected.
+    #[error("{0} drafts of the last step are neither accepted nor rejected")]
+    OpenDrafts(usize),
+    /// The state of a sequence can be saved at the end of a page.
+    #[error("a sequence of {0} tokens does not end where a page ends")]
+    NotAtPageEnd(usize),
+    /// A slot number beyond `i32`.
+    #[error("`{argument}` is {value}: slots would not fit into 32 bits")]
+    TooMany {
+        /// Of what there are too many.
+        argument: &'static str,
+        /// How many.
+        value: usize,
+    },
+}
+
+type Result<T> = std::result::Result<T, CacheError>;
+
+/// A page of the pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Page {
+    /// Sequences that have it in their table.
+    holders: usize,
+    /// The prefix that it is the end of, where that can be found.
+    prefix: Option<Prefix>,
+}
+
+/// A page that later sequences may find.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct CachedPage {
+    page: usize,
+    parent: Option<Prefix>,
+    snapshot: Option<usize>,
+    last_used: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Sequence {
+    generation: u64,
+    tokens: Vec<u32>,
+    /// How many of the last tokens are drafts.
+    drafts: usize,
+    block_table: Vec<usize>,
+}
+
+/// Pages, states and snapshots, and who has them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheManager {
+    layout: CacheLayout,
+    capacity: Capacity,
+    pages: Vec<Page>,
+    /// Pages that hold nothing; the last one is taken first.
+    free_pages: Vec<usize>,
+    free_snapshots: Vec<usize>,
+    cached: HashMap<Prefix, CachedPage>,
+    sequences: Vec<Option<Sequence>>,
+    /// Counts admissions and uses of prefixes.
+    clock: u64,
+}
+
+impl CacheManager {
+    /// A cache in which nothing is taken.
+    ///
+    /// # Errors
+    /// More pages or sequences than 32 bits can name slots of.
+    pub fn new(layout: CacheLayout, capacity: Capacity) -> Result<Self> {
+        let state_rows = LayerKind::ALL.map(|kind| layout.state_rows(kind)).into_iter().max().unwrap_or(0);
+        let limits = [
+            ("num_pages", capacity.num_pages, LayerKind::Csa.entries_per_page()),
+            ("num_sequences", capacity.num_sequences, layout.window_rows.max(state_rows)),
+            ("num_snapshots", capacity.num_snapshots, 1),
+        ];
+        for (argument, value, slots_each) in limits {
+            if value.checked_mul(slots_each).is_none_or(|slots| i32::try_from(slots).is_err()) {
+                return Err(CacheError::TooMany { argument, value });
+            }
+        }
+        Ok(Self {
+            pages: vec![Page::default(); capacity.num_pages],
+            free_pages: (0..capacity.num_pages).rev().collect(),
+            free_snapshots: (0..capacity.num_snapshots).rev().collect(),
+            cached: HashMap::new(),
+            sequences: vec![None; capacity.num_sequences],
+            clock: 0,
+            layout,
+            capacity,
+        })
+    }
+
+    /// The layout of the memory that the slots are of.
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    /// Pages that a step can get: free ones, and those of prefixes that no sequence holds.
+    pub fn available_pages(&self) -> usize {
+        self.free_pages.len() + self.evictable().len()
+    }
+
+    /// Begins a sequence with the longest prefix of its prompt that is cached with a snapshot, always less than the prompt: a
+    /// token at least is computed.
+    ///
+    /// # Errors
+    /// An empty prompt, or no state that is free.
+    pub fn admit(&mut self, prompt: &[u32]) -> Result<Admitted> {
+        if prompt.is_empty() {
+            return Err(CacheError::NoTokens);
+        }
+        let slot = self.sequences.iter().position(Option::is_none);
+        let slot = slot.ok_or(CacheError::OutOfSequences(self.capacity.num_sequences))?;
+        let found = self.longest_prefix(&prompt[..prompt.len() - 1]);
+        let restore = found.last().and_then(|prefix| self.cached[prefix].snapshot);
+        self.clock += 1;
+        let mut block_table = Vec::with_capacity(found.len());
+        for prefix in &found {
+            if let Some(cached) = self.cached.get_mut(prefix) {
+                cached.last_used = self.clock;
+                self.pages[cached.page].holders += 1;
+                block_table.push(cached.page);
+            }
+        }
+        let cached_tokens = found.len() * TOKENS_PER_PAGE;
+        let tokens = prompt[..cached_tokens].to_vec();
+        self.sequences[slot] = Some(Sequence { generation: self.clock, tokens, drafts: 0, block_table });
+        let sequence = SequenceId { slot: slot as u32, generation: self.clock };
+        Ok(Admitted { sequence, cached_tokens, restore })
+    }
+
+    /// Appends tokens, of which the last `drafts` may be rejected afterwards, and says where they are written.
+    ///
+    /// # Errors
+    /// No tokens, too many drafts, drafts of the last step that nobody decided about, or too few pages.
+    pub fn step(&mut self, id: SequenceId, tokens: &[u32], drafts: usize) -> Result<SlotMapping> {
+        let sequence = self.sequence(id)?;
+        if sequence.drafts > 0 {
+            return Err(CacheError::OpenDrafts(sequence.drafts));
+        }
+        if tokens.is_empty() {
+            return Err(CacheError::NoTokens);
+        }
+        let most = self.layout.max_draft_tokens;
+        if drafts > most || drafts >= tokens.len() {
+            return Err(CacheError::TooManyDrafts { tokens: tokens.len(), drafts, most });
+        }
+        let from = sequence.tokens.len();
+        let wanted = (from + tokens.len()).div_ceil(TOKENS_PER_PAGE);
+        let pages = self.take_pages(wanted.saturating_sub(sequence.block_table.len()))?;
+        let sequence = self.sequence_mut(id)?;
+        sequence.block_table.extend(pages);
+        sequence.tokens.extend(tokens);
+        sequence.drafts = drafts;
+        let block_table = sequence.block_table.clone();
+        Ok(self.mapping(id.slot(), &block_table, from..from + tokens.len()))
+    }
+
+    /// Keeps the first `accepted` drafts of the last step and rejects the others: the next step begins behind those kept, and
+    /// writes the rows of the others again. Pages that held nothing else are free.
+    ///
+    /// # Errors
+    /// More drafts than the last step had.
+    pub fn accept(&mut self, id: SequenceId, accepted: usize) -> Result<()> {
+        let sequence = self.sequence_mut(id)?;
+        let drafts = sequence.drafts;
+        if accepted > drafts {
+            return Err(CacheError::TooManyAccepted { accepted, drafts });
+        }
+        let length = sequence.tokens.len() - (drafts - accepted);
+        sequence.tokens.truncate(length);
+        sequence.drafts = 0;
+        let given_back = sequence.block_table.split_off(length.div_ceil(TOKENS_PER_PAGE));
+        self.give_back(given_back);
+        Ok(())
+    }
+
+    /// Lets later sequences that begin with the same tokens reuse this one's pages: returns the snapshot to which its state is to
+    /// be copied, or `None` where one of this prefix exists. Of the snapshots the one that was used least recently is given up.
+    ///
+    /// # Errors
+    /// A sequence that does not end where a page ends, or has open drafts; a cache without snapshots.
+    pub fn snapshot(&mut self, id: SequenceId) -> Result<Option<usize>> {
+        let sequence = self.sequence(id)?;
+        let length = sequence.tokens.len();
+        if sequence.drafts > 0 {
+            return Err(CacheError::OpenDrafts(sequence.drafts));
+        }
+        if length == 0 || !length.is_multiple_of(TOKENS_PER_PAGE) {
+            return Err(CacheError::NotAtPageEnd(length));
+        }
+        if self.capacity.num_snapshots == 0 {
+            return Err(CacheError::NoSnapshots);
+        }
+        let (prefixes, block_table) = (prefixes_of(&sequence.tokens), sequence.block_table.clone());
+        self.clock += 1;
+        for (at, (&prefix, &page)) in prefixes.iter().zip(&block_table).enumerate() {
+            let parent = at.checked_sub(1).map(|before| prefixes[before]);
+            self.remember(prefix, page, parent);
+        }
+        let last = prefixes[prefixes.len() - 1];
+        if self.cached[&last].snapshot.is_some() {
+            return Ok(None);
+        }
+        let snapshot = self.free_snapshots.pop().or_else(|| self.oldest_snapshot());
+        if let Some(cached) = self.cached.get_mut(&last) {
+            cached.snapshot = snapshot;
+        }
+        Ok(snapshot)
+    }
+
+    /// Ends a sequence. Its pages are free, but for those of cached prefixes, which stay until their room is needed.
+    ///
+    /// # Errors
+    /// A sequence that is not under way.
+    pub fn release(&mut self, id: SequenceId) -> Result<()> {
+        self.sequence(id)?;
+        if let Some(sequence) = self.sequences[id.slot()].take() {
+            self.give_back(sequence.block_table);
+        }
+        Ok(())
+    }
+
+    /// Tokens of a sequence, drafts included.
+    ///
+    /// # Errors
+    /// A sequence that is not under way.
+    pub fn num_tokens(&self, id: SequenceId) -> Result<usize> {
+        Ok(self.sequence(id)?.tokens.len())
+    }
+
+    /// Pages of a sequence in the order of its tokens.
+    ///
+    /// # Errors
+    /// A sequence that is not under way.
+    pub fn block_table(&self, id: SequenceId) -> Result<Vec<i32>> {
+        Ok(self.sequence(id)?.block_table.iter().map(|&page| page as i32).collect())
+    }
+
+    /// Slots of the entries that a query at this position sees, in their order: floor((position + 1) / ratio) of them
+    /// (inference 6.1). Empty where the layer has none.
+    ///
+    /// # Errors
+    /// A sequence that is not under way.
+    pub fn entry_slots(&self, id: SequenceId, kind: LayerKind, position: usize) -> Result<Vec<i32>> {
+        let sequence = self.sequence(id)?;
+        let Some(ratio) = kind.ratio() else { return Ok(Vec::new()) };
+        let entries = (position + 1).min(sequence.tokens.len()) / ratio;
+        Ok((0..entries).map(|entry| entry_slot(&sequence.block_table, kind, entry)).collect())
+    }
+
+    /// Slots of the window rows that a query at this position sees, oldest first, then -1 (inference 13.3).
+    ///
+    /// # Errors
+    /// A sequence that is not under way.
+    pub fn window_slots(&self, id: SequenceId, position: usize) -> Result<Vec<i32>> {
+        self.sequence(id)?;
+        let rows = self.layout.window_rows;
+        let first = (position + 1).saturating_sub(WINDOW);
+        let mut slots: Vec<i32> = (first..=position).map(|token| row_slot(id.slot(), rows, token)).collect();
+        slots.resize(WINDOW, -1);
+        Ok(slots)
+    }
+
+    fn sequence(&self, id: SequenceId) -> Result<&Sequence> {
+        let own = self.sequences.get(id.slot()).and_then(Option::as_ref);
+        own.filter(|sequence| sequence.generation == id.generation).ok_or(CacheError::UnknownSequence(id))
+    }
+
+    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
+        let own = self.sequences.get_mut(id.slot()).and_then(Option::as_mut);
+        own.filter(|sequence| sequence.generation == id.generation).ok_or(CacheError::UnknownSequence(id))
+    }
+
+    fn mapping(&self, slot: usize, block_table: &[usize], positions: Range<usize>) -> SlotMapping {
+        let rows = |rows: usize| -> Vec<i32> {
+            // Rows that a later token of the step takes are written once, by that one.
+            let kept = |token: usize| rows > 0 && token + rows >= positions.end;
+            positions.clone().map(|token| if kept(token) { row_slot(slot, rows, token) } else { -1 }).collect()
+        };
+        let entries = |kind: LayerKind| -> Vec<i32> {
+            let completes = |token: usize| kind.ratio().filter(|ratio| (token + 1).is_multiple_of(*ratio));
+            let slot = |token: usize| {
+                completes(token).map_or(-1, |ratio| entry_slot(block_table, kind, (token + 1) / ratio - 1))
+            };
+            positions.clone().map(slot).collect()
+        };
+        SlotMapping {
+            window: rows(self.layout.window_rows),
+            csa_state: rows(self.layout.state_rows(LayerKind::Csa)),
+            hca_state: rows(self.layout.state_rows(LayerKind::Hca)),
+            csa: entries(LayerKind::Csa),
+            hca: entries(LayerKind::Hca),
+            positions,
+        }
+    }
+
+    /// The cached prefixes of these tokens, as far as the last one that has a snapshot.
+    fn longest_prefix(&self, tokens: &[u32]) -> Vec<Prefix> {
+        let cached = |prefix: &Prefix| self.cached.contains_key(prefix);
+        let mut found: Vec<Prefix> = prefixes_of(tokens).into_iter().take_while(cached).collect();
+        let usable = found.iter().rposition(|prefix| self.cached[prefix].snapshot.is_some());
+        found.truncate(usable.map_or(0, |last| last + 1));
+        found
+    }
+
+    /// Makes a page known as the end of a prefix, unless there is one that holds the same.
+    fn remember(&mut self, prefix: Prefix, page: usize, parent: Option<Prefix>) {
+        let last_used = self.clock;
+        let entry = self.cached.entry(prefix);
+        entry.and_modify(|cached| cached.last_used = last_used).or_insert_with(|| {
+            self.pages[page].prefix = Some(prefix);
+            CachedPage { page, parent, snapshot: None, last_used }
+        });
+    }
+
+    /// Takes the snapshot that was used least recently from its prefix.
+    fn oldest_snapshot(&mut self) -> Option<usize> {
+        let with_snapshot = self.cached.values_mut().filter(|cached| cached.snapshot.is_some());
+        with_snapshot.min_by_key(|cached| (cached.last_used, cached.page))?.snapshot.take()
+    }
+
+    /// Prefixes that no sequence holds, nor one that continues them.
+    fn evictable(&self) -> Vec<Prefix> {
+        let mut needed: HashSet<Prefix> = HashSet::new();
+        for cached in self.cached.values().filter(|cached| self.pages[cached.page].holders > 0) {
+            let mut parent = cached.parent;
+            while let Some(prefix) = parent.filter(|prefix| needed.insert(*prefix)) {
+                parent = self.cached.get(&prefix).and_then(|cached| cached.parent);
+            }
+        }
+        let unused = |(prefix, cached): &(&Prefix, &CachedPage)| {
+            self.pages[cached.page].holders == 0 && !needed.contains(*prefix)
+        };
+        self.cached.iter().filter(unused).map(|(prefix, _)| *prefix).collect()
+    }
+
+    /// So many pages, or none at all. Prefixes are given up as they are needed, the least recently used first, and none before
+    /// those that continue it.
+    fn take_pages(&mut self, needed: usize) -> Result<Vec<usize>> {
+        if needed > self.free_pages.len() {
+            let mut evictable = self.evictable();
+            let available = self.free_pages.len() + evictable.len();
+            if needed > available {
+                return Err(CacheError::OutOfPages { needed, available });
+            }
+            // What continues a prefix was never used later than the prefix: it lies before it in this order, or beside it.
+            let depth = |prefix: &Prefix| std::iter::successors(Some(*prefix), |p| self.cached[p].parent).count();
+            evictable.sort_by_key(|prefix| (self.cached[prefix].last_used, std::cmp::Reverse(depth(prefix)), *prefix));
+            for prefix in evictable.into_iter().take(needed - self.free_pages.len()) {
+                self.forget(prefix);
+            }
+        }
+        let pages = self.free_pages.split_off(self.free_pages.len() - needed);
+        pages.iter().for_each(|&page| self.pages[page].holders = 1);
+        Ok(pages)
+    }
+
+    fn forget(&mut self, prefix: Prefix) {
+        if let Some(cached) = self.cached.remove(&prefix) {
+            self.free_snapshots.extend(cached.snapshot);
+            self.pages[cached.page].prefix = None;
+            self.free_pages.push(cached.page);
+        }
+    }
+
+    fn give_back(&mut self, block_table: Vec<usize>) {
+        for page in block_table {
+            self.pages[page].holders -= 1;
+            if self.pages[page] == Page::default() {
+                self.free_pages.push(page);
+            }
+        }
+    }
+}
+
+/// The slot of an entry: `page * entries_per_page + entry mod entries_per_page`.
+fn entry_slot(block_table: &[usize], kind: LayerKind, entry: usize) -> i32 {
+    let in_page = kind.entries_per_page();
+    (block_table[entry / in_page] * in_page + entry % in_page) as i32
+}
+
+/// The row of a token in a ring of `rows` of the sequence in `slot`.
+fn row_slot(slot: usize, rows: usize, token: usize) -> i32 {
+    (slot * rows + token % rows) as i32
+}
+
+/// The hash of each whole page of these tokens and of all before it.
+fn prefixes_of(tokens: &[u32]) -> Vec<Prefix> {
+    let mut prefix: Option<Prefix> = None;
+    let pages = tokens.chunks_exact(TOKENS_PER_PAGE).map(|page| {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(prefix.as_ref().map_or(&[][..], |before| before));
+        page.iter().for_each(|token| {
+            hasher.update(&token.to_le_bytes());
+        });
+        *prefix.insert(*hasher.finalize().as_bytes())
+    });
+    pages.collect()
+}
+
+#[cfg(test)]
+mod model;

@@ -1,0 +1,347 @@
+//! `grouped_linear`: launchers of `kernels/cuda/experts/grouped_linear.cu` and `grouped_linear_hopper.cu` (inference 5.5, 5.7,
+//! 11.1, 11.3).
+
+use serde::{Deserialize, Serialize};
+
+use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read, scratch, write};
+use crate::experts::moe_map::MAX_EXPERTS;
+use crate::formats::scale_layout::Scales;
+use crate::implementation::Implementation;
+use crate::projections::linear::{
+    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, expert_tile,
+    hopper_defines, hopper_modules, large_maps, quantised_defines, token_tiles, with_maps,
+};
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::Params;
+use crate::runtime::{DType, Device, Result, TensorView, Views};
+
+const FILE: &str = "grouped_linear.cu";
+const HOPPER_FILE: &str = "grouped_linear_hopper.cu";
+const HOPPER_LARGE: &str = "grouped_linear_hopper_large.cu";
+const UNITS: &str = "grouped_linear_units.cu";
+
+/// Bytes of a call's workspace: how many units the blocks of the kernels for many rows have taken.
+pub const WORKSPACE_BYTES: usize = 16;
+const CHECK: Arguments = Arguments { operator: "grouped_linear" };
+
+/// Every module that the launcher compiles.
+pub fn modules() -> Vec<Module> {
+    let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+    let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
+    let large = [module(HOPPER_LARGE, &[]), units_module()];
+    portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain(large).collect()
+}
+
+/// The module of what comes before the kernels for many rows.
+pub(crate) fn units_module() -> Module {
+    module(UNITS, &[])
+}
+
+/// Enqueues, before kernels whose blocks take units as they get free, that none is taken.
+pub(crate) fn begin_units(device: &Device, views: &Views) -> Result<()> {
+    let params = CHECK.params().ptr("num_taken", &views["workspace"]);
+    device.kernel(UNITS, &[], "grouped_linear_units")?.launch_blocks("workspace", 1, &params)
+}
+
+/// Where the rows of experts are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Grouping {
+    /// One expert's behind the other's, each from its offset on.
+    Contiguous,
+    /// Each expert has a part of its own, of which the first rows count.
+    Masked,
+}
+
+/// How the operands of a call are quantised, where the rows of experts are, and which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grouped {
+    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take rows of x and w at multiples of 16
+    /// bytes and whole accesses long.
+    pub quantised: Quantised,
+    /// Where the rows of experts are.
+    pub grouping: Grouping,
+    /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No number that they
+    /// write depends on it.
+    pub expected_rows: usize,
+}
+
+/// Kernels: name, blocks that a multiprocessor holds.
+const LARGE: (&str, usize) = ("grouped_linear_large", 1);
+const SMALL: (&str, usize) = ("grouped_linear_small", 4);
+const SCALAR: (&str, usize) = ("grouped_linear_scalar", 4);
+
+const OF_ROWS: ScaleAxes = ScaleAxes {
+    plain: &["num_rows", "x_groups"],
+    blocks: &[],
+    words: &["x_words", "x_aligned_rows"],
+    groups: &["x_groups", "x_aligned_rows"],
+    tiles: &["x_row_tiles", "x_group_tiles", "tile_bytes"],
+};
+const OF_EXPERTS_ROWS: ScaleAxes = ScaleAxes {
+    plain: &["num_experts", "num_rows", "x_groups"],
+    blocks: &[],
+    words: &["num_experts", "x_words", "x_aligned_rows"],
+    groups: &["num_experts", "x_groups", "x_aligned_rows"],
+    tiles: &["num_experts", "x_row_tiles", "x_group_tiles", "tile_bytes"],
+};
+const OF_WEIGHTS: ScaleAxes = ScaleAxes {
+    plain: &["num_experts", "out_features", "w_groups"],
+    blocks: &["num_experts", "w_row_blocks", "w_groups"],
+    words: &["num_experts", "w_words", "w_aligned_rows"],
+    groups: &["num_experts", "w_groups", "w_aligned_rows"],
+    tiles: &["num_experts", "w_row_tiles", "w_group_tiles", "tile_bytes"],
+};
+
+const SORTED_RESULT: &[&str] = &["num_rows", "out_features"];
+const MASKED_RESULT: &[&str] = &["num_experts", "num_rows", "out_features"];
+
+/// Experts, rows (of a masked call those of an expert), features out and in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extents {
+    /// Experts.
+    pub num_experts: usize,
+    /// Rows of x, of a masked call those of an expert.
+    pub num_rows: usize,
+    /// Features of a row of y.
+    pub out_features: usize,
+    /// Features of a row of x.
+    pub in_features: usize,
+}
+
+impl Grouped {
+    pub(crate) fn is_masked(&self) -> bool {
+        self.grouping == Grouping::Masked
+    }
+
+    /// The scales of x, of a masked call those of an expert's part, and of an expert's w.
+    pub(crate) fn scales(&self, extents: Extents) -> [Scales; 2] {
+        let Extents { num_rows, out_features, in_features, .. } = extents;
+        [self.quantised.x_scales(num_rows, in_features), self.quantised.w_scales(out_features, in_features)]
+    }
+
+    fn scale_axes(&self) -> [&'static ScaleAxes; 2] {
+        [if self.is_masked() { &OF_EXPERTS_ROWS } else { &OF_ROWS }, &OF_WEIGHTS]
+    }
+
+    /// The types and axes of `x_scales` and `w_scales`.
+    pub fn scale_tensors(&self, extents: Extents) -> [ScaleTensor; 2] {
+        let [x_scales, w_scales] = self.scales(extents);
+        let [x_axes, w_axes] = self.scale_axes();
+        let of = |scales: Scales, axes: &ScaleAxes, of_experts: bool| {
+            let (dtype, own) = scales.tensor();
+            let experts = of_experts.then_some(extents.num_experts);
+            let all = experts.into_iter().chain(own.into_iter().map(|(_, extent)| extent));
+            (dtype, axes.of(scales).iter().copied().zip(all).collect())
+        };
+        [of(x_scales, x_axes, self.is_masked()), of(w_scales, w_axes, true)]
+    }
+
+    /// The extents of a call, as x and w have them; what else they have is refused later.
+    pub(crate) fn extents_of(&self, views: &Views) -> Extents {
+        let shape = |name: &str| views.get(name).map_or(&[][..], |view| &view.shape[..]);
+        let [num_experts, out_features] = match *shape("w") {
+            [experts, outs, _] => [experts, outs.min(MAX_FEATURES)],
+            _ => [0, 0],
+        };
+        let [num_rows, in_features] = match *shape("x") {
+            [.., rows, ins] => [rows.min(i32::MAX as usize), ins.min(MAX_FEATURES)],
+            _ => [0, 0],
+        };
+        Extents { num_experts, num_rows, out_features, in_features }
+    }
+
+    pub(crate) fn check(&self, check: Arguments) -> Result<()> {
+        if self.quantised.weights == Weights::Nvfp4 {
+            return check.refuse("weights", "experts have FP8 or MXFP4 weights");
+        }
+        self.quantised.check(check)
+    }
+
+    /// The signature of a call that writes these tensors, or reads them beside the operands; its extents. `out_multiple`: what
+    /// `out_features` are a multiple of.
+    pub(crate) fn signature<'a>(
+        &self,
+        check: Arguments,
+        views: &'a Views,
+        out_multiple: usize,
+        others: impl IntoIterator<Item = Argument<'a>>,
+    ) -> (Signature<'a>, Extents) {
+        let extents = self.extents_of(views);
+        let (masked, hopper) = (self.is_masked(), self.quantised.implementation == Implementation::Hopper);
+        let mxfp4 = self.quantised.weights == Weights::Mxfp4;
+        let rows = |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
+        let [of_x, of_w] = self.scales(extents);
+        let [x_axes, w_axes] = self.scale_axes();
+        let x: &'static [_] =
+            if masked { &["num_experts", "num_rows", "in_features"] } else { &["num_rows", "in_features"] };
+        let w: &'static [_] = match mxfp4 {
+            true => &["num_experts", "out_features", "code_bytes"],
+            false => &["num_experts", "out_features", "in_features"],
+        };
+        let operands = [
+            rows(read("x").of(&[DType::U8]).axes(x)),
+            rows(read("w").of(&[DType::U8]).axes(w)),
+            read("counts").of(&[DType::I32]).axes(&["num_experts"]),
+            read("expert_offsets").of(&[DType::I32]).axes(&["num_experts_and_one"]).when(!masked),
+        ];
+        // Behind those tensors whose extents theirs follow from.
+        let scales = [
+            Quantised::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
+            Quantised::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
+        ];
+        let tensors = operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
+        let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
+        let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
+        // Two codes lie in a byte, and 16 bytes in an access.
+        let multiple = (if hopper { 16 } else { 1 }) * (1 + usize::from(mxfp4));
+        let signature = signature.extent("in_features", multiple, MAX_FEATURES);
+        let signature = signature.given("num_experts_and_one", extents.num_experts + 1);
+        let signature = if mxfp4 { signature.given("code_bytes", extents.in_features / 2) } else { signature };
+        let scales = self.scale_tensors(extents).map(|(_, axes)| axes).concat();
+        let of_others = ["num_experts", "num_rows", "out_features"];
+        let known = scales.into_iter().filter(|(axis, _)| !of_others.contains(axis));
+        (known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent)), extents)
+    }
+
+    /// Tiles of all experts are counted in 32 bits; the workspace has room for the units that are taken.
+    pub(crate) fn check_rows(&self, check: Arguments, views: &Views, extents: Extents) -> Result<()> {
+        let Extents { num_experts, num_rows, .. } = extents;
+        check.holds("workspace", &views["workspace"], WORKSPACE_BYTES)?;
+        let smallest = token_tiles(self.quantised.weights)[0];
+        let tiles = num_experts.saturating_mul(num_rows.div_ceil(smallest));
+        if !self.is_masked() || i32::try_from(tiles).is_ok() {
+            return Ok(());
+        }
+        let most = i32::MAX;
+        check.refuse(
+            "x",
+            format!("{num_experts} experts of {num_rows} rows: there may be {most} tiles of {smallest} rows"),
+        )
+    }
+
+    /// Whether blocks of the Hopper kernels for many rows work in pairs: of an even number of tiles of features they leave none
+    /// without a second; of experts that have no more than a pair of tiles of rows they would share too little.
+    pub(crate) fn takes_pairs(&self, extents: Extents) -> bool {
+        let [rows, features] = LARGE_TILE;
+        extents.out_features.div_ceil(features).is_multiple_of(2) && self.expected_rows > 2 * rows
+    }
+
+    /// Rows that nearly every expert's stay below: tokens choose experts one by one, so that their numbers scatter by the square root.
+    /// Of 64 expected ones half of the experts would have more than a tile of 64 holds, and read their weights twice.
+    fn rows_of_most(&self) -> usize {
+        self.expected_rows.saturating_add(2 * self.expected_rows.isqrt())
+    }
+
+    /// The portable kernel that suits a call, and blocks that a multiprocessor holds.
+    fn portable(&self, vectorised: bool) -> (&'static str, usize) {
+        match vectorised {
+            false => SCALAR,
+            true if self.expected_rows <= FEW_ROWS => SMALL,
+            true => LARGE,
+        }
+    }
+}
+
+/// Launches `y[p] = x[p] w[e]^T` for the rows p of each expert e; returns the kernel that ran. Its tensors:
+///
+/// - `x` u8, e4m3 codes, `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`; rows contiguous;
+/// - `w` `[num_experts, out_features, in_features]` u8, e4m3 codes, or `[num_experts, out_features, in_features / 2]`,
+///   two e2m1 codes in a byte, the even one in the low nibble; rows contiguous; up to 512 experts;
+/// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the `quantize_*`
+///   operators write them, of x (masked: of each expert's part), and of each expert's w; nobody reads their padding,
+///   nor the scales of rows of nobody;
+/// - `counts` `[num_experts]` i32: rows of each expert, those beyond the expert's room left out, none where it is
+///   negative;
+/// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and the end of all;
+///   ascending, 0 to num_rows, multiples of anything;
+/// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`; rows contiguous.
+///   Rows of nobody become 0; masked they stay as they were;
+/// - `workspace`, scratch memory of [`WORKSPACE_BYTES`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<String> {
+    grouped.check(CHECK)?;
+    let axes = if grouped.is_masked() { MASKED_RESULT } else { SORTED_RESULT };
+    let (mut signature, extents) = grouped.signature(CHECK, views, 1, [write("y").of(&FLOATS).axes(axes).rows()]);
+    signature.bind([])?;
+    grouped.check_rows(CHECK, views, extents)?;
+    let vectorised = signature.vectorised_rows(&["x", "w"]);
+    let quantised = &grouped.quantised;
+    // No number of rows is too small for it.
+    let misfit = quantised.hopper_misfit(vectorised);
+    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let maps = if hopper { large_maps(device, views, quantised.weights, grouped.rows_of_most())? } else { None };
+    let params = with_maps(params(views, &grouped, extents)?, maps);
+    let processors = device.environment().processors as usize;
+    if maps.is_some() {
+        let name = if grouped.takes_pairs(extents) {
+            "grouped_linear_hopper_large_pairs"
+        } else {
+            "grouped_linear_hopper_large"
+        };
+        let blocks = blocks(&grouped, extents, LARGE_TILE);
+        begin_units(device, views)?;
+        device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        return Ok(name.to_owned());
+    }
+    if hopper {
+        let (name, tokens) = ("grouped_linear_hopper", expert_tile(quantised.weights, grouped.expected_rows));
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), name)?;
+        let held = processors * quantised.hopper_held(tokens);
+        kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(held), &params)?;
+        return Ok(quantised.hopper_path(name, tokens));
+    }
+    let (name, held) = grouped.portable(vectorised);
+    let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
+    // The smallest tiles: what no tile is left for only looks.
+    kernel.launch_blocks("x", blocks(&grouped, extents, [FEW_ROWS, 64]).min(processors * held), &params)?;
+    Ok(name.to_owned() + &quantised.suffix())
+}
+
+/// Blocks that may have something to do: tiles of the result, of which each expert may have one that is not full.
+pub(crate) fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usize; 2]) -> usize {
+    let Extents { num_experts, num_rows, out_features, .. } = extents;
+    let row_tiles = match grouped.is_masked() {
+        true => num_experts.saturating_mul(num_rows.div_ceil(rows)),
+        false => num_rows.div_ceil(rows) + num_experts.min(num_rows),
+    };
+    row_tiles.saturating_mul(out_features.div_ceil(columns))
+}
+
+/// The strides of the experts, 0 where there are none, and of the rows of a tensor.
+pub(crate) fn of_experts(params: Params, name: &str, view: &TensorView) -> Params {
+    match view.strides[..] {
+        [experts, rows, _] => params
+            .ptr(name, view)
+            .stride(format!("{name}_expert_stride"), experts)
+            .stride(format!("{name}_stride"), rows),
+        [rows, _] => {
+            params.ptr(name, view).stride(format!("{name}_expert_stride"), 0).stride(format!("{name}_stride"), rows)
+        }
+        _ => params.ptr(name, view),
+    }
+}
+
+fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> {
+    let (y, [x_scales, w_scales]) = (&views["y"], grouped.scales(extents));
+    let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
+    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
+    let offsets = views.get("expert_offsets").filter(|_| !grouped.is_masked());
+    let params = of_experts(params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets), "out", y);
+    let places = |scales: Scales| scales.padded_rows() * scales.padded_groups();
+    let of_x = if grouped.is_masked() { places(x_scales) } else { 0 };
+    let params = params.i64("x_expert_scales", of_x)?.i64("w_expert_scales", places(w_scales))?;
+    let params = params.i64("rows", extents.num_rows)?.i64("columns", extents.out_features)?;
+    let params = params.i64("depth", extents.in_features)?;
+    let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
+    let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
+    let params = params.i32("x_groups", x_scales.groups)?.i32("x_padded_groups", x_scales.padded_groups())?;
+    let params = params.i32("x_scale_layout", x_scales.number())?;
+    let params = params.i32("w_groups", w_scales.groups)?.i32("w_padded_groups", w_scales.padded_groups())?;
+    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", grouped.quantised.scale_bytes);
+    let wide = (extents.out_features * y.dtype.size()).is_multiple_of(16) && is_aligned(y);
+    let params = params.i32("experts", extents.num_experts)?.flag("out_is_f32", y.dtype == DType::F32);
+    Ok(params.flag("wide", wide).ptr("num_taken", &views["workspace"]))
+}

@@ -1,0 +1,230 @@
+//! `grouped_linear_swiglu`: launchers of `kernels/cuda/experts/grouped_linear_swiglu.cu`, `grouped_linear_swiglu_hopper.cu` and
+//! `grouped_linear_swiglu_hopper_large.cu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
+
+use crate::arguments::{Argument, Arguments, Signature, read, write};
+use crate::experts::grouped_linear::{Extents, Grouped, begin_units, blocks, of_experts, units_module};
+use crate::experts::swiglu_quantize;
+use crate::formats::gate_up_interleave::GRANULE;
+use crate::formats::scale_layout::Scales;
+use crate::projections::linear::{
+    BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines, large_boxes, maps_of,
+    quantised_defines, token_tiles, with_maps,
+};
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::Params;
+use crate::runtime::{DType, Device, Result, Views};
+
+const FILE: &str = "grouped_linear_swiglu.cu";
+const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper.cu";
+const HOPPER: &str = "grouped_linear_swiglu_hopper";
+const HOPPER_LARGE_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
+/// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are interleaved with up's.
+const HOPPER_LARGE: [[&str; 2]; 2] = [
+    ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"],
+    ["grouped_linear_swiglu_hopper_large_pairs", "grouped_linear_swiglu_hopper_large_interleaved_pairs"],
+];
+const CHECK: Arguments = Arguments { operator: "grouped_linear_swiglu" };
+/// What the rows of w are a multiple of: gate and up have eights of rows each.
+pub const MULTIPLE: usize = 2 * GRANULE;
+/// Columns of a tile, gate and up together; `COLUMNS` in the kernel source.
+const COLUMNS: usize = 256;
+/// Rows of the large tiles; `LargeTile::ROWS` in the kernel source.
+const MANY_ROWS: usize = 64;
+
+/// Every module that the launcher compiles.
+pub fn modules() -> Vec<Module> {
+    let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+    let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
+    let hopper = formats.into_iter().flat_map(|(weights, group)| {
+        let of = move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights, group));
+        let tiles: &[usize] = if weights == Weights::Fp8 { &[FEW_ROWS] } else { token_tiles(weights) };
+        tiles.iter().map(of)
+    });
+    let large = [module(HOPPER_LARGE_FILE, &[]), units_module()];
+    portable.into_iter().chain(hopper).chain(large).collect()
+}
+
+/// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// The product. Of FP8 weights the kernels for Hopper take rows of gate before those of up where these begin at a multiple
+    /// of 128, with the scales of blocks of their own.
+    pub grouped: Grouped,
+    /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them; otherwise all those of
+    /// gate come first.
+    pub interleaved: bool,
+    /// Groups, scales, and whether numbers are rounded to bf16 before they are quantised.
+    pub quantised: swiglu_quantize::Options,
+}
+
+const OF_ROWS: ScaleAxes = ScaleAxes {
+    plain: &["num_rows", "num_groups"],
+    blocks: &[],
+    words: &["num_words", "aligned_rows"],
+    groups: &["num_groups", "aligned_rows"],
+    tiles: &["row_tiles", "group_tiles", "tile_bytes"],
+};
+const OF_EXPERTS_ROWS: ScaleAxes = ScaleAxes {
+    plain: &["num_experts", "num_rows", "num_groups"],
+    blocks: &[],
+    words: &["num_experts", "num_words", "aligned_rows"],
+    groups: &["num_experts", "num_groups", "aligned_rows"],
+    tiles: &["num_experts", "row_tiles", "group_tiles", "tile_bytes"],
+};
+
+impl Options {
+    /// The scales of the codes, of a masked call those of an expert's part.
+    pub fn scales(&self, extents: Extents) -> Scales {
+        self.quantised.scales(extents.num_rows, extents.out_features / 2)
+    }
+
+    fn scale_axes(&self) -> &'static ScaleAxes {
+        if self.grouped.is_masked() { &OF_EXPERTS_ROWS } else { &OF_ROWS }
+    }
+
+    /// The type and the axes of `scales`.
+    pub fn scale_tensor(&self, extents: Extents) -> ScaleTensor {
+        let scales = self.scales(extents);
+        let (dtype, own) = scales.tensor();
+        let experts = self.grouped.is_masked().then_some(extents.num_experts);
+        let all = experts.into_iter().chain(own.into_iter().map(|(_, extent)| extent));
+        (dtype, self.scale_axes().of(scales).iter().copied().zip(all).collect())
+    }
+
+    /// The arguments beside the operands.
+    fn results<'a>(&self, scales: Scales) -> [Argument<'a>; 3] {
+        let masked = self.grouped.is_masked();
+        let [weight, codes]: [&'static [_]; 2] = match masked {
+            true => [&["num_experts", "num_rows"], &["num_experts", "num_rows", "intermediate_size"]],
+            false => [&["num_rows"], &["num_rows", "intermediate_size"]],
+        };
+        let types: &[DType] = match scales.tensor().0 {
+            DType::U8 => &[DType::U8],
+            DType::I32 => &[DType::I32],
+            _ => &[DType::F32],
+        };
+        [
+            read("weight").of(&[DType::F32]).axes(weight).optional(),
+            write("codes").of(&[DType::U8]).axes(codes).rows(),
+            write("scales").of(types).axes(self.scale_axes().of(scales)),
+        ]
+    }
+
+    fn bind<'a>(&self, views: &'a Views) -> Result<(Signature<'a>, Extents)> {
+        // The scales' axes are checked against extents that x and w say.
+        let extents = self.grouped.extents_of(views);
+        let scales = self.scales(extents);
+        let (signature, extents) = self.grouped.signature(CHECK, views, MULTIPLE, self.results(scales));
+        let signature = signature.given("intermediate_size", extents.out_features / 2);
+        let (_, axes) = self.scale_tensor(extents);
+        let known = axes.into_iter().filter(|(axis, _)| !["num_experts", "num_rows"].contains(axis));
+        let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
+        signature.bind([])?;
+        self.grouped.check_rows(CHECK, views, extents)?;
+        Ok((signature, extents))
+    }
+
+    fn check(&self) -> Result<()> {
+        self.grouped.check(CHECK)?;
+        self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 }).check(CHECK)
+    }
+
+    /// Why the Hopper kernels do not take a call.
+    fn hopper_misfit(&self, extents: Extents, vectorised: bool) -> Option<String> {
+        let in_blocks = self.grouped.quantised.weights == Weights::Fp8 && !self.interleaved;
+        let shared = in_blocks && !(extents.out_features / 2).is_multiple_of(BLOCK);
+        let reason =
+            || format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
+        shared.then(reason).or_else(|| self.grouped.quantised.hopper_misfit(vectorised))
+    }
+
+    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call.
+    fn suits_large(&self) -> bool {
+        self.grouped.quantised.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
+    }
+
+    /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
+    fn kernel(&self, vectorised: bool) -> (&'static str, usize, usize) {
+        match vectorised {
+            false => ("grouped_linear_swiglu_scalar", 3, FEW_ROWS),
+            true if self.grouped.expected_rows <= FEW_ROWS => ("grouped_linear_swiglu_small", 3, FEW_ROWS),
+            true => ("grouped_linear_swiglu_large", 1, MANY_ROWS),
+        }
+    }
+}
+
+/// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p] silu(min(gate, limit))
+/// clamp(up, -limit, limit)` and its quantisation; returns the kernel that ran. Its tensors, beside `x`, `w`, `x_scales`,
+/// `w_scales`, `counts`, `expert_offsets` and `workspace` of [`crate::experts::grouped_linear::forward`], whose `out_features` are gate
+/// and up together, a multiple of 16:
+///
+/// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent for ones;
+/// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows, intermediate_size]`, half of
+///   `out_features`; rows contiguous. Rows of nobody are quantised as zeros; masked they stay as they were;
+/// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]; what pads them is written as 0, but masked what pads
+///   the rows of a part stays as it was.
+///
+/// # Errors
+/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales hold bytes), a compile error, a refused
+/// launch.
+pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> Result<String> {
+    options.check()?;
+    let (signature, extents) = options.bind(views)?;
+    CHECK.positive("limit", limit)?;
+    let (grouped, quantised) = (&options.grouped, &options.grouped.quantised);
+    let vectorised = signature.vectorised_rows(&["x", "w"]);
+    let misfit = options.hopper_misfit(extents, vectorised);
+    // No number of rows is too small for it.
+    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let boxes = large_boxes(views).filter(|_| hopper && options.suits_large());
+    let maps = boxes.map(|boxes| maps_of(device, boxes)).transpose()?;
+    let params =
+        params(views, &options, extents)?.flag("wide", signature.vectorised_rows(&["codes"])).f32("limit", limit);
+    let params = with_maps(params, maps);
+    let processors = device.environment().processors as usize;
+    if maps.is_some() {
+        let name = HOPPER_LARGE[usize::from(grouped.takes_pairs(extents))][usize::from(options.interleaved)];
+        let blocks = blocks(grouped, extents, LARGE_TILE);
+        begin_units(device, views)?;
+        device.kernel(HOPPER_LARGE_FILE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        return Ok(name.to_owned());
+    }
+    if hopper {
+        // Of FP8 the kernel has tiles of few rows alone, which it takes where hardware copies no boxes for the other, too.
+        let tokens = match quantised.weights {
+            Weights::Fp8 => FEW_ROWS,
+            weights => expert_tile(weights, grouped.expected_rows),
+        };
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), HOPPER)?;
+        // A cluster that waits for a place would begin its turns when others end theirs.
+        let clusters = [blocks(grouped, extents, [tokens, COLUMNS]), kernel.resident_clusters(device.environment())];
+        let [wanted, most] = clusters.map(|clusters| clusters.saturating_mul(kernel.cluster()));
+        kernel.launch_clusters("x", wanted, most, &params)?;
+        return Ok(quantised.hopper_path(HOPPER, tokens));
+    }
+    let (name, held, rows) = options.kernel(vectorised);
+    let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
+    let most = processors * held;
+    kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
+    Ok(name.to_owned() + &quantised.suffix())
+}
+
+/// All parameters but how codes are stored and the limit.
+fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> {
+    let (grouped, quantised) = (&options.grouped, options.quantised);
+    let [x_scales, w_scales] = grouped.scales(extents);
+    let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
+    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
+    let offsets = views.get("expert_offsets").filter(|_| !grouped.is_masked());
+    let params = params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets);
+    let params = of_experts(params.ptr("weight", views.get("weight")), "codes", &views["codes"]);
+    let params = params.ptr("scales", &views["scales"]).i64("rows", extents.num_rows)?;
+    let params = params.i64("columns", extents.out_features)?.i64("depth", extents.in_features)?;
+    let params = params.i32("experts", extents.num_experts)?.i32("x_scale_layout", x_scales.number())?;
+    let params = params.i32("w_scale_layout", w_scales.number())?;
+    let params = params.flag("scale_bytes", grouped.quantised.scale_bytes).flag("interleaved", options.interleaved);
+    let params = params.i32("scale_layout", options.scales(extents).number())?;
+    let params = params.i32("scale_type", quantised.scale as usize)?;
+    let params = params.i32("log2_group", quantised.group.columns().trailing_zeros() as usize)?;
+    Ok(params.flag("round_to_bf16", quantised.round_to_bf16).ptr("num_taken", &views["workspace"]))
+}

@@ -1,0 +1,9 @@
+//! Number formats: quantization, and the layouts of codes and scales.
+
+pub mod gate_up_interleave;
+pub mod hadamard;
+pub mod quantize_fp8;
+pub mod quantize_mxfp4;
+pub mod quantize_nvfp4;
+pub mod scale_layout;
+pub mod scale_swizzle;

@@ -1,0 +1,149 @@
+//! `quantize_fp8`: launcher of `kernels/cuda/formats/quantize_fp8.cu` (inference 5.3, 5.4, 5.7).
+
+use serde::{Deserialize, Serialize};
+
+use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
+use crate::formats::scale_layout::extents_of;
+pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
+use crate::runtime::device::Module;
+use crate::runtime::{DType, Device, Result, Views};
+
+const FILE: &str = "quantize_fp8.cu";
+const CHECK: Arguments = Arguments { operator: "quantize_fp8" };
+
+/// Which numbers share a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Group {
+    /// 64 neighbours in a row.
+    Row64,
+    /// 128 neighbours in a row.
+    Row128,
+    /// Squares of 128 rows and 128 columns; their scales lie row by row.
+    Square128,
+}
+
+impl Group {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Row64, Self::Row128, Self::Square128];
+
+    /// Rows and columns of a group.
+    pub fn extents(self) -> [usize; 2] {
+        match self {
+            Self::Row64 => [1, 64],
+            Self::Row128 => [1, 128],
+            Self::Square128 => [128, 128],
+        }
+    }
+}
+
+/// How numbers are quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Which numbers share a scale.
+    pub group: Group,
+    /// What a scale is.
+    pub scale: ScaleType,
+    /// Where scales lie.
+    pub layout: ScaleLayout,
+}
+
+impl Options {
+    /// The scales of a matrix.
+    pub fn scales(self, num_rows: usize, width: usize) -> Scales {
+        let [rows, columns] = self.group.extents();
+        Scales {
+            bytes: self.scale == ScaleType::E8m0,
+            layout: self.layout,
+            rows: num_rows.div_ceil(rows),
+            of_rows: rows == 1,
+            groups: width.div_ceil(columns),
+        }
+    }
+
+    fn check(self, scales: Scales) -> Result<()> {
+        if self.group == Group::Square128 && self.layout != ScaleLayout::Plain {
+            return CHECK.refuse("layout", "scales of squares lie row by row");
+        }
+        scales.check(CHECK)
+    }
+}
+
+/// Every module that the launcher compiles.
+pub fn modules() -> Vec<Module> {
+    modules_of_floats(FILE, &["ELEMENT"])
+}
+
+/// Quantises; returns the kernel that ran. Its tensors:
+///
+/// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous, of up to [`MAX_WIDTH`] elements;
+/// - `codes` of the same shape, u8: e4m3, rows contiguous;
+/// - `scales`, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
+///
+/// # Errors
+/// A refused argument (`layout`: scales of squares lie row by row, tiles hold bytes), a compile error, a refused
+/// launch.
+pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
+    let [rows, columns] = extents_of(views, "x");
+    let scales = options.scales(rows, columns);
+    options.check(scales)?;
+    let tensors = [
+        read("x").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        write("codes").of(&[DType::U8]).axes(&["num_rows", "width"]).rows(),
+        scales.written(),
+    ];
+    let signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
+    let mut call = scales.bound(signature);
+    let [num_rows, width] = call.bind(["num_rows", "width"])?;
+    let square = options.group == Group::Square128;
+    let group = options.group.extents()[1];
+    let (row_warps, blocks) = scales.grid(CHECK, "x", group)?;
+    let params = call.params(&["x", "codes"]).ptr("scales", &views["scales"]);
+    let params = scales.params(params, num_rows, width, row_warps)?.i32("scale_type", options.scale as usize)?;
+    let params = params.i32("log2_group", log2(group))?;
+    let names = [
+        ["quantize_fp8_scalar", "quantize_fp8_vector"],
+        ["quantize_fp8_squares_scalar", "quantize_fp8_squares_vector"],
+    ];
+    let name = names[usize::from(square)][usize::from(call.vectorised())];
+    let blocks = if square { scales.rows.saturating_mul(scales.groups) } else { blocks };
+    device.kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?.launch_blocks("x", blocks, &params)?;
+    Ok(name)
+}
+
+/// Decodes; returns the kernel that ran. Its tensors:
+///
+/// - `codes` `[num_rows, width]` u8: e4m3, rows contiguous, of up to [`MAX_WIDTH`] elements;
+/// - `scales` as [`quantize`] writes them; those of padding are not read;
+/// - `y` of the shape of `codes`, bf16 or f32, rows contiguous.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn dequantize(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
+    let [rows, columns] = extents_of(views, "codes");
+    let scales = options.scales(rows, columns);
+    options.check(scales)?;
+    let tensors = [
+        read("codes").of(&[DType::U8]).axes(&["num_rows", "width"]).rows(),
+        write("y").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
+        scales.read(),
+    ];
+    let signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
+    let mut call = scales.bound(signature);
+    let [num_rows, width] = call.bind(["num_rows", "width"])?;
+    let [group_rows, group] = options.group.extents();
+    // Rows of elements, none of padding.
+    let of_rows = Scales { layout: ScaleLayout::Plain, rows: num_rows, ..scales };
+    let (row_warps, blocks) = of_rows.grid(CHECK, "codes", group)?;
+    let params = call.params(&["codes", "y"]).ptr("scales", &views["scales"]);
+    let params = scales.params(params, num_rows, width, row_warps)?.i32("scale_type", options.scale as usize)?;
+    let params = params.i32("log2_group", log2(group))?.i32("log2_group_rows", log2(group_rows))?;
+    let name = if call.vectorised() { "dequantize_fp8_vector" } else { "dequantize_fp8_scalar" };
+    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?;
+    kernel.launch_blocks("codes", blocks, &params)?;
+    Ok(name)
+}
+
+fn log2(power: usize) -> usize {
+    power.trailing_zeros() as usize
+}

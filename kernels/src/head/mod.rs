@@ -1,0 +1,4 @@
+//! Logits and sampling.
+
+pub mod lm_head;
+pub mod sampler;

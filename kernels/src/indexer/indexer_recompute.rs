@@ -1,0 +1,85 @@
+//! `indexer_recompute`: launchers of `kernels/cuda/indexer/indexer_recompute.cu` and `indexer_recompute_hopper.cu` (training 1, 6).
+
+use crate::arguments::{Arguments, Defines, FLOATS, element_types, read, write};
+pub use crate::implementation::Implementation;
+use crate::runtime::device::{Module, module};
+use crate::runtime::{DType, Device, Result, Views};
+
+const FILE: &str = "indexer_recompute.cu";
+const HOPPER_FILE: &str = "indexer_recompute_hopper.cu";
+const CHECK: Arguments = Arguments { operator: "indexer_recompute" };
+/// Width of q and k.
+pub const HEAD_DIM: usize = 128;
+/// The most heads: a block has all of a token's.
+pub const MAX_HEADS: usize = 64;
+
+/// Every module that the launchers compile.
+pub fn modules() -> Vec<Module> {
+    let of = |file: &'static str| FLOATS.into_iter().map(move |weight| module(file, &defines(weight)));
+    of(FILE).chain(of(HOPPER_FILE)).collect()
+}
+
+fn defines(weight: DType) -> Defines {
+    let mut defines = element_types(&[("WEIGHT_ELEMENT", weight)]);
+    defines.push(("SELECTED", "1".to_owned()));
+    defines
+}
+
+/// What a call is told beside its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's sequence.
+    pub global: bool,
+    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by both.
+    pub sm_scale: f32,
+    /// Which implementation runs.
+    pub implementation: Implementation,
+}
+
+/// Computes the indexer's logits of selected keys; returns the kernel that ran. Its tensors:
+///
+/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at multiples of 16 bytes;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what [`Options::sm_scale`] has;
+/// - `indices`, `topk_length`, `cu_q`, `cu_k` i32: which slots are valid, as in
+///   [`score_recompute::target`](crate::indexer::score_recompute::target);
+/// - `logits` `[num_tokens, topk]` f32, rows contiguous: -infinity in slots that are not valid.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
+    let ends = views.get("cu_q").and_then(|cu_q| cu_q.shape.first().copied());
+    let integers = |name: &'static str| read(name).of(&[DType::I32]);
+    let tensors = [
+        read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+        read("w").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows(),
+        read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        integers("indices").axes(&["num_tokens", "topk"]).rows(),
+        integers("topk_length").axes(&["num_tokens"]).optional(),
+        integers("cu_q").axes(&["ends"]).optional(),
+        integers("cu_k").axes(&["ends"]).with(&["cu_q"]).optional(),
+        write("logits").axes(&["num_tokens", "topk"]).rows(),
+    ];
+    let call = CHECK.signature(views, tensors).given("head_dim", HEAD_DIM);
+    let mut call = call.extent("num_heads", 1, MAX_HEADS);
+    let [num_tokens, num_heads, num_keys, topk] = call.bind(["num_tokens", "num_heads", "num_keys", "topk"])?;
+    if ends == Some(0) {
+        return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
+    }
+    CHECK.positive("sm_scale", options.sm_scale)?;
+    let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
+    let params = params.rows("indices", &views["indices"]).ptr("topk_length", views.get("topk_length"));
+    let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
+    let params = params.rows("logits", &views["logits"]).i32("num_tokens", num_tokens)?;
+    let params = params.i32("num_heads", num_heads)?.i32("topk", topk)?;
+    let params = params.i32("num_keys", num_keys)?.i32("num_sequences", ends.map_or(1, |ends| ends - 1))?;
+    let params = params.flag("indices_global", options.global).f32("sm_scale", options.sm_scale);
+    let environment = device.environment();
+    let hopper = options.implementation.runs_hopper(CHECK, environment, num_heads, None)?;
+    // Blocks of the Hopper kernel take tokens in turn.
+    let (file, name, blocks) = match hopper {
+        true => (HOPPER_FILE, "indexer_recompute_hopper", num_tokens.min((environment.processors as usize).max(1))),
+        false => (FILE, "indexer_recompute", num_tokens),
+    };
+    device.kernel(file, &defines(views["w"].dtype), name)?.launch_blocks("q", blocks, &params)?;
+    Ok(name)
+}

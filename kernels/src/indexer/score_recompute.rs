@@ -1,0 +1,239 @@
+//! `score_recompute`: launchers of `kernels/cuda/indexer/score_recompute.cu` and `score_recompute_hopper.cu` (training 5).
+
+use crate::arguments::{Argument, Arguments, read, saved, write};
+pub use crate::implementation::Implementation;
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::Params;
+use crate::runtime::{DType, Device, Result, Views};
+
+const FILE: &str = "score_recompute.cu";
+const HOPPER_FILE: &str = "score_recompute_hopper.cu";
+const CHECK: Arguments = Arguments { operator: "score_recompute" };
+/// A block sums over all heads of its token: so many it can hold.
+const LARGEST_HEADS: usize = 128;
+/// Columns of a panel, of which the Hopper kernel takes whole ones.
+const PANEL_COLUMNS: usize = 64;
+
+/// What a call is told beside its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's sequence.
+    pub global: bool,
+    /// Tokens that one key covers, at least 1. Where there are no `indices`.
+    pub ratio: usize,
+    /// Multiplies `q · k`, finite and above 0.
+    pub softmax_scale: f32,
+    /// Which implementation runs. The Hopper kernel takes `head_dim` in multiples of 64; [`lse`] has none.
+    pub implementation: Implementation,
+}
+
+/// The function that was called.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Function {
+    Target,
+    Scores,
+    Lse,
+}
+
+/// The extents of a call.
+#[derive(Clone, Copy, Debug)]
+struct Extents {
+    num_tokens: usize,
+    num_heads: usize,
+    head_dim: usize,
+    num_keys: usize,
+    num_sequences: usize,
+    /// Slots of a list; `num_keys` without lists.
+    slots: usize,
+    selected: bool,
+}
+
+impl Extents {
+    /// Heads of a block of the portable kernels, or of the Hopper kernel.
+    fn heads(self, hopper: bool) -> usize {
+        match self.num_heads {
+            0..=16 if !hopper => 16,
+            0..=64 => 64,
+            _ => 128,
+        }
+    }
+
+    /// What the kernels are told of them, and of how `columns` slots are ranked.
+    fn params(self, params: Params, columns: usize, options: Options) -> Result<Params> {
+        let params = params.i32("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
+        let params = params.i32("num_keys", self.num_keys)?.i32("columns", columns)?;
+        let params = params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
+        Ok(params.flag("indices_global", options.global).f32("softmax_scale", options.softmax_scale))
+    }
+
+    /// Whether the Hopper kernel runs.
+    fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
+        let fits = self.head_dim.is_multiple_of(PANEL_COLUMNS);
+        let misfit = (!fits)
+            .then(|| format!("head_dim {}: the Hopper kernel takes multiples of {PANEL_COLUMNS}", self.head_dim));
+        implementation.runs_hopper(CHECK, device.environment(), self.num_heads, misfit)
+    }
+}
+
+fn defines(head_dim: usize, heads: usize, selected: bool) -> Vec<(&'static str, String)> {
+    vec![
+        ("HEAD_DIM", head_dim.to_string()),
+        ("HEADS", heads.to_string()),
+        ("SELECTED", usize::from(selected).to_string()),
+    ]
+}
+
+/// The modules of the model's head geometries, and of small ones.
+pub fn modules() -> Vec<Module> {
+    let geometries = [512, 576, 64].into_iter().flat_map(|head_dim| [16, 64, 128].map(|heads| (head_dim, heads)));
+    let all = geometries.flat_map(|(head_dim, heads)| [true, false].map(|selected| (head_dim, heads, selected)));
+    let modules = all.flat_map(|(head_dim, heads, selected)| {
+        let files = if heads > 16 { &[FILE, HOPPER_FILE][..] } else { &[FILE] };
+        files.iter().map(move |&file| module(file, &defines(head_dim, heads, selected)))
+    });
+    modules.collect()
+}
+
+/// Checks the arguments of a call.
+fn check(views: &Views, options: Options, function: Function) -> Result<Extents> {
+    let (scored, dense) = (function != Function::Lse, function == Function::Scores);
+    let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
+    let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
+    // Of one sequence every key has a column.
+    let packed = views.get("cu_q").is_some();
+    let columns: &[&str] = if packed { &["num_tokens", "columns"] } else { &["num_tokens", "num_keys"] };
+    let tensors = [
+        read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+        read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        integers("cu_q").axes(&["ends"]),
+        integers("cu_k").axes(&["ends"]).with(&["cu_q"]),
+        integers("indices").axes(&["num_tokens", "topk"]).rows(),
+        integers("topk_length").axes(&["num_tokens"]),
+        integers("q_off").axes(&["num_sequences"]),
+        per_head(read("lse_beside")).optional().when(!scored),
+        per_head(saved("lse", scored)),
+        read("sink").axes(&["num_heads"]).optional().when(scored),
+        write("target").axes(&["num_tokens", "topk"]).rows().when(function == Function::Target),
+        write("scores").axes(columns).rows().when(dense),
+        write("l1").axes(&["num_tokens"]).when(dense),
+        write("shift").axes(&["num_tokens"]).when(dense),
+    ];
+    let selected = check_ranking(views, function)?;
+    let ends = views.get("cu_q").and_then(|cu_q| cu_q.shape.first().copied());
+    let num_sequences = ends.map_or(1, |ends| ends.saturating_sub(1));
+    let call = CHECK.signature(views, tensors).given("num_sequences", num_sequences);
+    let mut call = call.extent("head_dim", 16, 576).extent("num_heads", 1, LARGEST_HEADS);
+    let axes = ["num_tokens", "num_heads", "head_dim", "num_keys", "topk"];
+    let [num_tokens, num_heads, head_dim, num_keys, topk] = call.bind(axes)?;
+    if ends == Some(0) {
+        return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
+    }
+    if options.ratio == 0 {
+        return CHECK.refuse("ratio", "0 must be at least 1");
+    }
+    CHECK.positive("softmax_scale", options.softmax_scale)?;
+    let slots = if selected { topk } else { num_keys };
+    Ok(Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected })
+}
+
+/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the other.
+fn check_ranking(views: &Views, function: Function) -> Result<bool> {
+    let present = |name| views.get(name).is_some();
+    let selected = present("indices");
+    match function {
+        Function::Target if !selected => {
+            CHECK.refuse("indices", "they must be present: the form without lists of selected keys is `scores`")
+        }
+        Function::Scores if selected => {
+            CHECK.refuse("indices", "they must be absent: the form for lists of selected keys is `target`")
+        }
+        _ if !selected && present("topk_length") => CHECK.refuse("topk_length", "it must be absent without `indices`"),
+        _ if selected && present("q_off") => CHECK.refuse("q_off", "it must be absent where `indices` are present"),
+        _ => Ok(selected),
+    }
+}
+
+fn list_params(params: Params, views: &Views) -> Params {
+    let params = params.rows("indices", views.get("indices")).ptr("topk_length", views.get("topk_length"));
+    params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k")).ptr("q_off", views.get("q_off"))
+}
+
+/// One block a token.
+fn launch(device: &Device, extents: Extents, name: &str, hopper: bool, params: &Params) -> Result<String> {
+    let (file, name) = if hopper { (HOPPER_FILE, format!("{name}_hopper")) } else { (FILE, name.to_owned()) };
+    let heads = extents.heads(hopper);
+    let kernel = device.kernel(file, &defines(extents.head_dim, heads, extents.selected), &name)?;
+    kernel.launch_blocks("q", extents.num_tokens, params)?;
+    let ranking = if extents.selected { "selected" } else { "causal" };
+    Ok(format!("{name}<{heads}, {ranking}>"))
+}
+
+/// Launches what [`target`] and [`scores`] have in common; `written` is what they call the scores.
+fn launch_scores(device: &Device, views: &Views, options: Options, extents: Extents, written: &str) -> Result<String> {
+    let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]);
+    let params = params.ptr("lse", &views["lse"]).ptr("sink", views.get("sink"));
+    let params = list_params(params, views).rows("scores", &views[written]);
+    let of_dense = |name| views.get(name).filter(|_| !extents.selected);
+    let params = params.ptr("l1", of_dense("l1")).ptr("shift", of_dense("shift"));
+    let params = extents.params(params, views[written].shape[1], options)?;
+    launch(device, extents, "score_recompute", extents.hopper(device, options.implementation)?, &params)
+}
+
+/// Launches the sparse target, over lists of selected keys; returns the kernel that ran. Tensors of the operator:
+///
+/// - `q` `[num_tokens, num_heads, head_dim]` bf16, at most 128 heads;
+/// - `k` `[num_keys, head_dim]` bf16: the keys that the indexer ranks; one key head, shared by all query heads;
+/// - `indices` `[num_tokens, topk]` i32: the keys that each token ranks. Slot `j` is valid when `j < topk_length` and the
+///   index names a key of the token's sequence ([`Options::global`]); invalid slots contribute nothing and are never
+///   dereferenced. Without them the ranking is causal, as in [`scores`];
+/// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk` everywhere;
+/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, starting at 0, not falling: packed sequences, of which number `b` has the
+///   tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b + 1]`. Any may be empty. Tokens behind the last
+///   sequence rank nothing. A batch of equal lengths is packed so too. Both are absent for one sequence of everything;
+/// - `lse` `[num_tokens, num_heads]` f32, natural, without the sink: the logarithm of what the exponentials are divided by,
+///   of the ranked keys (V3.2) or of the layer's whole softmax (V4). A head with an infinity of either sign adds nothing,
+///   as padding heads must;
+/// - `sink` `[num_heads]` f32: a logit, not scaled; absent without sinks;
+/// - `target` `[num_tokens, topk]` f32: each row sums to 1, or is 0 where nothing is valid; 0 in invalid slots.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn target(device: &Device, views: &Views, options: Options) -> Result<String> {
+    let extents = check(views, options, Function::Target)?;
+    launch_scores(device, views, options, extents, "target")
+}
+
+/// Launches the dense scores; returns the kernel that ran. Each token ranks the first
+/// `clamp(floor((q_off + t + 1) / ratio), 0, keys)` keys of its sequence, `t` counted within the sequence. Tensors as in
+/// [`target`], but for `indices`, `topk_length` and `target` these:
+///
+/// - `q_off` `[num_sequences]` i32: position of each sequence's first query; absent where it is 0;
+/// - `scores` `[num_tokens, columns]` f32: sums over the heads, 0 in masked columns. Without sequences there are
+///   `num_keys` columns; keys of a sequence beyond the last column are left out;
+/// - `l1` `[num_tokens]` f32: sum of the row of `scores`;
+/// - `shift` `[num_tokens]` f32: `scores` and `l1` are `exp(-shift)` times what the formula says. 0, unless the row's
+///   largest exponent is beyond what fp32 holds well.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn scores(device: &Device, views: &Views, options: Options) -> Result<String> {
+    let extents = check(views, options, Function::Scores)?;
+    launch_scores(device, views, options, extents, "scores")
+}
+
+/// Launches the log-sum-exp of the ranked keys, of either ranking; returns the kernel that ran. Tensors as in [`target`] and
+/// [`scores`], of which it takes no `sink` and writes `lse` alone, `+inf` where there is neither a key nor anything beside:
+///
+/// - `lse_beside` `[num_tokens, num_heads]` f32, natural: log-sum-exp of what the softmax holds beside the ranked keys (the
+///   window); an infinity of either sign is nothing, and so is its absence.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn lse(device: &Device, views: &Views, options: Options) -> Result<String> {
+    let extents = check(views, options, Function::Lse)?;
+    let params =
+        CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).ptr("lse_beside", views.get("lse_beside"));
+    let params = list_params(params, views).ptr("lse", &views["lse"]);
+    let params = extents.params(params, extents.slots, options)?;
+    launch(device, extents, "score_recompute_lse", false, &params)
+}

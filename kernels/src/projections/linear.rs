@@ -1,0 +1,834 @@
+//! `linear`: launchers of `kernels/cuda/projections/linear.cu`, `linear_quantised.cu` and `linear_hopper.cu` (inference 0, 5.2 to
+//! 5.7).
+
+use serde::{Deserialize, Serialize};
+
+use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, is_aligned, read, scratch, write};
+use crate::formats::scale_layout::extents_of;
+pub use crate::formats::scale_layout::{ScaleLayout, Scales};
+use crate::implementation::Implementation;
+use crate::runtime::device::{Module, module};
+use crate::runtime::matrix::{Matrix, MatrixProduct};
+use crate::runtime::params::{DeviceAddress, Params};
+use crate::runtime::tensor_map::{MapWords, TensorMap};
+use crate::runtime::{DType, Device, Result, TensorView, Views};
+
+const FILE: &str = "linear.cu";
+const QUANTISED_FILE: &str = "linear_quantised.cu";
+const HOPPER_FILE: &str = "linear_hopper.cu";
+const HOPPER_LARGE: &str = "linear_hopper_large.cu";
+const CHECK: Arguments = Arguments { operator: "linear" };
+/// Most features of a row, in or out.
+pub const MAX_FEATURES: usize = 1 << 30;
+/// Most groups of a layer.
+pub const MAX_GROUPS: usize = 1 << 16;
+/// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
+pub(crate) const FEW_ROWS: usize = 16;
+/// Of one token, whose warps read whole rows of w: features of a block, and warps that share a row at most, each with so many numbers
+/// of k at a time; `ONE_WARPS * ONE_FEATURES`, `ONE_WARPS` and `ONE_STEP * CHUNK` in the kernel source.
+const ONE: &str = "linear_forward_one";
+const FEATURES_OF_ONE: usize = 16;
+const MOST_WARPS_OF_ROW: usize = 8;
+const STEP_OF_ONE: usize = 512;
+/// Blocks of them for each multiprocessor, at least, if rows are long enough to be shared: fewer leave memory too little to bring at
+/// once.
+const BLOCKS_OF_ONE: usize = 3;
+/// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
+const DEPTH: usize = 64;
+const FEWEST_STAGES: usize = 4;
+/// What beginning a tile costs a block of the Hopper kernel, in stages, and rounds into which k is divided at most.
+const STARTS: usize = 4;
+const MOST_ROUNDS: usize = 4;
+/// Elements of a row that a thread of the sum takes, and its threads; `CHUNK` and `SUM_THREADS` in the kernel source.
+const CHUNK: usize = 8;
+const SUM_THREADS: usize = 256;
+
+/// Rows and numbers of k of a block of FP8 weights that share a scale.
+pub const BLOCK: usize = 128;
+
+/// Every module that the launchers compile.
+pub fn modules() -> Vec<Module> {
+    let of = |(weights, group): (Weights, usize)| module(QUANTISED_FILE, &quantised_defines(weights, group));
+    let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE, &[])]);
+    let quantised = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
+    [vec![module(FILE, &[])], quantised.to_vec(), hopper.collect()].concat()
+}
+
+/// Formats of weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Weights {
+    /// bf16, and x.
+    Bf16,
+    /// e4m3 with a scale for each block of 128 x 128; x e4m3 with one for each 128 numbers of a row.
+    Fp8,
+    /// e2m1 with an e8m0 scale for each 32 numbers of a row; x e4m3 with one for each 128 or 32.
+    Mxfp4,
+    /// e2m1 with an e4m3 scale for each 16 numbers of a row and an fp32 one of the tensor, and x.
+    Nvfp4,
+}
+
+/// Whose kernels multiply bf16 operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Products {
+    /// Those of `linear.cu`.
+    #[default]
+    Own,
+    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it takes the product: more than 16
+    /// rows of the result, which is fp32 where it is added to something, none of its extents 0, and rows of all matrices
+    /// at multiples of 16 bytes and within 2^31 elements. Those of `linear.cu` otherwise.
+    Library,
+}
+
+/// How the operands of a call are quantised, and which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Quantised {
+    /// Formats; not bf16.
+    pub weights: Weights,
+    /// Numbers of x that share a scale: 128 of FP8, 32 or 128 of MXFP4, 16 of NVFP4.
+    pub group: usize,
+    /// Whether scales are bytes, e8m0, or of NVFP4 e4m3. FP8 may have fp32 numbers instead.
+    pub scale_bytes: bool,
+    /// Where the scales of rows lie; those of FP8's blocks of weights are plain.
+    pub layout: ScaleLayout,
+    /// Which kernels run. Those for Hopper take FP8 and MXFP4, rows of x and w at multiples of 16 bytes and whole accesses
+    /// long.
+    pub implementation: Implementation,
+}
+
+impl Quantised {
+    /// The scales of x.
+    pub fn x_scales(&self, num_tokens: usize, in_features: usize) -> Scales {
+        let groups = in_features.div_ceil(self.group.max(1));
+        Scales { bytes: self.scale_bytes, layout: self.layout, rows: num_tokens, of_rows: true, groups }
+    }
+
+    /// The scales of w.
+    pub fn w_scales(&self, out_features: usize, in_features: usize) -> Scales {
+        let (layout, rows, of_rows, group) = match self.weights {
+            Weights::Nvfp4 => (self.layout, out_features, true, 16),
+            Weights::Mxfp4 => (self.layout, out_features, true, 32),
+            Weights::Fp8 | Weights::Bf16 => (ScaleLayout::Plain, out_features.div_ceil(BLOCK), false, BLOCK),
+        };
+        Scales { bytes: self.scale_bytes, layout, rows, of_rows, groups: in_features.div_ceil(group) }
+    }
+
+    /// Bytes of the codes of a row of x, and of w, of so many numbers.
+    pub fn row_bytes(&self, in_features: usize) -> [usize; 2] {
+        match self.weights {
+            Weights::Nvfp4 => [in_features / 2, in_features / 2],
+            Weights::Mxfp4 => [in_features, in_features / 2],
+            Weights::Fp8 | Weights::Bf16 => [in_features, in_features],
+        }
+    }
+
+    /// Refuses what no kernel computes.
+    pub(crate) fn check(&self, check: Arguments) -> Result<()> {
+        let groups: &[usize] = match self.weights {
+            Weights::Bf16 => return check.refuse("weights", "bf16 weights are not quantised"),
+            Weights::Fp8 => &[128],
+            Weights::Mxfp4 => &[128, 32],
+            Weights::Nvfp4 => &[16],
+        };
+        if !groups.contains(&self.group) {
+            return check.refuse("group", format!("{} must be one of {groups:?} for these weights", self.group));
+        }
+        if self.weights != Weights::Fp8 && !self.scale_bytes {
+            return check.refuse("scale_bytes", "scales of four-bit weights are bytes");
+        }
+        self.x_scales(0, 1).check(check)
+    }
+}
+
+/// The defines of the portable kernels of a format.
+pub(crate) fn quantised_defines(weights: Weights, group: usize) -> Defines {
+    vec![("FORMAT", (weights as usize).to_string()), ("GROUP", group.to_string())]
+}
+
+/// The defines of the Hopper kernels for few tokens, with so many in a tile.
+pub(crate) fn hopper_defines(tokens: usize, weights: Weights, group: usize) -> Defines {
+    let numbers = [("TOKENS", tokens), ("WEIGHTS", weights as usize), ("X_GROUP", group)];
+    numbers.map(|(name, number)| (name, number.to_string())).to_vec()
+}
+
+/// Every module of a file of Hopper kernels for few tokens.
+pub(crate) fn hopper_modules(file: &'static str) -> Vec<Module> {
+    let formats = [(Weights::Fp8, BLOCK), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)].into_iter();
+    let of = |(weights, group)| {
+        token_tiles(weights).iter().map(move |&tokens| module(file, &hopper_defines(tokens, weights, group)))
+    };
+    formats.flat_map(of).collect()
+}
+
+/// Which of the three products a launch computes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Product {
+    Forward,
+    Dx,
+    Dw,
+}
+
+/// The paths of products by a library.
+const LIBRARY: [&str; 3] = ["linear_forward<library>", "linear_dx<library>", "linear_dw<library>"];
+
+/// The kernels of one tile: those of all products, blocks that a multiprocessor holds, rows and columns of the tile.
+struct Tiles {
+    names: [&'static str; 3],
+    per_processor: usize,
+    extents: [usize; 2],
+}
+
+const LARGE: Tiles = Tiles {
+    names: ["linear_forward_large", "linear_dx_large", "linear_dw_large"],
+    per_processor: 1,
+    extents: [128, 128],
+};
+/// Of up to [`FEW_ROWS`] rows, which dw does not have: its rows are features.
+const SMALL: Tiles = Tiles {
+    names: ["linear_forward_small", "linear_dx_small", "linear_dw_large"],
+    per_processor: 3,
+    extents: [FEW_ROWS, 64],
+};
+const SCALAR: Tiles = Tiles {
+    names: ["linear_forward_scalar", "linear_dx_scalar", "linear_dw_scalar"],
+    per_processor: 4,
+    extents: [64, 64],
+};
+
+const QUANTISED: [Tiles; 3] = [
+    Tiles { names: ["linear_quantised_large"; 3], per_processor: 1, extents: [128, 128] },
+    Tiles { names: ["linear_quantised_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
+    Tiles { names: ["linear_quantised_scalar"; 3], per_processor: 4, extents: [64, 64] },
+];
+/// Features of a tile of the Hopper kernel for few tokens, as many as numbers of k of a stage of either.
+pub(crate) const FEATURE_TILE: usize = 128;
+/// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of the boxes that it copies.
+pub(crate) const LARGE_TILE: [usize; 2] = [128, 256];
+const LARGE_BOX_ROWS: u32 = 128;
+/// From so many tiles of tokens on a pair of tiles is taken to be whole, though one may lack its second.
+const MANY_TOKEN_TILES: usize = 15;
+
+/// Extents of a product: groups, of each rows and columns of the result, numbers that are added for each element.
+#[derive(Clone, Copy)]
+struct Extents {
+    groups: usize,
+    rows: usize,
+    columns: usize,
+    depth: usize,
+}
+
+impl Product {
+    fn extents(self, num_tokens: usize, out_features: usize, in_features: usize) -> Extents {
+        let [rows, columns, depth] = match self {
+            Self::Forward => [num_tokens, out_features, in_features],
+            Self::Dx => [num_tokens, in_features, out_features],
+            Self::Dw => [out_features, in_features, num_tokens],
+        };
+        Extents { groups: 1, rows, columns, depth }
+    }
+
+    /// Whether warps read whole rows of w, where 16 bytes fit them.
+    fn reads_whole_rows(self, extents: Extents) -> bool {
+        self == Self::Forward && extents.rows == 1
+    }
+
+    fn tiles(self, extents: Extents, vectorised: bool) -> &'static Tiles {
+        match vectorised {
+            false => &SCALAR,
+            true if self != Self::Dw && extents.rows <= FEW_ROWS => &SMALL,
+            true => &LARGE,
+        }
+    }
+}
+
+impl Extents {
+    /// The same of each of so many groups.
+    fn of_groups(self, groups: usize) -> Self {
+        Self { groups, ..self }
+    }
+
+    /// Tiles of the result, and parts of k: as many as the device holds blocks, where tiles alone are fewer.
+    fn grid(self, device: &Device, tiles: &Tiles) -> [usize; 2] {
+        let [rows, columns] = tiles.extents;
+        let count = self.rows.div_ceil(rows).saturating_mul(self.columns.div_ceil(columns)).saturating_mul(self.groups);
+        let held = tiles.per_processor * device.environment().processors as usize;
+        [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
+    }
+
+    /// The same of the Hopper kernels, whose blocks take several tiles: so many parts of k that the last round of the
+    /// multiprocessors is nearly full, where what they leave costs less than that. `tokens`, `features`: of a tile.
+    fn hopper_grid(self, device: &Device, [tokens, features]: [usize; 2]) -> [usize; 2] {
+        let processors = device.environment().processors as usize;
+        let count = self.rows.div_ceil(tokens).saturating_mul(self.columns.div_ceil(features));
+        let stages = self.depth.div_ceil(FEATURE_TILE);
+        // In stages: those of the longest block, its starts, and the sums that it leaves, 8 bytes an element there and
+        // back.
+        let cost = |splits: &usize| {
+            let left = if *splits > 1 { tokens.min(self.rows).div_ceil(16) } else { 0 };
+            count.saturating_mul(*splits).div_ceil(processors).saturating_mul(stages.div_ceil(*splits) + STARTS + left)
+        };
+        let most = stages.div_ceil(FEWEST_STAGES).min(processors.div_ceil(count.max(1)) * MOST_ROUNDS).max(1);
+        [count, (1..=most).min_by_key(cost).unwrap_or(1)]
+    }
+
+    /// Of one token, whose warps read whole rows of w: how many of a block share one, and the blocks.
+    fn warps_of_row(self, device: &Device) -> [usize; 2] {
+        let blocks = |warps: usize| self.columns.div_ceil(FEATURES_OF_ONE / warps).saturating_mul(self.groups);
+        let wanted = BLOCKS_OF_ONE * device.environment().processors as usize;
+        let mut warps = 1;
+        while 2 * warps <= MOST_WARPS_OF_ROW && blocks(warps) < wanted && self.depth > warps * STEP_OF_ONE {
+            warps *= 2;
+        }
+        [warps, blocks(warps)]
+    }
+
+    /// Bytes of the sums that parts of k leave.
+    fn partial_bytes(self, splits: usize) -> usize {
+        let counts = [splits, self.groups, self.rows, self.columns.next_multiple_of(CHUNK)];
+        let bytes = counts.into_iter().try_fold(4usize, usize::checked_mul);
+        if splits > 1 { bytes.unwrap_or(usize::MAX) } else { 0 }
+    }
+
+    /// The most of any tiles, so that the answer does not depend on alignment.
+    fn workspace_bytes(self, device: &Device, product: Product) -> usize {
+        let of = |tiles: &Tiles| self.partial_bytes(self.grid(device, tiles)[1]);
+        // One token leaves none.
+        let vectorised = if product.reads_whole_rows(self) { 0 } else { of(product.tiles(self, true)) };
+        vectorised.max(of(product.tiles(self, false)))
+    }
+}
+
+/// Bytes of scratch memory that [`forward`] needs, or [`grouped_forward`] with so many groups; [`forward`] has one.
+pub fn forward_workspace_bytes(
+    device: &Device,
+    num_groups: usize,
+    num_tokens: usize,
+    out_features: usize,
+    in_features: usize,
+) -> usize {
+    let extents = Product::Forward.extents(num_tokens, out_features, in_features).of_groups(num_groups);
+    extents.workspace_bytes(device, Product::Forward)
+}
+
+/// The same of [`backward`] and [`grouped_backward`].
+pub fn backward_workspace_bytes(
+    device: &Device,
+    num_groups: usize,
+    num_tokens: usize,
+    out_features: usize,
+    in_features: usize,
+) -> usize {
+    let of = |product: Product| {
+        let extents = product.extents(num_tokens, out_features, in_features).of_groups(num_groups);
+        extents.workspace_bytes(device, product)
+    };
+    of(Product::Dx).max(of(Product::Dw))
+}
+
+impl Extents {
+    /// Where parts of k leave their sums, and the extents.
+    fn params(self, params: Params, views: &Views) -> Result<Params> {
+        let params = params.ptr("partials", DeviceAddress(views["workspace"].address));
+        params.i64("rows", self.rows)?.i64("columns", self.columns)?.i64("depth", self.depth)
+    }
+}
+
+/// In how many parts of k, and how the result is stored.
+fn how_stored(params: Params, splits: usize, out: &TensorView, before: Option<&TensorView>) -> Result<Params> {
+    let wide = |view: &TensorView| {
+        view.shape.last().is_some_and(|&width| (width * view.dtype.size()).is_multiple_of(16)) && is_aligned(view)
+    };
+    let params = params.i32("splits", splits)?.flag("out_is_f32", out.dtype == DType::F32);
+    Ok(params.flag("wide", wide(out) && before.is_none_or(wide)))
+}
+
+/// A call whose arguments were checked.
+struct Call<'a> {
+    device: &'a Device,
+    signature: Signature<'a>,
+    views: &'a Views,
+    extents: [usize; 3],
+    products: Products,
+    /// Where tensors have an axis of groups.
+    num_groups: Option<usize>,
+}
+
+/// Tensors whose first axis is that of the groups, where there are any; of the others it is the second.
+const OF_WEIGHTS: [&str; 3] = ["w", "dw", "dw_before"];
+
+impl Call<'_> {
+    /// Has the device's library compute a product; whether it did.
+    fn launch_library(&self, product: Product, operands: [&str; 3], before: &str) -> Result<bool> {
+        let library = self.device.matrix_library().filter(|_| self.products == Products::Library);
+        let Some(library) = library else { return Ok(false) };
+        let matrix = |name: &str| match self.num_groups {
+            None => Matrix::of(&self.views[name]),
+            Some(_) => Matrix::of_each(&self.views[name], usize::from(!OF_WEIGHTS.contains(&name))),
+        };
+        let ([a, b, out], dtype) = (operands.map(matrix), self.views[operands[2]].dtype);
+        let (Some(a), Some(b), Some(out)) = (a, b, out) else { return Ok(false) };
+        // Of few rows the bytes of w are the floor, which our kernels are near.
+        if out.extents[0] <= FEW_ROWS {
+            return Ok(false);
+        }
+        let before = match self.views.get(before) {
+            None => None,
+            // Measured on an H200: it rounds a product to bf16 before it adds what it is added to, which is twice.
+            Some(_) if dtype == DType::Bf16 => return Ok(false),
+            Some(_) => match matrix(before) {
+                None => return Ok(false),
+                before => before,
+            },
+        };
+        let transposed = match product {
+            Product::Forward => [false, true],
+            Product::Dx => [false, false],
+            Product::Dw => [true, false],
+        };
+        library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype, count: self.num_groups.unwrap_or(1) })
+    }
+
+    /// A pointer to a tensor, the stride of its rows, and that of its groups.
+    fn rows(&self, params: Params, name: &str, tensor: &str) -> Params {
+        let axes = match (self.num_groups, OF_WEIGHTS.contains(&tensor)) {
+            (None, _) => [Some(0), None],
+            (Some(_), false) => [Some(0), Some(1)],
+            (Some(_), true) => [Some(1), Some(0)],
+        };
+        let view = self.views.get(tensor);
+        let stride = |axis: Option<usize>| view.zip(axis).map_or(0, |(view, axis)| view.strides[axis]);
+        let params = params.ptr(name, view).stride(format!("{name}_stride"), stride(axes[0]));
+        params.stride(format!("{name}_group_stride"), stride(axes[1]))
+    }
+
+    /// Launches a product of two of the call's tensors into a third; returns the kernels that ran.
+    fn launch(
+        &self,
+        product: Product,
+        [a, b, out]: [&'static str; 3],
+        before: &'static str,
+    ) -> Result<Vec<&'static str>> {
+        if self.launch_library(product, [a, b, out], before)? {
+            return Ok(vec![LIBRARY[product as usize]]);
+        }
+        let [num_tokens, out_features, in_features] = self.extents;
+        let groups = self.num_groups.unwrap_or(1);
+        let extents = product.extents(num_tokens, out_features, in_features).of_groups(groups);
+        let vectorised = self.signature.vectorised_rows(&[a, b]);
+        let one = vectorised && product.reads_whole_rows(extents);
+        let tiles = product.tiles(extents, vectorised);
+        let (name, blocks, splits) = if one {
+            let [warps, blocks] = extents.warps_of_row(self.device);
+            (ONE, blocks, warps)
+        } else {
+            let [count, splits] = extents.grid(self.device, tiles);
+            (tiles.names[product as usize], count.saturating_mul(splits), splits)
+        };
+        let params = self.rows(self.rows(CHECK.params(), "a", a), "b", b);
+        let params = extents.params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
+        let params = how_stored(params, splits, &self.views[out], self.views.get(before))?.i32("num_groups", groups)?;
+        self.device.kernel(FILE, &[], name)?.launch_blocks(a, blocks, &params)?;
+        if one || splits == 1 {
+            return Ok(vec![name]);
+        }
+        let chunks = extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK)).saturating_mul(groups);
+        self.device.kernel(FILE, &[], "linear_sum")?.launch_blocks(a, chunks.div_ceil(SUM_THREADS), &params)?;
+        Ok(vec![name, "linear_sum"])
+    }
+}
+
+/// The axes of inputs, weights and outputs of a layer, and of one that has groups.
+const AXES: [&[&str]; 3] =
+    [&["num_tokens", "in_features"], &["out_features", "in_features"], &["num_tokens", "out_features"]];
+const GROUPED_AXES: [&[&str]; 3] = [
+    &["num_tokens", "num_groups", "in_features"],
+    &["num_groups", "out_features", "in_features"],
+    &["num_tokens", "num_groups", "out_features"],
+];
+
+/// Checks the tensors of a call.
+fn bind<'a>(
+    device: &'a Device,
+    views: &'a Views,
+    products: Products,
+    backward: bool,
+    grouped: bool,
+) -> Result<Call<'a>> {
+    let [inputs, weights, outputs] = if grouped { GROUPED_AXES } else { AXES };
+    // What the other direction adds to is not read, and left as it is.
+    let tensors = [
+        read("x").of(&[DType::Bf16]).axes(inputs).rows(),
+        read("w").of(&[DType::Bf16]).axes(weights).rows(),
+        write("y").of(&FLOATS).axes(outputs).rows().may_be("y_before").when(!backward),
+        if backward { read("y_before").of(&FLOATS).axes(outputs) } else { read("y_before").like("y") }
+            .rows()
+            .optional(),
+        read("dy").of(&[DType::Bf16]).axes(outputs).rows().when(backward),
+        write("dx").like("x").rows().when(backward),
+        write("dw").of(&FLOATS).axes(weights).rows().may_be("dw_before").when(backward),
+        if backward { read("dw_before").like("dw") } else { read("dw_before").of(&FLOATS).axes(weights) }
+            .rows()
+            .optional(),
+        scratch("workspace", 16),
+    ];
+    let signature = CHECK.signature(views, tensors).wide("num_tokens").extent("num_groups", 1, MAX_GROUPS);
+    let signature = signature.extent("out_features", 1, MAX_FEATURES).extent("in_features", 1, MAX_FEATURES);
+    let mut call = Call { device, signature, views, extents: [0; 3], products, num_groups: None };
+    let [num_tokens, out_features, in_features, num_groups] =
+        call.signature.bind(["num_tokens", "out_features", "in_features", "num_groups"])?;
+    call.extents = [num_tokens, out_features, in_features];
+    call.num_groups = grouped.then_some(num_groups);
+    let needed = if backward { backward_workspace_bytes } else { forward_workspace_bytes };
+    let groups = call.num_groups.unwrap_or(1);
+    CHECK.holds("workspace", &views["workspace"], needed(device, groups, num_tokens, out_features, in_features))?;
+    Ok(call)
+}
+
+/// Launches `y = y_before + x w^T`; returns the kernels that ran. Its tensors, all with contiguous rows:
+///
+/// - `x` `[num_tokens, in_features]` and `w` `[out_features, in_features]` bf16;
+/// - `y` `[num_tokens, out_features]`, bf16 or f32;
+/// - `y_before` like `y`, which may be `y` itself; absent for zeros;
+/// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch, a library that fails.
+pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, false, false)?.forward()
+}
+
+/// [`forward`] of a layer of groups (inference 9), `y[:, g] = y_before[:, g] + x[:, g] w[g]^T` of each of them; returns
+/// the kernels that ran. Its tensors are those of [`forward`] with an axis of groups, of `x`, `y` and `y_before` the
+/// second, of `w` the first: `x` `[num_tokens, num_groups, in_features]`, `w` `[num_groups, out_features, in_features]`,
+/// `y` `[num_tokens, num_groups, out_features]`.
+///
+/// # Errors
+/// As [`forward`]; more than [`MAX_GROUPS`] groups, or none.
+pub fn grouped_forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, false, true)?.forward()
+}
+
+/// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran. Its tensors, all
+/// with contiguous rows:
+///
+/// - `x` and `w` as in [`forward`], and `dx` like `x`;
+/// - `dy` `[num_tokens, out_features]` bf16;
+/// - `dw` like `w`, bf16 or f32, and `dw_before` like `dw`, which may be `dw` itself: the sum over the chunks of tokens
+///   before this one; absent for zeros;
+/// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// As [`forward`].
+pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, true, false)?.backward()
+}
+
+/// [`backward`] of a layer of groups, with the axes of [`grouped_forward`]; returns the kernels that ran.
+///
+/// # Errors
+/// As [`grouped_forward`].
+pub fn grouped_backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+    bind(device, views, products, true, true)?.backward()
+}
+
+impl Call<'_> {
+    fn forward(&self) -> Result<Vec<&'static str>> {
+        self.launch(Product::Forward, ["x", "w", "y"], "y_before")
+    }
+
+    fn backward(&self) -> Result<Vec<&'static str>> {
+        let dx = self.launch(Product::Dx, ["dy", "w", "dx"], "")?;
+        Ok([dx, self.launch(Product::Dw, ["dy", "x", "dw"], "dw_before")?].concat())
+    }
+}
+
+/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by
+/// group, tiles.
+pub(crate) struct ScaleAxes {
+    pub plain: &'static [&'static str],
+    pub blocks: &'static [&'static str],
+    pub words: &'static [&'static str],
+    pub groups: &'static [&'static str],
+    pub tiles: &'static [&'static str],
+}
+
+const X_SCALES: ScaleAxes = ScaleAxes {
+    plain: &["num_tokens", "x_groups"],
+    blocks: &[],
+    words: &["x_words", "x_aligned_rows"],
+    groups: &["x_groups", "x_aligned_rows"],
+    tiles: &["x_row_tiles", "x_group_tiles", "tile_bytes"],
+};
+const W_SCALES: ScaleAxes = ScaleAxes {
+    plain: &["out_features", "w_groups"],
+    blocks: &["w_row_blocks", "w_groups"],
+    words: &["w_words", "w_aligned_rows"],
+    groups: &["w_groups", "w_aligned_rows"],
+    tiles: &["w_row_tiles", "w_group_tiles", "tile_bytes"],
+};
+
+impl ScaleAxes {
+    /// Of these scales.
+    pub fn of(&self, scales: Scales) -> &'static [&'static str] {
+        match (scales.layout, scales.bytes) {
+            (ScaleLayout::Plain, _) if !scales.of_rows => self.blocks,
+            (ScaleLayout::Plain, _) => self.plain,
+            (ScaleLayout::MnMajor, true) => self.words,
+            (ScaleLayout::MnMajor, false) => self.groups,
+            (ScaleLayout::Blocked, _) => self.tiles,
+        }
+    }
+}
+
+/// The type and the axes of a tensor of scales.
+pub type ScaleTensor = (DType, Vec<(&'static str, usize)>);
+
+impl Quantised {
+    /// The types and axes of `x_scales` and `w_scales`.
+    pub fn scale_tensors(&self, num_tokens: usize, out_features: usize, in_features: usize) -> [ScaleTensor; 2] {
+        let of = |scales: Scales, names: &ScaleAxes| {
+            let (dtype, axes) = scales.tensor();
+            let extents = axes.into_iter().map(|(_, extent)| extent);
+            (dtype, names.of(scales).iter().copied().zip(extents).collect())
+        };
+        let w_scales = self.w_scales(out_features, in_features);
+        [of(self.x_scales(num_tokens, in_features), &X_SCALES), of(w_scales, &W_SCALES)]
+    }
+
+    /// Scales that are read, with these axes.
+    pub(crate) fn read_scales<'a>(name: &'static str, dtype: DType, axes: &'static [&'static str]) -> Argument<'a> {
+        let types: &[DType] = match dtype {
+            DType::U8 => &[DType::U8],
+            DType::I32 => &[DType::I32],
+            _ => &[DType::F32],
+        };
+        read(name).of(types).axes(axes)
+    }
+
+    /// Tokens, features out and features in of a call, as x and w have them; what else they have is refused later.
+    fn extents_of(&self, views: &Views) -> [usize; 3] {
+        let [num_tokens, x_bytes] = extents_of(views, "x");
+        let in_features = if self.weights == Weights::Nvfp4 { 2 * x_bytes } else { x_bytes };
+        [num_tokens, extents_of(views, "w")[0], in_features]
+    }
+
+    fn bind<'a>(&self, views: &'a Views) -> Result<(Signature<'a>, [usize; 3])> {
+        let extents @ [num_tokens, out_features, in_features] = self.extents_of(views);
+        let (x_axes, w_axes) = match self.weights {
+            Weights::Nvfp4 => (&["num_tokens", "code_bytes"], &["out_features", "code_bytes"]),
+            Weights::Mxfp4 => (&["num_tokens", "in_features"], &["out_features", "code_bytes"]),
+            Weights::Fp8 | Weights::Bf16 => (&["num_tokens", "in_features"], &["out_features", "in_features"]),
+        };
+        let (of_x, of_w) = (self.x_scales(num_tokens, in_features), self.w_scales(out_features, in_features));
+        let global = self.weights == Weights::Nvfp4;
+        let hopper = self.implementation == Implementation::Hopper;
+        let rows = |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
+        let tensors = [
+            rows(read("x").of(&[DType::U8]).axes(x_axes)),
+            rows(read("w").of(&[DType::U8]).axes(w_axes)),
+            write("y").of(&FLOATS).axes(&["num_tokens", "out_features"]).rows().may_be("y_before"),
+            read("y_before").like("y").rows().optional(),
+            // Behind those tensors whose extents theirs follow from.
+            Self::read_scales("x_scales", of_x.tensor().0, X_SCALES.of(of_x)),
+            Self::read_scales("w_scales", of_w.tensor().0, W_SCALES.of(of_w)),
+            read("x_global_scale").axes(&["one"]).when(global),
+            read("w_global_scale").axes(&["one"]).when(global),
+            scratch("workspace", 16),
+        ];
+        let signature = CHECK.signature(views, tensors).wide("num_tokens").extent("out_features", 1, MAX_FEATURES);
+        // Two codes lie in a byte, and 16 bytes in an access.
+        let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
+        let bytes = if hopper { 16 } else { 1 };
+        let signature = signature.extent("in_features", codes * bytes, MAX_FEATURES);
+        let signature = signature.extent("code_bytes", bytes, MAX_FEATURES / 2).given("one", 1);
+        let signature =
+            if self.weights == Weights::Mxfp4 { signature.given("code_bytes", in_features / 2) } else { signature };
+        let scales = self.scale_tensors(num_tokens, out_features, in_features).map(|(_, axes)| axes).concat();
+        let known = scales.into_iter().filter(|(axis, _)| !["num_tokens", "out_features"].contains(axis));
+        let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
+        signature.bind([])?;
+        Ok((signature, extents))
+    }
+
+    /// Why the Hopper kernel does not take a call.
+    pub(crate) fn hopper_misfit(&self, vectorised: bool) -> Option<String> {
+        if !matches!(self.weights, Weights::Fp8 | Weights::Mxfp4) {
+            return Some("the Hopper kernel takes FP8 and MXFP4 weights".into());
+        }
+        let reason = "the Hopper kernel needs rows of x and w at multiples of 16 bytes, whole accesses long";
+        (!vectorised).then(|| reason.into())
+    }
+
+    /// The path of a Hopper kernel for few tokens, with so many in a tile.
+    pub(crate) fn hopper_path(&self, kernel: &str, tokens: usize) -> String {
+        match self.weights {
+            Weights::Mxfp4 => format!("{kernel}<{tokens}, mxfp4, {}>", self.group),
+            _ => format!("{kernel}<{tokens}>"),
+        }
+    }
+
+    /// Blocks of such a kernel that a multiprocessor holds; `HELD` in the kernel source.
+    pub(crate) fn hopper_held(&self, tokens: usize) -> usize {
+        if self.weights == Weights::Mxfp4 && tokens <= 16 { 2 } else { 1 }
+    }
+
+    /// What is in a path beside the kernel's name.
+    pub(crate) fn suffix(&self) -> String {
+        match self.weights {
+            Weights::Fp8 => "<fp8>".into(),
+            Weights::Nvfp4 => "<nvfp4>".into(),
+            _ => format!("<mxfp4, {}>", self.group),
+        }
+    }
+}
+
+/// Tokens of a tile of the Hopper kernels for few tokens: one after the other the fewest that hold all tokens, or the most.
+pub(crate) fn token_tiles(weights: Weights) -> &'static [usize] {
+    if weights == Weights::Fp8 { &[16, 64] } else { &[8, 16, 64, 128] }
+}
+
+/// The same, of a call.
+pub(crate) fn token_tile(weights: Weights, num_tokens: usize) -> usize {
+    let tiles = token_tiles(weights);
+    tiles.iter().copied().find(|&tokens| num_tokens <= tokens).unwrap_or(tiles[tiles.len() - 1])
+}
+
+/// The same of an expert of which so many rows are expected. Of a tile of 8 tokens half is left free, since few experts have
+/// just that many: one that has more reads its weights twice, for an eighth fewer instructions.
+pub(crate) fn expert_tile(weights: Weights, expected_rows: usize) -> usize {
+    token_tile(weights, if expected_rows > 4 { expected_rows.max(9) } else { expected_rows })
+}
+
+/// What the Hopper kernel for many tokens copies boxes of: x and w. `None` where another kernel has to run: few tokens,
+/// other weights than FP8, strides of which hardware copies no boxes.
+pub(crate) fn large_maps(
+    device: &Device,
+    views: &Views,
+    weights: Weights,
+    num_tokens: usize,
+) -> Result<Option<[MapWords; 2]>> {
+    let few = token_tiles(Weights::Fp8);
+    if weights != Weights::Fp8 || num_tokens <= few[few.len() - 1] {
+        return Ok(None);
+    }
+    large_boxes(views).map(|boxes| maps_of(device, boxes)).transpose()
+}
+
+/// The same whoever has to run: `None` where hardware copies no boxes of x or w.
+pub(crate) fn large_boxes(views: &Views) -> Option<[TensorMap; 2]> {
+    let [x, w] = ["x", "w"].map(|name| TensorMap::of(&views[name], LARGE_BOX_ROWS));
+    Some([x?, w?])
+}
+
+/// What the device knows them by.
+pub(crate) fn maps_of(device: &Device, [x, w]: [TensorMap; 2]) -> Result<[MapWords; 2]> {
+    Ok([device.tensor_map(&x)?, device.tensor_map(&w)?])
+}
+
+/// The last fields of the parameters of quantised linear layers.
+pub(crate) fn with_maps(params: Params, maps: Option<[MapWords; 2]>) -> Params {
+    let [x, w] = maps.map_or([None; 2], |maps| maps.map(Some));
+    params.tensor_map("x_map", x).tensor_map("w_map", w)
+}
+
+/// The tiles of the portable kernels.
+fn quantised_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
+    let [large, small, scalar] = &QUANTISED;
+    match vectorised {
+        false => scalar,
+        true if num_tokens <= FEW_ROWS => small,
+        true => large,
+    }
+}
+
+/// Bytes of scratch memory that [`forward_quantised`] needs: the most of any kernels.
+pub fn quantised_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
+    let extents = Product::Forward.extents(num_tokens, out_features, in_features);
+    let portable = [true, false].map(|vectorised| extents.grid(device, quantised_tiles(num_tokens, vectorised))[1]);
+    let few = [Weights::Fp8, Weights::Mxfp4].map(|weights| [token_tile(weights, num_tokens), FEATURE_TILE]);
+    let hopper = few.into_iter().chain([LARGE_TILE]).map(|tile| extents.hopper_grid(device, tile)[1]);
+    portable.into_iter().chain(hopper).map(|splits| extents.partial_bytes(splits)).max().unwrap_or(0)
+}
+
+/// Launches `y = y_before + x w^T` of quantised x and w; returns the kernels that ran. Its tensors:
+///
+/// - `x` `[num_tokens, in_features]` u8, e4m3 codes, or of NVFP4 `[num_tokens, in_features / 2]`, two e2m1 codes in a
+///   byte, the even one in the low nibble; rows contiguous;
+/// - `w` `[out_features, in_features]` u8, or `[out_features, in_features / 2]` of four-bit weights, likewise;
+/// - `x_scales` and `w_scales`, of the types and axes of [`Quantised::scale_tensors`], dense: as the `quantize_*`
+///   operators write them; nobody reads their padding;
+/// - `x_global_scale` and `w_global_scale` `[1]` f32, of NVFP4: the numbers that decoding multiplies by;
+/// - `y` `[num_tokens, out_features]`, bf16 or f32, rows contiguous, and `y_before` like `y`, which may be `y` itself;
+///   absent for zeros;
+/// - `workspace`, scratch memory of [`quantised_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -> Result<Vec<String>> {
+    quantised.check(CHECK)?;
+    let (signature, [num_tokens, out_features, in_features]) = quantised.bind(views)?;
+    let needed = quantised_workspace_bytes(device, num_tokens, out_features, in_features);
+    CHECK.holds("workspace", &views["workspace"], needed)?;
+    let vectorised = signature.vectorised_rows(&["x", "w"]);
+    let misfit = quantised.hopper_misfit(vectorised);
+    // No number of tokens is too small for it.
+    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let extents = Product::Forward.extents(num_tokens, out_features, in_features);
+    let (tiles, tokens) = (quantised_tiles(num_tokens, vectorised), token_tile(quantised.weights, num_tokens));
+    let maps = if hopper { large_maps(device, views, quantised.weights, num_tokens)? } else { None };
+    let [count, splits] = match (hopper, maps) {
+        (true, Some(_)) => extents.hopper_grid(device, LARGE_TILE),
+        (true, None) => extents.hopper_grid(device, [tokens, FEATURE_TILE]),
+        (false, _) => extents.grid(device, tiles),
+    };
+    let params = with_maps(quantised_params(views, &quantised, extents, splits)?, maps);
+    let defines = quantised_defines(quantised.weights, quantised.group);
+    let units = count.saturating_mul(splits);
+    let processors = device.environment().processors as usize;
+    let path = if maps.is_some() {
+        // A pair of blocks takes two tiles of tokens with the same features.
+        let tiles = num_tokens.div_ceil(LARGE_TILE[0]);
+        let pairs = tiles.is_multiple_of(2) || tiles >= MANY_TOKEN_TILES;
+        let (name, blocks) = match pairs {
+            true => ("linear_hopper_large_pairs", (units / tiles).saturating_mul(tiles.next_multiple_of(2))),
+            false => ("linear_hopper_large", units),
+        };
+        device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        name.to_owned()
+    } else if hopper {
+        let defines = hopper_defines(tokens, quantised.weights, quantised.group);
+        let held = processors * quantised.hopper_held(tokens);
+        device.kernel(HOPPER_FILE, &defines, "linear_hopper")?.launch_blocks("x", units.min(held), &params)?;
+        quantised.hopper_path("linear_hopper", tokens)
+    } else {
+        let name = tiles.names[0];
+        device.kernel(QUANTISED_FILE, &defines, name)?.launch_blocks("x", units, &params)?;
+        name.to_owned() + &quantised.suffix()
+    };
+    if splits == 1 {
+        return Ok(vec![path]);
+    }
+    let chunks = num_tokens.saturating_mul(out_features.div_ceil(CHUNK));
+    let kernel = device.kernel(QUANTISED_FILE, &defines, "linear_quantised_sum")?;
+    kernel.launch_blocks("x", chunks.div_ceil(SUM_THREADS), &params)?;
+    Ok(vec![path, "linear_quantised_sum".to_owned() + &quantised.suffix()])
+}
+
+fn quantised_params(views: &Views, quantised: &Quantised, extents: Extents, splits: usize) -> Result<Params> {
+    let (out, before) = (&views["y"], views.get("y_before"));
+    let x_scales = quantised.x_scales(extents.rows, extents.depth);
+    let w_scales = quantised.w_scales(extents.columns, extents.depth);
+    let params = CHECK.params().rows("x", &views["x"]).rows("w", &views["w"]);
+    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
+    let params = ["x_global_scale", "w_global_scale"]
+        .into_iter()
+        .fold(params, |params, name| params.ptr(name, views.get(name).filter(|_| quantised.weights == Weights::Nvfp4)));
+    let params = extents.params(params.rows("before", before).rows("out", out), views)?;
+    let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
+    let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
+    let params = params.i32("x_groups", x_scales.groups)?.i32("x_padded_groups", x_scales.padded_groups())?;
+    let params = params.i32("x_scale_layout", x_scales.number())?;
+    let params = params.i32("w_groups", w_scales.groups)?.i32("w_padded_groups", w_scales.padded_groups())?;
+    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", quantised.scale_bytes);
+    how_stored(params, splits, out, before)
+}

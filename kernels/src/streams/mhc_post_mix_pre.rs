@@ -1,0 +1,367 @@
+//! `mhc_post_mix_pre`: launcher of `kernels/cuda/streams/mhc_post_mix_pre.cu`, `mhc_post_mix_pre_hopper.cu` and
+//! `mhc_post_mix_pre_backward.cu` (inference 2.1 to 2.4, training 11.1).
+
+use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
+pub use crate::implementation::Implementation;
+use crate::runtime::device::{Module, module};
+use crate::runtime::params::DeviceAddress;
+use crate::runtime::tensor_map::TensorMap;
+use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
+use crate::streams::mhc_mix::{
+    self, Backward, NUM_COLUMNS, Numbers, Projected, has_a_step_of_each_stream, has_few_projected_tokens, streams_map,
+};
+use crate::streams::mhc_post::{self, NUM_STREAMS, threads};
+use crate::streams::mhc_pre;
+
+const FILE: &str = "mhc_post_mix_pre.cu";
+const HOPPER_FILE: &str = "mhc_post_mix_pre_hopper.cu";
+const BACKWARD_FILE: &str = "mhc_post_mix_pre_backward.cu";
+const CHECK: Arguments = Arguments { operator: "mhc_post_mix_pre" };
+/// Pieces of a row that a thread takes.
+const PIECES: usize = 8;
+/// Most threads of dpre's blocks; `DPRE_THREADS` in the kernel source.
+const DPRE_THREADS: usize = 256;
+/// Tokens of the boxes that the kernel for Hopper copies; `CONSUMER_TOKENS` in the kernel source.
+const BOX_TOKENS: usize = 64;
+/// What the forward writes for the next site, by this operator's names and by those of that site.
+const OF_NEXT_SITE: [(&str, &str); 3] = [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
+
+/// Every module that the launchers compile.
+pub fn modules() -> Vec<Module> {
+    let element = element_types(&[("ELEMENT", DType::Bf16)]);
+    let own = [FILE, HOPPER_FILE, BACKWARD_FILE].map(|file| module(file, &[]));
+    let others = ["mhc_post.cu", "mhc_pre.cu"].map(|file| module(file, &element));
+    own.into_iter().chain(mhc_mix::modules()).chain(others).collect()
+}
+
+/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
+fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
+    let (backward, hopper) = (forward.is_none(), forward == Some(Implementation::Hopper));
+    let (gates, matrix) = (&["num_tokens", "destination"], &["num_tokens", "source", "destination"]);
+    let streams = &["num_tokens", "destination", "hidden_size"];
+    let bf16 = |name| read(name).of(&[DType::Bf16]).rows();
+    let out = saved("out", backward).of(&[DType::Bf16]).axes(streams).may_be("streams");
+    let [of_sources, y, out] = [
+        read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "source", "hidden_size"]),
+        read("y").of(&[DType::Bf16]).axes(&["num_tokens", "hidden_size"]),
+        out,
+    ]
+    .map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
+    let tensors = [
+        of_sources,
+        y,
+        read("post").axes(gates),
+        read("comb").axes(matrix),
+        read("fn").axes(&["num_columns", "destination", "hidden_size"]),
+        read("scale").axes(&["num_groups"]),
+        read("base").axes(&["num_columns"]),
+        out,
+        saved("next_pre", backward).axes(gates),
+        write("next_post").axes(gates).when(!backward),
+        write("next_comb").axes(matrix).when(!backward),
+        saved("mix", backward).axes(&["num_tokens", "num_columns"]),
+        saved("rstd", backward).axes(&["num_tokens"]),
+        write("h").like("y").rows().when(!backward),
+        bf16("dout").axes(streams).when(backward),
+        bf16("dh").axes(&["num_tokens", "hidden_size"]).when(backward),
+        read("dnext_post").axes(gates).when(backward),
+        read("dnext_comb").axes(matrix).when(backward),
+        write("dout_total").typed("dout").axes(streams).rows().when(backward),
+        write("dstreams").like("streams").rows().when(backward),
+        write("dy").like("y").rows().when(backward),
+        write("dpost").like("post").when(backward),
+        write("dcomb").like("comb").when(backward),
+        write("dfn").like("fn").when(backward),
+        write("dscale").like("scale").when(backward),
+        write("dbase").like("base").when(backward),
+        scratch("workspace", 16),
+    ];
+    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
+    let signature = signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
+    // All streams of a token together are counted in 32 bits.
+    let multiple = if hopper { 8 } else { 1 };
+    let mut signature = signature.extent("hidden_size", multiple, i32::MAX as usize / NUM_STREAMS);
+    let extents = signature.bind(["num_tokens", "hidden_size"])?;
+    Ok((signature, extents))
+}
+
+/// Bytes of scratch memory that [`forward`] and [`forward_separate`] need.
+pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
+}
+
+/// Launches the forward: of many tokens on Hopper one kernel for the streams and their projection, and the other kernels of `mhc_mix`
+/// and `mhc_pre`; of few tokens one for the coefficients and `h`, and of a few one for the streams and their projection; otherwise
+/// the kernels of `mhc_post`, `mhc_mix` and `mhc_pre`. Returns the kernels that ran. Its tensors:
+///
+/// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
+///   front of a sublayer and its output;
+/// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32, the coefficients of its site;
+/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32, the parameters of the next site;
+/// - `out` like `streams`, rows contiguous, which may be `streams` itself: the streams behind the sublayer;
+/// - `next_pre` and `next_post` `[num_tokens, 4]` and `next_comb` `[num_tokens, 4, 4]` f32, the coefficients of the next
+///   site, `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward, and `h` like `y`, rows contiguous,
+///   which the next sublayer's norm reads;
+/// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// The kernels for Hopper take `streams`, `y` and `out` whose rows lie at multiples of 16 bytes, and `hidden_size` a multiple of 8.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<Vec<&'static str>> {
+    launch(device, views, numbers, implementation, true)
+}
+
+/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other, whatever the number of
+/// tokens: the same bits, and what it is timed beside.
+///
+/// # Errors
+/// Those of [`forward`].
+pub fn forward_separate(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+) -> Result<Vec<&'static str>> {
+    launch(device, views, numbers, implementation, false)
+}
+
+/// A call of the forward, all of which is checked.
+struct Forward<'a> {
+    device: &'a Device,
+    views: &'a Views,
+    signature: Signature<'a>,
+    /// The tensors of the next site by the names of `mhc_mix`.
+    site: Views,
+    numbers: Numbers,
+    implementation: Implementation,
+    num_tokens: usize,
+    hidden_size: usize,
+    /// Whether 16 bytes fit every row of what is projected, of what that is made of and of the weights.
+    vectorised: bool,
+}
+
+impl Forward<'_> {
+    /// What the kernel for Hopper copies boxes of, where it is the one that runs.
+    ///
+    /// # Errors
+    /// It is asked for and cannot run.
+    fn maps(&self) -> Result<Option<[TensorMap; 2]>> {
+        let maps = || {
+            let y = &self.views["y"];
+            let (shape, strides) = (vec![self.num_tokens, 2 * self.hidden_size], vec![y.strides[0].checked_mul(2)?, 1]);
+            let y = TensorView { dtype: DType::U8, shape, strides, ..y.clone() };
+            Some([streams_map(&self.views["streams"], BOX_TOKENS)?, TensorMap::of(&y, BOX_TOKENS as u32)?])
+        };
+        let maps = self.vectorised.then(maps).flatten();
+        let misfit = maps.is_none().then(|| {
+            "hardware copies no boxes of streams or y: their rows overlap or lie at no multiples of 16 bytes".to_owned()
+        });
+        let hopper = mhc_mix::runs_hopper(CHECK, self.device, self.implementation, self.num_tokens, misfit)?;
+        Ok(maps.filter(|_| hopper))
+    }
+
+    /// The streams and their projection by one kernel, where there is one for what `mhc_mix` projects in the same order.
+    ///
+    /// # Errors
+    /// A refused argument, a compile error, a refused launch.
+    fn project(&self) -> Result<Option<Projected>> {
+        let Self { device, num_tokens, hidden_size, .. } = *self;
+        let params = |names: &[&'static str], splits| {
+            let params = self.signature.params(names).ptr("partials", &self.views["workspace"]);
+            params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)
+        };
+        if let Some([streams, y]) = self.maps()? {
+            let kernel = "mhc_post_mix_pre_project_hopper";
+            let (blocks, projected) =
+                mhc_mix::projected_by(device, &self.site, self.numbers, kernel, Implementation::Hopper)?;
+            let params = params(&["post", "comb", "fn", "out"], projected.splits)?;
+            let params = params.tensor_map("streams_map", Some(device.tensor_map(&streams)?));
+            let params = params.tensor_map("y_map", Some(device.tensor_map(&y)?));
+            device.kernel(HOPPER_FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
+            return Ok(Some(projected));
+        }
+        let kernel = if !self.vectorised || self.implementation == Implementation::Hopper {
+            return Ok(None);
+        } else if has_few_projected_tokens(num_tokens) {
+            "mhc_post_mix_pre_project_few"
+        } else if num_tokens <= mhc_mix::FEW_TOKENS && has_a_step_of_each_stream(device, num_tokens, hidden_size) {
+            "mhc_post_mix_pre_project"
+        } else {
+            return Ok(None);
+        };
+        let (blocks, projected) =
+            mhc_mix::projected_by(device, &self.site, self.numbers, kernel, Implementation::Portable)?;
+        let params = params(&["streams", "y", "post", "comb", "fn", "out"], projected.splits)?;
+        device.kernel(FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
+        Ok(Some(projected))
+    }
+
+    /// Coefficients and `h` of few tokens by one kernel.
+    ///
+    /// # Errors
+    /// A compile error, a refused launch.
+    fn mix(&self, projected: Projected) -> Result<&'static str> {
+        let views = self.views;
+        let params = self.signature.params(&["out"]).ptr("partials", &views["workspace"]);
+        let params = ["scale", "base"].into_iter().fold(params, |params, name| params.ptr(name, &views[name]));
+        let next = OF_NEXT_SITE.into_iter().fold(params, |params, (name, field)| params.ptr(field, &views[name]));
+        let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
+        let params = projected.params(params.strided("h", &views["h"], ["token_stride"]), self.numbers)?;
+        let kernel = "mhc_post_mix_pre_mix";
+        self.device.kernel(FILE, &[], kernel)?.launch_blocks("streams", self.num_tokens, &params)?;
+        Ok(kernel)
+    }
+}
+
+fn launch(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+    implementation: Implementation,
+    may_fuse: bool,
+) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
+    // Before anything is launched: out may be streams, which no refusal may cost.
+    numbers.check(CHECK)?;
+    CHECK.holds("workspace", &views["workspace"], forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
+    let site = site.renamed(&OF_NEXT_SITE);
+    let vectorised = signature.vectorised_rows(&["streams", "y", "out"]) && views["fn"].address.is_multiple_of(16);
+    let mixes_few = may_fuse && signature.vectorised_rows(&["out", "h"]);
+    let call = Forward { device, views, signature, site, numbers, implementation, num_tokens, hidden_size, vectorised };
+    let fused = if may_fuse { call.project()? } else { None };
+    let (mut ran, projected) = if let Some(projected) = fused {
+        (vec![projected.kernel], projected)
+    } else {
+        let projection = mhc_mix::Projection::of(device, &call.site, numbers, implementation)?;
+        let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+        let projected = projection.launch()?;
+        (vec![post, projected.kernel], projected)
+    };
+    if mixes_few && projected.has_few_tokens() {
+        ran.push(call.mix(projected)?);
+        return Ok(ran);
+    }
+    let coefficients = mhc_mix::coefficients(device, &call.site, numbers, projected)?;
+    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
+    ran.extend([coefficients, mhc_pre::forward(device, &mixed, None)?]);
+    Ok(ran)
+}
+
+/// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of 16.
+fn dpre_bytes(num_tokens: usize) -> usize {
+    4 * NUM_STREAMS * num_tokens
+}
+
+/// Bytes of scratch memory that [`backward`] needs.
+pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
+    dpre_bytes(num_tokens) + mhc_mix::backward_workspace_bytes(device, num_tokens, hidden_size)
+}
+
+/// Launches the backward; returns the kernels that ran. Its tensors:
+///
+/// - those that [`forward`] reads, and `out`, `next_pre`, `mix` and `rstd` as it wrote them;
+/// - `dout` like `out`, rows contiguous: its gradient by way of all but the next site's coefficients and `h`; `dh` like
+///   `h`, rows contiguous; `dnext_post` and `dnext_comb` f32 like `next_post` and `next_comb`;
+/// - `dout_total` like `out`, rows contiguous: the whole gradient of `out`;
+/// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost`, `dcomb`, `dfn`, `dscale` and `dbase` f32 like
+///   what they are the gradients of;
+/// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (_, [num_tokens, hidden_size]) = bind(views, None)?;
+    numbers.check(CHECK)?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let site = ["out", "next_pre", "fn", "scale", "base", "mix", "rstd", "dout", "dh", "dnext_post", "dnext_comb"];
+    let written = ["dout_total", "dfn", "dscale", "dbase", "workspace"];
+    let site = views.only(&[&site[..], &written].concat()).renamed(&[
+        ("out", "streams"),
+        ("next_pre", "pre"),
+        ("dnext_post", "dpost"),
+        ("dnext_comb", "dcomb"),
+        ("dout_total", "dstreams"),
+    ]);
+    let mut ran = site_backward(device, &site, numbers)?;
+    let front = views.only(&["streams", "y", "post", "comb", "dout_total", "dstreams", "dy", "dpost", "dcomb"]);
+    ran.push(mhc_post::backward(device, &front.renamed(&[("dout_total", "dout")]))?);
+    Ok(ran)
+}
+
+/// Checks the tensors of a site's backward, and returns them with its tokens and their channels.
+fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
+    let (gates, streams) = (&["num_tokens", "destination"], &["num_tokens", "destination", "hidden_size"]);
+    let bf16 = |name| read(name).of(&[DType::Bf16]).rows();
+    let tensors = [
+        bf16("streams").axes(streams),
+        read("pre").axes(gates),
+        read("fn").axes(&["num_columns", "destination", "hidden_size"]),
+        read("scale").axes(&["num_groups"]),
+        read("base").axes(&["num_columns"]),
+        read("mix").axes(&["num_tokens", "num_columns"]),
+        read("rstd").axes(&["num_tokens"]),
+        bf16("dout").axes(streams),
+        bf16("dh").axes(&["num_tokens", "hidden_size"]),
+        read("dpost").axes(gates),
+        read("dcomb").axes(&["num_tokens", "source", "destination"]),
+        write("dstreams").like("streams").rows(),
+        write("dfn").like("fn"),
+        write("dscale").like("scale"),
+        write("dbase").like("base"),
+        scratch("workspace", 16),
+    ];
+    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
+    let signature = signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
+    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
+    let extents = signature.bind(["num_tokens", "hidden_size"])?;
+    Ok((signature, extents))
+}
+
+/// Launches the backward of a site alone, of its coefficients and of what its sublayer reads; returns the kernels that
+/// ran. Its tensors:
+///
+/// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous, and `fn`, `scale` and `base`, which the site reads;
+///   `pre`, `mix` and `rstd` as its forward wrote them;
+/// - `dout` like `streams`, rows contiguous: the gradient of the streams by way of all but this site; `dh`
+///   `[num_tokens, hidden_size]` bf16, rows contiguous; `dpost` `[num_tokens, 4]` and `dcomb` `[num_tokens, 4, 4]` f32;
+/// - `dstreams` like `streams`, rows contiguous: the whole gradient of the streams; `dfn`, `dscale` and `dbase` f32;
+/// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
+///
+/// # Errors
+/// A refused argument, a compile error, a refused launch.
+pub fn site_backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+    let (signature, [num_tokens, hidden_size]) = bind_site(views)?;
+    numbers.check(CHECK)?;
+    let workspace = &views["workspace"];
+    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    let (dpre, row) = match signature.vectorised_rows(&["streams", "dh"]) {
+        true => ("mhc_post_mix_pre_dpre_vector", hidden_size / 8),
+        false => ("mhc_post_mix_pre_dpre_scalar", hidden_size),
+    };
+    let params = signature.params(&["streams", "dh"]).ptr("dpre", workspace).i32("hidden_size", hidden_size)?;
+    let threads = threads(row, PIECES, DPRE_THREADS) as u32;
+    let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
+    device.kernel(BACKWARD_FILE, &[], dpre)?.launch(config, &params)?;
+
+    let rest = workspace.address + dpre_bytes(num_tokens) as u64;
+    let site = Backward::of(device, CHECK, DeviceAddress(rest), [num_tokens, hidden_size]);
+    let params = signature.params(&["mix", "rstd", "scale", "base"]).ptr("dpre", workspace);
+    let params = params.ptr("dpost", &views["dpost"]).ptr("dcomb", &views["dcomb"]);
+    let coefficients = site.coefficients(params, numbers)?;
+    let (wide, scalar) = ("mhc_post_mix_pre_total_wide", "mhc_post_mix_pre_total_scalar");
+    let is_wide = mhc_mix::fits_wide(views, &["streams", "dh", "dout", "dstreams"], hidden_size)
+        && device.kernel(BACKWARD_FILE, &[], wide)?.fits(device.environment());
+    let (total, channels) = if is_wide { (wide, mhc_mix::WIDE.channels) } else { (scalar, 1) };
+    let params = signature.params(&["dh", "dout", "pre"]);
+    let streams = [&views["streams"], &views["fn"], &views["dstreams"]];
+    site.streams((BACKWARD_FILE, total, channels), params, streams)?;
+    Ok(vec![dpre, coefficients, total, site.sums(views)?])
+}

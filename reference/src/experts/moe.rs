@@ -1,0 +1,315 @@
+//! A layer of experts as a serving step composes it: router, rows sorted by expert, both products of the experts with
+//! SwiGLU between them, the shared expert, and the sum (inference 10, 11).
+//!
+//! ```text
+//! logits = hidden gate_weight^T                            topk_indices, topk_weights = router(logits)
+//! row p of expert e, slot k of token t:   x[p] = hidden[t]      w[p] = topk_weights[t][k]
+//! gate_up[p] = first(x[p], e)             a[p] = bf16(w[p] swiglu(gate_up[p]))        y[p] = second(a[p], e)
+//! shared[t]  = shared_second(bf16(swiglu(shared_first(hidden[t]))))
+//! out[t]     = sum over the slots of t of y, in their order, + shared[t]
+//! ```
+//!
+//! The routing weight is in a, before it is quantised, and nowhere else: neither behind the second product nor in the
+//! shared expert. What products are of is for [`Products`] to say: of [`QuantisedProducts`], numbers that are quantised
+//! first.
+//!
+//! # Rounding points
+//!
+//! Those of the operators: [`crate::projections::linear`], [`crate::experts::router`], [`crate::experts::grouped_linear`], [`crate::experts::swiglu`],
+//! [`crate::experts::moe_reduce`]. gate_up, a, y and shared are stored in bf16. Numbers are quantised as they are stored, a as
+//! it is rounded: a code near the middle of two may become either. The router's choice is of exact logits: inputs are
+//! such that fp32 holds these.
+
+use candle_core::{Device, Tensor};
+
+use crate::error::Result;
+use crate::formats::quantize_fp8::{self, Group};
+use crate::formats::scale_layout::ScaleLayout;
+use crate::named::Named;
+use crate::precision::{Rounding, values};
+use crate::projections::linear::{self, Quantised};
+use crate::quantise::ScaleType;
+use crate::{
+    experts::grouped_linear, experts::moe_expand, experts::moe_map, experts::moe_reduce, experts::router,
+    experts::swiglu,
+};
+
+/// Numbers of a layer that no tensor holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Layer {
+    /// Slots of a token.
+    pub topk: usize,
+    /// What routing weights sum to.
+    pub route_scale: f64,
+    /// The limit of SwiGLU's clamps.
+    pub limit: f64,
+    /// What an expert's rows are a multiple of.
+    pub alignment: usize,
+    /// Rows of experts, those of nobody among them.
+    pub num_positions: usize,
+}
+
+/// The products of a layer, before they are rounded to bf16.
+pub trait Products {
+    /// Gate and up, `[num_positions, 2 * intermediate_size]`, of rows `[num_positions, hidden_size]` with the weights
+    /// of their experts, whose rows the `maps` of [`moe_map::forward`] say.
+    ///
+    /// # Errors
+    /// Tensors that do not fit.
+    fn first(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor>;
+
+    /// `[num_positions, hidden_size]`, of rows `[num_positions, intermediate_size]`.
+    ///
+    /// # Errors
+    /// Tensors that do not fit.
+    fn second(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor>;
+
+    /// Gate and up of the shared expert, `[num_tokens, 2 * intermediate_size]`.
+    ///
+    /// # Errors
+    /// Tensors that do not fit.
+    fn shared_first(&self, hidden: &Tensor, rounding: &mut Rounding) -> Result<Tensor>;
+
+    /// `[num_tokens, hidden_size]`, of rows `[num_tokens, intermediate_size]`.
+    ///
+    /// # Errors
+    /// Tensors that do not fit.
+    fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor>;
+}
+
+/// All that a layer computes, by name: `logits`, `topk_indices`, `topk_weights`, the maps of [`moe_map::forward`],
+/// `rows` (x of the formulas), `row_weights`, `gate_up`, `y`, `shared_gate_up`, `shared` and `out`. Of these inputs:
+///
+/// - `hidden` `[num_tokens, hidden_size]` and `gate_weight` `[num_experts, hidden_size]`, stored in bf16;
+/// - `bias`, or `tid2eid` and `token_ids`: those of [`router::forward`].
+///
+/// # Errors
+/// Those of the operators.
+pub fn forward(inputs: &Named, layer: &Layer, products: &impl Products, rounding: &mut Rounding) -> Result<Named> {
+    let (hidden, gate_weight) = (inputs.tensor("hidden")?, inputs.tensor("gate_weight")?);
+    let of_gate = Named::new().with("x", hidden.clone()).with("w", gate_weight.clone());
+    let logits = linear::forward(&of_gate, rounding)?.tensor("y")?.clone();
+    let exact = linear::forward(&of_gate, &mut Rounding::exact())?.tensor("y")?.clone();
+    let routed = ["bias", "tid2eid", "token_ids"]
+        .into_iter()
+        .fold(Named::new().with("logits", exact), |all, name| all.maybe(name, inputs.get(name).cloned()));
+    let routed = router::forward(&routed, layer.topk, layer.route_scale, rounding)?;
+    let maps = moe_map::forward(&routed, gate_weight.dim(0)?, layer.alignment, layer.num_positions)?;
+
+    let expanded = ["token_topk_to_pos", "pos_to_token"]
+        .into_iter()
+        .try_fold(Named::new(), |all, name| Ok::<_, crate::Error>(all.with(name, maps.tensor(name)?.clone())))?;
+    let rows = moe_expand::forward(&expanded.clone().with("x", hidden.clone()))?.tensor("y")?.clone();
+    let row_weights =
+        weights_of_rows(&rounding.f32(routed.tensor("topk_weights")?)?, maps.tensor("pos_to_token_topk")?)?;
+    let gate_up = products.first(&rows, &maps, rounding)?;
+    let of_slots = Named::new().with("weight", row_weights.clone());
+    let of_slots = of_slots.with("pos_to_token_topk", maps.tensor("pos_to_token_topk")?.clone());
+    let a = gated(of_slots, &gate_up, layer.limit, rounding)?;
+    let y = products.second(&a, &maps, rounding)?;
+
+    let shared_gate_up = products.shared_first(hidden, rounding)?;
+    let a = gated(Named::new(), &shared_gate_up, layer.limit, rounding)?;
+    let shared = products.shared_second(&a, rounding)?;
+    let reduced = expanded.with("y", rounding.bf16(&y)?).with("shared", rounding.bf16(&shared)?);
+    let out = moe_reduce::forward(&reduced, rounding)?.tensor("out")?.clone();
+
+    let all = routed.into_tensors().into_iter().chain(maps.into_tensors());
+    let all = all.fold(Named::new().with("logits", logits), |all, (name, tensor)| all.with(name, tensor));
+    let all = all.with("rows", rows).with("row_weights", row_weights).with("gate_up", gate_up).with("y", y);
+    Ok(all.with("shared_gate_up", shared_gate_up).with("shared", shared).with("out", out))
+}
+
+/// `[num_positions]`: of each row its slot's weight, 0 of rows of nobody.
+fn weights_of_rows(topk_weights: &Tensor, pos_to_token_topk: &Tensor) -> Result<Tensor> {
+    let weights = values(topk_weights)?;
+    let of_row = |slot: f64| if slot < 0.0 { 0.0 } else { weights[slot as usize] };
+    let of_rows: Vec<f64> = values(pos_to_token_topk)?.into_iter().map(of_row).collect();
+    Ok(Tensor::new(of_rows, &Device::Cpu)?)
+}
+
+/// SwiGLU of gate and up as they are stored, rounded to bf16; `slots` holds weights and padding.
+fn gated(slots: Named, gate_up: &Tensor, limit: f64, rounding: &mut Rounding) -> Result<Tensor> {
+    let gate_up = rounding.bf16(gate_up)?;
+    let width = gate_up.dim(1)? / 2;
+    if gate_up.dim(0)? == 0 {
+        return Ok(Tensor::zeros((0, width), gate_up.dtype(), gate_up.device())?);
+    }
+    let half = |at: usize| Ok::<_, crate::Error>(gate_up.narrow(1, at, width)?.contiguous()?);
+    let product = swiglu::forward(&slots.with("gate", half(0)?).with("up", half(width)?), limit, rounding)?;
+    rounding.bf16(product.tensor("y")?)
+}
+
+/// Products of numbers that are quantised in groups of a row, e4m3 with e8m0 scales, with quantised weights.
+pub struct QuantisedProducts<'a> {
+    /// Weights, with scales in bytes, row by row or block by block: `w13`, `w13_scales`, `w2` and `w2_scales` of
+    /// [`grouped_linear::forward`], `shared_w13`, `shared_w13_scales`, `shared_w2` and `shared_w2_scales` of
+    /// [`linear::forward_quantised`].
+    pub inputs: &'a Named,
+    /// Formats of the experts' weights, and the group of their rows.
+    pub routed: Quantised,
+    /// Those of the shared expert.
+    pub shared: Quantised,
+}
+
+/// Codes and scales of rows `[num_rows, width]` as they are stored: `codes` and `scales`.
+///
+/// # Errors
+/// Tensors that do not fit.
+pub fn quantised_rows(rows: &Tensor, group: usize) -> Result<Named> {
+    let options =
+        quantize_fp8::Options { group: Group::Row(group), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+    quantize_fp8::quantize(&Named::new().with("x", rows.clone()), options)
+}
+
+impl QuantisedProducts<'_> {
+    /// What products with these weights read.
+    fn operands(&self, rows: &Tensor, group: usize, [w, scales]: [&'static str; 2]) -> Result<Named> {
+        let x = quantised_rows(rows, group)?;
+        let named = Named::new().with("x", x.tensor("codes")?.clone()).with("x_scales", x.tensor("scales")?.clone());
+        Ok(named.with("w", self.inputs.tensor(w)?.clone()).with("w_scales", self.inputs.tensor(scales)?.clone()))
+    }
+
+    fn of_experts(
+        &self,
+        rows: &Tensor,
+        maps: &Named,
+        names: [&'static str; 2],
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
+        let named = self.operands(rows, self.routed.group, names)?.with("counts", maps.tensor("counts")?.clone());
+        let named = named.with("expert_offsets", maps.tensor("expert_offsets")?.clone());
+        Ok(grouped_linear::forward(&named, &self.routed, rounding)?.tensor("y")?.clone())
+    }
+
+    fn of_shared(&self, rows: &Tensor, names: [&'static str; 2], rounding: &mut Rounding) -> Result<Tensor> {
+        let named = self.operands(rows, self.shared.group, names)?;
+        Ok(linear::forward_quantised(&named, &self.shared, rounding)?.tensor("y")?.clone())
+    }
+}
+
+impl Products for QuantisedProducts<'_> {
+    fn first(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_experts(rows, maps, ["w13", "w13_scales"], rounding)
+    }
+
+    fn second(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_experts(rows, maps, ["w2", "w2_scales"], rounding)
+    }
+
+    fn shared_first(&self, hidden: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_shared(hidden, ["shared_w13", "shared_w13_scales"], rounding)
+    }
+
+    fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_shared(rows, ["shared_w2", "shared_w2_scales"], rounding)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Golden, UNIT_ROUNDOFF, assert_within, dot};
+
+    /// Products of a golden layer's weights as they are.
+    struct Plain {
+        gate_up: Tensor,
+        down: Tensor,
+        shared: [Tensor; 3],
+    }
+
+    impl Plain {
+        fn of_experts(rows: &Tensor, maps: &Named, weights: &Tensor) -> Result<Tensor> {
+            let offsets = values(maps.tensor("expert_offsets")?)?;
+            let mut parts = Vec::new();
+            for expert in 0..weights.dim(0)? {
+                let (first, end) = (offsets[expert] as usize, offsets[expert + 1] as usize);
+                if end > first {
+                    parts.push(rows.narrow(0, first, end - first)?.matmul(&weights.get(expert)?.t()?)?);
+                }
+            }
+            let used = *offsets.last().expect("the end") as usize;
+            parts.push(Tensor::zeros((rows.dim(0)? - used, weights.dim(1)?), rows.dtype(), rows.device())?);
+            Ok(Tensor::cat(&parts, 0)?)
+        }
+    }
+
+    impl Products for Plain {
+        fn first(&self, rows: &Tensor, maps: &Named, _: &mut Rounding) -> Result<Tensor> {
+            Self::of_experts(rows, maps, &self.gate_up)
+        }
+
+        fn second(&self, rows: &Tensor, maps: &Named, _: &mut Rounding) -> Result<Tensor> {
+            Self::of_experts(rows, maps, &self.down)
+        }
+
+        fn shared_first(&self, hidden: &Tensor, _: &mut Rounding) -> Result<Tensor> {
+            let [gate, up, _] = &self.shared;
+            Ok(Tensor::cat(&[hidden.matmul(&gate.t()?)?, hidden.matmul(&up.t()?)?], 1)?)
+        }
+
+        fn shared_second(&self, rows: &Tensor, _: &mut Rounding) -> Result<Tensor> {
+            Ok(rows.matmul(&self.shared[2].t()?)?)
+        }
+    }
+
+    #[test]
+    fn golden_layers_agree_from_the_logits_to_the_sum() -> Result<()> {
+        for kind in ["topk", "hash"] {
+            for (letter, limit) in [("a", 1.5), ("b", 0.7), ("c", 10.0)] {
+                let name = format!("moe_{kind}__{letter}");
+                let golden = Golden::load(&name);
+                let of = |key: &str| golden.f64(&format!("param.mlp.{key}"));
+                let hidden = golden.f64("in.hidden");
+                let width = hidden.dim(2)?;
+                let named = Named::new().with("hidden", hidden.reshape(((), width))?);
+                let named = named.with("gate_weight", of("gate.weight"));
+                let named = match kind {
+                    "topk" => named.with("bias", of("gate.e_score_correction_bias")),
+                    _ => {
+                        let ids = golden.f64("in.input_ids").flatten_all()?;
+                        named.with("tid2eid", of("gate.tid2eid")).with("token_ids", ids)
+                    }
+                };
+                let shared = ["gate_proj", "up_proj", "down_proj"]
+                    .map(|of_shared| of(&format!("shared_experts.{of_shared}.weight")));
+                let (gate_up, down) = (of("experts.gate_up_proj"), of("experts.down_proj"));
+                let num_positions = 2 * hidden.elem_count() / width + 7 * down.dim(0)?;
+                let layer = Layer { topk: 2, route_scale: 1.5, limit, alignment: 8, num_positions };
+                let found = forward(&named, &layer, &Plain { gate_up, down, shared }, &mut Rounding::exact())?;
+                for (key, own) in [("out.y", "out"), ("mid.shared_out", "shared"), ("mid.gate.logits", "logits")] {
+                    let found = found.tensor(own)?;
+                    let expected = golden.f64(key).reshape(found.shape())?;
+                    let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();
+                    let stored = golden.storage_error(key).reshape(found.shape())?;
+                    let allowed = ((stored * 2.0)? + rms * 4096.0 * UNIT_ROUNDOFF)?;
+                    assert_within(&format!("{name} {key}"), found, &expected, &allowed);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn golden_shared_experts_agree() -> Result<()> {
+        for (letter, limit) in [("a", 1.5), ("b", 0.7), ("c", 10.0)] {
+            let name = format!("shared_expert__{letter}");
+            let golden = Golden::load(&name);
+            let hidden = golden.f64("in.hidden");
+            let rows = hidden.reshape(((), hidden.dim(candle_core::D::Minus1)?))?;
+            let weights = ["gate_proj", "up_proj", "down_proj"]
+                .map(|of| golden.f64(&format!("param.shared_experts.{of}.weight")));
+            let none = rows.narrow(0, 0, 1)?;
+            let plain = Plain { gate_up: none.clone(), down: none, shared: weights };
+            let mut exact = Rounding::exact();
+            let both = plain.shared_first(&rows, &mut exact)?;
+            let found = plain.shared_second(&gated(Named::new(), &both, limit, &mut exact)?, &mut exact)?;
+            let expected = golden.f64("out.y").reshape(found.shape())?;
+            let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();
+            let stored = golden.storage_error("out.y").reshape(found.shape())?;
+            let allowed = ((stored * 2.0)? + rms * 4096.0 * UNIT_ROUNDOFF)?;
+            assert_within(&name, &found, &expected, &allowed);
+        }
+        Ok(())
+    }
+}

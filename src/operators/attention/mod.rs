@@ -1,0 +1,8 @@
+//! Attention and what follows it.
+
+pub mod attention_combine;
+pub mod attention_output_rotation;
+pub mod decode_attention;
+pub mod inverse_rope_quantize;
+pub mod sinks;
+pub mod sparse_attention;

@@ -1,0 +1,730 @@
+//! `grouped_linear` (inference 5.5, 5.7, 11.1, 11.3): `kernels/cuda/experts/grouped_linear.cu` and `grouped_linear_hopper.cu`
+//! against `reference/src/experts/grouped_linear.rs`.
+//!
+//! Rows of nobody, their scales, and the weights of experts without rows are NaN wherever codes and scales have one:
+//! nobody may read them.
+
+use std::rc::Rc;
+
+use dsv4_kernels::experts::grouped_linear::{self as launcher, Extents, Grouped, Grouping, WORKSPACE_BYTES};
+use dsv4_kernels::experts::moe_map::{MAX_EXPERTS, positions};
+use dsv4_kernels::projections::linear::{MAX_FEATURES, ScaleLayout, ScaleTensor, Weights};
+use dsv4_reference::experts::grouped_linear as reference;
+use dsv4_reference::formats::scale_layout::Scales;
+
+use crate::operator::benchmarks::{Whole, last};
+use crate::operator::declaration::{Axis, TensorSpec, state};
+use crate::operator::fields::{Implementation, extent};
+use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
+use crate::operators::experts::moe_map::{Experts, MoeMapCase, draw_experts};
+use crate::operators::formats::quantize_fp8::format_of;
+use crate::operators::projections::linear::{
+    Codes, Linear, LinearCase, doubled, quantised, set_codes, set_scales, takes_hopper,
+};
+
+/// The operator.
+pub struct GroupedLinear;
+
+/// A case: rows of experts, formats, extents, types, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupedLinearCase {
+    /// Where the rows of experts are.
+    pub grouping: Grouping,
+    /// Slots of the router; those for which there is no room have no row.
+    pub num_slots: usize,
+    /// Which experts the slots name.
+    pub experts: Experts,
+    /// Experts, up to 512.
+    pub num_experts: usize,
+    /// Rows of x, of a masked case those of each expert; 0 is legal.
+    pub num_rows: usize,
+    /// What the first rows of experts are a multiple of, where they are contiguous.
+    pub alignment: usize,
+    /// Rows that the launcher is told to expect of an expert.
+    pub expected_rows: usize,
+    /// Features of a row of y.
+    pub out_features: usize,
+    /// Features of a row of x.
+    pub in_features: usize,
+    /// Type of y.
+    pub output: Float,
+    /// Formats of w and x: FP8 or MXFP4.
+    pub weights: Weights,
+    /// Numbers of x that share a scale.
+    pub group: usize,
+    /// Whether scales are bytes, and not fp32 numbers.
+    pub scale_bytes: bool,
+    /// Where the scales of rows lie.
+    pub layout: ScaleLayout,
+    /// What codes and scales hold.
+    pub codes: Codes,
+    /// Which kernels run.
+    pub implementation: Implementation,
+    /// The scales of x.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+/// Contiguous rows of so many slots and experts, with rows of nobody; FP8 with scales in bytes.
+pub(crate) fn sorted(
+    [num_slots, num_experts]: [usize; 2],
+    alignment: usize,
+    features: [usize; 2],
+) -> GroupedLinearCase {
+    let [out_features, in_features] = features;
+    GroupedLinearCase {
+        grouping: Grouping::Contiguous,
+        num_slots,
+        experts: Experts::Hostile,
+        num_experts,
+        num_rows: positions(num_slots, num_experts, alignment) + 3,
+        alignment,
+        expected_rows: num_slots / num_experts.max(1),
+        out_features,
+        in_features,
+        output: Float::Bf16,
+        weights: Weights::Fp8,
+        group: 128,
+        scale_bytes: true,
+        layout: ScaleLayout::Plain,
+        codes: Codes::Drawn,
+        implementation: Implementation::Portable,
+        data: Data::normal(1.0),
+    }
+}
+
+/// Experts with so many rows each, of which slots take some.
+pub(crate) fn masked([num_slots, num_experts, num_rows]: [usize; 3], features: [usize; 2]) -> GroupedLinearCase {
+    GroupedLinearCase { grouping: Grouping::Masked, num_rows, ..sorted([num_slots, num_experts], 1, features) }
+}
+
+fn hopper(case: GroupedLinearCase) -> GroupedLinearCase {
+    GroupedLinearCase { implementation: Implementation::Hopper, ..case }
+}
+
+pub(crate) fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase {
+    GroupedLinearCase { weights: Weights::Mxfp4, group, ..case }
+}
+
+/// The formats, with the groups of x.
+const FORMATS: [(Weights, usize); 3] = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+
+impl GroupedLinearCase {
+    pub(crate) fn is_masked(&self) -> bool {
+        self.grouping == Grouping::Masked
+    }
+
+    /// A linear layer of all rows, or of one expert's part, with the same formats and data.
+    pub(crate) fn of_one(&self) -> LinearCase {
+        let Self { output, scale_bytes, layout, codes, implementation, data, .. } = *self;
+        let one = quantised(self.weights, self.group, [self.num_rows, self.out_features, self.in_features]);
+        LinearCase { output, scale_bytes, layout, codes, implementation, data, ..one }
+    }
+
+    pub(crate) fn extents(&self) -> Extents {
+        let Self { num_experts, num_rows, out_features, in_features, .. } = *self;
+        Extents { num_experts, num_rows, out_features, in_features }
+    }
+
+    pub(crate) fn of_launcher(&self) -> Grouped {
+        let quantised = self.of_one().of_launcher();
+        Grouped { quantised, grouping: self.grouping, expected_rows: self.expected_rows }
+    }
+
+    /// The slots alone.
+    fn slots(&self) -> MoeMapCase {
+        let Self { num_slots, num_experts, alignment, experts, data, .. } = *self;
+        MoeMapCase {
+            num_tokens: num_slots,
+            topk: 1,
+            num_experts,
+            alignment,
+            spare_positions: 0,
+            experts,
+            seed: data.seed,
+        }
+    }
+
+    /// Rows that each expert has: one for each slot that names it, as long as there is room.
+    fn rows_of_experts(&self) -> Vec<usize> {
+        let mut rows = vec![0; self.num_experts];
+        let mut room = self.num_rows / self.alignment.max(1);
+        for expert in draw_experts(&self.slots()) {
+            let Some(own) = usize::try_from(expert).ok().and_then(|expert| rows.get_mut(expert)) else { continue };
+            if self.is_masked() {
+                *own = (*own + 1).min(self.num_rows);
+            } else if *own % self.alignment != 0 {
+                *own += 1;
+            } else if room > 0 {
+                (*own, room) = (*own + 1, room - 1);
+            }
+        }
+        rows
+    }
+
+    /// What the kernel is told of the rows of experts: of hostile masked ones also less than none and more than there
+    /// are.
+    fn counts(&self) -> Vec<i32> {
+        let hostile = self.is_masked() && self.experts == Experts::Hostile;
+        let count = |(expert, rows): (usize, usize)| match expert % 8 {
+            1 if hostile => -5,
+            3 if hostile => i32::MIN,
+            5 if hostile => self.num_rows as i32 + 7,
+            7 if hostile => i32::MAX,
+            _ => rows as i32,
+        };
+        self.rows_of_experts().into_iter().enumerate().map(count).collect()
+    }
+
+    /// The first row of each expert, and the end of all. Of hostile ones not even the first begins with the rows, where
+    /// there are some to spare.
+    fn offsets(&self) -> Vec<i32> {
+        let rows = self.rows_of_experts().into_iter().map(|rows| rows.next_multiple_of(self.alignment));
+        let spare = self.num_rows - rows.clone().sum::<usize>();
+        let first = if self.experts == Experts::Hostile { spare.min(2) } else { 0 };
+        let ends = rows.scan(first, |end, rows| {
+            *end += rows;
+            Some(*end as i32)
+        });
+        [first as i32].into_iter().chain(ends).collect()
+    }
+
+    /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of rows of nobody.
+    pub(crate) fn experts_of_rows(&self) -> Vec<Option<usize>> {
+        let offsets = if self.is_masked() { Vec::new() } else { self.offsets() };
+        let mut owners = vec![None; self.num_rows * if self.is_masked() { self.num_experts } else { 1 }];
+        for (expert, count) in self.counts().into_iter().enumerate() {
+            let first = if self.is_masked() { expert * self.num_rows } else { offsets[expert] as usize };
+            let count = (count.max(0) as usize).min(self.num_rows);
+            owners[first..first + count].fill(Some(expert));
+        }
+        owners
+    }
+
+    /// Axes of rows of so many features.
+    pub(crate) fn rows(&self, features: Axis) -> Vec<Axis> {
+        let rows = axis("num_rows", self.num_rows);
+        if self.is_masked() { vec![self.experts_axis(), rows, features] } else { vec![rows, features] }
+    }
+
+    pub(crate) fn experts_axis(&self) -> Axis {
+        axis("num_experts", self.num_experts).multiples(1, MAX_EXPERTS)
+    }
+
+    /// Codes and scales.
+    pub(crate) fn operands(&self) -> [TensorSpec; 4] {
+        let is_hopper = self.implementation == Implementation::Hopper;
+        // Two codes of four bits lie in a byte, and 16 bytes in an access.
+        let (codes, at_once) = (1 + usize::from(self.weights == Weights::Mxfp4), if is_hopper { 16 } else { 1 });
+        let ins = axis("in_features", self.in_features).multiples(codes * at_once, MAX_FEATURES);
+        let bytes = axis("code_bytes", self.in_features / 2).multiples(at_once, MAX_FEATURES / 2);
+        let of_w = if self.weights == Weights::Mxfp4 { bytes } else { ins };
+        let codes = |name, axes: &[Axis]| {
+            let spec = input(name, DType::U8, axes);
+            if is_hopper { spec.aligned_rows() } else { spec.rows() }
+        };
+        let scales = |name, (dtype, axes): ScaleTensor| {
+            let axes: Vec<Axis> = axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
+            let spec = input(name, dtype, &axes);
+            // What is not written stays as it was, however small the scales.
+            if self.is_masked() || self.codes == Codes::Exact { spec } else { spec.of_any_size() }
+        };
+        let [x_scales, w_scales] = self.of_launcher().scale_tensors(self.extents());
+        let outs = axis("out_features", self.out_features).multiples(1, MAX_FEATURES);
+        [
+            codes("x", &self.rows(ins)),
+            codes("w", &[self.experts_axis(), outs, of_w]),
+            scales("x_scales", x_scales),
+            scales("w_scales", w_scales),
+        ]
+    }
+
+    /// Which rows experts have.
+    pub(crate) fn lists(&self) -> [TensorSpec; 2] {
+        let ends = axis("num_experts_and_one", self.num_experts + 1);
+        [
+            input("counts", DType::I32, &[self.experts_axis()]),
+            input("expert_offsets", DType::I32, &[ends]).when(!self.is_masked()),
+        ]
+    }
+
+    /// Scales of x and w, and how many of their kind lie behind each other.
+    fn scales(&self) -> [(&'static str, Scales, usize); 2] {
+        let oracle = self.of_one().of_oracle();
+        let parts = if self.is_masked() { self.num_experts } else { 1 };
+        [
+            ("x_scales", oracle.x_scales(self.num_rows, self.in_features), parts),
+            ("w_scales", oracle.w_scales(self.out_features, self.in_features), self.num_experts),
+        ]
+    }
+}
+
+impl Operator for GroupedLinear {
+    type Case = GroupedLinearCase;
+
+    const ABOUT: About = About {
+        name: "grouped_linear",
+        family: Family::Experts,
+        summary: "rows of experts times their FP8 or MXFP4 weights, sorted by expert or apart with counts",
+        specification: &["inference 5.5", "inference 5.7", "inference 11.1", "inference 11.3"],
+        paths: &[
+            "grouped_linear_large<fp8>",
+            "grouped_linear_small<fp8>",
+            "grouped_linear_scalar<fp8>",
+            "grouped_linear_large<mxfp4, 128>",
+            "grouped_linear_small<mxfp4, 128>",
+            "grouped_linear_scalar<mxfp4, 128>",
+            "grouped_linear_large<mxfp4, 32>",
+            "grouped_linear_small<mxfp4, 32>",
+            "grouped_linear_scalar<mxfp4, 32>",
+            "grouped_linear_hopper<16>",
+            "grouped_linear_hopper<64>",
+            "grouped_linear_hopper<8, mxfp4, 128>",
+            "grouped_linear_hopper<16, mxfp4, 128>",
+            "grouped_linear_hopper<64, mxfp4, 128>",
+            "grouped_linear_hopper<128, mxfp4, 128>",
+            "grouped_linear_hopper<8, mxfp4, 32>",
+            "grouped_linear_hopper<16, mxfp4, 32>",
+            "grouped_linear_hopper<64, mxfp4, 32>",
+            "grouped_linear_hopper<128, mxfp4, 32>",
+            "grouped_linear_hopper_large",
+            "grouped_linear_hopper_large_pairs",
+        ],
+        modules: launcher::modules,
+        cases: [24, 60, 120],
+    };
+
+    fn tensors(c: &GroupedLinearCase) -> Specs {
+        let outs = axis("out_features", c.out_features).multiples(1, MAX_FEATURES);
+        let (dtype, rows) = (c.output.dtype(), c.rows(outs));
+        let y = match c.grouping {
+            Grouping::Contiguous => output("y", dtype, &rows),
+            Grouping::Masked => state("y", dtype, &rows).drawn(Distribution::Normal, 1.0),
+        };
+        let y = if c.codes == Codes::Exact { y.exact() } else { y };
+        Specs::new(c.data.seed, c.operands().into_iter().chain(c.lists()).chain([y.rows()]))
+    }
+
+    fn check(c: &GroupedLinearCase) -> Result<(), Refused> {
+        if !matches!(c.weights, Weights::Fp8 | Weights::Mxfp4) {
+            return refuse("weights", "experts have FP8 or MXFP4 weights");
+        }
+        MoeMapCase::check_alignment(c.alignment)?;
+        Linear::check(&c.of_one())
+    }
+
+    fn cannot_run(c: &GroupedLinearCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
+    }
+
+    fn fastest(c: &GroupedLinearCase, environment: &Environment) -> GroupedLinearCase {
+        let implementation = Linear::fastest(&c.of_one(), environment).implementation;
+        GroupedLinearCase { implementation, ..c.clone() }
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<GroupedLinearCase> {
+        let [slots, experts, features] = profile.of([[30usize, 6, 150], [150, 20, 260], [600, 60, 1200]]);
+        let features = move || prop_oneof![3 => extent(features, 16), 1 => 1..=features];
+        let rows = (extent(slots, 8), select(Experts::ALL.to_vec()), 1..=experts, any::<bool>(), 0..12usize);
+        let alignment = select(vec![1usize, 4, 8, 37, 64, 128]);
+        let format = (select(FORMATS.to_vec()), Float::strategy(), any::<bool>(), any::<bool>());
+        let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
+        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
+        let held = (layout, codes, select(vec![1usize, 40, 200, 300]), Data::strategy(-30..=30));
+        (rows, alignment, [features(), features()], format, held)
+            .prop_map(|(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
+                let (num_slots, experts, num_experts, is_masked, spare) = rows;
+                let case = match is_masked {
+                    true => masked([num_slots, num_experts, num_slots.div_ceil(num_experts) + spare], features),
+                    false => sorted([num_slots, num_experts], alignment, features),
+                };
+                let num_rows = if is_masked { case.num_rows } else { case.num_rows + spare };
+                let case = GroupedLinearCase { num_rows, experts, layout, codes, expected_rows, data, ..case };
+                fitted(case, format)
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<GroupedLinearCase> {
+        let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
+        let fp32 = |case| GroupedLinearCase { scale_bytes: false, output: Float::F32, ..case };
+        vec![
+            sorted([13, 4], 4, [24, 144]),
+            in_layout(ScaleLayout::MnMajor, fp32(masked([9, 3, 6], [24, 144]))),
+            hopper(sorted([13, 4], 1, [24, 144])),
+            in_layout(ScaleLayout::MnMajor, mxfp4(32, masked([9, 3, 6], [24, 96]))),
+            in_layout(ScaleLayout::Blocked, mxfp4(128, sorted([13, 4], 4, [24, 96]))),
+            hopper(mxfp4(128, sorted([13, 4], 1, [24, 160]))),
+            in_layout(ScaleLayout::MnMajor, hopper(mxfp4(32, masked([9, 3, 6], [24, 96])))),
+        ]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<GroupedLinearCase> {
+        let with = |experts, case| GroupedLinearCase { experts, ..case };
+        let exact = |case| GroupedLinearCase { codes: Codes::Exact, output: Float::F32, ..case };
+        let any = |case| GroupedLinearCase { codes: Codes::Any, ..case };
+        let fp32 = |case| GroupedLinearCase { scale_bytes: false, ..case };
+        let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
+        let expecting = |expected_rows, case| GroupedLinearCase { expected_rows, ..case };
+        let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
+        let one_large = |case| GroupedLinearCase { codes: Codes::OneLarge, output: Float::F32, ..case };
+        let small_scales = |case| GroupedLinearCase { data: Data::normal(2f64.powi(-142)), output: Float::F32, ..case };
+        let large_scales = |case| GroupedLinearCase { codes: Codes::LargeScales, output: Float::F32, ..case };
+        let mut cases = vec![
+            // No rows; rows, and nobody's; one row.
+            GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [8, 16]) },
+            with(Experts::None, sorted([5, 3], 4, [20, 33])),
+            hopper(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
+            masked([0, 3, 0], [8, 16]),
+            with(Experts::Distinct, sorted([1, 1], 1, [1, 1])),
+            hopper(with(Experts::Distinct, masked([1, 9, 1], [8, 16]))),
+            // All rows one expert's, in the middle; several tiles of it, the last of them not full.
+            exact(with(Experts::One, sorted([37, 5], 4, [72, 144]))),
+            exact(expecting(100, with(Experts::One, fp32(sorted([133, 3], 8, [136, 160]))))),
+            exact(hopper(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 144]))))),
+            exact(hopper(expecting(100, in_layout(mn, with(Experts::Skewed, sorted([131, 4], 16, [12, 272])))))),
+            // Groups that end in the middle of a tile and begin in the next one's; more experts than a warp has lanes.
+            exact(in_layout(tiles, sorted([40, 7], 1, [24, 192]))),
+            exact(hopper(expecting(40, in_layout(mn, fp32(sorted([40, 70], 1, [24, 144])))))),
+            any(hopper(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
+            exact(in_layout(mn, fp32(masked([30, 9, 18], [130, 272])))),
+            any(fp32(sorted([20, 6], 2, [21, 71]))),
+            with(Experts::Repeated, expecting(40, masked([70, 3, 21], [136, 128]))),
+            one_large(hopper(with(Experts::One, sorted([2, 2], 1, [4, 2048])))),
+            // Large tiles: more stages than there are places; products of two scales that are no normal numbers.
+            hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
+            small_scales(hopper(expecting(100, with(Experts::One, sorted([70, 2], 1, [136, 272]))))),
+            large_scales(hopper(expecting(100, with(Experts::One, fp32(sorted([70, 2], 1, [136, 272])))))),
+            large_scales(hopper(masked([9, 3, 6], [24, 144]))),
+            large_scales(masked([9, 3, 6], [24, 144])),
+            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
+            // than there are places; several units of a block.
+            exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
+            any(hopper(expecting(300, with(Experts::One, in_layout(mn, sorted([300, 2], 1, [776, 144])))))),
+            hopper(expecting(300, in_layout(tiles, masked([300, 2, 160], [264, 144])))),
+            exact(hopper(expecting(300, fp32(sorted([40, 6], 1, [264, 1168]))))),
+            // More units of a block, and of a pair, than there are places for their numbers.
+            exact(hopper(expecting(100, with(Experts::Distinct, sorted([100, 100], 1, [8, 144]))))),
+            exact(hopper(expecting(300, with(Experts::Distinct, sorted([40, 40], 1, [264, 144]))))),
+        ];
+        for group in [128, 32] {
+            let of = |case| mxfp4(group, case);
+            cases.extend([
+                exact(of(sorted([20, 5], 4, [72, 96]))),
+                exact(expecting(40, in_layout(mn, of(with(Experts::One, sorted([19, 3], 1, [20, 160])))))),
+                exact(in_layout(tiles, of(masked([33, 9, 7], [130, 42])))),
+                any(in_layout(tiles, of(sorted([12, 4], 8, [9, 352])))),
+            ]);
+            let of = |case| hopper(mxfp4(group, case));
+            let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
+            let small_weights = |case| GroupedLinearCase { codes: Codes::SmallWeights, ..case };
+            let far_apart = |case| GroupedLinearCase { codes: Codes::FarApart, ..case };
+            cases.extend([
+                of(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
+                of(with(Experts::Distinct, masked([1, 9, 1], [8, 32]))),
+                // Several tiles of an expert, the last of them not full; groups that end in the middle of one; a last stage
+                // of one group.
+                exact(of(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 160]))))),
+                exact(of(expecting(40, in_layout(mn, sorted([40, 70], 1, [24, 96]))))),
+                exact(of(expecting(100, in_layout(tiles, with(Experts::Skewed, sorted([133, 4], 16, [12, 288])))))),
+                any(of(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
+                exact(of(in_layout(mn, masked([30, 9, 18], [130, 352])))),
+                exact(of(expecting(12, in_layout(tiles, masked([30, 3, 18], [130, 160]))))),
+                any(of(masked([20, 3, 12], [20, 1184]))),
+                far_apart(of(in_layout(mn, sorted([20, 3], 4, [136, 288])))),
+                extreme(of(masked([9, 3, 6], [20, 160]))),
+                small_weights(of(masked([9, 3, 6], [24, 96]))),
+                extreme(of(expecting(40, in_layout(tiles, sorted([18, 2], 1, [24, 64]))))),
+            ]);
+        }
+        if profile == Profile::Full {
+            let model = |case| with(Experts::Distinct, case);
+            cases
+                .extend([hopper(model(sorted([700, 9], 128, [1030, 1024]))), model(masked([40, 16, 64], [520, 1536]))]);
+            cases.push(one_large(hopper(with(Experts::One, sorted([1, 2], 1, [2, 7168])))));
+        }
+        cases
+    }
+
+    fn amend(c: &GroupedLinearCase, tensors: &mut Tensors) -> OracleResult<()> {
+        let one = c.of_one();
+        set_codes(&one, "x", true, tensors);
+        set_codes(&one, "w", c.weights == Weights::Fp8, tensors);
+        // Large x has large scales.
+        let exponents = [c.data.magnitude.log2().round() as i32, 0];
+        for ((name, scales, parts), exponent) in c.scales().into_iter().zip(exponents) {
+            set_scales(&one, name, (scales, parts), exponent, tensors);
+        }
+        tensors.set_i32s("counts", &c.counts());
+        if !c.is_masked() {
+            tensors.set_i32s("expert_offsets", &c.offsets());
+        }
+        spoil_what_nobody_reads(c, tensors);
+        Ok(())
+    }
+
+    fn forward(c: &GroupedLinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        let (named, quantised) = (t.named()?, c.of_one().of_oracle());
+        let named = match named.get("y").filter(|_| c.is_masked()).cloned() {
+            Some(before) => named.with("y_before", before),
+            None => named,
+        };
+        if c.codes != Codes::Exact {
+            return reference::forward(&named, &quantised, rounding);
+        }
+        let y = reference::forward(&named, &quantised, &mut Rounding::exact())?;
+        let y = y.tensor("y")?;
+        let mut stored = crate::operator::fields::elements(y)?;
+        format_of(c.output).round_all(&mut stored);
+        Ok(Named::new().with("y", crate::operator::fields::tensor(stored, y.dims())?))
+    }
+
+    fn workspaces(_: &GroupedLinearCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        Ok(vec![("workspace", WORKSPACE_BYTES)])
+    }
+
+    fn launch(c: &GroupedLinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        run.launch(|device| launcher::forward(device, v, c.of_launcher()))
+    }
+
+    fn laws(c: &GroupedLinearCase, laws: &mut Laws<'_, Self>) {
+        laws_of_scales(c, laws);
+        let other = if c.expected_rows > 64 { 1 } else { 1000 };
+        laws.alike("tiles change no bit", Relation::Times(1.0), |v| v.case.expected_rows = other);
+        laws_of_rows(c, laws, &["y"]);
+    }
+
+    /// Gate and up of the models' experts: of a prefill, rows sorted, and of decode steps, apart.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        type Experts = (usize, [usize; 2]);
+        let (flash, pro): (Experts, Experts) = ((256, [4096, 4096]), (384, [6144, 7168]));
+        let (gpu, small): (bool, Experts) = (on_gpu(environment), (3, [24, 144]));
+        let prefills = [(24_576, flash), (196_608, flash), (24_576, pro), (196_608, pro)];
+        let sizes = if gpu { prefills.to_vec() } else { vec![(30, small)] };
+        let batches = if gpu { vec![(6, flash), (192, flash), (768, flash)] } else { vec![(9, small)] };
+        let fastest = |case: GroupedLinearCase| Self::fastest(&case, environment);
+        let prefill = sizes.iter().map(|&(slots, (experts, features)): &(usize, Experts)| {
+            let alignment = if gpu { 128 } else { 8 };
+            // As many rows as slots that spread evenly take.
+            let num_rows = experts * slots.div_ceil(experts).next_multiple_of(alignment);
+            fastest(GroupedLinearCase { num_rows, ..sorted([slots, experts], alignment, features) })
+        });
+        let decode = batches.iter().flat_map(|&(slots, (experts, features)): &(usize, Experts)| {
+            let case = masked([slots, experts, if gpu { 128 } else { 8 }], features);
+            [fastest(case.clone()), fastest(mxfp4(128, case))]
+        });
+        prefill.chain(decode).map(benchmark).collect()
+    }
+}
+
+/// What a format does not have, a drawn case does not ask for.
+fn fitted(
+    case: GroupedLinearCase,
+    ((weights, group), output, bytes, on_hopper): ((Weights, usize), Float, bool, bool),
+) -> GroupedLinearCase {
+    let fp8 = weights == Weights::Fp8;
+    let scale_bytes = bytes || !fp8;
+    let layout = if scale_bytes || case.layout != ScaleLayout::Blocked { case.layout } else { ScaleLayout::MnMajor };
+    let on_hopper = takes_hopper(weights) && on_hopper;
+    let multiple = (if on_hopper { 16 } else { 1 }) * (1 + usize::from(!fp8));
+    let in_features = case.in_features.next_multiple_of(multiple);
+    let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
+    let codes = case.codes.of_weights(weights);
+    GroupedLinearCase { weights, group, output, scale_bytes, layout, codes, in_features, implementation, ..case }
+}
+
+/// NaN, where codes and scales have one, in rows of nobody and in weights of experts without rows.
+fn spoil_what_nobody_reads(c: &GroupedLinearCase, tensors: &mut Tensors) {
+    const NAN: u8 = 0x7f;
+    let owners = c.experts_of_rows();
+    let of_rows: Vec<bool> = owners.iter().map(Option::is_some).collect();
+    let has_rows: Vec<bool> = (0..c.num_experts).map(|expert| owners.contains(&Some(expert))).collect();
+    spoil(tensors.bytes_mut("x"), c.in_features, &of_rows, NAN);
+    if c.weights == Weights::Fp8 {
+        spoil(tensors.bytes_mut("w"), c.out_features * c.in_features, &has_rows, NAN);
+    }
+    let [(x, of_x, _), (w, of_w, _)] = c.scales();
+    let used: Vec<bool> = of_rows
+        .chunks(c.num_rows.max(1))
+        .flat_map(|part| of_x.arranged(&part.iter().flat_map(|&read| vec![read; of_x.groups]).collect::<Vec<_>>()))
+        .collect();
+    spoil_scales(c, x, &used, tensors);
+    let of_experts: Vec<bool> = has_rows.iter().flat_map(|&read| vec![read; of_w.places()]).collect();
+    spoil_scales(c, w, &of_experts, tensors);
+}
+
+fn spoil(bytes: Option<&mut [u8]>, width: usize, used: &[bool], with: u8) {
+    let rows = bytes.unwrap_or_default().chunks_mut(width.max(1)).zip(used);
+    rows.filter(|(_, used)| !**used).for_each(|(row, _)| row.fill(with));
+}
+
+/// NaN as the scales at places that are not used.
+fn spoil_scales(c: &GroupedLinearCase, name: &'static str, used: &[bool], tensors: &mut Tensors) {
+    if c.scale_bytes {
+        return spoil(tensors.bytes_mut(name), 1, used, 255);
+    }
+    tensors.edit(name, |scales| {
+        scales.iter_mut().zip(used).filter(|(_, used)| !**used).for_each(|(scale, _)| *scale = f64::NAN);
+    });
+}
+
+/// Scales count once: all of them twice as large make y twice as large, rows of nobody, which are 0, among it.
+fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
+    if c.is_masked() {
+        return;
+    }
+    for (law, name) in [("scales of x count once", "x_scales"), ("scales of w count once", "w_scales")] {
+        let moderate = (-40..=40).contains(&(c.data.magnitude.log2() as i32));
+        if !c.scale_bytes {
+            laws.scale(law, name, 0.5, &[("y", 0.5)]);
+        } else if let Some(scales) = doubled(laws.tensors(), name).filter(|_| moderate) {
+            laws.law(law, |v| v.tensors.put(name, scales), [("y", Relation::Times(2.0))]);
+        }
+    }
+}
+
+/// What one row or one expert's weights hold is nothing to other rows of these tensors, and what nobody's rows hold to none.
+pub(crate) fn laws_of_rows<K: Operator>(
+    c: &GroupedLinearCase,
+    laws: &mut Laws<'_, K>,
+    written: &'static [&'static str],
+) {
+    let owners = Rc::new(c.experts_of_rows());
+    let real: Vec<usize> = (0..owners.len()).filter(|&row| owners[row].is_some()).collect();
+    let width = c.in_features;
+    if real.len() < owners.len() {
+        let others = owners.clone();
+        laws.alike("rows of nobody may hold anything", Relation::Times(1.0), |v| {
+            let rows = v.tensors.bytes_mut("x").unwrap_or_default().chunks_mut(width.max(1));
+            rows.zip(others.iter()).filter(|(_, owner)| owner.is_none()).for_each(|(row, _)| row.fill(0x39));
+        });
+    }
+    let Some(&middle) = real.get(real.len() / 2).filter(|_| owners.len() > 1) else { return };
+    let turn = |bytes: &mut [u8], signs: u8| bytes.iter_mut().for_each(|byte| *byte ^= signs);
+    laws.law(
+        "a row is nothing to others",
+        |v| turn(&mut v.tensors.bytes_mut("x").unwrap_or_default()[middle * width..(middle + 1) * width], 0x80),
+        equal_rows(written, Rc::new(move |row| row != middle)),
+    );
+    let expert = owners[middle].unwrap_or(0);
+    if owners.iter().all(|owner| *owner == Some(expert)) {
+        return;
+    }
+    let (signs, row) = if c.weights == Weights::Fp8 { (0x80, width) } else { (0x88, width / 2) };
+    let own = expert * c.out_features * row..(expert + 1) * c.out_features * row;
+    laws.law(
+        "an expert's weights are nothing to others",
+        |v| turn(&mut v.tensors.bytes_mut("w").unwrap_or_default()[own], signs),
+        equal_rows(written, Rc::new(move |row| owners[row] != Some(expert))),
+    );
+}
+
+/// These rows of each of the tensors are the same.
+fn equal_rows(
+    written: &'static [&'static str],
+    rows: Rc<dyn Fn(usize) -> bool>,
+) -> impl Iterator<Item = (&'static str, Relation)> {
+    written.iter().map(move |&name| (name, Relation::EqualRows(rows.clone())))
+}
+
+impl GroupedLinearCase {
+    /// With slots that spread over all experts; of a masked case the last expert has rows, which is the sample.
+    pub(crate) fn spread(&self) -> Self {
+        let of_seed = |seed| {
+            let data = Data { seed, ..self.data };
+            Self { experts: Experts::Distinct, data, ..self.clone() }
+        };
+        let has_rows = |case: &Self| case.rows_of_experts().last().is_some_and(|&rows| rows > 0);
+        (1..1000).map(of_seed).find(has_rows).unwrap_or_else(|| of_seed(1))
+    }
+
+    /// What a benchmark is called.
+    pub(crate) fn name(&self) -> String {
+        let Self { num_slots, num_experts, out_features, in_features, .. } = *self;
+        let portable = self.weights == Weights::Fp8 && self.implementation == Implementation::Portable;
+        let grouping = if self.is_masked() { "masked" } else { "contiguous" };
+        format!(
+            "{num_slots} {grouping} {num_experts}x{out_features}x{in_features} {}{}",
+            format!("{:?}", self.weights).to_lowercase(),
+            Implementation::suffix(portable)
+        )
+    }
+
+    /// Bytes that a call must move that writes so many of each row, and its FLOP.
+    pub(crate) fn work(&self, written: usize) -> [f64; 2] {
+        let Self { out_features, in_features, .. } = *self;
+        let rows: usize = self.rows_of_experts().into_iter().sum();
+        let with_rows = self.rows_of_experts().into_iter().filter(|&rows| rows > 0).count();
+        let row_bytes: usize = self.of_launcher().quantised.row_bytes(in_features)[1];
+        let bytes = with_rows * out_features * row_bytes + rows * (in_features + written);
+        [bytes as f64, 2.0 * rows as f64 * out_features as f64 * in_features as f64]
+    }
+
+    /// With weights for some rows of some experts, which are drawn; `whole` is the case.
+    pub(crate) fn with_few_weights(&self, whole: &Self) -> Self {
+        let out_features = whole.out_features.min(128);
+        let num_experts = (DRAWN / (out_features * whole.in_features)).clamp(1, whole.num_experts);
+        Self { num_experts, out_features, ..self.clone() }
+    }
+}
+
+fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
+    let case = case.spread();
+    let ([bytes, flops], name) = (case.work(2 * case.out_features), case.name());
+    let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
+    let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
+    let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
+    let (chosen, rows, sampled) = match drawn.grouping {
+        Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),
+        Grouping::Contiguous => (benchmark.chosen, 4, of_sampled_rows as _),
+    };
+    Benchmark { drawn, bytes, amend: of_whole_case, chosen, rows, sampled, ..benchmark }
+}
+
+/// Every row and weight a number, and the rows of experts of the whole case.
+pub(crate) fn of_whole_case(c: &GroupedLinearCase, tensors: &mut Tensors) {
+    for name in ["x", "w"] {
+        let codes = tensors.bytes_mut(name).unwrap_or_default();
+        codes.iter_mut().filter(|code| **code == 0x7f).for_each(|code| *code = 0x38);
+    }
+    for name in ["x_scales", "w_scales"] {
+        let scales = tensors.bytes_mut(name).unwrap_or_default();
+        scales.iter_mut().filter(|byte| **byte == 255).for_each(|byte| *byte = 127);
+    }
+    tensors.put("counts", HostTensor::from_i32(&[c.num_experts], &c.counts()));
+    if !c.is_masked() {
+        tensors.put("expert_offsets", HostTensor::from_i32(&[c.num_experts + 1], &c.offsets()));
+    }
+}
+
+fn of_sampled_rows(whole: &Whole<'_, GroupedLinear>, c: &mut GroupedLinearCase, tensors: &mut Tensors) {
+    keep_experts_of(whole.case, whole.rows, c, tensors);
+}
+
+/// A sample of rows has the experts of its rows alone.
+pub(crate) fn keep_experts_of(
+    whole: &GroupedLinearCase,
+    rows: &[usize],
+    c: &mut GroupedLinearCase,
+    tensors: &mut Tensors,
+) {
+    let owners = whole.experts_of_rows();
+    let owners: Vec<Option<usize>> = rows.iter().map(|&row| owners[row]).collect();
+    let mut experts: Vec<usize> = owners.iter().flatten().copied().collect();
+    experts.dedup();
+    if experts.is_empty() {
+        experts.push(0);
+    }
+    let rows_of = |expert: &usize| (0..owners.len()).filter(|&row| owners[row] == Some(*expert)).collect::<Vec<_>>();
+    let counts: Vec<i32> = experts.iter().map(|expert| rows_of(expert).len() as i32).collect();
+    let firsts = experts.iter().map(|expert| rows_of(expert).first().copied().unwrap_or(0) as i32);
+    let offsets: Vec<i32> = firsts.chain([owners.len() as i32]).collect();
+    c.num_experts = experts.len();
+    for name in ["w", "w_scales"] {
+        let narrowed = permuted_along(tensors.tensor(name), 0, &experts);
+        tensors.put(name, narrowed);
+    }
+    tensors.put("counts", HostTensor::from_i32(&[counts.len()], &counts));
+    tensors.put("expert_offsets", HostTensor::from_i32(&[offsets.len()], &offsets));
+}

@@ -1,0 +1,115 @@
+//! `moe_expand` (inference 11.3): `kernels/cuda/experts/moe_expand.cu` against `reference/src/experts/moe_expand.rs`.
+
+use dsv4_kernels::experts::moe_expand as launcher;
+use dsv4_reference::experts::moe_expand as reference;
+
+use crate::operator::prelude::*;
+use crate::operators::experts::moe_rows::MoeRows;
+
+/// The operator.
+pub struct MoeExpand;
+
+/// A case: extents, slots, types, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MoeExpandCase {
+    /// Extents, slots, types, data.
+    #[serde(flatten)]
+    pub rows: MoeRows,
+}
+
+fn of(rows: MoeRows) -> MoeExpandCase {
+    MoeExpandCase { rows }
+}
+
+impl Operator for MoeExpand {
+    type Case = MoeExpandCase;
+
+    const ABOUT: About = About {
+        name: "moe_expand",
+        family: Family::Experts,
+        summary: "rows of tokens copied to the rows of their experts; backward, added up again",
+        specification: &["inference 11.3"],
+        paths: &[
+            "moe_expand_forward_vector",
+            "moe_expand_forward_scalar",
+            "moe_expand_backward_vector",
+            "moe_expand_backward_scalar",
+        ],
+        modules: launcher::modules,
+        cases: [16, 40, 120],
+    };
+
+    fn tensors(c: &MoeExpandCase) -> Specs {
+        let dtype = c.rows.dtype.dtype();
+        let x = input("x", dtype, &c.rows.of_tokens()).rows().drawn_as(c.rows.data).of_any_size();
+        let results = [
+            output("y", dtype, &c.rows.of_positions()).rows().exact(),
+            upstream("dy", "y"),
+            gradient("dx", "x", dtype),
+        ];
+        Specs::new(c.rows.data.seed, [x].into_iter().chain(c.rows.tensors()).chain(results))
+    }
+
+    fn check(c: &MoeExpandCase) -> Result<(), Refused> {
+        c.rows.check()
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<MoeExpandCase> {
+        MoeRows::strategy(profile).prop_map(of).boxed()
+    }
+
+    fn typical() -> Vec<MoeExpandCase> {
+        vec![of(MoeRows::plain([6, 3, 4], 24)), of(MoeRows { dtype: Float::F32, ..MoeRows::plain([5, 2, 3], 9) })]
+    }
+
+    fn edge_cases(_: Profile) -> Vec<MoeExpandCase> {
+        MoeRows::edge_cases().into_iter().map(of).collect()
+    }
+
+    fn amend(c: &MoeExpandCase, tensors: &mut Tensors) -> OracleResult<()> {
+        c.rows.amend(tensors, "dy", "")
+    }
+
+    fn forward(_: &MoeExpandCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+        reference::forward(&t.named()?)
+    }
+
+    fn backward(_: &MoeExpandCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        reference::backward(&t.named()?, rounding)
+    }
+
+    fn launch(_: &MoeExpandCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        run.launch(|device| launcher::launch(device, &v.without(&["dy", "dx"]), false))
+    }
+
+    fn launch_backward(_: &MoeExpandCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        run.launch(|device| launcher::launch(device, &v.without(&["y"]), true))
+    }
+
+    fn laws(_: &MoeExpandCase, laws: &mut Laws<'_, Self>) {
+        laws.scale("rows are copied", "x", 0.5, &[("y", 0.5), ("dx", 1.0)]);
+        laws.scale_upstreams();
+        laws.separate("num_tokens", "tokens may be permuted");
+        laws.separate("hidden_size", "channels may be permuted");
+    }
+
+    /// Channels are what is sampled: where a row goes follows from all tokens.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Direction::{Backward, Forward};
+        let benchmark = |rows: MoeRows, direction| {
+            let (name, drawn) = (rows.name(), of(rows.shortened()));
+            let of_x = (rows.num_tokens * rows.hidden_size * rows.dtype.dtype().size()) as f64;
+            // The backward has no use for x, nor for rows that are no slot's.
+            let unused = if direction == Backward { of_x + rows.unread_bytes() } else { 0.0 };
+            let streaming = Benchmark::new(direction, name, of(rows), "hidden_size").streaming(&[], 1.0);
+            Benchmark {
+                drawn,
+                bytes: streaming.bytes - unused,
+                amend: |c: &MoeExpandCase, tensors| c.rows.set_maps(tensors).expect("maps of a case that was checked"),
+                ..streaming
+            }
+        };
+        let both = |rows: MoeRows| [Forward, Backward].map(|direction| benchmark(rows.clone(), direction));
+        MoeRows::benchmarks(environment).into_iter().flat_map(both).collect()
+    }
+}

@@ -1,0 +1,179 @@
+//! Rows of tokens and rows of experts (inference 11.3): the fields, maps and draws that `moe_expand` and `moe_reduce` share.
+
+use dsv4_kernels::experts::moe_expand::MAX_TOPK;
+
+use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::fields::{elements, extent};
+use crate::operator::prelude::*;
+use crate::operators::experts::moe_map::{Experts, MoeMapCase};
+
+/// Extents, slots and types: fields that cases have among their own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MoeRows {
+    /// Tokens; 0 is legal.
+    pub num_tokens: usize,
+    /// Slots of a token, up to 32.
+    pub topk: usize,
+    /// Experts, up to 512.
+    pub num_experts: usize,
+    /// What an expert's rows are a multiple of.
+    pub alignment: usize,
+    /// Positions beyond those that the rows can take.
+    pub spare_positions: usize,
+    /// Which experts the slots name.
+    pub experts: Experts,
+    /// Channels.
+    pub hidden_size: usize,
+    /// Type of all rows.
+    pub dtype: Float,
+    /// Rows that are given.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+impl MoeRows {
+    /// bf16, with slots and rows that are nobody's.
+    pub(crate) fn plain([num_tokens, topk, num_experts]: [usize; 3], hidden_size: usize) -> Self {
+        let (experts, dtype, data) = (Experts::Hostile, Float::Bf16, Data::normal(1.0));
+        Self { num_tokens, topk, num_experts, alignment: 4, spare_positions: 3, experts, hidden_size, dtype, data }
+    }
+
+    pub(crate) fn strategy(profile: Profile) -> BoxedStrategy<Self> {
+        let [tokens, channels] = profile.of([[24usize, 600], [60, 1500], [300, 8000]]);
+        let topk = prop_oneof![3 => Just(6usize), 2 => 1..=9usize, 1 => 1..=MAX_TOPK];
+        let extents = (extent(tokens, 4), topk, 1..=24usize, select(vec![1usize, 4, 8, 37]), 0..200usize);
+        let channels = prop_oneof![2 => extent(channels, 128), 2 => 1..=80usize];
+        (extents, select(Experts::ALL.to_vec()), channels, Float::strategy(), Data::strategy(-20..=20))
+            .prop_map(
+                |((num_tokens, topk, num_experts, alignment, spare_positions), experts, hidden_size, dtype, data)| {
+                    Self {
+                        num_tokens,
+                        topk,
+                        num_experts,
+                        alignment,
+                        spare_positions,
+                        experts,
+                        hidden_size,
+                        dtype,
+                        data,
+                    }
+                },
+            )
+            .boxed()
+    }
+
+    /// Layouts, paths and corners that both operators have.
+    pub(crate) fn edge_cases() -> Vec<Self> {
+        let with = |experts, rows| Self { experts, ..rows };
+        vec![
+            Self::plain([0, 6, 8], 64),
+            with(Experts::Distinct, Self::plain([1, 6, 8], 128)),
+            with(Experts::None, Self::plain([3, 2, 4], 40)),
+            with(Experts::One, Self::plain([9, 3, 5], 33)),
+            // Several pieces of a row, in either way of access; slots beyond those that a thread has under way.
+            Self::plain([3, 6, 4], 1032),
+            Self { dtype: Float::F32, ..Self::plain([3, 6, 4], 261) },
+            with(Experts::Repeated, Self::plain([4, 17, 5], 72)),
+            // Rows that nobody has, behind the last expert: more than a block looks at.
+            Self { spare_positions: 300, alignment: 37, ..Self::plain([4, 2, 6], 16) },
+        ]
+    }
+
+    /// The slots alone.
+    fn map(&self) -> MoeMapCase {
+        let Self { num_tokens, topk, num_experts, alignment, spare_positions, experts, .. } = *self;
+        MoeMapCase { num_tokens, topk, num_experts, alignment, spare_positions, experts, seed: self.data.seed }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), Refused> {
+        if !(1..=512).contains(&self.num_experts) {
+            return refuse("num_experts", format!("{} must be 1 to 512", self.num_experts));
+        }
+        MoeMapCase::check_alignment(self.alignment)
+    }
+
+    pub(crate) fn of_tokens(&self) -> [Axis; 2] {
+        [axis("num_tokens", self.num_tokens), axis("hidden_size", self.hidden_size).not_empty()]
+    }
+
+    pub(crate) fn of_positions(&self) -> [Axis; 2] {
+        [axis("num_positions", self.map().num_positions()), self.of_tokens()[1]]
+    }
+
+    pub(crate) fn of_slots(&self) -> [Axis; 2] {
+        [self.of_tokens()[0], axis("topk", self.topk).multiples(1, MAX_TOPK)]
+    }
+
+    /// The maps.
+    pub(crate) fn tensors(&self) -> [TensorSpec; 2] {
+        [
+            input("token_topk_to_pos", DType::I32, &self.of_slots()).rows(),
+            input("pos_to_token", DType::I32, &self.of_positions()[..1]),
+        ]
+    }
+
+    /// Sets the maps, and NaN in what nobody may read: the rows of `rows` that no slot has, the numbers of `slots` that belong to
+    /// slots without a row. Hostile slots say in every way that they have none.
+    pub(crate) fn amend(&self, tensors: &mut Tensors, rows: &'static str, slots: &'static str) -> OracleResult<()> {
+        self.set_maps(tensors)?;
+        let (tokens, positions) = (tensors.i32s("pos_to_token"), tensors.i32s("token_topk_to_pos"));
+        let width = self.hidden_size.max(1);
+        tensors.edit(rows, |all| {
+            let unused = all.chunks_mut(width).zip(&tokens).filter(|(_, token)| **token < 0);
+            unused.for_each(|(row, _)| row.fill(f64::NAN));
+        });
+        tensors.edit(slots, |all| {
+            let unused = all.iter_mut().zip(&positions).filter(|(_, position)| **position < 0);
+            unused.for_each(|(number, _)| *number = f64::NAN);
+        });
+        if self.experts == Experts::Hostile {
+            let nowhere = [-1, tokens.len() as i32, i32::MIN, i32::MAX];
+            tensors.edit_i32s("token_topk_to_pos", |all| {
+                let unused = all.iter_mut().filter(|position| **position < 0);
+                unused.zip(nowhere.iter().cycle()).for_each(|(position, none)| *position = *none);
+            });
+        }
+        Ok(())
+    }
+
+    /// Puts the maps of this case in the place of what there is, a smaller case's.
+    pub(crate) fn set_maps(&self, tensors: &mut Tensors) -> OracleResult<()> {
+        let maps = self.map().maps()?;
+        for name in ["token_topk_to_pos", "pos_to_token"] {
+            let map = maps.tensor(name)?;
+            let numbers: Vec<i32> = elements(map)?.into_iter().map(|number| number as i32).collect();
+            tensors.put(name, HostTensor::from_i32(map.dims(), &numbers));
+        }
+        Ok(())
+    }
+
+    /// The model's shapes, or one that the emulator can bear: tokens, slots, experts, channels.
+    pub(crate) fn benchmarks(environment: &Environment) -> Vec<Self> {
+        let large = [([32_768, 6, 256], 7168), ([32_768, 6, 256], 4096), ([4096, 6, 384], 7168)];
+        let gpu = [&large[..], &[([128, 6, 384], 7168), ([1, 6, 384], 7168)]].concat();
+        let shapes = if on_gpu(environment) { &gpu[..] } else { &[([8, 6, 8], 256)] };
+        let alignment = if on_gpu(environment) { 128 } else { 4 };
+        let rows = |&(extents, hidden_size): &([usize; 3], usize)| {
+            let plain = Self::plain(extents, hidden_size);
+            Self { alignment, spare_positions: 0, experts: Experts::Distinct, ..plain }
+        };
+        shapes.iter().map(rows).collect()
+    }
+
+    /// What a benchmark is called.
+    pub(crate) fn name(&self) -> String {
+        format!("{}x{} to {} of {} experts bf16", self.num_tokens, self.hidden_size, self.topk, self.num_experts)
+    }
+
+    /// Bytes of the rows that no slot has where every slot has one, as a benchmark's do: nobody reads them.
+    pub(crate) fn unread_bytes(&self) -> f64 {
+        let rows = self.map().num_positions() - self.num_tokens * self.topk;
+        (rows * self.hidden_size * self.dtype.dtype().size()) as f64
+    }
+
+    /// The same with no more tokens than a benchmark has drawn.
+    pub(crate) fn shortened(&self) -> Self {
+        let tokens = (DRAWN / self.hidden_size.max(1) / self.topk.max(1)).max(1);
+        Self { num_tokens: self.num_tokens.min(tokens), ..self.clone() }
+    }
+}

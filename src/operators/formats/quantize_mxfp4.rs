@@ -1,0 +1,231 @@
+//! `quantize_mxfp4` (inference 5.3, 5.4, 5.7): `kernels/cuda/formats/quantize_mxfp4.cu` against
+//! `reference/src/formats/quantize_mxfp4.rs`.
+//!
+//! Every rounding is to nearest and part of the definition: every code, every scale and every number that is decoded
+//! must be the oracle's.
+
+use dsv4_kernels::formats::quantize_mxfp4::{self as launcher, GROUP, ScaleLayout};
+use dsv4_reference::Format;
+use dsv4_reference::formats::quantize_mxfp4 as reference;
+use dsv4_reference::quantise::{ScaleType, floor_of};
+use rand::Rng;
+
+use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::prelude::*;
+use crate::operators::contents::{Contents, Groups, draw_e2m1_codes};
+use crate::operators::formats::quantize_fp8::{Task, format_of, layout_of_oracle, scale_axes};
+
+/// The operator.
+pub struct QuantizeMxfp4;
+
+/// A case: what is done, extents, formats, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct QuantizeMxfp4Case {
+    /// What is done.
+    pub task: Task,
+    /// Rows; 0 is legal.
+    pub num_rows: usize,
+    /// Elements of a row; even.
+    pub width: usize,
+    /// Type of the numbers.
+    pub dtype: Float,
+    /// Where scales lie.
+    pub layout: ScaleLayout,
+    /// What the groups hold that are quantised; of codes `every_number` is each code under each scale.
+    pub contents: Contents,
+    /// Drawn numbers.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+fn plain(task: Task, num_rows: usize, width: usize) -> QuantizeMxfp4Case {
+    let (layout, contents, data) = (ScaleLayout::Plain, Contents::Drawn, Data::normal(1.0));
+    QuantizeMxfp4Case { task, num_rows, width, dtype: Float::Bf16, layout, contents, data }
+}
+
+impl QuantizeMxfp4Case {
+    fn quantizes(&self) -> bool {
+        self.task == Task::Quantize
+    }
+
+    fn groups(&self) -> Groups {
+        let (contents, stored, seed) = (self.contents, format_of(self.dtype), self.data.seed);
+        Groups { contents, format: Format::E2M1, stored, scale: ScaleType::E8m0, group: GROUP, seed }
+    }
+}
+
+impl Operator for QuantizeMxfp4 {
+    type Case = QuantizeMxfp4Case;
+
+    const ABOUT: About = About {
+        name: "quantize_mxfp4",
+        family: Family::Formats,
+        summary: "rows as e2m1 codes with e8m0 scales of 32 numbers, and back",
+        specification: &["inference 5.3", "inference 5.4", "inference 5.7"],
+        paths: &[
+            "quantize_mxfp4_vector",
+            "quantize_mxfp4_scalar",
+            "dequantize_mxfp4_vector",
+            "dequantize_mxfp4_scalar",
+        ],
+        modules: launcher::modules,
+        cases: [24, 60, 120],
+    };
+
+    fn tensors(c: &QuantizeMxfp4Case) -> Specs {
+        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(2, launcher::MAX_WIDTH)];
+        let bytes = [rows[0], axis("code_bytes", c.width / 2)];
+        let (dtype, axes) = scale_axes(launcher::scales(c.layout, c.num_rows, c.width));
+        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("codes", DType::U8, &bytes).rows();
+        let scales = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
+        let x = input("x", c.dtype.dtype(), &rows).rows().drawn_as(c.data).of_any_size();
+        let y = output("y", c.dtype.dtype(), &rows).rows().exact();
+        let tensors = if c.quantizes() {
+            vec![x, codes(output).exact(), scales(output).exact()]
+        } else {
+            vec![codes(input), scales(input), y]
+        };
+        Specs::new(c.data.seed, tensors)
+    }
+
+    fn check(c: &QuantizeMxfp4Case) -> Result<(), Refused> {
+        c.data.check()
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<QuantizeMxfp4Case> {
+        let extents = matrix(profile.of([[24, 1500], [150, 3000], [600, 20_000]]));
+        let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
+        let contents = select(vec![
+            Contents::Drawn,
+            Contents::Drawn,
+            Contents::Ties,
+            Contents::Corners,
+            Contents::Amax,
+            Contents::NotFinite,
+        ]);
+        let task = prop_oneof![3 => Just(Task::Quantize), 1 => Just(Task::Dequantize)];
+        (task, extents, Float::strategy(), layout, contents, Data::strategy(-40..=40))
+            .prop_map(|(task, [num_rows, width], dtype, layout, contents, data)| {
+                let width = width.next_multiple_of(2);
+                QuantizeMxfp4Case { task, num_rows, width, dtype, layout, contents, data }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<QuantizeMxfp4Case> {
+        let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
+        vec![
+            in_layout(ScaleLayout::Blocked, plain(Task::Quantize, 5, 192)),
+            in_layout(ScaleLayout::MnMajor, QuantizeMxfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) }),
+            plain(Task::Dequantize, 5, 160),
+        ]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<QuantizeMxfp4Case> {
+        use Task::{Dequantize, Quantize};
+        let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
+        let holding = |contents, case| QuantizeMxfp4Case { contents, ..case };
+        let f32s = |case| QuantizeMxfp4Case { dtype: Float::F32, ..case };
+        let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
+        let mut cases = vec![
+            plain(Quantize, 0, 64),
+            plain(Dequantize, 0, 64),
+            in_layout(tiles, plain(Quantize, 0, 64)),
+            plain(Quantize, 1, 2),
+            // A warp has 512 elements; groups that end with a row; words and tiles with padding.
+            in_layout(mn, plain(Quantize, 2, 544)),
+            in_layout(tiles, plain(Quantize, 33, 320)),
+            in_layout(tiles, plain(Quantize, 129, 1120)),
+            in_layout(tiles, f32s(plain(Quantize, 129, 42))),
+            in_layout(mn, plain(Dequantize, 3, 1056)),
+            in_layout(tiles, plain(Dequantize, 129, 160)),
+            // Every number, under the scale 1; each code under each scale.
+            holding(Contents::EveryNumber, plain(Quantize, 67, 512)),
+            holding(Contents::EveryNumber, f32s(plain(Quantize, 67, 512))),
+            holding(Contents::EveryNumber, plain(Dequantize, 8, 1024)),
+            holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024))),
+        ];
+        for contents in [Contents::Ties, Contents::Corners, Contents::Amax, Contents::NotFinite] {
+            cases.push(holding(contents, plain(Quantize, 9, 512)));
+            cases.push(holding(contents, f32s(plain(Quantize, 9, 330))));
+        }
+        if profile == Profile::Full {
+            cases.extend([plain(Quantize, 1000, 4096), in_layout(tiles, plain(Dequantize, 1000, 4096))]);
+        }
+        cases
+    }
+
+    fn amend(c: &QuantizeMxfp4Case, tensors: &mut Tensors) -> OracleResult<()> {
+        if c.quantizes() {
+            c.groups().set_rows(tensors, [c.num_rows, c.width], c.data);
+            return Ok(());
+        }
+        let mut draw = Draw::new(c.data.seed, "codes");
+        let every = c.contents == Contents::EveryNumber;
+        draw_e2m1_codes(every, &mut draw, tensors);
+        draw_scales(c, every, &mut draw, tensors);
+        Ok(())
+    }
+
+    fn forward(c: &QuantizeMxfp4Case, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+        let layout = layout_of_oracle(c.layout);
+        if c.quantizes() {
+            return reference::quantize(&t.named()?, layout);
+        }
+        reference::dequantize(&t.named()?, layout, format_of(c.dtype))
+    }
+
+    fn launch(c: &QuantizeMxfp4Case, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        let launch = if c.quantizes() { launcher::quantize } else { launcher::dequantize };
+        run.launch(|device| launch(device, v, c.layout))
+    }
+
+    fn laws(c: &QuantizeMxfp4Case, laws: &mut Laws<'_, Self>) {
+        // In other layouts rows have no axis of their own.
+        if c.layout == ScaleLayout::Plain {
+            laws.separate("num_rows", "rows may be permuted");
+        }
+        let x = if c.quantizes() { laws.tensors().values("x") } else { Vec::new() };
+        let smallest = x.iter().map(|x| x.abs()).fold(f64::INFINITY, f64::min);
+        if !x.is_empty() && smallest >= floor_of(Format::E2M1) && x.iter().all(|x| x.abs() < 2f64.powi(100)) {
+            let same = [("codes", Relation::Times(1.0))];
+            laws.law("a power of two moves the scales alone", |v| v.tensors.scale("x", 4.0), same);
+        }
+    }
+
+    /// Activations of the model, and the shape that others are measured at.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Task::{Dequantize, Quantize};
+        let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
+        let cases = if on_gpu(environment) {
+            let sizes = [(1, 7168), (128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
+            let mut cases: Vec<_> = sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
+            cases.push(in_layout(ScaleLayout::Blocked, plain(Quantize, 32768, 4096)));
+            cases.push(plain(Dequantize, 32768, 4096));
+            cases
+        } else {
+            vec![plain(Quantize, 64, 256), plain(Dequantize, 64, 256)]
+        };
+        let benchmark = |case: QuantizeMxfp4Case| {
+            let QuantizeMxfp4Case { task, num_rows, width, layout, .. } = &case;
+            let name = format!("{task:?} {num_rows}x{width} {layout:?}").to_lowercase();
+            // A magnitude, a maximum, a product and a rounding.
+            Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 4.0)
+        };
+        cases.into_iter().map(benchmark).collect()
+    }
+}
+
+/// Scales of codes: around the case's magnitude, or every byte in turn. What pads them is NaN: nobody may read it.
+fn draw_scales(c: &QuantizeMxfp4Case, every: bool, draw: &mut Draw, tensors: &mut Tensors) {
+    let scales = reference::scales(layout_of_oracle(c.layout), c.num_rows, c.width);
+    let exponent = c.data.magnitude.log2().round() as i32;
+    let number = |at: usize, draw: &mut Draw| {
+        let drawn = (127 + exponent + draw.rng().random_range(-6..=6)).clamp(0, 254) as u8;
+        if every { at as u8 } else { drawn }
+    };
+    let numbers: Vec<_> = (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
+    let placed = scales.arranged(&numbers);
+    let bytes = tensors.bytes_mut("scales").unwrap_or_default();
+    bytes.iter_mut().zip(placed).for_each(|(byte, scale)| *byte = scale.unwrap_or(255));
+}

@@ -1,0 +1,320 @@
+//! `quantize_nvfp4` (inference 5.3, 5.6, 5.7): `kernels/cuda/formats/quantize_nvfp4.cu` against
+//! `reference/src/formats/quantize_nvfp4.rs`.
+//!
+//! Every rounding is to nearest and part of the definition: every code, every scale and every number that is decoded
+//! must be the oracle's.
+
+use dsv4_kernels::formats::quantize_nvfp4::{self as launcher, GROUP, ScaleLayout};
+use dsv4_reference::Format;
+use dsv4_reference::formats::quantize_nvfp4 as reference;
+use dsv4_reference::quantise::{ScaleType, scale_of};
+use rand::Rng;
+
+use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::prelude::*;
+use crate::operators::contents::{Contents, Groups, draw_e2m1_codes};
+use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle, scale_axes};
+
+/// The operator.
+pub struct QuantizeNvfp4;
+
+/// What is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Task {
+    /// Numbers to the scale of the tensor.
+    GlobalScale,
+    /// Numbers to codes and scales of groups.
+    Quantize,
+    /// Codes and scales to numbers.
+    Dequantize,
+}
+
+/// A case: what is done, extents, formats, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct QuantizeNvfp4Case {
+    /// What is done.
+    pub task: Task,
+    /// Rows; 0 is legal.
+    pub num_rows: usize,
+    /// Elements of a row; even.
+    pub width: usize,
+    /// Type of the numbers.
+    pub dtype: Float,
+    /// Where scales lie.
+    pub layout: ScaleLayout,
+    /// What the groups hold that are quantised; of codes `every_number` is each code under each scale.
+    pub contents: Contents,
+    /// The scale of the tensor that is given.
+    pub global_scale: f32,
+    /// Drawn numbers.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+fn plain(task: Task, num_rows: usize, width: usize) -> QuantizeNvfp4Case {
+    let (layout, contents, data) = (ScaleLayout::Plain, Contents::Drawn, Data::normal(1.0));
+    // A little above that of a few thousand normal numbers.
+    QuantizeNvfp4Case { task, num_rows, width, dtype: Float::Bf16, layout, contents, global_scale: 0.002, data }
+}
+
+impl QuantizeNvfp4Case {
+    fn takes_numbers(&self) -> bool {
+        self.task != Task::Dequantize
+    }
+
+    fn groups(&self) -> Groups {
+        let (contents, stored, seed) = (self.contents, format_of(self.dtype), self.data.seed);
+        Groups { contents, format: Format::E2M1, stored, scale: ScaleType::E8m0, group: GROUP, seed }
+    }
+}
+
+impl Operator for QuantizeNvfp4 {
+    type Case = QuantizeNvfp4Case;
+
+    const ABOUT: About = About {
+        name: "quantize_nvfp4",
+        family: Family::Formats,
+        summary: "rows as e2m1 codes with e4m3 scales of 16 numbers and one of the tensor, that one, and back",
+        specification: &["inference 5.3", "inference 5.6", "inference 5.7"],
+        paths: &[
+            "nvfp4_amax_vector",
+            "nvfp4_amax_scalar",
+            "nvfp4_global_scale",
+            "quantize_nvfp4_vector",
+            "quantize_nvfp4_scalar",
+            "dequantize_nvfp4_vector",
+            "dequantize_nvfp4_scalar",
+        ],
+        modules: launcher::modules,
+        cases: [24, 60, 120],
+    };
+
+    fn tensors(c: &QuantizeNvfp4Case) -> Specs {
+        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(2, launcher::MAX_WIDTH)];
+        let bytes = [rows[0], axis("code_bytes", c.width / 2)];
+        let (dtype, axes) = scale_axes(launcher::scales(c.layout, c.num_rows, c.width));
+        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("codes", DType::U8, &bytes).rows();
+        let scales = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
+        let x = input("x", c.dtype.dtype(), &rows).rows().drawn_as(c.data).of_any_size();
+        let y = output("y", c.dtype.dtype(), &rows).rows().exact();
+        let one = [axis("one", 1)];
+        let tensors = match c.task {
+            Task::GlobalScale => vec![x, output("global_scale", DType::F32, &one).exact()],
+            Task::Quantize => {
+                vec![x, input("global_scale", DType::F32, &one).exact(), codes(output).exact(), scales(output).exact()]
+            }
+            Task::Dequantize => vec![codes(input), scales(input), input("global_scale", DType::F32, &one).exact(), y],
+        };
+        Specs::new(c.data.seed, tensors).positive("global_scale", c.global_scale)
+    }
+
+    fn check(c: &QuantizeNvfp4Case) -> Result<(), Refused> {
+        c.data.check()
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<QuantizeNvfp4Case> {
+        let extents = matrix(profile.of([[24, 1500], [150, 3000], [600, 20_000]]));
+        let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
+        let contents = select(vec![
+            Contents::Drawn,
+            Contents::Drawn,
+            Contents::Ties,
+            Contents::Corners,
+            Contents::Amax,
+            Contents::NotFinite,
+        ]);
+        let task = prop_oneof![
+            3 => Just(Task::Quantize), 1 => Just(Task::Dequantize), 1 => Just(Task::GlobalScale)
+        ];
+        let global_scale = prop_oneof![3 => -3..=3i32, 1 => -14..=14i32];
+        (task, extents, Float::strategy(), layout, (contents, global_scale), Data::strategy(-40..=40))
+            .prop_map(|(task, [num_rows, width], dtype, layout, (contents, power), data)| {
+                let width = width.next_multiple_of(2);
+                // Around that of a few thousand numbers, and far from it.
+                let global_scale = (0.0017 * data.magnitude * 2f64.powi(power)) as f32;
+                QuantizeNvfp4Case { task, num_rows, width, dtype, layout, contents, global_scale, data }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<QuantizeNvfp4Case> {
+        let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
+        vec![
+            in_layout(ScaleLayout::Blocked, plain(Task::Quantize, 5, 192)),
+            in_layout(ScaleLayout::MnMajor, QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) }),
+            plain(Task::Dequantize, 5, 160),
+            plain(Task::GlobalScale, 5, 160),
+            QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::GlobalScale, 3, 90) },
+        ]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<QuantizeNvfp4Case> {
+        use Task::{Dequantize, GlobalScale, Quantize};
+        let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
+        let holding = |contents, case| QuantizeNvfp4Case { contents, ..case };
+        let f32s = |case| QuantizeNvfp4Case { dtype: Float::F32, ..case };
+        let scaled = |global_scale, case| QuantizeNvfp4Case { global_scale, ..case };
+        let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
+        let mut cases = vec![
+            plain(Quantize, 0, 64),
+            plain(Dequantize, 0, 64),
+            plain(GlobalScale, 0, 64),
+            in_layout(tiles, plain(Quantize, 0, 64)),
+            plain(Quantize, 1, 2),
+            plain(GlobalScale, 1, 2),
+            // A warp has 512 elements; groups that end with a row; words and tiles with padding.
+            in_layout(mn, plain(Quantize, 2, 544)),
+            in_layout(tiles, plain(Quantize, 33, 176)),
+            in_layout(tiles, plain(Quantize, 129, 1120)),
+            in_layout(tiles, f32s(plain(Quantize, 129, 42))),
+            in_layout(mn, plain(Dequantize, 3, 1056)),
+            in_layout(tiles, plain(Dequantize, 129, 80)),
+            // Every number, under the scale 1 and divided by one that is no power of two; each code under each scale.
+            scaled(1.0, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            scaled(0.3, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            // Divided by such that a product with the inverse falls on the other side of 0.75, 2.5 and 3.5 than the quotient.
+            scaled(0.5104167, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            scaled(0.97499996, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            scaled(0.8392858, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            scaled(1.0, holding(Contents::EveryNumber, f32s(plain(Quantize, 70, 512)))),
+            scaled(1.0, holding(Contents::EveryNumber, plain(Dequantize, 8, 1024))),
+            scaled(0.3, holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024)))),
+            // Scales of groups that are 0, and that are the largest, and products of both levels that fp32 has not.
+            scaled(64.0, plain(Quantize, 5, 256)),
+            scaled(1e-5, plain(Quantize, 5, 256)),
+            scaled(1e-44, plain(Quantize, 5, 256)),
+            scaled(3e38, plain(Quantize, 5, 256)),
+            // Quotients that overflow.
+            QuantizeNvfp4Case { data: Data::normal(1e37), ..scaled(1e-23, plain(Quantize, 5, 256)) },
+            // More blocks than the largest are found by.
+            plain(GlobalScale, 8200, 2),
+            holding(Contents::NotFinite, plain(GlobalScale, 9, 512)),
+            QuantizeNvfp4Case { data: Data::normal(1e-40), ..f32s(plain(GlobalScale, 3, 64)) },
+        ];
+        for contents in [Contents::Ties, Contents::Corners, Contents::Amax, Contents::NotFinite] {
+            cases.push(scaled(0.0625, holding(contents, plain(Quantize, 9, 512))));
+            cases.push(scaled(0.0625, holding(contents, f32s(plain(Quantize, 9, 330)))));
+        }
+        cases.push(scaled(0.37, holding(Contents::Ties, f32s(plain(Quantize, 9, 512)))));
+        if profile == Profile::Full {
+            cases.extend([plain(Quantize, 1000, 4096), in_layout(tiles, plain(Dequantize, 1000, 4096))]);
+            cases.push(plain(GlobalScale, 3000, 7168));
+        }
+        cases
+    }
+
+    fn amend(c: &QuantizeNvfp4Case, tensors: &mut Tensors) -> OracleResult<()> {
+        if c.task != Task::GlobalScale {
+            tensors.set("global_scale", &[c.global_scale.into()]);
+        }
+        if c.takes_numbers() {
+            c.groups().set_rows(tensors, [c.num_rows, c.width], c.data);
+            if c.contents == Contents::Ties && c.dtype == Float::F32 {
+                set_ties_of_both_levels(c, tensors);
+            }
+            return Ok(());
+        }
+        let mut draw = Draw::new(c.data.seed, "codes");
+        let every = c.contents == Contents::EveryNumber;
+        draw_e2m1_codes(every, &mut draw, tensors);
+        draw_scales(c, every, &mut draw, tensors);
+        Ok(())
+    }
+
+    fn forward(c: &QuantizeNvfp4Case, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+        let (named, layout) = (t.named()?, layout_of_oracle(c.layout));
+        match c.task {
+            Task::GlobalScale => reference::global_scale(&named),
+            Task::Quantize => reference::quantize(&named, layout),
+            Task::Dequantize => reference::dequantize(&named, layout, format_of(c.dtype)),
+        }
+    }
+
+    fn workspaces(c: &QuantizeNvfp4Case, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        let needed = c.task == Task::GlobalScale;
+        Ok(needed.then_some(("workspace", launcher::WORKSPACE_BYTES)).into_iter().collect())
+    }
+
+    fn launch(c: &QuantizeNvfp4Case, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        match c.task {
+            Task::GlobalScale => run.launch(|device| Ok(launcher::global_scale(device, v)?.to_vec())),
+            Task::Quantize => run.launch(|device| launcher::quantize(device, v, c.layout)),
+            Task::Dequantize => run.launch(|device| launcher::dequantize(device, v, c.layout)),
+        }
+    }
+
+    fn laws(c: &QuantizeNvfp4Case, laws: &mut Laws<'_, Self>) {
+        if c.task == Task::GlobalScale {
+            laws.permute("rows may be permuted", "num_rows");
+            return;
+        }
+        // In other layouts rows have no axis of their own.
+        if c.layout == ScaleLayout::Plain {
+            laws.separate("num_rows", "rows may be permuted");
+        }
+        // Where both levels together stay normal numbers, the numbers and the scale of the tensor may both be four
+        // times as large.
+        let x = if c.task == Task::Quantize { laws.tensors().values("x") } else { Vec::new() };
+        let small = |x: &f64| x.abs() < 2f64.powi(100) && (*x == 0.0 || x.abs() > 2f64.powi(-90));
+        if !x.is_empty() && x.iter().all(small) && (1e-20..1e20).contains(&c.global_scale) {
+            let scale_both = |v: &mut Variant<Self>| {
+                v.tensors.scale("x", 4.0);
+                v.tensors.scale("global_scale", 4.0);
+            };
+            laws.alike("a power of two moves the scale of the tensor alone", Relation::Times(1.0), scale_both);
+        }
+    }
+
+    /// Activations of the model, and the shape that others are measured at.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Task::{Dequantize, Quantize};
+        let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
+        let cases = if on_gpu(environment) {
+            let sizes = [(1, 7168), (128, 7168), (4096, 7168), (32768, 4096), (32768, 7168)];
+            let mut cases: Vec<_> = sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
+            cases.push(in_layout(ScaleLayout::Blocked, plain(Quantize, 32768, 4096)));
+            cases.push(plain(Dequantize, 32768, 4096));
+            cases
+        } else {
+            vec![plain(Quantize, 64, 256), plain(Dequantize, 64, 256)]
+        };
+        let benchmark = |case: QuantizeNvfp4Case| {
+            let QuantizeNvfp4Case { task, num_rows, width, layout, .. } = &case;
+            let name = format!("{task:?} {num_rows}x{width} {layout:?}").to_lowercase();
+            // A magnitude, a maximum, a quotient and a rounding.
+            Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 4.0)
+        };
+        cases.into_iter().map(benchmark).collect()
+    }
+}
+
+/// Makes numbers midway between codes under a power of two those, of fp32, of what their group is divided by: both levels of its scale
+/// together. Their quotients are the middle, or next to it.
+fn set_ties_of_both_levels(c: &QuantizeNvfp4Case, tensors: &mut Tensors) {
+    let mut x = tensors.values("x");
+    for group in x.chunks_mut(c.width.max(1)).flat_map(|row| row.chunks_mut(GROUP)) {
+        let amax = group.iter().fold(0.0f64, |amax, x| amax.max(x.abs()));
+        let power = scale_of(group, Format::E2M1, ScaleType::E8m0);
+        let of_group = Format::E4M3.nearest(f64::from(amax as f32 / 6.0 / c.global_scale).min(Format::E4M3.largest));
+        let divisor = of_group as f32 * c.global_scale;
+        if divisor.is_normal() {
+            group.iter_mut().for_each(|x| *x = Format::F32.nearest(*x / power * f64::from(divisor)));
+        }
+    }
+    tensors.set("x", &x);
+}
+
+/// Scales of codes: any of them, or every byte in turn. What pads them is NaN: nobody may read it.
+fn draw_scales(c: &QuantizeNvfp4Case, every: bool, draw: &mut Draw, tensors: &mut Tensors) {
+    let scales = reference::scales(layout_of_oracle(c.layout), c.num_rows, c.width);
+    let number = |at: usize, draw: &mut Draw| {
+        let drawn = draw.rng().random_range(0..0x7fu8);
+        // Each scale for the two groups that hold each code.
+        if every { (at / 2) as u8 } else { drawn }
+    };
+    let numbers: Vec<_> = (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
+    let placed = scales.arranged(&numbers);
+    let bytes = tensors.bytes_mut("scales").unwrap_or_default();
+    bytes.iter_mut().zip(placed).for_each(|(byte, scale)| *byte = scale.unwrap_or(255));
+}

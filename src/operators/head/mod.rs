@@ -1,0 +1,5 @@
+//! Logits and sampling.
+
+pub mod lm_head;
+pub(crate) mod logits;
+pub mod sampler;

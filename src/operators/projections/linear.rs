@@ -1,0 +1,1028 @@
+//! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/projections/linear.cu`, `linear_quantised.cu` and `linear_hopper.cu` against
+//! `reference/src/projections/linear.rs`.
+
+use dsv4_kernels::projections::linear::{self as launcher, MAX_FEATURES, MAX_GROUPS, ScaleLayout, Weights};
+use dsv4_reference::Format;
+use dsv4_reference::formats::scale_layout::{Scales, words_of};
+use dsv4_reference::precision::Accumulator;
+use dsv4_reference::projections::linear as reference;
+use rand::Rng;
+
+use crate::case::NORMAL_WORDS;
+use crate::operator::benchmarks::{Whole, spread_blocks};
+use crate::operator::declaration::{Axis, TensorSpec};
+use crate::operator::fields::{Implementation, extent};
+use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
+use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle};
+
+/// The operator.
+pub struct Linear;
+
+/// What a result is added to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Before {
+    /// Nothing.
+    Absent,
+    /// A tensor of its own.
+    Apart,
+    /// What lies where y goes, and a tensor of its own for dw.
+    InPlace,
+}
+
+/// What quantised operands hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Codes {
+    /// Codes of normal numbers whose largest ones are those of their format, and scales some powers of two apart.
+    Drawn,
+    /// Any code but NaN, subnormal ones and zeros of both signs among them.
+    Any,
+    /// Small whole numbers, and powers of two as scales that differ from group to group and row to row: there is one
+    /// right result, bit for bit.
+    Exact,
+    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, as far as a block folds into e4m3 (inference
+    /// 5.5), and those of others up to 2^40.
+    FarApart,
+    /// As drawn ones, of MXFP4; scales of w that kernels may not multiply sums of products with before that of x: 2^84 to 2^125 in
+    /// even rows, 2^-80 to 2^-64 in odd ones.
+    Extreme,
+    /// As drawn ones, of MXFP4; scales of w that are too small for that, 2^-110 to 2^-95, under scales of x around 2^88.
+    SmallWeights,
+    /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
+    OneLarge,
+    /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64: products of two of them leave fp32's range,
+    /// and what they scale does not.
+    LargeScales,
+}
+
+impl Codes {
+    /// Drawn ones, where these are FP8's alone and the weights are not.
+    pub(crate) fn of_weights(self, weights: Weights) -> Codes {
+        if self == Codes::LargeScales && weights != Weights::Fp8 { Codes::Drawn } else { self }
+    }
+}
+
+/// A case: formats, extents, types, what results are added to, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinearCase {
+    /// Tokens; 0 is legal.
+    pub num_tokens: usize,
+    /// Independent layers of the same extents, each with a part of x; 0 is one layer whose tensors have no axis of groups.
+    pub num_groups: usize,
+    /// Features of a row of y.
+    pub out_features: usize,
+    /// Features of a row of x.
+    pub in_features: usize,
+    /// Type of y.
+    pub output: Float,
+    /// Type of dw.
+    pub weight_gradient: Float,
+    /// What y and dw are added to.
+    pub before: Before,
+    /// Formats of w and x.
+    pub weights: Weights,
+    /// Numbers of quantised x that share a scale.
+    pub group: usize,
+    /// Whether scales are bytes, and not fp32 numbers.
+    pub scale_bytes: bool,
+    /// Where the scales of rows lie.
+    pub layout: ScaleLayout,
+    /// What quantised operands hold.
+    pub codes: Codes,
+    /// Which kernels run.
+    pub implementation: Implementation,
+    /// Whether the device's library of matrix products computes those of bf16 that it takes, and not our kernels.
+    pub library: bool,
+    /// x; of quantised x the scales.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCase {
+    let (output, weight_gradient, before, data) = (Float::Bf16, Float::F32, Before::Absent, Data::normal(1.0));
+    LinearCase {
+        num_tokens,
+        num_groups: 0,
+        out_features,
+        in_features,
+        output,
+        weight_gradient,
+        before,
+        weights: Weights::Bf16,
+        group: 0,
+        scale_bytes: false,
+        layout: ScaleLayout::Plain,
+        codes: Codes::Drawn,
+        implementation: Implementation::Portable,
+        library: false,
+        data,
+    }
+}
+
+/// As much of bf16 products as it takes by the device's library.
+fn library(case: LinearCase) -> LinearCase {
+    LinearCase { library: true, ..case }
+}
+
+/// Layers of groups: of tokens, groups, features out and in.
+fn grouped([num_tokens, num_groups, out_features, in_features]: [usize; 4]) -> LinearCase {
+    LinearCase { num_groups, ..plain(num_tokens, out_features, in_features) }
+}
+
+/// Quantised operands with scales in bytes; `group` of x.
+pub(crate) fn quantised(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
+    let [num_tokens, out_features, in_features] = extents;
+    LinearCase { weights, group, scale_bytes: true, ..plain(num_tokens, out_features, in_features) }
+}
+
+fn fp8(extents: [usize; 3]) -> LinearCase {
+    quantised(Weights::Fp8, 128, extents)
+}
+
+fn hopper(extents: [usize; 3]) -> LinearCase {
+    LinearCase { implementation: Implementation::Hopper, ..fp8(extents) }
+}
+
+/// MXFP4 by the kernels for Hopper, with so many numbers of x in a group.
+fn mxfp4_hopper(group: usize, extents: [usize; 3]) -> LinearCase {
+    LinearCase { implementation: Implementation::Hopper, ..quantised(Weights::Mxfp4, group, extents) }
+}
+
+/// The formats that are quantised, with the groups of x.
+const QUANTISED: [(Weights, usize); 4] =
+    [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
+
+impl LinearCase {
+    fn is_quantised(&self) -> bool {
+        self.weights != Weights::Bf16
+    }
+
+    fn is_on_hopper(&self) -> bool {
+        self.implementation == Implementation::Hopper
+    }
+
+    fn extents(&self) -> [usize; 3] {
+        [self.num_tokens, self.out_features, self.in_features]
+    }
+
+    fn is_grouped(&self) -> bool {
+        self.num_groups > 0
+    }
+
+    /// Groups, at least one.
+    fn layers(&self) -> usize {
+        self.num_groups.max(1)
+    }
+
+    /// The axes of inputs, weights and outputs.
+    fn axes(&self) -> [Vec<Axis>; 3] {
+        let (tokens, groups) = (axis("num_tokens", self.num_tokens), axis("num_groups", self.num_groups));
+        let groups = self.is_grouped().then(|| groups.multiples(1, MAX_GROUPS));
+        let outs = self.features("out_features", self.out_features);
+        let ins = self.features("in_features", self.in_features);
+        let of = |outer: Option<Axis>, middle: Option<Axis>, inner: [Option<Axis>; 2]| {
+            [outer, middle].into_iter().chain(inner).flatten().collect()
+        };
+        [
+            of(Some(tokens), groups, [Some(ins), None]),
+            of(groups, Some(outs), [Some(ins), None]),
+            of(Some(tokens), groups, [Some(outs), None]),
+        ]
+    }
+
+    pub(crate) fn of_launcher(&self) -> launcher::Quantised {
+        let Self { weights, group, scale_bytes, layout, .. } = *self;
+        let implementation = self.implementation.launcher();
+        launcher::Quantised { weights, group, scale_bytes, layout, implementation }
+    }
+
+    fn products(&self) -> launcher::Products {
+        if self.library { launcher::Products::Library } else { launcher::Products::Own }
+    }
+
+    pub(crate) fn of_oracle(&self) -> reference::Quantised {
+        let weights = match self.weights {
+            Weights::Nvfp4 => reference::Weights::Nvfp4,
+            Weights::Mxfp4 => reference::Weights::Mxfp4,
+            Weights::Fp8 | Weights::Bf16 => reference::Weights::Fp8,
+        };
+        let accumulator = match self.implementation {
+            Implementation::Hopper => Accumulator::HOPPER_E4M3,
+            Implementation::Portable => Accumulator::F32,
+        };
+        let layout = layout_of_oracle(self.layout);
+        reference::Quantised { weights, group: self.group.max(1), bytes: self.scale_bytes, layout, accumulator }
+    }
+
+    /// What quantised operands are, and their scales.
+    fn quantised_operands(&self) -> Vec<TensorSpec> {
+        let (tokens, outs) = (axis("num_tokens", self.num_tokens), self.features("out_features", self.out_features));
+        let hopper = self.is_on_hopper();
+        // Two codes of four bits lie in a byte, and 16 bytes in an access.
+        let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
+        let bytes_at_once = if hopper { 16 } else { 1 };
+        let bytes = axis("code_bytes", self.in_features / 2).multiples(bytes_at_once, MAX_FEATURES / 2);
+        let ins = axis("in_features", self.in_features).multiples(codes * bytes_at_once, MAX_FEATURES);
+        let rows = |spec: TensorSpec| if hopper { spec.aligned_rows() } else { spec.rows() };
+        let (of_x, of_w) = match self.weights {
+            Weights::Nvfp4 => (bytes, bytes),
+            Weights::Mxfp4 => (ins, bytes),
+            Weights::Fp8 | Weights::Bf16 => (ins, ins),
+        };
+        let scales = |name, (dtype, axes): launcher::ScaleTensor| {
+            let axes: Vec<Axis> = axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
+            let spec = input(name, dtype, &axes);
+            if self.before == Before::Absent && self.codes != Codes::Exact { spec.of_any_size() } else { spec }
+        };
+        let [num_tokens, out_features, in_features] = self.extents();
+        let [x_scales, w_scales] = self.of_launcher().scale_tensors(num_tokens, out_features, in_features);
+        let global = |name| input(name, DType::F32, &[axis("one", 1)]).when(self.weights == Weights::Nvfp4);
+        vec![
+            rows(input("x", DType::U8, &[tokens, of_x])),
+            rows(input("w", DType::U8, &[outs, of_w])),
+            scales("x_scales", x_scales),
+            scales("w_scales", w_scales),
+            global("x_global_scale"),
+            global("w_global_scale"),
+        ]
+    }
+
+    fn features(&self, name: &'static str, extent: usize) -> Axis {
+        axis(name, extent).multiples(1, MAX_FEATURES)
+    }
+}
+
+/// Features of a benchmark's result that are compared with the oracle.
+const SAMPLED_FEATURES: usize = 256;
+
+/// The scales of the sampled blocks of weights.
+fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Tensors) {
+    if c.weights == Weights::Fp8 {
+        let firsts = whole.further.iter().filter(|out| out.is_multiple_of(reference::BLOCK));
+        let blocks: Vec<usize> = firsts.map(|out| out / reference::BLOCK).collect();
+        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 0, &blocks));
+    }
+}
+
+/// Whether there are kernels for Hopper.
+pub(crate) fn takes_hopper(weights: Weights) -> bool {
+    matches!(weights, Weights::Fp8 | Weights::Mxfp4)
+}
+
+/// Products that a drawn case computes at most: ten runs of the oracle take a second or so.
+const LARGEST_PRODUCT: usize = 1 << 22;
+
+impl Operator for Linear {
+    type Case = LinearCase;
+
+    const ABOUT: About = About {
+        name: "linear",
+        family: Family::Projections,
+        summary: "y = x wᵀ of bf16, FP8, MXFP4 and NVFP4 weights, added to what was there or not; of bf16 its gradients",
+        specification: &[
+            "inference 0",
+            "inference 5.2",
+            "inference 5.3",
+            "inference 5.5",
+            "inference 5.6",
+            "inference 5.7",
+            "inference 9",
+        ],
+        paths: &[
+            "linear_forward_large",
+            "linear_forward_one",
+            "linear_forward_small",
+            "linear_forward_scalar",
+            "linear_forward<library>",
+            "linear_sum",
+            "linear_quantised_large<fp8>",
+            "linear_quantised_small<fp8>",
+            "linear_quantised_scalar<fp8>",
+            "linear_quantised_sum<fp8>",
+            "linear_quantised_large<mxfp4, 128>",
+            "linear_quantised_small<mxfp4, 128>",
+            "linear_quantised_scalar<mxfp4, 128>",
+            "linear_quantised_sum<mxfp4, 128>",
+            "linear_quantised_large<mxfp4, 32>",
+            "linear_quantised_small<mxfp4, 32>",
+            "linear_quantised_scalar<mxfp4, 32>",
+            "linear_quantised_sum<mxfp4, 32>",
+            "linear_quantised_large<nvfp4>",
+            "linear_quantised_small<nvfp4>",
+            "linear_quantised_scalar<nvfp4>",
+            "linear_quantised_sum<nvfp4>",
+            "linear_hopper<16>",
+            "linear_hopper<64>",
+            "linear_hopper_large",
+            "linear_hopper_large_pairs",
+            "linear_hopper<8, mxfp4, 128>",
+            "linear_hopper<16, mxfp4, 128>",
+            "linear_hopper<64, mxfp4, 128>",
+            "linear_hopper<128, mxfp4, 128>",
+            "linear_hopper<8, mxfp4, 32>",
+            "linear_hopper<16, mxfp4, 32>",
+            "linear_hopper<64, mxfp4, 32>",
+            "linear_hopper<128, mxfp4, 32>",
+            "backward linear_dx<library>",
+            "backward linear_dw<library>",
+            "backward linear_dx_large",
+            "backward linear_dx_small",
+            "backward linear_dx_scalar",
+            "backward linear_dw_large",
+            "backward linear_dw_scalar",
+            "backward linear_sum",
+        ],
+        modules: launcher::modules,
+        cases: [24, 60, 120],
+    };
+
+    const GOLDEN: &'static [&'static str] = &["router_topk", "router_hash"];
+
+    fn tensors(c: &LinearCase) -> Specs {
+        let [inputs, weights, outputs] = c.axes();
+        let (output_type, gradient_type) = (c.output.dtype(), c.weight_gradient.dtype());
+        let added = c.before != Before::Absent;
+        // What is added to something has no scale of its own.
+        let of = |name, axes: &[_]| {
+            let spec = input(name, DType::Bf16, axes).rows();
+            if added { spec } else { spec.of_any_size() }
+        };
+        let before = |name, dtype, axes: &[_]| input(name, dtype, axes).rows().drawn_as(c.data).when(added);
+        let aliasing = if c.before == Before::InPlace { Aliasing::InPlace } else { Aliasing::OutOfPlace };
+        let y = output("y", output_type, &outputs).rows().placed(aliasing, "y_before").only_in("forward");
+        let y = if c.codes == Codes::Exact { y.exact() } else { y };
+        let y_before = before("y_before", output_type, &outputs);
+        if c.is_quantised() {
+            let operands = c.quantised_operands();
+            return Specs::new(c.data.seed, operands.into_iter().chain([y_before, y]));
+        }
+        let tensors = [
+            of("x", &inputs).drawn_as(c.data),
+            of("w", &weights).drawn(Distribution::Normal, 1.0),
+            y_before,
+            before("dw_before", gradient_type, &weights),
+            y,
+            upstream("dy", "y").stored_in(DType::Bf16),
+            gradient("dx", "x", DType::Bf16).rows(),
+            gradient("dw", "w", gradient_type).rows().may_be("dw_before"),
+        ];
+        Specs::new(c.data.seed, tensors)
+    }
+
+    fn check(c: &LinearCase) -> Result<(), Refused> {
+        if !c.is_quantised() {
+            let quantised = [
+                ("group", c.group > 0),
+                ("scale_bytes", c.scale_bytes),
+                ("layout", c.layout != ScaleLayout::Plain),
+                ("codes", c.codes != Codes::Drawn),
+                ("implementation", c.implementation != Implementation::Portable),
+            ];
+            if let Some((field, _)) = quantised.into_iter().find(|(_, given)| *given) {
+                return refuse(field, "bf16 weights have no codes, scales and kernels for Hopper");
+            }
+            return c.data.check();
+        }
+        if c.library {
+            return refuse("library", "true: a library's products are those of bf16 operands");
+        }
+        if c.is_grouped() {
+            return refuse("num_groups", format!("{}: layers of bf16 weights alone have groups", c.num_groups));
+        }
+        let in_bytes = c.weights != Weights::Fp8;
+        if !QUANTISED.contains(&(c.weights, c.group)) {
+            return refuse("group", format!("{}: FP8 has groups of 128, MXFP4 of 128 or 32, NVFP4 of 16", c.group));
+        }
+        if in_bytes && !c.scale_bytes {
+            return refuse("scale_bytes", "false: scales of four-bit weights are bytes");
+        }
+        if !c.scale_bytes && c.layout == ScaleLayout::Blocked {
+            return refuse("layout", "blocked: tiles of scales hold bytes");
+        }
+        if c.weights == Weights::Nvfp4 && !c.in_features.is_multiple_of(2) {
+            return refuse("in_features", format!("{}: two codes lie in a byte", c.in_features));
+        }
+        if in_bytes && c.codes == Codes::OneLarge {
+            return refuse("codes", "one_large: of FP8 weights alone");
+        }
+        if c.codes == Codes::LargeScales && c.weights != Weights::Fp8 {
+            return refuse("codes", "large_scales: of FP8 weights alone");
+        }
+        if matches!(c.codes, Codes::FarApart | Codes::Extreme | Codes::SmallWeights) && c.weights != Weights::Mxfp4 {
+            return refuse("codes", "far_apart, extreme and small_weights: of MXFP4 weights alone");
+        }
+        if c.is_on_hopper() && !takes_hopper(c.weights) {
+            return refuse("implementation", "hopper: of FP8 and MXFP4 weights alone");
+        }
+        if c.codes == Codes::Exact && c.before != Before::Absent {
+            return refuse("codes", "exact: a result that is added to something is rounded");
+        }
+        c.data.check()
+    }
+
+    fn cannot_run(c: &LinearCase, environment: &Environment) -> Option<String> {
+        c.implementation.launcher().cannot_run_on(environment)
+    }
+
+    fn fastest(c: &LinearCase, environment: &Environment) -> LinearCase {
+        let multiple = if c.weights == Weights::Fp8 { 16 } else { 32 };
+        let takes = takes_hopper(c.weights) && c.in_features.is_multiple_of(multiple);
+        let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
+        LinearCase { implementation, library: !c.is_quantised(), ..c.clone() }
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<LinearCase> {
+        let [tokens, features] = profile.of([[40usize, 150], [200, 300], [700, 3000]]);
+        let features = move || prop_oneof![3 => extent(features, 16), 1 => 1..=features];
+        let before = select(vec![Before::Absent, Before::Absent, Before::Apart, Before::InPlace]);
+        let tokens = prop_oneof![2 => extent(tokens, 16), 1 => 0..=17usize];
+        let types = (Float::strategy(), Float::strategy(), before);
+        let groups = prop_oneof![2 => Just(0), 1 => 1..=5usize];
+        let format = prop_oneof![2 => groups.prop_map(|groups| (groups, None)),
+            3 => select(QUANTISED.to_vec()).prop_map(|format| (0, Some(format)))];
+        let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
+        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
+        let kernels = (layout, any::<bool>(), codes, any::<bool>());
+        (tokens, features(), features(), types, (format, kernels, any::<bool>()), Data::strategy(-30..=30))
+            .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels, library), data)| {
+                let (groups, format) = format;
+                let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins * groups.max(1)));
+                let plain = grouped([num_tokens, groups, outs, ins]);
+                let case = LinearCase { output, weight_gradient, before, data, ..plain };
+                match format {
+                    Some(format) => drawn_quantised(case, format, kernels),
+                    None => LinearCase { library, ..case },
+                }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<LinearCase> {
+        let added = LinearCase { before: Before::Apart, output: Float::F32, ..plain(5, 24, 72) };
+        let narrow = LinearCase { weight_gradient: Float::Bf16, ..plain(18, 9, 13) };
+        let in_layout = |layout, case| LinearCase { layout, ..case };
+        let fp32 = LinearCase { scale_bytes: false, before: Before::Apart, ..fp8([5, 24, 144]) };
+        vec![
+            plain(18, 24, 40),
+            added,
+            narrow,
+            grouped([18, 3, 24, 40]),
+            LinearCase { before: Before::Apart, ..grouped([3, 2, 9, 13]) },
+            fp8([18, 24, 144]),
+            in_layout(ScaleLayout::MnMajor, fp32),
+            hopper([5, 24, 144]),
+            quantised(Weights::Mxfp4, 128, [5, 24, 96]),
+            mxfp4_hopper(128, [5, 24, 96]),
+            in_layout(ScaleLayout::Blocked, mxfp4_hopper(32, [5, 24, 96])),
+            in_layout(ScaleLayout::MnMajor, quantised(Weights::Mxfp4, 32, [5, 24, 72])),
+            in_layout(ScaleLayout::Blocked, quantised(Weights::Nvfp4, 16, [5, 24, 96])),
+        ]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<LinearCase> {
+        let f32s = |case| LinearCase { output: Float::F32, ..case };
+        let before = |before, case| LinearCase { before, ..case };
+        let mut cases = vec![
+            plain(0, 24, 40),
+            before(Before::InPlace, plain(0, 24, 40)),
+            plain(1, 1, 1),
+            plain(1, 8, 8),
+            // One row more than the small tiles have, one more than a stage of k, a last stage of eight.
+            plain(16, 72, 128),
+            plain(17, 72, 64),
+            f32s(plain(3, 136, 72)),
+            // Rows of y of whole accesses in fp32 and not in bf16; odd ones.
+            f32s(plain(4, 12, 16)),
+            plain(4, 12, 16),
+            plain(65, 67, 70),
+            // Two tiles and some more in each direction, and more rows of tiles than are taken together, of one column of tiles
+            // and of two.
+            plain(130, 136, 72),
+            plain(1030, 8, 8),
+            plain(1030, 136, 8),
+            // Parts of k, whose sums are added to what was there: more of them than stages divide by.
+            before(Before::Apart, f32s(plain(2, 8, 1480))),
+            before(Before::InPlace, plain(17, 16, 584)),
+            before(Before::InPlace, f32s(plain(600, 8, 8))),
+            before(Before::Apart, plain(5, 7, 535)),
+            // One token: rows of w that a warp reads alone, of more features than a block has; those that two, four and eight warps
+            // of a block share, of which the last one has a few numbers or none.
+            before(Before::Apart, f32s(plain(1, 265, 1040))),
+            before(Before::InPlace, plain(1, 280, 24)),
+            plain(1, 41, 584),
+            f32s(plain(1, 21, 1544)),
+            before(Before::InPlace, plain(1, 5, 3336)),
+            grouped([1, 3, 20, 1032]),
+            before(Before::Apart, f32s(grouped([1, 2, 9, 40]))),
+            // What a library takes, with fp32 that it adds to; bf16 that it would round twice; one row too few for it; rows
+            // at no multiple of 16 bytes.
+            library(plain(17, 40, 72)),
+            library(before(Before::InPlace, plain(18, 24, 40))),
+            library(before(Before::Apart, f32s(plain(33, 20, 24)))),
+            library(before(Before::InPlace, f32s(plain(40, 8, 16)))),
+            library(plain(16, 24, 16)),
+            library(plain(18, 13, 21)),
+            library(plain(0, 24, 16)),
+        ];
+        cases.extend([
+            grouped([0, 2, 24, 40]),
+            grouped([1, 1, 8, 16]),
+            // More groups than tokens; small tiles, large ones, scalar ones; parts of k, whose sums each group has.
+            grouped([3, 16, 72, 64]),
+            grouped([130, 2, 136, 72]),
+            grouped([5, 3, 7, 13]),
+            before(Before::InPlace, grouped([2, 3, 20, 584])),
+            before(Before::Apart, f32s(grouped([300, 2, 12, 8]))),
+            // By a library: one layer, many, fp32 that it adds to; too few rows; rows that it does not take.
+            library(grouped([17, 1, 40, 72])),
+            library(grouped([66, 5, 24, 40])),
+            library(before(Before::InPlace, f32s(grouped([33, 3, 16, 24])))),
+            library(grouped([16, 2, 24, 16])),
+            library(grouped([40, 3, 7, 13])),
+        ]);
+        cases.extend(quantised_edge_cases());
+        if profile == Profile::Full {
+            let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
+            cases.extend([one_large(fp8([1, 2, 7168])), one_large(hopper([1, 2, 7168]))]);
+            cases.extend([hopper([300, 1030, 4096]), hopper([1, 7168, 1536])]);
+            // On an H200: more turns of a block than are listed.
+            cases.extend([hopper([1, 1_100_000, 16]), mxfp4_hopper(128, [1, 2_200_000, 32])]);
+            cases.extend([plain(1, 7168, 1536), plain(300, 1030, 4096), f32s(plain(4096, 264, 520))]);
+            cases.extend([grouped([1, 16, 1024, 4096]), grouped([200, 4, 264, 1032])]);
+        }
+        cases
+    }
+
+    fn amend(c: &LinearCase, tensors: &mut Tensors) -> OracleResult<()> {
+        if c.is_quantised() {
+            set_codes(c, "x", c.weights != Weights::Nvfp4, tensors);
+            set_codes(c, "w", c.weights == Weights::Fp8, tensors);
+            let oracle = c.of_oracle();
+            // Large x has large scales.
+            let exponent = c.data.magnitude.log2().round() as i32;
+            set_scales(c, "x_scales", (oracle.x_scales(c.num_tokens, c.in_features), 1), exponent, tensors);
+            set_scales(c, "w_scales", (oracle.w_scales(c.out_features, c.in_features), 1), 0, tensors);
+            for (name, scale) in [("x_global_scale", 0.011), ("w_global_scale", 0.37)] {
+                if tensors.get(name).is_some() {
+                    tensors.set(name, &[if c.codes == Codes::Exact { 0.25 } else { scale }]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn forward(c: &LinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        if c.is_grouped() {
+            return reference::grouped_forward(&t.named()?, rounding);
+        }
+        if !c.is_quantised() {
+            return reference::forward(&t.named()?, rounding);
+        }
+        if c.codes != Codes::Exact {
+            return reference::forward_quantised(&t.named()?, &c.of_oracle(), rounding);
+        }
+        let y = reference::forward_quantised(&t.named()?, &c.of_oracle(), &mut Rounding::exact())?;
+        let y = y.tensor("y")?;
+        let mut stored = crate::operator::fields::elements(y)?;
+        format_of(c.output).round_all(&mut stored);
+        Ok(Named::new().with("y", crate::operator::fields::tensor(stored, y.dims())?))
+    }
+
+    fn backward(c: &LinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        if c.is_quantised() {
+            return Ok(Named::new());
+        }
+        if c.is_grouped() {
+            return reference::grouped_backward(&t.named()?, rounding);
+        }
+        reference::backward(&t.named()?, rounding)
+    }
+
+    fn workspaces(c: &LinearCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        if c.is_quantised() {
+            let bytes = launcher::quantised_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
+            return Ok(vec![("workspace", bytes)]);
+        }
+        let of = |bytes: fn(&Device, usize, usize, usize, usize) -> usize| {
+            bytes(device, c.layers(), c.num_tokens, c.out_features, c.in_features)
+        };
+        let (forward, backward) = (of(launcher::forward_workspace_bytes), of(launcher::backward_workspace_bytes));
+        Ok(vec![("workspace", forward.max(backward))])
+    }
+
+    fn launch(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        if c.is_quantised() {
+            return run.launch(|device| launcher::forward_quantised(device, v, c.of_launcher()));
+        }
+        let own = v.without(&["dy", "dx", "dw"]);
+        if c.is_grouped() {
+            return run.launch(|device| launcher::grouped_forward(device, &own, c.products()));
+        }
+        run.launch(|device| launcher::forward(device, &own, c.products()))
+    }
+
+    fn launch_backward(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        if c.is_quantised() {
+            return Ok(());
+        }
+        let (device, own) = (run.device(), v.without(&["y"]));
+        let ran = match c.is_grouped() {
+            true => launcher::grouped_backward(device, &own, c.products())?,
+            false => launcher::backward(device, &own, c.products())?,
+        };
+        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        Ok(())
+    }
+
+    fn laws(c: &LinearCase, laws: &mut Laws<'_, Self>) {
+        if c.is_quantised() {
+            return laws_of_scales(c, laws);
+        }
+        if c.before == Before::Absent {
+            laws.scale("x counts once", "x", 0.5, &[("y", 0.5), ("dx", 1.0), ("dw", 0.5)]);
+            laws.scale("w counts once", "w", 0.5, &[("y", 0.5), ("dx", 0.5), ("dw", 1.0)]);
+            laws.scale_upstreams();
+        }
+        laws.separate("num_tokens", "tokens may be permuted");
+        laws.separate("out_features", "outputs may be permuted");
+        laws.independent("in_features");
+        if c.is_grouped() {
+            laws.separate("num_groups", "groups may be permuted");
+        }
+    }
+
+    /// dw is no gradient where it is added to what was there.
+    fn is_smooth(c: &LinearCase) -> bool {
+        let elements = c.layers() * c.out_features.max(c.num_tokens) * c.in_features;
+        !c.is_quantised() && c.before == Before::Absent && elements <= 4096
+    }
+
+    /// The logits of a router.
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<LinearCase>>, String> {
+        let (rows, weight) = (["..tokens", "hidden"], ["experts", "hidden"]);
+        file.floats("in.hidden", &rows)?;
+        file.floats("param.gate.weight", &weight)?;
+        let [tokens, experts, hidden] = [file.extent("tokens")?, file.extent("experts")?, file.extent("hidden")?];
+        let golden = Golden::new(LinearCase { output: Float::F32, ..plain(tokens, experts, hidden) });
+        let golden = golden.stored(file, "x", "in.hidden", &rows)?;
+        let golden = golden.stored(file, "w", "param.gate.weight", &weight)?;
+        Ok(vec![golden.expect(file, "y", "out.logits", &["tokens", "experts"])?])
+    }
+
+    /// Projections of the model: bf16 of training, all formats of serving, for few tokens and for many.
+    fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
+        use Direction::{Backward, Forward};
+        let of = |case: LinearCase, direction: Direction| {
+            let [num_tokens, out_features, in_features] = case.extents();
+            let portable = match case.weights {
+                Weights::Fp8 => case.implementation == Implementation::Portable,
+                Weights::Bf16 => !case.library,
+                Weights::Mxfp4 | Weights::Nvfp4 => false,
+            };
+            let format = format!("{:?}", case.weights).to_lowercase();
+            let groups = if case.is_grouped() { format!(" in {} groups", case.num_groups) } else { String::new() };
+            let suffix = Implementation::suffix(portable);
+            let name = format!("{num_tokens}x{out_features}x{in_features} {format}{groups}{suffix}");
+            let products = case.extents().map(|extent| extent as f64).iter().product::<f64>();
+            let flops = 2.0 * case.layers() as f64 * products;
+            // What no token has is drawn along its rows.
+            let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("out_features");
+            // A few tokens of a result take all weights but along the axis that nothing is added over.
+            let further = if direction == Forward { "out_features" } else { "in_features" };
+            let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
+            let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
+            benchmark.streaming(&[], 0.0).computing(if direction == Forward { flops } else { 2.0 * flops })
+        };
+        let gpu = on_gpu(environment);
+        let [projections, gradients]: [Vec<[usize; 3]>; 2] = if gpu {
+            let projections = [[65536, 1536], [7168, 16384]].into_iter();
+            let of_tokens = |[outs, ins]: [usize; 2]| [1, 64, 4096].map(|num_tokens| [num_tokens, outs, ins]);
+            [projections.flat_map(of_tokens).collect(), vec![[4096, 7168, 16384], [4096, 1536, 7168]]]
+        } else {
+            [vec![[9, 64, 144]], vec![[40, 64, 72]]]
+        };
+        // The first half of the output projection.
+        let groups = if gpu {
+            vec![[1, 16, 1024, 4096], [64, 16, 1024, 4096], [4096, 16, 1024, 4096]]
+        } else {
+            vec![[9, 3, 40, 72]]
+        };
+        // Decoding, whose narrow layers have too few features for all multiprocessors.
+        let decoded: &[[usize; 3]] = match gpu {
+            true => &[[1, 1536, 7168], [1, 512, 7168], [16, 7168, 16384]],
+            false => &[],
+        };
+        let bf16 = |&[num_tokens, outs, ins]: &[usize; 3]| plain(num_tokens, outs, ins);
+        // Our own kernels beside those of a library, which takes no few rows.
+        let by_either = |case: LinearCase| {
+            let own = (case.num_tokens > 16).then(|| case.clone());
+            [Some(library(case)), own].into_iter().flatten()
+        };
+        let forward = projections.iter().chain(decoded).map(bf16).flat_map(by_either).map(|case| of(case, Forward));
+        let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
+        let in_groups = groups.iter().flat_map(|&extents| by_either(grouped(extents))).map(|case| of(case, Forward));
+        let groups_backward = groups.last().into_iter().flat_map(|&extents| by_either(grouped(extents)));
+        let groups_backward = groups_backward.map(|case| of(case, Backward));
+        let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
+        let serving = serving
+            .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantised(weights, group, extents)));
+        let fastest = serving.map(|case| of(Self::fastest(&case, environment), Forward));
+        let portable = projections.iter().filter(|_| Implementation::fastest_on(environment) == Implementation::Hopper);
+        let portable = portable.map(|&extents| of(fp8(extents), Forward));
+        forward.chain(in_groups).chain(backward).chain(groups_backward).chain(fastest).chain(portable).collect()
+    }
+}
+
+/// A drawn case of quantised operands: what the format does not have, the case does not ask for.
+fn drawn_quantised(
+    case: LinearCase,
+    (weights, group): (Weights, usize),
+    (layout, bytes, codes, on_hopper): (ScaleLayout, bool, Codes, bool),
+) -> LinearCase {
+    let fp8 = weights == Weights::Fp8;
+    let on_hopper = takes_hopper(weights) && on_hopper;
+    let far_apart = on_hopper && !fp8 && !bytes && codes == Codes::Exact;
+    let codes = if far_apart { Codes::FarApart } else { codes.of_weights(weights) };
+    let scale_bytes = bytes || !fp8;
+    let layout = if scale_bytes || layout != ScaleLayout::Blocked { layout } else { ScaleLayout::MnMajor };
+    let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
+    let multiple = (if on_hopper { 16 } else { 1 }) * (if fp8 { 1 } else { 2 });
+    LinearCase {
+        in_features: case.in_features.next_multiple_of(multiple),
+        before: if codes == Codes::Exact { Before::Absent } else { case.before },
+        weights,
+        group,
+        scale_bytes,
+        layout,
+        codes,
+        implementation,
+        ..case
+    }
+}
+
+/// Around tiles, stages and groups of every format; one right result; the accumulator of e4m3 products.
+fn quantised_edge_cases() -> Vec<LinearCase> {
+    let f32s = |case| LinearCase { output: Float::F32, ..case };
+    let exact = |case| LinearCase { codes: Codes::Exact, ..f32s(case) };
+    let any = |case| LinearCase { codes: Codes::Any, ..case };
+    let fp32 = |case| LinearCase { scale_bytes: false, ..case };
+    let in_layout = |layout, case| LinearCase { layout, ..case };
+    let before = |before, case| LinearCase { before, ..case };
+    let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
+    let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
+    let small_scales = |case| LinearCase { data: Data::normal(2f64.powi(-142)), ..case };
+    let large_scales = |case| LinearCase { codes: Codes::LargeScales, ..f32s(case) };
+    let mut cases = vec![
+        fp8([0, 24, 144]),
+        hopper([0, 24, 144]),
+        fp8([1, 1, 1]),
+        hopper([1, 1, 16]),
+        // Blocks of weights: one and a few rows, one and a few numbers more.
+        exact(fp8([3, 136, 144])),
+        exact(fp32(fp8([17, 131, 133]))),
+        exact(in_layout(mn, fp8([18, 260, 320]))),
+        exact(in_layout(mn, fp32(fp8([5, 24, 512])))),
+        exact(in_layout(tiles, fp8([130, 9, 400]))),
+        any(fp8([4, 20, 192])),
+        any(fp32(fp8([4, 21, 71]))),
+        before(Before::InPlace, fp8([2, 8, 584])),
+        exact(hopper([3, 136, 144])),
+        exact(fp32(hopper([65, 264, 272]))),
+        exact(in_layout(mn, hopper([18, 20, 1152]))),
+        // Whole tiles.
+        exact(hopper([16, 128, 256])),
+        // Products of two scales that are no normal numbers, of sums that are.
+        small_scales(f32s(hopper([20, 12, 272]))),
+        small_scales(f32s(fp32(hopper([5, 260, 128])))),
+        large_scales(fp8([18, 131, 272])),
+        large_scales(hopper([20, 12, 272])),
+        large_scales(fp32(hopper([5, 260, 128]))),
+        large_scales(hopper([129, 264, 384])),
+        exact(in_layout(tiles, hopper([130, 12, 400]))),
+        // Few tokens: a last unit that two blocks share, for more stages than there are places.
+        hopper([3, 648, 1168]),
+        // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all behind many tiles. A third unit of
+        // each block, of one stage; more stages than there are places.
+        exact(fp32(hopper([256, 512, 272]))),
+        any(in_layout(mn, hopper([641, 520, 128]))),
+        f32s(hopper([129, 264, 1168])),
+        f32s(hopper([65, 264, 1168])),
+        any(hopper([1921, 16, 144])),
+        any(hopper([4, 20, 192])),
+        before(Before::Apart, f32s(hopper([2, 8, 1168]))),
+        one_large(fp8([1, 2, 2048])),
+        one_large(hopper([1, 2, 2048])),
+    ];
+    // Few tokens of MXFP4: a last unit that two blocks share, of which a multiprocessor holds two.
+    cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
+    // On five multiprocessors: as many turns of a block as are listed, the last one of all blocks, and one more.
+    cases.extend([exact(hopper([1, 40_950, 16])), exact(hopper([1, 40_970, 16]))]);
+    let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
+    let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
+    let small_weights = |case| LinearCase { codes: Codes::SmallWeights, ..case };
+    for group in [128, 32] {
+        let of = |extents| mxfp4_hopper(group, extents);
+        cases.extend([
+            of([0, 24, 96]),
+            of([1, 1, 32]),
+            // Whole blocks; a last one of one group, of rows that are no whole block; more stages than there are places.
+            f32s(of([16, 128, 256])),
+            f32s(of([18, 131, 160])),
+            any(in_layout(mn, of([3, 20, 1184]))),
+            any(in_layout(tiles, of([66, 140, 352]))),
+            before(Before::InPlace, f32s(in_layout(tiles, of([2, 8, 544])))),
+            exact(of([3, 136, 160])),
+            exact(of([11, 136, 160])),
+            exact(in_layout(mn, of([65, 24, 352]))),
+            exact(in_layout(tiles, of([130, 140, 96]))),
+            // Scales far apart; those of numbers that are added one by one.
+            far_apart(f32s(of([5, 136, 288]))),
+            far_apart(in_layout(tiles, of([20, 140, 160]))),
+            far_apart(in_layout(mn, of([67, 136, 64]))),
+            extreme(f32s(of([5, 20, 160]))),
+            extreme(in_layout(mn, of([66, 136, 64]))),
+            extreme(in_layout(tiles, of([130, 9, 96]))),
+            small_weights(f32s(of([9, 24, 160]))),
+            // Tiles of a last round that blocks without one have half of.
+            f32s(of([2, 2100, 32])),
+        ]);
+    }
+    for (weights, group) in QUANTISED.into_iter().skip(1) {
+        let of = |extents| quantised(weights, group, extents);
+        cases.extend([
+            of([0, 24, 96]),
+            of([1, 1, 2]),
+            exact(of([3, 72, 96])),
+            exact(in_layout(mn, of([17, 20, 160]))),
+            exact(in_layout(tiles, of([33, 130, 42]))),
+            any(in_layout(tiles, of([5, 9, 352]))),
+            before(Before::InPlace, f32s(of([2, 8, 544]))),
+        ]);
+    }
+    cases
+}
+
+/// Scales count once: all of them twice as large make y twice as large. What one token's scales are is nothing to
+/// others.
+fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
+    if c.before == Before::Absent {
+        let halved = [("y", 0.5)];
+        if c.weights == Weights::Nvfp4 {
+            laws.scale("the scale of x counts once", "x_global_scale", 0.5, &halved);
+            laws.scale("the scale of w counts once", "w_global_scale", 0.5, &halved);
+        } else if c.scale_bytes {
+            law_of_doubled_bytes(c, laws, "scales of x count once", "x_scales");
+            law_of_doubled_bytes(c, laws, "scales of w count once", "w_scales");
+        } else if has_moderate_scales(c) {
+            laws.scale("scales of x count once", "x_scales", 0.5, &halved);
+            laws.scale("scales of w count once", "w_scales", 0.5, &halved);
+        }
+    }
+    // In other layouts, and where rows of w share scales, rows have no axis of their own.
+    if c.layout == ScaleLayout::Plain {
+        laws.separate("num_tokens", "tokens may be permuted");
+        if c.weights != Weights::Fp8 {
+            laws.separate("out_features", "outputs may be permuted");
+        }
+    }
+}
+
+/// Scales in bytes, all of them twice as large, make y twice as large, where no number leaves fp32's range for it.
+fn law_of_doubled_bytes(c: &LinearCase, laws: &mut Laws<'_, Linear>, law: &'static str, name: &'static str) {
+    if let Some(scales) = doubled(laws.tensors(), name).filter(|_| has_moderate_scales(c)) {
+        laws.law(law, |v| v.tensors.put(name, scales), [("y", Relation::Times(2.0))]);
+    }
+}
+
+/// Whether products of a token's scale and a weight's are normal fp32 numbers: a kernel may multiply them first, and sums
+/// scale exactly only where that is exact, too.
+fn has_moderate_scales(c: &LinearCase) -> bool {
+    (-40..=40).contains(&(c.data.magnitude.log2() as i32))
+}
+
+/// The scales of this name as bytes of powers of two that are twice as large; `None` where they are no bytes, or one of
+/// them would leave the range in which products of two stay normal fp32 numbers. Padding stays NaN.
+pub(crate) fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
+    let scales = tensors.get(name)?;
+    let may = |byte: &u8| (32..=222).contains(byte) || *byte == 255;
+    if scales.dtype == DType::F32 || !scales.bytes.iter().all(may) {
+        return None;
+    }
+    let bytes = scales.bytes.iter().map(|&byte| if byte == 255 { byte } else { byte + 1 }).collect();
+    Some(HostTensor { bytes, ..scales.clone() })
+}
+
+/// Sets the codes of an operand, in e4m3 or, two in a byte, in e2m1.
+pub(crate) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors: &mut Tensors) {
+    let mut draw = Draw::new(c.data.seed, name);
+    let row = if e4m3 { c.in_features } else { c.in_features / 2 };
+    let bytes = tensors.bytes_mut(name).unwrap_or_default();
+    let drawn = match (e4m3, c.codes) {
+        // The sign takes a word.
+        (true, Codes::Drawn | Codes::FarApart | Codes::Extreme | Codes::SmallWeights) => {
+            draw.each(bytes.len(), 1 + NORMAL_WORDS, |draw| e4m3_code(c.codes, 0, draw))
+        }
+        (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
+        // Each of two codes of 16 takes one.
+        (false, Codes::Drawn | Codes::Any | Codes::FarApart | Codes::Extreme | Codes::SmallWeights) => {
+            draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw))
+        }
+        (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
+    };
+    bytes.copy_from_slice(&drawn);
+    if c.codes == Codes::FarApart && name == "w" {
+        // What has the largest scales is 0: beside it the smallest numbers would be lost in what a sum may be off by.
+        let rows = bytes.chunks_mut(row).take(128);
+        rows.step_by(3).for_each(|codes| codes.fill(0));
+    }
+}
+
+fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
+    let sign = u8::from(draw.rng().random::<bool>()) << 7;
+    match codes {
+        Codes::Drawn | Codes::FarApart | Codes::Extreme | Codes::SmallWeights => {
+            let size = (120.0 * draw.normal()).abs().min(448.0);
+            sign | Format::E4M3.code(Format::E4M3.nearest(size)) as u8
+        }
+        Codes::Any => sign | draw.rng().random_range(0..0x7f),
+        // 0, 1, 2.
+        Codes::Exact => sign | [0, 0x38, 0x40][draw.rng().random_range(0..3)],
+        // 128, and 1.
+        Codes::OneLarge => {
+            if column == 0 {
+                0x70
+            } else {
+                0x38
+            }
+        }
+        // Subnormal ones of 2^-9 and on, and two powers of two of normal ones.
+        Codes::LargeScales => sign | draw.rng().random_range(0..0x10),
+    }
+}
+
+fn e2m1_codes(codes: Codes, draw: &mut Draw) -> u8 {
+    let mut code = || match codes {
+        Codes::Exact => [0, 2, 4, 8, 10, 12][draw.rng().random_range(0..6)],
+        _ => draw.rng().random_range(0..16u8),
+    };
+    code() | code() << 4
+}
+
+/// Sets the scales of an operand, or of so many operands one behind the other, around a power of two; what pads them is
+/// NaN, which nobody may read.
+pub(crate) fn set_scales(
+    c: &LinearCase,
+    name: &'static str,
+    (scales, parts): (Scales, usize),
+    exponent: i32,
+    tensors: &mut Tensors,
+) {
+    let mut draw = Draw::new(c.data.seed, name);
+    let number = |at: usize, draw: &mut Draw| -> i32 {
+        let (row, group) = ((at / scales.groups.max(1)) as i32, (at % scales.groups.max(1)) as i32);
+        match c.codes {
+            // Group by group up to 2^6 apart, and neighbouring rows, too: the sums of a row fit fp32.
+            Codes::Exact => {
+                (5 * group + 3 * row) % 7 + if c.weights == Weights::Nvfp4 { row % 2 } else { row * 11 % 30 - 15 }
+            }
+            Codes::OneLarge => 0,
+            // Row by row; what has the largest ones is 0.
+            Codes::FarApart if name == "w_scales" && row < 128 => exponent + [7, -7, -6][row as usize % 3],
+            Codes::FarApart if name == "w_scales" => exponent + draw.rng().random_range(-20..=20),
+            Codes::Extreme if name == "w_scales" && row % 2 == 0 => draw.rng().random_range(84..=125),
+            Codes::Extreme if name == "w_scales" => draw.rng().random_range(-80..=-64),
+            Codes::Extreme => -40 + draw.rng().random_range(-6..=6),
+            Codes::SmallWeights if name == "w_scales" => draw.rng().random_range(-110..=-95),
+            Codes::SmallWeights => 88 + draw.rng().random_range(-6..=6),
+            Codes::LargeScales => 64 + draw.rng().random_range(-2..=2),
+            _ => exponent + draw.rng().random_range(-6..=6),
+        }
+    };
+    let of_part = (scales.rows * scales.groups).max(1);
+    let exponents: Vec<i32> = (0..parts * scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
+    if !c.scale_bytes {
+        let factor = |draw: &mut Draw| match c.codes {
+            Codes::Exact | Codes::OneLarge => 1.0,
+            _ => draw.rng().random_range(1.0..2.0),
+        };
+        let scale = |exponent: i32| Some(2f64.powi(exponent) * factor(&mut draw));
+        let numbers: Vec<Option<f64>> = exponents.into_iter().map(scale).collect();
+        let placed = numbers.chunks(of_part).flat_map(|part| scales.arranged(part));
+        return tensors.set(name, &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<f64>>());
+    }
+    let byte = |exponent: i32| match (c.weights, c.codes) {
+        // Powers of two of e4m3; otherwise any scale that is a number.
+        (Weights::Nvfp4, Codes::Exact) => ((exponent + 7) << 3) as u8,
+        (Weights::Nvfp4, _) => draw.rng().random_range(0..0x7f),
+        _ => (127 + exponent).clamp(0, 254) as u8,
+    };
+    let bytes: Vec<Option<u8>> = exponents.into_iter().map(byte).map(Some).collect();
+    let placed = bytes.chunks(of_part).flat_map(|part| scales.arranged(part));
+    let placed: Vec<u8> = placed.map(|byte| byte.unwrap_or(255)).collect();
+    if scales.in_words() {
+        return tensors.set_i32s(name, &words_of(&placed));
+    }
+    tensors.bytes_mut(name).unwrap_or_default().copy_from_slice(&placed);
+}

@@ -1,0 +1,503 @@
+//! `output_projection` (inference 9, training 8 and 14): the inverse rotation of the attention's output, the grouped wo_a
+//! and wo_b, forward and backward, composed as a layer composes them.
+//!
+//! ```text
+//! training   rotated = R^-1 attn_out          z = rotated wo_a^T by groups          y = z wo_b^T
+//! backward   dz = dy wo_b, dwo_b = dy^T z     drotated, dwo_a of dz by groups       dattn_out = R drotated
+//! wo_b FP8   rotated, z as in training        codes of z, in groups of 128          y of codes
+//! both FP8   codes of R^-1 attn_out, one pass z of codes, group by group            codes of z, y of codes
+//! ```
+//!
+//! Each operator does what it is asked for, and still a projection may be wrong: a rotation that runs in place on what
+//! the attention saved, that turns forward or by another token's position, groups of heads that are not those of wo_a's
+//! rows, scales of one group read as another's.
+
+use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
+use dsv4_kernels::runtime::TensorView;
+use dsv4_kernels::{attention::inverse_rope_quantize, formats::quantize_fp8, projections::linear, projections::rope};
+use dsv4_reference::formats::quantize_fp8 as squares;
+use dsv4_reference::projections::output_projection as reference;
+use dsv4_reference::quantise::ScaleType as OracleScale;
+
+use crate::operator::declaration::Axis;
+use crate::operator::fields::{elements, extent, tensor};
+use crate::operator::prelude::*;
+use crate::operators::attention::inverse_rope_quantize::{check_groups, check_rope_dim};
+use crate::operators::formats::quantize_fp8::layout_of_oracle;
+use crate::operators::projections::rope::{TableForm, Turning, turned_by};
+
+/// The operators in a row.
+pub struct OutputProjection;
+
+/// Which weights are e4m3 codes with scales of 128 by 128.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Quantised {
+    /// None: training.
+    None,
+    /// wo_b.
+    WoB,
+    /// wo_a and wo_b.
+    Both,
+}
+
+/// A case: extents, rotation, formats, data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OutputProjectionCase {
+    /// Tokens; 0 is legal.
+    pub num_tokens: usize,
+    /// Heads of the attention.
+    pub num_heads: usize,
+    /// Channels of a head; a multiple of 128 where both weights are quantised.
+    pub head_dim: usize,
+    /// Channels that turn: the last ones of a head. Even, at least 2.
+    pub rope_dim: usize,
+    /// Groups of heads.
+    pub o_groups: usize,
+    /// Features of z that a group has.
+    pub o_lora_rank: usize,
+    /// Features of y.
+    pub hidden_size: usize,
+    /// How tokens find their table rows.
+    pub table: TableForm,
+    /// Rows of the table where there are positions.
+    pub table_rows: usize,
+    /// Which weights are quantised.
+    pub quantised: Quantised,
+    /// Where the scales of the rotated output lie, where that is quantised.
+    pub layout: ScaleLayout,
+    /// The attention's output.
+    #[serde(flatten)]
+    pub data: Data,
+}
+
+/// Of heads, channels, groups, rank and hidden size.
+fn plain(num_tokens: usize, extents: [usize; 5]) -> OutputProjectionCase {
+    let [num_heads, head_dim, o_groups, o_lora_rank, hidden_size] = extents;
+    OutputProjectionCase {
+        num_tokens,
+        num_heads,
+        head_dim,
+        rope_dim: head_dim / 4 * 2,
+        o_groups,
+        o_lora_rank,
+        hidden_size,
+        table: TableForm::RowPerToken,
+        table_rows: 0,
+        quantised: Quantised::None,
+        layout: ScaleLayout::Plain,
+        data: Data::normal(1.0),
+    }
+}
+
+/// Its name.
+const NAME: &str = "output_projection";
+/// Numbers that share a scale.
+const BLOCK: usize = linear::BLOCK;
+
+impl OutputProjectionCase {
+    fn turning(&self) -> Turning {
+        let Self { num_tokens, table: form, table_rows, rope_dim, .. } = *self;
+        Turning { form, table_rows, num_tokens, rope_dim, seed: self.data.seed }
+    }
+
+    /// Features of z.
+    fn latent(&self) -> usize {
+        self.o_groups * self.o_lora_rank
+    }
+
+    fn group_width(&self) -> usize {
+        self.num_heads / self.o_groups.max(1) * self.head_dim
+    }
+
+    fn of_the_output(&self) -> inverse_rope_quantize::Options {
+        let scale = inverse_rope_quantize::ScaleType::E8m0;
+        inverse_rope_quantize::Options { o_groups: self.o_groups, scale, layout: self.layout }
+    }
+}
+
+/// Products of codes, of whose operand the scales lie so.
+pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantised {
+    let implementation = dsv4_kernels::implementation::Implementation::Portable;
+    linear::Quantised { weights: linear::Weights::Fp8, group: BLOCK, scale_bytes: true, layout, implementation }
+}
+
+/// How the operands of quantised weights are.
+pub(crate) const OF_ROWS: quantize_fp8::Options = quantize_fp8::Options {
+    group: quantize_fp8::Group::Row128,
+    scale: quantize_fp8::ScaleType::E8m0,
+    layout: quantize_fp8::ScaleLayout::Plain,
+};
+
+impl Operator for OutputProjection {
+    type Case = OutputProjectionCase;
+
+    const ABOUT: About = About {
+        name: NAME,
+        family: Family::Projections,
+        summary: "the inverse rope of the attention's output, grouped wo_a and wo_b, in bf16 with gradients or FP8",
+        specification: &["inference 9", "training 8", "training 14"],
+        paths: &[
+            "rope_forward",
+            "rope_forward_scalar",
+            "linear_forward_large",
+            "linear_forward_one",
+            "linear_forward_small",
+            "linear_forward_scalar",
+            "linear_sum",
+            "inverse_rope_quantize_vector",
+            "inverse_rope_quantize_scalar",
+            "quantize_fp8_vector",
+            "quantize_fp8_scalar",
+            "linear_quantised_large<fp8>",
+            "linear_quantised_small<fp8>",
+            "linear_quantised_scalar<fp8>",
+            "linear_quantised_sum<fp8>",
+            "backward linear_dx_large",
+            "backward linear_dx_small",
+            "backward linear_dx_scalar",
+            "backward linear_dw_large",
+            "backward linear_dw_scalar",
+            "backward linear_sum",
+            "backward rope_forward",
+            "backward rope_forward_scalar",
+        ],
+        modules: Vec::new,
+        cases: [8, 20, 40],
+    };
+
+    const CHAIN: &'static [&'static str] = &["rope", "inverse_rope_quantize", "linear", "quantize_fp8"];
+
+    const GOLDEN: &'static [&'static str] = &["o_proj"];
+
+    fn tensors(c: &OutputProjectionCase) -> Specs {
+        let none = c.quantised == Quantised::None;
+        let both = c.quantised == Quantised::Both;
+        let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
+        let (tokens, groups) = (axis("num_tokens", c.num_tokens), axis("o_groups", c.o_groups));
+        let (heads, channels) = (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim).not_empty());
+        let (all, width) = (axis("all_channels", c.num_heads * c.head_dim), axis("group_width", c.group_width()));
+        let (rank, latent) = (axis("o_lora_rank", c.o_lora_rank).not_empty(), axis("latent", c.latent()));
+        let hidden = axis("hidden_size", c.hidden_size).not_empty();
+        let blocks = |name, extent: usize| axis(name, extent.div_ceil(BLOCK));
+        let of_z = blocks("z_blocks", c.latent());
+        let wo_a_scales = [groups, blocks("rank_blocks", c.o_lora_rank), blocks("width_blocks", c.group_width())];
+        let (scale_dtype, scale_axes) = c.of_the_output().scale_tensor(c.num_tokens, c.group_width());
+        let scale_axes: Vec<Axis> = scale_axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
+        // Of columns of numbers of size 1: what comes out is so, too.
+        let deviation = |depth: usize| (depth.max(1) as f64).sqrt().recip();
+        let [cos, sin, positions] = c.turning().tensors();
+        let tensors = [
+            input("attn_out", bf16, &[tokens, heads, channels]).rows().drawn_as(c.data),
+            cos,
+            sin,
+            positions,
+            input("wo_a", bf16, &[groups, rank, width]).rows().drawn(normal, deviation(c.group_width())).when(!both),
+            input("wo_b", bf16, &[hidden, latent]).rows().drawn(normal, deviation(c.latent())).when(none),
+            input("wo_a_codes", u8, &[groups, rank, width]).rows().when(both),
+            input("wo_a_scales", u8, &wo_a_scales).when(both),
+            input("wo_b_codes", u8, &[hidden, latent]).rows().when(!none),
+            input("wo_b_scales", u8, &[blocks("hidden_blocks", c.hidden_size), of_z]).when(!none),
+            output("rotated", bf16, &[tokens, all]).rows().when(!both),
+            output("codes", u8, &[tokens, groups, width]).rows().exact().when(both),
+            output("scales", scale_dtype, &scale_axes).exact().when(both),
+            output("z", bf16, &[tokens, latent]).rows(),
+            scratch("z_codes", u8, &[tokens, latent]).when(!none),
+            scratch("z_scales", u8, &[tokens, of_z]).when(!none),
+            output("y", bf16, &[tokens, hidden]).rows(),
+            upstream("dy", "y").stored_in(bf16).when(none),
+            gradient("dz", "z", bf16).when(none),
+            gradient("dwo_b", "wo_b", f32),
+            gradient("drotated", "rotated", bf16).when(none),
+            gradient("dwo_a", "wo_a", f32).when(none),
+            gradient("dattn_out", "attn_out", bf16).when(none),
+        ];
+        Specs::new(c.data.seed, tensors)
+    }
+
+    fn check(c: &OutputProjectionCase) -> Result<(), Refused> {
+        check_groups(c.o_groups, c.num_heads)?;
+        check_rope_dim(c.rope_dim, c.head_dim)?;
+        let both = c.quantised == Quantised::Both;
+        if both && !c.head_dim.is_multiple_of(inverse_rope_quantize::GROUP) {
+            return refuse("head_dim", format!("{} must be a multiple of 128 to be quantised", c.head_dim));
+        }
+        if !both && c.layout != ScaleLayout::Plain {
+            return refuse("layout", "the rotated output has scales where both weights are quantised");
+        }
+        c.turning().check()?;
+        c.data.check()
+    }
+
+    /// Products of every token with every weight are in no tensor; what the weights decode to is.
+    fn oracle_elements(c: &OutputProjectionCase) -> u128 {
+        4 * c.latent() as u128 * (c.group_width() + c.hidden_size) as u128
+    }
+
+    fn strategy(profile: Profile) -> BoxedStrategy<OutputProjectionCase> {
+        let [tokens, features] = profile.of([[12, 60], [40, 150], [200, 600]]);
+        let heads = (1..=profile.of([3usize, 4, 8]), 1..=profile.of([3usize, 4, 8]));
+        let head = (1..=16usize, 0..=24usize).prop_map(|(half, copied)| (2 * half + copied, 2 * half));
+        let quantised = select(vec![Quantised::None, Quantised::None, Quantised::WoB, Quantised::Both]);
+        let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
+        let table = select(vec![TableForm::RowPerToken, TableForm::Positions]);
+        let features = (extent(features, 8), extent(features, 8));
+        (0..=tokens, heads, head, features, (table, 1..100usize), (quantised, layout), Data::strategy(-8..=8))
+            .prop_map(|(num_tokens, (per_group, o_groups), head, (rank, hidden), (table, rows), format, data)| {
+                let (quantised, layout) = format;
+                let both = quantised == Quantised::Both;
+                let (head_dim, rope_dim) = if both { (128, 64) } else { head };
+                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                let layout = if both { layout } else { ScaleLayout::Plain };
+                let extents = [per_group * o_groups, head_dim, o_groups, rank, hidden];
+                let plain = plain(num_tokens, extents);
+                OutputProjectionCase { rope_dim, table, table_rows, quantised, layout, data, ..plain }
+            })
+            .boxed()
+    }
+
+    fn typical() -> Vec<OutputProjectionCase> {
+        let positions = |case| OutputProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let of = |quantised, case| OutputProjectionCase { quantised, ..case };
+        vec![
+            positions(plain(5, [4, 16, 2, 8, 24])),
+            // Rows that no 16 bytes divide.
+            plain(3, [3, 10, 3, 5, 7]),
+            of(Quantised::Both, positions(plain(5, [4, 128, 2, 16, 24]))),
+        ]
+    }
+
+    fn edge_cases(profile: Profile) -> Vec<OutputProjectionCase> {
+        let of = |quantised, case| OutputProjectionCase { quantised, ..case };
+        let in_layout = |layout, case| OutputProjectionCase { layout, ..case };
+        let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
+        let mut cases = vec![
+            plain(0, [4, 16, 2, 8, 24]),
+            of(Quantised::Both, plain(0, [2, 128, 2, 8, 24])),
+            plain(1, [1, 8, 1, 8, 8]),
+            // Parts of k in both products; a token alone.
+            plain(1, [1, 584, 1, 584, 8]),
+            plain(2, [1, 584, 1, 584, 8]),
+            // More tokens than small tiles have, more groups than heads of one.
+            plain(18, [6, 16, 3, 24, 40]),
+            OutputProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [2, 8, 2, 8, 16]) },
+            of(Quantised::WoB, plain(5, [4, 16, 2, 72, 24])),
+            of(Quantised::WoB, plain(3, [2, 12, 1, 131, 9])),
+            of(Quantised::WoB, plain(18, [2, 8, 1, 32, 24])),
+            in_layout(mn, of(Quantised::Both, plain(5, [6, 128, 3, 48, 24]))),
+            in_layout(tiles, of(Quantised::Both, plain(3, [2, 256, 2, 130, 24]))),
+        ];
+        if profile == Profile::Full {
+            let model = |num_tokens| OutputProjectionCase { rope_dim: 64, ..plain(num_tokens, [16, 512, 2, 256, 512]) };
+            cases.extend([model(1), model(70), of(Quantised::WoB, model(30)), of(Quantised::Both, model(70))]);
+        }
+        cases
+    }
+
+    fn amend(c: &OutputProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
+        c.turning().amend(tensors)?;
+        if c.quantised != Quantised::None {
+            set_weight(c.data.seed, tensors, ["wo_b_codes", "wo_b_scales"], [1, c.hidden_size, c.latent()])?;
+        }
+        if c.quantised == Quantised::Both {
+            set_weight(
+                c.data.seed,
+                tensors,
+                ["wo_a_codes", "wo_a_scales"],
+                [c.o_groups, c.o_lora_rank, c.group_width()],
+            )?;
+        }
+        Ok(())
+    }
+
+    fn forward(c: &OutputProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        let rotation = turned_by(t, t.f64("attn_out")?, true)?;
+        if c.quantised == Quantised::None {
+            return reference::forward(&rotation, &named(t)?, rounding);
+        }
+        reference::forward_quantised(&rotation, &named(t)?, layout_of_oracle(c.layout), rounding)
+    }
+
+    fn backward(c: &OutputProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+        if c.quantised != Quantised::None {
+            return Ok(Named::new());
+        }
+        reference::backward(&turned_by(t, t.f64("attn_out")?, true)?, &named(t)?, rounding)
+    }
+
+    /// One after the other in the same memory: launches are in one order.
+    fn workspaces(
+        c: &OutputProjectionCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        let (tokens, first, second) = (c.num_tokens, [c.o_lora_rank, c.group_width()], [c.hidden_size, c.latent()]);
+        let whole = |groups: usize, [outs, ins]: [usize; 2]| {
+            let forward = linear::forward_workspace_bytes(device, groups, tokens, outs, ins);
+            forward.max(linear::backward_workspace_bytes(device, groups, tokens, outs, ins))
+        };
+        let coded = |[outs, ins]: [usize; 2]| linear::quantised_workspace_bytes(device, tokens, outs, ins);
+        let bytes = [whole(c.o_groups, first), whole(1, second), coded(first), coded(second)];
+        Ok(vec![("workspace", bytes.into_iter().max().unwrap_or(0))])
+    }
+
+    fn launch(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        if c.quantised == Quantised::Both {
+            quantised_groups(c, v, run)?;
+        } else {
+            let rotated = parted(NAME, "rotated", &v["rotated"], c.num_heads)?;
+            let rotation = v.only(&["attn_out", "cos", "sin", "positions"]).renamed(&[("attn_out", "x")]);
+            run.launch(|device| rope::forward(device, &rotation.with("y", &rotated), true))?;
+            run.freeze(&v["rotated"])?;
+            let first = groups(c, v, &["wo_a", "workspace"])?.renamed(&[("wo_a", "w"), ("rotated", "x"), ("z", "y")]);
+            run.launch(|device| linear::grouped_forward(device, &first, linear::Products::Own))?;
+        }
+        run.freeze(&v["z"])?;
+        if c.quantised == Quantised::None {
+            let names = [("z", "x"), ("wo_b", "w")];
+            let second = v.only(&["z", "wo_b", "y", "workspace"]).renamed(&names);
+            return run.launch(|device| linear::forward(device, &second, linear::Products::Own));
+        }
+        let names = [("z", "x"), ("z_codes", "codes"), ("z_scales", "scales")];
+        let coded = v.only(&["z", "z_codes", "z_scales"]).renamed(&names);
+        run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
+        let names = [("z_codes", "x"), ("z_scales", "x_scales"), ("wo_b_codes", "w"), ("wo_b_scales", "w_scales")];
+        let second = v.only(&["z_codes", "z_scales", "wo_b_codes", "wo_b_scales", "y", "workspace"]).renamed(&names);
+        let quantised = of_codes(ScaleLayout::Plain);
+        run.launch(|device| linear::forward_quantised(device, &second, quantised))
+    }
+
+    fn launch_backward(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+        if c.quantised != Quantised::None {
+            return Ok(());
+        }
+        let names = [("z", "x"), ("wo_b", "w"), ("dz", "dx"), ("dwo_b", "dw")];
+        let second = v.only(&["z", "wo_b", "dy", "dz", "dwo_b", "workspace"]).renamed(&names);
+        let mut ran = linear::backward(run.device(), &second, linear::Products::Own)?;
+        run.freeze(&v["dz"])?;
+        let names = [("rotated", "x"), ("wo_a", "w"), ("dz", "dy"), ("drotated", "dx"), ("dwo_a", "dw")];
+        let first = groups(c, v, &["wo_a", "dwo_a", "workspace"])?.without(&["z"]).renamed(&names);
+        ran.extend(linear::grouped_backward(run.device(), &first, linear::Products::Own)?);
+        run.freeze(&v["drotated"])?;
+        let drotated = parted(NAME, "drotated", &v["drotated"], c.num_heads)?;
+        let rotation = v.only(&["dattn_out", "cos", "sin", "positions"]).renamed(&[("dattn_out", "y")]);
+        ran.push(rope::backward(run.device(), &rotation.with("x", &drotated), true)?);
+        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        Ok(())
+    }
+
+    fn laws(c: &OutputProjectionCase, laws: &mut Laws<'_, Self>) {
+        if c.quantised == Quantised::None {
+            laws.scale_upstreams();
+        }
+        if c.layout == ScaleLayout::Plain {
+            laws.separate("num_tokens", "tokens may be permuted");
+        }
+    }
+
+    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    fn is_smooth(c: &OutputProjectionCase) -> bool {
+        let elements = c.num_tokens * c.num_heads * c.head_dim + c.latent() * (c.group_width() + c.hidden_size);
+        c.quantised == Quantised::None && c.table != TableForm::HostilePositions && elements <= 4096
+    }
+
+    /// The two products: the file's output is one that was turned back already.
+    fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<OutputProjectionCase>>, String> {
+        let (heads, rows) = (["..tokens", "heads", "channels"], ["..tokens", "hidden"]);
+        let (first, second) = (["latent", "width"], ["hidden", "latent"]);
+        let x = file.floats("in.attn_out", &heads)?.to_vec();
+        file.floats("out.y", &rows)?;
+        let [o_groups, o_lora_rank] = [file.whole("o_groups")?, file.whole("o_lora_rank")?];
+        let [tokens, heads_of_all, channels, hidden] =
+            [file.extent("tokens")?, file.extent("heads")?, file.extent("channels")?, file.extent("hidden")?];
+        file.hold("latent", o_groups * o_lora_rank, "config o_groups and o_lora_rank")?;
+        let rope_dim = 2;
+        let plain = plain(tokens, [heads_of_all, channels, o_groups, o_lora_rank, hidden]);
+        let golden = Golden::new(OutputProjectionCase { rope_dim, ..plain }).values("attn_out", x);
+        let golden = golden.values("cos", vec![1.0; tokens]).values("sin", vec![0.0; tokens]);
+        let [a, b] = ["o_a_proj", "o_b_proj"].map(|name| format!("param.self_attn.{name}.weight"));
+        let golden = golden.stored(file, "wo_a", &a, &first)?.stored(file, "wo_b", &b, &second)?;
+        let golden = golden.stored(file, "dy", "gout.y", &rows)?;
+        let golden = golden.expect(file, "z", "mid.o_a_out", &["..tokens", "groups", "rank"])?;
+        let golden = golden.expect(file, "y", "out.y", &rows)?;
+        let golden = golden.expect(file, "dwo_a", &format!("grad.{a}"), &first)?;
+        let golden = golden.expect(file, "dwo_b", &format!("grad.{b}"), &second)?;
+        Ok(vec![golden.expect(file, "dattn_out", "grad.in.attn_out", &heads)?])
+    }
+}
+
+/// What the oracle reads beside the rotation.
+fn named(t: &Bound<'_>) -> OracleResult<Named> {
+    let names = ["wo_a", "wo_b", "wo_a_codes", "wo_a_scales", "wo_b_codes", "wo_b_scales", "dy"];
+    names.into_iter().try_fold(Named::new(), |all, name| Ok(all.maybe(name, t.maybe(name)?)))
+}
+
+/// A tensor of rows as one of heads, or of groups, side by side in them.
+pub(crate) fn parted(
+    operator: &'static str,
+    name: &'static str,
+    view: &TensorView,
+    parts: usize,
+) -> Result<TensorView, RuntimeError> {
+    view.parted(parts).ok_or_else(|| {
+        let reason = format!("shape {:?} must have a last axis of {parts} equal parts", view.shape);
+        RuntimeError::argument(operator, name, reason)
+    })
+}
+
+/// The tensors of these names, and those of rows as groups: the rotated output, z, and their gradients where they are.
+fn groups(c: &OutputProjectionCase, v: &Views, names: &[&'static str]) -> Result<Views, RuntimeError> {
+    let of_rows = ["rotated", "z", "dz", "drotated"];
+    let backward = names.contains(&"dwo_a");
+    let taken = of_rows.into_iter().filter(|name| backward || ["rotated", "z"].contains(name));
+    taken
+        .filter_map(|name| Some((name, v.get(name)?)))
+        .try_fold(v.only(names), |all, (name, view)| Ok(all.with(name, &parted(NAME, name, view, c.o_groups)?)))
+}
+
+/// The output turned back and quantised in one pass, and z of its codes, a product for each group.
+fn quantised_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    let names = ["attn_out", "cos", "sin", "positions", "codes", "scales"];
+    let rotation = v.only(&names).renamed(&[("attn_out", "x")]);
+    run.launch(|device| inverse_rope_quantize::forward(device, &rotation, c.of_the_output()))?;
+    run.freeze(&v["codes"])?;
+    run.freeze(&v["scales"])?;
+    let z = parted(NAME, "z", &v["z"], c.o_groups)?;
+    for group in 0..c.o_groups {
+        let views = v.only(&["workspace"]).with("y", &z.entry(1, group)?);
+        let views = views.with("x", &v["codes"].entry(1, group)?).with("x_scales", &v["scales"].entry(0, group)?);
+        let views = views.with("w", &v["wo_a_codes"].entry(0, group)?);
+        let views = views.with("w_scales", &v["wo_a_scales"].entry(0, group)?);
+        run.launch(|device| linear::forward_quantised(device, &views, of_codes(c.layout)))?;
+    }
+    Ok(())
+}
+
+/// Sets the codes and scales of weights in blocks, whose sizes differ from block to block and group to group.
+pub(crate) fn set_weight(
+    seed: u64,
+    tensors: &mut Tensors,
+    [codes_name, scales_name]: [&'static str; 2],
+    [groups, rows, columns]: [usize; 3],
+) -> OracleResult<()> {
+    let options = squares::Options {
+        group: squares::Group::Square,
+        scale: OracleScale::E8m0,
+        layout: dsv4_reference::formats::scale_layout::ScaleLayout::Plain,
+    };
+    let (mut codes, mut scales) = (Vec::new(), Vec::new());
+    let mut draw = Draw::new(seed, codes_name);
+    for group in 0..groups {
+        let mut numbers = draw.values(Distribution::Normal, rows, columns, (columns as f64).sqrt().recip());
+        for (at, number) in numbers.iter_mut().enumerate() {
+            let (row, column) = (at / columns / BLOCK, at % columns / BLOCK);
+            *number *= 2f64.powi(((3 * row + 5 * column + 2 * group) % 4) as i32 - 2);
+        }
+        let quantised = squares::quantize(&Named::new().with("x", tensor(numbers, &[rows, columns])?), options)?;
+        codes.extend(elements(quantised.tensor("codes")?)?);
+        scales.extend(elements(quantised.tensor("scales")?)?);
+    }
+    tensors.set(codes_name, &codes);
+    tensors.set(scales_name, &scales);
+    Ok(())
+}
