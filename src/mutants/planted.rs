@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use dsv4_kernels::runtime::{Device, SourceTree};
+use dsv4_runtime::{Device, SourceTree};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -211,29 +211,34 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     Ok(mutants)
 }
 
-/// A text without its white space, but for a blank between two words, and the place of each of its bytes.
+/// A text without its white space, but for a blank between two words, and without lines that are comments; and the place of
+/// each of its bytes.
 fn folded(text: &str) -> (Vec<u8>, Vec<usize>) {
     let is_word = |byte: u8| byte == b'_' || byte.is_ascii_alphanumeric();
     let (mut bytes, mut places): (Vec<u8>, Vec<usize>) = (Vec::new(), Vec::new());
-    let mut space = None;
-    for (at, byte) in text.bytes().enumerate() {
-        if byte.is_ascii_whitespace() {
-            space = space.or(Some(at));
-            continue;
+    let (mut space, mut start) = (None, 0);
+    for line in text.split_inclusive('\n') {
+        let comment = line.trim_start().starts_with("//");
+        for (at, byte) in (start..).zip(line.bytes()) {
+            if comment || byte.is_ascii_whitespace() {
+                space = space.or(Some(at));
+                continue;
+            }
+            if let Some(place) = space.take()
+                && bytes.last().is_some_and(|&last| is_word(last) && is_word(byte))
+            {
+                bytes.push(b' ');
+                places.push(place);
+            }
+            bytes.push(byte);
+            places.push(at);
         }
-        if let Some(place) = space.take()
-            && bytes.last().is_some_and(|&last| is_word(last) && is_word(byte))
-        {
-            bytes.push(b' ');
-            places.push(place);
-        }
-        bytes.push(byte);
-        places.push(at);
+        start += line.len();
     }
     (bytes, places)
 }
 
-/// Where `anchor` is in `text`, white space folded: every place.
+/// Where `anchor` is in `text`, white space folded and lines of comments passed over: every place.
 fn places(text: &str, anchor: &str) -> Vec<Range<usize>> {
     let ((text, places), (anchor, _)) = (folded(text), folded(anchor));
     if anchor.is_empty() {

@@ -1,22 +1,23 @@
-// Merges partial attention results over disjoint sets of keys, and applies the sink once (inference 8.2).
+// Merges partial attention results over disjoint sets of keys, with the sink (inference 8.2).
 //
 //     m   = max_s e_s     Z = sum_s 2^(e_s - m)     lse = (m + log2 Z) ln 2
 //     out = bf16( sum_s 2^(e_s - m) / (Z + 2^(sink * log2 e - m)) o_s )
 //
-// e_s is the base-2 log-sum-exp of part s and o_s its softmax-weighted sum, both without the sink. A part
-// with e_s of -inf or +inf has seen no key: it has no weight, whatever its o_s is. A row whose parts
-// are all such has out = 0 and lse = +inf, whatever the sink. A sink of +inf makes out 0 and leaves lse alone.
+// e_s is the base-2 log-sum-exp of part s and o_s its softmax-weighted sum, both without the sink.
+// A part with an e_s of -inf or +inf has no key; its weight is 0, whatever its o_s is. A row with
+// only such parts has out = 0 and lse = +inf, whatever the sink. A sink of +inf makes out 0 and
+// does not change lse.
 //
-// One warp takes a row, a (token, head): first all its e_s, a lane to a part, then eight columns a lane and step,
-// over all parts. Parts are summed in their order, so that the result does not depend on the launch.
+// One warp takes a row, a (token, head): first all its e_s, one lane a part, then all parts, eight
+// columns a lane and step. Parts are added in their order, so that the result does not depend on
+// the launch.
 //
-// Floor: num_parts * (4 * V_DIM + 4) bytes read and 2 * V_DIM + 4 written for a row, at two operations an
-// element read. Limited by memory. To be measured; the estimate for 128 tokens, 128 heads, 8 parts of 512 columns is
-// 285 MB at 4.24 TB/s, 67 us.
+// Floor: num_parts * (4 * V_DIM + 4) bytes read and 2 * V_DIM + 4 written for a row, at two
+// operations an element read. Limited by memory. Not measured. The estimate for 128 tokens, 128
+// heads and 8 parts of 512 columns is 285 MB at 4.24 TB/s, 67 us.
 //
-// Defines: V_DIM  columns of a row, a multiple of 8.
-//
-// Launch: ceil(num_rows / 8) blocks of 256 threads.
+// Defines: V_DIM, columns of a row, a multiple of 8. Launch: ceil(num_rows / 8) blocks of 256
+// threads.
 #include "combine.h"
 #include "math.h"
 #include "memory.h"
@@ -52,7 +53,7 @@ PARAMS_LAYOUT(AttentionCombineParams, partial_out, partial_out_part_stride, part
 KERNEL(attention_combine, AttentionCombineParams, THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP_SIZE;
     if (row >= params.num_rows) return;
-    // Rows fit 32 bits: a division of 64 takes as long as all else in a short row.
+    // Rows fit 32 bits: a 64-bit division takes as long as the rest of a short row.
     const int64_t token = static_cast<int32_t>(row) / params.num_heads, head = row - token * params.num_heads;
     const float* partial_out =
         params.partial_out + token * params.partial_out_token_stride + head * params.partial_out_head_stride;

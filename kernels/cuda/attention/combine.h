@@ -5,13 +5,15 @@
 #include "memory.h"
 #include "numeric.h"
 
-// A part that has seen no key says so by an infinity of either sign; its exponent is -inf, so that its weight is 0.
+// A part without a valid key has an infinite exponent of either sign. It becomes -inf, so that the
+// weight is 0.
 DEVICE float part_exponent(float e) {
     return is_infinite(e) ? -INFINITY_F32 : e;
 }
 
-// The parts of one row: part s has its columns at `out + s * out_stride` and its base-2 log-sum-exp at
-// `lse + s * lse_stride`. What the functions below ask of any kind of parts.
+// The parts of one row: part s has its columns at `out + s * out_stride` and its base-2
+// log-sum-exp at `lse + s * lse_stride`. The functions below require these members of any type of
+// parts.
 struct StridedParts {
     const float* out;
     const float* lse;
@@ -23,15 +25,16 @@ struct StridedParts {
     const float* columns(int32_t part) const { return out + part * out_stride; }
 };
 
-// The sum over the parts of 2^(e_s - shift), with the largest e_s as the shift (0 where all parts are empty).
+// The sum over the parts of 2^(e_s - shift). The shift is the largest e_s, or 0 where all parts
+// are empty.
 struct CombinedSum {
     float shift, sum;
 };
-// Every lane of the warp gets it.
+// Every lane of the warp gets the result.
 template <typename Parts>
 DEVICE CombinedSum combined_sum(const Parts& parts) {
     const int lane = threadIdx.x % WARP_SIZE;
-    // A NaN loses this comparison, and enters by the sum.
+    // A NaN loses this comparison; it enters through the sum.
     float largest = -INFINITY_F32;
     for (int32_t s = lane; s < parts.count; s += WARP_SIZE) largest = maximum_f32(largest, parts.exponent(s));
     UNROLL
@@ -46,11 +49,11 @@ DEVICE CombinedSum combined_sum(const Parts& parts) {
     return CombinedSum{shift, sum};
 }
 
-// Parts whose columns are loaded before any of them is used: few rows are a matter of latency. Wide rows have loads
-// enough in one part.
+// Parts whose columns are loaded before any of them is used: with few rows latency limits. A wide
+// row has enough loads in one part.
 constexpr int parts_at_once(int turns) { return turns <= 2 ? 4 : 1; }
 
-// Adds PARTS_AT_ONCE parts, from `first` on, to the lane's columns.
+// Adds PARTS_AT_ONCE parts, starting at `first`, to the lane's columns.
 template <int COLUMNS, int PARTS_AT_ONCE, int TURNS, typename Parts>
 DEVICE void add_parts(float (&sum)[TURNS][8], const Parts& parts, int32_t first, float shift, float inverse) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -58,7 +61,7 @@ DEVICE void add_parts(float (&sum)[TURNS][8], const Parts& parts, int32_t first,
     float weight[PARTS_AT_ONCE];
     UNROLL
     for (int p = 0; p < PARTS_AT_ONCE; ++p) {
-        // Past the last part there is the last one again, with a weight of 0.
+        // Past the last part the last one is loaded again, with a weight of 0.
         const int32_t part = minimum(first + p, parts.count - 1);
         const float exponent = first + p < parts.count ? parts.exponent(part) : -INFINITY_F32;
         weight[p] = exponent != -INFINITY_F32 ? exp2_approx(exponent - shift) * inverse : -INFINITY_F32;
@@ -71,7 +74,7 @@ DEVICE void add_parts(float (&sum)[TURNS][8], const Parts& parts, int32_t first,
     }
     UNROLL
     for (int p = 0; p < PARTS_AT_ONCE; ++p) {
-        // What an empty part left may be NaN, which a weight of 0 would not silence: it is left out.
+        // The columns of an empty part may be NaN, and NaN * 0 is NaN. So the part is skipped.
         if (weight[p] == -INFINITY_F32) continue;
         UNROLL
         for (int turn = 0; turn < TURNS; ++turn)
@@ -82,14 +85,16 @@ DEVICE void add_parts(float (&sum)[TURNS][8], const Parts& parts, int32_t first,
     }
 }
 
-// Merges the parts of a row into COLUMNS of bf16 and the natural log-sum-exp. A whole warp takes part.
+// Merges the parts of a row into COLUMNS of bf16 and the natural log-sum-exp. A whole warp takes
+// part.
 template <int COLUMNS, typename Parts>
 DEVICE void combine_row(const Parts& parts, float sink_log2, bf16* out, float* lse) {
     const int lane = threadIdx.x % WARP_SIZE;
     const CombinedSum total = combined_sum(parts);
     const bool empty = total.sum == 0.0f;
     if (lane == 0) *lse = empty ? INFINITY_F32 : (total.shift + log2_approx(total.sum)) * LN_2;
-    // Here the sink enters, and nowhere else. A large one is inf in base 2, and so is its power: out is then 0.
+    // The sink enters only here. A large sink is inf in base 2, and so is its power: out is then
+    // 0.
     const float inverse = 1.0f / (total.sum + exp2_approx(sink_log2 - total.shift));
     constexpr int TURNS = ceil_div(COLUMNS / 8, static_cast<int>(WARP_SIZE));
     float sum[TURNS][8] = {};

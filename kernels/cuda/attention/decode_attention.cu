@@ -1,50 +1,27 @@
 // Attention of decoded tokens over a paged cache, with a sink (inference 8 to 8.4).
 //
-//     z[h,j] = softmax_scale * q[t,h] . kv[j]      over the valid slots j of two lists, which share one softmax:
-//                                                  the token's window and its compressed entries
-//     lse    = log sum_j exp z                     natural, without the sink
+//     z[h,j] = softmax_scale * q[t,h] . kv[j]   over the valid slots j of a token's two lists,
+//                                               window and compressed entries: one softmax
+//     lse    = log sum_j exp z                  natural, without the sink
 //     out    = sum_j exp(z - lse) kv[j] / (1 + exp(sink_h - lse))
 //
-// A request has s_q tokens. Each has lists of its own in both stores; their lengths are the request's. A slot of a list
-// is valid iff it lies below clamp(length, 0, topk) and its index is in [0, num_slots) of its store; an invalid one
-// is never dereferenced, its row in shared memory is zero-filled and its score is -inf. A token without a
-// valid slot has out = 0, lse = +inf. A row of the cache is K and V at once; its e4m3 channels become bf16 exactly,
-// code * 2^(scale - 127), before any product.
-//
-// How the work is spread. A unit is a token with up to HEADS_PER_BLOCK of its heads; its lists are cut in tiles of
-// KEYS slots, those of the window first. All tiles of all units, one behind the other, are dealt to the blocks in equal
-// stretches: every block works for the same time whatever the lengths are, and finds its stretch from the lengths by
-// itself. A unit that lies within one stretch is finished there, with the sink. A unit that spans several leaves a part
-// in each (normalised, fp32, with its base-2 log-sum-exp and without the sink), which decode_attention_combine merges
-// in the order of the list, applying the sink once: what comes out depends on the number of blocks only.
-//
-// The merge is a launch of its own, and not the last arriving block's business: at batch 1, 64 heads and 640 slots ten
-// parts of 128 KiB, which one multiprocessor would need 10 us to read from L2, are read by 64 warps.
-//
-// Within a unit a block of 64 heads gathers the next tile while it works on the present one. Codes come by ordinary
-// loads into registers, issued a whole tile ahead; they are converted and stored to shared memory a piece at a time
-// between the steps of the score product, whose waits they fill. bf16 channels come by cp.async. Scores are split
-// over the warps by heads and slots, the output by columns, which stays in registers. Shared tiles are swizzled so that
-// ldmatrix reads eight rows without a bank conflict.
-//
-// Floors, for one token, H heads, J slots of 512 channels: 4*H*J*512 FLOP, and J * 584 bytes gathered from L2 or memory
-// for each block of heads (1024 bytes a row in bf16). At H = 64 that is 224 FLOP per byte: at large batch the rate of
-// mma.sync and of shared-memory wavefronts limits, as in sparse_attention; per tile of 64 slots 2048 matrix
-// instructions against about 3072 (scores) + 1024 (values) + 448 (converted rows) wavefronts of 128 bytes; converting
-// 28672 codes adds about 700 issue slots to each scheduler. At batch 1 latency limits: a launch, indices, rows, one
-// tile's products, the parts, a second launch, the merge.
-//
-// Not tuned: an H200 takes decode_attention_hopper.cu. Estimates at 790 TFLOP/s and 4.24 TB/s, which nothing here comes
-// near: window 128 + 512 slots, H 64, batch 128: 10.7 GFLOP, 14 us; 128 + 1024, H 128, batch 128: 38.7 GFLOP, 49 us. At
-// the 240 TFLOP/s at which sparse_attention.cu multiplies on an H200: 45 us and 161 us.
-//
-// Defines
-//   NOPE_DIM         e4m3 channels of a row, a multiple of 64 up to 512; 0 is a cache of bf16
-//   ROPE_DIM         bf16 channels of a row; NOPE_DIM + ROPE_DIM is a multiple of 16, at most 512
-//   HEADS_PER_BLOCK  16 or 64
-//
-// Launch. decode_attention: any number of blocks, as many as multiprocessors; block size and dynamic shared memory are
-// what the module exports beside it. decode_attention_combine: num_blocks * HEADS_PER_BLOCK / 8 blocks of 256 threads.
+// A slot is valid iff it is below clamp(length, 0, topk) of its request and its index is in [0,
+// num_slots) of its store. An invalid slot is never dereferenced: its row is zero-filled, its
+// score is -inf. A token without a valid slot has out = 0, lse = +inf. A cache row is both K and
+// V. Its e4m3 channels become bf16 exactly, code * 2^(scale - 127).
+// Work: a unit is a token with up to HEADS_PER_BLOCK heads. Its lists are cut in tiles of KEYS
+// slots, the window first. The tiles of all units are split into equal stretches, one a block. A
+// unit within one stretch is finished there. Another leaves a part in each of its blocks
+// (normalized, fp32, base-2 lse, no sink). decode_attention_combine merges parts in list order,
+// with the sink: results depend only on the number of blocks.
+// Floor, a token, H heads, J slots of 512 channels: 4*H*J*512 FLOP; J * 584 bytes (bf16: J * 1024)
+// gathered for each block of heads. Limit: at large batch mma.sync and shared-memory wavefronts,
+// at batch 1 latency.
+// Defines: NOPE_DIM, e4m3 channels, a multiple of 64 up to 512 (0: bf16 cache); ROPE_DIM, bf16
+// channels; NOPE_DIM + ROPE_DIM a multiple of 16, at most 512; HEADS_PER_BLOCK 16 or 64. Launch:
+// one block an SM, or any number; block size and shared memory as exported by the module.
+// decode_attention_combine: num_blocks * HEADS_PER_BLOCK / 8 blocks of 256 threads.
+// Design and estimates: kernels/docs/decode_attention.md.
 
 #include "async_copy.h"
 #include "combine.h"
@@ -67,7 +44,7 @@ constexpr int STAGES = 2;
 constexpr int M_TILES = HEADS_PER_BLOCK / 16;
 constexpr int WARPS = HEADS_PER_BLOCK == 64 ? 8 : 4;
 constexpr int THREADS = WARPS * WARP_SIZE;
-// For the scores, warps form a grid: one row of it per 16 heads, KEY_WARPS columns over the slots.
+// For the scores, warps form a grid: one row for each 16 heads, KEY_WARPS columns over the slots.
 constexpr int KEY_WARPS = WARPS / M_TILES;
 constexpr int SCORE_N8 = KEYS / KEY_WARPS / 8;
 // Slots of a tile that one warp gathers.
@@ -79,7 +56,7 @@ constexpr bool RAGGED = WARPS * OUT_N8 != HEAD_DIM / 8;
 using KeyTile = Tile<HEAD_DIM>;  // also q and out
 using WeightTile = Tile<KEYS>;   // P: heads x slots
 
-// Where everything lies in dynamic shared memory, as byte offsets.
+// Byte offsets in dynamic shared memory.
 constexpr int Q_AT = 0;
 constexpr int STAGE_AT = Q_AT + KeyTile::bytes(HEADS_PER_BLOCK);
 constexpr int STAGE_BYTES = KeyTile::bytes(KEYS);
@@ -99,8 +76,8 @@ SHARED_MEMORY(decode_attention, SHARED_BYTES)
 // The slot of a tile that this lane looks up for its warp.
 DEVICE int lane_slot() { return warp_id() * ROWS + lane_id() % ROWS; }
 
-// Starts the arrival of the warp's bf16 channels in a stage, and notes which slots are valid. For a slot that is not
-// no source address is formed: `anywhere` stands for it.
+// Starts the copies of the warp's bf16 channels to a stage, and stores which slots are valid. An
+// invalid slot forms no source address; `anywhere` stands for it.
 DEVICE void copy_rope(const LaneRow& row, const void* anywhere, SharedAddress shared, int stage) {
     constexpr int ROW_CHUNKS = ROPE_DIM / 8, CHUNKS = ROWS * ROW_CHUNKS;
     const int first_row = warp_id() * ROWS;
@@ -120,8 +97,8 @@ DEVICE void copy_rope(const LaneRow& row, const void* anywhere, SharedAddress sh
 }
 
 constexpr int CODE_CHUNKS = NOPE_DIM > 0 ? NOPE_DIM / 16 : 1;  // of 16 codes, of a row
-// A step of the warp covers so many whole rows (the model's 28 chunks: one, and four lanes rest), which makes the row
-// of a step and everything that follows from it a constant.
+// A step of the warp covers this many whole rows. With the model's 28 chunks it is one row, and
+// four lanes are idle. The row of a step, and all that depends on it, is then a constant.
 constexpr int STEP_ROWS = minimum(static_cast<int>(WARP_SIZE) / CODE_CHUNKS, ROWS);
 constexpr int STEPS = NOPE_DIM > 0 ? ceil_div(ROWS, STEP_ROWS) : 1;
 static_assert(ROWS % STEP_ROWS == 0, "steps divide a warp's rows");
@@ -130,14 +107,14 @@ DEVICE bool lane_has_codes() { return lane_id() < STEP_ROWS * CODE_CHUNKS; }
 DEVICE int lane_code_chunk() { return lane_id() % CODE_CHUNKS; }
 DEVICE int step_row(int step) { return step * STEP_ROWS + lane_id() / CODE_CHUNKS % STEP_ROWS; }
 
-// A lane's share of the codes of its warp's rows: a chunk of row step_row(step) for each step. Scales are those of the
-// row that the lane looks up.
+// A lane's share of the codes of its warp's rows: a chunk of row step_row(step) for each step.
+// Scales are those of the row that the lane looks up.
 struct Codes {
     Vec16 chunk[STEPS];
     uint32_t scales[2];
 };
 
-// Loads the codes of a tile. Those of an invalid slot are 0, and so are its scales.
+// Loads the codes of a tile. Codes and scales of an invalid slot are 0.
 DEVICE void load_codes(Codes& codes, const LaneRow& row) {
     if constexpr (NOPE_DIM > 0) {
         codes.scales[0] = codes.scales[1] = 0;
@@ -175,7 +152,7 @@ DEVICE void store_codes(const Codes& codes, int step, SharedAddress tile) {
     const uint32_t high = __shfl_sync(FULL_WARP, codes.scales[1], row);
     const float scale = e8m0_to_float(static_cast<uint8_t>((chunk < 16 ? low : high) >> 8 * (chunk / 4 % 4)));
     if (!lane_has_codes()) return;
-    // Lanes of four even and four odd halves together fill all banks.
+    // Lanes of four even and four odd halves together use all banks.
     const int half = chunk / 4 % 2;
     const Vec16& c = codes.chunk[step];
     UNROLL
@@ -193,7 +170,7 @@ DEVICE void store_codes_between(const Codes& codes, int pause, int pauses, Share
     for (int step = pause * steps; step < minimum((pause + 1) * steps, STEPS); ++step) store_codes(codes, step, tile);
 }
 
-// Copies this block's heads of one token, [heads, HEAD_DIM]; absent heads become zeros.
+// Copies this block's heads of one token, [heads, HEAD_DIM]. Absent heads become zeros.
 DEVICE void load_heads(SharedAddress tile, const bf16* source, int64_t head_stride, int heads) {
     for (int i = threadIdx.x; i < HEADS_PER_BLOCK * KeyTile::CHUNKS; i += THREADS) {
         const int head = i / KeyTile::CHUNKS, chunk = i % KeyTile::CHUNKS;
@@ -205,7 +182,7 @@ DEVICE void load_heads(SharedAddress tile, const bf16* source, int64_t head_stri
 
 // ---------------------------------------------------------------- the softmax of a tile
 
-// A warp's place among the scores, and this lane's rows in it: row and row + 8.
+// A warp's part of the scores, and this lane's rows in it: row and row + 8.
 struct ScorePlace {
     int head_warp, key_warp;
     int row;        // the lane's first head within the block
@@ -216,14 +193,15 @@ DEVICE ScorePlace score_place() {
     return ScorePlace{head_warp, key_warp, 16 * head_warp + lane_id() / 4, key_warp * SCORE_N8 * 8};
 }
 
-// The running softmax of this lane's two head rows, in base 2 and without the sink. `maximum` is the same in all lanes
-// that share a row; `sum` covers this lane's own slots only.
+// The running softmax of this lane's two head rows, in base 2 and without the sink. `maximum` is
+// the same in all lanes that share a row; `sum` covers only this lane's slots.
 struct RunningSoftmax {
     float maximum[2] = {-INFINITY_F32, -INFINITY_F32};
     float sum[2] = {0.0f, 0.0f};
 };
 
-// Scores to base-2 logits, -inf in invalid slots, and the warp's maximum of each row to `partial`.
+// Turns scores into base-2 logits, -inf in invalid slots, and stores the warp's maximum of each
+// row to `partial`.
 DEVICE void mask_and_reduce(float (&s)[SCORE_N8][4], const ScorePlace& place, const int32_t* valid, float* partial,
                             float scale_log2) {
     const int t = lane_id() % 4;
@@ -245,8 +223,8 @@ DEVICE void mask_and_reduce(float (&s)[SCORE_N8][4], const ScorePlace& place, co
     }
 }
 
-// Takes the tile into the running softmax: the weights exp2(z - maximum) go to the tile of P in bf16 and to the sum in
-// fp32, and the factor for what was accumulated before goes to `factor`.
+// Adds the tile to the running softmax. The weights exp2(z - maximum) go to the tile of P in bf16
+// and to the sum in fp32. The factor for the earlier accumulators goes to `factor`.
 DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[SCORE_N8][4], const ScorePlace& place,
                            const float* partial, float* factor, SharedAddress p_tile) {
     const int t = lane_id() % 4;
@@ -279,7 +257,8 @@ DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[SCORE_N8][4],
 
 using Accumulators = float[M_TILES][OUT_N8][4];
 
-// Multiplies what a warp has accumulated by its rows' factors. Most tiles raise no maximum.
+// Multiplies a warp's accumulators by the factors of their rows. Most tiles raise no maximum, so
+// most skip this.
 DEVICE void rescale_output(Accumulators& out, const float* factor) {
     const int g = lane_id() / 4;
     bool changed = false;
@@ -301,10 +280,11 @@ DEVICE void rescale_output(Accumulators& out, const float* factor) {
             for (int i = 0; i < 4; ++i) out[m][n][i] *= rescale[m][i / 2];
 }
 
-// ---------------------------------------------------------------- what a unit leaves
+// ---------------------------------------------------------------- the epilogue of a unit
 
-// Sums each row over lanes and warps, writes the log-sum-exp (natural where the unit is whole, base 2 of a part), and
-// leaves the row's normaliser in `factor`: with the sink where the unit is whole. Rows without a valid slot get 0.
+// Sums each row over lanes and warps and stores the log-sum-exp: natural of a whole unit, base 2
+// of a part. Leaves the row's normalizer in `factor`, with the sink where the unit is whole. Rows
+// without a valid slot get 0.
 DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place, float* partial, float* factor,
                            const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
     UNROLL
@@ -330,7 +310,8 @@ DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place,
         factor[row] = empty ? 0.0f : 1.0f / sum;
         params.partial_lse[static_cast<int64_t>(part) * HEADS_PER_BLOCK + row] = empty ? -INFINITY_F32 : lse_log2;
     } else {
-        // A sink near the largest fp32 becomes inf in base 2 and its share inf: out is then 0, as it should be.
+        // A sink near the largest fp32 becomes inf in base 2, and so does its share: out is then
+        // 0, as specified.
         const float sink_log2 = params.sink ? params.sink[segment.first_head + row] * LOG2_E : -INFINITY_F32;
         const float sink_share = exp2_approx(sink_log2 - subtrahend(row_maximum));
         factor[row] = empty ? 0.0f : 1.0f / (sum + sink_share);
@@ -339,7 +320,7 @@ DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place,
     }
 }
 
-// Rounds the accumulators into a tile of bf16, each row times its factor.
+// Rounds the accumulators to a tile of bf16, each row times its factor.
 DEVICE void stage_output(SharedAddress tile, const Accumulators& out, const float* factor) {
     const int g = lane_id() / 4, t = lane_id() % 4, first_tile = warp_id() * OUT_N8;
     UNROLL
@@ -357,7 +338,7 @@ DEVICE void stage_output(SharedAddress tile, const Accumulators& out, const floa
     }
 }
 
-// Writes the staged tile to this block's heads of the token, 16 bytes a thread.
+// Stores the staged tile to this block's heads of the token, 16 bytes a thread.
 DEVICE void store_output(const DecodeAttentionParams& params, const Segment& segment, SharedAddress tile) {
     bf16* target =
         params.out + segment.token * params.out_token_stride + segment.first_head * params.out_head_stride;
@@ -368,7 +349,8 @@ DEVICE void store_output(const DecodeAttentionParams& params, const Segment& seg
     }
 }
 
-// Writes the accumulators to the part's rows in fp32, each row times its factor. Absent heads are left out.
+// Stores the accumulators to the part's rows in fp32, each row times its factor. Absent heads are
+// skipped.
 DEVICE void store_part(float* target, const Accumulators& out, const float* factor, int heads) {
     const int g = lane_id() / 4, t = lane_id() % 4, first_tile = warp_id() * OUT_N8;
     UNROLL
@@ -391,7 +373,8 @@ DEVICE void store_part(float* target, const Accumulators& out, const float* fact
 
 // ---------------------------------------------------------------- a segment
 
-// The softmax over the segment's tiles; `part` says where a unit that is not whole leaves it.
+// The softmax over the segment's tiles. `part` is the slot in the workspace of a unit that is not
+// whole.
 DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
     const ScorePlace place = score_place();
     const SharedAddress shared = shared_address(dynamic_shared());
@@ -409,7 +392,7 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
             UNROLL
             for (int i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
 
-    // The first tile arrives as a whole, the second one's codes are on their way.
+    // The first tile arrives whole. The codes of the second are in flight.
     int32_t index = stored_index(params, segment, segment.first, lane_slot());
     int32_t next_index = stored_index(params, segment, segment.first + 1, lane_slot());
     const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
@@ -429,7 +412,7 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
         const SharedAddress keys = shared + STAGE_AT + stage * STAGE_BYTES;
         const SharedAddress next_keys = shared + STAGE_AT + (1 - stage) * STAGE_BYTES;
         copy_wait<0>();
-        // Past this barrier the tile is there for everyone, and nobody reads the previous one any more.
+        // After this barrier all threads see the tile, and no thread reads the previous one.
         const bool any_valid = __syncthreads_or(arriving);
         arriving = row.data != nullptr;
         copy_rope(row, params.q, shared, 1 - stage);
@@ -476,12 +459,12 @@ KERNEL(decode_attention, DecodeAttentionParams, THREADS) {
 
 // ---------------------------------------------------------------- the merge
 
-// Units that span blocks, one at most for each block in which one begins: a warp takes a head.
+// Units that span blocks, at most one for each block in which a unit starts. A warp takes a head.
 constexpr int COMBINE_THREADS = 256;
 constexpr int COMBINE_HEADS = COMBINE_THREADS / WARP_SIZE;
 static_assert(HEADS_PER_BLOCK % COMBINE_HEADS == 0, "blocks of the merge divide a unit");
 
-// The parts of one head of the unit that begins in `block`.
+// The parts of one head of the unit that starts in `block`.
 struct UnitParts {
     const float* out;
     const float* lse;

@@ -1,5 +1,6 @@
-// What the two implementations of decode_attention share: parameters, how tiles are dealt to the blocks, where rows
-// of the cache are, what is left for the merge. decode_attention.cu has the formulas and says how the work is spread.
+// What both implementations of decode_attention share: parameters, the split of tiles over blocks,
+// the addresses of cache rows, and the workspace of the merge. decode_attention.cu has the
+// formulas and the division of work.
 //
 // The including file is compiled with NOPE_DIM, ROPE_DIM and HEADS_PER_BLOCK defined.
 #pragma once
@@ -15,10 +16,11 @@ constexpr int KEYS = 64;  // slots of a tile
 
 // ---------------------------------------------------------------- parameters
 
-// Strides in elements, of pages in bytes. q and out: base and strides are multiples of 16 bytes; tokens are
-// batch * s_q in number. lse is [tokens, num_heads]. sink and the lengths may be null; lengths are [batch].
-// Of an absent store topk and num_slots are 0. For G blocks the workspace is partial_out
-// [2 G, HEADS_PER_BLOCK, HEAD_DIM], partial_lse [2 G, HEADS_PER_BLOCK], spans int32 [G, 2].
+// Strides are in elements, those of pages in bytes. q and out: base and strides are multiples of
+// 16 bytes. The number of tokens is batch * s_q. lse is [tokens, num_heads]. sink and the lengths
+// may be null; lengths are [batch]. An absent store has topk and num_slots 0. For G blocks the
+// workspace is partial_out [2 G, HEADS_PER_BLOCK, HEAD_DIM], partial_lse [2 G, HEADS_PER_BLOCK],
+// spans int32 [G, 2].
 struct DecodeAttentionParams {
     const bf16* q;
     int64_t q_token_stride;
@@ -61,13 +63,14 @@ PARAMS_LAYOUT(DecodeAttentionParams, q, q_token_stride, q_head_stride, window_pa
 
 DEVICE int32_t head_blocks(const DecodeAttentionParams& params) { return ceil_div(params.num_heads, HEADS_PER_BLOCK); }
 
-// ---------------------------------------------------------------- dealing the tiles to the blocks
+// ---------------------------------------------------------------- the split of tiles over blocks
 
 DEVICE int32_t list_length(const int32_t* lengths, int32_t topk, int32_t request) {
     return lengths ? maximum(minimum(lengths[request], topk), 0) : topk;
 }
 
-// Tiles of the two lists of a request's tokens. Even a token without slots has one tile, or nobody would write it.
+// Tiles of both lists of a request's tokens. A token without slots has one tile, so that its
+// output is stored.
 DEVICE int32_t window_tiles(const DecodeAttentionParams& params, int32_t request) {
     return ceil_div(list_length(params.window_length, params.window_topk, request), KEYS);
 }
@@ -76,7 +79,7 @@ DEVICE int32_t unit_tiles(const DecodeAttentionParams& params, int32_t request) 
     return maximum(window_tiles(params, request) + ceil_div(compressed, KEYS), 1);
 }
 
-// A block's stretch: `count` tiles from tile `first` of request `request` on.
+// A block's stretch: `count` tiles, starting at tile `first` of request `request`.
 struct Stretch {
     int32_t request, first, count;
     int32_t per_block;  // tiles of every block but the last ones
@@ -97,8 +100,8 @@ DEVICE int32_t warp_running_sum(int32_t x) {
     return x;
 }
 
-// Equal stretches of units of one length. Where whole units are at most a sixteenth longer, a block gets those: what it
-// then computes too much is less than the parts in fp32 that it would leave, and their merge.
+// Equal stretches for units of one length. A block gets whole units where these are at most a
+// sixteenth longer: the extra work is less than fp32 parts and their merge.
 DEVICE int32_t stretch_length(int32_t total, int32_t tiles) {
     const int32_t per_block = ceil_div(total, static_cast<int32_t>(gridDim.x));
     const int32_t whole_units = ceil_div(per_block, tiles) * tiles;
@@ -110,7 +113,7 @@ DEVICE Stretch stretch_of(int32_t total, int32_t request, int32_t before, int32_
     return Stretch{request, begin - before, minimum(total - begin, per_block), per_block};
 }
 
-// Every warp finds it by itself, without shared memory: a lane to a request.
+// Every warp finds the stretch independently, without shared memory: one lane a request.
 DEVICE Stretch find_stretch(const DecodeAttentionParams& params) {
     const int32_t units = params.s_q * head_blocks(params);
     const int32_t blocks = static_cast<int32_t>(gridDim.x);
@@ -166,7 +169,7 @@ DEVICE Segment unit_segment(const DecodeAttentionParams& params, int32_t request
                    list_length(params.compressed_length, params.compressed_topk, request)};
 }
 
-// The stored index of a slot of a tile, -1 past the list's end and past the segment's.
+// The stored index of a slot of a tile; -1 past the list's end and past the segment's end.
 DEVICE int32_t stored_index(const DecodeAttentionParams& params, const Segment& segment, int32_t tile,
                             int32_t slot_in_tile) {
     const bool window = tile < segment.window_tiles;
@@ -176,7 +179,8 @@ DEVICE int32_t stored_index(const DecodeAttentionParams& params, const Segment& 
     return indices[segment.token * (window ? params.window_indices_stride : params.compressed_indices_stride) + slot];
 }
 
-// The row of the cache that a lane looks up for its warp; null where the slot is not valid, or none of its business.
+// The cache row that a lane looks up for its warp. Null where the slot is invalid, or the lane
+// looks up none.
 struct LaneRow {
     const uint8_t* data;
     const uint8_t* scales;
@@ -201,20 +205,22 @@ DEVICE const uint8_t* address_of_lane(const uint8_t* own, int source) {
 
 // ---------------------------------------------------------------- a block's segments
 
-// A part's place in the workspace, or that there is none: the unit is whole.
+// A part's slot in the workspace. WHOLE: the unit needs none.
 constexpr int32_t WHOLE = -1;
 
-// Parts in the workspace: block b leaves the end of a unit that began before it at 2 b, and the beginning of one that
-// ends behind it at 2 b + 1.
+// Parts in the workspace: at 2 b block b stores the end of a unit that starts in an earlier block.
+// At 2 b + 1 it stores the start of a unit that ends in a later block.
 DEVICE int32_t part_place(int32_t block, bool begins_here) { return 2 * block + (begins_here ? 1 : 0); }
 
-// What a block leaves to the merge: the unit that begins in it and ends in a later block, or -1, and its parts.
+// A block's entry for the merge: the unit that starts in it and ends in a later block, or -1, and
+// its number of parts.
 struct Span {
     int32_t unit, parts;
 };
 
-// Calls attend(segment, part) for each segment of the block's stretch; `part` is WHOLE or the segment's place in the
-// workspace. Every thread that takes part finds the same ones by itself.
+// Calls attend(segment, part) for each segment of the block's stretch. `part` is WHOLE or the
+// segment's slot in the workspace. Every participating thread finds the same segments
+// independently.
 template <typename Attend>
 DEVICE Span for_each_segment(const DecodeAttentionParams& params, Attend attend) {
     Stretch stretch = find_stretch(params);

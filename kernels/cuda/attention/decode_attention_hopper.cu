@@ -1,23 +1,22 @@
-// Attention of decoded tokens over a paged cache for sm_90a, rows of 448 e4m3 and 64 bf16 channels, or of 512 bf16
-// channels: decode_attention.cu, which has the formulas and says how the work is spread, with warpgroup products.
-// hopper_attention.h says how the three warpgroups share a block's work.
+// Attention of decoded tokens over a paged cache for sm_90a, with WGMMA. Rows have 448 e4m3 and 64
+// bf16 channels, or 512 bf16 channels. decode_attention.cu has the formulas and the division of
+// work; hopper_attention.h has the roles of the three warpgroups.
 //
-// The producer brings bf16 channels with cp.async. So it does e4m3 channels, half a tile ahead, each lane to places of
-// its own from which it then converts them into the tile: a code becomes code * 2^(scale - 127), which bf16 holds
-// exactly, by integer operations on four codes at a time and products of bf16 pairs (numeric.h).
+// The producer loads bf16 channels with cp.async. It loads e4m3 channels with cp.async too, half a
+// tile ahead, to shared-memory slots private to the lane. The lane then converts them into the
+// tile. A code becomes code * 2^(scale - 127), exact in bf16, by integer operations on four codes
+// and multiplications of bf16 pairs (numeric.h).
 //
-// Floors as in decode_attention.cu. Converting a tile of 64 rows takes the producer's four warps 14 chunks of 16 codes
-// a thread, about 800 issue slots in each scheduler, beside 2048 cycles of products.
+// Floor: as in decode_attention.cu. Converting a tile of 64 rows takes the producer's four warps
+// 14 chunks of 16 codes a thread. That is about 800 issue slots in each scheduler, next to 2048
+// cycles of MMA.
 //
-// What limits it (one H200): the producer. At batch 128, H 128, 128 + 1024 slots of e4m3 rows 127 us; ncu: warpgroup 0 waits
-// 45 % of its time for rows, the producer's four warps hardly ever for a released part, matrix units 30 % and L2 44 % of the
-// time. The conversion's arithmetic is 20 us of it (114 us without it, 128 without the look for NaN). Where units are cut
-// into even stretches, not dealt whole, 171 us; cut, and converted by conversion instructions, of which a scheduler issues
-// one in several cycles, with stores that meet in banks, 205 us. Tried without gain: eight producer warps of eight rows each
-// (182 us: one group of codes on its way for each warp where there are two; products of 128 columns, since 512 threads start
-// with 128 registers), rows asked into L2 a tile ahead (141 us).
+// What limits it (one H200): the producer. At batch 128, H 128, 128 + 1024 slots of e4m3 rows it
+// takes 127 us. ncu: warpgroup 0 waits 45 % of its time for rows; tensor cores are busy 30 % and
+// L2 44 % of the time.
 //
-// Defines: NOPE_DIM 448 and ROPE_DIM 64, or 0 and 512; HEADS_PER_BLOCK 64. Launch: as decode_attention.
+// Defines: NOPE_DIM 448 and ROPE_DIM 64, or 0 and 512; HEADS_PER_BLOCK 64. Launch: as
+// decode_attention. What was tried: kernels/docs/decode_attention.md.
 
 #include "async_copy.h"
 #include "decode_attention.h"
@@ -31,17 +30,18 @@ static_assert(HEADS_PER_BLOCK == HEADS && KEYS == TILE_SLOTS, "a block holds the
 constexpr int ROWS = 16;  // of a tile, that one warp brings
 constexpr int CODE_PANELS = NOPE_DIM / 64;
 
-// Panels of codes in half a row, from its first panel on; those behind them are bf16.
+// Panels of codes in half a row, starting at its first panel. The panels after them are bf16.
 constexpr int code_panels(int half) { return maximum(minimum(CODE_PANELS - half * HALF_PANELS, HALF_PANELS), 0); }
 constexpr bool has_copies(int half) { return code_panels(half) < HALF_PANELS; }
-// One lane of each warp arrives for what it stored, and every thread for its copies.
+// One lane of each warp arrives for its stores, and every thread arrives for its copies.
 constexpr uint32_t arrivals(int half) { return 4 + (has_copies(half) ? PRODUCERS : 0); }
 // The lower half of the columns is the part that warpgroup 0 owns.
 constexpr int part_of(int tile, int half) { return tile ^ half; }
 
-// A warp's rows come in octets. Of a panel of codes, four lanes share a row, 16 codes each: eight lanes then store to all
-// banks, because the swizzle sends the even chunks of an odd row where an even row has its odd ones. The codes of an octet
-// are a group of copies, on their way in places of the lane's own, [octet][panel][thread].
+// A warp's rows are in octets. In a panel of codes four lanes share a row, 16 codes each. Eight
+// lanes then store to all banks, because the swizzle puts the even chunks of an odd row where an
+// even row has its odd chunks. The codes of an octet are one group of copies, in flight to slots
+// private to the lane, [octet][panel][thread].
 constexpr int OCTET = 8;
 constexpr int OCTETS = ROWS / OCTET;
 constexpr int CODES_AT = ceil_div(Shared::BYTES, 16) * 16;
@@ -55,8 +55,8 @@ DEVICE SharedAddress code_place(SharedAddress shared, int octet, int panel) {
 }
 DEVICE int code_row(int octet) { return OCTET * octet + lane_id() / 4; }
 
-// Starts the arrival of an octet's codes, as a group. `row` is the address that the lane looked up; for a slot that is not
-// valid no source address is formed: `anywhere` stands for it.
+// Starts the copies of an octet's codes, as one group. `row` is the address that the lane looked
+// up. An invalid slot forms no source address; `anywhere` stands for it.
 template <int HALF>
 DEVICE void copy_codes(int octet, const uint8_t* row, const void* anywhere, SharedAddress shared) {
     if constexpr (code_panels(HALF) > 0) {
@@ -71,7 +71,8 @@ DEVICE void copy_codes(int octet, const uint8_t* row, const void* anywhere, Shar
     copy_commit();
 }
 
-// Converts the lane's codes of an octet and stores them. `scales` is the word of the lane's own row with this half's scales.
+// Converts the lane's codes of an octet and stores them. `scales` is the word of the lane's own
+// row with this half's scales.
 template <int HALF>
 DEVICE void store_codes(int octet, uint32_t scales, SharedAddress shared, SharedAddress tile, int warp) {
     constexpr int COUNT = code_panels(HALF);
@@ -96,7 +97,7 @@ DEVICE void store_codes(int octet, uint32_t scales, SharedAddress shared, Shared
     }
 }
 
-// Starts the arrival of a half's bf16 channels. For a slot that is not valid no source address is formed: `anywhere`
+// Starts the copies of a half's bf16 channels. An invalid slot forms no source address; `anywhere`
 // stands for it.
 template <int HALF>
 DEVICE void copy_channels(const uint8_t* row, const void* anywhere, SharedAddress tile, int warp) {
@@ -113,7 +114,7 @@ DEVICE void copy_channels(const uint8_t* row, const void* anywhere, SharedAddres
     }
 }
 
-// The words of a row's scales, the first four groups and the others.
+// The words of a row's scales: the first four groups, and the others.
 struct Scales {
     uint32_t word[2];
 };
@@ -129,7 +130,7 @@ DEVICE Scales load_scales(const LaneRow& row) {
     return scales;
 }
 
-// The row that a lane looks up for its warp, null where the slot is not valid, and its scales.
+// The row that a lane looks up for its warp, null where the slot is invalid, and its scales.
 struct Arriving {
     const uint8_t* data;
     Scales scales;
@@ -140,8 +141,8 @@ DEVICE Arriving look_up(const DecodeAttentionParams& params, const Segment& segm
     return Arriving{row.data, load_scales(row)};
 }
 
-// Fills half of tile `tile` (0 or 1), once it is released, from codes on their way; starts those of the half that comes
-// next, of row `next`, in their places.
+// Fills half of tile `tile` (0 or 1), once it is released, from codes in flight. Then starts the
+// copies of the next half, of row `next`, to the same slots.
 template <int HALF>
 DEVICE void produce_half(const Arriving& own, const uint8_t* next, const void* anywhere, SharedAddress shared,
                          int warp, int tile, uint32_t released) {
@@ -149,7 +150,7 @@ DEVICE void produce_half(const Arriving& own, const uint8_t* next, const void* a
     const int part = part_of(tile, HALF);
     mbarrier_wait(shared + Shared::empty(tile, part), released);
     if (part == 0) {
-        // The warpgroup that released part 0 is the one that reads these bits.
+        // The warpgroup that releases part 0 is the one that reads these bits.
         auto* valid = reinterpret_cast<uint16_t*>(dynamic_shared() + Shared::VALID) + 4 * tile;
         const uint32_t warp_valid = __ballot_sync(FULL_WARP, own.data != nullptr) & 0xffffu;
         if (lane_id() == 0) valid[warp] = static_cast<uint16_t>(warp_valid);
@@ -166,7 +167,8 @@ DEVICE void produce_half(const Arriving& own, const uint8_t* next, const void* a
         copy_codes<1 - HALF>(octet, next, anywhere, shared);
     }
     fence_async_proxy();
-    // Every arrival wakes those who wait, who then take issue slots from this warp: one for all lanes.
+    // Every arrival wakes waiting threads, which then take issue slots from this warp. So one lane
+    // arrives for all.
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(full);
 }
@@ -175,7 +177,8 @@ DEVICE void produce_q(const DecodeAttentionParams& params, const Segment& segmen
                       uint32_t& uses) {
     mbarrier_wait(shared + Shared::Q_EMPTY, (uses++ & 1) ^ 1);
     const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
-    // No cache policy: with one, ptxas 13.0.88 gives rows of bf16 an instruction that the GPU refuses.
+    // No cache policy: with one, ptxas 13.0.88 emits an instruction for bf16 rows that the GPU
+    // rejects.
     load_panels<PANELS>(shared + Shared::Q, q, params.q_head_stride, segment.heads, producer_thread(), PRODUCERS);
     copy_arrive(shared + Shared::Q_FULL);
 }
@@ -185,7 +188,7 @@ DEVICE void produce_segment(const DecodeAttentionParams& params, const Segment& 
     const int warp = producer_thread() / static_cast<int>(WARP_SIZE);
     const int slot = ROWS * warp + lane_id() % ROWS;
     const auto index_of = [&](int32_t tile) { return stored_index(params, segment, tile, slot); };
-    // Indices are read two tiles ahead, rows and scales looked up one tile ahead.
+    // Indices are loaded two tiles ahead; rows and scales are looked up one tile ahead.
     const int32_t first_index = index_of(segment.first);
     int32_t index = index_of(segment.first + 1);
     produce_q(params, segment, shared, uses.q);
@@ -207,8 +210,8 @@ DEVICE void produce_segment(const DecodeAttentionParams& params, const Segment& 
 
 // ---------------------------------------------------------------- consumers
 
-// The log-sum-exp, natural where the unit is whole and in base 2 of a part, and the rows' normalisers, with the sink
-// where the unit is whole. Rows without a valid slot get 0.
+// The log-sum-exp, natural of a whole unit and base 2 of a part, and the rows' normalizers, with
+// the sink where the unit is whole. Rows without a valid slot get 0.
 template <int W>
 DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&factor)[2],
                            const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
@@ -225,7 +228,8 @@ DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&f
                 params.partial_lse[static_cast<int64_t>(part) * HEADS + row] = empty ? -INFINITY_F32 : lse_log2;
             continue;
         }
-        // A sink near the largest fp32 becomes inf in base 2 and its share inf: out is then 0, as it should be.
+        // A sink near the largest fp32 becomes inf in base 2, and so does its share: out is then
+        // 0, as specified.
         const float sink_log2 = params.sink ? params.sink[segment.first_head + row] * LOG2_E : -INFINITY_F32;
         const float sink_share = exp2_approx(sink_log2 - subtrahend(c.maximum[half]));
         factor[half] = empty ? 0.0f : 1.0f / (sum + sink_share);
@@ -235,7 +239,8 @@ DEVICE void finish_softmax(const Consumer& c, const float (&total)[2], float (&f
     }
 }
 
-// The accumulators, each row times its factor, to the part's rows in fp32. Absent heads are left out.
+// Stores the accumulators to the part's rows in fp32, each row times its factor. Absent heads are
+// skipped.
 template <int W>
 DEVICE void store_part(float* part, const Consumer& c, const float (&factor)[2], int heads) {
     const int t = lane_id() % 4;

@@ -1,4 +1,4 @@
-// Copies of rows of device memory into panels (panels.h): of listed rows, and of consecutive ones.
+// Copies of rows of device memory to panels (panels.h): of listed rows, and of consecutive rows.
 #pragma once
 
 #include "async_copy.h"
@@ -6,15 +6,16 @@
 #include "panels.h"
 #include "platform.h"
 
-// Of 16 rows that a warp gathers, those of which this lane copies 16 bytes of each panel: the rows lane / 8 + 4 i.
-// Addresses are found once for all panels: finding them for each copy takes longer than the copies.
+// The rows lane / 8 + 4 i, of the 16 rows that a warp gathers; this lane copies 16 bytes of each
+// panel of them. Addresses are computed once for all panels: computing them for each copy takes
+// longer than the copies.
 struct GatheredRows {
     const bf16* from[4];  // the lane's columns of the first panel
     bool wanted[4];       // false for a row of zeros
 };
 
-// Lane i < 16 of the warp holds the source row, in units of `stride` elements, of row i, or -1 for a row of zeros, for
-// which no source address is formed: `source` stands for it.
+// Lane i < 16 of the warp holds the source row of row i, in units of `stride` elements, or -1 for
+// a row of zeros. A row of zeros forms no source address; `source` stands for it.
 DEVICE GatheredRows find_rows(const bf16* source, int64_t stride, int32_t row) {
     const int lane = static_cast<int>(threadIdx.x % WARP_SIZE);
     GatheredRows rows;
@@ -27,8 +28,8 @@ DEVICE GatheredRows find_rows(const bf16* source, int64_t stride, int32_t row) {
     return rows;
 }
 
-// Starts the arrival of the panels [FIRST, FIRST + COUNT) of 16 rows, in rows first_row and following of a tile. Lists of
-// many tokens name these rows.
+// Starts the copies of the panels [FIRST, FIRST + COUNT) of 16 rows, to rows first_row and
+// following of a tile. The policy is evict-last, because lists of many tokens name these rows.
 template <int FIRST, int COUNT>
 DEVICE void gather_panels(SharedAddress tile, const GatheredRows& rows, int first_row) {
     const CachePolicy policy = evicted_last();
@@ -42,8 +43,8 @@ DEVICE void gather_panels(SharedAddress tile, const GatheredRows& rows, int firs
     }
 }
 
-// Starts the arrival of `rows` of 64 consecutive rows in PANEL_COUNT panels; the others become zeros. Thread `thread`
-// of `threads`. Policy: none, or the CachePolicy of the copies.
+// Starts the copies of `rows` of 64 consecutive rows to PANEL_COUNT panels; the other rows become
+// zeros. Called by thread `thread` of `threads`. Policy: none, or the CachePolicy of the copies.
 template <int PANEL_COUNT, typename... Policy>
 DEVICE void load_panels(SharedAddress panels, const bf16* source, int64_t stride, int rows, int thread, int threads,
                         Policy... policy) {

@@ -1,29 +1,26 @@
-// Attention of 64 heads over tiles of rows by warpgroup products, for sm_90a: what sparse_attention_hopper.cu and
-// decode_attention_hopper.cu share. They differ in how rows come into shared memory and in what they leave.
-//
+// Attention of 64 heads over tiles of rows by WGMMA, for sm_90a. sparse_attention_hopper.cu and
+// decode_attention_hopper.cu share it; they differ in how rows are loaded and in what they store.
 // Three warpgroups:
-//   0, 1  consumers. Tiles of 64 slots go in pairs, the first to warpgroup 0, the second to warpgroup 1: each
-//         forms the scores of its own tile and the weights P. Of out, warpgroup w keeps the columns
-//         [256 w, 256 w + 256) of all 64 heads in registers, so each multiplies both P with its half of the
-//         values: its own P from registers, the other's from shared memory.
-//   2     producer: brings q, and rows of K into two tiles, completing on mbarriers.
+//   0, 1  consumers. Tiles of 64 slots go in pairs, the first to warpgroup 0, the next to 1. Each
+//         computes the scores of its tile and the weights P. Warpgroup w keeps the columns
+//         [256 w, 256 w + 256) of out of all 64 heads in registers. So it multiplies both P with
+//         its half of the values: its own P from registers, the other's from shared memory.
+//   2     producer: loads q, and rows of K into two tiles, completing on mbarriers.
 //
-// One running maximum passes through the tiles in their order: warpgroup 0 takes its tile's maximum into what
-// warpgroup 1 left in the pair before, warpgroup 1 goes on from there. So one softmaxes while the other
-// multiplies:
+// One running maximum passes through the tiles in order, so one warpgroup's softmax overlaps the
+// other's MMA:
 //
-//   0:  S0 = q K0^T, m0 = max(m, S0), P0 ->            out += P0 V0         (wait P1)  out += P1 V1
-//   1:  S1 = q K1^T                     (wait P0)  out += P0 V0 | m1 = max(m0, S1), P1 ->  out += P1 V1
+//   0: S0 = q K0^T, m0 = max(m, S0), P0 ->         out += P0 V0       (wait P1) out += P1 V1
+//   1: S1 = q K1^T                   (wait P0) out += P0 V0 | m1 = max(m0, S1), P1 -> out += P1 V1
 //
-// To let the largest logit leave a reference behind by up to 2^8 before anything is rescaled is 3 to 4 % faster, and loses
-// accuracy: the largest weight, exactly 1 here, is then rounded to bf16 as well, and rows of few weights left their budget.
+// A tile is filled and released in two parts, each released by the warpgroup that reads it last.
+// Part 0 of tile w, the columns of V that warpgroup w owns, is released by w. Part 1, the other
+// columns, is released by 1 - w. It reads them after P of tile w, so after the scores of tile w.
+// With head_dim 576 the last 64 columns belong to part 1, and P overwrites them once the scores
+// are done.
 //
-// A tile is filled and released in two parts, each released by the one warpgroup that reads it last: part 0 of
-// tile w, the columns of V that warpgroup w owns, by w; part 1, the other columns, by 1 - w, who reads them
-// after P of tile w has come, so after the scores of tile w were done. With head_dim 576 the last 64 columns
-// belong to part 1, and once the scores are done P takes their place.
-//
-// The including file defines HEAD_DIM, 512 or 576; V is the first 512 columns of a row.
+// The including file defines HEAD_DIM, 512 or 576; V is the first 512 columns of a row. What was
+// tried: kernels/docs/sparse_attention.md.
 #pragma once
 
 #include "gather.h"
@@ -47,18 +44,19 @@ constexpr int HALF_PANELS = VALUE_DIM / 64 / 2;  // panels of one warpgroup's ha
 constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
 constexpr bool ROPE_PANEL = PANELS > 2 * HALF_PANELS;
 
-// Where everything lies in dynamic shared memory.
+// Byte offsets in dynamic shared memory.
 struct Shared {
     static constexpr int Q = 0;
     static constexpr int KEYS = Q + TILE_BYTES;
     static constexpr int P = KEYS + 2 * TILE_BYTES;
-    // A bit for each slot, set where it is valid: 64 of either tile.
+    // One bit for each slot, set where it is valid: 64 for each tile.
     static constexpr int VALID = P + (ROPE_PANEL ? 0 : 2 * PANEL_BYTES);
     static constexpr int MAXIMA = VALID + 2 * 8;              // float [2][64], after either tile of a pair
     static constexpr int SUMS = MAXIMA + 2 * 64 * 4;          // float [2][2][64]: of this work and of the next
-    // Where out passes on its way to memory: for each consumer warp 16 rows of some columns. With a panel of its own for
-    // either P that is where the warp's own rows of it lay: once the sums are ready nobody reads them, and nobody else
-    // writes them. (Another warp of the warpgroup may be at the weights of the next work already.)
+    // The staging of out on its way to memory: for each consumer warp 16 rows of some columns.
+    // Where each P has its own panel, staging reuses the warp's own rows of P: once the sums are
+    // ready no thread reads them, and only this warp writes them. (Another warp of the warpgroup
+    // may already write the weights of the next work.)
     static constexpr int STAGING = SUMS + 2 * 2 * 64 * 4;
     static constexpr int STAGING_COLUMNS = ROPE_PANEL ? 32 : 64;
     static constexpr int STAGING_BYTES = 16 * STAGING_COLUMNS * 2;
@@ -81,22 +79,23 @@ struct Shared {
     static constexpr int full(int tile, int part) { return FULL + 8 * (2 * tile + part); }
     static constexpr int empty(int tile, int part) { return EMPTY + 8 * (2 * tile + part); }
     static constexpr int weights_ready(int tile) { return WEIGHTS_READY + 8 * tile; }
-    // First panel of a tile's part; the panel past the values belongs to part 1.
+    // First panel of a tile's part. The panel past the values belongs to part 1.
     static constexpr int first_panel(int tile, int part) { return (tile ^ part) * HALF_PANELS; }
 };
 static_assert(Shared::BYTES <= MAX_SHARED_BYTES, "tiles exceed shared memory");
 
-// Named barriers, each among the threads of one warpgroup. Whatever one warpgroup leaves to another passes by mbarriers at
-// which every thread arrives that wrote or read it: an order that also the sanitizer's racecheck can follow.
+// Named barriers, each among the threads of one warpgroup. Data from one warpgroup to another is
+// ordered by mbarriers, at which every thread that wrote or read it arrives. The sanitizer's
+// racecheck can follow this order too.
 constexpr uint32_t scores_done(int warpgroup) { return 1 + warpgroup; }
 
-// How often a buffer has been filled (producer), or read (consumer): the parity of its phase.
+// How often a buffer has been filled (producer) or read (consumer): the parity of its phase.
 struct Uses {
     uint32_t tile[2] = {0, 0};
     uint32_t q = 0;
 };
 
-// Initialises all barriers; arrivals[tile][part] are those that fill a part.
+// Initializes all barriers. arrivals[tile][part] are those that fill a part.
 DEVICE void initialise_barriers(SharedAddress shared, const uint32_t (&arrivals)[2][2]) {
     if (threadIdx.x == 0) {
         UNROLL
@@ -116,12 +115,13 @@ DEVICE void initialise_barriers(SharedAddress shared, const uint32_t (&arrivals)
     __syncthreads();
 }
 
-// A thread's number among the producers. (So the compiler sees its range.)
+// A thread's number among the producers. The modulo shows its range to the compiler.
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x % PRODUCERS); }
 
 // ---------------------------------------------------------------- consumers
 
-// What a consumer thread keeps: its two head rows (row, row + 8) of half of out, in 32 column tiles of 8.
+// What a consumer thread keeps: its two head rows (row, row + 8) of half of out, in 32 column
+// tiles of 8.
 struct Consumer {
     float out[32][4];
     float maximum[2];  // running, in base 2, without the sink; the same in the four lanes of a row
@@ -129,10 +129,10 @@ struct Consumer {
     int row;
 };
 
-// The lane that answers for a thread's rows.
+// The lane that stores for a thread's rows.
 DEVICE bool speaks() { return lane_id() % 4 == 0; }
 
-// s += q K^T over PANEL_COUNT panels from FIRST on.
+// s += q K^T over PANEL_COUNT panels, starting at FIRST.
 template <int FIRST, int PANEL_COUNT>
 DEVICE void multiply_panels(float (&s)[8][4], uint64_t q, uint64_t keys, bool accumulate) {
     UNROLL
@@ -166,10 +166,10 @@ DEVICE void score_tile(float (&s)[8][4], SharedAddress shared, uint32_t phase) {
     wgmma_hold(s);
 }
 
-// Scores of invalid slots become -inf; the largest of each row, as a base-2 logit.
+// Scores of invalid slots become -inf. `largest` is the largest of each row, as a base-2 logit.
 template <int TILE>
 DEVICE void mask_scores(float (&s)[8][4], float (&largest)[2], float scale_log2) {
-    // Lane 0 reads for its warp: it is the one that arrives when the tile may be filled again.
+    // Lane 0 reads for its warp, because it is the lane that releases the tile.
     uint64_t bits = 0;
     if (lane_id() == 0) bits = reinterpret_cast<const uint64_t*>(dynamic_shared() + Shared::VALID)[TILE];
     const int t = lane_id() % 4;
@@ -191,7 +191,7 @@ DEVICE void mask_scores(float (&s)[8][4], float (&largest)[2], float scale_log2)
     }
 }
 
-// Moves what was accumulated to another maximum.
+// Rescales the accumulators to another maximum.
 DEVICE void rescale(Consumer& c, const float (&maximum)[2]) {
     float factor[2];
     UNROLL
@@ -207,14 +207,16 @@ DEVICE void rescale(Consumer& c, const float (&maximum)[2]) {
         for (int i = 0; i < 4; ++i) c.out[n][i] *= factor[i / 2];
 }
 
-// Weights exp2(scale s - maximum): in bf16 as A fragments and to the tile's P in shared memory, in fp32 to the sum.
+// Weights exp2(scale s - maximum): in bf16 as A fragments and to the tile's P in shared memory, in
+// fp32 to the sum.
 template <int TILE>
 DEVICE void write_weights(uint32_t (&p)[4][4], float (&sum)[2], const float (&s)[8][4], const float (&maximum)[2],
                           float scale_log2, int row, SharedAddress shared) {
     const int t = lane_id() % 4;
     const float shift[2] = {subtrahend(maximum[0]), subtrahend(maximum[1])};
     const SharedAddress panel = shared + Shared::weights(TILE);
-    // A warp's wait covers its own rows of the scores: other warps may still read the panel that P takes the place of.
+    // A warp's wait covers only its own rows of the scores. Other warps may still read the panel
+    // that P overwrites.
     if constexpr (ROPE_PANEL) named_barrier_sync(scores_done(TILE), WARPGROUP_SIZE);
     UNROLL
     for (int n = 0; n < 8; ++n) {
@@ -277,7 +279,8 @@ DEVICE float* maxima(int tile) {
     return reinterpret_cast<float*>(dynamic_shared() + Shared::MAXIMA) + HEADS * tile;
 }
 
-// Takes what ran before into the maximum of the warpgroup's own tile, and leaves it to the other warpgroup.
+// Takes the maximum of the warpgroup's own tile over all earlier tiles, and stores it for the
+// other warpgroup.
 template <int TILE>
 DEVICE void carry_maximum(const Consumer& c, float (&maximum)[2]) {
     UNROLL
@@ -287,7 +290,7 @@ DEVICE void carry_maximum(const Consumer& c, float (&maximum)[2]) {
     }
 }
 
-// Waits for the other warpgroup's weights, and moves to its maximum.
+// Waits for the other warpgroup's weights, and rescales to its maximum.
 template <int TILE>
 DEVICE void await_weights(Consumer& c, SharedAddress shared, uint32_t phase) {
     mbarrier_wait(shared + Shared::weights_ready(TILE), phase);
@@ -295,7 +298,8 @@ DEVICE void await_weights(Consumer& c, SharedAddress shared, uint32_t phase) {
     rescale(c, maximum);
 }
 
-// A pair of tiles: the parities of their phases, whether there is a second one, whether q is read for the last time.
+// A pair of tiles: the parities of their phases, whether the second exists, whether this is the
+// last read of q.
 struct Pair {
     uint32_t phase[2];
     bool second;
@@ -303,12 +307,13 @@ struct Pair {
 };
 
 DEVICE void release_q(SharedAddress shared, const Pair& pair) {
-    // Lane 0 answers for its warp: a lane that has yet to see q arrive would find the phase of the q after it.
+    // Lane 0 releases for its warp: a lane that has not yet seen q arrive would find the phase of
+    // the next q.
     __syncwarp();
     if (pair.last && lane_id() == 0) mbarrier_arrive(shared + Shared::Q_EMPTY);
 }
 
-// Warpgroup 0's share of a pair.
+// Warpgroup 0's part of a pair.
 DEVICE void consume_first(Consumer& c, SharedAddress shared, const Pair& pair, float scale_log2) {
     float s[8][4], maximum[2], sum[2] = {0.0f, 0.0f};
     uint32_t p[4][4];
@@ -330,7 +335,7 @@ DEVICE void consume_first(Consumer& c, SharedAddress shared, const Pair& pair, f
     finish_values(c, shared + Shared::empty(1, 1));
 }
 
-// Warpgroup 1's.
+// Warpgroup 1's part.
 DEVICE void consume_second(Consumer& c, SharedAddress shared, const Pair& pair, float scale_log2) {
     float s[8][4], maximum[2], sum[2] = {0.0f, 0.0f};
     uint32_t p[4][4];
@@ -344,7 +349,7 @@ DEVICE void consume_second(Consumer& c, SharedAddress shared, const Pair& pair, 
     fence_async_proxy();
     add_other_values<1>(c, shared);
     if (pair.second) {
-        // While the products run: everything but out may be touched.
+        // While the MMA runs, everything except out may be written.
         carry_maximum<1>(c, maximum);
         write_weights<1>(p, sum, s, maximum, scale_log2, c.row, shared);
         mbarrier_arrive(shared + Shared::weights_ready(1));
@@ -389,10 +394,11 @@ DEVICE void consume_tiles(Consumer& c, SharedAddress shared, Uses& uses, int til
 
 // ---------------------------------------------------------------- end of a list
 
-// The sums of this thread's two rows over lanes and warpgroups. Work number `turn` of the block.
+// The sums of this thread's two rows over lanes and warpgroups. `turn` is the block's work number.
 template <int W>
 DEVICE void total_sums(float (&total)[2], const Consumer& c, SharedAddress shared, uint32_t turn) {
-    // In turns: one warpgroup may be at the next work's sums while the other still reads these.
+    // Double-buffered: one warpgroup may write the next work's sums while the other still reads
+    // these.
     auto* sums = reinterpret_cast<float*>(dynamic_shared() + Shared::SUMS) + turn % 2 * 128;
     UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -407,16 +413,18 @@ DEVICE void total_sums(float (&total)[2], const Consumer& c, SharedAddress share
     for (int half = 0; half < 2; ++half) total[half] = sums[c.row + 8 * half] + sums[64 + c.row + 8 * half];
 }
 
-// The warp's 16 rows of its half of out, each times its factor, STAGING_COLUMNS at a time, through its own corner of
-// shared memory, so that rows are written in pieces of 128 bytes (64 where there is room for no more). `out` is the
-// block's first head; absent heads are left out.
+// Stores the warp's 16 rows of its half of out, each times its factor, STAGING_COLUMNS at a time.
+// They go through the warp's own staging in shared memory, so that rows are written in pieces of
+// 128 bytes (64 with the smaller staging). `out` is the block's first head. Absent heads are
+// skipped.
 template <int W>
 DEVICE void store_out(const Consumer& c, const float (&factor)[2], bf16* out, int64_t head_stride, int heads,
                       SharedAddress shared) {
     constexpr int CHUNKS = Shared::STAGING_COLUMNS / 8, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
     const int g = lane_id() / 4, t = lane_id() % 4, warp = warp_id() % 4;
     const SharedAddress staging = shared + Shared::staging(W, warp);
-    // Chunks stand so that neither the writes nor the reads meet in a bank. (Of four chunks a row, two rows share all banks.)
+    // Swizzled against bank conflicts of writes and of reads. (With four chunks a row, two rows
+    // use all banks.)
     const auto place = [&](int row, int chunk) {
         return staging + 16 * (row * CHUNKS + (chunk ^ (CHUNKS == 8 ? row & 7 : row / 2 & 3)));
     };

@@ -1,34 +1,28 @@
-// The attention's output turned back by the query's position and quantised, in one pass (inference 4, 5.4, 9).
+// The attention's output, rotated back by the query's position and quantized in one pass
+// (inference 4, 5.4, 9).
 //
-//     r[t,h,:]      = x[t,h,:] with its last rope_dim channels rotated backwards by the position of token t, in bf16
+//     r[t,h,:]      = x[t,h,:] with its last rope_dim channels rotated backwards by the position
+//                     of token t, in bf16
 //     codes, scales = those of quantize_fp8.cu for r, in groups of 128 channels of a head
 //
-// x is the output that the backward of the attention needs as it is, so nothing is written in place. The heads of one
-// group of the output projection, num_heads / o_groups neighbours, make a row of its product: codes are [num_tokens,
-// o_groups, group_width], and each group has scales of its own behind those of the group before it (scale_layout.h).
-// What pads them is 0. head_dim is a multiple of 128, so that no 128 channels are of two heads.
+// x is not overwritten, because the backward of the attention needs it. The num_heads / o_groups
+// neighbouring heads of a group of the output projection form a row of its GEMM: codes are
+// [num_tokens, o_groups, group_width]. The scales of each group follow those of the group before
+// (scale_layout.h); padding is 0. head_dim is a multiple of 128, so 128 channels never span two
+// heads.
 //
-// The rotation is rotation.h's, fp32 and rounded once to bf16 before anything else: codes and scales have one value,
-// bit for bit that of rope.cu and quantize_fp8.cu one after the other. A position outside the table makes NaN of the
-// rotated channels, hence the scale NaN and codes of NaN for their 128 channels.
+// The rotation (rotation.h) is fp32 and is rounded once to bf16. Codes and scales equal those of
+// rope.cu followed by quantize_fp8.cu, bit for bit. A position outside the table makes the rotated
+// channels NaN, hence a NaN scale and NaN codes of their 128 channels.
 //
-// How the work is laid out. A warp takes 512 channels of a token, a lane 16, in accesses of 16 bytes, so that eight lanes share a
-// scale (groups.h); of the model's heads of 512 the same 128 of four of them (apart_from_heads). Rows of padding have warps where
-// their scales lie.
-//
-// Floor: 2 bytes read and 1 written a channel, and a scale for 128: at 4.24 TB/s 190 us for 4096 tokens of 128 heads of
-// 512, 95 us for 64 heads, where rope.cu and quantize_fp8.cu move 7 bytes, 443 and 221 us. Measured on one H200 for 64
-// heads: 119.2 us with e8m0 scales, 113.3 with fp32 ones (80 and 84 % of the copy rate). On the way there: 156 and 162 us;
-// 124.4 and 127.8 with rotations asked for before the channels; 119.1 and 121.9 with bf16 multiplied as it lies and turned two
-// at a time. That a warp has the same 128 channels of four heads, so that one of four turns, gave those with fp32 scales 9 us
-// and the others nothing. For 128 heads 247 and 254 us at the second of these steps, and 10.2 us for 128 tokens of them.
-// By count instructions limited it: 405 of a warp were 115 of 125 us. Some 265 are left on average, 75 us of issue slots, so that
-// they should no longer. Of e8m0 scales a warp's four bytes lay side by side and now lie apart. ncu (reports/h200/ncu.txt), 128 tokens:
-// 41 % of the cycles without a warp that could issue, 39 % of a warp's time waiting for loads. With eight blocks a multiprocessor, of 32
-// registers, in the place of six: 111.0 and 107.0 us in the place of 118.5 and 113.1 (86 and 90 %), for 128 heads 221.9 and 216.6 (236.2
-// and 226.3), 128 tokens of them 8.9 and 8.4 (9.4 and 8.8; 8.5 expected).
-//
-// Defines: ELEMENT bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
+// Work: a warp takes 512 channels of a token, a lane 16, in accesses of 16 bytes; eight lanes
+// share a scale (groups.h). With heads of 512 a warp takes the same 128 channels of four heads
+// (apart_from_heads). Padding rows have warps too.
+// Floor: 3 bytes a channel and a scale for 128: 4096 tokens of 64 heads of 512 are 95 us at 4.24
+// TB/s. Measured on one H200: 111.0 us with e8m0 scales, 107.0 with fp32 scales. Limit: waits for
+// loads.
+// ELEMENT: bf16, the type of x. Launch: ceil(o_groups * padded_rows * row_warps / WARPS) blocks.
+// What was tried: kernels/docs/inverse_rope_quantize.md.
 #include "element.h"
 #include "quantize_fp8.h"
 #include "rotation.h"
@@ -53,23 +47,24 @@ PARAMS_LAYOUT(InverseRopeQuantizeParams, x, x_token_stride, x_head_stride, codes
               width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, o_groups, group_heads,
               head_dim, rope_dim, inverse, of_row_warps, of_padded_rows, of_head_dim)
 
-// number / divisor, where `inverse` is (2^32 - 1) / divisor, rounded down: the upper half of their product is the quotient or
-// one less. A division without it is some 20 instructions.
+// number / divisor, where `inverse` is (2^32 - 1) / divisor, rounded down. The upper half of their
+// product is the quotient or one less. A plain division takes about 20 instructions.
 DEVICE uint32_t quotient(uint32_t number, uint32_t divisor, int64_t inverse) {
     const uint32_t least =
         static_cast<uint32_t>(static_cast<uint64_t>(number) * static_cast<uint32_t>(inverse) >> 32);
     return least + static_cast<uint32_t>(number - least * divisor >= divisor);
 }
 
-// What a warp takes: a part of the row of a token in a group.
+// The work of a warp: a part of the row of a token in a group.
 struct Place {
     int64_t group, token;
     int32_t column, count;  // of the lane: elements column to column + count - 1 of the row
 };
 
-// Of four heads of 512 channels a warp takes the same 128 of each, and not one of the heads: three warps of four have none that
-// turn then, and the rotation costs a quarter of its instructions. Two bits of a column say which 128 of a head it is, the two
-// above them which of four heads: they change places.
+// Of four heads of 512 channels a warp takes the same 128 of each, not one of the heads. Three
+// warps of four then have no rotated channels, and the rotation costs a quarter of its
+// instructions. Two bits of a column select 128 channels of a head, the two bits above them select
+// one of four heads: they are swapped.
 DEVICE int32_t apart_from_heads(const InverseRopeQuantizeParams& params, int32_t column) {
     if (params.head_dim != 512 || params.width % 2048 != 0) return column;
     return (column & ~0x780) | (column & 0x180) << 2 | (column & 0x600) >> 2;
@@ -87,7 +82,7 @@ DEVICE Place place_of(const InverseRopeQuantizeParams& params) {
     return Place{group, token, column, minimum(left, SPAN)};
 }
 
-// Where the rotations are, as rotation.h takes it: they are always the inverse ones.
+// The rotations, in the form that rotation.h takes. They are always inverse.
 struct InverseRotations {
     static constexpr int32_t inverse = 1;
     const float* cos; int64_t cos_stride;
@@ -96,15 +91,15 @@ struct InverseRotations {
     int64_t table_rows;
 };
 
-// Turns a pair of channels, and rounds it.
+// Rotates a pair of channels, and rounds it.
 DEVICE void turn_pair(Rotation by, uint32_t& pair) {
     float even = unpack_bf16_low(pair), odd = unpack_bf16_high(pair);
     rotate(by, even, odd);
     pair = pack_bf16(even, odd);
 }
 
-// Those of a lane's channels of a head that turn. Where all do and their rotations are where they belong, as it is mostly, these are
-// asked for before the channels are there.
+// Rotates those of a lane's channels of a head that have a rotation. Usually all have one and
+// vector loads are possible; the rotations are then loaded before the channels arrive.
 DEVICE void turn_stored(const InverseRopeQuantizeParams& params, int64_t token, int32_t channel, Raw<ELEMENT>& raw) {
     const int32_t copied = params.head_dim - params.rope_dim;
     if (channel + SPAN <= copied) return;
@@ -146,6 +141,6 @@ DEVICE void inverse_rope_quantize(const InverseRopeQuantizeParams& all) {
     quantize_span<WIDE>(params, Span{at.token, at.column, at.count}, x);
 }
 
-// Eight blocks of a multiprocessor: what one waits for its memory the others use.
+// Eight blocks an SM, so that other blocks issue while one waits for memory.
 KERNEL_OF(inverse_rope_quantize_vector, InverseRopeQuantizeParams, THREADS, 8) { inverse_rope_quantize<true>(params); }
 KERNEL(inverse_rope_quantize_scalar, InverseRopeQuantizeParams, THREADS) { inverse_rope_quantize<false>(params); }

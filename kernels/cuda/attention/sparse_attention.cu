@@ -1,29 +1,25 @@
-// Sparse attention over gathered keys with a per-head sink: the forward (inference section 8 and 8.1). The backward is in
-// sparse_attention_backward.cu, its sums over slots and tokens are in sparse_attention_sums.cu.
+// Sparse attention over gathered keys with a per-head sink: the forward (inference 8 and 8.1). The
+// backward is in sparse_attention_backward.cu, its sums over slots and tokens in
+// sparse_attention_sums.cu.
 //
-//     z[t,h,j] = softmax_scale * q[t,h] . k[indices[t,j]]          over the valid slots j of token t
-//     lse      = log sum_j exp z            max_logits = max_j z     (natural, both without the sink)
-//     P        = exp(z - log(exp(lse) + exp(sink_h)))                out = sum_j P v[indices[t,j]]
+//     z[t,h,j] = softmax_scale * q[t,h] . k[indices[t,j]]       over the valid slots j of token t
+//     lse      = log sum_j exp z     max_logits = max_j z       (natural, without the sink)
+//     P        = exp(z - log(exp(lse) + exp(sink_h)))           out = sum_j P v[indices[t,j]]
 //
 // A slot is valid iff j < clamp(topk_length, 0, topk) and 0 <= indices[t,j] < num_keys. An invalid
 // slot is never dereferenced: its row in shared memory is zero-filled, its score is -inf, and no
 // atomic is issued for it. A slot that repeats a key counts again. A row without a valid slot has
 // out = 0, lse = +inf, max_logits = -inf, dq = 0.
 //
-// sparse_attention_forward takes one block per (token, HEADS_PER_BLOCK heads); sparse_attention_tiles.h says how the work
-// is laid out, and has the defines.
-//
-// Floor, for one token, H heads, J slots: 2*H*J*(D+Dv) FLOP and 2*J*D bytes gathered (K only when V is part of K).
-// At H = 64, D = 512 the gather has 128 FLOP per byte. What limits it is the rate of mma.sync and of shared-memory
-// wavefronts: per tile of 64 keys 2048 matrix instructions against about 3072 (scores) + 1024 (values) + 512 (arriving
-// rows) wavefronts of 128 bytes. One block fills an SM at these sizes, so its three barriers a tile are not hidden.
-//
-// Measured on one H200 (matrix rate 795 TFLOP/s in the same run, 4096 queries): 232 TFLOP/s at H 64, D 512, topk 512 and
-// 255 at H 128, topk 1024, the same for 8192 keys as for 65536: not limited by the gather. A separate V, gathered beside
-// K, costs a quarter (170).
-//
-// Launch. num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks in x; block size and dynamic shared memory are what the
-// module exports beside the kernel.
+// A block takes a token and HEADS_PER_BLOCK heads; sparse_attention_tiles.h has the division of
+// work and the defines.
+// Floor, for one token, H heads, J slots: 2*H*J*(D+Dv) FLOP and 2*J*D bytes gathered (only K when
+// V is part of K). What limits it: mma.sync and shared-memory wavefronts; with one block an SM (H
+// 64, D 512) the three barriers of a tile are exposed.
+// Measured on one H200 (795 TFLOP/s MMA rate in the same run, 4096 queries): 232 TFLOP/s at H 64,
+// D 512, topk 512; 255 at H 128, topk 1024.
+// Launch: num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks in x; block size and dynamic
+// shared memory as the module exports them. More: kernels/docs/sparse_attention.md.
 #include "sparse_attention_tiles.h"
 
 constexpr int FORWARD_KEYS = HEADS_PER_BLOCK == 64 && Layout<64, false>::BYTES <= MAX_SHARED_BYTES ? 64 : 32;
@@ -38,13 +34,14 @@ SHARED_MEMORY(sparse_attention_forward, Forward::BYTES)
 constexpr int FORWARD_N8 = FORWARD_KEYS / KEY_WARPS / 8;  // score tiles of 8 keys a warp
 
 // The running softmax of this lane's two head rows, in base 2 and without the sink. `maximum` is
-// the same in all lanes that share a row; `sum` covers this lane's own slots only.
+// the same in all lanes that share a row; `sum` covers only this lane's slots.
 struct RunningSoftmax {
     float maximum[2] = {-INFINITY_F32, -INFINITY_F32};
     float sum[2] = {0.0f, 0.0f};
 };
 
-// Scores to base-2 logits, -inf in invalid slots, and the warp's maximum of each row to `partial`.
+// Turns scores into base-2 logits, -inf in invalid slots, and stores the warp's maximum of each
+// row to `partial`.
 DEVICE void mask_and_reduce(float (&s)[FORWARD_N8][4], const ScorePlace& place, const int32_t* rows, float* partial,
                             float scale_log2) {
     const int t = lane_id() % 4;
@@ -66,8 +63,8 @@ DEVICE void mask_and_reduce(float (&s)[FORWARD_N8][4], const ScorePlace& place, 
     }
 }
 
-// Takes the tile into the running softmax: the weights exp2(z - maximum) go to the tile of P in
-// bf16 and to the sum in fp32, and the factor for what was accumulated before goes to `factor`.
+// Adds the tile to the running softmax. The weights exp2(z - maximum) go to the tile of P in bf16
+// and to the sum in fp32. The factor for the earlier accumulators goes to `factor`.
 DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[FORWARD_N8][4], const ScorePlace& place,
                            const float* partial, float* factor, SharedAddress p_tile) {
     const int t = lane_id() % 4;
@@ -98,7 +95,8 @@ DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[FORWARD_N8][4
     }
 }
 
-// Multiplies what a warp has accumulated by its rows' factors. Most tiles raise no maximum.
+// Multiplies a warp's accumulators by the factors of their rows. Most tiles raise no maximum, so
+// most skip this.
 DEVICE void rescale_output(float (&out)[M_TILES][VALUE_N8][4], const float* factor) {
     const int g = lane_id() / 4;
     bool changed = false;
@@ -120,7 +118,7 @@ DEVICE void rescale_output(float (&out)[M_TILES][VALUE_N8][4], const float* fact
             for (int i = 0; i < 4; ++i) out[m][n][i] *= rescale[m][i / 2];
 }
 
-// Sums each row over lanes and warps, writes lse and max_logits, and leaves 1 / (sum + sink's
+// Sums each row over lanes and warps, stores lse and max_logits, and leaves 1 / (sum + sink's
 // share) in `factor`. Rows without a valid slot get factor 0, whatever the sink.
 DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place, float* partial, float* factor,
                            const SparseAttentionForwardParams& params, const Work& work) {
@@ -144,7 +142,8 @@ DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place,
         factor[row] = 0.0f;
         return;
     }
-    // A sink near the largest fp32 becomes inf in base 2 and its share inf: out is then 0, as it should be.
+    // A sink near the largest fp32 becomes inf in base 2, and so does its share: out is then 0, as
+    // specified.
     const float sink_log2 = params.sink ? params.sink[work.first_head + row] * LOG2_E : -INFINITY_F32;
     const float sink_share = exp2_approx(sink_log2 - subtrahend(row_maximum));
     factor[row] = empty ? 0.0f : 1.0f / (sum + sink_share);
@@ -185,7 +184,7 @@ KERNEL(sparse_attention_forward, SparseAttentionForwardParams, THREADS) {
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
         copy_wait<0>();
-        // Past this barrier the tile is there for everyone, and nobody reads the previous one any more.
+        // After this barrier all threads see the tile, and no thread reads the previous one.
         const bool any_valid = __syncthreads_or(arriving);
         if (tile + 1 < tiles) {
             arriving = gather_tile<Forward, FORWARD_KEYS>(list, shared, 1 - stage, next_index);

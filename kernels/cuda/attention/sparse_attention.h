@@ -1,5 +1,6 @@
-// What the two implementations of sparse attention share: parameters, lists of slots, and the rules of a
-// softmax whose rows may be empty and whose sink stands outside. sparse_attention.cu has the formulas.
+// What both implementations of sparse attention share: parameters, lists of slots, and the rules
+// of a softmax whose rows may be empty and whose sink has no value. sparse_attention.cu has the
+// formulas.
 //
 // The including file is compiled with HEADS_PER_BLOCK, V_SEPARATE and DETERMINISTIC defined.
 #pragma once
@@ -12,9 +13,9 @@
 
 // ---------------------------------------------------------------- parameters
 
-// out, lse and max_logits. Strides in elements; lse and max_logits are [num_tokens, num_heads].
-// k, v, q and out: base and strides are multiples of 16 bytes. v is read only with V_SEPARATE.
-// sink and topk_length may be null.
+// Outputs are out, lse and max_logits. Strides are in elements; lse and max_logits are
+// [num_tokens, num_heads]. k, v, q and out: base and strides are multiples of 16 bytes. v is read
+// only with V_SEPARATE. sink and topk_length may be null.
 struct SparseAttentionForwardParams {
     const bf16* q;
     int64_t q_token_stride;
@@ -42,11 +43,11 @@ PARAMS_LAYOUT(SparseAttentionForwardParams, q, q_token_stride, q_head_stride, k,
               indices_stride, topk_length, out, out_token_stride, out_head_stride, lse, max_logits, num_tokens,
               num_heads, num_keys, topk, softmax_scale)
 
-// dq in bf16, and sums into the fp32 rows dk [num_keys, HEAD_DIM] and dv [num_keys, V_DIM], which must be
-// zero before. Without V_SEPARATE dv is not used: dk receives dV in its first V_DIM columns.
-// DETERMINISTIC: dk and dv are rows of the slots, not of the keys (see first_own_row).
-// lse of +inf or -inf marks a row without valid slots. sink, topk_length and dlse may be null.
-// q, k, v, dout and dq: base and strides are multiples of 16 bytes; dk and dv as well.
+// Outputs are dq in bf16, and sums to the fp32 rows dk [num_keys, HEAD_DIM] and dv [num_keys,
+// V_DIM], which the caller zeroes before. Without V_SEPARATE dv is not used: dk gets dV in its
+// first V_DIM columns. With DETERMINISTIC the rows of dk and dv are those of slots, not of keys
+// (see first_own_row). An lse of +inf or -inf marks a row without valid slots. sink, topk_length
+// and dlse may be null. q, k, v, dout, dq, dk and dv: base and strides are multiples of 16 bytes.
 struct SparseAttentionBackwardParams {
     const bf16* q;
     int64_t q_token_stride;
@@ -85,21 +86,21 @@ PARAMS_LAYOUT(SparseAttentionBackwardParams, q, q_token_stride, q_head_stride, k
 
 // ---------------------------------------------------------------- work and lists
 
-// Which (token, heads) this block works on.
+// The (token, heads) of this block.
 struct Work {
     int64_t token;
     int32_t first_head;
     int32_t heads;  // real heads in this block, at most HEADS_PER_BLOCK
 };
 
-// Work number `number`; those of one token follow one another.
+// Work number `number`. The works of one token are consecutive.
 DEVICE Work block_work(uint32_t number, int32_t num_heads) {
     const uint32_t head_blocks = ceil_div(num_heads, HEADS_PER_BLOCK);
     const int32_t first_head = static_cast<int32_t>(number % head_blocks) * HEADS_PER_BLOCK;
     return Work{number / head_blocks, first_head, minimum(num_heads - first_head, HEADS_PER_BLOCK)};
 }
 
-// One token's list of slots and the tensors that it points into. Strides in elements.
+// One token's list of slots, and the tensors that it indexes. Strides are in elements.
 struct SlotList {
     const int32_t* indices;
     int32_t length;
@@ -125,12 +126,14 @@ DEVICE SlotList slot_list(const Params& params, int64_t token) {
                     V_SEPARATE ? params.v : params.k, params.k_stride, V_SEPARATE ? params.v_stride : params.k_stride};
 }
 
-// ---------------------------------------------------------------- where gradients of keys go
+// ---------------------------------------------------------------- targets of the gradients of
+// keys
 
-// DETERMINISTIC 0: what a slot and a block's heads give is added to the fp32 row of the slot's key. DETERMINISTIC 1: it
-// is stored in a row of its own, [head blocks, num_tokens, topk], and sparse_attention_sum adds those in one order.
+// DETERMINISTIC 0: the gradients of a slot and a block's heads are added to the fp32 row of the
+// slot's key. DETERMINISTIC 1: they are stored in a separate row, [head blocks, num_tokens, topk],
+// and sparse_attention_sum adds those rows in one order.
 
-// The own row of this block's slot 0.
+// The separate row of this block's slot 0.
 DEVICE int64_t first_own_row(const SparseAttentionBackwardParams& params, const Work& work) {
     const int64_t head_block = work.first_head / HEADS_PER_BLOCK;
     return (head_block * params.num_tokens + work.token) * params.topk;
@@ -140,7 +143,7 @@ DEVICE int64_t gradient_row(int32_t key, int64_t own_row) {
     return DETERMINISTIC ? own_row : key;
 }
 
-// Four consecutive floats of such a row; 16-byte aligned.
+// Adds or stores four consecutive floats of such a row, 16-byte aligned.
 DEVICE void give_vec4(float* target, float v0, float v1, float v2, float v3) {
     if constexpr (DETERMINISTIC) {
         store_vec16_streaming(target, Vec16{{__float_as_uint(v0), __float_as_uint(v1), __float_as_uint(v2),

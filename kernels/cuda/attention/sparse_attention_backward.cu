@@ -1,25 +1,23 @@
-// Sparse attention over gathered keys with a per-head sink: the backward (training sections 3 and 4). With lse and P of
-// sparse_attention.cu, and L = log(exp(lse) + exp(sink_h)),
+// Sparse attention over gathered keys with a per-head sink: the backward (training 3 and 4). With
+// lse and P of sparse_attention.cu, and L = log(exp(lse) + exp(sink_h)),
 //
-//     delta    = out . dout                 dP = dout . v            dS = P (dP - delta) + exp(z - lse) dlse
-//     dq       = softmax_scale * sum_j dS k                          dk[i] += softmax_scale * dS q
-//     dv[i]   += P dout                     dsink_h = - sum_t exp(sink_h - L) delta
+//     delta    = out . dout            dP = dout . v       dS = P (dP - delta) + exp(z - lse) dlse
+//     dq       = softmax_scale * sum_j dS k                 dk[i] += softmax_scale * dS q
+//     dv[i]   += P dout                dsink_h = - sum_t exp(sink_h - L) delta
 //
-// A row without a valid slot has dq = 0, and gives nothing to any other gradient.
+// A row without a valid slot has dq = 0 and adds to no other gradient.
 //
-// sparse_attention_backward takes one block per (token, HEADS_PER_BLOCK heads): dq, and fp32 atomics to dk, dv; with
-// DETERMINISTIC a row for each slot, which sparse_attention_sum adds to its key's. delta and dsink come from
-// sparse_attention_sums.cu. sparse_attention_tiles.h says how the work is laid out, and has the defines.
+// A block takes a token and HEADS_PER_BLOCK heads: dq, and fp32 atomics to dk and dv. With
+// DETERMINISTIC it stores a row for each slot, which sparse_attention_sum adds to the key's row.
+// sparse_attention_sums.cu has delta and dsink. sparse_attention_tiles.h has the division of work
+// and the defines.
 //
-// Floor, for one token, H heads, J slots: 2*H*J*(3*D+2*Dv) FLOP, a gather of 2*J*D bytes, and 4*J*D bytes of atomics.
-// A tile of 32 keys has 2560 matrix instructions against about 5400 wavefronts of shared memory, and its fp32 atomics, D
-// per slot and token, are the second limit. One block fills an SM at H = 64, D = 512, so its barriers are not hidden.
-//
-// Measured on one H200 (matrix rate 795 TFLOP/s in the same run, 4096 queries): 192 TFLOP/s at H 64, D 512, topk 512 and
-// 206 at H 128, topk 1024, falling to 184 and 201 where the atomics spread over many keys. A separate V, gathered beside
-// K, costs half (112).
-//
-// Launch. As the forward's.
+// Floor, for one token, H heads, J slots: 2*H*J*(3*D+2*Dv) FLOP, a gather of 2*J*D bytes, and
+// 4*J*D bytes of atomics. What limits it: shared-memory wavefronts, then fp32 atomics, D per slot
+// and token. One block fills an SM at H 64, D 512, so its barriers are exposed.
+// Measured on one H200 (795 TFLOP/s MMA rate in the same run, 4096 queries): 192 TFLOP/s at H 64,
+// D 512, topk 512; 206 at H 128, topk 1024.
+// Launch: as the forward. More: kernels/docs/sparse_attention.md.
 #include "sparse_attention_tiles.h"
 
 // ---------------------------------------------------------------- dq, dk, dv
@@ -34,11 +32,11 @@ SHARED_MEMORY(sparse_attention_backward, Backward::BYTES)
 
 constexpr int BACKWARD_N8 = BACKWARD_KEYS / KEY_WARPS / 8;
 constexpr int KEY_M_TILES = BACKWARD_KEYS / 16;
-// Column tiles of dk and dv that a warp holds at a time, beside the accumulators of dq.
+// Column tiles of dk and dv that a warp holds at a time, next to the accumulators of dq.
 constexpr int SCATTER_N8 = KEY_N8 <= 8 ? 4 : 2;
 
-// Scores and dP of the tile to the operands P and dS. The product P*(dP - delta) is formed in fp32;
-// the scale is left to the accumulators of dq and dk.
+// Turns scores and dP of the tile into the operands P and dS. P*(dP - delta) is computed in fp32.
+// The scale is applied to the accumulators of dq and dk.
 DEVICE void write_weights(const float (&s)[BACKWARD_N8][4], const float (&dp)[BACKWARD_N8][4],
                           const RowState (&state)[2], const ScorePlace& place, const int32_t* rows,
                           SharedAddress shared, float scale_log2) {
@@ -64,8 +62,9 @@ DEVICE void write_weights(const float (&s)[BACKWARD_N8][4], const float (&dp)[BA
     }
 }
 
-// Gives a warp's columns to the rows that the tile's slots name, or to their own, of which slot 0's is first_row. Two
-// neighbouring lanes trade halves, so that each gives four consecutive floats of one row. Invalid slots are left alone.
+// Adds a warp's columns to the rows of the slots' keys, or stores them to the slots' separate
+// rows, of which slot 0's is first_row. Two neighbouring lanes exchange halves, so that each has
+// four consecutive floats of one row. Invalid slots are skipped.
 template <int N8, int TILES>
 DEVICE void scatter(const float (&c)[KEY_M_TILES][N8][4], float* target, int64_t stride, const int32_t* rows,
                     int64_t first_row, int first_tile) {
@@ -100,8 +99,8 @@ DEVICE void clear(float (&c)[KEY_M_TILES][N8][4]) {
             for (int i = 0; i < 4; ++i) c[m][n][i] = 0.0f;
 }
 
-// dk += softmax_scale * dS^T q, and P^T dout in the same columns where V is part of K. A warp takes
-// its column tiles a few at a time, from BASE on.
+// dk += softmax_scale * dS^T q, and P^T dout in the same columns where V is part of K. A warp
+// takes its column tiles a few at a time, starting at BASE.
 template <int BASE>
 DEVICE void scatter_key_gradients(const SparseAttentionBackwardParams& params, SharedAddress shared,
                                   const int32_t* rows, int64_t first_row) {
@@ -128,7 +127,7 @@ DEVICE void scatter_key_gradients(const SparseAttentionBackwardParams& params, S
     }
 }
 
-// dv += P^T dout, for a V of its own.
+// dv += P^T dout, for a separate V.
 template <int BASE>
 DEVICE void scatter_value_gradients(const SparseAttentionBackwardParams& params, SharedAddress shared,
                                     const int32_t* rows, int64_t first_row) {
@@ -193,7 +192,7 @@ KERNEL(sparse_attention_backward, SparseAttentionBackwardParams, THREADS) {
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
         copy_wait<0>();
-        // Past this barrier the tile is there for everyone, and nobody reads the previous one any more.
+        // After this barrier all threads see the tile, and no thread reads the previous one.
         const bool has_valid = __syncthreads_or(arriving);
         if (tile + 1 < tiles) {
             arriving = gather_tile<Backward, BACKWARD_KEYS>(list, shared, 1 - stage, next_index);

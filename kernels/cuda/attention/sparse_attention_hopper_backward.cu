@@ -1,32 +1,27 @@
-// Sparse attention's gradients for sm_90a where V is K and both are 512 wide: the backward of sparse_attention.cu,
-// which has the formulas, with warpgroup matrix products and an asynchronous gather.
+// Sparse attention's gradients for sm_90a where V is K and both are 512 wide: the backward of
+// sparse_attention.cu, which has the formulas, with WGMMA and an asynchronous gather.
 //
-// One block takes a token and 64 of its heads. q and dout stay in shared memory, listed rows of K come in tiles of 64
-// slots. Three warpgroups:
-//   0, 1  consumers. Warpgroup w forms scores and dP of the slots [32 w, 32 w + 32) of a tile, and from them P and dS
-//         in shared memory. Then it owns the columns [256 w, 256 w + 256): dq of all heads, in registers for the whole
-//         list, and the tile's dk = scale dS^T q + P^T dout, 64 columns at a time, added to the fp32 rows in memory
-//         while the tensor cores are at the next 64, or at the scores of the next tile.
-//         One instance of the code serves both, so that both come to each barrier at one place, as compute-sanitizer demands.
-//   2     producer: gathers the rows of the next tile. Warpgroup w releases its half of the columns as soon as its dq
-//         product is done, so the gather runs beside the products and the atomics of dk.
+// A block takes a token and 64 heads. q and dout stay in shared memory; listed rows of K come in
+// tiles of 64 slots. Three warpgroups:
+//   0, 1  consumers. Warpgroup w computes scores and dP of the slots [32 w, 32 w + 32) of a tile,
+//         stores P and dS to shared memory. Then it owns columns [256 w, 256 w + 256): dq of all
+//         heads, in registers for the whole list, and the tile's dk = scale dS^T q + P^T dout, 64
+//         columns at a time, added to fp32 rows in memory while the next MMA runs. One instance of
+//         the code serves both, so that both reach each barrier at one place (compute-sanitizer).
+//   2     producer: gathers the rows of the next tile. Warpgroup w releases its half of columns
+//         once its dq MMA is done, so the gather overlaps the other MMA and the atomics of dk.
 //
-// Floors for 64 heads and a tile of 64 slots (D 512): five products, 5120 cycles at 4096 FLOP a cycle; 64 KB gathered;
-// 128 KB of fp32 atomics, 4 * T * topk * D bytes for each 64 heads; some 9400 cycles of shared memory's data path for
-// operands of products, trades between lanes, atomics and arriving rows. With DETERMINISTIC the same bytes are stored
-// instead, and sparse_attention_sum reads them: 8 * T * topk * D over 4.24 TB/s, as a bound.
+// Floor for 64 heads and a tile of 64 slots (D 512): five GEMMs, 5120 cycles at 4096 FLOP a cycle;
+// 64 KB gathered; 128 KB of fp32 atomics; about 9400 cycles of the shared-memory data path for
+// operands, exchanges between lanes, atomics and gathered rows. With DETERMINISTIC the same bytes
+// are stored, and sparse_attention_sum reads them.
+// What limits it (ncu, one H200, H 64, 8192 keys): the shared-memory data path, busy 65 % of the
+// time, and the path into L2, 70 %. 316 TFLOP/s at H 64, topk 512 over 8192 keys; 346 at H 128,
+// topk 1024.
 //
-// Measured on one H200, 4096 queries: 316 and 244 TFLOP/s at H 64, topk 512 over 8192 and 32768 keys, 346 and 301 at H 128,
-// topk 1024 over 8192 and 65536; up to 2.2 TB/s of additions, fewer where they spread over more than L2 holds.
-// What limits it (ncu, H 64, 8192 keys, one launch of 2.04 ms): shared memory's data path, busy 65 % of the time, and the
-// way into L2, 70 %; L2's tags 40 %, its adders 41 %. The mean of many takes 2.17 ms; 2.54 where an instruction adds 32 bytes
-// to each of 16 lines, 2.55 where it adds 64 to each of eight (H 128, 65536 keys: 11.7, 11.0 and now 9.1 ms); 1.83 where
-// nothing is added; 2.30 where trades and additions take turns; 2.22 where dk comes 128 columns at a time and nothing runs
-// beside the additions. With the scale folded into dS an earlier version was 2 % faster, and single gradients left their
-// budget: dS is what is rounded.
-//
-// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC as in sparse_attention.cu.
-// Launch: a grid of num_tokens * ceil(num_heads / 64) blocks in x.
+// Defines: HEAD_DIM 512, V_DIM 512, HEADS_PER_BLOCK 64, V_SEPARATE 0, DETERMINISTIC
+// (sparse_attention_tiles.h). Launch: num_tokens * ceil(num_heads / 64) blocks. What was tried:
+// kernels/docs/sparse_attention.md.
 
 #include "async_copy.h"
 #include "gather.h"
@@ -51,7 +46,7 @@ constexpr int MAX_SHARED_BYTES = 227 * 1024;
 constexpr int PANELS = HEAD_DIM / 64;
 constexpr int HALF_PANELS = PANELS / 2;
 constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
-// dk comes in pieces of one panel's columns.
+// dk is computed in pieces of one panel's columns.
 constexpr int PIECES = HALF_PANELS;
 static_assert(PIECES % 2 == 0, "the last piece is the second of two");
 
@@ -89,14 +84,15 @@ DEVICE void produce(const SlotList& list, SharedAddress shared, int tiles) {
     for (int tile = 0; tile < tiles; ++tile) {
         const int32_t row = list.valid_row(index);
         const GatheredRows rows = find_rows(list.k, list.k_stride, row);
-        // The list is read a tile ahead, so that its latency is not in the gather's way.
+        // The list is read a tile ahead, so that its latency does not delay the gather.
         index = list.stored_index((tile + 1) * TILE_SLOTS + slot);
         const uint32_t released = (tile & 1) ^ 1;
         UNROLL
         for (int half = 0; half < 2; ++half) {
             mbarrier_wait(shared + Shared::empty(half), released);
             if (half == 1 && lane_id() < 16) {
-                // Whoever released either half of the tile before is past the atomics of the one before that.
+                // A warpgroup that has released half of the previous tile has finished the atomics
+                // of the tile before that.
                 tile_rows(tile)[slot] = row;
                 mbarrier_arrive(shared + Shared::full(1));
             }
@@ -123,7 +119,8 @@ DEVICE void load_heads(const SparseAttentionBackwardParams& params, const Work& 
     named_barrier_sync(HEADS_READY, CONSUMERS);
 }
 
-// Starts s = q K^T and dp = dout K^T for the warpgroup's own slots, half by half of the columns as they arrive.
+// Starts s = q K^T and dp = dout K^T for the warpgroup's own slots, one half of the columns after
+// the other as they arrive.
 DEVICE void start_scores(int w, float (&s)[4][4], float (&dp)[4][4], SharedAddress shared, uint32_t phase) {
     const uint64_t q = matrix_descriptor(shared + Shared::Q, 0, 1024);
     const uint64_t dout = matrix_descriptor(shared + Shared::DOUT, 0, 1024);
@@ -146,8 +143,8 @@ DEVICE void start_scores(int w, float (&s)[4][4], float (&dp)[4][4], SharedAddre
     }
 }
 
-// Scores and dP to the operands P and dS. The product P * (dP - delta) is formed in fp32; the scale is left to the
-// accumulators of dq and dk, since dS is what is rounded.
+// Turns scores and dP into the operands P and dS. P * (dP - delta) is computed in fp32. The scale
+// is applied to the accumulators of dq and dk, since dS is what is rounded.
 DEVICE void write_weights(int w, const float (&s)[4][4], const float (&dp)[4][4], const RowState (&state)[2], int row,
                           const int32_t* rows, SharedAddress shared, float scale_log2) {
     const int t = lane_id() % 4;
@@ -185,8 +182,8 @@ DEVICE void add_query_gradient(int w, float (&dq)[32][4], SharedAddress shared) 
     wgmma_commit();
 }
 
-// dk = W^T H, or dk += W^T H where ACCUMULATE, for all slots of the tile and the 64 columns of a panel: of weights
-// [heads, slots] and of a tile [heads, columns].
+// dk = W^T H, or dk += W^T H with ACCUMULATE, for all slots of the tile and the 64 columns of a
+// panel. `weights` is [heads, slots] and `heads` a tile [heads, columns].
 template <bool ACCUMULATE>
 DEVICE void multiply_heads(float (&dk)[8][4], SharedAddress weights, SharedAddress heads) {
     const uint64_t w = matrix_descriptor(weights, 0, 1024), h = matrix_descriptor(heads, 0, 1024);
@@ -199,7 +196,7 @@ DEVICE void multiply_heads(float (&dk)[8][4], SharedAddress weights, SharedAddre
     wgmma_commit();
 }
 
-// The rows that receive a tile's dk: of its slots, or of the keys that these name.
+// The rows to which a tile's dk goes: those of its slots, or of the keys that the slots name.
 struct Receivers {
     float* target;
     int64_t stride;
@@ -212,8 +209,8 @@ DEVICE Receivers receivers_of(const SparseAttentionBackwardParams& params, const
     return Receivers{params.dk, params.dk_stride, tile_rows(tile), first_row};
 }
 
-// Gives a piece, 64 columns from `column` on, to the rows that receive it, and leaves it spoilt. All trades come first:
-// an addition is a branch to the compiler, and nothing moves past it.
+// Adds a piece, 64 columns starting at `column`, to its rows; `dk` is overwritten. All exchanges
+// come first: an atomic add is a branch to the compiler, and nothing moves past it.
 DEVICE void scatter(float (&dk)[8][4], const Receivers& receivers, int column, int row) {
     UNROLL
     for (int n = 0; n < 8; n += 4) trade_columns(dk, n);
@@ -230,7 +227,8 @@ DEVICE void scatter(float (&dk)[8][4], const Receivers& receivers, int column, i
     }
 }
 
-// The warpgroup's half of dq, through the half of the tile that it owned: each warp passes its own 16 rows.
+// Stores the warpgroup's half of dq, staged in the half of the tile that it owned. Each warp
+// stages its own 16 rows.
 DEVICE void store_query_gradient(int w, const float (&dq)[32][4], const SparseAttentionBackwardParams& params,
                                  const Work& work, int row, SharedAddress shared) {
     const int t = lane_id() % 4, warp = warp_id() % 4;
@@ -256,13 +254,13 @@ DEVICE void start_piece(int w, float (&dk)[8][4], SharedAddress shared, int piec
     multiply_heads<false>(dk, shared + Shared::DS, shared + Shared::Q + (w * HALF_PANELS + piece) * PANEL_BYTES);
 }
 
-// Waits for a piece's products and all others.
+// Waits for a piece's MMA and all others.
 DEVICE void end_piece(float (&dk)[8][4]) {
     wgmma_wait<0>();
     wgmma_hold(dk);
 }
 
-// Scales what start_piece left, and starts dk += P^T dout.
+// Scales the result of start_piece, and starts dk += P^T dout.
 DEVICE void continue_piece(int w, float (&dk)[8][4], SharedAddress shared, int piece, float softmax_scale) {
     end_piece(dk);
     UNROLL
@@ -272,8 +270,9 @@ DEVICE void continue_piece(int w, float (&dk)[8][4], SharedAddress shared, int p
     multiply_heads<true>(dk, shared + Shared::P, shared + Shared::DOUT + (w * HALF_PANELS + piece) * PANEL_BYTES);
 }
 
-// One tile. What it adds to dk leaves a piece at a time, while the tensor cores are at the next one, in turns: dk[1] is
-// the last piece of the tile before, and then of this one.
+// One tile. Its additions to dk go to memory a piece at a time, while the tensor cores compute the
+// next piece, with two buffers. dk[1] first holds the last piece of the previous tile, then pieces
+// of this one.
 DEVICE void consume_tile(int w, float (&dq)[32][4], float (&dk)[2][8][4], const SparseAttentionBackwardParams& params,
                          const Work& work, const RowState (&state)[2], int row, SharedAddress shared, int tile) {
     const Receivers receivers = receivers_of(params, work, tile);
@@ -328,7 +327,8 @@ DEVICE void consume(int w, const SparseAttentionBackwardParams& params, const Wo
 
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
-        // Each producer thread's copies; for the second half, with the list of rows.
+        // Arrivals: each producer thread's copies; for the second half also the stores of the row
+        // list.
         mbarrier_init(shared + Shared::full(0), WARPGROUP_SIZE);
         mbarrier_init(shared + Shared::full(1), WARPGROUP_SIZE + TILE_SLOTS);
         mbarrier_init(shared + Shared::empty(0), WARPGROUP_SIZE);
@@ -344,7 +344,8 @@ KERNEL(sparse_attention_hopper_backward, SparseAttentionBackwardParams, THREADS)
     const Work work = block_work(blockIdx.x, params.num_heads);
     const SlotList list = slot_list(params, work.token);
     const SharedAddress shared = shared_address(dynamic_shared());
-    // Read from one lane, so that the compiler knows that a warp agrees: where it may diverge, it serialises wgmma.
+    // Read from one lane, so that the compiler knows that a warp agrees. Where a warp may diverge,
+    // it serializes wgmma.
     const int tiles = __shfl_sync(FULL_WARP, ceil_div(list.length, TILE_SLOTS), 0);
     const int warpgroup = __shfl_sync(FULL_WARP, warp_id() / 4, 0);
     initialise_barriers(shared);

@@ -1,27 +1,24 @@
-// Sums of sparse attention's backward: delta over channels, dsink over tokens, accumulator rows of dk and dv, and rows of
-// slots in one order (training sections 3 and 4). sparse_attention_backward.cu has the formulas.
+// Sums of sparse attention's backward: delta over channels, dsink over tokens, accumulator rows of
+// dk and dv, and rows of slots in one order (training 3 and 4). sparse_attention_backward.cu has
+// the formulas.
 //
 //   sparse_attention_delta     one warp per (token, head): delta and the token's term of dsink
 //   sparse_attention_dsink     sum of those terms over tokens in a fixed order
 //   sparse_attention_zero      zero-fills the fp32 accumulator rows
 //   sparse_attention_cast      fp32 accumulator rows to bf16
-// and for a deterministic dk and dv, for a chunk of tokens after the other, around a backward without atomics:
+// For a deterministic dk and dv, chunk by chunk of tokens, around a backward without atomics:
 //   sparse_attention_count     how many slots name each key
 //   sparse_attention_reserve   room for each key's list of slots
-//   sparse_attention_fill      the lists, in whatever order
+//   sparse_attention_fill      the lists, in any order
 //   sparse_attention_order     the lists, ascending
-//   sparse_attention_sum       the rows of a key's slots, added to its accumulator row in the order of its list
+//   sparse_attention_sum       adds the rows of a key's slots to its accumulator row in list order
 //
-// What determinism costs. A slot's row is written once by each block of heads and read once by the sum: 8*D bytes for
-// each slot, token and block of heads (8*(D + Dv) with V_SEPARATE) take the place of 4*D bytes of atomics. At the
-// 4.24 TB/s of a device copy that is 2.0 ms for 4096 tokens at H 64, D 512, topk 512, and 8.1 ms at H 128, topk 1024;
-// half of it, the writing, runs beside the matrix products. The index of a chunk moves 24 bytes a slot. These are
-// bounds, not measurements. A key that every slot names is summed by HEAD_DIM / 128 warps alone: slow, not wrong.
+// The cost of determinism: each block of heads stores a slot's row once, and the sum reads it
+// once. So 8*D bytes for each slot, token and block of heads (8*(D + Dv) with V_SEPARATE) replace
+// 4*D bytes of atomics.
 //
-// Defines
-//   V_DIM  width of out, a multiple of 16, at most 512
-//
-// Launch. 256 threads, no dynamic shared memory, and the grid named with the parameters.
+// Define: V_DIM, width of out, a multiple of 16, at most 512. Launch: 256 threads, no dynamic
+// shared memory, the grid as given at the parameters. Bounds: kernels/docs/sparse_attention.md.
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -37,8 +34,9 @@
 constexpr int ROW_THREADS = 256;
 constexpr int ROWS_PER_BLOCK = ROW_THREADS / WARP_SIZE;
 
-// delta = sum_d out*dout in fp32, and sink_term = -exp(sink - L)*delta, both [num_tokens, num_heads].
-// One warp per (token, head); grid ceil(num_tokens*num_heads / 8). sink and sink_terms may be null, both or neither.
+// delta = sum_d out*dout in fp32, and sink_term = -exp(sink - L)*delta, both [num_tokens,
+// num_heads]. One warp per (token, head); grid ceil(num_tokens*num_heads / 8). sink and sink_terms
+// may be null, both or neither.
 struct SparseAttentionDeltaParams {
     const bf16* out;
     int64_t out_token_stride;
@@ -56,7 +54,7 @@ struct SparseAttentionDeltaParams {
 PARAMS_LAYOUT(SparseAttentionDeltaParams, out, out_token_stride, out_head_stride, dout, dout_token_stride,
               dout_head_stride, lse, sink, delta, sink_terms, num_tokens, num_heads)
 
-// Products of two packed pairs, added to `sum`.
+// Adds the products of two packed pairs to `sum`.
 DEVICE float dot_pair(uint32_t x, uint32_t y, float sum) {
     sum = fused_multiply_add(unpack_bf16_low(x), unpack_bf16_low(y), sum);
     return fused_multiply_add(unpack_bf16_high(x), unpack_bf16_high(y), sum);
@@ -79,15 +77,16 @@ KERNEL(sparse_attention_delta, SparseAttentionDeltaParams, ROW_THREADS) {
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
     if (lane_id() != 0) return;
     const float lse = params.lse[at];
-    // A row without valid slots is 0 whatever its saved out holds: a select, since NaN * 0 is NaN.
+    // A row without valid slots gets 0 whatever its saved out holds. It is a select, since NaN * 0
+    // is NaN.
     const float delta = is_infinite(lse) ? 0.0f : sum;
     params.delta[at] = delta;
     if (params.sink == nullptr) return;
     const float sink_share = share_beside_sink(params.sink[head] * LOG2_E, lse * LOG2_E);
     params.sink_terms[at] = is_infinite(lse) ? 0.0f : -sink_share * delta;
 }
-// dsink[h] = sum over tokens of sink_terms[t, h], each head by one block in one order.
-// Grid ceil(num_heads / 32).
+// dsink[h] = sum over tokens of sink_terms[t, h]. One block sums each head in one order. Grid
+// ceil(num_heads / 32).
 struct SparseAttentionDsinkParams {
     const float* sink_terms;
     float* dsink;
@@ -116,7 +115,8 @@ KERNEL(sparse_attention_dsink, SparseAttentionDsinkParams, ROW_THREADS) {
 
 // ---------------------------------------------------------------- accumulator rows
 
-// Rows of fp32 set to 0. One warp per row; grid ceil(num_rows / 8). width and stride are multiples of 4.
+// Sets fp32 rows to 0. One warp per row; grid ceil(num_rows / 8). width and stride are multiples
+// of 4.
 struct SparseAttentionZeroParams {
     float* target;
     int64_t target_stride;
@@ -133,7 +133,7 @@ KERNEL(sparse_attention_zero, SparseAttentionZeroParams, ROW_THREADS) {
         store_vec16(target + column, Vec16{{0, 0, 0, 0}});
 }
 
-// Rows of fp32 rounded to bf16, once. One warp per row; grid ceil(num_rows / 8). width and strides are
+// Rounds fp32 rows to bf16, once. One warp per row; grid ceil(num_rows / 8). width and strides are
 // multiples of 8.
 struct SparseAttentionCastParams {
     const float* source;
@@ -164,12 +164,13 @@ KERNEL(sparse_attention_cast, SparseAttentionCastParams, ROW_THREADS) {
 
 // ---------------------------------------------------------------- sums in one order
 
-// The inverted index of a chunk of tokens: for each key the slots that name it. Slot j of the chunk's token t is entry
-// t * topk + j, below 2^31; invalid slots are nobody's. Room and places are given out by integer atomics: where a list
-// lies, and its order before sparse_attention_order, differ from run to run; what is summed does not depend on either.
-// counts is [num_keys + 1] and zero before: the lengths of the lists, and last how many entries have room.
-// ends is [num_keys]: where a list's room begins, and once it is filled, where it ends. Lists lie in entries in
-// whatever order, in ordered in ascending order, both [num_tokens * topk].
+// The inverted index of a chunk of tokens: for each key the slots that name it. Slot j of the
+// chunk's token t is entry t * topk + j, below 2^31; invalid slots are in no list. Integer atomics
+// assign room and positions. So the place of a list, and its order before sparse_attention_order,
+// differ from run to run. The sums depend on neither. counts is [num_keys + 1] and zero before:
+// the lengths of the lists, and last how many entries have room. ends is [num_keys]: where a
+// list's room starts, and once it is filled, where it ends. Lists are in entries in any order, in
+// ordered in ascending order; both are [num_tokens * topk].
 struct SparseAttentionIndexParams {
     const int32_t* indices;
     int64_t indices_stride;
@@ -188,7 +189,7 @@ PARAMS_LAYOUT(SparseAttentionIndexParams, indices, indices_stride, topk_length, 
 // This thread's number in the grid.
 DEVICE int64_t thread_number() { return static_cast<int64_t>(blockIdx.x) * ROW_THREADS + threadIdx.x; }
 
-// The key that an entry names, -1 where the slot is invalid or there is no such entry.
+// The key that an entry names, -1 where the slot is invalid or the entry does not exist.
 DEVICE int32_t entry_key(const SparseAttentionIndexParams& params, int64_t entry) {
     if (entry >= static_cast<int64_t>(params.num_tokens) * params.topk) return -1;
     const int32_t token = static_cast<int32_t>(entry) / params.topk;
@@ -203,7 +204,7 @@ KERNEL(sparse_attention_count, SparseAttentionIndexParams, ROW_THREADS) {
     if (key >= 0) atomicAdd(&params.counts[key], 1);
 }
 
-// One thread per key; grid ceil(num_keys / 256). A warp takes room for its 32 keys at once.
+// One thread per key; grid ceil(num_keys / 256). A warp reserves room for its 32 keys at once.
 KERNEL(sparse_attention_reserve, SparseAttentionIndexParams, ROW_THREADS) {
     const int64_t key = thread_number();
     const int32_t count = key < params.num_keys ? params.counts[key] : 0;
@@ -226,13 +227,13 @@ KERNEL(sparse_attention_fill, SparseAttentionIndexParams, ROW_THREADS) {
     if (key >= 0) params.entries[atomicAdd(&params.ends[key], 1)] = static_cast<int32_t>(entry);
 }
 
-// Up to this many entries each one's place is counted by comparing it with all others: n^2 / 32 steps of a warp.
+// Up to this many entries are ranked by comparing each with all others: n^2 / 32 steps of a warp.
 constexpr int32_t RANKED_ENTRIES = 256;
-// Longer lists pass through a bitmap of a window of entries at a time.
+// Longer lists go through a bitmap of a window of entries at a time.
 constexpr int WINDOW_WORDS = 256;
 constexpr uint32_t WINDOW_ENTRIES = 32 * WINDOW_WORDS;
 
-// Puts each entry of a warp's list where its rank is. No entry is there twice.
+// Stores each entry of a warp's list at its rank. All entries are distinct.
 DEVICE void order_by_rank(const int32_t* entries, int32_t* ordered, int32_t count) {
     constexpr int32_t BEYOND = 0x7fffffff;
     for (int32_t own = lane_id(); own - lane_id() < count; own += WARP_SIZE) {
@@ -248,7 +249,7 @@ DEVICE void order_by_rank(const int32_t* entries, int32_t* ordered, int32_t coun
     }
 }
 
-// Marks a warp's entries in a bitmap, window by window, and writes down the marks in their order.
+// Marks a warp's entries in a bitmap, window by window, and stores the marked entries in order.
 DEVICE void order_by_marking(const int32_t* entries, int32_t* ordered, int32_t count, uint32_t* window) {
     int32_t written = 0;
     for (uint32_t first = 0; written < count; first += WINDOW_ENTRIES) {
@@ -287,10 +288,10 @@ KERNEL(sparse_attention_order, SparseAttentionIndexParams, ROW_THREADS) {
     else order_by_marking(params.entries + begin, params.ordered + begin, count, windows[warp_id()]);
 }
 
-// target[key] += the rows of the key's entries, in ascending order of entries and, for each, of head blocks. A row is
-// added after the other, so chunks of any size give the same sum, bit for bit. rows is [head_blocks, num_entries,
-// width], of which only rows of valid slots are read. One warp per (key, 128 columns); grid
-// ceil(num_keys*ceil(width/128) / 8). width and stride are multiples of 4.
+// target[key] += the rows of the key's entries, in ascending order of entries and, for each, of
+// head blocks. Rows are added one by one, so chunks of any size give the same sum, bit for bit.
+// rows is [head_blocks, num_entries, width]; only rows of valid slots are read. One warp per (key,
+// 128 columns); grid ceil(num_keys*ceil(width/128) / 8). width and stride are multiples of 4.
 struct SparseAttentionSumParams {
     const float* rows;
     const int32_t* counts;
@@ -330,7 +331,7 @@ KERNEL(sparse_attention_sum, SparseAttentionSumParams, ROW_THREADS) {
         const Vec16 row = load_vec16_streaming(rows + (head_block * params.num_entries + *list) * params.width);
         UNROLL
         for (int i = 0; i < 4; ++i) sum[i] += __uint_as_float(row.w[i]);
-        // Only the next entry's first row moves the list on, so that nothing is read past its end.
+        // The list advances only where a next entry exists, so that nothing is read past its end.
         head_block = head_block + 1 == params.head_blocks ? 0 : head_block + 1;
         if (head_block == 0 && term + 1 < terms) ++list;
     }

@@ -1,19 +1,19 @@
-// What the portable forward and backward of sparse attention are made of: shapes of a block's work, gathering of rows,
-// and matrix products out of shared memory.
+// Building blocks of the portable forward and backward of sparse attention: shapes of a block's
+// work, the gather of rows, and MMA from shared memory.
 //
-// How the work is laid out. All heads of a token share one list of keys, so a block takes a token
-// and up to 64 of its heads as the M side of the matrix products, gathers the listed rows of K (and
-// V) tile by tile into shared memory with cp.async, one tile ahead of the arithmetic, and keeps its
-// result (out, or dq) in registers, split over the warps by columns. Scores are split over the warps
-// by heads and keys. Shared tiles are swizzled so that ldmatrix reads eight rows without a bank
-// conflict. Blocks of the same token are neighbours in the grid, so its rows are read from L2.
+// Division of work: all heads of a token share one list of keys. A block takes a token and up to
+// 64 of its heads as the M side of the GEMMs. It gathers the listed rows of K (and V) tile by tile
+// to shared memory with cp.async, one tile ahead of the MMA. Its result (out, or dq) stays in
+// registers, split over the warps by columns. Scores are split over the warps by heads and keys.
+// Shared tiles are swizzled, so that ldmatrix reads eight rows without a bank conflict. Blocks of
+// the same token are neighbours in the grid, so its rows are read from L2.
 //
 // Defines
 //   HEAD_DIM         width of q and k, a multiple of 16, at most 576
 //   V_DIM            width of v and out, a multiple of 16, at most 512
 //   HEADS_PER_BLOCK  16 or 64
-//   V_SEPARATE       1: V is its own tensor. 0: V is the first V_DIM columns of K
-//   DETERMINISTIC    1: the backward stores a row for each slot. 0: it adds to the rows of the keys by atomics
+//   V_SEPARATE       1: V is a separate tensor. 0: V is the first V_DIM columns of K
+//   DETERMINISTIC    1: the backward stores a row a slot. 0: it adds to keys' rows by atomics
 #pragma once
 
 #include "async_copy.h"
@@ -36,7 +36,7 @@ static_assert(V_SEPARATE || V_DIM <= HEAD_DIM, "V as a part of K cannot be wider
 // ---------------------------------------------------------------- shapes of the block's work
 
 // A row-major tile of bf16 in shared memory, in chunks of 8 columns (16 bytes). Eight rows of one
-// chunk column fall into eight different bank groups: by XOR with the row where a row is a multiple
+// chunk column are in eight different bank groups: by XOR with the row where a row is a multiple
 // of eight chunks, otherwise by a row length that is odd in chunks.
 template <int COLUMNS>
 struct Tile {
@@ -54,7 +54,7 @@ struct Tile {
 constexpr int M_TILES = HEADS_PER_BLOCK / 16;
 constexpr int WARPS = HEADS_PER_BLOCK == 64 ? 8 : 4;
 constexpr int THREADS = WARPS * WARP_SIZE;
-// For the scores, warps form a grid: one row of it per 16 heads, KEY_WARPS columns over the keys.
+// For the scores, warps form a grid: one row for each 16 heads, KEY_WARPS columns over the keys.
 constexpr int KEY_WARPS = WARPS / M_TILES;
 constexpr int STAGES = 2;
 constexpr int MAX_SHARED_BYTES = 227 * 1024;
@@ -64,7 +64,7 @@ using ValueTile = Tile<V_DIM>;   // also out and dout
 using GatheredValueTile = Tile<V_SEPARATE ? V_DIM : HEAD_DIM>;
 constexpr int GATHERED_ROW_BYTES = KeyTile::ROW_BYTES + (V_SEPARATE ? ValueTile::ROW_BYTES : 0);
 
-// Where everything lies in dynamic shared memory, as byte offsets, for KEYS slots in a tile.
+// Byte offsets in dynamic shared memory, for KEYS slots in a tile.
 template <int KEYS, bool BACKWARD>
 struct Layout {
     using WeightTile = Tile<KEYS>;  // P and dS: heads x slots
@@ -83,17 +83,17 @@ struct Layout {
     static constexpr int BYTES = FACTOR + (BACKWARD ? 0 : HEADS_PER_BLOCK * 4);
 
     static constexpr int keys(int stage) { return STAGE + stage * STAGE_BYTES; }
-    // Without a V of its own, values are the leading columns of the same rows.
+    // Without a separate V, values are the leading columns of the same rows.
     static constexpr int values(int stage) { return keys(stage) + (V_SEPARATE ? KeyTile::bytes(KEYS) : 0); }
 };
-// Column tiles of 8 that one warp owns when a product's columns are split over the warps.
+// Column tiles of 8 that one warp owns when the columns of a GEMM are split over the warps.
 constexpr int column_tiles_per_warp(int columns) { return ceil_div(columns / 8, WARPS); }
 constexpr int KEY_N8 = column_tiles_per_warp(HEAD_DIM);
 constexpr int VALUE_N8 = column_tiles_per_warp(V_DIM);
 
 // ---------------------------------------------------------------- gathering
 
-// Copies this warp's ROWS rows of a tile; lane i < ROWS holds the source row of row first_row + i,
+// Copies this warp's ROWS rows of a tile. Lane i < ROWS holds the source row of row first_row + i,
 // or -1 for a row of zeros, for which no source address is formed.
 template <typename T, int ROWS>
 DEVICE void gather_rows(SharedAddress tile, int first_row, const bf16* source, int64_t stride, int32_t row) {
@@ -108,8 +108,8 @@ DEVICE void gather_rows(SharedAddress tile, int first_row, const bf16* source, i
     }
 }
 
-// Starts the arrival of one tile, whose slot of this lane holds `index`. Returns whether any slot
-// of this warp is valid.
+// Starts the copies of one tile. This lane's slot of it holds `index`. Returns whether any slot of
+// this warp is valid.
 template <typename L, int KEYS>
 DEVICE bool gather_tile(const SlotList& list, SharedAddress shared, int stage, int32_t index) {
     constexpr int ROWS = KEYS / WARPS;
@@ -131,7 +131,7 @@ DEVICE int lane_slot(int tile) {
     return tile * KEYS + warp_id() * ROWS + lane_id() % ROWS;
 }
 
-// Copies this block's heads of one token, [heads, COLUMNS]; absent heads become zeros.
+// Copies this block's heads of one token, [heads, COLUMNS]. Absent heads become zeros.
 template <typename T>
 DEVICE void load_heads(SharedAddress tile, const bf16* source, int64_t head_stride, int heads) {
     for (int i = threadIdx.x; i < HEADS_PER_BLOCK * T::CHUNKS; i += THREADS) {
@@ -141,7 +141,7 @@ DEVICE void load_heads(SharedAddress tile, const bf16* source, int64_t head_stri
     }
 }
 
-// A warp's place among the scores, and this lane's rows in it: first_row + g and first_row + g + 8.
+// A warp's part of the scores, and this lane's rows in it.
 struct ScorePlace {
     int head_warp, key_warp;
     int row;        // the lane's first head row within the block; the other is row + 8
@@ -153,10 +153,10 @@ DEVICE ScorePlace score_place() {
     return ScorePlace{head_warp, key_warp, 16 * head_warp + lane_id() / 4, key_warp * N8 * 8};
 }
 
-// ---------------------------------------------------------------- matrix products out of shared memory
+// ---------------------------------------------------------------- MMA from shared memory
 
-// c[n] += A B^T: 16 rows of tile A from a_row on, N8 * 8 rows of tile B from b_row on, both read
-// over the columns [FROM, TO).
+// c[n] += A B^T: 16 rows of tile A starting at a_row, N8 * 8 rows of tile B starting at b_row,
+// both read over the columns [FROM, TO).
 template <typename A, typename B, int FROM, int TO, int N8>
 DEVICE void multiply_rows(float (&c)[N8][4], SharedAddress a_tile, int a_row, SharedAddress b_tile, int b_row) {
     const int lane = lane_id();
@@ -181,7 +181,7 @@ DEVICE void multiply_rows(float (&c)[N8][4], SharedAddress a_tile, int a_row, Sh
     }
 }
 
-// multiply_rows for two left factors and one right factor, which is loaded once.
+// multiply_rows for two left operands and one right operand, which is loaded once.
 template <typename A0, typename A1, typename B, int TO, int N8>
 DEVICE void multiply_rows_twice(float (&c0)[N8][4], SharedAddress a0_tile, float (&c1)[N8][4], SharedAddress a1_tile,
                                 int a_row, SharedAddress b_tile, int b_row) {
@@ -221,8 +221,8 @@ DEVICE void load_a(uint32_t (&a)[4], SharedAddress tile, int row, int column) {
         ldmatrix_x4(a, tile + A::offset(row + lane % 16, column / 8 + lane / 16));
 }
 
-// c[m][n] += (A or A^T) B for the columns of B's 8-wide tiles first_tile + n. DEPTH rows of B.
-// Tiles from TILES on do not exist; they are left out (RAGGED: a warp may own some).
+// c[m][n] += (A or A^T) B for the columns of B's 8-wide tiles first_tile + n, over DEPTH rows of
+// B. Tiles from TILES on do not exist and are skipped (RAGGED: a warp may own such tiles).
 template <typename A, bool TRANSPOSED, typename B, int DEPTH, int TILES, bool RAGGED, int M, int N8>
 DEVICE void multiply_columns(float (&c)[M][N8][4], SharedAddress a_tile, SharedAddress b_tile, int first_tile) {
     const int lane = lane_id();
@@ -255,7 +255,7 @@ DEVICE void multiply_columns(float (&c)[M][N8][4], SharedAddress a_tile, SharedA
     }
 }
 
-// Rounds a block's accumulators, split over the warps by columns, into a tile of bf16. Row r is
+// Rounds a block's accumulators, split over the warps by columns, to a tile of bf16. Row r is
 // multiplied by factor(r).
 template <typename T, int N8, typename Factor>
 DEVICE void stage_heads(SharedAddress tile, const float (&c)[M_TILES][N8][4], Factor factor) {
@@ -274,7 +274,7 @@ DEVICE void stage_heads(SharedAddress tile, const float (&c)[M_TILES][N8][4], Fa
     }
 }
 
-// Writes a staged tile to this block's heads of one token, 16 bytes a thread.
+// Stores a staged tile to this block's heads of one token, 16 bytes a thread.
 template <typename T>
 DEVICE void store_heads(bf16* target, int64_t head_stride, SharedAddress tile, int heads) {
     for (int i = threadIdx.x; i < heads * T::CHUNKS; i += THREADS) {

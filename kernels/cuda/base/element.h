@@ -1,4 +1,4 @@
-// The type of elements that a module is compiled for, and how many of them a 16-byte access takes.
+// The element type that a module is compiled for, and how many elements a 16-byte access takes.
 #pragma once
 
 #include "numeric.h"

@@ -1,4 +1,5 @@
-// Consecutive elements of bf16 or float as floats, one or a 16-byte access at a time, and sums over the lanes of a warp.
+// Consecutive elements of bf16 or float as floats, one or a 16-byte access at a time, and sums
+// over the lanes of a warp.
 #pragma once
 
 #include "memory.h"
@@ -16,8 +17,8 @@ DEVICE Vec16 pack(const float (&in)[Element<T>::per_vec16]) {
     return vector;
 }
 
-// COUNT consecutive elements as floats. More than one are read in the widest accesses that fit, and
-// `source` must then be aligned to 16 bytes, or to all of them where they are fewer.
+// COUNT consecutive elements as floats. More than one are loaded in the widest accesses that fit.
+// `source` must then be aligned to 16 bytes, or to the size of all of them if that is smaller.
 template <int COUNT, typename T>
 DEVICE void load_elements(const T* source, float (&out)[COUNT]) {
     constexpr int bytes = COUNT * static_cast<int>(sizeof(T));
@@ -36,7 +37,7 @@ DEVICE void load_elements(const T* source, float (&out)[COUNT]) {
     }
 }
 
-// One element, or those of 8 or 16 bytes at a `target` aligned to as many, in global memory.
+// One element, or 8 or 16 bytes of them at a `target` with that alignment, in global memory.
 template <int COUNT, typename T>
 DEVICE void store_elements(T* target, const float (&in)[COUNT]) {
     if constexpr (COUNT == 1) {
@@ -49,8 +50,8 @@ DEVICE void store_elements(T* target, const float (&in)[COUNT]) {
     }
 }
 
-// COUNT elements as they lie in memory: those of bf16 take half the registers of floats, so that twice as many are under
-// way. More than one are whole 16-byte accesses.
+// COUNT elements as stored in memory: bf16 takes half the registers of floats, so twice as many
+// are in flight. More than one are whole 16-byte accesses.
 template <int COUNT, typename T>
 struct Stored {
     static constexpr int VECTORS = COUNT / Element<T>::per_vec16;
@@ -108,7 +109,8 @@ DEVICE float warp_sum(float value) {
     return value;
 }
 
-// Pieces of a row of `width` elements that blocks of BLOCK_THREADS threads take, COUNT elements a thread. In 32 bits: blocks are
-// divided by it, and a division in 64 would be waited for before anything is read.
+// Pieces of a row of `width` elements, each for a block of BLOCK_THREADS threads with COUNT
+// elements a thread. Blocks are divided by it, in 32 bits: a 64-bit division would delay the first
+// load.
 template <int BLOCK_THREADS, int COUNT>
 DEVICE uint32_t pieces_of(int32_t width) { return ceil_div(static_cast<uint32_t>(width), static_cast<uint32_t>(BLOCK_THREADS * COUNT)); }

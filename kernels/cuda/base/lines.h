@@ -1,4 +1,4 @@
-// Sums of matrix products in whole lines of memory.
+// MMA accumulators in whole lines of memory.
 #pragma once
 
 #include "math.h"
@@ -10,11 +10,12 @@ DEVICE void trade(float& a, float& b, bool odd, int lanes) {
     (odd ? a : b) = traded;
 }
 
-// Lanes trade, in 32 columns of 16 rows, until eight of them hold all 32 of one row, a line of memory: an addition to a part
-// of a line keeps the second-level cache as busy as one to all of it. Before, a lane has two columns in each of four times
-// eight, of the rows g and g + 8 (g = lane / 4). After, of each pair of rows g and g + 1 (g even), and of g + 8 and g + 9, it
-// has four consecutive columns of the one in c[first] and c[first + 1], and of the other in the two behind them: those from
-// line_column() on.
+// Lanes exchange values, in 32 columns of 16 rows, until eight of them hold all 32 columns of one
+// row, a line of memory. An atomic add to a part of a line costs L2 as much as one to the whole
+// line. Before: a lane has two columns in each of four groups of eight, of rows g and g + 8 (g =
+// lane / 4). After: rows pair up as g and g + 1 (g even), and g + 8 and g + 9. Of each pair it has
+// four consecutive columns of one row in c[first] and c[first + 1]. Those of the other row are in
+// the two after them. The columns start at line_column().
 template <int N8>
 DEVICE void trade_columns(float (&c)[N8][4], int first) {
     const bool odd_lane = lane_id() % 2 != 0, odd_row = lane_id() / 4 % 2 != 0;
@@ -30,8 +31,8 @@ DEVICE void trade_columns(float (&c)[N8][4], int first) {
     }
 }
 
-// Of the 32 columns the first of the four that a lane has then.
+// The first of the four columns, of 32, that a lane has after the exchange.
 DEVICE int line_column() { return lane_id() / 4 % 2 * 16 + lane_id() % 2 * 8 + lane_id() % 4 / 2 * 4; }
 
-// Of 16 rows the one of which a lane has columns at 2 (i % 2) of c, in the numbers 2 (i / 2) and behind it.
+// The row, of 16, whose columns a lane has at 2 (i % 2) of c, in the values from 2 (i / 2) on.
 DEVICE int line_row(int i) { return lane_id() / 8 * 2 + 8 * (i / 2) + i % 2; }

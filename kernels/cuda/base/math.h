@@ -1,8 +1,8 @@
 // Scalar fp32 arithmetic: the hardware's fast approximations by name, and constants.
 //
-// The approximate functions are one instruction of the special-function unit each. Their error
-// is a few units in the last place of fp32, far below one bf16 rounding, and it is stated here so
-// that a kernel chooses one knowingly. The host bodies are the correctly rounded functions.
+// Each approximate function is one instruction of the special-function unit. Its error is a few
+// ulps of fp32, far below one bf16 rounding. It is stated here, so that a kernel's choice is
+// informed. The host bodies are the correctly rounded functions.
 #pragma once
 
 #include "platform.h"
@@ -30,7 +30,7 @@ DEVICE float maximum_f32(float a, float b) {
 #endif
 }
 
-// The larger operand, or NaN where one is NaN: what is made of a NaN may not look like a number.
+// The larger operand, or NaN if one is NaN: a result of a NaN must not look like a number.
 DEVICE float maximum_or_nan_f32(float a, float b) {
 #if defined(PARITY_EMULATOR)
     return is_nan(a) || is_nan(b) ? NAN_F32 : fmaxf(a, b);
@@ -52,7 +52,7 @@ DEVICE float minimum_f32(float a, float b) {
 #endif
 }
 
-// The smaller operand, or NaN where one is NaN.
+// The smaller operand, or NaN if one is NaN.
 DEVICE float minimum_or_nan_f32(float a, float b) {
 #if defined(PARITY_EMULATOR)
     return is_nan(a) || is_nan(b) ? NAN_F32 : fminf(a, b);
@@ -89,7 +89,7 @@ DEVICE float log2_approx(float x) {
 #endif
 }
 
-// log2_approx where x is no subnormal number: without the instructions that scale those.
+// log2_approx where x is not subnormal: without the instructions that scale such a value.
 DEVICE float log2_normal_approx(float x) {
 #if defined(PARITY_EMULATOR)
     return log2f(x);
@@ -122,7 +122,8 @@ DEVICE float reciprocal_approx(float x) {
 #endif
 }
 
-// reciprocal_approx where a result below 2^-126 may be 0: without the three instructions that scale such a one.
+// reciprocal_approx where a result below 2^-126 may be 0: without the three instructions that
+// scale such a value.
 DEVICE float reciprocal_normal_approx(float x) {
 #if defined(PARITY_EMULATOR)
     const float y = 1.0f / x;
@@ -134,13 +135,14 @@ DEVICE float reciprocal_normal_approx(float x) {
 #endif
 }
 
-// 1/x, rounded once, where neither is subnormal: one correction of an approximation within one unit of the last place.
+// 1/x, rounded once, where neither is subnormal: one correction of an approximation within one
+// ulp.
 DEVICE float reciprocal_of_normal(float x) {
     const float inverse = reciprocal_normal_approx(x);
     return fused_multiply_add(inverse, fused_multiply_add(-inverse, x, 1.0f), inverse);
 }
 
-// A maximum that may be subtracted: (-inf) - (-inf) would be NaN where a row has seen no valid slot.
+// A maximum that may be subtracted: (-inf) - (-inf) would be NaN if a row has no valid slot.
 DEVICE float subtrahend(float row_maximum) {
     return row_maximum == -INFINITY_F32 ? 0.0f : row_maximum;
 }

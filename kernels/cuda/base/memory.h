@@ -38,7 +38,7 @@ DEVICE Vec16 load_vec16_streaming(const void* source) {
 #endif
 }
 
-// Asks for a line of global memory, which the second-level cache then has.
+// Prefetches a line of global memory into L2.
 DEVICE void prefetch_second_level(const void* source) {
 #if defined(PARITY_EMULATOR)
     emulator::require_global(source, "prefetch_second_level");
@@ -47,7 +47,7 @@ DEVICE void prefetch_second_level(const void* source) {
 #endif
 }
 
-// Asks the second-level cache for `bytes` bytes in a row, both a multiple of 16.
+// Prefetches `bytes` contiguous bytes into L2; the address and `bytes` are multiples of 16.
 DEVICE void prefetch_second_level(const void* source, uint32_t bytes) {
 #if defined(PARITY_EMULATOR)
     emulator::require_aligned(source, 16, "prefetch_second_level");
@@ -70,8 +70,8 @@ DEVICE void store_vec16(void* target, Vec16 v) {
     *static_cast<Vec16*>(target) = v;
 }
 
-// To global memory. Of a struct's plain copy the compiler makes four stores of 4 bytes in some kernels, of which each writes every
-// sector of a warp's 512 bytes.
+// To global memory. In some kernels the compiler turns a struct's plain copy into four stores of 4
+// bytes, each of which writes every sector of a warp's 512 bytes.
 DEVICE void store_vec16_global(void* target, Vec16 v) {
 #if defined(PARITY_EMULATOR)
     emulator::require_global(target, "store_vec16_global");
@@ -106,7 +106,7 @@ DEVICE void store_pair(float* target, float first, float second) {
 #endif
 }
 
-// target[i] += v[i] for four consecutive floats in global memory, each addition atomic on its own.
+// target[i] += v[i] for four consecutive floats in global memory, each addition atomic by itself.
 // `target` must be 16-byte aligned. One instruction from sm_90 on, four below.
 DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v3) {
 #if !defined(PARITY_EMULATOR) && __CUDA_ARCH__ >= 900
@@ -125,8 +125,8 @@ DEVICE void atomic_add_vec4(float* target, float v0, float v1, float v2, float v
 #endif
 }
 
-// An address within the block's dynamic shared memory, in 32 bits: what ldmatrix and cp.async take.
-// In the emulator it is the offset from dynamic_shared().
+// An address within the block's dynamic shared memory, in 32 bits: what ldmatrix and cp.async
+// take. In the emulator it is the offset from dynamic_shared().
 using SharedAddress = uint32_t;
 
 DEVICE SharedAddress shared_address(const void* pointer) {
@@ -139,8 +139,8 @@ DEVICE SharedAddress shared_address(const void* pointer) {
 #endif
 }
 
-// The same address, unknown to the compiler: what is derived from it is computed where it is used, instead of before
-// the loops around it and kept in registers.
+// The same address, opaque to the compiler. What is derived from it is computed where it is used,
+// instead of before the surrounding loops and kept in registers.
 DEVICE SharedAddress recomputed(SharedAddress address) {
 #if !defined(PARITY_EMULATOR)
     asm volatile("" : "+r"(address));
@@ -148,7 +148,8 @@ DEVICE SharedAddress recomputed(SharedAddress address) {
     return address;
 }
 
-// What the compiler does not know how to compute anew, so that it is kept in a register where a loop takes it in every turn.
+// A value that the compiler cannot compute again, so a loop that uses it in every round keeps it
+// in a register.
 DEVICE int kept(int x) {
 #if !defined(PARITY_EMULATOR)
     asm volatile("" : "+r"(x));
@@ -156,7 +157,8 @@ DEVICE int kept(int x) {
     return x;
 }
 
-// threadIdx.x, read where it is called: nobody keeps it, or what follows from it, in registers across a loop around.
+// threadIdx.x, read at the call: neither it nor what is derived from it stays in registers across
+// a surrounding loop.
 DEVICE uint32_t thread_id_anew() {
 #if defined(PARITY_EMULATOR)
     return threadIdx.x;
@@ -167,13 +169,13 @@ DEVICE uint32_t thread_id_anew() {
 #endif
 }
 
-// As lane_id() and warp_id(), from a number of the thread that is read where it is used.
+// As lane_id() and warp_id(), from a thread index that is read where it is used.
 DEVICE int lane_anew() { return static_cast<int>(thread_id_anew() % WARP_SIZE); }
 DEVICE int warp_anew() { return static_cast<int>(thread_id_anew() / WARP_SIZE); }
 
 #if defined(PARITY_EMULATOR)
-// The host's view of a shared address; an access of `bytes` bytes at once that is misaligned or lies outside the
-// launch's shared memory ends the launch.
+// The host's view of a shared address. An access of `bytes` bytes at once that is misaligned or
+// outside the launch's shared memory ends the launch.
 DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes, const char* what) {
     if (static_cast<uint64_t>(address) + bytes > emulator::context->dynamic_shared_bytes)
         emulator::stop({}, "a shared address lies outside the dynamic shared memory");
@@ -182,9 +184,9 @@ DEVICE uint8_t* shared_pointer(SharedAddress address, uint32_t bytes, const char
 }
 #endif
 
-// What wgmma and bulk copies (hopper.h) read from shared memory must be written by the stores below, by
-// store_vec16, by copy_async_16 or by a bulk copy: where a proxy fence is missing, the emulator gives them
-// poison, but it knows nothing of stores through plain pointers.
+// What wgmma and bulk copies (hopper.h) read from shared memory must be written by the stores
+// below, by store_vec16, by copy_async_16 or by a bulk copy. If a proxy fence is missing, the
+// emulator gives them poison, but it does not see stores through plain pointers.
 
 // Stores 4 bytes to shared memory; the address is 4-byte aligned.
 DEVICE void store_shared(SharedAddress address, uint32_t value) {
@@ -207,7 +209,8 @@ DEVICE void store_shared_vec8(SharedAddress address, uint32_t first, uint32_t se
 #endif
 }
 
-// A word of shared memory; the address is 4-byte aligned. For loads that the compiler shall neither move nor merge with others.
+// A word of shared memory; the address is 4-byte aligned. For loads that the compiler must neither
+// move nor merge.
 DEVICE int32_t load_shared_word(SharedAddress address) {
 #if defined(PARITY_EMULATOR)
     return *reinterpret_cast<const int32_t*>(shared_pointer(address, 4, "load_shared_word"));

@@ -1,8 +1,8 @@
 // Number formats: bf16, fp8 e4m3, fp4 e2m1 and the power-of-two scale e8m0 (inference 5.3).
 //
-// Every conversion gives the same bits on a GPU and in the emulator. Where an instruction exists it
-// is used on the GPU and its exact result is computed by hand on the host; where it exists only on
-// newer GPUs, older ones run the host's integer arithmetic.
+// Every conversion gives the same bits on a GPU and in the emulator. If an instruction exists, the
+// GPU uses it and the host computes its exact result by hand. If it exists only on newer GPUs,
+// older ones run the host's integer arithmetic.
 #pragma once
 
 #include "platform.h"
@@ -42,8 +42,9 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE float unpack_bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 DEVICE float unpack_bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Four bytes of the two words, each the sign of one of their eight bytes in all its bits: a nibble of SELECTOR, the lowest for
-// the lowest byte, is 8 and the number of that byte, those of `low` being 0 to 3.
+// Four bytes, each filled with the sign of one of the eight bytes of the two words. A nibble of
+// SELECTOR, the lowest for the lowest byte, is 8 plus the number of that byte; those of `low` are
+// 0 to 3.
 template <uint32_t SELECTOR>
 DEVICE uint32_t byte_signs(uint32_t low, uint32_t high) {
     static_assert((SELECTOR & 0x8888u) == 0x8888u, "signs, not bytes");
@@ -60,7 +61,7 @@ DEVICE uint32_t byte_signs(uint32_t low, uint32_t high) {
 #endif
 }
 
-// Of either half, as unsigned integers.
+// Of each half, as unsigned integers.
 DEVICE uint32_t maximum_u16x2(uint32_t a, uint32_t b) {
 #if defined(PARITY_EMULATOR)
     const uint32_t low_a = a & 0xffffu, low_b = b & 0xffffu, high_a = a >> 16, high_b = b >> 16;
@@ -76,7 +77,7 @@ DEVICE uint32_t half_bits(float x) {
     const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
     if (magnitude > 0x7f800000u) return 0x7fff;
     if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above
-    // Below 2^-14 the step is 2^-24, which is the spacing of floats from 0.5 on: the addition rounds.
+    // Below 2^-14 the step is 2^-24, the spacing of floats from 0.5 on: the addition rounds.
     if (magnitude < 0x38800000u) return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3f000000u);
     return sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13);
 }
@@ -102,7 +103,7 @@ DEVICE uint32_t pack_half(float low, float high) {
 #endif
 }
 
-// The same, cut off towards zero: they stay below, or not below, each binary16 that they are below, or not.
+// The same, truncated towards zero: each stays on its side of every binary16.
 DEVICE uint32_t pack_half_toward_zero(float low, float high) {
 #if defined(PARITY_EMULATOR)
     return half_bits_toward_zero(low) | half_bits_toward_zero(high) << 16;
@@ -123,7 +124,8 @@ DEVICE uint32_t minimum_u16x2(uint32_t a, uint32_t b) {
 }
 
 #if defined(PARITY_EMULATOR) || __CUDA_ARCH__ >= 900
-// a * b of either half, rounded once. (On the host where fp32 holds the product: normal, or of a power of two.)
+// a * b of each half, rounded once. (On the host if fp32 holds the product: it is normal, or a
+// factor is a power of two.)
 DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 #if defined(PARITY_EMULATOR)
     return pack_bf16(unpack_bf16_low(a) * unpack_bf16_low(b), unpack_bf16_high(a) * unpack_bf16_high(b));
@@ -135,8 +137,8 @@ DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 }
 #endif
 
-// a * b + c of either half, rounded once. (On the host where fp32 holds the product and the sum, or rounds only what is far
-// from a tie of bf16.)
+// a * b + c of each half, rounded once. (On the host if fp32 holds the product and the sum, or
+// rounds only far from a tie of bf16.)
 DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(PARITY_EMULATOR)
     return pack_bf16(unpack_bf16_low(a) * unpack_bf16_low(b) + unpack_bf16_low(c),
@@ -148,7 +150,7 @@ DEVICE uint32_t multiply_add_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// ---------------------------------------------------------------- fp8 e4m3 (finite only, largest 448)
+// ---------------------------------------------------------------- fp8 e4m3 (finite, up to 448)
 
 struct fp8_e4m3 {
     uint8_t bits;
@@ -162,7 +164,8 @@ DEVICE uint8_t e4m3_bits(float x) {
     if (magnitude > 0x7f800000u) return 0x7f;
     if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and above
     if (magnitude < 0x3c800000u) {
-        // Below 2^-6 the step is 2^-9, which is the spacing of floats from 2^14 on: the addition rounds.
+        // Below 2^-6 the step is 2^-9, which is the spacing of floats from 2^14 on: the addition
+        // rounds.
         const uint32_t steps = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - 0x46800000u;
         return static_cast<uint8_t>(sign | steps);
     }
@@ -216,18 +219,20 @@ DEVICE void e4m3x2_to_float(uint32_t codes, float& low, float& high) {
 }
 
 #if defined(PARITY_EMULATOR) || __CUDA_ARCH__ >= 900
-// Four codes times a scale that is a power of two or NaN, in bf16: to_bf16(to_float(code) * to_float(scale)) of each, the
-// codes of the two lower bytes in `first`. No conversion instructions: those run at a fraction of the others' rate.
+// Four codes times a scale that is a power of two or NaN, in bf16: to_bf16(to_float(code) *
+// to_float(scale)) of each. `first` has the codes of the two lower bytes. No conversion
+// instructions: those run at a fraction of the others' rate.
 DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t& second) {
     constexpr uint32_t TWO_TO_120 = 0x7b807b80u, BEYOND_448 = 0x7b107b10u;  // 2^119 * 9/8
     const uint32_t scales = static_cast<uint32_t>(scale.bits) * 0x10001u;
-    // The bytes of the bf16 with the code's bits: sign, four zeros, three of the exponent's four; the last one, mantissa.
+    // The bytes of the bf16 with the code's bits. High: sign, four zeros, three of the exponent's
+    // four bits; low: the last one, mantissa.
     const uint32_t high = (codes & 0x80808080u) | (codes >> 4 & 0x07070707u), low = codes << 4 & 0xf0f0f0f0u;
     const auto convert = [&](uint32_t bits) {
         // They are 2^(7-127) too small, subnormals included.
         const uint32_t value = multiply_bf16x2(bits, TWO_TO_120);
-        // The code of NaN became 480, and nothing else is more than 448: only 480 * 2^119 * 9/8 overflows, and inf * 0 is
-        // NaN. All others give a zero of the value's sign.
+        // The code of NaN became 480, and no other value is above 448. So only 480 * 2^119 * 9/8
+        // overflows, and inf * 0 is NaN. All others give a zero of the value's sign.
         const uint32_t nan_or_zero = multiply_bf16x2(multiply_bf16x2(value, BEYOND_448), 0);
         return multiply_add_bf16x2(value, scales, nan_or_zero);
     };
@@ -235,7 +240,7 @@ DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t
     second = convert(__byte_perm(low, high, 0x7362));
 }
 #else
-// The same by floats, where two bf16 cannot be multiplied at once.
+// The same by floats, where no packed bf16 multiplication exists.
 DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t& second) {
     const auto convert = [=](uint32_t pair) {
         float low, high;
@@ -247,11 +252,12 @@ DEVICE void e4m3x4_to_bf16(uint32_t codes, bf16 scale, uint32_t& first, uint32_t
 }
 #endif
 
-// ---------------------------------------------------------------- fp4 e2m1 (largest 6), in the low 4 bits
+// ---------------------------------------------------------------- fp4 e2m1 (up to 6), low 4 bits
 
-// Nearest, ties to even; beyond +-6, infinities included, +-6; NaN becomes +6, as satfinite says.
-// Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2: a sum with a large number rounds to
-// each of these, codes are what its last bits count, and the right one of three is the least.
+// Nearest, ties to even; beyond +-6, infinities included, +-6; NaN becomes +6, as satfinite does.
+// Values below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2. A sum with a
+// large number rounds to each of these, its last bits count the codes, and the right one of three
+// is the least.
 DEVICE uint8_t to_e2m1(float x) {
     const uint32_t bits = __float_as_uint(x), magnitude_bits = bits & 0x7fffffffu;
     if (magnitude_bits > 0x7f800000u) return 7;
@@ -272,13 +278,14 @@ DEVICE float e2m1_to_float(uint8_t code) {
 }
 
 #if defined(PARITY_EMULATOR) || __CUDA_ARCH__ >= 900
-// Eight codes, the first in the lowest bits, times a scale that is a power of two or NaN, in bf16: exactly, or infinite beyond
-// what bf16 holds.
+// Eight codes, the first in the lowest bits, times a scale that is a power of two or NaN, in bf16:
+// exactly, or infinite beyond bf16's range.
 DEVICE void e2m1x8_to_bf16(uint32_t codes, bf16 scale, uint32_t (&pairs)[4]) {
     constexpr uint32_t TWO_TO_126 = 0x7e807e80u;
     const uint32_t scales = static_cast<uint32_t>(scale.bits) * 0x10001u;
     const uint32_t even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
-    // The bytes of the bf16 with the code's bits: sign, six zeros, the upper bit of the exponent; its lower bit, mantissa.
+    // The bytes of the bf16 with the code's bits. High: sign, six zeros, the upper bit of the
+    // exponent; low: its lower bit, mantissa.
     const auto high = [](uint32_t code) { return (code << 4 & 0x80808080u) | (code >> 2 & 0x01010101u); };
     const auto low = [](uint32_t code) { return code << 6 & 0xc0c0c0c0u; };
     const uint32_t even_low = low(even), even_high = high(even), odd_low = low(odd), odd_high = high(odd);
@@ -293,11 +300,11 @@ DEVICE void e2m1x8_to_bf16(uint32_t codes, bf16 scale, uint32_t (&pairs)[4]) {
 }
 #endif
 
-// ---------------------------------------------------------------- e8m0: a scale 2^(byte - 127), 255 is NaN
+// ---------------------------------------------------------------- e8m0: 2^(byte - 127), 255: NaN
 
-// The smallest power of two that is not below x: exponent + (mantissa != 0), on the bits (inference 5.4).
-// 0 and whatever lies below 2^-127 give 0; beyond 2^127 gives 254. No code means a negative scale,
-// so a negative x gives NaN, like NaN itself; -0 gives 0.
+// The smallest power of two that is not below x: exponent + (mantissa != 0), on the bits
+// (inference 5.4). 0 and values below 2^-127 give 0; beyond 2^127 gives 254. No code means a
+// negative scale, so a negative x gives NaN, like NaN itself; -0 gives 0.
 DEVICE uint8_t to_e8m0(float x) {
     const uint32_t bits = __float_as_uint(x);
     if (bits == 0x80000000u) return 0;
@@ -317,8 +324,8 @@ DEVICE bf16 e8m0_to_bf16(uint8_t byte) { return bf16{static_cast<uint16_t>(__flo
 
 // ---------------------------------------------------------------- elements of generic kernels
 
-// What a kernel written for "bf16 or float" needs to know of its element type. `T` is stored,
-// arithmetic is fp32, and a store rounds once.
+// What a kernel for "bf16 or float" needs of its element type. `T` is stored, arithmetic is fp32,
+// and a store rounds once.
 //   Element<T>::per_word, per_vec16    elements in 4 and in 16 bytes
 //   Element<T>::load(p), store(p, x)   one element
 //   Element<T>::unpack(word, out), pack(in)    the per_word elements of one 32-bit word

@@ -1,8 +1,8 @@
 // Layout hashes of parameter structs.
 //
 // A kernel's parameters cross from Rust to CUDA as raw bytes. Both sides hash the same text, one
-// "name:offset:size;" for each field, so that a field that was moved, renamed, widened or
-// forgotten on one side is an error when the module is loaded, not a wrong number later.
+// "name:offset:size;" for each field. So a field that was moved, renamed, widened or forgotten on
+// one side is an error when the module is loaded, not a wrong number later.
 //
 //     struct ScaleParams { const float* x; float* y; int64_t count; };
 //     PARAMS_LAYOUT(ScaleParams, x, y, count)
@@ -44,8 +44,9 @@ struct LayoutHash {
 #endif
 #define PARAMS_FIELD(S, f) .field(#f, PARAMS_OFFSET(S, f), sizeof(S::f))
 
-// PARAMS_FIELD of each field. A macro does not expand within itself: each names the next one without calling it, and every
-// scan of PARAMS_EXPAND calls what the scan before has named, so that up to 64 fields can be listed.
+// PARAMS_FIELD of each field. A macro does not expand within itself: each names the next one
+// without calling it. Every scan of PARAMS_EXPAND calls what the scan before has named, so up to
+// 64 fields can be listed.
 #define PARAMS_EXPAND(...) PARAMS_SCANS_16(PARAMS_SCANS_16(PARAMS_SCANS_16(PARAMS_SCANS_16(__VA_ARGS__))))
 #define PARAMS_SCANS_16(...) PARAMS_SCANS_4(PARAMS_SCANS_4(PARAMS_SCANS_4(PARAMS_SCANS_4(__VA_ARGS__))))
 #define PARAMS_SCANS_4(...) PARAMS_SCAN(PARAMS_SCAN(PARAMS_SCAN(PARAMS_SCAN(__VA_ARGS__))))

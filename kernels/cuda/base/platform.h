@@ -1,9 +1,9 @@
-// What every kernel source stands on: fixed-width types, the KERNEL macro, shared memory.
+// The base of every kernel source: fixed-width types, the KERNEL macro, shared memory.
 //
-// One source serves two compilers. NVRTC compiles it for a GPU and needs no header of its own;
-// the host's C++ compiler builds it with PARITY_EMULATOR defined and finds CUDA's names in
-// emulator.h. Kernels themselves hold no `asm` and no `#ifdef`: whatever differs between the two
-// is one named function in this folder, with a device body and a host body.
+// One source serves two compilers. NVRTC compiles it for a GPU and needs no header of its own. The
+// host's C++ compiler builds it with PARITY_EMULATOR defined and finds CUDA's names in emulator.h.
+// Kernels have no `asm` and no `#ifdef`: each difference between the two is one named function in
+// this folder, with a device body and a host body.
 #pragma once
 
 #if defined(PARITY_EMULATOR)
@@ -30,20 +30,22 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 
 // KERNEL(name, Params, max_threads) { ... params.field ... }
 //
-// Defines the entry point `name`, launched with at most `max_threads` threads a block, whose one
+// Defines the entry point `name`, launched with at most `max_threads` threads a block. Its one
 // argument is `const Params& params`. Params must have a PARAMS_LAYOUT; its size and layout hash
-// are exported beside the kernel, and the launcher refuses to run when they differ from its own.
+// are exported next to the kernel, and the launcher rejects values that differ from its own.
 //
-// KERNEL_OF(name, Params, max_threads, min_blocks) { ... } besides takes no more registers than let a multiprocessor
-// have so many blocks at once, and exports their number for a launcher whose blocks take several turns.
+// KERNEL_OF(name, Params, max_threads, min_blocks) { ... } also limits registers so that an SM
+// holds min_blocks blocks at once. It exports that number for a launcher of persistent blocks.
 //
-// KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of so many blocks, neighbours in x,
-// which reach each other's shared memory (hopper.h). Such a module has no static shared variables.
+// KERNEL_OF_CLUSTERS(name, Params, max_threads, blocks) { ... } is launched in clusters of
+// `blocks` blocks, neighbours in x, which access each other's shared memory (hopper.h). Such a
+// module has no static shared variables.
 // KERNEL_OF_RESIDENT_CLUSTERS(name, Params, max_threads, min_blocks, blocks) { ... } is both.
 //
-// From Hopper on a kernel may be launched while the one before it in the stream ends: on its first line every kernel waits until
-// those before it have ended and what they wrote is there to be read. `name_waits` says so to the launcher, which asks for it then
-// and not otherwise, so that older sources run as they did. No kernel can forget the wait: it stands in the macro.
+// From Hopper on a kernel may be launched while the one before it in the stream ends. On its first
+// line every kernel waits until those before it have ended and their writes are visible.
+// `name_waits` reports this to the launcher, which requests the early launch only then, so older
+// sources run as they did. The wait is in the macro, so no kernel can forget it.
 #if defined(PARITY_EMULATOR)
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     static void name##_body(const Params& params);                                               \
@@ -99,7 +101,7 @@ DEVICE void wait_for_earlier_kernels() {}
 // SHARED_MEMORY(name, bytes)
 //
 // Exports how much dynamic shared memory a launch of kernel `name` needs; without it a launch gets
-// none. The size follows from the defines, and the source is the only place that knows the formula.
+// none. The size follows from the defines, and only the source knows the formula.
 #if defined(PARITY_EMULATOR)
 #define SHARED_MEMORY(name, bytes)                                                               \
     extern "C" {                                                                                 \
@@ -109,9 +111,10 @@ DEVICE void wait_for_earlier_kernels() {}
 #define SHARED_MEMORY(name, bytes) extern "C" __device__ uint64_t name##_shared_bytes[1] = {(bytes)};
 #endif
 
-// Once every block of this launch has come here or ended, the next kernel's blocks may take places, and wait there for the end of
-// this launch. For kernels that fill the device and are followed by a small one. Where blocks leave multiprocessors idle, those of
-// the next launch crowd there: a linear layer of 112 blocks took 42.0 us in place of 38.5 on an H200 when all kernels did this.
+// When every block of this launch has called this or ended, the next kernel's blocks may take free
+// slots, where they wait for the end of this launch. For kernels that fill the GPU and are
+// followed by a small one. If blocks leave SMs idle, those of the next launch crowd there: a
+// linear layer of 112 blocks took 42.0 us instead of 38.5 on an H200 when all kernels did this.
 #if !defined(PARITY_EMULATOR) && PARITY_SM >= 90
 DEVICE void let_next_kernel_come() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
@@ -147,6 +150,7 @@ DEVICE constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x % WARP_SIZE); }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x / WARP_SIZE); }
 
-// Read from one lane, so that the compiler knows that a warp agrees. Where it may diverge, it serialises wgmma; and behind a loop
-// whose lanes it does not know to end together, nothing is known to be uniform any more, such as the descriptors of products.
+// Read from one lane, so that the compiler knows that the warp agrees. Where a warp may diverge,
+// the compiler serializes wgmma. After a loop whose lanes are not known to end together, nothing
+// is known to be uniform, descriptors included.
 DEVICE int32_t uniform(int32_t x) { return __shfl_sync(FULL_WARP, x, 0); }

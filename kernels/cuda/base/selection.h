@@ -1,11 +1,11 @@
-// What selections by score are made of: scores as integers that are ordered as they are, and running sums over a warp.
+// Parts of selections by score: scores as integers of the same order, and prefix sums over a warp.
 #pragma once
 
 #include "math.h"
 
-// Ordered as scores are: -0 equals 0, and NaN counts as -infinity. Never 0.
+// Ordered like scores: -0 equals 0, and NaN counts as -infinity. Never 0.
 DEVICE uint32_t key_of(float score) {
-    // Adding 0 makes 0 of -0.
+    // Adding 0 turns -0 into 0.
     const uint32_t bits = __float_as_uint(is_nan(score) ? -INFINITY_F32 : __fadd_rn(score, 0.0f));
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -13,7 +13,7 @@ DEVICE uint32_t key_of(float score) {
 // The score of a key.
 DEVICE float score_of_key(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-// Of the lanes before this one and itself.
+// Over the lanes before this one and itself.
 template <typename T>
 DEVICE T inclusive_sum(T value) {
     UNROLL
@@ -24,8 +24,8 @@ DEVICE T inclusive_sum(T value) {
     return value;
 }
 
-// How many of `lanes` lie before this one. A shift by 32 leaves nothing: no mask is made, which took two instructions more, and the
-// sampler's stores behind it a branch.
+// How many of `lanes` are before this one. A shift by 32 leaves nothing, so no mask is needed: a
+// mask took two more instructions, and a branch for the sampler's stores after it.
 DEVICE int lanes_before(uint32_t lanes) { return __popc(__funnelshift_lc(0, lanes, static_cast<uint32_t>(WARP_SIZE - lane_id()))); }
 
 // Over all lanes, in every lane.

@@ -1,4 +1,5 @@
-// 1 / (1 + exp(-x)) by one power and one reciprocal (math.h); 0 where the power overflows, below -88.7.
+// 1 / (1 + exp(-x)) by one power and one reciprocal (math.h); 0 if the power overflows, below
+// -88.7.
 #pragma once
 
 #include "math.h"

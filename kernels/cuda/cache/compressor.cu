@@ -1,62 +1,28 @@
-// Tokens pooled into compressed entries (inference 6, training 9). With C = kv and Z = gate of a token, t its position,
+// Tokens pooled into compressed entries (inference 6, training 9). With C = kv and Z = gate of a
+// token at position t,
 //
 //     S[t] = Z[t] + ape[t mod ratio]
-//     p    = softmax over the entry's slots, of each channel apart        u = sum of p C
+//     p    = softmax over the entry's slots, for each channel          u = sum of p C
 //     y    = norm_weight u r        r = 1/sqrt(mean(u^2) + eps)
-//     z    = y with its last rope_dim channels turned by j ratio
+//     z    = y with its last rope_dim channels rotated by j ratio      (entry j of its sequence)
 //
-// where u, y and z are rounded to ELEMENT, and everything else is fp32. Entry j of a sequence has the slots of its
-// own tokens, [j ratio, (j + 1) ratio). With overlap (width 2 head_dim) it has those with their second half, and
-// before them the tokens of group j - 1 with their first half; entry 0 has no such slots. A group that is not
-// complete in its sequence makes no entry. Row e of `entries` is entry e - cu_entries[i] of sequence i; a row that
-// has no such entry is zero. Of the backward, with dy = dz turned back and g = dy norm_weight,
-//
-//     du = r (g - u r^2 mean(g u))        dC = p du        dS = p du (C - u)        dnorm_weight = sum of dy u r
-//     dZ = dS                             dape = sum of dS over entries
-//
-// where u in the norm is the rounded one, which the forward saved, and u in dS the one that is not. Halves of tokens
-// that no entry pools get zeros. An absent slot is chosen by a select and takes part in no sum.
-//
-// With an epilogue an entry is stored as its codes would decode it, and has no backward:
-//
-//     SIMULATED_E4M3    fp8-simulate(z) in groups of 64 of the channels that do not turn; the others are z
-//     TRANSFORMED_E2M1  fp4-simulate(128^-0.5 H z, rounded to ELEMENT) in groups of 32, of entries of 128 channels
-//
-// hadamard.cu says what H is, quantise.h how codes follow. The epilogue is an argument and no define: the same instructions
-// make z whatever it is stored for, so that entries with an epilogue are those without, bit for bit, put through it.
-//
-// Work. With overlap a thread has four channels of all eight slots: 256 bytes in flight, and an entry is one read of
-// its rows; norm and rotation follow from registers. Without overlap an entry of 128 slots is half a megabyte: a
-// block takes 32 channels of it, a full line of each row, so that one entry fills 16 blocks of 512 channels; u goes
-// through memory, at a 256th of the bytes read. Each half of a token is read once. Sums over entries are in blocks
-// first, then over their rows. Epilogues stay in registers: 16 lanes share a scale of e4m3, 8 one of e2m1, and the transform
-// is five steps between the 32 lanes of an entry.
-//
-// Floors: forward 8 bytes a number of kv read, 2 bytes of entries and of u for 2 ratio (with overlap) or ratio of
-// these. 32768 tokens of width 1024: 285 MB, 67 us at 4.24 TB/s; of width 512 at ratio 128: 135 MB, 32 us. Backward
-// twice that. A power and about ten operations a number: limited by memory. The backward with overlap takes all 255 registers (96 of
-// rows and their ape, 36 of sums), hence eight warps on a multiprocessor.
-// Measured on one H200, 32768 tokens in 64 sequences, forward and backward: ratio 4 and 512 dims 146 and 198 us (46
-// and 68 % of a copy), 128 dims 47 and 56 us, ratio 128 55 and 134 us. Since a warp finds
-// sequences, forward 70.8 us (95 % of a copy), 23.4 and 53.7 us.
-// On one H100 forward 97, 83 and 82 % of a copy, backward 68, 66 and 64 %, and of 4096 tokens 71, 48 and 44, and 45, 32 and 30
-// %. Since then no branch lies between the loads of an entry's slots, what is needed last is asked for with them, and the backward
-// with overlap has two blocks of 128 threads on a multiprocessor, which wait at different times, in place of one of 256: forward 98, 89
-// and 87 %, backward 84 (219 us in place of 270), 74 and 72 %, and of 4096 tokens 83, 51 and 46, and 50, 35 and 31 %. The backward is
-// several launches behind one another: of 219 us at ratio 4 19 are the sums of parts, at 8 % of memory's rate, and the norm's at ratio
-// 128 6 us at 1 % (ncu of the kernels before, on an H100). Of 4096 tokens the entries fill no device: 256 blocks, 82 % of
-// the cycles without a warp that could issue.
-// Two things took more than they should on an H200 (ncu, reports/h200/ncu.txt). The sums' 19 us (24 at ratio 128) were the search for
-// tokens without an entry: a warp went over the columns of all of its 32 tokens, one behind the other, to clear none; it clears those
-// that have no entry now, in the first blocks. Ratio 128 had 74 % of its issue slots taken, half of them by what warps hand to each
-// other: a float at a time, in a loop, three times; now 16 bytes at a time and twice. On one H200, 32768 tokens, before and after:
-// ratio 4 of 512 dims backward 170 and 157 us (83 % of a copy), of 128 dims 50 and 45 (72 %); ratio 128 forward 50.2 and 39.4 (80 %),
-// backward 113 and 86 (74 %). 4096 tokens: backward 40.7 and 28.1, 15.4 and 11.1; forward 11.3 and 9.4, backward 34.4 and 21.6.
-// Forward at ratio 4, unchanged: 67 us (96 %) and 20 (80 %), of 4096 tokens 11.4 and 5.0, where copies take 10.0 and 3.9. What is left,
-// by ncu: 56 and 45 % of a warp's time waiting for its loads forward, with 122 registers and 16 warps a multiprocessor, 46 % backward
-// with 8 warps of 255; the norm's launches at ratio 128 5 us each, at 1 to 2 % of memory's rate.
-//
-// Defines: ELEMENT  type of pooled, entries and dentries: bf16 or float
+// u, y and z are rounded to ELEMENT, all else is fp32. Entry j has the slots [j ratio, (j + 1)
+// ratio); incomplete groups make no entry. With overlap (width 2 head_dim) these have the second
+// half of their tokens; the tokens of group j - 1 with their first half precede them (none for
+// entry 0). Row e of `entries` is entry e - cu_entries[i] of sequence i, or zero.
+// Backward, with dy = dz rotated back, g = dy norm_weight; u in dS is unrounded, elsewhere saved:
+//     du = r (g - u r^2 mean(g u))        dC = p du        dS = p du (C - u)        dZ = dS
+//     dnorm_weight = sum of dy u r        dape = sum of dS over entries
+// Token halves that no entry pools get zeros. Absent slots are excluded by selects. An epilogue
+// (argument) stores an entry as its codes decode it, without a backward; z is the same bits for
+// each (H: hadamard.cu; codes: quantise.h):
+//     SIMULATED_E4M3    fp8-simulate(z) in groups of 64 of the unrotated channels, else z
+//     TRANSFORMED_E2M1  fp4-simulate(128^-0.5 H z, rounded to ELEMENT) in groups of 32, 128 dims
+// Work: with overlap a thread has four channels of all eight slots; without, a block has 32
+// channels of an entry and u goes through memory. Sums use rows of partials, no atomics.
+// Floor at 4.24 TB/s, 8 bytes a value of kv: 32768 tokens of width 1024 67 us, of 512 at ratio
+// 128 32 us; backward twice that. Limit: memory; backward with overlap 8 warps an SM.
+// ELEMENT: type of pooled, entries, dentries: bf16 or float. Tried: kernels/docs/compressor.md.
 #include "compressor.h"
 
 constexpr int FORWARD_THREADS = 128, BACKWARD_THREADS = 128;
@@ -141,9 +107,9 @@ PARAMS_LAYOUT(CompressorSumsParams, dape_partials, dnorm_weight_partials, dape, 
               dgate_stride, cu_seqlens, cu_entries, num_tokens, num_sequences, num_dape_partials,
               num_dnorm_weight_partials, num_ape, ratio, width, head_dim)
 
-// ---------------------------------------------------------------- which tokens an entry has
+// ---------------------------------------------------------------- the tokens of an entry
 
-// How many entries a sequence has: complete groups for which there are rows.
+// How many entries a sequence has: complete groups that have a row.
 template <typename Params>
 DEVICE int entries_of(const Params& params, int sequence) {
     const int tokens = params.cu_seqlens[sequence + 1] - params.cu_seqlens[sequence];
@@ -158,7 +124,7 @@ struct Place {
     bool has_previous;
 };
 
-// Of an entry that is the same in all lanes of a warp.
+// The entry is the same in all lanes of a warp.
 template <typename Params>
 DEVICE Place place_of(const Params& params, int64_t entry) {
     Place place{0, 0, false, false};
@@ -174,7 +140,7 @@ DEVICE Place place_of(const Params& params, int64_t entry) {
     return place;
 }
 
-// Asks for a token's values and scores, of four columns, and for a row of ape.
+// Starts the loads of a token's values and scores, of four columns, and of a row of ape.
 template <bool WIDE, int SLOTS, typename Params>
 DEVICE void request_slot(const Params& params, int64_t token, int64_t column, const float* ape, int slot, Awaited<SLOTS>& awaited) {
     load_quad_streaming<WIDE>(params.kv + token * params.kv_stride + column, awaited.slots.value[slot]);
@@ -185,10 +151,10 @@ DEVICE void request_slot(const Params& params, int64_t token, int64_t column, co
 
 // ---------------------------------------------------------------- with overlap
 
-// The token of a slot: those of the previous group come first.
+// The token of a slot. Those of the previous group come first.
 DEVICE int64_t overlap_token(const Place& place, int slot) { return place.token + slot - OVERLAP_RATIO; }
 
-// Threads behind the last channel ask for those of the last ones.
+// Threads past the last channel load the last channels.
 template <bool WIDE, typename Params>
 DEVICE void request_overlap(const Params& params, const Place& place, int channel, Awaited<OVERLAP_SLOTS>& awaited) {
     if (!place.exists) return;
@@ -201,7 +167,7 @@ DEVICE void request_overlap(const Params& params, const Place& place, int channe
     }
 }
 
-// The slots, all of which have come. Of an entry that is not there all are empty.
+// The slots, once all have arrived. All slots of an absent entry are empty.
 DEVICE void settle_overlap(const Place& place, Awaited<OVERLAP_SLOTS>& awaited) {
     const int absent = place.has_previous ? 0 : OVERLAP_RATIO;
     add_ape(awaited);
@@ -234,7 +200,7 @@ KERNEL(compressor_overlap_scalar, CompressorParams, FORWARD_THREADS) { overlap<f
 
 // ---------------------------------------------------------------- without overlap
 
-// Of an entry that there is.
+// The entry must exist.
 template <bool WIDE, typename Params>
 DEVICE void request_group(const Params& params, const Place& place, const PoolItem& item, Awaited<GROUP_SLOTS>& awaited) {
     const int channel = minimum(item.channel, params.head_dim - QUAD);
@@ -289,10 +255,11 @@ KERNEL(compressor_norm_scalar, CompressorParams, FORWARD_THREADS) { norm<false>(
 
 // ---------------------------------------------------------------- backward
 //
-// Each block goes through entries at a distance of the grid, keeps its sums of dape and dnorm_weight and leaves one
-// row of each; compressor_sums adds the rows in their order. Nothing is atomic, so equal launches give equal bits.
+// Each block loops over entries with the grid as its stride, accumulates dape and dnorm_weight and
+// stores one row of each. compressor_sums adds the rows in their order. No atomics are used, so
+// equal launches give equal bits.
 
-// What the gradient of an entry's norm is made of; zeros where there is no entry.
+// The inputs of the gradient of an entry's norm; zeros for an absent entry.
 struct NormInputs {
     Channels pooled, dy, weight;
     Rotation rotations[QUAD / 2];
@@ -310,7 +277,8 @@ DEVICE NormInputs load_norm(const CompressorBackwardParams& params, const Place&
     return inputs;
 }
 
-// The gradient of what was pooled; the terms of dnorm_weight are added to it. Zeros where there is no entry.
+// The gradient of the pooled values, zeros for an absent entry. Adds the terms of dnorm_weight to
+// `dnorm_weight`.
 DEVICE void norm_gradient(const CompressorBackwardParams& params, NormInputs& inputs, float (*partials)[2], Channels& dpooled,
                           Channels& dnorm_weight) {
     const Channels &pooled = inputs.pooled, &dy = inputs.dy, &weight = inputs.weight;
@@ -329,7 +297,7 @@ DEVICE void norm_gradient(const CompressorBackwardParams& params, NormInputs& in
     }
 }
 
-// dC and dS of one slot, of which the latter is returned.
+// Stores dC and dS of one slot, and returns dS in `dscore`.
 template <bool WIDE>
 DEVICE void store_slot_gradient(const CompressorBackwardParams& params, int64_t token, int64_t column,
                                 const Channels& value, const Channels& power, const Channels& inverse,
@@ -343,8 +311,8 @@ DEVICE void store_slot_gradient(const CompressorBackwardParams& params, int64_t 
     store_quad<WIDE>(params.dgate + token * params.dgate_stride + column, dscore);
 }
 
-// The groups of threads of a block add what they have of one channel one after the other, so that the order is always
-// the same. `total` is in shared memory, of [slots, MAX_HEAD_DIM].
+// The groups of threads of a block add their sums of one channel one after the other, so that the
+// order is always the same. `total` is in shared memory, [slots, MAX_HEAD_DIM].
 template <int COUNT>
 DEVICE void add_in_turn(const float (&x)[COUNT][QUAD], int group, int num_groups, int channel, int head_dim,
                         float (*total)[MAX_HEAD_DIM]) {
@@ -397,7 +365,7 @@ DEVICE void overlap_backward(const CompressorBackwardParams& params) {
     const int group = static_cast<int>(threadIdx.x) / params.entry_threads;
     const int channel = static_cast<int>(threadIdx.x) % params.entry_threads * QUAD;
     add_in_turn(sums, group, groups, channel, params.head_dim, total);
-    // Slot s has row s mod OVERLAP_RATIO of ape and, of its row, the first half or the second.
+    // Slot s has row s mod OVERLAP_RATIO of ape and, of that row, the first half or the second.
     const int head_dim = params.head_dim, num_ape = OVERLAP_SLOTS * head_dim;
     float* const dape = params.dape_partials + static_cast<int64_t>(blockIdx.x) * num_ape;
     float* const dnorm_weight = params.dnorm_weight_partials + static_cast<int64_t>(blockIdx.x) * head_dim;
@@ -415,7 +383,7 @@ KERNEL(compressor_overlap_backward_scalar, CompressorBackwardParams, BACKWARD_TH
     overlap_backward<false>(params);
 }
 
-// Without overlap: dpooled first, of whole entries.
+// Without overlap: first dpooled, of whole entries.
 template <bool WIDE>
 DEVICE void norm_backward(const CompressorBackwardParams& params) {
     __shared__ float partials[2][MAX_WARPS][2];
@@ -442,7 +410,7 @@ DEVICE void norm_backward(const CompressorBackwardParams& params) {
 KERNEL(compressor_norm_backward_vector, CompressorBackwardParams, BACKWARD_THREADS) { norm_backward<true>(params); }
 KERNEL(compressor_norm_backward_scalar, CompressorBackwardParams, BACKWARD_THREADS) { norm_backward<false>(params); }
 
-// A block keeps its channels and its slots' sums of dape, and goes through every (grid / chunks)th entry.
+// A block keeps its channels and its slots' sums of dape, and takes every (grid / chunks)th entry.
 template <bool WIDE>
 DEVICE void pool_backward(const CompressorBackwardParams& params) {
     __shared__ PoolShared shared;
@@ -458,7 +426,7 @@ DEVICE void pool_backward(const CompressorBackwardParams& params) {
         Channels pooled, inverse, dpooled;
         if (place.exists) request_group<WIDE>(params, place, item, awaited);
         load_quad<WIDE>(params.dpooled + entry * params.head_dim + own_channel, dpooled);
-        // Where the next one is takes several trips to memory, which these loads hide.
+        // The lookup of the next place takes several dependent loads, which these loads hide.
         next = place_of(params, entry + step);
         if (!place.exists) continue;
         settle_group(params.ratio, item, awaited);
@@ -486,9 +454,11 @@ DEVICE void pool_backward(const CompressorBackwardParams& params) {
 KERNEL_OF(compressor_pool_backward_vector, CompressorBackwardParams, POOL_THREADS, 2) { pool_backward<true>(params); }
 KERNEL(compressor_pool_backward_scalar, CompressorBackwardParams, POOL_THREADS) { pool_backward<false>(params); }
 
-// ---------------------------------------------------------------- sums over blocks, and tokens that no entry pools
+// ---------------------------------------------------------------- sums over blocks, and tokens
+// that no entry pools
 
-// The sum of a column of `partials`, one column a lane: SUM_GROUPS strided sums, then those in their order.
+// The sum of a column of `partials`, one column a lane: SUM_GROUPS strided sums, then those in
+// their order.
 DEVICE void sum_column(const float* partials, int num_partials, int64_t width, int64_t column, float* result,
                        float (*sums)[WARP_SIZE]) {
     const int lane = lane_id(), group = warp_id();
@@ -503,7 +473,8 @@ DEVICE void sum_column(const float* partials, int num_partials, int64_t width, i
     result[column] = sum;
 }
 
-// Whether an entry pools the first half (as part of the previous group), or the second (or only one), of a token.
+// Whether an entry pools the first half of a token (as part of the previous group), and the second
+// half or only half.
 struct Pooled {
     bool first, own;
 };
@@ -515,8 +486,8 @@ DEVICE Pooled pooled_halves(const CompressorSumsParams& params, int64_t token) {
     return Pooled{group + 1 < entries, group < entries};
 }
 
-// A warp's 32 tokens: zeros for those of them, or their halves, that get no gradient. The lane that holds a token
-// knows it; nothing is done for the others, which most tokens are.
+// Zeros those of a warp's 32 tokens, or their halves, that get no gradient. The lane that holds a
+// token determines it; the other tokens, which are most, cost nothing.
 template <bool WIDE>
 DEVICE void zero_unpooled(const CompressorSumsParams& params, int64_t first_token) {
     const int64_t own = first_token + lane_id();
@@ -540,7 +511,7 @@ DEVICE void zero_unpooled(const CompressorSumsParams& params, int64_t first_toke
 template <bool WIDE>
 DEVICE void sums(const CompressorSumsParams& params) {
     __shared__ float shared[SUM_GROUPS][WARP_SIZE];
-    // Tokens first: where they are, takes a search, which other blocks then hide.
+    // Tokens first: their lookup takes a search, which the other blocks then hide.
     const int token_blocks = ceil_div(params.num_tokens, SUM_THREADS);
     const int ape_blocks = ceil_div(params.num_ape, static_cast<int>(WARP_SIZE));
     const int block = static_cast<int>(blockIdx.x);

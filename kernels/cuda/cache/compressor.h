@@ -1,9 +1,10 @@
-// Tokens pooled into entries, their norm and their rotation (inference 6, training 9). compressor.cu has the formulas.
+// Tokens pooled into entries, their norm and their rotation (inference 6, training 9).
+// compressor.cu has the formulas.
 //
-// A thread has QUAD consecutive channels of an entry and some of its slots, a slot being a token's half that the
-// entry pools. The functions here fix the order of every sum: kernels that find the rows of an entry in different
-// places, but call these, write the same bits. The including file is compiled with ELEMENT defined, the type of what
-// is stored of an entry.
+// A thread has QUAD consecutive channels of an entry and some of its slots. A slot is a token's
+// half that the entry pools. The functions here fix the order of every sum: kernels that load the
+// rows of an entry from different places, but call these, store the same bits. The including file
+// is compiled with ELEMENT defined, the stored type of an entry.
 #pragma once
 
 #include "butterflies.h"
@@ -17,16 +18,17 @@
 
 constexpr int QUAD = 4;  // channels of a thread: 16 bytes of fp32
 constexpr int OVERLAP_RATIO = 4, OVERLAP_SLOTS = 2 * OVERLAP_RATIO;
-// Entries without overlap: a block of up to POOL_THREADS pools CHUNK channels of one. CHUNK_QUADS threads have a
-// group of slots, of which there are as many as slots, where the block has so many; else each thread has up to
-// GROUP_SLOTS slots.
+// Entries without overlap: a block of up to POOL_THREADS pools CHUNK channels of one entry.
+// CHUNK_QUADS threads have a group of slots. There are as many groups as slots where the block has
+// enough threads. Otherwise a thread has up to GROUP_SLOTS slots.
 constexpr int POOL_THREADS = 256, POOL_WARPS = POOL_THREADS / static_cast<int>(WARP_SIZE);
 constexpr int CHUNK_QUADS = 8, CHUNK = CHUNK_QUADS * QUAD;
 constexpr int GROUP_SLOTS = 4, MAX_RATIO = POOL_THREADS / CHUNK_QUADS * GROUP_SLOTS;
 
 using Channels = float[QUAD];
 
-// ---------------------------------------------------------------- rows: in wide accesses, or element by element
+// ---------------------------------------------------------------- rows: in wide accesses, or
+// element by element
 
 template <bool WIDE, typename T>
 DEVICE void load_quad(const T* source, Channels& x) {
@@ -37,7 +39,7 @@ DEVICE void load_quad(const T* source, Channels& x) {
     }
 }
 
-// Of what is read once.
+// For data that is read once.
 template <bool WIDE>
 DEVICE void load_quad_streaming(const float* source, Channels& x) {
     if constexpr (WIDE) {
@@ -65,7 +67,7 @@ DEVICE void store_quad(bf16* target, const Channels& x) {
     }
 }
 
-// The numbers as they are stored.
+// The values as they are stored.
 DEVICE float stored_as(float, float x) { return x; }
 DEVICE float stored_as(bf16, float x) { return to_float(to_bf16(x)); }
 DEVICE void round_to_stored(Channels& x) {
@@ -74,8 +76,9 @@ DEVICE void round_to_stored(Channels& x) {
 
 // ---------------------------------------------------------------- pooling
 
-// Of SLOTS tokens the values and the scores of a thread's channels. A slot without a token has the value 0 and the
-// score -inf, which is chosen, not computed: whatever lies where its token would be is not read.
+// Values and scores of a thread's channels, of SLOTS tokens. A slot without a token has the value
+// 0 and the score -inf. They are selected, not computed: the memory of an absent token is not
+// read.
 template <int SLOTS>
 struct Slots {
     float value[SLOTS][QUAD], score[SLOTS][QUAD];
@@ -89,9 +92,9 @@ DEVICE void leave_empty(Slots<SLOTS>& slots, int slot) {
     }
 }
 
-// Slots that are on their way, all at once: nothing waits for one before another is asked for. Rows of ape are added later, to scores
-// that lack theirs. A slot that is absent is read where there is another one, and emptied later: a branch around a slot's loads
-// would let the next one's wait for them.
+// Slots in flight, all at once: no load waits for another slot. Rows of ape are added later, to
+// scores that lack theirs. An absent slot is loaded from another slot's address and emptied later.
+// A branch around a slot's loads would make the next loads wait for them.
 template <int SLOTS>
 struct Awaited {
     Slots<SLOTS> slots;
@@ -111,7 +114,7 @@ DEVICE void add_ape(Awaited<SLOTS>& awaited) {
     }
 }
 
-// What the warps of a block hand to each other of each of the three numbers of a channel.
+// What the warps of a block exchange, for each of the three values of a channel.
 struct alignas(16) PoolShared {
     float of_warp[3][POOL_WARPS][CHUNK];
 };
@@ -119,8 +122,8 @@ struct alignas(16) PoolShared {
 template <bool SUM>
 DEVICE float joined(float a, float b) { return SUM ? a + b : maximum_f32(a, b); }
 
-// The sum (or the largest) of what the block's warps have left of a thread's channels, in their order. All are asked for before any is
-// needed, and a warp that there is not adds nothing.
+// The sum (or the maximum) of what the block's warps have stored for a thread's channels, in warp
+// order. All loads start before the first use; an absent warp adds nothing.
 template <bool SUM>
 DEVICE void join_warps(const float (&of_warp)[POOL_WARPS][CHUNK], int column, Channels& x) {
     const int warps = static_cast<int>(blockDim.x / WARP_SIZE);
@@ -139,7 +142,8 @@ DEVICE void join_warps(const float (&of_warp)[POOL_WARPS][CHUNK], int column, Ch
     }
 }
 
-// The sums (or the largest) of what all threads of the block with the same channels hold, in each of them, of COUNT numbers a channel.
+// The sums (or maxima) over all threads of the block with the same channels, in each of them, for
+// COUNT values a channel.
 template <bool SUM, int COUNT>
 DEVICE void across_groups(Channels (&x)[COUNT], float (*of_warp)[POOL_WARPS][CHUNK]) {
     const int column = lane_id() % CHUNK_QUADS * QUAD;
@@ -158,9 +162,9 @@ DEVICE void across_groups(Channels (&x)[COUNT], float (*of_warp)[POOL_WARPS][CHU
     for (int number = 0; number < COUNT; ++number) join_warps<SUM>(of_warp[number], column, x[number]);
 }
 
-// Turns scores into exp(score - the channel's largest). Returns for each channel the pooled value, and the inverse of
-// the sum of these, with which they become the weights of the softmax. `shared` is nullptr where a thread has all
-// slots.
+// Turns scores into exp(score - the channel's maximum). Returns the pooled value of each channel,
+// and the inverse of the sum of these powers, which turns them into the softmax weights. `shared`
+// is nullptr where a thread has all slots.
 template <int SLOTS>
 DEVICE void pool(Slots<SLOTS>& slots, PoolShared* shared, Channels& pooled, Channels& inverse) {
     Channels largest[1], sums[2];  // of powers, and of these times values
@@ -195,11 +199,11 @@ DEVICE void pool(Slots<SLOTS>& slots, PoolShared* shared, Channels& pooled, Chan
 
 // ---------------------------------------------------------------- norm and rotation
 //
-// An entry belongs to entry_threads threads, whole warps of one block, each of which has the QUAD channels from
-// `channel` on; threads beyond the last channel have zeros.
+// An entry belongs to entry_threads threads, whole warps of one block. Each has the QUAD channels
+// starting at `channel`; threads past the last channel have zeros.
 
-// Sums over the threads of an entry, in each of them. All threads of the block take part. `partials` has room for
-// each warp; a caller may pass it again only after another barrier.
+// Sums over the threads of an entry, in each of them. All threads of the block take part.
+// `partials` has room for each warp; a caller may pass it again only after another barrier.
 template <int COUNT>
 DEVICE void entry_sums(float (&x)[COUNT], int entry_threads, float (*partials)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) x[i] = warp_sum(x[i]);
@@ -228,7 +232,8 @@ struct RotationTable {
     bool inverse;
 };
 
-// The rotations of a thread's two pairs, if its channels turn, which are the last rope_dim of an entry. Returns whether they do.
+// The rotations of a thread's two pairs. Returns whether its channels are rotated: the last
+// rope_dim of an entry are.
 template <bool INVERSE, typename Params>
 DEVICE bool load_turn(const Params& params, int64_t position, int channel, Rotation (&rotations)[QUAD / 2]) {
     const int first = channel - (params.head_dim - params.rope_dim);
@@ -243,7 +248,7 @@ DEVICE void turn_by(const Rotation (&rotations)[QUAD / 2], Channels& x) {
     for (int pair = 0; pair < QUAD / 2; ++pair) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
 }
 
-// What the norm of an entry divides by, of what was pooled and rounded, in all its threads.
+// The reciprocal of the norm of an entry, from the pooled and rounded values, in all its threads.
 template <typename Params>
 DEVICE float norm_of(const Params& params, const Channels& x, float (*partials)[1]) {
     float squares[1] = {0.0f};
@@ -257,15 +262,16 @@ DEVICE void weigh(const Channels& weight, float rstd, Channels& x) {
     round_to_stored(x);
 }
 
-// ---------------------------------------------------------------- what an entry is stored for (inference 5.4)
+// ---------------------------------------------------------------- epilogues of an entry
+// (inference 5.4)
 //
-// Numbers become what their codes would mean. The threads of a warp have neighbouring channels, so that those that
-// share a scale are neighbouring lanes; all lanes of the warp take part.
+// Values become what their codes decode to. The threads of a warp have neighbouring channels, so
+// that those that share a scale are neighbouring lanes. All lanes of the warp take part.
 
 constexpr int SIMULATED_E4M3 = 1, TRANSFORMED_E2M1 = 2;  // of params.epilogue; anything else leaves an entry as it is
 constexpr int E4M3_GROUP = 64, E2M1_GROUP = 32;          // channels that share a scale
 
-// Of the channels that are `coded`; the others stay.
+// Only the channels with `coded` change.
 DEVICE void simulate_e4m3(bool coded, Channels& x) {
     const float amax = largest(coded ? largest_magnitude(x) : 0u, E4M3_GROUP / QUAD);
     const uint8_t scale = group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f);
@@ -284,7 +290,8 @@ DEVICE void simulate_e2m1(Channels& x) {
     for (int i = 0; i < QUAD; ++i) x[i] = e2m1_to_float(to_e2m1(x[i] * inverse)) * e8m0_to_float(scale);
 }
 
-// The channels that do not turn as e4m3; or all of an entry of 128, a warp's, transformed, rounded and as e2m1.
+// The unrotated channels as e4m3; or all of an entry of 128, which one warp has: transformed,
+// rounded, and as e2m1.
 template <typename Params>
 DEVICE void simulate_codes(const Params& params, int channel, Channels& x) {
     if (params.epilogue == SIMULATED_E4M3) {
@@ -296,7 +303,8 @@ DEVICE void simulate_codes(const Params& params, int channel, Channels& x) {
     }
 }
 
-// What else an entry is made with, which is asked for before it is pooled: behind the norm it would be a wait of its own.
+// The other inputs of an entry, loaded before the pooling: after the norm they would be a separate
+// wait.
 struct Finish {
     Channels weight;
     Rotation rotations[QUAD / 2];
@@ -311,7 +319,8 @@ DEVICE Finish load_finish(const Params& params, int64_t position, int channel) {
     return finish;
 }
 
-// Makes an entry of what was pooled and rounded: norm, rounded as it would be stored, rotation, rounded again, epilogue.
+// Makes an entry from pooled and rounded values: norm, rounded as stored, rotation, rounded again,
+// epilogue.
 template <typename Params>
 DEVICE void make_entry(const Params& params, const Finish& finish, int channel, Channels& x, float (*partials)[1]) {
     const float rstd = norm_of(params, x, partials);
@@ -323,10 +332,11 @@ DEVICE void make_entry(const Params& params, const Finish& finish, int channel, 
     simulate_codes(params, channel, x);
 }
 
-// ---------------------------------------------------------------- which sequence, entry, channels and slots are whose
+// ---------------------------------------------------------------- sequences, entries, channels
+// and slots of threads
 
-// The last of the sequences that starts at or before `at`, which is the one that holds it if any does: sequences
-// without anything come before it. -1 where all start behind it.
+// The last sequence that starts at or before `at`. It is the one that holds `at`, if any does:
+// empty sequences come before it. -1 where all start after it.
 DEVICE int sequence_of(const int32_t* starts, int num_sequences, int64_t at) {
     int low = 0, high = num_sequences;
     while (low < high) {
@@ -340,27 +350,29 @@ DEVICE int sequence_of(const int32_t* starts, int num_sequences, int64_t at) {
     return low - 1;
 }
 
-// The same for a warp whose lanes all ask for one place. Each step compares 32 starts that divide what is left, so that
-// a thousand sequences are two loads one after the other, where one lane by itself waits for ten.
+// The same for a warp whose lanes all look up one place. Each step compares 32 starts that divide
+// the rest. So a thousand sequences take two dependent loads, where a single lane would take ten.
 DEVICE int sequence_of_warp(const int32_t* starts, int num_sequences, int64_t at) {
     int low = 0, high = num_sequences;
     while (low < high) {
         const int step = ceil_div(high - low, static_cast<int>(WARP_SIZE)), own = low + lane_id() * step;
         const int begun = __popc(__ballot_sync(FULL_WARP, own < high && starts[minimum(own, high - 1)] <= at));
         if (begun == 0) break;
-        // The last lane's start that is reached, and the first that is not: what lies between them is left.
+        // The rest is between the last lane's start that is reached, and the first that is not.
         high = minimum(low + begun * step, high);
         low += (begun - 1) * step + 1;
     }
     return low - 1;
 }
 
-// The column of a slot with overlap: the first slots have the first half of their tokens, the others the second.
+// The column of a slot with overlap: the first slots have the first half of their tokens, the
+// others the second.
 DEVICE int64_t overlap_column(int head_dim, int channel, int slot) {
     return slot < OVERLAP_RATIO ? channel : head_dim + channel;
 }
 
-// A block's entry, and its threads' channels and slots: slot_of(item, i) for i below GROUP_SLOTS, if the entry has it.
+// A block's entry, and its threads' channels and slots: slot_of(item, i) for i below GROUP_SLOTS,
+// if the entry has it.
 DEVICE int slot_groups() { return static_cast<int>(blockDim.x) / CHUNK_QUADS; }
 struct PoolItem {
     int64_t entry;
@@ -368,7 +380,7 @@ struct PoolItem {
 };
 DEVICE int slot_of(const PoolItem& item, int i) { return item.group + i * slot_groups(); }
 DEVICE PoolItem pool_item(int64_t block, int head_dim) {
-    // Blocks are numbered in 32 bits, of which a division is a tenth of one of 64.
+    // Block numbers fit 32 bits; a 32-bit division takes a tenth of a 64-bit one.
     const uint32_t chunks = ceil_div(head_dim, CHUNK);
     const int64_t entry = static_cast<uint32_t>(block) / chunks;
     const int chunk = static_cast<int>(static_cast<uint32_t>(block) % chunks);
@@ -376,7 +388,7 @@ DEVICE PoolItem pool_item(int64_t block, int head_dim) {
     return PoolItem{entry, chunk * CHUNK + quad * QUAD, group};
 }
 
-// Stores an entry and, where it is wanted, what was pooled; zeros where there is none.
+// Stores an entry, or zeros where it does not exist.
 template <bool WIDE, typename Params>
 DEVICE void store_entry(const Params& params, int64_t entry, bool exists, int channel, Channels& x) {
     if (entry >= params.num_entries || channel >= params.head_dim) return;
@@ -390,7 +402,7 @@ DEVICE void store_pooled(const Params& params, int64_t entry, int channel, const
     store_quad<WIDE>(params.pooled + entry * params.head_dim + channel, x);
 }
 
-// The entry and the first channel of a thread, of blocks with several entries.
+// The entry and the first channel of a thread, in blocks with several entries.
 struct Item {
     int64_t entry;
     int channel;

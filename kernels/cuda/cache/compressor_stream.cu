@@ -1,39 +1,27 @@
-// Tokens pooled into compressed entries while sequences grow (inference 6, 6.2). With C = kv and S = gate + ape[t mod
-// ratio] of the token at position t of its sequence, and R = num_rows,
+// Tokens pooled into compressed entries while sequences grow (inference 6, 6.2). With C = kv and S
+// = gate + ape[t mod ratio] of the token at position t of its sequence, and R = num_rows,
 //
-//     state[slot][t mod R] = (C, S)                  of each token of the call
-//     entry j of a sequence, if its last token (j + 1) ratio - 1 is of the call: as compressor.cu has it, epilogue included
+//     state[slot][t mod R] = (C, S)          of each token of the call
+//     entry j of a sequence, if its last token (j + 1) ratio - 1 is of the call: see compressor.cu
 //
-// Tokens of the call come from kv and gate, earlier ones from the state; those before position 0 are absent, chosen
-// by a select, so that a slot may hold anything of another sequence when one begins in it. A position that comes
-// again, after the tokens from there on were rejected, writes its row again. Row cu_entries[i] + k is the k-th entry
-// that sequence i completes in the call; rows without one are zero. A sequence whose slot there is not writes no
-// state and makes no entry.
+// Tokens of the call come from kv and gate, earlier ones from the state. Those before position 0
+// are absent, by selects, so a slot may hold any data when a sequence starts in it. A position
+// that comes again after a rejection overwrites its row. Row cu_entries[i] + k is the k-th entry
+// that sequence i completes in the call; other rows are zero. A sequence whose slot does not exist
+// writes no state and makes no entry.
 //
-// Work. Entries are made first, by the functions that compressor.cu calls as well: the same numbers give the same
-// bits, whatever was a call's and whatever the state's. A last launch then writes the rows, since a call of more
-// tokens than the state has room for writes rows that its own first entries read; without overlap it makes the entries of
-// what the first pooled, too. Of tokens with one row the last one writes it.
+// Work: entries are made first, by compressor.cu's functions: equal values give equal bits, from
+// the call or the state. A last launch writes the rows, because the call's first entries may still
+// read the rows it overwrites. Without overlap it makes the entries from the pooled values too. Of
+// tokens with one row the last one writes it. With overlap a call of one or two tokens a sequence
+// is one launch (compressor_stream_step): a block has a sequence, a thread some columns of all its
+// rows, which no other thread accesses.
 //
-// With overlap a call of a token or two a sequence is one launch (compressor_stream_step): a block has a sequence, a thread
-// some columns of all its rows, which nobody else reads or writes, so that its own order is enough. It knows its sequence
-// without a search and asks for all that it needs of it at once, then for all rows, weights and rotations at once. Where one
-// sequence has most tokens of such a call the others wait for its block.
-//
-// Floors: each token is read once for the state and, when its group is complete, once for each entry that pools it;
-// 16 bytes a number for a token that completes nothing. At decode, 128 sequences of width 1024: 2.1 MB of rows, and
-// every fourth step 8 MB of slots: 0.5 and 2 us at 4.24 TB/s, which launches exceed. Limited by latency: of cu_entries, slots
-// and rows one after the other, and of launches.
-// Measured on one H200, 128 sequences: 14.3 us of 512 dims and 13.0 us of 128 at ratio 4; on an H100 1 and 128 sequences 10.6
-// and 13.7 us, 9.6 and 12.5 us, and 12.5 and 17.2 us of 512 dims at ratio 128, in two and three launches, with a search of
-// one start after the other in each. In one launch 6.5 and 7.6, 6.4 and 7.0 us, where 3.5 to 4.3 were expected, and in two 9.9 and
-// 11.4. Clock stamps said why: 9300 of 12500 cycles went by between the indices and the last slot, ten trips to memory one behind
-// the other, since a branch around a slot's loads let each wait for the one before. Without branches 3.8 and 4.7, 3.6 and 4.2 us, and
-// 8.3 and 9.6 in two launches. By the mark of an empty kernel, the bytes and 1.5 us one sequence has 2.6, which is out of reach of two
-// trips, of indices and then of slots (some 850 and 900 cycles by the stamps), with 1100 cycles of pooling and 570 of the norm between
-// a warp's own instructions: of 3.8 us 1.1 are the launch and 1.9 these four.
-//
-// Defines: ELEMENT  type of pooled and entries: bf16 or float
+// Floor: each token is read once for the state and once for each entry that pools it, 16 bytes a
+// value for a token that completes none. At decode, 128 sequences of width 1024: 0.5 us, every
+// fourth step 2 us, at 4.24 TB/s. What limits it: launches and the latency of dependent loads
+// (cu_entries, slots, rows).
+// ELEMENT: type of pooled and entries, bf16 or float. Tried: kernels/docs/compressor_stream.md.
 #include "compressor.h"
 
 constexpr int THREADS = 128;
@@ -72,7 +60,7 @@ PARAMS_LAYOUT(CompressorStreamParams, kv, kv_stride, gate, gate_stride, ape, nor
               pooled, entries, entries_stride, table_rows, num_entries, num_sequences, num_slots, num_rows,
               ratio, width, head_dim, rope_dim, entry_threads, eps, epilogue)
 
-// ---------------------------------------------------------------- where a sequence is
+// ---------------------------------------------------------------- sequences
 
 struct Sequence {
     int64_t token;           // its first one of the call
@@ -89,7 +77,7 @@ DEVICE Sequence load_sequence(const CompressorStreamParams& params, int number) 
     return Sequence{token, first, first + static_cast<int64_t>(tokens), slot, exists};
 }
 
-// What load_sequence reads of up to a thousand sequences, on its way while one is looked for.
+// Prefetches what load_sequence reads, for up to a thousand sequences, during the search for one.
 DEVICE void prefetch_sequences(const CompressorStreamParams& params) {
     const int number = lane_id() * LINE_NUMBERS;
     if (number >= params.num_sequences) return;
@@ -104,7 +92,8 @@ struct StreamPlace {
     bool exists;
 };
 
-// Of an entry of a sequence, counted from the first that the call can complete: that of the first token's group.
+// The place of an entry of a sequence. Entry 0 is the first that the call can complete, the group
+// of its first token.
 DEVICE StreamPlace place_in(const Sequence& sequence, int32_t ratio, int64_t entry) {
     if (!sequence.exists || entry < 0) return StreamPlace{sequence, 0, false};
     const int64_t group = static_cast<uint32_t>(sequence.first_position) / static_cast<uint32_t>(ratio) + entry;
@@ -112,7 +101,7 @@ DEVICE StreamPlace place_in(const Sequence& sequence, int32_t ratio, int64_t ent
     return StreamPlace{sequence, position, position + ratio <= sequence.end};
 }
 
-// All lanes of a warp ask for one entry.
+// All lanes of a warp look up one entry.
 DEVICE StreamPlace stream_place(const CompressorStreamParams& params, int64_t entry) {
     StreamPlace place{Sequence{}, 0, false};
     if (entry >= params.num_entries) return place;
@@ -124,13 +113,13 @@ DEVICE StreamPlace stream_place(const CompressorStreamParams& params, int64_t en
     return place_in(sequence, params.ratio, entry - params.cu_entries[number]);
 }
 
-// Positions are below 2^32, where a remainder takes a tenth of the instructions of one of 64 bits.
+// Positions are below 2^32; a 32-bit remainder takes a tenth of the instructions of a 64-bit one.
 DEVICE int64_t remainder_of(int64_t position, int32_t divisor) {
     return static_cast<uint32_t>(position) % static_cast<uint32_t>(divisor);
 }
 
-// Where a token's values and scores lie, from a column on: in kv and gate if it is of the call, or in the state, as an earlier
-// call left them.
+// Offsets of a token's values and scores, from a column on: in kv and gate for a token of the
+// call, in the state for an earlier one.
 struct Row {
     int64_t value, score;
     bool of_call;
@@ -144,8 +133,8 @@ DEVICE Row row_at(const CompressorStreamParams& params, const Sequence& sequence
     return Row{row, row + params.width, false};
 }
 
-// The same as addresses, and that of a row of ape, which the scores of a token of the call lack; of another one its values' once
-// more, which cost nothing.
+// The same as addresses, and that of a row of ape, which the scores of a token of the call lack.
+// For an earlier token the address of its values stands in, at no cost.
 struct Source {
     const float *value, *score, *ape;
     bool of_call;
@@ -164,7 +153,8 @@ DEVICE void request_slot(const Source& source, int slot, Awaited<SLOTS>& awaited
     awaited.lacks_ape[slot] = source.of_call;
 }
 
-// The row of the state that a token of the call is written to; nullptr where a later one of the call has it as well.
+// The row of the state that a token of the call writes; nullptr where a later token of the call
+// has the same row.
 DEVICE float* own_row(const CompressorStreamParams& params, const Sequence& sequence, int64_t position) {
     if (position + params.num_rows < sequence.end) return nullptr;
     return params.state + sequence.slot * params.state_slot_stride +
@@ -179,15 +169,16 @@ DEVICE void store_row(const CompressorStreamParams& params, float* row, int64_t 
 
 // ---------------------------------------------------------------- with overlap
 
-// The pointer that a lane has, told as a distance from one of the launch's: of a pointer made of a number the compiler does not know
-// that it is one to global memory.
+// The pointer of another lane, passed as an offset from a pointer of the launch. With a pointer
+// made from an integer, the compiler does not know that it is to global memory.
 DEVICE const float* pointer_in_lane(const float* base, const float* pointer, int lane) {
     const int64_t distance = reinterpret_cast<int64_t>(pointer) - reinterpret_cast<int64_t>(base);
     return reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(base) + __shfl_sync(FULL_WARP, distance, lane));
 }
 
-// Asks for the slots of an entry that there is. Where a row is takes dozens of instructions and is the same for a warp's threads but
-// for their channels: each lane finds that of one slot, and tells the others.
+// Starts the loads of the slots of an existing entry. The address of a row takes dozens of
+// instructions, and differs between a warp's threads only by channel. So each lane computes that
+// of one slot, and the others get it by shuffles.
 template <bool WIDE>
 DEVICE void request_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel,
                           Awaited<OVERLAP_SLOTS>& awaited) {
@@ -205,8 +196,8 @@ DEVICE void request_entry(const CompressorStreamParams& params, const StreamPlac
     }
 }
 
-// Pools the slots of an entry, asked for at once with what the entry is made with. Zeros where there is none, and behind its last
-// channel, where threads ask for those of the last ones.
+// Pools the slots of an entry, loaded together with the other inputs of the entry. Zeros for an
+// absent entry, and past its last channel, where threads load the last channels.
 template <bool WIDE>
 DEVICE Finish pool_entry(const CompressorStreamParams& params, const StreamPlace& place, int channel, Channels& x) {
     for (int i = 0; i < QUAD; ++i) x[i] = 0.0f;
@@ -242,7 +233,7 @@ KERNEL(compressor_stream_overlap_scalar, CompressorStreamParams, THREADS) { stre
 
 // ---------------------------------------------------------------- without overlap
 
-// What the next launch makes the entry with: the second-level cache has it by then.
+// Prefetches the other inputs of the entry to L2 for the next launch.
 DEVICE void prefetch_finish(const CompressorStreamParams& params, int64_t position, int channel) {
     if (channel >= params.head_dim) return;
     prefetch_second_level(params.norm_weight + channel);
@@ -280,7 +271,7 @@ DEVICE void stream_pool(const CompressorStreamParams& params) {
 KERNEL(compressor_stream_pool_vector, CompressorStreamParams, POOL_THREADS) { stream_pool<true>(params); }
 KERNEL(compressor_stream_pool_scalar, CompressorStreamParams, POOL_THREADS) { stream_pool<false>(params); }
 
-// What was pooled becomes an entry.
+// Turns pooled values into an entry.
 template <bool WIDE>
 DEVICE void stream_norm(const CompressorStreamParams& params, int64_t block) {
     __shared__ float partials[MAX_WARPS][1];
@@ -297,11 +288,12 @@ DEVICE void stream_norm(const CompressorStreamParams& params, int64_t block) {
 
 // ---------------------------------------------------------------- the state
 
-// A block writes the row of one token. One whose row a later token of the call has as well is left out.
+// A block writes the row of one token. A token whose row a later token of the call has as well is
+// skipped.
 template <bool WIDE>
 DEVICE void write_rows(const CompressorStreamParams& params, int64_t token) {
     const int step = static_cast<int>(blockDim.x) * QUAD;
-    // On their way while the sequence is looked for.
+    // In flight during the search for the sequence.
     for (int at = static_cast<int>(threadIdx.x) * QUAD; at < params.width; at += step) {
         prefetch_second_level(params.kv + (token * params.kv_stride + at));
         prefetch_second_level(params.gate + (token * params.gate_stride + at));
@@ -327,7 +319,8 @@ DEVICE void write_rows(const CompressorStreamParams& params, int64_t token) {
 KERNEL(compressor_stream_write_vector, CompressorStreamParams, THREADS) { write_rows<true>(params, blockIdx.x); }
 KERNEL(compressor_stream_write_scalar, CompressorStreamParams, THREADS) { write_rows<false>(params, blockIdx.x); }
 
-// The first blocks make entries, the others write a token's row each: what pooled them has read what these overwrite.
+// The first blocks make entries, the others write a token's row each. The launch before has read
+// what these overwrite.
 template <bool WIDE>
 DEVICE void norm_and_write(const CompressorStreamParams& params) {
     const int64_t block = blockIdx.x, norms = ceil_div(params.num_entries, THREADS / params.entry_threads);
@@ -341,10 +334,11 @@ DEVICE void norm_and_write(const CompressorStreamParams& params) {
 KERNEL(compressor_stream_norm_write_vector, CompressorStreamParams, THREADS) { norm_and_write<true>(params); }
 KERNEL(compressor_stream_norm_write_scalar, CompressorStreamParams, THREADS) { norm_and_write<false>(params); }
 
-// ---------------------------------------------------------------- a step of few tokens, with overlap
+// ---------------------------------------------------------------- a step of few tokens, with
+// overlap
 //
-// A block has a sequence, its threads those of one entry. A thread has its channels of either half of a row: it alone reads
-// and writes them, and does that in order.
+// A block has a sequence, and its threads those of one entry. A thread has its channels of either
+// half of a row. No other thread reads or writes them, so its program order is enough.
 
 // A token's columns of the call, both halves.
 template <bool WIDE>
@@ -372,7 +366,7 @@ template <bool WIDE>
 DEVICE void step_sequence(const CompressorStreamParams& params) {
     __shared__ float partials[MAX_WARPS][1];
     const int number = static_cast<int>(blockIdx.x), channel = static_cast<int>(threadIdx.x) * QUAD;
-    // All of these are on their way at once.
+    // All of these loads are in flight at once.
     const int64_t first = params.cu_entries[number], behind = params.cu_entries[number + 1];
     const int64_t last = params.cu_entries[params.num_sequences];
     const Sequence sequence = load_sequence(params, number);
@@ -388,7 +382,7 @@ DEVICE void step_sequence(const CompressorStreamParams& params) {
         store_entry<WIDE>(params, entry, place.exists, channel, x);
         if (entry + 1 < end) __syncthreads();
     }
-    // Rows that are no sequence's.
+    // Rows that belong to no sequence.
     for (int64_t entry = maximum<int64_t>(last, 0) + number; entry < params.num_entries; entry += gridDim.x) {
         Channels zeros = {};
         store_entry<WIDE>(params, entry, false, channel, zeros);

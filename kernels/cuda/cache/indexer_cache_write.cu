@@ -1,26 +1,27 @@
-// Transforms and quantises the indexer's keys and scatters them to slots of a paged store (inference 5.4, 7, 7.1, 13.2).
+// Transforms and quantizes the indexer's keys, and scatters them to slots of a paged store
+// (inference 5.4, 7, 7.1, 13.2).
 //
 //     row = pages[slots[t]]       untouched where the slot is negative or not below num_slots
-//     y   = bf16(128^-0.5 sum over j of (-1)^popcount(i AND j) k[t, j])      the sums of hadamard.cu, in its order
-//     codes and scales of y as hadamard.cu quantises it: STORED 1 as e2m1 in four groups, 2 as e4m3 in one
+//     y   = bf16(128^-0.5 sum over j of (-1)^popcount(i AND j) k[t, j])     in hadamard.cu's order
+//     codes and scales of y as in hadamard.cu: STORED 1 as e2m1 in four groups, 2 as e4m3 in one
 //
-// A page of B rows keeps the codes of all its rows and, behind them, four bytes of scales for each: e8m0, or an f32 number.
+// A page of B rows keeps the codes of all its rows, then four bytes of scales for each: e8m0, or
+// one f32 value.
 //
-//     page + i * CODE_BYTES                  codes of row i: 64 bytes, the even one of two in the low nibble, or 128
-//     page + B * CODE_BYTES + i * 4          its scales
+//     page + i * CODE_BYTES         codes of row i: 64 bytes, even channels in low nibbles, or 128
+//     page + B * CODE_BYTES + i * 4 its scales
 //
-// Slots must be distinct: which of two keys wins is undefined. Four lanes take a key, as in hadamard.cu; a key is read whether or
-// not its slot exists, so that the load does not wait for the slot.
+// Slots must be distinct: which of two keys wins is undefined. Four lanes take a key, as in
+// hadamard.cu. A key is read whether or not its slot exists, so that its load does not wait for
+// the slot.
 //
-// Floor: 256 bytes read, 68 or 132 written and 4 of the slot for a key: for 32768 of them, as many as 131072 tokens have,
-// 10.7 or 12.8 MB, 2.5 or 3.0 us at 4.24 TB/s. Limited by the latency of one load at the numbers of a step, by instructions
-// beyond (hadamard.cu). On one H100 6.3 and 6.6 us, 56 and 65 % of the rate of a large copy, where a copy of as many bytes takes
-// some 5. ncu (on an H100): DRAM at 31 %, 56 % of the issue slots taken, 55 % of a warp's time waiting for its load.
-// On one H200 5.5 us each, 46 and 55 %, where copies of as many bytes take 4.3 and 4.8; ncu there (reports/h200/ncu.txt): 60 % of the
-// issue slots taken, 44 % of a warp's time waiting for its load, all 1024 blocks at once: a load, the transform and a store one
-// behind the other.
+// Floor: 256 bytes read, 68 or 132 written and 4 of the slot for a key. 32768 keys (131072 tokens)
+// are 10.7 or 12.8 MB, 2.5 or 3.0 us at 4.24 TB/s. Measured on one H200: 5.5 us each. What limits
+// it: latency of a load, the transform and a store in sequence at the sizes of a step; issue slots
+// beyond (hadamard.cu).
 //
-// Defines: ELEMENT  bf16; STORED  1 or 2. Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
+// Defines: ELEMENT bf16; STORED 1 or 2. Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks.
+// Measurements: kernels/docs/indexer_cache_write.md.
 #include "element.h"
 #include "hadamard.h"
 
@@ -48,7 +49,7 @@ PARAMS_LAYOUT(IndexerCacheWriteParams, k, k_stride, slots, pages, pages_stride, 
 KERNEL(indexer_cache_write, IndexerCacheWriteParams, THREADS) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + threadIdx.x / LANES;
     const int lane = threadIdx.x % LANES;
-    // A key that is not there is one of zeros: its lanes take part in the shuffles of their warp.
+    // An absent key is one of zeros: its lanes take part in the shuffles of their warp.
     const bool exists = token < params.num_tokens;
     Row x = {};
     if (exists) load_row<true>(params.k + token * params.k_stride, lane, x);

@@ -1,8 +1,9 @@
 // Rows of the paged KV cache (inference 8.3).
 //
-// A row of NOPE + ROPE channels holds the first NOPE as e4m3, one byte each, and the others as bf16. A page of B
-// rows keeps their data together and the scales behind them; a scale is one e8m0 byte for 64 e4m3 channels,
-// eight bytes a row, of which those behind the last group are 0:
+// A row of NOPE + ROPE channels holds the first NOPE as e4m3, one byte each, and the others as
+// bf16. A page of B rows keeps the data of its rows together, and the scales after them. A scale
+// is one e8m0 byte for 64 e4m3 channels. A row has eight scale bytes; those after the last group
+// are 0:
 //
 //     page + i * (NOPE + 2 * ROPE)          data of row i: e4m3 [NOPE], bf16 [ROPE]
 //     page + B * (NOPE + 2 * ROPE) + i * 8  scales of row i: e8m0 [NOPE / 64], then 0
@@ -26,7 +27,8 @@ struct CacheRow {
     static constexpr int SCALE_BYTES = NOPE > 0 ? ROW_SCALE_BYTES : 0;
 };
 
-// Where the rows of a store are, for reading or for writing. A slot is page * page_size + row in the page.
+// Addresses of the rows of a store, for reading or for writing. A slot is page * page_size + row
+// in the page.
 template <typename Byte>
 struct PagedRows {
     Byte* pages;
@@ -37,7 +39,7 @@ struct PagedRows {
     bool holds(int32_t slot) const { return slot >= 0 && slot < num_slots; }
 
     Byte* page(int32_t slot) const { return pages + slot / page_size * page_stride; }
-    // First byte of a row's data. The slot must be one that the store holds.
+    // First byte of a row's data. The store must hold the slot.
     template <typename Row>
     Byte* data(int32_t slot) const {
         return page(slot) + static_cast<int64_t>(slot % page_size) * Row::DATA_BYTES;

@@ -1,33 +1,25 @@
-// Quantises rows of K = V and scatters them to slots of the paged cache (inference 5.4, 8.3, 13.2).
+// Quantizes rows of K = V and scatters them to slots of the paged cache (inference 5.4, 8.3,
+// 13.2).
 //
-//     row = cache[slots[t]]       untouched where the slot is negative or not below num_slots
+//     row  = cache[slots[t]]       untouched where the slot is negative or not below num_slots
 //     amax = max |x|, at least 1e-4, over each group of 64 of the first NOPE_DIM channels
-//     s    = 2^ceil(log2(amax * fp32(1/448)))                     one e8m0 byte; what pads the scales is 0
-//     code = e4m3(x / s)                                          nearest even; |x / s| <= 448 by the choice of s
+//     s    = 2^ceil(log2(amax * fp32(1/448)))        one e8m0 byte; padding of the scales is 0
+//     code = e4m3(x / s)                             nearest even; |x / s| <= 448 by choice of s
 //     the other channels are copied bit by bit
 //
-// A group with a NaN or an infinity has no finite scale: its byte is 255 and its codes are NaN, so that it
-// decodes to NaN instead of to numbers that look right. Slots must be distinct: which of two tokens
-// wins is undefined.
+// A group with a NaN or an infinity has no finite scale. Its scale byte is 255 and its codes are
+// NaN, so that it decodes to NaN and not to plausible values. Slots must be distinct: which of two
+// tokens wins is undefined.
 //
-// One warp takes a token, eight channels a lane and step, so that a group is eight neighbouring lanes. A row is read
-// whether or not its slot exists: the loads do not wait for the slot.
+// One warp takes a token, eight channels a lane and step, so a group is eight neighbouring lanes.
+// A row is read whether or not its slot exists: its loads do not wait for the slot.
 //
-// Floor: 2 * HEAD_DIM bytes read and DATA_BYTES + SCALE_BYTES written for a token (1024 and 584 in the model's format),
-// at 4 operations a channel. Limited by memory. A token's codes are 448 contiguous bytes, its scales a single
-// sector of 32 bytes that neighbouring slots share. 105 MB of 65536 tokens are
-// 25 us at 4.24 TB/s. All of a row is asked for before any of it is used. On one H200 31.3 us (79 %), 3.3 for 4096 tokens, which a
-// copy of as many bytes takes too, 1.7 for 128 and 1.3 for one; 65536 rows of bf16 35.6 (88 %). By steps of 256 channels, each of
-// which waited for the one before, 36.3, 4.3, 2.7, 2.0 and 36.7. Two tokens of a warp under way take 32.0 and 3.7 (2.2 of 128), four
-// 32.9 and 4.6. ncu (reports/h200/ncu.txt): 71 % of the issue slots taken, 36 % of a warp's time waiting for its load, DRAM at 64 %
-// while the writes of one launch stay in the second-level cache. Writes are rows of 576 bytes in the order of slots: rows of 1024
-// bytes, of bf16, come nearer to a copy. Limited by memory.
-//
-// Defines
-//   NOPE_DIM  e4m3 channels, a multiple of 64 up to 512; 0 is a cache of bf16
-//   ROPE_DIM  bf16 channels, a multiple of 8
-//
-// Launch: ceil(num_tokens / 8) blocks of 256 threads.
+// Floor: 2 * HEAD_DIM bytes read, DATA_BYTES + SCALE_BYTES written for a token (1024 and 584 in
+// the model's format), at 4 operations a channel: 65536 tokens are 105 MB, 25 us at 4.24 TB/s.
+// Measured on one H200: 31.3 us (79 %). What limits it: memory.
+// Defines: NOPE_DIM, e4m3 channels, a multiple of 64 up to 512 (0: a bf16 cache); ROPE_DIM, bf16
+// channels, a multiple of 8. Launch: ceil(num_tokens / 8) blocks of 256 threads.
+// What was tried: kernels/docs/kv_cache_write.md.
 #include "kv_cache.h"
 #include "math.h"
 #include "memory.h"
@@ -72,12 +64,13 @@ DEVICE uint32_t quantise(uint32_t first, uint32_t second, float inverse_scale) {
 }
 
 constexpr int ROW_CHUNKS = Row::HEAD_DIM / LANE_CHANNELS;
-// Steps of a warp over a row and over its scales, of which there are eight where there are any.
+// Steps of a warp over a row and over its scales; a row with scales has eight.
 constexpr int STEPS = ceil_div(maximum(ROW_CHUNKS, Row::SCALE_BYTES * GROUP_LANES), static_cast<int>(WARP_SIZE));
 
 DEVICE int chunk_of(int step) { return step * static_cast<int>(WARP_SIZE) + lane_id(); }
 
-// What a lane has of a row, one chunk of each step; zeros behind the row. All are asked for before one is waited for.
+// A lane's part of a row, one chunk a step; zeros past the row's end. All loads start before the
+// first wait.
 struct Chunks {
     Vec16 x[STEPS];
 
@@ -90,7 +83,8 @@ struct Chunks {
     }
 };
 
-// One group for each eight lanes, ROW_SCALE_BYTES of them in all: groups that do not exist pad the scales with 0.
+// One group for each eight lanes, ROW_SCALE_BYTES groups in all. Groups that do not exist pad the
+// scales with 0.
 DEVICE void write_group(const Vec16& x, int chunk, uint8_t* data, uint8_t* scales, bool wanted) {
     const int group = chunk / GROUP_LANES;
     const bool exists = group < Row::GROUPS;
@@ -99,7 +93,8 @@ DEVICE void write_group(const Vec16& x, int chunk, uint8_t* data, uint8_t* scale
     for (int distance = GROUP_LANES / 2; distance > 0; distance /= 2)
         magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
     const uint8_t scale = group_scale(__uint_as_float(magnitude));
-    // x / s as a product: s is a power of two, and so is 1 / s, whose byte is 254 - that of s.
+    // x / s as a multiplication: s is a power of two, and so is 1 / s, whose byte is 254 - that of
+    // s.
     const float inverse = scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
     if (!wanted || group >= ROW_SCALE_BYTES) return;
     if (chunk % GROUP_LANES == 0) scales[group] = exists ? scale : 0;

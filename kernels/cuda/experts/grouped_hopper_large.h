@@ -1,4 +1,5 @@
-// Units of the products of experts (quantised_hopper_large.h), and where their blocks keep how many there are.
+// Work tiles of the experts' GEMMs (quantised_hopper_large.h), and where a block stores the number
+// of row tiles of each expert.
 #pragma once
 
 #include "grouped_linear.h"
@@ -10,13 +11,14 @@ struct GroupedShared {
 };
 static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 
-// The turns of tiles of experts.
+// The scheduler of the experts' work tiles: blocks take each as they become free.
 template <uint32_t CLUSTER, typename Tiles>
 DEVICE AsFree<CLUSTER> turns_of(const Tiles& tiles, SharedAddress shared) {
     return {static_cast<uint32_t>(tiles.count()), shared, tiles.params.num_taken};
 }
 
-// Of x the map has all rows, or those of each expert.
+// x_map covers all rows of x where rows are sorted. Otherwise the expert is one of its
+// coordinates.
 DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantisedProduct& product, const Part& part, int32_t expert,
                     bool shares_tokens) {
     const bool sorted = params.expert_offsets != nullptr;
@@ -39,11 +41,13 @@ struct UnitsOfExperts {
     }
 };
 
-// Pairs of units of an expert: two tiles of tokens with the same weights or, of a last tile that has no other beside it, twice
-// as many features. Experts have an even number of tiles of features.
+// Pairs of work tiles of one expert: two tiles of tokens with the same weights. A last tile of
+// tokens without another next to it takes two tiles of features instead. Experts have an even
+// number of feature tiles.
 struct PairsOfExperts {
     static constexpr uint32_t CLUSTER = 2;
-    // A tile of tokens counts as half a pair of tiles, for which features are taken one tile at a time.
+    // One number stands for TOKENS rows by two tiles of features. A pair of token tiles therefore
+    // has two numbers for the same columns: one for each tile of features.
     struct Shape {
         static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES;
     };

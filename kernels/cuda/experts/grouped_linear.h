@@ -1,5 +1,5 @@
-// What the kernels of grouped linear layers share: their parameters, which rows are an expert's, and which tiles of the
-// result there are (grouped_linear.cu has the formulas).
+// Shared by the kernels of grouped linear layers: their parameters, the rows of each expert, and
+// the tiles of the result (grouped_linear.cu has the formulas).
 #pragma once
 
 #include "linear_quantised.h"
@@ -44,12 +44,12 @@ PARAMS_LAYOUT(GroupedLinearParams, x, x_expert_stride, x_stride, w, w_expert_str
 
 // ---------------------------------------------------------------- rows of experts
 
-// An expert's rows: of x as a whole, or of the expert's own part of it.
+// An expert's rows: offsets are into x as a whole, or into the expert's own part of it.
 struct Rows {
     int64_t first, count;
 };
 
-// Counts that are negative, or more than there is room for, are taken as the nearest that is possible.
+// Counts out of range are clamped: a negative one to 0, a large one to the rows that fit.
 DEVICE Rows rows_of(const GroupedLinearParams& params, int32_t expert) {
     const bool sorted = params.expert_offsets != nullptr;
     const int64_t first = sorted ? params.expert_offsets[expert] : 0;
@@ -57,14 +57,14 @@ DEVICE Rows rows_of(const GroupedLinearParams& params, int32_t expert) {
     return Rows{first, minimum<int64_t>(maximum<int64_t>(params.counts[expert], 0), end - first)};
 }
 
-// Scales of an expert: so many of them behind the first one's.
+// Scales of an expert: `count` scales after those of the first one.
 DEVICE const void* scales_behind(const GroupedLinearParams& params, const void* scales, int64_t count) {
     return static_cast<const uint8_t*>(scales) + (params.scale_bytes ? 1 : 4) * count;
 }
 
-// The product of an expert's rows with its weights.
+// The GEMM of an expert's rows with its weights.
 DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert, const Rows& rows) {
-    // Where x has no experts the strides along them are 0.
+    // Where x has no expert dimension its expert strides are 0.
     const uint8_t* const x = params.x + expert * params.x_expert_stride + rows.first * params.x_stride;
     const uint8_t* const w = params.w + expert * params.w_expert_stride;
     const int64_t out = expert * params.out_expert_stride + rows.first * params.out_stride;
@@ -84,7 +84,7 @@ DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int
 
 // ---------------------------------------------------------------- tiles
 
-// Puts in the place of each of MAX_EXPERTS numbers the sum of all up to it and itself, by one warp.
+// Replaces each of MAX_EXPERTS values by its inclusive prefix sum. One warp calls it.
 DEVICE void add_up(int32_t* numbers) {
     constexpr int OWN = MAX_EXPERTS / WARP_SIZE, VECTORS = OWN / 4;
     auto* const own = reinterpret_cast<Vec16*>(numbers + lane_id() * OWN);
@@ -105,9 +105,9 @@ DEVICE void add_up(int32_t* numbers) {
     }
 }
 
-// Tiles of S::ROWS rows of all experts up to each of them and itself, by all threads of a block: ends has MAX_EXPERTS
-// places in shared memory, at a multiple of 16. A thread counts one expert's, so that all counts are asked for at once; one
-// warp adds them up.
+// Inclusive sums over the experts of their tiles of S::ROWS rows, by all threads of a block.
+// `ends` has MAX_EXPERTS entries in shared memory, 16-byte aligned. A thread counts one expert's
+// tiles, so that all counts are loaded at once. One warp adds them up.
 template <typename S>
 DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
     for (int32_t first = 0; first < MAX_EXPERTS; first += static_cast<int32_t>(blockDim.x)) {
@@ -120,28 +120,29 @@ DEVICE void count_tiles(const GroupedLinearParams& params, int32_t* ends) {
     __syncthreads();
 }
 
-// A tile of the result: whose it is, and which of them.
+// A tile of the result: its expert, and its number among that expert's tiles.
 struct ExpertTile {
     int32_t expert;
     int64_t number;
 };
 
-// The tiles of all experts, one expert after the other. Those of one come in the order of part_of, so that the blocks
-// that run at a time read few experts' weights.
+// The tiles of all experts, one expert after the other. Those of one expert come in the order of
+// part_of: blocks that run at the same time then read few experts' weights.
 template <typename S>
 struct ExpertTiles {
     const GroupedLinearParams& params;
     const int32_t* ends;
 
-    // Of 32 bits, as in part_of.
+    // 32 bits, as in part_of.
     uint32_t column_tiles() const { return static_cast<uint32_t>(ceil_div<int64_t>(params.columns, S::COLUMNS)); }
     int64_t count() const { return static_cast<int64_t>(ends[params.experts - 1]) * column_tiles(); }
 
     // The first expert whose tiles end beyond this one.
     ExpertTile operator[](int64_t number) const {
         const auto row_tile = static_cast<int32_t>(static_cast<uint32_t>(number) / column_tiles());
-        // Experts whose tiles end before it. Those that there are not end where the last one does. Where the compiler may move these
-        // loads among a kernel's others it takes what follows for different in the lanes of a warp, the descriptors of products as well.
+        // Counts the experts whose tiles end before it. Absent experts end where the last one
+        // does. If the compiler may move these loads among a kernel's others, it treats what
+        // follows as different between lanes. That includes the descriptors of MMAs.
         const SharedAddress own = shared_address(ends);
         int32_t before = 0;
         UNROLL
@@ -152,12 +153,12 @@ struct ExpertTiles {
     }
 };
 
-// ---------------------------------------------------------------- rows of nobody
+// ---------------------------------------------------------------- padding rows
 
-// Whether no expert has a row of x.
+// Whether row `row` of x belongs to no expert.
 DEVICE bool is_padding(const GroupedLinearParams& params, int64_t row) {
     int32_t low = 0, high = params.experts;
-    // The number of experts that begin at the row or before it.
+    // The number of experts that start at the row or before it.
     while (low < high) {
         const int32_t middle = (low + high) / 2;
         if (params.expert_offsets[middle] <= row) low = middle + 1;
@@ -168,7 +169,8 @@ DEVICE bool is_padding(const GroupedLinearParams& params, int64_t row) {
     return row >= rows.first + rows.count;
 }
 
-// Zeros for the rows of out that no expert has, by the first `WARPS` warps of all blocks; none where x has experts.
+// Zeros for the padding rows of out, by the first `WARPS` warps of all blocks. None where x has an
+// expert dimension.
 template <int WARPS>
 DEVICE void clear_padding(const GroupedLinearParams& params) {
     if (params.expert_offsets == nullptr) return;

@@ -1,26 +1,22 @@
-// Linear layers of experts with FP8 or MXFP4 weights and FP8 activations for sm_90a: grouped_linear.cu, which has the formulas,
-// with warpgroup matrix products of e4m3.
+// Linear layers of experts with FP8 or MXFP4 weights and FP8 activations for sm_90a:
+// grouped_linear.cu, which has the formulas, with e4m3 wgmma.
 //
-// How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which there are;
-// as many blocks as multiprocessors hold take them in turn. While the producer brings the first stages, the consumers clear
-// the rows of nobody.
+// Work division: quantised_hopper.h says how a block computes its work tiles, grouped_linear.h
+// which tiles exist. As many blocks as the SMs hold take them round-robin. While the producer
+// loads the first stages, the consumers clear the padding rows.
 //
-// Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 256 experts of [4096, 4096] 1.01 ms, of MXFP4 0.54 ms with
-// its scales. Expected to limit: memory, and experts whose last tile is nearly empty; of MXFP4 the consumers' instructions as
-// much as memory (quantised_hopper.h). Where an expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
-// Measured on one H200: masked, 6, 192 and 768 slots 35, 496 and 912 us (DeepGEMM 46, 583 and 1078).
-// MXFP4 37.4, 489 and 917 us in a run with DeepGEMM's FP8 at 44.6, 626 and 1105: 1.19 to 1.28 of it, though its bytes are half as
-// many. ncu said of 509 us that 70 % of the issue slots were taken (some 230 instructions a stage and consumer warp; DRAM at 49 %);
-// with x in the order of w's shifts there are 200, which gained 4 %: 380 us were hoped for. The portable kernel takes 91, 2476 and
-// 4771 us. Later: FP8 28.8 us for 6 slots (34.3 before), MXFP4 24.0, 339 and 640 (31.7, 394 and 740; quantised_hopper.h says why),
-// where DeepGEMM's FP8 took 45.1, 598 and 1118 us in an earlier call.
+// Floor: the bytes of w of the experts that have rows at 4.24 TB/s: 256 experts of [4096, 4096]
+// 1.01 ms, of MXFP4 0.54 ms with its scales. Limit: memory, and experts whose last tile is nearly
+// empty. Of MXFP4 the consumers' instructions as much as memory (quantised_hopper.h). Where an
+// expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
 //
 // Defines
-//   TOKENS   columns of a product, rows of y: 16 or 64, of MXFP4 also 128
+//   TOKENS   columns of an MMA, rows of y: 16 or 64, of MXFP4 also 128
 //   WEIGHTS  1: FP8, 2: MXFP4
-//   X_GROUP  numbers of x that share a scale: 128, of MXFP4 also 32
+//   X_GROUP  values of x that share a scale: 128, of MXFP4 also 32
 //
-// Launch. Any grid in x.
+// Launch: any grid in x.
+// What was tried: kernels/docs/grouped_linear.md.
 #if !defined(TOKENS) || !defined(WEIGHTS) || !defined(X_GROUP)
 #error "define TOKENS, WEIGHTS as 1 (FP8) or 2 (MXFP4), and X_GROUP"
 #endif

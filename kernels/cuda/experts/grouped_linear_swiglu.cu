@@ -1,39 +1,28 @@
-// The first linear layer of experts and what follows it, in one kernel (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3): gate
-// and up of each row, SwiGLU with clamps, the routing weight, and codes. For the rows p of expert e, and i < I =
-// columns / 2,
+// The experts' first linear layer, SwiGLU and quantization in one kernel (inference 5.4, 5.5, 5.7,
+// 5.8, 11.1, 11.3). For the rows p of expert e, and i < I = columns / 2,
 //
-//     gate[p,i] = bf16(sum over k of x[p,k] w[e,g(i),k])        up[p,i] = bf16(sum over k of x[p,k] w[e,u(i),k])
-//     o[p,i]    = weight[p] (a sigmoid(a) b)                    a = min(gate, limit), b = clamp(up, -limit, limit)
+//     gate[p,i] = bf16(sum_k x[p,k] w[e,g(i),k])     up[p,i] = bf16(sum_k x[p,k] w[e,u(i),k])
+//     o[p,i]    = weight[p] (a sigmoid(a) b)    a = min(gate, limit), b = clamp(up, -limit, limit)
 //     codes, scales = those of quantize_fp8.cu for o, in groups of 32 or 128 of a row
 //
-// o is rounded to bf16 before it is quantised where that is asked for. Rows of w are those of gate, g(i) = i, and then
-// those of up, u(i) = I + i, or both interleaved by eight as gate_up_interleave.cu lays them out: g(i) = 16 (i/8) +
-// i%8, u(i) = g(i) + 8. The scales of w are those of its rows as they lie, of FP8 those of blocks of 128 of them.
+// With round_to_bf16, o is rounded to bf16 before it is quantized. Rows of w are either gate's,
+// g(i) = i, then up's, u(i) = I + i. Or they interleave by eight (gate_up_interleave.cu): g(i) =
+// 16 (i/8) + i%8, u(i) = g(i) + 8. Scales of w follow its rows as stored (FP8: blocks of 128).
 //
-// Which rows are whose grouped_linear.cu says: sorted or masked. Sorted rows of nobody are not read, and quantised as
-// rows of zeros; masked ones are neither read nor written, nor are the places of scales that pad the rows of a part.
-// Every other place that pads becomes 0.
+// Rows are sorted or masked, as in grouped_linear.cu. Sorted padding rows are not read and are
+// quantized as zeros. Masked ones are neither read nor written, nor are scales that pad a part's
+// rows. All other padding of scales becomes 0.
 //
-// How the work is laid out. As in grouped_linear.cu (quantised_tiles.h), with 256 columns a tile, which are always
-// taken in the order of interleaved rows: gate and up of 128 features, whole groups of either size. The 8 columns of a
-// fragment of sums are gate's, those of the next one up's of the same features, so that a thread has both in its
-// registers. What it makes of them goes through shared memory to lanes that have 16 neighbours of a row each, and their
-// scales follow as in swiglu_quantize.cu. The first warps of all blocks quantise the rows of nobody before.
+// Work division: as in grouped_linear.cu, with tiles of 256 columns in interleaved order: gate and
+// up of 128 features. Neighbouring 8-column fragments are gate and up of the same features, so a
+// thread has both in registers. The results go through shared memory to lanes with 16 neighbours
+// of a row each. The first warps of all blocks quantize the padding rows first.
 //
-// Floors: those of grouped_linear.cu, with 1 byte a feature written in the place of 4: 256 experts of [4096, 4096] FP8,
-// 2 FLOP a number of w and row at 790 TFLOP/s: 24576 rows 1.04 ms, 196608 rows 8.35 ms; of few rows the bytes of w of
-// the experts that have any, at 4.24 TB/s: 4.3 GB, 1.01 ms, and half of that for four bits. Apart, gate and up of 24576
-// rows of 4096 would be written and read once more: 0.4 GB, 0.1 ms. Expected to limit: of many rows the decoding of w,
-// which a tile of 64 rows repeats twice as often as one of 128; of few memory, of which a block of the small tiles has
-// a stage of 17 KB under way (four bits: 9 KB), three blocks a multiprocessor. Measured on one H200: FP8, 24576 rows 8.8 ms,
-// 196608 rows 52.3 ms, six rows of six experts 154 us. grouped_linear_swiglu_hopper_large.cu is for FP8
-// on Hopper.
+// Floor: that of grouped_linear.cu, with 1 byte stored a feature in place of 4. Limit: with many
+// rows the decoding of w, with few rows memory.
 //
-// Defines
-//   FORMAT   1: FP8, 2: MXFP4
-//   GROUP    numbers of x that share a scale: 128, of MXFP4 also 32
-//
-// Launch. Any grid in x.
+// Defines: FORMAT 1 (FP8) or 2 (MXFP4); GROUP, values of x per scale: 128, of MXFP4 also 32.
+// Launch: any grid in x. What was tried: kernels/docs/grouped_linear_swiglu.md.
 #if !defined(FORMAT) || !defined(GROUP)
 #error "define FORMAT as 1 (FP8) or 2 (MXFP4), and GROUP"
 #endif
@@ -44,10 +33,10 @@
 
 static_assert(FORMAT == FP8 || FORMAT == MXFP4, "experts have two formats");
 
-// ---------------------------------------------------------------- the product
+// ---------------------------------------------------------------- the GEMM
 
-// Columns in the order of interleaved rows: eight of gate, the eight of up of the same features, the next eight of
-// gate.
+// Columns in the order of interleaved rows: eight of gate, the eight of up of the same features,
+// the next eight of gate.
 struct GateAndUp {
     static constexpr int SHARED = GRANULE;
     int64_t half;  // rows of gate, behind which those of up lie; 0 where rows are interleaved
@@ -75,7 +64,7 @@ struct FusedLayout {
 
 // ---------------------------------------------------------------- codes
 
-// Features of a row from this one on, of a span.
+// Features of a row from `column` on that belong to a span.
 DEVICE int32_t features_left(const GroupedLinearSwigluParams& params, int32_t column) {
     return minimum(maximum(static_cast<int32_t>(params.columns / 2) - column, 0), SPAN);
 }
@@ -88,7 +77,7 @@ DEVICE void quantise_products(const GroupedLinearSwigluParams& params, const Qua
 
 // ---------------------------------------------------------------- a tile
 
-// A tile of the products of an expert's rows: the first of all rows that it has, rows that the expert has from there
+// A tile of the results of an expert: its first row among all rows, the expert's rows from there
 // on, and its first feature.
 struct ProductTile {
     int64_t row;
@@ -96,7 +85,7 @@ struct ProductTile {
     int32_t feature;
 };
 
-// The products of a thread's sums, to shared memory.
+// Stores SwiGLU of a thread's sums to shared memory.
 template <typename S>
 DEVICE void store_products(const GroupedLinearSwigluParams& params, const float* weights, const ProductTile& tile,
                            const Sums<S>& sums, float* products) {
@@ -121,8 +110,8 @@ DEVICE void store_products(const GroupedLinearSwigluParams& params, const float*
     }
 }
 
-// Codes and scales of the products in shared memory, and 0 for the scales that pad the tile's rows, where it is the
-// last of them.
+// Codes and scales of the values in shared memory. The last feature tile also sets the scales that
+// pad its rows to 0.
 template <typename S>
 DEVICE void quantise_tile(const GroupedLinearSwigluParams& params, const QuantisedRows& target, const ProductTile& tile,
                           const float* products) {
@@ -166,7 +155,7 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
         const Part part = part_of<S>(operands.result, own.number);
         Sums<S> sums = {};
         sum_tile<S, WIDE>(operands, columns, part, sums);
-        // Where rows have experts they are those of the expert's part.
+        // Masked rows are counted within their expert's part.
         const int32_t of_expert = params.expert_offsets ? 0 : own.expert;
         const float* const weights = params.weight ? params.weight + of_expert * params.rows : nullptr;
         const ProductTile tile{rows_of(product, own.expert).first + part.row, operands.result.rows - part.row,
@@ -174,7 +163,7 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
         store_products<S>(params, weights, tile, sums, products);
         __syncthreads();
         quantise_tile<S>(params, part_of_rows(params, target, of_expert), tile, products);
-        // The next tile's operands take the place of this one's products.
+        // The next tile's operands overwrite this one's values.
         __syncthreads();
     }
 }

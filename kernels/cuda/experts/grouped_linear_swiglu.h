@@ -1,5 +1,6 @@
-// What the kernels of experts' first linear layer with SwiGLU share: their parameters, where codes and scales go, and those of
-// rows of nobody (grouped_linear_swiglu.cu has the formulas).
+// Shared by the kernels of the experts' first linear layer with SwiGLU: their parameters, where
+// codes and scales are stored, and those of padding rows (grouped_linear_swiglu.cu has the
+// formulas).
 #pragma once
 
 #include "fp8_scales.h"
@@ -40,8 +41,8 @@ PARAMS_LAYOUT(GroupedLinearSwigluParams, x, x_expert_stride, x_stride, w, w_expe
               experts, x_scale_layout, w_scale_layout, scale_bytes, interleaved, scale_layout, scale_type, log2_group,
               round_to_bf16, num_taken, wide, limit, x_map, w_map)
 
-// The parameters of the product: what it reads, and how scales lie that follow from its extents. Scales are those of OF_X
-// numbers of x, and of OF_W numbers of each of W_ROWS rows of w.
+// The parameters of the GEMM: its operands, and the scale layouts that follow from its shape. A
+// scale of x covers OF_X values. A scale of w covers OF_W values of each of W_ROWS rows.
 template <int OF_X, int W_ROWS, int OF_W>
 DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
     GroupedLinearParams product = {};
@@ -77,7 +78,8 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
 
 // ---------------------------------------------------------------- codes and scales
 
-// Where codes and scales of all rows go, or of an expert's part of them: the parameters of fp8_scales.h and quantize_fp8.h.
+// Where codes and scales of all rows, or of one expert's part, are stored: the parameters of
+// fp8_scales.h and quantize_fp8.h.
 struct QuantisedRows {
     uint8_t* codes; int64_t codes_row_stride;
     uint8_t* scales;
@@ -95,7 +97,7 @@ DEVICE QuantisedRows quantised_rows_of(const GroupedLinearSwigluParams& params) 
                          padded_groups, params.scale_layout, params.scale_type, params.log2_group};
 }
 
-// Of an expert's part of them, where rows have experts.
+// The same for one expert's part, where rows have an expert dimension.
 DEVICE QuantisedRows part_of_rows(const GroupedLinearSwigluParams& params, QuantisedRows rows, int32_t part) {
     rows.codes = params.codes + part * params.codes_expert_stride;
     rows.scales = params.scales + part * rows.part_bytes;
@@ -108,7 +110,8 @@ DEVICE void store_code_words(const GroupedLinearSwigluParams& params, uint8_t* t
     else store_words<false>(target, codes, count);
 }
 
-// Codes and scales of zeros for a row that there is, and 0 for the scales that pad it, or rows, by a warp.
+// By a warp: codes and scales of zeros for a row that exists, and 0 for the scales that pad the
+// row or the rows.
 DEVICE void quantise_zeros(const GroupedLinearSwigluParams& params, const QuantisedRows& target, int64_t row) {
     constexpr int CODES = 16;
     const bool exists = row < params.rows;
@@ -122,8 +125,8 @@ DEVICE void quantise_zeros(const GroupedLinearSwigluParams& params, const Quanti
         store_scale(target, scale_place(target, row, group), scale, exists && group < target.num_groups);
 }
 
-// The same for all sorted rows that no expert has, and for rows that pad scales: by the first `BLOCK_WARPS` warps of all
-// blocks.
+// The same for all padding rows of sorted x, and for rows that pad scales: by the first
+// `BLOCK_WARPS` warps of all blocks.
 template <int BLOCK_WARPS>
 DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, const QuantisedRows& target,
                                     const GroupedLinearParams& product) {

@@ -1,49 +1,28 @@
-// The first linear layer of experts and what follows it, for few rows of an expert with FP8 weights, or any number with MXFP4, on
-// sm_90a: grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
+// The experts' first linear layer, SwiGLU and quantization on sm_90a, for few rows of an expert
+// with FP8 weights, or any number with MXFP4: grouped_linear_swiglu.cu, which has the formulas,
+// with e4m3 wgmma.
 //
-// How the work is laid out. quantised_hopper.h says how a block computes its units, grouped_linear.h which tiles there are. A tile
-// is TOKENS rows of an expert by 128 features, whole groups of either size, which take 256 rows of w: a cluster of two blocks has
-// it, one with gate's rows and one with up's (rows_of_w.h), each as the product alone has them. When all sums are there, each
-// block keeps those of every second token and sends the others to the thread of the other block that has them of the same features:
-// 4 bytes of two features of each eight tokens. So a thread has gate and up of two features of its tokens, and a block all features
-// of its half of the tokens. Warps leave the largest magnitudes of their features in shared memory, and behind a unit's only barrier
-// the lanes make the scales for themselves. Codes go through shared memory of the warp, so that a lane stores 16 neighbours. The sums
-// of a slice of w are one consumer's, stage after stage, as those of every other kernel of this product are: no bit depends on which
-// one runs.
+// Work division: quantised_hopper.h says how a block computes its work tiles, grouped_linear.h
+// which exist. A tile is TOKENS rows of an expert by 128 features, which need 256 rows of w. A
+// cluster of two blocks takes it: one with gate's rows, one with up's (rows_of_w.h). In the
+// epilogue each block keeps the sums of every second token. It sends the others to the same thread
+// of the other block by DSMEM. A block then has gate and up of all features of half the tokens.
+// Warps store the largest magnitudes in shared memory; after the tile's only barrier each lane
+// computes its scales. Codes pass through shared memory, so that a lane stores 16 neighbours. One
+// consumer adds up a slice of w stage by stage, as in the other kernels of this GEMM: the bits are
+// the same. The grid is as many clusters as fit (the driver's count), and they take tiles
+// round-robin: a cluster that has to wait starts late. While the producer loads the first stages,
+// the consumers quantize the padding rows.
 //
-// Which clusters fit together is said by the processing clusters of the GPU. Clusters take tiles in turn, so that one that has to
-// wait for another's end begins its turns then: of the blocks of 64 rows that there were before, 96 clusters of four, in place of the
-// 92 that fit, took 718 us in place of 532. The launcher asks the driver.
+// Floor: the bytes of w at 4.24 TB/s: 6 experts of [4096, 4096] 23.7 us, of MXFP4 12.6 us with
+// scales; 256 experts 1.01 and 0.54 ms. Limit: FP8 memory; MXFP4 the consumers' instructions as
+// much. The epilogue takes about 200 instructions of a consumer warp a tile, and an exchange of
+// about 700 ns that the producer hides.
 //
-// While the producer brings the first stages, the consumers quantise the rows of nobody.
-//
-// Floors: the bytes of w of the experts that have rows at 4.24 TB/s: 6 experts of [4096, 4096] 23.7 us, of MXFP4 12.6 us with its
-// scales; 256 experts 1.01 and 0.54 ms. Expected to limit: of FP8 memory; of MXFP4 the consumers' instructions as much as memory
-// (quantised_hopper.h). On top of a product a unit costs a consumer warp some 200 instructions, and an exchange of some 700 ns, in
-// which the producer goes on.
-// Measured on one H200, masked, 6, 192 and 768 slots, in one call (benchmarks-few.txt), with the product alone there, behind which
-// the activation takes 1.9 us of 1 row and 2.5 of 128: FP8 29.8, 495 and 911 us (28.8, 500 and 934 alone); MXFP4 25.3, 346 and 644
-// (24.0, 339 and 640 alone). Before that 32.3, 490 and 890, and 27.7, 376 and 708, in one call.
-// What that was: units found beforehand 32.3 to 30.9 (6 slots of FP8), 48 clusters for its 96 tiles in place of 66 to 29.6; of MXFP4
-// the product's own (quantised_hopper.h). With nothing behind the sums 192 and 768 slots of MXFP4 took 317 and 582 us, with all of
-// it, three barriers a unit, 330 and 612; without the exchange they took no less, and with one barrier 328 and 611. So the
-// exchange is hidden, and what is left is the work of the epilogue while a consumer has no products under way. Rows in numbers of 32
-// bits, and nothing more to do for a block without a token of its own, leave it some 180 instructions of a warp in place of 260. No
-// time shows it: at 700 W the H200 lowers its clock, and samples of one kernel scatter, in one call, from 338 to 364 and from 634 to
-// 684 us, those of the product alone from 338 to 358 and from 632 to 675. On an H100, which keeps its clock, both take 403.2 and
-// 736.5 us, where the product alone takes 403.3 and 748.7 and the activation 2.5. FP8's does not show, since memory limits it.
-// Blocks that had 64 rows of gate and the 64 of up took 33.4, 514 and 927 and, of MXFP4, 27.9, 382 and 715 in a call where the
-// present division took 32.4, 491 and 900, and 27.6, 377 and 704. To have the producers begin before the cluster has met gained
-// nothing, nor did ending without waiting for the cluster, 256 bytes of a row at a time from memory, or eleven stages in place of
-// eight. MXFP4, contiguous, 24576 rows: 2.90 ms (3.03 before).
-//
-// Defines
-//   TOKENS   columns of a product, rows of an expert: 16, of MXFP4 also 8, 64 or 128
-//   WEIGHTS  1: FP8, 2: MXFP4
-//   X_GROUP  numbers of x that share a scale: 128, of MXFP4 also 32
-//
-// Launch. Any grid in x of whole clusters. Of FP8 with rows of gate before those of up, features are a multiple of 128: blocks of w
-// that share a scale are gate's or up's.
+// Defines: TOKENS (rows of an expert in a tile) 16, of MXFP4 also 8, 64 or 128; WEIGHTS 1: FP8,
+// 2: MXFP4; X_GROUP (values of x that share a scale) 128, of MXFP4 also 32.
+// Launch: any grid in x of whole clusters. FP8 with gate before up: features a multiple of 128.
+// What was tried: kernels/docs/grouped_linear_swiglu.md.
 #if !defined(TOKENS) || !defined(WEIGHTS) || !defined(X_GROUP)
 #error "define TOKENS, WEIGHTS as 1 (FP8) or 2 (MXFP4), and X_GROUP"
 #endif
@@ -63,9 +42,9 @@ struct TileShape {
     static constexpr int ROWS = TOKENS, COLUMNS = 2 * FEATURES, STAGE_DEPTH = GROUP;
 };
 
-// What consumers have in shared memory for what becomes of their sums, in the place of sums that are stored. A warp leaves largest
-// magnitudes in one of two places in turn: it comes to those of the second unit behind one when all have met for the unit between,
-// and have read the first one's by then. Codes are its own.
+// Shared memory of the epilogue, in the place of stored sums. A warp stores largest magnitudes in
+// one of two buffers, alternating by tile. It reuses a buffer two tiles later. The barrier of the
+// tile between then guarantees that all warps have read it. Codes are the warp's own.
 struct WayOut {
     using Magnitudes = uint32_t[OWN_TOKENS][WARPS];  // as bits
     alignas(16) Magnitudes magnitudes[2];
@@ -75,11 +54,13 @@ static_assert(sizeof(WayOut) <= CONSUMERS * Shared::SUM_TOKENS * Shared::SUM_STR
 
 DEVICE WayOut& way_out() { return *reinterpret_cast<WayOut*>(dynamic_shared() + Shared::SUMS); }
 
-// Sums that blocks tell each other lie in one of PLACES places in turn. Who tells those of the second unit behind one has been told
-// those of the unit between by all threads of the other consumer, which have read the first one's by then.
+// Sums exchanged between blocks alternate between PLACES slots. A thread that sends those of a
+// tile has received those of the tile before from all threads of the other consumer. These have
+// then read the slot's earlier content.
 constexpr uint32_t PLACES = 2;
 
-// Behind what units have there. What is computed of parameters once would be kept in registers, which are scarce.
+// After what the work tiles need. Values computed once from the parameters stay here: registers
+// are scarce.
 struct FusedShared {
     static constexpr int ENDS = Shared::BYTES;               // of count_tiles
     static constexpr int TARGET = ENDS + MAX_EXPERTS * 4;    // QuantisedRows
@@ -98,8 +79,8 @@ struct FusedShared {
 static_assert((FusedShared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_swiglu_hopper, FusedShared::BYTES)
 
-// Tiles of experts: of each the first block of a cluster has gate's rows, and the second one up's. A block's features are those of
-// the tile, and its columns those of gate or of up alone.
+// Tiles of experts: a cluster's first block has gate's rows, its second block up's. A block's
+// features are those of the tile. Its columns are those of gate or of up only.
 struct UnitsOfGateOrUp {
     static constexpr uint32_t CLUSTER = ::CLUSTER;
     ExpertTiles<TileShape> tiles;
@@ -125,7 +106,7 @@ struct UnitsOfGateOrUp {
 
 // ---------------------------------------------------------------- gate and up
 
-// A consumer of a block, and which thread.
+// A consumer of a block, and the thread in it.
 struct Share {
     uint32_t consumer, rank;
     int thread;
@@ -133,20 +114,22 @@ struct Share {
     explicit Share(uint32_t consumer)
         : consumer(consumer), rank(cluster_rank()), thread(static_cast<int>(threadIdx.x) % WARPGROUP_SIZE) {}
 
-    // The place of the tile's token of which the block has gate and up.
+    // The tile's token number of the block's own token: one of which it has gate and up.
     int token(int own) const { return 2 * own + static_cast<int>(rank); }
-    // Of a thread's sums those of the eight tokens n.
+    // The own token that this thread has among eight tokens n.
     int own(int n) const { return 4 * n + lane_id() % 4; }
     void meet() const { named_barrier_sync(1, CONSUMER_THREADS); }
 };
 
-// A feature's gate or up and that of the feature eight further, rounded, of one token of each eight.
+// Gate or up of a feature and of the feature eight further, rounded to bf16, of one token of each
+// eight.
 using Pairs = uint32_t[N8];
-// What these become.
+// The results of SwiGLU on these.
 using Products = float[N8][2];
 
-// Of a thread's two neighbouring tokens of each eight the first one's are the first block's to take on, the second one's the second
-// block's: sums of the others go to the same thread of the other block, and its own come from there. `unit`: how many came before.
+// A thread has two neighbouring tokens of each eight: the first is the first block's, the second
+// is the second block's. It sends the other block's sums to the same thread there, and receives
+// its own from there. `unit`: the number of tiles before this one.
 DEVICE void exchange_sums(const Share& share, SharedAddress shared, uint32_t unit, const float (&total)[N8][4], Pairs& kept,
                           Pairs& received) {
     const SharedAddress told = shared + FusedShared::told(unit, share.consumer);
@@ -165,11 +148,11 @@ DEVICE void exchange_sums(const Share& share, SharedAddress shared, uint32_t uni
                                                          FusedShared::pair(unit, share.consumer, n, share.thread));
 }
 
-// The weights of a tile's tokens, a lane those of every 32nd.
+// The weights of a tile's tokens: a lane has those of every 32nd.
 constexpr int LANE_WEIGHTS = ceil_div<int>(TOKENS, WARP_SIZE);
 using Weights = float[LANE_WEIGHTS];
 
-// In numbers of 32 bits, of which there are no more rows (ListedUnit): 64 take twice the instructions.
+// In 32 bits, which all row numbers fit (ListedUnit): 64 bits take twice the instructions.
 DEVICE int32_t first_row(const Unit& unit) {
     return static_cast<int32_t>(unit.product.x_scales.first_row) + static_cast<int32_t>(unit.part.row);
 }
@@ -187,7 +170,7 @@ DEVICE void load_weights(const GroupedLinearSwigluParams& params, const Unit& un
     }
 }
 
-// Of tokens that there are not sums are 0.
+// Sums of absent tokens are 0.
 DEVICE void activate(const GroupedLinearSwigluParams& params, const Share& share, const Pairs& kept, const Pairs& received,
                      const Weights& weights, Products& o) {
     UNROLL
@@ -203,7 +186,7 @@ DEVICE void activate(const GroupedLinearSwigluParams& params, const Share& share
 
 // ---------------------------------------------------------------- scales
 
-// The largest magnitudes of a warp's features of each token, which 8 lanes have.
+// Stores the largest magnitude of a warp's features of each token; 8 lanes share a token.
 DEVICE void leave_magnitudes(const Share& share, const Products& o, WayOut::Magnitudes& magnitudes) {
     UNROLL
     for (int n = 0; n < N8; ++n) {
@@ -215,21 +198,23 @@ DEVICE void leave_magnitudes(const Share& share, const Products& o, WayOut::Magn
     }
 }
 
-// Of a token's features of the warps from `first` on, as bits (quantise.h).
+// The largest magnitude of a token's features of `count` warps from `first` on, as bits
+// (quantise.h).
 DEVICE uint32_t largest_of_warps(const uint32_t (&of_token)[WARPS], int first, int count) {
     uint32_t magnitude = 0;
     for (int warp = first; warp < first + count; ++warp) magnitude = maximum(magnitude, of_token[warp]);
     return magnitude;
 }
 
-// Of those that share a scale with this warp's.
+// The largest magnitude of the group that shares a scale with this warp's features.
 DEVICE uint32_t largest_of_group(const QuantisedRows& target, const uint32_t (&of_token)[WARPS]) {
     if (target.log2_group == LOG2_OF_128) return largest_of_warps(of_token, 0, WARPS);
     return largest_of_warps(of_token, warp_id() / GROUP_WARPS * GROUP_WARPS, GROUP_WARPS);
 }
 
-// The scale of a row in the group of number `number` of the tile's, which begins with the feature, and 0 for what pads the row
-// behind the last group: a tile has four groups of 32, which is what their number is rounded up to. One of 128 is the first's.
+// Stores the scale of a row in the tile's group `number`, which starts with `feature`, and 0 for
+// what pads the row after the last group. A tile has four groups of 32, the multiple that group
+// counts are padded to. The first warps store a group of 128.
 DEVICE void store_row_scales(const QuantisedRows& target, int number, int64_t row, int32_t feature, float scale) {
     const bool is_shared = target.log2_group == LOG2_OF_128;
     if (is_shared && number != 0) return;
@@ -241,8 +226,9 @@ DEVICE void store_row_scales(const QuantisedRows& target, int number, int64_t ro
         store_scale(target, scale_place(target, row, own), scale, own < target.num_groups);
 }
 
-// The scales of a warp's features of each of a thread's tokens, which it makes for itself: up to eight tokens', the eight lanes that
-// have the same ones each one. The first warp of a group stores them.
+// The scales of a warp's features for each of a thread's tokens. The warp computes them itself:
+// of up to eight tokens, each of the eight lanes with the same tokens computes one. The first warp
+// of a group stores them.
 using TokenScales = float[N8];
 DEVICE void make_scales(const Share& share, const Unit& unit, const QuantisedRows& target, const WayOut::Magnitudes& magnitudes,
                         TokenScales& scales) {
@@ -265,7 +251,7 @@ DEVICE void make_scales(const Share& share, const Unit& unit, const QuantisedRow
 
 using WarpCodes = uint8_t[OWN_TOKENS][WARP_FEATURES];
 
-// Numbers divided by their scales, as codes_of of quantize_fp8.h has them.
+// Divides values by their scales and encodes them, as codes_of of quantize_fp8.h.
 DEVICE void encode(const Share& share, const Products& o, const TokenScales& scales, bool of_fp32, WarpCodes& target) {
     const int feature = lane_id() / 4;
     UNROLL
@@ -282,7 +268,7 @@ DEVICE void encode(const Share& share, const Products& o, const TokenScales& sca
     }
 }
 
-// A warp's codes of the block's tokens to the unit's rows: a lane stores 16 neighbours.
+// Stores a warp's codes of the block's tokens: a lane stores 16 neighbours.
 DEVICE void store_codes(const GroupedLinearSwigluParams& params, const Share& share, const Unit& unit, uint8_t* codes,
                         const WarpCodes& of_warp) {
     const int32_t feature = static_cast<int32_t>(unit.part.column) + warp_id() * WARP_FEATURES;
@@ -296,9 +282,9 @@ DEVICE void store_codes(const GroupedLinearSwigluParams& params, const Share& sh
     }
 }
 
-// ---------------------------------------------------------------- units
+// ---------------------------------------------------------------- work tiles
 
-// Codes and scales of a consumer's sums.
+// The epilogue: codes and scales of a consumer's sums.
 struct QuantisedUnits {
     const GroupedLinearSwigluParams& params;
     SharedAddress shared;
@@ -306,7 +292,7 @@ struct QuantisedUnits {
     uint32_t quantised = 0;  // those of which the block had tokens
     Weights weights = {};
 
-    // Of more tokens the products leave no registers.
+    // With more tokens the MMAs leave no registers for weights.
     void begin(const Unit& unit) {
         if constexpr (LANE_WEIGHTS == 1) load_weights(params, unit, weights);
     }
@@ -315,7 +301,7 @@ struct QuantisedUnits {
         const Share share(consumer);
         Pairs kept, received;
         exchange_sums(share, shared, told++, total, kept, received);
-        // Of one row of an expert the second block has nothing more to do.
+        // With one row of an expert the second block has no more work here.
         if (share.token(0) >= count_tokens(unit)) return;
         WayOut::Magnitudes& magnitudes = way_out().magnitudes[quantised++ % 2];
         WarpCodes& codes = way_out().codes[warp_id()];
@@ -345,10 +331,11 @@ KERNEL_OF_RESIDENT_CLUSTERS(grouped_linear_swiglu_hopper, GroupedLinearSwigluPar
     cluster_arrive_relaxed();
     count_tiles<TileShape>(product, ends);
     const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
-    // Nobody tells a block anything before its mbarriers are there.
+    // No block sends sums before the other's mbarriers are initialised.
     cluster_wait();
     multiply_units(UnitsOfGateOrUp{{product, ends}, params.interleaved}, shared, before, QuantisedUnits{params, shared});
-    // What a block has told may still be on its way to the other: it ends when that has it.
+    // Sums that a block sent may still be in flight: it exits after the other block has received
+    // them.
     cluster_arrive_relaxed();
     cluster_wait();
 }

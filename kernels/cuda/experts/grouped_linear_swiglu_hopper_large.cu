@@ -1,35 +1,33 @@
-// The first linear layer of experts with FP8 weights and what follows it, for many rows of an expert on sm_90a:
-// grouped_linear_swiglu.cu, which has the formulas, with warpgroup matrix products of e4m3.
+// The experts' first linear layer with FP8 weights, SwiGLU and quantization, for many rows of an
+// expert on sm_90a: grouped_linear_swiglu.cu, which has the formulas, with e4m3 wgmma.
 //
-// How the work is laid out. quantised_hopper_large.h says how a block computes its units, grouped_linear.h which there are; as
-// many blocks as there are multiprocessors take them as they get free, alone or in pairs as there. A unit's two blocks of weights are 128
-// rows of gate and those of up of the same features or, where rows are interleaved, 256 rows in their order. Either way a thread
-// has gate and up of the same features of two tokens in its registers, and four lanes have a token's: what they make of them is scaled and encoded
-// there, and goes as codes through the warp's place in shared memory, so that 16 neighbours are stored at a time. Features that
-// interleaved rows do not have come as zeros: no number but a weight that spoils the group's others makes more of them.
+// Work division: quantised_hopper_large.h says how a block computes its work tiles,
+// grouped_linear.h which tiles exist. One block per SM takes them as it becomes free, single or in
+// pairs. A work tile's two blocks of weights are 128 rows of gate and the same features' rows of
+// up. Where rows interleave they are 256 rows in order. Either way a thread has gate and up of the
+// same features of two tokens in registers; four lanes share a token. They scale and encode in
+// registers. Codes pass through the warp's slot in shared memory, so that a lane stores 16
+// neighbours. Features beyond the interleaved rows load as zeros. Only a weight that already
+// spoils its group makes anything else of them.
 //
-// Half units, those of no more than 64 tokens. Each consumer has the products with one block of weights. Where that is gate's
-// or up's, warps of the same tokens exchange halves of them, in bf16, to which they are rounded anyhow; then each has 64
-// features, half a group of 128, and the two exchange the largest magnitudes. Nobody else has these tokens, and waits.
+// Half work tiles, of at most 64 tokens: each consumer multiplies with one block of weights. Where
+// that is gate's or up's, warps of the same tokens exchange halves in bf16. Each then has 64
+// features, half a group of 128, and the two exchange the largest magnitudes. No other warp has
+// these tokens, so none waits. The consumers quantize the padding rows while the producer loads
+// the first stages.
 //
-// While the producer brings the first stages, the consumers quantise the rows of nobody.
+// Floor: that of grouped_linear_hopper_large.cu, with 1 byte stored a feature in place of 4: 24576
+// rows 1.01 ms, the bytes of w. Limit: that of the same kernel. The epilogue adds about 23
+// instructions a feature and token, 1,500 a warp where that kernel takes 300: 2,000 of about
+// 48,000 cycles a work tile with k = 4096.
 //
-// Floors: those of grouped_linear_hopper_large.cu, with 1 byte a feature written in the place of 4: of 24576 rows the bytes
-// of w, 1.01 ms. Expected to limit: what limits that kernel. On top of it a unit costs some 23 instructions a feature and token,
-// 1,500 of each warp where that kernel stores sums with 300: 2,000 of some 48,000 cycles a unit with 4096 numbers of k.
-// Predicted for 256 experts of [4096, 4096]: 24576 rows 1.45 ms, 196608 rows 7.9 ms; apart 1.52 and 8.27. Measured on one
-// H200: 1518 and 7996 us; apart, in the same run or the one before, 1477 + 69 and 7443 + 566. Masked, 6 and 192 slots, 40.5 and 594 us
-// (35 and 512 the product alone). That was with warps that the compiler did not know to be whole: it took a stage's products' places
-// from registers anew, 14 instructions between two products, 412 a stage of which 342 are left; and with blocks alone. Without
-// that and in pairs 1396 and 6489 us, interleaved 1374 and 6727 (the product alone 1394 and 6830, in a call before). With units that
-// are taken as blocks get free 1381 and 6302 (1383 and 6543 in turn, in the same call).
-//
-// Launch. Any grid in x; of pairs of whole clusters, and no other number of features than fills an even number of units.
+// Launch: any grid in x; pairs: whole clusters, features that fill an even number of tiles.
+// What was tried: kernels/docs/grouped_linear_swiglu.md.
 #include "grouped_hopper_large.h"
 #include "grouped_linear_swiglu.h"
 
-// Behind what units of experts have there: where codes and scales go. What is computed of parameters once would be kept in
-// registers, which are scarce.
+// After what the experts' work tiles need: where codes and scales are stored. Values computed once
+// from the parameters stay here: registers are scarce.
 struct FusedShared {
     static constexpr int TARGET = GroupedShared::BYTES;
     static constexpr int BYTES = TARGET + static_cast<int>(sizeof(QuantisedRows));
@@ -45,8 +43,8 @@ SHARED_MEMORY(grouped_linear_swiglu_hopper_large_interleaved_pairs, FusedShared:
 constexpr int UNIT_FEATURES = FEATURES / 2, UNIT_EIGHTS = UNIT_FEATURES / 8;  // of gate, and of up
 constexpr int HALF_FEATURES = UNIT_FEATURES / CONSUMERS, HALF_EIGHTS = HALF_FEATURES / 8;
 
-// Units of experts, alone or in pairs, of which one block of weights is gate's and the other up's; interleaved rows lie in their
-// order.
+// Work tiles of experts, single or in pairs, with one block of gate's weights and one of up's.
+// Interleaved rows stay in their order.
 template <typename Experts, bool INTERLEAVED>
 struct UnitsOfGateAndUp {
     static constexpr uint32_t CLUSTER = Experts::CLUSTER;
@@ -63,15 +61,16 @@ struct UnitsOfGateAndUp {
     }
 };
 
-// ---------------------------------------------------------------- products
+// ---------------------------------------------------------------- SwiGLU
 
 DEVICE int32_t features_of(const GroupedLinearSwigluParams& params) { return static_cast<int32_t>(params.columns / 2); }
 
-// Eights of features of a thread's two tokens, as wgmma has sums.
+// Groups of eight features of a thread's two tokens, in wgmma's accumulator layout.
 template <int EIGHTS>
 using Products = float[EIGHTS][4];
 
-// The same of sums with a block of weights, rounded to bf16: pairs of features, of either token.
+// The same of the sums with one block of weights, rounded to bf16: pairs of features of each
+// token.
 template <int EIGHTS>
 using Pairs = uint32_t[EIGHTS][2];
 
@@ -86,8 +85,8 @@ DEVICE void round_block(const BlockSums& total, Pairs<N8>& pairs) {
 
 constexpr int WARPS_OF_CONSUMER = WARPGROUP_SIZE / static_cast<int>(WARP_SIZE);
 
-// The tokens that a warp has of a unit: the first one, of the sorted rows or of an expert's, and how many there are. Rows of
-// a unit have 32 bits, and registers are scarce.
+// The tokens of a work tile that a warp has: the first row, among the sorted rows or an expert's,
+// and the count. Row numbers have 32 bits: registers are scarce.
 struct WarpTokens {
     int warp, lane;  // a lane has tokens lane / 4 and 8 further
     int32_t row, expert, count;
@@ -95,7 +94,7 @@ struct WarpTokens {
     WarpTokens(const UnitResult& unit, const Share& share) {
         warp = static_cast<int>(share.consumer) * WARPS_OF_CONSUMER + share.warp;
         lane = lane_anew();
-        // Units begin where their rows of x do.
+        // Work tiles start where their rows of x do.
         const int first = share.warp_row();
         row = unit.x_row + first, expert = unit.x_matrix;
         const int32_t left = static_cast<int32_t>(unit.result.rows) - static_cast<int32_t>(unit.part.row) - first;
@@ -103,12 +102,13 @@ struct WarpTokens {
     }
     bool has(int own) const { return own < count; }
 
-    // Where the warp leaves what it stores next, or what the other consumer's warp of the same tokens reads; its place.
+    // The warp's slot in shared memory: for what it stores next, or for what the other consumer's
+    // warp of the same tokens reads.
     uint8_t* place() const { return dynamic_shared() + Shared::OUT + warp * Shared::WARP_BYTES; }
     const uint8_t* other_place() const {
         return dynamic_shared() + Shared::OUT + (warp ^ WARPGROUP_SIZE / static_cast<int>(WARP_SIZE)) * Shared::WARP_BYTES;
     }
-    // Waits for that warp.
+    // Barrier with that warp.
     void meet_other_warp() const { named_barrier_sync(1 + static_cast<uint32_t>(warp % 4), 2 * WARP_SIZE); }
 };
 
@@ -126,7 +126,7 @@ struct Weights {
     }
 };
 
-// What gate and up of two features of a token each make.
+// SwiGLU of gate and up of two features of each of two tokens.
 DEVICE void activate(const uint32_t (&gate)[2], const uint32_t (&up)[2], float limit, const Weights& weights, float (&o)[4]) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -136,7 +136,7 @@ DEVICE void activate(const uint32_t (&gate)[2], const uint32_t (&up)[2], float l
     }
 }
 
-// Of a unit whose tokens a consumer has with both blocks of weights.
+// SwiGLU of a work tile for which a consumer has both blocks of weights.
 template <bool INTERLEAVED>
 DEVICE void activate_unit(const Pairs<N8> (&pairs)[BLOCKS], float limit, const Weights& weights, Products<UNIT_EIGHTS>& o) {
     UNROLL
@@ -148,12 +148,12 @@ DEVICE void activate_unit(const Pairs<N8> (&pairs)[BLOCKS], float limit, const W
     }
 }
 
-// Behind the pairs that two warps exchange: the largest magnitudes of their tokens.
+// After the pairs that two warps exchange: the largest magnitudes of their tokens.
 constexpr int MAGNITUDES = Shared::WARP_ROWS * HALF_FEATURES * 2;
 static_assert(MAGNITUDES + Shared::WARP_ROWS * 4 <= Shared::WARP_BYTES, "what warps exchange exceeds a warp's place");
 
-// A consumer with gate's products keeps those of the first half of the features, and leaves the others to the consumer with
-// up's, which keeps these: each then has gate and up of one half.
+// The consumer with gate's sums keeps those of the first half of the features. It gives the others
+// to the consumer with up's sums, which keeps that half. Each then has gate and up of one half.
 DEVICE void exchange_halves(const WarpTokens& tokens, const Pairs<N8>& pairs, uint32_t consumer, Pairs<HALF_EIGHTS>& gate,
                             Pairs<HALF_EIGHTS>& up) {
     const int lane = tokens.lane, offset = lane % 4 * 4;
@@ -180,14 +180,15 @@ DEVICE void exchange_halves(const WarpTokens& tokens, const Pairs<N8>& pairs, ui
     }
 }
 
-// Of a half unit.
+// SwiGLU of a half work tile.
 template <bool INTERLEAVED>
 DEVICE void activate_half(const WarpTokens& tokens, const Pairs<N8>& pairs, uint32_t consumer, float limit,
                           const Weights& weights, Products<HALF_EIGHTS>& o) {
     if constexpr (INTERLEAVED) {
         UNROLL
         for (int n = 0; n < HALF_EIGHTS; ++n) activate(pairs[2 * n], pairs[2 * n + 1], limit, weights, o[n]);
-        // Magnitudes that the other warp may still read are those of an earlier unit.
+        // The barrier protects magnitudes of an earlier work tile that the other warp may still
+        // read.
         tokens.meet_other_warp();
     } else {
         Pairs<HALF_EIGHTS> gate, up;
@@ -199,7 +200,8 @@ DEVICE void activate_half(const WarpTokens& tokens, const Pairs<N8>& pairs, uint
 
 // ---------------------------------------------------------------- codes
 
-// The largest magnitudes of a thread's two tokens in each group of GROUP_EIGHTS eights, in all four lanes of the tokens.
+// The largest magnitudes of a thread's two tokens in each group of GROUP_EIGHTS eights, in all
+// four lanes that share the tokens.
 template <int EIGHTS, int GROUP_EIGHTS>
 struct Magnitudes {
     static constexpr int GROUPS = EIGHTS / GROUP_EIGHTS;
@@ -219,12 +221,12 @@ struct Magnitudes {
     }
 };
 
-// The same of both consumers' halves of a group.
+// Joins the magnitudes of both consumers' halves of a group.
 DEVICE void join_magnitudes(const WarpTokens& tokens, Magnitudes<HALF_EIGHTS, HALF_EIGHTS>& magnitudes) {
     const int lane = tokens.lane;
     auto* const own = reinterpret_cast<float*>(tokens.place() + MAGNITUDES);
     const auto* const other = reinterpret_cast<const float*>(tokens.other_place() + MAGNITUDES);
-    // All four lanes of two tokens have the same.
+    // All four lanes of two tokens hold the same values.
     if (lane % 4 == 0) own[lane / 4] = magnitudes.largest_of[0][0];
     if (lane % 4 == 1) own[lane / 4 + 8] = magnitudes.largest_of[1][0];
     tokens.meet_other_warp();
@@ -235,7 +237,7 @@ DEVICE void join_magnitudes(const WarpTokens& tokens, Magnitudes<HALF_EIGHTS, HA
     }
 }
 
-// Numbers by the scales of their groups, as store_codes of quantize_fp8.h has them.
+// Divides values by the scales of their groups, as store_codes of quantize_fp8.h.
 template <bool POWERS, int EIGHTS, int GROUP_EIGHTS>
 DEVICE void divide_products(const Magnitudes<EIGHTS, GROUP_EIGHTS>& scales, Products<EIGHTS>& o) {
     UNROLL
@@ -254,7 +256,7 @@ DEVICE void divide_products(const Magnitudes<EIGHTS, GROUP_EIGHTS>& scales, Prod
     }
 }
 
-// Codes of a warp's tokens from `feature` on, out of its place.
+// Copies the codes of a warp's tokens, from `feature` on, out of the warp's slot.
 template <bool WIDE, int EIGHTS>
 DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
                        const uint8_t* place) {
@@ -270,7 +272,8 @@ DEVICE void copy_codes(const GroupedLinearSwigluParams& params, const WarpTokens
     }
 }
 
-// Codes of numbers that are divided by their scales, by way of the warp's place; `feature`: the first one.
+// Stores codes of values already divided by their scales, through the warp's slot. `feature` is
+// the first one.
 template <int EIGHTS>
 DEVICE void store_codes(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
                         const Products<EIGHTS>& o) {
@@ -286,11 +289,12 @@ DEVICE void store_codes(const GroupedLinearSwigluParams& params, const WarpToken
     __syncwarp();
     if (params.wide) copy_codes<true, EIGHTS>(params, tokens, feature, place);
     else copy_codes<false, EIGHTS>(params, tokens, feature, place);
-    // The next ones may take their place.
+    // The next codes may overwrite the slot.
     __syncwarp();
 }
 
-// The scales of groups `first` to `end` - 1 of a warp's tokens, of which a lane has one, and those behind the own ones pad.
+// Stores the scales of groups `first` to `end` - 1 of a warp's tokens, one group a lane. Groups
+// after the warp's own ones are padding.
 template <int EIGHTS, int GROUP_EIGHTS>
 DEVICE void store_scales(const QuantisedRows& target, const WarpTokens& tokens,
                          const Magnitudes<EIGHTS, GROUP_EIGHTS>& scales, int32_t first,
@@ -309,7 +313,7 @@ DEVICE void store_scales(const QuantisedRows& target, const WarpTokens& tokens,
     }
 }
 
-// Codes and scales of a warp's products from `feature` on.
+// Codes and scales of a warp's values from `feature` on.
 template <int EIGHTS, int GROUP_EIGHTS>
 DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
                             Products<EIGHTS>& o) {
@@ -317,7 +321,7 @@ DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpT
     const QuantisedRows target = part_of_rows(params, FusedShared::target(), tokens.expert);
     Magnitudes<EIGHTS, GROUP_EIGHTS> scales(o);
     if constexpr (IS_SHARED) join_magnitudes(tokens, scales);
-    // The other consumer's warp has read what lay where codes go.
+    // The other consumer's warp has read what the codes overwrite.
     else if constexpr (IS_HALF) tokens.meet_other_warp();
     UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -328,7 +332,8 @@ DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpT
     const int32_t first = feature >> target.log2_group, padded = target.padded_groups;
     const bool is_last = feature / UNIT_FEATURES * UNIT_FEATURES + UNIT_FEATURES >= features_of(params);
     const bool is_second = IS_HALF && feature % UNIT_FEATURES != 0;
-    // A group that both consumers have a half of is the first one's to store, with those that pad the row behind it.
+    // A group that both consumers share is stored by the first one, with the groups that pad the
+    // row after it.
     const int32_t own_end = first + EIGHTS / GROUP_EIGHTS;
     const bool has_padding = is_last && (!IS_HALF || IS_SHARED || is_second);
     const int32_t end = IS_SHARED && is_second ? first : has_padding ? padded : minimum(own_end, padded);
@@ -357,7 +362,7 @@ struct QuantisedProducts {
         UNROLL
         for (int block = 0; block < BLOCKS; ++block) round_block(total[block], pairs[block]);
         const WarpTokens tokens(unit, share);
-        // Neither has the other consumer's warp any.
+        // The other consumer's warp has no tokens either.
         if (tokens.count <= 0) return;
         const Weights weights(params, tokens);
         const int32_t feature = static_cast<int32_t>(unit.part.column) / 2;

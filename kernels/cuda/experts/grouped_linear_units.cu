@@ -1,5 +1,5 @@
-// What comes before the kernels whose blocks take units of work as they get free (AsFree of quantised_hopper_large.h): nobody has
-// taken any.
+// Resets the counter of taken work tiles, before kernels whose blocks take them as they become
+// free (AsFree of quantised_hopper_large.h).
 //
 // One store. Launch: one block.
 #include "platform.h"

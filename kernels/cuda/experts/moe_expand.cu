@@ -1,29 +1,26 @@
-// Rows of tokens as rows of experts, and back (inference 11.3).
+// Copies rows of tokens to rows of experts, and its backward (inference 11.3).
 //
-//     y[token_topk_to_pos[t][k]] = x[t] for every slot that has a position;  0 in rows whose pos_to_token is negative
+//     y[token_topk_to_pos[t][k]] = x[t] for every slot with a position; 0 where pos_to_token < 0
 //     dx[t] = sum over the slots k of t that have a position of dy[token_topk_to_pos[t][k]]
 //
-// The maps are those of moe_map: the positions of all slots and the rows that pos_to_token marks as nobody's are all
-// positions that there are. Rows are copied bit for bit. Sums are fp32, in the order of the slots, and rounded once; they
-// do not depend on the other tokens. A row of x that has no slot is not read, nor is a row of dy that no slot has.
+// The maps are those of moe_map: the positions of all slots, and the rows that pos_to_token marks
+// as padding, are all positions. Rows are copied bit for bit. Sums are fp32, in the order of the
+// slots, and rounded once; they do not depend on the other tokens. A row of x without a slot is
+// not read, nor is a row of dy that no slot has.
 //
-// A block takes a piece of a token's row, 16 bytes a thread: the forward reads it once and writes it to each of its slots'
-// rows, the backward has up to HELD rows under way. The first blocks look for rows that nobody has, up to 128
-// positions each.
+// Work division: a block takes a piece of a token's row, 16 bytes a thread. The forward reads it
+// once and stores it to each of its slots' rows. The backward has up to HELD rows in flight. The
+// first blocks look for padding rows, up to 128 positions each: at the end of a launch they would
+// run with the SMs otherwise idle.
 //
-// Floors, with s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768 tokens of 7168 bf16
-// channels with 6 slots each and some 16000 rows of padding: 3.5 GB, 0.83 ms at 4.24 TB/s. Expected to be limited by
-// memory.
-// Measured on one H200, 32768 tokens of 7168 channels with 6 slots, before the last change: forward 1127 us; backward 973
-// us with 138 registers and three blocks on a multiprocessor.
-// Now: forward 1003 us (94 % of the copy rate, padding included). Blocks that clear rows were the last of the launch: one with 128 free
-// rows, as all are behind the last expert's, waited 128 times for an entry of pos_to_token, some 0.6 us each, and wrote
-// 1.8 MB alone, at the end of which nothing else ran. They are the first ones now, look at 128 entries at once, and a warp
-// writes a row. Six blocks with 128 rows each of one token's experts still took 30.1 us on an H100: of few positions a block has as
-// few as four, 4.6 us, and 128 tokens' 49,000 rows 232 us in place of 276. Backward, with ten blocks on a multiprocessor and 48 registers, 120 KB of rows under way: not measured.
+// Floor, s = sizeof(ELEMENT): s (num_tokens + num_positions) bytes a channel either way. 32768
+// tokens of 7168 bf16 channels with 6 slots each and about 16000 rows of padding: 3.5 GB, 0.83 ms
+// at 4.24 TB/s. Limit: memory. One H200: forward 1003 us, 94 % of the copy rate with padding
+// included.
 //
-// Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each piece of a row, and, of the
-// forward, ceil(num_positions / rows_per_block) more.
+// Defines: ELEMENT  type of x, y, dy and dx: bf16 or float. Launch: num_tokens blocks for each
+// piece of a row, and, of the forward, ceil(num_positions / rows_per_block) more.
+// What was tried: kernels/docs/moe_expand.md.
 #include "moe_rows.h"
 
 struct MoeExpandForwardParams {

@@ -1,47 +1,28 @@
-// Where each slot of the router goes when rows are sorted by expert (inference 11.3).
+// Maps each slot of the router to its row when rows are sorted by expert (inference 11.3).
 //
-//     slot             = token * topk + its place;  it counts when its entry of topk_indices is one of 0 .. num_experts - 1
+//     slot   = token * topk + place;  it counts if its topk_indices entry is in 0..num_experts-1
 //     counts[e]        = slots of expert e
-//     expert_offsets   = 0 and the running sums of the counts, each rounded up to a multiple of `alignment`
+//     expert_offsets   = 0 and the prefix sums of the counts rounded up to multiples of alignment
 //     position of slot = expert_offsets[e] + how many slots of expert e come before it
 //
 //     token_topk_to_pos[token][place] = position, -1 where the slot does not count
-//     pos_to_token_topk, pos_to_token, pos_to_expert [position] = slot, token, expert; -1 in rows that no slot has
+//     pos_to_token_topk, pos_to_token, pos_to_expert [position] = slot, token, expert; -1: padding
 //
-// Everything is an integer and has one value, whatever the order of blocks, warps and lanes: an expert's rows keep the
-// order of the slots. A warp finds the lanes that have one expert by a ballot for each bit of its number, so that a slot's
-// rank among them is a count of bits; counts of a warp lie in shared memory, those of the warps before it are summed once a
-// round, and those of the chunks before a block's own come from moe_map_count. No atomic decides an order. Rows are written
-// from a round that lies in shared memory in the order of experts.
+// Results are integers independent of the order of blocks, warps and lanes: an expert's rows
+// keep the order of the slots. No atomic decides an order. A ballot for each bit of the expert's
+// number finds the lanes with the same expert; a slot's rank among them is a popcount. Warps'
+// counts are summed once a round. A round is stored from shared memory in the order of experts.
 //
-// Up to a few thousand slots are one launch, moe_map_small: each block counts them all, and a warp places a slot, whose rank
-// is how many of those before it have its expert, of which each lane compares some. The rows in front of its expert's the warp
-// adds up for itself, so that no warp waits for others behind the counts; further blocks write counts and offsets meanwhile, and
-// clear the rows behind the last expert's. The warp of an expert's last slot clears
-// the rows behind it, so that nobody looks through the experts for such rows. Otherwise there are two: moe_map_count counts a
-// chunk of slots a block, moe_map_place sums what lies before its own, 4 bytes a chunk and expert from the second-level cache,
-// and places the chunk.
+// Up to a few thousand slots take one launch, moe_map_small. Each block counts all slots; a warp
+// places a slot. Other blocks store counts and offsets and clear the tail. Otherwise moe_map_count
+// counts a chunk a block. moe_map_place sums the chunks before its own from L2 and places it.
 //
-// Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens with 6 slots of 256 experts are some 4.6
-// MB, 1.1 us at 4.24 TB/s. Limited by two launches, and in the second by latencies: of memory twice, and of a dozen
-// barriers.
-// Measured on one H200 before the last change but one: 32768 tokens of 256 and of 384 experts 21.7 and 23.1 us, 4096 tokens
-// 16.1, 128 tokens 7.7, one token 5.3 us. With divisions of 64 bits and a modulo for each count of a chunk 27.5, 31.7, 20.7
-// and 9.1 us; one token 23.4 us, when one block cleared the rows of each expert in turn.
-// Then: 14.3 and 16.3, 12.7, 7.5 and 5.9 us. Rows are written in the order of experts, eight
-// neighbours a line instead of one, which takes the 6144 accesses of a multiprocessor to an eighth; counts of the chunks
-// come at once instead of in three turns, and while slots are ranked.
-// Of few slots (128 tokens 7.0, one token 5.5 us on an H100) one block had placed them all by the rounds of moe_map_place,
-// which read them again and have a dozen barriers, while its warps looked through the experts for rows to clear. By
-// a warp a slot one token took 1.95 and 128 tokens 2.89 us there, of which the launch is 1.0 and one access of memory 0.8. With two
-// barriers in place of four, since a warp adds up for itself what lies in front of its expert, no division and half as many slots a
-// block 1.72 and 2.35 us. Loads of slots no longer wait for each other, in the larger kernels either: 32768 tokens of 256 and
-// of 384 experts 11.7 and 13.9 us on the H100, 4096 tokens 9.8.
-// On one H200 11.2, 13.3 and 9.8: not a matter of bytes, 1 MB of which are moved at 2 to 5 % of memory's rate. ncu (reports/h200/ncu.txt):
-// of 96 blocks 55 % of the cycles are without a warp that could issue, in passes over chunks one behind the other.
+// Floor: 4 bytes read and 4 written a slot, 12 written a position: 32768 tokens, 6 slots, 256
+// experts about 4.6 MB, 1.1 us at 4.24 TB/s. One H200: 11.2 us. Limit: two launches, and latency
+// in the second: memory twice, and a dozen barriers.
 //
-// Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of ROUND; moe_map_small one
-// or more behind num_chunks.
+// Launch: moe_map_count and moe_map_place one block a chunk of chunk_slots slots, a multiple of
+// ROUND; moe_map_small num_chunks and one or more. What was tried: kernels/docs/moe_map.md.
 #include "memory.h"
 #include "selection.h"
 
@@ -100,7 +81,8 @@ SHARED_MEMORY(moe_map_small, sizeof(Shared))
 
 DEVICE Shared& shared_memory() { return *reinterpret_cast<Shared*>(dynamic_shared()); }
 
-// Whose slot it is, and its place there. Slots are counted in 31 bits: a division of 64 bits is ten times as long.
+// A slot's token, and its place there. Slots are counted in 31 bits: a 64-bit division takes ten
+// times as long.
 struct Place {
     int64_t token;
     int32_t place;
@@ -113,12 +95,12 @@ DEVICE Place place_of(const MoeMapParams& params, int64_t slot) {
 DEVICE int32_t load_place(const MoeMapParams& params, Place at) {
     return params.topk_indices[at.token * params.topk_indices_token_stride + at.place];
 }
-// What a slot says; NONE where there is no such slot before `end`.
+// The entry of a slot; NONE for a slot from `end` on.
 DEVICE int32_t load_slot(const MoeMapParams& params, int64_t slot, int64_t end) {
     return slot < end ? load_place(params, place_of(params, slot)) : NONE;
 }
 
-// The expert that it names; NONE where it names none.
+// The expert that an entry names; NONE where it names none.
 DEVICE int32_t expert_of(const MoeMapParams& params, int32_t expert) {
     return expert >= 0 && expert < params.num_experts ? expert : NONE;
 }
@@ -144,7 +126,8 @@ DEVICE void count_slots(const MoeMapParams& params, Shared& shared, int64_t begi
     __syncthreads();
 }
 
-// What a thread sums up: as many groups of threads as the block has, a thread an expert, take every so many-th chunk.
+// What a thread sums up. The block's threads form groups of one thread per expert. Each group
+// takes the chunks round-robin.
 struct Part {
     const int32_t* counts;  // of its expert in its first chunk
     int64_t step;           // between those of its chunks
@@ -159,7 +142,7 @@ DEVICE Part part_of(const MoeMapParams& params) {
                 chunks_of(static_cast<int>(blockIdx.x))};
 }
 
-// The counts of LOADS of a thread's chunks, or of as many as there are, from `first` on.
+// The counts of up to LOADS of a thread's chunks, from `first` on.
 DEVICE void load_counts(const Part& part, int first, int32_t (&counts)[LOADS]) {
     const int32_t* source = part.counts + first * part.step;
     UNROLL
@@ -170,7 +153,8 @@ DEVICE void load_counts(const Part& part, int first, int32_t (&counts)[LOADS]) {
     }
 }
 
-// Adds the counts of all chunks, and to `next` those of the chunks before this block's own. The first LOADS are given.
+// Adds the counts of all chunks, and to `next` those of the chunks before this block's own. The
+// first LOADS are already loaded.
 DEVICE void sum_chunks(Shared& shared, const Part& part, int32_t (&counts)[LOADS]) {
     int32_t all = 0, before = 0;
     for (int first = 0; first < part.chunks; first += LOADS) {
@@ -187,7 +171,7 @@ DEVICE void sum_chunks(Shared& shared, const Part& part, int32_t (&counts)[LOADS
     __syncthreads();
 }
 
-// The sum over the block's threads up to this one, itself among them.
+// The inclusive prefix sum over the block's threads.
 DEVICE uint32_t sum_upto(Shared& shared, uint32_t own) {
     const uint32_t upto = inclusive_sum(own);
     if (lane_id() == LANES - 1) shared.sums[warp_id()] = upto;
@@ -221,21 +205,22 @@ DEVICE void write_row(const MoeMapParams& params, int64_t position, int32_t expe
     params.pos_to_token_topk[position] = slot;
 }
 
-// The rows [first, end), which nobody has, by a warp.
+// Clears the padding rows [first, end), by a warp.
 DEVICE void clear_rows(const MoeMapParams& params, int first, int end) {
     for (int row = first + lane_id(); row < end; row += LANES) write_row(params, row, NONE, NONE, NONE);
 }
 
-// The rows behind the last expert's, divided over so many blocks.
+// Clears the rows after the last expert's, divided over `blocks` blocks.
 DEVICE void clear_tail(const MoeMapParams& params, const Shared& shared, uint32_t block, uint32_t blocks) {
     const int64_t first = static_cast<int64_t>(block) * THREADS + threadIdx.x;
-    // Unrolled it would divide 64 bits to count its turns, of which there is hardly one.
+    // Unrolled, the compiler would count the iterations with a 64-bit division. Hardly one runs.
     UNROLL_BY(1)
     for (int64_t row = shared.offsets[params.num_experts] + first; row < params.num_positions; row += blocks * THREADS)
         write_row(params, row, NONE, NONE, NONE);
 }
 
-// The rows behind an expert's last slot, divided over the warps of all blocks, and those behind the last expert's.
+// Clears the rows after each expert's last slot, divided over the warps of all blocks, and those
+// after the last expert's.
 DEVICE void clear_unused(const MoeMapParams& params, const Shared& shared) {
     const int warps = static_cast<int>(gridDim.x) * WARPS;
     for (int expert = static_cast<int>(blockIdx.x) * WARPS + warp_id(); expert < params.num_experts; expert += warps)
@@ -243,7 +228,7 @@ DEVICE void clear_unused(const MoeMapParams& params, const Shared& shared) {
     clear_tail(params, shared, blockIdx.x, gridDim.x);
 }
 
-// The lanes of the warp that have the same expert as this one; of no use to a lane that has none.
+// The lanes of the warp with the same expert as this one. Meaningless without an expert.
 DEVICE uint32_t lanes_of(int32_t expert) {
     uint32_t lanes = __ballot_sync(FULL_WARP, expert != NONE);
     UNROLL
@@ -261,7 +246,7 @@ DEVICE void rank_slots(const int32_t (&experts)[HELD], int32_t (&ranks)[HELD], u
     __syncwarp();
     UNROLL
     for (int i = 0; i < HELD; ++i) {
-        // By lanes_before (selection.h), whose shift is no mask to compare with 0, 4096 tokens took 9.79 us in place of 9.70 on one H200.
+        // Not lanes_before (selection.h): its shift is no mask that the code can compare with 0.
         const uint32_t lanes = lanes_of(experts[i]), before = lanes & ((1u << lane_id()) - 1);
         const bool counted = experts[i] != NONE;
         const int32_t so_far = counted ? counts[experts[i]] : 0;
@@ -277,7 +262,7 @@ struct Round {
     int32_t experts[HELD], ranks[HELD];
 };
 
-// The first of a thread's slots of a round; the others follow LANES apart.
+// The first of a thread's slots of a round; the others follow at a stride of LANES.
 DEVICE int first_of_thread() { return warp_id() * (LANES * HELD) + lane_id(); }
 
 DEVICE Round ranked_round(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end) {
@@ -290,7 +275,7 @@ DEVICE Round ranked_round(const MoeMapParams& params, Shared& shared, int64_t be
     return round;
 }
 
-// Where the slots of each expert begin in the round sorted by expert, from the counts of its warps.
+// Where each expert's slots start in the round sorted by expert, from the counts of its warps.
 DEVICE void sort_experts(const MoeMapParams& params, Shared& shared) {
     const int expert = threadIdx.x;
     int32_t of_round = 0;
@@ -310,8 +295,8 @@ DEVICE void sort_experts(const MoeMapParams& params, Shared& shared) {
     __syncthreads();
 }
 
-// Places the slots of a round. Rows are written in the order of experts: neighbours of one expert lie next to each other,
-// while each slot's own store would be an access of its own.
+// Places the slots of a round. Rows are stored in the order of experts: those of one expert are
+// neighbours, and stores coalesce.
 DEVICE void place_round(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end, const Round& round) {
     __syncthreads();
     sort_experts(params, shared);
@@ -340,7 +325,7 @@ DEVICE void place_round(const MoeMapParams& params, Shared& shared, int64_t begi
     }
 }
 
-// Places the slots [begin, end), ROUND at once, of which the first ones are ranked.
+// Places the slots [begin, end), ROUND at a time. The first round is already ranked.
 DEVICE void place_slots(const MoeMapParams& params, Shared& shared, int64_t begin, int64_t end, Round round) {
     while (begin < end) {
         place_round(params, shared, begin, end, round);
@@ -362,7 +347,7 @@ KERNEL(moe_map_place, MoeMapParams, THREADS) {
     Shared& shared = shared_memory();
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * params.chunk_slots;
     const int64_t end = minimum<int64_t>(begin + params.chunk_slots, params.num_slots);
-    // Counts come while slots are ranked.
+    // The loads of counts are in flight while slots are ranked.
     const Part part = part_of(params);
     int32_t counts[LOADS];
     load_counts(part, 0, counts);
@@ -377,8 +362,10 @@ KERNEL(moe_map_place, MoeMapParams, THREADS) {
 
 // ---------------------------------------------------------------- few slots
 
-// Divisions by topk and by the alignment, which take a hundred cycles of the two thousand that few slots take: of an x so small that
-// x times the divisor is below 2^32, given ceil(2^32 / divisor). 1 has none of 32 bits: 2^32 - 1 does of x + 1.
+// Divides by topk or by the alignment. The hardware division would take a hundred of the two
+// thousand cycles that few slots take. x times the divisor is below 2^32, and `inverse` is
+// ceil(2^32 / divisor). For divisor 1 that does not fit 32 bits: there 2^32 - 1 and x + 1 give the
+// same.
 DEVICE uint32_t divided(uint32_t x, uint32_t divisor, int64_t inverse) {
     return static_cast<uint32_t>(static_cast<uint64_t>(x + (divisor == 1)) * static_cast<uint32_t>(inverse) >> 32);
 }
@@ -387,13 +374,14 @@ DEVICE Place place_of_few(const MoeMapParams& params, int slot) {
     const uint32_t token = divided(number, topk, params.topk_inverse);
     return Place{token, static_cast<int32_t>(number - token * topk)};
 }
-// The rows of an expert with so many slots.
+// The rows of an expert with `slots` slots.
 DEVICE uint32_t rows_of_few(const MoeMapParams& params, uint32_t slots) {
     const auto alignment = static_cast<uint32_t>(params.alignment);
     return divided(slots + alignment - 1, alignment, params.alignment_inverse) * alignment;
 }
 
-// The experts of all slots, and their counts. Slots are on their way while counts are cleared.
+// The experts of all slots, and their counts. Loads of slots are in flight while counts are
+// cleared.
 DEVICE void gather_slots(const MoeMapParams& params, Shared& shared) {
     int32_t experts[SMALL_ROUNDS];
     UNROLL
@@ -413,7 +401,7 @@ DEVICE void gather_slots(const MoeMapParams& params, Shared& shared) {
     __syncthreads();
 }
 
-// How many slots before this one have its expert.
+// The number of slots before this one with its expert.
 DEVICE int rank_of(const Shared& shared, int slot, int32_t expert) {
     uint32_t rank = 0;
     UNROLL_BY(4)
@@ -425,7 +413,7 @@ DEVICE int rank_of(const Shared& shared, int slot, int32_t expert) {
     return static_cast<int>(sum_of_lanes(rank));
 }
 
-// The rows of the experts in front of one, added up by a warp.
+// The rows of the experts before one, added up by a warp.
 DEVICE int rows_before(const MoeMapParams& params, const Shared& shared, int32_t expert) {
     uint32_t before = 0;
     UNROLL
@@ -438,7 +426,7 @@ DEVICE int rows_before(const MoeMapParams& params, const Shared& shared, int32_t
     return static_cast<int>(sum_of_lanes(before));
 }
 
-// A warp's slot; that of an expert's last one clears the rows behind it.
+// Places a warp's slot. The warp of an expert's last slot also clears the rows after it.
 DEVICE void place_slot(const MoeMapParams& params, const Shared& shared, int slot) {
     const int32_t expert = shared.experts[slot];
     const auto [token, place] = place_of_few(params, slot);
@@ -461,7 +449,8 @@ KERNEL(moe_map_small, MoeMapParams, THREADS) {
     gather_slots(params, shared);
     const uint32_t placing = static_cast<uint32_t>(params.num_chunks), block = blockIdx.x;
     if (block < placing) {
-        // The first slots are the first warps': few slots leave every block few warps, which take no others' turns.
+        // The first slots go to the first warp of every block: with few slots each block has few
+        // warps at work, which do not take each other's issue slots.
         for (int slot = warp_id() * placing + block; slot < params.num_slots; slot += WARPS * placing) place_slot(params, shared, slot);
         return;
     }

@@ -1,31 +1,28 @@
-// Rows of experts added to rows of tokens (inference 11.2, 11.3).
+// Sums rows of experts to rows of tokens, and its backward (inference 11.2, 11.3).
 //
-//     out[t] = sum over the slots k of t that have a position p = token_topk_to_pos[t][k] of w y[p]  +  shared[t]
+//     out[t] = shared[t] + sum over the slots k with p = token_topk_to_pos[t][k] >= 0 of w y[p]
 //     dy[p]  = w dout[t] for every such slot;  0 in rows whose pos_to_token is negative
-//     dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 for a slot without a position
+//     dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 without a position
 //
-// w is the slot's weight, or 1 where there are no weights (where the experts applied them); shared[t] is left out where
-// there is none, is added once, last and with weight 1, and its gradient is dout itself. Sums over slots are fp32, fused
-// and in the order of the slots, those over channels fp32, in an order that follows from hidden_size alone, and each result
-// is rounded once; nothing depends on the other tokens. Rows that no slot has and weights of slots without a position are
-// not read.
+// w is the slot's weight, or 1 without weights (where the experts applied them). shared[t] is
+// optional; it is added once, last, with weight 1, and its gradient is dout. Sums over slots are
+// fp32, fused and in the order of the slots. Sums over channels are fp32, in an order that follows
+// from hidden_size only. Each result is rounded once and does not depend on the other tokens.
+// Padding rows and weights of slots without a position are not read.
 //
-// Forward: a block takes a piece of a token's row, 16 bytes a thread, with up to HELD rows under way. Backward: a block
-// takes a token, whose weights' gradients its threads add up, each its own channels, then by shuffles and over the warps;
-// the first blocks of a launch look for rows that nobody has, 128 positions each.
+// Work division. Forward: a block takes a piece of a token's row, 16 bytes a thread, with up to
+// HELD rows in flight. Backward: a block takes a token. Each thread sums the weights' gradients
+// over its channels, then shuffles and warps add them up. The first blocks look for padding rows,
+// 128 positions each.
 //
-// Floors, with s = sizeof(ELEMENT): forward s (num_slots + num_tokens) bytes a channel, backward s (num_tokens +
-// num_positions), and weighted s num_slots more. 32768 tokens of 7168 bf16 channels with 6 slots each: 3.3 GB forward, 0.78
-// ms at 4.24 TB/s; 3.5 and, weighted, 6.3 GB backward, 0.83 and 1.5 ms. Expected to be limited by memory.
-// Measured on one H200, 32768 tokens of 7168 channels with 6 weighted slots: 868 us forward, with rows held as they
-// lie in memory, room for eight of them and eight blocks on a multiprocessor; 1405 us before, with three. Backward 2889 us
-// with three blocks and 138 registers.
-// Now: forward 853 us with the shared expert's rows, 748 us with weights alone. Ten blocks have 120 KB of rows under way instead of 96: a block waits for
-// positions, and then for rows, together some 2.5 us, in which 80 KB pass a multiprocessor at the rate of a copy.
-// Backward, with four blocks, and those that clear rows first instead of last (moe_expand.cu), has not been measured since.
+// Floor, s = sizeof(ELEMENT): forward s (num_slots + num_tokens) bytes a channel; backward s
+// (num_tokens + num_positions), weighted s num_slots more. 32768 tokens of 7168 bf16 channels, 6
+// slots, at 4.24 TB/s: forward 3.3 GB, 0.78 ms; backward 3.5 GB, 0.83 ms, weighted 6.3 GB, 1.5 ms.
+// Limit: memory. One H200: forward 853 us, 748 us without shared.
 //
-// Defines: ELEMENT  type of y, shared, out, dout and dy: bf16 or float. Launch: forward num_tokens blocks for each piece of
-// a row; backward num_tokens + ceil(num_positions / rows_per_block).
+// Launch: forward num_tokens blocks for each piece of a row; backward num_tokens +
+// ceil(num_positions / rows_per_block). Defines: ELEMENT  type of the rows: bf16 or float.
+// What was tried: kernels/docs/moe_reduce.md.
 #include "moe_rows.h"
 
 struct MoeReduceForwardParams {
@@ -80,7 +77,8 @@ DEVICE void reduce_forward(const MoeReduceForwardParams& params) {
     store_elements(params.out + token * params.out_token_stride + column, sum);
 }
 
-// The gradients of up to HELD slots of a token: rows written, and what each thread's channels add to those of the weights.
+// The gradients of up to HELD slots of a token: stores rows, and sums what each thread's channels
+// add to the weights' gradients.
 template <int COUNT>
 DEVICE void slot_gradients(const MoeReduceBackwardParams& params, int64_t token, const int64_t (&positions)[HELD],
                            const float (&weights)[HELD], float (&dots)[HELD]) {
@@ -107,7 +105,7 @@ DEVICE void slot_gradients(const MoeReduceBackwardParams& params, int64_t token,
     }
 }
 
-// The sums over the block, of `first` and the slots after it, written by one thread each.
+// Sums over the block for slot `first` and those after it, each stored by one thread.
 DEVICE void write_dots(const MoeReduceBackwardParams& params, int64_t token, int first, const float (&dots)[HELD]) {
     __shared__ float parts[WARPS][HELD];
     UNROLL
@@ -148,7 +146,7 @@ DEVICE void reduce_backward(const MoeReduceBackwardParams& params) {
     }
 }
 
-// Rows wait for positions, and these for memory: the more blocks a multiprocessor has, the more rows are under way.
+// Rows wait for positions, and positions for memory: more blocks an SM keep more rows in flight.
 KERNEL_OF(moe_reduce_forward_vector, MoeReduceForwardParams, THREADS, 10) { reduce_forward<VECTOR>(params); }
 KERNEL(moe_reduce_forward_scalar, MoeReduceForwardParams, THREADS) { reduce_forward<1>(params); }
 KERNEL_OF(moe_reduce_backward_vector, MoeReduceBackwardParams, THREADS, 4) { reduce_backward<VECTOR>(params); }

@@ -1,5 +1,6 @@
-// Rows of tokens and rows of experts (inference 11.3), as moe_expand and moe_reduce share them: a token's row written to the
-// positions of its slots, the rows there added to one, and zeros for positions that no slot has.
+// Rows of tokens and rows of experts (inference 11.3), shared by moe_expand and moe_reduce. A
+// token's row is stored to the positions of its slots, the rows there are added to one, and
+// padding positions become zeros.
 //
 // The including file is compiled with ELEMENT defined.
 #pragma once
@@ -19,7 +20,7 @@ struct Positions {
     int64_t num_positions;
     int32_t topk;
 
-    // Of a slot; NONE where there is no such slot, or it has none.
+    // The position of a slot; NONE where the slot does not exist or has no position.
     int64_t operator[](int slot) const {
         const int32_t position = slot < topk ? token_topk_to_pos[slot] : NONE;
         return position >= 0 && position < num_positions ? position : NONE;
@@ -32,18 +33,18 @@ DEVICE Positions positions_of(const Params& params, int64_t token) {
                      params.topk};
 }
 
-// Blocks that look for rows that no slot has. They are the first of a launch: at its end a few of them, with all the rows
-// that are left over, would be on their own.
-// rows_per_block is a multiple of WARPS up to THREADS, smaller where there are few positions: one of 128 rows of 14 KB would write
-// them long after all others have ended.
-// Positions are counted in 31 bits; a division in 64 would be waited for before anything is read.
+// Blocks that look for padding rows. They are the first of a launch: at its end a few of them,
+// with all the padding rows, would still run. rows_per_block is a multiple of WARPS up to THREADS.
+// It is smaller where positions are few: a block with 128 rows of 14 KB would still store them
+// long after all others have ended. Positions are counted in 31 bits: the wait for a 64-bit
+// division would delay every load.
 template <typename Params>
 DEVICE uint32_t clearing_blocks(const Params& params) {
     return ceil_div(static_cast<uint32_t>(params.num_positions), static_cast<uint32_t>(params.rows_per_block));
 }
 
-// Zeros for the rows that no slot has among the rows_per_block positions of a block. A lane looks at one, a warp clears those of
-// its lanes.
+// Zeros for the padding rows among the rows_per_block positions of a block. A lane looks at one
+// position, a warp clears those of its lanes.
 template <int COUNT>
 DEVICE void clear_rows(const int32_t* pos_to_token, int64_t block, int32_t rows_per_block, int64_t num_positions, ELEMENT* rows,
                        int64_t stride, int32_t hidden_size) {
@@ -59,8 +60,8 @@ DEVICE void clear_rows(const int32_t* pos_to_token, int64_t block, int32_t rows_
     }
 }
 
-// The sum over a token's slots of their rows' elements from `column` on, each times its weight where there are weights: products
-// and sums in fp32, fused, in the order of the slots.
+// The sum over a token's slots of their rows' elements from `column` on, each times its weight
+// where weights exist: fp32, fused, in the order of the slots.
 template <int COUNT>
 DEVICE void add_rows(const Positions& positions, const float* weights, const ELEMENT* rows, int64_t stride, int64_t column,
                      float (&sum)[COUNT]) {

@@ -1,53 +1,28 @@
 // The router: which experts a token goes to, and with which weights (inference 10, training 11.4).
 //
-//     s       = sqrt(softplus(logits)),  softplus(x) = max(x, 0) + log1p(exp(-|x|));  s = exp(x / 2) below x = -18
+//     s       = sqrt(max(x, 0) + log1p(exp(-|x|))), x = logits;  s = exp(x / 2) below x = -18
 //     learned : topk_indices = the topk experts with the largest s + bias, from the lowest id up
 //     hashed  : topk_indices = tid2eid[token id], in the table's order
-//     Z       = max(sum of s over the slots, 1e-20)
-//     topk_weights = route_scale s / Z
+//     topk_weights = route_scale s / Z,  Z = max(sum of s over the slots, 1e-20)
 //
-// Of equal s + bias the lower id is chosen; a NaN counts as -infinity, so that ids are distinct and valid whatever the
-// logits hold. Of a token whose id is negative, or, hashed, beyond the table, nothing counts: its ids are -1, its weights
-// 0. A slot of the table that names no expert is -1 with weight 0 and no part of the sum; an expert that it names twice
-// counts in each slot.
+//     ds_j       = route_scale / Z (dtopk_weights_j - [Z > 1e-20] sum_k dtopk_weights_k s_k / Z)
+//     dlogits[e] = sum over e's slots j, in order, of ds_j sigmoid(x) / (2 s);  0 without a slot
 //
-//     ds_j         = route_scale / Z (dtopk_weights_j - sum_k dtopk_weights_k s_k / Z)       without the sum where Z is the floor
-//     dlogits[e]   = sum over the slots j of e, in their order, of ds_j sigmoid(x) / (2 s)   0 without a slot
+// Ties go to the lower id. NaN counts as -infinity, so ids are distinct and valid for any logits.
+// A token id that is negative or, hashed, beyond the table gives ids -1, weights 0. A table slot
+// without an expert is -1 with weight 0, not in Z. An expert listed twice counts in each slot.
 //
-// log(1 + exp(x)) rounds to 0 below -16 and overflows above 88; below -18 log1p(e) is e to the last bit of fp32, so that
-// the root is taken of the exponent instead of a number that is no longer representable, and the derivative is s / 2.
+// Work division: one warp takes a token, its scores are ordered keys in registers. Each of topk
+// rounds reduces to the largest key, then to the lowest id that has it. With few tokens a block
+// takes a token, a thread an expert (router_learned_few), with the same bits. Backward: a warp has
+// four tokens of up to eight slots, builds each row in shared memory and stores it once.
 //
-// One warp takes a token and holds its scores in registers as ordered keys. Each of topk rounds finds the largest key of
-// the warp by one reduction and the lowest id that has it by another; the keys behind the last expert are 0, below every
-// score's. The chosen logits are read again, from a cache, by a lane each. Sums over slots are those of 32 lanes in one
-// order.
+// Floor: 4 bytes an expert each way: 32768 tokens of 256 (384) experts 7.9 (11.9) us at 4.24 TB/s.
+// Limit of the forward: instructions, about 60 an expert and 3 an expert and round. One H200: 45
+// (60) us; backward 13.7 (18.0) us, limited by L2 and latency.
 //
-// Of few tokens one warp's instructions, one after the other, are most of the time. There a block takes a token, a thread
-// an expert (router_learned_few). The topk-th largest of the warps' largest keys is no larger than the topk-th largest of all,
-// so that what is below it is out: of 384 random scores and 6 slots some 8 stay. Each of these counts those before it in the
-// order of keys and ids, which is its place. However many stay, such as where all are equal, the choice is right. The same
-// functions make scores, orders and sums, so that both ways write the same bits.
-//
-// Floors: forward 4 bytes an expert, and the backward writes as many; at 4.24 TB/s 32768 tokens of 256 experts take 7.9 us,
-// of 384 11.9 us. Expected to limit the forward: instructions, some 60 an expert for its score and 3 an expert and round of
-// selection, about 25 and 38 us for these: ncu (reports/h200/ncu.txt) says that 82 % of the issue slots are taken and 18 % of
-// memory's rate. Measured on one H200: 32768 tokens of 256 and of 384 experts 45 and 60 us, hashed 9.4 us;
-// 4096 tokens 10.4, one token by one warp 5.4 us (on an H100 5.1, 128 tokens 5.4). A block a token takes 1.85 us on an H100, and
-// 2.27 of 128 tokens, where 2.5 were expected: the launch 1.0, one access of memory 0.8 (logits, bias and token ids are asked
-// for together, and no logit again), a score 0.15, three barriers, the choice and the sum 0.4.
-//
-// The backward writes an expert's gradient where it has one of topk slots, and zeros elsewhere. A warp has four tokens of up to eight
-// slots, eight lanes each: what a gradient takes, some 250 instructions, it takes once for four. It makes their rows in shared memory,
-// one after the other, and stores each once. On one H200 32768 tokens of 256 and 384 experts 13.7 and 18.0 us, 4096 tokens 4.5: 61, 68
-// and 34 % of a copy of what it moves (a copy of the latter takes 3.3). When it cleared rows in memory while it waited for their slots,
-// and then stored one number for each, 17.9, 26.6 and 4.8 (in the call of the 14.2, 19.0 and 4.4 below): the numbers came, it seems, when
-// the zeros had left the second-level cache. When a warp had one token, and each lane asked of each of its experts which slot it was,
-// 23.1, 28.9 and 5.8, 84 % of the issue slots taken (ncu). Sixteen blocks a multiprocessor, so that all run at once, in the place of
-// nine: 14.2, 19.0 and 4.4 before. ncu (reports/h200/ncu.txt): the second-level cache at 73 % of its rate, 51 % of the cycles without a
-// warp that could issue: all blocks wait for their slots and then for these's logits at the same time.
-//
-// Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks; router_learned_few num_tokens; the backward as many as that for each of its warps'
-// tokens.
+// Launch: ceil(num_tokens / TOKENS_PER_BLOCK) blocks; router_learned_few num_tokens; the backward
+// a quarter of these where topk <= FEW_SLOTS. What was tried: kernels/docs/router.md.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -95,29 +70,30 @@ PARAMS_LAYOUT(RouterBackwardParams, logits, logits_token_stride, topk_indices, t
 
 DEVICE int64_t own_token() { return static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + warp_id(); }
 
-// sqrt(softplus(logit)); NaN stays.
+// sqrt(softplus(logit)); NaN stays NaN. Below -18 log1p(e) equals e in fp32: the root is taken of
+// the exponent, because exp(logit) may leave the range of fp32.
 DEVICE float score_of(float logit) {
     if (logit < SMALL_LOGIT) return expf(0.5f * logit);
     return __fsqrt_rn((logit < 0.0f ? 0.0f : logit) + log1pf(expf(-absolute_f32(logit))));
 }
 
-// Its derivative, sigmoid(logit) / (2 score).
+// The derivative, sigmoid(logit) / (2 score). Below -18 it is score / 2.
 DEVICE float slope_of(float logit, float score) {
     if (logit < SMALL_LOGIT) return 0.5f * score;
     const float power = expf(-absolute_f32(logit));
     return (logit < 0.0f ? power : 1.0f) / ((1.0f + power) * (2.0f * score));
 }
 
-// What the sum of a token's scores is divided by: no less than the floor, and NaN where it is.
+// The divisor of a token's scores: their sum, but at least the floor; NaN where the sum is NaN.
 DEVICE float divisor_of(float sum) { return sum < SUM_FLOOR ? SUM_FLOOR : sum; }
 
-// The expert that element `i` of this lane's keys is of.
+// The expert of element `i` of this lane's keys.
 template <bool WIDE>
 DEVICE int expert_of(int i) {
     return WIDE ? i / FLOATS * STEP + lane_id() * FLOATS + i % FLOATS : i * LANES + lane_id();
 }
 
-// The keys of a token's biased scores; 0 behind the last expert.
+// The keys of a token's biased scores; 0 after the last expert, which is below every score's key.
 template <bool WIDE, int KEYS>
 DEVICE void load_keys(const RouterForwardParams& params, int64_t token, uint32_t (&keys)[KEYS]) {
     constexpr int COUNT = WIDE ? FLOATS : 1;
@@ -166,13 +142,14 @@ DEVICE int32_t chosen_experts(uint32_t (&keys)[KEYS], int topk) {
     return ordered;
 }
 
-// The score of a slot's expert, 0 without one.
+// The score of a slot's expert, 0 without one. It reads the logit again, from a cache.
 DEVICE float score_of_slot(const RouterForwardParams& params, int64_t token, int32_t expert) {
     const bool used = expert != NO_EXPERT;
     return used ? score_of(params.logits[token * params.logits_token_stride + expert]) : 0.0f;
 }
 
-// Writes the slots of a token, whose experts and scores are in the lanes.
+// Stores the slots of a token, whose experts and scores are in the lanes. The sum runs over 32
+// lanes in one order.
 DEVICE void write_slots(const RouterForwardParams& params, int64_t token, int32_t expert, float score) {
     const bool used = expert != NO_EXPERT;
     const float divisor = divisor_of(warp_sum(score));
@@ -210,7 +187,10 @@ DEVICE void route_learned(const RouterForwardParams& params) {
 KERNEL(router_learned_vector, RouterForwardParams, THREADS) { route_learned<true>(params); }
 KERNEL(router_learned_scalar, RouterForwardParams, THREADS) { route_learned<false>(params); }
 
-// What the threads of a block hand to each other.
+// Shared memory of a block of router_learned_few. The topk-th largest of the warps' largest keys
+// is at most the topk-th largest of all, so smaller keys are out. Of 384 random scores and 6 slots
+// about 8 candidates stay. Each counts those before it in the order of keys and ids, which is its
+// rank. The choice is right however many stay, for example where all keys are equal.
 struct Choice {
     uint64_t candidates[MAX_EXPERTS];  // key, and below it what is larger for a lower id; 0 behind the last one
     float scores[MAX_EXPERTS];
@@ -220,7 +200,8 @@ struct Choice {
     int32_t num_candidates;
 };
 
-// How many of COUNT neighbours are above, or with BELOW below, one of them. The sums are apart, as one would be a long chain.
+// The number of COUNT neighbours above `own`, or below it with BELOW. Four sums, because one would
+// be a long dependency chain.
 template <bool BELOW, int COUNT, typename T>
 DEVICE int count_beside(const T* numbers, T own) {
     int counts[4] = {};
@@ -229,7 +210,8 @@ DEVICE int count_beside(const T* numbers, T own) {
     return counts[0] + counts[1] + (counts[2] + counts[3]);
 }
 
-// The same of `count` of them, in steps: what fills up the last one is neither.
+// The same of `count` of them, in steps: the values that fill up the last step are neither above
+// nor below.
 template <bool BELOW, typename T>
 DEVICE int count_beside(const T* numbers, int count, T own) {
     constexpr int AT_ONCE = 8;
@@ -239,14 +221,15 @@ DEVICE int count_beside(const T* numbers, int count, T own) {
     return sum;
 }
 
-// What a key that is chosen is not below: the topk-th largest of the warps' largest ones, 0 where there are not so many.
+// A lower bound of the chosen keys: the topk-th largest of the warps' largest keys, 0 where fewer
+// exist.
 DEVICE uint32_t least_key(const Choice& choice, int topk) {
     const uint32_t own = lane_id() < GROUPS ? choice.highest[lane_id()] : 0;
     const int above = count_beside<false, GROUPS>(choice.highest, own);
     return __reduce_min_sync(FULL_WARP, above < topk ? own : FULL_WARP);
 }
 
-// Leaves in `chosen` the experts of the topk largest candidates.
+// Stores in `chosen` the experts of the topk largest candidates.
 DEVICE void rank_candidates(Choice& choice, int topk) {
     const int count = choice.num_candidates, thread = static_cast<int>(threadIdx.x);
     if (thread >= count) return;
@@ -308,7 +291,7 @@ KERNEL(router_hashed, RouterForwardParams, THREADS) {
 
 // ---------------------------------------------------------------- backward
 
-// What a lane has: a slot of a token, its expert, or none. SLOT_LANES neighbours have a token.
+// A lane's slot of a token, and its expert or NO_EXPERT. SLOT_LANES neighbours have a token.
 struct Slot {
     int64_t token;
     int32_t number, expert;
@@ -324,8 +307,8 @@ DEVICE Slot slot_of_lane(const RouterBackwardParams& params, int64_t first_token
     return slot;
 }
 
-// The gradient of the logit of this lane's slot, by itself. Sums over a token's slots are in the order of warp_sum, in which the
-// forward has zeros in the other lanes.
+// The gradient of the logit of this lane's slot, from that slot only. Sums over a token's slots
+// use the order of warp_sum, in which the forward has zeros in the other lanes.
 template <int SLOT_LANES>
 DEVICE float slot_gradient(const RouterBackwardParams& params, const Slot& slot) {
     const bool used = slot.expert != NO_EXPERT;
@@ -338,7 +321,8 @@ DEVICE float slot_gradient(const RouterBackwardParams& params, const Slot& slot)
     return params.route_scale / divisor * (upstream - common) * slope_of(logit, score);
 }
 
-// The sum over the slots of this lane's expert, in their order, in the first of them; others have no expert any more.
+// The sum over the slots of this lane's expert, in order, in the lane of the first of them; the
+// other lanes lose their expert.
 DEVICE float expert_gradient(const RouterBackwardParams& params, Slot& slot, float gradient) {
     float sum = 0.0f;
     bool first = true;
@@ -354,7 +338,8 @@ DEVICE float expert_gradient(const RouterBackwardParams& params, Slot& slot, flo
     return sum;
 }
 
-// A warp makes the rows of its tokens one after the other in shared memory, which but for their slots is zero all the time.
+// A warp builds the rows of its tokens one after the other in shared memory. Outside of their
+// slots it stays zero.
 template <int COUNT, int SLOT_LANES>
 DEVICE void router_backward(const RouterBackwardParams& params, float (&row)[MAX_EXPERTS]) {
     constexpr int TOKENS = LANES / SLOT_LANES;
@@ -389,6 +374,6 @@ DEVICE void router_backward(const RouterBackwardParams& params) {
     else router_backward<COUNT, LANES>(params, rows[warp_id()]);
 }
 
-// All blocks of 32768 tokens at once.
+// All blocks of 32768 tokens run at once.
 KERNEL_OF(router_backward_vector, RouterBackwardParams, THREADS, 16) { router_backward<FLOATS>(params); }
 KERNEL(router_backward_scalar, RouterBackwardParams, THREADS) { router_backward<1>(params); }

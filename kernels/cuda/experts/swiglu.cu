@@ -1,29 +1,28 @@
-// SwiGLU with clamps and an optional row weight (inference 11.1, training 11.2). With a = min(gate, limit),
-// b = clamp(up, -limit, limit), s = 1 / (1 + exp(-a)) and w the weight of the row,
+// SwiGLU with clamps and an optional row weight w (inference 11.1, training 11.2). With
+// a = min(gate, limit), b = clamp(up, -limit, limit) and s = 1 / (1 + exp(-a)),
 //
-//     y     = w (a s b)                                          dup     = [|up| <= limit] w dy (a s)
-//     dgate = [gate <= limit] w dy b s (1 + a (1 - s))           dweight = sum over the row of dy (a s b)
+//     y     = w (a s b)                                     dup     = [|up| <= limit] w dy (a s)
+//     dgate = [gate <= limit] w dy b s (1 + a (1 - s))      dweight = sum over the row of dy a s b
 //
-// The gate has no lower clamp. What equals the limit passes its gradient on; a NaN is not clamped and stays one. A
-// padding row, one whose entry of pos_to_token_topk is negative, counts for nothing and gets zeros; of many rows it is not read.
-// fp32 from load to store, so that each output is rounded once. One warp takes a row, 16 bytes an access where
-// width, strides and addresses allow it, one element otherwise. A row's sum depends on its width alone. Of the few rows of
-// a decode step a warp's steps, each of which waits for memory, are most of the time: there each access has a thread of its
-// own, and gate and up are asked for before it is known whether the row is padding, which changes no bit. The backward of such a
-// row is one block's, whose warps have a step each of the warp that takes a row of many: dweight is the sum of the steps' sums in
-// their order either way.
+// The gate has no lower clamp. A value equal to the limit passes its gradient on. NaN is not
+// clamped and stays NaN. A padding row, one whose pos_to_token_topk entry is negative, is treated
+// as zeros and gets zeros; with many rows it is not read. fp32 from load to store: each output is
+// rounded once. A row's sum depends on its width only.
 //
-// Floors, with s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of them special
-// functions. Limited by memory: at 4.24 TB/s and 3.6e12 special functions a second these take 0.4 of the bf16
-// forward's time, and 0.24 of the backward's. Measured on one H200: 65536 rows of 2048 bf16 channels in 189 and 323 us,
-// 4.26 and 4.16 TB/s where a copy reaches 4.2 (4096 rows: 14.1 and 23.1 us, where launches and the last wave show; a copy of as many bytes
-// takes 13.7 and 21.4). With seven blocks a multiprocessor in the place of eight the latter took 26.5 in the same call: the last 100 of
-// 1024 blocks came behind all others (ncu, reports/h200/ncu.txt, is of that form).
-// 128 rows took 5.9 us on an H100, eight steps a warp, and 7.4 us backward. By a thread for each access 2.2 and 2.6 us, of which the
-// launch is 1.0 and the bytes 0.5 and 0.9.
+// Work division: one warp takes a row, 16 bytes an access where width, strides and addresses allow
+// it, one element otherwise. With the few rows of a decode step each access has its own thread.
+// gate and up are loaded before it is known whether the row is padding, which changes no bit. The
+// backward of such a row takes one block: each warp has one step of the warp that takes a row of
+// many. dweight adds the steps' sums in the same order either way.
 //
-// Defines: ELEMENT  type of gate, up, y, dy, dgate and dup: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks;
-// of few rows a row of blocks for each, which have as many threads as it has accesses, and of the backward one block of whole warps.
+// Floor, s = sizeof(ELEMENT): forward 3s bytes an element for 10 FLOPs, backward 5s for 22, two of
+// them special functions. Limit: memory, at 4.24 TB/s. At 3.6e12 a second the special functions
+// take 0.4 of the bf16 forward's time, 0.24 of the backward's. One H200: 65536 rows of 2048 bf16
+// channels in 189 and 323 us (4.26 and 4.16 TB/s, a copy 4.2).
+//
+// Defines: ELEMENT  type of the rows: bf16 or float. Launch: ceil(num_rows / ROWS_PER_BLOCK)
+// blocks; with few rows a row of blocks for each, one thread an access, of the backward one block.
+// What was tried: kernels/docs/swiglu.md.
 #include "element.h"
 #include "elements.h"
 #include "swiglu.h"
@@ -48,8 +47,8 @@ struct SwigluParams {
 PARAMS_LAYOUT(SwigluParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, y, y_row_stride, dy,
               dy_row_stride, dgate, dgate_row_stride, dup, dup_row_stride, dweight, num_rows, width, limit)
 
-// What the warps of a block have of their steps, added in the order of the steps: what one warp that takes them all has in its
-// lanes.
+// Sums the warps' steps in the order of the steps. One warp that takes them all has the same sums
+// in its lanes.
 DEVICE float sum_of_steps(float dweight) {
     __shared__ float of_steps[FEW_BACKWARD_WARPS][WARP_SIZE];
     of_steps[warp_id()][lane_id()] = dweight;
@@ -59,8 +58,8 @@ DEVICE float sum_of_steps(float dweight) {
     return sum;
 }
 
-// FEW: blockIdx.y is the row, and of its accesses each thread has one, without a loop, so that what is known of the row is not
-// waited for before the access.
+// FEW: blockIdx.y is the row, and each thread has one of its accesses, without a loop. The access
+// then does not wait for what is known of the row.
 template <int COUNT, bool BACKWARD, bool FEW = false>
 DEVICE void swiglu_row(const SwigluParams& params) {
     const int64_t row = FEW ? blockIdx.y : static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
@@ -108,7 +107,7 @@ KERNEL(swiglu_forward_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false>
 KERNEL(swiglu_forward_scalar, SwigluParams, THREADS) { swiglu_row<1, false>(params); }
 KERNEL(swiglu_forward_few_vector, SwigluParams, THREADS) { swiglu_row<VECTOR, false, true>(params); }
 KERNEL(swiglu_forward_few_scalar, SwigluParams, THREADS) { swiglu_row<1, false, true>(params); }
-// All blocks of 4096 rows of 2048 channels at once.
+// All blocks of 4096 rows of 2048 channels run at once.
 KERNEL_OF(swiglu_backward_vector, SwigluParams, THREADS, 8) { swiglu_row<VECTOR, true>(params); }
 KERNEL(swiglu_backward_few_vector, SwigluParams, FEW_BACKWARD_THREADS) { swiglu_row<VECTOR, true, true>(params); }
 KERNEL(swiglu_backward_scalar, SwigluParams, THREADS) { swiglu_row<1, true>(params); }

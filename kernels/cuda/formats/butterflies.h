@@ -1,7 +1,8 @@
-// The Walsh-Hadamard transform of rows of 128, several lanes a row (inference 7). hadamard.cu has the formulas.
+// The Walsh-Hadamard transform of rows of 128, several lanes a row (inference 7). hadamard.cu has
+// the formulas.
 //
-// Seven steps of butterflies, of elements 1, 2, 4 ... 64 apart, in this order, whatever part of a row a lane has: layouts differ in
-// which steps stay within a lane, and every layout gives the same bits.
+// Seven steps of butterflies on elements 1, 2, 4 ... 64 apart, in this order, for any split of a
+// row over lanes. Splits differ in which steps stay within a lane; all give the same bits.
 #pragma once
 
 #include "math.h"
@@ -15,8 +16,8 @@ DEVICE void butterfly(float& a, float& b) {
     b = difference;
 }
 
-// Element i of part p of lane l is element (p LANES + l) SPAN + i of its row. The lanes of a row are neighbours, the first at a
-// multiple of LANES; all lanes of the warp take part.
+// Element i of part p of lane l is element (p LANES + l) SPAN + i of its row. The lanes of a row
+// are neighbours, the first at a multiple of LANES. All lanes of the warp take part.
 template <int LANES, int PARTS, int SPAN>
 DEVICE void walsh_hadamard(float (&x)[PARTS][SPAN], int lane) {
     static_assert(LANES * PARTS * SPAN == DIM, "the lanes have a row");
@@ -30,7 +31,8 @@ DEVICE void walsh_hadamard(float (&x)[PARTS][SPAN], int lane) {
         }
         UNROLL
         for (int h = 1; h < LANES; h *= 2) {
-            // The upper of two lanes has the difference; a product with 1 or -1 is exact, so each sum is rounded once.
+            // The upper of two lanes has the difference. A product with 1 or -1 is exact, so each
+            // sum is rounded once.
             const float sign = lane & h ? -1.0f : 1.0f;
             UNROLL
             for (int i = 0; i < SPAN; ++i) {

@@ -1,17 +1,17 @@
-// Codes of narrow formats as floats or bf16, eight at a time: every e4m3 and e2m1 number is a bf16, and so is an e2m1
-// number times a power of two or an e4m3 scale. And codes of e2m1 as codes of e4m3.
+// Codes of narrow formats as floats or bf16, eight at a time; codes of e2m1 as codes of e4m3. bf16
+// holds every e4m3 and e2m1 value, and an e2m1 value times a power of two or an e4m3 scale.
 #pragma once
 
 #include "memory.h"
 #include "numeric.h"
 
-// The numbers of eight codes in e2m1, the first in the lowest nibble. The two bytes of a bf16 that is the magnitude are
-// looked up, of four codes at a time.
+// The values of eight e2m1 codes, the first in the lowest nibble. The two bytes of a magnitude's
+// bf16 are looked up for four codes at a time.
 DEVICE void e2m1x8_to_float(uint32_t codes, float (&numbers)[8]) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
         const uint32_t four = codes >> 16 * half, magnitudes = four & 0x7777u;
-        // Of 0, 0.5, 1, 1.5; 2, 3, 4, 6.
+        // The bytes for 0, 0.5, 1, 1.5; 2, 3, 4, 6.
         const uint32_t high = __byte_perm(0x3f3f3f00u, 0x40404040u, magnitudes);
         const uint32_t low = __byte_perm(0xc0800000u, 0xc0804000u, magnitudes);
         UNROLL
@@ -24,7 +24,7 @@ DEVICE void e2m1x8_to_float(uint32_t codes, float (&numbers)[8]) {
     }
 }
 
-// Eight codes of e2m1 with one scale, exactly; beyond what bf16 holds they are infinite.
+// Eight e2m1 codes times one scale, exactly; beyond bf16's range they are infinite.
 DEVICE Vec16 e2m1_as_bf16(uint32_t codes, float scale) {
     float x[8];
     e2m1x8_to_float(codes, x);
@@ -34,7 +34,7 @@ DEVICE Vec16 e2m1_as_bf16(uint32_t codes, float scale) {
     return numbers;
 }
 
-// Eight codes of e4m3, exactly.
+// Eight e4m3 codes, exactly.
 DEVICE Vec16 e4m3_as_bf16(uint32_t first, uint32_t second) {
     Vec16 numbers;
     UNROLL
@@ -46,10 +46,12 @@ DEVICE Vec16 e4m3_as_bf16(uint32_t first, uint32_t second) {
     return numbers;
 }
 
-// Eight codes of e2m1 as codes of e4m3, 2^-6 as large, exactly: the sign is the highest bit of either, and the two bits of the
-// exponent and the one of the fraction are the lower ones of e4m3's exponent and the highest of its fraction. That holds for
-// 0 and 0.5, too, since either format has no bit to the left of a fraction whose exponent is 0.
-// `even`: those in the lower halves of the bytes, in the bytes' order; `odd`: those in the upper ones.
+// Eight e2m1 codes as e4m3 codes, 2^-6 as large, exactly. The sign is the highest bit of either.
+// The two exponent bits become the lower ones of e4m3's exponent, the fraction bit the highest of
+// its fraction. This holds for 0 and 0.5 too, since neither format has an implicit bit where the
+// exponent is 0.
+// `even`: the codes in the lower halves of the bytes, in the bytes' order; `odd`: those in the
+// upper.
 DEVICE void e2m1x8_as_e4m3(uint32_t codes, uint32_t& even, uint32_t& odd) {
     even = (codes << 2 & 0x1c1c1c1cu) | (codes << 4 & 0x80808080u);
     odd = (codes >> 2 & 0x1c1c1c1cu) | (codes & 0x80808080u);

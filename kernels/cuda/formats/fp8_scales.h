@@ -1,6 +1,7 @@
 // Scales of groups of e4m3 codes (inference 5.4); quantize_fp8.cu has the formulas.
 //
-// Parameters of kernels that store them have those of scale_layout.h, and scale_type, one of the constants below.
+// The parameters of kernels that store them have the fields of scale_layout.h, and scale_type, one
+// of the constants below.
 #pragma once
 
 #include "quantise.h"
@@ -16,10 +17,10 @@ DEVICE float scale_of(const Params& params, float amax) {
     return scale == 255 ? NAN_F32 : __uint_as_float(uint32_t{scale} << 23);
 }
 
-// A scale that is a power of two, or NaN, as its byte of e8m0.
+// A scale that is a power of two, or NaN, as its e8m0 byte.
 DEVICE uint8_t scale_byte(float scale) { return static_cast<uint8_t>(is_nan(scale) ? 255u : __float_as_uint(scale) >> 23); }
 
-// Stores it, of a group that there is, or 0 in the place of one that pads.
+// Stores the scale of a group that exists, or 0 for padding.
 template <typename Params>
 DEVICE void store_scale(const Params& params, int64_t place, float scale, bool exists) {
     if (params.scale_type == E8M0) {

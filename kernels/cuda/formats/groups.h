@@ -1,8 +1,8 @@
-// Rows of groups: SPAN consecutive elements of a row to a lane, so that a group is a few neighbouring lanes and a
-// warp has 512 elements of one row.
+// Rows of groups: SPAN consecutive elements of a row to a lane. A group is a few neighbouring
+// lanes, and a warp has 512 elements of one row.
 //
-// Parameters of kernels that go over rows so have num_rows, width, row_warps (warps that take a row: its elements
-// and, where they reach further, its padding groups), padded_rows (scale_layout.h).
+// The parameters of kernels over such rows have num_rows, width, row_warps (warps of a row: its
+// elements and, if they reach further, its padding groups), padded_rows (scale_layout.h).
 #pragma once
 
 #include "elements.h"
@@ -13,8 +13,8 @@
 constexpr int SPAN = 16;
 constexpr int THREADS = 256, WARPS = THREADS / WARP_SIZE;
 
-// What a lane takes: elements column to column + count - 1 of a row, none of them where the row is padding, or ends
-// before.
+// A lane's elements: column to column + count - 1 of a row. count is 0 if the row is padding, or
+// ends before.
 struct Span {
     int64_t row;
     int32_t column, count;
@@ -30,11 +30,12 @@ DEVICE Span span_of(const Params& params) {
     return Span{row, column, minimum(left, SPAN)};
 }
 
-// The elements of a span as they lie in memory.
+// The elements of a span as stored in memory.
 template <typename T>
 using Raw = Stored<SPAN, T>;
 
-// In wide accesses, where a span ends with one, or one by one; what it does not have is 0.
+// In wide accesses, if a span ends with a whole one, or element by element. Missing elements are
+// 0.
 template <bool WIDE, typename T>
 DEVICE void load_raw(const T* source, int count, Raw<T>& raw) {
     if constexpr (WIDE) {
@@ -53,7 +54,7 @@ DEVICE void load_raw(const T* source, int count, Raw<T>& raw) {
     }
 }
 
-// As floats; the others are as they were.
+// As floats; missing elements keep their value.
 template <bool WIDE, typename T>
 DEVICE void load_span(const T* source, int count, float (&x)[SPAN]) {
     constexpr int COUNT = WIDE ? Element<T>::per_vec16 : 1;
@@ -62,8 +63,8 @@ DEVICE void load_span(const T* source, int count, float (&x)[SPAN]) {
         if (i < count) load_elements<COUNT>(source + i, *reinterpret_cast<float(*)[COUNT]>(&x[i]));
 }
 
-// The 32 bytes of bf16 that a lane has, stored together with its neighbour, so that each access writes whole sectors of
-// 32 bytes: first the even lane's, then the odd one's. All lanes of a warp take part.
+// Stores a lane's 32 bytes of bf16 together with its neighbour's, so that each access writes whole
+// 32-byte sectors: first the even lane's, then the odd one's. All lanes of a warp take part.
 DEVICE void store_span_pairs(bf16* target, int count, const float (&x)[SPAN]) {
     const int odd = lane_id() & 1;
     const Vec16 low = pack<bf16>(reinterpret_cast<const float(&)[8]>(x[0]));
@@ -94,7 +95,7 @@ DEVICE void store_span(T* target, int count, const float (&x)[SPAN]) {
     }
 }
 
-// The largest magnitude of what lies in memory, as bits (quantise.h), two elements of bf16 at a time.
+// The largest magnitude of stored elements, as bits (quantise.h); two bf16 at a time.
 DEVICE uint32_t largest_magnitude(const Raw<float>& raw) {
     uint32_t magnitude = 0;
     UNROLL

@@ -1,30 +1,28 @@
-// The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantised (inference 5.4, 7, 7.1).
+// The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantized (inference 5.4, 7,
+// 7.1).
 //
 //     y[i] = 128^-0.5 sum over j of (-1)^popcount(i AND j) x[j]
 //
-// as seven steps of butterflies, h = 1, 2, 4 ... 64: (a, b) = (a + b, a - b) for each pair of elements h apart. The order is
-// part of the definition: every sum is an fp32 number, so that the result, and each code made of it, has one value. The
-// transform is symmetric and its own inverse: the backward is the forward of dy.
-//
-// STORED 0 writes y. Otherwise y is rounded to bf16 and quantised, amax being the largest magnitude of a group,
-//
-//     1  e2m1 in groups of 32, two codes a byte, the even one in the low nibble, with an e8m0 byte a group:
+// as seven steps of butterflies, h = 1, 2, 4 ... 64: (a, b) = (a + b, a - b) for each pair of
+// elements h apart. The order is part of the definition: every sum is rounded to fp32, so all
+// codes have one value. The transform is its own inverse: the backward is the forward of dy.
+// STORED 0 writes y. Otherwise y is rounded to bf16 and quantized; amax is a group's largest
+// magnitude:
+//     1  e2m1 in groups of 32, two codes a byte, the even one low, with an e8m0 byte a group:
 //            s = 2^ceil(log2(max(amax, 6 * 2^-126) * fp32(1/6)))
 //     2  e4m3, the row being one group, with an fp32 scale a row:
 //            s = 2^ceil(log2(max(amax, 1e-4) * fp32(1/448)))
+// A group with a NaN or an infinity has the scale NaN and the codes of NaN (of e2m1, which has
+// none, +6). hadamard_codes.cu makes the codes of bf16 if 16-byte accesses fit every row; this
+// kernel is for all else.
 //
-// A group with a NaN or an infinity has a scale of NaN, and its codes are those of NaN (of e2m1, which has none, +6).
+// Four lanes take a row, so five of the seven steps stay within a lane. Floor for bf16: 256 bytes
+// read and 256, 68 or 132 written a row, at 4.24 TB/s. e2m1 is close to the issue limit: 19
+// instructions an element of the 21 that 85 % of that rate leaves. What was tried:
+// kernels/docs/hadamard.md.
 //
-// Codes of bf16 are made by hadamard_codes.cu where accesses of 16 bytes fit every row; what follows is for all else.
-//
-// Four lanes take a row, so that five of the seven steps stay within a lane. Floor for bf16: 256 bytes read and 256, 68 or 132
-// written a row; at 4.24 TB/s a row of the e2m1 form takes 0.076 ns, which leaves 21 instructions an element at 85 %. It takes
-// 19, 613 a warp of eight rows: 7 sums, 2 shuffles and a product of the transform, 1 to unpack, 2 to round and find the
-// largest, 4 for the code, the rest for addresses, scales and signs. With three sums a code it took 656, 23 us of issue slots for
-// 262144 rows, as long as 85 % of the copy rate leaves. Measured on one H200 for 262144 rows with these: e2m1 31.9 us (63 % of the
-// copy rate; 34.1 before codes were sums in packed bf16), e4m3 30.4 us (79 %), bf16 34.0 us (93 %).
-//
-// Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows / ROWS_PER_BLOCK) blocks.
+// Defines: ELEMENT  type of x and y: bf16 or float; STORED  0, 1 or 2. Launch: ceil(num_rows /
+// ROWS_PER_BLOCK) blocks.
 #include "element.h"
 #include "hadamard.h"
 
@@ -49,7 +47,7 @@ template <bool WIDE>
 DEVICE void hadamard_row(const HadamardParams& params) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / LANES;
     const int lane = threadIdx.x % LANES;
-    // A row that is not there is a row of zeros: its lanes take part in the shuffles of their warp.
+    // A missing row is a row of zeros: its lanes take part in the shuffles of their warp.
     const bool exists = row < params.num_rows;
     Row x = {};
     if (exists) load_row<WIDE>(params.x + row * params.x_row_stride, lane, x);

@@ -1,8 +1,8 @@
-// Rows of 128 under the Walsh-Hadamard transform, four lanes a row, and how they are quantised (inference 5.4, 7, 7.1).
-// hadamard.cu has the formulas.
+// Rows of 128 under the Walsh-Hadamard transform, four lanes a row, and how they are quantized
+// (inference 5.4, 7, 7.1). hadamard.cu has the formulas.
 //
-// A lane has SPAN consecutive elements of each half of a row: five of the
-// seven steps of the transform stay within it.
+// A lane has SPAN consecutive elements of each half of a row: five of the seven steps of the
+// transform stay within it.
 #pragma once
 
 #include "butterflies.h"
@@ -20,8 +20,9 @@ using Row = float[PARTS][SPAN];
 
 DEVICE void transform(Row& x, int lane) { walsh_hadamard<LANES>(x, lane); }
 
-// A row that is rounded to bf16: of each part the largest magnitude, as the bits of the bf16, which are ordered as they are, NaN
-// above infinity; and its numbers in pairs, word i of eight numbers being the i-th and, in the upper half, the (i + 4)-th.
+// A row rounded to bf16. `magnitudes`: the largest of each part as bf16 bits, which sort like
+// values, NaN above infinity. `pairs`: of eight elements word i has the i-th in its lower half and
+// the (i + 4)-th in the upper one.
 struct Rounded {
     uint32_t magnitudes[PARTS];
     uint32_t pairs[PARTS][SPAN / 8][4];
@@ -47,7 +48,7 @@ DEVICE Rounded round_to_bf16(Row& x) {
     return rounded;
 }
 
-// ---------------------------------------------------------------- rows of memory: in wide accesses, or element by element
+// ---------------------------------------------------------------- rows: wide or by element
 
 template <bool WIDE, typename T>
 DEVICE void load_row(const T* row, int lane, Row& x) {
@@ -71,9 +72,10 @@ DEVICE void store_row(T* row, int lane, const Row& x) {
     }
 }
 
-// ---------------------------------------------------------------- codes, of numbers that are rounded to bf16
+// ---------------------------------------------------------------- codes of values in bf16
 
-// A row's 64 bytes of codes and 4 of scales. All lanes of a warp take part; what does not exist is not stored.
+// A row's 64 bytes of codes and 4 of scales. All lanes of a warp take part; a missing row is not
+// stored.
 template <bool WIDE>
 DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool exists, const Rounded& rounded) {
     UNROLL
@@ -88,7 +90,7 @@ DEVICE void store_e2m1(uint8_t* row_codes, uint8_t* row_scales, int lane, bool e
     }
 }
 
-// The 128 bytes of codes of a row y that is rounded; returns the byte of its scale.
+// The 128 bytes of codes of a rounded row y; returns the byte of its scale.
 template <bool WIDE>
 DEVICE uint8_t store_e4m3(uint8_t* row_codes, int lane, bool exists, const Row& y, const Rounded& rounded) {
     uint32_t magnitude = 0;

@@ -1,29 +1,25 @@
-// The Walsh-Hadamard transform of rows of bf16, quantised: what hadamard.cu computes with STORED 1 (e2m1) and 2 (e4m3), to the
-// bit, where accesses of 16 bytes fit every row (inference 5.4, 7, 7.1). hadamard.cu has the formulas.
+// The Walsh-Hadamard transform of rows of bf16, quantized: the same bits as hadamard.cu with
+// STORED 1 (e2m1) or 2 (e4m3), where 16-byte accesses fit every row (inference 5.4, 7, 7.1).
+// hadamard.cu has the formulas.
 //
-// One lane takes a row: all seven steps of the transform, the largest magnitude of each group and the codes are its own, and
-// nothing is exchanged. So that memory is still read and written line by line, a warp brings its 32 rows into shared memory first
-// and takes the codes out of there. Pieces of 16 bytes are permuted within a row, or the codes of it: what eight lanes access at
-// a time lies in different banks. A warp takes tiles of 32 rows in turn: as soon as its lanes have a tile in registers, the next one
-// is on its way. What is left behind whole turns, if it is at most half of one, all warps take in groups of eight rows, four lanes
-// a row, while they wait for their first tile.
+// One lane takes a row: the seven steps, the largest magnitude of each group and the codes,
+// without an exchange. To access memory line by line, a warp loads its 32 rows into shared memory
+// by cp.async and stores the codes from there. Pieces of 16 bytes are swizzled within a row, or
+// within its codes, so that eight lanes use different banks. A warp takes tiles of 32 rows
+// round-robin. When its lanes have a tile in registers, the next one is in flight. A rest of at
+// most half a round is taken by all warps, in groups of eight rows, four lanes a row. They do this
+// while they wait for their first tile.
 //
-// Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24 TB/s. Instructions of the e2m1
-// form, an element: 7 sums and a product, 1 to unpack, 1.5 to round and find the largest, 3.5 for the code, 1 for memory: 15, some
-// 1920 a tile, 15 us of issue slots at 1.95 GHz, where four lanes a row take 20.5. A third of them are logic, of which a scheduler
-// starts one every second cycle. 262144 rows are 5.17 turns of tiles; the sixth would be 272 lone warps.
-// ncu on one H200 (reports/h200/ncu.txt), e2m1: 66 % of the issue slots taken, DRAM at 56 %, 12 warps of 168 registers a multiprocessor.
-// Measured on one H200: e2m1 25.05 us (81 % of the copy rate, 87 % of what the driver's copy of as many bytes takes in the same run;
-// four lanes a row 31.9), e4m3 27.5 us (88 and 93 %; 29.8). With a sixth turn in the place of groups, of which 1 us less was
-// expected, 25.05 and 28.0: lone warps are not what e2m1 waits for. With three sums a code, accesses of
-// rows found by their stride and a byte of scales at a time 25.97 and 28.6 us. When a warp had one tile and waited for it 27.1 and
-// 29.4 us. Two lanes a row, with half the registers, took 25.9 us of e2m1 with 16 warps a multiprocessor and 26.2 with 20 where
-// this took 26.6; an even lane with the sums of neighbours and an odd one with the differences 29.5. Two warps a row, 20 a
-// multiprocessor, which exchange halves through shared memory before the last step, 25.6 and 27.7 where this took 25.05 and 28.0.
-// Rows 272 bytes apart in the place of permuted ones, with products in the place of shifts, 27.4 and 30.6: it was not found out
-// which of the two costs that.
+// Floor: 256 bytes read and 68 or 132 written a row, 20.3 us and 24.3 us for 262144 rows at 4.24
+// TB/s. e2m1 issues about 15 instructions an element: 7 sums and a product, 1 to unpack, 1.5 to
+// round and find the largest, 3.5 for the code, 1 for memory. That is about 1920 a tile, 15 us at
+// 1.95 GHz. A third of them are logic, which a scheduler starts every second cycle.
+// Measured on one H200: e2m1 25.05 us (81 % of the copy rate), e4m3 27.5 us (88 %). ncu, e2m1: 66
+// % of issue slots, DRAM at 56 %, 12 warps of 168 registers an SM. What was tried:
+// kernels/docs/hadamard.md.
 //
-// Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS for each multiprocessor fill it.
+// Defines: STORED  1 or 2. Launch: any number of blocks of one warp; RESIDENT_BLOCKS an SM fill
+// it.
 #include "async_copy.h"
 #include "butterflies.h"
 #include "elements.h"
@@ -42,10 +38,10 @@ constexpr int ROW_BYTES = DIM * 2, ROW_PIECES = ROW_BYTES / PIECE;
 constexpr int CODE_BYTES = STORED == 1 ? DIM / 2 : DIM, CODE_PIECES = CODE_BYTES / PIECE;
 constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
-// Eight pieces are what a row of the 32 banks holds.
+// Eight pieces fill a row of the 32 banks.
 constexpr int BANK_PIECES = 8;
-// Of a multiprocessor, each with 168 registers a lane and 10 or 12 KiB. A scheduler has registers for three warps, or for four with
-// 128 each: 13 would spill.
+// Blocks of an SM, each with 168 registers a lane and 10 or 12 KiB. A scheduler has registers for
+// three warps, or for four with 128 each: 13 would spill.
 constexpr int RESIDENT_BLOCKS = 12;
 
 struct HadamardCodesParams {
@@ -59,17 +55,18 @@ PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, sca
 
 SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
 
-// Where a piece of a row of the tile lies, in bytes.
+// Byte offset of a piece of a row of the tile.
 DEVICE int row_place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % BANK_PIECES) * PIECE; }
 
-// The same of its codes, which lie one row behind the other: a row of banks holds two rows of e2m1.
+// The same for its codes, row after row: a row of banks holds two rows of e2m1.
 DEVICE int code_place(int row, int piece) {
     constexpr int ROWS_OF_BANKS = BANK_PIECES / CODE_PIECES;
     return (row * CODE_PIECES + (piece ^ row / ROWS_OF_BANKS % CODE_PIECES)) * PIECE;
 }
 
-// What is known of a tile's rows: all there and one behind the other in memory, so that each access has a constant place behind
-// the first one; all there; or neither: of a row that is not there the last one's copy is computed, and not stored.
+// Rows of a tile. DENSE: all exist and are contiguous, so each access has a constant offset from
+// the first. WHOLE: all exist. SOME: a missing row computes a copy of the last one and is not
+// stored.
 enum class Rows { DENSE, WHOLE, SOME };
 
 // Two rows at once.
@@ -84,7 +81,7 @@ DEVICE void copy_rows(const HadamardCodesParams& params, int64_t first_row, int 
     const bf16* source = begin + odd * stride;
     UNROLL_BY(ROWS == Rows::SOME ? 1 : TILE_ROWS)
     for (int first = 0; first < TILE_ROWS; first += ROWS_AT_ONCE) {
-        // row_place(first + odd, piece): the bits of an even row are other ones than those of `odd`.
+        // row_place(first + odd, piece): the bits of an even row and of `odd` do not overlap.
         const int place = (row_place(odd, piece) ^ first % BANK_PIECES * PIECE) + first * ROW_BYTES;
         if constexpr (ROWS == Rows::SOME) source = begin + minimum(first + odd, rows - 1) * stride;
         copy_async_16(tile + place, source);
@@ -96,19 +93,20 @@ DEVICE void load_row(float (&x)[DIM]) {
     const SharedAddress tile = shared_address(dynamic_shared());
     UNROLL
     for (int piece = 0; piece < ROW_PIECES; ++piece) {
-        // The high bit of a piece is not permuted.
+        // The high bit of a piece is not swizzled.
         const int place = row_place(lane_id(), piece % BANK_PIECES) + piece / BANK_PIECES * BANK_PIECES * PIECE;
         unpack<bf16>(load_shared_vec16(tile + place), &x[piece * (PIECE / 2)]);
     }
 }
 
-// Of eight numbers that are rounded to bf16 word i has the i-th and, in the upper half, the (i + 4)-th.
+// Of eight elements rounded to bf16 word i has the i-th in its lower half and the (i + 4)-th in
+// the upper one.
 DEVICE void round_octet(const float* x, uint32_t (&pairs)[4]) {
     UNROLL
     for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(x[i], x[i + 4]);
 }
 
-// The largest magnitude of eight numbers and those before, in each half a word's.
+// The largest magnitude of eight elements and those before, one for each half of the word.
 DEVICE uint32_t larger(uint32_t largest_pair, const uint32_t (&pairs)[4]) {
     UNROLL
     for (int i = 0; i < 4; ++i) largest_pair = maximum_u16x2(largest_pair, pairs[i] & 0x7fff7fffu);
@@ -118,7 +116,7 @@ DEVICE float larger_half(uint32_t largest_pair) {
     return __uint_as_float(maximum(largest_pair & 0xffffu, largest_pair >> 16) << 16);
 }
 
-// Sixteen bytes of a lane's codes, into a place behind the tile.
+// Sixteen bytes of a lane's codes, into the shared memory after the tile.
 DEVICE void stage_codes(int piece, uint32_t first, uint32_t second, uint32_t third, uint32_t fourth) {
     store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece), Vec16{{first, second, third, fourth}});
 }
@@ -144,7 +142,7 @@ DEVICE uint32_t e2m1_row(float (&y)[DIM]) {
     return scales;
 }
 
-// The same in e4m3, of which the row is one group.
+// The same in e4m3, where the row is one group.
 DEVICE uint32_t e4m3_row(float (&y)[DIM]) {
     uint32_t largest_pair = 0;
     UNROLL
@@ -173,7 +171,7 @@ DEVICE uint32_t quantise(float (&y)[DIM]) {
     else return e4m3_row(y);
 }
 
-// The warp takes the codes of its rows out of their places, line by line.
+// The warp stores the codes of its rows from shared memory, line by line.
 template <Rows ROWS>
 DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;
@@ -189,7 +187,7 @@ DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, in
     }
 }
 
-// Bytes of e2m1 in one access where they are aligned for it, as all rows are or none.
+// The bytes of e2m1 in one access if they are aligned; all rows are, or none.
 DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_t scales) {
     if constexpr (STORED == 1) {
         uint8_t* const target = params.scale_bytes + row * GROUPS;
@@ -200,7 +198,7 @@ DEVICE void store_scales(const HadamardCodesParams& params, int64_t row, uint32_
     }
 }
 
-// Starts the copies of a tile of the first `tiled_rows` rows, or of none that is left.
+// Starts the copies of a tile of the first `tiled_rows` rows, or of none if no row is left.
 DEVICE void start_tile(const HadamardCodesParams& params, int64_t tiled_rows, int64_t first_row) {
     const int64_t left = tiled_rows - first_row;
     if (left >= TILE_ROWS && params.x_row_stride == DIM) copy_rows<Rows::DENSE>(params, first_row, TILE_ROWS);
@@ -209,7 +207,7 @@ DEVICE void start_tile(const HadamardCodesParams& params, int64_t tiled_rows, in
     copy_commit();
 }
 
-// Stores what the lanes have of a tile: its scales, and the codes in their places.
+// Stores a tile's results: its scales from registers, its codes from shared memory.
 DEVICE void finish_tile(const HadamardCodesParams& params, int64_t tiled_rows, int64_t first_row, uint32_t scales) {
     const int rows = static_cast<int>(minimum<int64_t>(TILE_ROWS, tiled_rows - first_row));
     if (lane_id() < rows) store_scales(params, first_row + lane_id(), scales);
@@ -218,15 +216,17 @@ DEVICE void finish_tile(const HadamardCodesParams& params, int64_t tiled_rows, i
     else store_codes<Rows::SOME>(params, first_row, rows);
 }
 
-// How many rows warps take in tiles, of which a turn of all of them has `turn_rows`. Behind whole turns, what is at most half of
-// one is left for all: few warps would have a tile more, and the others nothing.
+// How many rows the warps take in tiles; a round of all warps has `turn_rows`. A rest of at most
+// half a round is left for all warps: otherwise few warps would have one more tile and the others
+// none.
 DEVICE int64_t rows_in_tiles(int64_t num_rows, int64_t turn_rows) {
     if (num_rows < turn_rows) return num_rows;
     const int64_t rest = num_rows % turn_rows;
     return rest > turn_rows / 2 ? num_rows : num_rows - rest;
 }
 
-// The rows behind the tiles, four lanes a row, in groups of as many as a warp has room for: group g is that of warp g of the grid.
+// The rows after the tiles, four lanes a row, in groups that fill a warp: group g belongs to warp
+// g of the grid.
 DEVICE void transform_rest(const HadamardCodesParams& params, int64_t tiled_rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
     const int lane = lane_id() % LANES;
@@ -234,7 +234,7 @@ DEVICE void transform_rest(const HadamardCodesParams& params, int64_t tiled_rows
     for (int64_t first = tiled_rows + static_cast<int64_t>(blockIdx.x) * ROWS_AT_ONCE; first < params.num_rows;
          first += static_cast<int64_t>(gridDim.x) * ROWS_AT_ONCE) {
         const int64_t row = first + lane_id() / LANES;
-        // A row that is not there is a row of zeros: its lanes take part in the shuffles of their warp.
+        // A missing row is a row of zeros: its lanes take part in the shuffles of their warp.
         const bool exists = row < params.num_rows;
         Row x = {};
         if (exists) load_row<true>(params.x + row * params.x_row_stride, lane, x);
@@ -253,18 +253,18 @@ DEVICE void transform_rest(const HadamardCodesParams& params, int64_t tiled_rows
 KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * TILE_ROWS;
     int64_t first_row = static_cast<int64_t>(blockIdx.x) * TILE_ROWS;
-    // The first tile is one of a whole turn, or there is no other one: nothing has to be divided for it.
+    // The first tile is in a whole round, or it is the only one, so it needs no division.
     start_tile(params, params.num_rows, first_row);
     const int64_t tiled_rows = rows_in_tiles(params.num_rows, step);
-    // While the first tile is on its way.
+    // While the first tile is in flight.
     transform_rest(params, tiled_rows);
     for (; first_row < tiled_rows; first_row += step) {
         copy_wait<0>();
         __syncwarp();
         float y[1][DIM];
         load_row(y[0]);
-        // Every lane has its row in registers now, and has taken out its part of the codes before: the tile's memory is free, and
-        // the next rows are on their way while these are transformed.
+        // Every lane has its row in registers now, and has stored its part of the codes before.
+        // The tile's memory is free: the next rows are in flight while these are transformed.
         __syncwarp();
         start_tile(params, tiled_rows, first_row + step);
         walsh_hadamard<1>(y, 0);

@@ -8,7 +8,7 @@
 constexpr float E2M1_FLOOR = 6.0f * 0x1p-126f;  // least amax of a group of e2m1: its scale stays a normal number
 constexpr float E4M3_FLOOR = 1e-4f;             // and of e4m3
 
-// The largest magnitude, as bits: those of NaN are above those of infinity, and those above all numbers'.
+// The largest magnitude, as bits: NaN is above infinity, infinity above all finite values.
 template <int COUNT>
 DEVICE uint32_t largest_magnitude(const float (&x)[COUNT]) {
     uint32_t magnitude = 0;
@@ -17,7 +17,7 @@ DEVICE uint32_t largest_magnitude(const float (&x)[COUNT]) {
     return magnitude;
 }
 
-// The same of eight numbers of bf16, two at a time.
+// The same of eight bf16 values, two at a time.
 DEVICE uint32_t largest_magnitude(const Vec16& x) {
     uint32_t pair = 0;
     UNROLL
@@ -25,11 +25,11 @@ DEVICE uint32_t largest_magnitude(const Vec16& x) {
     return maximum(pair << 16, pair & 0xffff0000u);
 }
 
-// The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes are ordered as they are, NaN above
-// infinity.
+// The largest magnitude over `lanes` neighbouring lanes. Bits of magnitudes sort like values, NaN
+// above infinity.
 DEVICE float largest(uint32_t magnitude, int lanes) {
     if (lanes == 8) {
-        // Groups of 128 have no loop to go round.
+        // Groups of 128 need no loop.
         UNROLL
         for (int distance = 4; distance > 0; distance /= 2)
             magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
@@ -43,25 +43,27 @@ DEVICE float largest(uint32_t magnitude, int lanes) {
 // to_e8m0 of a positive normal number, in two instructions.
 DEVICE uint8_t normal_to_e8m0(float x) { return static_cast<uint8_t>((__float_as_uint(x) + 0x7fffffu) >> 23); }
 
-// The scale of a group with this largest magnitude: 2^ceil(log2(max(amax, floor) / largest)), 255 (NaN) for what is
-// not finite. Floors are so large, and the largest codes too, that it is 1 to 253.
+// The scale of a group with this largest magnitude: 2^ceil(log2(max(amax, floor) / largest)), or
+// 255 (NaN) if amax is not finite. The floors and the largest codes keep the byte within 1 to 253.
 DEVICE uint8_t group_scale(float amax, float floor, float inverse_of_largest) {
     return is_finite(amax) ? normal_to_e8m0(__fmul_rn(maximum_f32(amax, floor), inverse_of_largest)) : 255;
 }
 
-// 1 / s of the scale of a group: s is a power of two, and so is its inverse, whose byte is 254 - that of s. NaN of NaN.
+// 1 / s of the scale of a group. s is a power of two, and the byte of its inverse is 254 minus
+// that of s. NaN gives NaN.
 DEVICE float inverse_of_scale(uint8_t scale) {
     return scale == 255 ? NAN_F32 : __uint_as_float((254u - scale) << 23);
 }
 
-// The scale that is no power of two: amax / largest by a product, NaN for what is not finite.
+// The scale that need not be a power of two: amax / largest by a product, NaN if amax is not
+// finite.
 DEVICE float group_scale_f32(float amax, float floor, float inverse_of_largest) {
     return is_finite(amax) ? __fmul_rn(maximum_f32(amax, floor), inverse_of_largest) : NAN_F32;
 }
 
-// x / divisor, rounded once, where inverse is 1 / divisor, rounded once, and neither of these is subnormal: two
-// corrections by the remainder, of which the second one starts within one unit of the last place. Zeros keep their
-// sign, which the remainder loses.
+// x / divisor, rounded once. inverse is 1 / divisor, rounded once, and neither is subnormal. Two
+// corrections by the remainder; the second starts within one ulp. The remainder loses the sign of
+// a zero, so it is restored.
 DEVICE float divided(float x, float divisor, float inverse) {
     float quotient = __fmul_rn(x, inverse);
     UNROLL
@@ -70,20 +72,22 @@ DEVICE float divided(float x, float divisor, float inverse) {
     return __uint_as_float((__float_as_uint(quotient) & 0x7fffffffu) | (__float_as_uint(x) & 0x80000000u));
 }
 
-// A quotient like that, with one correction: e4m3 of it is e4m3 of the quotient rounded once. (It could differ only where the two
-// lie on different sides of a tie of e4m3, or one of them on it. Of all 2^23 mantissas of a divisor, all 16 ties of an octave, and
-// the eleven numbers x next to the product of both, none does, while the product x * inverse alone does in one of 20.) The
-// remainder is q * divisor - x, which leaves a zero its sign.
+// A quotient as above with one correction: its e4m3 equals e4m3 of the quotient rounded once. They
+// could differ only where the two are on different sides of a tie of e4m3, or one of them on it.
+// Checked for all 2^23 mantissas of a divisor, all 16 ties of an octave, and the eleven numbers x
+// next to the product of both: none differs. With the product x * inverse only, one of 20 does.
+// The remainder is q * divisor - x, which keeps the sign of a zero.
 DEVICE float divided_for_e4m3(float x, float divisor, float inverse) {
     const float quotient = __fmul_rn(x, inverse);
     return fused_multiply_add(-fused_multiply_add(quotient, divisor, -x), inverse, quotient);
 }
 
-// Whether x * (1 / divisor), each rounded once, can have another code of e2m1 than x / divisor, rounded once, for a number x of bf16:
-// codes change at 0.25, 0.75, 1.25, 1.75, 2.5, 3.5 and 5, which are powers of two times 1, 3, 5 and 7. Product and quotient are
-// within 2^-23 of what is exact, so that they lie on one side of such a place, and neither on it, unless x lies within four units
-// of the last place from the place times the divisor; and the last 16 bits of a bf16, as a float, are 0. Of divisors far from what
-// underflows. One divisor of two thousand can, but all with few bits.
+// Whether x * (1 / divisor), each rounded once, can have another e2m1 code than x / divisor,
+// rounded once, for a bf16 x. Codes change at 0.25, 0.75, 1.25, 1.75, 2.5, 3.5 and 5: powers of
+// two times 1, 3, 5 and 7. Product and quotient are within 2^-23 of the exact value. So they are
+// on one side of such a threshold unless x is within four ulps of the threshold times the divisor.
+// The last 16 bits of a bf16, as a float, are 0. For divisors far from underflow. One divisor in
+// two thousand can, but all with few bits.
 DEVICE bool e2m1_needs_quotients(float divisor) {
     uint32_t nearest = 0xffffu;
     UNROLL
@@ -92,18 +96,19 @@ DEVICE bool e2m1_needs_quotients(float divisor) {
     return nearest < 8u;
 }
 
-// The sign of each of eight numbers of 16 bits in the highest bit of its nibble; word i has number i in its lower half and number
-// i + 4 in the upper one.
+// The sign of each of eight 16-bit numbers in the highest bit of its nibble. Word i has number i
+// in its lower half and number i + 4 in the upper one.
 DEVICE uint32_t nibble_signs(const uint32_t (&pairs)[4]) {
-    // All over the byte that has its code, and the one of the other nibble in another word.
+    // Byte j is filled with the sign of number 2 j in low_signs, of number 2 j + 1 in high_signs.
     const uint32_t low_signs = byte_signs<0xfbd9>(pairs[0], pairs[2]), high_signs = byte_signs<0xfbd9>(pairs[1], pairs[3]);
     return (low_signs & 0x08080808u) | (high_signs & 0x80808080u);
 }
 
-// Codes in e2m1 of eight numbers times 2^14 `factor`, less than 7 then, of which none lies where codes change; the first in the
-// lowest nibble.
-// e2m1 has the exponents from 2^0 on, with one bit behind the point also below; binary16 those from 2^-14 on: a code is the two
-// lowest bits of the exponent and the first bit behind the point, of what is half a unit of that bit larger.
+// e2m1 codes of eight numbers times 2^14 `factor`, the first in the lowest nibble. The products
+// are below 7, and none is where codes change.
+// The smallest normal exponent of e2m1 is 2^0, with one fraction bit also below it; that of
+// binary16 is 2^-14. So a code is the two lowest exponent bits and the first fraction bit, after
+// half a unit of that bit is added.
 DEVICE uint32_t e2m1_codes_of_products(const float* numbers, float factor) {
     uint32_t pairs[4], codes = 0;
     UNROLL
@@ -114,7 +119,7 @@ DEVICE uint32_t e2m1_codes_of_products(const float* numbers, float factor) {
     return codes | nibble_signs(pairs);
 }
 
-// Codes in e4m3 of numbers times the inverse of their scale, four in a word, the first lowest.
+// e4m3 codes of numbers times the inverse of their scale, four in a word, the first lowest.
 template <int COUNT>
 DEVICE void e4m3_codes(const float (&x)[COUNT], float inverse, uint32_t (&codes)[COUNT / 4]) {
     UNROLL
@@ -122,7 +127,7 @@ DEVICE void e4m3_codes(const float (&x)[COUNT], float inverse, uint32_t (&codes)
         codes[i / 4] = pack_e4m3(x[i] * inverse, x[i + 1] * inverse) | pack_e4m3(x[i + 2] * inverse, x[i + 3] * inverse) << 16;
 }
 
-// Words that lie one behind the other: in one access, or the first `bytes` of them byte by byte.
+// Consecutive words: in one access, or the first `bytes` of them byte by byte.
 template <bool WIDE, int WORDS>
 DEVICE void store_words(uint8_t* target, const uint32_t (&words)[WORDS], int bytes = 4 * WORDS) {
     if constexpr (WIDE && WORDS == 4) {
@@ -136,7 +141,7 @@ DEVICE void store_words(uint8_t* target, const uint32_t (&words)[WORDS], int byt
     }
 }
 
-// The same, read; bytes behind the first `bytes` are 0.
+// The same as loads; bytes after the first `bytes` are 0.
 template <bool WIDE, int WORDS>
 DEVICE void load_words(const uint8_t* source, uint32_t (&words)[WORDS], int bytes = 4 * WORDS) {
     if constexpr (WIDE && WORDS == 4) {
@@ -156,10 +161,12 @@ DEVICE void load_words(const uint8_t* source, uint32_t (&words)[WORDS], int byte
     }
 }
 
-// Codes in e2m1 of eight numbers of bf16 divided by the scale of their group, at most 6 then, the first in the lowest
-// nibble; of the scale that is NaN, 7 (+6) each. Word i has number i in its lower half and number i + 4 in the upper one.
-// Numbers below 2 are multiples of 0.5, those below 4 of 1 and those up to 6 of 2. Steps of bf16 are 0.5 below 128 and 1 from
-// there on, so that two sums round to each of these, once, and codes are what the bits of the sums count from those of 126:
+// e2m1 codes of eight bf16 numbers divided by the scale of their group (at most 6 then), the first
+// in the lowest nibble. A NaN scale gives 7 (+6) each. Word i has number i in its lower half and
+// number i + 4 in the upper one.
+// e2m1 values below 2 are multiples of 0.5, those below 4 of 1, those up to 6 of 2. The step of
+// bf16 is 0.5 below 128 and 1 above. So two sums round to these values, once each, and the code is
+// the distance of a sum's bits from those of 126:
 //     126 + z, right up to 4 and larger above,  128 + z / 2, right from 4 on and larger below
 DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
     constexpr uint32_t FIRST = 0x42fc42fcu, FIFTH = 0x43004300u, LAST = FIRST + 0x00070007u, SIGNS = 0x80008000u;
@@ -174,7 +181,7 @@ DEVICE uint32_t e2m1_codes(const uint32_t (&pairs)[4], uint8_t scale) {
         // NaN is above all numbers.
         codes = codes * 16 + minimum_u16x2(code, LAST);
     }
-    // What codes are counted from was added four times as well. NaN has no sign.
+    // FIRST was added in all four words. NaN has no sign.
     return codes + (scale == 255 ? 0u : nibble_signs(pairs)) - FIRST * 0x1111u;
 }
 

@@ -1,30 +1,27 @@
-// Rows and squares as e4m3 codes with scales, and back (inference 5.3, 5.4, 5.7). With the numbers of a group, 64 or
-// 128 neighbours in a row or a square of 128 by 128,
+// Rows and squares as e4m3 codes with scales, and back (inference 5.3, 5.4, 5.7). A group is 64 or
+// 128 neighbours in a row, or a square of 128 by 128:
 //
 //     amax  = max(max |x|, 1e-4)
-//     s     = 2^ceil(log2(amax * fp32(1/448)))   as an e8m0 byte or in fp32,   or   amax * fp32(1/448)   in fp32
+//     s     = 2^ceil(log2(amax * fp32(1/448)))   as an e8m0 byte or in fp32,
+//             or amax * fp32(1/448)              in fp32
 //     code  = e4m3(fp32(x / s))                  nearest even
-//     y     = fp32(value(code) * s)              rounded once more where it is stored in bf16
+//     y     = fp32(value(code) * s)              rounded once more if stored in bf16
 //
-// A group at the end of a row or column may be smaller. One with a NaN or an infinity has the scale NaN and codes of
-// NaN (0x7f). Scales lie as scale_layout.h says, and what pads them is 0.
+// A group at the end of a row or column may be smaller. One with a NaN or an infinity has the
+// scale NaN and codes of NaN (0x7f). scale_layout.h has the layout of scales; padding is 0.
 //
-// Groups of rows: a lane takes 16 elements (groups.h) in accesses of 16 bytes, so that a group is 4 or 8 lanes, and
-// stores their codes in one access. A division by a scale that is no power of two is three instructions (quantise.h).
-// Squares: a block takes one, a thread 16 elements of each of four rows, which stay in registers while the block
-// finds the largest.
+// Groups of rows: a lane takes 16 elements (groups.h) in 16-byte accesses, so a group is 4 or 8
+// lanes; codes are stored in one access. A division by a scale that is not a power of two is three
+// instructions (quantise.h). Squares: a block takes one, a thread 16 elements of each of four
+// rows. They stay in registers while the block finds the largest.
 //
-// Floor for bf16: 2 bytes read and 1 written an element, and 4 bytes or 1 a group; at 4.24 TB/s 98 us for 32768 x
-// 4096. Expected to be limited by memory: 6 instructions an element, 8 where it is divided, of the 20 that there is
-// time for. Scales that lie group by group are stored 4 bytes at a time, 1/64 of the elements.
-// Measured on one H200, 32768 x 4096: groups of 128 with e8m0 scales 93.9 us, with fp32 scales 96.7 us; squares 94.3 us; back
-// 99.7 us. With fp32 scales it was 104 us with an inverse that had a slow path, elements compared one by one, and a loop of
-// shuffles; 128 us with divisions in six instructions. Before: 126 and 145 us with 53 registers, four blocks on a
-// multiprocessor; squares 148 us with elements as floats; back 137 us, when a lane stored its 32 bytes as two half
-// sectors.
+// Floor for bf16: 2 bytes read and 1 written an element, and 4 bytes or 1 a group; at 4.24 TB/s 98
+// us for 32768 x 4096. Limit: memory. 6 instructions an element, 8 with division, of the 20 that
+// there is time for. Scales stored group by group take 4-byte stores, 1/64 of the elements.
+// Measured numbers and what was tried: kernels/docs/quantize_fp8.md.
 //
-// Defines: ELEMENT  type of x and y: bf16 or float. Launch: of rows ceil(padded_rows * row_warps / WARPS) blocks, of
-// squares one for each.
+// Defines: ELEMENT  type of x and y: bf16 or float. Launch: rows ceil(padded_rows * row_warps /
+// WARPS) blocks, squares one block each.
 #include "element.h"
 #include "quantize_fp8.h"
 
@@ -101,7 +98,7 @@ template <bool WIDE>
 DEVICE void dequantize(const DequantizeFp8Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.num_rows) return;
-    // Lanes behind the row take part in its stores.
+    // Lanes after the row's end take part in its stores.
     uint32_t codes[SPAN / 4] = {};
     float scale = 1.0f;
     if (span.count > 0) {
@@ -120,7 +117,7 @@ DEVICE void dequantize(const DequantizeFp8Params& params) {
     store_span<WIDE>(params.y + span.row * params.y_row_stride + span.column, span.count, y);
 }
 
-// As many blocks as there may be: what a block waits for its memory others use.
+// As many blocks as fit: while one waits for memory, the others use it.
 KERNEL_OF(quantize_fp8_vector, QuantizeFp8Params, THREADS, 8) { quantize_rows<true>(params); }
 KERNEL(quantize_fp8_scalar, QuantizeFp8Params, THREADS) { quantize_rows<false>(params); }
 KERNEL(quantize_fp8_squares_vector, QuantizeFp8Params, THREADS) { quantize_square<true>(params); }

@@ -1,13 +1,14 @@
 // Groups of e4m3 codes with their scales (inference 5.4); quantize_fp8.cu has the formulas.
 //
-// Parameters of kernels that quantise have those of groups.h and scale_layout.h, codes and codes_row_stride
-// [num_rows, width], the logarithm of a group's elements log2_group, 16 at least, and scale_type (fp8_scales.h).
+// The parameters of kernels that quantize have the fields of groups.h and scale_layout.h, codes
+// and codes_row_stride [num_rows, width], and scale_type (fp8_scales.h). log2_group is the
+// logarithm of a group's elements, 16 at least.
 #pragma once
 
 #include "fp8_scales.h"
 #include "groups.h"
 
-// 1 / s of a scale that is a power of two; what is NaN stays it.
+// 1 / s of a scale that is a power of two; NaN stays NaN.
 DEVICE float inverse_of_power(float scale) {
     return is_nan(scale) ? scale : __uint_as_float(0x7f000000u - __float_as_uint(scale));
 }
@@ -16,7 +17,7 @@ DEVICE float inverse_of_power(float scale) {
 template <typename Params>
 DEVICE void codes_of(const Params& params, float (&x)[SPAN], float scale, uint32_t (&codes)[SPAN / 4]) {
     if (params.scale_type == FP32) {
-        // Scales are normal numbers, or NaN, and so are their inverses.
+        // Scales are normal numbers or NaN, and so are their inverses.
         const float inverse = reciprocal_of_normal(scale);
         UNROLL
         for (int i = 0; i < SPAN; ++i) x[i] = divided_for_e4m3(x[i], scale, inverse);
@@ -26,8 +27,8 @@ DEVICE void codes_of(const Params& params, float (&x)[SPAN], float scale, uint32
     }
 }
 
-// The same of numbers as they lie in memory. Those of bf16 are multiplied by a power of two as they are, two at a time: that rounds
-// none but those that are zeros in e4m3.
+// The same of elements as stored. Elements of bf16 are multiplied by a power of two in bf16, two
+// at a time. Only products that are zeros in e4m3 are rounded by that.
 template <typename Params, typename T>
 DEVICE void codes_of(const Params& params, const Raw<T>& raw, float scale, uint32_t (&codes)[SPAN / 4]) {
     float x[SPAN];
@@ -55,9 +56,9 @@ DEVICE void store_codes(const Params& params, const Span& span, Numbers& x, floa
     store_words<WIDE>(params.codes + span.row * params.codes_row_stride + span.column, codes, span.count);
 }
 
-// Quantises what the lanes of a warp have of a row of groups, each 16 elements, as floats or as they lie in memory, where those of
-// bf16 are compared two at a time; all lanes take part. `has_scales`: whether the row's scales, those that pad it among them, are
-// this lane's to store.
+// Quantizes a warp's part of a row of groups, 16 elements a lane, as floats or as stored. Stored
+// bf16 elements are compared two at a time. All lanes take part. `has_scales`: whether this lane
+// stores the row's scales, padding included.
 template <bool WIDE, typename Params, typename Numbers>
 DEVICE void quantize_span(const Params& params, const Span& span, Numbers& x, bool has_scales = true) {
     const int group_lanes = (1 << params.log2_group) / SPAN;

@@ -2,21 +2,23 @@
 //
 //     amax  = max(max |x|, 6 * 2^-126)
 //     s     = 2^ceil(log2(amax * fp32(1/6)))         an e8m0 byte
-//     code  = e2m1(x / s)                            nearest even; two in a byte, the even one in the low nibble
-//     y     = value(code) * s                        rounded once where it is stored in bf16
+//     code  = e2m1(x / s)                            nearest even; two in a byte, the even one low
+//     y     = value(code) * s                        rounded once if stored in bf16
 //
-// The last group of a row may be smaller. A group with a NaN or an infinity has the scale NaN (255) and the codes 7,
-// as e2m1 has no NaN: it decodes to NaN. Scales lie as scale_layout.h says, and what pads them is 0.
+// The last group of a row may be smaller. A group with a NaN or an infinity has the scale NaN
+// (255) and the codes 7, because e2m1 has no NaN: it decodes to NaN. scale_layout.h has the layout
+// of scales; padding is 0.
 //
-// A lane takes 16 elements (groups.h), so that a group is two lanes, and stores their codes in one access of 8 bytes.
-// Codes of bf16 are found by binary16 arithmetic on two numbers at a time (quantise.h), those of fp32 by comparing
-// with the seven ties.
+// A lane takes 16 elements (groups.h), so a group is two lanes, and stores their codes in one
+// access of 8 bytes. Codes of bf16 are found by packed bf16 arithmetic on two numbers at a time
+// (quantise.h), those of fp32 by three sums each (to_e2m1).
 //
-// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 80 us for 32768 x 4096.
-// Expected to be limited by memory: about 9 instructions an element of the 17 that there is time for. Measured on
-// one H200: 89.9 us.
+// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 80 us
+// for 32768 x 4096. Limit: memory; about 9 instructions an element of the 17 that there is time
+// for. Measured on one H200: 89.9 us.
 //
-// Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks.
+// Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS)
+// blocks.
 #include "codes.h"
 #include "element.h"
 #include "groups.h"
@@ -69,7 +71,7 @@ template <bool WIDE>
 DEVICE void dequantize(const DequantizeMxfp4Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.num_rows) return;
-    // Lanes behind the row take part in its stores.
+    // Lanes after the row's end take part in its stores.
     uint32_t codes[SPAN / 8] = {};
     float scale = 1.0f;
     if (span.count > 0) {

@@ -1,31 +1,28 @@
-// Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). With s2 of the tensor, and of
-// each group of 16 neighbours in a row its largest magnitude amax,
+// Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). s2 is the
+// tensor's; amax is the largest magnitude of each group of 16 neighbours in a row:
 //
-//     s2    = max(amax of the tensor / 2688, 2^-126)    1 where all numbers are 0, NaN where one is not finite
+//     s2    = max(amax of the tensor / 2688, 2^-126)    1 if all are 0, NaN if one is not finite
 //     sb    = e4m3(fp32(fp32(amax / 6) / s2))           nearest even, 448 at most
-//     code  = e2m1(fp32(x / fp32(sb * s2)))             nearest even; 0 where sb * s2 is; two a byte, low first
-//     y     = fp32(value(code) * sb * s2)               rounded once more to bf16; the first product is exact
+//     code  = e2m1(fp32(x / fp32(sb * s2)))             nearest even; 0 if sb * s2 is; low first
+//     y     = fp32(value(code) * sb * s2)               once more to bf16; first product exact
 //
-// The last group of a row may be smaller. A group with a NaN or an infinity has sb = NaN (0x7f) and the codes 7: it
-// decodes to NaN. Scales lie as scale_layout.h says, and what pads them is 0.
+// The last group of a row may be smaller. A group with a NaN or an infinity has sb = NaN (0x7f)
+// and the codes 7: it decodes to NaN. scale_layout.h has the layout of scales; padding is 0.
 //
-// A lane takes 16 elements (groups.h), which are a group, and stores their codes in one access of 8 bytes. s2 is
-// found by two kernels: the largest of what each block of a grid that fills the machine goes over, and the largest of
-// these.
+// A lane takes 16 elements (groups.h), which are a group, and stores their codes in one access of
+// 8 bytes. Two kernels find s2: the largest of each block of a grid that fills the GPU, then the
+// largest of these.
+// Codes are those of quotients rounded once to fp32, by any fp32 scale. For bf16 a product with
+// the inverse has the same code unless the divisor is one of few (e2m1_needs_quotients in
+// quantise.h). A group checks that once and then takes four instructions an element; otherwise it
+// divides.
 //
-// Codes are those of quotients rounded once to fp32, and scales any fp32 numbers, so that a division of each element and the code of
-// its quotient, some 24 instructions, limited quantising. Of bf16 a product with the inverse has the same code unless the divisor is
-// one of few (e2m1_needs_quotients in quantise.h), which a group asks once: then its codes are four instructions an element, from
-// products that are cut off to binary16. Of other divisors, and of fp32, it divides.
+// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 81 us
+// for 32768 x 4096. s2 reads the elements once more, 64 us. Limit: memory; 87.5 us on one H200.
+// What was tried: kernels/docs/quantize_nvfp4.md.
 //
-// Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 81 us for 32768 x 4096;
-// for s2 the elements are read once more, 64 us, by a launch that is not among the figures below.
-// Measured on one H200, 32768 x 4096: 87.5 us (93 % of a copy; 185.0 by divisions in the same call, 96.1 with the 47 registers that a
-// lane takes if it may, five blocks a multiprocessor, and 91.1 with six); scales in tiles 94.0 (191); 4096 x 7168 20.6 (42.2); 128
-// rows 2.3 (3.2). Back 88 us. Limited by memory.
-//
-// Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS) blocks; of the
-// largest at most AMAX_BLOCKS, and one for all of them.
+// Defines: ELEMENT  type of x and y: bf16 or float. Launch: ceil(padded_rows * row_warps / WARPS)
+// blocks; for amax at most AMAX_BLOCKS, and one for all of them.
 #include "codes.h"
 #include "element.h"
 #include "groups.h"
@@ -74,7 +71,7 @@ PARAMS_LAYOUT(DequantizeNvfp4Params, codes, codes_row_stride, y, y_row_stride, g
 
 // ---------------------------------------------------------------- the scale of the tensor
 
-// The largest of what the threads of a block have, in its first thread.
+// The largest of a block's threads, in its first thread.
 DEVICE uint32_t largest_of_block(uint32_t magnitude) {
     __shared__ uint32_t of_warp[WARPS];
     magnitude = __reduce_max_sync(FULL_WARP, magnitude);
@@ -117,7 +114,7 @@ KERNEL(nvfp4_global_scale, Nvfp4GlobalScaleParams, THREADS) {
 
 // ---------------------------------------------------------------- codes
 
-// The scale of a group with this largest magnitude, as a code of e4m3.
+// The scale of a group with this largest magnitude, as an e4m3 code.
 DEVICE uint8_t block_scale(float amax, float global_scale) {
     if (!is_finite(amax)) return E4M3_NAN;
     return to_e4m3(__fdiv_rn(__fdiv_rn(amax, 6.0f), global_scale)).bits;
@@ -135,7 +132,7 @@ DEVICE void codes_of(const float (&x)[SPAN], float amax, uint8_t scale, float gl
     const float divisor = __fmul_rn(to_float(fp8_e4m3{scale}), global_scale);
     codes[0] = codes[1] = 0;
     if (divisor == 0.0f) return;
-    // Far from what underflows: numbers that underflow in products and divisions have the code 0 anyway.
+    // Far from underflow: numbers that underflow in products and divisions have the code 0 anyway.
     if (divisor >= 0x1p-90f && divisor <= 0x1p90f) {
         const float inverse = __frcp_rn(divisor), most = 8.0f * divisor;
         if (sizeof(ELEMENT) == sizeof(bf16) && amax * inverse < 7.0f && !e2m1_needs_quotients(divisor)) {
@@ -143,7 +140,8 @@ DEVICE void codes_of(const float (&x)[SPAN], float amax, uint8_t scale, float gl
             for (int i = 0; i < SPAN; i += 8) codes[i / 8] = e2m1_codes_of_products(x + i, inverse * 0x1p-14f);
             return;
         }
-        // A division is six instructions. What is beyond the largest code by far is so in front of it, too, and does not overflow in it.
+        // A division is six instructions. Numbers far beyond the largest code are clamped first,
+        // so that no intermediate value overflows; their code is the same.
         const auto divide = [&](float number) {
             return divided(maximum_f32(minimum_f32(number, most), -most), divisor, inverse);
         };
@@ -177,7 +175,7 @@ template <bool WIDE>
 DEVICE void dequantize(const DequantizeNvfp4Params& params) {
     const Span span = span_of(params);
     if (span.row >= params.num_rows) return;
-    // Lanes behind the row take part in its stores.
+    // Lanes after the row's end take part in its stores.
     uint32_t codes[SPAN / 8] = {};
     float scale = 1.0f;
     if (span.count > 0) {

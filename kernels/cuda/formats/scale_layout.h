@@ -1,11 +1,11 @@
-// Where the scales of groups lie (inference 5.7).
+// The layout of the scales of groups (inference 5.7).
 //
-// Parameters of kernels that write or read scales have
-//   scales         bytes or fp32 numbers, at the places below; padding holds 0
+// The parameters of kernels that write or read scales have
+//   scales         bytes or fp32 numbers, at the offsets below; padding holds 0
 //   scale_layout   one of the constants below
 //   num_groups     groups of a row
-//   padded_rows    rows of which there are scales, those of padding among them: num_rows, its multiple of 4 or of 128
-//   padded_groups  groups of which there are scales: num_groups or its multiple of 4
+//   padded_rows    rows of scales, padding included: num_rows, its multiple of 4 or of 128
+//   padded_groups  groups of scales: num_groups or its multiple of 4
 #pragma once
 
 #include "numeric.h"
@@ -15,17 +15,17 @@ constexpr int MN_MAJOR = 1;  // group by group
 constexpr int PACKED = 2;    // bytes: group by group, four groups in a word
 constexpr int BLOCKED = 3;   // bytes: tiles of 128 rows by 4 groups
 
-// Rows and groups of which there are scales, those of padding among them.
+// Rows and groups of scales, padding included.
 DEVICE int64_t padded_rows_of(int32_t scale_layout, int64_t rows) {
     const int64_t multiple = scale_layout == PLAIN ? 1 : scale_layout == BLOCKED ? 128 : 4;
-    // A power of two: a division by a number that is known later takes a hundred instructions.
+    // A power of two: division by a value unknown at compile time takes a hundred instructions.
     return (rows + multiple - 1) & -multiple;
 }
 DEVICE int32_t padded_groups_of(int32_t scale_layout, int32_t groups) {
     return scale_layout == PLAIN || scale_layout == MN_MAJOR ? groups : ceil_div(groups, 4) * 4;
 }
 
-// The place of a scale, counted in scales.
+// The offset of a scale, counted in scales.
 template <typename Params>
 DEVICE int64_t scale_place(const Params& params, int64_t row, int32_t group) {
     const int64_t rows = params.padded_rows;

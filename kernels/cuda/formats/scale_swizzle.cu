@@ -1,21 +1,19 @@
-// Scales in tiles of 128 rows by 4 groups, for block-scaled products, out of rows, and back (inference 5.7). The scale
-// of group g of row r lies in tile (r / 128, g / 4) at byte
+// Row-major scales into tiles of 128 rows by 4 groups, for block-scaled GEMM, and back (inference
+// 5.7). The scale of group g of row r is in tile (r / 128, g / 4) at byte
 //
 //     r % 32 * 16 + r % 128 / 32 * 4 + g % 4
 //
-// Rows and groups that there are not are 0 in a tile, and are not read back.
+// Missing rows and groups are 0 in a tile, and are not read back.
 //
-// A warp takes half of the rows of eight neighbouring tiles, and a lane those of four of them. A lane has of each tile the 16
-// bytes that lie together in it: four groups of rows r, r + 32, r + 64 and r + 96. It reads 16 bytes of each of these rows, a word
-// for each tile, and stores four times 16 bytes; the inverse goes the other way. Two lanes have the 32 neighbouring bytes of a
-// row, which is what the second-level cache moves at least. Where rows do not allow it, they are read byte by byte.
+// A warp takes half of the rows of eight neighbouring tiles, a lane those of four of them. Of each
+// tile a lane has 16 contiguous bytes: four groups of rows r, r + 32, r + 64 and r + 96. It reads
+// 16 bytes of each of these rows, a word for each tile, and stores four times 16 bytes. The
+// inverse goes the other way. Two lanes have 32 contiguous bytes of a row, the smallest sector of
+// L2. If rows do not allow it, they are read byte by byte.
 //
-// Floor: a byte read and one written a scale; at 4.24 TB/s 3.5 us for the scales of 32 of 32768 x 7168 numbers, which a
-// launch covers in part. On one H200 the inverse takes 4.8 us for 32768 x 224, 9.8 for 32768 x 448 and 1.9 for 4096 x 224, 72, 71
-// and 23 % of a copy; 9.9, 18.7 and 2.2 in the same call when each of 32 lanes had a row, so that accesses were of half sectors
-// (ncu on an H100, 11.6 us then: DRAM at 23 %, the second-level cache at 65 %, which moves whole ones). A copy of 8.4 MB takes 3.8
-// us in that call, the launch 1.0 of it. ncu of the first now (reports/h200/ncu.txt): all blocks run at once, in 0.6 of their places, and
-// 63 % of a warp's time is that of its loads: limited by the launch and by one trip to memory.
+// Floor: a byte read and one written a scale. At 4.24 TB/s 3.5 us for the scales of groups of 32
+// of 32768 x 7168, part of it hidden by the launch. Limit: the launch and one memory latency; 63 %
+// of a warp's time is that of its loads (ncu). What was tried: kernels/docs/scale_swizzle.md.
 //
 // Launch: ceil(2 * row_tiles * ceil(group_tiles / 8) / WARPS) blocks.
 #include "memory.h"
@@ -36,7 +34,7 @@ struct ScaleSwizzleParams {
 PARAMS_LAYOUT(ScaleSwizzleParams, scales, scales_row_stride, tiles, tiles_row_tiles_stride, tiles_group_tiles_stride,
               num_rows, num_groups)
 
-// What a lane takes: its first tile, and which row of each quarter of the tiles' rows.
+// A lane's work: its first tile, and one row in each quarter of the tiles' rows.
 struct Place {
     int64_t row_tile;
     int32_t group_tile, row;
@@ -56,7 +54,7 @@ DEVICE uint8_t* lane_of_tile(const ScaleSwizzleParams& params, const Place& plac
            (place.group_tile + tile) * params.tiles_group_tiles_stride + 16 * place.row;
 }
 
-// Of a row the bytes that lie in the tiles of a lane: where they begin, and how many there are, where that is more than 0.
+// The bytes of a row in the tiles of a lane: their offset, and their number if that is above 0.
 DEVICE int bytes_of_row(const ScaleSwizzleParams& params, const Place& place, int quarter, int64_t& offset) {
     const int64_t row = place.row_tile * TILE_ROWS + quarter * QUARTER_ROWS + place.row;
     const int32_t group = place.group_tile * TILE_GROUPS;

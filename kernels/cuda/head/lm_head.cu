@@ -1,26 +1,24 @@
 // Logits of sampled rows: hidden states times the head's weights (inference 12.1).
 //
-//     logits[i, v] = sum over k of hidden[rows[i], k] weight[v, k]          -infinity where rows[i] names no token
+//     logits[i, v] = sum over k of hidden[rows[i], k] weight[v, k]     -inf if rows[i] is no token
 //
-// bf16 operands, products added in fp32 by mma.sync.m16n8k16. Without `rows` every token is sampled, in its order. A
-// logit knows nothing of the other rows: the order of its sum is that of k, in either kernel of tiles.
+// bf16 operands, accumulated in fp32 by mma.sync.m16n8k16. Without `rows` every token is sampled,
+// in order. A logit does not depend on the other rows: both tiled kernels sum in the order of k.
 //
-// A block takes 128 rows of the weights and a tile of sampled rows, 16 (lm_head_few) or 128 (lm_head_many), and goes
-// along k in steps of 64, of which three are on their way to shared memory (cp.async) while one is multiplied.
-// Weights are the rows of the products, tokens their columns, so that few tokens fill an instruction of eight. Blocks
-// of one tile of the weights follow one another, so that the second reads them from a second-level cache.
-// lm_head_scalar takes whatever does not allow accesses of 16 bytes: a warp a row of the weights, eight tokens at a
-// time, in plain fp32.
+// A block takes 128 rows of the weights and a tile of sampled rows, 16 (lm_head_few) or 128
+// (lm_head_many). It goes along k in k-blocks of 64 with four stages, three of them in flight
+// (cp.async). Weights are the M side and tokens the N side, so that few tokens fill an instruction
+// of N = 8. Blocks of one weight tile are consecutive, so that the second reads the weights from
+// L2. lm_head_scalar takes tensors that do not allow 16-byte accesses: a warp takes a row of the
+// weights and eight tokens, in fp32.
 //
-// Floors: of few rows the weights' bytes, 129280 x 4096 250 us, x 7168 437 us at 4.24 TB/s; of many 2 * 129280
-// hidden_size FLOPs a row, 9.6 ms for 4096 rows of 7168 at 790 TFLOP/s. Expected: few rows within a tenth of the
-// floor, since 1010 blocks of which two or three share a multiprocessor have 100 KiB and more of weights on their way
-// there; up to 128 rows about the same, by one tile of rows; beyond, mma.sync's rate, about 60 % of wgmma's. Logits
-// are stored in pieces of 32 bytes, a column of a tile each. 
-// Measured on one H200, x 7168: 1 and 16 rows 434 us (the floor), 128 rows 871 us, 4096 rows 26.2 ms (290 TFLOP/s): the
-// rate of mma.sync is what limits many rows, and 128 already wait for it.
+// Floor: with few rows the weights' bytes, 129280 x 4096 250 us, x 7168 437 us at 4.24 TB/s. With
+// many rows 2 * 129280 hidden_size FLOPs a row, 9.6 ms for 4096 rows of 7168 at 790 TFLOP/s.
+// Measured on one H200, x 7168: 1 and 16 rows 434 us (the floor), 128 rows 871 us, 4096 rows 26.2
+// ms (290 TFLOP/s). What limits it: the rate of mma.sync, from 128 rows on.
 //
-// Launch: a block for each tile of rows and of the weights, rows of tiles fastest.
+// Launch: a block for each tile of rows and of weights; tiles of rows vary fastest.
+// Estimates: kernels/docs/lm_head.md.
 #include "async_copy.h"
 #include "elements.h"
 #include "math.h"
@@ -62,7 +60,7 @@ DEVICE int64_t token_of(const LmHeadParams& params, int64_t row) {
     return token >= 0 && token < params.num_tokens ? token : NO_TOKEN;
 }
 
-// What a thread copies in each step: a piece of every ROWS_A_TURN-th row of both tiles.
+// What a thread copies in each step: one piece of every ROWS_A_TURN-th row of both tiles.
 constexpr int ROWS_A_TURN = THREADS / PIECES;
 
 template <int TILE_ROWS>
@@ -92,7 +90,7 @@ DEVICE Sources<TILE_ROWS> sources_of(const LmHeadParams& params, int64_t first_v
     return sources;
 }
 
-// Starts the copies of a step; behind the last k and where there is no row, zeros.
+// Starts the copies of a step. Zeros past the last k, and where no row exists.
 template <int TILE_ROWS>
 DEVICE void load_step(const Sources<TILE_ROWS>& sources, SharedAddress stage, int step, int hidden_size) {
     using Of = Sources<TILE_ROWS>;
@@ -114,7 +112,8 @@ DEVICE void load_step(const Sources<TILE_ROWS>& sources, SharedAddress stage, in
     }
 }
 
-// Stores a warp's fragments: each of their columns is a token, and eight lanes have eight of its logits in a row.
+// Stores a warp's fragments. Each fragment column is a token; eight lanes hold eight consecutive
+// logits of it.
 template <int M, int N8>
 DEVICE void store_logits(const LmHeadParams& params, const float (&c)[M][N8][4], int64_t first_vocab,
                          int64_t first_row) {
@@ -136,7 +135,8 @@ DEVICE void store_logits(const LmHeadParams& params, const float (&c)[M][N8][4],
     }
 }
 
-// A warp takes 16 M rows of the weights and 8 N8 tokens, WARPS_OF_ROWS warps side by side along the tokens.
+// A warp takes 16 M rows of the weights and 8 N8 tokens. WARPS_OF_ROWS warps are side by side
+// along the tokens.
 template <int M, int N8, int WARPS_OF_ROWS>
 DEVICE void multiply_tile(const LmHeadParams& params) {
     constexpr int TILE_ROWS = 8 * N8 * WARPS_OF_ROWS;
@@ -155,7 +155,8 @@ DEVICE void multiply_tile(const LmHeadParams& params) {
     }
     for (int step = 0; step < steps; ++step) {
         copy_wait<STAGES - 2>();
-        // Every copy of this step has landed, and every warp is done with the stage that is filled next.
+        // All copies of this step have arrived, and every warp has finished with the stage that is
+        // filled next.
         __syncthreads();
         const int next = step + STAGES - 1;
         if (next < steps)

@@ -1,5 +1,6 @@
-// The counter-based generator Philox4x32-10 (Salmon et al., 2011): four words that are a function of a counter of 128
-// bits and a key of 64, so that the random number of a token knows nothing of its batch (inference 12.3).
+// The counter-based generator Philox4x32-10 (Salmon et al., 2011): four words, a function of a
+// 128-bit counter and a 64-bit key. So a token's random number does not depend on its batch
+// (inference 12.3).
 #pragma once
 
 #include "platform.h"
@@ -8,7 +9,7 @@ struct PhiloxWords {
     uint32_t w[4];
 };
 
-// Both halves of a product. Shifts of 64-bit products cost an addition of 0 each.
+// Both halves of a 64-bit product, without shifts: each shift of one costs an addition of 0.
 DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high) {
 #if defined(PARITY_EMULATOR)
     const uint64_t product = static_cast<uint64_t>(a) * b;
@@ -23,7 +24,7 @@ DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high)
 
 constexpr int PHILOX_ROUNDS = 10;
 
-// What the rounds take of a key, by half of it.
+// The keys of the rounds, by half of the key.
 struct alignas(16) PhiloxKeys {
     uint32_t of_rounds[PHILOX_ROUNDS][2];
 };

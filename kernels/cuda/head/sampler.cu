@@ -1,84 +1,27 @@
-// One token of each row of logits: temperature, top-k, top-p and min-p by the exponential race (inference 12.3).
+// Samples one token of each row of logits by the exponential race (inference 12.3).
 //
-//     order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0, NaN counts as -infinity
-//     t      = max(temperature, 1e-5), at most fp32's largest number, c = log2(e) / t, m = the largest logit
-//     weight = 2^((logit - m) c);  1 at an infinite m, and 0 below it
-//     kept   = ids above -infinity, and where m is infinite none below it, among the first n of the order, n the least of
-//              top_k, where that is above 0;
-//              the least number, 1 or more, whose weights reach top_p of the sum of all, where top_p is below 1;
-//              the number of weights of at least min(min_p, 1), where min_p is above 0
-//     x      = word id % 4 of Philox of counter (id / 4, step low, step high, 0) and key seed
-//     v      = x 2^-32 + 2^-33 in fp32;  g = -log1p(-v)
-//     score  = logit c - log2(g), of an infinite logit -log2(g) above all others
-//     token  = the kept id with the largest score, the lowest of equals; where temperature > 0 does not hold, the
-//              first of the order; -1 where no logit is above -infinity
+//     order  = ids by falling logit, equal logits by rising id; -0 equals 0, NaN counts as -inf
+//     t      = max(temperature, 1e-5), at most FLT_MAX; c = log2(e) / t; m = the largest logit
+//     weight = 2^((logit - m) c); where m is infinite 1 at m, and 0 below it
+//     kept   = the first n ids of the order above -inf, none below an infinite m; n is least of
+//              top_k, if top_k > 0;
+//              the least count >= 1 whose weights reach top_p of the sum of all, if top_p < 1;
+//              the number of weights >= min(min_p, 1), if min_p > 0
+//     x      = word id % 4 of Philox, counter (id / 4, step low, step high, 0), key seed
+//     v      = x 2^-32 + 2^-33 in fp32;  g = -log1p(-v), infinite where v rounds to 1 (FM-154)
+//     score  = logit c - log2(g); of an infinite logit -log2(g), above all others
+//     token  = the kept id of the largest score, the lowest of equals; unless temperature > 0 the
+//              first of the order; -1 where no logit is above -inf
 //
-// The largest p / g is the largest log2(p) - log2(g), and neither needs the sum that makes a probability of a weight.
-// v rounds to 1 at its upper end: g is infinite then, and the id loses (FM-154).
-//
-// A block takes a row, and reads it once, a tile after the other. Without filters each id has an upper bound of its score, logit
-// c - log2(v) since g >= v; one bound is made for four ids at once, of the largest logit and the least word. What is above the
-// best lower bound of the block so far is bounded closely, to 2^-12, and exact logarithms are taken only of ids whose bounds
-// overlap.
-//
-// With filters the ids that may be kept are listed on the way: those at least as large as a logit that some 4096 of a row are
-// expected to reach, by half of the first tile, whose spans lie all over the row. Their scores are computed on the way as well,
-// by whole warps of what was put aside before, and added to buckets of about as large logits: the sum of their weights, how many,
-// and who leads. Exact logarithms are taken only of those whose bound reaches the best score in front of their group of buckets: nobody
-// else leads. The same pass finds the largest logit and the sum of the weights, whence follows what is certain: weights of at
-// most (1 - top_p) sum / vocab_size add up to no more than what top_p leaves out. Only a row of which that sum is NaN, since it has
-// NaN or infinity, is read again, with care for both.
-// Then one warp adds the buckets up from the largest logit on. Of those in front of the one in which the order ends all are kept,
-// and of those behind it none: who leads the former wins unless somebody of that one bucket is ahead, of whom the list is asked: how
-// many lie in front of it and their share of the sum say whether it is kept. Where it is not kept, nothing behind it is, and
-// those in front race. Sums of buckets decide up to what rounding their weights may have cost, sums of fp32 up to 2^-16. There, and
-// where the listed do not reach what ends the order, or are more than there is room for, as of rows that are flat or limited to nearly
-// all ids, the row itself is raced and asked in the same way, and read twice for each candidate; shares are sums of integers then
-// (weights in units of 2^-43), whose value no order of additions changes.
-//
-// Floor: 4 bytes a logit, 66 MB for 128 rows of 129280: 15.6 us at an H200's 4.24 TB/s, 22 us at an H100's 3.0. A row is one
-// block's, so that the time is that of one multiprocessor for 517 KB and for what comes before and behind: 128 rows take as long
-// as their slowest.
-// Where the time goes, by the clock in the kernel, 128 rows, normal logits of deviation 4, top_p of 0.8 to 0.98, medians of blocks
-// on one H200, in cycles of some 1.98 GHz (22.9 us with a launch in this call, 24.5 before the changes of the next paragraph): the
-// first tiles of all blocks are there after 5,500, ranked at 7,800, the first warp has read its part at 27,900 and the last at 34,900
-// (29,600 and 37,200 before), what is left is listed at 36,000, groups of buckets are added up at 37,600, the winner is known at 38,600
-// and told at 39,200. So instructions limit the reading: per tile and warp some 200 of weights and of what is put aside, and half a
-// round of listing, some 230; and the latency of one warp's arithmetic the 3,200 cycles behind it.
-// What made it faster before: half of a tile's loads follow as soon as the half is looked at (1.1 us); one warp that sums up for
-// the block; the second tile asked for in L2 while the first is ranked (1.5 us); buckets, in
-// place of a pass over the list for each candidate that is refused (1.4 us); the estimates of warps by a maximum of lanes for each
-// id in front, seven of them, and their middle one by one count of each warp (1.3 us: by ballots it was 48 counts of bits of each of
-// 32 warps, of which a multiprocessor makes one in two cycles); 32 warps in place of 16 (0.8 us). Buckets of fp32 and of 64 bits,
-// whose atomics are loops, had gained nothing. Last, in one call: lanes that count those before them by a shift, behind which vectors
-// are put aside without a branch (24.5 to 23.5 us; one row 18.7 to 17.6); the column of a tile kept, not made anew, unsigned buckets
-// and no maximum with -infinity (23.2); one address for what is listed of an id (23.1); leads of all lanes, none of which asks
-// whether it has a group (17.2 to 17.0); before these the keys of Philox from shared memory, and other ids of the last vectors
-// listed at once (0.2 us together).
-// 128 rows in one call on one H200, criterion's means: top_p of 0.8 to 0.98 21.38 us, 73 % of the copy rate (22.85 before); limits by
-// top_p at their edges 24.2 (26.2); by top_k 35.8 (38.0) and by all filters 35.4 (37.5), where one of eight rows keeps all ids but one
-// and is read three times and more; no filter 24.1 (24.9), argmax 18.0 (87 %). One row 16.6 (18.7), without filter 21.1 (22.1).
-// Since then whether the list holds all that may be kept is asked only of rows whose order does not end within it: 21.43 to 21.30 us,
-// one row 16.52 to 16.39; limits at their edges, of which it is asked, 24.3 to 24.5.
-// What did not help: two or three tiles asked for in L2 in advance, or one ahead of each tile;
-// argmax 19.6; copies of 16 bytes into shared memory, 80 to 112 KB on their way, 23.1 to 23.4; bulk copies of 1 KB by each warp,
-// 27.7; bulk copies of 16 KB by one lane, four on their way from before the sample on, 21.8 (top-p 36.1, no filter 34.6; 17.7,
-// 28.1 and 24.7 in that call).
-// With 32 warps ncu has 25 % of their samples in front of a tile's first half, and yet top-p takes longer where more is asked for in
-// L2 ahead: 25.9 to 27.0 by lines, one to three tiles ahead of each; in bulk, by a lane for each load, 24.3 of the next tile or of
-// three once, 26.9 of the whole row, 27.3 to 28.6 in parts on the way (24.1 and 24.2 in these calls). The logit that is to be reached
-// from estimates of 8 warps in place of all: one row takes 18.3 in place of 20.0, 128 rows 24.2 in place of 24.1, presumably since
-// the slowest one's list is longer; of 16 20.7 and 24.2; of 4 some rows are read again (57). These by ballots; now, on an H100, in
-// the same calls as 27.3 and, one row, 18.6: estimates by a quarter of a tile 27.4 and 18.0; the mean of the middle half of them,
-// which scatters less, 27.5 and 18.7; leads that each best score sets for all groups behind its own, so that none is looked for,
-// 28.9 and 20.3. On one H200, 24.5 to 24.6 and 19.2 in the same calls: halves of tiles that warps take as they get free, by an atomic
-// counter, 27.5 and 21.8, though all warps end within 4,000 cycles then instead of 7,700; what a row wants asked for before its
-// first tile 25.0 and 19.2, by one warp, whose answer comes behind all tiles nevertheless, 24.4 to 25.0; the second tile asked for
-// before that is known 24.8; weights of the first tile added while warps wait for the estimate 25.2 and 19.8; the code behind the
-// reading run once in front of it 26.2 and 20.7: what is slow there is not its first run.
-//
-// Defines: THREADS, a power of two of at least 64 threads a block; LISTS, 1 or, for rows without filters alone, 0. Launch:
-// num_rows blocks, of which each has shared memory for `segment` ids of a warp beyond its own, 12 bytes each.
+// A block takes a row and reads it once, in tiles of 16 logits a thread. Score bounds decide
+// most ids; exact logarithms are taken only where bounds overlap. With filters, warps list the
+// large logits and add them to buckets by logit. One warp then sums the buckets, finds the winner.
+// The row is read again where fp32 sums or the list do not decide, or where it holds NaN or inf.
+// Floor: 4 bytes a logit; 128 rows of 129280 are 66 MB, 15.6 us at 4.24 TB/s.
+// Limit: the issue slots of one SM for each row, then one warp's latency at the end.
+// Defines: THREADS, a power of two >= 64; LISTS, 1, or 0 if no row has filters. Launch: num_rows
+// blocks; shared memory after `Shared` has room for `segment` ids a warp, 12 bytes each.
+// What was tried: kernels/docs/sampler.md.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -120,7 +63,7 @@ PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_
               vocab_size, segment)
 
 
-// A row, and what is asked of it.
+// A row and its parameters.
 struct Row {
     const float* logits;
     int vocab_size;
@@ -132,52 +75,54 @@ struct Row {
     bool has_filters() const { return top_k != NO_LIMIT || top_p < 1.0f || min_p > 0.0f; }
 };
 
-// Where an id stands in the order.
+// The position of an id in the order.
 struct Rank {
     float logit;
     int id;
 
     bool is_behind(float other, int other_id) const { return other > logit || (other == logit && other_id < id); }
 };
-// All logits above -infinity are in front of it, and no others.
+// Exactly the logits above -infinity precede it.
 constexpr Rank END{-INFINITY_F32, 0};
 
-// The place in the race of one that leads it, and its logit; 0 is nobody's.
+// The place of the leading id in the race, and its logit. Place 0 means no id.
 struct Leader {
     uint64_t place = 0;
     float logit = -INFINITY_F32;
 };
 
-// Of a row: its largest logit, -LARGEST at least, the sum of its weights, and whether a warp had no room for what it found.
+// Of a row: its largest logit, at least -LARGEST; the sum of its weights; whether a warp had no
+// room for all ids it found.
 struct Bounds {
     float most, sum;
     bool cut_off;
 };
 
-// What lies in front of an id in the order: how many, and their share of the weights.
+// What precedes an id in the order: the count, and the share of the weights.
 struct Front {
     uint64_t share = 0;
     uint32_t count = 0;
 };
 
-// What a warp has listed, and what of it lies in front of an id: how many, the sums of their weights, and who leads the race in
-// front.
+// What a warp has listed, and the part of it that precedes an id: counts, sums of weights, and the
+// leader of the race among the preceding ids.
 struct Listed {
     float weight = 0.0f, weight_in_front = 0.0f;
     uint32_t count = 0, count_in_front = 0;
     Leader leader;
 };
 
-// Whether it is known who leads the race of those that are kept, or whom to ask next: nobody who is kept is ahead of that one.
-// What fp32 does not decide is left to whoever reads the whole row.
+// KEPT: the leader is known. ASK: the leader must be checked next; no kept id has a larger score.
+// UNDECIDED: fp32 does not decide, so the whole row is read.
 enum class Verdict : uint32_t { UNDECIDED, KEPT, ASK };
 struct Decision {
     Verdict verdict;
     Leader leader;
 };
 
-// What is listed lies in buckets by the logit, the largest in the first: their weights relative to `most` of a Sample in units of
-// 2^-20, how many, and who leads the race. Integers, which shared memory adds up by itself.
+// Listed ids are in buckets by logit, the largest in the first bucket. A bucket holds the sum of
+// weights relative to `most` of a Sample in units of 2^-20, the count, and the leader of the race.
+// Sums are integers, because shared memory adds integers natively.
 constexpr int BUCKETS = LISTS ? 512 : WARP_SIZE;
 constexpr float BUCKET_UNITS = 0x1p20f, LARGEST_BUCKET_SUM = 0x1p31f;
 struct Bucket {
@@ -189,11 +134,11 @@ struct Buckets {
     uint32_t weights[BUCKETS], counts[BUCKETS], keys[BUCKETS];  // keys: the leaders' scores alone
     uint32_t reached_weights[BUCKETS], reached_counts[BUCKETS];  // up to the end of each, of its group
 };
-// The sums of a warp's buckets.
+// Groups of WARP_SIZE buckets, each summed by one warp.
 constexpr int GROUPS = BUCKETS / WARP_SIZE;
 
-// What the first tile says of a row: its largest logit, -LARGEST at least, and a logit that about half of what there is room for
-// reach. Buckets divide what lies above `lowest`.
+// Estimates from the first tile: the row's largest logit, at least -LARGEST, and a logit that
+// about half as many ids reach as the lists can hold. Buckets divide the range above `lowest`.
 struct Sample {
     float most, least, lowest, buckets_per_logit;
 
@@ -203,20 +148,21 @@ struct Sample {
     }
 };
 
-// Of a warp: vectors of IDS logits, and the columns of their first.
+// A warp's staged vectors of IDS logits, and the column of the first logit of each.
 struct alignas(16) Staged {
     Vec16 vectors[STAGED];
     int32_t columns[STAGED];
 };
 
-// What ends the order, in units of buckets: more weight than `most_weight` does, and `least_weight` or less does not. Numbers of
-// ids are exact.
+// What ends the order, in units of buckets: a weight above `most_weight` does, a weight up to
+// `least_weight` does not. Counts of ids are exact.
 struct BucketLimit {
     float least_weight, most_weight;
     uint32_t count;
     bool holds;  // units are small enough for the row's sum
 
-    // Of a bucket with so much in it and in front of it: whether all of it is kept, and whether none.
+    // Of the sums up to and including a bucket: whether all of the bucket is kept. Of the sums
+    // before a bucket: whether none of it is.
     bool keeps(uint32_t weight, uint32_t reached) const {
         return reached <= count && static_cast<float>(weight) < least_weight;
     }
@@ -225,7 +171,7 @@ struct BucketLimit {
     }
 };
 
-// Shared memory of a block; the lists of its warps follow.
+// Shared memory of a block. The lists of its warps follow.
 struct alignas(16) Shared {
     Staged staged[LISTS ? WARPS : 1];
     Buckets buckets;
@@ -244,7 +190,7 @@ struct alignas(16) Shared {
     uint32_t keys[WARPS], most_of_sample[WARPS], middle;  // of the warps' estimates
     PhiloxKeys philox_keys; // of the row: made anew they are 18 sums for each vector that is listed or raced
     Row row;                // for what comes behind the reading, whose registers have no room for it
-    // Of races of a whole row, for the same reason:
+    // These serve races of a whole row, for the same reason:
     uint32_t least;         // the key that the best score reaches
     Rank end;               // what races lies in front of it
     Bounds bounds;
@@ -253,7 +199,7 @@ struct alignas(16) Shared {
 SHARED_MEMORY(sampler_vector, sizeof(Shared))
 SHARED_MEMORY(sampler_scalar, sizeof(Shared))
 
-// What a call says of a row.
+// The parameters of a row, as the call has them.
 struct Asked {
     float temperature, top_p, min_p;
     int32_t top_k;
@@ -277,13 +223,13 @@ DEVICE Row row_of(const float* logits, int vocab_size, const Asked& asked) {
                asked.top_k == 1 || asked.top_p <= 0.0f ? 0.0f : asked.temperature,
                __fdiv_rn(LOG2_E, minimum_f32(maximum_f32(asked.temperature, LEAST_TEMPERATURE), LARGEST_TEMPERATURE)),
                asked.top_k > 0 && asked.top_k < vocab_size ? static_cast<uint32_t>(asked.top_k) : NO_LIMIT,
-               // NaN is no limit.
+               // NaN sets no limit.
                asked.top_p < 1.0f ? asked.top_p : 1.0f,
                asked.min_p > 0.0f ? minimum_f32(asked.min_p, 1.0f) : 0.0f,
                static_cast<uint64_t>(asked.step)};
 }
 
-// Larger for what comes first: 0 is nothing. Bits above those of a key may say more.
+// Larger for what comes first; 0 means no id. Bits above those of the key may hold more.
 DEVICE uint64_t place_of(uint32_t key, int id) {
     return static_cast<uint64_t>(key) << ID_BITS | (LAST_ID - static_cast<uint32_t>(id));
 }
@@ -300,14 +246,14 @@ DEVICE float weight_of(const Row& row, float logit, float most) {
     return minimum_f32(finite_weight_of(row, logit, most), 1.0f);
 }
 
-// In every lane: the largest of the warp's.
+// The maximum over the warp, in every lane.
 DEVICE uint64_t warp_maximum(uint64_t own) {
     const uint32_t upper = static_cast<uint32_t>(own >> 32), most = __reduce_max_sync(FULL_WARP, upper);
     const uint32_t lower = __reduce_max_sync(FULL_WARP, upper == most ? static_cast<uint32_t>(own) : 0);
     return static_cast<uint64_t>(most) << 32 | lower;
 }
 
-// In every thread: the largest of the block's.
+// The maximum over the block, in every thread.
 DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     own = warp_maximum(own);
     __syncthreads();
@@ -316,10 +262,11 @@ DEVICE uint64_t block_maximum(Shared& shared, uint64_t own) {
     return warp_maximum(shared.of_warps[lane_anew() % WARPS]);
 }
 
-// A row is read in tiles of LOADS * STEP logits, the first of which is a sample of it: the row is cut into a part for each load
-// of a warp, and a tile has a span of each part. The loads of half a tile have every second part of a row, so that either half
-// is a sample as well. Of a thread's load of a tile the first column is column_of + part_of(load) parts_apart; of a load columns
-// rise from tile to tile.
+// A row is read in tiles of LOADS * STEP logits. The first tile is a sample of the row: the row is
+// cut into one part for each load of a warp, and a tile has a span of each part. The loads of half
+// a tile have every second part, so that either half is a sample as well. The first column of a
+// thread's load is column_of + part_of(load) * parts_apart. The columns of a load rise from tile
+// to tile.
 DEVICE int num_tiles(int vocab_size) { return ceil_div(vocab_size, LOADS * STEP); }
 DEVICE int column_of(int vocab_size, int tile) {
     return (warp_id() * num_tiles(vocab_size) + tile) * SPAN + lane_id() * IDS;
@@ -327,7 +274,7 @@ DEVICE int column_of(int vocab_size, int tile) {
 DEVICE int parts_apart(int vocab_size) { return num_tiles(vocab_size) * STEP; }
 DEVICE constexpr int part_of(int load) { return load < HALF ? 2 * load : 2 * (load - HALF) + 1; }
 
-// The logits of a tile, and of half of its loads; -infinity behind the row.
+// The logits of a tile, and of half of its loads; -infinity past the row's end.
 using Tile = float[LOADS][IDS];
 using HalfTile = float[HALF][IDS];
 DEVICE HalfTile& half_of(Tile& tile, int half) { return *reinterpret_cast<HalfTile*>(&tile[half * HALF]); }
@@ -361,7 +308,7 @@ DEVICE void load_tile(const float* logits, int vocab_size, int tile, Tile& own) 
     load_from<WIDE>(logits, vocab_size, column_of(vocab_size, tile), 0, own);
 }
 
-// Asks for a tile ahead of its loads, while nothing else is on its way.
+// Prefetches a tile to L2 ahead of its loads, while no other load is in flight.
 DEVICE void prefetch_tile(const Row& row, int tile) {
     if (lane_id() % 8 != 0) return;
     UNROLL
@@ -371,8 +318,8 @@ DEVICE void prefetch_tile(const Row& row, int tile) {
     }
 }
 
-// Calls visit(column_of, parts_apart, logits) for each tile of a row, of which `logits` holds the first.
-// All threads of a warp call it together.
+// Calls visit(column_of, parts_apart, logits) for each tile of a row; `logits` already holds the
+// first tile. All threads of a warp call it together.
 template <bool WIDE, typename Visit>
 DEVICE void visit_tiles(const Row& row, Tile& logits, Visit visit) {
     const int tiles = num_tiles(row.vocab_size), apart = parts_apart(row.vocab_size);
@@ -382,7 +329,7 @@ DEVICE void visit_tiles(const Row& row, Tile& logits, Visit visit) {
     }
 }
 
-// The same of a row of which nothing is read yet.
+// The same for a row of which no tile is loaded.
 template <bool WIDE, typename Visit>
 DEVICE void visit_row(const Row& row, Visit visit) {
     Tile logits;
@@ -403,12 +350,12 @@ DEVICE PhiloxWords words_of(const Shared& shared, const Row& row, int id) {
 
 DEVICE float uniform(uint32_t word) { return fused_multiply_add(static_cast<float>(word), 0x1p-32f, 0x1p-33f); }
 
-// An infinite logit's is that of 0: it comes first by its place.
+// An infinite logit counts as 0 here: its place already puts it first.
 DEVICE float score_of(const Row& row, float logit, float power) {
     return fused_multiply_add(logit == INFINITY_F32 ? 0.0f : logit, row.factor, -power);
 }
 
-// Place of an id in the race: infinite logits come first.
+// Place of an id in the race. Infinite logits come first.
 DEVICE uint64_t place_in_race(uint32_t score_key, float logit, int id) {
     return place_of(score_key, id) | static_cast<uint64_t>(logit == INFINITY_F32) << (32 + ID_BITS);
 }
@@ -416,26 +363,29 @@ DEVICE uint64_t race(const Row& row, float logit, int id, uint32_t word) {
     return place_in_race(key_of(score_of(row, logit, log2f(-log1pf(-uniform(word))))), logit, id);
 }
 
-// The word and the logit of one of a thread's ids, by selects: indexed registers would lie in memory.
+// The word or the logit of one of a thread's ids, by selects: indexed registers go to local
+// memory.
 template <typename T>
 DEVICE T one_of(const T (&values)[IDS], int at) {
     const T low = at & 1 ? values[1] : values[0], high = at & 1 ? values[3] : values[2];
     return at & 2 ? high : low;
 }
 
-// log2(g) within 2^-13: below 2^-6 three terms of its series, which leave out v^3 / 4 of it; above, log2(1 - v) errs by
-// 2^-22, of 2^-6 at least.
+// log2(g) within 2^-13. Below 2^-6 it uses three terms of the series, whose remainder is v^3 / 4
+// of it. Above, log2(1 - v) has an error of 2^-22, of a value of at least 2^-6.
 DEVICE float approximate_power(float v) {
     const float series = v * fused_multiply_add(v, fused_multiply_add(v, 1.0f / 3.0f, 0.5f), 1.0f);
     return log2_approx(v < 0x1p-6f ? series : -LN_2 * log2_approx(1.0f - v));
 }
 
-// No score is above it, since g >= v; log2(v) errs by 2^-22. It is rounded as the score is.
+// An upper bound of the score, since g >= v; log2(v) has an error of 2^-22. It is rounded as the
+// score is.
 DEVICE float most_score_of(const Row& row, float logit, uint32_t word) {
     return fused_multiply_add(logit, row.factor, -(log2_normal_approx(uniform(word)) - 0x1p-18f));
 }
 
-// What a thread has seen of a race: one id waits, and is decided exactly only where bounds of its score do not.
+// What a thread has seen of a race. One id waits; its exact score is computed only where the
+// bounds do not decide.
 struct Contest {
     static constexpr float SLACK = 0x1p-12f;
     uint64_t best = 0;              // of what is decided: the place in the race
@@ -465,14 +415,14 @@ struct Contest {
     }
 };
 
-// The winner of all threads, or what each has of it.
+// The winner of all threads is the maximum of what each thread gets here.
 DEVICE uint64_t winner(Shared& shared, const Row& row, Contest& contest) {
     const float lower = score_of_key(static_cast<uint32_t>(block_maximum(shared, key_of(contest.lower))));
     if (!(contest.upper < lower)) contest.decide(row);
     return contest.best;
 }
 
-// Which of a thread's ids in front of `end` may reach the score `least`.
+// Which of a thread's ids before `end` may reach the score `least`.
 DEVICE uint32_t in_front_of(const Row& row, const Rank& end, const float (&logits)[IDS], int column,
                             const PhiloxWords& words, float least) {
     uint32_t in_front = 0;
@@ -484,15 +434,15 @@ DEVICE uint32_t in_front_of(const Row& row, const Rank& end, const float (&logit
     return in_front;
 }
 
-// Whether one of them may: the largest logit with the least word is in front of each. That is true of logits of
-// -infinity and NaN as well where nothing is found yet.
+// Whether one of a thread's ids may reach `least`: the largest logit with the least word bounds
+// all of them. Logits of -infinity and NaN may as well, where no id is found yet.
 DEVICE bool may_lead(const Row& row, const float (&logits)[IDS], const PhiloxWords& words, float least) {
     const uint32_t word = minimum(minimum(words.w[0], words.w[1]), minimum(words.w[2], words.w[3]));
     return !(most_score_of(row, largest_of(logits), word) < least);
 }
 
-// The winner among the ids of a row that are in front of shared.end, which the first thread has set. Once a tile a warp
-// learns what the others have found, and they what it has.
+// The winner among the ids of a row before shared.end, which the first thread has set. Warps
+// exchange their best lower bounds once a tile.
 template <bool WIDE>
 DEVICE uint64_t race_of_all(Shared& shared, const Row& row, Tile& first) {
     Contest contest;
@@ -525,7 +475,7 @@ DEVICE uint64_t race_of_all(Shared& shared, const Row& row, Tile& first) {
 // The first of a whole row's order.
 template <bool WIDE>
 DEVICE uint64_t first_of_all(Shared& shared, const Row& row, Tile& first) {
-    // Of each load, whose columns rise: the first of equals stays.
+    // The best of each load. Its columns rise, so the first of equals stays.
     uint32_t best[LOADS];
     int id[LOADS];
     UNROLL
@@ -555,8 +505,8 @@ DEVICE uint64_t first_of_all(Shared& shared, const Row& row, Tile& first) {
 
 // ---------------------------------------------------------------- what is kept
 
-// What a warp has found: vectors that wait to be looked at closely, and the ids whose logits reach `least`, as far as there is
-// room, with the keys of their scores.
+// What a warp has found: vectors that wait for a closer look, and the ids whose logits reach
+// `least`, as far as there is room, with the keys of their scores.
 struct Listing {
     SharedAddress staged;           // in 32 bits, of which no store computes more than a sum
     uint32_t* own;                  // `room` times a logit, its id, and the key of its score: one address for all three
@@ -575,7 +525,8 @@ DEVICE Listing listing_of(Shared& shared, const SamplerParams& params, float lea
     return Listing{shared_address(&shared.staged[warp_id()]), own, least, room, 0, 0};
 }
 
-// The rank-th largest key of a warp but for its last bits, in every lane: those in front of it leave one after the other.
+// The rank-th largest key of a warp without its last bits, in every lane. The larger ones are
+// removed one by one.
 DEVICE uint32_t ranked_key(uint32_t key, int rank) {
     constexpr uint32_t LAST_BITS = WARP_SIZE - 1;
     // No two are equal.
@@ -589,9 +540,11 @@ DEVICE uint32_t ranked_key(uint32_t key, int rank) {
     return largest & ~LAST_BITS;
 }
 
-// The share of a row's ids that is to be listed, in ranks of a warp's lanes by the largest of what each has sampled.
+// The share of a row's ids to list, as a rank among a warp's lanes by the largest logit that each
+// lane has sampled.
 DEVICE float rank_to_reach(const SamplerParams& params) {
-    // Of this share of ids one or more of a thread's `sampled` are found with a probability of 1 - (1 - share)^sampled.
+    // A thread finds at least one id of this share among `sampled` ids with probability 1 - (1 -
+    // share)^sampled.
     const auto size = static_cast<float>(params.vocab_size);
     const float sampled = HALF * IDS * minimum_f32(size / static_cast<float>(LOADS * STEP), 1.0f);
     const float aim = static_cast<float>(params.segment * WARPS) / 2.0f;
@@ -599,7 +552,7 @@ DEVICE float rank_to_reach(const SamplerParams& params) {
     return WARP_SIZE * (1.0f - missed);
 }
 
-// What half of the first tile says of a row, and empty buckets.
+// Estimates from half of the first tile. It also clears the buckets.
 DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& row, const Tile& tile) {
     for (int bucket = static_cast<int>(threadIdx.x); bucket < BUCKETS; bucket += THREADS) {
         shared.buckets.leaders[bucket] = 0;
@@ -609,7 +562,8 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
     float most = -INFINITY_F32;
     UNROLL
     for (int load = 0; load < HALF; ++load) most = maximum_f32(most, largest_of(tile[load]));
-    // The middle one of the warps' own estimates, whose ranks are on average the one whose median reaches so many.
+    // The median of the warps' own estimates. The mean of their ranks is the rank whose median
+    // that many ids reach.
     const float share = (static_cast<float>(warp_id()) + 0.5f) / WARPS;
     const int rank = minimum(maximum(static_cast<int>(rank_to_reach(params) + 0.3f + share), 1), 32);
     const uint32_t key = key_of(most), own = ranked_key(key, rank), most_of_warp = __reduce_max_sync(FULL_WARP, key);
@@ -618,7 +572,8 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
         shared.most_of_sample[warp_id()] = most_of_warp;
     }
     __syncthreads();
-    // Each warp counts those in front of its own: of all that would look for the middle one, the others would take its turns.
+    // Each warp counts the estimates before its own. If one warp searched for the median, all
+    // others would wait for it.
     const uint32_t other = lane_id() < WARPS ? shared.keys[lane_id()] : 0;
     const bool in_front = other > own || (other == own && lane_id() < warp_id());
     if (__popc(__ballot_sync(FULL_WARP, in_front)) == WARPS / 2 - 1 && lane_id() == 0) shared.middle = own;
@@ -626,24 +581,27 @@ DEVICE Sample sample_of(Shared& shared, const SamplerParams& params, const Row& 
     const uint32_t none = key_of(-LARGEST);
     most = score_of_key(maximum(__reduce_max_sync(FULL_WARP, shared.most_of_sample[lane_id() % WARPS]), none));
     __syncthreads();
-    // A warp meets each of its loads with so many ids, where rows are listed whole.
+    // A row that fits is listed whole: a warp finds this many ids with each of its loads.
     const bool whole = params.vocab_size <= params.segment / static_cast<int>(WARP_SIZE * IDS) * STEP;
     const float least = whole ? -LARGEST : score_of_key(maximum(shared.middle, none));
-    // Weights below 2^-32 of the sample's largest share the last bucket; the row's own largest may be larger than the sample's.
+    // Weights below 2^-32 of the sample's largest share the last bucket. The row's own largest may
+    // exceed the sample's.
     const float lowest = maximum_f32(least, most - 32.0f / row.factor);
     return Sample{most, least, lowest, BUCKETS / 1.5f / (most - lowest)};
 }
 
-// Whether nothing below `least` is kept, whatever lies in front of it. Of rows with an infinite logit nobody takes the answer.
+// Whether no id below `least` is kept, whatever precedes it. The result is not used for rows with
+// an infinite logit.
 DEVICE bool lists_all_kept(const Row& row, const Bounds& bounds, float least) {
-    // What is at most that, all together, is no more than top_p leaves out. An octave further down no rounding matters.
+    // Weights of at most this, added up, are no more than top_p leaves out. One octave of margin
+    // covers all rounding.
     const float left_out = (1.0f - row.top_p) * bounds.sum / static_cast<float>(row.vocab_size);
     const float light = maximum_f32(left_out, row.min_p);
     const float certain = light > 0.0f ? bounds.most + (log2_approx(light) - 1.0f) / row.factor : -LARGEST;
     return least <= maximum_f32(certain, -LARGEST);
 }
 
-// Puts the vectors of a warp's threads aside that hold what is to be listed.
+// Stages the vectors of a warp's threads that hold ids to list.
 DEVICE void stage(Listing& listing, const float (&logits)[IDS], int column, bool wanted) {
     const uint32_t lanes = __ballot_sync(FULL_WARP, wanted);
     const int at = listing.num_staged + lanes_before(lanes);
@@ -654,15 +612,16 @@ DEVICE void stage(Listing& listing, const float (&logits)[IDS], int column, bool
     listing.num_staged += __popc(lanes);
 }
 
-// A weight in units of buckets, to the nearest.
+// A weight in units of buckets, rounded to nearest.
 DEVICE uint32_t units_of(const Row& row, float logit, float most) {
     const float weight = minimum_f32(finite_weight_of(row, logit, most), LARGEST_BUCKET_SUM / BUCKET_UNITS);
     return static_cast<uint32_t>(fused_multiply_add(weight, BUCKET_UNITS, 0.5f));
 }
 
-// Of each lane's group of buckets: the key of the best score in front of it, as far as the block knows.
+// Of each lane's group of buckets: the key of the best score in the groups before it, as far as
+// the block knows.
 DEVICE uint32_t lead_in_front_of(Shared& shared, int group) {
-    // Read as others change it.
+    // An atomic read, because other warps change the value.
     uint32_t lead = atomicMax(&shared.leads[lane_id()], 0u);
     UNROLL
     for (int distance = 1; distance < GROUPS; distance *= 2)
@@ -670,17 +629,17 @@ DEVICE uint32_t lead_in_front_of(Shared& shared, int group) {
     return __shfl_sync(FULL_WARP, lead, group);
 }
 
-// Enters an id in the race of its bucket; told is the key of its score.
+// Enters an id in the race of its bucket and returns the key of its score.
 DEVICE uint32_t race_in_bucket(Shared& shared, const Row& row, uint32_t bucket, float logit, int id, uint32_t word) {
     const uint64_t place = race(row, logit, id, word);
     const uint32_t key = key_of_place(place);
     atomicMax(&shared.leads[bucket / WARP_SIZE + 1], key);
-    // A maximum of 64 bits is a loop, which few enter.
+    // A 64-bit atomic maximum is a loop; the test on keys keeps most threads out of it.
     if (atomicMax(&shared.buckets.keys[bucket], key) <= key) atomicMax(&shared.buckets.leaders[bucket], place);
     return key;
 }
 
-// The last id of a lane's vector that is to be listed, if any is, and whether others are.
+// The last id to list of a lane's vector, if one exists, and whether more exist.
 struct Wanted {
     bool any = false, others = false;
     int at = 0;
@@ -696,9 +655,10 @@ struct Wanted {
     }
 };
 
-// Lists an id of each lane's vector, where one is wanted, at place `to` of what its warp has listed, with its score, and puts it into
-// its bucket. Who is behind an id with a larger score leads nobody, since that one is kept where it is: such need no exact score, and
-// count as if theirs were the lowest.
+// Lists an id of each lane's vector, where one is wanted, at position `to` of the warp's list,
+// with its score, and adds it to its bucket. An id after one with a larger score never leads,
+// since the earlier id is kept where this one is. Such ids need no exact score and get the lowest
+// key.
 DEVICE void list_one(Shared& shared, const Row& row, Listing& listing, const Wanted& wanted, float logit, int id, uint32_t word,
                      int to) {
     const Sample& sample = shared.samples[warp_anew()];
@@ -714,8 +674,9 @@ DEVICE void list_one(Shared& shared, const Row& row, Listing& listing, const Wan
     atomicAdd(&shared.buckets.counts[bucket], 1u);
 }
 
-// Lists one id of each vector of a round of what is staged. Vectors that hold others are staged again without it, where rounds hold
-// `least` or more; of the last ones (`least` is 1) these follow at once, as a round of theirs would hold few.
+// Lists one id of each vector of a round of staged vectors. Where a round needs `least` vectors,
+// vectors with more ids are staged again without the listed one. At the end (`least` is 1) the
+// other ids follow at once, because a round of them would be nearly empty.
 DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, int least) {
     __syncwarp();
     const int first = maximum(listing.num_staged - static_cast<int>(WARP_SIZE), 0), from = first + lane_id();
@@ -727,7 +688,7 @@ DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, int le
         unpack<float>(shared.staged[warp_id()].vectors[from], logits);
         column = shared.staged[warp_id()].columns[from];
     }
-    // What is staged next takes their place.
+    // The next staged vectors overwrite these.
     __syncwarp();
     int to = listing.count + lane_id();
     listing.count += listing.num_staged - first;
@@ -751,8 +712,8 @@ DEVICE void list_staged(Shared& shared, const Row& row, Listing& listing, int le
     }
 }
 
-// Deals with what is staged, as long as there are `least` of it: by whole warps while memory is waited for, and what is left at the
-// end.
+// Lists what is staged while at least `least` vectors wait: full warps while loads are in flight,
+// the rest at the end.
 DEVICE void list_all_staged(Shared& shared, const Row& row, Listing& listing, int least) {
     while (listing.num_staged >= least) list_staged(shared, row, listing, least);
 }
@@ -764,7 +725,7 @@ DEVICE Leader leader_of_warp(const Leader& own) {
     return leader;
 }
 
-// Groups of buckets: each warp adds up its own.
+// Groups of buckets: each warp sums its own.
 DEVICE void add_up_buckets(Shared& shared, int warp) {
     Buckets& buckets = shared.buckets;
     for (int group = warp; group < GROUPS; group += WARPS) {
@@ -777,12 +738,13 @@ DEVICE void add_up_buckets(Shared& shared, int warp) {
     }
 }
 
-// Who leads of the buckets of which all are kept, and of those of which some may be.
+// The leader of the buckets that are kept whole, and of those that may be kept in part.
 struct BucketLeaders {
     uint64_t kept = 0, asked = 0;
 };
 
-// Of a bucket of each lane: told are the lanes whose bucket may be kept in part; of those that are kept whole, who leads.
+// One bucket a lane. Returns the lanes whose bucket may be kept in part; updates the leader of the
+// buckets that are kept whole.
 DEVICE uint32_t add_kept(const BucketLimit& limit, const Bucket& own, const Bucket& reached, BucketLeaders& leaders) {
     const bool kept = limit.keeps(reached.weight, reached.count);
     if (kept) leaders.kept = maximum(leaders.kept, own.leader);
@@ -790,7 +752,7 @@ DEVICE uint32_t add_kept(const BucketLimit& limit, const Bucket& own, const Buck
     return __ballot_sync(FULL_WARP, !kept && !ended && own.count > 0);
 }
 
-// By the first warp, of the groups, and of the buckets of those groups in which the order ends.
+// By the first warp: of the groups, and of the buckets of the groups in which the order ends.
 DEVICE BucketLeaders leaders_of_buckets(const Shared& shared, const Bucket& group, const Bucket& reached,
                                         const BucketLimit& limit) {
     const Buckets& buckets = shared.buckets;
@@ -808,11 +770,11 @@ DEVICE BucketLeaders leaders_of_buckets(const Shared& shared, const Bucket& grou
     return BucketLeaders{warp_maximum(leaders.kept), warp_maximum(leaders.asked)};
 }
 
-// Whether an id's weight is not kept, where the largest logit is finite.
+// Whether min_p excludes an id, where the largest logit is finite.
 DEVICE bool is_too_light(const Row& row, float logit, float most) { return finite_weight_of(row, logit, most) < row.min_p; }
 
-// What ends a row's order, of which `count` ids are listed. A weight errs by half a unit of buckets, sums of fp32 by less than 2^-18
-// of themselves.
+// What ends a row's order, of which `count` ids are listed. A weight has an error of half a unit
+// of buckets, an fp32 sum a relative error below 2^-18.
 DEVICE BucketLimit bucket_limit_of(const Row& row, const Sample& sample, const Bounds& bounds, uint32_t count) {
     constexpr float MARGIN = 0x1p-16f;
     const float sum = bounds.sum * exp2_approx((bounds.most - sample.most) * row.factor) * BUCKET_UNITS;
@@ -824,12 +786,13 @@ DEVICE BucketLimit bucket_limit_of(const Row& row, const Sample& sample, const B
                        sum < LARGEST_BUCKET_SUM};
 }
 
-// By the first warp: who wins, or who is ahead of all that are kept.
+// By the first warp: the winner, or the id that leads all kept ids and must be checked.
 DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const Bounds& bounds) {
     const BucketLimit limit = shared.limit;
     const Bucket group = lane_anew() < GROUPS ? shared.groups[lane_anew()] : Bucket{};
     const Bucket reached{inclusive_sum(group.weight), inclusive_sum(group.count), group.leader};
-    // Either the list reaches what ends the order, or nothing outside of it is kept, which few rows have to ask.
+    // Either the list reaches the end of the order, or no id outside the list is kept. Few rows
+    // need the second test.
     const bool ended = __shfl_sync(FULL_WARP, limit.ended_by(reached.weight, reached.count), WARP_SIZE - 1);
     const bool known = limit.holds && (ended || lists_all_kept(row, bounds, shared.samples[warp_anew()].least));
     const BucketLeaders leaders = known ? leaders_of_buckets(shared, group, reached, limit)
@@ -841,7 +804,7 @@ DEVICE Decision decision_of_buckets(const Shared& shared, const Row& row, const 
     return {wins ? Verdict::KEPT : Verdict::ASK, leader};
 }
 
-// By one warp, of what each has found.
+// By one warp, from the results of all warps.
 DEVICE void add_up_warps(Shared& shared, int turn, const Row& row, bool cut_off) {
     const int lane = lane_anew(), warp = lane % WARPS;
     const uint32_t key_of_warp = shared.most_of_warps[turn][warp];
@@ -855,7 +818,8 @@ DEVICE void add_up_warps(Shared& shared, int turn, const Row& row, bool cut_off)
     shared.limit = limit;
 }
 
-// The bounds of a block from those of its threads, and what its buckets say. `turn` is another than in the call before.
+// The bounds of a block from those of its threads, and the decision of its buckets. `turn` differs
+// from that of the previous call.
 DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, const Listing& listing, float own, float sum) {
     const uint32_t key = __reduce_max_sync(FULL_WARP, key_of(own));
     sum = warp_sum(sum * weight_of(row, own, score_of_key(key)));
@@ -865,12 +829,12 @@ DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, const Listi
         shared.listed_of_warps[warp_anew()] = static_cast<uint32_t>(listing.listed());
     }
     const bool cut_off = __syncthreads_or(listing.count > listing.room) != 0;
-    // The last warp has the fewest groups, or none: it adds up what warps have found.
+    // The last warp has the fewest groups, or none, so it sums the warps' results.
     const int warp = uniform(warp_anew());
     if (warp == WARPS - 1) add_up_warps(shared, turn, shared.row, cut_off);
     add_up_buckets(shared, warp);
     __syncthreads();
-    // One warp for all: the others would take its issue slots.
+    // Only one warp does this: the others would take its issue slots.
     if (warp == 0) {
         const Decision decision = decision_of_buckets(shared, shared.row, shared.of_block[turn]);
         if (lane_anew() == 0) shared.decision = decision;
@@ -879,7 +843,7 @@ DEVICE Bounds block_bounds(Shared& shared, int turn, const Row& row, const Listi
     return shared.of_block[turn];
 }
 
-// Adds the weights of half a tile to a thread's sum of those relative to the largest.
+// Adds the weights of half a tile to a thread's sum, relative to the thread's largest logit.
 template <bool CAREFUL>
 DEVICE void add_weights(const Row& row, HalfTile& logits, float& most, float& offset, float& sum) {
     static_assert(HALF == 2);
@@ -906,7 +870,7 @@ DEVICE void add_weights(const Row& row, HalfTile& logits, float& most, float& of
     }
 }
 
-// Puts what is to be listed of half a tile aside, whose first column is `first`.
+// Stages the vectors to list of half a tile, whose first column is `first`.
 DEVICE void stage_half(const Row& row, Listing& listing, int first, int half, const HalfTile& logits) {
     const int apart = parts_apart(row.vocab_size);
     UNROLL
@@ -914,14 +878,16 @@ DEVICE void stage_half(const Row& row, Listing& listing, int first, int half, co
         stage(listing, logits[load], first + part_of(half * HALF + load) * apart, largest_of(logits[load]) >= listing.least);
 }
 
-// Reads a row once. The sum of a row with NaN or infinity is NaN unless CAREFUL, where the former counts as -infinity and the
-// latter's weights are 1. Otherwise lists what is at least `least`, which is above -infinity.
+// Reads a row once. CAREFUL counts NaN as -infinity and gives infinity a weight of 1, and lists no
+// id. Without it the sum of a row with NaN or infinity is NaN, and ids of at least `least`, which
+// is above -infinity, are listed.
 template <bool WIDE, bool CAREFUL>
 DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& logits) {
     float most = -LARGEST, sum = 0.0f;
     float offset = -LARGEST;  // the power of the largest, rounded
     const int tiles = num_tiles(row.vocab_size);
-    // What is left is dealt with by another turn, so that its code has been run before: code that runs once waits for memory.
+    // One more iteration lists the rest: its code has run before, and code that runs for the first
+    // time waits for memory.
     int column = column_of(row.vocab_size, 0);  // the first of the tile
     for (int tile = 0;; ++tile) {
         const bool last = tile == tiles;
@@ -931,7 +897,8 @@ DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& 
                 HalfTile& own = half_of(logits, half);
                 add_weights<CAREFUL>(row, own, most, offset, sum);
                 if constexpr (!CAREFUL) stage_half(row, listing, column, half, own);
-                // The other half is on its way, and this one's next follows it before what is staged is looked at.
+                // The other half is in flight. This half's next loads start before the staged
+                // vectors are listed.
                 if (tile + 1 < tiles) load_from<WIDE>(row.logits, row.vocab_size, column + SPAN, half * HALF, own);
             }
             if constexpr (!CAREFUL) list_all_staged(shared, row, listing, last ? 1 : WARP_SIZE);
@@ -940,24 +907,24 @@ DEVICE Bounds bounds_of(Shared& shared, Listing& listing, const Row& row, Tile& 
         column += SPAN;
     }
     __syncwarp();
-    // What the power was rounded by is no part of the sum.
+    // Corrects the sum for the rounding of the power.
     if constexpr (!CAREFUL) sum *= most > -LARGEST ? exp2_approx(fused_multiply_add(-most, row.factor, offset)) : 1.0f;
     return block_bounds(shared, CAREFUL, row, listing, most, sum);
 }
 
-// A weight in integers: sums of them do not depend on an order.
+// A weight as an integer: its sums do not depend on the order.
 DEVICE uint64_t share_of(const Row& row, float logit, float most) {
     return static_cast<uint64_t>(weight_of(row, logit, most) * UNITS);
 }
 
 DEVICE uint64_t wanted_share(const Row& row, const Bounds& bounds) {
     if (!(row.top_p < 1.0f)) return NO_SHARE;
-    // Exact: both numbers have 24 bits. No token is kept for a share of 0.
+    // Exact: both factors have 24 bits. A share of 0 would keep no token.
     const double share = static_cast<double>(row.top_p) * static_cast<double>(bounds.sum) * static_cast<double>(UNITS);
     return maximum<uint64_t>(static_cast<uint64_t>(ceil(share)), 1);
 }
 
-// What ends the order: so many ids, or so large a share.
+// What ends the order: a count of ids, or a share of the weights.
 struct Limit {
     uint32_t wanted_count;
     uint64_t wanted_share;
@@ -965,7 +932,7 @@ struct Limit {
     bool reached(const Front& front) const { return front.count >= wanted_count || front.share >= wanted_share; }
 };
 
-// Over all lanes of a number below 2^58, in every lane.
+// The sum over all lanes of a number below 2^58, in every lane.
 DEVICE uint64_t sum_of_lanes(uint64_t value) {
     constexpr int BITS = 26;  // and 5 more of the sum
     constexpr uint32_t LIMB = (1u << BITS) - 1;
@@ -977,7 +944,7 @@ DEVICE uint64_t sum_of_lanes(uint64_t value) {
 
 DEVICE Front front_of_warp(const Front& own) { return Front{sum_of_lanes(own.share), ::sum_of_lanes(own.count)}; }
 
-// The block's in every thread. Between two calls the block meets.
+// The block's, in every thread. A barrier is needed between two calls.
 DEVICE Front block_front(Shared& shared, const Front& own) {
     const Front front = front_of_warp(own);
     if (lane_anew() == 0) shared.fronts[warp_anew()] = front;
@@ -985,7 +952,7 @@ DEVICE Front block_front(Shared& shared, const Front& own) {
     return front_of_warp(lane_anew() < WARPS ? shared.fronts[lane_anew()] : Front{});
 }
 
-// What of a row lies in front of `end`; nobody is asked who wins.
+// What of a row precedes `end`, without a race.
 template <bool WIDE>
 DEVICE Front front_of_row(Shared& shared, const Row& row, const Bounds& bounds, const Rank& end) {
     Front front;
@@ -1003,12 +970,12 @@ DEVICE Front front_of_row(Shared& shared, const Row& row, const Bounds& bounds, 
     return block_front(shared, front);
 }
 
-// Whether an id is kept, by what lies in front of it.
+// Whether an id is kept, from what precedes it.
 DEVICE bool is_kept(const Row& row, const Bounds& bounds, const Limit& limit, const Front& front, float logit) {
     return !limit.reached(front) && !(weight_of(row, logit, bounds.most) < row.min_p);
 }
 
-// What a warp has listed, and what of it lies in front of `end`. ROUNDS ids of a lane are read at once.
+// What a warp has listed, and the part that precedes `end`. A lane reads ROUNDS ids at once.
 DEVICE Listed listed_by_warp(const Listing& listing, const Row& row, float most, const Rank& end) {
     constexpr int ROUNDS = 4;
     const int count = listing.listed();
@@ -1037,15 +1004,16 @@ DEVICE Listed listed_by_warp(const Listing& listing, const Row& row, float most,
     return own;
 }
 
-// By the first warp, of what all warps have listed: whether `leader` is kept. Sums of fp32 err by less than 2^-19 of themselves
-// here: fewer than 2^5 numbers one after the other, of a lane, a warp and a block.
+// By the first warp, from all warps' lists: whether `leader` is kept. The relative error of fp32
+// sums is below 2^-19 here: a lane, a warp and a block add fewer than 2^5 numbers each in
+// sequence.
 DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, const Leader& leader, const Listed& of_lane) {
     constexpr float MARGIN = 0x1p-16f;
     const float weight = warp_sum(of_lane.weight), in_front = warp_sum(of_lane.weight_in_front);
     const uint32_t count = ::sum_of_lanes(of_lane.count), count_in_front = ::sum_of_lanes(of_lane.count_in_front);
     const Leader next = leader_of_warp(of_lane.leader);
     const float wanted = row.top_p < 1.0f ? row.top_p * bounds.sum : INFINITY_F32;
-    // Either the list reaches what ends the order, or nothing outside of it is kept.
+    // Either the list reaches the end of the order, or no id outside the list is kept.
     const bool reached = count >= row.top_k || weight > wanted + MARGIN * wanted;
     if (!reached && !lists_all_kept(row, bounds, least)) return {Verdict::UNDECIDED, {}};
     if (leader.place == 0) return {Verdict::KEPT, {}};
@@ -1054,9 +1022,9 @@ DEVICE Decision decision_of(const Row& row, const Bounds& bounds, float least, c
     return {in_front > wanted + MARGIN * wanted ? Verdict::ASK : Verdict::UNDECIDED, next};
 }
 
-// The winner of a row of which ids were listed; false where they do not say it. Where the buckets do not, the leader of those that
-// may be kept is asked for. Who wins among these wins among the kept, if it is one of them. Otherwise nothing behind it is kept,
-// and those in front race.
+// The winner of a row from its list; false where the list does not decide. Where the buckets do
+// not decide, the leader of the ids that may be kept is checked. If it is kept, it wins. If not,
+// no id after it is kept, and the ids before it race.
 DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds& bounds, uint64_t& best) {
     if (bounds.most == INFINITY_F32) return false;
     Decision decision = shared.decision;
@@ -1069,7 +1037,7 @@ DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds&
         const Listed own = listed_by_warp(listing, row, bounds.most, Rank{leader.logit, id_of(leader.place)});
         if (lane_anew() == 0) shared.listed[warp_anew()] = own;
         __syncthreads();
-        // One warp for all: the others would take its issue slots.
+        // Only one warp does this: the others would take its issue slots.
         if (uniform(warp_anew()) == 0) {
             const Listed of_lane = lane_anew() < WARPS ? shared.listed[lane_anew()] : Listed{};
             decision = decision_of(row, bounds, listing.least, leader, of_lane);
@@ -1080,7 +1048,7 @@ DEVICE bool race_of_listed(Shared& shared, const Listing& listing, const Bounds&
     }
 }
 
-// The winner of a row that is read for each race, in the same way.
+// The winner by the same rule, where the row is read for each race.
 template <bool WIDE>
 DEVICE uint64_t race_of_row(Shared& shared, const Row& row, const Bounds& bounds, Tile& first) {
     if (threadIdx.x == 0) {
@@ -1100,11 +1068,12 @@ DEVICE uint64_t race_of_row(Shared& shared, const Row& row, const Bounds& bounds
     }
 }
 
-// Reads a row, of which `first` is the first tile, and lists what may be kept; whether the list says who wins.
+// Reads a row, of which `first` is the first tile, and lists the ids that may be kept. Returns
+// whether the list decides.
 template <bool WIDE>
 DEVICE bool race_of_first_reading(const SamplerParams& params, Shared& shared, const Row& row, Tile& first, Bounds& bounds,
                                   uint64_t& best) {
-    // Between the first tile and the second memory would wait until it is known what is listed.
+    // Without the prefetch no load is in flight until the threshold for the list is known.
     if constexpr (WIDE) prefetch_tile(row, 1);
     const Sample sample = sample_of(shared, params, row, first);
     if (lane_id() == 0) shared.samples[warp_id()] = sample;
@@ -1124,7 +1093,7 @@ DEVICE uint64_t best_of(const SamplerParams& params, Shared& shared, const Row& 
     if (!(row.temperature > 0.0f)) return first_of_all<WIDE>(shared, row, first);
     Bounds bounds{};
     if constexpr (!LISTS) return race_of_row<WIDE>(shared, row, bounds, first);
-    // No list holds more ids than there is room for.
+    // A list holds no more ids than there is room for.
     const bool may_suffice =
         row.top_k <= static_cast<uint32_t>(params.segment * WARPS) || row.top_p < 1.0f || row.min_p > 0.0f;
     if (row.has_filters() && may_suffice) {
@@ -1139,7 +1108,7 @@ template <bool WIDE>
 DEVICE void sample(const SamplerParams& params) {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     const float* const logits = params.logits + blockIdx.x * params.logits_row_stride;
-    // On its way while it is asked what the row wants.
+    // In flight while the row's parameters are read.
     Tile first;
     load_tile<WIDE>(logits, params.vocab_size, 0, first);
     const Asked asked = asked_of(params);

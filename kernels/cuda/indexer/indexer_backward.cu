@@ -1,36 +1,28 @@
-// The backward of the indexer's logits (stage 2 of training 7), over lists of selected keys or all keys up to a causal
-// limit (ranking.h). With d[t,h,j] = q[t,h] . k[i] for the key i of slot j, G = dlogits, and over the valid slots of a
-// token,
+// The backward of the indexer's logits (stage 2 of training 7), over the valid slots of a token
+// (ranking.h). With d[t,h,j] = q[t,h] . k[i] for the key i of slot j, and G = dlogits,
 //
-//     A[t,h,j] = G[t,j] w[t,h] [d > 0]                       rounded to bf16: an operand of the next two products
+//     A[t,h,j] = G[t,j] w[t,h] [d > 0]           rounded to bf16: an operand of the next two GEMMs
 //     dq[t,h]  = sm_scale sum_j A k[i]
 //     dk[i]   += sm_scale sum_h A q[t,h]
 //     dw[t,h]  = sm_scale sum_j G max(d, 0)
 //
-// sm_scale > 0 multiplies the fp32 sums, once each. A d that is NaN passes, so that what is unknown stays so. Slots
-// that are not valid are never dereferenced; a token without a valid one has dq = 0 and dw = 0, a key that nobody names
-// has dk = 0.
+// sm_scale > 0 multiplies the fp32 sums, once each. A NaN in d stays NaN. Invalid slots are never
+// dereferenced. A token without a valid slot has dq = dw = 0; a key in no list has dk = 0.
 //
-// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros.
-// Keys come with cp.async in tiles of 64 rows, two of them in flight. A warp has 16 heads: it multiplies them by the
-// tile's keys, keeps A in registers as the left operand of dq, whose sums stay in registers for the whole token, and
-// leaves A in shared memory, from where each warp multiplies all of it, transposed, by its quarter of q's columns: dk
-// of the tile. That goes to memory by atomics of four floats or, where the sums must come in one order, to a row of its
-// own for each slot, which indexer_backward_sum adds.
+// Work division: a block takes a token with up to 64 heads; missing heads are zeros. cp.async
+// loads keys in tiles of 64 rows, two in flight. A warp multiplies 16 heads by the tile's keys. A
+// stays in registers as the left operand of dq, whose sums stay in registers for the whole token.
+// A also goes to shared memory, where each warp multiplies its transpose by a quarter of q's
+// columns: dk of the tile. dk goes to memory by atomics of four floats, or, in deterministic
+// order, to a row for each slot that indexer_backward_sum adds.
 //
-// Floor, for one token, 64 heads, J slots: 3 products of 2*64*128*J FLOP: 103 GFLOP for 4096 tokens of 512 slots, 130
-// us at 790 TFLOP/s; 512*J bytes of atomics, 1.07 GB, and the gather of 256*J bytes, both in L2. A tile is 768 matrix
-// instructions against 416 loads of ldmatrix, four wavefronts each: 2.2 an instruction, so that mma.sync stays below
-// half of its rate. Three blocks share a multiprocessor (168 registers, 58 KiB), which hides one's barriers and atomics
-// behind the others' products. Expected to limit: atomics, then shared memory.
-// Measured on one H200: 551 us for 4096 tokens of 64 heads at topk 512 (187 TFLOP/s), 1066 us at 1024, 1574 us dense over
-// 2048 keys; 621, 1200 and 1823 us when an addition went to 32 bytes of each of 16 lines. In one order, at topk 512, 25.6 ms: a
-// row for each slot is written and read again.
+// Floor, 64 heads, J slots a token: 3 GEMMs of 2*64*128*J FLOP, 103 GFLOP for 4096 tokens of 512
+// slots, 130 us at 790 TFLOP/s; in L2 512*J bytes of atomics, 1.07 GB, and 256*J bytes gathered.
+// Limit: atomics, then shared memory. Three blocks share an SM. One H200: 551 us.
 //
-// Defines: WEIGHT_ELEMENT  type of w and dw: float or bf16
-//          SELECTED        1: lists of selected keys. 0: all keys up to a causal limit
-// Launch, 128 threads a block: indexer_backward a block a token of a chunk; indexer_backward_zero a warp a key;
-// indexer_backward_sum a warp 16 keys.
+// Defines: WEIGHT_ELEMENT  type of w and dw: float or bf16; SELECTED  see ranking.h
+// Launch, 128 threads a block: indexer_backward a block a token of a chunk, _zero a warp a key,
+// _sum a warp 16 keys. What was tried: kernels/docs/indexer_backward.md.
 #include "async_copy.h"
 #include "lines.h"
 #include "math.h"
@@ -50,7 +42,8 @@ constexpr int WARP_HEADS = HEADS / WARPS;        // 16: the rows of one matrix i
 constexpr int WARP_COLUMNS = HEAD_DIM / WARPS;   // of dk
 constexpr int CHUNKS = HEAD_DIM / 8;             // of 16 bytes in a row
 constexpr int PART_M = 2;                        // rows of matrix instructions of dk that a warp has at a time
-// Declared above what is launched: it holds the compiler to 168 registers, so that three blocks share a multiprocessor.
+// Larger than the launched block: it limits the compiler to 168 registers, so that three blocks
+// share an SM.
 constexpr int REGISTER_BOUND = 384;
 constexpr int SUM_KEYS = 16;                     // that a warp of the sum has
 constexpr int VECTORS = HEAD_DIM / 4 / WARP_SIZE;  // of four floats that a lane has of a row of dk
@@ -101,9 +94,9 @@ constexpr int UPSTREAM = KEY_ROWS + STAGES * KEYS * 4;        // float [STAGES][
 constexpr int SHARED_BYTES = UPSTREAM + STAGES * KEYS * 4;
 SHARED_MEMORY(indexer_backward, SHARED_BYTES)
 
-// ---------------------------------------------------------------- what comes
+// ---------------------------------------------------------------- loads
 
-// q of a token; heads that are missing become zeros.
+// Loads q of a token; missing heads become zeros.
 DEVICE void start_queries(const IndexerBackwardParams& params, int32_t token, SharedAddress shared) {
     const bf16* q = params.q + token * params.q_token_stride;
     for (int i = threadIdx.x; i < HEADS * CHUNKS; i += THREADS) {
@@ -114,7 +107,7 @@ DEVICE void start_queries(const IndexerBackwardParams& params, int32_t token, Sh
     }
 }
 
-// Of the slots of a tile that this warp brings, one a lane: 16 of them.
+// One of the 16 slots of a tile that this warp loads, one a lane.
 struct Slot {
     int32_t row;     // of k, -1 where it is not valid
     float upstream;  // 0 there
@@ -129,7 +122,7 @@ DEVICE Slot look_up(const IndexerBackwardParams& params, const Ranking& list, in
     return Slot{row, row < 0 ? 0.0f : params.dlogits[token * params.dlogits_stride + slot]};
 }
 
-// Starts the arrival of a tile's rows; slots that are not valid become zeros.
+// Starts the loads of a tile's rows; invalid slots become zeros.
 DEVICE void start_tile(const IndexerBackwardParams& params, const Slot& own, SharedAddress shared, int stage) {
     const int first = warp_id() * WARP_SLOTS;
     if (lane_id() < WARP_SLOTS) {
@@ -148,16 +141,16 @@ DEVICE void start_tile(const IndexerBackwardParams& params, const Slot& own, Sha
     copy_commit();
 }
 
-// ---------------------------------------------------------------- products
+// ---------------------------------------------------------------- MMAs
 
-// The weights of this lane's two heads, and what it has of their gradients.
+// The weights of this lane's two heads, and its part of their gradients.
 struct HeadWeights {
     float w[2], dw[2];
 };
 
 DEVICE int lane_head(int half) { return warp_id() * WARP_HEADS + lane_id() / 4 + 8 * half; }
 
-// From products d to A, in the registers that are an operand of dq, and in shared memory; G max(d, 0) is added to dw.
+// From d to A, as a register operand of dq and in shared memory. Adds G max(d, 0) to dw.
 DEVICE void gate(const float (&d)[KEYS / 8][4], HeadWeights& heads, uint32_t (&a)[KEYS / 16][4], SharedAddress shared,
                  int stage) {
     const auto* rows = reinterpret_cast<const int32_t*>(dynamic_shared() + KEY_ROWS) + stage * KEYS;
@@ -171,7 +164,7 @@ DEVICE void gate(const float (&d)[KEYS / 8][4], HeadWeights& heads, uint32_t (&a
             UNROLL
             for (int i = 0; i < 2; ++i) {
                 const float product = d[n][2 * half + i];
-                // NaN passes; the row of zeros of a slot that is not valid does not, whatever q is.
+                // NaN passes. The row of zeros of an invalid slot does not, whatever q is.
                 const bool passes = rows[key + i] >= 0 && !(product <= 0.0f);
                 gated[i] = passes ? upstream[key + i] * heads.w[half] : 0.0f;
                 heads.dw[half] += passes ? upstream[key + i] * product : 0.0f;
@@ -223,7 +216,7 @@ DEVICE void key_gradients(float (&c)[PART_M][WARP_COLUMNS / 8][4], SharedAddress
     }
 }
 
-// Four consecutive floats of a row of dk, or of a slot's own row.
+// Adds four consecutive floats to a row of dk, or stores them to the slot's own row.
 DEVICE void give(const IndexerBackwardParams& params, int32_t row, int64_t slot, int column, const float (&x)[4]) {
     if (params.slot_rows) {
         Vec16 vector;
@@ -234,7 +227,8 @@ DEVICE void give(const IndexerBackwardParams& params, int32_t row, int64_t slot,
     }
 }
 
-// In whole lines of memory. All trades come first: an addition is a branch to the compiler, and nothing moves past it.
+// In whole lines of memory. All exchanges come first: an atomic add is a branch to the compiler,
+// and nothing moves past it.
 DEVICE void scatter(const IndexerBackwardParams& params, float (&c)[PART_M][WARP_COLUMNS / 8][4], int stage,
                     int64_t first_slot, int first_m) {
     static_assert(WARP_COLUMNS == 32, "a warp has a line of each row");
@@ -256,9 +250,9 @@ DEVICE void scatter(const IndexerBackwardParams& params, float (&c)[PART_M][WARP
     }
 }
 
-// ---------------------------------------------------------------- what goes
+// ---------------------------------------------------------------- stores
 
-// Through this warp's rows of q, which nobody reads any more.
+// Stores dq through this warp's rows of q, which no thread reads any more.
 DEVICE void store_query_gradients(const IndexerBackwardParams& params, const float (&dq)[CHUNKS][4], int32_t token,
                                   SharedAddress shared) {
     const int t = lane_id() % 4;
@@ -281,7 +275,7 @@ DEVICE void store_query_gradients(const IndexerBackwardParams& params, const flo
     }
 }
 
-// The four lanes of a head have its sum in parts.
+// Each of the four lanes of a head has a part of its sum.
 DEVICE void store_weight_gradients(const IndexerBackwardParams& params, const HeadWeights& heads, int32_t token) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -317,7 +311,8 @@ KERNEL(indexer_backward, IndexerBackwardParams, REGISTER_BOUND) {
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
         copy_wait<0>();
-        // Past this barrier the tile is there for everyone, and nobody reads the one before it or its A any more.
+        // After this barrier all threads see the tile, and no thread reads the one before it or
+        // its A any more.
         __syncthreads();
         if (tile + 1 < tiles) {
             start_tile(params, next, shared, 1 - stage);
@@ -342,7 +337,7 @@ KERNEL(indexer_backward, IndexerBackwardParams, REGISTER_BOUND) {
     store_weight_gradients(params, heads, token);
 }
 
-// ---------------------------------------------------------------- dk as a whole
+// ---------------------------------------------------------------- all of dk
 
 // Four floats a lane.
 DEVICE void store_row(float* row, const float (&x)[4]) {
@@ -359,14 +354,15 @@ KERNEL(indexer_backward_zero, IndexerBackwardParams, THREADS) {
 
 SHARED_MEMORY(indexer_backward_sum, WARPS * SUM_KEYS * HEAD_DIM * 4)
 
-// Adds the slots' rows of a chunk to the keys that they name, in the order of tokens and slots. A warp has SUM_KEYS
-// keys, whose sums lie in shared memory, each lane's columns for itself, and looks for them in all lists of the chunk.
+// Adds the slots' rows of a chunk to the keys that they name, in the order of tokens and slots. A
+// warp has SUM_KEYS keys and looks for them in all lists of the chunk. Their sums are in shared
+// memory; each lane has its own columns.
 KERNEL(indexer_backward_sum, IndexerBackwardParams, THREADS) {
     auto* sums = reinterpret_cast<float*>(dynamic_shared()) + warp_id() * SUM_KEYS * HEAD_DIM + 4 * lane_id();
     const int64_t first_key = (static_cast<int64_t>(blockIdx.x) * WARPS + warp_id()) * SUM_KEYS;
     const int keys = static_cast<int>(maximum<int64_t>(minimum<int64_t>(params.num_keys - first_key, SUM_KEYS), 0));
     for (int key = 0; key < keys; ++key) {
-        // The first chunk begins with 0, whatever dk holds.
+        // The first chunk starts with 0, whatever dk holds.
         const float* before = params.dk + (first_key + key) * params.dk_stride + 4 * lane_id();
         for (int i = 0; i < 4; ++i) sums[key * HEAD_DIM + i] = params.first_token == 0 ? 0.0f : before[i];
     }

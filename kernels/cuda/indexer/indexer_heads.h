@@ -1,18 +1,19 @@
-// The sum over the indexer's heads of a key's products (inference 7, training 1): sum_h w[h] max(d[h], 0).
+// The sum over the indexer's heads for one key (inference 7, training 1): sum_h w[h] max(d[h], 0).
 #pragma once
 
 #include "math.h"
 #include "memory.h"
 #include "platform.h"
 
-// relu, which keeps NaN, times the head's weight. A head that is not there adds nothing, whatever its product with an
-// infinite key is.
+// relu, which keeps NaN, times the head's weight. An absent head adds nothing, even if its d with
+// an infinite key is NaN.
 DEVICE float add_head(float sum, float product, float weight, bool exists) {
     const float next = fused_multiply_add(maximum_or_nan_f32(product, 0.0f), weight, sum);
     return exists ? next : sum;
 }
 
-// Adds the lane at this distance: one of the two keeps the first half, the other the second.
+// Exchanges with the lane at this distance and adds: one of the two keeps the first half, the
+// other the second.
 template <int COUNT>
 DEVICE void add_halves(float (&kept)[COUNT / 2], const float (&x)[COUNT], int distance) {
     const bool second = lane_id() & distance;
@@ -23,12 +24,13 @@ DEVICE void add_halves(float (&kept)[COUNT / 2], const float (&x)[COUNT], int di
     }
 }
 
-// Where the weight of a head lies in shared memory for sum_own_heads: a lane finds four weights of its heads,
-// 8 n + 2 (lane % 4) + i, one behind the other, and those of its neighbour behind them.
+// The position of a head's weight in shared memory for sum_own_heads. The four weights of a lane's
+// heads, 8 n + 2 (lane % 4) + i, are contiguous, and those of the next lane follow.
 DEVICE constexpr int weight_place(int head) { return head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2; }
 
-// Of accumulators of a warpgroup product (hopper.h) whose rows are keys and whose columns are the heads of NUM_TOKENS tokens,
-// the sums over this lane's heads: sums[2 token + half]. PADDED: there are fewer heads than NUM_HEADS.
+// The sums over this lane's heads, sums[2 token + half], of wgmma accumulators (hopper.h) whose
+// rows are keys and whose columns are the heads of NUM_TOKENS tokens. PADDED: fewer heads than
+// NUM_HEADS.
 template <int NUM_TOKENS, int NUM_HEADS, bool PADDED>
 DEVICE void sum_own_heads(float (&sums)[2 * NUM_TOKENS], const float (&d)[NUM_TOKENS * NUM_HEADS / 8][4],
                           const float* weights, int num_heads) {

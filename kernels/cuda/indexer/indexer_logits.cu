@@ -1,39 +1,27 @@
 // Logits of the indexer (inference sections 7, 7.1; training section 1).
 //
-//     d[t,h,k]    = q[t,h] . k[k]                                        128 products, accumulated in fp32
-//     logits[t,c] = sm_scale * s[k] * sum_h w[t,h] * max(d[t,h,k], 0)    k = first(t) + c, for c < length(t)
+//     d[t,h,k]    = q[t,h] . k[k]                                head_dim 128, accumulated in fp32
+//     logits[t,c] = sm_scale s[k] sum_h w[t,h] max(d[t,h,k], 0)  k = first(t) + c, c < length(t)
 //
-// sums over the heads in fp32. With OPERANDS 1 q and k are e4m3, the scale of q is folded into w, and s is the scale of
-// the key; otherwise s is 1. With OPERANDS 2 both are e2m1 with a power of two for each 32 numbers, which stays with
-// them: what they decode to is a bf16 number. max keeps NaN.
+// Sums over heads are fp32; max keeps NaN. OPERANDS 1: q and k are e4m3, q's scale is folded into
+// w, s is the key's scale; otherwise s = 1. OPERANDS 2: e2m1 with a power of two for each 32
+// values, exact in bf16. A token scores the keys [first, first + length):
+//   ranges   rows ks .. ke of k
+//   causal   of its sequence the first clamp(floor((q_off + t + 1) / ratio), 0, keys), t within it
+//   paged    the first context_lens[t] entries; entry i is row i % B of page block_table[i / B].
+//            A page holds B rows and then their B scales
+// Keys, pages and columns out of bounds are skipped. Columns from length(t) on and those of absent
+// pages become -inf with clean logits. Otherwise they are not written and must not be read.
 //
-// Which keys a token scores, [first, first + length):
-//     ranges   rows ks .. ke of k
-//     causal   of the token's sequence the first clamp(floor((q_off + t + 1) / ratio), 0, keys), t counted within it
-//     paged    the first context_lens[t] entries of its request's pages, which block_table names: entry i is row i % B
-//              of page block_table[i / B]. A page holds B rows and behind them their B scales
-// Whatever is beyond the keys, the pages or the columns of the output is left out. Columns from length(t) on, and those
-// of pages that are not there, are -inf if logits are to be clean, and else left as they were: then only what is in the
-// range may be read.
+// Work division: a block takes TOKENS tokens with all heads and a piece of their keys, in tiles of
+// 64. Keys are the rows of the MMA, heads its columns: sums over heads stay in registers up to the
+// last step over four lanes. Operands pass through registers and become bf16.
 //
-// How the work is laid out. A block takes TOKENS consecutive tokens with all of their heads, and a piece of the keys
-// that they look at, tile after tile of 64. Keys are the rows of the products and heads their columns: what is summed
-// over the heads lies in the lane's own registers but for the last step over four lanes, and a tile of keys serves all
-// tokens. Operands pass through registers on their way to shared memory, where all are bf16 (every e4m3 and e2m1 number
-// is one), the next tile's while this one is multiplied. indexer_logits_hopper.cu has the same for sm_90a.
-//
-// Floors, for T tokens, H heads and V visible pairs of a token and a key: 2*H*128*V FLOP and 4*T*columns bytes written;
-// keys come from L2, once for each tile of tokens. 4096 queries of 64 heads that see 14336 keys on average: 962 TFLOP,
-// 641 us at about 1500 TFLOP/s of fp8; 268 MB written, 63 us at 4.24 TB/s. 8192 queries, ratio 4, 2048 keys: 137 TFLOP,
-// 174 us at 790 TFLOP/s. Decoding 128 requests of 65536 keys reads 132 bytes of each: 1.1 GB, 261 us. Expected to
-// limit: the rate of mma.sync with ldmatrix beside it; where one token decodes, memory. One H200: 755 us for the 8192
-// queries of bf16 (182 TFLOP/s).
-//
-// Defines
-//   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
-//   HEADS      heads that a block holds for a token: 16, 32 or 64; those beyond num_heads add nothing
-//
-// Launch. The grid is total_units<TOKENS> blocks in x.
+// Floor, V token-key pairs: 2 num_heads 128 V FLOP, 4 bytes stored a logit, keys from L2 once a
+// tile of tokens. 8192 queries, 64 heads, 2048 keys, ratio 4: 174 us at 790 TFLOP/s; one H200 755
+// us. Limit: mma.sync with ldmatrix; where one token decodes, memory. Defines: OPERANDS 0 bf16, 1
+// e4m3, 2 e2m1; HEADS 16, 32 or 64, those after num_heads add nothing.
+// Launch: total_units<TOKENS> blocks in x. What was tried: kernels/docs/indexer_logits.md.
 #include "indexer_logits.h"
 #include "mma.h"
 
@@ -43,7 +31,7 @@ constexpr int TOKENS = 4, KEYS = 64, WARPS = 4, THREADS = WARPS * 32;
 constexpr int STEPS = HEAD_DIM / 16;  // of a product
 constexpr int Q_ROWS = TOKENS * HEADS;
 
-// Where everything lies in dynamic shared memory.
+// The layout of dynamic shared memory.
 struct Layout {
     static constexpr int Q = 0;
     static constexpr int K = Q + Q_ROWS * 2 * HEAD_DIM;        // two tiles
@@ -53,25 +41,25 @@ struct Layout {
 };
 SHARED_MEMORY(indexer_logits, Layout::BYTES)
 
-// ---------------------------------------------------------------- operands on their way
+// ---------------------------------------------------------------- loads of operands
 
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 constexpr int CHUNK_NUMBERS = HEAD_DIM / ROW_CHUNKS;  // in 16 bytes
 
-// 16 bytes of a row, and the scale of its numbers.
+// 16 bytes of a row, and the scale of its values.
 struct Chunk {
     Vec16 codes;
     float scale;
 };
 
-// Zeros where there is no row.
+// Zeros where the row is absent.
 DEVICE Chunk load_chunk(const uint8_t* row, const uint8_t* scales, int chunk) {
     if (!row) return Chunk{{{0, 0, 0, 0}}, 1.0f};
     const float scale = OPERANDS == E2M1 ? e8m0_to_float(scales[chunk * CHUNK_NUMBERS / GROUP]) : 1.0f;
     return Chunk{load_vec16_readonly(row + 16 * chunk), scale};
 }
 
-// As bf16, in its place among so many rows.
+// Stores a chunk as bf16 to its position in an operand of `rows` rows.
 DEVICE void store_chunk(SharedAddress operand, int rows, int row, int chunk, const Chunk& x) {
     const uint32_t(&w)[4] = x.codes.w;
     UNROLL
@@ -83,7 +71,7 @@ DEVICE void store_chunk(SharedAddress operand, int rows, int row, int chunk, con
     }
 }
 
-// The heads of the unit's tokens and their weights; those that are not there are zeros.
+// Loads the heads of the work tile's tokens and their weights; absent ones are zeros.
 DEVICE void load_queries(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, SharedAddress shared) {
     auto* weights = reinterpret_cast<float*>(dynamic_shared() + Layout::WEIGHTS);
     for (int i = threadIdx.x; i < Q_ROWS * ROW_CHUNKS; i += THREADS) {
@@ -136,8 +124,8 @@ DEVICE void multiply(float (&d)[HEADS / 8][4], const uint32_t (&keys)[STEPS][4],
     }
 }
 
-// The sum over the heads of the key that this lane keeps: row lane / 4 of the warp's, or, with bit 1 of the lane, 8
-// rows further.
+// The sum over the heads of the key that this lane keeps: row lane / 4 of the warp's, or 8 rows
+// further with bit 1 of the lane.
 DEVICE float sum_heads(const float (&d)[HEADS / 8][4], const float* weights, int num_heads) {
     float sums[2] = {0.0f, 0.0f}, kept[1];
     UNROLL
@@ -189,7 +177,8 @@ KERNEL(indexer_logits, IndexerLogitsParams, THREADS) {
             const SharedAddress at = shared + Layout::K + tile % 2 * Layout::KEY_BYTES;
             const int32_t first = unit.first + tile * KEYS;
             keys.store(at);
-            // Past this barrier the tile is there for everyone, and nobody reads the one before it any more.
+            // After this barrier all threads see the tile, and no thread reads the one before it
+            // any more.
             __syncthreads();
             if (tile + 1 < unit.end) keys.load(params, unit.request, first + KEYS);
             score_tile(params, unit, shared, at, first);

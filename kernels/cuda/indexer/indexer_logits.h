@@ -1,5 +1,6 @@
-// What the two implementations of indexer_logits share: parameters, which keys a token scores, where they lie, the sum
-// over the heads, what is stored. indexer_logits.cu has the formulas.
+// Shared by the two implementations of indexer_logits: parameters, which keys a token scores,
+// where keys are stored, the sum over the heads, and the stores. indexer_logits.cu has the
+// formulas.
 //
 // The including file is compiled with OPERANDS and HEADS defined.
 #pragma once
@@ -27,13 +28,14 @@ constexpr int GROUP = 32;                              // numbers of e2m1 that s
 
 // ---------------------------------------------------------------- parameters
 
-// q: [num_tokens, num_heads] rows of ROW_BYTES bytes. k: rows of keys, k_stride bytes apart, or, where there is a block
-// table, pages that are k_stride bytes apart: 2^page_shift rows and then their scales. Base and strides of both are
-// multiples of 16 bytes. The scales: q_scale_bytes [num_tokens, num_heads, 4] with e2m1; of keys that are no pages
-// k_scales [num_keys] with e4m3 and k_scale_bytes [num_keys, 4] with e2m1. w: [num_tokens, num_heads] bf16 or fp32.
-// Where the keys of a token are (exactly one of them): block_table and context_lens [num_tokens]; ks and ke
-// [num_tokens]; otherwise a causal limit, with cu_q and cu_k [num_sequences + 1] or one sequence, and q_off
-// [num_sequences] or 0.
+// q: [num_tokens, num_heads] rows of ROW_BYTES bytes. k: rows of keys at a stride of k_stride
+// bytes. With a block table k is pages at that stride: 2^page_shift rows and then their scales.
+// Base and strides of both are multiples of 16 bytes. Scales: q_scale_bytes [num_tokens,
+// num_heads, 4] with e2m1. Without pages, keys have k_scales [num_keys] with e4m3 and
+// k_scale_bytes [num_keys, 4] with e2m1. w: [num_tokens, num_heads] bf16 or fp32. A token's keys
+// are given in exactly one way: block_table and context_lens [num_tokens]; or ks and ke
+// [num_tokens]; or a causal limit. The limit has cu_q and cu_k [num_sequences + 1], or one
+// sequence, and q_off [num_sequences], or 0.
 struct IndexerLogitsParams {
     const uint8_t* q;
     int64_t q_token_stride;  // bytes
@@ -86,13 +88,13 @@ DEVICE float load_weight(const IndexerLogitsParams& params, int32_t token, int h
 
 // ---------------------------------------------------------------- which keys a token scores
 
-// The keys at positions [first, first + length): column c of the token's row is the key at position first + c. A
-// position is a row of k, or counts the entries of a request's pages.
+// The keys at positions [first, first + length): column c of the token's row is the key at
+// position first + c. A position is a row of k, or counts the entries of a request's pages.
 struct KeyRange {
     int32_t first, length;
 };
 
-// The sequence of a token: the first whose end lies behind it. num_sequences where there is none.
+// The sequence of a token: the first that ends after it. num_sequences where none does.
 DEVICE int32_t sequence_of(const IndexerLogitsParams& params, int32_t token) {
     int32_t low = 0, high = params.num_sequences;
     while (low < high) {
@@ -107,12 +109,13 @@ DEVICE int32_t clamp(int64_t x, int32_t low, int32_t high) {
     return static_cast<int32_t>(minimum<int64_t>(maximum<int64_t>(x, low), high));
 }
 
-// Key j of a sequence covers its tokens j * ratio .. j * ratio + ratio - 1, and is visible from the last of them on.
+// Key j of a sequence covers its tokens j * ratio .. j * ratio + ratio - 1, and is visible from
+// the last of them on.
 DEVICE KeyRange causal_range(const IndexerLogitsParams& params, int32_t token) {
     const int32_t sequence = params.cu_q ? sequence_of(params, token) : 0;
     if (params.cu_q && sequence == params.num_sequences) return KeyRange{0, 0};
     const int32_t first_token = params.cu_q ? params.cu_q[sequence] : 0;
-    // Bounded by the tensor, whatever cu_k says.
+    // Clamped to the tensor, whatever cu_k holds.
     const int32_t first = params.cu_k ? clamp(params.cu_k[sequence], 0, params.num_keys) : 0;
     const int32_t last = params.cu_k ? clamp(params.cu_k[sequence + 1], first, params.num_keys) : params.num_keys;
     const int64_t offset = params.q_off ? params.q_off[sequence] : 0;
@@ -120,7 +123,8 @@ DEVICE KeyRange causal_range(const IndexerLogitsParams& params, int32_t token) {
     return KeyRange{first, clamp(covered / params.ratio, 0, minimum(last - first, params.columns))};
 }
 
-// What is beyond the keys that there are, or beyond the columns, is left out; entries beyond the table have no page.
+// Keys beyond the tensor and columns beyond the output are skipped. Entries beyond the table have
+// no page.
 DEVICE KeyRange key_range(const IndexerLogitsParams& params, int32_t token) {
     if (params.block_table) return KeyRange{0, clamp(params.context_lens[token], 0, params.columns)};
     if (params.ks) {
@@ -131,9 +135,9 @@ DEVICE KeyRange key_range(const IndexerLogitsParams& params, int32_t token) {
     return causal_range(params, token);
 }
 
-// ---------------------------------------------------------------- where keys lie
+// ---------------------------------------------------------------- addresses of keys
 
-// The page of a request's entry, or -1: there is none, or it is not there, or keys are not paged.
+// The page of a request's entry. -1 where no such entry or page exists, or keys are not paged.
 DEVICE int32_t page_of(const IndexerLogitsParams& params, int32_t request, int32_t position) {
     if (!params.block_table) return -1;
     const int32_t place = position >> params.page_shift;
@@ -145,11 +149,11 @@ DEVICE int32_t page_of(const IndexerLogitsParams& params, int32_t request, int32
 DEVICE int32_t entry_of(const IndexerLogitsParams& params, int32_t position) {
     return position & ((1 << params.page_shift) - 1);
 }
-// Of a page: where its scales begin, behind its rows.
+// The offset in a page of its scales, after its rows.
 DEVICE int32_t page_scales(const IndexerLogitsParams& params) { return ROW_BYTES << params.page_shift; }
 
-// Of the entry at `position`, where keys are paged on `page`, which page_of has said: whether there is such a key, and
-// where it would begin.
+// For the entry at `position`, on `page` (from page_of) where keys are paged: whether such a key
+// exists, and its address if it does.
 DEVICE bool exists_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
     return params.block_table ? page >= 0 : position < params.num_keys;
 }
@@ -158,13 +162,13 @@ DEVICE const uint8_t* key_start(const IndexerLogitsParams& params, int32_t page,
     return params.k + page * params.k_stride + entry_of(params, position) * ROW_BYTES;
 }
 
-// A key's row and its scales, or null: there is no such position, or its page is not there.
+// A key's row and its scales. Null where the position or its page does not exist.
 struct Key {
     const uint8_t* row;
     const uint8_t* scales;  // of operands that have some in bytes
 };
 
-// Of the entry at `position`, where keys are paged on `page`, which page_of has said.
+// The key at `position`, on `page` (from page_of) where keys are paged.
 DEVICE Key key_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
     if (!exists_on(params, page, position)) return Key{nullptr, nullptr};
     const uint8_t* row = key_start(params, page, position);
@@ -174,13 +178,14 @@ DEVICE Key key_on(const IndexerLogitsParams& params, int32_t page, int32_t posit
     return Key{row, start + page_scales(params) + entry_of(params, position) * SCALE_BYTES};
 }
 
-// What a key's sum over the heads is multiplied by, and whether there is such a key.
+// The factor of a key's sum over the heads, and whether the key exists.
 struct Factor {
     float scale;
     bool exists;
 };
 
-// Where the scale of the key at `position` is, or null: it has none, or there is no such key.
+// The address of the scale of the key at `position`. Null where the key has none or does not
+// exist.
 DEVICE const float* scale_on(const IndexerLogitsParams& params, int32_t page, int32_t position) {
     if (OPERANDS != E4M3) return nullptr;
     if (!params.block_table) return position < params.num_keys ? params.k_scales + position : nullptr;
@@ -189,10 +194,11 @@ DEVICE const float* scale_on(const IndexerLogitsParams& params, int32_t page, in
     return reinterpret_cast<const float*>(scales) + entry_of(params, position);
 }
 
-// ---------------------------------------------------------------- units of work
+// ---------------------------------------------------------------- work tiles
 
-// At most MOST consecutive tokens, of one request where there are pages, that share the keys of one piece: the tiles
-// [begin, end) of `keys` keys from position `first` on, of which each token takes what lies in its range.
+// At most MOST consecutive tokens, of one request where keys are paged, that share the keys of one
+// piece: the tiles [begin, end) of `keys` keys from position `first` on. Each token takes those in
+// its range.
 template <int MOST>
 struct Unit {
     int32_t first_token, count, request;
@@ -202,18 +208,18 @@ struct Unit {
     int32_t begin, end;
 };
 
-// How many units there are of tiles of MOST tokens.
+// The number of work tiles of MOST tokens.
 template <int MOST>
 DEVICE int64_t total_units(const IndexerLogitsParams& params) {
     const int32_t requests = params.num_tokens / params.next_n;
     return static_cast<int64_t>(requests) * ceil_div(params.next_n, MOST) * params.num_pieces;
 }
 
-// Unit `number`: the pieces of one tile follow each other. Under a causal limit later tokens see more keys: they go
-// first.
+// Work tile `number`: the pieces of one tile of tokens follow each other. Under a causal limit
+// later tokens see more keys: they go first.
 template <int MOST>
 DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int keys) {
-    // The launcher has fewer units than 2^32: divisions of 64 bits take longer than a tile.
+    // The launcher has fewer work tiles than 2^32: 64-bit divisions take longer than a tile.
     const uint32_t num_pieces = params.num_pieces, place = static_cast<uint32_t>(number);
     const uint32_t tiles = ceil_div(params.next_n, MOST), requests = params.num_tokens / params.next_n;
     const uint32_t tile = requests * tiles - 1 - place / num_pieces;
@@ -223,7 +229,8 @@ DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int
     const auto within = static_cast<int32_t>(tile % tiles * MOST);
     unit.first_token = unit.request * params.next_n + within;
     unit.count = minimum(MOST, params.next_n - within);
-    // The pages of the piece are asked for before it is known where it begins: near here, if the context fills its table.
+    // Prefetches the piece's entries of the block table before its start is known: near here, if
+    // the context fills its table.
     if (params.block_table)
         prefetch_second_level(params.block_table + unit.request * params.block_table_stride +
                               params.table_pages / params.num_pieces * unit.piece);
@@ -236,7 +243,7 @@ DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int
         unit.first = minimum(unit.first, unit.ranges[i].first);
         last = maximum(last, unit.ranges[i].first + unit.ranges[i].length);
     }
-    // The first pieces have a tile more where they are not all alike.
+    // The first pieces have one tile more where the tiles do not divide evenly.
     const uint32_t total = last > unit.first ? ceil_div(last - unit.first, keys) : 0, piece = unit.piece;
     const uint32_t each = total / num_pieces, more = total % num_pieces;
     unit.begin = static_cast<int32_t>(piece * each + minimum(piece, more));
@@ -244,8 +251,8 @@ DEVICE Unit<MOST> unit_of(const IndexerLogitsParams& params, int64_t number, int
     return unit;
 }
 
-// Where logits are clean: -inf behind the token's range, the piece's share of the columns. Thread `thread` of
-// `threads`.
+// With clean logits: stores -inf after the token's range, in the piece's share of the columns.
+// Thread `thread` of `threads`.
 DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t length, int32_t piece, int thread,
                       int threads) {
     float* row = params.logits + token * params.logits_stride;
@@ -254,16 +261,16 @@ DEVICE void clean_row(const IndexerLogitsParams& params, int32_t token, int32_t 
         row[c] = -INFINITY_F32;
 }
 
-// ---------------------------------------------------------------- what goes
+// ---------------------------------------------------------------- stores
 
-// Of a page that is not there the logit is -inf.
+// The logit of an absent page is -inf.
 DEVICE float logit_of(const IndexerLogitsParams& params, Factor factor, float sum) {
     const float logit = (OPERANDS == E4M3 ? sum * factor.scale : sum) * params.sm_scale;
     return factor.exists ? logit : -INFINITY_F32;
 }
 
-// Stores the logit of the key at `position` where it is in the token's range. Of a page that is not there it is -inf,
-// where logits are clean.
+// Stores the logit of the key at `position` if it is in the token's range. For an absent page that
+// is -inf, with clean logits only.
 DEVICE void store_logit(const IndexerLogitsParams& params, float* row, KeyRange range, int32_t position, Factor factor,
                         float sum) {
     const int32_t column = position - range.first;
@@ -273,7 +280,7 @@ DEVICE void store_logit(const IndexerLogitsParams& params, float* row, KeyRange 
 
 // ---------------------------------------------------------------- operands in shared memory
 
-// Byte offset of chunk `chunk` (8 numbers) of a row of HEAD_DIM bf16 in two panels of so many rows.
+// Byte offset of chunk `chunk` (8 values) of a row of HEAD_DIM bf16 in two panels of `rows` rows.
 DEVICE constexpr int bf16_offset(int rows, int row, int chunk) {
     return chunk / 8 * rows * 128 + panel_offset(row, chunk % 8);
 }

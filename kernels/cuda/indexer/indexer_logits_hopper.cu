@@ -1,41 +1,28 @@
-// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with warpgroup matrix
-// products.
+// Logits of the indexer for sm_90a: the kernel of indexer_logits.cu, which has the formulas, with
+// wgmma.
 //
-// How the work is laid out. Keys are the rows of a product and the heads of TOKENS tokens its columns, as there: of a
-// product of 64 keys a lane holds two keys by a quarter of the heads, and a logit is a sum within the lane and over
-// four lanes. As many blocks as there are multiprocessors take units (a few tokens and a piece of their keys) in turn.
-// Five warpgroups:
-//   0 to 3  consumers. Tiles of 64 keys go to them in turn, through a ring of STAGES: while one rectifies and adds,
-//           the others' products run. Nothing is exchanged among them.
-//   4       producer. Of bf16 and e4m3, which wgmma reads as they are, one warp has boxes of the tensors copied
-//           (tensor_copy_in): the tiles, as far ahead as there are stages; a second one the queries of the next units. Codes
-//           of e2m1, for which Hopper has no product, pass through the registers of all four warps and become bf16, exactly:
-//           each warp decodes the tiles of one consumer.
-// The scales of e4m3 keys go straight to the consumers' registers, those of a tile while the products of the one before run.
+// Work division. Keys are the rows of an MMA and the heads of TOKENS tokens its columns. Of an MMA
+// of 64 keys a lane holds two keys by a quarter of the heads: a logit is a sum within the lane and
+// over four lanes. One block per SM takes work tiles (a few tokens and a piece of their keys)
+// round-robin. Five warpgroups:
+//   0 to 3  consumers. They take key tiles of 64 round-robin from a ring of STAGES: while one does
+//           relu and sums, the others' MMAs run. They exchange nothing.
+//   4       producer. bf16 and e4m3: one warp loads the tiles by TMA (tensor_copy_in) as far ahead
+//           as stages exist, a second one the queries of the next work tiles. e2m1, for which
+//           Hopper has no MMA, passes through the registers of all four warps and becomes bf16,
+//           exactly: each warp decodes the tiles of one consumer.
+// The scales of e4m3 keys are loaded to the consumers' registers, a tile ahead. e4m3 MMAs
+// accumulate with 13 fraction bits (hopper.h) over the 128 values of a head; the oracle's
+// tolerance follows.
 //
-// The products of e4m3 are accumulated with 13 fraction bits (hopper.h), over the 128 numbers of a head: what the
-// oracle allows for follows from that.
+// Floor: that of indexer_logits.cu. Limit: tensor cores, issue slots and shared memory about
+// equally, none of them full; with one token a request, memory; with one request, latency from the
+// length over the page number to the keys. One H200: 4096 queries of e4m3, 16384 keys 1167 us (824
+// TFLOP/s); 8192 of bf16, 2048 keys, ratio 4 273 us (504 TFLOP/s).
 //
-// Floors as in indexer_logits.cu. Per tile of 64 keys and 128 columns: 256 cycles of products of e4m3, 512 of bf16, at
-// 8192 and 4096 FLOP a cycle; shared memory 4 x (16 + 32) + 64 for arriving rows = 256 cycles at 128 bytes a cycle
-// (e4m3); 128 instructions of each consumer warp to rectify, weigh and add, and some 110 more; the maxima pass at half rate.
-// Keys from L2 once for each TOKENS tokens: 4096 queries with 14336 keys of 128 bytes 3.8 GB. Limited by matrix units, issue
-// slots and shared memory about equally, none of which is full: ncu, 4096 queries of e4m3 with 16384 keys, 1.03 ms at 1.78
-// GHz: 52 % of issue slots, 48 % of the matrix units' rate, 68 % of shared memory's, 33 % of L2's. With one token a request,
-// memory; with one request, the way from a length over a page's number to its keys.
-//
-// Measured on one H200: 4096 queries of e4m3 with 16384 keys 1167 us (824 TFLOP/s; 1210 when cp.async brought the keys); 8192
-// queries, 2048 keys, ratio 4 of bf16 273 us (504 TFLOP/s; 325); paged e4m3, context 8192: 4.6, 15.0 and 41.4 us for 1, 32 and
-// 128 requests (5.7, 14.3 and 39.8), context 65536: 6.3, 76.6 and 301 us (8.3, 75.9 and 304; 3.75 TB/s).
-// Tried: relu as x + |x|, which passes at full rate, 1 % less; asking for the scales of pages 16 tiles ahead, 13.7 us for 32
-// requests of 8192, but 84 and 360 us of 65536.
-//
-// Defines
-//   OPERANDS   0: bf16, 1: e4m3, 2: e2m1
-//   HEADS      heads that a block holds for a token: 32 or 64; those beyond num_heads add nothing
-//   TOKENS     tokens of a unit: TOKENS * HEADS is 64 or 128
-//
-// Launch. Any grid in x of at most total_units<TOKENS> blocks.
+// Defines: OPERANDS 0 bf16, 1 e4m3, 2 e2m1; HEADS 32 or 64, those after num_heads add nothing;
+// TOKENS of a work tile: TOKENS * HEADS is 64 or 128. Launch: any grid in x of at most
+// total_units<TOKENS> blocks. What was tried: kernels/docs/indexer_logits.md.
 #include "async_copy.h"
 #include "hopper.h"
 #include "indexer_logits.h"
@@ -54,10 +41,10 @@ constexpr int THREADS = CONSUMER_THREADS + PRODUCERS;
 constexpr int PANELS = OPERANDS == E4M3 ? 1 : 2;  // rows of 128 bytes that hold a row of an operand
 constexpr int STAGES = OPERANDS == E4M3 ? 16 : 8;
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
-// Whether operands come as boxes of their tensors. Codes of e2m1 pass through registers.
+// Whether operands are loaded by TMA. Codes of e2m1 pass through registers.
 constexpr bool BOXES = OPERANDS != E2M1;
 
-// Where everything lies in dynamic shared memory.
+// The layout of dynamic shared memory.
 struct Shared {
     static constexpr int Q_BYTES = PANELS * ROWS * 128, STAGE_BYTES = PANELS * KEYS * 128;
     static constexpr int Q = 0;  // of two units
@@ -81,7 +68,8 @@ struct Shared {
 static_assert(Shared::BYTES <= 227 * 1024, "tiles exceed shared memory");
 SHARED_MEMORY(indexer_logits_hopper, Shared::BYTES)
 
-// Parities of the phases in which tile (unit) number n has come, and in which what lay there before it was released.
+// Parity of the full_barrier phase of tile (work tile) number n. The opposite parity is that of
+// the release before it.
 DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
 DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
 
@@ -100,7 +88,8 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
         }
         for (uint32_t unit = 0; unit < 2; ++unit) {
-            // One lane's expected bytes and the lanes that bring weights, or all who decode.
+            // One lane's expected bytes and the lanes that load weights, or all threads that
+            // decode.
             mbarrier_init(shared + Shared::q_full(unit), BOXES ? 1 + WARP_SIZE : PRODUCERS);
             mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
         }
@@ -113,7 +102,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 
 DEVICE int producer_thread() { return static_cast<int>(threadIdx.x) - CONSUMER_THREADS; }
 
-// Decodes one half of a row of e2m1, 64 numbers, which are one panel's.
+// Decodes half a row of e2m1: 64 values, one panel.
 DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, const uint8_t* source,
                             const uint8_t* scales) {
     const SharedAddress panel = operand + half * rows * 128;
@@ -130,7 +119,7 @@ DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, 
     }
 }
 
-// The weights of a unit, by threads `thread` of `threads`.
+// Loads the weights of a work tile, by threads `thread` of `threads`.
 DEVICE void produce_weights(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, uint32_t number, int thread,
                             int threads) {
     float* weights = unit_weights(number);
@@ -141,10 +130,10 @@ DEVICE void produce_weights(const IndexerLogitsParams& params, const Unit<TOKENS
     }
 }
 
-// ---------------------------------------------------------------- producer of boxes
+// ---------------------------------------------------------------- TMA producer
 
-// The queries of all units, by one warp: heads and tokens beyond the tensor are zeros, and columns of tokens that are not
-// the unit's are nobody's.
+// Loads the queries of all work tiles, by one warp. Heads and tokens beyond the tensor are zeros.
+// Columns of tokens outside the work tile are not stored.
 DEVICE void produce_query_boxes(const IndexerLogitsParams& params, SharedAddress shared) {
     const int64_t units = total_units<TOKENS>(params);
     uint32_t number = 0;
@@ -169,14 +158,14 @@ DEVICE void produce_query_boxes(const IndexerLogitsParams& params, SharedAddress
     }
 }
 
-// Starts the arrival of so many bytes in the second-level cache.
+// Prefetches `bytes` bytes into L2.
 DEVICE void prefetch_lines(const void* source, int32_t bytes) {
     constexpr int32_t LINE = 128;
     for (int32_t at = 0; at < bytes; at += LINE) prefetch_second_level(static_cast<const uint8_t*>(source) + at);
 }
 
-// The keys of all units, by one warp, of which a lane starts a box: a tile of pages of 32 keys has two. A page that is not
-// there leaves its rows as they are: what is made of them is not stored.
+// Loads the keys of all work tiles, by one warp, a lane a TMA box: a tile of pages of 32 keys has
+// two. An absent page leaves the rows of its stage as they are; their logits are not stored.
 DEVICE void produce_key_boxes(const IndexerLogitsParams& params, SharedAddress shared) {
     const int64_t units = total_units<TOKENS>(params);
     const bool paged = params.block_table;
@@ -191,10 +180,11 @@ DEVICE void produce_key_boxes(const IndexerLogitsParams& params, SharedAddress s
             const uint32_t there = __ballot_sync(FULL_WARP, page >= 0) & ((1u << boxes) - 1) << lane;
             const SharedAddress full = shared + Shared::full(tile);
             mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
-            // All lanes have seen this phase: where no page is there, the arrival below completes the tile, and consumers may end the
-            // next phase before a lane that came later has looked.
+            // All lanes must have seen this phase first. Where no page exists the arrival below
+            // completes the tile. Consumers may then end the next phase before a slower lane has
+            // looked.
             __syncwarp();
-            // What lies outside of the tensor counts as arrived.
+            // Bytes outside of the tensor count as arrived.
             if (lane_id() == 0) mbarrier_arrive_expect(full, __popc(there) * PANELS * box_keys * 128);
             __syncwarp();
             if (!(there >> lane_id() & 1)) continue;
@@ -202,7 +192,8 @@ DEVICE void produce_key_boxes(const IndexerLogitsParams& params, SharedAddress s
             UNROLL
             for (int panel = 0; panel < PANELS; ++panel)
                 tensor_copy_in(rows + panel * KEYS * 128, params.k_map, panel * 128, paged ? 0 : first, page, full);
-            // The first tiles' scales would come later than they do. To ask for those of all tiles takes longer than it saves.
+            // Without the prefetch the first tiles' scales arrive late. A prefetch for all tiles
+            // takes longer than it saves.
             if (OPERANDS == E4M3 && paged && own - unit.begin < STAGES)
                 prefetch_lines(scale_on(params, page, 0), box_keys * SCALE_BYTES);
         }
@@ -226,21 +217,22 @@ DEVICE void decode_queries(const IndexerLogitsParams& params, const Unit<TOKENS>
     produce_weights(params, unit, number, producer_thread(), PRODUCERS);
 }
 
-// The pages of a warp's next 16 tiles, of which every CONSUMERS-th tile is its own: one of each half of a tile to a
-// lane, so that one load is waited for in 16 tiles.
+// The pages of a warp's next 16 tiles; every CONSUMERS-th tile is the warp's. A lane holds the
+// page of half a tile: one load is waited for every 16 tiles.
 struct Pages {
     int32_t own;
     static constexpr int TILES = WARP_SIZE / 2;
 
-    // `first` is the position at which the first of these tiles begins.
+    // `first` is the position at which the first of these tiles starts.
     void look_up(const IndexerLogitsParams& params, int32_t request, int32_t first) {
         own = page_of(params, request, first + (lane_id() / 2 * 2 * CONSUMERS + lane_id() % 2) * (KEYS / 2));
     }
-    // Of a half of tile `place` of these.
+    // The page of a half of tile `place` of these.
     int32_t of(int32_t place, int half) const { return __shfl_sync(FULL_WARP, own, place * 2 + half); }
 };
 
-// The keys of a tile that begins at `first`, whose halves lie on these pages: all of it by one warp.
+// Decodes the keys of a tile that starts at `first` and whose halves are on these pages, by one
+// warp.
 DEVICE void decode_keys(const IndexerLogitsParams& params, const int32_t (&page)[2], int32_t first, SharedAddress stage) {
     constexpr int HALF = KEYS / 2;
     const int lane = lane_id();
@@ -255,8 +247,8 @@ DEVICE void decode_keys(const IndexerLogitsParams& params, const int32_t (&page)
     }
 }
 
-// Warp `warp` of the producer decodes the tiles of consumer `warp`; the queries are decoded by all of its warps. A fence
-// makes a lane's stores visible to the products.
+// Warp `warp` of the producer decodes the tiles of consumer `warp`. All of its warps decode the
+// queries. A fence makes a lane's stores visible to the MMAs.
 DEVICE void produce_decoded(const IndexerLogitsParams& params, SharedAddress shared, uint32_t warp) {
     const int64_t units = total_units<TOKENS>(params);
     uint32_t tile = warp, before = 0, number = 0;  // how many tiles and units have come before the unit
@@ -266,7 +258,8 @@ DEVICE void produce_decoded(const IndexerLogitsParams& params, SharedAddress sha
         if (producer_thread() == 0) shared_unit(number) = unit;
         decode_queries(params, unit, shared + Shared::q(number), number);
         fence_async_proxy();
-        // Each lane answers for its own: racecheck knows nothing of what a lane's arrival says of the others of its warp.
+        // Each lane arrives for its own stores: racecheck does not relate a lane's arrival to
+        // other lanes' stores.
         mbarrier_arrive(shared + Shared::q_full(number));
         Pages pages;
         const int32_t tiles = unit.end - unit.begin;
@@ -293,17 +286,18 @@ DEVICE void produce(const IndexerLogitsParams& params, SharedAddress shared, uin
 // ---------------------------------------------------------------- consumers
 
 constexpr int N8 = ROWS / 8;
-// Logits of a tile that a lane keeps, and the token that they are of. Of one token two lanes keep the same logit.
+// Logits of a tile that a lane keeps, and their token. With one token two lanes keep the same
+// logit.
 constexpr int KEPT = TOKENS == 4 ? 2 : 1;
 DEVICE int lane_token() { return TOKENS == 1 ? 0 : TOKENS == 2 ? lane_id() / 2 % 2 : lane_id() % 4; }
 DEVICE bool lane_stores() { return TOKENS > 1 || lane_id() % 2 == 0; }
-// Of the warp's keys the one that logit i of the lane is of.
+// The key, among the warp's, of the lane's logit i.
 DEVICE int lane_key(int i) {
     const int half = TOKENS == 4 ? i : TOKENS == 2 ? lane_id() % 2 : lane_id() / 2 % 2;
     return lane_id() / 4 + 8 * half;
 }
 
-// Starts d = k q^T, 64 keys by all columns.
+// Issues d = k q^T, 64 keys by all columns.
 DEVICE void start_product(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
     wgmma_fence();
     UNROLL
@@ -319,7 +313,7 @@ DEVICE void start_product(float (&d)[N8][4], uint64_t keys, uint64_t queries) {
     wgmma_commit();
 }
 
-// Over the four lanes that hold the same keys: what this lane keeps.
+// Sums over the four lanes that hold the same keys: what this lane keeps.
 template <int COUNT>
 DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
     if constexpr (COUNT == 2) {
@@ -332,13 +326,13 @@ DEVICE void sum_lanes(float (&kept)[KEPT], const float (&sums)[COUNT]) {
     }
 }
 
-// Which logits of a tile a lane stores, and what their sums are multiplied by.
+// The columns of a lane's logits of a tile, and the factors of their sums.
 struct Places {
     int32_t column[KEPT];  // -1: none
     float scale[KEPT];
 };
 
-// What a lane knows of its token's logits in the tiles of a unit.
+// A lane's constants for its token's logits in the tiles of a work tile.
 struct LaneLogits {
     float* row;
     const uint8_t* scales;  // of the keys from the token's first on, or of those of page 0
@@ -355,7 +349,8 @@ struct LaneLogits {
         first = unit.first + unit.begin * KEYS + warp_key + lane_key(0) - range.first;
         columns = lane_stores() ? range.length : 0;
     }
-    // Of the keys of tile `at`, which lie on `page`. Of a page that is not there the logits are -inf, where they are clean.
+    // The columns and scales of tile `at`, whose keys are on `page`. Logits of an absent page are
+    // -inf, with clean logits.
     Places look_up(const IndexerLogitsParams& params, int32_t at, int32_t page) const {
         Places places;
         UNROLL
@@ -380,12 +375,12 @@ struct LaneLogits {
     }
 };
 
-// The pages of a warp's keys in the next 32 of its tiles, one to a lane; 0 where keys are not paged.
+// The pages of a warp's keys in the next 32 of its tiles, one a lane; 0 where keys are not paged.
 struct WarpPages {
     int32_t own = 0;
 
-    // Of the warp's tile number `place` of the unit, whose keys of the warp begin at `position`. Its later tiles follow
-    // CONSUMERS tiles apart.
+    // The page of the warp's tile number `place` of the work tile, whose keys of the warp start at
+    // `position`. Its later tiles follow at a stride of CONSUMERS tiles.
     int32_t of(const IndexerLogitsParams& params, int32_t request, uint32_t place, int32_t position) {
         if (!params.block_table) return 0;
         if (place % WARP_SIZE == 0) own = page_of(params, request, position + lane_id() * CONSUMERS * KEYS);
@@ -393,8 +388,8 @@ struct WarpPages {
     }
 };
 
-// Those of the unit's tiles from tile `own` on that are this consumer's; `before` tiles have come before the unit. What is
-// to be known of the next tile is loaded while the products of this one run.
+// Computes this consumer's tiles from tile `own` of the work tile on; `before` tiles came before
+// the work tile. The next tile's columns and scales are loaded while this one's MMAs run.
 DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress shared, uint32_t number, uint32_t before,
                           int32_t own, int32_t end) {
     const Unit<TOKENS>& unit = shared_unit(number);
@@ -431,14 +426,14 @@ DEVICE void consume(const IndexerLogitsParams& params, SharedAddress shared, uin
         mbarrier_wait(shared + Shared::q_full(number), unit_phase(number));
         const Unit<TOKENS>& unit = shared_unit(number);
         const int32_t tiles = uniform(unit.end - unit.begin);
-        // Tiles of all units go to the consumers in turn.
+        // Consumers take the tiles of all work tiles round-robin.
         const int32_t own = static_cast<int32_t>((consumer - before) % CONSUMERS);
         if (own < tiles) consume_tiles(params, shared, number, before, own, tiles);
         before += tiles;
         for (int token = 0; token < unit.count && cleans(params); ++token)
             clean_row(params, unit.first_token + token, unit.ranges[token].length, unit.piece, threadIdx.x,
                       CONSUMER_THREADS);
-        // The warp has read all that the unit left in shared memory.
+        // The warp has read all of the work tile in shared memory.
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::q_empty(number));
     }

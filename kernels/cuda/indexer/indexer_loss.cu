@@ -1,52 +1,28 @@
-// The indexer's distillation loss, KL(target || prediction) of every row, and its score gradient (training 6; stage 1
-// of training 7). Over the valid slots v of row t, of which a padding row has none,
+// The indexer's distillation loss, KL(target || prediction) of every row, and its score gradient
+// (training 6; stage 1 of training 7). Over the valid slots v of row t; a padding row has none,
 //
-//     lse  = log sum_v exp x                 computed and stored, or given; +inf where the sum is 0
-//     ell  = x - lse                         Pred = exp ell
+//     lse  = log sum_v exp x       computed and stored, or given; +inf where the sum is 0
+//     ell  = x - lse               Pred = exp ell
 //
-//     exact:        kl = sum_v T (log max(T, 1e-10) - ell)               g = -T
-//     clipped log:  kl = sum_v T' (log T' - min(max(ell, -100), 0))      g = 0 where ell < -100, else -T'
+//     exact:        kl = sum_v T (log max(T, 1e-10) - ell)            g = -T
+//     clipped log:  kl = sum_v T' (log T' - min(max(ell, -100), 0))   g = ell < -100 ? 0 : -T'
 //                   T' = max(T, e^-100)
 //
-//     dlogits = grad_loss s (g - Pred sum_v g), 0 in all other slots     loss = s sum_t kl, s = loss_coeff / R
+//     dlogits = grad_loss s (g - Pred sum_v g), 0 if invalid   loss = s sum_t kl, s = loss_coeff/R
 //
-// T is `target` itself, or with l1 `min(target / l1, 1)`, 0 where l1 is 0. What is clipped is decided on ell: e^-100 is
-// subnormal, and the power is flushed to 0 below e^-87. ranking.h says which slots are valid. What is not valid is
-// never used, whatever it holds.
+// T is `target`, or with l1 min(target / l1, 1), 0 where l1 is 0. Clipping is decided on ell:
+// e^-100 is subnormal. Invalid slots are never used, whatever they hold.
 //
-// One block takes one row: THREADS threads hold up to HELD slots each in registers, so that logits, target and list are
-// read once; a longer row is read again in each of up to four passes, out of the second-level cache. Lists of 512 have
-// one warp each, and no barrier. Two reductions over the block, each with one barrier: powers with the largest logit,
-// and the sums. All loads of a row are asked for before anything else is computed, those of a list before it is known
-// how many of its slots are valid, and what lies behind its end is set to 0 meanwhile. An access of four slots that are
-// all valid, as most are, is computed without a look at each; where a warp of a longer list has no other ones, its
-// sixteen of a thread in one piece. A thread reads and writes the same slots, so that the gradient may lie over logits or
-// target. Rows of kl are added in one order by indexer_loss_sum.cu: the loss is the same in every run. (That the last
-// block adds them, by a count in the module's memory that it puts back, took 14.1, 23.1 and 45.4 us where the sum's
-// launch took 13.4, 21.1 and 41.3; eight lists a block, two of a warp under way at once, 11.7 us for the gradient of
-// lists of 512 where one had 11.0.)
+// Work division: a block takes a row. A thread holds up to HELD slots in registers, so that
+// logits, target and list are read once; a longer row is read from L2 in up to four passes. Two
+// reductions over the block, one barrier each; lists of 512 have one warp and none. A thread loads
+// and stores the same slots: the gradient may overlap logits or target.
 //
-// Floor: 12 bytes a valid slot of a list (8 of a dense row) and 4 of every slot of the gradient: at 4.24 TB/s 7.9 us
-// for 4096 lists of 512, 15.8 us of 1024, and 32 us for 4096 dense rows of 4096 up to the diagonal; an empty launch
-// takes some 2 us beside that, and the sum of the rows another launch, some 1.5 us. By instructions, some 30 a slot of a
-// list and 35 of a dense row, lists of 512 take 2 us, and dense rows 10. All lists of 512 are on the GPU at once.
-// Measured on one H200, value and gradient with the sum of the rows: lists of 512 11.85 us, of 1024 18.99, dense rows 41.27
-// (67, 83 and 77 % of the copy rate; 83, 93 and 81 % of what the driver's copies of as many bytes take in the same run, 9.83,
-// 17.70 and 33.39 us); the gradient alone 10.22, 17.28 and 36.97 us. Dense rows then had two ways through their loads, as lists
-// have; with one, as now, they took 40.08 and 35.8 in an earlier call. What is left of lists of 512 above their floor is two
-// launches, the first row's way and the last one's. Warps in one piece: 19.26 us for 19.62 of lists of 1024; with them lists of
-// 512 took 12.2 and dense rows 40.4.
-// When every launch began at the end of the one before and the sum had 1024 threads, 13.4, 21.1 and 41.3 us, the gradient
-// alone 11.0, 18.6 and 36.3 (768 threads a multiprocessor for lists, or stores that leave the cache first, changed none by
-// more than 0.2). Before, with some 75 instructions a slot, three reductions and two of a dense row's eight loads behind
-// l1, 12.3, 20.1 and 54.1 us without the sum; the gradient alone
-// 11.1, 18.8 and 38.5 us. Before that, with branches around slots, twice the threads of half the slots, a division each
-// of a dense row and reductions in which each thread added the parts of all warps, 16.0, 27.5 and 101 us; 14.0, 24.9
-// and 76.7. Half the slots a thread and twice the threads took 11.6 and 19.4 us of lists, but 77.7 of dense rows.
+// Floor: 12 bytes a valid slot of a list (8 dense), 4 a slot of the gradient: at 4.24 TB/s 7.9 us
+// for 4096 lists of 512. One H200: 11.85 us. Limit: two launches, their start and end.
 //
-// Defines: THREADS   threads of a block: a power of two, 32 at least
-//          SELECTED  1: lists of selected keys. 0: all keys up to a causal limit
-// Launch: num_tokens blocks.
+// Defines: THREADS a power of two from 32 on; SELECTED see ranking.h. Launch: num_tokens blocks.
+// What was tried: kernels/docs/indexer_loss.md.
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
@@ -60,7 +36,8 @@ constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int HELD = 16;              // slots of a thread at a time
 constexpr int TILE = THREADS * HELD;  // and of a block
 constexpr int REDUCTIONS = 4;
-// Of a multiprocessor, which leaves a thread 64 registers: with more threads more of the rows is on its way.
+// Threads of an SM, which leaves a thread 64 registers: more threads keep more of the rows in
+// flight.
 constexpr int RESIDENT_THREADS = 1024;
 static_assert((WARPS & (WARPS - 1)) == 0, "parts of warps are combined in pairs");
 
@@ -99,7 +76,7 @@ PARAMS_LAYOUT(IndexerLossParams, logits, logits_stride, target, target_stride, l
               num_keys, num_sequences,
               ratio, indices_global, lse_given, clipped, divisor, loss_coeff)
 
-// Shared memory of a block: what its warps hand to each other, for each reduction anew.
+// Shared memory of a block: what its warps exchange, separate for each reduction.
 struct Shared {
     float parts[REDUCTIONS][WARPS];
 };
@@ -111,8 +88,8 @@ SHARED_MEMORY(indexer_loss_streamed, sizeof(Shared))
 
 DEVICE float sum_of(float a, float b) { return a + b; }
 
-// Each number over all lanes of the warp that differ in bits below SPAN. Every lane gets the same bits, since each step
-// adds the same two numbers in both of its lanes.
+// Combines each value over all lanes of the warp that differ in bits below SPAN. Every lane gets
+// the same bits, since each step adds the same two values in both of its lanes.
 template <float (*COMBINE)(float, float), int SPAN, int COUNT>
 DEVICE void over_lanes(float (&values)[COUNT]) {
     UNROLL
@@ -120,7 +97,8 @@ DEVICE void over_lanes(float (&values)[COUNT]) {
         for (float& value : values) value = COMBINE(value, __shfl_xor_sync(FULL_WARP, value, distance));
 }
 
-// What each warp has, as its first lane holds it: of all warps in every group of WARPS lanes. `parts` are used once.
+// Gives every group of WARPS lanes the values of all warps, which their first lanes hold. `parts`
+// are used once.
 template <int COUNT>
 DEVICE void of_warps(float (&values)[COUNT], float (*parts)[WARPS]) {
     for (int i = 0; i < COUNT; ++i)
@@ -129,7 +107,7 @@ DEVICE void of_warps(float (&values)[COUNT], float (*parts)[WARPS]) {
     for (int i = 0; i < COUNT; ++i) values[i] = parts[i][lane_id() % WARPS];
 }
 
-// The sum of each number over all threads, in one order; every thread gets the same bits.
+// The sum of each value over all threads, in one order; every thread gets the same bits.
 template <int COUNT>
 DEVICE void over_block(float (&values)[COUNT], float (*parts)[WARPS]) {
     over_lanes<sum_of, WARP_SIZE>(values);
@@ -141,7 +119,7 @@ DEVICE void over_block(float (&values)[COUNT], float (*parts)[WARPS]) {
 
 // ---------------------------------------------------------------- a row
 
-// Where a row lies.
+// The addresses of a row.
 struct Sources {
     const float* logits;
     const float* target;
@@ -162,7 +140,7 @@ struct Row {
     bool is_valid(int slot, uint32_t index) const {
         return slot < list.length && (!SELECTED || list.contains(static_cast<int32_t>(index)));
     }
-    // Of COUNT slots, in fewer instructions.
+    // Whether COUNT slots are all valid, in fewer instructions.
     template <int COUNT>
     bool all_valid(int first, const uint32_t* indices) const {
         uint32_t largest = 0;
@@ -180,19 +158,21 @@ DEVICE Row row_of(const IndexerLossParams& params, const Sources& sources, int32
     return Row{params, sources, l1, list};
 }
 
-// What dense scores are divided by, l1. Made where the row is on its way: nothing of that waits for l1.
+// The divisor of dense scores, l1. Computed while the row is in flight: the row's loads do not
+// wait for l1.
 struct Divisor {
-    // l1 times `scale`, a power of two that brings it to where remainders of quotients are exact, and its inverse.
+    // l1 times `scale`, and its inverse. scale is a power of two that makes the remainders of
+    // quotients exact.
     float scale, scaled_l1, inverse;
 
     explicit Divisor(float l1)
         : scale(absolute_f32(l1) < 0x1p-60f ? 0x1p100f : absolute_f32(l1) > 0x1p60f ? 0x1p-64f : 1.0f),
           scaled_l1(l1 * scale), inverse(__frcp_rn(scaled_l1)) {
-        // The inverse of an infinity is 0, and so is every quotient: nothing is left to correct.
+        // The inverse of an infinity is 0, and so is every quotient: no correction is needed.
         if (inverse == 0.0f) scaled_l1 = 0.0f;
     }
-    // stored / l1 with one correction by its remainder, which a share that is not clipped needs. A branch to a division
-    // costs more.
+    // stored / l1 with one correction by its remainder, which a share that is not clipped needs. A
+    // branch to a division costs more.
     float quotient(float stored) const {
         const float number = __fmul_rn(stored, scale), near = __fmul_rn(number, inverse);
         const float corrected = fused_multiply_add(fused_multiply_add(-near, scaled_l1, number), inverse, near);
@@ -201,14 +181,14 @@ struct Divisor {
     float share(float stored) const { return minimum_or_nan_f32(quotient(stored), 1.0f); }
 };
 
-// The slots of a thread out of one tile of a row: logits, of -infinity where they are not valid, and targets, that
-// nobody uses there; later what the gradient is made of, x - lse and -g.
+// A thread's slots of one tile of a row: logits, -infinity where invalid, and targets, unused
+// there. Later the terms of the gradient, x - lse and -g.
 struct Held {
     float x[HELD], target[HELD];
     uint32_t valid;  // a bit for each
     bool is_whole;   // all of them in all lanes of the warp: its slots are computed without a look at any, sixteen in one piece
 
-    // The bits of an access.
+    // The valid bits of an access.
     template <int COUNT>
     uint32_t valid_at(int at) const { return valid >> at & ALL<COUNT>; }
     template <int COUNT>
@@ -245,10 +225,12 @@ DEVICE void load_access(const Sources& sources, int first, int at, Held& held, u
     }
 }
 
-// Asks for the slots of a tile, of a row's first ones. All loads are on their way before the first number is needed.
+// Starts the loads of a tile of a row's first slots. All loads are in flight before the first
+// value is needed.
 template <int COUNT>
 DEVICE void load(const Sources& sources, int slots, int tile, Held& held, uint32_t (&indices)[HELD]) {
-    // Of a dense row's tiles the diagonal cuts many, and two ways through its loads were slower than one.
+    // The diagonal cuts many tiles of a dense row: there two code paths for loads are slower than
+    // one.
     if (SELECTED && slots - tile >= TILE) {
         UNROLL
         for (int at = 0; at < HELD; at += COUNT) load_access<COUNT>(sources, first_slot<COUNT>(tile, at), at, held, indices);
@@ -266,7 +248,7 @@ DEVICE void load(const Sources& sources, int slots, int tile, Held& held, uint32
     }
 }
 
-// Which of the slots are valid. Of most accesses all are: then none is looked at alone.
+// Finds the valid slots. In most accesses all are valid: then no slot is tested by itself.
 template <int COUNT>
 DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&indices)[HELD]) {
     held.valid = 0;
@@ -284,11 +266,11 @@ DEVICE void find_valid(const Row& row, int tile, Held& held, const uint32_t (&in
             }
         }
     }
-    // Few rows up to the diagonal have such warps; lists of one warp are no sooner ready by it.
+    // Few rows up to the diagonal have such warps. Lists of one warp gain nothing from it.
     held.is_whole = SELECTED && WARPS > 1 && __all_sync(FULL_WARP, held.valid == Held::ALL<HELD>) != 0;
 }
 
-// T of what a dense row has stored. Lists have targets already.
+// T of a dense row's stored values. Lists store T itself.
 template <int COUNT>
 DEVICE void find_shares(const Row& row, Held& held) {
     if constexpr (!SELECTED) {
@@ -312,8 +294,8 @@ DEVICE void load_tile(const Row& row, int tile, Held& held) {
     find_shares<COUNT>(row, held);
 }
 
-// take(first slot of an access, which of its slots are valid) for the slots of this thread, tile by tile; not where
-// none of them is. A row that is held was loaded before.
+// take(first slot of an access, its valid bits) for this thread's slots, tile by tile; skipped
+// where no slot is valid. A resident row is already loaded.
 template <int COUNT, bool RESIDENT, typename Take>
 DEVICE void for_each_access_found(const Row& row, Held& held, Take take) {
     UNROLL_BY(1)
@@ -328,7 +310,7 @@ DEVICE void for_each_access_found(const Row& row, Held& held, Take take) {
     }
 }
 
-// The same in one piece where a warp's slots are all valid.
+// The same, without a test of each access, where a warp's slots are all valid.
 template <int COUNT, bool RESIDENT, typename Take>
 DEVICE void for_each_access(const Row& row, Held& held, Take take) {
     if (RESIDENT && held.is_whole) {
@@ -339,8 +321,8 @@ DEVICE void for_each_access(const Row& row, Held& held, Take take) {
     }
 }
 
-// The natural log-sum-exp of the valid logits. The powers of each warp are relative to the largest logit of its own,
-// and are brought to that of the row with it: one barrier does for both.
+// The natural log-sum-exp of the valid logits. The powers of each warp are relative to its own
+// largest logit and are rescaled to the row's: one barrier is enough for both.
 template <int COUNT, bool RESIDENT>
 DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     float largest[] = {-INFINITY_F32}, sum[] = {0.0f};
@@ -366,16 +348,17 @@ DEVICE float log_sum_exp(const Row& row, Held& held, Shared& shared) {
     return sum[0] == 0.0f ? INFINITY_F32 : shift + log2_approx(sum[0]) * LN_2;
 }
 
-// What a row's terms are made of. PLAIN: no weight of the clipped form is so small that it is raised, or that its
-// logarithm is one of a subnormal number, which costs three instructions more. UNCLIPPED: besides, nothing is clipped below.
+// The terms of a row. PLAIN: no weight of the clipped form is so small that it is raised or has
+// the logarithm of a subnormal, which costs three instructions more. UNCLIPPED: besides, no ell is
+// clipped.
 template <bool CLIPPED>
 struct Terms {
     static constexpr bool clipped = CLIPPED;
     float lse;
 
     static bool is_plain(float target) { return !clipped || target >= MIN_NORMAL; }
-    // Of all that is held, and whether nothing is clipped, by bits: those of numbers of one sign are ordered as their
-    // magnitudes are, and what a NaN is taken for changes nothing of what is made of it.
+    // Whether nothing held is clipped, by bits: values of one sign are ordered as their magnitudes
+    // are. How a NaN compares changes no result.
     bool all_unclipped(const Held& held) const {
         if constexpr (!clipped) return true;
         int32_t least_target = 0x7fffffff;
@@ -409,7 +392,7 @@ struct Terms {
     }
 };
 
-// Read before the slots, so that nobody waits for it later.
+// Loaded before the slots, so that no later step waits for them.
 struct Scalars {
     float grad_loss, lse;
     int32_t rows;  // R
@@ -425,7 +408,7 @@ DEVICE Scalars scalars_of(const IndexerLossParams& params, int32_t token) {
                    params.real_rows ? maximum(*params.real_rows, 1) : params.divisor};
 }
 
-// Adds kl, if it is wanted, and g of one access, and leaves behind what the gradient is made of.
+// Adds kl, if requested, and g of one access, and leaves the terms of the gradient in place.
 template <int COUNT, bool PLAIN, bool UNCLIPPED, bool VALUE, typename Terms>
 DEVICE void add_access(const Terms& terms, Held& held, int at, uint32_t valid, float (&sums)[2]) {
     UNROLL
@@ -452,7 +435,7 @@ DEVICE void add_terms(const Terms& terms, Held& held, int at, uint32_t valid, fl
     else add_access<COUNT, false, false, VALUE>(terms, held, at, valid, sums);
 }
 
-// The same of all that a warp holds, where nothing of it is raised or clipped; false where something is.
+// The same for all that a warp holds, where nothing is raised or clipped; false otherwise.
 template <int COUNT, bool VALUE, typename Terms>
 DEVICE bool add_whole(const Terms& terms, Held& held, float (&sums)[2]) {
     if (!__all_sync(FULL_WARP, terms.all_unclipped(held))) return false;
@@ -471,7 +454,8 @@ DEVICE void gradient_of(const Held& held, int at, float scale, float sum, float 
     }
 }
 
-// The gradient of the slots up to the access in which the row ends, 0 where they are not valid.
+// Stores the gradient of the slots up to the access in which the row ends, 0 where they are
+// invalid.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float scale, float sum, float* target) {
     float gradient[COUNT];
@@ -504,7 +488,7 @@ DEVICE void store_gradient(const Row& row, Held& held, const Terms& terms, float
     }
 }
 
-// 0 behind that: nothing has to be waited for.
+// Stores 0 after that, without a wait for any load.
 template <int COUNT, bool RESIDENT>
 DEVICE void clear_rest(const Row& row, float* target) {
     if (row.list.length >= row.params.slots) return;
@@ -519,7 +503,7 @@ DEVICE void clear_rest(const Row& row, float* target) {
     }
 }
 
-// Adds kl, if it is wanted, and g of this thread's slots.
+// Adds kl, if requested, and g of this thread's slots.
 template <int COUNT, bool RESIDENT, bool VALUE, typename Terms>
 DEVICE void add_all(const Row& row, Held& held, const Terms& terms, float (&sums)[2]) {
     if constexpr (RESIDENT)
@@ -529,7 +513,7 @@ DEVICE void add_all(const Row& row, Held& held, const Terms& terms, float (&sums
     });
 }
 
-// Value and gradient, of which either may be wanted alone.
+// Value and gradient; either may be requested without the other.
 template <int COUNT, bool RESIDENT, typename Terms>
 DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& terms, float scale, int32_t token) {
     const IndexerLossParams& params = row.params;
@@ -548,7 +532,7 @@ DEVICE void sum_terms(const Row& row, Held& held, Shared& shared, const Terms& t
 
 template <int COUNT, bool RESIDENT>
 DEVICE void loss_of_row(const IndexerLossParams& params) {
-    // The sum of the rows.
+    // The next kernel is the sum of the rows.
     let_next_kernel_come();
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     // Without lists later tokens see more keys: they go first.
@@ -556,7 +540,8 @@ DEVICE void loss_of_row(const IndexerLossParams& params) {
     const Sources sources = sources_of(params, token);
     Held held;
     uint32_t indices[HELD];
-    // Of a list all slots: which of them are valid takes instructions, or loads, that nothing waits for then.
+    // All slots of a list: the loads do not wait for the instructions, or loads, that find the
+    // valid ones.
     if (RESIDENT && SELECTED) load<COUNT>(sources, params.slots, 0, held, indices);
     const Scalars scalars = scalars_of(params, token);
     const Row row = row_of(params, sources, token);

@@ -1,11 +1,13 @@
-// What the rows of the indexer's loss have in common (training 6): how many are no padding, and their sum.
+// Reductions over the rows of the indexer's loss (training 6): the number of rows that are not
+// padding, and their sum.
 //
 //     real_rows = number of rows t with row_mask[t] != 0
 //     loss      = loss_coeff / R sum_t kl[t]        R = real_rows, at least 1, or `divisor`
 //
-// One block each: a thread adds every THREADS-th row, and the block adds its threads in one order, so that a sum has
-// the same bits in every run. A thread asks for AT_ONCE rows before it adds the first. Few warps and few instructions: nothing
-// else runs meanwhile, and whatever stands before the loads or behind them is waited for. Floor: 1 or 4 bytes a row; limited by the
+// Work division: one block each. A thread adds every THREADS-th row, and the block adds its
+// threads in one order: a sum has the same bits in every run. A thread loads AT_ONCE rows before
+// it adds the first. Few warps and few instructions, because nothing else runs meanwhile and every
+// instruction before or after the loads adds latency. Floor: 1 or 4 bytes a row. Limit: the
 // launch, the loads' latency and the exchange.
 //
 // Launch: one block.
@@ -37,7 +39,7 @@ PARAMS_LAYOUT(IndexerLossSumParams, kl, real_rows, loss, num_tokens, divisor, lo
 SHARED_MEMORY(indexer_loss_count, WARPS * sizeof(int32_t))
 SHARED_MEMORY(indexer_loss_sum, WARPS * sizeof(float))
 
-// Of all threads, in every thread.
+// The sum over all threads, in every thread.
 template <typename T>
 DEVICE T sum_over_block(T value) {
     auto* parts = reinterpret_cast<T*>(dynamic_shared());
@@ -47,7 +49,7 @@ DEVICE T sum_over_block(T value) {
     return sum_over_lanes<WARPS>(parts[lane_id() % WARPS]);
 }
 
-// What the rows of this thread add, `of` each.
+// The sum of `of` over the rows of this thread.
 template <typename T, typename Of>
 DEVICE T sum_of_rows(int32_t num_tokens, Of of) {
     T sum = 0;

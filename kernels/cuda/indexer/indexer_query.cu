@@ -1,27 +1,28 @@
-// The indexer's queries and head weights (inference 7, 7.1): turned by position, transformed, quantised, in one pass.
+// The indexer's queries and head weights (inference 7, 7.1): rotated, transformed and quantized in
+// one pass.
 //
 //     r[t,h,:] = q[t,h,:] with its last 64 channels rotated by position_t, in bf16
-//     y[t,h,:] = 128^-0.5 H r[t,h,:], in bf16
-//     w[t,h]   = fp32(weights[t,h] * weights_scale)
+//     y[t,h,:] = 128^-0.5 H r[t,h,:], in bf16          w[t,h] = fp32(weights[t,h] * weights_scale)
 //
-// STORED 0 writes y. 1 writes it as e2m1 with a scale for each 32, which stay with the operand. 2 writes it as e4m3 with one
-// scale s for the row, a power of two, which is stored nowhere: w[t,h] is multiplied by it. So each scale counts once.
+// STORED 0 stores y. 1 stores it as e2m1 with a scale for each 32, kept with the operand. 2 stores
+// it as e4m3 with one scale for the row, a power of two, which is not stored: w[t,h] is multiplied
+// by it. So each scale counts once.
 //
-// rotation.h, hadamard.h and quantise.h have the formulas and the order of their sums, which are part of the definition: what
-// is stored has one value, bit for bit. The rotation's are fp32(x[2i] C - fp32(x[2i+1] S)) and fp32(x[2i] S + fp32(x[2i+1] C)).
-// A position outside the table makes NaN of the token's rotated channels, hence of y, and scales of NaN.
+// rotation.h, hadamard.h and quantise.h define the formulas and the order of their sums: results
+// have one value, bit for bit. The rotation is fp32(x[2i] C - fp32(x[2i+1] S)) and fp32(x[2i] S +
+// fp32(x[2i+1] C)). A position outside the table makes the token's rotated channels NaN, hence y
+// and its scales.
 //
 // The backward, of STORED 0: dq = R^-1 (128^-0.5 H dy), fp32 with one rounding at the store, and
 // dweights = dw * weights_scale.
 //
-// Four lanes take a head, a block 32 heads of one token. The second part of a row is the one that turns: each lane has eight
-// whole pairs of it. Floor: 256 bytes read and 68 (e2m1), 128 (e4m3) or 256 written a head, at 4.24 TB/s 20, 24 and 32 us for
-// 4096 tokens of 64 heads; about 25 instructions an element, of which there is time for 18 to 28. Measured on
-// one H200: e2m1 38.1 us (40.4 before codes were sums in packed bf16), e4m3 36.8 and bf16 39.3 us (2.81 and 3.48 TB/s):
-// limited by instructions, where the codes are smaller.
+// Work division: four lanes take a head, a block 32 heads of one token. Each lane has eight whole
+// pairs of the second part of a row, which is rotated. Floor: 256 bytes read and 68 (e2m1), 128
+// (e4m3) or 256 written a head: 20, 24 and 32 us for 4096 tokens of 64 heads at 4.24 TB/s. Limit:
+// about 25 instructions an element, with time for 18 to 28. One H200: 38.1, 36.8, 39.3 us.
 //
-// Defines: ELEMENT bf16, the type of q; WEIGHT  type of weights: bf16 or float; STORED  0, 1 or 2.
-// Launch: num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks.
+// Defines: ELEMENT bf16, q's type; WEIGHT bf16 or float, weights' type; STORED 0, 1 or 2. Launch:
+// num_tokens * ceil(num_heads / HEADS_PER_BLOCK). What was tried: kernels/docs/indexer_query.md.
 #include "element.h"
 #include "hadamard.h"
 #include "rotation.h"
@@ -71,7 +72,8 @@ PARAMS_LAYOUT(IndexerQueryBackwardParams, dy, dy_token_stride, dy_head_stride, d
               dq_head_stride, dweights, dweights_token_stride, cos, cos_stride, sin, sin_stride, positions, table_rows,
               num_heads, inverse, weights_scale)
 
-// The head of a lane. One that is not there is a head of zeros: its lanes take part in the shuffles of their warp.
+// The head of a lane. An absent head is a head of zeros: its lanes take part in the shuffles of
+// their warp.
 struct Head {
     int64_t token;
     int head, lane;
@@ -85,7 +87,7 @@ DEVICE Head head_of_lane(int num_heads) {
     return Head{token, head, static_cast<int>(threadIdx.x % LANES), head < num_heads};
 }
 
-// Turns the lane's eight pairs of the second part.
+// Rotates the lane's eight pairs of the second part.
 template <typename Params>
 DEVICE void turn(const Params& params, const Head& at, Row& x) {
     Rotation rotations[SPAN / 2];

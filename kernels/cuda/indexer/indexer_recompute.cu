@@ -1,25 +1,24 @@
-// The indexer's logits of selected keys, computed anew for its loss (training 1, 6). For the key i of slot j of token t
-// (ranking.h),
+// The indexer's logits of selected keys, recomputed for its loss (training 1, 6). For the key i of
+// slot j of token t (ranking.h),
 //
 //     logits[t,j] = sm_scale sum_h w[t,h] max(q[t,h] . k[i], 0)
 //
-// and -infinity in slots that are not valid, which are never dereferenced. max keeps NaN; a head that is not there adds
+// and -infinity in invalid slots, which are never dereferenced. max keeps NaN; an absent head adds
 // nothing.
 //
-// How the work is laid out. A block takes a token with all of its heads, up to 64, those that are missing being zeros. Its
-// queries stay in shared memory, the B side of a product whose A side are keys. A warp has every fourth tile of 32 slots
-// for itself: its keys come with cp.async, STAGES - 1 tiles in flight, and no other warp waits for them. It multiplies two
-// rows of matrix instructions by all heads, so that the sums over the heads stay within four lanes: 16 heads in a lane, in
-// their order, then two exchanges, which leave each lane with one slot.
+// Work division: a block takes a token with up to 64 heads; missing heads are zeros. Its queries
+// stay in shared memory, the B operand of an MMA whose A operand is keys. A warp has every fourth
+// tile of 32 slots. cp.async loads its keys, STAGES - 1 tiles in flight, and no other warp waits
+// for them. It multiplies two MMA row tiles by all heads, so that sums over heads stay within four
+// lanes: 16 heads in a lane, in order, then two exchanges that leave each lane with one slot.
 //
-// Floor, for one token, 64 heads, J slots: 2*64*128*J FLOP and 256*J bytes gathered: at 4096 tokens and topk 512 34 GFLOP,
-// 43 us at 790 TFLOP/s, and 537 MB out of L2, 101 us at 5.3 TB/s, where 8192 keys stay; q, lists and logits are 84 MB from
-// and to memory, 20 us. Per tile 128 matrix instructions against 16 + 32 loads of ldmatrix: 2.7 each, so that mma.sync runs
-// at about its half rate, 80 us. Measured on one H200: 148 us, and 281 us at topk 1024: between the two 3.7 TB/s gathered, and
-// some 16 us in which blocks start and end (indexer_recompute_hopper.cu, of which neither holds: 95 and 182 us).
+// Floor, 64 heads, J slots a token: 2*64*128*J FLOP and 256*J bytes gathered. 4096 tokens, topk
+// 512: 34 GFLOP, 43 us at 790 TFLOP/s; 537 MB from L2, where 8192 keys stay, 101 us at 5.3 TB/s;
+// 84 MB from and to memory, 20 us. mma.sync with ldmatrix runs at about half its rate, 80 us. One
+// H200: 148 us. Limit: the gather, and about 16 us in which blocks start and end.
 //
-// Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1
-// Launch: num_tokens blocks of THREADS threads.
+// Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1 Launch: num_tokens blocks of
+// THREADS threads. What was tried: kernels/docs/indexer_recompute.md.
 #include "async_copy.h"
 #include "indexer_heads.h"
 #include "indexer_recompute.h"
@@ -44,7 +43,7 @@ constexpr int K = WEIGHTS + HEADS * 4;
 constexpr int SHARED_BYTES = K + WARPS * STAGES * Rows::bytes(SLOTS);
 SHARED_MEMORY(indexer_recompute, SHARED_BYTES)
 
-// q of a token, and its heads' weights; heads that are missing become zeros.
+// Loads q of a token and its heads' weights; missing heads become zeros.
 DEVICE void load_queries(const IndexerRecomputeParams& params, int32_t token, SharedAddress shared) {
     const bf16* q = params.q + token * params.q_token_stride;
     for (int i = threadIdx.x; i < HEADS * CHUNKS; i += THREADS) {
@@ -61,15 +60,15 @@ DEVICE void load_queries(const IndexerRecomputeParams& params, int32_t token, Sh
     }
 }
 
-// Slots of this warp's tile of this number.
+// The first slot of this warp's tile of this number.
 DEVICE int first_slot(int tile) { return (tile * WARPS + warp_id()) * SLOTS; }
 
-// The row of k of this lane's slot, -1 where it is not valid.
+// The row of k of this lane's slot, -1 where it is invalid.
 DEVICE int32_t look_up(const Ranking& list, int tile) {
     return list.valid_row(list.stored_index(first_slot(tile) + lane_id()));
 }
 
-// Starts the arrival of a tile's rows, half a warp a row; slots that are not valid become zeros.
+// Starts the loads of a tile's rows, half a warp a row; invalid slots become zeros.
 DEVICE void start_tile(const IndexerRecomputeParams& params, int32_t own_row, SharedAddress tile) {
     UNROLL
     for (int i = 0; i < SLOTS; i += 2) {
@@ -101,7 +100,7 @@ DEVICE void multiply(float (&d)[M][HEADS / 8][4], SharedAddress keys, SharedAddr
     }
 }
 
-// The sum over the heads of the slot of this lane.
+// The sum over the heads of this lane's slot.
 DEVICE float sum_heads(const float (&d)[M][HEADS / 8][4], int num_heads) {
     const auto* weights = reinterpret_cast<const float*>(dynamic_shared() + WEIGHTS);
     float sums[2 * M] = {}, pair[M], kept[1];  // of rows g and g + 8 of each m
@@ -130,7 +129,7 @@ KERNEL(indexer_recompute, IndexerRecomputeParams, THREADS) {
     const int tiles = ceil_div(maximum(list.length - first_slot(0), 0), WARPS * SLOTS);
 
     if (list.length > 0) load_queries(params, token, shared);
-    // Rows of the tiles under way, the one to be multiplied first, and of the one behind them.
+    // Rows of the tiles in flight, the next MMA's first, and of the tile after them.
     int32_t rows[STAGES];
     UNROLL
     for (int stage = 0; stage + 1 < STAGES; ++stage) {
@@ -140,13 +139,13 @@ KERNEL(indexer_recompute, IndexerRecomputeParams, THREADS) {
     }
     rows[STAGES - 1] = look_up(list, STAGES - 1);
     if (list.length > 0) {
-        // The queries came before the keys.
+        // The queries were loaded before the keys.
         copy_wait<STAGES - 1>();
         __syncthreads();
     }
     for (int tile = 0; tile < tiles; ++tile) {
         copy_wait<STAGES - 2>();
-        // Past this point the tile is there for every lane, and none reads the one before it any more.
+        // After this point every lane sees the tile, and none reads the one before it any more.
         __syncwarp();
         if (tile + STAGES - 1 < tiles)
             start_tile(params, rows[STAGES - 1], ring + (tile + STAGES - 1) % STAGES * Rows::bytes(SLOTS));

@@ -1,4 +1,4 @@
-// What the kernels of indexer_recompute.cu and indexer_recompute_hopper.cu share: their arguments.
+// Shared by the kernels of indexer_recompute.cu and indexer_recompute_hopper.cu: their parameters.
 //
 // The including file is compiled with WEIGHT_ELEMENT, the type of w, and SELECTED 1 defined.
 #pragma once
@@ -34,7 +34,7 @@ PARAMS_LAYOUT(IndexerRecomputeParams, q, q_token_stride, q_head_stride, k, k_str
               topk_length, cu_q, cu_k, logits, logits_stride, num_tokens, num_heads, topk, num_keys, num_sequences,
               indices_global, sm_scale)
 
-// The weight of a head, 0 of one that is not there.
+// The weight of a head, 0 of an absent one.
 DEVICE float load_weight(const IndexerRecomputeParams& params, int32_t token, int head) {
     return head < params.num_heads ? Element<WEIGHT_ELEMENT>::load(params.w + token * params.w_stride + head) : 0.0f;
 }

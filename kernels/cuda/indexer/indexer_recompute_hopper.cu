@@ -1,29 +1,24 @@
-// The indexer's logits of selected keys for sm_90a: the kernel of indexer_recompute.cu, which has the formulas, with
-// warpgroup matrix products.
+// The indexer's logits of selected keys for sm_90a: the kernel of indexer_recompute.cu, which has
+// the formulas, with wgmma.
 //
-// How the work is laid out. Keys are the rows of a product and the heads of one token its columns, so that a logit is a sum
-// within a lane and over four lanes. As many blocks as there are multiprocessors take tokens in turn, and the tiles of all
-// of a block's tokens, 64 slots each, are one sequence: nothing drains where a token ends. Four warpgroups and five warps:
-//   consumers  take the tiles in turn: while one rectifies, weighs and adds, the others' products run. Nothing is
-//              exchanged among them.
-//   gatherers  one for each consumer: looks up what the slots of its next tile hold while it gathers the rows of this one,
-//              with cp.async in the swizzle that wgmma reads, and says which slots are valid.
-//   queries    one warp brings those of the next token, and its weights, while this one is worked on.
+// Work division. Keys are the rows of an MMA and the heads of one token its columns, so that a
+// logit is a sum within a lane and over four lanes. One block per SM takes tokens round-robin. The
+// tiles of all of a block's tokens, 64 slots each, are one sequence: the pipeline does not drain
+// where a token ends. Four warpgroups and five warps:
+//   consumers  take the tiles round-robin: while one does relu and sums, the others' MMAs run.
+//              They exchange nothing.
+//   gatherers  one for each consumer: looks up the slots of its next tile while it gathers this
+//              one's rows, by cp.async in wgmma's swizzle, and stores which slots are valid.
+//   queries    one warp loads those of the next token, and its weights, during this one.
 //
-// Floors as in indexer_recompute.cu. Per tile 256 cycles of products at 4096 FLOP a cycle; shared memory 8 x (16 + 16) + 128
-// for arriving rows = 384 cycles at 128 bytes a cycle; for 4096 tokens and topk 512 some 53 us of these at 1.8 GHz, against 91
-// to 101 us in which L2 gives 537 MB at 5.9 to 5.3 TB/s. Expected to limit: the gather out of L2.
-//
-// Measured on one H200 over inputs that alternate: 94.6 us for 4096 tokens of 64 heads, 8192 keys, topk 512 (5.7 TB/s
-// gathered, 363 TFLOP/s; the portable kernel 152) and 182 us at topk 1024 (5.9 TB/s; 283). On another card, since one lane stores
-// a tile's valid slots: 97.8 and 193 (medians 96.9 and 190).
-// What was tried beside it, in the same run: a second tile of each gatherer awaited later (LAG 2) 97.8 and 192 us, without
-// evicted_last 98.8 and 197 us; three consumers with four stages each 99.7 and 188 us; two blocks a multiprocessor of two
-// consumers and four stages 108 and 207 us. One bulk copy for each row of 256 bytes, in rows of 272 bytes from which keys
-// came by ldmatrix as the left operand, 208 and 394 us: so many small copies are slow.
+// Floor: that of indexer_recompute.cu. Per tile 256 cycles of MMAs at 4096 FLOP a cycle; shared
+// memory 8 x (16 + 16) + 128 for arriving rows = 384 cycles at 128 bytes a cycle. 4096 tokens,
+// topk 512: about 53 us of these at 1.8 GHz; L2 delivers 537 MB in 91 to 101 us at 5.9 to 5.3
+// TB/s. Limit: the gather from L2. One H200: 94.6 us (5.7 TB/s, 363 TFLOP/s), 182 us at topk 1024.
 //
 // Defines: WEIGHT_ELEMENT  type of w: float or bf16; SELECTED  1
-// Launch. Any grid in x of at most num_tokens blocks of THREADS threads.
+// Launch: any grid in x of at most num_tokens blocks of THREADS threads.
+// What was tried: kernels/docs/indexer_recompute.md.
 #include "async_copy.h"
 #include "hopper.h"
 #include "indexer_heads.h"
@@ -33,15 +28,15 @@
 constexpr int SLOTS = 64;                 // of a tile: the rows of a product
 constexpr int PANELS = HEAD_DIM / 64;
 constexpr int CONSUMERS = 4, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE;
-// One gathers for each consumer, one brings the queries.
+// One warp gathers for each consumer, one loads the queries.
 constexpr int PRODUCER_WARPS = CONSUMERS + 1;
 constexpr int THREADS = CONSUMER_THREADS + PRODUCER_WARPS * WARP_SIZE;
 constexpr int STAGES = 12;
 static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
-// Tiles of a gatherer that are under way before it waits for the oldest.
+// Tiles of a gatherer in flight before it waits for the oldest.
 constexpr int LAG = 1;
 
-// Where everything lies in dynamic shared memory.
+// The layout of dynamic shared memory.
 struct Shared {
     static constexpr int OPERAND_BYTES = PANELS * PANEL_BYTES;  // of a token's queries, of a tile's keys
     static constexpr int Q = 0;                                 // of two tokens
@@ -64,8 +59,8 @@ struct Shared {
 static_assert(Shared::BYTES <= 227 * 1024, "tiles exceed shared memory");
 SHARED_MEMORY(indexer_recompute_hopper, Shared::BYTES)
 
-// Parities of the phases in which tile number n, or the queries of the block's token number n, have come, and in which what
-// lay there before was released.
+// Parity of the full_barrier phase of tile number n, or of the queries of the block's token number
+// n. The opposite parity is that of the release before it.
 DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
 DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
 
@@ -96,8 +91,8 @@ DEVICE int tiles_of(const Ranking& list) { return ceil_div(list.length, SLOTS); 
 
 // ---------------------------------------------------------------- queries
 
-// The queries of the block's tokens and their heads' weights, those of one while the one before is worked on. Heads that are
-// missing become zeros. One warp.
+// Loads the queries of the block's tokens and their heads' weights, those of one while the one
+// before is computed. Missing heads become zeros. One warp.
 DEVICE void bring_queries(const IndexerRecomputeParams& params, SharedAddress shared) {
     const int chunk = lane_id() % 8;
     uint32_t unit = 0;
@@ -118,14 +113,14 @@ DEVICE void bring_queries(const IndexerRecomputeParams& params, SharedAddress sh
             unit_weights(unit)[weight_place(head)] = load_weight(params, token, head);
         copy_wait<0>();
         fence_async_proxy();
-        // Each lane answers for its own copies.
+        // Each lane arrives for its own copies.
         mbarrier_arrive(shared + Shared::q_full(unit));
     }
 }
 
 // ---------------------------------------------------------------- keys
 
-// What is stored in a lane's two slots of a tile.
+// The stored indices of a lane's two slots of a tile.
 struct TileSlots {
     int32_t stored[2];
 
@@ -136,8 +131,8 @@ struct TileSlots {
     }
 };
 
-// Starts the arrival of a tile's rows, eight lanes a row; slots that are not valid become zeros. Lists of many tokens name
-// these rows.
+// Starts the loads of a tile's rows, eight lanes a row; invalid slots become zeros. Many tokens'
+// lists name these rows: keep them in L2.
 DEVICE void gather_tile(const IndexerRecomputeParams& params, const int32_t (&own_rows)[2], SharedAddress stage) {
     const CachePolicy policy = evicted_last();
     const int chunk = lane_id() % 8;
@@ -153,8 +148,8 @@ DEVICE void gather_tile(const IndexerRecomputeParams& params, const int32_t (&ow
     }
 }
 
-// Tiles of a warp whose copies were issued, and those that were handed to their consumer, which is later: a fence behind the
-// wait for a lane's own copies makes them visible to the products.
+// Tiles of a warp whose copies were issued, and those handed to their consumer, which is later. A
+// fence after the wait for a lane's own copies makes them visible to the MMAs.
 struct Handover {
     SharedAddress shared;
     uint32_t tile;    // the next to be issued; every CONSUMERS-th is the warp's
@@ -165,7 +160,7 @@ struct Handover {
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
         oldest += CONSUMERS;
     }
-    // One tile more was issued.
+    // Counts one more issued tile.
     void issue() {
         copy_commit();
         tile += CONSUMERS;
@@ -174,7 +169,7 @@ struct Handover {
         fence_async_proxy();
         hand_oldest();
     }
-    // All of them.
+    // Hands over all of them.
     void finish() {
         copy_wait<0>();
         fence_async_proxy();
@@ -182,7 +177,7 @@ struct Handover {
     }
 };
 
-// The tiles of consumer `own` of all of the block's tokens, in their order, as if they were of one list.
+// The tiles of consumer `own` of all of the block's tokens, in order, as if they were of one list.
 struct OwnTiles {
     const IndexerRecomputeParams& params;
     uint32_t token;
@@ -199,7 +194,7 @@ struct OwnTiles {
         own += CONSUMERS;
         find();
     }
-    // On to the token that has it.
+    // Advances to the token that has the tile.
     void find() {
         while (own >= tiles_of(list)) {
             own -= tiles_of(list);
@@ -210,7 +205,8 @@ struct OwnTiles {
     }
 };
 
-// Brings the keys of consumer `warp`. What a tile's slots hold is looked up while the one before it is gathered.
+// Gathers the keys of consumer `warp`. A tile's slots are looked up while the one before is
+// gathered.
 DEVICE void gather(const IndexerRecomputeParams& params, SharedAddress shared, uint32_t warp) {
     Handover handover{shared, warp, warp};
     OwnTiles next(params, warp);
@@ -223,7 +219,8 @@ DEVICE void gather(const IndexerRecomputeParams& params, SharedAddress shared, u
         const uint32_t tile = handover.tile;
         mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
         const uint32_t valid[2] = {__ballot_sync(FULL_WARP, rows[0] >= 0), __ballot_sync(FULL_WARP, rows[1] >= 0)};
-        // By the lane that hands the tile over: racecheck knows nothing of what its arrival says of the others of the warp.
+        // By the lane that hands the tile over: racecheck does not relate its arrival to other
+        // lanes' stores.
         if (lane_id() == 0) {
             valid_slots(tile)[0] = valid[0];
             valid_slots(tile)[1] = valid[1];
@@ -280,7 +277,7 @@ DEVICE void consume(const IndexerRecomputeParams& params, SharedAddress shared, 
             const bool valid = valid_slots(tile)[slot / WARP_SIZE] >> slot % WARP_SIZE & 1;
             float d[HEADS / 8][4];
             multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
-            // Every lane knows whether its slot is valid.
+            // Every lane has read whether its slot is valid.
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
             const float sum = sum_heads(d, unit_weights(unit), params.num_heads);
@@ -290,7 +287,7 @@ DEVICE void consume(const IndexerRecomputeParams& params, SharedAddress shared, 
         own -= tiles;
         for (int at = length + static_cast<int>(threadIdx.x); at < params.topk; at += CONSUMER_THREADS)
             logits[at] = -INFINITY_F32;
-        // The warp has read all that the token left in shared memory.
+        // The warp has read all of the token in shared memory.
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(shared + Shared::q_empty(unit));
     }

@@ -1,60 +1,28 @@
-// Attention scores computed anew as the target of the indexer's distillation (training section 5).
+// Attention scores recomputed as the target of the indexer's distillation (training section 5).
 //
-//     z[t,h,j]    = softmax_scale * q[t,h] . k[key(t,j)]           over the valid slots j of token t
-//     L[t,h]      = log(exp(lse[t,h]) + exp(sink_h))               natural; lse without the sink
-//     A[t,j]      = sum_h exp(z[t,h,j] - L[t,h])
-//     l1[t]       = sum_j A[t,j]                                   target = A / l1, 0 where l1 = 0
+//     z[t,h,j] = softmax_scale q[t,h] . k[key(t,j)]              over the valid slots j of token t
+//     L[t,h]   = log(exp(lse[t,h]) + exp(sink_h))                natural; lse without the sink
+//     A[t,j]   = sum_h exp(z[t,h,j] - L[t,h])
+//     l1[t]    = sum_j A[t,j]                                    target = A / l1, 0 where l1 = 0
+//     lse[t,h] = log(sum_j exp z[t,h,j] + exp(lse_beside[t,h]))  +inf where neither has a term
 //
-// SELECTED 1 (sparse): slot j is the key indices[t,j], valid iff j < clamp(topk_length, 0, topk) and the index lies
-// within the keys of the token's sequence; what is stored is the target, 0 in invalid slots. SELECTED 0 (dense):
-// slot j is key j of the token's sequence, valid iff j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)
-// with t counted within the sequence; what is stored is A, 0 in masked columns, and l1. An invalid slot is never
-// dereferenced.
+// SELECTED 1 (sparse) stores the target, 0 in invalid slots. SELECTED 0 (dense) stores A, 0 in
+// masked columns, and l1. ranking.h says which slots are valid; invalid ones are never
+// dereferenced. The caller chooses lse: of the ranked keys only (V3.2: l1 is the number of heads),
+// or of the layer's softmax with window (V4). A head with an infinite lse, or an L beyond fp32 in
+// base 2, adds nothing. If a row's largest exp(z - L) is beyond 2^+-64, it is computed again with
+// that z - L added to every L: it cancels in A / l1. The dense form stores it as `shift`; its A
+// and l1 are exp(-shift) times the formula's.
 //
-// Which lse is the caller's choice: that of the ranked keys alone (V3.2: l1 is then the number of heads), or that
-// of the layer's whole softmax, window included (V4). score_recompute_lse computes it where no forward has:
+// Work division: a block takes a token with all heads (up to 128), M of one GEMM. Queries stay in
+// shared memory. cp.async loads keys in tiles of 128 rows by panels of 64 columns, STAGES in
+// flight. A warp has 64 heads by 32 keys in registers, exponentiates, and sums its heads.
 //
-//     lse[t,h] = log(sum_j exp z[t,h,j] + exp(lse_beside[t,h]))    +inf where neither has a term
+// Floor: 2*H*J*D FLOP and 2*J*D bytes gathered a token. 4096 tokens, D 512: H 64, topk 512 174 us;
+// H 128, topk 1024 696 us at 790 TFLOP/s. Limit: H 64 the gather; H 128 mma.sync, exponentials.
 //
-// A head with an infinite lse of either sign adds nothing: padding heads have +inf, empty rows either one. So does
-// a head whose L leaves fp32 in base 2 (a sink of +inf, or above 2.36e38).
-//
-// l1 may be far below anything that fp32 holds when the window or the sink takes the row. If the row's largest
-// exponent max_hj (z - L) is further than 2^+-64 from 1, the row is computed once more with it added to every L. It
-// cancels in A / l1; the dense form reports it as `shift`, A and l1 being exp(-shift) times what the formula says.
-//
-// Kernels
-//   score_recompute        one block per token; score_recompute_hopper.cu has the same for sm_90a
-//   score_recompute_lse    one block per token
-//
-// How the work is laid out. All heads of a token share one list of keys and are summed over in the end, so a block
-// takes a token with all of its heads (up to 128) as the M side of one matrix product. Its queries stay in shared
-// memory. Keys come with cp.async in tiles of 128 rows by panels of 64 columns, STAGES panels in flight, and each
-// arrives once for all heads. A warp multiplies 64 heads by 32 keys (the scores of the tile stay in its registers
-// over all panels), exponentiates, and sums its heads within the warp: over its own rows in registers, over the
-// lanes by a reduce-scatter of seven shuffles that leaves each lane with one key's sum. Only at 128 heads do two
-// warps share keys; the second hands its sums over in shared memory, behind the next panel's barrier. Panels are
-// swizzled so that ldmatrix reads eight rows of 128 bytes without a bank conflict. The row of A is written as it
-// comes and divided by l1 at the end by the threads that wrote it.
-//
-// Floors, for one token, H heads, J slots: 2*H*J*D FLOP and 2*J*D bytes gathered, once: at H = 64 and D = 512
-// 64 FLOP a byte, at H = 128 twice that. 4096 tokens over 8192 keys read the keys from L2: 2.1 GiB at topk 512,
-// 4.3 at topk 1024. From memory come q (2*H*D bytes a token, 256 MiB at H = 64: 63 us at 4.24 TB/s; 512 MiB at
-// H = 128: 127 us), the lists and the target. At 790 TFLOP/s the products take 174 us (H 64, topk 512) and 696 us
-// (H 128, topk 1024). Per panel and 64 heads: 256 matrix instructions against 384 wavefronts of 128 bytes that
-// ldmatrix reads and 128 that arrive (64 for each half at 128 heads), that is 2 (1.75) an instruction, which caps
-// mma.sync at half (0.57) of the rate of the ceiling; then the gather, 5.3 TB/s out of L2 at 400 us. Expected to
-// limit: at 64 heads the gather from L2 beside the wavefronts, two blocks sharing a multiprocessor and hiding each
-// other's barriers, exponentials and starts; at 128 heads the rate of mma.sync and the exponentials of a tile, a
-// tenth of its time, which one block alone does not hide.
-//
-// Defines
-//   HEAD_DIM   width of q and k, a multiple of 16, at most 576
-//   HEADS      heads that a block holds: 16, 64 or 128; heads beyond num_heads add nothing
-//   SELECTED   1: lists of selected keys. 0: all keys up to a causal limit
-//
-// Launch. The grid is num_tokens blocks in x; block size and dynamic shared memory are what the module exports
-// beside each kernel.
+// Defines: HEAD_DIM a multiple of 16 up to 576; HEADS of a block 16, 64 or 128; SELECTED. Launch:
+// num_tokens blocks; the module exports the rest. What was tried: kernels/docs/score_recompute.md.
 
 #if !defined(HEAD_DIM) || !defined(HEADS) || !defined(SELECTED)
 #error "define HEAD_DIM, HEADS and SELECTED"
@@ -66,7 +34,7 @@
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM >= 16 && HEAD_DIM <= 576, "HEAD_DIM is a multiple of 16 up to 576");
 static_assert(HEADS == 16 || HEADS == 64 || HEADS == 128, "a block holds 16, 64 or 128 heads");
 
-// ---------------------------------------------------------------- shapes of the block's work
+// ---------------------------------------------------------------- shapes of the block's tiles
 
 // Warps form a grid over the scores of a tile: HEAD_WARPS over the heads, KEY_WARPS over the keys.
 constexpr int KEY_WARPS = 4;
@@ -78,7 +46,7 @@ constexpr int COLUMNS = 2 * N8;  // keys of the warp's 32 whose scores one lane 
 // Q and three stages leave room for a second block.
 constexpr bool TWO_BLOCKS = Q_BYTES + 3 * panel_bytes(KEYS) + SMALL_BYTES <= HALF_SHARED_BYTES;
 
-// A block that has the multiprocessor for itself needs eight warps to keep it busy.
+// A single block an SM needs eight warps to keep it busy.
 constexpr int HEAD_WARPS = HEADS >= 64 && (HEADS == 128 || !TWO_BLOCKS) ? 2 : 1;
 constexpr int M_TILES = HEADS / 16 / HEAD_WARPS;
 static_assert(M_TILES >= 1 && M_TILES <= 4, "a warp holds 16 to 64 heads");
@@ -87,7 +55,7 @@ constexpr int PARTIAL_BYTES = (HEAD_WARPS - 1) * 2 * KEYS * 4;  // float [2][KEY
 constexpr int BLOCK_SHARED_BYTES = TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES;
 using Layout = BlockLayout<HEAD_WARPS * KEY_WARPS, KEYS, PARTIAL_BYTES, BLOCK_SHARED_BYTES>;
 constexpr int STAGES = Layout::STAGES;
-// score_recompute_lse merges its warps where keys lay: float [2][KEY_WARPS][HEADS].
+// score_recompute_lse merges its warps in the memory of the keys: float [2][KEY_WARPS][HEADS].
 static_assert(2 * KEY_WARPS * HEADS * 4 <= STAGES * Layout::STAGE_BYTES, "the merge fits the stages");
 
 DEVICE int head_warp() { return warp_id() / KEY_WARPS; }
@@ -138,7 +106,8 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
         float s[M_TILES][N8][4] = {};
         for (int panel = 0; panel < PANELS; ++panel) {
             copy_wait<STAGES - 2>();
-            // Past this barrier the panel is there for everyone, and nobody reads the one before it any more.
+            // After this barrier all threads see the panel, and no thread reads the one before it
+            // any more.
             __syncthreads();
             loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
             if (panel == 0 && tile > 0) taker.settle();
@@ -195,8 +164,8 @@ KERNEL(score_recompute, ScoreRecomputeParams, Layout::THREADS) { recompute_row<L
 
 // ---------------------------------------------------------------- lse of the ranked keys
 
-// lse and lse_beside: [num_tokens, num_heads], natural; an infinity of either sign in lse_beside is no term, and
-// lse_beside may be null. The rest as in ScoreRecomputeParams.
+// lse and lse_beside: [num_tokens, num_heads], natural. An infinity of either sign in lse_beside
+// is no term, and lse_beside may be null. The rest as in ScoreRecomputeParams.
 struct ScoreRecomputeLseParams {
     const bf16* q;
     int64_t q_token_stride;
@@ -230,8 +199,9 @@ struct RelativeSum {
     float maximum;
     float sum;
 
-    // Of no slot. Assigned, not a default initialiser: NVRTC 13.0.88 applies those of an array's elements in an aggregate
-    // to the first row only, and the other heads would start at 0.
+    // The empty sum. Assigned, not a default initialiser: NVRTC 13.0.88 applies those of an
+    // array's elements in an aggregate to the first row only, and the other heads would start at
+    // 0.
     void clear() {
         maximum = -INFINITY_F32;
         sum = 0.0f;
@@ -280,7 +250,8 @@ struct HeadLse {
         head.merge(largest, sum);
     }
 
-    // Merges the four lanes of a row, and leaves each warp's part in maxima and sums, [KEY_WARPS][HEADS].
+    // Merges the four lanes of a row, and stores each warp's part in maxima and sums,
+    // [KEY_WARPS][HEADS].
     void leave(float* maxima, float* sums) {
         UNROLL
         for (int m = 0; m < M_TILES; ++m) {
@@ -320,7 +291,7 @@ KERNEL(score_recompute_lse, ScoreRecomputeLseParams, Layout::THREADS) {
     all.clear();
     UNROLL
     for (int w = 0; w < KEY_WARPS; ++w) all.merge(maxima[w * HEADS + head], sums[w * HEADS + head]);
-    // NaN is no empty row: it stays.
+    // NaN is not an empty row: it stays.
     float lse = all.sum == 0.0f ? -INFINITY_F32 : all.maximum + log2_approx(all.sum);
     const int64_t at = static_cast<int64_t>(token) * params.num_heads + head;
     if (params.lse_beside) {

@@ -1,8 +1,9 @@
-// What the two implementations of score_recompute share: parameters, which keys a token ranks, how q and its keys come
-// into shared memory, what becomes of a tile's scores. They differ in how they multiply. score_recompute.cu has the
-// formulas.
+// Shared by the two implementations of score_recompute: parameters, the loads of q and keys to
+// shared memory, and the epilogue of a tile's scores. They differ in their MMAs.
+// score_recompute.cu has the formulas.
 //
-// The including file is compiled with HEAD_DIM, HEADS and SELECTED defined, and it defines for_each_tile.
+// The including file is compiled with HEAD_DIM, HEADS and SELECTED defined, and it defines
+// for_each_tile.
 #pragma once
 
 #include "async_copy.h"
@@ -13,9 +14,9 @@
 #include "platform.h"
 #include "ranking.h"
 
-// ---------------------------------------------------------------- shapes of the block's work
+// ---------------------------------------------------------------- shapes of the block's tiles
 
-// Panels as in panels.h, of as many rows as there are heads, or keys in a tile.
+// Panels as in panels.h, of as many rows as heads, or keys in a tile.
 constexpr int PANEL_COLUMNS = 64;
 constexpr int PANEL_ROW_BYTES = 128;
 constexpr int PANEL_CHUNKS = PANEL_COLUMNS / 8;
@@ -26,10 +27,11 @@ constexpr int MAX_SHARED_BYTES = 227 * 1024;
 constexpr int HALF_SHARED_BYTES = 113 * 1024;  // what a block may have where two share a multiprocessor
 constexpr int MAX_STAGES = 5;
 constexpr int Q_BYTES = PANELS * panel_bytes(HEADS);
-// Flags and totals beside q, the stages and the partial sums.
+// Flags and totals, next to q, the stages and the partial sums.
 constexpr int SMALL_BYTES = 1024;
 
-// A block's threads, the keys of its tiles, and where everything lies in dynamic shared memory, as byte offsets.
+// A block's threads, the keys of its tiles, and the layout of dynamic shared memory in byte
+// offsets.
 template <int BLOCK_WARPS, int TILE_KEYS, int PARTIAL_BYTES, int BLOCK_BYTES>
 struct BlockLayout {
     static constexpr int WARPS = BLOCK_WARPS;
@@ -54,10 +56,10 @@ constexpr float LARGEST_EXPONENT = 64.0f;
 
 // ---------------------------------------------------------------- parameters
 
-// scores: [num_tokens, columns], the target (SELECTED) or A. l1 and shift: [num_tokens], with SELECTED null. lse is
-// [num_tokens, num_heads]. Strides in elements; base and strides of q and k are multiples of 16 bytes. sink,
-// topk_length, q_off, and cu_q with cu_k may be null; indices, topk_length and indices_global belong to
-// SELECTED 1, q_off and ratio to SELECTED 0.
+// scores: [num_tokens, columns], the target (SELECTED) or A. l1 and shift: [num_tokens], null with
+// SELECTED. lse is [num_tokens, num_heads]. Strides in elements; base and strides of q and k are
+// multiples of 16 bytes. sink, topk_length, q_off, and cu_q with cu_k may be null. indices,
+// topk_length and indices_global belong to SELECTED 1, q_off and ratio to SELECTED 0.
 struct ScoreRecomputeParams {
     const bf16* q;
     int64_t q_token_stride;
@@ -89,7 +91,7 @@ PARAMS_LAYOUT(ScoreRecomputeParams, q, q_token_stride, q_head_stride, k, k_strid
               topk_length, cu_q, cu_k, q_off, scores, scores_stride, l1, shift, num_tokens, num_heads, num_keys,
               columns, num_sequences, ratio, indices_global, softmax_scale)
 
-// ---------------------------------------------------------------- panels on their way
+// ---------------------------------------------------------------- loads of panels
 
 // This block's heads of one token.
 struct Queries {
@@ -98,7 +100,7 @@ struct Queries {
     int32_t heads;  // real heads
 };
 
-// Starts the arrival of one panel after the other: all panels of tile 0, of tile 1, ...
+// Starts the loads of one panel after the other: all panels of tile 0, of tile 1, ...
 template <typename Layout>
 struct Loader {
     static constexpr int KEYS = Layout::KEYS, STAGES = Layout::STAGES;
@@ -156,7 +158,8 @@ struct Loader {
         }
     }
 
-    // One panel of keys, and in the first tile the same panel of q. Past the last tile the group is empty.
+    // One panel of keys, and in the first tile the same panel of q. After the last tile the group
+    // is empty.
     void start(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, SharedAddress shared,
                int tiles, bool with_queries) {
         if (tile < tiles) {
@@ -190,21 +193,23 @@ DEVICE uint32_t valid_slots(int flags, int first_slot) {
     return bits;
 }
 
-// Computes the scores of one tile after the other. `taker.take(s, tile, valid)` gets the products q . k of this
-// lane and the bits of valid_slots; `taker.settle()` follows it behind the next barrier.
+// Computes the scores of one tile after the other. `taker.take(s, tile, valid)` gets this lane's q
+// . k and the bits of valid_slots. `taker.settle()` follows it after the next barrier.
 template <typename Taker>
 DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf16* k, int64_t k_stride, int tiles,
                           bool with_queries, Taker& taker);
 
 // ---------------------------------------------------------------- sums over the heads
 
-// log2(2^a + 2^b), one of them finite. Only the smaller has the larger subtracted: inf - inf is never formed.
+// log2(2^a + 2^b), one of them finite. Only the smaller has the larger subtracted: inf - inf is
+// never computed.
 DEVICE float log2_add_exp2(float a, float b) {
     const float larger = maximum_or_nan_f32(a, b), smaller = minimum_f32(a, b);
     return larger + log2_approx(1.0f + exp2_approx(smaller - larger));
 }
 
-// A head's L in base 2; +inf where the head adds nothing.
+// A head's L in base 2; +inf where the head adds nothing. L of a sink of +inf, or above 2.36e38,
+// leaves fp32 in base 2: it adds nothing either.
 DEVICE float head_normaliser(const ScoreRecomputeParams& params, int32_t token, int head) {
     if (head >= params.num_heads) return INFINITY_F32;
     const float lse = params.lse[static_cast<int64_t>(token) * params.num_heads + head] * LOG2_E;
@@ -212,7 +217,8 @@ DEVICE float head_normaliser(const ScoreRecomputeParams& params, int32_t token, 
     return params.sink ? log2_add_exp2(lse, params.sink[head] * LOG2_E) : lse;
 }
 
-// Adds the lane at this distance: one of the two keeps the first half of the columns, the other the second.
+// Exchanges with the lane at this distance and adds: one of the two keeps the first half of the
+// columns, the other the second.
 template <int COLUMNS>
 DEVICE void halve(float (&kept)[COLUMNS / 2], const float (&x)[COLUMNS], int distance) {
     const bool second = lane_id() & distance;
@@ -223,8 +229,8 @@ DEVICE void halve(float (&kept)[COLUMNS / 2], const float (&x)[COLUMNS], int dis
     }
 }
 
-// Sums COLUMNS numbers over the eight lanes that differ in lane / 4; of COLUMNS / 8 each, numbers
-// COLUMNS / 8 * (lane / 4) and following, the sums remain in a lane.
+// Sums COLUMNS values over the eight lanes that differ in lane / 4. A lane keeps COLUMNS / 8 of
+// the sums, from COLUMNS / 8 * (lane / 4) on.
 template <int COLUMNS>
 DEVICE void reduce_scatter(float (&kept)[COLUMNS / 8], const float (&x)[COLUMNS]) {
     float halves[COLUMNS / 2], quarters[COLUMNS / 4];
@@ -233,8 +239,9 @@ DEVICE void reduce_scatter(float (&kept)[COLUMNS / 8], const float (&x)[COLUMNS]
     halve(kept, quarters, 4);
 }
 
-// A row of A, what its scores are exponentiated with, and this thread's share of it. A lane's scores
-// s[m][n][2 half + i] are of the head first_head + 16 m + lane / 4 + 8 half, and of the lane's column 2 n + i.
+// A row of A, the constants of its exponentials, and this thread's part of it. A lane's scores
+// s[m][n][2 half + i] are of the head first_head + 16 m + lane / 4 + 8 half, and of the lane's
+// column 2 n + i.
 template <int M_TILES, int N8>
 struct RowSums {
     const ScoreRecomputeParams& params;
@@ -255,8 +262,8 @@ struct RowSums {
                 normaliser[m][half] = head_normaliser(params, token, head + 16 * m + 8 * half) + added;
     }
 
-    // One column of this lane: its heads' sum. Masked as a whole: the row of zeros that stands for an invalid slot
-    // has the score 0, whose exponent may be anything.
+    // The sum over this lane's heads of one of its columns. Masked as a whole: the row of zeros of
+    // an invalid slot has the score 0, whose exponent may be anything.
     float column(const float (&s)[M_TILES][N8][4], int n, int i, bool valid) {
         float sum = 0.0f, highest = -INFINITY_F32;
         UNROLL
@@ -265,8 +272,8 @@ struct RowSums {
             for (int half = 0; half < 2; ++half) {
                 const float exponent = fused_multiply_add(s[m][n][2 * half + i], scale_log2, -normaliser[m][half]);
                 highest = maximum_f32(highest, exponent);
-                // A head that adds nothing adds nothing to infinities, either: padding heads have the score 0, and 0 times an
-                // infinite key is NaN.
+                // A head that adds nothing adds nothing to infinities either: padding heads have
+                // the score 0, and 0 times an infinite key is NaN.
                 sum += normaliser[m][half] == INFINITY_F32 ? 0.0f : exp2_approx(exponent);
             }
         }
@@ -274,7 +281,7 @@ struct RowSums {
         return valid ? sum : 0.0f;
     }
 
-    // The warp's heads summed: of its columns those that reduce_scatter leaves to this lane.
+    // Sums the warp's heads: this lane gets the columns that reduce_scatter leaves to it.
     void sum_heads(float (&kept)[N8 / 4], const float (&s)[M_TILES][N8][4], uint32_t valid) {
         float sums[2 * N8];
         UNROLL
@@ -317,7 +324,8 @@ DEVICE void reduce_totals(float& l1, float& largest) {
 // Whether fp32 would lose a row of these exponents.
 DEVICE bool out_of_range(float largest) { return !is_infinite(largest) && absolute_f32(largest) > LARGEST_EXPONENT; }
 
-// This block's row of the target, or of A. Of every tile one thread of `Sums` stores slot own_slot(), always the same.
+// Computes this block's row of the target, or of A. In every tile the same thread of `Sums` stores
+// slot own_slot().
 template <typename Layout, typename Sums>
 DEVICE void recompute_row(const ScoreRecomputeParams& params) {
     // Without lists later tokens see more keys: they go first.
@@ -340,9 +348,9 @@ DEVICE void recompute_row(const ScoreRecomputeParams& params) {
     }
 
     if (Sums::stores()) {
-        // NaN stays: a row whose sum is unknown has no share that is known.
+        // NaN stays: a row with an unknown sum has no known share.
         const float inverse = l1 == 0.0f ? 0.0f : 1.0f / l1;
-        // This thread reads what it wrote itself.
+        // This thread reads only what it stored itself.
         for (int slot = Sums::own_slot(); slot < params.columns; slot += Layout::KEYS) {
             if (slot >= tiles * Layout::KEYS) row[slot] = 0.0f;
             else if (SELECTED) row[slot] *= inverse;

@@ -1,36 +1,28 @@
-// Distillation targets for sm_90a: the kernel score_recompute of score_recompute.cu, which has the formulas, with
-// warpgroup matrix products.
+// Distillation targets for sm_90a: the kernel score_recompute of score_recompute.cu, which has the
+// formulas, with wgmma.
 //
-// How the work is laid out. A block takes a token with all of its heads. q and the keys come as there, with cp.async in
-// panels of 64 columns whose swizzle is the one that wgmma reads: nothing passes through registers on its way to the
-// products. A warpgroup multiplies 64 heads by all keys of a tile. At 128 heads two warpgroups share tiles of 128 keys;
-// at 64 there is one, with tiles of 64 keys, and two blocks share a multiprocessor and hide each other's exponentials,
-// starts and ends. While a block waits for a panel, the products over the one before may still run: panels arrive in
-// the stages that neither of the two takes, STAGES - 2 ahead.
+// Work division. A block takes a token with all of its heads. cp.async loads q and the keys in
+// panels of 64 columns, in the swizzle that wgmma reads: no operand passes through registers. A
+// warpgroup multiplies 64 heads by all keys of a tile. At 128 heads two warpgroups share tiles of
+// 128 keys. At 64 one warpgroup has tiles of 64 keys, and two blocks share an SM and hide each
+// other's exponentials, starts and ends. While a block waits for a panel, the MMAs of the one
+// before may still run: panels arrive in the stages that neither of the two uses, STAGES - 2
+// ahead.
 //
-// A lane exponentiates two heads by a quarter of the tile's keys and sums the two; a reduce-scatter over the eight
-// lanes that hold the same keys leaves each a few keys' sums over the warp's 16 heads. Those pass through shared memory
-// behind the next panel's barrier, where one thread for each key adds the warps up, always in one order, and stores A.
+// A lane exponentiates two heads by a quarter of the tile's keys and sums the two. A
+// reduce-scatter over the eight lanes with the same keys leaves each a few keys' sums over the
+// warp's 16 heads. These pass through shared memory; after the next panel's barrier one thread a
+// key adds the warps up, always in one order, and stores A.
 //
-// Floors as in score_recompute.cu. Per panel of 128 keys and 128 heads, at 4096 FLOP a cycle and 128 bytes of shared
-// memory a cycle: products 512 cycles; shared memory 8 x (16 for q, 32 for keys) + 128 for arriving rows = 512 cycles.
-// Per panel of 64 keys and 64 heads: 128 cycles against 4 x (16 + 16) + 64 = 192. Exponentials, 16 a cycle: 1024 cycles
-// for a tile of 128 heads and 128 keys, a quarter of the time of its products at D 512, which one block alone does not
-// hide. From L2 as there, for 4096 tokens: 2.1 GiB (H 64, topk 512) and 4.3 GiB (H 128, topk 1024).
+// Floor: that of score_recompute.cu. Limit, one H200, 4096 queries, 8192 keys: 423 us at H 64,
+// topk 512 (325 TFLOP/s), 1274 us at H 128, topk 1024 (432 TFLOP/s): latency of the chain of
+// barrier, fence and first MMA of a panel, and a tile's exponentials, which nothing in the block
+// hides.
 //
-// What limits it (one H200, 4096 queries, 8192 keys): 423 us at H 64, topk 512 (325 TFLOP/s; the portable kernel 495) and
-// 1274 us at H 128, topk 1024 (432 TFLOP/s; 1959). ncu: matrix units 34 and 47 % of the time, L2 56 and 39 %, 0.4
-// instructions a cycle and scheduler, mostly waiting on each other: the chain of barrier, fence and first product of a
-// panel, some 25 instructions, and the exponentials of a tile, which nothing of the same block hides. With addresses found
-// for each copy, and copies started before the product, it took 497 and 1491 us: half of its instructions were addresses.
-//
-// Defines
-//   HEAD_DIM   width of q and k, a multiple of 64, at most 576
-//   HEADS      heads that a block holds: 64 or 128; heads beyond num_heads add nothing
-//   SELECTED   1: lists of selected keys. 0: all keys up to a causal limit
-//
-// Launch. The grid is num_tokens blocks in x; block size and dynamic shared memory are what the module exports beside
-// the kernel.
+// Defines: HEAD_DIM  width of q and k, a multiple of 64, at most 576; HEADS  of a block, 64 or
+// 128, those after num_heads add nothing; SELECTED  see ranking.h.
+// Launch: num_tokens blocks in x; the module exports block size and dynamic shared memory.
+// What was tried: kernels/docs/score_recompute.md.
 
 #if !defined(HEAD_DIM) || !defined(HEADS) || !defined(SELECTED)
 #error "define HEAD_DIM, HEADS and SELECTED"
@@ -48,7 +40,7 @@ constexpr int KEYS = HEADS;
 constexpr int N8 = KEYS / 8;
 constexpr int KEPT = N8 / 4;  // keys of a tile whose sums over a warp's heads one lane keeps
 
-// float [2][WARPS][KEYS]: of one tile and, where it is but one panel long, of the next.
+// float [2][WARPS][KEYS]: of one tile and, where it is only one panel long, of the next.
 constexpr int PARTIAL_BYTES = 2 * WARPS * KEYS * 4;
 // Four stages leave room for a second block.
 constexpr bool TWO_BLOCKS = Q_BYTES + 4 * panel_bytes(KEYS) + SMALL_BYTES + PARTIAL_BYTES <= HALF_SHARED_BYTES;
@@ -59,7 +51,7 @@ static_assert(Layout::STAGE % 1024 == 0 && Layout::STAGE_BYTES % 1024 == 0, "pan
 
 // ---------------------------------------------------------------- the scores of a tile
 
-// s = q k^T over one panel, or s += q k^T behind the first.
+// s = q k^T over the first panel, s += q k^T over later ones.
 DEVICE void multiply_panel(float (&s)[N8][4], uint64_t q_panel, uint64_t k_panel, bool accumulate) {
     UNROLL
     for (int k = 0; k < PANEL_COLUMNS / 16; ++k)
@@ -73,7 +65,7 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
                           bool with_queries, Taker& taker) {
     if (tiles == 0) return;
     const SharedAddress shared = shared_address(dynamic_shared());
-    // Read from one lane, so that the compiler knows that a warp agrees.
+    // Read from one lane, so that the compiler knows that it is uniform in a warp.
     const int warpgroup = __shfl_sync(FULL_WARP, warp_id() / 4, 0);
     const uint64_t q = matrix_descriptor(shared + Layout::Q + warpgroup * panel_bytes(WARPGROUP_HEADS), 0, 1024);
     const uint64_t keys = matrix_descriptor(shared + Layout::STAGE, 0, 1024);
@@ -87,13 +79,14 @@ DEVICE void for_each_tile(const Ranking& list, const Queries& queries, const bf1
         float s[1][N8][4];
         for (int panel = 0; panel < PANELS; ++panel) {
             copy_wait<AHEAD - 1>();
-            // Past this barrier the panel is there for everyone, and nobody reads the one before the last any more.
+            // After this barrier all threads see the panel, and no thread reads the one before the
+            // last any more.
             __syncthreads();
             fence_async_proxy();
             wgmma_fence();
             multiply_panel(s[0], descriptor_advance(q, panel * panel_bytes(HEADS)),
                            descriptor_advance(keys, stage * Layout::STAGE_BYTES), panel > 0);
-            // While the product runs.
+            // In flight with the MMAs.
             loader.start(list, queries, k, k_stride, shared, tiles, with_queries);
             if (panel == 0 && tile > 0) taker.settle();
             stage = stage + 1 == STAGES ? 0 : stage + 1;

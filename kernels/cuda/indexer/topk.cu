@@ -1,44 +1,28 @@
 // The topk largest scores of each row, by index (inference 7, 7.2).
 //
 //     length  = clamp(lengths[row], 0, num_columns), or num_columns without lengths
-//     order   = scores from the largest down, of equal ones the lower column first; -0 equals 0, and NaN counts as -infinity
-//     indices = the first min(topk, length) columns in that order, written from the lowest column up, then -1
+//     order   = scores descending, ties by lower column; -0 equals 0, NaN counts as -infinity
+//     indices = the first min(topk, length) columns in that order, from the lowest up, then -1
 //     values  = their scores (-infinity for NaN), then -infinity
 //
-// An index is the column itself, or the column plus offsets[row], or the slot of a paged store that block_table[row] says,
-// block_table[row][column / page_size] * page_size + column % page_size; -1 where that entry is negative.
+// An index is the column, the column plus offsets[row], or the slot of a paged store:
+// block_table[row][column / page_size] * page_size + column % page_size, -1 for a negative entry.
 //
-// Scores become 32-bit keys that are ordered as they are. A histogram of the first 11 bits finds the bin that the last of the
-// chosen falls into; histograms of the next 11 and of the last 10 bits of those in it find its key, unless all in a bin are
-// chosen anyway. Of a row of many columns that would be an atomic for each score, three times. Instead 1 / 16 of the row or more is ranked first, by 22 bits: with S of n
-// columns in the sample, k S / n of the k largest are expected in it, give or take the root of that, and the key of rank
+// Method: scores become ordered 32-bit keys. Histograms of 11, 11 and 10 bits find the last chosen
+// key. They run on candidates: a sample of S of the n scores, 1 / 16 or more, is ranked first by
+// 22 bits. Its key of rank r = k S / n + 5 sqrt(k S / n) + 8 is below the last chosen key but for
+// one row in a million. One pass keeps the about r n / S columns that reach it. With too few
+// candidates, or too many (ties), the row is ranked as a whole: slower, the same result. Chosen
+// columns set bits whose prefix sums are their places. Rows over MARKED_COLUMNS, and those ranked
+// as a whole, take two passes: each warp counts, then stores, a stretch. The result has one value
+// in any order of blocks and warps.
 //
-//     r = k S / n + 5 sqrt(k S / n) + 8
+// Floor: 4 bytes a score, read once; 1/16 to 1/8 again from L2. Limit: with few rows the latency
+// of about 16 barriers; with many, instructions, about 30 per 128 scores. One H200: 512 of 16384
+// in 128 rows 11.4 us, in 4096 rows 144 us.
 //
-// of the sample lies below the last of the chosen but for one row in a million. One pass over the row keeps the columns that reach
-// it, about r n / S: 900 for 512 of 16384. All that follows works on these candidates. A row whose candidates are too few, or more
-// than there is room for (ties, say), is ranked as a whole: slower, with the same result.
-//
-// What is chosen sets a bit of its column, of those above the last key and of those that equal it; sums over the bits tell every
-// column its place. Rows beyond MARKED_COLUMNS, and those ranked as a whole, take two passes instead, in which every warp counts and
-// then writes a stretch of the row. The result has one value, whatever the order of blocks, warps and lanes.
-//
-// Floor: 4 bytes a score, which is read once and a sixteenth to an eighth once more from the second-level cache. Limited by the
-// latency of some 16 barriers a row, and of what lies between them, where rows are few, and by instructions (some 30 for each 128
-// scores) where they are many. Where rows are few a block has its multiprocessor to itself: the first tile of a row, all of it up to
-// 16384 columns, is loaded into registers while its sample is ranked; the sample is loaded while shared memory is cleared.
-// Measured on one H200: 512 of 16384 in 128 rows 11.4 us, in 4096 rows 144 us; 1024 of 8192 in 4096 rows 111 us; 512 of 65536 in 32
-// rows 17.5 us. Before, 130 cycles more went into each of five searches for a bin (sums over a warp by five exchanges, not one
-// instruction), 300 into a loop that counted the sample's pieces, 300 into a sample read twice, and 500 into the row, read again
-// from the second-level cache: 163 us for 512 of 16384 in 4096 rows, 130 us for 1024 of 8192, 20.0 us
-// for 512 of 65536 in 32 rows; 12.8 us for 512 of 16384 in 128 rows (13.2 us when the row was not asked for while its sample was
-// ranked, 13.3 us when it was asked for before; 14.2 us with 1024 threads a block). When each histogram was cleared for itself and
-// the last digit always counted, some 25 barriers: 174, 138 and 20.9 us, and 14.7 us; ncu, the first of these: 73 % of the issue
-// slots taken, 33 % of the memory's rate. 512 threads a block where rows are many: 176 us for 1024 of 8192. A form that ranked all
-// scores by their histogram: 289 us, 199 us and 60 us, with 80 % of the issue slots taken.
-//
-// Defines: THREADS, a power of two of at least 64 threads a block. Launch: num_rows blocks with shared memory, beyond topk's own,
-// of 8 bytes a candidate and 2 bits a column up to MARKED_COLUMNS.
+// Defines: THREADS of a block, a power of two from 64 on. Launch: num_rows blocks, with 8 bytes a
+// candidate and 2 bits a column of shared memory more. What was tried: kernels/docs/topk.md.
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
@@ -73,7 +57,8 @@ struct TopkParams {
 PARAMS_LAYOUT(TopkParams, scores, scores_row_stride, lengths, offsets, block_table, block_table_row_stride, indices,
               indices_row_stride, values, values_row_stride, num_columns, topk, page_size, capacity)
 
-// Shared memory of a block; behind it the keys and the columns of its candidates, and the bits of the columns.
+// Shared memory of a block. After it the keys and the columns of its candidates, and the bits of
+// the columns.
 struct Shared {
     alignas(16) uint32_t histogram[BINS];
     uint32_t above[WARPS], equal[WARPS];  // of a warp: counts, or sums of bins
@@ -83,9 +68,10 @@ struct Shared {
 
 SHARED_MEMORY(topk, sizeof(Shared))
 
-// Finds the bin of the histogram, counted from the last one down, in which the sum reaches `wanted`, and what is left of it
-// there; leaves a histogram of zeros for the next one. A thread has neighbouring bins, which it reads as wide as it can: lanes
-// that read one word each would meet in the same banks.
+// Finds the bin of the histogram, counted from the last one down, in which the sum reaches
+// `wanted`, and what is left of `wanted` there. Leaves a histogram of zeros for the next one. A
+// thread has neighbouring bins and reads vectors: lanes that read one word each would have bank
+// conflicts.
 DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     const int first = BINS - BINS_OF_A_THREAD * (static_cast<int>(threadIdx.x) + 1);
     uint32_t bins[BINS_OF_A_THREAD] = {}, own = 0;
@@ -124,7 +110,7 @@ DEVICE void find_bin(Shared& shared, uint32_t wanted) {
     __syncthreads();
 }
 
-// What can be ranked, each by its keys, of which a thread sees its own: a row,
+// The sets that can be ranked by their keys, of which each thread sees its own: a row,
 struct Row {
     const float* scores;
     int length;
@@ -136,7 +122,7 @@ struct Row {
         for (int column = threadIdx.x; column < length; column += THREADS) take(key(column));
     }
 };
-// a sample of it, pieces of consecutive scores that lie evenly over the row,
+// a sample of it, pieces of consecutive scores at even distances,
 struct Sample {
     Row row;
     bool is_taken;  // not of a row all of which may be candidates
@@ -168,7 +154,8 @@ struct Sample {
             for (float score : scores) take(key_of(score));
         }
     }
-    // Of the key that less than one row in a million has more of its `wanted` largest above than the sample says.
+    // The rank of the sample's key: fewer than one row in a million has more of their `wanted`
+    // largest in the sample.
     int rank(int wanted) const {
         const float expected = static_cast<float>(wanted) * size() / row.length;
         return static_cast<int>(expected + 5.0f * __fsqrt_rn(expected)) + 8;
@@ -186,14 +173,15 @@ struct Candidates {
     }
 };
 
-// What is known of the key of the last one chosen: its first bits, the others being 0, and how many of the keys that agree with
-// them are chosen.
+// What is known of the last chosen key: its first bits, the others being 0, and how many of the
+// keys that agree with them are chosen.
 struct LastKey {
     uint32_t prefix, left;
     bool all;  // all of those are
 };
 
-// The next bits of it, those from `shift` up; the ones from `above` up are known. None are where keys are counted first.
+// Finds the next bits of it, from `shift` up; those from `above` up are known. `first`: none are
+// known.
 template <class Keys>
 DEVICE void find_digit(Shared& shared, const Keys& keys, LastKey& last, int above, int shift, bool first) {
     keys.for_each_key([&](uint32_t key) {
@@ -204,8 +192,9 @@ DEVICE void find_digit(Shared& shared, const Keys& keys, LastKey& last, int abov
     last = LastKey{last.prefix | shared.bin << shift, shared.left, shared.inside == shared.left};
 }
 
-// What a thread reads of a row at once: some loads of WIDTH consecutive scores, a block's stretch from one to the next.
-// Those whose columns are placed together share one addition to the number of candidates.
+// What a thread reads of a row at once: some loads of WIDTH consecutive scores, at a stride of a
+// block's width. The PLACED loads that are placed together share one atomic add to the number of
+// candidates.
 constexpr int LOADS = THREADS == 512 ? 8 : 4, PLACED = THREADS == 512 ? 4 : 2;
 template <int WIDTH>
 struct Tile {
@@ -213,7 +202,7 @@ struct Tile {
     float scores[LOADS / PLACED][PLACED][WIDTH];
 };
 
-// All loads of a thread are under way at once. In most tiles no column has to be looked at.
+// All loads of a thread are in flight at once. Most tiles need no bounds test of columns.
 template <int WIDTH>
 DEVICE void load(const Row& row, int begin, Tile<WIDTH>& tile) {
     const bool is_whole = begin + Tile<WIDTH>::COLUMNS <= row.length;
@@ -239,11 +228,12 @@ DEVICE void load(const Row& row, int begin, Tile<WIDTH>& tile) {
     }
 }
 
-// Where a block has the multiprocessor to itself, its threads hold the first tile of a row of which 16 bytes are one
-// access.
+// A block with an SM to itself holds a row's first tile in registers, if the row is 16-byte
+// aligned.
 constexpr bool HOLDS = THREADS > 256;
 
-// Asks for a row: the pass over it does not wait for memory then. What is not held comes into the second-level cache.
+// Starts the loads of a row, so that the pass over it does not wait for memory. What is not held
+// is prefetched into L2.
 DEVICE void ask(const Row& row, bool is_sampled, Tile<4>& first) {
     constexpr int LINE = 128 / sizeof(float);
     const bool is_held = HOLDS && row.is_aligned();
@@ -254,8 +244,9 @@ DEVICE void ask(const Row& row, bool is_sampled, Tile<4>& first) {
         prefetch_second_level(row.scores + column);
 }
 
-// The first 22 bits of a key that all chosen reach but in one row in a million, or 0 without a sample. The row is asked
-// for behind the sample, which is waited for first, and comes while that is ranked.
+// The first 22 bits of a key that all chosen reach but in one row in a million, or 0 without a
+// sample. The row's loads start after the sample's, which is needed first, and are in flight while
+// it is ranked.
 DEVICE uint32_t leading_bits(Shared& shared, const Row& row, const Sample& sample, int topk, Tile<4>& tile) {
     LastKey last{0, static_cast<uint32_t>(sample.rank(topk)), false};
     if (sample.is_taken) find_digit(shared, sample, last, 31, 21, true);
@@ -264,20 +255,20 @@ DEVICE uint32_t leading_bits(Shared& shared, const Row& row, const Sample& sampl
     return last.prefix;
 }
 
-// The key of the last one chosen, of those that equal it `left` are; or, as soon as all keys with some first bits are chosen,
-// the lowest that begins with them.
+// The last chosen key; `left` of the keys equal to it are chosen. As soon as all keys with some
+// first bits are chosen, it is the lowest key that starts with them.
 template <class Keys>
 DEVICE LastKey last_key(Shared& shared, const Keys& keys, uint32_t wanted) {
     LastKey last{0, wanted, false};
     find_digit(shared, keys, last, 31, 21, true);
     if (!last.all) find_digit(shared, keys, last, 21, 10, false);
-    // The last digit has 10 bits: what is counted agrees in the eleventh.
+    // The last digit has 10 bits: counted keys agree in the eleventh.
     if (!last.all) find_digit(shared, keys, last, 10, 0, false);
     return last;
 }
 
-// Puts those of a warp's scores that reach the pivot into the candidates: of each load WIDTH consecutive columns a lane,
-// from `first` on and a block's stretch further with every load.
+// Appends the warp's scores that reach the pivot to the candidates. A lane has WIDTH consecutive
+// columns of each load, from `first` on at a stride of a block's width.
 template <int WIDTH>
 DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, const float (&scores)[PLACED][WIDTH], float pivot,
                  int first, int length) {
@@ -309,7 +300,8 @@ DEVICE void keep(Shared& shared, const Candidates& candidates, int capacity, con
     }
 }
 
-// One pass over the row: every score that reaches the pivot, in no order. `tile` has the row's first one where it is held.
+// One pass over the row: keeps every score that reaches the pivot, in no order. `tile` has the
+// row's first tile where it is held.
 template <int WIDTH>
 DEVICE void collect(Shared& shared, const Candidates& candidates, int capacity, const Row& row, float pivot, Tile<WIDTH>& tile) {
     UNROLL_BY(1)
@@ -322,7 +314,8 @@ DEVICE void collect(Shared& shared, const Candidates& candidates, int capacity, 
     }
 }
 
-// The candidates of a row; whether the chosen are among them. What equals -infinity stays out: NaN would, too, and is its equal.
+// Finds the candidates of a row; returns whether the chosen are among them. Scores equal to
+// -infinity stay out: NaN, which ranks equal, would not reach the pivot.
 DEVICE bool find_candidates(Shared& shared, Candidates& candidates, int capacity, const Row& row, const Sample& sample,
                             int topk) {
     Tile<4> tile;
@@ -351,12 +344,12 @@ DEVICE void write(const TopkParams& params, int64_t row, uint32_t place, int col
     if (params.values) params.values[row * params.values_row_stride + place] = score_of_key(key);
 }
 
-// The bits of the columns, behind the candidates.
+// The bits of the columns, after the candidates.
 DEVICE uint32_t* marks(const TopkParams& params, const Candidates& candidates) {
     return candidates.keys + 2 * static_cast<int64_t>(params.capacity);
 }
 
-// What must be 0 in the beginning: at once, so that one barrier does for all of it.
+// Clears all that must start at 0 at once: one barrier is enough.
 DEVICE void clear(const TopkParams& params, Shared& shared, const Candidates& candidates, int length) {
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) shared.histogram[bin] = 0;
     const int words = params.num_columns <= MARKED_COLUMNS ? 2 * ceil_div(length, 32) : 0;
@@ -411,7 +404,8 @@ DEVICE void write_by_stretches(const TopkParams& params, Shared& shared, int64_t
     }
 }
 
-// Every candidate that is chosen, or may be, sets its column's bit; every thread takes some words of bits.
+// Every candidate that is chosen, or may be, sets its column's bit. Every thread takes some words
+// of bits.
 DEVICE void write_by_marks(const TopkParams& params, Shared& shared, int64_t row, const Row& scores, const Candidates& candidates,
                            uint32_t last, uint32_t left) {
     uint32_t* const above = marks(params, candidates);
@@ -445,7 +439,7 @@ DEVICE void write_by_marks(const TopkParams& params, Shared& shared, int64_t row
     }
 }
 
-// Few threads: four blocks of a multiprocessor wait for each other's barriers and memory.
+// With few threads four blocks an SM hide each other's barriers and memory.
 KERNEL_OF(topk, TopkParams, THREADS, THREADS <= 256 ? 4 : 1) {
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     const int64_t row = blockIdx.x;

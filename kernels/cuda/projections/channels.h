@@ -1,12 +1,13 @@
-// The channels of a head, or of a row of keys, in the registers of a warp: up to 512 in accesses of 16 bytes, or any even
-// number up to 1024 pair by pair.
+// The channels of a head, or of a row of keys, in the registers of a warp: up to 512 in 16-byte
+// accesses, or any even number up to 1024 in pairs.
 #pragma once
 
 #include "element.h"
 #include "elements.h"
 #include "rotation.h"
 
-// A lane's channels of a head: pieces of COUNT neighbours, WARP_SIZE pieces apart. Those that there are not are 0.
+// A lane's channels of a head: pieces of COUNT neighbours, WARP_SIZE pieces apart. Missing
+// channels are 0.
 template <bool WIDE>
 struct Channels {
     static constexpr int COUNT = WIDE ? VECTOR : 2, PIECES = WIDE ? 2 : 16;
@@ -40,7 +41,7 @@ struct Channels {
             }
         }
     }
-    // The sum over the head of the products with another one's channels, in every lane.
+    // The dot product with another head's channels, in every lane.
     float dot(const Channels& other) const {
         float sum = 0.0f;
         UNROLL

@@ -4,41 +4,25 @@
 //     dx[t,i] =                  sum over o of dy[t,o] w[o,i]
 //     dw[o,i] = dw_before[o,i] + sum over t of dy[t,o] x[t,i]
 //
-// x, w, dy and dx are bf16, y and dw bf16 or fp32. Products are exact, sums are fp32; y_before and dw_before, which may
-// be y and dw themselves (sums over chunks of a sequence, say) or absent, are added to the whole sum with one rounding.
+// x, w, dy and dx are bf16, y and dw bf16 or fp32. Products are exact, sums fp32. y_before and
+// dw_before (may be y and dw, or absent) are added to the whole sum with one rounding.
+// num_groups independent layers run in one launch (inference 9, wo_a): x, w and y then have a
+// group axis. A group's blocks are neighbours, so its operands stay in L2.
 //
-// A layer may be num_groups independent ones of the same extents (inference 9, wo_a): x, w and y then have an axis of
-// groups, which are no part of any sum. A launch computes all groups, with as many blocks for each: the blocks of a
-// group are neighbours, so that its operands stay in L2.
+// All three are out = A B^T (linear.h), with A and B as stored: ldmatrix transposes B of dx and
+// both operands of dw. A block computes one tile, 128 x 128 or, for up to 16 rows, 16 x 64. It
+// goes over k in stages of 64; cp.async keeps STAGES - 1 in flight while mma.sync multiplies one.
+// With few tiles k is split, and linear_sum adds the partial sums in order: the same bits each
+// time. The scalar kernels take any stride and shape.
+// One token: linear_forward_one, a warp or `splits` warps for each row of w, in plain fp32.
 //
-// How the work is laid out. All three are out = A B^T (linear.h), with A and B read as they lie: of dx the numbers of B
-// that are multiplied stand below one another in memory, of dw those of both, and ldmatrix transposes them. A block
-// takes a tile of the result, 128 x 128 or, of up to 16 rows, 16 x 64, and goes over k in stages of 64, of which
-// cp.async holds STAGES - 1 under way while the tensor cores multiply one. Where there are fewer tiles than the machine
-// takes blocks, k is divided among several, whose sums linear_sum adds in order: the same bits each time. The scalar
-// kernels take any stride and extent, element by element.
-//
-// Floors: 2 rows columns depth FLOP at 790 TFLOP/s; of few rows the bytes of w at 4.24 TB/s, 67 us for [65536, 4096].
-// Expected to limit: the rate of mma.sync of the large tiles, about two thirds of wgmma's; memory of the small ones,
-// which keep 5 x 10 KB a block and three blocks a multiprocessor in flight (of large tiles it is 3 x 32 KB and one).
-// cuBLASLt, three times as fast for many tokens, takes products of more than 16 rows where the caller lets the launcher
-// choose it (Products::Library); these kernels are what there is everywhere.
-// Measured on one H200: 7168 x 16384 for one token 64 us (3.7 TB/s), for 4096 tokens 3482 us (276 TFLOP/s), both
-// gradients 7305 us (263 TFLOP/s).
-//
-// Groups, 16 of 1024 x 4096: 137 MB of w, 32 us, for one token; 550 GFLOP, 696 us, for 4096. Measured: 62.7 us for 64 tokens,
-// 2085 us for 4096, both gradients 4363 us: the rate of mma.sync, as above, with a third of cuBLAS's.
-//
-// One token has a kernel of its own (linear_forward_one). In tiles of 16 rows it took, on one H200, 51.6, 65.8, 35.1, 10.7 and 7.7 us
-// for [65536, 1536], [7168, 16384], 16 groups of [1024, 4096], [1536, 7168] and [512, 7168], the narrow ones of which had a second
-// launch that added up parts of k; in the same call this takes 47.0, 55.5, 32.8, 7.7 and 3.7, and torch, which has cuBLAS, the first
-// three in 50.7, 59.8 and 33.6. Floors are 47.5, 55.4, 31.7, 5.2 and 1.7 us at 4.24 TB/s and an empty launch. Four blocks of 64
-// registers a thread with two chunks under way were the fastest; eight chunks, of which two blocks are held, took 53.7, 55.2 and
-// 33.4. The same of four tokens took 80 to 90 us for [7168, 16384], where tiles take 65: not kept.
-//
-// Launch. num_groups times `splits` times the tiles of a group's result blocks; linear_forward_one: num_groups times as many blocks
-// as ONE_WARPS / splits * ONE_FEATURES columns fill, of which `splits` warps, a power of two up to ONE_WARPS, share a row of w; linear_sum: ceil(num_groups rows
-// ceil(columns / 8) / SUM_THREADS).
+// Floor: 2 rows columns depth FLOP at 790 TFLOP/s; for few rows the bytes of w at 4.24 TB/s, 67 us
+// for [65536, 4096]. Limit: of large tiles mma.sync, about two thirds of wgmma's rate; of small
+// tiles memory: 5 x 10 KB in flight a block, three blocks an SM (large: 3 x 32 KB, one). More than
+// 16 rows may go to cuBLASLt (Products::Library). What was tried: kernels/docs/linear.md.
+// Launch: num_groups * splits * tiles blocks. linear_forward_one: num_groups * ceil(columns /
+// (ONE_WARPS / splits * ONE_FEATURES)), splits a power of two up to ONE_WARPS. linear_sum:
+// ceil(num_groups rows ceil(columns / 8) / SUM_THREADS).
 #include "async_copy.h"
 #include "linear.h"
 #include "math.h"
@@ -49,7 +33,7 @@ using Scalar = Shape<64, 64, 2, 2, 2>;
 constexpr int SUM_THREADS = 256;
 
 struct LinearParams {
-    // Of each group, and how many elements further the next group's lies.
+    // For each group. A group stride is the number of elements to the next group.
     const bf16* a; int64_t a_stride; int64_t a_group_stride;  // [rows, depth] or, transposed, [depth, rows]
     const bf16* b; int64_t b_stride; int64_t b_group_stride;  // [columns, depth] or, transposed, [depth, columns]
     const void* before; int64_t before_stride; int64_t before_group_stride;
@@ -67,7 +51,7 @@ PARAMS_LAYOUT(LinearParams, a, a_stride, a_group_stride, b, b_stride, b_group_st
               before_group_stride, out, out_stride, out_group_stride, partials, rows, columns, depth, splits, out_is_f32,
               wide, num_groups)
 
-// The call as it is for one group.
+// The parameters of one group.
 DEVICE LinearParams of_group(LinearParams params, int64_t group) {
     const int64_t size = params.out_is_f32 ? 4 : 2, chunks = ceil_div<int64_t>(params.columns, CHUNK);
     params.a += group * params.a_group_stride;
@@ -85,14 +69,14 @@ DEVICE Result result_of(const LinearParams& params) {
                   params.wide,   1.0f};
 }
 
-// An operand: where its numbers lie, and how many rows of the result it has.
+// An operand: its elements, and how many rows of the result it has.
 struct Operand {
     const bf16* numbers;
     int64_t stride, extent, depth;
 };
 
-// EXTENT rows of an operand from `first` on, and the DEPTH numbers of k of a stage, into their tile; zeros where there
-// are none. WIDE: by copies of 16 bytes that land later.
+// Loads EXTENT rows of an operand from `first` on, and the DEPTH elements of k of a stage, into
+// their tile. Missing elements are 0. WIDE: by 16-byte cp.async, which land later.
 template <int EXTENT, int THREADS, bool TRANSPOSED, bool WIDE>
 DEVICE void load_operand(SharedAddress tile, const Operand& operand, int64_t first, int64_t stage) {
     constexpr int LINE = TRANSPOSED ? EXTENT : DEPTH, LINE_CHUNKS = LINE / CHUNK;
@@ -140,7 +124,7 @@ DEVICE void linear(const LinearParams& all) {
     Sums<S> sums = {};
     for (int64_t stage = part.begin; stage < part.end; ++stage) {
         copy_wait<S::STAGES - 2>();
-        // Past this barrier the stage is there for everyone, and nobody reads the one before it any more.
+        // After this barrier all threads see this stage, and no thread reads the previous one.
         __syncthreads();
         load(stage + S::STAGES - 1);
         if (has_rows) multiply_stage<S, A_TRANSPOSED, B_TRANSPOSED>(sums, place(stage));
@@ -168,15 +152,15 @@ SHARED_MEMORY(linear_dw_scalar, Scalar::BYTES)
 
 // ---------------------------------------------------------------- one token
 
-// A warp reads rows of w from one end to the other, or every `splits`th part of them beside other warps of its block, and a lane
-// every 32nd chunk of 16 bytes, several of which are on their way at once: memory is asked for whole rows, no tile waits for
-// another, and no launch adds up what parts of k left. Products are added in plain fp32: of a token the tensor cores would multiply
-// fifteen of sixteen times by nothing.
+// A warp reads rows of w from end to end, or every `splits`th part of them next to other warps of
+// its block. A lane has every 32nd chunk of 16 bytes, several of them in flight. DRAM serves whole
+// rows, no tile waits for another, and no second launch adds partial sums. The sums are plain
+// fp32: with one token, tensor cores would waste fifteen of sixteen rows.
 constexpr int ONE_THREADS = 256, ONE_WARPS = ONE_THREADS / static_cast<int>(WARP_SIZE), ONE_HELD = 4;
 constexpr int ONE_FEATURES = 2, ONE_CHUNKS = 2;  // rows of w of a warp, chunks of each that a lane has under way
 constexpr int ONE_STEP = ONE_CHUNKS * static_cast<int>(WARP_SIZE);
 
-// What a lane multiplies: its chunks from `chunk` on, of which those from `chunks` on are not there. WHOLE: all are.
+// A lane's chunks from `chunk` on; chunks from `chunks` on do not exist. WHOLE: all exist.
 template <bool WHOLE>
 DEVICE void add_chunks(const bf16* x, const bf16* const (&rows)[ONE_FEATURES], int chunk, int chunks,
                        float (&sums)[ONE_FEATURES]) {
@@ -207,7 +191,7 @@ KERNEL_OF(linear_forward_one, LinearParams, ONE_THREADS, ONE_HELD) {
     __shared__ float of_warps[ONE_WARPS][ONE_FEATURES];
     const uint32_t group_blocks = gridDim.x / static_cast<uint32_t>(params.num_groups);
     const LinearParams own = of_group(params, blockIdx.x / group_blocks);
-    // Columns of a block, from its first on; the warp's are those behind `turn` others.
+    // Columns of a block and its first one; the warp's follow those of `turn` other warps.
     const int columns = ONE_WARPS / own.splits * ONE_FEATURES, turn = warp_id() / own.splits;
     const int64_t first = static_cast<int64_t>(blockIdx.x % group_blocks) * columns;
     const bf16* rows[ONE_FEATURES];
@@ -231,7 +215,7 @@ KERNEL_OF(linear_forward_one, LinearParams, ONE_THREADS, ONE_HELD) {
     float chunk[CHUNK] = {};
     for (int part = 0; part < own.splits; ++part)
         chunk[0] += of_warps[column / ONE_FEATURES * own.splits + part][column % ONE_FEATURES];
-    // A chunk of one element, behind which the row ends.
+    // A chunk of one element, after which the row ends.
     Result result = result_of(own);
     result.columns = first + column + 1;
     result.wide = 0;

@@ -1,12 +1,14 @@
-// Products of matrices in tiles of their result: what all kernels of linear layers share (inference 5.5).
+// GEMM by tiles of the result: shared by all kernels of linear layers (inference 5.5).
 //
-//     out[i,j] = before[i,j] + factor sum over k of A(i,k) B(j,k)          i < rows, j < columns, k < depth
+//     out[i,j] = before[i,j] + factor sum over k of A(i,k) B(j,k)
+//     i < rows, j < columns, k < depth
 //
-// sums in fp32, `before` (which may be absent) added to the whole sum, one rounding where out is bf16. Operands lie in
-// shared memory as bf16, a stage of DEPTH numbers of k at a time; tensor cores multiply them out of there (mma.h).
+// Sums are fp32; `before` (which may be absent) is added to the whole sum, with one rounding if
+// out is bf16. Operands are in shared memory as bf16, a stage of DEPTH elements of k at a time;
+// mma.sync reads them there (mma.h).
 //
-// A block takes one tile of the result and one of `splits` parts of k. Where there are several parts each leaves its
-// sums in `partials`, and another launch adds these, in their order, with finish_chunk.
+// A block takes one tile of the result and one of `splits` parts of k. With several parts each
+// writes its sums to `partials`, and another launch adds these in order with finish_chunk.
 #pragma once
 
 #include "elements.h"
@@ -17,7 +19,7 @@ constexpr int DEPTH = 64;     // of a stage
 constexpr int CHUNK = 8;      // numbers of bf16 in 16 bytes
 constexpr int TILE_GROUP = 8;  // rows of tiles that are taken together, so that their operands stay in L2
 
-// The result and what it is made of, beside the operands. A kernel's parameters have these fields.
+// The result and its inputs other than the operands. A kernel's parameters have these fields.
 struct Result {
     const void* before; int64_t before_stride;  // [rows, columns], of out's type, or nullptr
     void* out; int64_t out_stride;              // [rows, columns]
@@ -37,23 +39,25 @@ struct Shape {
     static constexpr int WARP_ROWS = ROWS / WARPS_OF_ROWS, WARP_COLUMNS = COLUMNS / WARPS_OF_COLUMNS;
     static constexpr int M16 = WARP_ROWS / 16, N8 = WARP_COLUMNS / 8;
     static constexpr int A_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = A_BYTES + COLUMNS * DEPTH * 2;
-    // The sums on their way out: a row is 16 bytes longer, so that the lanes that store a fragment meet in few banks.
+    // The sums in the epilogue: a row is 16 bytes longer, so that the lanes storing a fragment
+    // conflict in few banks.
     static constexpr int SUM_STRIDE = COLUMNS + 4;
     static constexpr int SUM_BYTES = ROWS * SUM_STRIDE * 4;
     static constexpr int BYTES = maximum(STAGES * STAGE_BYTES, SUM_BYTES);
     static_assert(N8 % 2 == 0, "columns are loaded 16 at a time");
 };
 
-// A block's part of the product.
+// A block's part of the GEMM.
 struct Part {
     int64_t row, column;   // of the tile's first element
     int64_t begin, end;    // stages
     int32_t split;
 };
 
-// Tiles are taken in groups of TILE_GROUP rows of tiles, within one column by column. S: ROWS, COLUMNS, STAGE_DEPTH. No
-// memory holds the elements of 2^31 tiles, nor a row of as many stages: counts have 32 bits, whose divisions take a third of
-// the time, and many parts have no more than a few stages.
+// Tiles are taken in groups of TILE_GROUP rows of tiles, column by column within a group. S: ROWS,
+// COLUMNS, STAGE_DEPTH. Counts have 32 bits: a result of 2^31 tiles, or a row of as many stages,
+// fits no memory. 32-bit divisions take a third of the time, and many parts have only a few
+// stages.
 template <typename S>
 DEVICE Part part_of(const Result& result, int64_t block) {
     const auto row_tiles = static_cast<uint32_t>(ceil_div<int64_t>(result.rows, S::ROWS));
@@ -74,8 +78,8 @@ DEVICE Part part_of(const Result& result, int64_t block) {
 template <typename S>
 using Sums = float[S::M16][S::N8][4];
 
-// Fragments of 16 rows of A, of 16 numbers of k from `k` on. A tile holds a row of A in each of its rows or,
-// TRANSPOSED, a number of k.
+// Fragments of 16 rows of A, for 16 elements of k from `k` on. A row of the tile is a row of A or,
+// TRANSPOSED, one k.
 template <int ROWS, bool TRANSPOSED>
 DEVICE void load_a(uint32_t (&a)[4], SharedAddress tile, int row, int k) {
     const int lane = lane_id();
@@ -86,7 +90,8 @@ DEVICE void load_a(uint32_t (&a)[4], SharedAddress tile, int row, int k) {
     }
 }
 
-// The same of 16 rows of B, columns of the result: b[0] and b[1] are those of the first eight.
+// The same for 16 rows of B, which are columns of the result: b[0] and b[1] are those of the first
+// eight.
 template <int COLUMNS, bool TRANSPOSED>
 DEVICE void load_b(uint32_t (&b)[4], SharedAddress tile, int column, int k) {
     const int lane = lane_id();
@@ -98,13 +103,13 @@ DEVICE void load_b(uint32_t (&b)[4], SharedAddress tile, int column, int k) {
     }
 }
 
-// Where the warp's part of the tile begins.
+// The offset of the warp's part of the tile.
 template <typename S>
 DEVICE int warp_row() { return warp_id() % S::WARPS_M * S::WARP_ROWS; }
 template <typename S>
 DEVICE int warp_column() { return warp_id() / S::WARPS_M * S::WARP_COLUMNS; }
 
-// sums += A B^T over one stage, or over these of its numbers of k.
+// sums += A B^T over one stage, or over these of its elements of k.
 template <typename S, bool A_TRANSPOSED, bool B_TRANSPOSED, int BEGIN = 0, int END = DEPTH>
 DEVICE void multiply_stage(Sums<S>& sums, SharedAddress stage) {
     UNROLL
@@ -125,9 +130,9 @@ DEVICE void multiply_stage(Sums<S>& sums, SharedAddress stage) {
     }
 }
 
-// ---------------------------------------------------------------- the way out
+// ---------------------------------------------------------------- epilogue
 
-// Adds what was there before and stores CHUNK elements of a row, or those that the row has.
+// Adds `before` and stores CHUNK elements of a row, or those that the row has.
 template <typename T>
 DEVICE void finish_typed(const Result& result, int64_t row, int64_t column, float (&x)[CHUNK]) {
     constexpr int COUNT = Element<T>::per_vec16;
@@ -163,13 +168,13 @@ DEVICE void finish_chunk(const Result& result, int64_t row, int64_t column, floa
     }
 }
 
-// Where the sums of CHUNK elements lie that a part of k left.
+// The address of the partial sums of CHUNK elements.
 DEVICE float* partial_sums(const Result& result, int64_t split, int64_t row, int64_t column) {
     const int64_t stride = ceil_div<int64_t>(result.columns, CHUNK) * CHUNK;
     return result.partials + (split * result.rows + row) * stride + column;
 }
 
-// The sums of CHUNK elements of a part of k, finished where it is the only one.
+// Stores the sums of CHUNK elements of a part of k; finishes them if it is the only part.
 DEVICE void store_chunk(const Result& result, int32_t split, int64_t row, int64_t column, float (&x)[CHUNK]) {
     if (result.splits == 1) return finish_chunk(result, row, column, x);
     float* const to = partial_sums(result, split, row, column);
@@ -177,7 +182,7 @@ DEVICE void store_chunk(const Result& result, int32_t split, int64_t row, int64_
     store_vec16(to + 4, pack<float>({x[4], x[5], x[6], x[7]}));
 }
 
-// The block's sums, by way of shared memory, which nobody may use any more.
+// The block's epilogue through shared memory, which no thread may still be reading.
 template <typename S>
 DEVICE void store_sums(const Result& result, const Part& part, const Sums<S>& sums) {
     auto* const shared = reinterpret_cast<float*>(dynamic_shared());
@@ -204,7 +209,7 @@ DEVICE void store_sums(const Result& result, const Part& part, const Sums<S>& su
     }
 }
 
-// Adds what the parts of k left, part after part: a thread takes CHUNK elements.
+// Adds the partial sums, part after part: a thread takes CHUNK elements.
 DEVICE void add_partials(const Result& result, int64_t number) {
     const int64_t row_chunks = ceil_div<int64_t>(result.columns, CHUNK);
     const int64_t row = number / row_chunks, column = number % row_chunks * CHUNK;

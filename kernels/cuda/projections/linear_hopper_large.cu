@@ -1,16 +1,18 @@
-// Linear layers of FP8 weights and activations for many tokens on sm_90a: linear_quantised.cu, which has the formulas, with
-// warpgroup matrix products of e4m3.
+// Linear layers of FP8 weights and activations for many tokens on sm_90a, by wgmma of e4m3.
+// linear_quantised.cu has the formulas.
 //
-// How the work is laid out. quantised_hopper_large.h says how a block computes its units; as many blocks as there are
-// multiprocessors take them in turn, alone or, where few tiles of tokens have no other beside them, in pairs that share
-// weights. Parts of k leave their sums as those of linear.h do.
+// quantised_hopper_large.h describes how a block computes its work tiles. The grid has as many
+// blocks as SMs, which take tiles round-robin: alone or in pairs that share weights. The launcher
+// pairs blocks if the number of token tiles is even or large. Splits of k leave partial sums as in
+// linear.h.
 //
-// Floors: 2 rows columns depth FLOP at twice 790 TFLOP/s, 4096 tokens of [65536, 1536] 522 us, of [7168, 16384] 609 us.
-// Expected to limit: shared memory and the second-level cache (quantised_hopper_large.h, with what has been measured), and
-// for little k the sums' way out.
+// Floor: 2 rows columns depth FLOP at twice 790 TFLOP/s: 4096 tokens of [65536, 1536] 522 us, of
+// [7168, 16384] 609 us. Expected limit: shared memory and L2 (quantised_hopper_large.h), and for
+// small k the epilogue.
+// Measured numbers and what was tried: kernels/docs/linear_quantised.md.
 //
-// Launch. Any grid in x of at most `splits` times the tiles of the result; of pairs of whole clusters, and of tiles of twice as
-// many tokens.
+// Launch. Any grid in x of at most `splits` times the tiles of the result. For pairs: whole
+// clusters, and tiles of twice as many tokens.
 #include "quantised_hopper_large.h"
 
 SHARED_MEMORY(linear_hopper_large, Shared::BYTES)

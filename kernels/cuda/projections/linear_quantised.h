@@ -1,5 +1,6 @@
-// What the kernels of quantised linear layers share: a product of quantised operands, whose formulas
-// linear_quantised.cu has, where the scales are, and the parameters of one product.
+// Shared by the kernels of quantized linear layers: a GEMM of quantized operands
+// (linear_quantised.cu has the formulas), the addresses of its scales, and the parameters of one
+// GEMM.
 #pragma once
 
 #include "linear.h"
@@ -20,7 +21,7 @@ DEVICE uint8_t scale_byte(const Scales& scales, int64_t row, int32_t group) {
     return static_cast<const uint8_t*>(scales.scales)[scale_place(scales, scales.first_row + row, group)];
 }
 
-// The scale at a place, a power of two or any fp32 number.
+// The scale at an offset, a power of two or any fp32 number.
 DEVICE float scale_at(const Scales& scales, int64_t place) {
     if (scales.bytes) return e8m0_to_float(static_cast<const uint8_t*>(scales.scales)[place]);
     return static_cast<const float*>(scales.scales)[place];
@@ -31,13 +32,13 @@ DEVICE float scale_of_group(const Scales& scales, int64_t row, int32_t group) {
     return scale_at(scales, scale_place(scales, scales.first_row + row, group));
 }
 
-// Whether a product of scales is normal, or one of them 0.
+// Whether the product of two scales is normal, or one of them is 0.
 DEVICE bool is_regular(float x_scale, float w_scale) {
     const uint32_t exponent = __float_as_uint(x_scale * w_scale) & 0x7f800000u;
     return x_scale == 0.0f || w_scale == 0.0f || (exponent != 0 && exponent != 0x7f800000u);
 }
 
-// A product of quantised operands.
+// A GEMM of quantized operands.
 struct QuantisedProduct {
     const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
     const uint8_t* w; int64_t w_stride;  // codes, [columns, bytes of depth]
@@ -45,7 +46,7 @@ struct QuantisedProduct {
     Result result;                       // and the extents
 };
 
-// ---------------------------------------------------------------- a kernel of one product
+// ---------------------------------------------------------------- a kernel of one GEMM
 
 struct LinearQuantisedParams {
     const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
@@ -90,7 +91,7 @@ DEVICE Scales w_scales_of(const LinearQuantisedParams& params) {
                   params.w_padded_groups, params.w_scale_layout, params.scale_bytes,    0};
 }
 
-// Every element is multiplied by `factor` on its way out.
+// The epilogue multiplies every element by `factor`.
 DEVICE Result result_of(const LinearQuantisedParams& params, float factor) {
     return Result{params.before,  params.before_stride, params.out,    params.out_stride, params.partials,
                   params.rows,    params.columns,       params.depth,  params.splits,     params.out_is_f32,

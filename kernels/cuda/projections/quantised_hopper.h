@@ -1,69 +1,26 @@
-// Products of FP8 activations with FP8 or MXFP4 weights by warpgroup matrix products of e4m3 (sm_90a), for few tokens: what
-// linear_hopper.cu and grouped_linear_hopper.cu share. linear_quantised.cu has the formulas; quantised_hopper_large.h is for
-// many tokens of FP8. Those of MXFP4 are here, too. grouped_linear_swiglu_hopper.cu goes on with the sums where they are.
+// FP8 activations times FP8 or MXFP4 weights by wgmma of e4m3 (sm_90a), for few tokens. Shared by
+// linear_hopper.cu and grouped_linear_hopper.cu; grouped_linear_swiglu_hopper.cu keeps the sums.
+// linear_quantised.cu has the formulas. quantised_hopper_large.h is for many tokens of FP8.
 //
-// Weights are the rows of a product and tokens its columns, so that few tokens leave the tensor cores little to do that
-// nobody needs: a block takes 128 features by TOKENS tokens, and of k a part in stages of 128, one group of scales.
-// Blocks take such units in turn, which are found before the first one is begun (ListedTurns). Three warpgroups:
-//   0 and 1  consumers, 64 features each. Of each stage the products are accumulated from zero, multiplied by the
-//            scales of their tokens and of the block of weights, and added to sums in fp32: the tensor cores keep 13
-//            fraction bits (hopper.h), over the 128 numbers of a group and no more. While one promotes, the other's
-//            products run.
-//   2        producer: each of its warps brings every fourth stage, with cp.async in the swizzle that wgmma reads, and
-//            its scales; the next unit's first stages while the last one's sums are stored. A warp has two stages under
-//            way: it hands one over when the copies of the next are on their way. Of MXFP4 up to 16 tokens no product
-//            reads what was copied, so that copies hand their stage over themselves. What comes by way of registers is
-//            asked for when the warp's stage before has been handed over.
+// Weights are the rows of the MMA and tokens its columns: few tokens waste little of the MMA. A
+// work tile (Unit) is 128 features by TOKENS tokens and a part of k; a k-block (stage) is 128 of
+// k, one group of scales. Each block lists its tiles first (ListedTurns). Three warpgroups:
+// - 0 and 1: consumers, 64 features each. A stage accumulates from zero and is promoted: times its
+//   scales, added to fp32 sums. Tensor cores keep 13 fraction bits (wgmma.h), over one group at
+//   most. One consumer promotes while the other's MMAs run.
+// - 2: producer. Each warp loads every fourth stage by cp.async in wgmma's swizzle, and its
+//   scales. It hands a stage over when the copies of its next stage are issued; where REORDERED is
+//   set, cp.async arrives at the mbarrier itself.
+// MXFP4: a k-step of 32 has one scale a feature. Codes of w stay packed in shared memory;
+// consumers make e4m3 A fragments of them in registers (2^-6 as large, exactly).
+// Invariants: a producer warp holds at most one stage while it waits for a slot (PRODUCERS <
+// STAGES). A stage is free when all consumer lanes have arrived at its empty barrier.
+// Floor: bytes of w at 4.24 TB/s, or the MMA rate. What limits it: of FP8 the 16-byte copies; of
+// MXFP4 issue slots and DRAM. What was tried: kernels/docs/linear_quantised.md.
 //
-// Promotion. The product of a token's scale and the block's is made once a stage, by the producer, so that a consumer
-// needs one fused multiplication and addition for each sum. Where it would leave the range of normal fp32 numbers for
-// some token, a sum is multiplied by one scale after the other: a sum of a group may be normal where that product is not.
-//
-// What a stage of FP8, 128 features by 128 tokens, takes of a multiprocessor: 512 cycles of products; 64 + some 50 instructions
-// of each consumer warp and some 300 of one of the producer's, of 4 x 512 slots; of shared memory, at 128 bytes a cycle,
-// 32 KB that arrive and 2 x (8 + 16) KB that the products read, 640 cycles. So shared memory is the bound, four fifths of
-// the tensor cores' rate; wider tiles would read less, but 64 x 256 sums and as many accumulators fit no registers.
-// Measured on one H200 a stage of 128 tokens takes some 1,900 cycles, three times that: the producer's copies of 16 bytes,
-// 64 for each lane of one warp a stage, are what limits it. Copies of boxes in their place take 1,000 (the other header).
-//
-// Why cp.async: few tokens wait for memory, of which it brings enough, and takes any rows at multiples of 16 bytes.
-//
-// MXFP4. Hopper has no products of e2m1. But a code of e2m1 with its two parts moved to where e4m3 has them is an e4m3 number
-// 2^-6 as large, whichever of the sixteen it is: the lossless fold of inference 5.5 with one exponent for all groups. A product
-// of 32 numbers of k, one step of wgmma, belongs to one scale of a feature, so that each step's products are accumulated from
-// zero and multiplied by their own scale, a power of two: nothing has to fold, however far apart scales are, and sums are
-// rounded less often than over 128. Codes lie in shared memory as in memory, two in a byte: of weights half the bytes of FP8
-// come. A consumer reads them, 8 numbers of a step of each of two rows a lane, and has them as the fragments of A that wgmma
-// takes from registers: nobody stores e4m3 codes, and no fence is needed for them. What a lane reads are 8 neighbours, of which
-// the shifts leave the even ones in one register and the odd ones in another: the channel that an instruction takes for its k-th is
-// free as long as x agrees. So of up to 16 tokens the producer leaves the 32 numbers of a step in that order (`place_of`), by way of
-// registers. Of more tokens that would take it longer than it saves (measured, of 4096 tokens: half as long again and more): the
-// consumer reads 4 neighbours and 4 numbers 16 further, and puts even and odd ones in their order.
-// Scales that are not 2^-63 to 2^63, which no quantiser makes, might leave the range of fp32 before the scale of x brings them
-// back, and numbers of those from 2^126 on may be infinite in bf16. For a stage that has any, the consumers add products in
-// fp32, number by number: right, and a hundred times as slow.
-//
-// What a stage of MXFP4 takes of a multiprocessor's 4 issue slots a cycle, as compiled: of each consumer warp 128 instructions
-// with 8 tokens, 149 with 16, where x has a scale for 128 numbers, of which 56 make fragments; of the producer's warps some 330 and
-// a copy of 16 bytes for each 512. 8 tokens: (8 x 128 + 330) / 4 are 340 cycles, and memory takes 7.5 of 8.5 KB at 4.24 TB/s 420. So
-// two blocks share a multiprocessor there, since each waits for its own copies and products.
-// Measured on one H200, experts of [4096, 4096] with 6, 192 and 768 slots: 37.4, 483 and 908 us with 16 tokens, some 200
-// instructions, and 64 bytes of a row at a time from memory, 57 % of its rate. 8 tokens, and 256 bytes of a row into the
-// second-level cache at a time, took 31.7, 394 and 740 us. Since all counts of experts are asked for at once, tokens and scales a
-// stage ahead, and stages hand themselves over: 26.0, 364 and 693 us, of which clocks said why they scattered by 5 %: at 700 W
-// the GPU lowers its clock from 1980 MHz to 1665 to 1965, so that instructions cost time whether or not they are waited for.
-// ncu counted 145 a stage and consumer warp, 45 of them for where in the stage a lane's numbers lie. Kept (LanePlaces), and scales
-// as bf16 in place of bytes, they are 128, and it takes 23.9, 328 and 621 us (330 and 640 were expected): 3.66 TB/s of DRAM in
-// ncu's run of 192 slots, 86 % of a copy's rate.
-// The compiler has to take a stage's number for the same in all lanes: where a consumer's loop has R2UR in it, it does not, and 20
-// instructions more of each stage are descriptors and addresses. A search in the loop around had that effect.
-// Units that are halved (UnitsOfBlock) gave the 6 slots nothing of MXFP4, though a multiprocessor has three halves then in place of
-// four: so what limits them is not what two blocks share. Of FP8, whose blocks share nothing, they gave 31.4 to 30.1 us, and that
-// units are found beforehand 29.5 to 28.6.
-//
-// The including file is compiled with TOKENS, the columns of a product, defined as 8, 16, 64 or 128; WEIGHTS as 1 (FP8) or 2
-// (MXFP4); and X_GROUP, the numbers of x that share a scale, 128 or, of MXFP4, 32. Before this header it declares
-//   using RowsOfW   which rows of w a unit's 128 features are (rows_of_w.h)
+// The including file defines TOKENS 8, 16, 64 or 128; WEIGHTS 1 (FP8) or 2 (MXFP4); X_GROUP,
+// elements of x that share a scale: 128, of MXFP4 also 32. Before this header it declares
+//   using RowsOfW   which rows of w the 128 features of a tile are (rows_of_w.h)
 #pragma once
 
 #include "async_copy.h"
@@ -84,23 +41,24 @@ constexpr int FEATURES = 128, CONSUMER_FEATURES = 64, CONSUMERS = FEATURES / CON
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
 constexpr int PRODUCERS = WARPGROUP_SIZE / WARP_SIZE;
 constexpr int STAGES = TOKENS == 128 ? 6 : 8;
-// Of MXFP4: numbers that share a scale, which are 16 bytes of codes and a step of wgmma; of a stage's rows; scales of a token.
+// MXFP4: W_GROUP elements share a scale: 16 bytes of codes, one k-step of wgmma. STEPS: k-steps of
+// a stage. X_SCALES: scales of a token in a stage.
 constexpr int W_GROUP = 32, STEPS = GROUP / W_GROUP, X_SCALES = GROUP / X_GROUP;
-// Of FP8: blocks of w whose scales a stage has.
+// FP8: blocks of w whose scales a stage has.
 constexpr int W_BLOCKS = MXFP4 ? 1 : RowsOfW::BLOCKS;
-// Blocks that a multiprocessor holds. Where those are two, neither the consumers nor the producer can do with less than the launch
-// gives, but of 16 tokens, whose sums take more, a producer of rows in order.
+// Blocks an SM holds. With two, consumers and producer both keep the launch's register count. The
+// exception is 16 tokens with rows in order: their sums need more, and the producer gives some.
 constexpr int HELD = MXFP4 && TOKENS <= 16 ? 2 : 1;
 constexpr bool GIVES = TOKENS == 16 && RowsOfW::IN_ORDER;
 using Registers = DividedRegisters<1, HELD == 2 ? (GIVES ? 64 : 80) : MXFP4 ? 120 : 152, CONSUMERS,
                                    HELD == 2 ? (GIVES ? 88 : 80) : MXFP4 ? 192 : 176, HELD>;
-// A warp of the producer waits for a stage's place while it still holds one that it has not handed over. What held that
-// place is older than the one it holds, so that no two wait for each other.
+// A producer warp waits for a slot while it still holds a stage that it has not handed over. The
+// slot's former stage is older than the held one, so no two warps wait for each other.
 static_assert(PRODUCERS < STAGES, "the place of a stage is taken by one that nobody hands over before");
-// Of MXFP4: whether x has the order in which the shifts leave w's numbers.
+// MXFP4: whether x is stored in the order in which the shifts leave the elements of w.
 constexpr bool REORDERED = MXFP4 && TOKENS <= 16;
 
-// Turns of a block whose units are found before anything else: 256 experts' decode has no more.
+// Rounds of a block whose tiles are listed at the start. Decode with 256 experts has no more.
 constexpr int LISTED_TURNS = 64;
 
 struct UnitShape {
@@ -117,7 +75,7 @@ struct alignas(16) StageScales {
     alignas(8) uint32_t w_pairs[MXFP4 ? FEATURES : 1][STEPS / 2];  // of MXFP4: 2^6 times the scales of two steps of a row, in bf16
 };
 
-// Where everything lies in dynamic shared memory.
+// Layout of dynamic shared memory.
 struct Shared {
     static constexpr int W_BYTES = FEATURES * (MXFP4 ? 64 : 128), STAGE_BYTES = W_BYTES + TOKENS * 128;
     static constexpr int SUMS = STAGES * STAGE_BYTES;  // float [CONSUMERS][SUM_TOKENS][SUM_STRIDE]
@@ -135,19 +93,20 @@ struct Shared {
 };
 static_assert((Shared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 
-// Parity of the phase in which stage number n, counted over all units, has come.
+// Parity of the full barrier's phase for stage number n, counted over all tiles.
 DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
 
 DEVICE StageScales& stage_scales(uint32_t stage) {
     return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % STAGES];
 }
 
-// Of a product.
+// Work tiles of a product.
 DEVICE int64_t units_of(const Result& result) {
     return ceil_div<int64_t>(result.rows, TOKENS) * ceil_div<int64_t>(result.columns, FEATURES) * result.splits;
 }
 
-// What a block computes next: a part of a product, of all features of a tile or of the half of them that begins there.
+// A work tile: a part of a product, with all features of the tile or the half of them that starts
+// there.
 template <typename Rows>
 struct UnitOf {
     QuantisedProduct product;
@@ -156,7 +115,7 @@ struct UnitOf {
     Rows rows;
     int32_t matrix;  // whose rows they are, where each expert has a part of its own
 };
-// A field without a number, too, costs registers.
+// Even a field without a value costs registers.
 template <>
 struct UnitOf<RowsInOrder> {
     QuantisedProduct product;
@@ -166,7 +125,8 @@ struct UnitOf<RowsInOrder> {
 };
 using Unit = UnitOf<RowsOfW>;
 
-// What a block takes in a turn, found beforehand: which expert's rows or which part, in numbers of 32 bits (part_of).
+// The tile of a block in one round, found at the start: the expert's rows and the part, in 32-bit
+// counts (part_of).
 struct alignas(16) ListedUnit {
     int32_t features;  // 0 where the block has nothing to do in the turn
     int32_t matrix;
@@ -188,13 +148,14 @@ static_assert(sizeof(ListedUnit) == Shared::LISTED_BYTES, "a listed unit has the
 
 DEVICE ListedUnit* listed_units() { return reinterpret_cast<ListedUnit*>(dynamic_shared() + Shared::LISTED); }
 
-// Units in the order in which blocks take them, as the functions below are given them:
-//   CLUSTER                                      blocks of a cluster, which take a unit together, each its own part of it
+// Work tiles in the order in which blocks take them. The functions below need:
+//   CLUSTER                                      blocks of a cluster; they share a tile's number
 //   int64_t count() const
 //   ListedUnit listed(int64_t number) const      searches and divides
 //   Unit unit(const ListedUnit& listed) const    does neither
+// Each block of a cluster takes its own part of the tile.
 //
-// Those of one product.
+// The tiles of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
     const QuantisedProduct& product;
@@ -206,35 +167,36 @@ struct UnitsOfProduct {
     Unit unit(const ListedUnit& listed) const { return Unit{product, listed.part(), listed.features}; }
 };
 
-// The units of a block, a round of all blocks after the other. Where the last round has fewer units than blocks some of them
-// are halved, a consumer's features each, for blocks that would have none: no unit takes a multiprocessor longer than it must,
-// and weights come over all of them. Of blocks that share a multiprocessor, as every second one does, the first ones take what
-// is whole. Where a block has a multiprocessor to itself nothing ends sooner unless all are halved. Of more than 16 tokens, which
-// would come twice, none are.
+// The tiles of a block, round by round. If the last round has fewer tiles than blocks, some are
+// halved: each half has one consumer's features and goes to a block that would be idle. Then no
+// tile holds an SM longer than it must, and all SMs load weights. Where two blocks share an SM,
+// the first ones take the whole tiles. With one block an SM, halving ends sooner only if all tiles
+// are halved. Above 16 tokens none is halved, because the tokens would be loaded twice.
 constexpr bool HALVED = TOKENS <= 16 && RowsOfW::IN_ORDER;
 
 template <typename Units>
 struct UnitsOfBlock {
     const Units& units;
 
-    // Clusters count as blocks do.
+    // A cluster counts as one block.
     static int32_t block() { return static_cast<int32_t>(blockIdx.x / Units::CLUSTER); }
     static int32_t blocks() { return static_cast<int32_t>(gridDim.x / Units::CLUSTER); }
 
-    // Of the units that are left at the beginning of a round, those that are not halved.
+    // Of the `left` tiles at the start of a round, how many stay whole.
     static int32_t whole(int32_t left, int32_t blocks) {
         if (left >= blocks || (HELD == 1 && 2 * left > blocks)) return left;
         return maximum(2 * left - blocks, 0);
     }
-    // Blocks that take part. Of FP8, where no unit is halved, as few as have no more turns for it: weights come as fast to those, and
-    // none has a unit more than others. 96 tiles of six experts took 29.6 us by 48 clusters and 31.0 by 66. Of MXFP4, whose blocks
-    // are twice as many, so few tiles are one turn, and where there are many the difference is none.
+    // Blocks that take part. FP8 without halving uses the fewest blocks that need no more rounds:
+    // weights arrive as fast, and the blocks are balanced. 96 tiles of six experts took 29.6 us
+    // with 48 clusters, 31.0 with 66. MXFP4 has twice as many blocks: few tiles are one round, and
+    // for many tiles the number makes no difference.
     int32_t taking_part() const {
         if constexpr (HALVED || MXFP4) return blocks();
         const int64_t count = units.count(), turns = maximum<int64_t>(ceil_div<int64_t>(count, blocks()), 1);
         return static_cast<int32_t>(ceil_div(count, turns));
     }
-    // What the block takes in a turn of the first `blocks` blocks, with the searches and divisions that say so.
+    // The block's tile in a round of the first `blocks` blocks. It searches and divides.
     ListedUnit find(int32_t turn, int32_t blocks) const {
         const int64_t first = static_cast<int64_t>(turn) * blocks, all = units.count() - first;
         if (all <= 0) return ListedUnit();
@@ -249,9 +211,10 @@ struct UnitsOfBlock {
     }
 };
 
-// A block's turns, one after the other: listed beforehand where there are no more than there is room for, by a thread each, or found
-// when they come. Who copies or multiplies would search, and wait for an expert's count out of memory, in the middle of it; and
-// where a loop has a search in it the compiler takes nothing for the same in all lanes, descriptors and addresses of stages neither.
+// A block's rounds. If they fit, they are listed at the start, one thread a round; otherwise each
+// is found when it comes. A search in the middle would make producers and consumers wait for an
+// expert's count from memory. The compiler also treats nothing as warp-uniform in a loop with a
+// search, including descriptors and stage addresses.
 template <typename Units>
 struct ListedTurns {
     int32_t turn = 0;
@@ -259,7 +222,8 @@ struct ListedTurns {
     static bool suit(const Units& units) {
         return units.count() <= static_cast<int64_t>(LISTED_TURNS) * UnitsOfBlock<Units>::blocks();
     }
-    // For others to see behind the block's next barrier. Behind the last turn one without a unit.
+    // Visible to other threads after the block's next barrier. The entry after the last round has
+    // no tile.
     static void list(const Units& units) {
         const auto turn = static_cast<int32_t>(threadIdx.x);
         const UnitsOfBlock<Units> own{units};
@@ -283,14 +247,15 @@ struct FoundTurns {
     void advance() { ++turn; }
 };
 
-// For others behind the block's next barrier.
+// Visible to other threads after the block's next barrier.
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            // All lanes' copies; where tokens are stored in another order, the stores besides.
+            // All lanes' copies; with reordered tokens also one arrival for the stores.
             mbarrier_init(shared + Shared::full(stage), WARP_SIZE + (REORDERED ? 1 : 0));
-            // All lanes of the consumers: where the compiler knows a warp to be whole it leaves out the barrier behind which one lane
-            // could arrive for all, and racecheck then sees no order (32 arrivals take no longer, measured).
+            // All consumer lanes arrive. With one arrival a warp, the compiler removes the warp
+            // barrier before it where it knows the warp to be whole, and racecheck sees no order.
+            // 32 arrivals take no longer (measured).
             mbarrier_init(shared + Shared::empty(stage), CONSUMER_THREADS);
         }
         fence_mbarrier_init();
@@ -299,8 +264,8 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 
 // ---------------------------------------------------------------- producer
 
-// Starts the arrival of the numbers of a group of `ROWS` rows of codes, 128 bytes each, all of it by one warp: zeros
-// where there are none.
+// One warp issues the copies of one group of ROWS rows of codes, 128 bytes each. Missing bytes are
+// 0.
 template <int ROWS>
 DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride, int64_t first, int64_t extent,
                       int64_t begin, int64_t depth) {
@@ -309,7 +274,7 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
     const bool has_chunk = begin + 16 * chunk < depth;
     const uint8_t* source = codes + (first + lane_row) * stride + begin + 16 * chunk;
     if (first + ROWS <= extent && begin + GROUP <= depth) {
-        // Of every second of the lane's rows the chunk has the same place in the row.
+        // The lane's rows STEP apart alternate between two swizzled chunk offsets.
         const SharedAddress places[2] = {target + panel_offset(lane_row, chunk),
                                          target + panel_offset(lane_row + STEP, chunk)};
         UNROLL
@@ -324,10 +289,10 @@ DEVICE void copy_rows(SharedAddress target, const uint8_t* codes, int64_t stride
     }
 }
 
-// Where 16 bytes of codes of MXFP4 lie, a step of a row: eight rows' are in different banks.
+// Offset of 16 bytes of MXFP4 codes, one k-step of a row: eight rows use different banks.
 DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (step ^ (row / 2 & 3)); }
 
-// The same of the unit's rows of w where they are not in order, eight at a time: there are all of them or none.
+// The same for rows of w that are not in order, eight at a time: either all eight exist or none.
 DEVICE void copy_eights(SharedAddress target, const Unit& unit, int64_t begin) {
     constexpr int STEP = WARP_SIZE / 8;
     const QuantisedProduct& product = unit.product;
@@ -365,7 +330,7 @@ struct CopiedWeights {
     }
 };
 
-// The same of MXFP4: rows of 64 bytes, two codes in each.
+// The same for MXFP4: rows of 64 bytes, two codes a byte.
 struct PackedWeights {
     static constexpr int ROWS = WARP_SIZE / STEPS, AT_ONCE = CONSUMER_FEATURES / ROWS;
     const uint8_t* source;  // the lane's 16 bytes of its first row's first group
@@ -401,12 +366,12 @@ struct PackedWeights {
     }
 };
 
-// Where of the 32 bytes of x of a step its number k lies. Where they are reordered lane t of a row has numbers 8t to 8t + 7 of w,
-// and wgmma takes the even ones for its 4t-th to 4t + 3-th and the odd ones for those 16 further.
+// Offset of element k in the 32 bytes of x of a k-step. Reordered: lane t of a row has elements 8t
+// to 8t + 7 of w. wgmma takes the even ones as its 4t to 4t + 3, the odd ones as those 16 further.
 DEVICE constexpr int place_of(int k) { return REORDERED ? k % 2 * 16 + k / 8 * 4 + k % 8 / 2 : k; }
 
-// The tokens' numbers of a stage, 128 bytes each, by one warp: copied or, where they have to be in the order of place_of, loaded
-// before the stage's place is free and stored then. Zeros where there are none.
+// The tokens of a stage, 128 bytes each, by one warp. They are copied; for the order of place_of
+// they are loaded before the slot is free and stored afterwards. Missing values are 0.
 struct CopiedTokens {
     void begin(const Unit&) {}
     void load(const Unit&, int64_t) {}
@@ -428,7 +393,7 @@ struct StoredTokens {
         source = unit.product.x + row * unit.product.x_stride + 16 * (lane_id() % 8);
         rows = static_cast<int32_t>(minimum<int64_t>(unit.product.result.rows - row, TOKENS));
     }
-    // Of 16 tokens there are no registers for those of a stage to come.
+    // With 16 tokens no registers are left to load a stage in advance.
     void load(const Unit& unit, int64_t group) {
         if constexpr (TOKENS == 8) load_chunks(unit, group);
     }
@@ -446,7 +411,8 @@ struct StoredTokens {
         UNROLL
         for (int i = 0; i < ACCESSES; ++i) {
             const uint32_t (&w)[4] = chunks[i].w;
-            // Half of a chunk's bytes lie in the lower 16 of the step, half in the upper ones.
+            // Half of a chunk's bytes go to the lower 16 bytes of the k-step, half to the upper
+            // 16.
             const SharedAddress own = 8 * (chunk % 2);
             store_shared_vec8(target + panel_offset(lane_row + i * ROWS, chunk & ~1) + own,
                               __byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420));
@@ -458,8 +424,8 @@ struct StoredTokens {
 
 constexpr int X_LANE_ROWS = ceil_div<int>(TOKENS, WARP_SIZE);
 
-// The scales of a stage of FP8, a lane those of every 32nd token. They are asked for long before the stage's place is free: what
-// comes after them, the stage before included, waits for no memory then.
+// The FP8 scales of a stage; each lane has those of every 32nd token. They are loaded long before
+// the slot is free, so no later step waits for memory.
 struct LoadedFactors {
     float w[W_BLOCKS], x[X_LANE_ROWS];
     bool two = false;  // blocks of w
@@ -507,10 +473,10 @@ struct LoadedFactors {
 // ---------------------------------------------------------------- scales of MXFP4
 
 constexpr int W_LANE_ROWS = FEATURES / WARP_SIZE;
-// 2^6 times what e2m1x8_as_e4m3 makes of a number is the number. A byte of a scale counts its exponent.
+// An element is 2^6 times what e2m1x8_as_e4m3 makes of it. A scale's byte is its biased exponent.
 constexpr uint32_t LOST_EXPONENT = 6;
-// Bytes of the scales of w that are ordinary: 2^-63 to 2^63. Sums of a stage of numbers with such scales are normal fp32
-// numbers, whatever scale x has, and the factors below 2^70.
+// Ordinary bytes of the scales of w: 2^-63 to 2^63. With these, sums of a stage are normal fp32
+// numbers for any scale of x, and the factors are below 2^70.
 constexpr uint32_t LEAST_ORDINARY = 64, LARGEST_ORDINARY = 190;
 // The byte of a scale that multiplies zeros.
 constexpr uint32_t NOBODY = 127;
@@ -520,13 +486,13 @@ DEVICE bool has_byte_below(uint32_t word, uint32_t bound) {
     return ((word - 0x01010101u * bound) & ~word & 0x80808080u) != 0;
 }
 
-// The powers of two that have the lower two bytes as their exponents' codes.
+// The powers of two whose biased exponents are the lower two bytes, as a pair of bf16.
 DEVICE uint32_t exponents_as_bf16(uint32_t bytes) { return __byte_perm(bytes, 0, 0x4140) << 7; }
 
-// The bytes of the scales of the four groups of a stage, of which there are `left`: they lie side by side in all layouts.
-// Groups that there are not have NOBODY's.
+// The scale bytes of a stage's four groups, of which `left` exist. They are adjacent in all
+// layouts. Missing groups have the byte NOBODY.
 DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
-    // Only plain rows may end, or begin, within a word.
+    // Only plain rows may start or end within a word.
     if (left >= STEPS && reinterpret_cast<uint64_t>(first) % 4 == 0) return *reinterpret_cast<const uint32_t*>(first);
     uint32_t word = 0;
     UNROLL
@@ -534,9 +500,9 @@ DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
     return word;
 }
 
-// The scales of a stage of MXFP4, a lane those of every 32nd row. They are asked for long before the stage's place is free. Where
-// one lies is a sum of what its row and what its group says (scale_layout.h), and w's rows of a lane are equally far apart where
-// they are in order.
+// The MXFP4 scales of a stage; each lane has those of every 32nd row. They are loaded long before
+// the slot is free. An address is the sum of a row's part and a group's part (scale_layout.h). If
+// the rows of w are in order, a lane's rows have a constant stride.
 struct LoadedScales {
     static constexpr int W_PLACES = RowsOfW::IN_ORDER ? 1 : W_LANE_ROWS;
     int64_t w_places[W_PLACES], x_places[X_LANE_ROWS];
@@ -608,17 +574,18 @@ struct LoadedScales {
     }
 };
 
-// Hands a stage over once this lane's copies have landed, but for those of the PENDING stages after it.
+// Hands a stage over when this lane's copies have landed, except those of the PENDING newer
+// stages.
 template <int PENDING>
 DEVICE void hand_over(SharedAddress shared, uint32_t stage) {
     copy_wait<PENDING>();
-    // What this lane copied becomes visible to the products.
+    // What this lane copied becomes visible to wgmma.
     fence_async_proxy();
     mbarrier_arrive(shared + Shared::full(stage));
 }
 
-// Hands a stage over whose products read nothing that was copied, only what was stored: the copies tell by themselves when they
-// have landed, and nobody waits for them.
+// Hands over a stage whose MMAs read only what was stored, not what was copied. The copies arrive
+// at the mbarrier when they land, and no thread waits for them.
 DEVICE void hand_over_stores(SharedAddress shared, uint32_t stage) {
     const SharedAddress full = shared + Shared::full(stage);
     copy_arrive(full);
@@ -636,11 +603,12 @@ struct Chosen<false, First, Second> {
     using Type = Second;
 };
 
-// Warp `warp` of the producer brings every fourth stage of all units. What comes by way of registers is asked for when the stage
-// before is handed over.
+// Producer warp `warp` loads every fourth stage of all tiles. Loads through registers are issued
+// when the stage before is handed over.
 template <typename Turns, typename Units>
 DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
-    // Stages of the units before, and the warp's next one: it has had one as soon as that is not among the first.
+    // Stages of the tiles before, and the warp's next stage. The warp has had a stage if that
+    // number is at least PRODUCERS.
     uint32_t before = 0, stage = warp;
     typename Chosen<MXFP4, PackedWeights, CopiedWeights>::Type weights;
     typename Chosen<MXFP4, LoadedScales, LoadedFactors>::Type scales;
@@ -692,7 +660,8 @@ DEVICE void multiply(float (&d)[N8][4], uint64_t w, uint64_t x) {
     wgmma_hold(d);
 }
 
-// total += d times the scales of its tokens and of the weights, those of `block`. `regular`: of the scales.
+// total += d times the scales of its tokens and of the weights in `block`. `regular` is the flag
+// of the scales.
 DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageScales& scales, int32_t regular, int32_t block) {
     const int token = lane_id() % 4 * 2;
     if (regular) {
@@ -705,7 +674,8 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
         }
         return;
     }
-    // A token's own scales say how its sums are rounded, and not those of its neighbours in the tile.
+    // A token's own scales alone decide how its sums are rounded, not those of its neighbours in
+    // the tile.
     UNROLL
     for (int n = 0; n < N8; ++n) {
         float x_scale[2], factor[2], first[2], second[2];
@@ -723,15 +693,16 @@ DEVICE void promote(float (&total)[N8][4], const float (&d)[N8][4], const StageS
     }
 }
 
-// ---------------------------------------------------------------- products of MXFP4
+// ---------------------------------------------------------------- MMA of MXFP4
 
-// Tokens whose products are under way together, and steps of theirs: more would have no registers.
+// Tokens and k-steps whose MMAs are in flight together: more would need too many registers.
 constexpr int SLICE = minimum(TOKENS, 64), UNDER_WAY = TOKENS <= 16 ? STEPS : 2;
 using SliceSums = float[SLICE / 8][4];
 
-// Where in a stage lies what a lane multiplies: of each step its codes of the first of its two rows, the scales of that row, and
-// its first token. Of few tokens they are kept, since a stage's base is then all that is added: computed anew they were a fifth of a
-// stage's instructions. Of many there are no registers for them.
+// Where a lane's operands are in a stage: for each k-step the codes of the first of its two rows,
+// the row of its scales, and its first token. With few tokens these offsets stay in registers and
+// only the stage's base is added: computed again, they were a fifth of a stage's instructions.
+// With many tokens no registers are left for them.
 struct LanePlaces {
     int codes[STEPS], row, token;
 
@@ -745,7 +716,7 @@ struct LanePlaces {
     }
 };
 
-// What a lane multiplies of a stage: of its two rows the codes as they lie in memory, and the scales.
+// A lane's operands of a stage: the codes of its two rows as stored, and their scales.
 struct PackedRows {
     uint32_t codes[STEPS][2], scales[2][STEPS / 2];
 
@@ -774,7 +745,7 @@ struct PackedRows {
         const uint32_t second = *reinterpret_cast<const uint16_t*>(own + 8);
         return first | second << 16;
     }
-    // A step as wgmma takes it.
+    // The A fragment of a k-step.
     void fragments(uint32_t (&a)[4], int step) const {
         UNROLL
         for (int half = 0; half < 2; ++half) {
@@ -786,7 +757,7 @@ struct PackedRows {
     }
 };
 
-// d = w x^T of one step, 64 features by SLICE tokens.
+// d = w x^T of one k-step, 64 features by SLICE tokens.
 DEVICE void start_step(SliceSums& d, const PackedRows& w, uint64_t x, int step) {
     uint32_t a[4];
     w.fragments(a, step);
@@ -795,7 +766,7 @@ DEVICE void start_step(SliceSums& d, const PackedRows& w, uint64_t x, int step) 
     wgmma_commit();
 }
 
-// The scales of x of a slice of a stage.
+// The scales of x for a slice of a stage.
 struct SliceScales {
     const StageScales& scales;
     int token;  // the lane's first
@@ -803,8 +774,8 @@ struct SliceScales {
     void x(float (&own)[2], int step, int n) const { load_elements(scales.x[step] + token + 8 * n, own); }
 };
 
-// The steps from STEP on, of which the first are under way: `sums` of their products with the scales of w or, where x has a
-// scale for each of them, `total` of those with both.
+// The k-steps from STEP on, of which the first are in flight. `sums` takes their MMAs times the
+// scales of w. If x has a scale for each k-step, `total` takes them times both scales.
 template <int STEP>
 DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_WAY], const PackedRows& rows,
                        uint64_t x, const SliceScales& scales) {
@@ -830,7 +801,7 @@ DEVICE void take_steps(SliceSums& total, SliceSums& sums, SliceSums (&d)[UNDER_W
     }
 }
 
-// total += w x^T of a stage with all scales, of SLICE tokens.
+// total += w x^T of a stage with all scales, for SLICE tokens.
 DEVICE void multiply_slice(SliceSums& total, const PackedRows& rows, uint64_t x, const SliceScales& scales) {
     SliceSums d[UNDER_WAY], sums;
     UNROLL
@@ -847,7 +818,7 @@ DEVICE void multiply_slice(SliceSums& total, const PackedRows& rows, uint64_t x,
     }
 }
 
-// The same of all tokens and features of a consumer, of weights whose scales are ordinary.
+// The same for all tokens and features of a consumer, where the scales of w are ordinary.
 DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t stage, const PackedRows& rows,
                            const LanePlaces& lane) {
     const uint64_t x = matrix_descriptor(shared + Shared::x(stage), 0, 1024);
@@ -858,15 +829,16 @@ DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t
     }
 }
 
-// A number of w with its scale, in bf16.
+// An element of w times its scale, in bf16.
 DEVICE float number_of_w(const QuantisedProduct& product, int64_t row, int64_t k) {
     const uint8_t pair = product.w[row * product.w_stride + k / 2];
     const float scale = e8m0_to_float(scale_byte(product.w_scales, row, static_cast<int32_t>(k / W_GROUP)));
     return to_float(to_bf16(e2m1_to_float(static_cast<uint8_t>(k % 2 ? pair >> 4 : pair & 15)) * scale));
 }
 
-// The same of weights of any scales, number by number in fp32. A scale of x below 1 is multiplied with the numbers of x, one
-// above it with those of w: neither leaves fp32's range for it unless the product does. `x`: the stage's tokens.
+// The same for any scales of w, element by element in fp32. A scale of x below 1 multiplies x, one
+// above 1 multiplies w: then neither factor leaves fp32's range unless the product does. `x`: the
+// stage's tokens.
 DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& product, const Part& part, const RowsOfW& rows,
                              int64_t group, uint32_t consumer, const uint8_t* x, const StageScales& scales) {
     const int lane = lane_id(), token = lane % 4 * 2;
@@ -892,11 +864,12 @@ DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& prod
     }
 }
 
-// Of a stage of a unit, which is found anew where it is needed: the registers that a product takes are scarce.
+// One stage of a tile. The tile is found again only where it is needed, because the MMAs leave few
+// registers.
 template <typename Units, typename Turns>
 DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, const Turns& turns, int32_t group,
                            SharedAddress shared, uint32_t stage, uint32_t consumer, const LanePlaces& lane) {
-    // Asked for before it is known whether they are taken as they are.
+    // Loaded before it is known whether the fast path takes them.
     const PackedRows rows(dynamic_shared() + Shared::w(stage), stage_scales(stage), lane);
     if (uniform(stage_scales(stage).ordinary)) return multiply_codes(total, shared, stage, rows, lane);
     const Unit unit = units.unit(turns.now());
@@ -904,9 +877,10 @@ DEVICE void multiply_mxfp4(float (&total)[N8][4], const Units& units, const Turn
     multiply_numbers(total, unit.product, unit.part, unit.rows, unit.part.begin + group, consumer, x, stage_scales(stage));
 }
 
-// ---------------------------------------------------------------- units
+// ---------------------------------------------------------------- epilogue
 
-// The sums of a unit, those of some tokens after the others, by way of shared memory, so that features lie side by side.
+// The sums of a tile, SUM_TOKENS tokens at a time, through shared memory, so that features are
+// contiguous.
 DEVICE void store_unit(const Result& result, const Part& part, uint32_t consumer, const float (&total)[N8][4]) {
     auto* const all = reinterpret_cast<float*>(dynamic_shared() + Shared::SUMS);
     float* const sums = all + consumer * Shared::SUM_TOKENS * Shared::SUM_STRIDE;
@@ -929,16 +903,16 @@ DEVICE void store_unit(const Result& result, const Part& part, uint32_t consumer
             load_elements<CHUNK>(sums + i / ROW_CHUNKS * Shared::SUM_STRIDE + i % ROW_CHUNKS * CHUNK, x);
             store_chunk(result, part.split, row, column, x);
         }
-        // The next sums may take their place.
+        // The next sums may replace these.
         named_barrier_sync(1 + consumer, WARPGROUP_SIZE);
     }
 }
 
-// What becomes of the sums of a consumer, as the functions below are given it:
+// What happens to the sums of a consumer. The functions below need:
 //   void begin(const Unit& unit)
 //   void end(const Unit& unit, uint32_t consumer, const float (&total)[N8][4])
 //
-// They are the result's.
+// Here they are stored as the result.
 struct StoredUnits {
     void begin(const Unit&) {}
     void end(const Unit& unit, uint32_t consumer, const float (&total)[N8][4]) {
@@ -946,7 +920,7 @@ struct StoredUnits {
     }
 };
 
-// A stage that this consumer has no features of: it only says that it does not need it.
+// A stage without features for this consumer: it only releases the stage.
 DEVICE void pass_stage(SharedAddress shared, uint32_t stage) {
     mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
     mbarrier_arrive(shared + Shared::empty(stage));
@@ -986,7 +960,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
     }
 }
 
-// What a block does in its turns: `before` is what its consumers do first.
+// A block's work in all rounds. `before` is what its consumers do first.
 template <typename Turns, typename Units, typename Before, typename Results>
 DEVICE void take_turns(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
     const int32_t warpgroup = uniform(warp_id() / 4);
@@ -1000,7 +974,7 @@ DEVICE void take_turns(const Units& units, SharedAddress shared, const Before& b
     }
 }
 
-// The same, once its barriers are there.
+// The same, after the barriers are initialised.
 template <typename Units, typename Before, typename Results>
 DEVICE void multiply_units(const Units& units, SharedAddress shared, const Before& before, const Results& results) {
     const bool listed = ListedTurns<Units>::suit(units);

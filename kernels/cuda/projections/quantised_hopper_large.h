@@ -1,41 +1,27 @@
-// Products of FP8 operands by warpgroup matrix products of e4m3 (sm_90a), for many tokens: what linear_hopper_large.cu and
-// grouped_linear_hopper_large.cu share. linear_quantised.cu has the formulas, quantised_hopper.h is for few tokens.
+// FP8 GEMM by wgmma of e4m3 (sm_90a), for many tokens. Shared by linear_hopper_large.cu and
+// grouped_linear_hopper_large.cu. linear_quantised.cu has the formulas; quantised_hopper.h is for
+// few tokens.
 //
-// Tokens are the rows of a product and features its columns. A block takes 128 tokens by 256 features, two blocks of
-// weights side by side, and of k a part in stages of 128, one group of scales. Blocks take one such unit after the other. Three
-// warpgroups:
-//   0 and 1  consumers, 64 tokens each: of each stage 64 x 128 products with the one block of weights, then with the other,
-//            each accumulated from zero, multiplied by the scales of the token and of the block, and added to sums in fp32:
-//            the tensor cores keep 13 fraction bits (hopper.h), over the 128 numbers of a group and no more. Of a unit
-//            of no more than 64 tokens each takes one block of weights.
-//   2        producer: one warp starts the copies of boxes (tensor_copy_in), which swizzle as wgmma reads and fill with
-//            zeros what lies outside; the other three bring the scales, each those of every third stage. Both go on with
-//            the next unit's first stages while the last one's sums are stored.
-//
-// Pairs. Blocks may run in clusters of two, whose units have the same weights and other tokens: each brings one of the two
-// blocks of weights, which arrives in both, and a stage takes 32 KB of the second-level cache instead of 48. Or they have the
-// same tokens and other weights, and bring the tokens in turn: 40 KB. A stage is brought anew when the consumers of both blocks
-// have given it back, so that neither gets ahead of the other by more than there are stages. Their arrivals pass no writes on
-// (mbarrier_arrive_at): a consumer would wait for the sums of the unit before to be stored, at every stage.
-//
-// Promotion. The product of a token's scale and a block's is made once a stage, by the producer. Where it would leave the
-// range of normal fp32 numbers for some token, a sum is multiplied by one scale after the other: a sum of a group may be
-// normal where that product is not.
-//
-// What a stage takes of a multiprocessor: 1024 cycles of products; of shared memory, at 128 bytes a cycle, 48 KB that arrive
-// and 2 x 2 x (8 + 16) KB that the products read, 1152 cycles; of the second-level cache 48 KB. 64 x 256 sums and 64 x 128
-// accumulators of a warpgroup are 192 registers a thread, so that no wider unit fits.
-// Measured on one H200 for 4096 tokens of [65536, 1536] and [7168, 16384], with DeepGEMM in the same run where it is named: tiles
-// of 128 x 128 by cp.async 1875 and 2098 us, by copies of boxes 1034 and 973; 128 x 256 with a way out of 300 instructions a warp
-// 902 and 939 with consumers that start their products in turn, 883 and 914 without (DeepGEMM 707 and 765). What ncu said of
-// those: tensor cores busy 61 and 72 % of the time (DeepGEMM's 79 and 90), 1.9 times DeepGEMM's instructions, a fifth of a
-// consumer's time in the way out of units of 12 stages, each access of it behind a branch. With the way out below, and weights
-// shared by pairs of blocks (linear_hopper_large_pairs), 860 to 868 and 905 to 922 (706 and 758): the turn of a unit is cheaper,
-// and the pairs gave less than the 770 and 780 that were hoped for.
-// As compiled then, a product took 72 instructions beside its 64 sums (DeepGEMM's, of the same shape, 32) and three jumps over code
-// that is seldom wanted. It takes 45 and one jump since a unit's stages but the last are a loop that asks for nothing else, and
-// where the sums of scales that are no normal numbers are not sums of their own. Expected: 790 and 830 us; measured: 811
-// and 841 (706 and 754 in that call).
+// Tokens are the rows of the MMA, features its columns. A work tile (Unit) is 128 tokens by 256
+// features (two blocks of 128 rows of w) and a part of k. A stage is 128 of k, one group of
+// scales. Blocks are persistent. Three warpgroups:
+// - 0 and 1: consumers, 64 tokens each. Each stage multiplies 64 x 128 with the one block of w,
+//   then the other. Each MMA accumulates from zero and is promoted: times its scales, added to
+//   fp32 sums. Tensor cores keep 13 fraction bits (wgmma.h), over one group at most. In a tile of
+//   at most 64 tokens each consumer takes one block of w.
+// - 2: producer. Warp 0 issues TMA loads, which swizzle as wgmma reads and fill with zeros. Warps
+//   1 to 3 load scales, every third stage each. The next tile's first stages load during the
+//   epilogue.
+// Pairs (clusters of two). Either the blocks share w: each loads one block of w, multicast to
+// both, and a stage takes 32 KB of L2 instead of 48. Or they share tokens and load them
+// alternately: 40 KB. A stage is loaded again only when the consumers of both blocks have released
+// it.
+// Promotion: the producer multiplies a token's scale by a block's once a stage. If a product
+// leaves the normal fp32 range, a sum is multiplied by one scale after the other.
+// Floor of a stage on an SM: 1024 cycles of MMA; shared memory at 128 B a cycle: 48 KB in and 96
+// KB read, 1152 cycles; 48 KB of L2. Sums and accumulators take 192 registers a thread, so no
+// wider tile fits. Limit: shared memory and L2.
+// What was tried: kernels/docs/linear_quantised.md.
 #pragma once
 
 #include "hopper.h"
@@ -56,7 +42,7 @@ struct UnitShape {
     static constexpr int ROWS = TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
 };
 
-// Two units of the same features, tokens behind tokens.
+// Two tiles with the same features and consecutive tokens.
 struct PairShape {
     static constexpr int ROWS = 2 * TOKENS, COLUMNS = FEATURES, STAGE_DEPTH = GROUP;
 };
@@ -69,8 +55,8 @@ struct alignas(16) StageScales {
     int32_t regular;  // whether all factors are what their scales multiply to
 };
 
-// What consumers have to know of a unit. The producer leaves it: to find a unit among those of experts takes longer than a
-// stage.
+// What consumers need of a tile, written by the producer: to find a tile among the experts takes
+// longer than a stage.
 struct UnitResult {
     Result result;
     Part part;
@@ -81,9 +67,9 @@ struct UnitResult {
     int32_t is_rounded;
 };
 
-// Where everything lies in dynamic shared memory. A consumer gives a stage's operands back before it promotes, so that it
-// may still read the scales of a stage whose operands are being replaced: they have more places than there are stages. And so
-// have units, since it reads a unit's place when its stages are long given back.
+// Layout of dynamic shared memory. A consumer releases a stage's operands before it promotes, so
+// it may read the scales of a stage whose operands are being replaced. So scales have more slots
+// than stages. Tiles too: a consumer reads a tile's slot long after it released the tile's stages.
 struct Shared {
     static constexpr int NUMBERS = 16;  // places of numbers of units: more than producers are ever apart
     static constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + FEATURES * 128;
@@ -110,26 +96,26 @@ struct Shared {
 static_assert(Shared::WARP_ROWS * Shared::OUT_COLUMNS * 2 <= Shared::WARP_BYTES, "rows of bf16 exceed a warp's place");
 static_assert(Shared::OUT % 128 == 0 && Shared::WARP_BYTES % 128 == 0, "a warp's place begins within a row of banks");
 
-// Parity of the phase in which stage number n, counted over all units, has come.
+// Parity of the full barrier's phase for stage number n, counted over all tiles.
 DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
 
 DEVICE StageScales& stage_scales(uint32_t stage) {
     return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % SCALE_STAGES];
 }
 
-// Of unit number n of the block's.
+// Of the block's tile number n.
 DEVICE UnitResult& unit_result(uint32_t unit) {
     return reinterpret_cast<UnitResult*>(dynamic_shared() + Shared::RESULTS)[unit % UNITS];
 }
 
-// Of a product, in units of a shape.
+// Tiles of a product, in a given shape.
 template <typename S>
 DEVICE int64_t units_of(const Result& result) {
     return ceil_div<int64_t>(result.rows, S::ROWS) * ceil_div<int64_t>(result.columns, S::COLUMNS) * result.splits;
 }
 
-// What a block computes next: a part of a product, and where its rows begin in the maps of x and w, where each of its blocks
-// of weights is GROUP rows that share their scales.
+// A work tile: a part of a product, and where its rows start in the tensor maps of x and w. Each
+// of its blocks of w is GROUP rows that share their scales.
 struct Unit {
     QuantisedProduct product;
     Part part;
@@ -137,31 +123,32 @@ struct Unit {
     int32_t shares_tokens;  // of a cluster: whether its blocks have the same tokens, and not the same weights
 };
 
-// Whether a unit's sums are rounded to bf16 and stored, and no more, and the result has all of its features.
+// Whether a tile's sums are only rounded to bf16 and stored, and the result has all of its
+// features.
 DEVICE bool is_rounded(const Result& result, const Part& part) {
     const bool plain = result.splits == 1 && !result.out_is_f32 && result.wide && result.before == nullptr;
     return plain && result.factor == 1.0f && part.column + FEATURES <= result.columns;
 }
 
-// ---------------------------------------------------------------- which units a block takes
+// ---------------------------------------------------------------- tile scheduler
 
-// Behind a block's last one.
+// After a block's last tile.
 constexpr uint32_t NO_UNIT = 0xffffffffu;
 
 DEVICE uint32_t unit_of_count(uint32_t number, uint32_t count) { return number < count ? number : NO_UNIT; }
 
-// A block's first one, or a cluster's.
+// The first tile of a block or of a cluster.
 template <uint32_t CLUSTER>
 DEVICE uint32_t first_unit(uint32_t count) { return unit_of_count(blockIdx.x / CLUSTER, count); }
 
-// Which units a block takes, or a cluster, whose blocks take units of one number together:
-//   uint32_t first() const                                 the first one's number
-//   uint32_t tell_behind(uint32_t taken, uint32_t number)  what comes behind a unit, the `taken`th: asked once of each by the
-//                                                          lane that starts copies
-//   uint32_t behind(uint32_t taken, uint32_t number) const the same for the producer's other warps
+// Which tiles a block takes, or a cluster, whose blocks take one tile number together:
+//   uint32_t first() const                                 the first tile's number
+//   uint32_t tell_behind(uint32_t taken, uint32_t number)  the tile after the `taken`th; only the
+//                                                          TMA lane calls it, once each
+//   uint32_t behind(uint32_t taken, uint32_t number) const the same for other producer warps
 //
-// In turn: every so many-th. For units of one product, which cost the same: for 4096 tokens of [65536, 1536] and [7168, 16384] the
-// way below was no faster (816 and 856 us; in turn 818 and 846).
+// Round-robin, for the tiles of one product, which cost the same. AsFree is no faster there: 816
+// and 856 us for 4096 tokens of [65536, 1536] and [7168, 16384], round-robin 818 and 846.
 template <uint32_t CLUSTER>
 struct InTurn {
     uint32_t count;
@@ -171,11 +158,12 @@ struct InTurn {
     uint32_t tell_behind(uint32_t taken, uint32_t number) { return behind(taken, number); }
 };
 
-// As blocks get free: the next one that nobody has, by a counter in memory, 0 before the launch. Units that are taken at a time
-// are neighbours then, whose operands are brought from memory once. In turn, clusters of which one has half units and another has none
-// get so far apart that each brings experts' weights of its own: of 196608 rows 13.0 GB were read where 5.2 are now.
+// Dynamic: the next free tile, by a counter in memory that is 0 before the launch. Tiles in flight
+// together are then neighbours, and their operands are read from DRAM once. Round-robin lets
+// clusters drift apart if one has half tiles and another none, and each reads its own expert's
+// weights: 13.0 GB instead of 5.2 GB for 196608 rows.
 //
-// A cluster's first block asks, one unit in advance, and tells all of them.
+// A cluster's first block takes the number, one tile in advance, and sends it to all blocks.
 template <uint32_t CLUSTER>
 struct AsFree {
     uint32_t count;
@@ -210,13 +198,13 @@ struct AsFree {
     }
 };
 
-// Units in the order in which blocks take them, as the functions below are given them, or of clusters what their blocks take
-// together:
+// Tiles in the order in which blocks take them; of a cluster, what its blocks take together. The
+// functions below need:
 //   static constexpr uint32_t CLUSTER          blocks of a cluster
 //   Turns turns(SharedAddress shared) const    which of them the block takes, as above
 //   Unit at(uint32_t number) const             the block's own
 //
-// Those of one product.
+// The tiles of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
     const QuantisedProduct& product;
@@ -229,7 +217,8 @@ struct UnitsOfProduct {
     }
 };
 
-// The same in pairs. The second unit of one may have no token: its block takes part with zeros, which nobody stores.
+// The same in pairs. The second tile of a pair may have no token: its block works on zeros, which
+// are not stored.
 struct PairsOfProduct {
     static constexpr uint32_t CLUSTER = 2;
     const QuantisedProduct& product;
@@ -243,7 +232,8 @@ struct PairsOfProduct {
     }
 };
 
-// All blocks of the cluster have come here: before, nobody may reach into another one's shared memory, and nobody has left.
+// All blocks of the cluster have arrived. Before that, no block may access another one's shared
+// memory; no block has exited.
 template <uint32_t CLUSTER>
 DEVICE void meet_blocks() {
     if constexpr (CLUSTER == 1) {
@@ -258,10 +248,11 @@ template <uint32_t CLUSTER = 1>
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            // One lane's expected bytes, and all lanes of the warp that brings the scales.
+            // One lane's expected bytes, and all lanes of the warp that loads the scales.
             mbarrier_init(shared + Shared::full(stage), 1 + WARP_SIZE);
-            // Weights arrive in all blocks of a cluster at a time, so that all of them must have given the stage back, a warp each.
-            // Without a cluster all lanes give it back (quantised_hopper.h says why).
+            // Weights arrive in all blocks of a cluster at once, so all of them must have released
+            // the stage, one arrival a warp. Without a cluster all lanes release it
+            // (quantised_hopper.h has the reason).
             mbarrier_init(shared + Shared::empty(stage), CLUSTER == 1 ? CONSUMER_THREADS : CLUSTER * CONSUMER_THREADS / WARP_SIZE);
             if constexpr (CLUSTER > 1) mbarrier_init(shared + Shared::read(stage), CONSUMER_THREADS);
         }
@@ -277,7 +268,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
 template <uint32_t CLUSTER>
 constexpr uint32_t ALL_BLOCKS = (1u << CLUSTER) - 1;
 
-// The tokens of a stage. Blocks of a cluster that share them bring them in turn.
+// The tokens of a stage. Blocks of a cluster that share them load them alternately.
 template <uint32_t CLUSTER>
 DEVICE void copy_tokens(const TensorMap& x_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
     const SharedAddress to = shared + Shared::x(stage), full = shared + Shared::full(stage);
@@ -288,7 +279,7 @@ DEVICE void copy_tokens(const TensorMap& x_map, const Unit& unit, int32_t group,
     }
 }
 
-// Its weights: both blocks or, where blocks of a cluster share them, one of them for both.
+// Its weights: both blocks of w. If the blocks of a cluster share them, each loads one for both.
 template <uint32_t CLUSTER>
 DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
     const SharedAddress full = shared + Shared::full(stage);
@@ -299,14 +290,14 @@ DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group
             tensor_copy_in(shared + Shared::w(stage, block), w_map, group * GROUP, unit.w_rows[block], unit.w_matrix, full);
     } else {
         const auto block = static_cast<int>(cluster_rank());
-        // An index that is not known to the compiler would put the unit into memory.
+        // With an index unknown to the compiler the tile would be in local memory.
         const int32_t row = block == 0 ? unit.w_rows[0] : unit.w_rows[1];
         tensor_copy_in_all(shared + Shared::w(stage, block), w_map, group * GROUP, row, unit.w_matrix, full,
                            ALL_BLOCKS<CLUSTER>);
     }
 }
 
-// The operands of all stages of all units, by one lane.
+// The operands of all stages of all tiles, by one lane.
 template <typename Units>
 DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared) {
     auto turns = units.turns(shared);
@@ -326,7 +317,7 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
                 unit_result(taken) = UnitResult{unit.product.result, unit.part, unit.x_row, unit.x_matrix,
                                                 stages, is_last, is_half, rounded};
             }
-            // What lies outside of a tensor counts as arrived.
+            // Bytes outside the tensor count as arrived.
             mbarrier_arrive_expect(full, Shared::STAGE_BYTES);
             copy_tokens<Units::CLUSTER>(x_map, unit, group, shared, stage);
             copy_weights<Units::CLUSTER>(w_map, unit, group, shared, stage);
@@ -334,8 +325,8 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
     }
 }
 
-// The scales of a stage, by one warp. Where one lies is a sum of what its row and what its group says, of which a lane keeps
-// those of its rows: scale_place takes longer than a stage has.
+// The scales of a stage, by one warp. An address is the sum of a row's part and a group's part. A
+// lane keeps the parts of its rows, because scale_place takes longer than a stage.
 struct LoadedScales {
     static constexpr int COUNT = TOKENS / WARP_SIZE;
     static constexpr int64_t NOWHERE = -1;
@@ -384,12 +375,13 @@ struct LoadedScales {
     }
 };
 
-// Which barrier says that a stage's scales may be replaced. Those of a cluster's blocks are their own, and an arrival of one lane
-// for others, that orders nothing (mbarrier_arrive_at), says nothing of what these have read.
+// The barrier after which a stage's scales may be replaced. In a cluster each block has its own
+// scales. One lane's remote arrival orders nothing (mbarrier_arrive_at), so it does not cover what
+// the other lanes have read.
 template <uint32_t CLUSTER>
 DEVICE constexpr int scales_free(uint32_t stage) { return CLUSTER == 1 ? Shared::empty(stage) : Shared::read(stage); }
 
-// Warp `warp` of those that bring scales.
+// Warp `warp` of those that load scales.
 template <typename Units>
 DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t warp) {
     const auto turns = units.turns(shared);
@@ -421,8 +413,8 @@ DEVICE void start_product(BlockSums& d, uint64_t x, uint64_t w) {
     wgmma_commit();
 }
 
-// What the sums of a product are multiplied by: read before they are there, since what is read then delays the consumer's next
-// product by twice the time that shared memory takes.
+// The factors of an MMA's sums. They are read before the sums are complete: read afterwards, they
+// delay the consumer's next MMA by twice the latency of shared memory.
 struct Factors {
     float of_rows[2];  // tokens `row` and `row + 8`
     int32_t regular;
@@ -432,15 +424,17 @@ DEVICE Factors factors_of(const StageScales& scales, int block, int row) {
     return Factors{{scales.factors[block][row], scales.factors[block][row + 8]}, uniform(scales.regular)};
 }
 
-// total += d times the scales of its tokens, rows `row` and `row + 8`, and of the weights. Where one product of the scales will
-// not do, d is multiplied by the token's here. It is not in the way of the others: a second loop of sums would be.
+// total += d times the scales of its tokens, rows `row` and `row + 8`, and of the weights. If the
+// product of the scales is not normal, d is first multiplied by the token's scale. That branch
+// leaves one loop of sums; a second loop would slow the usual case.
 DEVICE void promote(BlockSums& total, BlockSums& d, const Factors& factors, const StageScales& scales, int block, int row) {
     float of_rows[2] = {factors.of_rows[0], factors.of_rows[1]};
     if (__builtin_expect(factors.regular == 0, false)) {
         float x[2] = {scales.x[row], scales.x[row + 8]};
         UNROLL
         for (int half = 0; half < 2; ++half) {
-            // A token's own scales say how its sums are rounded, and not those of its neighbours or of the other block.
+            // A token's own scales alone decide how its sums are rounded, not its neighbours or
+            // the other block.
             if (is_regular(x[half], scales.w[block])) x[half] = 1.0f;
             else of_rows[half] = scales.w[block];
         }
@@ -457,27 +451,27 @@ DEVICE void promote(BlockSums& total, BlockSums& d, const Factors& factors, cons
     }
 }
 
-// What of a unit a consumer takes: 64 of its tokens with both blocks of weights or, where there are no more than 64, all with
-// one block, so that neither computes what nobody needs.
+// A consumer's share of a tile: 64 of its tokens with both blocks of w. If the tile has at most 64
+// tokens, it is all tokens with one block, so no MMA is wasted.
 struct Share {
     uint32_t consumer;
     int32_t warp;  // of the consumer's; like it the same in all lanes, so that it takes none of their registers
     int32_t is_half;
 
-    // The consumer's and the warp's first token, and the lane's first.
+    // The first token of the consumer, of the warp and of the lane.
     int first_token() const { return is_half ? 0 : static_cast<int>(consumer) * CONSUMER_TOKENS; }
     int warp_row() const { return first_token() + warp * Shared::WARP_ROWS; }
     int row() const { return warp_row() + lane_id() / 4; }
     int first_block() const { return is_half ? static_cast<int>(consumer) : 0; }
 };
 
-// OUT_COLUMNS sums of each of a warp's rows, from the n8th eight of `total` on, in bf16 in shared memory: chunks of 16 bytes, of
-// which a row's lie in the places of panels.h, so that all lanes meet in different banks.
+// OUT_COLUMNS sums of each of a warp's rows, from the n8th eight of `total` on, as bf16 in shared
+// memory. The 16-byte chunks of a row use the swizzle of panels.h, so lanes use different banks.
 DEVICE void stage_rounded(uint8_t* place, const BlockSums& total, int n8) {
     const int lane = lane_id();
     UNROLL
     for (int n = 0; n < Shared::OUT_COLUMNS / CHUNK; ++n) {
-        // Of the row eight further on the chunks lie alike.
+        // The row eight further has the same chunk order.
         uint8_t* const to = place + panel_offset(lane / 4, n) + lane % 4 * 4;
         UNROLL
         for (int half = 0; half < 2; ++half)
@@ -487,15 +481,17 @@ DEVICE void stage_rounded(uint8_t* place, const BlockSums& total, int n8) {
     __syncwarp();
 }
 
-// Where a lane's first chunk of a warp's rows is stored, how far the rows are apart, and how many there are.
+// Where a lane's first chunk of a warp's rows is stored, the stride of the rows, and how many
+// exist.
 struct RoundedRows {
     bf16* to;
     int64_t stride;
     int32_t count;
 };
 
-// A block's sums of a warp's rows, rounded, where the result has all of these features. No access is behind a branch, so that
-// what a row's chunks wait for is under way together: one after the other they took a fifth of the time of units of 12 stages.
+// A block's sums of a warp's rows, rounded, where the result has all of these features. The loads
+// have no branch around them, so a row's chunks are in flight together. One after the other they
+// took a fifth of the time of tiles of 12 stages.
 DEVICE void store_rounded(const RoundedRows& rows, uint8_t* place, const BlockSums& total) {
     constexpr int CHUNKS = Shared::OUT_COLUMNS / CHUNK, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
     const int own = lane_id() / CHUNKS, chunk = lane_id() % CHUNKS;
@@ -509,12 +505,13 @@ DEVICE void store_rounded(const RoundedRows& rows, uint8_t* place, const BlockSu
             if (row < rows.count) store_vec16(to, features);
             to += ROWS_AT_ONCE * rows.stride;
         }
-        // The next ones may take their place.
+        // The next ones may replace these.
         __syncwarp();
     }
 }
 
-// SUM_COLUMNS sums of each of a warp's rows in fp32, in whatever way they are stored. `row`, `column`: of the result.
+// SUM_COLUMNS sums of each of a warp's rows in fp32, stored in any of the ways. `row`, `column`:
+// of the result.
 DEVICE void store_sums(const Result& result, const Part& part, uint8_t* place, const BlockSums& total, int n8, int64_t row,
                        int64_t column) {
     constexpr int CHUNKS = Shared::SUM_COLUMNS / CHUNK;
@@ -538,7 +535,7 @@ DEVICE void store_sums(const Result& result, const Part& part, uint8_t* place, c
     __syncwarp();
 }
 
-// The sums of a unit's part that a warp has, by way of shared memory, so that features lie side by side.
+// A warp's sums of a tile, through shared memory, so that features are contiguous.
 DEVICE void store_unit(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) {
     uint8_t* const place = dynamic_shared() + Shared::OUT + (share.consumer * 4 + share.warp) * Shared::WARP_BYTES;
     const int64_t row = unit.part.row + share.warp_row(), column = unit.part.column + share.first_block() * GROUP;
@@ -560,18 +557,18 @@ DEVICE void store_unit(const UnitResult& unit, const BlockSums (&total)[BLOCKS],
     }
 }
 
-// What becomes of a unit's sums, as `consume` is given it:
+// What happens to a tile's sums; `consume` needs:
 //   void store(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) const
 //
-// They are stored.
+// Here they are stored.
 struct StoredSums {
     void store(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) const {
         store_unit(unit, total, share);
     }
 };
 
-// Where a stage's operands are in the first one's place: in another's they are so many bytes further on, which leaves little
-// to compute before a consumer's products.
+// Descriptors of the operands in slot 0. Another slot is a fixed byte offset further, so little is
+// computed before a consumer's MMAs.
 struct Operands {
     uint64_t x, w;
 };
@@ -596,22 +593,22 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
     }
 }
 
-// A warp no longer needs a stage's operands: who brings the next ones learns it, in every block of a cluster.
+// A warp releases a stage's operands, in every block of a cluster.
 template <uint32_t CLUSTER>
 DEVICE void give_back(SharedAddress shared, uint32_t stage) {
     const SharedAddress empty = shared + Shared::empty(stage);
     if constexpr (CLUSTER == 1) {
         mbarrier_arrive(empty);
     } else {
-        // Scales of the stages before are what each lane has read by itself.
+        // Each lane arrives for the scales that it has read itself.
         mbarrier_arrive(shared + Shared::read(stage));
-        // Products are a whole warp's: one lane's arrival says for all that they have ended.
+        // An MMA belongs to the whole warp: one lane's arrival reports for all that it has ended.
         __syncwarp();
         if (lane_id() < CLUSTER) mbarrier_arrive_at(empty, lane_id());
     }
 }
 
-// A consumer at work: the sums of its unit, and the product that is under way.
+// A consumer's state: the sums of its tile, and the MMA in flight.
 template <uint32_t CLUSTER>
 struct Consumer {
     SharedAddress shared;
@@ -623,7 +620,7 @@ struct Consumer {
 
     Factors factors_at(uint32_t other, int block) const { return factors_of(stage_scales(other), block, share.row()); }
 
-    // The product of this stage with a block of weights.
+    // The MMA of this stage with a block of w.
     void start(int block, const Factors& its_factors) {
         const auto place = static_cast<uint32_t>(Shared::x(stage));
         start_product(d, descriptor_advance(operands.x, place + share.first_token() * 128),
@@ -631,7 +628,7 @@ struct Consumer {
         factors = its_factors;
     }
 
-    // Of a stage with both blocks of weights the first product is added, and the second one started.
+    // For a stage with both blocks of w: promotes the first MMA and starts the second.
     void multiply_by_second() {
         const Factors second = factors_at(stage, 1);
         end(d);
@@ -639,8 +636,8 @@ struct Consumer {
         start(1, second);
     }
 
-    // A stage that is not its unit's last: its products are added, and the next one's first is started. No stage waits for
-    // what others may need, so that a consumer of units with many stages has little else to issue than its sums.
+    // A stage that is not the tile's last: promotes its MMAs and starts the next stage's first.
+    // Nothing else is checked here, so tiles with many stages issue little besides their sums.
     template <int PRODUCTS>
     void multiply_stage() {
         const int block = PRODUCTS == 1 ? share.first_block() : 0;
@@ -654,8 +651,9 @@ struct Consumer {
         start(block, next);
     }
 
-    // A unit's last stage. The first product started behind it is the next unit's or, where there is none, its own again, for
-    // nobody: accumulators that only some paths leave under way the compiler would wait for where these meet.
+    // A tile's last stage. The MMA started after it is the next tile's first. If no next tile
+    // exists, it repeats its own, unused. Otherwise accumulators would be in flight on only some
+    // paths, and the compiler would wait for them where the paths meet.
     void multiply_last_stage(uint32_t taken, bool is_last_unit) {
         const Share own = share;
         const uint32_t own_stage = stage;
@@ -673,8 +671,8 @@ struct Consumer {
     }
 };
 
-// The units of a block that has any. The first product of a stage is started when the last one of the stage before is
-// promoted, be it of another unit, whose sums are then stored while it runs.
+// The tiles of a block that has any. The first MMA of a stage starts when the last one of the
+// stage before is promoted. If that was another tile, its epilogue runs meanwhile.
 template <uint32_t CLUSTER, typename Output>
 DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& output) {
     uint32_t taken = 0;
@@ -704,8 +702,9 @@ DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& outpu
     end(own.d);
 }
 
-// What a block does, once its barriers are there: `before` is what its consumers do first, `output` what they do with a unit's
-// sums. 168 registers a thread are there at the launch, so that what the consumers take the producer must have left.
+// A block's work after its barriers are initialised. `before` is what its consumers do first;
+// `output` takes the sums of a tile. The launch gives 168 registers a thread: what the consumers
+// add by setmaxnreg, the producer has released.
 template <typename Units, typename Before, typename Output>
 DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const TensorMap& w_map, SharedAddress shared,
                            const Before& before, const Output& output) {
@@ -723,6 +722,7 @@ DEVICE void multiply_units(const Units& units, const TensorMap& x_map, const Ten
         before();
         if (units.turns(shared).first() != NO_UNIT) consume<Units::CLUSTER>(shared, warpgroup, output);
     }
-    // Its consumers still tell a block that its stages are free when that one has done all its own.
+    // Consumers of this block still arrive at another block's barriers when that block has
+    // finished its own work.
     if constexpr (Units::CLUSTER > 1) meet_blocks<Units::CLUSTER>();
 }

@@ -1,10 +1,10 @@
-// Tiles of products of quantised operands, for any GPU: what linear_quantised.cu, which has the formulas,
-// grouped_linear.cu and grouped_linear_swiglu.cu share.
+// Tiles of the GEMM of quantized operands, for any GPU. Shared by linear_quantised.cu (which has
+// the formulas), grouped_linear.cu and grouped_linear_swiglu.cu.
 //
-// GPUs before sm_89 have no products of e4m3 and none has had any of e2m1 before sm_100, so codes become bf16, exactly,
-// on their way from global memory through registers to shared memory, the next stage's while this one is multiplied.
-// The scale of a group of x comes the same way. Where a group ends, its sums are multiplied by its scales and added to
-// the result's.
+// GPUs before sm_89 have no MMA of e4m3, and none before sm_100 has one of e2m1. So codes become
+// bf16, exactly, on the way from global memory through registers to shared memory. The next stage
+// is loaded while this one is multiplied. The scale of a group of x takes the same way. At the end
+// of a group its sums are multiplied by its scales and added to the result's.
 //
 // The including file is compiled with FORMAT and GROUP defined.
 #pragma once
@@ -17,7 +17,7 @@ constexpr int FP8 = 1, MXFP4 = 2, NVFP4 = 3;
 static_assert(FORMAT == FP8 || FORMAT == MXFP4 || FORMAT == NVFP4, "there are three formats");
 constexpr int W_GROUP = FORMAT == NVFP4 ? 16 : 32;  // numbers of w that share a scale, where rows have scales
 constexpr int BLOCK = 128;                          // rows of w that share one otherwise
-// Whether sums of groups are multiplied by a scale, and so many groups a stage has, or a part of one.
+// Whether sums of groups are multiplied by a scale; STEPS groups, or parts of one, are in a stage.
 constexpr bool SCALED = FORMAT != NVFP4;
 constexpr int STEP = SCALED && GROUP < DEPTH ? GROUP : DEPTH, STEPS = DEPTH / STEP;
 
@@ -25,18 +25,19 @@ using Large = Shape<128, 128, 2, 4, 2>;
 using Small = Shape<16, 64, 1, 4, 2>;
 using Scalar = Shape<64, 64, 2, 2, 2>;
 
-// Which row of w a column of the result is of: the one of its number. SHARED columns, from a multiple of as many on, are of
-// rows of one block, and have one scale.
+// The row of w for a column of the result: the row with the same number. SHARED aligned columns
+// belong to rows of one block and have one scale.
 struct RowsInOrder {
     static constexpr int SHARED = BLOCK;
     int64_t row(int64_t column) const { return column; }
 };
 
-// Scales of w that a stage of a tile brings.
+// Scales of w that a stage of a tile loads.
 template <typename S, typename Columns>
 constexpr int W_SCALES = FORMAT == FP8 ? ceil_div(S::COLUMNS, Columns::SHARED) : 0;
 
-// Behind the operands of both stages the scales of both: of the rows of x for each step, and of w.
+// After the operands of both stages are the scales of both: of the rows of x for each step, and of
+// w.
 template <typename S, typename Columns = RowsInOrder>
 struct Layout {
     static constexpr int SCALES = S::STAGES * S::STAGE_BYTES;
@@ -44,7 +45,7 @@ struct Layout {
     static constexpr int BYTES = maximum(S::BYTES, SCALES + S::STAGES * STAGE_SCALES * 4);
 };
 
-// ---------------------------------------------------------------- operands on their way
+// ---------------------------------------------------------------- operands in flight
 
 struct Operand {
     const uint8_t* codes;
@@ -52,7 +53,8 @@ struct Operand {
     Scales scales;                  // of e2m1
 };
 
-// This thread's part of the codes of a stage: 16 bytes of a row at a time, and the scales of e2m1 numbers.
+// This thread's part of a stage's codes: 16 bytes of a row at a time, and the scales of e2m1
+// values.
 template <int EXTENT, int THREADS, bool E2M1, bool WIDE>
 struct Codes {
     static constexpr int ROW_CHUNKS = (E2M1 ? DEPTH / 2 : DEPTH) / 16, TOTAL = EXTENT * ROW_CHUNKS;
@@ -84,7 +86,7 @@ struct Codes {
             scales[i][g] = FORMAT == NVFP4 ? to_float(fp8_e4m3{byte}) : e8m0_to_float(byte);
         }
     }
-    // As bf16, in their places in a tile of rows.
+    // As bf16, into the swizzled tile.
     void store(SharedAddress tile) const {
         UNROLL
         for (int i = 0; i < COUNT; ++i) {
@@ -103,7 +105,8 @@ struct Codes {
     }
 };
 
-// A stage on its way: codes of both operands, and the scale of x, or of the block of w, that this thread brings.
+// A stage in flight: codes of both operands, and the scale of x, or of the block of w, that this
+// thread loads.
 template <typename S, bool WIDE, typename Columns>
 struct Stage {
     Codes<S::ROWS, S::THREADS, FORMAT == NVFP4, WIDE> x;
@@ -122,7 +125,7 @@ struct Stage {
         if constexpr (SCALED) {
             const int thread = static_cast<int>(threadIdx.x);
             const int64_t row = part.row + thread % S::ROWS;
-            // That in which the thread's step of the stage lies.
+            // The group of the thread's step of the stage.
             const int step = minimum(thread / S::ROWS, STEPS - 1);
             const auto group = static_cast<int32_t>((stage * DEPTH + step * STEP) / GROUP);
             scale = 0.0f;
@@ -141,7 +144,7 @@ struct Stage {
     }
 };
 
-// ---------------------------------------------------------------- products
+// ---------------------------------------------------------------- MMA
 
 // The scale of the warp's columns from 8 n on.
 template <typename S, typename Columns>
@@ -151,7 +154,8 @@ DEVICE float w_scale_of(const float* w_scales, int n) {
     else return w_scales[(warp_column<S>() + 8 * n) / Columns::SHARED];
 }
 
-// result += sums times the scales of their rows and of their blocks of w, and begins the sums anew.
+// result += sums times the scales of their rows and of their blocks of w; the sums restart at
+// zero.
 template <typename S, typename Columns>
 DEVICE void promote(Sums<S>& result, Sums<S>& sums, const float* x_scales, const float* w_scales) {
     UNROLL
@@ -170,7 +174,7 @@ DEVICE void promote(Sums<S>& result, Sums<S>& sums, const float* x_scales, const
     }
 }
 
-// Multiplies a stage. `last`: k ends with it, and with k the group.
+// Multiplies a stage. `last`: k ends with it, and so does the group.
 template <typename S, typename Columns>
 DEVICE void multiply_groups(Sums<S>& result, Sums<S>& sums, SharedAddress tiles, const float* scales, int64_t stage,
                             bool last) {
@@ -188,7 +192,7 @@ DEVICE void multiply_groups(Sums<S>& result, Sums<S>& sums, SharedAddress tiles,
     }
 }
 
-// Adds up a part of a product, by all threads of a block, of which nobody reads the shared memory any more behind it.
+// Sums a part of a product, by all threads of a block. After it no thread reads the shared memory.
 template <typename S, bool WIDE, typename Columns>
 DEVICE void sum_tile(const QuantisedProduct& product, const Columns& columns, const Part& part, Sums<S>& total) {
     const Result& result = product.result;
@@ -204,7 +208,7 @@ DEVICE void sum_tile(const QuantisedProduct& product, const Columns& columns, co
         const SharedAddress tiles = shared + place * S::STAGE_BYTES;
         float* const scales = all_scales + place * Layout<S, Columns>::STAGE_SCALES;
         next.store(tiles, scales);
-        // Past this barrier the stage is there for everyone, and nobody reads the one before it any more.
+        // After this barrier all threads see this stage, and no thread reads the previous one.
         __syncthreads();
         if (stage + 1 < part.end) next.load(product, columns, part, stage + 1);
         if (has_sums) multiply_groups<S, Columns>(total, sums, tiles, scales, stage, stage + 1 == part.end);

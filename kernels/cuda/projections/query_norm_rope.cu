@@ -1,28 +1,24 @@
-// The norm of the query heads and their rotation by position, in one pass, and its gradient (inference 3, 4, 5.1,
-// training 8, 11.3). With the mean over the head_dim channels of a head,
+// Norm of the query heads and their rotation by position, in one pass, and its gradient (inference
+// 3, 4, 5.1, training 8, 11.3). With the mean over the head_dim channels of a head,
 //
 //     rstd[t,h] = 1 / sqrt(mean(x[t,h,:]^2) + eps)             in fp32, kept for the backward
 //     n[t,h,:]  = x[t,h,:] rstd[t,h]                           in bf16
-//     y[t,h,:]  = n[t,h,:] with its last rope_dim channels rotated by the position of token t, in bf16
+//     y[t,h,:]  = n[t,h,:], its last rope_dim channels rotated by token t's position, in bf16
 //
 //     g[t,h,:]  = dy[t,h,:] with these channels rotated backwards, in fp32
 //     dx[t,h,:] = rstd (g - x rstd^2 mean(g x))                in bf16
 //
-// There is no weight. rotation.h has the rotation's formulas; a position outside of the table makes NaN of the token's
-// rotated channels, and of all of its gradient, whose mean they are in. n is stored nowhere: the query is read once and
-// written once, where the norm and the rotation apart move it twice. y may be x, and dx may be dy.
+// No weight exists. rotation.h has the rotation. A position outside the table makes NaN of the
+// token's rotated channels, and of its whole gradient, whose mean contains them. n is not stored:
+// the query is read once and written once. y may be x, and dx may be dy.
 //
-// How the work is laid out. A warp takes a head: a lane has up to two accesses of 16 bytes of it in the vector kernels,
-// heads of up to 512 channels, and up to 16 pairs in the scalar ones, whose head_dim is any even number up to 1024. What
-// is read stays in registers; sums are fp32, over a lane's own channels and then over lanes, in one order.
+// A warp takes a head. In the vector kernels (heads up to 512) a lane has up to two 16-byte
+// accesses of it. In the scalar ones (any even head_dim up to 1024) it has up to 16 pairs. Inputs
+// stay in registers. Sums are fp32, over a lane's channels, then over lanes, in one order.
 //
-// Floor: 4 bytes a channel forward, 6 backward, and the tables: at 4.24 TB/s 1.01 and 1.52 ms for 16384 tokens of 128
-// heads of 512. Measured on one H200: 1117 and 1527 us (91 and 99 % of a copy), 128 tokens 10.7 us, where 10.4 were expected: 2.6 rounds
-// of blocks, in which 37 % of a warp's time is waiting for its loads (ncu, reports/h200/ncu.txt, when it took 11.1). When a warp's head
-// was found by a division in 64 bits, which it waited for before it read, 1177, 1599 and 11.1. Limited by memory: about 8 instructions
-// a channel of the 27 that there is time for; the lanes that turn have some 30 more for eight channels, once for each warp. Rotations
-// asked for with the channels needed registers of two blocks: 12.2 us, 1224 and 1891; positions alone 11.0, 1179 and 1685 (11.1, 1177
-// and 1600 in the same call).
+// Floor: 4 bytes a channel forward, 6 backward, and the tables: at 4.24 TB/s 1.01 and 1.52 ms for
+// 16384 tokens of 128 heads of 512. Limit: memory. What was tried:
+// kernels/docs/query_norm_rope.md.
 //
 // Defines: ELEMENT bf16, the type of x. Launch: num_tokens * ceil(num_heads / WARPS) blocks.
 #include "channels.h"
@@ -66,7 +62,8 @@ struct Head {
     int32_t head;
 };
 
-// A block has heads of one token. In 32 bits: a division in 64 would be waited for before anything is read.
+// A block has heads of one token. The division has 32 bits: a 64-bit one would delay the first
+// load.
 template <typename Params>
 DEVICE Head head_of(const Params& params) {
     const uint32_t blocks = ceil_div(static_cast<uint32_t>(params.num_heads), static_cast<uint32_t>(WARPS));
@@ -109,7 +106,7 @@ DEVICE void backward(const QueryNormRopeBackwardParams& params) {
     g.store(params.dx + at.token * params.dx_token_stride + at.head * params.dx_head_stride, params.head_dim);
 }
 
-// As many blocks as keep a copy's bytes under way: a lane has 32 of them, or 64.
+// Enough blocks to keep as many bytes in flight as a copy: a lane has 32 of them, or 64.
 KERNEL_OF(query_norm_rope_vector, QueryNormRopeParams, THREADS, 12) { normalise_and_turn<true>(params); }
 KERNEL(query_norm_rope_scalar, QueryNormRopeParams, THREADS) { normalise_and_turn<false>(params); }
 KERNEL_OF(query_norm_rope_backward_vector, QueryNormRopeBackwardParams, THREADS, 8) { backward<true>(params); }

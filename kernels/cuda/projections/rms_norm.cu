@@ -1,30 +1,21 @@
-// RMSNorm (inference 3, training 11.3): y = w * (x * rstd), rstd = 1/sqrt(mean(x^2) + eps), row by row.
+// RMSNorm (inference 3, training 11.3): y = w * (x * rstd), rstd = 1/sqrt(mean(x^2) + eps), row by
+// row.
 //
 // Defines: ELEMENT         type of x, y, dy and dx: bf16 or float
-//          WEIGHT_ELEMENT  type of the weight: bf16 or float (unused where the weight is absent)
+//          WEIGHT_ELEMENT  type of the weight: bf16 or float (unused without a weight)
 //
-// Everything is fp32 between one load and one store, so each output is rounded once.
+// All arithmetic between a load and a store is fp32, so each output is rounded once.
 //
-// Work is split by row width. A row of up to 1024 elements belongs to one warp, which needs no block
-// barrier and keeps several rows in flight; a wider row belongs to one block. Both hold the row in
-// registers between the reduction and the store, so that it crosses the memory bus once, and move 16
-// bytes an access. The scalar kernels serve what 16-byte accesses cannot: a width, stride or address
-// that is no multiple of 16 bytes. The order of a row's sum depends on its width and the kernel alone,
-// never on the number of rows.
+// The width decides how work is divided. A row of up to 1024 elements belongs to one warp, which
+// needs no block barrier and keeps several rows in flight. A wider row belongs to one block. Both
+// hold the row in registers between the reduction and the store, so it is read once, in 16-byte
+// accesses. The scalar kernels take any width, stride or address that is not a multiple of 16
+// bytes. The order of a row's sum depends only on its width and the kernel, never on the number of
+// rows.
 //
-// Floors, with s = sizeof(ELEMENT): forward reads and writes s bytes per element, so 2s bytes for 4
-// FLOPs; backward reads dy and x and writes dx, 3s bytes for about 9 FLOPs. All are limited by memory.
-//
-// Measured on one H200, bf16, as a share of a device copy in the same run: forward 95 to 97 % at width 7168 (87 %
-// at 4096 rows, 28 us, of which launch and tail take 3), 99 % at width 512; on one H100, width 7168, one row 3.6 us and 128 rows
-// 4.4 us when the weight was read behind the barrier, which rms_norm_forward_block_few does no more: one wait for memory
-// instead of two, 1.9 and 3.0 us; backward, before its last change, 85 % at
-// 16384 rows and 64 % at 4096, 65 us of which 41 are the floor.
-//
-// Now 90 % at 16384 rows, 178 us where it was 193; 53 us at 4096 rows (80 % on an H100). Each block wrote its row of dweight in
-// single floats 32 bytes apart, so that all blocks together wrote 1.9 million sectors of the second-level cache eight times in
-// part, some 10 us; in accesses of 16 bytes it is a quarter. rms_norm_dweight has eight rows under way instead of waiting for
-// each, 2 us, and a block's next row is on its way into the second-level cache while this one is reduced.
+// Floor, with s = sizeof(ELEMENT): forward reads and writes s bytes an element, 2s bytes for 4
+// FLOPs. Backward reads dy and x and writes dx, 3s bytes for about 9 FLOPs. All are limited by
+// memory. Measured numbers and what was tried: kernels/docs/rms_norm.md.
 #include "element.h"
 #include "elements.h"
 #include "math.h"
@@ -43,7 +34,7 @@ constexpr int FEW_THREADS = 512;                     // of the block kernel for 
 constexpr int DWEIGHT_GROUPS = 16;
 constexpr int DWEIGHT_LOADS = 8;                     // partials that a thread of rms_norm_dweight has under way
 constexpr int LINE_BYTES = 128;
-// Holds the compiler to 72 registers, so that two blocks of 448 threads (width 7168) share a multiprocessor.
+// Limits the compiler to 72 registers, so that two blocks of 448 threads (width 7168) share an SM.
 constexpr int BACKWARD_BLOCK_THREADS = 896;
 
 struct RmsNormForwardParams {
@@ -96,8 +87,8 @@ DEVICE void load_weight(const WEIGHT_ELEMENT* weight, int64_t column, float (&ou
     }
 }
 
-// The sum over the block, in every thread. `partials` holds one float for each of up to 32 warps; a
-// caller may pass it again only after another barrier, so those that loop alternate between two.
+// The sum over the block, in every thread. `partials` holds one float for each of up to 32 warps.
+// A caller may pass it again only after another barrier, so loops alternate between two.
 DEVICE float block_sum(float value, float* partials) {
     const uint32_t lane = threadIdx.x % WARP_SIZE;
     value = warp_sum(value);
@@ -167,7 +158,8 @@ DEVICE void forward_rows(const RmsNormForwardParams& params) {
     }
 }
 
-// Rows of up to 1024 elements, one warp a row. Each lane has 64 (bf16) or 128 (float) bytes in flight.
+// Rows of up to 1024 elements, one warp a row. Each lane has 64 (bf16) or 128 (float) bytes in
+// flight.
 KERNEL(rms_norm_forward_warp, RmsNormForwardParams, WARP_KERNEL_THREADS) {
     const int vectors_per_lane = ceil_div(params.width / VECTOR, static_cast<int>(WARP_SIZE));
     if (vectors_per_lane <= 1) {
@@ -181,7 +173,8 @@ KERNEL(rms_norm_forward_warp, RmsNormForwardParams, WARP_KERNEL_THREADS) {
     }
 }
 
-// A thread's pieces of the weight, of the first column in place of one that is not there: no load waits for a branch.
+// A thread's pieces of the weight. A missing column is replaced by the first, so that no load
+// depends on a branch.
 DEVICE void load_held_weights(const RmsNormForwardParams& params, float (&weight)[HELD][VECTOR]) {
     UNROLL
     for (int v = 0; v < HELD; ++v) {
@@ -190,8 +183,9 @@ DEVICE void load_held_weights(const RmsNormForwardParams& params, float (&weight
     }
 }
 
-// Rows of up to 32 elements a thread, one block a row. EARLY: the weight is asked for in front of the first row (behind it the
-// compiler lets it wait for what the sum needs), and stays in registers.
+// Rows of up to 32 elements a thread, one block a row. EARLY: the weight is loaded before the
+// first row and stays in registers. If loaded after it, the compiler delays the load until the
+// sum's inputs arrive.
 template <bool EARLY>
 DEVICE void forward_of_blocks(const RmsNormForwardParams& params, float (&partials)[2][WARP_SIZE]) {
     const int vectors = params.width / VECTOR;
@@ -208,7 +202,7 @@ DEVICE void forward_of_blocks(const RmsNormForwardParams& params, float (&partia
             held[v] = Vec16{};
             if (column < vectors) held[v] = load_vec16(row_x + column * VECTOR);
         }
-        // The sums of the vectors do not wait for one another.
+        // The sums of the vectors are independent, so none waits for another.
         for (int v = 0; v < HELD; ++v) sum += square_sum(held[v], 0.0f);
         const float rstd = reciprocal_rms(block_sum(sum, partials[turn]), params.width, params.eps);
         if (params.rstd && threadIdx.x == 0) params.rstd[row] = rstd;
@@ -224,21 +218,21 @@ DEVICE void forward_of_blocks(const RmsNormForwardParams& params, float (&partia
     }
 }
 
-// While one block waits at its barrier, the others of the multiprocessor keep the memory busy.
+// While one block waits at its barrier, the SM's other blocks keep memory busy.
 KERNEL(rms_norm_forward_block, RmsNormForwardParams, 1024) {
     __shared__ float partials[2][WARP_SIZE];
     forward_of_blocks<false>(params, partials);
 }
 
-// So few rows that no other block shares a multiprocessor: there what stands behind the barrier is a second wait for memory,
-// since nobody has read the weight before. The same sums in the same order.
+// For so few rows that no two blocks share an SM. There a load after the barrier is a second wait
+// for memory, because no block has read the weight before. The same sums in the same order.
 KERNEL(rms_norm_forward_block_few, RmsNormForwardParams, FEW_THREADS) {
     __shared__ float partials[2][WARP_SIZE];
     forward_of_blocks<true>(params, partials);
 }
 
-// Any width, stride and alignment, one block a row. The second read of the row comes from a cache,
-// and each element is read by the thread that overwrites it, so y may be x here too.
+// Any width, stride and alignment, one block a row. The second read of the row hits a cache. Each
+// element is read by the thread that overwrites it, so y may be x here too.
 KERNEL(rms_norm_forward_scalar, RmsNormForwardParams, 1024) {
     __shared__ float partials[2][WARP_SIZE];
     int turn = 0;
@@ -264,11 +258,12 @@ KERNEL(rms_norm_forward_scalar, RmsNormForwardParams, 1024) {
 
 // ---------------------------------------------------------------- backward
 //
-// With g = dy*w and r = rstd: dx = r * (g - x * r^2 * mean(g*x)), dweight = sum over rows of dy*x*r.
-// Each block adds up its own rows' dweight in fp32 and writes one partial row; rms_norm_dweight adds
-// the partials in a fixed order. Nothing is atomic, so equal launches give equal bits.
+// With g = dy*w and r = rstd: dx = r * (g - x * r^2 * mean(g*x)), dweight = sum over rows of
+// dy*x*r. Each block sums dweight of its own rows in fp32 and writes one partial row.
+// rms_norm_dweight adds the partials in a fixed order. Nothing is atomic, so equal launches give
+// equal bits.
 
-// sum + the part of sum(g*x) that these elements give.
+// sum + these elements' part of sum(g*x).
 template <int COUNT>
 DEVICE float dot_sum(const float (&dy)[COUNT], const float (&x)[COUNT], const float (&weight)[COUNT], float sum) {
     for (int e = 0; e < COUNT; ++e) sum += dy[e] * weight[e] * x[e];
@@ -290,7 +285,7 @@ DEVICE void gradient(const float (&dy)[COUNT], const float (&x)[COUNT], const fl
     }
 }
 
-// One row of a warp: every lane's vectors of dy and x, and the two numbers the gradient needs.
+// One row of a warp: every lane's vectors of dy and x, and the gradient's two scalars.
 template <int VECTORS>
 struct WarpRow {
     Vec16 dy[VECTORS], x[VECTORS];
@@ -329,7 +324,8 @@ DEVICE void reduce_row(const RmsNormBackwardParams& params, WarpRow<VECTORS>& he
     held.mean = mean_term(warp_sum(dot), held.rstd, params.width);
 }
 
-// The warps of a block add their dweight one after the other, so that the order is always the same.
+// The warps of a block add their dweight one after the other, so that the order is always the
+// same.
 template <int VECTORS>
 DEVICE void write_block_dweight(const RmsNormBackwardParams& params, const float (&dweight)[VECTORS][VECTOR],
                                 float* total) {
@@ -394,7 +390,7 @@ KERNEL(rms_norm_backward_warp, RmsNormBackwardParams, WARP_KERNEL_THREADS) {
     }
 }
 
-// Asks the second-level cache for a row, if there is such a one: memory is busy while the row before it is reduced.
+// Prefetches a row into L2, if it exists: memory is busy while the row before it is reduced.
 DEVICE void prefetch_row(const RmsNormBackwardParams& params, int64_t row) {
     if (row >= params.num_rows) return;
     constexpr int step = LINE_BYTES / static_cast<int>(sizeof(ELEMENT));
@@ -404,8 +400,9 @@ DEVICE void prefetch_row(const RmsNormBackwardParams& params, int64_t row) {
     }
 }
 
-// Neighbouring columns' dweight, of those that there are. Single floats would write each sector of memory eight times: rows of a
-// width of whole vectors begin at multiples of 16 bytes of the workspace, which the launcher wants aligned to these.
+// Stores dweight of neighbouring columns, if they exist. Single floats would write each sector of
+// memory eight times. If the width is whole vectors, rows of the workspace start at multiples of
+// 16 bytes; the launcher aligns it.
 DEVICE void store_partial(const RmsNormBackwardParams& params, float* partial, int64_t column,
                           const float (&dweight)[VECTOR]) {
     if (column >= params.width) return;
@@ -417,8 +414,8 @@ DEVICE void store_partial(const RmsNormBackwardParams& params, float* partial, i
     }
 }
 
-// Rows of up to 16 elements a thread, one block a row; any grid covers all rows. Each thread keeps its
-// columns' dweight in registers over all rows of its block.
+// Rows of up to 16 elements a thread, one block a row; any grid covers all rows. Each thread keeps
+// its columns' dweight in registers over all rows of its block.
 KERNEL(rms_norm_backward_block, RmsNormBackwardParams, BACKWARD_BLOCK_THREADS) {
     __shared__ float partials[2][WARP_SIZE];
     float dweight[GRADIENT_HELD][VECTOR] = {};
@@ -460,8 +457,8 @@ KERNEL(rms_norm_backward_block, RmsNormBackwardParams, BACKWARD_BLOCK_THREADS) {
         store_partial(params, partial, (threadIdx.x + v * blockDim.x) * VECTOR, dweight[v]);
 }
 
-// Rows too wide for registers, or not vectorisable: dy and x are read twice, the second time from a
-// cache, and the block's partial dweight lives in memory, each column touched by one thread only.
+// Rows too wide for registers, or not vectorizable. dy and x are read twice, the second time from
+// a cache. The block's partial dweight is in memory; one thread owns each column.
 template <int COUNT>
 DEVICE void backward_reread(const RmsNormBackwardParams& params, float (*partials)[WARP_SIZE]) {
     const int64_t step = static_cast<int64_t>(blockDim.x) * COUNT;
@@ -509,8 +506,9 @@ KERNEL(rms_norm_backward_scalar, RmsNormBackwardParams, 1024) {
     backward_reread<1>(params, partials);
 }
 
-// dweight[column] = the sum of the partials' column, always in the same order: DWEIGHT_GROUPS strided
-// sums, then those one after the other. Reads num_partials * width floats; far below a row pass.
+// dweight[column] = the sum of the partials' column, always in the same order: DWEIGHT_GROUPS
+// strided sums, then those one after the other. Reads num_partials * width floats, far less than a
+// row pass.
 KERNEL(rms_norm_dweight, RmsNormDweightParams, DWEIGHT_GROUPS * WARP_SIZE) {
     __shared__ float sums[DWEIGHT_GROUPS][WARP_SIZE];
     const int lane = threadIdx.x % WARP_SIZE, group = threadIdx.x / WARP_SIZE;

@@ -2,36 +2,25 @@
 //
 // Defines: ELEMENT  type of x and y: bf16 or float
 //
-// The last rope_dim channels of each head rotate, in adjacent pairs (2i, 2i+1); the others are copied
-// bit by bit. With C = cos(a), S = sin(a), a = position * inv_freq[i]:
+// The last rope_dim channels of each head rotate, in adjacent pairs (2i, 2i+1). The others are
+// copied bit by bit. With C = cos(a), S = sin(a), a = position * inv_freq[i]:
 //
 //     y[2i] = x[2i]*C - x[2i+1]*S ;   y[2i+1] = x[2i]*S + x[2i+1]*C ;   the inverse negates S.
 //
-// The backward is the opposite rotation of dy. Arithmetic is fp32 with one rounding at the store, and
-// every multiply-add is explicit, so that both backends give the same bits.
+// The backward is the opposite rotation of dy. Arithmetic is fp32 with one rounding at the store.
+// Every multiply-add is explicit, so that both backends give the same bits.
 //
-// A thread block is three-dimensional: threadIdx.x runs over the units of a head (a unit is 16 bytes in
-// rope_forward; in rope_forward_scalar one copied element or one rotated pair), y over heads, z over
-// tokens. Each thread moves one unit of up to HEADS heads, so that cos and sin are loaded once for all of
-// them and as many loads are in flight at a time; of fewer heads where tokens are so few that there would
-// be fewer blocks than multiprocessors. A unit is read and written by one thread only, so x and y may be
-// the same tensor; the copied channels are then left alone.
+// A thread block is three-dimensional: threadIdx.x runs over the pieces of a head, y over heads, z
+// over tokens. A piece is 16 bytes in rope_forward; in rope_forward_scalar it is one copied
+// element or one rotated pair. Each thread moves one piece of up to HEADS heads: cos and sin are
+// loaded once for all of them, and as many loads are in flight. With few tokens it takes fewer
+// heads, so that every SM has a block. One thread reads and writes a piece, so x and y may be the
+// same tensor; the copied channels are then not touched.
 //
-// Floor: every element is read and written once (in place: only those that rotate), at 3 FLOPs for a
-// rotated element; cos and sin add 4*rope_dim bytes per token. Limited by memory.
-//
-// Of 128 tokens of 128 heads in place 64 blocks took 4.46 us on an H100; 256, of two heads a thread, 4.13, of which 1.1 are the launch
-// and 1.4 the bytes. A grid that needs no division, the position asked for in front of all else and cosines and sines asked for
-// together: 3.48, and one token 1.79 in place of 2.34; 3.26 and 1.77 on an H200 (3.88 and 2.31 before), whose blocks of one chunk of
-// heads came before the next chunk's then.
-//
-// Measured on one H200, bf16, 16384 tokens, 128 heads, head_dim 512, rope_dim 64, as a share of a device copy in
-// the same run: 98 % out of place, either direction; 80 % in place, which touches 128 bytes of each 1024 (157.9 to 159.4 us; 160 when
-// a thread's cosines and sines were asked for one by one). The pattern is what limits it: kernels that read, change by one bit
-// pattern and write the same bytes, without tables or other arithmetic, took 155.1 to 159.1 us in eighteen forms (1 to 16 loads
-// of a thread in flight, blocks of 128 to 1024 threads; one form 165.2). ncu: no byte too many (272.7 MB read and 242.4 MB
-// written of 268.4 each way, the rest still in the second-level cache), DRAM at 70 % of its peak where a copy reaches 88 %, the
-// second-level cache at 76 %, L1 at 25 %, and of 27.5 cycles between a warp's instructions 19.2 wait for memory.
+// Floor: every element is read and written once (in place: only those that rotate), 3 FLOPs for a
+// rotated element; cos and sin add 4*rope_dim bytes a token. Limit: memory. In place it is the
+// access pattern, 128 bytes of each 1024: 80 % of a copy on one H200, out of place 98 %. What was
+// tried: kernels/docs/rope.md.
 #include "element.h"
 #include "math.h"
 #include "memory.h"
@@ -40,8 +29,8 @@
 
 constexpr int HEADS = 8;                             // heads that one thread serves, of few tokens fewer
 constexpr int THREADS = 256;
-// Declared above what is launched: it holds the compiler to 80 registers, so that three blocks of 256
-// threads share a multiprocessor and one block's stores overlap the others' loads.
+// More threads than are launched: this limits the compiler to 80 registers. Then three blocks of
+// 256 threads share an SM, and one block's stores overlap the others' loads.
 constexpr int REGISTER_BOUND = 768;
 
 struct RopeParams {
@@ -88,12 +77,14 @@ DEVICE Vec16 rotate_vector(Vec16 vector, const Rotation (&rotations)[VECTOR / 2]
     return vector;
 }
 
-// ---------------------------------------------------------------- units of work
+// ---------------------------------------------------------------- work of a thread
 
-// What a thread does: of a token up to heads_per_thread heads, which are `left` ones from its first on, every step-th. They start at
-// x and y (channel 0) and lie x_step and y_step elements apart. blockIdx.x counts chunks of blockDim.y * heads_per_thread heads,
-// blockIdx.y and z together blockDim.z tokens: to find them by division took a fifth of what few tokens take. Blocks that begin one
-// after the other have neighbouring heads: tokens of one chunk before the next chunk took 4 % longer out of place.
+// The work of a thread: up to heads_per_thread heads of one token, every step-th of the `left`
+// ones from its first on. They start at x and y (channel 0), x_step and y_step elements apart.
+// blockIdx.x counts chunks of blockDim.y * heads_per_thread heads, blockIdx.y and z together
+// blockDim.z tokens. Division would take a fifth of the time for few tokens. Blocks that start one
+// after the other have neighbouring heads: all tokens of one chunk before the next chunk took 4 %
+// longer out of place.
 struct Work {
     int64_t token, position;
     const ELEMENT* x;
@@ -105,7 +96,7 @@ struct Work {
         : token((static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * blockDim.z + threadIdx.z), left(0),
           step(static_cast<int>(blockDim.y)), most(0) {
         if (token >= params.num_tokens) return;
-        // Asked for first: what lies in the tables waits for it, and takes a trip to memory of its own.
+        // Loaded first: the table's address depends on it, and it is a memory access of its own.
         position = position_of(params, token);
         const int head = static_cast<int>(blockIdx.x) * step * params.heads_per_thread + static_cast<int>(threadIdx.y);
         x = params.x + token * params.x_token_stride + head * params.x_head_stride;
@@ -135,7 +126,7 @@ DEVICE void rotate_heads(const RopeParams& params, const Work& work, int channel
         if (work.has(i)) store_vec16(y, held[i]);
 }
 
-// 16 bytes an access: head_dim, rope_dim, all strides and both addresses are multiples of 16 bytes.
+// 16-byte accesses: head_dim, rope_dim, all strides and both addresses are multiples of 16 bytes.
 KERNEL(rope_forward, RopeParams, REGISTER_BOUND) {
     const int first = params.x == params.y ? params.head_dim - params.rope_dim : 0;
     const Work work(params);
@@ -212,9 +203,9 @@ DEVICE double cosine_polynomial(double r) {
     return fma(p, z, 1.0);
 }
 
-// cos and sin of an fp32 angle, within half an fp32 ulp (and 1e-8 of one). The fast intrinsics lose all
-// digits at large angles. Double arithmetic costs little here, since a table is built once, and reduces
-// the angle with one step: angle - quadrant * pi/2 with pi/2 to 106 bits.
+// cos and sin of an fp32 angle, within half an fp32 ulp (and 1e-8 of one). The fast intrinsics
+// lose all digits at large angles. Double arithmetic costs little, because a table is built once.
+// It reduces the angle in one step: angle - quadrant * pi/2 with pi/2 to 106 bits.
 DEVICE Rotation accurate_rotation(float angle) {
     const double a = static_cast<double>(angle);
     if (!(a < LARGEST_ANGLE && a > -LARGEST_ANGLE)) return Rotation{NAN_F32, NAN_F32};
@@ -230,8 +221,8 @@ DEVICE Rotation accurate_rotation(float angle) {
     }
 }
 
-// cos and sin of fp32(position) * inv_freq, the product rounded to fp32 (inference 4). One thread an entry.
-// Writes 8 bytes for about 40 double FLOPs: limited by arithmetic where fp64 is slow.
+// cos and sin of fp32(position) * inv_freq, the product rounded to fp32 (inference 4). One thread
+// an entry. Writes 8 bytes for about 40 double FLOPs: limited by arithmetic where fp64 is slow.
 KERNEL(rope_table, RopeTableParams, THREADS) {
     const int64_t entries = params.num_positions * params.half;
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;

@@ -1,7 +1,8 @@
 // Rotations of adjacent pairs by a token's position (inference 4). rope.cu has the formulas.
 //
-// Parameters of kernels that rotate have cos and sin [table_rows, rope_dim / 2] with strides of their rows, positions
-// [num_tokens] or nullptr (token t uses table row t), table_rows, and whether the rotation is the inverse one.
+// The parameters of kernels that rotate have cos and sin [table_rows, rope_dim / 2] with row
+// strides, table_rows, and whether the rotation is the inverse. positions is [num_tokens] or
+// nullptr: then token t uses table row t.
 #pragma once
 
 #include "elements.h"
@@ -12,7 +13,8 @@ struct Rotation {
     float cos, sin;
 };
 
-// Where the rotations of a token lie from one pair on; nowhere where its position is outside the table.
+// The addresses of a token's rotations from one pair on; null if its position is outside the
+// table.
 struct RotationRows {
     const float *cos, *sin;
 
@@ -36,7 +38,8 @@ DEVICE RotationRows rotation_rows(const Params& params, int64_t token, int first
     return rows_of_position(params, position_of(params, token), first);
 }
 
-// Four in an access where that may be: fewer wait for each other then. All are asked for before any is needed.
+// Four in an access where alignment allows it: fewer loads wait for each other. All are issued
+// before any is needed.
 template <int PAIRS>
 DEVICE void load_pairs(const RotationRows& rows, float (&cosines)[PAIRS], float (&sines)[PAIRS]) {
     if constexpr (PAIRS % 4 == 0) {
@@ -50,7 +53,8 @@ DEVICE void load_pairs(const RotationRows& rows, float (&cosines)[PAIRS], float 
     for (int i = 0; i < PAIRS; ++i) cosines[i] = rows.cos[i], sines[i] = rows.sin[i];
 }
 
-// PAIRS consecutive rotations. A position outside the table reads nothing and gives NaN, which no comparison mistakes for a value.
+// PAIRS consecutive rotations. A position outside the table reads nothing and gives NaN, which no
+// comparison takes for a value.
 template <int PAIRS, typename Params>
 DEVICE void load_rotations(const Params& params, const RotationRows& rows, Rotation (&rotations)[PAIRS]) {
     if (!rows.exist()) {
@@ -79,8 +83,8 @@ DEVICE void rotate(Rotation by, float& even, float& odd) {
     odd = fused_multiply_add(x0, by.sin, __fmul_rn(x1, by.cos));
 }
 
-// Turns those of COUNT neighbouring channels of a head, from the even one `channel` on, that turn: the last rope_dim of
-// its head_dim. Parameters have these two as well. Returns whether any does.
+// Rotates those of COUNT neighbouring channels, from the even `channel` on, that are among the
+// last rope_dim of head_dim. The parameters have both fields. Returns whether any channel rotates.
 template <int COUNT, typename Params>
 DEVICE bool turn_channels(const Params& params, int64_t token, int32_t channel, float (&x)[COUNT]) {
     const int32_t copied = params.head_dim - params.rope_dim;

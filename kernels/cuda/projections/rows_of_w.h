@@ -1,21 +1,22 @@
-// Which rows of w the rows of a product are, where w's rows are its rows (quantised_hopper.h).
+// Which rows of w a GEMM uses (quantised_hopper.h).
 #pragma once
 
 #include "gate_up.h"
 
-// Those of their numbers.
+// The rows with the same numbers.
 struct RowsInOrder {
     static constexpr bool IN_ORDER = true;
     static constexpr int BLOCKS = 1;  // of w, each with a scale of its own, that rows of 128 in sequence may be from
 
     int64_t row(int64_t number) const { return number; }
-    // From eight rows to the next eight.
+    // The distance from eight rows to the next eight.
     int64_t eight() const { return GRANULE; }
     bool are_of_two_blocks() const { return false; }
 };
 
-// Of gate alone, or of up: their numbers are those of the features. All of gate's lie before up's, or both are interleaved by eight;
-// 64 features' are of one block of 128 rows either way, and 128 features' only where they are not interleaved.
+// The rows of gate or of up only, numbered by feature. All rows of gate come before those of up,
+// or both are interleaved by eight. 64 features are always in one block of 128 rows; 128 features
+// only if the rows are not interleaved.
 struct RowsOfGateOrUp {
     static constexpr bool IN_ORDER = false;
     static constexpr int BLOCKS = 2;

@@ -1,17 +1,17 @@
 // Asynchronous copies from global to shared memory (cp.async), 16 bytes each or 4.
 //
-// A copy lands at some moment before copy_wait returns in the thread that issued it; other threads
+// A copy lands at some moment before copy_wait returns in the thread that issued it. Other threads
 // may read it only after a barrier that follows that wait.
 #pragma once
 
 #include "memory.h"
 
-// How soon L2 may give up the lines of a copy. (The emulator has no cache.)
+// How soon L2 may evict the lines of a copy. (The emulator has no cache.)
 struct CachePolicy {
     uint64_t bits;
 };
 
-// Of lines that many blocks will ask for.
+// For lines that many blocks will load.
 DEVICE CachePolicy evicted_last() {
     CachePolicy policy{0};
 #if !defined(PARITY_EMULATOR)
@@ -20,7 +20,7 @@ DEVICE CachePolicy evicted_last() {
     return policy;
 }
 
-// Of lines that nobody asks for again.
+// For lines that no block loads again.
 DEVICE CachePolicy evicted_first() {
     CachePolicy policy{0};
 #if !defined(PARITY_EMULATOR)
@@ -29,7 +29,7 @@ DEVICE CachePolicy evicted_first() {
     return policy;
 }
 
-// Starts the copy of 16 bytes, past the L1 cache. Where `wanted` is false nothing is read, whatever
+// Starts the copy of 16 bytes, past the L1 cache. If `wanted` is false nothing is read, whatever
 // `source` is, and the 16 bytes become 0. Both addresses must be 16-byte aligned.
 DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted) {
     const uint32_t source_bytes = wanted ? 16u : 0u;
@@ -44,7 +44,7 @@ DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted)
 #endif
 }
 
-// The same of 16 bytes that are wanted.
+// The same for 16 bytes that are always wanted.
 DEVICE void copy_async_16(SharedAddress target, const void* source) {
 #if defined(PARITY_EMULATOR)
     copy_async_16(target, source, true);
@@ -53,8 +53,8 @@ DEVICE void copy_async_16(SharedAddress target, const void* source) {
 #endif
 }
 
-// The same of 16 bytes of a row that is read on: the L2 cache is brought the 256 bytes around them at once, in the place of 32,
-// of which memory gives fewer a second.
+// The same for 16 bytes of a row that is read further: L2 loads the 256 bytes around them at once
+// instead of 32, at a higher DRAM rate.
 DEVICE void copy_async_16_of_row(SharedAddress target, const void* source, bool wanted) {
 #if defined(PARITY_EMULATOR)
     copy_async_16(target, source, wanted);
@@ -85,7 +85,7 @@ DEVICE void copy_async_16(SharedAddress target, const void* source, bool wanted,
 #endif
 }
 
-// The same of 4 bytes, through the L1 cache; both addresses are multiples of 4.
+// The same for 4 bytes, through the L1 cache; both addresses are multiples of 4.
 DEVICE void copy_async_4(SharedAddress target, const void* source, bool wanted) {
     const uint32_t source_bytes = wanted ? 4u : 0u;
 #if defined(PARITY_EMULATOR)

@@ -31,7 +31,7 @@ DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
 #endif
 }
 
-// Counts as having come, without waiting.
+// Arrives without waiting.
 DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
 #if defined(PARITY_EMULATOR)
     emulator::named_barrier(id, threads, false);

@@ -3,7 +3,7 @@
 
 #include "memory.h"
 
-// Number of the block within its cluster.
+// The block's rank in its cluster.
 DEVICE uint32_t cluster_rank() {
 #if defined(PARITY_EMULATOR)
     return emulator::context->cluster_rank;
@@ -14,7 +14,8 @@ DEVICE uint32_t cluster_rank() {
 #endif
 }
 
-// The barrier of all threads of a cluster that have not returned. A thread waits once for every time that it has arrived.
+// The barrier of all threads of a cluster that have not returned. A thread waits once for every
+// time that it has arrived.
 DEVICE void cluster_arrive() {
 #if defined(PARITY_EMULATOR)
     emulator::host->cluster_barrier(emulator::context, 0);
@@ -22,8 +23,9 @@ DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive;" ::: "memory");
 #endif
 }
-// The same of a thread none of whose stores the others read; they see mbarriers that it has initialised (fence_mbarrier_init). The
-// arrival above waits until its stores could be seen by the whole GPU.
+// The same for a thread whose stores no other thread reads. Others see mbarriers that it has
+// initialised (fence_mbarrier_init). The arrival above waits until its stores are visible to the
+// whole GPU.
 DEVICE void cluster_arrive_relaxed() {
 #if defined(PARITY_EMULATOR)
     cluster_arrive();
@@ -39,9 +41,10 @@ DEVICE void cluster_wait() {
 #endif
 }
 
-// Stores 4 bytes to the place of `target` in block `rank` of the cluster and counts them at the mbarrier in the place of `barrier`
-// there, which need not expect them yet: whoever has waited for its phase may read them. In a launch without clusters the
-// instruction is illegal, even for the block itself.
+// Stores 4 bytes at offset `target` in block `rank` of the cluster, and counts them at the
+// mbarrier at offset `barrier` there. That mbarrier need not expect them yet. A thread that has
+// waited for its phase may read them. In a launch without clusters the instruction is illegal,
+// even for the block itself.
 DEVICE void store_at(SharedAddress target, uint32_t value, SharedAddress barrier, uint32_t rank) {
 #if defined(PARITY_EMULATOR)
     emulator::host->store_at(emulator::context, target, value, barrier, rank);

@@ -4,8 +4,8 @@
 #include "async_copy.h"
 #include "memory.h"
 
-// An mbarrier is 8 bytes of shared memory, 8-byte aligned. Initialised by one thread; the others may use it
-// after fence_mbarrier_init by that thread and a __syncthreads.
+// An mbarrier is 8 bytes of shared memory, 8-byte aligned. One thread initialises it. The others
+// may use it after fence_mbarrier_init by that thread and a __syncthreads.
 DEVICE void mbarrier_init(SharedAddress barrier, uint32_t arrivals) {
 #if defined(PARITY_EMULATOR)
     emulator::host->mbarrier_init(emulator::context, barrier, arrivals);
@@ -37,8 +37,9 @@ DEVICE void mbarrier_arrive_expect(SharedAddress barrier, uint32_t bytes) {
 #endif
 }
 
-// Arrives at the mbarrier in the same place of block `rank` of the cluster, which learns that this thread's reads and waits before
-// are over, and sees none of its ordinary writes: an arrival that passes these on waits until the whole GPU could see them.
+// Arrives at the mbarrier at the same offset of block `rank` of the cluster. That block learns
+// that this thread's earlier reads and waits are over, and sees none of its ordinary writes. An
+// arrival with release would wait until the whole GPU sees them.
 DEVICE void mbarrier_arrive_at(SharedAddress barrier, uint32_t rank) {
 #if defined(PARITY_EMULATOR)
     emulator::host->mbarrier_arrive_at(emulator::context, barrier, rank);
@@ -51,8 +52,8 @@ DEVICE void mbarrier_arrive_at(SharedAddress barrier, uint32_t rank) {
 #endif
 }
 
-// Waits until the phase with this parity is complete. The first phase has parity 0; waiting for parity 1 on
-// a fresh barrier returns at once.
+// Waits until the phase with this parity is complete. The first phase has parity 0; waiting for
+// parity 1 on a fresh barrier returns at once.
 DEVICE void mbarrier_wait(SharedAddress barrier, uint32_t parity) {
 #if defined(PARITY_EMULATOR)
     emulator::host->mbarrier_wait(emulator::context, barrier, parity);
@@ -71,7 +72,7 @@ DEVICE void mbarrier_wait(SharedAddress barrier, uint32_t parity) {
 #endif
 }
 
-// This thread's arrival happens once all copies (copy_async_16) that it has issued so far have landed. It is
+// This thread arrives when all copies (copy_async_16) that it has issued so far have landed. It is
 // one of the arrivals that the barrier was initialised with.
 DEVICE void copy_arrive(SharedAddress barrier) {
 #if defined(PARITY_EMULATOR)

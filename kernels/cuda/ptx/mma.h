@@ -2,12 +2,14 @@
 // Every lane of the warp must take part.
 //
 // Fragments, for lane = 4*g + t (g = 0..7, t = 0..3); {x, y} packs x in the low half:
-//   A (16 x 16, row = m, column = k)   a[0] = {A[g][2t],   A[g][2t+1]}    a[1] = the same at row g+8
-//                                      a[2] = {A[g][2t+8], A[g][2t+9]}    a[3] = the same at row g+8
-//   B (16 x 8, row = k, column = n)    b[0] = {B[2t][g], B[2t+1][g]}      b[1] = {B[2t+8][g], B[2t+9][g]}
-//   C (16 x 8)                         c[0], c[1] = C[g][2t], C[g][2t+1]  c[2], c[3] = the same at row g+8
+//   A (16 x 16, row = m, column = k)  a[0] = {A[g][2t],   A[g][2t+1]}   a[1] = the same at row g+8
+//                                     a[2] = {A[g][2t+8], A[g][2t+9]}   a[3] = the same at row g+8
+//   B (16 x 8, row = k, column = n)   b[0] = {B[2t][g], B[2t+1][g]}
+//                                     b[1] = {B[2t+8][g], B[2t+9][g]}
+//   C (16 x 8)                        c[0], c[1] = C[g][2t], C[g][2t+1]
+//                                     c[2], c[3] = the same at row g+8
 //
-// ldmatrix loads 8 x 8 matrices of 16-bit elements; lane i names the address of row i%8 of matrix
+// ldmatrix loads 8 x 8 matrices of 16-bit elements. Lane i gives the address of row i%8 of matrix
 // i/8, 16 bytes, 16-byte aligned. Lane (g, t) receives row g, elements 2t and 2t+1 of each matrix;
 // with `transposed`, elements g of rows 2t and 2t+1.
 #pragma once
@@ -55,7 +57,7 @@ DEVICE void ldmatrix_x4_transposed(uint32_t (&d)[4], SharedAddress row) {
 #endif
 }
 
-// Lanes 0 to 15 name the rows; the addresses of the others are not read.
+// Lanes 0 to 15 give the row addresses; those of the others are not read.
 DEVICE void ldmatrix_x2(uint32_t (&d)[2], SharedAddress row) {
 #if defined(PARITY_EMULATOR)
     emulator::ldmatrix<2, false>(d, row);

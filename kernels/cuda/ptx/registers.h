@@ -1,14 +1,14 @@
-// Registers that warpgroups hand over to each other (setmaxnreg).
+// Registers that warpgroups exchange (setmaxnreg).
 #pragma once
 
 #include "memory.h"
 
 constexpr int WARPGROUP_SIZE = 128;
 
-// How a block's warpgroups divide the registers of the launch, as many for each thread as its threads can have where a
-// multiprocessor holds HELD blocks: GIVING of them go on with FEWER and the TAKING others with MORE, which each says for all of its
-// warps. Who takes waits until others have given, and without end where they have not given enough: the emulator has no registers
-// to count.
+// Divides the registers of the launch among a block's warpgroups. The launch gives each thread the
+// most that HELD blocks an SM allow. GIVING warpgroups continue with FEWER and TAKING ones with
+// MORE, each by one call in all of its warps. setmaxnreg.inc waits until others have released
+// enough, and forever if they never do. The emulator has no registers to count.
 template <int GIVING, int FEWER, int TAKING, int MORE, int HELD = 1>
 struct DividedRegisters {
     static constexpr int WARPGROUPS = GIVING + TAKING;

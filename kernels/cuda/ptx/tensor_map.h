@@ -1,5 +1,6 @@
-// What hardware knows of a tensor of bytes, [matrices, rows, bytes of a row], of which hopper.h copies boxes of so many rows
-// of 128 bytes (tensor_copy_in). The launcher has the device make it; nobody else reads the words.
+// The TMA descriptor of a tensor of bytes, [matrices, rows, bytes of a row]. hopper.h copies boxes
+// of it: a number of rows of 128 bytes (tensor_copy_in). The launcher has the device make it; no
+// other code reads the words.
 #pragma once
 
 #include "platform.h"

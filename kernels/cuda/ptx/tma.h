@@ -1,11 +1,12 @@
-// Bulk copies by TMA: into shared memory, to one block or to several of a cluster, and additions to global memory.
+// Bulk copies by TMA: into shared memory, to one block or to several of a cluster, and additions
+// to global memory.
 #pragma once
 
 #include "memory.h"
 #include "tensor_map.h"
 
-// 1-dimensional bulk copy to shared memory; `bytes` is a multiple of 16, both addresses 16-byte aligned.
-// The bytes count towards the barrier's expected ones when they land.
+// 1-dimensional bulk copy to shared memory; `bytes` is a multiple of 16, both addresses 16-byte
+// aligned. The bytes count towards the barrier's expected ones when they land.
 DEVICE void bulk_copy_in(SharedAddress target, const void* source, uint32_t bytes, SharedAddress barrier) {
 #if defined(PARITY_EMULATOR)
     emulator::require_global(source, "bulk_copy_in");
@@ -17,9 +18,10 @@ DEVICE void bulk_copy_in(SharedAddress target, const void* source, uint32_t byte
 #endif
 }
 
-// Copy of a box of a tensor to shared memory: 128 bytes of each of the map's `box_rows` rows, from these coordinates on, in
-// the swizzle described above; `target` is a multiple of 1024. Zeros where the tensor has no bytes. All the box's bytes,
-// zeros among them, count towards the barrier's expected ones when they land.
+// TMA load of a box to shared memory: 128 bytes of each of the map's `box_rows` rows, from these
+// coordinates on, in the 128-byte swizzle (wgmma.h). `target` is a multiple of 1024. Bytes outside
+// the tensor are 0. All the box's bytes, zeros included, count towards the barrier's expected ones
+// when they land.
 DEVICE void tensor_copy_in(SharedAddress target, const TensorMap& map, int32_t column, int32_t row, int32_t matrix,
                            SharedAddress barrier) {
 #if defined(PARITY_EMULATOR)
@@ -34,8 +36,9 @@ DEVICE void tensor_copy_in(SharedAddress target, const TensorMap& map, int32_t c
 #endif
 }
 
-// The same to every block of the cluster whose bit is set in `blocks`: the box arrives in the same place of each, and its bytes
-// count at the mbarrier that each has in the place of `barrier`. They may arrive there before it expects them.
+// The same to every block of the cluster whose bit is set in `blocks` (multicast). The box arrives
+// at the same offset of each, and its bytes count at each one's mbarrier at offset `barrier`. They
+// may arrive before that mbarrier expects them.
 DEVICE void tensor_copy_in_all(SharedAddress target, const TensorMap& map, int32_t column, int32_t row, int32_t matrix,
                                SharedAddress barrier, uint32_t blocks) {
 #if defined(PARITY_EMULATOR)
@@ -49,8 +52,9 @@ DEVICE void tensor_copy_in_all(SharedAddress target, const TensorMap& map, int32
 #endif
 }
 
-// target[i] += source[i] for `bytes` / 4 consecutive floats, each addition atomic on its own; read from shared
-// memory through the asynchronous proxy at some moment before bulk_wait_read returns.
+// target[i] += source[i] for `bytes` / 4 consecutive floats, each addition atomic by itself.
+// Shared memory is read through the asynchronous proxy at some moment before bulk_wait_read
+// returns.
 DEVICE void bulk_add_f32(float* target, SharedAddress source, uint32_t bytes) {
 #if defined(PARITY_EMULATOR)
     emulator::require_global(target, "bulk_add_f32");
@@ -70,7 +74,8 @@ DEVICE void bulk_commit() {
 #endif
 }
 
-// Waits until at most PENDING of this thread's newest bulk groups have still to read shared memory.
+// Waits until at most PENDING of this thread's newest bulk groups still have to read shared
+// memory.
 template <int PENDING>
 DEVICE void bulk_wait_read() {
 #if defined(PARITY_EMULATOR)

@@ -1,18 +1,19 @@
-// Matrix products of warpgroups (wgmma).
+// Warpgroup MMA (wgmma).
 //
-// Operands of wgmma in shared memory are described by 64 bits (matrix_descriptor). Everything here uses
-// the 128-byte swizzle: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), in
-// groups of eight rows that start at multiples of 1024 bytes.
-// - K-major operand (a row holds 64 consecutive k of one m or n): `group_stride` is the distance of two
-//   groups of eight rows; steps of 16 along k add 32 bytes to the address. Of e4m3 a row holds 128 consecutive k, and steps of
-//   32 add 32 bytes; there are no transposed operands of e4m3.
-// - Transposed operand (a row holds 64 consecutive m or n of one k): `group_stride` as above, over k;
-//   `block_stride` is the distance of two blocks of 64 along m or n; steps of 16 along k add 2048 bytes
-//   where groups follow one another.
+// Operands of wgmma in shared memory are described by 64 bits (matrix_descriptor). Everything here
+// uses the 128-byte swizzle: rows of 128 bytes, whose eight chunks of 16 bytes are at chunk ^ (row
+// % 8), in groups of eight rows that start at multiples of 1024 bytes.
+// - K-major operand (a row holds 64 consecutive k of one m or n): `group_stride` is the distance
+//   of two groups of eight rows; steps of 16 along k add 32 bytes to the address. Of e4m3 a row
+//   holds 128 consecutive k, and steps of 32 add 32 bytes. No transposed operands of e4m3 exist.
+// - Transposed operand (a row holds 64 consecutive m or n of one k): `group_stride` as above, over
+//   k; `block_stride` is the distance of two blocks of 64 along m or n. Steps of 16 along k add
+//   2048 bytes if groups follow one another.
 //
-// Accumulators d[n][i] of a 64 x 8N product, warp w of the warpgroup, lane 4*g + t: column 8n + 2t + i%2,
-// row 16w + g + 8*(i/2). A fragments from registers: as in mma.h, for the warp's 16 rows; of e4m3 a[i] has rows g + 8*(i%2) and
-// the four k from 4t + 16*(i/2) on, the first in the lowest byte.
+// Accumulators d[n][i] of a 64 x 8N MMA, warp w of the warpgroup, lane 4*g + t: column 8n + 2t +
+// i%2, row 16w + g + 8*(i/2). A fragments from registers: as in mma.h, for the warp's 16 rows. Of
+// e4m3 a[i] has row g + 8*(i%2) and the four k from 4t + 16*(i/2) on, the first in the lowest
+// byte.
 #pragma once
 
 #include "memory.h"
@@ -35,7 +36,7 @@ DEVICE uint64_t matrix_descriptor(SharedAddress start, uint32_t block_stride, ui
     return SWIZZLE_128 | group << 32 | block << 16 | address;
 }
 
-// The same operand, `bytes` further on, a multiple of 16.
+// The same operand, `bytes` further, a multiple of 16.
 DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
 #if defined(PARITY_EMULATOR)
     emulator::require_whole_units(bytes);
@@ -43,7 +44,8 @@ DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor + (bytes >> 4);
 }
 
-// Before a warpgroup's first wgmma, and after accumulators or A fragments were touched by other instructions.
+// Before a warpgroup's first wgmma, and after other instructions have accessed accumulators or A
+// fragments.
 DEVICE void wgmma_fence() {
 #if defined(PARITY_EMULATOR)
     emulator::host->wgmma_fence(emulator::context);
@@ -60,7 +62,7 @@ DEVICE void wgmma_commit() {
 #endif
 }
 
-// Waits until at most PENDING of the warpgroup's newest groups are under way.
+// Waits until at most PENDING of the warpgroup's newest groups are in flight.
 template <int PENDING>
 DEVICE void wgmma_wait() {
 #if defined(PARITY_EMULATOR)
@@ -70,8 +72,8 @@ DEVICE void wgmma_wait() {
 #endif
 }
 
-// Keeps the compiler from moving uses of these registers across this point: it does not know that a wgmma
-// under way still writes them.
+// Keeps the compiler from moving uses of these registers across this point: it does not know that
+// a wgmma in flight still writes them.
 template <int N8>
 DEVICE void wgmma_hold(float (&d)[N8][4]) {
 #if !defined(PARITY_EMULATOR)
@@ -82,7 +84,8 @@ DEVICE void wgmma_hold(float (&d)[N8][4]) {
 #endif
 }
 
-// The same of pairs of bf16 that are made of accumulators: what follows needs their registers, and is not begun before.
+// The same for pairs of bf16 made of accumulators: what follows needs their registers and must not
+// start earlier.
 template <int N8>
 DEVICE void hold_pairs(uint32_t (&pairs)[N8][2]) {
 #if !defined(PARITY_EMULATOR)
@@ -335,8 +338,9 @@ DEVICE void wgmma_registers(float (&d)[32][4], const uint32_t (&a)[4], uint64_t 
 #endif
 }
 
-// The same 32 deep, of e4m3 operands in shared memory. The accumulators are fp32 registers that hold 13 fraction bits: products
-// and sums are cut off there (reference/src/tensor_core.rs has the rule).
+// The same 32 deep, with e4m3 operands in shared memory. The accumulators are fp32 registers that
+// hold 13 fraction bits: products and sums are truncated there (reference/src/tensor_core.rs has
+// the rule).
 
 DEVICE void wgmma_shared_e4m3(float (&d)[1][4], uint64_t a, uint64_t b, bool accumulate) {
 #if defined(PARITY_EMULATOR)

@@ -1,6 +1,6 @@
-// Kernels that hold both backends to the same truth: each exercises one part of the execution model or
-// of include/, and writes what it saw. The expected outputs are computed by the tests from the CUDA
-// programming guide and the number formats, not by either backend.
+// Kernels that test both backends against the same expected outputs. Each exercises one part of
+// the execution model or of include/ and stores its results. The tests compute the expected
+// outputs from the CUDA programming guide and the number formats, not with either backend.
 //
 // Defines: none. All are correct programs; the incorrect ones are in selftest_faults.cu.
 #include "async_copy.h"
@@ -38,7 +38,8 @@ KERNEL(selftest_conversions, SelftestConversionsParams, 256) {
         params.pairs[i] = pack_bf16(x, -x);
         params.e4m3_bits[i] = to_e4m3(x).bits;
         params.e2m1_codes[i] = to_e2m1(x);
-        // Of bf16 in range, eight at a time, x in each place in turn.
+        // Of bf16 values in range, eight at a time: x takes each of the eight positions
+        // round-robin.
         if (to_float(to_bf16(x)) == x && absolute_f32(x) <= 6.0f) {
             float numbers[8] = {1.0f, -6.0f, 0.5f, -0.0f, 6.0f, -0.25f, 3.0f, 5.0f};
             numbers[i % 8] = x;
@@ -74,7 +75,7 @@ struct SelftestWarpParams {
 };
 PARAMS_LAYOUT(SelftestWarpParams, x, y)
 
-// One block of one or more full warps. Row r of y holds what test r gave each thread.
+// One block of one or more full warps. Row r of y holds the result of test r for each thread.
 KERNEL(selftest_warp, SelftestWarpParams, 256) {
     const int thread = threadIdx.x, lane = thread % WARP_SIZE;
     const int x = params.x[thread];
@@ -102,7 +103,7 @@ KERNEL(selftest_warp, SelftestWarpParams, 256) {
     report(static_cast<int>(__reduce_or_sync(FULL_WARP, bits)));    // 17
     report(static_cast<int>(__reduce_xor_sync(FULL_WARP, bits)));   // 18
 
-    // 19: the halves of the warp reduce apart, in different branches.
+    // 19: the halves of the warp reduce separately, in different branches.
     int half = 0;
     if (lane < 16) {
         half = __reduce_add_sync(0x0000ffffu, x);
@@ -120,7 +121,7 @@ KERNEL(selftest_warp, SelftestWarpParams, 256) {
     }
     report(other);
 
-    // 21: a float travels with all its bits.
+    // 21: a shuffle keeps all bits of a float.
     report(__float_as_int(__shfl_xor_sync(FULL_WARP, __int_as_float(x), 31)));
 }
 
@@ -160,7 +161,7 @@ DEVICE void multiply_tiles(const SelftestMmaParams& params, const uint32_t (&a)[
     for (int i = 0; i < 4; ++i) y[(g + 8 * (i / 2)) * MMA_N + 2 * t + i % 2] = c[i];
 }
 
-// One warp. Each way of ldmatrix must give the fragments that mma expects.
+// One warp. Each form of ldmatrix must give the fragments that mma expects.
 KERNEL(selftest_mma, SelftestMmaParams, WARP_SIZE) {
     MmaTiles& tiles = *reinterpret_cast<MmaTiles*>(dynamic_shared());
     fill_mma_tiles(params, tiles);
@@ -204,7 +205,7 @@ DEVICE void gather_stage(const SelftestAsyncCopyParams& params, int stage) {
     copy_commit();
 }
 
-// One block of COPY_THREADS. While a stage is read, the next is on its way; each thread reads what
+// One block of COPY_THREADS. While a stage is read, the next is in flight. Each thread reads what
 // another one copied, so that both the wait and the barrier are needed.
 KERNEL(selftest_async_copy, SelftestAsyncCopyParams, COPY_THREADS) {
     const int stages = ceil_div(params.num_rows, COPY_STAGE_ROWS);
@@ -236,7 +237,8 @@ struct SelftestAtomicsParams {
 };
 PARAMS_LAYOUT(SelftestAtomicsParams, x, integers, floats, wide, tickets, next, count)
 
-// Any grid and block. The caller sets the starting values; |sum of x| < 2^22 keeps the floats exact.
+// Any grid and block. The caller sets the starting values; |sum of x| < 2^22 keeps the floats
+// exact.
 KERNEL(selftest_atomics, SelftestAtomicsParams, 256) {
     for (int64_t i = global_thread(); i < params.count; i += global_threads()) {
         const int32_t x = params.x[i];
@@ -258,7 +260,7 @@ KERNEL(selftest_atomics, SelftestAtomicsParams, 256) {
         atomicAdd(&params.wide[0], uint64_t{0x80000000u} + static_cast<uint64_t>(static_cast<int64_t>(x)));
         const int32_t ticket = atomicAdd(&params.next[0], 1);
         atomicAdd(&params.tickets[ticket], 1);
-        // Every value is put in once and, but for the last, taken out once.
+        // Every value is stored once and, except the last, removed once.
         atomicAdd(&params.integers[8], atomicExch(&params.next[1], x));
     }
 }

@@ -1,4 +1,4 @@
-// Deliberately incorrect kernels. The emulator must report each of them; a GPU may hang, crash or
+// Deliberately incorrect kernels. The emulator must report each of them. A GPU may hang, crash or
 // give wrong numbers instead, so none of these is ever launched on one.
 //
 // Defines: FAULT  one of the names in `enum class Fault`

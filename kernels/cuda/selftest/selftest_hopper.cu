@@ -1,8 +1,8 @@
-// A pipeline between two warpgroups, as the Hopper kernels have it, named barriers, boxes of tensors, and clusters. sm_90a
-// only.
+// A pipeline between two warpgroups as in the Hopper kernels, named barriers, TMA boxes, and
+// clusters. sm_90a only.
 //
-// All kernels are correct. The tests take single lines out of them, or change them, to see that the emulator
-// notices.
+// All kernels are correct. The tests remove or change single lines of them, to check that the
+// emulator reports it.
 //
 // Defines: none.
 #include "hopper.h"
@@ -52,7 +52,7 @@ DEVICE void produce(const SelftestPipelineParams& params, SharedAddress shared, 
     }
 }
 
-// The product of one step is under way while that of the next is issued.
+// The MMA of one step is in flight while that of the next is issued.
 DEVICE void multiply_steps(float (&d)[8][4], int steps, SharedAddress shared) {
     for (int step = 0; step < steps; ++step) {
         const Stage stage = stage_of(shared, step);
@@ -73,7 +73,7 @@ DEVICE void multiply_steps(float (&d)[8][4], int steps, SharedAddress shared) {
     wgmma_hold(d);
 }
 
-// y += factor d, by way of shared memory.
+// y += factor d, through shared memory.
 DEVICE void add_sums(const float (&d)[8][4], float factor, float* y, SharedAddress shared, int thread) {
     const int lane = thread % WARP_SIZE, row = thread / WARP_SIZE * 16 + lane / 4;
     UNROLL
@@ -130,7 +130,7 @@ PARAMS_LAYOUT(SelftestNamedBarriersParams, x, y, rounds)
 constexpr int HANDED_OVER = 1, TAKEN = 2;
 SHARED_MEMORY(selftest_named_barriers, WARPGROUP_SIZE * 4)
 
-// One block: the first warpgroup hands each round over to the second, and neither waits for itself.
+// One block: the first warpgroup hands each round to the second. Neither waits for itself.
 KERNEL(selftest_named_barriers, SelftestNamedBarriersParams, PIPELINE_THREADS) {
     int32_t* held = reinterpret_cast<int32_t*>(dynamic_shared());
     const int thread = threadIdx.x % WARPGROUP_SIZE;
@@ -148,7 +148,7 @@ KERNEL(selftest_named_barriers, SelftestNamedBarriersParams, PIPELINE_THREADS) {
     }
 }
 
-// ---------------------------------------------------------------- boxes of tensors
+// ---------------------------------------------------------------- TMA boxes
 
 struct SelftestBoxParams {
     uint8_t* y;  // [BOX_ROWS, 128], the box as it lies in the tensor
@@ -191,8 +191,8 @@ constexpr int ROUND_BYTES = CLUSTER * BOX_BYTES, BOXES_LANDED = ROUND_BYTES, BOX
 constexpr int TOLD = BOXES_TAKEN + 8, TOLD_ROUND = TOLD + 8;
 SHARED_MEMORY(selftest_cluster, TOLD_ROUND + 8)
 
-// Each block copies one box to all blocks of the cluster, when all have taken those of the round before. The first one tells
-// all which round it is.
+// Each block copies one box to all blocks of the cluster, once all have consumed those of the
+// round before. The first block sends the round number to all.
 KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CLUSTER) {
     const SharedAddress shared = shared_address(dynamic_shared());
     const SharedAddress landed = shared + BOXES_LANDED, taken = shared + BOXES_TAKEN, told = shared + TOLD;

@@ -1,4 +1,4 @@
-// Warpgroup matrix products of every shape and source that hopper.h offers. sm_90a only.
+// wgmma of every shape and operand source that hopper.h offers. sm_90a only.
 //
 // Defines: none.
 #include "hopper.h"
@@ -28,7 +28,7 @@ struct Operand {
     SharedAddress start;
     int extent;
 
-    // Where the pair begins that holds (mn, k) and its neighbour along the contiguous direction.
+    // The address of the pair that holds (mn, k) and its neighbour along the contiguous direction.
     SharedAddress place(int mn, int k) const {
         const int row = TRANSPOSED ? k : mn, column = TRANSPOSED ? mn : k, rows = TRANSPOSED ? WGMMA_K : extent;
         const int byte = column % ROW * 2 ^ row % 8 * 16;
@@ -40,7 +40,7 @@ struct Operand {
         const uint64_t whole = matrix_descriptor(base, WGMMA_K * ROW_BYTES, GROUP_BYTES);
         return TRANSPOSED ? whole : descriptor_advance(whole, k % ROW * 2);
     }
-    // From memory in which mn and k have these strides.
+    // Fills the operand from memory in which mn and k have these strides.
     void fill(const uint16_t* source, int mn_stride, int k_stride) const {
         for (int pair = threadIdx.x; pair < extent * WGMMA_K / 2; pair += WGMMA_THREADS) {
             const int mn = TRANSPOSED ? 2 * pair % extent : 2 * pair / WGMMA_K;

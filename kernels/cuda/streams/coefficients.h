@@ -1,6 +1,7 @@
-// The coefficients of a token's residual streams from their projection (inference 2.2, training 11.1): lane i of 4 has those of
-// source i, pre[i] and post[i]; or a warp has a token, a lane a column. A kernel's parameters name what is read (scale, base) and
-// written (pre, post, comb, mix).
+// The coefficients of a token's residual streams from their projection (inference 2.2, training
+// 11.1). Two layouts. Four lanes a token: lane i has pre[i], post[i] and the row of source i. One
+// warp a token: a lane has a column. The caller's Params name what is loaded (scale, base) and
+// stored (pre, post, comb, mix).
 #pragma once
 
 #include "projection.h"
@@ -8,12 +9,14 @@
 
 // ---------------------------------------------------------------- sums of many parts
 
-// Of few tokens the channels are in many parts, which FEW_WARPS warps of a token's block add up: each its share of them, a lane a
-// number, so that AT_ONCE of them are waited for at once; a warp adds these sums in their order.
+// With few tokens the channels are split into many partials. FEW_WARPS warps of the token's block
+// add them, a share each, a column a lane. PARTS_AT_ONCE loads are in flight at once. One warp
+// then adds the warps' sums in their order.
 constexpr int FEW_WARPS = 8, PARTS_AT_ONCE = 16;
 using SumsOfWarps = float[FEW_WARPS][WARP_SIZE];
 
-// A lane's share, of which the first parts are asked for where it is made, long before they are added.
+// A lane's share of the partials. The constructor starts the first loads, long before they are
+// added.
 struct PartsOfWarp {
     const float* next;
     int64_t apart;
@@ -45,7 +48,7 @@ struct PartsOfWarp {
     }
 };
 
-// A lane's number of the token, of what the warps have left.
+// A lane's column of the token, from the sums that the warps stored.
 DEVICE float sum_of_warps(const SumsOfWarps& sums) {
     float sum = 0.0f;
     UNROLL
@@ -55,8 +58,8 @@ DEVICE float sum_of_warps(const SumsOfWarps& sums) {
 
 // ---------------------------------------------------------------- coefficients
 
-// Stores the coefficient of one of the first eight lanes and its column `mix`, of which z is the logit. Returns sigmoid(z) +
-// hc_eps, which is pre of the first four.
+// Stores the coefficient of one of the first eight lanes and its column `mix`; z is its logit.
+// Returns sigmoid(z) + hc_eps, which is pre in the first four lanes.
 template <typename Params>
 DEVICE float store_gate_of(const Params& params, int64_t token, int lane, float mix, float z) {
     const float s = sigmoid(z);
@@ -72,7 +75,7 @@ DEVICE float store_gate(const Params& params, int64_t token, int lane, float mix
     return store_gate_of(params, token, lane, mix, mix * params.scale[lane / STREAMS] + params.base[lane]);
 }
 
-// The scale and the base of a lane's column, for a lane that asks for them before it has that.
+// The scale and the base of a lane's column, loaded before the lane has the column.
 struct LogitOf {
     float scale, base;
 
@@ -85,7 +88,7 @@ struct LogitOf {
     float operator()(float mix) const { return mix * scale + base; }
 };
 
-// The logit of element 4 i + j, and it behind the softmax.
+// The logit of element 4 i + j, and the element after the softmax.
 template <typename Params>
 DEVICE float comb_logit(const Params& params, int element, float mix) {
     return mix * params.scale[2] + params.base[2 * STREAMS + element];
@@ -107,7 +110,7 @@ DEVICE void store_element(const Params& params, int64_t token, int element, floa
     params.mix[token * COLUMNS + 2 * STREAMS + element] = mix;
 }
 
-// What the Sinkhorn iteration begins with, of a row of logits.
+// Turns a row of logits into the row that the Sinkhorn iteration starts with.
 template <typename Params>
 DEVICE void begin_with_row(const Params& params, float (&row)[STREAMS]) {
     softmax_of_row(row);
@@ -115,7 +118,7 @@ DEVICE void begin_with_row(const Params& params, float (&row)[STREAMS]) {
     for (int j = 0; j < STREAMS; ++j) row[j] = behind_softmax(params, row[j]);
 }
 
-// The same of the row of source `lane`, of four lanes.
+// Computes and stores comb of a token by four lanes, the row of source `lane` in each.
 template <typename Params>
 DEVICE void store_comb_row(const Params& params, int64_t token, int lane, bool exists, const float (&mix)[STREAMS]) {
     float row[STREAMS];
@@ -128,14 +131,14 @@ DEVICE void store_comb_row(const Params& params, int64_t token, int lane, bool e
     for (int j = 0; j < STREAMS; ++j) store_element(params, token, STREAMS * lane + j, row[j], mix[j]);
 }
 
-// Of a warp that has one token: a lane's column, what its logit is and, of the first eight lanes, sigmoid + hc_eps, which is pre of
-// the first four.
+// One token a warp: a lane's column and its logit. The first eight lanes have sigmoid + hc_eps,
+// which is pre in the first four.
 struct ColumnOfOne {
     float mix, z, gate;
 };
 
-// Stores rstd, pre and post of a token whose parts its block's warps have added up, by one warp; store_comb_of_one, whose passes wait
-// for one another, goes on from what it returns.
+// One warp stores rstd, pre and post of a token whose partials the block's warps have added.
+// store_comb_of_one continues from the result; its passes depend on each other.
 template <typename Params>
 DEVICE ColumnOfOne store_gates_of_one(const Params& params, int64_t token, const SumsOfWarps& sums, const LogitOf& logit) {
     const float sum = sum_of_warps(sums);
@@ -144,7 +147,7 @@ DEVICE ColumnOfOne store_gates_of_one(const Params& params, int64_t token, const
     return {mix, z, lane_id() < 2 * STREAMS ? store_gate_of(params, token, lane_id(), mix, z) : 0.0f};
 }
 
-// As store_comb_row: column 2 STREAMS + e and its logit z are lane 2 STREAMS + e's.
+// As store_comb_row, by a warp: lane 2 STREAMS + e holds column 2 STREAMS + e and its logit z.
 template <typename Params>
 DEVICE void store_comb_of_one(const Params& params, int64_t token, const ColumnOfOne& own) {
     const int source = lane_id() % STREAMS;

@@ -1,28 +1,28 @@
-// The residual streams of a token, each its embedding (inference 1).
+// The residual streams of a token, each a copy of its embedding (inference 1).
 //
-//     out[t][s] = table[token_ids[t]] for every stream s;  0 where the id is none of 0 .. vocab_size - 1
-//     dtable[v] = sum over the tokens t with token_ids[t] = v, in their order, and over their streams s of dout[t][s]
+//     out[t][s] = table[token_ids[t]] for every stream s; 0 if the id is none of 0..vocab_size-1
+//     dtable[v] = sum over tokens t with token_ids[t] = v, in order, and streams s, of dout[t][s]
 //
-// Rows are copied bit for bit, and an id that names no row is never looked up. Sums are fp32, token after token and stream
-// after stream, so that a gradient has the same bits in every run; rows of the table that no token names are zeros.
+// Rows are copied bit for bit. An id that names no row is never looked up. Sums are fp32, in the
+// order of tokens and then of streams, so a gradient has the same bits in every run. Rows of
+// dtable that no token names are zeros.
 //
-// The forward reads a token's row once, 16 bytes a thread, and writes it to each stream. The backward needs the tokens of
-// each id: the index kernels of sparse_attention_sums.cu list them, with ids as keys and tokens as slots, ascending;
-// embed_streams_clear sets their counts to zero. Then a block takes a part of a row of the gradient, with up to HELD
-// streams of a token under way.
+// Forward: a thread loads its pieces of a token's row once, 16 bytes each, and stores them to each
+// stream.
+// Backward: the index kernels of sparse_attention_sums.cu list the tokens of each id, ascending,
+// with ids as keys and tokens as slots. embed_streams_clear zeroes their counts first. Then a
+// block takes a part of a row of dtable, with up to HELD streams of a token in flight.
 //
-// Floors, with s = sizeof(ELEMENT): forward s (1 + num_streams) bytes a token and channel, 0.56 ms for 32768 tokens of 7168
-// bf16 channels and 4 streams at 4.24 TB/s; backward s num_streams bytes a token and channel and 4 a channel of the table,
-// 1.3 ms with 129280 rows. Expected to be limited by memory; a backward in which one id has most tokens by the latency of
-// one sum after another.
-// Measured on one H200, 7168 channels: forward of 32768 and 4096 tokens 590 and 76 us (94 and 91 % of a copy), of 128 and of one 4.2 and
-// 1.2 us; backward to 129280 rows of 32768 and 4096 tokens 1519 and 1016 us (87 and 91 %). With a piece a thread instead of four all
-// forward ones took 669, 86 and 4.5 us, so that few tokens have that kernel; of gradients stored 32 bytes a thread, which wrote half a
-// sector at a time, 2012 and 1884 us; with seven blocks a multiprocessor in the place of ten 1549 and 1014, of which ncu
-// (reports/h200/ncu.txt, 4096 channels) has 82 % of a warp's time waiting for loads.
+// Floors, with s = sizeof(ELEMENT), at 4.24 TB/s. Forward: s (1 + num_streams) bytes a token and
+// channel, 0.56 ms for 32768 tokens of 7168 bf16 channels and 4 streams. Backward: s num_streams
+// bytes a token and channel and 4 a channel of the table, 1.3 ms with 129280 rows.
+// Limit: memory, 87 to 94 % of a copy on one H200. If one id has most tokens, the latency of
+// dependent sums is expected to limit the backward.
 //
-// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks for each PIECES pieces of a row
-// (few: each piece), backward vocab_size for each; embed_streams_clear ceil((vocab_size + 1) / THREADS).
+// Defines: ELEMENT  type of table, out and dout: bf16 or float. Launch: forward num_tokens blocks
+// for each THREADS * PIECES pieces of a row (few: THREADS), backward vocab_size for each;
+// embed_streams_clear ceil((vocab_size + 1) / THREADS).
+// What was tried: kernels/docs/embed_streams.md.
 #include "element.h"
 #include "elements.h"
 #include "memory.h"
@@ -56,8 +56,8 @@ struct EmbedStreamsBackwardParams {
 PARAMS_LAYOUT(EmbedStreamsBackwardParams, dout, dout_token_stride, dout_stream_stride, dtable, dtable_vocab_size_stride, counts,
               ends, ordered, vocab_size, num_streams, hidden_size)
 
-// The columns of a thread: OWN pieces of COUNT, at a distance of what the block's threads have of each, so that an access of a
-// warp is one stretch of memory.
+// A thread's columns: OWN pieces of COUNT, at a distance of one piece of each thread of the block.
+// So an access of a warp is contiguous.
 template <int COUNT, int OWN = PIECES>
 DEVICE int64_t first_column(uint32_t part) { return (static_cast<int64_t>(part) * OWN * THREADS + threadIdx.x) * COUNT; }
 template <int COUNT>
@@ -86,7 +86,7 @@ DEVICE void embed_forward(const EmbedStreamsForwardParams& params) {
     }
 }
 
-// Adds a token's streams to the sum, one after the other.
+// Adds a token's streams to the sum, one after another.
 template <int COUNT>
 DEVICE void add_streams(const ELEMENT* streams, int64_t stride, int num_streams, float (&sum)[COUNT]) {
     for (int first = 0; first < num_streams; first += HELD) {
@@ -100,7 +100,7 @@ DEVICE void add_streams(const ELEMENT* streams, int64_t stride, int num_streams,
     }
 }
 
-// Sums of four columns are 16 bytes of fp32: what a warp stores lies side by side.
+// Sums of four columns are 16 bytes of fp32, so a warp's stores are contiguous.
 template <int COUNT>
 DEVICE void embed_backward(const EmbedStreamsBackwardParams& params) {
     const uint32_t parts = pieces_of<THREADS * PIECES, COUNT>(params.hidden_size);
@@ -133,9 +133,10 @@ KERNEL(embed_streams_clear, EmbedStreamsBackwardParams, THREADS) {
 }
 
 KERNEL(embed_streams_forward_vector, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR, PIECES>(params); }
-// Of few tokens, of which a thread with several pieces leaves multiprocessors without enough to wait for.
+// For few tokens: with several pieces a thread the SMs would have too few loads in flight.
 KERNEL(embed_streams_forward_few, EmbedStreamsForwardParams, THREADS) { embed_forward<VECTOR, 1>(params); }
 KERNEL(embed_streams_forward_scalar, EmbedStreamsForwardParams, THREADS) { embed_forward<1, PIECES>(params); }
-// As many blocks as hide that each waits for its id's tokens, where they are listed and their streams, one after the other.
+// Enough blocks to hide three dependent loads: the id's count and list end, its list of tokens,
+// their streams.
 KERNEL_OF(embed_streams_backward_vector, EmbedStreamsBackwardParams, THREADS, 10) { embed_backward<FLOATS>(params); }
 KERNEL(embed_streams_backward_scalar, EmbedStreamsBackwardParams, THREADS) { embed_backward<1>(params); }

@@ -1,33 +1,27 @@
-// The residual streams collapsed to one in front of the final norm (inference 2.5). With v the STREAMS streams X of a
-// token one behind the other,
+// Collapses the residual streams to one before the final norm (inference 2.5). v is the STREAMS
+// streams X of a token, concatenated:
 //
 //     rstd = 1 / sqrt(mean(v^2) + norm_eps)          mix[i] = rstd (sum over e of fn[i,e] v[e])
 //     w[i] = sigmoid(mix[i] scale + base[i]) + hc_eps            out = sum over i of w[i] X[i]
 //
-// The weights keep all bits of fp32, as those of mhc_mix do, whose projection (projection.h) this is with four columns.
-// fp32 up to the store of out, which is rounded once, streams in their order.
+// The projection is that of mhc_mix (projection.h) with four columns, so the weights keep all bits
+// of fp32. Everything is fp32 until out is stored, which rounds once. Streams are added in their
+// order.
 //
-// w is known once a whole token is read, so that X is read twice, the second time by mhc_head_mix: a block of it is a
-// piece of a token as in mhc_pre, and each of its threads makes w of the token's five sums, which all of them read from
-// the cache. The one of the first piece saves mix and rstd for the backward.
+// w needs the whole token, so X is read twice, the second time by mhc_head_mix. As in mhc_pre a
+// block takes a piece of a token. Each thread computes w from the token's five sums, which come
+// from the cache. The block of the first piece saves mix and rstd for the backward.
 //
-// Floor for a bf16 token of d channels: 10 d bytes, with the second reading 18 d; 32768 tokens of 7168 channels 997 us
-// at 4.24 TB/s. Up to some 400 tokens of them stay in the second-level cache between the readings. Expected to be
-// limited by memory.
-// Measured on one H200: 32768 tokens of 7168 channels 1178 us (85 % of a copy with the second reading), one token
-// 10.8 us, 128 tokens 19.8 us, where a hundred parts of each sum are added; 1253, 13.3 and 24.6 us when every thread
-// added up all sums itself. With 16 parts read at a time 1220, 9.5 and 18.5 us. Now six groups of lanes add up a sixth of
-// many parts each, 19 loads of a warp instead of 112. 7.2 and 12.6 us.
-// On one H100 6.4 and 12.5 us; since then the projection asks for all that it reads at once (mhc_mix.cu), the warps of a
-// block share the parts, five loads each instead of 19 in two rounds, and scale and base are not waited for behind them: 3.4 and
-// 9.5 us, where 4 and 8.5 were expected. What stops both directions at 53 % of a copy's rate on one H100 (45 % at 4096 tokens)
-// is that the coefficients of a token need all of its channels, so that its streams are read twice; the readings themselves
-// reach 83 % of memory's rate. On Hopper clusters hold a token's channels between the two, and read them once:
-// mhc_head_hopper.cu.
+// Floor for a bf16 token of d channels: 10 d bytes, 18 d with the second read. With it 32768
+// tokens of 7168 channels take 997 us at 4.24 TB/s. Up to about 400 such tokens stay in L2 between
+// the reads.
+// Limit: memory. The reads reach 83 % of DRAM's rate on one H100; the second read is the loss.
+// mhc_head_hopper.cu keeps a token's channels in a cluster and reads them once.
 //
-// Launch: mhc_head_project token_tiles * splits blocks, mhc_head_project_few as many as there are parts of FEW_PIECES pieces;
-// mhc_head_project_scalar a warp a token, splits 1;
-// mhc_head_mix_* num_tokens * chunks blocks of any multiple of 32 threads that cover a row.
+// Launch: mhc_head_project token_tiles * splits blocks; mhc_head_project_few one for each split of
+// FEW_PIECES pieces; mhc_head_project_scalar a warp a token, splits 1; mhc_head_mix_* num_tokens *
+// chunks blocks of any multiple of 32 threads that cover a row.
+// What was tried: kernels/docs/mhc_head.md.
 #include "projection.h"
 #include "sigmoid.h"
 
@@ -58,9 +52,9 @@ KERNEL(mhc_head_project, ProjectionParams, PROJECTION_THREADS) { project<STREAMS
 KERNEL(mhc_head_project_few, ProjectionParams, FEW_PROJECTION_THREADS<STREAMS>) { project_few<STREAMS>(params); }
 KERNEL(mhc_head_project_scalar, ProjectionParams, PROJECTION_THREADS) { project_scalar<STREAMS>(params); }
 
-// A token's products and sum of squares, number i in lane i of STREAMS + 1. Where there are many parts of them, groups of
-// so many lanes of all warps add up a share of the parts each, all of which are waited for at once, and then the groups' sums and
-// the warps' in their order.
+// A token's dot products and sum of squares, value i % (STREAMS + 1) in lane i. With many splits,
+// groups of STREAMS + 1 lanes of all warps add a share of the partials each. All loads of a share
+// are in flight at once. Then the groups' sums, and the warps', are added in their order.
 DEVICE float projection_of(const MhcHeadMixParams& params, int64_t token, float (&of_warps)[MIX_WARPS][WARP_SIZE]) {
     constexpr int NUMBERS = STREAMS + 1, GROUPS = WARP_SIZE / NUMBERS, FEW_PARTS = 4;
     const int place = lane_id() % NUMBERS, group = lane_id() / NUMBERS;
@@ -88,7 +82,7 @@ DEVICE void mhc_head_mix(const MhcHeadMixParams& params) {
     const bool exists = column < params.hidden_size;
     __shared__ float of_warps[MIX_WARPS][WARP_SIZE];
     float x[STREAMS][COUNT] = {}, base[STREAMS], w[STREAMS], out[COUNT];
-    // What is needed last is asked for first: behind the sums it would be a wait of its own.
+    // What is needed last is loaded first: after the sums it would be one more wait.
     const float scale = params.scale[0];
     load_coefficients(params.base, base);
     if (exists)

@@ -1,29 +1,28 @@
-// The gradients of the collapse of the residual streams (inference 2.5, training 11.1). With X the STREAMS streams of a
-// token, v the same one behind the other, mix and rstd as the forward saved them, s = sigmoid(mix scale + base) and w =
-// s + hc_eps,
+// The gradients of the collapse of the residual streams (inference 2.5, training 11.1). X are the
+// STREAMS streams of a token, v the same concatenated. mix and rstd are as the forward saved them.
+// With z = mix scale + base, s = sigmoid(z) and w = s + hc_eps:
 //
-//     dw[i] = sum over the channels of X[i] dout        dz = dw s (1 - s)        dbase = sum over tokens of dz
-//     dmix = dz scale                                   dscale = sum over tokens and i of dz mix
+//     dw[i] = sum over the channels of X[i] dout        dz = dw s (1 - s)        dmix = dz scale
+//     dbase = sum over tokens of dz                     dscale = sum over tokens and i of dz mix
 //     dfn[i,e] = sum over tokens of (rstd dmix[i]) v[e]
 //     dX[i] = w[i] dout + sum over q of fn[q,e] (rstd dmix[q])
 //             - v[e] rstd^2 / (STREAMS hidden_size) (sum over q of dmix[q] mix[q])
 //
-// 1 - s is computed as sigmoid(-z). mhc_head_backward_coefficients takes a block a token, makes dw of all its channels
-// and leaves 12 numbers: rstd dmix, the factor of v, w; and dz and dz mix. dmix stands behind a sum over the whole
-// token, so that mhc_head_backward_streams reads X and dout again: it is that of mhc_mix (projection_backward.h) with
-// one more term. mhc_head_backward_sums adds what its blocks left of dfn, mhc_head_backward_parameters dz and dz mix,
-// all in a fixed order.
+// 1 - s is computed as sigmoid(-z). mhc_head_backward_coefficients takes a block a token. It
+// stores 12 values (rstd dmix, the factor of v, w), then dz and dz mix. dmix needs the whole
+// token, so mhc_head_backward_streams reads X and dout again. It is mhc_mix's kernel
+// (projection_backward.h) with one more term. mhc_head_backward_sums adds its blocks' partials of
+// dfn, mhc_head_backward_parameters adds dz and dz mix, all in a fixed order.
 //
-// Floor for a bf16 token of d channels: 18 d bytes, with the second reading 28 d, and 96 d FLOPs; 32768 tokens of 7168
-// channels 1551 us at 4.24 TB/s. Expected to be limited by memory.
-// Measured on one H200: 32768 tokens of 7168 channels 1848 us (84 % of a copy with the second reading), 128 tokens
-// 29.8 us; 4530 and 36.4 us when channels came by two a thread, without shared memory. On one H100 2627 us, 53 % of a copy of
-// what has to move once: the streams are read twice, since the gradient of a token's coefficients needs all of its channels
-// first. The second reading is at 85 % of memory's rate (ncu, on an H100). mhc_head_hopper_backward.cu reads them once, and
-// leaves the sums of dfn and of dz of each cluster to the last two kernels here.
+// Floor for a bf16 token of d channels: 18 d bytes, 28 d with the second read, and 96 d FLOPs.
+// With it 32768 tokens of 7168 channels take 1551 us at 4.24 TB/s.
+// Limit: memory, 84 % of a copy with the second read on one H200. mhc_head_hopper_backward.cu
+// reads streams once; the last two kernels here add its clusters' partials.
 //
-// Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's with 8 channels a thread,
-// in the scalar kernel 1; sums ceil(numbers / THREADS) blocks; parameters one block.
+// Launch: coefficients num_tokens blocks of any multiple of 32 threads; streams as mhc_mix's with
+// 8 channels a thread, in the scalar kernel 1; sums ceil(numbers / THREADS) blocks; parameters one
+// block.
+// What was tried: kernels/docs/mhc_head.md.
 #include "projection_backward.h"
 #include "sigmoid.h"
 
@@ -87,7 +86,8 @@ DEVICE void mhc_head_backward_coefficients(const MhcHeadBackwardCoefficientsPara
                         params.dout + token * params.dout_token_stride, params.hidden_size, sums);
     const float dw = block_sums(sums, partials);
     if (warp_id() != 0) return;
-    // Lanes beyond the streams repeat the fourth one's part, so that all take part in the shuffles.
+    // Lanes past the streams repeat the fourth lane's part, so that all lanes take part in the
+    // shuffles.
     const int stream = minimum(lane_id(), STREAMS - 1);
     const float own = __shfl_sync(FULL_WARP, dw, stream), mix = params.mix[token * STREAMS + stream];
     const float z = mix * params.scale[0] + params.base[stream], rstd = params.rstd[token];
@@ -121,7 +121,7 @@ DEVICE void load_other(const MhcHeadBackwardStreamsParams& params, const Owned<S
     load_elements<1>(params.dout + token * params.dout_token_stride + own.within, dout);
 }
 
-// w dout of the stream that the thread's channels belong to.
+// Adds w dout for the stream that owns the thread's channels.
 template <int CHANNELS>
 DEVICE void add_other(const MhcHeadBackwardStreamsParams&, const Owned<STREAMS, CHANNELS>& own, const Vec16* numbers,
                       const float (&dout)[CHANNELS], float (&dv)[CHANNELS]) {
@@ -151,7 +151,7 @@ KERNEL(mhc_head_backward_sums, MhcHeadBackwardSumsParams, THREADS) {
     params.dfn[at] = sum;
 }
 
-// GROUPS strided sums of each of the PRODUCTS columns, then those one after the other.
+// GROUPS strided sums of each of the PRODUCTS columns, then their sum in order.
 KERNEL(mhc_head_backward_parameters, MhcHeadBackwardParametersParams, PARAMETER_THREADS) {
     __shared__ float sums[GROUPS][PRODUCTS];
     const int column = threadIdx.x % PRODUCTS, group = threadIdx.x / PRODUCTS;
@@ -164,7 +164,7 @@ KERNEL(mhc_head_backward_parameters, MhcHeadBackwardParametersParams, PARAMETER_
     sum = 0.0f;
     for (int row = 0; row < GROUPS && threadIdx.x < PRODUCTS; ++row) sum += sums[row][column];
     if (threadIdx.x < STREAMS) params.dbase[threadIdx.x] = sum;
-    // dz mix of all streams.
+    // The sum of dz mix over all streams.
     const float first = sum + __shfl_xor_sync(FULL_WARP, sum, 1), all = first + __shfl_xor_sync(FULL_WARP, first, 2);
     if (threadIdx.x == STREAMS) params.dscale[0] = all;
 }

@@ -1,40 +1,32 @@
-// The forward of mhc_head.cu, which has the formulas, for sm_90a: by clusters that hold a token's channels in the shared memory of
-// their blocks between the sums and the mix, so that streams are read once. streams_cluster.h says how tokens come and sums go.
+// The forward of mhc_head.cu, which has the formulas, for sm_90a. A cluster keeps a token's
+// channels in the shared memory of its blocks between the sums and the mix, so streams are read
+// once. streams_cluster.h describes how tokens are loaded and sums are exchanged.
 //
-// A thread keeps the weights of its four channels of the four streams in registers, 64 of them, for all tokens of its run. A
-// token's five sums are added over the 16 elements that a thread has of it (bf16 squares that are added to a long fp32 sum meet ties
-// that all round down), then over lanes, warps and blocks. Every warp makes the token's w of them; the first one of the first block
-// saves mix and rstd for the backward.
+// A thread keeps the weights of its four channels of the four streams in 64 registers, for all
+// tokens of its run. A token's five sums are added over a thread's 16 elements first, then over
+// lanes, warps and blocks. (bf16 squares added one by one to a long fp32 sum would hit ties that
+// all round down.) Every warp computes the token's w. The first warp of the first block saves mix
+// and rstd.
 //
-// Floor for a bf16 token of d channels: 10 d bytes; 32768 tokens of 7168 channels 783 us at 3.0 TB/s, 4096 tokens 98 us. A block's
-// part of a token there, 7 KB, has some 670 cycles of a multiprocessor (1.75 GHz, 32 clusters at once), of which issuing takes 390
-// (900 instructions of each warp for four tokens, a third of them products) and shared memory 170. A batch of four takes a block
-// some 2000 cycles where its bytes take 5400, so that the two blocks of a multiprocessor wait for memory and seldom for others.
-// Weights come from the second-level cache once for a run, an eighth of the bytes of 64 tokens. One token waits for memory once and
-// for the other blocks once: 1.1 us of an empty kernel, 0.9 for memory, 0.3 for 57 KB of weights a block, 0.7 for sums and mix.
-// On one H100, as a share of a copy of the floor's bytes: 32768 tokens 799 us of 7168 channels and 462 of 4096 (98 and 97 %), 4096
-// tokens 115 and 69 (85 and 82 %). ncu: DRAM at 88 % of its rate, 41 % of the cycles without a warp that could issue. When a batch was
-// finished before the next one was added up, so that every block waited for the sums of the others, one H200 reached 71 and 74 %, 63 %
-// of 4096 tokens. One token 3.0 us, where an empty kernel, the bytes and 1.5 us are 2.8. Limited by memory.
-// On one H200, whose memory is 1.4 times as fast: 757 and 401 us (73 and 79 %), 108 and 63 (64 and 63 %). ncu there
-// (reports/h200/ncu.txt), 4096 tokens of 7168 channels: DRAM at 54 %, 41 % of the cycles without a warp that could issue, an
-// instruction of a warp every 5.5 cycles, 14 warps a multiprocessor: instructions, and what each waits for the one before it, limit it.
-// More warps have no registers, since each keeps 64 weights; fewer instructions would be tensor cores' (below).
-// 128 tokens take 8.3 us on one H200, where 5.0 were expected; by launches of a graph 8.7, and in runs of 4 and 16 tokens 8.8
-// and 9.2. By the clock in the kernel, 16 clusters of two batches, cycles of some 1.98 GHz: a block's 57 KB of streams are
-// there after 4,200, at memory's rate; the first batch is added up at 7,000 and the second at 8,800, the first is mixed at
-// 9,900 and the second at 11,300. A batch is 900 instructions of each of seven warps, two of which share a scheduler: 1,800
-// cycles, and the first waits some 900 more for the weights, which 16 clusters bring from the second-level cache, as many
-// bytes again as the streams. Both batches come at once, so that arithmetic hides behind nothing: 3,600 cycles of issuing that
-// only fewer instructions a channel could shorten, such as tensor cores with weights in three bf16 parts, which take some 400
-// instructions to divide and would still leave 6.5 us.
+// Floor for a bf16 token of d channels: 10 d bytes; at 3.0 TB/s 783 us for 32768 tokens of 7168
+// channels, 98 us for 4096. A block's part of a token there, 7 KB, has about 670 cycles of an SM
+// (1.75 GHz, 32 clusters at once). Issue takes 390 of them (900 instructions of each warp for four
+// tokens, a third of them multiplications), shared memory 170. A batch of four takes a block about
+// 2000 cycles, its bytes 5400. Weights come from L2 once a run: an eighth of the bytes of 64
+// tokens. One token waits once for memory and once for the other blocks.
+// Limit on H100: memory, 97 to 98 % of a copy for 32768 tokens. On H200, whose memory is 1.4 times
+// as fast: instructions and their latency, 73 to 79 %. More warps do not fit, since each thread
+// keeps 64 weights.
 //
-// Launch: CLUSTER blocks for each run of tokens; the kernel's number is the most channels of a stream.
+// Launch: CLUSTER blocks for each run of tokens; the number in the kernel's name is the maximum of
+// channels of a stream.
+// What was tried: kernels/docs/mhc_head.md.
 #include "sigmoid.h"
 #include "streams_cluster.h"
 
 constexpr int TOKENS = 4;  // of a batch
-// Lane l of a warp has a sum of token l / 8: its product (l / 2) % 4 where l is even, its squares where it is odd.
+// Lane l of a warp has a sum of token l / 8: dot product (l / 2) % 4 if l is even, the squares if
+// l is odd.
 constexpr int LANES = WARP_SIZE / TOKENS;
 template <int WARPS>
 using Shared = ClusterShared<WARPS, TOKENS, STREAMS, WARP_SIZE>;
@@ -71,7 +63,7 @@ DEVICE void load_weights(const MhcHeadHopperParams& params, const Share& share, 
                       fn[row / STREAMS][row % STREAMS]);
 }
 
-// What a thread's channels of a token add to its sums.
+// Adds a thread's channels of a token to its sums.
 template <typename Batch>
 DEVICE void add_token(const Batch& batch, int token, const Weights& fn, float* products, float& squares) {
     UNROLL
@@ -87,7 +79,7 @@ DEVICE void add_token(const Batch& batch, int token, const Weights& fn, float* p
     }
 }
 
-// Of WHOLE batches nothing is asked token by token.
+// A WHOLE batch needs no check of each token.
 template <bool WHOLE, typename Batch>
 DEVICE void leave_sums(const Batch& batch, const Weights& fn) {
     float products[TOKENS * STREAMS] = {}, squares[TOKENS] = {};
@@ -107,7 +99,7 @@ DEVICE void add_up(const Batch& batch, const Weights& fn) {
     batch.tell();
 }
 
-// The lane's w, of its token and stream.
+// w of the lane's token and stream.
 template <typename Batch>
 DEVICE float weight_of(const MhcHeadHopperParams& params, const Batch& batch, float scale, float base) {
     const float sum = batch.sum(lane_id());
@@ -156,7 +148,8 @@ DEVICE void mhc_head(const MhcHeadHopperParams& params) {
         if (batch.whole()) mix_batch<true>(params, batch, weight);
         else mix_batch<false>(params, batch, weight);
     }
-    // What a block has told may still be on its way to others: it ends when they have it.
+    // Stores to other blocks' shared memory may still be in flight: a block exits when they have
+    // arrived.
     cluster_arrive_relaxed();
     cluster_wait();
 }

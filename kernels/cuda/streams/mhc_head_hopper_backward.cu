@@ -1,31 +1,35 @@
-// The backward of mhc_head_backward.cu, which has the formulas, for sm_90a: by clusters that hold a token's channels in the shared
-// memory of their blocks between dw and what follows from it, so that streams and dout are read once. streams_cluster.h says how
-// tokens come and sums go.
+// The backward of mhc_head_backward.cu, which has the formulas, for sm_90a. A cluster keeps a
+// token's channels in the shared memory of its blocks between dw and what depends on it. So
+// streams and dout are read once. streams_cluster.h describes how tokens are loaded and sums are
+// exchanged.
 //
-// A thread has four channels of each stream. It adds up dfn of them in 64 registers over all tokens of its cluster's run; fn stands
-// in shared memory, where a thread reads it for two tokens at a time. Each cluster leaves a part of dfn, which is 16 rows, and its
-// sums of dz and dz mix. The last two kernels of mhc_head_backward.cu add those in their order.
+// A thread has four channels of each stream. It accumulates their dfn in 64 registers over all
+// tokens of its cluster's run. fn is in shared memory, where a thread loads it for two tokens at a
+// time. Each cluster stores a partial of dfn, 16 rows, and its sums of dz and dz mix. The last two
+// kernels of mhc_head_backward.cu add those in their order.
 //
-// Floor for a bf16 token of d channels: 18 d bytes, 1409 us for 32768 tokens of 7168 channels at 3.0 TB/s, 176 us for 4096. A block's
-// part of a token there has some 1200 cycles of a multiprocessor (1.75 GHz, 32 clusters at once), of which issuing takes 730 (830
-// instructions of each warp for two tokens) and shared memory 430. Clusters take all tokens in one turn, no more of them than
-// certainly run at once: with more, those that find no place would run alone at the end, and each leaves 0.46 MB. Limited by
-// memory. On one H100 32768 tokens of 7168 and of 4096 channels 1504 and 868 us, 94 and 93 % of a copy of the floor's bytes, 4096
-// tokens 203 and 122 (87 and 83 %). ncu: DRAM at 84 % of its rate, 42 % of the cycles without a warp that could issue. On one H200 69 and 68 % when a
-// batch was finished before the next one was added up.
+// Floor for a bf16 token of d channels: 18 d bytes; at 3.0 TB/s 1409 us for 32768 tokens of 7168
+// channels, 176 us for 4096. A block's part of a token there has about 1200 cycles of an SM (1.75
+// GHz, 32 clusters at once). Issue takes 730 of them (830 instructions of each warp for two
+// tokens), shared memory 430. All clusters run in one wave, no more than certainly fit at once:
+// more would run as a tail, and each stores 0.46 MB.
+// Limit: memory, 93 to 94 % of a copy for 32768 tokens on one H100.
 //
-// Launch: CLUSTER blocks for each run of tokens; the kernel's number is the most channels of a stream.
+// Launch: CLUSTER blocks for each run of tokens; the number in the kernel's name is the maximum of
+// channels of a stream.
+// What was tried: kernels/docs/mhc_head.md.
 #include "sigmoid.h"
 #include "streams_cluster.h"
 
 constexpr int TOKENS = 2;  // of a batch
-// Lanes of a token, and of them those of a stream: lane l of a warp has dw of stream (l / 4) % 4 of token l / 16.
+// Lanes of a token, and those of them of a stream: lane l of a warp has dw of stream (l / 4) % 4
+// of token l / 16.
 constexpr int LANES = WARP_SIZE / TOKENS, STREAM_LANES = LANES / STREAMS;
 constexpr int PRODUCTS = 2 * STREAMS;  // of a cluster: dz, dz mix
 constexpr int DOUT = STREAMS;  // row of a token
 template <int WARPS>
 struct Shared : ClusterShared<WARPS, TOKENS, STREAMS + 1, TOKENS * STREAMS> {
-    // Row q STREAMS + i for column q of stream i. A thread reads what it has stored itself.
+    // Row q STREAMS + i is column q of stream i. A thread loads only what it stored itself.
     alignas(16) float fn[STREAMS * STREAMS][ClusterShared<WARPS, TOKENS, STREAMS + 1, TOKENS * STREAMS>::CHANNELS];
 };
 
@@ -64,7 +68,7 @@ DEVICE void keep_weights(const MhcHeadHopperBackwardParams& params, const Share&
         store_vec16(&shared.fn[row][share.own], load_vec16_readonly(from + static_cast<int64_t>(row) * params.hidden_size));
 }
 
-// Of WHOLE batches nothing is asked token by token.
+// A WHOLE batch needs no check of each token.
 template <bool WHOLE, typename Batch>
 DEVICE void leave_sums(const Batch& batch) {
     float dw[TOKENS * STREAMS] = {};
@@ -95,7 +99,7 @@ struct RunSums {
     float dz, dz_mix;  // over the tokens of the lane
 };
 
-// Asked for before the batch is waited for.
+// Loads that start before the wait for the batch.
 template <typename Batch>
 DEVICE Saved saved_of(const MhcHeadHopperBackwardParams& params, const Batch& batch) {
     if (lane_id() / LANES >= batch.left) return {0.0f, 0.0f};
@@ -211,7 +215,8 @@ DEVICE void mhc_head_backward(const MhcHeadHopperBackwardParams& params) {
     }
     let_next_kernel_come();
     store_run(params, share, dfn, sums);
-    // What a block has told may still be on its way to others: it ends when they have it.
+    // Stores to other blocks' shared memory may still be in flight: a block exits when they have
+    // arrived.
     cluster_arrive_relaxed();
     cluster_wait();
 }

@@ -1,42 +1,28 @@
-// The gradients of the coefficients of the residual streams (training 11.1). With v the STREAMS streams of a token one
-// behind the other, mix and rstd as the forward saved them, z = mix scale + base, and s = sigmoid(z),
+// The gradients of the coefficients of the residual streams (training 11.1). v is a token's
+// STREAMS streams, concatenated. mix and rstd come from the forward. z = mix scale + base; s =
+// sigmoid(z):
 //
 //     dz = dpre s (1 - s), 2 dpost s (1 - s), the gradient of the Sinkhorn iteration (sinkhorn.h)
-//     dbase = sum over tokens of dz
-//     dmix = dz scale                           dscale[g] = sum over tokens and the columns of group g of dz mix
+//     dmix = dz scale        dbase = sum over tokens of dz
+//     dscale[g] = sum over tokens and the columns of group g of dz mix
 //     dfn[q,e] = sum over tokens of (rstd dmix[q]) v[e]
 //     dv[e] = sum over q of fn[q,e] (rstd dmix[q])
 //             - v[e] rstd^2 / (STREAMS hidden_size) (sum over q of dmix[q] mix[q])
 //
-// 1 - s is computed as sigmoid(-z), so that it keeps its digits where s is 1.
-//
-// mhc_mix_backward_coefficients takes 16 lanes a token; the matrices of all passes stay in shared memory for the way back. It
-// leaves rstd dmix and the factor of v, 25 numbers a token, and of each block its part of dbase and dscale.
-// mhc_mix_backward_streams reads v once for both dv and dfn. Where rows are whole accesses of 16 bytes tensor cores multiply
-// (projection_backward_products.h), and all products are exact; elsewhere a thread owns a channel (projection_backward.h, which
-// mhc_head shares) in plain fp32. Its sums of dfn are one row for each part of the tokens, which mhc_mix_backward_sums adds in
-// their order, as it does those of dbase and dscale. Nothing is atomic, so that equal launches give equal bits.
-//
-// Floors for a token of d channels: 16 d bytes, 27 ns of 7168 channels at 4.24 TB/s, 885 us for 32768 tokens; and of tensor
-// cores 72 products a channel for dfn and 144 for dv, 27 instructions of m16n8k16 for 16 tokens and 16 channels: 4 cycles each
-// at the rate of the data sheet, 400 us. (By fp32, 384 d FLOPs, 41 ns at 67 TFLOP/s, 1350 us.) Measured on one H200 with sixteen
-// warps of 32 channels: 32768 tokens of 7168 channels 1566 us, one token 22.1 (1616 and 25.4, 128 tokens 29.4, in an earlier
-// call in which the forward took 3 % more); since then parts of numbers are read where they are multiplied, which is not
-// measured. With eight warps of 64 channels 1577, of 4096 channels 929 (1619 and 969 before 16 tokens were free of branches). By
-// fp32, a thread owning four channels: 2404, 1465, 17.3 and 29.9. On one H100 1624 us, 77 % of a copy, of which the kernel of
-// the streams alone reaches 82 % of memory's rate (ncu, on an H100: 54 % of the cycles without a warp that could
-// issue, 128 registers a thread and one block a multiprocessor); the rest are the coefficients, the sums and the starts of four
-// launches. By count, with 2.5 TB/s of memory, 45 % of the issue slots and of shared memory's rate and half that of tensor cores
-// at 8 cycles a product are taken, and neither fewer instructions nor twice the warps changed much. On one H200 8192 tokens of 7168
-// channels 395 to 403 us (55 %), of 4096 channels 229 (55 %), 32768 tokens 1572 and 907. There, too, the kernel of the streams has 54
-// % of the cycles without a warp that could issue (ncu, reports/h200/ncu.txt; DRAM at 53 %), and memory that is 1.4 times as fast does
-// not help it: of 32768 tokens it takes 1220 us of 1360 when it stores nothing. By wgmma the products take half the time:
-// mhc_mix_hopper_backward.cu, 1218 us. Of 8192 tokens 21 and 25 us less than before are the sums: one block's 24 threads had added up
-// 528 rows one behind the other, 37 us.
-//
-// Launch: coefficients any number of blocks, with 2 THREADS floats of dynamic shared memory for each pass; streams
-// ceil(STREAMS * hidden_size / PRODUCT_CHANNELS) blocks for each of `splits` parts, in the scalar kernel as many for
-// STREAMS_THREADS channels; sums ceil(numbers / THREADS) blocks.
+// 1 - s is sigmoid(-z), which keeps its digits where s is 1. mhc_mix_backward_coefficients: 16
+// lanes a token, all passes' matrices in shared memory. It stores 25 values a token and partials
+// of dbase and dscale. mhc_mix_backward_streams reads v once for dv and dfn: by exact MMA
+// (projection_backward_products.h), or for unaligned rows in fp32 (projection_backward.h).
+// mhc_mix_backward_sums adds the partials in their order. Nothing is atomic: equal launches give
+// equal bits.
+// Floors for a token of d channels: 16 d bytes, 885 us for 32768 tokens of 7168 channels at 4.24
+// TB/s; 27 m16n8k16 for 16 tokens and 16 channels, 400 us at the data sheet's rate.
+// Limit: 54 % of cycles have no warp that could issue, at one block an SM; faster memory does not
+// help. 55 % of a copy on one H200. mhc_mix_hopper_backward.cu uses wgmma.
+// Launch: coefficients any number of blocks, 2 THREADS floats of dynamic shared memory a pass;
+// streams ceil(STREAMS * hidden_size / PRODUCT_CHANNELS) * splits (scalar: STREAMS_THREADS
+// channels a block); sums ceil(numbers / THREADS).
+// What was tried: kernels/docs/mhc_mix.md.
 #include "projection_backward_products.h"
 #include "sinkhorn.h"
 
@@ -88,13 +74,14 @@ PARAMS_LAYOUT(MhcMixBackwardSumsParams, dfn_partials, dfn, partials, dscale, dba
 
 // ---------------------------------------------------------------- coefficients
 
-// What a lane has of its token: its element of comb and, in the first eight lanes, a gate of pre or post.
+// What a lane has of its token: its element of comb and, in the first eight lanes, a gate of pre
+// or post.
 struct Coefficients {
     float comb, gate;
 };
 
-// The gradient of a lane's logit. `passes` has room for what M was behind each pass and what it was multiplied by
-// there.
+// The gradient of a lane's logit. `passes` has room for M after each pass and for the factor of
+// the pass.
 DEVICE float comb_gradient(float logit, float dcomb, int iterations, float eps, float* passes) {
     const float p = row_softmax(logit);
     float m = p + eps;
@@ -118,7 +105,7 @@ DEVICE float gate_gradient(const MhcMixBackwardCoefficientsParams& params, int64
     return 2.0f * params.dpost[token * STREAMS + lane - STREAMS] * slope;
 }
 
-// Sums over a block's tokens, by columns: of dz and of dz mix.
+// Sums over a block's tokens of dz and of dz mix, by column.
 DEVICE void store_partials(const MhcMixBackwardCoefficientsParams& params, const Coefficients& dz, const Coefficients& products) {
     __shared__ float sums[TOKENS][2 * COLUMNS];
     const int lane = threadIdx.x % MATRIX_LANES, row = threadIdx.x / MATRIX_LANES;
@@ -137,7 +124,8 @@ KERNEL(mhc_mix_backward_coefficients, MhcMixBackwardCoefficientsParams, THREADS)
     float* const passes = reinterpret_cast<float*>(dynamic_shared());
     const int lane = threadIdx.x % MATRIX_LANES;
     Coefficients sums = {}, products = {};
-    // Whole blocks go round: the lanes of a token that is not there take part in the shuffles of their warp.
+    // The loop is uniform for a block: lanes of a missing token take part in their warp's
+    // shuffles.
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * TOKENS; first < params.num_tokens;
          first += static_cast<int64_t>(gridDim.x) * TOKENS) {
         const int64_t token = first + threadIdx.x / MATRIX_LANES;
@@ -170,7 +158,7 @@ KERNEL(mhc_mix_backward_coefficients, MhcMixBackwardCoefficientsParams, THREADS)
 
 // ---------------------------------------------------------------- streams
 
-// Nothing but these terms.
+// mhc_mix adds no other terms to dv.
 template <typename... Others>
 DEVICE void load_other(const MhcMixBackwardStreamsParams&, const Others&...) {}
 template <typename... Others>
@@ -188,8 +176,9 @@ KERNEL(mhc_mix_backward_streams_scalar, MhcMixBackwardStreamsParams, STREAMS_THR
 
 constexpr int SUM_LANES = 2 * COLUMNS / 4, SUM_GROUPS = THREADS / SUM_LANES;
 
-// dz and dz mix of all columns, in the first of the groups' rows. A group of threads adds every SUM_GROUPS-th of what the blocks left,
-// and their sums are added in their order: one column a thread was half a hundred accesses one behind the other.
+// dz and dz mix of all columns, in row 0 of of_groups. A group of threads adds every SUM_GROUPS-th
+// of the blocks' partials; the groups' sums are added in their order. With a thread a column about
+// fifty loads would depend on each other.
 DEVICE void column_totals(const MhcMixBackwardSumsParams& params, float (*of_groups)[2 * COLUMNS]) {
     const int first = static_cast<int>(threadIdx.x) % SUM_LANES * 4, group = static_cast<int>(threadIdx.x) / SUM_LANES;
     float sums[4] = {};

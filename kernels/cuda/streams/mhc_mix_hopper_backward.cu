@@ -1,29 +1,27 @@
-// mhc_mix_backward_streams_wide of mhc_mix_backward.cu, which has the formulas, for sm_90a: the products of
-// projection_backward_products.h by wgmma, twice as fast as mma.sync. With g the numbers rstd dmix of a token,
+// mhc_mix_backward_streams_wide of mhc_mix_backward.cu, which has the formulas, for sm_90a. The
+// products of projection_backward_products.h by wgmma, twice as fast as mma.sync. g are a token's
+// rstd dmix:
 //
-//     dfn = g^T v      v as it has come, rows of tokens; parts of g of all columns, 72 of them, are one operand
-//     dv = g fn        of 3 x 3 products of parts the six largest
+//     dfn = g^T v      v as loaded, rows of tokens; one operand holds all parts of g, 72 columns
+//     dv = g fn        the six largest of 3 x 3 products of parts
+// Products are exact and in the same order, but dfn's start from zero every 64 tokens.
 //
-// the same exact products, in the same order but for dfn's, which begin at zero for every 64 tokens.
+// A block takes 256 channels, four panels of 64 of one stream each, and a split of the tokens, 64
+// at a time (a round). Each of four consumer warpgroups has a panel: its parts of fn, split once,
+// stay in shared memory, its sums of dfn in registers. One producer warp issues the streams' TMA
+// loads, as far ahead as the stages allow. Three warps split the values of coming rounds, eight
+// columns a warp, two tokens a lane. The parts, rows of tokens, are the operand of dfn and the
+// fragments of dv. Columns of dv's MMA are channels in an order that gives a lane eight neighbours
+// (channel_of). Values that cannot be split (is_large, is_irregular) count as zeros. After the
+// round, what they or irregular weights touch is computed again in plain fp32 (mend).
 //
-// A block takes 256 channels, four panels of 64 of one stream each, and a part of the tokens, 64 at a time (a round). Each of four
-// warpgroups has a panel: its parts of fn, split once, stay in shared memory, its sums of dfn in registers. Behind them one warp has
-// boxes of the streams copied, as far ahead as there are stages, and three split the numbers of the rounds to come, a warp eight
-// columns, a lane two tokens: rows of tokens, which are the operand of dfn, and out of which lanes read their fragments for dv.
-// Columns of a product of dv are channels in such an order that a lane's are eight neighbours (channel_of).
-//
-// What cannot be split (is_large, is_irregular) is treated as there: numbers count as zeros, and behind a round what they, or
-// irregular weights, touch is made anew by plain fp32 (mend).
-//
-// Floors as there: 16 d bytes a token of d channels. A round of a block takes 3600 cycles of a multiprocessor's share of memory at
-// 4.24 TB/s and 1.75 GHz; its products 1730 (wgmma of 64 x 64 x 16, nine a panel, and 64 x 72 x 16, four), instructions some 1500.
-// Expected to be limited by memory: 32768 tokens of 7168 channels 1050 us, and 60 for the coefficients and the sums.
-// Measured on one H200 with these, 32768 tokens of 7168 and 4096 channels 1218 and 701 us, 8192 tokens 332 and 190: 73, 72, 67 and 67 %
-// of a copy (on others 1246, 723, 335 and 191, and by mma.sync 1509, 883, 397 and 228). ncu (reports/h200/ncu.txt) has 1070 us of the
-// first, DRAM at 73 % of its rate and the second-level cache at 83; what is left are the coefficients, which take three times what they
-// take in the forward and move next to nothing, and the sums.
-//
-// Launch: ceil(panels / PANELS) blocks for each of `splits` parts of the tokens.
+// Floors as there: 16 d bytes a token of d channels. A block's round has 3600 cycles of an SM's
+// share of memory (4.24 TB/s, 1.75 GHz). MMAs take 1730 (a panel: nine of 64 x 64 x 16, four of 64
+// x 72 x 16), issue about 1500.
+// Expected limit: memory (DRAM at 73 % of its rate, L2 at 83); 1218 us for 32768 tokens of 7168
+// channels on one H200, 73 % of a copy.
+// Launch: ceil(panels / PANELS) blocks for each of `splits` splits of the tokens.
+// What was tried: kernels/docs/mhc_mix.md.
 #include "panels.h"
 #include "projection_hopper.h"
 #include "projection_limits.h"
@@ -55,7 +53,7 @@ struct MhcMixHopperBackwardParams {
 PARAMS_LAYOUT(MhcMixHopperBackwardParams, fn, numbers, dstreams, dstreams_token_stride, dstreams_stream_stride, dfn_partials, num_tokens,
               hidden_size, splits, streams_map)
 
-// Where everything lies in dynamic shared memory.
+// Offsets in dynamic shared memory.
 struct RoundLayout {
     static constexpr int STAGE_BYTES = PANELS * PANEL_BYTES;                    // tokens by channels
     static constexpr int WEIGHTS = CHANNEL_STAGES * STAGE_BYTES;                // of each panel: SLICES of rows of channels
@@ -76,7 +74,7 @@ struct RoundLayout {
     }
     static constexpr int weights(int panel) { return WEIGHTS + panel * WEIGHT_BYTES; }
     static constexpr int parts(uint32_t round) { return OF_TOKENS + round % SPLIT_STAGES * PARTS_BYTES; }
-    // Eight columns of a token of a round, chunk `column` / 8 of all parts.
+    // Eight columns of a token of a round: chunk `chunk` of the columns of all parts.
     static constexpr int parts_at(uint32_t round, int token, int chunk) {
         return parts(round) + chunk / 8 * PANEL_BYTES + panel_offset(token, chunk % 8);
     }
@@ -84,7 +82,7 @@ struct RoundLayout {
     static constexpr int empty(uint32_t round) { return EMPTY + 8 * (round % CHANNEL_STAGES); }
     static constexpr int ready(uint32_t round) { return READY + 8 * (round % SPLIT_STAGES); }
     static constexpr int used(uint32_t round) { return USED + 8 * (round % SPLIT_STAGES); }
-    // Parities of the phases in which a round's channels, and its numbers, have come.
+    // Parity of the phase in which a round's channels, and its values, have arrived.
     static constexpr uint32_t channels_phase(uint32_t round) { return round / CHANNEL_STAGES & 1; }
     static constexpr uint32_t parts_phase(uint32_t round) { return round / SPLIT_STAGES & 1; }
 };
@@ -96,7 +94,8 @@ DEVICE uint32_t* large_of(uint32_t round) {
     return reinterpret_cast<uint32_t*>(dynamic_shared() + RoundLayout::LARGE) + round % SPLIT_STAGES * (CHUNKS * 2);
 }
 
-// A block's part of the work: panels, and whole rounds of tokens but for the last one of all.
+// A block's share of the work: panels, and rounds of tokens. Only the last round of all may be
+// partial.
 struct RoundPart {
     int32_t first_panel, panels, panels_of_stream;
     uint32_t rounds, split;
@@ -115,7 +114,7 @@ struct RoundPart {
     int64_t token(uint32_t round) const { return first_token + static_cast<int64_t>(round) * PANEL_TOKENS; }
 };
 
-// Channels of one stream, and the first of them.
+// A panel's stream, and the panel's first channel in it.
 struct Panel {
     int32_t stream, within;
 
@@ -144,7 +143,8 @@ DEVICE void copy_rounds(const MhcMixHopperBackwardParams& params, SharedAddress 
 
 // ---------------------------------------------------------------- numbers
 
-// Eight columns of a lane's two tokens of a round; the warp that has the first ones brings factors, too. Zeros behind the last token.
+// Eight columns of a lane's two tokens of a round. The warp of the first columns loads the
+// factors, too. Zeros after the last token.
 struct TokenNumbers {
     Weights columns[2];
     float factor[2];
@@ -163,7 +163,7 @@ struct TokenNumbers {
             if (chunk == 0) factor[second] = own[COLUMNS];
         }
     }
-    // Leaves their parts; large ones as zeros.
+    // Stores their parts; large values count as zeros.
     void store(SharedAddress shared, uint32_t round, int chunk) {
         UNROLL
         for (int second = 0; second < 2; ++second) {
@@ -191,9 +191,11 @@ DEVICE void split_rounds(const MhcMixHopperBackwardParams& params, SharedAddress
     for (uint32_t round = 0; round < part.rounds; ++round) {
         mbarrier_wait(shared + RoundLayout::used(round), RoundLayout::parts_phase(round) ^ 1);
         numbers.store(shared, round, chunk);
-        // Here, where nothing is under way that it would wait for: neither what a lane loads nor what consumers store.
+        // The fence is here, where nothing is in flight that it would wait for: no loads of the
+        // lane, no stores of consumers.
         fence_async_proxy();
-        // Each lane answers for its own: racecheck knows nothing of what a lane's arrival says of the others of its warp.
+        // Each lane arrives for its own stores: racecheck does not see that one lane's arrival
+        // covers its warp.
         mbarrier_arrive(shared + RoundLayout::ready(round));
         if (round + 1 < part.rounds) numbers.load(params, part.token(round + 1), chunk);
     }
@@ -201,8 +203,9 @@ DEVICE void split_rounds(const MhcMixHopperBackwardParams& params, SharedAddress
 
 // ---------------------------------------------------------------- weights
 
-// What a product of dv multiplies: slice i has columns 0 to 15 of part i; then of columns 16 to 23 parts 0 and 1, and parts 2 and 0.
-// Row `row` of them has part `part` of column `column`, and of the last columns' first part there is a second one.
+// The operand of dv. Slice i has columns 0 to 15 of part i. The next ones have columns 16 to 23:
+// of parts 0 and 1, then of parts 2 and 0. Row row_of_weight(column, part) has that part of the
+// column. The first part of the last columns is there twice.
 DEVICE int row_of_weight(int column, int part) {
     if (column < 16) return 16 * part + column;
     return 48 + 8 * part + column - 16;
@@ -210,7 +213,8 @@ DEVICE int row_of_weight(int column, int part) {
 constexpr int SECOND_FIRST_PART = 72;  // row of column 16
 static_assert(SECOND_FIRST_PART + 8 == 16 * SLICES, "rows of all slices");
 
-// Those of a warpgroup's panel, by its threads; says whether one of a thread's is not split right. Zeros behind the stream's end.
+// The weights of a warpgroup's panel. Returns whether one of the thread's weights is not split
+// exactly. Zeros after the stream's end.
 DEVICE bool bring_weights(const MhcMixHopperBackwardParams& params, const Panel& panel, SharedAddress weights) {
     const int32_t within = panel.within;
     bool irregular = false;
@@ -252,9 +256,10 @@ struct PanelWarp {
 
     int32_t channel(int half) const { return own.within + own_piece(half) * PIECE; }
 
-    // g fn of a round, the smallest products first: of each part of g, which a lane reads once, two chunks of eight columns at a time.
+    // g fn of a round, the smallest products first. A lane loads each part of g once, two chunks
+    // of eight columns at a time.
     void start_dv(uint32_t round, float (&dv)[8][4]) const {
-        // Rows of ldmatrix stand in the order of the lanes' tokens.
+        // ldmatrix rows are in the order of the lanes' tokens.
         const int token = row - row_of(lane_id() / 4) + row_of(lane_id() % 8) + lane_id() / 8 % 2 * (WARP_TOKENS / 2);
         const int second = lane_id() / WARP_TOKENS;
         uint32_t g[6][4];
@@ -283,7 +288,7 @@ struct PanelWarp {
         add(5, 3, true);
         wgmma_commit();
     }
-    // g^T v of a round, all parts of g, from zero.
+    // g^T v of a round for all parts of g, from zero.
     void start_dfn(uint32_t round, float (&products)[PARTS * TILES<COLUMNS>][4]) const {
         const uint64_t channels = matrix_descriptor(shared + RoundLayout::channels(round, panel), 0, 1024);
         const uint64_t numbers = matrix_descriptor(shared + RoundLayout::parts(round), PANEL_BYTES, 1024);
@@ -315,7 +320,7 @@ struct PanelWarp {
 
     float number(uint32_t round, int token, int column) const { return params.numbers[(part.token(round) + token) * NUMBERS + column]; }
 
-    // dv of one token of the warp's and the panel's channels, a lane each piece, of any numbers.
+    // dv of one token for the panel's channels in plain fp32, a piece a lane, for any values.
     void store_plainly(uint32_t round, int token) const {
         const int32_t channel = own.within + lane_id() * PIECE;
         if (lane_id() >= STEP_CHANNELS / PIECE || channel >= params.hidden_size) return;
@@ -335,13 +340,13 @@ struct PanelWarp {
                                own.stream * params.dstreams_stream_stride + channel,
                            pack<bf16>(dv));
     }
-    // Behind a round: adds to dfn what columns of a token give that counted as zeros, and stores dv of such tokens anew; of all
-    // tokens where a weight is irregular.
+    // After a round: adds to dfn the columns that counted as zeros, and stores dv of such tokens
+    // again. If a weight is irregular it stores dv of all tokens again.
     void mend(uint32_t round, Sums<COLUMNS>& sums) const {
         const uint32_t* const large = large_of(round);
         const int first = static_cast<int>(warp_id() % 4) * WARP_TOKENS;
         const int64_t left = params.num_tokens - part.token(round);
-        // Other lanes have stored what is stored anew.
+        // Other lanes stored what is stored again here.
         __syncwarp();
         UNROLL_BY(1)
         for (int token = 0; token < PANEL_TOKENS && token < left; ++token) {
@@ -377,7 +382,8 @@ struct PanelWarp {
         start_dv(round, dv);
         wgmma_wait<0>();
         wgmma_hold(dv);
-        // Not sooner: a lane's fragments of g have the registers. Other warpgroups multiply meanwhile.
+        // Not sooner: a lane's fragments of g hold the registers. Other warpgroups run MMAs
+        // meanwhile.
         start_dfn(round, products);
         store_dv(round, dv);
         wgmma_wait<0>();

@@ -1,32 +1,28 @@
-// The streams behind a sublayer (inference 2.4, training 11.1). With X the STREAMS streams before it, y its output, and
-// post and comb the coefficients of a token in fp32,
+// The streams after a sublayer (inference 2.4, training 11.1). X are the STREAMS streams before
+// it, y its output, post and comb fp32 coefficients. i is the source, j the destination.
 //
-//     out[j]     = post[j] y + sum over i of comb[i,j] X[i]      i the source, comb's first index; j the destination
+//     out[j]     = post[j] y + sum over i of comb[i,j] X[i]
+//     dX[i]      = sum over j of comb[i,j] dout[j]     dy       = sum over j of post[j] dout[j]
+//     dcomb[i,j] = sum over channels of X[i] dout[j]   dpost[j] = sum over channels of y dout[j]
 //
-//     dX[i]      = sum over j of comb[i,j] dout[j]                  dy        = sum over j of post[j] dout[j]
-//     dcomb[i,j] = sum over the channels of X[i] dout[j]            dpost[j]  = sum over the channels of y dout[j]
+// fp32 from load to store, y's product first and sources in their order, so each output is rounded
+// once. NaN and infinities propagate through products: 0 times an infinity is NaN.
+// Forward: a thread loads 16 bytes of y and of the four streams, 80 bytes in flight, and stores 16
+// bytes of each output. A block of 128 threads takes a piece of a token: one token of 7168
+// channels is 7. All loads of a thread come before its stores: out may be X.
+// Backward: one block a token, since 20 sums run over its channels. A thread takes up to 8 times
+// 16 bytes of nine rows (144 bytes in flight), adds its 20 sums in registers; a block has one
+// barrier. A token's sums depend only on hidden_size and the kernel. Scalar kernels allow any
+// stride and alignment.
 //
-// fp32 from load to store, y's product first and sources in their order, so that each output is rounded once. NaN and
-// infinities go wherever a product takes them: 0 times an infinity is NaN.
-//
-// Forward: a thread takes the same 16 bytes of y and of the four streams, 80 bytes in flight, and stores 16 bytes of
-// each output; a block of 128 threads takes a piece of a token, so that one token of 7168 channels is 7 blocks and 19
-// fill 132 multiprocessors. All reads of a thread come before its writes: out may be X. Backward: one block a token,
-// since 20 sums run over its channels. A thread takes up to 8 times 16 bytes of each of the nine tensors' rows (144
-// bytes in flight), adds up its part of the 20 sums in registers on the way, and a block has one barrier. A token's
-// sums depend on hidden_size and the kernel alone. The scalar kernels take one element at a time, at any stride and
-// alignment.
-//
-// Floors for a bf16 token of d channels: forward 18 d bytes read and written for 40 d FLOPs, backward 28 d for 96 d. At
-// 4.24 TB/s and 32768 tokens of 7168 channels 997 and 1551 us. Expected to be limited by memory: an access of the
-// forward comes with some 250 instructions, a quarter of what the schedulers issue meanwhile, one of the backward with
-// 420, a third.
-// Measured on one H200, forward and backward: 32768 tokens of 7168 channels 1003 and 1573 us (99 and 98 % of a copy),
-// of 4096 channels 575 and 901 us, 4096 tokens of 7168 channels 126 and 198 us; one token 2.1 and 8.1 us.
-//
+// Floors for a bf16 token of d channels: forward 18 d bytes and 40 d FLOPs, backward 28 d and 96
+// d. At 4.24 TB/s: 997 and 1551 us for 32768 tokens of 7168 channels.
+// Limit: memory, 99 and 98 % of a copy on one H200. Per access the forward has about 250
+// instructions, the backward 420.
 // Defines: ELEMENT  type of X, y, out and their gradients: bf16 or float.
-// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many
-// that `chunks` blocks cover a row.
+// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads;
+// `chunks` blocks cover a row.
+// What was tried: kernels/docs/mhc_post.md.
 #include "element.h"
 #include "streams.h"
 

@@ -1,42 +1,28 @@
-// The streams behind a sublayer, the coefficients of the next site and what its sublayer reads, of few tokens, in fewer launches
-// than mhc_post, mhc_mix and mhc_pre take (inference 2.1 to 2.4), with the same bits. With X the STREAMS streams of a token, y the
-// sublayer's output, post and comb the coefficients of its site,
+// mhc_post, mhc_mix of the next site and mhc_pre in fewer launches for few tokens, with the same
+// bits (inference 2.1 to 2.4). X are a token's STREAMS streams, y the sublayer's output, post and
+// comb its coefficients.
 //
-//     out[j] = bf16(post[j] y + sum over i of comb[i,j] X[i])                                         mhc_post.cu
-//     pre, post, comb, mix and rstd of the next site from v = out[0], out[1], ..., one behind the other    mhc_mix.cu
-//     h = sum over i of pre[i] out[i], pre of the next site                                            mhc_pre.cu
+//     out[j] = bf16(post[j] y + sum over i of comb[i,j] X[i])                          mhc_post.cu
+//     pre, post, comb, mix, rstd of the next site from v = out[0], out[1], ...         mhc_mix.cu
+//     h = sum over i of pre[i] out[i], pre of the next site                            mhc_pre.cu
 //
-// mhc_post_mix_pre_project_few, of up to FEW_TOKENS tokens: out, and what mhc_mix_project_few leaves of it. A block makes all
-// destinations of its part of the channels, a lane a piece of one, and multiplies what it stores out of registers. `out` may be
-// `streams`: a block stores behind a barrier past which all of its warps have read, and no other block reads there.
+// mhc_post_mix_pre_project_few, up to FEW_TOKENS tokens: out and mhc_mix_project_few of it. A
+// block computes all destinations of its channels, a piece a lane, and projects them from
+// registers. `out` may be `streams`: a block stores after a barrier after all of its loads; no
+// other block reads there.
+// mhc_post_mix_pre_project, more tokens, where mhc_mix uses mhc_mix_project_at_once: a lane loads
+// the pieces of all sources, then computes, stores and projects all destinations.
+// mhc_post_mix_pre_mix: coefficients and h. A block takes a token: eight warps mix, one computes
+// coefficients. All its loads start at once. The eight warps add the partials and wait for pre.
+// The last warp computes comb, 2 sinkhorn_iters - 1 dependent passes, meanwhile.
 //
-// mhc_post_mix_pre_project, of more, where mhc_mix has mhc_mix_project_at_once (projection.h): the same of that one. A lane reads the
-// pieces of all sources, makes those of all destinations of them, stores these and multiplies them as that kernel does, which
-// therefore neither waits for other blocks' streams nor reads them again.
-//
-// mhc_post_mix_pre_mix, of few tokens whose channels are in many parts: the coefficients and h, what mhc_mix_coefficients_few and
-// mhc_pre are in two launches. A block takes a token: eight warps that mix, and one that makes coefficients. All of what is read is
-// asked for at once: the parts of the projection, scale and base, HELD pieces of out of a thread. The eight warps add up the parts,
-// and wait for the four numbers of pre; comb, 2 sinkhorn_iters - 1 dependent passes, is the last warp's alone while the others mix.
-//
-// Floors: of one token of 7168 channels the next site's weights, 2.75 MB, 0.7 us at 4.24 TB/s; of 128 tokens 20 bytes a channel, the
-// second reading of out from the second-level cache: 18 MB and 2.75, 5 us. Expected to limit: two launches, two trips to memory, the
-// sums and pre one behind the other.
-// Measured on one H200, 7168 channels: 1 token 5.6 us, 128 tokens 14.3, where the separate kernels take 7.6 and 17.7 in the same call
-// and an empty kernel with the bytes 1.7 and 5.9; 128 tokens took 16.0, in another call, when mhc_post's kernel and mhc_mix_project
-// were two of three launches. What 128 tokens are made of, each measured with the rest left out: the mix behind a project of nothing
-// 4.5, project 10.8 with a mix of nothing, of which an empty launch more is 1.0. Of project's 9.8, what it reads and stores alone
-// takes 6.9, products 1.7 of the rest, and weights, sums and squares 0.3 to 0.4 each: they come when the last streams have. What did
-// not help: eight warps that copy to shared memory in place of 16 that read into registers (1.9 us more), a tenth fewer instructions
-// (nothing), weights in front of all streams (0.1 more); the mix's blocks called before the streams have come, to wait in the few
-// free places (0.2 more). The barriers of the mix are at one place of the source for all warps, as the block's barriers must be; at
-// two, which worked and which compute-sanitizer refuses, 1 token took 5.5 us and 128 tokens 14.1.
-// More tokens take mhc_post, mhc_mix and mhc_pre, which move 18 bytes where a kernel that made all of it would move 10: at the copy
-// rate 56 % of a copy of the latter, and they reach 51 to 54 % on one H200. On Hopper mhc_post_mix_pre_hopper.cu makes streams and
-// projection in one, and mhc_pre alone reads them again: 14 bytes.
-//
-// Launch: project_few as many blocks as there are parts of FEW_PIECES pieces; project token_tiles * splits, splits as many as there
-// are steps of a stream; mix num_tokens blocks.
+// Floors at 4.24 TB/s, 7168 channels: 1 token 2.75 MB of weights, 0.7 us; 128 tokens 20 bytes a
+// channel, with out's second read from L2: 18 MB and 2.75, 5 us.
+// Limit: two launches, two trips to memory, dependent sums and pre. One H200: 1 token 5.6 us, 128
+// tokens 14.3.
+// Launch: project_few one block a split of FEW_PIECES pieces; project token_tiles * splits, splits
+// as many as a stream has steps; mix num_tokens blocks.
+// What was tried: kernels/docs/mhc_post_mix_pre.md.
 #include "coefficients.h"
 
 constexpr int MIX_THREADS = (FEW_WARPS + 1) * static_cast<int>(WARP_SIZE);
@@ -79,9 +65,9 @@ struct MhcPostMixPreMixParams {
 PARAMS_LAYOUT(MhcPostMixPreMixParams, out, out_token_stride, out_destination_stride, partials, scale, base, pre, post,
               comb, mix, rstd, h, h_token_stride, num_tokens, hidden_size, splits, sinkhorn_iters, norm_eps, hc_eps)
 
-// ---------------------------------------------------------------- destinations and their projection
+// ---------------------------------------------------------------- streams and their projection
 
-// The pieces of a lane's destination, made of those of all sources.
+// The pieces of a lane's destination, computed from those of all sources.
 template <int TOKENS>
 struct MadePieces {
     const MhcPostMixPreProjectParams& params;
@@ -117,7 +103,7 @@ struct MadePieces {
             mix_destination(of_x, of_y, &post[t], comb[t], 0, made);
             streams[t] = pack<bf16>(made);
         }
-        // Every warp has read what is stored to.
+        // Every warp has loaded from the addresses that are stored to: out may be streams.
         __syncthreads();
         UNROLL
         for (int t = 0; t < TOKENS; ++t)
@@ -133,10 +119,11 @@ KERNEL(mhc_post_mix_pre_project_few, MhcPostMixPreProjectParams, FEW_PROJECTION_
     }
 }
 
-// Made of those of all sources, of more tokens. Their coefficients are in shared memory: in registers they would be 40.
+// The same for more tokens. Their coefficients are in shared memory: in registers they would take
+// 40.
 struct MadeShared {
     AtOnceShared<COLUMNS> projection;
-    // post, then comb by sources; the rows of eight tokens lie in different banks.
+    // post, then comb by sources. The rows of eight tokens are in different banks.
     alignas(16) float coefficients[BLOCK_TOKENS][STREAMS + STREAMS * STREAMS];
 };
 
@@ -178,7 +165,7 @@ struct MadeStreams {
             shared.coefficients[number / of_token][STREAMS + number % of_token] = comb[i];
         }
     }
-    // All that a piece is made of is read before anything is stored, by the same thread: out may be streams.
+    // A thread loads all sources of a piece before it stores any destination: out may be streams.
     void make(const AtOncePlace& place, int row, Vec16 (&streams)[STREAMS]) const {
         UNROLL
         for (int j = 0; j < STREAMS; ++j) streams[j] = Vec16{};
@@ -208,15 +195,17 @@ KERNEL(mhc_post_mix_pre_project, MhcPostMixPreProjectParams, AT_ONCE_THREADS) {
     project_at_once<COLUMNS>(params, shared.projection, MadeStreams{params, shared});
 }
 
-// ---------------------------------------------------------------- coefficients of the next site, and h
+// ---------------------------------------------------------------- coefficients and h
 
-// HELD pieces of each destination from a thread's piece `first` on, a block's mixing threads apart.
+// HELD pieces of each destination, starting at the thread's piece `first`, APART pieces from one
+// to the next.
 constexpr int APART = FEW_WARPS * static_cast<int>(WARP_SIZE);
 DEVICE void load_pieces(const MhcPostMixPreMixParams& params, int64_t token, int first, Vec16 (&held)[HELD][STREAMS]) {
     const int last = params.hidden_size / PIECE - 1;
     UNROLL
     for (int v = 0; v < HELD; ++v) {
-        // Behind the last piece that one again, which is not stored: a branch would make the next load wait.
+        // After the last piece this loads it again, and it is not stored: a branch would make the
+        // next load wait.
         const int piece = minimum(first + v * APART, last);
         const bf16* const out = params.out + token * params.out_token_stride + piece * PIECE;
         UNROLL

@@ -1,43 +1,28 @@
-// The gradients of mhc_post_mix_pre.cu (training 11.1). With X' its out, dX' the gradient of that from elsewhere, dh
-// that of h, and of the next site dpost, dcomb,
+// The gradients of mhc_post_mix_pre.cu (training 11.1). X' is its out, dX' that tensor's other
+// gradient, dh that of h; dpost and dcomb are those of the next site.
 //
-//     dpre[i] = sum over the channels of X'[i] dh      then dz, dmix, dfn, dscale and dbase as in mhc_mix_backward.cu
+//     dpre[i] = sum over channels of X'[i] dh;  dz, dmix and parameters as in mhc_mix_backward.cu
 //     dX'[i] total = bf16(dX'[i] + pre[i] dh + sum over q of fn[q,e] (rstd dmix[q])
 //                         - v[e] rstd^2 / (STREAMS hidden_size) (sum over q of dmix[q] mix[q]))
-//     dX, dy, dpost and dcomb of the site in front as in mhc_post.cu, of the total
+//     dX, dy, dpost and dcomb of the previous site from the total as in mhc_post.cu
 //
-// dmix stands behind dpre, a sum over the whole token, and dcomb of the site in front behind a sum of the total: each
-// is a kernel of its own. mhc_post_mix_pre_dpre takes a block a token and leaves four numbers of it. The coefficients
-// and the sums of dfn, dscale and dbase are mhc_mix_backward.cu's kernels. mhc_post_mix_pre_total is mhc_mix's second
-// reading of the streams with two more terms, so that the three gradients of X' are added in fp32 and rounded once: dX' + pre dh
-// first, then that to mhc_mix's. Where rows are whole accesses of 16 bytes tensor cores multiply
-// (projection_backward_products.h), elsewhere a thread owns a channel (projection_backward.h). mhc_post's backward reads what it left.
+// dmix needs dpre of the whole token, dcomb of the previous site a sum of the total: separate
+// kernels. mhc_post_mix_pre_dpre takes a block a token and stores four values. The coefficients,
+// and the sums of dfn, dscale and dbase, are mhc_mix_backward.cu's kernels. mhc_post_mix_pre_total
+// is its streams kernel with two more terms: fp32 sums of three gradients, rounded once, dX' + pre
+// dh first. It is MMA (projection_backward_products.h) or, for unaligned rows, fp32
+// (projection_backward.h). mhc_post's backward follows. The two more rows go from L2 to registers,
+// 16 bytes a lane; they are prefetched into L2 a round ahead. Blocks of the same channels of four
+// streams run next to each other (channel_block), so dh is in L2 for all.
 //
-// The two more rows go from L2 to registers, 16 bytes of each to a lane for eight channels of a token, since neither shared memory
-// nor registers have places for those under way from memory: a round before, L2 is asked for them, 1 KB of a token at once. Lanes
-// begin to read their first token's while the products of 16 tokens are made, and the second one's behind those. A row of dh serves
-// four streams, whose blocks therefore run side by side (channel_block): in the order of the channels dh would come from memory
-// nearly three times at 4096 tokens of 7168 channels, since it is larger than L2. All of it takes 128 registers on sm_90; on sm_80
-// and sm_100 12 and 14 words of a thread are spilled, nearly all of them outside the loop over 16 tokens.
-//
-// Floor for a token of d channels, each tensor once: 46 d bytes, of which the total is 8 d. X' and dh are read twice
-// and the total once more than it is written: 64 d bytes, 3550 us for 32768 tokens of 7168 channels at 4.24 TB/s. By kernels: dpre
-// 10 d, the total 26 d, mhc_post's backward 28 d. The separate kernels (mhc_pre 18 d, mhc_mix 16 d, an addition of three
-// gradients 32 d, mhc_post 28 d) move 94 d, and round each of the three gradients. Expected to be limited by memory: for 16 tokens
-// of 512 channels the total moves 53 KB, 4100 cycles of a multiprocessor at 3 TB/s, in which each of its four schedulers has some 1860
-// instructions to issue (465 of each warp, 54 of them products) and its tensor core 900 to 1700 cycles to work: 45 % of the issue
-// slots, as in mhc_mix's kernel. What lanes wait for L2, some hundred cycles, fits beside.
-// Measured on one H100: 4096 tokens of 7168 channels 797 us, of which dpre is 99 (ncu: DRAM at 89 % of its rate) and the total 368 (at 67
-// %, 66 % of the cycles without a warp that could issue, of 16 on a multiprocessor), 32768 5887 us, 56 and 61 % of a copy of the floor's
-// bytes. Measured on one H200: 4096 tokens of 7168 channels 612 us, 32768 4491 us: 52 and 56 % of a copy of the floor's bytes, 72 and 78 %
-// of one of the bytes that move, since X' and dh are read once for dpre and once more behind it. With the total by plain fp32, a thread
-// owning two channels, 4096 tokens took 1711 us on one H100 and 32768 tokens 12.3 ms on one H200.
-//
-// The first site of a block has no post in front: its streams and its pre take the place of X' and pre, and dX' total is
-// the gradient of the streams.
-//
-// Launch: dpre num_tokens blocks of any multiple of 32 threads; total as mhc_mix_backward_streams, of which `splits` divides the
-// number of blocks.
+// Floor for a token of d channels: 46 d bytes, 64 d with second reads: 3550 us for 32768 tokens of
+// 7168 channels at 4.24 TB/s. dpre moves 10 d, the total 26 d, mhc_post's backward 28 d.
+// Expected limit: memory. ncu has DRAM at 89 % in dpre, 67 % in the total. 72 to 78 % of a copy of
+// what moves on one H200. The first site of a block has no previous post: X' and pre are its
+// streams and pre, and the total is the gradient of the streams.
+// Launch: dpre num_tokens blocks of any multiple of 32 threads; total as mhc_mix_backward_streams;
+// `splits` divides the number of blocks.
+// What was tried: kernels/docs/mhc_post_mix_pre.md.
 #include "projection_backward_products.h"
 #include "sinkhorn.h"
 
@@ -90,15 +75,15 @@ KERNEL(mhc_post_mix_pre_dpre_scalar, MhcPostMixPreDpreParams, DPRE_THREADS) {
     store_dpre<1>(params, partials);
 }
 
-// Which block of channels is a block's: those of the same channels of the four streams run side by side, so that L2 has their rows of
-// dh for all of them.
+// Which block of channels is a block's. Blocks of the same channels of the four streams run next
+// to each other, so L2 has their rows of dh for all of them.
 DEVICE uint32_t channel_block(const MhcPostMixPreTotalParams& params) {
     const uint32_t block = blockIdx.x / params.splits, each = gridDim.x / params.splits / STREAMS;
     return each * STREAMS * params.splits == gridDim.x ? block % STREAMS * each + block / STREAMS : block;
 }
 
-// The stream of a piece, of so many pieces each; STREAMS behind the last one. A division would be waited for before anything
-// is read.
+// The stream of a piece, where a stream has `pieces` of them; STREAMS after the last one. A
+// division would be waited for before any load starts.
 DEVICE int32_t stream_of(int32_t piece, int32_t pieces) {
     int32_t stream = 0;
     UNROLL
@@ -106,7 +91,7 @@ DEVICE int32_t stream_of(int32_t piece, int32_t pieces) {
     return stream;
 }
 
-// Where a channel of the streams, one behind the other, lies.
+// The stream of a channel of the concatenated streams, and its offset in the stream.
 struct OfStream {
     uint32_t stream, within;
 
@@ -116,7 +101,7 @@ struct OfStream {
     }
 };
 
-// What backward_products adds to dv: dX' from elsewhere and pre dh.
+// What backward_products adds to dv: the other gradient dX', and pre dh.
 struct TotalOthers {
     struct Rows {
         Vec16 dout[2], dh[2];
@@ -135,7 +120,7 @@ struct TotalOthers {
         pre = params.pre + token * STREAMS + own.stream;
     }
 
-    // A lane a row: a warp has those of two tokens.
+    // A lane prefetches a row: a warp has the rows of two tokens.
     static void prefetch(const MhcPostMixPreTotalParams& params, const ProductPart& part, int32_t round) {
         constexpr int ROWS = ROUND_TOKENS / PRODUCT_WARPS;
         const int32_t at = round * ROUND_TOKENS + warp_id() * ROWS + lane_id() % ROWS;
@@ -144,7 +129,7 @@ struct TotalOthers {
         const int64_t token = part.begin + at;
         const bf16* const dout = params.dout + token * params.dout_token_stride + own.stream * params.dout_destination_stride;
         const bf16* const dh = params.dh + token * params.dh_token_stride;
-        // Where a block has channels of the next stream as well, these are read without.
+        // Where a block also has channels of the next stream, those are loaded without a prefetch.
         const uint32_t count = minimum(params.hidden_size - own.within, static_cast<uint32_t>(PRODUCT_CHANNELS));
         prefetch_second_level((lane_id() < ROWS ? dout : dh) + own.within, count * sizeof(bf16));
     }
@@ -181,7 +166,7 @@ struct TotalOthers {
     }
 };
 
-// The same of one channel.
+// The same for one channel.
 DEVICE void load_other(const MhcPostMixPreTotalParams& params, const Owned<COLUMNS, 1>& own, int64_t token, float (&other)[1]) {
     const bf16* const dout = params.dout + token * params.dout_token_stride + own.stream * params.dout_destination_stride;
     const float dh = to_float(params.dh[token * params.dh_token_stride + own.within]);

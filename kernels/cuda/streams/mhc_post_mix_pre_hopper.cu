@@ -1,46 +1,35 @@
-// mhc_post_mix_pre_project of mhc_post_mix_pre.cu, which has the formulas, for sm_90a: the streams behind a sublayer and their
-// projection, of any number of tokens, with the bits of mhc_post and of mhc_mix_project_hopper (projection_hopper.h).
+// mhc_post_mix_pre_project of mhc_post_mix_pre.cu, which has the formulas, for sm_90a: the streams
+// after a sublayer and their projection, for any number of tokens. It has the bits of mhc_post and
+// of mhc_mix_project_hopper (projection_hopper.h).
 //
-// A block takes 256 tokens and a part of the channels, 64 of each stream at a time (a group: STREAMS steps), whose weights are split
-// once for all of them. Two warpgroups of consumers have 64 tokens each, twice (a turn); one warp has their sources copied, the same 64
-// channels of the four streams and of y, into a stage of 40 KiB, as far ahead as a consumer has stages; six warps split weights. A
-// consumer reads a token's pieces once, makes those of all destinations, which are the fragments that it then multiplies, and stores
-// them out of its registers.
+// A block takes 256 tokens and a split of the channels, 64 of each stream at a time (a group:
+// STREAMS steps). A group's weights are split once for all tokens. Two consumer warpgroups take 64
+// tokens each, twice (a turn). One producer warp issues the TMA loads of a turn: the same 64
+// channels of the four streams and of y, a stage of 40 KiB, as far ahead as a consumer has stages.
+// Six warps split weights. A consumer loads a token's pieces once and computes all destinations.
+// These are the fragments of its MMAs, and it stores them from registers. `out` may be `streams`:
+// a group's sources have arrived when its destinations are stored, and no other group uses these
+// addresses.
 //
-// `out` may be `streams`: a group's sources have come when its destinations are stored, and no other group has their places.
-//
-// Floors for a bf16 token of d channels: 18 d bytes; at 4.24 TB/s 997 us for 32768 tokens of 7168 channels. Where mhc_post and mhc_mix
-// are apart, 26 d. A group takes 16100 cycles of a multiprocessor's share of memory at 1.75 GHz. Expected to be limited by memory:
-// instructions are some 2600 of each of eight consumer warps and 520 of each of six that split, four a cycle 6000; shared memory, at
-// which 160 KiB arrive and are read, and products take less.
-// Measured on one H200 with coefficients and h, 32768 tokens of 7168 and 4096 channels 1825 and 1049 us, 4096 tokens 236 and 142; the
-// separate kernels 2054, 1186, 264 and 157. Without the coefficients, 30 us, and mhc_pre, 530 us, it takes 1270 of the first, 78 % of a
-// copy of what it moves.
-// What limits it is how its writes meet its reads in memory (ncu, reports/h200/ncu.txt: DRAM at 69 % of its rate, 60 % of the cycles
-// without a warp that could issue; consumers wait for their sources). On the way from 1280 us, by ncu, of the same kernel: 1270 without
-// products, 1245 without weights, too; 695 without stores, 590 without products and stores. A block writes 128 bytes of each of 1024 rows,
-// and those beside them a group later, after 9 us. Where the groups of several blocks lie side by side (Steps) 4096 tokens take 2 % less.
-// Of 32768 tokens 16 blocks that share theirs would take 1200 us, and so would four groups of the same 64 tokens at a time, but with as
-// many parts of all sums, or four times the weights.
-// What did not help: one warp's store of four rows of 128 bytes in the place of eight of 64; stores and copies that leave the
-// second-level cache first (st.cs, evict_first); each block beginning at a group of its own; the proxy fence by a warp that has nothing
-// else to do, or none; four warpgroups of consumers, which make one or two destinations at a time out of shared memory (1900 and 1967 us,
-// 104 registers a thread).
-// On the way there, 32768 tokens of 7168 channels: 1838 us with streams stored before the proxy fences of a group's four steps;
-// 1868 with streams stored behind all products, out of registers that then spilled; 1816 with one fence in front of what
-// is stored, blocks of 128 tokens and weights split for them alone, which took 147 us for 4096 tokens of 4096 channels. With weights
-// copied once for clusters of four blocks (tensor_copy_in_all) and split out of shared memory it was 2107 us, and mhc_mix 739 in the
-// place of 567; that form was given up, too, for a comparison that failed now and then.
-// A kernel that did all of this in plain registers, by mma.sync, kept too few bytes under way: 2585 us beside 2063 of separate ones.
+// Floors for a bf16 token of d channels: 18 d bytes (mhc_post and mhc_mix apart: 26 d); at 4.24
+// TB/s 997 us for 32768 tokens of 7168 channels. A group has 16100 cycles of an SM's share of
+// memory at 1.75 GHz. Issue takes 6000: about 2600 instructions of each of eight consumer warps
+// and 520 of each of six that split, four a cycle. MMA and shared memory, at which 160 KiB arrive
+// and are read, take less.
+// Limit: stores interfere with loads in memory (DRAM at 69 % of its rate); consumers wait for
+// their sources. 1270 us on one H200, 78 % of a copy of what moves. A block stores 128 bytes of
+// each of 1024 rows, and the adjacent ones a group later, after 9 us.
 //
 // Launch: ceil(num_tokens / TILE_TOKENS) * splits blocks.
+// What was tried: kernels/docs/mhc_post_mix_pre.md.
 #include "coefficients.h"
 #include "projection_hopper.h"
 
 constexpr int MAKERS = 2, TURNS = 2;
 static_assert(MAKERS * TURNS * CONSUMER_TOKENS == TILE_TOKENS, "a block of projection_hopper.h");
 constexpr int MAKER_THREADS = MAKERS * WARPGROUP_SIZE;
-// Two warpgroups more: one warp that copies, those that split, and one that has nothing to do.
+// Two more warpgroups: one warp that issues TMA loads, the warps that split weights, and one idle
+// warp.
 constexpr int MADE_THREADS = MAKER_THREADS + 2 * WARPGROUP_SIZE;
 static_assert(COPY_THREADS + SPLIT_THREADS <= 2 * WARPGROUP_SIZE, "warps for all of it");
 constexpr int MAKER_STAGES = 2;               // turns of one consumer that are there or on their way
@@ -70,7 +59,7 @@ struct Turn {
     uint32_t number, consumer;
 };
 
-// Where everything lies in dynamic shared memory. A consumer has stages of its own.
+// Offsets in dynamic shared memory. Each consumer has its own stages.
 struct MadeLayout {
     static constexpr int STAGES = MAKERS * MAKER_STAGES, STAGE_BYTES = SOURCES * PANEL_BYTES;
     static constexpr int COEFFICIENTS = STAGES * STAGE_BYTES;  // [TILE_TOKENS][OF_TOKEN]
@@ -85,7 +74,7 @@ struct MadeLayout {
     static constexpr int stage(Turn turn) { return place(turn) * STAGE_BYTES; }
     static constexpr int full(Turn turn) { return FULL + 8 * place(turn); }
     static constexpr int empty(Turn turn) { return EMPTY + 8 * place(turn); }
-    // Parity of the phase in which a turn's sources have come.
+    // Parity of the phase in which a turn's sources have arrived.
     static constexpr uint32_t phase(Turn turn) { return turn.number / MAKER_STAGES & 1; }
 };
 
@@ -108,7 +97,8 @@ DEVICE void copy_sources(const MhcPostMixPreHopperParams& params, SharedAddress 
     }
 }
 
-// Leaves what the tokens' streams are made with in shared memory, by all consumers; zeros behind the last token.
+// All consumers load the coefficients of the block's tokens into shared memory; zeros after the
+// last token.
 DEVICE void bring_coefficients(const MhcPostMixPreHopperParams& params, float* coefficients, int64_t first_token) {
     const int64_t left = params.num_tokens - first_token;
     for (int number = threadIdx.x; number < TILE_TOKENS * OF_TOKEN; number += MAKER_THREADS) {
@@ -124,14 +114,15 @@ DEVICE void bring_coefficients(const MhcPostMixPreHopperParams& params, float* c
 
 // ---------------------------------------------------------------- destinations
 
-// What a lane has in a group of one of its two tokens: pieces of every source in, of every destination out.
+// A lane's part of a group for its two tokens: loads the pieces of every source, computes and
+// stores those of every destination.
 struct Maker {
     const MhcPostMixPreHopperParams& params;
     const float* coefficients;  // of the block's tokens
     int64_t first_token;        // of the block
     int row;                    // of the lane's first token, in the block
 
-    // The fragments of all destinations, zeros behind a stream's end, whatever a coefficient is.
+    // The fragments of all destinations. Zeros after a stream's end, whatever a coefficient is.
     void make(SharedAddress stage, int32_t first_channel, Fragments (&made)[STREAMS]) const {
         UNROLL
         for (int second = 0; second < 2; ++second) {
@@ -176,7 +167,7 @@ struct Maker {
     }
 };
 
-// A turn: makes its streams, adds what they give to the sums, and stores them.
+// A turn: computes its streams, stores them and adds their projection to the sums.
 DEVICE void take_turn(const Maker& maker, SharedAddress shared, const Part& part, uint32_t group, Turn turn, bool gives_up,
                       Sums<COLUMNS>& sums) {
     using Weight = MadeLayout::Weight;
@@ -185,13 +176,13 @@ DEVICE void take_turn(const Maker& maker, SharedAddress shared, const Part& part
     Fragments made[STREAMS];
     mbarrier_wait(shared + MadeLayout::full(turn), MadeLayout::phase(turn));
     maker.make(shared + MadeLayout::stage(turn), first_channel, made);
-    // All lanes of the warp have read.
+    // All lanes of the warp have loaded.
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared + MadeLayout::empty(turn));
     if (turn.number % TURNS == 0) {
         for (uint32_t step = first_step; step < first_step + STREAMS; ++step)
             mbarrier_wait(shared + Weight::split(step), Weight::phase(step));
-        // One for all steps and turns.
+        // One fence for all steps and turns.
         fence_async_proxy();
     }
     maker.store(first_channel, made);
@@ -204,7 +195,8 @@ DEVICE void make_streams(const MhcPostMixPreHopperParams& params, SharedAddress 
     constexpr int APART = MAKERS * CONSUMER_TOKENS;  // from a turn's tokens to the next one's
     const int row = static_cast<int>(consumer) * CONSUMER_TOKENS + warp_id() % 4 * WARP_TOKENS + row_of(lane_id() / 4);
     const uint32_t turns = (part.consumers - consumer + MAKERS - 1) / MAKERS;
-    // Those of this turn, and of the other one: they change places behind each, so that the code of a turn is there once.
+    // The sums of this turn and of the other one. They are swapped after each turn, so that the
+    // code of a turn exists once.
     Sums<COLUMNS> sums = {}, others = {};
     for (uint32_t group = 0; group * STREAMS < part.steps.count; ++group) {
         UNROLL_BY(1)

@@ -1,28 +1,28 @@
-// What a sublayer reads of the residual streams (inference 2.3, training 11.1). With X the STREAMS streams of a token
-// and pre its coefficients in fp32,
+// The input of a sublayer from the residual streams (inference 2.3, training 11.1). X are the
+// STREAMS streams of a token, pre its coefficients in fp32:
 //
 //     h     = sum over i of pre[i] X[i]
-//
 //     dX[i] = pre[i] dh                           dpre[i] = sum over the channels of X[i] dh
 //
-// fp32 from load to store, streams in their order, so that each output is rounded once. NaN and infinities go wherever
-// a product takes them. mhc_pre_norm.cu has the same with the RMSNorm that follows.
+// fp32 from load to store, streams in their order, so each output is rounded once. NaN and
+// infinities propagate through products. mhc_pre_norm.cu adds the RMSNorm that follows.
 //
-// Forward: a thread takes the same 16 bytes of each stream (64 bytes in flight) and stores 16 bytes; a block of 128
-// threads takes a piece of a token, so that one token of 7168 channels is 7 blocks. Backward: one block a token, since
-// four sums run over its channels; a thread takes up to 8 times 16 bytes of each of the five rows, and a block has one
-// barrier. A token's sums depend on hidden_size and the kernel alone. The scalar kernels take one element at a time, at
-// any stride and alignment.
+// Forward: a thread loads 16 bytes of each stream (64 bytes in flight) and stores 16 bytes. A
+// block of 128 threads takes a piece of a token: one token of 7168 channels is 7 blocks.
+// Backward: one block a token, since four sums run over its channels. A thread takes up to 8 times
+// 16 bytes of each of the five rows, and a block has one barrier. A token's sums depend only on
+// hidden_size and the kernel. The scalar kernels take one element at a time, at any stride and
+// alignment.
 //
-// Floors for a bf16 token of d channels: forward 10 d bytes for 7 d FLOPs, backward 18 d for 12 d. At 4.24 TB/s and
-// 32768 tokens of 7168 channels 554 and 997 us. Expected to be limited by memory: an access comes with some 110
-// instructions in the forward and 150 in the backward, below a quarter of what the schedulers issue meanwhile.
-// Measured on one H200, forward and backward: 32768 tokens of 7168 channels 530 and 1027 us (105 and 97 % of a copy),
-// of 4096 channels 304 and 593 us, 4096 tokens of 7168 channels 68 and 132 us; one token 1.8 and 5.8 us.
+// Floors for a bf16 token of d channels: forward 10 d bytes and 7 d FLOPs, backward 18 d and 12 d.
+// At 4.24 TB/s 32768 tokens of 7168 channels take 554 and 997 us.
+// Limit: memory, 105 and 97 % of a copy on one H200. Per access about 110 instructions in the
+// forward and 150 in the backward, below a quarter of the issue slots.
 //
 // Defines: ELEMENT  type of X, h and their gradients: bf16 or float.
-// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in the forward so many
-// that `chunks` blocks cover a row.
+// Launch: forward num_tokens * chunks blocks, backward num_tokens; any multiple of 32 threads, in
+// the forward such that `chunks` blocks cover a row.
+// Measured times: kernels/docs/mhc_pre.md.
 #include "element.h"
 #include "streams.h"
 

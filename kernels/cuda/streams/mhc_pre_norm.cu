@@ -1,39 +1,28 @@
-// What a sublayer reads of the residual streams, and the RMSNorm of it (inference 2.3 and 3, training 11.1 and 11.3).
-// With X the STREAMS streams of a token, pre its coefficients and w the norm's weight in fp32, and stored() the
-// rounding to ELEMENT,
+// The input of a sublayer from the residual streams, and its RMSNorm (inference 2.3 and 3,
+// training 11.1 and 11.3). X are the STREAMS streams of a token, pre its coefficients, w the
+// norm's fp32 weight; stored() rounds to ELEMENT:
 //
-//     h    = stored(sum over i of pre[i] X[i])           y = w (h rstd),  rstd = 1 / sqrt(mean(h^2) + eps)
+//     h  = stored(sum over i of pre[i] X[i])     y = w (h rstd),  rstd = 1 / sqrt(mean(h^2) + eps)
+//     g  = dy w      dh = rstd (g - h rstd^2 mean(g h)) in fp32      dX[i] = pre[i] dh
+//     dpre[i] = sum over the channels of X[i] dh        dw = sum over tokens of dy (h rstd)
 //
-//     g    = dy w          dh      = rstd (g - h rstd^2 mean(g h))                                      stays in fp32
-//     dX[i] = pre[i] dh    dpre[i] = sum over the channels of X[i] dh    dw = sum over tokens of dy (h rstd)
-//
-// The rounding of h is part of the definition. Only rstd is saved for the backward, which reads X for dpre in any case
-// and so has h again for nothing. NaN and infinities go wherever products take them, by rstd to the whole token.
-//
-// Forward: one block a token, which holds h in registers between the sum of squares and y, 32 elements a thread; blocks
-// that wait at their one barrier leave the memory to others. Where a block has a multiprocessor for itself, nobody else fills its
-// waits: there a thread takes one piece, and asks for its weights together with the streams. (Its sums are of another order than
-// those of many tokens.) Backward: blocks stay for many tokens, since dw is a sum
-// over them, of which each thread keeps its channels in registers; each block leaves one row of partial sums, which
-// rms_norm's kernel adds in a fixed order. dh needs mean(g h) of the whole token, so that what is read is used twice:
-// the five rows of the next token come into shared memory by cp.async while a token is computed. A thread copies what
-// it will read itself, so that no barrier waits for a copy. Rows too wide for that are read twice, the second time from
-// the cache, and partial dw lie in memory.
-//
-// Floors for a bf16 token of d channels: forward 10 d bytes, backward 18 d. At 4.24 TB/s and 32768 tokens of 7168
-// channels 554 and 997 us. Expected to be limited by memory; in the backward 320 instructions a piece of 16 bytes are a
-// third of what the schedulers issue while its 144 bytes move, and two barriers a token cost some 0.5 us of the 4 us
-// that its bytes take.
-// Measured on one H200, forward and backward: 32768 tokens of 7168 channels 538 and 1344 us, 4096 tokens 73 and 179
-// us, one token 5.7 and 10.9 us. On one H100 one token 5.3 and 128 tokens 6.7 us, forward, when four pieces of a thread and the
-// weights behind the barrier were waits of their own; now one is left, and a single multiprocessor takes some 0.8 us to bring
-// in a token's 86 KB: 2.3 and 5.0 us, where 3.4 and 5.7 were expected. The backward of 32768 tokens of 7168 channels, 1187 us (84 % of a
-// copy), has the second-level cache at 81 % of its rate and DRAM at 74, of which a copy reaches 88 (ncu, reports/h200/ncu.txt).
-//
+// The rounding of h is part of the definition. Only rstd is saved: the backward reads X for dpre
+// anyway and computes h again. NaN and infinities propagate, by rstd to a whole token.
+// Forward: a block a token keeps h in registers between the sum of squares and y, 32 elements a
+// thread, with one barrier. For few tokens a thread loads one piece with its weights; the sum's
+// order differs.
+// Backward: blocks loop over tokens, since dw is a sum over them, kept in registers. A block
+// stores one partial row; rms_norm's kernel adds them in order. cp.async loads the next token's
+// five rows meanwhile. A thread loads only what it copied, so no barrier waits for copies. Wide
+// rows are read twice.
+// Floors for a bf16 token of d channels: forward 10 d bytes, backward 18 d. At 4.24 TB/s 32768
+// tokens of 7168 channels take 554 and 997 us.
+// Limit: memory. The backward, at 84 % of a copy on one H200, has L2 at 81 % of its rate and DRAM
+// at 74. One token: about 0.8 us to load 86 KB into an SM.
 // Defines: ELEMENT  type of X, y and their gradients: bf16 or float.
-// Launch: forward num_tokens blocks of so many threads that HELD pieces each (few: one) cover a row (scalar: any); backward any
-// number of blocks, staged with 2 ROWS rows of dynamic shared memory and so many threads that GRADIENT_HELD pieces each
-// cover a row.
+// Launch: forward num_tokens blocks, HELD pieces a thread (few: one) to a row (scalar: any);
+// backward any number; staged: 2 ROWS rows of dynamic shared memory, GRADIENT_HELD a thread.
+// What was tried: kernels/docs/mhc_pre_norm.md.
 #include "async_copy.h"
 #include "element.h"
 #include "math.h"
@@ -75,7 +64,8 @@ PARAMS_LAYOUT(MhcPreNormBackwardParams, streams, streams_token_stride, streams_s
               dy_token_stride, dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, dweight_partials,
               num_tokens, hidden_size)
 
-// The sum over the block, in every thread. `partials` may be written again after the block's next barrier.
+// The sum over the block, in every thread. `partials` may be written again after the block's next
+// barrier.
 template <int MOST>
 DEVICE float block_sum(float value, float (&partials)[MOST]) {
     value = warp_sum(value);
@@ -88,7 +78,7 @@ DEVICE float reciprocal_rms(float sum_of_squares, int32_t hidden_size, float eps
     return rsqrt_approx(sum_of_squares / static_cast<float>(hidden_size) + eps);
 }
 
-// h of these elements as it is once it is stored.
+// h of these elements, rounded as it is stored.
 template <int COUNT>
 DEVICE void stored_mix(const float (&x)[STREAMS][COUNT], const float (&pre)[STREAMS], float (&h)[COUNT]) {
     mix_streams(x, pre, h);
@@ -139,8 +129,8 @@ KERNEL(mhc_pre_norm_forward_vector, MhcPreNormForwardParams, THREADS) {
     }
 }
 
-// So few tokens that no other block shares a multiprocessor: a thread has one piece, asks for all that it needs of it at
-// once, and none waits behind the barrier for a weight that nobody has read before.
+// For so few tokens that each block has an SM. A thread has one piece and loads all that it needs
+// at once. So no thread waits after the barrier for a weight that is not in the cache.
 KERNEL(mhc_pre_norm_forward_few, MhcPreNormForwardParams, FEW_THREADS) {
     __shared__ float partials[FEW_THREADS / WARP_SIZE];
     const int64_t token = blockIdx.x, column = static_cast<int64_t>(threadIdx.x) * VECTOR;
@@ -183,13 +173,13 @@ KERNEL(mhc_pre_norm_forward_scalar, MhcPreNormForwardParams, THREADS) {
 
 // ---------------------------------------------------------------- backward
 
-// COUNT channels of a token: what is read of it, and h and g of that.
+// COUNT channels of a token: what is loaded, and h and g computed from it.
 template <int COUNT>
 struct Channels {
     float x[STREAMS][COUNT], dy[COUNT], h[COUNT], g[COUNT];
 };
 
-// h and g = dy w, where x and dy are there.
+// Computes h and g = dy w; x and dy are loaded.
 template <int COUNT>
 DEVICE void complete(Channels<COUNT>& own, const float* weight, int64_t column, const float (&pre)[STREAMS]) {
     float w[COUNT];
@@ -198,7 +188,7 @@ DEVICE void complete(Channels<COUNT>& own, const float* weight, int64_t column, 
     for (int e = 0; e < COUNT; ++e) own.g[e] = own.dy[e] * w[e];
 }
 
-// sum + the part of sum(g h) that these channels give.
+// sum + these channels' part of sum(g h).
 template <int COUNT>
 DEVICE float dot_sum(const Channels<COUNT>& own, float sum) {
     for (int e = 0; e < COUNT; ++e) sum += own.g[e] * own.h[e];
@@ -231,8 +221,8 @@ DEVICE void gradients(const MhcPreNormBackwardParams& params, ELEMENT* to, const
     }
 }
 
-// A thread's pieces of the tokens that its block takes, in two stages of shared memory: row 0 is dy, the others are the
-// streams.
+// A thread's pieces of its block's tokens, in two stages of shared memory: row 0 is dy, the others
+// are the streams.
 struct Stages {
     SharedAddress first;
     int32_t pieces;  // of a row
@@ -244,7 +234,8 @@ DEVICE SharedAddress place(const Stages& stages, int stage, int row, int piece) 
     return stages.first + static_cast<SharedAddress>((stage * ROWS + row) * stages.pieces + piece) * 16;
 }
 
-// Starts the copies of this thread's pieces of a token, if there is such a token, and closes their group.
+// Starts the copies of this thread's pieces of a token, if the token exists, and commits their
+// group.
 DEVICE void request(const MhcPreNormBackwardParams& params, const Stages& stages, int64_t token, int stage) {
     for (int v = 0; v < GRADIENT_HELD && token < params.num_tokens; ++v) {
         const int piece = piece_of(v);
@@ -266,7 +257,7 @@ DEVICE void load_piece(const MhcPreNormBackwardParams& params, const Stages& sta
     complete(own, params.weight, static_cast<int64_t>(piece) * VECTOR, pre);
 }
 
-// The tokens blockIdx.x, blockIdx.x + gridDim.x, ... of which GRADIENT_HELD pieces a thread cover a row.
+// Takes tokens blockIdx.x, blockIdx.x + gridDim.x, ... GRADIENT_HELD pieces a thread cover a row.
 KERNEL(mhc_pre_norm_backward_staged, MhcPreNormBackwardParams, THREADS) {
     __shared__ float dots[WARPS], sums[WARPS][STREAMS];
     const Stages stages{shared_address(dynamic_shared()), params.hidden_size / VECTOR};
@@ -313,8 +304,8 @@ DEVICE void load_channels(const MhcPreNormBackwardParams& params, int64_t token,
     complete(own, params.weight, column, pre);
 }
 
-// Rows too wide for shared memory, or that 16-byte accesses do not fit: they are read twice, and each channel's partial
-// dweight lies in memory that one thread alone touches.
+// For rows too wide for shared memory, or not aligned to 16-byte accesses. They are read twice.
+// Each channel's partial dweight is in memory that only one thread touches.
 template <int COUNT>
 DEVICE void backward_reread(const MhcPreNormBackwardParams& params, float (&dots)[WARPS], float (*sums)[STREAMS]) {
     const int64_t step = static_cast<int64_t>(blockDim.x) * COUNT;

@@ -1,8 +1,20 @@
-// The projection of a token's residual streams, one behind the other, to COLUMNS numbers, and the sum of their squares
-// (inference 2.1 and 2.5). mhc_mix.cu says how it is computed and laid out.
+// The projection of a token's concatenated residual streams to COLUMNS values, and the sum of
+// their squares (inference 2.1 and 2.5). Each split of the channels leaves PARTIAL_WIDTH<COLUMNS>
+// floats a token: the dot products, the sum of squares, padding.
 //
-// Of each part of the channels and each token PARTIAL_WIDTH<COLUMNS> floats are left: the products, the sum of squares,
-// nothing.
+// bf16 streams times fp32 weights, exactly: TF32 would round weights to 11 bits. 2^16 times a
+// weight (which overflows beyond 2^111) is the exact sum of three bf16 values, subnormal ones too,
+// so all MMA products are exact. MMA adds 64 channels from zero, in 12 steps that truncate, and
+// fp32 adds these sums. A sum of thousands of steps in the accumulator would shrink by about
+// 2^-12. The sum of squares uses the same loads.
+//
+// project: a block takes 128 tokens, 16 a warp, and a split of the channels, the same of every
+// stream, in steps (k-blocks) of 64 of one stream. cp.async loads them and 24 x 64 weights
+// (COLUMNS 24) into a ring of STAGES. A lane loads 16 bytes of each of two tokens as its A
+// fragments: which 8 channels it has is free as long as B's fragments agree. The block splits the
+// weights into shared memory for all warps, with one barrier a step.
+// project_at_once: one step of each stream a block, without a ring. project_few: up to FEW_TOKENS
+// tokens a block in fp32. project_scalar: a warp a token, any layout.
 #pragma once
 
 #include "async_copy.h"
@@ -18,7 +30,8 @@ constexpr int PIECE = 8;  // channels of 16 bytes
 constexpr int BLOCK_PIECES = 8;  // of a row, in a step
 constexpr int PARTS = 3;  // bf16 numbers of a weight
 constexpr int STAGES = 4;  // steps whose channels are in shared memory or on their way there
-// A weight's last bit is 2^-149, a bf16 number's 2^-133: times this, subnormal weights have three parts as well.
+// A weight's last bit is 2^-149, a bf16 value's 2^-133: with this scale subnormal weights have
+// three parts as well.
 constexpr float WEIGHT_SCALE = 65536.0f;
 
 template <int COLUMNS>
@@ -38,12 +51,13 @@ struct ProjectionParams {
 PARAMS_LAYOUT(ProjectionParams, streams, streams_token_stride, streams_stream_stride, fn, partials, num_tokens,
               hidden_size, splits)
 
-// The leading 8 bits of a number, as they stand in a bf16; a NaN stays one whatever bits it has.
+// The leading 8 bits of a value, as in a bf16. A NaN stays NaN, whichever bits it has.
 DEVICE float leading_part(float x) {
     return __uint_as_float((__float_as_uint(x) & 0xffff0000u) | (is_nan(x) ? 0x00400000u : 0u));
 }
 
-// Two weights as PARTS words of two bf16 each, `low` in the low halves. What is not finite has no rest.
+// Two weights as PARTS words of two bf16 each, `low` in the low halves. A value that is not finite
+// has no remainder.
 DEVICE void split_pair(float low, float high, uint32_t (&words)[PARTS]) {
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
@@ -54,7 +68,7 @@ DEVICE void split_pair(float low, float high, uint32_t (&words)[PARTS]) {
     }
 }
 
-// The same of finite weights, in half as many instructions.
+// The same for finite weights, in half as many instructions.
 DEVICE void split_finite_pair(float low, float high, uint32_t (&words)[PARTS]) {
     UNROLL
     for (int part = 0; part < PARTS; ++part) {
@@ -65,13 +79,13 @@ DEVICE void split_finite_pair(float low, float high, uint32_t (&words)[PARTS]) {
     }
 }
 
-// Eight weights of one column: where this thread has a part in them, and what it has read.
+// Eight weights of one column that this thread has loaded.
 struct Weights {
     float values[PIECE];
 };
 
-// Where the 16 bytes of a column's piece lie: rows of 128 bytes, of which odd ones have their halves exchanged, so that
-// the lanes of an access, four of each of two rows, meet in no bank.
+// The slot of a column's piece. Rows have 128 bytes; odd ones have their halves swapped. So the
+// lanes of an access, four in each of two rows, have no bank conflict.
 DEVICE int swizzled(int column, int piece) { return piece ^ (column & 1) << 2; }
 
 template <int COLUMNS>
@@ -105,12 +119,14 @@ DEVICE void store_weights(const Weights& weights, WeightParts<COLUMNS>& parts) {
     for (int part = 0; part < PARTS; ++part) parts[part][column][piece] = vectors[part];
 }
 
-// What a lane reads of its two tokens in a step: piece t of the first half and of the second.
+// What a lane loads of its two tokens in a step: piece lane_id() % 4 of the first half and of the
+// second half.
 struct Fragments {
     Vec16 of[2][2];  // half, token
 };
 
-// Shared memory of a block. A thread copies what it will read itself, so that nobody waits for another one's copies.
+// Shared memory of a block. A thread copies the streams that it loads itself, so no thread waits
+// for another thread's copies of them.
 template <int COLUMNS>
 struct ProjectionShared {
     Vec16 fragments[STAGES][2][2][PROJECTION_THREADS];  // half, token
@@ -118,28 +134,29 @@ struct ProjectionShared {
     WeightParts<COLUMNS> parts[2];
 };
 
-// The steps of a part of the channels. BLOCK_PIECES pieces side by side are a group, which has a step in each stream, in their
-// order: a block has the same channels of all streams, so that it can make them of others (mhc_post_mix_pre.cu). Every stream has
-// whole steps: in its last group there are zeros behind its end. Parts have the groups in turns: blocks of the same tokens read, and
-// write, at about the same time what lies side by side in memory. (On one H200 mhc_post_mix_pre of 4096 tokens of 7168 and 4096
-// channels takes 236 and 142 us in the place of 241 and 145; where blocks only read it makes no difference.)
+// The steps of a split of the channels. BLOCK_PIECES adjacent pieces are a group, which has a step
+// in each stream, in stream order. So a block has the same channels of all streams and can compute
+// them from others (mhc_post_mix_pre.cu). Every stream has whole steps: zeros after its end.
+// Splits take groups round-robin: blocks of the same tokens load and store adjacent memory at
+// about the same time.
 struct Steps {
     uint32_t split, splits, count;
 
-    // In 32 bits: a division in 64 would be waited for before anything is read. As many groups as another part has or one more.
+    // 32 bits: a 64-bit division would be waited for before any load starts. A split has as many
+    // groups as another one, or one more.
     Steps(int32_t hidden_size, uint32_t split, uint32_t splits) : split(split), splits(splits) {
         const uint32_t groups = ceil_div(static_cast<uint32_t>(hidden_size / PIECE), uint32_t{BLOCK_PIECES});
         const uint32_t each = groups / splits, rest = groups - each * splits;
         count = STREAMS * (each + (split < rest ? 1 : 0));
     }
-    // Which group of a stream the part's `number`-th is.
+    // The group of a stream that is the split's `number`-th.
     uint32_t group(uint32_t number) const { return split + number * splits; }
     // The first piece of a step, and its stream.
     int32_t piece(uint32_t step) const { return static_cast<int32_t>(group(step / STREAMS)) * BLOCK_PIECES; }
     static int32_t stream(uint32_t step) { return static_cast<int32_t>(step % STREAMS); }
 };
 
-// Starts the copies of the thread's weights of a step, if it has some; zeros behind a stream's end.
+// Starts the copies of the thread's weights of a step, if it has any; zeros after a stream's end.
 template <int COLUMNS>
 DEVICE void start_weights(const ProjectionParams& params, const Steps& steps, uint32_t step,
                           Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES]) {
@@ -161,7 +178,7 @@ DEVICE void read_weights(const Vec16 (&stage)[2][COLUMNS * BLOCK_PIECES], Weight
         unpack<float>(load_vec16(&stage[half][threadIdx.x]), weights.values + half * (PIECE / 2));
 }
 
-// The two tokens of a lane, of those of warp `warp` of a tile, and which of them there are.
+// A lane's two tokens among those of warp `warp` of a tile, and whether they exist.
 struct OwnTokens {
     int64_t first;
     bool any;  // of the warp
@@ -177,10 +194,10 @@ struct OwnTokens {
     int64_t token(int row) const { return first + row * (WARP_TOKENS / 2); }
 };
 
-// The piece of a half of a group that is a lane's, of each stream.
+// The lane's piece of a half of a group, the same in each stream.
 DEVICE int32_t own_piece(int half) { return BLOCK_PIECES / 2 * half + lane_id() % 4; }
 
-// Starts the copies of a step to the thread's places of a stage.
+// Starts the copies of a step to the thread's slots of a stage.
 DEVICE void start_streams(const ProjectionParams& params, const OwnTokens& own, const Steps& steps, uint32_t step,
                           SharedAddress stage) {
     UNROLL
@@ -189,7 +206,8 @@ DEVICE void start_streams(const ProjectionParams& params, const OwnTokens& own, 
         UNROLL
         for (int row = 0; row < 2; ++row) {
             const bool wanted = own.exists[row] && piece < params.hidden_size / PIECE;
-            // Not even an address that nothing is copied from may lie at another multiple: one token's stride is any.
+            // Even an address that is not read must be aligned. With one token the token stride
+            // may be any value.
             const bf16* const source = params.streams + own.token(row) * params.streams_token_stride +
                                        steps.stream(step) * params.streams_stream_stride + piece * PIECE;
             copy_async_16(stage + (2 * half + row) * PROJECTION_THREADS * sizeof(Vec16), wanted ? source : params.streams, wanted);
@@ -205,7 +223,7 @@ DEVICE void read_fragments(const Vec16 (&stage)[2][2][PROJECTION_THREADS], Fragm
     }
 }
 
-// The parts of 16 tokens' sums that one step gives, from zero.
+// A step's contribution to the sums of 16 tokens, from zero.
 template <int COLUMNS>
 struct Sums {
     float products[TILES<COLUMNS>][4];  // C fragments (mma.h)
@@ -219,9 +237,9 @@ DEVICE void add_squares(const Vec16& piece, float& squares) {
     for (int e = 0; e < PIECE; ++e) squares += x[e] * x[e];
 }
 
-// The squares by fp32: as the diagonal of products of the tensor cores, which the projection nearly fills, they gained
-// nothing (one H200, 8192 tokens of 7168 channels: 210 us that way, 213 us this way, all else being equal).
-// Those of a step are added up before they meet the sum of all before: a sum of thousands would round each of them.
+// Squares in fp32: as the diagonal of an MMA they would gain nothing, since the projection nearly
+// fills the tensor cores. The squares of a step are added first: added one by one to a long sum,
+// each would be rounded.
 DEVICE void add_squares(const Fragments& fragments, float (&squares)[2]) {
     UNROLL
     for (int row = 0; row < 2; ++row) {
@@ -232,8 +250,9 @@ DEVICE void add_squares(const Fragments& fragments, float (&squares)[2]) {
     }
 }
 
-// The products of half of a step, on top of the others. `nothing` is 0, which the compiler must not know: each operand A is then a
-// result of its own, in four registers in a row, where it would be gathered from two pieces anew for each of nine products.
+// The MMAs of half of a step, added to `products`. `nothing` is 0, which the compiler must not
+// know. Each A operand is then a separate result in four consecutive registers. Otherwise it would
+// be gathered from two pieces again for each of nine MMAs.
 template <int COLUMNS>
 DEVICE void multiply_half(const Vec16& low, const Vec16& high, uint32_t nothing, const WeightParts<COLUMNS>& parts, int half,
                           float (&products)[TILES<COLUMNS>][4]) {
@@ -300,7 +319,7 @@ DEVICE void project(const ProjectionParams& params) {
     const Steps steps(params.hidden_size, split, splits);
     const OwnTokens own(params, blockIdx.x / splits, warp_id());
     const SharedAddress own_places = shared_address(&shared.fragments[0][0][0][threadIdx.x]);
-    // Starts the copies of a step, in their order, or nothing behind the last one.
+    // Starts the copies of a step, in step order; an empty group after the last one.
     const auto start = [&](uint32_t step) {
         if (step < steps.count) {
             start_streams(params, own, steps, step, own_places + step % STAGES * sizeof(shared.fragments[0]));
@@ -328,10 +347,11 @@ DEVICE void project(const ProjectionParams& params) {
 
 // ---------------------------------------------------------------- a step of each stream
 
-// Where there are as many parts of the channels as groups of them, a block has one step of each stream, and asks for all that it
-// needs at once, in registers. A warp has 16 tokens and half of the pieces of a step: 16 warps have more instructions to choose from
-// than eight with two halves each. Those of the second halves first bring the weights, whose parts are in shared memory when the
-// others' streams come: these multiply while the rest is on its way.
+// For as many splits as groups: a block has one step of each stream, and all its loads start at
+// once, into registers. A warp has 16 tokens and half of the pieces of a step. So 16 warps give
+// the scheduler more choice than eight with two halves each. The warps of the second half load and
+// split the weights first. These are in shared memory when the other warps' streams arrive, which
+// then multiply while the rest is in flight.
 constexpr int AT_ONCE_THREADS = 2 * PROJECTION_THREADS;
 
 template <int COLUMNS>
@@ -355,13 +375,14 @@ struct AtOncePlace {
     }
 };
 
-// Where a lane's pieces come from, as project_at_once is told:
-//   void ask_for_block(uint32_t tile)                                         asks memory for what all of them are made of
-//   void ask(const AtOncePlace& place)                                        and for what the lane's are
-//   void leave()                                                              in front of the block's barrier
-//   void make(const AtOncePlace& place, int row, Vec16 (&streams)[STREAMS])   behind it; zeros where there are none
+// How project_at_once gets a lane's pieces:
+//     void ask_for_block(uint32_t tile)              starts loads that all threads share
+//     void ask(const AtOncePlace& place)             starts the loads of the lane's pieces
+//     void leave()                                   before the block's barrier
+//     void make(const AtOncePlace& place, int row,   after it; zeros where no piece exists
+//               Vec16 (&streams)[STREAMS])
 //
-// From memory as they are.
+// This one loads them from memory as they are.
 struct StreamsOfMemory {
     const ProjectionParams& params;
     Vec16 pieces[2][STREAMS] = {};
@@ -383,7 +404,8 @@ struct StreamsOfMemory {
     }
 };
 
-// A thread's weights, of PROJECTION_THREADS: of its share of all columns' pieces in the step of each stream.
+// A thread's weights, of PROJECTION_THREADS threads: its share of all columns' pieces in the step
+// of each stream.
 template <int COLUMNS>
 struct AtOnceWeights {
     static constexpr int ALL = STREAMS * COLUMNS * BLOCK_PIECES, OWN = ceil_div(ALL, PROJECTION_THREADS);
@@ -419,7 +441,7 @@ struct AtOnceWeights {
     }
 };
 
-// Both halves' sums, in the warps that have the first.
+// Adds the sums of both halves, in the warps of the first half.
 template <int COLUMNS>
 DEVICE void add_second_half(const AtOncePlace& place, AtOnceShared<COLUMNS>& shared, Sums<COLUMNS>& sums) {
     float* const own = &shared.second_half[0][threadIdx.x % PROJECTION_THREADS];
@@ -439,7 +461,7 @@ DEVICE void add_second_half(const AtOncePlace& place, AtOnceShared<COLUMNS>& sha
     for (int row = 0; row < 2; ++row) sums.squares[row] += own[(PRODUCTS + row) * PROJECTION_THREADS];
 }
 
-// Params: fn, partials, num_tokens, hidden_size, splits, as ProjectionParams has them.
+// Params needs fn, partials, num_tokens, hidden_size and splits, as in ProjectionParams.
 template <int COLUMNS, typename Streams, typename Params>
 DEVICE void project_at_once(const Params& params, AtOnceShared<COLUMNS>& shared, Streams streams) {
     const uint32_t splits = static_cast<uint32_t>(params.splits), split = blockIdx.x % splits, tile = blockIdx.x / splits;
@@ -482,10 +504,11 @@ DEVICE void project_at_once(const Params& params, AtOnceShared<COLUMNS>& shared,
 
 // ---------------------------------------------------------------- few tokens
 
-// A block has the tokens of a tile and a part of the channels, the same FEW_PIECES pieces of every stream, and asks for all of both
-// at once: what takes time is one wait for memory. A lane has one piece, a warp OWN columns; in plain fp32, since of so few tokens
-// the tensor cores would multiply mostly by nothing, behind four steps with a barrier each. Where the streams are made of others,
-// as behind a sublayer, a block makes its part of all of them: what it reads is what it writes.
+// A block has a tile of tokens and a split of the channels, the same FEW_PIECES pieces of every
+// stream. All loads start at once: the time is one wait for memory. A lane has one piece, a warp
+// OWN columns, in fp32. With so few tokens MMAs would mostly multiply padding, after four steps
+// with a barrier each. Where streams are computed from others, as after a sublayer, a block
+// computes its channels of all of them: it loads only what it stores.
 constexpr int FEW_TOKENS = 4;
 constexpr int FEW_PIECES = WARP_SIZE / STREAMS;
 template <int COLUMNS>
@@ -503,16 +526,16 @@ struct FewPlace {
           exists(piece < hidden_size / PIECE) {}
 };
 
-// In place of a token that is not there the first one, whose sums are then left.
+// A missing token is replaced by the first one; its sums are not stored.
 DEVICE int64_t few_token(int64_t first_token, int t, int64_t num_tokens) {
     return first_token + t < num_tokens ? first_token + t : first_token;
 }
 
-// Where a lane's pieces of a tile's tokens come from, as project_few_tokens is told:
-//   void ask(int64_t first_token, const FewPlace& place)      asks memory for what they are made of
-//   void make(Vec16 (&streams)[TOKENS])                       all threads of the block call it; zeros where there are none
+// How project_few_tokens gets a lane's pieces of a tile's tokens:
+//     void ask(int64_t first_token, const FewPlace& place)      starts the loads
+//     void make(Vec16 (&streams)[TOKENS])                       called by all threads of the block
 //
-// From memory as they are.
+// make gives zeros where no piece exists. This one loads pieces from memory as they are.
 template <int TOKENS>
 struct PiecesOfMemory {
     const ProjectionParams& params;
@@ -530,7 +553,8 @@ struct PiecesOfMemory {
     }
 };
 
-// What a warp adds up: products of its columns with each token, and the squares of the token of its number.
+// What a warp adds up: dot products of its columns with each token, and the squares of token
+// warp_id().
 template <int TOKENS, int OWN>
 struct FewSums {
     float products[TOKENS][OWN], squares;
@@ -556,7 +580,7 @@ DEVICE void add_few(const Vec16 (&weights)[OWN][2], const Vec16 (&streams)[TOKEN
     }
 }
 
-// Params: fn, partials, num_tokens, hidden_size, as ProjectionParams has them.
+// Params needs fn, partials, num_tokens and hidden_size, as in ProjectionParams.
 template <int COLUMNS, int TOKENS, typename Params, typename Pieces>
 DEVICE void project_few_tokens(const Params& params, int64_t first_token, uint32_t split, Pieces pieces) {
     constexpr int WARPS = FEW_PROJECTION_WARPS<COLUMNS>, OWN = COLUMNS / WARPS;
@@ -604,10 +628,10 @@ DEVICE void project_few(const ProjectionParams& params) {
     }
 }
 
-// Any width, stride and alignment: a warp a token, in plain fp32.
-// Squares of so many channels of a lane are added up before they meet the sum of all before. A square of a bf16 number has 16 bits, and
-// the last of an odd one's are 001: added to a sum whose last place is two of its own it is always a tie that rounds down, so that
-// a sum of hundreds is too small by some 2^-19, in every token (a full sweep saw it).
+// Any width, stride and alignment: a warp a token, in fp32. The squares of SCALAR_STEP channels of
+// a lane are added before they join the sum of all. A square of a bf16 value has 16 bits, and an
+// odd one ends in 001. Added to a sum whose last place is twice its own, it is always a tie that
+// rounds down. A sum of hundreds would then be too small by about 2^-19, in every token.
 constexpr int SCALAR_STEP = 16;
 template <int COLUMNS>
 DEVICE void project_scalar(const ProjectionParams& params) {
@@ -643,8 +667,8 @@ DEVICE void project_scalar(const ProjectionParams& params) {
     if (lane_id() == 0) to[COLUMNS] = squares;
 }
 
-// The sum of a column of parts, `apart` floats from one to the next, in their order; AT_ONCE of them are waited for at
-// once.
+// The sum of a column of partials, `apart` floats from one to the next, in their order, with
+// AT_ONCE loads in flight.
 template <int AT_ONCE>
 DEVICE float sum_of_parts(const float* first, int64_t apart, int32_t splits) {
     float sum = 0.0f;

@@ -1,8 +1,8 @@
-// The gradients of the residual streams and of the weights of their projection (training 11.1), both of one reading of
-// the streams. mhc_mix_backward.cu has formulas and layout. Of each token there are numbers in memory, four at a time:
-// rstd dmix of COLUMNS columns, then the factor of v, and what else add_other wants. It adds to dv what a kernel has
-// beside these terms: by what other_of points to in the wide kernels, whose channels come by way of shared memory, by
-// what load_other has read in the narrow ones.
+// The gradients of the residual streams and of the weights of their projection (training 11.1),
+// both from one read of the streams. mhc_mix_backward.cu has the formulas and the layout. Each
+// token has `numbers` in memory, four at a time: rstd dmix of COLUMNS columns, then the factor of
+// v, then what else add_other needs. add_other adds a kernel's other terms to dv. In the wide
+// kernels they come through shared memory from other_of; in the narrow ones load_other reads them.
 #pragma once
 
 #include "projection.h"
@@ -11,7 +11,7 @@ constexpr int STREAMS_THREADS = 128;
 constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the narrow kernels has at a time
 constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the narrow kernels has under way
 
-// Channels that a thread owns, or none where they lie beyond the last one.
+// The channels that a thread owns; none of them exists past the last channel.
 template <int COLUMNS, int CHANNELS>
 struct Owned {
     bool exists;
@@ -41,14 +41,14 @@ DEVICE void add_token(Owned<COLUMNS, CHANNELS>& own, const Vec16* numbers, const
     }
 }
 
-// One channel, or eight neighbouring ones at a multiple of their bytes.
+// One channel, or eight adjacent ones aligned to 16 bytes.
 template <int CHANNELS>
 DEVICE void store_channels(bf16* target, const float (&dv)[CHANNELS]) {
     if constexpr (CHANNELS == 8) store_vec16(target, pack<bf16>(dv));
     if constexpr (CHANNELS == 1) *target = to_bf16(dv[0]);
 }
 
-// What a block makes: which channels, and of which tokens.
+// A block's work: which channels, and of which tokens.
 template <int COLUMNS, int CHANNELS>
 struct Part {
     Owned<COLUMNS, CHANNELS> own;
@@ -60,7 +60,8 @@ struct Part {
         begin = params.num_tokens * split / params.splits, end = params.num_tokens * (split + 1) / params.splits;
         own.channel = (static_cast<int64_t>(blockIdx.x / params.splits) * STREAMS_THREADS + threadIdx.x) * CHANNELS;
         own.exists = own.channel < channels;
-        // All channels are counted in 32 bits: a division in 64 would be waited for before anything is read.
+        // Channels are counted in 32 bits: a 64-bit division would be waited for before any load
+        // starts.
         const uint32_t channel = static_cast<uint32_t>(own.channel), width = static_cast<uint32_t>(params.hidden_size);
         own.stream = channel / width, own.within = channel % width;
         for (int q = 0; q < COLUMNS && own.exists; ++q)
@@ -75,9 +76,9 @@ struct Part {
     }
 };
 
-// How a block of backward_wide works: a thread owns CHANNELS channels, and TOKENS tokens are in shared memory while as
-// many are on their way there. Of each there are `channels`, something else of the same channels where OTHERS is 1, and
-// PLACES times four numbers.
+// The configuration of backward_wide. A thread owns CHANNELS channels. TOKENS tokens are in shared
+// memory while as many are in flight. A token has `channels`, another row of the same channels if
+// OTHERS is 1, and PLACES times four numbers.
 template <int CHANNELS_, int TOKENS_, int OTHERS_, int PLACES_>
 struct Wide {
     static constexpr int CHANNELS = CHANNELS_, TOKENS = TOKENS_, OTHERS = OTHERS_, PLACES = PLACES_;
@@ -109,8 +110,8 @@ struct Stager {
         if constexpr (W::OTHERS == 1) sources[1] = other_of(params) + within, strides[1] = other_stride(params);
     }
 
-    // Tokens from `first` on; those behind `end` are zeros. Loops stay loops: their addresses, unrolled, would take the
-    // registers of the sums.
+    // Tokens from `first` on; zeros from `end` on. Loops stay rolled: unrolled, their addresses
+    // would take the registers of the sums.
     void start(const float* numbers, int64_t first, int64_t end, typename W::Shared& shared, int stage) const {
         const int count = static_cast<int>(minimum<int64_t>(end - first, W::TOKENS));
         const int row = threadIdx.x / W::PIECES;
@@ -134,9 +135,10 @@ struct Stager {
     }
 };
 
-// Neighbouring channels of a thread come by way of shared memory while the tokens before are multiplied. Rows are
-// multiples of 16 bytes at multiples of them. Numbers are the same for all threads, but each of them waits for 16 bytes
-// of every four: the more channels a thread owns, the less of its time goes there.
+// A thread's adjacent channels come through shared memory while the tokens before are processed.
+// Rows are aligned to 16 bytes, and so are their sizes. The numbers are the same for all threads,
+// but each thread waits for 16 bytes of every four. The more channels a thread owns, the smaller
+// is that share of its time.
 template <int COLUMNS, typename W, typename Params>
 DEVICE void backward_wide(const Params& params) {
     auto& shared = *reinterpret_cast<typename W::Shared*>(dynamic_shared());
@@ -150,7 +152,8 @@ DEVICE void backward_wide(const Params& params) {
         copy_wait<1>();
         __syncthreads();
         const int count = part.own.exists ? static_cast<int>(minimum<int64_t>(part.end - first, W::TOKENS)) : 0;
-        // Each goes on by its own step: places that follow from the token's number took a tenth of the instructions.
+        // Pointers advance by their own steps: addresses computed from the token's index took a
+        // tenth of the instructions.
         const bf16* own = reinterpret_cast<const bf16*>(shared.channels[stage][0][0]) + threadIdx.x * W::CHANNELS;
         const Vec16* numbers = shared.numbers[stage][0];
         bf16* target = to + first * params.dstreams_token_stride;
@@ -166,14 +169,15 @@ DEVICE void backward_wide(const Params& params) {
             numbers += W::PLACES;
             target += params.dstreams_token_stride;
         }
-        // The stage is read: it may be written again.
+        // The stage is read and may be overwritten.
         __syncthreads();
     }
     part.store(params);
 }
 
-// One channel a thread, of any width, stride and alignment, with whatever load_other reads. The numbers of STAGED_TOKENS
-// tokens are in shared memory, zeros of those that are not of the block's part.
+// One channel a thread, for any width, stride and alignment, with what load_other reads. The
+// numbers of STAGED_TOKENS tokens are in shared memory; zeros for tokens outside of the block's
+// split.
 template <int COLUMNS, int CHANNELS, int PLACES, typename Params>
 DEVICE void backward_narrow(const Params& params, Vec16 (&staged)[STAGED_TOKENS][PLACES]) {
     Part<COLUMNS, CHANNELS> part(params);

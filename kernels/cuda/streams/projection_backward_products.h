@@ -1,23 +1,26 @@
-// The gradients of projection_backward.h by tensor cores, of streams that lie as whole accesses of 16 bytes.
-// mhc_mix_backward.cu has the formulas. With g the numbers rstd dmix of a token, both products have a factor of fp32, or two:
+// The gradients of projection_backward.h by MMA, for streams that are whole 16-byte accesses.
+// mhc_mix_backward.cu has the formulas. With g the values rstd dmix of a token, both products have
+// one fp32 factor or two:
 //
-//     dfn = g^T v      v is bf16; g is split into three bf16 numbers that are it exactly (projection.h)
-//     dv = g fn        of 3 x 3 products of such parts the six largest; the other three are below 2^-24 of the result
+//     dfn = g^T v      v is bf16; g is the exact sum of three bf16 parts (projection.h)
+//     dv = g fn        of 3 x 3 products of parts the six largest; the rest is below 2^-24
 //
-// so that all products are exact, and 16 at a time are added with one truncation. dfn's begin at zero for every 16 tokens, and fp32
-// adds these sums.
+// So all products are exact, and 16 at a time are added with one truncation. dfn's MMAs start from
+// zero for every 16 tokens, and fp32 adds these sums.
 //
-// A block has 512 channels and a part of the tokens, 32 at a time (a round). Their channels come by cp.async to one of four places,
-// in which every row of 128 bytes is permuted so that neither the eight rows of ldmatrix nor the lanes of four rows meet in a bank.
-// Their numbers are split once for all sixteen warps, those of a round while the one before is multiplied. A warp has 32 channels: its
-// parts of fn stay in registers for all tokens, and so do its sums of dfn. The columns of a product of dv are channels in such an
-// order that a lane's are eight neighbours, 16 bytes (channel_of_column). It takes 155 KB of shared memory and all registers of a
-// multiprocessor. What a kernel adds to dv beside these terms (NoOthers) is read from L2 where dv is finished.
+// A block has 512 channels and a split of the tokens, 32 at a time (a round). It fills an SM: 155
+// KB of shared memory, all registers. cp.async loads their channels to one of four stages. Every
+// row of 128 bytes is permuted, so neither the eight rows of ldmatrix nor the lanes of four rows
+// have bank conflicts. A round's values are split once for all sixteen warps, during the round
+// before. A warp has 32 channels; its parts of fn and its sums of dfn stay in registers. The
+// columns of dv's MMA are channels in an order that gives a lane eight neighbours, 16 bytes
+// (channel_of_column). A kernel's other terms of dv (NoOthers) are loaded from L2 where dv is
+// finished.
 //
-// Parts are made of 2^16 times a token's number and of 2^-16 times a weight, so that those of the smallest numbers are exact and
-// nothing is left to scale in dv. Four numbers of which one is 2^40 or more, infinite or NaN count as zeros there, and weights that
-// large, or below 2^-80 and not 0, are not split right: behind each round that has such ones, what they touch is made anew by plain
-// fp32 (mend).
+// Parts are made from 2^16 times a token's value and 2^-16 times a weight: those of the smallest
+// values are exact, and dv needs no scaling. Four values of a token count as zeros if one is 2^40
+// or more, infinite or NaN. Weights that large, or below 2^-80 and not 0, are not split exactly.
+// After a round with such factors, what they touch is computed again in plain fp32 (mend).
 #pragma once
 
 #include "projection.h"
@@ -32,8 +35,8 @@ constexpr int ROW_PIECES = PRODUCT_CHANNELS / PIECE;
 constexpr int CHANNEL_TILES = WARP_CHANNELS / 8;  // of eight columns of dv: a lane's channels are 16 bytes
 static_assert(CHANNEL_TILES == 4, "which four tiles have");
 
-// Where a piece of a token's row lies: rows of ldmatrix are eight tokens, and lanes that read four pieces of each of two tokens
-// have even and odd ones.
+// The slot of a piece of a token's row. ldmatrix rows are eight tokens; lanes that load four
+// pieces of each of two tokens have an even and an odd one.
 DEVICE int permuted(int token, int piece) { return piece ^ ((token & 1) << 2 | (token >> 1 & 3)); }
 
 template <int COLUMNS>
@@ -47,7 +50,7 @@ struct ProductShared {
     float number(int32_t round, int token, int place) const {
         return reinterpret_cast<const float*>(numbers[round % NUMBER_STAGES][token])[place];
     }
-    // Where a piece of a token of a round lies, its four numbers, and its parts: in 32 bits from the beginning on.
+    // Addresses of a token's piece of a round, of its four numbers, and of its parts, in 32 bits.
     static SharedAddress channels_at(int32_t round, int token, int piece) {
         return begin() + (round % PRODUCT_STAGES * ROUND_TOKENS + token) * (ROW_PIECES * 16) + 16 * permuted(token, piece);
     }
@@ -62,16 +65,19 @@ struct ProductShared {
     static SharedAddress begin() { return shared_address(dynamic_shared()); }
 };
 
-// The channel, of 32, of column `column` of tile `tile` of four: those of lane t, columns 2t and 2t + 1, are 8t to 8t + 7.
+// The channel, of 32, of column `column` of tile `tile` of four: lane t has columns 2t and 2t + 1,
+// which are channels 8t to 8t + 7.
 DEVICE int channel_of_column(int tile, int column) { return column / 2 * PIECE + 2 * tile + column % 2; }
 
-// Which of the blocks of channels is a block's. (Overloaded where another order has more of what it reads in L2.)
+// Which block of channels is a block's. Overloaded where another order keeps more of what blocks
+// read in L2.
 template <typename Params>
 DEVICE uint32_t channel_block(const Params& params) {
     return blockIdx.x / params.splits;
 }
 
-// What a block makes: `channels` from its first one on, of the tokens of a part.
+// A block's work: its channels from first_channel on, and a split of the tokens. `channels` counts
+// all channels.
 struct ProductPart {
     uint32_t channels, first_channel;
     int64_t begin;
@@ -93,7 +99,8 @@ struct ProductPart {
 
 // ---------------------------------------------------------------- channels
 
-// Copies the channels of one round after the other to shared memory: a thread one piece of every fourth token.
+// Copies the channels of one round after another to shared memory: a thread copies one piece of
+// every eighth token.
 template <int COLUMNS>
 struct ChannelCopies {
     static constexpr int ROWS = PRODUCT_THREADS / ROW_PIECES, COUNT = ROUND_TOKENS / ROWS;
@@ -110,7 +117,7 @@ struct ChannelCopies {
                  (part.begin + threadIdx.x / ROW_PIECES) * params.streams_token_stride;
     }
 
-    // Zeros behind the last token and behind the last channel.
+    // Zeros after the last token and after the last channel.
     template <typename Params>
     void start(const Params& params, int32_t tokens, int32_t round) {
         const int row = threadIdx.x / ROW_PIECES, piece = threadIdx.x % ROW_PIECES;
@@ -128,7 +135,7 @@ struct ChannelCopies {
 
 // ---------------------------------------------------------------- numbers
 
-// Copies the numbers of one round after the other: a thread four of them of one token.
+// Copies the numbers of one round after another: a thread copies four of one token.
 template <int COLUMNS>
 struct NumberCopies {
     static constexpr int FOURS = ProductShared<COLUMNS>::FOURS;
@@ -141,7 +148,7 @@ struct NumberCopies {
         source = numbers + (part.begin + at) * (COLUMNS + 4) + 4 * four;
     }
 
-    // Zeros behind the last token.
+    // Zeros after the last token.
     void start(const float* any, int32_t tokens, int32_t round) {
         const int at = threadIdx.x / SLOTS, four = threadIdx.x % SLOTS;
         const bool wanted = round * ROUND_TOKENS + at < tokens;
@@ -150,7 +157,7 @@ struct NumberCopies {
     }
 };
 
-// Splits them: warps 0 to FOURS - 1 have those of four columns, a lane those of a token.
+// Splits them: warps 0 to FOURS - 1 have four columns each, a lane has a token.
 template <int COLUMNS>
 DEVICE void split_numbers(ProductShared<COLUMNS>& shared, int32_t round) {
     constexpr int FOURS = ProductShared<COLUMNS>::FOURS;
@@ -176,9 +183,10 @@ DEVICE void split_numbers(ProductShared<COLUMNS>& shared, int32_t round) {
 
 // ---------------------------------------------------------------- dv
 
-// Three chunks of eight columns of each part are multiplied two by two: the first two of a part with those of another one, and of
-// the third ones two parts with two parts. What a warp has of fn, for a tile of eight channels: chunks 0 and 1 of each part, then
-// of chunk 2 parts 0 and 1, and 2 and 0.
+// Three chunks of eight columns of each part are multiplied two at a time: the first two of a part
+// with those of another part; of the third chunk two parts with two parts. A warp has of fn, for a
+// tile of eight channels, chunks 0 and 1 of each part. Of chunk 2 it has parts 0 and 1, then 2 and
+// 0.
 struct WeightTile {
     uint32_t pairs[PARTS][2], third[2][2];
 };
@@ -187,7 +195,7 @@ DEVICE float weight(const Params& params, const ProductPart& part, int column, u
     return channel < part.channels ? params.fn[static_cast<int64_t>(column) * part.channels + channel] : 0.0f;
 }
 
-// Those of the channels from `first` on; returns whether one of them is not split right.
+// The weights of the channels from `first` on. Returns whether one of them is not split exactly.
 template <typename Params>
 DEVICE bool load_weight_tile(const Params& params, const ProductPart& part, uint32_t first, int tile, WeightTile& to) {
     const uint32_t channel = first + channel_of_column(tile, lane_id() / 4);
@@ -208,13 +216,15 @@ DEVICE bool load_weight_tile(const Params& params, const ProductPart& part, uint
 
 DEVICE void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { mma_bf16_16x8x16(sums, a, b[0], b[1]); }
 
-// g fn of 16 tokens and 32 channels: of each part of g, which is read once, the smallest products first.
+// g fn of 16 tokens and 32 channels: for each part of g, which is loaded once, the smallest
+// products first.
 template <int COLUMNS>
 DEVICE void multiply_weights(int32_t round, int first, const WeightTile (&fn)[CHANNEL_TILES], float (&sums)[CHANNEL_TILES][4]) {
     static_assert(COLUMNS == 24, "three chunks of eight columns");
     const int row = first + lane_id() % WARP_TOKENS, second = lane_id() / WARP_TOKENS;
     uint32_t g[4];
-    // Two chunks, of parts one behind the other: lane i names row i % 16 of the first or of the second.
+    // Two chunks, from the chunk indices of all parts: lane i addresses row i % 16 of the first
+    // one or of the second.
     const auto take = [&](int low, int high) {
         ldmatrix_x4(g, ProductShared<COLUMNS>::parts_at(round, row, low + second * (high - low)));
     };
@@ -243,7 +253,7 @@ DEVICE void multiply_weights(int32_t round, int first, const WeightTile (&fn)[CH
     add_third(0);
 }
 
-// g fn of token `at` of a round and eight channels, of any numbers.
+// g fn of token `at` of a round and eight channels, for any values.
 template <int COLUMNS, typename Params>
 DEVICE void multiply_plainly(const Params& params, const ProductPart& part, const ProductShared<COLUMNS>& shared, int32_t round,
                              int at, uint32_t channel, float (&dv)[PIECE]) {
@@ -259,19 +269,20 @@ DEVICE void multiply_plainly(const Params& params, const ProductPart& part, cons
 
 // ---------------------------------------------------------------- a warp
 
-// What a kernel has beside these terms of dv: nothing. One that has some gives backward_products a struct with these functions.
+// The other terms of dv of a kernel: none here. A kernel that has some gives backward_products a
+// struct with these functions.
 struct NoOthers {
-    // Those of the lane's two tokens of 16, and what adds those of one of the two to dv.
+    // The terms of the lane's two tokens of 16. add() adds those of one of the two to dv.
     struct Rows {
         void add(int, float (&)[PIECE]) const {}
     };
-    // Of eight channels.
+    // Those of eight channels.
     template <typename Params>
     NoOthers(const Params&, const ProductPart&, uint32_t) {}
-    // Asks L2 for those of a round.
+    // Prefetches those of a round into L2.
     template <typename Params>
     static void prefetch(const Params&, const ProductPart&, int32_t) {}
-    // Reads those of the next 16 tokens, of which so many are left; none behind them.
+    // Loads those of the next 16 tokens, of which `left` remain; zeros for the others.
     template <typename Params>
     Rows load(const Params&, int32_t) {
         return {};
@@ -304,21 +315,21 @@ struct ProductWarp {
         target = channels_of(params, exists ? channel : 0) + (part.begin + lane_id() / 4) * params.dstreams_token_stride;
     }
 
-    // The first of the lane's channels of dv; 0 where there are none.
+    // The first of the lane's channels of dv; 0 if they do not exist.
     static uint32_t channel_of(const ProductPart& part) {
         const uint32_t channel = part.first_channel + warp_id() * WARP_CHANNELS + lane_id() % 4 * PIECE;
         return channel < part.channels ? channel : 0;
     }
 
-    // In the first token.
+    // The address in the first token.
     template <typename Params>
     static bf16* channels_of(const Params& params, uint32_t channel) {
         const uint32_t width = params.hidden_size;
         return params.dstreams + channel / width * params.dstreams_stream_stride + channel % width;
     }
 
-    // dv of 16 tokens from `first` of a round on: the lane's two and its channels. There is no branch: what follows may begin
-    // meanwhile.
+    // dv of 16 tokens of a round from `first` on: the lane's two tokens and its channels. Without
+    // a branch, so that what follows may start meanwhile.
     template <typename Params>
     void store_dv(const Params& params, int32_t tokens, const ProductShared<COLUMNS>& shared, int32_t round, int first,
                   const float (&sums)[CHANNEL_TILES][4], const typename Others::Rows& rows) {
@@ -339,7 +350,7 @@ struct ProductWarp {
         target += WARP_TOKENS * params.dstreams_token_stride;
     }
 
-    // Adds to dfn what 16 tokens give.
+    // Adds what 16 tokens give to dfn.
     void add_dfn(int32_t round, int first) {
         const int row = first + lane_id() % WARP_TOKENS, second = lane_id() / WARP_TOKENS;
         const int token = first + second * 8 + lane_id() % 8, piece = warp_id() * (WARP_CHANNELS / PIECE) + lane_id() / 8 % 2;
@@ -370,8 +381,8 @@ struct ProductWarp {
         }
     }
 
-    // Behind a round: adds to dfn what four numbers of a token give that counted as zeros, and stores dv of such tokens anew; of all
-    // tokens where a weight is irregular.
+    // After a round: adds to dfn what fours of values give that counted as zeros, and stores dv of
+    // such tokens again. If a weight is irregular it stores dv of all tokens again.
     template <typename Params>
     void mend(const Params& params, const ProductShared<COLUMNS>& shared, int32_t round) {
         const uint32_t(&large)[FOURS] = shared.large[round % 2];
@@ -379,7 +390,7 @@ struct ProductWarp {
         UNROLL
         for (int four = 0; four < FOURS; ++four) tokens |= large[four];
         if (tokens == 0) return;
-        // Other lanes have stored what is stored anew.
+        // Other lanes stored what is stored again here.
         __syncwarp();
         const ProductPart part(params);
         const int32_t left = minimum(part.tokens - round * ROUND_TOKENS, ROUND_TOKENS);
@@ -387,7 +398,7 @@ struct ProductWarp {
         for (int at = 0; at < left; ++at) {
             if (!(tokens >> at & 1)) continue;
             const auto& channels = shared.channels[round % PRODUCT_STAGES][at];
-            // A lane of each piece.
+            // A lane a piece.
             const uint32_t channel = part.first_channel + warp_id() * WARP_CHANNELS + lane_id() * PIECE;
             if (lane_id() < WARP_CHANNELS / PIECE && channel < part.channels) {
                 float v[PIECE], dv[PIECE];
@@ -441,8 +452,9 @@ template <int COLUMNS, typename Others = NoOthers, typename Params>
 DEVICE void backward_products(const Params& params) {
     auto& shared = *reinterpret_cast<ProductShared<COLUMNS>*>(dynamic_shared());
     const ProductPart part(params);
-    // The numbers of a round are split while the one before is multiplied: they come with the channels of that one.
-    // In this order, and counted so, everything fits 128 registers on sm_80, too. L2 is asked for what others add a round ahead.
+    // The values of a round are split during the round before, so they arrive with the channels of
+    // the round before. This order and this count of rounds fit 128 registers on sm_80, too. L2
+    // prefetches of other terms run a round ahead.
     ProductWarp<COLUMNS, Others> warp(params, part);
     ChannelCopies<COLUMNS> copies(params, part);
     NumberCopies<COLUMNS> numbers(params.numbers, part);
@@ -459,7 +471,8 @@ DEVICE void backward_products(const Params& params) {
     split_numbers(shared, 0);
     for (int32_t round = 0; round * ROUND_TOKENS < part.tokens; ++round) {
         copy_wait<PRODUCT_STAGES - 2>();
-        // A round's channels and parts are there and the next one's numbers, and the places of the one before are free.
+        // The round's channels and parts and the next round's values have arrived, and the slots
+        // of the round before are free.
         __syncthreads();
         Others::prefetch(params, part, round + 1);
         numbers.start(params.numbers, part.tokens, round + PRODUCT_STAGES);
@@ -471,7 +484,8 @@ DEVICE void backward_products(const Params& params) {
             const auto rows = warp.others.load(params, part.tokens - round * ROUND_TOKENS - first);
             multiply_weights<COLUMNS>(round, first, warp.fn, sums);
             warp.store_dv(params, part.tokens, shared, round, first, sums, rows);
-            // What dfn reads stays behind this: read sooner it would take more registers than there are.
+            // dfn's loads stay after this barrier: earlier ones would take more registers than
+            // there are.
             __syncwarp();
             warp.add_dfn(round, first);
         }

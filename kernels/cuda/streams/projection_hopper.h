@@ -1,35 +1,28 @@
-// The projection of projection.h for sm_90a, of mhc_mix_hopper.cu: warpgroup matrix products, and weights that are split once for 256
-// tokens. What it leaves is laid out as there. mhc_post_mix_pre_hopper.cu has the weights and the products of a step from here, and
-// streams that it makes itself: steps are in the order of projection.h, 64 channels of each stream one after the other.
+// The projection of projection.h for sm_90a, used by mhc_mix_hopper.cu: wgmma, and weights split
+// once for 256 tokens. The layout of the results is the same. mhc_post_mix_pre_hopper.cu uses the
+// weights and MMAs of a step with streams that it computes. Steps are in the order of
+// projection.h, 64 channels of one stream after another.
 //
-// A block takes 256 tokens and a part of the channels, 64 at a time (a step). Four warpgroups of consumers have 64 tokens each.
-// Of the warps behind them one has boxes of the streams copied, 64 channels of 256 tokens, as far ahead as there are stages; six
-// split the weights of each step, a chunk of 8 channels of a column each thread, and leave them as an operand. (A warp alone
-// takes some four cycles an instruction: three warps with two chunks a thread took longer than the streams' way, and consumers
-// waited for them 47 % of the time.)
+// A block takes 256 tokens and a split of the channels, a step of 64 at a time. Four consumer
+// warpgroups have 64 tokens each. One producer warp issues the streams' TMA loads, a box of 64
+// channels and 256 tokens, as far ahead as there are stages. Six warps split the weights of each
+// step, a chunk of 8 channels of a column a thread, and store them as an operand. (A lone warp
+// takes about four cycles an instruction, so three warps with two chunks a thread were slower than
+// the loads.)
 //
-// A box takes 128 bytes of each of 256 rows that lie 8 to 57 KB apart; the next step takes those of the next stream. Measured on one H200,
-// 8192 tokens of 7168 and 4096 channels with their coefficients, one change after the other:
+// The three parts of the weights are columns of one MMA, 64 x 72 x 16 for 24 columns. So the MMA
+// is wide, and sums of unlike size stay in separate accumulators. A step is four wgmma from zero;
+// fp32 adds the parts, the smallest first, then the steps.
 //
-//     158   96.3 us   a proxy fence by those who split weights: it waited for their loads of the next steps as well, a latency of
-//                     the second-level cache in every step
-//     152.2 93.1      the fence by consumers, who have no loads under way
-//     144.8 89.1      places of weights counted on: a division for each step was a fifth of what those who split execute
-//     142.5 87.1      four stages of streams and six of weights in the place of six and three
-//     140.0 85.3      coefficients by four lanes a token (mhc_mix.cu), and launches that overlap
+// A consumer loads the streams from shared memory once, into its A fragments, and sums their
+// squares. The stage is free as soon as they are loaded. A lane loads 16 bytes of each of two
+// tokens: an MMA's k-th channel is free as long as the weights agree (`channel_of`). A warp's
+// tokens have another order (`row_of`), so eight lanes, which load from two rows, have no bank
+// conflict.
 //
-// Beside the last: five stages of streams 141.7 and 87.1, three and nine of weights 140.4 and 85.4; boxes of two steps asked for
-// together 142.7 and 87.7. Before all of these a second-level cache that was asked for 256 bytes at a time and not for 128 (the
-// runtime's tensor maps) gave 174 and 105.5. DeepGEMM's projection alone took 128.3 and 76.3 beside the first.
-//
-// The three parts of the weights are columns of one product, 64 x 72 x 16 of 24 columns, so that the tensor cores are
-// given a wide one, and sums of unlike size do not meet in one accumulator: a step's product of each part is four
-// instructions from zero, and fp32 adds the parts, the smallest first, and then the steps.
-//
-// A consumer reads the streams from shared memory once, into its fragments of A, of which it makes the sum of squares,
-// too; the stage is free as soon as they are there. As in projection.h a lane reads 16 bytes of each of two tokens: the
-// channel that an instruction takes for its k-th is free as long as the weights agree (`channel_of`). A warp's tokens
-// stand in another order (`row_of`) so that eight lanes, who read of two rows, meet in no bank.
+// Consumers have the proxy fence for the weights: it would make the warps that split wait for
+// their loads of the next steps. Limit: see mhc_mix_hopper.cu.
+// What was tried: kernels/docs/mhc_mix.md.
 #pragma once
 
 #include "hopper.h"
@@ -54,8 +47,8 @@ struct HopperProjectionParams {
 };
 PARAMS_LAYOUT(HopperProjectionParams, fn, partials, num_tokens, hidden_size, splits, streams_map)
 
-// Where the operands of STAGES steps lie in dynamic shared memory, from BEGIN on, a multiple of 1024, and the mbarriers that say that
-// they are there, and are no longer needed.
+// Offsets of the operands of STAGES steps in dynamic shared memory from BEGIN, a multiple of 1024,
+// and of the mbarriers: stored (split), and no longer needed (used).
 template <int COLUMNS, int BEGIN, int STAGES>
 struct WeightLayout {
     static constexpr int ROWS = PARTS * 8 * TILES<COLUMNS>;  // those of a part one behind the other
@@ -67,10 +60,11 @@ struct WeightLayout {
     static constexpr int weight(uint32_t step) { return BEGIN + step % STAGES * WEIGHT_BYTES; }
     static constexpr int split(uint32_t step) { return SPLIT + 8 * (step % STAGES); }
     static constexpr int used(uint32_t step) { return USED + 8 * (step % STAGES); }
-    // Parity of the phase in which a step's weights have come. What lay there before is given up in the phase before this one.
+    // Parity of the phase in which a step's weights have been stored. Their slot is released in
+    // the phase before this one.
     static constexpr uint32_t phase(uint32_t step) { return step / STAGES & 1; }
 
-    // By one thread of a block whose `warps` use them.
+    // Called by one thread of a block in which `warps` warps use the weights.
     static void initialise(SharedAddress shared, uint32_t warps) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(shared + split(stage), SPLIT_THREADS / WARP_SIZE);
@@ -79,7 +73,7 @@ struct WeightLayout {
     }
 };
 
-// Where everything lies.
+// Offsets in dynamic shared memory.
 template <int COLUMNS>
 struct ProjectionLayout {
     static constexpr int STREAM_BYTES = TILE_TOKENS * 128;
@@ -94,10 +88,11 @@ struct ProjectionLayout {
     static constexpr int empty(uint32_t step) { return EMPTY + 8 * (step % STREAM_STAGES); }
 };
 
-// Parity of the phase in which a step's streams have come, as that of the weights.
+// Parity of the phase in which a step's streams have arrived; the same for weights is
+// WeightLayout::phase.
 DEVICE uint32_t stream_phase(uint32_t step) { return step / STREAM_STAGES & 1; }
 
-// A block's part of the work: TILE_TOKENS tokens, and steps.
+// A block's share of the work: TILE_TOKENS tokens, and steps.
 struct Part {
     int64_t first_token;
     Steps steps;
@@ -112,7 +107,7 @@ struct Part {
     }
 };
 
-// Where a step begins: a stream and a channel of it. Steps are counted on, not divided.
+// Where a step starts: a stream and a channel in it. Steps are counted up, without a division.
 struct Place {
     int32_t stream = 0, within, apart;
 
@@ -142,12 +137,12 @@ DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress sha
 
 // ---------------------------------------------------------------- weights
 
-// The channel of a step whose weights lie first in pair `pair` of a column's chunk of 16 bytes: in instruction
-// chunk / 2, lane `pair` of a row has its two neighbouring channels in word 2 (chunk / 2 % 2) + chunk % 2 of the piece
-// that it read of half chunk / 4.
+// The channel of a step whose weights come first in pair `pair` of a column's 16-byte chunk. In
+// MMA chunk / 2, lane `pair` of a row has two adjacent channels. They are word 2 (chunk / 2 % 2) +
+// chunk % 2 of its piece of half chunk / 4.
 DEVICE constexpr int channel_of(int chunk, int pair) { return 32 * (chunk / 4) + PIECE * pair + 2 * (chunk % 4); }
 
-// What a thread brings of the steps, if anything: the same chunk of the same column of each.
+// A thread's weights, if it has any: the same chunk of the same column in each step.
 template <int COLUMNS>
 struct Chunk {
     static constexpr int ALL = 8 * TILES<COLUMNS> * 8;
@@ -161,7 +156,7 @@ struct Chunk {
         fn = params.fn + static_cast<int64_t>(column) * STREAMS * hidden_size;
     }
 
-    // Zeros in columns that there are none of, and behind a stream's end.
+    // Zeros for columns that do not exist, and after a stream's end.
     void load(const Place& place, Weights& weights) const {
         const float* const first = fn + (static_cast<int64_t>(place.stream) * hidden_size + place.within);
         const int32_t width = hidden_size - place.within;
@@ -184,8 +179,8 @@ struct Chunk {
     }
 };
 
-// Those of the next two steps are on their way while one is split, in registers of their own: nothing is moved, which would
-// wait for them. For the same reason there is no fence here: it would wait for them, too. Consumers have it.
+// The loads of the next two steps are in flight while one step is split, in separate registers: a
+// move would wait for them. A fence here would wait for them, too; consumers have it.
 template <int COLUMNS, typename Layout, typename Params>
 DEVICE void produce_weights(const Params& params, SharedAddress shared, const Part& part, int thread) {
     constexpr uint32_t AHEAD = 2;
@@ -211,11 +206,11 @@ DEVICE void produce_weights(const Params& params, SharedAddress shared, const Pa
 
 // ---------------------------------------------------------------- products
 
-// The row, of eight, of a lane's first token: eight lanes that read at once have two rows that differ in bit 2, by which
-// the swizzle exchanges the halves of a row.
+// The row, of eight, of a lane's first token. Eight lanes that load together have two rows that
+// differ in bit 2, by which the swizzle swaps the halves of a row.
 DEVICE int row_of(int group) { return (group & 2) | (group & 1) << 2 | group >> 2; }
 
-// What a lane multiplies in a step.
+// Loads a lane's A fragments of a step.
 DEVICE void read_rows(SharedAddress stage, int row, Fragments& fragments) {
     UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -226,7 +221,7 @@ DEVICE void read_rows(SharedAddress stage, int row, Fragments& fragments) {
     }
 }
 
-// Starts the products of a step with all parts of the weights, from zero.
+// Starts the MMAs of a step with all parts of the weights, from zero.
 template <int N8>
 DEVICE void start_products(const Fragments& fragments, SharedAddress weights, float (&products)[N8][4]) {
     const uint64_t operand = matrix_descriptor(weights, 0, 1024);
@@ -241,7 +236,7 @@ DEVICE void start_products(const Fragments& fragments, SharedAddress weights, fl
     wgmma_commit();
 }
 
-// Adds the parts of a step's products, from the smallest on.
+// Adds the parts of a step's products, starting with the smallest.
 template <int COLUMNS>
 DEVICE void add_parts(const float (&products)[PARTS * TILES<COLUMNS>][4], Sums<COLUMNS>& sums) {
     UNROLL
@@ -256,8 +251,8 @@ DEVICE void add_parts(const float (&products)[PARTS * TILES<COLUMNS>][4], Sums<C
     }
 }
 
-// Adds what a step gives to the sums, whose weights have come. `meanwhile` is what is done while it is multiplied; `gives_up` says that
-// the weights are not needed again.
+// Adds a step to the sums; its weights have arrived. `meanwhile` runs while the MMAs are in
+// flight. `gives_up` releases the weights.
 template <int COLUMNS, typename Layout, typename Meanwhile>
 DEVICE void add_hopper_step(const Fragments& fragments, SharedAddress shared, uint32_t step, bool gives_up, Sums<COLUMNS>& sums,
                             Meanwhile meanwhile) {
@@ -283,7 +278,7 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
         mbarrier_wait(shared + Layout::Weight::split(step), Layout::Weight::phase(step));
         fence_async_proxy();
         add_hopper_step<COLUMNS, typename Layout::Weight>(fragments, shared, step, true, sums, [&] {
-            // All lanes of the warp have read their rows.
+            // All lanes of the warp have loaded their rows.
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
         });

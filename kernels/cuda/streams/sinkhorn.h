@@ -1,17 +1,21 @@
-// The normalisation of mixing matrices of STREAMS x STREAMS numbers (inference 2.2, training 11.1): 16 lanes hold one,
-// lane 4 i + j of them element (source i, destination j), so that a warp holds two. Or four lanes do, lane i the row of source i:
-// eight a warp, with 4.6 instructions a pass and matrix instead of 7, and sums of the same order. Or every lane has all of one:
-// of a single matrix no pass then waits for a shuffle. In a driver of their own on an H100 39 passes of one matrix took a lane 2575
-// cycles, 66 a pass of some 36 instructions. Factors of rows and columns in place of the matrix, by four, two or one reciprocal a pass,
-// took 86 to 90; without any reciprocal, which is no result, 64.
+// The normalization of mixing matrices of STREAMS x STREAMS values (inference 2.2, training 11.1).
 //
 //     P = softmax over j of the logits          M = P + eps
 //     pass 1, 3, 5, ...   M /= (sum over i of M) + eps        columns
 //     pass 2, 4, ...      M /= (sum over j of M) + eps        rows
 //
-// `iterations` iterations are 2 iterations - 1 passes: the first one begins with the softmax instead of rows, and the
-// last pass is one over columns. With M' = M / s the gradient of a pass is dM = (dM' - sum of dM' M') / s over the same
-// elements as s, and that of the softmax dlogit = P (dP - sum over j of dP P).
+// `iterations` iterations are 2 iterations - 1 passes: the first iteration has the softmax in
+// place of rows, and the last pass is over columns. With M' = M / s the gradient of a pass is dM =
+// (dM' - sum of dM' M') / s over the same elements as s. That of the softmax is dlogit = P (dP -
+// sum over j of dP P).
+//
+// Three layouts. 16 lanes a matrix, two matrices a warp: lane 4 i + j has element (source i,
+// destination j). Four lanes a matrix, eight a warp: lane i has the row of source i, with 4.6
+// instructions a pass and matrix instead of 7 and sums of the same order. Or a whole matrix in
+// every lane: for a single matrix no pass waits for a shuffle.
+//
+// Limit: dependent passes; 39 passes of a matrix in one lane take 2575 cycles on an H100, 66 a
+// pass. What was tried: kernels/docs/mhc_mix.md.
 #pragma once
 
 #include "math.h"
@@ -21,7 +25,8 @@
 constexpr int MATRIX_LANES = STREAMS * STREAMS;
 constexpr int COLUMNS = 2 * STREAMS + MATRIX_LANES;  // of a projection to pre, post and comb
 
-// Sums over the destinations of a source, and over the sources of a destination, in every lane that has a part in them.
+// Sums over the destinations of a source, and over the sources of a destination, in every lane
+// that takes part.
 DEVICE float row_sum(float x) {
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
@@ -44,13 +49,13 @@ DEVICE float row_softmax(float logit) {
 DEVICE int sinkhorn_passes(int iterations) { return 2 * iterations - 1; }
 DEVICE bool is_of_columns(int pass) { return pass % 2 == 1; }
 
-// What M is multiplied by in a pass: of the sum of its elements, and of a lane's one.
+// What a pass multiplies M by: from the sum of the elements, and for a lane's element.
 DEVICE float factor_of_sum(float sum, float eps) { return reciprocal_approx(sum + eps); }
 DEVICE float sinkhorn_factor(float m, int pass, float eps) {
     return factor_of_sum(is_of_columns(pass) ? column_sum(m) : row_sum(m), eps);
 }
 
-// The gradient in front of a pass, of the one behind it, of M behind it and of what M was multiplied by.
+// The gradient before a pass, from the gradient after it, M after it and the factor of the pass.
 DEVICE float sinkhorn_gradient(float gradient, float m, float factor, int pass) {
     const float product = gradient * m;
     return factor * (gradient - (is_of_columns(pass) ? column_sum(product) : row_sum(product)));
@@ -97,7 +102,8 @@ DEVICE float sum_of_column(const float (&matrix)[STREAMS][STREAMS], int j) {
     return (matrix[0][j] + matrix[1][j]) + (matrix[2][j] + matrix[3][j]);
 }
 
-// A pass as the others are, bit for bit. NORMAL: what is divided by is no subnormal number and has no subnormal inverse.
+// A pass with the same bits as the other layouts. NORMAL: neither the divisor nor its inverse is
+// subnormal.
 template <bool NORMAL>
 DEVICE float factor_of_sum_within(float sum, float eps) {
     if constexpr (NORMAL) return reciprocal_normal_approx(sum + eps);
@@ -124,7 +130,7 @@ DEVICE void pass_over_rows(float (&matrix)[STREAMS][STREAMS], float eps) {
     }
 }
 
-// An iteration is two passes: those of columns are one more than those of rows.
+// An iteration is two passes; columns have one pass more than rows.
 template <bool NORMAL>
 DEVICE void sinkhorn_of_matrix(float (&matrix)[STREAMS][STREAMS], int passes, float eps) {
     pass_over_columns<NORMAL>(matrix, eps);
@@ -134,8 +140,8 @@ DEVICE void sinkhorn_of_matrix(float (&matrix)[STREAMS][STREAMS], int passes, fl
     }
 }
 
-// The same as sinkhorn_of_rows, of one matrix of which the lane has the row of source lane % STREAMS, as every such lane has.
-// Its elements are at most 1 + eps, so that with such an eps the sums lie between 2^-126 and 16.
+// The same as sinkhorn_of_rows for one matrix: every lane has the row of source lane % STREAMS.
+// Elements are at most 1 + eps, so with such an eps the sums are between 2^-126 and 16.
 DEVICE void sinkhorn_of_one(float (&row)[STREAMS], int passes, float eps) {
     constexpr float LEAST = 1.17549435e-38f, MOST = 1.0f;
     float matrix[STREAMS][STREAMS];

@@ -1,5 +1,6 @@
-// The residual streams of a token (inference 2): STREAMS rows of hidden_size elements, their mix in front of a
-// sublayer, and sums over a block's threads of the products that the gradients of their coefficients are made of.
+// The residual streams of a token (inference 2): STREAMS rows of hidden_size elements, and their
+// mix before a sublayer. Also the block's sums of products from which the coefficients' gradients
+// are computed.
 #pragma once
 
 #include "elements.h"
@@ -7,23 +8,24 @@
 
 constexpr int STREAMS = 4;
 
-// COUNT elements of each stream of a token, which begins at `first`, as floats.
+// COUNT elements, as floats, of each stream of a token; the first stream's are at `first`.
 template <int COUNT, typename T>
 DEVICE void load_streams(const T* first, int64_t stream_stride, float (&x)[STREAMS][COUNT]) {
     UNROLL
     for (int i = 0; i < STREAMS; ++i) load_elements<COUNT>(first + i * stream_stride, x[i]);
 }
 
-// COUNT coefficients of a token. All threads read the same ones, so that a warp's read is one access to the cache.
+// COUNT coefficients of a token. All threads load the same ones, so a warp's load is one access to
+// the cache.
 template <int COUNT>
 DEVICE void load_coefficients(const float* source, float (&coefficients)[COUNT]) {
     UNROLL
     for (int c = 0; c < COUNT; ++c) coefficients[c] = source[c];
 }
 
-// Of VALUES numbers of each thread the sums over the block, sum v in thread v: over the lanes of each warp, then over
-// the warps in their order, so that equal launches give equal bits. `partials` has a row for each warp; it is read
-// until the block's next barrier.
+// Sums of VALUES values of each thread over the block, sum v in thread v. It adds over the lanes
+// of each warp, then over the warps in their order, so equal launches give equal bits. `partials`
+// has a row for each warp; it is read until the block's next barrier.
 template <int VALUES>
 DEVICE float block_sums(const float (&values)[VALUES], float (*partials)[VALUES]) {
     UNROLL
@@ -49,8 +51,8 @@ DEVICE void mix_streams(const float (&x)[STREAMS][COUNT], const float (&pre)[STR
     }
 }
 
-// Destination j behind a sublayer: post[j] y + comb[0,j] x[0] + comb[1,j] x[1] + ..., in this order; `comb` is by
-// sources.
+// Destination j after a sublayer: post[j] y + comb[0,j] x[0] + comb[1,j] x[1] + ..., in this
+// order. `comb` is by sources.
 template <int COUNT>
 DEVICE void mix_destination(const float (&x)[STREAMS][COUNT], const float (&y)[COUNT], const float* post,
                             const float* comb, int j, float (&out)[COUNT]) {
@@ -62,7 +64,7 @@ DEVICE void mix_destination(const float (&x)[STREAMS][COUNT], const float (&y)[C
     }
 }
 
-// What a thread of a block adds up of the products of each stream of a token and one row.
+// Adds the thread's products of each stream of a token with one row to `sums`.
 template <int COUNT, typename T>
 DEVICE void add_products(const T* streams, int64_t stream_stride, const T* row, int64_t width,
                          float (&sums)[STREAMS]) {
@@ -78,13 +80,13 @@ DEVICE void add_products(const T* streams, int64_t stream_stride, const T* row, 
     }
 }
 
-// 1 / sqrt(mean(v^2) + norm_eps), of a token's sum of squares.
+// 1 / sqrt(mean(v^2) + norm_eps), from a token's sum of squares.
 template <typename Params>
 DEVICE float streams_rstd(const Params& params, float squares) {
     return rsqrt_approx(squares / (static_cast<float>(STREAMS) * params.hidden_size) + params.norm_eps);
 }
 
-// A number as it is once it is stored as T.
+// A value after it is stored as T.
 template <typename T>
 DEVICE float as_stored(float x) {
     T stored;

@@ -1,18 +1,23 @@
-// Kernels that go on with the channels of a token once sums over all of them are known, and read its residual streams once
-// (sm_90a). mhc_head_hopper.cu and mhc_head_hopper_backward.cu have the formulas.
+// For kernels that need a token's channels again after sums over all of them, and read its
+// residual streams once (sm_90a). mhc_head_hopper.cu and mhc_head_hopper_backward.cu have the
+// formulas.
 //
-// A cluster of CLUSTER blocks has a run of consecutive tokens. Of each a block has an eighth of the channels of all of its rows, and
-// of these a thread OWN of each row: what the sums are made of is still in the block's shared memory when they are known.
+// A cluster of CLUSTER blocks has a run of consecutive tokens. A block has an eighth of the
+// channels of all rows of a token, a thread OWN of them in each row. They are still in the block's
+// shared memory when the sums are known.
 //
-// Tokens come by bulk copies, a row of a token each, TOKENS of them (a batch) at a time, to a ring of RING batches: while one is
-// added up and the one before it finished, the next is on its way. What threads add up of a batch, SUMS numbers of the cluster, is added over the lanes of a warp,
-// each step leaving half as many numbers in a lane, over the warps by way of shared memory, and over the blocks, each of which stores
-// its own to all. Every sum is formed in the same order, whatever its token's place in the batch: equal launches give equal bits, and
-// a token's do not depend on its neighbours.
+// TMA (cp.async.bulk) loads a token's rows one by one, TOKENS tokens (a batch) at a time, to a
+// ring of RING batches. One batch is added up, the one before it is finished, and the next is in
+// flight. A batch has SUMS sums in the cluster. They are added over the lanes of a warp, and each
+// step halves the sums that a lane has. Then they are added over the warps through shared memory,
+// and over the blocks, each of which stores its sums to all. Every sum has the same order,
+// wherever the token is in the batch. Equal launches give equal bits, and a token's bits do not
+// depend on its neighbours.
 //
-// The sums of a batch are told before the one before it is finished, so that nobody waits for what is on its way between blocks. A
-// block stores its numbers in one of PLACES places of the others in turn. When it does it for the fourth batch behind one, all of them
-// have told it their numbers of the second behind it, and so have read those that stood there.
+// A batch's sums are sent before the previous batch is finished, so no thread waits for stores
+// between blocks. A block stores its sums round-robin in one of PLACES slots of the others. A slot
+// is reused after four batches. By then all blocks have sent their sums of the batch two after the
+// old one, and so have read the old sums.
 #pragma once
 
 #include "hopper.h"
@@ -24,8 +29,9 @@ constexpr int RING = 3;  // batches
 constexpr int PIECE = 8;  // channels of 16 bytes
 constexpr uint32_t PLACES = 4;
 
-// Of VALUES numbers of each of 2 DISTANCE lanes the sums over these, number i in lanes from i 2 DISTANCE / VALUES on. A lane gives
-// away half of its numbers and adds the other lane's part to those that it keeps. The last steps have one number left.
+// Sums of VALUES values of each of 2 DISTANCE lanes over these lanes: sum i is in the lanes from i
+// 2 DISTANCE / VALUES on. A lane gives away half of its values and adds the other lane's part to
+// those that it keeps. The last steps have one value left.
 template <int DISTANCE, int VALUES>
 DEVICE float lane_sums(const float (&values)[VALUES]) {
     if constexpr (DISTANCE == 0) {
@@ -45,8 +51,8 @@ DEVICE float lane_sums(const float (&values)[VALUES]) {
     }
 }
 
-// A block's share: of its cluster's tokens the channels from `column` on. A block behind the last channel has none, and takes part
-// in the sums.
+// A block's share: the channels from `column` on of its cluster's tokens. A block past the last
+// channel has none, and takes part in the sums.
 struct Share {
     int64_t first;  // token
     int32_t count;  // of tokens
@@ -68,10 +74,10 @@ struct Share {
     }
 };
 
-// What a cluster's block of WARPS warps has in shared memory.
+// Shared memory of a cluster's block of WARPS warps.
 template <int WARPS_, int TOKENS_, int ROWS_, int SUMS_>
 struct ClusterShared {
-    // TOKENS and SUMS of a batch, ROWS of a token.
+    // TOKENS and SUMS are those of a batch, ROWS those of a token.
     static constexpr int WARPS = WARPS_, TOKENS = TOKENS_, ROWS = ROWS_, SUMS = SUMS_;
     static constexpr int CHANNELS = WARPS * static_cast<int>(WARP_SIZE) * OWN;  // of a row, at most
     alignas(16) bf16 rows[RING][TOKENS][ROWS][CHANNELS];
@@ -91,7 +97,7 @@ DEVICE void initialise_cluster(Shared& shared) {
     cluster_arrive_relaxed();
 }
 
-// The batches of a block's run, one after the other.
+// The batches of a block's run, one after another.
 template <typename Shared>
 struct Batches {
     Shared& shared;
@@ -100,7 +106,7 @@ struct Batches {
     int32_t left;   // tokens of it and behind it
     uint32_t number = 0, stage = 0, phase = 0;
 
-    // Called by all threads, starts the copies of the first batches.
+    // Called by all threads; starts the copies of the first batches.
     template <typename Params>
     Batches(const Params& params, Shared& shared, const Share& share)
         : shared(shared), share(share), first(share.first), left(share.count) {
@@ -108,14 +114,15 @@ struct Batches {
     }
 
     bool exists() const { return left > 0; }
-    // Whether all tokens and channels exist that a warp has of it.
+    // Whether all tokens of the batch and all channels of the warp exist.
     bool whole() const { return share.whole && left >= Shared::TOKENS; }
-    // Whether the thread's channels of a token do.
+    // Whether the thread's channels of a token exist.
     bool has(int token) const { return share.exists && token < left; }
     const bf16* row(int token, int row) const { return &shared.rows[stage][token][row][share.own]; }
 
-    // Starts the copies of the batch that is so many ahead; source_of says where a row lies. Each warp has some of the rows: the
-    // lanes of one would start theirs one after the other, while the block waits for that warp.
+    // Starts the copies of the batch that is `ahead` batches ahead; source_of gives a row's
+    // address. Each warp issues some of the rows: one warp's lane would issue all of them one
+    // after another while the block waits for it.
     template <typename Params>
     void start(const Params& params, int ahead, uint32_t to) const {
         const int rows = minimum(left - ahead * Shared::TOKENS, Shared::TOKENS) * Shared::ROWS;
@@ -134,10 +141,11 @@ struct Batches {
         if (share.width > 0) mbarrier_wait(shared_address(&shared.full[stage]), phase);
     }
 
-    // What a warp adds to the sums of the batch.
+    // A warp's part of the sums of the batch.
     float* own_sums() const { return shared.of_warps[number % 2][warp_id()]; }
 
-    // Tells every block of the cluster this one's part of the batch's sums, once all warps have left theirs.
+    // Sends this block's part of the batch's sums to every block of the cluster, after all warps
+    // have stored theirs.
     void tell() const {
         constexpr int RANKS = WARP_SIZE / Shared::SUMS;  // that a warp tells at a time
         __syncthreads();
@@ -152,7 +160,7 @@ struct Batches {
             store_at(place, __float_as_uint(own), told, rank);
     }
 
-    // What all blocks have told, added in their order.
+    // What all blocks have sent, added in their order.
     float sum(int place) const {
         mbarrier_wait(shared_address(&shared.told[number % PLACES]), number / PLACES % 2);
         float sum = 0.0f;
@@ -161,7 +169,7 @@ struct Batches {
         return sum;
     }
 
-    // All threads are done with the batch: another one is copied to its place.
+    // All threads are done with the batch: another one is copied to its slot.
     template <typename Params>
     void next(const Params& params) {
         __syncthreads();

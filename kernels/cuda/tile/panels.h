@@ -1,6 +1,6 @@
-// Panels: how operands of warpgroup products lie in shared memory. A panel is 64 rows of 64 columns of bf16, a row
-// 128 bytes, in the 128-byte swizzle that hopper.h describes; a wider operand is a row of panels. Panels start at
-// multiples of 1024 bytes.
+// Panels: the layout of wgmma operands in shared memory. A panel is 64 rows of 64 columns of bf16,
+// a row 128 bytes, in the 128-byte swizzle that wgmma.h describes. A wider operand is a row of
+// panels. Panels start at multiples of 1024 bytes.
 #pragma once
 
 #include "platform.h"

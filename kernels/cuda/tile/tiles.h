@@ -1,12 +1,12 @@
-// bf16 tiles in shared memory, and matrix products out of them by mma.sync.
+// bf16 tiles in shared memory, and MMA by mma.sync out of them.
 #pragma once
 
 #include "memory.h"
 #include "mma.h"
 
-// A row-major tile of bf16 in shared memory, in chunks of 8 columns (16 bytes). Eight rows of one chunk column fall
-// into eight different bank groups: by XOR with the row where a row is a multiple of eight chunks, otherwise by a row
-// length that is odd in chunks.
+// A row-major tile of bf16 in shared memory, in chunks of 8 columns (16 bytes). Eight rows of one
+// chunk column fall into eight different bank groups. If a row is a multiple of eight chunks, an
+// XOR with the row does this; otherwise a row length that is odd in chunks.
 template <int COLUMNS>
 struct Tile {
     static constexpr int CHUNKS = COLUMNS / 8;
@@ -20,13 +20,14 @@ struct Tile {
     }
 };
 
-// Steps of a product (16 columns each) between two calls of `between`.
+// k-steps (16 columns each) between two calls of `between`.
 constexpr int STEPS_BETWEEN = 4;
 constexpr int pauses(int columns) { return ceil_div(columns / 16, STEPS_BETWEEN); }
 
-// c[n] += A B^T: 16 rows of tile A from a_row on, N8 * 8 rows of tile B from b_row on, over all COLUMNS of both.
-// between(0), between(1), ... are called along the way, pauses(COLUMNS) times in all: other work of the warp, to
-// fill the slots in which the products wait for their operands. N8 is even.
+// c[n] += A B^T: 16 rows of tile A from a_row on, N8 * 8 rows of tile B from b_row on, over all
+// COLUMNS of both. between(0), between(1), ... are called along the way, pauses(COLUMNS) times in
+// all. They are other work of the warp, to fill the issue slots in which the MMAs wait for
+// operands. N8 is even.
 template <int COLUMNS, int N8, typename Between>
 DEVICE void multiply_rows(float (&c)[N8][4], SharedAddress a_tile, int a_row, SharedAddress b_tile, int b_row,
                           Between between) {
@@ -52,8 +53,8 @@ DEVICE void multiply_rows(float (&c)[N8][4], SharedAddress a_tile, int a_row, Sh
     }
 }
 
-// c[m][n] += A B^T: 16 M rows of tile A from a_row on, 8 N8 rows of tile B from b_row on, over all COLUMNS of both.
-// Each fragment of either is read once. N8 is even.
+// c[m][n] += A B^T: 16 M rows of tile A from a_row on, 8 N8 rows of tile B from b_row on, over all
+// COLUMNS of both. Each fragment of either is read once. N8 is even.
 template <int COLUMNS, int M, int N8>
 DEVICE void multiply_row_tiles(float (&c)[M][N8][4], SharedAddress a_tile, int a_row, SharedAddress b_tile, int b_row) {
     using T = Tile<COLUMNS>;
@@ -78,8 +79,9 @@ DEVICE void multiply_row_tiles(float (&c)[M][N8][4], SharedAddress a_tile, int a
     }
 }
 
-// c[m][n] += A B for the columns of B's 8-wide tiles first_tile + n. DEPTH columns of A, rows of B; COLUMNS of B.
-// Tiles that B does not have are left out: where they do not divide evenly, the last warps own fewer.
+// c[m][n] += A B for the columns of B's 8-wide tiles first_tile + n. DEPTH columns of A, rows of
+// B; COLUMNS of B. Tiles that B does not have are skipped: if they do not divide evenly, the last
+// warps own fewer.
 template <int DEPTH, int COLUMNS, bool RAGGED, int M, int N8>
 DEVICE void multiply_columns(float (&c)[M][N8][4], SharedAddress a_tile, SharedAddress b_tile, int first_tile) {
     using A = Tile<DEPTH>;
