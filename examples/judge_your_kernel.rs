@@ -7,13 +7,13 @@
 
 use std::error::Error;
 
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions, Environment, HostTensor};
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::operator::{KernelRun, OracleTensor, PreparedCase};
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::Verdict;
+use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor};
 
 /// A kernel that scales `y` by `factor`.
 struct Scaled {
@@ -54,7 +54,7 @@ impl Runner for Scaled {
 /// # Errors
 /// No emulator, or no case.
 pub fn judge(factor: f64) -> Result<Vec<String>, Box<dyn Error>> {
-    let kernel = Scaled { device: Device::open(BackendKind::Emulator, DeviceOptions::default())?, factor };
+    let kernel = Scaled { device: Device::open(BackendKind::Emulator, dsv4_kernels::device_options())?, factor };
     let operator = registry::find("rms_norm")?;
     let case = operator.typical_cases().into_iter().next().ok_or("no typical case")?;
     let outcome = checks::run(&*operator.prepare(&case)?, &kernel, CheckOptions::of_kernels(0));

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 
-use dsv4_kernels::runtime::{RuntimeError, SourceTree};
+use dsv4_runtime::{RuntimeError, SourceTree};
 
 use crate::operator::AnyOperator;
 
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_change_concerns_the_operators_that_are_made_of_it() {
-        let tree = SourceTree::embedded();
+        let tree = dsv4_kernels::sources();
         let concerned = |file: &str| -> Vec<String> {
             let concerns = |operator: &&&AnyOperator| {
                 files_of(operator, &tree, &BTreeSet::new()).expect("the kernels are there").contains(file)

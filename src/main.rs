@@ -4,8 +4,8 @@
 
 use std::process::ExitCode;
 
-use dsv4_kernels::runtime::process::keep_freed_memory;
 use dsv4_parity::command;
+use dsv4_runtime::process::keep_freed_memory;
 
 fn main() -> ExitCode {
     keep_freed_memory();

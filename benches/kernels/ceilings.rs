@@ -1,11 +1,11 @@
 //! What the device can do: measured in the same run, and on paper.
 
 use anyhow::{Result, anyhow};
-use dsv4_kernels::runtime::cache::ModuleCache;
-use dsv4_kernels::runtime::cuda::{CudaBackend, blaslt};
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView};
 use dsv4_parity::case::{Distribution, Draw};
 use dsv4_parity::record::Ceilings;
+use dsv4_runtime::cache::ModuleCache;
+use dsv4_runtime::cuda::{CudaBackend, blaslt};
+use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView};
 
 use crate::session::Callee;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use criterion::Throughput;
 use criterion::measurement::{Measurement, ValueFormatter};
-use dsv4_kernels::runtime::{Device, Result};
+use dsv4_runtime::{Device, Result};
 
 /// A clock that runs only while the device works: it advances by the time between two CUDA events around what was recorded
 /// as a graph (on the emulator: by the wall clock). What the host does costs nothing: two launches of a few microseconds

@@ -23,11 +23,11 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser as _;
-use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::command::{DeviceArguments, exit_code_of};
 use dsv4_parity::operator::benchmarks::Timed;
 use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::report::beside::pairs::Pairs;
+use dsv4_runtime::BackendKind;
 
 use session::Session;
 

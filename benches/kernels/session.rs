@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
-use dsv4_kernels::runtime::{BackendKind, Device, RuntimeError, cuda};
 use dsv4_parity::judge::recheck;
 use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
@@ -18,6 +17,7 @@ use dsv4_parity::record::Work;
 use dsv4_parity::report::benchmarks::{self, Facts};
 use dsv4_parity::report::beside::log::{self, Line, Machine, Side, Skipped, Time, Timings, Turn, Writer};
 use dsv4_parity::report::beside::pairs::Pairs;
+use dsv4_runtime::{BackendKind, Device, RuntimeError, cuda};
 
 use crate::ceilings::{self, Copies, Datasheet};
 use crate::clock::DeviceTime;

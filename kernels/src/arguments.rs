@@ -10,9 +10,9 @@
 //! ]).extent("width", 1, MAX_WIDTH).bind(["num_rows", "width"])?;
 //! ```
 
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Result, RuntimeError, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Result, RuntimeError, TensorView, Views};
 
 /// The floating-point types of tensors.
 pub(crate) const FLOATS: [DType; 2] = [DType::Bf16, DType::F32];

@@ -1,7 +1,7 @@
 //! The choice between an operator's portable kernels and those for one GPU generation.
 
 use crate::arguments::Arguments;
-use crate::runtime::{BackendKind, Environment, Result};
+use dsv4_runtime::{BackendKind, Environment, Result};
 
 /// Which of an operator's implementations runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

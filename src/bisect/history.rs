@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use dsv4_kernels::runtime::SourceTree;
+use dsv4_runtime::SourceTree;
 
 use super::BisectError;
 

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use clap::ValueEnum;
-use dsv4_kernels::runtime::{Contract, Device, HostTensor, RuntimeError};
 use dsv4_reference::precision::Precision;
+use dsv4_runtime::{Contract, Device, HostTensor, RuntimeError};
 use serde::Serialize;
 
 use super::BisectError;

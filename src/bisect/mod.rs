@@ -26,8 +26,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use dsv4_kernels::runtime::process::run_within;
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, RuntimeError};
+use dsv4_runtime::process::run_within;
+use dsv4_runtime::{BackendKind, Contract, Device, RuntimeError};
 use thiserror::Error;
 
 use self::history::{Commit, Repository};

@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-use dsv4_kernels::runtime::{BackendKind, Device};
+use dsv4_runtime::{BackendKind, Device};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

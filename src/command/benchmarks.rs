@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use dsv4_kernels::runtime::Device;
-use dsv4_kernels::runtime::supervisor::{Supervised, temporary_folder};
+use dsv4_runtime::Device;
+use dsv4_runtime::supervisor::{Supervised, temporary_folder};
 
 use super::DeviceArguments;
 use crate::record::Skip;

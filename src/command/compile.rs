@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::SourceTree;
-use dsv4_kernels::runtime::cache::ModuleCache;
-use dsv4_kernels::runtime::cuda::{self, Nvrtc};
+use dsv4_runtime::SourceTree;
+use dsv4_runtime::cache::ModuleCache;
+use dsv4_runtime::cuda::{self, Nvrtc};
 use rayon::prelude::*;
 use serde_json::json;
 
@@ -60,7 +60,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let cache = arguments.into.clone().map(ModuleCache::new);
     let tree = match &arguments.kernels {
         Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
-        None => SourceTree::embedded(),
+        None => dsv4_kernels::sources(),
     };
     let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
     modules.extend(test_modules(&tree));
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_source_that_includes_a_header_through_another_needs_it_and_a_comment_does_not() {
-        let tree = SourceTree::embedded()
+        let tree = dsv4_kernels::sources()
             .with_text("direct.cu", "#include \"hopper.h\"\n".into(), "a source")
             .with_text("between.h", "#pragma once\n#include \"hopper.h\"\n".into(), "a header")
             .with_text("through.cu", "#include \"between.h\"\n".into(), "a source")

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
-use dsv4_kernels::runtime::emulator::usual_compiler;
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
+use dsv4_runtime::emulator::usual_compiler;
+use dsv4_runtime::{BackendKind, Device, cuda};
 use serde_json::json;
 
 use super::{Exit, cores, output};
@@ -51,7 +51,7 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
 /// Compiles the kernels of rms_norm on a backend, runs the first of its edge cases that has an element, and compares: a compiler
 /// that answers and a device that is there are not enough.
 fn try_out(kind: BackendKind) -> Result<String, String> {
-    let device = Device::open(kind, DeviceOptions::default()).map_err(|error| error.to_string())?;
+    let device = Device::open(kind, dsv4_kernels::device_options()).map_err(|error| error.to_string())?;
     let operator = registry::find("rms_norm").map_err(|error| error.to_string())?;
     for case in operator.edge_cases(Profile::Quick) {
         let record = sweep::run_case(&case, Origin::Given, &device, CheckOptions::of_kernels(0));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Args};
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
+use dsv4_runtime::{BackendKind, Device, Environment};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -181,7 +181,7 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
         time: arguments.time,
         ours: arguments.time.then(|| {
             // Of the emulator's times nothing follows.
-            let ours = Device::open(BackendKind::Cuda, DeviceOptions::default());
+            let ours = Device::open(BackendKind::Cuda, dsv4_kernels::device_options());
             ours.map_err(|error| format!("there is no GPU for them, and the emulator's times say nothing: {error}"))
         }),
         keep: arguments.keep.clone(),

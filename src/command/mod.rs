@@ -36,7 +36,7 @@ use std::sync::OnceLock;
 
 use anyhow::{Context, Result};
 use clap::{ArgAction, Args, ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
+use dsv4_runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
 use tracing_subscriber::EnvFilter;
 
 use crate::operator::Profile;
@@ -379,7 +379,7 @@ impl DeviceArguments {
     pub fn tree(&self) -> Result<SourceTree> {
         match &self.kernels {
             Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display())),
-            None => Ok(SourceTree::embedded()),
+            None => Ok(dsv4_kernels::sources()),
         }
     }
 
@@ -388,7 +388,7 @@ impl DeviceArguments {
     /// # Errors
     /// A missing backend, or a kernel directory that cannot be read.
     pub fn open(&self) -> Result<Device> {
-        self.open_with(&DeviceOptions::default())
+        self.open_with(&dsv4_kernels::device_options())
     }
 
     /// Opens a device of this backend.
@@ -396,7 +396,7 @@ impl DeviceArguments {
     /// # Errors
     /// As [`DeviceArguments::open`].
     pub fn open_as(&self, backend: BackendKind) -> Result<Device> {
-        Ok(Device::open(backend, DeviceOptions { tree: self.tree()?, ..DeviceOptions::default() })?)
+        Ok(Device::open(backend, DeviceOptions { tree: self.tree()?, ..dsv4_kernels::device_options() })?)
     }
 
     /// Opens the device, with other options than the usual ones for all but the kernels.

@@ -4,9 +4,9 @@ use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use dsv4_kernels::runtime::cache::ModuleCache;
-use dsv4_kernels::runtime::cuda::Missing;
-use dsv4_kernels::runtime::{BackendKind, Environment, SourceTree};
+use dsv4_runtime::cache::ModuleCache;
+use dsv4_runtime::cuda::Missing;
+use dsv4_runtime::{BackendKind, Environment, SourceTree};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output;

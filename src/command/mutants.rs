@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -132,7 +132,7 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
         return print_list(arguments);
     }
     let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
-    let device = arguments.device.open_with(&DeviceOptions { emulator, ..DeviceOptions::default() })?;
+    let device = arguments.device.open_with(&DeviceOptions { emulator, ..dsv4_kernels::device_options() })?;
     if arguments.trial {
         return serve_trial(&device);
     }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, DeviceOptions, HostTensor};
 use dsv4_reference::precision::Precision;
+use dsv4_runtime::{BackendKind, Contract, Device, HostTensor};
 use serde_json::json;
 
 use super::sweep::SweepArguments;
@@ -75,8 +75,8 @@ A tensor marked (saved) is a gradient, judged by what the kernel itself saved.";
 /// mutants that are asked for.
 pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     arguments.sweep.seed.announce(None)?;
-    let device = Device::open(BackendKind::Emulator, DeviceOptions::default())?;
-    let recorder = Device::recording(device.environment().clone());
+    let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())?;
+    let recorder = Device::recording(device.environment().clone(), dsv4_kernels::sources());
     let mut gathered = Gathered::default();
     let mut lines = String::new();
     let mut alarms = Alarms::default();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
-use dsv4_kernels::runtime::interrupt::on_interrupt;
+use dsv4_runtime::interrupt::on_interrupt;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::output;

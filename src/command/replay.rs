@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::{BackendKind, RuntimeError};
+use dsv4_runtime::{BackendKind, RuntimeError};
 
 use super::{DeviceArguments, Exit, output};
 use crate::case::Case;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_kernels::runtime::{BackendKind, Device, Environment};
+use dsv4_runtime::{BackendKind, Device, Environment};
 
 use super::benchmarks::{self, Measured};
 use super::ci::CiArguments;

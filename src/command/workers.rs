@@ -11,8 +11,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use dsv4_kernels::runtime::process::{isolate, kill_group};
-use dsv4_kernels::runtime::{BackendKind, Environment, cuda};
+use dsv4_runtime::process::{isolate, kill_group};
+use dsv4_runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::run::RunArguments;

@@ -30,7 +30,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dsv4_kernels::runtime::HostTensor;
+use dsv4_runtime::HostTensor;
 use serde::Deserialize;
 
 use super::wire::{WireTensor, WireType};
@@ -303,7 +303,7 @@ impl Adapter {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::DType;
+    use dsv4_runtime::DType;
 
     use super::*;
 

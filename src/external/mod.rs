@@ -36,10 +36,10 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
-use dsv4_kernels::runtime::files::read_regular;
-use dsv4_kernels::runtime::supervisor::temporary_folder;
-use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement};
+use dsv4_runtime::arena::{Violation, ViolationKind};
+use dsv4_runtime::files::read_regular;
+use dsv4_runtime::supervisor::temporary_folder;
+use dsv4_runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement};
 use serde::{Deserialize, Serialize};
 
 use self::adapter::Adapter;
@@ -129,7 +129,7 @@ impl External {
             processors: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
             shared_bytes_per_block: 0,
         };
-        let recorder = Device::recording(environment.clone());
+        let recorder = Device::recording(environment.clone(), dsv4_kernels::sources());
         let (call, case, folders) = (RefCell::new(call), RefCell::default(), RefCell::default());
         Self {
             call,

@@ -1,5 +1,5 @@
 //! Processes that answer requests: one for each run of a case, or one that lives on. Neither outlives its time limit, and
-//! nothing that they start outlives them or this process ([`dsv4_kernels::runtime::supervisor`]).
+//! nothing that they start outlives them or this process ([`dsv4_runtime::supervisor`]).
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::supervisor::Supervised;
+use dsv4_runtime::supervisor::Supervised;
 use serde::Deserialize;
 use serde_json::json;
 

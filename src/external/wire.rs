@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use dsv4_kernels::runtime::files::read_regular;
-use dsv4_kernels::runtime::{DType, HostTensor};
+use dsv4_runtime::files::read_regular;
+use dsv4_runtime::{DType, HostTensor};
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};

@@ -179,8 +179,8 @@ impl Pool {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::DType;
     use dsv4_reference::Format;
+    use dsv4_runtime::DType;
 
     use super::*;
     use crate::case::Draw;

@@ -4,8 +4,8 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::Instant;
 
-use dsv4_kernels::runtime::arena::ViolationKind;
-use dsv4_kernels::runtime::{Contract, DType, HostTensor};
+use dsv4_runtime::arena::ViolationKind;
+use dsv4_runtime::{Contract, DType, HostTensor};
 
 use crate::judge::agreement;
 use crate::judge::budget::Budget;

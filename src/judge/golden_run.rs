@@ -9,7 +9,7 @@
 use std::path::Path;
 use std::time::Instant;
 
-use dsv4_kernels::runtime::{DType, Device};
+use dsv4_runtime::{DType, Device};
 
 use crate::case::{Case, CaseError};
 use crate::judge::agreement;

@@ -1,7 +1,7 @@
 //! The grid on which a kernel's numbers lie, element by element: what the last rounding is worth.
 
-use dsv4_kernels::runtime::DType;
 use dsv4_reference::{Format, statistics};
+use dsv4_runtime::DType;
 
 use crate::operator::{Grid, OracleTensor};
 

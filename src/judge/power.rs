@@ -173,8 +173,8 @@ impl Rules<'_> {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::{DType, HostTensor};
     use dsv4_reference::precision::Precision;
+    use dsv4_runtime::{DType, HostTensor};
 
     use super::*;
     use crate::case::Draw;

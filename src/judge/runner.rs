@@ -1,6 +1,6 @@
 //! Who runs the kernels of a case: a [`Device`] of ours, or an external process ([`crate::external`]).
 
-use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
+use dsv4_runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::judge::turns;
@@ -115,7 +115,7 @@ pub trait Runner {
         prepared.arithmetic()
     }
 
-    /// Chooses the schedule of later runs; see [`dsv4_kernels::runtime::backend::Backend::set_schedule_seed`].
+    /// Chooses the schedule of later runs; see [`dsv4_runtime::backend::Backend::set_schedule_seed`].
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
 
     /// Why this check cannot be made here; `None` where it can.

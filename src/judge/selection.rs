@@ -11,7 +11,7 @@
 //! A choice that breaks this is wrong, whatever the rounding. A row is compared as a set; the padding `-1` stands where
 //! the oracle has it, and no index comes twice.
 
-use dsv4_kernels::runtime::HostTensor;
+use dsv4_runtime::HostTensor;
 
 use crate::operator::OracleTensor;
 use crate::record::figures;

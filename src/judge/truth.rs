@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use dsv4_kernels::runtime::DType;
 use dsv4_reference::Products;
 use dsv4_reference::precision::{CHOICES, Precision};
+use dsv4_runtime::DType;
 use rayon::prelude::*;
 
 use crate::case::CaseError;
@@ -252,7 +252,7 @@ impl Truth {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::HostTensor;
+    use dsv4_runtime::HostTensor;
 
     use super::*;
     use crate::operator::Side;

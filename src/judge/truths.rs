@@ -75,8 +75,8 @@ impl Store {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use dsv4_kernels::runtime::{Contract, Device, RuntimeError};
     use dsv4_reference::precision::Precision;
+    use dsv4_runtime::{Contract, Device, RuntimeError};
 
     use super::*;
     use crate::judge::yardstick::working_precisions;

@@ -364,7 +364,7 @@ fn flips_quantile(mean: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::DType;
+    use dsv4_runtime::DType;
     use rand::Rng;
 
     use super::*;

@@ -8,9 +8,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use dsv4_kernels::runtime::{Device, Environment, HostTensor, RuntimeError, Views};
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
+use dsv4_runtime::{Device, Environment, HostTensor, RuntimeError, Views};
 use proptest::strategy::{BoxedStrategy, Strategy as _};
 
 use super::benchmarks::{AnyBenchmark, Timed};

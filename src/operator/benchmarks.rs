@@ -16,9 +16,9 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError, Views};
 use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
+use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError, Views};
 
 use super::any::{AnyCase, any};
 use super::declaration::{Part, Specs, TensorSpec};

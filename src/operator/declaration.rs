@@ -4,7 +4,7 @@
 //! from it: drawing, upload, poison and read-back, the oracle's inputs, which gradients there are to triangulate,
 //! layouts, refusals, and the protocol of external kernels.
 
-use dsv4_kernels::runtime::DType;
+use dsv4_runtime::DType;
 use serde::Serialize;
 
 use super::declared::{Refused, finite, not_empty, positive, refuse};

@@ -5,9 +5,9 @@
 
 use std::borrow::Cow;
 
-use dsv4_kernels::runtime::{Device, DeviceArena, Environment, HostTensor, RuntimeError, TensorView, Views};
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
+use dsv4_runtime::{Device, DeviceArena, Environment, HostTensor, RuntimeError, TensorView, Views};
 use proptest::strategy::BoxedStrategy;
 use serde::Serialize;
 use serde::de::DeserializeOwned;

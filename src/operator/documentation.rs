@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 
-use dsv4_kernels::runtime::SourceTree;
 use proptest::strategy::{Strategy as _, ValueTree as _};
 use proptest::test_runner::TestRunner;
 use serde_json::Value;
@@ -22,7 +21,7 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
     let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
     let About { name, family, summary, specification, paths, .. } = *operator.about();
     let tensors = tensors(operator);
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     // An operator's files have one name, in its family's folder of each tree.
     let files = |file: &dyn Fn(&str) -> String| {
         let of = if operator.chain().is_empty() { &[name] } else { operator.chain() };

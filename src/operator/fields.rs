@@ -1,7 +1,7 @@
 //! Fields that the cases of many operators have, what draws them, and tensors of the oracles.
 
 use candle_core::{Device as Cpu, Tensor};
-use dsv4_kernels::runtime::{DType, Environment, HostTensor};
+use dsv4_runtime::{DType, Environment, HostTensor};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use dsv4_kernels::runtime::HostTensor;
+use dsv4_runtime::HostTensor;
 
 use super::any::AnyCase;
 use super::declaration::Specs;

@@ -4,9 +4,9 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, Role, RuntimeError};
 use dsv4_reference::Products;
 use dsv4_reference::precision::{Precision, Rounding};
+use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, Role, RuntimeError};
 
 use super::any::AnyCase;
 use super::declaration::{Part, Specs, TensorSpec};

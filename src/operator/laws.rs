@@ -4,8 +4,8 @@
 
 use std::cell::OnceCell;
 
-use dsv4_kernels::runtime::{DType, HostTensor};
 use dsv4_reference::Rounding;
+use dsv4_runtime::{DType, HostTensor};
 
 use super::any::{AnyCase, DeclaredCase, any};
 use super::declaration::{Part, Specs, TensorSpec};

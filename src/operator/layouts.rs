@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 
-use dsv4_kernels::runtime::arena::Layout;
+use dsv4_runtime::arena::Layout;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use serde::{Deserialize, Serialize};
@@ -323,7 +323,7 @@ fn in_memory(specs: &Specs, layouts: Layouts) -> Vec<Layouts> {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::DType;
+    use dsv4_runtime::DType;
 
     use super::super::declaration::{axis, input};
     use super::*;

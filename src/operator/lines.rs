@@ -1,8 +1,8 @@
 //! Cases as lines of JSON, and what is held of one before anything is computed: its numbers, its tensors, its layouts, and
 //! the memory that it takes.
 
-use dsv4_kernels::runtime::cuda::{MAPPED_GRANULE, RESERVED_PART};
-use dsv4_kernels::runtime::{BackendKind, Environment};
+use dsv4_runtime::cuda::{MAPPED_GRANULE, RESERVED_PART};
+use dsv4_runtime::{BackendKind, Environment};
 use serde_json::Value;
 
 use super::any::{AnyCase, Declaration, DeclaredCase};

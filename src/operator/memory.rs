@@ -1,7 +1,7 @@
 //! The tensors of a case in a device's memory, placed as their layouts and aliasing say.
 
-use dsv4_kernels::runtime::arena::{Layout, Violation, ViolationKind};
-use dsv4_kernels::runtime::{Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView, Views};
+use dsv4_runtime::arena::{Layout, Violation, ViolationKind};
+use dsv4_runtime::{Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView, Views};
 
 use super::declaration::{Specs, TensorSpec};
 use super::inputs::role;

@@ -8,10 +8,10 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
 
-use dsv4_kernels::runtime::arena::Violation;
-use dsv4_kernels::runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_reference::precision::{CHOICES, Precision};
 use dsv4_reference::{Format, Products};
+use dsv4_runtime::arena::Violation;
+use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use serde::Serialize;
 
 use crate::case::{Case, CaseError};

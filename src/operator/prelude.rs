@@ -1,9 +1,9 @@
 //! What the file of an operator needs: the vocabulary of declarations, fields that cases share, and strategies.
 
-pub use dsv4_kernels::runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
 pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;
 pub use dsv4_reference::precision::Rounding;
+pub use dsv4_runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
 pub use proptest::prelude::*;
 pub use proptest::sample::select;
 pub use serde::{Deserialize, Serialize};

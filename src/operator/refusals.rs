@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use dsv4_kernels::runtime::{Contract, DType, Device, RuntimeError, TensorView, Views};
+use dsv4_runtime::{Contract, DType, Device, RuntimeError, TensorView, Views};
 
 use super::any::Declaration;
 use super::declaration::{Axis, Part, Specs, Strides, TensorSpec};

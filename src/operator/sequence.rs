@@ -10,8 +10,8 @@
 //! workspaces of other extents, or the case has no seed, only floating-point numbers are others: those of a distribution
 //! drawn anew, all others negated, which is exact. Integers and bytes are then the same, and that is a counted skip.
 
-use dsv4_kernels::runtime::arena::Violation;
-use dsv4_kernels::runtime::{Contract, Device, RuntimeError};
+use dsv4_runtime::arena::Violation;
+use dsv4_runtime::{Contract, Device, RuntimeError};
 use serde_json::Value;
 
 use super::any::AnyCase;

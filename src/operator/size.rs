@@ -176,7 +176,7 @@ pub(super) fn largest(specs: &Specs) -> Option<&TensorSpec> {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::DType;
+    use dsv4_runtime::DType;
 
     use super::super::declaration::{axis, input, output};
     use super::*;

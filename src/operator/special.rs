@@ -3,8 +3,8 @@
 //! every pair of them meets, in edge cases and in drawn ones, is this layer's. So is a lone NaN or infinity in each
 //! tensor that is given, where it counts: no operator has to say anything of it.
 
-use dsv4_kernels::runtime::DType;
 use dsv4_reference::Format;
+use dsv4_runtime::DType;
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
 use rand::seq::SliceRandom;

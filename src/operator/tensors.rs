@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Device as Cpu, Tensor};
-use dsv4_kernels::runtime::HostTensor;
 use dsv4_reference::Named;
+use dsv4_runtime::HostTensor;
 
 use super::declaration::{Source, Specs, TensorSpec};
 use super::rows_of;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use dsv4_kernels::runtime::{Contract, Device, Environment, RuntimeError};
+use dsv4_runtime::{Contract, Device, Environment, RuntimeError};
 
 use super::declared::Launches;
 use super::inputs::Inputs;
@@ -54,7 +54,7 @@ fn median(device: &Device, mut call: impl FnMut() -> Result<(), RuntimeError>) -
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::BackendKind;
+    use dsv4_runtime::BackendKind;
 
     use super::*;
     use crate::operator::Profile;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_kernels::runtime::HostTensor;
+use dsv4_runtime::HostTensor;
 use proptest::sample::select;
 use proptest::strategy::Strategy;
 use rand::Rng;
@@ -165,7 +165,7 @@ impl Lengths {
 
 #[cfg(test)]
 mod tests {
-    use dsv4_kernels::runtime::{DType, HostTensor};
+    use dsv4_runtime::{DType, HostTensor};
 
     use super::*;
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
-use dsv4_kernels::runtime::{BackendKind, Environment};
+use dsv4_runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
 use crate::case::Case;

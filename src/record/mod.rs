@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dsv4_kernels::runtime::{BackendKind, Environment};
+use dsv4_runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
 pub mod family;

@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn the_words_of_the_system_are_said_once() {
         let source = std::io::Error::from_raw_os_error(2);
-        let error: anyhow::Result<()> = Err(dsv4_kernels::runtime::RuntimeError::system("reading x", source).into());
+        let error: anyhow::Result<()> = Err(dsv4_runtime::RuntimeError::system("reading x", source).into());
         let said = of_error(&error.context("--kernels DIR").unwrap_err());
         assert_eq!(said, "--kernels DIR: reading x: No such file or directory (os error 2)");
     }

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
-use dsv4_kernels::runtime::{BackendKind, SourceTree};
+use dsv4_runtime::{BackendKind, SourceTree};
 use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 
 use super::numbers::counted;

@@ -1,6 +1,6 @@
 //! Invented reports with everything that a report can hold, for the tests of the pages.
 
-use dsv4_kernels::runtime::{BackendKind, Environment};
+use dsv4_runtime::{BackendKind, Environment};
 use serde_json::json;
 
 use crate::case::Case;

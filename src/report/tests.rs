@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use dsv4_kernels::runtime::BackendKind;
+use dsv4_runtime::BackendKind;
 
 use crate::operator::Family;
 use crate::operators::registry;

@@ -12,7 +12,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::{BackendKind, Environment};
+use dsv4_runtime::{BackendKind, Environment};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Scope, ScopedJoinHandle};
 
 use anyhow::Result;
-use dsv4_kernels::runtime::Device;
+use dsv4_runtime::Device;
 
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;

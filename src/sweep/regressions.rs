@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use dsv4_kernels::runtime::BackendKind;
+use dsv4_runtime::BackendKind;
 
 use crate::case::{Case, CaseError};
 use crate::record::{CaseRecord, Origin, Report, SavedRecord, Verdict};

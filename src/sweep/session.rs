@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
-use dsv4_kernels::runtime::{Device, Environment};
+use dsv4_runtime::{Device, Environment};
 
 use super::pool::{self, Open};
 use super::progress::Progress;

@@ -42,7 +42,7 @@ use std::collections::{BinaryHeap, HashMap};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
-use dsv4_kernels::runtime::Environment;
+use dsv4_runtime::Environment;
 use serde::Deserialize;
 use serde_json::Value;
 

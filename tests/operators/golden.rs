@@ -4,13 +4,13 @@
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-use dsv4_kernels::runtime::DType;
 use dsv4_parity::change::MOST_GOLDEN_FILES;
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::operator::golden_file::{self, GoldenFile};
 use dsv4_parity::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use dsv4_parity::record::{CheckRecord, Verdict};
+use dsv4_runtime::DType;
 use libtest_mimic::Trial;
 
 use crate::shared::Shares;

@@ -24,9 +24,9 @@ mod sweeps;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use dsv4_kernels::runtime::process::keep_freed_memory;
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
+use dsv4_runtime::process::keep_freed_memory;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// How much is run.

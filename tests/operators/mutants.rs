@@ -7,13 +7,13 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex};
 
-use dsv4_kernels::runtime::{BackendKind, Device, SourceTree};
 use dsv4_parity::case::Case;
 use dsv4_parity::change::{self, Candidate, MOST_MUTANTS};
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::mutants::planted::{self, Mutant};
 use dsv4_parity::operators::registry;
+use dsv4_runtime::{BackendKind, Device};
 use libtest_mimic::Trial;
 
 use crate::{Extent, shared, support};
@@ -46,7 +46,7 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     for operator in registry::OPERATORS {
         let name = operator.name();
         let lists = mutants.iter().filter(|mutant| mutant.operator == name).map(|mutant| mutant.list.clone());
-        let of = change::files_of(operator, &SourceTree::embedded(), &lists.collect());
+        let of = change::files_of(operator, &dsv4_kernels::sources(), &lists.collect());
         files.insert(name, of.map_err(|error| error.to_string())?);
     }
     let none = BTreeSet::new();

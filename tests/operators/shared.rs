@@ -9,13 +9,13 @@ use std::path::Path;
 use std::sync::{Condvar, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::cache::ModuleCache;
-use dsv4_kernels::runtime::cuda::Missing;
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
 use dsv4_parity::change::{self, Change, Stock};
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
+use dsv4_runtime::cache::ModuleCache;
+use dsv4_runtime::cuda::Missing;
+use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -30,7 +30,7 @@ thread_local! {
 }
 
 fn emulator(options: EmulatorOptions) -> Device {
-    Device::open(BackendKind::Emulator, DeviceOptions { emulator: options, ..DeviceOptions::default() })
+    Device::open(BackendKind::Emulator, DeviceOptions { emulator: options, ..dsv4_kernels::device_options() })
         .unwrap_or_else(|error| panic!("no device to test on: {error}"))
 }
 
@@ -41,7 +41,7 @@ pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
         return Ok(());
     }
     let (cache, tree, modules) =
-        (ModuleCache::new(ModuleCache::default_dir()), SourceTree::embedded(), operator.modules());
+        (ModuleCache::new(ModuleCache::default_dir()), dsv4_kernels::sources(), operator.modules());
     let target = &support::device().environment().target;
     let missing = Missing::from(&cache, &tree, &modules, target).map_err(|error| error.to_string())?;
     // Threads of their own: an oracle that shared theirs would wait for whole compilations.
@@ -132,7 +132,7 @@ pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -
     let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
     for operator in registry::OPERATORS {
-        let files = change::files_of(operator, &SourceTree::embedded(), &BTreeSet::new());
+        let files = change::files_of(operator, &dsv4_kernels::sources(), &BTreeSet::new());
         stocks.push(Stock { count: count(operator), files: files.map_err(|error| error.to_string())? });
     }
     let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most, rest)).zip(&stocks);

@@ -4,13 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::change::{FIXED, MOST_EDGE_CASES, MOST_REMEMBERED_CASES};
 use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, GivenCases, SweepOptions};
+use dsv4_runtime::BackendKind;
 use libtest_mimic::Trial;
 
 use crate::shared::Shares;

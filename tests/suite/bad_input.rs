@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use dsv4_kernels::runtime::{BackendKind, Environment};
 use dsv4_parity::case::{Case, Draw};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::golden_run;
@@ -17,6 +16,7 @@ use dsv4_parity::operators::registry;
 use dsv4_parity::record::Verdict;
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
+use dsv4_runtime::{BackendKind, Environment};
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};

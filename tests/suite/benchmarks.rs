@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, Environment};
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::recheck::recheck;
 use dsv4_parity::mutants::planted;
@@ -53,6 +52,7 @@ use dsv4_parity::operators::streams::mhc_mix::MhcMix;
 use dsv4_parity::operators::streams::mhc_post::MhcPost;
 use dsv4_parity::operators::streams::mhc_post_mix_pre::MhcPostMixPre;
 use dsv4_parity::operators::streams::mhc_pre::MhcPre;
+use dsv4_runtime::{BackendKind, Device, Environment};
 use serde_json::{Value, json};
 
 use crate::extent::{concerned_operators, left_out};
@@ -125,7 +125,7 @@ const MUTANTS: &[(&str, &str)] = &[
 ];
 
 fn emulator() -> Device {
-    Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens")
+    Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator opens")
 }
 
 pub fn gpu(target: &str) -> Environment {

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use dsv4_kernels::runtime::{BackendKind, SourceTree};
+use dsv4_runtime::BackendKind;
 
 use crate::command_line::{self, Output, Parity};
 use crate::extent::left_out;
@@ -91,7 +91,7 @@ impl Scripted {
 
 /// Every kernel source by its path in the repository, `rms_norm.cu` with the patches and a comment of its own.
 fn kernels(at: usize, patches: &Patches) -> BTreeMap<String, String> {
-    let mut files = SourceTree::embedded().files().clone();
+    let mut files = dsv4_kernels::sources().files().clone();
     // The one kernel that runs; the others would only make the script longer.
     files.retain(|name, _| name == "rms_norm.cu" || name.ends_with(".h"));
     let text = files.get_mut("rms_norm.cu").expect("rms_norm.cu");

@@ -10,10 +10,10 @@ use dsv4_kernels::cache::cache_layout::{CacheConfig, CacheLayout, Contents, Laye
 use dsv4_kernels::cache::cache_manager::{CacheError, CacheManager, Capacity, SequenceId, SlotMapping};
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::formats::hadamard::{DIM, Stored};
-use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::{Contract, DType, DeviceArena, HostTensor, Role, TensorView, Views};
 use dsv4_kernels::{cache::indexer_cache_write, cache::kv_cache_write};
 use dsv4_reference::cache::kv_cache::RowBytes;
+use dsv4_runtime::arena::Layout;
+use dsv4_runtime::{Contract, DType, DeviceArena, HostTensor, Role, TensorView, Views};
 
 use crate::extent::left_out;
 use crate::support;

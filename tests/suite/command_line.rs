@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use dsv4_kernels::runtime::{BackendKind, SourceTree};
 use dsv4_parity::case::Case;
 use dsv4_parity::record::{CaseRecord, CheckRecord, OperatorRecord, Origin, Report, SCHEMA_VERSION, Verdict};
+use dsv4_runtime::BackendKind;
 use serde_json::json;
 
 use crate::support;
@@ -326,7 +326,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     assert_eq!(report.verdict(), Verdict::Pass);
     assert_eq!(report.environment.backend, support::backend());
     assert!(report.cases.iter().filter(|c| c.origin == Origin::Drawn).count() >= 3);
-    assert!(report.revision.kernels_digest == SourceTree::embedded().digest());
+    assert!(report.revision.kernels_digest == dsv4_kernels::sources().digest());
     assert!(report.skips.iter().all(|skip| skip.count > 0 && !skip.why.is_empty()));
     for file in ["index.html", "summary.md"] {
         assert!(read(out.join(file)).contains("swiglu"), "{file} does not mention the operator");
@@ -417,7 +417,7 @@ fn report_writes_the_same_pages_again_and_refuses_what_is_no_report() {
 pub fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
     let kernels = dir.join("kernels");
     std::fs::create_dir_all(kernels.join("include")).unwrap();
-    for (name, text) in SourceTree::embedded().files() {
+    for (name, text) in dsv4_kernels::sources().files() {
         let changed = name == file;
         assert!(!changed || text.matches(from).count() == 1, "`{from}` must occur once in {file}");
         let text = if changed { text.replace(from, to) } else { text.clone() };

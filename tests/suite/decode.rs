@@ -2,10 +2,10 @@
 //! conversion of pairs of codes.
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
-use dsv4_kernels::runtime::params::Params;
-use dsv4_kernels::runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView, Views};
 use dsv4_kernels::{attention::attention_combine, attention::decode_attention, cache::kv_cache_write};
 use dsv4_reference::cache::kv_cache::e4m3_value;
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView, Views};
 
 use crate::support;
 
@@ -36,7 +36,7 @@ fn placed(arena: &mut DeviceArena<'_>, tensors: &[(&'static str, DType, &[usize]
 }
 
 fn shaped(view: &TensorView, shape: &[usize]) -> TensorView {
-    let strides = dsv4_kernels::runtime::tensor::dense_strides(shape);
+    let strides = dsv4_runtime::tensor::dense_strides(shape);
     TensorView { shape: shape.to_vec(), strides, ..view.clone() }
 }
 

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::process::Command;
 
-use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::mutants::generated;
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::OperatorRecord;
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
+const RUNTIME_MANIFEST: &str = include_str!("../../kernels/runtime/Cargo.toml");
 const REGISTRY: &str = include_str!("../../src/operators/registry.rs");
 
 /// Kernel sources that are no operator's.
@@ -26,7 +26,7 @@ fn dependencies(manifest: &str) -> Vec<String> {
 #[test]
 fn the_kernels_do_not_depend_on_the_oracles() {
     let direct = dependencies(KERNELS_MANIFEST);
-    assert!(direct.contains(&"cudarc".to_owned()), "the manifest was not understood: {direct:?}");
+    assert!(direct.contains(&"dsv4-runtime".to_owned()), "the manifest was not understood: {direct:?}");
     assert!(!direct.iter().any(|name| name.contains("reference") || name.contains("candle")), "{direct:?}");
     // The whole tree, where there is a cargo and the sources that the binary was built from.
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -42,6 +42,13 @@ fn the_kernels_do_not_depend_on_the_oracles() {
     let tree = String::from_utf8(output.stdout).expect("UTF-8");
     assert!(tree.contains("dsv4-kernels v") && tree.contains("corosensei v"), "no dependency tree:\n{tree}");
     assert!(!tree.contains("dsv4-reference") && !tree.contains("candle"), "{tree}");
+}
+
+#[test]
+fn the_runtime_knows_no_other_crate_of_the_project() {
+    let direct = dependencies(RUNTIME_MANIFEST);
+    assert!(direct.contains(&"cudarc".to_owned()), "the manifest was not understood: {direct:?}");
+    assert!(!direct.iter().any(|name| name.starts_with("dsv4")), "{direct:?}");
 }
 
 /// A source without comments.
@@ -142,7 +149,7 @@ fn words(code: &str) -> impl Iterator<Item = &str> {
 
 #[test]
 fn kernel_sources_hold_no_assembly_and_know_no_backend() {
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     assert!(tree.kernel_files().count() >= registry::OPERATORS.len());
     for file in tree.kernel_files() {
         let code = code_of(tree.text(file).unwrap());
@@ -155,7 +162,7 @@ fn kernel_sources_hold_no_assembly_and_know_no_backend() {
 
 #[test]
 fn the_only_conditionals_of_a_kernel_source_demand_its_defines() {
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     for file in tree.kernel_files() {
         let code = code_of(tree.text(file).unwrap());
         let directives: Vec<&str> = code.lines().map(str::trim).filter(|line| line.starts_with('#')).collect();
@@ -175,7 +182,7 @@ fn the_only_conditionals_of_a_kernel_source_demand_its_defines() {
 
 #[test]
 fn kernel_sources_include_the_projects_own_headers_only() {
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     let headers: Vec<&str> = tree.headers().map(|(name, _)| name).collect();
     for file in tree.kernel_files() {
         for line in code_of(tree.text(file).unwrap()).lines().filter(|line| line.trim().starts_with("#include")) {
@@ -199,7 +206,7 @@ fn upward(folder: &str, other: &str) -> bool {
 
 #[test]
 fn headers_lie_in_layers_and_include_none_from_above_them() {
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     let folder = |name: &str| tree.path_of(name).split('/').next().unwrap_or_default().to_owned();
     let mut wrong = Vec::new();
     for (name, text) in tree.files().iter().filter(|(name, _)| !SELFTESTS.contains(&name.as_str())) {
@@ -219,7 +226,7 @@ fn headers_lie_in_layers_and_include_none_from_above_them() {
 fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let here = root.join("Cargo.toml").is_file();
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     let list = REGISTRY.split("OPERATORS: &[&AnyOperator] = &[").nth(1).and_then(|rest| rest.split("];").next());
     let lines: Vec<&str> = list.expect("the list").lines().map(str::trim).filter(|l| !l.is_empty()).collect();
     assert_eq!(lines.len(), registry::OPERATORS.len(), "{lines:?}");
@@ -266,7 +273,7 @@ fn assert_chain(operator: &AnyOperator, record: &OperatorRecord, root: Option<&P
 
 #[test]
 fn every_kernel_source_is_some_operators() {
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     let names = registry::names();
     for file in tree.kernel_files().filter(|file| !SELFTESTS.contains(file)) {
         let of = |name: &&str| *file == format!("{name}.cu") || generated::is_further_file(file, name);

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truth::Truth;
@@ -15,6 +14,7 @@ use dsv4_parity::record::{CaseRecord, Origin, Report};
 use dsv4_parity::report::diagnosis::{self, Diagnosis, terminal};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
+use dsv4_runtime::{BackendKind, Device};
 
 use crate::command_line::{Output, Parity, changed_kernels};
 use crate::extent::{concerned_operators, left_out};
@@ -162,7 +162,7 @@ fn the_condition_of_a_planted_bug_is_named() {
     if chosen.is_empty() {
         chosen.push(&PLANTED[0]);
     }
-    let device = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens");
+    let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator opens");
     let mut unnamed = Vec::new();
     for (name, planted) in chosen {
         let begun = Instant::now();

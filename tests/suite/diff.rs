@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use dsv4_kernels::runtime::{BackendKind, Environment};
 use dsv4_parity::operator::Family;
 use dsv4_parity::record::{
     BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin,
     Report, Revision, SCHEMA_VERSION, ShardRecord, Verdict, Worst,
 };
 use dsv4_parity::report::diff::{self, Diff, Kind};
+use dsv4_runtime::{BackendKind, Environment};
 
 use crate::command_line::{Output, Parity};
 

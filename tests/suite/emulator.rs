@@ -8,10 +8,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::arena::{Layout, Violation, ViolationKind};
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::params::{DeviceAddress, Params};
-use dsv4_kernels::runtime::{
+use dsv4_runtime::arena::{Layout, Violation, ViolationKind};
+use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
     RuntimeError, SourceTree, TensorView,
 };
@@ -30,7 +30,7 @@ pub fn emulator() -> Option<Device> {
         return None;
     }
     let emulator = EmulatorOptions { time_limit: Duration::from_secs(1), ..EmulatorOptions::default() };
-    let options = DeviceOptions { emulator, ..DeviceOptions::default() };
+    let options = DeviceOptions { emulator, ..dsv4_kernels::device_options() };
     Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
 }
 
@@ -234,7 +234,7 @@ fn probe_source(body: &str) -> String {
 }
 
 pub fn probe_tree(body: &str) -> SourceTree {
-    SourceTree::embedded().with_text("probe.cu", probe_source(body), "a probe")
+    dsv4_kernels::sources().with_text("probe.cu", probe_source(body), "a probe")
 }
 
 /// Runs a probe with y an i32 `[64]`, and count 0.
@@ -392,7 +392,7 @@ fn shared_accesses_source() -> String {
 #[test]
 fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedule() {
     let Some(device) = emulator() else { return };
-    let device = device.with_tree(SourceTree::embedded().with_text("probe.cu", shared_accesses_source(), "a probe"));
+    let device = device.with_tree(dsv4_kernels::sources().with_text("probe.cu", shared_accesses_source(), "a probe"));
     for (number, &(first, others, said)) in SHARED_ACCESSES.iter().enumerate() {
         for seed in 1..4 {
             device.backend().set_schedule_seed(Some(seed));
@@ -492,7 +492,7 @@ fn wide_accesses_source() -> String {
 #[test]
 fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_and_size() {
     let Some(device) = emulator() else { return };
-    let device = device.with_tree(SourceTree::embedded().with_text("probe.cu", wide_accesses_source(), "a probe"));
+    let device = device.with_tree(dsv4_kernels::sources().with_text("probe.cu", wide_accesses_source(), "a probe"));
     let access = |number: usize, off: usize| {
         let mut arena = DeviceArena::new(&device, Contract::NAN);
         let y = arena.output("y", DType::I32, &[64]).unwrap();
@@ -625,7 +625,7 @@ fn a_struct_of_mixed_sizes_has_the_layout_that_the_compiler_gives_it() {
             params.y[0] = params.first; params.y[1] = static_cast<int32_t>(params.y_token_stride);\n\
             params.y[2] = static_cast<int32_t>(params.y_head_stride); params.y[3] = static_cast<int32_t>(params.eps);\n\
             params.y[4] = static_cast<int32_t>(params.rows >> 33); params.y[5] = params.last; }\n";
-    let device = support::device().with_tree(SourceTree::embedded().with_text("mixed.cu", source.into(), "a probe"));
+    let device = support::device().with_tree(dsv4_kernels::sources().with_text("mixed.cu", source.into(), "a probe"));
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let y = arena.output("y", DType::I32, &[2, 3]).unwrap();
     let params = Params::new("mixed").i32("first", 1).unwrap().heads("y", &y).f32("eps", 4.0);
@@ -675,7 +675,7 @@ fn cached(dir: &Path) -> Vec<(String, u64, i64)> {
 fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_into_them() {
     let dir = tempfile::tempdir().unwrap();
     let load = |tree: SourceTree, defines: &[(&str, String)]| {
-        let options = DeviceOptions { tree, cache_dir: dir.path().to_owned(), ..DeviceOptions::default() };
+        let options = DeviceOptions { tree, cache_dir: dir.path().to_owned(), ..dsv4_kernels::device_options() };
         let device = Device::open(support::backend(), options).unwrap();
         device.kernel("probe.cu", defines, "probe").unwrap();
         cached(dir.path())

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::LazyLock;
 
-use dsv4_kernels::runtime::SourceTree;
 use dsv4_parity::change::{self, Candidate, Change, MOST_OPERATORS};
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
@@ -41,7 +40,8 @@ pub fn concerned_operators() -> Vec<&'static AnyOperator> {
     let all = registry::OPERATORS.to_vec();
     let Some(change) = change() else { return all };
     let files_of = |operator: &&'static AnyOperator| {
-        change::files_of(operator, &SourceTree::embedded(), &BTreeSet::new()).expect("the operator's kernels are there")
+        change::files_of(operator, &dsv4_kernels::sources(), &BTreeSet::new())
+            .expect("the operator's kernels are there")
     };
     let files: Vec<_> = all.iter().map(files_of).collect();
     let owns: Vec<_> = all.iter().map(|operator| operator.describe().kernel_file).collect();

@@ -666,7 +666,7 @@ fn diff_still_sees_a_check_that_an_external_report_lost_without_saying_why() {
     };
     let base = crate::diff::report();
     let mut head = base.clone();
-    head.environment.backend = dsv4_kernels::runtime::BackendKind::External;
+    head.environment.backend = dsv4_runtime::BackendKind::External;
     let base = write("base.json", &base);
     Parity::new(&["diff", &base, &write("same.json", &head)]).run().assert_code(0);
     head.cases.iter_mut().for_each(|case| case.checks.retain(|check| check.check != "guards"));

@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Duration;
 
-use dsv4_kernels::runtime::{DType, HostTensor, SourceTree};
 use dsv4_parity::case::Case;
 use dsv4_parity::external::adapter::Adapter;
 use dsv4_parity::external::process::{Call as _, Worker};
@@ -27,6 +26,7 @@ use dsv4_parity::sweep;
 use dsv4_parity::sweep::merge::{self, Part};
 use dsv4_parity::sweep::progress::Progress;
 use dsv4_parity::sweep::shard::Costs;
+use dsv4_runtime::{DType, HostTensor, SourceTree};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -409,8 +409,8 @@ fn first_mutants(list: &str, count: usize) -> String {
 
 #[test]
 fn mutants() {
-    static TREE: LazyLock<SourceTree> = LazyLock::new(SourceTree::embedded);
-    let text = std::fs::read_to_string(support::fixtures().join("mutants/swiglu.toml")).unwrap();
+    static TREE: LazyLock<SourceTree> = LazyLock::new(dsv4_kernels::sources);
+    let text = std::fs::read_to_string(support::fixtures().join("mutants/experts/swiglu.toml")).unwrap();
     tried_as_file("swiglu.toml", vec![first_mutants(&text, 2).into_bytes()], |path| {
         let Ok(mutants) = planted::load(path.parent().unwrap()) else { return false };
         mutants.iter().for_each(|mutant| drop(mutant.plant(&TREE)));

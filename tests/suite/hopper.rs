@@ -5,16 +5,16 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::params::Params;
-use dsv4_kernels::runtime::tensor_map::BOX_ROW_BYTES;
-use dsv4_kernels::runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
-    RuntimeError, SourceTree, TensorMap,
-};
 use dsv4_reference::TensorCore;
 use dsv4_reference::cache::kv_cache::e4m3_value;
+use dsv4_runtime::arena::Layout;
+use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::params::Params;
+use dsv4_runtime::tensor_map::BOX_ROW_BYTES;
+use dsv4_runtime::{
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
+    RuntimeError, TensorMap,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -22,7 +22,7 @@ use crate::extent::left_out;
 use crate::support;
 
 /// Where a change concerns the long tests of this file.
-const MALICE: [&str; 3] = ["kernels/src/runtime/", "kernels/emulator/", "kernels/cuda/ptx/hopper.h"];
+const MALICE: [&str; 3] = ["kernels/runtime/src/", "kernels/runtime/emulator/", "kernels/cuda/ptx/hopper.h"];
 
 const WGMMA: &str = "selftest_wgmma.cu";
 const HOPPER: &str = "selftest_hopper.cu";
@@ -50,15 +50,15 @@ fn own_emulator() -> Option<Device> {
         return None;
     }
     let emulator = EmulatorOptions { time_limit: Duration::from_secs(20), ..EmulatorOptions::default() };
-    let options = DeviceOptions { emulator, ..DeviceOptions::default() };
+    let options = DeviceOptions { emulator, ..dsv4_kernels::device_options() };
     Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
 }
 
 /// The device with `wrong` in place of `right` in one of the sources.
 fn with_change(device: &Device, file: &str, right: &str, wrong: &str) -> Device {
-    let text = SourceTree::embedded().text(file).expect("embedded").to_owned();
+    let text = dsv4_kernels::sources().text(file).expect("embedded").to_owned();
     assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {file}");
-    device.with_tree(SourceTree::embedded().with_text(file, text.replace(right, wrong), "a mutant"))
+    device.with_tree(dsv4_kernels::sources().with_text(file, text.replace(right, wrong), "a mutant"))
 }
 
 /// Runs a test on the device under test, and under random schedules where it is the emulator.

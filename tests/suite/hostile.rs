@@ -4,11 +4,11 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::arena::Violation;
-use dsv4_kernels::runtime::emulator::EmulatorOptions;
-use dsv4_kernels::runtime::params::Params;
-use dsv4_kernels::runtime::remote::RemoteOptions;
-use dsv4_kernels::runtime::{
+use dsv4_runtime::arena::Violation;
+use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::params::Params;
+use dsv4_runtime::remote::RemoteOptions;
+use dsv4_runtime::{
     BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, RuntimeError,
     SourceTree,
 };
@@ -21,7 +21,7 @@ use crate::extent::{attacked, everything, left_out};
 use crate::support::{backend, fixtures};
 
 /// Where a change concerns the long tests of this file.
-const EMULATOR: [&str; 2] = ["kernels/src/runtime/", "kernels/emulator/"];
+const EMULATOR: [&str; 2] = ["kernels/runtime/src/", "kernels/runtime/emulator/"];
 
 /// The C library's functions that hostile kernels call; static constructors stand here, too.
 const DECLARATIONS: &str = "
@@ -64,7 +64,7 @@ fn gpu() -> Option<Device> {
         return None;
     }
     let remote = Some(RemoteOptions { time_limit: Duration::from_secs(10) });
-    Some(Device::open(backend(), DeviceOptions { remote, ..DeviceOptions::default() }).expect("the GPU opens"))
+    Some(Device::open(backend(), DeviceOptions { remote, ..dsv4_kernels::device_options() }).expect("the GPU opens"))
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
             compiler: Some(path),
             ..EmulatorOptions::default()
         };
-        let options = DeviceOptions { emulator, cache_dir: cache.path().to_owned(), ..DeviceOptions::default() };
+        let options = DeviceOptions { emulator, cache_dir: cache.path().to_owned(), ..dsv4_kernels::device_options() };
         let broken = Device::open(BackendKind::Emulator, options).unwrap();
         let start = Instant::now();
         let error = run(&broken, probe_tree("params.y[threadIdx.x] = 1;")).expect_err(name);

@@ -3,11 +3,11 @@
 
 use std::path::Path;
 
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, SourceTree};
 use dsv4_parity::mutants::generated;
 use dsv4_parity::mutants::matrix::trial::{self, Subject, Trial};
 use dsv4_parity::mutants::matrix::{equivalent::Equivalents, plan};
 use dsv4_parity::record::{MutantSource, MutantStatus, Report};
+use dsv4_runtime::{BackendKind, Device};
 use tempfile::TempDir;
 
 use crate::command_line::{Output, Parity};
@@ -107,7 +107,7 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
 /// A seed whose sample of three holds a mutant of kv_cache_write that changes nothing.
 fn seed_of_a_survivor() -> u64 {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
-    let all = generated::generate(&SourceTree::embedded(), "kv_cache_write").expect("mutants");
+    let all = generated::generate(&dsv4_kernels::sources(), "kv_cache_write").expect("mutants");
     let survives = |seed: &u64| generated::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some());
     (0..1000).find(survives).expect("some are equivalent")
 }
@@ -175,7 +175,7 @@ fn generated_mutants_are_listed_with_their_places_though_the_list_of_equivalent_
     let stale = "[[equivalent]]\nids = [\"kv_cache_write:gone:scale:00000000\"]\nreason = \"None.\"\n";
     let output = mutants(folder("equivalent.toml", stale).path(), &["--list"]);
     output.assert_code(0);
-    let all = generated::generate(&SourceTree::embedded(), "kv_cache_write").expect("mutants");
+    let all = generated::generate(&dsv4_kernels::sources(), "kv_cache_write").expect("mutants");
     let lines: Vec<&str> = output.stdout.lines().collect();
     assert_eq!(lines.len(), all.len());
     for (line, mutant) in lines.iter().zip(&all) {
@@ -189,7 +189,7 @@ fn the_list_of_equivalent_mutants_fits_the_kernels() {
         return;
     }
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
-    plan::generate(&SourceTree::embedded(), &dsv4_parity::operators::registry::names(), &list)
+    plan::generate(&dsv4_kernels::sources(), &dsv4_parity::operators::registry::names(), &list)
         .unwrap_or_else(|e| panic!("{e}"));
 }
 
@@ -199,7 +199,7 @@ fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_onl
         return;
     }
     const START: &str = "uint32_t magnitude = largest_magnitude(x);";
-    let device = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator");
+    let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator");
     let text = device.tree().text("kv_cache_write.cu").expect("a kernel");
     let with_a_dead_branch =
         text.replacen(START, &format!("{START}\nif constexpr (sizeof magnitude == 1) magnitude *= 77;"), 1);

@@ -3,14 +3,12 @@
 //!
 //! [`refusals`]: dsv4_parity::operator::refusals
 
-use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::{
-    Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views,
-};
 use dsv4_kernels::{
     attention::attention_combine, attention::sparse_attention, indexer::score_recompute, projections::rms_norm,
     projections::rope,
 };
+use dsv4_runtime::arena::Layout;
+use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views};
 
 use crate::support;
 

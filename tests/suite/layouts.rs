@@ -3,17 +3,17 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_kernels::runtime::{Contract, Device};
 use dsv4_parity::case::Case;
 use dsv4_parity::operator::{AnyOperator, KernelRun, Profile};
 use dsv4_parity::operators::registry;
+use dsv4_runtime::{Contract, Device};
 
 use crate::extent::{concerned_operators, left_out};
 use crate::support;
 
 /// Where a change concerns the long tests of this file.
 const LAYOUTS: [&str; 4] =
-    ["src/operator/", "src/case/", "kernels/src/runtime/arena.rs", "kernels/src/runtime/tensor.rs"];
+    ["src/operator/", "src/case/", "kernels/runtime/src/arena.rs", "kernels/runtime/src/tensor.rs"];
 
 /// One run without forbidden writes.
 fn run(device: &Device, case: &Case) -> KernelRun {

@@ -4,12 +4,12 @@
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions};
 use dsv4_parity::case::Case;
 use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
 use dsv4_parity::operator::Profile;
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::MutantStatus;
+use dsv4_runtime::{BackendKind, Device};
 
 use crate::extent::left_out;
 use crate::support::fixtures;
@@ -44,7 +44,7 @@ fn all() -> &'static [Mutant] {
 }
 
 fn emulator() -> Device {
-    Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opens")
+    Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator opens")
 }
 
 fn find(id: &str) -> Mutant {
@@ -92,7 +92,7 @@ fn every_list_lies_in_the_folder_of_its_operators_family() {
 
 #[test]
 fn every_anchor_occurs_exactly_once() {
-    let tree = dsv4_kernels::runtime::SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     let lost: Vec<_> = all().iter().filter_map(|mutant| Some(mutant.plant(&tree).err()?.to_string())).collect();
     assert!(lost.is_empty(), "{}", lost.join("\n"));
 }

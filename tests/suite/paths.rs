@@ -3,11 +3,11 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_kernels::runtime::{BackendKind, Contract, Device, Environment};
 use dsv4_parity::case::Case;
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::registry;
 use dsv4_parity::sweep::regressions::Regressions;
+use dsv4_runtime::{BackendKind, Contract, Device, Environment};
 use rayon::prelude::*;
 
 use crate::support;
@@ -37,7 +37,7 @@ fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String>
 
 /// The declared paths that no case takes which every sweep runs, and those that are taken and not declared.
 fn never_taken(operator: &AnyOperator, environment: &Environment, regressions: &Regressions) -> [BTreeSet<String>; 2] {
-    let device = Device::accepting(environment.clone());
+    let device = Device::accepting(environment.clone(), dsv4_kernels::sources());
     let mut never: BTreeSet<String> = operator.describe().paths.into_iter().collect();
     let (declared, mut unknown) = (never.clone(), BTreeSet::new());
     let remembered = regressions.load(operator.name()).expect("a file of cases");

@@ -2,7 +2,7 @@
 //! of many rows of one distribution, whose steps alone differ.
 
 use dsv4_kernels::head::sampler;
-use dsv4_kernels::runtime::{Contract, DType, Device, DeviceArena, HostTensor, SourceTree, Views};
+use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, Views};
 
 use crate::support;
 
@@ -133,13 +133,13 @@ fn what_a_filter_leaves_out_never_comes_and_all_else_does() {
 fn a_race_by_the_uniform_numbers_themselves_is_seen_by_the_counts() {
     let device = support::device();
     let (file, right) = ("sampler.cu", "log2f(-log1pf(-uniform(word)))");
-    let text = SourceTree::embedded().text(file).expect("embedded").to_owned();
+    let text = dsv4_kernels::sources().text(file).expect("embedded").to_owned();
     assert_eq!(text.matches(right).count(), 1);
     let text = text.replace(right, "log2f(uniform(word))");
     let near = "approximate_power(uniform(new_word))";
     assert_eq!(text.matches(near).count(), 1);
     let text = text.replace(near, "log2_approx(uniform(new_word))");
-    let biased = device.with_tree(SourceTree::embedded().with_text(file, text, "a race by uniform numbers"));
+    let biased = device.with_tree(dsv4_kernels::sources().with_text(file, text, "a race by uniform numbers"));
     let four = [0.4, 0.3, 0.2, 0.1];
     let found = chi_square(&Asked::of(&four).counts(&biased, 1500), &four);
     assert!(found > threshold(3), "{found}");

@@ -1,12 +1,10 @@
 //! Both backends against truths computed here, on the host, from definitions: the number formats, the CUDA
 //! programming guide's warp functions, f64 matrix products. The kernels are in `kernels/cuda/selftest/selftest.cu`.
 
-use dsv4_kernels::runtime::arena::Layout;
-use dsv4_kernels::runtime::params::{DeviceAddress, Params};
-use dsv4_kernels::runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Role,
-};
 use dsv4_reference::TensorCore;
+use dsv4_runtime::arena::Layout;
+use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::{BackendKind, Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig, Role};
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -24,7 +22,7 @@ fn under_every_schedule(test: impl Fn(&Device)) {
         return;
     }
     // A device of its own: the schedule belongs to the device, and other tests share theirs.
-    let own = Device::open(BackendKind::Emulator, DeviceOptions::default()).expect("the emulator opened before");
+    let own = Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator opened before");
     for seed in 1..=SCHEDULES {
         own.backend().set_schedule_seed(Some(seed));
         test(&own);

@@ -5,12 +5,12 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operator::prelude::*;
 use dsv4_parity::record::CheckRecord;
+use dsv4_runtime::BackendKind;
 
 use crate::support;
 

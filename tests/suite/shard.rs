@@ -5,11 +5,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::record::journal::Shard;
 use dsv4_parity::record::{CaseRecord, Origin, Report, Skip, Verdict};
 use dsv4_parity::sweep::merge::{self, MergeError, Part};
 use dsv4_parity::sweep::shard::{self, Costs};
+use dsv4_runtime::BackendKind;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use candle_core::Tensor;
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::cache::kv_cache_write as launcher;
-use dsv4_kernels::runtime::{HostTensor, TensorView};
 use dsv4_parity::case::Draw;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::operator::declaration::{observed, state};
@@ -14,6 +13,7 @@ use dsv4_parity::operator::golden_file::GoldenFile;
 use dsv4_parity::operator::prelude::*;
 use dsv4_parity::operator::{AnyOperator, Relation};
 use dsv4_reference::cache::kv_cache_write as reference;
+use dsv4_runtime::{HostTensor, TensorView};
 use rand::Rng;
 
 use crate::support;

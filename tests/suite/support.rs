@@ -4,11 +4,11 @@ use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once};
 
-use dsv4_kernels::runtime::supervisor::temporary_folder;
-use dsv4_kernels::runtime::{BackendKind, Device, DeviceOptions, cuda};
 use dsv4_parity::judge::turns;
 use dsv4_parity::record::CaseRecord;
 use dsv4_parity::sweep::Observer;
+use dsv4_runtime::supervisor::temporary_folder;
+use dsv4_runtime::{BackendKind, Device, cuda};
 
 /// The backend that `PARITY_BACKEND` names; the emulator when it names none.
 pub fn backend() -> BackendKind {
@@ -49,7 +49,7 @@ pub fn device() -> &'static Device {
 }
 
 fn open() -> Device {
-    let opened = Device::open(backend(), DeviceOptions::default());
+    let opened = Device::open(backend(), dsv4_kernels::device_options());
     let device = opened.unwrap_or_else(|error| panic!("no device to test on: {error}"));
     if backend() == BackendKind::Cuda {
         static DIVIDED: Once = Once::new();

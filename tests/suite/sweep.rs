@@ -9,8 +9,6 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use dsv4_kernels::runtime::arena::{Violation, ViolationKind};
-use dsv4_kernels::runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use dsv4_parity::case::{Case, CaseError, Draw};
 use dsv4_parity::judge::budget::Budget;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, POWERLESS};
@@ -28,6 +26,8 @@ use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use dsv4_reference::{Format, Products, Rounding};
+use dsv4_runtime::arena::{Violation, ViolationKind};
+use dsv4_runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, RuntimeError};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 

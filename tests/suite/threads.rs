@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::Barrier;
 use std::thread;
 
-use dsv4_kernels::runtime::BackendKind;
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::registry;
+use dsv4_runtime::BackendKind;
 
 use crate::support;
 

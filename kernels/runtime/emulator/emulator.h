@@ -1,7 +1,7 @@
 // CUDA's execution model for the host's C++ compiler.
 //
 // A kernel source is built into a shared library with this header in front. Each CUDA thread is a
-// coroutine of the runtime (kernels/src/runtime/emulator); whatever makes a thread wait for others
+// coroutine of the runtime (kernels/runtime/src/emulator); whatever makes a thread wait for others
 // goes through HostApi, and everything else runs as plain C++.
 //
 // A collective (shuffle, vote, mma) works in one rendezvous: every lane named in the mask hands in
@@ -37,7 +37,7 @@ struct Dim3 {
     unsigned x, y, z;
 };
 
-// Mirrored by `ThreadContext` in kernels/src/runtime/emulator.
+// Mirrored by `ThreadContext` in kernels/runtime/src/emulator.
 struct ThreadContext {
     Dim3 thread_idx, block_idx, block_dim, grid_dim;
     uint32_t lane, warp;
@@ -48,13 +48,13 @@ struct ThreadContext {
     uint32_t cluster_rank;
 };
 
-// What an access to global memory does; mirrored by `AccessKind` in kernels/src/runtime/emulator.
+// What an access to global memory does; mirrored by `AccessKind` in kernels/runtime/src/emulator.
 enum class AccessKind : uint32_t { read, write, atomic };
 
 using CollectiveOp = void (*)(void* const* payloads, uint32_t mask);
 
 // What a read of shared memory through the asynchronous proxy sees; mirrored by `AsyncReads` in
-// kernels/src/runtime/emulator, which says when an ordinary write is seen.
+// kernels/runtime/src/emulator, which says when an ordinary write is seen.
 struct AsyncReads {
     const uint8_t* shared;
     const uint64_t* writes;  // for each 16 bytes: time << 10 | thread of the last ordinary write, or 0
@@ -71,7 +71,7 @@ struct AsyncReads {
     }
 };
 
-// One warp's 16 rows of a wgmma; mirrored by `WarpProduct` in kernels/src/runtime/emulator.
+// One warp's 16 rows of a wgmma; mirrored by `WarpProduct` in kernels/runtime/src/emulator.
 struct WarpProduct {
     uint64_t a_descriptor, b_descriptor;
     uint32_t columns;
@@ -87,13 +87,13 @@ struct WarpProduct {
     uint32_t (*deliver)(const WarpProduct*, const float* values);
 };
 
-// Where in the source a check failed; mirrored by `Place` in kernels/src/runtime/emulator.
+// Where in the source a check failed; mirrored by `Place` in kernels/runtime/src/emulator.
 struct Place {
     const char* file;  // or null
     uint32_t line, column;
 };
 
-// Mirrored by `HostApi` in kernels/src/runtime/emulator.
+// Mirrored by `HostApi` in kernels/runtime/src/emulator.
 struct HostApi {
     void (*collective)(ThreadContext*, uint32_t mask, const char* what, CollectiveOp, void* payload);
     // Waits at barrier `id` (0 to 15) until `count` threads have arrived; `wait` 0 arrives only.
@@ -313,7 +313,7 @@ EMULATOR_CHECK __ubsan_handle_type_mismatch_v1_abort(void* data, void* address) 
 
 // Code built with -fsanitize=thread says what it is about to load and store; names are that library's.
 namespace emulator {
-// Where buffers of global memory lie (kernels/src/runtime/emulator/memory.rs), and neither stacks nor shared memory.
+// Where buffers of global memory lie (kernels/runtime/src/emulator/memory.rs), and neither stacks nor shared memory.
 constexpr uintptr_t GLOBAL_START = uintptr_t{1} << 44, GLOBAL_END = uintptr_t{5} << 44;
 
 EMULATOR_INLINE void accessed(const void* address, uint64_t bytes, AccessKind kind) {

@@ -216,7 +216,7 @@ impl Layout {
     ///
     /// Queries `[tokens, heads, head_dim]`, heads first, 2^32 elements from each head to the next:
     /// ```
-    /// # use dsv4_kernels::runtime::arena::Layout;
+    /// # use dsv4_runtime::arena::Layout;
     /// let layout = Layout::of(&[3, 5, 64], &[1, 0, 2], &[(1 << 32) - 3 * 64, 0, 0]).unwrap();
     /// assert_eq!(layout.strides, [64, 1 << 32, 1]);
     /// assert_eq!(layout.elements, 4 * (1 << 32) + 3 * 64);

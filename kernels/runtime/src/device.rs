@@ -33,10 +33,11 @@ pub struct DeviceOptions {
     pub remote: Option<RemoteOptions>,
 }
 
-impl Default for DeviceOptions {
-    fn default() -> Self {
+impl DeviceOptions {
+    /// These kernels, in the usual cache, in a process of their own.
+    pub fn of(tree: SourceTree) -> Self {
         Self {
-            tree: SourceTree::embedded(),
+            tree,
             cache_dir: ModuleCache::default_dir(),
             emulator: EmulatorOptions::default(),
             remote: Some(RemoteOptions::default()),
@@ -48,7 +49,7 @@ impl Default for DeviceOptions {
 pub type Module = (String, Vec<(String, String)>);
 
 /// The module of `file` with these defines.
-pub(crate) fn module(file: &str, defines: &[(&str, String)]) -> Module {
+pub fn module(file: &str, defines: &[(&str, String)]) -> Module {
     (file.to_owned(), defines.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())
 }
 
@@ -105,16 +106,16 @@ impl Device {
     }
 
     /// A device that launches nothing and takes down what is uploaded ([`super::recording`]).
-    pub fn recording(environment: Environment) -> Self {
+    pub fn recording(environment: Environment, tree: SourceTree) -> Self {
         let backend = Arc::new(RecordingBackend::new(environment));
         let exchange = Exchange::Record(Mutex::default());
-        Self { backend, tree: Arc::new(SourceTree::embedded()), modules: Modules::default(), exchange }
+        Self { backend, tree: Arc::new(tree), modules: Modules::default(), exchange }
     }
 
     /// A device that claims to be `environment`, accepts launches and runs none: outputs stay as they were allocated. It tells
     /// which kernels a launcher chooses there.
-    pub fn accepting(environment: Environment) -> Self {
-        Self::of(Arc::new(RecordingBackend::accepting(environment)), SourceTree::embedded())
+    pub fn accepting(environment: Environment, tree: SourceTree) -> Self {
+        Self::of(Arc::new(RecordingBackend::accepting(environment)), tree)
     }
 
     /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that does not record.

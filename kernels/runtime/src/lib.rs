@@ -1,7 +1,7 @@
-//! The runtime: one kernel source, two backends.
+//! The runtime: one kernel source, two backends. It knows no kernel.
 //!
 //! [`Device`] hides whether kernels run on a GPU ([`cuda`]) or on the host ([`emulator`]). Both
-//! compile `kernels/cuda/*.cu` at run time, cache what they compiled on disk ([`cache`]) and launch
+//! compile a [`SourceTree`] at run time, cache what they compiled on disk ([`cache`]) and launch
 //! by name with one parameter struct. [`arena`] wraps launches in the memory contract.
 
 pub mod arena;
@@ -9,6 +9,10 @@ pub mod backend;
 pub mod cache;
 pub mod cuda;
 pub mod device;
+#[cfg(test)]
+#[path = "../examples/emulate.rs"]
+#[allow(dead_code, reason = "its `main` is the example")]
+mod emulate;
 pub mod emulator;
 pub mod error;
 pub mod files;
@@ -23,6 +27,8 @@ pub mod source;
 pub mod supervisor;
 pub mod tensor;
 pub mod tensor_map;
+#[cfg(test)]
+mod testing;
 pub mod views;
 mod worker;
 
@@ -34,3 +40,7 @@ pub use source::SourceTree;
 pub use tensor::{DType, HostTensor, TensorView};
 pub use tensor_map::TensorMap;
 pub use views::Views;
+
+// The example is tested here, and names this crate as others do.
+#[cfg(test)]
+extern crate self as dsv4_runtime;

@@ -197,8 +197,8 @@ impl Backend for RecordingBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::arena::Layout;
-    use crate::runtime::{BackendKind, Contract, DType, Device, DeviceArena, HostTensor, Role};
+    use crate::arena::Layout;
+    use crate::{BackendKind, Contract, DType, Device, DeviceArena, HostTensor, Role};
 
     fn environment() -> Environment {
         Environment {
@@ -213,7 +213,7 @@ mod tests {
     }
 
     fn recorder() -> Device {
-        Device::recording(environment())
+        Device::recording(environment(), crate::testing::kernels())
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Trees of kernel sources: embedded in the binary, read from a directory, patched by a mutant.
+//! Trees of kernel sources: read from a directory, embedded in a binary, patched by a mutant.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{Result, RuntimeError};
 
-static EMBEDDED_KERNELS: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/cuda");
 static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emulator");
 
-/// The sources of `kernels/cuda`: `*.cu` and `*.h`, each by its file name, in whatever folder it lies. So a launcher, an
+/// Kernel sources: `*.cu` and `*.h`, each by its file name, in whatever folder it lies. So a launcher, an
 /// `#include`, a mutant and another revision find a file that was moved.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SourceTree {
@@ -26,14 +25,14 @@ pub struct SourceTree {
 }
 
 impl SourceTree {
-    /// The sources that this binary was built with.
+    /// Every `*.cu` and `*.h` that `include_dir!` embedded.
     ///
-    /// # Panics
-    /// Where two of them have one name, which a test of them would show.
-    pub fn embedded() -> Self {
+    /// # Errors
+    /// As [`Self::from_files`].
+    pub fn from_embedded(origin: &str, dir: &Dir<'static>) -> Result<Self> {
         let mut files = BTreeMap::new();
-        collect_embedded(&EMBEDDED_KERNELS, &mut files);
-        Self::from_files("the embedded kernels".into(), files).expect("each kernel file has a name of its own")
+        collect_embedded(dir, &mut files);
+        Self::from_files(origin.into(), files)
     }
 
     /// The sources in a directory and the folders within it.
@@ -46,6 +45,22 @@ impl SourceTree {
         read_sources(dir, "", &mut files)?;
         let tree = Self::from_files(dir.display().to_string(), files)?;
         Ok(Self { directory: Some(dir.to_owned()), ..tree })
+    }
+
+    /// The same tree with the headers (`*.h`) of a directory and the folders within it that it does not have.
+    ///
+    /// # Errors
+    /// [`RuntimeError::System`] when the directory cannot be read.
+    pub fn with_headers_of(&self, dir: &Path) -> Result<Self> {
+        let mut more = BTreeMap::new();
+        read_sources(dir, "", &mut more)?;
+        let mut tree = self.clone();
+        for (path, text) in more.into_iter().filter(|(path, _)| path.ends_with(".h")) {
+            let name = name_of(&path).to_owned();
+            tree.files.entry(name.clone()).or_insert(text);
+            tree.paths.entry(name).or_insert(path);
+        }
+        Ok(tree)
     }
 
     /// A tree from texts already in memory (another revision's, read from git objects), by their paths within it.

@@ -1,8 +1,8 @@
 //! `attention_combine`: launcher of `kernels/cuda/attention/attention_combine.cu` (inference 8.2).
 
 use crate::arguments::{Arguments, read, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "attention_combine.cu";
 const CHECK: Arguments = Arguments { operator: "attention_combine" };

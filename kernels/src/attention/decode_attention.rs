@@ -3,9 +3,9 @@
 use crate::arguments::{Arguments, Parts, read, scratch, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "decode_attention.cu";
 const HOPPER_FILE: &str = "decode_attention_hopper.cu";

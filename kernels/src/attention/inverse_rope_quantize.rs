@@ -2,8 +2,8 @@
 
 use crate::arguments::{Argument, Arguments, Defines, Signature, element_types, read, write};
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "inverse_rope_quantize.cu";
 const CHECK: Arguments = Arguments { operator: "inverse_rope_quantize" };

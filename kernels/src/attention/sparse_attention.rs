@@ -2,9 +2,9 @@
 
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView, Views};
 
 const FORWARD_FILE: &str = "sparse_attention.cu";
 const BACKWARD_FILE: &str = "sparse_attention_backward.cu";

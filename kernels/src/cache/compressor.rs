@@ -7,9 +7,9 @@ use crate::arguments::{
     scratch, write,
 };
 use crate::formats::hadamard;
-use crate::runtime::device::Module;
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "compressor.cu";
 const CHECK: Arguments = Arguments { operator: "compressor" };

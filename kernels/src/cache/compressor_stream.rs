@@ -2,8 +2,8 @@
 
 use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, scratch, write};
 use crate::cache::compressor::{Epilogue, Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
-use crate::runtime::device::{Kernel, Module};
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+use dsv4_runtime::device::{Kernel, Module};
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "compressor_stream.cu";
 const CHECK: Arguments = Arguments { operator: "compressor_stream" };

@@ -3,8 +3,8 @@
 use crate::arguments::{Arguments, Defines, element_types, read, write};
 use crate::cache::kv_cache::num_slots;
 use crate::formats::hadamard::{DIM, Stored};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_cache_write.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_cache_write" };

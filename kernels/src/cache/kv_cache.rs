@@ -1,7 +1,7 @@
 //! The paged KV cache that kernels share (inference 8.3): the format of a row, and what launchers check of a store.
 
 use crate::arguments::Arguments;
-use crate::runtime::Result;
+use dsv4_runtime::Result;
 
 /// Channels of the first part that share a scale.
 const SCALE_GROUP: usize = 64;

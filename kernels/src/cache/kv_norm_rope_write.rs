@@ -2,8 +2,8 @@
 
 use crate::arguments::{Arguments, Defines, element_types, read, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "kv_norm_rope_write.cu";
 const CHECK: Arguments = Arguments { operator: "kv_norm_rope_write" };

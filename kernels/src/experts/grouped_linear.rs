@@ -11,9 +11,9 @@ use crate::projections::linear::{
     FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, expert_tile,
     hopper_defines, hopper_modules, large_maps, quantised_defines, token_tiles, with_maps,
 };
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "grouped_linear.cu";
 const HOPPER_FILE: &str = "grouped_linear_hopper.cu";

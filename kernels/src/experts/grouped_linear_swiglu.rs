@@ -10,9 +10,9 @@ use crate::projections::linear::{
     BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines, large_boxes, maps_of,
     quantised_defines, token_tiles, with_maps,
 };
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "grouped_linear_swiglu.cu";
 const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper.cu";

@@ -1,8 +1,8 @@
 //! `moe_map`: launcher of `kernels/cuda/experts/moe_map.cu` (inference 11.3).
 
 use crate::arguments::{Arguments, read, scratch, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "moe_map.cu";
 const CHECK: Arguments = Arguments { operator: "moe_map" };

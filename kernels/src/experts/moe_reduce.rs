@@ -2,8 +2,8 @@
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, pieces, read, write};
 use crate::experts::moe_expand::{THREADS, clearing_rows};
-use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "moe_reduce.cu";
 const CHECK: Arguments = Arguments { operator: "moe_reduce" };

@@ -1,8 +1,8 @@
 //! `router`: launcher of `kernels/cuda/experts/router.cu` (inference 10, training 11.4).
 
 use crate::arguments::{Arguments, read, saved, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "router.cu";
 const CHECK: Arguments = Arguments { operator: "router" };

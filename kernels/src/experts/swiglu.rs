@@ -1,9 +1,9 @@
 //! `swiglu`: launcher of `kernels/cuda/experts/swiglu.cu` (inference 11.1, training 11.2).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
-use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 use crate::streams::mhc_post::threads;
+use dsv4_runtime::device::Module;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "swiglu.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu" };

@@ -6,8 +6,8 @@ use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read
 use crate::experts::swiglu;
 use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
-use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "swiglu_quantize.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu_quantize" };

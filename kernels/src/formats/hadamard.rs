@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "hadamard.cu";
 const CODES_FILE: &str = "hadamard_codes.cu";

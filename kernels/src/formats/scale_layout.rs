@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Result, Views};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Result, Views};
 
 /// Bytes of a tile of scales: 128 rows by 4 groups.
 pub const TILE_BYTES: usize = 512;

@@ -3,8 +3,8 @@
 use crate::arguments::{Argument, Arguments, Signature, read, write};
 pub use crate::formats::scale_layout::TILE_BYTES;
 use crate::formats::scale_layout::extents_of;
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "scale_swizzle.cu";
 const CHECK: Arguments = Arguments { operator: "scale_swizzle" };

@@ -1,8 +1,8 @@
 //! `lm_head`: launcher of `kernels/cuda/head/lm_head.cu` (inference 12.1).
 
 use crate::arguments::{Arguments, read, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "lm_head.cu";
 const CHECK: Arguments = Arguments { operator: "lm_head" };

@@ -1,8 +1,8 @@
 //! `sampler`: launcher of `kernels/cuda/head/sampler.cu` (inference 12.3).
 
 use crate::arguments::{Arguments, read, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "sampler.cu";
 const CHECK: Arguments = Arguments { operator: "sampler" };

@@ -2,9 +2,9 @@
 
 use crate::arguments::{Arguments, Defines, FLOATS, Parts, element_types, read, scratch, write};
 pub use crate::attention::sparse_attention::KeyGradients;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "indexer_backward.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_backward" };

@@ -4,10 +4,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, Arguments, Defines, FLOATS, read, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::tensor_map::{MapWords, TensorMap};
-use crate::runtime::{DType, Device, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::tensor_map::{MapWords, TensorMap};
+use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "indexer_logits.cu";
 const HOPPER_FILE: &str = "indexer_logits_hopper.cu";

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, Arguments, Signature, read, saved, scratch, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "indexer_loss.cu";
 const SUM_FILE: &str = "indexer_loss_sum.cu";

@@ -2,8 +2,8 @@
 
 use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, element_types, is_aligned, read, write};
 pub use crate::formats::hadamard::{DIM, Stored};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_query.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_query" };

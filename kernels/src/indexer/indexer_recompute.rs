@@ -2,8 +2,8 @@
 
 use crate::arguments::{Arguments, Defines, FLOATS, element_types, read, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_recompute.cu";
 const HOPPER_FILE: &str = "indexer_recompute_hopper.cu";

@@ -2,9 +2,9 @@
 
 use crate::arguments::{Argument, Arguments, read, saved, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "score_recompute.cu";
 const HOPPER_FILE: &str = "score_recompute_hopper.cu";

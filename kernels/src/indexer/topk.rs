@@ -1,8 +1,8 @@
 //! `topk`: launcher of `kernels/cuda/indexer/topk.cu` (inference 7, 7.2).
 
 use crate::arguments::{Arguments, read, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "topk.cu";
 const CHECK: Arguments = Arguments { operator: "topk" };

@@ -7,11 +7,11 @@ use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, is_align
 use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::matrix::{Matrix, MatrixProduct};
-use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::tensor_map::{MapWords, TensorMap};
-use crate::runtime::{DType, Device, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::matrix::{Matrix, MatrixProduct};
+use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::tensor_map::{MapWords, TensorMap};
+use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "linear.cu";
 const QUANTISED_FILE: &str = "linear_quantised.cu";

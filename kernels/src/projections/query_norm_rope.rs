@@ -1,9 +1,9 @@
 //! `query_norm_rope`: launchers of `kernels/cuda/projections/query_norm_rope.cu` (inference 3, 4, 5.1, training 8, 11.3).
 
 use crate::arguments::{Argument, Arguments, Defines, Signature, element_types, read, saved, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::Params;
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::Params;
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "query_norm_rope.cu";
 const CHECK: Arguments = Arguments { operator: "query_norm_rope" };

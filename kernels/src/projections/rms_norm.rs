@@ -1,8 +1,8 @@
 //! `rms_norm`: launchers of `kernels/cuda/projections/rms_norm.cu` (inference 3, training 11.3).
 
 use crate::arguments::{Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats, read, scratch, write};
-use crate::runtime::device::{Module, module};
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "rms_norm.cu";
 const CHECK: Arguments = Arguments { operator: "rms_norm" };

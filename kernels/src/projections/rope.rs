@@ -1,8 +1,8 @@
 //! `rope`: launchers of `kernels/cuda/projections/rope.cu` (inference 4, training 8).
 
 use crate::arguments::{Arguments, FLOATS, Signature, element_types, is_aligned, modules_of_floats, read, write};
-use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "rope.cu";
 const CHECK: Arguments = Arguments { operator: "rope" };

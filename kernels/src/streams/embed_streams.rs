@@ -2,9 +2,9 @@
 
 use crate::arguments::{Arguments, FLOATS, Parts, element_types, modules_of_floats, pieces, read, scratch, write};
 use crate::attention::sparse_attention::{self, KeyIndex};
-use crate::runtime::device::Module;
-use crate::runtime::params::DeviceAddress;
-use crate::runtime::{DType, Device, Result, Views};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::params::DeviceAddress;
+use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "embed_streams.cu";
 const CHECK: Arguments = Arguments { operator: "embed_streams" };

@@ -3,11 +3,11 @@
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::DeviceAddress;
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 use crate::streams::mhc_mix::{Wide, fits_wide, has_few_projected_tokens, parts_of_tokens, projection_blocks};
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::DeviceAddress;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_head.cu";
 const HOPPER_FILE: &str = "mhc_head_hopper.cu";

@@ -3,11 +3,11 @@
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::tensor_map::TensorMap;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 use crate::streams::mhc_post::NUM_STREAMS;
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::tensor_map::TensorMap;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "mhc_mix.cu";
 const HOPPER_FILE: &str = "mhc_mix_hopper.cu";

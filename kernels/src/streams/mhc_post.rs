@@ -1,8 +1,8 @@
 //! `mhc_post`: launcher of `kernels/cuda/streams/mhc_post.cu` (inference 2.4, training 11.1).
 
 use crate::arguments::{Arguments, FLOATS, Signature, element_types, modules_of_floats, read, write};
-use crate::runtime::device::Module;
-use crate::runtime::{Device, LaunchConfig, Result, Views};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::{Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_post.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_post" };

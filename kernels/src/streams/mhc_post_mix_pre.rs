@@ -3,15 +3,15 @@
 
 use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::runtime::device::{Module, module};
-use crate::runtime::params::DeviceAddress;
-use crate::runtime::tensor_map::TensorMap;
-use crate::runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 use crate::streams::mhc_mix::{
     self, Backward, NUM_COLUMNS, Numbers, Projected, has_a_step_of_each_stream, has_few_projected_tokens, streams_map,
 };
 use crate::streams::mhc_post::{self, NUM_STREAMS, threads};
 use crate::streams::mhc_pre;
+use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::params::DeviceAddress;
+use dsv4_runtime::tensor_map::TensorMap;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "mhc_post_mix_pre.cu";
 const HOPPER_FILE: &str = "mhc_post_mix_pre_hopper.cu";

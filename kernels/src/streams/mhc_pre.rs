@@ -3,9 +3,9 @@
 
 use crate::arguments::{Arguments, FLOATS, Signature, element_types, modules_of_floats, read, saved, scratch, write};
 use crate::projections::rms_norm;
-use crate::runtime::device::Module;
-use crate::runtime::{DType, Device, LaunchConfig, Result, Views};
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
+use dsv4_runtime::device::Module;
+use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_pre.cu";
 const NORM_FILE: &str = "mhc_pre_norm.cu";

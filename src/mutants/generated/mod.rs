@@ -24,7 +24,7 @@ mod source;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use dsv4_kernels::runtime::{RuntimeError, SourceTree};
+use dsv4_runtime::{RuntimeError, SourceTree};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dsv4_kernels::runtime::SourceTree;
+use dsv4_runtime::SourceTree;
 use tree_sitter::{Node, Parser, Tree};
 
 use super::MutationError;
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn every_kernel_source_is_understood_completely() {
-        let tree = SourceTree::embedded();
+        let tree = dsv4_kernels::sources();
         for file in tree.kernel_files() {
             let headers = headers_of(&tree, file).expect("the tree is whole");
             for file in [file].into_iter().chain(headers) {
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn headers_are_those_with_one_body_for_all_backends() {
-        let tree = SourceTree::embedded();
+        let tree = dsv4_kernels::sources();
         let of = |file: &str| headers_of(&tree, file).expect("the tree is whole");
         assert_eq!(of("rope.cu"), ["element.h", "rotation.h", "elements.h"]);
         let hopper = of("decode_attention_hopper.cu");

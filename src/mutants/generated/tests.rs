@@ -152,7 +152,7 @@ fn an_id_outlives_lines_that_come_above_it_and_no_edit_of_its_own_line() {
 
 #[test]
 fn a_planted_change_is_the_one_that_is_shown() {
-    let tree = SourceTree::embedded();
+    let tree = dsv4_kernels::sources();
     let mut everywhere: BTreeSet<Class> = BTreeSet::new();
     // A chain has no kernel of its own.
     let own = crate::operators::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
@@ -187,7 +187,7 @@ fn a_source_that_is_not_understood_is_an_error_with_its_line() {
 
 #[test]
 fn a_sample_is_deterministic_and_takes_of_every_class() {
-    let all = || generate(&SourceTree::embedded(), "rms_norm").expect("the kernel is understood");
+    let all = || generate(&dsv4_kernels::sources(), "rms_norm").expect("the kernel is understood");
     let ids = |count, seed| sample(all(), count, seed).into_iter().map(|mutant| mutant.id).collect::<Vec<_>>();
     assert_eq!(ids(30, 1), ids(30, 1));
     assert_ne!(ids(30, 1), ids(30, 2));

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dsv4_kernels::runtime::Device;
+use dsv4_runtime::Device;
 
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;

@@ -10,7 +10,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use dsv4_kernels::runtime::Device;
+use dsv4_runtime::Device;
 use serde::{Deserialize, Serialize};
 
 use super::trial::Trial;

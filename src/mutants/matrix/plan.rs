@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use dsv4_kernels::runtime::{BackendKind, Environment, SourceTree};
+use dsv4_runtime::{BackendKind, Environment, SourceTree};
 
 use super::cases::{self, KnownCase};
 use super::equivalent::{EquivalentError, Equivalents};

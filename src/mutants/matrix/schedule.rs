@@ -8,8 +8,8 @@ use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use dsv4_kernels::runtime::SourceTree;
-use dsv4_kernels::runtime::process::isolate;
+use dsv4_runtime::SourceTree;
+use dsv4_runtime::process::isolate;
 
 use super::trial::{Answer, Subject, Trial, unjudged};
 use crate::record::{MutantRecord, MutantStatus};
@@ -188,7 +188,7 @@ mod tests {
             time_budget: budget,
             patience: Duration::from_millis(300),
         };
-        run(&schedule, &[trial.clone(), trial], &SourceTree::embedded(), &|_, _| Ok(()))
+        run(&schedule, &[trial.clone(), trial], &dsv4_kernels::sources(), &|_, _| Ok(()))
     }
 
     fn killed_by(fates: Fates) -> Vec<(Vec<String>, String)> {

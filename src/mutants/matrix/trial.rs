@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::io::Write;
 
-use dsv4_kernels::runtime::Device;
+use dsv4_runtime::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::case::{Case, CaseError};

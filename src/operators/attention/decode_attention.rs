@@ -3,8 +3,8 @@
 
 use dsv4_kernels::attention::decode_attention as launcher;
 use dsv4_kernels::cache::kv_cache::RowFormat;
-use dsv4_kernels::runtime::{Device, HostTensor};
 use dsv4_reference::attention::decode_attention as reference;
+use dsv4_runtime::{Device, HostTensor};
 use half::bf16;
 use rand::seq::SliceRandom;
 

@@ -1,6 +1,6 @@
 //! Sinks of attention: a logit of each head that has no value.
 
-use dsv4_kernels::runtime::{DType, HostTensor};
+use dsv4_runtime::{DType, HostTensor};
 use proptest::sample::select;
 use proptest::strategy::Strategy;
 use serde::{Deserialize, Serialize};

@@ -7,9 +7,9 @@ use std::rc::Rc;
 
 use dsv4_kernels::cache::indexer_cache_write as launcher;
 use dsv4_kernels::formats::hadamard::{DIM, Stored};
-use dsv4_kernels::runtime::HostTensor;
 use dsv4_reference::cache::indexer_cache_write as reference;
 use dsv4_reference::cache::kv_cache::RowBytes;
+use dsv4_runtime::HostTensor;
 use rand::Rng;
 
 use crate::case::Draw;

@@ -8,11 +8,11 @@ use std::rc::Rc;
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::cache::kv_cache_write as launcher;
-use dsv4_kernels::runtime::HostTensor;
 use dsv4_reference::Format;
 use dsv4_reference::cache::kv_cache::{RowBytes, SCALE_GROUP};
 use dsv4_reference::cache::kv_cache_write as reference;
 use dsv4_reference::quantise::{ScaleType, floor_of};
+use dsv4_runtime::HostTensor;
 use rand::Rng;
 
 use crate::case::Draw;

@@ -2,8 +2,8 @@
 //! in (inference 8.3).
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
-use dsv4_kernels::runtime::{DType, HostTensor};
 use dsv4_reference::cache::kv_cache::{self as reference, RowBytes, SCALE_BYTES, SCALE_GROUP};
+use dsv4_runtime::{DType, HostTensor};
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 

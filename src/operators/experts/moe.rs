@@ -26,9 +26,9 @@ use dsv4_kernels::experts::moe_map::{self, MAX_EXPERTS, positions};
 use dsv4_kernels::experts::swiglu_quantize::{self, Group};
 use dsv4_kernels::formats::quantize_fp8::{self, ScaleType};
 use dsv4_kernels::projections::linear::{self, ScaleLayout, Weights};
-use dsv4_kernels::runtime::TensorView;
 use dsv4_kernels::{experts::moe_expand, experts::moe_reduce, experts::router};
 use dsv4_reference::experts::moe as reference;
+use dsv4_runtime::TensorView;
 use rand::Rng;
 
 use crate::operator::declaration::{Axis, TensorSpec};

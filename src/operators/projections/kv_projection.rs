@@ -435,6 +435,6 @@ fn named(t: &Bound<'_>) -> OracleResult<Named> {
 }
 
 /// A tensor of rows as one of heads, one of each token.
-fn head(v: &Views, name: &'static str) -> Result<dsv4_kernels::runtime::TensorView, RuntimeError> {
+fn head(v: &Views, name: &'static str) -> Result<dsv4_runtime::TensorView, RuntimeError> {
     parted("kv_projection", name, &v[name], 1)
 }

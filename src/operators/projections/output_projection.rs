@@ -13,11 +13,11 @@
 //! rows, scales of one group read as another's.
 
 use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
-use dsv4_kernels::runtime::TensorView;
 use dsv4_kernels::{attention::inverse_rope_quantize, formats::quantize_fp8, projections::linear, projections::rope};
 use dsv4_reference::formats::quantize_fp8 as squares;
 use dsv4_reference::projections::output_projection as reference;
 use dsv4_reference::quantise::ScaleType as OracleScale;
+use dsv4_runtime::TensorView;
 
 use crate::operator::declaration::Axis;
 use crate::operator::fields::{elements, extent, tensor};

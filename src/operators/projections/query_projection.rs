@@ -424,11 +424,7 @@ fn named(t: &Bound<'_>) -> OracleResult<Named> {
 }
 
 /// A tensor of rows as one of heads.
-fn heads(
-    c: &QueryProjectionCase,
-    v: &Views,
-    name: &'static str,
-) -> Result<dsv4_kernels::runtime::TensorView, RuntimeError> {
+fn heads(c: &QueryProjectionCase, v: &Views, name: &'static str) -> Result<dsv4_runtime::TensorView, RuntimeError> {
     parted("query_projection", name, &v[name], c.num_heads)
 }
 

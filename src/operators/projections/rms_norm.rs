@@ -1,8 +1,8 @@
 //! `rms_norm` (inference 3, training 11.3): `kernels/cuda/projections/rms_norm.cu` against `reference/src/projections/rms_norm.rs`.
 
 use dsv4_kernels::projections::rms_norm as launcher;
-use dsv4_kernels::runtime::Device;
 use dsv4_reference::projections::rms_norm as reference;
+use dsv4_runtime::Device;
 
 use crate::operator::prelude::*;
 

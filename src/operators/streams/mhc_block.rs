@@ -15,7 +15,6 @@
 //! reads. The stand-ins add rows to what they read: `moe_reduce` of one slot a token and a shared row, whose gradients
 //! are those of its output.
 
-use dsv4_kernels::runtime::Device;
 use dsv4_kernels::streams::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
 use dsv4_kernels::{
@@ -23,6 +22,7 @@ use dsv4_kernels::{
     streams::mhc_pre,
 };
 use dsv4_reference::streams::mhc_block as reference;
+use dsv4_runtime::Device;
 
 use crate::operator::prelude::*;
 use crate::operators::streams::mhc_mix::{check_iterations, of_oracle as numbers_of_oracle};

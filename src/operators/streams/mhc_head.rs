@@ -1,10 +1,10 @@
 //! `mhc_head` (inference 2.5, training 11.1): `kernels/cuda/streams/mhc_head.cu`, `mhc_head_backward.cu` and those for Hopper against
 //! `reference/src/streams/mhc_head.rs`.
 
-use dsv4_kernels::runtime::Device;
 use dsv4_kernels::streams::mhc_head as launcher;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
 use dsv4_reference::streams::mhc_head as reference;
+use dsv4_runtime::Device;
 
 use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::Implementation;

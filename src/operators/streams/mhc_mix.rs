@@ -1,10 +1,10 @@
 //! `mhc_mix` (inference 2.1 and 2.2, training 11.1): `kernels/cuda/streams/mhc_mix.cu`, `mhc_mix_hopper.cu`, `mhc_mix_backward.cu` and
 //! `mhc_mix_hopper_backward.cu` against `reference/src/streams/mhc_mix.rs`.
 
-use dsv4_kernels::runtime::Device;
 use dsv4_kernels::streams::mhc_mix::{self as launcher, NUM_COLUMNS};
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
 use dsv4_reference::streams::mhc_mix as reference;
+use dsv4_runtime::Device;
 
 use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::Implementation;

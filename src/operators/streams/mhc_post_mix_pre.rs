@@ -1,11 +1,11 @@
 //! `mhc_post_mix_pre` (inference 2.1 to 2.4, training 11.1): `kernels/cuda/streams/mhc_post_mix_pre.cu`,
 //! `mhc_post_mix_pre_hopper.cu` and `mhc_post_mix_pre_backward.cu` against `reference/src/streams/mhc_post_mix_pre.rs`.
 
-use dsv4_kernels::runtime::Device;
 use dsv4_kernels::streams::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
 use dsv4_kernels::streams::mhc_post_mix_pre as launcher;
 use dsv4_reference::streams::mhc_post_mix_pre as reference;
+use dsv4_runtime::Device;
 
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;

@@ -1,10 +1,10 @@
 //! `mhc_pre` (inference 2.3 and 3, training 11.1 and 11.3): `kernels/cuda/streams/mhc_pre.cu` and `mhc_pre_norm.cu` against
 //! `reference/src/streams/mhc_pre.rs`.
 
-use dsv4_kernels::runtime::Device;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
 use dsv4_kernels::streams::mhc_pre as launcher;
 use dsv4_reference::streams::mhc_pre as reference;
+use dsv4_runtime::Device;
 
 use crate::operator::format_of;
 use crate::operator::prelude::*;

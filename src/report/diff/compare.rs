@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, bail};
-use dsv4_kernels::runtime::BackendKind;
+use dsv4_runtime::BackendKind;
 
 use super::FALSE_ALARM_RATE;
 use super::statistics::{absence, holm, median, rank_sum, signed_rank};

@@ -11,10 +11,10 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use super::CudaBackend;
 use super::driver::{self, Context, locked};
 use super::library::{Places, Wanted, loader_reason, search};
-use crate::runtime::backend::Backend;
-use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::matrix::{Matrix, MatrixProduct};
-use crate::runtime::tensor::DType;
+use crate::backend::Backend;
+use crate::error::{Result, RuntimeError};
+use crate::matrix::{Matrix, MatrixProduct};
+use crate::tensor::DType;
 
 const CUBLASLT: Wanted = Wanted {
     file: "libcublasLt.so",

@@ -8,8 +8,8 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUresult};
 
 use super::library::loader_reason;
-use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
+use crate::error::{Result, RuntimeError};
+use crate::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
 
 /// How many kernel names an error lists at most.
 const REMEMBERED_LAUNCHES: usize = 8;

@@ -3,8 +3,8 @@
 use cudarc::driver::sys;
 
 use super::driver::Context;
-use crate::runtime::backend::Recorded;
-use crate::runtime::error::Result;
+use crate::backend::Recorded;
+use crate::error::Result;
 
 /// Recorded work, on the device and ready to run. Borrows its context, so that it cannot outlive it.
 pub(super) struct Graph<'a> {

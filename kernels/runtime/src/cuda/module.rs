@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as FunctionAttribute};
 
 use super::driver::{Code, Context, Properties, Shape, check, function_attribute, launch, locked};
-use crate::runtime::backend::{KernelExports, LoadedModule};
-use crate::runtime::error::{Result, RuntimeError};
+use crate::backend::{KernelExports, LoadedModule};
+use crate::error::{Result, RuntimeError};
 
 /// The most blocks of a cluster that every device with clusters runs.
 const MOST_CLUSTER_BLOCKS: u32 = 8;

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 
 use super::library::{Places, Wanted, loader_reason, matching_entries, search};
-use crate::runtime::cache::ModuleCache;
-use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::source::SourceTree;
+use crate::cache::ModuleCache;
+use crate::error::{Result, RuntimeError};
+use crate::source::SourceTree;
 
 const NVRTC: Wanted = Wanted {
     file: "libnvrtc.so",
@@ -375,7 +375,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::runtime::cuda::Missing;
+    use crate::cuda::Missing;
 
     const SCALE: &str = r#"
 #include "platform.h"
@@ -400,7 +400,7 @@ KERNEL(scale, ScaleParams, THREADS) {
     }
 
     fn tree(text: &str) -> SourceTree {
-        SourceTree::embedded().with_text("scale.cu", text.into(), "a test kernel")
+        crate::testing::kernels().with_text("scale.cu", text.into(), "a test kernel")
     }
 
     fn threads(value: &str) -> Vec<(String, String)> {
@@ -429,13 +429,13 @@ KERNEL(scale, ScaleParams, THREADS) {
         let remarks_of = |tree: &SourceTree| {
             nvrtc.compile(tree, "decode_attention_hopper.cu", &defines, "sm_90a").expect("compiles").remarks
         };
-        let tree = SourceTree::embedded();
+        let tree = crate::testing::kernels();
         assert_eq!(remarks_of(&tree), "");
         let text = tree.text(SHARED).expect("embedded");
         let fence = "    wgmma_fence();  // behind the wait's branch";
         assert_eq!(text.matches(fence).count(), 1);
         let without = text.replace(fence, "    //");
-        let remarks = remarks_of(&SourceTree::embedded().with_text(SHARED, without, "a fence left to the compiler"));
+        let remarks = remarks_of(&crate::testing::kernels().with_text(SHARED, without, "a fence left to the compiler"));
         assert!(remarks.contains("serialized"), "{remarks}");
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use cudarc::driver::sys;
 
 use super::driver::{Context, locked};
-use crate::runtime::error::Result;
+use crate::error::Result;
 
 /// Memory for one run of addresses.
 struct Mapped {

@@ -1,6 +1,6 @@
 //! Bulk copies into shared memory, stores to that of other blocks, and bulk additions out of it.
 
-use crate::runtime::tensor_map::TensorMap;
+use crate::tensor_map::TensorMap;
 
 /// What a thread did whose copy has not landed when its block ends.
 pub(super) const FORGOTTEN: &str = "issued a bulk copy that the block did not wait for";

@@ -9,11 +9,11 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 use super::pads::padded;
-use crate::runtime::cache::ModuleCache;
-use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::process::run_within;
-use crate::runtime::source::{SourceTree, emulator_headers};
-use crate::runtime::supervisor::temporary_folder;
+use crate::cache::ModuleCache;
+use crate::error::{Result, RuntimeError};
+use crate::process::run_within;
+use crate::source::{SourceTree, emulator_headers};
+use crate::supervisor::temporary_folder;
 
 /// Options for g++ and clang++ alike. No contraction: an fma happens where the source says so.
 const COMPILE_OPTIONS: &[&str] = &[

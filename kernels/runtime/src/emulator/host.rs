@@ -11,7 +11,7 @@ use super::memory::GuardedMemory;
 use super::message::{Answer, Request};
 use super::module::EmulatorModule;
 use super::shared::{Schedule, Shared};
-use crate::runtime::error::{Result, RuntimeError};
+use crate::error::{Result, RuntimeError};
 
 /// What a worker process works on.
 pub struct Host {

@@ -14,8 +14,8 @@ use std::sync::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
 use super::fault::BadAccess;
-use crate::runtime::backend::{Allocation, Placement, Reservation, granules};
-use crate::runtime::error::{Result, RuntimeError};
+use crate::backend::{Allocation, Placement, Reservation, granules};
+use crate::error::{Result, RuntimeError};
 
 /// Bytes of inaccessible memory on each side of a buffer. Wide, so that an index that is off by a
 /// row or two of a large tensor still lands in it.
@@ -222,7 +222,7 @@ impl GuardedMemory {
     }
 
     /// Maps a buffer of which only the pages that hold some of `touched` can be accessed; see
-    /// [`Backend::reserve`](crate::runtime::backend::Backend::reserve).
+    /// [`Backend::reserve`](crate::backend::Backend::reserve).
     pub fn reserve(
         &self,
         name: &str,

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::memory::Placed;
-use crate::runtime::backend::KernelExports;
-use crate::runtime::worker::failure::Failure;
+use crate::backend::KernelExports;
+use crate::worker::failure::Failure;
 
 /// What a worker is asked for. The first three are answered; what went wrong with another is what the next of them says.
 #[derive(Clone, Debug, Serialize, Deserialize)]

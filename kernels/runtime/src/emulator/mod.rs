@@ -2,7 +2,7 @@
 //!
 //! From a kernel source to an error that names kernel, block and thread:
 //!
-//! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/emulator/*.h` into a shared library.
+//! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/runtime/emulator/*.h` into a shared library.
 //! - `pads`: what lies between static shared arrays, so that who writes beyond one is seen.
 //! - `module`: loads it; a launch spreads its blocks over the cores, and `watchdog` ends it when it takes too long.
 //! - [`schedule`]: runs the blocks of one cluster, as a rule one, each CUDA thread a coroutine; who runs next is `order`'s choice

@@ -18,8 +18,8 @@ use super::progress;
 use super::schedule::{BlockLaunch, ParamUnit, STOPPED, TIME_LIMIT, run_cluster};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
 use super::watchdog::Watchdog;
-use crate::runtime::backend::KernelExports;
-use crate::runtime::error::{Result, RuntimeError};
+use crate::backend::KernelExports;
+use crate::error::{Result, RuntimeError};
 
 /// CUDA's limit of threads in a block.
 const THREADS_PER_BLOCK: u64 = 1024;

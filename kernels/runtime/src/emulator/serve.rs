@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::host::Host;
 use super::message::{Answer, Request};
 use super::progress::{self, Page};
-use crate::runtime::worker::link::Link;
+use crate::worker::link::Link;
 
 /// What a worker starts with.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -9,7 +9,7 @@ use super::async_proxy::CHUNK_BYTES;
 use super::block::Block;
 use super::bulk::{BulkCopy, BulkSource, FORGOTTEN};
 use super::copies::{CopyArrival, PendingCopy};
-use crate::runtime::tensor_map::{BOX_ROW_BYTES, TensorMap};
+use crate::tensor_map::{BOX_ROW_BYTES, TensorMap};
 
 impl Block {
     /// Under a schedule seed asynchronous work may be done at any moment.

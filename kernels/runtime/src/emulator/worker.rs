@@ -11,10 +11,10 @@ use super::memory::{self, GuardedMemory};
 use super::message::{Answer, Request};
 use super::progress::Page;
 use super::serve::Start;
-use crate::runtime::backend::{Allocation, KernelExports, LoadedModule};
-use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::worker::process::Process;
-use crate::runtime::worker::program::Work;
+use crate::backend::{Allocation, KernelExports, LoadedModule};
+use crate::error::{Result, RuntimeError};
+use crate::worker::process::Process;
+use crate::worker::program::Work;
 
 /// What a launch may take beyond its time limit: its worker's own watchdog, which names block and thread, comes first.
 const GRACE: Duration = Duration::from_secs(2);
@@ -112,7 +112,7 @@ impl Worker {
         Ok(made)
     }
 
-    /// See [`Backend::free`](crate::runtime::backend::Backend::free).
+    /// See [`Backend::free`](crate::backend::Backend::free).
     pub fn free(&self, allocation: &Allocation) {
         let mut state = self.state();
         if let Some(placed) = self.memory.placed_at(allocation) {

@@ -6,12 +6,12 @@ use std::io;
 use std::mem::ManuallyDrop;
 
 use super::message::{Answer, Request, Span};
-use crate::runtime::backend::{Backend, BackendKind, LoadedModule, Recorded};
-use crate::runtime::cache::ModuleCache;
-use crate::runtime::cuda::CudaBackend;
-use crate::runtime::emulator::{EmulatorBackend, EmulatorOptions};
-use crate::runtime::error::{Result, RuntimeError};
-use crate::runtime::worker::link::Link;
+use crate::backend::{Backend, BackendKind, LoadedModule, Recorded};
+use crate::cache::ModuleCache;
+use crate::cuda::CudaBackend;
+use crate::emulator::{EmulatorBackend, EmulatorOptions};
+use crate::error::{Result, RuntimeError};
+use crate::worker::link::Link;
 
 /// Does what is asked for, until nobody asks any more, which is an error.
 ///

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::runtime::backend::{Allocation, BackendKind, Environment, KernelExports, Placement, Reservation};
-use crate::runtime::matrix::MatrixProduct;
-use crate::runtime::source::SourceTree;
-use crate::runtime::tensor_map::{MapWords, TensorMap};
-use crate::runtime::worker::failure::Failure;
+use crate::backend::{Allocation, BackendKind, Environment, KernelExports, Placement, Reservation};
+use crate::matrix::MatrixProduct;
+use crate::source::SourceTree;
+use crate::tensor_map::{MapWords, TensorMap};
+use crate::worker::failure::Failure;
 
-/// The methods of [`Backend`](crate::runtime::backend::Backend) and of what it loads and records. Each is answered.
+/// The methods of [`Backend`](crate::backend::Backend) and of what it loads and records. Each is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// The first one: opens the device; answered by [`Answer::Opened`].
@@ -104,11 +104,11 @@ pub enum Request {
 /// What happens to a span of work.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum Span {
-    /// [`Backend::time`](crate::runtime::backend::Backend::time).
+    /// [`Backend::time`](crate::backend::Backend::time).
     Time,
-    /// [`Backend::time_recorded`](crate::runtime::backend::Backend::time_recorded).
+    /// [`Backend::time_recorded`](crate::backend::Backend::time_recorded).
     TimeRecorded,
-    /// [`Recorder::record`](crate::runtime::backend::Recorder::record).
+    /// [`Recorder::record`](crate::backend::Recorder::record).
     Record,
 }
 

@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use super::*;
-use crate::runtime::matrix::Matrix;
-use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::{Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig};
+use crate::matrix::Matrix;
+use crate::params::{DeviceAddress, Params};
+use crate::{Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig};
 
 fn remote(limit: Duration) -> Arc<RemoteBackend> {
     let cache = super::super::cache::ModuleCache::default_dir();
@@ -21,7 +21,7 @@ fn probe(before: &str) -> SourceTree {
          PARAMS_LAYOUT(ProbeParams, y, x, count)\n\
          KERNEL(probe, ProbeParams, 32) {{ {before} params.y[threadIdx.x] = params.x[threadIdx.x] + params.count; }}\n"
     );
-    SourceTree::embedded().with_text("probe.cu", text, "a probe")
+    crate::testing::kernels().with_text("probe.cu", text, "a probe")
 }
 
 fn launch(device: &Device, y: u64, x: u64, count: usize) -> Result<()> {

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, mpsc};
 
 use super::*;
-use crate::runtime::params::{DeviceAddress, Params};
-use crate::runtime::recording::RecordingBackend;
-use crate::runtime::{BackendKind, Device, LaunchConfig};
+use crate::params::{DeviceAddress, Params};
+use crate::recording::RecordingBackend;
+use crate::{BackendKind, Device, LaunchConfig};
 
 /// Threads that use the device at once, and how often each records.
 const THREADS: u8 = 8;
@@ -211,7 +211,7 @@ fn launch(device: &Device, y: u64, x: u64) -> Result<()> {
 }
 
 fn device(backend: Arc<dyn Backend>) -> Device {
-    Device::of(backend, SourceTree::embedded().with_text("copy.cu", SOURCE.into(), "a copy"))
+    Device::of(backend, crate::testing::kernels().with_text("copy.cu", SOURCE.into(), "a copy"))
 }
 
 /// Loads modules, allocates, copies, launches, records and replays in turn; an error where something is not its own.

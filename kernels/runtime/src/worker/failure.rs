@@ -4,7 +4,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use crate::runtime::error::RuntimeError;
+use crate::error::RuntimeError;
 
 /// A [`RuntimeError`] that a worker meets.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -108,8 +108,8 @@ fn read<M: DeserializeOwned>(stream: &mut impl Read, tag: u64) -> io::Result<(M,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::error::RuntimeError;
-    use crate::runtime::worker::failure::Failure;
+    use crate::error::RuntimeError;
+    use crate::worker::failure::Failure;
 
     #[test]
     fn a_message_comes_back_with_its_bytes_and_half_of_one_or_another_is_an_error() {

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::link::Link;
 use super::program::{self, DISCONNECTED, Start, VARIABLE, Work};
-use crate::runtime::supervisor::Supervised;
+use crate::supervisor::Supervised;
 
 /// What a worker that ends by itself may take for it.
 const LAST_WORDS: Duration = Duration::from_millis(500);

@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use serde::{Deserialize, Serialize};
 
 use super::link::Link;
-use crate::runtime::{emulator, remote, supervisor};
+use crate::{emulator, remote, supervisor};
 
 /// Tells a program that it is a worker: a [`Start`] as JSON.
 pub const VARIABLE: &str = "PARITY_WORKER";

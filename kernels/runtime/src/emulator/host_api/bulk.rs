@@ -8,7 +8,7 @@ use super::super::block::{Block, ThreadContext, abandon, abandon_access, maybe_y
 use super::super::bulk::{BulkAdd, BulkCopy, BulkSource};
 use super::super::fault::BadAccess;
 use super::accessed;
-use crate::runtime::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
+use crate::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
 
 /// Where the swizzle of 128 bytes begins anew.
 const SWIZZLE_BYTES: u32 = 1024;

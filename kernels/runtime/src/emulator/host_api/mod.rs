@@ -19,7 +19,7 @@ use super::accesses::AccessKind;
 use super::block::{ThreadContext, abandon, abandon_access, name, scheduler};
 use super::fault::BadAccess;
 use super::wgmma::WarpProduct;
-use crate::runtime::tensor_map::MapWords;
+use crate::tensor_map::MapWords;
 
 /// Mirror of `emulator::HostApi` in `emulator.h`.
 #[repr(C)]

@@ -1,0 +1,19 @@
+//! What the tests share.
+
+use std::path::Path;
+
+use crate::SourceTree;
+
+/// The kernels next to this crate, of whose headers the tests make kernels of their own.
+pub fn kernels() -> SourceTree {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda");
+    SourceTree::from_dir(&folder).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn the_example_of_a_missing_barrier_is_wrong_under_every_random_schedule() {
+    for seed in 1..=2 {
+        let wrong = crate::emulate::wrong_elements(Some(seed)).expect("the kernel runs");
+        assert!(wrong > 0, "schedule {seed}");
+    }
+}
