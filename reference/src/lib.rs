@@ -34,7 +34,7 @@ pub mod named;
 pub mod precision;
 pub mod products;
 pub mod projections;
-pub mod quantise;
+pub mod quantize;
 mod select;
 pub mod statistics;
 pub mod streams;

@@ -191,7 +191,7 @@ pub enum Grid {
     Exact,
     /// The numbers of a format.
     Float(Format),
-    /// Numbers of a format times a scale that a block of elements shares: dequantised codes.
+    /// Numbers of a format times a scale that a block of elements shares: dequantized codes.
     Scaled {
         /// Format of the codes.
         format: Format,

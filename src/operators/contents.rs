@@ -2,7 +2,7 @@
 //! format's.
 
 use dsv4_reference::Format;
-use dsv4_reference::quantise::{ScaleType, floor_of, scale_of};
+use dsv4_reference::quantize::{ScaleType, floor_of, scale_of};
 use rand::Rng;
 use serde::{Deserialize, Serialize};
 

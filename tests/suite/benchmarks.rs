@@ -258,7 +258,7 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
         streams(),
         experts(),
         fused_experts(),
-        quantisers(),
+        quantizers(),
         indexer(),
         losses(),
         heads(),
@@ -301,7 +301,7 @@ fn linears() -> Vec<Box<dyn Timed>> {
     let of_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 400, "in_features": 72});
     let transposed_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 40, "in_features": 400});
     let coded = json!({"num_tokens": 21, "out_features": 400, "in_features": 160});
-    let quantised = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
+    let quantized = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
     vec![
         linear("4096x65536x1536 bf16"),
         linear("4096x65536x1536 bf16 portable"),
@@ -309,10 +309,10 @@ fn linears() -> Vec<Box<dyn Timed>> {
         gradients("4096x7168x16384 bf16 portable"),
         timed::<Linear>("forward", "4096x1024x4096 bf16 in 16 groups", &of_groups, fewer.clone()),
         timed::<Linear>("backward", "4096x1024x4096 bf16 in 16 groups", &transposed_groups, fewer.clone()),
-        quantised("4096x7168x16384 fp8"),
-        quantised("4096x7168x16384 fp8 portable"),
-        quantised("4096x7168x16384 mxfp4"),
-        quantised("4096x7168x16384 nvfp4"),
+        quantized("4096x7168x16384 fp8"),
+        quantized("4096x7168x16384 fp8 portable"),
+        quantized("4096x7168x16384 mxfp4"),
+        quantized("4096x7168x16384 nvfp4"),
     ]
 }
 
@@ -458,7 +458,7 @@ fn fused_experts() -> Vec<Box<dyn Timed>> {
     ]
 }
 
-fn quantisers() -> Vec<Box<dyn Timed>> {
+fn quantizers() -> Vec<Box<dyn Timed>> {
     let (rows, fewer) = (json!({"num_rows": 21, "width": 512}), || json!({"num_rows": 4}));
     let swiglu = |group| timed::<Swiglu>(group, "4096x2048 bf16", &rows, fewer());
     let gated = |group, name| timed::<SwigluQuantize>(group, name, &json!({"num_rows": 20, "width": 512}), fewer());

@@ -883,8 +883,8 @@ fn a_tensor_of_the_oracle_alone_is_legal_only_where_a_comparison_consults_it() {
     assert!(matches!(failures_of(&floats, "indices").as_slice(), [(_, Verdict::Error, _)]));
 }
 
-/// Dequantised e2m1 codes with a scale for each four neighbours: the oracle's numbers lie between those of the format.
-fn dequantised(shares: [f64; 8]) -> Declared {
+/// Dequantized e2m1 codes with a scale for each four neighbours: the oracle's numbers lie between those of the format.
+fn dequantized(shares: [f64; 8]) -> Declared {
     let exact = [0.2, 0.9, 2.6, 5.1, 1.6, 7.2, 20.8, 40.8];
     let half_steps = [0.25, 0.25, 0.5, 1.0, 2.0, 2.0, 4.0, 8.0];
     let values: Vec<f64> = (0..8).map(|i| exact[i] + shares[i] * half_steps[i]).collect();
@@ -898,8 +898,8 @@ fn dequantised(shares: [f64; 8]) -> Declared {
 }
 
 #[test]
-fn dequantised_codes_may_be_off_by_half_a_step_of_their_blocks_scale() {
-    let forward = |shares| failures_of(&dequantised(shares), "x").iter().any(|f| f.0 == "forward");
+fn dequantized_codes_may_be_off_by_half_a_step_of_their_blocks_scale() {
+    let forward = |shares| failures_of(&dequantized(shares), "x").iter().any(|f| f.0 == "forward");
     assert!(!forward([0.99; 8]) && !forward([-0.99; 8]));
     for i in 0..8 {
         let mut shares = [0.0; 8];
@@ -907,7 +907,7 @@ fn dequantised_codes_may_be_off_by_half_a_step_of_their_blocks_scale() {
         assert!(forward(shares), "{i}");
     }
     // Without the scale, the second block would be held to steps eight times too fine.
-    let mut unscaled = dequantised([0.0, 0.0, 0.0, 0.0, 0.99, 0.0, 0.0, 0.0]);
+    let mut unscaled = dequantized([0.0, 0.0, 0.0, 0.0, 0.99, 0.0, 0.0, 0.0]);
     assert!(!failures_of(&unscaled, "x").iter().any(|f| f.0 == "forward"));
     unscaled.found[0].grid = Some(Grid::Float(Format::E2M1));
     assert!(failures_of(&unscaled, "x").iter().any(|f| f.0 == "forward"));

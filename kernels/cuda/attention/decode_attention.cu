@@ -133,7 +133,7 @@ DEVICE void load_codes(Codes& codes, const LaneRow& row) {
 }
 
 // Eight codes times their scale, as bf16.
-DEVICE Vec16 dequantise(uint32_t first, uint32_t second, float scale) {
+DEVICE Vec16 dequantize(uint32_t first, uint32_t second, float scale) {
     Vec16 values;
     UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -158,7 +158,7 @@ DEVICE void store_codes(const Codes& codes, int step, SharedAddress tile) {
     UNROLL
     for (int pass = 0; pass < 2; ++pass) {
         const bool upper = (half ^ pass) != 0;
-        const Vec16 values = dequantise(upper ? c.w[2] : c.w[0], upper ? c.w[3] : c.w[1], scale);
+        const Vec16 values = dequantize(upper ? c.w[2] : c.w[0], upper ? c.w[3] : c.w[1], scale);
         store_shared_vec16(tile + KeyTile::offset(warp_id() * ROWS + row, 2 * chunk + (upper ? 1 : 0)), values);
     }
 }

@@ -15,7 +15,7 @@
 //     dnorm_weight = sum of dy u r        dape = sum of dS over entries
 // Token halves that no entry pools get zeros. Absent slots are excluded by selects. An epilogue
 // (argument) stores an entry as its codes decode it, without a backward; z is the same bits for
-// each (H: hadamard.cu; codes: quantise.h):
+// each (H: hadamard.cu; codes: quantize.h):
 //     SIMULATED_E4M3    fp8-simulate(z) in groups of 64 of the unrotated channels, else z
 //     TRANSFORMED_E2M1  fp4-simulate(128^-0.5 H z, rounded to ELEMENT) in groups of 32, 128 dims
 // Work: with overlap a thread has four channels of all eight slots; without, a block has 32

@@ -13,7 +13,7 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
-#include "quantise.h"
+#include "quantize.h"
 #include "rotation.h"
 
 constexpr int QUAD = 4;  // channels of a thread: 16 bytes of fp32

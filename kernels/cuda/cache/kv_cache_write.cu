@@ -23,7 +23,7 @@
 #include "kv_cache.h"
 #include "math.h"
 #include "memory.h"
-#include "quantise.h"
+#include "quantize.h"
 
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM)
 #error "define NOPE_DIM and ROPE_DIM"
@@ -56,7 +56,7 @@ DEVICE uint8_t group_scale(float amax) {
 }
 
 // Four channels, two packed pairs, times `inverse_scale`, as four codes.
-DEVICE uint32_t quantise(uint32_t first, uint32_t second, float inverse_scale) {
+DEVICE uint32_t quantize(uint32_t first, uint32_t second, float inverse_scale) {
     const auto codes = [=](uint32_t pair) {
         return pack_e4m3(unpack_bf16_low(pair) * inverse_scale, unpack_bf16_high(pair) * inverse_scale);
     };
@@ -100,8 +100,8 @@ DEVICE void write_group(const Vec16& x, int chunk, uint8_t* data, uint8_t* scale
     if (chunk % GROUP_LANES == 0) scales[group] = exists ? scale : 0;
     if (!exists) return;
     auto* codes = reinterpret_cast<uint32_t*>(data + chunk * LANE_CHANNELS);
-    codes[0] = quantise(x.w[0], x.w[1], inverse);
-    codes[1] = quantise(x.w[2], x.w[3], inverse);
+    codes[0] = quantize(x.w[0], x.w[1], inverse);
+    codes[1] = quantize(x.w[2], x.w[3], inverse);
 }
 
 KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {

@@ -24,7 +24,7 @@
 // / WARPS) blocks. What was tried: kernels/docs/kv_norm_rope_write.md.
 #include "channels.h"
 #include "kv_cache.h"
-#include "quantise.h"
+#include "quantize.h"
 
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM)
 #error "define NOPE_DIM and ROPE_DIM"

@@ -1,9 +1,9 @@
-// Work tiles of the experts' GEMMs (quantised_hopper_large.h), and where a block stores the number
+// Work tiles of the experts' GEMMs (quantized_hopper_large.h), and where a block stores the number
 // of row tiles of each expert.
 #pragma once
 
 #include "grouped_linear.h"
-#include "quantised_hopper_large.h"
+#include "quantized_hopper_large.h"
 
 struct GroupedShared {
     static constexpr int ENDS = Shared::BYTES;  // of count_tiles
@@ -19,7 +19,7 @@ DEVICE AsFree<CLUSTER> turns_of(const Tiles& tiles, SharedAddress shared) {
 
 // x_map covers all rows of x where rows are sorted. Otherwise the expert is one of its
 // coordinates.
-DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantisedProduct& product, const Part& part, int32_t expert,
+DEVICE Unit unit_of(const GroupedLinearParams& params, const QuantizedProduct& product, const Part& part, int32_t expert,
                     bool shares_tokens) {
     const bool sorted = params.expert_offsets != nullptr;
     const int64_t first = sorted ? rows_of(params, expert).first : 0;
@@ -35,7 +35,7 @@ struct UnitsOfExperts {
     Unit at(uint32_t number) const {
         const GroupedLinearParams& params = tiles.params;
         const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(params, tile.expert);
+        const QuantizedProduct product = product_of_expert(params, tile.expert);
         const Part part = part_of<UnitShape>(product.result, tile.number);
         return unit_of(params, product, part, tile.expert, false);
     }
@@ -56,7 +56,7 @@ struct PairsOfExperts {
     AsFree<CLUSTER> turns(SharedAddress shared) const { return turns_of<CLUSTER>(tiles, shared); }
     Unit at(uint32_t number) const {
         const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(tiles.params, tile.expert);
+        const QuantizedProduct product = product_of_expert(tiles.params, tile.expert);
         const auto row_pairs = static_cast<uint32_t>(product.result.rows + TOKENS - 1) / (2 * TOKENS);
         const uint32_t whole = row_pairs * 2 * tiles.column_tiles(), within = static_cast<uint32_t>(tile.number);
         const bool is_last = within >= whole;

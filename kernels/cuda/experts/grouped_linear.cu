@@ -3,7 +3,7 @@
 //
 //     y[p,o] = sum over i of x[p,i] w[e,o,i]      for the rows p of expert e
 //
-// of the values that codes and scales stand for: FP8 or MXFP4 of linear_quantised.cu, expert by
+// of the values that codes and scales stand for: FP8 or MXFP4 of linear_quantized.cu, expert by
 // expert. The bits are the same where that kernel does not split k. Rows are
 //   sorted   [rows, depth]: those of expert e are the first counts[e] from expert_offsets[e] on
 //            (moe_map). Offsets ascend. All other rows are padding: not read, and y is 0 there
@@ -11,14 +11,14 @@
 //            others are neither read nor written
 // Any number of rows is valid. An expert without rows is not read.
 //
-// Work division: tiles of the result as in linear_quantised.cu (quantised_tiles.h), each of one
+// Work division: tiles of the result as in linear_quantized.cu (quantized_tiles.h), each of one
 // expert. An expert's last tile has the rows that are left. Only the counts say how many tiles
 // exist, so each block first sums the tiles of all experts in shared memory. It finds a tile's
 // expert by bisection and takes every gridDim.x-th tile. k is not split.
 //
 // Floor, 256 experts of [4096, 4096] FP8, 2 FLOP an element of w and row at 790 TFLOP/s: 1.04 ms
 // for 24576 rows, 8.35 ms for 196608. With few rows the bytes of w at 4.24 TB/s: 4.3 GB, 1.01 ms;
-// half of that for MXFP4. Limit: that of linear_quantised.cu; with few rows, the weights.
+// half of that for MXFP4. Limit: that of linear_quantized.cu; with few rows, the weights.
 //
 // Defines: FORMAT 1 (FP8) or 2 (MXFP4); GROUP, values of x per scale: 128, of MXFP4 also 32.
 // Launch: any grid in x.
@@ -27,7 +27,7 @@
 #error "define FORMAT as 1 (FP8) or 2 (MXFP4), and GROUP"
 #endif
 
-#include "quantised_tiles.h"
+#include "quantized_tiles.h"
 #include "grouped_linear.h"
 
 static_assert(FORMAT == FP8 || FORMAT == MXFP4, "experts have two formats");
@@ -47,7 +47,7 @@ DEVICE void grouped_linear(const GroupedLinearParams& params) {
     const int64_t count = tiles.count();
     for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
         const ExpertTile tile = tiles[number];
-        const QuantisedProduct product = product_of_expert(params, tile.expert);
+        const QuantizedProduct product = product_of_expert(params, tile.expert);
         multiply_tile<S, WIDE>(product, part_of<S>(product.result, tile.number));
         // The next tile's operands overwrite this one's sums.
         __syncthreads();

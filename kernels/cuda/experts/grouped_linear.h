@@ -2,7 +2,7 @@
 // the tiles of the result (grouped_linear.cu has the formulas).
 #pragma once
 
-#include "linear_quantised.h"
+#include "linear_quantized.h"
 #include "selection.h"
 
 constexpr int MAX_EXPERTS = 512;
@@ -63,7 +63,7 @@ DEVICE const void* scales_behind(const GroupedLinearParams& params, const void* 
 }
 
 // The GEMM of an expert's rows with its weights.
-DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert, const Rows& rows) {
+DEVICE QuantizedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert, const Rows& rows) {
     // Where x has no expert dimension its expert strides are 0.
     const uint8_t* const x = params.x + expert * params.x_expert_stride + rows.first * params.x_stride;
     const uint8_t* const w = params.w + expert * params.w_expert_stride;
@@ -76,9 +76,9 @@ DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int
     const Result result{nullptr, 0, static_cast<uint8_t*>(params.out) + (params.out_is_f32 ? 4 : 2) * out,
                         params.out_stride, nullptr, rows.count, params.columns, params.depth, 1, params.out_is_f32,
                         params.wide, 1.0f};
-    return QuantisedProduct{x, params.x_stride, w, params.w_stride, x_scales, w_scales, result};
+    return QuantizedProduct{x, params.x_stride, w, params.w_stride, x_scales, w_scales, result};
 }
-DEVICE QuantisedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert) {
+DEVICE QuantizedProduct product_of_expert(const GroupedLinearParams& params, int32_t expert) {
     return product_of_expert(params, expert, rows_of(params, expert));
 }
 

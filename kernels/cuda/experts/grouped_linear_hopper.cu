@@ -1,13 +1,13 @@
 // Linear layers of experts with FP8 or MXFP4 weights and FP8 activations for sm_90a:
 // grouped_linear.cu, which has the formulas, with e4m3 wgmma.
 //
-// Work division: quantised_hopper.h says how a block computes its work tiles, grouped_linear.h
+// Work division: quantized_hopper.h says how a block computes its work tiles, grouped_linear.h
 // which tiles exist. As many blocks as the SMs hold take them round-robin. While the producer
 // loads the first stages, the consumers clear the padding rows.
 //
 // Floor: the bytes of w of the experts that have rows at 4.24 TB/s: 256 experts of [4096, 4096]
 // 1.01 ms, of MXFP4 0.54 ms with its scales. Limit: memory, and experts whose last tile is nearly
-// empty. Of MXFP4 the consumers' instructions as much as memory (quantised_hopper.h). Where an
+// empty. Of MXFP4 the consumers' instructions as much as memory (quantized_hopper.h). Where an
 // expert has more than 64 rows FP8 is grouped_linear_hopper_large.cu's.
 //
 // Defines
@@ -24,7 +24,7 @@
 #include "rows_of_w.h"
 
 using RowsOfW = RowsInOrder;
-#include "quantised_hopper.h"
+#include "quantized_hopper.h"
 
 struct GroupedShared {
     static constexpr int ENDS = Shared::BYTES;  // of count_tiles

@@ -1,7 +1,7 @@
 // Linear layers of experts with FP8 weights and activations for many rows of an expert on sm_90a:
 // grouped_linear.cu, which has the formulas, with e4m3 wgmma.
 //
-// Work division: quantised_hopper_large.h says how a block computes its work tiles,
+// Work division: quantized_hopper_large.h says how a block computes its work tiles,
 // grouped_linear.h which tiles exist. One block per SM takes them as it becomes free, single or in
 // pairs. In a pair, blocks share weights of an expert with several row tiles. For a last row tile
 // without another they share its rows. While the producer loads the first stages, the consumers

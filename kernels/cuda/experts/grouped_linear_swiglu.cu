@@ -27,7 +27,7 @@
 #error "define FORMAT as 1 (FP8) or 2 (MXFP4), and GROUP"
 #endif
 
-#include "quantised_tiles.h"
+#include "quantized_tiles.h"
 #include "grouped_linear_swiglu.h"
 #include "quantize_fp8.h"
 
@@ -59,7 +59,7 @@ struct FusedLayout {
     static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
     static_assert(S::N8 % 2 == 0, "a warp has gate and up of the same features");
     static_assert(S::ROWS * PRODUCT_STRIDE * 4 <= ENDS, "products take the place of operands");
-    static_assert(S::ROWS * FEATURES / SPAN % S::THREADS == 0, "all lanes of a warp quantise together");
+    static_assert(S::ROWS * FEATURES / SPAN % S::THREADS == 0, "all lanes of a warp quantize together");
 };
 
 // ---------------------------------------------------------------- codes
@@ -69,7 +69,7 @@ DEVICE int32_t features_left(const GroupedLinearSwigluParams& params, int32_t co
     return minimum(maximum(static_cast<int32_t>(params.columns / 2) - column, 0), SPAN);
 }
 
-DEVICE void quantise_products(const GroupedLinearSwigluParams& params, const QuantisedRows& target, const Span& span,
+DEVICE void quantize_products(const GroupedLinearSwigluParams& params, const QuantizedRows& target, const Span& span,
                               float (&x)[SPAN], bool has_scales) {
     if (params.wide) quantize_span<true>(target, span, x, has_scales);
     else quantize_span<false>(target, span, x, has_scales);
@@ -113,7 +113,7 @@ DEVICE void store_products(const GroupedLinearSwigluParams& params, const float*
 // Codes and scales of the values in shared memory. The last feature tile also sets the scales that
 // pad its rows to 0.
 template <typename S>
-DEVICE void quantise_tile(const GroupedLinearSwigluParams& params, const QuantisedRows& target, const ProductTile& tile,
+DEVICE void quantize_tile(const GroupedLinearSwigluParams& params, const QuantizedRows& target, const ProductTile& tile,
                           const float* products) {
     constexpr int ROW_SPANS = FEATURES / SPAN;
     for (int i = threadIdx.x; i < S::ROWS * ROW_SPANS; i += S::THREADS) {
@@ -128,7 +128,7 @@ DEVICE void quantise_tile(const GroupedLinearSwigluParams& params, const Quantis
             if (e < count) load_elements<4>(from, *reinterpret_cast<float(*)[4]>(&x[e]));
         }
         if (params.round_to_bf16) round_to_bf16(x);
-        quantise_products(params, target, Span{tile.row + row, column, count}, x, exists);
+        quantize_products(params, target, Span{tile.row + row, column, count}, x, exists);
     }
     if (tile.feature + FEATURES < params.columns / 2) return;
     const int32_t first = (tile.feature + FEATURES) >> params.log2_group;
@@ -144,14 +144,14 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     constexpr bool OF_FP8 = FORMAT == FP8;
     const GroupedLinearParams product = product_of<GROUP, OF_FP8 ? BLOCK : 1, OF_FP8 ? BLOCK : W_GROUP>(params);
     count_tiles<S>(product, ends);
-    const QuantisedRows target = quantised_rows_of(params);
-    quantise_rows_of_nobody<S::THREADS / WARP_SIZE>(params, target, product);
+    const QuantizedRows target = quantized_rows_of(params);
+    quantize_rows_of_nobody<S::THREADS / WARP_SIZE>(params, target, product);
     const ExpertTiles<S> tiles{product, ends};
     const GateAndUp columns{params.interleaved ? 0 : params.columns / 2};
     const int64_t count = tiles.count();
     for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
         const ExpertTile own = tiles[number];
-        const QuantisedProduct operands = product_of_expert(product, own.expert);
+        const QuantizedProduct operands = product_of_expert(product, own.expert);
         const Part part = part_of<S>(operands.result, own.number);
         Sums<S> sums = {};
         sum_tile<S, WIDE>(operands, columns, part, sums);
@@ -162,7 +162,7 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
                                static_cast<int32_t>(part.column / 2)};
         store_products<S>(params, weights, tile, sums, products);
         __syncthreads();
-        quantise_tile<S>(params, part_of_rows(params, target, of_expert), tile, products);
+        quantize_tile<S>(params, part_of_rows(params, target, of_expert), tile, products);
         // The next tile's operands overwrite this one's values.
         __syncthreads();
     }

@@ -80,25 +80,25 @@ DEVICE GroupedLinearParams product_of(const GroupedLinearSwigluParams& params) {
 
 // Where codes and scales of all rows, or of one expert's part, are stored: the parameters of
 // fp8_scales.h and quantize_fp8.h.
-struct QuantisedRows {
+struct QuantizedRows {
     uint8_t* codes; int64_t codes_row_stride;
     uint8_t* scales;
     int64_t num_rows, padded_rows, part_bytes;  // of the scales of a part
     int32_t num_groups, padded_groups, scale_layout, scale_type, log2_group;
 };
 
-DEVICE QuantisedRows quantised_rows_of(const GroupedLinearSwigluParams& params) {
+DEVICE QuantizedRows quantized_rows_of(const GroupedLinearSwigluParams& params) {
     const int32_t features = static_cast<int32_t>(params.columns / 2), group = 1 << params.log2_group;
     const int32_t groups = (features + group - 1) >> params.log2_group;
     const int32_t padded_groups = padded_groups_of(params.scale_layout, groups);
     const int64_t padded_rows = padded_rows_of(params.scale_layout, params.rows);
     const int64_t part_bytes = padded_rows * padded_groups * (params.scale_type == E8M0 ? 1 : 4);
-    return QuantisedRows{params.codes, params.codes_stride, params.scales, params.rows, padded_rows, part_bytes, groups,
+    return QuantizedRows{params.codes, params.codes_stride, params.scales, params.rows, padded_rows, part_bytes, groups,
                          padded_groups, params.scale_layout, params.scale_type, params.log2_group};
 }
 
 // The same for one expert's part, where rows have an expert dimension.
-DEVICE QuantisedRows part_of_rows(const GroupedLinearSwigluParams& params, QuantisedRows rows, int32_t part) {
+DEVICE QuantizedRows part_of_rows(const GroupedLinearSwigluParams& params, QuantizedRows rows, int32_t part) {
     rows.codes = params.codes + part * params.codes_expert_stride;
     rows.scales = params.scales + part * rows.part_bytes;
     return rows;
@@ -112,7 +112,7 @@ DEVICE void store_code_words(const GroupedLinearSwigluParams& params, uint8_t* t
 
 // By a warp: codes and scales of zeros for a row that exists, and 0 for the scales that pad the
 // row or the rows.
-DEVICE void quantise_zeros(const GroupedLinearSwigluParams& params, const QuantisedRows& target, int64_t row) {
+DEVICE void quantize_zeros(const GroupedLinearSwigluParams& params, const QuantizedRows& target, int64_t row) {
     constexpr int CODES = 16;
     const bool exists = row < params.rows;
     const int64_t width = exists ? params.columns / 2 : 0;
@@ -128,7 +128,7 @@ DEVICE void quantise_zeros(const GroupedLinearSwigluParams& params, const Quanti
 // The same for all padding rows of sorted x, and for rows that pad scales: by the first
 // `BLOCK_WARPS` warps of all blocks.
 template <int BLOCK_WARPS>
-DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, const QuantisedRows& target,
+DEVICE void quantize_rows_of_nobody(const GroupedLinearSwigluParams& params, const QuantizedRows& target,
                                     const GroupedLinearParams& product) {
     if (params.expert_offsets == nullptr) return;
     const uint32_t step = gridDim.x * BLOCK_WARPS * WARP_SIZE;
@@ -138,6 +138,6 @@ DEVICE void quantise_rows_of_nobody(const GroupedLinearSwigluParams& params, con
         const bool is_nobodys = own >= params.rows || is_padding(product, own);
         uint32_t marked = __ballot_sync(FULL_WARP, own < target.padded_rows && is_nobodys);
         for (; marked != 0; marked &= marked - 1)
-            quantise_zeros(params, target, first + __ffs(static_cast<int>(marked)) - 1);
+            quantize_zeros(params, target, first + __ffs(static_cast<int>(marked)) - 1);
     }
 }

@@ -2,7 +2,7 @@
 // with FP8 weights, or any number with MXFP4: grouped_linear_swiglu.cu, which has the formulas,
 // with e4m3 wgmma.
 //
-// Work division: quantised_hopper.h says how a block computes its work tiles, grouped_linear.h
+// Work division: quantized_hopper.h says how a block computes its work tiles, grouped_linear.h
 // which exist. A tile is TOKENS rows of an expert by 128 features, which need 256 rows of w. A
 // cluster of two blocks takes it: one with gate's rows, one with up's (rows_of_w.h). In the
 // epilogue each block keeps the sums of every second token. It sends the others to the same thread
@@ -30,7 +30,7 @@
 #include "rows_of_w.h"
 
 using RowsOfW = RowsOfGateOrUp;
-#include "quantised_hopper.h"
+#include "quantized_hopper.h"
 
 constexpr uint32_t CLUSTER = 2;
 constexpr int OWN_TOKENS = TOKENS / 2;  // of a tile, those of which a block gets gate and up
@@ -63,13 +63,13 @@ constexpr uint32_t PLACES = 2;
 // are scarce.
 struct FusedShared {
     static constexpr int ENDS = Shared::BYTES;               // of count_tiles
-    static constexpr int TARGET = ENDS + MAX_EXPERTS * 4;    // QuantisedRows
-    static constexpr int TOLD = TARGET + static_cast<int>(sizeof(QuantisedRows));  // mbarriers [PLACES][CONSUMERS]
+    static constexpr int TARGET = ENDS + MAX_EXPERTS * 4;    // QuantizedRows
+    static constexpr int TOLD = TARGET + static_cast<int>(sizeof(QuantizedRows));  // mbarriers [PLACES][CONSUMERS]
     static constexpr int PAIRS = TOLD + 8 * PLACES * CONSUMERS;  // uint32_t [PLACES][CONSUMERS][N8][WARPGROUP_SIZE]
     static constexpr int PAIRS_BYTES = N8 * WARPGROUP_SIZE * 4;  // that a consumer is told of a unit
     static constexpr int BYTES = PAIRS + PLACES * CONSUMERS * PAIRS_BYTES;
 
-    static QuantisedRows& target() { return *reinterpret_cast<QuantisedRows*>(dynamic_shared() + TARGET); }
+    static QuantizedRows& target() { return *reinterpret_cast<QuantizedRows*>(dynamic_shared() + TARGET); }
     static constexpr uint32_t place(uint32_t unit, uint32_t consumer) { return unit % PLACES * CONSUMERS + consumer; }
     static constexpr int told(uint32_t unit, uint32_t consumer) { return TOLD + 8 * place(unit, consumer); }
     static constexpr int pair(uint32_t unit, uint32_t consumer, int n, int thread) {
@@ -97,7 +97,7 @@ struct UnitsOfGateOrUp {
     }
     Unit unit(const ListedUnit& listed) const {
         const GroupedLinearParams& params = tiles.params;
-        QuantisedProduct product = product_of_expert(params, listed.matrix, Rows{listed.first_row, listed.rows});
+        QuantizedProduct product = product_of_expert(params, listed.matrix, Rows{listed.first_row, listed.rows});
         product.result.columns = params.columns / 2;
         const RowsOfGateOrUp rows = RowsOfGateOrUp::of(params.columns / 2, interleaved, cluster_rank() == 1);
         return Unit{product, listed.part(), FEATURES, rows, params.expert_offsets ? 0 : listed.matrix};
@@ -199,7 +199,7 @@ DEVICE void leave_magnitudes(const Share& share, const Products& o, WayOut::Magn
 }
 
 // The largest magnitude of a token's features of `count` warps from `first` on, as bits
-// (quantise.h).
+// (quantize.h).
 DEVICE uint32_t largest_of_warps(const uint32_t (&of_token)[WARPS], int first, int count) {
     uint32_t magnitude = 0;
     for (int warp = first; warp < first + count; ++warp) magnitude = maximum(magnitude, of_token[warp]);
@@ -207,7 +207,7 @@ DEVICE uint32_t largest_of_warps(const uint32_t (&of_token)[WARPS], int first, i
 }
 
 // The largest magnitude of the group that shares a scale with this warp's features.
-DEVICE uint32_t largest_of_group(const QuantisedRows& target, const uint32_t (&of_token)[WARPS]) {
+DEVICE uint32_t largest_of_group(const QuantizedRows& target, const uint32_t (&of_token)[WARPS]) {
     if (target.log2_group == LOG2_OF_128) return largest_of_warps(of_token, 0, WARPS);
     return largest_of_warps(of_token, warp_id() / GROUP_WARPS * GROUP_WARPS, GROUP_WARPS);
 }
@@ -215,7 +215,7 @@ DEVICE uint32_t largest_of_group(const QuantisedRows& target, const uint32_t (&o
 // Stores the scale of a row in the tile's group `number`, which starts with `feature`, and 0 for
 // what pads the row after the last group. A tile has four groups of 32, the multiple that group
 // counts are padded to. The first warps store a group of 128.
-DEVICE void store_row_scales(const QuantisedRows& target, int number, int64_t row, int32_t feature, float scale) {
+DEVICE void store_row_scales(const QuantizedRows& target, int number, int64_t row, int32_t feature, float scale) {
     const bool is_shared = target.log2_group == LOG2_OF_128;
     if (is_shared && number != 0) return;
     const int32_t group = feature >> target.log2_group;
@@ -230,7 +230,7 @@ DEVICE void store_row_scales(const QuantisedRows& target, int number, int64_t ro
 // of up to eight tokens, each of the eight lanes with the same tokens computes one. The first warp
 // of a group stores them.
 using TokenScales = float[N8];
-DEVICE void make_scales(const Share& share, const Unit& unit, const QuantisedRows& target, const WayOut::Magnitudes& magnitudes,
+DEVICE void make_scales(const Share& share, const Unit& unit, const QuantizedRows& target, const WayOut::Magnitudes& magnitudes,
                         TokenScales& scales) {
     constexpr int TOGETHER = minimum(N8, 8), TURNS = N8 / TOGETHER;
     const int place = lane_id() / 4, number = warp_id() / GROUP_WARPS;
@@ -285,11 +285,11 @@ DEVICE void store_codes(const GroupedLinearSwigluParams& params, const Share& sh
 // ---------------------------------------------------------------- work tiles
 
 // The epilogue: codes and scales of a consumer's sums.
-struct QuantisedUnits {
+struct QuantizedUnits {
     const GroupedLinearSwigluParams& params;
     SharedAddress shared;
     uint32_t told = 0;       // units whose sums blocks have told each other
-    uint32_t quantised = 0;  // those of which the block had tokens
+    uint32_t quantized = 0;  // those of which the block had tokens
     Weights weights = {};
 
     // With more tokens the MMAs leave no registers for weights.
@@ -303,14 +303,14 @@ struct QuantisedUnits {
         exchange_sums(share, shared, told++, total, kept, received);
         // With one row of an expert the second block has no more work here.
         if (share.token(0) >= count_tokens(unit)) return;
-        WayOut::Magnitudes& magnitudes = way_out().magnitudes[quantised++ % 2];
+        WayOut::Magnitudes& magnitudes = way_out().magnitudes[quantized++ % 2];
         WarpCodes& codes = way_out().codes[warp_id()];
         if constexpr (LANE_WEIGHTS > 1) load_weights(params, unit, weights);
         Products o;
         activate(params, share, kept, received, weights, o);
         leave_magnitudes(share, o, magnitudes);
         share.meet();
-        const QuantisedRows target = part_of_rows(params, FusedShared::target(), unit.matrix);
+        const QuantizedRows target = part_of_rows(params, FusedShared::target(), unit.matrix);
         TokenScales scales;
         make_scales(share, unit, target, magnitudes, scales);
         encode(share, o, scales, target.scale_type == FP32, codes);
@@ -324,16 +324,16 @@ KERNEL_OF_RESIDENT_CLUSTERS(grouped_linear_swiglu_hopper, GroupedLinearSwigluPar
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + FusedShared::ENDS);
     const GroupedLinearParams product = product_of<X_GROUP, MXFP4 ? 1 : GROUP, MXFP4 ? W_GROUP : GROUP>(params);
     if (threadIdx.x == 0) {
-        FusedShared::target() = quantised_rows_of(params);
+        FusedShared::target() = quantized_rows_of(params);
         for (uint32_t place = 0; place < PLACES * CONSUMERS; ++place) mbarrier_init(shared + FusedShared::TOLD + 8 * place, 1);
     }
     initialise_barriers(shared);
     cluster_arrive_relaxed();
     count_tiles<TileShape>(product, ends);
-    const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
+    const auto before = [&] { quantize_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
     // No block sends sums before the other's mbarriers are initialised.
     cluster_wait();
-    multiply_units(UnitsOfGateOrUp{{product, ends}, params.interleaved}, shared, before, QuantisedUnits{params, shared});
+    multiply_units(UnitsOfGateOrUp{{product, ends}, params.interleaved}, shared, before, QuantizedUnits{params, shared});
     // Sums that a block sent may still be in flight: it exits after the other block has received
     // them.
     cluster_arrive_relaxed();

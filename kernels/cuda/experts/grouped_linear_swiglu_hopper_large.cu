@@ -1,7 +1,7 @@
 // The experts' first linear layer with FP8 weights, SwiGLU and quantization, for many rows of an
 // expert on sm_90a: grouped_linear_swiglu.cu, which has the formulas, with e4m3 wgmma.
 //
-// Work division: quantised_hopper_large.h says how a block computes its work tiles,
+// Work division: quantized_hopper_large.h says how a block computes its work tiles,
 // grouped_linear.h which tiles exist. One block per SM takes them as it becomes free, single or in
 // pairs. A work tile's two blocks of weights are 128 rows of gate and the same features' rows of
 // up. Where rows interleave they are 256 rows in order. Either way a thread has gate and up of the
@@ -30,9 +30,9 @@
 // from the parameters stay here: registers are scarce.
 struct FusedShared {
     static constexpr int TARGET = GroupedShared::BYTES;
-    static constexpr int BYTES = TARGET + static_cast<int>(sizeof(QuantisedRows));
+    static constexpr int BYTES = TARGET + static_cast<int>(sizeof(QuantizedRows));
 
-    static QuantisedRows& target() { return *reinterpret_cast<QuantisedRows*>(dynamic_shared() + TARGET); }
+    static QuantizedRows& target() { return *reinterpret_cast<QuantizedRows*>(dynamic_shared() + TARGET); }
 };
 static_assert(FusedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_swiglu_hopper_large, FusedShared::BYTES)
@@ -296,7 +296,7 @@ DEVICE void store_codes(const GroupedLinearSwigluParams& params, const WarpToken
 // Stores the scales of groups `first` to `end` - 1 of a warp's tokens, one group a lane. Groups
 // after the warp's own ones are padding.
 template <int EIGHTS, int GROUP_EIGHTS>
-DEVICE void store_scales(const QuantisedRows& target, const WarpTokens& tokens,
+DEVICE void store_scales(const QuantizedRows& target, const WarpTokens& tokens,
                          const Magnitudes<EIGHTS, GROUP_EIGHTS>& scales, int32_t first,
                          int32_t end) {
     const int lane = tokens.lane, own_group = lane % 4;
@@ -315,10 +315,10 @@ DEVICE void store_scales(const QuantisedRows& target, const WarpTokens& tokens,
 
 // Codes and scales of a warp's values from `feature` on.
 template <int EIGHTS, int GROUP_EIGHTS>
-DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
+DEVICE void quantize_groups(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature,
                             Products<EIGHTS>& o) {
     constexpr bool IS_HALF = EIGHTS == HALF_EIGHTS, IS_SHARED = IS_HALF && GROUP_EIGHTS == HALF_EIGHTS;
-    const QuantisedRows target = part_of_rows(params, FusedShared::target(), tokens.expert);
+    const QuantizedRows target = part_of_rows(params, FusedShared::target(), tokens.expert);
     Magnitudes<EIGHTS, GROUP_EIGHTS> scales(o);
     if constexpr (IS_SHARED) join_magnitudes(tokens, scales);
     // The other consumer's warp has read what the codes overwrite.
@@ -344,17 +344,17 @@ DEVICE void quantise_groups(const GroupedLinearSwigluParams& params, const WarpT
 }
 
 template <int EIGHTS>
-DEVICE void quantise(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature, Products<EIGHTS>& o) {
+DEVICE void quantize(const GroupedLinearSwigluParams& params, const WarpTokens& tokens, int32_t feature, Products<EIGHTS>& o) {
     if (params.round_to_bf16) {
         UNROLL
         for (int n = 0; n < EIGHTS; ++n) round_to_bf16(o[n]);
     }
-    if (params.log2_group == 5) quantise_groups<EIGHTS, 4>(params, tokens, feature, o);
-    else quantise_groups<EIGHTS, EIGHTS>(params, tokens, feature, o);
+    if (params.log2_group == 5) quantize_groups<EIGHTS, 4>(params, tokens, feature, o);
+    else quantize_groups<EIGHTS, EIGHTS>(params, tokens, feature, o);
 }
 
 template <bool INTERLEAVED>
-struct QuantisedProducts {
+struct QuantizedProducts {
     const GroupedLinearSwigluParams& params;
 
     void store(const UnitResult& unit, const BlockSums (&total)[BLOCKS], const Share& share) const {
@@ -369,11 +369,11 @@ struct QuantisedProducts {
         if (share.is_half) {
             Products<HALF_EIGHTS> o;
             activate_half<INTERLEAVED>(tokens, pairs[0], share.consumer, params.limit, weights, o);
-            quantise(params, tokens, feature + static_cast<int32_t>(share.consumer) * HALF_FEATURES, o);
+            quantize(params, tokens, feature + static_cast<int32_t>(share.consumer) * HALF_FEATURES, o);
         } else {
             Products<UNIT_EIGHTS> o;
             activate_unit<INTERLEAVED>(pairs, params.limit, weights, o);
-            quantise(params, tokens, feature, o);
+            quantize(params, tokens, feature, o);
         }
     }
 };
@@ -383,12 +383,12 @@ DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
     const GroupedLinearParams product = product_of<GROUP, GROUP, GROUP>(params);
-    if (threadIdx.x == 0) FusedShared::target() = quantised_rows_of(params);
+    if (threadIdx.x == 0) FusedShared::target() = quantized_rows_of(params);
     initialise_barriers<Experts::CLUSTER>(shared);
     count_tiles<UnitShape>(product, ends);
-    const auto before = [&] { quantise_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
+    const auto before = [&] { quantize_rows_of_nobody<CONSUMER_THREADS / WARP_SIZE>(params, FusedShared::target(), product); };
     multiply_units(UnitsOfGateAndUp<Experts, INTERLEAVED>{{{product, ends}}}, params.x_map, params.w_map, shared, before,
-                   QuantisedProducts<INTERLEAVED>{params});
+                   QuantizedProducts<INTERLEAVED>{params});
 }
 
 KERNEL(grouped_linear_swiglu_hopper_large, GroupedLinearSwigluParams, THREADS) {

@@ -1,5 +1,5 @@
 // Resets the counter of taken work tiles, before kernels whose blocks take them as they become
-// free (AsFree of quantised_hopper_large.h).
+// free (AsFree of quantized_hopper_large.h).
 //
 // One store. Launch: one block.
 #include "platform.h"

@@ -4,7 +4,7 @@
 // of the constants below.
 #pragma once
 
-#include "quantise.h"
+#include "quantize.h"
 #include "scale_layout.h"
 
 constexpr int E8M0 = 0, POWER_OF_TWO = 1, FP32 = 2;

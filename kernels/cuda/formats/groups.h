@@ -7,7 +7,7 @@
 
 #include "elements.h"
 #include "memory.h"
-#include "quantise.h"
+#include "quantize.h"
 #include "scale_layout.h"
 
 constexpr int SPAN = 16;
@@ -95,7 +95,7 @@ DEVICE void store_span(T* target, int count, const float (&x)[SPAN]) {
     }
 }
 
-// The largest magnitude of stored elements, as bits (quantise.h); two bf16 at a time.
+// The largest magnitude of stored elements, as bits (quantize.h); two bf16 at a time.
 DEVICE uint32_t largest_magnitude(const Raw<float>& raw) {
     uint32_t magnitude = 0;
     UNROLL

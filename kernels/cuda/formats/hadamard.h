@@ -9,7 +9,7 @@
 #include "elements.h"
 #include "math.h"
 #include "memory.h"
-#include "quantise.h"
+#include "quantize.h"
 
 constexpr int LANES = 4, SPAN = 16;
 constexpr int PARTS = DIM / (LANES * SPAN);

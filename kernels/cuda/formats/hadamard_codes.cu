@@ -26,7 +26,7 @@
 #include "hadamard.h"
 #include "math.h"
 #include "memory.h"
-#include "quantise.h"
+#include "quantize.h"
 
 #if !defined(STORED) || (STORED != 1 && STORED != 2)
 #error "define STORED as 1 (e2m1) or 2 (e4m3)"
@@ -166,7 +166,7 @@ DEVICE uint32_t e4m3_row(float (&y)[DIM]) {
 }
 
 template <int FORMAT>
-DEVICE uint32_t quantise(float (&y)[DIM]) {
+DEVICE uint32_t quantize(float (&y)[DIM]) {
     if constexpr (FORMAT == 1) return e2m1_row(y);
     else return e4m3_row(y);
 }
@@ -268,7 +268,7 @@ KERNEL_OF(hadamard_codes, HadamardCodesParams, WARP_SIZE, RESIDENT_BLOCKS) {
         __syncwarp();
         start_tile(params, tiled_rows, first_row + step);
         walsh_hadamard<1>(y, 0);
-        const uint32_t scales = quantise<STORED>(y[0]);
+        const uint32_t scales = quantize<STORED>(y[0]);
         finish_tile(params, tiled_rows, first_row, scales);
     }
 }

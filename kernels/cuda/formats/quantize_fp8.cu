@@ -12,7 +12,7 @@
 //
 // Groups of rows: a lane takes 16 elements (groups.h) in 16-byte accesses, so a group is 4 or 8
 // lanes; codes are stored in one access. A division by a scale that is not a power of two is three
-// instructions (quantise.h). Squares: a block takes one, a thread 16 elements of each of four
+// instructions (quantize.h). Squares: a block takes one, a thread 16 elements of each of four
 // rows. They stay in registers while the block finds the largest.
 //
 // Floor for bf16: 2 bytes read and 1 written an element, and 4 bytes or 1 a group; at 4.24 TB/s 98

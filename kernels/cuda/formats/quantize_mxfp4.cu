@@ -11,7 +11,7 @@
 //
 // A lane takes 16 elements (groups.h), so a group is two lanes, and stores their codes in one
 // access of 8 bytes. Codes of bf16 are found by packed bf16 arithmetic on two numbers at a time
-// (quantise.h), those of fp32 by three sums each (to_e2m1).
+// (quantize.h), those of fp32 by three sums each (to_e2m1).
 //
 // Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 80 us
 // for 32768 x 4096. Limit: memory; about 9 instructions an element of the 17 that there is time

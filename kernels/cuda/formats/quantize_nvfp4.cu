@@ -14,7 +14,7 @@
 // largest of these.
 // Codes are those of quotients rounded once to fp32, by any fp32 scale. For bf16 a product with
 // the inverse has the same code unless the divisor is one of few (e2m1_needs_quotients in
-// quantise.h). A group checks that once and then takes four instructions an element; otherwise it
+// quantize.h). A group checks that once and then takes four instructions an element; otherwise it
 // divides.
 //
 // Floor for bf16: 2 bytes read and 1/2 written an element, and a byte a group: at 4.24 TB/s 81 us

@@ -17,7 +17,7 @@
 //
 // Launch: ceil(2 * row_tiles * ceil(group_tiles / 8) / WARPS) blocks.
 #include "memory.h"
-#include "quantise.h"
+#include "quantize.h"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
 constexpr int TILE_ROWS = 128, TILE_GROUPS = 4, TILES = 4;  // tiles of a lane

@@ -8,7 +8,7 @@
 // it as e4m3 with one scale for the row, a power of two, which is not stored: w[t,h] is multiplied
 // by it. So each scale counts once.
 //
-// rotation.h, hadamard.h and quantise.h define the formulas and the order of their sums: results
+// rotation.h, hadamard.h and quantize.h define the formulas and the order of their sums: results
 // have one value, bit for bit. The rotation is fp32(x[2i] C - fp32(x[2i+1] S)) and fp32(x[2i] S +
 // fp32(x[2i+1] C)). A position outside the table makes the token's rotated channels NaN, hence y
 // and its scales.

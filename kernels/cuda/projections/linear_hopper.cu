@@ -1,7 +1,7 @@
 // Linear layers of FP8 or MXFP4 weights and FP8 activations for sm_90a, by wgmma of e4m3.
-// linear_quantised.cu has the formulas.
+// linear_quantized.cu has the formulas.
 //
-// quantised_hopper.h describes how a block computes its work tiles. The grid has HELD blocks an
+// quantized_hopper.h describes how a block computes its work tiles. The grid has HELD blocks an
 // SM, which take tiles round-robin. Splits of k leave partial sums as in linear.h; the launcher
 // chooses enough of them that all SMs load weights.
 //
@@ -9,7 +9,7 @@
 // TB/s: [65536, 1536] 24 us, [7168, 16384] 28 us. Expected limit: memory. A block has up to seven
 // stages of 16 KB of w in flight, in rows of 128 bytes. FP8 with more than 64 tokens is
 // linear_hopper_large.cu's.
-// Measured numbers and what was tried: kernels/docs/linear_quantised.md.
+// Measured numbers and what was tried: kernels/docs/linear_quantized.md.
 //
 // Defines
 //   TOKENS   columns of the MMA: 16 or 64, of MXFP4 also 8 and 128
@@ -23,13 +23,13 @@
 #include "rows_of_w.h"
 
 using RowsOfW = RowsInOrder;
-#include "quantised_hopper.h"
+#include "quantized_hopper.h"
 
 SHARED_MEMORY(linear_hopper, Shared::BYTES)
 
-KERNEL_OF(linear_hopper, LinearQuantisedParams, THREADS, HELD) {
+KERNEL_OF(linear_hopper, LinearQuantizedParams, THREADS, HELD) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    const QuantisedProduct product = product_of(params, 1.0f);
+    const QuantizedProduct product = product_of(params, 1.0f);
     initialise_barriers(shared);
     multiply_units(UnitsOfProduct{product}, shared, [] {}, StoredUnits{});
 }

@@ -1,4 +1,4 @@
-// Which rows of w a GEMM uses (quantised_hopper.h).
+// Which rows of w a GEMM uses (quantized_hopper.h).
 #pragma once
 
 #include "gate_up.h"

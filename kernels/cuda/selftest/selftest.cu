@@ -8,7 +8,7 @@
 #include "memory.h"
 #include "mma.h"
 #include "numeric.h"
-#include "quantise.h"
+#include "quantize.h"
 
 DEVICE int64_t global_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 DEVICE int64_t global_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }

@@ -12,7 +12,7 @@ pub const GROUP: usize = 128;
 /// Warps of a block; `WARPS` in the kernel source.
 const WARPS: usize = 8;
 
-/// How the output is quantised.
+/// How the output is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Groups of the output projection, each of as many heads.
@@ -58,7 +58,7 @@ pub fn modules() -> Vec<Module> {
     vec![module(FILE, &defines())]
 }
 
-/// Turns back and quantises; returns the kernel that ran. Its tensors:
+/// Turns back and quantizes; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_tokens, num_heads, head_dim]` bf16, channels contiguous: the attention's output, which stays as it is;
 ///   `head_dim` is a multiple of [`GROUP`];

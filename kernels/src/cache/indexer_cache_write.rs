@@ -29,7 +29,7 @@ pub fn modules() -> Vec<Module> {
     [Stored::E2m1, Stored::E4m3].map(|stored| module(FILE, &defines(stored))).to_vec()
 }
 
-/// Transforms and quantises keys and scatters them to a paged store of this kind, of pages of `page_size` rows; returns the kernel
+/// Transforms and quantizes keys and scatters them to a paged store of this kind, of pages of `page_size` rows; returns the kernel
 /// that ran. Its tensors:
 ///
 /// - `k` `[num_tokens, 128]` bf16, rows 16-byte aligned;

@@ -5,7 +5,7 @@ use dsv4_runtime::Result;
 
 /// Channels of the first part that share a scale.
 const SCALE_GROUP: usize = 64;
-/// Bytes of scales behind each row that has quantised channels.
+/// Bytes of scales behind each row that has quantized channels.
 const SCALE_BYTES: usize = 8;
 
 /// How a row of the cache is stored: `nope_dim` channels as e4m3 with one e8m0 scale for each 64, then `rope_dim`

@@ -21,7 +21,7 @@ pub fn modules() -> Vec<Module> {
     formats.into_iter().map(|format| module(FILE, &format.defines())).collect()
 }
 
-/// Quantises rows and scatters them to a store in this format, of pages of `page_size` rows; returns the kernel that ran.
+/// Quantizes rows and scatters them to a store in this format, of pages of `page_size` rows; returns the kernel that ran.
 /// Its tensors:
 ///
 /// - `kv` `[num_tokens, head_dim]` bf16, rows 16-byte aligned;

@@ -25,7 +25,7 @@ pub fn modules() -> Vec<Module> {
     FORMATS.into_iter().map(|format| module(FILE, &defines(format))).collect()
 }
 
-/// Norms rows, turns their last `rope_dim` channels by position, quantises the others and scatters the rows to a store in
+/// Norms rows, turns their last `rope_dim` channels by position, quantizes the others and scatters the rows to a store in
 /// this format, of pages of `page_size` rows; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_tokens, head_dim]` bf16, rows 16-byte aligned: what wkv gives; `weight` `[head_dim]` f32 at a multiple of

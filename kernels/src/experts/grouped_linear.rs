@@ -8,8 +8,8 @@ use crate::experts::moe_map::MAX_EXPERTS;
 use crate::formats::scale_layout::Scales;
 use crate::implementation::Implementation;
 use crate::projections::linear::{
-    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantised, ScaleAxes, ScaleTensor, Weights, expert_tile,
-    hopper_defines, hopper_modules, large_maps, quantised_defines, token_tiles, with_maps,
+    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantized, ScaleAxes, ScaleTensor, Weights, expert_tile,
+    hopper_defines, hopper_modules, large_maps, quantized_defines, token_tiles, with_maps,
 };
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
@@ -27,7 +27,7 @@ const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
-    let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
+    let portable = formats.map(|(weights, group)| module(FILE, &quantized_defines(weights, group)));
     let large = [module(HOPPER_LARGE, &[]), units_module()];
     portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain(large).collect()
 }
@@ -53,12 +53,12 @@ pub enum Grouping {
     Masked,
 }
 
-/// How the operands of a call are quantised, where the rows of experts are, and which kernels run.
+/// How the operands of a call are quantized, where the rows of experts are, and which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grouped {
     /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take rows of x and w at multiples of 16
     /// bytes and whole accesses long.
-    pub quantised: Quantised,
+    pub quantized: Quantized,
     /// Where the rows of experts are.
     pub grouping: Grouping,
     /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No number that they
@@ -117,7 +117,7 @@ impl Grouped {
     /// The scales of x, of a masked call those of an expert's part, and of an expert's w.
     pub(crate) fn scales(&self, extents: Extents) -> [Scales; 2] {
         let Extents { num_rows, out_features, in_features, .. } = extents;
-        [self.quantised.x_scales(num_rows, in_features), self.quantised.w_scales(out_features, in_features)]
+        [self.quantized.x_scales(num_rows, in_features), self.quantized.w_scales(out_features, in_features)]
     }
 
     fn scale_axes(&self) -> [&'static ScaleAxes; 2] {
@@ -152,10 +152,10 @@ impl Grouped {
     }
 
     pub(crate) fn check(&self, check: Arguments) -> Result<()> {
-        if self.quantised.weights == Weights::Nvfp4 {
+        if self.quantized.weights == Weights::Nvfp4 {
             return check.refuse("weights", "experts have FP8 or MXFP4 weights");
         }
-        self.quantised.check(check)
+        self.quantized.check(check)
     }
 
     /// The signature of a call that writes these tensors, or reads them beside the operands; its extents. `out_multiple`: what
@@ -168,8 +168,8 @@ impl Grouped {
         others: impl IntoIterator<Item = Argument<'a>>,
     ) -> (Signature<'a>, Extents) {
         let extents = self.extents_of(views);
-        let (masked, hopper) = (self.is_masked(), self.quantised.implementation == Implementation::Hopper);
-        let mxfp4 = self.quantised.weights == Weights::Mxfp4;
+        let (masked, hopper) = (self.is_masked(), self.quantized.implementation == Implementation::Hopper);
+        let mxfp4 = self.quantized.weights == Weights::Mxfp4;
         let rows = |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
         let [of_x, of_w] = self.scales(extents);
         let [x_axes, w_axes] = self.scale_axes();
@@ -187,8 +187,8 @@ impl Grouped {
         ];
         // Behind those tensors whose extents theirs follow from.
         let scales = [
-            Quantised::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
-            Quantised::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
+            Quantized::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
+            Quantized::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
         ];
         let tensors = operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
         let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
@@ -208,7 +208,7 @@ impl Grouped {
     pub(crate) fn check_rows(&self, check: Arguments, views: &Views, extents: Extents) -> Result<()> {
         let Extents { num_experts, num_rows, .. } = extents;
         check.holds("workspace", &views["workspace"], WORKSPACE_BYTES)?;
-        let smallest = token_tiles(self.quantised.weights)[0];
+        let smallest = token_tiles(self.quantized.weights)[0];
         let tiles = num_experts.saturating_mul(num_rows.div_ceil(smallest));
         if !self.is_masked() || i32::try_from(tiles).is_ok() {
             return Ok(());
@@ -268,11 +268,11 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     signature.bind([])?;
     grouped.check_rows(CHECK, views, extents)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
-    let quantised = &grouped.quantised;
+    let quantized = &grouped.quantized;
     // No number of rows is too small for it.
-    let misfit = quantised.hopper_misfit(vectorised);
-    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
-    let maps = if hopper { large_maps(device, views, quantised.weights, grouped.rows_of_most())? } else { None };
+    let misfit = quantized.hopper_misfit(vectorised);
+    let hopper = quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let maps = if hopper { large_maps(device, views, quantized.weights, grouped.rows_of_most())? } else { None };
     let params = with_maps(params(views, &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {
@@ -287,17 +287,17 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
         return Ok(name.to_owned());
     }
     if hopper {
-        let (name, tokens) = ("grouped_linear_hopper", expert_tile(quantised.weights, grouped.expected_rows));
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), name)?;
-        let held = processors * quantised.hopper_held(tokens);
+        let (name, tokens) = ("grouped_linear_hopper", expert_tile(quantized.weights, grouped.expected_rows));
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantized.weights, quantized.group), name)?;
+        let held = processors * quantized.hopper_held(tokens);
         kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(held), &params)?;
-        return Ok(quantised.hopper_path(name, tokens));
+        return Ok(quantized.hopper_path(name, tokens));
     }
     let (name, held) = grouped.portable(vectorised);
-    let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
+    let kernel = device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
     // The smallest tiles: what no tile is left for only looks.
     kernel.launch_blocks("x", blocks(&grouped, extents, [FEW_ROWS, 64]).min(processors * held), &params)?;
-    Ok(name.to_owned() + &quantised.suffix())
+    Ok(name.to_owned() + &quantized.suffix())
 }
 
 /// Blocks that may have something to do: tiles of the result, of which each expert may have one that is not full.
@@ -340,7 +340,7 @@ fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> 
     let params = params.i32("x_groups", x_scales.groups)?.i32("x_padded_groups", x_scales.padded_groups())?;
     let params = params.i32("x_scale_layout", x_scales.number())?;
     let params = params.i32("w_groups", w_scales.groups)?.i32("w_padded_groups", w_scales.padded_groups())?;
-    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", grouped.quantised.scale_bytes);
+    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", grouped.quantized.scale_bytes);
     let wide = (extents.out_features * y.dtype.size()).is_multiple_of(16) && is_aligned(y);
     let params = params.i32("experts", extents.num_experts)?.flag("out_is_f32", y.dtype == DType::F32);
     Ok(params.flag("wide", wide).ptr("num_taken", &views["workspace"]))

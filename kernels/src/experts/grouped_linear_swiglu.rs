@@ -8,7 +8,7 @@ use crate::formats::gate_up_interleave::GRANULE;
 use crate::formats::scale_layout::Scales;
 use crate::projections::linear::{
     BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines, large_boxes, maps_of,
-    quantised_defines, token_tiles, with_maps,
+    quantized_defines, token_tiles, with_maps,
 };
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
@@ -34,7 +34,7 @@ const MANY_ROWS: usize = 64;
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
-    let portable = formats.map(|(weights, group)| module(FILE, &quantised_defines(weights, group)));
+    let portable = formats.map(|(weights, group)| module(FILE, &quantized_defines(weights, group)));
     let hopper = formats.into_iter().flat_map(|(weights, group)| {
         let of = move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights, group));
         let tiles: &[usize] = if weights == Weights::Fp8 { &[FEW_ROWS] } else { token_tiles(weights) };
@@ -44,7 +44,7 @@ pub fn modules() -> Vec<Module> {
     portable.into_iter().chain(hopper).chain(large).collect()
 }
 
-/// The product of a call, how rows of gate and up lie, and how what is made of them is quantised.
+/// The product of a call, how rows of gate and up lie, and how what is made of them is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// The product. Of FP8 weights the kernels for Hopper take rows of gate before those of up where these begin at a multiple
@@ -53,8 +53,8 @@ pub struct Options {
     /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them; otherwise all those of
     /// gate come first.
     pub interleaved: bool,
-    /// Groups, scales, and whether numbers are rounded to bf16 before they are quantised.
-    pub quantised: swiglu_quantize::Options,
+    /// Groups, scales, and whether numbers are rounded to bf16 before they are quantized.
+    pub quantized: swiglu_quantize::Options,
 }
 
 const OF_ROWS: ScaleAxes = ScaleAxes {
@@ -75,7 +75,7 @@ const OF_EXPERTS_ROWS: ScaleAxes = ScaleAxes {
 impl Options {
     /// The scales of the codes, of a masked call those of an expert's part.
     pub fn scales(&self, extents: Extents) -> Scales {
-        self.quantised.scales(extents.num_rows, extents.out_features / 2)
+        self.quantized.scales(extents.num_rows, extents.out_features / 2)
     }
 
     fn scale_axes(&self) -> &'static ScaleAxes {
@@ -131,16 +131,16 @@ impl Options {
 
     /// Why the Hopper kernels do not take a call.
     fn hopper_misfit(&self, extents: Extents, vectorised: bool) -> Option<String> {
-        let in_blocks = self.grouped.quantised.weights == Weights::Fp8 && !self.interleaved;
+        let in_blocks = self.grouped.quantized.weights == Weights::Fp8 && !self.interleaved;
         let shared = in_blocks && !(extents.out_features / 2).is_multiple_of(BLOCK);
         let reason =
             || format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
-        shared.then(reason).or_else(|| self.grouped.quantised.hopper_misfit(vectorised))
+        shared.then(reason).or_else(|| self.grouped.quantized.hopper_misfit(vectorised))
     }
 
     /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call.
     fn suits_large(&self) -> bool {
-        self.grouped.quantised.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
+        self.grouped.quantized.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
     }
 
     /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
@@ -154,13 +154,13 @@ impl Options {
 }
 
 /// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p] silu(min(gate, limit))
-/// clamp(up, -limit, limit)` and its quantisation; returns the kernel that ran. Its tensors, beside `x`, `w`, `x_scales`,
+/// clamp(up, -limit, limit)` and its quantization; returns the kernel that ran. Its tensors, beside `x`, `w`, `x_scales`,
 /// `w_scales`, `counts`, `expert_offsets` and `workspace` of [`crate::experts::grouped_linear::forward`], whose `out_features` are gate
 /// and up together, a multiple of 16:
 ///
 /// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent for ones;
 /// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows, intermediate_size]`, half of
-///   `out_features`; rows contiguous. Rows of nobody are quantised as zeros; masked they stay as they were;
+///   `out_features`; rows contiguous. Rows of nobody are quantized as zeros; masked they stay as they were;
 /// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]; what pads them is written as 0, but masked what pads
 ///   the rows of a part stays as it was.
 ///
@@ -171,11 +171,11 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     options.check()?;
     let (signature, extents) = options.bind(views)?;
     CHECK.positive("limit", limit)?;
-    let (grouped, quantised) = (&options.grouped, &options.grouped.quantised);
+    let (grouped, quantized) = (&options.grouped, &options.grouped.quantized);
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let misfit = options.hopper_misfit(extents, vectorised);
     // No number of rows is too small for it.
-    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let hopper = quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let boxes = large_boxes(views).filter(|_| hopper && options.suits_large());
     let maps = boxes.map(|boxes| maps_of(device, boxes)).transpose()?;
     let params =
@@ -191,27 +191,27 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     }
     if hopper {
         // Of FP8 the kernel has tiles of few rows alone, which it takes where hardware copies no boxes for the other, too.
-        let tokens = match quantised.weights {
+        let tokens = match quantized.weights {
             Weights::Fp8 => FEW_ROWS,
             weights => expert_tile(weights, grouped.expected_rows),
         };
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantised.weights, quantised.group), HOPPER)?;
+        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantized.weights, quantized.group), HOPPER)?;
         // A cluster that waits for a place would begin its turns when others end theirs.
         let clusters = [blocks(grouped, extents, [tokens, COLUMNS]), kernel.resident_clusters(device.environment())];
         let [wanted, most] = clusters.map(|clusters| clusters.saturating_mul(kernel.cluster()));
         kernel.launch_clusters("x", wanted, most, &params)?;
-        return Ok(quantised.hopper_path(HOPPER, tokens));
+        return Ok(quantized.hopper_path(HOPPER, tokens));
     }
     let (name, held, rows) = options.kernel(vectorised);
-    let kernel = device.kernel(FILE, &quantised_defines(quantised.weights, quantised.group), name)?;
+    let kernel = device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
     let most = processors * held;
     kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
-    Ok(name.to_owned() + &quantised.suffix())
+    Ok(name.to_owned() + &quantized.suffix())
 }
 
 /// All parameters but how codes are stored and the limit.
 fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> {
-    let (grouped, quantised) = (&options.grouped, options.quantised);
+    let (grouped, quantized) = (&options.grouped, options.quantized);
     let [x_scales, w_scales] = grouped.scales(extents);
     let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
     let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
@@ -222,9 +222,9 @@ fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> 
     let params = params.i64("columns", extents.out_features)?.i64("depth", extents.in_features)?;
     let params = params.i32("experts", extents.num_experts)?.i32("x_scale_layout", x_scales.number())?;
     let params = params.i32("w_scale_layout", w_scales.number())?;
-    let params = params.flag("scale_bytes", grouped.quantised.scale_bytes).flag("interleaved", options.interleaved);
+    let params = params.flag("scale_bytes", grouped.quantized.scale_bytes).flag("interleaved", options.interleaved);
     let params = params.i32("scale_layout", options.scales(extents).number())?;
-    let params = params.i32("scale_type", quantised.scale as usize)?;
-    let params = params.i32("log2_group", quantised.group.columns().trailing_zeros() as usize)?;
-    Ok(params.flag("round_to_bf16", quantised.round_to_bf16).ptr("num_taken", &views["workspace"]))
+    let params = params.i32("scale_type", quantized.scale as usize)?;
+    let params = params.i32("log2_group", quantized.group.columns().trailing_zeros() as usize)?;
+    Ok(params.flag("round_to_bf16", quantized.round_to_bf16).ptr("num_taken", &views["workspace"]))
 }

@@ -29,7 +29,7 @@ impl Group {
     }
 }
 
-/// How the product is quantised.
+/// How the product is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Which numbers share a scale.
@@ -60,7 +60,7 @@ pub fn modules() -> Vec<Module> {
 /// - `gate`, `up` `[num_rows, width]`, bf16 or f32, of one type, rows contiguous, of up to [`MAX_WIDTH`] elements:
 ///   the halves of one `[num_rows, 2 * width]` tensor will do;
 /// - `weight` `[num_rows]` f32, the routing weight, absent for ones;
-/// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which are quantised as zeros; absent where
+/// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which are quantized as zeros; absent where
 ///   there are none;
 /// - `codes` `[num_rows, width]` u8: e4m3, rows contiguous;
 /// - `scales`, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
@@ -95,7 +95,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     Ok(name)
 }
 
-/// Launches the backward, through the product as if it were not quantised: that of [`swiglu::launch`], whose tensors
+/// Launches the backward, through the product as if it were not quantized: that of [`swiglu::launch`], whose tensors
 /// it takes.
 ///
 /// # Errors

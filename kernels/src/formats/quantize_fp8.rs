@@ -37,7 +37,7 @@ impl Group {
     }
 }
 
-/// How numbers are quantised.
+/// How numbers are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Which numbers share a scale.
@@ -74,7 +74,7 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// Quantises; returns the kernel that ran. Its tensors:
+/// Quantizes; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous, of up to [`MAX_WIDTH`] elements;
 /// - `codes` of the same shape, u8: e4m3, rows contiguous;

@@ -21,7 +21,7 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// Quantises; returns the kernel that ran. Its tensors:
+/// Quantizes; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
 /// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows contiguous;

@@ -57,7 +57,7 @@ pub fn global_scale(device: &Device, views: &Views) -> Result<[&'static str; 2]>
     Ok([name, "nvfp4_global_scale"])
 }
 
-/// Quantises; returns the kernel that ran. Its tensors:
+/// Quantizes; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
 /// - `global_scale` `[1]` f32: what codes times scales are multiplied by;

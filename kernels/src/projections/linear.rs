@@ -1,4 +1,4 @@
-//! `linear`: launchers of `kernels/cuda/projections/linear.cu`, `linear_quantised.cu` and `linear_hopper.cu` (inference 0, 5.2 to
+//! `linear`: launchers of `kernels/cuda/projections/linear.cu`, `linear_quantized.cu` and `linear_hopper.cu` (inference 0, 5.2 to
 //! 5.7).
 
 use serde::{Deserialize, Serialize};
@@ -14,7 +14,7 @@ use dsv4_runtime::tensor_map::{MapWords, TensorMap};
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "linear.cu";
-const QUANTISED_FILE: &str = "linear_quantised.cu";
+const QUANTIZED_FILE: &str = "linear_quantized.cu";
 const HOPPER_FILE: &str = "linear_hopper.cu";
 const HOPPER_LARGE: &str = "linear_hopper_large.cu";
 const CHECK: Arguments = Arguments { operator: "linear" };
@@ -48,10 +48,10 @@ pub const BLOCK: usize = 128;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    let of = |(weights, group): (Weights, usize)| module(QUANTISED_FILE, &quantised_defines(weights, group));
+    let of = |(weights, group): (Weights, usize)| module(QUANTIZED_FILE, &quantized_defines(weights, group));
     let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE, &[])]);
-    let quantised = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
-    [vec![module(FILE, &[])], quantised.to_vec(), hopper.collect()].concat()
+    let quantized = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
+    [vec![module(FILE, &[])], quantized.to_vec(), hopper.collect()].concat()
 }
 
 /// Formats of weights.
@@ -80,9 +80,9 @@ pub enum Products {
     Library,
 }
 
-/// How the operands of a call are quantised, and which kernels run.
+/// How the operands of a call are quantized, and which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Quantised {
+pub struct Quantized {
     /// Formats; not bf16.
     pub weights: Weights,
     /// Numbers of x that share a scale: 128 of FP8, 32 or 128 of MXFP4, 16 of NVFP4.
@@ -96,7 +96,7 @@ pub struct Quantised {
     pub implementation: Implementation,
 }
 
-impl Quantised {
+impl Quantized {
     /// The scales of x.
     pub fn x_scales(&self, num_tokens: usize, in_features: usize) -> Scales {
         let groups = in_features.div_ceil(self.group.max(1));
@@ -125,7 +125,7 @@ impl Quantised {
     /// Refuses what no kernel computes.
     pub(crate) fn check(&self, check: Arguments) -> Result<()> {
         let groups: &[usize] = match self.weights {
-            Weights::Bf16 => return check.refuse("weights", "bf16 weights are not quantised"),
+            Weights::Bf16 => return check.refuse("weights", "bf16 weights are not quantized"),
             Weights::Fp8 => &[128],
             Weights::Mxfp4 => &[128, 32],
             Weights::Nvfp4 => &[16],
@@ -141,7 +141,7 @@ impl Quantised {
 }
 
 /// The defines of the portable kernels of a format.
-pub(crate) fn quantised_defines(weights: Weights, group: usize) -> Defines {
+pub(crate) fn quantized_defines(weights: Weights, group: usize) -> Defines {
     vec![("FORMAT", (weights as usize).to_string()), ("GROUP", group.to_string())]
 }
 
@@ -195,10 +195,10 @@ const SCALAR: Tiles = Tiles {
     extents: [64, 64],
 };
 
-const QUANTISED: [Tiles; 3] = [
-    Tiles { names: ["linear_quantised_large"; 3], per_processor: 1, extents: [128, 128] },
-    Tiles { names: ["linear_quantised_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
-    Tiles { names: ["linear_quantised_scalar"; 3], per_processor: 4, extents: [64, 64] },
+const QUANTIZED: [Tiles; 3] = [
+    Tiles { names: ["linear_quantized_large"; 3], per_processor: 1, extents: [128, 128] },
+    Tiles { names: ["linear_quantized_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
+    Tiles { names: ["linear_quantized_scalar"; 3], per_processor: 4, extents: [64, 64] },
 ];
 /// Features of a tile of the Hopper kernel for few tokens, as many as numbers of k of a stage of either.
 pub(crate) const FEATURE_TILE: usize = 128;
@@ -583,7 +583,7 @@ impl ScaleAxes {
 /// The type and the axes of a tensor of scales.
 pub type ScaleTensor = (DType, Vec<(&'static str, usize)>);
 
-impl Quantised {
+impl Quantized {
     /// The types and axes of `x_scales` and `w_scales`.
     pub fn scale_tensors(&self, num_tokens: usize, out_features: usize, in_features: usize) -> [ScaleTensor; 2] {
         let of = |scales: Scales, names: &ScaleAxes| {
@@ -725,15 +725,15 @@ pub(crate) fn maps_of(device: &Device, [x, w]: [TensorMap; 2]) -> Result<[MapWor
     Ok([device.tensor_map(&x)?, device.tensor_map(&w)?])
 }
 
-/// The last fields of the parameters of quantised linear layers.
+/// The last fields of the parameters of quantized linear layers.
 pub(crate) fn with_maps(params: Params, maps: Option<[MapWords; 2]>) -> Params {
     let [x, w] = maps.map_or([None; 2], |maps| maps.map(Some));
     params.tensor_map("x_map", x).tensor_map("w_map", w)
 }
 
 /// The tiles of the portable kernels.
-fn quantised_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
-    let [large, small, scalar] = &QUANTISED;
+fn quantized_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
+    let [large, small, scalar] = &QUANTIZED;
     match vectorised {
         false => scalar,
         true if num_tokens <= FEW_ROWS => small,
@@ -741,48 +741,48 @@ fn quantised_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
     }
 }
 
-/// Bytes of scratch memory that [`forward_quantised`] needs: the most of any kernels.
-pub fn quantised_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
+/// Bytes of scratch memory that [`forward_quantized`] needs: the most of any kernels.
+pub fn quantized_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
-    let portable = [true, false].map(|vectorised| extents.grid(device, quantised_tiles(num_tokens, vectorised))[1]);
+    let portable = [true, false].map(|vectorised| extents.grid(device, quantized_tiles(num_tokens, vectorised))[1]);
     let few = [Weights::Fp8, Weights::Mxfp4].map(|weights| [token_tile(weights, num_tokens), FEATURE_TILE]);
     let hopper = few.into_iter().chain([LARGE_TILE]).map(|tile| extents.hopper_grid(device, tile)[1]);
     portable.into_iter().chain(hopper).map(|splits| extents.partial_bytes(splits)).max().unwrap_or(0)
 }
 
-/// Launches `y = y_before + x w^T` of quantised x and w; returns the kernels that ran. Its tensors:
+/// Launches `y = y_before + x w^T` of quantized x and w; returns the kernels that ran. Its tensors:
 ///
 /// - `x` `[num_tokens, in_features]` u8, e4m3 codes, or of NVFP4 `[num_tokens, in_features / 2]`, two e2m1 codes in a
 ///   byte, the even one in the low nibble; rows contiguous;
 /// - `w` `[out_features, in_features]` u8, or `[out_features, in_features / 2]` of four-bit weights, likewise;
-/// - `x_scales` and `w_scales`, of the types and axes of [`Quantised::scale_tensors`], dense: as the `quantize_*`
+/// - `x_scales` and `w_scales`, of the types and axes of [`Quantized::scale_tensors`], dense: as the `quantize_*`
 ///   operators write them; nobody reads their padding;
 /// - `x_global_scale` and `w_global_scale` `[1]` f32, of NVFP4: the numbers that decoding multiplies by;
 /// - `y` `[num_tokens, out_features]`, bf16 or f32, rows contiguous, and `y_before` like `y`, which may be `y` itself;
 ///   absent for zeros;
-/// - `workspace`, scratch memory of [`quantised_workspace_bytes`] bytes at a multiple of 16.
+/// - `workspace`, scratch memory of [`quantized_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -> Result<Vec<String>> {
-    quantised.check(CHECK)?;
-    let (signature, [num_tokens, out_features, in_features]) = quantised.bind(views)?;
-    let needed = quantised_workspace_bytes(device, num_tokens, out_features, in_features);
+pub fn forward_quantized(device: &Device, views: &Views, quantized: Quantized) -> Result<Vec<String>> {
+    quantized.check(CHECK)?;
+    let (signature, [num_tokens, out_features, in_features]) = quantized.bind(views)?;
+    let needed = quantized_workspace_bytes(device, num_tokens, out_features, in_features);
     CHECK.holds("workspace", &views["workspace"], needed)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
-    let misfit = quantised.hopper_misfit(vectorised);
+    let misfit = quantized.hopper_misfit(vectorised);
     // No number of tokens is too small for it.
-    let hopper = quantised.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let hopper = quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
-    let (tiles, tokens) = (quantised_tiles(num_tokens, vectorised), token_tile(quantised.weights, num_tokens));
-    let maps = if hopper { large_maps(device, views, quantised.weights, num_tokens)? } else { None };
+    let (tiles, tokens) = (quantized_tiles(num_tokens, vectorised), token_tile(quantized.weights, num_tokens));
+    let maps = if hopper { large_maps(device, views, quantized.weights, num_tokens)? } else { None };
     let [count, splits] = match (hopper, maps) {
         (true, Some(_)) => extents.hopper_grid(device, LARGE_TILE),
         (true, None) => extents.hopper_grid(device, [tokens, FEATURE_TILE]),
         (false, _) => extents.grid(device, tiles),
     };
-    let params = with_maps(quantised_params(views, &quantised, extents, splits)?, maps);
-    let defines = quantised_defines(quantised.weights, quantised.group);
+    let params = with_maps(quantized_params(views, &quantized, extents, splits)?, maps);
+    let defines = quantized_defines(quantized.weights, quantized.group);
     let units = count.saturating_mul(splits);
     let processors = device.environment().processors as usize;
     let path = if maps.is_some() {
@@ -796,39 +796,39 @@ pub fn forward_quantised(device: &Device, views: &Views, quantised: Quantised) -
         device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
         name.to_owned()
     } else if hopper {
-        let defines = hopper_defines(tokens, quantised.weights, quantised.group);
-        let held = processors * quantised.hopper_held(tokens);
+        let defines = hopper_defines(tokens, quantized.weights, quantized.group);
+        let held = processors * quantized.hopper_held(tokens);
         device.kernel(HOPPER_FILE, &defines, "linear_hopper")?.launch_blocks("x", units.min(held), &params)?;
-        quantised.hopper_path("linear_hopper", tokens)
+        quantized.hopper_path("linear_hopper", tokens)
     } else {
         let name = tiles.names[0];
-        device.kernel(QUANTISED_FILE, &defines, name)?.launch_blocks("x", units, &params)?;
-        name.to_owned() + &quantised.suffix()
+        device.kernel(QUANTIZED_FILE, &defines, name)?.launch_blocks("x", units, &params)?;
+        name.to_owned() + &quantized.suffix()
     };
     if splits == 1 {
         return Ok(vec![path]);
     }
     let chunks = num_tokens.saturating_mul(out_features.div_ceil(CHUNK));
-    let kernel = device.kernel(QUANTISED_FILE, &defines, "linear_quantised_sum")?;
+    let kernel = device.kernel(QUANTIZED_FILE, &defines, "linear_quantized_sum")?;
     kernel.launch_blocks("x", chunks.div_ceil(SUM_THREADS), &params)?;
-    Ok(vec![path, "linear_quantised_sum".to_owned() + &quantised.suffix()])
+    Ok(vec![path, "linear_quantized_sum".to_owned() + &quantized.suffix()])
 }
 
-fn quantised_params(views: &Views, quantised: &Quantised, extents: Extents, splits: usize) -> Result<Params> {
+fn quantized_params(views: &Views, quantized: &Quantized, extents: Extents, splits: usize) -> Result<Params> {
     let (out, before) = (&views["y"], views.get("y_before"));
-    let x_scales = quantised.x_scales(extents.rows, extents.depth);
-    let w_scales = quantised.w_scales(extents.columns, extents.depth);
+    let x_scales = quantized.x_scales(extents.rows, extents.depth);
+    let w_scales = quantized.w_scales(extents.columns, extents.depth);
     let params = CHECK.params().rows("x", &views["x"]).rows("w", &views["w"]);
     let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
     let params = ["x_global_scale", "w_global_scale"]
         .into_iter()
-        .fold(params, |params, name| params.ptr(name, views.get(name).filter(|_| quantised.weights == Weights::Nvfp4)));
+        .fold(params, |params, name| params.ptr(name, views.get(name).filter(|_| quantized.weights == Weights::Nvfp4)));
     let params = extents.params(params.rows("before", before).rows("out", out), views)?;
     let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
     let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
     let params = params.i32("x_groups", x_scales.groups)?.i32("x_padded_groups", x_scales.padded_groups())?;
     let params = params.i32("x_scale_layout", x_scales.number())?;
     let params = params.i32("w_groups", w_scales.groups)?.i32("w_padded_groups", w_scales.padded_groups())?;
-    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", quantised.scale_bytes);
+    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", quantized.scale_bytes);
     how_stored(params, splits, out, before)
 }

@@ -1,4 +1,4 @@
-//! The attention's output turned back by the query's position and quantised (inference 4, 5.4, 9):
+//! The attention's output turned back by the query's position and quantized (inference 4, 5.4, 9):
 //!
 //! ```text
 //! r[t,h,:]      = x[t,h,:] with its last channels rotated backwards by the position of token t      [`crate::projections::rope`]
@@ -20,13 +20,13 @@ use crate::formats::quantize_fp8::{self, Group};
 use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::named::Named;
 use crate::projections::rope;
-use crate::quantise::ScaleType;
+use crate::quantize::ScaleType;
 use crate::select::entry;
 
 /// Channels that share a scale.
 pub const GROUP: usize = 128;
 
-/// How the output is quantised.
+/// How the output is quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
     /// Groups of the output projection, each of as many heads.
@@ -65,13 +65,13 @@ pub fn forward(inputs: &rope::Inputs, options: Options) -> Result<Named> {
     require_that("head_dim", head_dim, whole, "a head has whole groups of 128 channels")?;
     require_that("inverse", inputs.inverse, inputs.inverse, "the attention's output is turned back")?;
     let turned = Tensor::from_vec(turned, (num_tokens, o_groups, num_heads / o_groups * head_dim), inputs.x.device())?;
-    let quantised = (0..o_groups).map(|group| {
+    let quantized = (0..o_groups).map(|group| {
         let rows = entry(&turned, 1, group)?;
         quantize_fp8::quantize(&Named::new().with("x", rows), options.of_rows())
     });
-    let quantised = quantised.collect::<Result<Vec<_>>>()?;
+    let quantized = quantized.collect::<Result<Vec<_>>>()?;
     let of = |name: &'static str, axis: usize| -> Result<Tensor> {
-        let all = quantised.iter().map(|group| Ok(group.tensor(name)?.clone())).collect::<Result<Vec<_>>>()?;
+        let all = quantized.iter().map(|group| Ok(group.tensor(name)?.clone())).collect::<Result<Vec<_>>>()?;
         Ok(Tensor::stack(&all, axis)?)
     };
     Ok(Named::new().with("codes", of("codes", 1)?).with("scales", of("scales", 0)?))

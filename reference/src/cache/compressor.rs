@@ -26,7 +26,7 @@
 //!
 //! Scores, powers, sums and their quotient are fp32. u is rounded to the type of the entries before the norm, y
 //! before the rotation. The backward takes the rounded u in the norm, and the other one in `C - u`. With an epilogue z
-//! is rounded likewise before it, its transform before it is quantised, and what is quantised to codes.
+//! is rounded likewise before it, its transform before it is quantized, and what is quantized to codes.
 
 use candle_core::{D, Tensor};
 
@@ -35,7 +35,7 @@ use crate::format::Format;
 use crate::named::Named;
 use crate::precision::Rounding;
 use crate::select::{max_or_nan, select};
-use crate::{formats::hadamard, projections::rms_norm, projections::rope, quantise};
+use crate::{formats::hadamard, projections::rms_norm, projections::rope, quantize};
 
 /// What the operator reads.
 #[derive(Debug, Clone)]
@@ -79,13 +79,13 @@ impl Epilogue {
             Self::Fp8 if leading == 0 => Ok(z.clone()),
             Self::Fp8 => {
                 let z = rounding.to(stored, z)?;
-                let simulated = quantise::simulated(&z.narrow(1, 0, leading)?, 64, Format::E4M3, rounding)?;
+                let simulated = quantize::simulated(&z.narrow(1, 0, leading)?, 64, Format::E4M3, rounding)?;
                 Ok(Tensor::cat(&[simulated, z.narrow(1, leading, rope_dim)?], 1)?)
             }
             Self::HadamardFp4 => {
                 let z = Named::new().with("x", rounding.to(stored, z)?);
                 let y = hadamard::forward(&z, hadamard::Stored::Values, rounding)?.tensor("y")?.clone();
-                quantise::simulated(&rounding.to(stored, &y)?, 32, Format::E2M1, rounding)
+                quantize::simulated(&rounding.to(stored, &y)?, 32, Format::E2M1, rounding)
             }
         }
     }
@@ -397,7 +397,7 @@ mod tests {
     use crate::format::unpack_nibbles;
     use crate::precision::{Precision, values};
     use crate::projections::rope::{YarnParameters, inv_freq_f32, table};
-    use crate::quantise::Quantised;
+    use crate::quantize::Quantized;
     use crate::testing::{
         Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, differentiated, dot, dot_of_magnitudes,
         f64_tensor,
@@ -556,7 +556,7 @@ mod tests {
         // Groups of 64, 64 and 4.
         for (z, entry) in stored.chunks(136).zip(entries.chunks(136)) {
             let (leading, turned) = z.split_at(132);
-            let Quantised { codes, scale_bytes } = quantise::quantise(leading, 64, Format::E4M3);
+            let Quantized { codes, scale_bytes } = quantize::quantize(leading, 64, Format::E4M3);
             let scale = |channel: usize| Format::E8M0.value(scale_bytes[channel / 64].into());
             let decoded = codes.iter().enumerate().map(|(at, &code)| Format::E4M3.value(code.into()) * scale(at));
             assert_eq!(decoded.chain(turned.iter().copied()).collect::<Vec<_>>(), entry);

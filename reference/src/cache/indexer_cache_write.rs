@@ -1,4 +1,4 @@
-//! Keys of the indexer: transformed, quantised and scattered to the slots of a paged store (inference 5.4, 7, 7.1, 13.2).
+//! Keys of the indexer: transformed, quantized and scattered to the slots of a paged store (inference 5.4, 7, 7.1, 13.2).
 //!
 //! ```text
 //! for each token t with 0 <= slots[t] < num_slots:    pages[slots[t]] = codes and scales of the Hadamard transform of k[t]

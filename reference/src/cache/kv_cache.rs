@@ -10,16 +10,16 @@
 //! ```
 //!
 //! so that `|x / s| <= 448`. The specification multiplies by fp32(1/448) and takes the exponent from the bits of
-//! the product; for every bf16 amax that is the same power ([`crate::quantise`]). A group with a NaN
+//! the product; for every bf16 amax that is the same power ([`crate::quantize`]). A group with a NaN
 //! or an infinity has the scale byte 255, which decodes to NaN, and NaN codes. Bytes that pad the scales are 0.
 
 use crate::error::{Error, Result, wrong_value};
 use crate::format::Format;
-use crate::quantise::{Quantised, quantise};
+use crate::quantize::{Quantized, quantize};
 
 /// Channels that share a scale.
 pub const SCALE_GROUP: usize = 64;
-/// Bytes of scales of a row that has quantised channels.
+/// Bytes of scales of a row that has quantized channels.
 pub const SCALE_BYTES: usize = 8;
 
 /// Bytes of a row of a paged store: its data, and its scales, which lie behind the data of all rows of its page.
@@ -127,7 +127,7 @@ impl RowFormat {
         let (nope, rope) = row.split_at(self.nope_dim);
         let (mut data, mut scales) = (Vec::with_capacity(self.data_bytes()), Vec::with_capacity(self.scale_bytes()));
         for group in nope.chunks(SCALE_GROUP) {
-            let Quantised { codes, scale_bytes } = quantise(group, SCALE_GROUP, Format::E4M3);
+            let Quantized { codes, scale_bytes } = quantize(group, SCALE_GROUP, Format::E4M3);
             scales.extend(scale_bytes);
             data.extend(codes);
         }

@@ -1,4 +1,4 @@
-//! Rows of K = V quantised and scattered to the slots of a paged cache (inference 5.4, 8.3, 13.2).
+//! Rows of K = V quantized and scattered to the slots of a paged cache (inference 5.4, 8.3, 13.2).
 //!
 //! ```text
 //! for each token t with 0 <= slots[t] < num_slots:    cache[slots[t]] = encode(kv[t])

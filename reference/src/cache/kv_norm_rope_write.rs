@@ -1,10 +1,10 @@
-//! The rows of K = V behind their projection: normed, turned by position, quantised and written to the window cache
+//! The rows of K = V behind their projection: normed, turned by position, quantized and written to the window cache
 //! (inference 3, 4, 5.1, 5.4, 8.3):
 //!
 //! ```text
 //! n = weight x rstd                        [`crate::projections::rms_norm`]
 //! r = n with its last channels rotated by the position of its token                              [`crate::projections::rope`]
-//! y = r, whose first channels are what codes with scales of 64 decode to                    [`crate::quantise`]
+//! y = r, whose first channels are what codes with scales of 64 decode to                    [`crate::quantize`]
 //! cache[slots[t]] = the row of these codes, scales and the other channels of r              [`crate::cache::kv_cache`]
 //! ```
 //!
@@ -24,7 +24,7 @@ use crate::named::Named;
 use crate::precision::Rounding;
 use crate::projections::rms_norm;
 use crate::projections::rope;
-use crate::quantise::scale_byte;
+use crate::quantize::scale_byte;
 
 /// `y` `[num_tokens, head_dim]`, stored in bf16, of `x` in `rotation` `[num_tokens, 1, head_dim]`, stored in bf16, whose last
 /// channels turn, not inversely, and `weight` `[head_dim]`, stored in f32.

@@ -1,4 +1,4 @@
-//! Linear layers of experts: each row times the quantised weights of its expert (inference 5.5, 11.1, 11.3).
+//! Linear layers of experts: each row times the quantized weights of its expert (inference 5.5, 11.1, 11.3).
 //!
 //! ```text
 //! y[p,o] = sum over i of x[p,i] w[e,o,i]      for the rows p of expert e
@@ -11,7 +11,7 @@
 //!
 //! # Rounding points
 //!
-//! Those of [`linear::forward_quantised`]. Rows of nobody have none.
+//! Those of [`linear::forward_quantized`]. Rows of nobody have none.
 
 use candle_core::{Device, Tensor};
 
@@ -19,15 +19,15 @@ use crate::error::{Result, require_that, wrong_value};
 use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::named::Named;
 use crate::precision::{Rounding, values};
-use crate::projections::linear::{self, Quantised, Weights};
+use crate::projections::linear::{self, Quantized, Weights};
 
 /// `y`, stored in bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`, of these
 /// inputs, codes and scales as the numbers of their bytes:
 ///
 /// - `x` `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`;
-/// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantised`]; `w_scales`, `[num_experts, ..]`,
-///   `..` as [`Quantised::w_scales`] has them stored;
-/// - `x_scales`, as [`Quantised::x_scales`] has them stored, or, masked, `[num_experts, ..]`;
+/// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantized`]; `w_scales`, `[num_experts, ..]`,
+///   `..` as [`Quantized::w_scales`] has them stored;
+/// - `x_scales`, as [`Quantized::x_scales`] has them stored, or, masked, `[num_experts, ..]`;
 /// - `counts` `[num_experts]`: rows of each expert;
 /// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all; absent where rows are
 ///   masked;
@@ -35,8 +35,8 @@ use crate::projections::linear::{self, Quantised, Weights};
 ///
 /// # Errors
 /// Tensors that do not fit; weights that are neither FP8 nor MXFP4.
-pub fn forward(inputs: &Named, quantised: &Quantised, rounding: &mut Rounding) -> Result<Named> {
-    let call = Call::read(inputs, quantised)?;
+pub fn forward(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -> Result<Named> {
+    let call = Call::read(inputs, quantized)?;
     let mut y = match inputs.get("y_before").filter(|_| call.masked) {
         Some(before) => values(before)?,
         None => vec![0.0; call.parts * call.num_rows * call.out_features],
@@ -46,7 +46,7 @@ pub fn forward(inputs: &Named, quantised: &Quantised, rounding: &mut Rounding) -
         if rows.is_empty() {
             continue;
         }
-        let product = linear::forward_quantised(&call.of_expert(expert, rows.clone())?, &call.plain(), rounding)?;
+        let product = linear::forward_quantized(&call.of_expert(expert, rows.clone())?, &call.plain(), rounding)?;
         let first = call.part(expert) * call.num_rows + rows.start;
         let places = first * call.out_features..(first + rows.len()) * call.out_features;
         y[places].copy_from_slice(&values(product.tensor("y")?)?);
@@ -59,8 +59,8 @@ pub fn forward(inputs: &Named, quantised: &Quantised, rounding: &mut Rounding) -
 ///
 /// # Errors
 /// Those of [`forward`].
-pub fn owned_rows(inputs: &Named, quantised: &Quantised) -> Result<Vec<bool>> {
-    let call = Call::read(inputs, quantised)?;
+pub fn owned_rows(inputs: &Named, quantized: &Quantized) -> Result<Vec<bool>> {
+    let call = Call::read(inputs, quantized)?;
     let mut owned = vec![false; call.parts * call.num_rows];
     for expert in 0..call.num_experts {
         let (first, rows) = (call.part(expert) * call.num_rows, call.rows_of(expert));
@@ -72,7 +72,7 @@ pub fn owned_rows(inputs: &Named, quantised: &Quantised) -> Result<Vec<bool>> {
 /// The tensors of a call, and their extents.
 struct Call<'a> {
     inputs: &'a Named,
-    quantised: &'a Quantised,
+    quantized: &'a Quantized,
     masked: bool,
     /// Experts, and parts of x: as many where rows are masked, otherwise one.
     num_experts: usize,
@@ -89,11 +89,11 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    fn read(inputs: &'a Named, quantised: &'a Quantised) -> Result<Self> {
+    fn read(inputs: &'a Named, quantized: &'a Quantized) -> Result<Self> {
         require_that(
             "weights",
-            quantised.group,
-            quantised.weights != Weights::Nvfp4,
+            quantized.group,
+            quantized.weights != Weights::Nvfp4,
             "experts have FP8 or MXFP4 weights",
         )?;
         let masked = inputs.get("expert_offsets").is_none();
@@ -118,11 +118,11 @@ impl<'a> Call<'a> {
             "one more than experts",
         )?;
         require_that("expert_offsets", num_rows, fits, "they ascend from 0 on, and end with the rows at most")?;
-        let x_scales = logical("x_scales", inputs, quantised.x_scales(num_rows, in_features), parts)?;
-        let w_scales = logical("w_scales", inputs, quantised.w_scales(out_features, in_features), num_experts)?;
+        let x_scales = logical("x_scales", inputs, quantized.x_scales(num_rows, in_features), parts)?;
+        let w_scales = logical("w_scales", inputs, quantized.w_scales(out_features, in_features), num_experts)?;
         Ok(Self {
             inputs,
-            quantised,
+            quantized,
             masked,
             num_experts,
             parts,
@@ -151,9 +151,9 @@ impl<'a> Call<'a> {
         first..(first + self.counts[expert] as usize).min(end)
     }
 
-    /// As the call's operands are quantised, with scales row by row.
-    fn plain(&self) -> Quantised {
-        Quantised { layout: ScaleLayout::Plain, ..*self.quantised }
+    /// As the call's operands are quantized, with scales row by row.
+    fn plain(&self) -> Quantized {
+        Quantized { layout: ScaleLayout::Plain, ..*self.quantized }
     }
 
     /// The operands of one expert's product.
@@ -162,8 +162,8 @@ impl<'a> Call<'a> {
         let x = self.inputs.tensor("x")?.reshape((self.parts, self.num_rows, self.in_features))?;
         let x = x.get(part)?.narrow(0, rows.start, rows.len())?;
         let w = self.inputs.tensor("w")?.get(expert)?;
-        let of_x = self.quantised.x_scales(rows.len(), self.in_features);
-        let of_w = self.quantised.w_scales(self.out_features, self.in_features);
+        let of_x = self.quantized.x_scales(rows.len(), self.in_features);
+        let of_w = self.quantized.w_scales(self.out_features, self.in_features);
         let of_rows = &self.x_scales[part][rows.start * of_x.groups..rows.end * of_x.groups];
         let tensor =
             |numbers: &[f64], scales: Scales| Tensor::from_slice(numbers, (scales.rows, scales.groups), &Device::Cpu);
@@ -195,8 +195,8 @@ mod tests {
     use crate::precision::Accumulator;
     use crate::testing::f64_tensor;
 
-    fn quantised(weights: Weights, group: usize, layout: ScaleLayout) -> Quantised {
-        Quantised { weights, group, bytes: true, layout, accumulator: Accumulator::F32 }
+    fn quantized(weights: Weights, group: usize, layout: ScaleLayout) -> Quantized {
+        Quantized { weights, group, bytes: true, layout, accumulator: Accumulator::F32 }
     }
 
     /// Bytes that are codes of every kind of number but NaN.
@@ -219,17 +219,17 @@ mod tests {
     const COUNTS: [usize; EXPERTS] = [2, 0, 3, 1];
 
     /// A call with four experts, and the number of each row of x with the expert that has it.
-    fn call(quantised: &Quantised, masked: bool, outs: usize, ins: usize) -> (Named, Vec<(usize, usize)>) {
+    fn call(quantized: &Quantized, masked: bool, outs: usize, ins: usize) -> (Named, Vec<(usize, usize)>) {
         let (rows, offsets) = if masked { (5, vec![]) } else { (11, vec![1.0, 4.0, 4.0, 8.0, 10.0]) };
         let x_shape = if masked { vec![EXPERTS, rows, ins] } else { vec![rows, ins] };
-        let of_w = if quantised.weights == Weights::Mxfp4 { ins / 2 } else { ins };
+        let of_w = if quantized.weights == Weights::Mxfp4 { ins / 2 } else { ins };
         let parts = if masked { EXPERTS } else { 1 };
-        let x_scales = scales(1, quantised.x_scales(rows, ins), parts).0;
+        let x_scales = scales(1, quantized.x_scales(rows, ins), parts).0;
         let x_scales = if masked { x_scales } else { x_scales.squeeze(0).expect("one part") };
         let counts: Vec<f64> = COUNTS.iter().map(|&count| count as f64).collect();
         let named = Named::new().with("x", codes(3, &x_shape, 0x78)).with("w", codes(11, &[EXPERTS, outs, of_w], 0x78));
         let named = named.with("x_scales", x_scales).with("counts", f64_tensor(&counts, &[EXPERTS]));
-        let named = named.with("w_scales", scales(4, quantised.w_scales(outs, ins), EXPERTS).0);
+        let named = named.with("w_scales", scales(4, quantized.w_scales(outs, ins), EXPERTS).0);
         let first = |expert: usize| if masked { expert * rows } else { offsets[expert] as usize };
         let owned =
             (0..EXPERTS).flat_map(|expert| (0..COUNTS[expert]).map(move |row| (row, expert))).collect::<Vec<_>>();
@@ -240,17 +240,17 @@ mod tests {
     }
 
     /// Every row that an expert has is that row's product with the expert's weights, by itself.
-    fn assert_rows_are_products(quantised: &Quantised, masked: bool) -> Result<()> {
+    fn assert_rows_are_products(quantized: &Quantized, masked: bool) -> Result<()> {
         let (outs, ins) = (9, 160);
-        let (named, owned) = call(quantised, masked, outs, ins);
-        let y = forward(&named, quantised, &mut Rounding::exact())?;
+        let (named, owned) = call(quantized, masked, outs, ins);
+        let y = forward(&named, quantized, &mut Rounding::exact())?;
         let (y, x, w) = (values(y.tensor("y")?)?, named.tensor("x")?.reshape(((), ins))?, named.tensor("w")?);
         let rows = x.dim(0)?;
-        let of_x = quantised.x_scales(if masked { rows / EXPERTS } else { rows }, ins);
-        let of_w = quantised.w_scales(outs, ins);
+        let of_x = quantized.x_scales(if masked { rows / EXPERTS } else { rows }, ins);
+        let of_w = quantized.w_scales(outs, ins);
         let parts = if masked { EXPERTS } else { 1 };
         let (x_bytes, w_bytes) = (scales(1, of_x, parts).1, scales(4, of_w, EXPERTS).1);
-        let plain = Quantised { layout: ScaleLayout::Plain, ..*quantised };
+        let plain = Quantized { layout: ScaleLayout::Plain, ..*quantized };
         let tensor = |bytes: &[u8], groups: usize| {
             let numbers: Vec<f64> = bytes.iter().map(|&byte| byte.into()).collect();
             f64_tensor(&numbers, &[bytes.len() / groups, groups])
@@ -262,10 +262,10 @@ mod tests {
             let one = Named::new().with("x", x.narrow(0, row, 1)?).with("w", w.get(expert)?);
             let one =
                 one.with("x_scales", tensor(of_row, of_x.groups)).with("w_scales", tensor(of_expert, of_w.groups));
-            let one = linear::forward_quantised(&one, &plain, &mut Rounding::exact())?;
+            let one = linear::forward_quantized(&one, &plain, &mut Rounding::exact())?;
             expected[row * outs..(row + 1) * outs].copy_from_slice(&values(one.tensor("y")?)?);
         }
-        assert_eq!(y, expected, "{quantised:?} masked {masked}");
+        assert_eq!(y, expected, "{quantized:?} masked {masked}");
         Ok(())
     }
 
@@ -274,7 +274,7 @@ mod tests {
         for (weights, group) in [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)] {
             for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
                 for masked in [false, true] {
-                    assert_rows_are_products(&quantised(weights, group, layout), masked)?;
+                    assert_rows_are_products(&quantized(weights, group, layout), masked)?;
                 }
             }
         }
@@ -283,11 +283,11 @@ mod tests {
 
     #[test]
     fn counts_are_taken_as_far_as_there_is_room() -> Result<()> {
-        let quantised = quantised(Weights::Fp8, 128, ScaleLayout::Plain);
-        let (named, _) = call(&quantised, true, 3, 16);
+        let quantized = quantized(Weights::Fp8, 128, ScaleLayout::Plain);
+        let (named, _) = call(&quantized, true, 3, 16);
         let y = |counts: [f64; 4]| -> Result<Vec<f64>> {
             let named = named.clone().with("counts", f64_tensor(&counts, &[EXPERTS]));
-            values(forward(&named, &quantised, &mut Rounding::exact())?.tensor("y")?)
+            values(forward(&named, &quantized, &mut Rounding::exact())?.tensor("y")?)
         };
         let (few, many) = (y([-3.0, f64::from(i32::MIN), 2.0, 0.0])?, y([5.0, 6.0, 2.0, f64::from(i32::MAX)])?);
         assert!(few[..30].iter().chain(&few[45..]).all(|&number| number == 7.0));
@@ -299,9 +299,9 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused() {
-        let of = |weights| quantised(weights, 128, ScaleLayout::Plain);
-        let refused = |named: &Named, quantised: &Quantised| {
-            assert!(forward(named, quantised, &mut Rounding::exact()).is_err());
+        let of = |weights| quantized(weights, 128, ScaleLayout::Plain);
+        let refused = |named: &Named, quantized: &Quantized| {
+            assert!(forward(named, quantized, &mut Rounding::exact()).is_err());
         };
         let (named, _) = call(&of(Weights::Fp8), false, 3, 16);
         for offsets in [[1.0, 4.0, 3.0, 8.0, 10.0], [-1.0, 4.0, 4.0, 8.0, 10.0], [1.0, 4.0, 4.0, 8.0, 12.0]] {

@@ -1,4 +1,4 @@
-//! The first linear layer of experts, SwiGLU with the routing weight, and its quantisation (inference 5.4, 5.5, 5.8, 11.1,
+//! The first linear layer of experts, SwiGLU with the routing weight, and its quantization (inference 5.4, 5.5, 5.8, 11.1,
 //! 11.3):
 //!
 //! ```text
@@ -18,15 +18,15 @@ use candle_core::Tensor;
 use crate::error::{Result, require_that};
 use crate::named::Named;
 use crate::precision::Rounding;
-use crate::projections::linear::Quantised;
-use crate::quantise::ScaleType;
+use crate::projections::linear::Quantized;
+use crate::quantize::ScaleType;
 use crate::{experts::grouped_linear, experts::swiglu_quantize, formats::gate_up_interleave};
 
 /// What no tensor holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Options {
-    /// How the operands of the product are quantised.
-    pub quantised: Quantised,
+    /// How the operands of the product are quantized.
+    pub quantized: Quantized,
     /// Whether rows of gate and up are interleaved by eight, and not one half of the rows each.
     pub interleaved: bool,
     /// The limit of the clamps.
@@ -35,7 +35,7 @@ pub struct Options {
     pub group: usize,
     /// What a scale is.
     pub scale: ScaleType,
-    /// Whether numbers are rounded to bf16 before they are quantised.
+    /// Whether numbers are rounded to bf16 before they are quantized.
     pub round_to_bf16: bool,
 }
 
@@ -48,8 +48,8 @@ pub struct Options {
 /// # Errors
 /// Those of [`grouped_linear::forward`]; an odd number of features.
 pub fn forward(inputs: &Named, options: &Options, rounding: &mut Rounding) -> Result<Named> {
-    let owned = grouped_linear::owned_rows(inputs, &options.quantised)?;
-    let product = grouped_linear::forward(inputs, &options.quantised, rounding)?;
+    let owned = grouped_linear::owned_rows(inputs, &options.quantized)?;
+    let product = grouped_linear::forward(inputs, &options.quantized, rounding)?;
     let both = inputs.tensor("w")?.dim(1)?;
     require_that("w", both, both > 0 && both % 2 == 0, "gate and up have as many rows")?;
     let product = rounding.bf16(&product.tensor("y")?.reshape((owned.len(), both))?)?;
@@ -85,8 +85,8 @@ mod tests {
 
     fn options(interleaved: bool) -> Options {
         let (weights, layout, accumulator) = (Weights::Mxfp4, ScaleLayout::Plain, Accumulator::F32);
-        let quantised = Quantised { weights, group: 32, bytes: true, layout, accumulator };
-        Options { quantised, interleaved, limit: LIMIT, group: 32, scale: ScaleType::E8m0, round_to_bf16: false }
+        let quantized = Quantized { weights, group: 32, bytes: true, layout, accumulator };
+        Options { quantized, interleaved, limit: LIMIT, group: 32, scale: ScaleType::E8m0, round_to_bf16: false }
     }
 
     /// Three sorted rows: 1 of the first expert, NaN of nobody, 1 of the second. Either expert's weights have their rows in

@@ -9,14 +9,14 @@
 //! out[t]     = sum over the slots of t of y, in their order, + shared[t]
 //! ```
 //!
-//! The routing weight is in a, before it is quantised, and nowhere else: neither behind the second product nor in the
-//! shared expert. What products are of is for [`Products`] to say: of [`QuantisedProducts`], numbers that are quantised
+//! The routing weight is in a, before it is quantized, and nowhere else: neither behind the second product nor in the
+//! shared expert. What products are of is for [`Products`] to say: of [`QuantizedProducts`], numbers that are quantized
 //! first.
 //!
 //! # Rounding points
 //!
 //! Those of the operators: [`crate::projections::linear`], [`crate::experts::router`], [`crate::experts::grouped_linear`], [`crate::experts::swiglu`],
-//! [`crate::experts::moe_reduce`]. gate_up, a, y and shared are stored in bf16. Numbers are quantised as they are stored, a as
+//! [`crate::experts::moe_reduce`]. gate_up, a, y and shared are stored in bf16. Numbers are quantized as they are stored, a as
 //! it is rounded: a code near the middle of two may become either. The router's choice is of exact logits: inputs are
 //! such that fp32 holds these.
 
@@ -27,8 +27,8 @@ use crate::formats::quantize_fp8::{self, Group};
 use crate::formats::scale_layout::ScaleLayout;
 use crate::named::Named;
 use crate::precision::{Rounding, values};
-use crate::projections::linear::{self, Quantised};
-use crate::quantise::ScaleType;
+use crate::projections::linear::{self, Quantized};
+use crate::quantize::ScaleType;
 use crate::{
     experts::grouped_linear, experts::moe_expand, experts::moe_map, experts::moe_reduce, experts::router,
     experts::swiglu,
@@ -140,32 +140,32 @@ fn gated(slots: Named, gate_up: &Tensor, limit: f64, rounding: &mut Rounding) ->
     rounding.bf16(product.tensor("y")?)
 }
 
-/// Products of numbers that are quantised in groups of a row, e4m3 with e8m0 scales, with quantised weights.
-pub struct QuantisedProducts<'a> {
+/// Products of numbers that are quantized in groups of a row, e4m3 with e8m0 scales, with quantized weights.
+pub struct QuantizedProducts<'a> {
     /// Weights, with scales in bytes, row by row or block by block: `w13`, `w13_scales`, `w2` and `w2_scales` of
     /// [`grouped_linear::forward`], `shared_w13`, `shared_w13_scales`, `shared_w2` and `shared_w2_scales` of
-    /// [`linear::forward_quantised`].
+    /// [`linear::forward_quantized`].
     pub inputs: &'a Named,
     /// Formats of the experts' weights, and the group of their rows.
-    pub routed: Quantised,
+    pub routed: Quantized,
     /// Those of the shared expert.
-    pub shared: Quantised,
+    pub shared: Quantized,
 }
 
 /// Codes and scales of rows `[num_rows, width]` as they are stored: `codes` and `scales`.
 ///
 /// # Errors
 /// Tensors that do not fit.
-pub fn quantised_rows(rows: &Tensor, group: usize) -> Result<Named> {
+pub fn quantized_rows(rows: &Tensor, group: usize) -> Result<Named> {
     let options =
         quantize_fp8::Options { group: Group::Row(group), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
     quantize_fp8::quantize(&Named::new().with("x", rows.clone()), options)
 }
 
-impl QuantisedProducts<'_> {
+impl QuantizedProducts<'_> {
     /// What products with these weights read.
     fn operands(&self, rows: &Tensor, group: usize, [w, scales]: [&'static str; 2]) -> Result<Named> {
-        let x = quantised_rows(rows, group)?;
+        let x = quantized_rows(rows, group)?;
         let named = Named::new().with("x", x.tensor("codes")?.clone()).with("x_scales", x.tensor("scales")?.clone());
         Ok(named.with("w", self.inputs.tensor(w)?.clone()).with("w_scales", self.inputs.tensor(scales)?.clone()))
     }
@@ -184,11 +184,11 @@ impl QuantisedProducts<'_> {
 
     fn of_shared(&self, rows: &Tensor, names: [&'static str; 2], rounding: &mut Rounding) -> Result<Tensor> {
         let named = self.operands(rows, self.shared.group, names)?;
-        Ok(linear::forward_quantised(&named, &self.shared, rounding)?.tensor("y")?.clone())
+        Ok(linear::forward_quantized(&named, &self.shared, rounding)?.tensor("y")?.clone())
     }
 }
 
-impl Products for QuantisedProducts<'_> {
+impl Products for QuantizedProducts<'_> {
     fn first(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
         self.of_experts(rows, maps, ["w13", "w13_scales"], rounding)
     }

@@ -1,4 +1,4 @@
-//! SwiGLU with clamps and an optional row weight, quantised to e4m3 in groups of a row (inference 5.4, 11.1, training
+//! SwiGLU with clamps and an optional row weight, quantized to e4m3 in groups of a row (inference 5.4, 11.1, training
 //! 11.2):
 //!
 //! ```text
@@ -6,7 +6,7 @@
 //! codes, scales = quantize(o)            [`crate::formats::quantize_fp8`]
 //! ```
 //!
-//! A padding row is quantised as one of zeros. Gradients are those of o, as if it were not quantised.
+//! A padding row is quantized as one of zeros. Gradients are those of o, as if it were not quantized.
 //!
 //! # Rounding points
 //!
@@ -21,7 +21,7 @@ use crate::format::Format;
 use crate::formats::quantize_fp8::{Options, read_scales};
 use crate::named::Named;
 use crate::precision::{Rounding, values};
-use crate::quantise::{ScaleType, scale_of};
+use crate::quantize::{ScaleType, scale_of};
 use crate::select::unless;
 
 /// Of the inputs of [`swiglu::forward`], in groups of `group` along a row:

@@ -1,4 +1,4 @@
-//! The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantised (inference 5.4, 7, 7.1).
+//! The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantized (inference 5.4, 7, 7.1).
 //!
 //! ```text
 //! y[i] = 128^-0.5 sum over j of (-1)^popcount(i AND j) x[j]
@@ -9,7 +9,7 @@
 //! # Rounding points
 //!
 //! The sums are those of seven steps of butterflies, `(a, b) -> (a + b, a - b)` for pairs that lie 1, 2, 4 ... 64 apart, in
-//! this order, each an fp32 number; so is the product with 128^-0.5. What is quantised is rounded to bf16 before. Codes and
+//! this order, each an fp32 number; so is the product with 128^-0.5. What is quantized is rounded to bf16 before. Codes and
 //! scales follow from these numbers without a choice: every run gives the same.
 
 use candle_core::Tensor;
@@ -18,7 +18,7 @@ use crate::error::{Result, require_that};
 use crate::format::{Format, pack_nibbles};
 use crate::named::Named;
 use crate::precision::{Precision, Rounding, values};
-use crate::quantise::{Quantised, quantise};
+use crate::quantize::{Quantized, quantize};
 
 /// Length of a row.
 pub const DIM: usize = 128;
@@ -52,7 +52,7 @@ pub fn forward(inputs: &Named, stored: Stored, rounding: &mut Rounding) -> Resul
     };
     let y = transform(x, &mut Rounding::new(Precision::Nearest { seed: 0 }))?;
     let y: Vec<f64> = values(&y)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();
-    let Quantised { codes, scale_bytes } = quantise(&y, group, format);
+    let Quantized { codes, scale_bytes } = quantize(&y, group, format);
     let rows = |bytes: Vec<u8>, width: usize| -> Result<Tensor> {
         Ok(Tensor::from_vec(bytes.into_iter().map(f64::from).collect(), (num_rows, width), x.device())?)
     };

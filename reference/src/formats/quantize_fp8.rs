@@ -20,7 +20,7 @@ use crate::format::Format;
 use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::named::Named;
 use crate::precision::values;
-use crate::quantise::{ScaleType, codes_of, scale_of};
+use crate::quantize::{ScaleType, codes_of, scale_of};
 
 /// The rows of a square group.
 pub const SQUARE: usize = 128;
@@ -44,7 +44,7 @@ impl Group {
     }
 }
 
-/// How numbers are quantised.
+/// How numbers are quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
     /// Which numbers share a scale.
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quantised_decodes_to_numbers_half_a_step_away_at_most() -> Result<()> {
+    fn what_is_quantized_decodes_to_numbers_half_a_step_away_at_most() -> Result<()> {
         let x = Draw::new(1).bf16(&[131, 200], 3.0);
         for options in all_options() {
             let quantized = quantize(&Named::new().with("x", x.clone()), options)?;

@@ -20,7 +20,7 @@ use crate::formats::quantize_fp8::{read_scales, stored_scales};
 use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::named::Named;
 use crate::precision::values;
-use crate::quantise::{Quantised, quantise};
+use crate::quantize::{self, Quantized};
 
 /// Neighbours in a row that share a scale.
 pub const GROUP: usize = 32;
@@ -44,7 +44,7 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
     let x = inputs.tensor("x")?;
     let (mut codes, mut numbers) = (Vec::new(), Vec::new());
     for row in values(x)?.chunks(width) {
-        let Quantised { codes: of_row, scale_bytes } = quantise(row, GROUP, Format::E2M1);
+        let Quantized { codes: of_row, scale_bytes } = quantize::quantize(row, GROUP, Format::E2M1);
         codes.extend(pack_nibbles(&of_row, width)?.into_iter().map(f64::from));
         numbers.extend(scale_bytes.into_iter().map(|byte| Format::E8M0.value(byte.into())));
     }
@@ -54,7 +54,7 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
         .with("scales", Tensor::from_vec(stored, shape, x.device())?))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize`] returns them.
+/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize()`] returns them.
 ///
 /// # Errors
 /// A tensor of another shape.
@@ -80,7 +80,7 @@ mod tests {
     use crate::testing::{Draw, f64_tensor};
 
     #[test]
-    fn what_is_quantised_decodes_to_numbers_half_a_step_away_at_most_in_every_layout() -> Result<()> {
+    fn what_is_quantized_decodes_to_numbers_half_a_step_away_at_most_in_every_layout() -> Result<()> {
         let x = Draw::new(1).bf16(&[33, 72], 3.0);
         for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
             let quantized = quantize(&Named::new().with("x", x.clone()), layout)?;

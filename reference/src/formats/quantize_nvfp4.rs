@@ -60,7 +60,7 @@ pub fn global_scale(inputs: &Named) -> Result<Named> {
 }
 
 /// The code of e4m3 and the codes of e2m1 of a group.
-fn quantise_group(group: &[f64], global_scale: f64) -> (u8, Vec<u8>) {
+fn quantize_group(group: &[f64], global_scale: f64) -> (u8, Vec<u8>) {
     let amax = amax(group);
     let scale = Format::E4M3.code(quotient(quotient(amax, Format::E2M1.largest), global_scale));
     let divisor = Format::F32.nearest(Format::E4M3.value(scale) * global_scale);
@@ -84,7 +84,7 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
     let global_scale = values(global_scale)?[0];
     let (mut codes, mut bytes) = (Vec::new(), Vec::new());
     for group in values(x)?.chunks(width).flat_map(|row| row.chunks(GROUP)) {
-        let (scale, of_group) = quantise_group(group, global_scale);
+        let (scale, of_group) = quantize_group(group, global_scale);
         codes.extend(pack_nibbles(&of_group, of_group.len())?.into_iter().map(f64::from));
         bytes.push(scale);
     }
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quantised_decodes_to_numbers_half_a_step_away_and_the_largest_keep_their_size() -> Result<()> {
+    fn what_is_quantized_decodes_to_numbers_half_a_step_away_and_the_largest_keep_their_size() -> Result<()> {
         let x = Draw::new(1).bf16(&[33, 72], 3.0);
         for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
             let inputs = with_global_scale(x.clone())?;

@@ -6,7 +6,7 @@
 //! kv   = n with its last channels turned by the position of its token                            [`crate::projections::rope`]
 //! ```
 //!
-//! and the gradients of all of it, last step first. In serving the steps behind the product are one, which also quantises
+//! and the gradients of all of it, last step first. In serving the steps behind the product are one, which also quantizes
 //! and writes the cache: [`forward_cached`], with weights in bf16 or FP8.
 //!
 //! # Rounding points
@@ -22,7 +22,7 @@ use crate::formats::scale_layout::ScaleLayout;
 use crate::named::Named;
 use crate::precision::{Accumulator, Rounding};
 use crate::projections::linear::{self, BLOCK, Weights};
-use crate::quantise::ScaleType;
+use crate::quantize::ScaleType;
 use crate::{cache::kv_norm_rope_write, projections::rms_norm, projections::rope};
 
 /// What turns the rows: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each token; and what is added to
@@ -114,8 +114,8 @@ fn product_of_codes(inputs: &Named, rounding: &mut Rounding) -> Result<(Named, T
     let named = named.with("w", inputs.tensor("wkv_codes")?.clone());
     let named = named.with("w_scales", inputs.tensor("wkv_scales")?.clone());
     let (weights, layout, accumulator) = (Weights::Fp8, ScaleLayout::Plain, Accumulator::F32);
-    let quantised = linear::Quantised { weights, group: BLOCK, bytes: true, layout, accumulator };
-    let y = linear::forward_quantised(&named, &quantised, rounding)?.tensor("y")?.clone();
+    let quantized = linear::Quantized { weights, group: BLOCK, bytes: true, layout, accumulator };
+    let y = linear::forward_quantized(&named, &quantized, rounding)?.tensor("y")?.clone();
     Ok((Named::new().with("h_codes", codes).with("h_scales", scales), y))
 }
 

@@ -6,7 +6,7 @@
 //! dw[o,i] = dw_before[o,i] + sum over t of dy[t,o] x[t,i]
 //! ```
 //!
-//! [`forward_quantised`] is the same of what codes with scales stand for, where x and w are quantised (inference 5.5,
+//! [`forward_quantized`] is the same of what codes with scales stand for, where x and w are quantized (inference 5.5,
 //! 5.6):
 //!
 //! ```text
@@ -26,7 +26,7 @@
 //! # Rounding points
 //!
 //! x, w, dy and dx are stored in bf16, whose products are exact in fp32; the sums are fp32. What was there before is
-//! added in fp32 to the whole sum, and the result is rounded once to the type in which it is stored. Of quantised
+//! added in fp32 to the whole sum, and the result is rounded once to the type in which it is stored. Of quantized
 //! operands the products of a group are added in the accumulator that the caller names; their sum times each scale, and
 //! gx gw, are fp32, and so are the sums over groups.
 
@@ -42,7 +42,7 @@ use crate::select::entry;
 /// Rows and numbers of k of a block of FP8 weights that share a scale.
 pub const BLOCK: usize = 128;
 
-/// What quantised operands are.
+/// What quantized operands are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Weights {
     /// e4m3, x with a scale for each 128 numbers of a row, w for each block of 128 x 128.
@@ -53,9 +53,9 @@ pub enum Weights {
     Nvfp4,
 }
 
-/// How operands are quantised, and their scales stored.
+/// How operands are quantized, and their scales stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Quantised {
+pub struct Quantized {
     /// Formats.
     pub weights: Weights,
     /// Numbers of x that share a scale: 128 of FP8, 32 or 128 of MXFP4, 16 of NVFP4.
@@ -68,7 +68,7 @@ pub struct Quantised {
     pub accumulator: Accumulator,
 }
 
-impl Quantised {
+impl Quantized {
     /// The scales of x.
     pub fn x_scales(&self, num_tokens: usize, in_features: usize) -> Scales {
         let Self { bytes, layout, .. } = *self;
@@ -124,14 +124,14 @@ fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
 ///
 /// - `x` `[num_tokens, in_features]`, a code in each byte, or `[num_tokens, in_features / 2]`, two codes of e2m1, the
 ///   even one in the low nibble; `w` `[out_features, ..]` likewise;
-/// - `x_scales` and `w_scales`, as [`Quantised::x_scales`] and [`Quantised::w_scales`] have them stored;
+/// - `x_scales` and `w_scales`, as [`Quantized::x_scales`] and [`Quantized::w_scales`] have them stored;
 /// - `x_global_scale` and `w_global_scale` `[1]`, of NVFP4;
 /// - `y_before`, of the shape and type of `y`; absent for zeros.
 ///
 /// # Errors
 /// Tensors that do not fit.
-pub fn forward_quantised(inputs: &Named, quantised: &Quantised, rounding: &mut Rounding) -> Result<Named> {
-    let operands = Operands::decode(inputs, quantised)?;
+pub fn forward_quantized(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -> Result<Named> {
+    let operands = Operands::decode(inputs, quantized)?;
     let Operands { x, w, x_scales, w_scales } = &operands;
     let (num_tokens, out_features) = (x.dim(0)?, w.dim(0)?);
     if let Some(before) = inputs.get("y_before") {
@@ -140,13 +140,13 @@ pub fn forward_quantised(inputs: &Named, quantised: &Quantised, rounding: &mut R
     if num_tokens == 0 {
         return Ok(Named::new().with("y", Tensor::zeros((0, out_features), x.dtype(), x.device())?));
     }
-    let held = quantised.held();
-    let promoted = quantised.accumulator.promoted_every(held);
+    let held = quantized.held();
+    let promoted = quantized.accumulator.promoted_every(held);
     let of_tokens = |piece_number: usize, piece: Tensor, rounding: &mut Rounding| -> Result<Tensor> {
-        let group = piece_number * held / quantised.group;
+        let group = piece_number * held / quantized.group;
         rounding.f32(&piece.broadcast_mul(&x_scales.narrow(1, group, 1)?)?)
     };
-    let y = match quantised.weights {
+    let y = match quantized.weights {
         Weights::Fp8 => rounding.matmul_of_pieces(x, &w.t()?, promoted, |block, piece, rounding| {
             let scaled = of_tokens(block, piece, rounding)?;
             rounding.f32(&scaled.broadcast_mul(&w_scales.narrow(1, block, 1)?.t()?)?)
@@ -160,7 +160,7 @@ pub fn forward_quantised(inputs: &Named, quantised: &Quantised, rounding: &mut R
             y.broadcast_mul(&powers.t()?)?
         }
         Weights::Nvfp4 => {
-            let product = rounding.matmul(x, &w.t()?, quantised.accumulator)?;
+            let product = rounding.matmul(x, &w.t()?, quantized.accumulator)?;
             let factor = (inputs.tensor("x_global_scale")? * inputs.tensor("w_global_scale")?)?;
             let factor = rounding.f32(&factor)?;
             rounding.f32(&product.broadcast_mul(&factor)?)?
@@ -182,16 +182,16 @@ struct Operands {
 }
 
 impl Operands {
-    fn decode(inputs: &Named, quantised: &Quantised) -> Result<Self> {
-        let x = numbers("x", inputs.tensor("x")?, quantised.x_format())?;
-        let w = numbers("w", inputs.tensor("w")?, quantised.w_format())?;
+    fn decode(inputs: &Named, quantized: &Quantized) -> Result<Self> {
+        let x = numbers("x", inputs.tensor("x")?, quantized.x_format())?;
+        let w = numbers("w", inputs.tensor("w")?, quantized.w_format())?;
         let ((num_tokens, in_features), (out_features, width)) = (x.dims2()?, w.dims2()?);
         require_that("w", width, width == in_features && width > 0, "rows of x and w have equally many numbers")?;
         require_that("out_features", out_features, out_features > 0, "a layer has at least one output")?;
-        let x_scales = scales_of(inputs, "x_scales", quantised, quantised.x_scales(num_tokens, in_features))?;
-        let w_scales = scales_of(inputs, "w_scales", quantised, quantised.w_scales(out_features, in_features))?;
+        let x_scales = scales_of(inputs, "x_scales", quantized, quantized.x_scales(num_tokens, in_features))?;
+        let w_scales = scales_of(inputs, "w_scales", quantized, quantized.w_scales(out_features, in_features))?;
         let kept = |numbers: &Tensor, scales: &Tensor, group: usize| with_scales(numbers, scales, group);
-        Ok(match quantised.weights {
+        Ok(match quantized.weights {
             Weights::Fp8 => {
                 let rows: Vec<u32> = (0..out_features).map(|row| (row / BLOCK) as u32).collect();
                 let rows = Tensor::new(rows, w.device())?;
@@ -214,12 +214,12 @@ fn numbers(name: &'static str, codes: &Tensor, format: Format) -> Result<Tensor>
 }
 
 /// Stored scales, `[rows, groups]`.
-fn scales_of(inputs: &Named, name: &'static str, quantised: &Quantised, scales: Scales) -> Result<Tensor> {
+fn scales_of(inputs: &Named, name: &'static str, quantized: &Quantized, scales: Scales) -> Result<Tensor> {
     let stored = inputs.tensor(name)?;
     require(name, stored, &scales.shape())?;
     let stored_numbers = values(stored)?;
-    let numbers: Vec<f64> = match quantised.bytes {
-        true => quantised.scale_format().values(&scales.read_bytes(&stored_numbers)),
+    let numbers: Vec<f64> = match quantized.bytes {
+        true => quantized.scale_format().values(&scales.read_bytes(&stored_numbers)),
         false => scales.gathered(&stored_numbers),
     };
     Ok(Tensor::from_vec(numbers, (scales.rows, scales.groups), stored.device())?)
@@ -412,12 +412,12 @@ mod tests {
         Ok(())
     }
 
-    fn quantised(weights: Weights, group: usize, layout: ScaleLayout) -> Quantised {
-        Quantised { weights, group, bytes: true, layout, accumulator: Accumulator::F32 }
+    fn quantized(weights: Weights, group: usize, layout: ScaleLayout) -> Quantized {
+        Quantized { weights, group, bytes: true, layout, accumulator: Accumulator::F32 }
     }
 
     /// Codes and scales of bytes, each by its place; every byte of padding is that of a NaN.
-    fn coded(quantised: &Quantised, num_tokens: usize, out_features: usize, in_features: usize) -> Named {
+    fn coded(quantized: &Quantized, num_tokens: usize, out_features: usize, in_features: usize) -> Named {
         let codes = |seed: usize, rows: usize, format: Format| {
             let width = if format == Format::E2M1 { in_features / 2 } else { in_features };
             let bytes: Vec<f64> = (0..rows * width).map(|at| ((at * 37 + seed) % 0x78) as f64).collect();
@@ -425,7 +425,7 @@ mod tests {
         };
         let scales = |seed: usize, scales: Scales| {
             let byte = |at: usize| {
-                Some(((at * 5 + seed) % 9 + if quantised.weights == Weights::Nvfp4 { 50 } else { 122 }) as u8)
+                Some(((at * 5 + seed) % 9 + if quantized.weights == Weights::Nvfp4 { 50 } else { 122 }) as u8)
             };
             let bytes: Vec<Option<u8>> = (0..scales.rows * scales.groups).map(byte).collect();
             let placed: Vec<u8> = scales.arranged(&bytes).into_iter().map(|byte| byte.unwrap_or(255)).collect();
@@ -435,15 +435,15 @@ mod tests {
             };
             f64_tensor(&numbers, &scales.shape())
         };
-        let named = Named::new().with("x", codes(3, num_tokens, quantised.x_format()));
-        let named = named.with("w", codes(11, out_features, quantised.w_format()));
-        let named = named.with("x_scales", scales(1, quantised.x_scales(num_tokens, in_features)));
-        let named = named.with("w_scales", scales(4, quantised.w_scales(out_features, in_features)));
+        let named = Named::new().with("x", codes(3, num_tokens, quantized.x_format()));
+        let named = named.with("w", codes(11, out_features, quantized.w_format()));
+        let named = named.with("x_scales", scales(1, quantized.x_scales(num_tokens, in_features)));
+        let named = named.with("w_scales", scales(4, quantized.w_scales(out_features, in_features)));
         named.with("x_global_scale", f64_tensor(&[0.3], &[1])).with("w_global_scale", f64_tensor(&[1.7], &[1]))
     }
 
     /// Element by element from the formulas of inference 5.5 and 5.6, every number with all of its scales.
-    fn by_elements(named: &Named, quantised: &Quantised, extents: [usize; 3]) -> Result<Vec<f64>> {
+    fn by_elements(named: &Named, quantized: &Quantized, extents: [usize; 3]) -> Result<Vec<f64>> {
         let [num_tokens, out_features, in_features] = extents;
         let stored = |name: &'static str| values(named.tensor(name)?);
         let (x, w) = (stored("x")?, stored("w")?);
@@ -451,21 +451,21 @@ mod tests {
             true => format.value((codes[row * in_features / 2 + i / 2] as u64) >> (4 * (i % 2)) & 15),
             false => format.value(codes[row * in_features + i] as u64),
         };
-        let of_x = quantised.x_scales(num_tokens, in_features);
-        let of_w = quantised.w_scales(out_features, in_features);
+        let of_x = quantized.x_scales(num_tokens, in_features);
+        let of_w = quantized.w_scales(out_features, in_features);
         let (sx, sw) = (of_x.read_bytes(&stored("x_scales")?), of_w.read_bytes(&stored("w_scales")?));
-        let scale = |bytes: &[u8], at: usize| quantised.scale_format().value(bytes[at].into());
-        let (rows, group) = match quantised.weights {
+        let scale = |bytes: &[u8], at: usize| quantized.scale_format().value(bytes[at].into());
+        let (rows, group) = match quantized.weights {
             Weights::Fp8 => (128, 128),
             Weights::Mxfp4 => (1, 32),
             Weights::Nvfp4 => (1, 16),
         };
-        let factor = if quantised.weights == Weights::Nvfp4 { 0.3 * 1.7 } else { 1.0 };
+        let factor = if quantized.weights == Weights::Nvfp4 { 0.3 * 1.7 } else { 1.0 };
         let element = |token: usize, out: usize| -> f64 {
             let term = |i: usize| {
-                let of_token = scale(&sx, token * of_x.groups + i / quantised.group);
+                let of_token = scale(&sx, token * of_x.groups + i / quantized.group);
                 let of_weight = scale(&sw, out / rows * of_w.groups + i / group);
-                code(&x, token, i, quantised.x_format()) * of_token * code(&w, out, i, quantised.w_format()) * of_weight
+                code(&x, token, i, quantized.x_format()) * of_token * code(&w, out, i, quantized.w_format()) * of_weight
             };
             factor * (0..in_features).map(term).sum::<f64>()
         };
@@ -473,20 +473,20 @@ mod tests {
     }
 
     #[test]
-    fn quantised_products_are_those_of_every_number_with_all_of_its_scales() -> Result<()> {
+    fn quantized_products_are_those_of_every_number_with_all_of_its_scales() -> Result<()> {
         let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
         for (weights, group) in formats {
             for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
-                let quantised = quantised(weights, group, layout);
+                let quantized = quantized(weights, group, layout);
                 let extents = [3, 131, 168];
-                let named = coded(&quantised, 3, 131, 168);
-                let y = forward_quantised(&named, &quantised, &mut Rounding::exact())?;
-                let (found, expected) = (values(y.tensor("y")?)?, by_elements(&named, &quantised, extents)?);
+                let named = coded(&quantized, 3, 131, 168);
+                let y = forward_quantized(&named, &quantized, &mut Rounding::exact())?;
+                let (found, expected) = (values(y.tensor("y")?)?, by_elements(&named, &quantized, extents)?);
                 // Numbers of both signs are as large as the largest sum of them: 168 terms and three roundings of each.
                 let largest = expected.iter().fold(0.0, |largest: f64, y| largest.max(y.abs()));
                 for (found, expected) in found.iter().zip(&expected) {
                     let bound = 172.0 * 172.0 * UNIT_ROUNDOFF * largest;
-                    assert!((found - expected).abs() <= bound, "{quantised:?}: {found} {expected}");
+                    assert!((found - expected).abs() <= bound, "{quantized:?}: {found} {expected}");
                 }
             }
         }
@@ -504,14 +504,14 @@ mod tests {
     #[test]
     fn what_a_narrow_accumulator_loses_lies_within_its_working_runs() -> Result<()> {
         // 2^14 and 1919 ones: promoted every 128 terms 127 of them are lost, never promoted all.
-        let quantised = quantised(Weights::Fp8, 128, ScaleLayout::Plain);
+        let quantized = quantized(Weights::Fp8, 128, ScaleLayout::Plain);
         let row: Vec<f64> = (0..1920).map(|i| f64::from(if i == 0 { 0x70 } else { 0x38 })).collect();
         let ones = f64_tensor(&[127.0; 15], &[1, 15]);
         let named = Named::new().with("x", f64_tensor(&row, &[1, 1920])).with("w", f64_tensor(&row, &[1, 1920]));
         let named = named.with("x_scales", ones.clone()).with("w_scales", ones);
         let y = |accumulator, precision| -> Result<f64> {
-            let quantised = Quantised { accumulator, ..quantised };
-            let y = forward_quantised(&named, &quantised, &mut Rounding::new(precision))?;
+            let quantized = Quantized { accumulator, ..quantized };
+            let y = forward_quantized(&named, &quantized, &mut Rounding::new(precision))?;
             Ok(values(y.tensor("y")?)?[0])
         };
         let exact = y(Accumulator::HOPPER_E4M3, Precision::Exact)?;
@@ -525,15 +525,15 @@ mod tests {
 
     #[test]
     fn weights_whose_scales_leave_fp32_before_that_of_x_is_there_have_runs_that_are_finite() -> Result<()> {
-        let quantised =
-            Quantised { accumulator: Accumulator::HOPPER_E4M3, ..quantised(Weights::Mxfp4, 32, ScaleLayout::Plain) };
-        let named = coded(&quantised, 2, 3, 64);
+        let quantized =
+            Quantized { accumulator: Accumulator::HOPPER_E4M3, ..quantized(Weights::Mxfp4, 32, ScaleLayout::Plain) };
+        let named = coded(&quantized, 2, 3, 64);
         // 2^125 of w and 2^-40 of x.
         let all = |name: &'static str, byte: f64| -> Result<Tensor> { Ok((named.tensor(name)?.zeros_like()? + byte)?) };
         let (x_scales, w_scales) = (all("x_scales", 87.0)?, all("w_scales", 252.0)?);
         let named = named.clone().with("x_scales", x_scales).with("w_scales", w_scales);
         for precision in [Precision::Exact, Precision::Working { seed: 1 }, Precision::Nearest { seed: 1 }] {
-            let y = forward_quantised(&named, &quantised, &mut Rounding::new(precision))?;
+            let y = forward_quantized(&named, &quantized, &mut Rounding::new(precision))?;
             let y = values(y.tensor("y")?)?;
             assert!(y.iter().all(|y| y.is_finite()) && y.iter().any(|y| *y != 0.0), "{precision:?}: {y:?}");
         }

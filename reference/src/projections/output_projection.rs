@@ -12,8 +12,8 @@
 //!
 //! `attn_out` is what the attention's backward reads: it stays as it is.
 //!
-//! [`forward_quantised`] is the same of FP8 weights: wo_b alone, whose operand z is quantised in groups of 128, or wo_a
-//! as well, whose operand is the rotated output as [`crate::attention::inverse_rope_quantize`] quantises it.
+//! [`forward_quantized`] is the same of FP8 weights: wo_b alone, whose operand z is quantized in groups of 128, or wo_a
+//! as well, whose operand is the rotated output as [`crate::attention::inverse_rope_quantize`] quantizes it.
 //!
 //! # Rounding points
 //!
@@ -32,7 +32,7 @@ use crate::named::Named;
 use crate::precision::{Accumulator, Rounding};
 use crate::projections::linear::{self, BLOCK, Weights};
 use crate::projections::rope;
-use crate::quantise::{ScaleType, simulated};
+use crate::quantize::{ScaleType, simulated};
 use crate::select::entry;
 
 /// What the first two steps make, as the next one reads it.
@@ -109,9 +109,9 @@ pub fn backward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding
 const OF_WEIGHTS: quantize_fp8::Options =
     quantize_fp8::Options { group: Group::Square, scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
 
-/// `y`, `z` and, with wo_a in bf16, `rotated`, or with wo_a quantised `codes` and `scales` as
+/// `y`, `z` and, with wo_a in bf16, `rotated`, or with wo_a quantized `codes` and `scales` as
 /// [`inverse_rope_quantize::forward`] has them, in this layout. The inputs are those of [`forward`], of which in the place
-/// of each quantised weight there are, as the numbers of bytes:
+/// of each quantized weight there are, as the numbers of bytes:
 ///
 /// - `wo_b_codes` `[hidden_size, o_groups * o_lora_rank]`, e4m3, and `wo_b_scales`, e8m0, one for each block of 128 by
 ///   128;
@@ -120,7 +120,7 @@ const OF_WEIGHTS: quantize_fp8::Options =
 ///
 /// # Errors
 /// As [`forward`].
-pub fn forward_quantised(
+pub fn forward_quantized(
     rotation: &rope::Inputs,
     inputs: &Named,
     layout: ScaleLayout,
@@ -132,7 +132,7 @@ pub fn forward_quantised(
             (Named::new().with("rotated", run.rotated.flatten_from(1)?).with("z", run.z), run.z_stored)
         }
         None => {
-            let (coded, z) = quantised_groups(rotation, inputs, layout, rounding)?;
+            let (coded, z) = quantized_groups(rotation, inputs, layout, rounding)?;
             let stored = rounding.bf16(&z)?;
             (coded.with("z", z), stored)
         }
@@ -146,7 +146,7 @@ pub fn forward_quantised(
 }
 
 /// The codes of the rotated output, and z of it before it is stored.
-fn quantised_groups(
+fn quantized_groups(
     rotation: &rope::Inputs,
     inputs: &Named,
     layout: ScaleLayout,
@@ -156,13 +156,13 @@ fn quantised_groups(
     let (o_groups, o_lora_rank, _) = codes.dims3()?;
     let options = inverse_rope_quantize::Options { o_groups, scale: ScaleType::E8m0, layout };
     let coded = inverse_rope_quantize::forward(rotation, options)?;
-    let quantised =
-        linear::Quantised { weights: Weights::Fp8, group: BLOCK, bytes: true, layout, accumulator: Accumulator::F32 };
+    let quantized =
+        linear::Quantized { weights: Weights::Fp8, group: BLOCK, bytes: true, layout, accumulator: Accumulator::F32 };
     let groups = (0..o_groups).map(|group| {
         let named = Named::new().with("x", entry(coded.tensor("codes")?, 1, group)?);
         let named = named.with("x_scales", entry(coded.tensor("scales")?, 0, group)?);
         let named = named.with("w", entry(codes, 0, group)?).with("w_scales", entry(scales, 0, group)?);
-        Ok(linear::forward_quantised(&named, &quantised, rounding)?.tensor("y")?.clone())
+        Ok(linear::forward_quantized(&named, &quantized, rounding)?.tensor("y")?.clone())
     });
     let z = Tensor::stack(&groups.collect::<Result<Vec<_>>>()?, 1)?;
     let z = z.reshape((z.dim(0)?, o_groups * o_lora_rank))?;
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quantised_is_the_whole_of_what_is_not_within_its_codes() -> Result<()> {
+    fn what_is_quantized_is_the_whole_of_what_is_not_within_its_codes() -> Result<()> {
         let mut draw = Draw::new(4);
         let (cos, sin) = (f64_tensor(&[1.0; 3], &[3, 1]), f64_tensor(&[0.0; 3], &[3, 1]));
         let rotation = rope::Inputs { x: draw.bf16(&[3, 2, 128], 1.0), cos, sin, positions: None, inverse: true };
@@ -276,7 +276,7 @@ mod tests {
         let codes = Named::new().with("wo_b_codes", wo_b.tensor("codes")?.clone());
         let codes = codes.with("wo_b_scales", wo_b.tensor("scales")?.clone());
         let second = codes.clone().with("wo_a", weights.tensor("wo_a")?.clone());
-        let second = forward_quantised(&rotation, &second, ScaleLayout::Plain, &mut Rounding::exact())?;
+        let second = forward_quantized(&rotation, &second, ScaleLayout::Plain, &mut Rounding::exact())?;
         assert_eq!(values(second.tensor("y")?)?, values(whole.tensor("y")?)?);
         let both = codes.with("wo_a_codes", twice(wo_a.tensor("codes")?)?);
         let both = both.with("wo_a_scales", twice(wo_a.tensor("scales")?)?);
@@ -287,7 +287,7 @@ mod tests {
         let small = 128.0 * largest(weights.tensor("wo_a")?)? * largest(&rotation.x)? / 224.0 / 1024.0;
         let bound = ((sizes.tensor("z")? / 16.0)? + small)?;
         for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
-            let both = forward_quantised(&rotation, &both, layout, &mut Rounding::exact())?;
+            let both = forward_quantized(&rotation, &both, layout, &mut Rounding::exact())?;
             assert_within("z", both.tensor("z")?, whole.tensor("z")?, &bound);
             assert_ne!(values(both.tensor("z")?)?, values(whole.tensor("z")?)?);
         }

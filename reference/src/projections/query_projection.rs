@@ -7,8 +7,8 @@
 //! q   = q_b over the root mean square of its head, turned by position                          [`crate::projections::query_norm_rope`]
 //! ```
 //!
-//! and the gradients of all of it, last step first. [`forward_quantised`] is the same of FP8 weights, whose operands h and
-//! qr are quantised in groups of 128.
+//! and the gradients of all of it, last step first. [`forward_quantized`] is the same of FP8 weights, whose operands h and
+//! qr are quantized in groups of 128.
 //!
 //! # Rounding points
 //!
@@ -24,7 +24,7 @@ use crate::formats::scale_layout::ScaleLayout;
 use crate::named::Named;
 use crate::precision::{Accumulator, Rounding};
 use crate::projections::linear::{self, BLOCK, Weights};
-use crate::quantise::{ScaleType, simulated};
+use crate::quantize::{ScaleType, simulated};
 use crate::{projections::query_norm_rope, projections::rms_norm, projections::rope};
 
 /// What turns the queries: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each token; and what is added
@@ -147,7 +147,7 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
 ///
 /// # Errors
 /// As [`forward`].
-pub fn forward_quantised(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
+pub fn forward_quantized(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let of_rows =
         quantize_fp8::Options { group: Group::Row(BLOCK), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
     let of_weights = quantize_fp8::Options { group: Group::Square, ..of_rows };
@@ -155,14 +155,14 @@ pub fn forward_quantised(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -
     let (codes, scales) = (h.tensor("codes")?.clone(), h.tensor("scales")?.clone());
     let first = linear_inputs(&codes, inputs.tensor("wq_a_codes")?).with("x_scales", scales.clone());
     let first = first.with("w_scales", inputs.tensor("wq_a_scales")?.clone());
-    let quantised = linear::Quantised {
+    let quantized = linear::Quantized {
         weights: Weights::Fp8,
         group: BLOCK,
         bytes: true,
         layout: ScaleLayout::Plain,
         accumulator: Accumulator::F32,
     };
-    let q_a = linear::forward_quantised(&first, &quantised, rounding)?.tensor("y")?.clone();
+    let q_a = linear::forward_quantized(&first, &quantized, rounding)?.tensor("y")?.clone();
     let wq_b = Named::new().with("codes", inputs.tensor("wq_b_codes")?.clone());
     let wq_b = wq_b.with("scales", inputs.tensor("wq_b_scales")?.clone());
     let wq_b = quantize_fp8::dequantize(&wq_b, of_weights, Format::F32)?.tensor("y")?.clone();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quantised_is_what_is_not_of_decoded_numbers() -> Result<()> {
+    fn what_is_quantized_is_what_is_not_of_decoded_numbers() -> Result<()> {
         let (turn, named) = case(3);
         let options = |group| quantize_fp8::Options { group, scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
         let coded = |name: &'static str, group| {
@@ -248,7 +248,7 @@ mod tests {
         let codes = named.clone().with("wq_a_codes", of("wq_a", "codes")?).with("wq_a_scales", of("wq_a", "scales")?);
         let codes = codes.with("wq_b_codes", of("wq_b", "codes")?).with("wq_b_scales", of("wq_b", "scales")?);
         let expected = forward(&turn, &numbers, &mut Rounding::exact())?;
-        let found = forward_quantised(&turn, &codes, &mut Rounding::exact())?;
+        let found = forward_quantized(&turn, &codes, &mut Rounding::exact())?;
         for name in ["q_a", "qr", "q"] {
             let bound = (expected.tensor(name)?.ones_like()? * (4096.0 * UNIT_ROUNDOFF))?;
             assert_within(name, found.tensor(name)?, expected.tensor(name)?, &bound);

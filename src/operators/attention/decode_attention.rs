@@ -663,7 +663,7 @@ impl StoreNames {
         let encoded = rows.chunks(width).flat_map(|row| {
             let mut row: Vec<f64> = row.iter().map(|&x| bf16::from_f64(x).to_f64()).collect();
             if c.logit_shift != 0.0 {
-                // Through a channel that is not quantised.
+                // Through a channel that is not quantized.
                 row[width - 1] = shift_size(c) * c.row_magnitude;
             }
             let (data, scales) = format.encode(&row);

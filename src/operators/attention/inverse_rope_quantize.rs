@@ -17,7 +17,7 @@ use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 /// The operator.
 pub struct InverseRopeQuantize;
 
-/// A case: extents, rotation, how the output is quantised, data.
+/// A case: extents, rotation, how the output is quantized, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct InverseRopeQuantizeCase {
     /// Tokens; 0 is legal.

@@ -92,7 +92,7 @@ impl Operator for IndexerCacheWrite {
     const ABOUT: About = About {
         name: "indexer_cache_write",
         family: Family::Cache,
-        summary: "transforms and quantises the indexer's keys and scatters them to slots of their paged store",
+        summary: "transforms and quantizes the indexer's keys and scatters them to slots of their paged store",
         specification: &["inference 5.4", "inference 7", "inference 7.1", "inference 13.2"],
         paths: &["indexer_cache_write"],
         modules: launcher::modules,

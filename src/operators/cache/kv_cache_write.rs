@@ -11,7 +11,7 @@ use dsv4_kernels::cache::kv_cache_write as launcher;
 use dsv4_reference::Format;
 use dsv4_reference::cache::kv_cache::{RowBytes, SCALE_GROUP};
 use dsv4_reference::cache::kv_cache_write as reference;
-use dsv4_reference::quantise::{ScaleType, floor_of};
+use dsv4_reference::quantize::{ScaleType, floor_of};
 use dsv4_runtime::HostTensor;
 use rand::Rng;
 
@@ -105,7 +105,7 @@ impl Operator for KvCacheWrite {
     const ABOUT: About = About {
         name: "kv_cache_write",
         family: Family::Cache,
-        summary: "quantises rows of K = V and scatters them to slots of the paged cache",
+        summary: "quantizes rows of K = V and scatters them to slots of the paged cache",
         specification: &["inference 5.4", "inference 8.3", "inference 13.2"],
         paths: &["kv_cache_write"],
         modules: launcher::modules,
@@ -253,7 +253,7 @@ impl Operator for KvCacheWrite {
             let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
             Benchmark {
                 drawn: KvCacheWriteCase { num_tokens: num_tokens.min(rows), num_pages, ..case.clone() },
-                // Amax, product, rounding and a comparison for each quantised channel.
+                // Amax, product, rounding and a comparison for each quantized channel.
                 flops: (4 * num_tokens * format.nope_dim) as f64,
                 rows: 2,
                 amend: |c: &KvCacheWriteCase, tensors| {

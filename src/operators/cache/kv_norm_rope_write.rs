@@ -149,7 +149,7 @@ impl Operator for KvNormRopeWrite {
     const ABOUT: About = About {
         name: "kv_norm_rope_write",
         family: Family::Cache,
-        summary: "rows of K = V normed, turned by position, quantised and scattered to the paged cache, in one pass",
+        summary: "rows of K = V normed, turned by position, quantized and scattered to the paged cache, in one pass",
         specification: &[
             "inference 3",
             "inference 4",

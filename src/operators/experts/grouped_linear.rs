@@ -20,7 +20,7 @@ use crate::operator::tensors::permuted_along;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase, draw_experts};
 use crate::operators::formats::quantize_fp8::format_of;
 use crate::operators::projections::linear::{
-    Codes, Linear, LinearCase, doubled, quantised, set_codes, set_scales, takes_hopper,
+    Codes, Linear, LinearCase, doubled, quantized, set_codes, set_scales, takes_hopper,
 };
 
 /// The operator.
@@ -118,7 +118,7 @@ impl GroupedLinearCase {
     /// A linear layer of all rows, or of one expert's part, with the same formats and data.
     pub(crate) fn of_one(&self) -> LinearCase {
         let Self { output, scale_bytes, layout, codes, implementation, data, .. } = *self;
-        let one = quantised(self.weights, self.group, [self.num_rows, self.out_features, self.in_features]);
+        let one = quantized(self.weights, self.group, [self.num_rows, self.out_features, self.in_features]);
         LinearCase { output, scale_bytes, layout, codes, implementation, data, ..one }
     }
 
@@ -128,8 +128,8 @@ impl GroupedLinearCase {
     }
 
     pub(crate) fn of_launcher(&self) -> Grouped {
-        let quantised = self.of_one().of_launcher();
-        Grouped { quantised, grouping: self.grouping, expected_rows: self.expected_rows }
+        let quantized = self.of_one().of_launcher();
+        Grouped { quantized, grouping: self.grouping, expected_rows: self.expected_rows }
     }
 
     /// The slots alone.
@@ -465,15 +465,15 @@ impl Operator for GroupedLinear {
     }
 
     fn forward(c: &GroupedLinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let (named, quantised) = (t.named()?, c.of_one().of_oracle());
+        let (named, quantized) = (t.named()?, c.of_one().of_oracle());
         let named = match named.get("y").filter(|_| c.is_masked()).cloned() {
             Some(before) => named.with("y_before", before),
             None => named,
         };
         if c.codes != Codes::Exact {
-            return reference::forward(&named, &quantised, rounding);
+            return reference::forward(&named, &quantized, rounding);
         }
-        let y = reference::forward(&named, &quantised, &mut Rounding::exact())?;
+        let y = reference::forward(&named, &quantized, &mut Rounding::exact())?;
         let y = y.tensor("y")?;
         let mut stored = crate::operator::fields::elements(y)?;
         format_of(c.output).round_all(&mut stored);
@@ -656,7 +656,7 @@ impl GroupedLinearCase {
         let Self { out_features, in_features, .. } = *self;
         let rows: usize = self.rows_of_experts().into_iter().sum();
         let with_rows = self.rows_of_experts().into_iter().filter(|&rows| rows > 0).count();
-        let row_bytes: usize = self.of_launcher().quantised.row_bytes(in_features)[1];
+        let row_bytes: usize = self.of_launcher().quantized.row_bytes(in_features)[1];
         let bytes = with_rows * out_features * row_bytes + rows * (in_features + written);
         [bytes as f64, 2.0 * rows as f64 * out_features as f64 * in_features as f64]
     }

@@ -11,7 +11,7 @@ use dsv4_kernels::experts::swiglu_quantize::{self, Group, ScaleType};
 use dsv4_kernels::formats::gate_up_interleave::GRANULE;
 use dsv4_kernels::projections::linear::{BLOCK, MAX_FEATURES, ScaleLayout, Weights};
 use dsv4_reference::experts::grouped_linear_swiglu as reference;
-use dsv4_reference::quantise::scale_of;
+use dsv4_reference::quantize::scale_of;
 use dsv4_reference::{Format, experts::swiglu_quantize as codes_of_oracle, formats::quantize_fp8};
 use rand::Rng;
 
@@ -32,7 +32,7 @@ use crate::operators::projections::linear::Codes;
 /// The operator.
 pub struct GroupedLinearSwiglu;
 
-/// A case: the product, how rows of gate and up lie, what is quantised.
+/// A case: the product, how rows of gate and up lie, what is quantized.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedLinearSwigluCase {
     /// The product: `out_features` are those of gate and up together, a multiple of 16; `output` is bf16, to which gate and up are
@@ -51,7 +51,7 @@ pub struct GroupedLinearSwigluCase {
     pub product_scale: ScaleType,
     /// Where scales lie that are written.
     pub product_layout: ScaleLayout,
-    /// Whether numbers are rounded to bf16 before they are quantised.
+    /// Whether numbers are rounded to bf16 before they are quantized.
     pub round_to_bf16: bool,
 }
 
@@ -110,15 +110,15 @@ impl GroupedLinearSwigluCase {
     fn of_launcher(&self) -> launcher::Options {
         let Self { interleaved, product_group, product_scale, product_layout, round_to_bf16, .. } = *self;
         let (group, scale, layout) = (product_group, product_scale, product_layout);
-        let quantised = swiglu_quantize::Options { group, scale, layout, round_to_bf16 };
-        launcher::Options { grouped: self.product.of_launcher(), interleaved, quantised }
+        let quantized = swiglu_quantize::Options { group, scale, layout, round_to_bf16 };
+        launcher::Options { grouped: self.product.of_launcher(), interleaved, quantized }
     }
 
     fn of_oracle(&self, limit: f64) -> reference::Options {
         let Self { interleaved, round_to_bf16, .. } = *self;
-        let (quantised, group) = (self.product.of_one().of_oracle(), self.product_group.columns());
+        let (quantized, group) = (self.product.of_one().of_oracle(), self.product_group.columns());
         let scale = scale_of_oracle(self.product_scale);
-        reference::Options { quantised, interleaved, limit, group, scale, round_to_bf16 }
+        reference::Options { quantized, interleaved, limit, group, scale, round_to_bf16 }
     }
 
     /// How codes of a part are stored.

@@ -35,7 +35,7 @@ use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
 use crate::operators::experts::moe_map::MoeMapCase;
-use crate::operators::projections::linear::{LinearCase, quantised, set_codes, set_scales};
+use crate::operators::projections::linear::{LinearCase, quantized, set_codes, set_scales};
 
 /// The operators in a row.
 pub struct Moe;
@@ -62,7 +62,7 @@ pub struct MoeCase {
     pub hashed: bool,
     /// Formats of the experts' weights: FP8 or MXFP4. The shared expert's are FP8.
     pub weights: Weights,
-    /// Which kernels multiply quantised operands.
+    /// Which kernels multiply quantized operands.
     pub implementation: Implementation,
     /// What routing weights sum to.
     pub route_scale: f32,
@@ -122,10 +122,10 @@ impl MoeCase {
     fn layer(&self, weights: Weights, [num_rows, out_features, in_features]: [usize; 3]) -> LinearCase {
         let implementation = self.implementation;
         let data = Data { seed: self.seed, ..Data::normal(1.0) };
-        LinearCase { implementation, data, ..quantised(weights, GROUP, [num_rows, out_features, in_features]) }
+        LinearCase { implementation, data, ..quantized(weights, GROUP, [num_rows, out_features, in_features]) }
     }
 
-    /// The products with quantised weights: the names of weights and scales, how many experts have them, one of them.
+    /// The products with quantized weights: the names of weights and scales, how many experts have them, one of them.
     fn products(&self) -> [([&'static str; 2], usize, LinearCase); 4] {
         let (experts, hidden, width) = (self.num_experts, self.hidden_size, self.intermediate_size);
         let rows = self.num_positions();
@@ -204,9 +204,9 @@ impl Operator for Moe {
             "grouped_linear_hopper_large",
             "grouped_linear_hopper_large_pairs",
             "swiglu_quantize_vector",
-            "linear_quantised_small<fp8>",
-            "linear_quantised_large<fp8>",
-            "linear_quantised_sum<fp8>",
+            "linear_quantized_small<fp8>",
+            "linear_quantized_large<fp8>",
+            "linear_quantized_sum<fp8>",
             "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper_large",
@@ -392,10 +392,10 @@ impl Operator for Moe {
         let named = t.named()?;
         let [(_, _, routed), _, (_, _, shared), _] = c.products();
         let (routed, shared) = (routed.of_oracle(), shared.of_oracle());
-        let products = reference::QuantisedProducts { inputs: &named, routed, shared };
+        let products = reference::QuantizedProducts { inputs: &named, routed, shared };
         let found = reference::forward(&named, &c.of_oracle(t), &products, rounding)?;
-        let rows = reference::quantised_rows(found.tensor("rows")?, GROUP)?;
-        let hidden = reference::quantised_rows(named.tensor("hidden")?, GROUP)?;
+        let rows = reference::quantized_rows(found.tensor("rows")?, GROUP)?;
+        let hidden = reference::quantized_rows(named.tensor("hidden")?, GROUP)?;
         let found = found.with("row_codes", rows.tensor("codes")?.clone());
         let found = found.with("row_scales", rows.tensor("scales")?.clone());
         let found = found.with("hidden_codes", hidden.tensor("codes")?.clone());
@@ -406,7 +406,7 @@ impl Operator for Moe {
         let gate = linear::forward_workspace_bytes(device, 1, c.num_tokens, c.num_experts, c.hidden_size);
         let [_, _, (_, _, first), (_, _, second)] = c.products();
         let of = |one: LinearCase| {
-            linear::quantised_workspace_bytes(device, one.num_tokens, one.out_features, one.in_features)
+            linear::quantized_workspace_bytes(device, one.num_tokens, one.out_features, one.in_features)
         };
         let products = gate.max(of(first)).max(of(second)).max(grouped_linear::WORKSPACE_BYTES);
         let maps = ("map_workspace", moe_map::workspace_bytes(c.num_slots(), c.num_experts));
@@ -415,7 +415,7 @@ impl Operator for Moe {
 
     fn launch(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         route(c, v, run)?;
-        let x = v.only(&["rows", "row_codes", "row_scales"]).renamed(QUANTISED_ROWS);
+        let x = v.only(&["rows", "row_codes", "row_scales"]).renamed(QUANTIZED_ROWS);
         run.launch(|device| quantize_fp8::quantize(device, &x, of_rows()))?;
         let lists = ["counts", "expert_offsets", "workspace"];
         let first = [&["row_codes", "w13", "row_scales", "w13_scales", "gate_up"][..], &lists].concat();
@@ -458,8 +458,8 @@ impl Operator for Moe {
 type Names = [(&'static str, &'static str)];
 
 /// What launchers call the layer's tensors.
-const QUANTISED_ROWS: &Names = &[("rows", "x"), ("row_codes", "codes"), ("row_scales", "scales")];
-const QUANTISED_HIDDEN: &Names = &[("hidden", "x"), ("hidden_codes", "codes"), ("hidden_scales", "scales")];
+const QUANTIZED_ROWS: &Names = &[("rows", "x"), ("row_codes", "codes"), ("row_scales", "scales")];
+const QUANTIZED_HIDDEN: &Names = &[("hidden", "x"), ("hidden_codes", "codes"), ("hidden_scales", "scales")];
 const FIRST: &Names =
     &[("row_codes", "x"), ("w13", "w"), ("row_scales", "x_scales"), ("w13_scales", "w_scales"), ("gate_up", "y")];
 const SECOND: &Names =
@@ -512,13 +512,13 @@ fn route(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeEr
 
 /// The first or the second product of the experts.
 fn of_experts(c: &MoeCase, number: usize, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-    let quantised = c.products()[number].2.of_launcher();
+    let quantized = c.products()[number].2.of_launcher();
     let expected_rows = c.num_slots() / c.num_experts;
-    let grouped = Grouped { quantised, grouping: Grouping::Contiguous, expected_rows };
+    let grouped = Grouped { quantized, grouping: Grouping::Contiguous, expected_rows };
     run.launch(|device| grouped_linear::forward(device, views, grouped))
 }
 
-/// SwiGLU of gate and up, rounded to bf16 and quantised; `slots` holds weights and padding.
+/// SwiGLU of gate and up, rounded to bf16 and quantized; `slots` holds weights and padding.
 fn gated(
     c: &MoeCase,
     slots: Views,
@@ -535,14 +535,14 @@ fn gated(
 }
 
 fn shared_expert(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-    let x = v.only(&["hidden", "hidden_codes", "hidden_scales"]).renamed(QUANTISED_HIDDEN);
+    let x = v.only(&["hidden", "hidden_codes", "hidden_scales"]).renamed(QUANTIZED_HIDDEN);
     run.launch(|device| quantize_fp8::quantize(device, &x, of_rows()))?;
-    let quantised = c.products()[2].2.of_launcher();
+    let quantized = c.products()[2].2.of_launcher();
     let names = ["hidden_codes", "shared_w13", "hidden_scales", "shared_w13_scales", "shared_gate_up", "workspace"];
     let first = v.only(&names).renamed(SHARED_FIRST);
-    run.launch(|device| linear::forward_quantised(device, &first, quantised))?;
+    run.launch(|device| linear::forward_quantized(device, &first, quantized))?;
     gated(c, Views::new(), v, run, ["shared_gate_up", "shared_codes", "shared_scales"])?;
     let names = ["shared_codes", "shared_w2", "shared_scales", "shared_w2_scales", "shared", "workspace"];
     let second = v.only(&names).renamed(SHARED_SECOND);
-    run.launch(|device| linear::forward_quantised(device, &second, quantised))
+    run.launch(|device| linear::forward_quantized(device, &second, quantized))
 }

@@ -21,7 +21,7 @@ use crate::operators::formats::quantize_fp8::{layout_of_oracle, scale_axes, scal
 /// The operator.
 pub struct SwigluQuantize;
 
-/// A case: extents, types, what is quantised, data.
+/// A case: extents, types, what is quantized, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SwigluQuantizeCase {
     /// Rows; 0 is legal.
@@ -42,7 +42,7 @@ pub struct SwigluQuantizeCase {
     pub scale: ScaleType,
     /// Where scales lie.
     pub layout: ScaleLayout,
-    /// Whether the product is rounded to bf16 before it is quantised.
+    /// Whether the product is rounded to bf16 before it is quantized.
     pub round_to_bf16: bool,
     /// Gate and up.
     #[serde(flatten)]
@@ -258,7 +258,7 @@ impl Operator for SwigluQuantize {
         laws.separate("num_rows", "rows may be permuted");
     }
 
-    /// The gradients of the experts' weights, as of `swiglu`: that the product is quantised changes none.
+    /// The gradients of the experts' weights, as of `swiglu`: that the product is quantized changes none.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluQuantizeCase>>, String> {
         let case = |num_rows, width, limit| {
             let plain = plain(num_rows, width, Group::Row32);

@@ -5,7 +5,7 @@
 
 use dsv4_kernels::formats::quantize_fp8::{self as launcher, Group, Options, ScaleLayout, ScaleType};
 use dsv4_reference::formats::quantize_fp8 as reference;
-use dsv4_reference::quantise::{self, floor_of};
+use dsv4_reference::quantize::{self, floor_of};
 use dsv4_reference::{Format, formats::scale_layout};
 use rand::Rng;
 
@@ -44,7 +44,7 @@ pub struct QuantizeFp8Case {
     pub scale: ScaleType,
     /// Where scales lie.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantised; of codes `every_number` is each code under each scale.
+    /// What the groups hold that are quantized; of codes `every_number` is each code under each scale.
     pub contents: Contents,
     /// Drawn numbers.
     #[serde(flatten)]
@@ -57,11 +57,11 @@ fn plain(task: Task, num_rows: usize, width: usize, group: Group) -> QuantizeFp8
 }
 
 /// The oracle's name of what a scale is.
-pub(crate) fn scale_of_oracle(scale: ScaleType) -> quantise::ScaleType {
+pub(crate) fn scale_of_oracle(scale: ScaleType) -> quantize::ScaleType {
     match scale {
-        ScaleType::E8m0 => quantise::ScaleType::E8m0,
-        ScaleType::PowerOfTwo => quantise::ScaleType::PowerOfTwo,
-        ScaleType::Fp32 => quantise::ScaleType::Fp32,
+        ScaleType::E8m0 => quantize::ScaleType::E8m0,
+        ScaleType::PowerOfTwo => quantize::ScaleType::PowerOfTwo,
+        ScaleType::Fp32 => quantize::ScaleType::Fp32,
     }
 }
 

@@ -7,7 +7,7 @@
 use dsv4_kernels::formats::quantize_mxfp4::{self as launcher, GROUP, ScaleLayout};
 use dsv4_reference::Format;
 use dsv4_reference::formats::quantize_mxfp4 as reference;
-use dsv4_reference::quantise::{ScaleType, floor_of};
+use dsv4_reference::quantize::{ScaleType, floor_of};
 use rand::Rng;
 
 use crate::operator::declaration::{Axis, TensorSpec};
@@ -31,7 +31,7 @@ pub struct QuantizeMxfp4Case {
     pub dtype: Float,
     /// Where scales lie.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantised; of codes `every_number` is each code under each scale.
+    /// What the groups hold that are quantized; of codes `every_number` is each code under each scale.
     pub contents: Contents,
     /// Drawn numbers.
     #[serde(flatten)]

@@ -6,7 +6,7 @@ use dsv4_reference::Format;
 use dsv4_reference::indexer::indexer_logits::{self as reference, GROUP, Keys};
 use dsv4_reference::indexer::ranking::Sequences;
 use dsv4_reference::precision::Accumulator;
-use dsv4_reference::quantise::quantise;
+use dsv4_reference::quantize::quantize;
 use rand::Rng;
 use rand::seq::SliceRandom;
 
@@ -38,8 +38,8 @@ pub enum Addressing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Codes {
-    /// Those of drawn numbers, quantised.
-    Quantised,
+    /// Those of drawn numbers, quantized.
+    Quantized,
     /// Any that are numbers, with scales that differ.
     Any,
 }
@@ -107,7 +107,7 @@ fn flat(num_tokens: usize, num_heads: usize, num_keys: usize, operands: Operands
         page_size: 64,
         columns: num_keys,
         operands,
-        codes: Codes::Quantised,
+        codes: Codes::Quantized,
         weights: Float::F32,
         lengths: Lengths::Within,
         ratio: 1,
@@ -307,7 +307,7 @@ impl Operator for IndexerLogits {
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(32usize), 3 => 1..=64usize];
         let shape = (extent(tokens, 4), heads, extent(keys, 64), prop_oneof![2 => Just(0usize), 1 => 1..=90usize]);
         let addressing = select(vec![Addressing::Ranges, Addressing::Causal, Addressing::Paged]);
-        let operands = (select(Operands::ALL.to_vec()), select(vec![Codes::Quantised, Codes::Any]), Float::strategy());
+        let operands = (select(Operands::ALL.to_vec()), select(vec![Codes::Quantized, Codes::Any]), Float::strategy());
         let lengths = select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]);
         let limit = (select(vec![1usize, 4, 128, 3]), any::<bool>(), any::<bool>());
         let scale = select(vec![1.0f32, 0.088_388_35, 0.3, 0.125]);
@@ -633,10 +633,10 @@ fn draw_codes(c: &IndexerLogitsCase, name: &str, count: usize) -> [Vec<u8>; 2] {
     let e4m3 = c.operands == Operands::E4m3;
     let group = if e4m3 { HEAD_DIM } else { GROUP };
     let (codes, scale_bytes) = match c.codes {
-        Codes::Quantised => {
+        Codes::Quantized => {
             let numbers = draw.values(c.data.distribution, count, HEAD_DIM, 1.0);
-            let quantised = quantise(&numbers, group, c.format());
-            (quantised.codes, quantised.scale_bytes)
+            let quantized = quantize(&numbers, group, c.format());
+            (quantized.codes, quantized.scale_bytes)
         }
         Codes::Any => {
             // All but the two of NaN.

@@ -33,7 +33,7 @@ pub struct KvProjection;
 pub enum Stored {
     /// Nothing: training.
     Rows,
-    /// They are quantised and written to the cache; wkv is bf16.
+    /// They are quantized and written to the cache; wkv is bf16.
     Cache,
     /// The same; wkv and h are e4m3 codes.
     CacheOfFp8,
@@ -135,10 +135,10 @@ impl Operator for KvProjection {
             "rope_forward_scalar",
             "quantize_fp8_vector",
             "quantize_fp8_scalar",
-            "linear_quantised_large<fp8>",
-            "linear_quantised_small<fp8>",
-            "linear_quantised_scalar<fp8>",
-            "linear_quantised_sum<fp8>",
+            "linear_quantized_large<fp8>",
+            "linear_quantized_small<fp8>",
+            "linear_quantized_scalar<fp8>",
+            "linear_quantized_sum<fp8>",
             "kv_norm_rope_write",
             "backward rope_forward",
             "backward rope_forward_scalar",
@@ -313,7 +313,7 @@ impl Operator for KvProjection {
         let bytes = [
             linear::forward_workspace_bytes(device, 1, tokens, outs, ins),
             linear::backward_workspace_bytes(device, 1, tokens, outs, ins),
-            linear::quantised_workspace_bytes(device, tokens, outs, ins),
+            linear::quantized_workspace_bytes(device, tokens, outs, ins),
             rms_norm::workspace_bytes(device, DType::Bf16, tokens, outs),
         ];
         Ok(vec![("workspace", bytes.into_iter().max().unwrap_or(0))])

@@ -1,4 +1,4 @@
-//! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/projections/linear.cu`, `linear_quantised.cu` and `linear_hopper.cu` against
+//! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/projections/linear.cu`, `linear_quantized.cu` and `linear_hopper.cu` against
 //! `reference/src/projections/linear.rs`.
 
 use dsv4_kernels::projections::linear::{self as launcher, MAX_FEATURES, MAX_GROUPS, ScaleLayout, Weights};
@@ -31,7 +31,7 @@ pub enum Before {
     InPlace,
 }
 
-/// What quantised operands hold.
+/// What quantized operands hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Codes {
@@ -83,19 +83,19 @@ pub struct LinearCase {
     pub before: Before,
     /// Formats of w and x.
     pub weights: Weights,
-    /// Numbers of quantised x that share a scale.
+    /// Numbers of quantized x that share a scale.
     pub group: usize,
     /// Whether scales are bytes, and not fp32 numbers.
     pub scale_bytes: bool,
     /// Where the scales of rows lie.
     pub layout: ScaleLayout,
-    /// What quantised operands hold.
+    /// What quantized operands hold.
     pub codes: Codes,
     /// Which kernels run.
     pub implementation: Implementation,
     /// Whether the device's library of matrix products computes those of bf16 that it takes, and not our kernels.
     pub library: bool,
-    /// x; of quantised x the scales.
+    /// x; of quantized x the scales.
     #[serde(flatten)]
     pub data: Data,
 }
@@ -131,14 +131,14 @@ fn grouped([num_tokens, num_groups, out_features, in_features]: [usize; 4]) -> L
     LinearCase { num_groups, ..plain(num_tokens, out_features, in_features) }
 }
 
-/// Quantised operands with scales in bytes; `group` of x.
-pub(crate) fn quantised(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
+/// Quantized operands with scales in bytes; `group` of x.
+pub(crate) fn quantized(weights: Weights, group: usize, extents: [usize; 3]) -> LinearCase {
     let [num_tokens, out_features, in_features] = extents;
     LinearCase { weights, group, scale_bytes: true, ..plain(num_tokens, out_features, in_features) }
 }
 
 fn fp8(extents: [usize; 3]) -> LinearCase {
-    quantised(Weights::Fp8, 128, extents)
+    quantized(Weights::Fp8, 128, extents)
 }
 
 fn hopper(extents: [usize; 3]) -> LinearCase {
@@ -147,15 +147,15 @@ fn hopper(extents: [usize; 3]) -> LinearCase {
 
 /// MXFP4 by the kernels for Hopper, with so many numbers of x in a group.
 fn mxfp4_hopper(group: usize, extents: [usize; 3]) -> LinearCase {
-    LinearCase { implementation: Implementation::Hopper, ..quantised(Weights::Mxfp4, group, extents) }
+    LinearCase { implementation: Implementation::Hopper, ..quantized(Weights::Mxfp4, group, extents) }
 }
 
-/// The formats that are quantised, with the groups of x.
-const QUANTISED: [(Weights, usize); 4] =
+/// The formats that are quantized, with the groups of x.
+const QUANTIZED: [(Weights, usize); 4] =
     [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
 
 impl LinearCase {
-    fn is_quantised(&self) -> bool {
+    fn is_quantized(&self) -> bool {
         self.weights != Weights::Bf16
     }
 
@@ -192,17 +192,17 @@ impl LinearCase {
         ]
     }
 
-    pub(crate) fn of_launcher(&self) -> launcher::Quantised {
+    pub(crate) fn of_launcher(&self) -> launcher::Quantized {
         let Self { weights, group, scale_bytes, layout, .. } = *self;
         let implementation = self.implementation.launcher();
-        launcher::Quantised { weights, group, scale_bytes, layout, implementation }
+        launcher::Quantized { weights, group, scale_bytes, layout, implementation }
     }
 
     fn products(&self) -> launcher::Products {
         if self.library { launcher::Products::Library } else { launcher::Products::Own }
     }
 
-    pub(crate) fn of_oracle(&self) -> reference::Quantised {
+    pub(crate) fn of_oracle(&self) -> reference::Quantized {
         let weights = match self.weights {
             Weights::Nvfp4 => reference::Weights::Nvfp4,
             Weights::Mxfp4 => reference::Weights::Mxfp4,
@@ -213,11 +213,11 @@ impl LinearCase {
             Implementation::Portable => Accumulator::F32,
         };
         let layout = layout_of_oracle(self.layout);
-        reference::Quantised { weights, group: self.group.max(1), bytes: self.scale_bytes, layout, accumulator }
+        reference::Quantized { weights, group: self.group.max(1), bytes: self.scale_bytes, layout, accumulator }
     }
 
-    /// What quantised operands are, and their scales.
-    fn quantised_operands(&self) -> Vec<TensorSpec> {
+    /// What quantized operands are, and their scales.
+    fn quantized_operands(&self) -> Vec<TensorSpec> {
         let (tokens, outs) = (axis("num_tokens", self.num_tokens), self.features("out_features", self.out_features));
         let hopper = self.is_on_hopper();
         // Two codes of four bits lie in a byte, and 16 bytes in an access.
@@ -297,22 +297,22 @@ impl Operator for Linear {
             "linear_forward_scalar",
             "linear_forward<library>",
             "linear_sum",
-            "linear_quantised_large<fp8>",
-            "linear_quantised_small<fp8>",
-            "linear_quantised_scalar<fp8>",
-            "linear_quantised_sum<fp8>",
-            "linear_quantised_large<mxfp4, 128>",
-            "linear_quantised_small<mxfp4, 128>",
-            "linear_quantised_scalar<mxfp4, 128>",
-            "linear_quantised_sum<mxfp4, 128>",
-            "linear_quantised_large<mxfp4, 32>",
-            "linear_quantised_small<mxfp4, 32>",
-            "linear_quantised_scalar<mxfp4, 32>",
-            "linear_quantised_sum<mxfp4, 32>",
-            "linear_quantised_large<nvfp4>",
-            "linear_quantised_small<nvfp4>",
-            "linear_quantised_scalar<nvfp4>",
-            "linear_quantised_sum<nvfp4>",
+            "linear_quantized_large<fp8>",
+            "linear_quantized_small<fp8>",
+            "linear_quantized_scalar<fp8>",
+            "linear_quantized_sum<fp8>",
+            "linear_quantized_large<mxfp4, 128>",
+            "linear_quantized_small<mxfp4, 128>",
+            "linear_quantized_scalar<mxfp4, 128>",
+            "linear_quantized_sum<mxfp4, 128>",
+            "linear_quantized_large<mxfp4, 32>",
+            "linear_quantized_small<mxfp4, 32>",
+            "linear_quantized_scalar<mxfp4, 32>",
+            "linear_quantized_sum<mxfp4, 32>",
+            "linear_quantized_large<nvfp4>",
+            "linear_quantized_small<nvfp4>",
+            "linear_quantized_scalar<nvfp4>",
+            "linear_quantized_sum<nvfp4>",
             "linear_hopper<16>",
             "linear_hopper<64>",
             "linear_hopper_large",
@@ -354,8 +354,8 @@ impl Operator for Linear {
         let y = output("y", output_type, &outputs).rows().placed(aliasing, "y_before").only_in("forward");
         let y = if c.codes == Codes::Exact { y.exact() } else { y };
         let y_before = before("y_before", output_type, &outputs);
-        if c.is_quantised() {
-            let operands = c.quantised_operands();
+        if c.is_quantized() {
+            let operands = c.quantized_operands();
             return Specs::new(c.data.seed, operands.into_iter().chain([y_before, y]));
         }
         let tensors = [
@@ -372,15 +372,15 @@ impl Operator for Linear {
     }
 
     fn check(c: &LinearCase) -> Result<(), Refused> {
-        if !c.is_quantised() {
-            let quantised = [
+        if !c.is_quantized() {
+            let quantized = [
                 ("group", c.group > 0),
                 ("scale_bytes", c.scale_bytes),
                 ("layout", c.layout != ScaleLayout::Plain),
                 ("codes", c.codes != Codes::Drawn),
                 ("implementation", c.implementation != Implementation::Portable),
             ];
-            if let Some((field, _)) = quantised.into_iter().find(|(_, given)| *given) {
+            if let Some((field, _)) = quantized.into_iter().find(|(_, given)| *given) {
                 return refuse(field, "bf16 weights have no codes, scales and kernels for Hopper");
             }
             return c.data.check();
@@ -392,7 +392,7 @@ impl Operator for Linear {
             return refuse("num_groups", format!("{}: layers of bf16 weights alone have groups", c.num_groups));
         }
         let in_bytes = c.weights != Weights::Fp8;
-        if !QUANTISED.contains(&(c.weights, c.group)) {
+        if !QUANTIZED.contains(&(c.weights, c.group)) {
             return refuse("group", format!("{}: FP8 has groups of 128, MXFP4 of 128 or 32, NVFP4 of 16", c.group));
         }
         if in_bytes && !c.scale_bytes {
@@ -430,7 +430,7 @@ impl Operator for Linear {
         let multiple = if c.weights == Weights::Fp8 { 16 } else { 32 };
         let takes = takes_hopper(c.weights) && c.in_features.is_multiple_of(multiple);
         let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
-        LinearCase { implementation, library: !c.is_quantised(), ..c.clone() }
+        LinearCase { implementation, library: !c.is_quantized(), ..c.clone() }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<LinearCase> {
@@ -441,7 +441,7 @@ impl Operator for Linear {
         let types = (Float::strategy(), Float::strategy(), before);
         let groups = prop_oneof![2 => Just(0), 1 => 1..=5usize];
         let format = prop_oneof![2 => groups.prop_map(|groups| (groups, None)),
-            3 => select(QUANTISED.to_vec()).prop_map(|format| (0, Some(format)))];
+            3 => select(QUANTIZED.to_vec()).prop_map(|format| (0, Some(format)))];
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
         let kernels = (layout, any::<bool>(), codes, any::<bool>());
@@ -452,7 +452,7 @@ impl Operator for Linear {
                 let plain = grouped([num_tokens, groups, outs, ins]);
                 let case = LinearCase { output, weight_gradient, before, data, ..plain };
                 match format {
-                    Some(format) => drawn_quantised(case, format, kernels),
+                    Some(format) => drawn_quantized(case, format, kernels),
                     None => LinearCase { library, ..case },
                 }
             })
@@ -473,11 +473,11 @@ impl Operator for Linear {
             fp8([18, 24, 144]),
             in_layout(ScaleLayout::MnMajor, fp32),
             hopper([5, 24, 144]),
-            quantised(Weights::Mxfp4, 128, [5, 24, 96]),
+            quantized(Weights::Mxfp4, 128, [5, 24, 96]),
             mxfp4_hopper(128, [5, 24, 96]),
             in_layout(ScaleLayout::Blocked, mxfp4_hopper(32, [5, 24, 96])),
-            in_layout(ScaleLayout::MnMajor, quantised(Weights::Mxfp4, 32, [5, 24, 72])),
-            in_layout(ScaleLayout::Blocked, quantised(Weights::Nvfp4, 16, [5, 24, 96])),
+            in_layout(ScaleLayout::MnMajor, quantized(Weights::Mxfp4, 32, [5, 24, 72])),
+            in_layout(ScaleLayout::Blocked, quantized(Weights::Nvfp4, 16, [5, 24, 96])),
         ]
     }
 
@@ -542,7 +542,7 @@ impl Operator for Linear {
             library(grouped([16, 2, 24, 16])),
             library(grouped([40, 3, 7, 13])),
         ]);
-        cases.extend(quantised_edge_cases());
+        cases.extend(quantized_edge_cases());
         if profile == Profile::Full {
             let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
             cases.extend([one_large(fp8([1, 2, 7168])), one_large(hopper([1, 2, 7168]))]);
@@ -556,7 +556,7 @@ impl Operator for Linear {
     }
 
     fn amend(c: &LinearCase, tensors: &mut Tensors) -> OracleResult<()> {
-        if c.is_quantised() {
+        if c.is_quantized() {
             set_codes(c, "x", c.weights != Weights::Nvfp4, tensors);
             set_codes(c, "w", c.weights == Weights::Fp8, tensors);
             let oracle = c.of_oracle();
@@ -577,13 +577,13 @@ impl Operator for Linear {
         if c.is_grouped() {
             return reference::grouped_forward(&t.named()?, rounding);
         }
-        if !c.is_quantised() {
+        if !c.is_quantized() {
             return reference::forward(&t.named()?, rounding);
         }
         if c.codes != Codes::Exact {
-            return reference::forward_quantised(&t.named()?, &c.of_oracle(), rounding);
+            return reference::forward_quantized(&t.named()?, &c.of_oracle(), rounding);
         }
-        let y = reference::forward_quantised(&t.named()?, &c.of_oracle(), &mut Rounding::exact())?;
+        let y = reference::forward_quantized(&t.named()?, &c.of_oracle(), &mut Rounding::exact())?;
         let y = y.tensor("y")?;
         let mut stored = crate::operator::fields::elements(y)?;
         format_of(c.output).round_all(&mut stored);
@@ -591,7 +591,7 @@ impl Operator for Linear {
     }
 
     fn backward(c: &LinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        if c.is_quantised() {
+        if c.is_quantized() {
             return Ok(Named::new());
         }
         if c.is_grouped() {
@@ -601,8 +601,8 @@ impl Operator for Linear {
     }
 
     fn workspaces(c: &LinearCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        if c.is_quantised() {
-            let bytes = launcher::quantised_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
+        if c.is_quantized() {
+            let bytes = launcher::quantized_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
             return Ok(vec![("workspace", bytes)]);
         }
         let of = |bytes: fn(&Device, usize, usize, usize, usize) -> usize| {
@@ -613,8 +613,8 @@ impl Operator for Linear {
     }
 
     fn launch(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.is_quantised() {
-            return run.launch(|device| launcher::forward_quantised(device, v, c.of_launcher()));
+        if c.is_quantized() {
+            return run.launch(|device| launcher::forward_quantized(device, v, c.of_launcher()));
         }
         let own = v.without(&["dy", "dx", "dw"]);
         if c.is_grouped() {
@@ -624,7 +624,7 @@ impl Operator for Linear {
     }
 
     fn launch_backward(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.is_quantised() {
+        if c.is_quantized() {
             return Ok(());
         }
         let (device, own) = (run.device(), v.without(&["y"]));
@@ -637,7 +637,7 @@ impl Operator for Linear {
     }
 
     fn laws(c: &LinearCase, laws: &mut Laws<'_, Self>) {
-        if c.is_quantised() {
+        if c.is_quantized() {
             return laws_of_scales(c, laws);
         }
         if c.before == Before::Absent {
@@ -656,7 +656,7 @@ impl Operator for Linear {
     /// dw is no gradient where it is added to what was there.
     fn is_smooth(c: &LinearCase) -> bool {
         let elements = c.layers() * c.out_features.max(c.num_tokens) * c.in_features;
-        !c.is_quantised() && c.before == Before::Absent && elements <= 4096
+        !c.is_quantized() && c.before == Before::Absent && elements <= 4096
     }
 
     /// The logits of a router.
@@ -727,7 +727,7 @@ impl Operator for Linear {
         let groups_backward = groups_backward.map(|case| of(case, Backward));
         let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
         let serving = serving
-            .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantised(weights, group, extents)));
+            .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantized(weights, group, extents)));
         let fastest = serving.map(|case| of(Self::fastest(&case, environment), Forward));
         let portable = projections.iter().filter(|_| Implementation::fastest_on(environment) == Implementation::Hopper);
         let portable = portable.map(|&extents| of(fp8(extents), Forward));
@@ -735,8 +735,8 @@ impl Operator for Linear {
     }
 }
 
-/// A drawn case of quantised operands: what the format does not have, the case does not ask for.
-fn drawn_quantised(
+/// A drawn case of quantized operands: what the format does not have, the case does not ask for.
+fn drawn_quantized(
     case: LinearCase,
     (weights, group): (Weights, usize),
     (layout, bytes, codes, on_hopper): (ScaleLayout, bool, Codes, bool),
@@ -763,7 +763,7 @@ fn drawn_quantised(
 }
 
 /// Around tiles, stages and groups of every format; one right result; the accumulator of e4m3 products.
-fn quantised_edge_cases() -> Vec<LinearCase> {
+fn quantized_edge_cases() -> Vec<LinearCase> {
     let f32s = |case| LinearCase { output: Float::F32, ..case };
     let exact = |case| LinearCase { codes: Codes::Exact, ..f32s(case) };
     let any = |case| LinearCase { codes: Codes::Any, ..case };
@@ -849,8 +849,8 @@ fn quantised_edge_cases() -> Vec<LinearCase> {
             f32s(of([2, 2100, 32])),
         ]);
     }
-    for (weights, group) in QUANTISED.into_iter().skip(1) {
-        let of = |extents| quantised(weights, group, extents);
+    for (weights, group) in QUANTIZED.into_iter().skip(1) {
+        let of = |extents| quantized(weights, group, extents);
         cases.extend([
             of([0, 24, 96]),
             of([1, 1, 2]),

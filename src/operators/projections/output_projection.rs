@@ -16,7 +16,7 @@ use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
 use dsv4_kernels::{attention::inverse_rope_quantize, formats::quantize_fp8, projections::linear, projections::rope};
 use dsv4_reference::formats::quantize_fp8 as squares;
 use dsv4_reference::projections::output_projection as reference;
-use dsv4_reference::quantise::ScaleType as OracleScale;
+use dsv4_reference::quantize::ScaleType as OracleScale;
 use dsv4_runtime::TensorView;
 
 use crate::operator::declaration::Axis;
@@ -32,7 +32,7 @@ pub struct OutputProjection;
 /// Which weights are e4m3 codes with scales of 128 by 128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Quantised {
+pub enum Quantized {
     /// None: training.
     None,
     /// wo_b.
@@ -48,7 +48,7 @@ pub struct OutputProjectionCase {
     pub num_tokens: usize,
     /// Heads of the attention.
     pub num_heads: usize,
-    /// Channels of a head; a multiple of 128 where both weights are quantised.
+    /// Channels of a head; a multiple of 128 where both weights are quantized.
     pub head_dim: usize,
     /// Channels that turn: the last ones of a head. Even, at least 2.
     pub rope_dim: usize,
@@ -62,9 +62,9 @@ pub struct OutputProjectionCase {
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
-    /// Which weights are quantised.
-    pub quantised: Quantised,
-    /// Where the scales of the rotated output lie, where that is quantised.
+    /// Which weights are quantized.
+    pub quantized: Quantized,
+    /// Where the scales of the rotated output lie, where that is quantized.
     pub layout: ScaleLayout,
     /// The attention's output.
     #[serde(flatten)]
@@ -84,7 +84,7 @@ fn plain(num_tokens: usize, extents: [usize; 5]) -> OutputProjectionCase {
         hidden_size,
         table: TableForm::RowPerToken,
         table_rows: 0,
-        quantised: Quantised::None,
+        quantized: Quantized::None,
         layout: ScaleLayout::Plain,
         data: Data::normal(1.0),
     }
@@ -117,12 +117,12 @@ impl OutputProjectionCase {
 }
 
 /// Products of codes, of whose operand the scales lie so.
-pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantised {
+pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantized {
     let implementation = dsv4_kernels::implementation::Implementation::Portable;
-    linear::Quantised { weights: linear::Weights::Fp8, group: BLOCK, scale_bytes: true, layout, implementation }
+    linear::Quantized { weights: linear::Weights::Fp8, group: BLOCK, scale_bytes: true, layout, implementation }
 }
 
-/// How the operands of quantised weights are.
+/// How the operands of quantized weights are.
 pub(crate) const OF_ROWS: quantize_fp8::Options = quantize_fp8::Options {
     group: quantize_fp8::Group::Row128,
     scale: quantize_fp8::ScaleType::E8m0,
@@ -149,10 +149,10 @@ impl Operator for OutputProjection {
             "inverse_rope_quantize_scalar",
             "quantize_fp8_vector",
             "quantize_fp8_scalar",
-            "linear_quantised_large<fp8>",
-            "linear_quantised_small<fp8>",
-            "linear_quantised_scalar<fp8>",
-            "linear_quantised_sum<fp8>",
+            "linear_quantized_large<fp8>",
+            "linear_quantized_small<fp8>",
+            "linear_quantized_scalar<fp8>",
+            "linear_quantized_sum<fp8>",
             "backward linear_dx_large",
             "backward linear_dx_small",
             "backward linear_dx_scalar",
@@ -171,8 +171,8 @@ impl Operator for OutputProjection {
     const GOLDEN: &'static [&'static str] = &["o_proj"];
 
     fn tensors(c: &OutputProjectionCase) -> Specs {
-        let none = c.quantised == Quantised::None;
-        let both = c.quantised == Quantised::Both;
+        let none = c.quantized == Quantized::None;
+        let both = c.quantized == Quantized::Both;
         let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
         let (tokens, groups) = (axis("num_tokens", c.num_tokens), axis("o_groups", c.o_groups));
         let (heads, channels) = (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim).not_empty());
@@ -218,12 +218,12 @@ impl Operator for OutputProjection {
     fn check(c: &OutputProjectionCase) -> Result<(), Refused> {
         check_groups(c.o_groups, c.num_heads)?;
         check_rope_dim(c.rope_dim, c.head_dim)?;
-        let both = c.quantised == Quantised::Both;
+        let both = c.quantized == Quantized::Both;
         if both && !c.head_dim.is_multiple_of(inverse_rope_quantize::GROUP) {
-            return refuse("head_dim", format!("{} must be a multiple of 128 to be quantised", c.head_dim));
+            return refuse("head_dim", format!("{} must be a multiple of 128 to be quantized", c.head_dim));
         }
         if !both && c.layout != ScaleLayout::Plain {
-            return refuse("layout", "the rotated output has scales where both weights are quantised");
+            return refuse("layout", "the rotated output has scales where both weights are quantized");
         }
         c.turning().check()?;
         c.data.check()
@@ -238,42 +238,42 @@ impl Operator for OutputProjection {
         let [tokens, features] = profile.of([[12, 60], [40, 150], [200, 600]]);
         let heads = (1..=profile.of([3usize, 4, 8]), 1..=profile.of([3usize, 4, 8]));
         let head = (1..=16usize, 0..=24usize).prop_map(|(half, copied)| (2 * half + copied, 2 * half));
-        let quantised = select(vec![Quantised::None, Quantised::None, Quantised::WoB, Quantised::Both]);
+        let quantized = select(vec![Quantized::None, Quantized::None, Quantized::WoB, Quantized::Both]);
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let table = select(vec![TableForm::RowPerToken, TableForm::Positions]);
         let features = (extent(features, 8), extent(features, 8));
-        (0..=tokens, heads, head, features, (table, 1..100usize), (quantised, layout), Data::strategy(-8..=8))
+        (0..=tokens, heads, head, features, (table, 1..100usize), (quantized, layout), Data::strategy(-8..=8))
             .prop_map(|(num_tokens, (per_group, o_groups), head, (rank, hidden), (table, rows), format, data)| {
-                let (quantised, layout) = format;
-                let both = quantised == Quantised::Both;
+                let (quantized, layout) = format;
+                let both = quantized == Quantized::Both;
                 let (head_dim, rope_dim) = if both { (128, 64) } else { head };
                 let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
                 let layout = if both { layout } else { ScaleLayout::Plain };
                 let extents = [per_group * o_groups, head_dim, o_groups, rank, hidden];
                 let plain = plain(num_tokens, extents);
-                OutputProjectionCase { rope_dim, table, table_rows, quantised, layout, data, ..plain }
+                OutputProjectionCase { rope_dim, table, table_rows, quantized, layout, data, ..plain }
             })
             .boxed()
     }
 
     fn typical() -> Vec<OutputProjectionCase> {
         let positions = |case| OutputProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
-        let of = |quantised, case| OutputProjectionCase { quantised, ..case };
+        let of = |quantized, case| OutputProjectionCase { quantized, ..case };
         vec![
             positions(plain(5, [4, 16, 2, 8, 24])),
             // Rows that no 16 bytes divide.
             plain(3, [3, 10, 3, 5, 7]),
-            of(Quantised::Both, positions(plain(5, [4, 128, 2, 16, 24]))),
+            of(Quantized::Both, positions(plain(5, [4, 128, 2, 16, 24]))),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<OutputProjectionCase> {
-        let of = |quantised, case| OutputProjectionCase { quantised, ..case };
+        let of = |quantized, case| OutputProjectionCase { quantized, ..case };
         let in_layout = |layout, case| OutputProjectionCase { layout, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let mut cases = vec![
             plain(0, [4, 16, 2, 8, 24]),
-            of(Quantised::Both, plain(0, [2, 128, 2, 8, 24])),
+            of(Quantized::Both, plain(0, [2, 128, 2, 8, 24])),
             plain(1, [1, 8, 1, 8, 8]),
             // Parts of k in both products; a token alone.
             plain(1, [1, 584, 1, 584, 8]),
@@ -281,25 +281,25 @@ impl Operator for OutputProjection {
             // More tokens than small tiles have, more groups than heads of one.
             plain(18, [6, 16, 3, 24, 40]),
             OutputProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [2, 8, 2, 8, 16]) },
-            of(Quantised::WoB, plain(5, [4, 16, 2, 72, 24])),
-            of(Quantised::WoB, plain(3, [2, 12, 1, 131, 9])),
-            of(Quantised::WoB, plain(18, [2, 8, 1, 32, 24])),
-            in_layout(mn, of(Quantised::Both, plain(5, [6, 128, 3, 48, 24]))),
-            in_layout(tiles, of(Quantised::Both, plain(3, [2, 256, 2, 130, 24]))),
+            of(Quantized::WoB, plain(5, [4, 16, 2, 72, 24])),
+            of(Quantized::WoB, plain(3, [2, 12, 1, 131, 9])),
+            of(Quantized::WoB, plain(18, [2, 8, 1, 32, 24])),
+            in_layout(mn, of(Quantized::Both, plain(5, [6, 128, 3, 48, 24]))),
+            in_layout(tiles, of(Quantized::Both, plain(3, [2, 256, 2, 130, 24]))),
         ];
         if profile == Profile::Full {
             let model = |num_tokens| OutputProjectionCase { rope_dim: 64, ..plain(num_tokens, [16, 512, 2, 256, 512]) };
-            cases.extend([model(1), model(70), of(Quantised::WoB, model(30)), of(Quantised::Both, model(70))]);
+            cases.extend([model(1), model(70), of(Quantized::WoB, model(30)), of(Quantized::Both, model(70))]);
         }
         cases
     }
 
     fn amend(c: &OutputProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
-        if c.quantised != Quantised::None {
+        if c.quantized != Quantized::None {
             set_weight(c.data.seed, tensors, ["wo_b_codes", "wo_b_scales"], [1, c.hidden_size, c.latent()])?;
         }
-        if c.quantised == Quantised::Both {
+        if c.quantized == Quantized::Both {
             set_weight(
                 c.data.seed,
                 tensors,
@@ -312,14 +312,14 @@ impl Operator for OutputProjection {
 
     fn forward(c: &OutputProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let rotation = turned_by(t, t.f64("attn_out")?, true)?;
-        if c.quantised == Quantised::None {
+        if c.quantized == Quantized::None {
             return reference::forward(&rotation, &named(t)?, rounding);
         }
-        reference::forward_quantised(&rotation, &named(t)?, layout_of_oracle(c.layout), rounding)
+        reference::forward_quantized(&rotation, &named(t)?, layout_of_oracle(c.layout), rounding)
     }
 
     fn backward(c: &OutputProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        if c.quantised != Quantised::None {
+        if c.quantized != Quantized::None {
             return Ok(Named::new());
         }
         reference::backward(&turned_by(t, t.f64("attn_out")?, true)?, &named(t)?, rounding)
@@ -336,14 +336,14 @@ impl Operator for OutputProjection {
             let forward = linear::forward_workspace_bytes(device, groups, tokens, outs, ins);
             forward.max(linear::backward_workspace_bytes(device, groups, tokens, outs, ins))
         };
-        let coded = |[outs, ins]: [usize; 2]| linear::quantised_workspace_bytes(device, tokens, outs, ins);
+        let coded = |[outs, ins]: [usize; 2]| linear::quantized_workspace_bytes(device, tokens, outs, ins);
         let bytes = [whole(c.o_groups, first), whole(1, second), coded(first), coded(second)];
         Ok(vec![("workspace", bytes.into_iter().max().unwrap_or(0))])
     }
 
     fn launch(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.quantised == Quantised::Both {
-            quantised_groups(c, v, run)?;
+        if c.quantized == Quantized::Both {
+            quantized_groups(c, v, run)?;
         } else {
             let rotated = parted(NAME, "rotated", &v["rotated"], c.num_heads)?;
             let rotation = v.only(&["attn_out", "cos", "sin", "positions"]).renamed(&[("attn_out", "x")]);
@@ -353,7 +353,7 @@ impl Operator for OutputProjection {
             run.launch(|device| linear::grouped_forward(device, &first, linear::Products::Own))?;
         }
         run.freeze(&v["z"])?;
-        if c.quantised == Quantised::None {
+        if c.quantized == Quantized::None {
             let names = [("z", "x"), ("wo_b", "w")];
             let second = v.only(&["z", "wo_b", "y", "workspace"]).renamed(&names);
             return run.launch(|device| linear::forward(device, &second, linear::Products::Own));
@@ -363,12 +363,12 @@ impl Operator for OutputProjection {
         run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
         let names = [("z_codes", "x"), ("z_scales", "x_scales"), ("wo_b_codes", "w"), ("wo_b_scales", "w_scales")];
         let second = v.only(&["z_codes", "z_scales", "wo_b_codes", "wo_b_scales", "y", "workspace"]).renamed(&names);
-        let quantised = of_codes(ScaleLayout::Plain);
-        run.launch(|device| linear::forward_quantised(device, &second, quantised))
+        let quantized = of_codes(ScaleLayout::Plain);
+        run.launch(|device| linear::forward_quantized(device, &second, quantized))
     }
 
     fn launch_backward(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.quantised != Quantised::None {
+        if c.quantized != Quantized::None {
             return Ok(());
         }
         let names = [("z", "x"), ("wo_b", "w"), ("dz", "dx"), ("dwo_b", "dw")];
@@ -387,7 +387,7 @@ impl Operator for OutputProjection {
     }
 
     fn laws(c: &OutputProjectionCase, laws: &mut Laws<'_, Self>) {
-        if c.quantised == Quantised::None {
+        if c.quantized == Quantized::None {
             laws.scale_upstreams();
         }
         if c.layout == ScaleLayout::Plain {
@@ -398,7 +398,7 @@ impl Operator for OutputProjection {
     /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
     fn is_smooth(c: &OutputProjectionCase) -> bool {
         let elements = c.num_tokens * c.num_heads * c.head_dim + c.latent() * (c.group_width() + c.hidden_size);
-        c.quantised == Quantised::None && c.table != TableForm::HostilePositions && elements <= 4096
+        c.quantized == Quantized::None && c.table != TableForm::HostilePositions && elements <= 4096
     }
 
     /// The two products: the file's output is one that was turned back already.
@@ -455,8 +455,8 @@ fn groups(c: &OutputProjectionCase, v: &Views, names: &[&'static str]) -> Result
         .try_fold(v.only(names), |all, (name, view)| Ok(all.with(name, &parted(NAME, name, view, c.o_groups)?)))
 }
 
-/// The output turned back and quantised in one pass, and z of its codes, a product for each group.
-fn quantised_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+/// The output turned back and quantized in one pass, and z of its codes, a product for each group.
+fn quantized_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
     let names = ["attn_out", "cos", "sin", "positions", "codes", "scales"];
     let rotation = v.only(&names).renamed(&[("attn_out", "x")]);
     run.launch(|device| inverse_rope_quantize::forward(device, &rotation, c.of_the_output()))?;
@@ -468,7 +468,7 @@ fn quantised_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>)
         let views = views.with("x", &v["codes"].entry(1, group)?).with("x_scales", &v["scales"].entry(0, group)?);
         let views = views.with("w", &v["wo_a_codes"].entry(0, group)?);
         let views = views.with("w_scales", &v["wo_a_scales"].entry(0, group)?);
-        run.launch(|device| linear::forward_quantised(device, &views, of_codes(c.layout)))?;
+        run.launch(|device| linear::forward_quantized(device, &views, of_codes(c.layout)))?;
     }
     Ok(())
 }
@@ -493,9 +493,9 @@ pub(crate) fn set_weight(
             let (row, column) = (at / columns / BLOCK, at % columns / BLOCK);
             *number *= 2f64.powi(((3 * row + 5 * column + 2 * group) % 4) as i32 - 2);
         }
-        let quantised = squares::quantize(&Named::new().with("x", tensor(numbers, &[rows, columns])?), options)?;
-        codes.extend(elements(quantised.tensor("codes")?)?);
-        scales.extend(elements(quantised.tensor("scales")?)?);
+        let quantized = squares::quantize(&Named::new().with("x", tensor(numbers, &[rows, columns])?), options)?;
+        codes.extend(elements(quantized.tensor("codes")?)?);
+        scales.extend(elements(quantized.tensor("scales")?)?);
     }
     tensors.set(codes_name, &codes);
     tensors.set(scales_name, &scales);

@@ -46,7 +46,7 @@ pub struct QueryProjectionCase {
     /// Rows of the table where there are positions.
     pub table_rows: usize,
     /// Whether weights and their operands are e4m3 codes, as in serving.
-    pub quantised: bool,
+    pub quantized: bool,
     /// h.
     #[serde(flatten)]
     pub data: Data,
@@ -65,7 +65,7 @@ fn plain(num_tokens: usize, extents: [usize; 4]) -> QueryProjectionCase {
         eps: 1e-6,
         table: TableForm::RowPerToken,
         table_rows: 0,
-        quantised: false,
+        quantized: false,
         data: Data::normal(1.0),
     }
 }
@@ -116,10 +116,10 @@ impl Operator for QueryProjection {
             "query_norm_rope_scalar",
             "quantize_fp8_vector",
             "quantize_fp8_scalar",
-            "linear_quantised_large<fp8>",
-            "linear_quantised_small<fp8>",
-            "linear_quantised_scalar<fp8>",
-            "linear_quantised_sum<fp8>",
+            "linear_quantized_large<fp8>",
+            "linear_quantized_small<fp8>",
+            "linear_quantized_scalar<fp8>",
+            "linear_quantized_sum<fp8>",
             "backward query_norm_rope_backward_vector",
             "backward query_norm_rope_backward_scalar",
             "backward linear_dx_large",
@@ -143,7 +143,7 @@ impl Operator for QueryProjection {
 
     fn tensors(c: &QueryProjectionCase) -> Specs {
         let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
-        let (coded, numbers) = (c.quantised, !c.quantised);
+        let (coded, numbers) = (c.quantized, !c.quantized);
         let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).not_empty());
         let hidden = axis("hidden_size", c.hidden_size).not_empty();
         let rank = axis("q_lora_rank", c.q_lora_rank).multiples(1, WIDEST);
@@ -210,20 +210,20 @@ impl Operator for QueryProjection {
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)];
         // Gradients through the norm of a single channel are nothing but rounding.
         let features = (extent(features, 8), extent(features, 8).prop_map(|rank| rank.max(2)));
-        let quantised = prop_oneof![2 => Just(false), 1 => Just(true)];
-        (0..=tokens, features, heads, (table, 1..100usize), (eps, quantised), Data::strategy(-8..=8))
+        let quantized = prop_oneof![2 => Just(false), 1 => Just(true)];
+        (0..=tokens, features, heads, (table, 1..100usize), (eps, quantized), Data::strategy(-8..=8))
             .prop_map(|(num_tokens, (hidden, rank), (heads, (head_dim, rope_dim)), (table, rows), format, data)| {
-                let (eps, quantised) = format;
+                let (eps, quantized) = format;
                 let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
                 let plain = plain(num_tokens, [hidden, rank, heads, head_dim]);
-                QueryProjectionCase { rope_dim, eps, table, table_rows, quantised, data, ..plain }
+                QueryProjectionCase { rope_dim, eps, table, table_rows, quantized, data, ..plain }
             })
             .boxed()
     }
 
     fn typical() -> Vec<QueryProjectionCase> {
         let positions = |case| QueryProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
-        let coded = |case| QueryProjectionCase { quantised: true, ..case };
+        let coded = |case| QueryProjectionCase { quantized: true, ..case };
         vec![
             positions(plain(5, [24, 16, 2, 16])),
             // Rows that no 16 bytes divide.
@@ -233,7 +233,7 @@ impl Operator for QueryProjection {
     }
 
     fn edge_cases(profile: Profile) -> Vec<QueryProjectionCase> {
-        let coded = |case| QueryProjectionCase { quantised: true, ..case };
+        let coded = |case| QueryProjectionCase { quantized: true, ..case };
         let mut cases = vec![
             plain(0, [24, 16, 2, 16]),
             coded(plain(0, [24, 16, 2, 16])),
@@ -260,7 +260,7 @@ impl Operator for QueryProjection {
 
     fn amend(c: &QueryProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
-        if c.quantised {
+        if c.quantized {
             set_weight(c.data.seed, tensors, ["wq_a_codes", "wq_a_scales"], [1, c.q_lora_rank, c.hidden_size])?;
             set_weight(c.data.seed, tensors, ["wq_b_codes", "wq_b_scales"], [1, c.width(), c.q_lora_rank])?;
         }
@@ -268,12 +268,12 @@ impl Operator for QueryProjection {
     }
 
     fn forward(c: &QueryProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let forward = if c.quantised { reference::forward_quantised } else { reference::forward };
+        let forward = if c.quantized { reference::forward_quantized } else { reference::forward };
         forward(&c.of_oracle(t)?, &named(t)?, rounding)
     }
 
     fn backward(c: &QueryProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        if c.quantised {
+        if c.quantized {
             return Ok(Named::new());
         }
         reference::backward(&c.of_oracle(t)?, &named(t)?, rounding)
@@ -289,14 +289,14 @@ impl Operator for QueryProjection {
         let of = |[outs, ins]: [usize; 2]| {
             let forward = linear::forward_workspace_bytes(device, 1, tokens, outs, ins);
             let backward = linear::backward_workspace_bytes(device, 1, tokens, outs, ins);
-            forward.max(backward).max(linear::quantised_workspace_bytes(device, tokens, outs, ins))
+            forward.max(backward).max(linear::quantized_workspace_bytes(device, tokens, outs, ins))
         };
         let norm = rms_norm::workspace_bytes(device, DType::Bf16, tokens, c.q_lora_rank);
         Ok(vec![("workspace", of(first).max(of(second)).max(norm))])
     }
 
     fn launch(c: &QueryProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.quantised {
+        if c.quantized {
             product_of_codes(v, run, ["h", "h_codes", "h_scales", "wq_a_codes", "wq_a_scales", "q_a"])?;
         } else {
             let first = v.only(&["h", "wq_a", "q_a", "workspace"]);
@@ -308,7 +308,7 @@ impl Operator for QueryProjection {
         let norm = norm.renamed(&[("q_a", "x"), ("q_norm", "weight"), ("qr", "y"), ("qr_rstd", "rstd")]);
         run.launch(|device| rms_norm::forward(device, &norm, c.eps))?;
         run.freeze(&v["qr"])?;
-        if c.quantised {
+        if c.quantized {
             product_of_codes(v, run, ["qr", "qr_codes", "qr_scales", "wq_b_codes", "wq_b_scales", "q_b"])?;
         } else {
             let second = v.only(&["qr", "wq_b", "q_b", "workspace"]);
@@ -322,7 +322,7 @@ impl Operator for QueryProjection {
     }
 
     fn launch_backward(c: &QueryProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.quantised {
+        if c.quantized {
             return Ok(());
         }
         let device = run.device();
@@ -353,7 +353,7 @@ impl Operator for QueryProjection {
     }
 
     fn laws(c: &QueryProjectionCase, laws: &mut Laws<'_, Self>) {
-        if !c.quantised {
+        if !c.quantized {
             laws.scale_upstreams();
         }
         laws.separate("num_tokens", "tokens may be permuted");
@@ -363,7 +363,7 @@ impl Operator for QueryProjection {
     /// nothing on but by eps: what is left of a gradient before it is the rounding of terms that cancel.
     fn is_smooth(c: &QueryProjectionCase) -> bool {
         let elements = (c.num_tokens + c.q_lora_rank) * (c.hidden_size + c.width());
-        !c.quantised && c.q_lora_rank > 1 && c.table != TableForm::HostilePositions && elements <= 2048
+        !c.quantized && c.q_lora_rank > 1 && c.table != TableForm::HostilePositions && elements <= 2048
     }
 
     /// A token bends over its own size, weights over those that a norm behind them makes of no size of their own.
@@ -438,5 +438,5 @@ pub(crate) fn product_of_codes(
     run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
     let names = [(codes, "x"), (scales, "x_scales"), (weights, "w"), (weight_scales, "w_scales"), (y, "y")];
     let product = v.only(&[codes, scales, weights, weight_scales, y, "workspace"]).renamed(&names);
-    run.launch(|device| linear::forward_quantised(device, &product, of_codes(ScaleLayout::Plain)))
+    run.launch(|device| linear::forward_quantized(device, &product, of_codes(ScaleLayout::Plain)))
 }

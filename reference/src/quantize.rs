@@ -20,7 +20,7 @@ const E8M0_NAN: u8 = 255;
 
 /// Codes, one a byte, and the e8m0 byte of each group's scale.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Quantised {
+pub struct Quantized {
     /// One for each number.
     pub codes: Vec<u8>,
     /// One for each group.
@@ -45,7 +45,7 @@ pub fn floor_of(format: Format) -> f64 {
 }
 
 /// Consecutive groups of so many numbers in this format.
-pub fn quantise(numbers: &[f64], group: usize, format: Format) -> Quantised {
+pub fn quantize(numbers: &[f64], group: usize, format: Format) -> Quantized {
     let (mut codes, mut scale_bytes) = (Vec::with_capacity(numbers.len()), Vec::new());
     for group in numbers.chunks(group) {
         let byte = scale_byte(group, format);
@@ -53,7 +53,7 @@ pub fn quantise(numbers: &[f64], group: usize, format: Format) -> Quantised {
         scale_bytes.push(byte);
         codes.extend(codes_of(group, scale, format));
     }
-    Quantised { codes, scale_bytes }
+    Quantized { codes, scale_bytes }
 }
 
 /// The codes of numbers divided by the scale of their group: one fp32 quotient each, exact where the scale is a power
@@ -148,9 +148,9 @@ mod tests {
 
     #[test]
     fn groups_that_are_not_finite_have_no_scale_and_zeros_that_of_the_floor() {
-        let not_finite = quantise(&[1.0, f64::NAN, f64::NEG_INFINITY, 0.0], 2, Format::E4M3);
-        assert_eq!(not_finite, Quantised { codes: vec![0x7f; 4], scale_bytes: vec![255; 2] });
-        let zeros = quantise(&[0.0, -0.0], 2, Format::E2M1);
-        assert_eq!(zeros, Quantised { codes: vec![0, 8], scale_bytes: vec![1] });
+        let not_finite = quantize(&[1.0, f64::NAN, f64::NEG_INFINITY, 0.0], 2, Format::E4M3);
+        assert_eq!(not_finite, Quantized { codes: vec![0x7f; 4], scale_bytes: vec![255; 2] });
+        let zeros = quantize(&[0.0, -0.0], 2, Format::E2M1);
+        assert_eq!(zeros, Quantized { codes: vec![0, 8], scale_bytes: vec![1] });
     }
 }

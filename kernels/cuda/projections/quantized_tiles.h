@@ -1,4 +1,4 @@
-// Tiles of the GEMM of quantized operands, for any GPU. Shared by linear_quantised.cu (which has
+// Tiles of the GEMM of quantized operands, for any GPU. Shared by linear_quantized.cu (which has
 // the formulas), grouped_linear.cu and grouped_linear_swiglu.cu.
 //
 // GPUs before sm_89 have no MMA of e4m3, and none before sm_100 has one of e2m1. So codes become
@@ -10,8 +10,8 @@
 #pragma once
 
 #include "codes.h"
-#include "linear_quantised.h"
-#include "quantise.h"
+#include "linear_quantized.h"
+#include "quantize.h"
 
 constexpr int FP8 = 1, MXFP4 = 2, NVFP4 = 3;
 static_assert(FORMAT == FP8 || FORMAT == MXFP4 || FORMAT == NVFP4, "there are three formats");
@@ -115,7 +115,7 @@ struct Stage {
     static constexpr int X_SCALES = STEPS * S::ROWS, SCALES = X_SCALES + W_SCALES<S, Columns>;
     static_assert(SCALES <= S::THREADS, "a thread brings one scale");
 
-    void load(const QuantisedProduct& product, const Columns& columns, const Part& part, int64_t stage) {
+    void load(const QuantizedProduct& product, const Columns& columns, const Part& part, int64_t stage) {
         const Scales &x_scales = product.x_scales, &w_scales = product.w_scales;
         const Result& result = product.result;
         const int64_t x_bytes = result.depth / (FORMAT == NVFP4 ? 2 : 1);
@@ -194,7 +194,7 @@ DEVICE void multiply_groups(Sums<S>& result, Sums<S>& sums, SharedAddress tiles,
 
 // Sums a part of a product, by all threads of a block. After it no thread reads the shared memory.
 template <typename S, bool WIDE, typename Columns>
-DEVICE void sum_tile(const QuantisedProduct& product, const Columns& columns, const Part& part, Sums<S>& total) {
+DEVICE void sum_tile(const QuantizedProduct& product, const Columns& columns, const Part& part, Sums<S>& total) {
     const Result& result = product.result;
     const SharedAddress shared = shared_address(dynamic_shared());
     auto* const all_scales = reinterpret_cast<float*>(dynamic_shared() + Layout<S, Columns>::SCALES);
@@ -218,7 +218,7 @@ DEVICE void sum_tile(const QuantisedProduct& product, const Columns& columns, co
 
 // Computes a part of a product, by all threads of a block.
 template <typename S, bool WIDE>
-DEVICE void multiply_tile(const QuantisedProduct& product, const Part& part) {
+DEVICE void multiply_tile(const QuantizedProduct& product, const Part& part) {
     Sums<S> total = {};
     sum_tile<S, WIDE>(product, RowsInOrder{}, part, total);
     store_sums<S>(product.result, part, total);

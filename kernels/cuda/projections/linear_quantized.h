@@ -1,5 +1,5 @@
 // Shared by the kernels of quantized linear layers: a GEMM of quantized operands
-// (linear_quantised.cu has the formulas), the addresses of its scales, and the parameters of one
+// (linear_quantized.cu has the formulas), the addresses of its scales, and the parameters of one
 // GEMM.
 #pragma once
 
@@ -39,7 +39,7 @@ DEVICE bool is_regular(float x_scale, float w_scale) {
 }
 
 // A GEMM of quantized operands.
-struct QuantisedProduct {
+struct QuantizedProduct {
     const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
     const uint8_t* w; int64_t w_stride;  // codes, [columns, bytes of depth]
     Scales x_scales, w_scales;
@@ -48,7 +48,7 @@ struct QuantisedProduct {
 
 // ---------------------------------------------------------------- a kernel of one GEMM
 
-struct LinearQuantisedParams {
+struct LinearQuantizedParams {
     const uint8_t* x; int64_t x_stride;  // codes, [rows, bytes of depth]
     const uint8_t* w; int64_t w_stride;  // codes, [columns, bytes of depth]
     const void* x_scales;                // see scale_layout.h
@@ -76,29 +76,29 @@ struct LinearQuantisedParams {
     TensorMap x_map;      // boxes of rows of x, and of w, where a kernel copies such
     TensorMap w_map;
 };
-PARAMS_LAYOUT(LinearQuantisedParams, x, x_stride, w, w_stride, x_scales, w_scales, x_global_scale, w_global_scale,
+PARAMS_LAYOUT(LinearQuantizedParams, x, x_stride, w, w_stride, x_scales, w_scales, x_global_scale, w_global_scale,
               before, before_stride, out, out_stride, partials, rows, columns, depth, x_padded_rows, w_padded_rows,
               x_groups, x_padded_groups, x_scale_layout, w_groups, w_padded_groups, w_scale_layout, scale_bytes,
               splits, out_is_f32, wide, x_map, w_map)
 
-DEVICE Scales x_scales_of(const LinearQuantisedParams& params) {
+DEVICE Scales x_scales_of(const LinearQuantizedParams& params) {
     return Scales{params.x_scales,        params.x_padded_rows,  params.x_groups,
                   params.x_padded_groups, params.x_scale_layout, params.scale_bytes,    0};
 }
 
-DEVICE Scales w_scales_of(const LinearQuantisedParams& params) {
+DEVICE Scales w_scales_of(const LinearQuantizedParams& params) {
     return Scales{params.w_scales,        params.w_padded_rows,  params.w_groups,
                   params.w_padded_groups, params.w_scale_layout, params.scale_bytes,    0};
 }
 
 // The epilogue multiplies every element by `factor`.
-DEVICE Result result_of(const LinearQuantisedParams& params, float factor) {
+DEVICE Result result_of(const LinearQuantizedParams& params, float factor) {
     return Result{params.before,  params.before_stride, params.out,    params.out_stride, params.partials,
                   params.rows,    params.columns,       params.depth,  params.splits,     params.out_is_f32,
                   params.wide,    factor};
 }
 
-DEVICE QuantisedProduct product_of(const LinearQuantisedParams& params, float factor) {
-    return QuantisedProduct{params.x,            params.x_stride,     params.w, params.w_stride, x_scales_of(params),
+DEVICE QuantizedProduct product_of(const LinearQuantizedParams& params, float factor) {
+    return QuantizedProduct{params.x,            params.x_stride,     params.w, params.w_stride, x_scales_of(params),
                             w_scales_of(params), result_of(params, factor)};
 }

@@ -12,14 +12,14 @@
 // tensors' scales. Products are exact, sums of a group fp32; blocks are added in increasing order,
 // in fp32.
 //
-// Work is divided as in linear.cu: tiles of the result, splits of k, linear_quantised_sum.
-// quantised_tiles.h converts codes to bf16 and applies scales. linear_hopper.cu is faster for FP8
+// Work is divided as in linear.cu: tiles of the result, splits of k, linear_quantized_sum.
+// quantized_tiles.h converts codes to bf16 and applies scales. linear_hopper.cu is faster for FP8
 // and MXFP4 on sm_90a. Launch: as linear.cu.
 // Floor: 2 rows columns depth FLOP at 790 TFLOP/s; for few rows the bytes of w at 4.24 TB/s: FP8
 // [65536, 1536] 24 us, [7168, 16384] 28 us, half for four bits. Expected limit: for many rows
 // decoding, about 3 instructions an element and warp next to mma.sync; for few rows memory, one
 // stage of 4 to 5 KB in flight a block, four blocks an SM. Measured:
-// kernels/docs/linear_quantised.md.
+// kernels/docs/linear_quantized.md.
 // Defines
 //   FORMAT   1: FP8, 2: MXFP4, 3: NVFP4
 //   GROUP    elements of x that share a scale: 128, of MXFP4 also 32; of NVFP4 16
@@ -27,28 +27,28 @@
 #error "define FORMAT as 1 (FP8), 2 (MXFP4) or 3 (NVFP4), and GROUP"
 #endif
 
-#include "quantised_tiles.h"
+#include "quantized_tiles.h"
 
 constexpr int SUM_THREADS = 256;
 
-DEVICE float factor_of(const LinearQuantisedParams& params) {
+DEVICE float factor_of(const LinearQuantizedParams& params) {
     return FORMAT == NVFP4 ? __fmul_rn(*params.x_global_scale, *params.w_global_scale) : 1.0f;
 }
 
 template <typename S, bool WIDE>
-DEVICE void linear_quantised(const LinearQuantisedParams& params) {
-    const QuantisedProduct product = product_of(params, factor_of(params));
+DEVICE void linear_quantized(const LinearQuantizedParams& params) {
+    const QuantizedProduct product = product_of(params, factor_of(params));
     multiply_tile<S, WIDE>(product, part_of<S>(product.result, blockIdx.x));
 }
 
-KERNEL(linear_quantised_large, LinearQuantisedParams, Large::THREADS) { linear_quantised<Large, true>(params); }
-SHARED_MEMORY(linear_quantised_large, Layout<Large>::BYTES)
-KERNEL(linear_quantised_small, LinearQuantisedParams, Small::THREADS) { linear_quantised<Small, true>(params); }
-SHARED_MEMORY(linear_quantised_small, Layout<Small>::BYTES)
-KERNEL(linear_quantised_scalar, LinearQuantisedParams, Scalar::THREADS) { linear_quantised<Scalar, false>(params); }
-SHARED_MEMORY(linear_quantised_scalar, Layout<Scalar>::BYTES)
+KERNEL(linear_quantized_large, LinearQuantizedParams, Large::THREADS) { linear_quantized<Large, true>(params); }
+SHARED_MEMORY(linear_quantized_large, Layout<Large>::BYTES)
+KERNEL(linear_quantized_small, LinearQuantizedParams, Small::THREADS) { linear_quantized<Small, true>(params); }
+SHARED_MEMORY(linear_quantized_small, Layout<Small>::BYTES)
+KERNEL(linear_quantized_scalar, LinearQuantizedParams, Scalar::THREADS) { linear_quantized<Scalar, false>(params); }
+SHARED_MEMORY(linear_quantized_scalar, Layout<Scalar>::BYTES)
 
-KERNEL(linear_quantised_sum, LinearQuantisedParams, SUM_THREADS) {
+KERNEL(linear_quantized_sum, LinearQuantizedParams, SUM_THREADS) {
     const int64_t number = static_cast<int64_t>(blockIdx.x) * SUM_THREADS + threadIdx.x;
     add_partials(result_of(params, factor_of(params)), number);
 }

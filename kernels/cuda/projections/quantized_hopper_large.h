@@ -1,5 +1,5 @@
 // FP8 GEMM by wgmma of e4m3 (sm_90a), for many tokens. Shared by linear_hopper_large.cu and
-// grouped_linear_hopper_large.cu. linear_quantised.cu has the formulas; quantised_hopper.h is for
+// grouped_linear_hopper_large.cu. linear_quantized.cu has the formulas; quantized_hopper.h is for
 // few tokens.
 //
 // Tokens are the rows of the MMA, features its columns. A work tile (Unit) is 128 tokens by 256
@@ -21,11 +21,11 @@
 // Floor of a stage on an SM: 1024 cycles of MMA; shared memory at 128 B a cycle: 48 KB in and 96
 // KB read, 1152 cycles; 48 KB of L2. Sums and accumulators take 192 registers a thread, so no
 // wider tile fits. Limit: shared memory and L2.
-// What was tried: kernels/docs/linear_quantised.md.
+// What was tried: kernels/docs/linear_quantized.md.
 #pragma once
 
 #include "hopper.h"
-#include "linear_quantised.h"
+#include "linear_quantized.h"
 #include "panels.h"
 
 constexpr int GROUP = 128, TOKENS = 128, BLOCKS = 2, FEATURES = BLOCKS * GROUP;
@@ -117,7 +117,7 @@ DEVICE int64_t units_of(const Result& result) {
 // A work tile: a part of a product, and where its rows start in the tensor maps of x and w. Each
 // of its blocks of w is GROUP rows that share their scales.
 struct Unit {
-    QuantisedProduct product;
+    QuantizedProduct product;
     Part part;
     int32_t x_row, x_matrix, w_rows[BLOCKS], w_matrix;
     int32_t shares_tokens;  // of a cluster: whether its blocks have the same tokens, and not the same weights
@@ -207,7 +207,7 @@ struct AsFree {
 // The tiles of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
-    const QuantisedProduct& product;
+    const QuantizedProduct& product;
 
     InTurn<CLUSTER> turns(SharedAddress) const { return {static_cast<uint32_t>(units_of<UnitShape>(product.result))}; }
     Unit at(uint32_t number) const {
@@ -221,7 +221,7 @@ struct UnitsOfProduct {
 // are not stored.
 struct PairsOfProduct {
     static constexpr uint32_t CLUSTER = 2;
-    const QuantisedProduct& product;
+    const QuantizedProduct& product;
 
     InTurn<CLUSTER> turns(SharedAddress) const { return {static_cast<uint32_t>(units_of<PairShape>(product.result))}; }
     Unit at(uint32_t number) const {
@@ -252,7 +252,7 @@ DEVICE void initialise_barriers(SharedAddress shared) {
             mbarrier_init(shared + Shared::full(stage), 1 + WARP_SIZE);
             // Weights arrive in all blocks of a cluster at once, so all of them must have released
             // the stage, one arrival a warp. Without a cluster all lanes release it
-            // (quantised_hopper.h has the reason).
+            // (quantized_hopper.h has the reason).
             mbarrier_init(shared + Shared::empty(stage), CLUSTER == 1 ? CONSUMER_THREADS : CLUSTER * CONSUMER_THREADS / WARP_SIZE);
             if constexpr (CLUSTER > 1) mbarrier_init(shared + Shared::read(stage), CONSUMER_THREADS);
         }
@@ -334,7 +334,7 @@ struct LoadedScales {
     float x[COUNT], w[BLOCKS];
 
     void begin(const Unit& unit) {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         UNROLL
         for (int block = 0; block < BLOCKS; ++block) {
             const int64_t row = unit.w_rows[block];

@@ -1,6 +1,6 @@
 // FP8 activations times FP8 or MXFP4 weights by wgmma of e4m3 (sm_90a), for few tokens. Shared by
 // linear_hopper.cu and grouped_linear_hopper.cu; grouped_linear_swiglu_hopper.cu keeps the sums.
-// linear_quantised.cu has the formulas. quantised_hopper_large.h is for many tokens of FP8.
+// linear_quantized.cu has the formulas. quantized_hopper_large.h is for many tokens of FP8.
 //
 // Weights are the rows of the MMA and tokens its columns: few tokens waste little of the MMA. A
 // work tile (Unit) is 128 features by TOKENS tokens and a part of k; a k-block (stage) is 128 of
@@ -16,7 +16,7 @@
 // Invariants: a producer warp holds at most one stage while it waits for a slot (PRODUCERS <
 // STAGES). A stage is free when all consumer lanes have arrived at its empty barrier.
 // Floor: bytes of w at 4.24 TB/s, or the MMA rate. What limits it: of FP8 the 16-byte copies; of
-// MXFP4 issue slots and DRAM. What was tried: kernels/docs/linear_quantised.md.
+// MXFP4 issue slots and DRAM. What was tried: kernels/docs/linear_quantized.md.
 //
 // The including file defines TOKENS 8, 16, 64 or 128; WEIGHTS 1 (FP8) or 2 (MXFP4); X_GROUP,
 // elements of x that share a scale: 128, of MXFP4 also 32. Before this header it declares
@@ -26,7 +26,7 @@
 #include "async_copy.h"
 #include "codes.h"
 #include "hopper.h"
-#include "linear_quantised.h"
+#include "linear_quantized.h"
 #include "panels.h"
 #include "rows_of_w.h"
 
@@ -109,7 +109,7 @@ DEVICE int64_t units_of(const Result& result) {
 // there.
 template <typename Rows>
 struct UnitOf {
-    QuantisedProduct product;
+    QuantizedProduct product;
     Part part;
     int32_t features;
     Rows rows;
@@ -118,7 +118,7 @@ struct UnitOf {
 // Even a field without a value costs registers.
 template <>
 struct UnitOf<RowsInOrder> {
-    QuantisedProduct product;
+    QuantizedProduct product;
     Part part;
     int32_t features;
     static constexpr RowsInOrder rows{};
@@ -158,7 +158,7 @@ DEVICE ListedUnit* listed_units() { return reinterpret_cast<ListedUnit*>(dynamic
 // The tiles of one product.
 struct UnitsOfProduct {
     static constexpr uint32_t CLUSTER = 1;
-    const QuantisedProduct& product;
+    const QuantizedProduct& product;
 
     int64_t count() const { return units_of(product.result); }
     ListedUnit listed(int64_t number) const {
@@ -295,7 +295,7 @@ DEVICE constexpr int packed_offset(int row, int step) { return row * 64 + 16 * (
 // The same for rows of w that are not in order, eight at a time: either all eight exist or none.
 DEVICE void copy_eights(SharedAddress target, const Unit& unit, int64_t begin) {
     constexpr int STEP = WARP_SIZE / 8;
-    const QuantisedProduct& product = unit.product;
+    const QuantizedProduct& product = unit.product;
     const int64_t columns = product.result.columns - unit.part.column;
     const int64_t four = STEP * product.w_stride, eight = unit.rows.eight() * product.w_stride;
     const int chunk = lane_id() % 8, lane_row = lane_id() / 8;
@@ -323,7 +323,7 @@ struct CopiedWeights {
     void begin(const Unit&) {}
     void copy(const Unit& unit, int64_t group, SharedAddress target) const {
         if constexpr (!RowsOfW::IN_ORDER) return copy_eights(target, unit, group * GROUP);
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         for (int32_t first = 0; first < unit.features; first += CONSUMER_FEATURES)
             copy_rows<CONSUMER_FEATURES>(target + first * 128, product.w, product.w_stride, unit.part.column + first,
                                          product.result.columns, group * GROUP, product.result.depth);
@@ -337,13 +337,13 @@ struct PackedWeights {
     int32_t rows;           // that the lane's are among, from its first on
 
     void begin(const Unit& unit) {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         const int64_t row = unit.part.column + lane_id() / STEPS;
         source = product.w + unit.rows.row(row) * product.w_stride + 16 * (lane_id() % STEPS);
         rows = static_cast<int32_t>(minimum<int64_t>(product.result.columns - row, unit.features - lane_id() / STEPS));
     }
     void copy(const Unit& unit, int64_t group, SharedAddress target) const {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         static_assert(ROWS == GRANULE, "a copy has eight rows");
         const int64_t bytes = product.result.depth / 2 - group * 64, step = unit.rows.eight() * product.w_stride;
         const SharedAddress place = target + packed_offset(lane_id() / STEPS, lane_id() % STEPS);
@@ -376,7 +376,7 @@ struct CopiedTokens {
     void begin(const Unit&) {}
     void load(const Unit&, int64_t) {}
     void store(const Unit& unit, int64_t group, SharedAddress target) const {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         copy_rows<TOKENS>(target, product.x, product.x_stride, unit.part.row, product.result.rows, group * GROUP,
                           product.result.depth);
     }
@@ -432,7 +432,7 @@ struct LoadedFactors {
 
     void begin(const Unit& unit) { two = unit.rows.are_of_two_blocks(); }
     void load(const Unit& unit, int32_t group) {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         const Part& part = unit.part;
         UNROLL
         for (int block = 0; block < W_BLOCKS; ++block) {
@@ -511,7 +511,7 @@ struct LoadedScales {
     uint32_t w[W_LANE_ROWS], x[X_LANE_ROWS];
 
     void begin(const Unit& unit) {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         const Part& part = unit.part;
         const int64_t row = part.column + lane_id(), token = part.row + lane_id();
         UNROLL
@@ -540,7 +540,7 @@ struct LoadedScales {
             w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + place(i), left) : NOBODY * 0x01010101u;
     }
     void load(const Unit& unit, int32_t group) {
-        const QuantisedProduct& product = unit.product;
+        const QuantizedProduct& product = unit.product;
         const int32_t w_group = group * STEPS, x_group = group * X_SCALES;
         const uint8_t* const of_w = static_cast<const uint8_t*>(product.w_scales.scales) + scale_place(product.w_scales, 0, w_group);
         const uint8_t* const of_x = static_cast<const uint8_t*>(product.x_scales.scales) + scale_place(product.x_scales, 0, x_group);
@@ -830,7 +830,7 @@ DEVICE void multiply_codes(float (&total)[N8][4], SharedAddress shared, uint32_t
 }
 
 // An element of w times its scale, in bf16.
-DEVICE float number_of_w(const QuantisedProduct& product, int64_t row, int64_t k) {
+DEVICE float number_of_w(const QuantizedProduct& product, int64_t row, int64_t k) {
     const uint8_t pair = product.w[row * product.w_stride + k / 2];
     const float scale = e8m0_to_float(scale_byte(product.w_scales, row, static_cast<int32_t>(k / W_GROUP)));
     return to_float(to_bf16(e2m1_to_float(static_cast<uint8_t>(k % 2 ? pair >> 4 : pair & 15)) * scale));
@@ -839,7 +839,7 @@ DEVICE float number_of_w(const QuantisedProduct& product, int64_t row, int64_t k
 // The same for any scales of w, element by element in fp32. A scale of x below 1 multiplies x, one
 // above 1 multiplies w: then neither factor leaves fp32's range unless the product does. `x`: the
 // stage's tokens.
-DEVICE void multiply_numbers(float (&total)[N8][4], const QuantisedProduct& product, const Part& part, const RowsOfW& rows,
+DEVICE void multiply_numbers(float (&total)[N8][4], const QuantizedProduct& product, const Part& part, const RowsOfW& rows,
                              int64_t group, uint32_t consumer, const uint8_t* x, const StageScales& scales) {
     const int lane = lane_id(), token = lane % 4 * 2;
     const int64_t first = part.column + consumer * CONSUMER_FEATURES + 16 * (warp_id() % 4) + lane / 4;
