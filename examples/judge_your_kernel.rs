@@ -30,8 +30,10 @@ impl Runner for Scaled {
     ) -> Result<KernelRun, RunError> {
         let mut run = self.device.run(prepared, exact, contract)?;
         for written in run.tensors.iter_mut().filter(|written| written.name == "y") {
-            let scaled: Vec<f64> = written.tensor.to_f64().iter().map(|value| value * self.factor).collect();
-            written.tensor = HostTensor::from_f64(written.tensor.dtype, &written.tensor.shape, &scaled);
+            let scaled: Vec<f64> =
+                written.tensor.to_f64().iter().map(|value| value * self.factor).collect();
+            written.tensor =
+                HostTensor::from_f64(written.tensor.dtype, &written.tensor.shape, &scaled);
         }
         Ok(run)
     }
@@ -54,7 +56,10 @@ impl Runner for Scaled {
 /// # Errors
 /// No emulator, or no case.
 pub fn judge(factor: f64) -> Result<Vec<String>, Box<dyn Error>> {
-    let kernel = Scaled { device: Device::open(BackendKind::Emulator, dsv4_kernels::device_options())?, factor };
+    let kernel = Scaled {
+        device: Device::open(BackendKind::Emulator, dsv4_kernels::device_options())?,
+        factor,
+    };
     let operator = registry::find("rms_norm")?;
     let case = operator.typical_cases().into_iter().next().ok_or("no typical case")?;
     let outcome = checks::run(&*operator.prepare(&case)?, &kernel, CheckOptions::of_kernels(0));

@@ -11,12 +11,22 @@ fn git(arguments: &[&str]) -> Option<String> {
 fn main() {
     let commit = git(&["rev-parse", "HEAD"]).unwrap_or_else(|| "unknown".into());
     // Untracked files are no part of what was built from the commit, unless they are sources.
-    let dirty =
-        git(&["status", "--porcelain", "--", "src", "kernels", "reference", "Cargo.toml", "Cargo.lock", "build.rs"])
-            .is_some_and(|status| !status.is_empty());
+    let dirty = git(&[
+        "status",
+        "--porcelain",
+        "--",
+        "src",
+        "kernels",
+        "reference",
+        "Cargo.toml",
+        "Cargo.lock",
+        "build.rs",
+    ])
+    .is_some_and(|status| !status.is_empty());
     println!("cargo:rustc-env=PARITY_COMMIT={commit}");
     println!("cargo:rustc-env=PARITY_DIRTY={}", u8::from(dirty));
-    let revision = if commit == "unknown" { "unknown revision" } else { &commit[..commit.len().min(12)] };
+    let revision =
+        if commit == "unknown" { "unknown revision" } else { &commit[..commit.len().min(12)] };
     let changes = if dirty { ", uncommitted changes" } else { "" };
     println!("cargo:rustc-env=PARITY_VERSION={} ({revision}{changes})", env!("CARGO_PKG_VERSION"));
     for path in [".git/HEAD", ".git/index", "src", "kernels", "reference"] {

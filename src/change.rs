@@ -82,14 +82,20 @@ impl Change {
     /// Why git cannot tell what changed.
     pub fn of_checkout(root: &Path) -> Result<Self, String> {
         let git = |arguments: &[&str]| git(root, arguments);
-        git(&["ls-files", "--error-unmatch", "Cargo.toml"]).map_err(|_| "this is no checkout of the project")?;
+        git(&["ls-files", "--error-unmatch", "Cargo.toml"])
+            .map_err(|_| "this is no checkout of the project")?;
         let commit = git(&["rev-parse", "HEAD"])?;
-        let branched = git(&["merge-base", "origin/main", "HEAD"]).ok().filter(|base| *base != commit);
-        let parent = || git(&["rev-parse", "--verify", "HEAD~1"]).map_err(|_| "git knows no commit before this one");
+        let branched =
+            git(&["merge-base", "origin/main", "HEAD"]).ok().filter(|base| *base != commit);
+        let parent = || {
+            git(&["rev-parse", "--verify", "HEAD~1"])
+                .map_err(|_| "git knows no commit before this one")
+        };
         let base = branched.map_or_else(parent, Ok)?;
         let changed = git(&["diff", "--name-status", "--find-renames=100%", "--relative", &base])?;
         // STATE<tab>FILE; a file that only moved has two names, and changed nothing.
-        let changed = changed.lines().filter_map(|line| line.split_once('\t').map(|(_, file)| file));
+        let changed =
+            changed.lines().filter_map(|line| line.split_once('\t').map(|(_, file)| file));
         let changed = changed.filter(|file| !file.contains('\t'));
         let new = git(&["ls-files", "--others", "--exclude-standard"])?;
         let files = changed.chain(new.lines()).map(str::to_owned).collect();
@@ -100,12 +106,14 @@ impl Change {
     pub fn choose(&self, candidates: &[Candidate<'_>], most: usize) -> Chosen {
         let mut order: Vec<usize> = (0..candidates.len()).collect();
         order.sort_by_key(|&at| lot(FIXED, candidates[at].id));
-        let smoke: BTreeSet<usize> = order.iter().copied().take(candidates.len().div_ceil(SMOKE)).collect();
+        let smoke: BTreeSet<usize> =
+            order.iter().copied().take(candidates.len().div_ceil(SMOKE)).collect();
         order.retain(|&at| self.concerns(&candidates[at]));
         order.sort_by_key(|&at| !self.files.contains(candidates[at].own));
         let concerned = order.len();
         order.truncate(most);
-        let flags: Vec<bool> = (0..candidates.len()).map(|at| smoke.contains(&at) || order.contains(&at)).collect();
+        let flags: Vec<bool> =
+            (0..candidates.len()).map(|at| smoke.contains(&at) || order.contains(&at)).collect();
         let left_out = flags.iter().filter(|runs| !**runs).count();
         let too_many = (concerned - order.len()).min(left_out);
         Chosen { flags, unconcerned: left_out - too_many, too_many }
@@ -119,7 +127,8 @@ impl Change {
     /// `rest` of each of the others.
     pub fn shares(&self, stocks: &[Stock], most: usize, rest: usize) -> Vec<usize> {
         let concerned = |stock: &Stock| !self.files.is_disjoint(&stock.files);
-        let all: usize = stocks.iter().filter(|stock| concerned(stock)).map(|stock| stock.count).sum();
+        let all: usize =
+            stocks.iter().filter(|stock| concerned(stock)).map(|stock| stock.count).sum();
         let share = |stock: &Stock| match (concerned(stock), all <= most) {
             (true, true) => stock.count,
             (true, false) => (stock.count * most).div_ceil(all),
@@ -143,7 +152,8 @@ impl Change {
 
 fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
     let output = Command::new("git").current_dir(root).args(arguments).output();
-    let output = output.map_err(|error| format!("git cannot be run in {}: {error}", root.display()))?;
+    let output =
+        output.map_err(|error| format!("git cannot be run in {}: {error}", root.display()))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned());
     }
@@ -202,14 +212,22 @@ mod tests {
         std::fs::write(dir.path().join("Cargo.toml"), "").expect("a manifest");
         run(dir.path(), &["init", "--quiet", "--initial-branch", "main"]);
         for number in 0..commits {
-            std::fs::write(dir.path().join("kernels/cuda/projections/rope.cu"), number.to_string()).expect("a kernel");
+            std::fs::write(dir.path().join("kernels/cuda/projections/rope.cu"), number.to_string())
+                .expect("a kernel");
             commit(dir.path());
         }
         dir
     }
 
     fn run(dir: &Path, arguments: &[&str]) {
-        let settings = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"];
+        let settings = [
+            "-c",
+            "user.name=test",
+            "-c",
+            "user.email=test@localhost",
+            "-c",
+            "commit.gpgsign=false",
+        ];
         git(dir, &[&settings[..], arguments].concat()).unwrap_or_else(|error| panic!("{error}"));
     }
 
@@ -227,27 +245,35 @@ mod tests {
         let (origin, clone) = (repository(2), tempfile::tempdir().expect("a scratch directory"));
         let (from, to) = (origin.path().display().to_string(), clone.path().join("clone"));
         run(clone.path(), &["clone", "--quiet", &from, "clone"]);
-        assert_eq!(files(&Change::of_checkout(&to).expect("a change")), ["kernels/cuda/projections/rope.cu"]);
+        assert_eq!(
+            files(&Change::of_checkout(&to).expect("a change")),
+            ["kernels/cuda/projections/rope.cu"]
+        );
         for name in ["one.rs", "two.rs"] {
             std::fs::write(to.join(name), "").expect("a file");
             commit(&to);
         }
         std::fs::write(to.join("new.rs"), "").expect("a file");
         std::fs::write(to.join("Cargo.toml"), "[package]").expect("a file");
-        assert_eq!(files(&Change::of_checkout(&to).expect("a change")), ["Cargo.toml", "new.rs", "one.rs", "two.rs"]);
+        assert_eq!(
+            files(&Change::of_checkout(&to).expect("a change")),
+            ["Cargo.toml", "new.rs", "one.rs", "two.rs"]
+        );
     }
 
     #[test]
     fn a_file_that_only_moved_is_no_change_and_one_that_was_edited_as_well_is() {
         let repository = repository(1);
         let root = repository.path();
-        let write =
-            |file: &str, text: &str| std::fs::write(root.join("kernels/cuda").join(file), text).expect("written");
+        let write = |file: &str, text: &str| {
+            std::fs::write(root.join("kernels/cuda").join(file), text).expect("written")
+        };
         let text = (0..40).map(|line| format!("line {line}\n")).collect::<String>();
         ["a.cu", "b.cu"].iter().for_each(|file| write(file, &format!("{file}\n{text}")));
         commit(root);
         for file in ["a.cu", "b.cu"] {
-            let (from, to) = (format!("kernels/cuda/{file}"), format!("kernels/cuda/projections/{file}"));
+            let (from, to) =
+                (format!("kernels/cuda/{file}"), format!("kernels/cuda/projections/{file}"));
             run(root, &["mv", &from, &to]);
         }
         write("projections/b.cu", &format!("b.cu\n{text}one more\n"));
@@ -264,10 +290,14 @@ mod tests {
         let (origin, clone) = (repository(2), tempfile::tempdir().expect("a scratch directory"));
         let from = format!("file://{}", origin.path().display());
         run(clone.path(), &["clone", "--quiet", "--depth", "1", &from, "clone"]);
-        let shallow = Change::of_checkout(&clone.path().join("clone")).expect_err("nothing to compare with");
+        let shallow =
+            Change::of_checkout(&clone.path().join("clone")).expect_err("nothing to compare with");
         assert!(shallow.contains("no commit before"), "{shallow}");
         assert!(Change::of_checkout(clone.path()).is_err(), "a folder without a repository");
-        assert!(Change::of_checkout(&clone.path().join("gone")).is_err(), "a folder that is not there");
+        assert!(
+            Change::of_checkout(&clone.path().join("gone")).is_err(),
+            "a folder that is not there"
+        );
     }
 
     #[test]
@@ -275,15 +305,27 @@ mod tests {
         let tree = dsv4_kernels::sources();
         let concerned = |file: &str| -> Vec<String> {
             let concerns = |operator: &&&AnyOperator| {
-                files_of(operator, &tree, &BTreeSet::new()).expect("the kernels are there").contains(file)
+                files_of(operator, &tree, &BTreeSet::new())
+                    .expect("the kernels are there")
+                    .contains(file)
             };
-            registry::OPERATORS.iter().filter(concerns).map(|operator| operator.name().to_owned()).collect()
+            registry::OPERATORS
+                .iter()
+                .filter(concerns)
+                .map(|operator| operator.name().to_owned())
+                .collect()
         };
         assert_eq!(concerned("kernels/cuda/projections/rope.cu"), ["rope"]);
         assert_eq!(concerned("reference/src/projections/rope.rs"), ["rope"]);
         assert_eq!(concerned("src/operators/projections/rope.rs"), ["rope"]);
-        assert_eq!(concerned("kernels/cuda/attention/combine.h"), ["decode_attention", "attention_combine"]);
-        assert_eq!(concerned("kernels/cuda/attention/sparse_attention_hopper_backward.cu"), ["sparse_attention"]);
+        assert_eq!(
+            concerned("kernels/cuda/attention/combine.h"),
+            ["decode_attention", "attention_combine"]
+        );
+        assert_eq!(
+            concerned("kernels/cuda/attention/sparse_attention_hopper_backward.cu"),
+            ["sparse_attention"]
+        );
         assert_eq!(concerned("README.md"), [""; 0]);
     }
 
@@ -293,16 +335,26 @@ mod tests {
 
     /// Candidates of `rope.cu`, made of a header, too.
     fn chosen(commit: &str, file: &str, ids: &[String], most: usize) -> Vec<bool> {
-        let files = ["kernels/cuda/projections/rope.cu", "kernels/cuda/base/header.h"].map(str::to_owned).into();
-        let candidate = |id| Candidate { id, own: "kernels/cuda/projections/rope.cu", files: &files };
+        let files = ["kernels/cuda/projections/rope.cu", "kernels/cuda/base/header.h"]
+            .map(str::to_owned)
+            .into();
+        let candidate =
+            |id| Candidate { id, own: "kernels/cuda/projections/rope.cu", files: &files };
         let candidates: Vec<_> = ids.iter().map(|id| candidate(id.as_str())).collect();
         change(commit, file).choose(&candidates, most).flags
     }
 
     #[test]
     fn operators_whose_files_changed_share_what_a_commit_runs_and_the_others_run_a_rest() {
-        let stock = |name: &str, count| Stock { count, files: [format!("kernels/src/{name}.rs"), "a.h".into()].into() };
-        let stocks = [stock("projections/rope", 30), stock("experts/swiglu", 50), stock("projections/rms_norm", 1)];
+        let stock = |name: &str, count| Stock {
+            count,
+            files: [format!("kernels/src/{name}.rs"), "a.h".into()].into(),
+        };
+        let stocks = [
+            stock("projections/rope", 30),
+            stock("experts/swiglu", 50),
+            stock("projections/rms_norm", 1),
+        ];
         let shares = |file: &str, most| change("a", file).shares(&stocks, most, 2);
         assert_eq!(shares("kernels/src/projections/rope.rs", 100), [30, 2, 1], "one operator");
         assert_eq!(shares("kernels/src/projections/rope.rs", 20), [20, 2, 1], "one with very many");
@@ -324,7 +376,11 @@ mod tests {
         assert_eq!(chosen_by("a"), chosen_by("b"));
         let run = chosen_by("a").into_iter().filter(|runs| *runs).count();
         assert!((160..=162).contains(&run), "{run}: 160 and a smoke test of two");
-        assert_eq!(chosen("a", "kernels/cuda/base/header.h", &ids[..9], 160), [true; 9], "a few all run");
+        assert_eq!(
+            chosen("a", "kernels/cuda/base/header.h", &ids[..9], 160),
+            [true; 9],
+            "a few all run"
+        );
     }
 
     #[test]
@@ -332,12 +388,21 @@ mod tests {
         let (header, ids) = ("kernels/cuda/base/header.h", ids(100));
         let files: BTreeSet<String> = [header.to_owned()].into();
         let own = |at: usize| {
-            if at.is_multiple_of(10) { "kernels/cuda/projections/rope.cu" } else { "kernels/cuda/other.cu" }
+            if at.is_multiple_of(10) {
+                "kernels/cuda/projections/rope.cu"
+            } else {
+                "kernels/cuda/other.cu"
+            }
         };
-        let candidates: Vec<_> =
-            ids.iter().enumerate().map(|(at, id)| Candidate { id, own: own(at), files: &files }).collect();
-        let both =
-            Change { files: [header, "kernels/cuda/projections/rope.cu"].map(str::to_owned).into(), ..change("a", "") };
+        let candidates: Vec<_> = ids
+            .iter()
+            .enumerate()
+            .map(|(at, id)| Candidate { id, own: own(at), files: &files })
+            .collect();
+        let both = Change {
+            files: [header, "kernels/cuda/projections/rope.cu"].map(str::to_owned).into(),
+            ..change("a", "")
+        };
         let chosen = both.choose(&candidates, 15);
         let left_out = chosen.flags.iter().filter(|runs| !**runs).count();
         assert_eq!((chosen.unconcerned, chosen.too_many), (0, left_out));
@@ -345,7 +410,9 @@ mod tests {
         assert!((0..100).step_by(10).all(|at| chosen.flags[at]), "{:?}", chosen.flags);
         let words = both.left_out(&chosen, "mutants", 15);
         assert!(
-            words.starts_with(&format!("{left_out} of 100 mutants are left out: nothing that 0 of them")),
+            words.starts_with(&format!(
+                "{left_out} of 100 mutants are left out: nothing that 0 of them"
+            )),
             "{words}"
         );
     }

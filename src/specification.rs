@@ -46,7 +46,10 @@ impl Document {
                 include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/reference/spec/training.md"))
             }
             Self::FailureModes => {
-                include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/reference/spec/failure_modes.md"))
+                include_str!(concat!(
+                    env!("CARGO_MANIFEST_DIR"),
+                    "/reference/spec/failure_modes.md"
+                ))
             }
         }
     }
@@ -121,14 +124,20 @@ pub struct Place {
 static LIST: LazyLock<Regex> = LazyLock::new(|| {
     let gap = r"(?:[ \t]+|[ \t]*\n[ \t]*(?://[/!]?|#)?[ \t]*)";
     let number = r"§?[0-9]+(?:\.[0-9]+)?\b";
-    let name = format!(r"(?:\b(inference|training)(?:\.md)?`?(?:{gap}sections?)?|\bsections?){gap}");
-    Regex::new(&format!(r"(?i){name}({number}(?:(?:,|,? and|,? to){gap}{number})*)")).expect("an expression")
-});
-static NUMBER: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"[0-9]+(?:\.[0-9]+)?").expect("an expression"));
-static FAILURE_MODE: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"\bFM-([0-9]+)\b").expect("an expression"));
-static HEADING: LazyLock<Regex> = LazyLock::new(|| {
-    Regex::new(r"(?m)^#{1,6} (?:FM-(?P<mode>[0-9]+) |(?P<section>[0-9]+(?:\.[0-9]+)?)\.? )?(?P<title>.*)$")
+    let name =
+        format!(r"(?:\b(inference|training)(?:\.md)?`?(?:{gap}sections?)?|\bsections?){gap}");
+    Regex::new(&format!(r"(?i){name}({number}(?:(?:,|,? and|,? to){gap}{number})*)"))
         .expect("an expression")
+});
+static NUMBER: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"[0-9]+(?:\.[0-9]+)?").expect("an expression"));
+static FAILURE_MODE: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"\bFM-([0-9]+)\b").expect("an expression"));
+static HEADING: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(
+        r"(?m)^#{1,6} (?:FM-(?P<mode>[0-9]+) |(?P<section>[0-9]+(?:\.[0-9]+)?)\.? )?(?P<title>.*)$",
+    )
+    .expect("an expression")
 });
 
 /// The citations of a text, in its order. In a document of the specification, `home`, a bare `section 3` is one of it.
@@ -136,11 +145,16 @@ pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
     let mut places = Vec::new();
     for list in LIST.captures_iter(text) {
         let document = match list.get(1) {
-            Some(name) if name.as_str().eq_ignore_ascii_case("inference") => Some(Document::Inference),
+            Some(name) if name.as_str().eq_ignore_ascii_case("inference") => {
+                Some(Document::Inference)
+            }
             Some(_) => Some(Document::Training),
             None => home,
         };
-        let (Some(document), Some(whole), Some(numbers)) = (document, list.get(0), list.get(2)) else { continue };
+        let (Some(document), Some(whole), Some(numbers)) = (document, list.get(0), list.get(2))
+        else {
+            continue;
+        };
         for (place, number) in NUMBER.find_iter(numbers.as_str()).enumerate() {
             let start = if place == 0 { whole.start() } else { numbers.start() + number.start() };
             let citation = Citation { document, number: number.as_str().to_owned() };
@@ -149,7 +163,10 @@ pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
     }
     places.extend(FAILURE_MODE.captures_iter(text).map(|found| {
         let (range, [number]) = (found.get_match().range(), found.extract().1);
-        Place { citation: Citation { document: Document::FailureModes, number: number.to_owned() }, range }
+        Place {
+            citation: Citation { document: Document::FailureModes, number: number.to_owned() },
+            range,
+        }
     }));
     places.sort_by_key(|place| place.range.start);
     places
@@ -158,13 +175,15 @@ pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
 /// The citations of a text that cite no section, each with its line, counted from 1. `home` as in [`citations`].
 pub fn broken(text: &str, home: Option<Document>) -> Vec<(usize, Citation)> {
     let line = |at: usize| 1 + text[..at].matches('\n').count();
-    let missing = citations(text, home).into_iter().filter(|place| place.citation.section().is_none());
+    let missing =
+        citations(text, home).into_iter().filter(|place| place.citation.section().is_none());
     missing.map(|place| (line(place.range.start), place.citation)).collect()
 }
 
 /// Every section and every failure mode, in the documents' order.
 pub fn sections() -> &'static [Section] {
-    static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| Document::ALL.into_iter().flat_map(parse).collect());
+    static SECTIONS: LazyLock<Vec<Section>> =
+        LazyLock::new(|| Document::ALL.into_iter().flat_map(parse).collect());
     &SECTIONS
 }
 
@@ -174,7 +193,9 @@ fn parse(document: Document) -> Vec<Section> {
     let mut sections = Vec::new();
     for (place, heading) in headings.iter().enumerate() {
         let group = if document == Document::FailureModes { "mode" } else { "section" };
-        let (Some(number), Some(title)) = (heading.name(group), heading.name("title")) else { continue };
+        let (Some(number), Some(title)) = (heading.name(group), heading.name("title")) else {
+            continue;
+        };
         let end = headings.get(place + 1).map_or(text.len(), |next| next.get_match().start());
         let citation = Citation { document, number: number.as_str().to_owned() };
         let line = heading.get_match();
@@ -212,21 +233,33 @@ mod tests {
         let all = |text: &str, expected: &[&str]| assert_eq!(cited(text), expected, "{text}");
         all("RMSNorm (inference 3, training 11.3): y", &["inference 3", "training 11.3"]);
         all("(inference 8 to 8.4).", &["inference 8", "inference 8.4"]);
-        all("inference 8, 8.1, training 3 and 4", &["inference 8", "inference 8.1", "training 3", "training 4"]);
+        all(
+            "inference 8, 8.1, training 3 and 4",
+            &["inference 8", "inference 8.1", "training 3", "training 4"],
+        );
         all(
             "(inference section 8 and 8.1; training sections 3, 4)",
             &["inference 8", "inference 8.1", "training 3", "training 4"],
         );
-        all("inference.md 5.4, training §4, Inference 3.", &["inference 5.4", "training 4", "inference 3"]);
+        all(
+            "inference.md 5.4, training §4, Inference 3.",
+            &["inference 5.4", "training 4", "inference 3"],
+        );
         all("// as inference\n// 8.1 says", &["inference 8.1"]);
         all("FM-03, FM-101 (training 4)", &["FM-03", "FM-101", "training 4"]);
     }
 
     #[test]
     fn other_words_and_numbers_are_no_citations() {
-        for text in
-            ["training in 4 steps", "inference_8", "section 5", "FM-xx", "FMA-3", "training, 3", "pretraining 3"]
-        {
+        for text in [
+            "training in 4 steps",
+            "inference_8",
+            "section 5",
+            "FM-xx",
+            "FMA-3",
+            "training, 3",
+            "pretraining 3",
+        ] {
             assert_eq!(cited(text), [""; 0], "{text}");
         }
     }
@@ -234,7 +267,8 @@ mod tests {
     #[test]
     fn the_first_of_a_list_holds_the_name_and_the_others_their_number() {
         let text = "see inference 8, 8.1.";
-        let parts: Vec<_> = citations(text, None).into_iter().map(|place| &text[place.range]).collect();
+        let parts: Vec<_> =
+            citations(text, None).into_iter().map(|place| &text[place.range]).collect();
         assert_eq!(parts, ["inference 8", "8.1"]);
     }
 
@@ -247,7 +281,8 @@ mod tests {
     #[test]
     fn broken_citations_are_named_with_their_line() {
         let text = format!("// training 3\n// {NAME} 8, 8.9\nlet x = 1; // FM{}", "-000");
-        let found: Vec<_> = broken(&text, None).into_iter().map(|(line, one)| (line, one.to_string())).collect();
+        let found: Vec<_> =
+            broken(&text, None).into_iter().map(|(line, one)| (line, one.to_string())).collect();
         assert_eq!(found, [(2, format!("{NAME} 8.9")), (3, format!("FM{}", "-000"))]);
         assert_eq!(broken("section 99", Some(Document::Training)).len(), 1);
         assert!(broken("training 3, FM-03", None).is_empty());
@@ -263,30 +298,40 @@ mod tests {
     fn one_citation_is_parsed_and_nothing_else() {
         let citation: Citation = "inference 8.1".parse().expect("a citation");
         assert_eq!((citation.document, citation.number.as_str()), (Document::Inference, "8.1"));
-        for text in ["", "derived", "inference", "inference 8, 8.1", "inference 8.1 ", "see training 3"] {
+        for text in
+            ["", "derived", "inference", "inference 8, 8.1", "inference 8.1 ", "see training 3"]
+        {
             assert_eq!(text.parse::<Citation>(), Err(NotACitation(text.to_owned())));
         }
     }
 
     #[test]
     fn every_document_has_its_sections_once_and_in_order() {
-        for (document, first, last) in
-            [(Document::Inference, "0", "19"), (Document::Training, "0", "14"), (Document::FailureModes, "01", "172")]
-        {
-            let own: Vec<_> = sections().iter().filter(|section| section.citation.document == document).collect();
-            let numbers: Vec<_> = own.iter().map(|section| section.citation.number.as_str()).collect();
+        for (document, first, last) in [
+            (Document::Inference, "0", "19"),
+            (Document::Training, "0", "14"),
+            (Document::FailureModes, "01", "172"),
+        ] {
+            let own: Vec<_> =
+                sections().iter().filter(|section| section.citation.document == document).collect();
+            let numbers: Vec<_> =
+                own.iter().map(|section| section.citation.number.as_str()).collect();
             assert_eq!((numbers[0], numbers[numbers.len() - 1]), (first, last), "{document:?}");
-            let key = |number: &str| -> Vec<u32> { number.split('.').map(|part| part.parse().unwrap()).collect() };
+            let key = |number: &str| -> Vec<u32> {
+                number.split('.').map(|part| part.parse().unwrap()).collect()
+            };
             assert!(numbers.windows(2).all(|pair| key(pair[0]) < key(pair[1])), "{numbers:?}");
         }
-        let modes = sections().iter().filter(|section| section.citation.document == Document::FailureModes);
+        let modes =
+            sections().iter().filter(|section| section.citation.document == Document::FailureModes);
         assert_eq!(modes.count(), 172);
     }
 
     #[test]
     fn anchors_are_those_of_github_and_distinct_within_a_document() {
-        let of =
-            |citation: &str| &citation.parse::<Citation>().expect("a citation").section().expect("a section").anchor;
+        let of = |citation: &str| {
+            &citation.parse::<Citation>().expect("a citation").section().expect("a section").anchor
+        };
         assert_eq!(of("training 3"), "3-sparse-attention-forward-with-sink");
         assert_eq!(of("inference 8.3"), "83-fp8-kv-row-format-flashmla-model1-584-bytes-per-row");
         assert_eq!(of("FM-03"), "fm-03-in-place-inverse-rope-overwrites-the-saved-o");
@@ -297,9 +342,13 @@ mod tests {
 
     #[test]
     fn a_sections_text_ends_at_the_next_heading() {
-        let section = "inference 8".parse::<Citation>().expect("a citation").section().expect("a section");
+        let section =
+            "inference 8".parse::<Citation>().expect("a citation").section().expect("a section");
         assert_eq!(section.title, "Sparse attention core");
-        assert!(section.text.starts_with("Purpose: one softmax") && !section.text.contains("exceptional values"));
+        assert!(
+            section.text.starts_with("Purpose: one softmax")
+                && !section.text.contains("exceptional values")
+        );
         let mode = "FM-101".parse::<Citation>().expect("a citation").section().expect("an entry");
         assert!(mode.text.ends_with("- source: cudnn-frontend#395"), "{}", mode.text);
     }

@@ -12,7 +12,8 @@ use crate::session::Callee;
 /// Bytes of each side of the copy whose rate is the ceiling.
 const COPY_BYTES: usize = 2 << 30;
 /// Bytes of each side of the copies that are benchmarks. A copy of few bytes is far below the ceiling, and so is every kernel.
-pub const SMALLER_COPIES: [usize; 8] = [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
+pub const SMALLER_COPIES: [usize; 8] =
+    [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
 /// What the sets of buffers of such a copy take together at least: several times the second-level cache.
 const COPIES_SPAN: usize = 512 << 20;
 /// The most sets: copies of so few bytes that more would be needed are of launches, not of memory.
@@ -35,7 +36,9 @@ pub struct Datasheet {
 
 /// The data sheet of a device by the driver's name for it; `None` where none is written down here.
 pub fn datasheet(device: &str) -> Option<Datasheet> {
-    device.starts_with("NVIDIA H200").then_some(Datasheet { bytes_per_second: 4.8e12, flops_per_second: 1979e12 })
+    device
+        .starts_with("NVIDIA H200")
+        .then_some(Datasheet { bytes_per_second: 4.8e12, flops_per_second: 1979e12 })
 }
 
 /// Measures the copy rate and, where cublasLt is to be found, the rate of a matrix product.
@@ -43,14 +46,17 @@ pub fn datasheet(device: &str) -> Option<Datasheet> {
 /// # Errors
 /// The device's. A missing cublasLt is said on stderr, and is none.
 pub fn measure(device: &Device) -> Result<Ceilings> {
-    let (copy_bytes_per_second, matrix_flops_per_second) = (copy_rate(device)?, matrix_rate(device)?);
+    let (copy_bytes_per_second, matrix_flops_per_second) =
+        (copy_rate(device)?, matrix_rate(device)?);
     let ceilings = Ceilings { copy_bytes_per_second, matrix_flops_per_second };
     let matrix = match ceilings.matrix_flops_per_second {
         Some(rate) => format!("{:.1} TFLOP/s", rate * 1e-12),
         None => "not measured".to_owned(),
     };
     let copy = ceilings.copy_bytes_per_second * 1e-9;
-    println!("device copy {copy:.0} GB/s (read + written), bf16 {MATRIX}^3 matrix product {matrix}\n");
+    println!(
+        "device copy {copy:.0} GB/s (read + written), bf16 {MATRIX}^3 matrix product {matrix}\n"
+    );
     Ok(ceilings)
 }
 
@@ -62,7 +68,8 @@ fn copy_rate(device: &Device) -> Result<f64> {
     let backend = device.backend();
     let mut seconds = Vec::with_capacity(REPEATS);
     for repeat in 0..WARM_UPS + REPEATS {
-        let time = backend.time(&mut || backend.copy(target.address, source.address, COPY_BYTES))?;
+        let time =
+            backend.time(&mut || backend.copy(target.address, source.address, COPY_BYTES))?;
         if repeat >= WARM_UPS {
             seconds.push(time.as_secs_f64());
         }
@@ -113,7 +120,11 @@ impl Callee for Copies<'_> {
             self.arena.device().backend().download(view.address, &mut bytes).map(|()| bytes)
         };
         let [source, target] = &self.pairs[set];
-        if read(source)? == read(target)? { Ok(self.bytes as u64) } else { Err(anyhow!("the copy is another one")) }
+        if read(source)? == read(target)? {
+            Ok(self.bytes as u64)
+        } else {
+            Err(anyhow!("the copy is another one"))
+        }
     }
 }
 
@@ -124,7 +135,10 @@ fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<Te
     let view = arena.output(name, DType::Bf16, shape)?;
     let bytes = view.elements() * view.dtype.size();
     for at in (0..bytes).step_by(drawn.len()) {
-        arena.device().backend().upload(view.address + at as u64, &drawn[..drawn.len().min(bytes - at)])?;
+        arena
+            .device()
+            .backend()
+            .upload(view.address + at as u64, &drawn[..drawn.len().min(bytes - at)])?;
     }
     Ok(view)
 }
@@ -138,8 +152,10 @@ fn matrix_rate(device: &Device) -> Result<Option<f64>> {
     let c = arena.output("matrix c", DType::Bf16, &shape)?;
     // The product runs on a backend, and so on a stream, of its own.
     device.backend().synchronize()?;
-    let product = CudaBackend::new(ModuleCache::new(ModuleCache::default_dir()))
-        .and_then(|backend| blaslt::bf16_matmul_seconds(&backend, MATRIX, a.address, b.address, c.address, REPEATS));
+    let product =
+        CudaBackend::new(ModuleCache::new(ModuleCache::default_dir())).and_then(|backend| {
+            blaslt::bf16_matmul_seconds(&backend, MATRIX, a.address, b.address, c.address, REPEATS)
+        });
     match product {
         Ok(seconds) => Ok(Some(2.0 * (MATRIX as f64).powi(3) / median(seconds))),
         Err(error @ RuntimeError::BackendMissing { .. }) => {

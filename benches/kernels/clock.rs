@@ -21,7 +21,11 @@ impl DeviceTime {
     ///
     /// # Errors
     /// Those of `work` and of the device.
-    pub fn interval(&self, device: &Device, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+    pub fn interval(
+        &self,
+        device: &Device,
+        work: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Duration> {
         let elapsed = device.backend().time_recorded(work)?;
         self.now.set(self.now.get() + elapsed);
         Ok(elapsed)
@@ -66,7 +70,12 @@ impl ValueFormatter for DeviceFormatter {
         "µs"
     }
 
-    fn scale_throughputs(&self, _typical_ns: f64, throughput: &Throughput, values: &mut [f64]) -> &'static str {
+    fn scale_throughputs(
+        &self,
+        _typical_ns: f64,
+        throughput: &Throughput,
+        values: &mut [f64],
+    ) -> &'static str {
         let (amount, unit) = match *throughput {
             Throughput::Bits(bits) => (bits as f64 / 8.0, "GB/s"),
             Throughput::Bytes(bytes) | Throughput::BytesDecimal(bytes) => (bytes as f64, "GB/s"),

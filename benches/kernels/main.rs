@@ -58,7 +58,8 @@ fn run() -> Result<bool> {
     let environment = Environment::try_parse_from(["kernels", "--in-process"])?;
     let device = environment.device.open()?;
     let gpu = device.environment().backend == BackendKind::Cuda;
-    let all: Vec<_> = OPERATORS.iter().map(|operator| operator.benchmarks(device.environment())).collect();
+    let all: Vec<_> =
+        OPERATORS.iter().map(|operator| operator.benchmarks(device.environment())).collect();
     let pairs = environment.pairs.as_deref().map(Pairs::read).transpose()?;
     let mut session = Session::new(&device, pairs);
     let mut order: Vec<&dyn Timed> = all.iter().flatten().map(|benchmark| &**benchmark).collect();

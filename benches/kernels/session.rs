@@ -15,7 +15,9 @@ use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
 use dsv4_parity::record::BenchmarkRecord;
 use dsv4_parity::record::Work;
 use dsv4_parity::report::benchmarks::{self, Facts};
-use dsv4_parity::report::beside::log::{self, Line, Machine, Side, Skipped, Time, Timings, Turn, Writer};
+use dsv4_parity::report::beside::log::{
+    self, Line, Machine, Side, Skipped, Time, Timings, Turn, Writer,
+};
 use dsv4_parity::report::beside::pairs::Pairs;
 use dsv4_runtime::{BackendKind, Device, RuntimeError, cuda};
 
@@ -63,7 +65,18 @@ impl<'d> Session<'d> {
         let datasheet = ceilings::datasheet(&environment.device);
         let facts = Facts { device: environment.device.clone(), ..Facts::default() };
         let (failures, measuring, log) = (Vec::new(), measuring(), None);
-        Self { device, criterion, clock, directory, facts, datasheet, failures, pairs, log, measuring }
+        Self {
+            device,
+            criterion,
+            clock,
+            directory,
+            facts,
+            datasheet,
+            failures,
+            pairs,
+            log,
+            measuring,
+        }
     }
 
     /// Holds the list of pairs against the benchmarks that there are, before any of them takes the device's time.
@@ -72,7 +85,8 @@ impl<'d> Session<'d> {
     /// An id of the list that none of `benchmarks` has.
     pub fn check_pairs<'b>(&self, benchmarks: impl Iterator<Item = &'b dyn Timed>) -> Result<()> {
         let Some(pairs) = &self.pairs else { return Ok(()) };
-        let ids: BTreeSet<String> = benchmarks.map(|benchmark| Id::of(benchmark).to_string()).collect();
+        let ids: BTreeSet<String> =
+            benchmarks.map(|benchmark| Id::of(benchmark).to_string()).collect();
         Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
     }
 
@@ -87,7 +101,9 @@ impl<'d> Session<'d> {
         }
         if std::fs::metadata(path).is_ok_and(|file| file.len() > 0) {
             let before = Timings::read(&[path])?;
-            benchmarks.sort_by_key(|benchmark| before.times(Side::Ours, &Id::of(*benchmark).to_string()).len());
+            benchmarks.sort_by_key(|benchmark| {
+                before.times(Side::Ours, &Id::of(*benchmark).to_string()).len()
+            });
         }
         let environment = self.device.environment();
         let machine = Machine {
@@ -101,11 +117,21 @@ impl<'d> Session<'d> {
             machine,
             software: format!("{}, {}", log::revision(), environment.compiler),
             unix: log::now(),
-            copy_bytes_per_second: self.facts.ceilings.map(|ceilings| ceilings.copy_bytes_per_second),
-            ids: benchmarks.iter().map(|benchmark| Id::of(*benchmark)).chain(copies).map(|id| id.to_string()).collect(),
+            copy_bytes_per_second: self
+                .facts
+                .ceilings
+                .map(|ceilings| ceilings.copy_bytes_per_second),
+            ids: benchmarks
+                .iter()
+                .map(|benchmark| Id::of(*benchmark))
+                .chain(copies)
+                .map(|id| id.to_string())
+                .collect(),
         };
         println!("{}, {}, revision {}", turn.machine.device, turn.machine.driver, turn.software);
-        self.log = Some(Writer::append(path).with_context(|| format!("PARITY_BENCH_LOG {}", path.display()))?);
+        self.log = Some(
+            Writer::append(path).with_context(|| format!("PARITY_BENCH_LOG {}", path.display()))?,
+        );
         self.log_line(&Line::Turn(turn))
     }
 
@@ -122,10 +148,16 @@ impl<'d> Session<'d> {
         if self.log.is_none() {
             return Ok(());
         }
-        let samples_us =
-            benchmarks::samples_us(&self.directory, &id.group, &id.to_string()).map_err(anyhow::Error::msg)?;
+        let samples_us = benchmarks::samples_us(&self.directory, &id.group, &id.to_string())
+            .map_err(anyhow::Error::msg)?;
         let bytes = (rate == Rate::Bytes).then_some(work.bytes);
-        self.log_line(&Line::Time(Time { id: id.to_string(), library: None, samples_us, bytes, clock_mhz: None }))
+        self.log_line(&Line::Time(Time {
+            id: id.to_string(),
+            library: None,
+            samples_us,
+            bytes,
+            clock_mhz: None,
+        }))
     }
 
     /// Measures the device's rates, if anything is to be measured.
@@ -184,7 +216,8 @@ impl<'d> Session<'d> {
     /// What the oracle refuses.
     pub fn run_oracle(&mut self, benchmark: &dyn Timed) -> Result<()> {
         let Id { group, name } = Id::of(benchmark);
-        let name = if name.contains("bf16") { name.replace("bf16", "f64") } else { format!("{name} f64") };
+        let name =
+            if name.contains("bf16") { name.replace("bf16", "f64") } else { format!("{name} f64") };
         let id = Id { group: format!("{group}_oracle"), name };
         let place = || Ok(Box::new(benchmark.oracle()?) as Box<dyn Callee + 'd>);
         self.run_callee(&id, benchmark.work(), benchmark.rate(), &place)
@@ -192,14 +225,19 @@ impl<'d> Session<'d> {
 
     fn run_callee(&mut self, id: &Id, work: Work, rate: Rate, place: &Place<'_, 'd>) -> Result<()> {
         let (callee, calls) = (OnceCell::new(), Cell::new(0usize));
-        let timed = catch_unwind(AssertUnwindSafe(|| self.time(id, &work, rate, place, &callee, &calls)));
+        let timed =
+            catch_unwind(AssertUnwindSafe(|| self.time(id, &work, rate, place, &callee, &calls)));
         timed.map_err(|panic| error_of(panic).context(id.to_string()))?;
         let (Some(callee), true) = (callee.get(), calls.get() > 0) else { return Ok(()) };
         let start = Instant::now();
         let problem = match callee.recheck((calls.get() - 1) % callee.sets()) {
             Ok(0) => "nothing was compared".to_owned(),
             Ok(compared) => {
-                println!("{:24}{compared} elements agree ({:.1} s)", "", start.elapsed().as_secs_f64());
+                println!(
+                    "{:24}{compared} elements agree ({:.1} s)",
+                    "",
+                    start.elapsed().as_secs_f64()
+                );
                 self.log_time(id, &work, rate)?;
                 self.facts.work.insert(id.to_string(), work);
                 // A run that is cut short leaves what it has measured.
@@ -231,7 +269,8 @@ impl<'d> Session<'d> {
             Rate::Flops => Throughput::Elements(work.flops as u64),
         });
         group.bench_function(&id.name, |bencher| {
-            let callee = callee.get_or_init(|| ready(place, device).unwrap_or_else(|error| leave(error)));
+            let callee =
+                callee.get_or_init(|| ready(place, device).unwrap_or_else(|error| leave(error)));
             bencher.iter_custom(|iterations| {
                 let mut calls_of_sample = || {
                     for _ in 0..iterations {
@@ -240,7 +279,9 @@ impl<'d> Session<'d> {
                     }
                     Ok(())
                 };
-                clock.interval(device, &mut calls_of_sample).unwrap_or_else(|error| leave(error.into()))
+                clock
+                    .interval(device, &mut calls_of_sample)
+                    .unwrap_or_else(|error| leave(error.into()))
             });
         });
         group.finish();
@@ -277,7 +318,8 @@ impl<'d> Session<'d> {
                 return Err(anyhow!("no benchmark ran"));
             }
             self.facts.write(&self.directory).map_err(anyhow::Error::msg)?;
-            let found = benchmarks::read(&self.directory, &self.facts.device).map_err(anyhow::Error::msg)?;
+            let found = benchmarks::read(&self.directory, &self.facts.device)
+                .map_err(anyhow::Error::msg)?;
             for BenchmarkRecord { id, median_ns, bytes, flops, .. } in found.benchmarks {
                 let per_second = 1e9 / median_ns;
                 if !self.check_rates(&id, bytes * per_second, flops * per_second) {
@@ -353,7 +395,8 @@ impl Callee for OracleCall {
     }
 
     fn call(&self, _: usize) -> std::result::Result<(), RuntimeError> {
-        let output = self().map_err(|error| RuntimeError::argument("oracle", "inputs", error.to_string()))?;
+        let output = self()
+            .map_err(|error| RuntimeError::argument("oracle", "inputs", error.to_string()))?;
         std::hint::black_box(output);
         Ok(())
     }
@@ -380,7 +423,9 @@ fn measuring() -> bool {
     let otherwise = ["--test", "--list", "--profile-time", "--discard-baseline", "--load-baseline"];
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     arguments.iter().any(|argument| argument == "--bench")
-        && !arguments.iter().any(|argument| otherwise.iter().any(|prefix| argument.starts_with(prefix)))
+        && !arguments
+            .iter()
+            .any(|argument| otherwise.iter().any(|prefix| argument.starts_with(prefix)))
 }
 
 /// Leaves criterion's closures with an error; the panic hook stays silent.

@@ -28,7 +28,9 @@ pub(crate) fn element_types(types: &[(&'static str, DType)]) -> Defines {
 /// The modules of `file` for each combination of floating-point types under these names.
 pub(crate) fn modules_of_floats(file: &str, names: &[&'static str]) -> Vec<Module> {
     let with_each = |combinations: Vec<Vec<_>>, name: &&'static str| {
-        let with = |dtype| combinations.iter().map(move |types| [vec![(*name, dtype)], types.clone()].concat());
+        let with = |dtype| {
+            combinations.iter().map(move |types| [vec![(*name, dtype)], types.clone()].concat())
+        };
         FLOATS.into_iter().flat_map(with).collect()
     };
     let combinations = names.iter().rev().fold(vec![Vec::new()], with_each);
@@ -47,7 +49,11 @@ impl Arguments {
     }
 
     /// The tensors of a call, found by name among `views`; see [`Signature::bind`].
-    pub fn signature<'a>(self, views: &'a Views, tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
+    pub fn signature<'a>(
+        self,
+        views: &'a Views,
+        tensors: impl IntoIterator<Item = Argument<'a>>,
+    ) -> Signature<'a> {
         let found = |tensor: Argument<'a>| {
             let taken = |_: &&TensorView| tensor.presence != Presence::Ignored;
             Argument { view: views.get(tensor.name).filter(taken), ..tensor }
@@ -70,7 +76,9 @@ impl Arguments {
     }
 
     pub fn int32(self, argument: &'static str, value: usize) -> Result<()> {
-        i32::try_from(value).map(|_| ()).or_else(|_| self.refuse(argument, format!("{value} must fit 32 bits")))
+        i32::try_from(value)
+            .map(|_| ())
+            .or_else(|_| self.refuse(argument, format!("{value} must fit 32 bits")))
     }
 
     /// The scratch memory has so many bytes.
@@ -87,7 +95,10 @@ impl Arguments {
         view.merged().map_or_else(
             || {
                 let (strides, shape) = (&view.strides, &view.shape);
-                self.refuse(argument, format!("strides {strides:?} of shape {shape:?}: tokens must be evenly spaced"))
+                self.refuse(
+                    argument,
+                    format!("strides {strides:?} of shape {shape:?}: tokens must be evenly spaced"),
+                )
             },
             Ok,
         )
@@ -293,12 +304,18 @@ impl<'a> Signature<'a> {
     /// A name that the signature does not have: a mistake in the launcher, which every call of it shows.
     pub fn params(&self, names: &[&'static str]) -> Params {
         names.iter().fold(self.check.params(), |params, name| {
-            let tensor = self.find(name).unwrap_or_else(|| panic!("the signature has no tensor `{name}`"));
-            let strided = if tensor.layout == Layout::Dense { &[] } else { self.axes_of(tensor).unwrap_or(&[]) };
+            let tensor =
+                self.find(name).unwrap_or_else(|| panic!("the signature has no tensor `{name}`"));
+            let strided = if tensor.layout == Layout::Dense {
+                &[]
+            } else {
+                self.axes_of(tensor).unwrap_or(&[])
+            };
             let stride = |axis: usize| tensor.view.map_or(0, |view| view.strides[axis]);
             let outer = strided.iter().take(strided.len().saturating_sub(1)).enumerate();
             outer.fold(params.ptr(*name, tensor.view), |params, (number, axis)| {
-                let one = axis.strip_prefix("num_").map_or(*axis, |many| many.trim_end_matches('s'));
+                let one =
+                    axis.strip_prefix("num_").map_or(*axis, |many| many.trim_end_matches('s'));
                 params.stride(format!("{name}_{one}_stride"), stride(number))
             })
         })
@@ -306,7 +323,11 @@ impl<'a> Signature<'a> {
 
     /// Whether accesses of 16 bytes fit every row of every tensor that has rows.
     pub fn vectorised(&self) -> bool {
-        let rows = self.tensors.iter().filter(|tensor| tensor.layout != Layout::Dense).filter_map(|rows| rows.view);
+        let rows = self
+            .tensors
+            .iter()
+            .filter(|tensor| tensor.layout != Layout::Dense)
+            .filter_map(|rows| rows.view);
         rows.into_iter().all(holds_wide_rows)
     }
 
@@ -327,9 +348,10 @@ impl<'a> Signature<'a> {
     fn names(&self, tensor: &Argument<'_>) -> Result<()> {
         let others = [tensor.like, tensor.typed, tensor.may_be].into_iter().flatten();
         match others.chain(tensor.with.iter().copied()).find(|other| self.find(other).is_none()) {
-            Some(absent) => {
-                self.check.refuse(tensor.name, format!("its declaration refers to `{absent}`: there is none"))
-            }
+            Some(absent) => self.check.refuse(
+                tensor.name,
+                format!("its declaration refers to `{absent}`: there is none"),
+            ),
             None => Ok(()),
         }
     }
@@ -348,7 +370,8 @@ impl<'a> Signature<'a> {
         if tensor.with.is_empty() || there == others || dependent && !there {
             return Ok(());
         }
-        let (others, are) = (tensor.with.join("` and `"), if tensor.with.len() > 1 { "are" } else { "is" });
+        let (others, are) =
+            (tensor.with.join("` and `"), if tensor.with.len() > 1 { "are" } else { "is" });
         let rule = if dependent { "may be present only" } else { "must be present exactly" };
         self.check.refuse(tensor.name, format!("it {rule} when `{others}` {are}"))
     }
@@ -357,19 +380,26 @@ impl<'a> Signature<'a> {
     fn range(&self, name: &'static str, view: &TensorView) -> Result<()> {
         let TensorView { shape, strides, address, .. } = view;
         if shape.len() != strides.len() {
-            return self.check.refuse(name, format!("strides {strides:?} must be as many as axes of {shape:?}"));
+            return self
+                .check
+                .refuse(name, format!("strides {strides:?} must be as many as axes of {shape:?}"));
         }
         let size = view.dtype.size() as i128;
-        let elements = shape.iter().try_fold(size, |all, &extent| all.checked_mul(extent.max(1) as i128));
+        let elements =
+            shape.iter().try_fold(size, |all, &extent| all.checked_mul(extent.max(1) as i128));
         let last = shape.iter().zip(strides).try_fold(size, |end, (&extent, &stride)| {
             let steps = (extent as i128 - 1).max(0).checked_mul(i128::from(stride).abs())?;
             end.checked_add(steps.checked_mul(size)?)
         });
-        let fits = |bytes: Option<i128>| bytes.is_some_and(|bytes| i128::from(*address) + bytes <= i64::MAX.into());
+        let fits = |bytes: Option<i128>| {
+            bytes.is_some_and(|bytes| i128::from(*address) + bytes <= i64::MAX.into())
+        };
         if fits(elements) && fits(last) {
             return Ok(());
         }
-        let reason = format!("strides {strides:?} of shape {shape:?} from {address:#x} on must stay within 63 bits");
+        let reason = format!(
+            "strides {strides:?} of shape {shape:?} from {address:#x} on must stay within 63 bits"
+        );
         self.check.refuse(name, reason)
     }
 
@@ -377,7 +407,12 @@ impl<'a> Signature<'a> {
         let Some(axes) = self.axes_of(tensor) else { return Ok(()) };
         let shape = &view.shape;
         if shape.len() != axes.len() {
-            let reason = format!("shape {shape:?} has {} axes, not {} ({})", shape.len(), axes.len(), axes.join(", "));
+            let reason = format!(
+                "shape {shape:?} has {} axes, not {} ({})",
+                shape.len(),
+                axes.len(),
+                axes.join(", ")
+            );
             return self.check.refuse(tensor.name, reason);
         }
         for (&axis, &own) in axes.iter().zip(shape) {
@@ -390,7 +425,10 @@ impl<'a> Signature<'a> {
         if *shape == expected {
             return Ok(());
         }
-        self.check.refuse(tensor.name, format!("shape {shape:?} must be {expected:?} ({})", axes.join(", ")))
+        self.check.refuse(
+            tensor.name,
+            format!("shape {shape:?} must be {expected:?} ({})", axes.join(", ")),
+        )
     }
 
     fn rule(&self, name: &'static str, axis: &str, own: usize) -> Result<()> {
@@ -400,7 +438,9 @@ impl<'a> Signature<'a> {
             Some(&Rule { multiple: 1, most, .. }) if !(1..=most).contains(&own) => {
                 format!("{axis} {own} must be 1 to {most}")
             }
-            Some(&Rule { multiple, most, .. }) if own == 0 || !own.is_multiple_of(multiple) || own > most => {
+            Some(&Rule { multiple, most, .. })
+                if own == 0 || !own.is_multiple_of(multiple) || own > most =>
+            {
                 format!("{axis} {own} must be a multiple of {multiple} up to {most}")
             }
             _ if i32::try_from(own).is_err() => format!("{axis} {own} must fit 32 bits"),
@@ -416,7 +456,10 @@ impl<'a> Signature<'a> {
             return Ok(());
         }
         let allowed: Vec<_> = allowed.iter().map(ToString::to_string).collect();
-        self.check.refuse(tensor.name, format!("element type {} must be {}", view.dtype, allowed.join(" or ")))
+        self.check.refuse(
+            tensor.name,
+            format!("element type {} must be {}", view.dtype, allowed.join(" or ")),
+        )
     }
 
     fn alignment(&self, tensor: &Argument<'_>, view: &TensorView) -> Result<()> {
@@ -424,12 +467,16 @@ impl<'a> Signature<'a> {
         let size = view.dtype.size() as u64;
         let reason = match tensor.layout {
             Layout::AlignedRows if !is_aligned(view) => {
-                format!("address {address:#x} and strides {strides:?} must be multiples of 16 bytes")
+                format!(
+                    "address {address:#x} and strides {strides:?} must be multiples of 16 bytes"
+                )
             }
             _ if !address.is_multiple_of(tensor.alignment) => {
                 format!("address {address:#x} must be {}-byte aligned", tensor.alignment)
             }
-            _ if !address.is_multiple_of(size) => format!("address {address:#x} must be a multiple of {size} bytes"),
+            _ if !address.is_multiple_of(size) => {
+                format!("address {address:#x} must be a multiple of {size} bytes")
+            }
             _ => return Ok(()),
         };
         self.check.refuse(tensor.name, reason)
@@ -440,12 +487,16 @@ impl<'a> Signature<'a> {
         let reason = match tensor.layout {
             Layout::Dense if view.is_dense() => return Ok(()),
             Layout::Dense => format!("strides {strides:?} of shape {shape:?} must be dense"),
-            Layout::Rows | Layout::AlignedRows if shape.last() > Some(&1) && strides.last() != Some(&1) => {
+            Layout::Rows | Layout::AlignedRows
+                if shape.last() > Some(&1) && strides.last() != Some(&1) =>
+            {
                 format!("strides {strides:?}: the last axis must be contiguous")
             }
             Layout::Rows | Layout::AlignedRows => match coinciding_axis(view) {
                 None => return Ok(()),
-                Some(axis) => format!("strides {strides:?} of shape {shape:?}: axis {axis} overlaps itself"),
+                Some(axis) => {
+                    format!("strides {strides:?} of shape {shape:?}: axis {axis} overlaps itself")
+                }
             },
         };
         self.check.refuse(tensor.name, reason)
@@ -455,7 +506,8 @@ impl<'a> Signature<'a> {
         let written = |number: usize| self.tensors[number].written;
         for number in (0..self.tensors.len()).filter(|&number| written(number)) {
             // Two written tensors are compared once: the later one is refused.
-            for other in (0..self.tensors.len()).filter(|&other| !written(other) || other < number) {
+            for other in (0..self.tensors.len()).filter(|&other| !written(other) || other < number)
+            {
                 self.overlap(&self.tensors[number], &self.tensors[other])?;
             }
         }
@@ -493,12 +545,14 @@ pub(crate) fn is_aligned(view: &TensorView) -> bool {
     let elements = 16 / view.dtype.size() as i64;
     let axes = view.shape.len();
     view.address.is_multiple_of(16)
-        && (0..axes.saturating_sub(1)).all(|axis| view.shape[axis] <= 1 || view.strides[axis] % elements == 0)
+        && (0..axes.saturating_sub(1))
+            .all(|axis| view.shape[axis] <= 1 || view.strides[axis] % elements == 0)
 }
 
 /// Whether accesses of 16 bytes fit every row, up to its end.
 fn holds_wide_rows(view: &TensorView) -> bool {
-    view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16)) && is_aligned(view)
+    view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16))
+        && is_aligned(view)
 }
 
 /// Blocks of so many threads that take a row, by 16-byte accesses or one element a thread.
@@ -520,7 +574,9 @@ impl Parts {
         let words = counts.iter().try_fold(4usize, |words, &count| words.checked_mul(count));
         let start = self.bytes;
         // What does not fit needs more than any memory has.
-        let end = words.and_then(|bytes| bytes.checked_next_multiple_of(16)).and_then(|bytes| start.checked_add(bytes));
+        let end = words
+            .and_then(|bytes| bytes.checked_next_multiple_of(16))
+            .and_then(|bytes| start.checked_add(bytes));
         self.bytes = end.unwrap_or(usize::MAX);
         start
     }
@@ -533,7 +589,10 @@ mod tests {
     const CHECK: Arguments = Arguments { operator: "test" };
 
     fn view(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
-        TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, shape) }
+        TensorView {
+            strides: strides.to_vec(),
+            ..TensorView::dense("a view", address, dtype, shape)
+        }
     }
 
     fn dense(address: u64, shape: &[usize]) -> TensorView {
@@ -549,7 +608,11 @@ mod tests {
         Argument { view: view.into(), ..write(name).optional() }
     }
 
-    fn scratch_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>, alignment: u64) -> Argument<'a> {
+    fn scratch_at<'a>(
+        name: &'static str,
+        view: impl Into<Option<&'a TensorView>>,
+        alignment: u64,
+    ) -> Argument<'a> {
         Argument { view: view.into(), ..scratch(name, alignment).optional() }
     }
 
@@ -567,7 +630,9 @@ mod tests {
 
     fn refusal_of(mut signature: Signature<'_>) -> String {
         match signature.bind([]) {
-            Err(RuntimeError::Argument { operator: "test", argument, reason }) => format!("{argument}: {reason}"),
+            Err(RuntimeError::Argument { operator: "test", argument, reason }) => {
+                format!("{argument}: {reason}")
+            }
             other => panic!("not refused: {other:?}"),
         }
     }
@@ -579,27 +644,39 @@ mod tests {
     #[test]
     fn extents_come_back_by_name_and_those_of_absent_tensors_are_zero() {
         let (x, w) = (dense(0, &[3, 5]), dense(1024, &[5]));
-        let tensors =
-            [read_at("x", &x).axes(&["n", "m"]), read_at("w", &w).axes(&["m"]), read_at("v", None).axes(&["k"])];
+        let tensors = [
+            read_at("x", &x).axes(&["n", "m"]),
+            read_at("w", &w).axes(&["m"]),
+            read_at("v", None).axes(&["k"]),
+        ];
         assert_eq!(signature_at(tensors).bind(["m", "k", "n"]).unwrap(), [5, 0, 3]);
     }
 
     #[test]
     fn the_number_of_axes_and_extents_that_differ_are_refused() {
         let (x, w) = (dense(0, &[3, 5]), dense(1024, &[4]));
-        assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: shape [3, 5] has 2 axes, not 1 (n)");
+        assert_eq!(
+            refusal([read_at("x", &x).axes(&["n"])]),
+            "x: shape [3, 5] has 2 axes, not 1 (n)"
+        );
         let tensors = [read_at("x", &x).axes(&["n", "m"]), read_at("w", &w).axes(&["m"])];
         assert_eq!(refusal(tensors), "w: shape [4] must be [5] (m)");
         let given = signature_at([read_at("x", &x).axes(&["n", "m"])]).given("m", 7);
         assert_eq!(refusal_of(given), "x: shape [3, 5] must be [3, 7] (n, m)");
-        assert_eq!(refusal([read_at("x", &x).axes(&["n", "n"])]), "x: shape [3, 5] must be [3, 3] (n, n)");
+        assert_eq!(
+            refusal([read_at("x", &x).axes(&["n", "n"])]),
+            "x: shape [3, 5] must be [3, 3] (n, n)"
+        );
     }
 
     #[test]
     fn an_extent_beyond_its_rule_is_refused_with_the_rule() {
         let refused = |shape: &[usize], multiple, most| {
             let x = view(0, DType::U8, shape, &[1]);
-            refusal_of(signature_at([read_at("x", &x).of(&[DType::U8]).axes(&["n"])]).extent("n", multiple, most))
+            refusal_of(
+                signature_at([read_at("x", &x).of(&[DType::U8]).axes(&["n"])])
+                    .extent("n", multiple, most),
+            )
         };
         assert_eq!(refused(&[0], 1, 8), "x: n 0 must be 1 to 8");
         assert_eq!(refused(&[9], 1, 8), "x: n 9 must be 1 to 8");
@@ -630,7 +707,8 @@ mod tests {
     #[test]
     fn axes_may_lie_in_any_order_and_with_any_gaps() {
         for strides in [[12, 4, 1], [4, 8, 1], [100, 7, 1], [7, 100, 1]] {
-            rows(&view(0, DType::F32, &[2, 3, 4], &strides)).unwrap_or_else(|error| panic!("{strides:?}: {error}"));
+            rows(&view(0, DType::F32, &[2, 3, 4], &strides))
+                .unwrap_or_else(|error| panic!("{strides:?}: {error}"));
         }
         // Along an axis of one entry nothing is ever reached.
         rows(&view(0, DType::F32, &[2, 1, 4], &[4, -9, 1])).expect("one entry");
@@ -639,22 +717,34 @@ mod tests {
 
     #[test]
     fn elements_that_coincide_are_refused_whatever_the_order_of_the_axes() {
-        for (strides, axis) in [([11, 4, 1], 0), ([4, 7, 1], 1), ([3, 12, 1], 0), ([12, 3, 1], 1), ([0, 4, 1], 0)] {
+        for (strides, axis) in
+            [([11, 4, 1], 0), ([4, 7, 1], 1), ([3, 12, 1], 0), ([12, 3, 1], 1), ([0, 4, 1], 0)]
+        {
             let x = view(0, DType::F32, &[2, 3, 4], &strides);
             let reason = rows(&x).unwrap_err().to_string();
-            let overlap = format!("strides {strides:?} of shape [2, 3, 4]: axis {axis} overlaps itself");
+            let overlap =
+                format!("strides {strides:?} of shape [2, 3, 4]: axis {axis} overlaps itself");
             assert!(reason.ends_with(&overlap), "{reason}");
         }
-        let backwards = rows(&view(1024, DType::F32, &[2, 3, 4], &[-12, 4, 1])).unwrap_err().to_string();
+        let backwards =
+            rows(&view(1024, DType::F32, &[2, 3, 4], &[-12, 4, 1])).unwrap_err().to_string();
         assert!(backwards.contains("axis 0 overlaps itself"), "{backwards}");
     }
 
     #[test]
     fn a_last_axis_with_gaps_and_a_dense_tensor_with_gaps_are_refused() {
         let x = view(0, DType::F32, &[2, 3, 4], &[24, 8, 2]);
-        assert!(rows(&x).unwrap_err().to_string().contains("strides [24, 8, 2]: the last axis must be contiguous"));
+        assert!(
+            rows(&x)
+                .unwrap_err()
+                .to_string()
+                .contains("strides [24, 8, 2]: the last axis must be contiguous")
+        );
         let x = view(0, DType::F32, &[2, 4], &[5, 1]);
-        assert_eq!(refusal([read_at("x", &x).axes(&["n", "m"])]), "x: strides [5, 1] of shape [2, 4] must be dense");
+        assert_eq!(
+            refusal([read_at("x", &x).axes(&["n", "m"])]),
+            "x: strides [5, 1] of shape [2, 4] must be dense"
+        );
     }
 
     #[test]
@@ -663,12 +753,24 @@ mod tests {
             let x = view(address, DType::F32, &[2, 4], &strides);
             refusal([read_at("x", &x).axes(&["n", "m"]).aligned_rows()])
         };
-        assert_eq!(refused(8, [8, 1]), "x: address 0x8 and strides [8, 1] must be multiples of 16 bytes");
-        assert_eq!(refused(16, [6, 1]), "x: address 0x10 and strides [6, 1] must be multiples of 16 bytes");
+        assert_eq!(
+            refused(8, [8, 1]),
+            "x: address 0x8 and strides [8, 1] must be multiples of 16 bytes"
+        );
+        assert_eq!(
+            refused(16, [6, 1]),
+            "x: address 0x10 and strides [6, 1] must be multiples of 16 bytes"
+        );
         let x = view(2, DType::F32, &[4], &[1]);
-        assert_eq!(refusal([read_at("x", &x).axes(&["n"])]), "x: address 0x2 must be a multiple of 4 bytes");
+        assert_eq!(
+            refusal([read_at("x", &x).axes(&["n"])]),
+            "x: address 0x2 must be a multiple of 4 bytes"
+        );
         let scratch_at_8 = view(8, DType::U8, &[64], &[1]);
-        assert_eq!(refusal([scratch_at("s", &scratch_at_8, 16)]), "s: address 0x8 must be 16-byte aligned");
+        assert_eq!(
+            refusal([scratch_at("s", &scratch_at_8, 16)]),
+            "s: address 0x8 must be 16-byte aligned"
+        );
         signature_at([scratch_at("s", &scratch_at_8, 8)]).bind([]).expect("any shape and type");
     }
 
@@ -692,12 +794,25 @@ mod tests {
     fn a_written_tensor_shares_no_memory_with_any_other() {
         let (x, y, z) = (dense(0, &[8]), dense(16, &[8]), dense(64, &[8]));
         let axes: &[&str] = &["n"];
-        assert_eq!(refusal([read_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]), "y: it overlaps `x`");
+        assert_eq!(
+            refusal([read_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]),
+            "y: it overlaps `x`"
+        );
         // Declared before or behind what it overlaps; of two written ones the later is refused.
-        assert_eq!(refusal([write_at("y", &y).axes(axes), read_at("x", &x).axes(axes)]), "y: it overlaps `x`");
-        assert_eq!(refusal([write_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]), "y: it overlaps `x`");
-        signature_at([read_at("x", &x).axes(axes), read_at("y", &y).axes(axes)]).bind([]).expect("both are only read");
-        signature_at([read_at("x", &x).axes(axes), write_at("z", &z).axes(axes)]).bind([]).expect("they are apart");
+        assert_eq!(
+            refusal([write_at("y", &y).axes(axes), read_at("x", &x).axes(axes)]),
+            "y: it overlaps `x`"
+        );
+        assert_eq!(
+            refusal([write_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]),
+            "y: it overlaps `x`"
+        );
+        signature_at([read_at("x", &x).axes(axes), read_at("y", &y).axes(axes)])
+            .bind([])
+            .expect("both are only read");
+        signature_at([read_at("x", &x).axes(axes), write_at("z", &z).axes(axes)])
+            .bind([])
+            .expect("they are apart");
     }
 
     #[test]
@@ -706,7 +821,10 @@ mod tests {
         let pair = |y| [read_at("x", &x).axes(&["n"]), write_at("y", y).like("x").may_be("x")];
         signature_at(pair(&x)).bind([]).expect("in place");
         assert_eq!(refusal(pair(&shifted)), "y: it overlaps `x` without being the same tensor");
-        assert_eq!(refusal([read_at("x", &x).axes(&["n"]), write_at("y", &x).like("x")]), "y: it overlaps `x`");
+        assert_eq!(
+            refusal([read_at("x", &x).axes(&["n"]), write_at("y", &x).like("x")]),
+            "y: it overlaps `x`"
+        );
     }
 
     #[test]
@@ -723,7 +841,9 @@ mod tests {
     fn a_tensor_that_is_only_there_with_another_may_be_absent_and_is_refused_without_it() {
         let (x, y) = (dense(0, &[8]), dense(64, &[8]));
         let pair = [read("x").axes(&["n"]).optional(), read("y").axes(&["n"]).only_with(&["x"])];
-        let bound = |views: &Views| CHECK.signature(views, pair).bind([]).map_err(|error| error.to_string());
+        let bound = |views: &Views| {
+            CHECK.signature(views, pair).bind([]).map_err(|error| error.to_string())
+        };
         for views in [Views::from([("x", &x), ("y", &y)]), Views::from([("x", &x)]), Views::new()] {
             assert_eq!(bound(&views), Ok([]));
         }
@@ -749,7 +869,9 @@ mod tests {
     fn a_tensor_that_others_together_bring_with_them_is_refused_without_one_of_them() {
         let (x, y, z) = (dense(0, &[4]), dense(64, &[4]), dense(128, &[4]));
         let three = |x, y, z| [read_at("x", x), read_at("y", y), read_at("z", z).with(&["x", "y"])];
-        for (first, second, third) in [(Some(&x), Some(&y), Some(&z)), (Some(&x), None, None), (None, None, None)] {
+        for (first, second, third) in
+            [(Some(&x), Some(&y), Some(&z)), (Some(&x), None, None), (None, None, None)]
+        {
             signature_at(three(first, second, third)).bind([]).expect("all or not all");
         }
         let reason = "z: it must be present exactly when `x` and `y` are";
@@ -774,7 +896,8 @@ mod tests {
     fn accesses_are_wide_only_where_every_row_of_every_tensor_with_rows_takes_them() {
         let vectorised = |address, shape: &[usize], strides: &[i64]| {
             let (x, w) = (view(address, DType::Bf16, shape, strides), dense(4, &[3]));
-            signature_at([read_at("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read_at("w", &w)]).vectorised()
+            signature_at([read_at("x", &x).of(&FLOATS).axes(&["n", "m"]).rows(), read_at("w", &w)])
+                .vectorised()
         };
         assert!(vectorised(16, &[2, 8], &[24, 1]));
         assert!(!vectorised(8, &[2, 8], &[24, 1]) && !vectorised(16, &[2, 8], &[20, 1]));
@@ -784,15 +907,23 @@ mod tests {
     #[test]
     fn there_is_a_module_for_each_combination_of_types() {
         let modules = modules_of_floats("a.cu", &["X", "W"]);
-        let types: Vec<Vec<&str>> =
-            modules.iter().map(|(_, defines)| defines.iter().map(|(_, value)| value.as_str()).collect()).collect();
-        assert_eq!(types, [["bf16", "bf16"], ["bf16", "float"], ["float", "bf16"], ["float", "float"]]);
+        let types: Vec<Vec<&str>> = modules
+            .iter()
+            .map(|(_, defines)| defines.iter().map(|(_, value)| value.as_str()).collect())
+            .collect();
+        assert_eq!(
+            types,
+            [["bf16", "bf16"], ["bf16", "float"], ["float", "bf16"], ["float", "float"]]
+        );
     }
 
     #[test]
     fn parts_of_scratch_memory_start_at_multiples_of_16_bytes_and_never_wrap() {
         let mut parts = Parts::default();
-        assert_eq!([parts.words(&[3]), parts.words(&[2, 4]), parts.words(&[0, 9]), parts.words(&[1])], [0, 16, 48, 48]);
+        assert_eq!(
+            [parts.words(&[3]), parts.words(&[2, 4]), parts.words(&[0, 9]), parts.words(&[1])],
+            [0, 16, 48, 48]
+        );
         assert_eq!(parts.bytes, 64);
         parts.words(&[usize::MAX / 2, 3]);
         parts.words(&[1]);

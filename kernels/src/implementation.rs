@@ -24,8 +24,9 @@ impl Implementation {
     /// Why these kernels cannot run on a device like this one, whatever the shape; `None` where they can.
     pub fn cannot_run_on(self, environment: &Environment) -> Option<String> {
         let other_gpu = environment.backend == BackendKind::Cuda && environment.target != "sm_90a";
-        (self == Self::Hopper && other_gpu)
-            .then(|| format!("the Hopper kernels need sm_90a, and this device is {}", environment.target))
+        (self == Self::Hopper && other_gpu).then(|| {
+            format!("the Hopper kernels need sm_90a, and this device is {}", environment.target)
+        })
     }
 
     /// Whether an operator's Hopper kernels run for `num_heads` heads. `misfit` says why the shape is none of theirs, if

@@ -24,7 +24,8 @@ static EMBEDDED: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/cuda");
 /// # Panics
 /// Where two of them have one name: no test of this repository would pass.
 pub fn sources() -> SourceTree {
-    SourceTree::from_embedded("the embedded kernels", &EMBEDDED).expect("each kernel file has a name of its own")
+    SourceTree::from_embedded("the embedded kernels", &EMBEDDED)
+        .expect("each kernel file has a name of its own")
 }
 
 /// A device of these kernels, in all else as usual.

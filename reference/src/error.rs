@@ -45,7 +45,11 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub(crate) fn require(argument: &'static str, tensor: &Tensor, shape: &[usize]) -> Result<()> {
     require_f64(argument, tensor)?;
     if tensor.dims() != shape {
-        return Err(Error::Shape { argument, expected: format!("{shape:?}"), actual: tensor.dims().to_vec() });
+        return Err(Error::Shape {
+            argument,
+            expected: format!("{shape:?}"),
+            actual: tensor.dims().to_vec(),
+        });
     }
     Ok(())
 }
@@ -55,10 +59,14 @@ pub(crate) type WithAxes<'a> = (&'static str, Option<&'a Tensor>, &'a [&'static 
 
 /// Checks that the tensors are f64 and that axes of one name have one extent. Returns the extents of these axes, 0 for
 /// one that no present tensor has.
-pub(crate) fn extents<const N: usize>(axes: [&str; N], tensors: &[WithAxes<'_>]) -> Result<[usize; N]> {
+pub(crate) fn extents<const N: usize>(
+    axes: [&str; N],
+    tensors: &[WithAxes<'_>],
+) -> Result<[usize; N]> {
     let mut known: Vec<(&str, usize)> = Vec::new();
-    let extent =
-        |known: &[(&str, usize)], axis: &str| known.iter().find(|(name, _)| *name == axis).map(|known| known.1);
+    let extent = |known: &[(&str, usize)], axis: &str| {
+        known.iter().find(|(name, _)| *name == axis).map(|known| known.1)
+    };
     for &(argument, tensor, names) in tensors {
         let Some(tensor) = tensor else { continue };
         require_f64(argument, tensor)?;
@@ -72,14 +80,23 @@ pub(crate) fn extents<const N: usize>(axes: [&str; N], tensors: &[WithAxes<'_>])
         }
         let expected: Vec<usize> = names.iter().filter_map(|name| extent(&known, name)).collect();
         if tensor.dims() != expected {
-            return Err(wrong_shape(argument, &format!("{expected:?} ({})", names.join(", ")), tensor));
+            return Err(wrong_shape(
+                argument,
+                &format!("{expected:?} ({})", names.join(", ")),
+                tensor,
+            ));
         }
     }
     Ok(axes.map(|axis| extent(&known, axis).unwrap_or(0)))
 }
 
 /// Checks a rule that a number must keep.
-pub(crate) fn require_that(argument: &'static str, value: impl ToString, kept: bool, rule: &'static str) -> Result<()> {
+pub(crate) fn require_that(
+    argument: &'static str,
+    value: impl ToString,
+    kept: bool,
+    rule: &'static str,
+) -> Result<()> {
     if kept { Ok(()) } else { Err(wrong_value(argument, value, rule)) }
 }
 
@@ -102,7 +119,11 @@ pub(crate) fn wrong_shape_of(argument: &'static str, expected: &str, actual: &[u
 }
 
 /// The error of a number that breaks `rule`.
-pub(crate) fn wrong_value(argument: &'static str, value: impl ToString, rule: &'static str) -> Error {
+pub(crate) fn wrong_value(
+    argument: &'static str,
+    value: impl ToString,
+    rule: &'static str,
+) -> Error {
     Error::Value { argument, value: value.to_string(), rule }
 }
 
@@ -118,15 +139,20 @@ mod tests {
     fn axes_of_one_name_have_one_extent_and_errors_name_argument_and_shape() {
         let axes = ["num_rows", "width"];
         let of = |x: &Tensor, weight: Option<&Tensor>| {
-            extents(axes, &[("x", Some(x), &axes), ("weight", weight, &axes[1..])]).map_err(|error| error.to_string())
+            extents(axes, &[("x", Some(x), &axes), ("weight", weight, &axes[1..])])
+                .map_err(|error| error.to_string())
         };
         assert_eq!(of(&zeros(&[2, 3]), Some(&zeros(&[3]))), Ok([2, 3]));
         assert_eq!(of(&zeros(&[2, 0]), None), Ok([2, 0]));
-        let error = |x: &[usize], weight: &[usize]| of(&zeros(x), Some(&zeros(weight))).unwrap_err();
+        let error =
+            |x: &[usize], weight: &[usize]| of(&zeros(x), Some(&zeros(weight))).unwrap_err();
         assert_eq!(error(&[2, 3], &[4]), "`weight` must have shape [3] (width), but it has [4]");
         assert_eq!(error(&[6], &[6]), "`x` must have shape [num_rows, width], but it has [6]");
         let single = zeros(&[3]).to_dtype(DType::F32).expect("a cast");
-        assert_eq!(of(&zeros(&[2, 3]), Some(&single)), Err("`weight` must be f64, but it is f32".into()));
+        assert_eq!(
+            of(&zeros(&[2, 3]), Some(&single)),
+            Err("`weight` must be f64, but it is f32".into())
+        );
         assert_eq!(extents(["batch"], &[]).expect("no tensor"), [0]);
     }
 }

@@ -57,12 +57,22 @@ impl Format {
     };
 
     /// bfloat16.
-    pub const BF16: Self =
-        Self { name: "bf16", bits: 16, fraction_bits: 7, largest: 255.0 * power_of_two(120), ..Self::F32 };
+    pub const BF16: Self = Self {
+        name: "bf16",
+        bits: 16,
+        fraction_bits: 7,
+        largest: 255.0 * power_of_two(120),
+        ..Self::F32
+    };
 
     /// What tensor cores keep of an fp32 operand: 10 bits of fraction, the range of fp32.
-    pub const TF32: Self =
-        Self { name: "tf32", bits: 19, fraction_bits: 10, largest: 2047.0 * power_of_two(117), ..Self::F32 };
+    pub const TF32: Self = Self {
+        name: "tf32",
+        bits: 19,
+        fraction_bits: 10,
+        largest: 2047.0 * power_of_two(117),
+        ..Self::F32
+    };
 
     /// e4m3fn: no infinities, one NaN of each sign, 448 at most; what is beyond saturates.
     pub const E4M3: Self = Self {
@@ -139,7 +149,11 @@ impl Format {
 
     /// [`Self::nearest`] of all numbers, in place.
     pub fn round_all(self, numbers: &mut [f64]) {
-        self.in_gaps_all(numbers, |in_gaps| (in_gaps + TO_INTEGERS) - TO_INTEGERS, |x| self.nearest(x));
+        self.in_gaps_all(
+            numbers,
+            |in_gaps| (in_gaps + TO_INTEGERS) - TO_INTEGERS,
+            |x| self.nearest(x),
+        );
     }
 
     /// [`Self::dithered`] of all numbers, in place; but that of two equally near numbers the other one may be taken.
@@ -158,7 +172,12 @@ impl Format {
     /// Applies a rule to magnitudes in units of the gap between neighbours; what lies where that is not all (too large, or
     /// no number) is left to `otherwise`. Without branches in the loop: this is what an oracle does most. A few numbers that are
     /// left are put in their places behind it.
-    fn in_gaps_all(self, numbers: &mut [f64], rule: impl Fn(f64) -> f64, otherwise: impl Fn(f64) -> f64) {
+    fn in_gaps_all(
+        self,
+        numbers: &mut [f64],
+        rule: impl Fn(f64) -> f64,
+        otherwise: impl Fn(f64) -> f64,
+    ) {
         const AT_ONCE: usize = 64;
         const EXPONENT: u64 = 0x7ff << 52;
         // Below the largest number's own power of two rounding leads to numbers of the format.
@@ -168,7 +187,8 @@ impl Format {
         }
         let left_of = |(place, x): (usize, &f64)| u64::from(x.abs() >= top || x.is_nan()) << place;
         let least = power_of_two(self.min_exponent);
-        let (to_gap, to_inverse) = (power_of_two(-self.fraction_bits), power_of_two(self.fraction_bits));
+        let (to_gap, to_inverse) =
+            (power_of_two(-self.fraction_bits), power_of_two(self.fraction_bits));
         for numbers in numbers.chunks_mut(AT_ONCE) {
             let mut left = numbers.iter().enumerate().map(left_of).fold(0, |all, one| all | one);
             let mut before = [0.0; AT_ONCE];
@@ -215,14 +235,21 @@ impl Format {
             return self.nan_code();
         }
         let sign = if self.signed && rounded.is_sign_negative() { self.sign_bit() } else { 0 };
-        sign | if rounded.is_infinite() { self.largest_code() + 1 } else { self.magnitude_code(rounded.abs()) }
+        sign | if rounded.is_infinite() {
+            self.largest_code() + 1
+        } else {
+            self.magnitude_code(rounded.abs())
+        }
     }
 
     /// The number of a code; bits beyond [`Self::bits`] are ignored.
     pub fn value(self, code: u64) -> f64 {
         let code = code & ((1 << self.bits) - 1);
-        let (negative, magnitude) =
-            if self.signed { (code & self.sign_bit() != 0, code & (self.sign_bit() - 1)) } else { (false, code) };
+        let (negative, magnitude) = if self.signed {
+            (code & self.sign_bit() != 0, code & (self.sign_bit() - 1))
+        } else {
+            (false, code)
+        };
         let value = match magnitude.checked_sub(self.largest_code()) {
             None | Some(0) => self.magnitude_of(magnitude),
             Some(1) if self.overflow == Overflow::Infinity => f64::INFINITY,
@@ -295,7 +322,8 @@ impl Format {
         let fields = (exponent - self.min_exponent) as u64;
         // A significand begins with the bit that is not stored, which is the first field's number; without subnormal
         // numbers the fields are counted from 0.
-        (fields << self.fraction_bits) + in_gaps - if self.subnormals { 0 } else { 1 << self.fraction_bits }
+        (fields << self.fraction_bits) + in_gaps
+            - if self.subnormals { 0 } else { 1 << self.fraction_bits }
     }
 
     fn magnitude_of(self, code: u64) -> f64 {
@@ -326,10 +354,18 @@ const TO_INTEGERS: f64 = 1.5 * (1u64 << 52) as f64;
 /// Codes that are no whole number of rows, or rows of an odd length.
 pub fn pack_nibbles(codes: &[u8], row_len: usize) -> Result<Vec<u8>> {
     if !row_len.is_multiple_of(2) || row_len == 0 && !codes.is_empty() {
-        return Err(wrong_shape_of("codes", "[rows, row_len] with an even row_len", &[codes.len(), row_len]));
+        return Err(wrong_shape_of(
+            "codes",
+            "[rows, row_len] with an even row_len",
+            &[codes.len(), row_len],
+        ));
     }
     if row_len > 0 && !codes.len().is_multiple_of(row_len) {
-        return Err(wrong_shape_of("codes", "[rows, row_len], whole rows", &[codes.len(), row_len]));
+        return Err(wrong_shape_of(
+            "codes",
+            "[rows, row_len], whole rows",
+            &[codes.len(), row_len],
+        ));
     }
     Ok(codes.as_chunks::<2>().0.iter().map(|[even, odd]| even & 15 | odd << 4).collect())
 }
@@ -370,7 +406,10 @@ mod tests {
             for code in codes(format) {
                 let value = format.value(code);
                 if value.is_nan() {
-                    assert!(format.has_nan && format.value(format.code(value)).is_nan(), "{format} {code:#x}");
+                    assert!(
+                        format.has_nan && format.value(format.code(value)).is_nan(),
+                        "{format} {code:#x}"
+                    );
                 } else {
                     assert_eq!(format.code(value), code, "{format} {code:#x}");
                     assert!(format.holds(value));
@@ -382,18 +421,29 @@ mod tests {
     #[test]
     fn numbers_round_together_as_they_round_alone() {
         let inf = f64::INFINITY;
-        let formats =
-            [Format::F32, Format::TF32, Format::BF16, Format::E4M3, Format::E2M1, Format::E8M0, Format::INTEGER];
+        let formats = [
+            Format::F32,
+            Format::TF32,
+            Format::BF16,
+            Format::E4M3,
+            Format::E2M1,
+            Format::E8M0,
+            Format::INTEGER,
+        ];
         // Significands of few bits, on both sides of the middle of each gap and on it, at all exponents nearby.
         let of = |exponent: i32, fraction: u64| {
-            [0, 1, 1 << 40].map(|tail| f64::from_bits(((exponent + 1023) as u64) << 52 | fraction << 42 | tail))
+            [0, 1, 1 << 40].map(|tail| {
+                f64::from_bits(((exponent + 1023) as u64) << 52 | fraction << 42 | tail)
+            })
         };
-        let sizes = (-160..140).flat_map(|e| (0..1u64 << 10).flat_map(move |fraction| of(e, fraction)));
+        let sizes =
+            (-160..140).flat_map(|e| (0..1u64 << 10).flat_map(move |fraction| of(e, fraction)));
         let mut numbers: Vec<f64> = sizes.flat_map(|x| [x, -x]).collect();
         // Some chunks with what is no number, or beyond all numbers, in one place or in many; some without.
         let others = [0.0, -0.0, f64::NAN, inf, -inf].into_iter();
-        let others: Vec<f64> =
-            others.chain(formats.iter().flat_map(|format| [format.largest, -format.largest])).collect();
+        let others: Vec<f64> = others
+            .chain(formats.iter().flat_map(|format| [format.largest, -format.largest]))
+            .collect();
         numbers.extend(&others);
         for (place, other) in (0..20_000).step_by(97).zip(others.iter().cycle()) {
             numbers[place] = *other;
@@ -416,12 +466,16 @@ mod tests {
         assert_eq!(e2m1[..8], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
         assert!((0..8).all(|code| e2m1[8 + code] == -e2m1[code]));
         let e4m3 = |code| Format::E4M3.value(code);
-        assert_eq!((e4m3(0x7e), e4m3(0x08), e4m3(0x01), e4m3(0xfe)), (448.0, 2f64.powi(-6), 2f64.powi(-9), -448.0));
+        assert_eq!(
+            (e4m3(0x7e), e4m3(0x08), e4m3(0x01), e4m3(0xfe)),
+            (448.0, 2f64.powi(-6), 2f64.powi(-9), -448.0)
+        );
         assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
         let e8m0: Vec<f64> = (0..255).map(|code| Format::E8M0.value(code)).collect();
         assert!((0..255).all(|code| e8m0[code] == 2f64.powi(code as i32 - 127)));
         assert!(Format::E8M0.value(255).is_nan() && Format::E8M0.code(f64::NAN) == 255);
-        let widest = [(Format::F32, f64::from(f32::MAX)), (Format::TF32, 2f64.powi(128) - 2f64.powi(117))];
+        let widest =
+            [(Format::F32, f64::from(f32::MAX)), (Format::TF32, 2f64.powi(128) - 2f64.powi(117))];
         assert!(widest.iter().all(|(format, largest)| format.largest == *largest));
     }
 
@@ -430,7 +484,10 @@ mod tests {
         for bits in 0..=u16::MAX {
             let ours = Format::BF16.value(bits.into());
             let theirs = half::bf16::from_bits(bits).to_f64();
-            assert!(ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(), "{bits:#x}");
+            assert!(
+                ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(),
+                "{bits:#x}"
+            );
         }
         // Every bf16 number, the middle to the next, and the f32 numbers beside both.
         for bits in 0..0x7f80u32 {
@@ -448,13 +505,18 @@ mod tests {
     fn f32_is_the_f32_of_the_machine_and_tf32_lies_between() {
         let mut bits = 1u64;
         for _ in 0..20_000 {
-            bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            bits = bits
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             // Exponents from those of subnormal f32 numbers to those beyond the largest.
             let x = f64::from_bits(bits >> 12 | (1023 - 150 + bits % 280) << 52);
             assert_eq!(Format::F32.nearest(x), f64::from(x as f32), "{x:e}");
             assert_eq!(Format::F32.code(x), u64::from((x as f32).to_bits()));
             let tf32 = Format::TF32.nearest(x);
-            assert!(Format::F32.holds(tf32) && (tf32 - x).abs() <= Format::TF32.half_ulp(x) || tf32.is_infinite());
+            assert!(
+                Format::F32.holds(tf32) && (tf32 - x).abs() <= Format::TF32.half_ulp(x)
+                    || tf32.is_infinite()
+            );
         }
     }
 
@@ -463,7 +525,9 @@ mod tests {
         let codes: Vec<u8> = (0..=u8::MAX).collect();
         for format in [Format::E4M3, Format::E2M1, Format::E8M0] {
             let values = format.values(&codes);
-            let alike = |(&code, value): (&u8, &f64)| format.value(code.into()).to_bits() == value.to_bits();
+            let alike = |(&code, value): (&u8, &f64)| {
+                format.value(code.into()).to_bits() == value.to_bits()
+            };
             assert!(codes.iter().zip(&values).all(alike), "{format}");
         }
     }
@@ -474,7 +538,8 @@ mod tests {
             for (code, pair) in magnitudes(format).windows(2).enumerate() {
                 let middle = (pair[0] + pair[1]) / 2.0;
                 let even = pair[code % 2];
-                let cases = [(middle, even), (middle.next_down(), pair[0]), (middle.next_up(), pair[1])];
+                let cases =
+                    [(middle, even), (middle.next_down(), pair[0]), (middle.next_up(), pair[1])];
                 for (x, expected) in cases {
                     assert_eq!(format.nearest(x), expected, "{format} {x:e}");
                     assert_eq!(format.nearest(-x), -expected, "{format} -{x:e}");
@@ -489,14 +554,28 @@ mod tests {
             for pair in magnitudes(format).windows(2) {
                 let (gap, x) = (pair[1] - pair[0], pair[0] + 0.375 * (pair[1] - pair[0]));
                 // Phase 0 is the format's own grid; the error falls by the phase, and wraps round at half a gap.
-                for (phase, error) in [(0.0, -0.375), (0.0625, -0.4375), (0.25, 0.375), (0.625, 0.0), (0.75, -0.125)] {
+                for (phase, error) in
+                    [(0.0, -0.375), (0.0625, -0.4375), (0.25, 0.375), (0.625, 0.0), (0.75, -0.125)]
+                {
                     let expected = (0.375 + error) * gap + pair[0];
-                    assert_eq!(format.dithered(x, phase), expected.max(0.0), "{format} {x:e} {phase}");
+                    assert_eq!(
+                        format.dithered(x, phase),
+                        expected.max(0.0),
+                        "{format} {x:e} {phase}"
+                    );
                 }
-                assert!([0.0, 0.5, 0.9999].iter().all(|&phase| format.dithered(pair[1], phase) == pair[1]));
+                assert!(
+                    [0.0, 0.5, 0.9999]
+                        .iter()
+                        .all(|&phase| format.dithered(pair[1], phase) == pair[1])
+                );
             }
             let beyond = 4.0 * format.largest;
-            assert_eq!(format.dithered(beyond, 0.5).to_bits(), format.nearest(beyond).to_bits(), "{format}");
+            assert_eq!(
+                format.dithered(beyond, 0.5).to_bits(),
+                format.nearest(beyond).to_bits(),
+                "{format}"
+            );
         }
     }
 
@@ -528,7 +607,9 @@ mod tests {
 
     #[test]
     fn scales_round_up_to_powers_of_two_and_are_never_zero_or_negative() {
-        for (x, power) in [(1.0, 0), (1.0f64.next_up(), 1), (3.0, 2), (4.0, 2), (0.0, -127), (1e-300, -127)] {
+        for (x, power) in
+            [(1.0, 0), (1.0f64.next_up(), 1), (3.0, 2), (4.0, 2), (0.0, -127), (1e-300, -127)]
+        {
             assert_eq!(Format::E8M0.round_up(x), 2f64.powi(power), "{x:e}");
         }
         assert!(Format::E8M0.round_up(-1.0).is_nan() && Format::E8M0.nearest(f64::NAN).is_nan());

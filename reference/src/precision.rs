@@ -135,7 +135,8 @@ pub struct Accumulator {
 
 impl Accumulator {
     /// fp32, truncated after 16 products: the k of `mma.m16n8k16` for bf16.
-    pub const F32: Self = Self { block_terms: 16, fraction_bits: Format::F32.fraction_bits, promote_every: None };
+    pub const F32: Self =
+        Self { block_terms: 16, fraction_bits: Format::F32.fraction_bits, promote_every: None };
 
     /// That of Hopper's `wgmma` with e4m3 operands (module documentation).
     pub const HOPPER_E4M3: Self = Self { block_terms: 1, fraction_bits: 13, promote_every: None };
@@ -195,7 +196,8 @@ enum Maximum {
     Tile(usize),
 }
 
-const MAXIMA: [Maximum; 4] = [Maximum::Row, Maximum::Running(64), Maximum::Running(32), Maximum::Tile(64)];
+const MAXIMA: [Maximum; 4] =
+    [Maximum::Row, Maximum::Running(64), Maximum::Running(32), Maximum::Tile(64)];
 
 /// The rounding points of one oracle run; hand the same one to every operator of the run. It is no `Clone`: two of one run would
 /// number what they ask for alike, and take the noise of one quantity for that of another.
@@ -230,7 +232,9 @@ impl Watch {
         self.points += 1;
         for (index, x) in values(tensor)?.into_iter().enumerate() {
             if inexact.contains(&x.abs()) || overflowing.contains(&x.abs()) {
-                self.digest = scramble(scramble(scramble(self.digest ^ self.points) ^ index as u64) ^ x.to_bits());
+                self.digest = scramble(
+                    scramble(scramble(self.digest ^ self.points) ^ index as u64) ^ x.to_bits(),
+                );
             }
         }
         Ok(())
@@ -245,7 +249,14 @@ impl Rounding {
             Precision::Working { seed } => Some(Noise::new(seed, false)),
             Precision::Nearest { seed } => Some(Noise::new(seed, true)),
         };
-        Self { noise, products: None, noise_scales: 0, lanes: 1, unknown_scales: false, watch: None }
+        Self {
+            noise,
+            products: None,
+            noise_scales: 0,
+            lanes: 1,
+            unknown_scales: false,
+            watch: None,
+        }
     }
 
     /// The same run of a kernel that adds the numbers of a row (along the last axis) in so many lanes, and these as a tree
@@ -259,7 +270,8 @@ impl Rounding {
     /// differ between the runs are computed once for all of them, and so is everything that only scales noise
     /// ([`Self::noise_scale`]). The exact run comes first; its operands are what the others compare theirs with.
     pub fn sharing(precision: Precision, products: &Products) -> Self {
-        let rounding = Self { products: Some(products.clone()), ..Self::new(precision) }.with_lanes(products.lanes());
+        let rounding = Self { products: Some(products.clone()), ..Self::new(precision) }
+            .with_lanes(products.lanes());
         if products.has_unknown_scales() { rounding.with_unknown_scales() } else { rounding }
     }
 
@@ -301,7 +313,10 @@ impl Rounding {
     ///
     /// # Errors
     /// Those of `compute`.
-    pub fn noise_scale(&mut self, compute: impl FnOnce() -> Result<Tensor>) -> Result<Option<Tensor>> {
+    pub fn noise_scale(
+        &mut self,
+        compute: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Option<Tensor>> {
         let number = self.noise_scales;
         self.noise_scales += 1;
         match (&self.noise, &self.products) {
@@ -327,7 +342,8 @@ impl Rounding {
             return Ok(tensor.clone());
         };
         let fine = format == Format::F32;
-        let (phase, to_nearest) = (noise.next().phase(), if fine { noise.is_ideal() } else { noise.to_nearest });
+        let (phase, to_nearest) =
+            (noise.next().phase(), if fine { noise.is_ideal() } else { noise.to_nearest });
         let mut rounded = values(tensor)?;
         if to_nearest {
             format.round_all(&mut rounded);
@@ -361,7 +377,8 @@ impl Rounding {
             let factor = if unknown && u > 0.0 { u.exp2() } else { 1.0 };
             scales_by(row, choice).into_iter().map(|scale| scale * factor).collect()
         };
-        let scales: Vec<f64> = values(tensor)?.chunks(row_len).enumerate().flat_map(scales_of).collect();
+        let scales: Vec<f64> =
+            values(tensor)?.chunks(row_len).enumerate().flat_map(scales_of).collect();
         let scales = Tensor::from_vec(scales, tensor.shape(), tensor.device())?;
         let rounded = self.bf16(&(tensor * &scales)?)?;
         Ok((rounded / scales)?)
@@ -396,7 +413,8 @@ impl Rounding {
         let Some(noise) = &mut self.noise else {
             return Ok(tensor.clone());
         };
-        let (toss, bound) = (noise.next(), noise.unless_ideal(power_of_two(APPROXIMATE_ERROR_EXPONENT)));
+        let (toss, bound) =
+            (noise.next(), noise.unless_ideal(power_of_two(APPROXIMATE_ERROR_EXPONENT)));
         let (common, flushes) = (toss.phase(), noise.flushes());
         let mut approximated = values(tensor)?;
         for x in &mut approximated {
@@ -482,7 +500,11 @@ impl Rounding {
         require_f64("a", a)?;
         let terms = a.dim(D::Minus1)?;
         match accumulator.promote_every {
-            Some(0) => Err(wrong_value("promote_every", 0, "a promoted accumulator holds one term at least")),
+            Some(0) => Err(wrong_value(
+                "promote_every",
+                0,
+                "a promoted accumulator holds one term at least",
+            )),
             Some(every) if every < terms => self.promoted_matmul(a, b, accumulator, every),
             _ => self.matmul_of(a, b, &Tensor::new(terms as f64, a.device())?, accumulator),
         }
@@ -495,13 +517,20 @@ impl Rounding {
     }
 
     /// Pieces of `every` terms, each accumulated by itself, then added in fp32.
-    fn promoted_matmul(&mut self, a: &Tensor, b: &Tensor, accumulator: Accumulator, every: usize) -> Result<Tensor> {
+    fn promoted_matmul(
+        &mut self,
+        a: &Tensor,
+        b: &Tensor,
+        accumulator: Accumulator,
+        every: usize,
+    ) -> Result<Tensor> {
         require_f64("b", b)?;
         let terms = a.dim(D::Minus1)?;
         if self.is_exact() {
             for from in (0..terms).step_by(every) {
                 let length = every.min(terms - from);
-                let (a, b) = (a.narrow(D::Minus1, from, length)?, b.narrow(D::Minus2, from, length)?);
+                let (a, b) =
+                    (a.narrow(D::Minus1, from, length)?, b.narrow(D::Minus2, from, length)?);
                 self.keep_scales_of_product(&a, &b, accumulator)?;
             }
             let product = a.matmul(b)?;
@@ -528,7 +557,11 @@ impl Rounding {
         let terms = a.dim(D::Minus1)?;
         let every = accumulator.promote_every.unwrap_or(terms.max(1));
         if every == 0 {
-            return Err(wrong_value("promote_every", 0, "a promoted accumulator holds one term at least"));
+            return Err(wrong_value(
+                "promote_every",
+                0,
+                "a promoted accumulator holds one term at least",
+            ));
         }
         // The pieces of one kernel truncate alike: one toss for all of them.
         let sign = self.truncation_sign();
@@ -557,7 +590,13 @@ impl Rounding {
         self.accumulated_f32(&sum, &squares, &count)
     }
 
-    fn matmul_of(&mut self, a: &Tensor, b: &Tensor, num_terms: &Tensor, accumulator: Accumulator) -> Result<Tensor> {
+    fn matmul_of(
+        &mut self,
+        a: &Tensor,
+        b: &Tensor,
+        num_terms: &Tensor,
+        accumulator: Accumulator,
+    ) -> Result<Tensor> {
         require_f64("a", a)?;
         require_f64("b", b)?;
         if self.is_exact() {
@@ -573,7 +612,12 @@ impl Rounding {
     }
 
     /// What scales the noise of a product, in the order in which [`Self::accumulated_product`] asks for it.
-    fn keep_scales_of_product(&mut self, a: &Tensor, b: &Tensor, accumulator: Accumulator) -> Result<()> {
+    fn keep_scales_of_product(
+        &mut self,
+        a: &Tensor,
+        b: &Tensor,
+        accumulator: Accumulator,
+    ) -> Result<()> {
         self.noise_scale(|| squares_of_terms(a, b))?;
         if accumulator.truncates_products() {
             self.noise_scale(|| signs_of_terms(a, b))?;
@@ -608,8 +652,11 @@ impl Rounding {
                 let block_terms = accumulator.block_terms as f64;
                 let of = |(sum, terms): (f64, f64)| {
                     // No gap is smaller than that of subnormal numbers.
-                    let of_one =
-                        if sum == 0.0 { 0.0 } else { (unit * sum.abs()).max(SUBNORMAL_GAP / 2.0).copysign(sum) };
+                    let of_one = if sum == 0.0 {
+                        0.0
+                    } else {
+                        (unit * sum.abs()).max(SUBNORMAL_GAP / 2.0).copysign(sum)
+                    };
                     sign * of_one * (terms / block_terms).ceil()
                 };
                 let biases = values(&sum)?.into_iter().zip(values(&num_terms)?).map(of);
@@ -655,7 +702,12 @@ impl Rounding {
 
     /// Adds to exact sums the error of their fp32 accumulation (module documentation). All three tensors
     /// have one shape; `num_terms` counts the terms of each sum.
-    pub fn accumulated_f32(&mut self, sum: &Tensor, sum_of_squares: &Tensor, num_terms: &Tensor) -> Result<Tensor> {
+    pub fn accumulated_f32(
+        &mut self,
+        sum: &Tensor,
+        sum_of_squares: &Tensor,
+        num_terms: &Tensor,
+    ) -> Result<Tensor> {
         self.accumulated(sum, sum_of_squares, num_terms, Accumulator::F32, 1)
     }
 
@@ -679,12 +731,17 @@ impl Rounding {
         let mut sums = values(sum)?;
         // Powers of two, and 1 for fp32. Truncation of each product by itself has twice the variance of rounding.
         let wider = accumulator.unit_roundoff() / Accumulator::F32.unit_roundoff();
-        let wider = if accumulator.block_terms > 1 { wider } else { wider * std::f64::consts::SQRT_2 };
+        let wider =
+            if accumulator.block_terms > 1 { wider } else { wider * std::f64::consts::SQRT_2 };
         for ((s, q), n) in sums.iter_mut().zip(squares).zip(counts) {
             let sigma = wider * accumulation_sigma(*s, q, n, lanes);
             // An overflowing or NaN sum is that already; noise would turn an infinity into NaN.
             if sigma > 0.0 && sigma.is_finite() {
-                *s = if is_ideal { Format::F32.nearest(*s) } else { *s + sigma * toss.normal(*s, q) };
+                *s = if is_ideal {
+                    Format::F32.nearest(*s)
+                } else {
+                    *s + sigma * toss.normal(*s, q)
+                };
             }
         }
         Ok(Tensor::from_vec(sums, sum.shape(), sum.device())?)
@@ -702,11 +759,17 @@ pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
     }
     let unit_roundoff = power_of_two(-Format::F32.fraction_bits - 1);
     let sequential = (n + 1.0) * (s * s / 3.0 + q / 6.0);
-    let squared_partial_sums =
-        if lanes == 1 { sequential } else { squared_partial_sums(s, q, n, lanes as f64).min(sequential) };
+    let squared_partial_sums = if lanes == 1 {
+        sequential
+    } else {
+        squared_partial_sums(s, q, n, lanes as f64).min(sequential)
+    };
     // A term that is cut off at the gap g of subnormal numbers errs by g^2/3; their sums are exact.
-    let subnormal = if s == 0.0 && q == 0.0 { 0.0 } else { n * SUBNORMAL_GAP * SUBNORMAL_GAP / 3.0 };
-    (unit_roundoff * unit_roundoff * squared_partial_sums / (4.0 * std::f64::consts::LN_2) + subnormal).sqrt()
+    let subnormal =
+        if s == 0.0 && q == 0.0 { 0.0 } else { n * SUBNORMAL_GAP * SUBNORMAL_GAP / 3.0 };
+    (unit_roundoff * unit_roundoff * squared_partial_sums / (4.0 * std::f64::consts::LN_2)
+        + subnormal)
+        .sqrt()
 }
 
 /// Sum over all partial sums of their expected squares, where lanes add one term after the other and a tree adds the lanes
@@ -716,7 +779,8 @@ fn squared_partial_sums(s: f64, q: f64, n: f64, lanes: f64) -> f64 {
     let of_terms = |j: f64| (j / n * s).powi(2) + j * (n - j) * scatter;
     let chain = (n / lanes).ceil();
     // sum_j j and sum_j j^2 over the terms of a chain.
-    let (first, second) = (chain * (chain + 1.0) / 2.0, chain * (chain + 1.0) * (2.0 * chain + 1.0) / 6.0);
+    let (first, second) =
+        (chain * (chain + 1.0) / 2.0, chain * (chain + 1.0) * (2.0 * chain + 1.0) / 6.0);
     let of_chain = second * (s / n).powi(2) + (n * first - second) * scatter;
     let mut sum = lanes.min(n) * of_chain;
     let (mut terms, mut sums) = (chain, lanes);
@@ -830,7 +894,9 @@ impl Toss {
     /// roundings are no more than that. (Box and Muller's logarithm and cosine took a twentieth of a sweep.)
     fn normal(self, x: f64, y: f64) -> f64 {
         let bits = scramble(scramble(self.salt ^ key(x)).wrapping_add(key(y)));
-        let pieces = |bits: u64| (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
+        let pieces = |bits: u64| {
+            (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48)
+        };
         let sum = pieces(bits) + pieces(scramble(bits));
         // Eight numbers 0 to 65535, of mean 65535/2 and variance (65536^2 - 1)/12 each.
         (sum as f64 - 4.0 * 65535.0) * f64::sqrt(12.0 / (8.0 * (65536.0 * 65536.0 - 1.0)))
@@ -938,7 +1004,8 @@ mod tests {
 
     #[test]
     fn every_f32_survives_rounding_to_f32() -> Result<()> {
-        let widened: Vec<f64> = values(&Draw::new(3).normal(&[1000], 1e-3))?.iter().map(|&x| x as f32 as f64).collect();
+        let widened: Vec<f64> =
+            values(&Draw::new(3).normal(&[1000], 1e-3))?.iter().map(|&x| x as f32 as f64).collect();
         let x = f64_tensor(&widened, &[1000]);
         assert_eq!(values(&working(0).f32(&x)?)?, widened);
         Ok(())
@@ -964,7 +1031,10 @@ mod tests {
             // Five deviations fail once in 1.7 million runs; squares of uniform errors deviate by sqrt(4/5) of their mean.
             let deviations = 5.0 / (trials as f64).sqrt();
             assert!(mean.abs() < deviations * f64::sqrt(variance), "{mean}");
-            assert!((of_squares / variance - 1.0).abs() < deviations * f64::sqrt(0.8), "{of_squares}");
+            assert!(
+                (of_squares / variance - 1.0).abs() < deviations * f64::sqrt(0.8),
+                "{of_squares}"
+            );
         }
         Ok(())
     }
@@ -1042,9 +1112,13 @@ mod tests {
     fn real_sums_in_lanes_err_by_what_the_model_says() -> Result<()> {
         let trials = 1500;
         let sampling = 5.0 / (2.0 * trials as f64).sqrt();
-        for (n, lanes, mean) in [(4096, 32, 1.0), (4096, 32, 0.0), (100, 4, 1.0), (1000, 128, 0.1), (7, 32, 1.0)] {
+        for (n, lanes, mean) in
+            [(4096, 32, 1.0), (4096, 32, 0.0), (100, 4, 1.0), (1000, 128, 0.1), (7, 32, 1.0)]
+        {
             let ratio = real_errors_of_modelled(n, mean, trials, lanes)?;
-            println!("n {n}, lanes {lanes}, mean {mean}: real rms error / modelled sigma = {ratio:.3}");
+            println!(
+                "n {n}, lanes {lanes}, mean {mean}: real rms error / modelled sigma = {ratio:.3}"
+            );
             // As of a sequential sum; a chain's first addition, to zero, is exact and charged.
             assert!(ratio <= 1.0 + sampling && ratio >= 0.3, "n {n}, lanes {lanes}: {ratio}");
         }
@@ -1053,7 +1127,8 @@ mod tests {
 
     /// As a warp does it: lane i takes terms i, i + lanes, .., then lanes are added in pairs.
     fn sum_in_lanes(terms: &[f32], lanes: usize) -> f32 {
-        let of_lane = |lane: usize| terms.iter().skip(lane).step_by(lanes).fold(0.0f32, |sum, &t| sum + t);
+        let of_lane =
+            |lane: usize| terms.iter().skip(lane).step_by(lanes).fold(0.0f32, |sum, &t| sum + t);
         let mut sums: Vec<f32> = (0..lanes).map(of_lane).collect();
         while sums.len() > 1 {
             sums = sums.chunks(2).map(|pair| pair.iter().sum()).collect();
@@ -1071,14 +1146,18 @@ mod tests {
         // 0.7 is rounded as 1 while nothing larger was met, and as itself behind a 1.
         let row: Vec<f64> = (0..128).map(|i| if i == 100 { 1.0 } else { 0.7 }).collect();
         let of = |seed: u64| -> Result<Vec<f64>> {
-            let rounded = Rounding::new(Precision::Nearest { seed }).bf16_of_any_scale(&f64_tensor(&row, &[1, 128]))?;
+            let rounded = Rounding::new(Precision::Nearest { seed })
+                .bf16_of_any_scale(&f64_tensor(&row, &[1, 128]))?;
             values(&rounded)
         };
         let rounded = f64::from(half::bf16::from_f64(0.7));
         assert!(of(0)?.iter().all(|&x| x == rounded || x == 1.0));
         let running = of(1)?;
         // Scaled to 1 and back: two roundings in f64.
-        assert!(running[..64].iter().all(|x| (x / 0.7 - 1.0).abs() <= 2.0 * f64::EPSILON) && running[64] == rounded);
+        assert!(
+            running[..64].iter().all(|x| (x / 0.7 - 1.0).abs() <= 2.0 * f64::EPSILON)
+                && running[64] == rounded
+        );
         Ok(())
     }
 
@@ -1095,7 +1174,9 @@ mod tests {
         let normalised = |sign: f64| -> f64 {
             let drawn = exact.iter().zip(&noisy).zip(&squares);
             drawn
-                .map(|((e, x), q)| ((x - e - sign * truncated * e) / accumulation_sigma(*e, *q, 24.0, 1)).powi(2))
+                .map(|((e, x), q)| {
+                    ((x - e - sign * truncated * e) / accumulation_sigma(*e, *q, 24.0, 1)).powi(2)
+                })
                 .sum()
         };
         let count = exact.len() as f64;
@@ -1127,7 +1208,9 @@ mod tests {
         terms[0] = 16384.0;
         let (a, b) = (f64_tensor(&terms, &[1, 7168]), f64_tensor(&[1.0; 7168], &[7168, 1]));
         let narrow = Accumulator::HOPPER_E4M3;
-        for (accumulator, every, documented) in [(narrow, 7168, 16384.0), (narrow.promoted_every(128), 128, 23424.0)] {
+        for (accumulator, every, documented) in
+            [(narrow, 7168, 16384.0), (narrow.promoted_every(128), 128, 23424.0)]
+        {
             assert_eq!(truncated_sum(&terms, 13, every), documented);
             let lost = 23551.0 - documented;
             let errors = (0..64)
@@ -1137,7 +1220,10 @@ mod tests {
             println!("{documented}: lost {lost}, rms of the model {rms:.1}");
             assert!(lost < 2.0 * rms && rms < 4.0 * lost, "lost {lost}, rms of the model {rms}");
         }
-        assert_eq!(values(&Rounding::exact().matmul(&a, &b, narrow.promoted_every(128))?)?, [23551.0]);
+        assert_eq!(
+            values(&Rounding::exact().matmul(&a, &b, narrow.promoted_every(128))?)?,
+            [23551.0]
+        );
         // fp32 holds all of it.
         let wide = values(&working(0).matmul(&a, &b, Accumulator::F32)?)?[0];
         assert!((wide - 23551.0).abs() < 0.5);
@@ -1145,14 +1231,18 @@ mod tests {
     }
 
     #[test]
-    fn truncated_products_err_by_what_the_model_of_their_accumulator_says_and_those_of_e4m3_by_less() -> Result<()> {
+    fn truncated_products_err_by_what_the_model_of_their_accumulator_says_and_those_of_e4m3_by_less()
+    -> Result<()> {
         let (rows, k, columns) = (24, 1024, 24);
         let cases = [(0.0, 1024), (0.0, 128), (1.0, 1024), (1.0, 128)];
-        for ((shift, every), e4m3) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
+        for ((shift, every), e4m3) in
+            cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+        {
             let stored = |x: f64| if e4m3 { Format::E4M3.nearest(x) } else { x };
             let mut draw = Draw::new(17);
             let mut operand = |shape: &[usize]| -> Result<Tensor> {
-                let numbers: Vec<f64> = values(&draw.normal(shape, 1.0))?.iter().map(|x| stored(x + shift)).collect();
+                let numbers: Vec<f64> =
+                    values(&draw.normal(shape, 1.0))?.iter().map(|x| stored(x + shift)).collect();
                 Ok(f64_tensor(&numbers, shape))
             };
             let (a, b) = (operand(&[rows, k])?, operand(&[k, columns])?);
@@ -1161,19 +1251,26 @@ mod tests {
             let mut real = 0.0;
             for (i, e) in exact.iter().enumerate() {
                 let (row, column) = (i / columns, i % columns);
-                let terms: Vec<f64> = (0..k).map(|j| av[row * k + j] * bv[j * columns + column]).collect();
+                let terms: Vec<f64> =
+                    (0..k).map(|j| av[row * k + j] * bv[j * columns + column]).collect();
                 real += (truncated_sum(&terms, 13, every) - e).powi(2);
             }
             let accumulator = Accumulator::HOPPER_E4M3.promoted_every(every);
             let mut modelled = 0.0;
             for seed in 0..8 {
                 let noisy = values(&working(seed).matmul(&a, &b, accumulator)?)?;
-                modelled += noisy.iter().zip(&exact).map(|(x, e)| (x - e).powi(2)).sum::<f64>() / 8.0;
+                modelled +=
+                    noisy.iter().zip(&exact).map(|(x, e)| (x - e).powi(2)).sum::<f64>() / 8.0;
             }
             let ratio = (real / modelled).sqrt();
-            println!("mean {shift}, promoted every {every}, e4m3 {e4m3}: real rms error / modelled = {ratio:.3}");
+            println!(
+                "mean {shift}, promoted every {every}, e4m3 {e4m3}: real rms error / modelled = {ratio:.3}"
+            );
             // Products of e4m3 numbers have eight bits, and often none below the gap.
-            assert!(ratio < 1.0 && (e4m3 || ratio > 0.1), "mean {shift}, promoted every {every}: {ratio}");
+            assert!(
+                ratio < 1.0 && (e4m3 || ratio > 0.1),
+                "mean {shift}, promoted every {every}: {ratio}"
+            );
         }
         Ok(())
     }
@@ -1183,7 +1280,9 @@ mod tests {
         let mut draw = Draw::new(18);
         let (a, b) = (draw.normal(&[3, 40], 1.0), draw.normal(&[40, 5], 1.0));
         let never = Accumulator::default().promoted_every(0);
-        assert!(working(0).matmul(&a, &b, never).unwrap_err().to_string().contains("promote_every"));
+        assert!(
+            working(0).matmul(&a, &b, never).unwrap_err().to_string().contains("promote_every")
+        );
         let whole = values(&working(1).matmul(&a, &b, Accumulator::F32.promoted_every(40))?)?;
         assert_eq!(whole, values(&working(1).matmul_f32(&a, &b)?)?);
         Ok(())
@@ -1212,17 +1311,24 @@ mod tests {
         };
         // The exact run multiplies what differs: two products, what scales their noise apart. Of the others each
         // multiplies nothing but the product of what it rounded.
-        let expected =
-            [(Precision::Exact, 2), (Precision::Working { seed: 1 }, 3), (Precision::Nearest { seed: 2 }, 4)];
+        let expected = [
+            (Precision::Exact, 2),
+            (Precision::Working { seed: 1 }, 3),
+            (Precision::Nearest { seed: 2 }, 4),
+        ];
         for (precision, multiplied) in expected {
-            let (shared, alone) = (run(Rounding::sharing(precision, &products))?, run(Rounding::new(precision))?);
+            let (shared, alone) =
+                (run(Rounding::sharing(precision, &products))?, run(Rounding::new(precision))?);
             assert_eq!(shared[..2], alone[..2], "{precision:?}");
             // The second product has noise of the exact run's scale in the place of its own, and so another draw of it.
             let apart: f64 = shared[2].iter().zip(&alone[2]).map(|(x, y)| (x - y).powi(2)).sum();
             let of_noise = |(s, q): (&f64, &f64)| 2.0 * accumulation_sigma(*s, *q, 7.0, 1).powi(2);
             let expected: f64 = alone[2].iter().zip(&alone[3]).map(of_noise).sum();
             // A sum of squares of so many normal numbers, by five deviations.
-            assert!(apart <= expected * (1.0 + 5.0 * (2.0 / alone[2].len() as f64).sqrt()), "{precision:?}");
+            assert!(
+                apart <= expected * (1.0 + 5.0 * (2.0 / alone[2].len() as f64).sqrt()),
+                "{precision:?}"
+            );
             assert_eq!(products.multiplied(), multiplied, "{precision:?}");
         }
         Ok(())
@@ -1245,13 +1351,17 @@ mod tests {
         let run = |seed: usize| Rounding::new(Precision::Nearest { seed: seed as u64 });
         let x = Draw::new(11).normal(&[1000], 1e-2);
         let nearest = values(&run(CHOICES).bf16(&x)?)?;
-        assert!(values(&x)?.iter().zip(nearest).all(|(&x, y)| half::bf16::from_f64(x).to_f64() == y));
+        assert!(
+            values(&x)?.iter().zip(nearest).all(|(&x, y)| half::bf16::from_f64(x).to_f64() == y)
+        );
         // In fp32 the kernel's business remains, but for the runs without noise.
         assert_ne!(values(&run(CHOICES).f32(&x)?)?, values(&run(CHOICES + 1).f32(&x)?)?);
         let ideal = |x: f64| f64::from(x as f32);
-        for fine in
-            [run(0).f32(&x)?, run(1).approximate_f32(&x)?, run(2).accumulated_f32(&x, &x.sqr()?, &x.ones_like()?)?]
-        {
+        for fine in [
+            run(0).f32(&x)?,
+            run(1).approximate_f32(&x)?,
+            run(2).accumulated_f32(&x, &x.sqr()?, &x.ones_like()?)?,
+        ] {
             assert!(values(&x)?.iter().zip(values(&fine)?).all(|(&x, y)| ideal(x) == y));
         }
         let ties = f64_tensor(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0], &[2]);
@@ -1296,7 +1406,12 @@ mod tests {
         let together = mean_square(&|rounding| rounding.f32(&pair))?;
         assert!(together < 0.05, "{together}");
         let ideal = Rounding::new(Precision::Nearest { seed: 0 }).f32_apart(&pair)?;
-        assert!(values(&ideal)?.iter().zip([x, y, x]).all(|(rounded, x)| *rounded == f64::from(x as f32)));
+        assert!(
+            values(&ideal)?
+                .iter()
+                .zip([x, y, x])
+                .all(|(rounded, x)| *rounded == f64::from(x as f32))
+        );
         assert_eq!(values(&Rounding::exact().f32_apart(&pair)?)?, values(&pair)?);
         Ok(())
     }
@@ -1308,7 +1423,8 @@ mod tests {
             .map(|seed| Ok(values(&working(seed).approximate_f32(&x)?)?[0] / 1.5 - 1.0))
             .collect::<Result<_>>()?;
         // The bound, and half an ulp for the rounding of the result.
-        let bound = power_of_two(APPROXIMATE_ERROR_EXPONENT) + power_of_two(-Format::F32.fraction_bits);
+        let bound =
+            power_of_two(APPROXIMATE_ERROR_EXPONENT) + power_of_two(-Format::F32.fraction_bits);
         assert!(errors.iter().all(|error| error.abs() <= bound));
         assert!(errors.iter().any(|&error| error > 0.0) && errors.iter().any(|&error| error < 0.0));
         Ok(())
@@ -1319,7 +1435,10 @@ mod tests {
         // e^-88 is subnormal and e^88 no overflow; e^89 is one.
         let x = f64_tensor(&[-87.0, -88.0, -89.0, 0.0, 200.0], &[5]);
         let is_zero = |precision| -> Result<Vec<bool>> {
-            Ok(values(&Rounding::new(precision).sigmoid_f32(&x)?)?.iter().map(|&s| s == 0.0).collect())
+            Ok(values(&Rounding::new(precision).sigmoid_f32(&x)?)?
+                .iter()
+                .map(|&s| s == 0.0)
+                .collect())
         };
         let of_choice = |seed| is_zero(Precision::Nearest { seed });
         let (flushed, kept) = ([false, true, true, false, false], [false; 5]);
@@ -1338,7 +1457,8 @@ mod tests {
     fn approximations_flush_subnormal_results_to_zero_or_keep_them_by_choice() -> Result<()> {
         let x = f64_tensor(&[2f64.powi(-130), 2f64.powi(-125)], &[2]);
         let approximated = |precision| values(&Rounding::new(precision).approximate_f32(&x)?);
-        let flushed = |seed| Ok::<_, crate::Error>(approximated(Precision::Nearest { seed })?[0] == 0.0);
+        let flushed =
+            |seed| Ok::<_, crate::Error>(approximated(Precision::Nearest { seed })?[0] == 0.0);
         assert_eq!((0..4).map(flushed).collect::<Result<Vec<_>>>()?, [true, false, true, false]);
         assert_eq!(flushed(0)?, flushed(CHOICES as u64)?, "with noise, by the same choice");
         let approximated = approximated(Precision::Working { seed: 1 })?;

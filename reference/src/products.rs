@@ -64,7 +64,8 @@ impl Products {
 
     fn marked(&self, mark: u64, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         // A clone of handles: comparing takes long, and may not happen under the lock.
-        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).get(&mark).cloned();
+        let entries =
+            self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).get(&mark).cloned();
         for Entry { a: known_a, b: known_b, product } in entries.into_iter().flatten() {
             if same(&known_a, a)? && same(&known_b, b)? {
                 return Ok(product);
@@ -148,7 +149,8 @@ fn same(x: &Tensor, y: &Tensor) -> Result<bool> {
 /// Whether two tensors of one layout have equal storage from their first to their last element. It is compared where it
 /// lies: copying a transposed operand into the order of its elements takes as long as multiplying it.
 fn same_span(x: &Tensor, y: &Tensor) -> bool {
-    let ((x_storage, x_layout), (y_storage, y_layout)) = (x.storage_and_layout(), y.storage_and_layout());
+    let ((x_storage, x_layout), (y_storage, y_layout)) =
+        (x.storage_and_layout(), y.storage_and_layout());
     match (span(&x_storage, x_layout), span(&y_storage, y_layout)) {
         (Some(x), Some(y)) => equal_bits(x, y),
         _ => false,
@@ -183,7 +185,8 @@ mod tests {
             let a = f64_tensor(&numbers[group..group + 6], &[2, 3]);
             // The same numbers, in the order of rows and turned.
             let rows = f64_tensor(&numbers[group..group + 6], &[3, 2]);
-            let turned = rows.t().expect("a matrix").contiguous().expect("a copy").t().expect("a matrix");
+            let turned =
+                rows.t().expect("a matrix").contiguous().expect("a copy").t().expect("a matrix");
             (a, rows, turned)
         };
         for group in 0..3000 {
@@ -194,7 +197,10 @@ mod tests {
         for group in 0..3000 {
             let (a, rows, turned) = operands(group);
             let expected = values(&a.matmul(&rows).expect("a product")).expect("numbers");
-            assert_eq!(values(&products.of(&a, &turned).expect("a product")).expect("numbers"), expected);
+            assert_eq!(
+                values(&products.of(&a, &turned).expect("a product")).expect("numbers"),
+                expected
+            );
         }
         assert_eq!(products.multiplied(), 3000, "each is there already");
         let most = products.0.entries.lock().expect("nobody panicked").values().map(Vec::len).max();

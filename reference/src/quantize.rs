@@ -67,10 +67,19 @@ pub fn codes_of(group: &[f64], scale: f64, format: Format) -> impl Iterator<Item
 ///
 /// # Errors
 /// A tensor of another shape.
-pub fn simulated(x: &Tensor, group: usize, format: Format, rounding: &mut Rounding) -> Result<Tensor> {
+pub fn simulated(
+    x: &Tensor,
+    group: usize,
+    format: Format,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let (_, width) = x.dims2()?;
     let of_group = |group: &[f64]| vec![scale_of(group, format, ScaleType::E8m0); group.len()];
-    let scales = values(x)?.chunks(width).flat_map(|row| row.chunks(group)).flat_map(of_group).collect::<Vec<_>>();
+    let scales = values(x)?
+        .chunks(width)
+        .flat_map(|row| row.chunks(group))
+        .flat_map(of_group)
+        .collect::<Vec<_>>();
     let scales = Tensor::from_vec(scales, x.shape(), x.device())?;
     let codes = rounding.to(format, &(x / &scales)?)?;
     Ok((codes * scales)?)
@@ -83,7 +92,8 @@ pub fn scale_of(group: &[f64], format: Format, scale_type: ScaleType) -> f64 {
     if scale_type != ScaleType::Fp32 || power.is_nan() {
         return power;
     }
-    let amax = group.iter().fold(Format::F32.nearest(floor_of(format)), |amax, x| amax.max(x.abs()));
+    let amax =
+        group.iter().fold(Format::F32.nearest(floor_of(format)), |amax, x| amax.max(x.abs()));
     Format::F32.nearest(amax * Format::F32.nearest(format.largest.recip()))
 }
 
@@ -93,7 +103,9 @@ pub fn scale_byte(group: &[f64], format: Format) -> u8 {
         return E8M0_NAN;
     }
     let amax = group.iter().fold(floor_of(format), |amax, x| amax.max(x.abs()));
-    (0..E8M0_NAN).find(|&byte| amax <= format.largest * Format::E8M0.value(byte.into())).unwrap_or(E8M0_NAN)
+    (0..E8M0_NAN)
+        .find(|&byte| amax <= format.largest * Format::E8M0.value(byte.into()))
+        .unwrap_or(E8M0_NAN)
 }
 
 #[cfg(test)]
@@ -112,14 +124,19 @@ mod tests {
         for bits in 1..0x7f80u32 {
             let amax = f64::from(f32::from_bits(bits << 16));
             for format in [Format::E2M1, Format::E4M3] {
-                assert_eq!(scale_byte(&[0.0, -amax], format), from_bits(amax, format), "{amax} {format}");
+                assert_eq!(
+                    scale_byte(&[0.0, -amax], format),
+                    from_bits(amax, format),
+                    "{amax} {format}"
+                );
             }
         }
     }
 
     #[test]
     fn around_the_largest_number_times_a_power_every_fp32_amax_has_the_power_of_the_bits() {
-        for (format, exponent) in [Format::E2M1, Format::E4M3].into_iter().flat_map(|f| (-10..=10).map(move |e| (f, e)))
+        for (format, exponent) in
+            [Format::E2M1, Format::E4M3].into_iter().flat_map(|f| (-10..=10).map(move |e| (f, e)))
         {
             let bits = ((format.largest * 2f64.powi(exponent)) as f32).to_bits();
             for bits in bits - 4..=bits + 4 {
@@ -137,8 +154,15 @@ mod tests {
             // From a little above the floor to the end of fp32.
             let amax = f64::from(f32::from_bits((bits >> 1).clamp(0x38d2_0000, 0x7f7f_ffff)));
             let scale = scale_of(&[0.0, -amax], Format::E4M3, ScaleType::Fp32);
-            assert!(Format::F32.holds(scale) && (amax / scale / 448.0 - 1.0).abs() <= 2.0 * f64::from(f32::EPSILON));
-            assert_eq!(codes_of(&[-amax], scale, Format::E4M3).collect::<Vec<_>>(), [0xfe], "{amax}");
+            assert!(
+                Format::F32.holds(scale)
+                    && (amax / scale / 448.0 - 1.0).abs() <= 2.0 * f64::from(f32::EPSILON)
+            );
+            assert_eq!(
+                codes_of(&[-amax], scale, Format::E4M3).collect::<Vec<_>>(),
+                [0xfe],
+                "{amax}"
+            );
         }
         let zeros = scale_of(&[0.0], Format::E4M3, ScaleType::Fp32);
         assert_eq!(zeros, f64::from(1e-4f32 * (1.0 / 448.0)));

@@ -35,7 +35,8 @@ pub fn count_equal(exact: &[f64], a: &[f64], b: &[f64]) -> usize {
 
 /// For each element the mean square of its errors over the runs; NaN where `exact` is no finite number.
 pub fn mean_squares(exact: &[f64], runs: &[&[f64]]) -> Vec<f64> {
-    let mut sums: Vec<f64> = exact.iter().map(|e| if e.is_finite() { 0.0 } else { f64::NAN }).collect();
+    let mut sums: Vec<f64> =
+        exact.iter().map(|e| if e.is_finite() { 0.0 } else { f64::NAN }).collect();
     for run in runs {
         for ((sum, e), y) in sums.iter_mut().zip(exact).zip(*run) {
             *sum += (y - e) * (y - e);
@@ -62,7 +63,11 @@ mod tests {
 
     #[test]
     fn errors_count_by_their_weights_and_not_at_all_where_these_are_zero() {
-        let sums = WeightedErrors::of(&[1.0, 2.0, 3.0, f64::INFINITY], &[1.5, 2.0, 7.0, 0.0], &[2.0, 1e300, 0.0, 0.0]);
+        let sums = WeightedErrors::of(
+            &[1.0, 2.0, 3.0, f64::INFINITY],
+            &[1.5, 2.0, 7.0, 0.0],
+            &[2.0, 1e300, 0.0, 0.0],
+        );
         assert_eq!(sums, WeightedErrors { projection: 1.0, energy: 0.5 });
         assert!(WeightedErrors::of(&[1.0], &[f64::NAN], &[1.0]).energy.is_nan());
     }

@@ -36,10 +36,12 @@ pub struct TensorCore {
 
 impl TensorCore {
     /// bf16 factors on Hopper, by `mma.sync` or `wgmma`.
-    pub const HOPPER_BF16: Self = Self { terms: 16, aligned_bits: 25, fraction_bits: 23, factors: Format::BF16 };
+    pub const HOPPER_BF16: Self =
+        Self { terms: 16, aligned_bits: 25, fraction_bits: 23, factors: Format::BF16 };
 
     /// e4m3 factors on Hopper, by `wgmma`.
-    pub const HOPPER_E4M3: Self = Self { terms: 32, aligned_bits: 13, fraction_bits: 13, factors: Format::E4M3 };
+    pub const HOPPER_E4M3: Self =
+        Self { terms: 32, aligned_bits: 13, fraction_bits: 13, factors: Format::E4M3 };
 
     /// `c + sum_k a_k b_k` of finite numbers of [`Self::factors`] and an fp32 number `c`. Zeros fill the last step.
     ///
@@ -52,14 +54,20 @@ impl TensorCore {
 
     fn step(&self, a: &[f64], b: &[f64], c: f64) -> f64 {
         let products = || a.iter().zip(b).filter(|(a, b)| **a != 0.0 && **b != 0.0);
-        let exponents = products().map(|(&a, &b)| exponent(a, self.factors) + exponent(b, self.factors));
-        let Some(largest) = exponents.chain((c != 0.0).then(|| exponent(c, Format::F32))).max() else {
+        let exponents =
+            products().map(|(&a, &b)| exponent(a, self.factors) + exponent(b, self.factors));
+        let Some(largest) = exponents.chain((c != 0.0).then(|| exponent(c, Format::F32))).max()
+        else {
             return 0.0;
         };
         let aligned = |x: f64| cut(x, largest - self.aligned_bits);
         let sum = products().map(|(a, b)| aligned(a * b)).sum::<f64>() + aligned(c);
         let subnormal = Format::F32.min_exponent - Format::F32.fraction_bits;
-        if sum == 0.0 { 0.0 } else { cut(sum, (floor_log2(sum) - self.fraction_bits).max(subnormal)) }
+        if sum == 0.0 {
+            0.0
+        } else {
+            cut(sum, (floor_log2(sum) - self.fraction_bits).max(subnormal))
+        }
     }
 }
 
@@ -96,7 +104,11 @@ mod tests {
             assert!(measured.len() >= 3000, "{name}: {} sums", measured.len());
             for (i, sum) in measured.iter().enumerate() {
                 let found = core.sum(&sum.a, &sum.b, sum.c);
-                assert_eq!(found, sum.d, "{name}: sum {i} is {:e} on the GPU, {found:e} here", sum.d);
+                assert_eq!(
+                    found, sum.d,
+                    "{name}: sum {i} is {:e} on the GPU, {found:e} here",
+                    sum.d
+                );
             }
         }
     }
@@ -112,7 +124,10 @@ mod tests {
             TensorCore { fraction_bits: 22, ..hopper },
         ];
         for core in others {
-            assert!(measured.iter().any(|sum| core.sum(&sum.a, &sum.b, sum.c) != sum.d), "{core:?}");
+            assert!(
+                measured.iter().any(|sum| core.sum(&sum.a, &sum.b, sum.c) != sum.d),
+                "{core:?}"
+            );
         }
     }
 

@@ -75,7 +75,13 @@ pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Ten
     assert!(!a.is_empty(), "{what}: nothing to compare");
     for i in 0..a.len() {
         let error = (a[i] - e[i]).abs();
-        assert!(error <= b[i], "{what}[{i}]: {} is {error:e} from {}, allowed {:e}", a[i], e[i], b[i]);
+        assert!(
+            error <= b[i],
+            "{what}[{i}]: {} is {error:e} from {}, allowed {:e}",
+            a[i],
+            e[i],
+            b[i]
+        );
     }
 }
 
@@ -97,7 +103,8 @@ pub fn differentiated(
     }
     let gradients = f(&bound)?.sum_all()?.backward()?;
     differentiable.into_iter().try_fold(Named::new(), |all, (name, variable)| {
-        let gradient = gradients.get(&variable).cloned().map_or_else(|| variable.zeros_like(), Ok)?;
+        let gradient =
+            gradients.get(&variable).cloned().map_or_else(|| variable.zeros_like(), Ok)?;
         Ok(all.with(name, gradient))
     })
 }
@@ -119,7 +126,9 @@ pub fn assert_directional_derivative(
     let (fine, coarse) = (difference(h)?, difference(2.0 * h)?);
     let bound = (coarse - fine).abs() + 2.0 * noise / h;
     let error = (fine - claimed).abs();
-    println!("{what}: derivative {claimed:e}, difference quotient off by {error:e}, allowed {bound:e}");
+    println!(
+        "{what}: derivative {claimed:e}, difference quotient off by {error:e}, allowed {bound:e}"
+    );
     assert!(error <= bound, "{what}: {fine} against {claimed}, allowed {bound:e}");
     assert!(bound < claimed.abs(), "{what}: the bound {bound:e} would accept zero");
     Ok(())
@@ -134,7 +143,8 @@ pub fn assert_gradients_are_automatic(
 ) -> Result<()> {
     for (_, gradient) in of {
         let expected = automatic.tensor(gradient)?;
-        let largest = values(expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+        let largest =
+            values(expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
         let bound = (expected.ones_like()? * (4096.0 * UNIT_ROUNDOFF * (1.0 + largest)))?;
         assert_within(gradient, gradients.tensor(gradient)?, expected, &bound);
     }
@@ -154,15 +164,20 @@ pub fn assert_derivative_along_all(
     let mut draw = Draw::new(5);
     let along: Vec<_> = pairs
         .iter()
-        .filter_map(|&(name, gradient)| Some((name, gradient, draw.normal(inputs.get(name)?.dims(), deviation))))
+        .filter_map(|&(name, gradient)| {
+            Some((name, gradient, draw.normal(inputs.get(name)?.dims(), deviation)))
+        })
         .collect();
     let at = |h: f64| -> Result<f64> {
-        let moved = along.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
-            Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
-        })?;
+        let moved =
+            along.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
+                Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
+            })?;
         f(&moved)
     };
-    let claimed = along.iter().map(|(_, gradient, direction)| Ok(dot(gradients.tensor(gradient)?, direction)));
+    let claimed = along
+        .iter()
+        .map(|(_, gradient, direction)| Ok(dot(gradients.tensor(gradient)?, direction)));
     assert_directional_derivative(what, at, 1.0, noise, claimed.sum::<Result<f64>>()?)
 }
 
@@ -240,13 +255,18 @@ pub struct MeasuredSum {
 
 /// What `fixtures/tensor_cores` says of an instruction.
 pub fn tensor_core_measurements(instruction: &str) -> Vec<MeasuredSum> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tensor_cores/hopper.safetensors");
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tensor_cores/hopper.safetensors");
     let file = candle_core::safetensors::load(path, &Device::Cpu).expect("the measurements");
     let tensor = |name: &str| {
         let stored = &file[&format!("{instruction}.{name}")];
         let numbers = values(&stored.to_dtype(DType::F64).expect("numbers")).expect("numbers");
         let decode = |code: &f64| crate::Format::E4M3.value(*code as u64);
-        let numbers = if stored.dtype() == DType::U8 { numbers.iter().map(decode).collect() } else { numbers };
+        let numbers = if stored.dtype() == DType::U8 {
+            numbers.iter().map(decode).collect()
+        } else {
+            numbers
+        };
         (stored.dims().to_vec(), numbers)
     };
     let [(shape, a), (_, b), (_, c), (_, d)] = ["a", "b", "c", "d"].map(tensor);

@@ -58,8 +58,11 @@ impl Repository {
     pub fn commit(&self, revision: &str) -> Result<Commit, BisectError> {
         let name = format!("{revision}^{{commit}}");
         let id = git(&self.dir, &["rev-parse", "--verify", "--quiet", "--end-of-options", &name])
-            .map_err(|_| BisectError::Input(format!("`{revision}` names no commit of {}", self.dir.display())))?;
-        let shown = git(&self.dir, &["show", "--no-patch", "--format=%s%n%an, %as%n%P", id.trim()])?;
+            .map_err(|_| {
+            BisectError::Input(format!("`{revision}` names no commit of {}", self.dir.display()))
+        })?;
+        let shown =
+            git(&self.dir, &["show", "--no-patch", "--format=%s%n%an, %as%n%P", id.trim()])?;
         let mut lines = shown.lines();
         let mut line = || lines.next().unwrap_or_default().to_owned();
         Ok(Commit {
@@ -85,7 +88,10 @@ impl Repository {
             )));
         }
         let range = format!("{}..{}", good.id, bad.id);
-        let ids = git(&self.dir, &["rev-list", "--first-parent", "--reverse", &range, "--", KERNELS_FROM_TOP])?;
+        let ids = git(
+            &self.dir,
+            &["rev-list", "--first-parent", "--reverse", &range, "--", KERNELS_FROM_TOP],
+        )?;
         let mut line = vec![good.clone()];
         for id in ids.lines() {
             line.push(self.commit(id)?);
@@ -98,17 +104,21 @@ impl Repository {
     /// # Errors
     /// When it has none, or one of them is no UTF-8.
     pub fn kernels(&self, commit: &Commit) -> Result<SourceTree, BisectError> {
-        let listing = git(&self.dir, &["ls-tree", "-r", "-z", "--full-tree", &commit.id, "--", KERNELS])?;
+        let listing =
+            git(&self.dir, &["ls-tree", "-r", "-z", "--full-tree", &commit.id, "--", KERNELS])?;
         let mut files = BTreeMap::new();
         for entry in listing.split('\0').filter(|entry| !entry.is_empty()) {
             // MODE blob ID<tab>PATH
             let Some((head, path)) = entry.split_once('\t') else { continue };
             let mut head = head.split(' ').skip(1);
             let (Some("blob"), Some(id)) = (head.next(), head.next()) else { continue };
-            let name = path.strip_prefix(KERNELS).and_then(|name| name.strip_prefix('/')).unwrap_or(path);
+            let name =
+                path.strip_prefix(KERNELS).and_then(|name| name.strip_prefix('/')).unwrap_or(path);
             if name.ends_with(".cu") || name.ends_with(".h") {
-                let text = String::from_utf8(self.objects.borrow_mut().read(id)?)
-                    .map_err(|_| BisectError::Git(format!("{path} of {} is no UTF-8", commit.short())))?;
+                let text =
+                    String::from_utf8(self.objects.borrow_mut().read(id)?).map_err(|_| {
+                        BisectError::Git(format!("{path} of {} is no UTF-8", commit.short()))
+                    })?;
                 files.insert(name.to_owned(), text);
             }
         }
@@ -120,7 +130,10 @@ impl Repository {
     /// # Errors
     /// Git's.
     pub fn kernel_diff(&self, from: &Commit, to: &Commit) -> Result<String, BisectError> {
-        git(&self.dir, &["diff", "--no-color", "--no-ext-diff", &from.id, &to.id, "--", KERNELS_FROM_TOP])
+        git(
+            &self.dir,
+            &["diff", "--no-color", "--no-ext-diff", &from.id, &to.id, "--", KERNELS_FROM_TOP],
+        )
     }
 
     /// The best common ancestor of a merge's two parents, where there is one.
@@ -173,7 +186,11 @@ fn git(dir: &Path, arguments: &[&str]) -> Result<String, BisectError> {
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         let said = said.lines().next().unwrap_or("it said nothing");
-        return Err(BisectError::Git(format!("git {} in {}: {said}", arguments.join(" "), dir.display())));
+        return Err(BisectError::Git(format!(
+            "git {} in {}: {said}",
+            arguments.join(" "),
+            dir.display()
+        )));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
@@ -188,7 +205,9 @@ struct Objects {
 
 impl Objects {
     fn start(dir: &Path) -> Result<Self, BisectError> {
-        let failed = |error: std::io::Error| BisectError::Git(format!("git cat-file could not be started: {error}"));
+        let failed = |error: std::io::Error| {
+            BisectError::Git(format!("git cat-file could not be started: {error}"))
+        };
         let mut process = Command::new("git")
             .arg("-C")
             .arg(dir)

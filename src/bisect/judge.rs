@@ -98,10 +98,14 @@ impl Judge {
         effort: Effort,
     ) -> Result<Result<Self, String>, BisectError> {
         Ok(match metric {
-            Metric::Agree => Ok(Self::Agree(AgreeJudge { prepared: registry::prepare(case)?, effort })),
+            Metric::Agree => {
+                Ok(Self::Agree(AgreeJudge { prepared: registry::prepare(case)?, effort }))
+            }
             Metric::Error => ErrorJudge::between(case, good, bad)?.map(Self::Error),
             Metric::Time => TimeJudge::between(case, good, bad, effort)?.map(Self::Time),
-            Metric::Determinism => DeterminismJudge::between(case, good, bad, effort)?.map(Self::Determinism),
+            Metric::Determinism => {
+                DeterminismJudge::between(case, good, bad, effort)?.map(Self::Determinism)
+            }
         })
     }
 
@@ -139,7 +143,12 @@ impl AgreeJudge {
 }
 
 fn budget_used(outcome: &Outcome) -> Option<f64> {
-    outcome.checks.iter().filter_map(|check| check.metrics.as_ref()).map(|m| m.budget_used).reduce(f64::max)
+    outcome
+        .checks
+        .iter()
+        .filter_map(|check| check.metrics.as_ref())
+        .map(|m| m.budget_used)
+        .reduce(f64::max)
 }
 
 // ---------------------------------------------------------------- error
@@ -175,7 +184,9 @@ impl Drawn {
     fn new(case: &Case, by: u64) -> Result<Option<Self>, CaseError> {
         let mut case = case.clone();
         if by > 0 {
-            let Some(seed) = case.fields.get("seed").and_then(serde_json::Value::as_u64) else { return Ok(None) };
+            let Some(seed) = case.fields.get("seed").and_then(serde_json::Value::as_u64) else {
+                return Ok(None);
+            };
             case.fields.insert("seed".into(), seed.wrapping_add(by).into());
         }
         let prepared = registry::prepare(&case)?;
@@ -208,7 +219,12 @@ impl Errors {
         let (rows, row_len) = rows_of(&exact.shape);
         let unit = if rows > 1 { row_len.max(1) } else { 1 };
         self.rows.extend(squares.chunks(unit).map(|row| row.iter().sum::<f64>()));
-        self.scale += exact.values.iter().filter(|value| value.is_finite()).map(|value| value * value).sum::<f64>();
+        self.scale += exact
+            .values
+            .iter()
+            .filter(|value| value.is_finite())
+            .map(|value| value * value)
+            .sum::<f64>();
     }
 
     /// Root of the squared errors over the tensor's own squares.
@@ -228,7 +244,11 @@ impl Errors {
 }
 
 impl ErrorJudge {
-    fn between(case: &Case, good: &Device, bad: &Device) -> Result<Result<Self, String>, BisectError> {
+    fn between(
+        case: &Case,
+        good: &Device,
+        bad: &Device,
+    ) -> Result<Result<Self, String>, BisectError> {
         let mut draws: Vec<Drawn> = Vec::new();
         let mut alpha = ALPHA / 2.0;
         let mut looks = 1;
@@ -238,15 +258,20 @@ impl ErrorJudge {
             {
                 draws.push(drawn);
             }
-            let tensors: Vec<&'static str> =
-                draws.first().map(|drawn| drawn.exact.iter().map(|tensor| tensor.name).collect()).unwrap_or_default();
-            let [of_good, of_bad] = [errors(&draws, &tensors, good)?, errors(&draws, &tensors, bad)?];
+            let tensors: Vec<&'static str> = draws
+                .first()
+                .map(|drawn| drawn.exact.iter().map(|tensor| tensor.name).collect())
+                .unwrap_or_default();
+            let [of_good, of_bad] =
+                [errors(&draws, &tensors, good)?, errors(&draws, &tensors, bad)?];
             let share = alpha / tensors.len().max(1) as f64;
             let worst = (0..tensors.len())
                 .filter(|&i| of_bad[i].exceeds(&of_good[i], share))
                 // The largest part of the bad endpoint's error that the good one does not have.
                 .max_by(|&a, &b| {
-                    let excess = |i: usize| of_bad[i].relative() / of_good[i].relative().max(f64::MIN_POSITIVE);
+                    let excess = |i: usize| {
+                        of_bad[i].relative() / of_good[i].relative().max(f64::MIN_POSITIVE)
+                    };
                     excess(a).total_cmp(&excess(b))
                 });
             if let Some(i) = worst {
@@ -257,7 +282,9 @@ impl ErrorJudge {
             looks *= 2;
         }
         let rows = draws.len();
-        Ok(Err(format!("over {rows} draw(s) of its inputs, no tensor is farther from the oracle in the bad revision")))
+        Ok(Err(format!(
+            "over {rows} draw(s) of its inputs, no tensor is farther from the oracle in the bad revision"
+        )))
     }
 
     fn judge(&self, device: &Device) -> Result<Trial, BisectError> {
@@ -308,7 +335,12 @@ pub struct TimeJudge {
 }
 
 impl TimeJudge {
-    fn between(case: &Case, good: &Device, bad: &Device, effort: Effort) -> Result<Result<Self, String>, BisectError> {
+    fn between(
+        case: &Case,
+        good: &Device,
+        bad: &Device,
+        effort: Effort,
+    ) -> Result<Result<Self, String>, BisectError> {
         let prepared = registry::prepare(case)?;
         let mut samples = [Vec::new(), Vec::new()];
         let mut draw = |count: u64| -> Result<(f64, [u64; 2]), RuntimeError> {
@@ -354,7 +386,10 @@ impl TimeJudge {
             ratios.push((time / base).ln());
             if let Some(bad) = test.observe((time / base).ln() > self.cut) {
                 let ratio = median(&ratios).exp();
-                let note = format!("{ratio:.3} of the good revision's time, cut {:.3}, {run} runs", self.cut.exp());
+                let note = format!(
+                    "{ratio:.3} of the good revision's time, cut {:.3}, {run} runs",
+                    self.cut.exp()
+                );
                 return Ok(Trial::of(bad, Some(median(&times)), note));
             }
         }
@@ -392,7 +427,12 @@ pub struct DeterminismJudge {
 }
 
 impl DeterminismJudge {
-    fn between(case: &Case, good: &Device, bad: &Device, effort: Effort) -> Result<Result<Self, String>, BisectError> {
+    fn between(
+        case: &Case,
+        good: &Device,
+        bad: &Device,
+        effort: Effort,
+    ) -> Result<Result<Self, String>, BisectError> {
         let prepared = registry::prepare(case)?;
         let mut repeats = [Repeats::new(&*prepared, good)?, Repeats::new(&*prepared, bad)?];
         let rates = calibrate(effort.most_runs, |count| {
@@ -406,7 +446,8 @@ impl DeterminismJudge {
         })?;
         Ok(match rates {
             Some(rates) => Ok(Self { prepared, rates, most_runs: effort.most_runs }),
-            None => Err("runs of the bad revision differ no more often than those of the good one".to_owned()),
+            None => Err("runs of the bad revision differ no more often than those of the good one"
+                .to_owned()),
         })
     }
 
@@ -449,7 +490,9 @@ impl<'a> Repeats<'a> {
         match run {
             Ok(run) => {
                 let equal = |(a, b): (&HostTensor, &HostTensor)| a.bytes == b.bytes;
-                let tensors = |run: &KernelRun| run.tensors.iter().map(|t| t.tensor.clone()).collect::<Vec<_>>();
+                let tensors = |run: &KernelRun| {
+                    run.tensors.iter().map(|t| t.tensor.clone()).collect::<Vec<_>>()
+                };
                 Ok(!tensors(&self.first).iter().zip(&tensors(&run)).all(equal))
             }
             Err(RuntimeError::Fault { .. }) => Ok(true),
@@ -469,7 +512,11 @@ mod tests {
     #[test]
     fn an_error_exceeds_another_when_it_does_in_more_rows_than_chance_allows() {
         let (small, large) = (errors(&[1.0; 20]), errors(&[2.0; 20]));
-        assert!(large.exceeds(&small, ALPHA) && !small.exceeds(&large, ALPHA) && !large.exceeds(&large, ALPHA));
+        assert!(
+            large.exceeds(&small, ALPHA)
+                && !small.exceeds(&large, ALPHA)
+                && !large.exceeds(&large, ALPHA)
+        );
         // Five rows are too few to tell; ties say nothing.
         assert!(!errors(&[2.0; 5]).exceeds(&errors(&[1.0; 5]), ALPHA));
         let mostly_tied: Vec<f64> = (0..100).map(|i| if i < 5 { 2.0 } else { 1.0 }).collect();

@@ -96,13 +96,18 @@ pub fn bisect(
 ) -> anyhow::Result<Found> {
     let line = repository.line(&repository.commit(good)?, &repository.commit(bad)?)?;
     if line.len() < 2 {
-        return Ok(Found::NoDifference(vec![format!("no commit between the two changed {}", history::KERNELS)]));
+        return Ok(Found::NoDifference(vec![format!(
+            "no commit between the two changed {}",
+            history::KERNELS
+        )]));
     }
     let mut bench = Bench { repository, metric, open, device: open()?, scratch: Scratch::new() };
     let mut reasons = Vec::new();
     for case in cases {
         match bench.endpoints(&line, case, effort)? {
-            Ok((judge, ends)) => return bench.search(line, case, &judge, ends, told).map(Found::Turn),
+            Ok((judge, ends)) => {
+                return bench.search(line, case, &judge, ends, told).map(Found::Turn);
+            }
             Err(reason) => reasons.push(format!("{}: {reason}", case.line())),
         }
     }
@@ -134,7 +139,12 @@ type Endpoints = (Judge, [Trial; 2]);
 
 impl Bench<'_> {
     /// What separates the two ends of the line, and how they were judged by it.
-    fn endpoints(&mut self, line: &[Commit], case: &Case, effort: Effort) -> anyhow::Result<Result<Endpoints, String>> {
+    fn endpoints(
+        &mut self,
+        line: &[Commit],
+        case: &Case,
+        effort: Effort,
+    ) -> anyhow::Result<Result<Endpoints, String>> {
         let [first, last] = [&line[0], &line[line.len() - 1]];
         let [good, bad] = [self.ready(first, case)?, self.ready(last, case)?];
         for (commit, ready) in [(first, &good), (last, &bad)] {
@@ -147,7 +157,9 @@ impl Bench<'_> {
             // Agreement needs no calibration, and faults and foreign harnesses have nothing to calibrate on.
             _ if self.metric == Metric::Agree => [&self.device, &self.device],
             (Ready::Faulty(fault), _) | (_, Ready::Faulty(fault)) => {
-                return Ok(Err(format!("an endpoint faults, which --metric agree judges: {fault}")));
+                return Ok(Err(format!(
+                    "an endpoint faults, which --metric agree judges: {fault}"
+                )));
             }
             _ => {
                 return Ok(Err(
@@ -189,7 +201,14 @@ impl Bench<'_> {
             anyhow::Ok(answer)
         })?;
         let diff = self.repository.kernel_diff(&line[turn.last_good], &line[turn.first_bad])?;
-        Ok(Box::new(Bisection { metric: self.metric, case: case.clone(), line, trials, turn, diff }))
+        Ok(Box::new(Bisection {
+            metric: self.metric,
+            case: case.clone(),
+            line,
+            trials,
+            turn,
+            diff,
+        }))
     }
 
     fn judge(&mut self, ready: Ready, case: &Case, judge: &Judge) -> anyhow::Result<Trial> {
@@ -206,7 +225,9 @@ impl Bench<'_> {
         };
         match judged {
             Ok(trial) => Ok(trial),
-            Err(BisectError::Runtime(error @ (RuntimeError::Fault { .. } | RuntimeError::Cuda { .. }))) => {
+            Err(BisectError::Runtime(
+                error @ (RuntimeError::Fault { .. } | RuntimeError::Cuda { .. }),
+            )) => {
                 self.renew()?;
                 Ok(self.fault(error.to_string()))
             }
@@ -231,7 +252,9 @@ impl Bench<'_> {
         match prepared.kernel(&device, Contract::NAN) {
             Ok(_) => Ok(Ready::Here(device)),
             Err(error @ RuntimeError::BackendMissing { .. }) => Err(error.into()),
-            Err(RuntimeError::ParamsLayout { .. } | RuntimeError::SymbolMissing { .. }) => self.build(commit),
+            Err(RuntimeError::ParamsLayout { .. } | RuntimeError::SymbolMissing { .. }) => {
+                self.build(commit)
+            }
             Err(error @ (RuntimeError::Fault { .. } | RuntimeError::Cuda { .. })) => {
                 drop(device);
                 self.renew()?;
@@ -255,15 +278,24 @@ impl Bench<'_> {
         if binary.is_file() {
             return Ok(Ready::Elsewhere(binary));
         }
-        let worktree = self.repository.worktree(commit, self.scratch.dir()?.join(commit.short()))?;
+        let worktree =
+            self.repository.worktree(commit, self.scratch.dir()?.join(commit.short()))?;
         let mut cargo = Command::new("cargo");
-        cargo.args(["build", "--quiet", "--release", "--bin", "parity"]).current_dir(worktree.dir());
+        cargo
+            .args(["build", "--quiet", "--release", "--bin", "parity"])
+            .current_dir(worktree.dir());
         cargo.env("CARGO_TARGET_DIR", &target);
         let ended = match run_within(&cargo, Duration::MAX) {
             Ok(Some(ended)) => ended,
-            Ok(None) => return Ok(Ready::Broken("its parameter structs differ, and cargo did not end".into())),
+            Ok(None) => {
+                return Ok(Ready::Broken(
+                    "its parameter structs differ, and cargo did not end".into(),
+                ));
+            }
             Err(error) => {
-                return Ok(Ready::Broken(format!("its parameter structs differ, and cargo did not start: {error}")));
+                return Ok(Ready::Broken(format!(
+                    "its parameter structs differ, and cargo did not start: {error}"
+                )));
             }
         };
         if !ended.status.success() {
@@ -279,10 +311,15 @@ impl Bench<'_> {
     /// Asks a revision's own harness.
     fn replay(&self, binary: &Path, case: &Case) -> anyhow::Result<Trial> {
         let backend = self.device.environment().backend.to_string();
-        let output = Command::new(binary).args(["replay", "--json", "--backend", &backend, &case.line()]).output()?;
+        let output = Command::new(binary)
+            .args(["replay", "--json", "--backend", &backend, &case.line()])
+            .output()?;
         let record: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         let checks = record["checks"].as_array().map(Vec::as_slice).unwrap_or_default();
-        let value = checks.iter().filter_map(|check| check["metrics"]["budget_used"].as_f64()).reduce(f64::max);
+        let value = checks
+            .iter()
+            .filter_map(|check| check["metrics"]["budget_used"].as_f64())
+            .reduce(f64::max);
         let note = "by its own harness, because its parameter structs differ";
         Ok(match output.status.code() {
             Some(0) => Trial { answer: Answer::Good, value, note: note.into() },
@@ -327,7 +364,10 @@ fn first_line(text: &str) -> String {
 fn compiler_line(error: &RuntimeError) -> String {
     match error {
         RuntimeError::Compile { log, .. } => {
-            let line = log.lines().find(|line| line.contains("error")).map_or_else(|| first_line(log), str::to_owned);
+            let line = log
+                .lines()
+                .find(|line| line.contains("error"))
+                .map_or_else(|| first_line(log), str::to_owned);
             format!("does not compile: {}", line.trim())
         }
         other => first_line(&other.to_string()),

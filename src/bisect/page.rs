@@ -29,8 +29,12 @@ struct Scale {
 
 impl Scale {
     fn of(found: &Bisection) -> Self {
-        let values: Vec<f64> =
-            found.trials.values().filter_map(|trial| trial.value).filter(|v| v.is_finite()).collect();
+        let values: Vec<f64> = found
+            .trials
+            .values()
+            .filter_map(|trial| trial.value)
+            .filter(|v| v.is_finite())
+            .collect();
         let low = values.iter().copied().fold(f64::INFINITY, f64::min);
         let high = values.iter().copied().fold(0.0, f64::max);
         let logarithmic = low > 0.0 && high > 10.0 * low;
@@ -75,7 +79,10 @@ pub fn text_plot(found: &Bisection) -> String {
     for (&at, trial) in &found.trials {
         let commit = &found.line[at];
         let (value, bar) = match trial.value {
-            Some(value) => (figures::measure(value, 4), "#".repeat((scale.place(value) * BAR).round() as usize)),
+            Some(value) => (
+                figures::measure(value, 4),
+                "#".repeat((scale.place(value) * BAR).round() as usize),
+            ),
             None => ("-".to_owned(), String::new()),
         };
         let mark = if at == found.turn.first_bad { '>' } else { ' ' };
@@ -151,7 +158,9 @@ fn plot(found: &Bisection) -> Markup {
     let scale = Scale::of(found);
     let last = (found.line.len() - 1).max(1) as f64;
     let x = |at: f64| LEFT + (WIDTH - LEFT - 20.0) * at / last;
-    let y = |value: Option<f64>| value.map_or(BOTTOM, |value| BOTTOM - (BOTTOM - TOP) * scale.place(value));
+    let y = |value: Option<f64>| {
+        value.map_or(BOTTOM, |value| BOTTOM - (BOTTOM - TOP) * scale.place(value))
+    };
     let turn = x((found.turn.last_good + found.turn.first_bad) as f64 / 2.0);
     html! {
         figure {
@@ -236,7 +245,8 @@ mod tests {
             signature: "A, 2026-01-01".into(),
             parents: vec![],
         };
-        let trial = |&(answer, value): &(Answer, Option<f64>)| Trial { answer, value, note: "seen".into() };
+        let trial =
+            |&(answer, value): &(Answer, Option<f64>)| Trial { answer, value, note: "seen".into() };
         Bisection {
             metric: Metric::Error,
             case: Case::parse(r#"{"operator":"rms_norm"}"#).unwrap(),
@@ -249,7 +259,11 @@ mod tests {
 
     #[test]
     fn the_text_plot_has_a_line_for_each_trial_and_marks_the_turn() {
-        let text = text_plot(&found(&[(Answer::Good, Some(1e-8)), (Answer::Skip, None), (Answer::Bad, Some(1e-5))]));
+        let text = text_plot(&found(&[
+            (Answer::Good, Some(1e-8)),
+            (Answer::Skip, None),
+            (Answer::Bad, Some(1e-5)),
+        ]));
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 4, "{text}");
         assert!(lines[0].contains("logarithmic") && lines[0].contains("3 of 3"));
@@ -261,7 +275,14 @@ mod tests {
     #[test]
     fn the_page_holds_plot_trials_and_difference_escaped() {
         let page = html(&found(&[(Answer::Good, Some(0.0)), (Answer::Bad, Some(f64::INFINITY))]));
-        for needle in ["<svg", "class=\"good\"", "class=\"bad\"", "Change &lt;1&gt;", "-old &lt; new", "linear"] {
+        for needle in [
+            "<svg",
+            "class=\"good\"",
+            "class=\"bad\"",
+            "Change &lt;1&gt;",
+            "-old &lt; new",
+            "linear",
+        ] {
             assert!(page.contains(needle), "`{needle}` is not in the page");
         }
         assert!(!page.contains("NaN") && !page.contains("http"));
@@ -269,10 +290,14 @@ mod tests {
 
     #[test]
     fn nothing_measured_and_nothing_but_zeros_can_be_drawn() {
-        for values in
-            [[(Answer::Good, None), (Answer::Bad, None)], [(Answer::Good, Some(0.0)), (Answer::Bad, Some(0.0))]]
-        {
-            assert!(html(&found(&values)).contains("<svg") && text_plot(&found(&values)).lines().count() == 3);
+        for values in [
+            [(Answer::Good, None), (Answer::Bad, None)],
+            [(Answer::Good, Some(0.0)), (Answer::Bad, Some(0.0))],
+        ] {
+            assert!(
+                html(&found(&values)).contains("<svg")
+                    && text_plot(&found(&values)).lines().count() == 3
+            );
         }
     }
 }

@@ -40,13 +40,17 @@ impl Turn {
 ///
 /// # Panics
 /// When `count` is below 2: then the two ends are one.
-pub fn first_bad<E>(count: usize, mut probe: impl FnMut(usize) -> Result<Answer, E>) -> Result<Turn, E> {
+pub fn first_bad<E>(
+    count: usize,
+    mut probe: impl FnMut(usize) -> Result<Answer, E>,
+) -> Result<Turn, E> {
     assert!(count >= 2, "a row has two ends");
     let mut turn = Turn { last_good: 0, first_bad: count - 1 };
     let mut skipped = vec![false; count];
     let mut attempts = 0;
     loop {
-        let untested: Vec<usize> = (turn.last_good + 1..turn.first_bad).filter(|&i| !skipped[i]).collect();
+        let untested: Vec<usize> =
+            (turn.last_good + 1..turn.first_bad).filter(|&i| !skipped[i]).collect();
         if untested.is_empty() {
             return Ok(turn);
         }

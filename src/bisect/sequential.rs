@@ -50,13 +50,19 @@ pub fn lower_bound(hits: u64, trials: u64, alpha: f64) -> f64 {
 ///
 /// # Errors
 /// The first error of `hits`.
-pub fn calibrate<E>(most: u64, mut hits: impl FnMut(u64) -> Result<[u64; 2], E>) -> Result<Option<Rates>, E> {
+pub fn calibrate<E>(
+    most: u64,
+    mut hits: impl FnMut(u64) -> Result<[u64; 2], E>,
+) -> Result<Option<Rates>, E> {
     let mut alpha = ALPHA / 2.0;
     let mut trials = FIRST_LOOK;
     while trials <= most {
         let [good, bad] = hits(trials)?;
         // Two bounds share what this look may err.
-        let rates = Rates { good: upper_bound(good, trials, alpha / 2.0), bad: lower_bound(bad, trials, alpha / 2.0) };
+        let rates = Rates {
+            good: upper_bound(good, trials, alpha / 2.0),
+            bad: lower_bound(bad, trials, alpha / 2.0),
+        };
         if rates.good < rates.bad {
             return Ok(Some(rates));
         }
@@ -77,7 +83,11 @@ pub struct Sprt {
 impl Sprt {
     /// A test that has seen nothing.
     pub fn new(rates: Rates) -> Self {
-        Self { sum: 0.0, hit: (rates.bad / rates.good).ln(), miss: ((1.0 - rates.bad) / (1.0 - rates.good)).ln() }
+        Self {
+            sum: 0.0,
+            hit: (rates.bad / rates.good).ln(),
+            miss: ((1.0 - rates.bad) / (1.0 - rates.good)).ln(),
+        }
     }
 
     /// Adds a trial; says whether the revision is bad as soon as that is decided.
@@ -102,7 +112,10 @@ mod tests {
     }
 
     fn rates_of(draw: &mut Draw, good: f64, bad: f64, most: u64) -> Option<Rates> {
-        calibrate::<Infallible>(most, |trials| Ok([count(draw, trials, good), count(draw, trials, bad)])).unwrap()
+        calibrate::<Infallible>(most, |trials| {
+            Ok([count(draw, trials, good), count(draw, trials, bad)])
+        })
+        .unwrap()
     }
 
     #[test]

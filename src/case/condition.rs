@@ -83,9 +83,10 @@ impl Condition {
     /// Both conditions, where there are two.
     pub fn both(one: Option<Self>, other: Option<Self>) -> Option<Self> {
         match (one, other) {
-            (Some(one), Some(other)) => {
-                Some(Self { text: format!("({one}) and ({other})"), root: Node::All(vec![one.root, other.root]) })
-            }
+            (Some(one), Some(other)) => Some(Self {
+                text: format!("({one}) and ({other})"),
+                root: Node::All(vec![one.root, other.root]),
+            }),
             (one, other) => one.or(other),
         }
     }
@@ -123,7 +124,8 @@ impl Condition {
                     }
                 }
                 Node::Compared(Relation::Equal, a, b) => match (&**a, &**b) {
-                    (Node::Field(name), Node::Value(value)) | (Node::Value(value), Node::Field(name)) => {
+                    (Node::Field(name), Node::Value(value))
+                    | (Node::Value(value), Node::Field(name)) => {
                         set(&mut case, name, value.clone());
                     }
                     (Node::Remainder(a, b), Node::Value(rest)) => {
@@ -152,7 +154,9 @@ fn name_fields<'a>(node: &'a Node, names: &mut Vec<&'a str>) {
         Node::Value(_) => {}
         Node::Field(name) => names.push(name),
         Node::Not(inner) => name_fields(inner, names),
-        Node::All(nodes) | Node::Any(nodes) => nodes.iter().for_each(|node| name_fields(node, names)),
+        Node::All(nodes) | Node::Any(nodes) => {
+            nodes.iter().for_each(|node| name_fields(node, names))
+        }
         Node::Remainder(a, b) | Node::Compared(_, a, b) => {
             name_fields(a, names);
             name_fields(b, names);
@@ -172,7 +176,8 @@ fn set(case: &mut Case, name: &str, value: Value) {
     let mut parts = name.split('.');
     let first = parts.next().and_then(|part| case.fields.get_mut(part));
     let Some(place) = parts.fold(first, |place, part| place?.get_mut(part)) else { return };
-    let whole = value.as_f64().filter(|number| number.fract() == 0.0 && (0.0..9e15).contains(number));
+    let whole =
+        value.as_f64().filter(|number| number.fract() == 0.0 && (0.0..9e15).contains(number));
     *place = match whole {
         Some(number) if !place.is_f64() => Value::from(number as u64),
         _ => value,
@@ -181,7 +186,8 @@ fn set(case: &mut Case, name: &str, value: Value) {
 
 /// Makes a field the next number that leaves `rest` when it is divided, and is not 0 itself.
 fn round_up(case: &mut Case, name: &str, by: &Value, rest: &Value) {
-    let (Some(now), Some(by), Some(rest)) = (field(case, name).and_then(Value::as_u64), by.as_f64(), rest.as_f64())
+    let (Some(now), Some(by), Some(rest)) =
+        (field(case, name).and_then(Value::as_u64), by.as_f64(), rest.as_f64())
     else {
         return;
     };
@@ -207,11 +213,15 @@ fn value(node: &Node, case: &Case) -> Result<Value, String> {
         Node::Not(inner) => Value::Bool(!holds(inner, case)?),
         Node::All(nodes) => {
             let all = nodes.iter().map(|node| holds(node, case));
-            Value::Bool(all.into_iter().try_fold(true, |so_far, next| next.map(|next| so_far && next))?)
+            Value::Bool(
+                all.into_iter().try_fold(true, |so_far, next| next.map(|next| so_far && next))?,
+            )
         }
         Node::Any(nodes) => {
             let any = nodes.iter().map(|node| holds(node, case));
-            Value::Bool(any.into_iter().try_fold(false, |so_far, next| next.map(|next| so_far || next))?)
+            Value::Bool(
+                any.into_iter().try_fold(false, |so_far, next| next.map(|next| so_far || next))?,
+            )
         }
         Node::Remainder(a, b) => remainder((a, &value(a, case)?), (b, &value(b, case)?))?,
         Node::Compared(relation, a, b) => {
@@ -225,13 +235,19 @@ fn remainder((a, left): (&Node, &Value), (b, right): (&Node, &Value)) -> Result<
         return Ok(Value::Null);
     }
     match (left.as_f64(), right.as_f64()) {
-        (Some(_), Some(0.0)) => Err(format!("{} % {}: nothing is divided by 0", words(a), words(b))),
+        (Some(_), Some(0.0)) => {
+            Err(format!("{} % {}: nothing is divided by 0", words(a), words(b)))
+        }
         (Some(left), Some(right)) => Ok(Value::from(left % right)),
         _ => Err(format!("{} % {}: {left} and {right} are not both numbers", words(a), words(b))),
     }
 }
 
-fn compared(relation: Relation, (a, left): (&Node, &Value), (b, right): (&Node, &Value)) -> Result<bool, String> {
+fn compared(
+    relation: Relation,
+    (a, left): (&Node, &Value),
+    (b, right): (&Node, &Value),
+) -> Result<bool, String> {
     let order = match (left, right) {
         (Value::Number(left), Value::Number(right)) => left.as_f64().partial_cmp(&right.as_f64()),
         (Value::String(left), Value::String(right)) => Some(left.cmp(right)),
@@ -240,7 +256,13 @@ fn compared(relation: Relation, (a, left): (&Node, &Value), (b, right): (&Node, 
         // What is absent, or says more than a word, is another value than any word.
         (Value::Null | Value::Object(_) | Value::Array(_), _)
         | (_, Value::Null | Value::Object(_) | Value::Array(_)) => None,
-        _ => return Err(format!("{} and {}: {left} cannot be compared with {right}", words(a), words(b))),
+        _ => {
+            return Err(format!(
+                "{} and {}: {left} cannot be compared with {right}",
+                words(a),
+                words(b)
+            ));
+        }
     };
     Ok(match relation {
         Relation::Equal => order == Some(Ordering::Equal),
@@ -298,7 +320,8 @@ fn tokens(text: &str) -> Result<Vec<Token>, String> {
             continue;
         }
         let rest = &characters[at..];
-        let (length, kind) = token(rest).map_err(|why| format!("at character {}, {why}", at + 1))?;
+        let (length, kind) =
+            token(rest).map_err(|why| format!("at character {}, {why}", at + 1))?;
         tokens.push(Token { place: at + 1, text: rest[..length].iter().collect(), kind });
         at += length;
     }
@@ -307,7 +330,8 @@ fn tokens(text: &str) -> Result<Vec<Token>, String> {
 
 /// The length and the kind of the token that begins here.
 fn token(rest: &[char]) -> Result<(usize, Kind), String> {
-    let run = |holds: fn(&char) -> bool| rest.iter().take_while(|&character| holds(character)).count();
+    let run =
+        |holds: fn(&char) -> bool| rest.iter().take_while(|&character| holds(character)).count();
     let first = rest[0];
     if first == '\'' || first == '"' {
         let length = rest[1..].iter().position(|&character| character == first);
@@ -316,7 +340,8 @@ fn token(rest: &[char]) -> Result<(usize, Kind), String> {
     }
     let is_number = first.is_ascii_digit() || first == '.' || first == '-';
     if is_number {
-        let mut length = 1 + rest[1..].iter().take_while(|c| c.is_ascii_alphanumeric() || **c == '.').count();
+        let mut length =
+            1 + rest[1..].iter().take_while(|c| c.is_ascii_alphanumeric() || **c == '.').count();
         // The sign of an exponent.
         if matches!(rest[length - 1], 'e' | 'E') && matches!(rest.get(length), Some('+' | '-')) {
             length += 1 + rest[length + 1..].iter().take_while(|c| c.is_ascii_digit()).count();
@@ -362,15 +387,21 @@ impl Parser {
         match self.tokens.get(self.at) {
             Some(token) => token.not_expected(expected),
             None => {
-                let place = self.tokens.last().map_or(1, |last| last.place + last.text.chars().count());
+                let place =
+                    self.tokens.last().map_or(1, |last| last.place + last.text.chars().count());
                 format!("at character {place}, the end: expected {expected}")
             }
         }
     }
 
-    fn deeper<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, String>) -> Result<T, String> {
+    fn deeper<T>(
+        &mut self,
+        read: impl FnOnce(&mut Self) -> Result<T, String>,
+    ) -> Result<T, String> {
         if self.depth == DEEPEST {
-            return Err(self.not_expected(&format!("at most {DEEPEST} parentheses within one another")));
+            return Err(
+                self.not_expected(&format!("at most {DEEPEST} parentheses within one another"))
+            );
         }
         self.depth += 1;
         let read = read(self);
@@ -414,7 +445,9 @@ impl Parser {
         ];
         match relations.into_iter().find(|(sign, _)| self.passes(sign)) {
             None => Ok(left),
-            Some((_, relation)) => Ok(Node::Compared(relation, Box::new(left), Box::new(self.remainder()?))),
+            Some((_, relation)) => {
+                Ok(Node::Compared(relation, Box::new(left), Box::new(self.remainder()?)))
+            }
         }
     }
 
@@ -432,10 +465,14 @@ impl Parser {
             return if self.passes(")") { Ok(inner) } else { Err(self.not_expected("`)`")) };
         }
         let expected = "a field, a value or `(`";
-        let Some(token) = self.tokens.get(self.at).cloned() else { return Err(self.not_expected(expected)) };
+        let Some(token) = self.tokens.get(self.at).cloned() else {
+            return Err(self.not_expected(expected));
+        };
         let node = match token.kind {
             Kind::Value(value) => Node::Value(value),
-            Kind::Name if !["and", "or", "not"].contains(&token.text.as_str()) => Node::Field(token.text),
+            Kind::Name if !["and", "or", "not"].contains(&token.text.as_str()) => {
+                Node::Field(token.text)
+            }
             _ => return Err(token.not_expected(expected)),
         };
         self.at += 1;
@@ -485,8 +522,12 @@ mod tests {
         }
         let parse = |text: &str| Condition::parse(text).ok();
         let both = Condition::both(parse("dlse"), parse("topk = 1 or dlse")).expect("two");
-        assert_eq!((both.to_string().as_str(), both.holds(&case())), ("(dlse) and (topk = 1 or dlse)", Ok(true)));
-        let (cases, condition) = ([case()], Condition::parse("topk = 1 and hed_dim = 2").expect("a condition"));
+        assert_eq!(
+            (both.to_string().as_str(), both.holds(&case())),
+            ("(dlse) and (topk = 1 or dlse)", Ok(true))
+        );
+        let (cases, condition) =
+            ([case()], Condition::parse("topk = 1 and hed_dim = 2").expect("a condition"));
         assert_eq!(condition.unknown(cases.iter()), Some("hed_dim"));
     }
 
@@ -498,20 +539,30 @@ mod tests {
         case.fields["topk"] = 129.into();
         let steered = condition.steered(case.clone());
         assert_eq!(condition.holds(&steered), Ok(true), "{}", steered.line());
-        let fields: Vec<_> = steered.fields.iter().filter(|(name, value)| case.fields[*name] != **value).collect();
-        let said: Vec<String> = fields.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        let fields: Vec<_> =
+            steered.fields.iter().filter(|(name, value)| case.fields[*name] != **value).collect();
+        let said: Vec<String> =
+            fields.iter().map(|(name, value)| format!("{name} {value}")).collect();
         assert_eq!(
             said.join(", "),
             r#"dlse false, dtype "f32", head_dim 64, topk 256, values {"separate":{"v_dim":32}}"#
         );
-        let either = Condition::parse("head_dim = 64 or topk = 1 and head_dim = 64").expect("a condition");
+        let either =
+            Condition::parse("head_dim = 64 or topk = 1 and head_dim = 64").expect("a condition");
         for seed in 0..4 {
             case.fields.insert("seed".into(), seed.into());
             let steered = either.steered(case.clone());
-            assert_eq!((steered.fields["head_dim"].as_u64(), steered.fields["topk"] == 1), (Some(64), seed % 2 == 1));
+            assert_eq!(
+                (steered.fields["head_dim"].as_u64(), steered.fields["topk"] == 1),
+                (Some(64), seed % 2 == 1)
+            );
         }
         for kept in ["absent = 1", "topk % 0 = 0", "scale % 2 = 1"] {
-            assert_eq!(Condition::parse(kept).expect("a condition").steered(case.clone()), case, "{kept}");
+            assert_eq!(
+                Condition::parse(kept).expect("a condition").steered(case.clone()),
+                case,
+                "{kept}"
+            );
         }
     }
 
@@ -534,11 +585,20 @@ mod tests {
         assert!(Condition::parse(&deep).expect_err("too deep").contains("at most 64 parentheses"));
         for (text, message) in [
             ("head_dim", "`head_dim`: `head_dim` is 512, neither true nor false"),
-            ("head_dim = '512'", "`head_dim = '512'`: `head_dim` and \"512\": 512 cannot be compared with \"512\""),
-            ("dtype % 2 = 0", "`dtype % 2 = 0`: `dtype` % 2.0: \"bf16\" and 2.0 are not both numbers"),
+            (
+                "head_dim = '512'",
+                "`head_dim = '512'`: `head_dim` and \"512\": 512 cannot be compared with \"512\"",
+            ),
+            (
+                "dtype % 2 = 0",
+                "`dtype % 2 = 0`: `dtype` % 2.0: \"bf16\" and 2.0 are not both numbers",
+            ),
             ("topk % 0 = 0", "`topk % 0 = 0`: `topk` % 0.0: nothing is divided by 0"),
         ] {
-            assert_eq!(Condition::parse(text).expect("it can be read").holds(&case()).expect_err(text), message);
+            assert_eq!(
+                Condition::parse(text).expect("it can be read").holds(&case()).expect_err(text),
+                message
+            );
         }
     }
 

@@ -23,7 +23,8 @@ pub enum Distribution {
 
 impl Distribution {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Normal, Self::Uniform, Self::Outliers, Self::RowScaled, Self::PowersOfTwo];
+    pub const ALL: [Self; 5] =
+        [Self::Normal, Self::Uniform, Self::Outliers, Self::RowScaled, Self::PowersOfTwo];
 }
 
 /// Values that one thread draws at a time, where there are many ([`Draw::each`]).
@@ -64,7 +65,12 @@ impl Draw {
     ///
     /// # Panics
     /// Where `one` takes more words or fewer.
-    pub fn each<T: Send>(&mut self, count: usize, words: u32, one: impl Fn(&mut Self) -> T + Sync) -> Vec<T> {
+    pub fn each<T: Send>(
+        &mut self,
+        count: usize,
+        words: u32,
+        one: impl Fn(&mut Self) -> T + Sync,
+    ) -> Vec<T> {
         if count <= AT_ONCE {
             return (0..count).map(|_| one(self)).collect();
         }
@@ -74,7 +80,11 @@ impl Draw {
             let (mut draw, end) = (self.clone(), count.min(from + AT_ONCE));
             draw.rng.set_word_pos(place(from));
             let drawn: Vec<T> = (from..end).map(|_| one(&mut draw)).collect();
-            assert_eq!(draw.rng.get_word_pos(), place(end), "a value takes {words} words of the stream");
+            assert_eq!(
+                draw.rng.get_word_pos(),
+                place(end),
+                "a value takes {words} words of the stream"
+            );
             drawn
         };
         let parts: Vec<usize> = (0..count).step_by(AT_ONCE).collect();
@@ -90,7 +100,13 @@ impl Draw {
     }
 
     /// `rows × row_len` numbers of a distribution, times `magnitude`.
-    pub fn values(&mut self, distribution: Distribution, rows: usize, row_len: usize, magnitude: f64) -> Vec<f64> {
+    pub fn values(
+        &mut self,
+        distribution: Distribution,
+        rows: usize,
+        row_len: usize,
+        magnitude: f64,
+    ) -> Vec<f64> {
         let words = match distribution {
             Distribution::Normal => Some(NORMAL_WORDS),
             Distribution::Uniform => Some(UNIFORM_WORDS),
@@ -150,7 +166,8 @@ mod tests {
             assert_eq!(together.rng().random::<bool>(), apart.rng().random::<bool>());
             let values = together.values(distribution, rows, row_len, 0.7);
             // Of each row as many as one thread draws by itself; a row's own factor goes with its first value.
-            let one_by_one: Vec<f64> = (0..rows).flat_map(|_| apart.values(distribution, 1, row_len, 0.7)).collect();
+            let one_by_one: Vec<f64> =
+                (0..rows).flat_map(|_| apart.values(distribution, 1, row_len, 0.7)).collect();
             assert!(values == one_by_one, "{distribution:?}");
             assert_eq!(together.normal(), apart.normal(), "{distribution:?}");
         }

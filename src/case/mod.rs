@@ -83,7 +83,8 @@ impl Case {
     /// # Errors
     /// [`CaseError::Malformed`] with the parser's words.
     pub fn parse(line: &str) -> Result<Self, CaseError> {
-        serde_json::from_str(line).map_err(|e| CaseError::Malformed(format!("{e} in `{}`", shorten(line))))
+        serde_json::from_str(line)
+            .map_err(|e| CaseError::Malformed(format!("{e} in `{}`", shorten(line))))
     }
 
     /// From an operator's own case type.
@@ -132,5 +133,9 @@ impl Case {
 }
 
 fn shorten(line: &str) -> String {
-    if line.chars().count() <= 120 { line.to_owned() } else { line.chars().take(120).chain("…".chars()).collect() }
+    if line.chars().count() <= 120 {
+        line.to_owned()
+    } else {
+        line.chars().take(120).chain("…".chars()).collect()
+    }
 }

@@ -36,7 +36,8 @@ pub(super) fn earlier(directory: Option<&Path>, device: &Device) -> Result<Measu
         );
     }
     let directory = directory.unwrap_or(Path::new(USUAL));
-    let found = benchmarks::read(directory, &device.environment().device).map_err(anyhow::Error::msg)?;
+    let found =
+        benchmarks::read(directory, &device.environment().device).map_err(anyhow::Error::msg)?;
     Ok(Measured { found, agreed: true })
 }
 
@@ -51,9 +52,12 @@ pub(super) fn run(
     let path = out.join(LOG);
     std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
     let log = File::create(&path).with_context(|| format!("writing {}", path.display()))?;
-    let results = temporary_folder("benchmarks-").context("a folder for the benchmarks' results")?;
+    let results =
+        temporary_folder("benchmarks-").context("a folder for the benchmarks' results")?;
     // A name without a folder is a file here, not one to be looked for on the path.
-    let program = executable.canonicalize().with_context(|| format!("--benchmarks {}", executable.display()))?;
+    let program = executable
+        .canonicalize()
+        .with_context(|| format!("--benchmarks {}", executable.display()))?;
     let mut command = Command::new(&program);
     command.arg("--bench");
     if let Some(list) = operators {
@@ -68,17 +72,24 @@ pub(super) fn run(
     let streams = [Stdio::null(), log.try_clone()?.into(), log.into()];
     errln!("benchmarks: {}", path.display());
     // However this ends, they end with it.
-    let ended = Supervised::spawn(&command, streams).and_then(|mut running| running.wait_within(Duration::MAX));
+    let ended = Supervised::spawn(&command, streams)
+        .and_then(|mut running| running.wait_within(Duration::MAX));
     let status = ended.with_context(|| format!("--benchmarks {}", program.display()))?;
     let Some(status) = status else { bail!("--benchmarks {}: it did not end", program.display()) };
     // 1 is a disagreement, which the report is made with; what else ends so has measured nothing to rely on.
     if !matches!(status.code(), Some(0 | 1)) {
-        bail!("--benchmarks {}: {status}; what it printed is in {}", program.display(), path.display());
+        bail!(
+            "--benchmarks {}: {status}; what it printed is in {}",
+            program.display(),
+            path.display()
+        );
     }
-    let mut found = benchmarks::read(results.path(), &device.environment().device).map_err(anyhow::Error::msg)?;
+    let mut found = benchmarks::read(results.path(), &device.environment().device)
+        .map_err(anyhow::Error::msg)?;
     let agreed = status.success();
     if !agreed && found.skip.is_none() {
-        let why = format!("what they wrote disagrees with the oracle, or a rate is impossible: {LOG}");
+        let why =
+            format!("what they wrote disagrees with the oracle, or a rate is impossible: {LOG}");
         found.skip = Some(Skip { what: "some benchmarks".into(), why, count: 1 });
     }
     Ok(Measured { found, agreed })

@@ -29,7 +29,9 @@ impl BesideArguments {
     /// The command as the page's first line names it.
     fn command(&self) -> String {
         let mut words = vec!["parity beside".to_owned()];
-        words.extend([&self.pairs].into_iter().chain(&self.logs).map(|path| path.display().to_string()));
+        words.extend(
+            [&self.pairs].into_iter().chain(&self.logs).map(|path| path.display().to_string()),
+        );
         words.extend(self.out.iter().map(|out| format!("--out {}", out.display())));
         words.join(" ")
     }
@@ -41,7 +43,9 @@ pub fn execute(arguments: &BesideArguments) -> Result<Exit> {
     let timings = Timings::read(&arguments.logs)?;
     let page = page(&arguments.command(), &pairs, &timings)?;
     match &arguments.out {
-        Some(path) => std::fs::write(path, page).with_context(|| format!("writing {}", path.display()))?,
+        Some(path) => {
+            std::fs::write(path, page).with_context(|| format!("writing {}", path.display()))?
+        }
         None => out!("{}", printable(&page)),
     }
     Ok(Exit::Agreed)

@@ -66,7 +66,13 @@ pub struct BisectArguments {
     #[arg(long)]
     json: bool,
     /// Backend to run the kernels on
-    #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND", hide_env_values = true)]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "auto",
+        env = "PARITY_BACKEND",
+        hide_env_values = true
+    )]
     backend: BackendChoice,
     #[command(flatten)]
     pub(super) memory: MemoryArguments,
@@ -81,7 +87,8 @@ pub fn execute(arguments: &BisectArguments) -> Result<Exit> {
     let repository = Repository::open(&arguments.repo)?;
     let open = || -> Result<Device> {
         let memory = arguments.memory.clone();
-        DeviceArguments { backend: arguments.backend, kernels: None, in_process: false, memory }.open()
+        DeviceArguments { backend: arguments.backend, kernels: None, in_process: false, memory }
+            .open()
     };
     let effort = Effort { schedules: arguments.schedules, most_runs: arguments.most_runs };
     let ends = [arguments.good.as_str(), arguments.bad.as_str()];
@@ -133,7 +140,9 @@ fn as_json(found: &Bisection, page: &Path) -> serde_json::Value {
 fn chosen_cases(arguments: &BisectArguments) -> Result<Vec<Case>> {
     match (&arguments.case, &arguments.op) {
         (Some(case), _) => cases_of(case),
-        (None, Some(name)) => cases_of_operator(registry::find(name)?, arguments.cases, arguments.seed),
+        (None, Some(name)) => {
+            cases_of_operator(registry::find(name)?, arguments.cases, arguments.seed)
+        }
         (None, None) => anyhow::bail!("neither --case nor --op was given"),
     }
 }
@@ -146,7 +155,9 @@ fn cases_of_operator(operator: &AnyOperator, count: Option<usize>, seed: u64) ->
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, digest.as_bytes());
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
     for _ in 0..count.unwrap_or_else(|| operator.default_cases(Profile::Quick)) {
-        let tree = strategy.new_tree(&mut runner).map_err(|reason| anyhow::anyhow!("drawing a case: {reason}"))?;
+        let tree = strategy
+            .new_tree(&mut runner)
+            .map_err(|reason| anyhow::anyhow!("drawing a case: {reason}"))?;
         cases.push(tree.current());
     }
     Ok(cases)
@@ -176,11 +187,17 @@ fn print_found(found: &Bisection, repository: &Repository) {
         for at in found.turn.last_good + 1..=found.turn.first_bad {
             let note = found.trials.get(&at).filter(|trial| trial.answer == Answer::Skip);
             let note = note.map_or(String::new(), |trial| format!(" ({})", trial.note));
-            outln!("{}", printable(&format!("  {} {}{note}", found.line[at].id, found.line[at].subject)));
+            outln!(
+                "{}",
+                printable(&format!("  {} {}{note}", found.line[at].id, found.line[at].subject))
+            );
         }
     }
     if let Some(base) = repository.merge_base(first_bad) {
-        outln!("it is a merge; its branch: parity bisect --good {base} --bad {}", first_bad.parents[1]);
+        outln!(
+            "it is a merge; its branch: parity bisect --good {base} --bad {}",
+            first_bad.parents[1]
+        );
     }
     detailln!("\n{}", printable(&found.diff));
 }
@@ -188,6 +205,7 @@ fn print_found(found: &Bisection, repository: &Repository) {
 fn write_page(found: &Bisection, out: &Path) -> Result<PathBuf> {
     let path = out.join("index.html");
     std::fs::create_dir_all(out).with_context(|| format!("--out {}", out.display()))?;
-    std::fs::write(&path, page::html(found)).with_context(|| format!("writing {}", path.display()))?;
+    std::fs::write(&path, page::html(found))
+        .with_context(|| format!("writing {}", path.display()))?;
     Ok(path)
 }

@@ -59,10 +59,13 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     }
     let cache = arguments.into.clone().map(ModuleCache::new);
     let tree = match &arguments.kernels {
-        Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?,
+        Some(dir) => {
+            SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))?
+        }
         None => dsv4_kernels::sources(),
     };
-    let mut modules: Vec<_> = registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
+    let mut modules: Vec<_> =
+        registry::OPERATORS.iter().flat_map(|operator| operator.modules()).collect();
     modules.extend(test_modules(&tree));
     if !arguments.json {
         detailln!("{} ({})", nvrtc.name(), nvrtc.path().display());
@@ -82,7 +85,8 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let mut outcomes: Vec<Outcome> = Vec::new();
     // A few at a time on all cores: lines come in the order of the jobs, and soon.
     for some in jobs.chunks(4 * rayon::current_num_threads()) {
-        let new: Vec<Outcome> = some.par_iter().map(|job| job.compile(&nvrtc, &tree, cache.as_ref())).collect();
+        let new: Vec<Outcome> =
+            some.par_iter().map(|job| job.compile(&nvrtc, &tree, cache.as_ref())).collect();
         for (job, outcome) in some.iter().zip(&new).filter(|_| !arguments.json) {
             job.print(outcome);
         }
@@ -91,7 +95,13 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|outcome| is(outcome)).count();
     let failed = count(|outcome| matches!(outcome, Outcome::Failed(_)));
     if arguments.json {
-        output::json(&jobs.iter().zip(&outcomes).map(|(job, outcome)| job.as_json(outcome)).collect::<Vec<_>>())?;
+        output::json(
+            &jobs
+                .iter()
+                .zip(&outcomes)
+                .map(|(job, outcome)| job.as_json(outcome))
+                .collect::<Vec<_>>(),
+        )?;
     } else {
         let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(_) | Outcome::Stored));
         let skipped = count(|outcome| matches!(outcome, Outcome::Skipped(_)));
@@ -105,7 +115,10 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
 }
 
 /// The modules that the commit of this checkout may concern, and what is left out.
-fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<(Vec<ModuleSpecification>, String)> {
+fn concerned(
+    modules: Vec<ModuleSpecification>,
+    tree: &SourceTree,
+) -> Result<(Vec<ModuleSpecification>, String)> {
     let change = match Change::of_checkout(Path::new(".")) {
         Ok(change) => change,
         Err(why) => return Ok((modules, format!("every module is compiled: {why}"))),
@@ -115,20 +128,28 @@ fn concerned(modules: Vec<ModuleSpecification>, tree: &SourceTree) -> Result<(Ve
         Ok((format!("{file} {defines:?}"), format!("kernels/cuda/{}", tree.path_of(file)), sources))
     };
     let named = modules.iter().map(named).collect::<Result<Vec<_>>>()?;
-    let candidates: Vec<_> = named.iter().map(|(id, own, files)| Candidate { id, own, files }).collect();
+    let candidates: Vec<_> =
+        named.iter().map(|(id, own, files)| Candidate { id, own, files }).collect();
     let chosen = change.choose(&candidates, MOST_MODULES);
     let left_out = change.left_out(&chosen, "modules", MOST_MODULES);
     let modules = modules.into_iter().zip(chosen.flags);
-    Ok((modules.filter_map(|(module, chosen)| chosen.then_some(module)).collect(), left_out.to_string()))
+    Ok((
+        modules.filter_map(|(module, chosen)| chosen.then_some(module)).collect(),
+        left_out.to_string(),
+    ))
 }
 
 /// Refuses a target under which no device looks for its modules.
 fn looked_for(target: &str) -> Result<()> {
-    let number = target.strip_prefix("sm_").map(|number| number.trim_end_matches(|c: char| c.is_ascii_lowercase()));
+    let number = target
+        .strip_prefix("sm_")
+        .map(|number| number.trim_end_matches(|c: char| c.is_ascii_lowercase()));
     let number = number.and_then(|number| number.parse().ok());
     match number.map(cuda::target_of) {
         Some(wanted) if wanted == target => Ok(()),
-        Some(wanted) => bail!("--arch {target}: a device of this kind looks for modules of {wanted}"),
+        Some(wanted) => {
+            bail!("--arch {target}: a device of this kind looks for modules of {wanted}")
+        }
         None => bail!("--arch {target}: is not of the form sm_80 or sm_90a"),
     }
 }
@@ -164,7 +185,9 @@ impl Job<'_> {
         };
         match compiled {
             Ok(None) => Outcome::Stored,
-            Ok(Some(compiled)) if compiled.remarks.is_empty() => Outcome::Compiled(compiled.cubin.len()),
+            Ok(Some(compiled)) if compiled.remarks.is_empty() => {
+                Outcome::Compiled(compiled.cubin.len())
+            }
             // Products that it serialises cost a tenth of a kernel's speed, and nothing else says so.
             Ok(Some(compiled)) => Outcome::Failed(format!("compiles, but: {}", compiled.remarks)),
             Err(error) => Outcome::Failed(error.to_string()),
@@ -173,11 +196,14 @@ impl Job<'_> {
 
     fn print(&self, outcome: &Outcome) {
         let Self { target, file, defines } = self;
-        let shown: String = defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
+        let shown: String =
+            defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect();
         match outcome {
             Outcome::Compiled(bytes) => detailln!("{target} {file}{shown}: {bytes} bytes"),
             Outcome::Stored => detailln!("{target} {file}{shown}: stored already"),
-            Outcome::Failed(why) => outln!("{} {file}{shown}: {}", output::bad(target), printable(why)),
+            Outcome::Failed(why) => {
+                outln!("{} {file}{shown}: {}", output::bad(target), printable(why))
+            }
             Outcome::Skipped(why) => detailln!("{target} {file}: skipped, {why}"),
         }
     }
@@ -221,10 +247,24 @@ mod tests {
     #[test]
     fn modules_are_kept_for_targets_that_devices_look_for() {
         let refused = |target| looked_for(target).map_err(|error| error.to_string()).unwrap_err();
-        assert!(["sm_80", "sm_89", "sm_90a", "sm_100a"].into_iter().all(|target| looked_for(target).is_ok()));
-        assert_eq!(refused("sm_90"), "--arch sm_90: a device of this kind looks for modules of sm_90a");
-        assert_eq!(refused("sm_80a"), "--arch sm_80a: a device of this kind looks for modules of sm_80");
-        assert!(["90", "sm_", "sm_x"].into_iter().all(|target| refused(target).contains("is not of the form")));
+        assert!(
+            ["sm_80", "sm_89", "sm_90a", "sm_100a"]
+                .into_iter()
+                .all(|target| looked_for(target).is_ok())
+        );
+        assert_eq!(
+            refused("sm_90"),
+            "--arch sm_90: a device of this kind looks for modules of sm_90a"
+        );
+        assert_eq!(
+            refused("sm_80a"),
+            "--arch sm_80a: a device of this kind looks for modules of sm_80"
+        );
+        assert!(
+            ["90", "sm_", "sm_x"]
+                .into_iter()
+                .all(|target| refused(target).contains("is not of the form"))
+        );
     }
 
     #[test]
@@ -233,8 +273,13 @@ mod tests {
             .with_text("direct.cu", "#include \"hopper.h\"\n".into(), "a source")
             .with_text("between.h", "#pragma once\n#include \"hopper.h\"\n".into(), "a header")
             .with_text("through.cu", "#include \"between.h\"\n".into(), "a source")
-            .with_text("without.cu", "// as hopper.h has it\n#include \"memory.h\"\n".into(), "a source");
-        let found = ["direct.cu", "through.cu", "without.cu"].map(|file| includes(&tree, file, HOPPER.0));
+            .with_text(
+                "without.cu",
+                "// as hopper.h has it\n#include \"memory.h\"\n".into(),
+                "a source",
+            );
+        let found =
+            ["direct.cu", "through.cu", "without.cu"].map(|file| includes(&tree, file, HOPPER.0));
         assert_eq!(found, [true, true, false]);
     }
 }

@@ -45,7 +45,8 @@ pub fn execute(arguments: &DiffArguments) -> Result<Exit> {
     ];
     for (path, page) in pages {
         if let Some(path) = path {
-            std::fs::write(path, page(&base, &head, &found)).with_context(|| format!("writing {}", path.display()))?;
+            std::fs::write(path, page(&base, &head, &found))
+                .with_context(|| format!("writing {}", path.display()))?;
         }
     }
     if arguments.page {
@@ -106,7 +107,8 @@ fn write_page(dir: &Path, base: &Report, head: &Report, found: &diff::Diff) -> R
         bail!("--page: HEAD is to be the folder of a report, {} is not one", dir.display());
     }
     let page = dir.join(diff::PAGE);
-    std::fs::write(&page, diff::html(base, head, found)).with_context(|| format!("writing {}", page.display()))?;
+    std::fs::write(&page, diff::html(base, head, found))
+        .with_context(|| format!("writing {}", page.display()))?;
     let head = Report { base: Some(diff::base_record(base, found)), ..head.clone() };
     report::write_all(&head, dir).with_context(|| format!("writing to {}", dir.display()))
 }

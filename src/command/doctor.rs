@@ -40,7 +40,9 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
         for (name, found) in &found {
             match found {
                 Ok(found) => outln!("{name:9} {}: {found}", output::good("works")),
-                Err(reason) => outln!("{name:9} {}: {}", output::bad("does not work"), printable(reason)),
+                Err(reason) => {
+                    outln!("{name:9} {}: {}", output::bad("does not work"), printable(reason))
+                }
             }
         }
     }
@@ -51,7 +53,8 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
 /// Compiles the kernels of rms_norm on a backend, runs the first of its edge cases that has an element, and compares: a compiler
 /// that answers and a device that is there are not enough.
 fn try_out(kind: BackendKind) -> Result<String, String> {
-    let device = Device::open(kind, dsv4_kernels::device_options()).map_err(|error| error.to_string())?;
+    let device =
+        Device::open(kind, dsv4_kernels::device_options()).map_err(|error| error.to_string())?;
     let operator = registry::find("rms_norm").map_err(|error| error.to_string())?;
     for case in operator.edge_cases(Profile::Quick) {
         let record = sweep::run_case(&case, Origin::Given, &device, CheckOptions::of_kernels(0));
@@ -73,8 +76,12 @@ fn works(kind: BackendKind, device: &Device, operator: &str) -> String {
     let cores = cores();
     let place = match kind {
         BackendKind::Emulator => {
-            let compiler = compiler().map_or_else(String::new, |path| format!(", {}", path.display()));
-            format!("{} ({cores} cores), by {}{compiler}. ", environment.device, environment.compiler)
+            let compiler =
+                compiler().map_or_else(String::new, |path| format!(", {}", path.display()));
+            format!(
+                "{} ({cores} cores), by {}{compiler}. ",
+                environment.device, environment.compiler
+            )
         }
         _ => String::new(),
     };
@@ -87,6 +94,13 @@ fn compiler() -> Option<PathBuf> {
     let folders = std::env::var_os("PATH")?;
     // A path with a folder in it is taken from here; a name alone is looked for.
     let given = name.components().nth(1).is_some();
-    let candidates = if given { vec![name] } else { std::env::split_paths(&folders).map(|f| f.join(&name)).collect() };
-    candidates.into_iter().filter(|path| path.is_file()).find_map(|path| std::path::absolute(path).ok())
+    let candidates = if given {
+        vec![name]
+    } else {
+        std::env::split_paths(&folders).map(|f| f.join(&name)).collect()
+    };
+    candidates
+        .into_iter()
+        .filter(|path| path.is_file())
+        .find_map(|path| std::path::absolute(path).ok())
 }

@@ -103,19 +103,24 @@ pub struct ExternalArguments {
 
 /// Sweeps an external kernel and writes the report; 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
-    let one_of_several = arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
+    let one_of_several =
+        arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
     arguments.sweep.seed.announce(one_of_several)?;
     let operator = registry::find(&arguments.op)?;
     let (external, condition) = open(arguments)?;
     external.start().map_err(|error| anyhow::anyhow!(error.message))?;
     let session = planned(arguments, operator, condition, external.environment())?;
-    external.check_adapter(&operator.describe(), session.cases()).with_context(|| adapter_name(arguments))?;
+    external
+        .check_adapter(&operator.describe(), session.cases())
+        .with_context(|| adapter_name(arguments))?;
     // Before a report that is there is begun anew.
     external.still_runs().map_err(|error| anyhow::anyhow!(error.message))?;
     let mut shown = Terminal::new(&arguments.out, true);
     let report = session.run(&[operator], Runners::One(&external), Vec::new(), &mut shown)?;
     let none_ran = report.cases.is_empty() && report.unsupported.is_empty();
-    if let Some(skip) = report.skips.iter().find(|skip| none_ran && skip.what == all_cases_of(&arguments.op)) {
+    if let Some(skip) =
+        report.skips.iter().find(|skip| none_ran && skip.what == all_cases_of(&arguments.op))
+    {
         // No case has run: it would be no report of anything.
         bail!("{}", skip.why);
     }
@@ -140,29 +145,42 @@ fn print_skips(report: &Report, out: &Path) {
         }
     } else if !reasons.is_empty() {
         let skipped: u64 = reasons.iter().map(|skip| skip.count).sum();
-        detailln!("skipped {skipped} times, for {} reasons: {}", reasons.len(), out.join("summary.md").display());
+        detailln!(
+            "skipped {skipped} times, for {} reasons: {}",
+            reasons.len(),
+            out.join("summary.md").display()
+        );
     }
 }
 
 fn adapter_name(arguments: &ExternalArguments) -> String {
-    arguments.adapter.as_deref().map_or("the cases".into(), |path| format!("--adapter {}", path.display()))
+    arguments
+        .adapter
+        .as_deref()
+        .map_or("the cases".into(), |path| format!("--adapter {}", path.display()))
 }
 
 fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> {
     let seconds = arguments.time_limit;
     let time_limit = Duration::try_from_secs_f64(seconds).ok().filter(|limit| !limit.is_zero());
-    let Some(time_limit) = time_limit else { bail!("--time-limit {seconds} must be finite and above 0") };
+    let Some(time_limit) = time_limit else {
+        bail!("--time-limit {seconds} must be finite and above 0")
+    };
     let adapter = match &arguments.adapter {
         None => Adapter::default(),
         Some(path) => {
             let text = std::fs::read_to_string(path).with_context(|| adapter_name(arguments))?;
-            Adapter::parse(&text).map_err(anyhow::Error::msg).with_context(|| adapter_name(arguments))?
+            Adapter::parse(&text)
+                .map_err(anyhow::Error::msg)
+                .with_context(|| adapter_name(arguments))?
         }
     };
     let (name, call): (_, Box<dyn Call>) = match (&arguments.cmd, &arguments.worker) {
         (Some(command), _) => {
             if !command.contains("{dir}") {
-                bail!("--cmd `{command}` does not say {{dir}}: the command would not know its folder");
+                bail!(
+                    "--cmd `{command}` does not say {{dir}}: the command would not know its folder"
+                );
             }
             (command, Box::new(OneShot { command: command.clone(), time_limit }))
         }
@@ -182,7 +200,9 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
         ours: arguments.time.then(|| {
             // Of the emulator's times nothing follows.
             let ours = Device::open(BackendKind::Cuda, dsv4_kernels::device_options());
-            ours.map_err(|error| format!("there is no GPU for them, and the emulator's times say nothing: {error}"))
+            ours.map_err(|error| {
+                format!("there is no GPU for them, and the emulator's times say nothing: {error}")
+            })
         }),
         keep: arguments.keep.clone(),
     };
@@ -194,7 +214,9 @@ fn replayed(arguments: &ExternalArguments) -> String {
     let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
     let adapter = arguments.adapter.as_ref().map(|path| path.display().to_string());
     let mut text = format!("--op {}", arguments.op);
-    for (option, value) in [("cmd", &arguments.cmd), ("worker", &arguments.worker), ("adapter", &adapter)] {
+    for (option, value) in
+        [("cmd", &arguments.cmd), ("worker", &arguments.worker), ("adapter", &adapter)]
+    {
         if let Some(value) = value {
             text += &format!(" --{option} {}", quoted(value));
         }
@@ -215,7 +237,8 @@ fn planned(
     let ExternalArguments { op, sweep, costs, out, .. } = arguments;
     // Nobody schedules another process at random: the checks say so, and count it.
     let checks = CheckOptions::everything(sweep.profile().schedules());
-    let options = SweepOptions { condition, ..sweep.options(checks, arguments.regressions.as_deref()) };
+    let options =
+        SweepOptions { condition, ..sweep.options(checks, arguments.regressions.as_deref()) };
     let request = SweepRequest {
         costs: costs.clone(),
         shard: arguments.shard.unwrap_or(Shard::WHOLE),
@@ -265,7 +288,9 @@ pub fn answer(arguments: &WorkerArguments) -> Result<Exit> {
     for line in std::io::stdin().lock().lines() {
         let line = line.context("reading a request")?;
         let request: Result<Request, _> = serde_json::from_str(&line);
-        let answered = request.map_err(|e| format!("`{line}` is no request: {e}")).and_then(|r| answer(&r.dir));
+        let answered = request
+            .map_err(|e| format!("`{line}` is no request: {e}"))
+            .and_then(|r| answer(&r.dir));
         let reply = match answered {
             Ok(()) => json!({ "ok": true }),
             Err(error) => json!({ "error": error }),

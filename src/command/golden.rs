@@ -48,7 +48,9 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     let device = if arguments.oracles_only { None } else { Some(arguments.device.open()?) };
     let mut judged = Vec::new();
     let mut broken = Vec::new();
-    for name in names.iter().filter(|name| arguments.files.is_empty() || arguments.files.contains(name)) {
+    for name in
+        names.iter().filter(|name| arguments.files.is_empty() || arguments.files.contains(name))
+    {
         // One bad file does not lose the others.
         let (file, cases) = match read(&arguments.dir.join(name), &operators) {
             Ok(read) => read,
@@ -75,14 +77,19 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     }
     let disagreed = judged.iter().filter(|one| one.failures().next().is_some()).count();
     if !broken.is_empty() {
-        let why = format!("{} golden file(s) could not be judged: {}", broken.len(), broken.join(", "));
+        let why =
+            format!("{} golden file(s) could not be judged: {}", broken.len(), broken.join(", "));
         if disagreed == 0 {
             bail!(why);
         }
         errln!("{} {why}", output::bad("parity:"));
     }
     if judged.is_empty() && broken.is_empty() {
-        bail!("no file of {} is about {}", arguments.dir.display(), arguments.ops.as_deref().unwrap_or("any operator"));
+        bail!(
+            "no file of {} is about {}",
+            arguments.dir.display(),
+            arguments.ops.as_deref().unwrap_or("any operator")
+        );
     }
     if !arguments.json {
         let all = judged.len();
@@ -117,7 +124,8 @@ impl Judged {
         if agrees && output::is_quiet() {
             return;
         }
-        let kernel = kernel_skip.as_ref().map_or(String::new(), |why| format!(" (oracle only: {why})"));
+        let kernel =
+            kernel_skip.as_ref().map_or(String::new(), |why| format!(" (oracle only: {why})"));
         let verdict = if agrees { output::good("agrees") } else { output::bad("DISAGREES") };
         let (operator, checks, compared) = (&record.operator, record.checks.len(), self.compared());
         outln!("{verdict:9} {operator:16} {file}: {checks} checks, {compared} elements{kernel}");

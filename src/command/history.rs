@@ -51,7 +51,8 @@ pub fn execute(arguments: &HistoryArguments) -> Result<Exit> {
     }
     let mut lines = history::read(&arguments.file)?;
     if let Some(since) = &arguments.since {
-        let Some(first) = lines.iter().position(|line| line.commit.starts_with(since.as_str())) else {
+        let Some(first) = lines.iter().position(|line| line.commit.starts_with(since.as_str()))
+        else {
             bail!("{} holds no run of commit {since}", arguments.file.display());
         };
         lines.drain(..first);
@@ -62,7 +63,8 @@ pub fn execute(arguments: &HistoryArguments) -> Result<Exit> {
     }
     let mut series = history::series(&lines);
     if let Some(path) = &arguments.html {
-        std::fs::write(path, history::page(&series)).with_context(|| format!("writing {}", path.display()))?;
+        std::fs::write(path, history::page(&series))
+            .with_context(|| format!("writing {}", path.display()))?;
     }
     if arguments.json {
         output::json(&series.iter().map(as_json).collect::<Vec<_>>())?;
@@ -72,7 +74,11 @@ pub fn execute(arguments: &HistoryArguments) -> Result<Exit> {
         series.retain(|one| one.drifts);
     }
     for line in printable(&history::terminal(&series)).lines() {
-        if line.starts_with("warning: ") { outln!("{}", output::unsure(line)) } else { outln!("{line}") }
+        if line.starts_with("warning: ") {
+            outln!("{}", output::unsure(line))
+        } else {
+            outln!("{line}")
+        }
     }
     detailln!("\n{}", output::faint(LEGEND));
     Ok(Exit::Agreed)

@@ -33,10 +33,12 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
             bail!("--out {} is one of the shards", arguments.out.display());
         }
     }
-    let parts = arguments.shards.iter().map(|dir| Part::read(dir)).collect::<Result<Vec<_>, _>>()?;
+    let parts =
+        arguments.shards.iter().map(|dir| Part::read(dir)).collect::<Result<Vec<_>, _>>()?;
     let mut report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
     // Shards remember nothing themselves: that would change the plan of those that start later.
-    let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+    let regressions =
+        Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
     regressions.remember_shrunk(&report)?;
     report.saved = regressions.saved(&report.cases);
     crate::report::write_with_records(&report, &arguments.out)

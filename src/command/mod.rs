@@ -35,7 +35,10 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result};
-use clap::{ArgAction, Args, ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+use clap::{
+    ArgAction, Args, ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand,
+    ValueEnum,
+};
 use dsv4_runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
 use tracing_subscriber::EnvFilter;
 
@@ -295,10 +298,17 @@ impl Command {
             Self::Power(arguments) => &arguments.memory,
             Self::Replay(arguments) => &arguments.device.memory,
             Self::Bisect(arguments) => &arguments.memory,
-            Self::Merge(_) | Self::Beside(_) | Self::Diff(_) | Self::History(_) | Self::Report(_) | Self::Ops(_) => {
+            Self::Merge(_)
+            | Self::Beside(_)
+            | Self::Diff(_)
+            | Self::History(_)
+            | Self::Report(_)
+            | Self::Ops(_) => {
                 return None;
             }
-            Self::Doctor(_) | Self::Compile(_) | Self::Completions(_) | Self::Man(_) => return None,
+            Self::Doctor(_) | Self::Compile(_) | Self::Completions(_) | Self::Man(_) => {
+                return None;
+            }
         };
         given.memory
     }
@@ -356,7 +366,13 @@ pub struct MemoryArguments {
 #[derive(Clone, Debug, Args)]
 pub struct DeviceArguments {
     /// Backend to run the kernels on
-    #[arg(long, value_enum, default_value = "auto", env = "PARITY_BACKEND", hide_env_values = true)]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "auto",
+        env = "PARITY_BACKEND",
+        hide_env_values = true
+    )]
     pub backend: BackendChoice,
     /// Directory of kernel sources, laid out as kernels/cuda [default: the embedded ones]
     #[arg(long, value_name = "DIR", env = "PARITY_KERNELS", hide_env_values = true)]
@@ -378,7 +394,9 @@ impl DeviceArguments {
     /// A kernel directory that cannot be read.
     pub fn tree(&self) -> Result<SourceTree> {
         match &self.kernels {
-            Some(dir) => SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display())),
+            Some(dir) => {
+                SourceTree::from_dir(dir).with_context(|| format!("--kernels {}", dir.display()))
+            }
             None => Ok(dsv4_kernels::sources()),
         }
     }
@@ -396,7 +414,10 @@ impl DeviceArguments {
     /// # Errors
     /// As [`DeviceArguments::open`].
     pub fn open_as(&self, backend: BackendKind) -> Result<Device> {
-        Ok(Device::open(backend, DeviceOptions { tree: self.tree()?, ..dsv4_kernels::device_options() })?)
+        Ok(Device::open(
+            backend,
+            DeviceOptions { tree: self.tree()?, ..dsv4_kernels::device_options() },
+        )?)
     }
 
     /// Opens the device, with other options than the usual ones for all but the kernels.

@@ -24,7 +24,10 @@ pub(super) fn compile_in_advance(
     }
     let modules: Vec<_> = operators.iter().flat_map(|operator| operator.modules()).collect();
     let cache = ModuleCache::new(ModuleCache::default_dir());
-    compile_missing(&Missing::from(&cache, tree, &modules, &environment.target)?, &environment.target);
+    compile_missing(
+        &Missing::from(&cache, tree, &modules, &environment.target)?,
+        &environment.target,
+    );
     Ok(())
 }
 
@@ -35,7 +38,9 @@ fn compile_missing(missing: &Missing<'_>, target: &str) {
         return;
     }
     let begun = Instant::now();
-    let what = format!("compiling {count} kernel modules for {target} on {cores} cores, kept for later runs");
+    let what = format!(
+        "compiling {count} kernel modules for {target} on {cores} cores, kept for later runs"
+    );
     if !std::io::stderr().is_terminal() {
         errln!("{what}");
     }
@@ -59,7 +64,11 @@ fn bar(count: usize, what: String) -> ProgressBar {
 /// What is said when all are done.
 fn compiled(count: usize, failed: usize, took: Duration) -> String {
     let line = format!("compiled {} kernel modules in {:.1} s", count - failed, took.as_secs_f64());
-    if failed == 0 { line } else { format!("{line}; {failed} did not compile, which their cases report") }
+    if failed == 0 {
+        line
+    } else {
+        format!("{line}; {failed} did not compile, which their cases report")
+    }
 }
 
 #[cfg(test)]
@@ -70,7 +79,8 @@ mod tests {
     fn what_was_compiled_is_one_line_with_counts_and_seconds() {
         let took = Duration::from_millis(61_449);
         assert_eq!(compiled(412, 0, took), "compiled 412 kernel modules in 61.4 s");
-        let failed = "compiled 410 kernel modules in 61.4 s; 2 did not compile, which their cases report";
+        let failed =
+            "compiled 410 kernel modules in 61.4 s; 2 did not compile, which their cases report";
         assert_eq!(compiled(412, 2, took), failed);
     }
 }

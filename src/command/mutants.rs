@@ -28,7 +28,8 @@ use crate::operator::{AnyOperator, size};
 use crate::operators::registry;
 use crate::record::words::printable;
 use crate::record::{
-    KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip, Verdict,
+    KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip,
+    Verdict,
 };
 use crate::report::{self, diff};
 use crate::sweep;
@@ -132,7 +133,9 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
         return print_list(arguments);
     }
     let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
-    let device = arguments.device.open_with(&DeviceOptions { emulator, ..dsv4_kernels::device_options() })?;
+    let device = arguments
+        .device
+        .open_with(&DeviceOptions { emulator, ..dsv4_kernels::device_options() })?;
     if arguments.trial {
         return serve_trial(&device);
     }
@@ -147,9 +150,11 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
 
 /// Prints the generated mutants of some reports; 1 where one of these has too few that were killed.
 fn print_table(arguments: &MutantsArguments) -> Result<Exit> {
-    let reports = arguments.table.iter().map(|path| diff::read(path)).collect::<Result<Vec<_>>>()?;
+    let reports =
+        arguments.table.iter().map(|path| diff::read(path)).collect::<Result<Vec<_>>>()?;
     if arguments.json {
-        let tables = arguments.table.iter().zip(&reports).map(|(path, report)| as_json(report, path));
+        let tables =
+            arguments.table.iter().zip(&reports).map(|(path, report)| as_json(report, path));
         output::json(&tables.collect::<Vec<_>>())?;
     } else {
         out!("{}", printable(&report::generated::table(&reports)));
@@ -160,7 +165,8 @@ fn print_table(arguments: &MutantsArguments) -> Result<Exit> {
 
 /// Why operators of a report do not reach what is required of them.
 fn shortfalls(report: &Report) -> impl Iterator<Item = String> {
-    let (floor, sample) = report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
+    let (floor, sample) =
+        report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
     Tally::all(report).into_iter().filter_map(move |tally| tally.shortfall(floor, sample))
 }
 
@@ -230,7 +236,9 @@ pub(super) fn planted(dir: Option<&Path>) -> Result<(PathBuf, Vec<Mutant>)> {
 
 fn serve_trial(device: &Device) -> Result<Exit> {
     let mut input = String::new();
-    std::io::stdin().read_to_string(&mut input).context("reading a trial from the standard input")?;
+    std::io::stdin()
+        .read_to_string(&mut input)
+        .context("reading a trial from the standard input")?;
     trial::serve(&input, device, &mut std::io::stdout().lock())?;
     Ok(Exit::Agreed)
 }
@@ -241,7 +249,9 @@ fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
     let is_chain = |operator: &&&'static AnyOperator| !operator.chain().is_empty();
     if let Some(chain) = selected.iter().find(is_chain).filter(|_| list.is_some()) {
         let (name, of) = (chain.name(), chain.chain().join(","));
-        bail!("--ops {name}: it has no kernel of its own; the kernels that it launches are those of --ops {of}");
+        bail!(
+            "--ops {name}: it has no kernel of its own; the kernels that it launches are those of --ops {of}"
+        );
     }
     Ok(selected.into_iter().filter(|operator| !is_chain(&operator)).collect())
 }
@@ -264,7 +274,8 @@ impl<'a> Session<'a> {
         let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let operators = with_kernels(arguments.ops.as_deref())?;
         let names: Vec<&str> = operators.iter().map(|operator| operator.name()).collect();
-        let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
+        let target =
+            arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
         let (dir, all) = planted(arguments.mutants.as_deref())?;
         let (planted, others): (Vec<Mutant>, Vec<Mutant>) =
             all.into_iter().partition(|mutant| names.contains(&mutant.operator.as_str()));
@@ -275,13 +286,19 @@ impl<'a> Session<'a> {
         let equivalents = Equivalents::load(&dir)?;
         let generated = plan::generate(device.tree(), &names, &equivalents)?;
         refuse_unknown_ids(&arguments.only, &planted, &others, &generated)?;
-        let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+        let regressions = Regressions::new(
+            arguments.regressions.clone().unwrap_or_else(Regressions::default_dir),
+        );
         // Planted mutants name their own cases.
         let needs_cases = |name: &str| {
-            let ids = |mutants: &[GeneratedMutant]| mutants.iter().any(|mutant| arguments.only.contains(&mutant.id));
-            arguments.only.is_empty() || generated.iter().any(|(operator, mutants)| operator == name && ids(mutants))
+            let ids = |mutants: &[GeneratedMutant]| {
+                mutants.iter().any(|mutant| arguments.only.contains(&mutant.id))
+            };
+            arguments.only.is_empty()
+                || generated.iter().any(|(operator, mutants)| operator == name && ids(mutants))
         };
-        let known = know_cases(arguments, &device, &operators, &regressions, &planted, needs_cases)?;
+        let known =
+            know_cases(arguments, &device, &operators, &regressions, &planted, needs_cases)?;
         let choice = Choice {
             sample: arguments.sample.filter(|_| arguments.only.is_empty()),
             seed: arguments.seed,
@@ -290,7 +307,15 @@ impl<'a> Session<'a> {
         let mut plans = Vec::new();
         for ((operator, (_, mutants)), known) in operators.iter().zip(generated).zip(&known) {
             let environment = device.environment();
-            plans.push(plan::plan(operator, &planted, mutants, known, &equivalents, choice, environment)?);
+            plans.push(plan::plan(
+                operator,
+                &planted,
+                mutants,
+                known,
+                &equivalents,
+                choice,
+                environment,
+            )?);
         }
         keep_only(&mut plans, &arguments.only);
         Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
@@ -300,21 +325,31 @@ impl<'a> Session<'a> {
     fn cases_fail(&self) -> bool {
         let records = self.known.iter().flatten().map(|known| &known.record);
         let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
-        failing.iter().for_each(|record| errln!("without any mutant, {}", printable(&sweep::failure_text(record))));
+        failing.iter().for_each(|record| {
+            errln!("without any mutant, {}", printable(&sweep::failure_text(record)))
+        });
         !failing.is_empty()
     }
 
     /// The trials: planted mutants first, then generated ones, the operators in turn.
     fn trials(&self) -> Vec<Trial> {
         let all_checks = self.arguments.all_checks || !self.arguments.only.is_empty();
-        let trial = |subject: &Subject| Trial { subject: subject.clone(), schedules: self.schedules(), all_checks };
+        let trial = |subject: &Subject| Trial {
+            subject: subject.clone(),
+            schedules: self.schedules(),
+            all_checks,
+        };
         let is_planted = |subject: &&Subject| matches!(subject, Subject::Planted(_));
         let planted = self.plans.iter().flat_map(|plan| plan.subjects.iter().filter(is_planted));
         let mut trials: Vec<Trial> = planted.map(trial).collect();
-        let mut generated: Vec<_> =
-            self.plans.iter().map(|plan| plan.subjects.iter().filter(|one| !is_planted(one))).collect();
+        let mut generated: Vec<_> = self
+            .plans
+            .iter()
+            .map(|plan| plan.subjects.iter().filter(|one| !is_planted(one)))
+            .collect();
         loop {
-            let round: Vec<Trial> = generated.iter_mut().filter_map(Iterator::next).map(trial).collect();
+            let round: Vec<Trial> =
+                generated.iter_mut().filter_map(Iterator::next).map(trial).collect();
             if round.is_empty() {
                 return trials;
             }
@@ -323,7 +358,11 @@ impl<'a> Session<'a> {
     }
 
     fn schedules(&self) -> u32 {
-        if self.device.environment().backend == BackendKind::Cuda { 0 } else { self.arguments.schedules }
+        if self.device.environment().backend == BackendKind::Cuda {
+            0
+        } else {
+            self.arguments.schedules
+        }
     }
 
     /// What became of each trial: before, where the journal knows it, or now.
@@ -332,14 +371,23 @@ impl<'a> Session<'a> {
             return self.run_all(trials, None);
         }
         let mut journal = Journal::open(&self.folder(), &self.device, self.arguments.resume)?;
-        let mut fates = trials.iter().map(|trial| journal.known(trial)).collect::<Result<schedule::Fates>>()?;
-        let is_left = |(trial, fate): (&Trial, &Option<MutantRecord>)| fate.is_none().then(|| trial.clone());
+        let mut fates =
+            trials.iter().map(|trial| journal.known(trial)).collect::<Result<schedule::Fates>>()?;
+        let is_left =
+            |(trial, fate): (&Trial, &Option<MutantRecord>)| fate.is_none().then(|| trial.clone());
         let left: Vec<Trial> = trials.iter().zip(&fates).filter_map(is_left).collect();
         if left.len() < trials.len() && !self.arguments.json {
-            detailln!("{} of {} mutants were judged before (--resume)", trials.len() - left.len(), trials.len());
+            detailln!(
+                "{} of {} mutants were judged before (--resume)",
+                trials.len() - left.len(),
+                trials.len()
+            );
         }
         let mut now = self.run_all(&left, Some(&mut journal))?.into_iter();
-        fates.iter_mut().filter(|fate| fate.is_none()).for_each(|fate| *fate = now.next().flatten());
+        fates
+            .iter_mut()
+            .filter(|fate| fate.is_none())
+            .for_each(|fate| *fate = now.next().flatten());
         Ok(fates)
     }
 
@@ -407,8 +455,8 @@ impl<'a> Session<'a> {
             let left_out = report_left_out(&self.arguments.only, &records, &plans);
             return Ok(if missed || left_out { Exit::Disagreed } else { Exit::Agreed });
         }
-        let false_equivalents =
-            self.arguments.check_equivalents && report_false_equivalents(&mut records, self.arguments)?;
+        let false_equivalents = self.arguments.check_equivalents
+            && report_false_equivalents(&mut records, self.arguments)?;
         let matrix = KillMatrixRecord {
             floor: self.arguments.floor,
             seed: self.arguments.seed,
@@ -445,7 +493,8 @@ impl<'a> Session<'a> {
             Some(target) => joined(target, fresh),
             None => fresh,
         };
-        report::write_all(&report, &out).with_context(|| format!("writing the report to {}", out.display()))?;
+        report::write_all(&report, &out)
+            .with_context(|| format!("writing the report to {}", out.display()))?;
         if self.arguments.json {
             output::json(&as_json(&report, &out))?;
         } else {
@@ -461,7 +510,10 @@ fn same_kernels(path: &Path, device: &Device) -> Result<Report> {
     let report = diff::read(path)?;
     let (theirs, ours) = (&report.revision.kernels_digest, device.tree().digest());
     if *theirs != ours {
-        bail!("--into {}: a report of other kernels ({theirs:.12}, not {ours:.12})", path.display());
+        bail!(
+            "--into {}: a report of other kernels ({theirs:.12}, not {ours:.12})",
+            path.display()
+        );
     }
     let (theirs, ours) = (report.environment.backend, device.environment().backend);
     if theirs != ours {
@@ -471,12 +523,17 @@ fn same_kernels(path: &Path, device: &Device) -> Result<Report> {
 }
 
 fn folder_of(path: &Path) -> PathBuf {
-    if path.is_dir() { path.to_owned() } else { path.parent().map_or_else(PathBuf::new, Path::to_owned) }
+    if path.is_dir() {
+        path.to_owned()
+    } else {
+        path.parent().map_or_else(PathBuf::new, Path::to_owned)
+    }
 }
 
 /// `target` with the mutants of `fresh`, in place of those of the same operators.
 fn joined(target: Report, fresh: Report) -> Report {
-    let swept: BTreeSet<String> = fresh.operators.iter().map(|operator| operator.name.clone()).collect();
+    let swept: BTreeSet<String> =
+        fresh.operators.iter().map(|operator| operator.name.clone()).collect();
     let mut report = target;
     report.mutants.retain(|mutant| !swept.contains(&mutant.operator));
     report.mutants.extend(fresh.mutants);
@@ -531,18 +588,29 @@ fn refuse_unknown_ids(
     generated: &[(String, Vec<GeneratedMutant>)],
 ) -> Result<()> {
     let generated = generated.iter().flat_map(|(_, mutants)| mutants).map(|mutant| &mutant.id);
-    let known: BTreeSet<&String> = planted.iter().map(|mutant| &mutant.id).chain(generated).collect();
+    let known: BTreeSet<&String> =
+        planted.iter().map(|mutant| &mutant.id).chain(generated).collect();
     match only.iter().find(|id| !known.contains(id)) {
         Some(id) => {
             if let Some(Mutant { operator, .. }) = others.iter().find(|mutant| mutant.id == *id) {
                 let why = "which is a chain without kernels of its own or not among --ops";
-                bail!("--only {id}: it is planted for {operator}, {why}; the test mutant::{id} runs it")
+                bail!(
+                    "--only {id}: it is planted for {operator}, {why}; the test mutant::{id} runs it"
+                )
             }
             // An id's hash follows the text of its line: who has edited that asks which ids took its place.
             let stem = id.rsplit_once(':').map_or(id.as_str(), |(stem, _)| stem);
-            let near: Vec<_> =
-                known.iter().filter(|known| known.starts_with(stem)).take(8).map(|id| id.as_str()).collect();
-            let hint = if near.is_empty() { String::new() } else { format!("; there is {}", near.join(", ")) };
+            let near: Vec<_> = known
+                .iter()
+                .filter(|known| known.starts_with(stem))
+                .take(8)
+                .map(|id| id.as_str())
+                .collect();
+            let hint = if near.is_empty() {
+                String::new()
+            } else {
+                format!("; there is {}", near.join(", "))
+            };
             bail!("--only {id}: no such mutant{hint}")
         }
         None => Ok(()),
@@ -551,9 +619,11 @@ fn refuse_unknown_ids(
 
 /// Says which of the wanted mutants have not run, and why some have not; whether there are such.
 fn report_left_out(only: &[String], records: &[MutantRecord], plans: &[Plan]) -> bool {
-    let reasons: BTreeSet<&str> = plans.iter().flat_map(|plan| &plan.skips).map(|skip| skip.why.as_str()).collect();
+    let reasons: BTreeSet<&str> =
+        plans.iter().flat_map(|plan| &plan.skips).map(|skip| skip.why.as_str()).collect();
     let reasons = Vec::from_iter(reasons).join("; ");
-    let left_out: Vec<_> = only.iter().filter(|id| records.iter().all(|record| record.id != **id)).collect();
+    let left_out: Vec<_> =
+        only.iter().filter(|id| records.iter().all(|record| record.id != **id)).collect();
     left_out.iter().for_each(|id| errln!("{id} did not run: {}", printable(&reasons)));
     !left_out.is_empty()
 }
@@ -571,8 +641,9 @@ fn count_not_run(plans: &mut [Plan], subject: &Subject) {
         Subject::Planted(mutant) => (&mutant.operator, "planted"),
         Subject::Generated(mutant, _) => (&mutant.operator, "generated"),
     };
-    let concerned =
-        plans.iter_mut().find(|plan| plan.counts.as_ref().is_some_and(|counts| counts.operator == *operator));
+    let concerned = plans
+        .iter_mut()
+        .find(|plan| plan.counts.as_ref().is_some_and(|counts| counts.operator == *operator));
     let Some(plan) = concerned else { return };
     if let (Some(counts), "generated") = (&mut plan.counts, kind) {
         counts.not_run += 1;
@@ -584,14 +655,21 @@ fn count_not_run(plans: &mut [Plan], subject: &Subject) {
 const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
 
 /// Names the mutants that are listed as equivalent and were killed; the others' records say why they are.
-fn report_false_equivalents(records: &mut [MutantRecord], arguments: &MutantsArguments) -> Result<bool> {
+fn report_false_equivalents(
+    records: &mut [MutantRecord],
+    arguments: &MutantsArguments,
+) -> Result<bool> {
     let equivalents = Equivalents::load(&planted(arguments.mutants.as_deref())?.0)?;
     let mut found = false;
     for record in records {
         let Some(reason) = equivalents.reason(&record.id) else { continue };
         match record.status {
             MutantStatus::Killed => {
-                errln!("not equivalent: {} is killed by {}", record.id, record.killed_by.join(", "));
+                errln!(
+                    "not equivalent: {} is killed by {}",
+                    record.id,
+                    record.killed_by.join(", ")
+                );
                 found = true;
             }
             _ => (record.status, record.reason) = (MutantStatus::Equivalent, reason.to_owned()),
@@ -601,7 +679,8 @@ fn report_false_equivalents(records: &mut [MutantRecord], arguments: &MutantsArg
 }
 
 fn progress(length: usize, message: &str) -> ProgressBar {
-    let bar = if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length as u64) };
+    let bar =
+        if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length as u64) };
     if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
         bar.set_style(style);
     }
@@ -655,7 +734,8 @@ fn summarise(report: &Report, out: &Path) {
             tally.rate().map_or("—".to_owned(), |rate| format!("{:.1} %", 100.0 * rate)),
         );
     }
-    let generated = report.mutants.iter().filter(|mutant| mutant.source == MutantSource::Generated).count();
+    let generated =
+        report.mutants.iter().filter(|mutant| mutant.source == MutantSource::Generated).count();
     outln!(
         "{} planted and {generated} generated mutants in {:.0} s on {} ({})",
         report.mutants.len() - generated,
@@ -663,6 +743,7 @@ fn summarise(report: &Report, out: &Path) {
         report.environment.device,
         report.environment.backend
     );
-    shortfalls(report).for_each(|reason| outln!("{}: {reason}", output::bad("below what is required")));
+    shortfalls(report)
+        .for_each(|reason| outln!("{}: {reason}", output::bad("below what is required")));
     detailln!("report: {}", out.join("index.html").display());
 }

@@ -78,7 +78,11 @@ fn cut(line: &str, width: usize) -> String {
 fn describe(record: &OperatorRecord) {
     outln!("{}: {}", output::strong(&record.name), record.summary);
     for (place, citation) in record.specification.iter().enumerate() {
-        outln!("    {:<13}  {}", if place == 0 { "specification" } else { "" }, with_title(citation));
+        outln!(
+            "    {:<13}  {}",
+            if place == 0 { "specification" } else { "" },
+            with_title(citation)
+        );
     }
     if let Some(family) = record.family {
         outln!("    family         {family}, {}", family.summary());
@@ -105,7 +109,8 @@ fn print_tensor(tensor: &TensorRecord) {
         Some(when) => format!(", in some cases ({when})"),
         None => ", in some cases".to_owned(),
     };
-    let compared = tensor.compared.as_ref().map(|how| format!("; compared {how}")).unwrap_or_default();
+    let compared =
+        tensor.compared.as_ref().map(|how| format!("; compared {how}")).unwrap_or_default();
     outln!(
         "    {:<14} {} {}, {}{of}{sometimes}, {}{compared}",
         tensor.name,

@@ -16,7 +16,11 @@ use crate::report::numbers::counted;
 /// although something `should` have been.
 pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     for (operator, why) in report.not_run() {
-        errln!("{} the kernels of {operator} cannot be run: {}", output::bad("parity:"), printable(why));
+        errln!(
+            "{} the kernels of {operator} cannot be run: {}",
+            output::bad("parity:"),
+            printable(why)
+        );
     }
     if report.cases.iter().any(|case| case.verdict() != Verdict::Pass) {
         return Ok(Exit::Disagreed);
@@ -24,7 +28,8 @@ pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     if report.not_run().next().is_some() {
         return Ok(Exit::BadInput);
     }
-    let compared = report.cases.iter().flat_map(|case| &case.checks).any(|check| check.compared > 0);
+    let compared =
+        report.cases.iter().flat_map(|case| &case.checks).any(|check| check.compared > 0);
     if should && !compared {
         let skipped: u64 = report.skips.iter().map(|skip| skip.count).sum();
         bail!("nothing was compared: {} case(s) ran, {skipped} skips", report.cases.len());
@@ -41,7 +46,8 @@ fn say_never_run(report: &Report, fails: bool) {
     if report.profile != Profile::Smoke.name() {
         for (operator, missing) in report.paths_never_run() {
             // Failures have more to say; the page names them.
-            let paths = if fails { counted(missing.len() as u64, "path") } else { missing.join(", ") };
+            let paths =
+                if fails { counted(missing.len() as u64, "path") } else { missing.join(", ") };
             detailln!("never ran: {paths} of {operator}");
         }
         return;
@@ -61,12 +67,15 @@ pub(super) fn say_what_sees_more(report: &Report) -> Result<()> {
         let operator = registry::find(&operator.name)?;
         let taken = report.cases.iter().filter(|case| case.operator == operator.name());
         let taken: Vec<f64> = taken.map(|case| case.kernel_seconds + case.oracle_seconds).collect();
-        let cases = operator.edge_cases(Profile::Quick).len() + operator.default_cases(Profile::Quick);
+        let cases =
+            operator.edge_cases(Profile::Quick).len() + operator.default_cases(Profile::Quick);
         // The mean, compiling included: a larger sweep has larger cases, and compiles more.
         seconds += cases as f64 * taken.iter().sum::<f64>() / taken.len().max(1) as f64;
     }
     let minutes = (seconds / 60.0 / cores() as f64).ceil();
-    detailln!("more: --profile quick (about {minutes} minutes here), or --ops NAME (about a minute)");
+    detailln!(
+        "more: --profile quick (about {minutes} minutes here), or --ops NAME (about a minute)"
+    );
     Ok(())
 }
 
@@ -97,10 +106,13 @@ pub(super) fn summarise(report: &Report, out: &Path) {
     );
     say_never_run(report, failed > 0);
     for (operator, tensor) in report.without_power() {
-        outln!("nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen");
+        outln!(
+            "nothing shown: of {tensor} of {operator}, in no case of which an error of 10 % would have been seen"
+        );
     }
     detailln!("report: {}", out.join("index.html").display());
-    let saved: Vec<String> = report.saved.iter().map(|saved| format!("{} in {}", saved.cases, saved.file)).collect();
+    let saved: Vec<String> =
+        report.saved.iter().map(|saved| format!("{} in {}", saved.cases, saved.file)).collect();
     if !saved.is_empty() {
         detailln!("failing cases saved for the next run: {}", saved.join(", "));
     }

@@ -18,7 +18,9 @@ use crate::judge::power::fails;
 use crate::judge::truth::Truth;
 use crate::mutants::planted::Mutant;
 use crate::operator::WORKING_RUNS;
-use crate::operator::{AnyOperator, Comparison, KernelRun, KernelTensor, OracleTensor, PreparedCase};
+use crate::operator::{
+    AnyOperator, Comparison, KernelRun, KernelTensor, OracleTensor, PreparedCase,
+};
 use crate::operators::registry;
 use crate::record::{Power, figures};
 use crate::report::power::{self, Gathered, TensorPower};
@@ -82,7 +84,9 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     let mut alarms = Alarms::default();
     let mut bugs = Bugs::plant(&arguments.mutants, &device)?;
     for operator in registry::select(arguments.ops.as_deref())? {
-        for (line, tensor, allowed, power) in of_operator(operator, arguments, &recorder, &mut alarms, &mut bugs)? {
+        for (line, tensor, allowed, power) in
+            of_operator(operator, arguments, &recorder, &mut alarms, &mut bugs)?
+        {
             let seen = serde_json::json!({ "case": line, "tensor": tensor, "bias_allowed": allowed, "power": power });
             lines += &seen.to_string();
             lines.push('\n');
@@ -100,13 +104,16 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
             env!("PARITY_COMMIT"),
             environment.device
         );
-        let drawn = (alarms.draws > 0).then(|| alarms.to_string().lines().next().unwrap_or_default().to_owned());
+        let drawn = (alarms.draws > 0)
+            .then(|| alarms.to_string().lines().next().unwrap_or_default().to_owned());
         std::fs::write(path, power::markdown(&gathered.tensors, &made, drawn.as_deref()))
             .with_context(|| format!("writing {}", path.display()))?;
     }
     if arguments.json {
         let tensors: Vec<_> = gathered.tensors.iter().map(as_json).collect();
-        output::json(&json!({ "tensors": tensors, "mutants": bugs.as_json(), "alarms": alarms.as_json() }))?;
+        output::json(
+            &json!({ "tensors": tensors, "mutants": bugs.as_json(), "alarms": alarms.as_json() }),
+        )?;
         return Ok(Exit::Agreed);
     }
     out!("{}", power::table(&gathered.tensors));
@@ -123,7 +130,10 @@ fn as_json(tensor: &TensorPower) -> serde_json::Value {
     let rule = |(name, rule): &power::Rule| {
         let [best, half, most] = [0.0, 0.5, 0.9].map(|share| tensor.seen_in(share, *rule).0);
         let alarms = tensor.seen_in(0.5, *rule).1;
-        ((*name).to_owned(), json!({ "best": best, "half": half, "nine_of_ten": most, "alarms": alarms }))
+        (
+            (*name).to_owned(),
+            json!({ "best": best, "half": half, "nine_of_ten": most, "alarms": alarms }),
+        )
     };
     json!({
         "operator": tensor.operator,
@@ -188,8 +198,13 @@ impl Alarms {
     ) -> Result<()> {
         for draw in 0..u64::from(draws) {
             let run = truth.fresh(prepared, Precision::Nearest { seed: FRESH + draw })?;
-            for found in written.tensors.iter().filter(|found| found.comparison == Comparison::Rounded) {
-                let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
+            for found in
+                written.tensors.iter().filter(|found| found.comparison == Comparison::Rounded)
+            {
+                let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name)
+                else {
+                    continue;
+                };
                 let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
                 self.draws += 1;
                 if fails(&truth.exact[index], &held, &held.steps.store(&run[index].values)) {
@@ -215,7 +230,8 @@ impl Bugs {
         let known = if ids.is_empty() { Vec::new() } else { super::mutants::planted(None)?.1 };
         let plant = |id: &String| {
             let mutant = known.iter().find(|mutant| mutant.id == *id);
-            let mutant = mutant.with_context(|| format!("--mutants: no planted mutant is called `{id}`"))?;
+            let mutant =
+                mutant.with_context(|| format!("--mutants: no planted mutant is called `{id}`"))?;
             Ok((mutant.clone(), device.with_tree(mutant.plant(device.tree())?)))
         };
         let planted = ids.iter().map(plant).collect::<Result<_>>()?;
@@ -240,7 +256,8 @@ impl Bugs {
                 let changed = !written.iter().copied().zip(meant).all(same);
                 let (Some(index), true) = (index, rounded && changed) else { continue };
                 let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
-                let [cases, failed] = self.seen.entry((mutant.id.clone(), found.name.to_owned())).or_default();
+                let [cases, failed] =
+                    self.seen.entry((mutant.id.clone(), found.name.to_owned())).or_default();
                 *cases += 1;
                 *failed += u64::from(fails(&truth.exact[index], &held, &written));
             }
@@ -256,7 +273,9 @@ impl Bugs {
     fn print(&self) {
         for ((mutant, tensor), [cases, failed]) in &self.seen {
             let share = 100.0 * *failed as f64 / *cases as f64;
-            outln!("{mutant}: {tensor} failed in {failed} of the {cases} cases that it changes ({share:.0} %)");
+            outln!(
+                "{mutant}: {tensor} failed in {failed} of the {cases} cases that it changes ({share:.0} %)"
+            );
         }
     }
 }
@@ -282,7 +301,8 @@ fn of_operator(
         seen_by(&truth, &written, (&line, &str::to_owned), &mut seen)?;
         // Saved as a kernel would that rounds as the oracle does.
         for (found, run) in matching(&mut written, &truth.working[WORKING_RUNS]) {
-            found.tensor = HostTensor::from_f64(found.tensor.dtype, &found.tensor.shape, &run.values);
+            found.tensor =
+                HostTensor::from_f64(found.tensor.dtype, &found.tensor.shape, &run.values);
         }
         if let Some(truth) = Truth::of_saved(&*prepared, &written, prepared.arithmetic())? {
             seen_by(&truth, &written, (&line, &power::given_what_was_saved), &mut seen)?;
@@ -296,7 +316,8 @@ fn matching<'r>(
     written: &'r mut KernelRun,
     oracle: &'r [OracleTensor],
 ) -> impl Iterator<Item = (&'r mut KernelTensor, &'r OracleTensor)> {
-    let rounded = written.tensors.iter_mut().filter(|found| found.comparison == Comparison::Rounded);
+    let rounded =
+        written.tensors.iter_mut().filter(|found| found.comparison == Comparison::Rounded);
     rounded.filter_map(|found| oracle.iter().find(|of| of.name == found.name).map(|of| (found, of)))
 }
 
@@ -309,7 +330,9 @@ fn seen_by(
 ) -> Result<()> {
     let mut known = BTreeSet::new();
     for found in written.tensors.iter().filter(|found| found.comparison == Comparison::Rounded) {
-        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
+        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else {
+            continue;
+        };
         let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
         if let (true, Some(power)) = (known.insert(found.name), truth.power(index, &held)) {
             let allowed = held.yardstick.as_ref().map_or([f64::NAN; 2], |yardstick| yardstick.bias);

@@ -33,7 +33,12 @@ impl Terminal {
     /// Of a sweep whose journal is in `out`. A worker of another run notes nothing.
     pub(super) fn new(out: &Path, notes: bool) -> Self {
         let notes_left = if notes { MOST_NOTES } else { 0 };
-        Self { out: out.to_owned(), bar: ProgressBar::hidden(), notes_left, last_noted: String::new() }
+        Self {
+            out: out.to_owned(),
+            bar: ProgressBar::hidden(),
+            notes_left,
+            last_noted: String::new(),
+        }
     }
 }
 
@@ -47,7 +52,8 @@ impl Shown for Terminal {
             return;
         }
         self.bar = ProgressBar::new(cases as u64);
-        if let Ok(style) = ProgressStyle::with_template("{msg:25} {wide_bar} {pos}/{len} {elapsed}") {
+        if let Ok(style) = ProgressStyle::with_template("{msg:25} {wide_bar} {pos}/{len} {elapsed}")
+        {
             self.bar.set_style(style);
         }
     }
@@ -80,13 +86,19 @@ fn log(record: &CaseRecord) {
 }
 
 /// An interrupt says how many cases are recorded in `out`, of how many where that is known, and ends the process.
-pub(super) fn say_when_interrupted(recorded: Arc<AtomicU64>, planned: Option<u64>, out: &Path) -> Result<()> {
+pub(super) fn say_when_interrupted(
+    recorded: Arc<AtomicU64>,
+    planned: Option<u64>,
+    out: &Path,
+) -> Result<()> {
     let out = out.display().to_string();
     let say = move || {
         let done = recorded.load(Ordering::Relaxed);
         let of = planned.map_or(String::new(), |planned| format!(" of {planned}"));
         // What the bar left of its line.
-        errln!("\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on");
+        errln!(
+            "\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on"
+        );
         std::process::exit(INTERRUPTED);
     };
     on_interrupt(say).context("listening for interrupts")

@@ -64,7 +64,8 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     };
     let schedules = super::schedules(arguments.schedules, Profile::Ci, &device);
     let options = CheckOptions::everything(schedules);
-    let may_be_a_race = device.environment().backend == BackendKind::Emulator && schedules < MANY_SCHEDULES;
+    let may_be_a_race =
+        device.environment().backend == BackendKind::Emulator && schedules < MANY_SCHEDULES;
     let mut exit = Exit::Agreed;
     let mut records = Vec::new();
     for Given { case, has_failed } in &given {
@@ -92,16 +93,21 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
 
 /// What failing cases have in common, then each of them, and one count of the rest.
 fn print_failures(records: &[CaseRecord], is_printed: bool) {
-    let failing: Vec<&CaseRecord> = records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
+    let failing: Vec<&CaseRecord> =
+        records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
     let mut names: Vec<&str> = failing.iter().map(|record| record.operator.as_str()).collect();
     names.sort_unstable();
     names.dedup();
-    let operators: Vec<OperatorRecord> =
-        names.iter().filter_map(|name| registry::find(name).ok()).map(|operator| operator.describe()).collect();
+    let operators: Vec<OperatorRecord> = names
+        .iter()
+        .filter_map(|name| registry::find(name).ok())
+        .map(|operator| operator.describe())
+        .collect();
     let diagnoses: Vec<_> = operators
         .iter()
         .filter_map(|operator| {
-            let cases: Vec<_> = records.iter().filter(|record| record.operator == operator.name).collect();
+            let cases: Vec<_> =
+                records.iter().filter(|record| record.operator == operator.name).collect();
             diagnosis::diagnose(Some(operator), &cases)
         })
         .collect();
@@ -115,7 +121,8 @@ fn print_failures(records: &[CaseRecord], is_printed: bool) {
     let checks = records.iter().flat_map(|record| &record.checks);
     let passed = checks.filter(|check| check.verdict == Verdict::Pass).count() as u64;
     let agreed = (records.len() - failing.len()) as u64;
-    let seconds: f64 = records.iter().map(|record| record.kernel_seconds + record.oracle_seconds).sum();
+    let seconds: f64 =
+        records.iter().map(|record| record.kernel_seconds + record.oracle_seconds).sum();
     outln!(
         "{} passed; {} agreed, in {}{}",
         counted(passed, "check"),
@@ -131,13 +138,19 @@ fn print_failures(records: &[CaseRecord], is_printed: bool) {
 
 /// Whether the directory of `--kernels` is missing or holds none: a revision from before they stood there.
 fn has_no_kernels(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(RuntimeError::SourceMissing { .. } | RuntimeError::System { .. }))
+    matches!(
+        error.downcast_ref(),
+        Some(RuntimeError::SourceMissing { .. } | RuntimeError::System { .. })
+    )
 }
 
 /// Whether the kernels never ran: what they would have computed is not known.
 fn untestable(record: &CaseRecord) -> bool {
     record.paths.is_empty()
-        && record.checks.iter().any(|check| check.check == "launch" && check.verdict == Verdict::Error)
+        && record
+            .checks
+            .iter()
+            .any(|check| check.check == "launch" && check.verdict == Verdict::Error)
 }
 
 /// As many schedules as show nearly every race, for a case that has failed and now agrees.
@@ -181,12 +194,18 @@ fn given(argument: &str) -> Result<Vec<Given>> {
     }
     // A file may have any name.
     let named = argument.rsplit_once('#').filter(|_| !Path::new(argument).is_file());
-    let (path, digest) = named.map_or((Path::new(argument), None), |(path, digest)| (Path::new(path), Some(digest)));
-    let text = std::fs::read_to_string(path).with_context(|| format!("reading cases from {}", path.display()))?;
-    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'));
+    let (path, digest) =
+        named.map_or((Path::new(argument), None), |(path, digest)| (Path::new(path), Some(digest)));
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("reading cases from {}", path.display()))?;
+    let lines = text
+        .lines()
+        .enumerate()
+        .filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'));
     let mut given: Vec<Given> = lines
         .map(|(number, line)| {
-            Given::parse(line, &remembered).with_context(|| format!("{}:{}", path.display(), number + 1))
+            Given::parse(line, &remembered)
+                .with_context(|| format!("{}:{}", path.display(), number + 1))
         })
         .collect::<Result<_>>()?;
     if let Some(digest) = digest {

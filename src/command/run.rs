@@ -97,12 +97,20 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
     let device = arguments.device.open()?;
     arguments.sweep.profile = Some(profile(&arguments, device.environment())?);
     if arguments.jobs.is_some() && device.environment().backend != BackendKind::Emulator {
-        bail!("--jobs: it is for the emulator; --workers divides a sweep over GPUs, and over the memory of one");
+        bail!(
+            "--jobs: it is for the emulator; --workers divides a sweep over GPUs, and over the memory of one"
+        );
     }
     let arguments = &arguments;
     // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
     let measured = match &arguments.benchmarks {
-        Some(file) => benchmarks::run(file, arguments.ops.as_deref(), &arguments.device, &device, &arguments.out)?,
+        Some(file) => benchmarks::run(
+            file,
+            arguments.ops.as_deref(),
+            &arguments.device,
+            &device,
+            &arguments.out,
+        )?,
         None => benchmarks::earlier(arguments.criterion.as_deref(), &device)?,
     };
     let Measured { found: measured, agreed } = measured;
@@ -115,13 +123,18 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
             drop(device);
             let report = workers::sweep(arguments, workers, &environment)?;
             // They ran at the same time, on one machine.
-            Report { seconds: started.at.elapsed().as_secs_f64(), started_unix: started.unix, ..report }
+            Report {
+                seconds: started.at.elapsed().as_secs_f64(),
+                started_unix: started.unix,
+                ..report
+            }
         }
         None => sweep_here(arguments, &operators, &device, started)?,
     };
     let is_first = arguments.shard.is_none_or(|shard| shard.index == 0);
     let skips = swept.skips.into_iter().chain(measured.skip.filter(|_| is_first)).collect();
-    let mut report = Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
+    let mut report =
+        Report { benchmarks: measured.benchmarks, ceilings: measured.ceilings, skips, ..swept };
     finish(&mut report, arguments, workers.is_some())?;
     outcome::say_what_sees_more(&report)?;
     let exit = outcome::exit_of(&report, arguments.shard.is_none())?;
@@ -137,10 +150,17 @@ fn profile(arguments: &RunArguments, environment: &Environment) -> Result<Profil
         || sweep.edge_cases.is_some()
         || time_budget.is_some()
         || divided.is_some();
-    let usual = if environment.backend == BackendKind::Emulator && !limited { Profile::Smoke } else { Profile::Quick };
+    let usual = if environment.backend == BackendKind::Emulator && !limited {
+        Profile::Smoke
+    } else {
+        Profile::Quick
+    };
     let profile = sweep.profile.unwrap_or(usual);
     if let (Some(_), Some(option)) = (profile.time_limit(), divided) {
-        bail!("--profile {}: it ends by the clock, and {option} needs the same cases in every part", profile.name());
+        bail!(
+            "--profile {}: it ends by the clock, and {option} needs the same cases in every part",
+            profile.name()
+        );
     }
     Ok(profile)
 }
@@ -187,7 +207,8 @@ fn devices(arguments: &RunArguments, device: &Device) -> usize {
 fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Result<()> {
     let out = &arguments.out;
     let writing = || format!("writing the report to {}", out.display());
-    let regressions = Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
+    let regressions =
+        Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
     if by_workers {
         // Those of a plan that others still follow must not change it, so that workers remember nothing themselves.
         regressions.remember_shrunk(report)?;
@@ -215,14 +236,20 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
         // A shard that remembered would change the plan of those that start later: the merge does it.
         remember: arguments.shard.is_none(),
         time_budget: arguments.time_budget.map(Duration::from_secs),
-        ..arguments.sweep.options(CheckOptions::everything(schedules), arguments.regressions.as_deref())
+        ..arguments
+            .sweep
+            .options(CheckOptions::everything(schedules), arguments.regressions.as_deref())
     }
 }
 
 fn skips(device: &Device, arguments: &RunArguments) -> Vec<Skip> {
-    let skip =
-        |why: &str, count: u32| vec![Skip { what: "random schedules".into(), why: why.into(), count: count.into() }];
-    match (device.environment().backend, arguments.schedules.unwrap_or(arguments.sweep.profile().schedules())) {
+    let skip = |why: &str, count: u32| {
+        vec![Skip { what: "random schedules".into(), why: why.into(), count: count.into() }]
+    };
+    match (
+        device.environment().backend,
+        arguments.schedules.unwrap_or(arguments.sweep.profile().schedules()),
+    ) {
         (BackendKind::Emulator, 0) => skip("turned off (--schedules 0)", 1),
         (BackendKind::Cuda, asked) if asked > 0 => {
             skip("a GPU schedules by itself; only the emulator takes a seed", asked)

@@ -48,9 +48,10 @@ impl SweepArguments {
         SweepOptions {
             profile: self.profile(),
             cases: self.cases,
-            edge_cases: self
-                .edge_cases
-                .map_or(GivenCases::All, |most| GivenCases::Lots { most, seed: self.seed.number() }),
+            edge_cases: self.edge_cases.map_or(GivenCases::All, |most| GivenCases::Lots {
+                most,
+                seed: self.seed.number(),
+            }),
             remembered: GivenCases::All,
             seed: self.seed.number(),
             checks,
@@ -128,7 +129,9 @@ impl Seed {
     pub fn announce(self, one_of_several: Option<&str>) -> anyhow::Result<()> {
         if let Self::Fresh(seed) = self {
             if let Some(option) = one_of_several {
-                anyhow::bail!("--seed fresh: with {option} several runs need one seed; give a number, such as {seed}");
+                anyhow::bail!(
+                    "--seed fresh: with {option} several runs need one seed; give a number, such as {seed}"
+                );
             }
             detailln!("seed {seed}");
         }

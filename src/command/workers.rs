@@ -32,10 +32,15 @@ const PACE: Duration = Duration::from_millis(500);
 
 /// Sweeps with so many workers. What they wrote is gone when the report is whole, and is what `--resume` goes on with until
 /// then.
-pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Environment) -> Result<Report> {
+pub(super) fn sweep(
+    arguments: &RunArguments,
+    workers: u32,
+    environment: &Environment,
+) -> Result<Report> {
     let folder = arguments.out.join(journal::WORKERS);
     if !arguments.resume && folder.exists() {
-        std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        std::fs::remove_dir_all(&folder)
+            .with_context(|| format!("removing {}", folder.display()))?;
     }
     std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
@@ -54,7 +59,9 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
         .iter_mut()
         .map(|worker| {
             let status = worker.child.wait()?;
-            let ended = || format!("worker {} ended with {status}; --resume continues the run", worker.shard);
+            let ended = || {
+                format!("worker {} ended with {status}; --resume continues the run", worker.shard)
+            };
             Part::read(&worker.dir).with_context(ended)
         })
         .collect::<Result<Vec<_>>>()?;
@@ -65,7 +72,9 @@ pub(super) fn sweep(arguments: &RunArguments, workers: u32, environment: &Enviro
 
 /// The GPU of a worker, of so many: the one that this process was told, or one after the other.
 fn gpu_of(worker: u32, gpus: u32) -> OsString {
-    std::env::var_os(GPU).filter(|gpu| !gpu.is_empty()).unwrap_or_else(|| (worker % gpus).to_string().into())
+    std::env::var_os(GPU)
+        .filter(|gpu| !gpu.is_empty())
+        .unwrap_or_else(|| (worker % gpus).to_string().into())
 }
 
 /// The folder of a GPU's places.
@@ -75,11 +84,16 @@ fn places_of(folder: &Path, gpu: &OsString) -> PathBuf {
 
 /// Divides the memory of each GPU that workers will be on into places for their cases.
 fn divide_memory(workers: u32, gpus: u32, folder: &Path) -> Result<()> {
-    let mut used: Vec<OsString> = (0..workers.min(gpus)).map(|worker| gpu_of(worker, gpus)).collect();
+    let mut used: Vec<OsString> =
+        (0..workers.min(gpus)).map(|worker| gpu_of(worker, gpus)).collect();
     used.dedup();
     for gpu in &used {
         let places = places_of(folder, gpu);
-        let made = turns::prepare(&places, cuda::device_memory(gpu)?, u64::from(workers.div_ceil(used.len() as u32)));
+        let made = turns::prepare(
+            &places,
+            cuda::device_memory(gpu)?,
+            u64::from(workers.div_ceil(used.len() as u32)),
+        );
         made.with_context(|| format!("creating {}", places.display()))?;
     }
     Ok(())
@@ -103,7 +117,13 @@ struct Worker {
 }
 
 impl Worker {
-    fn start(arguments: &RunArguments, shard: Shard, gpus: u32, backend: BackendKind, folder: &Path) -> Result<Self> {
+    fn start(
+        arguments: &RunArguments,
+        shard: Shard,
+        gpus: u32,
+        backend: BackendKind,
+        folder: &Path,
+    ) -> Result<Self> {
         let dir = folder.join(shard.index.to_string());
         let program = std::env::current_exe().context("finding this program, to start workers")?;
         let mut command = Command::new(program);
@@ -111,7 +131,12 @@ impl Worker {
         // All of them together have what one would have.
         command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
         // Their failures and logs pass through this process's standard error.
-        command.args(["--annotations", "none", "--color", if output::stderr_has_color() { "always" } else { "never" }]);
+        command.args([
+            "--annotations",
+            "none",
+            "--color",
+            if output::stderr_has_color() { "always" } else { "never" },
+        ]);
         command.env("PARITY_LOG", super::LOG_FILTER.get().map_or("warn", String::as_str));
         if gpus > 0 {
             let gpu = gpu_of(shard.index, gpus);
@@ -135,7 +160,11 @@ impl Worker {
 
     /// Whether it still runs.
     fn runs(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait().with_context(|| format!("waiting for worker {}", self.shard))?.is_none())
+        Ok(self
+            .child
+            .try_wait()
+            .with_context(|| format!("waiting for worker {}", self.shard))?
+            .is_none())
     }
 
     /// How many records it has written since the last call.
@@ -191,7 +220,12 @@ fn watch(workers: &mut [Worker], out: &Path) -> Result<()> {
 }
 
 /// The arguments of the `parity run` that is one shard of this one.
-fn shard_arguments(arguments: &RunArguments, shard: Shard, backend: BackendKind, dir: &Path) -> Vec<OsString> {
+fn shard_arguments(
+    arguments: &RunArguments,
+    shard: Shard,
+    backend: BackendKind,
+    dir: &Path,
+) -> Vec<OsString> {
     let RunArguments { ops, sweep, schedules, regressions, costs, device, .. } = arguments;
     let text = |text: String| Some(OsString::from(text));
     let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.clone().into_os_string());
@@ -209,8 +243,15 @@ fn shard_arguments(arguments: &RunArguments, shard: Shard, backend: BackendKind,
         ("--out", Some(dir.into())),
         ("--shard", text(shard.to_string())),
     ];
-    let flags = [("--resume", arguments.resume), ("--in-process", device.in_process), ("--part-of-another", true)];
-    let valued = valued.into_iter().filter_map(|(name, value)| Some([OsString::from(name), value?])).flatten();
+    let flags = [
+        ("--resume", arguments.resume),
+        ("--in-process", device.in_process),
+        ("--part-of-another", true),
+    ];
+    let valued = valued
+        .into_iter()
+        .filter_map(|(name, value)| Some([OsString::from(name), value?]))
+        .flatten();
     let flags = flags.into_iter().filter(|(_, set)| *set).map(|(name, _)| name.into());
     [OsString::from("run")].into_iter().chain(valued).chain(flags).collect()
 }

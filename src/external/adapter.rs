@@ -106,7 +106,9 @@ impl Convention {
         if self.rename.as_deref() == Some("") {
             return refuse("rename", "a tensor must have a name".into());
         }
-        if let Some(base) = self.base.filter(|&base| !(base.is_finite() && base > 0.0 && base != 1.0)) {
+        if let Some(base) =
+            self.base.filter(|&base| !(base.is_finite() && base > 0.0 && base != 1.0))
+        {
             return refuse("base", format!("{base} must be finite, above 0 and not 1"));
         }
         if let Some(scale) = self.scale.filter(|&scale| !(scale.is_finite() && scale != 0.0)) {
@@ -118,7 +120,10 @@ impl Convention {
             return refuse("permute", format!("{permute:?} does not name every axis from 0 once"));
         }
         if let (Some(sentinel), true) = (self.sentinel, self.scales() || self.negate) {
-            return refuse("sentinel", format!("{sentinel} belongs to indices, which have no scale"));
+            return refuse(
+                "sentinel",
+                format!("{sentinel} belongs to indices, which have no scale"),
+            );
         }
         Ok(())
     }
@@ -126,13 +131,19 @@ impl Convention {
     fn check_against(&self, tensor: &HostTensor) -> Result<(), String> {
         let integer = WireType::of(tensor.dtype).is_integer();
         if integer && (self.scales() || self.negate) {
-            return Err(format!("it is of type {}, which has no base, scale or sign to change", tensor.dtype));
+            return Err(format!(
+                "it is of type {}, which has no base, scale or sign to change",
+                tensor.dtype
+            ));
         }
         if integer && self.bitwise == Some(false) {
             return Err(format!("it is of type {}, which has no rounding to vary", tensor.dtype));
         }
         if let (Some(sentinel), false) = (self.sentinel, integer) {
-            return Err(format!("sentinel {sentinel} is for indices, and it is of type {}", tensor.dtype));
+            return Err(format!(
+                "sentinel {sentinel} is for indices, and it is of type {}",
+                tensor.dtype
+            ));
         }
         if let Some(dtype) = self.dtype.filter(|dtype| dtype.is_integer() != integer) {
             return Err(format!("dtype {dtype} cannot stand for {}", tensor.dtype));
@@ -171,7 +182,8 @@ fn permuted_offsets(shape: &[usize], permute: &[usize]) -> Vec<usize> {
     let mut offsets = vec![0];
     for &axis in permute {
         let (extent, stride) = (shape[axis], strides[axis]);
-        offsets = offsets.iter().flat_map(|&base| (0..extent).map(move |i| base + i * stride)).collect();
+        offsets =
+            offsets.iter().flat_map(|&base| (0..extent).map(move |i| base + i * stride)).collect();
     }
     offsets
 }
@@ -182,7 +194,8 @@ impl Adapter {
     /// # Errors
     /// The parser's words, or the tensor and field that cannot be.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let mut adapter: Self = toml::from_str(text).map_err(|e| e.to_string().trim().replace('\n', " "))?;
+        let mut adapter: Self =
+            toml::from_str(text).map_err(|e| e.to_string().trim().replace('\n', " "))?;
         text.clone_into(&mut adapter.text);
         if adapter.lanes == Some(0) {
             return Err("field `lanes`: 0: a sum needs one at least".into());
@@ -192,7 +205,9 @@ impl Adapter {
             convention.check().map_err(|reason| format!("tensor `{name}`: {reason}"))?;
             let theirs = adapter.their_name(name);
             if !names.insert(theirs) {
-                return Err(format!("tensor `{name}`: field `rename`: another tensor is called `{theirs}`, too"));
+                return Err(format!(
+                    "tensor `{name}`: field `rename`: another tensor is called `{theirs}`, too"
+                ));
             }
         }
         Ok(adapter)
@@ -238,10 +253,18 @@ impl Adapter {
     ///
     /// # Errors
     /// A convention that does not fit the tensor.
-    pub fn their_form(&self, name: &str, tensor: &HostTensor) -> Result<(WireType, Vec<usize>), String> {
+    pub fn their_form(
+        &self,
+        name: &str,
+        tensor: &HostTensor,
+    ) -> Result<(WireType, Vec<usize>), String> {
         let own = WireType::of(tensor.dtype);
-        let Some(convention) = self.tensor.get(name) else { return Ok((own, tensor.shape.clone())) };
-        convention.check_against(tensor).map_err(|reason| format!("adapter: tensor `{name}`: {reason}"))?;
+        let Some(convention) = self.tensor.get(name) else {
+            return Ok((own, tensor.shape.clone()));
+        };
+        convention
+            .check_against(tensor)
+            .map_err(|reason| format!("adapter: tensor `{name}`: {reason}"))?;
         let shape = match &convention.permute {
             Some(permute) => permute.iter().map(|&axis| tensor.shape[axis]).collect(),
             None => tensor.shape.clone(),
@@ -259,14 +282,19 @@ impl Adapter {
         let Some(convention) = self.tensor.get(name) else { return Ok(own) };
         let mut values = own.dtype.decode(&own.bytes);
         if let Some(permute) = &convention.permute {
-            values = permuted_offsets(&tensor.shape, permute).into_iter().map(|at| values[at]).collect();
+            values =
+                permuted_offsets(&tensor.shape, permute).into_iter().map(|at| values[at]).collect();
         } else if dtype == own.dtype && !convention.changes_values() {
             return Ok(own);
         }
         values.iter_mut().for_each(|value| *value = convention.value_to_theirs(*value));
         let refused = |reason: String| format!("adapter: tensor `{name}`: {reason}");
         let bytes = dtype.encode(&values).map_err(refused)?;
-        let lost = dtype.decode(&bytes).into_iter().zip(&values).find(|(stored, value)| !same(*stored, **value));
+        let lost = dtype
+            .decode(&bytes)
+            .into_iter()
+            .zip(&values)
+            .find(|(stored, value)| !same(*stored, **value));
         match lost {
             Some((_, value)) if !convention.scales() => {
                 Err(refused(format!("{dtype} cannot hold {} exactly", figures::element(*value))))
@@ -280,24 +308,36 @@ impl Adapter {
     ///
     /// # Errors
     /// A convention that does not fit the tensor, or a value that our type does not have.
-    pub fn to_ours(&self, name: &str, tensor: &WireTensor, like: &HostTensor) -> Result<HostTensor, String> {
+    pub fn to_ours(
+        &self,
+        name: &str,
+        tensor: &WireTensor,
+        like: &HostTensor,
+    ) -> Result<HostTensor, String> {
         let (dtype, shape) = self.their_form(name, like)?;
         if (dtype, &shape) != (tensor.dtype, &tensor.shape) {
             return Err(format!("`{name}` is {tensor:?}, not {dtype} {shape:?}"));
         }
         let own = WireType::of(like.dtype);
         let whole = |bytes: Vec<u8>| HostTensor { bytes, ..like.clone() };
-        let Some(convention) = self.tensor.get(name) else { return Ok(whole(tensor.bytes.clone())) };
+        let Some(convention) = self.tensor.get(name) else {
+            return Ok(whole(tensor.bytes.clone()));
+        };
         let mut values = dtype.decode(&tensor.bytes);
         values.iter_mut().for_each(|value| *value = convention.value_to_ours(*value));
         if let Some(permute) = &convention.permute {
             let mut back = values.clone();
-            permuted_offsets(&like.shape, permute).into_iter().zip(&values).for_each(|(at, value)| back[at] = *value);
+            permuted_offsets(&like.shape, permute)
+                .into_iter()
+                .zip(&values)
+                .for_each(|(at, value)| back[at] = *value);
             values = back;
         } else if dtype == own && !convention.changes_values() {
             return Ok(whole(tensor.bytes.clone()));
         }
-        own.encode(&values).map(whole).map_err(|reason| format!("adapter: tensor `{name}`: {reason}"))
+        own.encode(&values)
+            .map(whole)
+            .map_err(|reason| format!("adapter: tensor `{name}`: {reason}"))
     }
 }
 
@@ -371,15 +411,24 @@ mod tests {
 
     #[test]
     fn an_input_that_its_type_there_would_round_is_refused() {
-        let error = adapter("[tensor.t]\ndtype = 'BF16'").to_theirs("t", &f32_tensor(&[1], &[1.001])).unwrap_err();
+        let error = adapter("[tensor.t]\ndtype = 'BF16'")
+            .to_theirs("t", &f32_tensor(&[1], &[1.001]))
+            .unwrap_err();
         assert!(error.contains("`t`") && error.contains("BF16"), "{error}");
     }
 
     #[test]
     fn outputs_of_a_wider_type_are_rounded_to_ours() {
         let like = HostTensor::from_f64(DType::Bf16, &[1], &[0.0]);
-        let theirs = WireTensor { dtype: WireType::F32, shape: vec![1], bytes: 1.001f32.to_le_bytes().into() };
-        assert_eq!(adapter("[tensor.t]\ndtype = 'F32'").to_ours("t", &theirs, &like).unwrap().to_f64(), [1.0]);
+        let theirs = WireTensor {
+            dtype: WireType::F32,
+            shape: vec![1],
+            bytes: 1.001f32.to_le_bytes().into(),
+        };
+        assert_eq!(
+            adapter("[tensor.t]\ndtype = 'F32'").to_ours("t", &theirs, &like).unwrap().to_f64(),
+            [1.0]
+        );
     }
 
     #[test]

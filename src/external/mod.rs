@@ -39,7 +39,9 @@ use std::path::{Path, PathBuf};
 use dsv4_runtime::arena::{Violation, ViolationKind};
 use dsv4_runtime::files::read_regular;
 use dsv4_runtime::supervisor::temporary_folder;
-use dsv4_runtime::{BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement};
+use dsv4_runtime::{
+    BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement,
+};
 use serde::{Deserialize, Serialize};
 
 use self::adapter::Adapter;
@@ -156,7 +158,12 @@ impl External {
         let adapter = &self.options.adapter;
         let has = |name: &&str| operator.tensors.iter().any(|tensor| tensor.name == **name);
         if let Some(name) = adapter.names().find(|name| !has(name)) {
-            let known = operator.tensors.iter().map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", ");
+            let known = operator
+                .tensors
+                .iter()
+                .map(|tensor| tensor.name.as_str())
+                .collect::<Vec<_>>()
+                .join(", ");
             return Err(CaseError::Malformed(format!(
                 "adapter: unknown tensor `{name}`; {} has {known}",
                 operator.name
@@ -167,9 +174,13 @@ impl External {
             if unmet.is_empty() {
                 return Ok(());
             }
-            let recorded = self.record(&*registry::prepare(case)?).map_err(|e| CaseError::Malformed(e.message))?;
+            let recorded = self
+                .record(&*registry::prepare(case)?)
+                .map_err(|e| CaseError::Malformed(e.message))?;
             let outputs = recorded.outputs.iter().map(|output| (output.name, &output.tensor));
-            for (name, tensor) in recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs) {
+            for (name, tensor) in
+                recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs)
+            {
                 adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
                 unmet.remove(name);
             }
@@ -199,7 +210,9 @@ impl External {
         let mut inputs = self.recorder.take_recorded();
         // Our backward may read a copy of an input that our forward overwrites; to others it is one tensor.
         let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
-        inputs.retain(|(name, tensor)| name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor));
+        inputs.retain(|(name, tensor)| {
+            name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor)
+        });
         Ok(Recorded { inputs, outputs: run?.tensors })
     }
 
@@ -207,7 +220,10 @@ impl External {
     fn times_of(&self, prepared: &dyn PreparedCase, theirs: Option<Seconds>) -> Times {
         let skip = |what: &str, why: String| Some(Skip { what: what.into(), why, count: 1 });
         if theirs.is_none() {
-            return Times { skip: skip("time", "the worker was asked and did not say".into()), ..Times::default() };
+            return Times {
+                skip: skip("time", "the worker was asked and did not say".into()),
+                ..Times::default()
+            };
         }
         let ours = match &self.options.ours {
             None => return Times { theirs, ..Times::default() },
@@ -216,12 +232,15 @@ impl External {
         };
         match ours {
             Ok(ours) => Times { theirs, ours: Some(ours), skip: None },
-            Err(why) => Times { theirs, ours: None, skip: skip("time of our kernels beside it", why) },
+            Err(why) => {
+                Times { theirs, ours: None, skip: skip("time of our kernels beside it", why) }
+            }
         }
     }
 
     fn folder(&self) -> Result<Folder, RunError> {
-        let failed = |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
+        let failed =
+            |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
         match &self.options.keep {
             None => temporary_folder("external-").map(Folder::Temporary).map_err(failed),
             Some(dir) => {
@@ -230,7 +249,9 @@ impl External {
                 std::fs::create_dir_all(&dir).map_err(failed)?;
                 // An answer of an earlier sweep must not pass for one of this.
                 match std::fs::remove_file(dir.join(OUTPUTS)) {
-                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(failed(error)),
+                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                        Err(failed(error))
+                    }
                     _ => Ok(Folder::Kept(dir)),
                 }
             }
@@ -260,7 +281,8 @@ struct Recorded {
 }
 
 fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), RunError> {
-    std::fs::write(folder.join(name), bytes).map_err(|e| RunError::error(format!("writing {name}: {e}")))
+    std::fs::write(folder.join(name), bytes)
+        .map_err(|e| RunError::error(format!("writing {name}: {e}")))
 }
 
 fn to_json(value: &impl Serialize) -> Result<Vec<u8>, RunError> {
@@ -287,10 +309,14 @@ impl Runner for External {
         let adapter = &self.options.adapter;
         let Recorded { inputs, mut outputs } = self.record(prepared)?;
         let side = |name: &str| exact.iter().find(|exact| exact.name == name);
-        outputs.retain(|output| side(output.name).is_none_or(|exact| self.leaves_out(exact).is_none()));
+        outputs.retain(|output| {
+            side(output.name).is_none_or(|exact| self.leaves_out(exact).is_none())
+        });
         let given: WireTensors = inputs
             .iter()
-            .map(|(name, tensor)| Ok((adapter.their_name(name).to_owned(), adapter.to_theirs(name, tensor)?)))
+            .map(|(name, tensor)| {
+                Ok((adapter.their_name(name).to_owned(), adapter.to_theirs(name, tensor)?))
+            })
             .collect::<Result<_, String>>()
             .map_err(RunError::error)?;
         let expected = outputs
@@ -299,7 +325,12 @@ impl Runner for External {
                 let (dtype, shape) = adapter.their_form(output.name, &output.tensor)?;
                 let gradient = side(output.name).is_some_and(|exact| exact.side == Side::Gradient);
                 let name = adapter.their_name(output.name).to_owned();
-                Ok(ExpectedOutput { name, dtype, shape, side: if gradient { "gradient" } else { "forward" }.into() })
+                Ok(ExpectedOutput {
+                    name,
+                    dtype,
+                    shape,
+                    side: if gradient { "gradient" } else { "forward" }.into(),
+                })
             })
             .collect::<Result<Vec<_>, String>>()
             .map_err(RunError::error)?;
@@ -316,10 +347,12 @@ impl Runner for External {
             self.times.replace(self.times_of(prepared, reply.seconds));
         }
         let written = read_outputs(folder.path(), &expected, &given)?;
-        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written).map_err(RunError::fail)?;
+        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written)
+            .map_err(RunError::fail)?;
         for (output, form) in outputs.iter_mut().zip(&expected) {
             let theirs = &written[&form.name];
-            output.tensor = adapter.to_ours(output.name, theirs, &output.tensor).map_err(RunError::fail)?;
+            output.tensor =
+                adapter.to_ours(output.name, theirs, &output.tensor).map_err(RunError::fail)?;
         }
         Ok(KernelRun { tensors: outputs, violations, paths: vec!["external".into()] })
     }
@@ -336,14 +369,20 @@ impl Runner for External {
         (
             format!("external: {}", self.options.name),
             // What the adapter says decides, too, whatever its file is called.
-            blake3::hash(format!("{}\n{}", self.options.arguments, self.options.adapter.text()).as_bytes())
-                .to_hex()
-                .to_string(),
+            blake3::hash(
+                format!("{}\n{}", self.options.arguments, self.options.adapter.text()).as_bytes(),
+            )
+            .to_hex()
+            .to_string(),
         )
     }
 
     fn replay_command(&self, case: &Case, _schedules: u32) -> String {
-        format!("parity external {} --case '{}'", self.options.arguments, case.line().replace('\'', "'\\''"))
+        format!(
+            "parity external {} --case '{}'",
+            self.options.arguments,
+            case.line().replace('\'', "'\\''")
+        )
     }
 
     fn blind_to(&self, check: &str) -> Option<&'static str> {
@@ -368,7 +407,8 @@ impl Runner for External {
     }
 
     fn rounds_freely(&self, tensor: &str) -> Option<&'static str> {
-        let why = "the adapter declares that its bits vary (bitwise = false): held within the budget";
+        let why =
+            "the adapter declares that its bits vary (bitwise = false): held within the budget";
         (!self.options.adapter.is_bitwise(tensor)).then_some(why)
     }
 
@@ -379,12 +419,19 @@ impl Runner for External {
     }
 
     fn cannot_vary(&self, variant: &dyn PreparedCase) -> Option<&'static str> {
-        variant.case().is_none().then_some("the operator does not say with which scalars the variant goes")
+        variant
+            .case()
+            .is_none()
+            .then_some("the operator does not say with which scalars the variant goes")
     }
 }
 
 /// Every expected tensor in its expected form, or all that is wrong in one message.
-fn read_outputs(folder: &Path, expected: &[ExpectedOutput], given: &WireTensors) -> Result<WireTensors, RunError> {
+fn read_outputs(
+    folder: &Path,
+    expected: &[ExpectedOutput],
+    given: &WireTensors,
+) -> Result<WireTensors, RunError> {
     let path = folder.join(OUTPUTS);
     // A link that leads nowhere is there, too.
     if path.symlink_metadata().is_err() {
@@ -392,7 +439,8 @@ fn read_outputs(folder: &Path, expected: &[ExpectedOutput], given: &WireTensors)
     }
     let outputs = expected.iter().map(|output| (output.name.as_str(), &output.shape[..]));
     let echoes = given.iter().map(|(name, tensor)| (name.as_str(), &tensor.shape[..]));
-    let written = wire::read(&path, wire::most_bytes(outputs.chain(echoes))).map_err(RunError::error)?;
+    let written =
+        wire::read(&path, wire::most_bytes(outputs.chain(echoes))).map_err(RunError::error)?;
     let (mut problems, mut verdict) = (Vec::new(), Verdict::Pass);
     for ExpectedOutput { name, dtype, shape, .. } in expected {
         match written.get(name) {
@@ -453,21 +501,27 @@ fn violation(buffer: &str, now: &[u8], before: &[u8]) -> Violation {
 /// # Errors
 /// A folder that is no request, or what the kernel did wrong.
 pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
-    let read = |name: &str| std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"));
+    let read =
+        |name: &str| std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"));
     let case = Case::parse(&read(CASE)?).map_err(|e| e.to_string())?;
-    let expected: Expected = serde_json::from_str(&read(EXPECTED)?).map_err(|e| format!("{EXPECTED}: {e}"))?;
+    let expected: Expected =
+        serde_json::from_str(&read(EXPECTED)?).map_err(|e| format!("{EXPECTED}: {e}"))?;
     let prepared = registry::prepare(&case).map_err(|e| e.to_string())?;
     let inputs = wire::read(&folder.join(INPUTS), u64::MAX)?;
-    let inputs =
-        inputs.iter().map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?))).collect::<Result<_, String>>()?;
-    let run = prepared.kernel(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;
+    let inputs = inputs
+        .iter()
+        .map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?)))
+        .collect::<Result<_, String>>()?;
+    let run =
+        prepared.kernel(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;
     let mut outputs = WireTensors::new();
     for form in expected.tensors {
         let tensor = run.tensors.iter().find(|tensor| tensor.name == form.name);
         let tensor = tensor.ok_or_else(|| format!("the operator returns no `{}`", form.name))?;
         outputs.insert(form.name, WireTensor::from(&tensor.tensor));
     }
-    std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs)?).map_err(|e| format!("{OUTPUTS}: {e}"))
+    std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs)?)
+        .map_err(|e| format!("{OUTPUTS}: {e}"))
 }
 
 fn to_host(tensor: &WireTensor) -> Result<HostTensor, String> {

@@ -155,7 +155,9 @@ fn start(command: &str, stdin: Stdio) -> Result<Supervised, RunError> {
 fn ending(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         // What a shell says of a command that a signal ended.
-        (Some(code), _) if code > 128 => format!("exit code {code} (as after signal {})", code - 128),
+        (Some(code), _) if code > 128 => {
+            format!("exit code {code} (as after signal {})", code - 128)
+        }
         (Some(code), _) => format!("exit code {code}"),
         (_, Some(signal)) => format!("signal {signal}"),
         _ => status.to_string(),
@@ -199,13 +201,23 @@ impl Answer {
 
 /// What a person may try where a worker cannot start.
 fn hint(status: ExitStatus, said: &str) -> String {
-    let module = said.split("No module named ").nth(1).and_then(|rest| rest.split(['\'', '"']).nth(1));
+    let module =
+        said.split("No module named ").nth(1).and_then(|rest| rest.split(['\'', '"']).nth(1));
     match (module, status.code()) {
-        (Some("dsv4_external"), _) => "that package is in fixtures/external: put it on PYTHONPATH".to_owned(),
-        (Some(module), _) => format!("that Python has no `{module}`: install it, or name the Python that has it"),
-        (None, Some(126 | 127)) => "the command is not found: is its path right, seen from this folder?".to_owned(),
-        (None, Some(0)) => "it must wait for lines on its standard input, and end with that".to_owned(),
-        _ => "the command by itself, in a terminal, must wait for a line on its standard input".to_owned(),
+        (Some("dsv4_external"), _) => {
+            "that package is in fixtures/external: put it on PYTHONPATH".to_owned()
+        }
+        (Some(module), _) => {
+            format!("that Python has no `{module}`: install it, or name the Python that has it")
+        }
+        (None, Some(126 | 127)) => {
+            "the command is not found: is its path right, seen from this folder?".to_owned()
+        }
+        (None, Some(0)) => {
+            "it must wait for lines on its standard input, and end with that".to_owned()
+        }
+        _ => "the command by itself, in a terminal, must wait for a line on its standard input"
+            .to_owned(),
     }
 }
 
@@ -214,28 +226,41 @@ impl Call for OneShot {
         let folder = format!("'{}'", folder.display().to_string().replace('\'', "'\\''"));
         let mut command = start(&self.command.replace("{dir}", &folder), Stdio::null())?;
         let (_, stdout, stderr) = command.take_streams();
-        let streams: [Option<Box<dyn Read + Send>>; 2] =
-            [stdout.map(|s| Box::new(s) as Box<dyn Read + Send>), stderr.map(|s| Box::new(s) as Box<dyn Read + Send>)];
+        let streams: [Option<Box<dyn Read + Send>>; 2] = [
+            stdout.map(|s| Box::new(s) as Box<dyn Read + Send>),
+            stderr.map(|s| Box::new(s) as Box<dyn Read + Send>),
+        ];
         let words = Words::of(streams.into_iter().flatten().collect());
         let status = command.wait_within(self.time_limit);
         // Whatever the command left running is ended, too.
         command.end();
         match status {
-            Ok(Some(status)) if status.success() => {
-                words.heard().answer.take().and_then(|line| Answer::read(&line)).unwrap_or_else(|| Ok(Reply::default()))
-            }
+            Ok(Some(status)) if status.success() => words
+                .heard()
+                .answer
+                .take()
+                .and_then(|line| Answer::read(&line))
+                .unwrap_or_else(|| Ok(Reply::default())),
             // What a shell says of a program that it cannot run: no case is the reason.
             Ok(Some(status)) if matches!(status.code(), Some(126 | 127)) => {
                 let (ending, said) = (ending(status), words.last());
-                let message = format!("the command cannot start: {ending}{said}\n  hint: {}", hint(status, &said));
+                let message = format!(
+                    "the command cannot start: {ending}{said}\n  hint: {}",
+                    hint(status, &said)
+                );
                 Err(RunError { untestable: true, ..RunError::error(message) })
             }
-            Ok(Some(status)) => {
-                Err(RunError::error(format!("the command ended with {}{}", ending(status), words.last())))
-            }
+            Ok(Some(status)) => Err(RunError::error(format!(
+                "the command ended with {}{}",
+                ending(status),
+                words.last()
+            ))),
             Ok(None) => {
                 let seconds = self.time_limit.as_secs_f64();
-                Err(RunError::error(format!("the command was killed at the time limit of {seconds} s{}", words.last())))
+                Err(RunError::error(format!(
+                    "the command was killed at the time limit of {seconds} s{}",
+                    words.last()
+                )))
             }
             Err(error) => Err(RunError::error(format!("waiting for the command: {error}"))),
         }
@@ -259,7 +284,13 @@ impl Running {
         };
         let (sender, answers) = mpsc::sync_channel(AHEAD);
         std::thread::spawn(move || each_line(stdout, |line| sender.send(line).is_ok()));
-        Ok(Self { process, requests, answers, words: Words::of(vec![Box::new(stderr)]), begun: Instant::now() })
+        Ok(Self {
+            process,
+            requests,
+            answers,
+            words: Words::of(vec![Box::new(stderr)]),
+            begun: Instant::now(),
+        })
     }
 
     /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is ended here.
@@ -325,12 +356,20 @@ impl Worker {
             None => Running::start(&self.command)?,
         };
         match worker.answers.try_recv() {
-            Ok(line) => return Err(worker.killed(&format!("wrote `{line}` to its standard output without a request"))),
+            Ok(line) => {
+                return Err(worker
+                    .killed(&format!("wrote `{line}` to its standard output without a request")));
+            }
             Err(TryRecvError::Disconnected) => return Err(self.ended(worker)),
             Err(TryRecvError::Empty) => {}
         }
         let line = format!("{}\n", json!({ "dir": folder }));
-        if worker.requests.write_all(line.as_bytes()).and_then(|()| worker.requests.flush()).is_err() {
+        if worker
+            .requests
+            .write_all(line.as_bytes())
+            .and_then(|()| worker.requests.flush())
+            .is_err()
+        {
             return Err(self.ended(worker));
         }
         let line = match worker.answers.recv_timeout(self.time_limit) {
@@ -377,10 +416,9 @@ impl Call for Worker {
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
         // One that ended between two requests, having answered the first, is no failure of the second.
         if self.starts
-            && self
-                .running
-                .as_mut()
-                .is_some_and(|worker| matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_))))
+            && self.running.as_mut().is_some_and(|worker| {
+                matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_)))
+            })
         {
             self.running = None;
         }

@@ -31,7 +31,8 @@ pub enum WireType {
 }
 
 impl WireType {
-    const ALL: [Self; 7] = [Self::F64, Self::F32, Self::F16, Self::Bf16, Self::I64, Self::I32, Self::U8];
+    const ALL: [Self; 7] =
+        [Self::F64, Self::F32, Self::F16, Self::Bf16, Self::I64, Self::I32, Self::U8];
 
     /// The type in which a tensor of ours crosses unless an adapter says otherwise.
     pub fn of(dtype: DType) -> Self {
@@ -77,12 +78,20 @@ impl WireType {
                 Self::F16 => f16::from_f64(value).to_le_bytes().into(),
                 Self::Bf16 => bf16::from_f64(value).to_le_bytes().into(),
                 // 2^53: up to there every integer is an f64.
-                Self::I64 => integer(value, -9_007_199_254_740_992.0, 9_007_199_254_740_992.0)?.to_le_bytes().into(),
-                Self::I32 => (integer(value, f64::from(i32::MIN), f64::from(i32::MAX))? as i32).to_le_bytes().into(),
+                Self::I64 => integer(value, -9_007_199_254_740_992.0, 9_007_199_254_740_992.0)?
+                    .to_le_bytes()
+                    .into(),
+                Self::I32 => (integer(value, f64::from(i32::MIN), f64::from(i32::MAX))? as i32)
+                    .to_le_bytes()
+                    .into(),
                 Self::U8 => vec![integer(value, 0.0, 255.0)? as u8],
             })
         };
-        values.iter().map(|&value| bytes(value)).collect::<Result<Vec<_>, _>>().map(|all| all.concat())
+        values
+            .iter()
+            .map(|&value| bytes(value))
+            .collect::<Result<Vec<_>, _>>()
+            .map(|all| all.concat())
     }
 
     /// The numbers of some bytes, widened (exactly but for integers beyond 2^53).
@@ -137,7 +146,11 @@ impl std::fmt::Debug for WireTensor {
 
 impl From<&HostTensor> for WireTensor {
     fn from(tensor: &HostTensor) -> Self {
-        Self { dtype: WireType::of(tensor.dtype), shape: tensor.shape.clone(), bytes: tensor.bytes.clone() }
+        Self {
+            dtype: WireType::of(tensor.dtype),
+            shape: tensor.shape.clone(),
+            bytes: tensor.bytes.clone(),
+        }
     }
 }
 
@@ -168,7 +181,8 @@ pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> 
     const WORDS: u64 = 128;
     const NUMBER: u64 = 24;
     let entries = tensors.map(|(name, shape)| {
-        let elements = shape.iter().fold(1_u64, |product, &extent| product.saturating_mul(extent as u64));
+        let elements =
+            shape.iter().fold(1_u64, |product, &extent| product.saturating_mul(extent as u64));
         // A byte of a name may be written as six.
         let header = 6 * name.len() as u64 + WORDS + NUMBER * (shape.len() as u64 + 2);
         elements.saturating_mul(ELEMENT).saturating_add(header)
@@ -182,14 +196,21 @@ pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> 
 /// A file that is missing, something else, larger, or no safetensors file, or a tensor of a type that nothing here has.
 pub fn read(path: &Path, most: u64) -> Result<WireTensors, String> {
     let bytes = read_regular(path, most)?;
-    let name_of = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| format!("{name_of} is no safetensors file: {e}"))?;
+    let name_of =
+        path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let file = SafeTensors::deserialize(&bytes)
+        .map_err(|e| format!("{name_of} is no safetensors file: {e}"))?;
     file.tensors()
         .into_iter()
         .map(|(name, view)| {
             let dtype = WireType::ALL.into_iter().find(|dtype| dtype.stored() == view.dtype());
-            let dtype = dtype.ok_or_else(|| format!("`{name}` of {name_of} has the unknown type {}", view.dtype()))?;
-            Ok((name, WireTensor { dtype, shape: view.shape().to_vec(), bytes: view.data().to_vec() }))
+            let dtype = dtype.ok_or_else(|| {
+                format!("`{name}` of {name_of} has the unknown type {}", view.dtype())
+            })?;
+            Ok((
+                name,
+                WireTensor { dtype, shape: view.shape().to_vec(), bytes: view.data().to_vec() },
+            ))
         })
         .collect()
 }
@@ -201,7 +222,8 @@ mod tests {
     #[test]
     fn every_type_takes_its_own_values_and_gives_them_back() {
         for dtype in WireType::ALL {
-            let values: &[f64] = if dtype.is_integer() { &[0.0, 1.0, 255.0] } else { &[0.0, -1.5, f64::INFINITY] };
+            let values: &[f64] =
+                if dtype.is_integer() { &[0.0, 1.0, 255.0] } else { &[0.0, -1.5, f64::INFINITY] };
             let bytes = dtype.encode(values).unwrap();
             assert_eq!(bytes.len(), values.len() * dtype.size());
             assert_eq!(dtype.decode(&bytes), values, "{dtype}");
@@ -210,7 +232,9 @@ mod tests {
 
     #[test]
     fn integers_refuse_what_they_do_not_have() {
-        for (dtype, value) in [(WireType::U8, -1.0), (WireType::I32, 0.5), (WireType::I64, f64::NAN)] {
+        for (dtype, value) in
+            [(WireType::U8, -1.0), (WireType::I32, 0.5), (WireType::I64, f64::NAN)]
+        {
             assert!(dtype.encode(&[value]).unwrap_err().contains(&dtype.to_string()));
         }
     }
@@ -224,9 +248,10 @@ mod tests {
             shape: shape.to_vec(),
             bytes: vec![1; shape.iter().product::<usize>() * dtype.size()],
         };
-        let tensors: WireTensors = [("a", tensor(WireType::Bf16, &[2, 3])), ("b", tensor(WireType::I64, &[0, 4]))]
-            .map(|(n, t)| (n.into(), t))
-            .into();
+        let tensors: WireTensors =
+            [("a", tensor(WireType::Bf16, &[2, 3])), ("b", tensor(WireType::I64, &[0, 4]))]
+                .map(|(n, t)| (n.into(), t))
+                .into();
         let bytes = to_bytes(&tensors).unwrap();
         std::fs::write(&path, &bytes).unwrap();
         assert_eq!(read(&path, bytes.len() as u64).unwrap(), tensors);

@@ -15,9 +15,12 @@ const HEAT_COLUMNS: usize = 48;
 /// where the oracle's is one uses an infinite share of its budget.
 pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &Steps) -> Metrics {
     let finite: Vec<usize> = (0..kernel.len()).filter(|&i| exact.values[i].is_finite()).collect();
-    let uses: Vec<f64> = (0..kernel.len()).map(|i| budget_use(kernel[i], exact.values[i], budget.allowed[i])).collect();
+    let uses: Vec<f64> = (0..kernel.len())
+        .map(|i| budget_use(kernel[i], exact.values[i], budget.allowed[i]))
+        .collect();
     let worst = finite.iter().copied().max_by(|&a, &b| uses[a].total_cmp(&uses[b])).unwrap_or(0);
-    let mut ulps: Vec<f64> = finite.iter().map(|&i| ulp_error(kernel[i], exact.values[i], stored, i)).collect();
+    let mut ulps: Vec<f64> =
+        finite.iter().map(|&i| ulp_error(kernel[i], exact.values[i], stored, i)).collect();
     ulps.sort_by(f64::total_cmp);
     let norms = Norms::over(kernel, &exact.values, finite.iter().copied());
     let (worst_row, worst_row_relative_l2) = worst_row(kernel, exact);
@@ -124,7 +127,11 @@ impl Norms {
     }
 
     fn cosine(&self) -> f64 {
-        if self.kernel == 0.0 && self.exact == 0.0 { 1.0 } else { self.product / (self.kernel * self.exact).sqrt() }
+        if self.kernel == 0.0 && self.exact == 0.0 {
+            1.0
+        } else {
+            self.product / (self.kernel * self.exact).sqrt()
+        }
     }
 
     fn norm_ratio(&self) -> f64 {
@@ -171,10 +178,12 @@ fn heat_map(uses: &[f64], exact: &OracleTensor, budget: &Budget) -> HeatMap {
     let (rows, columns) = (total_rows.min(HEAT_ROWS), total_columns.min(HEAT_COLUMNS));
     let mut cells = vec![HeatMap::NOT_COMPARED; rows * columns];
     let any_budget = budget.allowed.iter().any(|&allowed| allowed > 0.0);
-    let structural_zero = |i: usize| any_budget && exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
+    let structural_zero =
+        |i: usize| any_budget && exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
     let has_budget = |i: usize| exact.values[i].is_finite() && !structural_zero(i);
     for (i, &share) in uses.iter().enumerate().filter(|&(i, &share)| has_budget(i) || share > 0.0) {
-        let cell = (i / total_columns) * rows / total_rows * columns + (i % total_columns) * columns / total_columns;
+        let cell = (i / total_columns) * rows / total_rows * columns
+            + (i % total_columns) * columns / total_columns;
         // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it. A use above 1 stays above.
         let hundredths = share.min(1e6) * 100.0;
         let share = if share > 1.0 { hundredths.ceil() } else { hundredths.round() } / 100.0;
@@ -195,14 +204,20 @@ mod tests {
 
     #[test]
     fn an_element_that_uses_its_whole_budget_is_within_it() {
-        let bins = histogram([0.0, 0.125, 0.126, 1.0, 1.000_001, 2.0, 2.1, f64::INFINITY].into_iter());
+        let bins =
+            histogram([0.0, 0.125, 0.126, 1.0, 1.000_001, 2.0, 2.1, f64::INFINITY].into_iter());
         assert_eq!(bins, [2, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 3]);
     }
 
     #[test]
     fn cells_without_a_compared_element_are_marked_and_errors_above_the_budget_stay_above_it() {
         let values = vec![1.0, f64::NAN, 2.0, f64::INFINITY, 0.0, 0.0];
-        let exact = OracleTensor { name: "y", side: crate::operator::Side::Forward, shape: vec![3, 2], values };
+        let exact = OracleTensor {
+            name: "y",
+            side: crate::operator::Side::Forward,
+            shape: vec![3, 2],
+            values,
+        };
         let allowed = vec![1.0, 1.0, 1.0, 1.0, 0.0, 0.0];
         let budget = Budget { variance: allowed.clone(), allowed, multiple: 1.0 };
         let map = heat_map(&[0.5, 0.0, 1.001, 0.0, 0.0, f64::INFINITY], &exact, &budget);

@@ -79,7 +79,11 @@ impl Budget {
     ///
     /// # Panics
     /// When a working run has another shape than the exact one.
-    pub fn derive(exact: &OracleTensor, working: &[&OracleTensor], stored: impl Into<Steps>) -> Self {
+    pub fn derive(
+        exact: &OracleTensor,
+        working: &[&OracleTensor],
+        stored: impl Into<Steps>,
+    ) -> Self {
         Self::derive_pooled(exact, working, &stored.into(), Pooling::LastAxis)
     }
 
@@ -87,8 +91,16 @@ impl Budget {
     ///
     /// # Panics
     /// When a working run has another shape than the exact one.
-    pub fn derive_pooled(exact: &OracleTensor, working: &[&OracleTensor], stored: &Steps, pooling: Pooling) -> Self {
-        assert!(working.iter().all(|run| run.values.len() == exact.values.len()), "runs of unlike shape");
+    pub fn derive_pooled(
+        exact: &OracleTensor,
+        working: &[&OracleTensor],
+        stored: &Steps,
+        pooling: Pooling,
+    ) -> Self {
+        assert!(
+            working.iter().all(|run| run.values.len() == exact.values.len()),
+            "runs of unlike shape"
+        );
         let z = expected_maximum(exact.values.len() as f64 * CAMPAIGN);
         let elements = exact.values.len();
         let (allowed, variance) = (Vec::with_capacity(elements), Vec::with_capacity(elements));
@@ -103,14 +115,18 @@ impl Budget {
 
     /// Nothing is allowed.
     pub fn nothing(exact: &OracleTensor) -> Self {
-        let allowed: Vec<f64> =
-            exact.values.iter().map(|value| if value.is_finite() { 0.0 } else { f64::NAN }).collect();
+        let allowed: Vec<f64> = exact
+            .values
+            .iter()
+            .map(|value| if value.is_finite() { 0.0 } else { f64::NAN })
+            .collect();
         Self { variance: allowed.clone(), allowed, multiple: 0.0 }
     }
 
     /// The first element whose exact value is finite and whose allowed error is not.
     pub fn unbounded(&self, exact: &OracleTensor) -> Option<usize> {
-        (0..self.allowed.len()).find(|&i| exact.values[i].is_finite() && !self.allowed[i].is_finite())
+        (0..self.allowed.len())
+            .find(|&i| exact.values[i].is_finite() && !self.allowed[i].is_finite())
     }
 
     fn derive_row(
@@ -132,7 +148,11 @@ impl Budget {
             }
             let (multiple, variance) = (student(z, pool.freedom), pool.variance(own));
             let spread = multiple * variance.sqrt();
-            let store = if spread == 0.0 && value == 0.0 { 0.0 } else { stored.half_ulp(i, value.abs() + spread) };
+            let store = if spread == 0.0 && value == 0.0 {
+                0.0
+            } else {
+                stored.half_ulp(i, value.abs() + spread)
+            };
             self.multiple = self.multiple.max(multiple);
             self.allowed.push(spread + store);
             self.variance.push(variance);
@@ -157,7 +177,8 @@ impl Pool {
         let finite: Vec<f64> = own.iter().copied().filter(|v| v.is_finite()).collect();
         let count = finite.len() as f64;
         let mean = finite.iter().sum::<f64>() / count.max(1.0);
-        let scatter = finite.iter().map(|v| (v / mean - 1.0).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
+        let scatter =
+            finite.iter().map(|v| (v / mean - 1.0).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
         let excess = scatter - 2.0 / runs;
         let pooled_freedom = runs * count.max(1.0);
         // A row of one scale, or one too short to tell.
@@ -192,11 +213,16 @@ mod tests {
     }
 
     fn noisy(exact: &OracleTensor, draw: &mut Draw, sigma: impl Fn(usize) -> f64) -> OracleTensor {
-        let values = exact.values.iter().enumerate().map(|(i, v)| v + sigma(i) * draw.normal()).collect();
+        let values =
+            exact.values.iter().enumerate().map(|(i, v)| v + sigma(i) * draw.normal()).collect();
         OracleTensor { values, ..exact.clone() }
     }
 
-    fn budget_of(exact: &OracleTensor, sigma: impl Fn(usize) -> f64 + Copy, draw: &mut Draw) -> Budget {
+    fn budget_of(
+        exact: &OracleTensor,
+        sigma: impl Fn(usize) -> f64 + Copy,
+        draw: &mut Draw,
+    ) -> Budget {
         let runs: Vec<_> = (0..WORKING_RUNS).map(|_| noisy(exact, draw, sigma)).collect();
         Budget::derive(exact, &runs.iter().collect::<Vec<_>>(), DType::F32)
     }
@@ -227,8 +253,9 @@ mod tests {
         let errors = |run: &OracleTensor| -> Vec<f64> {
             run.values.iter().zip(&exact.values).map(|(k, e)| (k - e).abs()).collect()
         };
-        let passes =
-            |run: &OracleTensor| errors(run).iter().zip(&budget.allowed).all(|(error, allowed)| error <= allowed);
+        let passes = |run: &OracleTensor| {
+            errors(run).iter().zip(&budget.allowed).all(|(error, allowed)| error <= allowed)
+        };
         assert!(passes(&noisy(&exact, &mut draw, sigma)));
         assert!(!passes(&noisy(&exact, &mut draw, |i| 10.0 * sigma(i))));
     }
@@ -268,7 +295,9 @@ mod tests {
             (derive(Pooling::LastAxis), derive(Pooling::Trailing(2)), derive(Pooling::Group(16)));
         assert_eq!(rows, Budget::derive(&exact, &runs, Steps::Exact).allowed);
         let scatter = |allowed: &[f64]| {
-            let (low, high) = allowed.iter().fold((f64::MAX, 0.0f64), |(low, high), &v| (low.min(v), high.max(v)));
+            let (low, high) = allowed
+                .iter()
+                .fold((f64::MAX, 0.0f64), |(low, high), &v| (low.min(v), high.max(v)));
             high / low
         };
         // All of a matrix of one scale has nearly one budget; each row by itself has its own estimate.
@@ -281,9 +310,10 @@ mod tests {
     #[test]
     fn pooled_ranges_cover_every_element_once() {
         let shape = [2, 3, 5];
-        for pooling in [Pooling::LastAxis, Pooling::Trailing(0), Pooling::Trailing(2), Pooling::Trailing(9)]
-            .into_iter()
-            .chain((0..7).map(Pooling::Group))
+        for pooling in
+            [Pooling::LastAxis, Pooling::Trailing(0), Pooling::Trailing(2), Pooling::Trailing(9)]
+                .into_iter()
+                .chain((0..7).map(Pooling::Group))
         {
             let covered: Vec<usize> = pooling.ranges(&shape).into_iter().flatten().collect();
             assert_eq!(covered, (0..30).collect::<Vec<_>>(), "{pooling:?}");

@@ -16,10 +16,12 @@ use crate::judge::triangulation;
 use crate::judge::truth::{Held, Truth};
 use crate::operator::tensors::permuted_along;
 use crate::operator::{
-    Comparison, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Relation, Repeat, RoundingPoints, Sequence,
-    Side, rows_of,
+    Comparison, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Relation, Repeat,
+    RoundingPoints, Sequence, Side, rows_of,
 };
-use crate::record::{CheckRecord, FailingElements, Metrics, Skip, Verdict, WholeTensor, agreement_of, figures, words};
+use crate::record::{
+    CheckRecord, FailingElements, Metrics, Skip, Verdict, WholeTensor, agreement_of, figures, words,
+};
 
 /// What a sweep asks of each case beyond the checks that always run.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +90,14 @@ impl Outcome {
         self.push(check, "", error.verdict, 0, error.message);
     }
 
-    fn push(&mut self, check: &str, tensor: &str, verdict: Verdict, compared: u64, message: String) {
+    fn push(
+        &mut self,
+        check: &str,
+        tensor: &str,
+        verdict: Verdict,
+        compared: u64,
+        message: String,
+    ) {
         // Nothing compared is nothing shown: an error, whatever the check thought.
         let (verdict, message) = if verdict == Verdict::Pass && compared == 0 {
             (Verdict::Error, "compared no element".to_owned())
@@ -125,7 +134,8 @@ impl Outcome {
 
     /// Says of whatever failed since there were `before` checks when it did so.
     fn name_run(&mut self, before: usize, when: &str) {
-        for check in self.checks[before..].iter_mut().filter(|check| check.verdict != Verdict::Pass) {
+        for check in self.checks[before..].iter_mut().filter(|check| check.verdict != Verdict::Pass)
+        {
             check.message = words::message(format!("{when}: {}", check.message));
         }
     }
@@ -189,7 +199,12 @@ fn triangulate(prepared: &dyn PreparedCase, outcome: &mut Outcome) {
     match triangulation::triangulate(&*probe) {
         Ok(findings) => {
             for finding in findings {
-                outcome.verdict("oracle_gradients", &finding.input, finding.compared, finding.problem);
+                outcome.verdict(
+                    "oracle_gradients",
+                    &finding.input,
+                    finding.compared,
+                    finding.problem,
+                );
             }
         }
         Err(error) => outcome.push("oracle_gradients", "", Verdict::Error, 0, error.to_string()),
@@ -227,7 +242,8 @@ fn run_kernels(
         }
         let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
             // What a comparison needs besides the tensor itself need not be an output.
-            if !first.tensors.iter().any(|tensor| tensor.consults().any(|name| name == exact.name)) {
+            if !first.tensors.iter().any(|tensor| tensor.consults().any(|name| name == exact.name))
+            {
                 let message = "the kernel returned no such tensor".into();
                 outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
             }
@@ -238,7 +254,9 @@ fn run_kernels(
                 compare(truth, index, found, &first, (&held, options.power), outcome);
                 budgets.push((exact, held.budget.clone()));
             }
-            Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+            Err(message) => {
+                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message)
+            }
         }
     }
     saved_checks(prepared, runner, &first, options.power, outcome);
@@ -259,11 +277,15 @@ pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
     let mut outcome = Outcome::default();
     known_to_the_oracle(truth, run, &mut outcome);
     for found in &run.tensors {
-        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else { continue };
+        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else {
+            continue;
+        };
         let exact = &truth.exact[index];
         match truth.held(index, found) {
             Ok(held) => compare(truth, index, found, run, (&held, false), &mut outcome),
-            Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+            Err(message) => {
+                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message)
+            }
         }
     }
     outcome
@@ -272,7 +294,13 @@ pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
 fn known_to_the_oracle(truth: &Truth, run: &KernelRun, outcome: &mut Outcome) {
     for found in &run.tensors {
         if !truth.exact.iter().any(|exact| exact.name == found.name) {
-            outcome.push("oracle", found.name, Verdict::Error, 0, "the oracle has no such tensor".into());
+            outcome.push(
+                "oracle",
+                found.name,
+                Verdict::Error,
+                0,
+                "the oracle has no such tensor".into(),
+            );
         }
     }
 }
@@ -297,7 +325,11 @@ fn launch(
 }
 
 /// What came of a launch.
-fn launched(run: Result<KernelRun, RunError>, check: &str, outcome: &mut Outcome) -> Option<KernelRun> {
+fn launched(
+    run: Result<KernelRun, RunError>,
+    check: &str,
+    outcome: &mut Outcome,
+) -> Option<KernelRun> {
     match run {
         Ok(run) => {
             let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
@@ -318,9 +350,10 @@ fn launched(run: Result<KernelRun, RunError>, check: &str, outcome: &mut Outcome
 
 fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
     let buffers = run.tensors.len() as u64;
-    for (check, kinds) in
-        [("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]), ("inputs_unchanged", &[ViolationKind::Input][..])]
-    {
+    for (check, kinds) in [
+        ("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]),
+        ("inputs_unchanged", &[ViolationKind::Input][..]),
+    ] {
         if outcome.is_blind(runner, check, 1) {
             continue;
         }
@@ -335,7 +368,9 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
             );
             // The same overwrite in another run of the case is no other one.
             let is_it = |known: &CheckRecord| {
-                known.check == check && known.tensor == violation.buffer && known.message.ends_with(&message)
+                known.check == check
+                    && known.tensor == violation.buffer
+                    && known.message.ends_with(&message)
             };
             if !outcome.checks.iter().any(is_it) {
                 outcome.verdict(check, &violation.buffer, buffers.max(1), Some(message));
@@ -355,7 +390,10 @@ fn compare(
 ) {
     let exact = &truth.exact[index];
     if found.tensor.shape != exact.shape {
-        let message = format!("the kernel's shape is {:?}, the oracle's {:?}", found.tensor.shape, exact.shape);
+        let message = format!(
+            "the kernel's shape is {:?}, the oracle's {:?}",
+            found.tensor.shape, exact.shape
+        );
         outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
         return;
     }
@@ -365,7 +403,9 @@ fn compare(
     match found.comparison {
         Comparison::Rounded => agreement_checks(truth, index, found, (held, power), outcome),
         Comparison::Exact => exact_check(exact, found, &held.budget, outcome),
-        Comparison::Selection { scores } => selection_check(truth, exact, found, scores, run, outcome),
+        Comparison::Selection { scores } => {
+            selection_check(truth, exact, found, scores, run, outcome)
+        }
     }
 }
 
@@ -395,18 +435,32 @@ fn agreement_checks(
 pub const GRADIENT_OF_SAVED: &str = "gradient_of_saved";
 
 /// Gradients against what follows from the kernels' own saved outputs, whose rounding no longer hides anything.
-fn saved_checks(prepared: &dyn PreparedCase, runner: &dyn Runner, run: &KernelRun, power: bool, outcome: &mut Outcome) {
+fn saved_checks(
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    run: &KernelRun,
+    power: bool,
+    outcome: &mut Outcome,
+) {
     let arithmetic = runner.arithmetic(prepared);
     let truth = match Truth::of_saved(prepared, run, arithmetic) {
         Ok(None) => return,
         Ok(Some(truth)) => truth,
-        Err(error) => return outcome.push(GRADIENT_OF_SAVED, "", Verdict::Error, 0, error.to_string()),
+        Err(error) => {
+            return outcome.push(GRADIENT_OF_SAVED, "", Verdict::Error, 0, error.to_string());
+        }
     };
     if arithmetic.points == RoundingPoints::Undeclared {
-        return outcome.skip(GRADIENT_OF_SAVED, "the kernel does not say where it rounds", truth.exact.len() as u64);
+        return outcome.skip(
+            GRADIENT_OF_SAVED,
+            "the kernel does not say where it rounds",
+            truth.exact.len() as u64,
+        );
     }
     for (index, exact) in truth.exact.iter().enumerate() {
-        let Some(found) = run.tensors.iter().find(|tensor| tensor.name == exact.name) else { continue };
+        let Some(found) = run.tensors.iter().find(|tensor| tensor.name == exact.name) else {
+            continue;
+        };
         // Of another shape it has been found wrong already.
         if found.tensor.shape != exact.shape || exact.values.is_empty() {
             continue;
@@ -449,7 +503,8 @@ fn exact_check(exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outc
     outcome.verdict(side_name(exact.side), exact.name, kernel.len() as u64, problem);
     outcome.name_elements(failing::elements(&unequal, &exact.shape, None));
     if let Some(record) = outcome.checks.last_mut() {
-        record.metrics = Some(agreement::measure(&kernel, exact, budget, &found.tensor.dtype.into()));
+        record.metrics =
+            Some(agreement::measure(&kernel, exact, budget, &found.tensor.dtype.into()));
     }
 }
 
@@ -461,11 +516,13 @@ fn selection_check(
     run: &KernelRun,
     outcome: &mut Outcome,
 ) {
-    let problem = truth
-        .scores(scores, run)
-        .and_then(|(of, allowed)| selection::problem(&found.tensor, exact, Scores { exact: of, allowed: &allowed }));
+    let problem = truth.scores(scores, run).and_then(|(of, allowed)| {
+        selection::problem(&found.tensor, exact, Scores { exact: of, allowed: &allowed })
+    });
     match problem {
-        Ok(problem) => outcome.verdict(side_name(exact.side), exact.name, exact.values.len() as u64, problem),
+        Ok(problem) => {
+            outcome.verdict(side_name(exact.side), exact.name, exact.values.len() as u64, problem)
+        }
         Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
     }
 }
@@ -483,8 +540,9 @@ fn agreement_verdict(
 ) {
     let finite = || (0..kernel.len()).filter(|&i| exact.values[i].is_finite());
     let allowed = &held.budget.allowed;
-    let over: Vec<usize> =
-        finite().filter(|&i| agreement::budget_use(kernel[i], exact.values[i], allowed[i]) > 1.0).collect();
+    let over: Vec<usize> = finite()
+        .filter(|&i| agreement::budget_use(kernel[i], exact.values[i], allowed[i]) > 1.0)
+        .collect();
     let worst = &metrics.worst;
     let problem = (!over.is_empty()).then(|| {
         format!(
@@ -500,10 +558,15 @@ fn agreement_verdict(
         outcome.skip(agreement_of(exact.name), POWERLESS, 1);
     } else {
         outcome.verdict(side_name(exact.side), exact.name, compared, problem);
-        outcome.name_elements(failing::elements(&over, &exact.shape, Some((kernel, &exact.values))));
+        outcome.name_elements(failing::elements(
+            &over,
+            &exact.shape,
+            Some((kernel, &exact.values)),
+        ));
     }
     let not_finite = finite().filter(|&i| !kernel[i].is_finite()).count();
-    let problem = (not_finite > 0).then(|| format!("{not_finite} of {compared} elements are no finite number"));
+    let problem = (not_finite > 0)
+        .then(|| format!("{not_finite} of {compared} elements are no finite number"));
     let whole = whole_tensor(exact, kernel, held);
     if let (Some(record), false) = (outcome.checks.last_mut(), powerless) {
         record.metrics = Some(Metrics { whole: whole.clone(), ..metrics });
@@ -528,7 +591,13 @@ fn whole_tensor(exact: &OracleTensor, kernel: &[f64], held: &Held) -> Option<Who
 }
 
 /// The tensor as a whole: its bias, where the kernel says how it rounds, and its precision.
-fn whole_verdict(exact: &OracleTensor, kernel: &[f64], held: &Held, compared: u64, outcome: &mut Outcome) {
+fn whole_verdict(
+    exact: &OracleTensor,
+    kernel: &[f64],
+    held: &Held,
+    compared: u64,
+    outcome: &mut Outcome,
+) {
     let Some(yardstick) = &held.yardstick else { return };
     let [bias, precision] = yardstick.problems(yardstick.numbers(exact, kernel));
     if yardstick.points == RoundingPoints::Undeclared {
@@ -543,8 +612,11 @@ fn whole_verdict(exact: &OracleTensor, kernel: &[f64], held: &Held, compared: u6
 fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome: &mut Outcome) {
     let class = |value: f64| (value.is_nan(), value == f64::INFINITY, value == f64::NEG_INFINITY);
     let structural_zero = |i: usize| exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
-    let differs = |i: &usize| class(kernel[*i]) != class(exact.values[*i]) || structural_zero(*i) && kernel[*i] != 0.0;
-    let special = (0..kernel.len()).filter(|&i| !exact.values[i].is_finite() || structural_zero(i)).count();
+    let differs = |i: &usize| {
+        class(kernel[*i]) != class(exact.values[*i]) || structural_zero(*i) && kernel[*i] != 0.0
+    };
+    let special =
+        (0..kernel.len()).filter(|&i| !exact.values[i].is_finite() || structural_zero(i)).count();
     let wrong: Vec<usize> = (0..kernel.len()).filter(differs).collect();
     let problem = wrong.first().map(|&first| {
         format!(
@@ -572,7 +644,8 @@ fn repeat_checks(
     if let Some(second) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) {
         same_results("repeatable", runner, first, &second, budgets, outcome);
     }
-    let blind = ["poison_independent", "fully_written"].map(|check| outcome.is_blind(runner, check, 1));
+    let blind =
+        ["poison_independent", "fully_written"].map(|check| outcome.is_blind(runner, check, 1));
     if blind != [true; 2]
         && let Some(other) = launch(prepared, runner, truth, Contract::HUGE, "launch", outcome)
     {
@@ -583,7 +656,11 @@ fn repeat_checks(
     if options.sequence {
         sequence_check(prepared, runner, first, budgets, outcome);
     } else {
-        outcome.skip("sequence", "of a sweep on the emulator every third case is called in sequence", 1);
+        outcome.skip(
+            "sequence",
+            "of a sweep on the emulator every third case is called in sequence",
+            1,
+        );
     }
     let schedules = u64::from(options.schedules);
     if schedules > 0 && outcome.is_blind(runner, "schedule_independent", schedules) {
@@ -628,7 +705,10 @@ fn sequence_check(
     }
     for write in stray_writes {
         let at = write.first_offset;
-        let message = format!("{} byte(s) of an earlier call's buffer changed, the first at byte {at}", write.bytes);
+        let message = format!(
+            "{} byte(s) of an earlier call's buffer changed, the first at byte {at}",
+            write.bytes
+        );
         outcome.verdict(CHECK, &write.buffer, write.bytes as u64, Some(message));
     }
 }
@@ -643,14 +723,22 @@ fn same_results(
     outcome: &mut Outcome,
 ) {
     for b in &second.tensors {
-        let Some(a) = first.tensors.iter().find(|a| a.name == b.name && a.tensor.elements() > 0) else { continue };
+        let Some(a) = first.tensors.iter().find(|a| a.name == b.name && a.tensor.elements() > 0)
+        else {
+            continue;
+        };
         let freely = runner.rounds_freely(a.name);
         freely.inspect(|why| outcome.skip(format!("bit equality of {}", a.name), why, 1));
         let budget = budgets.iter().find(|(exact, _)| exact.name == a.name);
-        let beyond = || budget.and_then(|(exact, budget)| difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0));
+        let beyond = || {
+            budget.and_then(|(exact, budget)| {
+                difference_beyond(&a.tensor, &b.tensor, exact, budget, 1.0)
+            })
+        };
         let problem = if a.deterministic && freely.is_none() {
             let last_bits = || budget.is_some() && beyond().is_none();
-            first_difference(&a.tensor, &b.tensor).map(|problem| with_hint(problem, runner, last_bits))
+            first_difference(&a.tensor, &b.tensor)
+                .map(|problem| with_hint(problem, runner, last_bits))
         } else {
             beyond()
         };
@@ -671,8 +759,8 @@ fn first_difference(a: &HostTensor, b: &HostTensor) -> Option<String> {
         return Some(format!("{a:?} against {b:?}"));
     }
     let size = a.dtype.size();
-    let mut different =
-        (0..a.elements()).filter(|i| a.bytes[i * size..(i + 1) * size] != b.bytes[i * size..(i + 1) * size]);
+    let mut different = (0..a.elements())
+        .filter(|i| a.bytes[i * size..(i + 1) * size] != b.bytes[i * size..(i + 1) * size]);
     let first = different.next()?;
     let count = 1 + different.count();
     let (x, y) = (a.to_f64()[first], b.to_f64()[first]);
@@ -715,7 +803,10 @@ fn difference_beyond(
         let i = worst.0;
         let index = agreement::unflatten(i, &exact.shape);
         let [a, b] = [a[i], b[i]].map(figures::element);
-        format!("at {index:?}: {b} against {a}, {} of what may separate them", figures::measure(worst.1, 3))
+        format!(
+            "at {index:?}: {b} against {a}, {} of what may separate them",
+            figures::measure(worst.1, 3)
+        )
     })
 }
 
@@ -743,7 +834,9 @@ fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Outcome) {
             continue;
         }
         let unwritten: Vec<usize> = (0..elements)
-            .filter(|&i| poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i))
+            .filter(|&i| {
+                poisoned(&a.tensor, Contract::NAN, i) && poisoned(&b.tensor, Contract::HUGE, i)
+            })
             .collect();
         let problem = unwritten.first().map(|&first| {
             format!(
@@ -765,12 +858,15 @@ fn law_checks(
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
-    let check = if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
+    let check =
+        if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
     if let Some(why) = law.left_out.or_else(|| runner.cannot_vary(&*law.variant)) {
         outcome.skip(check, why, 1);
         return;
     }
-    let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, &check, outcome) else { return };
+    let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, &check, outcome) else {
+        return;
+    };
     // Asked for once, where a relation needs it: the oracle's runs take far longer than the kernels.
     let variants_truth = OnceCell::new();
     for (name, relation) in &law.relations {
@@ -796,9 +892,14 @@ fn law_checks(
         let budget = budgets.iter().find(|(exact, _)| exact.name == *name);
         let both = match (relation, budget) {
             (Relation::WithinBothBudgets, Some((exact, budget))) => {
-                let own =
-                    variants_truth.get_or_init(|| Truth::of_elements(&*law.variant, runner.arithmetic(&*law.variant)));
-                match own.as_ref().map_err(|e| e.to_string()).and_then(|own| with_variants(own, exact, budget, &b)) {
+                let own = variants_truth.get_or_init(|| {
+                    Truth::of_elements(&*law.variant, runner.arithmetic(&*law.variant))
+                });
+                match own
+                    .as_ref()
+                    .map_err(|e| e.to_string())
+                    .and_then(|own| with_variants(own, exact, budget, &b))
+                {
                     Ok(both) => Some((*exact, both)),
                     Err(message) => {
                         outcome.push(&check, name, Verdict::Error, 0, message);
@@ -810,11 +911,15 @@ fn law_checks(
         };
         let budget = both.as_ref().or(budget);
         let (compared, problem) = match (runner.rounds_freely(name), relation) {
-            (_, Relation::WithinBudget | Relation::WithinBothBudgets) => relate(&a.tensor, &b.tensor, relation, budget),
+            (_, Relation::WithinBudget | Relation::WithinBothBudgets) => {
+                relate(&a.tensor, &b.tensor, relation, budget)
+            }
             (None, _) => {
                 let (compared, problem) = relate(&a.tensor, &b.tensor, relation, budget);
-                let last_bits =
-                    || budget.is_some() && relate_freely(&a.tensor, &b.tensor, relation, budget).1.is_none();
+                let last_bits = || {
+                    budget.is_some()
+                        && relate_freely(&a.tensor, &b.tensor, relation, budget).1.is_none()
+                };
                 (compared, problem.map(|problem| with_hint(problem, runner, last_bits)))
             }
             (Some(why), _) => {
@@ -862,20 +967,28 @@ fn relate(
             let problem = row_difference(a, b, bound_rows.iter().map(|&row| (row, row)));
             ((bound_rows.len() * row_len) as u64, problem)
         }
-        Relation::PermutedRows(map) => (elements, row_difference(a, b, map.iter().copied().zip(0..))),
-        Relation::PermutedAlong { axis, order } => (elements, first_difference(&permuted_along(a, *axis, order), b)),
+        Relation::PermutedRows(map) => {
+            (elements, row_difference(a, b, map.iter().copied().zip(0..)))
+        }
+        Relation::PermutedAlong { axis, order } => {
+            (elements, first_difference(&permuted_along(a, *axis, order), b))
+        }
         Relation::EqualExcept { axis, at } => {
             let (bound, kept) = without_entry(a, b, *axis, *at);
             (bound, first_difference(a, &kept))
         }
-        Relation::MadeOf(made_of) => (elements, value_difference(&a.to_f64(), &made_of(b), &a.shape)),
+        Relation::MadeOf(made_of) => {
+            (elements, value_difference(&a.to_f64(), &made_of(b), &a.shape))
+        }
         // Each of the two may be off by its budget.
-        Relation::WithinBudget => {
-            (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)))
-        }
-        Relation::WithinBothBudgets => {
-            (elements, budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 1.0)))
-        }
+        Relation::WithinBudget => (
+            elements,
+            budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 2.0)),
+        ),
+        Relation::WithinBothBudgets => (
+            elements,
+            budget.and_then(|(exact, budget)| difference_beyond(a, b, exact, budget, 1.0)),
+        ),
     }
 }
 
@@ -898,7 +1011,8 @@ fn relate_freely(
         Relation::MadeOf(made_of) => back = made_of(b),
         Relation::EqualRows(is_bound) => {
             for row in (0..rows).filter(|&row| !is_bound(row)) {
-                back[row * row_len..(row + 1) * row_len].copy_from_slice(&case[row * row_len..(row + 1) * row_len]);
+                back[row * row_len..(row + 1) * row_len]
+                    .copy_from_slice(&case[row * row_len..(row + 1) * row_len]);
                 bound -= 1;
             }
         }
@@ -942,13 +1056,18 @@ fn without_entry(a: &HostTensor, b: &HostTensor, axis: usize, at: usize) -> (u64
 }
 
 /// First of the pairs of rows (of `a`, of `b`) that is not bit-equal.
-fn row_difference(a: &HostTensor, b: &HostTensor, mut pairs: impl Iterator<Item = (usize, usize)>) -> Option<String> {
+fn row_difference(
+    a: &HostTensor,
+    b: &HostTensor,
+    mut pairs: impl Iterator<Item = (usize, usize)>,
+) -> Option<String> {
     let (_, row_len) = rows_of(&a.shape);
     let bytes = row_len * a.dtype.size();
     if a.bytes.len() != b.bytes.len() {
         return Some(format!("{a:?} against {b:?}"));
     }
-    let (from, to) =
-        pairs.find(|&(x, y)| a.bytes[x * bytes..(x + 1) * bytes] != b.bytes[y * bytes..(y + 1) * bytes])?;
+    let (from, to) = pairs.find(|&(x, y)| {
+        a.bytes[x * bytes..(x + 1) * bytes] != b.bytes[y * bytes..(y + 1) * bytes]
+    })?;
     Some(format!("row {to} of the variant differs from row {from} of the case"))
 }

@@ -8,7 +8,11 @@ const MOST_RUNS: usize = 16;
 
 /// The elements at these places of a tensor, row-major, gathered along each of its axes; `None` where none fails.
 /// `values` are the kernel's and the oracle's, where they are numbers that a factor may tell apart.
-pub fn elements(failing: &[usize], shape: &[usize], values: Option<(&[f64], &[f64])>) -> Option<FailingElements> {
+pub fn elements(
+    failing: &[usize],
+    shape: &[usize],
+    values: Option<(&[f64], &[f64])>,
+) -> Option<FailingElements> {
     if failing.is_empty() {
         return None;
     }
@@ -77,8 +81,9 @@ mod tests {
     use super::*;
 
     fn along(axis: usize, shape: &[usize], fails: impl Fn(&[u64]) -> bool) -> FailingEntries {
-        let failing: Vec<usize> =
-            (0..shape.iter().product()).filter(|&element| fails(&unflatten(element, shape))).collect();
+        let failing: Vec<usize> = (0..shape.iter().product())
+            .filter(|&element| fails(&unflatten(element, shape)))
+            .collect();
         elements(&failing, shape, None).expect("some fail").axes[axis].clone()
     }
 
@@ -92,7 +97,10 @@ mod tests {
         assert_eq!((heads.period, heads.runs, heads.entries), (4, vec![[3, 3]], 3));
         // Once is no period, and neither is everything.
         assert_eq!(along(0, &[7, 1], |at| at[0] == 3).period, 7);
-        assert_eq!(along(0, &[8, 1], |_| true), FailingEntries { period: 8, runs: vec![[0, 7]], entries: 8 });
+        assert_eq!(
+            along(0, &[8, 1], |_| true),
+            FailingEntries { period: 8, runs: vec![[0, 7]], entries: 8 }
+        );
         let scattered = along(0, &[100, 1], |at| at[0] * at[0] % 7 == 1 && at[0] > 20);
         assert!(scattered.runs.is_empty() && scattered.entries > 16);
     }
@@ -101,9 +109,11 @@ mod tests {
     fn a_factor_is_that_of_the_failing_elements() {
         let oracle = [1.0, 2.0, -3.0, 5.0];
         let kernel = [1.0, 0.5, -0.75, 5.0];
-        let found = elements(&[1, 2], &[4], Some((&kernel, &oracle))).and_then(|found| found.factor);
+        let found =
+            elements(&[1, 2], &[4], Some((&kernel, &oracle))).and_then(|found| found.factor);
         assert_eq!(found, Some(Factor { value: 0.25, rest: 0.0 }));
-        let undefined = elements(&[1], &[2], Some((&[1.0, f64::NAN], &[1.0, 1.0]))).expect("one fails");
+        let undefined =
+            elements(&[1], &[2], Some((&[1.0, f64::NAN], &[1.0, 1.0]))).expect("one fails");
         assert!(undefined.factor.is_none());
         assert!(elements(&[], &[4], None).is_none());
     }

@@ -37,7 +37,12 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
 }
 
 /// The same with the oracle's runs of this very case, which are known already.
-pub fn run_by(truth: &Truth, file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
+pub fn run_by(
+    truth: &Truth,
+    file: &GoldenFile,
+    golden: &GoldenCase,
+    device: Option<&Device>,
+) -> CaseRecord {
     let mut outcome = against_golden(golden, truth);
     if let (Some(device), None) = (device, &golden.kernel_skip) {
         let options = CheckOptions::of_kernels(0);
@@ -73,9 +78,16 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
 ///
 /// # Errors
 /// Those of [`golden_file::names_in`].
-pub fn files_about(dir: &Path, operators: &[&'static AnyOperator]) -> Result<Vec<String>, GoldenError> {
+pub fn files_about(
+    dir: &Path,
+    operators: &[&'static AnyOperator],
+) -> Result<Vec<String>, GoldenError> {
     let mut names = golden_file::names_in(dir)?;
-    names.retain(|name| operators.iter().any(|operator| operator.golden_kinds().contains(&golden_file::kind_of(name))));
+    names.retain(|name| {
+        operators
+            .iter()
+            .any(|operator| operator.golden_kinds().contains(&golden_file::kind_of(name)))
+    });
     Ok(names)
 }
 
@@ -83,7 +95,10 @@ pub fn files_about(dir: &Path, operators: &[&'static AnyOperator]) -> Result<Vec
 ///
 /// # Errors
 /// A file that should fit an operator and does not.
-pub fn cases_of(file: &GoldenFile, operators: &[&'static AnyOperator]) -> Result<Vec<GoldenCase>, CaseError> {
+pub fn cases_of(
+    file: &GoldenFile,
+    operators: &[&'static AnyOperator],
+) -> Result<Vec<GoldenCase>, CaseError> {
     let mut cases = Vec::new();
     for operator in operators {
         cases.extend(operator.golden(file)?);
@@ -107,10 +122,18 @@ fn against_golden(golden: &GoldenCase, truth: &Truth) -> Outcome {
     let mut outcome = Outcome::default();
     for expected in &golden.expected {
         let Some(index) = truth.exact.iter().position(|tensor| tensor.name == expected.name) else {
-            outcome.checks.push(failed("golden", expected.name, "the oracle has no such tensor".into()));
+            outcome.checks.push(failed(
+                "golden",
+                expected.name,
+                "the oracle has no such tensor".into(),
+            ));
             continue;
         };
-        outcome.checks.push(compare(expected, &truth.exact[index], &truth.budget(index, DType::F32)));
+        outcome.checks.push(compare(
+            expected,
+            &truth.exact[index],
+            &truth.budget(index, DType::F32),
+        ));
     }
     outcome
 }
@@ -119,7 +142,11 @@ fn against_golden(golden: &GoldenCase, truth: &Truth) -> Outcome {
 fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) -> CheckRecord {
     let mut record = failed("golden", expected.name, String::new());
     if expected.values.len() != exact.values.len() {
-        record.message = format!("the file has {} elements, the oracle {}", expected.values.len(), exact.values.len());
+        record.message = format!(
+            "the file has {} elements, the oracle {}",
+            expected.values.len(),
+            exact.values.len()
+        );
         return record;
     }
     if expected.values.is_empty() {
@@ -131,7 +158,8 @@ fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) ->
         if expected.computed_f32 {
             return working.allowed[i];
         }
-        let stored = if expected.stored_f32 { half_ulp(DType::F32, expected.values[i]) } else { 0.0 };
+        let stored =
+            if expected.stored_f32 { half_ulp(DType::F32, expected.values[i]) } else { 0.0 };
         working.allowed[i] * narrower + stored
     };
     let used = |i: usize| match (exact.values[i], expected.values[i]) {

@@ -53,7 +53,8 @@ impl Steps {
             Self::Exact => values.to_vec(),
             Self::Float(format) => statistics::stored(*format, values),
             Self::Scaled { format, scales } => {
-                let in_scales: Vec<f64> = values.iter().zip(scales).map(|(value, scale)| value / scale).collect();
+                let in_scales: Vec<f64> =
+                    values.iter().zip(scales).map(|(value, scale)| value / scale).collect();
                 let stored = statistics::stored(*format, &in_scales);
                 let of = |((stored, scale), value): ((f64, &f64), &f64)| {
                     if stored.is_finite() { stored * scale } else { *value }
@@ -71,7 +72,11 @@ impl Steps {
             Self::Scaled { format, scales } => {
                 let scale = scales[index].abs();
                 // A block of scale zero holds nothing but zeros, and one without a finite scale no number.
-                if scale > 0.0 && scale.is_finite() { format.half_ulp(value / scale) * scale } else { 0.0 }
+                if scale > 0.0 && scale.is_finite() {
+                    format.half_ulp(value / scale) * scale
+                } else {
+                    0.0
+                }
             }
         }
     }
@@ -98,7 +103,9 @@ fn spread(scales: &OracleTensor, block: [usize; 2], shape: &[usize]) -> Result<V
     let (scales_outer, scale_rows, scale_columns) = matrix(&scales.shape);
     if block.contains(&0) || scales_outer != outer || (scale_rows, scale_columns) != blocks {
         let (name, found) = (scales.name, &scales.shape);
-        return Err(format!("scales `{name}` have shape {found:?}, which is not one for each {block:?} of {shape:?}"));
+        return Err(format!(
+            "scales `{name}` have shape {found:?}, which is not one for each {block:?} of {shape:?}"
+        ));
     }
     let place = |i: usize| {
         let (matrix, row, column) = (i / (rows * columns), i / columns % rows, i % columns);
@@ -113,7 +120,12 @@ mod tests {
     use crate::operator::Side;
 
     fn scales(shape: &[usize], values: &[f64]) -> OracleTensor {
-        OracleTensor { name: "s", side: Side::Forward, shape: shape.to_vec(), values: values.to_vec() }
+        OracleTensor {
+            name: "s",
+            side: Side::Forward,
+            shape: shape.to_vec(),
+            values: values.to_vec(),
+        }
     }
 
     const GRID: Grid = Grid::Scaled { format: Format::E2M1, block: [2, 4], scales: "s" };
@@ -134,7 +146,8 @@ mod tests {
 
     #[test]
     fn scales_that_do_not_exist_or_do_not_fit_are_refused() {
-        let refused = |oracle: &[OracleTensor], shape: &[usize]| Steps::of(GRID, shape, oracle).unwrap_err();
+        let refused =
+            |oracle: &[OracleTensor], shape: &[usize]| Steps::of(GRID, shape, oracle).unwrap_err();
         assert!(refused(&[], &[2, 4]).contains("no scales `s`"));
         let one = [scales(&[1, 1], &[1.0])];
         assert!(Steps::of(GRID, &[2, 4], &one).is_ok());

@@ -17,7 +17,11 @@ fn rank(check: &CheckRecord, case: &CaseRecord) -> (usize, usize) {
     match check.check.as_str() {
         "launch" | "inputs" | "oracle" | "golden" => (0, 0),
         "guards" | "inputs_unchanged" | "fully_written" => (1, 0),
-        "repeatable" | "poison_independent" | "sequence" | "schedule_independent" | "independence" => (2, 1),
+        "repeatable"
+        | "poison_independent"
+        | "sequence"
+        | "schedule_independent"
+        | "independence" => (2, 1),
         law if law.starts_with("law: ") => (2, 0),
         "forward" => (3, 0),
         "gradient" => (4, 0),
@@ -35,19 +39,25 @@ fn is_gradient(tensor: &str, case: &CaseRecord) -> bool {
 /// Whether a failure says no more than that of another check of the same tensor.
 fn is_said_by(check: &CheckRecord, other: &CheckRecord) -> bool {
     let compares = matches!(other.check.as_str(), "forward" | "gradient");
-    let is_statistic = matches!(check.check.as_str(), "bias" | "precision" | "finite" | GRADIENT_OF_SAVED);
+    let is_statistic =
+        matches!(check.check.as_str(), "bias" | "precision" | "finite" | GRADIENT_OF_SAVED);
     check.tensor == other.tensor && other.verdict == Verdict::Fail && compares && is_statistic
 }
 
 /// The checks of a case that are no plain pass, those that explain most first.
 pub(crate) fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
-    let mut checks: Vec<_> = case.checks.iter().filter(|check| Standing::of(check) != Standing::Pass).collect();
-    let used = |check: &CheckRecord| check.metrics.as_ref().map_or(1.0, |metrics| metrics.budget_used);
-    checks.sort_by(|a, b| rank(a, case).cmp(&rank(b, case)).then_with(|| worse_first(used(a), used(b))));
+    let mut checks: Vec<_> =
+        case.checks.iter().filter(|check| Standing::of(check) != Standing::Pass).collect();
+    let used =
+        |check: &CheckRecord| check.metrics.as_ref().map_or(1.0, |metrics| metrics.budget_used);
+    checks.sort_by(|a, b| {
+        rank(a, case).cmp(&rank(b, case)).then_with(|| worse_first(used(a), used(b)))
+    });
     let mut findings: Vec<Finding<'_>> = Vec::new();
     for check in checks {
         let same = |other: &CheckRecord| check.check == other.check && check.tensor == other.tensor;
-        let said = |finding: &&mut Finding<'_>| same(finding.check) || is_said_by(check, finding.check);
+        let said =
+            |finding: &&mut Finding<'_>| same(finding.check) || is_said_by(check, finding.check);
         match findings.iter_mut().find(said) {
             Some(finding) => finding.with.push(check),
             None => findings.push(Finding { check, with: Vec::new() }),
@@ -58,7 +68,11 @@ pub(crate) fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
 
 /// A check and its tensor: `forward of y`.
 pub(crate) fn name_of(check: &CheckRecord) -> String {
-    if check.tensor.is_empty() { check.check.clone() } else { format!("{} of {}", check.check, check.tensor) }
+    if check.tensor.is_empty() {
+        check.check.clone()
+    } else {
+        format!("{} of {}", check.check, check.tensor)
+    }
 }
 
 impl Finding<'_> {

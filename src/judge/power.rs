@@ -49,7 +49,11 @@ pub fn of(exact: &OracleTensor, held: &Held, run: &[f64], powerless: bool) -> Op
     }
     let tensor = Tensor { exact, held, run };
     let plain = held.steps.store(run);
-    let rules = Rules { exact: &exact.values, steps: &held.steps, plain_error: largest_error(&plain, &exact.values) };
+    let rules = Rules {
+        exact: &exact.values,
+        steps: &held.steps,
+        plain_error: largest_error(&plain, &exact.values),
+    };
     Some(Power {
         bias: tensor.smallest_bias(|y| fails(exact, held, y)),
         powerless,
@@ -63,7 +67,8 @@ pub fn of(exact: &OracleTensor, held: &Held, run: &[f64], powerless: bool) -> Op
 
 /// Whether the verdict over one tensor would pass an error of 10 %, where that changes anything.
 pub fn is_missing(exact: &OracleTensor, held: &Held, run: &[f64]) -> bool {
-    can_be_biased(exact, held) && !Tensor { exact, held, run }.sees(FLOOR, &|y| fails(exact, held, y))
+    can_be_biased(exact, held)
+        && !Tensor { exact, held, run }.sees(FLOOR, &|y| fails(exact, held, y))
 }
 
 /// Whether something is compared within rounding, and not stored as zero.
@@ -75,8 +80,9 @@ fn can_be_biased(exact: &OracleTensor, held: &Held) -> bool {
 /// Whether a tensor is failed, by an element's budget or as a whole.
 pub fn fails(exact: &OracleTensor, held: &Held, written: &[f64]) -> bool {
     let over = |i: usize| budget_use(written[i], exact.values[i], held.budget.allowed[i]) > 1.0;
-    let whole =
-        |yardstick: &Yardstick| yardstick.problems(yardstick.numbers(exact, written)).iter().any(Option::is_some);
+    let whole = |yardstick: &Yardstick| {
+        yardstick.problems(yardstick.numbers(exact, written)).iter().any(Option::is_some)
+    };
     (0..written.len()).any(over) || held.yardstick.as_ref().is_some_and(whole)
 }
 
@@ -92,7 +98,8 @@ impl Tensor<'_> {
             let spoilt: Vec<f64> = self.run.iter().map(|value| value * factor).collect();
             let mut spoilt = self.held.steps.store(&spoilt);
             // Infinities and NaN are no matter of a bias.
-            for (y, e) in spoilt.iter_mut().zip(&self.exact.values).filter(|(_, e)| !e.is_finite()) {
+            for (y, e) in spoilt.iter_mut().zip(&self.exact.values).filter(|(_, e)| !e.is_finite())
+            {
                 *y = *e;
             }
             fails(&spoilt)
@@ -125,7 +132,12 @@ fn relative_element(exact: &OracleTensor, held: &Held) -> f64 {
 }
 
 fn largest_error(written: &[f64], exact: &[f64]) -> f64 {
-    written.iter().zip(exact).filter(|(_, e)| e.is_finite()).map(|(y, e)| (y - e).abs()).fold(0.0, f64::max)
+    written
+        .iter()
+        .zip(exact)
+        .filter(|(_, e)| e.is_finite())
+        .map(|(y, e)| (y - e).abs())
+        .fold(0.0, f64::max)
 }
 
 /// What others go by; each says whether it fails a tensor.
@@ -150,16 +162,24 @@ impl Rules<'_> {
     }
 
     fn cosine(&self, written: &[f64]) -> bool {
-        let sums = self.pairs(written).fold([0.0; 3], |[ye, yy, ee], (y, e)| [ye + y * e, yy + y * y, ee + e * e]);
+        let sums = self
+            .pairs(written)
+            .fold([0.0; 3], |[ye, yy, ee], (y, e)| [ye + y * e, yy + y * y, ee + e * e]);
         sums[0] / (sums[1] * sums[2]).sqrt() < 0.999
     }
 
     fn flash_mla(&self, written: &[f64]) -> bool {
-        let [absolute, relative, angle] = if self.is_f32() { FLASH_MLA_STATISTICS } else { FLASH_MLA_OUTPUTS };
+        let [absolute, relative, angle] =
+            if self.is_f32() { FLASH_MLA_STATISTICS } else { FLASH_MLA_OUTPUTS };
         let [guard, nothing] = FLASH_MLA_GUARDS;
-        let far = |(y, e): (f64, f64)| (y - e).abs() >= absolute && (y - e).abs() / (e.abs() + guard) >= relative;
-        let sums = self.pairs(written).fold([0.0; 3], |[ye, yy, ee], (y, e)| [ye + y * e, yy + y * y, ee + e * e]);
-        let difference = if sums[2] < nothing { 0.0 } else { 1.0 - 2.0 * sums[0] / (sums[1] + sums[2]) };
+        let far = |(y, e): (f64, f64)| {
+            (y - e).abs() >= absolute && (y - e).abs() / (e.abs() + guard) >= relative
+        };
+        let sums = self
+            .pairs(written)
+            .fold([0.0; 3], |[ye, yy, ee], (y, e)| [ye + y * e, yy + y * y, ee + e * e]);
+        let difference =
+            if sums[2] < nothing { 0.0 } else { 1.0 - 2.0 * sums[0] / (sums[1] + sums[2]) };
         self.pairs(written).any(far) || difference.abs() > angle
     }
 
@@ -194,26 +214,42 @@ mod tests {
                 Precision::Nearest { seed } => (1000 + seed, spread),
             };
             let (mut values, mut errors) = (Draw::new(7, "values"), Draw::new(seed, "errors"));
-            let values = (0..SHAPE[0] * SHAPE[1]).map(|_| values.normal() * (1.0 + spread * errors.normal()));
-            OracleTensor { name: "t", side: Side::Forward, shape: SHAPE.to_vec(), values: values.collect() }
+            let values = (0..SHAPE[0] * SHAPE[1])
+                .map(|_| values.normal() * (1.0 + spread * errors.normal()));
+            OracleTensor {
+                name: "t",
+                side: Side::Forward,
+                shape: SHAPE.to_vec(),
+                values: values.collect(),
+            }
         };
         Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth")
     }
 
     fn power(truth: &Truth, dtype: DType) -> Power {
-        let found = KernelTensor::new("t", HostTensor::from_f64(dtype, &SHAPE, &truth.exact[0].values));
+        let found =
+            KernelTensor::new("t", HostTensor::from_f64(dtype, &SHAPE, &truth.exact[0].values));
         truth.power(0, &truth.held(0, &found).expect("bounds")).expect("a power")
     }
 
     #[test]
     fn the_smallest_bias_is_failed_and_half_of_it_is_not() {
         let truth = truth(1e-4);
-        let found = KernelTensor::new("t", HostTensor::from_f64(DType::F32, &SHAPE, &truth.exact[0].values));
+        let found = KernelTensor::new(
+            "t",
+            HostTensor::from_f64(DType::F32, &SHAPE, &truth.exact[0].values),
+        );
         let held = truth.held(0, &found).expect("bounds");
-        let Seen::Bias(smallest) = power(&truth, DType::F32).bias else { panic!("no bias is seen") };
+        let Seen::Bias(smallest) = power(&truth, DType::F32).bias else {
+            panic!("no bias is seen")
+        };
         let failed = |k: u32, sign: f64| {
             let factor = 1.0 + sign * 0.5f64.powi(k as i32);
-            let biased = truth.working[WORKING_RUNS][0].values.iter().map(|value| value * factor).collect::<Vec<_>>();
+            let biased = truth.working[WORKING_RUNS][0]
+                .values
+                .iter()
+                .map(|value| value * factor)
+                .collect::<Vec<_>>();
             fails(&truth.exact[0], &held, &held.steps.store(&biased))
         };
         assert!(failed(smallest, 1.0) && failed(smallest, -1.0));
@@ -225,7 +261,11 @@ mod tests {
     #[test]
     fn less_is_seen_where_runs_scatter_more_until_nothing_is() {
         let powers = [1e-6, 1e-4, 1e-2, 1.0].map(|spread| power(&truth(spread), DType::F32));
-        assert!(powers.windows(2).all(|pair| pair[0].bias > pair[1].bias && pair[0].element < pair[1].element));
+        assert!(
+            powers
+                .windows(2)
+                .all(|pair| pair[0].bias > pair[1].bias && pair[0].element < pair[1].element)
+        );
         assert_eq!(powers.map(|power| power.powerless), [false, false, false, true]);
     }
 
@@ -233,10 +273,22 @@ mod tests {
     fn the_rules_of_others_see_what_their_words_say() {
         let power = power(&truth(1e-6), DType::Bf16);
         // 1.6 % of an element, with half a bf16 step of its own; 2.01/128 of an element, or 8e-4.
-        assert!([Seen::Bias(6), Seen::Bias(7)].contains(&power.assert_close), "{:?}", power.assert_close);
+        assert!(
+            [Seen::Bias(6), Seen::Bias(7)].contains(&power.assert_close),
+            "{:?}",
+            power.assert_close
+        );
         assert_eq!(power.cosine, Seen::Nothing, "a factor moves no angle");
-        assert!((Seen::Bias(6)..=Seen::Bias(9)).contains(&power.flash_mla), "{:?}", power.flash_mla);
-        assert!((Seen::Bias(7)..=Seen::Bias(9)).contains(&power.flash_attention), "{:?}", power.flash_attention);
+        assert!(
+            (Seen::Bias(6)..=Seen::Bias(9)).contains(&power.flash_mla),
+            "{:?}",
+            power.flash_mla
+        );
+        assert!(
+            (Seen::Bias(7)..=Seen::Bias(9)).contains(&power.flash_attention),
+            "{:?}",
+            power.flash_attention
+        );
         assert!(power.bias > power.flash_mla, "{:?}", power.bias);
         // Where runs differ by more than the rule allows, it fails what is right.
         assert_eq!(super::tests::power(&truth(1e-1), DType::F32).assert_close, Seen::FalseAlarm);
@@ -247,7 +299,10 @@ mod tests {
         let mut zeros = truth(1e-4);
         zeros.exact[0].values.fill(0.0);
         zeros.working.iter_mut().for_each(|run| run[0].values.fill(0.0));
-        let found = KernelTensor::new("t", HostTensor::from_f64(DType::F32, &SHAPE, &zeros.exact[0].values));
+        let found = KernelTensor::new(
+            "t",
+            HostTensor::from_f64(DType::F32, &SHAPE, &zeros.exact[0].values),
+        );
         assert_eq!(zeros.power(0, &zeros.held(0, &found).expect("bounds")), None);
     }
 }

@@ -12,12 +12,22 @@ use crate::operator::benchmarks::Buffers;
 /// What disagrees or could not be compared, and a sample of which nothing was compared.
 pub fn recheck(buffers: &dyn Buffers, set: usize) -> Result<u64> {
     let sampling = buffers.sampled(set)?;
-    let truth = Truth::of_runs(sampling.arithmetic, |precision, products| sampling.oracle(precision, products))?;
+    let truth = Truth::of_runs(sampling.arithmetic, |precision, products| {
+        sampling.oracle(precision, products)
+    })?;
     let (outcome, axis) = (checks::hold(&truth, &sampling.run), sampling.axis);
     if let Some(failure) = outcome.failures().next() {
-        return Err(anyhow!("{} {}, sampled along {axis}: {}", failure.check, failure.tensor, failure.message));
+        return Err(anyhow!(
+            "{} {}, sampled along {axis}: {}",
+            failure.check,
+            failure.tensor,
+            failure.message
+        ));
     }
-    let compared = outcome.checks.iter().filter(|check| ["forward", "gradient"].contains(&check.check.as_str()));
+    let compared = outcome
+        .checks
+        .iter()
+        .filter(|check| ["forward", "gradient"].contains(&check.check.as_str()));
     match compared.map(|check| check.compared).sum() {
         0 => Err(anyhow!("nothing was compared: no tensor that is written has the axis {axis}")),
         elements => Ok(elements),

@@ -31,7 +31,13 @@ impl RunError {
     /// Nothing was learnt about the kernel.
     pub fn error(message: impl Into<String>) -> Self {
         let message = words::message(message);
-        Self { verdict: Verdict::Error, message, skipped: false, untestable: false, unsupported: false }
+        Self {
+            verdict: Verdict::Error,
+            message,
+            skipped: false,
+            untestable: false,
+            unsupported: false,
+        }
     }
 
     /// The kernel is not for such a case, as its owner says.
@@ -52,9 +58,13 @@ impl From<RuntimeError> for RunError {
             | RuntimeError::SourceMissing { .. }
             | RuntimeError::SymbolMissing { .. }
             | RuntimeError::BackendMissing { .. }
-            | RuntimeError::System { .. } => Self { untestable: true, ..Self::error(error.to_string()) },
+            | RuntimeError::System { .. } => {
+                Self { untestable: true, ..Self::error(error.to_string()) }
+            }
             // A law's variant may need more memory than its case, whose layouts it keeps.
-            RuntimeError::TooLarge { .. } => Self { skipped: true, ..Self::error(error.to_string()) },
+            RuntimeError::TooLarge { .. } => {
+                Self { skipped: true, ..Self::error(error.to_string()) }
+            }
             _ => Self::error(error.to_string()),
         }
     }
@@ -92,7 +102,11 @@ pub trait Runner {
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
-    fn sequence(&self, _prepared: &dyn PreparedCase, _contract: Contract) -> Result<Option<Sequence>, RunError> {
+    fn sequence(
+        &self,
+        _prepared: &dyn PreparedCase,
+        _contract: Contract,
+    ) -> Result<Option<Sequence>, RunError> {
         Ok(None)
     }
 
@@ -156,7 +170,11 @@ impl Runner for Device {
         Ok(prepared.kernel(self, contract)?)
     }
 
-    fn sequence(&self, prepared: &dyn PreparedCase, contract: Contract) -> Result<Option<Sequence>, RunError> {
+    fn sequence(
+        &self,
+        prepared: &dyn PreparedCase,
+        contract: Contract,
+    ) -> Result<Option<Sequence>, RunError> {
         let _turn = turns::wait(|| prepared.room_on_gpu(self.environment()));
         Ok(prepared.sequence(self, contract)?)
     }

@@ -32,7 +32,11 @@ pub struct Scores<'a> {
 ///
 /// # Errors
 /// A comparison that cannot be made: the tensor holds no integers, or the oracle's tensors do not fit together.
-pub fn problem(found: &HostTensor, exact: &OracleTensor, scores: Scores<'_>) -> Result<Option<String>, String> {
+pub fn problem(
+    found: &HostTensor,
+    exact: &OracleTensor,
+    scores: Scores<'_>,
+) -> Result<Option<String>, String> {
     let chosen = found.to_integers().ok_or_else(|| format!("{} holds no indices", found.dtype))?;
     let (score_rows, candidates) = scores.exact.rows();
     // One choice of each row has no axis of its own.
@@ -40,9 +44,12 @@ pub fn problem(found: &HostTensor, exact: &OracleTensor, scores: Scores<'_>) -> 
     let (rows, width) = if is_single { (score_rows, 1) } else { exact.rows() };
     if rows != score_rows {
         let name = scores.exact.name;
-        return Err(format!("{rows} rows of indices were selected from {score_rows} rows of scores `{name}`"));
+        return Err(format!(
+            "{rows} rows of indices were selected from {score_rows} rows of scores `{name}`"
+        ));
     }
-    let is_index = |&value: &f64| value.fract() == 0.0 && (PADDING as f64..candidates as f64).contains(&value);
+    let is_index =
+        |&value: &f64| value.fract() == 0.0 && (PADDING as f64..candidates as f64).contains(&value);
     if let Some(wrong) = exact.values.iter().find(|value| !is_index(value)) {
         return Err(format!("the oracle selected {wrong} of {candidates} candidates"));
     }
@@ -50,11 +57,16 @@ pub fn problem(found: &HostTensor, exact: &OracleTensor, scores: Scores<'_>) -> 
     let mut wrong = (0..rows).filter_map(|row| {
         let range = row * width..(row + 1) * width;
         let candidates = row * candidates..(row + 1) * candidates;
-        let row_of = Row { scores: &scores.exact.values[candidates.clone()], allowed: &scores.allowed[candidates] };
+        let row_of = Row {
+            scores: &scores.exact.values[candidates.clone()],
+            allowed: &scores.allowed[candidates],
+        };
         row_of.problem(&chosen[range.clone()], &oracle[range]).map(|what| (row, what))
     });
     let first = wrong.next();
-    Ok(first.map(|(row, what)| format!("{} of {rows} rows are wrong; first row {row}: {what}", 1 + wrong.count())))
+    Ok(first.map(|(row, what)| {
+        format!("{} of {rows} rows are wrong; first row {row}: {what}", 1 + wrong.count())
+    }))
 }
 
 /// The candidates of one row.
@@ -73,7 +85,10 @@ impl Row<'_> {
                 return Some(format!("place {place} holds {index}, the oracle's {expected}"));
             }
             if index < PADDING || index >= self.scores.len() as i64 {
-                return Some(format!("place {place} holds {index}, and there are {} candidates", self.scores.len()));
+                return Some(format!(
+                    "place {place} holds {index}, and there are {} candidates",
+                    self.scores.len()
+                ));
             }
             if index != PADDING && chosen[..place].contains(&index) {
                 return Some(format!("index {index} was selected twice"));
@@ -81,7 +96,11 @@ impl Row<'_> {
         }
         let only_in = |these: &[i64], others: &[i64]| -> Vec<usize> {
             let others: std::collections::HashSet<i64> = others.iter().copied().collect();
-            these.iter().filter(|index| !others.contains(index)).map(|&index| index as usize).collect()
+            these
+                .iter()
+                .filter(|index| !others.contains(index))
+                .map(|&index| index as usize)
+                .collect()
         };
         let highest = |&index: &usize| self.bound(index, 1.0);
         let lowest = |&index: &usize| self.bound(index, -1.0);
@@ -102,7 +121,11 @@ impl Row<'_> {
 
     /// A score, and by how much it may be off.
     fn words(&self, index: usize) -> String {
-        format!("{} (± {})", figures::element(self.scores[index]), figures::measure(self.allowed[index], 3))
+        format!(
+            "{} (± {})",
+            figures::element(self.scores[index]),
+            figures::measure(self.allowed[index], 3)
+        )
     }
 
     /// The furthest that a score can be in one direction. Infinities are what they are.
@@ -117,11 +140,14 @@ pub fn unequal(found: &HostTensor, exact: &OracleTensor) -> Vec<usize> {
     let differs: Vec<bool> = match found.to_integers() {
         // Also beyond 2^53, where another integer has the same f64.
         Some(integers) => {
-            let equal = |(&found, &exact): (&i64, &f64)| exact.fract() == 0.0 && i128::from(found) == exact as i128;
+            let equal = |(&found, &exact): (&i64, &f64)| {
+                exact.fract() == 0.0 && i128::from(found) == exact as i128
+            };
             integers.iter().zip(&exact.values).map(|pair| !equal(pair)).collect()
         }
         None => {
-            let equal = |(found, exact): (f64, &f64)| found == *exact || found.is_nan() && exact.is_nan();
+            let equal =
+                |(found, exact): (f64, &f64)| found == *exact || found.is_nan() && exact.is_nan();
             found.to_f64().into_iter().zip(&exact.values).map(|pair| !equal(pair)).collect()
         }
     };
@@ -142,14 +168,18 @@ mod tests {
         let scores = tensor("scores", &[2, 3], &[1.0, 3.0, 2.9, 5.0, f64::NEG_INFINITY, 1.0]);
         let exact = tensor("tokens", &[2], &[1.0, 0.0]);
         let scores = Scores { exact: &scores, allowed: &[0.1, 0.1, 0.1, 0.1, f64::NAN, 0.1] };
-        let found =
-            |tokens: [i32; 2]| problem(&HostTensor::from_i32(&[2], &tokens), &exact, scores).expect("a verdict");
+        let found = |tokens: [i32; 2]| {
+            problem(&HostTensor::from_i32(&[2], &tokens), &exact, scores).expect("a verdict")
+        };
         assert_eq!(found([1, 0]), None);
         // Within what both scores may be off by.
         assert_eq!(found([2, 0]), None);
         for (wrong, row) in [([0, 0], 0), ([1, 1], 1), ([1, 2], 1), ([-1, 0], 0), ([3, 0], 0)] {
             let problem = found(wrong).expect("a wrong choice");
-            assert!(problem.starts_with(&format!("1 of 2 rows are wrong; first row {row}")), "{wrong:?}: {problem}");
+            assert!(
+                problem.starts_with(&format!("1 of 2 rows are wrong; first row {row}")),
+                "{wrong:?}: {problem}"
+            );
         }
     }
 }

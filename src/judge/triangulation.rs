@@ -45,10 +45,14 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
     let inputs: Vec<Vec<f64>> = named.iter().map(|(_, values)| values.clone()).collect();
     let finite = |scales: Vec<f64>, values: &[f64]| {
         let size = size_of(values);
-        scales.into_iter().map(|scale| if scale.is_finite() { scale } else { size }).collect::<Vec<_>>()
+        scales
+            .into_iter()
+            .map(|scale| if scale.is_finite() { scale } else { size })
+            .collect::<Vec<_>>()
     };
     let scales = probe.scales().into_iter().zip(&inputs);
-    let scales: Vec<_> = scales.map(|(scales, values)| scales.map(|scales| finite(scales, values))).collect();
+    let scales: Vec<_> =
+        scales.map(|(scales, values)| scales.map(|scales| finite(scales, values))).collect();
     let outputs = probe.outputs(&inputs)?;
     let upstream = random_like(&outputs, "upstream");
     let fresh = random_like(&outputs, "fresh upstream");
@@ -63,7 +67,8 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
         let terms = rounding_of_terms(&upstream, &outputs, values.len());
         let sizes = scales[index].clone().unwrap_or_else(|| vec![size_of(values); values.len()]);
         // Along what does not move nothing cancels.
-        let cancelled: Vec<f64> = sizes.iter().map(|&size| if size > 0.0 { terms / size } else { 0.0 }).collect();
+        let cancelled: Vec<f64> =
+            sizes.iter().map(|&size| if size > 0.0 { terms / size } else { 0.0 }).collect();
         findings.push(compare_formula(name, &autograd[index], &formula[index], &cancelled));
         let direction = direction_of(values, scales[index].as_deref(), name);
         let line = Line { probe, inputs: &inputs, index, direction: &direction };
@@ -78,7 +83,10 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
 fn random_like(tensors: &[Vec<f64>], name: &str) -> Vec<Vec<f64>> {
     let mut draw = Draw::new(0, name);
     // Outputs that are no finite number (an empty row's lse) have no gradient to weigh.
-    tensors.iter().map(|t| t.iter().map(|v| if v.is_finite() { draw.normal() } else { 0.0 }).collect()).collect()
+    tensors
+        .iter()
+        .map(|t| t.iter().map(|v| if v.is_finite() { draw.normal() } else { 0.0 }).collect())
+        .collect()
 }
 
 /// A random direction in units of the input's scale. Infinite entries (a sink) stay where they are.
@@ -94,7 +102,9 @@ fn direction_of(values: &[f64], scales: Option<&[f64]>, name: &str) -> Vec<f64> 
 
 /// The root mean square of an input's finite numbers, but for sentinels; 1 where they are zero.
 fn size_of(values: &[f64]) -> f64 {
-    let finite = || values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64));
+    let finite = || {
+        values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64))
+    };
     let rms = (finite().map(|v| v * v).sum::<f64>() / finite().count().max(1) as f64).sqrt();
     if rms > 0.0 { rms } else { 1.0 }
 }
@@ -181,7 +191,9 @@ impl Line<'_> {
         let along: f64 = terms().sum();
         let magnitude: f64 = terms().map(f64::abs).sum();
         let error = (along - slope.value).abs();
-        let bound = slope.error + magnitude * f64::EPSILON * gradient.len() as f64 + self.rounding_of_inputs(gradient);
+        let bound = slope.error
+            + magnitude * f64::EPSILON * gradient.len() as f64
+            + self.rounding_of_inputs(gradient);
         let agrees = error <= bound;
         Finding {
             input: format!("{name} ({way})"),
@@ -200,7 +212,11 @@ impl Line<'_> {
 
     /// What the rounding of the moved numbers makes of the slope.
     fn rounding_of_inputs(&self, gradient: &[f64]) -> f64 {
-        let moved = self.inputs[self.index].iter().zip(gradient).zip(self.direction).filter(|(_, v)| **v != 0.0);
+        let moved = self.inputs[self.index]
+            .iter()
+            .zip(gradient)
+            .zip(self.direction)
+            .filter(|(_, v)| **v != 0.0);
         moved.map(|((x, g), _)| (x * g).abs()).sum::<f64>() * f64::EPSILON / step()
     }
 }

@@ -16,7 +16,8 @@ use crate::judge::power;
 use crate::judge::yardstick::{Yardstick, working_precisions};
 use crate::operator::WORKING_RUNS;
 use crate::operator::{
-    Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, PreparedCase, RoundingPoints,
+    Arithmetic, Comparison, Grid, KernelRun, KernelTensor, OracleTensor, Pooling, PreparedCase,
+    RoundingPoints,
 };
 use crate::record::{Power, figures};
 
@@ -67,16 +68,23 @@ impl Truth {
     /// # Errors
     /// What the oracle refuses.
     pub fn of(prepared: &dyn PreparedCase, arithmetic: Arithmetic) -> Result<Self, CaseError> {
-        Self::of_runs(arithmetic, |precision, products| prepared.oracle_sharing(precision, products))
+        Self::of_runs(arithmetic, |precision, products| {
+            prepared.oracle_sharing(precision, products)
+        })
     }
 
     /// As [`Self::of`], of so few runs that nothing but elements can be held to them.
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn of_elements(prepared: &dyn PreparedCase, arithmetic: Arithmetic) -> Result<Self, CaseError> {
+    pub fn of_elements(
+        prepared: &dyn PreparedCase,
+        arithmetic: Arithmetic,
+    ) -> Result<Self, CaseError> {
         let precisions = working_precisions().take(ELEMENT_RUNS).collect();
-        Self::of_precisions(arithmetic, precisions, |precision, products| prepared.oracle_sharing(precision, products))
+        Self::of_precisions(arithmetic, precisions, |precision, products| {
+            prepared.oracle_sharing(precision, products)
+        })
     }
 
     /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
@@ -102,11 +110,16 @@ impl Truth {
         if prepared.oracle_of_saved(written, Precision::Exact, &Products::default())?.is_empty() {
             return Ok(None);
         }
-        let oracle = |precision, products: &Products| prepared.oracle_of_saved(written, precision, products);
+        let oracle =
+            |precision, products: &Products| prepared.oracle_of_saved(written, precision, products);
         Self::of_runs(arithmetic, oracle).map(Some)
     }
 
-    fn of_precisions<O>(arithmetic: Arithmetic, precisions: Vec<Precision>, oracle: O) -> Result<Self, CaseError>
+    fn of_precisions<O>(
+        arithmetic: Arithmetic,
+        precisions: Vec<Precision>,
+        oracle: O,
+    ) -> Result<Self, CaseError>
     where
         O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
     {
@@ -114,7 +127,8 @@ impl Truth {
         let products = Products::of_kernel(arithmetic.lanes, unknown);
         let run = |precision| oracle(precision, &products);
         let exact = run(Precision::Exact)?;
-        let working = precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
+        let working =
+            precisions.par_iter().map(|&precision| run(precision)).collect::<Result<_, _>>()?;
         Ok(Self { exact, working, arithmetic, products, held: Mutex::default() })
     }
 
@@ -122,7 +136,11 @@ impl Truth {
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn fresh(&self, prepared: &dyn PreparedCase, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
+    pub fn fresh(
+        &self,
+        prepared: &dyn PreparedCase,
+        precision: Precision,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
         prepared.oracle_sharing(precision, &self.products)
     }
 
@@ -139,7 +157,8 @@ impl Truth {
     /// the range of its arithmetic.
     pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, String> {
         let KernelTensor { grid, pooling, comparison, deterministic, .. } = *found;
-        let stored = Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison, deterministic };
+        let stored =
+            Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison, deterministic };
         let mut known = self.held.lock().unwrap_or_else(|e| e.into_inner());
         if let Some((_, held)) = known.iter().find(|(of, _)| *of == stored) {
             return Ok(held.clone());
@@ -164,12 +183,21 @@ impl Truth {
     /// # Errors
     /// Scales that the oracle does not have, or that do not fit; an element without a bound, since the oracle's runs leave
     /// the range of its arithmetic.
-    pub fn of_each_element(&self, index: usize, found: &KernelTensor) -> Result<(Steps, Budget), String> {
+    pub fn of_each_element(
+        &self,
+        index: usize,
+        found: &KernelTensor,
+    ) -> Result<(Steps, Budget), String> {
         let runs = self.runs_of(index, found);
         self.allowed(index, found, &runs.iter().map(|run| &**run).collect::<Vec<_>>())
     }
 
-    fn allowed(&self, index: usize, found: &KernelTensor, runs: &[&OracleTensor]) -> Result<(Steps, Budget), String> {
+    fn allowed(
+        &self,
+        index: usize,
+        found: &KernelTensor,
+        runs: &[&OracleTensor],
+    ) -> Result<(Steps, Budget), String> {
         let exact = &self.exact[index];
         let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
         let budget = match found.comparison {
@@ -220,7 +248,9 @@ impl Truth {
             run.values.iter_mut().filter(|value| may_be_lost(value)).for_each(|value| *value = 0.0);
             Cow::Owned(run)
         };
-        runs.enumerate().map(|(number, run)| if number % 2 == 0 { lost(run) } else { run }).collect()
+        runs.enumerate()
+            .map(|(number, run)| if number % 2 == 0 { lost(run) } else { run })
+            .collect()
     }
 
     fn runs(&self, index: usize) -> Vec<&OracleTensor> {
@@ -268,10 +298,15 @@ mod tests {
             OracleTensor { name: "t", side: Side::Forward, shape: vec![1, 3], values }
         };
         let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: 1 };
-        let truth = Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth");
-        let found = KernelTensor::new("t", HostTensor::from_f64(DType::F32, &[1, 3], &[1.0, 2.0, 4.0]));
+        let truth =
+            Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth");
+        let found =
+            KernelTensor::new("t", HostTensor::from_f64(DType::F32, &[1, 3], &[1.0, 2.0, 4.0]));
         let message = truth.held(0, &found).err().expect("no bound");
-        assert!(message.contains("no bound follows") && message.contains("[0, 1] it is 2,"), "{message}");
+        assert!(
+            message.contains("no bound follows") && message.contains("[0, 1] it is 2,"),
+            "{message}"
+        );
         // What is equal or wrong needs no bound.
         let exact = KernelTensor { comparison: Comparison::Exact, ..found };
         assert!(truth.held(0, &exact).is_ok());

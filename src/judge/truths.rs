@@ -92,7 +92,12 @@ mod tests {
 
         fn oracle(&self, _precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {
             self.0.fetch_add(1, Ordering::Relaxed);
-            Ok(vec![OracleTensor { name: "y", side: Side::Forward, shape: vec![1], values: vec![1.0] }])
+            Ok(vec![OracleTensor {
+                name: "y",
+                side: Side::Forward,
+                shape: vec![1],
+                values: vec![1.0],
+            }])
         }
 
         fn kernel(&self, _device: &Device, _contract: Contract) -> Result<KernelRun, RuntimeError> {

@@ -62,16 +62,22 @@ pub(super) struct Turn {
 
 /// Where others share this GPU, and room for so many bytes, which nobody else asks for, is much of it: its places, once they are free.
 pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
-    let folder = OF_THREADS.get().cloned().or_else(|| std::env::var_os(TURNS).map(PathBuf::from))?;
+    let folder =
+        OF_THREADS.get().cloned().or_else(|| std::env::var_os(TURNS).map(PathBuf::from))?;
     let room = room();
     if room <= UNASKED {
         return None;
     }
     let begun = Instant::now();
     // Without a turn there may be a lack of memory, which says so itself.
-    let turn = turn(&folder, room.div_ceil(PLACE)).inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
+    let turn = turn(&folder, room.div_ceil(PLACE))
+        .inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
     if begun.elapsed() > WORTH_SAYING {
-        tracing::info!("waited {:.1} s for {} GiB of the GPU's memory", begun.elapsed().as_secs_f64(), room >> 30);
+        tracing::info!(
+            "waited {:.1} s for {} GiB of the GPU's memory",
+            begun.elapsed().as_secs_f64(),
+            room >> 30
+        );
     }
     turn.ok()
 }
@@ -108,7 +114,9 @@ mod tests {
     use super::*;
 
     fn free_places(folder: &Path) -> usize {
-        let free = |place: &u64| File::open(place_of(folder, *place)).is_ok_and(|place| place.try_lock().is_ok());
+        let free = |place: &u64| {
+            File::open(place_of(folder, *place)).is_ok_and(|place| place.try_lock().is_ok())
+        };
         (0..).take_while(|&place| place_of(folder, place).exists()).filter(free).count()
     }
 
@@ -116,7 +124,11 @@ mod tests {
     fn cases_have_the_places_that_they_take_and_others_what_is_left() {
         let dir = tempfile::tempdir().unwrap();
         prepare(dir.path(), 64 << 30, 16).unwrap();
-        assert_eq!(free_places(dir.path()), 10, "seven eighths of 64 GiB without 16, in places of 4");
+        assert_eq!(
+            free_places(dir.path()),
+            10,
+            "seven eighths of 64 GiB without 16, in places of 4"
+        );
         let large = turn(dir.path(), 7).unwrap();
         assert_eq!(free_places(dir.path()), 3);
         let small = turn(dir.path(), 2).unwrap();

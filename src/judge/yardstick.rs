@@ -128,7 +128,8 @@ impl Yardstick {
         if yardstick.scale.finite.is_empty() || working.len() < 2 {
             return yardstick;
         }
-        let scattered: Vec<Numbers> = working.iter().map(|run| yardstick.numbers(exact, run)).collect();
+        let scattered: Vec<Numbers> =
+            working.iter().map(|run| yardstick.numbers(exact, run)).collect();
         let ruled: Vec<Numbers> = nearest.iter().map(|run| yardstick.numbers(exact, run)).collect();
         let flips = yardstick.scale.flips(exact, budget, steps);
         let jumps = yardstick.scale.jumps(exact, working);
@@ -141,7 +142,8 @@ impl Yardstick {
     fn independent_scatter(&self, nearest: &[Vec<f64>]) -> f64 {
         let mut variance = 0.0;
         for (choice, rule) in nearest.iter().enumerate().take(CHOICES) {
-            let noisy: Vec<&Vec<f64>> = nearest.iter().skip(choice).step_by(CHOICES).skip(1).collect();
+            let noisy: Vec<&Vec<f64>> =
+                nearest.iter().skip(choice).step_by(CHOICES).skip(1).collect();
             let runs = noisy.len() as f64;
             for &i in &self.scale.finite {
                 let equal = noisy.iter().filter(|run| run[i] == rule[i]).count() as f64;
@@ -152,11 +154,19 @@ impl Yardstick {
         (variance / CHOICES as f64).sqrt() / self.scale.finite.len().max(1) as f64
     }
 
-    fn bound(&mut self, flips: &Flips, jumps: &Jumps, scattered: &[Numbers], ruled: &[Numbers], independent: f64) {
+    fn bound(
+        &mut self,
+        flips: &Flips,
+        jumps: &Jumps,
+        scattered: &[Numbers],
+        ruled: &[Numbers],
+        independent: f64,
+    ) {
         let bias = Spread::of(scattered, ruled, jumps.bias, |n| n.bias);
         let energy = Spread::of(scattered, ruled, jumps.energy, |n| n.energy);
         // The run without noise of each choice equals itself.
-        let equal = Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), 0.0, |n| n.equal);
+        let equal =
+            Spread::of(scattered, ruled.get(CHOICES..).unwrap_or_default(), 0.0, |n| n.equal);
         if self.points == RoundingPoints::Undeclared {
             // One more rounding at every point has the variance of the roundings themselves.
             self.energy = 2.0 * energy.high.max(energy.mean) + 2.0 * energy.radius + flips.energy;
@@ -201,7 +211,8 @@ impl Yardstick {
         });
         let fits = equal >= self.equal;
         let of_equal = (!fits).then(|| {
-            let [equal, required] = [equal, self.equal].map(|share| figures::measure(100.0 * share, 4));
+            let [equal, required] =
+                [equal, self.equal].map(|share| figures::measure(100.0 * share, 4));
             format!("{equal} % of the elements equal those of a run to nearest, {required} % must")
         });
         [of_bias, of_energy.or(of_equal)]
@@ -217,13 +228,19 @@ struct Spread {
 }
 
 impl Spread {
-    fn of(scattered: &[Numbers], ruled: &[Numbers], jump: f64, number: impl Fn(&Numbers) -> f64) -> Self {
+    fn of(
+        scattered: &[Numbers],
+        ruled: &[Numbers],
+        jump: f64,
+        number: impl Fn(&Numbers) -> f64,
+    ) -> Self {
         let scattered: Vec<f64> = scattered.iter().map(&number).collect();
         let mean = scattered.iter().sum::<f64>() / scattered.len() as f64;
         // Those without noise lie where the others do, and scatter not at all.
         let noisy = if ruled.len() == NEAREST_RUNS { &ruled[CHOICES..] } else { ruled };
-        let choices: Vec<Vec<f64>> =
-            (0..CHOICES).map(|choice| noisy.iter().skip(choice).step_by(CHOICES).map(&number).collect()).collect();
+        let choices: Vec<Vec<f64>> = (0..CHOICES)
+            .map(|choice| noisy.iter().skip(choice).step_by(CHOICES).map(&number).collect())
+            .collect();
         let radius = radius(&[scattered]).min(radius(&choices) + JUMPS * jump);
         let ruled = || ruled.iter().map(&number);
         let (low, high) = if ruled().count() == 0 {
@@ -268,7 +285,8 @@ struct Flips {
 
 impl Scale {
     fn of(exact: &OracleTensor, budget: &Budget, steps: &Steps) -> Self {
-        let finite: Vec<usize> = (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
+        let finite: Vec<usize> =
+            (0..exact.values.len()).filter(|&i| exact.values[i].is_finite()).collect();
         let weight = |i: usize| {
             let ulp = 2.0 * steps.half_ulp(i, exact.values[i]);
             let variance = budget.variance[i] + ulp * ulp / 12.0;
@@ -290,7 +308,11 @@ impl Scale {
         let mut bias = vec![Moments::default(); rows];
         let mut energy = vec![Moments::default(); rows];
         for run in working {
-            let rows = exact.values.chunks(row_len).zip(run.chunks(row_len)).zip(self.weights.chunks(row_len));
+            let rows = exact
+                .values
+                .chunks(row_len)
+                .zip(run.chunks(row_len))
+                .zip(self.weights.chunks(row_len));
             for (row, ((exact, run), weights)) in rows.enumerate() {
                 let errors = WeightedErrors::of(exact, run, weights);
                 bias[row].add(errors.projection);
@@ -388,8 +410,20 @@ mod tests {
         fn new(seed: u64) -> Self {
             let mut draw = Draw::new(seed, "yardstick");
             let values: Vec<f64> = (0..SHAPE[0] * SHAPE[1]).map(|_| draw.normal()).collect();
-            let ruled = values.iter().map(|value| value + NOISE * draw.rng().random_range(-0.5..0.5)).collect();
-            Self { exact: OracleTensor { name: "t", side: Side::Forward, shape: SHAPE.to_vec(), values }, ruled, draw }
+            let ruled = values
+                .iter()
+                .map(|value| value + NOISE * draw.rng().random_range(-0.5..0.5))
+                .collect();
+            Self {
+                exact: OracleTensor {
+                    name: "t",
+                    side: Side::Forward,
+                    shape: SHAPE.to_vec(),
+                    values,
+                },
+                ruled,
+                draw,
+            }
         }
 
         fn kernel(&mut self) -> Vec<f64> {
@@ -418,7 +452,9 @@ mod tests {
 
         fn problems(&self, yardstick: &Yardstick, written: &[f64]) -> [bool; 2] {
             let stored = Steps::from(DType::Bf16).store(written);
-            yardstick.problems(yardstick.numbers(&self.exact, &stored)).map(|problem| problem.is_some())
+            yardstick
+                .problems(yardstick.numbers(&self.exact, &stored))
+                .map(|problem| problem.is_some())
         }
     }
 
@@ -442,19 +478,30 @@ mod tests {
         for seed in 0..40 {
             let mut draw = Draw::new(seed, "vector");
             let values: Vec<f64> = (0..shape[0]).map(|_| draw.normal()).collect();
-            let of = |values| OracleTensor { name: "t", side: Side::Forward, shape: shape.clone(), values };
+            let of = |values| OracleTensor {
+                name: "t",
+                side: Side::Forward,
+                shape: shape.clone(),
+                values,
+            };
             let mut off = |steps: f64| -> Vec<f64> {
-                values.iter().map(|value| value * (1.0 + steps * f64::from(f32::EPSILON) * draw.normal())).collect()
+                values
+                    .iter()
+                    .map(|value| value * (1.0 + steps * f64::from(f32::EPSILON) * draw.normal()))
+                    .collect()
             };
             let working = (0..WORKING_RUNS).map(|_| of(off(1e3))).collect::<Vec<_>>();
-            let nearest = (0..NEAREST_RUNS).map(|run| of(if run < CHOICES { values.clone() } else { off(3.0) }));
+            let nearest = (0..NEAREST_RUNS)
+                .map(|run| of(if run < CHOICES { values.clone() } else { off(3.0) }));
             let nearest: Vec<_> = nearest.collect();
             let runs: Vec<_> = working.iter().chain(&nearest).collect();
             let (exact, steps) = (of(values.clone()), Steps::from(DType::F32));
             let budget = Budget::derive_pooled(&exact, &runs, &steps, Pooling::LastAxis);
-            let yardstick = Yardstick::derive(&exact, &runs, &steps, &budget, RoundingPoints::Specification);
+            let yardstick =
+                Yardstick::derive(&exact, &runs, &steps, &budget, RoundingPoints::Specification);
             for _ in 0..40 {
-                let problems = yardstick.problems(yardstick.numbers(&exact, &steps.store(&off(3.0))));
+                let problems =
+                    yardstick.problems(yardstick.numbers(&exact, &steps.store(&off(3.0))));
                 assert_eq!(problems, [None, None], "seed {seed}");
             }
         }
@@ -462,20 +509,26 @@ mod tests {
 
     /// A row's root mean square that is rounded to the other side moves the whole gradient of a weight by a last bit.
     #[test]
-    fn a_gradient_of_a_weight_none_of_whose_bits_is_that_of_a_run_passes_and_an_output_of_the_kind_does_not() {
+    fn a_gradient_of_a_weight_none_of_whose_bits_is_that_of_a_run_passes_and_an_output_of_the_kind_does_not()
+     {
         for (side, passes) in [(Side::Gradient, true), (Side::Forward, false)] {
             let mut draw = Draw::new(5, "gradient");
             let values: Vec<f64> = (0..2000).map(|_| draw.normal()).collect();
             let of = |values| OracleTensor { name: "t", side, shape: vec![2000], values };
-            let mut off = |by: f64| -> Vec<f64> { values.iter().map(|x| x * (1.0 + by * draw.normal())).collect() };
+            let mut off = |by: f64| -> Vec<f64> {
+                values.iter().map(|x| x * (1.0 + by * draw.normal())).collect()
+            };
             let mut runs: Vec<_> = (0..WORKING_RUNS).map(|_| of(off(1e-4))).collect();
             runs.extend((0..NEAREST_RUNS).map(|_| of(values.clone())));
             let runs: Vec<_> = runs.iter().collect();
             let (exact, steps) = (of(values.clone()), Steps::from(DType::F32));
             let budget = Budget::derive_pooled(&exact, &runs, &steps, Pooling::LastAxis);
-            let yardstick = Yardstick::derive(&exact, &runs, &steps, &budget, RoundingPoints::Specification);
-            let moved: Vec<f64> = values.iter().map(|value| value * (1.0 + 2f64.powi(-21))).collect();
-            let [_, precision] = yardstick.problems(yardstick.numbers(&exact, &steps.store(&moved)));
+            let yardstick =
+                Yardstick::derive(&exact, &runs, &steps, &budget, RoundingPoints::Specification);
+            let moved: Vec<f64> =
+                values.iter().map(|value| value * (1.0 + 2f64.powi(-21))).collect();
+            let [_, precision] =
+                yardstick.problems(yardstick.numbers(&exact, &steps.store(&moved)));
             assert_eq!(precision.is_none(), passes, "{precision:?}");
         }
     }
@@ -485,7 +538,8 @@ mod tests {
         let mut model = Model::new(1);
         let yardstick = model.yardstick(RoundingPoints::Specification);
         for bias in [2f64.powi(-12), -2f64.powi(-12)] {
-            let written: Vec<f64> = model.kernel().iter().map(|value| value * (1.0 + bias)).collect();
+            let written: Vec<f64> =
+                model.kernel().iter().map(|value| value * (1.0 + bias)).collect();
             assert!(model.problems(&yardstick, &written)[0], "{bias}");
         }
     }
@@ -504,8 +558,13 @@ mod tests {
     fn errors_that_are_as_large_but_others_than_those_of_the_rule_have_other_bits() {
         let mut model = Model::new(3);
         let yardstick = model.yardstick(RoundingPoints::Specification);
-        let other: Vec<f64> =
-            model.exact.values.clone().iter().map(|e| e + NOISE * model.draw.rng().random_range(-0.5..0.5)).collect();
+        let other: Vec<f64> = model
+            .exact
+            .values
+            .clone()
+            .iter()
+            .map(|e| e + NOISE * model.draw.rng().random_range(-0.5..0.5))
+            .collect();
         assert!(yardstick.equal > 0.8, "{}", yardstick.equal);
         assert!(model.problems(&yardstick, &other)[1]);
     }
@@ -516,9 +575,11 @@ mod tests {
         let declared = model.yardstick(RoundingPoints::Specification);
         let yardstick = model.yardstick(RoundingPoints::Undeclared);
         assert!(yardstick.energy > declared.energy && yardstick.equal == 0.0);
-        let biased: Vec<f64> = model.ruled.iter().map(|value| value * (1.0 + 2f64.powi(-11))).collect();
+        let biased: Vec<f64> =
+            model.ruled.iter().map(|value| value * (1.0 + 2f64.powi(-11))).collect();
         assert_eq!(model.problems(&yardstick, &biased), [false; 2]);
-        let noisy: Vec<f64> = model.ruled.iter().map(|value| value * (1.0 + 2f64.powi(-6))).collect();
+        let noisy: Vec<f64> =
+            model.ruled.iter().map(|value| value * (1.0 + 2f64.powi(-6))).collect();
         assert_eq!(model.problems(&yardstick, &noisy), [false, true]);
     }
 
@@ -535,7 +596,10 @@ mod tests {
     fn rare_flips_are_counted_by_poissons_quantile() {
         assert_eq!(flips_quantile(0.0), 0.0);
         let [rare, seldom, often] = [1e-6, 1e-2, 1.0].map(flips_quantile);
-        assert!(rare <= 1.0 && rare < seldom && seldom < often && often < 20.0, "{rare} {seldom} {often}");
+        assert!(
+            rare <= 1.0 && rare < seldom && seldom < often && often < 20.0,
+            "{rare} {seldom} {often}"
+        );
         assert_eq!(often, flips_quantile(1e6));
     }
 }

@@ -157,7 +157,10 @@ impl MutantFile {
             // A mutant of an operator that is not in the registry would never run, and never be missed.
             registry::find(&operator).map_err(|error| format!("mutant `{id}`: {error}"))?;
             let line = |name: &String| {
-                cases.get(name).cloned().ok_or_else(|| format!("mutant `{id}`: [cases] has no `{name}`"))
+                cases
+                    .get(name)
+                    .cloned()
+                    .ok_or_else(|| format!("mutant `{id}`: [cases] has no `{name}`"))
             };
             let cases = listed.cases.iter().map(line).collect::<Result<_, String>>()?;
             Ok(Mutant {
@@ -203,7 +206,8 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     let mut mutants = Vec::new();
     for path in paths {
         let text = std::fs::read_to_string(&path).map_err(read_error(&path))?;
-        let list = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let list =
+            path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let malformed = |reason: String| MutantError::Malformed { path: path.clone(), reason };
         let file: MutantFile = toml::from_str(&text).map_err(|e| malformed(e.to_string()))?;
         mutants.extend(file.mutants(&list).map_err(malformed)?);
@@ -260,7 +264,11 @@ impl Mutant {
                 let mutated = [&text[..place.start], &self.replace, &text[place.end..]].concat();
                 Ok(tree.with_text(&self.file, mutated, &format!("mutant {}", self.id)))
             }
-            found => Err(MutantError::Anchor { id: self.id.clone(), file: self.file.clone(), count: found.len() }),
+            found => Err(MutantError::Anchor {
+                id: self.id.clone(),
+                file: self.file.clone(),
+                count: found.len(),
+            }),
         }
     }
 
@@ -275,7 +283,9 @@ impl Mutant {
             expected: self.expected.clone(),
             source: MutantSource::Planted,
             file: self.file.clone(),
-            line: places(text, &self.find).first().map_or(0, |at| 1 + text[..at.start].matches('\n').count() as u64),
+            line: places(text, &self.find)
+                .first()
+                .map_or(0, |at| 1 + text[..at.start].matches('\n').count() as u64),
             original: self.find.trim_matches('\n').to_owned(),
             mutated: self.replace.trim_matches('\n').to_owned(),
             ..MutantRecord::default()
@@ -301,7 +311,8 @@ impl Mutant {
         schedules: u32,
         truths: &Truths,
     ) -> Result<MutantRecord, MutantError> {
-        let expected = |check: &CheckRecord| check.check == self.expected && check.verdict == Verdict::Fail;
+        let expected =
+            |check: &CheckRecord| check.check == self.expected && check.verdict == Verdict::Fail;
         self.run_until(device, schedules, truths, &|outcome| outcome.checks.iter().any(expected))
     }
 
@@ -330,15 +341,24 @@ impl Mutant {
                 (killing_case, reason) = (case.line(), first.message.clone());
             }
             killed_by.extend(seen().map(|c| c.check.clone()));
-            if let Some(error) = outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch") {
-                return Err(MutantError::NotRun { id: self.id.clone(), message: error.message.clone() });
+            if let Some(error) =
+                outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch")
+            {
+                return Err(MutantError::NotRun {
+                    id: self.id.clone(),
+                    message: error.message.clone(),
+                });
             }
             if enough(&outcome) {
                 break;
             }
         }
         Ok(MutantRecord {
-            status: if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed },
+            status: if killed_by.is_empty() {
+                MutantStatus::Survived
+            } else {
+                MutantStatus::Killed
+            },
             killed_by: killed_by.into_iter().collect(),
             cases_run,
             killing_case,
@@ -372,8 +392,13 @@ mod tests {
             );
             toml::from_str::<MutantFile>(&text).expect("a list").mutants("rope.toml")
         };
-        let [one] = &list("small = 'line'", "small").expect("a mutant")[..] else { panic!("one mutant") };
-        assert_eq!((one.expected.as_str(), one.cases.as_slice()), ("forward", &["line".to_owned()][..]));
+        let [one] = &list("small = 'line'", "small").expect("a mutant")[..] else {
+            panic!("one mutant")
+        };
+        assert_eq!(
+            (one.expected.as_str(), one.cases.as_slice()),
+            ("forward", &["line".to_owned()][..])
+        );
         assert_eq!(list("small = 'line'", "large").unwrap_err(), "no mutant names case `small`");
         assert_eq!(list("", "large").unwrap_err(), "mutant `one`: [cases] has no `large`");
     }

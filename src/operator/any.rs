@@ -24,7 +24,9 @@ use super::lines::{Choices, checked, field_error, line, read, too_large_on, with
 use super::size::{self, Limit};
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
-use super::{GoldenCase, Law, ModuleSpecification, PreparedCase, Profile, documentation, limits, refusals};
+use super::{
+    GoldenCase, Law, ModuleSpecification, PreparedCase, Profile, documentation, limits, refusals,
+};
 use crate::case::{Case, CaseError};
 use crate::operator::Family;
 use crate::operator::golden_file::GoldenFile;
@@ -58,10 +60,26 @@ pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
     fn cannot_run(&self, environment: &Environment) -> Option<String>;
     fn fastest(&self, environment: &Environment) -> AnyCase;
     fn amend(&self, tensors: &mut Tensors) -> dsv4_reference::Result<()>;
-    fn forward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
-    fn backward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
-    fn backward_of_saved(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
-    fn workspaces(&self, views: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError>;
+    fn forward(
+        &self,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named>;
+    fn backward(
+        &self,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named>;
+    fn backward_of_saved(
+        &self,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named>;
+    fn workspaces(
+        &self,
+        views: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError>;
     fn launch(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
     fn launch_backward(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
     fn observe(&self, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)>;
@@ -169,19 +187,35 @@ impl<K: Operator> DeclaredCase for Of<K> {
         K::amend(&self.0, tensors)
     }
 
-    fn forward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn forward(
+        &self,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named> {
         K::forward(&self.0, tensors, rounding)
     }
 
-    fn backward(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn backward(
+        &self,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named> {
         K::backward(&self.0, tensors, rounding)
     }
 
-    fn backward_of_saved(&self, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn backward_of_saved(
+        &self,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named> {
         K::backward_of_saved(&self.0, tensors, rounding)
     }
 
-    fn workspaces(&self, views: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        &self,
+        views: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         K::workspaces(&self.0, views, device)
     }
 
@@ -273,7 +307,10 @@ impl AnyOperator {
         let own = own.map(|case| with_unlike_gaps(&case));
         let varied = self.0.typical().into_iter().flat_map(|case| {
             let specs = case.tensors();
-            let special = Special::OF_CLAMPS.into_iter().filter(|special| special.fits(&specs)).map(with_special);
+            let special = Special::OF_CLAMPS
+                .into_iter()
+                .filter(|special| special.fits(&specs))
+                .map(with_special);
             let laid_out = layouts::edge_cases(&specs).into_iter();
             let laid_out = laid_out.map(|layouts| Choices { layouts, ..Choices::default() });
             let choices: Vec<Choices> = special.chain(laid_out).collect();
@@ -294,7 +331,8 @@ impl AnyOperator {
     pub fn laid_out(&self, case: &Case) -> Result<[Case; 2], CaseError> {
         let (case, choices) = read(self.0, case)?;
         let spread = layouts::spread(&case.tensors());
-        Ok([Layouts::new(), spread].map(|layouts| line(&*case, &Choices { layouts, ..choices.clone() })))
+        Ok([Layouts::new(), spread]
+            .map(|layouts| line(&*case, &Choices { layouts, ..choices.clone() })))
     }
 
     /// Whether there is such a case, without its data.
@@ -326,8 +364,14 @@ impl AnyOperator {
         let too_large = |specs: &Specs| {
             let of_this_process = within(&*case, specs, &choices.layouts, size::limit());
             // Its own words name the numbers of this case: skips are counted by their reason.
-            let why = || format!("it takes more than the {} of memory that a case may (--memory)", size::limit());
-            too_large_on(environment, specs, &choices.layouts, 1).or_else(|| of_this_process.err().map(|_| why()))
+            let why = || {
+                format!(
+                    "it takes more than the {} of memory that a case may (--memory)",
+                    size::limit()
+                )
+            };
+            too_large_on(environment, specs, &choices.layouts, 1)
+                .or_else(|| of_this_process.err().map(|_| why()))
         };
         case.cannot_run(environment).or_else(|| too_large(&case.tensors()))
     }
@@ -345,7 +389,11 @@ impl AnyOperator {
     ///
     /// # Errors
     /// As [`Self::prepare`].
-    pub fn prepare_within(&self, case: &Case, limit: Limit) -> Result<Box<dyn PreparedCase>, CaseError> {
+    pub fn prepare_within(
+        &self,
+        case: &Case,
+        limit: Limit,
+    ) -> Result<Box<dyn PreparedCase>, CaseError> {
         let (case, choices) = read(self.0, case)?;
         within(&*case, &case.tensors(), &choices.layouts, limit)
             .map_err(|refused| field_error(case.name(), refused))?;
@@ -385,10 +433,13 @@ impl AnyOperator {
             return Ok(Vec::new());
         }
         let cases = self.0.golden(&mut Reading::of(file));
-        let cases = cases.map_err(|reason| CaseError::Malformed(format!("{}: {reason}", file.name)))?;
+        let cases =
+            cases.map_err(|reason| CaseError::Malformed(format!("{}: {reason}", file.name)))?;
         if cases.is_empty() {
             let (name, file) = (self.name(), &file.name);
-            return Err(CaseError::Malformed(format!("{file} is about `{name}`, which makes no case of it")));
+            return Err(CaseError::Malformed(format!(
+                "{file} is about `{name}`, which makes no case of it"
+            )));
         }
         cases.into_iter().map(|golden| golden.finish(file)).collect()
     }
@@ -420,7 +471,8 @@ fn with_special(special: Special) -> Choices {
 
 /// What is special of each tensor, in the typical cases by turns.
 fn special_in_turn(typical: &[AnyCase]) -> Vec<Case> {
-    let all: BTreeSet<_> = typical.iter().flat_map(|case| Special::of_each_tensor(&case.tensors())).collect();
+    let all: BTreeSet<_> =
+        typical.iter().flat_map(|case| Special::of_each_tensor(&case.tensors())).collect();
     let turns = all.into_iter().enumerate().filter_map(|(turn, special)| {
         let mut cases = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
         let case = cases.find(|case| special.fits(&case.tensors()))?;

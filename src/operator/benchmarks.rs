@@ -66,7 +66,8 @@ pub fn on_gpu(environment: &Environment) -> bool {
 }
 
 /// Enqueues one call. It may not allocate, upload or wait: what it enqueues is recorded.
-pub type Call<K> = fn(&<K as Operator>::Case, &Views, &mut Launches<'_>) -> Result<(), RuntimeError>;
+pub type Call<K> =
+    fn(&<K as Operator>::Case, &Views, &mut Launches<'_>) -> Result<(), RuntimeError>;
 
 /// Changes the case of a sample and its tensors: see [`Benchmark::sampled`].
 pub type Sampled<K> = fn(&Whole<'_, K>, &mut <K as Operator>::Case, &mut Tensors);
@@ -131,7 +132,12 @@ pub struct Benchmark<K: Operator> {
 impl<K: Operator> Benchmark<K> {
     /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along `axis`, and of which four
     /// entries along it are sampled; what a call moves and computes is still to be said.
-    pub fn new(direction: Direction, name: impl Into<String>, case: K::Case, axis: &'static str) -> Self {
+    pub fn new(
+        direction: Direction,
+        name: impl Into<String>,
+        case: K::Case,
+        axis: &'static str,
+    ) -> Self {
         let (drawn, (bytes, flops)) = (shortened::<K>(&case, axis), (0.0, 0.0));
         Self {
             direction,
@@ -157,9 +163,12 @@ impl<K: Operator> Benchmark<K> {
     pub fn streaming(mut self, saved: &[&str], flops: f64) -> Self {
         let specs = placed_specs(&K::tensors(&self.case), self.direction, self.only);
         let forward = self.direction == Direction::Forward;
-        let moved = |spec: &&TensorSpec| forward || spec.part != Part::Output || saved.contains(&spec.name);
         let moved =
-            specs.present().filter(|spec| spec.part != Part::Observed && spec.part != Part::Scratch).filter(moved);
+            |spec: &&TensorSpec| forward || spec.part != Part::Output || saved.contains(&spec.name);
+        let moved = specs
+            .present()
+            .filter(|spec| spec.part != Part::Observed && spec.part != Part::Scratch)
+            .filter(moved);
         self.bytes = moved.clone().map(|spec| (spec.elements() * spec.dtype.size()) as f64).sum();
         self.flops = flops * moved.map(TensorSpec::elements).max().unwrap_or(0) as f64;
         self
@@ -193,14 +202,17 @@ impl<K: Operator> Benchmark<K> {
 
 /// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
 fn placed_specs(specs: &Specs, direction: Direction, only: Option<&str>) -> Specs {
-    let others = |spec: &TensorSpec| only.is_some() && spec.only_in.is_some_and(|of| Some(of) != only);
-    let gradient = |spec: &TensorSpec| matches!(spec.part, Part::Upstream { .. } | Part::Gradient { .. });
+    let others =
+        |spec: &TensorSpec| only.is_some() && spec.only_in.is_some_and(|of| Some(of) != only);
+    let gradient =
+        |spec: &TensorSpec| matches!(spec.part, Part::Upstream { .. } | Part::Gradient { .. });
     let forward = direction == Direction::Forward;
     specs.clone().without(|spec| others(spec) || forward && gradient(spec))
 }
 
 type Amend = dyn Fn(&mut Tensors) + Send + Sync;
-type AnySampled = dyn Fn(&Case, [&[usize]; 2], &mut Tensors) -> Result<AnyCase, CaseError> + Send + Sync;
+type AnySampled =
+    dyn Fn(&Case, [&[usize]; 2], &mut Tensors) -> Result<AnyCase, CaseError> + Send + Sync;
 type AnyCall = dyn Fn(&Views, &mut Launches<'_>) -> Result<(), RuntimeError> + Send + Sync;
 
 /// A [`Benchmark`] of any operator.
@@ -227,7 +239,20 @@ pub(super) struct AnyBenchmark {
 
 impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
     fn from(benchmark: Benchmark<K>) -> Self {
-        let Benchmark { direction, name, case, drawn, bytes, flops, rate, axis, rows, chosen, further, .. } = benchmark;
+        let Benchmark {
+            direction,
+            name,
+            case,
+            drawn,
+            bytes,
+            flops,
+            rate,
+            axis,
+            rows,
+            chosen,
+            further,
+            ..
+        } = benchmark;
         let Benchmark { amend, sampled, only, call, .. } = benchmark;
         let whole = Arc::new(case.clone());
         let (amended, called) = (whole.clone(), whole.clone());
@@ -267,16 +292,22 @@ impl AnyBenchmark {
 
     /// The given tensors, some of them shorter than the case's.
     fn given(&self) -> Result<Tensors, CaseError> {
-        let specs = checked(&*self.drawn).map_err(|refused| field_error(self.case.name(), refused))?;
+        let specs =
+            checked(&*self.drawn).map_err(|refused| field_error(self.case.name(), refused))?;
         let mut tensors = Tensors::draw(&specs, None);
         self.drawn.amend(&mut tensors).map_err(|e| oracle_error(self.case.name(), e))?;
         (self.amend)(&mut tensors);
         for spec in self.case.tensors().present().filter(|spec| spec.is_given()) {
-            let shape = tensors.get(spec.name).map(|tensor| tensor.shape.clone()).unwrap_or_default();
-            let fits = |(&drawn, whole): (&usize, usize)| drawn <= whole && (drawn > 0 || whole == 0);
+            let shape =
+                tensors.get(spec.name).map(|tensor| tensor.shape.clone()).unwrap_or_default();
+            let fits =
+                |(&drawn, whole): (&usize, usize)| drawn <= whole && (drawn > 0 || whole == 0);
             if shape.len() != spec.axes.len() || !shape.iter().zip(spec.shape()).all(fits) {
-                let reason =
-                    format!("`{}` is {shape:?} as drawn, which does not repeat to {:?}", spec.name, spec.shape());
+                let reason = format!(
+                    "`{}` is {shape:?} as drawn, which does not repeat to {:?}",
+                    spec.name,
+                    spec.shape()
+                );
                 return Err(oracle_error(self.case.name(), reason));
             }
         }
@@ -287,8 +318,11 @@ impl AnyBenchmark {
     fn sets(&self, device: &Device) -> usize {
         match device.environment().backend {
             BackendKind::Cuda => {
-                let of_a_set =
-                    self.placed_specs().present().map(|spec| spec.elements() * spec.dtype.size()).sum::<usize>();
+                let of_a_set = self
+                    .placed_specs()
+                    .present()
+                    .map(|spec| spec.elements() * spec.dtype.size())
+                    .sum::<usize>();
                 let beyond_the_cache = ((CACHES * L2) as f64 / self.bytes).ceil() as usize;
                 beyond_the_cache.min(MOST_BYTES / of_a_set.max(1)).max(2)
             }
@@ -298,8 +332,9 @@ impl AnyBenchmark {
 
     /// Whether the call writes over what it reads, so that a second one does not compute what the first did.
     fn overwrites(&self) -> bool {
-        let overwritten =
-            |spec: &TensorSpec| spec.part == Part::State || matches!(spec.placed, Some((Aliasing::InPlace, _)));
+        let overwritten = |spec: &TensorSpec| {
+            spec.part == Part::State || matches!(spec.placed, Some((Aliasing::InPlace, _)))
+        };
         self.placed_specs().present().any(overwritten)
     }
 
@@ -311,7 +346,10 @@ impl AnyBenchmark {
             Ok::<_, CaseError>(SampledAxis { name: axis, extent, entries: chosen(extent, count) })
         };
         let axis = entries(self.axis, self.chosen, self.rows)?;
-        let further = self.further.map(|further| entries(further.axis, further.chosen, further.entries)).transpose()?;
+        let further = self
+            .further
+            .map(|further| entries(further.axis, further.chosen, further.entries))
+            .transpose()?;
         let mut line = self.case.line();
         for axis in [Some(&axis), further.as_ref()].into_iter().flatten() {
             let field = line.fields.get_mut(axis.name).ok_or_else(|| self.no_axis(axis.name))?;
@@ -336,7 +374,8 @@ impl AnyBenchmark {
             Some(sampled) => sampled(line, narrowed.entries(), &mut tensors)?,
             None => case,
         };
-        let is_whole = before.is_some_and(|(unchanged, given)| unchanged == case.line() && given == tensors);
+        let is_whole =
+            before.is_some_and(|(unchanged, given)| unchanged == case.line() && given == tensors);
         let specs = checked(&*case).map_err(|refused| field_error(case.name(), refused))?;
         for spec in specs.present().filter(|spec| spec.is_given()) {
             let (name, shape) = (spec.name, &tensors.tensor(spec.name).shape);
@@ -350,7 +389,10 @@ impl AnyBenchmark {
     }
 
     fn no_axis(&self, axis: &str) -> CaseError {
-        let reason = format!("the case of benchmark `{}` has no such axis, or no field of its name", self.name);
+        let reason = format!(
+            "the case of benchmark `{}` has no such axis, or no field of its name",
+            self.name
+        );
         CaseError::Field { operator: self.case.name(), field: axis.to_owned().into(), reason }
     }
 }
@@ -363,8 +405,15 @@ fn shortened<K: Operator>(case: &K::Case, axis: &'static str) -> K::Case {
 }
 
 fn shortened_line(mut line: Case, specs: &Specs, axis: &'static str) -> Case {
-    let of_an_entry = |spec: &TensorSpec| spec.axis(axis).map(|at| spec.elements() / spec.axes[at].extent.max(1));
-    let largest = specs.present().filter(|spec| spec.is_given()).filter_map(of_an_entry).max().unwrap_or(1).max(1);
+    let of_an_entry =
+        |spec: &TensorSpec| spec.axis(axis).map(|at| spec.elements() / spec.axes[at].extent.max(1));
+    let largest = specs
+        .present()
+        .filter(|spec| spec.is_given())
+        .filter_map(of_an_entry)
+        .max()
+        .unwrap_or(1)
+        .max(1);
     if let Some(extent) = line.fields.get_mut(axis) {
         let whole = extent.as_u64().unwrap_or(0);
         *extent = whole.min((DRAWN / largest).max(1) as u64).into();
@@ -445,26 +494,42 @@ impl Narrowed {
         let small = self.specs.find(whole.name).map(TensorSpec::shape);
         let further = self.further.as_ref().and_then(|further| whole.axis(further.name));
         let follows = |at: usize, extent: usize| {
-            extent == self.axis.extent && further != Some(at) && small.as_ref().is_some_and(|small| small[at] != extent)
+            extent == self.axis.extent
+                && further != Some(at)
+                && small.as_ref().is_some_and(|small| small[at] != extent)
         };
         let axes = whole.axes.iter().enumerate();
-        let places = axes.filter(|(at, axis)| axis.name == self.axis.name || follows(*at, axis.extent));
+        let places =
+            axes.filter(|(at, axis)| axis.name == self.axis.name || follows(*at, axis.extent));
         (places.map(|(at, _)| at).collect(), further)
     }
 
     /// Whether the sample has every entry: then tensors without the axis are part of it as well, unless [`Benchmark::sampled`] leaves
     /// out some of what they hold, which those may that are compared by themselves.
     fn is_all(&self) -> bool {
-        [Some(&self.axis), self.further.as_ref()].into_iter().flatten().all(|axis| axis.entries.len() == axis.extent)
+        [Some(&self.axis), self.further.as_ref()]
+            .into_iter()
+            .flatten()
+            .all(|axis| axis.entries.len() == axis.extent)
     }
 
     /// The sampled entries of what a kernel wrote; `None` where the tensor has no axis to sample.
-    fn download(&self, whole: &TensorSpec, placed: &Placed<'_>) -> Result<Option<HostTensor>, RuntimeError> {
+    fn download(
+        &self,
+        whole: &TensorSpec,
+        placed: &Placed<'_>,
+    ) -> Result<Option<HostTensor>, RuntimeError> {
         let (places, further) = self.places(whole);
-        let Some(&at) = places.first().filter(|_| self.further.is_none() || further.is_some()) else { return Ok(None) };
+        let Some(&at) = places.first().filter(|_| self.further.is_none() || further.is_some())
+        else {
+            return Ok(None);
+        };
         let (view, rows) = (&placed.views()[whole.name], &self.axis.entries);
         let entries = rows.iter().map(|&row| placed.arena().download(&view.narrow(at, row, 1)?));
-        let bytes = interleaved(&entries.collect::<Result<Vec<_>, _>>()?, view.shape[..at].iter().product());
+        let bytes = interleaved(
+            &entries.collect::<Result<Vec<_>, _>>()?,
+            view.shape[..at].iter().product(),
+        );
         let mut shape = view.shape.clone();
         shape[at] = rows.len();
         let rows = HostTensor { dtype: view.dtype, shape, bytes };
@@ -494,9 +559,16 @@ struct Sample {
 }
 
 impl Sample {
-    fn oracle(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
-        let sides = if self.direction == Direction::Forward { &[Side::Forward][..] } else { &Side::BOTH };
-        self.inputs.run_oracle(precision, Some(products), sides).map_err(|e| oracle_error(self.inputs.case.name(), e))
+    fn oracle(
+        &self,
+        precision: Precision,
+        products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
+        let sides =
+            if self.direction == Direction::Forward { &[Side::Forward][..] } else { &Side::BOTH };
+        self.inputs
+            .run_oracle(precision, Some(products), sides)
+            .map_err(|e| oracle_error(self.inputs.case.name(), e))
     }
 
     /// What the kernels wrote of it.
@@ -518,7 +590,10 @@ impl Sample {
         if whole.present().any(|spec| spec.part == Part::Observed) {
             let specs = self.inputs.specs();
             let observed = self.inputs.case.observe(&self.inputs.tensors, &written).into_iter();
-            tensors.extend(observed.filter_map(|(name, tensor)| Some(kernel_tensor(specs.find(name)?, tensor))));
+            tensors.extend(
+                observed
+                    .filter_map(|(name, tensor)| Some(kernel_tensor(specs.find(name)?, tensor))),
+            );
         }
         Ok(KernelRun { tensors, violations: Vec::new(), paths: Vec::new() })
     }
@@ -592,7 +667,11 @@ impl Sampling {
     ///
     /// # Errors
     /// What the oracle refuses.
-    pub fn oracle(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+    pub fn oracle(
+        &self,
+        precision: Precision,
+        products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
         self.sample.oracle(precision, products)
     }
 }
@@ -633,7 +712,8 @@ impl Timed for Arc<AnyBenchmark> {
     }
 
     fn oracle(&self) -> Result<OracleCall> {
-        let whole = AnyBenchmark { rows: usize::MAX, further: None, sampled: None, ..(**self).clone() };
+        let whole =
+            AnyBenchmark { rows: usize::MAX, further: None, sampled: None, ..(**self).clone() };
         let sample = whole.sample(&self.given()?)?;
         Ok(Box::new(move || {
             let tensors = sample.oracle(Precision::Exact, &Products::default())?;
@@ -662,7 +742,8 @@ impl<'d> OnDevice<'d> {
             }
         }
         if *direction == Direction::Backward {
-            case.launch(placed.views(), &mut Launches::timed(self.device)).context("the forward")?;
+            case.launch(placed.views(), &mut Launches::timed(self.device))
+                .context("the forward")?;
         }
         Ok(placed)
     }

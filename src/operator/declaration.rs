@@ -43,7 +43,9 @@ impl Axis {
             _ if extent > 0 && extent.is_multiple_of(multiple) && extent <= most => Ok(()),
             1 if extent == 0 => not_empty(name, extent),
             1 => refuse(name, format!("{extent} must be 1 to {most}")),
-            _ if most == usize::MAX => refuse(name, format!("{extent} must be a multiple of {multiple}, not 0")),
+            _ if most == usize::MAX => {
+                refuse(name, format!("{extent} must be a multiple of {multiple}, not 0"))
+            }
             _ => refuse(name, format!("{extent} must be a multiple of {multiple} up to {most}")),
         }
     }
@@ -444,13 +446,18 @@ impl Specs {
         let mut all: Vec<TensorSpec> = tensors.into_iter().collect();
         for index in 0..all.len() {
             let name = all[index].name;
-            assert!(all[..index].iter().all(|other| other.name != name), "two tensors are called `{name}`");
+            assert!(
+                all[..index].iter().all(|other| other.name != name),
+                "two tensors are called `{name}`"
+            );
             let of = match all[index].part {
                 Part::Upstream { of } | Part::Gradient { of } => of,
                 _ => continue,
             };
             let base = all.iter().find(|spec| spec.name == of);
-            let base = base.unwrap_or_else(|| panic!("`{name}` is of `{of}`, which is not declared")).clone();
+            let base = base
+                .unwrap_or_else(|| panic!("`{name}` is of `{of}`, which is not declared"))
+                .clone();
             let spec = &mut all[index];
             spec.axes = base.axes;
             spec.present &= base.present;
@@ -595,9 +602,18 @@ mod tests {
         let specs = specs(false);
         assert!(specs.find("dweight").is_none() && specs.find("weight").is_none());
         let dy = specs.find("dy").unwrap();
-        assert_eq!((dy.dtype, dy.shape(), dy.strides), (DType::Bf16, vec![3, 8], Strides::Rows { align: 1 }));
-        assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
-        assert_eq!(specs.upstreams().map(|(of, dy)| (of.name, dy.name)).collect::<Vec<_>>(), [("y", "dy")]);
+        assert_eq!(
+            (dy.dtype, dy.shape(), dy.strides),
+            (DType::Bf16, vec![3, 8], Strides::Rows { align: 1 })
+        );
+        assert_eq!(
+            specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(),
+            [("x", "dx")]
+        );
+        assert_eq!(
+            specs.upstreams().map(|(of, dy)| (of.name, dy.name)).collect::<Vec<_>>(),
+            [("y", "dy")]
+        );
         assert_eq!(specs.extent("width"), Some(8));
     }
 
@@ -616,20 +632,35 @@ mod tests {
         let (x, mid) = (input("x", DType::F32, &rows), output("mid", DType::F32, &rows));
         let gradients = [gradient("dmid", "mid", DType::F32), gradient("dx", "x", DType::F32)];
         let specs = Specs::new(1, [x, mid].into_iter().chain(gradients));
-        assert_eq!(specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(), [("x", "dx")]);
+        assert_eq!(
+            specs.gradients().map(|(of, gradient)| (of.name, gradient.name)).collect::<Vec<_>>(),
+            [("x", "dx")]
+        );
         assert_eq!(specs.find("dmid").map(TensorSpec::shape), Some(vec![3]));
     }
 
     #[test]
     fn a_chain_has_the_tensors_of_both_and_what_one_hands_to_the_other_once() {
         let rows = [axis("num_rows", 3)];
-        let first =
-            Specs::new(1, [input("x", DType::F32, &rows), output("mid", DType::F32, &rows), upstream("dmid", "mid")]);
+        let first = Specs::new(
+            1,
+            [
+                input("x", DType::F32, &rows),
+                output("mid", DType::F32, &rows),
+                upstream("dmid", "mid"),
+            ],
+        );
         let own = [output("y", DType::F32, &rows), gradient("dmid", "mid", DType::Bf16)];
         let chain = first.finite("shift", f64::NAN).with(own);
-        assert_eq!(chain.present().map(|spec| spec.name).collect::<Vec<_>>(), ["x", "mid", "y", "dmid"]);
+        assert_eq!(
+            chain.present().map(|spec| spec.name).collect::<Vec<_>>(),
+            ["x", "mid", "y", "dmid"]
+        );
         let dmid = chain.find("dmid").unwrap();
-        assert_eq!((dmid.part, dmid.dtype, dmid.shape()), (Part::Gradient { of: "mid" }, DType::Bf16, vec![3]));
+        assert_eq!(
+            (dmid.part, dmid.dtype, dmid.shape()),
+            (Part::Gradient { of: "mid" }, DType::Bf16, vec![3])
+        );
         assert_eq!(chain.check().unwrap_err().field, "shift");
     }
 
@@ -637,8 +668,13 @@ mod tests {
     fn an_extent_or_a_number_beyond_its_rule_is_refused_by_its_field() {
         let refused = |extent: usize, magnitude: f64, shift: f64| {
             let x = input("x", DType::F32, &[axis("width", extent).multiples(16, 64)]);
-            let refused = Specs::new(1, [x.drawn(Distribution::Normal, 1.0 / magnitude)]).positive("scale", magnitude);
-            refused.finite("shift", shift).check().err().map(|refused| format!("{}: {}", refused.field, refused.reason))
+            let refused = Specs::new(1, [x.drawn(Distribution::Normal, 1.0 / magnitude)])
+                .positive("scale", magnitude);
+            refused
+                .finite("shift", shift)
+                .check()
+                .err()
+                .map(|refused| format!("{}: {}", refused.field, refused.reason))
         };
         assert_eq!(refused(48, 1.0, -2.0), None);
         for extent in [0, 24, 80] {
@@ -648,8 +684,9 @@ mod tests {
         // Not the magnitude that follows from it.
         assert_eq!(refused(48, 0.0, 0.0).as_deref(), Some("scale: 0 must be finite and above 0"));
         assert_eq!(refused(48, 1.0, f64::INFINITY).as_deref(), Some("shift: inf must be finite"));
-        let heads =
-            |extent: usize| axis("num_heads", extent).multiples(1, 128).check().err().map(|refused| refused.reason);
+        let heads = |extent: usize| {
+            axis("num_heads", extent).multiples(1, 128).check().err().map(|refused| refused.reason)
+        };
         assert_eq!(heads(129).as_deref(), Some("129 must be 1 to 128"));
         assert_eq!(heads(0).as_deref(), Some("0: there must be at least one"));
         assert_eq!(heads(128), None);
@@ -661,8 +698,10 @@ mod tests {
     fn a_state_is_compared_itself_unless_something_is_observed_of_it() {
         let pages = [axis("num_pages", 3), axis("page_bytes", 16)];
         let compared = |observes: bool| {
-            let (cache, rows) = (state("cache", DType::U8, &pages), observed("rows", DType::U8, &pages));
-            let specs = Specs::new(1, [cache, output("y", DType::F32, &pages), rows.when(observes)]);
+            let (cache, rows) =
+                (state("cache", DType::U8, &pages), observed("rows", DType::U8, &pages));
+            let specs =
+                Specs::new(1, [cache, output("y", DType::F32, &pages), rows.when(observes)]);
             specs.compared().map(|spec| spec.name).collect::<Vec<_>>()
         };
         assert_eq!((compared(false), compared(true)), (vec!["cache", "y"], vec!["y", "rows"]));
@@ -673,7 +712,8 @@ mod tests {
         let rows = [axis("num_rows", 3)];
         let compared = |undefined: bool| {
             let logits = output("logits", DType::F32, &rows).partly_undefined(undefined);
-            let specs = Specs::new(1, [logits, observed("seen", DType::F32, &rows).when(undefined)]);
+            let specs =
+                Specs::new(1, [logits, observed("seen", DType::F32, &rows).when(undefined)]);
             specs.compared().map(|spec| spec.name).collect::<Vec<_>>()
         };
         assert_eq!((compared(false), compared(true)), (vec!["logits"], vec!["seen"]));

@@ -65,7 +65,11 @@ pub fn refuse<T>(field: &'static str, reason: impl Into<String>) -> Result<T, Re
 /// # Errors
 /// It is not.
 pub fn positive(field: &'static str, value: f64) -> Result<(), Refused> {
-    if value.is_finite() && value > 0.0 { Ok(()) } else { refuse(field, format!("{value} must be finite and above 0")) }
+    if value.is_finite() && value > 0.0 {
+        Ok(())
+    } else {
+        refuse(field, format!("{value} must be finite and above 0"))
+    }
 }
 
 /// A number of a case that must be finite.
@@ -151,13 +155,21 @@ pub trait Operator: Sized + Send + Sync + 'static {
     ///
     /// # Errors
     /// What the oracle refuses.
-    fn forward(case: &Self::Case, tensors: &Bound<'_>, rounding: &mut Rounding) -> dsv4_reference::Result<Named>;
+    fn forward(
+        case: &Self::Case,
+        tensors: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named>;
 
     /// The oracle's gradients, by its written-out formulas; nothing where the operator has no backward.
     ///
     /// # Errors
     /// What the oracle refuses.
-    fn backward(_case: &Self::Case, _tensors: &Bound<'_>, _rounding: &mut Rounding) -> dsv4_reference::Result<Named> {
+    fn backward(
+        _case: &Self::Case,
+        _tensors: &Bound<'_>,
+        _rounding: &mut Rounding,
+    ) -> dsv4_reference::Result<Named> {
         Ok(Named::new())
     }
 
@@ -191,19 +203,28 @@ pub trait Operator: Sized + Send + Sync + 'static {
     ///
     /// # Errors
     /// What the launcher refuses, and what the kernel did wrong.
-    fn launch(case: &Self::Case, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
+    fn launch(case: &Self::Case, views: &Views, run: &mut Launches<'_>)
+    -> Result<(), RuntimeError>;
 
     /// Launches the backward, where there is one. An input that the forward overwrote, as declared, is there as it was.
     ///
     /// # Errors
     /// As [`Operator::launch`].
-    fn launch_backward(_case: &Self::Case, _views: &Views, _run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        _case: &Self::Case,
+        _views: &Views,
+        _run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         Ok(())
     }
 
     /// What stored bytes mean: the tensors of [`Part::Observed`], from what was given and all that was written (by the kernels
     /// or the oracle), in the order of their declaration.
-    fn observe(_case: &Self::Case, _given: &Tensors, _written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+    fn observe(
+        _case: &Self::Case,
+        _given: &Tensors,
+        _written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
         Vec::new()
     }
 

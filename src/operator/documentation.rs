@@ -18,14 +18,16 @@ use crate::record::{OperatorRecord, TensorRecord};
 
 /// Name, files, types, axes of an operator.
 pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
-    let list = |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
+    let list =
+        |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
     let About { name, family, summary, specification, paths, .. } = *operator.about();
     let tensors = tensors(operator);
     let tree = dsv4_kernels::sources();
     // An operator's files have one name, in its family's folder of each tree.
     let files = |file: &dyn Fn(&str) -> String| {
         let of = if operator.chain().is_empty() { &[name] } else { operator.chain() };
-        let place = |name: &&str| tree.path_of(&format!("{name}.cu")).trim_end_matches(".cu").to_owned();
+        let place =
+            |name: &&str| tree.path_of(&format!("{name}.cu")).trim_end_matches(".cu").to_owned();
         of.iter().map(|name| file(&place(name))).collect::<Vec<_>>().join(", ")
     };
     OperatorRecord {
@@ -35,7 +37,10 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
         specification: list(specification),
         kernel_file: files(&|place| format!("kernels/cuda/{place}.cu")),
         oracle_file: files(&|place| format!("reference/src/{place}.rs")),
-        dtypes: tensors.iter().map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|"))).collect(),
+        dtypes: tensors
+            .iter()
+            .map(|tensor| format!("{} {}", tensor.name, tensor.dtypes.join("|")))
+            .collect(),
         axes: axes(operator),
         has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
         paths: list(paths),
@@ -71,7 +76,8 @@ fn cases(operator: &dyn Declaration) -> Vec<(Specs, Kinds)> {
     let strategy = operator.strategy(Profile::Full);
     let mut runner = TestRunner::deterministic();
     let drawn = (0..DRAWN).filter_map(|_| Some(strategy.new_tree(&mut runner).ok()?.current()));
-    let cases = operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick)).chain(drawn);
+    let cases =
+        operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick)).chain(drawn);
     cases.filter_map(|case| Some((checked(&*case).ok()?, kinds(&case.line())))).collect()
 }
 
@@ -95,7 +101,9 @@ fn add_kind(kinds: &mut Kinds, name: String, value: &Value) {
         Value::Object(_) | Value::Array(_) => "present".to_owned(),
     };
     if let Value::Object(fields) = value {
-        fields.iter().for_each(|(within, value)| add_kind(kinds, format!("{name}.{within}"), value));
+        fields
+            .iter()
+            .for_each(|(within, value)| add_kind(kinds, format!("{name}.{within}"), value));
     }
     kinds.insert(name, kind);
 }
@@ -107,7 +115,9 @@ fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
     let of = |names: &[&String], present: bool| -> BTreeSet<Vec<&str>> {
         let cases = kinds.iter().zip(has).filter(|(_, has)| **has == present);
         cases
-            .map(|(kinds, _)| names.iter().map(|name| kinds.get(*name).map_or("absent", String::as_str)).collect())
+            .map(|(kinds, _)| {
+                names.iter().map(|name| kinds.get(*name).map_or("absent", String::as_str)).collect()
+            })
             .collect()
     };
     let decide = |names: &[&String]| of(names, true).is_disjoint(&of(names, false));
@@ -115,18 +125,27 @@ fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
         let values: Vec<&str> = of(&[field], true).into_iter().flatten().collect();
         return Some(format!("{field}: {}", values.join(", ")));
     }
-    let pairs = fields.iter().flat_map(|a| fields.iter().map(move |b| [*a, *b])).filter(|[a, b]| a < b);
-    let threes = pairs.clone().flat_map(|[a, b]| fields.iter().map(move |c| [a, b, *c])).filter(|[_, b, c]| b < c);
+    let pairs =
+        fields.iter().flat_map(|a| fields.iter().map(move |b| [*a, *b])).filter(|[a, b]| a < b);
+    let threes = pairs
+        .clone()
+        .flat_map(|[a, b]| fields.iter().map(move |c| [a, b, *c]))
+        .filter(|[_, b, c]| b < c);
     let decisive = pairs.map(Vec::from).chain(threes.map(Vec::from)).find(|names| decide(names))?;
-    Some(format!("decided by {}", decisive.into_iter().map(String::as_str).collect::<Vec<_>>().join(", ")))
+    Some(format!(
+        "decided by {}",
+        decisive.into_iter().map(String::as_str).collect::<Vec<_>>().join(", ")
+    ))
 }
 
 /// What its cases differ in: the fields of a line, and what this layer chooses beside them.
 fn axes(operator: &dyn Declaration) -> Vec<String> {
     let cases = || operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick));
     let lines = cases().map(|case| case.line());
-    let fields: BTreeSet<String> = lines.flat_map(|line| line.fields.keys().cloned().collect::<Vec<_>>()).collect();
-    let special = |case: AnyCase| Special::OF_CLAMPS.iter().any(|special| special.fits(&case.tensors()));
+    let fields: BTreeSet<String> =
+        lines.flat_map(|line| line.fields.keys().cloned().collect::<Vec<_>>()).collect();
+    let special =
+        |case: AnyCase| Special::OF_CLAMPS.iter().any(|special| special.fits(&case.tensors()));
     let special = operator.typical().into_iter().any(special).then_some("special values");
     let chosen = special.into_iter().chain(["layouts"]).map(str::to_owned);
     fields.into_iter().filter(|field| field != "seed").chain(chosen).collect()
@@ -164,11 +183,15 @@ fn layouts(spec: &TensorSpec) -> String {
     } else {
         String::new()
     };
-    let aligned = |align: usize| if align > 1 { format!(", at multiples of {align} bytes") } else { String::new() };
+    let aligned = |align: usize| {
+        if align > 1 { format!(", at multiples of {align} bytes") } else { String::new() }
+    };
     match spec.strides {
         Strides::Dense => "dense".into(),
         Strides::Rows { align } => format!("rows anywhere{}{joined}", aligned(align)),
-        Strides::OrderedRows { align } => format!("rows in order, with gaps{}{joined}", aligned(align)),
+        Strides::OrderedRows { align } => {
+            format!("rows in order, with gaps{}{joined}", aligned(align))
+        }
     }
 }
 

@@ -85,7 +85,9 @@ impl Data {
 /// Rows and width of a matrix: up to `rows` rows, of mostly up to 300 elements and at most `width`.
 pub fn matrix([rows, width]: [usize; 2]) -> BoxedStrategy<[usize; 2]> {
     let widths = prop_oneof![3 => extent(300, 8), 2 => extent(width, 128), 1 => Just(width)];
-    (extent(rows, 8), widths).prop_map(|(rows, width)| [rows.min((LARGEST_DRAWN / width).max(1)), width]).boxed()
+    (extent(rows, 8), widths)
+        .prop_map(|(rows, width)| [rows.min((LARGEST_DRAWN / width).max(1)), width])
+        .boxed()
 }
 
 /// Elements of the largest tensor that a strategy draws: ten oracle runs of it take a second or so.
@@ -104,7 +106,9 @@ pub(crate) fn extent(largest: usize, unit: usize) -> BoxedStrategy<usize> {
 
 /// Magnitudes, log-uniform over powers of two, and not only those.
 pub(crate) fn magnitude(log2: std::ops::RangeInclusive<i32>) -> BoxedStrategy<f64> {
-    (log2, prop_oneof![Just(1.0), Just(1.375)]).prop_map(|(exponent, factor)| factor * 2f64.powi(exponent)).boxed()
+    (log2, prop_oneof![Just(1.0), Just(1.375)])
+        .prop_map(|(exponent, factor)| factor * 2f64.powi(exponent))
+        .boxed()
 }
 
 /// A candle tensor in f64.
@@ -135,12 +139,17 @@ pub enum Implementation {
 impl Implementation {
     /// The faster kernels of those that run on a device like this one, where it is a GPU; else the portable ones.
     pub(crate) fn fastest_on(environment: &Environment) -> Self {
-        let hopper = on_gpu(environment) && Self::Hopper.launcher().cannot_run_on(environment).is_none();
+        let hopper =
+            on_gpu(environment) && Self::Hopper.launcher().cannot_run_on(environment).is_none();
         if hopper { Self::Hopper } else { Self::Portable }
     }
 
     /// The same for a shape of so many heads, which the kernels for Hopper take or do not.
-    pub(crate) fn fastest_for(environment: &Environment, num_heads: usize, hopper_takes_it: bool) -> Self {
+    pub(crate) fn fastest_for(
+        environment: &Environment,
+        num_heads: usize,
+        hopper_takes_it: bool,
+    ) -> Self {
         let many = num_heads > dsv4_kernels::implementation::Implementation::FEW_HEADS;
         if many && hopper_takes_it { Self::fastest_on(environment) } else { Self::Portable }
     }

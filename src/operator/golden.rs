@@ -58,7 +58,8 @@ impl<'f> Reading<'f> {
         let tensor = self.tensor(name, axes, Kind::Integer)?;
         let fitting = |&value: &f64| {
             let fits = (f64::from(i32::MIN)..=f64::from(i32::MAX)).contains(&value);
-            fits.then_some(value as i32).ok_or_else(|| format!("`{name}` holds {value}, beyond 32 bits"))
+            fits.then_some(value as i32)
+                .ok_or_else(|| format!("`{name}` holds {value}, beyond 32 bits"))
         };
         tensor.values.iter().map(fitting).collect()
     }
@@ -88,7 +89,9 @@ impl<'f> Reading<'f> {
         let axis = axis.trim_start_matches('.');
         let known = self.extents.get(axis).map(|(known, by)| (*known, by.clone()));
         match known {
-            Some((known, by)) if known != extent => Err(format!("{axis} is {extent} in `{of}` and {known} in `{by}`")),
+            Some((known, by)) if known != extent => {
+                Err(format!("{axis} is {extent} in `{of}` and {known} in `{by}`"))
+            }
             Some(_) => Ok(()),
             None => {
                 self.extents.insert(axis.to_owned(), (extent, of.to_owned()));
@@ -112,7 +115,8 @@ impl<'f> Reading<'f> {
     pub fn whole(&self, name: &str) -> Result<usize, String> {
         let number = self.number(name)?;
         let fits = number.fract() == 0.0 && (0.0..=f64::from(i32::MAX)).contains(&number);
-        fits.then_some(number as usize).ok_or_else(|| format!("config: {name} {number} is no extent"))
+        fits.then_some(number as usize)
+            .ok_or_else(|| format!("config: {name} {number} is no extent"))
     }
 
     /// What the configuration says under a name; nothing where it says nothing.
@@ -120,7 +124,12 @@ impl<'f> Reading<'f> {
         &self.file.config[name]
     }
 
-    fn tensor(&mut self, name: &str, axes: Axes<'_>, kind: Kind) -> Result<&'f GoldenTensor, String> {
+    fn tensor(
+        &mut self,
+        name: &str,
+        axes: Axes<'_>,
+        kind: Kind,
+    ) -> Result<&'f GoldenTensor, String> {
         let tensor = self.file.tensor(name)?;
         let shape = tensor.shape.as_slice();
         if tensor.kind != kind {
@@ -134,16 +143,21 @@ impl<'f> Reading<'f> {
             Some(first) if first.starts_with("..") => (shape.len() + 1).checked_sub(axes.len()),
             _ => (shape.len() == axes.len()).then_some(1.min(shape.len())),
         };
-        let (leading, inner) = shape.split_at_checked(leading.ok_or_else(misfit)?).ok_or_else(misfit)?;
+        let (leading, inner) =
+            shape.split_at_checked(leading.ok_or_else(misfit)?).ok_or_else(misfit)?;
         let extents: Vec<usize> = match axes.is_empty() {
             true => Vec::new(),
-            false => std::iter::once(leading.iter().product()).chain(inner.iter().copied()).collect(),
+            false => {
+                std::iter::once(leading.iter().product()).chain(inner.iter().copied()).collect()
+            }
         };
         for (&axis, extent) in axes.iter().zip(extents) {
             match (axis, extent) {
                 ("1", 1) => {}
                 ("1", other) => {
-                    return Err(format!("`{name}` {shape:?} has {other} entries along an axis of one"));
+                    return Err(format!(
+                        "`{name}` {shape:?} has {other} entries along an axis of one"
+                    ));
                 }
                 _ => self.hold(axis, extent, name)?,
             }
@@ -173,7 +187,13 @@ enum Given {
 impl<C> Golden<C> {
     /// Without tensors yet: those that the file is not asked for are drawn as in any case.
     pub fn new(case: C) -> Self {
-        Self { case, given: Vec::new(), scalars: Vec::new(), expected: Vec::new(), kernel_skip: None }
+        Self {
+            case,
+            given: Vec::new(),
+            scalars: Vec::new(),
+            expected: Vec::new(),
+            kernel_skip: None,
+        }
     }
 
     /// Tensor `name` has these elements, rounded to its type.
@@ -281,11 +301,14 @@ impl Golden<AnyCase> {
     /// The case with its tensors, held to the operator's declaration.
     pub(super) fn finish(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
         let broken = |reason: String| CaseError::Malformed(format!("{}: {reason}", file.name));
-        let refused = |refused: Refused| broken(format!("field `{}`: {}", refused.field, refused.reason));
+        let refused =
+            |refused: Refused| broken(format!("field `{}`: {}", refused.field, refused.reason));
         match (checked(&*self.case), &self.kernel_skip) {
             // What is wrong with the case is nothing but what its like has not.
             (Err(_), Some((_, like))) => checked(&**like).map(|_| ()).map_err(refused)?,
-            (Ok(_), Some((why, _))) => return Err(broken(format!("left out of the kernels, which take it: {why}"))),
+            (Ok(_), Some((why, _))) => {
+                return Err(broken(format!("left out of the kernels, which take it: {why}")));
+            }
             (found, None) => found.map(|_| ()).map_err(refused)?,
         }
         let specs = self.case.tensors();
@@ -348,13 +371,18 @@ fn of_slots(
     let (length, width) = if back { (m, n) } else { (n, m) };
     let bytes = slots.len() as u128 * width as u128 * size_of::<f64>() as u128;
     if !size::limit().allows(bytes * COPIES_OF_PRODUCTS) {
-        return Err(format!("`{chosen}` and `{matrices}` make products of {}", size::in_words(bytes)));
+        return Err(format!(
+            "`{chosen}` and `{matrices}` make products of {}",
+            size::in_words(bytes)
+        ));
     }
     let product = |(slot, &expert): (usize, &i32)| {
-        let matrix = usize::try_from(expert).ok().and_then(|expert| experts.chunks_exact(m * n).nth(expert));
+        let matrix =
+            usize::try_from(expert).ok().and_then(|expert| experts.chunks_exact(m * n).nth(expert));
         let matrix = matrix.ok_or_else(|| format!("`{chosen}`: there is no expert {expert}"))?;
         let row = &rows[slot / topk * length..(slot / topk + 1) * length];
-        let at = |out: usize, i: usize| if back { matrix[i * n + out] } else { matrix[out * n + i] };
+        let at =
+            |out: usize, i: usize| if back { matrix[i * n + out] } else { matrix[out * n + i] };
         let sum = |out: usize| row.iter().enumerate().map(|(i, x)| x * at(out, i)).sum();
         Ok((0..width).map(sum).collect())
     };
@@ -368,7 +396,11 @@ const COPIES_OF_PRODUCTS: u128 = 6;
 fn filled(specs: &Specs, name: &str, count: usize) -> Result<(), String> {
     let spec = specs.find(name).ok_or_else(|| format!("the case has no tensor `{name}`"))?;
     let shape = spec.shape();
-    if count == spec.elements() { Ok(()) } else { Err(format!("{count} elements do not fill `{name}` {shape:?}")) }
+    if count == spec.elements() {
+        Ok(())
+    } else {
+        Err(format!("{count} elements do not fill `{name}` {shape:?}"))
+    }
 }
 
 fn fitted(specs: &Specs, name: &'static str, given: Given) -> Result<HostTensor, String> {
@@ -385,6 +417,8 @@ fn fitted(specs: &Specs, name: &'static str, given: Given) -> Result<HostTensor,
             HostTensor::from_i32(&shape, &values)
         }
         Given::Tensor(tensor) if (tensor.dtype, &tensor.shape) == (spec.dtype, &shape) => tensor,
-        Given::Tensor(tensor) => return Err(format!("{tensor:?} is no `{name}` {} {shape:?}", spec.dtype)),
+        Given::Tensor(tensor) => {
+            return Err(format!("{tensor:?} is no `{name}` {} {shape:?}", spec.dtype));
+        }
     })
 }

@@ -99,7 +99,8 @@ impl GoldenFile {
 /// [`GoldenError::Read`], [`GoldenError::Empty`].
 pub fn names_in(dir: &Path) -> Result<Vec<String>, GoldenError> {
     let unread = |source| GoldenError::Read { path: dir.to_owned(), source };
-    let entries = std::fs::read_dir(dir).map_err(unread)?.collect::<Result<Vec<_>, _>>().map_err(unread)?;
+    let entries =
+        std::fs::read_dir(dir).map_err(unread)?.collect::<Result<Vec<_>, _>>().map_err(unread)?;
     let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
     let mut names: Vec<String> = names.filter(|name| name.ends_with(".safetensors")).collect();
     names.sort();
@@ -119,11 +120,17 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>, GoldenError> {
     let unread = |source| GoldenError::Read { path: path.to_owned(), source };
     let file = std::fs::metadata(path).map_err(unread)?;
     if !file.is_file() {
-        return Err(GoldenError::File { path: path.to_owned(), reason: "it is no regular file".into() });
+        return Err(GoldenError::File {
+            path: path.to_owned(),
+            reason: "it is no regular file".into(),
+        });
     }
     let limit = size::limit();
     if !limit.allows(u128::from(file.len()) * WIDENED) {
-        let reason = format!("{} bytes take more than the {limit} of memory that are allowed (--memory)", file.len());
+        let reason = format!(
+            "{} bytes take more than the {limit} of memory that are allowed (--memory)",
+            file.len()
+        );
         return Err(GoldenError::File { path: path.to_owned(), reason });
     }
     std::fs::read(path).map_err(unread)
@@ -139,16 +146,22 @@ pub fn read(path: &Path) -> Result<GoldenFile, GoldenError> {
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|e| broken(e.to_string()))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
     let description = header.metadata().as_ref().and_then(|m| m.get("golden"));
-    let description = description.ok_or_else(|| broken("its header has no `golden` description".into()))?;
-    let description: Value = serde_json::from_str(description).map_err(|e| broken(e.to_string()))?;
+    let description =
+        description.ok_or_else(|| broken("its header has no `golden` description".into()))?;
+    let description: Value =
+        serde_json::from_str(description).map_err(|e| broken(e.to_string()))?;
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let operator = kind_of(&name).to_owned();
     let mut read = BTreeMap::new();
     for (tensor_name, view) in tensors.tensors() {
-        let values = widen(view.dtype(), view.data())
-            .ok_or_else(|| broken(format!("`{tensor_name}` has the unknown type {:?}", view.dtype())))?;
+        let values = widen(view.dtype(), view.data()).ok_or_else(|| {
+            broken(format!("`{tensor_name}` has the unknown type {:?}", view.dtype()))
+        })?;
         let (kind, stored_f32) = (kind_of_elements(view.dtype()), view.dtype() == Dtype::F32);
-        read.insert(tensor_name, GoldenTensor { shape: view.shape().to_vec(), values, kind, stored_f32 });
+        read.insert(
+            tensor_name,
+            GoldenTensor { shape: view.shape().to_vec(), values, kind, stored_f32 },
+        );
     }
     Ok(GoldenFile { name, operator, config: description["config"].clone(), tensors: read })
 }

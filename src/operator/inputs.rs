@@ -17,7 +17,8 @@ use super::probe::Probe;
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
-    Arithmetic, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, RoundingPoints, Sequence, Side,
+    Arithmetic, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase,
+    RoundingPoints, Sequence, Side,
 };
 use super::{laws, sequence};
 use crate::case::{Case, CaseError};
@@ -39,7 +40,10 @@ impl Shown {
 
     fn of_tensor(&self, tensor: &HostTensor) -> HostTensor {
         let size = tensor.dtype.size();
-        let bytes = self.elements.iter().flat_map(|&at| tensor.bytes[at * size..(at + 1) * size].iter().copied());
+        let bytes = self
+            .elements
+            .iter()
+            .flat_map(|&at| tensor.bytes[at * size..(at + 1) * size].iter().copied());
         HostTensor { dtype: tensor.dtype, shape: self.shape.clone(), bytes: bytes.collect() }
     }
 }
@@ -108,7 +112,11 @@ impl Inputs {
             let oracle = inputs
                 .run_oracle(Precision::Exact, None, &Side::BOTH)
                 .map_err(|e| oracle_error(self.case.name(), e))?;
-            Ok(oracle.iter().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect())
+            Ok(oracle
+                .iter()
+                .flat_map(|tensor| &tensor.values)
+                .map(|value| value.to_bits())
+                .collect())
         };
         let specs = self.specs();
         let Some(spec) = specs.find(name) else { return Ok(self.clone()) };
@@ -142,20 +150,27 @@ impl Inputs {
         let bound = Bound::new(&self.tensors);
         let mut tensors = Vec::new();
         // One for all sides: runs that share products ask for them in one order.
-        let mut rounding = products.map_or_else(|| Rounding::new(precision), |p| Rounding::sharing(precision, p));
+        let mut rounding =
+            products.map_or_else(|| Rounding::new(precision), |p| Rounding::sharing(precision, p));
         for &side in sides {
             let computed = match side {
                 Side::Forward => self.case.forward(&bound, &mut rounding)?,
                 Side::Gradient => self.case.backward(&bound, &mut rounding)?,
             };
             for (name, tensor) in computed.into_tensors() {
-                tensors.push(OracleTensor { name, side, shape: tensor.dims().to_vec(), values: elements(&tensor)? });
+                tensors.push(OracleTensor {
+                    name,
+                    side,
+                    shape: tensor.dims().to_vec(),
+                    values: elements(&tensor)?,
+                });
             }
         }
         self.observe_oracle(&specs, &mut tensors);
         for shown in &self.shown {
             if let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == shown.name) {
-                (tensor.values, tensor.shape) = (shown.of_values(&tensor.values), shown.shape.clone());
+                (tensor.values, tensor.shape) =
+                    (shown.of_values(&tensor.values), shown.shape.clone());
             }
         }
         Ok(tensors)
@@ -173,12 +188,15 @@ impl Inputs {
             }
         }
         tensors.retain(|tensor| written.get(tensor.name).is_none() || specs.compares(tensor.name));
-        let observed = self.case.observe(&self.tensors, &written).into_iter().map(|(name, tensor)| OracleTensor {
-            name,
-            side: Side::Forward,
-            shape: tensor.shape.clone(),
-            values: tensor.to_f64(),
-        });
+        let observed =
+            self.case.observe(&self.tensors, &written).into_iter().map(|(name, tensor)| {
+                OracleTensor {
+                    name,
+                    side: Side::Forward,
+                    shape: tensor.shape.clone(),
+                    values: tensor.to_f64(),
+                }
+            });
         tensors.extend(observed);
     }
 
@@ -189,7 +207,8 @@ impl Inputs {
         contract: Contract,
         specs: &Specs,
     ) -> Result<Placed<'d>, RuntimeError> {
-        let mut placed = Placed::place(device, contract, specs, &self.choices.layouts, &self.tensors)?;
+        let mut placed =
+            Placed::place(device, contract, specs, &self.choices.layouts, &self.tensors)?;
         for (name, bytes) in self.case.workspaces(placed.views(), device)? {
             placed.workspace(name, bytes)?;
         }
@@ -197,7 +216,11 @@ impl Inputs {
     }
 
     /// Launches forward and backward on what was placed, and reads back what they wrote.
-    pub(super) fn launched(&self, specs: &Specs, placed: &Placed<'_>) -> Result<KernelRun, RuntimeError> {
+    pub(super) fn launched(
+        &self,
+        specs: &Specs,
+        placed: &Placed<'_>,
+    ) -> Result<KernelRun, RuntimeError> {
         let (mut paths, mut frozen, mut changed) = (Vec::new(), Vec::new(), Vec::new());
         let mut violations = placed.arena().run(|device| {
             let mut run = Launches::new(device, placed.arena());
@@ -238,7 +261,10 @@ impl Inputs {
         let mut written = Tensors::default();
         for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
             let whole = &placed.views()[spec.name];
-            let tensor = match frozen.iter().find(|(view, _)| view.name == whole.name && view.same_elements(whole)) {
+            let tensor = match frozen
+                .iter()
+                .find(|(view, _)| view.name == whole.name && view.same_elements(whole))
+            {
                 Some((_, tensor)) => tensor.clone(),
                 None => placed.download(spec.name)?,
             };
@@ -267,15 +293,28 @@ impl Inputs {
 fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
     let shape = spec.shape();
     match spec.dtype {
-        DType::U8 => HostTensor { dtype: DType::U8, shape, bytes: values.iter().map(|&value| value as u8).collect() },
-        DType::I32 => HostTensor::from_i32(&shape, &values.iter().map(|&value| value as i32).collect::<Vec<_>>()),
+        DType::U8 => HostTensor {
+            dtype: DType::U8,
+            shape,
+            bytes: values.iter().map(|&value| value as u8).collect(),
+        },
+        DType::I32 => HostTensor::from_i32(
+            &shape,
+            &values.iter().map(|&value| value as i32).collect::<Vec<_>>(),
+        ),
         dtype => HostTensor::from_f64(dtype, &shape, values),
     }
 }
 
 pub(super) fn kernel_tensor(spec: &TensorSpec, tensor: HostTensor) -> KernelTensor {
     let TensorSpec { deterministic, comparison, grid, pooling, .. } = *spec;
-    KernelTensor { deterministic, comparison, grid, pooling, ..KernelTensor::new(spec.name, tensor) }
+    KernelTensor {
+        deterministic,
+        comparison,
+        grid,
+        pooling,
+        ..KernelTensor::new(spec.name, tensor)
+    }
 }
 
 impl PreparedCase for Inputs {
@@ -292,11 +331,19 @@ impl PreparedCase for Inputs {
     }
 
     fn arithmetic(&self) -> Arithmetic {
-        Arithmetic { points: RoundingPoints::Specification, lanes: self.case.operator().sum_lanes() }
+        Arithmetic {
+            points: RoundingPoints::Specification,
+            lanes: self.case.operator().sum_lanes(),
+        }
     }
 
-    fn oracle_sharing(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
-        self.run_oracle(precision, Some(products), &Side::BOTH).map_err(|e| oracle_error(self.case.name(), e))
+    fn oracle_sharing(
+        &self,
+        precision: Precision,
+        products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
+        self.run_oracle(precision, Some(products), &Side::BOTH)
+            .map_err(|e| oracle_error(self.case.name(), e))
     }
 
     fn oracle_of_saved(
@@ -313,7 +360,12 @@ impl PreparedCase for Inputs {
         let computed = self.case.backward_of_saved(&Bound::new(&tensors), &mut rounding);
         let side = Side::Gradient;
         let of = |(name, tensor): (&'static str, Tensor)| {
-            Ok(OracleTensor { name, side, shape: tensor.dims().to_vec(), values: elements(&tensor)? })
+            Ok(OracleTensor {
+                name,
+                side,
+                shape: tensor.dims().to_vec(),
+                values: elements(&tensor)?,
+            })
         };
         let tensors = computed.and_then(|named| named.into_tensors().into_iter().map(of).collect());
         tensors.map_err(|e| oracle_error(self.case.name(), e))
@@ -332,7 +384,11 @@ impl PreparedCase for Inputs {
         super::timing::of(self, device)
     }
 
-    fn sequence(&self, device: &Device, contract: Contract) -> Result<Option<Sequence>, RuntimeError> {
+    fn sequence(
+        &self,
+        device: &Device,
+        contract: Contract,
+    ) -> Result<Option<Sequence>, RuntimeError> {
         sequence::of(self, device, contract).map(Some)
     }
 
@@ -342,9 +398,11 @@ impl PreparedCase for Inputs {
 
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
         let specs = self.specs();
-        let whole = specs.gradients().next().is_some() && specs.present().all(|spec| spec.elements() > 0);
+        let whole =
+            specs.gradients().next().is_some() && specs.present().all(|spec| spec.elements() > 0);
         let finite = self.choices.special.as_ref().is_none_or(Special::is_finite);
-        (whole && finite && self.case.is_smooth()).then(|| Box::new(Probe::new(self, &specs)) as Box<dyn GradientProbe>)
+        (whole && finite && self.case.is_smooth())
+            .then(|| Box::new(Probe::new(self, &specs)) as Box<dyn GradientProbe>)
     }
 }
 

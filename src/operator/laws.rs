@@ -56,7 +56,12 @@ pub struct Laws<'i, K: Operator> {
 impl<'i, K: Operator> Laws<'i, K> {
     /// Of `case`, which is that of `inputs`.
     pub(super) fn new(case: &'i K::Case, inputs: &'i Inputs) -> Self {
-        let any = AnyLaws { inputs, specs: inputs.specs(), laws: Vec::new(), outside_f32: OnceCell::new() };
+        let any = AnyLaws {
+            inputs,
+            specs: inputs.specs(),
+            laws: Vec::new(),
+            outside_f32: OnceCell::new(),
+        };
         Self { case, any }
     }
 
@@ -92,14 +97,25 @@ impl<'i, K: Operator> Laws<'i, K> {
     }
 
     /// A law that binds all outputs and gradients alike.
-    pub fn alike(&mut self, name: &'static str, relation: Relation, change: impl FnOnce(&mut Variant<K>)) {
+    pub fn alike(
+        &mut self,
+        name: &'static str,
+        relation: Relation,
+        change: impl FnOnce(&mut Variant<K>),
+    ) {
         let relations = self.all(relation);
         self.law(name, change, relations);
     }
 
     /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. Cases in which
     /// that moves an intermediate out of fp32's range, or within what lies outside of it, are left out, which is counted.
-    pub fn scale(&mut self, name: &'static str, scaled: &'static str, factor: f64, outputs: &[(&'static str, f64)]) {
+    pub fn scale(
+        &mut self,
+        name: &'static str,
+        scaled: &'static str,
+        factor: f64,
+        outputs: &[(&'static str, f64)],
+    ) {
         self.any.scale(name, &[scaled], factor, outputs);
     }
 
@@ -176,7 +192,8 @@ impl AnyLaws<'_> {
             return;
         }
         let AnyVariant { case, tensors, shown, said } = variant;
-        let variant = Inputs { shown, said, ..Inputs::of(case, self.inputs.choices.clone(), tensors) };
+        let variant =
+            Inputs { shown, said, ..Inputs::of(case, self.inputs.choices.clone(), tensors) };
         self.laws.push(Law { name, variant: Box::new(variant), relations, left_out: None });
     }
 
@@ -188,14 +205,22 @@ impl AnyLaws<'_> {
     fn scale_upstreams(&mut self) {
         const FACTOR: f64 = 4.0;
         let upstreams: Vec<_> = self.specs.upstreams().map(|(_, upstream)| upstream.name).collect();
-        let factor = |spec: &TensorSpec| if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 };
+        let factor = |spec: &TensorSpec| {
+            if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 }
+        };
         // Sums in any order are repeated within their budgets only.
         let bound = self.specs.compared().filter(|spec| spec.deterministic);
         let outputs: Vec<_> = bound.map(|spec| (spec.name, factor(spec))).collect();
         self.scale("upstreams scale the gradients once", &upstreams, FACTOR, &outputs);
     }
 
-    fn scale(&mut self, name: &'static str, scaled: &[&'static str], factor: f64, outputs: &[(&'static str, f64)]) {
+    fn scale(
+        &mut self,
+        name: &'static str,
+        scaled: &[&'static str],
+        factor: f64,
+        outputs: &[(&'static str, f64)],
+    ) {
         let present = |name: &&str| self.specs.find(name).is_some_and(|spec| spec.elements() > 0);
         if !scaled.iter().any(present) {
             return;
@@ -205,13 +230,15 @@ impl AnyLaws<'_> {
         if self.leaves_f32(&*self.inputs.case, &tensors) {
             return self.leave_out(name);
         }
-        let relations = outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
+        let relations =
+            outputs.iter().map(|&(name, factor)| (name, Relation::Times(factor))).collect();
         self.law(name, self.with(tensors), relations);
     }
 
     /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside of it.
     fn leaves_f32(&self, case: &dyn DeclaredCase, tensors: &Tensors) -> bool {
-        let own = self.outside_f32.get_or_init(|| outside_f32(&*self.inputs.case, &self.inputs.tensors));
+        let own =
+            self.outside_f32.get_or_init(|| outside_f32(&*self.inputs.case, &self.inputs.tensors));
         *own != outside_f32(case, tensors)
     }
 
@@ -240,7 +267,8 @@ impl AnyLaws<'_> {
         let middle = extent / 2;
         let bound = self.specs.compared().filter(|spec| spec.deterministic);
         let bound = bound.filter_map(|spec| Some((spec.name, spec.axis(axis)?)));
-        let relations = bound.map(|(name, axis)| (name, Relation::EqualExcept { axis, at: middle })).collect();
+        let relations =
+            bound.map(|(name, axis)| (name, Relation::EqualExcept { axis, at: middle })).collect();
         let mut tensors = Tensors::clone(&self.inputs.tensors);
         for spec in self.specs.present().filter(|spec| spec.is_given()) {
             if let (Some(at), Some(tensor)) = (spec.axis(axis), tensors.get(spec.name)) {
@@ -287,7 +315,11 @@ mod tests {
 
     #[test]
     fn only_the_entry_gets_other_numbers() {
-        let tensor = HostTensor::from_f64(DType::F32, &[2, 3, 2], &(0..12).map(f64::from).collect::<Vec<_>>());
+        let tensor = HostTensor::from_f64(
+            DType::F32,
+            &[2, 3, 2],
+            &(0..12).map(f64::from).collect::<Vec<_>>(),
+        );
         let changed = with_other_entry(&tensor, 1, 1).to_f64();
         assert_eq!(changed, [0.0, 1.0, 1.0, 0.0, 4.0, 5.0, 6.0, 7.0, -5.0, -6.0, 10.0, 11.0]);
         let lists = HostTensor::from_i32(&[2, 3], &[1, 2, 3, 4, 5, 6]);

@@ -66,15 +66,21 @@ impl TensorLayout {
         let mut gaps = vec![0; spec.axes.len()];
         for (name, &gap) in &self.gaps {
             if gap > MOST_ADDRESSES {
-                return Err(format!("`{}`: a gap of {gap} elements; at most {MOST_ADDRESSES}", spec.name));
+                return Err(format!(
+                    "`{}`: a gap of {gap} elements; at most {MOST_ADDRESSES}",
+                    spec.name
+                ));
             }
             gaps[spec.axis(name).ok_or_else(|| unknown(spec, name))?] = gap;
         }
         if let Some(last) = gaps.last_mut() {
-            *last = last.checked_add(spec.minimum_gap).ok_or_else(|| format!("`{}`: too large a gap", spec.name))?;
+            *last = last
+                .checked_add(spec.minimum_gap)
+                .ok_or_else(|| format!("`{}`: too large a gap", spec.name))?;
         }
         self.hold_to(spec, &order, &mut gaps)?;
-        Layout::of(&spec.shape(), &order, &gaps).map_err(|error| format!("`{}`: {error}", spec.name))
+        Layout::of(&spec.shape(), &order, &gaps)
+            .map_err(|error| format!("`{}`: {error}", spec.name))
     }
 
     /// Places of the axes, from the outermost in memory to the innermost.
@@ -90,13 +96,21 @@ impl TensorLayout {
         let mut sorted = order.clone();
         sorted.sort_unstable();
         if sorted != (0..spec.axes.len()).collect::<Vec<_>>() {
-            return Err(format!("`{}`: {:?} does not name each of its axes once", spec.name, self.order));
+            return Err(format!(
+                "`{}`: {:?} does not name each of its axes once",
+                spec.name, self.order
+            ));
         }
         Ok(order)
     }
 
     /// Holds the layout to what the kernel takes; where it takes only aligned rows, a dense row that is not gets a gap.
-    fn hold_to(&self, spec: &TensorSpec, order: &[usize], gaps: &mut [usize]) -> Result<(), String> {
+    fn hold_to(
+        &self,
+        spec: &TensorSpec,
+        order: &[usize],
+        gaps: &mut [usize],
+    ) -> Result<(), String> {
         let declared_order = order.is_sorted();
         let (align, permutable) = match spec.strides {
             Strides::Dense if !self.gaps.is_empty() || !declared_order => {
@@ -107,11 +121,17 @@ impl TensorLayout {
             Strides::OrderedRows { align } => (align, false),
         };
         if !permutable && !declared_order || order.last() != Some(&(spec.axes.len() - 1)) {
-            return Err(format!("`{}`: its kernel does not take its axes in the order {:?}", spec.name, self.order));
+            return Err(format!(
+                "`{}`: its kernel does not take its axes in the order {:?}",
+                spec.name, self.order
+            ));
         }
         if spec.joined && (gaps[1] > 0 || !order.windows(2).any(|pair| pair == [0, 1])) {
             let [first, second] = [spec.axes[0].name, spec.axes[1].name];
-            return Err(format!("`{}`: its kernel takes {first} and {second} as one axis, evenly spaced", spec.name));
+            return Err(format!(
+                "`{}`: its kernel takes {first} and {second} as one axis, evenly spaced",
+                spec.name
+            ));
         }
         let unit = (align / spec.dtype.size()).max(1);
         let mut reach = 1usize;
@@ -184,7 +204,8 @@ pub fn resolve(specs: &Specs, choices: &[Choice]) -> Layouts {
 }
 
 fn lay_out(specs: &Specs, whole_vectors: bool, choices: &[Choice]) -> Layouts {
-    let chosen = specs.all().iter().zip(choices).filter(|(spec, _)| spec.present && spec.placed.is_none());
+    let chosen =
+        specs.all().iter().zip(choices).filter(|(spec, _)| spec.present && spec.placed.is_none());
     chosen
         .filter_map(|(spec, &choice)| {
             let layout = resolve_one(spec, choice, whole_vectors)?;
@@ -228,9 +249,12 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
     match choice {
         Choice::Dense => None,
         Choice::Padded(units) => Some(TensorLayout::gap(name(outer), units * unit)),
-        Choice::Gap(axis, units) => Some(TensorLayout::gap(name(places.axes(axis % places.count).end), units * unit)),
+        Choice::Gap(axis, units) => {
+            Some(TensorLayout::gap(name(places.axes(axis % places.count).end), units * unit))
+        }
         Choice::Turned(by, units) if permutable && places.count > 1 => {
-            let turned = (0..places.count).map(|at| (at + 1 + (by - 1) % (places.count - 1)) % places.count);
+            let turned =
+                (0..places.count).map(|at| (at + 1 + (by - 1) % (places.count - 1)) % places.count);
             let turned = turned.flat_map(|place| places.axes(place)).chain([outer]);
             let gaps = (units > 0).then(|| (name(outer).to_owned(), units * unit));
             Some(TensorLayout {
@@ -245,15 +269,28 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
 
 /// Steps of a place beyond [`HUGE`] elements; `None` where it has one entry, which takes no step. The place is the
 /// outermost in memory where it may be: within another, the whole would be so many times as large.
-fn huge(spec: &TensorSpec, places: &Places, place: usize, permutable: bool, unit: usize) -> Option<TensorLayout> {
+fn huge(
+    spec: &TensorSpec,
+    places: &Places,
+    place: usize,
+    permutable: bool,
+    unit: usize,
+) -> Option<TensorLayout> {
     let stepping = places.axes(place);
-    let steps = spec.axes[stepping.clone()].iter().map(|axis| axis.extent).product::<usize>().checked_sub(1)?;
+    let steps = spec.axes[stepping.clone()]
+        .iter()
+        .map(|axis| axis.extent)
+        .product::<usize>()
+        .checked_sub(1)?;
     if steps == 0 {
         return None;
     }
     let others = (0..spec.axes.len()).filter(|at| !stepping.contains(at));
-    let order: Vec<usize> =
-        if permutable { stepping.clone().chain(others).collect() } else { (0..spec.axes.len()).collect() };
+    let order: Vec<usize> = if permutable {
+        stepping.clone().chain(others).collect()
+    } else {
+        (0..spec.axes.len()).collect()
+    };
     // The gap lies behind the axis within, so that the steps of the place around it are huge.
     let within = order[order.iter().rposition(|at| stepping.contains(at))? + 1];
     let name = |at: usize| spec.axes[at].name.to_owned();
@@ -266,8 +303,11 @@ fn huge(spec: &TensorSpec, places: &Places, place: usize, permutable: bool, unit
 /// rows that it would take more than [`MOST_WITH_GAPS`] elements stays dense.
 pub fn unlike_gaps(specs: &Specs) -> Layouts {
     let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
-    let elements = |name: &str, layout: &TensorLayout| Some(layout.place(specs.find(name)?).ok()?.elements);
-    layouts.retain(|name, layout| elements(name, layout).is_some_and(|elements| elements <= MOST_WITH_GAPS));
+    let elements =
+        |name: &str, layout: &TensorLayout| Some(layout.place(specs.find(name)?).ok()?.elements);
+    layouts.retain(|name, layout| {
+        elements(name, layout).is_some_and(|elements| elements <= MOST_WITH_GAPS)
+    });
     layouts
 }
 
@@ -286,7 +326,9 @@ pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     let places = |spec: &TensorSpec| Places::of(spec).map_or(0, |places| places.count);
     for place in 0..specs.all().iter().map(places).max().unwrap_or(0) {
         let has_place = |tensor: usize| place < places(&specs.all()[tensor]);
-        let huge = all(specs, true, &|tensor| if has_place(tensor) { Choice::Huge(place) } else { Choice::Dense });
+        let huge = all(specs, true, &|tensor| {
+            if has_place(tensor) { Choice::Huge(place) } else { Choice::Dense }
+        });
         found.extend(in_memory(specs, huge));
     }
     found.retain(|layouts| !layouts.is_empty());
@@ -346,8 +388,10 @@ mod tests {
     fn huge_steps_reach_beyond_what_32_bits_hold() {
         let spec = q(TensorSpec::rows);
         for axis in 0..2 {
-            let placed = resolve_one(&spec, Choice::Huge(axis), false).unwrap().place(&spec).unwrap();
-            let last: i64 = placed.strides.iter().zip([2, 4, 63]).map(|(stride, at)| stride * at).sum();
+            let placed =
+                resolve_one(&spec, Choice::Huge(axis), false).unwrap().place(&spec).unwrap();
+            let last: i64 =
+                placed.strides.iter().zip([2, 4, 63]).map(|(stride, at)| stride * at).sum();
             assert!(last > 1 << 32 && placed.elements < 7 << 30, "{placed:?}");
         }
     }
@@ -360,7 +404,12 @@ mod tests {
         assert!(odd.place(&q(TensorSpec::rows)).is_ok());
         assert!(odd.place(&q(TensorSpec::aligned_rows)).unwrap_err().contains("16 bytes"));
         assert!(odd.place(&q(|spec| spec)).unwrap_err().contains("dense"));
-        assert!(TensorLayout::gap("width", 8).place(&q(TensorSpec::rows)).unwrap_err().contains("no axis `width`"));
+        assert!(
+            TensorLayout::gap("width", 8)
+                .place(&q(TensorSpec::rows))
+                .unwrap_err()
+                .contains("no axis `width`")
+        );
         let twice = TensorLayout { order: vec!["num_heads".into(); 3], ..TensorLayout::default() };
         assert!(twice.place(&q(TensorSpec::rows)).unwrap_err().contains("once"));
     }
@@ -371,14 +420,20 @@ mod tests {
         let spec = input("q", DType::Bf16, &axes).aligned_rows().joined();
         let mut found = std::collections::BTreeSet::new();
         for number in 0..4 {
-            for choice in [Choice::Gap(number, 3), Choice::Turned(1 + number, number), Choice::Huge(number)] {
+            for choice in
+                [Choice::Gap(number, 3), Choice::Turned(1 + number, number), Choice::Huge(number)]
+            {
                 let placed = resolve_one(&spec, choice, false).unwrap().place(&spec).unwrap();
                 assert_eq!(placed.strides[0], 2 * placed.strides[1], "{choice:?}");
                 found.insert(placed.strides);
             }
         }
         // Heads first, gaps behind heads and behind rows, and both of them huge.
-        assert!(found.contains(&vec![128, 64, 384, 1]) && found.iter().any(|s| s[2] > 1 << 28) && found.len() > 6);
+        assert!(
+            found.contains(&vec![128, 64, 384, 1])
+                && found.iter().any(|s| s[2] > 1 << 28)
+                && found.len() > 6
+        );
         assert!(TensorLayout::gap("s_q", 8).place(&spec).unwrap_err().contains("evenly spaced"));
         let apart = ["s_q", "num_heads", "batch", "head_dim"].map(str::to_owned).to_vec();
         let apart = TensorLayout { order: apart, ..TensorLayout::default() };
@@ -387,9 +442,11 @@ mod tests {
 
     #[test]
     fn gaps_that_no_address_can_hold_are_refused() {
-        for spec in
-            [q(TensorSpec::rows), q(TensorSpec::aligned_rows), q(TensorSpec::aligned_rows).with_gap("padding", 8)]
-        {
+        for spec in [
+            q(TensorSpec::rows),
+            q(TensorSpec::aligned_rows),
+            q(TensorSpec::aligned_rows).with_gap("padding", 8),
+        ] {
             assert!(TensorLayout::gap("head_dim", usize::MAX).place(&spec).is_err());
             assert!(TensorLayout::gap("num_heads", usize::MAX - 7).place(&spec).is_err());
         }
@@ -398,8 +455,12 @@ mod tests {
     #[test]
     fn in_every_second_case_all_steps_are_whole_accesses() {
         let specs = |seed| Specs::new(seed, [q(TensorSpec::rows)]);
-        let steps =
-            |seed| resolve(&specs(seed), &[Choice::Padded(3)])["q"].place(&q(TensorSpec::rows)).unwrap().strides;
+        let steps = |seed| {
+            resolve(&specs(seed), &[Choice::Padded(3)])["q"]
+                .place(&q(TensorSpec::rows))
+                .unwrap()
+                .strides
+        };
         assert_eq!([steps(0), steps(1)], [[560, 112, 1], [335, 67, 1]]);
     }
 
@@ -407,7 +468,8 @@ mod tests {
     fn the_edge_cases_have_huge_steps_along_every_axis_of_every_tensor_in_the_memory_of_a_gpu() {
         let lists = [axis("num_tokens", 3), axis("topk", 4)];
         let list = |name| input(name, DType::I32, &lists).rows();
-        let tensors = [q(TensorSpec::aligned_rows), list("indices"), list("lengths"), list("positions")];
+        let tensors =
+            [q(TensorSpec::aligned_rows), list("indices"), list("lengths"), list("positions")];
         let specs = Specs::new(0, tensors);
         let mut huge = std::collections::BTreeSet::new();
         for layouts in edge_cases(&specs) {
@@ -416,7 +478,11 @@ mod tests {
                 let spec = specs.find(name).unwrap();
                 let placed = layout.place(spec).unwrap();
                 bytes += placed.elements * spec.dtype.size();
-                huge.extend((0..2).filter(|&axis| placed.strides[axis] >= 1 << 30).map(|axis| (name.clone(), axis)));
+                huge.extend(
+                    (0..2)
+                        .filter(|&axis| placed.strides[axis] >= 1 << 30)
+                        .map(|axis| (name.clone(), axis)),
+                );
             }
             assert!(bytes <= MOST_HUGE_BYTES, "{layouts:?} take {bytes} bytes");
         }
@@ -426,7 +492,8 @@ mod tests {
 
     #[test]
     fn a_tensor_of_very_many_short_rows_stays_dense_among_others_with_gaps() {
-        let table = input("cos", DType::F32, &[axis("table_rows", 1 << 20), axis("half", 1)]).rows();
+        let table =
+            input("cos", DType::F32, &[axis("table_rows", 1 << 20), axis("half", 1)]).rows();
         let specs = Specs::new(0, [q(TensorSpec::rows), table]);
         assert_eq!(unlike_gaps(&specs).keys().collect::<Vec<_>>(), ["q"]);
     }
@@ -435,18 +502,28 @@ mod tests {
     fn spread_tensors_are_turned_where_they_may_be_and_stay_aligned() {
         let rows = [axis("num_rows", 3), axis("width", 8)];
         let in_order = TensorSpec { name: "k", ..q(|spec| spec.ordered_rows(16)) };
-        let specs = Specs::new(0, [q(TensorSpec::rows), in_order, input("x", DType::F32, &rows).rows()]);
+        let specs =
+            Specs::new(0, [q(TensorSpec::rows), in_order, input("x", DType::F32, &rows).rows()]);
         let layouts = spread(&specs);
         let strides = |name: &str| layouts[name].place(specs.find(name).unwrap()).unwrap().strides;
         assert_eq!(strides("q"), [80, 240, 1]);
         assert!(layouts["k"].order.is_empty() && strides("k")[1] > 64 && strides("x")[0] > 8);
-        assert!(["q", "k", "x"].iter().all(|name| strides(name).iter().rev().skip(1).all(|stride| stride % 8 == 0)));
+        assert!(
+            ["q", "k", "x"].iter().all(|name| strides(name)
+                .iter()
+                .rev()
+                .skip(1)
+                .all(|stride| stride % 8 == 0))
+        );
     }
 
     #[test]
     fn every_tensor_gets_a_gap_of_its_own() {
         let axes = [axis("num_rows", 3), axis("width", 8)];
-        let specs = Specs::new(0, [input("x", DType::F32, &axes).rows(), input("y", DType::F32, &axes).rows()]);
+        let specs = Specs::new(
+            0,
+            [input("x", DType::F32, &axes).rows(), input("y", DType::F32, &axes).rows()],
+        );
         let first = &edge_cases(&specs)[0];
         assert_ne!(first["x"].gaps, first["y"].gaps);
     }

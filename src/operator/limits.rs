@@ -26,8 +26,10 @@ const STEPS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 /// One case for each field that is an extent, as large as it may be.
 pub(super) fn edge_cases(operator: &dyn Declaration, profile: Profile) -> Vec<AnyCase> {
-    let typical: Vec<Value> = operator.typical().iter().map(|case| Value::Object(case.line().fields)).collect();
-    let fields: BTreeSet<String> = typical.iter().flat_map(|case| extents(operator, case)).collect();
+    let typical: Vec<Value> =
+        operator.typical().iter().map(|case| Value::Object(case.line().fields)).collect();
+    let fields: BTreeSet<String> =
+        typical.iter().flat_map(|case| extents(operator, case)).collect();
     let largest = |(turn, field): (usize, &String)| {
         let mut turns = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
         turns.find_map(|case| grown(operator, case, field, room(profile)))
@@ -73,7 +75,9 @@ fn step(operator: &dyn Declaration, case: &Value, field: &str) -> Option<(u64, u
 fn extents(operator: &dyn Declaration, case: &Value) -> Vec<String> {
     fn fields(value: &Value, path: &str, all: &mut Vec<String>) {
         match value {
-            Value::Object(map) => map.iter().for_each(|(name, value)| fields(value, &format!("{path}/{name}"), all)),
+            Value::Object(map) => {
+                map.iter().for_each(|(name, value)| fields(value, &format!("{path}/{name}"), all))
+            }
             Value::Number(number) if number.is_u64() => all.push(path.to_owned()),
             _ => {}
         }
@@ -91,7 +95,9 @@ fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> V
         let cost = |case: &Value| step(operator, case, field).map(|(_, elements)| elements);
         let (Some(own), Some(now)) = (number(&small, other), cost(&small)) else { continue };
         let sizes = STEPS.into_iter().filter(|&size| (2..own).contains(&size));
-        let found = sizes.map(|size| with(&small, other, size)).find(|case| cost(case).is_some_and(|cost| cost < now));
+        let found = sizes
+            .map(|size| with(&small, other, size))
+            .find(|case| cost(case).is_some_and(|cost| cost < now));
         small = found.unwrap_or(small);
     }
     small
@@ -104,8 +110,10 @@ fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> 
     let (own, now) = (number(&small, field)?, size(operator, &small)?);
     let after = |steps: u64| with(&small, field, own + steps * step);
     let within = |room: usize| {
-        let fits = |steps: u64| size(operator, &after(steps)).is_some_and(|size| size - now <= room);
-        let beyond = std::iter::successors(Some(1u64), |steps| steps.checked_mul(2)).find(|&steps| !fits(steps))?;
+        let fits =
+            |steps: u64| size(operator, &after(steps)).is_some_and(|size| size - now <= room);
+        let beyond = std::iter::successors(Some(1u64), |steps| steps.checked_mul(2))
+            .find(|&steps| !fits(steps))?;
         // What fits is below what does not.
         let (mut most, mut too_much) = (beyond / 2, beyond);
         while too_much - most > 1 {
@@ -114,7 +122,8 @@ fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> 
         }
         Some(most)
     };
-    let at_the_limit = within(ROOM_TO_A_LIMIT).filter(|most| size(operator, &after(most + 1)).is_none());
+    let at_the_limit =
+        within(ROOM_TO_A_LIMIT).filter(|most| size(operator, &after(most + 1)).is_none());
     let most = at_the_limit.or_else(|| within(room)).filter(|&most| most > 0)?;
     case_of(operator, &after(most)).map(|(case, _)| case)
 }
@@ -149,8 +158,12 @@ mod tests {
             ("sparse_attention", "/topk"),
             ("swiglu", "/num_rows"),
         ] {
-            let [quick, full] = [Profile::Quick, Profile::Full].map(|profile| largest(operator, field, profile));
-            assert!(quick > 96 && full > 2 * quick, "{field} of {operator}: {quick} in quick, {full} in full");
+            let [quick, full] =
+                [Profile::Quick, Profile::Full].map(|profile| largest(operator, field, profile));
+            assert!(
+                quick > 96 && full > 2 * quick,
+                "{field} of {operator}: {quick} in quick, {full} in full"
+            );
         }
     }
 }

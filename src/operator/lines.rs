@@ -35,13 +35,18 @@ const SEED: &str = "seed";
 /// Refuses whole numbers above [`LARGEST_NUMBER`], wherever they stand in a case.
 fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
     match value {
-        Value::Object(fields) => fields.iter().filter(|(name, _)| *name != SEED).try_for_each(|(name, value)| {
-            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-            bound_numbers(value, &path)
-        }),
+        Value::Object(fields) => {
+            fields.iter().filter(|(name, _)| *name != SEED).try_for_each(|(name, value)| {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                bound_numbers(value, &path)
+            })
+        }
         Value::Array(values) => values.iter().try_for_each(|value| bound_numbers(value, path)),
         Value::Number(number) if number.as_u64().is_some_and(|number| number > LARGEST_NUMBER) => {
-            Err(Refused { field: path.to_owned().into(), reason: format!("{number} is more than {LARGEST_NUMBER}") })
+            Err(Refused {
+                field: path.to_owned().into(),
+                reason: format!("{number} is more than {LARGEST_NUMBER}"),
+            })
         }
         _ => Ok(()),
     }
@@ -82,20 +87,30 @@ pub(super) fn line(case: &dyn DeclaredCase, choices: &Choices) -> Case {
 }
 
 /// Reads a line.
-pub(super) fn read(operator: &dyn Declaration, line: &Case) -> Result<(AnyCase, Choices), CaseError> {
+pub(super) fn read(
+    operator: &dyn Declaration,
+    line: &Case,
+) -> Result<(AnyCase, Choices), CaseError> {
     let mut line = line.clone();
     let layouts = line.fields.remove(LAYOUTS);
     let special = line.fields.remove(SPECIAL);
     let case = operator.parse(&line)?;
     no_unknown_field(&line, &*case)?;
     let field_error = |refused| field_error(case.name(), refused);
-    let refused = |field: &'static str, reason: String| field_error(Refused { field: field.into(), reason });
+    let refused =
+        |field: &'static str, reason: String| field_error(Refused { field: field.into(), reason });
     let specs = checked(&*case).map_err(field_error)?;
     bound_sizes(case.name(), &specs)?;
-    let layouts = layouts.map(serde_json::from_value).transpose().map_err(|e| refused(LAYOUTS, e.to_string()))?;
+    let layouts = layouts
+        .map(serde_json::from_value)
+        .transpose()
+        .map_err(|e| refused(LAYOUTS, e.to_string()))?;
     let layouts: Layouts = layouts.unwrap_or_default();
     check_layouts(&specs, &layouts).map_err(field_error)?;
-    let special = special.map(serde_json::from_value).transpose().map_err(|e| refused(SPECIAL, e.to_string()))?;
+    let special = special
+        .map(serde_json::from_value)
+        .transpose()
+        .map_err(|e| refused(SPECIAL, e.to_string()))?;
     if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
         return Err(refused(SPECIAL, special.why_not()));
     }
@@ -110,7 +125,9 @@ fn no_unknown_field(line: &Case, case: &dyn DeclaredCase) -> Result<(), CaseErro
         Some(field) => {
             let known: Vec<_> = known.keys().map(String::as_str).collect();
             let (name, known) = (case.name(), known.join(", "));
-            Err(CaseError::Malformed(format!("unknown field `{field}` in a case of `{name}`; it has {known}")))
+            Err(CaseError::Malformed(format!(
+                "unknown field `{field}` in a case of `{name}`; it has {known}"
+            )))
         }
     }
 }
@@ -119,7 +136,9 @@ fn no_unknown_field(line: &Case, case: &dyn DeclaredCase) -> Result<(), CaseErro
 const LARGEST_TENSOR: usize = 1 << 31;
 
 fn bound_sizes(operator: &'static str, specs: &Specs) -> Result<(), CaseError> {
-    let Some(large) = specs.present().find(|spec| spec.elements() > LARGEST_TENSOR) else { return Ok(()) };
+    let Some(large) = specs.present().find(|spec| spec.elements() > LARGEST_TENSOR) else {
+        return Ok(());
+    };
     let longest = large.axes.iter().max_by_key(|axis| axis.extent);
     Err(CaseError::Field {
         operator,
@@ -132,26 +151,37 @@ fn bound_sizes(operator: &'static str, specs: &Specs) -> Result<(), CaseError> {
 ///
 /// # Errors
 /// The longest axis of the largest tensor, and what the case takes.
-pub(super) fn within(case: &dyn DeclaredCase, specs: &Specs, layouts: &Layouts, limit: Limit) -> Result<(), Refused> {
+pub(super) fn within(
+    case: &dyn DeclaredCase,
+    specs: &Specs,
+    layouts: &Layouts,
+    limit: Limit,
+) -> Result<(), Refused> {
     let bytes = size::bytes_of(specs, layouts, case.oracle_elements());
     if limit.allows(bytes) {
         return Ok(());
     }
     let largest = size::largest(specs);
     // Where the tensors alone would fit, it is what lies between their rows.
-    let dense = size::bytes_of(&specs.clone().without_gaps(), &Layouts::new(), case.oracle_elements());
+    let dense =
+        size::bytes_of(&specs.clone().without_gaps(), &Layouts::new(), case.oracle_elements());
     if limit.allows(dense) {
-        let own =
-            specs.present().find(|spec| spec.gap_of.is_some() && spec.minimum_gap > 0).and_then(|spec| spec.gap_of);
+        let own = specs
+            .present()
+            .find(|spec| spec.gap_of.is_some() && spec.minimum_gap > 0)
+            .and_then(|spec| spec.gap_of);
         let field = if layouts.is_empty() { own.unwrap_or(LAYOUTS) } else { LAYOUTS };
         let takes = [bytes, dense].map(size::in_words);
         let [takes, dense] = takes;
-        let reason = format!("the case takes up to {takes} of memory, dense {dense}; {limit} are allowed (--memory)");
+        let reason = format!(
+            "the case takes up to {takes} of memory, dense {dense}; {limit} are allowed (--memory)"
+        );
         return refuse(field, reason);
     }
     let longest = largest.and_then(|spec| spec.axes.iter().max_by_key(|axis| axis.extent));
     let takes = size::in_words(bytes);
-    let shape = largest.map_or_else(String::new, |spec| format!(", with `{}` {:?}", spec.name, spec.shape()));
+    let shape = largest
+        .map_or_else(String::new, |spec| format!(", with `{}` {:?}", spec.name, spec.shape()));
     refuse(
         longest.map_or("extents", |axis| axis.name),
         format!("the case takes up to {takes} of memory{shape}; {limit} are allowed (--memory)"),
@@ -163,19 +193,26 @@ fn check_layouts(specs: &Specs, layouts: &Layouts) -> Result<(), Refused> {
     for name in layouts.keys() {
         if specs.find(name).is_none() {
             let names: Vec<_> = specs.present().map(|spec| spec.name).collect();
-            return refuse(LAYOUTS, format!("no tensor `{name}`; the case has {}", names.join(", ")));
+            return refuse(
+                LAYOUTS,
+                format!("no tensor `{name}`; the case has {}", names.join(", ")),
+            );
         }
     }
     let mut addresses = 0usize;
     for spec in specs.present().filter(|spec| spec.is_stored()) {
         // A gap may also be the operator's own, which another field says.
         let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(LAYOUTS);
-        let placed = layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
+        let placed =
+            layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
         addresses = addresses.saturating_add(placed.or_else(|reason| refuse(field, reason))?);
     }
     let most = 4 * layouts::MOST_ADDRESSES;
     if addresses > most {
-        return refuse(LAYOUTS, format!("they spread the case over {addresses} bytes; {most} at most"));
+        return refuse(
+            LAYOUTS,
+            format!("they spread the case over {addresses} bytes; {most} at most"),
+        );
     }
     Ok(())
 }
@@ -192,8 +229,12 @@ pub(super) fn too_large_on(
     times: usize,
 ) -> Option<String> {
     let total = buffers_on(environment, specs, layouts).fold(0usize, usize::saturating_add);
-    (total.saturating_mul(times) > LARGEST_CASE)
-        .then(|| format!("its layouts take more than the {} GiB that a case may have on a GPU", LARGEST_CASE >> 30))
+    (total.saturating_mul(times) > LARGEST_CASE).then(|| {
+        format!(
+            "its layouts take more than the {} GiB that a case may have on a GPU",
+            LARGEST_CASE >> 30
+        )
+    })
 }
 
 /// Bytes of a GPU's memory that are to be free where a case is to have all its buffers.
@@ -206,14 +247,22 @@ pub(super) fn room_on(environment: &Environment, specs: &Specs, layouts: &Layout
 }
 
 /// Bytes of a GPU's memory for the buffer of each tensor; none on the emulator.
-fn buffers_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> impl Iterator<Item = usize> {
+fn buffers_on(
+    environment: &Environment,
+    specs: &Specs,
+    layouts: &Layouts,
+) -> impl Iterator<Item = usize> {
     let bytes = |spec: &TensorSpec| {
         let layout = layout_of(spec, layouts).place(spec);
-        let bytes = layout.map_or(0, |layout| layout.memory_bytes(&spec.shape(), spec.dtype, MAPPED_GRANULE));
+        let bytes = layout
+            .map_or(0, |layout| layout.memory_bytes(&spec.shape(), spec.dtype, MAPPED_GRANULE));
         usize::try_from(bytes).unwrap_or(usize::MAX)
     };
     let on_gpu = environment.backend == BackendKind::Cuda;
-    specs.present().filter(move |spec| on_gpu && spec.is_stored() && spec.placed.is_none()).map(bytes)
+    specs
+        .present()
+        .filter(move |spec| on_gpu && spec.is_stored() && spec.placed.is_none())
+        .map(bytes)
 }
 
 pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {

@@ -1,7 +1,9 @@
 //! The tensors of a case in a device's memory, placed as their layouts and aliasing say.
 
 use dsv4_runtime::arena::{Layout, Violation, ViolationKind};
-use dsv4_runtime::{Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView, Views};
+use dsv4_runtime::{
+    Contract, Device, DeviceArena, HostTensor, Role, RuntimeError, TensorView, Views,
+};
 
 use super::declaration::{Specs, TensorSpec};
 use super::inputs::role;
@@ -29,7 +31,8 @@ impl<'d> Placed<'d> {
         layouts: &Layouts,
         tensors: &Tensors,
     ) -> Result<Self, RuntimeError> {
-        let (arena, [views, backward]) = (DeviceArena::new(device, contract), <[Views; 2]>::default());
+        let (arena, [views, backward]) =
+            (DeviceArena::new(device, contract), <[Views; 2]>::default());
         Self { arena, views, backward, repeats: false }.fill(specs, layouts, tensors)
     }
 
@@ -40,17 +43,25 @@ impl<'d> Placed<'d> {
         specs: &Specs,
         tensors: &Tensors,
     ) -> Result<Self, RuntimeError> {
-        let (arena, [views, backward]) = (DeviceArena::new(device, contract), <[Views; 2]>::default());
+        let (arena, [views, backward]) =
+            (DeviceArena::new(device, contract), <[Views; 2]>::default());
         Self { arena, views, backward, repeats: true }.fill(specs, &Layouts::new(), tensors)
     }
 
-    fn fill(mut self, specs: &Specs, layouts: &Layouts, tensors: &Tensors) -> Result<Self, RuntimeError> {
+    fn fill(
+        mut self,
+        specs: &Specs,
+        layouts: &Layouts,
+        tensors: &Tensors,
+    ) -> Result<Self, RuntimeError> {
         let placed = &mut self;
         let has_backward = specs.gradients().next().is_some();
         for spec in specs.present().filter(|spec| spec.is_stored()) {
             let Some((aliasing, of)) = spec.placed else {
                 if placed.views.get(spec.name).is_none() {
-                    let over = specs.present().find(|other| other.placed.is_some_and(|(_, of)| of == spec.name));
+                    let over = specs
+                        .present()
+                        .find(|other| other.placed.is_some_and(|(_, of)| of == spec.name));
                     placed.one(spec, over, layouts, tensors, has_backward)?;
                 }
                 continue;
@@ -73,7 +84,8 @@ impl<'d> Placed<'d> {
         tensors: &Tensors,
         has_backward: bool,
     ) -> Result<(), RuntimeError> {
-        let layout = layout_of(spec, layouts).place(spec).map_err(|reason| refused(spec, reason))?;
+        let layout =
+            layout_of(spec, layouts).place(spec).map_err(|reason| refused(spec, reason))?;
         let Some((over, (aliasing, _))) = over.and_then(|over| Some((over, over.placed?))) else {
             let view = self.alone(spec, &layout, role(spec.part), tensors)?;
             self.put(spec.name, view);
@@ -86,7 +98,8 @@ impl<'d> Placed<'d> {
             self.put(over.name, TensorView { name: over.name.into(), ..both });
             if let Some(host) = tensors.get(spec.name).filter(|_| has_backward) {
                 // The backward reads the input that the forward read.
-                let saved = self.upload(&format!("saved_{}", spec.name), host, spec, &layout, Role::Input)?;
+                let saved =
+                    self.upload(&format!("saved_{}", spec.name), host, spec, &layout, Role::Input)?;
                 self.backward.put(spec.name, saved);
             }
         } else {
@@ -198,14 +211,22 @@ impl<'d> Placed<'d> {
     }
 
     /// What was frozen and changed all the same.
-    pub fn changed(&self, frozen: &[(TensorView, HostTensor)]) -> Result<Vec<Violation>, RuntimeError> {
+    pub fn changed(
+        &self,
+        frozen: &[(TensorView, HostTensor)],
+    ) -> Result<Vec<Violation>, RuntimeError> {
         let mut violations = Vec::new();
         for (view, before) in frozen {
             let now = self.arena.download(view)?;
             let mut changed = (0..now.bytes.len()).filter(|&at| now.bytes[at] != before.bytes[at]);
             if let Some(first) = changed.next() {
                 let (buffer, bytes) = (view.name.clone(), 1 + changed.count());
-                violations.push(Violation { buffer, kind: ViolationKind::Input, bytes, first_offset: first as i64 });
+                violations.push(Violation {
+                    buffer,
+                    kind: ViolationKind::Input,
+                    bytes,
+                    first_offset: first as i64,
+                });
             }
         }
         Ok(violations)

@@ -236,7 +236,9 @@ impl Pooling {
         };
         let groups = |row: usize| {
             let end = (row + 1) * inner;
-            (row * inner..end).step_by(step.max(1)).map(move |from| from..end.min(from + step.max(1)))
+            (row * inner..end)
+                .step_by(step.max(1))
+                .map(move |from| from..end.min(from + step.max(1)))
         };
         (0..outer).flat_map(groups).collect()
     }
@@ -290,7 +292,11 @@ pub trait PreparedCase: Sync {
     ///
     /// # Errors
     /// What the oracle refuses.
-    fn oracle_sharing(&self, precision: Precision, _products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+    fn oracle_sharing(
+        &self,
+        precision: Precision,
+        _products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
         self.oracle(precision)
     }
 
@@ -337,7 +343,11 @@ pub trait PreparedCase: Sync {
     ///
     /// # Errors
     /// Those of [`Self::kernel`].
-    fn sequence(&self, _device: &Device, _contract: Contract) -> Result<Option<Sequence>, RuntimeError> {
+    fn sequence(
+        &self,
+        _device: &Device,
+        _contract: Contract,
+    ) -> Result<Option<Sequence>, RuntimeError> {
         Ok(None)
     }
 

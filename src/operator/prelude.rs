@@ -10,7 +10,9 @@ pub use serde::{Deserialize, Serialize};
 
 pub use super::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
 pub use super::declaration::{Specs, axis, gradient, input, output, scratch, upstream};
-pub use super::declared::{About, Launches, Operator, Refused, finite, not_empty, positive, refuse};
+pub use super::declared::{
+    About, Launches, Operator, Refused, finite, not_empty, positive, refuse,
+};
 pub use super::golden::{self, Golden, Reading};
 pub use super::laws::{Laws, Variant};
 pub use super::tensors::{Bound, Tensors};

@@ -24,20 +24,27 @@ pub(super) struct Probe<'i> {
 
 impl<'i> Probe<'i> {
     pub fn new(inputs: &'i Inputs, specs: &Specs) -> Self {
-        let variables = specs.gradients().map(|(input, gradient)| (input.clone(), gradient.name)).collect();
-        let outputs =
-            specs.upstreams().map(|(output, upstream)| (output.name, output.shape(), upstream.name)).collect();
+        let variables =
+            specs.gradients().map(|(input, gradient)| (input.clone(), gradient.name)).collect();
+        let outputs = specs
+            .upstreams()
+            .map(|(output, upstream)| (output.name, output.shape(), upstream.name))
+            .collect();
         Self { inputs, variables, outputs }
     }
 
     /// The case's tensors with these in the places of the differentiable ones.
     fn at(&self, tensors: impl IntoIterator<Item = Tensor>) -> Bound<'i> {
         let bound = Bound::new(&self.inputs.tensors);
-        self.variables.iter().zip(tensors).fold(bound, |bound, ((spec, _), tensor)| bound.with(spec.name, tensor))
+        self.variables
+            .iter()
+            .zip(tensors)
+            .fold(bound, |bound, ((spec, _), tensor)| bound.with(spec.name, tensor))
     }
 
     fn widened(&self, values: &[Vec<f64>]) -> dsv4_reference::Result<Vec<Tensor>> {
-        let tensor = |((spec, _), values): (&(TensorSpec, _), &Vec<f64>)| f64_tensor(values, &spec.shape());
+        let tensor =
+            |((spec, _), values): (&(TensorSpec, _), &Vec<f64>)| f64_tensor(values, &spec.shape());
         self.variables.iter().zip(values).map(tensor).collect()
     }
 
@@ -52,7 +59,8 @@ impl<'i> Probe<'i> {
 
     fn run_autograd(&self, upstream: &[Vec<f64>]) -> dsv4_reference::Result<Vec<Vec<f64>>> {
         let variables = self.own()?.iter().map(Var::from_tensor).collect::<Result<Vec<_>, _>>()?;
-        let computed = self.forward(variables.iter().map(|variable| variable.as_tensor().clone()).collect())?;
+        let computed =
+            self.forward(variables.iter().map(|variable| variable.as_tensor().clone()).collect())?;
         let mut objective = Tensor::zeros((), candle_core::DType::F64, &Cpu::Cpu)?;
         for ((name, shape, _), weights) in self.outputs.iter().zip(upstream) {
             let output = computed.tensor(name)?;
@@ -86,14 +94,20 @@ fn f64_tensor(values: &[f64], shape: &[usize]) -> dsv4_reference::Result<Tensor>
 impl GradientProbe for Probe<'_> {
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)> {
         // Rows that nobody may read are NaN, and have no neighbourhood to differentiate in.
-        let clean = |values: Vec<f64>| values.into_iter().map(|v| if v.is_nan() { 0.0 } else { v }).collect();
-        self.variables.iter().map(|(spec, _)| (spec.name, clean(self.inputs.tensors.values(spec.name)))).collect()
+        let clean = |values: Vec<f64>| {
+            values.into_iter().map(|v| if v.is_nan() { 0.0 } else { v }).collect()
+        };
+        self.variables
+            .iter()
+            .map(|(spec, _)| (spec.name, clean(self.inputs.tensors.values(spec.name))))
+            .collect()
     }
 
     fn scales(&self) -> Vec<Option<Vec<f64>>> {
         let Inputs { case, tensors, .. } = self.inputs;
         let declared = |spec: &TensorSpec| special::bends_over(spec, &tensors.values(spec.name));
-        let own = |spec: &TensorSpec| case.bends_over(tensors, spec.name).or_else(|| declared(spec));
+        let own =
+            |spec: &TensorSpec| case.bends_over(tensors, spec.name).or_else(|| declared(spec));
         self.variables.iter().map(|(spec, _)| own(spec)).collect()
     }
 
@@ -101,7 +115,10 @@ impl GradientProbe for Probe<'_> {
         let run = || {
             let computed = self.forward(self.widened(inputs)?)?;
             let values = |name| Ok(elements(computed.tensor(name)?)?);
-            self.outputs.iter().map(|(name, ..)| values(name)).collect::<dsv4_reference::Result<_>>()
+            self.outputs
+                .iter()
+                .map(|(name, ..)| values(name))
+                .collect::<dsv4_reference::Result<_>>()
         };
         run().map_err(|e| oracle_error(self.inputs.case.name(), e))
     }

@@ -41,20 +41,27 @@ pub(super) fn of(operator: &dyn Declaration, device: &Device) -> Result<Vec<Refu
         let mut tensors = Tensors::draw(&specs, None);
         case.amend(&mut tensors).map_err(|e| oracle_error(case.name(), e))?;
         let inputs = Inputs::of(case, Choices::default(), tensors);
-        refusals.extend(of_case(&inputs, &specs, device).map_err(|e| oracle_error(inputs.case.name(), e))?);
+        refusals.extend(
+            of_case(&inputs, &specs, device).map_err(|e| oracle_error(inputs.case.name(), e))?,
+        );
     }
     Ok(refusals)
 }
 
 fn of_case(inputs: &Inputs, specs: &Specs, device: &Device) -> Result<Vec<Refusal>, RuntimeError> {
-    let mut placed = Placed::place(device, Contract::NAN, specs, &inputs.choices.layouts, &inputs.tensors)?;
+    let mut placed =
+        Placed::place(device, Contract::NAN, specs, &inputs.choices.layouts, &inputs.tensors)?;
     for (name, bytes) in inputs.case.workspaces(placed.views(), device)? {
         placed.workspace(name, bytes)?;
     }
     let launch = |views: &Views| {
         let mut run = Launches::new(device, placed.arena());
         inputs.case.launch(views, &mut run)?;
-        if specs.gradients().next().is_some() { inputs.case.launch_backward(views, &mut run) } else { Ok(()) }
+        if specs.gradients().next().is_some() {
+            inputs.case.launch_backward(views, &mut run)
+        } else {
+            Ok(())
+        }
     };
     // Unspoilt, it runs: otherwise every refusal would be right for the wrong reason.
     launch(placed.views())?;
@@ -96,7 +103,11 @@ fn spoil(specs: &Specs, views: &Views) -> Vec<Spoilt> {
 }
 
 fn spoilt(spec: &TensorSpec, how: &str, view: TensorView) -> Spoilt {
-    Spoilt { what: format!("`{}` {how}", spec.name), views: vec![(spec.name, view)], blamed: vec![spec.argument] }
+    Spoilt {
+        what: format!("`{}` {how}", spec.name),
+        views: vec![(spec.name, view)],
+        blamed: vec![spec.argument],
+    }
 }
 
 fn with_another_type(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
@@ -115,7 +126,9 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
     let less = |(at, axis): (usize, &Axis)| {
         let sharing: Vec<&'static str> = specs
             .present()
-            .filter(|other| other.name != spec.name && other.is_stored() && other.axis(axis.name).is_some())
+            .filter(|other| {
+                other.name != spec.name && other.is_stored() && other.axis(axis.name).is_some()
+            })
             .map(|other| other.argument)
             .collect();
         if sharing.is_empty() || axis.extent == 0 {
@@ -133,8 +146,11 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
 fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
     let stored = || specs.present().filter(|spec| spec.is_stored());
     let limited = |axis: &&Axis| axis.multiple > 0 && axis.most < i32::MAX as usize;
-    let axes: BTreeMap<_, _> =
-        stored().flat_map(|spec| &spec.axes).filter(limited).map(|axis| (axis.name, axis)).collect();
+    let axes: BTreeMap<_, _> = stored()
+        .flat_map(|spec| &spec.axes)
+        .filter(limited)
+        .map(|axis| (axis.name, axis))
+        .collect();
     let beyond = |axis: &Axis| {
         let extent = axis.most + axis.multiple;
         let having = || stored().filter_map(|spec| Some((spec, spec.axis(axis.name)?)));
@@ -144,7 +160,11 @@ fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
             (spec.name, view)
         };
         let what = format!("{} of {extent}, its limit being {}", axis.name, axis.most);
-        Spoilt { what, views: having().map(wider).collect(), blamed: having().map(|(spec, _)| spec.argument).collect() }
+        Spoilt {
+            what,
+            views: having().map(wider).collect(),
+            blamed: having().map(|(spec, _)| spec.argument).collect(),
+        }
     };
     axes.into_values().map(beyond).collect()
 }
@@ -170,7 +190,9 @@ fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
 fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
     let mut all = Vec::new();
     let last = view.shape.len() - 1;
-    let mut change = |how: &str, strides: Vec<i64>| all.push(spoilt(spec, how, TensorView { strides, ..view.clone() }));
+    let mut change = |how: &str, strides: Vec<i64>| {
+        all.push(spoilt(spec, how, TensorView { strides, ..view.clone() }))
+    };
     if view.shape[last] > 1 {
         let doubled = view.strides.iter().map(|stride| 2 * stride).collect();
         change("with gaps between the elements of a row", doubled);
@@ -199,12 +221,15 @@ fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
 
 /// Everything that is written, in the memory of everything else that the same launch is given.
 fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
-    let others = specs.present().filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
+    let others = specs
+        .present()
+        .filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
     let may_be = |a: &TensorSpec, b: &TensorSpec| a.may_be == Some(b.name);
     others
         .filter(|other| meet(spec, other) && !may_be(spec, other) && !may_be(other, spec))
         .map(|other| {
-            let view = TensorView { address: views[other.name].address, ..views[spec.name].clone() };
+            let view =
+                TensorView { address: views[other.name].address, ..views[spec.name].clone() };
             let one = spoilt(spec, &format!("in the memory of `{}`", other.name), view);
             Spoilt { blamed: vec![spec.argument, other.argument], ..one }
         })
@@ -214,9 +239,12 @@ fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
 /// Whether a launch that writes `written` is given `other` as well. Which outputs a backward reads, the declaration does
 /// not say.
 fn meet(written: &TensorSpec, other: &TensorSpec) -> bool {
-    let one_launch = written.only_in.is_none() || other.only_in.is_none() || written.only_in == other.only_in;
+    let one_launch =
+        written.only_in.is_none() || other.only_in.is_none() || written.only_in == other.only_in;
     match written.part {
-        Part::Output | Part::State => one_launch && matches!(other.part, Part::Input | Part::Output | Part::State),
+        Part::Output | Part::State => {
+            one_launch && matches!(other.part, Part::Input | Part::Output | Part::State)
+        }
         Part::Gradient { .. } => match other.part {
             Part::Input => other.only_in.is_none() || other.only_in == written.only_in,
             Part::Upstream { .. } | Part::Gradient { .. } => one_launch,

@@ -62,7 +62,11 @@ impl Sequence {
 }
 
 /// Runs the sequence of a case.
-pub(super) fn of(inputs: &Inputs, device: &Device, contract: Contract) -> Result<Sequence, RuntimeError> {
+pub(super) fn of(
+    inputs: &Inputs,
+    device: &Device,
+    contract: Contract,
+) -> Result<Sequence, RuntimeError> {
     let (specs, mut sequence) = (inputs.specs(), Sequence::default());
     let (mut here, mut elsewhere) = buffers(inputs, &specs, device, contract, &mut sequence)?;
     let other = drawn_anew(inputs, &specs, &here, device).unwrap_or_else(|why| {
@@ -85,7 +89,10 @@ pub(super) fn of(inputs: &Inputs, device: &Device, contract: Contract) -> Result
             here.rewrite(&specs, &other.tensors)?;
             here.arena().poison_again()?;
             elsewhere.rewrite(&specs, &inputs.tensors)?;
-            sequence.push("in buffers beside those of earlier calls", inputs.launched(&specs, elsewhere)?);
+            sequence.push(
+                "in buffers beside those of earlier calls",
+                inputs.launched(&specs, elsewhere)?,
+            );
             sequence.stray_writes.extend(here.arena().stray_writes()?);
             elsewhere
         }
@@ -129,7 +136,10 @@ fn replays(
 ) -> Result<(), RuntimeError> {
     let device = placed.arena().device();
     let Some(recorder) = device.backend().recorder() else {
-        sequence.skip("recorded launches", format!("the {} records no graphs", device.environment().backend));
+        sequence.skip(
+            "recorded launches",
+            format!("the {} records no graphs", device.environment().backend),
+        );
         return Ok(());
     };
     placed.rewrite(specs, &other.tensors)?;
@@ -148,20 +158,28 @@ fn replays(
         let mut tensors = if own { inputs.collect(specs, placed, &[])? } else { Vec::new() };
         // Nothing reads it back between the launches: another output lies over it by now.
         tensors.retain(|tensor| !is_overwritten(specs, tensor.name));
-        sequence
-            .push(format!("in replay {replay} of recorded launches"), KernelRun { tensors, violations, paths: vec![] });
+        sequence.push(
+            format!("in replay {replay} of recorded launches"),
+            KernelRun { tensors, violations, paths: vec![] },
+        );
     }
     Ok(())
 }
 
 /// Whether another tensor is written in this one's place.
 fn is_overwritten(specs: &Specs, name: &str) -> bool {
-    let over = |spec: &TensorSpec| matches!(spec.placed, Some((Aliasing::InPlace, of)) if of == name);
+    let over =
+        |spec: &TensorSpec| matches!(spec.placed, Some((Aliasing::InPlace, of)) if of == name);
     specs.present().any(over)
 }
 
 /// The case with other seeds, the first that go with the buffers of this one, or why none does.
-fn drawn_anew(inputs: &Inputs, specs: &Specs, placed: &Placed<'_>, device: &Device) -> Result<Inputs, String> {
+fn drawn_anew(
+    inputs: &Inputs,
+    specs: &Specs,
+    placed: &Placed<'_>,
+    device: &Device,
+) -> Result<Inputs, String> {
     let mut why = String::new();
     for change in 1..=SEEDS {
         match drawn_with(inputs, specs, placed, device, change) {
@@ -183,7 +201,8 @@ fn drawn_with(
     // Special numbers lie where they lie, whatever the seed: the other data have none.
     let choices = Choices { layouts: inputs.choices.layouts.clone(), special: None };
     let mut line = line(&*inputs.case, &choices);
-    let seeds: usize = line.fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum();
+    let seeds: usize =
+        line.fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum();
     if seeds == 0 {
         return Err("the case has no field `seed`".into());
     }
@@ -193,7 +212,8 @@ fn drawn_with(
     if others_specs != *specs {
         return Err("tensors drawn by other seeds are of other extents".into());
     }
-    let workspaces = |case: &AnyCase| case.workspaces(placed.views(), device).map_err(|error| error.to_string());
+    let workspaces =
+        |case: &AnyCase| case.workspaces(placed.views(), device).map_err(|error| error.to_string());
     if workspaces(&case)? != workspaces(&inputs.case)? {
         return Err("workspaces of other seeds are of other sizes".into());
     }
@@ -210,7 +230,9 @@ fn drawn_with(
 /// Changes every field `seed` of a case, also those of cases within it; how many there are.
 fn reseed(name: &str, value: &mut Value, change: u64) -> usize {
     match value {
-        Value::Object(fields) => fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum(),
+        Value::Object(fields) => {
+            fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum()
+        }
         Value::Number(seed) if name == "seed" => {
             let Some(old) = seed.as_u64() else { return 0 };
             *value = (old ^ change).into();
@@ -228,7 +250,8 @@ fn with_other_numbers(inputs: &Inputs, specs: &Specs) -> Inputs {
     for spec in specs.present().filter(|spec| spec.is_given() && format_of(spec.dtype).is_some()) {
         match (spec.source, drawn.get(spec.name)) {
             (Source::Drawn { .. }, Some(other)) => tensors.put(spec.name, other.clone()),
-            _ => tensors.edit(spec.name, |values| values.iter_mut().for_each(|value| *value = -*value)),
+            _ => tensors
+                .edit(spec.name, |values| values.iter_mut().for_each(|value| *value = -*value)),
         }
     }
     Inputs::of(inputs.case.clone(), inputs.choices.clone(), tensors)

@@ -82,7 +82,11 @@ impl FromStr for Limit {
             "TiB" => 1 << 40,
             other => return Err(format!("`{text}`: `{other}` is none of KiB, MiB, GiB and TiB")),
         };
-        let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit)).filter(|&bytes| bytes > 0);
+        let bytes = number
+            .parse::<u64>()
+            .ok()
+            .and_then(|number| number.checked_mul(unit))
+            .filter(|&bytes| bytes > 0);
         bytes.map(Self).ok_or_else(|| format!("`{text}` is no number of bytes, such as 8GiB"))
     }
 }
@@ -115,7 +119,10 @@ fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
     let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
     let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
     let own = root.join(own);
-    let files = own.ancestors().take_while(|group| group.starts_with(root)).map(|group| group.join("memory.max"));
+    let files = own
+        .ancestors()
+        .take_while(|group| group.starts_with(root))
+        .map(|group| group.join("memory.max"));
     let files = files.chain([root.join("memory/memory.limit_in_bytes")]);
     // `max` is no number: there is no limit.
     files.filter_map(|file| read(&file)?.trim().parse().ok()).collect()
@@ -124,7 +131,8 @@ fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
 /// Bytes that a case takes of the machine, of which one oracle run holds `oracle` elements beside its tensors. Nothing
 /// wraps: what would is all that there is.
 pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
-    let of = |of: &dyn Fn(&TensorSpec) -> u128| specs.present().map(of).fold(0, u128::saturating_add);
+    let of =
+        |of: &dyn Fn(&TensorSpec) -> u128| specs.present().map(of).fold(0, u128::saturating_add);
     let bytes = |spec: &TensorSpec| elements(spec).saturating_mul(spec.dtype.size() as u128);
     let given = of(&|spec| if spec.is_given() { bytes(spec) } else { 0 });
     let on_device = of(&|spec| if spec.is_stored() { placed(spec, layouts) } else { 0 });
@@ -184,8 +192,13 @@ mod tests {
     #[test]
     fn a_limit_is_a_number_of_bytes_with_or_without_a_unit() {
         let parse = |text: &str| text.parse::<Limit>().map(|limit| limit.0);
-        assert_eq!((parse("4096"), parse("3GiB"), parse("512 MiB")), (Ok(4096), Ok(3 << 30), Ok(512 << 20)));
-        for wrong in ["", "0", "GiB", "-1", "1.5GiB", "3 GB", "99999999999999999999", "17179869184GiB"] {
+        assert_eq!(
+            (parse("4096"), parse("3GiB"), parse("512 MiB")),
+            (Ok(4096), Ok(3 << 30), Ok(512 << 20))
+        );
+        for wrong in
+            ["", "0", "GiB", "-1", "1.5GiB", "3 GB", "99999999999999999999", "17179869184GiB"]
+        {
             let error = parse(wrong).unwrap_err();
             assert!(error.contains(&format!("`{wrong}`")), "{wrong}: {error}");
         }
@@ -214,7 +227,8 @@ mod tests {
     #[test]
     fn bytes_are_counted_where_a_product_of_extents_wraps() {
         let axes = [axis("a", 1 << 31), axis("b", 1 << 31), axis("c", 4)];
-        let specs = Specs::new(0, [input("x", DType::F32, &axes), output("y", DType::F32, &axes[..1])]);
+        let specs =
+            Specs::new(0, [input("x", DType::F32, &axes), output("y", DType::F32, &axes[..1])]);
         assert!(bytes_of(&specs, &Layouts::new(), 0) > 1 << 66);
         assert_eq!(largest(&specs).map(|spec| spec.name), Some("x"));
     }
@@ -229,6 +243,11 @@ mod tests {
             bytes_of(&specs, &[("x".to_owned(), layout)].into(), 0)
         };
         let dense = bytes_of(&specs, &Layouts::new(), 0);
-        assert!(with(1024) > dense && with(1 << 32) < 20 * dense, "{dense} {} {}", with(1024), with(1 << 32));
+        assert!(
+            with(1024) > dense && with(1 << 32) < 20 * dense,
+            "{dense} {} {}",
+            with(1024),
+            with(1 << 32)
+        );
     }
 }

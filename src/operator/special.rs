@@ -47,9 +47,12 @@ impl Special {
     pub fn of_each_tensor(specs: &Specs) -> Vec<Self> {
         let kinds: [fn(String) -> Self; 6] =
             [Self::NanIn, Self::InfinityIn, Self::Large, Self::Small, Self::Subnormal, Self::Alone];
-        let of = |kind: fn(String) -> Self| specs.present().map(move |spec| (spec, kind(spec.name.into())));
+        let of = |kind: fn(String) -> Self| {
+            specs.present().map(move |spec| (spec, kind(spec.name.into())))
+        };
         let wanted = |(spec, special): &(&TensorSpec, Self)| {
-            special.fits(specs) && (spec.part == Part::Input || !matches!(special, Self::InfinityIn(_)))
+            special.fits(specs)
+                && (spec.part == Part::Input || !matches!(special, Self::InfinityIn(_)))
         };
         kinds.into_iter().flat_map(of).filter(wanted).map(|(_, special)| special).collect()
     }
@@ -57,9 +60,12 @@ impl Special {
     /// Whether a case of these tensors can have such numbers.
     pub fn fits(&self, specs: &Specs) -> bool {
         match self {
-            Self::AtTheLimit | Self::NotFinite => specs.present().any(|spec| spec.clamped.is_some()),
+            Self::AtTheLimit | Self::NotFinite => {
+                specs.present().any(|spec| spec.clamped.is_some())
+            }
             Self::Alone(name) => {
-                specs.upstreams().count() > 1 && specs.upstreams().any(|(_, upstream)| upstream.name == name)
+                specs.upstreams().count() > 1
+                    && specs.upstreams().any(|(_, upstream)| upstream.name == name)
             }
             Self::NanIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::NAN)),
             Self::InfinityIn(name) | Self::Subnormal(name) => {
@@ -74,10 +80,18 @@ impl Special {
         match self {
             Self::AtTheLimit | Self::NotFinite => "no tensor of the case is clamped".into(),
             Self::NanIn(name) => format!("no tensor `{name}` of the case can hold a NaN"),
-            Self::InfinityIn(name) => format!("no tensor `{name}` of the case can hold an infinity"),
-            Self::Subnormal(name) => format!("no tensor `{name}` of the case can hold subnormal numbers"),
-            Self::Large(name) | Self::Small(name) => format!("no tensor `{name}` of the case may have any size"),
-            Self::Alone(name) => format!("the case has no upstream gradient `{name}` beside others"),
+            Self::InfinityIn(name) => {
+                format!("no tensor `{name}` of the case can hold an infinity")
+            }
+            Self::Subnormal(name) => {
+                format!("no tensor `{name}` of the case can hold subnormal numbers")
+            }
+            Self::Large(name) | Self::Small(name) => {
+                format!("no tensor `{name}` of the case may have any size")
+            }
+            Self::Alone(name) => {
+                format!("the case has no upstream gradient `{name}` beside others")
+            }
         }
     }
 
@@ -102,9 +116,15 @@ impl Special {
 /// The power of two by which the largest of these numbers becomes the largest subnormal power of two of fp32 and bf16; 1 where
 /// there is none.
 pub(super) fn to_subnormal(values: &[f64]) -> f64 {
-    let largest =
-        values.iter().filter(|value| value.is_finite()).fold(0.0, |largest: f64, value| largest.max(value.abs()));
-    if largest > 0.0 { 2f64.powi(Format::F32.min_exponent - 1 - largest.log2().floor() as i32) } else { 1.0 }
+    let largest = values
+        .iter()
+        .filter(|value| value.is_finite())
+        .fold(0.0, |largest: f64, value| largest.max(value.abs()));
+    if largest > 0.0 {
+        2f64.powi(Format::F32.min_exponent - 1 - largest.log2().floor() as i32)
+    } else {
+        1.0
+    }
 }
 
 fn can_scale(spec: &TensorSpec) -> bool {
@@ -127,7 +147,12 @@ const PLACES: usize = 256;
 
 /// Tensors with the lone number in one place of a tensor after another, in an order that follows from the seed. What is no number
 /// already stays.
-pub(super) fn spoilt(spec: &TensorSpec, seed: u64, number: f64, tensors: &Tensors) -> impl Iterator<Item = Tensors> {
+pub(super) fn spoilt(
+    spec: &TensorSpec,
+    seed: u64,
+    number: f64,
+    tensors: &Tensors,
+) -> impl Iterator<Item = Tensors> {
     // Bytes are no numbers yet.
     let values = if spec.dtype == DType::U8 { Vec::new() } else { tensors.values(spec.name) };
     let mut places: Vec<usize> = (0..spec.elements()).collect();
@@ -136,7 +161,9 @@ pub(super) fn spoilt(spec: &TensorSpec, seed: u64, number: f64, tensors: &Tensor
     let at = move |place: usize| {
         let mut tensors = tensors.clone();
         match tensors.bytes_mut(spec.name) {
-            Some(bytes) if spec.dtype == DType::U8 => bytes[place / 2 * 2..].iter_mut().take(2).for_each(|x| *x = 0xff),
+            Some(bytes) if spec.dtype == DType::U8 => {
+                bytes[place / 2 * 2..].iter_mut().take(2).for_each(|x| *x = 0xff)
+            }
             _ => tensors.edit(spec.name, |x| x[place] = number),
         }
         tensors
@@ -153,7 +180,9 @@ pub(super) fn strategy() -> BoxedStrategy<Option<Special>> {
 /// Puts special numbers in their places, then NaN into padding rows.
 pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tensors) {
     match special {
-        Some(special @ (Special::AtTheLimit | Special::NotFinite)) => set_pairs(specs, special, tensors),
+        Some(special @ (Special::AtTheLimit | Special::NotFinite)) => {
+            set_pairs(specs, special, tensors)
+        }
         Some(Special::Alone(name)) => {
             let others = specs.upstreams().filter(|(_, upstream)| upstream.name != name);
             others.for_each(|(_, upstream)| tensors.edit(upstream.name, |x| x.fill(0.0)));
@@ -191,15 +220,19 @@ fn is_padding(entry: usize) -> bool {
 /// Marks entries along the marker's axis as padding, and fills them with NaN in whatever is given along it.
 fn pad(specs: &Specs, marker: &TensorSpec, tensors: &mut Tensors) {
     let axis = marker.axes[0];
-    let marks = (0..axis.extent).map(|entry| if is_padding(entry) { -(entry as i32) } else { entry as i32 });
+    let marks = (0..axis.extent)
+        .map(|entry| if is_padding(entry) { -(entry as i32) } else { entry as i32 });
     tensors.set_i32s(marker.name, &marks.collect::<Vec<_>>());
-    let numbers = |spec: &&TensorSpec| spec.is_given() && matches!(spec.dtype, DType::Bf16 | DType::F32);
+    let numbers =
+        |spec: &&TensorSpec| spec.is_given() && matches!(spec.dtype, DType::Bf16 | DType::F32);
     for spec in specs.present().filter(numbers) {
         let Some(at) = spec.axis(axis.name) else { continue };
         let inner: usize = spec.axes[at + 1..].iter().map(|axis| axis.extent).product();
         tensors.edit(spec.name, |x| {
             let entries = x.chunks_mut(inner.max(1)).enumerate();
-            entries.filter(|(i, _)| is_padding(i % axis.extent)).for_each(|(_, entry)| entry.fill(f64::NAN));
+            entries
+                .filter(|(i, _)| is_padding(i % axis.extent))
+                .for_each(|(_, entry)| entry.fill(f64::NAN));
         });
     }
 }
@@ -229,7 +262,9 @@ mod tests {
             [
                 element("gate").clamped(f64::NEG_INFINITY, 10.0).of_any_size(),
                 element("up").clamped(-10.0, 10.0).bends_over(1.0),
-                input("weight", DType::F32, &rows[..1]).drawn(Distribution::Normal, 1.0).with_zeros(),
+                input("weight", DType::F32, &rows[..1])
+                    .drawn(Distribution::Normal, 1.0)
+                    .with_zeros(),
                 input("positions", DType::I32, &rows[..1]).marks_padding(),
                 output("y", DType::Bf16, &rows),
                 upstream("dy", "y"),
@@ -247,7 +282,8 @@ mod tests {
             let (gate, up) = (tensors.values("gate"), tensors.values("up"));
             let rows = [0, 2, 3].into_iter().flat_map(|row| row * 61..(row + 1) * 61);
             let met: BTreeSet<_> = rows.map(|i| (gate[i].to_bits(), up[i].to_bits())).collect();
-            let all: BTreeSet<_> = single.iter().flat_map(|&a| single.iter().map(move |&b| (a, b))).collect();
+            let all: BTreeSet<_> =
+                single.iter().flat_map(|&a| single.iter().map(move |&b| (a, b))).collect();
             assert_eq!(met, all, "{special:?}");
         }
         assert_eq!(Tensors::draw(&specs(5), Some(&Special::AtTheLimit)).values("weight")[2], 0.0);
@@ -260,9 +296,14 @@ mod tests {
         assert_eq!(tensors.i32s("positions"), [0, -1, 2, 3, -4]);
         for name in ["gate", "up", "dy", "weight"] {
             let values = tensors.values(name);
-            let padded: Vec<bool> = values.chunks(values.len() / 5).map(|row| row.iter().all(|x| x.is_nan())).collect();
+            let padded: Vec<bool> =
+                values.chunks(values.len() / 5).map(|row| row.iter().all(|x| x.is_nan())).collect();
             assert_eq!(padded, [false, true, false, false, true], "{name}");
-            assert_eq!(values.iter().filter(|x| x.is_nan()).count(), 2 * values.len() / 5, "{name}");
+            assert_eq!(
+                values.iter().filter(|x| x.is_nan()).count(),
+                2 * values.len() / 5,
+                "{name}"
+            );
         }
         assert_eq!(Tensors::draw(&specs(0), None).i32s("positions"), [0i32; 0]);
     }
@@ -270,7 +311,11 @@ mod tests {
     #[test]
     fn each_tensor_has_its_lone_number_and_each_upstream_gradient_its_turn_without_the_others() {
         let names = |specs: &Specs| {
-            Special::of_each_tensor(specs).into_iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ")
+            Special::of_each_tensor(specs)
+                .into_iter()
+                .map(|x| format!("{x:?}"))
+                .collect::<Vec<_>>()
+                .join(" ")
         };
         assert_eq!(
             names(&specs(2)),
@@ -295,11 +340,17 @@ mod tests {
         let tensors = Tensors::draw(&specs, None);
         let spoilt: Vec<_> = spoilt(specs.find("weight").unwrap(), 1, f64::NAN, &tensors).collect();
         // Rows 1 and 4 are padding, and NaN already.
-        let places: BTreeSet<usize> =
-            spoilt.iter().map(|t| t.values("weight").iter().position(|x| x.is_nan()).unwrap()).collect();
+        let places: BTreeSet<usize> = spoilt
+            .iter()
+            .map(|t| t.values("weight").iter().position(|x| x.is_nan()).unwrap())
+            .collect();
         assert_eq!(spoilt.len(), 3);
-        let counts = spoilt.iter().map(|t| t.values("weight").iter().filter(|x| x.is_nan()).count());
-        assert!(counts.clone().all(|count| count == 3) && places.is_subset(&[0, 1].into()), "{places:?}");
+        let counts =
+            spoilt.iter().map(|t| t.values("weight").iter().filter(|x| x.is_nan()).count());
+        assert!(
+            counts.clone().all(|count| count == 3) && places.is_subset(&[0, 1].into()),
+            "{places:?}"
+        );
         assert!(!Special::NanIn("positions".into()).fits(&specs), "an integer is always a number");
     }
 

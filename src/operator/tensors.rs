@@ -22,7 +22,10 @@ impl Tensors {
     /// Draws every given tensor as its source says; each name has a random stream of its own. Special numbers and padding
     /// take their places.
     pub fn draw(specs: &Specs, special: Option<&Special>) -> Self {
-        let given = specs.present().filter(|spec| spec.is_given()).map(|spec| (spec.name, drawn(spec, specs.seed)));
+        let given = specs
+            .present()
+            .filter(|spec| spec.is_given())
+            .map(|spec| (spec.name, drawn(spec, specs.seed)));
         let mut tensors = Self { tensors: given.collect(), scalars: BTreeMap::new() };
         special::apply(specs, special, &mut tensors);
         tensors
@@ -154,7 +157,11 @@ impl Tensors {
 fn drawn(spec: &TensorSpec, seed: u64) -> HostTensor {
     let shape = spec.shape();
     match spec.source {
-        Source::Amended => HostTensor { dtype: spec.dtype, bytes: vec![0; spec.elements() * spec.dtype.size()], shape },
+        Source::Amended => HostTensor {
+            dtype: spec.dtype,
+            bytes: vec![0; spec.elements() * spec.dtype.size()],
+            shape,
+        },
         Source::Drawn { distribution, magnitude } => {
             let (rows, row_len) = rows_of(&shape);
             let values = Draw::new(seed, spec.name).values(distribution, rows, row_len, magnitude);
@@ -178,7 +185,11 @@ pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTe
 }
 
 /// Entries along axis `at` of a tensor that goes on beyond its end as it began.
-pub(super) fn repeated_along(tensor: &HostTensor, at: usize, entries: impl Iterator<Item = usize>) -> HostTensor {
+pub(super) fn repeated_along(
+    tensor: &HostTensor,
+    at: usize,
+    entries: impl Iterator<Item = usize>,
+) -> HostTensor {
     let extent = tensor.shape[at].max(1);
     let order: Vec<usize> = entries.map(|entry| entry % extent).collect();
     let as_it_is = order.len() == tensor.shape[at] && order.iter().copied().eq(0..order.len());
@@ -225,7 +236,8 @@ impl<'a> Bound<'a> {
         if let Some(tensor) = self.overrides.get(name) {
             return Ok(Some(tensor.clone()));
         }
-        let widened = |host: &HostTensor| Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu);
+        let widened =
+            |host: &HostTensor| Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu);
         Ok(self.tensors.get(name).map(widened).transpose()?)
     }
 
@@ -235,7 +247,9 @@ impl<'a> Bound<'a> {
     /// The tensor library's.
     pub fn named(&self) -> dsv4_reference::Result<Named> {
         let names = self.tensors.iter().map(|(name, _)| name).chain(self.overrides.keys().copied());
-        names.into_iter().try_fold(Named::new(), |named, name| Ok(named.maybe(name, self.maybe(name)?)))
+        names
+            .into_iter()
+            .try_fold(Named::new(), |named, name| Ok(named.maybe(name, self.maybe(name)?)))
     }
 
     /// The host's tensors: integers, bytes and scalars, which nobody differentiates by.

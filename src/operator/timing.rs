@@ -22,10 +22,12 @@ pub(super) fn of(inputs: &Inputs, device: &Device) -> Result<Seconds, RuntimeErr
     let placed = inputs.placed(device, Contract::NAN, &specs)?;
     // What is recorded may not compile, and the backward reads what a forward saved.
     inputs.launched(&specs, &placed)?;
-    let forward = median(device, || inputs.case.launch(placed.views(), &mut Launches::timed(device)))?;
+    let forward =
+        median(device, || inputs.case.launch(placed.views(), &mut Launches::timed(device)))?;
     let mut backward = None;
     if specs.gradients().next().is_some() {
-        let call = || inputs.case.launch_backward(placed.backward_views(), &mut Launches::timed(device));
+        let call =
+            || inputs.case.launch_backward(placed.backward_views(), &mut Launches::timed(device));
         backward = Some(median(device, call)?);
     }
     Ok(Seconds { forward: Some(forward), backward })
@@ -42,7 +44,10 @@ fn at_best(inputs: &Inputs, environment: &Environment) -> Inputs {
     Inputs { case, choices, ..inputs.clone() }
 }
 
-fn median(device: &Device, mut call: impl FnMut() -> Result<(), RuntimeError>) -> Result<f64, RuntimeError> {
+fn median(
+    device: &Device,
+    mut call: impl FnMut() -> Result<(), RuntimeError>,
+) -> Result<f64, RuntimeError> {
     for _ in 0..WARM_UPS {
         device.backend().time_recorded(&mut call)?;
     }
@@ -80,7 +85,8 @@ mod tests {
 
     fn assert_the_same_call<K: Operator>() {
         let form = |case: &K::Case| -> Vec<_> {
-            let specs = checked(&*any::<K>(case.clone())).unwrap_or_else(|refused| panic!("{refused:?}: {case:?}"));
+            let specs = checked(&*any::<K>(case.clone()))
+                .unwrap_or_else(|refused| panic!("{refused:?}: {case:?}"));
             specs.present().map(|spec| (spec.name, spec.shape(), spec.dtype)).collect()
         };
         for case in K::edge_cases(Profile::Quick) {
@@ -99,12 +105,14 @@ mod tests {
     }
 
     #[test]
-    fn ours_runs_on_all_multiprocessors_and_on_tensor_cores_where_heads_fill_them_whatever_the_case_says() {
+    fn ours_runs_on_all_multiprocessors_and_on_tensor_cores_where_heads_fill_them_whatever_the_case_says()
+     {
         let mut chosen = Vec::new();
         for case in DecodeAttention::edge_cases(Profile::Quick) {
             let fastest = DecodeAttention::fastest(&case, &gpu());
             assert_eq!(fastest.num_blocks, 132);
-            let hopper = [(448, 64), (0, 512)].contains(&(case.nope_dim, case.rope_dim)) && case.num_heads > 16;
+            let hopper = [(448, 64), (0, 512)].contains(&(case.nope_dim, case.rope_dim))
+                && case.num_heads > 16;
             assert_eq!(fastest.implementation == Implementation::Hopper, hopper, "{case:?}");
             chosen.push(hopper);
         }

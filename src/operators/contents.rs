@@ -47,7 +47,13 @@ pub struct Groups {
 
 impl Groups {
     /// Drawn rows, some of whose numbers are NaN or infinite where the contents say so.
-    pub fn draw(&self, draw: &mut Draw, [rows, width]: [usize; 2], distribution: Distribution, size: f64) -> Vec<f64> {
+    pub fn draw(
+        &self,
+        draw: &mut Draw,
+        [rows, width]: [usize; 2],
+        distribution: Distribution,
+        size: f64,
+    ) -> Vec<f64> {
         let mut numbers = draw.values(distribution, rows, width, size);
         if self.contents == Contents::NotFinite {
             let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
@@ -104,7 +110,8 @@ impl Groups {
         let power = 2f64.powi(draw.rng().random_range(-12..=12));
         // Of numbers that have the bits for it: middles times any scale, whose quotient is the middle or next to it.
         let any = self.scale == ScaleType::Fp32 && self.stored == Format::F32;
-        let largest = format.largest * if any { power * draw.rng().random_range(1.0..2.0) } else { power };
+        let largest =
+            format.largest * if any { power * draw.rng().random_range(1.0..2.0) } else { power };
         let scale = scale_of(&[self.stored.nearest(largest)], format, self.scale);
         for (channel, x) in group.iter_mut().enumerate() {
             let code: u64 = draw.rng().random_range(0..format.code(format.largest) as u8).into();
@@ -123,15 +130,26 @@ impl Groups {
             0 => group.fill(0.0),
             1 => group.fill(-0.0),
             // Below the floor.
-            2 => group.iter_mut().enumerate().for_each(|(i, x)| *x = 0.1 * floor * (-0.6f64).powi(i as i32)),
+            2 => group
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, x)| *x = 0.1 * floor * (-0.6f64).powi(i as i32)),
             3 => group[7 % len] = -largest * power,
             4 => group[9 % len] = above * power,
-            5 => group.iter_mut().enumerate().for_each(|(i, x)| *x = 2f64.powi(-133) * (i as f64 - 30.0)),
+            5 => group
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, x)| *x = 2f64.powi(-133) * (i as f64 - 30.0)),
             6 => group[63 % len] = f64::from(f32::from_bits(0xff7f_0000)),
             // The two numbers of the type around the floor, or the floor itself and its neighbour.
-            7 => group.fill(self.stored.value(self.stored.code(floor) - u64::from(self.stored.nearest(floor) > floor))),
+            7 => group
+                .fill(self.stored.value(
+                    self.stored.code(floor) - u64::from(self.stored.nearest(floor) > floor),
+                )),
             _ => {
-                group.fill(self.stored.value(self.stored.code(floor) + u64::from(self.stored.nearest(floor) <= floor)))
+                group.fill(self.stored.value(
+                    self.stored.code(floor) + u64::from(self.stored.nearest(floor) <= floor),
+                ))
             }
         }
         if matches!(number % 9, 3 | 4) {
@@ -146,7 +164,11 @@ impl Groups {
         for (i, x) in group.iter_mut().enumerate() {
             let at = (first + i as u64).wrapping_sub(1);
             let sign = if (at / magnitudes).is_multiple_of(2) { 1.0 } else { -1.0 };
-            *x = if i == 0 { self.format.largest } else { sign * Format::BF16.value(at % magnitudes) };
+            *x = if i == 0 {
+                self.format.largest
+            } else {
+                sign * Format::BF16.value(at % magnitudes)
+            };
         }
     }
 }

@@ -43,11 +43,20 @@ pub enum Lengths {
 impl IndexClass {
     /// Draws any of them.
     pub(crate) fn strategy() -> impl Strategy<Value = Self> {
-        select(&[Self::Valid, Self::Duplicates, Self::Hostile, Self::LeadingMasked, Self::EmptyRows][..])
+        select(
+            &[Self::Valid, Self::Duplicates, Self::Hostile, Self::LeadingMasked, Self::EmptyRows][..],
+        )
     }
 
     /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is the random stream.
-    pub(crate) fn draw(self, seed: u64, name: &str, num_tokens: usize, topk: usize, num_keys: usize) -> Vec<i32> {
+    pub(crate) fn draw(
+        self,
+        seed: u64,
+        name: &str,
+        num_tokens: usize,
+        topk: usize,
+        num_keys: usize,
+    ) -> Vec<i32> {
         let mut draw = Draw::new(seed, name);
         let keys = num_keys as i32;
         let hostile = [-1, keys, keys.saturating_add(3), i32::MIN, i32::MAX, -1, -7];
@@ -101,18 +110,27 @@ pub(crate) fn distinct(
 
 /// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of `lists` names a key of;
 /// numbers the keys anew and returns how many entries there are. Slots that name none become -1.
-pub(crate) fn compact(tensors: &mut Tensors, lists: &'static str, stores: &[&'static str], page_size: usize) -> usize {
+pub(crate) fn compact(
+    tensors: &mut Tensors,
+    lists: &'static str,
+    stores: &[&'static str],
+    page_size: usize,
+) -> usize {
     let pages = stores.first().map_or(0, |name| tensors.tensor(name).shape[0]);
     let key_of = |index: i32| usize::try_from(index).ok().filter(|key| key / page_size < pages);
     let indices = tensors.i32s(lists);
-    let named: BTreeSet<usize> = indices.iter().filter_map(|&index| Some(key_of(index)? / page_size)).collect();
+    let named: BTreeSet<usize> =
+        indices.iter().filter_map(|&index| Some(key_of(index)? / page_size)).collect();
     let named: Vec<usize> = named.into_iter().collect();
     let renamed = |index: i32| {
         let key = key_of(index)?;
         let place = named.binary_search(&(key / page_size)).ok()?;
         i32::try_from(place * page_size + key % page_size).ok()
     };
-    tensors.set_i32s(lists, &indices.iter().map(|&index| renamed(index).unwrap_or(-1)).collect::<Vec<_>>());
+    tensors.set_i32s(
+        lists,
+        &indices.iter().map(|&index| renamed(index).unwrap_or(-1)).collect::<Vec<_>>(),
+    );
     for &name in stores {
         let kept = permuted_along(tensors.tensor(name), 0, &named);
         tensors.put(name, kept);
@@ -121,9 +139,15 @@ pub(crate) fn compact(tensors: &mut Tensors, lists: &'static str, stores: &[&'st
 }
 
 /// How many slots of each of `count` lists of `topk` are within the list's length, if there are lengths.
-pub(crate) fn within_lengths(tensors: &Tensors, lengths: &str, [count, topk]: [usize; 2]) -> Vec<usize> {
+pub(crate) fn within_lengths(
+    tensors: &Tensors,
+    lengths: &str,
+    [count, topk]: [usize; 2],
+) -> Vec<usize> {
     let within = |length: i32| length.clamp(0, topk as i32) as usize;
-    tensors.maybe_i32s(lengths).map_or(vec![topk; count], |all| all.into_iter().map(within).collect())
+    tensors
+        .maybe_i32s(lengths)
+        .map_or(vec![topk; count], |all| all.into_iter().map(within).collect())
 }
 
 /// Appends `extra` slots to each of `count` lists of `topk`, beyond all lengths: a length that would now reach them is
@@ -135,9 +159,12 @@ pub(crate) fn append(
     extra: &[i32],
 ) {
     let old = tensors.i32s(indices);
-    let longer: Vec<i32> = old.chunks(topk).flat_map(|list| list.iter().chain(extra).copied()).collect();
+    let longer: Vec<i32> =
+        old.chunks(topk).flat_map(|list| list.iter().chain(extra).copied()).collect();
     tensors.put(indices, HostTensor::from_i32(&[count, topk + extra.len()], &longer));
-    tensors.edit_i32s(lengths, |all| all.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32)));
+    tensors.edit_i32s(lengths, |all| {
+        all.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32))
+    });
 }
 
 impl Lengths {
@@ -157,7 +184,11 @@ impl Lengths {
             Self::Within => Some((0..count).map(|_| within(&mut draw)).collect()),
             Self::Hostile => {
                 let pick = |token: usize| hostile.get(token % 9).copied();
-                Some((0..count).map(|token| pick(token).unwrap_or_else(|| within(&mut draw))).collect())
+                Some(
+                    (0..count)
+                        .map(|token| pick(token).unwrap_or_else(|| within(&mut draw)))
+                        .collect(),
+                )
             }
         }
     }
@@ -174,7 +205,10 @@ mod tests {
         let lists = distinct((1, "lists"), [50, 7, 9], |list| 9 * list);
         let mut seen = BTreeSet::new();
         for (number, list) in lists.chunks(7).enumerate() {
-            assert!(list.iter().all(|key| (9 * number as i32..9 * (number as i32 + 1)).contains(key)), "{list:?}");
+            assert!(
+                list.iter().all(|key| (9 * number as i32..9 * (number as i32 + 1)).contains(key)),
+                "{list:?}"
+            );
             assert_eq!(list.iter().collect::<BTreeSet<_>>().len(), 7);
             seen.insert(list.iter().map(|key| key % 9).collect::<Vec<_>>());
         }
@@ -201,7 +235,11 @@ mod tests {
     #[test]
     fn what_lists_name_keeps_its_content_and_what_they_do_not_is_left_out() {
         // Five pages of two keys; key 2 of page 1 is byte 2.
-        let bytes = |shape: &[usize]| HostTensor { dtype: DType::U8, shape: shape.to_vec(), bytes: (0..10).collect() };
+        let bytes = |shape: &[usize]| HostTensor {
+            dtype: DType::U8,
+            shape: shape.to_vec(),
+            bytes: (0..10).collect(),
+        };
         let indices = [9, 2, -1, 10, i32::MIN, 3, 8, i32::MAX];
         let mut tensors = Tensors::default();
         tensors.put("pages", bytes(&[5, 2]));

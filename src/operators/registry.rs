@@ -67,11 +67,9 @@ pub fn names() -> Vec<&'static str> {
 /// # Errors
 /// [`CaseError::UnknownOperator`] with similar names.
 pub fn find(name: &str) -> Result<&'static AnyOperator, CaseError> {
-    OPERATORS
-        .iter()
-        .copied()
-        .find(|operator| operator.name() == name)
-        .ok_or_else(|| CaseError::UnknownOperator { name: name.to_owned(), hint: did_you_mean(name) })
+    OPERATORS.iter().copied().find(|operator| operator.name() == name).ok_or_else(|| {
+        CaseError::UnknownOperator { name: name.to_owned(), hint: did_you_mean(name) }
+    })
 }
 
 /// `: did you mean …?` with the operators whose names are similar, the most similar one first; empty where there are none.
@@ -88,7 +86,8 @@ fn did_you_mean(name: &str) -> String {
         let is_part = wanted.len() > 2 && known.contains(&wanted);
         strsim::jaro_winkler(known, &wanted).max(if is_part { PART } else { 0.0 })
     };
-    let mut similar: Vec<(f64, &str)> = names().into_iter().map(|known| (score(known), known)).collect();
+    let mut similar: Vec<(f64, &str)> =
+        names().into_iter().map(|known| (score(known), known)).collect();
     similar.sort_by(|a, b| b.0.total_cmp(&a.0));
     let least = similar.first().map_or(ENOUGH, |(best, _)| ENOUGH.max(best - BEHIND));
     let similar = similar.iter().take(MOST).filter(|(score, _)| *score >= least);

@@ -82,7 +82,10 @@ mod tests {
     #[test]
     fn each_family_has_operators_and_a_name_that_records_keep() {
         for family in Family::ALL {
-            assert!(OPERATORS.iter().any(|operator| operator.family() == family), "{family} has no operator");
+            assert!(
+                OPERATORS.iter().any(|operator| operator.family() == family),
+                "{family} has no operator"
+            );
             assert_eq!(serde_json::to_value(family).unwrap(), family.name());
         }
         let mut sorted = Family::ALL;

@@ -16,7 +16,8 @@ pub fn padded(value: f64, digits: usize) -> String {
         return "0".to_owned();
     }
     let scientific = format!("{value:.*e}", digits.saturating_sub(1));
-    let exponent: i32 = scientific.split_once('e').and_then(|(_, exponent)| exponent.parse().ok()).unwrap_or(0);
+    let exponent: i32 =
+        scientific.split_once('e').and_then(|(_, exponent)| exponent.parse().ok()).unwrap_or(0);
     if !(-3..6).contains(&exponent) {
         return scientific;
     }
@@ -36,7 +37,10 @@ pub fn element(value: f64) -> String {
         (true, false) => format!("{narrow:e}"),
         (false, true) => {
             let decimals = 8 - value.abs().log10().floor() as i32;
-            without_last_zeros(grouped(&format!("{value:.*}", usize::try_from(decimals).unwrap_or(0))))
+            without_last_zeros(grouped(&format!(
+                "{value:.*}",
+                usize::try_from(decimals).unwrap_or(0)
+            )))
         }
         (false, false) => without_last_zeros(format!("{value:.8e}")),
     }

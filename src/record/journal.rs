@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 use crate::case::Case;
 use crate::record::words::brief;
 use crate::record::{
-    CaseRecord, OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, ShardRecord, Skip, other_setting,
+    CaseRecord, OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, ShardRecord,
+    Skip, other_setting,
 };
 
 /// Name of the plan's file.
@@ -60,9 +61,10 @@ impl FromStr for Shard {
         });
         match parsed {
             Some(shard) if shard.index < shard.count => Ok(shard),
-            Some(shard) => {
-                Err(format!("shards are counted from 0, so {} shards have no number {}", shard.count, shard.index))
-            }
+            Some(shard) => Err(format!(
+                "shards are counted from 0, so {} shards have no number {}",
+                shard.count, shard.index
+            )),
             None => Err("a shard is I/N, such as 0/4".into()),
         }
     }
@@ -90,7 +92,11 @@ impl Identity {
     /// which source they are of, because builds of one commit on two machines may differ in bytes.
     pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
         let commit = |revision: &Revision| {
-            format!("{}{}", revision.commit, if revision.dirty { " with uncommitted changes" } else { "" })
+            format!(
+                "{}{}",
+                revision.commit,
+                if revision.dirty { " with uncommitted changes" } else { "" }
+            )
         };
         let backend = |environment: &Environment| match environment.backend {
             BackendKind::Cuda => format!("cuda on {} ({})", environment.device, environment.target),
@@ -99,7 +105,9 @@ impl Identity {
         };
         let (here, there) = (&self.revision, &other.revision);
         let unnamed = here.dirty || here.commit == "unknown";
-        let executable = |identity: &Self| if unnamed { identity.executable_digest.clone() } else { String::new() };
+        let executable = |identity: &Self| {
+            if unnamed { identity.executable_digest.clone() } else { String::new() }
+        };
         [
             ("revision", commit(here), commit(there)),
             ("kernels", here.kernels_digest.clone(), there.kernels_digest.clone()),
@@ -114,7 +122,8 @@ impl Identity {
 /// blake3 of the running executable, `unknown` where it cannot be read.
 pub fn executable_digest() -> String {
     // The link leads to the running file even after a rebuild has replaced it.
-    let file = std::fs::File::open("/proc/self/exe").or_else(|_| std::env::current_exe().and_then(std::fs::File::open));
+    let file = std::fs::File::open("/proc/self/exe")
+        .or_else(|_| std::env::current_exe().and_then(std::fs::File::open));
     let mut hasher = blake3::Hasher::new();
     match file.and_then(|file| hasher.update_reader(file).map(|_| ())) {
         Ok(()) => hasher.finalize().to_hex().to_string(),
@@ -168,8 +177,10 @@ pub struct PlanRecord {
 impl PlanRecord {
     /// The report of these cases, which took so long.
     pub fn report(&self, records: Vec<CaseRecord>, seconds: f64) -> Report {
-        let (unsupported, cases) = records.into_iter().partition(|record| record.unsupported.is_some());
-        let RunDescription { command, started_unix, profile, seed, schedules, operators, skips } = self.run.clone();
+        let (unsupported, cases) =
+            records.into_iter().partition(|record| record.unsupported.is_some());
+        let RunDescription { command, started_unix, profile, seed, schedules, operators, skips } =
+            self.run.clone();
         let mut report = Report {
             schema_version: SCHEMA_VERSION,
             command,
@@ -245,7 +256,9 @@ pub fn parse_records(text: &str) -> Result<Records> {
     let records = text[..complete]
         .lines()
         .enumerate()
-        .map(|(number, line)| serde_json::from_str(line).with_context(|| format!("line {} is no record", number + 1)))
+        .map(|(number, line)| {
+            serde_json::from_str(line).with_context(|| format!("line {} is no record", number + 1))
+        })
         .collect::<Result<_>>()?;
     Ok(Records { records, complete_bytes: complete as u64 })
 }
@@ -261,9 +274,14 @@ pub fn read_plan(dir: &Path) -> Result<Option<PlanRecord>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error).with_context(|| format!("reading {}", path.display())),
     };
-    let plan: PlanRecord = serde_json::from_str(&text).with_context(|| format!("{} is no plan", path.display()))?;
+    let plan: PlanRecord =
+        serde_json::from_str(&text).with_context(|| format!("{} is no plan", path.display()))?;
     if plan.schema_version != SCHEMA_VERSION {
-        bail!("{} is of schema version {}, not {SCHEMA_VERSION}", path.display(), plan.schema_version);
+        bail!(
+            "{} is of schema version {}, not {SCHEMA_VERSION}",
+            path.display(),
+            plan.schema_version
+        );
     }
     Ok(Some(plan))
 }
@@ -288,7 +306,8 @@ impl Journal {
         for name in [PLAN, "report.json", "index.html", "summary.md", "diff.html"] {
             match std::fs::remove_file(dir.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(error).with_context(|| format!("removing {}", dir.join(name).display()));
+                    return Err(error)
+                        .with_context(|| format!("removing {}", dir.join(name).display()));
                 }
                 _ => {}
             }
@@ -302,8 +321,13 @@ impl Journal {
     ///
     /// # Errors
     /// A plan that is not the same, records that cannot be read, or another run that is writing here.
-    pub fn resume(dir: &Path, before: &PlanRecord, plan: &PlanRecord) -> Result<(Self, Vec<CaseRecord>)> {
-        refuse_another_plan(before, plan).with_context(|| format!("{} cannot be resumed", dir.display()))?;
+    pub fn resume(
+        dir: &Path,
+        before: &PlanRecord,
+        plan: &PlanRecord,
+    ) -> Result<(Self, Vec<CaseRecord>)> {
+        refuse_another_plan(before, plan)
+            .with_context(|| format!("{} cannot be resumed", dir.display()))?;
         let mut journal = Self::open(dir)?;
         let records = complete_lines(&mut journal.file).and_then(|text| parse_records(&text));
         let records = records.with_context(|| journal.path.display().to_string())?;
@@ -337,7 +361,8 @@ impl Journal {
 pub(crate) const MUTANTS: &str = "mutants.jsonl";
 
 /// What a run writes to its folder, its log of benchmarks included, which is there before the plan is.
-const OURS: [&str; 7] = [PLAN, RECORDS, "report.json", "index.html", "summary.md", "diff.html", "benchmarks.txt"];
+const OURS: [&str; 7] =
+    [PLAN, RECORDS, "report.json", "index.html", "summary.md", "diff.html", "benchmarks.txt"];
 
 /// Refuses a folder for a report that holds something, and no plan or report of ours: it would be overwritten. One that is
 /// not there, or empty, is as good as ours.
@@ -348,10 +373,14 @@ pub fn refuse_foreign(dir: &Path) -> Result<()> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).with_context(|| format!("{} is no folder for a report", dir.display())),
+        Err(error) => {
+            return Err(error)
+                .with_context(|| format!("{} is no folder for a report", dir.display()));
+        }
     };
-    let mut names: Vec<String> =
-        entries.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned())).collect();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
+        .collect();
     names.sort();
     // A run that was killed at once left an empty journal, or a plan half written; benchmarks run before.
     let just_begun = |name: &String| match name.as_str() {
@@ -374,9 +403,15 @@ pub fn refuse_foreign(dir: &Path) -> Result<()> {
 /// Whether a run of ours has left a plan or a report here.
 fn is_ours(dir: &Path) -> bool {
     let says = |name: &str, field: &str| {
-        let file = std::fs::File::open(dir.join(name)).ok().filter(|file| file.metadata().is_ok_and(|m| m.is_file()));
-        let read = file.and_then(|file| serde_json::from_reader::<_, serde_json::Value>(io::BufReader::new(file)).ok());
-        read.is_some_and(|value| value.get("schema_version").is_some() && value.get(field).is_some())
+        let file = std::fs::File::open(dir.join(name))
+            .ok()
+            .filter(|file| file.metadata().is_ok_and(|m| m.is_file()));
+        let read = file.and_then(|file| {
+            serde_json::from_reader::<_, serde_json::Value>(io::BufReader::new(file)).ok()
+        });
+        read.is_some_and(|value| {
+            value.get("schema_version").is_some() && value.get(field).is_some()
+        })
     };
     says(PLAN, "plan_digest") || says("report.json", "environment")
 }

@@ -151,7 +151,10 @@ pub struct ShardRecord {
 pub type Settings = BTreeMap<String, String>;
 
 /// The first setting that both have and that is not the same, with both of its values.
-pub fn other_setting<'a>(one: &'a Settings, other: &'a Settings) -> Option<(&'a str, &'a str, &'a str)> {
+pub fn other_setting<'a>(
+    one: &'a Settings,
+    other: &'a Settings,
+) -> Option<(&'a str, &'a str, &'a str)> {
     let different = |(name, value): (&'a String, &'a String)| {
         let there = other.get(name)?;
         (value != there).then_some((name.as_str(), value.as_str(), there.as_str()))
@@ -280,7 +283,10 @@ pub struct Seconds {
 impl Seconds {
     /// Whether they can be times at all.
     pub fn are_times(&self) -> bool {
-        [self.forward, self.backward].into_iter().flatten().all(|time| time.is_finite() && time >= 0.0)
+        [self.forward, self.backward]
+            .into_iter()
+            .flatten()
+            .all(|time| time.is_finite() && time >= 0.0)
     }
 }
 
@@ -317,7 +323,9 @@ pub fn agreement_of(tensor: &str) -> String {
 impl CaseRecord {
     /// Tensors whose verdicts had no power, and how often.
     pub fn powerless(&self) -> impl Iterator<Item = (&str, u64)> {
-        self.skips.iter().filter_map(|skip| Some((skip.what.strip_prefix(AGREEMENT_OF)?, skip.count)))
+        self.skips
+            .iter()
+            .filter_map(|skip| Some((skip.what.strip_prefix(AGREEMENT_OF)?, skip.count)))
     }
 }
 
@@ -705,11 +713,15 @@ impl CaseRecord {
 /// Operators and tensors that cases left without agreement, since rounding was as large as the values, and that no case
 /// agreed about.
 pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
-    let powerless = cases.iter().flat_map(|case| case.powerless().map(|(tensor, _)| (case.operator.as_str(), tensor)));
+    let powerless = cases
+        .iter()
+        .flat_map(|case| case.powerless().map(|(tensor, _)| (case.operator.as_str(), tensor)));
     let powerless: BTreeSet<_> = powerless.collect();
     let compared = |&(operator, tensor): &(&str, &str)| {
         let of_operator = cases.iter().filter(|case| case.operator == operator);
-        of_operator.flat_map(|case| &case.checks).any(|check| check.tensor == tensor && check.metrics.is_some())
+        of_operator
+            .flat_map(|case| &case.checks)
+            .any(|check| check.tensor == tensor && check.metrics.is_some())
     };
     powerless.into_iter().filter(|of| !compared(of)).collect()
 }
@@ -719,10 +731,14 @@ impl Report {
     /// nothing of them would pass for tested. External kernels have paths of their own.
     pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
         let mut never = Vec::new();
-        for operator in self.operators.iter().filter(|_| self.environment.backend != BackendKind::External) {
-            let cases: Vec<_> = self.cases.iter().filter(|case| case.operator == operator.name).collect();
+        for operator in
+            self.operators.iter().filter(|_| self.environment.backend != BackendKind::External)
+        {
+            let cases: Vec<_> =
+                self.cases.iter().filter(|case| case.operator == operator.name).collect();
             let ran = |path: &String| cases.iter().any(|case| case.paths.contains(path));
-            let missing: Vec<&str> = operator.paths.iter().filter(|path| !ran(path)).map(String::as_str).collect();
+            let missing: Vec<&str> =
+                operator.paths.iter().filter(|path| !ran(path)).map(String::as_str).collect();
             if !cases.is_empty() && !missing.is_empty() {
                 never.push((operator.name.as_str(), missing));
             }
@@ -742,8 +758,10 @@ impl Report {
         let is_external = self.environment.backend == BackendKind::External;
         let mut counts: BTreeMap<(String, String), u64> = BTreeMap::new();
         for record in &self.unsupported {
-            let why =
-                format!("the kernel does not support them: {}", record.unsupported.as_deref().unwrap_or_default());
+            let why = format!(
+                "the kernel does not support them: {}",
+                record.unsupported.as_deref().unwrap_or_default()
+            );
             *counts.entry((format!("cases of {}", record.operator), why)).or_default() += 1;
         }
         for skip in self.cases.iter().filter(|_| is_external).flat_map(|case| &case.skips) {
@@ -754,7 +772,9 @@ impl Report {
 
     /// Operators whose kernels could not be run, each with the reason.
     pub fn not_run(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.skips.iter().filter_map(|skip| Some((skip.what.strip_prefix(ALL_CASES_OF)?, skip.why.as_str())))
+        self.skips
+            .iter()
+            .filter_map(|skip| Some((skip.what.strip_prefix(ALL_CASES_OF)?, skip.why.as_str())))
     }
 
     /// The worst verdict of the run. One that compared nothing, that was cut short, or in which an operator's kernels could not be

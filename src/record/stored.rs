@@ -26,7 +26,10 @@ use serde::de::{self, Deserialize, Deserializer};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use super::{CaseRecord, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen, Skip, Verdict, Worst, number};
+use super::{
+    CaseRecord, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen, Skip, Verdict, Worst,
+    number,
+};
 use crate::case::Case;
 
 /// Checks that the cases of a stored report may have in all: a small file must not unfold to more
@@ -109,14 +112,19 @@ struct Stored {
 }
 
 /// Writes the cases of a report.
-pub(super) fn serialize<S: Serializer>(cases: &[CaseRecord], serializer: S) -> Result<S::Ok, S::Error> {
+pub(super) fn serialize<S: Serializer>(
+    cases: &[CaseRecord],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     let mut tables = Tables::default();
     let records = cases.iter().map(|case| tables.store(case)).collect();
     tables.into_stored(records).serialize(serializer)
 }
 
 /// Reads the cases of a report.
-pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CaseRecord>, D::Error> {
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<CaseRecord>, D::Error> {
     Stored::deserialize(deserializer)?.read().map_err(de::Error::custom)
 }
 
@@ -163,7 +171,9 @@ impl Tables {
             let plain = check.verdict == Verdict::Pass && check.message.is_empty();
             match &check.metrics {
                 None if plain => {}
-                Some(metrics) if plain && holds_measures_alone(metrics) => measured.push(Measured::of(place, metrics)),
+                Some(metrics) if plain && holds_measures_alone(metrics) => {
+                    measured.push(Measured::of(place, metrics))
+                }
                 _ => told.push((place, check.clone())),
             }
         }
@@ -227,13 +237,17 @@ impl Stored {
         }
         let records = std::mem::take(&mut self.records).into_iter().enumerate();
         records
-            .map(|(number, stored)| self.record(stored).map_err(|problem| format!("case {number} names {problem}")))
+            .map(|(number, stored)| {
+                self.record(stored).map_err(|problem| format!("case {number} names {problem}"))
+            })
             .collect()
     }
 
     /// How many checks all cases have together.
     fn checks_in_all(&self) -> usize {
-        let of = |stored: &StoredCase| self.lists.get(stored.list as usize).map_or(0, |list| list.checks.len());
+        let of = |stored: &StoredCase| {
+            self.lists.get(stored.list as usize).map_or(0, |list| list.checks.len())
+        };
         self.records.iter().map(of).fold(0, usize::saturating_add)
     }
 
@@ -292,7 +306,8 @@ impl Stored {
                 failing: None,
             })
         };
-        let mut checks = list.checks.iter().zip(&list.sizes).map(check).collect::<Result<Vec<_>, String>>()?;
+        let mut checks =
+            list.checks.iter().zip(&list.sizes).map(check).collect::<Result<Vec<_>, String>>()?;
         for measured in &stored.measured {
             entry_mut(&mut checks, measured.0)?.metrics = Some(measured.metrics());
         }
@@ -312,7 +327,8 @@ fn quoted_line(case: &Value) -> Option<String> {
 /// What stands before the line of the case and after it, or the whole command where it does not
 /// hold the line.
 fn without_case(replay: &str, case: &Value) -> Vec<String> {
-    let around = quoted_line(case).and_then(|line| replay.split_once(&line).map(|(a, b)| vec![a.into(), b.into()]));
+    let around = quoted_line(case)
+        .and_then(|line| replay.split_once(&line).map(|(a, b)| vec![a.into(), b.into()]));
     around.unwrap_or_else(|| vec![replay.to_owned()])
 }
 
@@ -320,7 +336,8 @@ fn with_case(command: &[String], case: &Value) -> Result<String, String> {
     match command {
         [whole] => Ok(whole.clone()),
         [before, after] => {
-            let line = quoted_line(case).ok_or("a command with the line of a case, and has none")?;
+            let line =
+                quoted_line(case).ok_or("a command with the line of a case, and has none")?;
             Ok(format!("{before}{line}{after}"))
         }
         parts => Err(format!("a command of {} parts", parts.len())),
@@ -345,8 +362,20 @@ pub(crate) fn measures(metrics: &Metrics) -> Metrics {
 
 fn holds_measures_alone(metrics: &Metrics) -> bool {
     let Metrics { worst, heat, .. } = metrics;
-    let numbers = [worst.kernel, worst.oracle, worst.allowed, metrics.budget_multiple, metrics.worst_row_relative_l2];
-    let extents = [heat.total_rows, heat.total_columns, heat.rows.into(), heat.columns.into(), metrics.worst_row];
+    let numbers = [
+        worst.kernel,
+        worst.oracle,
+        worst.allowed,
+        metrics.budget_multiple,
+        metrics.worst_row_relative_l2,
+    ];
+    let extents = [
+        heat.total_rows,
+        heat.total_columns,
+        heat.rows.into(),
+        heat.columns.into(),
+        metrics.worst_row,
+    ];
     numbers.iter().all(|number| number.is_nan())
         && extents == [0; 5]
         && worst.index.is_empty()
@@ -391,7 +420,13 @@ impl Measured {
             worst: Worst { index: Vec::new(), kernel: absent, oracle: absent, allowed: absent },
             whole: None,
             use_histogram: Vec::new(),
-            heat: HeatMap { rows: 0, columns: 0, total_rows: 0, total_columns: 0, cells: Vec::new() },
+            heat: HeatMap {
+                rows: 0,
+                columns: 0,
+                total_rows: 0,
+                total_columns: 0,
+                cells: Vec::new(),
+            },
         })
     }
 }
@@ -403,8 +438,13 @@ impl StoredPower {
             Seen::Nothing => -1,
             Seen::FalseAlarm => -2,
         };
-        let Power { bias, powerless, element, assert_close, cosine, flash_mla, flash_attention } = *power;
-        Self([bias, assert_close, cosine, flash_mla, flash_attention].map(seen), Number(element), powerless)
+        let Power { bias, powerless, element, assert_close, cosine, flash_mla, flash_attention } =
+            *power;
+        Self(
+            [bias, assert_close, cosine, flash_mla, flash_attention].map(seen),
+            Number(element),
+            powerless,
+        )
     }
 
     fn power(&self) -> Power {
@@ -454,18 +494,26 @@ mod tests {
             serde_json::from_value::<Report>(value).map(|_| ()).unwrap_err().to_string()
         };
         let at = |pointer: &'static str, to: Value| {
-            stored(&move |cases| *cases.pointer_mut(pointer).expect("there is such a field") = to.clone())
+            stored(&move |cases| {
+                *cases.pointer_mut(pointer).expect("there is such a field") = to.clone()
+            })
         };
         assert!(at("/records/1/list", 99.into()).contains("case 1 names list 99 of"));
         assert!(at("/records/0/paths", 7.into()).contains("case 0 names paths 7 of"));
         assert!(at("/records/2/replay", 4.into()).contains("case 2 names command 4 of"));
         assert!(at("/records/0/fields", 9.into()).contains("case 0 names fields 9 of"));
-        assert!(at("/records/0/compared", Value::Array(Vec::new())).contains("case 0 names size 0 of 0"));
+        assert!(
+            at("/records/0/compared", Value::Array(Vec::new()))
+                .contains("case 0 names size 0 of 0")
+        );
         assert!(at("/lists/0/checks/0", 5000.into()).contains("case 0 names check 5000 of"));
         assert!(
-            at("/lists/0/sizes", Value::Array(Vec::new())).contains("list 0, whose checks and sizes are not as many")
+            at("/lists/0/sizes", Value::Array(Vec::new()))
+                .contains("list 0, whose checks and sizes are not as many")
         );
-        assert!(at("/records/0/case", Value::Array(Vec::new())).contains("fields and has 0 values"));
+        assert!(
+            at("/records/0/case", Value::Array(Vec::new())).contains("fields and has 0 values")
+        );
         assert!(at("/commands/0", Value::Array(Vec::new())).contains("a command of 0 parts"));
     }
 
@@ -473,7 +521,8 @@ mod tests {
     fn a_small_file_does_not_unfold_to_more_than_memory_holds() {
         let mut value = serde_json::to_value(sample::passing(3)).unwrap();
         let cases = &mut value["cases"];
-        cases["lists"][0] = serde_json::json!({ "checks": vec![0; 2_000_000], "sizes": vec![0; 2_000_000] });
+        cases["lists"][0] =
+            serde_json::json!({ "checks": vec![0; 2_000_000], "sizes": vec![0; 2_000_000] });
         let record = cases["records"][0].clone();
         cases["records"] = vec![record; 40].into();
         let mut stored: Stored = serde_json::from_value(cases.take()).unwrap();

@@ -32,7 +32,8 @@ fn shortened(mut text: String, most: usize) -> String {
 /// before them, are written out; lines stay lines.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let hides = |c: char| {
-        c.is_control() && !matches!(c, '\n' | '\t') || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        c.is_control() && !matches!(c, '\n' | '\t')
+            || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
     };
     if !text.contains(hides) {
         return Cow::Borrowed(text);
@@ -75,13 +76,17 @@ mod tests {
     #[test]
     fn what_would_move_the_cursor_or_turn_the_line_is_written_out() {
         assert_eq!(printable("two\nlines\tand more"), "two\nlines\tand more");
-        assert_eq!(printable("\u{1b}[2J\r\u{9b}1A\u{202e}x"), "\\u{1b}[2J\\u{d}\\u{9b}1A\\u{202e}x");
+        assert_eq!(
+            printable("\u{1b}[2J\r\u{9b}1A\u{202e}x"),
+            "\\u{1b}[2J\\u{d}\\u{9b}1A\\u{202e}x"
+        );
     }
 
     #[test]
     fn the_words_of_the_system_are_said_once() {
         let source = std::io::Error::from_raw_os_error(2);
-        let error: anyhow::Result<()> = Err(dsv4_runtime::RuntimeError::system("reading x", source).into());
+        let error: anyhow::Result<()> =
+            Err(dsv4_runtime::RuntimeError::system("reading x", source).into());
         let said = of_error(&error.context("--kernels DIR").unwrap_err());
         assert_eq!(said, "--kernels DIR: reading x: No such file or directory (os error 2)");
     }

@@ -40,7 +40,8 @@ impl Facts {
     pub fn write(&self, dir: &Path) -> Result<PathBuf, String> {
         let path = dir.join(FACTS_FILE);
         let failed = |e: std::io::Error| format!("{}: {e}", path.display());
-        let text = serde_json::to_string_pretty(self).map_err(|e| format!("{}: {e}", path.display()))?;
+        let text =
+            serde_json::to_string_pretty(self).map_err(|e| format!("{}: {e}", path.display()))?;
         std::fs::create_dir_all(dir).map_err(failed)?;
         std::fs::write(&path, text).map_err(failed)?;
         Ok(path)
@@ -49,7 +50,8 @@ impl Facts {
 
 /// Criterion's directory: `CRITERION_HOME`, `criterion` in `CARGO_TARGET_DIR`, or `target/criterion`.
 pub fn directory() -> PathBuf {
-    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let set =
+        |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     set("CRITERION_HOME")
         .or_else(|| set("CARGO_TARGET_DIR").map(|dir| dir.join("criterion")))
         .unwrap_or_else(|| PathBuf::from("target/criterion"))
@@ -76,8 +78,8 @@ pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     if !facts_path.is_file() {
         return Ok(Found::default());
     }
-    let facts: Facts =
-        serde_json::from_value(json(&facts_path)?).map_err(|e| format!("{}: {e}", facts_path.display()))?;
+    let facts: Facts = serde_json::from_value(json(&facts_path)?)
+        .map_err(|e| format!("{}: {e}", facts_path.display()))?;
     if facts.device != device {
         let why = format!("{} are of `{}`, not of `{device}`", facts_path.display(), facts.device);
         let skip = Skip { what: "benchmarks".into(), why, count: facts.work.len() as u64 };
@@ -88,7 +90,11 @@ pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     let mut records = Vec::new();
     for (id, work) in &facts.work {
         let new = results.get(id).ok_or_else(|| {
-            format!("{} names `{id}`, of which there is no result under {}", facts_path.display(), dir.display())
+            format!(
+                "{} names `{id}`, of which there is no result under {}",
+                facts_path.display(),
+                dir.display()
+            )
         })?;
         records.push(record(id, work, new, facts.ceilings.as_ref())?);
     }
@@ -104,9 +110,13 @@ pub fn samples_us(dir: &Path, group: &str, id: &str) -> Result<Vec<f64>, String>
     // A group's folder has its name: it is an identifier.
     let of_group = dir.join(group);
     find_results(&of_group, DEPTH - 1, &mut results)?;
-    let new = results.get(id).ok_or_else(|| format!("no result of `{id}` under {}", of_group.display()))?;
+    let new = results
+        .get(id)
+        .ok_or_else(|| format!("no result of `{id}` under {}", of_group.display()))?;
     let sample = json(&new.join("sample.json"))?;
-    let numbers = |name: &str| -> Option<Vec<f64>> { sample[name].as_array()?.iter().map(Value::as_f64).collect() };
+    let numbers = |name: &str| -> Option<Vec<f64>> {
+        sample[name].as_array()?.iter().map(Value::as_f64).collect()
+    };
     let (times, calls) = numbers("times")
         .zip(numbers("iters"))
         .ok_or_else(|| format!("{}: no `times` and `iters` in sample.json", new.display()))?;
@@ -114,14 +124,19 @@ pub fn samples_us(dir: &Path, group: &str, id: &str) -> Result<Vec<f64>, String>
 }
 
 /// Collects the `new` folders below `dir` by the full id of their benchmark.
-fn find_results(dir: &Path, depth: usize, results: &mut BTreeMap<String, PathBuf>) -> Result<(), String> {
+fn find_results(
+    dir: &Path,
+    depth: usize,
+    results: &mut BTreeMap<String, PathBuf>,
+) -> Result<(), String> {
     let failed = |e: std::io::Error| format!("{}: {e}", dir.display());
     for entry in std::fs::read_dir(dir).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
         let benchmark = path.join("benchmark.json");
         if path.ends_with("new") && benchmark.is_file() {
             let id = json(&benchmark)?["full_id"].as_str().map(str::to_owned);
-            results.insert(id.ok_or_else(|| format!("{}: no `full_id`", benchmark.display()))?, path);
+            results
+                .insert(id.ok_or_else(|| format!("{}: no `full_id`", benchmark.display()))?, path);
         } else if path.is_dir() && depth > 0 {
             find_results(&path, depth - 1, results)?;
         }
@@ -134,7 +149,12 @@ fn json(path: &Path) -> Result<Value, String> {
     serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-fn record(id: &str, work: &Work, new: &Path, ceilings: Option<&Ceilings>) -> Result<BenchmarkRecord, String> {
+fn record(
+    id: &str,
+    work: &Work,
+    new: &Path,
+    ceilings: Option<&Ceilings>,
+) -> Result<BenchmarkRecord, String> {
     let estimates = json(&new.join("estimates.json"))?;
     let sample = json(&new.join("sample.json"))?;
     let number = |path: &str| {
@@ -142,7 +162,9 @@ fn record(id: &str, work: &Work, new: &Path, ceilings: Option<&Ceilings>) -> Res
         value.ok_or_else(|| format!("{}: no `{path}` in estimates.json", new.display()))
     };
     let median_ns = number("/median/point_estimate")?;
-    let times = sample["times"].as_array().ok_or_else(|| format!("{}: no `times` in sample.json", new.display()))?;
+    let times = sample["times"]
+        .as_array()
+        .ok_or_else(|| format!("{}: no `times` in sample.json", new.display()))?;
     Ok(BenchmarkRecord {
         id: id.to_owned(),
         operator: work.operator.clone(),
@@ -186,7 +208,9 @@ mod tests {
         });
         let sample = serde_json::json!({ "sampling_mode": "Flat", "iters": [1.0, 1.0], "times": [median, median] });
         let benchmark = serde_json::json!({ "full_id": full_id, "directory_name": folder });
-        for (name, value) in [("estimates", estimates), ("sample", sample), ("benchmark", benchmark)] {
+        for (name, value) in
+            [("estimates", estimates), ("sample", sample), ("benchmark", benchmark)]
+        {
             std::fs::write(new.join(format!("{name}.json")), value.to_string()).expect("a file");
         }
     }
@@ -209,8 +233,14 @@ mod tests {
         written.write(dir.path()).expect("writes");
         let Found { benchmarks: records, ceilings, .. } = read(dir.path(), DEVICE).expect("reads");
         assert_eq!(ceilings, None);
-        assert_eq!(records.iter().map(|r| r.id.as_str()).collect::<Vec<_>>(), [long.as_str(), "group/parameter/7"]);
-        assert_eq!((records[0].median_ns, records[0].low_ns, records[0].samples), (1000.0, 900.0, 2));
+        assert_eq!(
+            records.iter().map(|r| r.id.as_str()).collect::<Vec<_>>(),
+            [long.as_str(), "group/parameter/7"]
+        );
+        assert_eq!(
+            (records[0].median_ns, records[0].low_ns, records[0].samples),
+            (1000.0, 900.0, 2)
+        );
         assert_eq!(records[0].percent_of_limit, None);
     }
 
@@ -219,9 +249,12 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         criterion_result(dir.path(), "g/x_ y", "g/x: y", 3000.0);
         let sample = serde_json::json!({ "iters": [2.0, 2.0], "times": [3000.0, 5000.0] });
-        std::fs::write(dir.path().join("g/x_ y/new/sample.json"), sample.to_string()).expect("a file");
+        std::fs::write(dir.path().join("g/x_ y/new/sample.json"), sample.to_string())
+            .expect("a file");
         assert_eq!(samples_us(dir.path(), "g", "g/x: y"), Ok(vec![1.5, 2.5]));
-        assert!(samples_us(dir.path(), "g", "g/z").expect_err("no such benchmark").contains("`g/z`"));
+        assert!(
+            samples_us(dir.path(), "g", "g/z").expect_err("no such benchmark").contains("`g/z`")
+        );
         std::fs::write(dir.path().join("g/x_ y/new/sample.json"), "{}").expect("a file");
         assert!(samples_us(dir.path(), "g", "g/x: y").expect_err("no samples").contains("`times`"));
     }
@@ -232,12 +265,15 @@ mod tests {
         criterion_result(dir.path(), "g/x", "g/x", 2000.0);
         let share = |ceilings: Ceilings| {
             facts(&["g/x"], Some(ceilings)).write(dir.path()).expect("writes");
-            read(dir.path(), DEVICE).expect("reads").benchmarks[0].percent_of_limit.expect("a share")
+            read(dir.path(), DEVICE).expect("reads").benchmarks[0]
+                .percent_of_limit
+                .expect("a share")
         };
         let copy = 4e12;
         let moving = share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: None });
         assert!((moving - 50.0).abs() < 1e-9, "{moving}");
-        let computing = share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: Some(5e14) });
+        let computing =
+            share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: Some(5e14) });
         assert!((computing - 100.0).abs() < 1e-9, "{computing}");
     }
 
@@ -248,7 +284,12 @@ mod tests {
         assert!(read(dir.path(), DEVICE).expect("no facts, no records").benchmarks.is_empty());
         facts(&[], None).write(dir.path()).expect("writes");
         assert!(read(dir.path(), DEVICE).expect("reads").benchmarks.is_empty());
-        assert!(read(&dir.path().join("absent"), DEVICE).expect("an absent directory has none").benchmarks.is_empty());
+        assert!(
+            read(&dir.path().join("absent"), DEVICE)
+                .expect("an absent directory has none")
+                .benchmarks
+                .is_empty()
+        );
     }
 
     #[test]

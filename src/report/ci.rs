@@ -65,7 +65,9 @@ impl<'a> Outcome<'a> {
     /// What fails a run although no case of it does.
     fn without_cases(report: &Report, operator: &str) -> Vec<Self> {
         let not_run = report.not_run().filter(|(name, _)| *name == operator);
-        let not_run = not_run.map(|(_, why)| ("launch", (Verdict::Error, format!("the kernels cannot be run: {why}"))));
+        let not_run = not_run.map(|(_, why)| {
+            ("launch", (Verdict::Error, format!("the kernels cannot be run: {why}")))
+        });
         let powerless = report.without_power().into_iter().filter(|(name, _)| *name == operator);
         let powerless = powerless.map(|(_, tensor)| {
             let why = format!("no case would have shown an error of 10 % of {tensor}");
@@ -81,19 +83,25 @@ impl<'a> Outcome<'a> {
             return self.reason.clone();
         }
         let (_, first) = self.failures.first()?;
-        let verdict = self.failures.iter().map(|(_, check)| check.verdict).max().unwrap_or(Verdict::Error);
-        let mut tensors: Vec<&str> = self.failures.iter().map(|(_, check)| check.tensor.as_str()).collect();
+        let verdict =
+            self.failures.iter().map(|(_, check)| check.verdict).max().unwrap_or(Verdict::Error);
+        let mut tensors: Vec<&str> =
+            self.failures.iter().map(|(_, check)| check.tensor.as_str()).collect();
         tensors.sort_unstable();
         tensors.dedup();
         tensors.retain(|tensor| !tensor.is_empty());
-        let of = if tensors.is_empty() { String::new() } else { format!(" of {}", tensors.join(", ")) };
+        let of =
+            if tensors.is_empty() { String::new() } else { format!(" of {}", tensors.join(", ")) };
         let failing = self.failures.iter().map(|(record, _)| &record.case);
         let mut failing: Vec<_> = failing.collect();
         failing.dedup();
         let shrunk = self.failures.iter().any(|(record, _)| record.origin == Origin::Shrunk);
         let failing = (failing.len() as u64 - u64::from(shrunk)).max(1);
         let message = brief(first.message.lines().next().unwrap_or_default());
-        Some((verdict, format!("{failing} of {}{of}: {message}", counted(self.cases.max(failing), "case"))))
+        Some((
+            verdict,
+            format!("{failing} of {}{of}: {message}", counted(self.cases.max(failing), "case")),
+        ))
     }
 
     /// The message and the replay of the first failures.
@@ -102,7 +110,11 @@ impl<'a> Outcome<'a> {
         const SHOWN: usize = 3;
         let mut text = String::new();
         for (record, check) in self.failures.iter().take(SHOWN) {
-            let _ = writeln!(text, "{} {}: {}\nreplay: {}", check.check, check.tensor, check.message, record.replay);
+            let _ = writeln!(
+                text,
+                "{} {}: {}\nreplay: {}",
+                check.check, check.tensor, check.message, record.replay
+            );
         }
         if self.failures.len() > SHOWN {
             let _ = writeln!(text, "and {} more", self.failures.len() - SHOWN);
@@ -119,9 +131,16 @@ impl<'a> Outcome<'a> {
             }
             None => TestCaseStatus::success(),
             Some((verdict, message)) => {
-                let kind = if verdict == Verdict::Error { NonSuccessKind::Error } else { NonSuccessKind::Failure };
+                let kind = if verdict == Verdict::Error {
+                    NonSuccessKind::Error
+                } else {
+                    NonSuccessKind::Failure
+                };
                 let mut status = TestCaseStatus::non_success(kind);
-                status.set_type(self.check.as_str()).set_message(message).set_description(self.details());
+                status
+                    .set_type(self.check.as_str())
+                    .set_message(message)
+                    .set_description(self.details());
                 status
             }
         };
@@ -145,7 +164,9 @@ pub fn junit(report: &Report) -> Result<String, quick_junit::SerializeError> {
         let cases = report.cases.iter().filter(|record| record.operator == *name);
         let seconds: f64 = cases.map(|record| record.kernel_seconds + record.oracle_seconds).sum();
         suite.set_time(Duration::try_from_secs_f64(seconds).unwrap_or_default());
-        suite.add_test_cases(Outcome::all(report, name).iter().map(|outcome| outcome.test_case(name)));
+        suite.add_test_cases(
+            Outcome::all(report, name).iter().map(|outcome| outcome.test_case(name)),
+        );
         document.add_test_suite(suite);
     }
     document.to_string()
@@ -160,11 +181,17 @@ pub fn github(report: &Report) -> Vec<String> {
         let outcomes = Outcome::all(report, &operator.name);
         let failing = outcomes.iter().filter_map(|outcome| Some((outcome, outcome.failure()?.1)));
         for (place, (outcome, message)) in failing.enumerate() {
-            let file = file_of(report, operator).map_or_else(String::new, |file| format!("file={},", property(&file)));
+            let file = file_of(report, operator)
+                .map_or_else(String::new, |file| format!("file={},", property(&file)));
             let title = property(&format!("{} {}", operator.name, outcome.check));
-            let replay =
-                outcome.failures.first().map_or_else(String::new, |(record, _)| format!("\n{}", record.replay));
-            annotations.push((place, format!("::error {file}title={title}::{}", data(&(message + &replay)))));
+            let replay = outcome
+                .failures
+                .first()
+                .map_or_else(String::new, |(record, _)| format!("\n{}", record.replay));
+            annotations.push((
+                place,
+                format!("::error {file}title={title}::{}", data(&(message + &replay))),
+            ));
         }
     }
     annotations.sort_by_key(|(place, _)| *place);
@@ -213,14 +240,19 @@ mod tests {
         let mut found = Vec::new();
         for suite in &document.test_suites {
             for case in &suite.test_cases {
-                assert_eq!(case.classname.as_ref().map(|name| name.as_str()), Some(suite.name.as_str()));
+                assert_eq!(
+                    case.classname.as_ref().map(|name| name.as_str()),
+                    Some(suite.name.as_str())
+                );
                 found.push((suite.name.to_string(), case.name.to_string()));
             }
         }
         let mut expected: Vec<_> = report
             .cases
             .iter()
-            .flat_map(|record| record.checks.iter().map(|check| (record.operator.clone(), check.check.clone())))
+            .flat_map(|record| {
+                record.checks.iter().map(|check| (record.operator.clone(), check.check.clone()))
+            })
             .collect();
         expected.sort();
         expected.dedup();
@@ -238,25 +270,37 @@ mod tests {
         for suite in &document.test_suites {
             for case in &suite.test_cases {
                 let failed = |record: &&CaseRecord| {
-                    let failing =
-                        |check: &CheckRecord| check.check == case.name.as_str() && check.verdict != Verdict::Pass;
+                    let failing = |check: &CheckRecord| {
+                        check.check == case.name.as_str() && check.verdict != Verdict::Pass
+                    };
                     record.operator == suite.name.as_str() && record.checks.iter().any(failing)
                 };
                 let records: Vec<_> = report.cases.iter().filter(failed).collect();
                 match &case.status {
-                    TestCaseStatus::NonSuccess { message, description, .. } if case.name.as_str() != "power" => {
+                    TestCaseStatus::NonSuccess { message, description, .. }
+                        if case.name.as_str() != "power" =>
+                    {
                         failures += 1;
                         let message = message.as_ref().expect("a message").as_str();
                         assert!(message.contains(" of ") && message.contains("case"), "{message}");
                         let description = description.as_ref().expect("details").as_str();
-                        assert!(records.iter().any(|record| description.contains(&record.replay)), "{description}");
+                        assert!(
+                            records.iter().any(|record| description.contains(&record.replay)),
+                            "{description}"
+                        );
                     }
-                    _ => assert!(records.is_empty() || case.name.as_str() == "power", "{} passes", case.name.as_str()),
+                    _ => assert!(
+                        records.is_empty() || case.name.as_str() == "power",
+                        "{} passes",
+                        case.name.as_str()
+                    ),
                 }
             }
         }
         assert!(failures > 1, "{text}");
-        assert!(matches!(junit(&sample::passing(20)).expect("XML"), text if !text.contains("<failure")));
+        assert!(
+            matches!(junit(&sample::passing(20)).expect("XML"), text if !text.contains("<failure"))
+        );
     }
 
     #[test]
@@ -266,22 +310,33 @@ mod tests {
         assert!(!annotations.is_empty() && github(&sample::passing(20)).is_empty());
         for annotation in &annotations {
             assert!(annotation.starts_with("::error file=kernels/cuda/"), "{annotation}");
-            assert!(annotation.contains(",title=") && annotation.contains("%0Aparity replay"), "{annotation}");
+            assert!(
+                annotation.contains(",title=") && annotation.contains("%0Aparity replay"),
+                "{annotation}"
+            );
             assert!(!annotation.contains('\n'));
         }
         assert_eq!(property("law: a, b\r\n5 %"), "law%3A a%2C b%0D%0A5 %25");
         assert_eq!(data("law: a, b\n5 %"), "law: a, b%0A5 %25");
         let mut external = report;
         external.environment.backend = BackendKind::External;
-        assert!(github(&external).iter().all(|annotation| annotation.starts_with("::error title=")));
+        assert!(
+            github(&external).iter().all(|annotation| annotation.starts_with("::error title="))
+        );
     }
 
     #[test]
     fn every_operator_has_an_annotation_before_any_has_its_second() {
         let annotations = github(&failing());
-        let operators: Vec<&str> =
-            annotations.iter().filter_map(|text| text.split("title=").nth(1)?.split(' ').next()).collect();
-        let first = operators.iter().enumerate().filter(|(at, name)| !operators[..*at].contains(name)).count();
+        let operators: Vec<&str> = annotations
+            .iter()
+            .filter_map(|text| text.split("title=").nth(1)?.split(' ').next())
+            .collect();
+        let first = operators
+            .iter()
+            .enumerate()
+            .filter(|(at, name)| !operators[..*at].contains(name))
+            .count();
         assert!(
             operators[..first].iter().enumerate().all(|(at, name)| !operators[..at].contains(name)),
             "{operators:?}"

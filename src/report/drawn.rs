@@ -33,7 +33,9 @@ pub(super) fn kept(report: &Report) -> Report {
     let pictured = pictured(&kept);
     for case in &mut kept.cases {
         let agrees = agrees(case);
-        for check in case.checks.iter_mut().filter(|check| agrees || Standing::of(check) == Standing::Pass) {
+        for check in
+            case.checks.iter_mut().filter(|check| agrees || Standing::of(check) == Standing::Pass)
+        {
             let rank = pictured.get(&std::ptr::from_ref(&*check)).copied();
             check.metrics = check.metrics.take().map(|metrics| reduced(&metrics, rank));
         }
@@ -77,7 +79,9 @@ fn round(case: &mut CaseRecord) {
         }
         let Metrics { relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max, .. } = metrics;
         [relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max].into_iter().for_each(few);
-        [&mut metrics.budget_multiple, &mut metrics.worst_row_relative_l2].into_iter().for_each(few);
+        [&mut metrics.budget_multiple, &mut metrics.worst_row_relative_l2]
+            .into_iter()
+            .for_each(few);
         metrics.power.iter_mut().for_each(|power| few(&mut power.element));
     }
 }
@@ -90,5 +94,9 @@ pub(super) fn compared(value: f64) -> f64 {
 
 /// A number to so many significant digits.
 fn rounded(value: f64, digits: usize) -> f64 {
-    if value.is_finite() { format!("{value:.*e}", digits - 1).parse().unwrap_or(value) } else { value }
+    if value.is_finite() {
+        format!("{value:.*e}", digits - 1).parse().unwrap_or(value)
+    } else {
+        value
+    }
 }

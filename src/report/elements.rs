@@ -64,8 +64,8 @@ const HASH: usize = 10;
 
 /// What a case is called wherever a report is: the beginning of blake3 of its line.
 pub(crate) fn hash(case: &CaseRecord) -> String {
-    let line =
-        serde_json::from_value::<Case>(case.case.clone()).map_or_else(|_| case.case.to_string(), |case| case.line());
+    let line = serde_json::from_value::<Case>(case.case.clone())
+        .map_or_else(|_| case.case.to_string(), |case| case.line());
     blake3::hash(line.as_bytes()).to_hex()[..HASH].to_owned()
 }
 
@@ -80,6 +80,9 @@ impl Anchors {
         let hash = hash(case);
         let name = format!("case-{hash}");
         let first = self.0.borrow_mut().insert(hash.clone());
-        (html! { a .anchor id=[first.then_some(&name)] href=(format!("#{name}")) { (hash) } }, first)
+        (
+            html! { a .anchor id=[first.then_some(&name)] href=(format!("#{name}")) { (hash) } },
+            first,
+        )
     }
 }

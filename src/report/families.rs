@@ -38,21 +38,34 @@ pub(super) struct Gathered {
 impl Gathered {
     /// Of a whole report.
     pub(super) fn of(report: &Report) -> Self {
-        Self { operators: operators(report), matrix: Matrix::of(report), power: power::of_report(report) }
+        Self {
+            operators: operators(report),
+            matrix: Matrix::of(report),
+            power: power::of_report(report),
+        }
     }
 
     /// The report's operators by family, in the order of the model.
     pub(super) fn groups<'a>(&'a self, report: &'a Report) -> Vec<Group<'a>> {
         let families = Family::ALL.into_iter().map(Some).chain([None]);
-        families.map(|family| self.group(report, family)).filter(|group| !group.operators.is_empty()).collect()
+        families
+            .map(|family| self.group(report, family))
+            .filter(|group| !group.operators.is_empty())
+            .collect()
     }
 
     fn group<'a>(&'a self, report: &'a Report, family: Option<Family>) -> Group<'a> {
-        let mut group = Group { family, operators: Vec::new(), rows: Vec::new(), sum: Cell::default() };
+        let mut group =
+            Group { family, operators: Vec::new(), rows: Vec::new(), sum: Cell::default() };
         for operator in self.operators.iter().filter(|operator| operator.family == family) {
             let row = self.matrix.rows.iter().find(|(name, ..)| *name == operator.name);
             let tensors = TensorSummary::all(report, &operator.name);
-            let power = self.power.iter().filter(|tensor| tensor.operator == operator.name).cloned().collect();
+            let power = self
+                .power
+                .iter()
+                .filter(|tensor| tensor.operator == operator.name)
+                .cloned()
+                .collect();
             let standing = row.and_then(|(_, _, sum)| sum.standing);
             group.operators.push(Section { report, operator, tensors, power, standing });
             group.rows.extend(row);
@@ -86,7 +99,12 @@ impl Group<'_> {
     /// Operators, cases and checks.
     pub(super) fn counts(&self) -> [u64; 3] {
         let of = |section: &Section<'_>| {
-            section.report.cases.iter().filter(|case| case.operator == section.operator.name).count() as u64
+            section
+                .report
+                .cases
+                .iter()
+                .filter(|case| case.operator == section.operator.name)
+                .count() as u64
         };
         [self.operators.len() as u64, self.operators.iter().map(of).sum(), self.sum.total]
     }
@@ -104,21 +122,31 @@ impl Group<'_> {
     /// the one that they see worst.
     pub(super) fn sensitivity(&self) -> Option<[(Seen, &TensorPower); 2]> {
         let of = |tensor| (TensorPower::seen_in(tensor, 0.5, RULES[0].1).0, tensor);
-        let seen =
-            || self.operators.iter().flat_map(|section| &section.power).filter(|one| !one.cases.is_empty()).map(of);
+        let seen = || {
+            self.operators
+                .iter()
+                .flat_map(|section| &section.power)
+                .filter(|one| !one.cases.is_empty())
+                .map(of)
+        };
         Some([seen().max_by_key(|(seen, _)| *seen)?, seen().min_by_key(|(seen, _)| *seen)?])
     }
 
     /// The call that takes longest.
     pub(super) fn slowest(&self) -> Option<&BenchmarkRecord> {
         let report = self.operators.first()?.report;
-        let ours = |one: &&BenchmarkRecord| self.operators.iter().any(|section| section.operator.name == one.operator);
+        let ours = |one: &&BenchmarkRecord| {
+            self.operators.iter().any(|section| section.operator.name == one.operator)
+        };
         report.benchmarks.iter().filter(ours).max_by(|a, b| a.median_ns.total_cmp(&b.median_ns))
     }
 
     /// Median of their times over ours, where an external kernel was timed next to ours.
     fn beside_ours(&self) -> Option<f64> {
-        let ratios = self.operators.iter().flat_map(|section| times::ratios(section.report, &section.operator.name));
+        let ratios = self
+            .operators
+            .iter()
+            .flat_map(|section| times::ratios(section.report, &section.operator.name));
         let mut ratios: Vec<f64> = ratios.collect();
         ratios.sort_by(f64::total_cmp);
         ratios.get(ratios.len() / 2).copied()
@@ -208,7 +236,8 @@ fn of_operator(operator: &str, tensor: &str) -> Markup {
 /// read.
 pub(super) fn folds(groups: &[Group<'_>], gathered: &Gathered, anchors: &Anchors) -> Markup {
     let few = groups.iter().map(|group| group.operators.len()).sum::<usize>() <= OPEN;
-    let failed = |standing: Option<Standing>| standing.is_some_and(|standing| standing != Standing::Pass);
+    let failed =
+        |standing: Option<Standing>| standing.is_some_and(|standing| standing != Standing::Pass);
     html! {
         section #operators {
             h2 { "Operators and checks" }

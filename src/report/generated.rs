@@ -61,9 +61,11 @@ fn row(report: &Report, tally: &Tally) -> Option<Vec<String>> {
     let same_code = of_operator.filter(|mutant| has_same_code(mutant)).count() as u64;
     let listed = tally.equivalent - same_code;
     let drawn = counts.generated - counts.not_drawn - counts.not_run - listed;
-    let numbers = [counts.generated, drawn, tally.killed, tally.survived, same_code, listed, tally.invalid];
+    let numbers =
+        [counts.generated, drawn, tally.killed, tally.survived, same_code, listed, tally.invalid];
     let rate = tally.rate().map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
-    let revision = format!("{:.7}{}", report.revision.commit, if report.revision.dirty { "+" } else { "" });
+    let revision =
+        format!("{:.7}{}", report.revision.commit, if report.revision.dirty { "+" } else { "" });
     let sample = matrix.sample.map_or("all".to_owned(), |sample| sample.to_string());
     let names = [tally.operator.clone()].into_iter();
     let last = [rate, sample, matrix.seed.to_string(), revision];
@@ -81,8 +83,9 @@ fn generated(reports: &[Report], status: MutantStatus) -> impl Iterator<Item = &
 }
 
 fn survivors(reports: &[Report]) -> String {
-    let lines = generated(reports, MutantStatus::Survived)
-        .map(|mutant| format!("  {} ({}:{}): {}\n", mutant.id, mutant.file, mutant.line, mutant.summary));
+    let lines = generated(reports, MutantStatus::Survived).map(|mutant| {
+        format!("  {} ({}:{}): {}\n", mutant.id, mutant.file, mutant.line, mutant.summary)
+    });
     section("Survived", lines.collect())
 }
 
@@ -98,7 +101,9 @@ fn equivalents(reports: &[Report]) -> String {
         }
     }
     let lines = reasons.into_iter().flat_map(|(operator, of)| {
-        let of = of.into_iter().map(|(reason, ids)| format!("    {reason}\n      {}\n", ids.join("\n      ")));
+        let of = of
+            .into_iter()
+            .map(|(reason, ids)| format!("    {reason}\n      {}\n", ids.join("\n      ")));
         [format!("  {operator}\n")].into_iter().chain(of).collect::<Vec<_>>()
     });
     section("Equivalent", lines.collect())
@@ -125,10 +130,22 @@ mod tests {
             cases_run: *cases_run,
             ..MutantRecord::default()
         });
-        let operators = vec![GeneratedRecord { operator: operator.into(), generated: 40, not_drawn: 33, not_run: 1 }];
-        let matrix =
-            KillMatrixRecord { floor: 0.95, seed, sample: Some(7), schedules: 4, all_checks: false, operators };
-        let mut report = Report { mutants: mutants.collect(), kill_matrix: Some(matrix), ..sample::passing(1) };
+        let operators = vec![GeneratedRecord {
+            operator: operator.into(),
+            generated: 40,
+            not_drawn: 33,
+            not_run: 1,
+        }];
+        let matrix = KillMatrixRecord {
+            floor: 0.95,
+            seed,
+            sample: Some(7),
+            schedules: 4,
+            all_checks: false,
+            operators,
+        };
+        let mut report =
+            Report { mutants: mutants.collect(), kill_matrix: Some(matrix), ..sample::passing(1) };
         report.operators.retain(|described| described.name == operator);
         report
     }
@@ -136,15 +153,25 @@ mod tests {
     #[test]
     fn each_report_gives_its_operators_rows_with_its_own_seed_and_reasons_stand_once() {
         use MutantStatus::{Equivalent, Invalid, Killed, Survived};
-        let fates =
-            [(Killed, 1), (Killed, 2), (Survived, 9), (Equivalent, 9), (Equivalent, 0), (Equivalent, 0), (Invalid, 1)];
+        let fates = [
+            (Killed, 1),
+            (Killed, 2),
+            (Survived, 9),
+            (Equivalent, 9),
+            (Equivalent, 0),
+            (Equivalent, 0),
+            (Invalid, 1),
+        ];
         let text = table(&[report("rope", &fates, 3), report("rms_norm", &[(Killed, 1)], 4)]);
         let row = |operator: &str| {
             let line = text.lines().find(|line| line.starts_with(operator)).expect("a row");
             line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
         };
         // 40 generated, of which 33 were not drawn, 1 was not run and 2 are listed.
-        assert_eq!(row("rope")[..12], ["rope", "40", "4", "2", "1", "1", "2", "1", "66.7", "%", "7", "3"]);
+        assert_eq!(
+            row("rope")[..12],
+            ["rope", "40", "4", "2", "1", "1", "2", "1", "66.7", "%", "7", "3"]
+        );
         assert_eq!(row("rms_norm")[8..12], ["100.0", "%", "7", "4"]);
         assert!(text.contains("\nSurvived\n  rope:function:scale:2 "), "{text}");
         assert_eq!(text.matches("A reason.").count(), 1, "{text}");

@@ -68,14 +68,22 @@ pub struct Line {
 pub fn lines(report: &Report) -> Vec<Line> {
     let environment = &report.environment;
     let template = |operator: &str| {
-        let cases = || report.cases.iter().filter(|case| case.operator == operator && case.origin != Origin::Shrunk);
+        let cases = || {
+            report
+                .cases
+                .iter()
+                .filter(|case| case.operator == operator && case.origin != Origin::Shrunk)
+        };
         Line {
             history_version: HISTORY_VERSION,
             started_unix: report.started_unix,
             commit: report.revision.commit.clone(),
             dirty: report.revision.dirty,
             kernels_digest: report.revision.kernels_digest.clone(),
-            device: format!("{} · {} · {}", environment.backend, environment.device, environment.target),
+            device: format!(
+                "{} · {} · {}",
+                environment.backend, environment.device, environment.target
+            ),
             sweep: format!("{}, seed {}", report.profile, report.seed),
             operator: operator.to_owned(),
             check: String::new(),
@@ -90,13 +98,26 @@ pub fn lines(report: &Report) -> Vec<Line> {
     for ((operator, check, tensor), metrics) in measured(report) {
         let used: Vec<f64> = metrics.iter().map(|one| compared(one.budget_used)).collect();
         let relative: Vec<f64> = metrics.iter().map(|one| compared(one.budget_relative)).collect();
-        let worst =
-            used.iter().copied().fold(0.0, |a: f64, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) });
-        let values =
-            [("budget_used", median(&used)), ("budget_used_worst", worst), ("budget_relative", median(&relative))];
-        let common =
-            Line { check: check.into(), subject: tensor.into(), count: used.len() as u64, ..template(operator) };
-        lines.extend(values.map(|(metric, value)| Line { metric: metric.into(), value, ..common.clone() }));
+        let worst = used
+            .iter()
+            .copied()
+            .fold(0.0, |a: f64, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) });
+        let values = [
+            ("budget_used", median(&used)),
+            ("budget_used_worst", worst),
+            ("budget_relative", median(&relative)),
+        ];
+        let common = Line {
+            check: check.into(),
+            subject: tensor.into(),
+            count: used.len() as u64,
+            ..template(operator)
+        };
+        lines.extend(values.map(|(metric, value)| Line {
+            metric: metric.into(),
+            value,
+            ..common.clone()
+        }));
     }
     for one in &report.benchmarks {
         lines.push(Line {
@@ -147,14 +168,18 @@ pub fn append(report: &Report, file: &Path) -> Result<()> {
 /// # Errors
 /// A file that cannot be read, a line that is none, or one of another version.
 pub fn read(file: &Path) -> Result<Vec<Line>> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("reading the history {}", file.display()))?;
+    let text = std::fs::read_to_string(file)
+        .with_context(|| format!("reading the history {}", file.display()))?;
     let mut lines = Vec::new();
     for (place, raw) in text.lines().enumerate().filter(|(_, raw)| !raw.trim().is_empty()) {
         let at = || format!("{}:{}", file.display(), place + 1);
         let value: serde_json::Value = serde_json::from_str(raw).with_context(at)?;
         match value["history_version"].as_u64() {
             Some(version) if version == u64::from(HISTORY_VERSION) => {}
-            Some(version) => bail!("{} has history_version {version}; this program reads {HISTORY_VERSION}", at()),
+            Some(version) => bail!(
+                "{} has history_version {version}; this program reads {HISTORY_VERSION}",
+                at()
+            ),
             None => bail!("{}: no history_version", at()),
         }
         lines.push(serde_json::from_value(value).with_context(at)?);
@@ -205,26 +230,41 @@ impl Series {
 
     /// The warning of a series that drifts.
     fn warning(&self) -> String {
-        let state = if self.last().green { "while everything is still green" } else { "and its operator fails" };
-        format!("{} drifts upwards, {state}: {}, p = {}", self.name(), self.change(), significant(self.p, 2))
+        let state = if self.last().green {
+            "while everything is still green"
+        } else {
+            "and its operator fails"
+        };
+        format!(
+            "{} drifts upwards, {state}: {}, p = {}",
+            self.name(),
+            self.change(),
+            significant(self.p, 2)
+        )
     }
 }
 
 fn percent(ratio: f64) -> String {
     let change = 100.0 * (ratio - 1.0);
-    format!(" ({}{} %)", if change > 0.0 { "+" } else { "" }, significant(change, 2).replace('-', "−"))
+    format!(
+        " ({}{} %)",
+        if change > 0.0 { "+" } else { "" },
+        significant(change, 2).replace('-', "−")
+    )
 }
 
 /// Gathers lines into series, in the order of the file, and looks for drifts.
 pub fn series(lines: &[Line]) -> Vec<Series> {
     let mut gathered: BTreeMap<[&str; 6], Vec<Line>> = BTreeMap::new();
     for line in lines {
-        let key = [&line.operator, &line.check, &line.subject, &line.metric, &line.device, &line.sweep];
+        let key =
+            [&line.operator, &line.check, &line.subject, &line.metric, &line.device, &line.sweep];
         gathered.entry(key.map(String::as_str)).or_default().push(line.clone());
     }
     let number = gathered.len() as f64;
     let judged = gathered.into_values().map(|lines| {
-        let mut values: Vec<f64> = lines.iter().map(|line| line.value).filter(|value| !value.is_nan()).collect();
+        let mut values: Vec<f64> =
+            lines.iter().map(|line| line.value).filter(|value| !value.is_nan()).collect();
         values.dedup();
         let (p, points) = (trend(&values), values.len());
         let drifts = p <= FALSE_ALARM_RATE / (number * (points * (points + 1)) as f64);
@@ -246,7 +286,13 @@ pub fn terminal(series: &[Series]) -> String {
         }
         let name = format!("{} {} {}", line.check, line.subject, line.metric);
         let mark = if one.drifts { '▲' } else { ' ' };
-        let _ = writeln!(page, "{mark} {name:44} {}  {}  {}", sparkline(&one.lines), one.change(), runs(one));
+        let _ = writeln!(
+            page,
+            "{mark} {name:44} {}  {}  {}",
+            sparkline(&one.lines),
+            one.change(),
+            runs(one)
+        );
     }
     page.push('\n');
     let warnings: Vec<_> = series.iter().filter(|one| one.drifts).map(Series::warning).collect();
@@ -268,16 +314,24 @@ fn sparkline(lines: &[Line]) -> String {
     /// Characters of the plot.
     const WIDTH: usize = 40;
     const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-    let values: Vec<f64> = lines[lines.len().saturating_sub(WIDTH)..].iter().map(|line| line.value).collect();
+    let values: Vec<f64> =
+        lines[lines.len().saturating_sub(WIDTH)..].iter().map(|line| line.value).collect();
     let (low, high) = range(&values);
-    let level = |value: f64| if high > low { (7.0 * (value - low) / (high - low)).round() as usize } else { 0 };
-    values.iter().map(|value| if value.is_finite() { LEVELS[level(*value).min(7)] } else { '!' }).collect()
+    let level = |value: f64| {
+        if high > low { (7.0 * (value - low) / (high - low)).round() as usize } else { 0 }
+    };
+    values
+        .iter()
+        .map(|value| if value.is_finite() { LEVELS[level(*value).min(7)] } else { '!' })
+        .collect()
 }
 
 /// Smallest and largest finite value.
 fn range(values: &[f64]) -> (f64, f64) {
     let finite = values.iter().copied().filter(|value| value.is_finite());
-    finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)))
+    finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+        (low.min(value), high.max(value))
+    })
 }
 
 /// What the page adds to the report's style sheet.
@@ -295,7 +349,11 @@ const OWN_STYLE: &str = "
 /// The history as one page with a plot for each series.
 pub fn page(series: &[Series]) -> String {
     let drifting: Vec<_> = series.iter().filter(|one| one.drifts).collect();
-    let title = if drifting.is_empty() { "No drift".to_owned() } else { counted(drifting.len() as u64, "drift") };
+    let title = if drifting.is_empty() {
+        "No drift".to_owned()
+    } else {
+        counted(drifting.len() as u64, "drift")
+    };
     let mut operators: Vec<&str> = series.iter().map(|one| one.first().operator.as_str()).collect();
     operators.dedup();
     let page = html! {
@@ -334,10 +392,13 @@ fn card(series: &Series) -> Markup {
 fn plot(series: &Series) -> Markup {
     let values: Vec<f64> = series.lines.iter().map(|line| line.value).collect();
     let (low, high) = range(&values);
-    let x = |place: usize| 58.0 + 290.0 * if values.len() > 1 { place as f64 / (values.len() - 1) as f64 } else { 0.5 };
+    let x = |place: usize| {
+        58.0 + 290.0 * if values.len() > 1 { place as f64 / (values.len() - 1) as f64 } else { 0.5 }
+    };
     let y = |value: f64| if high > low { 82.0 - 70.0 * (value - low) / (high - low) } else { 47.0 };
     let finite = || series.lines.iter().enumerate().filter(|(_, line)| line.value.is_finite());
-    let points: Vec<String> = finite().map(|(place, line)| format!("{:.1},{:.1}", x(place), y(line.value))).collect();
+    let points: Vec<String> =
+        finite().map(|(place, line)| format!("{:.1},{:.1}", x(place), y(line.value))).collect();
     html! {
         svg viewBox="0 0 360 94" role="img" aria-label=(format!("{} over {}", series.name(), runs(series))) {
             path .axis d="M52 8V86H356" {}
@@ -358,7 +419,9 @@ fn revisions(series: &[Series]) -> Markup {
     let mut runs: Vec<_> = series
         .iter()
         .flat_map(|one| &one.lines)
-        .map(|line| (line.started_unix, &line.commit, line.dirty, &line.device, &line.kernels_digest))
+        .map(|line| {
+            (line.started_unix, &line.commit, line.dirty, &line.device, &line.kernels_digest)
+        })
         .collect();
     runs.sort_unstable();
     runs.dedup();

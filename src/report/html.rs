@@ -67,7 +67,8 @@ fn verdict(report: &Report, counts: &Counts) -> Markup {
 
 /// What the run covered: `49 of 49 operators, quick`.
 pub(super) fn coverage(report: &Report) -> String {
-    let with_cases: BTreeSet<&str> = report.cases.iter().map(|case| case.operator.as_str()).collect();
+    let with_cases: BTreeSet<&str> =
+        report.cases.iter().map(|case| case.operator.as_str()).collect();
     let swept = if with_cases.is_empty() { report.operators.len() } else { with_cases.len() };
     let known = registry::OPERATORS.len().max(swept);
     format!("{swept} of {}, {}", counted(known as u64, "operator"), report.profile)
@@ -136,8 +137,10 @@ fn paths_never_run(report: &Report) -> Markup {
 }
 
 fn totals(report: &Report, counts: &Counts) -> Markup {
-    let origins: Vec<String> =
-        origins(report).into_iter().map(|(word, cases)| format!("{} {word}", count(cases))).collect();
+    let origins: Vec<String> = origins(report)
+        .into_iter()
+        .map(|(word, cases)| format!("{} {word}", count(cases)))
+        .collect();
     let swept = operators(report).len() as u64;
     html! {
         dl .totals {
@@ -214,11 +217,20 @@ fn environment(report: &Report) -> Markup {
             report
                 .ceilings
                 .and_then(|rates| rates.matrix_flops_per_second)
-                .map_or("not measured".to_owned(), |rate| format!("{} TFLOP/s", significant(rate / 1e12, 3))),
+                .map_or("not measured".to_owned(), |rate| {
+                    format!("{} TFLOP/s", significant(rate / 1e12, 3))
+                }),
         ),
         ("kernel sources", report.revision.kernels.clone()),
         ("blake3 of the sources", report.revision.kernels_digest.clone()),
-        ("commit", format!("{}{}", report.revision.commit, if report.revision.dirty { " (dirty)" } else { "" })),
+        (
+            "commit",
+            format!(
+                "{}{}",
+                report.revision.commit,
+                if report.revision.dirty { " (dirty)" } else { "" }
+            ),
+        ),
         ("started", utc(report.started_unix)),
         ("profile, seed", format!("{}, {}", report.profile, report.seed)),
     ];

@@ -10,10 +10,13 @@ use super::diagnosis;
 use super::elements::hash;
 use super::families::{self, Gathered};
 use super::html::coverage;
-use super::numbers::{count, counted, duration, one_minus_cosine, scientific, significant, time, utc};
+use super::numbers::{
+    count, counted, duration, one_minus_cosine, scientific, significant, time, utc,
+};
 use super::skips::by_reason;
 use super::summary::{
-    Cell, Counts, TensorSummary, failing, findings, gigabytes_per_second, message, operators, survived, teraflops,
+    Cell, Counts, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
+    survived, teraflops,
 };
 use super::{power, times};
 use crate::record::{Standing, worse_first};
@@ -79,9 +82,19 @@ fn failures(report: &Report) -> String {
         let _ = write!(section, "Saved for the next run: {cases} in {}.\n\n", code(&saved.file));
     }
     for (place, case) in cases.iter().take(FAILURES).enumerate() {
-        let _ = write!(section, "**{}. {}** {}\n\n", place + 1, text(&case.operator), code(&hash(case)));
+        let _ = write!(
+            section,
+            "**{}. {}** {}\n\n",
+            place + 1,
+            text(&case.operator),
+            code(&hash(case))
+        );
         for check in findings(case) {
-            let tensor = if check.tensor.is_empty() { String::new() } else { format!(" of {}", code(&check.tensor)) };
+            let tensor = if check.tensor.is_empty() {
+                String::new()
+            } else {
+                format!(" of {}", code(&check.tensor))
+            };
             let _ = writeln!(
                 section,
                 "- {} {}{tensor}: {}",
@@ -114,7 +127,12 @@ fn families(report: &Report, gathered: &Gathered) -> String {
     let mut table = "### Families\n\n| family | operators | cases | checks | worst budget use | smallest bias seen | slowest kernel | floor |\n|---|--:|--:|--:|---|---|---|--:|\n".to_owned();
     for group in &groups {
         let worst = group.worst().map_or("—".to_owned(), |(operator, tensor)| {
-            format!("{} {} {}", significant(tensor.worst_used(), 3), code(operator), code(tensor.tensor))
+            format!(
+                "{} {} {}",
+                significant(tensor.worst_used(), 3),
+                code(operator),
+                code(tensor.tensor)
+            )
         });
         let seen = group.sensitivity().map_or("—".to_owned(), |[(best, _), (worst, tensor)]| {
             let of = format!("{} {}", code(&tensor.operator), code(&tensor.tensor));
@@ -144,8 +162,11 @@ fn matrix(gathered: &Gathered) -> String {
         return String::new();
     }
     let columns: Vec<String> = matrix.columns.iter().map(|column| text(column)).collect();
-    let mut table =
-        format!("| operator | all | {} |\n|---|{}\n", columns.join(" | "), "--:|".repeat(columns.len() + 1));
+    let mut table = format!(
+        "| operator | all | {} |\n|---|{}\n",
+        columns.join(" | "),
+        "--:|".repeat(columns.len() + 1)
+    );
     for (operator, cells, sum) in &matrix.rows {
         let cells: Vec<String> = [sum].into_iter().chain(cells).map(cell).collect();
         let _ = writeln!(table, "| {} | {} |", code(operator), cells.join(" | "));
@@ -156,14 +177,18 @@ fn matrix(gathered: &Gathered) -> String {
     if matrix.rows.len() <= OPEN {
         return format!("### Checks passed\n\n{table}\n");
     }
-    format!("### Checks passed\n\n<details><summary>By operator</summary>\n\n{table}\n</details>\n\n")
+    format!(
+        "### Checks passed\n\n<details><summary>By operator</summary>\n\n{table}\n</details>\n\n"
+    )
 }
 
 fn cell(cell: &Cell) -> String {
     match cell.standing {
         None => "—".to_owned(),
         Some(Standing::Pass) => count(cell.passes),
-        Some(standing) => format!("{} {}/{}", standing.symbol(), count(cell.passes), count(cell.total)),
+        Some(standing) => {
+            format!("{} {}/{}", standing.symbol(), count(cell.passes), count(cell.total))
+        }
     }
 }
 
@@ -171,7 +196,8 @@ fn cell(cell: &Cell) -> String {
 fn against_base(report: &Report) -> String {
     let Some(base) = &report.base else { return String::new() };
     let commit = base.commit.chars().take(12).collect::<String>();
-    let mut section = format!("### Against the base {}\n\n{}\n\n", code(&commit), text(&base.headline));
+    let mut section =
+        format!("### Against the base {}\n\n{}\n\n", code(&commit), text(&base.headline));
     for change in &base.changes {
         let ChangeRecord { kind, operator, subject, base, head, .. } = change;
         let mark = if change.is_regression { "✗ " } else { "" };
@@ -186,7 +212,11 @@ fn against_base(report: &Report) -> String {
         );
     }
     if base.number > base.changes.len() as u64 {
-        let _ = writeln!(section, "- … and {}", counted(base.number - base.changes.len() as u64, "more change"));
+        let _ = writeln!(
+            section,
+            "- … and {}",
+            counted(base.number - base.changes.len() as u64, "more change")
+        );
     }
     section + "\n"
 }
@@ -196,7 +226,9 @@ fn tightest(report: &Report) -> String {
     let mut tensors: Vec<_> = operators
         .iter()
         .flat_map(|operator| {
-            TensorSummary::all(report, &operator.name).into_iter().map(move |tensor| (&operator.name, tensor))
+            TensorSummary::all(report, &operator.name)
+                .into_iter()
+                .map(move |tensor| (&operator.name, tensor))
         })
         .filter(|(_, tensor)| !tensor.entries.is_empty())
         .collect();
@@ -230,14 +262,17 @@ fn benchmarks(report: &Report) -> String {
     }
     let mut benchmarks: Vec<_> = report.benchmarks.iter().collect();
     benchmarks.sort_by(|a, b| {
-        a.percent_of_limit.unwrap_or(f64::INFINITY).total_cmp(&b.percent_of_limit.unwrap_or(f64::INFINITY))
+        a.percent_of_limit
+            .unwrap_or(f64::INFINITY)
+            .total_cmp(&b.percent_of_limit.unwrap_or(f64::INFINITY))
     });
     let mut table = "### Furthest from the device's limit\n\n| benchmark | median | GB/s | TFLOP/s | of the limit |\n|---|--:|--:|--:|--:|\n".to_owned();
     for benchmark in benchmarks.iter().take(ROWS) {
         let limit = benchmark
             .percent_of_limit
             .map_or("not measured".to_owned(), |percent| format!("{} %", significant(percent, 3)));
-        let (bandwidth, rate) = (significant(gigabytes_per_second(benchmark), 3), significant(teraflops(benchmark), 3));
+        let (bandwidth, rate) =
+            (significant(gigabytes_per_second(benchmark), 3), significant(teraflops(benchmark), 3));
         let _ = writeln!(
             table,
             "| {} | {} | {bandwidth} | {rate} | {limit} |",
@@ -275,11 +310,20 @@ fn mutants(report: &Report) -> String {
     for mutant in survivors.iter().take(SURVIVORS) {
         let told = match mutant.source {
             MutantSource::Planted => {
-                format!(" ({}) Expected to be seen by {}.", text(&mutant.catalogue), text(&mutant.expected))
+                format!(
+                    " ({}) Expected to be seen by {}.",
+                    text(&mutant.catalogue),
+                    text(&mutant.expected)
+                )
             }
             MutantSource::Generated => format!(" ({}:{})", text(&mutant.file), mutant.line),
         };
-        let _ = writeln!(section, "- **survived:** {}: {}{told}", code(&mutant.id), text(&mutant.summary));
+        let _ = writeln!(
+            section,
+            "- **survived:** {}: {}{told}",
+            code(&mutant.id),
+            text(&mutant.summary)
+        );
         for line in mutant
             .original
             .lines()
@@ -319,7 +363,13 @@ fn skips(report: &Report) -> String {
     }
     let mut section = "### Skipped\n\n".to_owned();
     for skip in by_reason(&report.skips) {
-        let _ = writeln!(section, "- {} × {}: {}", count(skip.count), text(&skip.what), text(&skip.why));
+        let _ = writeln!(
+            section,
+            "- {} × {}: {}",
+            count(skip.count),
+            text(&skip.what),
+            text(&skip.why)
+        );
     }
     section + "\n"
 }
@@ -373,7 +423,15 @@ pub(crate) fn text(raw: &str) -> String {
 
 /// A code span. A vertical line would end a table's cell even inside it.
 pub(crate) fn code(raw: &str) -> String {
-    format!("`{}`", printable(raw).replace('`', "'").replace('|', "¦").split_whitespace().collect::<Vec<_>>().join(" "))
+    format!(
+        "`{}`",
+        printable(raw)
+            .replace('`', "'")
+            .replace('|', "¦")
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" ")
+    )
 }
 
 /// A fenced block whose fence is longer than any in the text.

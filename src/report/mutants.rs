@@ -178,7 +178,9 @@ fn matrix(operator: &str, mutants: &[MutantRecord]) -> Markup {
     let mut own: Vec<&MutantRecord> =
         mutants.iter().filter(|mutant| mutant.operator == operator && judged(mutant)).collect();
     // Survivors first, then planted ones, then by place in the file.
-    own.sort_by_key(|mutant| (!survived(mutant), mutant.source == MutantSource::Generated, mutant.line));
+    own.sort_by_key(|mutant| {
+        (!survived(mutant), mutant.source == MutantSource::Generated, mutant.line)
+    });
     let columns = columns(&own);
     let planted = own.iter().filter(|mutant| mutant.source == MutantSource::Planted).count() as u64;
     let survivors = own.iter().filter(|mutant| survived(mutant)).count() as u64;
@@ -204,11 +206,16 @@ fn matrix(operator: &str, mutants: &[MutantRecord]) -> Markup {
 }
 
 fn seen(mutants: &[&MutantRecord], name: &str) -> u64 {
-    mutants.iter().filter(|mutant| mutant.killed_by.iter().any(|check| column(check) == name)).count() as u64
+    mutants
+        .iter()
+        .filter(|mutant| mutant.killed_by.iter().any(|check| column(check) == name))
+        .count() as u64
 }
 
 fn matrix_row(mutant: &MutantRecord, columns: &[&str]) -> Markup {
-    let as_expected = mutant.killed_by.contains(&mutant.expected) || mutant.expected.is_empty() || survived(mutant);
+    let as_expected = mutant.killed_by.contains(&mutant.expected)
+        || mutant.expected.is_empty()
+        || survived(mutant);
     html! {
         tr .survivor[survived(mutant)] {
             th scope="row" {
@@ -242,7 +249,9 @@ fn kill_cell(mutant: &MutantRecord, name: &str) -> Markup {
     match (killed, expected) {
         (true, true) => html! { td .pass title=(name) { "✪" } },
         (true, false) => html! { td .pass title=(name) { "✗" } },
-        (false, true) => html! { td .fail title=(format!("{name} was expected to see it")) { "○" } },
+        (false, true) => {
+            html! { td .fail title=(format!("{name} was expected to see it")) { "○" } }
+        }
         (false, false) => html! { td .none {} },
     }
 }

@@ -38,7 +38,8 @@ pub(super) struct Section<'a> {
 pub(super) fn section(section: &Section<'_>, open: bool, anchors: &Anchors) -> Markup {
     let Section { report, operator, tensors, standing, .. } = section;
     let cases = report.cases.iter().filter(|case| case.operator == operator.name).count() as u64;
-    let benchmarks: Vec<_> = report.benchmarks.iter().filter(|one| one.operator == operator.name).collect();
+    let benchmarks: Vec<_> =
+        report.benchmarks.iter().filter(|one| one.operator == operator.name).collect();
     let worst = tensors.get(worst_tensor(tensors).unwrap_or(usize::MAX));
     html! {
         details .operator id=(format!("operator-{}", operator.name)) open[open] {
@@ -70,8 +71,10 @@ pub(super) fn section(section: &Section<'_>, open: bool, anchors: &Anchors) -> M
 
 fn description(report: &Report, operator: &OperatorRecord) -> Markup {
     let cases: Vec<_> = report.cases.iter().filter(|case| case.operator == operator.name).collect();
-    let paths: Vec<String> =
-        paths(report, &operator.name).iter().map(|(path, cases)| format!("{path} ({})", count(*cases))).collect();
+    let paths: Vec<String> = paths(report, &operator.name)
+        .iter()
+        .map(|(path, cases)| format!("{path} ({})", count(*cases)))
+        .collect();
     let kernel: f64 = cases.iter().map(|case| case.kernel_seconds).sum();
     let oracle: f64 = cases.iter().map(|case| case.oracle_seconds).sum();
     html! {
@@ -107,7 +110,8 @@ fn tensor_table(operator: &OperatorRecord, tensors: &[TensorSummary]) -> Markup 
             }
         }
     };
-    let without_gradients = operator.has_backward && !tensors.iter().any(|tensor| tensor.check == "gradient");
+    let without_gradients =
+        operator.has_backward && !tensors.iter().any(|tensor| tensor.check == "gradient");
     html! {
         @if without_gradients { p .alarm { strong { "▲ No gradient was compared" } " although the operator has a backward kernel." } }
         (scroller("Agreement with the oracle", table))
@@ -117,9 +121,12 @@ fn tensor_table(operator: &OperatorRecord, tensors: &[TensorSummary]) -> Markup 
 fn group_title(check: &str) -> String {
     match check {
         "forward" => "Forward agreement — kernel against oracle".to_owned(),
-        "gradient" => "Gradient agreement — backward kernel against the oracle's autograd".to_owned(),
+        "gradient" => {
+            "Gradient agreement — backward kernel against the oracle's autograd".to_owned()
+        }
         GRADIENT_OF_SAVED => {
-            "Gradients given what was saved — against what follows from the kernel's own outputs".to_owned()
+            "Gradients given what was saved — against what follows from the kernel's own outputs"
+                .to_owned()
         }
         other => other.to_owned(),
     }
@@ -235,7 +242,9 @@ fn norm_range(tensor: &TensorSummary) -> Markup {
 /// shown.
 pub(super) fn worst_tensor(tensors: &[TensorSummary]) -> Option<usize> {
     let measured = tensors.iter().enumerate().filter(|(_, tensor)| !tensor.entries.is_empty());
-    measured.min_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used())).map(|(place, _)| place)
+    measured
+        .min_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used()))
+        .map(|(place, _)| place)
 }
 
 /// One fold for each tensor. Those that failed stand open, and the one that used most of its budget.

@@ -76,11 +76,17 @@ pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
     let levels: Vec<usize> = cells.iter().map(|cell| level(*cell)).collect();
     // Behind the cells the picture is hatched; where some were not compared, no ground may hide that.
     let padded = levels.contains(&PADDING);
-    let ground = (0..PADDING).filter(|_| !padded).max_by_key(|level| levels.iter().filter(|one| *one == level).count());
+    let ground = (0..PADDING)
+        .filter(|_| !padded)
+        .max_by_key(|level| levels.iter().filter(|one| *one == level).count());
     let (worst, worst_value) = worst(&cells);
     let height = (rows * 6).clamp(36, 192);
-    let title = format!("Error over budget, {rows} × {columns} cells; the largest is {}", significant(worst_value, 3));
-    let middle = |place: usize, of: usize| format!("{:.1}%", 100.0 * (place as f64 + 0.5) / of as f64);
+    let title = format!(
+        "Error over budget, {rows} × {columns} cells; the largest is {}",
+        significant(worst_value, 3)
+    );
+    let middle =
+        |place: usize, of: usize| format!("{:.1}%", 100.0 * (place as f64 + 0.5) / of as f64);
     let coarse = (map.total_rows, map.total_columns) != (rows as u64, columns as u64);
     html! {
         figure .heat {
@@ -128,8 +134,9 @@ pub(super) fn pooled(map: &HeatMap, most: (usize, usize)) -> HeatMap {
 
 /// Where the largest cell is, NaN before all.
 fn worst(cells: &[f32]) -> (usize, f64) {
-    let place = (0..cells.len())
-        .max_by(|a, b| cells[*a].is_nan().cmp(&cells[*b].is_nan()).then(cells[*a].total_cmp(&cells[*b])));
+    let place = (0..cells.len()).max_by(|a, b| {
+        cells[*a].is_nan().cmp(&cells[*b].is_nan()).then(cells[*a].total_cmp(&cells[*b]))
+    });
     place.map_or((0, f64::NAN), |place| (place, f64::from(cells[place])))
 }
 

@@ -41,7 +41,8 @@ impl TensorPower {
     /// What a rule sees in so large a share of the cases, at least, those apart in which it fails what is right; and how many
     /// these are.
     pub fn seen_in(&self, share: f64, rule: fn(&Power) -> Seen) -> (Seen, usize) {
-        let mut seen: Vec<Seen> = self.cases.iter().map(rule).filter(|&seen| seen != Seen::FalseAlarm).collect();
+        let mut seen: Vec<Seen> =
+            self.cases.iter().map(rule).filter(|&seen| seen != Seen::FalseAlarm).collect();
         seen.sort_unstable_by(|a, b| b.cmp(a));
         let needed = (share * seen.len() as f64).ceil().max(1.0) as usize;
         (seen.get(needed - 1).copied().unwrap_or(Seen::Nothing), self.cases.len() - seen.len())
@@ -94,7 +95,11 @@ pub fn of_report(report: &Report) -> Vec<TensorPower> {
         for check in &case.checks {
             if let Some(power) = check.metrics.as_ref().and_then(|metrics| metrics.power.clone()) {
                 let of_saved = check.check == GRADIENT_OF_SAVED;
-                let tensor = if of_saved { given_what_was_saved(&check.tensor) } else { check.tensor.clone() };
+                let tensor = if of_saved {
+                    given_what_was_saved(&check.tensor)
+                } else {
+                    check.tensor.clone()
+                };
                 gathered.of(&case.operator, &tensor).add(power);
             }
         }
@@ -128,7 +133,8 @@ pub fn table(tensors: &[TensorPower]) -> String {
     for tensor in tensors {
         let ours = |share: f64| words(tensor.seen_in(share, RULES[0].1));
         let row = [tensor.operator.clone(), tensor.tensor.clone(), tensor.cases.len().to_string()];
-        let row = row.into_iter().chain([tensor.powerless.to_string(), ours(0.0), ours(0.5), ours(0.9)]);
+        let row =
+            row.into_iter().chain([tensor.powerless.to_string(), ours(0.0), ours(0.5), ours(0.9)]);
         let others = RULES[1..].iter().map(|(_, rule)| words(tensor.seen_in(0.5, *rule)));
         rows.push(row.chain([scientific(tensor.element())]).chain(others).collect());
     }
@@ -168,7 +174,9 @@ pub fn markdown(tensors: &[TensorPower], made: &str, alarms: Option<&str>) -> St
         page += &format!("| {rule} | {bias} | {alarms} ({share:.1} %) |\n");
     }
     if let Some(alarms) = alarms {
-        page += &format!("\nNew runs of the oracles, judged by parity as if kernels had written them: {alarms}\n");
+        page += &format!(
+            "\nNew runs of the oracles, judged by parity as if kernels had written them: {alarms}\n"
+        );
     }
     page + &format!("\n## By tensor\n\n```text\n{}```\n", table(tensors))
 }
@@ -192,8 +200,10 @@ mod tests {
 
     #[test]
     fn the_page_counts_what_each_rule_rejects_although_it_is_right() {
-        let cases = vec![power(9, Seen::FalseAlarm), power(10, Seen::Bias(6)), power(11, Seen::Bias(7))];
-        let tensor = TensorPower { operator: "rope".into(), tensor: "y".into(), cases, powerless: 0 };
+        let cases =
+            vec![power(9, Seen::FalseAlarm), power(10, Seen::Bias(6)), power(11, Seen::Bias(7))];
+        let tensor =
+            TensorPower { operator: "rope".into(), tensor: "y".into(), cases, powerless: 0 };
         let page = markdown(&[tensor], "Made by `parity power`.", Some("0 of 3"));
         for line in [
             "| parity | 2^-10 | 0 (0.0 %) |",
@@ -202,6 +212,9 @@ mod tests {
         ] {
             assert!(page.contains(line), "{line} is not in\n{page}");
         }
-        assert!(page.contains("3 verdicts over 1 tensors") && page.contains("as if kernels had written them: 0 of 3"));
+        assert!(
+            page.contains("3 verdicts over 1 tensors")
+                && page.contains("as if kernels had written them: 0 of 3")
+        );
     }
 }

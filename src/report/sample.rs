@@ -8,8 +8,9 @@ use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::operator::Family;
 use crate::operators::registry;
 use crate::record::{
-    BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord, MutantStatus, OperatorRecord,
-    Origin, Power, Report, Revision, SCHEMA_VERSION, Seen, Skip, Verdict, Worst,
+    BenchmarkRecord, CaseRecord, Ceilings, CheckRecord, HeatMap, Metrics, MutantRecord,
+    MutantStatus, OperatorRecord, Origin, Power, Report, Revision, SCHEMA_VERSION, Seen, Skip,
+    Verdict, Worst,
 };
 
 /// Operators with their forward and gradient tensors.
@@ -37,7 +38,8 @@ pub struct Dice(u64);
 
 impl Dice {
     fn roll(&mut self) -> f64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
@@ -47,23 +49,31 @@ pub fn passing(cases: usize) -> Report {
     let mut dice = Dice(7);
     Report {
         schema_version: SCHEMA_VERSION,
-        command: "parity run --profile ci --seed 20250630 --backend cuda --report reports/h200".into(),
+        command: "parity run --profile ci --seed 20250630 --backend cuda --report reports/h200"
+            .into(),
         started_unix: 1_751_292_309,
         seconds: 192.4,
         revision: Revision {
             commit: "3f9c1d2a7be04c55a1f0c2d9e8b7a6958473625f".into(),
             dirty: false,
             kernels: "the embedded kernels".into(),
-            kernels_digest: "b3d1f0a9c8e7465544332211ffeeddccbbaa99887766554433221100ffeeddcc".into(),
+            kernels_digest: "b3d1f0a9c8e7465544332211ffeeddccbbaa99887766554433221100ffeeddcc"
+                .into(),
         },
         environment: environment(),
         profile: "ci".into(),
         seed: 20_250_630,
         schedules: 0,
-        operators: OPERATORS.iter().map(|(name, _, gradients)| operator(name, !gradients.is_empty())).collect(),
+        operators: OPERATORS
+            .iter()
+            .map(|(name, _, gradients)| operator(name, !gradients.is_empty()))
+            .collect(),
         cases: (0..cases).map(|number| case(number, &mut dice)).collect(),
         benchmarks: benchmarks(),
-        ceilings: Some(Ceilings { copy_bytes_per_second: 4.24e12, matrix_flops_per_second: Some(7.9e14) }),
+        ceilings: Some(Ceilings {
+            copy_bytes_per_second: 4.24e12,
+            matrix_flops_per_second: Some(7.9e14),
+        }),
         mutants: mutants(),
         kill_matrix: None,
         skips: Vec::new(),
@@ -81,7 +91,10 @@ pub fn whole(cases: usize) -> Report {
     let mut dice = Dice(11);
     report.operators = registry::OPERATORS
         .iter()
-        .map(|known| OperatorRecord { family: Some(known.family()), ..operator(known.name(), true) })
+        .map(|known| OperatorRecord {
+            family: Some(known.family()),
+            ..operator(known.name(), true)
+        })
         .collect();
     for (place, known) in registry::OPERATORS.iter().enumerate() {
         for number in 0..cases {
@@ -118,7 +131,11 @@ pub fn failing(cases: usize) -> Report {
             why: "the device has no sm_100a instructions".into(),
             count: 12,
         },
-        Skip { what: "schedule_independent".into(), why: "schedules are the emulator's".into(), count: 1_204 },
+        Skip {
+            what: "schedule_independent".into(),
+            why: "schedules are the emulator's".into(),
+            count: 1_204,
+        },
     ];
     report.benchmarks[1].percent_of_limit = None;
     overshoot(&mut report.cases[2], "dv", 37.4);
@@ -182,12 +199,17 @@ fn operator(name: &str, has_backward: bool) -> OperatorRecord {
 
 fn case(number: usize, dice: &mut Dice) -> CaseRecord {
     let (operator, forward, gradients) = OPERATORS[number % OPERATORS.len()];
-    let tensors =
-        forward.iter().map(|tensor| ("forward", *tensor)).chain(gradients.iter().map(|tensor| ("gradient", *tensor)));
+    let tensors = forward
+        .iter()
+        .map(|tensor| ("forward", *tensor))
+        .chain(gradients.iter().map(|tensor| ("gradient", *tensor)));
     let mut checks: Vec<_> = WHOLE.iter().map(|name| pass(name, "", 4096)).collect();
     for (name, tensor) in tensors {
         let compared = 1 << (8 + number % 11);
-        checks.push(CheckRecord { metrics: Some(metrics(compared, dice)), ..pass(name, tensor, compared) });
+        checks.push(CheckRecord {
+            metrics: Some(metrics(compared, dice)),
+            ..pass(name, tensor, compared)
+        });
         checks.push(pass("special_values", tensor, 12));
         checks.push(pass("bias", tensor, compared));
         if tensor == "dsink" {
@@ -206,7 +228,10 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         case,
         origin: if number % 40 == 1 { Origin::Regression } else { Origin::Drawn },
         paths: vec![
-            format!("{operator}_forward_{}", if number.is_multiple_of(2) { "block" } else { "warp" }),
+            format!(
+                "{operator}_forward_{}",
+                if number.is_multiple_of(2) { "block" } else { "warp" }
+            ),
             format!("{operator}_backward"),
         ],
         checks,
@@ -235,7 +260,8 @@ fn pass(name: &str, tensor: &str, compared: u64) -> CheckRecord {
 
 fn metrics(compared: u64, dice: &mut Dice) -> Metrics {
     let used = 0.25 + 0.6 * dice.roll();
-    let mut use_histogram: Vec<u64> = (0..16).map(|bin| (compared as f64 * 0.5_f64.powi(bin + 1)) as u64).collect();
+    let mut use_histogram: Vec<u64> =
+        (0..16).map(|bin| (compared as f64 * 0.5_f64.powi(bin + 1)) as u64).collect();
     use_histogram.iter_mut().skip((used * 8.0) as usize + 1).for_each(|bin| *bin = 0);
     use_histogram[0] += compared - use_histogram.iter().sum::<u64>();
     Metrics {
@@ -261,7 +287,12 @@ fn metrics(compared: u64, dice: &mut Dice) -> Metrics {
         budget_multiple: 5.2,
         worst_row: 17,
         worst_row_relative_l2: 2.9e-3,
-        worst: Worst { index: vec![3, 17, 250], kernel: 0.177_734_375, oracle: 0.177_312_498_1, allowed: 5.4e-4 },
+        worst: Worst {
+            index: vec![3, 17, 250],
+            kernel: 0.177_734_375,
+            oracle: 0.177_312_498_1,
+            allowed: 5.4e-4,
+        },
         use_histogram,
         heat: heat(used, dice),
     }
@@ -275,9 +306,12 @@ fn heat(used: f64, dice: &mut Dice) -> HeatMap {
 
 /// Puts one tensor above its budget, in a band of rows.
 fn overshoot(case: &mut CaseRecord, tensor: &str, used: f64) {
-    for check in case.checks.iter_mut().filter(|check| check.tensor == tensor && check.metrics.is_some()) {
+    for check in
+        case.checks.iter_mut().filter(|check| check.tensor == tensor && check.metrics.is_some())
+    {
         check.verdict = Verdict::Fail;
-        check.message = format!("{used} times the budget at [3, 17, 250]; 52 elements in 21 rows are above it");
+        check.message =
+            format!("{used} times the budget at [3, 17, 250]; 52 elements in 21 rows are above it");
         let Some(metrics) = check.metrics.as_mut() else { continue };
         metrics.budget_used = used;
         metrics.norm_ratio = 1.049_3;
@@ -301,13 +335,16 @@ fn overshoot(case: &mut CaseRecord, tensor: &str, used: f64) {
 fn undefined(case: &mut CaseRecord) {
     for check in case.checks.iter_mut().filter(|check| check.check == "gradient") {
         check.verdict = Verdict::Fail;
-        check.message = "the kernel's value is NaN in 64 elements, first at [0, 5, 0] <oracle: finite>".into();
+        check.message =
+            "the kernel's value is NaN in 64 elements, first at [0, 5, 0] <oracle: finite>".into();
         let Some(metrics) = check.metrics.as_mut() else { continue };
         metrics.use_histogram[0] -= 64;
         (metrics.cosine, metrics.norm_ratio, metrics.relative_l2, metrics.max_abs) =
             (f64::NAN, f64::NAN, f64::NAN, f64::INFINITY);
-        (metrics.budget_used, metrics.ulp_max, metrics.worst_row_relative_l2) = (f64::NAN, f64::INFINITY, f64::NAN);
-        metrics.worst = Worst { index: vec![0, 5, 0], kernel: f64::NAN, oracle: -1.25e-9, allowed: 3.1e-11 };
+        (metrics.budget_used, metrics.ulp_max, metrics.worst_row_relative_l2) =
+            (f64::NAN, f64::INFINITY, f64::NAN);
+        metrics.worst =
+            Worst { index: vec![0, 5, 0], kernel: f64::NAN, oracle: -1.25e-9, allowed: 3.1e-11 };
     }
 }
 
@@ -325,19 +362,29 @@ fn benchmarks() -> Vec<BenchmarkRecord> {
     let rows = [
         ("rms_norm", "rms_norm_forward/16384x7168 bf16", 125_300.0, 4.7e8, 4.7e8, 88.5),
         ("rms_norm", "rms_norm_backward/16384x7168 bf16", 245_800.0, 7.0e8, 1.1e9, 67.4),
-        ("sparse_attention", "sparse_attention_forward/4096x64x512 topk 2048", 3_910_000.0, 5.4e8, 1.1e12, 35.6),
+        (
+            "sparse_attention",
+            "sparse_attention_forward/4096x64x512 topk 2048",
+            3_910_000.0,
+            5.4e8,
+            1.1e12,
+            35.6,
+        ),
     ];
-    let record = |(operator, id, median_ns, bytes, flops, percent): (&str, &str, f64, f64, f64, f64)| BenchmarkRecord {
-        id: id.into(),
-        operator: operator.into(),
-        median_ns,
-        low_ns: median_ns * 0.996,
-        high_ns: median_ns * 1.005,
-        samples: 100,
-        bytes,
-        flops,
-        percent_of_limit: Some(percent),
-    };
+    let record =
+        |(operator, id, median_ns, bytes, flops, percent): (&str, &str, f64, f64, f64, f64)| {
+            BenchmarkRecord {
+                id: id.into(),
+                operator: operator.into(),
+                median_ns,
+                low_ns: median_ns * 0.996,
+                high_ns: median_ns * 1.005,
+                samples: 100,
+                bytes,
+                flops,
+                percent_of_limit: Some(percent),
+            }
+        };
     rows.map(record).into()
 }
 

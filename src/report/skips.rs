@@ -15,7 +15,10 @@ pub(crate) fn by_reason(skips: &[Skip]) -> Vec<Skip> {
             None => reasons.push((&skip.why, vec![skip.what.clone()], skip.count)),
         }
     }
-    reasons.into_iter().map(|(why, what, count)| Skip { what: listed(&what), why: why.to_owned(), count }).collect()
+    reasons
+        .into_iter()
+        .map(|(why, what, count)| Skip { what: listed(&what), why: why.to_owned(), count })
+        .collect()
 }
 
 #[cfg(test)]
@@ -24,8 +27,16 @@ mod tests {
 
     #[test]
     fn skips_of_one_reason_are_one_line() {
-        let skip = |what: &str, why: &str, count| Skip { what: what.into(), why: why.into(), count };
-        let skips = [skip("guards", "blind", 3), skip("bias", "undeclared", 5), skip("fully_written", "blind", 4)];
-        assert_eq!(by_reason(&skips), [skip("guards and fully_written", "blind", 7), skip("bias", "undeclared", 5)]);
+        let skip =
+            |what: &str, why: &str, count| Skip { what: what.into(), why: why.into(), count };
+        let skips = [
+            skip("guards", "blind", 3),
+            skip("bias", "undeclared", 5),
+            skip("fully_written", "blind", 4),
+        ];
+        assert_eq!(
+            by_reason(&skips),
+            [skip("guards and fully_written", "blind", 7), skip("bias", "undeclared", 5)]
+        );
     }
 }

@@ -14,7 +14,9 @@ use super::numbers::counted;
 pub(super) fn linked(text: &str) -> Markup {
     let mut end = 0;
     let mut parts = Vec::new();
-    for place in citations(text, None).into_iter().filter(|place| place.citation.section().is_some()) {
+    for place in
+        citations(text, None).into_iter().filter(|place| place.citation.section().is_some())
+    {
         parts.push((&text[end..place.range.start], &text[place.range.clone()], place.citation));
         end = place.range.end;
     }
@@ -53,7 +55,8 @@ pub(super) fn cites(report: &Report) -> bool {
 fn cited(report: &Report) -> Vec<&'static Section> {
     let operators = report.operators.iter().flat_map(|operator| &operator.specification);
     let texts = operators.chain(report.mutants.iter().map(|mutant| &mutant.catalogue));
-    let names: BTreeSet<Citation> = texts.flat_map(|text| citations(text, None)).map(|place| place.citation).collect();
+    let names: BTreeSet<Citation> =
+        texts.flat_map(|text| citations(text, None)).map(|place| place.citation).collect();
     sections().iter().filter(|section| names.contains(&section.citation)).collect()
 }
 

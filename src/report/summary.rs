@@ -6,8 +6,8 @@ use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::judge::order;
 use crate::operators::registry;
 use crate::record::{
-    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin, Report,
-    Standing, worse_first,
+    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord,
+    Origin, Report, Standing, worse_first,
 };
 
 use super::numbers::{counted, significant};
@@ -45,7 +45,10 @@ pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
         return Some("Recorded as a pass, but no element was compared.".to_owned());
     }
     let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
-    Some(format!("Recorded as a pass, but the share of the budget used is {}.", significant(used, 3)))
+    Some(format!(
+        "Recorded as a pass, but the share of the budget used is {}.",
+        significant(used, 3)
+    ))
 }
 
 /// What a check has to say for itself where it is not a plain pass.
@@ -90,7 +93,8 @@ impl Counts {
         let mut counts = Self {
             cases: report.cases.len() as u64,
             failing_cases: report.cases.iter().filter(|case| !agrees(case)).count() as u64,
-            unchecked_cases: report.cases.iter().filter(|case| case.checks.is_empty()).count() as u64,
+            unchecked_cases: report.cases.iter().filter(|case| case.checks.is_empty()).count()
+                as u64,
             without_power: report.without_power().len() as u64,
             not_run: report.not_run().count() as u64,
             survivors: report.mutants.iter().filter(|mutant| survived(mutant)).count() as u64,
@@ -118,7 +122,9 @@ impl Counts {
             let ran = counted(self.cases, "case");
             return (
                 "error",
-                format!("Cut short: {ran} ran, {missing} did not; of those that ran {troubles} disagreed"),
+                format!(
+                    "Cut short: {ran} ran, {missing} did not; of those that ran {troubles} disagreed"
+                ),
             );
         }
         if self.cases == 0 {
@@ -143,13 +149,22 @@ impl Counts {
             return ("fail", format!("No check failed, but nothing was shown of {tensors}"));
         }
         match (troubles.is_empty(), self.survivors) {
-            (false, _) => ("fail", format!("{}, in {}", troubles.join(", "), counted(self.failing_cases, "case"))),
-            (true, 0) => {
-                ("pass", format!("All {} agreed in {}", counted(self.checks, "check"), counted(self.cases, "case")))
-            }
-            (true, survivors) => {
-                ("warn", format!("All checks agreed, but {} survived them", counted(survivors, "mutant")))
-            }
+            (false, _) => (
+                "fail",
+                format!("{}, in {}", troubles.join(", "), counted(self.failing_cases, "case")),
+            ),
+            (true, 0) => (
+                "pass",
+                format!(
+                    "All {} agreed in {}",
+                    counted(self.checks, "check"),
+                    counted(self.cases, "case")
+                ),
+            ),
+            (true, survivors) => (
+                "warn",
+                format!("All checks agreed, but {} survived them", counted(survivors, "mutant")),
+            ),
         }
     }
 }
@@ -181,7 +196,8 @@ pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
 pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
     let mut tensors: BTreeMap<(usize, &str), Vec<&str>> = BTreeMap::new();
     for check in case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass) {
-        let order = CHECKS.iter().position(|known| *known == column(&check.check)).unwrap_or(CHECKS.len());
+        let order =
+            CHECKS.iter().position(|known| *known == column(&check.check)).unwrap_or(CHECKS.len());
         let tensors = tensors.entry((order, &check.check)).or_default();
         if !tensors.contains(&check.tensor.as_str()) {
             tensors.push(&check.tensor);
@@ -205,7 +221,9 @@ pub(super) fn failing_kinds(cases: &[&CaseRecord]) -> Vec<(String, String, Strin
     }
     let mut kinds: Vec<_> = kinds
         .into_iter()
-        .map(|((operator, check, tensor), (count, first))| (operator.into(), check.into(), tensor.into(), count, first))
+        .map(|((operator, check, tensor), (count, first))| {
+            (operator.into(), check.into(), tensor.into(), count, first)
+        })
         .collect();
     kinds.sort_by_key(|kind: &(String, String, String, u64, usize)| std::cmp::Reverse(kind.3));
     kinds
@@ -259,14 +277,24 @@ pub(super) struct Matrix {
 impl Matrix {
     /// Of a whole run.
     pub(super) fn of(report: &Report) -> Self {
-        let mut seen: Vec<&str> =
-            report.cases.iter().flat_map(|case| &case.checks).map(|check| column(&check.check)).collect();
-        seen.sort_by_key(|name| (CHECKS.iter().position(|known| known == name).unwrap_or(CHECKS.len()), *name));
+        let mut seen: Vec<&str> = report
+            .cases
+            .iter()
+            .flat_map(|case| &case.checks)
+            .map(|check| column(&check.check))
+            .collect();
+        seen.sort_by_key(|name| {
+            (CHECKS.iter().position(|known| known == name).unwrap_or(CHECKS.len()), *name)
+        });
         seen.dedup();
         let rows = operators(report).into_iter().map(|operator| {
             let mut cells = vec![Cell::default(); seen.len()];
             let mut sum = Cell::default();
-            for check in report.cases.iter().filter(|case| case.operator == operator.name).flat_map(|case| &case.checks)
+            for check in report
+                .cases
+                .iter()
+                .filter(|case| case.operator == operator.name)
+                .flat_map(|case| &case.checks)
             {
                 sum.add(check);
                 if let Some(place) = seen.iter().position(|name| *name == column(&check.check)) {
@@ -292,7 +320,11 @@ pub(super) fn column(check: &str) -> &str {
 /// out.
 pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
     let mut operators = report.operators.clone();
-    let named = report.cases.iter().map(|case| &case.operator).chain(report.benchmarks.iter().map(|one| &one.operator));
+    let named = report
+        .cases
+        .iter()
+        .map(|case| &case.operator)
+        .chain(report.benchmarks.iter().map(|one| &one.operator));
     for name in named {
         if !operators.iter().any(|operator| operator.name == *name) {
             operators.push(OperatorRecord {
@@ -352,7 +384,9 @@ impl<'a> TensorSummary<'a> {
             }
         }
         for tensor in &mut tensors {
-            tensor.entries.sort_by(|a, b| worse_first(a.metrics.budget_used, b.metrics.budget_used));
+            tensor
+                .entries
+                .sort_by(|a, b| worse_first(a.metrics.budget_used, b.metrics.budget_used));
         }
         tensors.sort_by_key(|tensor| {
             CHECKS.iter().position(|known| *known == column(tensor.check)).unwrap_or(CHECKS.len())
@@ -366,7 +400,13 @@ impl<'a> TensorSummary<'a> {
             .position(|one| one.check == check.check && one.tensor == check.tensor)
             .unwrap_or_else(|| {
                 let (check, tensor) = (check.check.as_str(), check.tensor.as_str());
-                tensors.push(Self { check, tensor, entries: Vec::new(), without_metrics: 0, compared: 0 });
+                tensors.push(Self {
+                    check,
+                    tensor,
+                    entries: Vec::new(),
+                    without_metrics: 0,
+                    compared: 0,
+                });
                 tensors.len() - 1
             });
         let summary = &mut tensors[place];
@@ -390,13 +430,19 @@ impl<'a> TensorSummary<'a> {
 
     /// Largest and smallest of a measure that is relative to the oracle; NaN if there is one.
     pub(super) fn range(&self, measure: impl Fn(&Metrics) -> f64 + Copy) -> (f64, f64) {
-        let relative = || self.entries.iter().map(|entry| entry.metrics).filter(|metrics| !has_zero_truth(metrics));
+        let relative = || {
+            self.entries
+                .iter()
+                .map(|entry| entry.metrics)
+                .filter(|metrics| !has_zero_truth(metrics))
+        };
         (extreme(relative().map(measure), f64::min), extreme(relative().map(measure), f64::max))
     }
 
     /// Median of a measure over the cases.
     pub(super) fn median(&self, measure: impl Fn(&Metrics) -> f64) -> f64 {
-        let mut values: Vec<f64> = self.entries.iter().map(|entry| measure(entry.metrics)).collect();
+        let mut values: Vec<f64> =
+            self.entries.iter().map(|entry| measure(entry.metrics)).collect();
         values.sort_by(f64::total_cmp);
         match values.len() {
             0 => f64::NAN,
@@ -412,7 +458,8 @@ impl<'a> TensorSummary<'a> {
 
     /// Whether all its checks are plain passes.
     pub(super) fn agrees(&self) -> bool {
-        self.without_metrics == 0 && self.entries.iter().all(|entry| Standing::of(entry.check) == Standing::Pass)
+        self.without_metrics == 0
+            && self.entries.iter().all(|entry| Standing::of(entry.check) == Standing::Pass)
     }
 
     /// Histograms of budget use, added over the `most` cases that used most of it; of how many
@@ -434,14 +481,20 @@ impl<'a> TensorSummary<'a> {
 /// Folds with `pick`, which would step over a NaN.
 fn extreme(values: impl Iterator<Item = f64>, pick: fn(f64, f64) -> f64) -> f64 {
     values
-        .reduce(|best, value| if best.is_nan() || value.is_nan() { f64::NAN } else { pick(best, value) })
+        .reduce(
+            |best, value| {
+                if best.is_nan() || value.is_nan() { f64::NAN } else { pick(best, value) }
+            },
+        )
         .unwrap_or(f64::NAN)
 }
 
 /// How many cases each kernel path ran in.
 pub(super) fn paths(report: &Report, operator: &str) -> BTreeMap<String, u64> {
     let mut paths = BTreeMap::new();
-    for path in report.cases.iter().filter(|case| case.operator == operator).flat_map(|case| &case.paths) {
+    for path in
+        report.cases.iter().filter(|case| case.operator == operator).flat_map(|case| &case.paths)
+    {
         *paths.entry(path.clone()).or_default() += 1;
     }
     paths
@@ -451,7 +504,12 @@ pub(super) fn paths(report: &Report, operator: &str) -> BTreeMap<String, u64> {
 pub(super) fn origins(report: &Report) -> Vec<(&'static str, u64)> {
     [Origin::Drawn, Origin::Regression, Origin::Shrunk, Origin::Given]
         .into_iter()
-        .map(|origin| (origin_word(origin), report.cases.iter().filter(|case| case.origin == origin).count() as u64))
+        .map(|origin| {
+            (
+                origin_word(origin),
+                report.cases.iter().filter(|case| case.origin == origin).count() as u64,
+            )
+        })
         .filter(|(_, count)| *count > 0)
         .collect()
 }
@@ -498,12 +556,14 @@ pub(super) fn pretty(value: &serde_json::Value, width: usize) -> String {
 fn flat(value: &serde_json::Value) -> String {
     match value {
         serde_json::Value::Object(fields) => {
-            let fields = fields
-                .iter()
-                .map(|(name, field)| format!("{}: {}", serde_json::Value::from(name.as_str()), flat(field)));
+            let fields = fields.iter().map(|(name, field)| {
+                format!("{}: {}", serde_json::Value::from(name.as_str()), flat(field))
+            });
             format!("{{{}}}", fields.collect::<Vec<_>>().join(", "))
         }
-        serde_json::Value::Array(items) => format!("[{}]", items.iter().map(flat).collect::<Vec<_>>().join(", ")),
+        serde_json::Value::Array(items) => {
+            format!("[{}]", items.iter().map(flat).collect::<Vec<_>>().join(", "))
+        }
         scalar => scalar.to_string(),
     }
 }

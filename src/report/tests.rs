@@ -7,8 +7,8 @@ use dsv4_runtime::BackendKind;
 use crate::operator::Family;
 use crate::operators::registry;
 use crate::record::{
-    BaseRecord, ChangeRecord, CheckRecord, HeatMap, MutantStatus, Report, SavedRecord, Seen, ShardRecord, Skip,
-    Verdict, agreement_of,
+    BaseRecord, ChangeRecord, CheckRecord, HeatMap, MutantStatus, Report, SavedRecord, Seen,
+    ShardRecord, Skip, Verdict, agreement_of,
 };
 
 use super::elements::hash;
@@ -23,7 +23,9 @@ fn place(page: &str, part: &str) -> usize {
 fn the_verdict_comes_first() {
     let page = html(&sample::failing(30));
     let verdict = place(&page, "class=\"verdict fail\"");
-    assert!(page.contains("checks failed, 1 check could not be decided, 1 check passed without ground, in 5 cases"));
+    assert!(page.contains(
+        "checks failed, 1 check could not be decided, 1 check passed without ground, in 5 cases"
+    ));
     assert!(verdict < place(&page, "id=\"failures\""));
     assert!(place(&page, "id=\"failures\"") < place(&page, "id=\"families\""));
     assert!(place(&page, "id=\"families\"") < place(&page, "class=\"matrix\""));
@@ -53,7 +55,10 @@ fn failing_cases_show_their_replay_command() {
     for case in report.cases.iter().filter(|case| case.verdict() != Verdict::Pass) {
         assert!(summary.contains(&case.replay));
         let escaped = case.replay.replace('&', "&amp;");
-        assert!(page[place(&page, "id=\"failures\"")..place(&page, "id=\"families\"")].contains(&escaped));
+        assert!(
+            page[place(&page, "id=\"failures\"")..place(&page, "id=\"families\"")]
+                .contains(&escaped)
+        );
     }
 }
 
@@ -70,7 +75,8 @@ fn a_pass_that_compared_nothing_is_shown_as_unfounded() {
     report.cases[0].checks[0].compared = 0;
     let page = html(&report);
     assert!(
-        page.contains("class=\"verdict fail\"") && page.contains("Recorded as a pass, but no element was compared.")
+        page.contains("class=\"verdict fail\"")
+            && page.contains("Recorded as a pass, but no element was compared.")
     );
 }
 
@@ -126,7 +132,13 @@ fn elements_without_a_share_of_the_budget_are_counted_beside_the_histogram() {
 /// A heat map of one row of cells, seen from `rows` rows.
 fn map(cells: &[f32], rows: u32) -> HeatMap {
     let columns = cells.len() as u32 / rows;
-    HeatMap { rows, columns, total_rows: 9 * u64::from(rows), total_columns: columns.into(), cells: cells.to_vec() }
+    HeatMap {
+        rows,
+        columns,
+        total_rows: 9 * u64::from(rows),
+        total_columns: columns.into(),
+        cells: cells.to_vec(),
+    }
 }
 
 #[test]
@@ -138,9 +150,13 @@ fn cells_that_are_no_number_are_drawn_as_such() {
 #[test]
 fn a_heat_map_has_row_0_at_the_top_and_marks_its_worst_cell_beside_the_cells() {
     let drawn = picture::heat(&map(&[0.1, 0.1, 0.1, 0.1, 0.9, 0.1], 2), (24, 48)).into_string();
-    assert!(drawn.contains("<span class=\"down\"><span>row 0</span><span>17</span></span>"), "{drawn}");
     assert!(
-        drawn.contains("class=\"mark-row\" style=\"top:75.0%\"") && drawn.contains("style=\"left:50.0%\""),
+        drawn.contains("<span class=\"down\"><span>row 0</span><span>17</span></span>"),
+        "{drawn}"
+    );
+    assert!(
+        drawn.contains("class=\"mark-row\" style=\"top:75.0%\"")
+            && drawn.contains("style=\"left:50.0%\""),
         "{drawn}"
     );
     let cells = &drawn[place(&drawn, "<svg")..place(&drawn, "</svg>")];
@@ -162,20 +178,23 @@ fn cells_of_which_nothing_was_compared_are_hatched_and_stay_so_where_cells_are_j
     assert_eq!((joined.columns, joined.cells), (2, vec![0.0, padding]));
     let page = html(&sample::failing(30));
     assert!(
-        page.contains(".heat svg, .hatched { background: repeating") && page.contains("not compared within a budget")
+        page.contains(".heat svg, .hatched { background: repeating")
+            && page.contains("not compared within a budget")
     );
 }
 
 #[test]
 fn an_element_at_exactly_its_budget_is_not_drawn_as_above_it() {
     let mut report = sample::passing(3);
-    let metrics = report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut()).unwrap();
+    let metrics =
+        report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut()).unwrap();
     metrics.budget_used = 1.0;
     metrics.use_histogram[7] += 1;
     metrics.use_histogram[0] -= 1;
     let page = html(&report);
     assert!(page.contains("None of them over budget.") && !page.contains(" over budget.</strong>"));
-    let metrics = report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut()).unwrap();
+    let metrics =
+        report.cases[0].checks.iter_mut().find_map(|check| check.metrics.as_mut()).unwrap();
     metrics.budget_used = 1.01;
     metrics.use_histogram[8] += 1;
     metrics.use_histogram[7] -= 1;
@@ -186,7 +205,11 @@ fn an_element_at_exactly_its_budget_is_not_drawn_as_above_it() {
 fn a_heat_map_of_the_wrong_size_is_said_to_be_missing() {
     let mut wrong = map(&[0.1, 0.1], 1);
     wrong.cells.pop();
-    assert!(picture::heat(&wrong, (24, 48)).into_string().contains("No heat map: the record holds 1 cells for 1 × 2."));
+    assert!(
+        picture::heat(&wrong, (24, 48))
+            .into_string()
+            .contains("No heat map: the record holds 1 cells for 1 × 2.")
+    );
 }
 
 #[test]
@@ -195,23 +218,39 @@ fn a_report_is_written_with_what_its_pages_need_and_reads_back_to_the_same_pages
     for report in [sample::passing(40), sample::failing(40)] {
         write_all(&report, dir.path()).unwrap();
         let read_file = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
-        let (json, page, summary) = (read_file("report.json"), read_file("index.html"), read_file("summary.md"));
+        let (json, page, summary) =
+            (read_file("report.json"), read_file("index.html"), read_file("summary.md"));
         let read: Report = serde_json::from_str(&json).unwrap();
-        assert!((html(&read), markdown(&read)) == (page.clone(), summary.clone()), "other pages after reading");
+        assert!(
+            (html(&read), markdown(&read)) == (page.clone(), summary.clone()),
+            "other pages after reading"
+        );
         write_all(&read, dir.path()).unwrap();
         assert!(
             read_file("report.json") == json && read_file("index.html") == page,
             "another report after writing again"
         );
         let maps = |report: &Report| {
-            let metrics = report.cases.iter().flat_map(|case| &case.checks).filter_map(|check| check.metrics.as_ref());
+            let metrics = report
+                .cases
+                .iter()
+                .flat_map(|case| &case.checks)
+                .filter_map(|check| check.metrics.as_ref());
             metrics.filter(|metrics| !metrics.heat.cells.is_empty()).count()
         };
         assert!(maps(&read) < maps(&report), "{} of {}", maps(&read), maps(&report));
         // A report that keeps all digits differs in nothing from the written one.
         let none = diff::compare(&report, &read).unwrap();
-        assert!(none.findings.iter().all(|finding| finding.kind == diff::Kind::StillFailing), "{:?}", none.findings);
-        let moved = none.operators.iter().flat_map(|operator| &operator.tensors).filter_map(|tensor| tensor.moved);
+        assert!(
+            none.findings.iter().all(|finding| finding.kind == diff::Kind::StillFailing),
+            "{:?}",
+            none.findings
+        );
+        let moved = none
+            .operators
+            .iter()
+            .flat_map(|operator| &operator.tensors)
+            .filter_map(|tensor| tensor.moved);
         assert!(moved.into_iter().all(|moved| moved == (0, 0)));
     }
 }
@@ -221,7 +260,8 @@ fn a_quick_sweep_of_all_operators_has_a_page_below_one_megabyte_and_a_report_bel
     let sizes = [10, 20].map(|cases| {
         let dir = tempfile::tempdir().unwrap();
         write_all(&sample::whole(cases), dir.path()).unwrap();
-        ["index.html", "summary.md", "report.json"].map(|name| fs::metadata(dir.path().join(name)).unwrap().len())
+        ["index.html", "summary.md", "report.json"]
+            .map(|name| fs::metadata(dir.path().join(name)).unwrap().len())
     });
     let [few, more] = sizes;
     // A quick sweep has some 80 cases of an operator.
@@ -237,7 +277,9 @@ fn skips_and_a_dirty_tree_are_never_hidden() {
     let (page, summary) = (html(&report), markdown(&report));
     for text in [&page, &summary] {
         assert!(
-            text.contains("DIRTY TREE") && text.contains("fp8 cases of sparse_attention") && text.contains("1,204")
+            text.contains("DIRTY TREE")
+                && text.contains("fp8 cases of sparse_attention")
+                && text.contains("1,204")
         );
     }
 }
@@ -246,17 +288,23 @@ fn skips_and_a_dirty_tree_are_never_hidden() {
 fn paths_that_no_case_took_are_named() {
     let mut report = sample::passing(9);
     let (page, summary) = (html(&report), markdown(&report));
-    assert!(!page.contains("never ran") && !summary.contains("never ran"), "every path of the sample runs");
+    assert!(
+        !page.contains("never ran") && !summary.contains("never ran"),
+        "every path of the sample runs"
+    );
     let block = |path: &String| path != "rope_forward_block";
     report.cases.iter_mut().for_each(|case| case.paths.retain(block));
     assert_eq!(report.paths_never_run(), [("rope", vec!["rope_forward_block"])]);
     let page = html(&report);
-    for needle in
-        ["1 path of rope never ran", "<dt>paths that never ran</dt><dd><strong>rope_forward_block</strong></dd>"]
-    {
+    for needle in [
+        "1 path of rope never ran",
+        "<dt>paths that never ran</dt><dd><strong>rope_forward_block</strong></dd>",
+    ] {
         assert!(page.contains(needle), "`{needle}` is not on the page");
     }
-    assert!(markdown(&report).contains("### Paths that never ran\n\n- rope: `rope_forward_block`\n"));
+    assert!(
+        markdown(&report).contains("### Paths that never ran\n\n- rope: `rope_forward_block`\n")
+    );
     report.environment.backend = BackendKind::External;
     assert!(report.paths_never_run().is_empty(), "external kernels have paths of their own");
     report.environment.backend = BackendKind::Cuda;
@@ -268,7 +316,8 @@ fn paths_that_no_case_took_are_named() {
 fn a_tensor_of_which_no_verdict_had_power_fails_the_run_and_is_named() {
     let mut report = sample::passing(9);
     assert_eq!((report.verdict(), report.without_power()), (Verdict::Pass, vec![]));
-    let skip = |tensor: &str| Skip { what: agreement_of(tensor), why: "too coarse".into(), count: 1 };
+    let skip =
+        |tensor: &str| Skip { what: agreement_of(tensor), why: "too coarse".into(), count: 1 };
     let first = report.cases.iter().position(|case| case.operator == "rope").unwrap();
     report.cases[first].skips.push(skip("y"));
     assert!(report.without_power().is_empty(), "other cases have power");
@@ -281,7 +330,10 @@ fn a_tensor_of_which_no_verdict_had_power_fails_the_run_and_is_named() {
     of_rope.for_each(|case| case.checks.iter_mut().for_each(strip));
     assert_eq!((report.verdict(), report.without_power()), (Verdict::Fail, vec![("rope", "y")]));
     let (page, summary) = (html(&report), markdown(&report));
-    assert!(page.contains("Nothing was shown of y of rope") && summary.contains("nothing was shown of 1 tensor"));
+    assert!(
+        page.contains("Nothing was shown of y of rope")
+            && summary.contains("nothing was shown of 1 tensor")
+    );
     // A part of a run need not have what the whole has.
     report.shards = vec![ShardRecord {
         index: 0,
@@ -349,7 +401,12 @@ fn citations_lead_to_the_text_of_their_sections_on_the_page() {
     place(operator, &format!("<dd><a href=\"#inference-3\">inference 3</a>; {unknown}</dd>"));
     place(&page[place(&page, "id=\"mutants\"")..], "<a href=\"#FM-07\">FM-07</a>");
     let specification = &page[place(&page, "id=\"specification\"")..];
-    for text in ["id=\"inference-3\"", "RMSNorm</summary>", "id=\"FM-07\"", "reference/spec/inference.md#3-rmsnorm"] {
+    for text in [
+        "id=\"inference-3\"",
+        "RMSNorm</summary>",
+        "id=\"FM-07\"",
+        "reference/spec/inference.md#3-rmsnorm",
+    ] {
         place(specification, text);
     }
     assert!(!specification.contains("id=\"inference-4\""), "only what is cited is there");
@@ -370,7 +427,9 @@ fn a_page_that_cites_nothing_has_no_specification() {
 #[test]
 fn html_is_self_contained() {
     let page = html(&sample::failing(30));
-    for outside in ["http://", "https://", "src=", "@import", "<link", "url(/", "url(\"", "fetch(", "import("] {
+    for outside in
+        ["http://", "https://", "src=", "@import", "<link", "url(/", "url(\"", "fetch(", "import("]
+    {
         assert!(!page.contains(outside), "{outside}");
     }
     assert_eq!(page.matches("<script").count(), 1);
@@ -402,12 +461,25 @@ fn special_numbers_survive_a_json_round_trip() {
     assert!(json.contains("\"NaN\"") && json.contains("\"inf\""));
     let back: Report = serde_json::from_str(&json).expect("what was written can be read");
     let measures = |report: &Report| -> Vec<f64> {
-        let metrics = report.cases.iter().flat_map(|case| &case.checks).filter_map(|check| check.metrics.as_ref());
-        metrics.flat_map(|one| [one.cosine, one.max_abs, one.budget_used, one.ulp_max, one.worst.kernel]).collect()
+        let metrics = report
+            .cases
+            .iter()
+            .flat_map(|case| &case.checks)
+            .filter_map(|check| check.metrics.as_ref());
+        metrics
+            .flat_map(|one| {
+                [one.cosine, one.max_abs, one.budget_used, one.ulp_max, one.worst.kernel]
+            })
+            .collect()
     };
     let (written, read) = (measures(&report), measures(&back));
     assert_eq!(written.len(), read.len());
-    assert!(written.iter().zip(&read).all(|(a, b)| a.is_nan() == b.is_nan() && a.is_infinite() == b.is_infinite()));
+    assert!(
+        written
+            .iter()
+            .zip(&read)
+            .all(|(a, b)| a.is_nan() == b.is_nan() && a.is_infinite() == b.is_infinite())
+    );
     assert_eq!(markdown(&back), markdown(&report));
 }
 
@@ -423,7 +495,11 @@ fn all_three_files_are_written() {
     write_all(&sample::failing(30), &target).expect("the directory can be written");
     let json = fs::read_to_string(target.join("report.json")).expect("report.json");
     assert!(serde_json::from_str::<Report>(&json).is_ok());
-    assert!(fs::read_to_string(target.join("index.html")).expect("index.html").starts_with("<!DOCTYPE html>"));
+    assert!(
+        fs::read_to_string(target.join("index.html"))
+            .expect("index.html")
+            .starts_with("<!DOCTYPE html>")
+    );
     assert!(fs::read_to_string(target.join("summary.md")).expect("summary.md").starts_with("## "));
 }
 
@@ -453,7 +529,11 @@ fn times_and_dates_carry_their_units() {
 #[test]
 fn cases_whose_truth_is_zero_are_counted_and_kept_out_of_relative_measures() {
     let mut report = sample::passing(30);
-    let metrics = report.cases.iter_mut().flat_map(|case| &mut case.checks).find_map(|check| check.metrics.as_mut());
+    let metrics = report
+        .cases
+        .iter_mut()
+        .flat_map(|case| &mut case.checks)
+        .find_map(|check| check.metrics.as_mut());
     let metrics = metrics.expect("the sample has measures");
     metrics.budget_used = 0.5;
     (metrics.cosine, metrics.norm_ratio) = (f64::NAN, f64::INFINITY);
@@ -472,7 +552,10 @@ fn words_from_elsewhere_are_no_markup_link_mention_or_control_character_in_a_sum
         "&lt;b&gt; &amp; \\[x\\](http&#58;//y) \\*z\\* \\_w\\_ \\~\\~v\\~\\~ \\#1 &#64;me a\\|b"
     );
     assert_eq!(text("rms_norm at [1, 2]"), "rms_norm at \\[1, 2\\]");
-    assert_eq!((text("a\u{1b}[2J"), code("a\u{1b}`b")), ("a\\\\u{1b}\\[2J".into(), "`a\\u{1b}'b`".into()));
+    assert_eq!(
+        (text("a\u{1b}[2J"), code("a\u{1b}`b")),
+        ("a\\\\u{1b}\\[2J".into(), "`a\\u{1b}'b`".into())
+    );
 }
 
 // ---------------------------------------------------------------- the first screen, links, tables
@@ -487,20 +570,37 @@ fn the_page_says_how_many_of_the_operators_it_covers_and_by_which_profile() {
 #[test]
 fn each_family_has_a_row_with_its_worst_budget_use_its_sensitivity_and_its_slowest_kernel() {
     let mut report = sample::passing(9);
-    let worst = report.cases.iter_mut().filter(|case| case.operator == "rope").flat_map(|case| &mut case.checks);
-    worst.filter_map(|check| check.metrics.as_mut()).take(1).for_each(|metrics| metrics.budget_used = 0.987);
+    let worst = report
+        .cases
+        .iter_mut()
+        .filter(|case| case.operator == "rope")
+        .flat_map(|case| &mut case.checks);
+    worst
+        .filter_map(|check| check.metrics.as_mut())
+        .take(1)
+        .for_each(|metrics| metrics.budget_used = 0.987);
     let (page, summary) = (html(&report), markdown(&report));
     let table = &page[place(&page, "id=\"families\"")..place(&page, "id=\"operators\"")];
     assert_eq!(table.matches("<tr>").count(), 3, "a head and two families: {table}");
     let row = &table[place(table, "#family-projections")..place(table, "#family-attention")];
-    for part in
-        [">2</td>", ">6</td>", "0.987", "#operator-rope", "2^-11", "246 µs, floor 166 µs (67 %)", "rms_norm_backward"]
-    {
+    for part in [
+        ">2</td>",
+        ">6</td>",
+        "0.987",
+        "#operator-rope",
+        "2^-11",
+        "246 µs, floor 166 µs (67 %)",
+        "rms_norm_backward",
+    ] {
         place(row, part);
     }
-    for part in
-        ["### Families", "| ✓ projections | 2 | 6 |", "0.987 `rope` `y`", "246 µs `rms_norm_backward", "| 166 µs |"]
-    {
+    for part in [
+        "### Families",
+        "| ✓ projections | 2 | 6 |",
+        "0.987 `rope` `y`",
+        "246 µs `rms_norm_backward",
+        "| 166 µs |",
+    ] {
         place(&summary, part);
     }
     assert!(page.contains("<details class=\"family\" id=\"family-attention\""));
@@ -510,7 +610,8 @@ fn each_family_has_a_row_with_its_worst_budget_use_its_sensitivity_and_its_slowe
 fn operators_that_only_cases_name_have_the_family_of_the_registry_and_unknown_ones_none() {
     let mut report = sample::passing(9);
     report.operators.clear();
-    let grouped = |report: &Report| html(report).contains("<a href=\"#family-attention\">attention</a>");
+    let grouped =
+        |report: &Report| html(report).contains("<a href=\"#family-attention\">attention</a>");
     assert!(grouped(&report));
     for case in report.cases.iter_mut().filter(|case| case.operator == "sparse_attention") {
         case.operator = "unheard_of".into();
@@ -518,7 +619,11 @@ fn operators_that_only_cases_name_have_the_family_of_the_registry_and_unknown_on
     report.operators.retain(|operator| operator.name != "sparse_attention");
     report.benchmarks.clear();
     let page = html(&report);
-    assert!(!grouped(&report) && page.contains("id=\"family-other\"") && page.contains("id=\"operator-unheard_of\""));
+    assert!(
+        !grouped(&report)
+            && page.contains("id=\"family-other\"")
+            && page.contains("id=\"operator-unheard_of\"")
+    );
     assert_eq!(Family::Attention.name(), "attention");
 }
 
@@ -542,7 +647,11 @@ fn a_family_that_failed_stands_open_and_one_that_agrees_is_folded() {
 fn a_pass_in_the_matrix_is_one_number_and_a_failure_says_of_how_many() {
     let page = html(&sample::passing(9));
     let launch = &page[place(&page, "class=\"matrix\"")..];
-    assert!(launch.contains("elements\">3</td>") && !launch.contains("class=\"total\""), "{}", &launch[..3000]);
+    assert!(
+        launch.contains("elements\">3</td>") && !launch.contains("class=\"total\""),
+        "{}",
+        &launch[..3000]
+    );
     let mut report = sample::passing(9);
     report.cases[0].checks[0].verdict = Verdict::Fail;
     assert!(html(&report).contains("2</span> <span class=\"total\">/ 3</span>"));
@@ -572,14 +681,19 @@ fn what_changed_against_the_base_stands_before_the_totals_and_links_the_comparis
     });
     let page = html(&report);
     assert!(place(&page, "id=\"base\"") < place(&page, "class=\"totals\""));
-    for part in
-        ["✗", "1 regression: 1 × budget use grew", "href=\"diff.html\"", "0123456789ab", "median 0.3 → median 0.4"]
-    {
+    for part in [
+        "✗",
+        "1 regression: 1 × budget use grew",
+        "href=\"diff.html\"",
+        "0123456789ab",
+        "median 0.3 → median 0.4",
+    ] {
         place(&page[place(&page, "id=\"base\"")..place(&page, "class=\"totals\"")], part);
     }
     let summary = markdown(&report);
     assert!(
-        summary.contains("### Against the base `0123456789ab`\n\n1 regression") && summary.contains("28 more changes")
+        summary.contains("### Against the base `0123456789ab`\n\n1 regression")
+            && summary.contains("28 more changes")
     );
     // A folder without the comparison's page does not lead there.
     let dir = tempfile::tempdir().unwrap();
@@ -587,7 +701,9 @@ fn what_changed_against_the_base_stands_before_the_totals_and_links_the_comparis
     assert!(!fs::read_to_string(dir.path().join("index.html")).unwrap().contains("diff.html"));
     fs::write(dir.path().join("diff.html"), "").unwrap();
     write_all(&report, dir.path()).unwrap();
-    assert!(fs::read_to_string(dir.path().join("index.html")).unwrap().contains("href=\"diff.html\""));
+    assert!(
+        fs::read_to_string(dir.path().join("index.html")).unwrap().contains("href=\"diff.html\"")
+    );
 }
 
 #[test]
@@ -614,8 +730,14 @@ fn where_failing_cases_were_saved_stands_on_the_page_and_in_the_summary() {
     assert!(!html(&report).contains("Saved for the next run"));
     report.saved = vec![SavedRecord { file: "fixtures/regressions/rope.jsonl".into(), cases: 2 }];
     let (page, summary) = (html(&report), markdown(&report));
-    assert!(page.contains("Saved for the next run: 2 failing cases in <code>fixtures/regressions/rope.jsonl</code>."));
-    assert!(summary.contains("Saved for the next run: 2 failing cases in `fixtures/regressions/rope.jsonl`."));
+    assert!(page.contains(
+        "Saved for the next run: 2 failing cases in <code>fixtures/regressions/rope.jsonl</code>."
+    ));
+    assert!(
+        summary.contains(
+            "Saved for the next run: 2 failing cases in `fixtures/regressions/rope.jsonl`."
+        )
+    );
 }
 
 #[test]

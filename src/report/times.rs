@@ -31,32 +31,40 @@ impl Timed<'_> {
 /// The calls of an operator whose times are known, the longest first.
 fn timed<'a>(report: &'a Report, operator: &str) -> Vec<Timed<'a>> {
     type Direction = fn(&Seconds) -> Option<f64>;
-    let directions: [(&str, Direction); 2] = [("forward", |times| times.forward), ("backward", |times| times.backward)];
+    let directions: [(&str, Direction); 2] =
+        [("forward", |times| times.forward), ("backward", |times| times.backward)];
     let of = |case: &'a CaseRecord| {
         directions.into_iter().filter_map(move |(direction, of)| {
             let theirs = of(case.seconds.as_ref()?)?;
             Some(Timed { case, direction, theirs, ours: case.our_seconds.as_ref().and_then(of) })
         })
     };
-    let mut timed: Vec<_> = report.cases.iter().filter(|case| case.operator == operator).flat_map(of).collect();
+    let mut timed: Vec<_> =
+        report.cases.iter().filter(|case| case.operator == operator).flat_map(of).collect();
     timed.sort_by(|a, b| b.theirs.total_cmp(&a.theirs));
     timed
 }
 
 /// One line on the calls of a direction, where times of both are known: how many, and the median ratio.
 pub(crate) fn line(report: &Report) -> Option<String> {
-    let all: Vec<_> = report.operators.iter().flat_map(|operator| timed(report, &operator.name)).collect();
+    let all: Vec<_> =
+        report.operators.iter().flat_map(|operator| timed(report, &operator.name)).collect();
     let said: Vec<String> = ["forward", "backward"]
         .into_iter()
         .filter_map(|direction| {
-            let of_direction: Vec<_> = all.iter().filter(|timed| timed.direction == direction).collect();
-            let mut ratios: Vec<f64> = of_direction.iter().filter_map(|timed| timed.ratio()).collect();
+            let of_direction: Vec<_> =
+                all.iter().filter(|timed| timed.direction == direction).collect();
+            let mut ratios: Vec<f64> =
+                of_direction.iter().filter_map(|timed| timed.ratio()).collect();
             ratios.sort_by(f64::total_cmp);
             match (ratios.get(ratios.len() / 2), of_direction.len()) {
                 (_, 0) => None,
                 (Some(median), _) => {
                     let median = significant(*median, 3);
-                    Some(format!("{direction} of {} cases, theirs over ours {median} in the median", ratios.len()))
+                    Some(format!(
+                        "{direction} of {} cases, theirs over ours {median} in the median",
+                        ratios.len()
+                    ))
                 }
                 (None, count) => Some(format!("{direction} of {count} cases, none beside ours")),
             }
@@ -103,14 +111,21 @@ pub(super) fn section(report: &Report, operator: &str) -> Markup {
 /// The part of `summary.md`, or nothing.
 pub(super) fn markdown(report: &Report) -> String {
     let mut lines = String::new();
-    for row in report.operators.iter().flat_map(|operator| timed(report, &operator.name).into_iter().take(ROWS)) {
+    for row in report
+        .operators
+        .iter()
+        .flat_map(|operator| timed(report, &operator.name).into_iter().take(ROWS))
+    {
         let ratio = row.ratio().map_or_else(|| "—".to_owned(), |ratio| significant(ratio, 3));
         let (theirs, ours) = (time(row.theirs * 1e9), or_none(row.ours));
         let case = code(&row.case.case.to_string());
-        let _ = writeln!(lines, "| {case} | {} | {theirs} | {ours} | {ratio} |", text(row.direction));
+        let _ =
+            writeln!(lines, "| {case} | {} | {theirs} | {ours} | {ratio} |", text(row.direction));
     }
     if lines.is_empty() {
         return lines;
     }
-    format!("### Times\n\n| case | call | theirs | ours | theirs / ours |\n|---|---|--:|--:|--:|\n{lines}\n")
+    format!(
+        "### Times\n\n| case | call | theirs | ours | theirs / ours |\n|---|---|--:|--:|--:|\n{lines}\n"
+    )
 }

@@ -88,15 +88,22 @@ impl Part {
         let unreadable = |reason: String| MergeError::Unreadable { dir: dir.to_owned(), reason };
         let path = dir.join("report.json");
         if !path.is_file() {
-            return Err(unfinished(dir).unwrap_or_else(|| unreadable("no report.json and no plan.json".into())));
+            return Err(unfinished(dir)
+                .unwrap_or_else(|| unreadable("no report.json and no plan.json".into())));
         }
-        let text = std::fs::read_to_string(&path).map_err(|e| unreadable(format!("report.json: {e}")))?;
-        let mut report: Report = serde_json::from_str(&text).map_err(|e| unreadable(format!("report.json: {e}")))?;
+        let text =
+            std::fs::read_to_string(&path).map_err(|e| unreadable(format!("report.json: {e}")))?;
+        let mut report: Report =
+            serde_json::from_str(&text).map_err(|e| unreadable(format!("report.json: {e}")))?;
         if report.unfinished.is_some() {
-            return Err(unfinished(dir).unwrap_or_else(|| unreadable("the report of a run that was cut short".into())));
+            return Err(unfinished(dir)
+                .unwrap_or_else(|| unreadable("the report of a run that was cut short".into())));
         }
         if report.schema_version != SCHEMA_VERSION {
-            return Err(unreadable(format!("schema version {}, not {SCHEMA_VERSION}", report.schema_version)));
+            return Err(unreadable(format!(
+                "schema version {}, not {SCHEMA_VERSION}",
+                report.schema_version
+            )));
         }
         complete(&mut report, dir);
         Self::new(dir, report)
@@ -134,10 +141,14 @@ impl Part {
 fn complete(report: &mut Report, dir: &Path) {
     let Ok(text) = std::fs::read_to_string(dir.join(journal::RECORDS)) else { return };
     let Ok(records) = journal::parse_records(&text) else { return };
-    let key = |record: &CaseRecord| (record.plan_number, record.origin == Origin::Shrunk, record.case.to_string());
-    let mut whole: HashMap<_, CaseRecord> = records.records.into_iter().map(|record| (key(&record), record)).collect();
+    let key = |record: &CaseRecord| {
+        (record.plan_number, record.origin == Origin::Shrunk, record.case.to_string())
+    };
+    let mut whole: HashMap<_, CaseRecord> =
+        records.records.into_iter().map(|record| (key(&record), record)).collect();
     for case in &mut report.cases {
-        if let Some(record) = whole.remove(&key(case)).filter(|record| says_the_same(record, case)) {
+        if let Some(record) = whole.remove(&key(case)).filter(|record| says_the_same(record, case))
+        {
             *case = record;
         }
     }
@@ -146,7 +157,9 @@ fn complete(report: &mut Report, dir: &Path) {
 fn says_the_same(record: &CaseRecord, kept: &CaseRecord) -> bool {
     let checks = record.checks.iter().zip(&kept.checks);
     record.checks.len() == kept.checks.len()
-        && checks.into_iter().all(|(a, b)| (&a.check, &a.tensor, a.verdict) == (&b.check, &b.tensor, b.verdict))
+        && checks
+            .into_iter()
+            .all(|(a, b)| (&a.check, &a.tensor, a.verdict) == (&b.check, &b.tensor, b.verdict))
 }
 
 /// What is known of a folder whose run did not end.
@@ -155,7 +168,12 @@ fn unfinished(dir: &Path) -> Option<MergeError> {
     let text = std::fs::read(dir.join(journal::RECORDS)).unwrap_or_default();
     let records = journal::parse_records(&String::from_utf8_lossy(&text)).ok()?.records;
     let done = records.iter().filter(|record| record.origin != Origin::Shrunk).count();
-    Some(MergeError::Unfinished { dir: dir.to_owned(), shard: plan.shard, done, cases: plan.shard_cases })
+    Some(MergeError::Unfinished {
+        dir: dir.to_owned(),
+        shard: plan.shard,
+        done,
+        cases: plan.shard_cases,
+    })
 }
 
 /// The report of the whole run.
@@ -176,14 +194,16 @@ pub fn merge(mut parts: Vec<Part>, command: String) -> Result<Report, MergeError
 }
 
 fn refuse_another_run(first: &Part, second: &Part) -> Result<(), MergeError> {
-    let entry =
-        |what: &str, one: &dyn ToString, other: &dyn ToString| (what.to_owned(), one.to_string(), other.to_string());
+    let entry = |what: &str, one: &dyn ToString, other: &dyn ToString| {
+        (what.to_owned(), one.to_string(), other.to_string())
+    };
     let (one, other) = (&first.shard, &second.shard);
     let identity = first.identity().difference(&second.identity());
     let identity = identity.map(|(what, one, other)| (what.to_owned(), one, other));
     let setting = || {
         // Those that change no plan, such as the memory of machines that can hold all cases, may differ.
-        let set = other_setting(&one.settings, &other.settings).filter(|_| one.plan_digest != other.plan_digest);
+        let set = other_setting(&one.settings, &other.settings)
+            .filter(|_| one.plan_digest != other.plan_digest);
         let reports = [
             entry("--profile", &first.report.profile, &second.report.profile),
             entry("--seed", &first.report.seed, &second.report.seed),
@@ -214,7 +234,10 @@ fn refuse_gaps_and_overlaps_of_shards(parts: &[Part]) -> Result<(), MergeError> 
     for pair in parts.windows(2) {
         if pair[0].shard.index == pair[1].shard.index {
             let (one, other) = (pair[0].dir.display(), pair[1].dir.display());
-            return Err(MergeError::Overlap(format!("{one} and {other} are both shard {}", pair[0].shard.index)));
+            return Err(MergeError::Overlap(format!(
+                "{one} and {other} are both shard {}",
+                pair[0].shard.index
+            )));
         }
     }
     let count = parts[0].shard.count;
@@ -222,7 +245,9 @@ fn refuse_gaps_and_overlaps_of_shards(parts: &[Part]) -> Result<(), MergeError> 
     match missing(count.into(), &present) {
         None if parts.len() == count as usize => Ok(()),
         None => Err(MergeError::Overlap(format!("{} shards of {count}", parts.len()))),
-        Some((number, named)) => Err(MergeError::Gap(format!("{number} of {count} shards are missing: {named}"))),
+        Some((number, named)) => {
+            Err(MergeError::Gap(format!("{number} of {count} shards are missing: {named}")))
+        }
     }
 }
 
@@ -235,8 +260,13 @@ fn missing(count: u64, present: &[u64]) -> Option<(u64, String)> {
     let number = count - present.len() as u64;
     let absent = |number: &u64| present.binary_search(number).is_err();
     // Of the first ones so many are there at the most.
-    let named: Vec<String> = (0..count).filter(absent).take(NAMED).map(|number| number.to_string()).collect();
-    let more = if number > NAMED as u64 { format!(" and {} more", number - NAMED as u64) } else { String::new() };
+    let named: Vec<String> =
+        (0..count).filter(absent).take(NAMED).map(|number| number.to_string()).collect();
+    let more = if number > NAMED as u64 {
+        format!(" and {} more", number - NAMED as u64)
+    } else {
+        String::new()
+    };
     (number > 0).then(|| (number, named.join(", ") + &more))
 }
 
@@ -254,7 +284,9 @@ fn refuse_gaps_and_overlaps_of_cases(parts: &[Part]) -> Result<(), MergeError> {
                 number => {
                     let number = number.map_or("none".to_owned(), |number| number.to_string());
                     let dir = part.dir.display();
-                    return Err(MergeError::NotThePlan(format!("plan number {number} of {planned} in {dir}")));
+                    return Err(MergeError::NotThePlan(format!(
+                        "plan number {number} of {planned} in {dir}"
+                    )));
                 }
             }
         }
@@ -267,7 +299,9 @@ fn refuse_gaps_and_overlaps_of_cases(parts: &[Part]) -> Result<(), MergeError> {
     let ran: Vec<u64> = numbers.iter().map(|&(number, _)| number).collect();
     match missing(planned, &ran) {
         None => Ok(()),
-        Some((number, named)) => Err(MergeError::Gap(format!("{number} of {planned} cases did not run: {named}"))),
+        Some((number, named)) => {
+            Err(MergeError::Gap(format!("{number} of {planned} cases did not run: {named}")))
+        }
     }
 }
 
@@ -297,7 +331,10 @@ fn join(parts: &[Part], command: String) -> Report {
         seconds: parts.iter().map(|part| part.report.seconds).sum(),
         shards: parts.iter().map(|part| part.shard.clone()).collect(),
         cases: parts.iter().flat_map(|part| part.report.cases.iter().cloned()).collect(),
-        unsupported: parts.iter().flat_map(|part| part.report.unsupported.iter().cloned()).collect(),
+        unsupported: parts
+            .iter()
+            .flat_map(|part| part.report.unsupported.iter().cloned())
+            .collect(),
         skips: skips_of_the_run(&parts[0].report),
         ..parts[0].report.clone()
     };
@@ -310,7 +347,8 @@ fn join(parts: &[Part], command: String) -> Report {
         add_absent(&mut report.mutants, &other.mutants, |one, other| one.id == other.id);
         add_skips(&mut report.skips, &skips_of_the_run(other));
     }
-    report.skips = report.skips_of_cases().into_iter().chain(std::mem::take(&mut report.skips)).collect();
+    report.skips =
+        report.skips_of_cases().into_iter().chain(std::mem::take(&mut report.skips)).collect();
     report
 }
 

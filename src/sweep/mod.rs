@@ -75,7 +75,9 @@ impl SweepOptions {
     /// # Errors
     /// A condition that cannot be asked of the case.
     pub fn takes(&self, case: &Case) -> Result<bool, CaseError> {
-        self.condition.as_ref().map_or(Ok(true), |condition| condition.holds(case).map_err(CaseError::Condition))
+        self.condition
+            .as_ref()
+            .map_or(Ok(true), |condition| condition.holds(case).map_err(CaseError::Condition))
     }
 
     /// A drawn case with what the condition fixes, and so each that is smaller.
@@ -201,17 +203,24 @@ pub fn plan(
         let part = which.of(all);
         if part.len() < declared {
             let why = format!("{} of {declared} were drawn by lot", part.len());
-            skips.push(Skip { what: format!("{what} of {name}"), why, count: (declared - part.len()) as u64 });
+            skips.push(Skip {
+                what: format!("{what} of {name}"),
+                why,
+                count: (declared - part.len()) as u64,
+            });
         }
         part
     };
-    let edge_cases = part_of(operator.edge_cases(options.profile), options.edge_cases, "edge cases");
+    let edge_cases =
+        part_of(operator.edge_cases(options.profile), options.edge_cases, "edge cases");
     let remembered = part_of(remembered, options.remembered, "remembered cases");
     if let Some(condition) = &options.condition {
         refuse_unknown_fields(condition, operator, &edge_cases, options)?;
     }
-    let edge_cases = edge_cases.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Drawn));
-    let remembered = remembered.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Regression));
+    let edge_cases =
+        edge_cases.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Drawn));
+    let remembered =
+        remembered.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Regression));
     let mut planned: Vec<PlannedCase> = match options.profile {
         Profile::Smoke => {
             let typical = operator.typical_cases().into_iter();
@@ -228,7 +237,9 @@ pub fn plan(
     let (before, most) = (planned.len(), options.most_tries(wanted));
     let mut tries = 0;
     while planned.len() - before < wanted && tries < most {
-        let tree = strategy.new_tree(&mut runner).map_err(|reason| CaseError::Malformed(reason.to_string()))?;
+        let tree = strategy
+            .new_tree(&mut runner)
+            .map_err(|reason| CaseError::Malformed(reason.to_string()))?;
         tries += 1;
         let tree = options.steered(tree);
         let case = tree.current();
@@ -240,7 +251,11 @@ pub fn plan(
     let matched = planned.len() - before;
     if let (true, Some(condition)) = (matched < wanted, &options.condition) {
         let why = format!("of {tries} tries {matched} drew a case where {condition}");
-        skips.push(Skip { what: format!("drawn cases of {name}"), why, count: (wanted - matched) as u64 });
+        skips.push(Skip {
+            what: format!("drawn cases of {name}"),
+            why,
+            count: (wanted - matched) as u64,
+        });
     }
     planned.retain(|planned| match operator.cannot_run(&planned.case, environment) {
         Some(why) => {
@@ -262,12 +277,19 @@ pub fn retain_matching(
     skips: &mut Vec<Skip>,
 ) -> Result<(), CaseError> {
     let Some(condition) = &options.condition else { return Ok(()) };
-    let taken = planned.iter().map(|planned| options.takes(&planned.case)).collect::<Result<Vec<_>, _>>()?;
+    let taken = planned
+        .iter()
+        .map(|planned| options.takes(&planned.case))
+        .collect::<Result<Vec<_>, _>>()?;
     let mut taken = taken.into_iter();
     planned.retain(|planned| {
         let takes = taken.next() == Some(true);
         if !takes {
-            Skip::count(skips, format!("cases of {}", planned.case.operator), &format!("not where {condition}"));
+            Skip::count(
+                skips,
+                format!("cases of {}", planned.case.operator),
+                &format!("not where {condition}"),
+            );
         }
         takes
     });
@@ -285,10 +307,12 @@ fn refuse_unknown_fields(
     const DRAWN: usize = 256;
     let name = operator.name();
     let (strategy, mut runner) = (operator.strategy(options.profile), runner(options.seed, name));
-    let drawn = (0..DRAWN).map_while(|_| strategy.new_tree(&mut runner).ok().map(|tree| tree.current()));
+    let drawn =
+        (0..DRAWN).map_while(|_| strategy.new_tree(&mut runner).ok().map(|tree| tree.current()));
     let cases: Vec<Case> = edge_cases.iter().cloned().chain(drawn).collect();
     let Some(unknown) = condition.unknown(cases.iter()) else { return Ok(()) };
-    let fields: BTreeSet<&str> = cases.iter().flat_map(|case| case.fields.keys()).map(String::as_str).collect();
+    let fields: BTreeSet<&str> =
+        cases.iter().flat_map(|case| case.fields.keys()).map(String::as_str).collect();
     let fields = fields.into_iter().collect::<Vec<_>>().join(", ");
     Err(CaseError::Condition(format!(
         "`{condition}` names `{unknown}`, which no case of {name} has; they have {fields}"
@@ -306,7 +330,8 @@ pub fn sweep(
     observer: &mut dyn Observer,
 ) -> Result<Vec<Skip>, CaseError> {
     let name = operator.name();
-    let (planned, mut skips) = plan(operator, options.regressions.load(name)?, options, runner.environment())?;
+    let (planned, mut skips) =
+        plan(operator, options.regressions.load(name)?, options, runner.environment())?;
     observer.planned(name, planned.len());
     let mut progress = Progress::default();
     for (number, planned) in (0..).zip(planned) {
@@ -344,10 +369,19 @@ pub struct Ran {
 
 impl Ran {
     /// Runs case `number` of a plan.
-    pub fn of(case: &Case, origin: Origin, number: u64, runner: &dyn Runner, checks: CheckOptions) -> Self {
+    pub fn of(
+        case: &Case,
+        origin: Origin,
+        number: u64,
+        runner: &dyn Runner,
+        checks: CheckOptions,
+    ) -> Self {
         let start = Instant::now();
         let cheap = runner.environment().backend != BackendKind::Emulator;
-        let checks = CheckOptions { sequence: checks.sequence && (cheap || number.is_multiple_of(3)), ..checks };
+        let checks = CheckOptions {
+            sequence: checks.sequence && (cheap || number.is_multiple_of(3)),
+            ..checks
+        };
         let record = run_case(case, origin, runner, checks);
         Self { record: CaseRecord { plan_number: Some(number), ..record }, time: start.elapsed() }
     }
@@ -439,7 +473,9 @@ fn shrink(
     let mut shrinking = Shrinking::new(failing, runner, options, allowed);
     shrinking.walk(tree);
     // A case without a tree of its own that nothing simpler came of may still have smaller fields.
-    if let Ok(from) = shrinking.smallest.clone().map_or_else(|| serde_json::from_value(record.case.clone()), Ok) {
+    if let Ok(from) =
+        shrinking.smallest.clone().map_or_else(|| serde_json::from_value(record.case.clone()), Ok)
+    {
         shrinking.go_on(from);
     }
     match shrinking.smallest {
@@ -468,7 +504,12 @@ struct Shrinking<'a> {
 }
 
 impl<'a> Shrinking<'a> {
-    fn new(failing: &'a CheckRecord, runner: &'a dyn Runner, options: &'a SweepOptions, allowed: Duration) -> Self {
+    fn new(
+        failing: &'a CheckRecord,
+        runner: &'a dyn Runner,
+        options: &'a SweepOptions,
+        allowed: Duration,
+    ) -> Self {
         let checks = options.checks;
         // On the way only what failed is asked again, and what costs little; what is left of the case is checked like any
         // other.
@@ -496,7 +537,10 @@ impl<'a> Shrinking<'a> {
             let begun = Instant::now();
             let smaller = run_case(case, Origin::Shrunk, self.runner, self.asked);
             self.longest = self.longest.max(begun.elapsed());
-            smaller.checks.iter().any(|check| check.verdict != Verdict::Pass && check.check == self.failing.check)
+            smaller
+                .checks
+                .iter()
+                .any(|check| check.verdict != Verdict::Pass && check.check == self.failing.check)
         };
         self.failed.insert(case.clone(), fails);
         fails
@@ -542,7 +586,12 @@ impl<'a> Shrinking<'a> {
 }
 
 /// Runs one case of any operator and writes its record.
-pub fn run_case(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions) -> CaseRecord {
+pub fn run_case(
+    case: &Case,
+    origin: Origin,
+    runner: &dyn Runner,
+    options: CheckOptions,
+) -> CaseRecord {
     runner.begin(case);
     let outcome = match registry::prepare(case) {
         Ok(prepared) => checks::run(&*prepared, runner, options),
@@ -565,7 +614,13 @@ fn refused(error: &CaseError) -> Outcome {
     Outcome { checks: vec![check], ..Outcome::default() }
 }
 
-fn record(case: &Case, origin: Origin, runner: &dyn Runner, options: CheckOptions, outcome: Outcome) -> CaseRecord {
+fn record(
+    case: &Case,
+    origin: Origin,
+    runner: &dyn Runner,
+    options: CheckOptions,
+    outcome: Outcome,
+) -> CaseRecord {
     let Times { theirs, ours, skip } = runner.times();
     CaseRecord {
         operator: case.operator.clone(),

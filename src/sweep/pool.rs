@@ -40,8 +40,9 @@ pub fn run(
     let mut queue = Queue::new(cases, devices);
     std::thread::scope(|scope| {
         let (ran, results) = channel();
-        let workers: Vec<_> =
-            (0..devices).map(|at| Worker::start(scope, at, open, options.checks, ran.clone())).collect();
+        let workers: Vec<_> = (0..devices)
+            .map(|at| Worker::start(scope, at, open, options.checks, ran.clone()))
+            .collect();
         drop(ran);
         let mut flight = Flight { in_flight: (0..devices).map(|_| None).collect(), bytes: 0 };
         loop {
@@ -83,7 +84,10 @@ impl Queue {
             let operator = registry::find(&planned.case.operator);
             let bytes = operator.and_then(|operator| operator.bytes(&planned.case)).unwrap_or(0);
             let job = Job { number, planned, bytes };
-            match batches.last_mut().filter(|batch| batch[0].planned.case.operator == job.planned.case.operator) {
+            match batches
+                .last_mut()
+                .filter(|batch| batch[0].planned.case.operator == job.planned.case.operator)
+            {
                 Some(batch) => batch.push_back(job),
                 None => batches.push([job].into()),
             }
@@ -100,7 +104,8 @@ impl Queue {
     }
 
     fn untaken(&mut self) -> Option<usize> {
-        let batch = (self.next..self.batches.len()).find(|&batch| !self.batches[batch].is_empty())?;
+        let batch =
+            (self.next..self.batches.len()).find(|&batch| !self.batches[batch].is_empty())?;
         self.next = batch + 1;
         Some(batch)
     }
@@ -145,13 +150,20 @@ impl Flight {
     }
 
     /// Gives every free thread a case, as far as there are any and memory allows.
-    fn fill(&mut self, queue: &mut Queue, workers: &[Worker<'_>], options: &SweepOptions, progress: &mut Progress) {
+    fn fill(
+        &mut self,
+        queue: &mut Queue,
+        workers: &[Worker<'_>],
+        options: &SweepOptions,
+        progress: &mut Progress,
+    ) {
         for (thread, worker) in workers.iter().enumerate() {
             if self.in_flight[thread].is_some() {
                 continue;
             }
             // A case that runs alone has what every case may have.
-            let room = (!self.is_empty()).then(|| u128::from(size::limit().number()).saturating_sub(self.bytes));
+            let room = (!self.is_empty())
+                .then(|| u128::from(size::limit().number()).saturating_sub(self.bytes));
             let Some(job) = queue.next_for(thread, room, options, progress) else { continue };
             self.bytes += job.bytes;
             worker.give(job.number, &job.planned);
@@ -210,7 +222,12 @@ impl Drop for Results {
 }
 
 /// Runs what is given, on a device of this thread's own.
-fn work(open: &Open<'_>, checks: CheckOptions, given: &Receiver<(u64, Case, Origin)>, results: &Results) -> Result<()> {
+fn work(
+    open: &Open<'_>,
+    checks: CheckOptions,
+    given: &Receiver<(u64, Case, Origin)>,
+    results: &Results,
+) -> Result<()> {
     let device = open()?;
     // The threads are as many as the cores: an oracle's own would only wait for each other.
     let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build();

@@ -66,7 +66,8 @@ impl Progress {
         }
         // The failure of a case that was made smaller is known; that of the last record's may not have been yet.
         for pair in records.windows(2).filter(|pair| pair[1].origin == Origin::Shrunk) {
-            if let Some(check) = pair[0].checks.iter().find(|check| check.verdict != Verdict::Pass) {
+            if let Some(check) = pair[0].checks.iter().find(|check| check.verdict != Verdict::Pass)
+            {
                 progress.of(&pair[0].operator).failures.insert(kind(check));
             }
         }
@@ -116,7 +117,9 @@ impl Progress {
 
     /// The operators whose kernels cannot be run, each with the reason.
     pub fn untestable(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.operators.iter().filter_map(|(operator, used)| Some((operator.as_str(), used.untestable.as_deref()?)))
+        self.operators
+            .iter()
+            .filter_map(|(operator, used)| Some((operator.as_str(), used.untestable.as_deref()?)))
     }
 
     /// A case took so long.
@@ -132,7 +135,8 @@ impl Progress {
     /// What becomes of a drawn case that fails this check first.
     pub fn shrinks(&mut self, operator: &str, failing: &CheckRecord) -> Shrinks {
         let used = self.of(operator);
-        let left = used.cases.max(LEAST_SHRINK_TIME).saturating_sub(used.shrinking).min(SHRINK_TIME);
+        let left =
+            used.cases.max(LEAST_SHRINK_TIME).saturating_sub(used.shrinking).min(SHRINK_TIME);
         let shrinks = if !used.failures.insert(kind(failing)) {
             Shrinks::Known
         } else if used.failures.len() > SHRUNK_FAILURES || left.is_zero() {
@@ -149,12 +153,23 @@ impl Progress {
         let mut skips: Vec<Skip> = self.late().into_iter().collect();
         for (operator, used) in &self.operators {
             if let Some(why) = &used.untestable {
-                skips.push(Skip { what: all_cases_of(operator), why: why.clone(), count: used.not_run });
+                skips.push(Skip {
+                    what: all_cases_of(operator),
+                    why: why.clone(),
+                    count: used.not_run,
+                });
             }
             if used.left_out > 0 {
                 let seconds = budget.unwrap_or_default().as_secs_f64();
-                let why = format!("the time budget of {seconds} s was used ({:.1} s)", used.cases.as_secs_f64());
-                skips.push(Skip { what: format!("drawn cases of {operator}"), why, count: used.left_out });
+                let why = format!(
+                    "the time budget of {seconds} s was used ({:.1} s)",
+                    used.cases.as_secs_f64()
+                );
+                skips.push(Skip {
+                    what: format!("drawn cases of {operator}"),
+                    why,
+                    count: used.left_out,
+                });
             }
             if used.not_shrunk > 0 {
                 let why = format!(
@@ -175,7 +190,8 @@ impl Progress {
 
 impl Progress {
     fn late(&self) -> Option<Skip> {
-        let late: Vec<u64> = self.operators.values().map(|used| used.late).filter(|&late| late > 0).collect();
+        let late: Vec<u64> =
+            self.operators.values().map(|used| used.late).filter(|&late| late > 0).collect();
         let what = format!("edge cases of {} operators", late.len());
         let why = "the time of the profile was used".to_owned();
         (!late.is_empty()).then(|| Skip { what, why, count: late.iter().sum() })
@@ -208,8 +224,9 @@ mod tests {
     fn three_failures_that_differ_are_made_smaller_and_the_others_counted() {
         let mut progress = Progress::default();
         progress.ran("rope", 10 * SECOND);
-        let mut shrinks =
-            |operator: &str, check: &str, tensor: &str| progress.shrinks(operator, &failing(check, tensor));
+        let mut shrinks = |operator: &str, check: &str, tensor: &str| {
+            progress.shrinks(operator, &failing(check, tensor))
+        };
         assert_eq!(shrinks("rope", "forward", "y"), Shrinks::For(10 * SECOND));
         assert_eq!(shrinks("rope", "forward", "y"), Shrinks::Known);
         assert_eq!(shrinks("rope", "gradient", "dx"), Shrinks::For(10 * SECOND));
@@ -232,9 +249,15 @@ mod tests {
         assert_eq!(progress.shrinks("rope", &failing("guards", "y")), Shrinks::Not);
         // Another operator's time is its own; a little is there for each.
         progress.ran("rms_norm", 8 * SECOND);
-        assert_eq!(progress.shrinks("rms_norm", &failing("forward", "y")), Shrinks::For(8 * SECOND));
+        assert_eq!(
+            progress.shrinks("rms_norm", &failing("forward", "y")),
+            Shrinks::For(8 * SECOND)
+        );
         progress.ran("swiglu", SECOND);
-        assert_eq!(progress.shrinks("swiglu", &failing("forward", "y")), Shrinks::For(LEAST_SHRINK_TIME));
+        assert_eq!(
+            progress.shrinks("swiglu", &failing("forward", "y")),
+            Shrinks::For(LEAST_SHRINK_TIME)
+        );
     }
 
     #[test]
@@ -243,7 +266,9 @@ mod tests {
         assert!(progress.has_time("rope", Some(SECOND)));
         progress.ran("rope", SECOND);
         assert!(progress.has_time("rope", None) && progress.has_time("rms_norm", Some(SECOND)));
-        assert!(!progress.has_time("rope", Some(SECOND)) && !progress.has_time("rope", Some(SECOND)));
+        assert!(
+            !progress.has_time("rope", Some(SECOND)) && !progress.has_time("rope", Some(SECOND))
+        );
         let skips = progress.skips(Some(SECOND));
         let [skip] = skips.as_slice() else { panic!("{skips:?}") };
         assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rope", 2));
@@ -253,8 +278,13 @@ mod tests {
     #[test]
     fn optional_cases_after_the_deadline_are_left_out_and_counted_over_all_operators() {
         let (mut progress, now) = (Progress::default(), Instant::now());
-        assert!(progress.is_in_time("rope", None) && progress.is_in_time("rope", Some(now + 60 * SECOND)));
-        assert!(!progress.is_in_time("rope", Some(now)) && !progress.is_in_time("rms_norm", Some(now)));
+        assert!(
+            progress.is_in_time("rope", None)
+                && progress.is_in_time("rope", Some(now + 60 * SECOND))
+        );
+        assert!(
+            !progress.is_in_time("rope", Some(now)) && !progress.is_in_time("rms_norm", Some(now))
+        );
         let skips = progress.skips(None);
         let [skip] = skips.as_slice() else { panic!("{skips:?}") };
         assert_eq!((skip.what.as_str(), skip.count), ("edge cases of 2 operators", 2));
@@ -265,7 +295,11 @@ mod tests {
         let mut progress = Progress::default();
         assert!(progress.is_testable("rope") && progress.is_testable("swiglu"));
         progress.stop("rope", "they do not compile".into());
-        assert!(!progress.is_testable("rope") && !progress.is_testable("rope") && progress.is_testable("swiglu"));
+        assert!(
+            !progress.is_testable("rope")
+                && !progress.is_testable("rope")
+                && progress.is_testable("swiglu")
+        );
         assert_eq!(progress.untestable().collect::<Vec<_>>(), [("rope", "they do not compile")]);
         let skips = progress.skips(None);
         let [skip] = skips.as_slice() else { panic!("{skips:?}") };

@@ -23,7 +23,9 @@ impl Regressions {
     /// Those of [`Self::append_record`].
     pub fn remember_shrunk(&self, report: &Report) -> anyhow::Result<()> {
         let is_ours = report.environment.backend != BackendKind::External;
-        for record in report.cases.iter().filter(|record| is_ours && record.origin == Origin::Shrunk) {
+        for record in
+            report.cases.iter().filter(|record| is_ours && record.origin == Origin::Shrunk)
+        {
             self.append_record(record).context("saving a failing case")?;
         }
         Ok(())
@@ -52,13 +54,15 @@ impl Regressions {
         if !path.is_file() {
             return Ok(Vec::new());
         }
-        let text =
-            std::fs::read_to_string(&path).map_err(|e| CaseError::Malformed(format!("{}: {e}", path.display())))?;
+        let text = std::fs::read_to_string(&path)
+            .map_err(|e| CaseError::Malformed(format!("{}: {e}", path.display())))?;
         text.lines()
             .enumerate()
             .filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'))
             .map(|(number, line)| {
-                Case::parse(line).map_err(|e| CaseError::Malformed(format!("{}:{}: {e}", path.display(), number + 1)))
+                Case::parse(line).map_err(|e| {
+                    CaseError::Malformed(format!("{}:{}: {e}", path.display(), number + 1))
+                })
             })
             .collect()
     }
@@ -82,9 +86,13 @@ impl Regressions {
     /// The files that hold failing cases of a run, those apart that the run took from there.
     pub fn saved(&self, cases: &[CaseRecord]) -> Vec<SavedRecord> {
         let mut failing: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
-        let failed = |case: &&CaseRecord| case.origin != Origin::Regression && case.verdict() != Verdict::Pass;
+        let failed = |case: &&CaseRecord| {
+            case.origin != Origin::Regression && case.verdict() != Verdict::Pass
+        };
         for case in cases.iter().filter(failed) {
-            if let Ok(line) = serde_json::from_value::<Case>(case.case.clone()).map(|case| case.line()) {
+            if let Ok(line) =
+                serde_json::from_value::<Case>(case.case.clone()).map(|case| case.line())
+            {
                 failing.entry(&case.operator).or_default().insert(line);
             }
         }
@@ -108,5 +116,6 @@ impl Regressions {
 
 /// `PARITY_FIXTURES`, or `fixtures` below the working directory.
 pub fn fixtures_dir() -> PathBuf {
-    std::env::var_os("PARITY_FIXTURES").map_or_else(|| Path::new("fixtures").to_owned(), PathBuf::from)
+    std::env::var_os("PARITY_FIXTURES")
+        .map_or_else(|| Path::new("fixtures").to_owned(), PathBuf::from)
 }

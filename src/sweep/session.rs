@@ -22,7 +22,9 @@ use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::{AnyOperator, size};
-use crate::record::journal::{self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard};
+use crate::record::journal::{
+    self, Identity, Journal, PlanRecord, Remembered, RunDescription, Shard,
+};
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip};
 
 /// What is asked of a sweep beside its options.
@@ -136,7 +138,8 @@ impl Session {
         };
         let planned = request.planned(&options);
         let costs = request.read_costs()?;
-        let plan = Plan::new(operators, &remembered, &planned, environment, request.shard.count, &costs)?;
+        let plan =
+            Plan::new(operators, &remembered, &planned, environment, request.shard.count, &costs)?;
         Ok(Self { request, options, begun, remembered, plan })
     }
 
@@ -144,12 +147,24 @@ impl Session {
     ///
     /// # Errors
     /// Costs or a journal that cannot be read; a condition that no case meets.
-    pub fn of_cases(request: SweepRequest, cases: Vec<Case>, options: SweepOptions) -> Result<Self> {
+    pub fn of_cases(
+        request: SweepRequest,
+        cases: Vec<Case>,
+        options: SweepOptions,
+    ) -> Result<Self> {
         let begun = request.begun()?;
-        let (mut cases, mut skips) = (cases.into_iter().map(PlannedCase::given).collect(), Vec::new());
+        let (mut cases, mut skips) =
+            (cases.into_iter().map(PlannedCase::given).collect(), Vec::new());
         super::retain_matching(&mut cases, &options, &mut skips)?;
-        let plan =
-            Plan { skips, ..Plan::of(cases, &request.planned(&options), request.shard.count, &request.read_costs()?)? };
+        let plan = Plan {
+            skips,
+            ..Plan::of(
+                cases,
+                &request.planned(&options),
+                request.shard.count,
+                &request.read_costs()?,
+            )?
+        };
         Ok(Self { request, options, begun, remembered: Remembered::new(), plan })
     }
 
@@ -175,18 +190,25 @@ impl Session {
         let held = plan.refuse_other_records(request.shard, &recorder.cases);
         held.with_context(|| format!("{} cannot be resumed", recorder.journal.path().display()))?;
         recorder.shown.begins(recorder.recorded.clone(), record.shard_cases)?;
-        let taken_over: f64 = recorder.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
+        let taken_over: f64 =
+            recorder.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
         let left_out = run_missing(plan, request.shard, runners, &options, &mut recorder)?;
         let mut cases = recorder.finish()?;
         // What was made of a failing case stays after it.
         cases.sort_by_key(|case| case.plan_number);
-        let mut report = record.report(cases, request.started.at.elapsed().as_secs_f64() + taken_over);
+        let mut report =
+            record.report(cases, request.started.at.elapsed().as_secs_f64() + taken_over);
         report.skips.extend(left_out);
         Ok(report)
     }
 
     /// What has to be the same when this run is resumed.
-    fn record(&self, operators: &[&AnyOperator], runner: &dyn Runner, skips: Vec<Skip>) -> Result<PlanRecord> {
+    fn record(
+        &self,
+        operators: &[&AnyOperator],
+        runner: &dyn Runner,
+        skips: Vec<Skip>,
+    ) -> Result<PlanRecord> {
         let Self { request, options, plan, .. } = self;
         let of_the_run = skips.into_iter().chain(plan.skips.clone());
         let run = RunDescription {
@@ -225,7 +247,10 @@ impl SweepRequest {
 
     /// The options of the plan: its schedules are those that the report names.
     fn planned(&self, options: &SweepOptions) -> SweepOptions {
-        SweepOptions { checks: CheckOptions { schedules: self.schedules, ..options.checks }, ..options.clone() }
+        SweepOptions {
+            checks: CheckOptions { schedules: self.schedules, ..options.checks },
+            ..options.clone()
+        }
     }
 
     fn read_costs(&self) -> Result<Costs> {
@@ -235,11 +260,14 @@ impl SweepRequest {
     /// What a plan is made of, by the option that says it.
     fn settings(&self, options: &SweepOptions, remembered: &Remembered) -> Result<Settings> {
         let digest = |bytes: &[u8]| blake3::hash(bytes).to_hex()[..16].to_owned();
-        let number = |number: Option<usize>, otherwise: &str| number.map_or(otherwise.to_owned(), |n| n.to_string());
+        let number = |number: Option<usize>, otherwise: &str| {
+            number.map_or(otherwise.to_owned(), |n| n.to_string())
+        };
         let costs = match &self.costs {
-            Some(file) => {
-                digest(&std::fs::read(file).with_context(|| format!("reading costs from {}", file.display()))?)
-            }
+            Some(file) => digest(
+                &std::fs::read(file)
+                    .with_context(|| format!("reading costs from {}", file.display()))?,
+            ),
             None => "none".to_owned(),
         };
         let settings = [
@@ -260,13 +288,20 @@ impl SweepRequest {
 /// The saved cases of these operators.
 fn remembered(operators: &[&AnyOperator], regressions: &Regressions) -> Result<Remembered> {
     let names = operators.iter().map(|operator| operator.name());
-    Ok(names.map(|name| regressions.load(name).map(|cases| (name.to_owned(), cases))).collect::<Result<_, _>>()?)
+    Ok(names
+        .map(|name| regressions.load(name).map(|cases| (name.to_owned(), cases)))
+        .collect::<Result<_, _>>()?)
 }
 
 /// What is tested: this build's commit, and the kernels.
 pub fn revision(runner: &dyn Runner) -> Revision {
     let (kernels, kernels_digest) = runner.kernels();
-    Revision { commit: env!("PARITY_COMMIT").to_owned(), dirty: env!("PARITY_DIRTY") == "1", kernels, kernels_digest }
+    Revision {
+        commit: env!("PARITY_COMMIT").to_owned(),
+        dirty: env!("PARITY_DIRTY") == "1",
+        kernels,
+        kernels_digest,
+    }
 }
 
 /// Runs what is missing of a shard; returns what was left out, counted by the reason.
@@ -284,7 +319,8 @@ fn run_missing(
     let unshrunk = recorder.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
     for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
-        if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number)) {
+        if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number))
+        {
             super::shrink_planned(planned, record, one, options, &mut progress, recorder);
         } else if index == shard.index && !done.contains(&number) {
             missing.push((number, planned));
@@ -316,20 +352,33 @@ struct Recorder<'s> {
 
 impl<'s> Recorder<'s> {
     /// Begins a run, or continues the one that has `begun`.
-    fn open(dir: &Path, begun: Option<&PlanRecord>, plan: &PlanRecord, shown: &'s mut dyn Shown) -> Result<Self> {
+    fn open(
+        dir: &Path,
+        begun: Option<&PlanRecord>,
+        plan: &PlanRecord,
+        shown: &'s mut dyn Shown,
+    ) -> Result<Self> {
         let (journal, cases) = match begun {
             Some(begun) => Journal::resume(dir, begun, plan)?,
             None => (Journal::start(dir, plan)?, Vec::new()),
         };
         let planned = cases.iter().filter(|case| case.origin != Origin::Shrunk).count();
-        Ok(Self { journal, cases, recorded: Arc::new(AtomicU64::new(planned as u64)), broken: None, shown })
+        Ok(Self {
+            journal,
+            cases,
+            recorded: Arc::new(AtomicU64::new(planned as u64)),
+            broken: None,
+            shown,
+        })
     }
 
     /// The records of every case, if all were written.
     fn finish(self) -> Result<Vec<CaseRecord>> {
         self.shown.ends();
         match self.broken {
-            Some(error) => Err(error).with_context(|| format!("writing {}", self.journal.path().display())),
+            Some(error) => {
+                Err(error).with_context(|| format!("writing {}", self.journal.path().display()))
+            }
             None => Ok(self.cases),
         }
     }

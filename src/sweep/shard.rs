@@ -94,18 +94,27 @@ impl Plan {
     ///
     /// # Errors
     /// More shards than cases.
-    pub fn of(cases: Vec<PlannedCase>, options: &SweepOptions, count: u32, costs: &Costs) -> Result<Self> {
+    pub fn of(
+        cases: Vec<PlannedCase>,
+        options: &SweepOptions,
+        count: u32,
+        costs: &Costs,
+    ) -> Result<Self> {
         // An empty part would have compared nothing, which must never count as agreement.
         if count > 1 && cases.len() < count as usize {
             bail!("{} cases cannot be divided by {count} shards", cases.len());
         }
-        let values: Vec<Value> = cases.iter().map(|planned| json(&planned.case)).collect::<Result<_, _>>()?;
+        let values: Vec<Value> =
+            cases.iter().map(|planned| json(&planned.case)).collect::<Result<_, _>>()?;
         let sizes: Vec<u64> = cases.iter().map(|planned| size_of(&planned.case)).collect();
         let shard_of = divide(&costs.of_all(&values, &sizes), count);
         let entries = cases.iter().zip(&shard_of).zip(&values);
         let entries = entries.map(|((planned, &shard), case)| (planned.origin, shard, case));
-        let run =
-            RunArguments { profile: options.profile.name(), seed: options.seed, schedules: options.checks.schedules };
+        let run = RunArguments {
+            profile: options.profile.name(),
+            seed: options.seed,
+            schedules: options.checks.schedules,
+        };
         let digest = plan_digest(run, count, entries);
         Ok(Self { cases, shard_of, digest, skips: Vec::new() })
     }
@@ -121,15 +130,23 @@ impl Plan {
         let mut recorded = HashMap::new();
         for (line, record) in (1usize..).zip(records) {
             let shrunk_from = line.checked_sub(2).and_then(|before| records.get(before));
-            self.refuse_another_record(shard, record, shrunk_from).with_context(|| format!("line {line}"))?;
-            if let Some(first) = recorded.insert((record.plan_number, record.origin == Origin::Shrunk), line) {
+            self.refuse_another_record(shard, record, shrunk_from)
+                .with_context(|| format!("line {line}"))?;
+            if let Some(first) =
+                recorded.insert((record.plan_number, record.origin == Origin::Shrunk), line)
+            {
                 bail!("line {line}: it is of the same case as line {first}");
             }
         }
         Ok(())
     }
 
-    fn refuse_another_record(&self, shard: Shard, record: &CaseRecord, before: Option<&CaseRecord>) -> Result<()> {
+    fn refuse_another_record(
+        &self,
+        shard: Shard,
+        record: &CaseRecord,
+        before: Option<&CaseRecord>,
+    ) -> Result<()> {
         let place = record.plan_number.and_then(|number| usize::try_from(number).ok());
         let planned = place.and_then(|place| self.cases.get(place).zip(self.shard_of.get(place)));
         let Some((planned, &index)) = planned else {
@@ -141,7 +158,11 @@ impl Plan {
         }
         let named = record.case.get("operator").and_then(Value::as_str);
         if record.operator != planned.case.operator || named != Some(&record.operator) {
-            bail!("its operator is {}, and the plan has a case of {}", record.operator, planned.case.operator);
+            bail!(
+                "its operator is {}, and the plan has a case of {}",
+                record.operator,
+                planned.case.operator
+            );
         }
         if record.origin == Origin::Shrunk {
             // What is smaller stands behind what it was made of.
@@ -165,7 +186,8 @@ impl Plan {
 
 /// The cases that always run, then the optional ones, one of each operator in turn.
 fn optional_in_turn(cases: Vec<PlannedCase>) -> Vec<PlannedCase> {
-    let (optional, mut order): (Vec<_>, Vec<_>) = cases.into_iter().partition(|planned| planned.optional);
+    let (optional, mut order): (Vec<_>, Vec<_>) =
+        cases.into_iter().partition(|planned| planned.optional);
     let mut turns: HashMap<String, usize> = HashMap::new();
     let turn_of = |planned: PlannedCase| {
         let turn = turns.entry(planned.case.operator.clone()).or_default();
@@ -218,7 +240,8 @@ pub fn plan_digest<'a>(
 pub fn divide(costs: &[u64], count: u32) -> Vec<u32> {
     let mut dearest_first: Vec<usize> = (0..costs.len()).collect();
     dearest_first.sort_by_key(|&case| (Reverse(costs[case]), case));
-    let mut least_loaded: BinaryHeap<Reverse<(u64, u32)>> = (0..count).map(|shard| Reverse((0, shard))).collect();
+    let mut least_loaded: BinaryHeap<Reverse<(u64, u32)>> =
+        (0..count).map(|shard| Reverse((0, shard))).collect();
     let mut shard_of = vec![0; costs.len()];
     for case in dearest_first {
         let Some(Reverse((load, shard))) = least_loaded.pop() else { break };
@@ -235,7 +258,8 @@ const OF_EVERY_CASE: u64 = 1 << 18;
 
 /// What the time of a case is taken to grow with. What is no case of an operator has none: it fails at once.
 fn size_of(case: &Case) -> u64 {
-    let elements = registry::find(&case.operator).and_then(|operator| operator.elements(case)).unwrap_or(0);
+    let elements =
+        registry::find(&case.operator).and_then(|operator| operator.elements(case)).unwrap_or(0);
     u64::try_from(elements).unwrap_or(u64::MAX).saturating_add(OF_EVERY_CASE)
 }
 
@@ -273,11 +297,16 @@ impl Costs {
     /// # Errors
     /// A file that cannot be read, that is neither, or that holds no case.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("reading costs from {}", path.display()))?;
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("reading costs from {}", path.display()))?;
         let report: Result<Cases, _> = serde_json::from_str(&text);
         let records = match report {
             Ok(report) => report.cases,
-            Err(_) => journal::parse_records(&text).with_context(|| format!("costs in {}", path.display()))?.records,
+            Err(_) => {
+                journal::parse_records(&text)
+                    .with_context(|| format!("costs in {}", path.display()))?
+                    .records
+            }
         };
         if records.is_empty() {
             bail!("{} holds no case whose cost is known", path.display());
@@ -302,8 +331,10 @@ impl Costs {
     /// of the cases of its operator that are not known. If nothing is known, the sizes themselves.
     pub fn of_all(&self, cases: &[Value], sizes: &[u64]) -> Vec<u64> {
         let mut unknown: HashMap<&str, Mean> = HashMap::new();
-        let own: Vec<Option<u64>> = cases.iter().map(|case| Some(self.cases.get(&case.to_string())?.value())).collect();
-        for ((case, &size), _) in cases.iter().zip(sizes).zip(&own).filter(|(_, own)| own.is_none()) {
+        let own: Vec<Option<u64>> =
+            cases.iter().map(|case| Some(self.cases.get(&case.to_string())?.value())).collect();
+        for ((case, &size), _) in cases.iter().zip(sizes).zip(&own).filter(|(_, own)| own.is_none())
+        {
             unknown.entry(operator_of(case)).or_default().add(size);
         }
         let estimate = |case: &Value, size: u64| {
@@ -312,7 +343,8 @@ impl Costs {
                 return size;
             }
             let mean_size = unknown.get(operator_of(case)).map_or(1, |mean| mean.value().max(1));
-            u64::try_from(u128::from(mean.value()) * u128::from(size) / u128::from(mean_size)).unwrap_or(u64::MAX)
+            u64::try_from(u128::from(mean.value()) * u128::from(size) / u128::from(mean_size))
+                .unwrap_or(u64::MAX)
         };
         let all = cases.iter().zip(sizes).zip(own);
         all.map(|((case, &size), own)| own.unwrap_or_else(|| estimate(case, size)).max(1)).collect()

@@ -23,7 +23,9 @@ pub(super) fn usual(operator: &AnyOperator, profile: Profile) -> Map<String, Val
             }
         }
     }
-    let most = |values: Vec<(Value, usize)>| values.into_iter().max_by_key(|(_, count)| *count).map(|(value, _)| value);
+    let most = |values: Vec<(Value, usize)>| {
+        values.into_iter().max_by_key(|(_, count)| *count).map(|(value, _)| value)
+    };
     counts.into_iter().filter_map(|(name, values)| Some((name, most(values)?))).collect()
 }
 
@@ -63,13 +65,18 @@ pub(super) fn at_place(case: &Case, place: &[String], usual: &Map<String, Value>
     let mut values: Vec<Option<Value>> = Vec::new();
     match now {
         Value::Number(number) if number.is_u64() => {
-            values.extend(smaller_integers(number.as_u64().unwrap_or(0)).into_iter().map(|number| Some(number.into())));
+            values.extend(
+                smaller_integers(number.as_u64().unwrap_or(0))
+                    .into_iter()
+                    .map(|number| Some(number.into())),
+            );
         }
         Value::Object(_) if place[0] == "layouts" => values.push(None),
         Value::Array(_) if place[0] == "layouts" => values.push(None),
         Value::Null | Value::Object(_) | Value::Array(_) => {}
         _ => {
-            if let ([name], true) = (place, usual.get(&place[0]).is_some_and(|usual| usual != now)) {
+            if let ([name], true) = (place, usual.get(&place[0]).is_some_and(|usual| usual != now))
+            {
                 values.push(usual.get(name).cloned());
             }
         }
@@ -80,7 +87,8 @@ pub(super) fn at_place(case: &Case, place: &[String], usual: &Map<String, Value>
 /// Integers below this one: small ones, powers of two, and what is only a little less.
 fn smaller_integers(number: u64) -> Vec<u64> {
     let powers = (0..63).map(|power| 1u64 << power).take_while(|power| *power < number);
-    let near = [number / 2, number.saturating_sub(16), number.saturating_sub(8), number.saturating_sub(1)];
+    let near =
+        [number / 2, number.saturating_sub(16), number.saturating_sub(8), number.saturating_sub(1)];
     let mut found: Vec<u64> =
         [0, 3, 5, 6, 7].into_iter().chain(powers).chain(near).filter(|one| *one < number).collect();
     found.sort_unstable();
@@ -92,7 +100,9 @@ fn smaller_integers(number: u64) -> Vec<u64> {
 fn with(case: &Case, place: &[String], value: Option<Value>) -> Option<Case> {
     let mut object = Value::Object(case.fields.clone());
     let (last, outer) = place.split_last()?;
-    let Value::Object(within) = outer.iter().try_fold(&mut object, |value, part| value.get_mut(part))? else {
+    let Value::Object(within) =
+        outer.iter().try_fold(&mut object, |value, part| value.get_mut(part))?
+    else {
         return None;
     };
     match value {
@@ -112,16 +122,24 @@ mod tests {
         let line = r#"{"operator":"rms_norm","layouts":{"x":{"gaps":{"width":24}}},"num_rows":8,"seed":7,"weight":"f32","width":300}"#;
         let case = Case::parse(line).unwrap();
         let places = places(&case);
-        assert_eq!((places[0].join("."), places.last().unwrap().join(".")), ("layouts".into(), "weight".into()));
+        assert_eq!(
+            (places[0].join("."), places.last().unwrap().join(".")),
+            ("layouts".into(), "weight".into())
+        );
         assert!(!places.iter().any(|place| place[0] == "seed"));
         let lines = |place: &[&str], usual: &Map<String, Value>| -> Vec<String> {
             let place: Vec<String> = place.iter().map(|part| (*part).to_owned()).collect();
             at_place(&case, &place, usual).iter().map(Case::line).collect()
         };
         let usual: Map<String, Value> = [("weight".to_owned(), Value::Null)].into_iter().collect();
-        assert_eq!(lines(&["layouts"], &usual), [line.replace(r#""layouts":{"x":{"gaps":{"width":24}}},"#, "")]);
+        assert_eq!(
+            lines(&["layouts"], &usual),
+            [line.replace(r#""layouts":{"x":{"gaps":{"width":24}}},"#, "")]
+        );
         assert_eq!(lines(&["num_rows"], &usual).len(), [0, 1, 2, 3, 4, 5, 6, 7].len());
-        assert!(lines(&["layouts", "x", "gaps", "width"], &usual).contains(&line.replace(":24", ":16")));
+        assert!(
+            lines(&["layouts", "x", "gaps", "width"], &usual).contains(&line.replace(":24", ":16"))
+        );
         assert_eq!(lines(&["weight"], &usual), [line.replace("\"f32\"", "null")]);
         assert!(lines(&["weight"], &Map::new()).is_empty());
     }

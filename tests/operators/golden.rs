@@ -43,7 +43,11 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
         return Err(format!("the kernels ran {by_kernels} cases, and were spared {skips:?}"));
     }
     let oracle_only = skips.iter().map(|why| format!("; oracle only: {why}")).collect::<String>();
-    let left_out = if left_out == 0 { String::new() } else { format!("; {left_out} larger files are left out") };
+    let left_out = if left_out == 0 {
+        String::new()
+    } else {
+        format!("; {left_out} larger files are left out")
+    };
     Ok(format!("{files} files, {changed} tensors{oracle_only}{left_out}"))
 }
 
@@ -59,7 +63,9 @@ fn chosen(
     if extent == Extent::Commit
         && let Some(&most) = SHARES.as_ref().map_err(Clone::clone)?.get(operator.name())
     {
-        names.sort_by_key(|name| std::fs::metadata(folder().join(name)).map_or(u64::MAX, |data| data.len()));
+        names.sort_by_key(|name| {
+            std::fs::metadata(folder().join(name)).map_or(u64::MAX, |data| data.len())
+        });
         names.truncate(most);
     }
     let left_out = all - names.len();
@@ -68,8 +74,14 @@ fn chosen(
 
 fn shares() -> Shares {
     let names = golden_file::names_in(&folder()).map_err(|error| error.to_string())?;
-    let is_about = |operator: &AnyOperator, name: &str| operator.golden_kinds().contains(&golden_file::kind_of(name));
-    shared::shares(|operator| names.iter().filter(|name| is_about(operator, name)).count(), MOST_GOLDEN_FILES, 1)
+    let is_about = |operator: &AnyOperator, name: &str| {
+        operator.golden_kinds().contains(&golden_file::kind_of(name))
+    };
+    shared::shares(
+        |operator| names.iter().filter(|name| is_about(operator, name)).count(),
+        MOST_GOLDEN_FILES,
+        1,
+    )
 }
 
 fn folder() -> PathBuf {
@@ -78,7 +90,8 @@ fn folder() -> PathBuf {
 
 /// Every golden file that is about an operator: all of each kind that it declares.
 fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
-    let names = golden_run::files_about(&folder(), &[operator]).map_err(|error| error.to_string())?;
+    let names =
+        golden_run::files_about(&folder(), &[operator]).map_err(|error| error.to_string())?;
     let found = |kind: &&&str| names.iter().any(|name| golden_file::kind_of(name) == **kind);
     match operator.golden_kinds().iter().find(|kind| !found(kind)) {
         Some(kind) => Err(format!("no golden file is of the kind `{kind}`")),
@@ -87,7 +100,10 @@ fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
 }
 
 /// A file, and the operator's cases of it, which the layer holds to be some.
-fn read(operator: &'static AnyOperator, name: &str) -> Result<(GoldenFile, Vec<GoldenCase>), String> {
+fn read(
+    operator: &'static AnyOperator,
+    name: &str,
+) -> Result<(GoldenFile, Vec<GoldenCase>), String> {
     let file = golden_file::read(&folder().join(name)).map_err(|error| error.to_string())?;
     let cases = golden_run::cases_of(&file, &[operator]).map_err(|error| error.to_string())?;
     if cases.is_empty() { Err(format!("{name} makes no case")) } else { Ok((file, cases)) }
@@ -96,13 +112,18 @@ fn read(operator: &'static AnyOperator, name: &str) -> Result<(GoldenFile, Vec<G
 /// The file agrees with the oracle and, where they can run it, with the kernels.
 fn agrees(truth: &Truth, file: &GoldenFile, case: &GoldenCase) -> Result<(), String> {
     let record = shared::on_device(|device| golden_run::run_by(truth, file, case, Some(device)));
-    let failed: Vec<_> = record.checks.iter().filter(|c| c.verdict != Verdict::Pass || c.compared == 0).collect();
+    let failed: Vec<_> =
+        record.checks.iter().filter(|c| c.verdict != Verdict::Pass || c.compared == 0).collect();
     if !failed.is_empty() {
         return Err(format!("{}: {failed:#?}", file.name));
     }
     let golden = record.checks.iter().filter(|c| c.check == "golden").count();
     if golden == 0 || golden != case.expected.len() {
-        return Err(format!("{}: {golden} of {} tensors were compared", file.name, case.expected.len()));
+        return Err(format!(
+            "{}: {golden} of {} tensors were compared",
+            file.name,
+            case.expected.len()
+        ));
     }
     if case.kernel_skip.is_none() && !record.checks.iter().any(|c| c.check == "forward") {
         return Err(format!("{}: no kernel ran", file.name));
@@ -112,7 +133,11 @@ fn agrees(truth: &Truth, file: &GoldenFile, case: &GoldenCase) -> Result<(), Str
 
 /// In every tensor a change of one element by three allowances is noticed, and nothing else is: one allowance is the
 /// element's, another brings it back where the oracle lies on the other side. Returns how many were changed.
-fn notices_changes(truth: &Truth, file: &GoldenFile, case: &mut GoldenCase) -> Result<usize, String> {
+fn notices_changes(
+    truth: &Truth,
+    file: &GoldenFile,
+    case: &mut GoldenCase,
+) -> Result<usize, String> {
     let unchanged = golden_run::run_by(truth, file, case, None);
     let mut changed = 0;
     for number in 0..case.expected.len() {
@@ -131,12 +156,19 @@ fn notices_changes(truth: &Truth, file: &GoldenFile, case: &mut GoldenCase) -> R
         case.expected[number].values[element] = original + step;
         let record = golden_run::run_by(truth, file, case, None);
         case.expected[number].values[element] = original;
-        let failed: Vec<&CheckRecord> = record.checks.iter().filter(|check| check.verdict != Verdict::Pass).collect();
-        let only = failed.len() == 1 && failed[0].tensor == name && failed[0].verdict == Verdict::Fail;
+        let failed: Vec<&CheckRecord> =
+            record.checks.iter().filter(|check| check.verdict != Verdict::Pass).collect();
+        let only =
+            failed.len() == 1 && failed[0].tensor == name && failed[0].verdict == Verdict::Fail;
         if !only || failed[0].message.is_empty() {
-            return Err(format!("{}: {name} moved by {step:e} of {original:e}: {failed:#?}", file.name));
+            return Err(format!(
+                "{}: {name} moved by {step:e} of {original:e}: {failed:#?}",
+                file.name
+            ));
         }
-        let others = |checks: &[CheckRecord]| checks.iter().filter(|c| c.tensor != name).cloned().collect::<Vec<_>>();
+        let others = |checks: &[CheckRecord]| {
+            checks.iter().filter(|c| c.tensor != name).cloned().collect::<Vec<_>>()
+        };
         if others(&unchanged.checks) != others(&record.checks) {
             return Err(format!("{}: a change of {name} shows elsewhere", file.name));
         }
@@ -155,7 +187,8 @@ fn allowed(expected: &ExpectedTensor, truth: &Truth, index: usize, element: usiz
     if expected.computed_f32 {
         return working;
     }
-    let stored = if expected.stored_f32 { half_ulp(DType::F32, expected.values[element]) } else { 0.0 };
+    let stored =
+        if expected.stored_f32 { half_ulp(DType::F32, expected.values[element]) } else { 0.0 };
     working * (f64::EPSILON / f64::from(f32::EPSILON)) + stored
 }
 

@@ -59,7 +59,8 @@ const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::tri
 fn main() -> ExitCode {
     keep_freed_memory();
     // Times are always printed; libtest's flag for them is for the other binaries that `cargo test` hands it to.
-    let arguments = Arguments::from_iter(std::env::args_os().filter(|argument| argument != "--report-time"));
+    let arguments =
+        Arguments::from_iter(std::env::args_os().filter(|argument| argument != "--report-time"));
     match trials(&arguments) {
         Ok(trials) => libtest_mimic::run(&arguments, trials).exit_code(),
         Err(error) => {
@@ -72,7 +73,8 @@ fn main() -> ExitCode {
 /// The dearest first, so that no core waits for the last one.
 fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
     let extent = Extent::demanded(arguments)?;
-    let of = |make: Make| registry::OPERATORS.iter().filter_map(move |operator| make(operator, extent));
+    let of =
+        |make: Make| registry::OPERATORS.iter().filter_map(move |operator| make(operator, extent));
     let mut trials: Vec<Trial> = OF_EACH_OPERATOR.into_iter().flat_map(of).collect();
     trials.extend(mutants::trials(extent)?);
     Ok(trials)

@@ -25,10 +25,13 @@ static TRUTHS: LazyLock<Truths> = LazyLock::new(Truths::default);
 
 /// A test of every planted mutant; those that the commit leaves out are ignored, which is said.
 pub fn trials(extent: Extent) -> Result<Vec<Trial>, String> {
-    let mutants = planted::load(&support::fixtures().join("mutants")).map_err(|error| error.to_string())?;
-    let chosen = if extent == Extent::Commit { choose(&mutants)? } else { vec![true; mutants.len()] };
+    let mutants =
+        planted::load(&support::fixtures().join("mutants")).map_err(|error| error.to_string())?;
+    let chosen =
+        if extent == Extent::Commit { choose(&mutants)? } else { vec![true; mutants.len()] };
     let trial = |(mutant, chosen): (Mutant, bool)| {
-        crate::trial(format!("mutant::{}", mutant.id), move || run(&mutant)).with_ignored_flag(!chosen)
+        crate::trial(format!("mutant::{}", mutant.id), move || run(&mutant))
+            .with_ignored_flag(!chosen)
     };
     Ok(mutants.into_iter().zip(chosen).map(trial).collect())
 }
@@ -45,12 +48,16 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     let mut files = BTreeMap::new();
     for operator in registry::OPERATORS {
         let name = operator.name();
-        let lists = mutants.iter().filter(|mutant| mutant.operator == name).map(|mutant| mutant.list.clone());
+        let lists = mutants
+            .iter()
+            .filter(|mutant| mutant.operator == name)
+            .map(|mutant| mutant.list.clone());
         let of = change::files_of(operator, &dsv4_kernels::sources(), &lists.collect());
         files.insert(name, of.map_err(|error| error.to_string())?);
     }
     let none = BTreeSet::new();
-    let own: Vec<String> = mutants.iter().map(|mutant| format!("kernels/cuda/{}", mutant.file)).collect();
+    let own: Vec<String> =
+        mutants.iter().map(|mutant| format!("kernels/cuda/{}", mutant.file)).collect();
     let candidates: Vec<_> = mutants
         .iter()
         .zip(&own)
@@ -61,7 +68,10 @@ fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
         })
         .collect();
     let chosen = change.choose(&candidates, MOST_MUTANTS);
-    eprintln!("{}; PARITY_TESTS=all runs them", change.left_out(&chosen, "planted mutants", MOST_MUTANTS));
+    eprintln!(
+        "{}; PARITY_TESTS=all runs them",
+        change.left_out(&chosen, "planted mutants", MOST_MUTANTS)
+    );
     Ok(chosen.flags)
 }
 
@@ -70,13 +80,18 @@ fn run(mutant: &Mutant) -> Result<String, String> {
         for line in &mutant.cases {
             clean(device, line)?;
         }
-        let record = mutant.run_to_expected(device, SCHEDULES, &TRUTHS).map_err(|error| error.to_string())?;
+        let record = mutant
+            .run_to_expected(device, SCHEDULES, &TRUTHS)
+            .map_err(|error| error.to_string())?;
         let seen = record.killed_by.join(", ");
         if record.killed_by.contains(&mutant.expected) {
             return Ok(format!("seen by {seen}"));
         }
         let (id, catalogue, expected) = (&mutant.id, &mutant.catalogue, &mutant.expected);
-        Err(format!("`{id}` ({catalogue}) was to be seen by `{expected}`, and was by: {seen}\n  {}", record.summary))
+        Err(format!(
+            "`{id}` ({catalogue}) was to be seen by `{expected}`, and was by: {seen}\n  {}",
+            record.summary
+        ))
     })
 }
 
@@ -87,7 +102,8 @@ type Slot = Arc<Mutex<Option<Result<(), String>>>>;
 fn clean(device: &Device, line: &str) -> Result<(), String> {
     static RUNS: LazyLock<Mutex<HashMap<String, Slot>>> = LazyLock::new(Mutex::default);
     let case = Case::parse(line).map_err(|error| error.to_string())?;
-    let slot = RUNS.lock().unwrap_or_else(|e| e.into_inner()).entry(case.line()).or_default().clone();
+    let slot =
+        RUNS.lock().unwrap_or_else(|e| e.into_inner()).entry(case.line()).or_default().clone();
     let mut slot = slot.lock().unwrap_or_else(|e| e.into_inner());
     slot.get_or_insert_with(|| run_clean(device, &case)).clone()
 }
@@ -101,7 +117,8 @@ fn run_clean(device: &Device, case: &Case) -> Result<(), String> {
     if outcome.passed() {
         return Ok(());
     }
-    let failures = outcome.failures().map(|c| format!("\n  {} {}: {}", c.check, c.tensor, c.message));
+    let failures =
+        outcome.failures().map(|c| format!("\n  {} {}: {}", c.check, c.tensor, c.message));
     let replay = case.replay_command(device, SCHEDULES);
     Err(format!(
         "where nothing is planted, this case fails: {}{}\n  replay: {replay}",

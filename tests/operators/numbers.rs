@@ -66,7 +66,11 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     }
     println!("attack: {} cases whose numbers cannot be", tries.len());
     let tried = format!("{} of {all} tried: {refused} refused, {judged} judged", tries.len());
-    if wrong.is_empty() { Ok(tried) } else { Err(format!("{tried}, {} wrong:\n{}", wrong.len(), wrong.join("\n"))) }
+    if wrong.is_empty() {
+        Ok(tried)
+    } else {
+        Err(format!("{tried}, {} wrong:\n{}", wrong.len(), wrong.join("\n")))
+    }
 }
 
 /// Whether the case was judged; an error where it was neither judged nor refused in a way that helps.
@@ -78,7 +82,9 @@ fn attempt(operator: &AnyOperator, case: &Case) -> Result<bool, String> {
     }
     let prepared = match prepared {
         Ok(prepared) => prepared,
-        Err(error) if error.to_string().chars().count() > 1000 => return Err(format!("an endless message: {error}")),
+        Err(error) if error.to_string().chars().count() > 1000 => {
+            return Err(format!("an endless message: {error}"));
+        }
         Err(_) => return Ok(false),
     };
     let options = CheckOptions { sequence: false, ..CheckOptions::of_kernels(0) };
@@ -128,7 +134,8 @@ fn tries(operator: &AnyOperator) -> Vec<Case> {
 /// Edge cases that fit, as unlike as their fields are; also some with layouts of their own.
 fn small_cases(operator: &AnyOperator) -> Vec<Case> {
     let fits = |case: &Case| operator.bytes(case).is_ok_and(|bytes| LIMIT.allows(bytes * 4));
-    let mut cases: Vec<Case> = operator.edge_cases(Profile::Quick).into_iter().filter(fits).collect();
+    let mut cases: Vec<Case> =
+        operator.edge_cases(Profile::Quick).into_iter().filter(fits).collect();
     let of_fields = |case: &Case| case.fields.keys().cloned().collect::<BTreeSet<_>>();
     let mut seen = BTreeSet::new();
     cases.sort_by_key(|case| !seen.insert(of_fields(case)));

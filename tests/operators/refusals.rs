@@ -12,23 +12,33 @@ const SMOKE: usize = 8;
 pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     // The launchers of a chain are those of its operators.
     let own = operator.chain().is_empty();
-    own.then(|| crate::trial(format!("refusals::{}", operator.name()), move || run(operator, extent)))
+    own.then(|| {
+        crate::trial(format!("refusals::{}", operator.name()), move || run(operator, extent))
+    })
 }
 
 fn run(operator: &AnyOperator, extent: Extent) -> Result<String, String> {
-    if extent == Extent::Commit && !is_in_smoke_test(operator) && !shared::concerned()?.contains(operator.name()) {
+    if extent == Extent::Commit
+        && !is_in_smoke_test(operator)
+        && !shared::concerned()?.contains(operator.name())
+    {
         return Ok("left out: the commit changed none of its files".to_owned());
     }
     shared::compiled(operator)?;
-    let refusals = shared::on_device(|device| operator.refusals(device)).map_err(|error| error.to_string())?;
+    let refusals =
+        shared::on_device(|device| operator.refusals(device)).map_err(|error| error.to_string())?;
     let wrong: Vec<String> = refusals
         .iter()
-        .filter_map(|refusal| refusal.problem.as_ref().map(|problem| format!("{}: {problem}", refusal.what)))
+        .filter_map(|refusal| {
+            refusal.problem.as_ref().map(|problem| format!("{}: {problem}", refusal.what))
+        })
         .collect();
     match (refusals.len(), wrong.is_empty()) {
         (0, _) => Err("no argument was spoilt".to_owned()),
         (count, true) => Ok(format!("{count} bad arguments refused by name")),
-        (count, false) => Err(format!("{} of {count} bad arguments:\n{}", wrong.len(), wrong.join("\n"))),
+        (count, false) => {
+            Err(format!("{} of {count} bad arguments:\n{}", wrong.len(), wrong.join("\n")))
+        }
     }
 }
 

@@ -30,8 +30,11 @@ thread_local! {
 }
 
 fn emulator(options: EmulatorOptions) -> Device {
-    Device::open(BackendKind::Emulator, DeviceOptions { emulator: options, ..dsv4_kernels::device_options() })
-        .unwrap_or_else(|error| panic!("no device to test on: {error}"))
+    Device::open(
+        BackendKind::Emulator,
+        DeviceOptions { emulator: options, ..dsv4_kernels::device_options() },
+    )
+    .unwrap_or_else(|error| panic!("no device to test on: {error}"))
 }
 
 /// Has an operator's modules in the cache, on a GPU: all cores compile them, where its device would one at a time, while the
@@ -43,7 +46,8 @@ pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
     let (cache, tree, modules) =
         (ModuleCache::new(ModuleCache::default_dir()), dsv4_kernels::sources(), operator.modules());
     let target = &support::device().environment().target;
-    let missing = Missing::from(&cache, &tree, &modules, target).map_err(|error| error.to_string())?;
+    let missing =
+        Missing::from(&cache, &tree, &modules, target).map_err(|error| error.to_string())?;
     // Threads of their own: an oracle that shared theirs would wait for whole compilations.
     static COMPILERS: LazyLock<ThreadPool> = LazyLock::new(|| pool(0));
     // What does not compile is reported by the test that launches it.
@@ -53,7 +57,10 @@ pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
 
 /// Threads for parallel work; as many as there are cores where `threads` is 0.
 fn pool(threads: usize) -> ThreadPool {
-    ThreadPoolBuilder::new().num_threads(threads).build().unwrap_or_else(|error| panic!("starting threads: {error}"))
+    ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .unwrap_or_else(|error| panic!("starting threads: {error}"))
 }
 
 /// How many threads use the GPU at a time. Their contexts take slices of its time in turn: of sixteen each small launch waits
@@ -81,7 +88,8 @@ pub fn on_device<R: Send>(work: impl FnOnce(&Device) -> R + Send) -> R {
     let (free, left) = places();
     let lock = || free.lock().unwrap_or_else(|e| e.into_inner());
     let place = waiting(|| {
-        let mut free = left.wait_while(lock(), |free| free.is_empty()).unwrap_or_else(|e| e.into_inner());
+        let mut free =
+            left.wait_while(lock(), |free| free.is_empty()).unwrap_or_else(|e| e.into_inner());
         free.pop().expect("there is a free place")
     });
     // A panic of the work ends the test, and must not keep its place.
@@ -133,7 +141,10 @@ pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -
     let mut stocks = Vec::new();
     for operator in registry::OPERATORS {
         let files = change::files_of(operator, &dsv4_kernels::sources(), &BTreeSet::new());
-        stocks.push(Stock { count: count(operator), files: files.map_err(|error| error.to_string())? });
+        stocks.push(Stock {
+            count: count(operator),
+            files: files.map_err(|error| error.to_string())?,
+        });
     }
     let of = registry::OPERATORS.iter().zip(change.shares(&stocks, most, rest)).zip(&stocks);
     let in_part = of.filter(|((_, share), stock)| *share < stock.count);
@@ -144,7 +155,11 @@ pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -
 pub fn concerned() -> Result<BTreeSet<&'static str>, String> {
     static CONCERNED: LazyLock<Result<BTreeSet<&'static str>, String>> = LazyLock::new(|| {
         let left_out = shares(|_| 1, usize::MAX, 0)?;
-        Ok(registry::OPERATORS.iter().map(|o| o.name()).filter(|name| !left_out.contains_key(*name)).collect())
+        Ok(registry::OPERATORS
+            .iter()
+            .map(|o| o.name())
+            .filter(|name| !left_out.contains_key(*name))
+            .collect())
     });
     CONCERNED.clone()
 }

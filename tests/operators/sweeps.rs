@@ -43,7 +43,9 @@ const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
 pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     let name = format!("sweep::{}", operator.name());
-    Some(crate::trial(name, move || run(operator, budget(operator, extent)?, given_cases(operator, extent)?)))
+    Some(crate::trial(name, move || {
+        run(operator, budget(operator, extent)?, given_cases(operator, extent)?)
+    }))
 }
 
 fn regressions() -> Regressions {
@@ -57,9 +59,15 @@ fn given_cases(operator: &AnyOperator, extent: Extent) -> Result<[GivenCases; 2]
         return Ok([GivenCases::All; 2]);
     }
     static SHARES: LazyLock<[Shares; 2]> = LazyLock::new(|| {
-        let remembered = |operator: &AnyOperator| regressions().load(operator.name()).map_or(0, |cases| cases.len());
+        let remembered = |operator: &AnyOperator| {
+            regressions().load(operator.name()).map_or(0, |cases| cases.len())
+        };
         [
-            shared::shares(|operator| operator.edge_cases(Profile::Quick).len(), MOST_EDGE_CASES, 0),
+            shared::shares(
+                |operator| operator.edge_cases(Profile::Quick).len(),
+                MOST_EDGE_CASES,
+                0,
+            ),
             shared::shares(remembered, MOST_REMEMBERED_CASES, 1),
         ]
     });
@@ -83,14 +91,19 @@ fn budget(operator: &AnyOperator, extent: Extent) -> Result<Option<Duration>, St
         }
         Err(_) => Ok(Some(EMULATOR_BUDGET)),
         Ok(text) => {
-            let seconds =
-                text.parse().map_err(|_| format!("PARITY_SWEEP_SECONDS is `{text}`, no number of seconds"))?;
+            let seconds = text
+                .parse()
+                .map_err(|_| format!("PARITY_SWEEP_SECONDS is `{text}`, no number of seconds"))?;
             Ok(Some(Duration::from_secs(seconds)))
         }
     }
 }
 
-fn run(operator: &AnyOperator, time_budget: Option<Duration>, given: [GivenCases; 2]) -> Result<String, String> {
+fn run(
+    operator: &AnyOperator,
+    time_budget: Option<Duration>,
+    given: [GivenCases; 2],
+) -> Result<String, String> {
     let [edge_cases, remembered] = given;
     let options = SweepOptions {
         // Of an operator that the commit does not concern its typical cases run.
@@ -99,7 +112,10 @@ fn run(operator: &AnyOperator, time_budget: Option<Duration>, given: [GivenCases
         edge_cases,
         remembered,
         seed: SEED,
-        checks: CheckOptions { power: false, ..CheckOptions::everything(Profile::Quick.schedules()) },
+        checks: CheckOptions {
+            power: false,
+            ..CheckOptions::everything(Profile::Quick.schedules())
+        },
         regressions: regressions(),
         remember: false,
         condition: None,
@@ -108,7 +124,8 @@ fn run(operator: &AnyOperator, time_budget: Option<Duration>, given: [GivenCases
     };
     shared::compiled(operator)?;
     let mut collected = Collected::default();
-    let swept = shared::on_device(|device| sweep::sweep(operator, device, &options, &mut collected));
+    let swept =
+        shared::on_device(|device| sweep::sweep(operator, device, &options, &mut collected));
     let skips = swept.map_err(|error| error.to_string())?;
     nothing_failed(&collected.records, &skips)?;
     every_case_ran(operator, &collected, &skips)?;
@@ -116,8 +133,11 @@ fn run(operator: &AnyOperator, time_budget: Option<Duration>, given: [GivenCases
         everything_was_met(operator, &collected.records)?;
     }
     let count = |origin| collected.records.iter().filter(|record| record.origin == origin).count();
-    let mut done =
-        format!("{} remembered cases, {} edge cases and drawn ones", count(Origin::Regression), count(Origin::Drawn));
+    let mut done = format!(
+        "{} remembered cases, {} edge cases and drawn ones",
+        count(Origin::Regression),
+        count(Origin::Drawn)
+    );
     for skip in &skips {
         done += &format!("; {}", skipped(skip));
     }
@@ -130,7 +150,8 @@ fn skipped(skip: &Skip) -> String {
 
 /// Each failing case with its replay, those that were made smaller first.
 fn nothing_failed(records: &[CaseRecord], skips: &[Skip]) -> Result<(), String> {
-    let mut failing: Vec<_> = records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
+    let mut failing: Vec<_> =
+        records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
     if failing.is_empty() {
         return Ok(());
     }
@@ -140,9 +161,14 @@ fn nothing_failed(records: &[CaseRecord], skips: &[Skip]) -> Result<(), String> 
 }
 
 /// Every planned case ran or was counted.
-fn every_case_ran(operator: &AnyOperator, collected: &Collected, skips: &[Skip]) -> Result<(), String> {
+fn every_case_ran(
+    operator: &AnyOperator,
+    collected: &Collected,
+    skips: &[Skip],
+) -> Result<(), String> {
     let drawn_out = format!("drawn cases of {}", operator.name());
-    let left_out: u64 = skips.iter().filter(|skip| skip.what == drawn_out).map(|skip| skip.count).sum();
+    let left_out: u64 =
+        skips.iter().filter(|skip| skip.what == drawn_out).map(|skip| skip.count).sum();
     let (ran, planned) = (collected.records.len() as u64, collected.planned as u64);
     if ran + left_out == planned {
         return Ok(());
@@ -159,12 +185,17 @@ fn everything_was_met(operator: &AnyOperator, records: &[CaseRecord]) -> Result<
     if ran != declared {
         let never: Vec<_> = declared.difference(&ran).collect();
         let unknown: Vec<_> = ran.difference(&declared).collect();
-        return Err(format!("paths that no case took: {never:?}; paths that are not declared: {unknown:?}"));
+        return Err(format!(
+            "paths that no case took: {never:?}; paths that are not declared: {unknown:?}"
+        ));
     }
-    let made: BTreeSet<&str> = records.iter().flat_map(|r| &r.checks).map(|check| check.check.as_str()).collect();
+    let made: BTreeSet<&str> =
+        records.iter().flat_map(|r| &r.checks).map(|check| check.check.as_str()).collect();
     let of_gradients = if described.has_backward { &OF_GRADIENTS[..] } else { &[] };
-    let rounded = |tensor: &TensorRecord| tensor.compared.as_ref().is_some_and(|how| how.contains("budget"));
-    let of_rounded = if described.tensors.iter().any(rounded) { &OF_ROUNDED_TENSORS[..] } else { &[] };
+    let rounded =
+        |tensor: &TensorRecord| tensor.compared.as_ref().is_some_and(|how| how.contains("budget"));
+    let of_rounded =
+        if described.tensors.iter().any(rounded) { &OF_ROUNDED_TENSORS[..] } else { &[] };
     let has_sink_gradient = described.tensors.iter().any(|tensor| tensor.name == "dsink");
     let of_sinks = if has_sink_gradient { &OF_SINK_GRADIENTS[..] } else { &[] };
     let demanded = OF_EVERY_OPERATOR.iter().chain(of_gradients).chain(of_rounded).chain(of_sinks);
@@ -174,7 +205,9 @@ fn everything_was_met(operator: &AnyOperator, records: &[CaseRecord]) -> Result<
     }
     let powerless = without_power(records);
     if !powerless.is_empty() {
-        return Err(format!("no case showed anything of {powerless:?}: rounding was as large as the values"));
+        return Err(format!(
+            "no case showed anything of {powerless:?}: rounding was as large as the values"
+        ));
     }
     if !made.iter().any(|check| check.starts_with("law: ")) {
         return Err("no case came to a law".to_owned());

@@ -52,14 +52,22 @@ impl Parts {
             bytes: view.data().to_vec(),
         };
         Self {
-            tensors: tensors.tensors().iter().map(|(name, view)| (name.clone(), stored(view))).collect(),
+            tensors: tensors
+                .tensors()
+                .iter()
+                .map(|(name, view)| (name.clone(), stored(view)))
+                .collect(),
             description,
         }
     }
 
     fn write(&self, path: &Path) {
         let views = self.tensors.iter().map(|(name, stored)| {
-            (name, TensorView::new(stored.dtype, stored.shape.clone(), &stored.bytes).expect("a tensor that is whole"))
+            (
+                name,
+                TensorView::new(stored.dtype, stored.shape.clone(), &stored.bytes)
+                    .expect("a tensor that is whole"),
+            )
         });
         let metadata = [("golden".to_owned(), self.description.clone())].into();
         safetensors::serialize_to_file(views, Some(metadata), path).unwrap();
@@ -126,7 +134,8 @@ impl Parts {
             }
             _ => {
                 // Numbers of the configuration.
-                let number = *[0.0, -1.0, 0.5, 1e308, 9e15, 7.0].choose(draw.rng()).expect("one of them");
+                let number =
+                    *[0.0, -1.0, 0.5, 1e308, 9e15, 7.0].choose(draw.rng()).expect("one of them");
                 self.description = changed_number(&self.description, draw, number);
                 "has another configuration"
             }
@@ -139,7 +148,9 @@ impl Parts {
 fn changed_number(description: &str, draw: &mut Draw, number: f64) -> String {
     fn fields(value: &serde_json::Value, path: &str, found: &mut Vec<String>) {
         match value {
-            serde_json::Value::Object(map) => map.iter().for_each(|(n, v)| fields(v, &format!("{path}/{n}"), found)),
+            serde_json::Value::Object(map) => {
+                map.iter().for_each(|(n, v)| fields(v, &format!("{path}/{n}"), found))
+            }
             serde_json::Value::Number(_) => found.push(path.to_owned()),
             _ => {}
         }
@@ -156,9 +167,15 @@ fn changed_number(description: &str, draw: &mut Draw, number: f64) -> String {
 /// The golden files that some operator reads.
 fn golden_files() -> Vec<PathBuf> {
     let dir = support::fixtures().join("golden");
-    let is_read =
-        |name: &String| registry::OPERATORS.iter().any(|o| o.golden_kinds().contains(&golden_file::kind_of(name)));
-    golden_file::names_in(&dir).unwrap().into_iter().filter(is_read).map(|name| dir.join(name)).collect()
+    let is_read = |name: &String| {
+        registry::OPERATORS.iter().any(|o| o.golden_kinds().contains(&golden_file::kind_of(name)))
+    };
+    golden_file::names_in(&dir)
+        .unwrap()
+        .into_iter()
+        .filter(is_read)
+        .map(|name| dir.join(name))
+        .collect()
 }
 
 /// Judges the oracles by a file; whether it agrees, and of how many elements, or why it cannot be judged.
@@ -167,7 +184,9 @@ fn judged(file: &GoldenFile) -> Result<(bool, u64), String> {
     let cases = golden_run::cases_of(file, &operators).map_err(|error| error.to_string())?;
     let records: Vec<_> = cases.iter().map(|case| golden_run::run(file, case, None)).collect();
     let agrees = records.iter().all(|record| record.verdict() == Verdict::Pass);
-    let least = |record: &dsv4_parity::record::CaseRecord| record.checks.iter().map(|c| c.compared).min().unwrap_or(0);
+    let least = |record: &dsv4_parity::record::CaseRecord| {
+        record.checks.iter().map(|c| c.compared).min().unwrap_or(0)
+    };
     Ok((agrees, records.iter().map(least).min().unwrap_or(0)))
 }
 
@@ -208,7 +227,10 @@ fn golden_files_of_any_shape_type_and_number_end_in_one_error_or_in_a_verdict_ov
     }
     attacked("malformed golden files", tries);
     println!("{tries} golden files: {refused} refused, {agreed} agreed, {disagreed} disagreed");
-    assert!(refused > tries / 4 && agreed + disagreed > tries / 20, "{refused}, {agreed}, {disagreed}");
+    assert!(
+        refused > tries / 4 && agreed + disagreed > tries / 20,
+        "{refused}, {agreed}, {disagreed}"
+    );
 }
 
 #[test]
@@ -225,7 +247,8 @@ fn a_golden_file_that_cannot_be_judged_is_one_error_and_the_others_of_the_run_ar
     }
     parts.write(&folder.path().join(bad));
     std::fs::create_dir(folder.path().join("rmsnorm__folder.safetensors")).unwrap();
-    let run = Parity::new(&["golden", &folder.path().display().to_string(), "--oracles-only"]).run();
+    let run =
+        Parity::new(&["golden", &folder.path().display().to_string(), "--oracles-only"]).run();
     run.assert_code(2);
     assert!(run.stdout.contains(&format!("agrees    rms_norm         {good}")), "{}", run.stdout);
     assert!(run.stderr.contains("`in.x` [0, 2, 3, 512] has no element"), "{}", run.stderr);
@@ -235,13 +258,15 @@ fn a_golden_file_that_cannot_be_judged_is_one_error_and_the_others_of_the_run_ar
 
 /// The most memory that a process took while it was seen, in bytes.
 fn peak(command: &mut Command) -> u64 {
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the binary runs");
+    let mut child =
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the binary runs");
     let status = format!("/proc/{}/status", child.id());
     let mut peak = 0;
     while child.try_wait().expect("a child").is_none() {
         let text = std::fs::read_to_string(&status).unwrap_or_default();
         let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        let kilobytes = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+        let kilobytes =
+            line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
         peak = peak.max(kilobytes.unwrap_or(0) << 10);
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -258,12 +283,17 @@ fn no_case_takes_more_memory_than_it_is_said_to_take() {
     for operator in concerned_operators() {
         let cases = operator.edge_cases(Profile::Ci).into_iter();
         let sized = cases.filter_map(|case| Some((operator.bytes(&case).ok()?, case)));
-        let (said, case) = sized.filter(|(bytes, _)| most.allows(*bytes)).max_by_key(|(bytes, _)| *bytes).unwrap();
+        let (said, case) =
+            sized.filter(|(bytes, _)| most.allows(*bytes)).max_by_key(|(bytes, _)| *bytes).unwrap();
         let mut command = Command::new(binary());
         command.args(["replay", "--backend", "emulator", "--schedules", "0", &case.line()]);
         let peak = peak(&mut command);
         println!("{}: {} MiB of {} MiB", case.operator, peak >> 20, said >> 20);
-        assert!(u128::from(peak) <= said + u128::from(BARE), "{said} bytes said, {peak} taken: {}", case.line());
+        assert!(
+            u128::from(peak) <= said + u128::from(BARE),
+            "{said} bytes said, {peak} taken: {}",
+            case.line()
+        );
     }
 }
 
@@ -274,7 +304,9 @@ fn a_case_beyond_the_memory_that_is_allowed_is_refused_before_anything_is_alloca
             "aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":3}"#,
     )
     .unwrap();
-    let replay = |arguments: &[&str]| Parity::new(&[&["replay", "--backend", "emulator"], arguments].concat()).run();
+    let replay = |arguments: &[&str]| {
+        Parity::new(&[&["replay", "--backend", "emulator"], arguments].concat()).run()
+    };
     let refused = replay(&["--memory", "1GiB", &case.line()]);
     refused.assert_bad_input(&["`num_rows`", "[40000, 4096]", "1.0 GiB are allowed", "--memory"]);
     replay(&["--memory", "1.5GB", &case.line()]).assert_code(2);
@@ -284,10 +316,27 @@ fn a_case_beyond_the_memory_that_is_allowed_is_refused_before_anything_is_alloca
     // A sweep leaves out what does not fit, and counts it.
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
-    let sweep = ["run", "--backend", "emulator", "--ops", "attention_combine", "--cases", "0", "--schedules", "0"];
-    let run = Parity::new(&[&sweep[..], &["--edge-cases", "3", "--memory", "1MiB", "--out", &out]].concat()).run();
+    let sweep = [
+        "run",
+        "--backend",
+        "emulator",
+        "--ops",
+        "attention_combine",
+        "--cases",
+        "0",
+        "--schedules",
+        "0",
+    ];
+    let run = Parity::new(
+        &[&sweep[..], &["--edge-cases", "3", "--memory", "1MiB", "--out", &out]].concat(),
+    )
+    .run();
     let report = std::fs::read_to_string(folder.path().join("report.json")).unwrap();
-    assert!(report.contains("it takes more than the 1.0 MiB of memory that a case may"), "{}", run.stdout);
+    assert!(
+        report.contains("it takes more than the 1.0 MiB of memory that a case may"),
+        "{}",
+        run.stdout
+    );
 }
 
 #[test]
@@ -300,10 +349,14 @@ fn a_gap_that_cannot_be_is_refused_by_the_field_that_says_it() {
         refused.to_string()
     };
     for value in [1 << 40, i64::MAX as u64, u64::MAX] {
-        let said = case("rms_norm", "layouts", serde_json::json!({ "x": { "gaps": { "width": value } } }));
+        let said =
+            case("rms_norm", "layouts", serde_json::json!({ "x": { "gaps": { "width": value } } }));
         assert!(said.contains("field `layouts`") && said.contains(&value.to_string()), "{said}");
         let said = case("kv_cache_write", "page_padding", value.into());
-        assert!(said.contains("field `page_padding`") && said.contains(&value.to_string()), "{said}");
+        assert!(
+            said.contains("field `page_padding`") && said.contains(&value.to_string()),
+            "{said}"
+        );
     }
     // Each is what it may be, and together they are not.
     let mut many = registry::find("decode_attention").unwrap().edge_cases(Profile::Quick).remove(1);
@@ -317,7 +370,8 @@ fn a_gap_that_cannot_be_is_refused_by_the_field_that_says_it() {
 #[test]
 fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
     let half = Limit::bytes(4 << 30);
-    let environment = &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
+    let environment =
+        &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
     for operator in registry::OPERATORS {
         for profile in [Profile::Quick, Profile::Ci] {
             let options = SweepOptions {
@@ -334,7 +388,9 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
                 condition: None,
             };
             let (planned, _) = sweep::plan(operator, Vec::new(), &options, environment).unwrap();
-            let sized = planned.iter().map(|planned| (operator.bytes(&planned.case).unwrap(), planned.case.line()));
+            let sized = planned
+                .iter()
+                .map(|planned| (operator.bytes(&planned.case).unwrap(), planned.case.line()));
             let (bytes, line) = sized.max().expect("a case");
             println!("{}: {} MiB", operator.name(), bytes >> 20);
             assert!(half.allows(bytes), "{bytes} bytes: {line}");

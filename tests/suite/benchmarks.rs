@@ -157,7 +157,9 @@ fn called(benchmark: &dyn Timed, device: &Device) -> Result<u64, String> {
 /// Those of the operators that a commit goes through.
 fn of_concerned_operators(mut benchmarks: Vec<Box<dyn Timed>>) -> Vec<Box<dyn Timed>> {
     let drawn = concerned_operators();
-    benchmarks.retain(|benchmark| drawn.iter().any(|operator| operator.name() == benchmark.work().operator));
+    benchmarks.retain(|benchmark| {
+        drawn.iter().any(|operator| operator.name() == benchmark.work().operator)
+    });
     benchmarks
 }
 
@@ -165,7 +167,8 @@ fn of_concerned_operators(mut benchmarks: Vec<Box<dyn Timed>>) -> Vec<Box<dyn Ti
 fn every_operator_but_a_chain_is_timed_on_a_gpu_and_on_the_emulator_under_names_of_their_own() {
     let emulator = emulator();
     for environment in [&gpu("sm_90a"), &gpu("sm_80"), emulator.environment()] {
-        let ids: BTreeSet<_> = all(environment).iter().map(|b| (b.group(), b.name().to_owned())).collect();
+        let ids: BTreeSet<_> =
+            all(environment).iter().map(|b| (b.group(), b.name().to_owned())).collect();
         assert_eq!(ids.len(), all(environment).len(), "two benchmarks have one name");
         for operator in OPERATORS.iter().filter(|operator| operator.chain().is_empty()) {
             let benchmarks = operator.benchmarks(environment);
@@ -189,7 +192,8 @@ fn what_a_timed_call_writes_agrees_with_the_oracle() {
     let device = emulator();
     for benchmark in all(device.environment()) {
         let id = format!("{}/{}", benchmark.group(), benchmark.name());
-        let compared = called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
+        let compared =
+            called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
         assert!(compared > 0, "{id}");
     }
 }
@@ -198,7 +202,8 @@ fn what_a_timed_call_writes_agrees_with_the_oracle() {
 fn what_no_call_wrote_is_not_taken_for_a_result() {
     let device = emulator();
     for group in ["rms_norm_forward", "rms_norm_backward"] {
-        let benchmark = all(device.environment()).into_iter().find(|benchmark| benchmark.group() == group);
+        let benchmark =
+            all(device.environment()).into_iter().find(|benchmark| benchmark.group() == group);
         let benchmark = benchmark.expect("a benchmark");
         let buffers = benchmark.place(&device).expect("buffers");
         buffers.call(0).expect("a call");
@@ -214,14 +219,22 @@ fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
         return;
     }
     let device = emulator();
-    let mutants = planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants");
-    let groups: BTreeSet<String> = all(device.environment()).iter().map(|benchmark| benchmark.group()).collect();
+    let mutants = planted::load(&fixtures().join("mutants"))
+        .expect("fixtures/mutants holds lists of mutants");
+    let groups: BTreeSet<String> =
+        all(device.environment()).iter().map(|benchmark| benchmark.group()).collect();
     assert_eq!(groups, MUTANTS.iter().map(|(group, _)| (*group).to_owned()).collect());
-    let drawn: BTreeSet<String> = of_concerned_operators(all(device.environment())).iter().map(|b| b.group()).collect();
+    let drawn: BTreeSet<String> =
+        of_concerned_operators(all(device.environment())).iter().map(|b| b.group()).collect();
     for &(group, id) in MUTANTS.iter().filter(|(group, _)| drawn.contains(*group)) {
-        let mutant = mutants.iter().find(|mutant| mutant.id == id).unwrap_or_else(|| panic!("no mutant `{id}`"));
-        let mutated = device.with_tree(mutant.plant(device.tree()).expect("an anchor that matches"));
-        let of_group = all(device.environment()).into_iter().filter(|benchmark| benchmark.group() == group);
+        let mutant = mutants
+            .iter()
+            .find(|mutant| mutant.id == id)
+            .unwrap_or_else(|| panic!("no mutant `{id}`"));
+        let mutated =
+            device.with_tree(mutant.plant(device.tree()).expect("an anchor that matches"));
+        let of_group =
+            all(device.environment()).into_iter().filter(|benchmark| benchmark.group() == group);
         let seen: Vec<_> = of_group.map(|benchmark| called(&*benchmark, &mutated)).collect();
         assert!(seen.iter().any(Result::is_err), "{group}: `{id}` was not seen: {seen:?}");
     }
@@ -267,13 +280,17 @@ fn all_reduced() -> Vec<Box<dyn Timed>> {
 }
 
 fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
-    let (rows, heads) = (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
+    let (rows, heads) =
+        (json!({"num_rows": 21, "width": 512}), json!({"num_tokens": 11, "num_heads": 3}));
     let rms_norm = |group, name| timed::<RmsNorm>(group, name, &rows, json!({"num_rows": 4}));
     let rope = |name| timed::<Rope>("forward", name, &heads, json!({"num_tokens": 2}));
     let keys = json!({"num_tokens": 32, "num_pages": 2, "page_size": 16, "page_padding": 64});
-    let query = |group| timed::<QueryNormRope>(group, "16384x128x512 bf16", &heads, json!({"num_tokens": 2}));
+    let query = |group| {
+        timed::<QueryNormRope>(group, "16384x128x512 bf16", &heads, json!({"num_tokens": 2}))
+    };
     let groups = json!({"num_tokens": 11, "num_heads": 6, "o_groups": 2, "head_dim": 128});
-    let output = |name| timed::<InverseRopeQuantize>("forward", name, &groups, json!({"num_tokens": 2}));
+    let output =
+        |name| timed::<InverseRopeQuantize>("forward", name, &groups, json!({"num_tokens": 2}));
     vec![
         rms_norm("forward", "4096x7168 bf16"),
         rms_norm("forward", "2097152x512 bf16 unweighted"),
@@ -298,8 +315,10 @@ fn linears() -> Vec<Box<dyn Timed>> {
     let linear = |name| timed::<Linear>("forward", name, &layer, fewer.clone());
     let transposed = json!({"num_tokens": 21, "out_features": 40, "in_features": 400});
     let gradients = |name| timed::<Linear>("backward", name, &transposed, fewer.clone());
-    let of_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 400, "in_features": 72});
-    let transposed_groups = json!({"num_tokens": 21, "num_groups": 3, "out_features": 40, "in_features": 400});
+    let of_groups =
+        json!({"num_tokens": 21, "num_groups": 3, "out_features": 400, "in_features": 72});
+    let transposed_groups =
+        json!({"num_tokens": 21, "num_groups": 3, "out_features": 40, "in_features": 400});
     let coded = json!({"num_tokens": 21, "out_features": 400, "in_features": 160});
     let quantized = |name| timed::<Linear>("forward", name, &coded, fewer.clone());
     vec![
@@ -308,7 +327,12 @@ fn linears() -> Vec<Box<dyn Timed>> {
         gradients("4096x7168x16384 bf16"),
         gradients("4096x7168x16384 bf16 portable"),
         timed::<Linear>("forward", "4096x1024x4096 bf16 in 16 groups", &of_groups, fewer.clone()),
-        timed::<Linear>("backward", "4096x1024x4096 bf16 in 16 groups", &transposed_groups, fewer.clone()),
+        timed::<Linear>(
+            "backward",
+            "4096x1024x4096 bf16 in 16 groups",
+            &transposed_groups,
+            fewer.clone(),
+        ),
         quantized("4096x7168x16384 fp8"),
         quantized("4096x7168x16384 fp8 portable"),
         quantized("4096x7168x16384 mxfp4"),
@@ -339,7 +363,12 @@ fn attention() -> Vec<Box<dyn Timed>> {
         decode("b128 H64 w128+512 fp8"),
         decode("b128 H64 w128+512 bf16"),
         decode("b128 H64 w128+512 fp8 portable"),
-        timed::<AttentionCombine>("forward", "8 parts 128x128x512", &parts, json!({"num_tokens": 2})),
+        timed::<AttentionCombine>(
+            "forward",
+            "8 parts 128x128x512",
+            &parts,
+            json!({"num_tokens": 2}),
+        ),
         target("q4096 k8192 H64 D512 topk512"),
         target("q4096 k8192 H64 D512 topk512 portable"),
         dense("q4096 k2048 H64 D512 dense"),
@@ -350,13 +379,19 @@ fn attention() -> Vec<Box<dyn Timed>> {
 fn caches() -> Vec<Box<dyn Timed>> {
     let pages = |padding| json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": padding});
     let fewer = json!({"num_tokens": 32, "num_pages": 2});
-    let rows = |name, padding| timed::<KvCacheWrite>("forward", name, &pages(padding), fewer.clone());
+    let rows =
+        |name, padding| timed::<KvCacheWrite>("forward", name, &pages(padding), fewer.clone());
     let keys = |name| timed::<IndexerCacheWrite>("forward", name, &pages(64), fewer.clone());
     let entries = |group, name, ratio: usize| {
         let sizes = json!({"num_tokens": 12 * ratio, "num_sequences": 3, "num_entries": 12, "head_dim": 128});
         let mut whole = sizes.as_object().expect("fields").clone();
         whole.insert("table_rows".into(), json!(4 * ratio));
-        timed::<Compressor>(group, name, &whole.into(), json!({"num_tokens": 6 * ratio, "num_entries": 5}))
+        timed::<Compressor>(
+            group,
+            name,
+            &whole.into(),
+            json!({"num_tokens": 6 * ratio, "num_entries": 5}),
+        )
     };
     let sequences = json!({"num_sequences": 6, "num_slots": 6, "head_dim": 128});
     vec![
@@ -375,7 +410,8 @@ fn caches() -> Vec<Box<dyn Timed>> {
 }
 
 fn streams() -> Vec<Box<dyn Timed>> {
-    let (tokens, fewer) = (json!({"num_tokens": 11, "hidden_size": 72}), || json!({"num_tokens": 2}));
+    let (tokens, fewer) =
+        (json!({"num_tokens": 11, "hidden_size": 72}), || json!({"num_tokens": 2}));
     let mhc_post = |group| timed::<MhcPost>(group, "4096x4x7168 bf16", &tokens, fewer());
     let mhc_pre = |group, name| timed::<MhcPre>(group, name, &tokens, fewer());
     let mhc_fused = |group, name| timed::<MhcPostMixPre>(group, name, &tokens, fewer());
@@ -383,7 +419,14 @@ fn streams() -> Vec<Box<dyn Timed>> {
     let mhc_head = |group| timed::<MhcHead>(group, "4096x4x7168 bf16", &tokens, fewer());
     let named = json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96});
     let fewer_rows = json!({"num_tokens": 5, "vocab_size": 3});
-    let embed = |group| timed::<EmbedStreams>(group, "32768 of 129280 rows of 7168 bf16", &named, fewer_rows.clone());
+    let embed = |group| {
+        timed::<EmbedStreams>(
+            group,
+            "32768 of 129280 rows of 7168 bf16",
+            &named,
+            fewer_rows.clone(),
+        )
+    };
     vec![
         embed("forward"),
         embed("backward"),
@@ -410,18 +453,33 @@ fn experts() -> Vec<Box<dyn Timed>> {
     let sorted = json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4});
     let name = "32768x7168 to 6 of 256 experts bf16";
     let rows = json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48});
-    let weights = |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
+    let weights =
+        |name| timed::<GateUpInterleave>("forward", name, &rows, json!({"num_experts": 2}));
     let slots = json!({
         "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 160,
     });
-    let contiguous = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "num_rows": 8}));
-    let masked = |name| timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "out_features": 8}));
+    let contiguous = |name| {
+        timed::<GroupedLinear>("forward", name, &slots, json!({"num_experts": 2, "num_rows": 8}))
+    };
+    let masked = |name| {
+        timed::<GroupedLinear>(
+            "forward",
+            name,
+            &slots,
+            json!({"num_experts": 2, "out_features": 8}),
+        )
+    };
     let expand = |group| timed::<MoeExpand>(group, name, &sorted, json!({"num_tokens": 5}));
     let reduce = |group| timed::<MoeReduce>(group, name, &sorted, json!({"num_tokens": 5}));
     vec![
         router("forward", "6 of 256, 32768 tokens"),
         router("backward", "6 of 256, 32768 tokens"),
-        timed::<Router>("forward", "6 of 384, 32768 tokens hashed", &table, json!({"num_tokens": 4})),
+        timed::<Router>(
+            "forward",
+            "6 of 384, 32768 tokens hashed",
+            &table,
+            json!({"num_tokens": 4}),
+        ),
         timed::<MoeMap>("forward", "32768 tokens of 256 experts", &tokens, json!({})),
         expand("forward"),
         expand("backward"),
@@ -446,7 +504,8 @@ fn fused_experts() -> Vec<Box<dyn Timed>> {
     let of = |name, features, in_features, drawn| {
         timed::<GroupedLinearSwiglu>("forward", name, &slots(features, in_features), drawn)
     };
-    let contiguous = |name, features| of(name, features, 144, json!({"num_experts": 2, "num_rows": 8}));
+    let contiguous =
+        |name, features| of(name, features, 144, json!({"num_experts": 2, "num_rows": 8}));
     let masked = |name, [whole, drawn]: [usize; 2], in_features| {
         of(name, whole, in_features, json!({"num_experts": 2, "out_features": drawn}))
     };
@@ -461,13 +520,28 @@ fn fused_experts() -> Vec<Box<dyn Timed>> {
 fn quantizers() -> Vec<Box<dyn Timed>> {
     let (rows, fewer) = (json!({"num_rows": 21, "width": 512}), || json!({"num_rows": 4}));
     let swiglu = |group| timed::<Swiglu>(group, "4096x2048 bf16", &rows, fewer());
-    let gated = |group, name| timed::<SwigluQuantize>(group, name, &json!({"num_rows": 20, "width": 512}), fewer());
+    let gated = |group, name| {
+        timed::<SwigluQuantize>(group, name, &json!({"num_rows": 20, "width": 512}), fewer())
+    };
     let fp8 = |name| timed::<QuantizeFp8>("forward", name, &rows, fewer());
     let mxfp4 = |name| timed::<QuantizeMxfp4>("forward", name, &rows, fewer());
     let nvfp4 = |name| timed::<QuantizeNvfp4>("forward", name, &rows, fewer());
-    let squares =
-        |name| timed::<QuantizeFp8>("forward", name, &json!({"num_rows": 261, "width": 256}), json!({"num_rows": 1}));
-    let tiles = |name| timed::<ScaleSwizzle>("forward", name, &json!({"num_rows": 261, "num_groups": 35}), json!({}));
+    let squares = |name| {
+        timed::<QuantizeFp8>(
+            "forward",
+            name,
+            &json!({"num_rows": 261, "width": 256}),
+            json!({"num_rows": 1}),
+        )
+    };
+    let tiles = |name| {
+        timed::<ScaleSwizzle>(
+            "forward",
+            name,
+            &json!({"num_rows": 261, "num_groups": 35}),
+            json!({}),
+        )
+    };
     vec![
         tiles("32768x224 inverse"),
         swiglu("forward"),
@@ -476,7 +550,12 @@ fn quantizers() -> Vec<Box<dyn Timed>> {
         gated("forward", "24576x2048 bf16 groups of 32"),
         gated("backward", "24576x2048 bf16"),
         // One row, whose scales lie in four.
-        timed::<SwigluQuantize>("forward", "1x2048 bf16 groups of 128", &json!({"width": 512}), json!({})),
+        timed::<SwigluQuantize>(
+            "forward",
+            "1x2048 bf16 groups of 128",
+            &json!({"width": 512}),
+            json!({}),
+        ),
         fp8("quantize 32768x4096 1x128 fp32 mnmajor"),
         fp8("quantize 32768x4096 1x128 e8m0 mnmajor"),
         fp8("dequantize 32768x4096 1x128 e8m0 plain"),
@@ -490,14 +569,16 @@ fn quantizers() -> Vec<Box<dyn Timed>> {
 }
 
 fn indexer() -> Vec<Box<dyn Timed>> {
-    let hadamard = |name| timed::<Hadamard>("forward", name, &json!({"num_rows": 21}), json!({"num_rows": 4}));
+    let hadamard =
+        |name| timed::<Hadamard>("forward", name, &json!({"num_rows": 21}), json!({"num_rows": 4}));
     let heads = json!({"num_tokens": 11, "num_heads": 3});
     let query = |name| timed::<IndexerQuery>("forward", name, &heads, json!({"num_tokens": 2}));
     let rows = json!({"num_rows": 11, "num_columns": 300, "topk": 40});
     let logits = |name, whole, fewer| timed::<IndexerLogits>("forward", name, &whole, fewer);
     let prefill = json!({"num_tokens": 11, "num_heads": 5, "num_keys": 90, "columns": 90});
     let training = json!({"num_tokens": 40, "num_heads": 5, "num_keys": 10, "columns": 10});
-    let paged = json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2});
+    let paged =
+        json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2});
     vec![
         hadamard("262144x128 bf16 to bf16"),
         hadamard("262144x128 bf16 to e2m1"),
@@ -515,7 +596,8 @@ fn heads() -> Vec<Box<dyn Timed>> {
     let sampler = |name| timed::<Sampler>("forward", name, &rows, json!({"num_rows": 3}));
     let few = json!({"num_tokens": 3, "num_rows": 3, "vocab_size": 200, "hidden_size": 72});
     let many = json!({"num_tokens": 140, "num_rows": 140, "vocab_size": 200, "hidden_size": 72});
-    let head = |name, whole: &Value| timed::<LmHead>("forward", name, whole, json!({"vocab_size": 50}));
+    let head =
+        |name, whole: &Value| timed::<LmHead>("forward", name, whole, json!({"vocab_size": 50}));
     vec![
         head("1x129280x7168 bf16", &few),
         head("128x129280x7168 bf16", &many),
@@ -526,9 +608,11 @@ fn heads() -> Vec<Box<dyn Timed>> {
 
 fn losses() -> Vec<Box<dyn Timed>> {
     let listed = json!({"num_tokens": 7, "num_keys": 90, "topk": 40});
-    let loss = |group| timed::<IndexerLoss>(group, "q4096 topk512", &listed, json!({"num_tokens": 2}));
+    let loss =
+        |group| timed::<IndexerLoss>(group, "q4096 topk512", &listed, json!({"num_tokens": 2}));
     let rows = json!({"num_tokens": 9, "num_keys": 30});
-    let dense_loss = |group| timed::<IndexerLoss>(group, "q4096 dense k4096", &rows, json!({"num_tokens": 2}));
+    let dense_loss =
+        |group| timed::<IndexerLoss>(group, "q4096 dense k4096", &rows, json!({"num_tokens": 2}));
     let lists = json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40});
     let fewer = json!({"num_tokens": 2, "num_keys": 44});
     let recompute = |name| timed::<IndexerRecompute>("forward", name, &lists, fewer.clone());
@@ -543,7 +627,12 @@ fn losses() -> Vec<Box<dyn Timed>> {
         recompute("q4096 k8192 H64 D128 topk1024"),
         queries("q4096 k8192 H64 D128 topk512"),
         queries("q4096 k8192 H64 D128 topk512 deterministic"),
-        timed::<IndexerBackward>("forward", "q4096 k2048 H64 D128 dense", &keys, json!({"num_tokens": 2})),
+        timed::<IndexerBackward>(
+            "forward",
+            "q4096 k2048 H64 D128 dense",
+            &keys,
+            json!({"num_tokens": 2}),
+        ),
     ]
 }
 
@@ -555,11 +644,15 @@ fn repeated_tensors_and_samples_of_some_rows_agree_with_the_oracle_for_every_ope
     let device = emulator();
     let all = all_reduced();
     let timed: BTreeSet<String> = all.iter().map(|benchmark| benchmark.work().operator).collect();
-    let known = OPERATORS.iter().filter(|operator| operator.chain().is_empty()).map(|operator| operator.name());
+    let known = OPERATORS
+        .iter()
+        .filter(|operator| operator.chain().is_empty())
+        .map(|operator| operator.name());
     assert_eq!(timed, known.map(str::to_owned).collect());
     for benchmark in of_concerned_operators(all) {
         let id = format!("{}/{}", benchmark.group(), benchmark.name());
-        let compared = called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
+        let compared =
+            called(&*benchmark, &device).unwrap_or_else(|problem| panic!("{id}: {problem}"));
         println!("{id}: {compared}");
         assert!(compared > 0, "{id}");
     }
@@ -614,7 +707,8 @@ fn scales_of_other_blocks_than_the_sampled_features_disagree() {
 #[test]
 fn features_that_were_not_written_are_among_the_sampled_ones() {
     let whole = json!({"num_tokens": 3, "out_features": 1000, "in_features": 72});
-    let product = reduced::<Linear>("forward", "4096x65536x1536 bf16", whole, json!({"num_tokens": 3}));
+    let product =
+        reduced::<Linear>("forward", "4096x65536x1536 bf16", whole, json!({"num_tokens": 3}));
     // As if the launch ended before the last block of features.
     let shortened: Call<Linear> = |case, views, run| {
         let narrow = |name: &str, axis| views[name].narrow(axis, 0, 896).expect("fewer features");
@@ -632,5 +726,8 @@ fn tensors_that_do_not_repeat_to_those_of_the_case_are_refused_by_name() {
     let rows = json!({"num_rows": 8, "width": 512});
     let larger = reduced::<RmsNorm>("forward", "4096x7168 bf16", rows, json!({"num_rows": 9}));
     let problem = problem(larger);
-    assert!(problem.contains("`dy` is [9, 512]") || problem.contains("`x` is [9, 512]"), "{problem}");
+    assert!(
+        problem.contains("`dy` is [9, 512]") || problem.contains("`x` is [9, 512]"),
+        "{problem}"
+    );
 }

@@ -12,7 +12,8 @@ use crate::command_line::Parity;
 use crate::external::python;
 use crate::support::fixtures;
 
-const PAIRS: &str = "[[pair]]\nfamily = 'Norms'\nwork = 'RMSNorm'\nwho = 'torch'\nours = 'n/a'\ntheirs = 'a'\n";
+const PAIRS: &str =
+    "[[pair]]\nfamily = 'Norms'\nwork = 'RMSNorm'\nwho = 'torch'\nours = 'n/a'\ntheirs = 'a'\n";
 
 /// A turn of a side on a machine, with one time.
 fn log(side: &str, uuid: &str, id: &str, microseconds: f64) -> String {
@@ -41,22 +42,39 @@ fn a_page_is_printed_or_written_and_its_first_line_names_the_command() {
         std::fs::write(&path, text).unwrap();
         path.display().to_string()
     };
-    let (list, ours) = (put("pairs.toml", PAIRS), put("ours.jsonl", &log("ours", "GPU-1", "n/a", 2.0)));
+    let (list, ours) =
+        (put("pairs.toml", PAIRS), put("ours.jsonl", &log("ours", "GPU-1", "n/a", 2.0)));
     let theirs = put("theirs.jsonl", &log("theirs", "GPU-1", "a", 3.0));
     let printed = Parity::new(&["beside", &list, &ours, &theirs]).run();
     printed.assert_code(0);
-    assert!(printed.stdout.starts_with(&format!("Made by `parity beside {list} {ours} {theirs}`.")));
-    assert!(printed.stdout.contains("| RMSNorm | torch | 2.000 (2.000 to 2.000) | 3.000 (3.000 to 3.000) | 1.50 |"));
+    assert!(
+        printed.stdout.starts_with(&format!("Made by `parity beside {list} {ours} {theirs}`."))
+    );
+    assert!(
+        printed.stdout.contains(
+            "| RMSNorm | torch | 2.000 (2.000 to 2.000) | 3.000 (3.000 to 3.000) | 1.50 |"
+        )
+    );
 
     let out = dir.path().join("public.md").display().to_string();
     let written = Parity::new(&["beside", &list, &ours, &theirs, "--out", &out]).run();
     written.assert_code(0);
     let page = std::fs::read_to_string(&out).unwrap();
-    assert!(written.stdout.is_empty() && page.lines().next().unwrap().ends_with(&format!("--out {out}`.")));
-    assert_eq!(page.lines().skip(1).collect::<Vec<_>>(), printed.stdout.lines().skip(1).collect::<Vec<_>>());
+    assert!(
+        written.stdout.is_empty()
+            && page.lines().next().unwrap().ends_with(&format!("--out {out}`."))
+    );
+    assert_eq!(
+        page.lines().skip(1).collect::<Vec<_>>(),
+        printed.stdout.lines().skip(1).collect::<Vec<_>>()
+    );
 
     let other = put("other.jsonl", &log("theirs", "GPU-2", "a", 3.0));
-    Parity::new(&["beside", &list, &ours, &other]).run().assert_bad_input(&["other.jsonl", "GPU-1", "GPU-2"]);
+    Parity::new(&["beside", &list, &ours, &other]).run().assert_bad_input(&[
+        "other.jsonl",
+        "GPU-1",
+        "GPU-2",
+    ]);
     let typo = put("typo.toml", &PAIRS.replace("n/a", "n/b"));
     Parity::new(&["beside", &typo, &ours, &theirs]).run().assert_bad_input(&["typo.toml", "`n/b`"]);
     Parity::new(&["beside", &list, &ours]).run().assert_bad_input(&["`theirs`"]);

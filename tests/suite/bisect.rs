@@ -30,21 +30,33 @@ type Patches = Vec<(&'static str, String)>;
 impl Scripted {
     /// `count` commits; `patches(i)` is what stands in the kernels from commit `i` to the next, `files(i)`
     /// are other files.
-    fn new(count: usize, patches: impl Fn(usize) -> Patches, files: impl Fn(usize) -> Vec<(String, String)>) -> Self {
+    fn new(
+        count: usize,
+        patches: impl Fn(usize) -> Patches,
+        files: impl Fn(usize) -> Vec<(String, String)>,
+    ) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let script = Self { dir };
         script.git(&["init", "--quiet", "--initial-branch=main"]);
         let mut stream = String::new();
         for at in 0..count {
             let message = format!("Change {at}");
-            let _ = write!(stream, "commit refs/heads/main\ncommitter A <a@b.c> {} +0000\n", 1_700_000_000 + at);
+            let _ = write!(
+                stream,
+                "commit refs/heads/main\ncommitter A <a@b.c> {} +0000\n",
+                1_700_000_000 + at
+            );
             let _ = writeln!(stream, "data {}\n{message}", message.len());
             for (path, text) in kernels(at, &patches(at)).into_iter().chain(files(at)) {
                 let _ = write!(stream, "M 100644 inline {path}\ndata {}\n{text}\n", text.len());
             }
             let _ = write!(stream, "\nreset refs/tags/c{at}\nfrom refs/heads/main\n\n");
         }
-        let mut import = script.command(&["fast-import", "--quiet"]).stdin(Stdio::piped()).spawn().expect("git runs");
+        let mut import = script
+            .command(&["fast-import", "--quiet"])
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("git runs");
         import.stdin.take().expect("a pipe").write_all(stream.as_bytes()).expect("git reads");
         assert!(import.wait().expect("git ends").success());
         script
@@ -52,14 +64,23 @@ impl Scripted {
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new("git");
-        command.arg("-C").arg(self.dir.path()).args(arguments).env("PARITY_CACHE_DIR", self.cache());
+        command
+            .arg("-C")
+            .arg(self.dir.path())
+            .args(arguments)
+            .env("PARITY_CACHE_DIR", self.cache());
         command
     }
 
     fn git(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().expect("git runs");
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        assert!(output.status.success(), "git {arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+        assert!(
+            output.status.success(),
+            "git {arguments:?}: {}{}",
+            text(&output.stdout),
+            text(&output.stderr)
+        );
         text(&output.stdout)
     }
 
@@ -83,7 +104,19 @@ impl Scripted {
     fn bisect_on(&self, backend: BackendKind, last: usize, arguments: &[&str]) -> Output {
         let (repo, out) = (self.dir.path().display().to_string(), self.out().display().to_string());
         let (bad, backend) = (format!("c{last}"), backend.to_string());
-        let fixed = ["bisect", "--good", "c0", "--bad", &bad, "--repo", &repo, "--out", &out, "--backend", &backend];
+        let fixed = [
+            "bisect",
+            "--good",
+            "c0",
+            "--bad",
+            &bad,
+            "--repo",
+            &repo,
+            "--out",
+            &out,
+            "--backend",
+            &backend,
+        ];
         let cache = self.cache().display().to_string();
         Parity::new(&[&fixed[..], arguments].concat()).env("PARITY_CACHE_DIR", &cache).run()
     }
@@ -158,13 +191,21 @@ fn a_planted_regression_among_64_commits_is_found_past_two_that_do_not_compile()
     assert_eq!(trials(&output, "skip "), [32, 40], "the two that do not compile stood in the way");
     // Two ends, two skips, and halvings, of which the skips make two uneven. This bounds the time; the clock
     // itself would judge what else the machine is doing.
-    let tried = ["good ", "bad ", "skip "].map(|word| trials(&output, word).len()).iter().sum::<usize>();
+    let tried =
+        ["good ", "bad ", "skip "].map(|word| trials(&output, word).len()).iter().sum::<usize>();
     assert!(tried <= 12, "{tried} commits were compiled");
     assert!(output.stdout.contains("undeclared_width"), "the compiler is not quoted");
-    assert!(output.stdout.contains(&format!("+    return rsqrt_approx({});", wrong_mean().1)), "no diff");
+    assert!(
+        output.stdout.contains(&format!("+    return rsqrt_approx({});", wrong_mean().1)),
+        "no diff"
+    );
     let page = std::fs::read_to_string(repository.out().join("index.html")).expect("the page");
     assert!(page.contains("<svg") && page.contains("Change 43") && page.contains("(width + 1)"));
-    assert_eq!(repository.git(&["status", "--porcelain", "--branch"]), before, "the repository was touched");
+    assert_eq!(
+        repository.git(&["status", "--porcelain", "--branch"]),
+        before,
+        "the repository was touched"
+    );
 }
 
 #[test]
@@ -183,9 +224,20 @@ fn broken_commits_at_the_turn_are_reported_as_a_range() {
     );
     let output = repository.bisect(8, &["--case", &case(2, 64)]);
     output.assert_code(0);
-    let range = output.stdout.split("is one of these").nth(1).expect("a range").split("diff --git").next().unwrap();
+    let range = output
+        .stdout
+        .split("is one of these")
+        .nth(1)
+        .expect("a range")
+        .split("diff --git")
+        .next()
+        .unwrap();
     for at in 0..9 {
-        assert_eq!(range.contains(&repository.id(at)), (4..=6).contains(&at), "commit {at} in\n{range}");
+        assert_eq!(
+            range.contains(&repository.id(at)),
+            (4..=6).contains(&at),
+            "commit {at} in\n{range}"
+        );
     }
 }
 
@@ -194,7 +246,8 @@ fn an_operator_without_a_case_is_bisected_on_the_first_case_that_differs() {
     if left_out(&BISECT) {
         return;
     }
-    let repository = Scripted::new(5, |at| if at >= 2 { vec![wrong_mean()] } else { vec![] }, no_files);
+    let repository =
+        Scripted::new(5, |at| if at >= 2 { vec![wrong_mean()] } else { vec![] }, no_files);
     found(&repository.bisect(4, &["--op", "rms_norm", "--cases", "2"]), &repository, 2);
 }
 
@@ -209,7 +262,8 @@ fn a_revision_with_other_parameter_structs_is_judged_by_its_own_harness() {
     // Another name of a field is another layout. The harness of those revisions is a stand-in that knows its answer.
     let renamed = || ("num_partials", "num_partial_rows".to_owned());
     let harness = |at: usize| {
-        let manifest = "[package]\nname = \"parity\"\nversion = \"0.1.0\"\nedition = \"2021\"\n[workspace]\n";
+        let manifest =
+            "[package]\nname = \"parity\"\nversion = \"0.1.0\"\nedition = \"2021\"\n[workspace]\n";
         let program = format!("fn main() {{ std::process::exit({}) }}\n", i32::from(at >= 5));
         vec![("Cargo.toml".to_owned(), manifest.to_owned()), ("src/main.rs".to_owned(), program)]
     };
@@ -235,13 +289,19 @@ fn a_narrowed_accumulator_that_no_budget_fails_is_found_by_its_error() {
     if left_out(&BISECT) {
         return;
     }
-    let narrow = "sum = __uint_as_float(__float_as_uint(sum + dy[e] * weight[e] * x[e]) & 0xfffffffeu);";
+    let narrow =
+        "sum = __uint_as_float(__float_as_uint(sum + dy[e] * weight[e] * x[e]) & 0xfffffffeu);";
     let narrowed = || (SUM, narrow.to_owned());
-    let repository = Scripted::new(16, |at| if at >= 11 { vec![narrowed()] } else { vec![] }, no_files);
+    let repository =
+        Scripted::new(16, |at| if at >= 11 { vec![narrowed()] } else { vec![] }, no_files);
     let case = case(64, 512).replace("bf16", "f32");
     let output = repository.bisect(15, &["--case", &case]);
     output.assert_code(1);
-    assert!(output.stdout.contains("the bad revision is not bad: every check passes"), "{}", output.stdout);
+    assert!(
+        output.stdout.contains("the bad revision is not bad: every check passes"),
+        "{}",
+        output.stdout
+    );
     let output = repository.bisect(15, &["--case", &case, "--metric", "error"]);
     println!("{}", output.stdout);
     found(&output, &repository, 11);
@@ -255,7 +315,8 @@ fn a_missing_barrier_is_found_by_runs_that_differ() {
     }
     let barrier = "        __syncthreads();\n    }\n    float* partial =";
     let missing = || (barrier, "    }\n    float* partial =".to_owned());
-    let repository = Scripted::new(8, |at| if at >= 3 { vec![missing()] } else { vec![] }, no_files);
+    let repository =
+        Scripted::new(8, |at| if at >= 3 { vec![missing()] } else { vec![] }, no_files);
     let output = repository.bisect(7, &["--case", &case(24, 64), "--metric", "determinism"]);
     println!("{}", output.stdout);
     found(&output, &repository, 3);
@@ -273,7 +334,11 @@ fn wasted_time_is_found_by_paired_runs() {
     };
     let repository = Scripted::new(8, |at| if at >= 6 { vec![spin()] } else { vec![] }, no_files);
     // A GPU that other tests share has no times of its own.
-    let output = repository.bisect_on(BackendKind::Emulator, 7, &["--case", &case(16, 256), "--metric", "time"]);
+    let output = repository.bisect_on(
+        BackendKind::Emulator,
+        7,
+        &["--case", &case(16, 256), "--metric", "time"],
+    );
     println!("{}", output.stdout);
     found(&output, &repository, 6);
 }
@@ -287,7 +352,8 @@ fn endpoints_that_do_not_differ_end_with_1_for_every_metric() {
     }
     let repository = Scripted::new(3, |_| vec![], no_files);
     for metric in ["agree", "error", "determinism", "time"] {
-        let output = repository.bisect(2, &["--case", &case(16, 64), "--metric", metric, "--most-runs", "32"]);
+        let output = repository
+            .bisect(2, &["--case", &case(16, 64), "--metric", metric, "--most-runs", "32"]);
         output.assert_code(1);
         assert!(output.stdout.contains("cannot be told apart"), "{}", output.stdout);
     }
@@ -295,7 +361,8 @@ fn endpoints_that_do_not_differ_end_with_1_for_every_metric() {
 
 #[test]
 fn questions_that_make_no_sense_end_with_2_in_one_line() {
-    let repository = Scripted::new(3, |at| if at == 2 { vec![does_not_compile()] } else { vec![] }, no_files);
+    let repository =
+        Scripted::new(3, |at| if at == 2 { vec![does_not_compile()] } else { vec![] }, no_files);
     let case = case(2, 64);
     let refused = |output: Output, needle: &str| {
         output.assert_code(2);
@@ -308,7 +375,17 @@ fn questions_that_make_no_sense_end_with_2_in_one_line() {
     refused(repository.bisect(1, &["--op", "frobnicate"]), "frobnicate");
     let repo = repository.dir.path().display().to_string();
     let ends = |good: &str, bad: &str, repo: &str| {
-        Parity::new(&["bisect", &format!("--good={good}"), "--bad", bad, "--repo", repo, "--case", &case]).run()
+        Parity::new(&[
+            "bisect",
+            &format!("--good={good}"),
+            "--bad",
+            bad,
+            "--repo",
+            repo,
+            "--case",
+            &case,
+        ])
+        .run()
     };
     refused(ends("c1", "c0", &repo), "line of first parents");
     refused(ends("c0", "c1", "/nonexistent"), "/nonexistent");
@@ -321,7 +398,19 @@ fn without_the_demanded_backend_it_ends_with_3() {
     let repository = Scripted::new(2, |_| vec![], no_files);
     let repo = repository.dir.path().display().to_string();
     let case = case(2, 64);
-    let arguments = ["bisect", "--good", "c0", "--bad", "c1", "--repo", &repo, "--case", &case, "--backend", "cuda"];
+    let arguments = [
+        "bisect",
+        "--good",
+        "c0",
+        "--bad",
+        "c1",
+        "--repo",
+        &repo,
+        "--case",
+        &case,
+        "--backend",
+        "cuda",
+    ];
     Parity::new(&arguments).env("CUDA_VISIBLE_DEVICES", "-1").run().assert_code(3);
 }
 
@@ -342,7 +431,9 @@ fn git_bisect_run_understands_the_exit_codes_of_replay() {
         repository.git(&["checkout", "--quiet", &format!("c{at}")]);
         let kernels = repository.dir.path().join("kernels/cuda");
         let (kernels, backend) = (kernels.display().to_string(), support::backend().to_string());
-        Parity::new(&["replay", "--backend", &backend, "--kernels", &kernels, &case(2, 64)]).run().code
+        Parity::new(&["replay", "--backend", &backend, "--kernels", &kernels, &case(2, 64)])
+            .run()
+            .code
     };
     assert_eq!([3, 4, 6].map(replay), [Some(0), Some(125), Some(1)]);
 
@@ -368,6 +459,8 @@ fn a_directory_without_kernels_is_untestable() {
     let dir = tempfile::tempdir().expect("a directory");
     for kernels in [dir.path(), Path::new("/nonexistent")] {
         let (kernels, backend) = (kernels.display().to_string(), support::backend().to_string());
-        Parity::new(&["replay", "--backend", &backend, "--kernels", &kernels, &case(2, 64)]).run().assert_code(125);
+        Parity::new(&["replay", "--backend", &backend, "--kernels", &kernels, &case(2, 64)])
+            .run()
+            .assert_code(125);
     }
 }

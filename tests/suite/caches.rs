@@ -7,7 +7,9 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use dsv4_kernels::cache::cache_layout::{CacheConfig, CacheLayout, Contents, LayerKind, Region};
-use dsv4_kernels::cache::cache_manager::{CacheError, CacheManager, Capacity, SequenceId, SlotMapping};
+use dsv4_kernels::cache::cache_manager::{
+    CacheError, CacheManager, Capacity, SequenceId, SlotMapping,
+};
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::formats::hadamard::{DIM, Stored};
 use dsv4_kernels::{cache::indexer_cache_write, cache::kv_cache_write};
@@ -27,10 +29,18 @@ const MAX_DRAFT_TOKENS: usize = 4;
 const CAPACITY: Capacity = Capacity { num_pages: 7, num_sequences: 3, num_snapshots: 2 };
 
 fn config() -> CacheConfig {
-    let layers = vec![LayerKind::Csa, LayerKind::Window, LayerKind::Hca, LayerKind::Csa, LayerKind::Hca];
+    let layers =
+        vec![LayerKind::Csa, LayerKind::Window, LayerKind::Hca, LayerKind::Csa, LayerKind::Hca];
     let indexer_row_bytes = indexer_cache_write::row_bytes(STORED);
     let (head_dim, indexer_dim) = (ROW.head_dim(), DIM);
-    CacheConfig { layers, row: ROW, head_dim, indexer_dim, indexer_row_bytes, max_draft_tokens: MAX_DRAFT_TOKENS }
+    CacheConfig {
+        layers,
+        row: ROW,
+        head_dim,
+        indexer_dim,
+        indexer_row_bytes,
+        max_draft_tokens: MAX_DRAFT_TOKENS,
+    }
 }
 
 /// What an engine can do wrong with the layout.
@@ -59,8 +69,14 @@ impl Engine {
         let mut arena = DeviceArena::new(support::device(), Contract::NAN);
         let mut memory = |name: &str, rows: usize, stride: usize| {
             // What lies there is no row of anybody.
-            let host = HostTensor { dtype: DType::U8, shape: vec![rows, stride], bytes: vec![0xa5; rows * stride] };
-            arena.upload(name, &host, &Layout::dense(&[rows, stride]), Role::InPlace).expect("memory")
+            let host = HostTensor {
+                dtype: DType::U8,
+                shape: vec![rows, stride],
+                bytes: vec![0xa5; rows * stride],
+            };
+            arena
+                .upload(name, &host, &Layout::dense(&[rows, stride]), Role::InPlace)
+                .expect("memory")
         };
         let pool = memory("pool", CAPACITY.num_pages, layout.page_stride);
         let states = memory("states", CAPACITY.num_sequences, layout.state_stride);
@@ -82,7 +98,8 @@ impl Engine {
         if self.fault == Fault::None || region.contents != Contents::IndexerKeys {
             return self.view(region);
         }
-        let of_layer = self.manager.layout().page.iter().filter(|other| other.layer == region.layer);
+        let of_layer =
+            self.manager.layout().page.iter().filter(|other| other.layer == region.layer);
         let layer_offset = of_layer.map(|other| other.offset).min().expect("its own");
         self.view(&Region { offset: region.offset - layer_offset, ..*region })
     }
@@ -112,7 +129,9 @@ impl Engine {
     fn step(&mut self, id: SequenceId, tokens: &[u32], from: usize, drafts: usize) {
         let mapping = self.manager.step(id, &tokens[from..], drafts).expect("pages");
         assert_eq!(mapping.positions, from..tokens.len());
-        for region in self.manager.layout().page.clone().iter().chain(&self.manager.layout().state.clone()) {
+        for region in
+            self.manager.layout().page.clone().iter().chain(&self.manager.layout().state.clone())
+        {
             self.write(region, tokens, &mapping);
         }
     }
@@ -128,11 +147,16 @@ impl Engine {
             Contents::Compressor | Contents::IndexerCompressor => return,
         };
         let width = if region.contents == Contents::IndexerKeys { DIM } else { ROW.head_dim() };
-        let rows = mapping.positions.clone().flat_map(|position| row_of(region, &tokens[..=position], width));
-        let rows = HostTensor::from_f64(DType::Bf16, &[slots.len(), width], &rows.collect::<Vec<_>>());
+        let rows = mapping
+            .positions
+            .clone()
+            .flat_map(|position| row_of(region, &tokens[..=position], width));
+        let rows =
+            HostTensor::from_f64(DType::Bf16, &[slots.len(), width], &rows.collect::<Vec<_>>());
         let pages = self.written_view(region);
         let rows = self.arena.input("rows", &rows).expect("rows");
-        let slots = self.arena.input("slots", &HostTensor::from_i32(&[slots.len()], slots)).expect("slots");
+        let slots =
+            self.arena.input("slots", &HostTensor::from_i32(&[slots.len()], slots)).expect("slots");
         let views = Views::new().with("slots", &slots);
         let device = support::device();
         let written = if region.contents == Contents::IndexerKeys {
@@ -154,7 +178,9 @@ impl Engine {
             let kind = config().layers[region.layer];
             let slots = match region.contents {
                 Contents::Window => self.manager.window_slots(id, position),
-                Contents::Entries | Contents::IndexerKeys => self.manager.entry_slots(id, kind, position),
+                Contents::Entries | Contents::IndexerKeys => {
+                    self.manager.entry_slots(id, kind, position)
+                }
                 Contents::Compressor | Contents::IndexerCompressor => continue,
             };
             reads.push((*region, self.rows_at(region, &slots.expect("slots"))));
@@ -164,7 +190,9 @@ impl Engine {
 
     fn rows_at(&self, region: &Region, slots: &[i32]) -> Vec<u8> {
         let bytes = match region.contents {
-            Contents::IndexerKeys => RowBytes { data: STORED.code_bytes(), scales: indexer_cache_write::SCALE_BYTES },
+            Contents::IndexerKeys => {
+                RowBytes { data: STORED.code_bytes(), scales: indexer_cache_write::SCALE_BYTES }
+            }
             _ => RowBytes { data: ROW.data_bytes(), scales: ROW.scale_bytes() },
         };
         let view = self.view(region);
@@ -193,7 +221,11 @@ fn row_of(region: &Region, tokens: &[u32], width: usize) -> Vec<f64> {
 /// A text of so many tokens; texts of other numbers differ from token `own_from` on.
 fn text(length: usize, own_from: usize, number: u32) -> Vec<u32> {
     (0..length as u32)
-        .map(|position| if position as usize >= own_from { position + 1000 * number } else { position })
+        .map(
+            |position| {
+                if position as usize >= own_from { position + 1000 * number } else { position }
+            },
+        )
         .collect()
 }
 
@@ -311,8 +343,12 @@ fn layers_of_one_pool_hold_unlike_rows_and_touch_no_byte_between_their_regions()
     }
     let layout = engine.manager.layout();
     let pool = engine.arena.download(&engine.pool).expect("memory").bytes;
-    let owned =
-        |at: usize| layout.page.iter().any(|r| (r.offset..r.offset + r.bytes).contains(&(at % layout.page_stride)));
+    let owned = |at: usize| {
+        layout
+            .page
+            .iter()
+            .any(|r| (r.offset..r.offset + r.bytes).contains(&(at % layout.page_stride)))
+    };
     let between: Vec<u8> = (0..pool.len()).filter(|&at| !owned(at)).map(|at| pool[at]).collect();
     assert!(!between.is_empty() && between.iter().all(|&byte| byte == 0xa5));
     // The compressors' rows are nobody's here.
@@ -335,8 +371,11 @@ fn an_engine_that_drops_the_offset_of_a_layer_is_seen_in_the_layers_that_share_a
     assert_eq!(wrong, [(0, Contents::IndexerKeys), (3, Contents::IndexerKeys)]);
     // The first one has the keys of the other, which has what lay there before.
     let keys = |all: &[(Region, Vec<u8>)], layer: usize| {
-        let of = |region: &Region| region.layer == layer && region.contents == Contents::IndexerKeys;
+        let of =
+            |region: &Region| region.layer == layer && region.contents == Contents::IndexerKeys;
         all.iter().find(|(region, _)| of(region)).expect("a region").1.clone()
     };
-    assert!(keys(&reads, 0) == keys(&expected, 3) && keys(&reads, 3).iter().all(|&byte| byte == 0xa5));
+    assert!(
+        keys(&reads, 0) == keys(&expected, 3) && keys(&reads, 3).iter().all(|&byte| byte == 0xa5)
+    );
 }

@@ -27,17 +27,27 @@ fn prepare(line: &str) -> Result<Box<dyn PreparedCase>, String> {
 }
 
 fn laws(line: &str) -> BTreeSet<&'static str> {
-    prepare(line).unwrap().laws().into_iter().filter(|law| law.left_out.is_none()).map(|law| law.name).collect()
+    prepare(line)
+        .unwrap()
+        .laws()
+        .into_iter()
+        .filter(|law| law.left_out.is_none())
+        .map(|law| law.name)
+        .collect()
 }
 
 #[test]
 fn a_field_that_nobody_knows_is_refused_by_name_though_cases_share_fields() {
     assert!(prepare(RMS_NORM).is_ok());
     let error = prepare(&RMS_NORM.replacen("\"seed\"", "\"seeed\":1,\"seed\"", 1)).err().unwrap();
-    assert!(error.contains("`seeed`") && error.contains("rms_norm") && error.contains("magnitude"), "{error}");
+    assert!(
+        error.contains("`seeed`") && error.contains("rms_norm") && error.contains("magnitude"),
+        "{error}"
+    );
     let error = prepare(&RMS_NORM.replace(",\"seed\":3", "")).err().unwrap();
     assert!(error.contains("missing field `seed`"), "{error}");
-    let error = prepare(&RMS_NORM.replace("\"magnitude\":1.0", "\"magnitude\":-1.0")).err().unwrap();
+    let error =
+        prepare(&RMS_NORM.replace("\"magnitude\":1.0", "\"magnitude\":-1.0")).err().unwrap();
     assert!(error.contains("`magnitude`") && error.contains("-1"), "{error}");
 }
 
@@ -50,7 +60,9 @@ fn special_numbers_are_refused_where_nothing_is_clamped_and_unknown_ones_everywh
         (r#"{"infinity_in":"y"}"#, "`y` of the case can hold an infinity"),
         (r#"{"alone":"dy"}"#, "no upstream gradient `dy` beside others"),
     ] {
-        let error = prepare(&RMS_NORM.replacen('{', &format!("{{\"special\":{special},"), 1)).err().unwrap();
+        let error = prepare(&RMS_NORM.replacen('{', &format!("{{\"special\":{special},"), 1))
+            .err()
+            .unwrap();
         assert!(error.contains("`special`") && error.contains(why), "{error}");
     }
     let error = prepare(&swiglu(r#""limit":1.0,"magnitude":1.0,"special":"odd""#)).err().unwrap();
@@ -66,7 +78,8 @@ fn special_numbers_reach_the_oracle_and_are_among_the_corners_of_whoever_clamps(
     let special = truth(&swiglu(r#""limit":1.0,"magnitude":1.0,"special":"not_finite""#));
     assert!(special.exact[0].values.iter().any(|value| value.is_nan()));
     let edge_cases = registry::find("swiglu").unwrap().edge_cases(Profile::Quick);
-    let named: BTreeSet<_> = edge_cases.iter().filter_map(|case| case.fields.get("special")?.as_str()).collect();
+    let named: BTreeSet<_> =
+        edge_cases.iter().filter_map(|case| case.fields.get("special")?.as_str()).collect();
     assert_eq!(named, ["at_the_limit", "not_finite"].into());
     let drawn = truth(&swiglu(r#""limit":1.0,"magnitude":1.0"#));
     assert!(drawn.exact[0].values.iter().all(|value| value.is_finite()));
@@ -76,7 +89,11 @@ fn special_numbers_reach_the_oracle_and_are_among_the_corners_of_whoever_clamps(
 fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
     let results = |case: &Case| {
         let exact = registry::prepare(case).unwrap().oracle(Precision::Exact).unwrap();
-        exact.iter().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect::<Vec<_>>()
+        exact
+            .iter()
+            .flat_map(|tensor| &tensor.values)
+            .map(|value| value.to_bits())
+            .collect::<Vec<_>>()
     };
     // What a cache held before shows nowhere. A NaN in a filter of the sampler lifts it, which shows only where another
     // id wins then: its own tests and planted bugs hold that.
@@ -87,7 +104,10 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
     for name in registry::names() {
         let mut lone = 0;
         for case in registry::find(name).unwrap().edge_cases(Profile::Quick) {
-            let Some(special) = case.fields.get("special").filter(|special| special.is_object()) else { continue };
+            let Some(special) = case.fields.get("special").filter(|special| special.is_object())
+            else {
+                continue;
+            };
             if special.get("alone").is_some() || is_quiet(special) {
                 continue;
             }
@@ -99,8 +119,9 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
         // Integers have neither.
         let tensors = registry::find(name).unwrap().describe().tensors;
         let given = tensors.iter().filter(|tensor| tensor.part == "input");
-        let has_numbers =
-            given.flat_map(|tensor| &tensor.dtypes).any(|dtype| ["bf16", "f32"].contains(&dtype.as_str()));
+        let has_numbers = given
+            .flat_map(|tensor| &tensor.dtypes)
+            .any(|dtype| ["bf16", "f32"].contains(&dtype.as_str()));
         assert!(lone > 1 || !has_numbers, "{name} has {lone} cases with a lone number");
     }
 }
@@ -108,7 +129,9 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
 #[test]
 fn scaling_is_a_law_where_fp32_scales_exactly_and_none_where_something_underflows() {
     let scaling: BTreeSet<_> = ["weight counts once", "upstreams scale the gradients once"].into();
-    let of = |fields: &str| laws(&swiglu(fields)).intersection(&scaling).copied().collect::<BTreeSet<_>>();
+    let of = |fields: &str| {
+        laws(&swiglu(fields)).intersection(&scaling).copied().collect::<BTreeSet<_>>()
+    };
     assert_eq!(of(r#""limit":10.0,"magnitude":8.0"#), scaling);
     // The sigmoid of the gate -200 is zero in fp32, scaled or not.
     assert_eq!(of(r#""limit":10.0,"magnitude":8.0,"special":"at_the_limit""#), scaling);
@@ -116,12 +139,14 @@ fn scaling_is_a_law_where_fp32_scales_exactly_and_none_where_something_underflow
     // That of -88 is subnormal, and so is every product with it.
     assert_eq!(of(r#""limit":10.0,"magnitude":11.0"#), BTreeSet::new());
     // The other laws do not scale.
-    let others: BTreeSet<_> = ["independence", "rows may be permuted", "channels may be permuted"].into();
+    let others: BTreeSet<_> =
+        ["independence", "rows may be permuted", "channels may be permuted"].into();
     let subnormal = swiglu(r#""limit":10.0,"magnitude":11.0"#);
     assert_eq!(laws(&subnormal), others);
     // What is left out is counted.
     let options = CheckOptions::of_kernels(0);
     let outcome = checks::run(&*prepare(&subnormal).unwrap(), support::device(), options);
-    let skipped: BTreeSet<_> = outcome.skips.iter().filter_map(|skip| skip.what.strip_prefix("law: ")).collect();
+    let skipped: BTreeSet<_> =
+        outcome.skips.iter().filter_map(|skip| skip.what.strip_prefix("law: ")).collect();
     assert_eq!(skipped, scaling);
 }

@@ -2,10 +2,14 @@
 //! conversion of pairs of codes.
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
-use dsv4_kernels::{attention::attention_combine, attention::decode_attention, cache::kv_cache_write};
+use dsv4_kernels::{
+    attention::attention_combine, attention::decode_attention, cache::kv_cache_write,
+};
 use dsv4_reference::cache::kv_cache::e4m3_value;
 use dsv4_runtime::params::Params;
-use dsv4_runtime::{Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView, Views};
+use dsv4_runtime::{
+    Contract, DType, DeviceArena, LaunchConfig, Result, RuntimeError, TensorView, Views,
+};
 
 use crate::support;
 
@@ -31,7 +35,8 @@ fn place(arena: &mut DeviceArena<'_>, name: &str, dtype: DType, shape: &[usize])
 }
 
 fn placed(arena: &mut DeviceArena<'_>, tensors: &[(&'static str, DType, &[usize])]) -> Views {
-    let placed = tensors.iter().map(|&(name, dtype, shape)| (name, place(arena, name, dtype, shape)));
+    let placed =
+        tensors.iter().map(|&(name, dtype, shape)| (name, place(arena, name, dtype, shape)));
     placed.fold(Views::new(), |views, (name, view)| views.with(name, &view))
 }
 
@@ -75,21 +80,41 @@ fn the_launcher_of_kv_cache_write_names_the_argument_that_it_refuses() {
     let kv = place(&mut arena, "kv", DType::Bf16, &[3, 128]);
     let slots = place(&mut arena, "slots", DType::I32, &[3]);
     let pages = place(&mut arena, "cache", DType::U8, &[4, PAGE_SIZE * FORMAT.row_bytes()]);
-    let write = |kv: &TensorView, slots: &TensorView, format: RowFormat, pages: &TensorView, page_size: usize| {
+    let write = |kv: &TensorView,
+                 slots: &TensorView,
+                 format: RowFormat,
+                 pages: &TensorView,
+                 page_size: usize| {
         let views = Views::from([("kv", kv), ("slots", slots), ("cache", pages)]);
         kv_cache_write::forward(support::device(), &views, format, page_size)
     };
     write(&kv, &slots, FORMAT, &pages, PAGE_SIZE).expect("the unchanged arguments are accepted");
-    assert_refused(write(&shaped(&kv, &[3, 64]), &slots, FORMAT, &pages, PAGE_SIZE), "kv", "[3, 64] must be [3, 128]");
+    assert_refused(
+        write(&shaped(&kv, &[3, 64]), &slots, FORMAT, &pages, PAGE_SIZE),
+        "kv",
+        "[3, 64] must be [3, 128]",
+    );
     assert_refused(write(&typed(&kv, DType::F32), &slots, FORMAT, &pages, PAGE_SIZE), "kv", "f32");
     assert_refused(write(&kv, &shaped(&slots, &[2]), FORMAT, &pages, PAGE_SIZE), "slots", "[2]");
-    assert_refused(write(&kv, &typed(&slots, DType::F32), FORMAT, &pages, PAGE_SIZE), "slots", "f32");
+    assert_refused(
+        write(&kv, &typed(&slots, DType::F32), FORMAT, &pages, PAGE_SIZE),
+        "slots",
+        "f32",
+    );
     assert_refused(write(&kv, &slots, FORMAT, &pages, 3), "cache", "must be [4, ");
     assert_refused(write(&kv, &slots, FORMAT, &pages, 0), "cache", "0 rows");
-    assert_refused(write(&kv, &slots, FORMAT, &typed(&pages, DType::I32), PAGE_SIZE), "cache", "i32");
+    assert_refused(
+        write(&kv, &slots, FORMAT, &typed(&pages, DType::I32), PAGE_SIZE),
+        "cache",
+        "i32",
+    );
     let shifted = TensorView { address: pages.address + 8, ..pages.clone() };
     assert_refused(write(&kv, &slots, FORMAT, &shifted, PAGE_SIZE), "cache", "16 bytes");
-    assert_refused(write(&kv, &slots, FORMAT, &at(&pages, &kv), PAGE_SIZE), "cache", "overlaps `kv`");
+    assert_refused(
+        write(&kv, &slots, FORMAT, &at(&pages, &kv), PAGE_SIZE),
+        "cache",
+        "overlaps `kv`",
+    );
     let wide = RowFormat { nope_dim: 65, rope_dim: 63 };
     assert_refused(write(&kv, &slots, wide, &pages, PAGE_SIZE), "format", "nope_dim 65");
     let ragged = RowFormat { nope_dim: 64, rope_dim: 60 };
@@ -109,12 +134,15 @@ fn the_launcher_of_attention_combine_names_the_argument_that_it_refuses() {
             ("lse", DType::F32, &[3, 4]),
         ],
     );
-    attention_combine::forward(support::device(), &all).expect("the unchanged arguments are accepted");
-    attention_combine::forward(support::device(), &all.without(&["sink"])).expect("without a sink as well");
-    let refused = |name: &'static str, needle: &str, changed: &dyn Fn(&TensorView) -> TensorView| {
-        let views = all.clone().with(name, &changed(&all[name]));
-        assert_refused(attention_combine::forward(support::device(), &views), name, needle);
-    };
+    attention_combine::forward(support::device(), &all)
+        .expect("the unchanged arguments are accepted");
+    attention_combine::forward(support::device(), &all.without(&["sink"]))
+        .expect("without a sink as well");
+    let refused =
+        |name: &'static str, needle: &str, changed: &dyn Fn(&TensorView) -> TensorView| {
+            let views = all.clone().with(name, &changed(&all[name]));
+            assert_refused(attention_combine::forward(support::device(), &views), name, needle);
+        };
     refused("partial_out", "v_dim 60", &|view| shaped(view, &[2, 3, 4, 60]));
     refused("partial_out", "bf16", &|view| typed(view, DType::Bf16));
     refused("partial_out", "3 axes", &|view| shaped(view, &[6, 4, 64]));
@@ -155,7 +183,8 @@ impl Decode {
             ("window_indices", "compressed_indices"),
             ("window_length", "compressed_length"),
         ];
-        let views = roles.iter().fold(views.clone(), |all, (one, other)| all.with(other, &views[one]));
+        let views =
+            roles.iter().fold(views.clone(), |all, (one, other)| all.with(other, &views[one]));
         let options = decode_attention::Options {
             format: FORMAT,
             window_page_size: PAGE_SIZE,
@@ -187,15 +216,22 @@ fn the_launcher_of_decode_attention_names_the_argument_that_it_refuses() {
     let mut arena = arena();
     let decode = Decode::new(&mut arena);
     decode.forward().expect("the unchanged arguments are accepted");
-    let bytes = decode_attention::workspace_bytes(&decode.views, &decode.options).expect("sound inputs");
-    decode.with("workspace", |view| shaped(view, &[bytes])).forward().expect("so many bytes are enough");
+    let bytes =
+        decode_attention::workspace_bytes(&decode.views, &decode.options).expect("sound inputs");
+    decode
+        .with("workspace", |view| shaped(view, &[bytes]))
+        .forward()
+        .expect("so many bytes are enough");
     let refused = |name, needle: &str, change: &dyn Fn(&TensorView) -> TensorView| {
         assert_refused(decode.with(name, change).forward(), name, needle);
     };
     refused("q", "3 axes", &|view| shaped(view, &[4, 4, 128]));
     refused("q", "[2, 2, 4, 64] must be [2, 2, 4, 128]", &|view| shaped(view, &[2, 2, 4, 64]));
     refused("q", "i32", &|view| typed(view, DType::I32));
-    refused("q", "evenly spaced", &|view| TensorView { strides: vec![1040, 512, 128, 1], ..view.clone() });
+    refused("q", "evenly spaced", &|view| TensorView {
+        strides: vec![1040, 512, 128, 1],
+        ..view.clone()
+    });
     for store in ["window", "compressed"] {
         refused(store, "must be [3, ", &|view| shaped(view, &[3, 5]));
     }
@@ -242,12 +278,24 @@ fn a_store_of_compressed_entries_is_given_as_a_whole_or_not_at_all() {
         left.options.compressed_page_size = 0;
         left.forward()
     };
-    without(&["compressed", "compressed_indices", "compressed_length"]).expect("a layer that has none");
-    assert_refused(without(&["compressed", "compressed_length"]), "compressed_indices", "exactly when `compressed`");
-    assert_refused(without(&["compressed", "compressed_indices"]), "compressed_length", "only when `compressed`");
+    without(&["compressed", "compressed_indices", "compressed_length"])
+        .expect("a layer that has none");
+    assert_refused(
+        without(&["compressed", "compressed_length"]),
+        "compressed_indices",
+        "exactly when `compressed`",
+    );
+    assert_refused(
+        without(&["compressed", "compressed_indices"]),
+        "compressed_length",
+        "only when `compressed`",
+    );
     let alone = Decode { views: decode.views.without(&["compressed_indices"]), ..decode.clone() };
     assert_refused(alone.forward(), "compressed_indices", "exactly when `compressed`");
-    let full = Decode { views: decode.views.without(&["window_length", "compressed_length"]), ..decode.clone() };
+    let full = Decode {
+        views: decode.views.without(&["window_length", "compressed_length"]),
+        ..decode.clone()
+    };
     full.forward().expect("lists that all count");
 }
 
@@ -255,7 +303,8 @@ fn a_store_of_compressed_entries_is_given_as_a_whole_or_not_at_all() {
 fn launchers_of_the_paged_cache_refuse_every_spoilt_tensor_and_name_it() {
     for (name, least) in [("kv_cache_write", 20), ("decode_attention", 100)] {
         let operator = dsv4_parity::operators::registry::find(name).expect("a registered operator");
-        let refusals = operator.refusals(support::device()).expect("typical cases that run unspoilt");
+        let refusals =
+            operator.refusals(support::device()).expect("typical cases that run unspoilt");
         let wrong: Vec<_> = refusals.iter().filter(|refusal| refusal.problem.is_some()).collect();
         assert!(wrong.is_empty() && refusals.len() >= least, "of {}: {wrong:#?}", refusals.len());
     }

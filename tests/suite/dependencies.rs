@@ -13,7 +13,8 @@ const RUNTIME_MANIFEST: &str = include_str!("../../kernels/runtime/Cargo.toml");
 const REGISTRY: &str = include_str!("../../src/operators/registry.rs");
 
 /// Kernel sources that are no operator's.
-const SELFTESTS: [&str; 4] = ["selftest.cu", "selftest_faults.cu", "selftest_hopper.cu", "selftest_wgmma.cu"];
+const SELFTESTS: [&str; 4] =
+    ["selftest.cu", "selftest_faults.cu", "selftest_hopper.cu", "selftest_wgmma.cu"];
 
 /// Crates that a manifest's tables of dependencies name.
 fn dependencies(manifest: &str) -> Vec<String> {
@@ -26,21 +27,46 @@ fn dependencies(manifest: &str) -> Vec<String> {
 #[test]
 fn the_kernels_do_not_depend_on_the_oracles() {
     let direct = dependencies(KERNELS_MANIFEST);
-    assert!(direct.contains(&"dsv4-runtime".to_owned()), "the manifest was not understood: {direct:?}");
-    assert!(!direct.iter().any(|name| name.contains("reference") || name.contains("candle")), "{direct:?}");
+    assert!(
+        direct.contains(&"dsv4-runtime".to_owned()),
+        "the manifest was not understood: {direct:?}"
+    );
+    assert!(
+        !direct.iter().any(|name| name.contains("reference") || name.contains("candle")),
+        "{direct:?}"
+    );
     // The whole tree, where there is a cargo and the sources that the binary was built from.
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    command.args(["tree", "--offline", "--locked", "-p", "dsv4-kernels", "--edges", "all", "--prefix", "none"]);
-    let Some(output) = root.join("Cargo.toml").is_file().then(|| command.current_dir(root).output().ok()).flatten()
+    command.args([
+        "tree",
+        "--offline",
+        "--locked",
+        "-p",
+        "dsv4-kernels",
+        "--edges",
+        "all",
+        "--prefix",
+        "none",
+    ]);
+    let Some(output) = root
+        .join("Cargo.toml")
+        .is_file()
+        .then(|| command.current_dir(root).output().ok())
+        .flatten()
     else {
-        eprintln!("only kernels/Cargo.toml was looked at: no cargo, or no sources, on this machine");
+        eprintln!(
+            "only kernels/Cargo.toml was looked at: no cargo, or no sources, on this machine"
+        );
         return;
     };
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let tree = String::from_utf8(output.stdout).expect("UTF-8");
-    assert!(tree.contains("dsv4-kernels v") && tree.contains("corosensei v"), "no dependency tree:\n{tree}");
+    assert!(
+        tree.contains("dsv4-kernels v") && tree.contains("corosensei v"),
+        "no dependency tree:\n{tree}"
+    );
     assert!(!tree.contains("dsv4-reference") && !tree.contains("candle"), "{tree}");
 }
 
@@ -60,7 +86,10 @@ fn code_of(text: &str) -> String {
         rest = rest[start..].find("*/").map_or("", |end| &rest[start + end + 2..]);
     }
     code.push_str(rest);
-    code.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+    code.lines()
+        .map(|line| line.split("//").next().unwrap_or_default())
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 /// The rooms of `src`, each with what stands before it alone: an arrow goes from a room to one that is earlier.
@@ -84,8 +113,10 @@ const ROOMS: [&str; 15] = [
 
 /// Every source of `src` but for its unit tests, with its room.
 fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
-    let mut entries: Vec<_> =
-        std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("one").path()).collect();
+    let mut entries: Vec<_> = std::fs::read_dir(folder)
+        .expect("a folder")
+        .map(|entry| entry.expect("one").path())
+        .collect();
     entries.sort();
     for path in entries {
         if path.is_dir() {
@@ -123,7 +154,8 @@ fn arrows_between_the_rooms_of_the_harness_point_one_way() {
         if room == "build" {
             continue;
         }
-        let own = place(room).unwrap_or_else(|| panic!("{inside}: a room that has no place among {ROOMS:?}"));
+        let own = place(room)
+            .unwrap_or_else(|| panic!("{inside}: a room that has no place among {ROOMS:?}"));
         for named in named_rooms(code).into_iter().filter(|named| *named != room) {
             arrows += 1;
             if place(named).is_some_and(|other| other > own) {
@@ -137,8 +169,7 @@ fn arrows_between_the_rooms_of_the_harness_point_one_way() {
 
 #[test]
 fn an_arrow_is_found_in_every_form() {
-    let code =
-        "use crate::case::Case;\nuse crate::{judge, report};\nfn f() -> crate::sweep::Plan { crate::nothing(record) }";
+    let code = "use crate::case::Case;\nuse crate::{judge, report};\nfn f() -> crate::sweep::Plan { crate::nothing(record) }";
     assert_eq!(named_rooms(code), ["case", "judge", "report", "sweep"]);
 }
 
@@ -153,7 +184,15 @@ fn kernel_sources_hold_no_assembly_and_know_no_backend() {
     assert!(tree.kernel_files().count() >= registry::OPERATORS.len());
     for file in tree.kernel_files() {
         let code = code_of(tree.text(file).unwrap());
-        let forbidden = ["asm", "__asm__", "__asm", "PARITY_EMULATOR", "__CUDA_ARCH__", "__CUDACC__", "__NVCC__"];
+        let forbidden = [
+            "asm",
+            "__asm__",
+            "__asm",
+            "PARITY_EMULATOR",
+            "__CUDA_ARCH__",
+            "__CUDACC__",
+            "__NVCC__",
+        ];
         for word in words(&code) {
             assert!(!forbidden.contains(&word), "{file} holds `{word}`");
         }
@@ -165,9 +204,14 @@ fn the_only_conditionals_of_a_kernel_source_demand_its_defines() {
     let tree = dsv4_kernels::sources();
     for file in tree.kernel_files() {
         let code = code_of(tree.text(file).unwrap());
-        let directives: Vec<&str> = code.lines().map(str::trim).filter(|line| line.starts_with('#')).collect();
+        let directives: Vec<&str> =
+            code.lines().map(str::trim).filter(|line| line.starts_with('#')).collect();
         for (number, line) in directives.iter().enumerate() {
-            let name = line[1..].trim_start().split(|c: char| !c.is_alphabetic()).next().unwrap_or_default();
+            let name = line[1..]
+                .trim_start()
+                .split(|c: char| !c.is_alphabetic())
+                .next()
+                .unwrap_or_default();
             match name {
                 "include" | "define" | "undef" | "error" | "endif" | "pragma" => {}
                 "if" | "ifndef" => assert!(
@@ -185,7 +229,10 @@ fn kernel_sources_include_the_projects_own_headers_only() {
     let tree = dsv4_kernels::sources();
     let headers: Vec<&str> = tree.headers().map(|(name, _)| name).collect();
     for file in tree.kernel_files() {
-        for line in code_of(tree.text(file).unwrap()).lines().filter(|line| line.trim().starts_with("#include")) {
+        for line in code_of(tree.text(file).unwrap())
+            .lines()
+            .filter(|line| line.trim().starts_with("#include"))
+        {
             let name = line.split('"').nth(1).unwrap_or_else(|| panic!("{file}: `{line}`"));
             assert!(headers.contains(&name), "{file} includes `{name}`");
         }
@@ -193,15 +240,27 @@ fn kernel_sources_include_the_projects_own_headers_only() {
 }
 
 /// The layers of the headers, the lowest first, and what a family takes of others.
-const LAYERS: [&str; 11] =
-    ["base", "ptx", "tile", "formats", "projections", "cache", "attention", "indexer", "experts", "streams", "head"];
+const LAYERS: [&str; 11] = [
+    "base",
+    "ptx",
+    "tile",
+    "formats",
+    "projections",
+    "cache",
+    "attention",
+    "indexer",
+    "experts",
+    "streams",
+    "head",
+];
 /// Folders that include nothing of each other.
 const APART: [&str; 5] = ["attention", "indexer", "experts", "streams", "head"];
 
 /// Whether a source of `folder` may not include a header of `other`.
 fn upward(folder: &str, other: &str) -> bool {
     let layer = |name: &str| LAYERS.iter().position(|layer| *layer == name).unwrap_or(LAYERS.len());
-    folder != other && (layer(other) > layer(folder) || (APART.contains(&folder) && APART.contains(&other)))
+    folder != other
+        && (layer(other) > layer(folder) || (APART.contains(&folder) && APART.contains(&other)))
 }
 
 #[test]
@@ -209,16 +268,22 @@ fn headers_lie_in_layers_and_include_none_from_above_them() {
     let tree = dsv4_kernels::sources();
     let folder = |name: &str| tree.path_of(name).split('/').next().unwrap_or_default().to_owned();
     let mut wrong = Vec::new();
-    for (name, text) in tree.files().iter().filter(|(name, _)| !SELFTESTS.contains(&name.as_str())) {
+    for (name, text) in tree.files().iter().filter(|(name, _)| !SELFTESTS.contains(&name.as_str()))
+    {
         assert!(LAYERS.contains(&folder(name).as_str()), "{} is in no layer", tree.path_of(name));
-        let included = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.split('"').next());
+        let included =
+            text.lines().filter_map(|line| line.strip_prefix("#include \"")?.split('"').next());
         let known = included.filter(|header| tree.text(header).is_ok());
         wrong.extend(
-            known.filter(|header| upward(&folder(name), &folder(header))).map(|header| format!("{name}: {header}")),
+            known
+                .filter(|header| upward(&folder(name), &folder(header)))
+                .map(|header| format!("{name}: {header}")),
         );
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(upward("base", "ptx") && upward("attention", "experts") && upward("experts", "attention"));
+    assert!(
+        upward("base", "ptx") && upward("attention", "experts") && upward("experts", "attention")
+    );
     assert!(!upward("cache", "formats") && !upward("ptx", "ptx") && !upward("head", "tile"));
 }
 
@@ -227,14 +292,21 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let here = root.join("Cargo.toml").is_file();
     let tree = dsv4_kernels::sources();
-    let list = REGISTRY.split("OPERATORS: &[&AnyOperator] = &[").nth(1).and_then(|rest| rest.split("];").next());
-    let lines: Vec<&str> = list.expect("the list").lines().map(str::trim).filter(|l| !l.is_empty()).collect();
+    let list = REGISTRY
+        .split("OPERATORS: &[&AnyOperator] = &[")
+        .nth(1)
+        .and_then(|rest| rest.split("];").next());
+    let lines: Vec<&str> =
+        list.expect("the list").lines().map(str::trim).filter(|l| !l.is_empty()).collect();
     assert_eq!(lines.len(), registry::OPERATORS.len(), "{lines:?}");
     for (operator, line) in registry::OPERATORS.iter().zip(&lines) {
         let record = operator.describe();
         let name = &record.name;
         let place = format!("{}/{name}", operator.family());
-        assert!(line.contains(&format!("::<super::{}::{name}::", operator.family())), "`{line}` is not {name}'s");
+        assert!(
+            line.contains(&format!("::<super::{}::{name}::", operator.family())),
+            "`{line}` is not {name}'s"
+        );
         if !operator.chain().is_empty() {
             assert_chain(operator, &record, here.then_some(root));
             continue;
@@ -248,20 +320,35 @@ fn every_operator_has_its_four_files_and_one_line_in_the_registry() {
         assert_eq!((&record.kernel_file, &record.oracle_file), (&files[0], &files[2]));
         tree.text(&format!("{name}.cu")).expect("the kernel is embedded");
         if here {
-            files.iter().for_each(|file| assert!(root.join(file).is_file(), "{name} has no {file}"));
+            files
+                .iter()
+                .for_each(|file| assert!(root.join(file).is_file(), "{name} has no {file}"));
         } else {
-            eprintln!("{name}: only the kernel was looked for, there are no sources on this machine");
+            eprintln!(
+                "{name}: only the kernel was looked for, there are no sources on this machine"
+            );
         }
     }
 }
 
 /// A chain has an operator file, and the kernels and oracles of the operators that it launches.
 fn assert_chain(operator: &AnyOperator, record: &OperatorRecord, root: Option<&Path>) {
-    let of: Vec<OperatorRecord> =
-        operator.chain().iter().map(|name| registry::find(name).expect("an operator").describe()).collect();
-    let joined = |file: fn(&OperatorRecord) -> &str| of.iter().map(file).collect::<Vec<_>>().join(", ");
-    assert_eq!((&record.kernel_file, &record.oracle_file), (&joined(|r| &r.kernel_file), &joined(|r| &r.oracle_file)));
-    assert!(of.len() > 1 && of.iter().all(|record| !record.kernel_file.contains(',')), "{}", record.name);
+    let of: Vec<OperatorRecord> = operator
+        .chain()
+        .iter()
+        .map(|name| registry::find(name).expect("an operator").describe())
+        .collect();
+    let joined =
+        |file: fn(&OperatorRecord) -> &str| of.iter().map(file).collect::<Vec<_>>().join(", ");
+    assert_eq!(
+        (&record.kernel_file, &record.oracle_file),
+        (&joined(|r| &r.kernel_file), &joined(|r| &r.oracle_file))
+    );
+    assert!(
+        of.len() > 1 && of.iter().all(|record| !record.kernel_file.contains(',')),
+        "{}",
+        record.name
+    );
     if let Some(root) = root {
         assert!(
             root.join(format!("src/operators/{}/{}.rs", operator.family(), record.name)).is_file(),
@@ -276,7 +363,8 @@ fn every_kernel_source_is_some_operators() {
     let tree = dsv4_kernels::sources();
     let names = registry::names();
     for file in tree.kernel_files().filter(|file| !SELFTESTS.contains(file)) {
-        let of = |name: &&str| *file == format!("{name}.cu") || generated::is_further_file(file, name);
+        let of =
+            |name: &&str| *file == format!("{name}.cu") || generated::is_further_file(file, name);
         assert!(names.iter().any(of), "{file} belongs to no operator");
     }
 }

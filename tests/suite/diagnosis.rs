@@ -21,7 +21,8 @@ use crate::extent::{concerned_operators, left_out};
 use crate::support::fixtures;
 
 /// Where a change concerns the long tests of this file.
-const ROOMS: [&str; 4] = ["src/report/diagnosis/", "src/judge/failing.rs", "src/sweep/", "tests/suite/wrong/"];
+const ROOMS: [&str; 4] =
+    ["src/report/diagnosis/", "src/judge/failing.rs", "src/sweep/", "tests/suite/wrong/"];
 
 /// A planted mutant and words of the condition under which it fails: one of them must be said.
 type Planted = (&'static str, &'static [&'static str]);
@@ -47,7 +48,10 @@ const PLANTED: &[(&str, &[Planted])] = &[
     ),
     (
         "hadamard",
-        &[("hadamard_left_out_of_e4m3", &["stored = e4m3"]), ("hadamard_codes_not_transformed", &["hadamard_codes"])],
+        &[
+            ("hadamard_left_out_of_e4m3", &["stored = e4m3"]),
+            ("hadamard_codes_not_transformed", &["hadamard_codes"]),
+        ],
     ),
     (
         "rope",
@@ -102,9 +106,12 @@ fn cases_of(operator: &AnyOperator, device: &Device) -> Vec<Case> {
         time_budget: None,
         deadline: None,
     };
-    let (planned, _) = sweep::plan(operator, Vec::new(), &options, device.environment()).expect("cases");
-    let small = |case: &Case| operator.elements(case).is_ok_and(|elements| elements <= MOST_ELEMENTS);
-    let mut cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).filter(small).collect();
+    let (planned, _) =
+        sweep::plan(operator, Vec::new(), &options, device.environment()).expect("cases");
+    let small =
+        |case: &Case| operator.elements(case).is_ok_and(|elements| elements <= MOST_ELEMENTS);
+    let mut cases: Vec<Case> =
+        planned.into_iter().map(|planned| planned.case).filter(small).collect();
     let step = cases.len().div_ceil(MOST_CASES);
     cases = cases.into_iter().step_by(step.max(1)).collect();
     cases
@@ -125,8 +132,9 @@ fn known(case: Case) -> Known {
 
 fn record(known: &Known, device: &Device) -> CaseRecord {
     let options = CheckOptions { sequence: false, ..CheckOptions::of_kernels(0) };
-    let outcome =
-        checks::run_by(&known.truth, &*known.prepared, device, options, |outcome| outcome.failures().next().is_some());
+    let outcome = checks::run_by(&known.truth, &*known.prepared, device, options, |outcome| {
+        outcome.failures().next().is_some()
+    });
     CaseRecord {
         operator: known.case.operator.clone(),
         case: serde_json::to_value(&known.case).expect("JSON"),
@@ -146,7 +154,12 @@ fn record(known: &Known, device: &Device) -> CaseRecord {
 }
 
 /// What is said of a mutant; `None` where it survives.
-fn diagnosed(operator: &AnyOperator, mutant: &Mutant, known: &[Known], device: &Device) -> Option<Diagnosis> {
+fn diagnosed(
+    operator: &AnyOperator,
+    mutant: &Mutant,
+    known: &[Known],
+    device: &Device,
+) -> Option<Diagnosis> {
     let mutated = device.with_tree(mutant.plant(device.tree()).expect("the anchor matches"));
     let records: Vec<CaseRecord> = known.iter().map(|known| record(known, &mutated)).collect();
     let records: Vec<&CaseRecord> = records.iter().collect();
@@ -156,27 +169,41 @@ fn diagnosed(operator: &AnyOperator, mutant: &Mutant, known: &[Known], device: &
 #[test]
 fn the_condition_of_a_planted_bug_is_named() {
     let mutants = planted::load(&fixtures().join("mutants")).expect("lists of mutants");
-    assert!(PLANTED.len() >= 10 && PLANTED.iter().map(|(_, planted)| planted.len()).sum::<usize>() >= 20);
+    assert!(
+        PLANTED.len() >= 10
+            && PLANTED.iter().map(|(_, planted)| planted.len()).sum::<usize>() >= 20
+    );
     let drawn: Vec<&str> = concerned_operators().iter().map(|operator| operator.name()).collect();
     let mut chosen: Vec<_> = PLANTED.iter().filter(|(name, _)| drawn.contains(name)).collect();
     if chosen.is_empty() {
         chosen.push(&PLANTED[0]);
     }
-    let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator opens");
+    let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())
+        .expect("the emulator opens");
     let mut unnamed = Vec::new();
     for (name, planted) in chosen {
         let begun = Instant::now();
         let operator = registry::find(name).expect("an operator");
         let known: Vec<Known> = cases_of(operator, &device).into_iter().map(known).collect();
         for (id, words) in *planted {
-            let mutant = mutants.iter().find(|mutant| mutant.id == *id).unwrap_or_else(|| panic!("no mutant `{id}`"));
+            let mutant = mutants
+                .iter()
+                .find(|mutant| mutant.id == *id)
+                .unwrap_or_else(|| panic!("no mutant `{id}`"));
             let Some(said) = diagnosed(operator, mutant, &known, &device) else {
                 unnamed.push(format!("{id} survives"));
                 continue;
             };
             println!("{id}: {}", terminal::headed(std::slice::from_ref(&said)));
-            if !said.sentences.iter().any(|sentence| words.iter().any(|words| sentence.contains(words))) {
-                unnamed.push(format!("{id}: {words:?} is not in {:#?}", (said.heading(), &said.sentences)));
+            if !said
+                .sentences
+                .iter()
+                .any(|sentence| words.iter().any(|words| sentence.contains(words)))
+            {
+                unnamed.push(format!(
+                    "{id}: {words:?} is not in {:#?}",
+                    (said.heading(), &said.sentences)
+                ));
             }
         }
         println!("{name}: {} cases, {:.1} s", known.len(), begun.elapsed().as_secs_f64());
@@ -199,7 +226,10 @@ fn assert_fits_a_screen(output: &Output, causes: &[&str]) {
     let first = folded(&screen.lines().take(5).collect::<Vec<_>>().join("\n"));
     for cause in causes {
         let at = folded(&screen).find(cause);
-        assert!(at.is_some_and(|at| at < first.len()), "`{cause}` does not begin in the first lines of\n{screen}");
+        assert!(
+            at.is_some_and(|at| at < first.len()),
+            "`{cause}` does not begin in the first lines of\n{screen}"
+        );
     }
     assert_eq!(
         screen.matches("{\"operator\"").count(),
@@ -217,7 +247,9 @@ fn sweep(dir: &Path, arguments: &[&str]) -> Output {
 fn numpy(bug: &str, arguments: &[&str]) -> Option<(Output, Report)> {
     let has_numpy = std::process::Command::new("python3").args(["-c", "import numpy"]).output();
     if !has_numpy.is_ok_and(|output| output.status.success()) {
-        eprintln!("1 skipped: a wrong kernel in numpy: `python3 -c 'import numpy'` does not work here");
+        eprintln!(
+            "1 skipped: a wrong kernel in numpy: `python3 -c 'import numpy'` does not work here"
+        );
         return None;
     }
     let dir = tempfile::tempdir().expect("a scratch directory");
@@ -232,7 +264,10 @@ fn numpy(bug: &str, arguments: &[&str]) -> Option<(Output, Report)> {
     let page = std::fs::read_to_string(dir.path().join("out/index.html")).expect("a page");
     let report: Report = serde_json::from_str(&report).expect("a report");
     let said = &diagnosis::of_report(&report)[0];
-    assert!(page.matches("class=\"diagnosis\"").count() == 2 && summary.contains("failing cases: "), "{summary}");
+    assert!(
+        page.matches("class=\"diagnosis\"").count() == 2 && summary.contains("failing cases: "),
+        "{summary}"
+    );
     assert!(page.contains(&said.heading()), "{}", said.heading());
     Some((output, report))
 }
@@ -241,8 +276,17 @@ fn numpy(bug: &str, arguments: &[&str]) -> Option<(Output, Report)> {
 fn a_wrong_row_stride_is_named_and_its_case_made_as_small_as_fails() {
     let Some((output, report)) = numpy("stride", &[]) else { return };
     assert_fits_a_screen(&output, &["width % 8 != 0"]);
-    let small = report.cases.iter().find(|case| case.origin == Origin::Shrunk).expect("a case made smaller");
-    assert_eq!([small.case["num_rows"].as_u64(), small.case["width"].as_u64()], [Some(2), Some(1)], "{}", small.case);
+    let small = report
+        .cases
+        .iter()
+        .find(|case| case.origin == Origin::Shrunk)
+        .expect("a case made smaller");
+    assert_eq!(
+        [small.case["num_rows"].as_u64(), small.case["width"].as_u64()],
+        [Some(2), Some(1)],
+        "{}",
+        small.case
+    );
 }
 
 #[test]
@@ -269,11 +313,17 @@ fn a_scale_that_is_applied_twice_is_named() {
         return;
     }
     let mutants = planted::load(&fixtures().join("mutants")).expect("lists of mutants");
-    let mutant = mutants.iter().find(|mutant| mutant.id == "indexer_logits_scale_twice").expect("FM-01");
+    let mutant =
+        mutants.iter().find(|mutant| mutant.id == "indexer_logits_scale_twice").expect("FM-01");
     let dir = tempfile::tempdir().expect("a scratch directory");
-    let kernels = changed_kernels(dir.path(), &mutant.file, &mutant.find, &mutant.replace).display().to_string();
+    let kernels = changed_kernels(dir.path(), &mutant.file, &mutant.find, &mutant.replace)
+        .display()
+        .to_string();
     let fixed = ["run", "--backend", "emulator", "--ops", "indexer_logits", "--kernels", &kernels];
-    let output = sweep(dir.path(), &[&fixed[..], &["--cases", "8", "--edge-cases", "8", "--schedules", "0"]].concat());
+    let output = sweep(
+        dir.path(),
+        &[&fixed[..], &["--cases", "8", "--edge-cases", "8", "--schedules", "0"]].concat(),
+    );
     assert_fits_a_screen(&output, &["= sm_scale: applied once too often?"]);
 }
 
@@ -293,12 +343,18 @@ fn a_worker_that_cannot_start_is_told_once_and_no_report_is_begun() {
         for needle in needles.iter().chain(&["the worker cannot start"]) {
             assert_eq!(output.stderr.matches(needle).count(), 1, "`{needle}`:\n{}", output.stderr);
         }
-        assert!(output.stdout.is_empty() && !dir.path().join("out/report.json").exists(), "{}", output.stdout);
+        assert!(
+            output.stdout.is_empty() && !dir.path().join("out/report.json").exists(),
+            "{}",
+            output.stdout
+        );
     }
     // One that starts, and dies in a case, is that case's failure.
     let dies = "read -r line; exit 5";
-    let output =
-        sweep(dir.path(), &["external", "--op", "rms_norm", "--worker", dies, "--cases", "2", "--edge-cases", "0"]);
+    let output = sweep(
+        dir.path(),
+        &["external", "--op", "rms_norm", "--worker", dies, "--cases", "2", "--edge-cases", "0"],
+    );
     output.assert_code(1);
     assert!(output.stderr.contains("the worker ended with exit code 5"), "{}", output.stderr);
 }

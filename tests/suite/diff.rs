@@ -4,8 +4,8 @@ use std::path::Path;
 
 use dsv4_parity::operator::Family;
 use dsv4_parity::record::{
-    BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, MutantStatus, OperatorRecord, Origin,
-    Report, Revision, SCHEMA_VERSION, ShardRecord, Verdict, Worst,
+    BenchmarkRecord, CaseRecord, CheckRecord, HeatMap, Metrics, MutantRecord, MutantStatus,
+    OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, ShardRecord, Verdict, Worst,
 };
 use dsv4_parity::report::diff::{self, Diff, Kind};
 use dsv4_runtime::{BackendKind, Environment};
@@ -39,7 +39,15 @@ fn metrics(budget_used: f64) -> Metrics {
 
 fn check(name: &str, tensor: &str, metrics: Option<Metrics>) -> CheckRecord {
     let (check, tensor) = (name.to_owned(), tensor.to_owned());
-    CheckRecord { check, tensor, verdict: Verdict::Pass, compared: 64, message: String::new(), metrics, failing: None }
+    CheckRecord {
+        check,
+        tensor,
+        verdict: Verdict::Pass,
+        compared: 64,
+        message: String::new(),
+        metrics,
+        failing: None,
+    }
 }
 
 fn case(number: u64) -> CaseRecord {
@@ -164,7 +172,11 @@ fn is_red(diff: &Diff) -> bool {
 
 /// The metrics of one tensor in every case.
 fn tensor<'a>(report: &'a mut Report, name: &'a str) -> impl Iterator<Item = &'a mut Metrics> {
-    let checks = report.cases.iter_mut().flat_map(|case| &mut case.checks).filter(move |check| check.tensor == name);
+    let checks = report
+        .cases
+        .iter_mut()
+        .flat_map(|case| &mut case.checks)
+        .filter(move |check| check.tensor == name);
     checks.filter_map(|check| check.metrics.as_mut())
 }
 
@@ -179,7 +191,11 @@ fn noise(place: usize) -> f64 {
 fn a_report_does_not_differ_from_itself() {
     let diff = after(|_| {});
     assert_eq!(findings(&diff), []);
-    assert!(diff.notes.iter().any(|note| note.contains("kernel sources are the same")), "{:?}", diff.notes);
+    assert!(
+        diff.notes.iter().any(|note| note.contains("kernel sources are the same")),
+        "{:?}",
+        diff.notes
+    );
 }
 
 #[test]
@@ -190,7 +206,10 @@ fn a_check_that_fails_in_one_case_is_newly_failing_and_the_way_back_is_newly_pas
     let diff = diff::compare(&report(), &head).unwrap();
     assert_eq!(findings(&diff), [(Kind::NewlyFailing, "gradient (dx)")]);
     assert_eq!(diff.findings[0].replay.as_deref(), Some("parity replay 'case 3'"));
-    assert_eq!((diff.findings[0].base.as_str(), diff.findings[0].head.as_str()), ("0 of 24 failed", "1 of 24 failed"));
+    assert_eq!(
+        (diff.findings[0].base.as_str(), diff.findings[0].head.as_str()),
+        ("0 of 24 failed", "1 of 24 failed")
+    );
     assert!(diff.findings[0].why.contains("37 times"));
     let back = diff::compare(&head, &report()).unwrap();
     assert_eq!(findings(&back), [(Kind::NewlyPassing, "gradient (dx)")]);
@@ -199,7 +218,8 @@ fn a_check_that_fails_in_one_case_is_newly_failing_and_the_way_back_is_newly_pas
 
 #[test]
 fn a_failure_in_both_reports_is_no_regression_but_one_more_failing_case_is() {
-    let fail = |report: &mut Report, place: usize| report.cases[place].checks[0].verdict = Verdict::Error;
+    let fail =
+        |report: &mut Report, place: usize| report.cases[place].checks[0].verdict = Verdict::Error;
     let mut base = report();
     fail(&mut base, 3);
     let mut head = base.clone();
@@ -207,12 +227,18 @@ fn a_failure_in_both_reports_is_no_regression_but_one_more_failing_case_is() {
     assert_eq!(findings(&diff), [(Kind::StillFailing, "forward (y)")]);
     assert!(!is_red(&diff));
     fail(&mut head, 4);
-    assert_eq!(findings(&diff::compare(&base, &head).unwrap()), [(Kind::NewlyFailing, "forward (y)")]);
+    assert_eq!(
+        findings(&diff::compare(&base, &head).unwrap()),
+        [(Kind::NewlyFailing, "forward (y)")]
+    );
 }
 
 #[test]
 fn a_pass_that_compared_nothing_counts_as_newly_failing() {
-    assert_eq!(findings(&after(|head| head.cases[0].checks[2].compared = 0)), [(Kind::NewlyFailing, "guards")]);
+    assert_eq!(
+        findings(&after(|head| head.cases[0].checks[2].compared = 0)),
+        [(Kind::NewlyFailing, "guards")]
+    );
 }
 
 // ---------------------------------------------------------------- budgets
@@ -229,7 +255,9 @@ fn budget_use_that_leans_upwards_in_the_same_cases_grew() {
 #[test]
 fn budget_use_that_is_reshuffled_did_not_grow() {
     let reshuffle = |head: &mut Report| {
-        tensor(head, "y").enumerate().for_each(|(place, one)| one.budget_used += 0.2 * (noise(place) - 0.5));
+        tensor(head, "y")
+            .enumerate()
+            .for_each(|(place, one)| one.budget_used += 0.2 * (noise(place) - 0.5));
     };
     let diff = after(reshuffle);
     assert_eq!(findings(&diff), []);
@@ -252,7 +280,9 @@ fn with_another_seed_tensors_are_compared_as_samples() {
             for case in &mut head.cases {
                 case.case["seed"] = (case.case["seed"].as_u64().unwrap() + 1000).into();
             }
-            tensor(head, "y").enumerate().for_each(|(place, one)| one.budget_used = low + width * noise(place));
+            tensor(head, "y")
+                .enumerate()
+                .for_each(|(place, one)| one.budget_used = low + width * noise(place));
         }
     };
     let diff = after(other_seed(0.3, 0.5));
@@ -265,7 +295,8 @@ fn with_another_seed_tensors_are_compared_as_samples() {
 fn unchanged_kernels_are_called_worse_no_more_often_than_the_stated_rate() {
     let mut state = 1_u64;
     let mut roll = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 11) as f64 / (1_u64 << 53) as f64
     };
     let trials = 1000;
@@ -292,16 +323,28 @@ fn unchanged_kernels_are_called_worse_no_more_often_than_the_stated_rate() {
 fn fewer_cases_or_a_lost_path_check_axis_or_schedule_shrink_coverage() {
     let shrank = |subject: &'static str| [(Kind::CoverageShrank, subject)];
     assert_eq!(findings(&after(|head| drop(head.cases.pop()))), shrank("cases"));
-    let one_path = |head: &mut Report| head.cases.iter_mut().for_each(|case| case.paths = vec!["forward_block".into()]);
+    let one_path = |head: &mut Report| {
+        head.cases.iter_mut().for_each(|case| case.paths = vec!["forward_block".into()])
+    };
     assert_eq!(findings(&after(one_path)), shrank("path forward_warp"));
-    let no_guards = |head: &mut Report| head.cases.iter_mut().for_each(|case| drop(case.checks.pop()));
+    let no_guards =
+        |head: &mut Report| head.cases.iter_mut().for_each(|case| drop(case.checks.pop()));
     assert_eq!(findings(&after(no_guards)), shrank("guards"));
     let fewer_guards = |head: &mut Report| drop(head.cases[5].checks.pop());
     assert_eq!(findings(&after(fewer_guards)), shrank("guards"));
     assert_eq!(findings(&after(|head| head.operators[0].axes.clear())), shrank("axis width"));
-    assert_eq!(findings(&after(|head| head.operators[0].has_backward = false)), shrank("kernel backward"));
-    assert_eq!(findings(&after(|head| head.schedules = 1)), shrank("random schedules of each case"));
-    assert_eq!(findings(&after(|head| head.benchmarks.truncate(1))), shrank("benchmark rms_norm/b"));
+    assert_eq!(
+        findings(&after(|head| head.operators[0].has_backward = false)),
+        shrank("kernel backward")
+    );
+    assert_eq!(
+        findings(&after(|head| head.schedules = 1)),
+        shrank("random schedules of each case")
+    );
+    assert_eq!(
+        findings(&after(|head| head.benchmarks.truncate(1))),
+        shrank("benchmark rms_norm/b")
+    );
     assert_eq!(findings(&after(|head| head.mutants.clear())), shrank("mutant eps_outside_root"));
     assert_eq!(findings(&after(|head| head.cases.clear())), shrank("operator"));
 }
@@ -332,7 +375,9 @@ fn cases_that_a_run_saved_or_shrank_neither_add_coverage_to_the_next_one_nor_tak
         first
     };
     let second = with(&[small, again]);
-    for (base, head) in [(&before, &second), (&first, &second), (&second, &before), (&second, &first)] {
+    for (base, head) in
+        [(&before, &second), (&first, &second), (&second, &before), (&second, &first)]
+    {
         let diff = diff::compare(base, head).unwrap();
         assert_eq!(findings(&diff), []);
         assert_eq!(diff.operators[0].cases, [CASES, CASES, CASES]);
@@ -349,12 +394,18 @@ fn a_remembered_case_that_fails_is_newly_failing_as_any_other() {
     head.cases.insert(0, remembered(2000));
     let base = head.clone();
     head.cases[0].checks[0].verdict = Verdict::Fail;
-    assert_eq!(findings(&diff::compare(&base, &head).unwrap()), [(Kind::NewlyFailing, "forward (y)")]);
+    assert_eq!(
+        findings(&diff::compare(&base, &head).unwrap()),
+        [(Kind::NewlyFailing, "forward (y)")]
+    );
     // Of a case that ran twice, what failed counts wherever it did.
     let mut twice = report();
     twice.cases.insert(0, remembered(5));
     twice.cases[0].checks[0].verdict = Verdict::Fail;
-    assert_eq!(findings(&diff::compare(&report(), &twice).unwrap()), [(Kind::NewlyFailing, "forward (y)")]);
+    assert_eq!(
+        findings(&diff::compare(&report(), &twice).unwrap()),
+        [(Kind::NewlyFailing, "forward (y)")]
+    );
 }
 
 #[test]
@@ -382,7 +433,10 @@ fn another_seed_that_missed_a_rare_path_is_no_regression_but_a_common_path_is() 
 #[test]
 fn a_mutant_that_survives_is_a_regression_even_when_it_is_new() {
     let survives = [(Kind::MutantSurvives, "mutant eps_outside_root")];
-    assert_eq!(findings(&after(|head| head.mutants[0] = mutant("eps_outside_root", &[]))), survives);
+    assert_eq!(
+        findings(&after(|head| head.mutants[0] = mutant("eps_outside_root", &[]))),
+        survives
+    );
     let diff = after(|head| head.mutants.push(mutant("planted_today", &[])));
     assert_eq!(findings(&diff), [(Kind::MutantSurvives, "mutant planted_today")]);
 }
@@ -391,7 +445,9 @@ fn a_mutant_that_survives_is_a_regression_even_when_it_is_new() {
 
 #[test]
 fn speed_changes_only_where_the_intervals_do_not_overlap() {
-    let timed = |factor: f64| after(move |head| head.benchmarks[0] = benchmark("rms_norm/a", 100.0 * factor));
+    let timed = |factor: f64| {
+        after(move |head| head.benchmarks[0] = benchmark("rms_norm/a", 100.0 * factor))
+    };
     assert_eq!(findings(&timed(1.03)), []);
     assert_eq!(findings(&timed(1.05)), [(Kind::Slower, "benchmark rms_norm/a")]);
     assert_eq!(findings(&timed(0.95)), [(Kind::Faster, "benchmark rms_norm/a")]);
@@ -405,8 +461,12 @@ fn speed_is_not_compared_between_devices_or_for_other_work() {
         head.benchmarks[0] = benchmark("rms_norm/a", 500.0);
     });
     assert_eq!(findings(&diff), []);
-    assert!(diff.notes.iter().any(|note| note.contains("NVIDIA B200") && note.contains("speed is not")));
-    let diff = after(|head| head.benchmarks[0] = BenchmarkRecord { bytes: 2e6, ..benchmark("rms_norm/a", 500.0) });
+    assert!(
+        diff.notes.iter().any(|note| note.contains("NVIDIA B200") && note.contains("speed is not"))
+    );
+    let diff = after(|head| {
+        head.benchmarks[0] = BenchmarkRecord { bytes: 2e6, ..benchmark("rms_norm/a", 500.0) }
+    });
     assert_eq!(findings(&diff), []);
     assert!(diff.notes.iter().any(|note| note.contains("other work")));
 }
@@ -427,11 +487,13 @@ fn another_profile_is_noted_and_its_number_of_cases_is_not_judged() {
 fn parity_diff(dir: &Path, base: &Report, head: &Report) -> Output {
     for (name, report) in [("base", base), ("head", head)] {
         std::fs::create_dir_all(dir.join(name)).unwrap();
-        std::fs::write(dir.join(name).join("report.json"), serde_json::to_string(report).unwrap()).unwrap();
+        std::fs::write(dir.join(name).join("report.json"), serde_json::to_string(report).unwrap())
+            .unwrap();
     }
     let path = |name: &str| dir.join(name).display().to_string();
     // One as a folder, the other as a file.
-    let (base, head, page, comment) = (path("base"), path("head/report.json"), path("d.html"), path("d.md"));
+    let (base, head, page, comment) =
+        (path("base"), path("head/report.json"), path("d.html"), path("d.md"));
     Parity::new(&["diff", &base, &head, "--html", &page, "--markdown", &comment]).run()
 }
 
@@ -448,8 +510,11 @@ fn diff_ends_with_0_when_nothing_got_worse_and_with_1_when_something_did() {
     output.assert_code(1);
     let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
     let (page, comment) = (read("d.html"), read("d.md"));
-    for needle in ["newly failing", "budget use grew", "slower", "rms_norm", "3 regressions", "parity replay"] {
-        for (place, text) in [("terminal", &output.stdout), ("page", &page), ("comment", &comment)] {
+    for needle in
+        ["newly failing", "budget use grew", "slower", "rms_norm", "3 regressions", "parity replay"]
+    {
+        for (place, text) in [("terminal", &output.stdout), ("page", &page), ("comment", &comment)]
+        {
             assert!(text.contains(needle), "`{needle}` is not in the {place}");
         }
     }
@@ -470,13 +535,20 @@ fn diff_puts_what_changed_on_the_pages_of_head_and_reports_made_anew_keep_it() {
     assert!(read("diff.html").contains("No regression"));
     let first_screen = |page: String| page[..page.find("class=\"totals\"").unwrap()].to_owned();
     assert!(first_screen(read("index.html")).contains("Against the base: No regression"));
-    assert!(read("index.html").contains("href=\"diff.html\"") && read("summary.md").contains("### Against the base"));
+    assert!(
+        read("index.html").contains("href=\"diff.html\"")
+            && read("summary.md").contains("### Against the base")
+    );
     Parity::new(&["report", &head_path]).run().assert_code(0);
     assert!(first_screen(read("index.html")).contains("Against the base: No regression"));
     let file = head.join("report.json").display().to_string();
     let refused = with_page(&file);
     refused.assert_code(2);
-    assert!(refused.stderr.contains("--page") && refused.stderr.contains(&file), "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("--page") && refused.stderr.contains(&file),
+        "{}",
+        refused.stderr
+    );
 }
 
 #[test]
@@ -484,7 +556,10 @@ fn a_comment_stays_short_enough_when_everything_fails() {
     let mut head = report();
     for case in &mut head.cases {
         for number in 0..300 {
-            let failed = CheckRecord { verdict: Verdict::Fail, ..check(&format!("law: {number}"), "y", None) };
+            let failed = CheckRecord {
+                verdict: Verdict::Fail,
+                ..check(&format!("law: {number}"), "y", None)
+            };
             case.checks.push(CheckRecord { message: "wrong ".repeat(1000), ..failed });
         }
     }
@@ -510,10 +585,15 @@ fn diff_refuses_other_schemas_unreadable_files_parts_of_runs_and_strangers() {
     };
     for version in [1, 99] {
         let head = Report { schema_version: version, ..report() };
-        refused(&report(), &head, &format!("schema_version {version}; this program reads {SCHEMA_VERSION}"));
+        refused(
+            &report(),
+            &head,
+            &format!("schema_version {version}; this program reads {SCHEMA_VERSION}"),
+        );
     }
     refused(&changed(|base| base.cases.clear()), &report(), "no case");
-    let stranger = |head: &mut Report| head.cases.iter_mut().for_each(|case| case.operator = "rope".into());
+    let stranger =
+        |head: &mut Report| head.cases.iter_mut().for_each(|case| case.operator = "rope".into());
     refused(&report(), &changed(stranger), "no operator in common");
     let shard = |head: &mut Report| {
         head.shards = vec![ShardRecord {

@@ -12,8 +12,8 @@ use dsv4_runtime::arena::{Layout, Violation, ViolationKind};
 use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::params::{DeviceAddress, Params};
 use dsv4_runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
-    RuntimeError, SourceTree, TensorView,
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig,
+    Result, Role, RuntimeError, SourceTree, TensorView,
 };
 
 use crate::launchers::{assert_refused, shifted};
@@ -29,7 +29,8 @@ pub fn emulator() -> Option<Device> {
         );
         return None;
     }
-    let emulator = EmulatorOptions { time_limit: Duration::from_secs(1), ..EmulatorOptions::default() };
+    let emulator =
+        EmulatorOptions { time_limit: Duration::from_secs(1), ..EmulatorOptions::default() };
     let options = DeviceOptions { emulator, ..dsv4_kernels::device_options() };
     Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
 }
@@ -55,11 +56,14 @@ fn run_fault(device: &Device, name: &str, contract: Contract) -> FaultRun {
     let values: Vec<f64> = (1..=FAULT_THREADS).map(|i| i as f64).collect();
     let x = arena.input("x", &HostTensor::from_f64(DType::F32, &[FAULT_THREADS], &values)).unwrap();
     let y = arena.output("y", DType::F32, &[FAULT_THREADS]).unwrap();
-    let params = Params::new("selftest").ptr("x", &x).ptr("y", &y).i32("count", FAULT_THREADS).unwrap();
-    let config = LaunchConfig { grid: [1, 1, 1], block: [FAULT_THREADS as u32, 1, 1], shared_bytes: 0 };
+    let params =
+        Params::new("selftest").ptr("x", &x).ptr("y", &y).i32("count", FAULT_THREADS).unwrap();
+    let config =
+        LaunchConfig { grid: [1, 1, 1], block: [FAULT_THREADS as u32, 1, 1], shared_bytes: 0 };
     let defines = [("FAULT", name.to_owned())];
-    let result =
-        arena.run(|device| device.kernel("selftest_faults.cu", &defines, "selftest_fault")?.launch(config, &params));
+    let result = arena.run(|device| {
+        device.kernel("selftest_faults.cu", &defines, "selftest_fault")?.launch(config, &params)
+    });
     let y = arena.download(&y).unwrap();
     (result, y.to_f64().into_iter().map(|v| v as f32).collect())
 }
@@ -69,7 +73,11 @@ fn assert_fault(name: &str, contract: Contract, thread: u32, needles: &[&str]) {
     let Some(device) = emulator() else { return };
     let (kernel, block, found, what) = fault(run_fault(&device, name, contract).0);
     assert_eq!(kernel, "selftest_fault");
-    assert_eq!((block.as_str(), found), ("(0, 0, 0)", format!("({thread}, 0, 0)")), "{name}: {what}");
+    assert_eq!(
+        (block.as_str(), found),
+        ("(0, 0, 0)", format!("({thread}, 0, 0)")),
+        "{name}: {what}"
+    );
     for needle in needles {
         assert!(what.contains(needle), "{name}: `{needle}` is not in `{what}`");
     }
@@ -77,13 +85,19 @@ fn assert_fault(name: &str, contract: Contract, thread: u32, needles: &[&str]) {
 
 #[test]
 fn a_barrier_that_half_the_threads_skip_is_reported_as_divergence() {
-    let needles = ["barrier 0", "32 of 64 threads arrived", "divergence", "32 of 64 threads have returned"];
+    let needles =
+        ["barrier 0", "32 of 64 threads arrived", "divergence", "32 of 64 threads have returned"];
     assert_fault("skipped_barrier", Contract::NAN, 0, &needles);
 }
 
 #[test]
 fn warps_that_meet_at_different_barriers_in_the_source_are_reported_as_divergence() {
-    let needles = ["calls __syncthreads at", "selftest_faults.cu:", "while others of its block wait at", "divergence"];
+    let needles = [
+        "calls __syncthreads at",
+        "selftest_faults.cu:",
+        "while others of its block wait at",
+        "divergence",
+    ];
     assert_fault("parted_barrier", Contract::NAN, 32, &needles);
 }
 
@@ -94,12 +108,22 @@ fn a_shuffle_that_waits_for_lanes_that_have_returned_is_reported_as_divergence()
 
 #[test]
 fn a_lane_that_its_own_mask_does_not_name_is_reported() {
-    assert_fault("foreign_lane", Contract::NAN, 16, &["__shfl_xor_sync", "0x0000ffff", "not named"]);
+    assert_fault(
+        "foreign_lane",
+        Contract::NAN,
+        16,
+        &["__shfl_xor_sync", "0x0000ffff", "not named"],
+    );
 }
 
 #[test]
 fn a_read_behind_a_buffer_is_reported_with_the_buffers_name() {
-    assert_fault("read_past_end", Contract::NAN, 63, &["`x`", "0 bytes past the end", "256 bytes long"]);
+    assert_fault(
+        "read_past_end",
+        Contract::NAN,
+        63,
+        &["`x`", "0 bytes past the end", "256 bytes long"],
+    );
 }
 
 #[test]
@@ -119,7 +143,12 @@ fn a_store_for_global_memory_that_is_given_shared_memory_is_reported() {
 
 #[test]
 fn a_write_in_front_of_a_buffer_is_reported_with_the_buffers_name() {
-    assert_fault("write_before_start", Contract::HUGE, 0, &["`y`", "4 bytes before the start", "256 bytes long"]);
+    assert_fault(
+        "write_before_start",
+        Contract::HUGE,
+        0,
+        &["`y`", "4 bytes before the start", "256 bytes long"],
+    );
 }
 
 #[test]
@@ -154,7 +183,8 @@ fn a_write_that_a_guard_page_cannot_catch_is_found_in_the_guard_band() {
     let Some(device) = emulator() else { return };
     // Flush with the guard page behind it, y has a band in front.
     let (result, _) = run_fault(&device, "write_before_start", Contract::NAN);
-    let expected = Violation { buffer: "y".into(), kind: ViolationKind::Guard, bytes: 4, first_offset: -4 };
+    let expected =
+        Violation { buffer: "y".into(), kind: ViolationKind::Guard, bytes: 4, first_offset: -4 };
     assert_eq!(result.unwrap(), [expected]);
 }
 
@@ -167,7 +197,11 @@ fn elements_that_no_thread_writes_keep_the_poison() {
         assert_eq!(result.unwrap(), []);
         for (i, value) in y.iter().enumerate() {
             let expected = if i % 2 == 0 { i as f32 + 1.0 } else { poison };
-            assert_eq!(value.to_bits() & 0xffbf_ffff, expected.to_bits() & 0xffbf_ffff, "element {i} is {value}");
+            assert_eq!(
+                value.to_bits() & 0xffbf_ffff,
+                expected.to_bits() & 0xffbf_ffff,
+                "element {i} is {value}"
+            );
         }
     }
 }
@@ -188,7 +222,10 @@ fn assert_race_shows(name: &str, correct: impl Fn(usize) -> f32) {
     let Some(device) = emulator() else { return };
     let correct: Vec<u32> = (0..FAULT_THREADS).map(|i| correct(i).to_bits()).collect();
     let first = results_by_schedule(&device, name);
-    assert!(first.iter().any(|(seed, y)| seed.is_some() && *y != correct), "{name} hid under every seed");
+    assert!(
+        first.iter().any(|(seed, y)| seed.is_some() && *y != correct),
+        "{name} hid under every seed"
+    );
     let again = results_by_schedule(&device, name);
     for ((seed, a), (_, b)) in first.iter().zip(&again) {
         assert_eq!(a, b, "{name}: schedule {seed:?} did not repeat its result");
@@ -207,7 +244,8 @@ fn a_missing_barrier_shows_as_wrong_numbers_that_a_seed_repeats() {
 
 /// Comparisons take NaN for nothing, so that it alone does not show what a kernel takes from there.
 #[test]
-fn shared_memory_that_no_thread_writes_reads_as_nan_and_under_schedules_as_what_another_block_may_have_left() {
+fn shared_memory_that_no_thread_writes_reads_as_nan_and_under_schedules_as_what_another_block_may_have_left()
+ {
     let Some(device) = emulator() else { return };
     let mut found = Vec::new();
     for (seed, y) in results_by_schedule(&device, "unwritten_shared") {
@@ -216,7 +254,10 @@ fn shared_memory_that_no_thread_writes_reads_as_nan_and_under_schedules_as_what_
         found.push(y[0]);
     }
     let within = |schedules: usize, bits| found[1..=schedules].contains(&bits);
-    assert!(within(2, 0) && within(2, 0xc0c0_c0c0), "two schedules do for zeros and large keys: {found:x?}");
+    assert!(
+        within(2, 0) && within(2, 0xc0c0_c0c0),
+        "two schedules do for zeros and large keys: {found:x?}"
+    );
     assert!(within(3, 0x3f3f_3f3f), "three schedules do for all: {found:x?}");
 }
 
@@ -238,7 +279,12 @@ pub fn probe_tree(body: &str) -> SourceTree {
 }
 
 /// Runs a probe with y an i32 `[64]`, and count 0.
-fn run_probe(device: &Device, body: &str, grid: [u32; 3], block: [u32; 3]) -> (Result<Vec<Violation>>, Vec<i32>) {
+fn run_probe(
+    device: &Device,
+    body: &str,
+    grid: [u32; 3],
+    block: [u32; 3],
+) -> (Result<Vec<Violation>>, Vec<i32>) {
     let device = device.with_tree(probe_tree(body));
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let y = arena.output("y", DType::I32, &[64]).unwrap();
@@ -257,7 +303,10 @@ fn a_fault_names_the_block_and_thread_that_did_it_in_all_three_dimensions() {
     let body = "if (blockIdx.x == 1 && blockIdx.y == 2 && blockIdx.z == 1 && threadIdx.x == 3 && threadIdx.y == 1)
                     params.y[64 + threadIdx.x] = 1;";
     let (kernel, block, thread, what) = fault(run_probe(&device, body, [2, 3, 2], [4, 2, 1]).0);
-    assert_eq!((kernel.as_str(), block.as_str(), thread.as_str()), ("probe", "(1, 2, 1)", "(3, 1, 0)"));
+    assert_eq!(
+        (kernel.as_str(), block.as_str(), thread.as_str()),
+        ("probe", "(1, 2, 1)", "(3, 1, 0)")
+    );
     assert!(what.contains("`y` 12 bytes past the end"), "{what}");
 }
 
@@ -266,43 +315,64 @@ fn null_pointers_wild_addresses_deep_stacks_and_division_by_zero_are_reported() 
     let Some(device) = emulator() else { return };
     let of_thread_5 = |statement: &str| format!("if (threadIdx.x == 5) {{ {statement} }}");
     for (statement, needle) in [
-        ("*reinterpret_cast<volatile int*>(static_cast<uintptr_t>(params.count)) = 1;", "null pointer"),
+        (
+            "*reinterpret_cast<volatile int*>(static_cast<uintptr_t>(params.count)) = 1;",
+            "null pointer",
+        ),
         ("*reinterpret_cast<volatile int*>(0x7f0000000000ull + params.count) = 1;", "no buffer's"),
         ("params.y[0] = deep(1 << 20);", "overflowed its stack"),
         ("params.y[0] = 7 / params.count;", "divided an integer by zero"),
     ] {
-        let (_, _, thread, what) = fault(run_probe(&device, &of_thread_5(statement), [1, 1, 1], [64, 1, 1]).0);
+        let (_, _, thread, what) =
+            fault(run_probe(&device, &of_thread_5(statement), [1, 1, 1], [64, 1, 1]).0);
         assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
         assert!(what.contains(needle), "{statement}: `{needle}` is not in `{what}`");
     }
 }
 
 #[test]
-fn an_index_or_pointer_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_are_reported() {
+fn an_index_or_pointer_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_many_bits_are_reported()
+ {
     let Some(device) = emulator() else { return };
     let on_thread_5 = |declaration: &str, statement: &str| {
-        format!("{declaration} const int at = params.count + 4; if (threadIdx.x == 5) {{ {statement} }}")
+        format!(
+            "{declaration} const int at = params.count + 4; if (threadIdx.x == 5) {{ {statement} }}"
+        )
     };
     let index = "index 4 is beyond the end of an array 'int [4]', probe.cu:";
     for (declaration, statement, needle) in [
         ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[at];", index),
         ("__shared__ int x[4];", "x[at] = 1;", index),
         ("struct { int before[4], after; } x{};", "params.y[0] = x.before[at];", index),
-        ("int x[4] = {1, 2, 3, 4};", "params.y[0] = x[3 - at];", "index -1 is beyond the end of an array 'int [4]'"),
+        (
+            "int x[4] = {1, 2, 3, 4};",
+            "params.y[0] = x[3 - at];",
+            "index -1 is beyond the end of an array 'int [4]'",
+        ),
         (
             "__shared__ int x[4];",
             "int* p = x; p[at] = 1; params.y[1] = p[0];",
             "outside of the variable that its pointer points to",
         ),
-        ("int x[4] = {1, 2, 3, 4};", "const int* p = x; params.y[0] = p[at];", "outside of the variable that its"),
-        ("", "params.y[0] = 1 << (8 * at);", "a shift of 'int' by 32: more bits than there are, probe.cu:"),
+        (
+            "int x[4] = {1, 2, 3, 4};",
+            "const int* p = x; params.y[0] = p[at];",
+            "outside of the variable that its",
+        ),
+        (
+            "",
+            "params.y[0] = 1 << (8 * at);",
+            "a shift of 'int' by 32: more bits than there are, probe.cu:",
+        ),
     ] {
         let (_, _, thread, what) =
             fault(run_probe(&device, &on_thread_5(declaration, statement), [1; 3], [64, 1, 1]).0);
         assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
         assert!(what.contains(needle), "{statement}: `{needle}` is not in `{what}`");
         let inside = statement.replace("at", "(at - 4)");
-        run_probe(&device, &on_thread_5(declaration, &inside), [1; 3], [64, 1, 1]).0.expect(&inside);
+        run_probe(&device, &on_thread_5(declaration, &inside), [1; 3], [64, 1, 1])
+            .0
+            .expect(&inside);
     }
 }
 
@@ -316,7 +386,11 @@ fn static_shared_memory_that_no_thread_writes_holds_poison_in_the_first_block_an
                 if (first != -1) atomicMax(params.y, 1 + (first & 0xff));";
     for blocks in [1, 16] {
         let (result, y) = run_probe(&device, body, [blocks, 1, 1], [64, 1, 1]);
-        assert_eq!((result.unwrap(), y[0]), (vec![], -1), "of {blocks} blocks one found something else than poison");
+        assert_eq!(
+            (result.unwrap(), y[0]),
+            (vec![], -1),
+            "of {blocks} blocks one found something else than poison"
+        );
     }
 }
 
@@ -347,8 +421,16 @@ const SHARED_ACCESSES: &[(&str, &str, Option<[&str; 2]>)] = &[
     ("atomicAdd(at, 1);", "*at = 1;", Some(["stores", "updates"])),
     ("*at = 1;", "atomicMax(at, 1);", Some(["updates", "stores"])),
     ("atomicAdd(at, 1);", "sink = *at;", Some(["reads", "updates"])),
-    ("store_vec16(at, Vec16{});", "sink = load_vec16_readonly(at).w[3];", Some(["reads", "stores"])),
-    ("*at = 1;", "copy_async_16(64, at, true); copy_commit(); copy_wait<0>();", Some(["reads", "stores"])),
+    (
+        "store_vec16(at, Vec16{});",
+        "sink = load_vec16_readonly(at).w[3];",
+        Some(["reads", "stores"]),
+    ),
+    (
+        "*at = 1;",
+        "copy_async_16(64, at, true); copy_commit(); copy_wait<0>();",
+        Some(["reads", "stores"]),
+    ),
     ("*at = 1;", "bulk_in(64, at);", Some(["reads", "stores"])),
     ("*at = 1;", "bulk_out(reinterpret_cast<float*>(at), 64);", Some(["updates", "stores"])),
     (
@@ -392,7 +474,11 @@ fn shared_accesses_source() -> String {
 #[test]
 fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedule() {
     let Some(device) = emulator() else { return };
-    let device = device.with_tree(dsv4_kernels::sources().with_text("probe.cu", shared_accesses_source(), "a probe"));
+    let device = device.with_tree(dsv4_kernels::sources().with_text(
+        "probe.cu",
+        shared_accesses_source(),
+        "a probe",
+    ));
     for (number, &(first, others, said)) in SHARED_ACCESSES.iter().enumerate() {
         for seed in 1..4 {
             device.backend().set_schedule_seed(Some(seed));
@@ -400,9 +486,12 @@ fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedul
             let y = arena.output("y", DType::I32, &[64]).unwrap();
             let params = Params::new("probe").ptr("y", &y).i32("count", number).unwrap();
             let config = LaunchConfig { grid: [4, 1, 1], block: [32, 1, 1], shared_bytes: 0 };
-            let ran = arena.run(|device| device.kernel("probe.cu", &[], "probe")?.launch(config, &params));
+            let ran = arena
+                .run(|device| device.kernel("probe.cu", &[], "probe")?.launch(config, &params));
             let Some([what_is_done, before]) = said else {
-                ran.unwrap_or_else(|error| panic!("`{first}` and `{others}` under schedule {seed}: {error}"));
+                ran.unwrap_or_else(|error| {
+                    panic!("`{first}` and `{others}` under schedule {seed}: {error}")
+                });
                 continue;
             };
             let (_, block, thread, what) = fault(ran);
@@ -413,7 +502,10 @@ fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedul
                 what.starts_with(&format!("{this} byte 32 of `y`, which block ("))
                     && what.contains(&format!(") {other}:"))
             });
-            assert!(told && !what.contains(&format!("block {block} ")), "`{first}`, `{others}`: {block} {what}");
+            assert!(
+                told && !what.contains(&format!("block {block} ")),
+                "`{first}`, `{others}`: {block} {what}"
+            );
         }
     }
 }
@@ -434,19 +526,31 @@ const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
     ("if (mine) atomic_add_vec4(reinterpret_cast<float*>(at), 0.0f, 1.0f, 2.0f, 3.0f);", 16, "y"),
     ("if (mine) atomicAdd(reinterpret_cast<int*>(at), 1);", 4, "y"),
     ("if (mine) atomicMax(reinterpret_cast<unsigned long long*>(at), 1ull);", 8, "y"),
-    ("if (mine) atomicAdd(reinterpret_cast<int*>(dynamic_shared() + shared), 1);", 4, "dynamic shared memory"),
+    (
+        "if (mine) atomicAdd(reinterpret_cast<int*>(dynamic_shared() + shared), 1);",
+        4,
+        "dynamic shared memory",
+    ),
     ("if (mine) store_shared(shared, 1);", 4, "dynamic shared memory"),
     ("if (mine) store_shared_vec16(shared, Vec16{});", 16, "dynamic shared memory"),
     ("sink = load_shared_vec16(shared).w[0];", 16, "dynamic shared memory"),
     ("copy_async_16(64, at, true); copy_commit(); copy_wait<0>();", 16, "y"),
     ("copy_async_16(64, at, false); copy_commit(); copy_wait<0>();", 16, "y"),
-    ("copy_async_16(shared, params.y, true); copy_commit(); copy_wait<0>();", 16, "dynamic shared memory"),
+    (
+        "copy_async_16(shared, params.y, true); copy_commit(); copy_wait<0>();",
+        16,
+        "dynamic shared memory",
+    ),
     ("uint32_t d[4]; ldmatrix_x4(d, shared); sink = d[0];", 16, "dynamic shared memory"),
     ("uint32_t d[2]; ldmatrix_x2_transposed(d, shared); sink = d[0];", 16, "dynamic shared memory"),
     ("if (mine) bulk_in(64, at);", 16, "y"),
     ("if (mine) bulk_in(shared, params.y);", 16, "dynamic shared memory"),
     ("if (mine) bulk_out(reinterpret_cast<float*>(at), 64);", 16, "y"),
-    ("if (mine) bulk_out(reinterpret_cast<float*>(params.y), shared);", 16, "dynamic shared memory"),
+    (
+        "if (mine) bulk_out(reinterpret_cast<float*>(params.y), shared);",
+        16,
+        "dynamic shared memory",
+    ),
     ("sink = static_cast<int>(matrix_descriptor(shared, 16, 16));", 16, "dynamic shared memory"),
     // Through plain pointers.
     ("sink = *reinterpret_cast<const uint16_t*>(at);", 2, "y"),
@@ -458,7 +562,11 @@ const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
     ("sink = reinterpret_cast<const Pair*>(at)->second;", 8, "y"),
     ("Quad copy = *reinterpret_cast<const Quad*>(at); sink = copy.word[3];", 16, "y"),
     ("const Quad& quad = *reinterpret_cast<const Quad*>(at); sink = quad.word[mine];", 16, "y"),
-    ("if (mine) *reinterpret_cast<int*>(dynamic_shared() + shared) = 1;", 4, "dynamic shared memory"),
+    (
+        "if (mine) *reinterpret_cast<int*>(dynamic_shared() + shared) = 1;",
+        4,
+        "dynamic shared memory",
+    ),
     ("sink = *reinterpret_cast<const int*>(at_static);", 4, ""),
 ];
 
@@ -492,7 +600,11 @@ fn wide_accesses_source() -> String {
 #[test]
 fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_and_size() {
     let Some(device) = emulator() else { return };
-    let device = device.with_tree(dsv4_kernels::sources().with_text("probe.cu", wide_accesses_source(), "a probe"));
+    let device = device.with_tree(dsv4_kernels::sources().with_text(
+        "probe.cu",
+        wide_accesses_source(),
+        "a probe",
+    ));
     let access = |number: usize, off: usize| {
         let mut arena = DeviceArena::new(&device, Contract::NAN);
         let y = arena.output("y", DType::I32, &[64]).unwrap();
@@ -504,18 +616,29 @@ fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_an
         access(number, 0).unwrap_or_else(|error| panic!("{statement}: {error}"));
         for off in [bytes / 2, bytes - 1] {
             let (kernel, block, thread, what) = fault(access(number, off));
-            assert_eq!((kernel.as_str(), block.as_str()), ("probe", "(0, 0, 0)"), "{statement}: {what}");
+            assert_eq!(
+                (kernel.as_str(), block.as_str()),
+                ("probe", "(0, 0, 0)"),
+                "{statement}: {what}"
+            );
             assert_eq!(thread, "(5, 0, 0)", "{statement}: {what}");
-            let place = if memory.is_empty() { "no buffer's".to_owned() } else { format!("of `{memory}`") };
-            for needle in
-                [&format!("misaligned {bytes}-byte access"), &format!(": {off} past a multiple of {bytes}"), &place]
-            {
-                assert!(what.contains(needle.as_str()), "{statement}: `{needle}` is not in `{what}`");
+            let place =
+                if memory.is_empty() { "no buffer's".to_owned() } else { format!("of `{memory}`") };
+            for needle in [
+                &format!("misaligned {bytes}-byte access"),
+                &format!(": {off} past a multiple of {bytes}"),
+                &place,
+            ] {
+                assert!(
+                    what.contains(needle.as_str()),
+                    "{statement}: `{needle}` is not in `{what}`"
+                );
             }
         }
         // What a narrower access may do is not held against it.
         if bytes < 16 {
-            access(number, bytes).unwrap_or_else(|error| panic!("{statement}, {bytes} further on: {error}"));
+            access(number, bytes)
+                .unwrap_or_else(|error| panic!("{statement}, {bytes} further on: {error}"));
         }
     }
 }
@@ -581,7 +704,9 @@ fn a_missing_kernel_or_source_is_named() {
     assert!(
         matches!(error("probe.cu", "absent"), RuntimeError::SymbolMissing { symbol, .. } if symbol.contains("absent"))
     );
-    assert!(matches!(error("absent.cu", "probe"), RuntimeError::SourceMissing { file, .. } if file == "absent.cu"));
+    assert!(
+        matches!(error("absent.cu", "probe"), RuntimeError::SourceMissing { file, .. } if file == "absent.cu")
+    );
 }
 
 #[test]
@@ -595,15 +720,27 @@ fn a_parameter_struct_that_differs_from_the_kernels_is_refused() {
     // The same size, a field renamed; another size; the same fields in another order; another type.
     let wrong = [
         (params().ptr("z", nowhere).i32("count", 0).unwrap(), "field 0 is `y`"),
-        (params().ptr("y", nowhere).i32("count", 0).unwrap().i64("extra", 0).unwrap(), "field 2 is no further field"),
+        (
+            params().ptr("y", nowhere).i32("count", 0).unwrap().i64("extra", 0).unwrap(),
+            "field 2 is no further field",
+        ),
         (params().i32("count", 0).unwrap().ptr("y", nowhere), "field 0 is `y`"),
         (params().ptr("y", nowhere).i64("count", 0).unwrap(), "field 1 is `count` of 4 bytes"),
     ];
     for (params, needle) in wrong {
         // Even where nothing would be launched.
-        kernel.launch(LaunchConfig { grid: [0, 1, 1], ..config }, &params).expect_err("another struct");
+        kernel
+            .launch(LaunchConfig { grid: [0, 1, 1], ..config }, &params)
+            .expect_err("another struct");
         match kernel.launch(config, &params) {
-            Err(RuntimeError::ParamsLayout { kernel, rust_size, rust_hash, kernel_size, kernel_hash, difference }) => {
+            Err(RuntimeError::ParamsLayout {
+                kernel,
+                rust_size,
+                rust_hash,
+                kernel_size,
+                kernel_hash,
+                difference,
+            }) => {
                 assert_eq!((kernel.as_str(), kernel_size), ("probe", 16));
                 assert!((rust_size, rust_hash) != (kernel_size, kernel_hash));
                 assert!(difference.contains(needle), "{difference}");
@@ -625,13 +762,18 @@ fn a_struct_of_mixed_sizes_has_the_layout_that_the_compiler_gives_it() {
             params.y[0] = params.first; params.y[1] = static_cast<int32_t>(params.y_token_stride);\n\
             params.y[2] = static_cast<int32_t>(params.y_head_stride); params.y[3] = static_cast<int32_t>(params.eps);\n\
             params.y[4] = static_cast<int32_t>(params.rows >> 33); params.y[5] = params.last; }\n";
-    let device = support::device().with_tree(dsv4_kernels::sources().with_text("mixed.cu", source.into(), "a probe"));
+    let device = support::device().with_tree(dsv4_kernels::sources().with_text(
+        "mixed.cu",
+        source.into(),
+        "a probe",
+    ));
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let y = arena.output("y", DType::I32, &[2, 3]).unwrap();
     let params = Params::new("mixed").i32("first", 1).unwrap().heads("y", &y).f32("eps", 4.0);
     let params = params.i64("rows", 5 << 33).unwrap().i32("last", 6).unwrap();
     let config = LaunchConfig { grid: [1, 1, 1], block: [32, 1, 1], shared_bytes: 0 };
-    let violations = arena.run(|device| device.kernel("mixed.cu", &[], "mixed")?.launch(config, &params));
+    let violations =
+        arena.run(|device| device.kernel("mixed.cu", &[], "mixed")?.launch(config, &params));
     assert!(violations.unwrap().is_empty());
     assert_eq!(arena.download(&y).unwrap().to_i32(), [1, 3, 1, 4, 5, 6]);
 }
@@ -640,11 +782,23 @@ fn a_struct_of_mixed_sizes_has_the_layout_that_the_compiler_gives_it() {
 fn an_emulator_without_a_compiler_is_a_missing_backend() {
     let case = r#"{"operator":"rms_norm"}"#;
     let nowhere = "/nonexistent/compiler";
-    let output = command_line::Parity::new(&["run", "--backend", "emulator", "--ops", "rms_norm", "--cases", "0"])
-        .env("PARITY_CXX", nowhere)
-        .run();
+    let output = command_line::Parity::new(&[
+        "run",
+        "--backend",
+        "emulator",
+        "--ops",
+        "rms_norm",
+        "--cases",
+        "0",
+    ])
+    .env("PARITY_CXX", nowhere)
+    .run();
     output.assert_code(3);
-    assert!(output.stderr.contains(nowhere) && output.stderr.contains("PARITY_CXX"), "{}", output.stderr);
+    assert!(
+        output.stderr.contains(nowhere) && output.stderr.contains("PARITY_CXX"),
+        "{}",
+        output.stderr
+    );
     // A malformed case is still reported as that: nothing is opened for it.
     command_line::Parity::new(&["replay", "--backend", "emulator", case])
         .env("PARITY_CXX", nowhere)
@@ -665,7 +819,8 @@ fn cached(dir: &Path) -> Vec<(String, u64, i64)> {
         .collect();
     files.sort();
     // Each module stands beside its digest.
-    let (digests, modules): (Vec<_>, Vec<_>) = files.into_iter().partition(|(name, ..)| name.ends_with(".blake3"));
+    let (digests, modules): (Vec<_>, Vec<_>) =
+        files.into_iter().partition(|(name, ..)| name.ends_with(".blake3"));
     let names: Vec<_> = modules.iter().map(|(name, ..)| format!("{name}.blake3")).collect();
     assert_eq!(digests.into_iter().map(|(name, ..)| name).collect::<Vec<_>>(), names);
     modules
@@ -675,7 +830,11 @@ fn cached(dir: &Path) -> Vec<(String, u64, i64)> {
 fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_into_them() {
     let dir = tempfile::tempdir().unwrap();
     let load = |tree: SourceTree, defines: &[(&str, String)]| {
-        let options = DeviceOptions { tree, cache_dir: dir.path().to_owned(), ..dsv4_kernels::device_options() };
+        let options = DeviceOptions {
+            tree,
+            cache_dir: dir.path().to_owned(),
+            ..dsv4_kernels::device_options()
+        };
         let device = Device::open(support::backend(), options).unwrap();
         device.kernel("probe.cu", defines, "probe").unwrap();
         cached(dir.path())
@@ -720,7 +879,8 @@ impl Buffers<'static> {
         let input = arena.input("input", &five).unwrap();
         let layout = Layout::padded(&[3, 3], 2);
         let padded = arena.allocate("padded", DType::F32, &[3, 3], &layout, Role::Output).unwrap();
-        let in_place = arena.upload("in_place", &five, &Layout::dense(&[5]), Role::InPlace).unwrap();
+        let in_place =
+            arena.upload("in_place", &five, &Layout::dense(&[5]), Role::InPlace).unwrap();
         let workspace = arena.workspace("workspace", 20).unwrap();
         Self { arena, input, padded, in_place, workspace }
     }
@@ -736,7 +896,12 @@ impl Buffers<'static> {
     }
 }
 
-fn violation(buffer: &TensorView, kind: ViolationKind, bytes: usize, first_offset: i64) -> Vec<Violation> {
+fn violation(
+    buffer: &TensorView,
+    kind: ViolationKind,
+    bytes: usize,
+    first_offset: i64,
+) -> Vec<Violation> {
     vec![Violation { buffer: buffer.name.clone(), kind, bytes, first_offset }]
 }
 
@@ -748,7 +913,10 @@ fn a_write_on_either_side_of_any_buffer_is_reported_with_name_and_offset() {
             let buffers = Buffers::new(contract);
             let view = buffers.all()[which];
             let end = (view.span().1 - view.span().0) as i64;
-            assert_eq!(buffers.write(view, end + 2, 3), violation(view, ViolationKind::Guard, 3, end + 2));
+            assert_eq!(
+                buffers.write(view, end + 2, 3),
+                violation(view, ViolationKind::Guard, 3, end + 2)
+            );
         }
     }
     for which in 0..4 {
@@ -791,8 +959,9 @@ fn an_output_within_an_inputs_buffer_may_be_written_and_the_input_may_not() {
     let x = arena.upload("x", &x, &layout, Role::Input).unwrap();
     let y = TensorView { name: "y".into(), address: x.address + 8, ..x.clone() };
     arena.also_writes(&y);
-    let write =
-        |view: &TensorView, bytes| arena.run(|device| device.backend().fill(view.address, STRAY, bytes)).unwrap();
+    let write = |view: &TensorView, bytes| {
+        arena.run(|device| device.backend().fill(view.address, STRAY, bytes)).unwrap()
+    };
     assert_eq!(write(&y, 8), []);
     assert_eq!(write(&y, 16), violation(&x, ViolationKind::Input, 8, 16));
 }
@@ -812,7 +981,8 @@ const FAR_SHAPE: [usize; 3] = [3, 5, 64];
 const FAR_ROW: i64 = 2 * ((1 << 28) + 64);
 
 fn far_tensor() -> (HostTensor, Layout) {
-    let values: Vec<f64> = (0..FAR_SHAPE.iter().product()).map(|i: usize| (i % 251) as f64).collect();
+    let values: Vec<f64> =
+        (0..FAR_SHAPE.iter().product()).map(|i: usize| (i % 251) as f64).collect();
     let layout = Layout::of(&FAR_SHAPE, &[0, 1, 2], &[0, 0, 1 << 28]).unwrap();
     (HostTensor::from_f64(DType::Bf16, &FAR_SHAPE, &values), layout)
 }
@@ -825,10 +995,13 @@ fn resident(span: (u64, u64)) -> u64 {
         let mut words = line.split_whitespace();
         let first = words.next().unwrap_or_default();
         let hex = |text| u64::from_str_radix(text, 16).ok();
-        if let Some((start, end)) = first.split_once('-').and_then(|(a, b)| Some((hex(a)?, hex(b)?))) {
+        if let Some((start, end)) =
+            first.split_once('-').and_then(|(a, b)| Some((hex(a)?, hex(b)?)))
+        {
             inside = start < span.1 && span.0 < end;
         } else if inside && first == "Rss:" {
-            kibibytes += words.next().and_then(|number| number.parse::<u64>().ok()).expect("a number");
+            kibibytes +=
+                words.next().and_then(|number| number.parse::<u64>().ok()).expect("a number");
         }
     }
     1024 * kibibytes
@@ -845,7 +1018,9 @@ fn a_tensor_that_ends_beyond_32_bits_of_offset_travels_both_ways_in_a_few_pages(
         let output = arena.allocate("y", DType::Bf16, &FAR_SHAPE, &layout, Role::Output).unwrap();
         assert_eq!(arena.run(|_| Ok(())).unwrap(), []);
         assert_eq!(arena.download(&view).unwrap(), host);
-        assert!(arena.download(&output).unwrap().bytes.iter().all(|&byte| byte == Contract::NAN.poison));
+        assert!(
+            arena.download(&output).unwrap().bytes.iter().all(|&byte| byte == Contract::NAN.poison)
+        );
         let took = start.elapsed();
         assert!(view.span().1 - view.span().0 > 7 << 30);
         for view in [view, output] {
@@ -867,7 +1042,8 @@ fn what_travels_to_the_device_in_any_layout_comes_back() {
     let host = HostTensor::from_i32(&shape, &(0..96).collect::<Vec<_>>());
     let orders = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [2, 1, 0]];
     let gaps = [[0, 0, 0], [0, 0, 5], [7, 3, 5], [0, 1 << 20, 0], [1 << 20, 3, 0], [0, 9, 1 << 20]];
-    for (order, gaps) in orders.iter().flat_map(|order| gaps.iter().map(move |gaps| (order, gaps))) {
+    for (order, gaps) in orders.iter().flat_map(|order| gaps.iter().map(move |gaps| (order, gaps)))
+    {
         for contract in [Contract::NAN, Contract::HUGE] {
             let layout = Layout::of(&shape, order, gaps).unwrap();
             let mut arena = DeviceArena::new(support::device(), contract);
@@ -875,10 +1051,22 @@ fn what_travels_to_the_device_in_any_layout_comes_back() {
             assert_eq!(arena.download(&view).unwrap(), host, "{order:?} {gaps:?}");
             // The middle of every axis but the last, as a launcher would pass it on.
             let at = 4 * (view.strides[0] + 2 * view.strides[1]);
-            let row = TensorView { shape: vec![8], strides: vec![view.strides[2]], ..shifted(&view, at) };
-            assert_eq!(arena.download(&row).unwrap().to_i32(), (48..56).collect::<Vec<_>>(), "{order:?} {gaps:?}");
-            assert_eq!(arena.run(|device| device.backend().fill(row.address, STRAY, 4)).unwrap(), []);
-            assert_eq!(arena.download(&row).unwrap().to_i32()[..2], [0x5555_5555, 49], "{order:?} {gaps:?}");
+            let row =
+                TensorView { shape: vec![8], strides: vec![view.strides[2]], ..shifted(&view, at) };
+            assert_eq!(
+                arena.download(&row).unwrap().to_i32(),
+                (48..56).collect::<Vec<_>>(),
+                "{order:?} {gaps:?}"
+            );
+            assert_eq!(
+                arena.run(|device| device.backend().fill(row.address, STRAY, 4)).unwrap(),
+                []
+            );
+            assert_eq!(
+                arena.download(&row).unwrap().to_i32()[..2],
+                [0x5555_5555, 49],
+                "{order:?} {gaps:?}"
+            );
         }
     }
 }
@@ -889,7 +1077,8 @@ fn a_write_beside_a_row_of_a_tensor_with_huge_strides_is_reported_with_name_and_
     for contract in [Contract::NAN, Contract::HUGE] {
         let mut arena = DeviceArena::new(support::device(), contract);
         let input = arena.upload("input", &host, &layout, Role::Input).unwrap();
-        let output = arena.allocate("output", DType::Bf16, &FAR_SHAPE, &layout, Role::Output).unwrap();
+        let output =
+            arena.allocate("output", DType::Bf16, &FAR_SHAPE, &layout, Role::Output).unwrap();
         let write = |view: &TensorView, offset, bytes| {
             let address = view.address.wrapping_add_signed(offset);
             let found = arena.run(|device| device.backend().fill(address, STRAY, bytes)).unwrap();
@@ -898,9 +1087,17 @@ fn a_write_beside_a_row_of_a_tensor_with_huge_strides_is_reported_with_name_and_
             found
         };
         let (row, end) = (9 * FAR_ROW, 14 * FAR_ROW + 128);
-        for (offset, bytes) in [(row - 512, 2), (row - 1, 1), (row + 128, 3), (row + 639, 1), (end - 128 - 7, 7)] {
-            assert_eq!(write(&output, offset, bytes), violation(&output, ViolationKind::Gap, bytes, offset));
-            assert_eq!(write(&input, offset, bytes), violation(&input, ViolationKind::Input, bytes, offset));
+        for (offset, bytes) in
+            [(row - 512, 2), (row - 1, 1), (row + 128, 3), (row + 639, 1), (end - 128 - 7, 7)]
+        {
+            assert_eq!(
+                write(&output, offset, bytes),
+                violation(&output, ViolationKind::Gap, bytes, offset)
+            );
+            assert_eq!(
+                write(&input, offset, bytes),
+                violation(&input, ViolationKind::Input, bytes, offset)
+            );
         }
         assert_eq!(write(&output, row - 2, 4), violation(&output, ViolationKind::Gap, 2, row - 2));
         assert_eq!(write(&output, row, 128), []);
@@ -923,7 +1120,12 @@ fn a_view_of_the_gap_between_far_rows_is_refused() {
     let (host, layout) = far_tensor();
     let mut arena = DeviceArena::new(support::device(), Contract::NAN);
     let x = arena.upload("x", &host, &layout, Role::Input).unwrap();
-    let nowhere = TensorView { name: "nowhere".into(), shape: vec![64], strides: vec![1], ..shifted(&x, FAR_ROW / 2) };
+    let nowhere = TensorView {
+        name: "nowhere".into(),
+        shape: vec![64],
+        strides: vec![1],
+        ..shifted(&x, FAR_ROW / 2)
+    };
     assert_refused(arena.download(&nowhere), "view", "`nowhere`");
 }
 
@@ -947,7 +1149,11 @@ fn offsets_of_32_bits_into_a_tensor_with_huge_strides_are_faults_with_its_name()
     assert_eq!(result.unwrap(), []);
     assert_eq!(y, (0..192).map(|i| i / 64).collect::<Vec<_>>());
     for (offset, block, needle) in [
-        ("static_cast<int>(blockIdx.x * (1u << 30) + threadIdx.x)", 2, "`y` 8589934592 bytes before the start"),
+        (
+            "static_cast<int>(blockIdx.x * (1u << 30) + threadIdx.x)",
+            2,
+            "`y` 8589934592 bytes before the start",
+        ),
         (
             "(blockIdx.x + 0ull) * (1 << 29) + threadIdx.x",
             1,
@@ -956,7 +1162,11 @@ fn offsets_of_32_bits_into_a_tensor_with_huge_strides_are_faults_with_its_name()
         ("(blockIdx.x * 4ull << 30) + threadIdx.x", 1, "`y` 8589934336 bytes past the end"),
     ] {
         let (_, found, thread, what) = fault(run(offset).0);
-        assert_eq!((found, thread), (format!("({block}, 0, 0)"), "(0, 0, 0)".to_owned()), "{offset}: {what}");
+        assert_eq!(
+            (found, thread),
+            (format!("({block}, 0, 0)"), "(0, 0, 0)".to_owned()),
+            "{offset}: {what}"
+        );
         assert!(what.contains(needle), "{offset}: `{needle}` is not in `{what}`");
     }
 }

@@ -29,7 +29,11 @@ pub fn left_out(rooms: &[&str]) -> bool {
     let Some(change) = change() else { return false };
     let left_out = !change.files.iter().any(|file| rooms.iter().any(|room| file.starts_with(room)));
     if left_out {
-        println!("left to PARITY_TESTS=all: since {:.12} nothing changed in {}", change.base, rooms.join(", "));
+        println!(
+            "left to PARITY_TESTS=all: since {:.12} nothing changed in {}",
+            change.base,
+            rooms.join(", ")
+        );
     }
     left_out
 }
@@ -45,11 +49,15 @@ pub fn concerned_operators() -> Vec<&'static AnyOperator> {
     };
     let files: Vec<_> = all.iter().map(files_of).collect();
     let owns: Vec<_> = all.iter().map(|operator| operator.describe().kernel_file).collect();
-    let candidates: Vec<_> =
-        (0..all.len()).map(|at| Candidate { id: all[at].name(), own: &owns[at], files: &files[at] }).collect();
+    let candidates: Vec<_> = (0..all.len())
+        .map(|at| Candidate { id: all[at].name(), own: &owns[at], files: &files[at] })
+        .collect();
     let chosen = change.choose(&candidates, MOST_OPERATORS);
     println!("{}", change.left_out(&chosen, "operators", MOST_OPERATORS));
-    all.into_iter().zip(chosen.flags).filter_map(|(operator, chosen)| chosen.then_some(operator)).collect()
+    all.into_iter()
+        .zip(chosen.flags)
+        .filter_map(|(operator, chosen)| chosen.then_some(operator))
+        .collect()
 }
 
 /// Says that so many attacks of a kind were held: `tests/attacks.sh` counts them.

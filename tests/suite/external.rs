@@ -49,7 +49,10 @@ fn case(line: &str) -> Case {
 }
 
 fn adapter(text: &str) -> ExternalOptions {
-    ExternalOptions { adapter: Adapter::parse(text).expect("an adapter"), ..ExternalOptions::default() }
+    ExternalOptions {
+        adapter: Adapter::parse(text).expect("an adapter"),
+        ..ExternalOptions::default()
+    }
 }
 
 fn run(line: &str, options: ExternalOptions, call: impl Call + 'static) -> CaseRecord {
@@ -78,7 +81,8 @@ fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Ca
 fn map(tensors: &mut WireTensors, name: &str, change: impl Fn(usize, f64) -> f64) {
     let tensor = tensors.get_mut(name).unwrap_or_else(|| panic!("no `{name}`"));
     let values = tensor.dtype.decode(&tensor.bytes);
-    let values: Vec<f64> = values.into_iter().enumerate().map(|(i, value)| change(i, value)).collect();
+    let values: Vec<f64> =
+        values.into_iter().enumerate().map(|(i, value)| change(i, value)).collect();
     tensor.bytes = tensor.dtype.encode(&values).unwrap();
 }
 
@@ -95,7 +99,12 @@ fn assert_agrees(record: &CaseRecord) {
 
 /// A case of which nothing is known but that the run failed, with all of `needles` in the message.
 fn assert_no_outputs(record: &CaseRecord, verdict: Verdict, needles: &[&str]) {
-    assert_eq!(failures(record), [("launch".to_owned(), String::new(), verdict)], "{}", sweep::failure_text(record));
+    assert_eq!(
+        failures(record),
+        [("launch".to_owned(), String::new(), verdict)],
+        "{}",
+        sweep::failure_text(record)
+    );
     let message = &record.checks.last().unwrap().message;
     for needle in needles {
         assert!(message.contains(needle), "`{needle}` is not in `{message}`");
@@ -116,46 +125,88 @@ fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen
         for case in edge_cases.iter().step_by(edge_cases.len().div_ceil(5)) {
             let record = run(&case.line(), ExternalOptions::default(), Kernel(honest));
             assert_agrees(&record);
-            let skipped = |what: &str| record.skips.iter().any(|skip| skip.what == what && skip.count > 0);
+            let skipped =
+                |what: &str| record.skips.iter().any(|skip| skip.what == what && skip.count > 0);
             assert!(
                 ["guards", "fully_written", "poison_independent"].iter().all(|what| skipped(what)),
                 "{:?}",
                 record.skips
             );
             let checks: Vec<_> = record.checks.iter().map(|check| check.check.as_str()).collect();
-            assert!(["launch", "inputs_unchanged"].iter().all(|check| checks.contains(check)), "{checks:?}");
+            assert!(
+                ["launch", "inputs_unchanged"].iter().all(|check| checks.contains(check)),
+                "{checks:?}"
+            );
         }
     }
     let record = run(RMS_NORM, ExternalOptions::default(), Kernel(honest));
-    for check in ["forward", "gradient", "precision", "finite", "special_values", "repeatable", "independence"] {
+    for check in [
+        "forward",
+        "gradient",
+        "precision",
+        "finite",
+        "special_values",
+        "repeatable",
+        "independence",
+    ] {
         assert!(record.checks.iter().any(|c| c.check == check), "{check} was not made");
     }
-    let laws: BTreeSet<_> = record.checks.iter().filter_map(|c| c.check.strip_prefix("law: ")).collect();
-    assert_eq!(laws, ["rows may be permuted", "upstreams scale the gradients once", "weight scales once"].into());
+    let laws: BTreeSet<_> =
+        record.checks.iter().filter_map(|c| c.check.strip_prefix("law: ")).collect();
+    assert_eq!(
+        laws,
+        ["rows may be permuted", "upstreams scale the gradients once", "weight scales once"].into()
+    );
 }
 
 #[test]
 fn a_wrong_scale_fails_forward_and_wrong_gradients_fail_gradient() {
-    let scaled = run(RMS_NORM, ExternalOptions::default(), changed(|out, _| map(out, "y", |_, value| 1.02 * value)));
-    assert!(fails(&scaled, "forward", "y") && !fails(&scaled, "gradient", "dx"), "{:?}", failures(&scaled));
-    let halved =
-        run(RMS_NORM, ExternalOptions::default(), changed(|out, _| map(out, "dweight", |_, value| value / 2.0)));
-    assert!(fails(&halved, "gradient", "dweight") && !fails(&halved, "forward", "y"), "{:?}", failures(&halved));
+    let scaled = run(
+        RMS_NORM,
+        ExternalOptions::default(),
+        changed(|out, _| map(out, "y", |_, value| 1.02 * value)),
+    );
+    assert!(
+        fails(&scaled, "forward", "y") && !fails(&scaled, "gradient", "dx"),
+        "{:?}",
+        failures(&scaled)
+    );
+    let halved = run(
+        RMS_NORM,
+        ExternalOptions::default(),
+        changed(|out, _| map(out, "dweight", |_, value| value / 2.0)),
+    );
+    assert!(
+        fails(&halved, "gradient", "dweight") && !fails(&halved, "forward", "y"),
+        "{:?}",
+        failures(&halved)
+    );
 }
 
 #[test]
 fn one_nan_fails_finite() {
-    let nan = |out: &mut WireTensors, _| map(out, "dx", |i, value| if i == 77 { f64::NAN } else { value });
+    let nan = |out: &mut WireTensors, _| {
+        map(out, "dx", |i, value| if i == 77 { f64::NAN } else { value })
+    };
     let record = run(RMS_NORM, ExternalOptions::default(), changed(nan));
-    assert!(fails(&record, "finite", "dx") && fails(&record, "gradient", "dx"), "{:?}", failures(&record));
+    assert!(
+        fails(&record, "finite", "dx") && fails(&record, "gradient", "dx"),
+        "{:?}",
+        failures(&record)
+    );
 }
 
 #[test]
 fn wrong_shapes_types_and_missing_tensors_are_named() {
     let options = ExternalOptions::default;
-    let shape = run(RMS_NORM, options(), changed(|out, _| out.get_mut("y").unwrap().shape = vec![64, 4]));
+    let shape =
+        run(RMS_NORM, options(), changed(|out, _| out.get_mut("y").unwrap().shape = vec![64, 4]));
     assert_no_outputs(&shape, Verdict::Fail, &["`y` is BF16 [64, 4], expected BF16 [4, 64]"]);
-    let dtype = run(RMS_NORM, options(), changed(|out, _| out.get_mut("rstd").unwrap().dtype = WireType::I32));
+    let dtype = run(
+        RMS_NORM,
+        options(),
+        changed(|out, _| out.get_mut("rstd").unwrap().dtype = WireType::I32),
+    );
     assert_no_outputs(&dtype, Verdict::Fail, &["`rstd` is I32 [4], expected F32 [4]"]);
     let missing = changed(|out, _| {
         out.remove("dx");
@@ -173,7 +224,11 @@ fn wrong_shapes_types_and_missing_tensors_are_named() {
         std::fs::write(folder.join(OUTPUTS), "no tensors").unwrap();
         Ok(())
     };
-    assert_no_outputs(&run(RMS_NORM, options(), Kernel(garbage)), Verdict::Error, &["no safetensors file"]);
+    assert_no_outputs(
+        &run(RMS_NORM, options(), Kernel(garbage)),
+        Verdict::Error,
+        &["no safetensors file"],
+    );
 }
 
 #[test]
@@ -182,7 +237,11 @@ fn only_a_regular_file_of_the_expected_size_is_read_and_nothing_else_hangs_or_ta
         Kernel(move |folder: &Path| {
             honest(folder)?;
             let script = format!("cp {name} kept && rm {name} && {script}");
-            let status = Command::new("sh").args(["-c", &script]).current_dir(folder).status().expect("sh runs");
+            let status = Command::new("sh")
+                .args(["-c", &script])
+                .current_dir(folder)
+                .status()
+                .expect("sh runs");
             assert!(status.success(), "{script}");
             Ok(())
         })
@@ -190,9 +249,18 @@ fn only_a_regular_file_of_the_expected_size_is_read_and_nothing_else_hangs_or_ta
     for (script, needle) in [
         ("mkfifo outputs.safetensors", "outputs.safetensors is a FIFO, no regular file"),
         ("mkdir outputs.safetensors", "outputs.safetensors is a directory, no regular file"),
-        ("ln -s /dev/zero outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
-        ("ln -s nowhere outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
-        ("ln -s kept outputs.safetensors", "outputs.safetensors is a symbolic link, no regular file"),
+        (
+            "ln -s /dev/zero outputs.safetensors",
+            "outputs.safetensors is a symbolic link, no regular file",
+        ),
+        (
+            "ln -s nowhere outputs.safetensors",
+            "outputs.safetensors is a symbolic link, no regular file",
+        ),
+        (
+            "ln -s kept outputs.safetensors",
+            "outputs.safetensors is a symbolic link, no regular file",
+        ),
         (
             "truncate -s 6G outputs.safetensors",
             "outputs.safetensors has 6442450944 bytes; what is expected has at most",
@@ -232,7 +300,10 @@ fn a_kernel_that_writes_to_its_inputs_is_found_by_the_file_and_by_its_echo() {
         Ok(())
     });
     let record = run(RMS_NORM, ExternalOptions::default(), overwritten);
-    assert_eq!(failures(&record), [("inputs_unchanged".to_owned(), INPUTS.to_owned(), Verdict::Fail)]);
+    assert_eq!(
+        failures(&record),
+        [("inputs_unchanged".to_owned(), INPUTS.to_owned(), Verdict::Fail)]
+    );
 }
 
 #[test]
@@ -258,7 +329,9 @@ fn laws_reach_the_kernel_with_the_variants_own_scalars() {
 #[test]
 fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
     let theirs = |out: &mut WireTensors, _| {
-        map(out, "lse", |_, value| if value == f64::INFINITY { -value } else { value * std::f64::consts::LOG2_E });
+        map(out, "lse", |_, value| {
+            if value == f64::INFINITY { -value } else { value * std::f64::consts::LOG2_E }
+        });
         let mut lse = out.remove("lse").unwrap();
         let values = lse.dtype.decode(&lse.bytes);
         let transposed: Vec<f64> = (0..12).map(|i| values[i % 4 * 3 + i / 4]).collect();
@@ -266,7 +339,8 @@ fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
         out.insert("softmax_lse".into(), lse);
     };
     // Only the base differs, and nobody says so.
-    let base_2 = |out: &mut WireTensors, _| map(out, "lse", |_, value| value * std::f64::consts::LOG2_E);
+    let base_2 =
+        |out: &mut WireTensors, _| map(out, "lse", |_, value| value * std::f64::consts::LOG2_E);
     let unsaid = run(ATTENTION, ExternalOptions::default(), changed(base_2));
     assert!(fails(&unsaid, "forward", "lse"), "{:?}", failures(&unsaid));
     let adapted = |text: &str| {
@@ -282,11 +356,17 @@ fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
     };
     let all = "[tensor.lse]\nrename = 'softmax_lse'\npermute = [1, 0]\nbase = 2\nfill = { ours = inf, theirs = -inf }";
     assert_agrees(&adapted(all));
-    for (without, check) in [("base = 2\n", "forward"), ("fill = { ours = inf, theirs = -inf }", "special_values")] {
+    for (without, check) in
+        [("base = 2\n", "forward"), ("fill = { ours = inf, theirs = -inf }", "special_values")]
+    {
         let record = adapted(&all.replace(without, ""));
         assert!(fails(&record, check, "lse"), "without `{without}`: {:?}", failures(&record));
     }
-    assert_no_outputs(&adapted(&all.replace("permute = [1, 0]\n", "")), Verdict::Fail, &["[3, 4]", "[4, 3]"]);
+    assert_no_outputs(
+        &adapted(&all.replace("permute = [1, 0]\n", "")),
+        Verdict::Fail,
+        &["[3, 4]", "[4, 3]"],
+    );
 }
 
 #[test]
@@ -319,19 +399,28 @@ fn masked_slots_carry_the_declared_sentinel() {
 fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
     // One unit in the last place in every other run; and more than any budget.
     let jitter = |factor: f64| {
-        changed(move |out, run| map(out, "rstd", |_, value| if run % 2 == 1 { value * factor } else { value }))
+        changed(move |out, run| {
+            map(out, "rstd", |_, value| if run % 2 == 1 { value * factor } else { value })
+        })
     };
     let free = || adapter("[tensor.rstd]\nbitwise = false");
     let ulp = 1.0 + f64::from(f32::EPSILON);
     // The hint is there where the last bits alone differ, and in no other case.
     let hinted = |record: &CaseRecord, check: &str| {
-        let of = |c: &&CheckRecord| c.check == check && c.tensor == "rstd" && c.verdict == Verdict::Fail;
+        let of =
+            |c: &&CheckRecord| c.check == check && c.tensor == "rstd" && c.verdict == Verdict::Fail;
         record.checks.iter().find(of).map(|c| c.message.contains("`bitwise = false`"))
     };
     let record = run(RMS_NORM, ExternalOptions::default(), jitter(ulp));
-    assert_eq!([hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")], [Some(true); 2]);
+    assert_eq!(
+        [hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")],
+        [Some(true); 2]
+    );
     let record = run(RMS_NORM, ExternalOptions::default(), jitter(1.001));
-    assert_eq!([hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")], [Some(false); 2]);
+    assert_eq!(
+        [hinted(&record, "repeatable"), hinted(&record, "law: weight scales once")],
+        [Some(false); 2]
+    );
     let record = run(RMS_NORM, free(), jitter(ulp));
     assert_agrees(&record);
     let skipped = record.skips.iter().filter(|skip| skip.what == "bit equality of rstd").count();
@@ -342,9 +431,13 @@ fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
         "{:?}",
         failures(&record)
     );
-    let rows = changed(|out, run| map(out, "dx", |i, value| if run > 1 && i == 64 { value + 1.0 } else { value }));
+    let rows = changed(|out, run| {
+        map(out, "dx", |i, value| if run > 1 && i == 64 { value + 1.0 } else { value })
+    });
     let record = run(RMS_NORM, adapter("[tensor.dx]\nbitwise = false"), rows);
-    for law in ["law: rows may be permuted", "law: upstreams scale the gradients once", "independence"] {
+    for law in
+        ["law: rows may be permuted", "law: upstreams scale the gradients once", "independence"]
+    {
         assert!(fails(&record, law, "dx"), "{law}: {:?}", failures(&record));
     }
 }
@@ -354,11 +447,20 @@ fn what_is_declared_absent_is_skipped_and_what_is_not_is_missing() {
     let no_gradients = || changed(|out, _| out.retain(|name, _| !name.starts_with('d')));
     let undeclared = run(RMS_NORM, ExternalOptions::default(), no_gradients());
     assert_no_outputs(&undeclared, Verdict::Error, &["`dx` is missing"]);
-    let record = run(RMS_NORM, ExternalOptions { forward_only: true, ..ExternalOptions::default() }, no_gradients());
+    let record = run(
+        RMS_NORM,
+        ExternalOptions { forward_only: true, ..ExternalOptions::default() },
+        no_gradients(),
+    );
     assert_agrees(&record);
     assert!(record.checks.iter().all(|check| !check.tensor.starts_with('d')));
-    let skipped = |record: &CaseRecord, what: &str| record.skips.iter().any(|skip| skip.what == what);
-    assert!(skipped(&record, "gradient of dx") && skipped(&record, "independence of dx"), "{:?}", record.skips);
+    let skipped =
+        |record: &CaseRecord, what: &str| record.skips.iter().any(|skip| skip.what == what);
+    assert!(
+        skipped(&record, "gradient of dx") && skipped(&record, "independence of dx"),
+        "{:?}",
+        record.skips
+    );
     let no_rstd = changed(|out, _| drop(out.remove("rstd")));
     let record = run(RMS_NORM, adapter("[tensor.rstd]\nabsent = true"), no_rstd);
     assert_agrees(&record);
@@ -387,7 +489,9 @@ fn assert_says(error: &RunError, needles: &[&str]) {
 /// Whether a process runs; one that nobody has waited for does not.
 fn is_alive(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
-    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
+    stat.rsplit(')')
+        .next()
+        .is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
 }
 
 fn assert_dies(pid: &str) {
@@ -407,7 +511,11 @@ fn a_command_that_dies_says_how_and_its_last_words() {
     assert_says(&one_shot("kill -SEGV $$", LIMIT), &["signal 11"]);
     assert_says(&one_shot("no-such-program {dir}", LIMIT), &["exit code 127", "no-such-program"]);
     let words = one_shot("for i in $(seq 100); do echo line $i; done; exit 1", LIMIT);
-    assert!(words.message.contains("line 100") && !words.message.contains("line 80"), "{}", words.message);
+    assert!(
+        words.message.contains("line 100") && !words.message.contains("line 80"),
+        "{}",
+        words.message
+    );
 }
 
 #[test]
@@ -415,7 +523,9 @@ fn a_command_that_hangs_is_killed_with_its_children() {
     let dir = folder();
     let command = "sleep 300 & echo $! > {dir}/child; echo waiting >&2; sleep 300".to_owned();
     let start = Instant::now();
-    let error = OneShot { command, time_limit: Duration::from_millis(300) }.call(dir.path()).expect_err("it hangs");
+    let error = OneShot { command, time_limit: Duration::from_millis(300) }
+        .call(dir.path())
+        .expect_err("it hangs");
     assert_says(&error, &["time limit of 0.3 s", "waiting"]);
     assert!(start.elapsed() < Duration::from_secs(10), "it was waited for");
     assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
@@ -462,9 +572,11 @@ fn a_worker_that_dies_or_reports_an_error_answers_the_next_request() {
             *) echo '{"ok":true}';;
         esac; done"#;
     let mut worker = worker(script, LIMIT);
-    for (bad, needles) in
-        [("report", &["width 3 is odd"][..]), ("exit", &["exit code 9", "out of memory"]), ("abort", &["signal 6"])]
-    {
+    for (bad, needles) in [
+        ("report", &["width 3 is odd"][..]),
+        ("exit", &["exit code 9", "out of memory"]),
+        ("abort", &["signal 6"]),
+    ] {
         let dir = folder();
         worker.call(dir.path()).expect("it answers");
         std::fs::write(dir.path().join("bad"), bad).unwrap();
@@ -477,15 +589,25 @@ fn a_worker_that_dies_or_reports_an_error_answers_the_next_request() {
 #[test]
 fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
     let dir = folder();
-    let mut hanging = worker("request; sleep 300 & echo $! > \"$dir/child\"; wait", Duration::from_millis(300));
+    let mut hanging =
+        worker("request; sleep 300 & echo $! > \"$dir/child\"; wait", Duration::from_millis(300));
     assert_says(&hanging.call(dir.path()).expect_err("it hangs"), &["time limit of 0.3 s"]);
     assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
-    for answer in ["loading weights", "{}", r#"{"ok":false}"#, r#"{"ok":true,"error":"no"}"#, r#"{"okay":true}"#] {
+    for answer in [
+        "loading weights",
+        "{}",
+        r#"{"ok":false}"#,
+        r#"{"ok":true,"error":"no"}"#,
+        r#"{"okay":true}"#,
+    ] {
         let mut babbling = worker(&format!("request; echo '{answer}'; sleep 300"), LIMIT);
         assert_says(&babbling.call(dir.path()).expect_err(answer), &["answered", answer]);
     }
     // The second line would be taken for the answer to the next request.
-    let mut twice = worker(r#"while request; do echo '{"ok":true}'; echo '{"ok":true}'; : > "$dir/said"; done"#, LIMIT);
+    let mut twice = worker(
+        r#"while request; do echo '{"ok":true}'; echo '{"ok":true}'; : > "$dir/said"; done"#,
+        LIMIT,
+    );
     twice.call(dir.path()).expect("the first line is an answer");
     let start = Instant::now();
     while !dir.path().join("said").exists() && start.elapsed() < LIMIT {
@@ -517,13 +639,23 @@ fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end:
         .arg(binary())
         .args(arguments)
         .envs(environment.iter().copied())
-        .envs([("PIDS", &pids), ("TMPDIR", &temporary), ("PARITY_CACHE_DIR", &dir.path().join("modules"))])
+        .envs([
+            ("PIDS", &pids),
+            ("TMPDIR", &temporary),
+            ("PARITY_CACHE_DIR", &dir.path().join("modules")),
+        ])
         .current_dir(dir.path())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let lines = || std::fs::read_to_string(&pids).unwrap_or_default().lines().map(str::to_owned).collect::<Vec<_>>();
+    let lines = || {
+        std::fs::read_to_string(&pids)
+            .unwrap_or_default()
+            .lines()
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
     let start = Instant::now();
     while lines().len() < 5 {
         assert!(start.elapsed() < LIMIT, "{end}: {:?} linger", lines());
@@ -543,7 +675,8 @@ fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end:
     lines().iter().for_each(|pid| assert_dies(pid));
     let start = Instant::now();
     while std::fs::read_dir(&temporary).unwrap().count() > 0 {
-        let left: Vec<_> = std::fs::read_dir(&temporary).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let left: Vec<_> =
+            std::fs::read_dir(&temporary).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert!(start.elapsed() < Duration::from_secs(10), "{end}: {left:?} are left");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -562,7 +695,11 @@ fn nothing_of_a_worker_or_a_compiler_is_left_after_any_end_of_the_harness() {
     let ending = script("ending", LINGER);
     let of = |option: &'static str, command: &Path, dir: &str| -> Vec<String> {
         let fixed = ["external", "--op", "rms_norm", "--case", RMS_NORM, option];
-        fixed.iter().map(|word| (*word).to_owned()).chain([format!("{}{dir}", command.display())]).collect()
+        fixed
+            .iter()
+            .map(|word| (*word).to_owned())
+            .chain([format!("{}{dir}", command.display())])
+            .collect()
     };
     for (arguments, ends) in [
         (of("--worker", &hanging, ""), &["-INT", "-TERM", "-KILL"][..]),
@@ -574,10 +711,15 @@ fn nothing_of_a_worker_or_a_compiler_is_left_after_any_end_of_the_harness() {
         ends.iter().for_each(|end| assert_leaves_nothing(&arguments, &[], end));
         attacked("ends of the harness with processes of others running", ends.len() as u64);
     }
-    let compiler =
-        script("compiler", &format!("[ \"$1\" = --version ] && echo hanging 1 && exit\n{LINGER}\nsleep 300"));
-    let run = ["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1"];
-    ["-INT", "-KILL"].iter().for_each(|end| assert_leaves_nothing(&run, &[("PARITY_CXX", &compiler)], end));
+    let compiler = script(
+        "compiler",
+        &format!("[ \"$1\" = --version ] && echo hanging 1 && exit\n{LINGER}\nsleep 300"),
+    );
+    let run =
+        ["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1"];
+    ["-INT", "-KILL"]
+        .iter()
+        .for_each(|end| assert_leaves_nothing(&run, &[("PARITY_CXX", &compiler)], end));
     attacked("ends of the harness with processes of others running", 2);
 }
 
@@ -589,7 +731,8 @@ fn parity(dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
 }
 
 fn parity_about(operator: &str, dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
-    let (out, none) = (dir.join("out").display().to_string(), dir.join("none").display().to_string());
+    let (out, none) =
+        (dir.join("out").display().to_string(), dir.join("none").display().to_string());
     let fixed = ["external", "--op", operator, "--out", &out, "--regressions", &none];
     Parity::new(&[&fixed[..], arguments].concat()).run()
 }
@@ -609,7 +752,8 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
         return;
     }
     let dir = folder();
-    parity(dir.path(), &["--cmd", &format!("{} {{dir}}", reference()), "--case", RMS_NORM]).assert_code(0);
+    parity(dir.path(), &["--cmd", &format!("{} {{dir}}", reference()), "--case", RMS_NORM])
+        .assert_code(0);
     let one_shot = report(&dir.path().join("out"));
     assert_eq!((one_shot.verdict(), one_shot.cases[0].origin), (Verdict::Pass, Origin::Given));
     // The operator whose sweep is shortest.
@@ -618,37 +762,60 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     std::fs::write(&adapter, "rounding = \"specification\"\nlanes = 32\n").unwrap();
     let adapter = ["--adapter", &adapter.display().to_string()];
     let sweep = ["--cases", "1", "--edge-cases", "8"];
-    let output = parity_about("swiglu", dir.path(), &[&["--worker", &reference()][..], &sweep, &adapter].concat());
+    let output = parity_about(
+        "swiglu",
+        dir.path(),
+        &[&["--worker", &reference()][..], &sweep, &adapter].concat(),
+    );
     output.assert_code(0);
-    assert!(output.stdout.contains("skipped") && output.stdout.contains("guards"), "{}", output.stdout);
+    assert!(
+        output.stdout.contains("skipped") && output.stdout.contains("guards"),
+        "{}",
+        output.stdout
+    );
     let external = report(&dir.path().join("out"));
     assert_eq!(external.environment.backend.to_string(), "external");
     assert_eq!(external.environment.device, reference());
-    assert!(external.skips.iter().any(|skip| skip.what == "guards" && skip.count == external.cases.len() as u64));
+    assert!(
+        external
+            .skips
+            .iter()
+            .any(|skip| skip.what == "guards" && skip.count == external.cases.len() as u64)
+    );
     let page = std::fs::read_to_string(dir.path().join("out/index.html")).unwrap();
     assert!(page.contains("external-worker") && page.contains("cannot be prepared"));
 
     let of_power = |report: &Report| {
         let checks = report.cases.iter().flat_map(|case| &case.checks);
-        checks.filter_map(|check| Some(check.metrics.as_ref()?.power.as_ref()?.bias)).collect::<Vec<_>>()
+        checks
+            .filter_map(|check| Some(check.metrics.as_ref()?.power.as_ref()?.bias))
+            .collect::<Vec<_>>()
     };
     let powers = of_power(&external);
     assert!(!powers.is_empty());
 
-    let (ours, none) = (dir.path().join("ours").display().to_string(), dir.path().join("none").display().to_string());
+    let (ours, none) = (
+        dir.path().join("ours").display().to_string(),
+        dir.path().join("none").display().to_string(),
+    );
     let backend = support::backend().to_string();
-    let run = ["run", "--ops", "swiglu", "--backend", &backend, "--out", &ours, "--regressions", &none];
+    let run =
+        ["run", "--ops", "swiglu", "--backend", &backend, "--out", &ours, "--regressions", &none];
     Parity::new(&[&run[..], &sweep].concat()).run().assert_code(0);
     assert_eq!(of_power(&report(&dir.path().join("ours"))), powers);
     // Of a kernel that says nothing the bias is not judged, and verdicts have less power.
     let other = folder();
-    parity_about("swiglu", other.path(), &[&["--worker", &reference()][..], &sweep].concat()).assert_code(0);
+    parity_about("swiglu", other.path(), &[&["--worker", &reference()][..], &sweep].concat())
+        .assert_code(0);
     let silent = report(&other.path().join("out"));
     assert!(silent.skips.iter().any(|skip| skip.what == "bias"));
-    let seen = |powers: &[Seen]| powers.iter().map(|seen| if let Seen::Bias(k) = seen { *k } else { 0 }).sum::<u32>();
+    let seen = |powers: &[Seen]| {
+        powers.iter().map(|seen| if let Seen::Bias(k) = seen { *k } else { 0 }).sum::<u32>()
+    };
     let (told, untold) = (seen(&powers), seen(&of_power(&silent)));
     assert!(untold < told, "{untold} against {told}");
-    let [ours, theirs] = [ours, dir.path().join("out").display().to_string()].map(|dir| format!("{dir}/report.json"));
+    let [ours, theirs] = [ours, dir.path().join("out").display().to_string()]
+        .map(|dir| format!("{dir}/report.json"));
     for sides in [[&ours, &theirs], [&theirs, &ours]] {
         let output = Parity::new(&["diff", sides[0], sides[1]]).run();
         output.assert_code(0);
@@ -684,10 +851,17 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
     let output = parity(dir.path(), &["--cmd", "echo broken >&2; exit 3 # {dir}", "--cases", "0"]);
     output.assert_code(1);
     let report = report(&dir.path().join("out"));
-    assert_eq!(report.cases.len(), registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len());
+    assert_eq!(
+        report.cases.len(),
+        registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len()
+    );
     for case in &report.cases {
         assert_no_outputs(case, Verdict::Error, &["exit code 3", "broken"]);
-        assert!(case.replay.starts_with("parity external --op rms_norm --cmd 'echo broken >&2; exit 3 # {dir}'"));
+        assert!(
+            case.replay.starts_with(
+                "parity external --op rms_norm --cmd 'echo broken >&2; exit 3 # {dir}'"
+            )
+        );
     }
     assert!(output.stderr.contains("broken"), "{}", output.stderr);
     assert!(!dir.path().join("none").exists(), "somebody else's failure was remembered");
@@ -696,7 +870,10 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
 /// A command that takes cases with fp32 weights alone.
 fn with_f32_weights() -> String {
     let unsupported = r#"{"unsupported":"bf16 weights"}"#;
-    format!("if grep -q 'weight.*f32' {{dir}}/case.json; then {} {{dir}}; else echo '{unsupported}'; fi", reference())
+    format!(
+        "if grep -q 'weight.*f32' {{dir}}/case.json; then {} {{dir}}; else echo '{unsupported}'; fi",
+        reference()
+    )
 }
 
 #[test]
@@ -704,10 +881,14 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
     let unsupported = Kernel(|_: &Path| Err(RunError::unsupported("64 heads only")));
     let record = run(ATTENTION, ExternalOptions::default(), unsupported);
     assert_eq!((record.unsupported.as_deref(), record.checks.len()), (Some("64 heads only"), 0));
-    let mut worker = worker(r#"while request; do echo '{"unsupported":"64 heads only"}'; done"#, LIMIT);
+    let mut worker =
+        worker(r#"while request; do echo '{"unsupported":"64 heads only"}'; done"#, LIMIT);
     let dir = folder();
     for _ in 0..2 {
-        assert_eq!(worker.call(dir.path()).expect_err("it refuses"), RunError::unsupported("64 heads only"));
+        assert_eq!(
+            worker.call(dir.path()).expect_err("it refuses"),
+            RunError::unsupported("64 heads only")
+        );
     }
     // A kernel that has run a case cannot be for none of its kind afterwards.
     let mut runs = 0;
@@ -716,22 +897,29 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
         if runs == 2 { Err(RunError::unsupported("not any more")) } else { honest(folder) }
     });
     let record = run(RMS_NORM, ExternalOptions::default(), fickle);
-    assert!(record.unsupported.is_none() && record.verdict() == Verdict::Error, "{:?}", failures(&record));
+    assert!(
+        record.unsupported.is_none() && record.verdict() == Verdict::Error,
+        "{:?}",
+        failures(&record)
+    );
 
     let sweep = ["--cases", "6", "--edge-cases", "0"];
     let all = parity(
         dir.path(),
-        &[&["--worker", r#"while read -r l; do echo '{"unsupported":"all"}'; done"#][..], &sweep].concat(),
+        &[&["--worker", r#"while read -r l; do echo '{"unsupported":"all"}'; done"#][..], &sweep]
+            .concat(),
     );
     all.assert_code(2);
     assert!(all.stderr.contains("parity: nothing was compared: 0 case(s) ran, "), "{}", all.stderr);
     assert!(
-        all.stdout.contains("skipped 6 times: cases of rms_norm: the kernel does not support them: all"),
+        all.stdout
+            .contains("skipped 6 times: cases of rms_norm: the kernel does not support them: all"),
         "{}",
         all.stdout
     );
     assert!(
-        all.stdout.contains("nothing was compared: 0 cases, 0 checks") && !all.stdout.contains("agreed"),
+        all.stdout.contains("nothing was compared: 0 cases, 0 checks")
+            && !all.stdout.contains("agreed"),
         "{}",
         all.stdout
     );
@@ -743,9 +931,17 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
     let (ran, not) = (report.cases.len(), report.unsupported.len());
     assert!(ran > 0 && not > 0 && ran + not == 6, "{ran} and {not}");
     let why = "the kernel does not support them: bf16 weights";
-    assert!(report.skips.iter().any(|skip| skip.why == why && skip.count == not as u64), "{:?}", report.skips);
+    assert!(
+        report.skips.iter().any(|skip| skip.why == why && skip.count == not as u64),
+        "{:?}",
+        report.skips
+    );
     let last: Vec<_> = some.stdout.lines().rev().take(2).collect();
-    assert!(last[0].starts_with("report: ") && last[1].starts_with(&format!("all agreed: {ran} cases, ")), "{last:?}");
+    assert!(
+        last[0].starts_with("report: ")
+            && last[1].starts_with(&format!("all agreed: {ran} cases, ")),
+        "{last:?}"
+    );
 }
 
 #[test]
@@ -758,7 +954,8 @@ fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet
     std::fs::write(&adapter, "where = \"width % 8 = 0 and width > 8\"\n").unwrap();
     let adapter = adapter.display().to_string();
     let condition = "dtype = 'bf16' and num_rows % 2 = 0";
-    let sweep = ["--cmd", "exit 3 # {dir}", "--cases", "10", "--adapter", &adapter, "--where", condition];
+    let sweep =
+        ["--cmd", "exit 3 # {dir}", "--cases", "10", "--adapter", &adapter, "--where", condition];
     parity(dir.path(), &sweep).assert_code(1);
     let report = report(&dir.path().join("out"));
     let of = |case: &CaseRecord, field: &str| case.case[field].as_u64().expect("a number");
@@ -771,20 +968,39 @@ fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet
     }
     let count = |origin| report.cases.iter().filter(|case| case.origin == origin).count();
     let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len();
-    let skipped = report.skips.iter().find(|skip| skip.what == "cases of rms_norm").expect("they are counted");
+    let skipped = report
+        .skips
+        .iter()
+        .find(|skip| skip.what == "cases of rms_norm")
+        .expect("they are counted");
     assert_eq!(count(Origin::Shrunk), 1);
     assert_eq!(count(Origin::Drawn) + skipped.count as usize, edge_cases + 10);
-    assert!(skipped.why.contains(condition) && skipped.why.contains("width > 8"), "{}", skipped.why);
+    assert!(
+        skipped.why.contains(condition) && skipped.why.contains("width > 8"),
+        "{}",
+        skipped.why
+    );
 
-    let with = |condition: &str| parity(dir.path(), &["--worker", "cat", "--cases", "3", "--where", condition]);
+    let with = |condition: &str| {
+        parity(dir.path(), &["--worker", "cat", "--cases", "3", "--where", condition])
+    };
     let rare = with("width = -1");
     rare.assert_code(2);
-    let said = "skipped 3 times: drawn cases of rms_norm: of 20000 tries 0 drew a case where width = -1";
-    assert!(rare.stdout.contains(said) && rare.stderr.contains("nothing was compared"), "{}", rare.stdout);
+    let said =
+        "skipped 3 times: drawn cases of rms_norm: of 20000 tries 0 drew a case where width = -1";
+    assert!(
+        rare.stdout.contains(said) && rare.stderr.contains("nothing was compared"),
+        "{}",
+        rare.stdout
+    );
     with("wdith = 64").assert_bad_input(&["wdith = 64", "`wdith`", "num_rows"]);
     with("width = 'x'").assert_bad_input(&["`width`", "\"x\""]);
     let syntax = with("width = = 64");
-    assert!(syntax.code == Some(2) && syntax.stderr.contains("at character 9, `=`"), "{}", syntax.stderr);
+    assert!(
+        syntax.code == Some(2) && syntax.stderr.contains("at character 9, `=`"),
+        "{}",
+        syntax.stderr
+    );
 }
 
 #[test]
@@ -800,7 +1016,17 @@ fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_o
     let adapter = adapter.display().to_string();
     let sweep = |out: &str, more: &[&str]| {
         let (out, none) = (path(out), path("none"));
-        let fixed = ["external", "--op", "rms_norm", "--cmd", &command, "--cases", "5", "--edge-cases", "0"];
+        let fixed = [
+            "external",
+            "--op",
+            "rms_norm",
+            "--cmd",
+            &command,
+            "--cases",
+            "5",
+            "--edge-cases",
+            "0",
+        ];
         let places = ["--out", &out, "--regressions", &none, "--adapter", &adapter];
         Parity::new(&[&fixed[..], &places, more].concat()).run()
     };
@@ -812,30 +1038,49 @@ fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_o
     let records = std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap();
     let (first, rest) = records.split_once('\n').expect("two records at least");
     assert!(rest.lines().count() >= 1);
-    std::fs::write(dir.path().join("two/records.jsonl"), format!("{first}\n{}", &rest[..40])).unwrap();
+    std::fs::write(dir.path().join("two/records.jsonl"), format!("{first}\n{}", &rest[..40]))
+        .unwrap();
     std::fs::remove_file(dir.path().join("two/report.json")).unwrap();
-    let merge = || Parity::new(&["merge", &path("one"), &path("two"), "--out", &path("merged")]).run();
+    let merge =
+        || Parity::new(&["merge", &path("one"), &path("two"), "--out", &path("merged")]).run();
     let missing = rest.lines().count();
     for _ in 0..2 {
         let output = Parity::new(&["report", &path("two")]).run();
         output.assert_code(0);
-        let said = format!("unfinished: 1 cases are recorded, {missing} of the plan's are missing; --resume continues");
+        let said = format!(
+            "unfinished: 1 cases are recorded, {missing} of the plan's are missing; --resume continues"
+        );
         assert!(output.stdout.contains(&said), "{}", output.stdout);
         let left = report(&dir.path().join("two"));
-        assert_eq!((left.unfinished, left.verdict(), left.seed), (Some(missing as u64), Verdict::Error, 0));
+        assert_eq!(
+            (left.unfinished, left.verdict(), left.seed),
+            (Some(missing as u64), Verdict::Error, 0)
+        );
         assert_eq!(left.cases.len() + left.unsupported.len(), 1);
-        assert!(std::fs::read_to_string(dir.path().join("two/summary.md")).unwrap().contains("Cut short: "));
+        assert!(
+            std::fs::read_to_string(dir.path().join("two/summary.md"))
+                .unwrap()
+                .contains("Cut short: ")
+        );
         merge().assert_bad_input(&["two: shard 1/2 is unfinished"]);
     }
     std::fs::write(&adapter, "lanes = 4\n").unwrap();
-    sweep("two", &["--shard", "1/2", "--resume"]).assert_bad_input(&["cannot be resumed", "kernels"]);
+    sweep("two", &["--shard", "1/2", "--resume"])
+        .assert_bad_input(&["cannot be resumed", "kernels"]);
     std::fs::write(&adapter, "lanes = 2\n").unwrap();
     sweep("two", &["--shard", "1/2", "--resume"]).assert_code(0);
-    assert!(std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap().starts_with(first), "it ran again");
+    assert!(
+        std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap().starts_with(first),
+        "it ran again"
+    );
     merge().assert_code(0);
     let (whole, merged) = (report(&dir.path().join("whole")), report(&dir.path().join("merged")));
-    let lines = |cases: &[CaseRecord]| cases.iter().map(|case| case.case.to_string()).collect::<Vec<_>>();
-    assert_eq!((lines(&whole.cases), lines(&whole.unsupported)), (lines(&merged.cases), lines(&merged.unsupported)));
+    let lines =
+        |cases: &[CaseRecord]| cases.iter().map(|case| case.case.to_string()).collect::<Vec<_>>();
+    assert_eq!(
+        (lines(&whole.cases), lines(&whole.unsupported)),
+        (lines(&merged.cases), lines(&merged.unsupported))
+    );
     assert!(!whole.cases.is_empty() && !whole.unsupported.is_empty());
     let sorted = |mut skips: Vec<Skip>| {
         skips.sort_by_key(|skip| (skip.what.clone(), skip.why.clone()));
@@ -852,21 +1097,34 @@ fn external_refuses_bad_usage_in_one_line() {
     let adapter = dir.path().join("adapter.toml");
     let with_adapter = |text: &str| {
         std::fs::write(&adapter, text).unwrap();
-        parity(dir.path(), &["--worker", "true", "--cases", "0", "--adapter", &adapter.display().to_string()])
+        parity(
+            dir.path(),
+            &["--worker", "true", "--cases", "0", "--adapter", &adapter.display().to_string()],
+        )
     };
-    with_adapter("[tensor.lse]\nbase = 2").assert_bad_input(&["adapter.toml", "unknown tensor `lse`", "rstd"]);
+    with_adapter("[tensor.lse]\nbase = 2").assert_bad_input(&[
+        "adapter.toml",
+        "unknown tensor `lse`",
+        "rstd",
+    ]);
     with_adapter("[tensor.y]\nspeed = 2").assert_bad_input(&["adapter.toml", "speed"]);
     with_adapter("[tensor.y]\npermute = [2, 1, 0]").assert_bad_input(&["`y`", "[2, 1, 0]"]);
     parity(dir.path(), &["--worker", "true", "--adapter", "/nonexistent.toml"])
         .assert_bad_input(&["/nonexistent.toml"]);
     parity(dir.path(), &["--cmd", "python kernel.py"]).assert_bad_input(&["--cmd", "{dir}"]);
-    parity(dir.path(), &["--worker", "true", "--time-limit", "0"]).assert_bad_input(&["--time-limit", "0"]);
+    parity(dir.path(), &["--worker", "true", "--time-limit", "0"])
+        .assert_bad_input(&["--time-limit", "0"]);
     parity(dir.path(), &["--worker", " "]).assert_bad_input(&["--worker"]);
-    parity(dir.path(), &["--worker", "true", "--case", ATTENTION]).assert_bad_input(&["sparse_attention", "rms_norm"]);
+    parity(dir.path(), &["--worker", "true", "--case", ATTENTION])
+        .assert_bad_input(&["sparse_attention", "rms_norm"]);
     assert_eq!(parity(dir.path(), &[]).code, Some(2));
     assert_eq!(parity(dir.path(), &["--cmd", "a {dir}", "--worker", "b"]).code, Some(2));
-    Parity::new(&["external", "--op", "frobnicate", "--worker", "true"]).run().assert_bad_input(&["frobnicate"]);
-    Parity::new(&["external-worker", "/nonexistent"]).run().assert_bad_input(&["/nonexistent", "case.json"]);
+    Parity::new(&["external", "--op", "frobnicate", "--worker", "true"])
+        .run()
+        .assert_bad_input(&["frobnicate"]);
+    Parity::new(&["external-worker", "/nonexistent"])
+        .run()
+        .assert_bad_input(&["/nonexistent", "case.json"]);
     assert!(!dir.path().join("out").exists(), "bad usage left a report");
 }
 
@@ -878,7 +1136,10 @@ fn examples() -> PathBuf {
 
 /// Whether `python3 -c code` succeeds. Where it does not, what is skipped is said.
 pub fn python(code: &str, skipped: &str) -> bool {
-    let works = Command::new("python3").args(["-c", code]).output().is_ok_and(|output| output.status.success());
+    let works = Command::new("python3")
+        .args(["-c", code])
+        .output()
+        .is_ok_and(|output| output.status.success());
     if !works {
         eprintln!("1 skipped: {skipped}: `python3 -c '{code}'` does not work here");
     }
@@ -896,14 +1157,16 @@ fn every_python_file_compiles() {
     if !python("", "Python files are not compiled") {
         return;
     }
-    let within = |folder: PathBuf| std::fs::read_dir(folder).expect("a folder").map(|e| e.unwrap().path());
+    let within =
+        |folder: PathBuf| std::fs::read_dir(folder).expect("a folder").map(|e| e.unwrap().path());
     let folders = ["", "dsv4_external", "public"].map(|name| examples().join(name));
     let mut files: Vec<PathBuf> = folders.into_iter().flat_map(within).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "py"));
     assert!(files.len() > 12, "{files:?}");
     for file in files {
         let code = "import sys; compile(open(sys.argv[1]).read(), sys.argv[1], 'exec')";
-        let output = Command::new("python3").args(["-c", code]).arg(&file).output().expect("python3 runs");
+        let output =
+            Command::new("python3").args(["-c", code]).arg(&file).output().expect("python3 runs");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
 }
@@ -930,8 +1193,12 @@ fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
         let path = examples().display().to_string();
         let text = std::fs::read_to_string(examples().join("python_rms_norm.py")).unwrap();
         let text = text.replace("    outputs = {", &format!("    {body}\n    outputs = {{"));
-        std::fs::write(&script, format!("import sys; sys.path.insert(0, {path:?})\n{text}")).unwrap();
-        parity(dir.path(), &["--worker", &format!("python3 '{}'", script.display()), "--case", RMS_NORM])
+        std::fs::write(&script, format!("import sys; sys.path.insert(0, {path:?})\n{text}"))
+            .unwrap();
+        parity(
+            dir.path(),
+            &["--worker", &format!("python3 '{}'", script.display()), "--case", RMS_NORM],
+        )
     };
     kernel("print('on standard output')").assert_code(0);
     let output = kernel("dy.values[3] = 0.0");
@@ -944,12 +1211,20 @@ fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
 
 #[test]
 fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_beside_it_on_a_gpu() {
-    let ours = |line: &str| registry::prepare(&case(line)).unwrap().seconds(support::device()).expect("it runs");
+    let ours = |line: &str| {
+        registry::prepare(&case(line)).unwrap().seconds(support::device()).expect("it runs")
+    };
     let both = ours(RMS_NORM);
-    assert!(both.forward.is_some_and(|time| time > 0.0) && both.backward.is_some_and(|time| time > 0.0), "{both:?}");
+    assert!(
+        both.forward.is_some_and(|time| time > 0.0) && both.backward.is_some_and(|time| time > 0.0),
+        "{both:?}"
+    );
     let laid_out = DECODE.replace("\"seed\"", r#""layouts":{"q":{"gaps":{"head_dim":8}}},"seed""#);
     let forward = ours(&laid_out);
-    assert!(forward.forward.is_some_and(|time| time > 0.0) && forward.backward.is_none(), "{forward:?}");
+    assert!(
+        forward.forward.is_some_and(|time| time > 0.0) && forward.backward.is_none(),
+        "{forward:?}"
+    );
     for (seconds, refused) in [
         (r#"{"forward":2e-5,"backward":0.5}"#, false),
         (r#"{"forward":-1}"#, true),
@@ -957,8 +1232,11 @@ fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_besid
         (r#"{"sideways":1}"#, true),
     ] {
         let dir = folder();
-        let said = worker(&format!(r#"while request; do echo '{{"ok":true,"seconds":{seconds}}}'; done"#), LIMIT)
-            .call(dir.path());
+        let said = worker(
+            &format!(r#"while request; do echo '{{"ok":true,"seconds":{seconds}}}'; done"#),
+            LIMIT,
+        )
+        .call(dir.path());
         assert_eq!(said.is_err(), refused, "{seconds}");
     }
     if !python("", "a Python kernel that is timed") {
@@ -975,11 +1253,15 @@ fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_besid
     std::fs::write(&script, format!("import sys; sys.path.insert(0, {path:?})\n{timed}")).unwrap();
     let command = format!("python3 '{}'", script.display());
     for arguments in [["--worker", &command], ["--cmd", &format!("{command} {{dir}}")]] {
-        let output = parity(dir.path(), &[&arguments[..], &["--case", RMS_NORM, "--time"]].concat());
+        let output =
+            parity(dir.path(), &[&arguments[..], &["--case", RMS_NORM, "--time"]].concat());
         output.assert_code(0);
         let report = report(&dir.path().join("out"));
         let case = &report.cases[0];
-        assert!(case.seconds.is_some_and(|times| times.forward > Some(0.0) && times.backward.is_none()), "{case:?}");
+        assert!(
+            case.seconds.is_some_and(|times| times.forward > Some(0.0) && times.backward.is_none()),
+            "{case:?}"
+        );
         let beside = case.skips.iter().any(|skip| skip.what == "time of our kernels beside it");
         assert_eq!(case.our_seconds.is_none(), beside);
         assert!(output.stdout.contains("times: forward of 1 cases"), "{}", output.stdout);
@@ -988,7 +1270,10 @@ fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_besid
     }
     let unasked = parity(dir.path(), &["--worker", &command, "--case", RMS_NORM]);
     unasked.assert_code(0);
-    assert!(report(&dir.path().join("out")).cases[0].seconds.is_none() && !unasked.stdout.contains("\ntimes: "));
+    assert!(
+        report(&dir.path().join("out")).cases[0].seconds.is_none()
+            && !unasked.stdout.contains("\ntimes: ")
+    );
 }
 
 /// A `torch` whose GPU does what it is told in its own time, and of which nothing works once it is lost.
@@ -1044,7 +1329,11 @@ def call():
 assert external.timed('forward', call) == 7
 print(external.Times.seconds['forward'])";
     let path = std::env::join_paths([dir.path().to_owned(), examples()]).unwrap();
-    let output = Command::new("python3").args(["-c", code]).env("PYTHONPATH", path).output().expect("python3 runs");
+    let output = Command::new("python3")
+        .args(["-c", code])
+        .env("PYTHONPATH", path)
+        .output()
+        .expect("python3 runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let seconds: f64 = String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number");
     assert!((1e-5..3e-5).contains(&seconds), "{seconds}");
@@ -1072,7 +1361,8 @@ def kernel(case, inputs):
 serve(kernel)";
     let (script, pids) = (dir.path().join("kernel.py"), dir.path().join("pids"));
     std::fs::write(&script, kernel.replace("PIDS", &pids.display().to_string())).unwrap();
-    let mut worker = Worker::new(format!("python3 '{}' '{}'", script.display(), path.display()), LIMIT);
+    let mut worker =
+        Worker::new(format!("python3 '{}' '{}'", script.display(), path.display()), LIMIT);
     let mut call = |bad: &str| {
         let dir = folder();
         std::fs::write(dir.path().join("case.json"), format!(r#"{{"bad":"{bad}"}}"#)).unwrap();
@@ -1080,7 +1370,9 @@ serve(kernel)";
         std::fs::write(dir.path().join(INPUTS), b"\x02\0\0\0\0\0\0\0{}").unwrap();
         worker.call(dir.path())
     };
-    for (bad, needles) in [("raise", &["no such width"][..]), ("lost", &["illegal memory access", "exit code 1"])] {
+    for (bad, needles) in
+        [("raise", &["no such width"][..]), ("lost", &["illegal memory access", "exit code 1"])]
+    {
         call("").expect("it answers");
         assert_says(&call(bad).expect_err("it fails"), needles);
     }
@@ -1104,20 +1396,26 @@ fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_ar
         return;
     }
     let dir = folder();
-    let modules =
-        [("torch.py", include_str!("flash_mla/torch.py")), ("flash_mla.py", include_str!("flash_mla/flash_mla.py"))];
+    let modules = [
+        ("torch.py", include_str!("flash_mla/torch.py")),
+        ("flash_mla.py", include_str!("flash_mla/flash_mla.py")),
+    ];
     for (name, text) in modules {
         std::fs::write(dir.path().join(name), text).unwrap();
     }
     let run = |operator: &str, script: &str, case: &str| {
-        let name = |extension: &str| examples().join(format!("{script}.{extension}")).display().to_string();
+        let name = |extension: &str| {
+            examples().join(format!("{script}.{extension}")).display().to_string()
+        };
         let (command, adapter) = (format!("python3 '{}'", name("py")), name("toml"));
         let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
-        let fixed = ["external", "--op", operator, "--out", &out, "--regressions", &none, "--forward-only"];
-        let output =
-            Parity::new(&[&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", case]].concat())
-                .env("PYTHONPATH", &dir.path().display().to_string())
-                .run();
+        let fixed =
+            ["external", "--op", operator, "--out", &out, "--regressions", &none, "--forward-only"];
+        let output = Parity::new(
+            &[&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", case]].concat(),
+        )
+        .env("PYTHONPATH", &dir.path().display().to_string())
+        .run();
         (output, report(Path::new(&out)))
     };
     for (operator, script, case, other, why) in [
@@ -1128,11 +1426,22 @@ fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_ar
             ["\"num_keys\":11", "\"num_keys\":0"],
             "num_keys > 0",
         ),
-        ("decode_attention", "flash_mla_decode", DECODE, ["\"num_heads\":2", "\"num_heads\":129"], "num_heads <= 128"),
+        (
+            "decode_attention",
+            "flash_mla_decode",
+            DECODE,
+            ["\"num_heads\":2", "\"num_heads\":129"],
+            "num_heads <= 128",
+        ),
     ] {
         let (output, agreed) = run(operator, script, case);
         output.assert_code(0);
-        assert!(agreed.cases[0].checks.iter().any(|check| check.check == "forward" && check.tensor == "out"));
+        assert!(
+            agreed.cases[0]
+                .checks
+                .iter()
+                .any(|check| check.check == "forward" && check.tensor == "out")
+        );
         let (output, skipped) = run(operator, script, &case.replace(other[0], other[1]));
         output.assert_code(2);
         assert!(skipped.skips.iter().any(|skip| skip.why.contains(why)), "{:?}", skipped.skips);
@@ -1153,10 +1462,13 @@ fn the_examples_for_libraries_agree_where_the_library_is() {
     if python("import torch", "pytorch_sparse_attention.py") {
         let dir = folder();
         let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
-        let command = format!("python3 '{}'", examples().join("pytorch_sparse_attention.py").display());
+        let command =
+            format!("python3 '{}'", examples().join("pytorch_sparse_attention.py").display());
         let adapter = examples().join("pytorch_sparse_attention.toml").display().to_string();
         let fixed = ["external", "--op", "sparse_attention", "--out", &out, "--regressions", &none];
-        let arguments = [&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", ATTENTION]].concat();
+        let arguments =
+            [&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", ATTENTION]]
+                .concat();
         Parity::new(&arguments).run().assert_code(0);
     }
 }

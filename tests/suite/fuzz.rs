@@ -126,7 +126,9 @@ fn tokens(text: &[u8]) -> Vec<std::ops::Range<usize>> {
     let mut tokens: Vec<std::ops::Range<usize>> = Vec::new();
     for (at, &byte) in text.iter().enumerate() {
         match tokens.last_mut() {
-            Some(last) if last.end == at && is_word(byte) && is_word(text[at - 1]) => last.end = at + 1,
+            Some(last) if last.end == at && is_word(byte) && is_word(text[at - 1]) => {
+                last.end = at + 1
+            }
             _ if is_word(byte) || b"[]{}\",:".contains(&byte) => tokens.push(at..at + 1),
             _ => {}
         }
@@ -151,7 +153,8 @@ fn apply(bytes: &mut Vec<u8>, change: &Change) {
         Change::End(at) => bytes.truncate(at.index(bytes.len())),
         Change::Number(at, number) => {
             let mut tokens = tokens(bytes);
-            tokens.retain(|token| bytes[token.start].is_ascii_digit() || bytes[token.start] == b'-');
+            tokens
+                .retain(|token| bytes[token.start].is_ascii_digit() || bytes[token.start] == b'-');
             if !tokens.is_empty() {
                 bytes.splice(at.get(&tokens).clone(), NUMBERS[*number].bytes());
             }
@@ -170,7 +173,8 @@ fn apply(bytes: &mut Vec<u8>, change: &Change) {
             }
         }
         Change::Line(at) => {
-            let lines: Vec<Vec<u8>> = bytes.split_inclusive(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
+            let lines: Vec<Vec<u8>> =
+                bytes.split_inclusive(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
             bytes.extend(at.get(&lines));
         }
     }
@@ -201,7 +205,8 @@ fn tried(reader: &str, valid: Vec<Vec<u8>>, safetensors: bool, read: impl Fn(&[u
     let config = Config { cases, failure_persistence: None, ..Config::default() };
     let mut seed = [0; 32];
     seed[..reader.len().min(32)].copy_from_slice(&reader.as_bytes()[..reader.len().min(32)]);
-    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
+    let mut runner =
+        TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
     let taken = Cell::new(0);
     let ended = runner.run(&inputs(valid, safetensors), |input| {
         taken.set(taken.get() + u32::from(read(&input)));
@@ -267,7 +272,9 @@ fn sample() -> &'static Report {
             saved: Vec::new(),
             base: None,
             schedules: 0,
-            operators: ["rms_norm", "swiglu"].map(|name| registry::find(name).unwrap().describe()).to_vec(),
+            operators: ["rms_norm", "swiglu"]
+                .map(|name| registry::find(name).unwrap().describe())
+                .to_vec(),
             cases,
             benchmarks: Vec::new(),
             ceilings: None,
@@ -281,7 +288,9 @@ fn sample() -> &'static Report {
 
 #[test]
 fn case_lines() {
-    let small = |case: &Case| registry::find(&case.operator).unwrap().bytes(case).is_ok_and(|bytes| bytes < 4 << 20);
+    let small = |case: &Case| {
+        registry::find(&case.operator).unwrap().bytes(case).is_ok_and(|bytes| bytes < 4 << 20)
+    };
     let cases = registry::OPERATORS.iter().flat_map(|operator| operator.edge_cases(Profile::Quick));
     let lines = cases.filter(small).map(|case| case.line().into_bytes()).collect();
     tried("case lines", lines, false, |input| {
@@ -299,21 +308,31 @@ fn golden_files() {
         let bytes = std::fs::read(folder.join(&name)).unwrap();
         tried_as_file(&name, vec![bytes], |path| {
             let Ok(file) = golden_file::read(path) else { return false };
-            registry::OPERATORS.iter().any(|operator| operator.golden(&file).is_ok_and(|cases| !cases.is_empty()))
+            registry::OPERATORS
+                .iter()
+                .any(|operator| operator.golden(&file).is_ok_and(|cases| !cases.is_empty()))
         });
     }
 }
 
 #[test]
 fn records() {
-    let lines: String =
-        sample().cases.iter().map(|case| format!("{}\n", serde_json::to_string(case).unwrap())).collect();
+    let lines: String = sample()
+        .cases
+        .iter()
+        .map(|case| format!("{}\n", serde_json::to_string(case).unwrap()))
+        .collect();
     tried("records.jsonl", vec![lines.into_bytes()], false, |input| {
-        let Ok(parsed) = journal::parse_records(&String::from_utf8_lossy(input)) else { return false };
+        let Ok(parsed) = journal::parse_records(&String::from_utf8_lossy(input)) else {
+            return false;
+        };
         let costs = Costs::from_records(&parsed.records);
         for record in &parsed.records {
-            let _ =
-                (record.verdict(), sweep::failure_text(record), costs.of_all(std::slice::from_ref(&record.case), &[1]));
+            let _ = (
+                record.verdict(),
+                sweep::failure_text(record),
+                costs.of_all(std::slice::from_ref(&record.case), &[1]),
+            );
         }
         let _ = Progress::resumed(&parsed.records);
         !parsed.records.is_empty()
@@ -364,8 +383,10 @@ fn reports() {
 
 #[test]
 fn histories() {
-    let lines: String =
-        history::lines(sample()).iter().map(|line| serde_json::to_string(line).unwrap() + "\n").collect();
+    let lines: String = history::lines(sample())
+        .iter()
+        .map(|line| serde_json::to_string(line).unwrap() + "\n")
+        .collect();
     tried_as_file("history.jsonl", vec![lines.into_bytes()], |path| {
         let Ok(lines) = history::read(path) else { return false };
         let series = history::series(&lines);
@@ -381,7 +402,8 @@ fn adapters() {
         b"rounding = \"specification\"\nlanes = 4\n[tensor.x]\nrename = \"input\"\ndtype = \"F64\"\npermute = [1, 0]\nscale = 0.5\n\
           negate = true\n[tensor.indices]\nsentinel = 7\n[tensor.lse]\nabsent = true\nfill = { ours = inf, theirs = nan }\n",
     ];
-    let tensor = HostTensor::from_f64(DType::F32, &[2, 3], &[0.0, 1.0, -1.0, f64::INFINITY, f64::NAN, 0.5]);
+    let tensor =
+        HostTensor::from_f64(DType::F32, &[2, 3], &[0.0, 1.0, -1.0, f64::INFINITY, f64::NAN, 0.5]);
     tried("adapters", valid.map(<[u8]>::to_vec).to_vec(), false, |input| {
         let Ok(adapter) = Adapter::parse(&String::from_utf8_lossy(input)) else { return false };
         for name in ["lse", "x", "indices", "out"].into_iter().chain(adapter.names()) {
@@ -400,8 +422,10 @@ fn first_mutants(list: &str, count: usize) -> String {
     let mut list: toml::Table = list.parse().expect("a list");
     let mutants = list["mutants"].as_table_mut().expect("mutants");
     *mutants = mutants.clone().into_iter().take(count).collect();
-    let named: Vec<_> =
-        mutants.values().flat_map(|mutant| mutant["cases"].as_array().expect("names").clone()).collect();
+    let named: Vec<_> = mutants
+        .values()
+        .flat_map(|mutant| mutant["cases"].as_array().expect("names").clone())
+        .collect();
     let cases = list["cases"].as_table_mut().expect("cases");
     cases.retain(|name, _| named.iter().any(|named| named.as_str() == Some(name)));
     list.to_string()
@@ -410,13 +434,15 @@ fn first_mutants(list: &str, count: usize) -> String {
 #[test]
 fn mutants() {
     static TREE: LazyLock<SourceTree> = LazyLock::new(dsv4_kernels::sources);
-    let text = std::fs::read_to_string(support::fixtures().join("mutants/experts/swiglu.toml")).unwrap();
+    let text =
+        std::fs::read_to_string(support::fixtures().join("mutants/experts/swiglu.toml")).unwrap();
     tried_as_file("swiglu.toml", vec![first_mutants(&text, 2).into_bytes()], |path| {
         let Ok(mutants) = planted::load(path.parent().unwrap()) else { return false };
         mutants.iter().for_each(|mutant| drop(mutant.plant(&TREE)));
         true
     });
-    let text = std::fs::read_to_string(support::fixtures().join("mutants/equivalent.toml")).unwrap();
+    let text =
+        std::fs::read_to_string(support::fixtures().join("mutants/equivalent.toml")).unwrap();
     let short: String = text.split_inclusive("\n\n").take(4).collect();
     tried_as_file("equivalent.toml", vec![short.into_bytes()], |path| {
         let Ok(equivalents) = Equivalents::load(path.parent().unwrap()) else { return false };
@@ -437,10 +463,13 @@ fn answers_of_external_workers() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("answer");
     let command = format!("read -r request; cat '{}'", path.display());
-    let valid = ["{\"ok\":true}\n", "{\"error\":\"no such case\"}\n"].map(|line| line.as_bytes().to_vec());
+    let valid =
+        ["{\"ok\":true}\n", "{\"error\":\"no such case\"}\n"].map(|line| line.as_bytes().to_vec());
     tried("answers", valid.to_vec(), false, |input| {
         std::fs::write(&path, input).unwrap();
         let ended = Worker::new(command.clone(), Duration::from_secs(20)).call(folder.path());
-        ended.map_err(|error| assert!(error.message.chars().count() < 3000, "{}", error.message)).is_ok()
+        ended
+            .map_err(|error| assert!(error.message.chars().count() < 3000, "{}", error.message))
+            .is_ok()
     });
 }

@@ -22,7 +22,10 @@ fn first_file() -> (GoldenFile, GoldenCase, Truth) {
 }
 
 fn golden_check<'a>(checks: &'a [CheckRecord], tensor: &str) -> &'a CheckRecord {
-    checks.iter().find(|c| c.check == "golden" && c.tensor == tensor).expect("a golden check of each tensor")
+    checks
+        .iter()
+        .find(|c| c.check == "golden" && c.tensor == tensor)
+        .expect("a golden check of each tensor")
 }
 
 #[test]
@@ -41,7 +44,8 @@ fn a_golden_value_that_is_no_finite_number_is_noticed_where_the_oracle_has_one()
 fn made_of(file: &GoldenFile, name: &str) -> Result<usize, String> {
     let operator = golden_file::kind_of(name).to_owned();
     let file = GoldenFile { name: name.to_owned(), operator, ..file.clone() };
-    let cases = registry::find("rms_norm").unwrap().golden(&file).map_err(|error| error.to_string())?;
+    let cases =
+        registry::find("rms_norm").unwrap().golden(&file).map_err(|error| error.to_string())?;
     Ok(cases.len())
 }
 
@@ -71,10 +75,13 @@ fn a_golden_file_is_of_the_operators_that_declare_its_kind_and_of_no_other() {
     let dir = support::fixtures().join("golden");
     for name in golden_file::names_in(&dir).unwrap() {
         let file = golden_file::read(&dir.join(&name)).unwrap();
-        let declares =
-            |operator: &&&'static AnyOperator| operator.golden_kinds().contains(&golden_file::kind_of(&name));
+        let declares = |operator: &&&'static AnyOperator| {
+            operator.golden_kinds().contains(&golden_file::kind_of(&name))
+        };
         let makes = |operator: &&&'static AnyOperator| !operator.golden(&file).unwrap().is_empty();
-        let names = |operators: Vec<&&'static AnyOperator>| operators.into_iter().map(|o| o.name()).collect::<Vec<_>>();
+        let names = |operators: Vec<&&'static AnyOperator>| {
+            operators.into_iter().map(|o| o.name()).collect::<Vec<_>>()
+        };
         let declared = names(registry::OPERATORS.iter().filter(declares).collect());
         assert_eq!(names(registry::OPERATORS.iter().filter(makes).collect()), declared, "{name}");
     }
@@ -92,7 +99,8 @@ fn the_golden_files_of_an_operator_are_read_and_no_other() {
         std::fs::copy(dir.join(name), here.path().join(name)).unwrap();
     }
     let folder = here.path().to_str().unwrap();
-    let read = |ops: &[&str]| Parity::new(&[&["golden", folder, "--oracles-only"], ops].concat()).run();
+    let read =
+        |ops: &[&str]| Parity::new(&[&["golden", folder, "--oracles-only"], ops].concat()).run();
     let output = read(&["--ops", "rms_norm"]);
     output.assert_code(0);
     assert!(output.stdout.contains(&format!("{} golden cases", own.len())), "{}", output.stdout);

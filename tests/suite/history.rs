@@ -13,8 +13,11 @@ fn run(number: u32, factor: f64) -> Report {
     let mut report = report();
     report.started_unix += 86_400 * u64::from(number);
     report.revision.commit = format!("c{number:03}");
-    let wobble = |place: usize| 1.0 + 0.02 * ((f64::from(number) * 7.3 + place as f64 * 0.61).sin());
-    for (place, check) in report.cases.iter_mut().flat_map(|case| case.checks.iter_mut().enumerate()) {
+    let wobble =
+        |place: usize| 1.0 + 0.02 * ((f64::from(number) * 7.3 + place as f64 * 0.61).sin());
+    for (place, check) in
+        report.cases.iter_mut().flat_map(|case| case.checks.iter_mut().enumerate())
+    {
         if let Some(metrics) = &mut check.metrics {
             metrics.budget_used *= wobble(place) * if check.tensor == "y" { factor } else { 1.0 };
         }
@@ -26,7 +29,9 @@ fn run(number: u32, factor: f64) -> Report {
 }
 
 fn drifting(series: &[Series]) -> Vec<String> {
-    let names = |one: &Series| format!("{} {} {}", one.lines[0].check, one.lines[0].subject, one.lines[0].metric);
+    let names = |one: &Series| {
+        format!("{} {} {}", one.lines[0].check, one.lines[0].subject, one.lines[0].metric)
+    };
     series.iter().filter(|one| one.drifts).map(names).collect()
 }
 
@@ -37,10 +42,12 @@ fn lines(runs: impl IntoIterator<Item = Report>) -> Vec<Line> {
 #[test]
 fn a_run_leaves_one_line_for_each_operator_check_and_metric() {
     let lines = lines([run(0, 1.0)]);
-    let mut names: Vec<_> = lines.iter().map(|l| (l.check.as_str(), l.subject.as_str(), l.metric.as_str())).collect();
+    let mut names: Vec<_> =
+        lines.iter().map(|l| (l.check.as_str(), l.subject.as_str(), l.metric.as_str())).collect();
     assert_eq!(names.len(), 2 * 3 + 2);
     assert!(
-        names.contains(&("forward", "y", "budget_used")) && names.contains(&("benchmark", "rms_norm/a", "median_ns"))
+        names.contains(&("forward", "y", "budget_used"))
+            && names.contains(&("benchmark", "rms_norm/a", "median_ns"))
     );
     names.sort_unstable();
     names.dedup();
@@ -50,7 +57,9 @@ fn a_run_leaves_one_line_for_each_operator_check_and_metric() {
 
 #[test]
 fn a_slow_rise_is_a_drift_and_noise_is_none() {
-    let rising = |length: u32| lines((0..length).map(|number| run(number, 1.05_f64.powf(f64::from(number) / 3.0))));
+    let rising = |length: u32| {
+        lines((0..length).map(|number| run(number, 1.05_f64.powf(f64::from(number) / 3.0))))
+    };
     assert_eq!(drifting(&history::series(&rising(3))), [""; 0], "three runs prove nothing");
     let drifts = drifting(&history::series(&rising(20)));
     assert_eq!(drifts, ["forward y budget_used", "forward y budget_used_worst"]);
@@ -68,7 +77,8 @@ fn runs_of_unchanged_kernels_are_one_point() {
 fn a_history_without_a_drift_warns_no_more_often_than_the_stated_rate() {
     let mut state = 5_u64;
     let mut roll = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 11) as f64
     };
     let template = &lines([run(0, 1.0)])[0];
@@ -80,7 +90,10 @@ fn a_history_without_a_drift_warns_no_more_often_than_the_stated_rate() {
     });
     let share = warned.count() as f64 / f64::from(histories);
     let rate = history::FALSE_ALARM_RATE;
-    assert!(share <= rate + 3.0 * (rate * (1.0 - rate) / f64::from(histories)).sqrt(), "{share} at a rate of {rate}");
+    assert!(
+        share <= rate + 3.0 * (rate * (1.0 - rate) / f64::from(histories)).sqrt(),
+        "{share} at a rate of {rate}"
+    );
 }
 
 #[test]
@@ -112,13 +125,19 @@ fn parity(arguments: &[&str]) -> Output {
 #[test]
 fn history_prints_plots_and_warns_while_everything_is_green() {
     let dir = tempfile::tempdir().unwrap();
-    let file = history_of(dir.path(), (0..20).map(|number| run(number, 1.02_f64.powf(f64::from(number)))));
+    let file =
+        history_of(dir.path(), (0..20).map(|number| run(number, 1.02_f64.powf(f64::from(number)))));
     let page = dir.path().join("history.html").display().to_string();
     let output = parity(&["history", &file, "--html", &page]);
     output.assert_code(0);
-    for needle in
-        ["rms_norm", "▁", "█", "median_ns", "warning: rms_norm forward y budget_used drifts upwards", "still green"]
-    {
+    for needle in [
+        "rms_norm",
+        "▁",
+        "█",
+        "median_ns",
+        "warning: rms_norm forward y budget_used drifts upwards",
+        "still green",
+    ] {
         assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
     }
     let page = std::fs::read_to_string(page).unwrap();
@@ -126,7 +145,11 @@ fn history_prints_plots_and_warns_while_everything_is_green() {
 
     let output = parity(&["history", &file, "--since", "c017"]);
     output.assert_code(0);
-    assert!(output.stdout.contains("no drift") && output.stdout.contains("3 runs"), "{}", output.stdout);
+    assert!(
+        output.stdout.contains("no drift") && output.stdout.contains("3 runs"),
+        "{}",
+        output.stdout
+    );
 }
 
 #[test]
@@ -136,9 +159,16 @@ fn a_drift_of_a_failing_operator_is_not_called_green() {
         report.cases[0].checks[2].verdict = Verdict::Fail;
         report
     };
-    let file = history_of(dir.path(), (0..20).map(|number| fail(run(number, 1.02_f64.powf(f64::from(number))))));
+    let file = history_of(
+        dir.path(),
+        (0..20).map(|number| fail(run(number, 1.02_f64.powf(f64::from(number))))),
+    );
     let output = parity(&["history", &file]);
-    assert!(output.stdout.contains("and its operator fails") && !output.stdout.contains("green"), "{}", output.stdout);
+    assert!(
+        output.stdout.contains("and its operator fails") && !output.stdout.contains("green"),
+        "{}",
+        output.stdout
+    );
 }
 
 #[test]
@@ -170,13 +200,28 @@ fn run_appends_its_measures_to_the_history() {
     let path = |name: &str| dir.path().join(name).display().to_string();
     let (out, regressions, file) = (path("out"), path("regressions"), path("history.jsonl"));
     let backend = crate::support::backend().to_string();
-    let arguments =
-        ["run", "--backend", &backend, "--ops", "swiglu", "--cases", "0", "--edge-cases", "4", "--out", &out];
+    let arguments = [
+        "run",
+        "--backend",
+        &backend,
+        "--ops",
+        "swiglu",
+        "--cases",
+        "0",
+        "--edge-cases",
+        "4",
+        "--out",
+        &out,
+    ];
     let more = ["--regressions", &regressions, "--history", &file];
     for _ in 0..2 {
         parity(&[&arguments[..], &more].concat()).assert_code(0);
     }
     let lines = history::read(Path::new(&file)).expect("a history");
     let series = history::series(&lines);
-    assert!(series.iter().all(|one| one.lines.len() == 2) && series.len() >= 4, "{} series", series.len());
+    assert!(
+        series.iter().all(|one| one.lines.len() == 2) && series.len() >= 4,
+        "{} series",
+        series.len()
+    );
 }

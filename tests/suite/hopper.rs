@@ -12,8 +12,8 @@ use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::params::Params;
 use dsv4_runtime::tensor_map::BOX_ROW_BYTES;
 use dsv4_runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, Role,
-    RuntimeError, TensorMap,
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig,
+    Result, Role, RuntimeError, TensorMap,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -22,7 +22,8 @@ use crate::extent::left_out;
 use crate::support;
 
 /// Where a change concerns the long tests of this file.
-const MALICE: [&str; 3] = ["kernels/runtime/src/", "kernels/runtime/emulator/", "kernels/cuda/ptx/hopper.h"];
+const MALICE: [&str; 3] =
+    ["kernels/runtime/src/", "kernels/runtime/emulator/", "kernels/cuda/ptx/hopper.h"];
 
 const WGMMA: &str = "selftest_wgmma.cu";
 const HOPPER: &str = "selftest_hopper.cu";
@@ -49,7 +50,8 @@ fn own_emulator() -> Option<Device> {
     if support::backend() != BackendKind::Emulator {
         return None;
     }
-    let emulator = EmulatorOptions { time_limit: Duration::from_secs(20), ..EmulatorOptions::default() };
+    let emulator =
+        EmulatorOptions { time_limit: Duration::from_secs(20), ..EmulatorOptions::default() };
     let options = DeviceOptions { emulator, ..dsv4_kernels::device_options() };
     Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
 }
@@ -58,7 +60,11 @@ fn own_emulator() -> Option<Device> {
 fn with_change(device: &Device, file: &str, right: &str, wrong: &str) -> Device {
     let text = dsv4_kernels::sources().text(file).expect("embedded").to_owned();
     assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {file}");
-    device.with_tree(dsv4_kernels::sources().with_text(file, text.replace(right, wrong), "a mutant"))
+    device.with_tree(dsv4_kernels::sources().with_text(
+        file,
+        text.replace(right, wrong),
+        "a mutant",
+    ))
 }
 
 /// Runs a test on the device under test, and under random schedules where it is the emulator.
@@ -73,9 +79,15 @@ fn under_every_schedule(test: impl Fn(&Device)) {
 }
 
 /// One launch under the memory contract, with the shared memory that the kernel asks for.
-fn launch(arena: &DeviceArena<'_>, (file, kernel): (&str, &str), blocks: u32, params: &Params) -> Result<()> {
+fn launch(
+    arena: &DeviceArena<'_>,
+    (file, kernel): (&str, &str),
+    blocks: u32,
+    params: &Params,
+) -> Result<()> {
     let config = LaunchConfig { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 };
-    let violations = arena.run(|device| device.kernel(file, &[], kernel)?.launch(config, params))?;
+    let violations =
+        arena.run(|device| device.kernel(file, &[], kernel)?.launch(config, params))?;
     assert!(violations.is_empty(), "{kernel}: {violations:?}");
     Ok(())
 }
@@ -111,8 +123,12 @@ fn multiply(device: &Device, way: Way, a: &[f64], b: &[f64], c: &[f64]) -> Resul
     let c = arena.input("c", &HostTensor::from_f64(DType::F32, &[M, n], c))?;
     let y = arena.output("y", DType::F32, &[M, n])?;
     let [n, a_source, b_transposed, accumulate] = way.map(|number| number as usize);
-    let params = Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y).i32("n", n)?;
-    let params = params.i32("a_source", a_source)?.i32("b_transposed", b_transposed)?.i32("accumulate", accumulate)?;
+    let params =
+        Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y).i32("n", n)?;
+    let params = params
+        .i32("a_source", a_source)?
+        .i32("b_transposed", b_transposed)?
+        .i32("accumulate", accumulate)?;
     launch(&arena, (WGMMA, "selftest_wgmma"), 1, &params)?;
     Ok(arena.download(&y)?.to_f64())
 }
@@ -139,7 +155,11 @@ fn warpgroup_products_of_small_integers_are_exact_for_every_shape_and_source() {
     let Some(device) = hopper_device() else { return };
     for way in ways() {
         let [a, b, c, expected] = product(way);
-        assert_same(&format!("{way:?}"), &multiply(device, way, &a, &b, &c).expect("a product"), &expected);
+        assert_same(
+            &format!("{way:?}"),
+            &multiply(device, way, &a, &b, &c).expect("a product"),
+            &expected,
+        );
     }
 }
 
@@ -150,7 +170,8 @@ fn warpgroup_products_have_the_bits_that_an_h100_gave() {
     for (seed, binades) in [(0, 1), (1, 6), (2, 20), (3, 60)] {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let mut numbers = |count: usize| -> Vec<f64> {
-            let mut number = || random.random_range(-1.0..1.0) * 2f64.powi(random.random_range(-binades..=0));
+            let mut number =
+                || random.random_range(-1.0..1.0) * 2f64.powi(random.random_range(-binades..=0));
             (0..count).map(|_| half::bf16::from_f64(number()).to_f64()).collect()
         };
         let (a, b, c) = (numbers(M * K), numbers(K * n), numbers(M * n));
@@ -167,15 +188,25 @@ fn warpgroup_products_have_the_bits_that_an_h100_gave() {
 }
 
 /// `c + a b^T`, or `a b^T`, of codes of e4m3: a `[M, K]`, b `[n, K]`.
-fn multiply_e4m3(device: &Device, accumulate: bool, a: &[u8], b: &[u8], c: &[f64]) -> Result<Vec<f64>> {
+fn multiply_e4m3(
+    device: &Device,
+    accumulate: bool,
+    a: &[u8],
+    b: &[u8],
+    c: &[f64],
+) -> Result<Vec<f64>> {
     let n = b.len() / K;
-    let codes =
-        |rows: usize, bytes: &[u8]| HostTensor { dtype: DType::U8, shape: vec![rows, K], bytes: bytes.to_vec() };
+    let codes = |rows: usize, bytes: &[u8]| HostTensor {
+        dtype: DType::U8,
+        shape: vec![rows, K],
+        bytes: bytes.to_vec(),
+    };
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let (a, b) = (arena.input("a", &codes(M, a))?, arena.input("b", &codes(n, b))?);
     let c = arena.input("c", &HostTensor::from_f64(DType::F32, &[M, n], c))?;
     let y = arena.output("y", DType::F32, &[M, n])?;
-    let params = Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y).i32("n", n)?;
+    let params =
+        Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("c", &c).ptr("y", &y).i32("n", n)?;
     launch(&arena, (WGMMA, "selftest_wgmma_e4m3"), 1, &params.flag("accumulate", accumulate))?;
     Ok(arena.download(&y)?.to_f64())
 }
@@ -196,9 +227,11 @@ fn warpgroup_products_of_e4m3_have_the_bits_that_an_h100_gave_for_every_shape() 
         for (n, accumulate) in [8, 16, 64, 128].into_iter().flat_map(|n| [(n, true), (n, false)]) {
             let mut random = ChaCha8Rng::seed_from_u64(seed);
             let (a, b) = (codes(&mut random, M * K, binades), codes(&mut random, n * K, binades));
-            let mut number = || random.random_range(-1.0..1.0f32) * 2f32.powi(random.random_range(-8..=16));
+            let mut number =
+                || random.random_range(-1.0..1.0f32) * 2f32.powi(random.random_range(-8..=16));
             let c: Vec<f64> = (0..M * n).map(|_| number().into()).collect();
-            let values = |codes: &[u8]| codes.iter().map(|&code| e4m3_value(code)).collect::<Vec<_>>();
+            let values =
+                |codes: &[u8]| codes.iter().map(|&code| e4m3_value(code)).collect::<Vec<_>>();
             let (a_values, b_values) = (values(&a), values(&b));
             let sum = |i: usize| {
                 let (row, column) = (&a_values[i / n * K..][..K], &b_values[i % n * K..][..K]);
@@ -206,7 +239,11 @@ fn warpgroup_products_of_e4m3_have_the_bits_that_an_h100_gave_for_every_shape() 
             };
             let expected: Vec<f64> = (0..M * n).map(sum).collect();
             let found = multiply_e4m3(device, accumulate, &a, &b, &c).expect("a product");
-            assert_same(&format!("{binades} binades, n {n}, accumulate {accumulate}"), &found, &expected);
+            assert_same(
+                &format!("{binades} binades, n {n}, accumulate {accumulate}"),
+                &found,
+                &expected,
+            );
         }
     }
 }
@@ -228,7 +265,8 @@ fn a_nan_in_one_row_of_bf16_moves_no_bit_of_another() {
     let Some(device) = hopper_device() else { return };
     let mut random = ChaCha8Rng::seed_from_u64(11);
     let mut numbers = |count: usize| -> Vec<f64> {
-        let mut number = || random.random_range(-1.0..1.0) * 2f64.powi(random.random_range(-20..=0));
+        let mut number =
+            || random.random_range(-1.0..1.0) * 2f64.powi(random.random_range(-20..=0));
         (0..count).map(|_| half::bf16::from_f64(number()).to_f64()).collect()
     };
     let (mut a, b, c) = (numbers(M * K), numbers(K * 64), numbers(M * 64));
@@ -247,7 +285,11 @@ fn warpgroup_products_are_the_same_whenever_they_read_their_operands() {
     under_every_schedule(|device| {
         for way in [[64, 0, 1, 1], [128, 2, 0, 1]] {
             let [a, b, c, expected] = product(way);
-            assert_same(&format!("{way:?}"), &multiply(device, way, &a, &b, &c).expect("a product"), &expected);
+            assert_same(
+                &format!("{way:?}"),
+                &multiply(device, way, &a, &b, &c).expect("a product"),
+                &expected,
+            );
         }
     });
 }
@@ -262,7 +304,9 @@ fn the_two_strides_of_a_transposed_operand_are_told_apart() {
     let [a, b, c, expected] = product(way);
     match multiply(&device, way, &a, &b, &c) {
         Ok(found) => assert_ne!(found, expected),
-        Err(error) => assert!(error.to_string().contains("beyond the dynamic shared memory"), "{error}"),
+        Err(error) => {
+            assert!(error.to_string().contains("beyond the dynamic shared memory"), "{error}")
+        }
     }
 }
 
@@ -274,10 +318,13 @@ const BLOCKS: u32 = 2;
 
 /// `(a, b, y)`: b with the chunks of its rows where the kernel wants them, y by f64.
 fn pipeline_data() -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-    let (a, b) = (integers(STEPS * TILE, TILE, (3, 7), 11), integers(STEPS * TILE, TILE, (5, 2), 7));
+    let (a, b) =
+        (integers(STEPS * TILE, TILE, (3, 7), 11), integers(STEPS * TILE, TILE, (5, 2), 7));
     let sum = |m: usize, n: usize| -> f64 {
         let at = |x: &[f64], step: usize, row: usize, k: usize| x[(step * TILE + row) * TILE + k];
-        (0..STEPS * TILE).map(|k| at(&a, k / TILE, m, k % TILE) * at(&b, k / TILE, n, k % TILE)).sum()
+        (0..STEPS * TILE)
+            .map(|k| at(&a, k / TILE, m, k % TILE) * at(&b, k / TILE, n, k % TILE))
+            .sum()
     };
     let factor = f64::from(3 * BLOCKS);
     let y = (0..TILE * TILE).map(|i| factor * sum(i / TILE, i % TILE)).collect();
@@ -294,7 +341,8 @@ fn run_pipeline(device: &Device, a: &[f64], b: &[f64]) -> Result<Vec<f64>> {
     let b = arena.input("b", &HostTensor::from_f64(DType::Bf16, &[STEPS, TILE, TILE], b))?;
     let zeros = HostTensor::from_f64(DType::F32, &[TILE, TILE], &[0.0; TILE * TILE]);
     let y = arena.upload("y", &zeros, &Layout::dense(&[TILE, TILE]), Role::InPlace)?;
-    let params = Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("y", &y).i32("steps", STEPS)?;
+    let params =
+        Params::new("selftest").ptr("a", &a).ptr("b", &b).ptr("y", &y).i32("steps", STEPS)?;
     launch(&arena, (HOPPER, "selftest_pipeline"), BLOCKS, &params)?;
     Ok(arena.download(&y)?.to_f64())
 }
@@ -327,7 +375,10 @@ fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
 /// The change must show under some schedule, in words that contain `needle`.
 fn assert_shows(right: &str, wrong: &str, needle: &str) {
     let Some(outcomes) = outcomes(right, wrong) else { return };
-    assert!(outcomes.iter().any(|what| what.contains(needle)), "`{wrong}` for `{right}`: {outcomes:?}");
+    assert!(
+        outcomes.iter().any(|what| what.contains(needle)),
+        "`{wrong}` for `{right}`: {outcomes:?}"
+    );
 }
 
 #[test]
@@ -337,7 +388,11 @@ fn a_missing_wait_for_a_full_stage_shows() {
 
 #[test]
 fn a_wait_whose_parity_never_flips_shows() {
-    assert_shows("mbarrier_wait(stage.full, stage.parity);", "mbarrier_wait(stage.full, 0);", "wrong sums");
+    assert_shows(
+        "mbarrier_wait(stage.full, stage.parity);",
+        "mbarrier_wait(stage.full, 0);",
+        "wrong sums",
+    );
 }
 
 #[test]
@@ -356,12 +411,20 @@ fn a_wait_for_an_empty_stage_of_the_wrong_parity_shows() {
 
 #[test]
 fn a_missing_proxy_fence_before_a_product_shows() {
-    assert_shows("        fence_async_proxy();\n        wgmma_fence();", "        wgmma_fence();", "wrong sums");
+    assert_shows(
+        "        fence_async_proxy();\n        wgmma_fence();",
+        "        wgmma_fence();",
+        "wrong sums",
+    );
 }
 
 #[test]
 fn a_missing_proxy_fence_before_a_bulk_addition_shows() {
-    assert_shows("    fence_async_proxy();\n    named_barrier_sync(1", "    named_barrier_sync(1", "wrong sums");
+    assert_shows(
+        "    fence_async_proxy();\n    named_barrier_sync(1",
+        "    named_barrier_sync(1",
+        "wrong sums",
+    );
 }
 
 #[test]
@@ -391,7 +454,11 @@ fn an_arrival_that_does_not_wait_for_the_copies_shows() {
 
 #[test]
 fn a_missing_wait_before_the_source_of_an_addition_is_reused_shows() {
-    assert_shows("        bulk_wait_read<0>();\n", "        if (factor > 1) bulk_wait_read<0>();\n", "wrong sums");
+    assert_shows(
+        "        bulk_wait_read<0>();\n",
+        "        if (factor > 1) bulk_wait_read<0>();\n",
+        "wrong sums",
+    );
 }
 
 #[test]
@@ -402,19 +469,29 @@ fn a_thread_that_returns_before_its_addition_has_read_its_source_shows() {
 #[test]
 fn a_bulk_copy_that_nobody_waits_for_shows() {
     let last = "add_sums(d, 2.0f, params.y, shared, thread);";
-    let wrong = format!("{last} if (thread == 0) bulk_copy_in(shared, params.b, TILE_BYTES, shared + FULL);");
+    let wrong = format!(
+        "{last} if (thread == 0) bulk_copy_in(shared, params.b, TILE_BYTES, shared + FULL);"
+    );
     assert_shows(last, &wrong, "did not wait for");
 }
 
 #[test]
 fn a_bulk_copy_from_behind_a_buffer_shows_with_the_buffers_name() {
     let right = "bulk_copy_in(stage.b, params.b + step * TILE * TILE,";
-    assert_shows(right, "bulk_copy_in(stage.b, params.b + params.steps * TILE * TILE,", "`b` 0 bytes past the end");
+    assert_shows(
+        right,
+        "bulk_copy_in(stage.b, params.b + params.steps * TILE * TILE,",
+        "`b` 0 bytes past the end",
+    );
 }
 
 #[test]
 fn a_bulk_copy_to_an_address_that_is_not_a_multiple_of_16_shows() {
-    assert_shows("bulk_copy_in(stage.b,", "bulk_copy_in(stage.b + 8,", "misaligned 16-byte access (bulk copy): 8");
+    assert_shows(
+        "bulk_copy_in(stage.b,",
+        "bulk_copy_in(stage.b + 8,",
+        "misaligned 16-byte access (bulk copy): 8",
+    );
 }
 
 #[test]
@@ -437,7 +514,11 @@ fn warps_of_a_warpgroup_that_disagree_about_a_product_show() {
 
 #[test]
 fn lanes_of_a_warp_that_disagree_about_a_product_show() {
-    assert_shows("step > 0 || k > 0", "step > 0 || k > 0 || threadIdx.x == 200", "lanes of a warp disagree");
+    assert_shows(
+        "step > 0 || k > 0",
+        "step > 0 || k > 0 || threadIdx.x == 200",
+        "lanes of a warp disagree",
+    );
 }
 
 #[test]
@@ -492,24 +573,38 @@ fn too_few_arrivals_show_as_divergence() {
 
 #[test]
 fn an_mbarrier_that_nobody_initialised_shows() {
-    assert_shows("            mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);\n", "", "before its init");
+    assert_shows(
+        "            mbarrier_init(shared + EMPTY + stage * 8, WARPGROUP_SIZE);\n",
+        "",
+        "before its init",
+    );
 }
 
 #[test]
 fn a_misaligned_mbarrier_shows() {
-    assert_shows("FULL = SUMS + TILE * TILE * 4,", "FULL = SUMS + TILE * TILE * 4 + 4,", "not 8-byte aligned");
+    assert_shows(
+        "FULL = SUMS + TILE * TILE * 4,",
+        "FULL = SUMS + TILE * TILE * 4 + 4,",
+        "not 8-byte aligned",
+    );
 }
 
 #[test]
 fn an_mbarrier_under_data_shows() {
-    assert_shows("FULL = SUMS + TILE * TILE * 4,", "FULL = SUMS + TILE * TILE * 4 - 8,", "over the mbarrier");
+    assert_shows(
+        "FULL = SUMS + TILE * TILE * 4,",
+        "FULL = SUMS + TILE * TILE * 4 - 8,",
+        "over the mbarrier",
+    );
 }
 
 #[test]
 fn an_mbarrier_that_is_stored_over_through_a_pointer_shows() {
     let wait = "mbarrier_wait(stage.empty, stage.parity ^ 1);";
     for value in ["step", "0", "__uint_as_float(0xffffffffu)"] {
-        let store = format!("if (thread == 3) reinterpret_cast<float*>(dynamic_shared() + EMPTY)[1] = {value};");
+        let store = format!(
+            "if (thread == 3) reinterpret_cast<float*>(dynamic_shared() + EMPTY)[1] = {value};"
+        );
         assert_shows(wait, &format!("{store}\n        {wait}"), "stored over the mbarrier");
     }
 }
@@ -548,12 +643,14 @@ fn a_descriptor_that_reaches_beyond_shared_memory_shows() {
 fn named_barriers_hand_each_round_over_to_the_other_warpgroup() {
     const ROUNDS: usize = 5;
     let values: Vec<i32> = (0..ROUNDS as i32 * 128).map(|i| i * i).collect();
-    let expected: Vec<i32> = values.chunks(128).flat_map(|round| round.iter().rev().copied()).collect();
+    let expected: Vec<i32> =
+        values.chunks(128).flat_map(|round| round.iter().rev().copied()).collect();
     under_every_schedule(|device| {
         let mut arena = DeviceArena::new(device, Contract::NAN);
         let x = arena.input("x", &HostTensor::from_i32(&[ROUNDS, 128], &values)).unwrap();
         let y = arena.output("y", DType::I32, &[ROUNDS, 128]).unwrap();
-        let params = Params::new("selftest").ptr("x", &x).ptr("y", &y).i32("rounds", ROUNDS).unwrap();
+        let params =
+            Params::new("selftest").ptr("x", &x).ptr("y", &y).i32("rounds", ROUNDS).unwrap();
         launch(&arena, (HOPPER, "selftest_named_barriers"), 1, &params).expect("a hand-over");
         assert_eq!(arena.download(&y).unwrap().to_i32(), expected);
     });
@@ -577,12 +674,17 @@ fn copied_box(device: &Device, from: [usize; 3]) -> Result<Vec<u8>> {
     let places = (0..MATRICES * MATRIX_ROWS * ROW_BYTES)
         .map(|i| [i / ROW_BYTES / MATRIX_ROWS, i / ROW_BYTES % MATRIX_ROWS, i % ROW_BYTES]);
     let bytes = places.map(|[matrix, row, column]| boxed_byte(matrix, row, column)).collect();
-    let tensor = HostTensor { dtype: DType::U8, shape: vec![MATRICES, MATRIX_ROWS, ROW_BYTES], bytes };
+    let tensor =
+        HostTensor { dtype: DType::U8, shape: vec![MATRICES, MATRIX_ROWS, ROW_BYTES], bytes };
     let x = arena.input("x", &tensor)?;
     let y = arena.output("y", DType::U8, &[BOX_ROWS as usize, BOX_ROW_BYTES])?;
     let map = TensorMap::of(&x, BOX_ROWS).expect("rows at multiples of 16 bytes");
     let [column, row, matrix] = from;
-    let params = Params::new("selftest").ptr("y", &y).i32("column", column)?.i32("row", row)?.i32("matrix", matrix)?;
+    let params = Params::new("selftest")
+        .ptr("y", &y)
+        .i32("column", column)?
+        .i32("row", row)?
+        .i32("matrix", matrix)?;
     let params = params.tensor_map("map", Some(device.tensor_map(&map)?));
     launch(&arena, (HOPPER, "selftest_box"), 1, &params)?;
     Ok(arena.download(&y)?.bytes)
@@ -601,7 +703,9 @@ fn expected_box([first_column, first_row, matrix]: [usize; 3]) -> Vec<u8> {
 #[test]
 fn a_box_of_a_tensor_arrives_in_its_swizzle_with_zeros_behind_the_end() {
     under_every_schedule(|device| {
-        for from in [[0, 0, 0], [16, 3, 1], [128, 30, 0], [0, 49, 1], [0, 50, 0], [208, 0, 1], [0, 0, 2]] {
+        for from in
+            [[0, 0, 0], [16, 3, 1], [128, 30, 0], [0, 49, 1], [0, 50, 0], [208, 0, 1], [0, 0, 2]]
+        {
             let found = copied_box(device, from).expect("a copy");
             assert!(found == expected_box(from), "the box from {from:?} on");
         }
@@ -625,8 +729,16 @@ fn wrong_copies_of_boxes_show() {
         ("mbarrier_wait(landed, 0);\n    for (int i", "for (int i", "did not wait for"),
         ("16 * (chunk ^ row % 8)", "16 * (chunk ^ row % 4)", "other bytes"),
         (copy, "tensor_copy_in(shared + 512, params.map,", "multiples of 1024 and 16"),
-        (copy, "TensorMap none{};\n        tensor_copy_in(shared, none,", "that the launcher has not made"),
-        ("mbarrier_arrive_expect(landed, BOX_BYTES);", "mbarrier_arrive_expect(landed, BOX_BYTES - 128);", "mbarrier"),
+        (
+            copy,
+            "TensorMap none{};\n        tensor_copy_in(shared, none,",
+            "that the launcher has not made",
+        ),
+        (
+            "mbarrier_arrive_expect(landed, BOX_BYTES);",
+            "mbarrier_arrive_expect(landed, BOX_BYTES - 128);",
+            "mbarrier",
+        ),
     ] {
         let found = fault(right, wrong);
         assert!(found.contains(needle), "`{wrong}` for `{right}`: {found:?}");
@@ -656,13 +768,18 @@ fn shared_boxes(device: &Device, blocks: usize) -> Result<Vec<u8>> {
 /// The boxes of all rounds of both clusters, in the order in which blocks have them.
 fn boxes() -> Vec<u8> {
     let rows = ROUNDS * ROUND_ROWS;
-    let byte = |i: usize| boxed_byte(i / BOX_ROW_BYTES / rows, i / BOX_ROW_BYTES % rows, i % BOX_ROW_BYTES);
+    let byte = |i: usize| {
+        boxed_byte(i / BOX_ROW_BYTES / rows, i / BOX_ROW_BYTES % rows, i % BOX_ROW_BYTES)
+    };
     (0..CLUSTERS * rows * BOX_ROW_BYTES).map(byte).collect()
 }
 
 /// Each block of a cluster has all that its blocks copied.
 fn expected_boxes() -> Vec<u8> {
-    boxes().chunks(ROUNDS * ROUND_ROWS * BOX_ROW_BYTES).flat_map(|of_cluster| of_cluster.repeat(CLUSTER)).collect()
+    boxes()
+        .chunks(ROUNDS * ROUND_ROWS * BOX_ROW_BYTES)
+        .flat_map(|of_cluster| of_cluster.repeat(CLUSTER))
+        .collect()
 }
 
 #[test]
@@ -718,8 +835,10 @@ fn wrong_clusters_show() {
         let all: Vec<String> = seeds.map(found).collect();
         assert!(all.iter().any(|found| found.contains(needle)), "`{wrong}` for `{right}`: {all:?}");
     };
-    let (first, last) =
-        ("    cluster_arrive();\n    cluster_wait();\n    for", "    cluster_arrive();\n    cluster_wait();\n}");
+    let (first, last) = (
+        "    cluster_arrive();\n    cluster_wait();\n    for",
+        "    cluster_arrive();\n    cluster_wait();\n}",
+    );
     let (all, tells) = ("(1u << CLUSTER) - 1", "mbarrier_arrive_at(taken, threadIdx.x);");
     for (right, wrong, needle) in [
         (first, "    __syncthreads();\n    for", "before its init"),
@@ -734,7 +853,11 @@ fn wrong_clusters_show() {
         (all, "1u << rank", "5120 bytes are missing"),
         (all, "1u << CLUSTER", "block 2 of its cluster, which has 2"),
         (all, "0u", "to no block"),
-        (tells, "mbarrier_arrive_at(taken, threadIdx.x + 1);", "block 2 of its cluster, which has 2"),
+        (
+            tells,
+            "mbarrier_arrive_at(taken, threadIdx.x + 1);",
+            "block 2 of its cluster, which has 2",
+        ),
         (tells, "mbarrier_arrive_at(taken, rank);", "other bytes"),
         (tells, "if (rank == 0) mbarrier_arrive_at(taken, threadIdx.x);", "1 of 2 arrivals"),
         (
@@ -746,7 +869,11 @@ fn wrong_clusters_show() {
         ("            mbarrier_wait(told, round % 2);\n", "", "other bytes"),
         ("told, block);", "told, rank);", "5120 bytes are missing"),
         ("told, block);", "told, block + 1);", "block 2 of its cluster, which has 2"),
-        ("store_at(shared + TOLD_ROUND,", "store_at(shared + TOLD_ROUND + 2,", "must be a multiple of 4"),
+        (
+            "store_at(shared + TOLD_ROUND,",
+            "store_at(shared + TOLD_ROUND + 2,",
+            "must be a multiple of 4",
+        ),
         ("mbarrier_arrive_expect(told, 4);", "mbarrier_arrive(told);", "bytes are missing"),
         (
             "KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CLUSTER)",
@@ -783,7 +910,9 @@ fn wrong_words(found: &[f64]) -> Vec<String> {
         .filter(|(_, (found, expected))| {
             found.to_bits() != expected.to_bits() && !(found.is_nan() && expected.is_nan())
         })
-        .map(|(i, (found, expected))| format!("element {i}: {found:e} is not {expected:e}, of {:e}", products[i]))
+        .map(|(i, (found, expected))| {
+            format!("element {i}: {found:e} is not {expected:e}, of {:e}", products[i])
+        })
         .collect()
 }
 

@@ -9,8 +9,8 @@ use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::params::Params;
 use dsv4_runtime::remote::RemoteOptions;
 use dsv4_runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, Result, RuntimeError,
-    SourceTree,
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig,
+    Result, RuntimeError, SourceTree,
 };
 
 use dsv4_parity::record::{Report, Verdict};
@@ -64,7 +64,10 @@ fn gpu() -> Option<Device> {
         return None;
     }
     let remote = Some(RemoteOptions { time_limit: Duration::from_secs(10) });
-    Some(Device::open(backend(), DeviceOptions { remote, ..dsv4_kernels::device_options() }).expect("the GPU opens"))
+    Some(
+        Device::open(backend(), DeviceOptions { remote, ..dsv4_kernels::device_options() })
+            .expect("the GPU opens"),
+    )
 }
 
 #[test]
@@ -80,7 +83,10 @@ fn a_fault_on_a_gpu_fails_its_own_launch_and_the_next_one_gets_a_new_context() {
         let error = run(&device, probe_tree(&body)).expect_err(statement);
         let is_its_own = matches!(&error, RuntimeError::Cuda { .. } | RuntimeError::Fault { .. });
         let words = error.to_string();
-        assert!(is_its_own && words.contains(needle) && words.contains("probe"), "{statement}: {words}");
+        assert!(
+            is_its_own && words.contains(needle) && words.contains("probe"),
+            "{statement}: {words}"
+        );
         assert_works(&device, statement);
     }
 }
@@ -88,7 +94,11 @@ fn a_fault_on_a_gpu_fails_its_own_launch_and_the_next_one_gets_a_new_context() {
 /// The device still runs what is right.
 fn assert_works(device: &Device, after: &str) {
     let ran = run(device, probe_tree("params.y[threadIdx.x] = threadIdx.x;"));
-    assert_eq!(ran.unwrap_or_else(|e| panic!("after {after}: {e}")), (0..64).collect::<Vec<_>>(), "after {after}");
+    assert_eq!(
+        ran.unwrap_or_else(|e| panic!("after {after}: {e}")),
+        (0..64).collect::<Vec<_>>(),
+        "after {after}"
+    );
 }
 
 /// Where thread 5 does something, and the blocks of the launch, of which the last one has that thread: at the start; behind a
@@ -96,19 +106,32 @@ fn assert_works(device: &Device, after: &str) {
 const PLACES: [(&str, &str, u32); 3] = [
     ("if (threadIdx.x == 5) {", "}", 1),
     ("__syncthreads(); if (blockIdx.x == 2 && threadIdx.x == 5) {", "} __syncthreads();", 3),
-    ("for (int step = 0; step < 4; ++step) { if (step == 2 && threadIdx.x == 5) {", "} __syncwarp(); }", 1),
+    (
+        "for (int step = 0; step < 4; ++step) { if (step == 2 && threadIdx.x == 5) {",
+        "} __syncwarp(); }",
+        1,
+    ),
 ];
 
 /// What is said of a kernel whose thread 5 does this, and of which thread: the same at every place; a commit tries the first.
 fn said(device: &Device, before: &str, statement: &str) -> (String, String) {
     let places = if everything() { &PLACES[..] } else { &PLACES[..1] };
-    let said: Vec<_> = places.iter().map(|place| said_at(device, before, statement, place)).collect();
+    let said: Vec<_> =
+        places.iter().map(|place| said_at(device, before, statement, place)).collect();
     let (thread, what) = &said[0];
-    assert!(said.iter().all(|said| said.0.contains(thread) && said.1 == *what), "{statement}: {said:?}");
+    assert!(
+        said.iter().all(|said| said.0.contains(thread) && said.1 == *what),
+        "{statement}: {said:?}"
+    );
     said[0].clone()
 }
 
-fn said_at(device: &Device, before: &str, statement: &str, place: &(&str, &str, u32)) -> (String, String) {
+fn said_at(
+    device: &Device,
+    before: &str,
+    statement: &str,
+    place: &(&str, &str, u32),
+) -> (String, String) {
     let start = Instant::now();
     let (open, close, blocks) = place;
     let body = format!("{open} {statement} {close} params.y[threadIdx.x] = 1;");
@@ -121,7 +144,10 @@ fn said_at(device: &Device, before: &str, statement: &str, place: &(&str, &str, 
             assert_eq!(kernel, "probe");
             // What a kernel does to its files shows when it is over; of what ends every thread at once any block may be.
             let its = format!("({}, 0, 0)", blocks - 1);
-            assert!(block.contains(&its) || what.contains("files"), "{statement}: {what} in block {block}");
+            assert!(
+                block.contains(&its) || what.contains("files"),
+                "{statement}: {what} in block {block}"
+            );
             attacked("kernels that end, stall or deceive their process", 1);
             (thread, what)
         }
@@ -198,11 +224,19 @@ fn a_write_beyond_a_static_shared_array_is_a_fault_of_its_thread_that_names_the_
         ("for (int i = 0; i < 256; ++i) put(first, 32 + i, i);", "`first`, 0 bytes behind it"),
         ("put(second, 40 + 125, 0);", "`second`, 500 bytes behind it"),
     ] {
-        let body = format!("{SHARED_ARRAYS} if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = first[0];");
+        let body = format!(
+            "{SHARED_ARRAYS} if (threadIdx.x == 5) {{ {statement} }} params.y[threadIdx.x] = first[0];"
+        );
         let error = run(&device, hostile(BEYOND, &body)).expect_err(statement).to_string();
-        assert!(error.contains("static shared variable") && error.contains(needle), "{statement}: {error}");
+        assert!(
+            error.contains("static shared variable") && error.contains(needle),
+            "{statement}: {error}"
+        );
         // What lies far from the array is looked for when the block is over.
-        assert!(error.contains("thread (5, 0, 0)") || statement.contains("125"), "{statement}: {error}");
+        assert!(
+            error.contains("thread (5, 0, 0)") || statement.contains("125"),
+            "{statement}: {error}"
+        );
         attacked("kernels that end, stall or deceive their process", 1);
         assert_works(&device, statement);
     }
@@ -211,7 +245,9 @@ fn a_write_beyond_a_static_shared_array_is_a_fault_of_its_thread_that_names_the_
 #[test]
 fn what_is_read_beyond_a_static_shared_array_is_no_number_that_passes_for_one() {
     let Some(device) = emulator() else { return };
-    let body = format!("{SHARED_ARRAYS} params.y[threadIdx.x] = get(threadIdx.x % 2 ? second : first, 40);");
+    let body = format!(
+        "{SHARED_ARRAYS} params.y[threadIdx.x] = get(threadIdx.x % 2 ? second : first, 40);"
+    );
     let read = run(&device, hostile(BEYOND, &body)).expect("reads are no faults");
     assert!(read.iter().all(|&bits| f32::from_bits(bits as u32).is_nan()), "{read:x?}");
     attacked("kernels that end, stall or deceive their process", 1);
@@ -222,13 +258,22 @@ fn what_a_kernel_adds_to_a_local_variable_that_nobody_set_is_no_sum() {
     let Some(device) = emulator() else { return };
     for (declared, added) in [
         ("float sum;", "sum += threadIdx.x;"),
-        ("float sums[8];", "sums[(threadIdx.x + params.count) % 8] += 1; float sum = sums[threadIdx.x % 8];"),
-        ("float sums[8];", "for (int i = 0; i < 8; ++i) put((int*)sums, i, get((int*)sums, i)); float sum = sums[3];"),
+        (
+            "float sums[8];",
+            "sums[(threadIdx.x + params.count) % 8] += 1; float sum = sums[threadIdx.x % 8];",
+        ),
+        (
+            "float sums[8];",
+            "for (int i = 0; i < 8; ++i) put((int*)sums, i, get((int*)sums, i)); float sum = sums[3];",
+        ),
     ] {
         // What the stack held before is a zero on some machines.
         let body = format!("{declared} {added} params.y[threadIdx.x] = __float_as_int(sum);");
         let sums = run(&device, hostile(BEYOND, &body)).expect("it runs");
-        assert!(sums.iter().all(|&bits| f32::from_bits(bits as u32) < -1e38), "{declared} {added}: {sums:x?}");
+        assert!(
+            sums.iter().all(|&bits| f32::from_bits(bits as u32) < -1e38),
+            "{declared} {added}: {sums:x?}"
+        );
         attacked("kernels that end, stall or deceive their process", 1);
     }
 }
@@ -247,7 +292,11 @@ fn a_wait_without_end_is_stopped_wherever_it_waits() {
         "sigset_t all; sigfillset(&all); pthread_sigmask(SIG_BLOCK, &all, nullptr); for (;;) usleep(1000);",
     ] {
         let (thread, what) = said(&device, "", statement);
-        assert_eq!((thread.as_str(), what.as_str()), ("(5, 0, 0)", "did not end within the time limit"), "{statement}");
+        assert_eq!(
+            (thread.as_str(), what.as_str()),
+            ("(5, 0, 0)", "did not end within the time limit"),
+            "{statement}"
+        );
     }
 }
 
@@ -264,7 +313,9 @@ fn a_static_constructor_that_ends_its_process_is_an_error_of_its_module() {
         ("for (;;) pause();", "did not end within the time limit"),
     ] {
         let before = format!("struct Begin {{ Begin() {{ {constructor} }} }} begin;\n");
-        let error = run(&device, hostile(&before, "params.y[threadIdx.x] = 1;")).expect_err(constructor).to_string();
+        let error = run(&device, hostile(&before, "params.y[threadIdx.x] = 1;"))
+            .expect_err(constructor)
+            .to_string();
         let expected = format!("loading `probe.cu`: a static constructor {needle}");
         assert_eq!(error, expected);
         attacked("kernels that end, stall or deceive their process", 1);
@@ -324,7 +375,11 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
         ("dies", "kill -9 $$", "could not compile `probe.cu`"),
     ] {
         let path = compilers.path().join(name);
-        std::fs::write(&path, format!("#!/bin/sh\n[ \"$1\" = --version ] && echo {name} 1 && exit\n{does}\n")).unwrap();
+        std::fs::write(
+            &path,
+            format!("#!/bin/sh\n[ \"$1\" = --version ] && echo {name} 1 && exit\n{does}\n"),
+        )
+        .unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         let cache = tempfile::tempdir().unwrap();
         let emulator = EmulatorOptions {
@@ -332,11 +387,18 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
             compiler: Some(path),
             ..EmulatorOptions::default()
         };
-        let options = DeviceOptions { emulator, cache_dir: cache.path().to_owned(), ..dsv4_kernels::device_options() };
+        let options = DeviceOptions {
+            emulator,
+            cache_dir: cache.path().to_owned(),
+            ..dsv4_kernels::device_options()
+        };
         let broken = Device::open(BackendKind::Emulator, options).unwrap();
         let start = Instant::now();
         let error = run(&broken, probe_tree("params.y[threadIdx.x] = 1;")).expect_err(name);
-        assert!(matches!(error, RuntimeError::Compile { .. }) && error.to_string().contains(needle), "{error}");
+        assert!(
+            matches!(error, RuntimeError::Compile { .. }) && error.to_string().contains(needle),
+            "{error}"
+        );
         assert!(start.elapsed() < Duration::from_secs(20), "{name}");
         attacked("compilers that hang, die or lie", 1);
     }
@@ -346,7 +408,9 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
 /// Whether a process is there that is no mere entry of one that has ended.
 fn runs(process: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{process}/stat"));
-    status.is_ok_and(|status| !status.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
+    status.is_ok_and(|status| {
+        !status.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z')
+    })
 }
 
 #[test]
@@ -377,7 +441,10 @@ fn what_a_kernel_forks_off_ends_with_its_device() {
     drop(device);
     let start = Instant::now();
     while runs(forked) {
-        assert!(start.elapsed() < Duration::from_secs(10), "what the kernel forked off outlives its device");
+        assert!(
+            start.elapsed() < Duration::from_secs(10),
+            "what the kernel forked off outlives its device"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -404,7 +471,18 @@ fn a_harness_that_is_killed_leaves_no_worker_behind_even_in_the_midst_of_a_launc
     );
     let kernels = changed_kernels(dir.path(), "swiglu.h", sigmoid, &waits);
     let mut harness = Command::new(binary())
-        .args(["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "0", "--edge-cases", "1", "--kernels"])
+        .args([
+            "run",
+            "--backend",
+            "emulator",
+            "--ops",
+            "swiglu",
+            "--cases",
+            "0",
+            "--edge-cases",
+            "1",
+            "--kernels",
+        ])
         .arg(kernels)
         .current_dir(dir.path())
         .stdout(Stdio::null())
@@ -413,7 +491,8 @@ fn a_harness_that_is_killed_leaves_no_worker_behind_even_in_the_midst_of_a_launc
         .unwrap();
     let start = Instant::now();
     let worker = loop {
-        if let Some(worker) = std::fs::read_to_string(&pid).ok().and_then(|text| text.parse().ok()) {
+        if let Some(worker) = std::fs::read_to_string(&pid).ok().and_then(|text| text.parse().ok())
+        {
             break worker;
         }
         assert!(start.elapsed() < Duration::from_secs(60), "the kernel never ran");
@@ -441,7 +520,17 @@ fn a_kernel_that_exits_fails_its_cases_in_run_replay_and_golden_and_the_sweep_go
     let folder = |name: &str| dir.path().join(name).display().to_string();
     let on_emulator = ["--backend", "emulator", "--kernels", &kernels];
     let (out, regressions) = (folder("out"), folder("regressions"));
-    let sweep = ["run", "--ops", "swiglu,kv_cache_write", "--cases", "1", "--edge-cases", "3", "--schedules", "0"];
+    let sweep = [
+        "run",
+        "--ops",
+        "swiglu,kv_cache_write",
+        "--cases",
+        "1",
+        "--edge-cases",
+        "3",
+        "--schedules",
+        "0",
+    ];
     let places = ["--out", &out, "--regressions", &regressions];
     let output = Parity::new(&[&sweep[..], &on_emulator, &places].concat()).run();
     output.assert_code(1);
@@ -449,15 +538,22 @@ fn a_kernel_that_exits_fails_its_cases_in_run_replay_and_golden_and_the_sweep_go
     assert!(output.stderr.contains("ended its process, with code 0"), "{}", output.stderr);
     let report = std::fs::read_to_string(dir.path().join("out/report.json")).unwrap();
     let report: Report = serde_json::from_str(&report).unwrap();
-    let of = |name: &str| report.cases.iter().filter(|case| case.operator == name).collect::<Vec<_>>();
-    assert!(of("swiglu").len() >= 4 && of("swiglu").iter().any(|case| case.verdict() == Verdict::Fail));
+    let of =
+        |name: &str| report.cases.iter().filter(|case| case.operator == name).collect::<Vec<_>>();
+    assert!(
+        of("swiglu").len() >= 4 && of("swiglu").iter().any(|case| case.verdict() == Verdict::Fail)
+    );
     assert!(!of("kv_cache_write").is_empty());
     assert!(of("kv_cache_write").iter().all(|case| case.verdict() == Verdict::Pass));
 
-    let failing = of("swiglu").into_iter().find(|case| case.verdict() == Verdict::Fail).expect("a case");
-    Parity::new(&[&["replay", &failing.case.to_string()], &on_emulator[..]].concat()).run().assert_code(1);
+    let failing =
+        of("swiglu").into_iter().find(|case| case.verdict() == Verdict::Fail).expect("a case");
+    Parity::new(&[&["replay", &failing.case.to_string()], &on_emulator[..]].concat())
+        .run()
+        .assert_code(1);
     let golden = fixtures().join("golden").display().to_string();
-    let output = Parity::new(&[&["golden", &golden, "--ops", "swiglu"], &on_emulator[..]].concat()).run();
+    let output =
+        Parity::new(&[&["golden", &golden, "--ops", "swiglu"], &on_emulator[..]].concat()).run();
     output.assert_code(1);
     assert!(output.stdout.contains("ended its process, with code 0"), "{}", output.stdout);
 }

@@ -15,7 +15,8 @@ use crate::extent::left_out;
 use crate::support::fixtures;
 
 /// Where a change concerns the long tests of this file.
-const MUTANTS: [&str; 4] = ["src/mutants/", "src/command/mutants.rs", "src/report/generated.rs", "fixtures/mutants/"];
+const MUTANTS: [&str; 4] =
+    ["src/mutants/", "src/command/mutants.rs", "src/report/generated.rs", "fixtures/mutants/"];
 
 /// A folder of mutants with one file.
 fn folder(name: &str, text: &str) -> TempDir {
@@ -26,8 +27,17 @@ fn folder(name: &str, text: &str) -> TempDir {
 
 fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
     let dir = mutants.to_str().expect("UTF-8");
-    let mut all =
-        vec!["mutants", "--backend", "emulator", "--ops", "kv_cache_write", "--schedules", "1", "--mutants", dir];
+    let mut all = vec![
+        "mutants",
+        "--backend",
+        "emulator",
+        "--ops",
+        "kv_cache_write",
+        "--schedules",
+        "1",
+        "--mutants",
+        dir,
+    ];
     all.extend(arguments);
     Parity::new(&all).env("PARITY_FIXTURES", fixtures().to_str().expect("UTF-8")).run()
 }
@@ -56,13 +66,16 @@ const SCALE: &str = "return to_e8m0(__fmul_rn(maximum_f32(amax, AMAX_FLOOR), 1.0
 
 #[test]
 fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
-    let (out, replaced) = (tempfile::tempdir().expect("a scratch directory"), format!("/* as it was */ {SCALE}"));
+    let (out, replaced) =
+        (tempfile::tempdir().expect("a scratch directory"), format!("/* as it was */ {SCALE}"));
     let bugs = folder("kv_cache_write.toml", &planted(SCALE, &replaced));
     let path = out.path().to_str().expect("UTF-8");
     let output = mutants(bugs.path(), &["--sample", "0", "--out", path]);
     output.assert_code(1);
     assert!(
-        output.stdout.contains("below what is required: kv_cache_write: 1 planted mutant(s) not killed"),
+        output
+            .stdout
+            .contains("below what is required: kv_cache_write: 1 planted mutant(s) not killed"),
         "{}",
         output.stdout
     );
@@ -71,7 +84,12 @@ fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
     let [mutant] = report.mutants.as_slice() else { panic!("{:?}", report.mutants) };
     assert_eq!((mutant.source, mutant.status), (MutantSource::Planted, MutantStatus::Survived));
     assert_eq!((mutant.original.as_str(), &mutant.mutated), (SCALE, &replaced));
-    assert!(report.skips.iter().any(|skip| skip.what == "generated mutants of kv_cache_write" && skip.count > 50));
+    assert!(
+        report
+            .skips
+            .iter()
+            .any(|skip| skip.what == "generated mutants of kv_cache_write" && skip.count > 50)
+    );
     assert!(
         read("index.html").contains("<span class=\"added\">+ /* as it was */ return to_e8m0"),
         "the page shows no diff"
@@ -81,12 +99,18 @@ fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
 
 #[test]
 fn a_killed_mutant_exits_with_0_and_a_generated_survivor_shows_its_line() {
-    let bugs = folder("kv_cache_write.toml", &planted(SCALE, "return to_e8m0(maximum_f32(amax, AMAX_FLOOR));"));
+    let bugs = folder(
+        "kv_cache_write.toml",
+        &planted(SCALE, "return to_e8m0(maximum_f32(amax, AMAX_FLOOR));"),
+    );
     mutants(bugs.path(), &["--only", "cache_bug"]).assert_code(0);
     // Any lane of a group may store its scale; the list that says so is not in this folder.
-    let output = mutants(bugs.path(), &["--only", "kv_cache_write:write_group:comparison:023f4c12"]);
+    let output =
+        mutants(bugs.path(), &["--only", "kv_cache_write:write_group:comparison:023f4c12"]);
     output.assert_code(1);
-    for needle in ["SURVIVED", "    - if (chunk % GROUP_LANES == 0) scales", "    + if (chunk % GROUP_LANES "] {
+    for needle in
+        ["SURVIVED", "    - if (chunk % GROUP_LANES == 0) scales", "    + if (chunk % GROUP_LANES "]
+    {
         assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
     }
 }
@@ -97,7 +121,11 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
     let path = out.path().to_str().expect("UTF-8");
     let output = mutants(bugs.path(), &["--sample", "9", "--time-budget", "0", "--out", path]);
     output.assert_code(1);
-    assert!(output.stdout.contains("kv_cache_write: no generated mutant was judged"), "{}", output.stdout);
+    assert!(
+        output.stdout.contains("kv_cache_write: no generated mutant was judged"),
+        "{}",
+        output.stdout
+    );
     let text = std::fs::read_to_string(out.path().join("report.json")).expect("a report");
     let report: Report = serde_json::from_str(&text).expect("a report");
     let skip = report.skips.iter().find(|skip| skip.why.contains("--time-budget")).expect("a skip");
@@ -108,7 +136,9 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
 fn seed_of_a_survivor() -> u64 {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
     let all = generated::generate(&dsv4_kernels::sources(), "kv_cache_write").expect("mutants");
-    let survives = |seed: &u64| generated::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some());
+    let survives = |seed: &u64| {
+        generated::sample(all.clone(), 3, *seed).iter().any(|m| list.reason(&m.id).is_some())
+    };
     (0..1000).find(survives).expect("some are equivalent")
 }
 
@@ -120,8 +150,9 @@ fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_a
     // Without the list of equivalent mutants, one that changes nothing is a survivor.
     let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
     let (path, seed) = (out.path().to_str().expect("UTF-8"), seed_of_a_survivor().to_string());
-    let run =
-        |more: &[&str]| mutants(bugs.path(), &[&["--sample", "3", "--seed", &seed, "--out", path], more].concat());
+    let run = |more: &[&str]| {
+        mutants(bugs.path(), &[&["--sample", "3", "--seed", &seed, "--out", path], more].concat())
+    };
     let first = run(&["--floor", "1"]);
     first.assert_code(1);
     for needle in ["SURVIVED", "below what is required: kv_cache_write: "] {
@@ -141,7 +172,8 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
         "equivalent.toml",
         "[[equivalent]]\nids = [\"kv_cache_write:gone:scale:00000000\"]\nreason = \"None.\"\n",
     );
-    mutants(stale.path(), &[]).assert_bad_input(&["equivalent.toml", "kv_cache_write:gone:scale:00000000"]);
+    mutants(stale.path(), &[])
+        .assert_bad_input(&["equivalent.toml", "kv_cache_write:gone:scale:00000000"]);
     let anchor = folder("kv_cache_write.toml", &planted("no kernel says this", ""));
     mutants(anchor.path(), &[]).assert_bad_input(&["cache_bug", "0 times"]);
     let none = folder("none.txt", "");
@@ -171,15 +203,20 @@ fn a_mutant_that_is_asked_for_and_cannot_run_exits_with_1_and_says_why() {
 }
 
 #[test]
-fn generated_mutants_are_listed_with_their_places_though_the_list_of_equivalent_ones_fits_no_longer() {
-    let stale = "[[equivalent]]\nids = [\"kv_cache_write:gone:scale:00000000\"]\nreason = \"None.\"\n";
+fn generated_mutants_are_listed_with_their_places_though_the_list_of_equivalent_ones_fits_no_longer()
+ {
+    let stale =
+        "[[equivalent]]\nids = [\"kv_cache_write:gone:scale:00000000\"]\nreason = \"None.\"\n";
     let output = mutants(folder("equivalent.toml", stale).path(), &["--list"]);
     output.assert_code(0);
     let all = generated::generate(&dsv4_kernels::sources(), "kv_cache_write").expect("mutants");
     let lines: Vec<&str> = output.stdout.lines().collect();
     assert_eq!(lines.len(), all.len());
     for (line, mutant) in lines.iter().zip(&all) {
-        assert_eq!(*line, format!("{}  {}:{}  {}", mutant.id, mutant.file, mutant.line, mutant.summary));
+        assert_eq!(
+            *line,
+            format!("{}  {}:{}  {}", mutant.id, mutant.file, mutant.line, mutant.summary)
+        );
     }
 }
 
@@ -199,17 +236,27 @@ fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_onl
         return;
     }
     const START: &str = "uint32_t magnitude = largest_magnitude(x);";
-    let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator");
+    let device =
+        Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator");
     let text = device.tree().text("kv_cache_write.cu").expect("a kernel");
-    let with_a_dead_branch =
-        text.replacen(START, &format!("{START}\nif constexpr (sizeof magnitude == 1) magnitude *= 77;"), 1);
-    let device = device.with_tree(device.tree().with_text("kv_cache_write.cu", with_a_dead_branch, "a dead branch"));
+    let with_a_dead_branch = text.replacen(
+        START,
+        &format!("{START}\nif constexpr (sizeof magnitude == 1) magnitude *= 77;"),
+        1,
+    );
+    let device = device.with_tree(device.tree().with_text(
+        "kv_cache_write.cu",
+        with_a_dead_branch,
+        "a dead branch",
+    ));
     let all = generated::generate(device.tree(), "kv_cache_write").expect("mutants");
     // Without cases, every mutant survives.
     let judged = |original: &str| {
-        let mutant = all.iter().find(|mutant| mutant.original.contains(original)).expect("a mutant").clone();
+        let mutant =
+            all.iter().find(|mutant| mutant.original.contains(original)).expect("a mutant").clone();
         let subject = Subject::Generated(Box::new(mutant), Vec::new());
-        trial::run(&Trial { subject, schedules: 0, all_checks: false }, &device, |_| {}).expect("a verdict")
+        trial::run(&Trial { subject, schedules: 0, all_checks: false }, &device, |_| {})
+            .expect("a verdict")
     };
     let dead = judged("magnitude *= 77");
     assert_eq!(dead.status, MutantStatus::Equivalent, "{dead:?}");
@@ -225,20 +272,37 @@ fn reports_of_several_runs_are_one_table_and_a_survivor_below_the_floor_exits_wi
     let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
     let path = |name: &str| out.path().join(name).to_str().expect("UTF-8").to_owned();
     let run = |sample: &str, seed: &str, floor: &str, name: &str| {
-        mutants(bugs.path(), &["--sample", sample, "--seed", seed, "--floor", floor, "--out", &path(name)])
+        mutants(
+            bugs.path(),
+            &["--sample", sample, "--seed", seed, "--floor", floor, "--out", &path(name)],
+        )
     };
     run("0", "5", "0.95", "none").assert_code(0);
     run("3", &seed_of_a_survivor().to_string(), "1", "three").assert_code(1);
     let table = |reports: &[&str]| {
         let paths: Vec<String> = reports.iter().map(|name| path(name)).collect();
-        mutants(bugs.path(), &[&["--table"], paths.iter().map(String::as_str).collect::<Vec<_>>().as_slice()].concat())
+        mutants(
+            bugs.path(),
+            &[&["--table"], paths.iter().map(String::as_str).collect::<Vec<_>>().as_slice()]
+                .concat(),
+        )
     };
     let none = table(&["none"]);
     none.assert_code(0);
-    assert_eq!(none.stdout.lines().filter(|line| line.starts_with("kv_cache_write ")).count(), 1, "{}", none.stdout);
+    assert_eq!(
+        none.stdout.lines().filter(|line| line.starts_with("kv_cache_write ")).count(),
+        1,
+        "{}",
+        none.stdout
+    );
     let both = table(&["none", "three"]);
     both.assert_code(1);
-    assert_eq!(both.stdout.lines().filter(|line| line.starts_with("kv_cache_write ")).count(), 2, "{}", both.stdout);
+    assert_eq!(
+        both.stdout.lines().filter(|line| line.starts_with("kv_cache_write ")).count(),
+        2,
+        "{}",
+        both.stdout
+    );
     assert!(both.stdout.contains("\nSurvived\n  kv_cache_write:"), "{}", both.stdout);
     table(&["gone"]).assert_bad_input(&["gone"]);
 }

@@ -4,11 +4,13 @@
 //! [`refusals`]: dsv4_parity::operator::refusals
 
 use dsv4_kernels::{
-    attention::attention_combine, attention::sparse_attention, indexer::score_recompute, projections::rms_norm,
-    projections::rope,
+    attention::attention_combine, attention::sparse_attention, indexer::score_recompute,
+    projections::rms_norm, projections::rope,
 };
 use dsv4_runtime::arena::Layout;
-use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views};
+use dsv4_runtime::{
+    Contract, DType, Device, DeviceArena, HostTensor, Result, Role, RuntimeError, TensorView, Views,
+};
 
 use crate::support;
 
@@ -64,7 +66,11 @@ fn at(view: &TensorView, other: &TensorView) -> TensorView {
 }
 
 /// The same tensors, with `change` of the one called `name` in its place.
-fn changed(views: &Views, name: &'static str, change: impl FnOnce(&TensorView) -> TensorView) -> Views {
+fn changed(
+    views: &Views,
+    name: &'static str,
+    change: impl FnOnce(&TensorView) -> TensorView,
+) -> Views {
     views.clone().with(name, &change(&views[name]))
 }
 
@@ -79,7 +85,11 @@ fn norm(placed: &mut Placed) -> Views {
         ("weight", DType::F32, &[64]),
         ("rstd", DType::F32, &[4]),
         ("dweight", DType::F32, &[64]),
-        ("workspace", DType::U8, &[rms_norm::workspace_bytes(support::device(), DType::Bf16, 4, 64)]),
+        (
+            "workspace",
+            DType::U8,
+            &[rms_norm::workspace_bytes(support::device(), DType::Bf16, 4, 64)],
+        ),
     ] {
         views.put(name, placed.tensor(name, dtype, shape));
     }
@@ -125,10 +135,22 @@ fn the_launcher_of_rms_norms_forward_names_the_argument_that_it_refuses() {
 fn a_tensor_that_is_needed_and_absent_is_refused_and_so_is_one_that_nobody_knows() {
     let mut placed = Placed::new();
     let norm = norm(&mut placed);
-    assert_refused(rms_norm::forward(support::device(), &norm.without(&["y"]), 1e-6), "y", "must be present");
-    assert_refused(rms_norm::backward(support::device(), &norm.without(&["rstd"])), "rstd", "must be present");
+    assert_refused(
+        rms_norm::forward(support::device(), &norm.without(&["y"]), 1e-6),
+        "y",
+        "must be present",
+    );
+    assert_refused(
+        rms_norm::backward(support::device(), &norm.without(&["rstd"])),
+        "rstd",
+        "must be present",
+    );
     let misspelt = norm.renamed(&[("weight", "wieght")]);
-    assert_refused(rms_norm::forward(support::device(), &misspelt, 1e-6), "wieght", "no argument of this name");
+    assert_refused(
+        rms_norm::forward(support::device(), &misspelt, 1e-6),
+        "wieght",
+        "no argument of this name",
+    );
 }
 
 #[test]
@@ -286,8 +308,12 @@ impl Attention {
             names.iter().for_each(|name| views.put(name, placed.tensor(name, dtype, shape)));
         }
         let implementation = sparse_attention::Implementation::Auto;
-        let options =
-            sparse_attention::Options { v_dim: Some(64), softmax_scale: 0.125, implementation, key_gradients };
+        let options = sparse_attention::Options {
+            v_dim: Some(64),
+            softmax_scale: 0.125,
+            implementation,
+            key_gradients,
+        };
         let mut attention = Self { views, options };
         let workspace = placed.tensor("workspace", DType::U8, &[attention.workspace_bytes()]);
         attention.views.put("workspace", workspace);
@@ -318,7 +344,10 @@ fn the_launcher_of_attentions_forward_names_the_argument_that_it_refuses() {
     let mut placed = Placed::new();
     let attention = Attention::new(&mut placed);
     attention.forward().expect("the unchanged arguments are accepted");
-    attention.with(|a| a.separate(TensorView::clone)).forward().expect("values of their own are accepted");
+    attention
+        .with(|a| a.separate(TensorView::clone))
+        .forward()
+        .expect("values of their own are accepted");
     let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
         assert_refused(attention.with(change).forward(), argument, needle);
     };
@@ -418,11 +447,15 @@ fn more_tokens_in_a_chunk_than_there_are_need_no_more_memory() {
 }
 
 /// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token of which some are invalid.
-fn summed_key_gradient(device: &Device, key_gradients: sparse_attention::KeyGradients) -> HostTensor {
+fn summed_key_gradient(
+    device: &Device,
+    key_gradients: sparse_attention::KeyGradients,
+) -> HostTensor {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let mut input = |name: &str, shape: &[usize], step: usize| {
-        let values: Vec<f64> =
-            (0..shape.iter().product::<usize>()).map(|i| (i * step % 1009) as f64 / 504.0 - 1.0).collect();
+        let values: Vec<f64> = (0..shape.iter().product::<usize>())
+            .map(|i| (i * step % 1009) as f64 / 504.0 - 1.0)
+            .collect();
         arena.input(name, &HostTensor::from_f64(DType::Bf16, shape, &values)).unwrap()
     };
     let given: [(&'static str, &[usize], usize); 3] =
@@ -439,7 +472,12 @@ fn summed_key_gradient(device: &Device, key_gradients: sparse_attention::KeyGrad
     }
     views.put("dk", arena.output("dk", DType::F32, &[7, 64]).unwrap());
     let implementation = sparse_attention::Implementation::Portable;
-    let options = sparse_attention::Options { v_dim: Some(64), softmax_scale: 0.125, implementation, key_gradients };
+    let options = sparse_attention::Options {
+        v_dim: Some(64),
+        softmax_scale: 0.125,
+        implementation,
+        key_gradients,
+    };
     let bytes = sparse_attention::workspace_bytes(&views, options, DType::F32).unwrap();
     views.put("workspace", arena.workspace("workspace", bytes).unwrap());
     let violations = arena.run(|device| {
@@ -455,9 +493,15 @@ fn the_deterministic_sum_of_key_gradients_has_the_same_bits_for_every_chunk() {
     let device = support::device();
     let whole = summed_key_gradient(device, chunks_of(5));
     for chunk_tokens in [1, 2, 3, 4] {
-        assert!(summed_key_gradient(device, chunks_of(chunk_tokens)) == whole, "chunks of {chunk_tokens} tokens");
+        assert!(
+            summed_key_gradient(device, chunks_of(chunk_tokens)) == whole,
+            "chunks of {chunk_tokens} tokens"
+        );
     }
-    assert!(whole.to_f64().iter().all(|value| value.is_finite() && *value != 0.0), "a sum of something: {whole:?}");
+    assert!(
+        whole.to_f64().iter().all(|value| value.is_finite() && *value != 0.0),
+        "a sum of something: {whole:?}"
+    );
 }
 
 /// Scores of 6 keys in two sequences: 3 tokens, 2 heads of 64 channels, lists of 5 slots.
@@ -481,11 +525,18 @@ impl Recompute {
             ("l1", DType::F32, &[3]),
             ("shift", DType::F32, &[3]),
         ];
-        tensors.into_iter().for_each(|(name, dtype, shape)| views.put(name, placed.tensor(name, dtype, shape)));
+        tensors
+            .into_iter()
+            .for_each(|(name, dtype, shape)| views.put(name, placed.tensor(name, dtype, shape)));
         let implementation = score_recompute::Implementation::Auto;
         Self {
             views,
-            options: score_recompute::Options { global: false, ratio: 4, softmax_scale: 0.125, implementation },
+            options: score_recompute::Options {
+                global: false,
+                ratio: 4,
+                softmax_scale: 0.125,
+                implementation,
+            },
         }
     }
 
@@ -521,8 +572,11 @@ fn the_launchers_of_score_recompute_refuse_tensors_of_the_other_ranking_and_name
     assert_refused(causal.target(), "indices", "must be present");
     assert_refused(selected.scores(), "indices", "must be absent");
     let with_q_off = selected.with(|r| r.views.put("q_off", q_off.clone()));
-    let with_lengths = causal.with(|r| r.views.put("topk_length", selected.views["topk_length"].clone()));
-    for (offsets, lengths) in [(with_q_off.target(), with_lengths.scores()), (with_q_off.lse(), with_lengths.lse())] {
+    let with_lengths =
+        causal.with(|r| r.views.put("topk_length", selected.views["topk_length"].clone()));
+    for (offsets, lengths) in
+        [(with_q_off.target(), with_lengths.scores()), (with_q_off.lse(), with_lengths.lse())]
+    {
         assert_refused(offsets, "q_off", "must be absent");
         assert_refused(lengths, "topk_length", "must be absent");
     }
@@ -538,7 +592,9 @@ fn the_launchers_of_score_recompute_name_the_argument_that_they_refuse() {
     };
     refused("cu_k", "present exactly when `cu_q` is", &|r| r.remove("cu_k"));
     refused("cu_k", "present exactly when `cu_q` is", &|r| r.remove("cu_q"));
-    refused("cu_q", "an entry more", &|r| ["cu_q", "cu_k"].into_iter().for_each(|name| r.reshape(name, &[0])));
+    refused("cu_q", "an entry more", &|r| {
+        ["cu_q", "cu_k"].into_iter().for_each(|name| r.reshape(name, &[0]))
+    });
     // One sequence has a column for each key.
     refused("scores", "[3, 4] must be [3, 6]", &|r| r.views = r.views.without(&["cu_q", "cu_k"]));
     refused("ratio", "0 must be at least 1", &|r| r.options.ratio = 0);
@@ -550,20 +606,32 @@ fn the_launchers_of_score_recompute_name_the_argument_that_they_refuse() {
     refused("shift", "overlaps `l1`", &|r| r.put_at("shift", "l1"));
     assert_refused(selected.with(|r| r.remove("target")).target(), "target", "must be present");
     // What a launch writes alone may lie where another one's tensors do.
-    assert_refused(selected.with(|r| r.put_at("lse", "lse_beside")).lse(), "lse", "overlaps `lse_beside`");
-    selected.with(|r| r.put_at("lse", "lse_beside")).target().expect("the target is not given `lse_beside`");
+    assert_refused(
+        selected.with(|r| r.put_at("lse", "lse_beside")).lse(),
+        "lse",
+        "overlaps `lse_beside`",
+    );
+    selected
+        .with(|r| r.put_at("lse", "lse_beside"))
+        .target()
+        .expect("the target is not given `lse_beside`");
 }
 
 #[test]
 fn more_rows_to_merge_than_32_bits_count_are_refused() {
     // Nothing is read or written before the refusal: the tensors lie nowhere.
     let (tokens, heads) = (1 << 24, 1 << 7);
-    let shaped = |address, dtype, shape: &[usize]| TensorView::dense("nowhere", address, dtype, shape);
+    let shaped =
+        |address, dtype, shape: &[usize]| TensorView::dense("nowhere", address, dtype, shape);
     let views = Views::from([
         ("partial_out", &shaped(1 << 40, DType::F32, &[1, tokens, heads, 8])),
         ("partial_lse", &shaped(1 << 50, DType::F32, &[1, tokens, heads])),
         ("out", &shaped(1 << 51, DType::Bf16, &[tokens, heads, 8])),
         ("lse", &shaped(1 << 52, DType::F32, &[tokens, heads])),
     ]);
-    assert_refused(attention_combine::forward(support::device(), &views), "partial_out", "2147483648 must fit 32 bits");
+    assert_refused(
+        attention_combine::forward(support::device(), &views),
+        "partial_out",
+        "2147483648 must fit 32 bits",
+    );
 }

@@ -33,8 +33,12 @@ fn differing(device: &Device, dense: &KernelRun, spread: &Case) -> Vec<&'static 
 }
 
 fn differing_runs(dense: &KernelRun, spread_run: &KernelRun) -> Vec<&'static str> {
-    let pairs = dense.tensors.iter().zip(&spread_run.tensors).filter(|(tensor, _)| tensor.deterministic);
-    pairs.filter(|(dense, spread)| dense.tensor.bytes != spread.tensor.bytes).map(|(tensor, _)| tensor.name).collect()
+    let pairs =
+        dense.tensors.iter().zip(&spread_run.tensors).filter(|(tensor, _)| tensor.deterministic);
+    pairs
+        .filter(|(dense, spread)| dense.tensor.bytes != spread.tensor.bytes)
+        .map(|(tensor, _)| tensor.name)
+        .collect()
 }
 
 /// Cases, the smallest lines' first, until every path of the operator was compared; returns those that were not.
@@ -45,19 +49,27 @@ fn compare_until_every_path_ran(operator: &AnyOperator) -> BTreeSet<String> {
     // Typical cases are the last ones.
     for case in operator.edge_cases(Profile::Quick).into_iter().rev() {
         let [dense, spread] = operator.laid_out(&case).unwrap();
-        let runs = [&dense, &spread].iter().all(|case| operator.cannot_run(case, device.environment()).is_none());
+        let runs = [&dense, &spread]
+            .iter()
+            .all(|case| operator.cannot_run(case, device.environment()).is_none());
         if left.is_empty() || !runs || !seen.insert(dense.line()) {
             continue;
         }
         let dense = run(device, &dense);
-        if dense.paths.iter().any(|path| left.contains(path)) && spread.fields.contains_key("layouts") {
+        if dense.paths.iter().any(|path| left.contains(path))
+            && spread.fields.contains_key("layouts")
+        {
             let differing = differing(device, &dense, &spread);
             assert!(differing.is_empty(), "{}: {differing:?} depend on the layout", spread.line());
             left.retain(|path| !dense.paths.contains(path));
         }
     }
     // What only some layouts take, of rows whose extent no case chooses, writes what dense rows get.
-    for case in operator.edge_cases(Profile::Quick).iter().filter(|case| case.fields.contains_key("layouts")) {
+    for case in operator
+        .edge_cases(Profile::Quick)
+        .iter()
+        .filter(|case| case.fields.contains_key("layouts"))
+    {
         if left.is_empty() || operator.cannot_run(case, device.environment()).is_some() {
             continue;
         }
@@ -89,7 +101,11 @@ fn a_tensor_that_is_read_at_the_stride_of_another_is_seen() {
     let tree = support::device().tree();
     let text = tree.text(file).unwrap();
     assert_eq!(text.matches(own).count(), 1);
-    let wrong = tree.with_text(file, text.replace(own, "params.up + row * params.gate_row_stride"), "a wrong stride");
+    let wrong = tree.with_text(
+        file,
+        text.replace(own, "params.up + row * params.gate_row_stride"),
+        "a wrong stride",
+    );
     let device = support::device().with_tree(wrong);
     let operator = registry::find("swiglu").unwrap();
     let [dense, spread] = operator.laid_out(&operator.edge_cases(Profile::Quick)[3]).unwrap();

@@ -22,25 +22,30 @@ const SCHEDULES: u32 = 4;
 
 /// Catalogue entries that must be planted: those of the catalogue's own proposal that concern these operators.
 const REQUIRED: &[&str] = &[
-    "FM-01", "FM-02", "FM-03", "FM-04", "FM-05", "FM-06", "FM-07", "FM-08", "FM-09", "FM-10", "FM-11", "FM-12",
-    "FM-13", "FM-14", "FM-15", "FM-16", "FM-17", "FM-18", "FM-19", "FM-20", "FM-21", "FM-22", "FM-23", "FM-28",
-    "FM-29", "FM-30", "FM-31", "FM-32", "FM-33", "FM-34", "FM-35", "FM-36", "FM-37", "FM-38", "FM-39", "FM-40",
-    "FM-41", "FM-42", "FM-43", "FM-44", "FM-45", "FM-46", "FM-47", "FM-48", "FM-49", "FM-50", "FM-51", "FM-52",
-    "FM-53", "FM-54", "FM-55", "FM-56", "FM-57", "FM-58", "FM-59", "FM-60", "FM-61", "FM-62", "FM-63", "FM-64",
-    "FM-65", "FM-66", "FM-68", "FM-69", "FM-70", "FM-71", "FM-72", "FM-73", "FM-75", "FM-76", "FM-78", "FM-79",
-    "FM-80", "FM-81", "FM-82", "FM-83", "FM-86", "FM-87", "FM-88", "FM-89", "FM-90", "FM-91", "FM-92", "FM-93",
-    "FM-95", "FM-96", "FM-97", "FM-98", "FM-99", "FM-100", "FM-101", "FM-102", "FM-103", "FM-104", "FM-105", "FM-106",
-    "FM-107", "FM-108", "FM-109", "FM-110", "FM-111", "FM-112", "FM-113", "FM-114", "FM-115", "FM-116", "FM-117",
-    "FM-118", "FM-119", "FM-120", "FM-121", "FM-122", "FM-123", "FM-124", "FM-125", "FM-126", "FM-127", "FM-128",
-    "FM-129", "FM-130", "FM-131", "FM-132", "FM-133", "FM-134", "FM-135", "FM-137", "FM-138", "FM-139", "FM-140",
-    "FM-142", "FM-143", "FM-144", "FM-145", "FM-146", "FM-147", "FM-148", "FM-149", "FM-150", "FM-151", "FM-152",
-    "FM-153", "FM-154", "FM-155", "FM-156", "FM-157", "FM-158", "FM-159", "FM-161", "FM-164", "FM-166", "FM-167",
-    "FM-168", "FM-169", "FM-170", "FM-171", "FM-172",
+    "FM-01", "FM-02", "FM-03", "FM-04", "FM-05", "FM-06", "FM-07", "FM-08", "FM-09", "FM-10",
+    "FM-11", "FM-12", "FM-13", "FM-14", "FM-15", "FM-16", "FM-17", "FM-18", "FM-19", "FM-20",
+    "FM-21", "FM-22", "FM-23", "FM-28", "FM-29", "FM-30", "FM-31", "FM-32", "FM-33", "FM-34",
+    "FM-35", "FM-36", "FM-37", "FM-38", "FM-39", "FM-40", "FM-41", "FM-42", "FM-43", "FM-44",
+    "FM-45", "FM-46", "FM-47", "FM-48", "FM-49", "FM-50", "FM-51", "FM-52", "FM-53", "FM-54",
+    "FM-55", "FM-56", "FM-57", "FM-58", "FM-59", "FM-60", "FM-61", "FM-62", "FM-63", "FM-64",
+    "FM-65", "FM-66", "FM-68", "FM-69", "FM-70", "FM-71", "FM-72", "FM-73", "FM-75", "FM-76",
+    "FM-78", "FM-79", "FM-80", "FM-81", "FM-82", "FM-83", "FM-86", "FM-87", "FM-88", "FM-89",
+    "FM-90", "FM-91", "FM-92", "FM-93", "FM-95", "FM-96", "FM-97", "FM-98", "FM-99", "FM-100",
+    "FM-101", "FM-102", "FM-103", "FM-104", "FM-105", "FM-106", "FM-107", "FM-108", "FM-109",
+    "FM-110", "FM-111", "FM-112", "FM-113", "FM-114", "FM-115", "FM-116", "FM-117", "FM-118",
+    "FM-119", "FM-120", "FM-121", "FM-122", "FM-123", "FM-124", "FM-125", "FM-126", "FM-127",
+    "FM-128", "FM-129", "FM-130", "FM-131", "FM-132", "FM-133", "FM-134", "FM-135", "FM-137",
+    "FM-138", "FM-139", "FM-140", "FM-142", "FM-143", "FM-144", "FM-145", "FM-146", "FM-147",
+    "FM-148", "FM-149", "FM-150", "FM-151", "FM-152", "FM-153", "FM-154", "FM-155", "FM-156",
+    "FM-157", "FM-158", "FM-159", "FM-161", "FM-164", "FM-166", "FM-167", "FM-168", "FM-169",
+    "FM-170", "FM-171", "FM-172",
 ];
 
 fn all() -> &'static [Mutant] {
     static ALL: OnceLock<Vec<Mutant>> = OnceLock::new();
-    ALL.get_or_init(|| planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants"))
+    ALL.get_or_init(|| {
+        planted::load(&fixtures().join("mutants")).expect("fixtures/mutants holds lists of mutants")
+    })
 }
 
 fn emulator() -> Device {
@@ -48,7 +53,11 @@ fn emulator() -> Device {
 }
 
 fn find(id: &str) -> Mutant {
-    all().iter().find(|mutant| mutant.id == id).unwrap_or_else(|| panic!("no mutant `{id}`")).clone()
+    all()
+        .iter()
+        .find(|mutant| mutant.id == id)
+        .unwrap_or_else(|| panic!("no mutant `{id}`"))
+        .clone()
 }
 
 #[test]
@@ -93,7 +102,8 @@ fn every_list_lies_in_the_folder_of_its_operators_family() {
 #[test]
 fn every_anchor_occurs_exactly_once() {
     let tree = dsv4_kernels::sources();
-    let lost: Vec<_> = all().iter().filter_map(|mutant| Some(mutant.plant(&tree).err()?.to_string())).collect();
+    let lost: Vec<_> =
+        all().iter().filter_map(|mutant| Some(mutant.plant(&tree).err()?.to_string())).collect();
     assert!(lost.is_empty(), "{}", lost.join("\n"));
 }
 
@@ -103,7 +113,9 @@ fn an_anchor_that_no_longer_matches_is_an_error() {
     for (find_text, occurrences) in [("no kernel says this", 0), ("__syncthreads();", 2)] {
         let mutant = Mutant { find: find_text.into(), ..find("rms_norm_sum_of_one_warp") };
         match mutant.run(&device, 0) {
-            Err(MutantError::Anchor { count, .. }) => assert!(count >= occurrences && count != 1, "{count}"),
+            Err(MutantError::Anchor { count, .. }) => {
+                assert!(count >= occurrences && count != 1, "{count}")
+            }
             other => panic!("`{find_text}`: {other:?}"),
         }
     }
@@ -147,19 +159,35 @@ fn strides_mixed_up_or_cut_to_32_bits_are_seen_by_the_edge_cases_of_every_sweep(
         return;
     }
     let hidden_by = [
-        ("rms_norm_block_stride_of_dy_for_x", "a kernel of wide rows that are dense in every edge case"),
-        ("rms_norm_gradient_row_offset_in_32_bits", "a kernel of wide accesses, where huge steps are odd"),
-        ("combine_head_offset_in_32_bits", "an inner axis, where the outermost alone has huge steps"),
-        ("swiglu_row_offset_in_32_bits_unsigned", "a number without a sign, where steps end at 2^31"),
+        (
+            "rms_norm_block_stride_of_dy_for_x",
+            "a kernel of wide rows that are dense in every edge case",
+        ),
+        (
+            "rms_norm_gradient_row_offset_in_32_bits",
+            "a kernel of wide accesses, where huge steps are odd",
+        ),
+        (
+            "combine_head_offset_in_32_bits",
+            "an inner axis, where the outermost alone has huge steps",
+        ),
+        (
+            "swiglu_row_offset_in_32_bits_unsigned",
+            "a number without a sign, where steps end at 2^31",
+        ),
     ];
     let device = emulator();
     for (id, where_it_hid) in hidden_by {
         let mutant = find(id);
-        let edge_cases = registry::find(&mutant.operator).expect("an operator").edge_cases(Profile::Quick);
+        let edge_cases =
+            registry::find(&mutant.operator).expect("an operator").edge_cases(Profile::Quick);
         let sees = |case: &Case| {
             let mutant = Mutant { cases: vec![case.line()], ..mutant.clone() };
             mutant.run(&device, 0).expect("it runs").status == MutantStatus::Killed
         };
-        assert!(edge_cases.iter().rev().any(sees), "`{id}` survives the edge cases: {where_it_hid}");
+        assert!(
+            edge_cases.iter().rev().any(sees),
+            "`{id}` survives the edge cases: {where_it_hid}"
+        );
     }
 }

@@ -16,8 +16,15 @@ use crate::command_line::{PRODUCT, Parity, WRONG_PRODUCT, binary, changed_kernel
 use crate::support;
 
 /// What is set where the tests run must not decide what is printed.
-const SURROUNDINGS: [&str; 7] =
-    ["PARITY_BACKEND", "PARITY_LOG", "GITHUB_ACTIONS", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "CI"];
+const SURROUNDINGS: [&str; 7] = [
+    "PARITY_BACKEND",
+    "PARITY_LOG",
+    "GITHUB_ACTIONS",
+    "NO_COLOR",
+    "CLICOLOR",
+    "CLICOLOR_FORCE",
+    "CI",
+];
 
 const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
 
@@ -32,7 +39,10 @@ impl Scene {
         for (name, text) in crate::beside::files() {
             std::fs::write(scene.dir.path().join(name), text).expect("a file");
         }
-        let swept = scene.call(&Self::sweep("head", &["--history", "history.jsonl"])).output().expect("it runs");
+        let swept = scene
+            .call(&Self::sweep("head", &["--history", "history.jsonl"]))
+            .output()
+            .expect("it runs");
         assert!(swept.status.success(), "{}", text(&swept.stderr));
         for arguments in [
             &["init", "--quiet", "repository"][..],
@@ -50,7 +60,11 @@ impl Scene {
                 "nothing",
             ],
         ] {
-            let git = Command::new("git").args(arguments).current_dir(scene.dir.path()).output().expect("git runs");
+            let git = Command::new("git")
+                .args(arguments)
+                .current_dir(scene.dir.path())
+                .output()
+                .expect("git runs");
             assert!(git.status.success(), "{}", text(&git.stderr));
         }
         scene
@@ -59,8 +73,20 @@ impl Scene {
     /// The shortest sweep.
     fn sweep(out: &str, more: &[&str]) -> Vec<String> {
         let backend = support::backend().to_string();
-        let fixed = ["run", "--backend", &backend, "--ops", "kv_cache_write", "--cases", "0", "--edge-cases", "2"];
-        let fixed = [&fixed[..], &["--schedules", "0", "--regressions", "regressions", "--out", out], more].concat();
+        let fixed = [
+            "run",
+            "--backend",
+            &backend,
+            "--ops",
+            "kv_cache_write",
+            "--cases",
+            "0",
+            "--edge-cases",
+            "2",
+        ];
+        let fixed =
+            [&fixed[..], &["--schedules", "0", "--regressions", "regressions", "--out", out], more]
+                .concat();
         fixed.into_iter().map(str::to_owned).collect()
     }
 
@@ -75,7 +101,8 @@ impl Scene {
     }
 
     fn output(&self, arguments: &[&str]) -> Output {
-        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let arguments: Vec<String> =
+            arguments.iter().map(|argument| (*argument).to_owned()).collect();
         self.call(&arguments).output().expect("it runs")
     }
 
@@ -85,10 +112,15 @@ impl Scene {
         let backend = support::backend().to_string();
         let worker = format!("'{}' external-worker --backend {backend}", binary().display());
         let few = ["--cases", "0", "--edge-cases", "1"];
-        let external =
-            [&["external", "--op", "kv_cache_write", "--worker", &worker, "--out", "external"][..], &few].concat();
-        let calls =
-            [("run", Self::sweep("again", &[])), ("external", external.into_iter().map(str::to_owned).collect())];
+        let external = [
+            &["external", "--op", "kv_cache_write", "--worker", &worker, "--out", "external"][..],
+            &few,
+        ]
+        .concat();
+        let calls = [
+            ("run", Self::sweep("again", &[])),
+            ("external", external.into_iter().map(str::to_owned).collect()),
+        ];
         let rest: [(&str, Vec<&str>); 17] = [
             ("beside", vec!["beside", "pairs.toml", "ours.jsonl", "theirs.jsonl"]),
             ("merge", vec!["merge", "head", "--out", "merged", "--regressions", "regressions"]),
@@ -97,13 +129,34 @@ impl Scene {
             ("external-worker", vec!["external-worker", "--backend", &backend]),
             (
                 "golden",
-                vec!["golden", &golden, "--ops", "rms_norm", "--files", "rmsnorm__w1.safetensors", "--oracles-only"],
+                vec![
+                    "golden",
+                    &golden,
+                    "--ops",
+                    "rms_norm",
+                    "--files",
+                    "rmsnorm__w1.safetensors",
+                    "--oracles-only",
+                ],
             ),
             ("mutants", vec!["mutants", "--list", "--ops", "kv_cache_write"]),
             ("power", [&["power", "--ops", "rms_norm"][..], &few].concat()),
             ("report", vec!["report", "head", "--out", "written"]),
             ("replay", vec!["replay", "--backend", &backend, "--schedules", "0", CASE]),
-            ("bisect", vec!["bisect", "--repo", "repository", "--good", "HEAD", "--bad", "HEAD", "--case", CASE]),
+            (
+                "bisect",
+                vec![
+                    "bisect",
+                    "--repo",
+                    "repository",
+                    "--good",
+                    "HEAD",
+                    "--bad",
+                    "HEAD",
+                    "--case",
+                    CASE,
+                ],
+            ),
             ("ops", vec!["ops"]),
             ("doctor", vec!["doctor"]),
             ("compile", vec!["compile", "--arch", "sm_80"]),
@@ -135,7 +188,11 @@ fn text(bytes: &[u8]) -> String {
 /// Names of all commands, as the help lists them.
 fn commands() -> Vec<String> {
     let help = Parity::new(&["--help"]).run().stdout;
-    let list = help.split_once("Commands:\n").and_then(|(_, rest)| rest.split_once("\n\n")).expect("a list").0;
+    let list = help
+        .split_once("Commands:\n")
+        .and_then(|(_, rest)| rest.split_once("\n\n"))
+        .expect("a list")
+        .0;
     let lines = list.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
     lines.filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect()
 }
@@ -164,7 +221,12 @@ fn every_command_ends_quietly_when_standard_output_is_closed() {
     for call in &calls {
         let output = scene.ended(call, closed_pipe());
         if !needs_nvrtc(call.0, &output) {
-            assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(141), ""), "{}", call.0);
+            assert_eq!(
+                (output.status.code(), text(&output.stderr).as_str()),
+                (Some(141), ""),
+                "{}",
+                call.0
+            );
         }
     }
 }
@@ -176,8 +238,14 @@ fn every_command_has_one_error_when_standard_output_cannot_be_written() {
     for call in &scene.calls() {
         let output = scene.ended(call, full());
         if !needs_nvrtc(call.0, &output) {
-            let error = "parity: writing to standard output: No space left on device (os error 28)\n";
-            assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(2), error), "{}", call.0);
+            let error =
+                "parity: writing to standard output: No space left on device (os error 28)\n";
+            assert_eq!(
+                (output.status.code(), text(&output.stderr).as_str()),
+                (Some(2), error),
+                "{}",
+                call.0
+            );
         }
     }
 }
@@ -185,9 +253,12 @@ fn every_command_has_one_error_when_standard_output_cannot_be_written() {
 #[test]
 fn errors_failures_and_logs_end_quietly_when_standard_error_is_closed() {
     let scene = Scene::new();
-    let code = |command: &mut Command| command.stderr(closed_pipe()).output().expect("it runs").status.code();
+    let code = |command: &mut Command| {
+        command.stderr(closed_pipe()).output().expect("it runs").status.code()
+    };
     let call = |arguments: &[&str]| {
-        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let arguments: Vec<String> =
+            arguments.iter().map(|argument| (*argument).to_owned()).collect();
         scene.call(&arguments)
     };
     assert_eq!(code(&mut call(&["ops", "frobnicate"])), Some(2));
@@ -198,11 +269,27 @@ fn errors_failures_and_logs_end_quietly_when_standard_error_is_closed() {
     let sweep = Scene::sweep("again", &[]);
     assert_eq!(code(scene.call(&sweep).env("PARITY_CACHE_DIR", blocked.join("within"))), Some(0));
     // A case that fails.
-    let kernels = changed_kernels(scene.dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT).display().to_string();
-    let wrong = ["--ops", "swiglu", "--cases", "0", "--edge-cases", "2", "--schedules", "0", "--kernels", &kernels];
+    let kernels = changed_kernels(scene.dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT)
+        .display()
+        .to_string();
+    let wrong = [
+        "--ops",
+        "swiglu",
+        "--cases",
+        "0",
+        "--edge-cases",
+        "2",
+        "--schedules",
+        "0",
+        "--kernels",
+        &kernels,
+    ];
     let backend = support::backend().to_string();
-    let wrong =
-        [&["run", "--backend", &backend, "--out", "wrong", "--regressions", "regressions"][..], &wrong].concat();
+    let wrong = [
+        &["run", "--backend", &backend, "--out", "wrong", "--regressions", "regressions"][..],
+        &wrong,
+    ]
+    .concat();
     assert_eq!(code(&mut call(&wrong)), Some(1));
 }
 
@@ -212,8 +299,10 @@ fn errors_failures_and_logs_end_quietly_when_standard_error_is_closed() {
 fn output_is_coloured_where_it_is_asked_for_and_nowhere_else() {
     let scene = Scene::new();
     let colored = |arguments: &[&str], environment: &[(&str, &str)]| {
-        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        let output = scene.call(&arguments).envs(environment.iter().copied()).output().expect("it runs");
+        let arguments: Vec<String> =
+            arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let output =
+            scene.call(&arguments).envs(environment.iter().copied()).output().expect("it runs");
         (output.stdout.contains(&0x1b), output.stderr.contains(&0x1b))
     };
     assert_eq!(colored(&["ops"], &[]), (false, false));
@@ -227,7 +316,10 @@ fn output_is_coloured_where_it_is_asked_for_and_nowhere_else() {
     assert_eq!(colored(&["ops", "--help", "--color", "always"], &[]), (true, false));
     // JSON is never coloured.
     assert_eq!(colored(&["ops", "rope", "--json", "--color", "always"], &[]), (false, false));
-    assert_eq!(colored(&["diff", "head", "head", "--json", "--color", "always"], &[]), (false, false));
+    assert_eq!(
+        colored(&["diff", "head", "head", "--json", "--color", "always"], &[]),
+        (false, false)
+    );
 }
 
 #[test]
@@ -236,13 +328,17 @@ fn a_terminal_is_coloured_unless_no_color_is_set() {
     let on_terminal = |environment: &[(&str, &str)], option: &str| {
         let mut script = Command::new("script");
         let command = format!("'{}' ops {option}", binary().display());
-        script.args(["--quiet", "--return", "--command", &command, "/dev/null"]).current_dir(scene.dir.path());
+        script
+            .args(["--quiet", "--return", "--command", &command, "/dev/null"])
+            .current_dir(scene.dir.path());
         SURROUNDINGS.iter().for_each(|name| {
             script.env_remove(name);
         });
         script.env("TERM", "xterm").envs(environment.iter().copied()).stdin(Stdio::null()).output()
     };
-    let Ok(output) = on_terminal(&[], "") else { return eprintln!("skipped: no `script` gives a terminal here") };
+    let Ok(output) = on_terminal(&[], "") else {
+        return eprintln!("skipped: no `script` gives a terminal here");
+    };
     assert!(output.stdout.contains(&0x1b), "{}", text(&output.stdout));
     let plain = [(&[("NO_COLOR", "1")][..], ""), (&[("TERM", "dumb")], ""), (&[], "--color never")];
     for (environment, option) in plain {
@@ -266,9 +362,21 @@ fn quiet_leaves_the_verdict_and_the_failures() {
     let run = lines(&sweep);
     assert!(run.len() == 1 && run[0].starts_with("all agreed: "), "{run:?}");
     assert_eq!(lines(&["-q", "diff", "head", "head"]), ["No regression"]);
-    assert_eq!(lines(&["history", "history.jsonl", "-q"]).last().map(String::as_str), Some("no drift"));
+    assert_eq!(
+        lines(&["history", "history.jsonl", "-q"]).last().map(String::as_str),
+        Some("no drift")
+    );
     let golden = support::fixtures().join("golden").display().to_string();
-    let golden = ["golden", &golden, "--ops", "rms_norm", "--files", "rmsnorm__w1.safetensors", "--oracles-only", "-q"];
+    let golden = [
+        "golden",
+        &golden,
+        "--ops",
+        "rms_norm",
+        "--files",
+        "rmsnorm__w1.safetensors",
+        "--oracles-only",
+        "-q",
+    ];
     assert_eq!(lines(&golden), ["all 1 golden cases agree"]);
     assert_eq!(scene.output(&["-q", "-v", "ops"]).status.code(), Some(2));
 }
@@ -284,8 +392,14 @@ fn verbose_raises_what_is_logged_of_this_program() {
     };
     assert_eq!(logged(&[], None), "");
     let (info, debug) = (logged(&["-v"], None), logged(&["-vv"], None));
-    assert!(info.contains("INFO dsv4_parity::command::progress: kv_cache_write: Drawn case, Pass"), "{info}");
-    assert!(!info.contains("DEBUG") && debug.contains("INFO") && debug.contains("DEBUG dsv4_parity"), "{debug}");
+    assert!(
+        info.contains("INFO dsv4_parity::command::progress: kv_cache_write: Drawn case, Pass"),
+        "{info}"
+    );
+    assert!(
+        !info.contains("DEBUG") && debug.contains("INFO") && debug.contains("DEBUG dsv4_parity"),
+        "{debug}"
+    );
     assert!(logged(&[], Some("dsv4_parity=debug")).contains("DEBUG dsv4_parity"));
     assert_eq!(logged(&["-q"], Some("trace")), "");
     let refused = Parity::new(&["ops"]).env("PARITY_LOG", "parity=loud").run();
@@ -309,7 +423,20 @@ fn every_command_with_a_table_prints_it_as_json_too() {
         ("/0/summary", vec!["mutants", "--list", "--ops", "kv_cache_write"]),
         ("/0/operators", vec!["mutants", "--table", "head"]),
         ("/tensors/0/rules/parity/half", [&["power", "--ops", "rms_norm"][..], &few].concat()),
-        ("/reasons/0", vec!["bisect", "--repo", "repository", "--good", "HEAD", "--bad", "HEAD", "--case", CASE]),
+        (
+            "/reasons/0",
+            vec![
+                "bisect",
+                "--repo",
+                "repository",
+                "--good",
+                "HEAD",
+                "--bad",
+                "HEAD",
+                "--case",
+                CASE,
+            ],
+        ),
     ];
     for (pointer, call) in calls {
         let output = scene.output(&[&call[..], &["--json"]].concat());
@@ -328,7 +455,10 @@ fn every_command_with_a_table_prints_it_as_json_too() {
 fn mutants_that_were_chosen_are_printed_as_json() {
     let mutants = |more: &[&str]| {
         let dir = tempfile::tempdir().expect("a directory");
-        let (out, fixtures) = (dir.path().join("out").display().to_string(), support::fixtures().display().to_string());
+        let (out, fixtures) = (
+            dir.path().join("out").display().to_string(),
+            support::fixtures().display().to_string(),
+        );
         let fixed = [
             "mutants",
             "--ops",
@@ -341,8 +471,10 @@ fn mutants_that_were_chosen_are_printed_as_json() {
             "--backend",
             "emulator",
         ];
-        let output = Parity::new(&[&fixed[..], more].concat()).env("PARITY_FIXTURES", &fixtures).run();
-        serde_json::from_str::<Value>(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", output.stdout))
+        let output =
+            Parity::new(&[&fixed[..], more].concat()).env("PARITY_FIXTURES", &fixtures).run();
+        serde_json::from_str::<Value>(&output.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {}", output.stdout))
     };
     // A planted one brings its own cases: the others are not run.
     let planted = planted::load(&support::fixtures().join("mutants")).expect("mutants");
@@ -355,13 +487,34 @@ fn mutants_that_were_chosen_are_printed_as_json() {
 // ---------------------------------------------------------------- continuous integration
 
 /// A sweep of a wrong kernel, and what it printed.
-fn wrong_sweep(dir: &Path, cases: &str, more: &[&str], environment: &[(&str, &str)]) -> crate::command_line::Output {
+fn wrong_sweep(
+    dir: &Path,
+    cases: &str,
+    more: &[&str],
+    environment: &[(&str, &str)],
+) -> crate::command_line::Output {
     let kernels = changed_kernels(dir, "swiglu.cu", PRODUCT, WRONG_PRODUCT).display().to_string();
-    let (out, regressions) = (dir.join("out").display().to_string(), dir.join("regressions").display().to_string());
+    let (out, regressions) =
+        (dir.join("out").display().to_string(), dir.join("regressions").display().to_string());
     let backend = support::backend().to_string();
-    let fixed = ["run", "--backend", &backend, "--ops", "kv_cache_write,swiglu", "--cases", cases, "--edge-cases", "1"];
-    let fixed = [&fixed[..], &["--kernels", &kernels, "--out", &out, "--regressions", &regressions], more].concat();
-    environment.iter().fold(Parity::new(&fixed), |parity, (name, value)| parity.env(name, value)).run()
+    let fixed = [
+        "run",
+        "--backend",
+        &backend,
+        "--ops",
+        "kv_cache_write,swiglu",
+        "--cases",
+        cases,
+        "--edge-cases",
+        "1",
+    ];
+    let fixed =
+        [&fixed[..], &["--kernels", &kernels, "--out", &out, "--regressions", &regressions], more]
+            .concat();
+    environment
+        .iter()
+        .fold(Parity::new(&fixed), |parity, (name, value)| parity.env(name, value))
+        .run()
 }
 
 #[test]
@@ -369,21 +522,29 @@ fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("junit.xml");
     wrong_sweep(dir.path(), "1", &["--junit", &file.display().to_string()], &[]).assert_code(1);
-    let report: Report = serde_json::from_slice(&std::fs::read(dir.path().join("out/report.json")).unwrap()).unwrap();
-    let junit = quick_junit::Report::deserialize_from_str(&std::fs::read_to_string(&file).unwrap()).expect("JUnit");
+    let report: Report =
+        serde_json::from_slice(&std::fs::read(dir.path().join("out/report.json")).unwrap())
+            .unwrap();
+    let junit = quick_junit::Report::deserialize_from_str(&std::fs::read_to_string(&file).unwrap())
+        .expect("JUnit");
     let mut found = BTreeSet::new();
     for suite in &junit.test_suites {
         for case in &suite.test_cases {
             let (operator, check) = (suite.name.to_string(), case.name.to_string());
             let of_check = |record: &&dsv4_parity::record::CaseRecord| {
-                let fails = |one: &dsv4_parity::record::CheckRecord| one.check == check && one.verdict != Verdict::Pass;
+                let fails = |one: &dsv4_parity::record::CheckRecord| {
+                    one.check == check && one.verdict != Verdict::Pass
+                };
                 record.operator == operator && record.checks.iter().any(fails)
             };
             let failing: Vec<_> = report.cases.iter().filter(of_check).collect();
             match &case.status {
                 TestCaseStatus::NonSuccess { description, .. } => {
                     let description = description.as_ref().expect("a description").to_string();
-                    assert!(failing.iter().any(|record| description.contains(&record.replay)), "{description}");
+                    assert!(
+                        failing.iter().any(|record| description.contains(&record.replay)),
+                        "{description}"
+                    );
                 }
                 _ => assert!(failing.is_empty(), "{operator} {check} passes"),
             }
@@ -392,7 +553,11 @@ fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
     }
     let of_records = |record: &dsv4_parity::record::CaseRecord| {
         let operator = record.operator.clone();
-        record.checks.iter().map(|check| (operator.clone(), check.check.clone())).collect::<Vec<_>>()
+        record
+            .checks
+            .iter()
+            .map(|check| (operator.clone(), check.check.clone()))
+            .collect::<Vec<_>>()
     };
     assert_eq!(found, report.cases.iter().flat_map(of_records).collect());
     let unwritable = wrong_sweep(dir.path(), "0", &["--junit", "/nonexistent/junit.xml"], &[]);
@@ -429,12 +594,15 @@ fn ops_lists_each_operator_on_one_line_in_its_family() {
     let mut listed = Vec::new();
     for line in output.stdout.lines() {
         match line.strip_prefix("  ") {
-            Some(operator) => listed.push((family, operator.split_whitespace().next().expect("a name"))),
+            Some(operator) => {
+                listed.push((family, operator.split_whitespace().next().expect("a name")))
+            }
             None => family = line.split(':').next().expect("a family"),
         }
     }
     listed.sort_unstable();
-    let mut expected: Vec<_> = registry::OPERATORS.iter().map(|one| (one.family().name(), one.name())).collect();
+    let mut expected: Vec<_> =
+        registry::OPERATORS.iter().map(|one| (one.family().name(), one.name())).collect();
     expected.sort_unstable();
     assert_eq!(listed, expected);
 }
@@ -443,14 +611,16 @@ fn ops_lists_each_operator_on_one_line_in_its_family() {
 fn ops_of_a_name_describes_it_as_a_whole() {
     let output = Parity::new(&["ops", "rope", "score_recompute"]).run();
     output.assert_code(0);
-    let cited = "    specification  training 5, Attention-score recompute: the distillation target\n";
+    let cited =
+        "    specification  training 5, Attention-score recompute: the distillation target\n";
     assert!(output.stdout.contains(cited), "{}", output.stdout);
     for operator in ["rope", "score_recompute"] {
         let OperatorRecord { name, summary, kernel_file, oracle_file, axes, tensors, .. } =
             registry::find(operator).expect("an operator").describe();
         let tensors = tensors.into_iter().map(|tensor| format!("\n    {} ", tensor.name));
-        for needle in
-            [format!("{name}: {summary}"), kernel_file, oracle_file, axes.join(", ")].into_iter().chain(tensors)
+        for needle in [format!("{name}: {summary}"), kernel_file, oracle_file, axes.join(", ")]
+            .into_iter()
+            .chain(tensors)
         {
             assert!(output.stdout.contains(&needle), "`{needle}` is not described");
         }
@@ -478,21 +648,30 @@ fn the_example_of_each_operator_is_a_case_with_data_that_replay_takes() {
     let one = Parity::new(&["ops", "swiglu", "--example"]).run().stdout;
     assert!(cases.contains(&one.trim_end()));
     let backend = support::backend().to_string();
-    let replayed = Parity::new(&["replay", "--backend", &backend, "--schedules", "0", one.trim_end()]).run();
+    let replayed =
+        Parity::new(&["replay", "--backend", &backend, "--schedules", "0", one.trim_end()]).run();
     replayed.assert_code(0);
 }
 
 #[test]
 fn an_unknown_operator_is_answered_with_similar_ones() {
-    for (wrong, right) in [("rpoe", "`rope`"), ("sparse-attention", "`sparse_attention`"), ("RMS_norm", "`rms_norm`")] {
+    for (wrong, right) in
+        [("rpoe", "`rope`"), ("sparse-attention", "`sparse_attention`"), ("RMS_norm", "`rms_norm`")]
+    {
         let hint = format!("did you mean {right}");
         Parity::new(&["ops", wrong]).run().assert_bad_input(&[wrong, &hint, "parity ops"]);
         Parity::new(&["run", "--ops", wrong]).run().assert_bad_input(&[wrong, &hint]);
-        Parity::new(&["external", "--op", wrong, "--worker", "true"]).run().assert_bad_input(&[wrong, &hint]);
+        Parity::new(&["external", "--op", wrong, "--worker", "true"])
+            .run()
+            .assert_bad_input(&[wrong, &hint]);
         let case = CASE.replace("rms_norm", wrong);
         Parity::new(&["replay", &case]).run().assert_bad_input(&[wrong, &hint]);
     }
-    Parity::new(&["ops", "attention"]).run().assert_bad_input(&["`sparse_attention`", "`decode_attention`", " or "]);
+    Parity::new(&["ops", "attention"]).run().assert_bad_input(&[
+        "`sparse_attention`",
+        "`decode_attention`",
+        " or ",
+    ]);
     let nothing = Parity::new(&["ops", "zzz"]).run();
     nothing.assert_bad_input(&["zzz", "parity ops"]);
     assert!(!nothing.stderr.contains("did you mean"), "{}", nothing.stderr);
@@ -507,12 +686,17 @@ fn an_unknown_operator_is_answered_with_similar_ones() {
 fn the_version_names_the_revision() {
     let scene = Scene::new();
     let report: Report =
-        serde_json::from_slice(&std::fs::read(scene.dir.path().join("head/report.json")).unwrap()).unwrap();
+        serde_json::from_slice(&std::fs::read(scene.dir.path().join("head/report.json")).unwrap())
+            .unwrap();
     let revision = report.revision;
-    let commit = if revision.commit == "unknown" { "unknown revision" } else { &revision.commit[..12] };
+    let commit =
+        if revision.commit == "unknown" { "unknown revision" } else { &revision.commit[..12] };
     let changes = if revision.dirty { ", uncommitted changes" } else { "" };
     let version = format!("parity {} ({commit}{changes})\n", env!("CARGO_PKG_VERSION"));
-    assert_eq!([&["--version"], &["-V"]].map(|call| Parity::new(call).run().stdout), [version.clone(), version]);
+    assert_eq!(
+        [&["--version"], &["-V"]].map(|call| Parity::new(call).run().stdout),
+        [version.clone(), version]
+    );
 }
 
 #[test]
@@ -522,13 +706,20 @@ fn completions_are_printed_for_every_shell_and_bash_takes_them() {
         output.assert_code(0);
         for word in commands().iter().map(String::as_str).chain(["--edge-cases", "--junit"]) {
             // fish and zsh write options in parts.
-            assert!(output.stdout.contains(word.trim_start_matches('-')), "{shell} does not complete {word}");
+            assert!(
+                output.stdout.contains(word.trim_start_matches('-')),
+                "{shell} does not complete {word}"
+            );
         }
     }
     assert_eq!(Parity::new(&["completions", "tcsh"]).run().code, Some(2));
     let script = Parity::new(&["completions", "bash"]).run().stdout;
     let asked = "\nCOMP_WORDS=(parity ru); COMP_CWORD=1; _parity parity ru parity; echo \"${COMPREPLY[@]}\"\n";
-    let mut bash = Command::new("bash").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("bash runs");
+    let mut bash = Command::new("bash")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("bash runs");
     bash.stdin.take().expect("a pipe").write_all((script + asked).as_bytes()).expect("bash reads");
     assert_eq!(text(&bash.wait_with_output().expect("bash ends").stdout).trim(), "run");
 }
@@ -536,9 +727,12 @@ fn completions_are_printed_for_every_shell_and_bash_takes_them() {
 #[test]
 fn man_pages_are_written_for_every_command() {
     let dir = tempfile::tempdir().expect("a directory");
-    Parity::new(&["man", "--out", &dir.path().join("man1").display().to_string()]).run().assert_code(0);
+    Parity::new(&["man", "--out", &dir.path().join("man1").display().to_string()])
+        .run()
+        .assert_code(0);
     let page = |name: &str| {
-        std::fs::read_to_string(dir.path().join("man1").join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+        std::fs::read_to_string(dir.path().join("man1").join(name))
+            .unwrap_or_else(|e| panic!("{name}: {e}"))
     };
     for command in commands().into_iter().filter(|name| name != "help") {
         assert!(page(&format!("parity-{command}.1")).contains(".TH parity"), "{command}");
@@ -548,7 +742,9 @@ fn man_pages_are_written_for_every_command() {
         assert!(first.contains(needle), "`{needle}` is not in\n{first}");
     }
     assert_eq!(Parity::new(&["man"]).run().stdout, first);
-    Parity::new(&["man", "--out", "/proc/nowhere"]).run().assert_bad_input(&["--out /proc/nowhere"]);
+    Parity::new(&["man", "--out", "/proc/nowhere"])
+        .run()
+        .assert_bad_input(&["--out /proc/nowhere"]);
 }
 
 // ---------------------------------------------------------------- what the help and messages say
@@ -589,7 +785,8 @@ fn the_help_names_every_environment_variable_that_is_read() {
     let mut read = BTreeSet::new();
     for (_, source) in sources("src").into_iter().chain(sources("kernels/src")) {
         for rest in source.split("\"PARITY_").skip(1) {
-            let name: String = rest.chars().take_while(|c| c.is_ascii_uppercase() || *c == '_').collect();
+            let name: String =
+                rest.chars().take_while(|c| c.is_ascii_uppercase() || *c == '_').collect();
             if rest[name.len()..].starts_with('"') {
                 read.insert(format!("PARITY_{name}"));
             }
@@ -598,7 +795,14 @@ fn the_help_names_every_environment_variable_that_is_read() {
     for name in read.iter().filter(|name| !OWN.contains(&name.as_str())) {
         assert!(help.contains(&format!("  {name} ")), "{name} is read, and not in\n{help}");
     }
-    for name in ["PARITY_CXX", "PARITY_NVRTC", "PARITY_CACHE_DIR", "PARITY_LOG", "PARITY_CUDA_DEVICE", "PARITY_SM"] {
+    for name in [
+        "PARITY_CXX",
+        "PARITY_NVRTC",
+        "PARITY_CACHE_DIR",
+        "PARITY_LOG",
+        "PARITY_CUDA_DEVICE",
+        "PARITY_SM",
+    ] {
         assert!(help.contains(name), "{name} is not in\n{help}");
     }
 }
@@ -607,7 +811,8 @@ fn the_help_names_every_environment_variable_that_is_read() {
 fn memory_is_an_option_where_inputs_are_made_and_nowhere_else() {
     let with = commands().into_iter().filter(|name| name != "help");
     let with = with.filter(|name| Parity::new(&[name, "--help"]).run().stdout.contains("--memory"));
-    let expected = ["bisect", "external", "external-worker", "golden", "mutants", "power", "replay", "run"];
+    let expected =
+        ["bisect", "external", "external-worker", "golden", "mutants", "power", "replay", "run"];
     assert_eq!(with.collect::<BTreeSet<_>>(), expected.into_iter().map(str::to_owned).collect());
 }
 
@@ -623,7 +828,12 @@ fn a_kernel_that_is_not_ours_is_an_external_kernel() {
 
 #[test]
 fn help_fits_into_eighty_columns() {
-    for name in commands().iter().map(String::as_str).filter(|name| *name != "help").chain(["--color=never"]) {
+    for name in commands()
+        .iter()
+        .map(String::as_str)
+        .filter(|name| *name != "help")
+        .chain(["--color=never"])
+    {
         let help = Parity::new(&[name, "--help"]).env("COLUMNS", "80").run().stdout;
         let long: Vec<&str> = help.lines().filter(|line| line.chars().count() > 80).collect();
         assert!(long.is_empty(), "{name}: {long:#?}");
@@ -634,14 +844,18 @@ fn help_fits_into_eighty_columns() {
 fn what_is_missing_says_what_to_do() {
     let nvrtc = Parity::new(&["compile"]).env("PARITY_NVRTC", "/nonexistent").run();
     nvrtc.assert_code(3);
-    for needle in ["NVRTC is needed", "pip install nvidia-cuda-nvrtc", "PARITY_NVRTC", "/nonexistent"] {
+    for needle in
+        ["NVRTC is needed", "pip install nvidia-cuda-nvrtc", "PARITY_NVRTC", "/nonexistent"]
+    {
         assert!(nvrtc.stderr.contains(needle), "`{needle}` is not in\n{}", nvrtc.stderr);
     }
     let external = Parity::new(&["external", "--op", "rope"]).run();
     external.assert_code(2);
     let (worker, cmd) = (external.stderr.find("--worker"), external.stderr.find("--cmd"));
     assert!(worker.is_some() && worker < cmd, "{}", external.stderr);
-    for command in [&["mutants", "--ops", "rope"][..], &["power", "--ops", "rope", "--mutants", "x"]] {
+    for command in
+        [&["mutants", "--ops", "rope"][..], &["power", "--ops", "rope", "--mutants", "x"]]
+    {
         let output = Parity::new(command).env("PARITY_FIXTURES", "nowhere").run();
         output.assert_bad_input(&["nowhere/mutants", "checkout of dsv4-parity", "PARITY_FIXTURES"]);
     }
@@ -653,15 +867,21 @@ fn tables_end_with_a_legend_of_their_columns() {
     let printed = |arguments: &[&str]| text(&scene.output(arguments).stdout);
     let power = ["power", "--ops", "rms_norm", "--cases", "0", "--edge-cases", "1"];
     let table = printed(&power);
-    let columns: Vec<&str> = table.lines().next().expect("a head").split("  ").map(str::trim).collect();
+    let columns: Vec<&str> =
+        table.lines().next().expect("a head").split("  ").map(str::trim).collect();
     let legend = table.split_once("Columns: ").expect("a legend").1;
-    for column in columns.into_iter().filter(|column| !["", "operator", "tensor"].contains(column)) {
+    for column in columns.into_iter().filter(|column| !["", "operator", "tensor"].contains(column))
+    {
         assert!(legend.contains(column), "`{column}` is not in\n{legend}");
     }
     assert!(!printed(&[&power[..], &["--quiet"]].concat()).contains("Columns: "));
     let history = printed(&["history", "history.jsonl"]);
     let (table, legend) = history.split_once("Each line is a measure").expect("a legend");
     for metric in ["budget_used", "budget_used_worst", "budget_relative"] {
-        assert_eq!((table.contains(metric), legend.contains(metric)), (true, true), "{metric}\n{history}");
+        assert_eq!(
+            (table.contains(metric), legend.contains(metric)),
+            (true, true),
+            "{metric}\n{history}"
+        );
     }
 }

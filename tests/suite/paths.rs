@@ -30,13 +30,20 @@ fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String>
     if operator.cannot_run(case, device.environment()).is_some() {
         return Vec::new();
     }
-    let prepared = operator.prepare(case).unwrap_or_else(|error| panic!("{}: {error}", case.line()));
-    let ran = prepared.kernel(device, Contract::NAN).unwrap_or_else(|error| panic!("{}: {error}", case.line()));
+    let prepared =
+        operator.prepare(case).unwrap_or_else(|error| panic!("{}: {error}", case.line()));
+    let ran = prepared
+        .kernel(device, Contract::NAN)
+        .unwrap_or_else(|error| panic!("{}: {error}", case.line()));
     ran.paths
 }
 
 /// The declared paths that no case takes which every sweep runs, and those that are taken and not declared.
-fn never_taken(operator: &AnyOperator, environment: &Environment, regressions: &Regressions) -> [BTreeSet<String>; 2] {
+fn never_taken(
+    operator: &AnyOperator,
+    environment: &Environment,
+    regressions: &Regressions,
+) -> [BTreeSet<String>; 2] {
     let device = Device::accepting(environment.clone(), dsv4_kernels::sources());
     let mut never: BTreeSet<String> = operator.describe().paths.into_iter().collect();
     let (declared, mut unknown) = (never.clone(), BTreeSet::new());
@@ -60,7 +67,9 @@ fn gaps(environment: &Environment) -> Vec<String> {
         .par_iter()
         .map(|operator| (operator.name(), never_taken(operator, environment, &regressions)))
         .filter(|(_, [never, unknown])| !never.is_empty() || !unknown.is_empty())
-        .map(|(name, [never, unknown])| format!("{name}: never taken: {never:?}; not declared: {unknown:?}"))
+        .map(|(name, [never, unknown])| {
+            format!("{name}: never taken: {never:?}; not declared: {unknown:?}")
+        })
         .collect()
 }
 

@@ -22,12 +22,25 @@ fn block(begin: &str) -> &'static str {
 
 #[test]
 fn the_python_kernel_of_the_readme_agrees_as_it_stands() {
-    if Command::new("python3").args(["-c", "import numpy"]).output().is_ok_and(|output| !output.status.success()) {
+    if Command::new("python3")
+        .args(["-c", "import numpy"])
+        .output()
+        .is_ok_and(|output| !output.status.success())
+    {
         return println!("skipped: numpy is not installed");
     }
     let dir = tempfile::tempdir().expect("a scratch directory");
     std::fs::write(dir.path().join("kernel.py"), block("```python\n")).expect("a kernel");
-    let arguments = ["external", "--op", "rms_norm", "--forward-only", "--worker", "python3 kernel.py", "--cases", "4"];
+    let arguments = [
+        "external",
+        "--op",
+        "rms_norm",
+        "--forward-only",
+        "--worker",
+        "python3 kernel.py",
+        "--cases",
+        "4",
+    ];
     let mut parity = Command::new(crate::command_line::binary());
     parity.current_dir(&dir).args(arguments).args(["--edge-cases", "4", "--out", "out"]);
     parity.env("PYTHONPATH", support::fixtures().join("external"));
@@ -54,8 +67,14 @@ fn the_readme_lists_every_operator_with_its_backward_and_its_path_for_hopper() {
         let record = operator.describe();
         let hopper = record.paths.iter().any(|path| path.contains("hopper"));
         let marks = [(record.has_backward, "B"), (hopper, "H")];
-        let marks: Vec<&str> = marks.iter().filter_map(|(has, mark)| has.then_some(*mark)).collect();
-        assert_eq!(table.get(operator.name()).copied(), Some(marks.join(" ").as_str()), "{}", operator.name());
+        let marks: Vec<&str> =
+            marks.iter().filter_map(|(has, mark)| has.then_some(*mark)).collect();
+        assert_eq!(
+            table.get(operator.name()).copied(),
+            Some(marks.join(" ").as_str()),
+            "{}",
+            operator.name()
+        );
     }
     assert_eq!(table.len(), registry::OPERATORS.len(), "operators that do not exist");
 }

@@ -24,7 +24,8 @@ impl Asked {
     /// How often each id comes in `rows` rows of steps 0, 1, 2 and so on.
     fn counts(&self, device: &Device, rows: usize) -> Vec<u64> {
         let width = self.logits.len();
-        let of_rows = |dtype, number: f64| HostTensor::from_f64(dtype, &[rows], &vec![number; rows]);
+        let of_rows =
+            |dtype, number: f64| HostTensor::from_f64(dtype, &[rows], &vec![number; rows]);
         let steps: Vec<f64> = (0..rows).map(|row| row as f64).collect();
         let tensors = [
             ("logits", HostTensor::from_f64(DType::F32, &[rows, width], &self.logits.repeat(rows))),
@@ -36,12 +37,17 @@ impl Asked {
             ("step", HostTensor::from_f64(DType::I64, &[rows], &steps)),
         ];
         let mut arena = DeviceArena::new(device, Contract::NAN);
-        let given: Vec<_> =
-            tensors.iter().map(|(name, host)| (*name, arena.input(name, host).expect("memory"))).collect();
+        let given: Vec<_> = tensors
+            .iter()
+            .map(|(name, host)| (*name, arena.input(name, host).expect("memory")))
+            .collect();
         let tokens = arena.output("tokens", DType::I32, &[rows]).expect("memory");
-        let views =
-            given.iter().fold(Views::new(), |views, (name, view)| views.with(name, view)).with("tokens", &tokens);
-        let violations = arena.run(|device| sampler::forward(device, &views).map(drop)).expect("a launch");
+        let views = given
+            .iter()
+            .fold(Views::new(), |views, (name, view)| views.with(name, view))
+            .with("tokens", &tokens);
+        let violations =
+            arena.run(|device| sampler::forward(device, &views).map(drop)).expect("a launch");
         assert!(violations.is_empty(), "{violations:?}");
         let mut counts = vec![0; width];
         for token in arena.download(&tokens).expect("tokens").to_i32() {
@@ -139,7 +145,11 @@ fn a_race_by_the_uniform_numbers_themselves_is_seen_by_the_counts() {
     let near = "approximate_power(uniform(new_word))";
     assert_eq!(text.matches(near).count(), 1);
     let text = text.replace(near, "log2_approx(uniform(new_word))");
-    let biased = device.with_tree(dsv4_kernels::sources().with_text(file, text, "a race by uniform numbers"));
+    let biased = device.with_tree(dsv4_kernels::sources().with_text(
+        file,
+        text,
+        "a race by uniform numbers",
+    ));
     let four = [0.4, 0.3, 0.2, 0.1];
     let found = chi_square(&Asked::of(&four).counts(&biased, 1500), &four);
     assert!(found > threshold(3), "{found}");

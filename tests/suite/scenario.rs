@@ -10,7 +10,9 @@ use dsv4_parity::operators::attention::attention_output_rotation::{
     AttentionOutputRotation, AttentionOutputRotationCase,
 };
 use dsv4_parity::operators::attention::sinks::Sinks;
-use dsv4_parity::operators::attention::sparse_attention::{KeyGradients, SparseAttentionCase, Values};
+use dsv4_parity::operators::attention::sparse_attention::{
+    KeyGradients, SparseAttentionCase, Values,
+};
 use dsv4_parity::operators::lists::{IndexClass, Lengths};
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CheckRecord, Verdict};
@@ -66,7 +68,11 @@ fn prepare(
         layouts.extend(names.iter().map(|&name| (name.to_owned(), json!({ "gaps": { last: 8 } }))));
     }
     case.fields.insert("layouts".into(), layouts.into());
-    if in_place { AnyOperator::of::<AttentionOutputRotation<true>>().prepare(&case) } else { registry::prepare(&case) }
+    if in_place {
+        AnyOperator::of::<AttentionOutputRotation<true>>().prepare(&case)
+    } else {
+        registry::prepare(&case)
+    }
 }
 
 fn outcome(case: SparseAttentionCase, rope_dim: usize, in_place: bool) -> Outcome {
@@ -81,30 +87,40 @@ fn failed(outcome: &Outcome) -> BTreeSet<(&str, &str)> {
 
 #[test]
 fn out_of_place_rotation_agrees_everywhere() {
-    for (values, v_dim, rope_dim) in [(Values::Shared, 64, 64), (Values::Shared, 64, 16), (Values::Separate, 32, 16)] {
+    for (values, v_dim, rope_dim) in
+        [(Values::Shared, 64, 64), (Values::Shared, 64, 16), (Values::Separate, 32, 16)]
+    {
         let outcome = outcome(case(values, v_dim), rope_dim, false);
         let failures: Vec<_> = outcome.failures().collect();
         assert!(outcome.passed(), "{values:?}, rope_dim {rope_dim}: {failures:?}");
         let gradients = outcome.checks.iter().filter(|check| check.check == "gradient");
         let seen: BTreeSet<&str> = gradients.map(|check| check.tensor.as_str()).collect();
-        let expected = ["dk", "dout", "dq", "dsink"].into_iter().chain((values == Values::Separate).then_some("dv"));
+        let expected = ["dk", "dout", "dq", "dsink"]
+            .into_iter()
+            .chain((values == Values::Separate).then_some("dv"));
         assert_eq!(seen, expected.collect());
     }
 }
 
 #[test]
-fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and_as_wrong_gradients() {
+fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and_as_wrong_gradients()
+ {
     for (values, v_dim, rope_dim) in [(Values::Shared, 64, 64), (Values::Separate, 32, 16)] {
         let outcome = outcome(case(values, v_dim), rope_dim, true);
         // delta = <out, dout> alone is spoilt: y, dout, and (by its absence here) dv, stay right.
         let wrong = ["dk", "dq", "dsink"];
         // What is given as saved is what the forward left, which dsink no longer follows from.
-        let mut expected = BTreeSet::from([("inputs_unchanged", "out"), ("gradient_of_saved", "dsink")]);
-        expected
-            .extend(wrong.iter().flat_map(|tensor| ["gradient", "bias", "precision"].map(|check| (check, *tensor))));
+        let mut expected =
+            BTreeSet::from([("inputs_unchanged", "out"), ("gradient_of_saved", "dsink")]);
+        expected.extend(
+            wrong
+                .iter()
+                .flat_map(|tensor| ["gradient", "bias", "precision"].map(|check| (check, *tensor))),
+        );
         assert_eq!(failed(&outcome), expected, "{values:?}");
         let compared = |tensor: &str| {
-            let passes = |check: &&CheckRecord| check.tensor == tensor && check.verdict == Verdict::Pass;
+            let passes =
+                |check: &&CheckRecord| check.tensor == tensor && check.verdict == Verdict::Pass;
             outcome.checks.iter().filter(passes).map(|check| check.compared).sum::<u64>()
         };
         assert!(compared("y") > 0 && compared("dout") > 0);
@@ -115,7 +131,10 @@ fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and
 #[test]
 fn a_rotation_that_fits_no_value_row_is_refused() {
     for rope_dim in [0, 15, 66] {
-        let error = prepare(case(Values::Shared, 64), rope_dim, false).err().expect("a refusal").to_string();
+        let error = prepare(case(Values::Shared, 64), rope_dim, false)
+            .err()
+            .expect("a refusal")
+            .to_string();
         assert!(error.contains("rope_dim") && error.contains(&rope_dim.to_string()), "{error}");
     }
 }
@@ -123,8 +142,10 @@ fn a_rotation_that_fits_no_value_row_is_refused() {
 #[test]
 fn no_case_asks_for_the_rotation_in_place() {
     for field in ["in_place", "aliasing"] {
-        let mut line =
-            Case::new(NAME, &AttentionOutputRotationCase { attention: case(Values::Shared, 64), rope_dim: 16 });
+        let mut line = Case::new(
+            NAME,
+            &AttentionOutputRotationCase { attention: case(Values::Shared, 64), rope_dim: 16 },
+        );
         line.fields.insert(field.into(), true.into());
         let error = registry::prepare(&line).err().expect("a refusal").to_string();
         assert!(error.contains(field), "{error}");

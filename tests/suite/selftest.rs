@@ -4,7 +4,9 @@
 use dsv4_reference::TensorCore;
 use dsv4_runtime::arena::Layout;
 use dsv4_runtime::params::{DeviceAddress, Params};
-use dsv4_runtime::{BackendKind, Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig, Role};
+use dsv4_runtime::{
+    BackendKind, Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig, Role,
+};
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -22,7 +24,8 @@ fn under_every_schedule(test: impl Fn(&Device)) {
         return;
     }
     // A device of its own: the schedule belongs to the device, and other tests share theirs.
-    let own = Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator opened before");
+    let own = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())
+        .expect("the emulator opened before");
     for seed in 1..=SCHEDULES {
         own.backend().set_schedule_seed(Some(seed));
         test(&own);
@@ -86,9 +89,14 @@ impl Format {
     /// Codes `0..count` of a sign-less format with IEEE-like subnormals.
     fn new(count: u32, mantissa_bits: u32, bias: i32) -> Self {
         let value = |code: u32| {
-            let (exponent, mantissa) = ((code >> mantissa_bits) as i32, code & ((1 << mantissa_bits) - 1));
+            let (exponent, mantissa) =
+                ((code >> mantissa_bits) as i32, code & ((1 << mantissa_bits) - 1));
             let fraction = f64::from(mantissa) / f64::from(1u32 << mantissa_bits);
-            if exponent == 0 { fraction * 2f64.powi(1 - bias) } else { (1.0 + fraction) * 2f64.powi(exponent - bias) }
+            if exponent == 0 {
+                fraction * 2f64.powi(1 - bias)
+            } else {
+                (1.0 + fraction) * 2f64.powi(exponent - bias)
+            }
         };
         Self { magnitudes: (0..count).map(value).collect() }
     }
@@ -128,7 +136,9 @@ impl Format {
     /// Every midpoint of two neighbours, and the floats beside it, with both signs.
     fn ties(&self) -> Vec<f32> {
         let middles = self.magnitudes.windows(2).map(|pair| ((pair[0] + pair[1]) / 2.0) as f32);
-        middles.flat_map(|m| [m, m.next_up(), m.next_down(), -m, (-m).next_up(), (-m).next_down()]).collect()
+        middles
+            .flat_map(|m| [m, m.next_up(), m.next_down(), -m, (-m).next_up(), (-m).next_down()])
+            .collect()
     }
 }
 
@@ -169,7 +179,13 @@ fn conversion_inputs() -> Vec<f32> {
         inputs.extend([power, power.next_up(), power.next_down(), -power]);
     }
     inputs.extend((0..=22).map(|bit| f32::from_bits(1 << bit)));
-    inputs.extend([f32::MAX, -f32::MAX, f32::MIN_POSITIVE, f32::from_bits(0x7f80_0001), f32::from_bits(0xffff_ffff)]);
+    inputs.extend([
+        f32::MAX,
+        -f32::MAX,
+        f32::MIN_POSITIVE,
+        f32::from_bits(0x7f80_0001),
+        f32::from_bits(0xffff_ffff),
+    ]);
     let mut random = random(1);
     inputs.extend((0..1 << 16).map(|_| f32::from_bits(random.random())));
     inputs
@@ -208,7 +224,12 @@ fn convert(device: &Device, inputs: &[f32]) -> [HostTensor; 8] {
 }
 
 /// Compares converted codes with a definition, showing the input where they differ.
-fn assert_codes<T: PartialEq + std::fmt::Debug>(what: &str, inputs: &[f32], found: &[T], expected: impl Fn(f32) -> T) {
+fn assert_codes<T: PartialEq + std::fmt::Debug>(
+    what: &str,
+    inputs: &[f32],
+    found: &[T],
+    expected: impl Fn(f32) -> T,
+) {
     let pair = |code: &T, x: f32| (format!("{code:x?}"), x.to_bits());
     let found: Vec<_> = found.iter().zip(inputs).map(|(code, &x)| pair(code, x)).collect();
     let expected: Vec<_> = inputs.iter().map(|&x| pair(&expected(x), x)).collect();
@@ -218,7 +239,8 @@ fn assert_codes<T: PartialEq + std::fmt::Debug>(what: &str, inputs: &[f32], foun
 #[test]
 fn conversions_give_the_nearest_representable_value_and_ties_go_to_the_even_one() {
     let inputs = conversion_inputs();
-    let [bf16_bits, pairs, e4m3_bits, e2m1_codes, e8m0_bits, ..] = convert(support::device(), &inputs);
+    let [bf16_bits, pairs, e4m3_bits, e2m1_codes, e8m0_bits, ..] =
+        convert(support::device(), &inputs);
     let (bf16, e4m3, e2m1) = (Format::bf16(), Format::e4m3(), Format::e2m1());
     assert_codes("bf16", &inputs, &u16s(&bf16_bits), |x| bf16_of(&bf16, x));
     let pair = |x: f32| i32::from(bf16_of(&bf16, x)) | i32::from(bf16_of(&bf16, -x)) << 16;
@@ -238,11 +260,13 @@ fn codes_widen_to_the_values_that_their_formats_define() {
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
     let nan = f32::from_bits(0x7fff_ffff);
     let e4m3 = Format::e4m3();
-    let expected = (0..256).map(|c| if c % 128 == 127 { nan } else { signed(&e4m3, c, 128) }).collect();
+    let expected =
+        (0..256).map(|c| if c % 128 == 127 { nan } else { signed(&e4m3, c, 128) }).collect();
     assert_same("e4m3 values", &bits(f32s(&e4m3_values)), &bits(expected));
     let expected = (0..16).map(|c| signed(&Format::e2m1(), c, 8)).collect();
     assert_same("e2m1 values", &bits(f32s(&e2m1_values)), &bits(expected));
-    let expected = (0..256).map(|c| if c == 255 { nan } else { 2f64.powi(c - 127) as f32 }).collect();
+    let expected =
+        (0..256).map(|c| if c == 255 { nan } else { 2f64.powi(c - 127) as f32 }).collect();
     assert_same("e8m0 values", &bits(f32s(&e8m0_values)), &bits(expected));
 }
 
@@ -254,7 +278,9 @@ const WARP_TESTS: usize = 22;
 fn warp_truth(x: &[i32; 32]) -> Vec<[i32; 32]> {
     let lanes = |f: &dyn Fn(usize) -> i32| -> [i32; 32] { std::array::from_fn(f) };
     let ballot = |mask: u32, predicate: &dyn Fn(i32) -> bool| {
-        (0..32).filter(|&l| mask >> l & 1 == 1 && predicate(x[l])).fold(0u32, |bits, l| bits | 1 << l) as i32
+        (0..32)
+            .filter(|&l| mask >> l & 1 == 1 && predicate(x[l]))
+            .fold(0u32, |bits, l| bits | 1 << l) as i32
     };
     let sum = |lanes: &[i32]| lanes.iter().fold(0i32, |a, &b| a.wrapping_add(b));
     let unsigned = |f: fn(u32, u32) -> u32| x.iter().map(|&v| v as u32).reduce(f).unwrap() as i32;
@@ -317,7 +343,11 @@ fn shuffles_votes_and_reductions_do_what_the_programming_guide_says() {
         for (warp, x) in warps.iter().enumerate() {
             for (test, expected) in warp_truth(x).iter().enumerate() {
                 let start = test * threads + 32 * warp;
-                assert_same(&format!("test {test}, warp {warp}"), &found[start..start + 32], expected);
+                assert_same(
+                    &format!("test {test}, warp {warp}"),
+                    &found[start..start + 32],
+                    expected,
+                );
             }
         }
     });
@@ -345,8 +375,9 @@ fn multiply(device: &Device, a: &[f64], b: &[f64], c: &[f64]) -> Vec<f64> {
 fn product(a: &[f64], b: &[f64], c: &[f64]) -> Vec<(f64, f64)> {
     (0..M * N)
         .map(|i| {
-            let terms =
-                |f: fn(f64) -> f64| (0..K).map(|k| f(a[i / N * K + k] * b[k * N + i % N])).sum::<f64>() + f(c[i]);
+            let terms = |f: fn(f64) -> f64| {
+                (0..K).map(|k| f(a[i / N * K + k] * b[k * N + i % N])).sum::<f64>() + f(c[i])
+            };
             (terms(|t| t), terms(f64::abs))
         })
         .collect()
@@ -364,7 +395,8 @@ fn matrix_products_of_small_integers_are_exact_for_every_way_of_loading() {
     // Every element differs from its neighbours along both axes, so that no exchange of rows, columns,
     // or halves of a register leaves the product as it was.
     let a: Vec<f64> = (0..M * K).map(|i| ((7 * (i / K) + 3 * (i % K)) % 17) as f64 - 8.0).collect();
-    let b: Vec<f64> = (0..K * N).map(|i| ((5 * (i / N) + 11 * (i % N)) % 13) as f64 - 6.0).collect();
+    let b: Vec<f64> =
+        (0..K * N).map(|i| ((5 * (i / N) + 11 * (i % N)) % 13) as f64 - 6.0).collect();
     let c: Vec<f64> = (0..M * N).map(|i| i as f64 * 64.0 - 3000.0).collect();
     let expected: Vec<f64> = product(&a, &b, &c).into_iter().map(|(value, _)| value).collect();
     under_every_schedule(|device| {
@@ -385,23 +417,30 @@ fn matrix_products_stay_within_the_bound_of_truncated_sums() {
     let bound = |magnitude: f64| losses * f64::from(f32::EPSILON) * magnitude;
     for seed in 0..8 {
         let (a, b) = (bf16_values(3 * seed, M * K), bf16_values(3 * seed + 1, K * N));
-        let c: Vec<f64> = bf16_values(3 * seed + 2, M * N).iter().map(|v| f64::from((v * 1.37) as f32)).collect();
+        let c: Vec<f64> =
+            bf16_values(3 * seed + 2, M * N).iter().map(|v| f64::from((v * 1.37) as f32)).collect();
         let expected = product(&a, &b, &c);
         let found = multiply(support::device(), &a, &b, &c);
         for (i, y) in found.iter().enumerate() {
             let (value, magnitude) = expected[i % (M * N)];
             let error = (y - value).abs();
-            assert!(error <= bound(magnitude), "seed {seed}, element {i}: {y:e} for {value:e}, error {error:e}");
+            assert!(
+                error <= bound(magnitude),
+                "seed {seed}, element {i}: {y:e} for {value:e}, error {error:e}"
+            );
         }
         let (first, others) = found.split_at(M * N);
-        others.chunks(M * N).for_each(|other| assert_same("the same product by other loads", other, first));
+        others
+            .chunks(M * N)
+            .for_each(|other| assert_same("the same product by other loads", other, first));
     }
 }
 
 /// Numbers that bf16 holds, of so many binades.
 fn wide_values(seed: u64, count: usize, binades: i32) -> Vec<f64> {
     let mut random = random(seed);
-    let value = |r: &mut ChaCha8Rng| r.random_range(-1.0..1.0) * 2f64.powi(r.random_range(-binades..=0));
+    let value =
+        |r: &mut ChaCha8Rng| r.random_range(-1.0..1.0) * 2f64.powi(r.random_range(-binades..=0));
     (0..count).map(|_| bf16::from_f64(value(&mut random)).to_f64()).collect()
 }
 
@@ -413,7 +452,8 @@ fn matrix_products_have_the_bits_that_an_h100_gave() {
         return;
     }
     for (seed, binades) in [(0, 1), (1, 6), (2, 20), (3, 60), (4, 125)] {
-        let (a, b) = (wide_values(3 * seed, M * K, binades), wide_values(3 * seed + 1, K * N, binades));
+        let (a, b) =
+            (wide_values(3 * seed, M * K, binades), wide_values(3 * seed + 1, K * N, binades));
         let c = wide_values(3 * seed + 2, M * N, 2 * binades);
         let sum = |i: usize| {
             let column: Vec<f64> = (0..K).map(|k| b[k * N + i % N]).collect();
@@ -450,7 +490,9 @@ fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
     let source: Vec<i32> = (0..SOURCE_ROWS * 16).map(|_| random.random()).collect();
     for num_rows in [1usize, 31, 32, 33, 100] {
         let hostile = [-1, SOURCE_ROWS as i32, i32::MIN, i32::MAX, 0, SOURCE_ROWS as i32 - 1];
-        let mut index = |row: usize| *hostile.get(row % 11).unwrap_or(&random.random_range(0..SOURCE_ROWS as i32));
+        let mut index = |row: usize| {
+            *hostile.get(row % 11).unwrap_or(&random.random_range(0..SOURCE_ROWS as i32))
+        };
         let indices: Vec<i32> = (0..num_rows).map(&mut index).collect();
         let row = |&index: &i32| match usize::try_from(index) {
             Ok(index) if index < SOURCE_ROWS => source[16 * index..16 * index + 16].to_vec(),
@@ -459,8 +501,10 @@ fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
         let expected: Vec<i32> = indices.iter().flat_map(row).collect();
         under_every_schedule(|device| {
             let mut arena = DeviceArena::new(device, Contract::NAN);
-            let source = arena.input("source", &HostTensor::from_i32(&[SOURCE_ROWS, 16], &source)).unwrap();
-            let indices = arena.input("indices", &HostTensor::from_i32(&[num_rows], &indices)).unwrap();
+            let source =
+                arena.input("source", &HostTensor::from_i32(&[SOURCE_ROWS, 16], &source)).unwrap();
+            let indices =
+                arena.input("indices", &HostTensor::from_i32(&[num_rows], &indices)).unwrap();
             let y = arena.output("y", DType::I32, &[num_rows, 16]).unwrap();
             let params = params()
                 .ptr("source", &source)
@@ -471,7 +515,11 @@ fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
                 .i32("num_rows", num_rows)
                 .unwrap();
             launch(&arena, "selftest_async_copy", 1, 128, &params);
-            assert_same(&format!("{num_rows} rows"), &arena.download(&y).unwrap().to_i32(), &expected);
+            assert_same(
+                &format!("{num_rows} rows"),
+                &arena.download(&y).unwrap().to_i32(),
+                &expected,
+            );
         });
     }
 }
@@ -532,8 +580,13 @@ fn atomics_lose_no_update_and_hand_out_each_ticket_once() {
         assert!(x.contains(&next[1]), "the exchanged value {} is none of those put in", next[1]);
         assert_eq!(integers[8] + next[1], FIRST_EXCHANGED + sum, "every value is taken out once");
         let sum = sum as f32;
-        assert_same("floats", &f32s(&floats), &[sum, 0.0, 0.0, 0.0, sum, 2.0 * sum, 3.0 * sum, 4.0 * sum]);
-        let wide_expected = x.iter().fold(0u64, |a, &v| a.wrapping_add(((1i64 << 31) + i64::from(v)) as u64));
+        assert_same(
+            "floats",
+            &f32s(&floats),
+            &[sum, 0.0, 0.0, 0.0, sum, 2.0 * sum, 3.0 * sum, 4.0 * sum],
+        );
+        let wide_expected =
+            x.iter().fold(0u64, |a, &v| a.wrapping_add(((1i64 << 31) + i64::from(v)) as u64));
         assert_same("64 bits", &wide.bytes, &wide_expected.to_ne_bytes());
         assert_eq!(next[0], x.len() as i32);
         assert_same("tickets", &tickets.to_i32(), &vec![1; x.len()]);
@@ -570,8 +623,13 @@ fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
             let positive = x.iter().filter(|&&v| v > 0).count();
             let or_and = i32::from(x.iter().any(|&v| v > 100)) + 2 * i32::from(positive == threads);
             for thread in 0..threads {
-                let results =
-                    [x[threads - 1 - thread], x[(thread + threads - 1) % threads], positive as i32, or_and, 0];
+                let results = [
+                    x[threads - 1 - thread],
+                    x[(thread + threads - 1) % threads],
+                    positive as i32,
+                    or_and,
+                    0,
+                ];
                 for (test, result) in results.into_iter().enumerate() {
                     expected[(test * BLOCKS + block) * threads + thread] = result;
                 }
@@ -583,7 +641,11 @@ fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
             let y = arena.output("y", DType::I32, &[5, BLOCKS, threads]).unwrap();
             let params = params().ptr("x", &x).ptr("y", &y);
             launch(&arena, "selftest_shared", BLOCKS as u32, threads as u32, &params);
-            assert_same(&format!("{threads} threads"), &arena.download(&y).unwrap().to_i32(), &expected);
+            assert_same(
+                &format!("{threads} threads"),
+                &arena.download(&y).unwrap().to_i32(),
+                &expected,
+            );
         });
     }
 }
@@ -610,5 +672,7 @@ fn a_block_larger_than_the_kernel_was_compiled_for_is_refused() {
 fn a_grid_without_blocks_is_no_launch() {
     let kernel = support::device().kernel(FILE, &[], "selftest_warp").unwrap();
     let params = params().ptr("x", DeviceAddress(0)).ptr("y", DeviceAddress(0));
-    kernel.launch(LaunchConfig { grid: [0, 1, 1], block: [32, 1, 1], shared_bytes: 0 }, &params).unwrap();
+    kernel
+        .launch(LaunchConfig { grid: [0, 1, 1], block: [32, 1, 1], shared_bytes: 0 }, &params)
+        .unwrap();
 }

@@ -119,7 +119,11 @@ impl Operator for Copied {
         Ok(Named::new().with("y", t.f64("x")?))
     }
 
-    fn workspaces(_: &Copy, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        _: &Copy,
+        v: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         Ok(vec![("workspace", 4 * v["x"].elements())])
     }
 
@@ -155,19 +159,27 @@ fn case(fault: Fault) -> Copy {
 }
 
 fn check(case: &Copy) -> Outcome {
-    let prepared = AnyOperator::of::<Copied>().prepare(&Case::new("copied", case)).expect("a sound case");
+    let prepared =
+        AnyOperator::of::<Copied>().prepare(&Case::new("copied", case)).expect("a sound case");
     checks::run(&*prepared, support::device(), CheckOptions::of_kernels(0))
 }
 
 /// Whether a check of the sequence failed, and no other.
 fn failures(outcome: &Outcome) -> Vec<&CheckRecord> {
     let failures: Vec<_> = outcome.failures().collect();
-    assert!(failures.iter().all(|check| check.check == "sequence" && check.tensor.starts_with('y')), "{failures:#?}");
+    assert!(
+        failures.iter().all(|check| check.check == "sequence" && check.tensor.starts_with('y')),
+        "{failures:#?}"
+    );
     failures
 }
 
 fn skipped<'o>(outcome: &'o Outcome, what: &str) -> Option<&'o str> {
-    outcome.skips.iter().find(|skip| skip.what == format!("sequence: {what}")).map(|skip| skip.why.as_str())
+    outcome
+        .skips
+        .iter()
+        .find(|skip| skip.what == format!("sequence: {what}"))
+        .map(|skip| skip.why.as_str())
 }
 
 #[test]
@@ -180,22 +192,34 @@ fn a_launcher_that_keeps_nothing_passes_and_is_run_in_the_same_buffers_and_in_ot
         _ => (0, Some("the emulator records no graphs")),
     };
     assert_eq!((made.count(), skipped(&outcome, "recorded launches")), (2 + replays, why));
-    assert_eq!((skipped(&outcome, "another draw"), skipped(&outcome, "buffers elsewhere")), (None, None));
+    assert_eq!(
+        (skipped(&outcome, "another draw"), skipped(&outcome, "buffers elsewhere")),
+        (None, None)
+    );
 }
 
 #[test]
 fn an_input_that_is_read_where_it_lay_in_an_earlier_call_is_noticed() {
     let outcome = check(&case(Fault::KeepsInput));
     let failures = failures(&outcome);
-    assert!(failures.iter().any(|check| check.message.starts_with("in buffers beside those")), "{failures:#?}");
+    assert!(
+        failures.iter().any(|check| check.message.starts_with("in buffers beside those")),
+        "{failures:#?}"
+    );
 }
 
 #[test]
 fn an_output_that_is_written_where_it_lay_in_an_earlier_call_is_noticed_in_both_places() {
     let outcome = check(&case(Fault::KeepsOutput));
     let failures = failures(&outcome);
-    assert!(failures.iter().any(|check| check.message.starts_with("in buffers beside those")), "{failures:#?}");
-    assert!(failures.iter().any(|check| check.message.contains("an earlier call's buffer")), "{failures:#?}");
+    assert!(
+        failures.iter().any(|check| check.message.starts_with("in buffers beside those")),
+        "{failures:#?}"
+    );
+    assert!(
+        failures.iter().any(|check| check.message.contains("an earlier call's buffer")),
+        "{failures:#?}"
+    );
 }
 
 #[test]

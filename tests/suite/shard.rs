@@ -17,8 +17,13 @@ use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
 use crate::extent::{attacked, left_out};
 
 /// Where a change concerns the long tests of this file.
-const WORKERS: [&str; 5] =
-    ["src/sweep/", "src/record/", "src/command/run.rs", "src/command/workers.rs", "src/command/merge.rs"];
+const WORKERS: [&str; 5] = [
+    "src/sweep/",
+    "src/record/",
+    "src/command/run.rs",
+    "src/command/workers.rs",
+    "src/command/merge.rs",
+];
 
 // ---------------------------------------------------------------- helpers
 
@@ -60,7 +65,8 @@ fn merge_into(dir: &Path, out: &str, shards: &[&str]) -> Output {
 
 /// All of the records but the times, which no two runs share.
 pub fn without_times(cases: &[CaseRecord]) -> Vec<Value> {
-    let timeless = |case: &CaseRecord| CaseRecord { kernel_seconds: 0.0, oracle_seconds: 0.0, ..case.clone() };
+    let timeless =
+        |case: &CaseRecord| CaseRecord { kernel_seconds: 0.0, oracle_seconds: 0.0, ..case.clone() };
     cases.iter().map(|case| serde_json::to_value(timeless(case)).expect("JSON")).collect()
 }
 
@@ -69,7 +75,8 @@ fn divided() -> &'static Path {
     static DIVIDED: OnceLock<TempDir> = OnceLock::new();
     let dir = DIVIDED.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
-        let arguments = ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--edge-cases", "6", "--seed", "5"];
+        let arguments =
+            ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--edge-cases", "6", "--seed", "5"];
         run(dir.path(), "whole", &arguments).assert_code(0);
         let costs = text(&dir.path().join("whole/report.json"));
         for shard in ["0/3", "1/3", "2/3"] {
@@ -108,7 +115,11 @@ fn shards_are_counted_from_zero() {
 fn a_division_balances_costs_and_leaves_no_shard_empty() {
     assert_eq!(shard::divide(&[1, 1, 1, 9, 1, 1, 1, 1, 1, 1], 2), [1, 1, 1, 0, 1, 1, 1, 1, 1, 1]);
     assert_eq!(shard::divide(&[5, 5, 5, 5], 2), [0, 1, 0, 1], "equal costs are dealt out in turn");
-    assert_eq!(shard::divide(&[0, 0, 0], 3), [0, 1, 2], "cases that cost nothing are dealt out too");
+    assert_eq!(
+        shard::divide(&[0, 0, 0], 3),
+        [0, 1, 2],
+        "cases that cost nothing are dealt out too"
+    );
     assert_eq!(shard::divide(&[u64::MAX, u64::MAX, u64::MAX], 2), [0, 1, 0], "costs saturate");
     for count in 1..9u32 {
         // Costs over five orders of magnitude, as those of cases are.
@@ -136,7 +147,8 @@ fn a_case_costs_what_was_recorded_and_an_unknown_one_its_share_of_its_operators_
     }
     let costs = Costs::from_records(&records);
     let of = |operator: &str, width: u64| json!({ "operator": operator, "width": width });
-    let cases = [of("a", 2), json!({ "width": 2, "operator": "a" }), of("a", 9), of("a", 8), of("c", 1)];
+    let cases =
+        [of("a", 2), json!({ "width": 2, "operator": "a" }), of("a", 9), of("a", 8), of("c", 1)];
     // The two unknown ones of an operator share its mean by their sizes; what is known has no use for one.
     let expected = [6, 6, 6, 2, 6].map(|seconds| seconds * 1_000_000_000);
     assert_eq!(costs.of_all(&cases, &[7, 7, 30, 10, 5]), expected);
@@ -187,14 +199,21 @@ fn merged_shards_are_the_run_that_was_not_divided() {
     assert_eq!(merged.seconds, parts.iter().map(|part| part.report.seconds).sum::<f64>());
     assert_eq!(read(&dir.join("merged/records.jsonl")).lines().count(), merged.cases.len());
     for file in ["index.html", "summary.md"] {
-        assert!(read(&dir.join("merged").join(file)).contains("rope"), "{file} does not mention the operator");
+        assert!(
+            read(&dir.join("merged").join(file)).contains("rope"),
+            "{file} does not mention the operator"
+        );
     }
 }
 
 #[test]
 fn what_each_shard_left_out_of_its_own_is_counted_together() {
     let mut parts = parts();
-    let skip = |count| Skip { what: "failing cases of rope made smaller".into(), why: "enough were".into(), count };
+    let skip = |count| Skip {
+        what: "failing cases of rope made smaller".into(),
+        why: "enough were".into(),
+        count,
+    };
     for (part, count) in parts.iter_mut().zip(1..) {
         part.report.skips.push(skip(count));
     }
@@ -206,8 +225,10 @@ fn what_each_shard_left_out_of_its_own_is_counted_together() {
 fn workers_make_the_run_that_was_not_divided_with_one_command_and_leave_nothing_else() {
     let dir = divided();
     let costs = text(&dir.join("whole/report.json"));
-    let arguments = ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--edge-cases", "6", "--seed", "5"];
-    let output = run(dir, "workers", &[&arguments[..], &["--workers", "2", "--costs", &costs]].concat());
+    let arguments =
+        ["--ops", "swiglu,kv_cache_write", "--cases", "2", "--edge-cases", "6", "--seed", "5"];
+    let output =
+        run(dir, "workers", &[&arguments[..], &["--workers", "2", "--costs", &costs]].concat());
     output.assert_code(0);
     let (whole, workers) = (report(&dir.join("whole")), report(&dir.join("workers")));
     assert_eq!(without_times(&workers.cases), without_times(&whole.cases));
@@ -222,9 +243,15 @@ fn workers_make_the_run_that_was_not_divided_with_one_command_and_leave_nothing_
 #[test]
 fn a_merge_refuses_missing_and_repeated_shards() {
     let gap = refusal(|parts| drop(parts.remove(1)));
-    assert!(matches!(&gap, MergeError::Gap(what) if what == "1 of 3 shards are missing: 1"), "{gap}");
+    assert!(
+        matches!(&gap, MergeError::Gap(what) if what == "1 of 3 shards are missing: 1"),
+        "{gap}"
+    );
     let overlap = refusal(|parts| parts.push(parts[2].clone()));
-    assert!(matches!(&overlap, MergeError::Overlap(what) if what.contains("are both shard 2")), "{overlap}");
+    assert!(
+        matches!(&overlap, MergeError::Overlap(what) if what.contains("are both shard 2")),
+        "{overlap}"
+    );
     assert!(matches!(merge::merge(Vec::new(), String::new()), Err(MergeError::Nothing)));
 }
 
@@ -238,9 +265,15 @@ fn a_merge_refuses_missing_repeated_and_foreign_cases() {
     });
     assert!(matches!(&twice, MergeError::Overlap(what) if what.contains("ran in")), "{twice}");
     let foreign = refusal(|parts| parts[0].report.cases[0].plan_number = None);
-    assert!(matches!(&foreign, MergeError::NotThePlan(what) if what.contains("plan number none")), "{foreign}");
+    assert!(
+        matches!(&foreign, MergeError::NotThePlan(what) if what.contains("plan number none")),
+        "{foreign}"
+    );
     let beyond = refusal(|parts| parts[0].report.cases[0].plan_number = Some(1_000_000));
-    assert!(matches!(&beyond, MergeError::NotThePlan(what) if what.contains("1000000")), "{beyond}");
+    assert!(
+        matches!(&beyond, MergeError::NotThePlan(what) if what.contains("1000000")),
+        "{beyond}"
+    );
 }
 
 #[test]
@@ -258,7 +291,10 @@ fn a_merge_refuses_cases_that_were_changed_or_moved() {
 fn a_merge_refuses_shards_of_unlike_runs() {
     let mixed = |what: &str, change: fn(&mut Part)| {
         let error = refusal(|parts| change(&mut parts[1]));
-        assert!(matches!(&error, MergeError::Mixed { what: seen, .. } if *seen == what), "{what}: {error}");
+        assert!(
+            matches!(&error, MergeError::Mixed { what: seen, .. } if *seen == what),
+            "{what}: {error}"
+        );
     };
     mixed("revision", |part| part.report.revision.commit = "another".into());
     mixed("revision", |part| part.report.revision.dirty ^= true);
@@ -282,7 +318,10 @@ fn a_merge_refuses_shards_of_unlike_runs() {
             parts[1].shard.plan_digest = "another".into();
         });
         let said = error.to_string();
-        assert!(said.contains(&format!("the {setting} is ")) && said.contains(" and another in "), "{said}");
+        assert!(
+            said.contains(&format!("the {setting} is ")) && said.contains(" and another in "),
+            "{said}"
+        );
     }
     let mut parts = parts();
     parts[1].shard.settings.insert("--memory".into(), "another".into());
@@ -308,8 +347,10 @@ fn executables_are_compared_where_the_commit_does_not_name_the_source() {
 fn a_refused_merge_is_bad_input_and_writes_nothing() {
     let dir = divided();
     merge_into(dir, "refused", &["0", "2"]).assert_bad_input(&["gap", "missing: 1"]);
-    merge_into(dir, "refused", &["0", "1", "absent"]).assert_bad_input(&["absent", "no report.json"]);
-    merge_into(dir, "refused", &["0", "1", "whole"]).assert_bad_input(&["number of shards", "whole"]);
+    merge_into(dir, "refused", &["0", "1", "absent"])
+        .assert_bad_input(&["absent", "no report.json"]);
+    merge_into(dir, "refused", &["0", "1", "whole"])
+        .assert_bad_input(&["number of shards", "whole"]);
     assert!(!dir.join("refused").exists());
     merge_into(dir, "0", &["0", "1", "2"]).assert_bad_input(&["--out", "is one of the shards"]);
 }
@@ -358,7 +399,8 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let arguments = ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9", "--shard", "1/2"];
+    let arguments =
+        ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9", "--shard", "1/2"];
     let resume = [&arguments[..], &["--resume"]].concat();
     let records = dir.path().join("out/records.jsonl");
     // A first --resume begins: a job array passes it always.
@@ -371,18 +413,23 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     let complete = left.iter().rposition(|&byte| byte == b'\n').expect("complete lines") + 1;
     left.truncate(complete);
     // A kill within a write, and within a character of two bytes.
-    std::fs::write(&records, [&left[..], b"{\"operator\":\"swiglu\",\"case\":\"\xc3"].concat()).unwrap();
-    merge_into(dir.path(), "merged", &["out"]).assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
+    std::fs::write(&records, [&left[..], b"{\"operator\":\"swiglu\",\"case\":\"\xc3"].concat())
+        .unwrap();
+    merge_into(dir.path(), "merged", &["out"])
+        .assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
     let other = [&resume[..], &["--schedules", "1"]].concat();
-    run(dir.path(), "out", &other).assert_bad_input(&["cannot be resumed", "--schedules 2, and not with 1"]);
-    let other: Vec<_> = resume.iter().map(|&argument| if argument == "1/2" { "0/2" } else { argument }).collect();
+    run(dir.path(), "out", &other)
+        .assert_bad_input(&["cannot be resumed", "--schedules 2, and not with 1"]);
+    let other: Vec<_> =
+        resume.iter().map(|&argument| if argument == "1/2" { "0/2" } else { argument }).collect();
     run(dir.path(), "out", &other).assert_bad_input(&["it is shard 1/2, not 0/2"]);
 
     run(dir.path(), "out", &resume).assert_code(0);
     let after = std::fs::read(&records).unwrap();
     assert!(after.starts_with(&left), "a recorded case was lost or ran again");
     run(dir.path(), "uninterrupted", &arguments).assert_code(0);
-    let (resumed, whole) = (report(&dir.path().join("out")), report(&dir.path().join("uninterrupted")));
+    let (resumed, whole) =
+        (report(&dir.path().join("out")), report(&dir.path().join("uninterrupted")));
     assert_eq!(without_times(&resumed.cases), without_times(&whole.cases));
     run(dir.path(), "out", &resume).assert_code(0);
     assert_eq!(std::fs::read(&records).unwrap(), after, "a finished run ran something again");
@@ -395,15 +442,19 @@ fn a_run_whose_worker_is_killed_ends_with_all_of_them_and_resumes_where_they_wer
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let arguments = ["--ops", "swiglu", "--cases", "80", "--edge-cases", "0", "--seed", "9", "--workers", "2"];
+    let arguments =
+        ["--ops", "swiglu", "--cases", "80", "--edge-cases", "0", "--seed", "9", "--workers", "2"];
     let mut harness = Worker::start(&run_arguments(dir.path(), "out", &arguments));
     let records = |worker: &str| dir.path().join("out/workers").join(worker).join("records.jsonl");
     for worker in ["0", "1"] {
         wait_for_lines(&records(worker), 2, Duration::from_secs(60));
     }
     let id = harness.0.id();
-    let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).expect("Linux lists them");
-    let [first, second] = children.split_whitespace().collect::<Vec<_>>()[..] else { panic!("{children}") };
+    let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"))
+        .expect("Linux lists them");
+    let [first, second] = children.split_whitespace().collect::<Vec<_>>()[..] else {
+        panic!("{children}")
+    };
     assert!(Command::new("kill").args(["-9", first]).status().expect("kill runs").success());
     assert_eq!(harness.0.wait().expect("it ends").code(), Some(2));
     assert!(!Path::new("/proc").join(second).exists(), "the other one goes on without it");
@@ -413,14 +464,19 @@ fn a_run_whose_worker_is_killed_ends_with_all_of_them_and_resumes_where_they_wer
     run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
     let report = report(&dir.path().join("out"));
     attacked("runs killed or interrupted, then resumed", 1);
-    assert!(begun.iter().all(|&lines| lines >= 2) && report.cases.len() >= 80, "{begun:?}, {}", report.cases.len());
+    assert!(
+        begun.iter().all(|&lines| lines >= 2) && report.cases.len() >= 80,
+        "{begun:?}, {}",
+        report.cases.len()
+    );
 }
 
 #[test]
 fn a_resumed_run_believes_no_record_that_its_plan_does_not_have() {
     let dir = tempfile::tempdir().unwrap();
     // One case at a time: the lines are in the order of the plan.
-    let arguments = ["--ops", "swiglu,rope", "--cases", "1", "--edge-cases", "2", "--jobs", "1", "--resume"];
+    let arguments =
+        ["--ops", "swiglu,rope", "--cases", "1", "--edge-cases", "2", "--jobs", "1", "--resume"];
     run(dir.path(), "out", &arguments).assert_code(0);
     let records = dir.path().join("out/records.jsonl");
     let sound = read(&records);
@@ -435,8 +491,16 @@ fn a_resumed_run_believes_no_record_that_its_plan_does_not_have() {
         (changed(1, "/case/seed", json!(77)), 2, "its case is not that of the plan"),
         (changed(0, "/case/operator", json!("rope")), 1, "its operator is swiglu"),
         (changed(2, "/operator", json!("rms_norm")), 3, "its operator is rms_norm"),
-        (changed(2, "/origin", json!("regression")), 3, "its case is Regression, and that of the plan Drawn"),
-        (changed(2, "/origin", json!("shrunk")), 3, "the case that it was made of is not in the line before"),
+        (
+            changed(2, "/origin", json!("regression")),
+            3,
+            "its case is Regression, and that of the plan Drawn",
+        ),
+        (
+            changed(2, "/origin", json!("shrunk")),
+            3,
+            "the case that it was made of is not in the line before",
+        ),
         (changed(1, "/plan_number", json!(3)), 2, "operator"),
         (changed(1, "/plan_number", json!(2)), 2, "its case is not that of the plan"),
         (changed(0, "/plan_number", json!(1_000_000)), 1, "its plan number is 1000000"),
@@ -445,7 +509,11 @@ fn a_resumed_run_believes_no_record_that_its_plan_does_not_have() {
         let text: String = left.iter().map(|record| format!("{record}\n")).collect();
         std::fs::write(&records, &text).unwrap();
         let refused = run(dir.path(), "out", &arguments);
-        refused.assert_bad_input(&["records.jsonl cannot be resumed", &format!("line {line}"), why]);
+        refused.assert_bad_input(&[
+            "records.jsonl cannot be resumed",
+            &format!("line {line}"),
+            why,
+        ]);
         assert_eq!(read(&records), text, "a refused run changes nothing");
         attacked("records altered before a resume", 1);
     }
@@ -462,17 +530,24 @@ fn an_interrupted_run_says_how_far_it_came_and_how_to_go_on() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9"];
     let mut command = Command::new(command_line::binary());
-    command.args(run_arguments(dir.path(), "out", &arguments)).stdout(Stdio::null()).stderr(Stdio::piped());
+    command
+        .args(run_arguments(dir.path(), "out", &arguments))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
     let child = command.spawn().expect("the binary runs");
     let records = dir.path().join("out/records.jsonl");
     wait_for_lines(&records, 3, Duration::from_secs(30));
-    let interrupt = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill runs");
+    let interrupt =
+        Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill runs");
     assert!(interrupt.success());
     let ended = child.wait_with_output().expect("the run ended");
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert_eq!(ended.status.code(), Some(130), "{said}");
     let recorded = read(&records).matches('\n').count();
-    assert!(said.contains(&format!("interrupted: {recorded} of 6")), "{recorded} lines, and it says: {said}");
+    assert!(
+        said.contains(&format!("interrupted: {recorded} of 6")),
+        "{recorded} lines, and it says: {said}"
+    );
     assert!(said.contains("--resume"), "{said}");
     attacked("runs killed or interrupted, then resumed", 1);
     run(dir.path(), "out", &[&arguments[..], &["--resume"]].concat()).assert_code(0);
@@ -494,7 +569,11 @@ fn a_folder_that_holds_what_is_not_ours_is_refused_by_what_was_found_and_left_as
         merge_into(
             dir.path(),
             out,
-            &[&text(&divided().join("0")), &text(&divided().join("1")), &text(&divided().join("2"))],
+            &[
+                &text(&divided().join("0")),
+                &text(&divided().join("1")),
+                &text(&divided().join("2")),
+            ],
         )
         .assert_bad_input(&[name, "empty folder"]);
         assert_eq!(read(&folder.join(name)), "{\"mine\": 1}");
@@ -511,12 +590,15 @@ fn a_folder_that_holds_what_is_not_ours_is_refused_by_what_was_found_and_left_as
 fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = ["--ops", "swiglu", "--cases", "120"];
-    run(dir.path(), "out", &["--ops", "kv_cache_write", "--cases", "0", "--edge-cases", "2"]).assert_code(0);
+    run(dir.path(), "out", &["--ops", "kv_cache_write", "--cases", "0", "--edge-cases", "2"])
+        .assert_code(0);
     let plan = dir.path().join("out/plan.json");
     let old = std::fs::read_to_string(&plan).unwrap();
     let mut worker = Worker::start(&run_arguments(dir.path(), "out", &arguments));
     let start = Instant::now();
-    while !std::fs::read_to_string(&plan).is_ok_and(|plan| plan != old && plan.contains("\"planned_cases\"")) {
+    while !std::fs::read_to_string(&plan)
+        .is_ok_and(|plan| plan != old && plan.contains("\"planned_cases\""))
+    {
         assert!(start.elapsed() < Duration::from_secs(30), "the second run did not begin");
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -524,14 +606,28 @@ fn a_run_that_is_begun_anew_leaves_nothing_of_the_old_one() {
     for file in ["report.json", "index.html", "summary.md"] {
         assert!(!dir.path().join("out").join(file).exists(), "{file} is the old run's");
     }
-    assert!(!read(&dir.path().join("out/records.jsonl")).contains("\"operator\":\"kv_cache_write\""));
+    assert!(
+        !read(&dir.path().join("out/records.jsonl")).contains("\"operator\":\"kv_cache_write\"")
+    );
 }
 
 #[test]
 fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
     let dir = tempfile::tempdir().unwrap();
-    let kernels = text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
-    let arguments = ["--ops", "swiglu", "--cases", "1", "--edge-cases", "4", "--seed", "5", "--kernels", &kernels];
+    let kernels =
+        text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
+    let arguments = [
+        "--ops",
+        "swiglu",
+        "--cases",
+        "1",
+        "--edge-cases",
+        "4",
+        "--seed",
+        "5",
+        "--kernels",
+        &kernels,
+    ];
     run(dir.path(), "out", &arguments).assert_code(1);
     let remembered = read(&dir.path().join("regressions/swiglu.jsonl"));
     let records = dir.path().join("out/records.jsonl");
@@ -552,16 +648,30 @@ fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
 #[test]
 fn shards_remember_nothing_and_the_merge_remembers_their_failures() {
     let dir = tempfile::tempdir().unwrap();
-    let kernels = text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
-    let arguments = ["--ops", "swiglu", "--cases", "1", "--edge-cases", "4", "--seed", "5", "--kernels", &kernels];
+    let kernels =
+        text(&command_line::changed_kernels(dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT));
+    let arguments = [
+        "--ops",
+        "swiglu",
+        "--cases",
+        "1",
+        "--edge-cases",
+        "4",
+        "--seed",
+        "5",
+        "--kernels",
+        &kernels,
+    ];
     for shard in ["0/2", "1/2"] {
-        run(dir.path(), &shard[..1], &[&arguments[..], &["--shard", shard]].concat()).assert_code(1);
+        run(dir.path(), &shard[..1], &[&arguments[..], &["--shard", shard]].concat())
+            .assert_code(1);
     }
     assert!(!dir.path().join("regressions").exists(), "a shard changed the plan of the others");
     merge_into(dir.path(), "merged", &["0", "1"]).assert_code(1);
     let merged = report(&dir.path().join("merged"));
     let small = merged.cases.last().expect("a case");
     assert_eq!(small.origin, Origin::Shrunk, "the shrunk case stands behind the last drawn one");
-    let remembered: Value = serde_json::from_str(read(&dir.path().join("regressions/swiglu.jsonl")).trim()).unwrap();
+    let remembered: Value =
+        serde_json::from_str(read(&dir.path().join("regressions/swiglu.jsonl")).trim()).unwrap();
     assert_eq!(remembered, small.case);
 }

@@ -20,7 +20,8 @@ use crate::{command_line, support};
 /// How long anything here may take that usually takes a second or two.
 const LIMIT: Duration = Duration::from_secs(40);
 
-const PROGRAMS: [&str; 7] = ["munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo"];
+const PROGRAMS: [&str; 7] =
+    ["munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo"];
 
 /// Where Debian puts daemons, which is not on everybody's path.
 fn program(name: &str) -> Option<PathBuf> {
@@ -41,7 +42,10 @@ fn obstacle() -> Option<String> {
 /// Says and counts a skip on the real standard error, which the test runner does not hold back.
 fn skip(why: &str) {
     static SKIPPED: AtomicU32 = AtomicU32::new(0);
-    assert!(std::env::var_os("PARITY_REQUIRE_SLURM").is_none(), "PARITY_REQUIRE_SLURM is set, but {why}");
+    assert!(
+        std::env::var_os("PARITY_REQUIRE_SLURM").is_none(),
+        "PARITY_REQUIRE_SLURM is set, but {why}"
+    );
     let number = 1 + SKIPPED.fetch_add(1, Ordering::Relaxed);
     writeln!(std::io::stderr(), "skipped (number {number}): no Slurm to run job arrays on: {why}")
         .expect("standard error takes a line");
@@ -78,11 +82,15 @@ impl Cluster {
         ];
         cluster.daemon("munged", &munge);
         cluster.wait_until("munged listens", |cluster| cluster.path("munge.socket").exists());
-        std::fs::write(cluster.path("slurm.conf"), cluster.configuration()).expect("slurm.conf is written");
-        std::fs::write(cluster.path("cgroup.conf"), "CgroupPlugin=cgroup/v1\n").expect("cgroup.conf is written");
+        std::fs::write(cluster.path("slurm.conf"), cluster.configuration())
+            .expect("slurm.conf is written");
+        std::fs::write(cluster.path("cgroup.conf"), "CgroupPlugin=cgroup/v1\n")
+            .expect("cgroup.conf is written");
         cluster.daemon("slurmctld", &["-D".into(), "-i".into()]);
         cluster.daemon("slurmd", &["-D".into()]);
-        cluster.wait_until("the node is idle", |cluster| cluster.output("sinfo", &["-h", "-o", "%t"]) == "idle");
+        cluster.wait_until("the node is idle", |cluster| {
+            cluster.output("sinfo", &["-h", "-o", "%t"]) == "idle"
+        });
         cluster
     }
 
@@ -144,7 +152,11 @@ impl Cluster {
         let mut text = String::new();
         for path in files.flatten().map(|file| file.path()) {
             if path.extension().is_some_and(|extension| extension == "out" || extension == "log") {
-                text += &format!("--- {}\n{}\n", path.display(), std::fs::read_to_string(&path).unwrap_or_default());
+                text += &format!(
+                    "--- {}\n{}\n",
+                    path.display(),
+                    std::fs::read_to_string(&path).unwrap_or_default()
+                );
             }
         }
         text
@@ -158,12 +170,19 @@ impl Cluster {
         command.env_remove("PARITY_SHARDS").envs(environment.iter().copied());
         command.arg("--parsable").args(options).arg(script).args(arguments);
         let output = command.output().expect("sbatch runs");
-        assert!(output.status.success(), "{}\n{}", String::from_utf8_lossy(&output.stderr), self.logs());
+        assert!(
+            output.status.success(),
+            "{}\n{}",
+            String::from_utf8_lossy(&output.stderr),
+            self.logs()
+        );
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
     }
 
     fn wait_for_job(&self, job: &str) {
-        self.wait_until(&format!("job {job} ends"), |cluster| cluster.output("squeue", &["-h", "-j", job]).is_empty());
+        self.wait_until(&format!("job {job} ends"), |cluster| {
+            cluster.output("squeue", &["-h", "-j", job]).is_empty()
+        });
     }
 }
 
@@ -176,7 +195,10 @@ impl Drop for Cluster {
         }
         let here = self.dir.path().display().to_string();
         for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let Some(id) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+            let Some(id) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok())
+            else {
+                continue;
+            };
             let environment = std::fs::read(process.path().join("environ")).unwrap_or_default();
             if id != std::process::id() && String::from_utf8_lossy(&environment).contains(&here) {
                 let _ = Command::new("kill").args(["-KILL", &id.to_string()]).status();
@@ -197,8 +219,18 @@ fn a_slurm_job_array_with_a_killed_task_merges_to_the_run_that_was_not_divided()
         return skip(&why);
     }
     let cluster = Cluster::start();
-    let (backend, regressions) = (support::backend().to_string(), cluster.path("regressions").display().to_string());
-    let arguments = ["--backend", &backend, "--regressions", &regressions, "--ops", "rms_norm", "--cases", "30"];
+    let (backend, regressions) =
+        (support::backend().to_string(), cluster.path("regressions").display().to_string());
+    let arguments = [
+        "--backend",
+        &backend,
+        "--regressions",
+        &regressions,
+        "--ops",
+        "rms_norm",
+        "--cases",
+        "30",
+    ];
     let array = cluster.submit(&[], &["--array=0-2"], &arguments);
     wait_for_lines(&cluster.path("shards/shard-1/records.jsonl"), 1, LIMIT);
     cluster.output("scancel", &["--full", "--signal=KILL", &format!("{array}_1")]);

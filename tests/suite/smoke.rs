@@ -26,13 +26,16 @@ const OPERATORS: [&str; 2] = ["kv_cache_write", "moe_expand"];
 fn a_smoke_test_runs_the_typical_cases_of_every_operator_first_and_says_what_sees_more() {
     let dir = tempfile::tempdir().expect("a scratch directory");
     let operators = OPERATORS.join(",");
-    let output = run(dir.path(), "out", &["--profile", "smoke", "--ops", &operators, "--edge-cases", "1"]);
+    let output =
+        run(dir.path(), "out", &["--profile", "smoke", "--ops", &operators, "--edge-cases", "1"]);
     output.assert_code(0);
     for said in ["all agreed", "smoke: ", " kernel paths ran", "more: --profile quick (about "] {
         assert!(output.stdout.contains(said), "`{said}` is not in\n{}", output.stdout);
     }
     let ran: Vec<_> = cases(dir.path(), "out").into_iter().map(|record| record.case).collect();
-    let typical = OPERATORS.iter().flat_map(|name| registry::find(name).expect("an operator").typical_cases());
+    let typical = OPERATORS
+        .iter()
+        .flat_map(|name| registry::find(name).expect("an operator").typical_cases());
     let typical: Vec<_> = typical.map(|case| serde_json::to_value(case).expect("JSON")).collect();
     assert_eq!(ran[..typical.len()], typical, "typical cases come first");
     assert_eq!(ran.len(), typical.len() + OPERATORS.len(), "and one edge case of each");
@@ -56,6 +59,10 @@ fn cases_that_run_at_the_same_time_are_those_of_one_after_the_other() {
         run(dir.path(), jobs, &[&sweep[..], &[jobs]].concat()).assert_code(0);
     }
     let [one, three] = ["1", "3"].map(|jobs| cases(dir.path(), jobs));
-    assert!(one.len() == 12 && one.iter().all(|record| record.origin == Origin::Drawn), "{}", one.len());
+    assert!(
+        one.len() == 12 && one.iter().all(|record| record.origin == Origin::Drawn),
+        "{}",
+        one.len()
+    );
     assert_eq!(without_times(&one), without_times(&three));
 }

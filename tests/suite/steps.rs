@@ -50,7 +50,14 @@ struct Chunks {
 
 impl Chunks {
     fn plain(chunks: &[usize], page_size: usize) -> Self {
-        Self { chunks: chunks.to_vec(), num_pages: 5, page_size, border: Border::Right, observes: false, seed: 1 }
+        Self {
+            chunks: chunks.to_vec(),
+            num_pages: 5,
+            page_size,
+            border: Border::Right,
+            observes: false,
+            seed: 1,
+        }
     }
 
     fn num_tokens(&self) -> usize {
@@ -74,7 +81,11 @@ impl Chunks {
         if rows > 0 {
             let page = cache.narrow(0, pages, 1)?;
             views.push(page.narrow(1, 0, rows * FORMAT.data_bytes())?);
-            views.push(page.narrow(1, self.page_size * FORMAT.data_bytes(), rows * FORMAT.scale_bytes())?);
+            views.push(page.narrow(
+                1,
+                self.page_size * FORMAT.data_bytes(),
+                rows * FORMAT.scale_bytes(),
+            )?);
         }
         Ok(views)
     }
@@ -97,7 +108,8 @@ impl Operator for WriteInChunks {
 
     fn tensors(c: &Chunks) -> Specs {
         let tokens = [axis("num_tokens", c.num_tokens()), axis("head_dim", FORMAT.head_dim())];
-        let pages = [axis("num_pages", c.num_pages), axis("page_bytes", c.page_size * FORMAT.row_bytes())];
+        let pages =
+            [axis("num_pages", c.num_pages), axis("page_bytes", c.page_size * FORMAT.row_bytes())];
         let both = [axis("num_pages_of_both", 2 * c.num_pages), pages[1]];
         Specs::new(
             c.seed,
@@ -129,13 +141,22 @@ impl Operator for WriteInChunks {
 
     fn edge_cases(_: Profile) -> Vec<Chunks> {
         let full = Chunks { observes: true, ..Chunks::plain(&[7, 5, 8], 4) };
-        vec![Chunks::plain(&[1; 7], 2), Chunks::plain(&[4, 4, 5], 4), Chunks::plain(&[17, 14], 7), full]
+        vec![
+            Chunks::plain(&[1; 7], 2),
+            Chunks::plain(&[4, 4, 5], 4),
+            Chunks::plain(&[17, 14], 7),
+            full,
+        ]
     }
 
     fn amend(c: &Chunks, tensors: &mut Tensors) -> OracleResult<()> {
         tensors.set_i32s("slots", &(0..c.num_tokens() as i32).collect::<Vec<_>>());
         let mut draw = Draw::new(c.seed, "before");
-        tensors.bytes_mut("cache").into_iter().flatten().for_each(|byte| *byte = draw.rng().random());
+        tensors
+            .bytes_mut("cache")
+            .into_iter()
+            .flatten()
+            .for_each(|byte| *byte = draw.rng().random());
         Ok(())
     }
 
@@ -145,7 +166,10 @@ impl Operator for WriteInChunks {
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
             slots: t.host().i32s("slots"),
-            format: dsv4_reference::cache::kv_cache::RowFormat { nope_dim: FORMAT.nope_dim, rope_dim: FORMAT.rope_dim },
+            format: dsv4_reference::cache::kv_cache::RowFormat {
+                nope_dim: FORMAT.nope_dim,
+                rope_dim: FORMAT.rope_dim,
+            },
             page_size: c.page_size,
             pages: cache.bytes.clone(),
         };
@@ -158,7 +182,8 @@ impl Operator for WriteInChunks {
         let mut written = 0;
         for &len in &c.chunks {
             let [token, slot, count] = c.step(written, len);
-            let (kv, slots) = (v["kv"].narrow(0, token, count)?, v["slots"].narrow(0, slot, count)?);
+            let (kv, slots) =
+                (v["kv"].narrow(0, token, count)?, v["slots"].narrow(0, slot, count)?);
             let step = Views::from([("kv", &kv), ("slots", &slots), ("cache", &v["cache"])]);
             run.launch(|device| launcher::forward(device, &step, FORMAT, c.page_size))?;
             written += len;
@@ -202,17 +227,26 @@ impl Operator for WriteInChunks {
 }
 
 #[test]
-fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_declaration_refuses_it() {
+fn a_golden_file_of_a_declared_kind_is_a_case_that_the_kernels_run_unless_their_declaration_refuses_it()
+ {
     let made_of = |name: &str| {
         let operator = dsv4_parity::operator::golden_file::kind_of(name).to_owned();
         let config = serde_json::json!({ "made": name.split_once("__").expect("a kind").1 });
         let (name, tensors) = (name.to_owned(), Default::default());
-        let made = AnyOperator::of::<WriteInChunks>().golden(&GoldenFile { name, operator, config, tensors });
+        let made = AnyOperator::of::<WriteInChunks>().golden(&GoldenFile {
+            name,
+            operator,
+            config,
+            tensors,
+        });
         made.map(|cases| cases.len()).map_err(|error| error.to_string())
     };
     assert_eq!((made_of("chunks__whole"), made_of("pages__whole")), (Ok(1), Ok(0)));
     let unmatched = made_of("chunks__renamed").unwrap_err();
-    assert!(unmatched.contains("chunks__renamed is about `write_in_chunks`, which makes no case"), "{unmatched}");
+    assert!(
+        unmatched.contains("chunks__renamed is about `write_in_chunks`, which makes no case"),
+        "{unmatched}"
+    );
     let spared = made_of("chunks__spared").unwrap_err();
     assert!(spared.contains("left out of the kernels, which take it: it is too long"), "{spared}");
 }
@@ -239,7 +273,10 @@ fn a_state_written_in_steps_is_what_the_oracle_writes_at_once_in_every_layout() 
     for outcome in outcomes {
         assert!(outcome.passed(), "{:?}", outcome.failures().collect::<Vec<_>>());
         for check in ["forward", "inputs_unchanged", LAW] {
-            assert!(outcome.checks.iter().any(|record| record.check == check), "`{check}` was not made");
+            assert!(
+                outcome.checks.iter().any(|record| record.check == check),
+                "`{check}` was not made"
+            );
         }
         assert!(outcome.paths.len() > 1, "one launch is no sequence of steps");
     }
@@ -258,7 +295,10 @@ fn a_token_left_out_at_a_chunk_border_is_seen_by_the_oracle_and_by_the_law() {
 fn a_step_that_changes_what_was_final_is_seen_between_the_steps() {
     for outcome in outcomes(Border::SlotOfTheTokenBefore) {
         let failed = failed(&outcome);
-        assert!(["forward", "inputs_unchanged", LAW].iter().all(|check| failed.contains(check)), "{failed:?}");
+        assert!(
+            ["forward", "inputs_unchanged", LAW].iter().all(|check| failed.contains(check)),
+            "{failed:?}"
+        );
         let frozen = outcome.failures().find(|check| check.check == "inputs_unchanged");
         assert_eq!(frozen.map(|check| check.tensor.as_str()), Some("cache"));
     }
@@ -266,10 +306,14 @@ fn a_step_that_changes_what_was_final_is_seen_between_the_steps() {
 
 #[test]
 fn an_output_beside_a_state_that_is_observed_stays_compared() {
-    let observing =
-        outcomes(Border::Right).into_iter().filter(|outcome| outcome.checks.iter().any(|c| c.tensor == "fresh"));
+    let observing = outcomes(Border::Right)
+        .into_iter()
+        .filter(|outcome| outcome.checks.iter().any(|c| c.tensor == "fresh"));
     let observing: Vec<Outcome> = observing.collect();
     assert_eq!(observing.len(), 1);
     let forward = observing[0].checks.iter().filter(|check| check.check == "forward");
-    assert_eq!(forward.map(|check| check.tensor.as_str()).collect::<Vec<_>>(), ["fresh", "pages_of_both"]);
+    assert_eq!(
+        forward.map(|check| check.tensor.as_str()).collect::<Vec<_>>(),
+        ["fresh", "pages_of_both"]
+    );
 }

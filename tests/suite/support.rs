@@ -53,14 +53,18 @@ fn open() -> Device {
     let device = opened.unwrap_or_else(|error| panic!("no device to test on: {error}"));
     if backend() == BackendKind::Cuda {
         static DIVIDED: Once = Once::new();
-        DIVIDED.call_once(|| divide_memory().unwrap_or_else(|error| panic!("dividing the GPU's memory: {error:#}")));
+        DIVIDED.call_once(|| {
+            divide_memory().unwrap_or_else(|error| panic!("dividing the GPU's memory: {error:#}"))
+        });
     }
     device
 }
 
 /// Has cases that take much of the GPU's memory wait for each other: its threads share it.
 fn divide_memory() -> anyhow::Result<()> {
-    let gpu = std::env::var_os("PARITY_CUDA_DEVICE").filter(|gpu| !gpu.is_empty()).unwrap_or_else(|| "0".into());
+    let gpu = std::env::var_os("PARITY_CUDA_DEVICE")
+        .filter(|gpu| !gpu.is_empty())
+        .unwrap_or_else(|| "0".into());
     let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
     let folder = temporary_folder("turns-")?.keep();
     turns::prepare(&folder, cuda::device_memory(&gpu)?, threads)?;

@@ -17,8 +17,8 @@ use dsv4_parity::judge::triangulation::triangulate;
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::judge::yardstick::working_precisions;
 use dsv4_parity::operator::{
-    Arithmetic, Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Profile,
-    Relation, Side,
+    Arithmetic, Comparison, GradientProbe, Grid, KernelRun, KernelTensor, Law, OracleTensor,
+    PreparedCase, Profile, Relation, Side,
 };
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
@@ -54,7 +54,10 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
 
 /// A sweep without edge cases either.
 fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
-    SweepOptions { edge_cases: GivenCases::Lots { most: 0, seed }, ..options(cases, seed, CheckOptions::of_kernels(0)) }
+    SweepOptions {
+        edge_cases: GivenCases::Lots { most: 0, seed },
+        ..options(cases, seed, CheckOptions::of_kernels(0))
+    }
 }
 
 #[test]
@@ -63,15 +66,18 @@ fn cases_with_huge_steps_need_little_of_a_gpu() {
     const MUCH: u64 = 8 << 30;
     // Whose inputs are soon drawn.
     const SMALL: u128 = 1 << 18;
-    let emulator = &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
+    let emulator =
+        &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
     let gpu = Environment { backend: BackendKind::Cuda, ..emulator.clone() };
     for operator in registry::OPERATORS {
         let mut huge_cases = 0;
         let small = |case: &Case| operator.elements(case).is_ok_and(|elements| elements <= SMALL);
         for case in operator.edge_cases(Profile::Ci).into_iter().filter(small) {
-            let steps = |number: &serde_json::Value| number.as_u64().is_some_and(|gap| gap >= 1 << 24);
-            let gaps =
-                |layout: &serde_json::Value| layout["gaps"].as_object().is_some_and(|gaps| gaps.values().any(steps));
+            let steps =
+                |number: &serde_json::Value| number.as_u64().is_some_and(|gap| gap >= 1 << 24);
+            let gaps = |layout: &serde_json::Value| {
+                layout["gaps"].as_object().is_some_and(|gaps| gaps.values().any(steps))
+            };
             let layouts = case.fields.get("layouts").and_then(|layouts| layouts.as_object());
             let huge = layouts.is_some_and(|layouts| layouts.values().any(gaps));
             let Ok(prepared) = operator.prepare(&case) else { continue };
@@ -94,19 +100,26 @@ fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
     };
     for name in ["sparse_attention", "decode_attention", "score_recompute"] {
         let operator = registry::find(name).unwrap();
-        let plan = |environment: &Environment| sweep::plan(operator, Vec::new(), &options, environment).unwrap();
+        let plan = |environment: &Environment| {
+            sweep::plan(operator, Vec::new(), &options, environment).unwrap()
+        };
         let hopper = |planned: &[PlannedCase]| {
-            planned.iter().filter(|one| one.case.fields["implementation"] == "hopper").count() as u64
+            planned.iter().filter(|one| one.case.fields["implementation"] == "hopper").count()
+                as u64
         };
         // Layouts that do not fit a GPU are skips of another kind, and as many on either.
-        let of_generation = |skips: Vec<Skip>| skips.into_iter().filter(|skip| !skip.why.contains("GiB")).collect();
+        let of_generation =
+            |skips: Vec<Skip>| skips.into_iter().filter(|skip| !skip.why.contains("GiB")).collect();
         let (all, none) = plan(&gpu("sm_90a"));
         let none: Vec<Skip> = of_generation(none);
         assert!(none.is_empty() && hopper(&all) > 3, "{none:?}");
         let (portable, skips) = plan(&gpu("sm_80"));
         let skips: Vec<Skip> = of_generation(skips);
         let [skip] = skips.as_slice() else { panic!("{skips:?}") };
-        assert_eq!((skip.what.as_str(), skip.count), (format!("cases of {name}").as_str(), hopper(&all)));
+        assert_eq!(
+            (skip.what.as_str(), skip.count),
+            (format!("cases of {name}").as_str(), hopper(&all))
+        );
         assert!(skip.why.contains("need sm_90a") && skip.why.contains("sm_80"), "{}", skip.why);
         assert_eq!((hopper(&portable), portable.len() as u64 + skip.count), (0, all.len() as u64));
     }
@@ -136,7 +149,8 @@ fn the_same_seed_draws_the_same_cases_and_another_seed_others() {
     let operator = registry::find("rope").unwrap();
     let drawn = |seed| -> Vec<Case> {
         let options = options(2, seed, CheckOptions::of_kernels(0));
-        let (planned, _) = sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
+        let (planned, _) =
+            sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
         planned.into_iter().map(|planned| planned.case).collect()
     };
     let first = drawn(5);
@@ -150,9 +164,17 @@ fn edge_cases_are_drawn_by_lot_in_their_order_and_the_others_are_counted() {
     let all: Vec<Case> = operator.edge_cases(Profile::Quick);
     let drawn = |edge_cases| {
         let options = SweepOptions { edge_cases, ..options(0, 1, CheckOptions::of_kernels(0)) };
-        let (planned, skips) = sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
+        let (planned, skips) =
+            sweep::plan(operator, Vec::new(), &options, support::device().environment()).unwrap();
         let cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).collect();
-        (cases, skips.iter().filter(|skip| skip.what == "edge cases of rope").map(|skip| skip.count).sum::<u64>())
+        (
+            cases,
+            skips
+                .iter()
+                .filter(|skip| skip.what == "edge cases of rope")
+                .map(|skip| skip.count)
+                .sum::<u64>(),
+        )
     };
     let lots = |most, seed| drawn(GivenCases::Lots { most, seed });
     assert_eq!(drawn(GivenCases::All), (all.clone(), 0));
@@ -170,15 +192,20 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     let tree = support::device().tree();
     let text = tree.text(file).unwrap();
     assert_eq!(text.matches(mean).count(), 1);
-    let wrong = tree.with_text(file, text.replace(mean, &mean.replace("(width)", "(width + 1)")), "a wrong mean");
+    let wrong = tree.with_text(
+        file,
+        text.replace(mean, &mean.replace("(width)", "(width + 1)")),
+        "a wrong mean",
+    );
     let device = support::device().with_tree(wrong);
     let (options, mut collected) = (drawn_alone(1, 3), Collected::default());
     sweep::sweep(registry::find("rms_norm").unwrap(), &device, &options, &mut collected).unwrap();
     let records = collected.records;
     let [drawn, small] = &records[records.len() - 2..] else { panic!("nothing was shrunk") };
     assert_eq!((drawn.origin, small.origin), (Origin::Drawn, Origin::Shrunk));
-    let failed =
-        |record: &CaseRecord| record.checks.iter().find(|c| c.verdict != Verdict::Pass).map(|c| c.check.clone());
+    let failed = |record: &CaseRecord| {
+        record.checks.iter().find(|c| c.verdict != Verdict::Pass).map(|c| c.check.clone())
+    };
     let first = failed(drawn).expect("the drawn case fails");
     assert!(small.checks.iter().any(|c| c.verdict != Verdict::Pass && c.check == first));
     let elements = |record: &CaseRecord| {
@@ -215,7 +242,11 @@ impl Runner for MadeUp<'_> {
             let tensor = HostTensor::from_f64(DType::F32, &exact.shape, &values);
             KernelTensor::new(exact.name, tensor)
         };
-        Ok(KernelRun { tensors: exact.iter().map(tensor).collect(), violations: vec![], paths: vec![] })
+        Ok(KernelRun {
+            tensors: exact.iter().map(tensor).collect(),
+            violations: vec![],
+            paths: vec![],
+        })
     }
 
     fn environment(&self) -> &Environment {
@@ -237,17 +268,24 @@ impl Runner for MadeUp<'_> {
 
 /// Sweeps the made-up kernels of rms_norm; also returns the cases that ran, those that were made smaller among them, and
 /// how long it took.
-fn sweep_made_up(spoilt: &[&'static str], options: &SweepOptions) -> (Collected, Vec<Skip>, (Vec<Case>, Duration)) {
+fn sweep_made_up(
+    spoilt: &[&'static str],
+    options: &SweepOptions,
+) -> (Collected, Vec<Skip>, (Vec<Case>, Duration)) {
     let start = Instant::now();
-    let (runner, mut collected) = (MadeUp { spoilt, cases: RefCell::default() }, Collected::default());
-    let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, options, &mut collected).unwrap();
+    let (runner, mut collected) =
+        (MadeUp { spoilt, cases: RefCell::default() }, Collected::default());
+    let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, options, &mut collected)
+        .unwrap();
     (collected, skips, (runner.cases.into_inner(), start.elapsed()))
 }
 
 /// Check and tensor at which each case that was made smaller fails first.
 fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
     let records = collected.records.iter().filter(|record| record.origin == Origin::Shrunk);
-    let failure = |record: &'_ CaseRecord| record.checks.iter().position(|check| check.verdict != Verdict::Pass);
+    let failure = |record: &'_ CaseRecord| {
+        record.checks.iter().position(|check| check.verdict != Verdict::Pass)
+    };
     let mut found = Vec::new();
     for record in records {
         let check = &record.checks[failure(record).expect("what was made smaller still fails")];
@@ -267,17 +305,29 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
     if let Some(record) = passing.records.iter().find(failed) {
         panic!("what is not spoilt fails: {}", sweep::failure_text(record));
     }
-    let swept: Vec<_> = failing.records.iter().filter(|record| record.origin != Origin::Shrunk).collect();
+    let swept: Vec<_> =
+        failing.records.iter().filter(|record| record.origin != Origin::Shrunk).collect();
     assert_eq!(swept.len(), failing.planned, "every case is listed");
     // The drawn ones are the last; where y is zero, it is right with any factor.
     let drawn = swept[swept.len() - 12..].iter().filter(|record| failed(record)).count() as u64;
     assert!(drawn > 6, "{drawn} of 12 drawn cases fail");
     assert_eq!(shrunk(&failing), [("forward", "y")]);
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
-    assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rms_norm made smaller", drawn - 1));
+    assert_eq!(
+        (skip.what.as_str(), skip.count),
+        ("failing cases of rms_norm made smaller", drawn - 1)
+    );
     // A case that fails is made smaller no longer than the cases took until then, but for the last one that ran.
-    assert!(cases.0.len() > of_a_pass.0.len(), "{cases:?} ran where a sweep that passes runs {of_a_pass:?}");
-    assert!(cases.1 <= 3 * of_a_pass.1, "{:?} where a sweep that passes takes {:?}", cases.1, of_a_pass.1);
+    assert!(
+        cases.0.len() > of_a_pass.0.len(),
+        "{cases:?} ran where a sweep that passes runs {of_a_pass:?}"
+    );
+    assert!(
+        cases.1 <= 3 * of_a_pass.1,
+        "{:?} where a sweep that passes takes {:?}",
+        cases.1,
+        of_a_pass.1
+    );
 }
 
 #[test]
@@ -285,7 +335,12 @@ fn shrinking_runs_no_case_twice_and_ends_where_nothing_smaller_fails() {
     let options = drawn_alone(1, 3);
     let (collected, _, (ran, time)) = sweep_made_up(&["y"], &options);
     let small = collected.records.last().expect("a record");
-    assert_eq!((&small.case["num_rows"], &small.case["width"]), (&1.into(), &1.into()), "{}", small.case);
+    assert_eq!(
+        (&small.case["num_rows"], &small.case["width"]),
+        (&1.into(), &1.into()),
+        "{}",
+        small.case
+    );
     assert!(time < Duration::from_secs(5), "it ended with its time: {time:?}");
     // What is left of the case is checked once more, like any other.
     let (last, tried) = ran.split_last().expect("cases ran");
@@ -423,12 +478,24 @@ fn fake(values: Vec<f64>) -> Fake {
     fake_with(move |_| Ok(output(&values)))
 }
 
-fn fake_with(kernel: impl Fn(Contract) -> Result<KernelRun, RuntimeError> + Sync + 'static) -> Fake {
-    Fake { exact: exact(), spread: SPREAD, kernel: Box::new(kernel), laws: Box::new(Vec::new), empty_probe: false }
+fn fake_with(
+    kernel: impl Fn(Contract) -> Result<KernelRun, RuntimeError> + Sync + 'static,
+) -> Fake {
+    Fake {
+        exact: exact(),
+        spread: SPREAD,
+        kernel: Box::new(kernel),
+        laws: Box::new(Vec::new),
+        empty_probe: false,
+    }
 }
 
 fn check(fake: &Fake) -> Outcome {
-    checks::run(fake, support::device(), CheckOptions { power: false, ..CheckOptions::everything(0) })
+    checks::run(
+        fake,
+        support::device(),
+        CheckOptions { power: false, ..CheckOptions::everything(0) },
+    )
 }
 
 /// The checks that did not pass must be exactly these.
@@ -458,7 +525,8 @@ fn allowed() -> Budget {
 fn a_kernel_that_is_right_passes_every_check() {
     let outcome = check(&fake(exact()));
     assert!(outcome.passed(), "{:#?}", outcome.failures().collect::<Vec<_>>());
-    let compared = outcome.checks.iter().find(|c| c.check == "forward").expect("a forward check").compared;
+    let compared =
+        outcome.checks.iter().find(|c| c.check == "forward").expect("a forward check").compared;
     assert_eq!(compared, (ROWS * WIDTH) as u64);
 }
 
@@ -470,7 +538,8 @@ fn no_check_at_all_is_no_pass() {
 #[test]
 fn a_nan_or_infinity_of_the_kernel_fails() {
     for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let expected = ["forward", "finite", "bias", "precision", "special_values"].map(|check| (check, Verdict::Fail));
+        let expected = ["forward", "finite", "bias", "precision", "special_values"]
+            .map(|check| (check, Verdict::Fail));
         assert_fails(&fake(with_element(37, value)), &expected);
     }
     assert_fails(
@@ -488,7 +557,10 @@ fn a_finite_value_where_the_oracle_has_none_fails() {
         let right = Fake { exact: oracle.clone(), ..fake(oracle) };
         assert!(check(&right).passed());
     }
-    let negated = Fake { exact: with_element(37, f64::INFINITY), ..fake(with_element(37, f64::NEG_INFINITY)) };
+    let negated = Fake {
+        exact: with_element(37, f64::INFINITY),
+        ..fake(with_element(37, f64::NEG_INFINITY))
+    };
     assert_fails(&negated, &[("special_values", Verdict::Fail)]);
 }
 
@@ -519,7 +591,9 @@ fn many_elements_within_their_budgets_fail_when_together_they_are_too_far_off() 
     let off = |share: f64| -> Vec<f64> {
         let moved = |(i, (value, allowed)): (usize, (&f64, &f64))| {
             // To both sides, so that there is no bias.
-            value + if (i + i / WIDTH).is_multiple_of(2) { share * allowed } else { -share * allowed } * value.signum()
+            value
+                + if (i + i / WIDTH).is_multiple_of(2) { share * allowed } else { -share * allowed }
+                    * value.signum()
         };
         exact().iter().zip(&budget.allowed).enumerate().map(moved).collect()
     };
@@ -532,7 +606,8 @@ fn many_elements_within_their_budgets_fail_when_together_they_are_too_far_off() 
 #[test]
 fn a_uniform_relative_error_within_every_budget_is_a_bias() {
     // Each element is off by a fifth of what the runs scatter, all of them to one side.
-    let biased = |sign: f64| fake(exact().iter().map(|value| value * (1.0 + sign * SPREAD)).collect());
+    let biased =
+        |sign: f64| fake(exact().iter().map(|value| value * (1.0 + sign * SPREAD)).collect());
     for sign in [-1.0, 1.0] {
         assert_fails(&biased(sign), &[("bias", Verdict::Fail)]);
         assert!(check(&biased(0.05 * sign)).passed());
@@ -543,7 +618,9 @@ fn a_uniform_relative_error_within_every_budget_is_a_bias() {
 fn a_tensor_that_an_error_of_a_tenth_would_pass_counts_as_no_agreement() {
     let powerless = check(&Fake { spread: 1.0, ..fake(exact()) });
     assert!(powerless.passed() && !powerless.checks.iter().any(|check| check.check == "forward"));
-    assert!(powerless.skips.iter().any(|skip| skip.what == "agreement of y" && skip.why == POWERLESS));
+    assert!(
+        powerless.skips.iter().any(|skip| skip.what == "agreement of y" && skip.why == POWERLESS)
+    );
     // What is beyond even such a budget is still wrong.
     let far = Fake { spread: 1.0, ..fake(with_element(37, 1e6)) };
     assert!(check(&far).failures().any(|check| check.check == "forward"));
@@ -585,7 +662,11 @@ fn elements_that_were_never_written_are_noticed() {
     };
     let outcome = check(&fake_with(poisoned));
     let unwritten = outcome.failures().find(|c| c.check == "fully_written").expect("noticed");
-    assert!(unwritten.message.contains("1 of 128") && unwritten.message.contains("[2, 5]"), "{}", unwritten.message);
+    assert!(
+        unwritten.message.contains("1 of 128") && unwritten.message.contains("[2, 5]"),
+        "{}",
+        unwritten.message
+    );
     assert!(outcome.failures().any(|c| c.check == "poison_independent"));
 }
 
@@ -617,15 +698,21 @@ fn a_second_run_with_one_other_bit_is_noticed_unless_the_sum_is_atomic() {
 
 #[test]
 fn forbidden_writes_are_noticed() {
-    for (kind, expected) in
-        [(ViolationKind::Guard, "guards"), (ViolationKind::Gap, "guards"), (ViolationKind::Input, "inputs_unchanged")]
-    {
+    for (kind, expected) in [
+        (ViolationKind::Guard, "guards"),
+        (ViolationKind::Gap, "guards"),
+        (ViolationKind::Input, "inputs_unchanged"),
+    ] {
         let violation = Violation { buffer: "weight".into(), kind, bytes: 3, first_offset: -5 };
-        let writing = move |_| Ok(KernelRun { violations: vec![violation.clone()], ..output(&exact()) });
+        let writing =
+            move |_| Ok(KernelRun { violations: vec![violation.clone()], ..output(&exact()) });
         let outcome = check(&fake_with(writing));
         let failed: Vec<_> = outcome.failures().collect();
         // Every run of the case has it, and it is one overwrite.
-        assert!(matches!(failed[..], [one] if one.check == expected && one.tensor == "weight"), "{failed:#?}");
+        assert!(
+            matches!(failed[..], [one] if one.check == expected && one.tensor == "weight"),
+            "{failed:#?}"
+        );
         assert!(failed[0].message.contains("-5"));
     }
 }
@@ -649,10 +736,18 @@ fn a_fault_is_a_failure_and_a_refusal_an_error() {
         Err(RuntimeError::Fault { kernel, block, thread, what: "divergence".into() })
     };
     assert_fails(&fake_with(fault), &[("launch", Verdict::Fail)]);
-    assert_fails(&fake_with(|_| Err(RuntimeError::argument("fake", "x", "5 is odd"))), &[("launch", Verdict::Error)]);
-    let endless = check(&fake_with(|_| Err(RuntimeError::argument("fake", "x", "odd ".repeat(1 << 18)))));
+    assert_fails(
+        &fake_with(|_| Err(RuntimeError::argument("fake", "x", "5 is odd"))),
+        &[("launch", Verdict::Error)],
+    );
+    let endless =
+        check(&fake_with(|_| Err(RuntimeError::argument("fake", "x", "odd ".repeat(1 << 18)))));
     let said = &endless.failures().next().expect("a refusal").message;
-    assert!(said.chars().count() < 2100 && said.ends_with(" more characters"), "{} characters", said.len());
+    assert!(
+        said.chars().count() < 2100 && said.ends_with(" more characters"),
+        "{} characters",
+        said.len()
+    );
 }
 
 #[test]
@@ -661,7 +756,10 @@ fn a_comparison_of_no_element_is_an_error() {
     let outcome = check(&fake);
     let empty: Vec<_> = outcome.checks.iter().filter(|c| c.check == "oracle_gradients").collect();
     assert_eq!(empty.len(), 3);
-    assert!(empty.iter().all(|c| c.verdict == Verdict::Error && c.message == "compared no element"), "{empty:#?}");
+    assert!(
+        empty.iter().all(|c| c.verdict == Verdict::Error && c.message == "compared no element"),
+        "{empty:#?}"
+    );
 }
 
 /// A fake with one law, whose variant's kernel returns these values.
@@ -682,7 +780,8 @@ fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
     let doubled: Vec<f64> = exact().iter().map(|v| 2.0 * v).collect();
     let times = || Relation::Times(2.0);
     let permuted = || Relation::PermutedRows((0..ROWS).rev().collect());
-    let halves = || Relation::MadeOf(Rc::new(|variant| variant.to_f64().iter().map(|v| v / 2.0).collect()));
+    let halves =
+        || Relation::MadeOf(Rc::new(|variant| variant.to_f64().iter().map(|v| v / 2.0).collect()));
     let first_rows = || Relation::EqualRows(Rc::new(|row| row < 4));
     let nudge = |values: &[f64], index: usize| {
         let mut values = values.to_vec();
@@ -691,8 +790,12 @@ fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
     };
     let broken = [("law: made up", Verdict::Fail)];
     type MakeRelation = fn() -> Relation;
-    let cases: [(Vec<f64>, MakeRelation); 4] =
-        [(doubled.clone(), times), (reversed_rows(), permuted), (exact(), first_rows), (doubled, halves)];
+    let cases: [(Vec<f64>, MakeRelation); 4] = [
+        (doubled.clone(), times),
+        (reversed_rows(), permuted),
+        (exact(), first_rows),
+        (doubled, halves),
+    ];
     for (right, relation) in cases {
         let outcome = check(&with_law(right.clone(), relation));
         assert!(outcome.passed(), "{:#?}", outcome.failures().collect::<Vec<_>>());
@@ -710,8 +813,14 @@ fn a_law_up_to_rounding_allows_the_budgets_of_both_runs_and_no_more() {
     let allowed = allowed().allowed;
     let moved = |share: f64| with_element(37, exact()[37] + share * allowed[37]);
     assert!(check(&with_law(moved(1.9), || Relation::WithinBudget)).passed());
-    assert_fails(&with_law(moved(2.1), || Relation::WithinBudget), &[("law: made up", Verdict::Fail)]);
-    assert_fails(&with_law(with_element(37, f64::NAN), || Relation::WithinBudget), &[("law: made up", Verdict::Fail)]);
+    assert_fails(
+        &with_law(moved(2.1), || Relation::WithinBudget),
+        &[("law: made up", Verdict::Fail)],
+    );
+    assert_fails(
+        &with_law(with_element(37, f64::NAN), || Relation::WithinBudget),
+        &[("law: made up", Verdict::Fail)],
+    );
 }
 
 #[test]
@@ -724,7 +833,10 @@ fn a_law_about_a_tensor_that_the_kernel_does_not_return_is_an_error() {
             left_out: None,
         }]
     };
-    assert_fails(&Fake { laws: Box::new(laws), ..fake(exact()) }, &[("law: made up", Verdict::Error)]);
+    assert_fails(
+        &Fake { laws: Box::new(laws), ..fake(exact()) },
+        &[("law: made up", Verdict::Error)],
+    );
 }
 
 // ---------------------------------------------------------------- other comparisons
@@ -776,7 +888,9 @@ fn counts(comparison: Comparison, values: &[f64], dtype: DType) -> Declared {
     let tensor = HostTensor::from_f64(dtype, &[2, 4], values);
     Declared {
         exact: vec![of_oracle("counts", &[2, 4], &[5.0, 9.0, 12.0, 7.0, 40.0, 3.0, 8.0, 6.0])],
-        noisy: |tensor, draw| tensor.values.iter_mut().for_each(|v| *v += (2.0 * draw.normal()).round()),
+        noisy: |tensor, draw| {
+            tensor.values.iter_mut().for_each(|v| *v += (2.0 * draw.normal()).round())
+        },
         found: vec![KernelTensor { comparison, ..KernelTensor::new("counts", tensor) }],
     }
 }
@@ -791,20 +905,31 @@ fn an_exact_tensor_is_equal_or_wrong_however_much_the_oracles_runs_differ() {
         let failures = failures_of(&counts(Comparison::Exact, &wrong, dtype), "counts");
         let [(check, Verdict::Fail, message)] = failures.as_slice() else { panic!("{failures:?}") };
         assert_eq!(check, "forward");
-        assert!(message.contains("1 of 8") && message.contains("[1, 2]: kernel 9, oracle 8"), "{message}");
+        assert!(
+            message.contains("1 of 8") && message.contains("[1, 2]: kernel 9, oracle 8"),
+            "{message}"
+        );
     }
     // As a rounded tensor the same mistake would pass for rounding.
-    assert!(!failures_of(&counts(Comparison::Rounded, &wrong, DType::I32), "counts").iter().any(|f| f.0 == "forward"));
+    assert!(
+        !failures_of(&counts(Comparison::Rounded, &wrong, DType::I32), "counts")
+            .iter()
+            .any(|f| f.0 == "forward")
+    );
 }
 
 #[test]
 fn an_integer_that_f64_cannot_tell_from_the_oracles_is_wrong() {
     let large = (1i64 << 53) + 1;
-    let tensor = HostTensor { dtype: DType::I64, shape: vec![1], bytes: large.to_ne_bytes().into() };
+    let tensor =
+        HostTensor { dtype: DType::I64, shape: vec![1], bytes: large.to_ne_bytes().into() };
     let operator = Declared {
         exact: vec![of_oracle("id", &[1], &[large as f64])],
         noisy: |_, _| {},
-        found: vec![KernelTensor { comparison: Comparison::Exact, ..KernelTensor::new("id", tensor) }],
+        found: vec![KernelTensor {
+            comparison: Comparison::Exact,
+            ..KernelTensor::new("id", tensor)
+        }],
     };
     assert_eq!(failures_of(&operator, "id").len(), 1);
 }
@@ -864,7 +989,9 @@ fn a_selection_may_differ_where_scores_are_within_their_budgets_and_nowhere_else
     ];
     for (chosen, expected) in wrong {
         let failures = failures_of(&selection(chosen, "scores"), "indices");
-        let [(check, Verdict::Fail, message)] = failures.as_slice() else { panic!("{chosen:?}: {failures:?}") };
+        let [(check, Verdict::Fail, message)] = failures.as_slice() else {
+            panic!("{chosen:?}: {failures:?}")
+        };
         assert!(check == "forward" && message.contains(expected), "{message}");
     }
 }
@@ -877,7 +1004,9 @@ fn a_tensor_of_the_oracle_alone_is_legal_only_where_a_comparison_consults_it() {
     exact.found[0].comparison = Comparison::Exact;
     assert_eq!(failures_of(&exact, "scores").len(), 1);
     let failures = failures_of(&selection(right(), "logits"), "indices");
-    assert!(matches!(failures.as_slice(), [(_, Verdict::Error, message)] if message.contains("`logits`")));
+    assert!(
+        matches!(failures.as_slice(), [(_, Verdict::Error, message)] if message.contains("`logits`"))
+    );
     let mut floats = selection(right(), "scores");
     floats.found[0].tensor = HostTensor::from_f64(DType::F32, &[2, SELECTED], &[0.0; 2 * SELECTED]);
     assert!(matches!(failures_of(&floats, "indices").as_slice(), [(_, Verdict::Error, _)]));
@@ -923,9 +1052,11 @@ impl Multiplied {
         let operand = |name: &str, shape: [usize; 2]| {
             let mut draw = Draw::new(3, name);
             let values: Vec<f64> = (0..shape[0] * shape[1]).map(|_| draw.normal()).collect();
-            candle_core::Tensor::from_vec(values, &shape, &candle_core::Device::Cpu).expect("an operand")
+            candle_core::Tensor::from_vec(values, &shape, &candle_core::Device::Cpu)
+                .expect("an operand")
         };
-        let product = rounding.matmul_f32(&operand("a", [4, 32]), &operand("b", [32, 8])).expect("a product");
+        let product =
+            rounding.matmul_f32(&operand("a", [4, 32]), &operand("b", [32, 8])).expect("a product");
         let values = product.flatten_all().and_then(|flat| flat.to_vec1()).expect("elements");
         Ok(vec![of_oracle("y", &[4, 8], &values)])
     }
@@ -940,7 +1071,11 @@ impl PreparedCase for Multiplied {
         Self::run(Rounding::new(precision))
     }
 
-    fn oracle_sharing(&self, precision: Precision, products: &Products) -> Result<Vec<OracleTensor>, CaseError> {
+    fn oracle_sharing(
+        &self,
+        precision: Precision,
+        products: &Products,
+    ) -> Result<Vec<OracleTensor>, CaseError> {
         let tensors = Self::run(Rounding::sharing(precision, products));
         self.products.fetch_max(products.multiplied() as u32, Ordering::Relaxed);
         tensors

@@ -33,7 +33,8 @@ fn checked(thread: usize, operators: usize, start: &Barrier) -> Result<(usize, u
     let mut replayed = 0;
     for turn in 0..operators {
         // Each begins with another one: kernels of all kinds run beside each other.
-        let operator = registry::find(OPERATORS[(thread + turn) % OPERATORS.len()]).expect("an operator");
+        let operator =
+            registry::find(OPERATORS[(thread + turn) % OPERATORS.len()]).expect("an operator");
         let case = smallest(operator);
         let prepared = operator.prepare(&case).map_err(|error| error.to_string())?;
         let outcome = checks::run(&*prepared, device, CheckOptions::of_kernels(1));
@@ -53,11 +54,13 @@ fn eight_threads_check_record_and_replay_at_once_each_on_a_device_of_its_own() {
     let (start, operators) = (Barrier::new(THREADS), if is_gpu { OPERATORS.len() } else { 1 });
     let found: Vec<Result<(usize, usize), String>> = thread::scope(|scope| {
         let start = &start;
-        let threads: Vec<_> =
-            (0..THREADS).map(|thread| scope.spawn(move || checked(thread, operators, start))).collect();
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| scope.spawn(move || checked(thread, operators, start)))
+            .collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
     });
-    let found: Vec<_> = found.into_iter().map(|found| found.unwrap_or_else(|failed| panic!("{failed}"))).collect();
+    let found: Vec<_> =
+        found.into_iter().map(|found| found.unwrap_or_else(|failed| panic!("{failed}"))).collect();
     let devices: BTreeSet<usize> = found.iter().map(|(device, _)| *device).collect();
     assert_eq!(devices.len(), THREADS, "threads shared a device");
     let records = if is_gpu { operators } else { 0 };

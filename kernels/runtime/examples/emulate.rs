@@ -7,7 +7,8 @@ use std::path::Path;
 
 use dsv4_runtime::params::Params;
 use dsv4_runtime::{
-    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig, SourceTree,
+    BackendKind, Contract, DType, Device, DeviceArena, DeviceOptions, HostTensor, LaunchConfig,
+    SourceTree,
 };
 
 const TILE: usize = 64;
@@ -18,7 +19,8 @@ const TILE: usize = 64;
 /// No C++ compiler, and whatever the kernel did that no kernel may do.
 pub fn wrong_elements(seed: Option<u64>) -> Result<usize, Box<dyn Error>> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let tree = SourceTree::from_dir(&here.join("examples"))?.with_headers_of(&here.join("../cuda/base"))?;
+    let tree = SourceTree::from_dir(&here.join("examples"))?
+        .with_headers_of(&here.join("../cuda/base"))?;
     let device = Device::open(BackendKind::Emulator, DeviceOptions::of(tree))?;
     device.backend().set_schedule_seed(seed);
 
@@ -27,9 +29,11 @@ pub fn wrong_elements(seed: Option<u64>) -> Result<usize, Box<dyn Error>> {
     let x: Vec<f64> = (0..4 * TILE).map(|i| i as f64).collect();
     let x_view = arena.input("x", &HostTensor::from_f64(DType::F32, &[x.len()], &x))?;
     let y_view = arena.output("y", DType::F32, &[x.len()])?;
-    let params = Params::new("next_value").ptr("x", &x_view).ptr("y", &y_view).i64("count", x.len())?;
+    let params =
+        Params::new("next_value").ptr("x", &x_view).ptr("y", &y_view).i64("count", x.len())?;
     let launch = LaunchConfig { grid: [1, 1, 1], block: [TILE as u32, 1, 1], shared_bytes: 0 };
-    let stray = arena.run(|device| device.kernel("next_value.cu", &[], "next_value")?.launch(launch, &params))?;
+    let stray = arena
+        .run(|device| device.kernel("next_value.cu", &[], "next_value")?.launch(launch, &params))?;
     assert!(stray.is_empty(), "{stray:?}");
 
     let y = arena.download(&y_view)?.to_f64();

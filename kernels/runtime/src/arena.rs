@@ -116,7 +116,13 @@ impl Buffer {
     }
 
     /// Uploads a tensor into its view, which is all of the buffer that is not poison then.
-    fn hold(&mut self, view: &TensorView, tensor: &HostTensor, poison: u8, backend: &dyn Backend) -> Result<()> {
+    fn hold(
+        &mut self,
+        view: &TensorView,
+        tensor: &HostTensor,
+        poison: u8,
+        backend: &dyn Backend,
+    ) -> Result<()> {
         let mut bytes = vec![poison; self.touched.bytes()];
         let (offsets, piece) = view.pieces();
         for (offset, source) in offsets.iter().zip(tensor.bytes.chunks(piece.max(1))) {
@@ -151,7 +157,8 @@ impl Part {
     /// What lies before, in and behind these addresses.
     fn split(&self, addresses: &Range<u64>) -> [Self; 3] {
         let end = self.address + self.at.len() as u64;
-        let (first, last) = (addresses.start.clamp(self.address, end), addresses.end.clamp(self.address, end));
+        let (first, last) =
+            (addresses.start.clamp(self.address, end), addresses.end.clamp(self.address, end));
         [self.address..first, first..last, last..end].map(|range| {
             let start = self.at.start + (range.start - self.address) as usize;
             Self { address: range.start, at: start..start + (range.end - range.start) as usize }
@@ -187,7 +194,8 @@ impl Touched {
     fn download(&self, backend: &dyn Backend, addresses: &Range<u64>) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.bytes()];
         for part in &self.parts {
-            if part.address < addresses.end && addresses.start < part.address + part.at.len() as u64 {
+            if part.address < addresses.end && addresses.start < part.address + part.at.len() as u64
+            {
                 backend.download(part.address, &mut bytes[part.at.clone()])?;
             }
         }
@@ -230,13 +238,21 @@ impl Layout {
         let mut axes = order.to_vec();
         axes.sort_unstable();
         if !axes.into_iter().eq(0..shape.len()) {
-            let reason = format!("{order:?} is no permutation of the {} axes of shape {shape:?}", shape.len());
+            let reason = format!(
+                "{order:?} is no permutation of the {} axes of shape {shape:?}",
+                shape.len()
+            );
             return Err(refused("order", reason));
         }
         if gaps.len() != shape.len() {
-            return Err(refused("gaps", format!("{gaps:?} are not as many as the axes of shape {shape:?}")));
+            return Err(refused(
+                "gaps",
+                format!("{gaps:?} are not as many as the axes of shape {shape:?}"),
+            ));
         }
-        let too_large = || refused("gaps", format!("{gaps:?} and shape {shape:?} make more than 2^60 elements"));
+        let too_large = || {
+            refused("gaps", format!("{gaps:?} and shape {shape:?} make more than 2^60 elements"))
+        };
         let mut strides = vec![1; shape.len()];
         // Elements from one step of the axis at hand to the next, and from the buffer's first to its last so far.
         let (mut step, mut elements) = (Some(1usize), 1usize);
@@ -244,7 +260,8 @@ impl Layout {
             let stride = step.filter(|&stride| stride <= MOST_ELEMENTS).ok_or_else(too_large)?;
             strides[axis] = stride as i64;
             let behind_first = shape[axis].saturating_sub(1).checked_mul(stride);
-            elements = behind_first.and_then(|run| run.checked_add(elements)).ok_or_else(too_large)?;
+            elements =
+                behind_first.and_then(|run| run.checked_add(elements)).ok_or_else(too_large)?;
             let run = shape[axis].checked_mul(stride).and_then(|run| run.checked_add(gaps[axis]));
             // An empty run without a gap: as in `dense_strides`.
             step = if run == Some(0) { Some(stride) } else { run };
@@ -267,24 +284,33 @@ impl Layout {
     /// The same where memory is had in multiples of `piece` bytes.
     pub fn memory_bytes(&self, shape: &[usize], dtype: DType, piece: usize) -> u128 {
         let wide = |count: usize| count as u128 * dtype.size() as u128;
-        let elements = shape.iter().fold(1u128, |product, &extent| product.saturating_mul(extent as u128));
+        let elements =
+            shape.iter().fold(1u128, |product, &extent| product.saturating_mul(extent as u128));
         let (buffer, tensor) = (wide(self.elements), elements.saturating_mul(dtype.size() as u128));
         if buffer <= SPARSE_BYTES as u128 || buffer / SPARSE_RATIO as u128 <= tensor {
             return buffer;
         }
         // Steps along some axes lead from one block to another, and along the others through a block.
-        let axes = || shape.iter().zip(&self.strides).map(|(&extent, &stride)| (extent as u128, stride.unsigned_abs()));
+        let axes = || {
+            shape
+                .iter()
+                .zip(&self.strides)
+                .map(|(&extent, &stride)| (extent as u128, stride.unsigned_abs()))
+        };
         let is_apart = |stride: u64| u128::from(stride) * dtype.size() as u128 > piece as u128;
         let blocks = axes().filter(|&(_, stride)| is_apart(stride)).map(|(extent, _)| extent);
         let of_block = axes().filter(|&(_, stride)| !is_apart(stride));
-        let span = of_block.fold(1u128, |span, (extent, stride)| span + (extent - 1) * u128::from(stride));
+        let span =
+            of_block.fold(1u128, |span, (extent, stride)| span + (extent - 1) * u128::from(stride));
         let bytes = span * dtype.size() as u128 + 2 * (BAND as u128 + piece as u128);
         blocks.fold(bytes, u128::saturating_mul).min(buffer)
     }
 
     /// Refuses what does not describe a tensor of `shape` within the buffer.
     fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
-        let refused = |reason| Err(RuntimeError::argument("DeviceArena", "layout", format!("`{name}`: {reason}")));
+        let refused = |reason| {
+            Err(RuntimeError::argument("DeviceArena", "layout", format!("`{name}`: {reason}")))
+        };
         let strides = &self.strides;
         if strides.len() != shape.len() || strides.iter().any(|&stride| stride < 0) {
             return refused(format!(
@@ -298,7 +324,10 @@ impl Layout {
             return Ok(());
         }
         let along = |(&extent, &stride): (&usize, &i64)| (extent - 1).checked_mul(stride as usize);
-        let last = shape.iter().zip(strides).try_fold(self.offset, |sum, axis| sum.checked_add(along(axis)?));
+        let last = shape
+            .iter()
+            .zip(strides)
+            .try_fold(self.offset, |sum, axis| sum.checked_add(along(axis)?));
         match last {
             Some(last) if last < self.elements => Ok(()),
             _ => refused(format!("{self:?} with shape {shape:?} reaches beyond its buffer")),
@@ -346,7 +375,13 @@ impl<'d> DeviceArena<'d> {
     /// # Errors
     /// A layout that does not fit the tensor; [`RuntimeError::TooLarge`] for one with more memory than the device can
     /// set apart; the device's.
-    pub fn upload(&mut self, name: &str, tensor: &HostTensor, layout: &Layout, role: Role) -> Result<TensorView> {
+    pub fn upload(
+        &mut self,
+        name: &str,
+        tensor: &HostTensor,
+        layout: &Layout,
+        role: Role,
+    ) -> Result<TensorView> {
         let tensor = &*self.device.exchanged(name, tensor)?;
         let view = self.place(name, tensor.dtype, &tensor.shape, layout, role)?;
         let backend = self.device.backend();
@@ -362,15 +397,21 @@ impl<'d> DeviceArena<'d> {
     /// # Errors
     /// A tensor of another type or shape, and a view that was not uploaded; the device's.
     pub fn rewrite(&mut self, view: &TensorView, tensor: &HostTensor) -> Result<()> {
-        let refused = |reason| Err(RuntimeError::argument("DeviceArena::rewrite", "tensor", reason));
+        let refused =
+            |reason| Err(RuntimeError::argument("DeviceArena::rewrite", "tensor", reason));
         if (tensor.dtype, &tensor.shape) != (view.dtype, &view.shape) {
-            return refused(format!("{tensor:?} in the place of {} {:?} `{}`", view.dtype, view.shape, view.name));
+            return refused(format!(
+                "{tensor:?} in the place of {} {:?} `{}`",
+                view.dtype, view.shape, view.name
+            ));
         }
         if view.elements() == 0 {
             return Ok(());
         }
         let (poison, backend) = (self.contract.poison, self.device.backend());
-        let uploaded = |buffer: &&mut Buffer| buffer.initial.is_some() && buffer.addresses().contains(&view.address);
+        let uploaded = |buffer: &&mut Buffer| {
+            buffer.initial.is_some() && buffer.addresses().contains(&view.address)
+        };
         match self.buffers.iter_mut().find(uploaded) {
             Some(buffer) => buffer.hold(view, tensor, poison, backend),
             None => refused(format!("`{}` was not uploaded here", view.name)),
@@ -382,7 +423,10 @@ impl<'d> DeviceArena<'d> {
     /// # Errors
     /// The device's.
     pub fn poison_again(&self) -> Result<()> {
-        self.buffers.iter().filter(|buffer| buffer.initial.is_none()).try_for_each(|buffer| self.poison(buffer))
+        self.buffers
+            .iter()
+            .filter(|buffer| buffer.initial.is_none())
+            .try_for_each(|buffer| self.poison(buffer))
     }
 
     /// Bytes that changed since everything was uploaded and poisoned, where no call has used this arena since: writes of a
@@ -404,7 +448,9 @@ impl<'d> DeviceArena<'d> {
                 continue;
             }
             let before = |at: usize| buffer.initial.as_ref().map_or(poison, |initial| initial[at]);
-            let from_start = |part: &Part, at| (part.address + at as u64) as i64 - buffer.allocation.address as i64;
+            let from_start = |part: &Part, at| {
+                (part.address + at as u64) as i64 - buffer.allocation.address as i64
+            };
             let changed = buffer.touched.parts.iter().flat_map(|part| {
                 let bytes = part.at.clone().enumerate().filter(|&(_, at)| now[at] != before(at));
                 bytes.map(move |(offset, _)| from_start(part, offset))
@@ -450,13 +496,22 @@ impl<'d> DeviceArena<'d> {
     /// Declares that the call also writes `view`, which lies in the buffer of an earlier tensor. Of a sparse buffer
     /// only that tensor's own rows and the bands beside them are there.
     pub fn also_writes(&mut self, view: &TensorView) {
-        if let Some(buffer) = self.buffers.iter_mut().find(|buffer| buffer.addresses().contains(&view.address)) {
+        if let Some(buffer) =
+            self.buffers.iter_mut().find(|buffer| buffer.addresses().contains(&view.address))
+        {
             buffer.writable.push(view.clone());
         }
     }
 
     /// A buffer with undefined contents, which becomes the last one.
-    fn place(&mut self, name: &str, dtype: DType, shape: &[usize], layout: &Layout, role: Role) -> Result<TensorView> {
+    fn place(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        layout: &Layout,
+        role: Role,
+    ) -> Result<TensorView> {
         layout.check(name, shape)?;
         let bytes = layout.elements * dtype.size();
         let offset = (layout.offset * dtype.size()) as u64;
@@ -464,7 +519,8 @@ impl<'d> DeviceArena<'d> {
         let mut view = TensorView { name: name.to_owned(), address: offset, dtype, shape, strides };
         let (backend, placement) = (self.device.backend(), self.contract.placement);
         let (allocation, touched) = if is_sparse(bytes, view.elements() * dtype.size()) {
-            let Reservation { allocation, touched } = backend.reserve(name, bytes, &banded_pieces(&view), placement)?;
+            let Reservation { allocation, touched } =
+                backend.reserve(name, bytes, &banded_pieces(&view), placement)?;
             (allocation, Touched::new(&touched))
         } else {
             let allocation = backend.allocate(name, bytes, placement)?;
@@ -474,13 +530,24 @@ impl<'d> DeviceArena<'d> {
         };
         view.address = allocation.address + offset;
         let writable = if role == Role::Input { vec![] } else { vec![view.clone()] };
-        self.buffers.push(Buffer { name: name.to_owned(), allocation, touched, role, initial: None, writable });
+        self.buffers.push(Buffer {
+            name: name.to_owned(),
+            allocation,
+            touched,
+            role,
+            initial: None,
+            writable,
+        });
         Ok(view)
     }
 
     fn poison(&self, buffer: &Buffer) -> Result<()> {
         let (backend, poison) = (self.device.backend(), self.contract.poison);
-        buffer.touched.parts.iter().try_for_each(|part| backend.fill(part.address, poison, part.at.len()))
+        buffer
+            .touched
+            .parts
+            .iter()
+            .try_for_each(|part| backend.fill(part.address, poison, part.at.len()))
     }
 
     /// Runs the call and waits for it; returns every forbidden write. A device that only records
@@ -515,11 +582,12 @@ impl<'d> DeviceArena<'d> {
             bands.extend([front, back]);
             inside.push(middle);
         }
-        let from_start =
-            |part: &Part, at: usize| (part.address + (at - part.at.start) as u64) as i64 - body.start as i64;
-        let outside = bands
-            .iter()
-            .flat_map(|part| part.at.clone().filter(|&at| now[at] != poison).map(|at| from_start(part, at)));
+        let from_start = |part: &Part, at: usize| {
+            (part.address + (at - part.at.start) as u64) as i64 - body.start as i64
+        };
+        let outside = bands.iter().flat_map(|part| {
+            part.at.clone().filter(|&at| now[at] != poison).map(|at| from_start(part, at))
+        });
         report(violations, buffer, ViolationKind::Guard, outside);
         if buffer.role == Role::Workspace
             || buffer.writable.iter().any(|view| covers_all(view, buffer.allocation.bytes))
@@ -530,8 +598,9 @@ impl<'d> DeviceArena<'d> {
         let changed = inside.iter().flat_map(|part| {
             let before = initial.map(|bytes| &bytes[part.at.clone()]);
             let bytes = now[part.at.clone()].iter().zip(&writable[part.at.clone()]).enumerate();
-            let changed =
-                bytes.filter(move |(i, (now, writable))| !**writable && **now != before.map_or(poison, |b| b[*i]));
+            let changed = bytes.filter(move |(i, (now, writable))| {
+                !**writable && **now != before.map_or(poison, |b| b[*i])
+            });
             changed.map(|(i, _)| from_start(part, part.at.start + i))
         });
         let kind = if buffer.initial.is_some() { ViolationKind::Input } else { ViolationKind::Gap };
@@ -597,7 +666,8 @@ fn gather(view: &TensorView, touched: &Touched, backend: &dyn Backend) -> Result
     let (offsets, piece) = view.pieces();
     let mut bytes = Vec::with_capacity(offsets.len() * piece);
     for offset in offsets {
-        let at = touched.locate(view.address + offset as u64, piece).ok_or_else(|| untouched(view))?;
+        let at =
+            touched.locate(view.address + offset as u64, piece).ok_or_else(|| untouched(view))?;
         bytes.extend_from_slice(&raw[at]);
     }
     Ok(bytes)
@@ -646,7 +716,10 @@ mod tests {
     /// Every list of `axes` of these values.
     fn lists(values: &[usize], axes: usize) -> Vec<Vec<usize>> {
         (0..axes).fold(vec![vec![]], |lists, _| {
-            lists.iter().flat_map(|list| values.iter().map(|&value| [list.as_slice(), &[value]].concat())).collect()
+            lists
+                .iter()
+                .flat_map(|list| values.iter().map(|&value| [list.as_slice(), &[value]].concat()))
+                .collect()
         })
     }
 
@@ -654,9 +727,13 @@ mod tests {
     fn small_layouts() -> impl Iterator<Item = (Vec<usize>, Vec<usize>, Vec<usize>)> {
         (0..=3).flat_map(|axes| {
             let all: Vec<usize> = (0..axes).collect();
-            let orders = lists(&all, axes).into_iter().filter(move |order| all.iter().all(|axis| order.contains(axis)));
+            let orders = lists(&all, axes)
+                .into_iter()
+                .filter(move |order| all.iter().all(|axis| order.contains(axis)));
             orders.flat_map(move |order| {
-                let gaps = move |shape: Vec<usize>| lists(&[0, 2], axes).into_iter().map(move |g| (shape.clone(), g));
+                let gaps = move |shape: Vec<usize>| {
+                    lists(&[0, 2], axes).into_iter().map(move |g| (shape.clone(), g))
+                };
                 let drawn = lists(&[1, 2, 3], axes).into_iter().flat_map(gaps);
                 drawn.map(move |(shape, gaps)| (shape, order.clone(), gaps))
             })
@@ -671,7 +748,10 @@ mod tests {
             let layout = Layout::of(&shape, &order, &gaps).unwrap();
             let mut offsets = vec![0];
             for (&extent, &stride) in shape.iter().zip(&layout.strides) {
-                offsets = offsets.iter().flat_map(|at| (0..extent).map(move |i| at + i * stride as usize)).collect();
+                offsets = offsets
+                    .iter()
+                    .flat_map(|at| (0..extent).map(move |i| at + i * stride as usize))
+                    .collect();
             }
             offsets.sort_unstable();
             let what = format!("{shape:?} {order:?} {gaps:?}: {offsets:?}");
@@ -733,7 +813,8 @@ mod tests {
 
     #[test]
     fn a_layout_is_held_against_its_tensor_before_anything_is_placed() {
-        let layout = |strides: &[i64], elements| Layout { offset: 3, strides: strides.to_vec(), elements };
+        let layout =
+            |strides: &[i64], elements| Layout { offset: 3, strides: strides.to_vec(), elements };
         assert!(layout(&[4, 1], 3 + 4 + 3).check("x", &[2, 3]).is_ok());
         assert!(layout(&[4, 1], 0).check("x", &[2, 0]).is_ok());
         for wrong in [

@@ -87,7 +87,12 @@ pub struct Reservation {
 
 /// Widens `ranges` (bytes from `address`, ascending by their starts) to multiples of `granule`, cuts them to `within`
 /// and joins those that meet.
-pub(super) fn granules(ranges: &[Range<i64>], address: u64, within: &Range<u64>, granule: u64) -> Vec<Range<u64>> {
+pub(super) fn granules(
+    ranges: &[Range<i64>],
+    address: u64,
+    within: &Range<u64>,
+    granule: u64,
+) -> Vec<Range<u64>> {
     let mut joined: Vec<Range<u64>> = Vec::new();
     for range in ranges {
         let start = address.saturating_add_signed(range.start) / granule * granule;
@@ -131,7 +136,12 @@ impl KernelExports {
             return Some(format!("clusters of {blocks} blocks; 1 to {most} are possible"));
         }
         let whole = grid[0].is_multiple_of(blocks);
-        (!whole).then(|| format!("a grid of {} blocks in x, which is no multiple of a cluster's {blocks}", grid[0]))
+        (!whole).then(|| {
+            format!(
+                "a grid of {} blocks in x, which is no multiple of a cluster's {blocks}",
+                grid[0]
+            )
+        })
     }
 }
 
@@ -149,7 +159,14 @@ pub trait LoadedModule: Send + Sync {
     /// # Errors
     /// A refused configuration, or what the kernel did wrong (on CUDA: at the latest at
     /// [`Backend::synchronize`]).
-    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()>;
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()>;
 }
 
 /// Work that was recorded, to be run any number of times: each time on what its memory holds then.
@@ -191,14 +208,24 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     /// [`RuntimeError::Compile`](super::RuntimeError::Compile) with the compiler's log.
-    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>>;
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>>;
 
     /// What its compiler makes of `file` of `tree`, in a form that is the same for two trees only where their modules do the
     /// same; `None` of a backend that has no such form.
     ///
     /// # Errors
     /// As [`Backend::load`].
-    fn assembly(&self, _tree: &SourceTree, _file: &str, _defines: &[(String, String)]) -> Result<Option<Vec<u8>>> {
+    fn assembly(
+        &self,
+        _tree: &SourceTree,
+        _file: &str,
+        _defines: &[(String, String)],
+    ) -> Result<Option<Vec<u8>>> {
         Ok(None)
     }
 
@@ -215,7 +242,13 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     /// [`RuntimeError::TooLarge`](super::RuntimeError::TooLarge), and those of [`Backend::allocate`].
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation>;
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation>;
 
     /// Frees an allocation made by this backend; nothing may use it any more.
     fn free(&self, allocation: &Allocation);
@@ -299,8 +332,14 @@ mod tests {
         let within = 1000..1200;
         assert_eq!(granules(&[-8..3, 40..41, 50..60], 1008, &within, 16), [1000..1024, 1040..1072]);
         assert_eq!(granules(&[0..16, 16..32, 20..24], 1008, &within, 16), from_ref(&(1008..1040)));
-        assert_eq!(granules(&[0..100, 8..16, 101..102], 1008, &within, 16), from_ref(&(1008..1120)));
-        assert_eq!(granules(&[180..900, 1 << 40..1 << 41], 1008, &within, 16), from_ref(&(1184..1200)));
+        assert_eq!(
+            granules(&[0..100, 8..16, 101..102], 1008, &within, 16),
+            from_ref(&(1008..1120))
+        );
+        assert_eq!(
+            granules(&[180..900, 1 << 40..1 << 41], 1008, &within, 16),
+            from_ref(&(1184..1200))
+        );
         assert_eq!(granules(&[i64::MIN..-16, 0..0], 1008, &within, 16), []);
         assert_eq!(granules(from_ref(&(i64::MIN..i64::MAX)), 1008, &within, 16), from_ref(&within));
     }

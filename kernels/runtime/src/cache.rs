@@ -71,12 +71,17 @@ impl ModuleCache {
     pub fn find(&self, key: &str, extension: &str) -> Option<PathBuf> {
         let path = self.path(key, extension);
         let bytes = std::fs::read(&path).ok()?;
-        if std::fs::read_to_string(digest_path(&path)).is_ok_and(|digest| digest == digest_of(&bytes)) {
+        if std::fs::read_to_string(digest_path(&path))
+            .is_ok_and(|digest| digest == digest_of(&bytes))
+        {
             return Some(path);
         }
         static SAID: Once = Once::new();
         SAID.call_once(|| {
-            tracing::warn!("{} is not what was stored there: it is built again, as every such module", path.display());
+            tracing::warn!(
+                "{} is not what was stored there: it is built again, as every such module",
+                path.display()
+            );
         });
         None
     }
@@ -96,7 +101,8 @@ impl ModuleCache {
         if let Some(path) = self.find(key, extension) {
             return Ok(path);
         }
-        static BUILDING: LazyLock<Mutex<HashMap<PathBuf, Arc<Mutex<()>>>>> = LazyLock::new(Mutex::default);
+        static BUILDING: LazyLock<Mutex<HashMap<PathBuf, Arc<Mutex<()>>>>> =
+            LazyLock::new(Mutex::default);
         let building = || BUILDING.lock().unwrap_or_else(|e| e.into_inner());
         let path = self.path(key, extension);
         let turn = building().entry(path.clone()).or_default().clone();
@@ -104,7 +110,8 @@ impl ModuleCache {
         let built = match self.find(key, extension) {
             Some(path) => Ok(path),
             None => build().and_then(|bytes| {
-                self.store(key, extension, &bytes).or_else(|e| keep_here(key, extension, &bytes, &e))
+                self.store(key, extension, &bytes)
+                    .or_else(|e| keep_here(key, extension, &bytes, &e))
             }),
         };
         drop(held);
@@ -122,7 +129,8 @@ impl ModuleCache {
     /// [`RuntimeError::System`] when the directory cannot be written.
     pub fn store(&self, key: &str, extension: &str, bytes: &[u8]) -> Result<PathBuf> {
         let path = self.path(key, extension);
-        let doing = |e| RuntimeError::system(format!("writing the module cache {}", self.dir.display()), e);
+        let doing =
+            |e| RuntimeError::system(format!("writing the module cache {}", self.dir.display()), e);
         std::fs::create_dir_all(&self.dir).map_err(doing)?;
         // The digest first: who finds the module finds what it must be.
         write_whole(&self.dir, &digest_path(&path), digest_of(bytes).as_bytes()).map_err(doing)?;
@@ -152,7 +160,9 @@ fn digest_of(bytes: &[u8]) -> String {
 /// Keeps a module that cannot be stored, for this process alone.
 fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Result<PathBuf> {
     static SAID: Once = Once::new();
-    SAID.call_once(|| tracing::warn!("{why}; modules that cannot be kept are compiled again by the next run"));
+    SAID.call_once(|| {
+        tracing::warn!("{why}; modules that cannot be kept are compiled again by the next run")
+    });
     let doing = |e| RuntimeError::system("keeping a compiled module", e);
     static DIR: OnceLock<tempfile::TempDir> = OnceLock::new();
     let dir = match DIR.get() {
@@ -173,11 +183,16 @@ fn own_dir(shared: &Path) -> PathBuf {
     let user = unsafe { libc::geteuid() };
     let dir = shared.join(format!("dsv4-parity-{user}"));
     let made = std::fs::DirBuilder::new().mode(0o700).create(&dir);
-    let is_own = |found: std::fs::Metadata| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0;
+    let is_own = |found: std::fs::Metadata| {
+        found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0
+    };
     if made.is_ok() || std::fs::symlink_metadata(&dir).is_ok_and(is_own) {
         return dir;
     }
-    tracing::warn!("{} is not this user's alone: modules are compiled again by the next run", dir.display());
+    tracing::warn!(
+        "{} is not this user's alone: modules are compiled again by the next run",
+        dir.display()
+    );
     // Where none can be made, storing fails, and says so.
     temporary_folder("modules-").map_or(dir, tempfile::TempDir::keep)
 }
@@ -199,7 +214,8 @@ mod tests {
             std::thread::sleep(Duration::from_millis(20));
             Ok(vec![1])
         };
-        let missing = || Err(RuntimeError::SourceMissing { file: "gone.cu".into(), tree: "a test".into() });
+        let missing =
+            || Err(RuntimeError::SourceMissing { file: "gone.cu".into(), tree: "a test".into() });
         assert!(cache.find_or_build("key", "so", missing).is_err());
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -222,7 +238,10 @@ mod tests {
         let spoilt: [&dyn Fn(); 5] = [
             &|| std::fs::write(&path, &module[..100]).unwrap(),
             &|| std::fs::write(&path, b"").unwrap(),
-            &|| std::fs::write(&path, module.iter().map(|byte| byte ^ 1).collect::<Vec<_>>()).unwrap(),
+            &|| {
+                std::fs::write(&path, module.iter().map(|byte| byte ^ 1).collect::<Vec<_>>())
+                    .unwrap()
+            },
             &|| std::fs::remove_file(digest_path(&path)).unwrap(),
             &|| std::fs::write(digest_path(&path), "no digest").unwrap(),
         ];
@@ -295,7 +314,9 @@ mod tests {
         )
         .expect("a tree");
         let changed = tree.with_text("inner.h", text("constexpr int N = 2;\n"), "a header");
-        let key = |tree, file| ModuleCache::key(tree, file, &[], std::iter::empty(), "compiler").expect("a key");
+        let key = |tree, file| {
+            ModuleCache::key(tree, file, &[], std::iter::empty(), "compiler").expect("a key")
+        };
         let files: Vec<_> = tree.kernel_files().collect();
         assert_eq!(files.len(), 12);
         for file in files {

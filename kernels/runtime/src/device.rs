@@ -50,7 +50,10 @@ pub type Module = (String, Vec<(String, String)>);
 
 /// The module of `file` with these defines.
 pub fn module(file: &str, defines: &[(&str, String)]) -> Module {
-    (file.to_owned(), defines.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())
+    (
+        file.to_owned(),
+        defines.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect(),
+    )
 }
 
 type Modules = Arc<Mutex<HashMap<Module, Arc<dyn LoadedModule>>>>;
@@ -102,7 +105,12 @@ impl Device {
 
     /// This backend, with these kernels.
     pub(super) fn of(backend: Arc<dyn Backend>, tree: SourceTree) -> Self {
-        Self { backend, tree: Arc::new(tree), modules: Modules::default(), exchange: Exchange::None }
+        Self {
+            backend,
+            tree: Arc::new(tree),
+            modules: Modules::default(),
+            exchange: Exchange::None,
+        }
     }
 
     /// A device that launches nothing and takes down what is uploaded ([`super::recording`]).
@@ -121,7 +129,9 @@ impl Device {
     /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that does not record.
     pub fn take_recorded(&self) -> NamedTensors {
         match &self.exchange {
-            Exchange::Record(recorded) => std::mem::take(&mut recorded.lock().unwrap_or_else(|e| e.into_inner())),
+            Exchange::Record(recorded) => {
+                std::mem::take(&mut recorded.lock().unwrap_or_else(|e| e.into_inner()))
+            }
             _ => Vec::new(),
         }
     }
@@ -129,7 +139,12 @@ impl Device {
     /// The same device, on which every uploaded tensor is replaced by that of its name among `inputs`.
     pub fn with_inputs(&self, inputs: BTreeMap<String, HostTensor>) -> Self {
         let exchange = Exchange::Replace(inputs);
-        Self { backend: self.backend.clone(), tree: self.tree.clone(), modules: self.modules.clone(), exchange }
+        Self {
+            backend: self.backend.clone(),
+            tree: self.tree.clone(),
+            modules: self.modules.clone(),
+            exchange,
+        }
     }
 
     /// What [`Self::with_inputs`] replaces the upload called `name` by.
@@ -144,7 +159,12 @@ impl Device {
     /// compiled modules is shared but the disk cache.
     pub fn with_tree(&self, tree: SourceTree) -> Self {
         let tree = Arc::new(tree);
-        Self { backend: self.backend.clone(), tree, modules: Modules::default(), exchange: Exchange::None }
+        Self {
+            backend: self.backend.clone(),
+            tree,
+            modules: Modules::default(),
+            exchange: Exchange::None,
+        }
     }
 
     /// Whether nothing is launched.
@@ -153,7 +173,11 @@ impl Device {
     }
 
     /// What is to be uploaded under `name` in the place of `tensor`.
-    pub(super) fn exchanged<'t>(&self, name: &str, tensor: &'t HostTensor) -> Result<Cow<'t, HostTensor>> {
+    pub(super) fn exchanged<'t>(
+        &self,
+        name: &str,
+        tensor: &'t HostTensor,
+    ) -> Result<Cow<'t, HostTensor>> {
         let name = name.replace(' ', "_");
         match &self.exchange {
             Exchange::None => Ok(Cow::Borrowed(tensor)),
@@ -162,7 +186,12 @@ impl Device {
                 match recorded.iter().find(|(other, _)| *other == name) {
                     None => recorded.push((name, tensor.clone())),
                     Some((_, before)) if before == tensor => {}
-                    Some(_) => return Err(refused_input(&name, "two unlike inputs of the operator have this name")),
+                    Some(_) => {
+                        return Err(refused_input(
+                            &name,
+                            "two unlike inputs of the operator have this name",
+                        ));
+                    }
                 }
                 Ok(Cow::Borrowed(tensor))
             }
@@ -171,7 +200,10 @@ impl Device {
                 let given = inputs.get(&name).or_else(|| inputs.get(name.strip_prefix("saved_")?));
                 let given = given.ok_or_else(|| refused_input(&name, "it is missing"))?;
                 if (given.dtype, &given.shape) != (tensor.dtype, &tensor.shape) {
-                    return Err(refused_input(&name, &format!("{given:?} where the case has {tensor:?}")));
+                    return Err(refused_input(
+                        &name,
+                        &format!("{given:?} where the case has {tensor:?}"),
+                    ));
                 }
                 Ok(Cow::Owned(given.clone()))
             }
@@ -219,7 +251,8 @@ impl Device {
 
     /// The modules that launches have compiled or loaded so far: file and defines, sorted.
     pub fn loaded_modules(&self) -> Vec<Module> {
-        let mut modules: Vec<_> = self.modules.lock().unwrap_or_else(|e| e.into_inner()).keys().cloned().collect();
+        let mut modules: Vec<_> =
+            self.modules.lock().unwrap_or_else(|e| e.into_inner()).keys().cloned().collect();
         modules.sort();
         modules
     }
@@ -241,7 +274,8 @@ impl Device {
         if let Some(module) = modules.get(&key) {
             return Ok(module.clone());
         }
-        let module: Arc<dyn LoadedModule> = Arc::from(self.backend.load(&self.tree, &key.0, &key.1)?);
+        let module: Arc<dyn LoadedModule> =
+            Arc::from(self.backend.load(&self.tree, &key.0, &key.1)?);
         modules.insert(key, module.clone());
         Ok(module)
     }
@@ -268,9 +302,18 @@ impl LaunchConfig {
     ///
     /// # Errors
     /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit.
-    pub fn linear(operator: &'static str, argument: &'static str, blocks: u64, threads: u32) -> Result<Self> {
+    pub fn linear(
+        operator: &'static str,
+        argument: &'static str,
+        blocks: u64,
+        threads: u32,
+    ) -> Result<Self> {
         let x = u32::try_from(blocks).ok().filter(|&x| x <= i32::MAX as u32).ok_or_else(|| {
-            RuntimeError::argument(operator, argument, format!("needs {blocks} blocks; a grid has at most 2147483647"))
+            RuntimeError::argument(
+                operator,
+                argument,
+                format!("needs {blocks} blocks; a grid has at most 2147483647"),
+            )
         })?;
         Ok(Self { grid: [x, 1, 1], block: [threads, 1, 1], shared_bytes: 0 })
     }
@@ -297,7 +340,10 @@ impl Kernel {
     /// How many blocks this device has at once, at least, as far as the kernel says.
     pub fn resident_blocks(&self, environment: &Environment) -> usize {
         let of_one = self.exports.resident_blocks.unwrap_or(1);
-        usize::try_from(of_one).unwrap_or(usize::MAX).max(1).saturating_mul(environment.processors as usize)
+        usize::try_from(of_one)
+            .unwrap_or(usize::MAX)
+            .max(1)
+            .saturating_mul(environment.processors as usize)
     }
 
     /// Blocks of a cluster; 1 of a kernel that is launched in none.
@@ -320,8 +366,16 @@ impl Kernel {
     ///
     /// # Errors
     /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit; see [`Self::launch`].
-    pub fn launch_blocks(&self, argument: &'static str, blocks: usize, params: &Params) -> Result<()> {
-        self.launch(LaunchConfig::linear(params.operator(), argument, blocks as u64, self.max_threads())?, params)
+    pub fn launch_blocks(
+        &self,
+        argument: &'static str,
+        blocks: usize,
+        params: &Params,
+    ) -> Result<()> {
+        self.launch(
+            LaunchConfig::linear(params.operator(), argument, blocks as u64, self.max_threads())?,
+            params,
+        )
     }
 
     /// As [`Self::launch_blocks`], as many clusters as hold so many blocks, but no more than have room in `most` blocks, and one
@@ -329,7 +383,13 @@ impl Kernel {
     ///
     /// # Errors
     /// As [`Self::launch_blocks`].
-    pub fn launch_clusters(&self, argument: &'static str, blocks: usize, most: usize, params: &Params) -> Result<()> {
+    pub fn launch_clusters(
+        &self,
+        argument: &'static str,
+        blocks: usize,
+        most: usize,
+        params: &Params,
+    ) -> Result<()> {
         let cluster = self.cluster();
         let clusters = blocks.div_ceil(cluster).min((most / cluster).max(1));
         self.launch_blocks(argument, clusters.saturating_mul(cluster), params)
@@ -347,8 +407,12 @@ impl Kernel {
             return Ok(());
         }
         let own = self.exports.shared_bytes.unwrap_or(0);
-        let shared = u32::try_from(own).ok().and_then(|own| own.checked_add(config.shared_bytes)).ok_or_else(|| {
-            RuntimeError::Launch { kernel: self.name.clone(), reason: format!("{own} bytes of dynamic shared memory") }
+        let shared = u32::try_from(own)
+            .ok()
+            .and_then(|own| own.checked_add(config.shared_bytes))
+            .ok_or_else(|| RuntimeError::Launch {
+            kernel: self.name.clone(),
+            reason: format!("{own} bytes of dynamic shared memory"),
         })?;
         tracing::trace!(kernel = %self.name, grid = ?config.grid, block = ?config.block, shared, "launch");
         self.module.launch(&self.name, config.grid, config.block, shared, &params.bytes())

@@ -110,7 +110,9 @@ pub enum RuntimeError {
     },
     /// A buffer asks for more than the device at hand has to give: nothing is wrong but the machine's size, so that
     /// whoever drew the case may count it as skipped.
-    #[error("`{name}` is too large for this device: it needs {needed} {of}, and at most {limit} are to be had")]
+    #[error(
+        "`{name}` is too large for this device: it needs {needed} {of}, and at most {limit} are to be had"
+    )]
     TooLarge {
         /// The buffer's name.
         name: String,
@@ -134,7 +136,11 @@ pub enum RuntimeError {
 
 impl RuntimeError {
     /// An [`RuntimeError::Argument`]; `reason` says the value and the rule.
-    pub fn argument(operator: &'static str, argument: &'static str, reason: impl Into<String>) -> Self {
+    pub fn argument(
+        operator: &'static str,
+        argument: &'static str,
+        reason: impl Into<String>,
+    ) -> Self {
         Self::Argument { operator, argument, reason: reason.into() }
     }
 

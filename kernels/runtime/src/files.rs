@@ -11,7 +11,9 @@ use std::path::Path;
 /// # Errors
 /// The file's name, and what it is instead.
 pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>, String> {
-    let name = path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned());
+    let name = path
+        .file_name()
+        .map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned());
     let failed = |e: io::Error| format!("reading {name}: {e}");
     // Opening a FIFO waits for its writer, unless one does not wait; of a link the file itself says no more than "too many".
     let is_link = std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
@@ -24,7 +26,8 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>, String> {
     if !found.is_file() {
         return Err(format!("{name} is {}, no regular file", kind_of(found.file_type())));
     }
-    let too_large = |bytes: &str| format!("{name} has {bytes} bytes; what is expected has at most {most}");
+    let too_large =
+        |bytes: &str| format!("{name} has {bytes} bytes; what is expected has at most {most}");
     if found.len() > most {
         return Err(too_large(&found.len().to_string()));
     }
@@ -59,12 +62,17 @@ mod tests {
         std::os::unix::fs::symlink("/dev/zero", path("device")).expect("a link");
         std::os::unix::fs::symlink(path("file"), path("link")).expect("a link");
         let socket = std::os::unix::net::UnixListener::bind(path("socket"));
-        let fifo = std::process::Command::new("mkfifo").arg(path("fifo")).status().expect("mkfifo runs");
+        let fifo =
+            std::process::Command::new("mkfifo").arg(path("fifo")).status().expect("mkfifo runs");
         assert!(fifo.success() && socket.is_ok());
         for (name, most, needle) in [
             ("file", 4, "file has 5 bytes; what is expected has at most 4"),
             ("folder", 9, "folder is a directory, no regular file"),
-            ("sparse", 1 << 20, "sparse has 6442450944 bytes; what is expected has at most 1048576"),
+            (
+                "sparse",
+                1 << 20,
+                "sparse has 6442450944 bytes; what is expected has at most 1048576",
+            ),
             ("device", 9, "device is a symbolic link, no regular file"),
             ("link", 9, "link is a symbolic link, no regular file"),
             ("fifo", 9, "fifo is a FIFO, no regular file"),

@@ -25,11 +25,15 @@ pub fn on_interrupt(then: impl FnOnce() + Send + 'static) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: both were just made, and are nobody else's.
-    let [mut read, write] = ends.map(|end| std::fs::File::from(unsafe { OwnedFd::from_raw_fd(end) }));
+    let [mut read, write] =
+        ends.map(|end| std::fs::File::from(unsafe { OwnedFd::from_raw_fd(end) }));
     // Open for as long as the process lives, since the handler may run at any time.
     let write = write.into_raw_fd();
     if WAKE.compare_exchange(-1, write, Ordering::Relaxed, Ordering::Relaxed).is_err() {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "interrupts are listened for already"));
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "interrupts are listened for already",
+        ));
     }
     std::thread::Builder::new().name("interrupt".into()).spawn(move || {
         if read.read_exact(&mut [0]).is_ok() {

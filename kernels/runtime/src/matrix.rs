@@ -68,12 +68,8 @@ impl Matrix {
         let span = i64::try_from(rows).ok()?.checked_mul(stride)?;
         let fits = stride >= width && span < MOST_ELEMENTS && (step == 1 || columns == 1);
         let aligned = |bytes: u64| bytes.is_multiple_of(ALIGNMENT);
-        (fits && aligned(view.address) && aligned(stride as u64 * view.dtype.size() as u64)).then_some(Self {
-            address: view.address,
-            stride,
-            extents: [rows, columns],
-            step: 0,
-        })
+        (fits && aligned(view.address) && aligned(stride as u64 * view.dtype.size() as u64))
+            .then_some(Self { address: view.address, stride, extents: [rows, columns], step: 0 })
     }
 
     /// Matrices one behind the other along an axis of three, each of them as in [`Self::of`]; rows of one may lie between
@@ -84,7 +80,8 @@ impl Matrix {
             return None;
         }
         let (count, step) = (shape.remove(axis), strides.remove(axis));
-        let aligned = (step as u64).wrapping_mul(view.dtype.size() as u64).is_multiple_of(ALIGNMENT);
+        let aligned =
+            (step as u64).wrapping_mul(view.dtype.size() as u64).is_multiple_of(ALIGNMENT);
         let matrix = Self::of(&TensorView { shape, strides, ..view.clone() })?;
         match count {
             0 => None,
@@ -95,7 +92,10 @@ impl Matrix {
 
     /// Of several the one of this number.
     fn number(&self, number: usize, dtype: DType) -> Self {
-        Self { address: self.address + number as u64 * self.step as u64 * dtype.size() as u64, ..*self }
+        Self {
+            address: self.address + number as u64 * self.step as u64 * dtype.size() as u64,
+            ..*self
+        }
     }
 
     fn row_address(&self, row: usize, dtype: DType) -> u64 {
@@ -127,7 +127,10 @@ pub(super) fn multiply_on_host(backend: &dyn Backend, product: &MatrixProduct) -
     (0..product.count).try_for_each(|number| {
         let (a, b) = (a.number(number, DType::Bf16), b.number(number, DType::Bf16));
         let before = before.map(|before| before.number(number, dtype));
-        multiply_one(backend, &MatrixProduct { a, b, before, out: out.number(number, dtype), ..*product })
+        multiply_one(
+            backend,
+            &MatrixProduct { a, b, before, out: out.number(number, dtype), ..*product },
+        )
     })
 }
 
@@ -135,7 +138,8 @@ pub(super) fn multiply_on_host(backend: &dyn Backend, product: &MatrixProduct) -
 fn multiply_one(backend: &dyn Backend, product: &MatrixProduct) -> Result<()> {
     let MatrixProduct { a, b, transposed, before, out, dtype, .. } = *product;
     let ([rows, columns], depth) = (out.extents, product.depth());
-    let (numbers_a, numbers_b) = (a.download(backend, DType::Bf16)?, b.download(backend, DType::Bf16)?);
+    let (numbers_a, numbers_b) =
+        (a.download(backend, DType::Bf16)?, b.download(backend, DType::Bf16)?);
     let before = before.map(|before| before.download(backend, dtype)).transpose()?;
     let place = |matrix: Matrix, transposed: bool, row: usize, column: usize| {
         if transposed { column * matrix.extents[1] + row } else { row * matrix.extents[1] + column }
@@ -163,7 +167,10 @@ mod tests {
     use super::*;
 
     fn view(address: u64, dtype: DType, shape: [usize; 2], strides: [i64; 2]) -> TensorView {
-        TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, &shape) }
+        TensorView {
+            strides: strides.to_vec(),
+            ..TensorView::dense("a view", address, dtype, &shape)
+        }
     }
 
     #[test]
@@ -171,7 +178,11 @@ mod tests {
         let of = |address, shape, strides| Matrix::of(&view(address, DType::Bf16, shape, strides));
         let matrix = of(64, [3, 13], [16, 1]).expect("rows of 32 bytes");
         assert_eq!((matrix.address, matrix.stride, matrix.extents), (64, 16, [3, 13]));
-        assert_eq!(of(64, [1, 13], [99, 1]).map(|matrix| matrix.stride), Some(16), "one row is nowhere else");
+        assert_eq!(
+            of(64, [1, 13], [99, 1]).map(|matrix| matrix.stride),
+            Some(16),
+            "one row is nowhere else"
+        );
         let refused = [
             ("an odd address", of(66, [3, 13], [16, 1])),
             ("rows between two multiples of 16 bytes", of(64, [3, 13], [13, 1])),
@@ -199,6 +210,10 @@ mod tests {
         assert_eq!(each(3), None);
         let shifted = TensorView { strides: vec![52, 16, 1], ..view.clone() };
         assert_eq!(Matrix::of_each(&shifted, 0), None, "a step of 104 bytes");
-        assert_eq!(Matrix::of_each(&TensorView { strides: vec![0, 16, 1], ..view }, 0), None, "all in one place");
+        assert_eq!(
+            Matrix::of_each(&TensorView { strides: vec![0, 16, 1], ..view }, 0),
+            None,
+            "all in one place"
+        );
     }
 }

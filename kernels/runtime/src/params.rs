@@ -10,7 +10,8 @@ const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
 /// FNV-1a, 64 bits, over `text`, from `state`.
 fn fnv1a(state: u64, text: &str) -> u64 {
-    text.bytes().fold(state, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
+    text.bytes()
+        .fold(state, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 /// A device address in a parameter struct: `const T*` or `T*` in the kernel. Zero is `nullptr`.
@@ -88,12 +89,12 @@ impl Params {
         suffixes: [&str; N],
     ) -> Self {
         let view = view.into();
-        let stride = |axis: usize| view.and_then(|view| view.strides.get(axis)).copied().unwrap_or(0);
+        let stride =
+            |axis: usize| view.and_then(|view| view.strides.get(axis)).copied().unwrap_or(0);
         let pointer = self.ptr(name, view);
-        suffixes
-            .iter()
-            .enumerate()
-            .fold(pointer, |params, (axis, suffix)| params.stride(format!("{name}_{suffix}"), stride(axis)))
+        suffixes.iter().enumerate().fold(pointer, |params, (axis, suffix)| {
+            params.stride(format!("{name}_{suffix}"), stride(axis))
+        })
     }
 
     /// [`Self::strided`] for a tensor of rows: `NAME` and `NAME_stride`.
@@ -135,7 +136,11 @@ impl Params {
         const ALIGNMENT: usize = 64;
         self.bytes.resize(self.bytes.len().next_multiple_of(ALIGNMENT), 0);
         self.alignment = self.alignment.max(ALIGNMENT);
-        self.fields.push(Field { name: name.to_owned(), offset: self.bytes.len(), size: size_of::<MapWords>() });
+        self.fields.push(Field {
+            name: name.to_owned(),
+            offset: self.bytes.len(),
+            size: size_of::<MapWords>(),
+        });
         self.bytes.extend(words.unwrap_or_default().iter().flat_map(|word| word.to_ne_bytes()));
         self
     }
@@ -160,10 +165,9 @@ impl Params {
     /// Size in bytes and layout hash: what the module of a kernel exports of its struct.
     pub fn layout(&self) -> (u64, u64) {
         let size = self.bytes.len().max(1).next_multiple_of(self.alignment);
-        let hash = self
-            .fields
-            .iter()
-            .fold(FNV_OFFSET, |hash, field| fnv1a(hash, &format!("{}:{}:{};", field.name, field.offset, field.size)));
+        let hash = self.fields.iter().fold(FNV_OFFSET, |hash, field| {
+            fnv1a(hash, &format!("{}:{}:{};", field.name, field.offset, field.size))
+        });
         (size as u64, hash)
     }
 
@@ -182,15 +186,23 @@ impl Params {
             return match unlisted.as_slice() {
                 [] => "names, sizes and places of the fields agree".into(),
                 names => {
-                    format!("the kernel's struct has fields that PARAMS_LAYOUT does not list: {}", names.join(", "))
+                    format!(
+                        "the kernel's struct has fields that PARAMS_LAYOUT does not list: {}",
+                        names.join(", ")
+                    )
                 }
             };
         };
         // Where fields lie is said where they differ in nothing else.
-        let alike = |a: &Declaration, b: &Declaration| a.name == b.name && (a.size == b.size || a.size.is_none());
-        let placed = listed.get(at).zip(own.get(at)).is_some_and(|(listed, own)| alike(listed, own));
+        let alike = |a: &Declaration, b: &Declaration| {
+            a.name == b.name && (a.size == b.size || a.size.is_none())
+        };
+        let placed =
+            listed.get(at).zip(own.get(at)).is_some_and(|(listed, own)| alike(listed, own));
         let end = || "no further field".to_owned();
-        let words = |fields: &[Declaration]| fields.get(at).map_or_else(end, |field| field.in_words(placed));
+        let words = |fields: &[Declaration]| {
+            fields.get(at).map_or_else(end, |field| field.in_words(placed))
+        };
         format!("field {at} is {} in the kernel, {} in the launcher", words(&listed), words(&own))
     }
 }
@@ -215,7 +227,10 @@ impl Declaration {
 
     fn in_words(&self, placed: bool) -> String {
         let size = self.size.map_or_else(String::new, |size| format!(" of {size} bytes"));
-        let place = self.offset.filter(|_| placed).map_or_else(String::new, |offset| format!(" at byte {offset}"));
+        let place = self
+            .offset
+            .filter(|_| placed)
+            .map_or_else(String::new, |offset| format!(" at byte {offset}"));
         format!("`{}`{size}{place}", self.name)
     }
 }
@@ -230,8 +245,11 @@ struct Declared {
 
 fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     let headers = tree.headers_of(file).ok()?;
-    let texts: Vec<&str> = [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok()).collect();
-    let behind = |needle: &str| texts.iter().find_map(|text| text.split_once(needle)).map(|(_, behind)| behind);
+    let texts: Vec<&str> =
+        [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok()).collect();
+    let behind = |needle: &str| {
+        texts.iter().find_map(|text| text.split_once(needle)).map(|(_, behind)| behind)
+    };
     let macros = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
     let begins = macros.map(|word| format!("{word}({kernel},"));
     let (name, _) = begins.iter().find_map(|begin| behind(begin))?.split_once(',')?;
@@ -241,7 +259,9 @@ fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     let mut fields = fields_of(body);
     let of_list = |name: &str| {
         let at = fields.iter().position(|field| field.name == name);
-        at.map_or(Declaration { name: name.to_owned(), offset: None, size: None }, |at| fields.remove(at))
+        at.map_or(Declaration { name: name.to_owned(), offset: None, size: None }, |at| {
+            fields.remove(at)
+        })
     };
     let listed = names.split(',').map(str::trim).map(of_list).collect();
     Some(Declared { listed, unlisted: fields.into_iter().map(|field| field.name).collect() })
@@ -249,7 +269,8 @@ fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
 
 /// The fields of a struct's body in their order, each where C puts it as long as all sizes before it are known.
 fn fields_of(body: &str) -> Vec<Declaration> {
-    let code: String = body.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
+    let code: String =
+        body.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
     let mut end = Some(0usize);
     let field = |declaration: &str| {
         let (kind, name) = declaration.trim().rsplit_once([' ', '*'])?;
@@ -288,18 +309,31 @@ mod tests {
 
     fn view(address: u64, strides: [i64; 3]) -> TensorView {
         use super::super::tensor::DType;
-        TensorView { name: "x".into(), address, dtype: DType::F32, shape: vec![2, 3, 4], strides: strides.to_vec() }
+        TensorView {
+            name: "x".into(),
+            address,
+            dtype: DType::F32,
+            shape: vec![2, 3, 4],
+            strides: strides.to_vec(),
+        }
     }
 
     fn mixed() -> Params {
-        let params = Params::new("test").i32("count", 7).unwrap().heads("x", &view(0x1234_5678_9abc, [64, 16, 1]));
+        let params = Params::new("test")
+            .i32("count", 7)
+            .unwrap()
+            .heads("x", &view(0x1234_5678_9abc, [64, 16, 1]));
         let params = params.f32("eps", 0.5).flag("inverse", true).i64("num_rows", 1 << 40).unwrap();
         params.i32("width", 96).unwrap()
     }
 
     #[test]
     fn fields_lie_where_c_puts_them_and_the_end_is_padded() {
-        let layout: Vec<_> = mixed().fields.into_iter().map(|field| (field.name, field.offset, field.size)).collect();
+        let layout: Vec<_> = mixed()
+            .fields
+            .into_iter()
+            .map(|field| (field.name, field.offset, field.size))
+            .collect();
         let expected = [
             ("count", std::mem::offset_of!(Mixed, count), 4),
             ("x", std::mem::offset_of!(Mixed, x), 8),
@@ -335,7 +369,10 @@ mod tests {
     fn an_absent_tensor_is_a_null_pointer_with_strides_of_zero() {
         let params = Params::new("test").rows("v", None).ptr("sink", None::<&TensorView>);
         assert_eq!(params.bytes(), [0; 24]);
-        assert_eq!(params.layout(), Params::new("test").rows("v", &view(9, [1, 2, 3])).ptr("sink", None).layout());
+        assert_eq!(
+            params.layout(),
+            Params::new("test").rows("v", &view(9, [1, 2, 3])).ptr("sink", None).layout()
+        );
     }
 
     #[test]
@@ -343,7 +380,10 @@ mod tests {
         let error = Params::new("test").i32("width", 1 << 31).unwrap_err();
         assert_eq!(error.to_string(), "test: argument `width`: 2147483648 must fit 32 bits");
         let error = Params::new("test").i64("num_rows", 1 << 63).unwrap_err();
-        assert_eq!(error.to_string(), "test: argument `num_rows`: 9223372036854775808 must fit 64 bits");
+        assert_eq!(
+            error.to_string(),
+            "test: argument `num_rows`: 9223372036854775808 must fit 64 bits"
+        );
         assert!(Params::new("test").i32("width", (1 << 31) - 1).is_ok());
     }
 
@@ -352,28 +392,46 @@ mod tests {
         let header = "struct P {\n    const bf16* x;  // [n], rows; of bf16\n    int64_t x_stride;\n    int32_t n;\n};\n\
                       PARAMS_LAYOUT(P, x, x_stride,\n              n)\n";
         let source = "#include \"p.h\"\nKERNEL(probe, P, 32) {}\n";
-        let files = [("p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+        let files =
+            [("p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
         let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
         let none = None::<&TensorView>;
         let difference = |params: Params| params.difference(&tree, "probe.cu", "probe");
         let x = || Params::new("test").rows("x", none);
-        assert_eq!(difference(x().i32("n", 1).unwrap()), "names, sizes and places of the fields agree");
+        assert_eq!(
+            difference(x().i32("n", 1).unwrap()),
+            "names, sizes and places of the fields agree"
+        );
         let renamed = Params::new("test").rows("y", none).i32("n", 1).unwrap();
-        assert_eq!(difference(renamed), "field 0 is `x` of 8 bytes in the kernel, `y` of 8 bytes in the launcher");
+        assert_eq!(
+            difference(renamed),
+            "field 0 is `x` of 8 bytes in the kernel, `y` of 8 bytes in the launcher"
+        );
         let wider = difference(x().i64("n", 1).unwrap());
-        assert_eq!(wider, "field 2 is `n` of 4 bytes in the kernel, `n` of 8 bytes in the launcher");
-        assert_eq!(difference(x()), "field 2 is `n` of 4 bytes in the kernel, no further field in the launcher");
+        assert_eq!(
+            wider,
+            "field 2 is `n` of 4 bytes in the kernel, `n` of 8 bytes in the launcher"
+        );
+        assert_eq!(
+            difference(x()),
+            "field 2 is `n` of 4 bytes in the kernel, no further field in the launcher"
+        );
         let longer = difference(x().i32("n", 1).unwrap().f32("eps", 1.0));
-        assert_eq!(longer, "field 3 is no further field in the kernel, `eps` of 4 bytes in the launcher");
+        assert_eq!(
+            longer,
+            "field 3 is no further field in the kernel, `eps` of 4 bytes in the launcher"
+        );
         assert!(x().difference(&tree, "probe.cu", "absent").contains("do not say"));
         // A list in another order than the struct's, and one that leaves a field out.
         let of = |header: &str| {
-            let files = [("p.h", header), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+            let files = [("p.h", header), ("probe.cu", source)]
+                .map(|(name, text)| (name.into(), text.into()));
             let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
             x().i32("n", 1).unwrap().difference(&tree, "probe.cu", "probe")
         };
-        let turned =
-            of("struct P {\n int32_t n;\n const float* x;\n int64_t x_stride;\n};\nPARAMS_LAYOUT(P, x, x_stride, n)\n");
+        let turned = of(
+            "struct P {\n int32_t n;\n const float* x;\n int64_t x_stride;\n};\nPARAMS_LAYOUT(P, x, x_stride, n)\n",
+        );
         let places = "field 0 is `x` of 8 bytes at byte 8 in the kernel, `x` of 8 bytes at byte 0 in the launcher";
         assert_eq!(turned, places);
         let more = of(

@@ -62,7 +62,9 @@ pub fn run_within(command: &Command, limit: Duration) -> io::Result<Option<Ended
     // A file takes whatever is written; a pipe that nobody empties would hold the command up.
     let mut words: File = tempfile::tempfile()?;
     let streams = [Stdio::null(), words.try_clone()?.into(), words.try_clone()?.into()];
-    let Some(status) = Supervised::spawn(command, streams)?.wait_within(limit)? else { return Ok(None) };
+    let Some(status) = Supervised::spawn(command, streams)?.wait_within(limit)? else {
+        return Ok(None);
+    };
     let mut bytes = Vec::new();
     words.rewind()?;
     words.read_to_end(&mut bytes)?;
@@ -114,9 +116,13 @@ mod tests {
         let dir = tempfile::tempdir().expect("a scratch directory");
         let file = dir.path().join("late");
         // One of its group, and one that left the group, the session and its parent.
-        let late = format!("(sleep 1; touch {0}) & (setsid sh -c 'sleep 1; touch {0}' &) ; sleep 100", file.display());
+        let late = format!(
+            "(sleep 1; touch {0}) & (setsid sh -c 'sleep 1; touch {0}' &) ; sleep 100",
+            file.display()
+        );
         assert!(run_within(&shell(&late), Duration::from_millis(200)).expect("it runs").is_none());
-        let missing = run_within(&Command::new("no-such-program"), Duration::from_secs(10)).expect_err("there is none");
+        let missing = run_within(&Command::new("no-such-program"), Duration::from_secs(10))
+            .expect_err("there is none");
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
         std::thread::sleep(Duration::from_millis(1500));
         assert!(!file.exists(), "what it started went on");

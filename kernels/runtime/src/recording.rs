@@ -9,7 +9,9 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::backend::{Allocation, Backend, Environment, KernelExports, LoadedModule, Placement, Reservation, granules};
+use super::backend::{
+    Allocation, Backend, Environment, KernelExports, LoadedModule, Placement, Reservation, granules,
+};
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
@@ -119,14 +121,21 @@ impl Backend for RecordingBackend {
         !self.accepts
     }
 
-    fn load(&self, tree: &SourceTree, file: &str, _defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        _defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
         if self.accepts {
             // A file that no tree has is an error everywhere.
             return tree.text(file).map(|_| Box::new(Accepting) as Box<dyn LoadedModule>);
         }
         Err(RuntimeError::BackendMissing {
             backend: "external",
-            reason: format!("`{file}` would be launched outside of the call that an external kernel stands for"),
+            reason: format!(
+                "`{file}` would be launched outside of the call that an external kernel stands for"
+            ),
         })
     }
 
@@ -137,21 +146,29 @@ impl Backend for RecordingBackend {
         Ok(Allocation { address, bytes, front_band: 0, back_band: 0 })
     }
 
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], _placement: Placement) -> Result<Reservation> {
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        _placement: Placement,
+    ) -> Result<Reservation> {
         let mut memory = self.memory();
         let addresses = memory.addresses(name, bytes)?;
         let touched = granules(touched, addresses.start, &addresses, 1);
         for range in &touched {
             memory.buffers.insert(range.start, vec![0; (range.end - range.start) as usize]);
         }
-        let allocation = Allocation { address: addresses.start, bytes, front_band: 0, back_band: 0 };
+        let allocation =
+            Allocation { address: addresses.start, bytes, front_band: 0, back_band: 0 };
         Ok(Reservation { allocation, touched })
     }
 
     fn free(&self, allocation: &Allocation) {
         let (start, bytes) = (allocation.address, allocation.bytes.max(1) as u64);
         let mut memory = self.memory();
-        let parts: Vec<u64> = memory.buffers.range(start..start + bytes).map(|(&part, _)| part).collect();
+        let parts: Vec<u64> =
+            memory.buffers.range(start..start + bytes).map(|(&part, _)| part).collect();
         for part in parts {
             memory.buffers.remove(&part);
         }
@@ -248,11 +265,14 @@ mod tests {
         let huge = Layout::of(&[2, 3], &[0, 1], &[0, 1 << 40]).unwrap();
         let bytes = 4 * huge.elements;
         let row = 4 * huge.strides[0];
-        let reserved = backend.reserve("x", bytes, &[-16..12 + 16, row - 16..row + 12], Placement::FlushBack);
+        let reserved =
+            backend.reserve("x", bytes, &[-16..12 + 16, row - 16..row + 12], Placement::FlushBack);
         let reserved = reserved.unwrap();
         let held: usize = backend.memory().buffers.values().map(Vec::len).sum();
         assert_eq!(held, 12 + 16 + 16 + 12);
-        assert!(backend.download(reserved.allocation.address + row as u64 / 2, &mut [0; 4]).is_err());
+        assert!(
+            backend.download(reserved.allocation.address + row as u64 / 2, &mut [0; 4]).is_err()
+        );
         backend.free(&reserved.allocation);
         assert!(backend.memory().buffers.is_empty());
 
@@ -274,22 +294,34 @@ mod tests {
         let given = arena.upload("x", &x, &Layout::padded(&[2, 3], 2), Role::Input).unwrap();
         let written = arena.output("out", DType::I32, &[4]).unwrap();
         arena.rewrite(&given, &y).unwrap();
-        assert_eq!((arena.download(&given).unwrap(), arena.stray_writes().unwrap()), (y.clone(), vec![]));
+        assert_eq!(
+            (arena.download(&given).unwrap(), arena.stray_writes().unwrap()),
+            (y.clone(), vec![])
+        );
 
         device.backend().upload(given.address + 20, &[5; 8]).unwrap();
         device.backend().upload(written.address + 4, &[0; 4]).unwrap();
         let strays = arena.stray_writes().unwrap();
-        let found: Vec<_> = strays.iter().map(|v| (v.buffer.as_str(), v.bytes, v.first_offset)).collect();
+        let found: Vec<_> =
+            strays.iter().map(|v| (v.buffer.as_str(), v.bytes, v.first_offset)).collect();
         assert_eq!(found, [("x", 8, 20), ("out", 4, 4)]);
         arena.rewrite(&given, &x).unwrap();
         arena.poison_again().unwrap();
         assert_eq!((arena.download(&given).unwrap(), arena.stray_writes().unwrap()), (x, vec![]));
 
         let wide = HostTensor::from_i32(&[2, 4], &[0; 8]);
-        for (view, tensor, why) in [(&given, &wide, "in the place of"), (&written, &wide, "in the place of")] {
+        for (view, tensor, why) in
+            [(&given, &wide, "in the place of"), (&written, &wide, "in the place of")]
+        {
             assert!(arena.rewrite(view, tensor).unwrap_err().to_string().contains(why));
         }
         let four = HostTensor::from_i32(&[4], &[0; 4]);
-        assert!(arena.rewrite(&written, &four).unwrap_err().to_string().contains("`out` was not uploaded here"));
+        assert!(
+            arena
+                .rewrite(&written, &four)
+                .unwrap_err()
+                .to_string()
+                .contains("`out` was not uploaded here")
+        );
     }
 }

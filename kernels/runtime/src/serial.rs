@@ -10,7 +10,8 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use super::backend::{
-    Allocation, Backend, Environment, KernelExports, LoadedModule, Placement, Recorded, Recorder, Reservation,
+    Allocation, Backend, Environment, KernelExports, LoadedModule, Placement, Recorded, Recorder,
+    Reservation,
 };
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
@@ -120,7 +121,14 @@ impl LoadedModule for InTurns<Box<dyn LoadedModule>> {
         (**self).exports(kernel)
     }
 
-    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()> {
         let _turn = self.turns.take();
         (**self).launch(kernel, grid, block, shared_bytes, params)
     }
@@ -146,12 +154,22 @@ impl<B: Backend> Backend for Serial<B> {
         Some(self.turns.take())
     }
 
-    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
         let _turn = self.turns.take();
         Ok(Box::new(InTurns::new(self.backend.load(tree, file, defines)?, &self.turns)))
     }
 
-    fn assembly(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Option<Vec<u8>>> {
+    fn assembly(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Option<Vec<u8>>> {
         let _turn = self.turns.take();
         self.backend.assembly(tree, file, defines)
     }
@@ -161,7 +179,13 @@ impl<B: Backend> Backend for Serial<B> {
         self.backend.allocate(name, bytes, placement)
     }
 
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation> {
         let _turn = self.turns.take();
         self.backend.reserve(name, bytes, touched, placement)
     }
@@ -238,7 +262,12 @@ impl<B: Backend> MatrixLibrary for Serial<B> {
 impl<B: Backend> Recorder for Serial<B> {
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
         let _turn = self.turns.take();
-        let none = || RuntimeError::system("recording work", std::io::Error::other("the device records nothing"));
+        let none = || {
+            RuntimeError::system(
+                "recording work",
+                std::io::Error::other("the device records nothing"),
+            )
+        };
         let recorder = self.backend.recorder().ok_or_else(none)?;
         Ok(Box::new(InTurns::new(recorder.record(work)?, &self.turns)))
     }

@@ -111,10 +111,10 @@ impl SourceTree {
     /// # Errors
     /// [`RuntimeError::SourceMissing`].
     pub fn text(&self, file: &str) -> Result<&str> {
-        self.files
-            .get(file)
-            .map(String::as_str)
-            .ok_or_else(|| RuntimeError::SourceMissing { file: file.into(), tree: self.origin.clone() })
+        self.files.get(file).map(String::as_str).ok_or_else(|| RuntimeError::SourceMissing {
+            file: file.into(),
+            tree: self.origin.clone(),
+        })
     }
 
     /// The same tree with one file's text replaced; `origin` names the change.
@@ -168,7 +168,9 @@ impl SourceTree {
     /// [`RuntimeError::SourceMissing`].
     pub fn part_of(&self, file: &str) -> Result<Self> {
         let names = self.headers_of(file)?.into_iter().chain([file]);
-        let files = names.map(|name| Ok((name.to_owned(), self.text(name)?.to_owned()))).collect::<Result<_>>()?;
+        let files = names
+            .map(|name| Ok((name.to_owned(), self.text(name)?.to_owned())))
+            .collect::<Result<_>>()?;
         Ok(Self { files, ..self.clone() })
     }
 
@@ -215,7 +217,9 @@ fn inclusions(text: &str) -> Vec<Inclusion> {
             _ => return Some(Inclusion::ByMacro),
         };
         Some(
-            argument[1..].split_once(closing).map_or(Inclusion::ByMacro, |(name, _)| Inclusion::Named(name.to_owned())),
+            argument[1..]
+                .split_once(closing)
+                .map_or(Inclusion::ByMacro, |(name, _)| Inclusion::Named(name.to_owned())),
         )
     };
     directives.filter_map(argument).collect()

@@ -112,7 +112,11 @@ impl Supervised {
     ///
     /// # Errors
     /// Those of [`Self::spawn`].
-    pub fn spawn_passing(command: &Command, [stdin, stdout, stderr]: [Stdio; 3], passed: &[RawFd]) -> io::Result<Self> {
+    pub fn spawn_passing(
+        command: &Command,
+        [stdin, stdout, stderr]: [Stdio; 3],
+        passed: &[RawFd],
+    ) -> io::Result<Self> {
         let (mut supervisor, connection) = start(None, passed, |supervisor| {
             supervisor.arg(command.get_program()).args(command.get_args());
             for (name, value) in command.get_envs() {
@@ -134,7 +138,9 @@ impl Supervised {
             Ok(Message::Started(leader)) => {
                 Ok(Self { supervisor, connection, leader: leader.unsigned_abs(), ended: None })
             }
-            Ok(Message::Failed(code)) => failed(&mut supervisor, io::Error::from_raw_os_error(code)),
+            Ok(Message::Failed(code)) => {
+                failed(&mut supervisor, io::Error::from_raw_os_error(code))
+            }
             Ok(_) => failed(&mut supervisor, unexpected()),
             Err(error) => failed(&mut supervisor, error),
         }
@@ -147,7 +153,9 @@ impl Supervised {
     }
 
     /// The command's piped streams that nobody has taken yet.
-    pub fn take_streams(&mut self) -> (Option<ChildStdin>, Option<ChildStdout>, Option<ChildStderr>) {
+    pub fn take_streams(
+        &mut self,
+    ) -> (Option<ChildStdin>, Option<ChildStdout>, Option<ChildStderr>) {
         (self.supervisor.stdin.take(), self.supervisor.stdout.take(), self.supervisor.stderr.take())
     }
 
@@ -162,7 +170,14 @@ impl Supervised {
             self.ended = match Message::read(&self.connection) {
                 Ok(Message::Ended(status)) => Some(ExitStatus::from_raw(status)),
                 Ok(_) => return Err(unexpected()),
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => None,
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+                    ) =>
+                {
+                    None
+                }
                 // Somebody killed the supervisor, with which its command dies.
                 Err(_) => {
                     kill_group(self.leader);
@@ -177,7 +192,10 @@ impl Supervised {
     pub fn end(&mut self) {
         // It may have ended.
         let _ = self.connection.shutdown(std::net::Shutdown::Both);
-        if !matches!(wait_within(&mut self.supervisor, PATIENCE + Duration::from_secs(1)), Ok(Some(_))) {
+        if !matches!(
+            wait_within(&mut self.supervisor, PATIENCE + Duration::from_secs(1)),
+            Ok(Some(_))
+        ) {
             kill_group(self.leader);
             let _ = self.supervisor.kill().and_then(|()| self.supervisor.wait());
         }
@@ -208,7 +226,9 @@ fn start(
     // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe; the list is the closure's.
     unsafe {
         supervisor.pre_exec(move || {
-            kept.iter().try_for_each(|&descriptor| checked(libc::fcntl(descriptor, libc::F_SETFD, 0)).map(drop))
+            kept.iter().try_for_each(|&descriptor| {
+                checked(libc::fcntl(descriptor, libc::F_SETFD, 0)).map(drop)
+            })
         });
     }
     Ok((supervisor.spawn()?, ours))
@@ -306,7 +326,11 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
         let mut child = std::mem::zeroed();
         libc::sigemptyset(&mut child);
         libc::sigaddset(&mut child, libc::SIGCHLD);
-        File::from_raw_fd(checked(libc::signalfd(-1, &child, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?)
+        File::from_raw_fd(checked(libc::signalfd(
+            -1,
+            &child,
+            libc::SFD_CLOEXEC | libc::SFD_NONBLOCK,
+        ))?)
     };
     let mut arguments = std::env::args_os().skip(1);
     let mut command = Command::new(arguments.next().ok_or_else(unexpected)?);
@@ -315,7 +339,8 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
     // SAFETY: between fork and exec only sigprocmask is called, which is async-signal-safe; the set is the closure's.
     unsafe {
         command.pre_exec(move || {
-            checked(libc::sigprocmask(libc::SIG_SETMASK, &unblocked, std::ptr::null_mut())).map(drop)
+            checked(libc::sigprocmask(libc::SIG_SETMASK, &unblocked, std::ptr::null_mut()))
+                .map(drop)
         });
     }
     let leader = command.spawn()?.id() as i32;
@@ -344,7 +369,11 @@ fn leave_streams() {
 
 /// The wait status of the command; `None` when the connection ends first.
 fn status_of(leader: i32, connection: &UnixStream, children: &File) -> Option<i32> {
-    let awaited = |descriptor: i32| libc::pollfd { fd: descriptor, events: libc::POLLIN | libc::POLLRDHUP, revents: 0 };
+    let awaited = |descriptor: i32| libc::pollfd {
+        fd: descriptor,
+        events: libc::POLLIN | libc::POLLRDHUP,
+        revents: 0,
+    };
     loop {
         while let Some((child, status)) = reap() {
             if child == leader {
@@ -413,7 +442,9 @@ fn keep_folder(connection: &UnixStream, parent: &Path) -> io::Result<Infallible>
     withdraw(connection)?;
     let folder = tempfile::Builder::new().prefix("parity-").tempdir_in(parent)?.keep();
     let path = folder.clone().into_os_string().into_vec();
-    let told = Message::Made(path.len() as i32).write(connection).and_then(|()| (&*connection).write_all(&path));
+    let told = Message::Made(path.len() as i32)
+        .write(connection)
+        .and_then(|()| (&*connection).write_all(&path));
     if told.is_ok() {
         let _ = (&*connection).read(&mut [0]);
     }

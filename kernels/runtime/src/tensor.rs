@@ -91,7 +91,11 @@ impl HostTensor {
     /// # Panics
     /// When `values` does not have the elements of `shape`, or one of them is none of an integer type's.
     pub fn from_f64(dtype: DType, shape: &[usize], values: &[f64]) -> Self {
-        assert_eq!(values.len(), shape.iter().product::<usize>(), "values do not fill shape {shape:?}");
+        assert_eq!(
+            values.len(),
+            shape.iter().product::<usize>(),
+            "values do not fill shape {shape:?}"
+        );
         let bytes = match dtype {
             DType::F32 => values.iter().flat_map(|&v| (v as f32).to_ne_bytes()).collect(),
             DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f64(v).to_ne_bytes()).collect(),
@@ -107,8 +111,16 @@ impl HostTensor {
     /// # Panics
     /// When `values` does not have the elements of `shape`.
     pub fn from_i32(shape: &[usize], values: &[i32]) -> Self {
-        assert_eq!(values.len(), shape.iter().product::<usize>(), "values do not fill shape {shape:?}");
-        Self { dtype: DType::I32, shape: shape.to_vec(), bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect() }
+        assert_eq!(
+            values.len(),
+            shape.iter().product::<usize>(),
+            "values do not fill shape {shape:?}"
+        );
+        Self {
+            dtype: DType::I32,
+            shape: shape.to_vec(),
+            bytes: values.iter().flat_map(|v| v.to_ne_bytes()).collect(),
+        }
     }
 
     /// Number of elements.
@@ -205,7 +217,10 @@ impl TensorView {
     /// Whether the elements lie densely, in row-major order.
     pub fn is_dense(&self) -> bool {
         let dense = dense_strides(&self.shape);
-        self.shape.iter().zip(self.strides.iter().zip(&dense)).all(|(&extent, (a, b))| extent <= 1 || a == b)
+        self.shape
+            .iter()
+            .zip(self.strides.iter().zip(&dense))
+            .all(|(&extent, (a, b))| extent <= 1 || a == b)
     }
 
     /// The half-open range of device addresses from the first byte of the view to its last.
@@ -213,8 +228,12 @@ impl TensorView {
         if self.elements() == 0 {
             return (self.address, self.address);
         }
-        let last: i64 =
-            self.shape.iter().zip(&self.strides).map(|(&extent, &stride)| (extent as i64 - 1) * stride).sum();
+        let last: i64 = self
+            .shape
+            .iter()
+            .zip(&self.strides)
+            .map(|(&extent, &stride)| (extent as i64 - 1) * stride)
+            .sum();
         (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
     }
 
@@ -246,7 +265,8 @@ impl TensorView {
     /// Bytes from the first to the last of the view, without what lies along axes that keep the address modulo `pitch`.
     fn bytes_within(&self, pitch: i128) -> i128 {
         let inner = self.byte_strides().filter(|&(_, stride)| pitch > 0 && stride % pitch != 0);
-        self.dtype.size() as i128 + inner.map(|(extent, stride)| (extent - 1) * stride).sum::<i128>()
+        self.dtype.size() as i128
+            + inner.map(|(extent, stride)| (extent - 1) * stride).sum::<i128>()
     }
 
     /// Whether two views are the same elements in the same order.
@@ -259,7 +279,13 @@ impl TensorView {
 
     /// A dense tensor at `address`.
     pub fn dense(name: impl Into<String>, address: u64, dtype: DType, shape: &[usize]) -> Self {
-        Self { name: name.into(), address, dtype, shape: shape.to_vec(), strides: dense_strides(shape) }
+        Self {
+            name: name.into(),
+            address,
+            dtype,
+            shape: shape.to_vec(),
+            strides: dense_strides(shape),
+        }
     }
 
     /// The view without the first `entries` entries of its first axis.
@@ -272,11 +298,15 @@ impl TensorView {
 
     /// The view with its first two axes seen as one; `None` where their entries are not evenly spaced.
     pub fn merged(&self) -> Option<Self> {
-        let ([outer, inner, ..], [outer_stride, inner_stride, ..]) = (&self.shape[..], &self.strides[..]) else {
+        let ([outer, inner, ..], [outer_stride, inner_stride, ..]) =
+            (&self.shape[..], &self.strides[..])
+        else {
             return None;
         };
         let stride = if *inner > 1 { *inner_stride } else { *outer_stride };
-        let even = *outer <= 1 || *inner <= 1 || i128::from(*outer_stride) == *inner as i128 * i128::from(stride);
+        let even = *outer <= 1
+            || *inner <= 1
+            || i128::from(*outer_stride) == *inner as i128 * i128::from(stride);
         let mut merged = self.clone();
         merged.shape.splice(..2, [outer * inner]);
         merged.strides.splice(..2, [stride]);
@@ -289,13 +319,22 @@ impl TensorView {
     /// # Errors
     /// [`RuntimeError::Argument`] for an axis that the view has not, and for entries beyond its extent.
     pub fn narrow(&self, axis: usize, from: usize, len: usize) -> Result<Self> {
-        let refused = |argument, reason| RuntimeError::argument("TensorView::narrow", argument, reason);
+        let refused =
+            |argument, reason| RuntimeError::argument("TensorView::narrow", argument, reason);
         let Some((&extent, &stride)) = self.shape.get(axis).zip(self.strides.get(axis)) else {
-            let reason = format!("{axis}: `{}` of shape {:?} has {} axes", self.name, self.shape, self.shape.len());
+            let reason = format!(
+                "{axis}: `{}` of shape {:?} has {} axes",
+                self.name,
+                self.shape,
+                self.shape.len()
+            );
             return Err(refused("axis", reason));
         };
         if from > extent || len > extent - from {
-            let reason = format!("{len} entries from {from} on: axis {axis} of `{}` has {extent}", self.name);
+            let reason = format!(
+                "{len} entries from {from} on: axis {axis} of `{}` has {extent}",
+                self.name
+            );
             return Err(refused("len", reason));
         }
         let mut narrowed = self.clone();
@@ -332,7 +371,8 @@ impl TensorView {
 
     /// The same elements with the axes from outermost to innermost in memory, without axes of one element.
     pub(super) fn in_memory_order(&self) -> Self {
-        let mut axes: Vec<usize> = (0..self.shape.len()).filter(|&axis| self.shape[axis] != 1).collect();
+        let mut axes: Vec<usize> =
+            (0..self.shape.len()).filter(|&axis| self.shape[axis] != 1).collect();
         axes.sort_by_key(|&axis| Reverse(self.strides[axis]));
         Self {
             shape: axes.iter().map(|&axis| self.shape[axis]).collect(),
@@ -350,7 +390,9 @@ impl TensorView {
             return (Vec::new(), 0);
         }
         let (mut outer, mut elements) = (self.shape.len(), 1);
-        while outer > 0 && (self.shape[outer - 1] == 1 || self.strides[outer - 1] == elements as i64) {
+        while outer > 0
+            && (self.shape[outer - 1] == 1 || self.strides[outer - 1] == elements as i64)
+        {
             outer -= 1;
             elements *= self.shape[outer];
         }
@@ -384,20 +426,30 @@ mod tests {
     fn element_offsets(view: &TensorView) -> Vec<usize> {
         let mut offsets = vec![0];
         for (&extent, &stride) in view.shape.iter().zip(&view.strides) {
-            offsets =
-                offsets.iter().flat_map(|base| (0..extent).map(move |i| base + 2 * i * stride as usize)).collect();
+            offsets = offsets
+                .iter()
+                .flat_map(|base| (0..extent).map(move |i| base + 2 * i * stride as usize))
+                .collect();
         }
         offsets
     }
 
     #[test]
     fn an_entry_loses_its_axis_and_a_parted_row_gains_one() {
-        let rows = TensorView { strides: vec![100, 1], ..TensorView::dense("rows", 64, DType::Bf16, &[3, 12]) };
+        let rows = TensorView {
+            strides: vec![100, 1],
+            ..TensorView::dense("rows", 64, DType::Bf16, &[3, 12])
+        };
         let parted = rows.parted(4).expect("four of three");
         assert_eq!((&parted.shape[..], &parted.strides[..]), (&[3, 4, 3][..], &[100, 3, 1][..]));
         let entry = parted.entry(1, 2).expect("the third of four");
-        assert_eq!((entry.address, &entry.shape[..], &entry.strides[..]), (64 + 12, &[3, 3][..], &[100, 1][..]));
-        assert!(rows.parted(5).is_none() && rows.parted(0).is_none() && parted.entry(1, 4).is_err());
+        assert_eq!(
+            (entry.address, &entry.shape[..], &entry.strides[..]),
+            (64 + 12, &[3, 3][..], &[100, 1][..])
+        );
+        assert!(
+            rows.parted(5).is_none() && rows.parted(0).is_none() && parted.entry(1, 4).is_err()
+        );
     }
 
     #[test]
@@ -416,7 +468,8 @@ mod tests {
             let view = view(&shape, &strides);
             let (offsets, piece) = view.pieces();
             assert_eq!((offsets.len(), piece), (pieces, bytes), "{shape:?} {strides:?}");
-            let elements: Vec<usize> = offsets.iter().flat_map(|at| (*at..at + piece).step_by(2)).collect();
+            let elements: Vec<usize> =
+                offsets.iter().flat_map(|at| (*at..at + piece).step_by(2)).collect();
             assert_eq!(elements, element_offsets(&view), "{shape:?} {strides:?}");
         }
     }
@@ -433,10 +486,14 @@ mod tests {
                         let outer: usize = whole.shape[..axis].iter().product();
                         let inner: usize = whole.shape[axis + 1..].iter().product();
                         let all = element_offsets(&whole);
-                        let places = (0..outer).flat_map(|o| (from..from + len).map(move |entry| o * extent + entry));
-                        let expected: Vec<usize> =
-                            places.flat_map(|at| all[at * inner..(at + 1) * inner].to_vec()).collect();
-                        let own = element_offsets(&chunk).into_iter().map(|offset| chunk.address as usize + offset);
+                        let places = (0..outer)
+                            .flat_map(|o| (from..from + len).map(move |entry| o * extent + entry));
+                        let expected: Vec<usize> = places
+                            .flat_map(|at| all[at * inner..(at + 1) * inner].to_vec())
+                            .collect();
+                        let own = element_offsets(&chunk)
+                            .into_iter()
+                            .map(|offset| chunk.address as usize + offset);
                         assert_eq!(
                             own.collect::<Vec<_>>(),
                             expected,
@@ -452,9 +509,13 @@ mod tests {
     #[test]
     fn a_chunk_beyond_the_view_is_refused_with_the_argument() {
         let x = view(&[2, 3], &[3, 1]);
-        for (axis, from, len, named) in
-            [(2, 0, 0, "axis"), (1, 4, 0, "len"), (1, 2, 2, "len"), (0, 3, 0, "len"), (0, 1, usize::MAX, "len")]
-        {
+        for (axis, from, len, named) in [
+            (2, 0, 0, "axis"),
+            (1, 4, 0, "len"),
+            (1, 2, 2, "len"),
+            (0, 3, 0, "len"),
+            (0, 1, usize::MAX, "len"),
+        ] {
             match x.narrow(axis, from, len) {
                 Err(RuntimeError::Argument { argument, .. }) => assert_eq!(argument, named),
                 other => panic!("{len} entries from {from} on along axis {axis}: {other:?}"),
@@ -471,7 +532,10 @@ mod tests {
     }
 
     fn view_at(address: u64, dtype: DType, shape: &[usize], strides: &[i64]) -> TensorView {
-        TensorView { strides: strides.to_vec(), ..TensorView::dense("a view", address, dtype, shape) }
+        TensorView {
+            strides: strides.to_vec(),
+            ..TensorView::dense("a view", address, dtype, shape)
+        }
     }
 
     /// Whether any byte belongs to both, element by element.
@@ -480,7 +544,10 @@ mod tests {
             let mut starts = vec![view.address];
             for (&extent, &stride) in view.shape.iter().zip(&view.strides) {
                 let step = stride as u64 * view.dtype.size() as u64;
-                starts = starts.iter().flat_map(|&start| (0..extent as u64).map(move |i| start + i * step)).collect();
+                starts = starts
+                    .iter()
+                    .flat_map(|&start| (0..extent as u64).map(move |i| start + i * step))
+                    .collect();
             }
             starts.iter().flat_map(|&start| start..start + view.dtype.size() as u64).collect()
         };
@@ -525,12 +592,18 @@ mod tests {
         let x = view_at(64, DType::Bf16, &[1, 4], &[4, 1]);
         assert!(x.same_elements(&view_at(64, DType::Bf16, &[1, 4], &[99, 1])));
         assert!(!x.same_elements(&view_at(64, DType::I32, &[1, 4], &[4, 1])));
-        assert!(!view_at(64, DType::Bf16, &[2, 4], &[4, 1]).same_elements(&view_at(64, DType::Bf16, &[2, 4], &[8, 1])));
+        assert!(!view_at(64, DType::Bf16, &[2, 4], &[4, 1]).same_elements(&view_at(
+            64,
+            DType::Bf16,
+            &[2, 4],
+            &[8, 1]
+        )));
     }
 
     #[test]
     fn evenly_spaced_axes_merge_and_others_do_not() {
-        let merged = |shape: &[usize], strides: &[i64]| view_at(0, DType::Bf16, shape, strides).merged();
+        let merged =
+            |shape: &[usize], strides: &[i64]| view_at(0, DType::Bf16, shape, strides).merged();
         let even = merged(&[2, 3, 4, 8], &[96, 32, 8, 1]).expect("dense");
         assert_eq!((even.shape, even.strides), (vec![6, 4, 8], vec![32, 8, 1]));
         let heads_first = merged(&[2, 3, 4, 8], &[24, 8, 48, 1]).expect("tokens are 8 apart");
@@ -543,9 +616,14 @@ mod tests {
     #[test]
     fn every_type_takes_its_own_values_and_gives_them_back() {
         for dtype in DType::ALL {
-            let values: &[f64] = if dtype.is_integer() { &[0.0, 7.0, 255.0] } else { &[0.0, -1.5, f64::INFINITY] };
+            let values: &[f64] =
+                if dtype.is_integer() { &[0.0, 7.0, 255.0] } else { &[0.0, -1.5, f64::INFINITY] };
             let tensor = HostTensor::from_f64(dtype, &[3], values);
-            assert_eq!((tensor.bytes.len(), tensor.to_f64()), (3 * dtype.size(), values.to_vec()), "{dtype}");
+            assert_eq!(
+                (tensor.bytes.len(), tensor.to_f64()),
+                (3 * dtype.size(), values.to_vec()),
+                "{dtype}"
+            );
             let integers = dtype.is_integer().then(|| vec![0, 7, 255]);
             assert_eq!(tensor.to_integers(), integers, "{dtype}");
         }
@@ -554,7 +632,8 @@ mod tests {
     #[test]
     fn integers_of_64_bits_are_read_whole() {
         let value = (1i64 << 60) + 1;
-        let tensor = HostTensor { dtype: DType::I64, shape: vec![1], bytes: value.to_ne_bytes().into() };
+        let tensor =
+            HostTensor { dtype: DType::I64, shape: vec![1], bytes: value.to_ne_bytes().into() };
         assert_eq!(tensor.to_integers(), Some(vec![value]));
     }
 

@@ -41,28 +41,44 @@ impl TensorMap {
     /// hardware cannot copy boxes of it: rows that overlap or lie backwards, or at no multiples of 16 bytes; no
     /// elements; extents of 2^32, strides of 2^40 bytes and beyond.
     pub fn of(view: &TensorView, box_rows: u32) -> Option<Self> {
-        let ([matrices, rows, row_bytes], [matrix_stride, row_stride, 1]) = (match (&view.shape[..], &view.strides[..])
-        {
-            (&[matrices, rows, bytes], &[matrix, row, column]) => ([matrices, rows, bytes], [matrix, row, column]),
-            (&[rows, bytes], &[row, column]) => ([1, rows, bytes], [0, row, column]),
-            _ => return None,
-        }) else {
+        let ([matrices, rows, row_bytes], [matrix_stride, row_stride, 1]) =
+            (match (&view.shape[..], &view.strides[..]) {
+                (&[matrices, rows, bytes], &[matrix, row, column]) => {
+                    ([matrices, rows, bytes], [matrix, row, column])
+                }
+                (&[rows, bytes], &[row, column]) => ([1, rows, bytes], [0, row, column]),
+                _ => return None,
+            })
+        else {
             return None;
         };
         let extents = [matrices, rows, row_bytes].map(|extent| extent as u64);
-        let fits = extents.iter().all(|extent| (1..MOST_EXTENT).contains(extent)) && view.dtype == DType::U8;
+        let fits = extents.iter().all(|extent| (1..MOST_EXTENT).contains(extent))
+            && view.dtype == DType::U8;
         // Where there is one row or matrix, nothing follows from its stride.
         let own_stride = (row_bytes as u64).next_multiple_of(16);
         let row_stride = if rows > 1 { u64::try_from(row_stride).ok()? } else { own_stride };
         let matrix_bytes = row_stride.checked_mul(rows as u64)?;
-        let matrix_stride = if matrices > 1 { u64::try_from(matrix_stride).ok()? } else { matrix_bytes };
+        let matrix_stride =
+            if matrices > 1 { u64::try_from(matrix_stride).ok()? } else { matrix_bytes };
         // Matrices may lie between the rows of one another.
-        let strided = [row_stride, matrix_stride]
-            .iter()
-            .all(|stride| stride.is_multiple_of(16) && (row_bytes as u64..MOST_STRIDE).contains(stride));
-        let known = fits && strided && view.address.is_multiple_of(16) && (1..=MOST_BOX_ROWS).contains(&box_rows);
+        let strided = [row_stride, matrix_stride].iter().all(|stride| {
+            stride.is_multiple_of(16) && (row_bytes as u64..MOST_STRIDE).contains(stride)
+        });
+        let known = fits
+            && strided
+            && view.address.is_multiple_of(16)
+            && (1..=MOST_BOX_ROWS).contains(&box_rows);
         let [matrices, rows, row_bytes] = extents;
-        known.then_some(Self { address: view.address, row_bytes, rows, matrices, row_stride, matrix_stride, box_rows })
+        known.then_some(Self {
+            address: view.address,
+            row_bytes,
+            rows,
+            matrices,
+            row_stride,
+            matrix_stride,
+            box_rows,
+        })
     }
 
     /// The emulator's form of it.
@@ -83,7 +99,9 @@ impl TensorMap {
 
     /// What [`Self::words`] says; `None` where these words are no map.
     pub fn from_words(words: &MapWords) -> Option<Self> {
-        let &[MARK, address, row_bytes, rows, matrices, row_stride, matrix_stride, box_rows, ..] = words else {
+        let &[MARK, address, row_bytes, rows, matrices, row_stride, matrix_stride, box_rows, ..] =
+            words
+        else {
             return None;
         };
         let box_rows = u32::try_from(box_rows).ok()?;
@@ -92,7 +110,8 @@ impl TensorMap {
 
     /// Address and length of the bytes that row `row` of a matrix has from byte `column` on, up to the width of a box.
     pub fn bytes_at(&self, column: i32, row: i64, matrix: i32) -> Option<(u64, usize)> {
-        let inside = |coordinate: i64, extent: u64| u64::try_from(coordinate).ok().filter(|&at| at < extent);
+        let inside =
+            |coordinate: i64, extent: u64| u64::try_from(coordinate).ok().filter(|&at| at < extent);
         let (column, row) = (inside(column.into(), self.row_bytes)?, inside(row, self.rows)?);
         let matrix = inside(matrix.into(), self.matrices)?;
         let address = self.address + matrix * self.matrix_stride + row * self.row_stride + column;

@@ -46,7 +46,8 @@ impl Views {
 
     /// The tensors under other names: each pair is what one is called here, and what it is called there.
     pub fn renamed(&self, names: &[(&'static str, &'static str)]) -> Self {
-        let renamed = |name| names.iter().find(|(from, _)| *from == name).map_or(name, |&(_, to)| to);
+        let renamed =
+            |name| names.iter().find(|(from, _)| *from == name).map_or(name, |&(_, to)| to);
         Self(self.0.iter().map(|(name, view)| (renamed(*name), view.clone())).collect())
     }
 

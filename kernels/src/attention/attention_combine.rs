@@ -39,10 +39,13 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
         write("lse").axes(&["num_tokens", "num_heads"]),
     ];
     let mut call = CHECK.signature(views, tensors).extent("v_dim", 8, i32::MAX as usize);
-    let [num_parts, num_tokens, num_heads, v_dim] = call.bind(["num_parts", "num_tokens", "num_heads", "v_dim"])?;
+    let [num_parts, num_tokens, num_heads, v_dim] =
+        call.bind(["num_parts", "num_tokens", "num_heads", "v_dim"])?;
     let (num_rows, name) = (num_tokens * num_heads, "attention_combine");
     CHECK.int32("partial_out", num_rows)?;
-    let params = call.params(&["partial_out", "partial_lse", "sink", "out", "lse"]).i64("num_rows", num_rows)?;
+    let params = call
+        .params(&["partial_out", "partial_lse", "sink", "out", "lse"])
+        .i64("num_rows", num_rows)?;
     let params = params.i32("num_parts", num_parts)?.i32("num_heads", num_heads)?;
     let kernel = device.kernel(FILE, &defines(v_dim), name)?;
     kernel.launch_blocks("partial_out", num_rows.div_ceil(ROWS_PER_BLOCK), &params)?;

@@ -44,7 +44,8 @@ impl Options {
         self.format.check(CHECK)?;
         let head_dim = self.format.head_dim();
         if !head_dim.is_multiple_of(16) || head_dim > LARGEST_HEAD_DIM {
-            let reason = format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}");
+            let reason =
+                format!("head_dim {head_dim} must be a multiple of 16 up to {LARGEST_HEAD_DIM}");
             return CHECK.refuse("format", reason);
         }
         CHECK.positive("softmax_scale", self.softmax_scale)?;
@@ -99,7 +100,8 @@ pub fn spread(
     // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and where there are
     // multiprocessors for all tiles at once that is what counts.
     let small_blocks = batch * s_q * num_heads.div_ceil(16) * tiles;
-    let small = implementation != Implementation::Hopper && (num_heads <= 16 || small_blocks <= num_blocks);
+    let small =
+        implementation != Implementation::Hopper && (num_heads <= 16 || small_blocks <= num_blocks);
     let heads_per_block = if small { 16 } else { HOPPER_HEADS };
     // Blocks beyond the number of tiles would find nothing to do.
     let all_tiles = batch * s_q * num_heads.div_ceil(heads_per_block) * tiles;
@@ -166,12 +168,23 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
     options.check()?;
     let (bytes, slots) = (&[DType::U8], &[DType::I32]);
     let tensors = [
-        read("q").of(&[DType::Bf16]).axes(&["batch", "s_q", "num_heads", "head_dim"]).aligned_rows(),
+        read("q")
+            .of(&[DType::Bf16])
+            .axes(&["batch", "s_q", "num_heads", "head_dim"])
+            .aligned_rows(),
         read("window").of(bytes).axes(&["window_num_pages", "window_page_bytes"]).aligned_rows(),
         read("window_indices").of(slots).axes(&["batch", "s_q", "window_topk"]).rows(),
         read("window_length").of(slots).axes(&["batch"]).optional(),
-        read("compressed").of(bytes).axes(&["compressed_num_pages", "compressed_page_bytes"]).aligned_rows().optional(),
-        read("compressed_indices").of(slots).axes(&["batch", "s_q", "compressed_topk"]).rows().with(&["compressed"]),
+        read("compressed")
+            .of(bytes)
+            .axes(&["compressed_num_pages", "compressed_page_bytes"])
+            .aligned_rows()
+            .optional(),
+        read("compressed_indices")
+            .of(slots)
+            .axes(&["batch", "s_q", "compressed_topk"])
+            .rows()
+            .with(&["compressed"]),
         read("compressed_length").of(slots).axes(&["batch"]).only_with(&["compressed"]),
         read("sink").axes(&["num_heads"]).optional(),
         write("out").like("q").aligned_rows().when(launching),
@@ -184,14 +197,18 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
         .signature(views, tensors)
         .given("head_dim", format.head_dim())
         .given("window_page_bytes", format.page_bytes(CHECK, "window", window_page_size)?)
-        .given("compressed_page_bytes", format.page_bytes(CHECK, "compressed", compressed_page_size)?);
+        .given(
+            "compressed_page_bytes",
+            format.page_bytes(CHECK, "compressed", compressed_page_size)?,
+        );
     let [batch, s_q, num_heads] = call.bind(["batch", "s_q", "num_heads"])?;
     let mut store = |name, page_size, axes| -> Result<Store> {
         let [num_pages, topk] = call.bind(axes)?;
         Ok(Store { page_size, num_slots: num_slots(CHECK, name, num_pages, page_size)?, topk })
     };
     let window = store("window", window_page_size, ["window_num_pages", "window_topk"])?;
-    let compressed = store("compressed", compressed_page_size, ["compressed_num_pages", "compressed_topk"])?;
+    let compressed =
+        store("compressed", compressed_page_size, ["compressed_num_pages", "compressed_topk"])?;
     // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32 bits.
     let tiles = [window, compressed].iter().map(|store| store.topk / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
@@ -225,7 +242,9 @@ impl Workspace {
 /// Inputs that the launcher refuses.
 pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
     let extents = extents(views, options, false)?;
-    let of = |implementation| Workspace::of(options.format, extents.spread(options.num_blocks, implementation)).bytes;
+    let of = |implementation| {
+        Workspace::of(options.format, extents.spread(options.num_blocks, implementation)).bytes
+    };
     Ok(match options.implementation {
         // Which one runs is the device's to say: enough for either.
         Implementation::Auto if HOPPER_FORMATS.contains(&options.format) => {
@@ -255,15 +274,18 @@ pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Vec<String>> {
     let extents = extents(views, options, true)?;
-    let implementation = resolve(device, options.format, extents.num_heads, options.implementation)?;
+    let implementation =
+        resolve(device, options.format, extents.num_heads, options.implementation)?;
     let spread = extents.spread(options.num_blocks, implementation);
     let params = params(views, options, extents, spread)?;
     let hopper = implementation == Implementation::Hopper;
-    let (file, name) = if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
+    let (file, name) =
+        if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
     let Spread { num_blocks, heads_per_block } = spread;
     let defines = defines(options.format, heads_per_block);
     device.kernel(file, &defines, name)?.launch_blocks("num_blocks", num_blocks, &params)?;
-    let mut paths = vec![if hopper { name.to_owned() } else { format!("{name}<{heads_per_block}>") }];
+    let mut paths =
+        vec![if hopper { name.to_owned() } else { format!("{name}<{heads_per_block}>") }];
     if num_blocks > 1 {
         let name = "decode_attention_combine";
         let blocks = num_blocks * heads_per_block / COMBINE_HEADS;
@@ -280,17 +302,27 @@ fn params(views: &Views, options: &Options, extents: Extents, spread: Spread) ->
     let part = |offset: usize| DeviceAddress(workspace.address + offset as u64);
     let tokens = |name| views.get(name).map(|view| CHECK.tokens(name, view)).transpose();
     let params = CHECK.params().heads("q", &tokens("q")?);
-    let params = params.rows("window_pages", &views["window"]).rows("window_indices", &tokens("window_indices")?);
-    let params =
-        params.ptr("window_length", views.get("window_length")).rows("compressed_pages", views.get("compressed"));
+    let params = params
+        .rows("window_pages", &views["window"])
+        .rows("window_indices", &tokens("window_indices")?);
+    let params = params
+        .ptr("window_length", views.get("window_length"))
+        .rows("compressed_pages", views.get("compressed"));
     let params = params.rows("compressed_indices", &tokens("compressed_indices")?);
-    let params = params.ptr("compressed_length", views.get("compressed_length")).ptr("sink", views.get("sink"));
+    let params = params
+        .ptr("compressed_length", views.get("compressed_length"))
+        .ptr("sink", views.get("sink"));
     let params = params.heads("out", &tokens("out")?).ptr("lse", &views["lse"]);
-    let params = params.ptr("partial_out", part(parts.partial_out)).ptr("partial_lse", part(parts.partial_lse));
+    let params = params
+        .ptr("partial_out", part(parts.partial_out))
+        .ptr("partial_lse", part(parts.partial_lse));
     let params = params.ptr("spans", part(parts.spans)).i32("batch", batch)?.i32("s_q", s_q)?;
     let params = params.i32("num_heads", num_heads)?.i32("window_page_size", window.page_size)?;
-    let params = params.i32("window_num_slots", window.num_slots)?.i32("window_topk", window.topk)?;
+    let params =
+        params.i32("window_num_slots", window.num_slots)?.i32("window_topk", window.topk)?;
     let params = params.i32("compressed_page_size", compressed.page_size)?;
-    let params = params.i32("compressed_num_slots", compressed.num_slots)?.i32("compressed_topk", compressed.topk)?;
+    let params = params
+        .i32("compressed_num_slots", compressed.num_slots)?
+        .i32("compressed_topk", compressed.topk)?;
     Ok(params.f32("softmax_scale", options.softmax_scale))
 }

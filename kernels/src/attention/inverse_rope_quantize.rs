@@ -31,7 +31,11 @@ impl Options {
     }
 
     /// The type of `scales`, and the axes of the scales of all groups of the projection.
-    pub fn scale_tensor(self, num_tokens: usize, group_width: usize) -> (DType, Vec<(&'static str, usize)>) {
+    pub fn scale_tensor(
+        self,
+        num_tokens: usize,
+        group_width: usize,
+    ) -> (DType, Vec<(&'static str, usize)>) {
         let scales = self.scales(num_tokens, group_width);
         let (dtype, axes) = scales.tensor();
         let extents = [self.o_groups].into_iter().chain(axes.into_iter().map(|(_, extent)| extent));
@@ -76,7 +80,10 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     let [num_tokens, num_heads, head_dim] = extents_of_x(views)?;
     let o_groups = options.o_groups;
     if o_groups == 0 || num_heads == 0 || !num_heads.is_multiple_of(o_groups) {
-        return CHECK.refuse("x", format!("{num_heads} heads must be as many in each of {o_groups} groups"));
+        return CHECK.refuse(
+            "x",
+            format!("{num_heads} heads must be as many in each of {o_groups} groups"),
+        );
     }
     let group_width = (num_heads / o_groups).saturating_mul(head_dim);
     if group_width > MAX_WIDTH {
@@ -84,34 +91,50 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     }
     let scales = options.scales(num_tokens, group_width);
     scales.check(CHECK)?;
-    let signature = CHECK.signature(views, arguments(scales)).extent("head_dim", GROUP, MAX_WIDTH).wide("num_tokens");
-    let known = options.scale_tensor(num_tokens, group_width).1.into_iter().filter(|(axis, _)| *axis != "num_tokens");
-    let signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
+    let signature = CHECK
+        .signature(views, arguments(scales))
+        .extent("head_dim", GROUP, MAX_WIDTH)
+        .wide("num_tokens");
+    let known = options
+        .scale_tensor(num_tokens, group_width)
+        .1
+        .into_iter()
+        .filter(|(axis, _)| *axis != "num_tokens");
+    let signature =
+        known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
     let mut call = signature.wide("table_rows").given("group_width", group_width);
     let [table_rows, half] = call.bind(["table_rows", "half_rope_dim"])?;
     check_table(views, [num_tokens, head_dim, table_rows, half])?;
     let (row_warps, _) = scales.grid(CHECK, "x", GROUP)?;
     let warps = scales.padded_rows().saturating_mul(row_warps).saturating_mul(o_groups);
     if u32::try_from(warps).is_err() {
-        let reason = format!("{o_groups} groups of {num_tokens} rows of {row_warps} warps: there may be {}", u32::MAX);
+        let reason = format!(
+            "{o_groups} groups of {num_tokens} rows of {row_warps} warps: there may be {}",
+            u32::MAX
+        );
         return CHECK.refuse("x", reason);
     }
     let name = names(&call);
-    let group_bytes = scales.padded_rows() * scales.padded_groups() * if scales.bytes { 1 } else { 4 };
+    let group_bytes =
+        scales.padded_rows() * scales.padded_groups() * if scales.bytes { 1 } else { 4 };
     let params = CHECK.params().heads("x", &views["x"]);
     let params = params.strided("codes", &views["codes"], ["row_stride", "group_stride"]);
     let params = params.ptr("scales", &views["scales"]).i64("scale_group_bytes", group_bytes)?;
     let params = params.rows("cos", &views["cos"]).rows("sin", &views["sin"]);
     let params = params.ptr("positions", views.get("positions")).i64("table_rows", table_rows)?;
+    let params = scales
+        .params(params, num_tokens, group_width, row_warps)?
+        .i32("scale_type", options.scale as usize)?;
     let params =
-        scales.params(params, num_tokens, group_width, row_warps)?.i32("scale_type", options.scale as usize)?;
-    let params = params.i32("log2_group", GROUP.trailing_zeros() as usize)?.i32("o_groups", o_groups)?;
+        params.i32("log2_group", GROUP.trailing_zeros() as usize)?.i32("o_groups", o_groups)?;
     let params = params.i32("group_heads", num_heads / o_groups)?.i32("head_dim", head_dim)?;
     let params = params.i32("rope_dim", 2 * half)?.flag("inverse", true);
     // What the kernel divides by without a division: there may be no rows, and then nothing divides by their number.
     let inverse = |divisor: usize| u32::MAX as usize / divisor.max(1);
     let params = params.i64("of_row_warps", inverse(row_warps))?;
-    let params = params.i64("of_padded_rows", inverse(scales.padded_rows()))?.i64("of_head_dim", inverse(head_dim))?;
+    let params = params
+        .i64("of_padded_rows", inverse(scales.padded_rows()))?
+        .i64("of_head_dim", inverse(head_dim))?;
     device.kernel(FILE, &defines(), name)?.launch_blocks("x", warps.div_ceil(WARPS), &params)?;
     Ok(name)
 }
@@ -133,24 +156,37 @@ fn arguments<'a>(scales: Scales) -> [Argument<'a>; 6] {
 }
 
 fn names(call: &Signature<'_>) -> &'static str {
-    if call.vectorised_rows(&["x", "codes"]) { "inverse_rope_quantize_vector" } else { "inverse_rope_quantize_scalar" }
+    if call.vectorised_rows(&["x", "codes"]) {
+        "inverse_rope_quantize_vector"
+    } else {
+        "inverse_rope_quantize_scalar"
+    }
 }
 
 /// Those of `x`, whose other properties are refused with the signature.
 fn extents_of_x(views: &Views) -> Result<[usize; 3]> {
     match views.get("x").map(|view| &view.shape[..]) {
-        Some(&[tokens, heads, channels]) => Ok([tokens.min(i64::MAX as usize / 512), heads, channels]),
-        Some(shape) => CHECK.refuse("x", format!("shape {shape:?} must have 3 axes (num_tokens, num_heads, head_dim)")),
+        Some(&[tokens, heads, channels]) => {
+            Ok([tokens.min(i64::MAX as usize / 512), heads, channels])
+        }
+        Some(shape) => CHECK.refuse(
+            "x",
+            format!("shape {shape:?} must have 3 axes (num_tokens, num_heads, head_dim)"),
+        ),
         None => CHECK.refuse("x", "it must be present"),
     }
 }
 
 fn check_table(views: &Views, [num_tokens, head_dim, table_rows, half]: [usize; 4]) -> Result<()> {
     if half == 0 || 2 * half > head_dim {
-        return CHECK.refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
+        return CHECK
+            .refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
     }
     if views.get("positions").is_none() && table_rows < num_tokens {
-        return CHECK.refuse("cos", format!("{table_rows} rows must cover {num_tokens} tokens without positions"));
+        return CHECK.refuse(
+            "cos",
+            format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
+        );
     }
     Ok(())
 }

@@ -83,7 +83,12 @@ struct Extents {
 
 impl Extents {
     /// Whether the Hopper kernels, for keys of one of these widths, run.
-    fn hopper(self, device: &Device, implementation: Implementation, head_dims: &[usize]) -> Result<bool> {
+    fn hopper(
+        self,
+        device: &Device,
+        implementation: Implementation,
+        head_dims: &[usize],
+    ) -> Result<bool> {
         let fits = !self.separate && self.v_dim == 512 && head_dims.contains(&self.head_dim);
         let misfit = (!fits).then(|| {
             let of_its_own = if self.separate { ", V a tensor of its own" } else { "" };
@@ -170,7 +175,8 @@ impl KeyIndex {
         let params = check.params().rows("indices", indices).ptr("topk_length", topk_length);
         let params = params.ptr("counts", self.counts).ptr("ends", self.ends);
         let params = params.ptr("entries", self.entries).ptr("ordered", self.ordered);
-        let params = params.i32("num_tokens", tokens)?.i32("num_keys", num_keys)?.i32("topk", topk)?;
+        let params =
+            params.i32("num_tokens", tokens)?.i32("num_keys", num_keys)?.i32("topk", topk)?;
         let steps = [
             ("sparse_attention_count", (tokens * topk).div_ceil(INDEX_THREADS)),
             ("sparse_attention_reserve", num_keys.div_ceil(INDEX_THREADS)),
@@ -186,11 +192,14 @@ impl KeyIndex {
 
 /// The modules of the model's head geometries, and of a small one.
 pub fn modules() -> Vec<Module> {
-    let geometries = [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
-    let forward_and_backwards = [(FORWARD_FILE, false), (BACKWARD_FILE, false), (BACKWARD_FILE, true)];
+    let geometries =
+        [(512, 512, false), (576, 512, false), (512, 512, true), (64, 64, false), (64, 32, true)];
+    let forward_and_backwards =
+        [(FORWARD_FILE, false), (BACKWARD_FILE, false), (BACKWARD_FILE, true)];
     let portable = geometries.into_iter().flat_map(|(head_dim, v_dim, separate)| {
         let of = move |heads| {
-            let defines = move |deterministic| defines(head_dim, v_dim, heads, separate, deterministic);
+            let defines =
+                move |deterministic| defines(head_dim, v_dim, heads, separate, deterministic);
             forward_and_backwards.map(|(file, deterministic)| module(file, &defines(deterministic)))
         };
         [16, 64].into_iter().flat_map(of)
@@ -213,7 +222,11 @@ fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
     let (forward, backward) = (purpose == Purpose::Forward, purpose == Purpose::Backward);
     let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
     let values = |tensor: Argument<'static>| {
-        tensor.of(&BF16).axes(&["num_tokens", "num_heads", "v_dim"]).aligned_rows().when(forward || backward)
+        tensor
+            .of(&BF16)
+            .axes(&["num_tokens", "num_heads", "v_dim"])
+            .aligned_rows()
+            .when(forward || backward)
     };
     let tensors = [
         read("q").of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
@@ -229,17 +242,34 @@ fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
         per_head(read("dlse")).optional().when(backward),
         write("dq").like("q").aligned_rows().when(backward),
         write("dk").of(&FLOATS).axes(&["num_keys", "head_dim"]).aligned_rows().when(backward),
-        write("dv").axes(&["num_keys", "v_dim"]).typed("dk").aligned_rows().with(&["v"]).when(backward),
+        write("dv")
+            .axes(&["num_keys", "v_dim"])
+            .typed("dk")
+            .aligned_rows()
+            .with(&["v"])
+            .when(backward),
         write("dsink").axes(&["num_heads"]).with(&["sink"]).when(backward),
         scratch("workspace", 16).when(backward),
     ];
     let part_of_k = check_values(views, options)?;
-    let call = CHECK.signature(views, tensors).extent("head_dim", 16, 576).extent("v_dim", 16, LARGEST_V_DIM);
+    let call = CHECK.signature(views, tensors).extent("head_dim", 16, 576).extent(
+        "v_dim",
+        16,
+        LARGEST_V_DIM,
+    );
     let mut call = part_of_k.into_iter().fold(call, |call, v_dim| call.given("v_dim", v_dim));
     let axes = ["num_tokens", "num_heads", "head_dim", "v_dim", "num_keys", "topk"];
     let [num_tokens, num_heads, head_dim, v_dim, num_keys, topk] = call.bind(axes)?;
     CHECK.positive("softmax_scale", options.softmax_scale)?;
-    Ok(Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate: part_of_k.is_none() })
+    Ok(Extents {
+        num_tokens,
+        num_heads,
+        head_dim,
+        v_dim,
+        num_keys,
+        topk,
+        separate: part_of_k.is_none(),
+    })
 }
 
 /// The values are either a tensor or a part of the keys: then so many columns of them.
@@ -250,14 +280,20 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
         (Some(_), Some(v_dim)) => {
             CHECK.refuse("v", format!("it must be absent where v_dim {v_dim} says that k has it"))
         }
-        (None, None) => CHECK.refuse("v", "it must be present where no v_dim says how much of k it is"),
+        (None, None) => {
+            CHECK.refuse("v", "it must be present where no v_dim says how much of k it is")
+        }
         (None, Some(v_dim)) => {
             // If q and k are not of one width, the wrong one is still to be refused.
-            let most = width("q").max(width("k")).map_or(LARGEST_V_DIM, |width| width.min(LARGEST_V_DIM));
+            let most =
+                width("q").max(width("k")).map_or(LARGEST_V_DIM, |width| width.min(LARGEST_V_DIM));
             if v_dim > 0 && v_dim.is_multiple_of(16) && v_dim <= most {
                 return Ok(Some(v_dim));
             }
-            CHECK.refuse("v", format!("v_dim {v_dim} must be a multiple of 16 up to {most}, as a part of k"))
+            CHECK.refuse(
+                "v",
+                format!("v_dim {v_dim} must be a multiple of 16 up to {most}, as a part of k"),
+            )
         }
     }
 }
@@ -280,7 +316,8 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
 /// A refused argument, a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<String> {
     let extents = check(views, options, Purpose::Forward)?;
-    let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("v", views.get("v"));
+    let params =
+        CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("v", views.get("v"));
     let params = params.ptr("sink", views.get("sink")).rows("indices", &views["indices"]);
     let params = params.ptr("topk_length", views.get("topk_length")).heads("out", &views["out"]);
     let params = params.ptr("lse", &views["lse"]).ptr("max_logits", &views["max_logits"]);
@@ -358,12 +395,20 @@ impl Extents {
     /// Bytes of one token's own rows.
     fn row_bytes(self) -> usize {
         let width = self.head_dim + if self.separate { self.v_dim } else { 0 };
-        self.num_heads.div_ceil(self.heads_per_block()).saturating_mul(self.topk).saturating_mul(width * 4)
+        self.num_heads
+            .div_ceil(self.heads_per_block())
+            .saturating_mul(self.topk)
+            .saturating_mul(width * 4)
     }
 }
 
 impl Workspace {
-    fn of(extents: Extents, dk_type: DType, sink: bool, key_gradients: KeyGradients) -> Result<Self> {
+    fn of(
+        extents: Extents,
+        dk_type: DType,
+        sink: bool,
+        key_gradients: KeyGradients,
+    ) -> Result<Self> {
         let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, separate, .. } = extents;
         let mut parts = Parts::default();
         let accumulated = dk_type == DType::Bf16;
@@ -376,7 +421,9 @@ impl Workspace {
             KeyGradients::Deterministic { chunk_tokens: 0 } => {
                 return CHECK.refuse("key_gradients", "chunk_tokens 0 must be at least 1");
             }
-            KeyGradients::Deterministic { chunk_tokens } => Some(Chunk::of(extents, chunk_tokens, &mut parts)),
+            KeyGradients::Deterministic { chunk_tokens } => {
+                Some(Chunk::of(extents, chunk_tokens, &mut parts))
+            }
         };
         Ok(Self { delta, sink_terms, dk, dv, chunk, bytes: parts.bytes })
     }
@@ -418,10 +465,22 @@ pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
 /// A refused argument, a compile error, a refused launch.
 pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<String>> {
     let extents = check(views, options, Purpose::Backward)?;
-    let workspace = Workspace::of(extents, views["dk"].dtype, views.get("sink").is_some(), options.key_gradients)?;
+    let workspace = Workspace::of(
+        extents,
+        views["dk"].dtype,
+        views.get("sink").is_some(),
+        options.key_gradients,
+    )?;
     CHECK.holds("workspace", &views["workspace"], workspace.bytes)?;
     let hopper = extents.hopper(device, options.implementation, &HOPPER_BACKWARD_HEAD_DIMS)?;
-    let call = BackwardCall { device, views, softmax_scale: options.softmax_scale, extents, workspace, hopper };
+    let call = BackwardCall {
+        device,
+        views,
+        softmax_scale: options.softmax_scale,
+        extents,
+        workspace,
+        hopper,
+    };
     let mut paths = vec![call.delta()?];
     paths.extend(call.dsink()?);
     paths.extend(call.gradients()?);
@@ -468,9 +527,15 @@ impl BackwardCall<'_> {
         let name = "sparse_attention_delta";
         let params = CHECK.params().heads("out", &views["out"]).heads("dout", &views["dout"]);
         let params = params.ptr("lse", &views["lse"]).ptr("sink", views.get("sink"));
-        let params = params.ptr("delta", self.address(self.workspace.delta)).ptr("sink_terms", self.sink_terms());
+        let params = params
+            .ptr("delta", self.address(self.workspace.delta))
+            .ptr("sink_terms", self.sink_terms());
         let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
-        self.kernel(name)?.launch_blocks("q", (num_tokens * num_heads).div_ceil(ROWS_PER_BLOCK), &params)?;
+        self.kernel(name)?.launch_blocks(
+            "q",
+            (num_tokens * num_heads).div_ceil(ROWS_PER_BLOCK),
+            &params,
+        )?;
         Ok(name.into())
     }
 
@@ -494,7 +559,9 @@ impl BackwardCall<'_> {
         }
         let mut paths = vec!["sparse_attention_zero".into()];
         match self.workspace.chunk {
-            None => paths.push(self.backward(0, self.extents.num_tokens, &dk_rows, dv_rows.as_ref())?),
+            None => {
+                paths.push(self.backward(0, self.extents.num_tokens, &dk_rows, dv_rows.as_ref())?)
+            }
             Some(chunk) => paths.extend(self.chunks(chunk, &dk_rows, dv_rows.as_ref())?),
         }
         if dk.dtype == DType::Bf16 {
@@ -508,7 +575,12 @@ impl BackwardCall<'_> {
     }
 
     /// A chunk of tokens after the other: its index, its rows, their sums. Returns the kernels of one chunk.
-    fn chunks(&self, chunk: Chunk, dk: &TensorView, dv: Option<&TensorView>) -> Result<Vec<String>> {
+    fn chunks(
+        &self,
+        chunk: Chunk,
+        dk: &TensorView,
+        dv: Option<&TensorView>,
+    ) -> Result<Vec<String>> {
         let Extents { num_tokens, topk, v_dim, head_dim, .. } = self.extents;
         let slots = chunk.head_blocks * chunk.tokens * topk;
         let dk_rows = self.scratch(chunk.dk_rows, &[slots, head_dim]);
@@ -544,14 +616,25 @@ impl BackwardCall<'_> {
     }
 
     /// Adds the rows of a chunk of `tokens` tokens to those of their keys.
-    fn sum(&self, chunk: Chunk, tokens: usize, rows: &TensorView, target: &TensorView) -> Result<String> {
+    fn sum(
+        &self,
+        chunk: Chunk,
+        tokens: usize,
+        rows: &TensorView,
+        target: &TensorView,
+    ) -> Result<String> {
         let Extents { num_keys, topk, .. } = self.extents;
         let width = target.shape[1];
         let name = "sparse_attention_sum";
         let params = CHECK.params().ptr("rows", rows).ptr("counts", self.address(chunk.counts));
-        let params = params.ptr("ends", self.address(chunk.ends)).ptr("ordered", self.address(chunk.ordered));
+        let params = params
+            .ptr("ends", self.address(chunk.ends))
+            .ptr("ordered", self.address(chunk.ordered));
         let params = params.rows("target", target).i64("num_entries", tokens * topk)?;
-        let params = params.i32("head_blocks", chunk.head_blocks)?.i32("num_keys", num_keys)?.i32("width", width)?;
+        let params = params
+            .i32("head_blocks", chunk.head_blocks)?
+            .i32("num_keys", num_keys)?
+            .i32("width", width)?;
         let blocks = (num_keys * width.div_ceil(SUM_COLUMNS)).div_ceil(ROWS_PER_BLOCK);
         self.kernel(name)?.launch_blocks("q", blocks, &params)?;
         Ok(name.into())
@@ -568,24 +651,44 @@ impl BackwardCall<'_> {
     fn zero(&self, target: &TensorView) -> Result<()> {
         let params = CHECK.params().rows("target", target).i64("num_rows", target.shape[0])?;
         let params = params.i32("width", target.shape[1])?;
-        self.kernel("sparse_attention_zero")?.launch_blocks("q", target.shape[0].div_ceil(ROWS_PER_BLOCK), &params)
+        self.kernel("sparse_attention_zero")?.launch_blocks(
+            "q",
+            target.shape[0].div_ceil(ROWS_PER_BLOCK),
+            &params,
+        )
     }
 
     fn cast(&self, source: &TensorView, target: &TensorView) -> Result<()> {
         let params = CHECK.params().rows("source", source).rows("target", target);
         let params = params.i64("num_rows", target.shape[0])?.i32("width", target.shape[1])?;
-        self.kernel("sparse_attention_cast")?.launch_blocks("q", target.shape[0].div_ceil(ROWS_PER_BLOCK), &params)
+        self.kernel("sparse_attention_cast")?.launch_blocks(
+            "q",
+            target.shape[0].div_ceil(ROWS_PER_BLOCK),
+            &params,
+        )
     }
 
     /// dq of `tokens` tokens from `first` on, and what their slots give to `dk` and `dv`.
-    fn backward(&self, first: usize, tokens: usize, dk: &TensorView, dv: Option<&TensorView>) -> Result<String> {
+    fn backward(
+        &self,
+        first: usize,
+        tokens: usize,
+        dk: &TensorView,
+        dv: Option<&TensorView>,
+    ) -> Result<String> {
         let (views, of_chunk) = (self.views, |name| self.tokens_from(first, name));
         let chunk = Extents { num_tokens: tokens, ..self.extents };
         let delta = self.scratch(self.workspace.delta, &[self.extents.num_tokens, chunk.num_heads]);
-        let params = CHECK.params().heads("q", of_chunk("q").as_ref()).rows("k", &views["k"]).rows("v", views.get("v"));
+        let params = CHECK
+            .params()
+            .heads("q", of_chunk("q").as_ref())
+            .rows("k", &views["k"])
+            .rows("v", views.get("v"));
         let params = params.heads("dout", of_chunk("dout").as_ref()).ptr("sink", views.get("sink"));
         let params = params.ptr("lse", of_chunk("lse").as_ref()).ptr("delta", &delta.skip(first));
-        let params = params.ptr("dlse", of_chunk("dlse").as_ref()).rows("indices", of_chunk("indices").as_ref());
+        let params = params
+            .ptr("dlse", of_chunk("dlse").as_ref())
+            .rows("indices", of_chunk("indices").as_ref());
         let params = params.ptr("topk_length", of_chunk("topk_length").as_ref());
         let params = params.heads("dq", of_chunk("dq").as_ref()).rows("dk", dk).rows("dv", dv);
         let params = chunk.params(params)?.f32("softmax_scale", self.softmax_scale);
@@ -598,7 +701,8 @@ impl BackwardCall<'_> {
             return Ok(if deterministic { format!("{name}<deterministic>") } else { name.into() });
         }
         let name = "sparse_attention_backward";
-        let kernel = self.device.kernel(BACKWARD_FILE, &self.extents.defines(deterministic), name)?;
+        let kernel =
+            self.device.kernel(BACKWARD_FILE, &self.extents.defines(deterministic), name)?;
         kernel.launch(chunk.launch(chunk.heads_per_block(), &kernel)?, &params)?;
         let summed = if deterministic { ",deterministic" } else { "" };
         Ok(format!("{name}<{}{summed}>", chunk.heads_per_block()))

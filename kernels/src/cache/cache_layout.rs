@@ -164,7 +164,10 @@ impl CacheLayout {
 
     /// The region of a layer that holds this, of a page or of a state.
     pub fn region(&self, layer: usize, contents: Contents) -> Option<&Region> {
-        self.page.iter().chain(&self.state).find(|region| (region.layer, region.contents) == (layer, contents))
+        self.page
+            .iter()
+            .chain(&self.state)
+            .find(|region| (region.layer, region.contents) == (layer, contents))
     }
 
     fn pack_page(&mut self, config: &CacheConfig, layer: usize, kind: LayerKind) {
@@ -192,12 +195,18 @@ impl CacheLayout {
         };
         push(Contents::Window, window_rows, window_rows * config.row.row_bytes());
         // Values and gates, of two halves where groups overlap.
-        let row_bytes = |head_dim: usize| 2 * size_of::<f32>() * head_dim * if kind == LayerKind::Csa { 2 } else { 1 };
+        let row_bytes = |head_dim: usize| {
+            2 * size_of::<f32>() * head_dim * if kind == LayerKind::Csa { 2 } else { 1 }
+        };
         if state_rows > 0 {
             push(Contents::Compressor, state_rows, state_rows * row_bytes(config.head_dim));
         }
         if kind == LayerKind::Csa {
-            push(Contents::IndexerCompressor, state_rows, state_rows * row_bytes(config.indexer_dim));
+            push(
+                Contents::IndexerCompressor,
+                state_rows,
+                state_rows * row_bytes(config.indexer_dim),
+            );
         }
     }
 }
@@ -220,7 +229,11 @@ impl CacheConfig {
             }
         }
         if self.max_draft_tokens >= TOKENS_PER_PAGE {
-            return refuse("max_draft_tokens", self.max_draft_tokens, "it must be less than a page's 128 tokens");
+            return refuse(
+                "max_draft_tokens",
+                self.max_draft_tokens,
+                "it must be less than a page's 128 tokens",
+            );
         }
         Ok(())
     }
@@ -231,10 +244,18 @@ mod tests {
     use super::*;
 
     fn flash(indexer_row_bytes: usize) -> CacheConfig {
-        let compressed = (0..41).map(|layer| if layer % 2 == 0 { LayerKind::Csa } else { LayerKind::Hca });
+        let compressed =
+            (0..41).map(|layer| if layer % 2 == 0 { LayerKind::Csa } else { LayerKind::Hca });
         let layers = [LayerKind::Window; 2].into_iter().chain(compressed).collect();
         let row = RowFormat::MODEL;
-        CacheConfig { layers, row, head_dim: 512, indexer_dim: 128, indexer_row_bytes, max_draft_tokens: 0 }
+        CacheConfig {
+            layers,
+            row,
+            head_dim: 512,
+            indexer_dim: 128,
+            indexer_row_bytes,
+            max_draft_tokens: 0,
+        }
     }
 
     #[test]
@@ -252,8 +273,11 @@ mod tests {
 
     #[test]
     fn regions_are_aligned_and_do_not_overlap() {
-        let layout = CacheLayout::new(&CacheConfig { max_draft_tokens: 5, ..flash(68) }).expect("a layout");
-        for (regions, stride) in [(&layout.page, layout.page_stride), (&layout.state, layout.state_stride)] {
+        let layout =
+            CacheLayout::new(&CacheConfig { max_draft_tokens: 5, ..flash(68) }).expect("a layout");
+        for (regions, stride) in
+            [(&layout.page, layout.page_stride), (&layout.state, layout.state_stride)]
+        {
             let mut end = 0;
             for region in regions {
                 assert!(region.offset >= end && region.offset % ALIGNMENT == 0, "{region:?}");
@@ -262,15 +286,30 @@ mod tests {
             assert!(end <= stride && stride % ALIGNMENT == 0);
         }
         assert_eq!((layout.window_rows, layout.state_rows(LayerKind::Csa)), (133, 13));
-        assert_eq!((layout.state_rows(LayerKind::Hca), layout.state_rows(LayerKind::Window)), (133, 0));
+        assert_eq!(
+            (layout.state_rows(LayerKind::Hca), layout.state_rows(LayerKind::Window)),
+            (133, 0)
+        );
     }
 
     #[test]
     fn a_configuration_that_no_cache_has_is_refused_by_name() {
-        let refusal = |config: CacheConfig| CacheLayout::new(&config).expect_err("a refusal").to_string();
-        assert!(refusal(CacheConfig { layers: Vec::new(), ..flash(132) }).contains("`layers` is 0"));
-        assert!(refusal(CacheConfig { indexer_row_bytes: 0, ..flash(132) }).contains("`indexer_row_bytes` is 0"));
-        assert!(refusal(CacheConfig { head_dim: 1 << 40, ..flash(132) }).contains("`head_dim` is 1099511627776"));
-        assert!(refusal(CacheConfig { max_draft_tokens: 128, ..flash(132) }).contains("`max_draft_tokens` is 128"));
+        let refusal =
+            |config: CacheConfig| CacheLayout::new(&config).expect_err("a refusal").to_string();
+        assert!(
+            refusal(CacheConfig { layers: Vec::new(), ..flash(132) }).contains("`layers` is 0")
+        );
+        assert!(
+            refusal(CacheConfig { indexer_row_bytes: 0, ..flash(132) })
+                .contains("`indexer_row_bytes` is 0")
+        );
+        assert!(
+            refusal(CacheConfig { head_dim: 1 << 40, ..flash(132) })
+                .contains("`head_dim` is 1099511627776")
+        );
+        assert!(
+            refusal(CacheConfig { max_draft_tokens: 128, ..flash(132) })
+                .contains("`max_draft_tokens` is 128")
+        );
     }
 }

@@ -188,7 +188,8 @@ impl CacheManager {
     /// # Errors
     /// More pages or sequences than 32 bits can name slots of.
     pub fn new(layout: CacheLayout, capacity: Capacity) -> Result<Self> {
-        let state_rows = LayerKind::ALL.map(|kind| layout.state_rows(kind)).into_iter().max().unwrap_or(0);
+        let state_rows =
+            LayerKind::ALL.map(|kind| layout.state_rows(kind)).into_iter().max().unwrap_or(0);
         let limits = [
             ("num_pages", capacity.num_pages, LayerKind::Csa.entries_per_page()),
             ("num_sequences", capacity.num_sequences, layout.window_rows.max(state_rows)),
@@ -245,7 +246,8 @@ impl CacheManager {
         }
         let cached_tokens = found.len() * TOKENS_PER_PAGE;
         let tokens = prompt[..cached_tokens].to_vec();
-        self.sequences[slot] = Some(Sequence { generation: self.clock, tokens, drafts: 0, block_table });
+        self.sequences[slot] =
+            Some(Sequence { generation: self.clock, tokens, drafts: 0, block_table });
         let sequence = SequenceId { slot: slot as u32, generation: self.clock };
         Ok(Admitted { sequence, cached_tokens, restore })
     }
@@ -363,7 +365,12 @@ impl CacheManager {
     ///
     /// # Errors
     /// A sequence that is not under way.
-    pub fn entry_slots(&self, id: SequenceId, kind: LayerKind, position: usize) -> Result<Vec<i32>> {
+    pub fn entry_slots(
+        &self,
+        id: SequenceId,
+        kind: LayerKind,
+        position: usize,
+    ) -> Result<Vec<i32>> {
         let sequence = self.sequence(id)?;
         let Some(ratio) = kind.ratio() else { return Ok(Vec::new()) };
         let entries = (position + 1).min(sequence.tokens.len()) / ratio;
@@ -378,31 +385,39 @@ impl CacheManager {
         self.sequence(id)?;
         let rows = self.layout.window_rows;
         let first = (position + 1).saturating_sub(WINDOW);
-        let mut slots: Vec<i32> = (first..=position).map(|token| row_slot(id.slot(), rows, token)).collect();
+        let mut slots: Vec<i32> =
+            (first..=position).map(|token| row_slot(id.slot(), rows, token)).collect();
         slots.resize(WINDOW, -1);
         Ok(slots)
     }
 
     fn sequence(&self, id: SequenceId) -> Result<&Sequence> {
         let own = self.sequences.get(id.slot()).and_then(Option::as_ref);
-        own.filter(|sequence| sequence.generation == id.generation).ok_or(CacheError::UnknownSequence(id))
+        own.filter(|sequence| sequence.generation == id.generation)
+            .ok_or(CacheError::UnknownSequence(id))
     }
 
     fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
         let own = self.sequences.get_mut(id.slot()).and_then(Option::as_mut);
-        own.filter(|sequence| sequence.generation == id.generation).ok_or(CacheError::UnknownSequence(id))
+        own.filter(|sequence| sequence.generation == id.generation)
+            .ok_or(CacheError::UnknownSequence(id))
     }
 
     fn mapping(&self, slot: usize, block_table: &[usize], positions: Range<usize>) -> SlotMapping {
         let rows = |rows: usize| -> Vec<i32> {
             // Rows that a later token of the step takes are written once, by that one.
             let kept = |token: usize| rows > 0 && token + rows >= positions.end;
-            positions.clone().map(|token| if kept(token) { row_slot(slot, rows, token) } else { -1 }).collect()
+            positions
+                .clone()
+                .map(|token| if kept(token) { row_slot(slot, rows, token) } else { -1 })
+                .collect()
         };
         let entries = |kind: LayerKind| -> Vec<i32> {
-            let completes = |token: usize| kind.ratio().filter(|ratio| (token + 1).is_multiple_of(*ratio));
+            let completes =
+                |token: usize| kind.ratio().filter(|ratio| (token + 1).is_multiple_of(*ratio));
             let slot = |token: usize| {
-                completes(token).map_or(-1, |ratio| entry_slot(block_table, kind, (token + 1) / ratio - 1))
+                completes(token)
+                    .map_or(-1, |ratio| entry_slot(block_table, kind, (token + 1) / ratio - 1))
             };
             positions.clone().map(slot).collect()
         };
@@ -466,8 +481,12 @@ impl CacheManager {
                 return Err(CacheError::OutOfPages { needed, available });
             }
             // What continues a prefix was never used later than the prefix: it lies before it in this order, or beside it.
-            let depth = |prefix: &Prefix| std::iter::successors(Some(*prefix), |p| self.cached[p].parent).count();
-            evictable.sort_by_key(|prefix| (self.cached[prefix].last_used, std::cmp::Reverse(depth(prefix)), *prefix));
+            let depth = |prefix: &Prefix| {
+                std::iter::successors(Some(*prefix), |p| self.cached[p].parent).count()
+            };
+            evictable.sort_by_key(|prefix| {
+                (self.cached[prefix].last_used, std::cmp::Reverse(depth(prefix)), *prefix)
+            });
             for prefix in evictable.into_iter().take(needed - self.free_pages.len()) {
                 self.forget(prefix);
             }

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{
-    Argument, Arguments, Defines, FLOATS, Parts, Signature, element_types, is_aligned, modules_of_floats, read, saved,
-    scratch, write,
+    Argument, Arguments, Defines, FLOATS, Parts, Signature, element_types, is_aligned,
+    modules_of_floats, read, saved, scratch, write,
 };
 use crate::formats::hadamard;
 use dsv4_runtime::device::Module;
@@ -96,19 +96,33 @@ impl Extents {
     }
 
     /// A launch of the kernels that pool without overlap: blocks for each chunk of so many entries.
-    pub(crate) fn pool_launch(&self, check: Arguments, argument: &'static str, entries: usize) -> Result<LaunchConfig> {
+    pub(crate) fn pool_launch(
+        &self,
+        check: Arguments,
+        argument: &'static str,
+        entries: usize,
+    ) -> Result<LaunchConfig> {
         let warps = self.ratio.div_ceil(WARP_SLOTS).min(POOL_WARPS);
-        LaunchConfig::linear(check.operator, argument, (entries * self.chunks()) as u64, 32 * warps as u32)
+        LaunchConfig::linear(
+            check.operator,
+            argument,
+            (entries * self.chunks()) as u64,
+            32 * warps as u32,
+        )
     }
 
     /// Refuses extents that do not go together.
     pub(crate) fn check(&self, check: Arguments, half_rope_dim: usize) -> Result<()> {
         let Self { ratio, width, head_dim, .. } = *self;
         if width != head_dim && width != 2 * head_dim {
-            return check.refuse("kv", format!("width {width} must be head_dim {head_dim} or twice that"));
+            return check
+                .refuse("kv", format!("width {width} must be head_dim {head_dim} or twice that"));
         }
         if self.overlaps() && ratio != OVERLAP_RATIO {
-            return check.refuse("ape", format!("ratio {ratio} must be {OVERLAP_RATIO} where groups overlap"));
+            return check.refuse(
+                "ape",
+                format!("ratio {ratio} must be {OVERLAP_RATIO} where groups overlap"),
+            );
         }
         let rope_dim = 2 * half_rope_dim;
         if !rope_dim.is_multiple_of(QUAD) || rope_dim > head_dim {
@@ -123,7 +137,11 @@ impl Extents {
     /// The number of an epilogue, which must be one that entries of this width have.
     pub(crate) fn epilogue(&self, check: Arguments, epilogue: Epilogue) -> Result<usize> {
         if epilogue == Epilogue::HadamardFp4 && self.head_dim != hadamard::DIM {
-            let reason = format!("the transform is one of {} channels, not of {}", hadamard::DIM, self.head_dim);
+            let reason = format!(
+                "the transform is one of {} channels, not of {}",
+                hadamard::DIM,
+                self.head_dim
+            );
             return check.refuse("epilogue", reason);
         }
         Ok(epilogue.number())
@@ -132,14 +150,16 @@ impl Extents {
     /// Blocks of the backward's kernels, whose sums are of whole entries, and of a chunk's channels without overlap.
     fn backward_blocks(&self, device: &Device) -> [usize; 2] {
         let most = BLOCKS_PER_PROCESSOR * device.environment().processors as usize;
-        let of_entries = self.num_entries.div_ceil(BACKWARD_THREADS / self.entry_threads()).min(most);
+        let of_entries =
+            self.num_entries.div_ceil(BACKWARD_THREADS / self.entry_threads()).min(most);
         [of_entries, self.num_entries.min((most / self.chunks()).max(1))]
     }
 
     /// Bytes of the backward's workspace, and where its parts begin: dpooled, rows of dape, rows of dnorm_weight.
     fn workspace(&self, device: &Device) -> (usize, [usize; 3]) {
         let [of_entries, of_chunks] = self.backward_blocks(device);
-        let (dpooled, dape) = if self.overlaps() { (0, of_entries) } else { (self.num_entries, of_chunks) };
+        let (dpooled, dape) =
+            if self.overlaps() { (0, of_entries) } else { (self.num_entries, of_chunks) };
         let mut parts = Parts::default();
         let starts = [
             parts.words(&[dpooled, self.head_dim]),
@@ -183,28 +203,46 @@ fn inputs() -> [Argument<'static>; 8] {
 }
 
 impl<'a> Call<'a> {
-    fn check(views: &'a Views, tensors: impl IntoIterator<Item = Argument<'a>>, eps: f32) -> Result<Self> {
+    fn check(
+        views: &'a Views,
+        tensors: impl IntoIterator<Item = Argument<'a>>,
+        eps: f32,
+    ) -> Result<Self> {
         let signature: Signature<'a> = CHECK.signature(views, inputs().into_iter().chain(tensors));
-        let signature = signature.extent("head_dim", QUAD, MAX_HEAD_DIM).extent("ratio", 1, MAX_RATIO);
+        let signature =
+            signature.extent("head_dim", QUAD, MAX_HEAD_DIM).extent("ratio", 1, MAX_RATIO);
         let mut signature = signature.extent("num_sequences_and_one", 1, i32::MAX as usize);
-        let [num_tokens, num_entries, ratio, width, head_dim, ends, table_rows, half_rope_dim] = signature.bind([
-            "num_tokens",
-            "num_entries",
-            "ratio",
-            "width",
-            "head_dim",
-            "num_sequences_and_one",
-            "table_rows",
-            "half_rope_dim",
-        ])?;
+        let [num_tokens, num_entries, ratio, width, head_dim, ends, table_rows, half_rope_dim] =
+            signature.bind([
+                "num_tokens",
+                "num_entries",
+                "ratio",
+                "width",
+                "head_dim",
+                "num_sequences_and_one",
+                "table_rows",
+                "half_rope_dim",
+            ])?;
         let extents = Extents { num_tokens, num_entries, ratio, width, head_dim };
         CHECK.positive("eps", eps)?;
         extents.check(CHECK, half_rope_dim)?;
-        let moved = ["kv", "gate", "ape", "norm_weight", "pooled", "entries", "dentries", "dkv", "dgate"];
+        let moved =
+            ["kv", "gate", "ape", "norm_weight", "pooled", "entries", "dentries", "dkv", "dgate"];
         let vectorised = moved.iter().filter_map(|name| views.get(name)).all(is_aligned);
-        let stored = views.get("entries").or_else(|| views.get("pooled")).map_or(DType::Bf16, |stored| stored.dtype);
+        let stored = views
+            .get("entries")
+            .or_else(|| views.get("pooled"))
+            .map_or(DType::Bf16, |stored| stored.dtype);
         let defines = element_types(&[("ELEMENT", stored)]);
-        Ok(Self { views, extents, num_sequences: ends - 1, table_rows, half_rope_dim, vectorised, defines })
+        Ok(Self {
+            views,
+            extents,
+            num_sequences: ends - 1,
+            table_rows,
+            half_rope_dim,
+            vectorised,
+            defines,
+        })
     }
 
     fn name(&self, kernel: [&'static str; 2]) -> &'static str {
@@ -214,8 +252,10 @@ impl<'a> Call<'a> {
     /// The fields with which the parameters of both directions begin.
     fn inputs(&self) -> Params {
         let v = self.views;
-        let params = CHECK.params().rows("kv", &v["kv"]).rows("gate", &v["gate"]).ptr("ape", &v["ape"]);
-        let params = params.ptr("norm_weight", &v["norm_weight"]).ptr("cu_seqlens", &v["cu_seqlens"]);
+        let params =
+            CHECK.params().rows("kv", &v["kv"]).rows("gate", &v["gate"]).ptr("ape", &v["ape"]);
+        let params =
+            params.ptr("norm_weight", &v["norm_weight"]).ptr("cu_seqlens", &v["cu_seqlens"]);
         params.ptr("cu_entries", &v["cu_entries"]).rows("cos", &v["cos"]).rows("sin", &v["sin"])
     }
 
@@ -223,7 +263,10 @@ impl<'a> Call<'a> {
     fn extents(&self, params: Params, eps: f32) -> Result<Params> {
         let Extents { num_entries, ratio, head_dim, .. } = self.extents;
         let params = params.i64("table_rows", self.table_rows)?.i32("num_entries", num_entries)?;
-        let params = params.i32("num_sequences", self.num_sequences)?.i32("ratio", ratio)?.i32("head_dim", head_dim)?;
+        let params = params
+            .i32("num_sequences", self.num_sequences)?
+            .i32("ratio", ratio)?
+            .i32("head_dim", head_dim)?;
         let params = params.i32("rope_dim", 2 * self.half_rope_dim)?;
         Ok(params.i32("entry_threads", self.extents.entry_threads())?.f32("eps", eps))
     }
@@ -248,14 +291,22 @@ impl<'a> Call<'a> {
 /// # Errors
 /// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have 128 channels), a compile
 /// error, a refused launch.
-pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> Result<Vec<&'static str>> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    eps: f32,
+    epilogue: Epilogue,
+) -> Result<Vec<&'static str>> {
     const ENTRIES: &[&str] = &["num_entries", "head_dim"];
-    let tensors =
-        [write("entries").of(&FLOATS).axes(ENTRIES).rows(), write("pooled").axes(ENTRIES).typed("entries").optional()];
+    let tensors = [
+        write("entries").of(&FLOATS).axes(ENTRIES).rows(),
+        write("pooled").axes(ENTRIES).typed("entries").optional(),
+    ];
     let call = Call::check(views, tensors, eps)?;
     let Extents { num_entries, .. } = call.extents;
     let epilogue = call.extents.epilogue(CHECK, epilogue)?;
-    let params = call.inputs().ptr("pooled", views.get("pooled")).rows("entries", &views["entries"]);
+    let params =
+        call.inputs().ptr("pooled", views.get("pooled")).rows("entries", &views["entries"]);
     let params = call.extents(params, eps)?.i32("epilogue", epilogue)?;
     let launch = |name: &'static str, blocks: usize| {
         device.kernel(FILE, &call.defines, name)?.launch_blocks("entries", blocks, &params)
@@ -302,10 +353,11 @@ pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static
     let call = Call::check(views, tensors, eps)?;
     let (workspace, (bytes, starts)) = (&views["workspace"], call.extents.workspace(device));
     CHECK.holds("workspace", workspace, bytes)?;
-    let [dpooled, dape, dnorm_weight] =
-        starts.map(|start| TensorView { address: workspace.address + start as u64, ..workspace.clone() });
+    let [dpooled, dape, dnorm_weight] = starts
+        .map(|start| TensorView { address: workspace.address + start as u64, ..workspace.clone() });
     let params = call.inputs().ptr("pooled", &views["pooled"]).rows("dentries", &views["dentries"]);
-    let params = params.rows("dkv", &views["dkv"]).rows("dgate", &views["dgate"]).ptr("dpooled", &dpooled);
+    let params =
+        params.rows("dkv", &views["dkv"]).rows("dgate", &views["dgate"]).ptr("dpooled", &dpooled);
     let params = params.ptr("dape_partials", &dape).ptr("dnorm_weight_partials", &dnorm_weight);
     let params = call.extents(params, eps)?;
     let launch = |name: &'static str, blocks: usize| {
@@ -314,7 +366,9 @@ pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static
     let [of_entries, of_chunks] = call.extents.backward_blocks(device);
     let mut ran = Vec::new();
     if call.extents.overlaps() {
-        ran.push(call.name(["compressor_overlap_backward_scalar", "compressor_overlap_backward_vector"]));
+        ran.push(
+            call.name(["compressor_overlap_backward_scalar", "compressor_overlap_backward_vector"]),
+        );
         launch(ran[0], of_entries)?;
     } else {
         ran.push(call.name(["compressor_norm_backward_scalar", "compressor_norm_backward_vector"]));
@@ -336,17 +390,20 @@ fn sums(
     [rows_of_dape, rows_of_dnorm_weight]: [usize; 2],
 ) -> Result<&'static str> {
     let (views, Extents { num_tokens, ratio, width, head_dim, .. }) = (call.views, call.extents);
-    let params = CHECK.params().ptr("dape_partials", dape).ptr("dnorm_weight_partials", dnorm_weight);
+    let params =
+        CHECK.params().ptr("dape_partials", dape).ptr("dnorm_weight_partials", dnorm_weight);
     let params = params.ptr("dape", &views["dape"]).ptr("dnorm_weight", &views["dnorm_weight"]);
     let params = params.rows("dkv", &views["dkv"]).rows("dgate", &views["dgate"]);
-    let params = params.ptr("cu_seqlens", &views["cu_seqlens"]).ptr("cu_entries", &views["cu_entries"]);
+    let params =
+        params.ptr("cu_seqlens", &views["cu_seqlens"]).ptr("cu_entries", &views["cu_entries"]);
     let params = params.i32("num_tokens", num_tokens)?.i32("num_sequences", call.num_sequences)?;
     let params = params.i32("num_dape_partials", rows_of_dape)?;
     let params = params.i32("num_dnorm_weight_partials", rows_of_dnorm_weight)?;
     let params = params.i32("num_ape", ratio * width)?.i32("ratio", ratio)?.i32("width", width)?;
     let params = params.i32("head_dim", head_dim)?;
     let name = call.name(["compressor_sums_scalar", "compressor_sums_vector"]);
-    let blocks = (ratio * width).div_ceil(32) + head_dim.div_ceil(32) + num_tokens.div_ceil(SUM_THREADS);
+    let blocks =
+        (ratio * width).div_ceil(32) + head_dim.div_ceil(32) + num_tokens.div_ceil(SUM_THREADS);
     let config = LaunchConfig::linear(CHECK.operator, "kv", blocks as u64, SUM_THREADS as u32)?;
     device.kernel(FILE, &call.defines, name)?.launch(config, &params)?;
     Ok(name)

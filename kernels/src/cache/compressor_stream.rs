@@ -1,7 +1,11 @@
 //! `compressor_stream`: launcher of `kernels/cuda/cache/compressor_stream.cu` (inference 5.4, 6, 6.2).
 
-use crate::arguments::{Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, scratch, write};
-use crate::cache::compressor::{Epilogue, Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
+use crate::arguments::{
+    Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, scratch, write,
+};
+use crate::cache::compressor::{
+    Epilogue, Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD,
+};
 use dsv4_runtime::device::{Kernel, Module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
@@ -44,7 +48,12 @@ pub fn workspace_bytes(stored: DType, num_entries: usize, head_dim: usize) -> us
 /// # Errors
 /// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have 128 channels), a compile
 /// error, a refused launch.
-pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> Result<Vec<&'static str>> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    eps: f32,
+    epilogue: Epilogue,
+) -> Result<Vec<&'static str>> {
     const ENDS: &[&str] = &["num_sequences_and_one"];
     let tensors = [
         read("kv").axes(&["num_tokens", "width"]).rows(),
@@ -61,55 +70,81 @@ pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> 
         write("entries").of(&FLOATS).axes(&["num_entries", "head_dim"]).rows(),
         scratch("workspace", 16).optional(),
     ];
-    let call = CHECK.signature(views, tensors).extent("head_dim", QUAD, MAX_HEAD_DIM).extent("ratio", 1, MAX_RATIO);
+    let call = CHECK
+        .signature(views, tensors)
+        .extent("head_dim", QUAD, MAX_HEAD_DIM)
+        .extent("ratio", 1, MAX_RATIO);
     let mut call = call.extent("num_sequences_and_one", 1, i32::MAX as usize);
     let [num_tokens, num_entries, ratio, width, head_dim] =
         call.bind(["num_tokens", "num_entries", "ratio", "width", "head_dim"])?;
-    let [num_slots, num_rows, state_width, ends, num_sequences, table_rows, half_rope_dim] = call.bind([
-        "num_slots",
-        "num_rows",
-        "state_width",
-        "num_sequences_and_one",
-        "num_sequences",
-        "table_rows",
-        "half_rope_dim",
-    ])?;
+    let [num_slots, num_rows, state_width, ends, num_sequences, table_rows, half_rope_dim] =
+        call.bind([
+            "num_slots",
+            "num_rows",
+            "state_width",
+            "num_sequences_and_one",
+            "num_sequences",
+            "table_rows",
+            "half_rope_dim",
+        ])?;
     let extents = Extents { num_tokens, num_entries, ratio, width, head_dim };
     extents.check(CHECK, half_rope_dim)?;
     CHECK.positive("eps", eps)?;
     let epilogue = extents.epilogue(CHECK, epilogue)?;
     if ends != num_sequences + 1 {
-        return CHECK.refuse("cu_seqlens", format!("{ends} ends must be one more than {num_sequences} sequences"));
+        return CHECK.refuse(
+            "cu_seqlens",
+            format!("{ends} ends must be one more than {num_sequences} sequences"),
+        );
     }
     if state_width != 2 * width {
-        return CHECK.refuse("state", format!("rows of {state_width} numbers must be twice the width {width}"));
+        return CHECK.refuse(
+            "state",
+            format!("rows of {state_width} numbers must be twice the width {width}"),
+        );
     }
     let least = if extents.overlaps() { 2 * OVERLAP_RATIO } else { ratio };
     if num_rows < least {
-        return CHECK.refuse("state", format!("{num_rows} rows must be at least the {least} slots of an entry"));
+        return CHECK.refuse(
+            "state",
+            format!("{num_rows} rows must be at least the {least} slots of an entry"),
+        );
     }
     let (stored, workspace) = (views["entries"].dtype, views.get("workspace"));
     match workspace {
-        Some(workspace) => CHECK.holds("workspace", workspace, workspace_bytes(stored, num_entries, head_dim))?,
+        Some(workspace) => {
+            CHECK.holds("workspace", workspace, workspace_bytes(stored, num_entries, head_dim))?
+        }
         None if extents.overlaps() => {}
         None => return CHECK.refuse("workspace", "it must be present where groups do not overlap"),
     }
     let moved = ["kv", "gate", "ape", "norm_weight", "state", "entries"];
     // Rows of the workspace are those of dense entries.
-    let wide = moved.iter().all(|name| is_aligned(&views[*name])) && (head_dim * stored.size()).is_multiple_of(8);
+    let wide = moved.iter().all(|name| is_aligned(&views[*name]))
+        && (head_dim * stored.size()).is_multiple_of(8);
     let v = views;
     let params = CHECK.params().rows("kv", &v["kv"]).rows("gate", &v["gate"]).ptr("ape", &v["ape"]);
-    let params =
-        params.ptr("norm_weight", &v["norm_weight"]).strided("state", &v["state"], ["slot_stride", "row_stride"]);
+    let params = params.ptr("norm_weight", &v["norm_weight"]).strided(
+        "state",
+        &v["state"],
+        ["slot_stride", "row_stride"],
+    );
     let params = params.ptr("cu_seqlens", &v["cu_seqlens"]).ptr("cu_entries", &v["cu_entries"]);
     let params = params.ptr("first_positions", &v["first_positions"]).ptr("slots", &v["slots"]);
     let params = params.rows("cos", &v["cos"]).rows("sin", &v["sin"]).ptr("pooled", workspace);
-    let params =
-        params.rows("entries", &v["entries"]).i64("table_rows", table_rows)?.i32("num_entries", num_entries)?;
-    let params = params.i32("num_sequences", num_sequences)?.i32("num_slots", num_slots)?.i32("num_rows", num_rows)?;
+    let params = params
+        .rows("entries", &v["entries"])
+        .i64("table_rows", table_rows)?
+        .i32("num_entries", num_entries)?;
+    let params = params
+        .i32("num_sequences", num_sequences)?
+        .i32("num_slots", num_slots)?
+        .i32("num_rows", num_rows)?;
     let params = params.i32("ratio", ratio)?.i32("width", width)?.i32("head_dim", head_dim)?;
-    let params =
-        params.i32("rope_dim", 2 * half_rope_dim)?.i32("entry_threads", extents.entry_threads())?.f32("eps", eps);
+    let params = params
+        .i32("rope_dim", 2 * half_rope_dim)?
+        .i32("entry_threads", extents.entry_threads())?
+        .f32("eps", eps);
     let params = params.i32("epilogue", epilogue)?;
     let defines = element_types(&[("ELEMENT", stored)]);
     let kernel = |names: [&'static str; 2]| -> Result<(&'static str, Kernel)> {
@@ -120,21 +155,25 @@ pub fn forward(device: &Device, views: &Views, eps: f32, epilogue: Epilogue) -> 
     let blocks = num_entries.div_ceil(entries);
     let few = num_tokens.max(num_entries) <= STEP_TOKENS.saturating_mul(num_sequences);
     if extents.overlaps() && few {
-        let (name, step) = kernel(["compressor_stream_step_scalar", "compressor_stream_step_vector"])?;
+        let (name, step) =
+            kernel(["compressor_stream_step_scalar", "compressor_stream_step_vector"])?;
         let (sequences, threads) = (num_sequences as u64, extents.entry_threads() as u32);
         step.launch(LaunchConfig::linear(CHECK.operator, "slots", sequences, threads)?, &params)?;
         return Ok(vec![name]);
     }
     if extents.overlaps() {
-        let (name, overlap) = kernel(["compressor_stream_overlap_scalar", "compressor_stream_overlap_vector"])?;
+        let (name, overlap) =
+            kernel(["compressor_stream_overlap_scalar", "compressor_stream_overlap_vector"])?;
         overlap.launch_blocks("entries", blocks, &params)?;
-        let (then, rows) = kernel(["compressor_stream_write_scalar", "compressor_stream_write_vector"])?;
+        let (then, rows) =
+            kernel(["compressor_stream_write_scalar", "compressor_stream_write_vector"])?;
         rows.launch_blocks("kv", num_tokens, &params)?;
         return Ok(vec![name, then]);
     }
     let (name, pool) = kernel(["compressor_stream_pool_scalar", "compressor_stream_pool_vector"])?;
     pool.launch(extents.pool_launch(CHECK, "entries", num_entries)?, &params)?;
-    let (then, rest) = kernel(["compressor_stream_norm_write_scalar", "compressor_stream_norm_write_vector"])?;
+    let (then, rest) =
+        kernel(["compressor_stream_norm_write_scalar", "compressor_stream_norm_write_vector"])?;
     rest.launch_blocks("kv", blocks.saturating_add(num_tokens), &params)?;
     Ok(vec![name, then])
 }

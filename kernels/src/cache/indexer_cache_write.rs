@@ -40,7 +40,12 @@ pub fn modules() -> Vec<Module> {
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, stored: Stored, page_size: usize) -> Result<&'static str> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    stored: Stored,
+    page_size: usize,
+) -> Result<&'static str> {
     if stored == Stored::Values {
         return CHECK.refuse("stored", "values: keys are stored as e2m1 or e4m3");
     }
@@ -54,11 +59,19 @@ pub fn forward(device: &Device, views: &Views, stored: Stored, page_size: usize)
         write("pages").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
     ];
     let page_bytes = page_size.saturating_mul(row_bytes(stored));
-    let mut call = CHECK.signature(views, tensors).given("head_dim", DIM).given("page_bytes", page_bytes);
+    let mut call =
+        CHECK.signature(views, tensors).given("head_dim", DIM).given("page_bytes", page_bytes);
     let [num_tokens, num_pages] = call.bind(["num_tokens", "num_pages"])?;
     let num_slots = num_slots(CHECK, "pages", num_pages, page_size)?;
-    let params = CHECK.params().rows("k", &views["k"]).ptr("slots", &views["slots"]).rows("pages", &views["pages"]);
-    let params = params.i32("num_tokens", num_tokens)?.i32("num_slots", num_slots)?.i32("page_size", page_size)?;
+    let params = CHECK
+        .params()
+        .rows("k", &views["k"])
+        .ptr("slots", &views["slots"])
+        .rows("pages", &views["pages"]);
+    let params = params
+        .i32("num_tokens", num_tokens)?
+        .i32("num_slots", num_slots)?
+        .i32("page_size", page_size)?;
     let name = "indexer_cache_write";
     let kernel = device.kernel(FILE, &defines(stored), name)?;
     kernel.launch_blocks("k", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;

@@ -59,16 +59,25 @@ impl RowFormat {
     pub(crate) fn check(self, operator: Arguments) -> Result<()> {
         let Self { nope_dim, rope_dim } = self;
         if !nope_dim.is_multiple_of(SCALE_GROUP) || nope_dim > SCALE_GROUP * SCALE_BYTES {
-            return operator.refuse("format", format!("nope_dim {nope_dim} must be a multiple of 64 up to 512"));
+            return operator.refuse(
+                "format",
+                format!("nope_dim {nope_dim} must be a multiple of 64 up to 512"),
+            );
         }
         if rope_dim == 0 || !rope_dim.is_multiple_of(8) {
-            return operator.refuse("format", format!("rope_dim {rope_dim} must be a multiple of 8"));
+            return operator
+                .refuse("format", format!("rope_dim {rope_dim} must be a multiple of 8"));
         }
         Ok(())
     }
 
     /// Bytes of a page of `page_size` rows, which are at least 1; `argument` is the store that is refused.
-    pub(crate) fn page_bytes(self, operator: Arguments, argument: &'static str, page_size: usize) -> Result<usize> {
+    pub(crate) fn page_bytes(
+        self,
+        operator: Arguments,
+        argument: &'static str,
+        page_size: usize,
+    ) -> Result<usize> {
         if page_size == 0 {
             return operator.refuse(argument, "a page of 0 rows holds nothing");
         }

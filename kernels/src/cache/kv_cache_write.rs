@@ -32,7 +32,12 @@ pub fn modules() -> Vec<Module> {
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, format: RowFormat, page_size: usize) -> Result<&'static str> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    format: RowFormat,
+    page_size: usize,
+) -> Result<&'static str> {
     format.check(CHECK)?;
     let tensors = [
         read("kv").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows(),
@@ -40,11 +45,21 @@ pub fn forward(device: &Device, views: &Views, format: RowFormat, page_size: usi
         write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
     ];
     let page_bytes = format.page_bytes(CHECK, "cache", page_size)?;
-    let mut call = CHECK.signature(views, tensors).given("head_dim", format.head_dim()).given("page_bytes", page_bytes);
+    let mut call = CHECK
+        .signature(views, tensors)
+        .given("head_dim", format.head_dim())
+        .given("page_bytes", page_bytes);
     let [num_tokens, num_pages] = call.bind(["num_tokens", "num_pages"])?;
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
-    let params = CHECK.params().rows("kv", &views["kv"]).ptr("slots", &views["slots"]).rows("pages", &views["cache"]);
-    let params = params.i32("num_tokens", num_tokens)?.i32("num_slots", num_slots)?.i32("page_size", page_size)?;
+    let params = CHECK
+        .params()
+        .rows("kv", &views["kv"])
+        .ptr("slots", &views["slots"])
+        .rows("pages", &views["cache"]);
+    let params = params
+        .i32("num_tokens", num_tokens)?
+        .i32("num_slots", num_slots)?
+        .i32("page_size", page_size)?;
     let name = "kv_cache_write";
     let kernel = device.kernel(FILE, &format.defines(), name)?;
     kernel.launch_blocks("kv", num_tokens.div_ceil(TOKENS_PER_BLOCK), &params)?;

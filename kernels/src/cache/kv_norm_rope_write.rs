@@ -13,8 +13,11 @@ const WARPS: usize = 4;
 pub const MAX_HEAD_DIM: usize = 512;
 
 /// The model's rows, and small ones.
-const FORMATS: [RowFormat; 3] =
-    [RowFormat::MODEL, RowFormat { nope_dim: 64, rope_dim: 64 }, RowFormat { nope_dim: 128, rope_dim: 32 }];
+const FORMATS: [RowFormat; 3] = [
+    RowFormat::MODEL,
+    RowFormat { nope_dim: 64, rope_dim: 64 },
+    RowFormat { nope_dim: 128, rope_dim: 32 },
+];
 
 fn defines(format: RowFormat) -> Defines {
     [element_types(&[("ELEMENT", DType::Bf16)]), format.defines()].concat()
@@ -39,12 +42,19 @@ pub fn modules() -> Vec<Module> {
 /// # Errors
 /// A refused argument (`format`: a row has e4m3 channels, and at most [`MAX_HEAD_DIM`] in all; `eps` is above 0), a
 /// compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, format: RowFormat, page_size: usize, eps: f32) -> Result<&'static str> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    format: RowFormat,
+    page_size: usize,
+    eps: f32,
+) -> Result<&'static str> {
     format.check(CHECK)?;
     if format.nope_dim == 0 || format.head_dim() > MAX_HEAD_DIM {
         let RowFormat { nope_dim, rope_dim } = format;
-        let reason =
-            format!("{nope_dim} e4m3 and {rope_dim} bf16 channels: a row has some of both, {MAX_HEAD_DIM} in all");
+        let reason = format!(
+            "{nope_dim} e4m3 and {rope_dim} bf16 channels: a row has some of both, {MAX_HEAD_DIM} in all"
+        );
         return CHECK.refuse("format", reason);
     }
     let tensors = [
@@ -58,22 +68,40 @@ pub fn forward(device: &Device, views: &Views, format: RowFormat, page_size: usi
         write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
     ];
     let page_bytes = format.page_bytes(CHECK, "cache", page_size)?;
-    let call = CHECK.signature(views, tensors).given("head_dim", format.head_dim()).given("page_bytes", page_bytes);
+    let call = CHECK
+        .signature(views, tensors)
+        .given("head_dim", format.head_dim())
+        .given("page_bytes", page_bytes);
     let mut call = call.given("half_rope_dim", format.rope_dim / 2).wide("table_rows");
-    let [num_tokens, num_pages, table_rows] = call.bind(["num_tokens", "num_pages", "table_rows"])?;
+    let [num_tokens, num_pages, table_rows] =
+        call.bind(["num_tokens", "num_pages", "table_rows"])?;
     CHECK.positive("eps", eps)?;
     if views.get("positions").is_none() && table_rows < num_tokens {
-        return CHECK.refuse("cos", format!("{table_rows} rows must cover {num_tokens} tokens without positions"));
+        return CHECK.refuse(
+            "cos",
+            format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
+        );
     }
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
-    let params = CHECK.params().rows("x", &views["x"]).ptr("weight", &views["weight"]).rows("y", &views["y"]);
+    let params = CHECK
+        .params()
+        .rows("x", &views["x"])
+        .ptr("weight", &views["weight"])
+        .rows("y", &views["y"]);
     let params = params.ptr("slots", &views["slots"]).rows("pages", &views["cache"]);
     let params = params.rows("cos", &views["cos"]).rows("sin", &views["sin"]);
     let params = params.ptr("positions", views.get("positions")).i64("table_rows", table_rows)?;
-    let params = params.i32("num_tokens", num_tokens)?.i32("num_slots", num_slots)?.i32("page_size", page_size)?;
+    let params = params
+        .i32("num_tokens", num_tokens)?
+        .i32("num_slots", num_slots)?
+        .i32("page_size", page_size)?;
     let params = params.i32("head_dim", format.head_dim())?.i32("rope_dim", format.rope_dim)?;
     let params = params.flag("inverse", false).f32("eps", eps);
     let name = "kv_norm_rope_write";
-    device.kernel(FILE, &defines(format), name)?.launch_blocks("x", num_tokens.div_ceil(WARPS), &params)?;
+    device.kernel(FILE, &defines(format), name)?.launch_blocks(
+        "x",
+        num_tokens.div_ceil(WARPS),
+        &params,
+    )?;
     Ok(name)
 }

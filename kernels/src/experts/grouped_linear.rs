@@ -8,8 +8,9 @@ use crate::experts::moe_map::MAX_EXPERTS;
 use crate::formats::scale_layout::Scales;
 use crate::implementation::Implementation;
 use crate::projections::linear::{
-    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantized, ScaleAxes, ScaleTensor, Weights, expert_tile,
-    hopper_defines, hopper_modules, large_maps, quantized_defines, token_tiles, with_maps,
+    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantized, ScaleAxes, ScaleTensor, Weights,
+    expert_tile, hopper_defines, hopper_modules, large_maps, quantized_defines, token_tiles,
+    with_maps,
 };
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
@@ -117,7 +118,10 @@ impl Grouped {
     /// The scales of x, of a masked call those of an expert's part, and of an expert's w.
     pub(crate) fn scales(&self, extents: Extents) -> [Scales; 2] {
         let Extents { num_rows, out_features, in_features, .. } = extents;
-        [self.quantized.x_scales(num_rows, in_features), self.quantized.w_scales(out_features, in_features)]
+        [
+            self.quantized.x_scales(num_rows, in_features),
+            self.quantized.w_scales(out_features, in_features),
+        ]
     }
 
     fn scale_axes(&self) -> [&'static ScaleAxes; 2] {
@@ -168,13 +172,18 @@ impl Grouped {
         others: impl IntoIterator<Item = Argument<'a>>,
     ) -> (Signature<'a>, Extents) {
         let extents = self.extents_of(views);
-        let (masked, hopper) = (self.is_masked(), self.quantized.implementation == Implementation::Hopper);
+        let (masked, hopper) =
+            (self.is_masked(), self.quantized.implementation == Implementation::Hopper);
         let mxfp4 = self.quantized.weights == Weights::Mxfp4;
-        let rows = |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
+        let rows =
+            |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
         let [of_x, of_w] = self.scales(extents);
         let [x_axes, w_axes] = self.scale_axes();
-        let x: &'static [_] =
-            if masked { &["num_experts", "num_rows", "in_features"] } else { &["num_rows", "in_features"] };
+        let x: &'static [_] = if masked {
+            &["num_experts", "num_rows", "in_features"]
+        } else {
+            &["num_rows", "in_features"]
+        };
         let w: &'static [_] = match mxfp4 {
             true => &["num_experts", "out_features", "code_bytes"],
             false => &["num_experts", "out_features", "in_features"],
@@ -190,14 +199,16 @@ impl Grouped {
             Quantized::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
             Quantized::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
         ];
-        let tensors = operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
+        let tensors =
+            operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
         let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
         let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
         // Two codes lie in a byte, and 16 bytes in an access.
         let multiple = (if hopper { 16 } else { 1 }) * (1 + usize::from(mxfp4));
         let signature = signature.extent("in_features", multiple, MAX_FEATURES);
         let signature = signature.given("num_experts_and_one", extents.num_experts + 1);
-        let signature = if mxfp4 { signature.given("code_bytes", extents.in_features / 2) } else { signature };
+        let signature =
+            if mxfp4 { signature.given("code_bytes", extents.in_features / 2) } else { signature };
         let scales = self.scale_tensors(extents).map(|(_, axes)| axes).concat();
         let of_others = ["num_experts", "num_rows", "out_features"];
         let known = scales.into_iter().filter(|(axis, _)| !of_others.contains(axis));
@@ -205,7 +216,12 @@ impl Grouped {
     }
 
     /// Tiles of all experts are counted in 32 bits; the workspace has room for the units that are taken.
-    pub(crate) fn check_rows(&self, check: Arguments, views: &Views, extents: Extents) -> Result<()> {
+    pub(crate) fn check_rows(
+        &self,
+        check: Arguments,
+        views: &Views,
+        extents: Extents,
+    ) -> Result<()> {
         let Extents { num_experts, num_rows, .. } = extents;
         check.holds("workspace", &views["workspace"], WORKSPACE_BYTES)?;
         let smallest = token_tiles(self.quantized.weights)[0];
@@ -264,15 +280,21 @@ impl Grouped {
 pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<String> {
     grouped.check(CHECK)?;
     let axes = if grouped.is_masked() { MASKED_RESULT } else { SORTED_RESULT };
-    let (mut signature, extents) = grouped.signature(CHECK, views, 1, [write("y").of(&FLOATS).axes(axes).rows()]);
+    let (mut signature, extents) =
+        grouped.signature(CHECK, views, 1, [write("y").of(&FLOATS).axes(axes).rows()]);
     signature.bind([])?;
     grouped.check_rows(CHECK, views, extents)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let quantized = &grouped.quantized;
     // No number of rows is too small for it.
     let misfit = quantized.hopper_misfit(vectorised);
-    let hopper = quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
-    let maps = if hopper { large_maps(device, views, quantized.weights, grouped.rows_of_most())? } else { None };
+    let hopper =
+        quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let maps = if hopper {
+        large_maps(device, views, quantized.weights, grouped.rows_of_most())?
+    } else {
+        None
+    };
     let params = with_maps(params(views, &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {
@@ -283,20 +305,36 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
         };
         let blocks = blocks(&grouped, extents, LARGE_TILE);
         begin_units(device, views)?;
-        device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        device
+            .kernel(HOPPER_LARGE, &[], name)?
+            .launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
     }
     if hopper {
-        let (name, tokens) = ("grouped_linear_hopper", expert_tile(quantized.weights, grouped.expected_rows));
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantized.weights, quantized.group), name)?;
+        let (name, tokens) =
+            ("grouped_linear_hopper", expert_tile(quantized.weights, grouped.expected_rows));
+        let kernel = device.kernel(
+            HOPPER_FILE,
+            &hopper_defines(tokens, quantized.weights, quantized.group),
+            name,
+        )?;
         let held = processors * quantized.hopper_held(tokens);
-        kernel.launch_blocks("x", blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(held), &params)?;
+        kernel.launch_blocks(
+            "x",
+            blocks(&grouped, extents, [tokens, FEATURE_TILE]).min(held),
+            &params,
+        )?;
         return Ok(quantized.hopper_path(name, tokens));
     }
     let (name, held) = grouped.portable(vectorised);
-    let kernel = device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
+    let kernel =
+        device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
     // The smallest tiles: what no tile is left for only looks.
-    kernel.launch_blocks("x", blocks(&grouped, extents, [FEW_ROWS, 64]).min(processors * held), &params)?;
+    kernel.launch_blocks(
+        "x",
+        blocks(&grouped, extents, [FEW_ROWS, 64]).min(processors * held),
+        &params,
+    )?;
     Ok(name.to_owned() + &quantized.suffix())
 }
 
@@ -317,9 +355,10 @@ pub(crate) fn of_experts(params: Params, name: &str, view: &TensorView) -> Param
             .ptr(name, view)
             .stride(format!("{name}_expert_stride"), experts)
             .stride(format!("{name}_stride"), rows),
-        [rows, _] => {
-            params.ptr(name, view).stride(format!("{name}_expert_stride"), 0).stride(format!("{name}_stride"), rows)
-        }
+        [rows, _] => params
+            .ptr(name, view)
+            .stride(format!("{name}_expert_stride"), 0)
+            .stride(format!("{name}_stride"), rows),
         _ => params.ptr(name, view),
     }
 }
@@ -329,7 +368,8 @@ fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> 
     let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
     let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
     let offsets = views.get("expert_offsets").filter(|_| !grouped.is_masked());
-    let params = of_experts(params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets), "out", y);
+    let params =
+        of_experts(params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets), "out", y);
     let places = |scales: Scales| scales.padded_rows() * scales.padded_groups();
     let of_x = if grouped.is_masked() { places(x_scales) } else { 0 };
     let params = params.i64("x_expert_scales", of_x)?.i64("w_expert_scales", places(w_scales))?;
@@ -337,11 +377,18 @@ fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> 
     let params = params.i64("depth", extents.in_features)?;
     let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
     let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
-    let params = params.i32("x_groups", x_scales.groups)?.i32("x_padded_groups", x_scales.padded_groups())?;
+    let params = params
+        .i32("x_groups", x_scales.groups)?
+        .i32("x_padded_groups", x_scales.padded_groups())?;
     let params = params.i32("x_scale_layout", x_scales.number())?;
-    let params = params.i32("w_groups", w_scales.groups)?.i32("w_padded_groups", w_scales.padded_groups())?;
-    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", grouped.quantized.scale_bytes);
+    let params = params
+        .i32("w_groups", w_scales.groups)?
+        .i32("w_padded_groups", w_scales.padded_groups())?;
+    let params = params
+        .i32("w_scale_layout", w_scales.number())?
+        .flag("scale_bytes", grouped.quantized.scale_bytes);
     let wide = (extents.out_features * y.dtype.size()).is_multiple_of(16) && is_aligned(y);
-    let params = params.i32("experts", extents.num_experts)?.flag("out_is_f32", y.dtype == DType::F32);
+    let params =
+        params.i32("experts", extents.num_experts)?.flag("out_is_f32", y.dtype == DType::F32);
     Ok(params.flag("wide", wide).ptr("num_taken", &views["workspace"]))
 }

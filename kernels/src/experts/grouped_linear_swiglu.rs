@@ -2,13 +2,15 @@
 //! `grouped_linear_swiglu_hopper_large.cu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
-use crate::experts::grouped_linear::{Extents, Grouped, begin_units, blocks, of_experts, units_module};
+use crate::experts::grouped_linear::{
+    Extents, Grouped, begin_units, blocks, of_experts, units_module,
+};
 use crate::experts::swiglu_quantize;
 use crate::formats::gate_up_interleave::GRANULE;
 use crate::formats::scale_layout::Scales;
 use crate::projections::linear::{
-    BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines, large_boxes, maps_of,
-    quantized_defines, token_tiles, with_maps,
+    BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines,
+    large_boxes, maps_of, quantized_defines, token_tiles, with_maps,
 };
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
@@ -21,7 +23,10 @@ const HOPPER_LARGE_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
 /// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are interleaved with up's.
 const HOPPER_LARGE: [[&str; 2]; 2] = [
     ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"],
-    ["grouped_linear_swiglu_hopper_large_pairs", "grouped_linear_swiglu_hopper_large_interleaved_pairs"],
+    [
+        "grouped_linear_swiglu_hopper_large_pairs",
+        "grouped_linear_swiglu_hopper_large_interleaved_pairs",
+    ],
 ];
 const CHECK: Arguments = Arguments { operator: "grouped_linear_swiglu" };
 /// What the rows of w are a multiple of: gate and up have eights of rows each.
@@ -36,8 +41,10 @@ pub fn modules() -> Vec<Module> {
     let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantized_defines(weights, group)));
     let hopper = formats.into_iter().flat_map(|(weights, group)| {
-        let of = move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights, group));
-        let tiles: &[usize] = if weights == Weights::Fp8 { &[FEW_ROWS] } else { token_tiles(weights) };
+        let of =
+            move |&tokens: &usize| module(HOPPER_FILE, &hopper_defines(tokens, weights, group));
+        let tiles: &[usize] =
+            if weights == Weights::Fp8 { &[FEW_ROWS] } else { token_tiles(weights) };
         tiles.iter().map(of)
     });
     let large = [module(HOPPER_LARGE_FILE, &[]), units_module()];
@@ -95,7 +102,9 @@ impl Options {
     fn results<'a>(&self, scales: Scales) -> [Argument<'a>; 3] {
         let masked = self.grouped.is_masked();
         let [weight, codes]: [&'static [_]; 2] = match masked {
-            true => [&["num_experts", "num_rows"], &["num_experts", "num_rows", "intermediate_size"]],
+            true => {
+                [&["num_experts", "num_rows"], &["num_experts", "num_rows", "intermediate_size"]]
+            }
             false => [&["num_rows"], &["num_rows", "intermediate_size"]],
         };
         let types: &[DType] = match scales.tensor().0 {
@@ -114,11 +123,14 @@ impl Options {
         // The scales' axes are checked against extents that x and w say.
         let extents = self.grouped.extents_of(views);
         let scales = self.scales(extents);
-        let (signature, extents) = self.grouped.signature(CHECK, views, MULTIPLE, self.results(scales));
+        let (signature, extents) =
+            self.grouped.signature(CHECK, views, MULTIPLE, self.results(scales));
         let signature = signature.given("intermediate_size", extents.out_features / 2);
         let (_, axes) = self.scale_tensor(extents);
-        let known = axes.into_iter().filter(|(axis, _)| !["num_experts", "num_rows"].contains(axis));
-        let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
+        let known =
+            axes.into_iter().filter(|(axis, _)| !["num_experts", "num_rows"].contains(axis));
+        let mut signature =
+            known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
         signature.bind([])?;
         self.grouped.check_rows(CHECK, views, extents)?;
         Ok((signature, extents))
@@ -126,15 +138,19 @@ impl Options {
 
     fn check(&self) -> Result<()> {
         self.grouped.check(CHECK)?;
-        self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 }).check(CHECK)
+        self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 })
+            .check(CHECK)
     }
 
     /// Why the Hopper kernels do not take a call.
     fn hopper_misfit(&self, extents: Extents, vectorised: bool) -> Option<String> {
         let in_blocks = self.grouped.quantized.weights == Weights::Fp8 && !self.interleaved;
         let shared = in_blocks && !(extents.out_features / 2).is_multiple_of(BLOCK);
-        let reason =
-            || format!("the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones");
+        let reason = || {
+            format!(
+                "the Hopper kernels need rows of up that begin at a multiple of {BLOCK}, or interleaved ones"
+            )
+        };
         shared.then(reason).or_else(|| self.grouped.quantized.hopper_misfit(vectorised))
     }
 
@@ -147,7 +163,9 @@ impl Options {
     fn kernel(&self, vectorised: bool) -> (&'static str, usize, usize) {
         match vectorised {
             false => ("grouped_linear_swiglu_scalar", 3, FEW_ROWS),
-            true if self.grouped.expected_rows <= FEW_ROWS => ("grouped_linear_swiglu_small", 3, FEW_ROWS),
+            true if self.grouped.expected_rows <= FEW_ROWS => {
+                ("grouped_linear_swiglu_small", 3, FEW_ROWS)
+            }
             true => ("grouped_linear_swiglu_large", 1, MANY_ROWS),
         }
     }
@@ -175,18 +193,23 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let misfit = options.hopper_misfit(extents, vectorised);
     // No number of rows is too small for it.
-    let hopper = quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let hopper =
+        quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let boxes = large_boxes(views).filter(|_| hopper && options.suits_large());
     let maps = boxes.map(|boxes| maps_of(device, boxes)).transpose()?;
-    let params =
-        params(views, &options, extents)?.flag("wide", signature.vectorised_rows(&["codes"])).f32("limit", limit);
+    let params = params(views, &options, extents)?
+        .flag("wide", signature.vectorised_rows(&["codes"]))
+        .f32("limit", limit);
     let params = with_maps(params, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {
-        let name = HOPPER_LARGE[usize::from(grouped.takes_pairs(extents))][usize::from(options.interleaved)];
+        let name = HOPPER_LARGE[usize::from(grouped.takes_pairs(extents))]
+            [usize::from(options.interleaved)];
         let blocks = blocks(grouped, extents, LARGE_TILE);
         begin_units(device, views)?;
-        device.kernel(HOPPER_LARGE_FILE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        device
+            .kernel(HOPPER_LARGE_FILE, &[], name)?
+            .launch_clusters("x", blocks, processors, &params)?;
         return Ok(name.to_owned());
     }
     if hopper {
@@ -195,15 +218,23 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
             Weights::Fp8 => FEW_ROWS,
             weights => expert_tile(weights, grouped.expected_rows),
         };
-        let kernel = device.kernel(HOPPER_FILE, &hopper_defines(tokens, quantized.weights, quantized.group), HOPPER)?;
+        let kernel = device.kernel(
+            HOPPER_FILE,
+            &hopper_defines(tokens, quantized.weights, quantized.group),
+            HOPPER,
+        )?;
         // A cluster that waits for a place would begin its turns when others end theirs.
-        let clusters = [blocks(grouped, extents, [tokens, COLUMNS]), kernel.resident_clusters(device.environment())];
+        let clusters = [
+            blocks(grouped, extents, [tokens, COLUMNS]),
+            kernel.resident_clusters(device.environment()),
+        ];
         let [wanted, most] = clusters.map(|clusters| clusters.saturating_mul(kernel.cluster()));
         kernel.launch_clusters("x", wanted, most, &params)?;
         return Ok(quantized.hopper_path(HOPPER, tokens));
     }
     let (name, held, rows) = options.kernel(vectorised);
-    let kernel = device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
+    let kernel =
+        device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
     let most = processors * held;
     kernel.launch_blocks("x", blocks(grouped, extents, [rows, COLUMNS]).min(most), &params)?;
     Ok(name.to_owned() + &quantized.suffix())
@@ -220,9 +251,12 @@ fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> 
     let params = of_experts(params.ptr("weight", views.get("weight")), "codes", &views["codes"]);
     let params = params.ptr("scales", &views["scales"]).i64("rows", extents.num_rows)?;
     let params = params.i64("columns", extents.out_features)?.i64("depth", extents.in_features)?;
-    let params = params.i32("experts", extents.num_experts)?.i32("x_scale_layout", x_scales.number())?;
+    let params =
+        params.i32("experts", extents.num_experts)?.i32("x_scale_layout", x_scales.number())?;
     let params = params.i32("w_scale_layout", w_scales.number())?;
-    let params = params.flag("scale_bytes", grouped.quantized.scale_bytes).flag("interleaved", options.interleaved);
+    let params = params
+        .flag("scale_bytes", grouped.quantized.scale_bytes)
+        .flag("interleaved", options.interleaved);
     let params = params.i32("scale_layout", options.scales(extents).number())?;
     let params = params.i32("scale_type", quantized.scale as usize)?;
     let params = params.i32("log2_group", quantized.group.columns().trailing_zeros() as usize)?;

@@ -72,7 +72,8 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
         integers("pos_to_token_topk").axes(&["num_positions"]),
         scratch("workspace", 4).optional(),
     ];
-    let signature = CHECK.signature(views, tensors).given("num_experts_and_one", experts.saturating_add(1));
+    let signature =
+        CHECK.signature(views, tensors).given("num_experts_and_one", experts.saturating_add(1));
     let mut call = signature.extent("num_experts", 1, MAX_EXPERTS).extent("topk", 1, MAX_TOPK);
     let axes = ["num_tokens", "topk", "num_experts", "num_positions"];
     let [num_tokens, topk, num_experts, num_positions] = call.bind(axes)?;
@@ -84,29 +85,49 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
     let needed = positions(num_slots, num_experts, alignment);
     CHECK.int32("alignment", needed)?;
     if num_positions < needed {
-        let reason = format!("{num_positions} positions: {num_slots} slots of {num_experts} experts may take {needed}");
+        let reason = format!(
+            "{num_positions} positions: {num_slots} slots of {num_experts} experts may take {needed}"
+        );
         return CHECK.refuse("pos_to_expert", reason);
     }
     let bytes = workspace_bytes(num_slots, num_experts);
     match views.get("workspace") {
         Some(workspace) => CHECK.holds("workspace", workspace, bytes)?,
-        None if bytes > 0 => return CHECK.refuse("workspace", format!("it must be present, with {bytes} bytes")),
+        None if bytes > 0 => {
+            return CHECK.refuse("workspace", format!("it must be present, with {bytes} bytes"));
+        }
         None => {}
     }
     let processors = device.environment().processors.max(1) as usize;
     // Of few slots: blocks that place them, and those that write counts, offsets and the rows that nobody has.
     let few = num_slots <= SMALL_SLOTS;
     let others = num_positions.div_ceil(ROWS_PER_BLOCK).clamp(1, processors.div_ceil(2));
-    let placing = num_slots.div_ceil(SLOTS_PER_BLOCK).clamp(1, processors.saturating_sub(others).max(1));
-    let (chunk_slots, num_chunks) = if few { (0, placing) } else { chunks(num_slots, MAX_CHUNKS.min(processors)) };
-    let params = call.params(&["topk_indices", "counts", "expert_offsets", "token_topk_to_pos", "pos_to_expert"]);
-    let params =
-        params.ptr("pos_to_token", &views["pos_to_token"]).ptr("pos_to_token_topk", &views["pos_to_token_topk"]);
-    let params = params.ptr("chunk_counts", views.get("workspace")).i32("num_slots", num_slots)?.i32("topk", topk)?;
+    let placing =
+        num_slots.div_ceil(SLOTS_PER_BLOCK).clamp(1, processors.saturating_sub(others).max(1));
+    let (chunk_slots, num_chunks) =
+        if few { (0, placing) } else { chunks(num_slots, MAX_CHUNKS.min(processors)) };
+    let params = call.params(&[
+        "topk_indices",
+        "counts",
+        "expert_offsets",
+        "token_topk_to_pos",
+        "pos_to_expert",
+    ]);
+    let params = params
+        .ptr("pos_to_token", &views["pos_to_token"])
+        .ptr("pos_to_token_topk", &views["pos_to_token_topk"]);
+    let params = params
+        .ptr("chunk_counts", views.get("workspace"))
+        .i32("num_slots", num_slots)?
+        .i32("topk", topk)?;
     let params = params.i32("num_experts", num_experts)?.i32("num_positions", num_positions)?;
-    let params = params.i32("alignment", alignment)?.i32("chunk_slots", chunk_slots)?.i32("num_chunks", num_chunks)?;
+    let params = params
+        .i32("alignment", alignment)?
+        .i32("chunk_slots", chunk_slots)?
+        .i32("num_chunks", num_chunks)?;
     let inverse = |divisor: usize| (1usize << 32).div_ceil(divisor.max(1)).min(0xffff_ffff);
-    let params = params.i64("topk_inverse", inverse(topk))?.i64("alignment_inverse", inverse(alignment))?;
+    let params =
+        params.i64("topk_inverse", inverse(topk))?.i64("alignment_inverse", inverse(alignment))?;
     let launch = |name: &'static str, blocks: usize| -> Result<&'static str> {
         device.kernel(FILE, &[], name)?.launch_blocks("topk_indices", blocks, &params)?;
         Ok(name)

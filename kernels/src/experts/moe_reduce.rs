@@ -44,7 +44,11 @@ pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static
         shared.typed(if backward { "dout" } else { "y" }),
         write("out").typed("y").axes(&["num_tokens", "hidden_size"]).rows().when(!backward),
         write("dy").typed("dout").axes(&["num_positions", "hidden_size"]).rows().when(backward),
-        write("dtopk_weights").axes(&["num_tokens", "topk"]).rows().with(&["topk_weights"]).when(backward),
+        write("dtopk_weights")
+            .axes(&["num_tokens", "topk"])
+            .rows()
+            .with(&["topk_weights"])
+            .when(backward),
     ];
     let signature = CHECK.signature(views, tensors).extent("topk", 1, MAX_TOPK);
     let mut call = signature.extent("hidden_size", 1, i32::MAX as usize).wide("num_tokens");
@@ -54,7 +58,15 @@ pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static
     let vectorised = call.vectorised_rows(rows);
     let params = match backward {
         false => call.params(&["y", "token_topk_to_pos", "topk_weights", "shared", "out"]),
-        true => call.params(&["dout", "y", "token_topk_to_pos", "pos_to_token", "topk_weights", "dy", "dtopk_weights"]),
+        true => call.params(&[
+            "dout",
+            "y",
+            "token_topk_to_pos",
+            "pos_to_token",
+            "topk_weights",
+            "dy",
+            "dtopk_weights",
+        ]),
     };
     let params = params.i64("num_tokens", num_tokens)?.i64("num_positions", num_positions)?;
     let params = params.i32("topk", topk)?.i32("hidden_size", hidden_size)?;

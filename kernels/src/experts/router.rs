@@ -42,7 +42,11 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     let token_ids = read("token_ids").of(&[DType::I32]).axes(&["num_tokens"]);
     let tensors = [
         read("logits").axes(&["num_tokens", "num_experts"]).rows(),
-        if hashed { read("bias").axes(&["num_experts"]).optional() } else { read("bias").axes(&["num_experts"]) },
+        if hashed {
+            read("bias").axes(&["num_experts"]).optional()
+        } else {
+            read("bias").axes(&["num_experts"])
+        },
         read("tid2eid").of(&[DType::I32]).axes(&["vocab_size", "topk"]).rows().optional(),
         if hashed { token_ids } else { token_ids.optional() },
         write("topk_indices").of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
@@ -50,30 +54,46 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
         read("dtopk_weights").when(false),
         write("dlogits").when(false),
     ];
-    let signature = CHECK.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS).extent("topk", 1, MAX_TOPK);
+    let signature = CHECK
+        .signature(views, tensors)
+        .extent("num_experts", 1, MAX_EXPERTS)
+        .extent("topk", 1, MAX_TOPK);
     let mut call = signature.wide("num_tokens").wide("vocab_size");
     let axes = ["num_tokens", "num_experts", "vocab_size", "topk"];
     let [num_tokens, num_experts, vocab_size, topk] = call.bind(axes)?;
     if hashed && views.get("bias").is_some() {
-        return CHECK.refuse("bias", "there is a table, too: a router is learned or hashed, not both");
+        return CHECK
+            .refuse("bias", "there is a table, too: a router is learned or hashed, not both");
     }
     if !hashed && topk > num_experts {
-        return CHECK.refuse("topk_indices", format!("topk {topk} of {num_experts} experts: there are not so many"));
+        return CHECK.refuse(
+            "topk_indices",
+            format!("topk {topk} of {num_experts} experts: there are not so many"),
+        );
     }
     CHECK.positive("route_scale", route_scale)?;
-    let params = call.params(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
+    let params =
+        call.params(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
     let params = params.i64("num_tokens", num_tokens)?.i64("vocab_size", vocab_size)?;
-    let params = params.i32("num_experts", num_experts)?.i32("topk", topk)?.f32("route_scale", route_scale);
+    let params =
+        params.i32("num_experts", num_experts)?.i32("topk", topk)?.f32("route_scale", route_scale);
     // A block a token, where there are so few that a block or two of a multiprocessor take them. Slots up to as many as groups of
     // experts: of more nearly all experts would be candidates.
-    let few = num_tokens <= 2 * device.environment().processors.max(1) as usize && topk * GROUP <= num_experts;
+    let few = num_tokens <= 2 * device.environment().processors.max(1) as usize
+        && topk * GROUP <= num_experts;
     let (tokens, name) = match hashed {
         true => (TOKENS_PER_BLOCK, "router_hashed"),
         false if few => (1, "router_learned_few"),
-        false if call.vectorised_rows(&["logits", "bias"]) => (TOKENS_PER_BLOCK, "router_learned_vector"),
+        false if call.vectorised_rows(&["logits", "bias"]) => {
+            (TOKENS_PER_BLOCK, "router_learned_vector")
+        }
         false => (TOKENS_PER_BLOCK, "router_learned_scalar"),
     };
-    device.kernel(FILE, &[], name)?.launch_blocks("logits", num_tokens.div_ceil(tokens), &params)?;
+    device.kernel(FILE, &[], name)?.launch_blocks(
+        "logits",
+        num_tokens.div_ceil(tokens),
+        &params,
+    )?;
     Ok(name)
 }
 
@@ -98,17 +118,22 @@ pub fn backward(device: &Device, views: &Views, route_scale: f32) -> Result<&'st
         read("token_ids").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
         read("topk_weights").when(false),
     ];
-    let signature = CHECK.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS).extent("topk", 1, MAX_TOPK);
+    let signature = CHECK
+        .signature(views, tensors)
+        .extent("num_experts", 1, MAX_EXPERTS)
+        .extent("topk", 1, MAX_TOPK);
     let mut call = signature.wide("num_tokens").wide("vocab_size");
     let [num_tokens, num_experts, topk] = call.bind(["num_tokens", "num_experts", "topk"])?;
     CHECK.positive("route_scale", route_scale)?;
     let params = call.params(&["logits", "topk_indices", "dtopk_weights", "dlogits"]);
-    let params = params.i64("num_tokens", num_tokens)?.i32("num_experts", num_experts)?.i32("topk", topk)?;
+    let params =
+        params.i64("num_tokens", num_tokens)?.i32("num_experts", num_experts)?.i32("topk", topk)?;
     let wide = call.vectorised_rows(&["dlogits"]);
     let name = if wide { "router_backward_vector" } else { "router_backward_scalar" };
     let kernel = device.kernel(FILE, &[], name)?;
     let params = params.f32("route_scale", route_scale);
-    let tokens = if topk <= FEW_SLOTS { TOKENS_PER_BLOCK * 32 / FEW_SLOTS } else { TOKENS_PER_BLOCK };
+    let tokens =
+        if topk <= FEW_SLOTS { TOKENS_PER_BLOCK * 32 / FEW_SLOTS } else { TOKENS_PER_BLOCK };
     kernel.launch_blocks("logits", num_tokens.div_ceil(tokens), &params)?;
     Ok(name)
 }

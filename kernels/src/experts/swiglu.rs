@@ -40,10 +40,21 @@ pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Res
         write("dup").like("gate").rows().when(backward),
         write("dweight").axes(&["num_rows"]).with(&["weight"]).when(backward),
     ];
-    let mut call = CHECK.signature(views, tensors).extent("width", 1, i32::MAX as usize).wide("num_rows");
+    let mut call =
+        CHECK.signature(views, tensors).extent("width", 1, i32::MAX as usize).wide("num_rows");
     let [num_rows, width] = call.bind(["num_rows", "width"])?;
     CHECK.positive("limit", limit)?;
-    let params = call.params(&["gate", "up", "weight", "pos_to_token_topk", "y", "dy", "dgate", "dup", "dweight"]);
+    let params = call.params(&[
+        "gate",
+        "up",
+        "weight",
+        "pos_to_token_topk",
+        "y",
+        "dy",
+        "dgate",
+        "dup",
+        "dweight",
+    ]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("limit", limit);
     let (wide, dtype) = (call.vectorised(), views["gate"].dtype);
     let accesses = width.div_ceil(if wide { 16 / dtype.size() } else { 1 });
@@ -66,6 +77,7 @@ pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Res
     let threads = if backward { threads(accesses, 1, most) } else { most };
     let pieces = accesses.div_ceil(most);
     let config = LaunchConfig::linear(CHECK.operator, "gate", pieces as u64, threads as u32)?;
-    kernel.launch(LaunchConfig { grid: [config.grid[0], num_rows as u32, 1], ..config }, &params)?;
+    kernel
+        .launch(LaunchConfig { grid: [config.grid[0], num_rows as u32, 1], ..config }, &params)?;
     Ok(name)
 }

@@ -68,7 +68,12 @@ pub fn modules() -> Vec<Module> {
 /// # Errors
 /// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles hold bytes), a compile error, a refused
 /// launch.
-pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> Result<&'static str> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    limit: f32,
+    options: Options,
+) -> Result<&'static str> {
     let [rows, columns] = extents_of(views, "gate");
     let scales = options.scales(rows, columns);
     scales.check(CHECK)?;
@@ -86,7 +91,9 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     CHECK.positive("limit", limit)?;
     let (row_warps, blocks) = scales.grid(CHECK, "gate", options.group.columns())?;
     let params = call.params(&["gate", "up", "weight", "pos_to_token_topk", "codes", "scales"]);
-    let params = scales.params(params, num_rows, width, row_warps)?.i32("scale_type", options.scale as usize)?;
+    let params = scales
+        .params(params, num_rows, width, row_warps)?
+        .i32("scale_type", options.scale as usize)?;
     let params = params.i32("log2_group", options.group.columns().trailing_zeros() as usize)?;
     let params = params.flag("round_to_bf16", options.round_to_bf16).f32("limit", limit);
     let name = if call.vectorised() { "swiglu_quantize_vector" } else { "swiglu_quantize_scalar" };

@@ -38,14 +38,18 @@ pub fn launch(device: &Device, views: &Views, inverse: bool) -> Result<&'static 
         argument.of(&[DType::U8]).axes(&["num_experts", "num_rows", "row_bytes"]).rows()
     }
     let tensors = [tensor("logical", inverse), tensor("interleaved", !inverse)];
-    let signature: Signature<'_> = CHECK.signature(views, tensors).extent("num_rows", 2 * GRANULE, MAX_ROWS);
+    let signature: Signature<'_> =
+        CHECK.signature(views, tensors).extent("num_rows", 2 * GRANULE, MAX_ROWS);
     let mut call = signature.extent("row_bytes", 1, MAX_ROW_BYTES).wide("num_experts");
     let [num_experts, num_rows, row_bytes] = call.bind(["num_experts", "num_rows", "row_bytes"])?;
     let vectorised = call.vectorised();
     let row_pieces = if vectorised { row_bytes / 16 } else { row_bytes };
     let pieces = num_experts.saturating_mul(num_rows * row_pieces);
     if u32::try_from(pieces).is_err() {
-        let reason = format!("{num_experts} experts have {pieces} pieces of rows; there may be {}", u32::MAX);
+        let reason = format!(
+            "{num_experts} experts have {pieces} pieces of rows; there may be {}",
+            u32::MAX
+        );
         return CHECK.refuse("logical", reason);
     }
     let params = call.params(&["logical", "interleaved"]).i64("num_pieces", pieces)?;
@@ -55,6 +59,10 @@ pub fn launch(device: &Device, views: &Views, inverse: bool) -> Result<&'static 
         ["gate_up_separate_scalar", "gate_up_separate_vector"],
     ];
     let name = names[usize::from(inverse)][usize::from(vectorised)];
-    device.kernel(FILE, &Vec::new(), name)?.launch_blocks("logical", pieces.div_ceil(THREADS * UNITS), &params)?;
+    device.kernel(FILE, &Vec::new(), name)?.launch_blocks(
+        "logical",
+        pieces.div_ceil(THREADS * UNITS),
+        &params,
+    )?;
     Ok(name)
 }

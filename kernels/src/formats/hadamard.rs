@@ -67,9 +67,15 @@ pub fn modules() -> Vec<Module> {
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) -> Result<&'static str> {
+pub fn launch(
+    device: &Device,
+    views: &Views,
+    stored: Stored,
+    backward: bool,
+) -> Result<&'static str> {
     let (x, y) = if backward { ("dy", "dx") } else { ("x", "y") };
-    let (values, e2m1, e4m3) = (stored == Stored::Values, stored == Stored::E2m1, stored == Stored::E4m3);
+    let (values, e2m1, e4m3) =
+        (stored == Stored::Values, stored == Stored::E2m1, stored == Stored::E4m3);
     // The backward does not read it, and leaves it as it is.
     let given = read("x").of(&FLOATS).axes(&["num_rows", "head_dim"]).rows();
     let tensors = [
@@ -101,7 +107,8 @@ pub fn launch(device: &Device, views: &Views, stored: Stored, backward: bool) ->
     let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
     let kernel = device.kernel(file, &defines, name)?;
     // Those of `hadamard_codes` take several turns.
-    let resident = if file == CODES_FILE { kernel.resident_blocks(device.environment()) } else { usize::MAX };
+    let resident =
+        if file == CODES_FILE { kernel.resident_blocks(device.environment()) } else { usize::MAX };
     kernel.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK).min(resident), &params)?;
     Ok(name)
 }

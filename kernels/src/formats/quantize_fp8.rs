@@ -99,7 +99,9 @@ pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'st
     let group = options.group.extents()[1];
     let (row_warps, blocks) = scales.grid(CHECK, "x", group)?;
     let params = call.params(&["x", "codes"]).ptr("scales", &views["scales"]);
-    let params = scales.params(params, num_rows, width, row_warps)?.i32("scale_type", options.scale as usize)?;
+    let params = scales
+        .params(params, num_rows, width, row_warps)?
+        .i32("scale_type", options.scale as usize)?;
     let params = params.i32("log2_group", log2(group))?;
     let names = [
         ["quantize_fp8_scalar", "quantize_fp8_vector"],
@@ -107,7 +109,9 @@ pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'st
     ];
     let name = names[usize::from(square)][usize::from(call.vectorised())];
     let blocks = if square { scales.rows.saturating_mul(scales.groups) } else { blocks };
-    device.kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?.launch_blocks("x", blocks, &params)?;
+    device
+        .kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?
+        .launch_blocks("x", blocks, &params)?;
     Ok(name)
 }
 
@@ -136,7 +140,9 @@ pub fn dequantize(device: &Device, views: &Views, options: Options) -> Result<&'
     let of_rows = Scales { layout: ScaleLayout::Plain, rows: num_rows, ..scales };
     let (row_warps, blocks) = of_rows.grid(CHECK, "codes", group)?;
     let params = call.params(&["codes", "y"]).ptr("scales", &views["scales"]);
-    let params = scales.params(params, num_rows, width, row_warps)?.i32("scale_type", options.scale as usize)?;
+    let params = scales
+        .params(params, num_rows, width, row_warps)?
+        .i32("scale_type", options.scale as usize)?;
     let params = params.i32("log2_group", log2(group))?.i32("log2_group_rows", log2(group_rows))?;
     let name = if call.vectorised() { "dequantize_fp8_vector" } else { "dequantize_fp8_scalar" };
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?;

@@ -41,9 +41,12 @@ pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&
     let mut call = scales.bound(signature.given("code_bytes", columns / 2));
     let [num_rows, width] = call.bind(["num_rows", "width"])?;
     let (row_warps, blocks) = scales.grid(CHECK, "x", GROUP)?;
-    let params = scales.params(call.params(&["x", "codes", "scales"]), num_rows, width, row_warps)?;
+    let params =
+        scales.params(call.params(&["x", "codes", "scales"]), num_rows, width, row_warps)?;
     let name = if call.vectorised() { "quantize_mxfp4_vector" } else { "quantize_mxfp4_scalar" };
-    device.kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?.launch_blocks("x", blocks, &params)?;
+    device
+        .kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?
+        .launch_blocks("x", blocks, &params)?;
     Ok(name)
 }
 
@@ -68,8 +71,12 @@ pub fn dequantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result
     // Rows of elements, none of padding.
     let of_rows = Scales { layout: ScaleLayout::Plain, ..scales };
     let (row_warps, blocks) = of_rows.grid(CHECK, "y", GROUP)?;
-    let params = scales.params(call.params(&["codes", "y", "scales"]), num_rows, width, row_warps)?;
-    let name = if call.vectorised() { "dequantize_mxfp4_vector" } else { "dequantize_mxfp4_scalar" };
-    device.kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?.launch_blocks("y", blocks, &params)?;
+    let params =
+        scales.params(call.params(&["codes", "y", "scales"]), num_rows, width, row_warps)?;
+    let name =
+        if call.vectorised() { "dequantize_mxfp4_vector" } else { "dequantize_mxfp4_scalar" };
+    device
+        .kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?
+        .launch_blocks("y", blocks, &params)?;
     Ok(name)
 }

@@ -44,14 +44,19 @@ pub fn global_scale(device: &Device, views: &Views) -> Result<[&'static str; 2]>
     let mut call = signature.given("one", 1);
     let [num_rows, width] = call.bind(["num_rows", "width"])?;
     CHECK.holds("workspace", &views["workspace"], WORKSPACE_BYTES)?;
-    let (row_warps, blocks) = scales(ScaleLayout::Plain, num_rows, width).grid(CHECK, "x", GROUP)?;
+    let (row_warps, blocks) =
+        scales(ScaleLayout::Plain, num_rows, width).grid(CHECK, "x", GROUP)?;
     let blocks = blocks.clamp(1, AMAX_BLOCKS);
-    let params = call.params(&["x"]).ptr("workspace", &views["workspace"]).i64("num_rows", num_rows)?;
+    let params =
+        call.params(&["x"]).ptr("workspace", &views["workspace"]).i64("num_rows", num_rows)?;
     let params = params.i32("width", width)?.i32("row_warps", row_warps)?;
     let name = if call.vectorised() { "nvfp4_amax_vector" } else { "nvfp4_amax_scalar" };
     let types = element_types(&[("ELEMENT", views["x"].dtype)]);
     device.kernel(FILE, &types, name)?.launch_blocks("x", blocks, &params)?;
-    let params = CHECK.params().ptr("workspace", &views["workspace"]).ptr("global_scale", &views["global_scale"]);
+    let params = CHECK
+        .params()
+        .ptr("workspace", &views["workspace"])
+        .ptr("global_scale", &views["global_scale"]);
     let params = params.i32("num_blocks", blocks)?;
     device.kernel(FILE, &types, "nvfp4_global_scale")?.launch_blocks("x", 1, &params)?;
     Ok([name, "nvfp4_global_scale"])
@@ -82,7 +87,9 @@ pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&
     let params = call.params(&["x", "codes", "global_scale", "scales"]);
     let params = scales.params(params, num_rows, width, row_warps)?;
     let name = if call.vectorised() { "quantize_nvfp4_vector" } else { "quantize_nvfp4_scalar" };
-    device.kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?.launch_blocks("x", blocks, &params)?;
+    device
+        .kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?
+        .launch_blocks("x", blocks, &params)?;
     Ok(name)
 }
 
@@ -110,7 +117,10 @@ pub fn dequantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result
     let (row_warps, blocks) = of_rows.grid(CHECK, "y", GROUP)?;
     let params = call.params(&["codes", "y", "global_scale", "scales"]);
     let params = scales.params(params, num_rows, width, row_warps)?;
-    let name = if call.vectorised() { "dequantize_nvfp4_vector" } else { "dequantize_nvfp4_scalar" };
-    device.kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?.launch_blocks("y", blocks, &params)?;
+    let name =
+        if call.vectorised() { "dequantize_nvfp4_vector" } else { "dequantize_nvfp4_scalar" };
+    device
+        .kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?
+        .launch_blocks("y", blocks, &params)?;
     Ok(name)
 }

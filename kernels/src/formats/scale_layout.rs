@@ -78,12 +78,24 @@ impl Scales {
     pub fn tensor(self) -> (DType, Vec<(&'static str, usize)>) {
         let (rows, groups) = (self.padded_rows(), self.padded_groups());
         match (self.layout, self.bytes) {
-            (ScaleLayout::Plain, true) => (DType::U8, vec![(self.row_axis(), rows), ("num_groups", groups)]),
-            (ScaleLayout::Plain, false) => (DType::F32, vec![(self.row_axis(), rows), ("num_groups", groups)]),
-            (ScaleLayout::MnMajor, true) => (DType::I32, vec![("num_words", groups / 4), ("aligned_rows", rows)]),
-            (ScaleLayout::MnMajor, false) => (DType::F32, vec![("num_groups", groups), ("aligned_rows", rows)]),
+            (ScaleLayout::Plain, true) => {
+                (DType::U8, vec![(self.row_axis(), rows), ("num_groups", groups)])
+            }
+            (ScaleLayout::Plain, false) => {
+                (DType::F32, vec![(self.row_axis(), rows), ("num_groups", groups)])
+            }
+            (ScaleLayout::MnMajor, true) => {
+                (DType::I32, vec![("num_words", groups / 4), ("aligned_rows", rows)])
+            }
+            (ScaleLayout::MnMajor, false) => {
+                (DType::F32, vec![("num_groups", groups), ("aligned_rows", rows)])
+            }
             (ScaleLayout::Blocked, _) => {
-                let tiles = vec![("row_tiles", rows / 128), ("group_tiles", groups / 4), ("tile_bytes", TILE_BYTES)];
+                let tiles = vec![
+                    ("row_tiles", rows / 128),
+                    ("group_tiles", groups / 4),
+                    ("tile_bytes", TILE_BYTES),
+                ];
                 (DType::U8, tiles)
             }
         }
@@ -140,21 +152,36 @@ impl Scales {
     }
 
     /// Warps that take a row of so many elements and its groups of so many, and blocks that take all rows.
-    pub(crate) fn grid(self, check: Arguments, name: &'static str, group: usize) -> Result<(usize, usize)> {
+    pub(crate) fn grid(
+        self,
+        check: Arguments,
+        name: &'static str,
+        group: usize,
+    ) -> Result<(usize, usize)> {
         let row_warps = (self.padded_groups() * group).div_ceil(WARP_ELEMENTS).max(1);
         let warps = self.padded_rows().saturating_mul(row_warps);
         if u32::try_from(warps).is_err() {
             let (rows, limit) = (self.rows, u32::MAX);
-            return check.refuse(name, format!("{rows} rows of {row_warps} warps each: there may be {limit} warps"));
+            return check.refuse(
+                name,
+                format!("{rows} rows of {row_warps} warps each: there may be {limit} warps"),
+            );
         }
         Ok((row_warps, warps.div_ceil(WARPS)))
     }
 
     /// Parameters of kernels that go over rows of groups.
-    pub(crate) fn params(self, params: Params, num_rows: usize, width: usize, row_warps: usize) -> Result<Params> {
+    pub(crate) fn params(
+        self,
+        params: Params,
+        num_rows: usize,
+        width: usize,
+        row_warps: usize,
+    ) -> Result<Params> {
         let params = params.i64("num_rows", num_rows)?.i64("padded_rows", self.padded_rows())?;
         let params = params.i32("width", width)?.i32("row_warps", row_warps)?;
-        let params = params.i32("num_groups", self.groups)?.i32("padded_groups", self.padded_groups())?;
+        let params =
+            params.i32("num_groups", self.groups)?.i32("padded_groups", self.padded_groups())?;
         params.i32("scale_layout", self.number())
     }
 }

@@ -44,18 +44,31 @@ pub fn launch(device: &Device, views: &Views, inverse: bool) -> Result<&'static 
         tensor("scales", inverse).axes(&["num_rows", "num_groups"]).rows(),
         tensor("tiles", !inverse).axes(&["row_tiles", "group_tiles", "tile_bytes"]).aligned_rows(),
     ];
-    let signature: Signature<'_> = CHECK.signature(views, tensors).extent("num_groups", 1, MAX_GROUPS).wide("num_rows");
+    let signature: Signature<'_> =
+        CHECK.signature(views, tensors).extent("num_groups", 1, MAX_GROUPS).wide("num_rows");
     let signature = signature.given("row_tiles", row_tiles).given("group_tiles", group_tiles);
     let mut call = signature.given("tile_bytes", TILE_BYTES);
     let [num_rows, num_groups] = call.bind(["num_rows", "num_groups"])?;
     let warps = row_tiles.saturating_mul(group_tiles.div_ceil(WARP_TILES)).saturating_mul(PARTS);
     if u32::try_from(warps).is_err() {
-        return CHECK.refuse("scales", format!("{num_rows} rows need {warps} warps; there may be {}", u32::MAX));
+        return CHECK.refuse(
+            "scales",
+            format!("{num_rows} rows need {warps} warps; there may be {}", u32::MAX),
+        );
     }
-    let params = call.params(&["scales", "tiles"]).i64("num_rows", num_rows)?.i32("num_groups", num_groups)?;
-    let names =
-        [["scale_swizzle_scalar", "scale_swizzle_vector"], ["scale_unswizzle_scalar", "scale_unswizzle_vector"]];
+    let params = call
+        .params(&["scales", "tiles"])
+        .i64("num_rows", num_rows)?
+        .i32("num_groups", num_groups)?;
+    let names = [
+        ["scale_swizzle_scalar", "scale_swizzle_vector"],
+        ["scale_unswizzle_scalar", "scale_unswizzle_vector"],
+    ];
     let name = names[usize::from(inverse)][usize::from(call.vectorised())];
-    device.kernel(FILE, &Vec::new(), name)?.launch_blocks("scales", warps.div_ceil(WARPS), &params)?;
+    device.kernel(FILE, &Vec::new(), name)?.launch_blocks(
+        "scales",
+        warps.div_ceil(WARPS),
+        &params,
+    )?;
     Ok(name)
 }

@@ -41,7 +41,10 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let axes = ["num_tokens", "num_rows", "vocab_size", "hidden_size"];
     let [num_tokens, num_rows, vocab_size, hidden_size] = call.bind(axes)?;
     if views.get("rows").is_none() && num_rows != num_tokens {
-        return CHECK.refuse("logits", format!("{num_rows} rows of {num_tokens} tokens need a list of which they are"));
+        return CHECK.refuse(
+            "logits",
+            format!("{num_rows} rows of {num_tokens} tokens need a list of which they are"),
+        );
     }
     let params = call.params(&["hidden", "weight", "rows", "logits"]);
     let params = params.i64("num_tokens", num_tokens)?.i64("num_rows", num_rows)?;

@@ -62,7 +62,16 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let of_an_id = threads / WARP_SIZE * LISTED_BYTES;
     let room = device.environment().shared_bytes_per_block.saturating_sub(own) as usize / of_an_id;
     let segment = SEGMENT[kind].min(room);
-    let params = call.params(&["logits", "temperature", "top_k", "top_p", "min_p", "seed", "step", "tokens"]);
+    let params = call.params(&[
+        "logits",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "step",
+        "tokens",
+    ]);
     let params = params.i32("vocab_size", vocab_size)?.i32("segment", segment)?;
     let name = if call.vectorised_rows(&["logits"]) { "sampler_vector" } else { "sampler_scalar" };
     let kernel = device.kernel(FILE, &defines(VARIANTS[kind]), name)?;

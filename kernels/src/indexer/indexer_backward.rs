@@ -70,7 +70,8 @@ pub fn workspace_bytes(views: &Views, options: Options) -> Result<usize> {
 /// A refused argument.
 pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
     let extents = Extents::check(&views.without(&["workspace"]), options)?;
-    Ok((DEFAULT_ROW_BYTES / (4 * HEAD_DIM * extents.slots.max(1))).clamp(1, extents.num_tokens.max(1)))
+    Ok((DEFAULT_ROW_BYTES / (4 * HEAD_DIM * extents.slots.max(1)))
+        .clamp(1, extents.num_tokens.max(1)))
 }
 
 impl Extents {
@@ -95,7 +96,10 @@ impl Extents {
         };
         let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
         let tensors = [
-            read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
+            read("q")
+                .of(&[DType::Bf16])
+                .axes(&["num_tokens", "num_heads", "head_dim"])
+                .aligned_rows(),
             read("w").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows(),
             read("dlogits").axes(slots).rows(),
             read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
@@ -109,12 +113,16 @@ impl Extents {
             write("dw").like("w").rows(),
             scratch("workspace", 16).optional(),
         ];
-        let call = CHECK.signature(views, tensors).given("num_sequences", num_sequences).given("head_dim", HEAD_DIM);
+        let call = CHECK
+            .signature(views, tensors)
+            .given("num_sequences", num_sequences)
+            .given("head_dim", HEAD_DIM);
         let mut call = call.extent("num_heads", 1, MAX_HEADS);
         let axes = ["num_tokens", "num_heads", "num_keys", slots[1]];
         let [num_tokens, num_heads, num_keys, slots] = call.bind(axes)?;
         if ends == Some(0) {
-            return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
+            return CHECK
+                .refuse("cu_q", "shape [0] must have an entry more than there are sequences");
         }
         CHECK.int32("ratio", options.ratio)?;
         if options.ratio == 0 {
@@ -131,7 +139,9 @@ impl Extents {
     fn chunk_tokens(self, options: Options) -> Option<usize> {
         match options.key_gradients {
             KeyGradients::Atomic => None,
-            KeyGradients::Deterministic { chunk_tokens } => Some(chunk_tokens.min(self.num_tokens).max(1)),
+            KeyGradients::Deterministic { chunk_tokens } => {
+                Some(chunk_tokens.min(self.num_tokens).max(1))
+            }
         }
     }
 
@@ -151,15 +161,22 @@ impl Extents {
         slot_rows: Option<&TensorView>,
         [first_token, num_tokens]: [usize; 2],
     ) -> Result<Params> {
-        let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
-        let params = params.rows("dlogits", &views["dlogits"]).rows("indices", views.get("indices"));
-        let params = params.ptr("topk_length", views.get("topk_length")).ptr("cu_q", views.get("cu_q"));
-        let params = params.ptr("cu_k", views.get("cu_k")).ptr("q_off", views.get("q_off"));
-        let params = params.heads("dq", &views["dq"]).rows("dk", &views["dk"]).rows("dw", &views["dw"]);
         let params =
-            params.ptr("slot_rows", slot_rows).i32("first_token", first_token)?.i32("num_tokens", num_tokens)?;
+            CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
+        let params =
+            params.rows("dlogits", &views["dlogits"]).rows("indices", views.get("indices"));
+        let params =
+            params.ptr("topk_length", views.get("topk_length")).ptr("cu_q", views.get("cu_q"));
+        let params = params.ptr("cu_k", views.get("cu_k")).ptr("q_off", views.get("q_off"));
+        let params =
+            params.heads("dq", &views["dq"]).rows("dk", &views["dk"]).rows("dw", &views["dw"]);
+        let params = params
+            .ptr("slot_rows", slot_rows)
+            .i32("first_token", first_token)?
+            .i32("num_tokens", num_tokens)?;
         let params = params.i32("num_heads", self.num_heads)?.i32("slots", self.slots)?;
-        let params = params.i32("num_keys", self.num_keys)?.i32("num_sequences", self.num_sequences)?;
+        let params =
+            params.i32("num_keys", self.num_keys)?.i32("num_sequences", self.num_sequences)?;
         let params = params.i32("ratio", options.ratio)?.flag("indices_global", options.global);
         Ok(params.f32("sm_scale", options.sm_scale))
     }
@@ -188,7 +205,9 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
     let (needed, workspace) = (extents.workspace_bytes(options), views.get("workspace"));
     match workspace {
         Some(workspace) => CHECK.holds("workspace", workspace, needed)?,
-        None if needed > 0 => return CHECK.refuse("workspace", format!("it must be present, of {needed} bytes")),
+        None if needed > 0 => {
+            return CHECK.refuse("workspace", format!("it must be present, of {needed} bytes"));
+        }
         None => {}
     }
     let defines = defines(views["w"].dtype, extents.selected);
@@ -203,7 +222,10 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
         let params = extents.params(views, options, None, [0, extents.num_tokens])?;
         launch("indexer_backward_zero", "k", rows_of(WARPS), &params)?;
         launch("indexer_backward", "q", extents.num_tokens, &params)?;
-        return Ok(vec!["indexer_backward_zero".to_owned(), format!("indexer_backward<{ranking}>")]);
+        return Ok(vec![
+            "indexer_backward_zero".to_owned(),
+            format!("indexer_backward<{ranking}>"),
+        ]);
     };
     // Without a token there is one chunk all the same: dk is 0.
     for first_token in (0..extents.num_tokens.max(1)).step_by(chunk_tokens) {
@@ -213,5 +235,8 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
         launch("indexer_backward", "q", count, &params)?;
         launch("indexer_backward_sum", "k", rows_of(WARPS * SUM_KEYS), &params)?;
     }
-    Ok(vec![format!("indexer_backward<{ranking}, deterministic>"), "indexer_backward_sum".to_owned()])
+    Ok(vec![
+        format!("indexer_backward<{ranking}, deterministic>"),
+        "indexer_backward_sum".to_owned(),
+    ])
 }

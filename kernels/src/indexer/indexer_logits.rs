@@ -123,7 +123,10 @@ impl Variant {
     }
 
     fn defines(self) -> Defines {
-        let mut defines = vec![("OPERANDS", (self.operands as usize).to_string()), ("HEADS", self.heads.to_string())];
+        let mut defines = vec![
+            ("OPERANDS", (self.operands as usize).to_string()),
+            ("HEADS", self.heads.to_string()),
+        ];
         if self.hopper {
             defines.push(("TOKENS", self.tokens.to_string()));
         }
@@ -142,10 +145,17 @@ impl Variant {
 
 fn variants() -> impl Iterator<Item = Variant> {
     let portable = HEADS.map(|heads| (false, heads, TOKENS));
-    let hopper = HOPPER_HEADS.into_iter().flat_map(|heads| HOPPER_ROWS.map(|rows| (true, heads, rows / heads)));
+    let hopper = HOPPER_HEADS
+        .into_iter()
+        .flat_map(|heads| HOPPER_ROWS.map(|rows| (true, heads, rows / heads)));
     let all: Vec<_> = portable.into_iter().chain(hopper).collect();
     let of = move |operands| {
-        all.clone().into_iter().map(move |(hopper, heads, tokens)| Variant { hopper, operands, heads, tokens })
+        all.clone().into_iter().map(move |(hopper, heads, tokens)| Variant {
+            hopper,
+            operands,
+            heads,
+            tokens,
+        })
     };
     Operands::ALL.into_iter().flat_map(of)
 }
@@ -176,9 +186,10 @@ fn addressing(views: &Views) -> Result<Addressing> {
         (Addressing::Causal, Vec::new())
     };
     match others.into_iter().find(present) {
-        Some(other) => {
-            CHECK.refuse(other, "keys are named by pages, by ranges or by a causal limit, not by two of them")
-        }
+        Some(other) => CHECK.refuse(
+            other,
+            "keys are named by pages, by ranges or by a causal limit, not by two of them",
+        ),
         None => Ok(found),
     }
 }
@@ -197,30 +208,46 @@ struct Extents {
 
 /// The tensors, whose tokens are `[batch, next_n]` where there are pages.
 fn tensors(operands: Operands, addressing: Addressing) -> Vec<Argument<'static>> {
-    let (e2m1, e4m3, paged) = (operands == Operands::E2m1, operands == Operands::E4m3, addressing == Addressing::Paged);
+    let (e2m1, e4m3, paged) =
+        (operands == Operands::E2m1, operands == Operands::E4m3, addressing == Addressing::Paged);
     let integers = |name: &'static str| read(name).of(&[DType::I32]);
     // A scale that is folded into w is lost if w is rounded again.
     let weights: &[DType] = if e4m3 { &FLOATS[1..] } else { &FLOATS };
-    let of_tokens = |tensor: Argument<'static>, [flat, by_request]: [&'static [&'static str]; 2]| {
+    let of_tokens = |tensor: Argument<'static>,
+                     [flat, by_request]: [&'static [&'static str]; 2]| {
         tensor.axes(if paged { by_request } else { flat })
     };
-    let heads = [&["num_tokens", "num_heads", "row_elements"][..], &["batch", "next_n", "num_heads", "row_elements"]];
-    let groups = [&["num_tokens", "num_heads", "num_groups"][..], &["batch", "next_n", "num_heads", "num_groups"]];
+    let heads = [
+        &["num_tokens", "num_heads", "row_elements"][..],
+        &["batch", "next_n", "num_heads", "row_elements"],
+    ];
+    let groups = [
+        &["num_tokens", "num_heads", "num_groups"][..],
+        &["batch", "next_n", "num_heads", "num_groups"],
+    ];
     let mut tensors = vec![
         of_tokens(read("q").of(operands.types()).aligned_rows(), heads),
         of_tokens(read("q_scale_bytes").of(&[DType::U8]), groups).when(e2m1),
-        of_tokens(read("w").of(weights).rows(), [&["num_tokens", "num_heads"], &["batch", "next_n", "num_heads"]]),
-        of_tokens(write("logits").rows(), [&["num_tokens", "columns"], &["batch", "next_n", "columns"]]),
+        of_tokens(
+            read("w").of(weights).rows(),
+            [&["num_tokens", "num_heads"], &["batch", "next_n", "num_heads"]],
+        ),
+        of_tokens(
+            write("logits").rows(),
+            [&["num_tokens", "columns"], &["batch", "next_n", "columns"]],
+        ),
     ];
     if paged {
-        tensors.push(read("pages").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows());
+        tensors
+            .push(read("pages").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows());
         tensors.push(integers("block_table").axes(&["batch", "table_pages"]).rows());
         tensors.push(integers("context_lens").axes(&["batch", "next_n"]));
         return tensors;
     }
     tensors.push(read("k").of(operands.types()).axes(&["num_keys", "row_elements"]).aligned_rows());
     tensors.push(read("k_scales").axes(&["num_keys"]).when(e4m3));
-    tensors.push(read("k_scale_bytes").of(&[DType::U8]).axes(&["num_keys", "num_groups"]).when(e2m1));
+    tensors
+        .push(read("k_scale_bytes").of(&[DType::U8]).axes(&["num_keys", "num_groups"]).when(e2m1));
     if addressing == Addressing::Ranges {
         tensors.extend(["ks", "ke"].map(|name| integers(name).axes(&["num_tokens"])));
     } else {
@@ -244,22 +271,47 @@ fn check(views: &Views, options: &Options) -> Result<Extents> {
     }
     let ends = views.get("cu_q").and_then(|cu_q| cu_q.shape.first().copied());
     let num_sequences = ends.map_or(1, |ends| ends.saturating_sub(1));
-    let call = CHECK.signature(views, tensors(operands, addressing)).given("num_sequences", num_sequences);
-    let call = call.given("row_elements", operands.row_elements()).given("num_groups", HEAD_DIM / 32);
-    let mut call = call.given("page_bytes", operands.page_bytes(page_size)).extent("num_heads", 1, MAX_HEADS);
-    let axes = ["num_tokens", "batch", "next_n", "num_heads", "num_keys", "num_pages", "columns", "table_pages"];
-    let [num_tokens, batch, next_n, num_heads, num_keys, num_pages, columns, table_pages] = call.bind(axes)?;
+    let call =
+        CHECK.signature(views, tensors(operands, addressing)).given("num_sequences", num_sequences);
+    let call =
+        call.given("row_elements", operands.row_elements()).given("num_groups", HEAD_DIM / 32);
+    let mut call =
+        call.given("page_bytes", operands.page_bytes(page_size)).extent("num_heads", 1, MAX_HEADS);
+    let axes = [
+        "num_tokens",
+        "batch",
+        "next_n",
+        "num_heads",
+        "num_keys",
+        "num_pages",
+        "columns",
+        "table_pages",
+    ];
+    let [num_tokens, batch, next_n, num_heads, num_keys, num_pages, columns, table_pages] =
+        call.bind(axes)?;
     if ends == Some(0) {
         return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
     }
-    let (keys, num_keys) = if paged { ("pages", num_pages.saturating_mul(page_size)) } else { ("k", num_keys) };
+    let (keys, num_keys) =
+        if paged { ("pages", num_pages.saturating_mul(page_size)) } else { ("k", num_keys) };
     for (argument, extent) in [(keys, num_keys), ("logits", columns)] {
         if extent > MAX_KEYS {
-            return CHECK.refuse(argument, format!("{extent} keys, or columns, are more than {MAX_KEYS}"));
+            return CHECK
+                .refuse(argument, format!("{extent} keys, or columns, are more than {MAX_KEYS}"));
         }
     }
-    let [num_tokens, next_n] = if paged { [batch.saturating_mul(next_n), next_n] } else { [num_tokens; 2] };
-    Ok(Extents { paged, num_tokens, next_n, num_heads, num_keys, columns, num_sequences, table_pages })
+    let [num_tokens, next_n] =
+        if paged { [batch.saturating_mul(next_n), next_n] } else { [num_tokens; 2] };
+    Ok(Extents {
+        paged,
+        num_tokens,
+        next_n,
+        num_heads,
+        num_keys,
+        columns,
+        num_sequences,
+        table_pages,
+    })
 }
 
 /// Pieces that the keys of each tile of tokens are dealt into.
@@ -270,7 +322,9 @@ fn pieces(variant: Variant, processors: usize, tiles: usize, columns: usize) -> 
         return (BLOCKS_PER_PROCESSOR * processors).div_ceil(tiles.max(1)).clamp(1, key_tiles);
     }
     // A block takes units in turn: as many as there are rounds, the longest of which count.
-    let time = |pieces: usize| (tiles * pieces).div_ceil(processors) * (key_tiles.div_ceil(pieces) + UNIT_OVERHEAD);
+    let time = |pieces: usize| {
+        (tiles * pieces).div_ceil(processors) * (key_tiles.div_ceil(pieces) + UNIT_OVERHEAD)
+    };
     // Fewer units than 2^32.
     let most = key_tiles.min(processors * MOST_ROUNDS).min(u32::MAX as usize / tiles.max(1)).max(1);
     (1..=most).min_by_key(|&pieces| time(pieces)).unwrap_or(1)
@@ -308,7 +362,10 @@ fn maps(
             let pages = &views["pages"];
             let shape = vec![pages.shape[0], page_size, row_bytes];
             let strides = vec![pages.strides[0], row_bytes as i64, 1];
-            TensorMap::of(&TensorView { shape, strides, ..pages.clone() }, page_size.min(TILE_KEYS) as u32)
+            TensorMap::of(
+                &TensorView { shape, strides, ..pages.clone() },
+                page_size.min(TILE_KEYS) as u32,
+            )
         }
         false => TensorMap::of(&bytes_of(&views["k"]), TILE_KEYS as u32),
     };
@@ -323,7 +380,16 @@ fn params(
     num_pieces: usize,
     maps: [Option<MapWords>; 2],
 ) -> Result<Params> {
-    let Extents { paged, num_tokens, next_n, num_heads, num_keys, columns, num_sequences, table_pages } = *extents;
+    let Extents {
+        paged,
+        num_tokens,
+        next_n,
+        num_heads,
+        num_keys,
+        columns,
+        num_sequences,
+        table_pages,
+    } = *extents;
     let tokens = |name: &'static str| match paged {
         true => CHECK.tokens(name, &views[name]),
         false => Ok(views[name].clone()),
@@ -337,16 +403,30 @@ fn params(
             .filter(|_| operands == options.operands)
     };
     let e2m1 = options.operands == Operands::E2m1;
-    let params =
-        CHECK.params().ptr("q", &q).stride("q_token_stride", bytes(&q, 0)).stride("q_head_stride", bytes(&q, 1));
+    let params = CHECK
+        .params()
+        .ptr("q", &q)
+        .stride("q_token_stride", bytes(&q, 0))
+        .stride("q_head_stride", bytes(&q, 1));
     let params = params.ptr("q_scale_bytes", views.get("q_scale_bytes").filter(|_| e2m1));
-    let params = params.strided("w", &w, ["token_stride"]).ptr("k", keys).stride("k_stride", bytes(keys, 0));
-    let params = params.ptr("k_scales", of(Operands::E4m3)).ptr("k_scale_bytes", of(Operands::E2m1));
-    let params = params.rows("block_table", views.get("block_table")).ptr("context_lens", views.get("context_lens"));
     let params =
-        ["ks", "ke", "cu_q", "cu_k", "q_off"].iter().fold(params, |params, name| params.ptr(*name, views.get(name)));
-    let params = params.rows("logits", &logits).i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
-    let params = params.i32("num_keys", num_keys)?.i32("columns", columns)?.i32("num_sequences", num_sequences)?;
+        params.strided("w", &w, ["token_stride"]).ptr("k", keys).stride("k_stride", bytes(keys, 0));
+    let params =
+        params.ptr("k_scales", of(Operands::E4m3)).ptr("k_scale_bytes", of(Operands::E2m1));
+    let params = params
+        .rows("block_table", views.get("block_table"))
+        .ptr("context_lens", views.get("context_lens"));
+    let params = ["ks", "ke", "cu_q", "cu_k", "q_off"]
+        .iter()
+        .fold(params, |params, name| params.ptr(*name, views.get(name)));
+    let params = params
+        .rows("logits", &logits)
+        .i32("num_tokens", num_tokens)?
+        .i32("num_heads", num_heads)?;
+    let params = params
+        .i32("num_keys", num_keys)?
+        .i32("columns", columns)?
+        .i32("num_sequences", num_sequences)?;
     let params = params.i32("ratio", options.ratio)?.i32("next_n", next_n.max(1))?;
     let params = params.i32("page_shift", options.page_size.trailing_zeros() as usize)?;
     let params = params.i32("table_pages", table_pages)?.i32("num_pieces", num_pieces)?;
@@ -383,14 +463,20 @@ pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Stri
     let processors = (device.environment().processors as usize).max(1);
     let variant = |hopper| Variant::of(hopper, options.operands, num_heads, next_n);
     let maps = maps(views, options, &extents, variant(true))?;
-    let misfit = maps.is_none().then(|| "hardware copies no boxes of q or of the keys: their rows overlap".to_owned());
-    let hopper = options.implementation.runs_hopper(CHECK, device.environment(), num_heads, misfit)?;
+    let misfit = maps
+        .is_none()
+        .then(|| "hardware copies no boxes of q or of the keys: their rows overlap".to_owned());
+    let hopper =
+        options.implementation.runs_hopper(CHECK, device.environment(), num_heads, misfit)?;
     let variant = variant(hopper);
     let tiles = requests * next_n.div_ceil(variant.tokens);
     let num_pieces = pieces(variant, processors, tiles, columns);
-    let (units, name) = (tiles * num_pieces, if hopper { "indexer_logits_hopper" } else { "indexer_logits" });
+    let (units, name) =
+        (tiles * num_pieces, if hopper { "indexer_logits_hopper" } else { "indexer_logits" });
     let blocks = if hopper { units.min(processors) } else { units };
-    let map = |map: Option<TensorMap>| map.filter(|_| hopper).map(|map| device.tensor_map(&map)).transpose();
+    let map = |map: Option<TensorMap>| {
+        map.filter(|_| hopper).map(|map| device.tensor_map(&map)).transpose()
+    };
     let [q_map, k_map] = maps.unwrap_or_default().map(map);
     let params = params(views, options, &extents, num_pieces, [q_map?, k_map?])?;
     device.kernel(variant.file(), &variant.defines(), name)?.launch_blocks("q", blocks, &params)?;
@@ -407,7 +493,9 @@ mod tests {
 
     #[test]
     fn a_block_holds_as_many_heads_as_there_are_and_tokens_that_fill_a_product() {
-        let held = |num_heads, next_n| (of(true, num_heads, next_n).heads, of(true, num_heads, next_n).tokens);
+        let held = |num_heads, next_n| {
+            (of(true, num_heads, next_n).heads, of(true, num_heads, next_n).tokens)
+        };
         assert_eq!([held(64, 1), held(64, 2), held(33, 9)], [(64, 1), (64, 2), (64, 2)]);
         assert_eq!([held(32, 1), held(5, 2), held(32, 3)], [(32, 2), (32, 2), (32, 4)]);
         assert_eq!([16, 17, 33].map(|heads| of(false, heads, 1).heads), [16, 32, 64]);
@@ -417,7 +505,9 @@ mod tests {
     fn every_variant_that_a_call_may_need_is_among_the_modules() {
         let known: Vec<_> = variants().map(|variant| (variant.file(), variant.defines())).collect();
         for hopper in [false, true] {
-            for (num_heads, next_n) in [1, 16, 17, 32, 33, 64].into_iter().flat_map(|h| [1, 2, 3, 9].map(|n| (h, n))) {
+            for (num_heads, next_n) in
+                [1, 16, 17, 32, 33, 64].into_iter().flat_map(|h| [1, 2, 3, 9].map(|n| (h, n)))
+            {
                 let variant = of(hopper, num_heads, next_n);
                 assert!(known.contains(&(variant.file(), variant.defines())), "{}", variant.path());
             }
@@ -430,7 +520,8 @@ mod tests {
         let decode = of(true, 64, 1);
         // 128 tiles of keys for 132 multiprocessors; four pieces of each of 32 requests; whole contexts of 128.
         assert_eq!(
-            [(1, 8192), (32, 8192), (128, 8192)].map(|(tiles, columns)| pieces(decode, 132, tiles, columns)),
+            [(1, 8192), (32, 8192), (128, 8192)]
+                .map(|(tiles, columns)| pieces(decode, 132, tiles, columns)),
             [128, 4, 1]
         );
         assert_eq!(pieces(of(true, 64, 4096), 132, 2048, 16_384), 1);

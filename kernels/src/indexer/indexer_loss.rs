@@ -65,7 +65,8 @@ struct Wanted {
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    let of = |threads: usize| [true, false].map(|selected| module(FILE, &defines(threads, selected)));
+    let of =
+        |threads: usize| [true, false].map(|selected| module(FILE, &defines(threads, selected)));
     THREADS.into_iter().flat_map(of).chain([module(SUM_FILE, &[])]).collect()
 }
 
@@ -116,12 +117,16 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&
     if let (Some(real_rows), Some(row_mask)) = (call.real_rows, views.get("row_mask")) {
         let params = CHECK.params().ptr("row_mask", row_mask).ptr("real_rows", real_rows);
         let params = params.i32("num_tokens", call.num_tokens)?;
-        device.kernel(SUM_FILE, &[], "indexer_loss_count")?.launch_blocks("row_mask", 1, &params)?;
+        device
+            .kernel(SUM_FILE, &[], "indexer_loss_count")?
+            .launch_blocks("row_mask", 1, &params)?;
         ran.push("indexer_loss_count");
     }
     ran.push(call.launch(device, views, options, kl)?);
-    let params = CHECK.params().ptr("kl", kl).ptr("real_rows", call.real_rows).ptr("loss", &views["loss"]);
-    let params = params.i32("num_tokens", call.num_tokens)?.i32("divisor", call.divisor(options))?;
+    let params =
+        CHECK.params().ptr("kl", kl).ptr("real_rows", call.real_rows).ptr("loss", &views["loss"]);
+    let params =
+        params.i32("num_tokens", call.num_tokens)?.i32("divisor", call.divisor(options))?;
     let params = params.f32("loss_coeff", options.loss_coeff);
     device.kernel(SUM_FILE, &[], "indexer_loss_sum")?.launch_blocks("kl", 1, &params)?;
     ran.push("indexer_loss_sum");
@@ -155,23 +160,33 @@ impl<'a> Call<'a> {
         let selected = check_ranking(views)?;
         let ends = views.get("cu_q").and_then(|cu_q| cu_q.shape.first().copied());
         let num_sequences = ends.map_or(1, |ends| ends.saturating_sub(1));
-        let mut signature = signature(views, options, Wanted { value: forward, gradient }, selected)
-            .given("num_sequences", num_sequences)
-            .given("one", 1);
+        let mut signature =
+            signature(views, options, Wanted { value: forward, gradient }, selected)
+                .given("num_sequences", num_sequences)
+                .given("one", 1);
         if !selected && ends.is_none() {
             signature = signature.given("columns", options.num_keys);
         }
         let [num_tokens, topk, columns] = signature.bind(["num_tokens", "topk", "columns"])?;
         if ends == Some(0) {
-            return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
+            return CHECK
+                .refuse("cu_q", "shape [0] must have an entry more than there are sequences");
         }
         check_options(views, options)?;
         if let (true, None, Some(workspace)) = (forward, views.get("kl"), views.get("workspace")) {
             CHECK.holds("workspace", workspace, workspace_bytes(num_tokens))?;
         }
-        let real_rows = views.get("real_rows").filter(|_| options.reduction == Reduction::MeanOfRealRows);
+        let real_rows =
+            views.get("real_rows").filter(|_| options.reduction == Reduction::MeanOfRealRows);
         let slots = if selected { topk } else { columns };
-        Ok(Self { num_tokens, slots, num_sequences, selected, vectorised: signature.vectorised(), real_rows })
+        Ok(Self {
+            num_tokens,
+            slots,
+            num_sequences,
+            selected,
+            vectorised: signature.vectorised(),
+            real_rows,
+        })
     }
 
     /// What the sum is divided by, where that is no number on the device.
@@ -184,14 +199,19 @@ impl<'a> Call<'a> {
         let target = if self.selected { "target" } else { "scores" };
         let params = CHECK.params().rows("logits", &views["logits"]).rows("target", &views[target]);
         let params = params.ptr("l1", views.get("l1")).ptr("row_mask", views.get("row_mask"));
-        let params = params.rows("indices", views.get("indices")).ptr("topk_length", views.get("topk_length"));
+        let params = params
+            .rows("indices", views.get("indices"))
+            .ptr("topk_length", views.get("topk_length"));
         let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
         let params = params.ptr("q_off", views.get("q_off")).ptr("idx_lse", &views["idx_lse"]);
-        let params = params.ptr("grad_loss", views.get("grad_loss")).ptr("real_rows", self.real_rows);
+        let params =
+            params.ptr("grad_loss", views.get("grad_loss")).ptr("real_rows", self.real_rows);
         let params = params.ptr("kl", kl).rows("dlogits", gradient);
         let params = params.i32("slots", self.slots)?.i32("num_keys", options.num_keys)?;
-        let params = params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
-        let params = params.flag("indices_global", options.global).flag("lse_given", options.lse_given);
+        let params =
+            params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
+        let params =
+            params.flag("indices_global", options.global).flag("lse_given", options.lse_given);
         let params = params.flag("clipped", options.form == Form::ClippedLog);
         Ok(params.i32("divisor", self.divisor(options))?.f32("loss_coeff", options.loss_coeff))
     }
@@ -211,9 +231,15 @@ impl<'a> Call<'a> {
     }
 }
 
-fn signature<'a>(views: &'a Views, options: Options, wanted: Wanted, selected: bool) -> Signature<'a> {
+fn signature<'a>(
+    views: &'a Views,
+    options: Options,
+    wanted: Wanted,
+    selected: bool,
+) -> Signature<'a> {
     let Wanted { value, gradient } = wanted;
-    let slots: &[&str] = if selected { &["num_tokens", "topk"] } else { &["num_tokens", "columns"] };
+    let slots: &[&str] =
+        if selected { &["num_tokens", "topk"] } else { &["num_tokens", "columns"] };
     let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
     let rows = |tensor: Argument<'static>| tensor.axes(slots).rows();
     let counted = options.reduction == Reduction::MeanOfRealRows;
@@ -234,7 +260,11 @@ fn signature<'a>(views: &'a Views, options: Options, wanted: Wanted, selected: b
         write("loss").axes(&["one"]).when(value),
         write("kl").axes(&["num_tokens"]).optional().when(value),
         scratch("workspace", 4).when(no_kl),
-        if value { read("grad_loss").axes(&["one"]).optional() } else { read("grad_loss").axes(&["one"]) },
+        if value {
+            read("grad_loss").axes(&["one"]).optional()
+        } else {
+            read("grad_loss").axes(&["one"])
+        },
         rows(write("dlogits")).may_be(if selected { "target" } else { "logits" }).when(gradient),
     ];
     CHECK.signature(views, tensors)
@@ -263,7 +293,10 @@ fn check_options(views: &Views, options: Options) -> Result<()> {
         return CHECK.refuse("loss_coeff", format!("{} must be finite", options.loss_coeff));
     }
     if options.reduction == Reduction::MeanOfRealRows && views.get("row_mask").is_none() {
-        return CHECK.refuse("row_mask", "it must be present: the mean is over the rows that it says are no padding");
+        return CHECK.refuse(
+            "row_mask",
+            "it must be present: the mean is over the rows that it says are no padding",
+        );
     }
     Ok(())
 }

@@ -1,6 +1,8 @@
 //! `indexer_query`: launchers of `kernels/cuda/indexer/indexer_query.cu` (inference 7, 7.1).
 
-use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, element_types, is_aligned, read, write};
+use crate::arguments::{
+    Argument, Arguments, Defines, FLOATS, Signature, element_types, is_aligned, read, write,
+};
 pub use crate::formats::hadamard::{DIM, Stored};
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
@@ -42,12 +44,16 @@ struct Call {
 
 impl Call {
     fn check(signature: &mut Signature<'_>, views: &Views, weights_scale: f32) -> Result<Self> {
-        let [num_tokens, num_heads, table_rows] = signature.bind(["num_tokens", "num_heads", "table_rows"])?;
+        let [num_tokens, num_heads, table_rows] =
+            signature.bind(["num_tokens", "num_heads", "table_rows"])?;
         if !weights_scale.is_finite() {
             return CHECK.refuse("weights_scale", format!("{weights_scale} must be finite"));
         }
         if views.get("positions").is_none() && table_rows < num_tokens {
-            return CHECK.refuse("cos", format!("{table_rows} rows must cover {num_tokens} tokens without positions"));
+            return CHECK.refuse(
+                "cos",
+                format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
+            );
         }
         Ok(Self { num_tokens, num_heads, table_rows })
     }
@@ -66,7 +72,8 @@ impl Call {
         let name = names[usize::from(rows.all(is_aligned))];
         let backward = own.contains(&"dy");
         let mut params = call.params(own).rows("cos", &views["cos"]).rows("sin", &views["sin"]);
-        params = params.ptr("positions", views.get("positions")).i64("table_rows", self.table_rows)?;
+        params =
+            params.ptr("positions", views.get("positions")).i64("table_rows", self.table_rows)?;
         params = params.i32("num_heads", self.num_heads)?.flag("inverse", backward);
         let blocks = self.num_tokens * self.num_heads.div_ceil(HEADS_PER_BLOCK);
         let kernel = device.kernel(FILE, &defines(stored, weights), name)?;
@@ -88,7 +95,12 @@ impl Call {
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward(device: &Device, views: &Views, stored: Stored, weights_scale: f32) -> Result<&'static str> {
+pub fn forward(
+    device: &Device,
+    views: &Views,
+    stored: Stored,
+    weights_scale: f32,
+) -> Result<&'static str> {
     let (values, e2m1) = (stored == Stored::Values, stored == Stored::E2m1);
     let [cos, sin, positions] = rotation();
     let tensors = [
@@ -98,16 +110,31 @@ pub fn forward(device: &Device, views: &Views, stored: Stored, weights_scale: f3
         positions,
         read("weights").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows(),
         write("y").like("q").rows().may_be("q").when(values),
-        write("codes").of(&[DType::U8]).axes(&["num_tokens", "num_heads", "code_bytes"]).rows().when(!values),
-        write("scale_bytes").of(&[DType::U8]).axes(&["num_tokens", "num_heads", "num_groups"]).when(e2m1),
+        write("codes")
+            .of(&[DType::U8])
+            .axes(&["num_tokens", "num_heads", "code_bytes"])
+            .rows()
+            .when(!values),
+        write("scale_bytes")
+            .of(&[DType::U8])
+            .axes(&["num_tokens", "num_heads", "num_groups"])
+            .when(e2m1),
         write("w").axes(&["num_tokens", "num_heads"]).rows(),
     ];
-    let signature = CHECK.signature(views, tensors).given("head_dim", DIM).given("half_rope_dim", ROPE_DIM / 2);
-    let mut signature = signature.given("code_bytes", stored.code_bytes()).given("num_groups", DIM / 32);
+    let signature =
+        CHECK.signature(views, tensors).given("head_dim", DIM).given("half_rope_dim", ROPE_DIM / 2);
+    let mut signature =
+        signature.given("code_bytes", stored.code_bytes()).given("num_groups", DIM / 32);
     let call = Call::check(&mut signature, views, weights_scale)?;
     let own = ["q", "weights", "y", "codes", "scale_bytes", "w"];
     let names = ["indexer_query_scalar", "indexer_query_vector"];
-    call.launch(device, views, &signature, [&own, &names], (stored, views["weights"].dtype, weights_scale))
+    call.launch(
+        device,
+        views,
+        &signature,
+        [&own, &names],
+        (stored, views["weights"].dtype, weights_scale),
+    )
 }
 
 /// Launches the gradient of the forward that stores `y`; returns the kernel that ran. Its tensors: `cos`, `sin` and `positions` as
@@ -130,7 +157,8 @@ pub fn backward(device: &Device, views: &Views, weights_scale: f32) -> Result<&'
         write("dq").like("dy").rows().may_be("dy"),
         write("dweights").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows(),
     ];
-    let mut signature = CHECK.signature(views, tensors).given("head_dim", DIM).given("half_rope_dim", ROPE_DIM / 2);
+    let mut signature =
+        CHECK.signature(views, tensors).given("head_dim", DIM).given("half_rope_dim", ROPE_DIM / 2);
     let call = Call::check(&mut signature, views, weights_scale)?;
     let own = ["dy", "dw", "dq", "dweights"];
     let names = ["indexer_query_backward_scalar", "indexer_query_backward_vector"];

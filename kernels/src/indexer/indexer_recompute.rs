@@ -15,7 +15,8 @@ pub const MAX_HEADS: usize = 64;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    let of = |file: &'static str| FLOATS.into_iter().map(move |weight| module(file, &defines(weight)));
+    let of =
+        |file: &'static str| FLOATS.into_iter().map(move |weight| module(file, &defines(weight)));
     of(FILE).chain(of(HOPPER_FILE)).collect()
 }
 
@@ -61,23 +62,31 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     ];
     let call = CHECK.signature(views, tensors).given("head_dim", HEAD_DIM);
     let mut call = call.extent("num_heads", 1, MAX_HEADS);
-    let [num_tokens, num_heads, num_keys, topk] = call.bind(["num_tokens", "num_heads", "num_keys", "topk"])?;
+    let [num_tokens, num_heads, num_keys, topk] =
+        call.bind(["num_tokens", "num_heads", "num_keys", "topk"])?;
     if ends == Some(0) {
         return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
     }
     CHECK.positive("sm_scale", options.sm_scale)?;
-    let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
-    let params = params.rows("indices", &views["indices"]).ptr("topk_length", views.get("topk_length"));
+    let params =
+        CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
+    let params =
+        params.rows("indices", &views["indices"]).ptr("topk_length", views.get("topk_length"));
     let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
     let params = params.rows("logits", &views["logits"]).i32("num_tokens", num_tokens)?;
     let params = params.i32("num_heads", num_heads)?.i32("topk", topk)?;
-    let params = params.i32("num_keys", num_keys)?.i32("num_sequences", ends.map_or(1, |ends| ends - 1))?;
+    let params =
+        params.i32("num_keys", num_keys)?.i32("num_sequences", ends.map_or(1, |ends| ends - 1))?;
     let params = params.flag("indices_global", options.global).f32("sm_scale", options.sm_scale);
     let environment = device.environment();
     let hopper = options.implementation.runs_hopper(CHECK, environment, num_heads, None)?;
     // Blocks of the Hopper kernel take tokens in turn.
     let (file, name, blocks) = match hopper {
-        true => (HOPPER_FILE, "indexer_recompute_hopper", num_tokens.min((environment.processors as usize).max(1))),
+        true => (
+            HOPPER_FILE,
+            "indexer_recompute_hopper",
+            num_tokens.min((environment.processors as usize).max(1)),
+        ),
         false => (FILE, "indexer_recompute", num_tokens),
     };
     device.kernel(file, &defines(views["w"].dtype), name)?.launch_blocks("q", blocks, &params)?;

@@ -62,15 +62,22 @@ impl Extents {
     fn params(self, params: Params, columns: usize, options: Options) -> Result<Params> {
         let params = params.i32("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
         let params = params.i32("num_keys", self.num_keys)?.i32("columns", columns)?;
-        let params = params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
-        Ok(params.flag("indices_global", options.global).f32("softmax_scale", options.softmax_scale))
+        let params =
+            params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
+        Ok(params
+            .flag("indices_global", options.global)
+            .f32("softmax_scale", options.softmax_scale))
     }
 
     /// Whether the Hopper kernel runs.
     fn hopper(self, device: &Device, implementation: Implementation) -> Result<bool> {
         let fits = self.head_dim.is_multiple_of(PANEL_COLUMNS);
-        let misfit = (!fits)
-            .then(|| format!("head_dim {}: the Hopper kernel takes multiples of {PANEL_COLUMNS}", self.head_dim));
+        let misfit = (!fits).then(|| {
+            format!(
+                "head_dim {}: the Hopper kernel takes multiples of {PANEL_COLUMNS}",
+                self.head_dim
+            )
+        });
         implementation.runs_hopper(CHECK, device.environment(), self.num_heads, misfit)
     }
 }
@@ -85,8 +92,11 @@ fn defines(head_dim: usize, heads: usize, selected: bool) -> Vec<(&'static str, 
 
 /// The modules of the model's head geometries, and of small ones.
 pub fn modules() -> Vec<Module> {
-    let geometries = [512, 576, 64].into_iter().flat_map(|head_dim| [16, 64, 128].map(|heads| (head_dim, heads)));
-    let all = geometries.flat_map(|(head_dim, heads)| [true, false].map(|selected| (head_dim, heads, selected)));
+    let geometries = [512, 576, 64]
+        .into_iter()
+        .flat_map(|head_dim| [16, 64, 128].map(|heads| (head_dim, heads)));
+    let all = geometries
+        .flat_map(|(head_dim, heads)| [true, false].map(|selected| (head_dim, heads, selected)));
     let modules = all.flat_map(|(head_dim, heads, selected)| {
         let files = if heads > 16 { &[FILE, HOPPER_FILE][..] } else { &[FILE] };
         files.iter().map(move |&file| module(file, &defines(head_dim, heads, selected)))
@@ -101,7 +111,8 @@ fn check(views: &Views, options: Options, function: Function) -> Result<Extents>
     let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
     // Of one sequence every key has a column.
     let packed = views.get("cu_q").is_some();
-    let columns: &[&str] = if packed { &["num_tokens", "columns"] } else { &["num_tokens", "num_keys"] };
+    let columns: &[&str] =
+        if packed { &["num_tokens", "columns"] } else { &["num_tokens", "num_keys"] };
     let tensors = [
         read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
         read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
@@ -141,26 +152,43 @@ fn check_ranking(views: &Views, function: Function) -> Result<bool> {
     let present = |name| views.get(name).is_some();
     let selected = present("indices");
     match function {
-        Function::Target if !selected => {
-            CHECK.refuse("indices", "they must be present: the form without lists of selected keys is `scores`")
+        Function::Target if !selected => CHECK.refuse(
+            "indices",
+            "they must be present: the form without lists of selected keys is `scores`",
+        ),
+        Function::Scores if selected => CHECK.refuse(
+            "indices",
+            "they must be absent: the form for lists of selected keys is `target`",
+        ),
+        _ if !selected && present("topk_length") => {
+            CHECK.refuse("topk_length", "it must be absent without `indices`")
         }
-        Function::Scores if selected => {
-            CHECK.refuse("indices", "they must be absent: the form for lists of selected keys is `target`")
+        _ if selected && present("q_off") => {
+            CHECK.refuse("q_off", "it must be absent where `indices` are present")
         }
-        _ if !selected && present("topk_length") => CHECK.refuse("topk_length", "it must be absent without `indices`"),
-        _ if selected && present("q_off") => CHECK.refuse("q_off", "it must be absent where `indices` are present"),
         _ => Ok(selected),
     }
 }
 
 fn list_params(params: Params, views: &Views) -> Params {
-    let params = params.rows("indices", views.get("indices")).ptr("topk_length", views.get("topk_length"));
-    params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k")).ptr("q_off", views.get("q_off"))
+    let params =
+        params.rows("indices", views.get("indices")).ptr("topk_length", views.get("topk_length"));
+    params
+        .ptr("cu_q", views.get("cu_q"))
+        .ptr("cu_k", views.get("cu_k"))
+        .ptr("q_off", views.get("q_off"))
 }
 
 /// One block a token.
-fn launch(device: &Device, extents: Extents, name: &str, hopper: bool, params: &Params) -> Result<String> {
-    let (file, name) = if hopper { (HOPPER_FILE, format!("{name}_hopper")) } else { (FILE, name.to_owned()) };
+fn launch(
+    device: &Device,
+    extents: Extents,
+    name: &str,
+    hopper: bool,
+    params: &Params,
+) -> Result<String> {
+    let (file, name) =
+        if hopper { (HOPPER_FILE, format!("{name}_hopper")) } else { (FILE, name.to_owned()) };
     let heads = extents.heads(hopper);
     let kernel = device.kernel(file, &defines(extents.head_dim, heads, extents.selected), &name)?;
     kernel.launch_blocks("q", extents.num_tokens, params)?;
@@ -169,14 +197,26 @@ fn launch(device: &Device, extents: Extents, name: &str, hopper: bool, params: &
 }
 
 /// Launches what [`target`] and [`scores`] have in common; `written` is what they call the scores.
-fn launch_scores(device: &Device, views: &Views, options: Options, extents: Extents, written: &str) -> Result<String> {
+fn launch_scores(
+    device: &Device,
+    views: &Views,
+    options: Options,
+    extents: Extents,
+    written: &str,
+) -> Result<String> {
     let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]);
     let params = params.ptr("lse", &views["lse"]).ptr("sink", views.get("sink"));
     let params = list_params(params, views).rows("scores", &views[written]);
     let of_dense = |name| views.get(name).filter(|_| !extents.selected);
     let params = params.ptr("l1", of_dense("l1")).ptr("shift", of_dense("shift"));
     let params = extents.params(params, views[written].shape[1], options)?;
-    launch(device, extents, "score_recompute", extents.hopper(device, options.implementation)?, &params)
+    launch(
+        device,
+        extents,
+        "score_recompute",
+        extents.hopper(device, options.implementation)?,
+        &params,
+    )
 }
 
 /// Launches the sparse target, over lists of selected keys; returns the kernel that ran. Tensors of the operator:
@@ -231,8 +271,11 @@ pub fn scores(device: &Device, views: &Views, options: Options) -> Result<String
 /// A refused argument, a compile error, a refused launch.
 pub fn lse(device: &Device, views: &Views, options: Options) -> Result<String> {
     let extents = check(views, options, Function::Lse)?;
-    let params =
-        CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).ptr("lse_beside", views.get("lse_beside"));
+    let params = CHECK
+        .params()
+        .heads("q", &views["q"])
+        .rows("k", &views["k"])
+        .ptr("lse_beside", views.get("lse_beside"));
     let params = list_params(params, views).ptr("lse", &views["lse"]);
     let params = extents.params(params, extents.slots, options)?;
     launch(device, extents, "score_recompute_lse", false, &params)

@@ -51,22 +51,32 @@ pub fn forward(device: &Device, views: &Views, page_size: usize) -> Result<&'sta
     ];
     let signature = CHECK.signature(views, tensors).extent("topk", 1, MAX_TOPK);
     let mut call = signature.extent("num_columns", 1, MAX_COLUMNS);
-    let [num_rows, num_columns, topk, num_pages] = call.bind(["num_rows", "num_columns", "topk", "num_pages"])?;
+    let [num_rows, num_columns, topk, num_pages] =
+        call.bind(["num_rows", "num_columns", "topk", "num_pages"])?;
     if views.get("block_table").is_some() {
         if views.get("offsets").is_some() {
-            return CHECK.refuse("offsets", "there is a block table, too: an index is offset or mapped, not both");
+            return CHECK.refuse(
+                "offsets",
+                "there is a block table, too: an index is offset or mapped, not both",
+            );
         }
-        if page_size == 0 || num_pages.checked_mul(page_size).is_none_or(|slots| slots < num_columns) {
-            let reason = format!("{page_size}: {num_pages} pages of so many slots do not hold {num_columns} columns");
+        if page_size == 0
+            || num_pages.checked_mul(page_size).is_none_or(|slots| slots < num_columns)
+        {
+            let reason = format!(
+                "{page_size}: {num_pages} pages of so many slots do not hold {num_columns} columns"
+            );
             return CHECK.refuse("page_size", reason);
         }
     }
     let params = call.params(&["scores", "lengths", "offsets", "block_table", "indices", "values"]);
-    let params = params.i32("num_columns", num_columns)?.i32("topk", topk)?.i32("page_size", page_size)?;
+    let params =
+        params.i32("num_columns", num_columns)?.i32("topk", topk)?.i32("page_size", page_size)?;
     let capacity = candidates(topk);
     let params = params.i32("capacity", capacity)?;
     let few = num_rows <= device.environment().processors as usize;
-    let longer = [SHORT_COLUMNS, MEDIUM_COLUMNS].into_iter().filter(|&columns| few && num_columns > columns);
+    let longer =
+        [SHORT_COLUMNS, MEDIUM_COLUMNS].into_iter().filter(|&columns| few && num_columns > columns);
     let threads = THREADS[longer.count()];
     let kernel = device.kernel(FILE, &[("THREADS", threads.to_string())], "topk")?;
     let marks = if num_columns <= MARKED_COLUMNS { 2 * num_columns.div_ceil(32) } else { 0 };

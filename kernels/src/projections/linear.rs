@@ -3,7 +3,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, is_aligned, read, scratch, write};
+use crate::arguments::{
+    Argument, Arguments, Defines, FLOATS, Signature, is_aligned, read, scratch, write,
+};
 use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::implementation::Implementation;
@@ -48,9 +50,13 @@ pub const BLOCK: usize = 128;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    let of = |(weights, group): (Weights, usize)| module(QUANTIZED_FILE, &quantized_defines(weights, group));
+    let of = |(weights, group): (Weights, usize)| {
+        module(QUANTIZED_FILE, &quantized_defines(weights, group))
+    };
     let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE, &[])]);
-    let quantized = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)].map(of);
+    let quantized =
+        [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)]
+            .map(of);
     [vec![module(FILE, &[])], quantized.to_vec(), hopper.collect()].concat()
 }
 
@@ -100,7 +106,13 @@ impl Quantized {
     /// The scales of x.
     pub fn x_scales(&self, num_tokens: usize, in_features: usize) -> Scales {
         let groups = in_features.div_ceil(self.group.max(1));
-        Scales { bytes: self.scale_bytes, layout: self.layout, rows: num_tokens, of_rows: true, groups }
+        Scales {
+            bytes: self.scale_bytes,
+            layout: self.layout,
+            rows: num_tokens,
+            of_rows: true,
+            groups,
+        }
     }
 
     /// The scales of w.
@@ -108,9 +120,17 @@ impl Quantized {
         let (layout, rows, of_rows, group) = match self.weights {
             Weights::Nvfp4 => (self.layout, out_features, true, 16),
             Weights::Mxfp4 => (self.layout, out_features, true, 32),
-            Weights::Fp8 | Weights::Bf16 => (ScaleLayout::Plain, out_features.div_ceil(BLOCK), false, BLOCK),
+            Weights::Fp8 | Weights::Bf16 => {
+                (ScaleLayout::Plain, out_features.div_ceil(BLOCK), false, BLOCK)
+            }
         };
-        Scales { bytes: self.scale_bytes, layout, rows, of_rows, groups: in_features.div_ceil(group) }
+        Scales {
+            bytes: self.scale_bytes,
+            layout,
+            rows,
+            of_rows,
+            groups: in_features.div_ceil(group),
+        }
     }
 
     /// Bytes of the codes of a row of x, and of w, of so many numbers.
@@ -131,7 +151,10 @@ impl Quantized {
             Weights::Nvfp4 => &[16],
         };
         if !groups.contains(&self.group) {
-            return check.refuse("group", format!("{} must be one of {groups:?} for these weights", self.group));
+            return check.refuse(
+                "group",
+                format!("{} must be one of {groups:?} for these weights", self.group),
+            );
         }
         if self.weights != Weights::Fp8 && !self.scale_bytes {
             return check.refuse("scale_bytes", "scales of four-bit weights are bytes");
@@ -155,7 +178,9 @@ pub(crate) fn hopper_defines(tokens: usize, weights: Weights, group: usize) -> D
 pub(crate) fn hopper_modules(file: &'static str) -> Vec<Module> {
     let formats = [(Weights::Fp8, BLOCK), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)].into_iter();
     let of = |(weights, group)| {
-        token_tiles(weights).iter().map(move |&tokens| module(file, &hopper_defines(tokens, weights, group)))
+        token_tiles(weights)
+            .iter()
+            .map(move |&tokens| module(file, &hopper_defines(tokens, weights, group)))
     };
     formats.flat_map(of).collect()
 }
@@ -250,7 +275,11 @@ impl Extents {
     /// Tiles of the result, and parts of k: as many as the device holds blocks, where tiles alone are fewer.
     fn grid(self, device: &Device, tiles: &Tiles) -> [usize; 2] {
         let [rows, columns] = tiles.extents;
-        let count = self.rows.div_ceil(rows).saturating_mul(self.columns.div_ceil(columns)).saturating_mul(self.groups);
+        let count = self
+            .rows
+            .div_ceil(rows)
+            .saturating_mul(self.columns.div_ceil(columns))
+            .saturating_mul(self.groups);
         let held = tiles.per_processor * device.environment().processors as usize;
         [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
     }
@@ -265,18 +294,29 @@ impl Extents {
         // back.
         let cost = |splits: &usize| {
             let left = if *splits > 1 { tokens.min(self.rows).div_ceil(16) } else { 0 };
-            count.saturating_mul(*splits).div_ceil(processors).saturating_mul(stages.div_ceil(*splits) + STARTS + left)
+            count
+                .saturating_mul(*splits)
+                .div_ceil(processors)
+                .saturating_mul(stages.div_ceil(*splits) + STARTS + left)
         };
-        let most = stages.div_ceil(FEWEST_STAGES).min(processors.div_ceil(count.max(1)) * MOST_ROUNDS).max(1);
+        let most = stages
+            .div_ceil(FEWEST_STAGES)
+            .min(processors.div_ceil(count.max(1)) * MOST_ROUNDS)
+            .max(1);
         [count, (1..=most).min_by_key(cost).unwrap_or(1)]
     }
 
     /// Of one token, whose warps read whole rows of w: how many of a block share one, and the blocks.
     fn warps_of_row(self, device: &Device) -> [usize; 2] {
-        let blocks = |warps: usize| self.columns.div_ceil(FEATURES_OF_ONE / warps).saturating_mul(self.groups);
+        let blocks = |warps: usize| {
+            self.columns.div_ceil(FEATURES_OF_ONE / warps).saturating_mul(self.groups)
+        };
         let wanted = BLOCKS_OF_ONE * device.environment().processors as usize;
         let mut warps = 1;
-        while 2 * warps <= MOST_WARPS_OF_ROW && blocks(warps) < wanted && self.depth > warps * STEP_OF_ONE {
+        while 2 * warps <= MOST_WARPS_OF_ROW
+            && blocks(warps) < wanted
+            && self.depth > warps * STEP_OF_ONE
+        {
             warps *= 2;
         }
         [warps, blocks(warps)]
@@ -293,7 +333,8 @@ impl Extents {
     fn workspace_bytes(self, device: &Device, product: Product) -> usize {
         let of = |tiles: &Tiles| self.partial_bytes(self.grid(device, tiles)[1]);
         // One token leaves none.
-        let vectorised = if product.reads_whole_rows(self) { 0 } else { of(product.tiles(self, true)) };
+        let vectorised =
+            if product.reads_whole_rows(self) { 0 } else { of(product.tiles(self, true)) };
         vectorised.max(of(product.tiles(self, false)))
     }
 }
@@ -306,7 +347,8 @@ pub fn forward_workspace_bytes(
     out_features: usize,
     in_features: usize,
 ) -> usize {
-    let extents = Product::Forward.extents(num_tokens, out_features, in_features).of_groups(num_groups);
+    let extents =
+        Product::Forward.extents(num_tokens, out_features, in_features).of_groups(num_groups);
     extents.workspace_bytes(device, Product::Forward)
 }
 
@@ -334,9 +376,15 @@ impl Extents {
 }
 
 /// In how many parts of k, and how the result is stored.
-fn how_stored(params: Params, splits: usize, out: &TensorView, before: Option<&TensorView>) -> Result<Params> {
+fn how_stored(
+    params: Params,
+    splits: usize,
+    out: &TensorView,
+    before: Option<&TensorView>,
+) -> Result<Params> {
     let wide = |view: &TensorView| {
-        view.shape.last().is_some_and(|&width| (width * view.dtype.size()).is_multiple_of(16)) && is_aligned(view)
+        view.shape.last().is_some_and(|&width| (width * view.dtype.size()).is_multiple_of(16))
+            && is_aligned(view)
     };
     let params = params.i32("splits", splits)?.flag("out_is_f32", out.dtype == DType::F32);
     Ok(params.flag("wide", wide(out) && before.is_none_or(wide)))
@@ -385,7 +433,15 @@ impl Call<'_> {
             Product::Dx => [false, false],
             Product::Dw => [true, false],
         };
-        library.multiply(&MatrixProduct { a, b, transposed, before, out, dtype, count: self.num_groups.unwrap_or(1) })
+        library.multiply(&MatrixProduct {
+            a,
+            b,
+            transposed,
+            before,
+            out,
+            dtype,
+            count: self.num_groups.unwrap_or(1),
+        })
     }
 
     /// A pointer to a tensor, the stride of its rows, and that of its groups.
@@ -396,7 +452,8 @@ impl Call<'_> {
             (Some(_), true) => [Some(1), Some(0)],
         };
         let view = self.views.get(tensor);
-        let stride = |axis: Option<usize>| view.zip(axis).map_or(0, |(view, axis)| view.strides[axis]);
+        let stride =
+            |axis: Option<usize>| view.zip(axis).map_or(0, |(view, axis)| view.strides[axis]);
         let params = params.ptr(name, view).stride(format!("{name}_stride"), stride(axes[0]));
         params.stride(format!("{name}_group_stride"), stride(axes[1]))
     }
@@ -425,21 +482,31 @@ impl Call<'_> {
             (tiles.names[product as usize], count.saturating_mul(splits), splits)
         };
         let params = self.rows(self.rows(CHECK.params(), "a", a), "b", b);
-        let params = extents.params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
-        let params = how_stored(params, splits, &self.views[out], self.views.get(before))?.i32("num_groups", groups)?;
+        let params = extents
+            .params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
+        let params = how_stored(params, splits, &self.views[out], self.views.get(before))?
+            .i32("num_groups", groups)?;
         self.device.kernel(FILE, &[], name)?.launch_blocks(a, blocks, &params)?;
         if one || splits == 1 {
             return Ok(vec![name]);
         }
-        let chunks = extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK)).saturating_mul(groups);
-        self.device.kernel(FILE, &[], "linear_sum")?.launch_blocks(a, chunks.div_ceil(SUM_THREADS), &params)?;
+        let chunks =
+            extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK)).saturating_mul(groups);
+        self.device.kernel(FILE, &[], "linear_sum")?.launch_blocks(
+            a,
+            chunks.div_ceil(SUM_THREADS),
+            &params,
+        )?;
         Ok(vec![name, "linear_sum"])
     }
 }
 
 /// The axes of inputs, weights and outputs of a layer, and of one that has groups.
-const AXES: [&[&str]; 3] =
-    [&["num_tokens", "in_features"], &["out_features", "in_features"], &["num_tokens", "out_features"]];
+const AXES: [&[&str]; 3] = [
+    &["num_tokens", "in_features"],
+    &["out_features", "in_features"],
+    &["num_tokens", "out_features"],
+];
 const GROUPED_AXES: [&[&str]; 3] = [
     &["num_tokens", "num_groups", "in_features"],
     &["num_groups", "out_features", "in_features"],
@@ -460,19 +527,29 @@ fn bind<'a>(
         read("x").of(&[DType::Bf16]).axes(inputs).rows(),
         read("w").of(&[DType::Bf16]).axes(weights).rows(),
         write("y").of(&FLOATS).axes(outputs).rows().may_be("y_before").when(!backward),
-        if backward { read("y_before").of(&FLOATS).axes(outputs) } else { read("y_before").like("y") }
-            .rows()
-            .optional(),
+        if backward {
+            read("y_before").of(&FLOATS).axes(outputs)
+        } else {
+            read("y_before").like("y")
+        }
+        .rows()
+        .optional(),
         read("dy").of(&[DType::Bf16]).axes(outputs).rows().when(backward),
         write("dx").like("x").rows().when(backward),
         write("dw").of(&FLOATS).axes(weights).rows().may_be("dw_before").when(backward),
-        if backward { read("dw_before").like("dw") } else { read("dw_before").of(&FLOATS).axes(weights) }
-            .rows()
-            .optional(),
+        if backward {
+            read("dw_before").like("dw")
+        } else {
+            read("dw_before").of(&FLOATS).axes(weights)
+        }
+        .rows()
+        .optional(),
         scratch("workspace", 16),
     ];
-    let signature = CHECK.signature(views, tensors).wide("num_tokens").extent("num_groups", 1, MAX_GROUPS);
-    let signature = signature.extent("out_features", 1, MAX_FEATURES).extent("in_features", 1, MAX_FEATURES);
+    let signature =
+        CHECK.signature(views, tensors).wide("num_tokens").extent("num_groups", 1, MAX_GROUPS);
+    let signature =
+        signature.extent("out_features", 1, MAX_FEATURES).extent("in_features", 1, MAX_FEATURES);
     let mut call = Call { device, signature, views, extents: [0; 3], products, num_groups: None };
     let [num_tokens, out_features, in_features, num_groups] =
         call.signature.bind(["num_tokens", "out_features", "in_features", "num_groups"])?;
@@ -480,7 +557,11 @@ fn bind<'a>(
     call.num_groups = grouped.then_some(num_groups);
     let needed = if backward { backward_workspace_bytes } else { forward_workspace_bytes };
     let groups = call.num_groups.unwrap_or(1);
-    CHECK.holds("workspace", &views["workspace"], needed(device, groups, num_tokens, out_features, in_features))?;
+    CHECK.holds(
+        "workspace",
+        &views["workspace"],
+        needed(device, groups, num_tokens, out_features, in_features),
+    )?;
     Ok(call)
 }
 
@@ -504,7 +585,11 @@ pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec
 ///
 /// # Errors
 /// As [`forward`]; more than [`MAX_GROUPS`] groups, or none.
-pub fn grouped_forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+pub fn grouped_forward(
+    device: &Device,
+    views: &Views,
+    products: Products,
+) -> Result<Vec<&'static str>> {
     bind(device, views, products, false, true)?.forward()
 }
 
@@ -527,7 +612,11 @@ pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Ve
 ///
 /// # Errors
 /// As [`grouped_forward`].
-pub fn grouped_backward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
+pub fn grouped_backward(
+    device: &Device,
+    views: &Views,
+    products: Products,
+) -> Result<Vec<&'static str>> {
     bind(device, views, products, true, true)?.backward()
 }
 
@@ -585,7 +674,12 @@ pub type ScaleTensor = (DType, Vec<(&'static str, usize)>);
 
 impl Quantized {
     /// The types and axes of `x_scales` and `w_scales`.
-    pub fn scale_tensors(&self, num_tokens: usize, out_features: usize, in_features: usize) -> [ScaleTensor; 2] {
+    pub fn scale_tensors(
+        &self,
+        num_tokens: usize,
+        out_features: usize,
+        in_features: usize,
+    ) -> [ScaleTensor; 2] {
         let of = |scales: Scales, names: &ScaleAxes| {
             let (dtype, axes) = scales.tensor();
             let extents = axes.into_iter().map(|(_, extent)| extent);
@@ -596,7 +690,11 @@ impl Quantized {
     }
 
     /// Scales that are read, with these axes.
-    pub(crate) fn read_scales<'a>(name: &'static str, dtype: DType, axes: &'static [&'static str]) -> Argument<'a> {
+    pub(crate) fn read_scales<'a>(
+        name: &'static str,
+        dtype: DType,
+        axes: &'static [&'static str],
+    ) -> Argument<'a> {
         let types: &[DType] = match dtype {
             DType::U8 => &[DType::U8],
             DType::I32 => &[DType::I32],
@@ -617,12 +715,16 @@ impl Quantized {
         let (x_axes, w_axes) = match self.weights {
             Weights::Nvfp4 => (&["num_tokens", "code_bytes"], &["out_features", "code_bytes"]),
             Weights::Mxfp4 => (&["num_tokens", "in_features"], &["out_features", "code_bytes"]),
-            Weights::Fp8 | Weights::Bf16 => (&["num_tokens", "in_features"], &["out_features", "in_features"]),
+            Weights::Fp8 | Weights::Bf16 => {
+                (&["num_tokens", "in_features"], &["out_features", "in_features"])
+            }
         };
-        let (of_x, of_w) = (self.x_scales(num_tokens, in_features), self.w_scales(out_features, in_features));
+        let (of_x, of_w) =
+            (self.x_scales(num_tokens, in_features), self.w_scales(out_features, in_features));
         let global = self.weights == Weights::Nvfp4;
         let hopper = self.implementation == Implementation::Hopper;
-        let rows = |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
+        let rows =
+            |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
         let tensors = [
             rows(read("x").of(&[DType::U8]).axes(x_axes)),
             rows(read("w").of(&[DType::U8]).axes(w_axes)),
@@ -635,17 +737,29 @@ impl Quantized {
             read("w_global_scale").axes(&["one"]).when(global),
             scratch("workspace", 16),
         ];
-        let signature = CHECK.signature(views, tensors).wide("num_tokens").extent("out_features", 1, MAX_FEATURES);
+        let signature = CHECK.signature(views, tensors).wide("num_tokens").extent(
+            "out_features",
+            1,
+            MAX_FEATURES,
+        );
         // Two codes lie in a byte, and 16 bytes in an access.
         let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
         let bytes = if hopper { 16 } else { 1 };
         let signature = signature.extent("in_features", codes * bytes, MAX_FEATURES);
         let signature = signature.extent("code_bytes", bytes, MAX_FEATURES / 2).given("one", 1);
-        let signature =
-            if self.weights == Weights::Mxfp4 { signature.given("code_bytes", in_features / 2) } else { signature };
-        let scales = self.scale_tensors(num_tokens, out_features, in_features).map(|(_, axes)| axes).concat();
-        let known = scales.into_iter().filter(|(axis, _)| !["num_tokens", "out_features"].contains(axis));
-        let mut signature = known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
+        let signature = if self.weights == Weights::Mxfp4 {
+            signature.given("code_bytes", in_features / 2)
+        } else {
+            signature
+        };
+        let scales = self
+            .scale_tensors(num_tokens, out_features, in_features)
+            .map(|(_, axes)| axes)
+            .concat();
+        let known =
+            scales.into_iter().filter(|(axis, _)| !["num_tokens", "out_features"].contains(axis));
+        let mut signature =
+            known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
         signature.bind([])?;
         Ok((signature, extents))
     }
@@ -655,7 +769,8 @@ impl Quantized {
         if !matches!(self.weights, Weights::Fp8 | Weights::Mxfp4) {
             return Some("the Hopper kernel takes FP8 and MXFP4 weights".into());
         }
-        let reason = "the Hopper kernel needs rows of x and w at multiples of 16 bytes, whole accesses long";
+        let reason =
+            "the Hopper kernel needs rows of x and w at multiples of 16 bytes, whole accesses long";
         (!vectorised).then(|| reason.into())
     }
 
@@ -742,12 +857,25 @@ fn quantized_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
 }
 
 /// Bytes of scratch memory that [`forward_quantized`] needs: the most of any kernels.
-pub fn quantized_workspace_bytes(device: &Device, num_tokens: usize, out_features: usize, in_features: usize) -> usize {
+pub fn quantized_workspace_bytes(
+    device: &Device,
+    num_tokens: usize,
+    out_features: usize,
+    in_features: usize,
+) -> usize {
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
-    let portable = [true, false].map(|vectorised| extents.grid(device, quantized_tiles(num_tokens, vectorised))[1]);
-    let few = [Weights::Fp8, Weights::Mxfp4].map(|weights| [token_tile(weights, num_tokens), FEATURE_TILE]);
-    let hopper = few.into_iter().chain([LARGE_TILE]).map(|tile| extents.hopper_grid(device, tile)[1]);
-    portable.into_iter().chain(hopper).map(|splits| extents.partial_bytes(splits)).max().unwrap_or(0)
+    let portable = [true, false]
+        .map(|vectorised| extents.grid(device, quantized_tiles(num_tokens, vectorised))[1]);
+    let few = [Weights::Fp8, Weights::Mxfp4]
+        .map(|weights| [token_tile(weights, num_tokens), FEATURE_TILE]);
+    let hopper =
+        few.into_iter().chain([LARGE_TILE]).map(|tile| extents.hopper_grid(device, tile)[1]);
+    portable
+        .into_iter()
+        .chain(hopper)
+        .map(|splits| extents.partial_bytes(splits))
+        .max()
+        .unwrap_or(0)
 }
 
 /// Launches `y = y_before + x w^T` of quantized x and w; returns the kernels that ran. Its tensors:
@@ -764,7 +892,11 @@ pub fn quantized_workspace_bytes(device: &Device, num_tokens: usize, out_feature
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn forward_quantized(device: &Device, views: &Views, quantized: Quantized) -> Result<Vec<String>> {
+pub fn forward_quantized(
+    device: &Device,
+    views: &Views,
+    quantized: Quantized,
+) -> Result<Vec<String>> {
     quantized.check(CHECK)?;
     let (signature, [num_tokens, out_features, in_features]) = quantized.bind(views)?;
     let needed = quantized_workspace_bytes(device, num_tokens, out_features, in_features);
@@ -772,10 +904,13 @@ pub fn forward_quantized(device: &Device, views: &Views, quantized: Quantized) -
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let misfit = quantized.hopper_misfit(vectorised);
     // No number of tokens is too small for it.
-    let hopper = quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
+    let hopper =
+        quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
-    let (tiles, tokens) = (quantized_tiles(num_tokens, vectorised), token_tile(quantized.weights, num_tokens));
-    let maps = if hopper { large_maps(device, views, quantized.weights, num_tokens)? } else { None };
+    let (tiles, tokens) =
+        (quantized_tiles(num_tokens, vectorised), token_tile(quantized.weights, num_tokens));
+    let maps =
+        if hopper { large_maps(device, views, quantized.weights, num_tokens)? } else { None };
     let [count, splits] = match (hopper, maps) {
         (true, Some(_)) => extents.hopper_grid(device, LARGE_TILE),
         (true, None) => extents.hopper_grid(device, [tokens, FEATURE_TILE]),
@@ -790,15 +925,24 @@ pub fn forward_quantized(device: &Device, views: &Views, quantized: Quantized) -
         let tiles = num_tokens.div_ceil(LARGE_TILE[0]);
         let pairs = tiles.is_multiple_of(2) || tiles >= MANY_TOKEN_TILES;
         let (name, blocks) = match pairs {
-            true => ("linear_hopper_large_pairs", (units / tiles).saturating_mul(tiles.next_multiple_of(2))),
+            true => (
+                "linear_hopper_large_pairs",
+                (units / tiles).saturating_mul(tiles.next_multiple_of(2)),
+            ),
             false => ("linear_hopper_large", units),
         };
-        device.kernel(HOPPER_LARGE, &[], name)?.launch_clusters("x", blocks, processors, &params)?;
+        device
+            .kernel(HOPPER_LARGE, &[], name)?
+            .launch_clusters("x", blocks, processors, &params)?;
         name.to_owned()
     } else if hopper {
         let defines = hopper_defines(tokens, quantized.weights, quantized.group);
         let held = processors * quantized.hopper_held(tokens);
-        device.kernel(HOPPER_FILE, &defines, "linear_hopper")?.launch_blocks("x", units.min(held), &params)?;
+        device.kernel(HOPPER_FILE, &defines, "linear_hopper")?.launch_blocks(
+            "x",
+            units.min(held),
+            &params,
+        )?;
         quantized.hopper_path("linear_hopper", tokens)
     } else {
         let name = tiles.names[0];
@@ -814,21 +958,31 @@ pub fn forward_quantized(device: &Device, views: &Views, quantized: Quantized) -
     Ok(vec![path, "linear_quantized_sum".to_owned() + &quantized.suffix()])
 }
 
-fn quantized_params(views: &Views, quantized: &Quantized, extents: Extents, splits: usize) -> Result<Params> {
+fn quantized_params(
+    views: &Views,
+    quantized: &Quantized,
+    extents: Extents,
+    splits: usize,
+) -> Result<Params> {
     let (out, before) = (&views["y"], views.get("y_before"));
     let x_scales = quantized.x_scales(extents.rows, extents.depth);
     let w_scales = quantized.w_scales(extents.columns, extents.depth);
     let params = CHECK.params().rows("x", &views["x"]).rows("w", &views["w"]);
     let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
-    let params = ["x_global_scale", "w_global_scale"]
-        .into_iter()
-        .fold(params, |params, name| params.ptr(name, views.get(name).filter(|_| quantized.weights == Weights::Nvfp4)));
+    let params = ["x_global_scale", "w_global_scale"].into_iter().fold(params, |params, name| {
+        params.ptr(name, views.get(name).filter(|_| quantized.weights == Weights::Nvfp4))
+    });
     let params = extents.params(params.rows("before", before).rows("out", out), views)?;
     let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
     let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
-    let params = params.i32("x_groups", x_scales.groups)?.i32("x_padded_groups", x_scales.padded_groups())?;
+    let params = params
+        .i32("x_groups", x_scales.groups)?
+        .i32("x_padded_groups", x_scales.padded_groups())?;
     let params = params.i32("x_scale_layout", x_scales.number())?;
-    let params = params.i32("w_groups", w_scales.groups)?.i32("w_padded_groups", w_scales.padded_groups())?;
-    let params = params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", quantized.scale_bytes);
+    let params = params
+        .i32("w_groups", w_scales.groups)?
+        .i32("w_padded_groups", w_scales.padded_groups())?;
+    let params =
+        params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", quantized.scale_bytes);
     how_stored(params, splits, out, before)
 }

@@ -1,6 +1,8 @@
 //! `query_norm_rope`: launchers of `kernels/cuda/projections/query_norm_rope.cu` (inference 3, 4, 5.1, training 8, 11.3).
 
-use crate::arguments::{Argument, Arguments, Defines, Signature, element_types, read, saved, write};
+use crate::arguments::{
+    Argument, Arguments, Defines, Signature, element_types, read, saved, write,
+};
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
 use dsv4_runtime::{DType, Device, Result, Views};
@@ -52,10 +54,16 @@ impl<'a> Call<'a> {
         let axes = ["num_tokens", "num_heads", "head_dim", "table_rows", "half_rope_dim"];
         let [num_tokens, num_heads, head_dim, table_rows, half] = signature.bind(axes)?;
         if half == 0 || 2 * half > head_dim {
-            return CHECK.refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
+            return CHECK.refuse(
+                "cos",
+                format!("{half} columns rotate {} channels of {head_dim}", 2 * half),
+            );
         }
         if views.get("positions").is_none() && table_rows < num_tokens {
-            return CHECK.refuse("cos", format!("{table_rows} rows must cover {num_tokens} tokens without positions"));
+            return CHECK.refuse(
+                "cos",
+                format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
+            );
         }
         Ok(Self { signature, views, num_tokens, num_heads, head_dim, table_rows, half })
     }
@@ -63,7 +71,9 @@ impl<'a> Call<'a> {
     /// Parameters of the tables and extents, behind those of the other tensors.
     fn params(&self, params: Params, backward: bool) -> Result<Params> {
         let params = params.rows("cos", &self.views["cos"]).rows("sin", &self.views["sin"]);
-        let params = params.ptr("positions", self.views.get("positions")).i64("table_rows", self.table_rows)?;
+        let params = params
+            .ptr("positions", self.views.get("positions"))
+            .i64("table_rows", self.table_rows)?;
         let params = params.i64("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
         let params = params.i32("head_dim", self.head_dim)?.i32("rope_dim", 2 * self.half)?;
         Ok(params.flag("inverse", backward))
@@ -77,7 +87,8 @@ impl<'a> Call<'a> {
         names: [&'static str; 2],
         params: &Params,
     ) -> Result<&'static str> {
-        let wide = self.head_dim <= WIDE_HEAD_DIM && self.signature.vectorised_rows(&["x", "y", "dy", "dx"]);
+        let wide = self.head_dim <= WIDE_HEAD_DIM
+            && self.signature.vectorised_rows(&["x", "y", "dy", "dx"]);
         let name = names[usize::from(wide)];
         let blocks = self.num_tokens.saturating_mul(self.num_heads.div_ceil(WARPS));
         device.kernel(FILE, &defines(), name)?.launch_blocks(argument, blocks, params)?;
@@ -107,7 +118,8 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
     ];
     let call = Call::bind(views, tensors)?;
     CHECK.positive("eps", eps)?;
-    let params = CHECK.params().heads("x", &views["x"]).heads("y", &views["y"]).ptr("rstd", &views["rstd"]);
+    let params =
+        CHECK.params().heads("x", &views["x"]).heads("y", &views["y"]).ptr("rstd", &views["rstd"]);
     let params = call.params(params, false)?.f32("eps", eps);
     call.launch(device, "x", ["query_norm_rope_scalar", "query_norm_rope_vector"], &params)
 }
@@ -129,7 +141,16 @@ pub fn backward(device: &Device, views: &Views) -> Result<&'static str> {
         write("dx").like("dy").rows().may_be("dy"),
     ];
     let call = Call::bind(views, tensors)?;
-    let params = CHECK.params().heads("dy", &views["dy"]).heads("x", &views["x"]).ptr("rstd", &views["rstd"]);
+    let params = CHECK
+        .params()
+        .heads("dy", &views["dy"])
+        .heads("x", &views["x"])
+        .ptr("rstd", &views["rstd"]);
     let params = call.params(params.heads("dx", &views["dx"]), true)?;
-    call.launch(device, "dy", ["query_norm_rope_backward_scalar", "query_norm_rope_backward_vector"], &params)
+    call.launch(
+        device,
+        "dy",
+        ["query_norm_rope_backward_scalar", "query_norm_rope_backward_vector"],
+        &params,
+    )
 }

@@ -1,6 +1,8 @@
 //! `rms_norm`: launchers of `kernels/cuda/projections/rms_norm.cu` (inference 3, training 11.3).
 
-use crate::arguments::{Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats, read, scratch, write};
+use crate::arguments::{
+    Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats, read, scratch, write,
+};
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
@@ -44,7 +46,8 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
         write("dweight").axes(&["width"]).with(&["weight"]).when(backward),
         scratch("workspace", 16).with(&["weight"]).when(backward),
     ];
-    let mut signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
+    let mut signature =
+        CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
     let extents = signature.bind(["num_rows", "width"])?;
     Ok((signature, extents))
 }
@@ -81,7 +84,8 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
     let (signature, [num_rows, width]) = bind(views, false)?;
     let (x, weight) = (views["x"].dtype, views.get("weight"));
     CHECK.positive("eps", eps)?;
-    let (name, blocks, threads) = forward_launch(device, x, num_rows, width, vectorised(&signature, weight));
+    let (name, blocks, threads) =
+        forward_launch(device, x, num_rows, width, vectorised(&signature, weight));
     let kernel = device.kernel(FILE, &defines(x, weight), name)?;
     let params = signature.params(&["x", "y", "weight", "rstd"]);
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("eps", eps);
@@ -98,7 +102,8 @@ fn forward_launch(
     vectorised: bool,
 ) -> (&'static str, usize, u32) {
     // A row for each multiprocessor: of more, other blocks work while one waits for the weight.
-    let few = num_rows <= device.environment().processors as usize && block_threads(width, HELD) <= FEW_THREADS;
+    let few = num_rows <= device.environment().processors as usize
+        && block_threads(width, HELD) <= FEW_THREADS;
     if vectorised && width <= WARP_WIDTH {
         ("rms_norm_forward_warp", num_rows.div_ceil(rows_per_block(x, width)), WARP_KERNEL_THREADS)
     } else if vectorised && few {
@@ -124,18 +129,31 @@ fn backward_launch(
         let blocks = num_rows.div_ceil(rows_per_block(x, width));
         ("rms_norm_backward_warp", blocks.min(4 * processors), WARP_KERNEL_THREADS)
     } else if vectorised && width <= BACKWARD_BLOCK_THREADS * GRADIENT_HELD {
-        ("rms_norm_backward_block", num_rows.min(2 * processors), block_threads(width, GRADIENT_HELD))
+        (
+            "rms_norm_backward_block",
+            num_rows.min(2 * processors),
+            block_threads(width, GRADIENT_HELD),
+        )
     } else if vectorised {
-        ("rms_norm_backward_wide", num_rows.min(2 * processors), block_threads(width, 16 / x.size()).min(1024))
+        (
+            "rms_norm_backward_wide",
+            num_rows.min(2 * processors),
+            block_threads(width, 16 / x.size()).min(1024),
+        )
     } else {
-        ("rms_norm_backward_scalar", num_rows.min(2 * processors), block_threads(width, 1).min(1024))
+        (
+            "rms_norm_backward_scalar",
+            num_rows.min(2 * processors),
+            block_threads(width, 1).min(1024),
+        )
     }
 }
 
 /// Bytes of scratch memory that [`backward`] needs for a weighted norm of these extents.
 pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize) -> usize {
     // The largest grid of any path, so that the answer does not depend on alignment.
-    let blocks = [true, false].map(|vectorised| backward_launch(device, x, num_rows, width, vectorised).1);
+    let blocks =
+        [true, false].map(|vectorised| backward_launch(device, x, num_rows, width, vectorised).1);
     blocks[0].max(blocks[1]) * width * 4
 }
 
@@ -154,13 +172,17 @@ pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
     if let Some(workspace) = workspace {
         CHECK.holds("workspace", workspace, workspace_bytes(device, x, num_rows, width))?;
     }
-    let (name, blocks, threads) = backward_launch(device, x, num_rows, width, vectorised(&signature, weight));
+    let (name, blocks, threads) =
+        backward_launch(device, x, num_rows, width, vectorised(&signature, weight));
     let defines = defines(x, weight);
     let kernel = device.kernel(FILE, &defines, name)?;
     let params = signature.params(&["dy", "x", "weight", "rstd", "dx"]);
-    let params = params.ptr("dweight_partials", workspace).i64("num_rows", num_rows)?.i32("width", width)?;
+    let params =
+        params.ptr("dweight_partials", workspace).i64("num_rows", num_rows)?.i32("width", width)?;
     kernel.launch(LaunchConfig::linear(CHECK.operator, "x", blocks as u64, threads)?, &params)?;
-    let (Some(dweight), Some(workspace)) = (views.get("dweight"), workspace) else { return Ok(vec![name]) };
+    let (Some(dweight), Some(workspace)) = (views.get("dweight"), workspace) else {
+        return Ok(vec![name]);
+    };
     Ok(vec![name, sum_partials(device, &defines, workspace, dweight, [blocks, width])?])
 }
 

@@ -1,6 +1,8 @@
 //! `rope`: launchers of `kernels/cuda/projections/rope.cu` (inference 4, training 8).
 
-use crate::arguments::{Arguments, FLOATS, Signature, element_types, is_aligned, modules_of_floats, read, write};
+use crate::arguments::{
+    Arguments, FLOATS, Signature, element_types, is_aligned, modules_of_floats, read, write,
+};
 use dsv4_runtime::device::Module;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
@@ -37,12 +39,15 @@ pub fn forward(device: &Device, views: &Views, inverse: bool) -> Result<&'static
     let vectorised = fits(head_dim) && fits(rope_dim) && is_aligned(x) && is_aligned(y);
     let name = if vectorised { "rope_forward" } else { "rope_forward_scalar" };
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", x.dtype)]), name)?;
-    let params = signature.params(&["x", "y"]).rows("cos", &views["cos"]).rows("sin", &views["sin"]);
+    let params =
+        signature.params(&["x", "y"]).rows("cos", &views["cos"]).rows("sin", &views["sin"]);
     let params = params.ptr("positions", views.get("positions"));
     let params = params.i64("num_tokens", num_tokens)?.i64("table_rows", table_rows)?;
-    let params = params.i32("num_heads", num_heads)?.i32("head_dim", head_dim)?.i32("rope_dim", rope_dim)?;
+    let params =
+        params.i32("num_heads", num_heads)?.i32("head_dim", head_dim)?.i32("rope_dim", rope_dim)?;
     let copied = if x.address == y.address { 0 } else { head_dim - rope_dim };
-    let units = if vectorised { (copied + rope_dim) * x.dtype.size() / 16 } else { copied + rope_dim / 2 };
+    let units =
+        if vectorised { (copied + rope_dim) * x.dtype.size() / 16 } else { copied + rope_dim / 2 };
     let processors = device.environment().processors.max(1).into();
     let (config, heads_per_thread) = launch_config(units, [num_tokens, num_heads], processors)?;
     let params = params.flag("inverse", inverse).i32("heads_per_thread", heads_per_thread)?;
@@ -61,7 +66,11 @@ pub fn backward(device: &Device, views: &Views, inverse: bool) -> Result<&'stati
 
 /// A block of `units × heads × tokens` threads; blocks in x for all heads, in y and z for all tokens; and the heads that a thread
 /// serves: [`HEADS`], or, where blocks would be fewer than multiprocessors, a smaller power of two.
-fn launch_config(units: usize, extents: [usize; 2], processors: u64) -> Result<(LaunchConfig, usize)> {
+fn launch_config(
+    units: usize,
+    extents: [usize; 2],
+    processors: u64,
+) -> Result<(LaunchConfig, usize)> {
     let [num_tokens, num_heads] = extents;
     let across = (units as u64).clamp(1, u64::from(THREADS)) as u32;
     let config = |heads_per_thread: u32| {
@@ -72,14 +81,18 @@ fn launch_config(units: usize, extents: [usize; 2], processors: u64) -> Result<(
         ([chunks, (num_tokens as u64).div_ceil(u64::from(tokens))], [across, heads, tokens])
     };
     let mut heads_per_thread = HEADS;
-    while heads_per_thread > 1 && config(heads_per_thread).0.into_iter().fold(1, u64::saturating_mul) < processors {
+    while heads_per_thread > 1
+        && config(heads_per_thread).0.into_iter().fold(1, u64::saturating_mul) < processors
+    {
         heads_per_thread /= 2;
     }
     let ([chunks, tiles], block) = config(heads_per_thread);
     let in_z = tiles.div_ceil(MOST_IN_Y);
     if in_z > MOST_IN_Z {
         let most = MOST_IN_Y * MOST_IN_Z;
-        let reason = format!("{num_tokens} tokens of {num_heads} heads need {tiles} blocks; there may be {most}");
+        let reason = format!(
+            "{num_tokens} tokens of {num_heads} heads need {tiles} blocks; there may be {most}"
+        );
         return CHECK.refuse("x", reason);
     }
     let config = LaunchConfig::linear(CHECK.operator, "x", chunks, 0)?;
@@ -100,10 +113,14 @@ fn check(views: &Views) -> Result<(Signature<'_>, [usize; 5])> {
     let extents = signature.bind(["num_tokens", "num_heads", "head_dim", "table_rows", "half"])?;
     let [num_tokens, _, head_dim, table_rows, half] = extents;
     if half == 0 || 2 * half > head_dim {
-        return CHECK.refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
+        return CHECK
+            .refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
     }
     if views.get("positions").is_none() && table_rows < num_tokens {
-        return CHECK.refuse("cos", format!("{table_rows} rows must cover {num_tokens} tokens without positions"));
+        return CHECK.refuse(
+            "cos",
+            format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
+        );
     }
     Ok((signature, extents))
 }
@@ -140,7 +157,8 @@ mod tests {
     /// Tokens and heads that a launch reaches.
     fn reached(units: usize, extents: [usize; 2], processors: u64) -> [u64; 2] {
         let (config, heads_per_thread) = launch_config(units, extents, processors).unwrap();
-        let ([chunks, y, z], [_, heads, tokens]) = (config.grid.map(u64::from), config.block.map(u64::from));
+        let ([chunks, y, z], [_, heads, tokens]) =
+            (config.grid.map(u64::from), config.block.map(u64::from));
         [y * z * tokens, chunks * heads * heads_per_thread as u64]
     }
 
@@ -149,14 +167,19 @@ mod tests {
         for units in [1, 8, 64, 258] {
             for extents in [[1, 1], [1, 300], [257, 1], [16384, 128], [70_001, 3]] {
                 let [tokens, heads] = reached(units, extents, 132);
-                assert!(tokens >= extents[0] as u64 && heads >= extents[1] as u64, "{units} units, {extents:?}");
+                assert!(
+                    tokens >= extents[0] as u64 && heads >= extents[1] as u64,
+                    "{units} units, {extents:?}"
+                );
             }
         }
     }
 
     #[test]
     fn more_tokens_than_a_grid_has_blocks_for_are_refused_by_their_number() {
-        let error = launch_config(256, [MOST_IN_Y as usize * MOST_IN_Z as usize + 1, 1], 132).unwrap_err().to_string();
+        let error = launch_config(256, [MOST_IN_Y as usize * MOST_IN_Z as usize + 1, 1], 132)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("16776961 tokens"), "{error}");
     }
 }

@@ -1,6 +1,8 @@
 //! `embed_streams`: launchers of `kernels/cuda/streams/embed_streams.cu` (inference 1).
 
-use crate::arguments::{Arguments, FLOATS, Parts, element_types, modules_of_floats, pieces, read, scratch, write};
+use crate::arguments::{
+    Arguments, FLOATS, Parts, element_types, modules_of_floats, pieces, read, scratch, write,
+};
 use crate::attention::sparse_attention::{self, KeyIndex};
 use dsv4_runtime::device::Module;
 use dsv4_runtime::params::DeviceAddress;
@@ -19,7 +21,10 @@ const BLOCKS_AT_ONCE: usize = 16;
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    modules_of_floats(FILE, &["ELEMENT"]).into_iter().chain([sparse_attention::index_module()]).collect()
+    modules_of_floats(FILE, &["ELEMENT"])
+        .into_iter()
+        .chain([sparse_attention::index_module()])
+        .collect()
 }
 
 /// Where the parts of the workspace begin, in bytes.
@@ -63,18 +68,23 @@ pub fn forward(device: &Device, views: &Views, num_streams: usize) -> Result<&'s
     check_streams(num_streams)?;
     let signature = CHECK.signature(views, tensors).given("num_streams", num_streams);
     let mut call = signature.extent("hidden_size", 1, i32::MAX as usize);
-    let [num_tokens, vocab_size, hidden_size] = call.bind(["num_tokens", "vocab_size", "hidden_size"])?;
+    let [num_tokens, vocab_size, hidden_size] =
+        call.bind(["num_tokens", "vocab_size", "hidden_size"])?;
     let params = call.params(&["table", "token_ids", "out"]).i32("vocab_size", vocab_size)?;
     let params = params.i32("num_streams", num_streams)?.i32("hidden_size", hidden_size)?;
     let (dtype, vectorised) = (views["table"].dtype, call.vectorised());
-    let blocks = |own: usize| num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, own * THREADS));
+    let blocks = |own: usize| {
+        num_tokens.saturating_mul(pieces(hidden_size, dtype, vectorised, own * THREADS))
+    };
     let few = blocks(1) <= BLOCKS_AT_ONCE * device.environment().processors as usize;
     let (name, blocks) = match (vectorised, few) {
         (true, true) => ("embed_streams_forward_few", blocks(1)),
         (true, false) => ("embed_streams_forward_vector", blocks(PIECES)),
         (false, _) => ("embed_streams_forward_scalar", blocks(PIECES)),
     };
-    device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?.launch_blocks("out", blocks, &params)?;
+    device
+        .kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?
+        .launch_blocks("out", blocks, &params)?;
     Ok(name)
 }
 
@@ -98,24 +108,38 @@ pub fn backward(device: &Device, views: &Views, num_streams: usize) -> Result<Ve
     check_streams(num_streams)?;
     let signature = CHECK.signature(views, tensors).given("num_streams", num_streams);
     let mut call = signature.extent("hidden_size", 1, i32::MAX as usize);
-    let [num_tokens, vocab_size, hidden_size] = call.bind(["num_tokens", "vocab_size", "hidden_size"])?;
+    let [num_tokens, vocab_size, hidden_size] =
+        call.bind(["num_tokens", "vocab_size", "hidden_size"])?;
     let workspace = Workspace::of(num_tokens, vocab_size);
     CHECK.holds("workspace", &views["workspace"], workspace.bytes)?;
     let address = |offset: usize| DeviceAddress(views["workspace"].address + offset as u64);
-    let (counts, ends, ordered) = (address(workspace.counts), address(workspace.ends), address(workspace.ordered));
-    let params = call.params(&["dout", "dtable"]).ptr("counts", counts).ptr("ends", ends).ptr("ordered", ordered);
+    let (counts, ends, ordered) =
+        (address(workspace.counts), address(workspace.ends), address(workspace.ordered));
+    let params = call
+        .params(&["dout", "dtable"])
+        .ptr("counts", counts)
+        .ptr("ends", ends)
+        .ptr("ordered", ordered);
     let params = params.i32("vocab_size", vocab_size)?.i32("num_streams", num_streams)?;
     let params = params.i32("hidden_size", hidden_size)?;
     let (dtype, vectorised) = (views["dout"].dtype, call.vectorised_rows(&["dout", "dtable"]));
     let launch = |name: &'static str, blocks: usize| -> Result<&'static str> {
-        device.kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?.launch_blocks("dtable", blocks, &params)?;
+        device
+            .kernel(FILE, &element_types(&[("ELEMENT", dtype)]), name)?
+            .launch_blocks("dtable", blocks, &params)?;
         Ok(name)
     };
     let mut ran = vec![launch("embed_streams_clear", (vocab_size + 1).div_ceil(THREADS))?];
     let index = KeyIndex { counts, ends, entries: address(workspace.entries), ordered };
     let kernel = |name: &str| sparse_attention::index_kernel(device, name);
-    ran.extend(index.launch(CHECK, kernel, [Some(&views["token_ids"]), None], [num_tokens, 1, vocab_size])?);
-    let name = if vectorised { "embed_streams_backward_vector" } else { "embed_streams_backward_scalar" };
+    ran.extend(index.launch(
+        CHECK,
+        kernel,
+        [Some(&views["token_ids"]), None],
+        [num_tokens, 1, vocab_size],
+    )?);
+    let name =
+        if vectorised { "embed_streams_backward_vector" } else { "embed_streams_backward_scalar" };
     // Its pieces are 16 bytes of the gradient, which is fp32.
     let parts = pieces(hidden_size, DType::F32, vectorised, PIECES * THREADS);
     ran.push(launch(name, vocab_size.saturating_mul(parts))?);

@@ -3,7 +3,9 @@
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use crate::streams::mhc_mix::{Wide, fits_wide, has_few_projected_tokens, parts_of_tokens, projection_blocks};
+use crate::streams::mhc_mix::{
+    Wide, fits_wide, has_few_projected_tokens, parts_of_tokens, projection_blocks,
+};
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
 use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::DeviceAddress;
@@ -70,14 +72,19 @@ impl Numbers {
 }
 
 /// Checks the tensors of a forward, or of a backward, and returns them with its tokens and their channels.
-fn bind(views: &Views, backward: bool, implementation: Implementation) -> Result<(Signature<'_>, [usize; 2])> {
+fn bind(
+    views: &Views,
+    backward: bool,
+    implementation: Implementation,
+) -> Result<(Signature<'_>, [usize; 2])> {
     let hopper = implementation == Implementation::Hopper;
-    let streams = read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
+    let streams =
+        read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
     let out = write("out").of(&[DType::Bf16]).axes(&["num_tokens", "hidden_size"]).when(!backward);
     let dout = read("dout").of(&[DType::Bf16]).axes(&["num_tokens", "hidden_size"]).when(backward);
     let dstreams = write("dstreams").like("streams").when(backward);
-    let [streams, out, dout, dstreams] =
-        [streams, out, dout, dstreams].map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
+    let [streams, out, dout, dstreams] = [streams, out, dout, dstreams]
+        .map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
     let tensors = [
         streams,
         read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
@@ -93,10 +100,12 @@ fn bind(views: &Views, backward: bool, implementation: Implementation) -> Result
         write("dbase").like("base").when(backward),
         scratch("workspace", 16),
     ];
-    let signature = CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 1);
+    let signature =
+        CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 1);
     let signature = signature.given("num_columns", NUM_STREAMS).wide("num_tokens");
     // All streams of a token together are counted in 32 bits.
-    let (multiple, most) = if hopper { (8, MOST_HOPPER_CHANNELS) } else { (1, i32::MAX as usize / NUM_STREAMS) };
+    let (multiple, most) =
+        if hopper { (8, MOST_HOPPER_CHANNELS) } else { (1, i32::MAX as usize / NUM_STREAMS) };
     let mut signature = signature.extent("hidden_size", multiple, most);
     let extents = signature.bind(["num_tokens", "hidden_size"])?;
     Ok((signature, extents))
@@ -133,7 +142,10 @@ impl Clusters {
 
 /// The first one that takes so many channels.
 fn kernels_of(hidden_size: usize) -> (usize, [&'static str; 2], [usize; 2]) {
-    CLUSTER_KERNELS.into_iter().find(|&(most, ..)| hidden_size <= most).unwrap_or(CLUSTER_KERNELS[2])
+    CLUSTER_KERNELS
+        .into_iter()
+        .find(|&(most, ..)| hidden_size <= most)
+        .unwrap_or(CLUSTER_KERNELS[2])
 }
 
 /// Whether the kernels for Hopper run.
@@ -183,13 +195,20 @@ pub fn forward(
     let (signature, [num_tokens, hidden_size]) = bind(views, false, implementation)?;
     numbers.check()?;
     let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    CHECK.holds(
+        "workspace",
+        workspace,
+        forward_workspace_bytes(device, num_tokens, hidden_size),
+    )?;
     if runs_clusters(device, &signature, views, hidden_size, implementation)? {
         let Clusters { kernels: [name, _], count, run } =
             Clusters::of_forward(device.environment().processors as usize, num_tokens, hidden_size);
         let params = signature.params(&["streams", "fn", "scale", "base"]);
         let params = params.strided("out", &views["out"], ["token_stride"]);
-        let params = params.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]).i64("num_tokens", num_tokens)?;
+        let params = params
+            .ptr("mix", &views["mix"])
+            .ptr("rstd", &views["rstd"])
+            .i64("num_tokens", num_tokens)?;
         let params = params.i32("hidden_size", hidden_size)?.i32("run", run)?;
         let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
         let blocks = count.saturating_mul(CLUSTER);
@@ -203,7 +222,10 @@ pub fn forward(
         true => "mhc_head_project",
         false => "mhc_head_project_scalar",
     };
-    let params = signature.params(&["streams", "fn"]).ptr("partials", workspace).i64("num_tokens", num_tokens)?;
+    let params = signature
+        .params(&["streams", "fn"])
+        .ptr("partials", workspace)
+        .i64("num_tokens", num_tokens)?;
     let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
     device.kernel(FILE, &[], project)?.launch_blocks("streams", blocks, &params)?;
     let (name, row) = match signature.vectorised() {
@@ -212,10 +234,15 @@ pub fn forward(
     };
     let threads = threads(row, 1, MIX_THREADS);
     let chunks = row.div_ceil(threads);
-    let params = signature.params(&["streams"]).ptr("partials", workspace).ptr("scale", &views["scale"]);
+    let params =
+        signature.params(&["streams"]).ptr("partials", workspace).ptr("scale", &views["scale"]);
     let params = params.ptr("base", &views["base"]).strided("out", &views["out"], ["token_stride"]);
-    let params = params.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]).i64("num_tokens", num_tokens)?;
-    let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?.i32("chunks", chunks)?;
+    let params = params
+        .ptr("mix", &views["mix"])
+        .ptr("rstd", &views["rstd"])
+        .i64("num_tokens", num_tokens)?;
+    let params =
+        params.i32("hidden_size", hidden_size)?.i32("splits", splits)?.i32("chunks", chunks)?;
     let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
     let blocks = (num_tokens as u64).saturating_mul(chunks as u64);
     let config = LaunchConfig::linear(CHECK.operator, "streams", blocks, threads as u32)?;
@@ -236,7 +263,8 @@ fn floats_of_clusters(clusters: &Clusters, hidden_size: usize) -> [usize; 2] {
 
 /// Bytes of scratch memory that [`backward`] needs.
 pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
-    let clusters = Clusters::of_backward(device.environment().processors as usize, num_tokens, hidden_size);
+    let clusters =
+        Clusters::of_backward(device.environment().processors as usize, num_tokens, hidden_size);
     let of_clusters = floats_of_clusters(&clusters, hidden_size).iter().sum::<usize>();
     4 * floats(device, num_tokens, hidden_size).iter().sum::<usize>().max(of_clusters)
 }
@@ -261,12 +289,17 @@ pub fn backward(
     let (signature, [num_tokens, hidden_size]) = bind(views, true, implementation)?;
     numbers.check()?;
     let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    CHECK.holds(
+        "workspace",
+        workspace,
+        backward_workspace_bytes(device, num_tokens, hidden_size),
+    )?;
     let call = Backward { device, views, signature: &signature, numbers, num_tokens, hidden_size };
-    let (mut names, left) = match runs_clusters(device, &signature, views, hidden_size, implementation)? {
-        true => call.clusters()?,
-        false => call.tokens()?,
-    };
+    let (mut names, left) =
+        match runs_clusters(device, &signature, views, hidden_size, implementation)? {
+            true => call.clusters()?,
+            false => call.tokens()?,
+        };
     call.sums(left)?;
     names.extend(["mhc_head_backward_sums", "mhc_head_backward_parameters"]);
     Ok(names)
@@ -299,18 +332,32 @@ impl Backward<'_> {
     /// dstreams, and a part of the sums of each cluster.
     fn clusters(&self) -> Result<(Vec<&'static str>, Left)> {
         let Self { device, views, signature, num_tokens, hidden_size, .. } = *self;
-        let clusters = Clusters::of_backward(device.environment().processors as usize, num_tokens, hidden_size);
+        let clusters = Clusters::of_backward(
+            device.environment().processors as usize,
+            num_tokens,
+            hidden_size,
+        );
         let (count, [_, name]) = (clusters.count, clusters.kernels);
         let [of_products, _] = floats_of_clusters(&clusters, hidden_size);
-        let left =
-            Left { dfn_partials: self.behind(of_products), splits: count, products: self.behind(0), rows: count };
+        let left = Left {
+            dfn_partials: self.behind(of_products),
+            splits: count,
+            products: self.behind(0),
+            rows: count,
+        };
         let params = signature.params(&["streams", "dout", "fn", "mix", "rstd", "scale", "base"]);
-        let params = params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
+        let params =
+            params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
         let params = params.ptr("dfn_partials", left.dfn_partials).ptr("products", left.products);
-        let params = params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("run", clusters.run)?;
+        let params = params
+            .i64("num_tokens", num_tokens)?
+            .i32("hidden_size", hidden_size)?
+            .i32("run", clusters.run)?;
         let params = params.f32("hc_eps", self.numbers.hc_eps);
         let blocks = count.saturating_mul(CLUSTER);
-        device.kernel(HOPPER_BACKWARD_FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
+        device
+            .kernel(HOPPER_BACKWARD_FILE, &[], name)?
+            .launch_blocks("streams", blocks, &params)?;
         Ok((vec![name], left))
     }
 
@@ -318,7 +365,8 @@ impl Backward<'_> {
     fn tokens(&self) -> Result<(Vec<&'static str>, Left)> {
         let Self { device, views, signature, num_tokens, hidden_size, .. } = *self;
         let [of_tokens, of_products, _] = floats(device, num_tokens, hidden_size);
-        let [tokens, products, dfn_partials] = [0, of_tokens, of_tokens + of_products].map(|at| self.behind(at));
+        let [tokens, products, dfn_partials] =
+            [0, of_tokens, of_tokens + of_products].map(|at| self.behind(at));
         let (coefficients, row) = match signature.vectorised() {
             true => ("mhc_head_backward_coefficients_vector", hidden_size / 8),
             false => ("mhc_head_backward_coefficients_scalar", hidden_size),
@@ -330,13 +378,15 @@ impl Backward<'_> {
         let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
         device.kernel(BACKWARD_FILE, &[], coefficients)?.launch(config, &params)?;
 
-        let (streams, channels) = match fits_wide(views, &["streams", "dstreams", "dout"], hidden_size) {
-            true => ("mhc_head_backward_streams_wide", WIDE.channels),
-            false => ("mhc_head_backward_streams_scalar", 1),
-        };
+        let (streams, channels) =
+            match fits_wide(views, &["streams", "dstreams", "dout"], hidden_size) {
+                true => ("mhc_head_backward_streams_wide", WIDE.channels),
+                false => ("mhc_head_backward_streams_scalar", 1),
+            };
         let splits = parts_of_tokens(device, num_tokens, hidden_size, WIDE);
         let params = signature.params(&["streams", "dout", "fn"]).ptr("numbers", tokens);
-        let params = params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
+        let params =
+            params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
         let params = params.ptr("dfn_partials", dfn_partials).i64("num_tokens", num_tokens)?;
         let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
         let columns = (NUM_STREAMS * hidden_size).div_ceil(channels * BACKWARD_THREADS);
@@ -349,13 +399,16 @@ impl Backward<'_> {
     fn sums(&self, left: Left) -> Result<()> {
         let Self { device, views, hidden_size, .. } = *self;
         let numbers = NUM_STREAMS * NUM_STREAMS * hidden_size;
-        let params = CHECK.params().ptr("dfn_partials", left.dfn_partials).ptr("dfn", &views["dfn"]);
+        let params =
+            CHECK.params().ptr("dfn_partials", left.dfn_partials).ptr("dfn", &views["dfn"]);
         let params = params.i64("numbers", numbers)?.i32("splits", left.splits)?;
         let kernel = device.kernel(BACKWARD_FILE, &[], "mhc_head_backward_sums")?;
         kernel.launch_blocks("streams", numbers.div_ceil(BACKWARD_THREADS), &params)?;
         let params = CHECK.params().ptr("products", left.products).ptr("dscale", &views["dscale"]);
         let params = params.ptr("dbase", &views["dbase"]).i64("num_tokens", left.rows)?;
-        device.kernel(BACKWARD_FILE, &[], "mhc_head_backward_parameters")?.launch_blocks("streams", 1, &params)
+        device
+            .kernel(BACKWARD_FILE, &[], "mhc_head_backward_parameters")?
+            .launch_blocks("streams", 1, &params)
     }
 }
 
@@ -370,15 +423,22 @@ mod tests {
 
     #[test]
     fn few_tokens_have_all_clusters_and_many_several_each() {
-        assert_eq!([forward(0), forward(1), forward(16), forward(17)], [[0, 1], [1, 1], [16, 1], [9, 2]]);
+        assert_eq!(
+            [forward(0), forward(1), forward(16), forward(17)],
+            [[0, 1], [1, 1], [16, 1], [9, 2]]
+        );
         assert_eq!([forward(128), forward(129), forward(4096)], [[16, 8], [9, 16], [128, 32]]);
         assert_eq!(forward(32_768), [512, 64]);
     }
 
     #[test]
     fn clusters_of_a_backward_run_at_once() {
-        let backward = |num_tokens, hidden_size| Clusters::of_backward(132, num_tokens, hidden_size);
-        assert_eq!([0, 1, 128, 4096, 32_768].map(|tokens| backward(tokens, 7168).count), [1, 1, 16, 28, 28]);
+        let backward =
+            |num_tokens, hidden_size| Clusters::of_backward(132, num_tokens, hidden_size);
+        assert_eq!(
+            [0, 1, 128, 4096, 32_768].map(|tokens| backward(tokens, 7168).count),
+            [1, 1, 16, 28, 28]
+        );
         assert_eq!(backward(32_768, 4096).count, 43);
     }
 }

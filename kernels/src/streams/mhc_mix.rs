@@ -101,13 +101,19 @@ impl Numbers {
 }
 
 /// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
-fn bind(views: &Views, backward: bool, implementation: Implementation) -> Result<(Signature<'_>, [usize; 2])> {
+fn bind(
+    views: &Views,
+    backward: bool,
+    implementation: Implementation,
+) -> Result<(Signature<'_>, [usize; 2])> {
     let gates = &["num_tokens", "num_streams"];
     let matrix = &["num_tokens", "source", "destination"];
     let hopper = implementation == Implementation::Hopper;
-    let streams = read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
+    let streams =
+        read("streams").of(&[DType::Bf16]).axes(&["num_tokens", "num_streams", "hidden_size"]);
     let dstreams = write("dstreams").like("streams").when(backward);
-    let [streams, dstreams] = [streams, dstreams].map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
+    let [streams, dstreams] =
+        [streams, dstreams].map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
     let tensors = [
         streams,
         read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
@@ -127,11 +133,16 @@ fn bind(views: &Views, backward: bool, implementation: Implementation) -> Result
         write("dbase").like("base").when(backward),
         scratch("workspace", 16),
     ];
-    let signature = CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 3);
+    let signature =
+        CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 3);
     let signature = signature.given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
     let signature = signature.given("num_columns", NUM_COLUMNS).wide("num_tokens");
     // All streams of a token together are counted in 32 bits.
-    let mut signature = signature.extent("hidden_size", if hopper { 8 } else { 1 }, i32::MAX as usize / NUM_STREAMS);
+    let mut signature = signature.extent(
+        "hidden_size",
+        if hopper { 8 } else { 1 },
+        i32::MAX as usize / NUM_STREAMS,
+    );
     let extents = signature.bind(["num_tokens", "hidden_size"])?;
     Ok((signature, extents))
 }
@@ -143,23 +154,37 @@ pub(crate) fn has_few_projected_tokens(num_tokens: usize) -> bool {
 
 /// Blocks of tokens and parts of the channels of the projection by tensor cores.
 fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
-    let (tiles, wanted) = (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
+    let (tiles, wanted) =
+        (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
     [tiles, (wanted / tiles.max(1)).clamp(1, hidden_size.div_ceil(STEP).max(1))]
 }
 
 /// Whether each block of the projection by tensor cores has one step of each stream.
-pub(crate) fn has_a_step_of_each_stream(device: &Device, num_tokens: usize, hidden_size: usize) -> bool {
+pub(crate) fn has_a_step_of_each_stream(
+    device: &Device,
+    num_tokens: usize,
+    hidden_size: usize,
+) -> bool {
     let [_, splits] = projection(device, num_tokens, hidden_size);
     num_tokens > 0 && splits == hidden_size.div_ceil(STEP)
 }
 
 /// Blocks of the projection, and parts of the channels.
-pub(crate) fn projection_blocks(device: &Device, num_tokens: usize, hidden_size: usize, wide: bool) -> [usize; 2] {
+pub(crate) fn projection_blocks(
+    device: &Device,
+    num_tokens: usize,
+    hidden_size: usize,
+    wide: bool,
+) -> [usize; 2] {
     if wide && has_few_projected_tokens(num_tokens) {
         return [hidden_size.div_ceil(FEW_CHANNELS); 2];
     }
     let [tiles, splits] = projection(device, num_tokens, hidden_size);
-    if wide { [tiles.saturating_mul(splits), splits] } else { [num_tokens.div_ceil(SCALAR_TOKENS), 1] }
+    if wide {
+        [tiles.saturating_mul(splits), splits]
+    } else {
+        [num_tokens.div_ceil(SCALAR_TOKENS), 1]
+    }
 }
 
 /// Blocks of tokens and parts of the channels of the projection for Hopper: as many parts as end soonest, of equal ones
@@ -168,14 +193,17 @@ fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -
     let (tiles, processors) = (num_tokens.div_ceil(HOPPER_TOKENS), processors.max(1));
     let groups = hidden_size.div_ceil(STEP);
     let steps_of = |splits: usize| NUM_STREAMS * groups.div_ceil(splits);
-    let time = |splits: &usize| (tiles * splits).div_ceil(processors) * (steps_of(*splits) + HOPPER_OVERHEAD);
+    let time = |splits: &usize| {
+        (tiles * splits).div_ceil(processors) * (steps_of(*splits) + HOPPER_OVERHEAD)
+    };
     let most = (HOPPER_ROUNDS * processors / tiles.max(1)).clamp(1, groups.max(1));
     [tiles, (1..=most).min_by_key(time).unwrap_or(1)]
 }
 
 /// Blocks of the projection for Hopper, and parts of the channels.
 fn hopper_blocks(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
-    let [tiles, splits] = hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+    let [tiles, splits] =
+        hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
     [tiles.saturating_mul(splits), splits]
 }
 
@@ -201,21 +229,31 @@ pub(crate) fn runs_hopper(
     let few = implementation == Implementation::Auto && num_tokens <= FEW_TOKENS;
     let implementation = if few { Implementation::Portable } else { implementation };
     // Of no tokens nothing is launched.
-    implementation.runs_hopper(check, device.environment(), usize::MAX, misfit.filter(|_| num_tokens > 0))
+    implementation.runs_hopper(
+        check,
+        device.environment(),
+        usize::MAX,
+        misfit.filter(|_| num_tokens > 0),
+    )
 }
 
 /// The boxes of `box_tokens` tokens of streams `[num_tokens, 4, hidden_size]` that projections for Hopper copy; `None` where hardware
 /// copies none of such a tensor, or counts no such tokens.
 pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<TensorMap> {
-    let (&[tokens, streams_of_token, width], &[token, stream, column]) = (&streams.shape[..], &streams.strides[..])
+    let (&[tokens, streams_of_token, width], &[token, stream, column]) =
+        (&streams.shape[..], &streams.strides[..])
     else {
         return None;
     };
     i32::try_from(tokens).ok()?;
     // Strides beyond 2^40 bytes are no map's anyway.
     let bytes = |elements: i64| elements.checked_mul(2);
-    let (shape, strides) = (vec![streams_of_token, tokens, 2 * width], vec![bytes(stream)?, bytes(token)?, column]);
-    TensorMap::of(&TensorView { dtype: DType::U8, shape, strides, ..streams.clone() }, box_tokens as u32)
+    let (shape, strides) =
+        (vec![streams_of_token, tokens, 2 * width], vec![bytes(stream)?, bytes(token)?, column]);
+    TensorMap::of(
+        &TensorView { dtype: DType::U8, shape, strides, ..streams.clone() },
+        box_tokens as u32,
+    )
 }
 
 /// The first launch of [`forward`], checked: nothing that it is given is refused when it is launched.
@@ -235,7 +273,12 @@ impl<'a> Projection<'a> {
     ///
     /// # Errors
     /// A refused argument; kernels for Hopper that are asked for and cannot run.
-    pub fn of(device: &'a Device, views: &'a Views, numbers: Numbers, implementation: Implementation) -> Result<Self> {
+    pub fn of(
+        device: &'a Device,
+        views: &'a Views,
+        numbers: Numbers,
+        implementation: Implementation,
+    ) -> Result<Self> {
         let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
         let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
         let map = aligned.then(|| streams_map(&views["streams"], HOPPER_TOKENS)).flatten();
@@ -254,13 +297,18 @@ impl<'a> Projection<'a> {
     pub fn launch(&self) -> Result<Projected> {
         let Self { device, views, num_tokens, hidden_size, .. } = *self;
         let sizes = |params: Params, splits| {
-            params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)
+            params
+                .i64("num_tokens", num_tokens)?
+                .i32("hidden_size", hidden_size)?
+                .i32("splits", splits)
         };
         let projected = |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size };
         if let Some(map) = &self.map {
             let [blocks, splits] = hopper_blocks(device, num_tokens, hidden_size);
-            let params = CHECK.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
-            let params = sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(map)?));
+            let params =
+                CHECK.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
+            let params =
+                sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(map)?));
             let name = "mhc_mix_project_hopper";
             device.kernel(HOPPER_FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
             return Ok(projected(name, splits));
@@ -269,12 +317,16 @@ impl<'a> Projection<'a> {
         // One block of tokens, as the other has of so few: its blocks are the parts of the channels as well.
         let name = match self.aligned {
             true if has_few_projected_tokens(num_tokens) => "mhc_mix_project_few",
-            true if has_a_step_of_each_stream(device, num_tokens, hidden_size) => "mhc_mix_project_at_once",
+            true if has_a_step_of_each_stream(device, num_tokens, hidden_size) => {
+                "mhc_mix_project_at_once"
+            }
             true => "mhc_mix_project",
             false => "mhc_mix_project_scalar",
         };
-        let params = CHECK.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
-        let params = sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
+        let params =
+            CHECK.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
+        let params =
+            sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
         device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
         Ok(projected(name, splits))
     }
@@ -327,8 +379,10 @@ impl Projected {
 
     /// What the kernels behind it are told of it and of a call.
     pub fn params(self, params: Params, numbers: Numbers) -> Result<Params> {
-        let params = params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
-        let params = params.i32("splits", self.splits)?.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
+        let params =
+            params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
+        let params =
+            params.i32("splits", self.splits)?.i32("sinkhorn_iters", numbers.sinkhorn_iters)?;
         Ok(params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps))
     }
 }
@@ -342,7 +396,11 @@ fn check<'a>(
 ) -> Result<(Signature<'a>, [usize; 2])> {
     let (signature, extents) = bind(views, false, implementation)?;
     numbers.check(CHECK)?;
-    CHECK.holds("workspace", &views["workspace"], forward_workspace_bytes(device, extents[0], extents[1]))?;
+    CHECK.holds(
+        "workspace",
+        &views["workspace"],
+        forward_workspace_bytes(device, extents[0], extents[1]),
+    )?;
     Ok((signature, extents))
 }
 
@@ -385,7 +443,12 @@ pub(crate) fn coefficients(
 
 /// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the fewest
 /// multiprocessors idle at the end.
-pub(crate) fn parts_of_tokens(device: &Device, num_tokens: usize, hidden_size: usize, wide: Wide) -> usize {
+pub(crate) fn parts_of_tokens(
+    device: &Device,
+    num_tokens: usize,
+    hidden_size: usize,
+    wide: Wide,
+) -> usize {
     let columns = (NUM_STREAMS * hidden_size).div_ceil(wide.channels * BACKWARD_THREADS);
     let at_once = wide.blocks * device.environment().processors as usize;
     let most = num_tokens.div_ceil(FEWEST_TOKENS).clamp(1, MOST_PARTS);
@@ -410,7 +473,8 @@ impl Spread {
     fn of(device: &Device, num_tokens: usize, hidden_size: usize) -> Self {
         let processors = device.environment().processors as usize;
         // At least one block, so that no tokens give sums of zero.
-        let blocks = num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, COEFFICIENT_BLOCKS * processors);
+        let blocks =
+            num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, COEFFICIENT_BLOCKS * processors);
         Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size, WIDE) }
     }
 
@@ -445,20 +509,23 @@ impl<'a> Backward<'a> {
     ) -> Self {
         let spread = Spread::of(device, num_tokens, hidden_size);
         let [of_tokens, of_blocks, _] = spread.floats(num_tokens, hidden_size);
-        let [numbers, partials, dfn_partials] =
-            [0, of_tokens, of_tokens + of_blocks].map(|floats| DeviceAddress(workspace.0 + 4 * floats as u64));
+        let [numbers, partials, dfn_partials] = [0, of_tokens, of_tokens + of_blocks]
+            .map(|floats| DeviceAddress(workspace.0 + 4 * floats as u64));
         Self { device, check, num_tokens, hidden_size, spread, numbers, partials, dfn_partials }
     }
 
     /// From mix, rstd, scale, base, dpre, dpost and dcomb, which `params` has in this order, each token's numbers.
     pub fn coefficients(&self, params: Params, numbers: Numbers) -> Result<&'static str> {
         let params = params.ptr("numbers", self.numbers).ptr("partials", self.partials);
-        let params = params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
-        let params = params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?.f32("hc_eps", numbers.hc_eps);
+        let params =
+            params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
+        let params =
+            params.i32("sinkhorn_iters", numbers.sinkhorn_iters)?.f32("hc_eps", numbers.hc_eps);
         let passes = 2 * numbers.sinkhorn_iters - 1;
         let shared_bytes = (passes * 2 * BACKWARD_THREADS * 4) as u32;
         let blocks = self.spread.blocks as u64;
-        let config = LaunchConfig::linear(self.check.operator, "streams", blocks, BACKWARD_THREADS as u32)?;
+        let config =
+            LaunchConfig::linear(self.check.operator, "streams", blocks, BACKWARD_THREADS as u32)?;
         let kernel = self.device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_coefficients")?;
         kernel.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
         Ok("mhc_mix_backward_coefficients")
@@ -472,46 +539,66 @@ impl<'a> Backward<'a> {
         params: Params,
         [streams, projection, dstreams]: [&TensorView; 3],
     ) -> Result<()> {
-        let params = params.strided("streams", streams, ["token_stride", "stream_stride"]).ptr("fn", projection);
+        let params = params
+            .strided("streams", streams, ["token_stride", "stream_stride"])
+            .ptr("fn", projection);
         let params = params.ptr("numbers", self.numbers);
         let params = params.strided("dstreams", dstreams, ["token_stride", "stream_stride"]);
-        let params = params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
-        let params = params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
+        let params =
+            params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
+        let params =
+            params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
         let columns = (NUM_STREAMS * self.hidden_size).div_ceil(channels * BACKWARD_THREADS);
         let blocks = columns.saturating_mul(self.spread.splits);
         self.device.kernel(file, &[], kernel)?.launch_blocks("streams", blocks, &params)
     }
 
     /// The same by the kernel for Hopper, of `map`'s streams; returns its name.
-    fn streams_by_boxes(&self, map: &TensorMap, [projection, dstreams]: [&TensorView; 2]) -> Result<&'static str> {
+    fn streams_by_boxes(
+        &self,
+        map: &TensorMap,
+        [projection, dstreams]: [&TensorView; 2],
+    ) -> Result<&'static str> {
         let params = self.check.params().ptr("fn", projection).ptr("numbers", self.numbers);
         let params = params.strided("dstreams", dstreams, ["token_stride", "stream_stride"]);
-        let params = params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
-        let params = params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
+        let params =
+            params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
+        let params =
+            params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
         let params = params.tensor_map("streams_map", Some(self.device.tensor_map(map)?));
         let panels = NUM_STREAMS * self.hidden_size.div_ceil(STEP);
         let blocks = panels.div_ceil(BLOCK_PANELS).saturating_mul(self.spread.splits);
         let kernel = "mhc_mix_backward_streams_hopper";
-        self.device.kernel(HOPPER_BACKWARD_FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
+        self.device
+            .kernel(HOPPER_BACKWARD_FILE, &[], kernel)?
+            .launch_blocks("streams", blocks, &params)?;
         Ok(kernel)
     }
 
     /// Adds up what the blocks left of dfn, dscale and dbase.
     pub fn sums(&self, views: &Views) -> Result<&'static str> {
         let channels = NUM_STREAMS * self.hidden_size;
-        let params = self.check.params().ptr("dfn_partials", self.dfn_partials).ptr("dfn", &views["dfn"]);
+        let params =
+            self.check.params().ptr("dfn_partials", self.dfn_partials).ptr("dfn", &views["dfn"]);
         let params = params.ptr("partials", self.partials).ptr("dscale", &views["dscale"]);
         let params = params.ptr("dbase", &views["dbase"]).i64("channels", channels)?;
         let params = params.i32("splits", self.spread.splits)?.i32("blocks", self.spread.blocks)?;
         let kernel = self.device.kernel(BACKWARD_FILE, &[], "mhc_mix_backward_sums")?;
-        kernel.launch_blocks("streams", (NUM_COLUMNS * channels).div_ceil(BACKWARD_THREADS), &params)?;
+        kernel.launch_blocks(
+            "streams",
+            (NUM_COLUMNS * channels).div_ceil(BACKWARD_THREADS),
+            &params,
+        )?;
         Ok("mhc_mix_backward_sums")
     }
 }
 
 /// Bytes of scratch memory that [`backward`] needs.
 pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
-    4 * Spread::of(device, num_tokens, hidden_size).floats(num_tokens, hidden_size).iter().sum::<usize>()
+    4 * Spread::of(device, num_tokens, hidden_size)
+        .floats(num_tokens, hidden_size)
+        .iter()
+        .sum::<usize>()
 }
 
 /// Launches the backward; returns the kernels that ran. Its tensors:
@@ -535,7 +622,11 @@ pub fn backward(
     let (signature, [num_tokens, hidden_size]) = bind(views, true, implementation)?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    CHECK.holds(
+        "workspace",
+        workspace,
+        backward_workspace_bytes(device, num_tokens, hidden_size),
+    )?;
     let backward = Backward::of(device, CHECK, workspace.into(), [num_tokens, hidden_size]);
     let map = map_of_backward(device, views, [num_tokens, hidden_size], implementation)?;
     let params = signature.params(&["mix", "rstd", "scale", "base", "dpre", "dpost", "dcomb"]);
@@ -557,7 +648,8 @@ fn map_of_backward(
     [num_tokens, hidden_size]: [usize; 2],
     implementation: Implementation,
 ) -> Result<Option<TensorMap>> {
-    let fits = fits_wide(views, &["streams", "dstreams"], hidden_size) && views["fn"].address.is_multiple_of(16);
+    let fits = fits_wide(views, &["streams", "dstreams"], hidden_size)
+        && views["fn"].address.is_multiple_of(16);
     let map = fits.then(|| streams_map(&views["streams"], PANEL_TOKENS)).flatten();
     let misfit = map.is_none().then(|| {
         "hardware copies no boxes of streams, or dstreams: their rows overlap or lie at no multiples of 16 bytes"
@@ -568,7 +660,11 @@ fn map_of_backward(
 }
 
 /// The gradient of the streams by the kernels for all hardware; returns the one that ran.
-fn streams_by_rows(device: &Device, views: &Views, backward: &Backward<'_>) -> Result<&'static str> {
+fn streams_by_rows(
+    device: &Device,
+    views: &Views,
+    backward: &Backward<'_>,
+) -> Result<&'static str> {
     let (wide, scalar) = ("mhc_mix_backward_streams_wide", "mhc_mix_backward_streams_scalar");
     let is_wide = fits_wide(views, &["streams", "dstreams"], backward.hidden_size)
         && device.kernel(BACKWARD_FILE, &[], wide)?.fits(device.environment());
@@ -584,7 +680,8 @@ pub(crate) fn fits_wide(views: &Views, names: &[&str], hidden_size: usize) -> bo
     let fits = |name: &&str| {
         let view = &views[*name];
         let (_, outer) = view.strides.split_last().unwrap_or((&1, &[]));
-        view.address.is_multiple_of(2 * CHANNELS as u64) && outer.iter().all(|stride| stride % CHANNELS as i64 == 0)
+        view.address.is_multiple_of(2 * CHANNELS as u64)
+            && outer.iter().all(|stride| stride % CHANNELS as i64 == 0)
     };
     hidden_size.is_multiple_of(CHANNELS) && names.iter().all(fits)
 }

@@ -1,6 +1,8 @@
 //! `mhc_post`: launcher of `kernels/cuda/streams/mhc_post.cu` (inference 2.4, training 11.1).
 
-use crate::arguments::{Arguments, FLOATS, Signature, element_types, modules_of_floats, read, write};
+use crate::arguments::{
+    Arguments, FLOATS, Signature, element_types, modules_of_floats, read, write,
+};
 use dsv4_runtime::device::Module;
 use dsv4_runtime::{Device, LaunchConfig, Result, Views};
 
@@ -33,13 +35,20 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
             .rows()
             .may_be("streams")
             .when(!backward),
-        read("dout").typed("streams").axes(&["num_tokens", "destination", "hidden_size"]).rows().when(backward),
+        read("dout")
+            .typed("streams")
+            .axes(&["num_tokens", "destination", "hidden_size"])
+            .rows()
+            .when(backward),
         write("dstreams").like("streams").rows().when(backward),
         write("dy").like("y").rows().when(backward),
         write("dpost").like("post").when(backward),
         write("dcomb").like("comb").when(backward),
     ];
-    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
+    let signature = CHECK
+        .signature(views, tensors)
+        .given("source", NUM_STREAMS)
+        .given("destination", NUM_STREAMS);
     let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize).wide("num_tokens");
     let extents = signature.bind(["num_tokens", "hidden_size"])?;
     Ok((signature, extents))
@@ -74,7 +83,10 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let params = params.i32("hidden_size", hidden_size)?.i32("chunks", chunks)?;
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", element)]), name)?;
     let blocks = (num_tokens as u64).saturating_mul(chunks as u64);
-    kernel.launch(LaunchConfig::linear(CHECK.operator, "streams", blocks, threads as u32)?, &params)?;
+    kernel.launch(
+        LaunchConfig::linear(CHECK.operator, "streams", blocks, threads as u32)?,
+        &params,
+    )?;
     Ok(name)
 }
 
@@ -95,10 +107,14 @@ pub fn backward(device: &Device, views: &Views) -> Result<&'static str> {
         true => ("mhc_post_backward_vector", hidden_size * element.size() / 16),
         false => ("mhc_post_backward_scalar", hidden_size),
     };
-    let params = signature.params(&["streams", "y", "post", "comb", "dout", "dstreams", "dy", "dpost", "dcomb"]);
+    let params = signature
+        .params(&["streams", "y", "post", "comb", "dout", "dstreams", "dy", "dpost", "dcomb"]);
     let params = params.i32("hidden_size", hidden_size)?;
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", element)]), name)?;
     let threads = threads(row, PIECES, BACKWARD_THREADS) as u32;
-    kernel.launch(LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?, &params)?;
+    kernel.launch(
+        LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?,
+        &params,
+    )?;
     Ok(name)
 }

@@ -4,7 +4,8 @@
 use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
 use crate::streams::mhc_mix::{
-    self, Backward, NUM_COLUMNS, Numbers, Projected, has_a_step_of_each_stream, has_few_projected_tokens, streams_map,
+    self, Backward, NUM_COLUMNS, Numbers, Projected, has_a_step_of_each_stream,
+    has_few_projected_tokens, streams_map,
 };
 use crate::streams::mhc_post::{self, NUM_STREAMS, threads};
 use crate::streams::mhc_pre;
@@ -24,7 +25,8 @@ const DPRE_THREADS: usize = 256;
 /// Tokens of the boxes that the kernel for Hopper copies; `CONSUMER_TOKENS` in the kernel source.
 const BOX_TOKENS: usize = 64;
 /// What the forward writes for the next site, by this operator's names and by those of that site.
-const OF_NEXT_SITE: [(&str, &str); 3] = [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
+const OF_NEXT_SITE: [(&str, &str); 3] =
+    [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
@@ -37,7 +39,8 @@ pub fn modules() -> Vec<Module> {
 /// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
 fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
     let (backward, hopper) = (forward.is_none(), forward == Some(Implementation::Hopper));
-    let (gates, matrix) = (&["num_tokens", "destination"], &["num_tokens", "source", "destination"]);
+    let (gates, matrix) =
+        (&["num_tokens", "destination"], &["num_tokens", "source", "destination"]);
     let streams = &["num_tokens", "destination", "hidden_size"];
     let bf16 = |name| read(name).of(&[DType::Bf16]).rows();
     let out = saved("out", backward).of(&[DType::Bf16]).axes(streams).may_be("streams");
@@ -76,8 +79,12 @@ fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>
         write("dbase").like("base").when(backward),
         scratch("workspace", 16),
     ];
-    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
-    let signature = signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
+    let signature = CHECK
+        .signature(views, tensors)
+        .given("source", NUM_STREAMS)
+        .given("destination", NUM_STREAMS);
+    let signature =
+        signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
     // All streams of a token together are counted in 32 bits.
     let multiple = if hopper { 8 } else { 1 };
     let mut signature = signature.extent("hidden_size", multiple, i32::MAX as usize / NUM_STREAMS);
@@ -154,15 +161,22 @@ impl Forward<'_> {
     fn maps(&self) -> Result<Option<[TensorMap; 2]>> {
         let maps = || {
             let y = &self.views["y"];
-            let (shape, strides) = (vec![self.num_tokens, 2 * self.hidden_size], vec![y.strides[0].checked_mul(2)?, 1]);
+            let (shape, strides) = (
+                vec![self.num_tokens, 2 * self.hidden_size],
+                vec![y.strides[0].checked_mul(2)?, 1],
+            );
             let y = TensorView { dtype: DType::U8, shape, strides, ..y.clone() };
-            Some([streams_map(&self.views["streams"], BOX_TOKENS)?, TensorMap::of(&y, BOX_TOKENS as u32)?])
+            Some([
+                streams_map(&self.views["streams"], BOX_TOKENS)?,
+                TensorMap::of(&y, BOX_TOKENS as u32)?,
+            ])
         };
         let maps = self.vectorised.then(maps).flatten();
         let misfit = maps.is_none().then(|| {
             "hardware copies no boxes of streams or y: their rows overlap or lie at no multiples of 16 bytes".to_owned()
         });
-        let hopper = mhc_mix::runs_hopper(CHECK, self.device, self.implementation, self.num_tokens, misfit)?;
+        let hopper =
+            mhc_mix::runs_hopper(CHECK, self.device, self.implementation, self.num_tokens, misfit)?;
         Ok(maps.filter(|_| hopper))
     }
 
@@ -174,12 +188,20 @@ impl Forward<'_> {
         let Self { device, num_tokens, hidden_size, .. } = *self;
         let params = |names: &[&'static str], splits| {
             let params = self.signature.params(names).ptr("partials", &self.views["workspace"]);
-            params.i64("num_tokens", num_tokens)?.i32("hidden_size", hidden_size)?.i32("splits", splits)
+            params
+                .i64("num_tokens", num_tokens)?
+                .i32("hidden_size", hidden_size)?
+                .i32("splits", splits)
         };
         if let Some([streams, y]) = self.maps()? {
             let kernel = "mhc_post_mix_pre_project_hopper";
-            let (blocks, projected) =
-                mhc_mix::projected_by(device, &self.site, self.numbers, kernel, Implementation::Hopper)?;
+            let (blocks, projected) = mhc_mix::projected_by(
+                device,
+                &self.site,
+                self.numbers,
+                kernel,
+                Implementation::Hopper,
+            )?;
             let params = params(&["post", "comb", "fn", "out"], projected.splits)?;
             let params = params.tensor_map("streams_map", Some(device.tensor_map(&streams)?));
             let params = params.tensor_map("y_map", Some(device.tensor_map(&y)?));
@@ -190,13 +212,20 @@ impl Forward<'_> {
             return Ok(None);
         } else if has_few_projected_tokens(num_tokens) {
             "mhc_post_mix_pre_project_few"
-        } else if num_tokens <= mhc_mix::FEW_TOKENS && has_a_step_of_each_stream(device, num_tokens, hidden_size) {
+        } else if num_tokens <= mhc_mix::FEW_TOKENS
+            && has_a_step_of_each_stream(device, num_tokens, hidden_size)
+        {
             "mhc_post_mix_pre_project"
         } else {
             return Ok(None);
         };
-        let (blocks, projected) =
-            mhc_mix::projected_by(device, &self.site, self.numbers, kernel, Implementation::Portable)?;
+        let (blocks, projected) = mhc_mix::projected_by(
+            device,
+            &self.site,
+            self.numbers,
+            kernel,
+            Implementation::Portable,
+        )?;
         let params = params(&["streams", "y", "post", "comb", "fn", "out"], projected.splits)?;
         device.kernel(FILE, &[], kernel)?.launch_blocks("streams", blocks, &params)?;
         Ok(Some(projected))
@@ -209,12 +238,21 @@ impl Forward<'_> {
     fn mix(&self, projected: Projected) -> Result<&'static str> {
         let views = self.views;
         let params = self.signature.params(&["out"]).ptr("partials", &views["workspace"]);
-        let params = ["scale", "base"].into_iter().fold(params, |params, name| params.ptr(name, &views[name]));
-        let next = OF_NEXT_SITE.into_iter().fold(params, |params, (name, field)| params.ptr(field, &views[name]));
+        let params = ["scale", "base"]
+            .into_iter()
+            .fold(params, |params, name| params.ptr(name, &views[name]));
+        let next = OF_NEXT_SITE
+            .into_iter()
+            .fold(params, |params, (name, field)| params.ptr(field, &views[name]));
         let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
-        let params = projected.params(params.strided("h", &views["h"], ["token_stride"]), self.numbers)?;
+        let params =
+            projected.params(params.strided("h", &views["h"], ["token_stride"]), self.numbers)?;
         let kernel = "mhc_post_mix_pre_mix";
-        self.device.kernel(FILE, &[], kernel)?.launch_blocks("streams", self.num_tokens, &params)?;
+        self.device.kernel(FILE, &[], kernel)?.launch_blocks(
+            "streams",
+            self.num_tokens,
+            &params,
+        )?;
         Ok(kernel)
     }
 }
@@ -229,18 +267,34 @@ fn launch(
     let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
     // Before anything is launched: out may be streams, which no refusal may cost.
     numbers.check(CHECK)?;
-    CHECK.holds("workspace", &views["workspace"], forward_workspace_bytes(device, num_tokens, hidden_size))?;
+    CHECK.holds(
+        "workspace",
+        &views["workspace"],
+        forward_workspace_bytes(device, num_tokens, hidden_size),
+    )?;
     let site = views.without(&["streams", "y", "post", "comb", "h"]).renamed(&[("out", "streams")]);
     let site = site.renamed(&OF_NEXT_SITE);
-    let vectorised = signature.vectorised_rows(&["streams", "y", "out"]) && views["fn"].address.is_multiple_of(16);
+    let vectorised = signature.vectorised_rows(&["streams", "y", "out"])
+        && views["fn"].address.is_multiple_of(16);
     let mixes_few = may_fuse && signature.vectorised_rows(&["out", "h"]);
-    let call = Forward { device, views, signature, site, numbers, implementation, num_tokens, hidden_size, vectorised };
+    let call = Forward {
+        device,
+        views,
+        signature,
+        site,
+        numbers,
+        implementation,
+        num_tokens,
+        hidden_size,
+        vectorised,
+    };
     let fused = if may_fuse { call.project()? } else { None };
     let (mut ran, projected) = if let Some(projected) = fused {
         (vec![projected.kernel], projected)
     } else {
         let projection = mhc_mix::Projection::of(device, &call.site, numbers, implementation)?;
-        let post = mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
+        let post =
+            mhc_post::forward(device, &views.only(&["streams", "y", "post", "comb", "out"]))?;
         let projected = projection.launch()?;
         (vec![post, projected.kernel], projected)
     };
@@ -249,7 +303,8 @@ fn launch(
         return Ok(ran);
     }
     let coefficients = mhc_mix::coefficients(device, &call.site, numbers, projected)?;
-    let mixed = views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
+    let mixed =
+        views.only(&["out", "next_pre", "h"]).renamed(&[("out", "streams"), ("next_pre", "pre")]);
     ran.extend([coefficients, mhc_pre::forward(device, &mixed, None)?]);
     Ok(ran)
 }
@@ -280,8 +335,24 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     let (_, [num_tokens, hidden_size]) = bind(views, None)?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
-    let site = ["out", "next_pre", "fn", "scale", "base", "mix", "rstd", "dout", "dh", "dnext_post", "dnext_comb"];
+    CHECK.holds(
+        "workspace",
+        workspace,
+        backward_workspace_bytes(device, num_tokens, hidden_size),
+    )?;
+    let site = [
+        "out",
+        "next_pre",
+        "fn",
+        "scale",
+        "base",
+        "mix",
+        "rstd",
+        "dout",
+        "dh",
+        "dnext_post",
+        "dnext_comb",
+    ];
     let written = ["dout_total", "dfn", "dscale", "dbase", "workspace"];
     let site = views.only(&[&site[..], &written].concat()).renamed(&[
         ("out", "streams"),
@@ -291,14 +362,25 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
         ("dout_total", "dstreams"),
     ]);
     let mut ran = site_backward(device, &site, numbers)?;
-    let front = views.only(&["streams", "y", "post", "comb", "dout_total", "dstreams", "dy", "dpost", "dcomb"]);
+    let front = views.only(&[
+        "streams",
+        "y",
+        "post",
+        "comb",
+        "dout_total",
+        "dstreams",
+        "dy",
+        "dpost",
+        "dcomb",
+    ]);
     ran.push(mhc_post::backward(device, &front.renamed(&[("dout_total", "dout")]))?);
     Ok(ran)
 }
 
 /// Checks the tensors of a site's backward, and returns them with its tokens and their channels.
 fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
-    let (gates, streams) = (&["num_tokens", "destination"], &["num_tokens", "destination", "hidden_size"]);
+    let (gates, streams) =
+        (&["num_tokens", "destination"], &["num_tokens", "destination", "hidden_size"]);
     let bf16 = |name| read(name).of(&[DType::Bf16]).rows();
     let tensors = [
         bf16("streams").axes(streams),
@@ -318,8 +400,12 @@ fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
         write("dbase").like("base"),
         scratch("workspace", 16),
     ];
-    let signature = CHECK.signature(views, tensors).given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
-    let signature = signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
+    let signature = CHECK
+        .signature(views, tensors)
+        .given("source", NUM_STREAMS)
+        .given("destination", NUM_STREAMS);
+    let signature =
+        signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
     let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
     let extents = signature.bind(["num_tokens", "hidden_size"])?;
     Ok((signature, extents))
@@ -337,16 +423,27 @@ fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
-pub fn site_backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
+pub fn site_backward(
+    device: &Device,
+    views: &Views,
+    numbers: Numbers,
+) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind_site(views)?;
     numbers.check(CHECK)?;
     let workspace = &views["workspace"];
-    CHECK.holds("workspace", workspace, backward_workspace_bytes(device, num_tokens, hidden_size))?;
+    CHECK.holds(
+        "workspace",
+        workspace,
+        backward_workspace_bytes(device, num_tokens, hidden_size),
+    )?;
     let (dpre, row) = match signature.vectorised_rows(&["streams", "dh"]) {
         true => ("mhc_post_mix_pre_dpre_vector", hidden_size / 8),
         false => ("mhc_post_mix_pre_dpre_scalar", hidden_size),
     };
-    let params = signature.params(&["streams", "dh"]).ptr("dpre", workspace).i32("hidden_size", hidden_size)?;
+    let params = signature
+        .params(&["streams", "dh"])
+        .ptr("dpre", workspace)
+        .i32("hidden_size", hidden_size)?;
     let threads = threads(row, PIECES, DPRE_THREADS) as u32;
     let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
     device.kernel(BACKWARD_FILE, &[], dpre)?.launch(config, &params)?;

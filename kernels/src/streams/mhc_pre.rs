@@ -1,7 +1,9 @@
 //! `mhc_pre`: launcher of `kernels/cuda/streams/mhc_pre.cu` and `mhc_pre_norm.cu` (inference 2.3 and 3, training 11.1 and
 //! 11.3).
 
-use crate::arguments::{Arguments, FLOATS, Signature, element_types, modules_of_floats, read, saved, scratch, write};
+use crate::arguments::{
+    Arguments, FLOATS, Signature, element_types, modules_of_floats, read, saved, scratch, write,
+};
 use crate::projections::rms_norm;
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
 use dsv4_runtime::device::Module;
@@ -71,7 +73,8 @@ fn bind(views: &Views, norm: bool, backward: bool) -> Result<(Signature<'_>, [us
 
 /// Whether every access may be 16 bytes wide.
 fn vectorised(signature: &Signature<'_>, views: &Views) -> bool {
-    signature.vectorised() && views.get("weight").is_none_or(|weight| weight.address.is_multiple_of(16))
+    signature.vectorised()
+        && views.get("weight").is_none_or(|weight| weight.address.is_multiple_of(16))
 }
 
 /// Launches the forward, `h = sum over i of pre[i] streams[i]`, or with a `norm` `y = weight (h rstd)`; returns the
@@ -88,7 +91,8 @@ fn vectorised(signature: &Signature<'_>, views: &Views) -> bool {
 pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'static str> {
     let (signature, [num_tokens, hidden_size]) = bind(views, norm.is_some(), false)?;
     let element = views["streams"].dtype;
-    let (defines, vectorised) = (element_types(&[("ELEMENT", element)]), vectorised(&signature, views));
+    let (defines, vectorised) =
+        (element_types(&[("ELEMENT", element)]), vectorised(&signature, views));
     let row = if vectorised { hidden_size * element.size() / 16 } else { hidden_size };
     if let Some(Norm { eps }) = norm {
         CHECK.positive("eps", eps)?;
@@ -109,7 +113,10 @@ pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'s
     let name = if vectorised { "mhc_pre_forward_vector" } else { "mhc_pre_forward_scalar" };
     let threads = threads(row, 1, FORWARD_THREADS);
     let chunks = row.div_ceil(threads);
-    let params = signature.params(&["streams", "pre", "h"]).i32("hidden_size", hidden_size)?.i32("chunks", chunks)?;
+    let params = signature
+        .params(&["streams", "pre", "h"])
+        .i32("hidden_size", hidden_size)?
+        .i32("chunks", chunks)?;
     let blocks = (num_tokens as u64).saturating_mul(chunks as u64);
     let config = LaunchConfig::linear(CHECK.operator, "streams", blocks, threads as u32)?;
     device.kernel(FILE, &defines, name)?.launch(config, &params)?;
@@ -134,7 +141,8 @@ fn norm_backward(
 ) -> NormBackward {
     let environment = device.environment();
     let (row_bytes, processors) = (hidden_size * element.size(), environment.processors as usize);
-    let (pieces, staged_bytes) = (row_bytes / 16, (STAGED_ROWS * row_bytes) as u64 + OWN_SHARED_BYTES);
+    let (pieces, staged_bytes) =
+        (row_bytes / 16, (STAGED_ROWS * row_bytes) as u64 + OWN_SHARED_BYTES);
     let resident = environment.shared_bytes_per_block / staged_bytes;
     if vectorised && resident > 0 && pieces <= NORM_THREADS * GRADIENT_HELD {
         return NormBackward {
@@ -153,9 +161,15 @@ fn norm_backward(
 }
 
 /// Bytes of scratch memory that [`backward`] needs where the norm follows.
-pub fn workspace_bytes(device: &Device, element: DType, num_tokens: usize, hidden_size: usize) -> usize {
+pub fn workspace_bytes(
+    device: &Device,
+    element: DType,
+    num_tokens: usize,
+    hidden_size: usize,
+) -> usize {
     // The largest grid of any path, so that the answer does not depend on alignment.
-    let blocks = [true, false].map(|wide| norm_backward(device, element, num_tokens, hidden_size, wide).blocks);
+    let blocks = [true, false]
+        .map(|wide| norm_backward(device, element, num_tokens, hidden_size, wide).blocks);
     blocks[0].max(blocks[1]) * hidden_size * 4
 }
 
@@ -171,25 +185,43 @@ pub fn workspace_bytes(device: &Device, element: DType, num_tokens: usize, hidde
 pub fn backward(device: &Device, views: &Views, norm: bool) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, norm, true)?;
     let element = views["streams"].dtype;
-    let (defines, vectorised) = (element_types(&[("ELEMENT", element)]), vectorised(&signature, views));
+    let (defines, vectorised) =
+        (element_types(&[("ELEMENT", element)]), vectorised(&signature, views));
     if norm {
         let workspace = &views["workspace"];
-        CHECK.holds("workspace", workspace, workspace_bytes(device, element, num_tokens, hidden_size))?;
+        CHECK.holds(
+            "workspace",
+            workspace,
+            workspace_bytes(device, element, num_tokens, hidden_size),
+        )?;
         let NormBackward { name, blocks, threads, shared_bytes } =
             norm_backward(device, element, num_tokens, hidden_size, vectorised);
-        let params = signature.params(&["streams", "pre", "weight", "rstd", "dy", "dstreams", "dpre"]);
+        let params =
+            signature.params(&["streams", "pre", "weight", "rstd", "dy", "dstreams", "dpre"]);
         let params = params.ptr("dweight_partials", workspace).i64("num_tokens", num_tokens)?;
         let params = params.i32("hidden_size", hidden_size)?;
-        let config = LaunchConfig::linear(CHECK.operator, "streams", blocks as u64, threads as u32)?;
-        device.kernel(NORM_FILE, &defines, name)?.launch(LaunchConfig { shared_bytes, ..config }, &params)?;
-        let sum = rms_norm::sum_dweight(device, element, workspace, &views["dweight"], blocks, hidden_size)?;
+        let config =
+            LaunchConfig::linear(CHECK.operator, "streams", blocks as u64, threads as u32)?;
+        device
+            .kernel(NORM_FILE, &defines, name)?
+            .launch(LaunchConfig { shared_bytes, ..config }, &params)?;
+        let sum = rms_norm::sum_dweight(
+            device,
+            element,
+            workspace,
+            &views["dweight"],
+            blocks,
+            hidden_size,
+        )?;
         return Ok(vec![name, sum]);
     }
     let (name, row) = match vectorised {
         true => ("mhc_pre_backward_vector", hidden_size * element.size() / 16),
         false => ("mhc_pre_backward_scalar", hidden_size),
     };
-    let params = signature.params(&["streams", "pre", "dh", "dstreams", "dpre"]).i32("hidden_size", hidden_size)?;
+    let params = signature
+        .params(&["streams", "pre", "dh", "dstreams", "dpre"])
+        .i32("hidden_size", hidden_size)?;
     let threads = threads(row, PIECES, BACKWARD_THREADS) as u32;
     let config = LaunchConfig::linear(CHECK.operator, "streams", num_tokens as u64, threads)?;
     device.kernel(FILE, &defines, name)?.launch(config, &params)?;

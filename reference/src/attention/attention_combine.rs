@@ -102,7 +102,8 @@ impl Parts {
         let has_keys: Vec<u8> = values(lse)?.iter().map(|e| u8::from(!e.is_infinite())).collect();
         let has_keys = Tensor::from_vec(has_keys, lse.shape(), &Device::Cpu)?;
         let of_rows = has_keys.unsqueeze(3)?.broadcast_as(out.shape())?;
-        let (exponents, out) = (select(&has_keys, lse, f64::NEG_INFINITY)?, select(&of_rows, out, 0.0)?);
+        let (exponents, out) =
+            (select(&has_keys, lse, f64::NEG_INFINITY)?, select(&of_rows, out, 0.0)?);
         Ok(Self { exponents, out, any: has_keys.max(0)?, has_keys })
     }
 }
@@ -123,7 +124,9 @@ mod tests {
     /// Attention of 5 tokens over 40 keys, some of them masked, with a sink.
     fn whole() -> attention::Inputs {
         let mut draw = Draw::new(3);
-        let indices = (0..5 * 40).map(|slot| if slot % 7 == 3 { -1 } else { draw.below(30) as i32 }).collect();
+        let indices = (0..5 * 40)
+            .map(|slot| if slot % 7 == 3 { -1 } else { draw.below(30) as i32 })
+            .collect();
         attention::Inputs {
             q: draw.bf16(&[5, 3, 16], 2.0),
             k: draw.bf16(&[30, 16], 1.0),
@@ -138,7 +141,11 @@ mod tests {
 
     /// The slots `range` of every list as a part of its own.
     fn part(whole: &attention::Inputs, range: std::ops::Range<usize>) -> Result<(Tensor, Tensor)> {
-        let lists = whole.indices.chunks(whole.topk).flat_map(|list| list[range.clone()].to_vec()).collect();
+        let lists = whole
+            .indices
+            .chunks(whole.topk)
+            .flat_map(|list| list[range.clone()].to_vec())
+            .collect();
         let lengths = whole.topk_length.as_ref().expect("lengths");
         let lengths = lengths.iter().map(|&length| length - range.start as i32).collect();
         let part = attention::Inputs {
@@ -153,11 +160,15 @@ mod tests {
     }
 
     fn named(partial_out: Tensor, partial_lse: Tensor, sink: Option<Tensor>) -> Named {
-        Named::new().with("partial_out", partial_out).with("partial_lse", partial_lse).maybe("sink", sink)
+        Named::new()
+            .with("partial_out", partial_out)
+            .with("partial_lse", partial_lse)
+            .maybe("sink", sink)
     }
 
     fn split(whole: &attention::Inputs, at: &[usize]) -> Result<Named> {
-        let parts: Vec<_> = at.windows(2).map(|ends| part(whole, ends[0]..ends[1])).collect::<Result<_>>()?;
+        let parts: Vec<_> =
+            at.windows(2).map(|ends| part(whole, ends[0]..ends[1])).collect::<Result<_>>()?;
         let (out, lse): (Vec<Tensor>, Vec<Tensor>) = parts.into_iter().unzip();
         Ok(named(Tensor::stack(&out, 0)?, Tensor::stack(&lse, 0)?, whole.sink.clone()))
     }
@@ -172,7 +183,8 @@ mod tests {
             assert_within("out", merged.tensor("out")?, &expected.out, &bound);
             let (lse, expected_lse) = (values(merged.tensor("lse")?)?, values(&expected.lse)?);
             for (merged, expected) in lse.iter().zip(&expected_lse) {
-                let equal = merged == expected || (merged - expected).abs() <= 64.0 * UNIT_ROUNDOFF * expected.abs();
+                let equal = merged == expected
+                    || (merged - expected).abs() <= 64.0 * UNIT_ROUNDOFF * expected.abs();
                 assert!(equal, "lse {merged} against {expected}");
             }
         }
@@ -183,8 +195,10 @@ mod tests {
     fn a_part_without_keys_counts_for_nothing_whatever_it_holds() -> Result<()> {
         let numbers = [1.0, 2.0, f64::NAN, f64::NAN];
         let merge = |e: f64, sink: f64| -> Result<[Vec<f64>; 2]> {
-            let (out, lse) = (f64_tensor(&numbers, &[2, 1, 1, 2]), f64_tensor(&[3.0, e], &[2, 1, 1]));
-            let merged = forward(&named(out, lse, Some(f64_tensor(&[sink], &[1]))), &mut Rounding::exact())?;
+            let (out, lse) =
+                (f64_tensor(&numbers, &[2, 1, 1, 2]), f64_tensor(&[3.0, e], &[2, 1, 1]));
+            let merged =
+                forward(&named(out, lse, Some(f64_tensor(&[sink], &[1]))), &mut Rounding::exact())?;
             Ok([values(merged.tensor("out")?)?, values(merged.tensor("lse")?)?])
         };
         for infinity in [f64::INFINITY, f64::NEG_INFINITY] {
@@ -196,7 +210,10 @@ mod tests {
             let [halved, _] = merge(infinity, 8f64.ln())?;
             assert!((halved[0] - 0.5).abs() < 1e-15 && (halved[1] - 1.0).abs() < 1e-15);
         }
-        assert!(merge(0.0, 0.0)?[0].iter().all(|x| x.is_nan()), "a part with keys that is NaN shows");
+        assert!(
+            merge(0.0, 0.0)?[0].iter().all(|x| x.is_nan()),
+            "a part with keys that is NaN shows"
+        );
         Ok(())
     }
 
@@ -205,7 +222,8 @@ mod tests {
         for num_parts in [0, 1, 3] {
             let out = Tensor::full(f64::NAN, (num_parts, 2, 3, 8), &Device::Cpu)?;
             let lse = Tensor::full(f64::NEG_INFINITY, (num_parts, 2, 3), &Device::Cpu)?;
-            let inputs = named(out, lse, Some(f64_tensor(&[0.0, f64::INFINITY, f64::NEG_INFINITY], &[3])));
+            let inputs =
+                named(out, lse, Some(f64_tensor(&[0.0, f64::INFINITY, f64::NEG_INFINITY], &[3])));
             for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
                 let merged = forward(&inputs, &mut Rounding::new(precision))?;
                 assert!(values(merged.tensor("out")?)?.iter().all(|&x| x == 0.0));
@@ -218,24 +236,40 @@ mod tests {
     #[test]
     fn working_runs_have_the_exact_result_as_their_mean() -> Result<()> {
         let inputs = split(&whole(), &[0, 7, 20, 40])?;
-        let run = |rounding: &mut Rounding| Ok(forward(&inputs, rounding)?.tensor("out")?.narrow(1, 0, 2)?);
+        let run = |rounding: &mut Rounding| {
+            Ok(forward(&inputs, rounding)?.tensor("out")?.narrow(1, 0, 2)?)
+        };
         let working = (0..256).map(|seed| run(&mut Rounding::new(Precision::Working { seed })));
         // Of 15 rows a third has an infinite sink and one token no key: 8 rows err, each by its own shares.
-        assert_unbiased("out", &run(&mut Rounding::exact())?, &working.collect::<Result<Vec<_>>>()?, 8);
+        assert_unbiased(
+            "out",
+            &run(&mut Rounding::exact())?,
+            &working.collect::<Result<Vec<_>>>()?,
+            8,
+        );
         Ok(())
     }
 
     #[test]
     fn inputs_that_do_not_fit_are_refused() {
         let merge = |parts: usize, heads: usize| {
-            let (out, lse) = (f64_tensor(&[0.0; 48], &[2, 1, 3, 8]), f64_tensor(&vec![0.0; parts * 3], &[parts, 1, 3]));
-            forward(&named(out, lse, Some(f64_tensor(&vec![0.0; heads], &[heads]))), &mut Rounding::exact())
+            let (out, lse) = (
+                f64_tensor(&[0.0; 48], &[2, 1, 3, 8]),
+                f64_tensor(&vec![0.0; parts * 3], &[parts, 1, 3]),
+            );
+            forward(
+                &named(out, lse, Some(f64_tensor(&vec![0.0; heads], &[heads]))),
+                &mut Rounding::exact(),
+            )
         };
         assert!(merge(2, 3).is_ok());
         assert!(matches!(merge(1, 3), Err(Error::Shape { argument: "partial_lse", .. })));
         assert!(matches!(merge(2, 2), Err(Error::Shape { argument: "sink", .. })));
         let lse = Named::new().with("partial_lse", f64_tensor(&[], &[0, 1, 3]));
         let refused = forward(&lse, &mut Rounding::exact());
-        assert!(matches!(refused, Err(Error::Value { argument: "partial_out", .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Value { argument: "partial_out", .. })),
+            "{refused:?}"
+        );
     }
 }

@@ -99,7 +99,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
         let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F64, &Device::Cpu);
         return Ok(Outputs { out: inputs.q.zeros_like()?, lse: zeros(&[batch, s_q, num_heads])? });
     }
-    let stores: Vec<&Store> = [Some(&inputs.window), inputs.compressed.as_ref()].into_iter().flatten().collect();
+    let stores: Vec<&Store> =
+        [Some(&inputs.window), inputs.compressed.as_ref()].into_iter().flatten().collect();
     let k = decoded(inputs.format, &stores)?;
     let lists = joined_lists(inputs, &stores, tokens, s_q);
     let q = inputs.q.reshape((tokens, num_heads, head_dim))?;
@@ -114,8 +115,11 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
             sink: inputs.sink.as_ref().map(|sink| sink.narrow(0, first, heads)).transpose()?,
             softmax_scale: inputs.softmax_scale,
         };
-        let parts: Vec<Vec<&[i32]>> =
-            lists.iter().enumerate().map(|(token, list)| inputs.split.parts(token * blocks + block, list)).collect();
+        let parts: Vec<Vec<&[i32]>> = lists
+            .iter()
+            .enumerate()
+            .map(|(token, list)| inputs.split.parts(token * blocks + block, list))
+            .collect();
         let [block_out, block_lse] = block_inputs.forward(&parts, rounding)?;
         out.push(block_out);
         lse.push(block_lse);
@@ -148,14 +152,20 @@ impl BlockInputs {
             partial_out.push(rounding.f32(&outputs.out)?);
             partial_lse.push(rounding.f32(&(outputs.lse * std::f64::consts::LOG2_E)?)?);
         }
-        let (partial_out, partial_lse) = (Tensor::stack(&partial_out, 0)?, Tensor::stack(&partial_lse, 0)?);
+        let (partial_out, partial_lse) =
+            (Tensor::stack(&partial_out, 0)?, Tensor::stack(&partial_lse, 0)?);
         let parts = Named::new().with("partial_out", partial_out).with("partial_lse", partial_lse);
         let merged = attention_combine::forward(&parts.maybe("sink", self.sink.clone()), rounding)?;
         Ok([merged.tensor("out")?.clone(), merged.tensor("lse")?.clone()])
     }
 
     /// Part `number` of every token's list; those that have fewer parts have no slot there.
-    fn part(&self, parts: &[Vec<&[i32]>], number: usize, sink: Option<Tensor>) -> attention::Inputs {
+    fn part(
+        &self,
+        parts: &[Vec<&[i32]>],
+        number: usize,
+        sink: Option<Tensor>,
+    ) -> attention::Inputs {
         let list = |token: &Vec<&[i32]>| token.get(number).map_or(Vec::new(), |list| list.to_vec());
         let mut lists: Vec<Vec<i32>> = parts.iter().map(list).collect();
         let topk = lists.iter().map(Vec::len).max().unwrap_or(0);
@@ -177,7 +187,8 @@ impl Split {
     /// The parts of a unit's list.
     fn parts<'a>(&self, unit: usize, list: &'a [i32]) -> Vec<&'a [i32]> {
         let at = |&tile: &usize| tile.saturating_mul(self.tile_slots).min(list.len());
-        let ends: Vec<usize> = [0].into_iter().chain(self.cuts[unit].iter().map(at)).chain([list.len()]).collect();
+        let ends: Vec<usize> =
+            [0].into_iter().chain(self.cuts[unit].iter().map(at)).chain([list.len()]).collect();
         ends.windows(2).map(|ends| &list[ends[0]..ends[1]]).collect()
     }
 }
@@ -229,8 +240,11 @@ impl Store {
     }
 
     fn check(&self, format: RowFormat, batch: usize, s_q: usize) -> Result<()> {
-        let unfit =
-            |argument, expected: String, actual: usize| Error::Shape { argument, expected, actual: vec![actual] };
+        let unfit = |argument, expected: String, actual: usize| Error::Shape {
+            argument,
+            expected,
+            actual: vec![actual],
+        };
         if self.page_size == 0 {
             return Err(wrong_value("page_size", 0, "a page needs rows"));
         }
@@ -239,10 +253,16 @@ impl Store {
             return Err(unfit("pages", format!("[pages * {page}]"), self.pages.len()));
         }
         if self.indices.len() != batch * s_q * self.topk {
-            return Err(unfit("indices", format!("[{batch}, {s_q}, {}]", self.topk), self.indices.len()));
+            return Err(unfit(
+                "indices",
+                format!("[{batch}, {s_q}, {}]", self.topk),
+                self.indices.len(),
+            ));
         }
         match &self.length {
-            Some(length) if length.len() != batch => Err(unfit("length", format!("[{batch}]"), length.len())),
+            Some(length) if length.len() != batch => {
+                Err(unfit("length", format!("[{batch}]"), length.len()))
+            }
             _ => Ok(()),
         }
     }
@@ -264,7 +284,11 @@ impl Inputs {
         }
         let units = batch * s_q * num_heads.div_ceil(*unit_heads);
         if cuts.len() != units {
-            return Err(Error::Shape { argument: "cuts", expected: format!("[{units}]"), actual: vec![cuts.len()] });
+            return Err(Error::Shape {
+                argument: "cuts",
+                expected: format!("[{units}]"),
+                actual: vec![cuts.len()],
+            });
         }
         for store in [Some(&self.window), self.compressed.as_ref()].into_iter().flatten() {
             store.check(self.format, batch, s_q)?;
@@ -281,7 +305,13 @@ mod tests {
 
     const FORMAT: RowFormat = RowFormat { nope_dim: 64, rope_dim: 16 };
 
-    fn store(draw: &mut Draw, page_size: usize, num_pages: usize, topk: usize, length: Vec<i32>) -> Store {
+    fn store(
+        draw: &mut Draw,
+        page_size: usize,
+        num_pages: usize,
+        topk: usize,
+        length: Vec<i32>,
+    ) -> Store {
         let num_slots = page_size * num_pages;
         let rows = values(&draw.bf16(&[num_slots, FORMAT.head_dim()], 1.0)).expect("values");
         let mut pages = vec![0; num_pages * FORMAT.bytes().page_bytes(page_size)];
@@ -315,10 +345,12 @@ mod tests {
         let at = request * 2 + token;
         let mut rows = Vec::new();
         for store in [&inputs.window, inputs.compressed.as_ref().expect("a store")] {
-            let length = store.length.as_ref().expect("lengths")[request].clamp(0, store.topk as i32) as usize;
+            let length = store.length.as_ref().expect("lengths")[request]
+                .clamp(0, store.topk as i32) as usize;
             for &index in &store.indices[at * store.topk..][..length] {
                 if index >= 0 && (index as usize) < store.num_slots(FORMAT) {
-                    let (data_at, scales_at) = FORMAT.bytes().place(index as usize, store.page_size);
+                    let (data_at, scales_at) =
+                        FORMAT.bytes().place(index as usize, store.page_size);
                     let data = &store.pages[data_at..data_at + FORMAT.data_bytes()];
                     rows.push(FORMAT.decode(data, &store.pages[scales_at..scales_at + 8]));
                 }
@@ -326,10 +358,13 @@ mod tests {
         }
         let q = values(&inputs.q).expect("values");
         let q = &q[(at * 3 + head) * 80..][..80];
-        let weight = |row: &Vec<f64>| (0.1 * row.iter().zip(q).map(|(k, q)| k * q).sum::<f64>()).exp();
+        let weight =
+            |row: &Vec<f64>| (0.1 * row.iter().zip(q).map(|(k, q)| k * q).sum::<f64>()).exp();
         let sum: f64 = rows.iter().map(weight).sum();
         let sink = values(inputs.sink.as_ref().expect("a sink")).expect("values")[head].exp();
-        let out = (0..80).map(|c| rows.iter().map(|row| weight(row) * row[c]).sum::<f64>() / (sum + sink)).collect();
+        let out = (0..80)
+            .map(|c| rows.iter().map(|row| weight(row) * row[c]).sum::<f64>() / (sum + sink))
+            .collect();
         (out, sum.ln())
     }
 
@@ -343,7 +378,10 @@ mod tests {
             let bound = f64_tensor(&[256.0 * UNIT_ROUNDOFF; 80], &[80]);
             assert_within("out", &found, &f64_tensor(&out, &[80]), &bound);
             let found: f64 = outputs.lse.get(request)?.get(token)?.get(head)?.to_scalar()?;
-            assert!((found - lse).abs() <= 64.0 * UNIT_ROUNDOFF * lse.abs().max(1.0), "{found} against {lse}");
+            assert!(
+                (found - lse).abs() <= 64.0 * UNIT_ROUNDOFF * lse.abs().max(1.0),
+                "{found} against {lse}"
+            );
         }
         Ok(())
     }
@@ -351,7 +389,9 @@ mod tests {
     /// Cuts of the units of 4 tokens and 2 blocks of heads, no two alike.
     fn split(tile_slots: usize) -> Split {
         let tiles = 24 / tile_slots;
-        let cuts = (0..8usize).map(|unit| (1..tiles).filter(|tile| (tile + unit) % 3 == 0).collect()).collect();
+        let cuts = (0..8usize)
+            .map(|unit| (1..tiles).filter(|tile| (tile + unit) % 3 == 0).collect())
+            .collect();
         Split { tile_slots, unit_heads: 2, cuts }
     }
 
@@ -359,10 +399,16 @@ mod tests {
     fn cuts_anywhere_change_nothing_but_rounding() -> Result<()> {
         let whole = forward(&inputs(), &mut Rounding::exact())?;
         for tile_slots in [1, 2, 4, 11] {
-            let parts = forward(&Inputs { split: split(tile_slots), ..inputs() }, &mut Rounding::exact())?;
+            let parts =
+                forward(&Inputs { split: split(tile_slots), ..inputs() }, &mut Rounding::exact())?;
             let bound = (whole.out.ones_like()? * (64.0 * UNIT_ROUNDOFF))?;
             assert_within("out", &parts.out, &whole.out, &bound);
-            assert_within("lse", &parts.lse, &whole.lse, &(whole.lse.abs()? * (64.0 * UNIT_ROUNDOFF))?);
+            assert_within(
+                "lse",
+                &parts.lse,
+                &whole.lse,
+                &(whole.lse.abs()? * (64.0 * UNIT_ROUNDOFF))?,
+            );
         }
         Ok(())
     }

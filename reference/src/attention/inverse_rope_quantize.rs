@@ -63,15 +63,27 @@ pub fn forward(inputs: &rope::Inputs, options: Options) -> Result<Named> {
     require_that("o_groups", o_groups, divides, "groups have as many heads each")?;
     let whole = head_dim > 0 && head_dim.is_multiple_of(GROUP);
     require_that("head_dim", head_dim, whole, "a head has whole groups of 128 channels")?;
-    require_that("inverse", inputs.inverse, inputs.inverse, "the attention's output is turned back")?;
-    let turned = Tensor::from_vec(turned, (num_tokens, o_groups, num_heads / o_groups * head_dim), inputs.x.device())?;
+    require_that(
+        "inverse",
+        inputs.inverse,
+        inputs.inverse,
+        "the attention's output is turned back",
+    )?;
+    let turned = Tensor::from_vec(
+        turned,
+        (num_tokens, o_groups, num_heads / o_groups * head_dim),
+        inputs.x.device(),
+    )?;
     let quantized = (0..o_groups).map(|group| {
         let rows = entry(&turned, 1, group)?;
         quantize_fp8::quantize(&Named::new().with("x", rows), options.of_rows())
     });
     let quantized = quantized.collect::<Result<Vec<_>>>()?;
     let of = |name: &'static str, axis: usize| -> Result<Tensor> {
-        let all = quantized.iter().map(|group| Ok(group.tensor(name)?.clone())).collect::<Result<Vec<_>>>()?;
+        let all = quantized
+            .iter()
+            .map(|group| Ok(group.tensor(name)?.clone()))
+            .collect::<Result<Vec<_>>>()?;
         Ok(Tensor::stack(&all, axis)?)
     };
     Ok(Named::new().with("codes", of("codes", 1)?).with("scales", of("scales", 0)?))
@@ -89,12 +101,19 @@ mod tests {
         let frequencies = inv_freq_f32(&YarnParameters::compress()).expect("the model's own");
         let (cos, sin) = table(&frequencies, &[9, 4096, 77_000]).expect("positions that there are");
         let stored = |table: &Tensor| {
-            let numbers = values(table).expect("numbers").into_iter().map(|x| Format::F32.nearest(x));
+            let numbers =
+                values(table).expect("numbers").into_iter().map(|x| Format::F32.nearest(x));
             f64_tensor(&numbers.collect::<Vec<_>>(), table.dims())
         };
         let positions = (0..num_tokens as i64).map(|token| token * 2 % 3).collect();
         let x = Draw::new(5).bf16(&[num_tokens, num_heads, head_dim], 1.0);
-        rope::Inputs { x, cos: stored(&cos), sin: stored(&sin), positions: Some(positions), inverse: true }
+        rope::Inputs {
+            x,
+            cos: stored(&cos),
+            sin: stored(&sin),
+            positions: Some(positions),
+            inverse: true,
+        }
     }
 
     fn options(o_groups: usize, scale: ScaleType, layout: ScaleLayout) -> Options {
@@ -103,7 +122,8 @@ mod tests {
 
     #[test]
     fn codes_are_the_nearest_to_the_turned_numbers_over_the_scale_of_their_head() -> Result<()> {
-        let (inputs, options) = (inputs(5, 4, 256), options(2, ScaleType::Fp32, ScaleLayout::MnMajor));
+        let (inputs, options) =
+            (inputs(5, 4, 256), options(2, ScaleType::Fp32, ScaleLayout::MnMajor));
         let found = forward(&inputs, options)?;
         let y = rope::forward(&inputs, &mut Rounding::new(Precision::Nearest { seed: 0 }))?.y;
         let y: Vec<f64> = values(&y)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();

@@ -147,7 +147,11 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
 
 /// The gradients by the formulas of the module documentation. What the forward pass would have saved is
 /// computed here and rounded as it is stored.
-pub fn backward(inputs: &Inputs, upstream: &Upstream, rounding: &mut Rounding) -> Result<Gradients> {
+pub fn backward(
+    inputs: &Inputs,
+    upstream: &Upstream,
+    rounding: &mut Rounding,
+) -> Result<Gradients> {
     let dims = inputs.check()?;
     upstream.check(&dims)?;
     if dims.has_no_rows() {
@@ -209,14 +213,23 @@ pub fn sink_gradient_of_saved(
 }
 
 /// `delta = sum_d out dout`, of rows that have an output; `[num_tokens, num_heads, 1]`.
-fn delta(gathered: &Gathered, out: &Tensor, dout: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+fn delta(
+    gathered: &Gathered,
+    out: &Tensor,
+    dout: &Tensor,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let delta = rounding.f32(&(out * dout)?)?;
     let delta = rounding.sum_keepdim_f32(&delta, 2)?;
     gathered.select_rows(&delta, 0.0)
 }
 
 /// `dsink = - sum_t exp(sink - L) delta`, `[num_tokens, num_heads, 1] -> [num_heads]`.
-fn sink_gradient(normaliser: &Normaliser, delta: &Tensor, rounding: &mut Rounding) -> Result<Option<Tensor>> {
+fn sink_gradient(
+    normaliser: &Normaliser,
+    delta: &Tensor,
+    rounding: &mut Rounding,
+) -> Result<Option<Tensor>> {
     let Some(probability) = &normaliser.sink_probability else { return Ok(None) };
     let terms = rounding.f32(&(probability * delta)?)?;
     Ok(Some(rounding.sum_f32(&terms, 0)?.squeeze(1)?.neg()?))
@@ -429,7 +442,8 @@ impl Gathered {
             }
         }
         let valid: Vec<u8> = rows.iter().map(|&row| u8::from(row != null_row)).collect();
-        let num_valid: Vec<f64> = valid.chunks(slots).map(|list| list.iter().map(|&v| f64::from(v)).sum()).collect();
+        let num_valid: Vec<f64> =
+            valid.chunks(slots).map(|list| list.iter().map(|&v| f64::from(v)).sum()).collect();
         let device = &Device::Cpu;
         let rows = Tensor::from_vec(rows, tokens * slots, device)?;
         let valid = Tensor::from_vec(valid, (tokens, 1, slots), device)?;
@@ -531,7 +545,12 @@ impl Softmax {
 ///
 /// Numerator and denominator are multiplied by `exp(M - m)` with `m = max(M, sink)`: 1 unless the sink is the
 /// larger, in which case `exp(sink - M)` could overflow.
-fn output(inputs: &Inputs, gathered: &Gathered, softmax: &Softmax, rounding: &mut Rounding) -> Result<Tensor> {
+fn output(
+    inputs: &Inputs,
+    gathered: &Gathered,
+    softmax: &Softmax,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let weights = rounding.bf16_of_any_scale(&softmax.weights)?;
     let weighted = rounding.matmul_f32_of(&weights, &gathered.v, &gathered.num_valid)?;
     let Some(sink) = &inputs.sink else {
@@ -567,7 +586,12 @@ struct Normaliser {
 }
 
 impl Normaliser {
-    fn new(inputs: &Inputs, gathered: &Gathered, lse: &Tensor, rounding: &mut Rounding) -> Result<Self> {
+    fn new(
+        inputs: &Inputs,
+        gathered: &Gathered,
+        lse: &Tensor,
+        rounding: &mut Rounding,
+    ) -> Result<Self> {
         let Some(sink) = &inputs.sink else {
             let l = gathered.select_rows(lse, f64::INFINITY)?;
             return Ok(Self { l, sink_probability: None });
@@ -638,9 +662,16 @@ struct SlotSums {
 
 impl Scatter<'_> {
     /// The terms `scale * coefficients[t, h, j] * rows[t, h, :]` of key `indices[t, j]`.
-    fn terms(&self, coefficients: &Tensor, rows: &Tensor, scale: f64, rounding: &mut Rounding) -> Result<SlotSums> {
+    fn terms(
+        &self,
+        coefficients: &Tensor,
+        rows: &Tensor,
+        scale: f64,
+        rounding: &mut Rounding,
+    ) -> Result<SlotSums> {
         let sum = (self.scattered(coefficients, rows)? * scale)?;
-        let squares = || Ok((self.scattered(&coefficients.sqr()?, &rows.sqr()?)? * (scale * scale))?);
+        let squares =
+            || Ok((self.scattered(&coefficients.sqr()?, &rows.sqr()?)? * (scale * scale))?);
         let (sum_of_squares, num_terms) = match rounding.noise_scale(squares)? {
             Some(squares) => (squares, self.counts()?.broadcast_as(sum.shape())?.contiguous()?),
             None => (sum.zeros_like()?, sum.zeros_like()?),
@@ -803,7 +834,8 @@ mod tests {
     use super::*;
     use crate::Precision;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within,
+        dot, f64_tensor,
     };
 
     const TOKENS: usize = 9;
@@ -932,7 +964,10 @@ mod tests {
         };
         Ok(Bounds {
             out: scaled(out, out_error)?,
-            lse: scaled(softmax.lse.ones_like()?.squeeze(2)?, exponent + slots + 2.0 + 4.0 * (l_size + 1.0))?,
+            lse: scaled(
+                softmax.lse.ones_like()?.squeeze(2)?,
+                exponent + slots + 2.0 + 4.0 * (l_size + 1.0),
+            )?,
             gradients: Gradients {
                 dq: scaled((ds.matmul(&k)? * inputs.softmax_scale)?, ds_error + slots + 1.0)?,
                 dk: scaled(dk, ds_error + all + 1.0)?,
@@ -945,8 +980,10 @@ mod tests {
     fn assert_gradients(what: &str, actual: &Gradients, expected: &Gradients, bound: &Gradients) {
         assert_within(&format!("{what} dq"), &actual.dq, &expected.dq, &bound.dq);
         assert_within(&format!("{what} dk"), &actual.dk, &expected.dk, &bound.dk);
-        let optional =
-            [("dv", &actual.dv, &expected.dv, &bound.dv), ("dsink", &actual.dsink, &expected.dsink, &bound.dsink)];
+        let optional = [
+            ("dv", &actual.dv, &expected.dv, &bound.dv),
+            ("dsink", &actual.dsink, &expected.dsink, &bound.dsink),
+        ];
         for (name, actual, expected, bound) in optional {
             assert_eq!(actual.is_some(), expected.is_some(), "{what} {name}");
             if let (Some(actual), Some(expected), Some(bound)) = (actual, expected, bound) {
@@ -1041,7 +1078,8 @@ mod tests {
             let bound = bounds(&inputs, &upstream)?;
             let outputs = exact(&inputs)?;
             let count = outputs.out.elem_count() as f64;
-            let magnitude = dot(&outputs.out.abs()?, &upstream.dout.abs()?) + weighted_lse(&outputs.lse)?.abs();
+            let magnitude =
+                dot(&outputs.out.abs()?, &upstream.dout.abs()?) + weighted_lse(&outputs.lse)?.abs();
             let noise = dot(&bound.out, &upstream.dout.abs()?)
                 + dot(&bound.lse, &dlse.abs()?)
                 + count * UNIT_ROUNDOFF * magnitude;
@@ -1095,7 +1133,9 @@ mod tests {
                 let outputs = forward(&inputs, rounding)?;
                 assert!(rows_of(&outputs.out, &EMPTY).iter().all(|&v| v == 0.0), "{what}");
                 assert!(rows_of(&outputs.lse, &EMPTY).iter().all(|&v| v == f64::INFINITY));
-                assert!(rows_of(&outputs.max_logits, &EMPTY).iter().all(|&v| v == f64::NEG_INFINITY));
+                assert!(
+                    rows_of(&outputs.max_logits, &EMPTY).iter().all(|&v| v == f64::NEG_INFINITY)
+                );
                 let gradients = backward(&inputs, &upstream, rounding)?;
                 assert!(rows_of(&gradients.dq, &EMPTY).iter().all(|&v| v == 0.0));
                 assert!(all_finite(&gradients.dq) && all_finite(&gradients.dk), "{what}");
@@ -1148,12 +1188,18 @@ mod tests {
                 let (x, y) = (backward(&inputs, &upstream, a)?, backward(&dirty, &upstream, b)?);
                 assert_eq!(values(&x.dq)?, values(&y.dq)?);
                 assert_eq!(values(&x.dk)?, values(&y.dk)?);
-                assert_eq!(x.dsink.map(|t| values(&t).unwrap()), y.dsink.map(|t| values(&t).unwrap()));
+                assert_eq!(
+                    x.dsink.map(|t| values(&t).unwrap()),
+                    y.dsink.map(|t| values(&t).unwrap())
+                );
                 assert_eq!(x.dv.map(|t| values(&t).unwrap()), y.dv.map(|t| values(&t).unwrap()));
             }
             let automatic = backward_autograd(&dirty, &upstream)?;
             assert_eq!(values(&automatic.dk)?, values(&backward_autograd(&inputs, &upstream)?.dk)?);
-            assert_eq!(values(&exact(&dirty)?.out)?.len(), values(&dense_forward(&dirty)?.out)?.len());
+            assert_eq!(
+                values(&exact(&dirty)?.out)?.len(),
+                values(&dense_forward(&dirty)?.out)?.len()
+            );
             assert!(all_finite(&dense_forward(&dirty)?.out));
         }
         Ok(())
@@ -1162,7 +1208,8 @@ mod tests {
     #[test]
     fn infinite_and_huge_sinks_do_what_their_limits_do() -> Result<()> {
         let (base, upstream) = case(5, "shared", true, false);
-        let sinks = [f64::INFINITY, f64::NEG_INFINITY, f64::from(2.4e38f32), f64::from(-2.4e38f32), 1.0];
+        let sinks =
+            [f64::INFINITY, f64::NEG_INFINITY, f64::from(2.4e38f32), f64::from(-2.4e38f32), 1.0];
         let inputs = Inputs { sink: Some(f64_tensor(&sinks, &[HEADS])), ..base.clone() };
         let plain = Inputs { sink: None, ..base };
         let head = |t: &Tensor, h: usize| values(&t.narrow(1, h, 1).unwrap()).unwrap();
@@ -1171,7 +1218,9 @@ mod tests {
             let outputs = forward(&inputs, &mut Rounding::new(precision))?;
             let sinkless = forward(&plain, &mut Rounding::new(precision))?;
             let gradients = backward(&inputs, &upstream, &mut Rounding::new(precision))?;
-            assert!(all_finite(&outputs.out) && all_finite(&gradients.dq) && all_finite(&gradients.dk));
+            assert!(
+                all_finite(&outputs.out) && all_finite(&gradients.dq) && all_finite(&gradients.dk)
+            );
             assert_eq!(values(&outputs.lse)?, values(&sinkless.lse)?);
             for all_to_the_sink in [0, 2] {
                 assert!(head(&outputs.out, all_to_the_sink).iter().all(|&v| v == 0.0));
@@ -1183,7 +1232,9 @@ mod tests {
         }
         let outputs = exact(&inputs)?;
         let bound = bounds(&plain, &upstream)?.out;
-        for (h, expected) in [(0, &dense), (2, &dense), (1, &exact(&plain)?.out), (3, &exact(&plain)?.out)] {
+        for (h, expected) in
+            [(0, &dense), (2, &dense), (1, &exact(&plain)?.out), (3, &exact(&plain)?.out)]
+        {
             let of = |t: &Tensor| t.narrow(1, h, 1);
             assert_within("head", &of(&outputs.out)?, &of(expected)?, &of(&bound)?);
         }
@@ -1200,7 +1251,8 @@ mod tests {
     #[test]
     fn an_infinite_sink_leaves_the_gradient_of_lse() -> Result<()> {
         let (base, mut upstream) = case(6, "prefix", true, true);
-        let inputs = Inputs { sink: Some(f64_tensor(&[f64::INFINITY; HEADS], &[HEADS])), ..base.clone() };
+        let inputs =
+            Inputs { sink: Some(f64_tensor(&[f64::INFINITY; HEADS], &[HEADS])), ..base.clone() };
         upstream.dlse = Some(Tensor::ones((TOKENS, HEADS), DType::F64, &Device::Cpu)?);
         let under_sink = backward(&inputs, &upstream, &mut Rounding::exact())?;
         let lse_only = Upstream { dout: upstream.dout.zeros_like()?, ..upstream.clone() };
@@ -1236,9 +1288,14 @@ mod tests {
                 assert_eq!(dense_forward(&inputs)?.out.dims(), [tokens, 2, 3]);
                 let explicit = backward(&inputs, &upstream, &mut Rounding::new(precision))?;
                 for gradients in [explicit, backward_autograd(&inputs, &upstream)?] {
-                    assert_eq!((gradients.dq.dims(), gradients.dk.dims()), (&[tokens, 2, 4][..], &[keys, 4][..]));
+                    assert_eq!(
+                        (gradients.dq.dims(), gradients.dk.dims()),
+                        (&[tokens, 2, 4][..], &[keys, 4][..])
+                    );
                     assert!(all_zero(&gradients.dq) && all_zero(&gradients.dk));
-                    assert!(all_zero(&gradients.dv.unwrap()) && all_zero(&gradients.dsink.unwrap()));
+                    assert!(
+                        all_zero(&gradients.dv.unwrap()) && all_zero(&gradients.dsink.unwrap())
+                    );
                 }
             }
         }
@@ -1248,7 +1305,11 @@ mod tests {
     #[test]
     fn a_power_of_two_moved_from_queries_to_the_scale_changes_nothing() -> Result<()> {
         let (inputs, upstream) = case(7, "shared", true, true);
-        let moved = Inputs { q: (&inputs.q * 4.0)?, softmax_scale: inputs.softmax_scale / 4.0, ..inputs.clone() };
+        let moved = Inputs {
+            q: (&inputs.q * 4.0)?,
+            softmax_scale: inputs.softmax_scale / 4.0,
+            ..inputs.clone()
+        };
         assert_eq!(values(&exact(&inputs)?.out)?, values(&exact(&moved)?.out)?);
         let a = backward(&inputs, &upstream, &mut Rounding::exact())?;
         let b = backward(&moved, &upstream, &mut Rounding::exact())?;
@@ -1286,7 +1347,9 @@ mod tests {
     #[test]
     fn working_runs_scatter_around_the_exact_result() -> Result<()> {
         let (inputs, upstream) = case(9, "shared", true, true);
-        let dq = |precision| -> Result<Tensor> { Ok(backward(&inputs, &upstream, &mut Rounding::new(precision))?.dq) };
+        let dq = |precision| -> Result<Tensor> {
+            Ok(backward(&inputs, &upstream, &mut Rounding::new(precision))?.dq)
+        };
         let exact_run = dq(Precision::Exact)?;
         let runs = (0..48).map(|seed| dq(Precision::Working { seed }));
         let runs = runs.collect::<Result<Vec<_>>>()?;
@@ -1311,7 +1374,8 @@ mod tests {
             for b in 0..batch {
                 let one = |t: Tensor| t.get(b);
                 // [heads, S, head_dim] -> [S, heads, head_dim]
-                let tokens = |t: Tensor| -> Result<Tensor> { Ok(one(t)?.transpose(0, 1)?.contiguous()?) };
+                let tokens =
+                    |t: Tensor| -> Result<Tensor> { Ok(one(t)?.transpose(0, 1)?.contiguous()?) };
                 let visible: Vec<Vec<u8>> = golden.raw("mid.visible").get(b)?.get(0)?.to_vec2()?;
                 let (indices, topk) = lists(&visible);
                 let inputs = Inputs {
@@ -1329,13 +1393,24 @@ mod tests {
                 let bound = bounds(&inputs, &upstream)?;
                 let out_bound = (&bound.out + one(golden.storage_error("out.y"))?)?;
                 assert_within(name, &exact(&inputs)?.out, &one(golden.f64("out.y"))?, &out_bound);
-                assert_within(name, &dense_forward(&inputs)?.out, &one(golden.f64("out.y"))?, &out_bound);
+                assert_within(
+                    name,
+                    &dense_forward(&inputs)?.out,
+                    &one(golden.f64("out.y"))?,
+                    &out_bound,
+                );
 
                 let gradients = backward(&inputs, &upstream, &mut Rounding::exact())?;
                 let allowed = (bound.gradients.dq + tokens(golden.storage_error("grad.in.q"))?)?;
                 assert_within(name, &gradients.dq, &tokens(golden.f64("grad.in.q"))?, &allowed);
-                let allowed = (bound.gradients.dk + one(golden.storage_error("grad.in.kv"))?.get(0)?)?;
-                assert_within(name, &gradients.dk, &one(golden.f64("grad.in.kv"))?.get(0)?, &allowed);
+                let allowed =
+                    (bound.gradients.dk + one(golden.storage_error("grad.in.kv"))?.get(0)?)?;
+                assert_within(
+                    name,
+                    &gradients.dk,
+                    &one(golden.f64("grad.in.kv"))?.get(0)?,
+                    &allowed,
+                );
                 let dsink = (gradients.dsink.unwrap(), bound.gradients.dsink.unwrap());
                 dsink_sum = Some(match dsink_sum {
                     Some((sum, bound)) => ((sum + dsink.0)?, (bound + dsink.1)?),
@@ -1352,8 +1427,9 @@ mod tests {
 
     /// The visible columns of each row, padded with -1 to the longest.
     fn lists(visible: &[Vec<u8>]) -> (Vec<i32>, usize) {
-        let columns =
-            |row: &Vec<u8>| -> Vec<i32> { (0..row.len()).filter(|&j| row[j] == 1).map(|j| j as i32).collect() };
+        let columns = |row: &Vec<u8>| -> Vec<i32> {
+            (0..row.len()).filter(|&j| row[j] == 1).map(|j| j as i32).collect()
+        };
         let mut rows: Vec<Vec<i32>> = visible.iter().map(columns).collect();
         let topk = rows.iter().map(Vec::len).max().unwrap_or(0);
         for row in &mut rows {
@@ -1384,7 +1460,10 @@ mod tests {
             let outputs = forward(&inputs, rounding)?;
             let forward_time = start.elapsed();
             let gradients = backward(&inputs, &upstream, rounding)?;
-            println!("{precision:?}: forward {forward_time:.2?}, with backward {:.2?}", start.elapsed());
+            println!(
+                "{precision:?}: forward {forward_time:.2?}, with backward {:.2?}",
+                start.elapsed()
+            );
             assert!(all_finite(&gradients.dq) && all_finite(&gradients.dk));
             // bf16 moves each weight by less than its gap, 2^-7 of itself, and the weights sum to at most 1.
             let largest = values(&inputs.k)?.into_iter().map(f64::abs).fold(0.0, f64::max);

@@ -72,19 +72,27 @@ impl Epilogue {
     ///
     /// # Errors
     /// A transform of other than 128 channels.
-    pub fn of(self, z: &Tensor, rope_dim: usize, stored: Format, rounding: &mut Rounding) -> Result<Tensor> {
+    pub fn of(
+        self,
+        z: &Tensor,
+        rope_dim: usize,
+        stored: Format,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
         let leading = z.dim(1)? - rope_dim;
         match self {
             Self::None => Ok(z.clone()),
             Self::Fp8 if leading == 0 => Ok(z.clone()),
             Self::Fp8 => {
                 let z = rounding.to(stored, z)?;
-                let simulated = quantize::simulated(&z.narrow(1, 0, leading)?, 64, Format::E4M3, rounding)?;
+                let simulated =
+                    quantize::simulated(&z.narrow(1, 0, leading)?, 64, Format::E4M3, rounding)?;
                 Ok(Tensor::cat(&[simulated, z.narrow(1, leading, rope_dim)?], 1)?)
             }
             Self::HadamardFp4 => {
                 let z = Named::new().with("x", rounding.to(stored, z)?);
-                let y = hadamard::forward(&z, hadamard::Stored::Values, rounding)?.tensor("y")?.clone();
+                let y =
+                    hadamard::forward(&z, hadamard::Stored::Values, rounding)?.tensor("y")?.clone();
                 quantize::simulated(&rounding.to(stored, &y)?, 32, Format::E2M1, rounding)
             }
         }
@@ -110,7 +118,12 @@ pub struct Finish {
 
 impl Finish {
     /// What is stored of u `[num_entries, head_dim]` at these positions.
-    pub(crate) fn entries(&self, u: &Tensor, positions: Vec<i64>, rounding: &mut Rounding) -> Result<Tensor> {
+    pub(crate) fn entries(
+        &self,
+        u: &Tensor,
+        positions: Vec<i64>,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
         let stored = rounding.to(self.stored, u)?;
         let normed = Named::new().with("x", stored).with("weight", self.norm_weight.clone());
         let y = rms_norm::forward(&normed, self.eps, rounding)?.tensor("y")?.clone();
@@ -126,7 +139,13 @@ impl Finish {
     /// The rotation of entries `[num_entries, head_dim]`.
     fn rotation(&self, x: Tensor, positions: Vec<i64>) -> Result<rope::Inputs> {
         let (cos, sin) = (self.cos.clone(), self.sin.clone());
-        Ok(rope::Inputs { x: x.unsqueeze(1)?, cos, sin, positions: Some(positions), inverse: false })
+        Ok(rope::Inputs {
+            x: x.unsqueeze(1)?,
+            cos,
+            sin,
+            positions: Some(positions),
+            inverse: false,
+        })
     }
 }
 
@@ -148,7 +167,11 @@ pub fn entries_of(cu_seqlens: &[i32], cu_entries: &[i32], ratio: usize) -> Vec<E
         let extent = |ends: &[i32]| usize::try_from(ends[1] - ends[0]).unwrap_or(0);
         let (first_token, first_row) = (tokens[0] as usize, rows[0] as usize);
         let count = (extent(tokens) / ratio).min(extent(rows));
-        (0..count).map(move |j| Entry { row: first_row + j, token: first_token + j * ratio, position: j * ratio })
+        (0..count).map(move |j| Entry {
+            row: first_row + j,
+            token: first_token + j * ratio,
+            position: j * ratio,
+        })
     };
     sequences.flat_map(of_sequence).collect()
 }
@@ -160,7 +183,9 @@ pub fn entries_of(cu_seqlens: &[i32], cu_entries: &[i32], ratio: usize) -> Vec<E
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     let dims = inputs.check()?;
     let entries = dims.entries(inputs);
-    let all_rows = |rows: &Tensor| scattered(rows, entries.iter().map(|entry| entry.row).zip(0..), inputs.num_entries);
+    let all_rows = |rows: &Tensor| {
+        scattered(rows, entries.iter().map(|entry| entry.row).zip(0..), inputs.num_entries)
+    };
     if entries.is_empty() {
         let none = Tensor::zeros((0, dims.head_dim), inputs.kv.dtype(), inputs.kv.device())?;
         return Ok(Named::new().with("entries", all_rows(&none)?).with("pooled", all_rows(&none)?));
@@ -175,14 +200,22 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(inputs: &Inputs, dentries: &Tensor, pooled: Option<&Tensor>, rounding: &mut Rounding) -> Result<Named> {
+pub fn backward(
+    inputs: &Inputs,
+    dentries: &Tensor,
+    pooled: Option<&Tensor>,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let dims = inputs.check()?;
     require("dentries", dentries, &[inputs.num_entries, dims.head_dim])?;
     let entries = dims.entries(inputs);
     if entries.is_empty() {
         let zeros = |of: &Tensor| of.zeros_like();
-        let named = Named::new().with("dkv", zeros(&inputs.kv)?).with("dgate", zeros(&inputs.gate)?);
-        return Ok(named.with("dape", zeros(&inputs.ape)?).with("dnorm_weight", zeros(&inputs.finish.norm_weight)?));
+        let named =
+            Named::new().with("dkv", zeros(&inputs.kv)?).with("dgate", zeros(&inputs.gate)?);
+        return Ok(named
+            .with("dape", zeros(&inputs.ape)?)
+            .with("dnorm_weight", zeros(&inputs.finish.norm_weight)?));
     }
     let rows = indices(entries.iter().map(|entry| entry.row), inputs)?;
     let pooling = Pooling::of(inputs, &dims, &entries, rounding)?;
@@ -191,14 +224,23 @@ pub fn backward(inputs: &Inputs, dentries: &Tensor, pooled: Option<&Tensor>, rou
         None => rounding.to(inputs.finish.stored, &pooling.pooled)?,
     };
     let dz = dentries.index_select(&rows, 0)?;
-    let dy = rope::backward(&inputs.finish.rotation(dz.clone(), positions(&entries))?, &dz.unsqueeze(1)?, rounding)?
-        .dx
-        .squeeze(1)?;
-    let normed = Named::new().with("x", stored).with("weight", inputs.finish.norm_weight.clone()).with("dy", dy);
+    let dy = rope::backward(
+        &inputs.finish.rotation(dz.clone(), positions(&entries))?,
+        &dz.unsqueeze(1)?,
+        rounding,
+    )?
+    .dx
+    .squeeze(1)?;
+    let normed = Named::new()
+        .with("x", stored)
+        .with("weight", inputs.finish.norm_weight.clone())
+        .with("dy", dy);
     let normed = rms_norm::backward(&normed, inputs.finish.eps, rounding)?;
     let gradients = pooling.backward(normed.tensor("dx")?, rounding)?;
     let of_tokens = |of_slots: &Tensor| of_tokens(of_slots, &dims, &entries);
-    let named = Named::new().with("dkv", of_tokens(&gradients.value)?).with("dgate", of_tokens(&gradients.score)?);
+    let named = Named::new()
+        .with("dkv", of_tokens(&gradients.value)?)
+        .with("dgate", of_tokens(&gradients.score)?);
     let dape = select(&pooling.there, &gradients.score, 0.0)?;
     let dape = beside_each_other(&rounding.sum_f32(&dape, 0)?, &dims)?;
     Ok(named.with("dape", dape).with("dnorm_weight", normed.tensor("dweight")?.clone()))
@@ -234,9 +276,14 @@ impl Dims {
 impl Inputs {
     fn check(&self) -> Result<Dims> {
         let of = [("kv", &self.kv), ("gate", &self.gate), ("ape", &self.ape)];
-        let named = of.into_iter().fold(Named::new(), |named, (name, tensor)| named.with(name, tensor.clone()));
+        let named = of
+            .into_iter()
+            .fold(Named::new(), |named, (name, tensor)| named.with(name, tensor.clone()));
         let Finish { norm_weight, cos, sin, .. } = &self.finish;
-        let named = named.with("norm_weight", norm_weight.clone()).with("cos", cos.clone()).with("sin", sin.clone());
+        let named = named
+            .with("norm_weight", norm_weight.clone())
+            .with("cos", cos.clone())
+            .with("sin", sin.clone());
         let axes = ["num_tokens", "width", "ratio", "head_dim"];
         let tensors: [(&[_], &[_]); 4] = [
             (&["kv", "gate"], &["num_tokens", "width"]),
@@ -252,7 +299,12 @@ impl Inputs {
         }
         let ends = self.cu_seqlens.len();
         require_that("cu_seqlens", ends, ends > 0, "it has an end")?;
-        require_that("cu_entries", self.cu_entries.len(), self.cu_entries.len() == ends, "one for each of cu_seqlens")?;
+        require_that(
+            "cu_entries",
+            self.cu_entries.len(),
+            self.cu_entries.len() == ends,
+            "one for each of cu_seqlens",
+        )?;
         let ordered = |ends: &[i32], most: usize| {
             ends[0] >= 0 && ends.is_sorted() && ends.last().is_some_and(|&end| end as usize <= most)
         };
@@ -287,18 +339,32 @@ struct PoolingGradients {
 }
 
 impl Pooling {
-    fn of(inputs: &Inputs, dims: &Dims, entries: &[Entry], rounding: &mut Rounding) -> Result<Self> {
+    fn of(
+        inputs: &Inputs,
+        dims: &Dims,
+        entries: &[Entry],
+        rounding: &mut Rounding,
+    ) -> Result<Self> {
         let there = |entry: &Entry| {
-            (0..dims.slots()).map(|slot| u8::from(dims.slot(entry, slot).is_some())).collect::<Vec<_>>()
+            (0..dims.slots())
+                .map(|slot| u8::from(dims.slot(entry, slot).is_some()))
+                .collect::<Vec<_>>()
         };
         let there = entries.iter().flat_map(there).collect();
         let gate = gathered(&inputs.gate, dims, entries)?;
-        let score = rounding.f32_apart(&gate.broadcast_add(&halves_below_each_other(&inputs.ape, dims.head_dim)?)?)?;
+        let score = rounding.f32_apart(
+            &gate.broadcast_add(&halves_below_each_other(&inputs.ape, dims.head_dim)?)?,
+        )?;
         Self::of_slots(there, &gathered(&inputs.kv, dims, entries)?, &score, rounding)
     }
 
     /// Of the values and the scores of slots, `[num_entries, slots, head_dim]`; anything where there is no token.
-    pub fn of_slots(there: Vec<u8>, value: &Tensor, score: &Tensor, rounding: &mut Rounding) -> Result<Self> {
+    pub fn of_slots(
+        there: Vec<u8>,
+        value: &Tensor,
+        score: &Tensor,
+        rounding: &mut Rounding,
+    ) -> Result<Self> {
         let (entries, slots, head_dim) = value.dims3()?;
         let there = Tensor::from_vec(there, (entries, slots, 1), value.device())?;
         let there = there.broadcast_as((entries, slots, head_dim))?.contiguous()?;
@@ -351,9 +417,12 @@ fn beside_each_other(tensor: &Tensor, dims: &Dims) -> Result<Tensor> {
 
 /// The half of each slot's token, `[num_entries, slots, head_dim]`; anything where there is no token.
 fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
-    let place = |(token, column): (usize, usize)| (if column > 0 { dims.num_tokens + token } else { token }) as i64;
-    let of_entry =
-        |entry: &Entry| (0..dims.slots()).map(|slot| dims.slot(entry, slot).map_or(0, place)).collect::<Vec<_>>();
+    let place = |(token, column): (usize, usize)| {
+        (if column > 0 { dims.num_tokens + token } else { token }) as i64
+    };
+    let of_entry = |entry: &Entry| {
+        (0..dims.slots()).map(|slot| dims.slot(entry, slot).map_or(0, place)).collect::<Vec<_>>()
+    };
     let places: Vec<i64> = entries.iter().flat_map(of_entry).collect();
     let count = places.len();
     let places = Tensor::from_vec(places, count, tensor.device())?;
@@ -362,7 +431,11 @@ fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
 }
 
 /// Rows `[.., head_dim]` at places of a tensor with `extent` rows, zero elsewhere: pairs of a place and a row.
-pub(crate) fn scattered(rows: &Tensor, places: impl Iterator<Item = (usize, usize)>, extent: usize) -> Result<Tensor> {
+pub(crate) fn scattered(
+    rows: &Tensor,
+    places: impl Iterator<Item = (usize, usize)>,
+    extent: usize,
+) -> Result<Tensor> {
     let (count, width) = rows.dims2()?;
     let mut sources = vec![count as i64; extent];
     places.for_each(|(place, row)| sources[place] = row as i64);
@@ -380,8 +453,10 @@ fn of_tokens(of_slots: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor
     let rows = of_slots.reshape((entries.len() * dims.slots(), dims.head_dim))?;
     let half = |column: usize| {
         let places = entries.iter().enumerate().flat_map(|(number, entry)| {
-            let of_half = move |slot: usize| dims.slot(entry, slot).filter(|&(_, from)| from == column);
-            (0..dims.slots()).filter_map(move |slot| Some((of_half(slot)?.0, number * dims.slots() + slot)))
+            let of_half =
+                move |slot: usize| dims.slot(entry, slot).filter(|&(_, from)| from == column);
+            (0..dims.slots())
+                .filter_map(move |slot| Some((of_half(slot)?.0, number * dims.slots() + slot)))
         });
         scattered(&rows, places, dims.num_tokens)
     };
@@ -399,8 +474,8 @@ mod tests {
     use crate::projections::rope::{YarnParameters, inv_freq_f32, table};
     use crate::quantize::Quantized;
     use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, differentiated, dot, dot_of_magnitudes,
-        f64_tensor,
+        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, differentiated, dot,
+        dot_of_magnitudes, f64_tensor,
     };
 
     /// Sequences of these lengths, packed, with two tokens of padding and a row of entries too many.
@@ -417,8 +492,10 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let (cu_seqlens, cu_entries) = (ends(&|length| length), ends(&|length| length / ratio));
-        let (tokens, num_entries) = (lengths.iter().sum::<usize>() + 2, *cu_entries.last().unwrap() as usize + 1);
-        let inv_freq = inv_freq_f32(&YarnParameters { rope_dim: 4, ..YarnParameters::compress() }).unwrap();
+        let (tokens, num_entries) =
+            (lengths.iter().sum::<usize>() + 2, *cu_entries.last().unwrap() as usize + 1);
+        let inv_freq =
+            inv_freq_f32(&YarnParameters { rope_dim: 4, ..YarnParameters::compress() }).unwrap();
         let (cos, sin) = table(&inv_freq, &(0..64).collect::<Vec<_>>()).unwrap();
         Inputs {
             kv: draw.normal(&[tokens, width], 2.0),
@@ -464,13 +541,19 @@ mod tests {
             let inputs = case(1, &LENGTHS, ratio, 12, overlaps);
             let dentries = Draw::new(2).normal(&[inputs.num_entries, 12], 1.0);
             let explicit = backward(&inputs, &dentries, None, &mut Rounding::exact())?;
-            let automatic =
-                differentiated(&named(&inputs), &GRADIENTS, |named| Ok((exactly(&with(&inputs, named)) * &dentries)?))?;
+            let automatic = differentiated(&named(&inputs), &GRADIENTS, |named| {
+                Ok((exactly(&with(&inputs, named)) * &dentries)?)
+            })?;
             for (_, name) in GRADIENTS {
                 let (explicit, automatic) = (explicit.tensor(name)?, automatic.tensor(name)?);
                 // A few dozen roundings of terms that are not larger than the largest of all gradients.
-                let largest = values(automatic)?.iter().fold(0f64, |largest, x| largest.max(x.abs()));
-                let bound = Tensor::full(512.0 * UNIT_ROUNDOFF * largest, automatic.shape(), automatic.device())?;
+                let largest =
+                    values(automatic)?.iter().fold(0f64, |largest, x| largest.max(x.abs()));
+                let bound = Tensor::full(
+                    512.0 * UNIT_ROUNDOFF * largest,
+                    automatic.shape(),
+                    automatic.device(),
+                )?;
                 assert_within(name, explicit, automatic, &bound);
             }
         }
@@ -483,37 +566,52 @@ mod tests {
         let dentries = Draw::new(4).normal(&[inputs.num_entries, 12], 1.0);
         let gradients = backward(&inputs, &dentries, None, &mut Rounding::exact())?;
         let mut draw = Draw::new(5);
-        let directions: Vec<Tensor> =
-            GRADIENTS.iter().map(|(of, _)| draw.normal(named(&inputs).tensor(of).unwrap().dims(), 1.0)).collect();
+        let directions: Vec<Tensor> = GRADIENTS
+            .iter()
+            .map(|(of, _)| draw.normal(named(&inputs).tensor(of).unwrap().dims(), 1.0))
+            .collect();
         let objective = |h: f64| -> Result<f64> {
-            let moved =
-                GRADIENTS.iter().zip(&directions).try_fold(Named::new(), |moved, ((of, _), v)| -> Result<_> {
+            let moved = GRADIENTS.iter().zip(&directions).try_fold(
+                Named::new(),
+                |moved, ((of, _), v)| -> Result<_> {
                     Ok(moved.with(of, (named(&inputs).tensor(of)? + (v * h)?)?))
-                })?;
+                },
+            )?;
             Ok(dot(&exactly(&with(&inputs, &moved)), &dentries))
         };
-        let claimed: f64 =
-            GRADIENTS.iter().zip(&directions).map(|((_, name), v)| dot(gradients.tensor(name).unwrap(), v)).sum();
+        let claimed: f64 = GRADIENTS
+            .iter()
+            .zip(&directions)
+            .map(|((_, name), v)| dot(gradients.tensor(name).unwrap(), v))
+            .sum();
         // Each entry is a few dozen roundings of numbers of its own size, and the sum has a hundred terms.
         let noise = 256.0 * UNIT_ROUNDOFF * dot_of_magnitudes(&dentries, &exactly(&inputs));
         assert_directional_derivative("compressor", objective, 1.0, noise, claimed)
     }
 
     #[test]
-    fn an_entry_is_the_softmax_of_each_channel_over_its_own_tokens_and_those_of_the_group_before() -> Result<()> {
+    fn an_entry_is_the_softmax_of_each_channel_over_its_own_tokens_and_those_of_the_group_before()
+    -> Result<()> {
         let inputs = case(6, &[12], 4, 6, true);
         let pooled = forward(&inputs, &mut Rounding::exact())?.tensor("pooled")?.clone();
-        let [kv, gate, ape] = [&inputs.kv, &inputs.gate, &inputs.ape].map(|tensor| values(tensor).unwrap());
+        let [kv, gate, ape] =
+            [&inputs.kv, &inputs.gate, &inputs.ape].map(|tensor| values(tensor).unwrap());
         for (entry, pooled) in values(&pooled.narrow(0, 0, 3)?)?.chunks(6).enumerate() {
             for (channel, pooled) in pooled.iter().enumerate() {
-                let before = (0..4).filter(|_| entry > 0).map(|row| (4 * entry + row - 4, row, channel));
-                let slots: Vec<_> = before.chain((0..4).map(|row| (4 * entry + row, row, 6 + channel))).collect();
+                let before =
+                    (0..4).filter(|_| entry > 0).map(|row| (4 * entry + row - 4, row, channel));
+                let slots: Vec<_> =
+                    before.chain((0..4).map(|row| (4 * entry + row, row, 6 + channel))).collect();
                 let power = |&(token, row, column): &(usize, usize, usize)| {
                     (gate[12 * token + column] + ape[12 * row + column]).exp()
                 };
                 let total: f64 = slots.iter().map(power).sum();
-                let sum: f64 = slots.iter().map(|slot| power(slot) * kv[12 * slot.0 + slot.2]).sum();
-                assert!((sum / total - pooled).abs() <= 64.0 * UNIT_ROUNDOFF * 10.0, "{entry} {channel}");
+                let sum: f64 =
+                    slots.iter().map(|slot| power(slot) * kv[12 * slot.0 + slot.2]).sum();
+                assert!(
+                    (sum / total - pooled).abs() <= 64.0 * UNIT_ROUNDOFF * 10.0,
+                    "{entry} {channel}"
+                );
             }
         }
         Ok(())
@@ -549,16 +647,21 @@ mod tests {
     }
 
     #[test]
-    fn the_channels_that_do_not_turn_are_what_their_e4m3_codes_decode_to_and_the_others_stay() -> Result<()> {
+    fn the_channels_that_do_not_turn_are_what_their_e4m3_codes_decode_to_and_the_others_stay()
+    -> Result<()> {
         let plain = case(13, &LENGTHS, 4, 136, true);
-        let stored: Vec<f64> = to_nearest(&plain).into_iter().map(|z| Format::BF16.nearest(z)).collect();
+        let stored: Vec<f64> =
+            to_nearest(&plain).into_iter().map(|z| Format::BF16.nearest(z)).collect();
         let entries = to_nearest(&with_epilogue(&plain, Epilogue::Fp8));
         // Groups of 64, 64 and 4.
         for (z, entry) in stored.chunks(136).zip(entries.chunks(136)) {
             let (leading, turned) = z.split_at(132);
             let Quantized { codes, scale_bytes } = quantize::quantize(leading, 64, Format::E4M3);
             let scale = |channel: usize| Format::E8M0.value(scale_bytes[channel / 64].into());
-            let decoded = codes.iter().enumerate().map(|(at, &code)| Format::E4M3.value(code.into()) * scale(at));
+            let decoded = codes
+                .iter()
+                .enumerate()
+                .map(|(at, &code)| Format::E4M3.value(code.into()) * scale(at));
             assert_eq!(decoded.chain(turned.iter().copied()).collect::<Vec<_>>(), entry);
         }
         assert_ne!(stored, entries);
@@ -568,30 +671,39 @@ mod tests {
     #[test]
     fn an_entry_of_the_indexer_is_what_the_codes_of_its_transform_decode_to() -> Result<()> {
         let plain = case(14, &LENGTHS, 4, 128, true);
-        let stored: Vec<f64> = to_nearest(&plain).into_iter().map(|z| Format::BF16.nearest(z)).collect();
+        let stored: Vec<f64> =
+            to_nearest(&plain).into_iter().map(|z| Format::BF16.nearest(z)).collect();
         let entries = to_nearest(&with_epilogue(&plain, Epilogue::HadamardFp4));
         let x = Named::new().with("x", f64_tensor(&stored, &[stored.len() / 128, 128]));
         let coded = hadamard::forward(&x, hadamard::Stored::E2m1, &mut Rounding::exact())?;
-        let bytes: Vec<u8> = values(coded.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
+        let bytes: Vec<u8> =
+            values(coded.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
         let scales = values(coded.tensor("scale_bytes")?)?;
-        let decoded = unpack_nibbles(&bytes)
-            .into_iter()
-            .enumerate()
-            .map(|(at, code)| Format::E2M1.value(code.into()) * Format::E8M0.value(scales[at / 32] as u64));
+        let decoded = unpack_nibbles(&bytes).into_iter().enumerate().map(|(at, code)| {
+            Format::E2M1.value(code.into()) * Format::E8M0.value(scales[at / 32] as u64)
+        });
         assert_eq!(decoded.collect::<Vec<_>>(), entries);
         Ok(())
     }
 
     #[test]
     fn a_nan_makes_its_group_nan_and_the_transform_takes_it_to_all_groups() -> Result<()> {
-        let z = f64_tensor(&(0..128).map(|at| if at == 70 { f64::NAN } else { 1.0 }).collect::<Vec<_>>(), &[1, 128]);
+        let z = f64_tensor(
+            &(0..128).map(|at| if at == 70 { f64::NAN } else { 1.0 }).collect::<Vec<_>>(),
+            &[1, 128],
+        );
         let nan = |epilogue: Epilogue| -> Result<usize> {
             let entry = epilogue.of(&z, 4, Format::BF16, &mut Rounding::exact())?;
             Ok(values(&entry)?.iter().filter(|x| x.is_nan()).count())
         };
-        assert_eq!([nan(Epilogue::None)?, nan(Epilogue::Fp8)?, nan(Epilogue::HadamardFp4)?], [1, 60, 128]);
+        assert_eq!(
+            [nan(Epilogue::None)?, nan(Epilogue::Fp8)?, nan(Epilogue::HadamardFp4)?],
+            [1, 60, 128]
+        );
         let narrow = f64_tensor(&[1.0; 64], &[1, 64]);
-        assert!(Epilogue::HadamardFp4.of(&narrow, 4, Format::BF16, &mut Rounding::exact()).is_err());
+        assert!(
+            Epilogue::HadamardFp4.of(&narrow, 4, Format::BF16, &mut Rounding::exact()).is_err()
+        );
         Ok(())
     }
 
@@ -616,16 +728,23 @@ mod tests {
             let inputs = case(10, lengths, 4, 8, true);
             let outputs = forward(&inputs, &mut Rounding::exact())?;
             assert_eq!(values(outputs.tensor("entries")?)?, [0.0; 8]);
-            let gradients = backward(&inputs, outputs.tensor("entries")?, None, &mut Rounding::exact())?;
+            let gradients =
+                backward(&inputs, outputs.tensor("entries")?, None, &mut Rounding::exact())?;
             assert!(values(gradients.tensor("dkv")?)?.iter().all(|x| *x == 0.0));
         }
         let inputs = case(11, &[8], 4, 8, true);
-        let refused = |inputs: Inputs| forward(&inputs, &mut Rounding::exact()).unwrap_err().to_string();
-        assert!(refused(Inputs { cu_seqlens: vec![0, 99], ..inputs.clone() }).contains("cu_seqlens"));
+        let refused =
+            |inputs: Inputs| forward(&inputs, &mut Rounding::exact()).unwrap_err().to_string();
+        assert!(
+            refused(Inputs { cu_seqlens: vec![0, 99], ..inputs.clone() }).contains("cu_seqlens")
+        );
         assert!(refused(Inputs { cu_entries: vec![0], ..inputs.clone() }).contains("cu_entries"));
         assert!(
             refused(Inputs {
-                finish: Finish { norm_weight: f64_tensor(&[1.0; 3], &[3]), ..inputs.finish.clone() },
+                finish: Finish {
+                    norm_weight: f64_tensor(&[1.0; 3], &[3]),
+                    ..inputs.finish.clone()
+                },
                 ..inputs.clone()
             })
             .contains("kv")

@@ -75,7 +75,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     let ape = Tensor::from_vec(ape, dims.num_tokens, inputs.kv.device())?;
     let state = inputs.state.reshape((dims.num_slots * dims.num_rows, 2 * dims.width))?;
     // Without tokens there is no row of ape to take.
-    let (mut value, mut score) = (state.narrow(1, 0, dims.width)?, state.narrow(1, dims.width, dims.width)?);
+    let (mut value, mut score) =
+        (state.narrow(1, 0, dims.width)?, state.narrow(1, dims.width, dims.width)?);
     if dims.num_tokens > 0 {
         let own = rounding.f32_apart(&(&inputs.gate + inputs.ape.index_select(&ape, 0)?)?)?;
         (value, score) = (Tensor::cat(&[&inputs.kv, &value], 0)?, Tensor::cat(&[&own, &score], 0)?);
@@ -116,13 +117,28 @@ impl Inputs {
             return Err(wrong_shape("kv", "[num_tokens, head_dim or 2 head_dim]", &self.kv));
         }
         let dims = Dims { num_tokens, num_slots, num_rows, ratio, width, head_dim };
-        require_that("num_rows", num_rows, num_rows >= dims.slots(), "the state has the slots of an entry")?;
+        require_that(
+            "num_rows",
+            num_rows,
+            num_rows >= dims.slots(),
+            "the state has the slots of an entry",
+        )?;
         debug_assert_eq!(state_width, 2 * width);
         for piece in &self.pieces {
-            let within =
-                piece.token + piece.num_tokens <= num_tokens && piece.entry + piece.num_entries <= self.num_entries;
-            require_that("pieces", format!("{piece:?}"), within, "it is within kv and the entries")?;
-            require_that("pieces", format!("{piece:?}"), piece.slot.is_none_or(|s| s < num_slots), "its slot exists")?;
+            let within = piece.token + piece.num_tokens <= num_tokens
+                && piece.entry + piece.num_entries <= self.num_entries;
+            require_that(
+                "pieces",
+                format!("{piece:?}"),
+                within,
+                "it is within kv and the entries",
+            )?;
+            require_that(
+                "pieces",
+                format!("{piece:?}"),
+                piece.slot.is_none_or(|s| s < num_slots),
+                "its slot exists",
+            )?;
         }
         Ok(dims)
     }
@@ -138,21 +154,26 @@ impl Dims {
         let mut rows = vec![0; self.num_tokens];
         for piece in pieces {
             let positions = piece.position..piece.position + piece.num_tokens;
-            positions.zip(&mut rows[piece.token..]).for_each(|(position, row)| *row = (position % self.ratio) as i64);
+            positions
+                .zip(&mut rows[piece.token..])
+                .for_each(|(position, row)| *row = (position % self.ratio) as i64);
         }
         rows
     }
 
     /// The entries that the pieces make one after the other, and for each row of the state where its numbers are.
     fn simulate(&self, pieces: &[Piece]) -> (Vec<Made>, Vec<usize>) {
-        let mut rows: Vec<usize> = (0..self.num_slots * self.num_rows).map(|row| self.num_tokens + row).collect();
+        let mut rows: Vec<usize> =
+            (0..self.num_slots * self.num_rows).map(|row| self.num_tokens + row).collect();
         let mut all = Vec::new();
         for piece in pieces {
             let Some(slot) = piece.slot else { continue };
             let row_of = |position: usize| slot * self.num_rows + position % self.num_rows;
             let end = piece.position + piece.num_tokens;
             let first = piece.position / self.ratio;
-            for (number, row) in (first..end / self.ratio).zip(piece.entry..piece.entry + piece.num_entries) {
+            for (number, row) in
+                (first..end / self.ratio).zip(piece.entry..piece.entry + piece.num_entries)
+            {
                 let end = (number + 1) * self.ratio;
                 let source = |slot: usize| {
                     let position = (end + slot).checked_sub(self.slots())?;
@@ -188,13 +209,16 @@ impl Dims {
         };
         let of_entry = |made: &Made| {
             let sources = made.sources.iter().enumerate();
-            sources.map(|(slot, source)| source.map(|source| place(slot, source))).collect::<Vec<_>>()
+            sources
+                .map(|(slot, source)| source.map(|source| place(slot, source)))
+                .collect::<Vec<_>>()
         };
         let places: Vec<Option<usize>> = made.iter().flat_map(of_entry).collect();
         let indices: Vec<i64> = places.iter().map(|place| place.unwrap_or(0) as i64).collect();
         let indices = Tensor::from_vec(indices, count * slots, value.device())?;
         let gathered = |tensor: &Tensor| -> Result<Tensor> {
-            let halves = halves_below_each_other(tensor, self.head_dim)?.index_select(&indices, 0)?;
+            let halves =
+                halves_below_each_other(tensor, self.head_dim)?.index_select(&indices, 0)?;
             Ok(halves.reshape((count, slots, self.head_dim))?)
         };
         let there = places.iter().map(|place| u8::from(place.is_some())).collect();
@@ -216,18 +240,25 @@ mod tests {
     /// One sequence in these pieces: tokens that stay, and tokens that are rejected. The state is that of another
     /// sequence.
     fn pieces(chunks: &[[usize; 2]], ratio: usize) -> (Vec<Piece>, Vec<usize>) {
-        let (mut pieces, mut order, mut token, mut position, mut entry) = (Vec::new(), Vec::new(), 0, 0, 0);
+        let (mut pieces, mut order, mut token, mut position, mut entry) =
+            (Vec::new(), Vec::new(), 0, 0, 0);
         for &[stay, rejected] in chunks {
             let num_tokens = stay + rejected;
             let num_entries = (position + num_tokens) / ratio - position / ratio;
             pieces.push(Piece { token, num_tokens, position, slot: Some(1), entry, num_entries });
-            order.extend((0..(position + stay) / ratio - position / ratio).map(|number| entry + number));
+            order.extend(
+                (0..(position + stay) / ratio - position / ratio).map(|number| entry + number),
+            );
             (token, position, entry) = (token + num_tokens, position + stay, entry + num_entries);
         }
         (pieces, order)
     }
 
-    fn stream(chunks: &[[usize; 2]], whole: &compressor::Inputs, num_rows: usize) -> (Inputs, Vec<usize>) {
+    fn stream(
+        chunks: &[[usize; 2]],
+        whole: &compressor::Inputs,
+        num_rows: usize,
+    ) -> (Inputs, Vec<usize>) {
         let (ratio, width) = whole.ape.dims2().unwrap();
         let (pieces, order) = pieces(chunks, ratio);
         let mut draw = Draw::new(77);
@@ -237,7 +268,9 @@ mod tests {
             .zip(chunks)
             .flat_map(|(piece, &[stay, drafts])| {
                 let kept = whole.kv.narrow(0, piece.position, stay).unwrap();
-                std::iter::once(kept).chain((0..drafts).map(|_| rejected.clone())).collect::<Vec<_>>()
+                std::iter::once(kept)
+                    .chain((0..drafts).map(|_| rejected.clone()))
+                    .collect::<Vec<_>>()
             })
             .collect();
         let gates: Vec<Tensor> = pieces
@@ -245,7 +278,9 @@ mod tests {
             .zip(chunks)
             .flat_map(|(piece, &[stay, drafts])| {
                 let kept = whole.gate.narrow(0, piece.position, stay).unwrap();
-                std::iter::once(kept).chain((0..drafts).map(|_| rejected.clone())).collect::<Vec<_>>()
+                std::iter::once(kept)
+                    .chain((0..drafts).map(|_| rejected.clone()))
+                    .collect::<Vec<_>>()
             })
             .collect();
         let num_entries = pieces.last().map_or(0, |piece| piece.entry + piece.num_entries);
@@ -261,9 +296,15 @@ mod tests {
         (inputs, order)
     }
 
-    fn whole(num_tokens: usize, ratio: usize, head_dim: usize, overlaps: bool) -> compressor::Inputs {
+    fn whole(
+        num_tokens: usize,
+        ratio: usize,
+        head_dim: usize,
+        overlaps: bool,
+    ) -> compressor::Inputs {
         let (mut draw, width) = (Draw::new(5), if overlaps { 2 * head_dim } else { head_dim });
-        let inv_freq = inv_freq_f32(&YarnParameters { rope_dim: 4, ..YarnParameters::compress() }).unwrap();
+        let inv_freq =
+            inv_freq_f32(&YarnParameters { rope_dim: 4, ..YarnParameters::compress() }).unwrap();
         let (cos, sin) = table(&inv_freq, &(0..64).collect::<Vec<_>>()).unwrap();
         let norm_weight = draw.normal(&[head_dim], 1.0);
         compressor::Inputs {
@@ -273,22 +314,32 @@ mod tests {
             cu_seqlens: vec![0, num_tokens as i32],
             cu_entries: vec![0, (num_tokens / ratio) as i32],
             num_entries: num_tokens / ratio,
-            finish: Finish { norm_weight, cos, sin, eps: 1e-6, stored: Format::BF16, epilogue: Epilogue::None },
+            finish: Finish {
+                norm_weight,
+                cos,
+                sin,
+                eps: 1e-6,
+                stored: Format::BF16,
+                epilogue: Epilogue::None,
+            },
         }
     }
 
     #[test]
-    fn whatever_the_chunks_and_whatever_was_rejected_the_entries_are_those_of_the_whole_sequence() -> Result<()> {
+    fn whatever_the_chunks_and_whatever_was_rejected_the_entries_are_those_of_the_whole_sequence()
+    -> Result<()> {
         for (ratio, overlaps) in [(4, true), (3, false)] {
             let whole = whole(23, ratio, 8, overlaps);
-            let expected = compressor::forward(&whole, &mut Rounding::exact())?.tensor("entries")?.clone();
+            let expected =
+                compressor::forward(&whole, &mut Rounding::exact())?.tensor("entries")?.clone();
             let chunked = |border: usize| vec![[border, 0], [23 - border, 0]];
             let ones = vec![[1, 0]; 23];
             let rejecting = vec![[5, 2], [1, 2], [1, 2], [3, 1], [4, 2], [2, 2], [7, 0]];
             for chunks in (1..23).map(chunked).chain([ones, rejecting]) {
                 let (inputs, order) = stream(&chunks, &whole, 10);
                 let entries = values(forward(&inputs, &mut Rounding::exact())?.tensor("entries")?)?;
-                let kept: Vec<f64> = order.iter().flat_map(|&row| entries[8 * row..8 * row + 8].to_vec()).collect();
+                let kept: Vec<f64> =
+                    order.iter().flat_map(|&row| entries[8 * row..8 * row + 8].to_vec()).collect();
                 assert_eq!(kept, values(&expected)?, "{chunks:?}");
             }
         }
@@ -303,9 +354,14 @@ mod tests {
         assert_eq!(values(&state.narrow(0, 0, 1)?)?, values(&inputs.state.narrow(0, 0, 1)?)?);
         for position in 13..23 {
             let row = state.narrow(0, 1, 1)?.narrow(1, position % 10, 1)?.flatten_all()?;
-            let (kv, gate) = (inputs.kv.narrow(0, position, 1)?, inputs.gate.narrow(0, position, 1)?);
+            let (kv, gate) =
+                (inputs.kv.narrow(0, position, 1)?, inputs.gate.narrow(0, position, 1)?);
             let score = (gate + inputs.ape.narrow(0, position % 4, 1)?)?;
-            assert_eq!(values(&row)?, values(&Tensor::cat(&[kv, score], 1)?.flatten_all()?)?, "{position}");
+            assert_eq!(
+                values(&row)?,
+                values(&Tensor::cat(&[kv, score], 1)?.flatten_all()?)?,
+                "{position}"
+            );
         }
         Ok(())
     }
@@ -318,10 +374,14 @@ mod tests {
         let outputs = forward(&inputs, &mut Rounding::exact())?;
         assert!(values(outputs.tensor("entries")?)?.iter().all(|x| *x == 0.0));
         assert_eq!(values(outputs.tensor("state")?)?, values(&inputs.state)?);
-        let refused = |inputs: Inputs| forward(&inputs, &mut Rounding::exact()).unwrap_err().to_string();
+        let refused =
+            |inputs: Inputs| forward(&inputs, &mut Rounding::exact()).unwrap_err().to_string();
         let far = Piece { slot: Some(2), ..inputs.pieces[0] };
         assert!(refused(Inputs { pieces: vec![far], ..inputs.clone() }).contains("pieces"));
-        assert!(refused(Inputs { state: f64_tensor(&[0.0; 64], &[1, 2, 32]), ..inputs.clone() }).contains("num_rows"));
+        assert!(
+            refused(Inputs { state: f64_tensor(&[0.0; 64], &[1, 2, 32]), ..inputs.clone() })
+                .contains("num_rows")
+        );
         assert!(refused(Inputs { gate: inputs.kv.narrow(0, 0, 1)?, ..inputs }).contains("gate"));
         Ok(())
     }

@@ -53,18 +53,25 @@ pub fn forward(inputs: &Inputs) -> Result<Vec<u8>> {
     if *stored == Stored::Values {
         return Err(wrong_value("stored", "values", "a store has e2m1 or e4m3"));
     }
-    let rows = hadamard::forward(&Named::new().with("x", k.clone()), *stored, &mut Rounding::exact())?;
+    let rows =
+        hadamard::forward(&Named::new().with("x", k.clone()), *stored, &mut Rounding::exact())?;
     if slots.len() != k.dims()[0] {
         let (expected, actual) = (format!("[{}]", k.dims()[0]), vec![slots.len()]);
         return Err(Error::Shape { argument: "slots", expected, actual });
     }
     let bytes = row_bytes(*stored);
-    let codes: Vec<u8> = values(rows.tensor("codes")?)?.into_iter().map(|code| code as u8).collect();
+    let codes: Vec<u8> =
+        values(rows.tensor("codes")?)?.into_iter().map(|code| code as u8).collect();
     let scales: Vec<u8> = match stored {
-        Stored::E4m3 => values(rows.tensor("scales")?)?.into_iter().flat_map(|s| (s as f32).to_ne_bytes()).collect(),
+        Stored::E4m3 => values(rows.tensor("scales")?)?
+            .into_iter()
+            .flat_map(|s| (s as f32).to_ne_bytes())
+            .collect(),
         _ => values(rows.tensor("scale_bytes")?)?.into_iter().map(|byte| byte as u8).collect(),
     };
-    let part = |bytes: &[u8], width: usize, token: usize| bytes[token * width..(token + 1) * width].to_vec();
+    let part = |bytes: &[u8], width: usize, token: usize| {
+        bytes[token * width..(token + 1) * width].to_vec()
+    };
     let mut pages = inputs.pages.clone();
     bytes.scatter(&mut pages, *page_size, slots, |token| {
         (part(&codes, bytes.data, token), part(&scales, SCALE_BYTES, token))
@@ -80,7 +87,13 @@ mod tests {
 
     fn inputs(slots: Vec<i32>, stored: Stored) -> Inputs {
         let k = Draw::new(1).bf16(&[slots.len(), DIM], 1.0);
-        Inputs { k, slots, stored, page_size: 3, pages: vec![0xa5; 2 * row_bytes(stored).page_bytes(3)] }
+        Inputs {
+            k,
+            slots,
+            stored,
+            page_size: 3,
+            pages: vec![0xa5; 2 * row_bytes(stored).page_bytes(3)],
+        }
     }
 
     #[test]
@@ -88,15 +101,22 @@ mod tests {
         for stored in [Stored::E2m1, Stored::E4m3] {
             let inputs = inputs(vec![4, -1, 6, i32::MIN, 0], stored);
             let pages = forward(&inputs)?;
-            let rows = hadamard::forward(&Named::new().with("x", inputs.k.clone()), stored, &mut Rounding::exact())?;
+            let rows = hadamard::forward(
+                &Named::new().with("x", inputs.k.clone()),
+                stored,
+                &mut Rounding::exact(),
+            )?;
             let codes = values(rows.tensor("codes")?)?;
             let bytes = row_bytes(stored);
             for slot in 0..6 {
                 let at = slot / 3 * bytes.page_bytes(3) + slot % 3 * bytes.data;
                 let own = inputs.slots.iter().position(|&s| s == slot as i32);
-                let stored: Vec<f64> = pages[at..at + bytes.data].iter().map(|&byte| byte.into()).collect();
+                let stored: Vec<f64> =
+                    pages[at..at + bytes.data].iter().map(|&byte| byte.into()).collect();
                 match own {
-                    Some(token) => assert_eq!(stored, codes[token * bytes.data..(token + 1) * bytes.data]),
+                    Some(token) => {
+                        assert_eq!(stored, codes[token * bytes.data..(token + 1) * bytes.data])
+                    }
                     None => assert!(stored.iter().all(|&byte| byte == 165.0), "slot {slot}"),
                 }
             }
@@ -108,7 +128,12 @@ mod tests {
     fn scales_are_four_e8m0_bytes_or_one_number() -> Result<()> {
         // A row of equal numbers is one number, 2^-0.5 * 128 / 8, and zeros: the first group alone is above its floor.
         let k = f64_tensor(&[1.0; DIM], &[1, DIM]);
-        let e2m1 = Inputs { k: k.clone(), page_size: 1, pages: vec![0; 68], ..inputs(vec![0], Stored::E2m1) };
+        let e2m1 = Inputs {
+            k: k.clone(),
+            page_size: 1,
+            pages: vec![0; 68],
+            ..inputs(vec![0], Stored::E2m1)
+        };
         assert_eq!(forward(&e2m1)?[64..], [128, 1, 1, 1]);
         let e4m3 = Inputs { k, page_size: 1, pages: vec![0; 132], ..inputs(vec![0], Stored::E4m3) };
         let scale = f32::from_ne_bytes(forward(&e4m3)?[128..].try_into().expect("four bytes"));
@@ -124,6 +149,12 @@ mod tests {
         assert!(forward(&Inputs { slots: vec![1], ..inputs(vec![1, 2], Stored::E4m3) }).is_err());
         assert!(forward(&Inputs { page_size: 0, ..inputs(vec![1], Stored::E4m3) }).is_err());
         assert!(forward(&Inputs { pages: vec![0; 7], ..inputs(vec![1], Stored::E4m3) }).is_err());
-        assert!(forward(&Inputs { k: f64_tensor(&[0.0; 6], &[2, 3]), ..inputs(vec![1, 2], Stored::E4m3) }).is_err());
+        assert!(
+            forward(&Inputs {
+                k: f64_tensor(&[0.0; 6], &[2, 3]),
+                ..inputs(vec![1, 2], Stored::E4m3)
+            })
+            .is_err()
+        );
     }
 }

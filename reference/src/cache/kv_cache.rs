@@ -66,11 +66,14 @@ impl RowBytes {
         }
         let mut written = vec![false; pages.len() / page * page_size];
         for (token, &slot) in slots.iter().enumerate() {
-            let Some(slot) = usize::try_from(slot).ok().filter(|&slot| slot < written.len()) else { continue };
+            let Some(slot) = usize::try_from(slot).ok().filter(|&slot| slot < written.len()) else {
+                continue;
+            };
             if std::mem::replace(&mut written[slot], true) {
                 return Err(wrong_value("slots", slot, "a slot must not occur twice"));
             }
-            let ((data, scales), (data_at, scales_at)) = (encode(token), self.place(slot, page_size));
+            let ((data, scales), (data_at, scales_at)) =
+                (encode(token), self.place(slot, page_size));
             pages[data_at..data_at + data.len()].copy_from_slice(&data);
             pages[scales_at..scales_at + scales.len()].copy_from_slice(&scales);
         }
@@ -114,7 +117,11 @@ impl RowFormat {
     /// The dimension.
     pub fn check(self) -> Result<()> {
         if !self.nope_dim.is_multiple_of(SCALE_GROUP) || self.nope_dim > SCALE_GROUP * SCALE_BYTES {
-            return Err(wrong_value("nope_dim", self.nope_dim, "it must be a multiple of 64 up to 512"));
+            return Err(wrong_value(
+                "nope_dim",
+                self.nope_dim,
+                "it must be a multiple of 64 up to 512",
+            ));
         }
         if self.head_dim() == 0 {
             return Err(wrong_value("rope_dim", self.rope_dim, "a row needs channels"));
@@ -125,7 +132,8 @@ impl RowFormat {
     /// The bytes of a row's data and of its scales. The bf16 channels must be numbers of that type.
     pub fn encode(self, row: &[f64]) -> (Vec<u8>, Vec<u8>) {
         let (nope, rope) = row.split_at(self.nope_dim);
-        let (mut data, mut scales) = (Vec::with_capacity(self.data_bytes()), Vec::with_capacity(self.scale_bytes()));
+        let (mut data, mut scales) =
+            (Vec::with_capacity(self.data_bytes()), Vec::with_capacity(self.scale_bytes()));
         for group in nope.chunks(SCALE_GROUP) {
             let Quantized { codes, scale_bytes } = quantize(group, SCALE_GROUP, Format::E4M3);
             scales.extend(scale_bytes);
@@ -144,7 +152,8 @@ impl RowFormat {
             Format::BF16.nearest(e4m3_value(code) * e8m0_value(scales[channel / SCALE_GROUP]))
         };
         let nope = codes.iter().enumerate().map(value);
-        let rope = rope.chunks_exact(2).map(|pair| bf16_value(u16::from_ne_bytes([pair[0], pair[1]])));
+        let rope =
+            rope.chunks_exact(2).map(|pair| bf16_value(u16::from_ne_bytes([pair[0], pair[1]])));
         nope.chain(rope).collect()
     }
 }

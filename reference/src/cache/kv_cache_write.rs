@@ -66,7 +66,13 @@ mod tests {
 
     fn inputs(slots: Vec<i32>) -> Inputs {
         let kv = Draw::new(1).bf16(&[slots.len(), FORMAT.head_dim()], 1.0);
-        Inputs { kv, slots, format: FORMAT, page_size: 3, pages: vec![0xa5; 2 * FORMAT.bytes().page_bytes(3)] }
+        Inputs {
+            kv,
+            slots,
+            format: FORMAT,
+            page_size: 3,
+            pages: vec![0xa5; 2 * FORMAT.bytes().page_bytes(3)],
+        }
     }
 
     #[test]
@@ -94,6 +100,8 @@ mod tests {
         assert!(forward(&Inputs { slots: vec![1], ..inputs(vec![1, 2]) }).is_err());
         assert!(forward(&Inputs { page_size: 0, ..inputs(vec![1]) }).is_err());
         assert!(forward(&Inputs { pages: vec![0; 7], ..inputs(vec![1]) }).is_err());
-        assert!(forward(&Inputs { kv: f64_tensor(&[0.0; 6], &[2, 3]), ..inputs(vec![1, 2]) }).is_err());
+        assert!(
+            forward(&Inputs { kv: f64_tensor(&[0.0; 6], &[2, 3]), ..inputs(vec![1, 2]) }).is_err()
+        );
     }
 }

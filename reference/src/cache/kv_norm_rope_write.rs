@@ -40,7 +40,8 @@ pub fn forward(
 ) -> Result<Tensor> {
     format.check()?;
     let (_, heads, head_dim) = rotation.x.dims3()?;
-    let fits = heads == 1 && head_dim == format.head_dim() && 2 * rotation.cos.dim(1)? == format.rope_dim;
+    let fits =
+        heads == 1 && head_dim == format.head_dim() && 2 * rotation.cos.dim(1)? == format.rope_dim;
     require_that(
         "x",
         format!("{:?}", rotation.x.dims()),
@@ -67,7 +68,8 @@ pub fn rows_that_hold(
     let (head_dim, groups) = (format.head_dim(), format.nope_dim / SCALE_GROUP);
     let num_slots = after.len() / format.bytes().page_bytes(1);
     let least_byte = scale_byte(&[0.0], Format::E4M3);
-    let (mut rows, mut least) = (Vec::with_capacity(num_slots), Vec::with_capacity(num_slots * groups));
+    let (mut rows, mut least) =
+        (Vec::with_capacity(num_slots), Vec::with_capacity(num_slots * groups));
     for slot in 0..num_slots {
         let (data, scales) = row_of(format, page_size, after, slot);
         let Some(token) = slots.iter().position(|&own| usize::try_from(own) == Ok(slot)) else {
@@ -82,7 +84,8 @@ pub fn rows_that_hold(
         least.extend(data.chunks(SCALE_GROUP).zip(&scales[..groups]).map(|(codes, &scale)| {
             let largest = codes.iter().map(|&code| e4m3_value(code).abs()).fold(0.0, f64::max);
             // Twice the least scale passes where the largest number is rounded to half of the largest code.
-            let no_less = largest >= Format::E4M3.largest / 2.0 || scale == least_byte || scale == 255;
+            let no_less =
+                largest >= Format::E4M3.largest / 2.0 || scale == least_byte || scale == 255;
             no_less && scale >= least_byte
         }));
     }
@@ -138,7 +141,9 @@ mod tests {
         // Half of each number under twice the scale means the same, but is not the least scale.
         let mut coarse = after.clone();
         coarse[scales] += 1;
-        coarse[data..data + 64].iter_mut().for_each(|code| *code = e4m3_code(e4m3_value(*code) / 2.0));
+        coarse[data..data + 64]
+            .iter_mut()
+            .for_each(|code| *code = e4m3_code(e4m3_value(*code) / 2.0));
         assert!(!held(&coarse)[1][6]);
         // Nor may it be less than that of the least amax, whatever the codes are.
         let mut fine = after.clone();
@@ -154,7 +159,8 @@ mod tests {
         for (exact, nearest) in values(&exact)?.chunks(136).zip(values(&nearest)?.chunks(136)) {
             for (channel, (exact, nearest)) in exact.iter().zip(nearest).enumerate() {
                 // Half a unit of the last place of three roundings to bf16, and of e4m3.
-                let bound = exact.abs() * (2f64.powi(-7) + if channel < 128 { 2f64.powi(-4) } else { 0.0 });
+                let bound =
+                    exact.abs() * (2f64.powi(-7) + if channel < 128 { 2f64.powi(-4) } else { 0.0 });
                 assert!((exact - nearest).abs() <= bound + 0.02, "{channel}: {exact} {nearest}");
             }
         }
@@ -165,7 +171,10 @@ mod tests {
             positions: None,
             inverse: false,
         };
-        assert!(forward(&wrong, &f64_tensor(&[1.0; 128], &[128]), FORMAT, 1e-6, &mut Rounding::exact()).is_err());
+        assert!(
+            forward(&wrong, &f64_tensor(&[1.0; 128], &[128]), FORMAT, 1e-6, &mut Rounding::exact())
+                .is_err()
+        );
         Ok(())
     }
 }

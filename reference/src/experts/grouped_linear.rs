@@ -46,12 +46,18 @@ pub fn forward(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -
         if rows.is_empty() {
             continue;
         }
-        let product = linear::forward_quantized(&call.of_expert(expert, rows.clone())?, &call.plain(), rounding)?;
+        let product = linear::forward_quantized(
+            &call.of_expert(expert, rows.clone())?,
+            &call.plain(),
+            rounding,
+        )?;
         let first = call.part(expert) * call.num_rows + rows.start;
         let places = first * call.out_features..(first + rows.len()) * call.out_features;
         y[places].copy_from_slice(&values(product.tensor("y")?)?);
     }
-    let shape = [&[call.num_experts][..usize::from(call.masked)], &[call.num_rows, call.out_features]].concat();
+    let shape =
+        [&[call.num_experts][..usize::from(call.masked)], &[call.num_rows, call.out_features]]
+            .concat();
     Ok(Named::new().with("y", Tensor::from_vec(y, shape, &Device::Cpu)?))
 }
 
@@ -107,7 +113,12 @@ impl<'a> Call<'a> {
         };
         require_that("x", parts, !masked || parts == num_experts, "every expert has a part of it")?;
         let counts = values(inputs.tensor("counts")?)?;
-        require_that("counts", counts.len(), counts.len() == num_experts, "there is one of each expert")?;
+        require_that(
+            "counts",
+            counts.len(),
+            counts.len() == num_experts,
+            "there is one of each expert",
+        )?;
         let offsets = inputs.get("expert_offsets").map(values).transpose()?.unwrap_or_default();
         let ascends = offsets.is_sorted() && offsets.first().is_none_or(|&first| first >= 0.0);
         let fits = ascends && offsets.last().is_none_or(|&last| last <= num_rows as f64);
@@ -117,9 +128,20 @@ impl<'a> Call<'a> {
             masked || offsets.len() == num_experts + 1,
             "one more than experts",
         )?;
-        require_that("expert_offsets", num_rows, fits, "they ascend from 0 on, and end with the rows at most")?;
-        let x_scales = logical("x_scales", inputs, quantized.x_scales(num_rows, in_features), parts)?;
-        let w_scales = logical("w_scales", inputs, quantized.w_scales(out_features, in_features), num_experts)?;
+        require_that(
+            "expert_offsets",
+            num_rows,
+            fits,
+            "they ascend from 0 on, and end with the rows at most",
+        )?;
+        let x_scales =
+            logical("x_scales", inputs, quantized.x_scales(num_rows, in_features), parts)?;
+        let w_scales = logical(
+            "w_scales",
+            inputs,
+            quantized.w_scales(out_features, in_features),
+            num_experts,
+        )?;
         Ok(Self {
             inputs,
             quantized,
@@ -165,15 +187,21 @@ impl<'a> Call<'a> {
         let of_x = self.quantized.x_scales(rows.len(), self.in_features);
         let of_w = self.quantized.w_scales(self.out_features, self.in_features);
         let of_rows = &self.x_scales[part][rows.start * of_x.groups..rows.end * of_x.groups];
-        let tensor =
-            |numbers: &[f64], scales: Scales| Tensor::from_slice(numbers, (scales.rows, scales.groups), &Device::Cpu);
+        let tensor = |numbers: &[f64], scales: Scales| {
+            Tensor::from_slice(numbers, (scales.rows, scales.groups), &Device::Cpu)
+        };
         let named = Named::new().with("x", x).with("w", w).with("x_scales", tensor(of_rows, of_x)?);
         Ok(named.with("w_scales", tensor(&self.w_scales[expert], of_w)?))
     }
 }
 
 /// The numbers of stored scales, row by row: bytes or fp32 numbers, of each of so many parts.
-fn logical(name: &'static str, inputs: &Named, scales: Scales, parts: usize) -> Result<Vec<Vec<f64>>> {
+fn logical(
+    name: &'static str,
+    inputs: &Named,
+    scales: Scales,
+    parts: usize,
+) -> Result<Vec<Vec<f64>>> {
     let stored = values(inputs.tensor(name)?)?;
     let of_part: usize = scales.shape().iter().product();
     if stored.len() != parts * of_part {
@@ -202,16 +230,21 @@ mod tests {
     /// Bytes that are codes of every kind of number but NaN.
     fn codes(seed: usize, shape: &[usize], most: usize) -> Tensor {
         let count = shape.iter().product();
-        f64_tensor(&(0..count).map(|at: usize| ((at * 37 + seed) % most) as f64).collect::<Vec<_>>(), shape)
+        f64_tensor(
+            &(0..count).map(|at: usize| ((at * 37 + seed) % most) as f64).collect::<Vec<_>>(),
+            shape,
+        )
     }
 
     /// Scales of `parts` matrices, one behind the other, and their bytes row by row.
     fn scales(seed: usize, scales: Scales, parts: usize) -> (Tensor, Vec<u8>) {
-        let bytes: Vec<u8> =
-            (0..parts * scales.rows * scales.groups).map(|at| (120 + (at * 5 + seed) % 11) as u8).collect();
+        let bytes: Vec<u8> = (0..parts * scales.rows * scales.groups)
+            .map(|at| (120 + (at * 5 + seed) % 11) as u8)
+            .collect();
         let of_part = scales.rows * scales.groups;
-        let stored: Vec<f64> =
-            (0..parts).flat_map(|part| scales.stored_bytes(&bytes[part * of_part..(part + 1) * of_part])).collect();
+        let stored: Vec<f64> = (0..parts)
+            .flat_map(|part| scales.stored_bytes(&bytes[part * of_part..(part + 1) * of_part]))
+            .collect();
         (f64_tensor(&stored, &[&[parts][..], &scales.shape()].concat()), bytes)
     }
 
@@ -219,23 +252,34 @@ mod tests {
     const COUNTS: [usize; EXPERTS] = [2, 0, 3, 1];
 
     /// A call with four experts, and the number of each row of x with the expert that has it.
-    fn call(quantized: &Quantized, masked: bool, outs: usize, ins: usize) -> (Named, Vec<(usize, usize)>) {
-        let (rows, offsets) = if masked { (5, vec![]) } else { (11, vec![1.0, 4.0, 4.0, 8.0, 10.0]) };
+    fn call(
+        quantized: &Quantized,
+        masked: bool,
+        outs: usize,
+        ins: usize,
+    ) -> (Named, Vec<(usize, usize)>) {
+        let (rows, offsets) =
+            if masked { (5, vec![]) } else { (11, vec![1.0, 4.0, 4.0, 8.0, 10.0]) };
         let x_shape = if masked { vec![EXPERTS, rows, ins] } else { vec![rows, ins] };
         let of_w = if quantized.weights == Weights::Mxfp4 { ins / 2 } else { ins };
         let parts = if masked { EXPERTS } else { 1 };
         let x_scales = scales(1, quantized.x_scales(rows, ins), parts).0;
         let x_scales = if masked { x_scales } else { x_scales.squeeze(0).expect("one part") };
         let counts: Vec<f64> = COUNTS.iter().map(|&count| count as f64).collect();
-        let named = Named::new().with("x", codes(3, &x_shape, 0x78)).with("w", codes(11, &[EXPERTS, outs, of_w], 0x78));
-        let named = named.with("x_scales", x_scales).with("counts", f64_tensor(&counts, &[EXPERTS]));
+        let named = Named::new()
+            .with("x", codes(3, &x_shape, 0x78))
+            .with("w", codes(11, &[EXPERTS, outs, of_w], 0x78));
+        let named =
+            named.with("x_scales", x_scales).with("counts", f64_tensor(&counts, &[EXPERTS]));
         let named = named.with("w_scales", scales(4, quantized.w_scales(outs, ins), EXPERTS).0);
         let first = |expert: usize| if masked { expert * rows } else { offsets[expert] as usize };
-        let owned =
-            (0..EXPERTS).flat_map(|expert| (0..COUNTS[expert]).map(move |row| (row, expert))).collect::<Vec<_>>();
+        let owned = (0..EXPERTS)
+            .flat_map(|expert| (0..COUNTS[expert]).map(move |row| (row, expert)))
+            .collect::<Vec<_>>();
         let owned = owned.into_iter().map(|(row, expert)| (first(expert) + row, expert)).collect();
         let offsets = (!masked).then(|| f64_tensor(&offsets, &[EXPERTS + 1]));
-        let before = masked.then(|| f64_tensor(&vec![7.0; EXPERTS * rows * outs], &[EXPERTS, rows, outs]));
+        let before =
+            masked.then(|| f64_tensor(&vec![7.0; EXPERTS * rows * outs], &[EXPERTS, rows, outs]));
         (named.maybe("expert_offsets", offsets).maybe("y_before", before), owned)
     }
 
@@ -244,7 +288,8 @@ mod tests {
         let (outs, ins) = (9, 160);
         let (named, owned) = call(quantized, masked, outs, ins);
         let y = forward(&named, quantized, &mut Rounding::exact())?;
-        let (y, x, w) = (values(y.tensor("y")?)?, named.tensor("x")?.reshape(((), ins))?, named.tensor("w")?);
+        let (y, x, w) =
+            (values(y.tensor("y")?)?, named.tensor("x")?.reshape(((), ins))?, named.tensor("w")?);
         let rows = x.dim(0)?;
         let of_x = quantized.x_scales(if masked { rows / EXPERTS } else { rows }, ins);
         let of_w = quantized.w_scales(outs, ins);
@@ -258,10 +303,12 @@ mod tests {
         let mut expected = vec![if masked { 7.0 } else { 0.0 }; rows * outs];
         for (row, expert) in owned {
             let of_row = &x_bytes[row * of_x.groups..(row + 1) * of_x.groups];
-            let of_expert = &w_bytes[expert * of_w.rows * of_w.groups..(expert + 1) * of_w.rows * of_w.groups];
+            let of_expert =
+                &w_bytes[expert * of_w.rows * of_w.groups..(expert + 1) * of_w.rows * of_w.groups];
             let one = Named::new().with("x", x.narrow(0, row, 1)?).with("w", w.get(expert)?);
-            let one =
-                one.with("x_scales", tensor(of_row, of_x.groups)).with("w_scales", tensor(of_expert, of_w.groups));
+            let one = one
+                .with("x_scales", tensor(of_row, of_x.groups))
+                .with("w_scales", tensor(of_expert, of_w.groups));
             let one = linear::forward_quantized(&one, &plain, &mut Rounding::exact())?;
             expected[row * outs..(row + 1) * outs].copy_from_slice(&values(one.tensor("y")?)?);
         }
@@ -270,7 +317,8 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_products_with_their_experts_weights_and_others_are_zero_or_as_they_were() -> Result<()> {
+    fn rows_are_products_with_their_experts_weights_and_others_are_zero_or_as_they_were()
+    -> Result<()> {
         for (weights, group) in [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)] {
             for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
                 for masked in [false, true] {
@@ -289,7 +337,8 @@ mod tests {
             let named = named.clone().with("counts", f64_tensor(&counts, &[EXPERTS]));
             values(forward(&named, &quantized, &mut Rounding::exact())?.tensor("y")?)
         };
-        let (few, many) = (y([-3.0, f64::from(i32::MIN), 2.0, 0.0])?, y([5.0, 6.0, 2.0, f64::from(i32::MAX)])?);
+        let (few, many) =
+            (y([-3.0, f64::from(i32::MIN), 2.0, 0.0])?, y([5.0, 6.0, 2.0, f64::from(i32::MAX)])?);
         assert!(few[..30].iter().chain(&few[45..]).all(|&number| number == 7.0));
         assert!(many[..30].iter().chain(&many[45..]).all(|&number| number != 7.0));
         assert_eq!(few[30..36], many[30..36]);
@@ -304,11 +353,19 @@ mod tests {
             assert!(forward(named, quantized, &mut Rounding::exact()).is_err());
         };
         let (named, _) = call(&of(Weights::Fp8), false, 3, 16);
-        for offsets in [[1.0, 4.0, 3.0, 8.0, 10.0], [-1.0, 4.0, 4.0, 8.0, 10.0], [1.0, 4.0, 4.0, 8.0, 12.0]] {
-            refused(&named.clone().with("expert_offsets", f64_tensor(&offsets, &[5])), &of(Weights::Fp8));
+        for offsets in
+            [[1.0, 4.0, 3.0, 8.0, 10.0], [-1.0, 4.0, 4.0, 8.0, 10.0], [1.0, 4.0, 4.0, 8.0, 12.0]]
+        {
+            refused(
+                &named.clone().with("expert_offsets", f64_tensor(&offsets, &[5])),
+                &of(Weights::Fp8),
+            );
         }
         refused(&named.clone().with("counts", f64_tensor(&[1.0; 3], &[3])), &of(Weights::Fp8));
-        refused(&named.clone().with("w_scales", f64_tensor(&[1.0; 3], &[3, 1, 1])), &of(Weights::Fp8));
+        refused(
+            &named.clone().with("w_scales", f64_tensor(&[1.0; 3], &[3, 1, 1])),
+            &of(Weights::Fp8),
+        );
         refused(&named, &of(Weights::Nvfp4));
     }
 }

@@ -54,7 +54,9 @@ pub fn forward(inputs: &Named, options: &Options, rounding: &mut Rounding) -> Re
     require_that("w", both, both > 0 && both % 2 == 0, "gate and up have as many rows")?;
     let product = rounding.bf16(&product.tensor("y")?.reshape((owned.len(), both))?)?;
     let product = if options.interleaved { separated(&product)? } else { product };
-    let half = |at: usize| Ok::<_, crate::Error>(product.narrow(1, at * both / 2, both / 2)?.contiguous()?);
+    let half = |at: usize| {
+        Ok::<_, crate::Error>(product.narrow(1, at * both / 2, both / 2)?.contiguous()?)
+    };
     let named = Named::new().with("gate", half(0)?).with("up", half(1)?);
     let weight = inputs.get("weight").map(|weight| weight.reshape(owned.len())).transpose()?;
     let marks: Vec<f64> = owned.iter().map(|&owned| if owned { 0.0 } else { -1.0 }).collect();
@@ -86,7 +88,14 @@ mod tests {
     fn options(interleaved: bool) -> Options {
         let (weights, layout, accumulator) = (Weights::Mxfp4, ScaleLayout::Plain, Accumulator::F32);
         let quantized = Quantized { weights, group: 32, bytes: true, layout, accumulator };
-        Options { quantized, interleaved, limit: LIMIT, group: 32, scale: ScaleType::E8m0, round_to_bf16: false }
+        Options {
+            quantized,
+            interleaved,
+            limit: LIMIT,
+            group: 32,
+            scale: ScaleType::E8m0,
+            round_to_bf16: false,
+        }
     }
 
     /// Three sorted rows: 1 of the first expert, NaN of nobody, 1 of the second. Either expert's weights have their rows in
@@ -97,9 +106,11 @@ mod tests {
             f64_tensor(&rows, &[2, 2 * FEATURES, 1])
         };
         let x = f64_tensor(&[56.0, 0.0, 127.0, 127.0, 64.0, 0.0], &[3, 2]);
-        let named = Named::new().with("x", x).with("x_scales", f64_tensor(&[127.0, 255.0, 126.0], &[3, 1]));
+        let named =
+            Named::new().with("x", x).with("x_scales", f64_tensor(&[127.0, 255.0, 126.0], &[3, 1]));
         let named = named.with("w", of_experts(|row| (row % FEATURES) as f64));
-        let named = named.with("w_scales", of_experts(|row| if row < FEATURES { 127.0 } else { 126.0 }));
+        let named =
+            named.with("w_scales", of_experts(|row| if row < FEATURES { 127.0 } else { 126.0 }));
         let named = named.with("counts", f64_tensor(&[1.0, 1.0], &[2]));
         let named = named.with("expert_offsets", f64_tensor(&[0.0, 2.0, 3.0], &[3]));
         named.with("weight", f64_tensor(&[0.5, f64::NAN, -2.0], &[3]))
@@ -110,7 +121,8 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_the_weighted_swiglu_of_their_experts_products_and_those_of_nobody_zeros() -> Result<()> {
+    fn rows_are_the_weighted_swiglu_of_their_experts_products_and_those_of_nobody_zeros()
+    -> Result<()> {
         let named = case(&(0..2 * FEATURES).collect::<Vec<_>>());
         let of_row = |weight: f64| {
             (0..FEATURES).map(move |code| {
@@ -120,7 +132,9 @@ mod tests {
             })
         };
         let expected: Vec<f64> = of_row(0.5).chain([0.0; FEATURES]).chain(of_row(-2.0)).collect();
-        for (at, (x, expected)) in decoded(&named, &options(false))?.into_iter().zip(expected).enumerate() {
+        for (at, (x, expected)) in
+            decoded(&named, &options(false))?.into_iter().zip(expected).enumerate()
+        {
             assert!((x - expected).abs() <= 1e-14, "{at}: {x} {expected}");
         }
         Ok(())
@@ -131,7 +145,10 @@ mod tests {
         let numbers: Vec<f64> = (0..2 * FEATURES).map(|row| row as f64).collect();
         let logical = Named::new().with("logical", f64_tensor(&numbers, &[1, 2 * FEATURES, 1]));
         let interleaved = gate_up_interleave::interleave(&logical)?;
-        let order = values(interleaved.tensor("interleaved")?)?.into_iter().map(|row| row as usize).collect::<Vec<_>>();
+        let order = values(interleaved.tensor("interleaved")?)?
+            .into_iter()
+            .map(|row| row as usize)
+            .collect::<Vec<_>>();
         let halves = decoded(&case(&(0..2 * FEATURES).collect::<Vec<_>>()), &options(false))?;
         assert_eq!(decoded(&case(&order), &options(true))?, halves);
         assert_ne!(decoded(&case(&order), &options(false))?, halves);
@@ -141,9 +158,11 @@ mod tests {
     #[test]
     fn an_odd_number_of_features_is_refused() {
         let named = case(&(0..2 * FEATURES).collect::<Vec<_>>());
-        let named =
-            named.with("w", f64_tensor(&[0.0; 6], &[2, 3, 1])).with("w_scales", f64_tensor(&[127.0; 6], &[2, 3, 1]));
-        let refused = forward(&named, &options(false), &mut Rounding::exact()).unwrap_err().to_string();
+        let named = named
+            .with("w", f64_tensor(&[0.0; 6], &[2, 3, 1]))
+            .with("w_scales", f64_tensor(&[127.0; 6], &[2, 3, 1]));
+        let refused =
+            forward(&named, &options(false), &mut Rounding::exact()).unwrap_err().to_string();
         assert!(refused.contains('w'), "{refused}");
     }
 }

@@ -30,8 +30,8 @@ use crate::precision::{Rounding, values};
 use crate::projections::linear::{self, Quantized};
 use crate::quantize::ScaleType;
 use crate::{
-    experts::grouped_linear, experts::moe_expand, experts::moe_map, experts::moe_reduce, experts::router,
-    experts::swiglu,
+    experts::grouped_linear, experts::moe_expand, experts::moe_map, experts::moe_reduce,
+    experts::router, experts::swiglu,
 };
 
 /// Numbers of a layer that no tensor holds.
@@ -85,23 +85,35 @@ pub trait Products {
 ///
 /// # Errors
 /// Those of the operators.
-pub fn forward(inputs: &Named, layer: &Layer, products: &impl Products, rounding: &mut Rounding) -> Result<Named> {
+pub fn forward(
+    inputs: &Named,
+    layer: &Layer,
+    products: &impl Products,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let (hidden, gate_weight) = (inputs.tensor("hidden")?, inputs.tensor("gate_weight")?);
     let of_gate = Named::new().with("x", hidden.clone()).with("w", gate_weight.clone());
     let logits = linear::forward(&of_gate, rounding)?.tensor("y")?.clone();
     let exact = linear::forward(&of_gate, &mut Rounding::exact())?.tensor("y")?.clone();
     let routed = ["bias", "tid2eid", "token_ids"]
         .into_iter()
-        .fold(Named::new().with("logits", exact), |all, name| all.maybe(name, inputs.get(name).cloned()));
+        .fold(Named::new().with("logits", exact), |all, name| {
+            all.maybe(name, inputs.get(name).cloned())
+        });
     let routed = router::forward(&routed, layer.topk, layer.route_scale, rounding)?;
-    let maps = moe_map::forward(&routed, gate_weight.dim(0)?, layer.alignment, layer.num_positions)?;
+    let maps =
+        moe_map::forward(&routed, gate_weight.dim(0)?, layer.alignment, layer.num_positions)?;
 
-    let expanded = ["token_topk_to_pos", "pos_to_token"]
-        .into_iter()
-        .try_fold(Named::new(), |all, name| Ok::<_, crate::Error>(all.with(name, maps.tensor(name)?.clone())))?;
-    let rows = moe_expand::forward(&expanded.clone().with("x", hidden.clone()))?.tensor("y")?.clone();
-    let row_weights =
-        weights_of_rows(&rounding.f32(routed.tensor("topk_weights")?)?, maps.tensor("pos_to_token_topk")?)?;
+    let expanded =
+        ["token_topk_to_pos", "pos_to_token"].into_iter().try_fold(Named::new(), |all, name| {
+            Ok::<_, crate::Error>(all.with(name, maps.tensor(name)?.clone()))
+        })?;
+    let rows =
+        moe_expand::forward(&expanded.clone().with("x", hidden.clone()))?.tensor("y")?.clone();
+    let row_weights = weights_of_rows(
+        &rounding.f32(routed.tensor("topk_weights")?)?,
+        maps.tensor("pos_to_token_topk")?,
+    )?;
     let gate_up = products.first(&rows, &maps, rounding)?;
     let of_slots = Named::new().with("weight", row_weights.clone());
     let of_slots = of_slots.with("pos_to_token_topk", maps.tensor("pos_to_token_topk")?.clone());
@@ -115,8 +127,13 @@ pub fn forward(inputs: &Named, layer: &Layer, products: &impl Products, rounding
     let out = moe_reduce::forward(&reduced, rounding)?.tensor("out")?.clone();
 
     let all = routed.into_tensors().into_iter().chain(maps.into_tensors());
-    let all = all.fold(Named::new().with("logits", logits), |all, (name, tensor)| all.with(name, tensor));
-    let all = all.with("rows", rows).with("row_weights", row_weights).with("gate_up", gate_up).with("y", y);
+    let all =
+        all.fold(Named::new().with("logits", logits), |all, (name, tensor)| all.with(name, tensor));
+    let all = all
+        .with("rows", rows)
+        .with("row_weights", row_weights)
+        .with("gate_up", gate_up)
+        .with("y", y);
     Ok(all.with("shared_gate_up", shared_gate_up).with("shared", shared).with("out", out))
 }
 
@@ -136,7 +153,8 @@ fn gated(slots: Named, gate_up: &Tensor, limit: f64, rounding: &mut Rounding) ->
         return Ok(Tensor::zeros((0, width), gate_up.dtype(), gate_up.device())?);
     }
     let half = |at: usize| Ok::<_, crate::Error>(gate_up.narrow(1, at, width)?.contiguous()?);
-    let product = swiglu::forward(&slots.with("gate", half(0)?).with("up", half(width)?), limit, rounding)?;
+    let product =
+        swiglu::forward(&slots.with("gate", half(0)?).with("up", half(width)?), limit, rounding)?;
     rounding.bf16(product.tensor("y")?)
 }
 
@@ -157,17 +175,29 @@ pub struct QuantizedProducts<'a> {
 /// # Errors
 /// Tensors that do not fit.
 pub fn quantized_rows(rows: &Tensor, group: usize) -> Result<Named> {
-    let options =
-        quantize_fp8::Options { group: Group::Row(group), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+    let options = quantize_fp8::Options {
+        group: Group::Row(group),
+        scale: ScaleType::E8m0,
+        layout: ScaleLayout::Plain,
+    };
     quantize_fp8::quantize(&Named::new().with("x", rows.clone()), options)
 }
 
 impl QuantizedProducts<'_> {
     /// What products with these weights read.
-    fn operands(&self, rows: &Tensor, group: usize, [w, scales]: [&'static str; 2]) -> Result<Named> {
+    fn operands(
+        &self,
+        rows: &Tensor,
+        group: usize,
+        [w, scales]: [&'static str; 2],
+    ) -> Result<Named> {
         let x = quantized_rows(rows, group)?;
-        let named = Named::new().with("x", x.tensor("codes")?.clone()).with("x_scales", x.tensor("scales")?.clone());
-        Ok(named.with("w", self.inputs.tensor(w)?.clone()).with("w_scales", self.inputs.tensor(scales)?.clone()))
+        let named = Named::new()
+            .with("x", x.tensor("codes")?.clone())
+            .with("x_scales", x.tensor("scales")?.clone());
+        Ok(named
+            .with("w", self.inputs.tensor(w)?.clone())
+            .with("w_scales", self.inputs.tensor(scales)?.clone()))
     }
 
     fn of_experts(
@@ -177,12 +207,19 @@ impl QuantizedProducts<'_> {
         names: [&'static str; 2],
         rounding: &mut Rounding,
     ) -> Result<Tensor> {
-        let named = self.operands(rows, self.routed.group, names)?.with("counts", maps.tensor("counts")?.clone());
+        let named = self
+            .operands(rows, self.routed.group, names)?
+            .with("counts", maps.tensor("counts")?.clone());
         let named = named.with("expert_offsets", maps.tensor("expert_offsets")?.clone());
         Ok(grouped_linear::forward(&named, &self.routed, rounding)?.tensor("y")?.clone())
     }
 
-    fn of_shared(&self, rows: &Tensor, names: [&'static str; 2], rounding: &mut Rounding) -> Result<Tensor> {
+    fn of_shared(
+        &self,
+        rows: &Tensor,
+        names: [&'static str; 2],
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
         let named = self.operands(rows, self.shared.group, names)?;
         Ok(linear::forward_quantized(&named, &self.shared, rounding)?.tensor("y")?.clone())
     }
@@ -225,11 +262,17 @@ mod tests {
             for expert in 0..weights.dim(0)? {
                 let (first, end) = (offsets[expert] as usize, offsets[expert + 1] as usize);
                 if end > first {
-                    parts.push(rows.narrow(0, first, end - first)?.matmul(&weights.get(expert)?.t()?)?);
+                    parts.push(
+                        rows.narrow(0, first, end - first)?.matmul(&weights.get(expert)?.t()?)?,
+                    );
                 }
             }
             let used = *offsets.last().expect("the end") as usize;
-            parts.push(Tensor::zeros((rows.dim(0)? - used, weights.dim(1)?), rows.dtype(), rows.device())?);
+            parts.push(Tensor::zeros(
+                (rows.dim(0)? - used, weights.dim(1)?),
+                rows.dtype(),
+                rows.device(),
+            )?);
             Ok(Tensor::cat(&parts, 0)?)
         }
     }
@@ -276,8 +319,15 @@ mod tests {
                 let (gate_up, down) = (of("experts.gate_up_proj"), of("experts.down_proj"));
                 let num_positions = 2 * hidden.elem_count() / width + 7 * down.dim(0)?;
                 let layer = Layer { topk: 2, route_scale: 1.5, limit, alignment: 8, num_positions };
-                let found = forward(&named, &layer, &Plain { gate_up, down, shared }, &mut Rounding::exact())?;
-                for (key, own) in [("out.y", "out"), ("mid.shared_out", "shared"), ("mid.gate.logits", "logits")] {
+                let found = forward(
+                    &named,
+                    &layer,
+                    &Plain { gate_up, down, shared },
+                    &mut Rounding::exact(),
+                )?;
+                for (key, own) in
+                    [("out.y", "out"), ("mid.shared_out", "shared"), ("mid.gate.logits", "logits")]
+                {
                     let found = found.tensor(own)?;
                     let expected = golden.f64(key).reshape(found.shape())?;
                     let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();
@@ -303,7 +353,8 @@ mod tests {
             let plain = Plain { gate_up: none.clone(), down: none, shared: weights };
             let mut exact = Rounding::exact();
             let both = plain.shared_first(&rows, &mut exact)?;
-            let found = plain.shared_second(&gated(Named::new(), &both, limit, &mut exact)?, &mut exact)?;
+            let found =
+                plain.shared_second(&gated(Named::new(), &both, limit, &mut exact)?, &mut exact)?;
             let expected = golden.f64("out.y").reshape(found.shape())?;
             let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();
             let stored = golden.storage_error("out.y").reshape(found.shape())?;

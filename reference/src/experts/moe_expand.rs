@@ -29,7 +29,8 @@ use crate::select::unless;
 pub fn forward(inputs: &Named) -> Result<Named> {
     let slots = Slots::new(inputs)?;
     let x = inputs.tensor("x")?;
-    let tokens: Vec<u32> = slots.token_of_row.iter().map(|token| token.unwrap_or(0) as u32).collect();
+    let tokens: Vec<u32> =
+        slots.token_of_row.iter().map(|token| token.unwrap_or(0) as u32).collect();
     let rows = select_rows(x, tokens)?;
     Ok(Named::new().with("y", slots.without_unused_rows(&rows)?))
 }
@@ -74,7 +75,9 @@ impl Slots {
         ];
         let [num_positions, topk] = inputs.extents(["num_positions", "topk"], &tensors)?;
         let positions = values(inputs.tensor("token_topk_to_pos")?)?;
-        let within = |position: f64| (0.0..num_positions as f64).contains(&position).then_some(position as usize);
+        let within = |position: f64| {
+            (0.0..num_positions as f64).contains(&position).then_some(position as usize)
+        };
         let row_of_slot: Vec<Option<usize>> = positions.into_iter().map(within).collect();
         let mut token_of_row = vec![None; num_positions];
         for (slot, row) in row_of_slot.iter().enumerate() {
@@ -83,7 +86,8 @@ impl Slots {
             }
         }
         let marks = values(inputs.tensor("pos_to_token")?)?;
-        let agree = marks.iter().zip(&token_of_row).all(|(mark, token)| (*mark >= 0.0) == token.is_some());
+        let agree =
+            marks.iter().zip(&token_of_row).all(|(mark, token)| (*mark >= 0.0) == token.is_some());
         require_that("pos_to_token", "a map", agree, "its rows are those of the slots")?;
         Ok(Self { topk, row_of_slot, token_of_row })
     }
@@ -120,7 +124,8 @@ impl Slots {
     }
 
     fn without_unused_rows(&self, rows: &Tensor) -> Result<Tensor> {
-        let unused: Vec<u8> = self.token_of_row.iter().map(|token| u8::from(token.is_none())).collect();
+        let unused: Vec<u8> =
+            self.token_of_row.iter().map(|token| u8::from(token.is_none())).collect();
         let unused = Tensor::from_vec(unused, (self.token_of_row.len(), 1), &Device::Cpu)?;
         unless(&unused.broadcast_as(rows.shape())?.contiguous()?, rows, 0.0)
     }
@@ -128,9 +133,16 @@ impl Slots {
     /// Sums over the slots of each token, which have a term where they have a row: `[num_tokens, hidden_size]`.
     pub(crate) fn sum(&self, terms: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
         let sum = terms.sum(1)?;
-        let counts = self.row_of_slot.chunks(self.topk.max(1)).map(|rows| rows.iter().flatten().count() as f64);
+        let counts = self
+            .row_of_slot
+            .chunks(self.topk.max(1))
+            .map(|rows| rows.iter().flatten().count() as f64);
         let counts = Tensor::from_vec(counts.collect(), (self.num_tokens(), 1), &Device::Cpu)?;
-        rounding.accumulated_f32(&sum, &terms.sqr()?.sum(1)?, &counts.broadcast_as(sum.shape())?.contiguous()?)
+        rounding.accumulated_f32(
+            &sum,
+            &terms.sqr()?.sum(1)?,
+            &counts.broadcast_as(sum.shape())?.contiguous()?,
+        )
     }
 }
 
@@ -141,9 +153,13 @@ mod tests {
     use crate::testing::{Draw, UNIT_ROUNDOFF, assert_within, differentiated, dot, f64_tensor};
 
     /// Rows of tokens and of experts, with the maps of slots some of which have no expert.
-    pub(crate) fn case(seed: u64, [num_tokens, topk, num_experts, hidden_size]: [usize; 4]) -> Result<Named> {
+    pub(crate) fn case(
+        seed: u64,
+        [num_tokens, topk, num_experts, hidden_size]: [usize; 4],
+    ) -> Result<Named> {
         let mut draw = Draw::new(seed);
-        let experts: Vec<f64> = (0..num_tokens * topk).map(|_| draw.below(num_experts + 1) as f64 - 1.0).collect();
+        let experts: Vec<f64> =
+            (0..num_tokens * topk).map(|_| draw.below(num_experts + 1) as f64 - 1.0).collect();
         let named = Named::new().with("topk_indices", f64_tensor(&experts, &[num_tokens, topk]));
         let num_positions = num_tokens * topk + 3 * num_experts;
         let maps = moe_map::forward(&named, num_experts, 4, num_positions)?;
@@ -155,9 +171,11 @@ mod tests {
 
     #[test]
     fn a_token_is_in_the_row_of_each_of_its_slots_and_other_rows_are_zero() -> Result<()> {
-        let maps = Named::new().with("token_topk_to_pos", f64_tensor(&[4.0, 0.0, -1.0, 9.0, 1.0, -7.0], &[3, 2]));
+        let maps = Named::new()
+            .with("token_topk_to_pos", f64_tensor(&[4.0, 0.0, -1.0, 9.0, 1.0, -7.0], &[3, 2]));
         let maps = maps.with("pos_to_token", f64_tensor(&[0.0, 2.0, -1.0, -1.0, 0.0], &[5]));
-        let y = forward(&maps.clone().with("x", f64_tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[3, 2])))?;
+        let y =
+            forward(&maps.clone().with("x", f64_tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[3, 2])))?;
         assert_eq!(values(y.tensor("y")?)?, [1.0, 2.0, 5.0, 6.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0]);
         let nan = f64::NAN;
         let dy = f64_tensor(&[1.0, 2.0, 3.0, 4.0, nan, nan, nan, nan, 50.0, 60.0], &[5, 2]);
@@ -171,8 +189,14 @@ mod tests {
         let inputs = case(1, [11, 3, 5, 7])?;
         let gradients = backward(&inputs, &mut Rounding::exact())?;
         let dx = gradients.tensor("dx")?;
-        let [left, right] = [dot(forward(&inputs)?.tensor("y")?, inputs.tensor("dy")?), dot(inputs.tensor("x")?, dx)];
-        assert!((left - right).abs() <= 1000.0 * UNIT_ROUNDOFF * left.abs().max(1.0), "{left} {right}");
+        let [left, right] = [
+            dot(forward(&inputs)?.tensor("y")?, inputs.tensor("dy")?),
+            dot(inputs.tensor("x")?, dx),
+        ];
+        assert!(
+            (left - right).abs() <= 1000.0 * UNIT_ROUNDOFF * left.abs().max(1.0),
+            "{left} {right}"
+        );
         let automatic = differentiated(&inputs, &[("x", "dx")], |inputs| {
             Ok((forward(inputs)?.tensor("y")? * inputs.tensor("dy")?)?)
         })?;
@@ -182,14 +206,18 @@ mod tests {
     }
 
     #[test]
-    fn no_tokens_and_no_positions_are_legal_and_maps_that_contradict_each_other_are_refused() -> Result<()> {
+    fn no_tokens_and_no_positions_are_legal_and_maps_that_contradict_each_other_are_refused()
+    -> Result<()> {
         let none = case(2, [0, 2, 3, 4])?;
         assert_eq!(values(forward(&none)?.tensor("y")?)?, [0.0; 36]);
         assert_eq!(backward(&none, &mut Rounding::exact())?.tensor("dx")?.dims(), [0, 4]);
         let inputs = case(3, [4, 2, 3, 4])?;
         let mut marks = values(inputs.tensor("pos_to_token")?)?;
         marks.iter_mut().for_each(|mark| *mark = -1.0);
-        assert!(forward(&inputs.clone().with("pos_to_token", f64_tensor(&marks, &[marks.len()]))).is_err());
+        assert!(
+            forward(&inputs.clone().with("pos_to_token", f64_tensor(&marks, &[marks.len()])))
+                .is_err()
+        );
         assert!(forward(&inputs.with("pos_to_token", f64_tensor(&[0.0], &[1]))).is_err());
         Ok(())
     }

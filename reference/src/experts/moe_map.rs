@@ -24,12 +24,19 @@ const NONE: f64 = -1.0;
 ///
 /// # Errors
 /// Fewer positions than the rows take; an alignment of 0.
-pub fn forward(inputs: &Named, num_experts: usize, alignment: usize, num_positions: usize) -> Result<Named> {
-    let [num_tokens, topk] = inputs.extents(["num_tokens", "topk"], &[(&["topk_indices"], &["num_tokens", "topk"])])?;
+pub fn forward(
+    inputs: &Named,
+    num_experts: usize,
+    alignment: usize,
+    num_positions: usize,
+) -> Result<Named> {
+    let [num_tokens, topk] =
+        inputs.extents(["num_tokens", "topk"], &[(&["topk_indices"], &["num_tokens", "topk"])])?;
     require_that("alignment", alignment, alignment > 0, "rows are aligned to 1 at least")?;
     let experts = values(inputs.tensor("topk_indices")?)?;
-    let slots_of =
-        |expert: usize| experts.iter().enumerate().filter(move |slot| *slot.1 == expert as f64).map(|slot| slot.0);
+    let slots_of = |expert: usize| {
+        experts.iter().enumerate().filter(move |slot| *slot.1 == expert as f64).map(|slot| slot.0)
+    };
     let (mut counts, mut offsets) = (Vec::new(), vec![0.0]);
     let mut positions = vec![NONE; experts.len()];
     let mut rows = vec![[NONE; 3]; num_positions];
@@ -49,7 +56,8 @@ pub fn forward(inputs: &Named, num_experts: usize, alignment: usize, num_positio
     let list = |numbers: Vec<f64>| Tensor::new(numbers, &Device::Cpu);
     let column = |number: usize| list(rows.iter().map(|row| row[number]).collect());
     let maps = Named::new().with("counts", list(counts)?).with("expert_offsets", list(offsets)?);
-    let maps = maps.with("token_topk_to_pos", Tensor::from_vec(positions, (num_tokens, topk), &Device::Cpu)?);
+    let maps = maps
+        .with("token_topk_to_pos", Tensor::from_vec(positions, (num_tokens, topk), &Device::Cpu)?);
     let maps = maps.with("pos_to_expert", column(0)?).with("pos_to_token", column(1)?);
     Ok(maps.with("pos_to_token_topk", column(2)?))
 }
@@ -84,12 +92,17 @@ mod tests {
         let mut draw = Draw::new(1);
         let experts: Vec<f64> = (0..37 * 6).map(|_| draw.below(13) as f64 - 2.0).collect();
         let maps = forward(&of(&experts, 6), 9, 8, 37 * 6 + 7 * 9).expect("it fits");
-        let (positions, slots) = (list(&maps, "token_topk_to_pos"), list(&maps, "pos_to_token_topk"));
+        let (positions, slots) =
+            (list(&maps, "token_topk_to_pos"), list(&maps, "pos_to_token_topk"));
         let counted = positions.iter().enumerate().filter(|(_, position)| **position >= 0.0);
-        assert!(counted.clone().count() > 100 && counted.clone().all(|(slot, &at)| slots[at as usize] == slot as f64));
+        assert!(
+            counted.clone().count() > 100
+                && counted.clone().all(|(slot, &at)| slots[at as usize] == slot as f64)
+        );
         assert_eq!(slots.iter().filter(|slot| **slot >= 0.0).count(), counted.count());
         let (counts, offsets) = (list(&maps, "counts"), list(&maps, "expert_offsets"));
-        let ends = counts.iter().zip(&offsets).map(|(count, offset)| offset + (count / 8.0).ceil() * 8.0);
+        let ends =
+            counts.iter().zip(&offsets).map(|(count, offset)| offset + (count / 8.0).ceil() * 8.0);
         assert!(ends.eq(offsets[1..].iter().copied()));
     }
 

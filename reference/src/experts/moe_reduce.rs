@@ -80,12 +80,14 @@ mod tests {
     use crate::experts::swiglu;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_unbiased, assert_within, differentiated, dot, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_unbiased, assert_within, differentiated, dot,
+        f64_tensor,
     };
 
     fn case(seed: u64, [num_tokens, topk, num_experts, hidden_size]: [usize; 4]) -> Result<Named> {
         let mut draw = Draw::new(seed);
-        let experts: Vec<f64> = (0..num_tokens * topk).map(|_| draw.below(num_experts + 1) as f64 - 1.0).collect();
+        let experts: Vec<f64> =
+            (0..num_tokens * topk).map(|_| draw.below(num_experts + 1) as f64 - 1.0).collect();
         let named = Named::new().with("topk_indices", f64_tensor(&experts, &[num_tokens, topk]));
         let num_positions = num_tokens * topk + 3 * num_experts;
         let maps = moe_map::forward(&named, num_experts, 4, num_positions)?;
@@ -100,7 +102,8 @@ mod tests {
     #[test]
     fn rows_are_weighted_and_added_and_the_shared_row_once() -> Result<()> {
         let nan = f64::NAN;
-        let inputs = Named::new().with("token_topk_to_pos", f64_tensor(&[2.0, 0.0, -1.0, 5.0], &[2, 2]));
+        let inputs =
+            Named::new().with("token_topk_to_pos", f64_tensor(&[2.0, 0.0, -1.0, 5.0], &[2, 2]));
         let inputs = inputs.with("pos_to_token", f64_tensor(&[0.0, -1.0, 0.0], &[3]));
         let inputs = inputs.with("y", f64_tensor(&[1.0, 2.0, nan, nan, 3.0, 4.0], &[3, 2]));
         let inputs = inputs.with("dout", f64_tensor(&[1.0, 10.0, nan, nan], &[2, 2]));
@@ -120,9 +123,11 @@ mod tests {
     fn explicit_backward_equals_autograd() -> Result<()> {
         let inputs = case(1, [9, 3, 4, 6])?;
         let explicit = backward(&inputs, &mut Rounding::exact())?;
-        let automatic = differentiated(&inputs, &[("y", "dy"), ("topk_weights", "dtopk_weights")], |inputs| {
-            Ok((forward(inputs, &mut Rounding::exact())?.tensor("out")? * inputs.tensor("dout")?)?)
-        })?;
+        let automatic =
+            differentiated(&inputs, &[("y", "dy"), ("topk_weights", "dtopk_weights")], |inputs| {
+                Ok((forward(inputs, &mut Rounding::exact())?.tensor("out")?
+                    * inputs.tensor("dout")?)?)
+            })?;
         for (name, gradient) in explicit.into_tensors() {
             let bound = (gradient.ones_like()? * (256.0 * UNIT_ROUNDOFF))?;
             assert_within(name, &gradient, automatic.tensor(name)?, &bound);
@@ -146,7 +151,8 @@ mod tests {
         let run = |precision| -> Result<Tensor> {
             Ok(forward(&inputs, &mut Rounding::new(precision))?.tensor("out")?.clone())
         };
-        let runs = (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
+        let runs =
+            (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         assert_unbiased("out", &run(Precision::Exact)?, &runs, 16);
         Ok(())
     }
@@ -156,21 +162,32 @@ mod tests {
         for (name, limit) in [("a", 1.5), ("b", 0.7), ("c", 10.0), ("one", 1.0)] {
             let golden = Golden::load(&format!("experts__{name}"));
             let (hidden, chosen) = (golden.f64("in.hidden"), golden.f64("in.top_k_index"));
-            let (gate_up, down) = (golden.f64("param.experts.gate_up_proj"), golden.f64("param.experts.down_proj"));
+            let (gate_up, down) =
+                (golden.f64("param.experts.gate_up_proj"), golden.f64("param.experts.down_proj"));
             let (num_experts, width, topk) = (down.dim(0)?, down.dim(2)?, chosen.dim(1)?);
             let num_positions = chosen.elem_count() + 7 * num_experts;
-            let maps = moe_map::forward(&Named::new().with("topk_indices", chosen), num_experts, 8, num_positions)?;
+            let maps = moe_map::forward(
+                &Named::new().with("topk_indices", chosen),
+                num_experts,
+                8,
+                num_positions,
+            )?;
             let tokens = maps.tensor("pos_to_token")?.clone();
-            let inputs = Named::new().with("token_topk_to_pos", maps.tensor("token_topk_to_pos")?.clone());
+            let inputs =
+                Named::new().with("token_topk_to_pos", maps.tensor("token_topk_to_pos")?.clone());
             let inputs = inputs.with("pos_to_token", tokens);
-            let rows = crate::experts::moe_expand::forward(&inputs.clone().with("x", hidden))?.tensor("y")?.clone();
+            let rows = crate::experts::moe_expand::forward(&inputs.clone().with("x", hidden))?
+                .tensor("y")?
+                .clone();
             let offsets = values(maps.tensor("expert_offsets")?)?;
             let mut outputs = Vec::new();
             for expert in 0..num_experts {
                 let (first, end) = (offsets[expert] as usize, offsets[expert + 1] as usize);
                 if end > first {
-                    let both = rows.narrow(0, first, end - first)?.matmul(&gate_up.get(expert)?.t()?)?;
-                    let half = |at: usize| Ok::<_, crate::Error>(both.narrow(1, at, width)?.contiguous()?);
+                    let both =
+                        rows.narrow(0, first, end - first)?.matmul(&gate_up.get(expert)?.t()?)?;
+                    let half =
+                        |at: usize| Ok::<_, crate::Error>(both.narrow(1, at, width)?.contiguous()?);
                     let gated = Named::new().with("gate", half(0)?).with("up", half(width)?);
                     let y = swiglu::forward(&gated, limit, &mut Rounding::exact())?;
                     outputs.push(y.tensor("y")?.matmul(&down.get(expert)?.t()?)?);
@@ -178,10 +195,12 @@ mod tests {
             }
             let used = offsets[num_experts] as usize;
             outputs.push(rows.narrow(0, used, num_positions - used)?);
-            let inputs = inputs.with("y", Tensor::cat(&outputs, 0)?).with("dout", golden.f64("gout.y"));
+            let inputs =
+                inputs.with("y", Tensor::cat(&outputs, 0)?).with("dout", golden.f64("gout.y"));
             let inputs = inputs.with("topk_weights", golden.f64("in.top_k_weights"));
             let out = forward(&inputs, &mut Rounding::exact())?.tensor("out")?.clone();
-            let dweights = backward(&inputs, &mut Rounding::exact())?.tensor("dtopk_weights")?.clone();
+            let dweights =
+                backward(&inputs, &mut Rounding::exact())?.tensor("dtopk_weights")?.clone();
             assert_eq!(dweights.dim(1)?, topk);
             for (key, found) in [("out.y", out), ("grad.in.top_k_weights", dweights)] {
                 let expected = golden.f64(key);

@@ -44,7 +44,12 @@ const SMALL_LOGIT: f64 = -18.0;
 ///
 /// # Errors
 /// Tensors whose extents do not fit, a table beside a bias, more slots than experts, a scale that is not above 0.
-pub fn forward(inputs: &Named, topk: usize, route_scale: f64, rounding: &mut Rounding) -> Result<Named> {
+pub fn forward(
+    inputs: &Named,
+    topk: usize,
+    route_scale: f64,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let slots = Slots::new(inputs, topk, route_scale)?;
     let weights = slots.weights(rounding)?;
     let topk_weights = unless(&slots.unused, &(weights.normalised * route_scale)?, 0.0)?;
@@ -56,7 +61,12 @@ pub fn forward(inputs: &Named, topk: usize, route_scale: f64, rounding: &mut Rou
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(inputs: &Named, topk: usize, route_scale: f64, rounding: &mut Rounding) -> Result<Named> {
+pub fn backward(
+    inputs: &Named,
+    topk: usize,
+    route_scale: f64,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let slots = Slots::new(inputs, topk, route_scale)?;
     let Weights { scores, sum, divisor, normalised } = slots.weights(rounding)?;
     let upstream = unless(&slots.unused, inputs.tensor("dtopk_weights")?, 0.0)?;
@@ -99,13 +109,30 @@ impl Slots {
             (&["token_ids"], &["num_tokens"]),
             (&["dtopk_weights"], &["num_tokens", "topk"]),
         ];
-        let [num_tokens, num_experts, listed] = inputs.extents(["num_tokens", "num_experts", "topk"], &tensors)?;
+        let [num_tokens, num_experts, listed] =
+            inputs.extents(["num_tokens", "num_experts", "topk"], &tensors)?;
         let hashed = inputs.get("tid2eid").is_some();
-        require_that("tid2eid", "a table", hashed != inputs.get("bias").is_some(), "a router has a bias or a table")?;
-        require_that("topk", topk, topk == listed || listed == 0, "other tensors have other slots")?;
+        require_that(
+            "tid2eid",
+            "a table",
+            hashed != inputs.get("bias").is_some(),
+            "a router has a bias or a table",
+        )?;
+        require_that(
+            "topk",
+            topk,
+            topk == listed || listed == 0,
+            "other tensors have other slots",
+        )?;
         require_that("topk", topk, hashed || topk <= num_experts, "there are not so many experts")?;
-        require_that("route_scale", route_scale, route_scale > 0.0 && route_scale.is_finite(), "it is above 0")?;
-        let experts = if hashed { listed_experts(inputs, topk)? } else { best_experts(inputs, topk)? };
+        require_that(
+            "route_scale",
+            route_scale,
+            route_scale > 0.0 && route_scale.is_finite(),
+            "it is above 0",
+        )?;
+        let experts =
+            if hashed { listed_experts(inputs, topk)? } else { best_experts(inputs, topk)? };
         let index: Vec<u32> = experts.iter().map(|expert| expert.unwrap_or(0) as u32).collect();
         let unused: Vec<u8> = experts.iter().map(|expert| u8::from(expert.is_none())).collect();
         let experts = Tensor::from_vec(index, (num_tokens, topk), &Device::Cpu)?;
@@ -132,7 +159,9 @@ impl Slots {
         let experts: Vec<u32> = self.experts.flatten_all()?.to_vec1()?;
         let unused: Vec<u8> = self.unused.flatten_all()?.to_vec1()?;
         let mut sums = vec![0.0; num_tokens * self.num_experts];
-        for (slot, number) in values(numbers)?.into_iter().enumerate().filter(|(slot, _)| unused[*slot] == 0) {
+        for (slot, number) in
+            values(numbers)?.into_iter().enumerate().filter(|(slot, _)| unused[*slot] == 0)
+        {
             sums[slot / topk * self.num_experts + experts[slot] as usize] += number;
         }
         Ok(Tensor::from_vec(sums, (num_tokens, self.num_experts), &Device::Cpu)?)
@@ -143,7 +172,8 @@ impl Slots {
 fn best_experts(inputs: &Named, topk: usize) -> Result<Vec<Option<usize>>> {
     let logits = inputs.tensor("logits")?;
     let num_experts = logits.dim(1)?.max(1);
-    let biased = values(&scores(logits, &mut Rounding::exact())?.broadcast_add(inputs.tensor("bias")?)?)?;
+    let biased =
+        values(&scores(logits, &mut Rounding::exact())?.broadcast_add(inputs.tensor("bias")?)?)?;
     let token_ids = inputs.get("token_ids").map(values).transpose()?;
     let is_padding = |token: usize| token_ids.as_ref().is_some_and(|ids| ids[token] < 0.0);
     let of_token = |(token, biased): (usize, &[f64])| {
@@ -152,15 +182,20 @@ fn best_experts(inputs: &Named, topk: usize) -> Result<Vec<Option<usize>>> {
         experts.sort_by(|&a, &b| ordered(biased[b]).total_cmp(&ordered(biased[a])));
         experts.truncate(topk);
         experts.sort_unstable();
-        experts.into_iter().map(move |expert| (!is_padding(token)).then_some(expert)).collect::<Vec<_>>()
+        experts
+            .into_iter()
+            .map(move |expert| (!is_padding(token)).then_some(expert))
+            .collect::<Vec<_>>()
     };
     Ok(biased.chunks(num_experts).enumerate().flat_map(of_token).collect())
 }
 
 /// The experts of a hashed router's slots.
 fn listed_experts(inputs: &Named, topk: usize) -> Result<Vec<Option<usize>>> {
-    let (table, num_experts) = (values(inputs.tensor("tid2eid")?)?, inputs.tensor("logits")?.dim(1)?);
-    let expert = |listed: f64| (0.0..num_experts as f64).contains(&listed).then_some(listed as usize);
+    let (table, num_experts) =
+        (values(inputs.tensor("tid2eid")?)?, inputs.tensor("logits")?.dim(1)?);
+    let expert =
+        |listed: f64| (0.0..num_experts as f64).contains(&listed).then_some(listed as usize);
     let of_token = |id: f64| {
         let row = if id < 0.0 { None } else { table.chunks(topk.max(1)).nth(id as usize) };
         row.map_or(vec![None; topk], |row| row.iter().map(|&listed| expert(listed)).collect())
@@ -174,7 +209,8 @@ fn log1p_ratio(e: &Tensor) -> Result<Tensor> {
     let small = e.lt(SERIES_BELOW)?;
     let (series_of, log_of) = (select(&small, e, 0.0)?, unless(&small, e, 1.0)?);
     let coefficients = [1.0 / 5.0, -1.0 / 4.0, 1.0 / 3.0, -1.0 / 2.0, 1.0];
-    let series = coefficients.into_iter().try_fold(e.zeros_like()?, |sum, c| (sum * &series_of)? + c)?;
+    let series =
+        coefficients.into_iter().try_fold(e.zeros_like()?, |sum, c| (sum * &series_of)? + c)?;
     // What the sum 1 + e lost of e is added to the logarithm.
     let sum = (&log_of + 1.0)?;
     let lost = ((&log_of - (&sum - 1.0)?)? / &sum)?;
@@ -227,8 +263,8 @@ mod tests {
     use super::*;
     use crate::Precision;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, differentiated,
-        dot, dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within,
+        differentiated, dot, dot_of_magnitudes, f64_tensor,
     };
 
     const SCALE: f64 = 2.5;
@@ -246,19 +282,23 @@ mod tests {
         // Every expert in some row, and some twice.
         let table: Vec<f64> = (0..7 * topk).map(|_| draw.below(num_experts) as f64).collect();
         let ids: Vec<f64> = (0..num_tokens).map(|_| draw.below(7) as f64).collect();
-        let named =
-            named.with("tid2eid", f64_tensor(&table, &[7, topk])).with("token_ids", f64_tensor(&ids, &[num_tokens]));
+        let named = named
+            .with("tid2eid", f64_tensor(&table, &[7, topk]))
+            .with("token_ids", f64_tensor(&ids, &[num_tokens]));
         named.with("dtopk_weights", draw.bf16(&[num_tokens, topk], 1.0))
     }
 
     fn routed(inputs: &Named, topk: usize) -> [Vec<f64>; 2] {
         let outputs = forward(inputs, topk, SCALE, &mut Rounding::exact()).expect("it fits");
-        ["topk_indices", "topk_weights"].map(|name| values(outputs.tensor(name).expect("an output")).expect("numbers"))
+        ["topk_indices", "topk_weights"]
+            .map(|name| values(outputs.tensor(name).expect("an output")).expect("numbers"))
     }
 
     fn one_token(logits: &[f64], bias: &[f64]) -> Named {
         let shape = [1, logits.len()];
-        Named::new().with("logits", f64_tensor(logits, &shape)).with("bias", f64_tensor(bias, &shape[1..]))
+        Named::new()
+            .with("logits", f64_tensor(logits, &shape))
+            .with("bias", f64_tensor(bias, &shape[1..]))
     }
 
     /// The score in other words.
@@ -268,20 +308,32 @@ mod tests {
 
     #[test]
     fn the_bias_chooses_and_the_unbiased_scores_of_the_chosen_sum_to_the_scale() {
-        let [indices, weights] = routed(&one_token(&[3.0, -1.0, 0.5, 2.0], &[-9.0, 4.0, 0.0, -0.25]), 2);
+        let [indices, weights] =
+            routed(&one_token(&[3.0, -1.0, 0.5, 2.0], &[-9.0, 4.0, 0.0, -0.25]), 2);
         assert_eq!(indices, [1.0, 3.0]);
         let sum = score(-1.0) + score(2.0);
         for (weight, logit) in weights.iter().zip([-1.0, 2.0]) {
-            assert!((weight - SCALE * score(logit) / sum).abs() <= 8.0 * UNIT_ROUNDOFF * SCALE, "{weights:?}");
+            assert!(
+                (weight - SCALE * score(logit) / sum).abs() <= 8.0 * UNIT_ROUNDOFF * SCALE,
+                "{weights:?}"
+            );
         }
     }
 
     #[test]
     fn scores_keep_their_precision_from_the_smallest_to_the_largest_logit() {
-        for x in [-170.0, -103.0, -40.0, -18.1, -18.0, -17.9, -7.0, -6.9, -1e-3, 0.0, 1e-3, 3.0, 20.0, 88.0, 1e4] {
-            let found = values(&scores(&f64_tensor(&[x], &[1, 1]), &mut Rounding::exact()).unwrap()).unwrap()[0];
+        for x in [
+            -170.0, -103.0, -40.0, -18.1, -18.0, -17.9, -7.0, -6.9, -1e-3, 0.0, 1e-3, 3.0, 20.0,
+            88.0, 1e4,
+        ] {
+            let found =
+                values(&scores(&f64_tensor(&[x], &[1, 1]), &mut Rounding::exact()).unwrap())
+                    .unwrap()[0];
             let expected = score(x);
-            assert!((found - expected).abs() <= 16.0 * UNIT_ROUNDOFF * expected, "{x}: {found:e} {expected:e}");
+            assert!(
+                (found - expected).abs() <= 16.0 * UNIT_ROUNDOFF * expected,
+                "{x}: {found:e} {expected:e}"
+            );
         }
     }
 
@@ -296,7 +348,10 @@ mod tests {
         assert_eq!(routed(&one_token(&[1.0, nan, 1.0, 0.0, 1.0], &[-10.0; 5]), 2)[0], [0.0, 2.0]);
         // A NaN that is chosen makes every weight NaN; one that is not makes none.
         let [indices, weights] = routed(&one_token(&[nan, 1.0, -inf], &[0.0, 0.0, -inf]), 2);
-        assert!(indices == [0.0, 1.0] && weights.iter().all(|weight| weight.is_nan()), "{indices:?} {weights:?}");
+        assert!(
+            indices == [0.0, 1.0] && weights.iter().all(|weight| weight.is_nan()),
+            "{indices:?} {weights:?}"
+        );
         let [indices, weights] = routed(&one_token(&[inf, 1.0, 0.0], &zeros[..3]), 2);
         assert!(indices == [0.0, 1.0] && weights[0].is_nan() && weights[1] == 0.0, "{weights:?}");
     }
@@ -309,15 +364,21 @@ mod tests {
         let expected = SCALE * (-50f64).exp() / SUM_FLOOR;
         assert!((weights[0] - expected).abs() <= 8.0 * UNIT_ROUNDOFF * expected, "{weights:?}");
         let inputs = inputs.with("dtopk_weights", f64_tensor(&[1.0, 0.0], &[1, 2]));
-        let dlogits = values(backward(&inputs, 2, SCALE, &mut Rounding::exact())?.tensor("dlogits")?)?;
-        assert!((dlogits[0] - expected / 2.0).abs() <= 8.0 * UNIT_ROUNDOFF * expected && dlogits[1..] == [0.0; 2]);
+        let dlogits =
+            values(backward(&inputs, 2, SCALE, &mut Rounding::exact())?.tensor("dlogits")?)?;
+        assert!(
+            (dlogits[0] - expected / 2.0).abs() <= 8.0 * UNIT_ROUNDOFF * expected
+                && dlogits[1..] == [0.0; 2]
+        );
         Ok(())
     }
 
     #[test]
-    fn padding_tokens_and_ids_beyond_the_table_get_no_expert_whatever_their_logits_hold() -> Result<()> {
+    fn padding_tokens_and_ids_beyond_the_table_get_no_expert_whatever_their_logits_hold()
+    -> Result<()> {
         let nan = f64::NAN;
-        let table = Named::new().with("tid2eid", f64_tensor(&[2.0, 0.0, 3.0, 3.0, -1.0, 1.0, 4.0, 9.0], &[4, 2]));
+        let table = Named::new()
+            .with("tid2eid", f64_tensor(&[2.0, 0.0, 3.0, 3.0, -1.0, 1.0, 4.0, 9.0], &[4, 2]));
         let ids = f64_tensor(&[0.0, -1.0, 4.0, f64::from(i32::MAX), 1.0, 2.0, 3.0], &[7]);
         let mut logits = vec![0.0; 28];
         logits[4..16].fill(nan);
@@ -327,10 +388,17 @@ mod tests {
         let none = [-1.0, -1.0];
         assert_eq!(indices, [[2.0, 0.0], none, none, none, [3.0, 3.0], [-1.0, 1.0], none].concat());
         let halves = [SCALE / 2.0; 2];
-        assert_eq!(weights, [halves, [0.0; 2], [0.0; 2], [0.0; 2], halves, [0.0, SCALE], [0.0; 2]].concat());
+        assert_eq!(
+            weights,
+            [halves, [0.0; 2], [0.0; 2], [0.0; 2], halves, [0.0, SCALE], [0.0; 2]].concat()
+        );
         let inputs = inputs.with("dtopk_weights", f64_tensor(&[1.0; 14], &[7, 2]));
-        let dlogits = values(backward(&inputs, 2, SCALE, &mut Rounding::exact())?.tensor("dlogits")?)?;
-        assert!(dlogits.iter().all(|gradient| *gradient == 0.0), "equal upstreams move no weight: {dlogits:?}");
+        let dlogits =
+            values(backward(&inputs, 2, SCALE, &mut Rounding::exact())?.tensor("dlogits")?)?;
+        assert!(
+            dlogits.iter().all(|gradient| *gradient == 0.0),
+            "equal upstreams move no weight: {dlogits:?}"
+        );
         let learned = one_token(&[nan; 3], &[0.0; 3]).with("token_ids", f64_tensor(&[-7.0], &[1]));
         assert_eq!(routed(&learned, 2), [vec![-1.0; 2], vec![0.0; 2]]);
         Ok(())
@@ -354,7 +422,8 @@ mod tests {
             let found = explicit.tensor("dlogits")?;
             // Of scores and sums of one size: each of fewer than 64 roundings is of upstreams times a slope of 1 at most.
             let size = values(&inputs.tensor("dtopk_weights")?.abs()?.sum_keepdim(1)?)?;
-            let bound: Vec<f64> = size.iter().map(|size| 64.0 * UNIT_ROUNDOFF * SCALE * size).collect();
+            let bound: Vec<f64> =
+                size.iter().map(|size| 64.0 * UNIT_ROUNDOFF * SCALE * size).collect();
             let bound = f64_tensor(&bound, &[bound.len(), 1]).broadcast_as(found.shape())?;
             assert_within("dlogits", found, automatic.tensor("dlogits")?, &bound);
         }
@@ -368,13 +437,24 @@ mod tests {
             let direction = Draw::new(7).normal(&[6, 12], 1.0);
             let weights = |h: f64| -> Result<Tensor> {
                 let moved = (inputs.tensor("logits")? + (&direction * h)?)?;
-                let outputs = forward(&inputs.clone().with("logits", moved), topk, SCALE, &mut Rounding::exact())?;
+                let outputs = forward(
+                    &inputs.clone().with("logits", moved),
+                    topk,
+                    SCALE,
+                    &mut Rounding::exact(),
+                )?;
                 Ok(outputs.tensor("topk_weights")?.clone())
             };
             let upstream = inputs.tensor("dtopk_weights")?;
             let noise = 64.0 * UNIT_ROUNDOFF * dot_of_magnitudes(upstream, &weights(0.0)?);
             let claimed = dot(gradients.tensor("dlogits")?, &direction);
-            assert_directional_derivative("router", |h| Ok(dot(&weights(h)?, upstream)), 1.0, noise, claimed)?;
+            assert_directional_derivative(
+                "router",
+                |h| Ok(dot(&weights(h)?, upstream)),
+                1.0,
+                noise,
+                claimed,
+            )?;
         }
         Ok(())
     }
@@ -384,7 +464,10 @@ mod tests {
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
             let rounding = &mut Rounding::new(precision);
             let inputs = learned(8, [0, 4, 2], 1.0);
-            assert_eq!(forward(&inputs, 2, SCALE, rounding)?.tensor("topk_weights")?.dims(), [0, 2]);
+            assert_eq!(
+                forward(&inputs, 2, SCALE, rounding)?.tensor("topk_weights")?.dims(),
+                [0, 2]
+            );
             assert_eq!(backward(&inputs, 2, SCALE, rounding)?.tensor("dlogits")?.dims(), [0, 4]);
         }
         Ok(())
@@ -394,18 +477,25 @@ mod tests {
     fn bad_inputs_are_refused_by_name() {
         let inputs = learned(9, [2, 4, 2], 1.0);
         let refused = |inputs: &Named, topk: usize, scale: f64| {
-            let error = forward(inputs, topk, scale, &mut Rounding::exact()).expect_err("refused").to_string();
+            let error = forward(inputs, topk, scale, &mut Rounding::exact())
+                .expect_err("refused")
+                .to_string();
             error.split('`').nth(1).unwrap_or_default().to_owned()
         };
         let table = f64_tensor(&[0.0; 4], &[2, 2]);
         assert_eq!(refused(&inputs.clone().with("tid2eid", table.clone()), 2, 1.0), "tid2eid");
         assert_eq!(refused(&inputs, 3, 1.0), "topk");
-        let wide =
-            Named::new().with("logits", f64_tensor(&[0.0; 2], &[1, 2])).with("bias", f64_tensor(&[0.0; 2], &[2]));
+        let wide = Named::new()
+            .with("logits", f64_tensor(&[0.0; 2], &[1, 2]))
+            .with("bias", f64_tensor(&[0.0; 2], &[2]));
         assert_eq!(refused(&wide, 3, 1.0), "topk");
         assert_eq!(refused(&wide, 1, 0.0), "route_scale");
-        assert_eq!(refused(&wide.clone().with("bias", f64_tensor(&[0.0; 3], &[3])), 1, 1.0), "bias");
-        let without_ids = Named::new().with("logits", f64_tensor(&[0.0; 2], &[1, 2])).with("tid2eid", table);
+        assert_eq!(
+            refused(&wide.clone().with("bias", f64_tensor(&[0.0; 3], &[3])), 1, 1.0),
+            "bias"
+        );
+        let without_ids =
+            Named::new().with("logits", f64_tensor(&[0.0; 2], &[1, 2])).with("tid2eid", table);
         assert_eq!(refused(&without_ids, 2, 1.0), "token_ids");
     }
 
@@ -420,7 +510,8 @@ mod tests {
             let chosen = Slots::new(&inputs, 6, SCALE)?.experts;
             Ok([weights, dlogits.gather(&chosen, 1)?])
         };
-        let runs = (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
+        let runs =
+            (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         let exact = run(Precision::Exact)?;
         for (i, what) in ["topk_weights", "dlogits"].into_iter().enumerate() {
             let runs: Vec<Tensor> = runs.iter().map(|run| run[i].clone()).collect();
@@ -446,7 +537,8 @@ mod tests {
             let outputs = forward(&inputs, topk, 1.5, &mut Rounding::exact())?;
             let found = outputs.tensor("topk_indices")?;
             let in_order = |tensor: &Tensor| -> Result<Vec<Vec<f64>>> {
-                let mut rows: Vec<Vec<f64>> = values(tensor)?.chunks(topk).map(<[f64]>::to_vec).collect();
+                let mut rows: Vec<Vec<f64>> =
+                    values(tensor)?.chunks(topk).map(<[f64]>::to_vec).collect();
                 rows.iter_mut().for_each(|row| row.sort_by(f64::total_cmp));
                 Ok(rows)
             };
@@ -467,7 +559,12 @@ mod tests {
                 let expected = golden.f64(key);
                 let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();
                 let allowed = ((golden.storage_error(key) * 2.0)? + rms * 4096.0 * UNIT_ROUNDOFF)?;
-                assert_within(&format!("{name} {key}"), &found.reshape(expected.shape())?, &expected, &allowed);
+                assert_within(
+                    &format!("{name} {key}"),
+                    &found.reshape(expected.shape())?,
+                    &expected,
+                    &allowed,
+                );
             }
         }
         Ok(())

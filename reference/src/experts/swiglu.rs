@@ -58,15 +58,22 @@ pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<N
 /// What both directions compute: a, b, s and a s `[num_rows, width]` and the weight `[num_rows, 1]`; 0 in padding rows.
 fn terms(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<[Tensor; 5]> {
     let rows = ["num_rows", "width"];
-    let tensors: [(&[_], &[_]); 2] = [(&["gate", "up", "dy"], &rows), (&["weight", "pos_to_token_topk"], &rows[..1])];
+    let tensors: [(&[_], &[_]); 2] =
+        [(&["gate", "up", "dy"], &rows), (&["weight", "pos_to_token_topk"], &rows[..1])];
     let [_, width] = inputs.extents(rows, &tensors)?;
     require_that("width", width, width > 0, "a row has at least one channel")?;
-    require_that("limit", limit, limit > 0.0 && limit.is_finite(), "it must be positive and finite")?;
+    require_that(
+        "limit",
+        limit,
+        limit > 0.0 && limit.is_finite(),
+        "it must be positive and finite",
+    )?;
     let a = clamp(&without_padding(inputs, inputs.tensor("gate")?)?, f64::NEG_INFINITY, limit)?;
     let b = clamp(&without_padding(inputs, inputs.tensor("up")?)?, -limit, limit)?;
     let s = rounding.sigmoid_f32(&a)?;
     let silu = rounding.f32(&(&a * &s)?)?;
-    let weight = inputs.get("weight").map_or_else(|| a.narrow(1, 0, 1)?.ones_like(), |w| w.unsqueeze(1))?;
+    let weight =
+        inputs.get("weight").map_or_else(|| a.narrow(1, 0, 1)?.ones_like(), |w| w.unsqueeze(1))?;
     Ok([a, b, s, silu, without_padding(inputs, &weight)?])
 }
 
@@ -81,8 +88,8 @@ mod tests {
     use super::*;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, differentiated,
-        dot, dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within,
+        differentiated, dot, dot_of_magnitudes, f64_tensor,
     };
     use crate::{Error, Precision};
 
@@ -98,9 +105,14 @@ mod tests {
 
     /// Automatic differentiation of the exact [`forward`].
     fn backward_autograd(inputs: &Named) -> Result<Named> {
-        differentiated(inputs, &[("gate", "dgate"), ("up", "dup"), ("weight", "dweight")], |inputs| {
-            Ok((forward(inputs, LIMIT, &mut Rounding::exact())?.tensor("y")? * inputs.tensor("dy")?)?)
-        })
+        differentiated(
+            inputs,
+            &[("gate", "dgate"), ("up", "dup"), ("weight", "dweight")],
+            |inputs| {
+                Ok((forward(inputs, LIMIT, &mut Rounding::exact())?.tensor("y")?
+                    * inputs.tensor("dy")?)?)
+            },
+        )
     }
 
     /// `count` roundings of f64 in each of two evaluations, relative to the magnitude of the largest intermediate.
@@ -118,19 +130,26 @@ mod tests {
         let terms = ((dy * &silu)? * &b)?.abs()?.sum(1)?;
         let dgate = bound(&((&g * &b)? * slope)?, 16.0);
         let dweight = bound(&terms, 16.0 + a.dim(1)? as f64);
-        Ok(Named::new().with("dgate", dgate).with("dup", bound(&(g * silu)?, 16.0)).with("dweight", dweight))
+        Ok(Named::new()
+            .with("dgate", dgate)
+            .with("dup", bound(&(g * silu)?, 16.0))
+            .with("dweight", dweight))
     }
 
     #[test]
     fn explicit_backward_equals_autograd_also_on_the_limit() -> Result<()> {
-        for (seed, num_rows, width, weighted) in [(1, 1, 1, true), (2, 7, 37, true), (3, 5, 64, false)] {
+        for (seed, num_rows, width, weighted) in
+            [(1, 1, 1, true), (2, 7, 37, true), (3, 5, 64, false)]
+        {
             let inputs = case(seed, num_rows, width, weighted);
             let mut gate = values(inputs.tensor("gate")?)?;
             let mut up = values(inputs.tensor("up")?)?;
-            let special = [2.5, -2.5, 2.5 + 2f64.powi(-50), 2.5 - 2f64.powi(-50), -1000.0, 1000.0, 0.0];
+            let special =
+                [2.5, -2.5, 2.5 + 2f64.powi(-50), 2.5 - 2f64.powi(-50), -1000.0, 1000.0, 0.0];
             gate.iter_mut().step_by(3).enumerate().for_each(|(i, x)| *x = special[i % 7]);
             up.iter_mut().step_by(2).enumerate().for_each(|(i, x)| *x = special[i % 7]);
-            let positions: Vec<f64> = (0..num_rows).map(|row| if row % 3 == 2 { -1.0 } else { 7.0 }).collect();
+            let positions: Vec<f64> =
+                (0..num_rows).map(|row| if row % 3 == 2 { -1.0 } else { 7.0 }).collect();
             let inputs = inputs.with("pos_to_token_topk", f64_tensor(&positions, &[num_rows]));
             let inputs = inputs.with("gate", f64_tensor(&gate, &[num_rows, width]));
             let inputs = inputs.with("up", f64_tensor(&up, &[num_rows, width]));
@@ -151,18 +170,32 @@ mod tests {
         let limit = LIMIT + 2f64.powi(-7);
         let gradients = backward(&inputs, limit, &mut Rounding::exact())?;
         let mut draw = Draw::new(6);
-        let shapes = [("gate", "dgate", vec![6, 40]), ("up", "dup", vec![6, 40]), ("weight", "dweight", vec![6])];
-        let directions = shapes.map(|(name, gradient, shape)| (name, gradient, draw.normal(&shape, 1.0)));
+        let shapes = [
+            ("gate", "dgate", vec![6, 40]),
+            ("up", "dup", vec![6, 40]),
+            ("weight", "dweight", vec![6]),
+        ];
+        let directions =
+            shapes.map(|(name, gradient, shape)| (name, gradient, draw.normal(&shape, 1.0)));
         let objective = |h: f64| -> Result<f64> {
-            let moved = directions.iter().try_fold(inputs.clone(), |moved, (name, _, direction)| -> Result<_> {
-                Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
-            })?;
-            Ok(dot(forward(&moved, limit, &mut Rounding::exact())?.tensor("y")?, inputs.tensor("dy")?))
+            let moved = directions.iter().try_fold(
+                inputs.clone(),
+                |moved, (name, _, direction)| -> Result<_> {
+                    Ok(moved.with(name, (inputs.tensor(name)? + (direction * h)?)?))
+                },
+            )?;
+            Ok(dot(
+                forward(&moved, limit, &mut Rounding::exact())?.tensor("y")?,
+                inputs.tensor("dy")?,
+            ))
         };
         let y = forward(&inputs, limit, &mut Rounding::exact())?;
-        let noise = (16.0 + 240.0) * UNIT_ROUNDOFF * dot_of_magnitudes(inputs.tensor("dy")?, y.tensor("y")?);
-        let along =
-            |(_, gradient, direction): &(_, &'static str, Tensor)| Ok(dot(gradients.tensor(gradient)?, direction));
+        let noise = (16.0 + 240.0)
+            * UNIT_ROUNDOFF
+            * dot_of_magnitudes(inputs.tensor("dy")?, y.tensor("y")?);
+        let along = |(_, gradient, direction): &(_, &'static str, Tensor)| {
+            Ok(dot(gradients.tensor(gradient)?, direction))
+        };
         let claimed = directions.iter().map(along).sum::<Result<f64>>()?;
         assert_directional_derivative("swiglu", objective, 1.0, noise, claimed)
     }
@@ -170,7 +203,8 @@ mod tests {
     /// One row of these gates and ups at limit 10, with `dy` of ones: y, dgate, dup.
     fn row(gate: &[f64], up: &[f64]) -> Result<[Vec<f64>; 3]> {
         let shape = [1, gate.len()];
-        let inputs = Named::new().with("gate", f64_tensor(gate, &shape)).with("up", f64_tensor(up, &shape));
+        let inputs =
+            Named::new().with("gate", f64_tensor(gate, &shape)).with("up", f64_tensor(up, &shape));
         let y = forward(&inputs, 10.0, &mut Rounding::exact())?;
         let y = y.tensor("y")?;
         let gradients = backward(&inputs.with("dy", y.ones_like()?), 10.0, &mut Rounding::exact())?;
@@ -182,10 +216,21 @@ mod tests {
         let silu = |x: f64| x / (1.0 + (-x).exp());
         let slope = |x: f64| (1.0 + (-x).exp()).recip() * (1.0 + x * (1.0 + x.exp()).recip());
         let close = |a: f64, b: f64| (a - b).abs() <= 8.0 * f64::EPSILON * b.abs();
-        let [y, dgate, dup] = row(&[10.0, 10.0625, -20.0, 3.0, 3.0, 3.0], &[1.0, 1.0, 1.0, 10.0, -10.0, -10.0625])?;
-        let expected = [silu(10.0), silu(10.0), silu(-20.0), 10.0 * silu(3.0), -10.0 * silu(3.0), -10.0 * silu(3.0)];
+        let [y, dgate, dup] =
+            row(&[10.0, 10.0625, -20.0, 3.0, 3.0, 3.0], &[1.0, 1.0, 1.0, 10.0, -10.0, -10.0625])?;
+        let expected = [
+            silu(10.0),
+            silu(10.0),
+            silu(-20.0),
+            10.0 * silu(3.0),
+            -10.0 * silu(3.0),
+            -10.0 * silu(3.0),
+        ];
         assert!(y.iter().zip(expected).all(|(&a, b)| close(a, b)), "{y:?} against {expected:?}");
-        assert!(close(dgate[0], slope(10.0)) && dgate[1] == 0.0 && close(dgate[2], slope(-20.0)), "{dgate:?}");
+        assert!(
+            close(dgate[0], slope(10.0)) && dgate[1] == 0.0 && close(dgate[2], slope(-20.0)),
+            "{dgate:?}"
+        );
         assert!(close(dup[3], silu(3.0)) && close(dup[4], silu(3.0)) && dup[5] == 0.0, "{dup:?}");
         Ok(())
     }
@@ -193,7 +238,8 @@ mod tests {
     #[test]
     fn infinities_are_clamped_and_nan_stays() -> Result<()> {
         let inf = f64::INFINITY;
-        let [y, dgate, dup] = row(&[inf, 10.0, 10.0, f64::NAN, 1.0, -inf], &[10.0, inf, -inf, 1.0, f64::NAN, 1.0])?;
+        let [y, dgate, dup] =
+            row(&[inf, 10.0, 10.0, f64::NAN, 1.0, -inf], &[10.0, inf, -inf, 1.0, f64::NAN, 1.0])?;
         let largest = 100.0 / (1.0 + (-10f64).exp());
         // Two orders of evaluation, each an exponential, a sum, a quotient and two products.
         let bound = 2.0 * 5.0 * UNIT_ROUNDOFF * largest;
@@ -207,8 +253,12 @@ mod tests {
     #[test]
     fn padding_rows_are_zero_whatever_they_hold() -> Result<()> {
         let nan = |shape: &[usize]| Tensor::full(f64::NAN, shape, &candle_core::Device::Cpu);
-        let inputs = Named::new().with("gate", nan(&[2, 3])?).with("up", nan(&[2, 3])?).with("weight", nan(&[2])?);
-        let inputs = inputs.with("pos_to_token_topk", f64_tensor(&[-1.0, f64::from(i32::MIN)], &[2]));
+        let inputs = Named::new()
+            .with("gate", nan(&[2, 3])?)
+            .with("up", nan(&[2, 3])?)
+            .with("weight", nan(&[2])?);
+        let inputs =
+            inputs.with("pos_to_token_topk", f64_tensor(&[-1.0, f64::from(i32::MIN)], &[2]));
         let inputs = inputs.with("dy", nan(&[2, 3])?);
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
             let rounding = &mut Rounding::new(precision);
@@ -243,17 +293,24 @@ mod tests {
             ("pos_to_token_topk", f64_tensor(&[0.0], &[1])),
             ("dy", gate.narrow(0, 0, 1).unwrap()),
         ] {
-            let refused = backward(&inputs.clone().with(argument, wrong), LIMIT, &mut Rounding::exact());
+            let refused =
+                backward(&inputs.clone().with(argument, wrong), LIMIT, &mut Rounding::exact());
             assert!(
                 matches!(refused, Err(Error::Shape { argument: a, .. }) if a == argument),
                 "{argument}: {refused:?}"
             );
         }
-        let refused = |inputs: Named, limit| forward(&inputs, limit, &mut Rounding::exact()).unwrap_err();
+        let refused =
+            |inputs: Named, limit| forward(&inputs, limit, &mut Rounding::exact()).unwrap_err();
         for limit in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            assert!(matches!(refused(inputs.clone(), limit), Error::Value { argument: "limit", .. }));
+            assert!(matches!(
+                refused(inputs.clone(), limit),
+                Error::Value { argument: "limit", .. }
+            ));
         }
-        let empty = Named::new().with("gate", f64_tensor(&[], &[2, 0])).with("up", f64_tensor(&[], &[2, 0]));
+        let empty = Named::new()
+            .with("gate", f64_tensor(&[], &[2, 0]))
+            .with("up", f64_tensor(&[], &[2, 0]));
         assert!(matches!(refused(empty, LIMIT), Error::Value { argument: "width", .. }));
         let gate_alone = Named::new().with("gate", gate.clone());
         assert!(matches!(refused(gate_alone, LIMIT), Error::Value { argument: "up", .. }));
@@ -270,7 +327,8 @@ mod tests {
             let gradients = backward(&inputs, LIMIT, rounding)?;
             Ok([y, gradients.tensor("dgate")?.clone(), gradients.tensor("dweight")?.clone()])
         };
-        let runs = (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
+        let runs =
+            (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         let exact = run(Precision::Exact)?;
         for (i, what) in ["y", "dgate", "dweight"].into_iter().enumerate() {
             let runs: Vec<Tensor> = runs.iter().map(|run| run[i].clone()).collect();
@@ -299,7 +357,8 @@ mod tests {
     ) -> Result<Expert> {
         let width = down.dim(1)?;
         let both = hidden.matmul(&gate_up.t()?)?;
-        let (gate, up) = (both.narrow(1, 0, width)?.contiguous()?, both.narrow(1, width, width)?.contiguous()?);
+        let (gate, up) =
+            (both.narrow(1, 0, width)?.contiguous()?, both.narrow(1, width, width)?.contiguous()?);
         let inputs = Named::new().with("gate", gate).with("up", up).with("weight", weight.clone());
         let inputs = inputs.with("dy", dout.matmul(down)?);
         let y = forward(&inputs, limit, &mut Rounding::exact())?;
@@ -318,7 +377,12 @@ mod tests {
         let expected = golden.f64(key);
         let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();
         let allowed = ((golden.storage_error(key) * 2.0)? + rms * 4096.0 * UNIT_ROUNDOFF)?;
-        assert_within(&format!("{what} {key}"), &actual.reshape(expected.shape())?, &expected, &allowed);
+        assert_within(
+            &format!("{what} {key}"),
+            &actual.reshape(expected.shape())?,
+            &expected,
+            &allowed,
+        );
         Ok(())
     }
 
@@ -326,18 +390,25 @@ mod tests {
     fn golden_shared_experts_agree() -> Result<()> {
         for (name, limit) in [("a", 1.5), ("b", 0.7), ("c", 10.0)] {
             let golden = Golden::load(&format!("shared_expert__{name}"));
-            let parameter = |which: &str| golden.f64(&format!("param.shared_experts.{which}_proj.weight"));
+            let parameter =
+                |which: &str| golden.f64(&format!("param.shared_experts.{which}_proj.weight"));
             let (gate, up, down) = (parameter("gate"), parameter("up"), parameter("down"));
             let channels = gate.dim(1)?;
             let rows = |key: &str| golden.f64(key).reshape(((), channels));
             let (hidden, dout) = (rows("in.hidden")?, rows("gout.y")?);
             let ones = hidden.narrow(1, 0, 1)?.squeeze(1)?.ones_like()?;
-            let result = expert(&hidden, &Tensor::cat(&[&gate, &up], 0)?, &down, &ones, &dout, limit)?;
+            let result =
+                expert(&hidden, &Tensor::cat(&[&gate, &up], 0)?, &down, &ones, &dout, limit)?;
             assert_close(name, &result.out, &golden, "out.y")?;
             assert_close(name, &result.dhidden, &golden, "grad.in.hidden")?;
             for (number, which) in ["gate", "up"].into_iter().enumerate() {
                 let part = result.dgate_up.narrow(0, number * gate.dim(0)?, gate.dim(0)?)?;
-                assert_close(name, &part, &golden, &format!("grad.param.shared_experts.{which}_proj.weight"))?;
+                assert_close(
+                    name,
+                    &part,
+                    &golden,
+                    &format!("grad.param.shared_experts.{which}_proj.weight"),
+                )?;
             }
         }
         Ok(())
@@ -348,8 +419,10 @@ mod tests {
         for (name, limit) in [("a", 1.5), ("b", 0.7), ("c", 10.0), ("one", 1.0)] {
             let golden = Golden::load(&format!("experts__{name}"));
             let (hidden, dout) = (golden.f64("in.hidden"), golden.f64("gout.y"));
-            let (gate_up, down) = (golden.f64("param.experts.gate_up_proj"), golden.f64("param.experts.down_proj"));
-            let (topk, chosen) = (golden.raw("in.top_k_index").dim(1)?, values(&golden.f64("in.top_k_index"))?);
+            let (gate_up, down) =
+                (golden.f64("param.experts.gate_up_proj"), golden.f64("param.experts.down_proj"));
+            let (topk, chosen) =
+                (golden.raw("in.top_k_index").dim(1)?, values(&golden.f64("in.top_k_index"))?);
             let weights = golden.f64("in.top_k_weights").flatten_all()?;
             let (mut out, mut dhidden) = (hidden.zeros_like()?, hidden.zeros_like()?);
             let mut dweight = vec![0.0; chosen.len()];
@@ -357,15 +430,23 @@ mod tests {
                 let (token, number) = (slot / topk, number as usize);
                 let (row, drow) = (hidden.narrow(0, token, 1)?, dout.narrow(0, token, 1)?);
                 let weight = weights.narrow(0, slot, 1)?;
-                let result = expert(&row, &gate_up.get(number)?, &down.get(number)?, &weight, &drow, limit)?;
-                let at = |sum: &Tensor, row: &Tensor| sum.slice_assign(&[token..token + 1, 0..row.dim(1)?], row);
+                let result =
+                    expert(&row, &gate_up.get(number)?, &down.get(number)?, &weight, &drow, limit)?;
+                let at = |sum: &Tensor, row: &Tensor| {
+                    sum.slice_assign(&[token..token + 1, 0..row.dim(1)?], row)
+                };
                 out = at(&out, &(out.narrow(0, token, 1)? + result.out)?)?;
                 dhidden = at(&dhidden, &(dhidden.narrow(0, token, 1)? + result.dhidden)?)?;
                 dweight[slot] = values(&result.dweight)?[0];
             }
             assert_close(name, &out, &golden, "out.y")?;
             assert_close(name, &dhidden, &golden, "grad.in.hidden")?;
-            assert_close(name, &f64_tensor(&dweight, &[chosen.len()]), &golden, "grad.in.top_k_weights")?;
+            assert_close(
+                name,
+                &f64_tensor(&dweight, &[chosen.len()]),
+                &golden,
+                "grad.in.top_k_weights",
+            )?;
         }
         Ok(())
     }

@@ -52,11 +52,15 @@ pub fn forward(
         quotients.extend(group.iter().map(|x| x / scale));
         scales.push(scale);
     }
-    let quotients = rounding.f32(&Tensor::from_vec(quotients, (num_rows, width), product.device())?)?;
+    let quotients =
+        rounding.f32(&Tensor::from_vec(quotients, (num_rows, width), product.device())?)?;
     let undefined = Tensor::from_vec(undefined, (num_rows, width), product.device())?;
     let scales = Tensor::from_vec(scales, (num_rows, width.div_ceil(group)), product.device())?;
     let decoded = unless(&undefined, &product, f64::NAN)?;
-    Ok(Named::new().with("decoded", decoded).with("group_scales", scales).with("quotients", quotients))
+    Ok(Named::new()
+        .with("decoded", decoded)
+        .with("group_scales", scales)
+        .with("quotients", quotients))
 }
 
 /// `dgate`, `dup` and, where there is a weight, `dweight`: those of [`swiglu::backward`].
@@ -89,10 +93,15 @@ pub fn stored(codes: &Tensor, scales: &Tensor, options: Options) -> Result<Store
     let expected = options.scales(num_rows, width);
     require("scales", scales, &expected.shape())?;
     let scales = read_scales(expected, &crate::precision::values(scales)?);
-    let codes: Vec<u8> = crate::precision::values(codes)?.into_iter().map(|code| code as u8).collect();
+    let codes: Vec<u8> =
+        crate::precision::values(codes)?.into_iter().map(|code| code as u8).collect();
     let values = Format::E4M3.values(&codes);
     let floor = scale_of(&[0.0], Format::E4M3, options.scale);
-    let full = if options.scale == ScaleType::Fp32 { Format::E4M3.largest } else { Format::E4M3.largest / 2.0 };
+    let full = if options.scale == ScaleType::Fp32 {
+        Format::E4M3.largest
+    } else {
+        Format::E4M3.largest / 2.0
+    };
     let groups = values.chunks(width.max(1)).flat_map(|row| row.chunks(columns));
     let is_least = |(group, &scale): (&[f64], &f64)| {
         let largest = group.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
@@ -112,7 +121,8 @@ mod tests {
     fn case() -> Named {
         let mut draw = Draw::new(3);
         let (gate, up) = (draw.bf16(&[3, 70], 4.0), draw.bf16(&[3, 70], 4.0));
-        let named = Named::new().with("gate", gate).with("up", up).with("weight", draw.bf16(&[3], 1.0));
+        let named =
+            Named::new().with("gate", gate).with("up", up).with("weight", draw.bf16(&[3], 1.0));
         named.with("pos_to_token_topk", f64_tensor(&[4.0, -1.0, 0.0], &[3]))
     }
 
@@ -125,10 +135,14 @@ mod tests {
     fn what_is_decoded_is_the_product_and_scales_are_those_of_its_groups() -> Result<()> {
         for scale in [ScaleType::E8m0, ScaleType::Fp32] {
             let [decoded, scales] = of(&case(), scale)?;
-            let product = values(swiglu::forward(&case(), 2.5, &mut Rounding::exact())?.tensor("y")?)?;
+            let product =
+                values(swiglu::forward(&case(), 2.5, &mut Rounding::exact())?.tensor("y")?)?;
             assert_eq!(decoded, product);
             let groups = product.chunks(70).flat_map(|row| row.chunks(32));
-            assert_eq!(scales, groups.map(|group| scale_of(group, Format::E4M3, scale)).collect::<Vec<_>>());
+            assert_eq!(
+                scales,
+                groups.map(|group| scale_of(group, Format::E4M3, scale)).collect::<Vec<_>>()
+            );
         }
         Ok(())
     }
@@ -149,7 +163,8 @@ mod tests {
     fn a_group_with_a_nan_decodes_to_nan_and_its_neighbours_do_not() -> Result<()> {
         let mut gate = vec![1.0; 210];
         gate[40] = f64::NAN;
-        let [decoded, scales] = of(&case().with("gate", f64_tensor(&gate, &[3, 70])), ScaleType::Fp32)?;
+        let [decoded, scales] =
+            of(&case().with("gate", f64_tensor(&gate, &[3, 70])), ScaleType::Fp32)?;
         let nan: Vec<usize> = (0..210).filter(|&i| decoded[i].is_nan()).collect();
         assert_eq!(nan, (32..64).collect::<Vec<_>>());
         assert!(scales[1].is_nan() && scales[0].is_finite());
@@ -158,7 +173,8 @@ mod tests {
 
     #[test]
     fn scales_that_are_twice_as_large_as_they_need_be_are_told_from_the_least() -> Result<()> {
-        let options = Options { group: Group::Row(32), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+        let options =
+            Options { group: Group::Row(32), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
         let x = Named::new().with("x", Draw::new(4).bf16(&[4, 96], 3.0));
         let quantized = quantize_fp8::quantize(&x, options)?;
         let (codes, scales) = (quantized.tensor("codes")?, quantized.tensor("scales")?);
@@ -173,9 +189,11 @@ mod tests {
             .collect();
         let halved = f64_tensor(&halved, &[4, 96]);
         // Half of 448 is what a number just above it is rounded to under half the scale: no code tells these two apart.
-        let largest =
-            |group: &[f64]| group.iter().fold(0.0, |m: f64, &code| m.max(Format::E4M3.value(code as u64).abs()));
-        let full: Vec<bool> = values(codes)?.chunks(32).map(|group| largest(group) == Format::E4M3.largest).collect();
+        let largest = |group: &[f64]| {
+            group.iter().fold(0.0, |m: f64, &code| m.max(Format::E4M3.value(code as u64).abs()))
+        };
+        let full: Vec<bool> =
+            values(codes)?.chunks(32).map(|group| largest(group) == Format::E4M3.largest).collect();
         assert_eq!(stored(&halved, &(scales + 1.0)?, options)?.least, full);
         assert!(full.iter().filter(|&&full| !full).count() > full.len() / 2);
         Ok(())

@@ -22,7 +22,8 @@ pub const GRANULE: usize = 8;
 /// A tensor of another shape.
 pub fn interleave(inputs: &Named) -> Result<Named> {
     let [experts, rows, bytes] = extents(inputs, "logical")?;
-    let logical = inputs.tensor("logical")?.reshape((experts, 2, rows / (2 * GRANULE), GRANULE, bytes))?;
+    let logical =
+        inputs.tensor("logical")?.reshape((experts, 2, rows / (2 * GRANULE), GRANULE, bytes))?;
     Ok(Named::new().with("interleaved", transposed(&logical)?.reshape((experts, rows, bytes))?))
 }
 
@@ -32,14 +33,25 @@ pub fn interleave(inputs: &Named) -> Result<Named> {
 /// A tensor of another shape.
 pub fn separate(inputs: &Named) -> Result<Named> {
     let [experts, rows, bytes] = extents(inputs, "interleaved")?;
-    let interleaved = inputs.tensor("interleaved")?.reshape((experts, rows / (2 * GRANULE), 2, GRANULE, bytes))?;
+    let interleaved = inputs.tensor("interleaved")?.reshape((
+        experts,
+        rows / (2 * GRANULE),
+        2,
+        GRANULE,
+        bytes,
+    ))?;
     Ok(Named::new().with("logical", transposed(&interleaved)?.reshape((experts, rows, bytes))?))
 }
 
 fn extents(inputs: &Named, name: &'static str) -> Result<[usize; 3]> {
     let axes = ["num_experts", "num_rows", "row_bytes"];
     let extents = inputs.extents(axes, &[(&[name], &axes)])?;
-    require_that("num_rows", extents[1], extents[1].is_multiple_of(2 * GRANULE), "gate and up have eights of rows")?;
+    require_that(
+        "num_rows",
+        extents[1],
+        extents[1].is_multiple_of(2 * GRANULE),
+        "gate and up have eights of rows",
+    )?;
     Ok(extents)
 }
 
@@ -64,7 +76,8 @@ mod tests {
     fn eight_rows_of_gate_come_before_the_eight_of_up_with_the_same_numbers() -> Result<()> {
         let interleaved = interleave(&Named::new().with("logical", numbered(2, 48, 1)))?;
         let rows = values(interleaved.tensor("interleaved")?)?;
-        let first: Vec<usize> = [0..8, 24..32, 8..16, 32..40, 16..24, 40..48].into_iter().flatten().collect();
+        let first: Vec<usize> =
+            [0..8, 24..32, 8..16, 32..40, 16..24, 40..48].into_iter().flatten().collect();
         let both: Vec<f64> = first
             .iter()
             .chain(first.iter().map(|row| row + 48).collect::<Vec<_>>().iter())
@@ -86,7 +99,8 @@ mod tests {
 
     #[test]
     fn halves_that_are_no_eights_are_refused() {
-        let refused = interleave(&Named::new().with("logical", numbered(1, 24, 1))).unwrap_err().to_string();
+        let refused =
+            interleave(&Named::new().with("logical", numbered(1, 24, 1))).unwrap_err().to_string();
         assert!(refused.contains("num_rows"), "{refused}");
     }
 }

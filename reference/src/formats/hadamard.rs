@@ -54,13 +54,20 @@ pub fn forward(inputs: &Named, stored: Stored, rounding: &mut Rounding) -> Resul
     let y: Vec<f64> = values(&y)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();
     let Quantized { codes, scale_bytes } = quantize(&y, group, format);
     let rows = |bytes: Vec<u8>, width: usize| -> Result<Tensor> {
-        Ok(Tensor::from_vec(bytes.into_iter().map(f64::from).collect(), (num_rows, width), x.device())?)
+        Ok(Tensor::from_vec(
+            bytes.into_iter().map(f64::from).collect(),
+            (num_rows, width),
+            x.device(),
+        )?)
     };
     if stored == Stored::E2m1 {
         let codes = rows(pack_nibbles(&codes, DIM)?, DIM / 2)?;
-        return Ok(Named::new().with("codes", codes).with("scale_bytes", rows(scale_bytes, DIM / group)?));
+        return Ok(Named::new()
+            .with("codes", codes)
+            .with("scale_bytes", rows(scale_bytes, DIM / group)?));
     }
-    let scales: Vec<f64> = scale_bytes.into_iter().map(|byte| Format::E8M0.value(byte.into())).collect();
+    let scales: Vec<f64> =
+        scale_bytes.into_iter().map(|byte| Format::E8M0.value(byte.into())).collect();
     let scales = Tensor::from_vec(scales, num_rows, x.device())?;
     Ok(Named::new().with("codes", rows(codes, DIM)?).with("scales", scales))
 }
@@ -77,7 +84,8 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
 
 /// The number of rows.
 fn check(inputs: &Named, name: &'static str) -> Result<usize> {
-    let [num_rows, dim] = inputs.extents(["num_rows", "head_dim"], &[(&[name], &["num_rows", "head_dim"])])?;
+    let [num_rows, dim] =
+        inputs.extents(["num_rows", "head_dim"], &[(&[name], &["num_rows", "head_dim"])])?;
     require_that("head_dim", dim, dim == DIM, "the transform is one of 128")?;
     Ok(num_rows)
 }
@@ -106,8 +114,11 @@ mod tests {
 
     /// The definition itself, sign by sign.
     fn by_definition(x: &[f64]) -> Vec<f64> {
-        let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
-        let row = |row: &[f64], i: usize| -> f64 { row.iter().enumerate().map(|(j, x)| sign(i, j) * x).sum() };
+        let sign =
+            |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+        let row = |row: &[f64], i: usize| -> f64 {
+            row.iter().enumerate().map(|(j, x)| sign(i, j) * x).sum()
+        };
         x.chunks(DIM).flat_map(|x| (0..DIM).map(|i| row(x, i) * 128f64.sqrt().recip())).collect()
     }
 
@@ -121,7 +132,8 @@ mod tests {
         let y = forward(&of(x.clone()), Stored::Values, &mut Rounding::exact())?;
         let y = y.tensor("y")?;
         // 128 terms, and as many in another order.
-        let bound = f64_tensor(&vec![4.0 * 128.0 * UNIT_ROUNDOFF * 128f64.sqrt(); 5 * DIM], &[5, DIM]);
+        let bound =
+            f64_tensor(&vec![4.0 * 128.0 * UNIT_ROUNDOFF * 128f64.sqrt(); 5 * DIM], &[5, DIM]);
         assert_within("y", y, &f64_tensor(&by_definition(&values(&x)?), &[5, DIM]), &bound);
         let back = forward(&of(y.clone()), Stored::Values, &mut Rounding::exact())?;
         assert_within("x", back.tensor("y")?, &x, &bound);
@@ -141,11 +153,15 @@ mod tests {
     }
 
     #[test]
-    fn codes_and_scales_decode_to_the_nearest_numbers_and_are_the_same_in_every_run() -> Result<()> {
+    fn codes_and_scales_decode_to_the_nearest_numbers_and_are_the_same_in_every_run() -> Result<()>
+    {
         let x = of(Draw::new(3).bf16(&[4, DIM], 3.0));
         let y = forward(&x, Stored::Values, &mut Rounding::new(Precision::Nearest { seed: 0 }))?;
-        let y: Vec<f64> = values(y.tensor("y")?)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();
-        for (stored, format, group) in [(Stored::E2m1, Format::E2M1, 32), (Stored::E4m3, Format::E4M3, DIM)] {
+        let y: Vec<f64> =
+            values(y.tensor("y")?)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();
+        for (stored, format, group) in
+            [(Stored::E2m1, Format::E2M1, 32), (Stored::E4m3, Format::E4M3, DIM)]
+        {
             let exact = forward(&x, stored, &mut Rounding::exact())?;
             let noisy = forward(&x, stored, &mut Rounding::new(Precision::Working { seed: 5 }))?;
             let bytes = values(exact.tensor("codes")?)?;
@@ -153,14 +169,19 @@ mod tests {
             let bytes: Vec<u8> = bytes.into_iter().map(|byte| byte as u8).collect();
             let codes = if stored == Stored::E2m1 { unpack_nibbles(&bytes) } else { bytes };
             let scales: Vec<f64> = match stored {
-                Stored::E2m1 => {
-                    values(exact.tensor("scale_bytes")?)?.into_iter().map(|b| Format::E8M0.value(b as u64)).collect()
-                }
+                Stored::E2m1 => values(exact.tensor("scale_bytes")?)?
+                    .into_iter()
+                    .map(|b| Format::E8M0.value(b as u64))
+                    .collect(),
                 _ => values(exact.tensor("scales")?)?,
             };
             for (group, (y, codes)) in y.chunks(group).zip(codes.chunks(group)).enumerate() {
-                let (scale, amax) = (scales[group], y.iter().fold(0f64, |amax, y| amax.max(y.abs())));
-                assert!(amax <= format.largest * scale && amax > format.largest * scale / 2.0, "{amax} {scale}");
+                let (scale, amax) =
+                    (scales[group], y.iter().fold(0f64, |amax, y| amax.max(y.abs())));
+                assert!(
+                    amax <= format.largest * scale && amax > format.largest * scale / 2.0,
+                    "{amax} {scale}"
+                );
                 for (y, &code) in y.iter().zip(codes) {
                     assert_eq!(format.value(code.into()), format.nearest(y / scale));
                 }
@@ -170,7 +191,8 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_is_not_finite_decodes_to_nan_and_no_rows_and_other_lengths_are_told_apart() -> Result<()> {
+    fn a_row_that_is_not_finite_decodes_to_nan_and_no_rows_and_other_lengths_are_told_apart()
+    -> Result<()> {
         let mut x = vec![0.0; 2 * DIM];
         x[5] = f64::INFINITY;
         let x = of(f64_tensor(&x, &[2, DIM]));
@@ -182,7 +204,10 @@ mod tests {
         assert_eq!(values(e2m1.tensor("scale_bytes")?)?, [255., 255., 255., 255., 1., 1., 1., 1.]);
         let none = forward(&of(f64_tensor(&[], &[0, DIM])), Stored::E2m1, &mut Rounding::exact())?;
         assert_eq!(none.tensor("codes")?.dims(), [0, 64]);
-        assert!(forward(&of(f64_tensor(&[0.0; 64], &[1, 64])), Stored::Values, &mut Rounding::exact()).is_err());
+        assert!(
+            forward(&of(f64_tensor(&[0.0; 64], &[1, 64])), Stored::Values, &mut Rounding::exact())
+                .is_err()
+        );
         Ok(())
     }
 }

@@ -60,13 +60,23 @@ impl Options {
     pub fn scales(self, num_rows: usize, width: usize) -> Scales {
         let [rows, columns] = self.group.extents();
         let bytes = self.scale == ScaleType::E8m0;
-        Scales { layout: self.layout, bytes, rows: num_rows.div_ceil(rows), groups: width.div_ceil(columns) }
+        Scales {
+            layout: self.layout,
+            bytes,
+            rows: num_rows.div_ceil(rows),
+            groups: width.div_ceil(columns),
+        }
     }
 
     fn check(self) -> Result<()> {
         let plain = self.layout == ScaleLayout::Plain;
         let of_rows = matches!(self.group, Group::Row(_));
-        require_that("layout", format!("{:?}", self.layout), plain || of_rows, "scales of squares lie row by row")?;
+        require_that(
+            "layout",
+            format!("{:?}", self.layout),
+            plain || of_rows,
+            "scales of squares lie row by row",
+        )?;
         let in_tiles = self.layout == ScaleLayout::Blocked;
         let bytes = self.scale == ScaleType::E8m0;
         require_that("layout", "Blocked", !in_tiles || bytes, "tiles of scales hold bytes")
@@ -77,10 +87,14 @@ impl Options {
 fn groups(group: Group, [num_rows, width]: [usize; 2]) -> impl Iterator<Item = Vec<usize>> {
     let [rows, columns] = group.extents();
     let of = move |top: usize, left: usize| {
-        let row = move |row: usize| (left..(left + columns).min(width)).map(move |column| row * width + column);
+        let row = move |row: usize| {
+            (left..(left + columns).min(width)).map(move |column| row * width + column)
+        };
         (top..(top + rows).min(num_rows)).flat_map(row).collect()
     };
-    (0..num_rows).step_by(rows).flat_map(move |top| (0..width).step_by(columns).map(move |left| of(top, left)))
+    (0..num_rows)
+        .step_by(rows)
+        .flat_map(move |top| (0..width).step_by(columns).map(move |left| of(top, left)))
 }
 
 /// Of `x` `[num_rows, width]`, stored in bf16 or f32:
@@ -100,7 +114,10 @@ pub fn quantize(inputs: &Named, options: Options) -> Result<Named> {
     for group in groups(options.group, shape) {
         let numbers: Vec<f64> = group.iter().map(|&at| x[at]).collect();
         let scale = scale_of(&numbers, Format::E4M3, options.scale);
-        group.iter().zip(codes_of(&numbers, scale, Format::E4M3)).for_each(|(&at, code)| codes[at] = code.into());
+        group
+            .iter()
+            .zip(codes_of(&numbers, scale, Format::E4M3))
+            .for_each(|(&at, code)| codes[at] = code.into());
         scales.push(scale);
     }
     let device = inputs.tensor("x")?.device();
@@ -156,14 +173,18 @@ mod tests {
     use super::*;
     use crate::testing::{Draw, f64_tensor};
 
-    const PLAIN: Options = Options { group: Group::Row(128), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+    const PLAIN: Options =
+        Options { group: Group::Row(128), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
 
     fn all_options() -> Vec<Options> {
         let scales = [ScaleType::E8m0, ScaleType::PowerOfTwo, ScaleType::Fp32];
         let groups = [Group::Row(64), Group::Row(128), Group::Square];
         let layouts = [ScaleLayout::Plain, ScaleLayout::MnMajor];
-        let of =
-            |group| scales.into_iter().flat_map(move |scale| layouts.map(|layout| Options { group, scale, layout }));
+        let of = |group| {
+            scales
+                .into_iter()
+                .flat_map(move |scale| layouts.map(|layout| Options { group, scale, layout }))
+        };
         groups.into_iter().flat_map(of).filter(|options| options.check().is_ok()).collect()
     }
 
@@ -173,13 +194,19 @@ mod tests {
         for options in all_options() {
             let quantized = quantize(&Named::new().with("x", x.clone()), options)?;
             let y = dequantize(&quantized, options, Format::F32)?;
-            let scales = read_scales(options.scales(131, 200), &values(quantized.tensor("scales")?)?);
+            let scales =
+                read_scales(options.scales(131, 200), &values(quantized.tensor("scales")?)?);
             let (x, y) = (values(&x)?, values(y.tensor("y")?)?);
             for (group, scale) in groups(options.group, [131, 200]).zip(scales) {
                 for at in group {
                     // The quotient of fp32 scales, and the product, are rounded to fp32 beside the code.
-                    let half = Format::E4M3.half_ulp(x[at] / scale) * scale * (1.0 + f64::from(f32::EPSILON));
-                    assert!((x[at] - y[at]).abs() <= half + x[at].abs() * f64::from(f32::EPSILON), "{options:?}");
+                    let half = Format::E4M3.half_ulp(x[at] / scale)
+                        * scale
+                        * (1.0 + f64::from(f32::EPSILON));
+                    assert!(
+                        (x[at] - y[at]).abs() <= half + x[at].abs() * f64::from(f32::EPSILON),
+                        "{options:?}"
+                    );
                 }
             }
         }
@@ -187,11 +214,15 @@ mod tests {
     }
 
     #[test]
-    fn a_layout_places_the_same_scales_and_power_of_two_are_stored_as_bytes_or_numbers() -> Result<()> {
+    fn a_layout_places_the_same_scales_and_power_of_two_are_stored_as_bytes_or_numbers()
+    -> Result<()> {
         let x = Named::new().with("x", Draw::new(2).bf16(&[5, 700], 100.0));
         let read = |scale, layout| -> Result<Vec<f64>> {
             let options = Options { scale, layout, ..PLAIN };
-            Ok(read_scales(options.scales(5, 700), &values(quantize(&x, options)?.tensor("scales")?)?))
+            Ok(read_scales(
+                options.scales(5, 700),
+                &values(quantize(&x, options)?.tensor("scales")?)?,
+            ))
         };
         let plain = read(ScaleType::E8m0, ScaleLayout::Plain)?;
         for (scale, layout) in [
@@ -202,7 +233,10 @@ mod tests {
         ] {
             assert_eq!(read(scale, layout)?, plain, "{scale:?} {layout:?}");
         }
-        assert_eq!(read(ScaleType::Fp32, ScaleLayout::Plain)?, read(ScaleType::Fp32, ScaleLayout::MnMajor)?);
+        assert_eq!(
+            read(ScaleType::Fp32, ScaleLayout::Plain)?,
+            read(ScaleType::Fp32, ScaleLayout::MnMajor)?
+        );
         Ok(())
     }
 
@@ -225,23 +259,32 @@ mod tests {
         let x = Named::new().with("x", f64_tensor(&x, &[1, 256]));
         for scale in [ScaleType::E8m0, ScaleType::PowerOfTwo, ScaleType::Fp32] {
             let options = Options { scale, ..PLAIN };
-            let y = values(dequantize(&quantize(&x, options)?, options, Format::BF16)?.tensor("y")?)?;
-            assert!(y[..128].iter().all(|y| y.is_nan()) && y[128..].iter().all(|&y| y == 0.0), "{scale:?}");
+            let y =
+                values(dequantize(&quantize(&x, options)?, options, Format::BF16)?.tensor("y")?)?;
+            assert!(
+                y[..128].iter().all(|y| y.is_nan()) && y[128..].iter().all(|&y| y == 0.0),
+                "{scale:?}"
+            );
         }
         Ok(())
     }
 
     #[test]
     fn shapes_and_layouts_that_do_not_fit_are_refused_and_no_rows_are_no_error() -> Result<()> {
-        let x = |shape: &[usize]| Named::new().with("x", f64_tensor(&vec![0.0; shape.iter().product()], shape));
+        let x = |shape: &[usize]| {
+            Named::new().with("x", f64_tensor(&vec![0.0; shape.iter().product()], shape))
+        };
         assert_eq!(quantize(&x(&[0, 128]), PLAIN)?.tensor("scales")?.dims(), [0, 1]);
         assert!(quantize(&x(&[128]), PLAIN).is_err());
         let square = Options { group: Group::Square, layout: ScaleLayout::MnMajor, ..PLAIN };
         assert!(quantize(&x(&[1, 128]), square).unwrap_err().to_string().contains("layout"));
         let tiles = Options { scale: ScaleType::Fp32, layout: ScaleLayout::Blocked, ..PLAIN };
         assert!(quantize(&x(&[1, 128]), tiles).unwrap_err().to_string().contains("layout"));
-        let quantized = quantize(&x(&[2, 128]), PLAIN)?.with("scales", f64_tensor(&[0.0; 4], &[2, 2]));
-        assert!(dequantize(&quantized, PLAIN, Format::F32).unwrap_err().to_string().contains("scales"));
+        let quantized =
+            quantize(&x(&[2, 128]), PLAIN)?.with("scales", f64_tensor(&[0.0; 4], &[2, 2]));
+        assert!(
+            dequantize(&quantized, PLAIN, Format::F32).unwrap_err().to_string().contains("scales")
+        );
         Ok(())
     }
 }

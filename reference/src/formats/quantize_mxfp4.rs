@@ -62,7 +62,8 @@ pub fn dequantize(inputs: &Named, layout: ScaleLayout, format: Format) -> Result
     let axes = ["num_rows", "code_bytes"];
     let [num_rows, code_bytes] = inputs.extents(axes, &[(&["codes"], &axes)])?;
     let (codes, stored) = (inputs.tensor("codes")?, inputs.tensor("scales")?);
-    let (width, bytes) = (2 * code_bytes, values(codes)?.into_iter().map(|byte| byte as u8).collect::<Vec<_>>());
+    let (width, bytes) =
+        (2 * code_bytes, values(codes)?.into_iter().map(|byte| byte as u8).collect::<Vec<_>>());
     let scales = scales(layout, num_rows, width);
     require("scales", stored, &scales.shape())?;
     let numbers = read_scales(scales, &values(stored)?);
@@ -80,15 +81,20 @@ mod tests {
     use crate::testing::{Draw, f64_tensor};
 
     #[test]
-    fn what_is_quantized_decodes_to_numbers_half_a_step_away_at_most_in_every_layout() -> Result<()> {
+    fn what_is_quantized_decodes_to_numbers_half_a_step_away_at_most_in_every_layout() -> Result<()>
+    {
         let x = Draw::new(1).bf16(&[33, 72], 3.0);
         for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
             let quantized = quantize(&Named::new().with("x", x.clone()), layout)?;
             let y = dequantize(&quantized, layout, Format::F32)?;
-            let numbers = read_scales(scales(layout, 33, 72), &values(quantized.tensor("scales")?)?);
+            let numbers =
+                read_scales(scales(layout, 33, 72), &values(quantized.tensor("scales")?)?);
             for (at, (x, y)) in values(&x)?.into_iter().zip(values(y.tensor("y")?)?).enumerate() {
                 let scale = numbers[at / 72 * 3 + at % 72 / GROUP];
-                assert!((x - y).abs() <= Format::E2M1.half_ulp(x / scale) * scale, "{layout:?} {at}");
+                assert!(
+                    (x - y).abs() <= Format::E2M1.half_ulp(x / scale) * scale,
+                    "{layout:?} {at}"
+                );
             }
         }
         Ok(())
@@ -100,7 +106,8 @@ mod tests {
         let x = Named::new().with("x", f64_tensor(&ties, &[1, 10]));
         let quantized = quantize(&x, ScaleLayout::Plain)?;
         assert_eq!(values(quantized.tensor("scales")?)?, [127.0]);
-        let codes: Vec<u8> = values(quantized.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
+        let codes: Vec<u8> =
+            values(quantized.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
         assert_eq!(codes, [0x07, 0x22, 0x44, 0x66, 0xe8]);
         Ok(())
     }
@@ -109,7 +116,8 @@ mod tests {
     fn a_group_that_is_not_finite_decodes_to_nan_and_its_neighbours_do_not() -> Result<()> {
         let mut x = vec![0.0; 64];
         x[3] = f64::INFINITY;
-        let quantized = quantize(&Named::new().with("x", f64_tensor(&x, &[1, 64])), ScaleLayout::Plain)?;
+        let quantized =
+            quantize(&Named::new().with("x", f64_tensor(&x, &[1, 64])), ScaleLayout::Plain)?;
         assert_eq!(values(quantized.tensor("scales")?)?, [255.0, 1.0]);
         let y = values(dequantize(&quantized, ScaleLayout::Plain, Format::BF16)?.tensor("y")?)?;
         assert!(y[..32].iter().all(|y| y.is_nan()) && y[32..].iter().all(|&y| y == 0.0));
@@ -118,11 +126,20 @@ mod tests {
 
     #[test]
     fn odd_widths_and_scales_of_another_shape_are_refused_and_no_rows_are_no_error() -> Result<()> {
-        let x = |shape: &[usize]| Named::new().with("x", f64_tensor(&vec![0.0; shape.iter().product()], shape));
+        let x = |shape: &[usize]| {
+            Named::new().with("x", f64_tensor(&vec![0.0; shape.iter().product()], shape))
+        };
         assert_eq!(quantize(&x(&[0, 64]), ScaleLayout::Plain)?.tensor("codes")?.dims(), [0, 32]);
-        assert!(quantize(&x(&[1, 3]), ScaleLayout::Plain).unwrap_err().to_string().contains("width"));
+        assert!(
+            quantize(&x(&[1, 3]), ScaleLayout::Plain).unwrap_err().to_string().contains("width")
+        );
         let quantized = quantize(&x(&[1, 64]), ScaleLayout::Plain)?;
-        assert!(dequantize(&quantized, ScaleLayout::Blocked, Format::F32).unwrap_err().to_string().contains("scales"));
+        assert!(
+            dequantize(&quantized, ScaleLayout::Blocked, Format::F32)
+                .unwrap_err()
+                .to_string()
+                .contains("scales")
+        );
         Ok(())
     }
 }

@@ -64,7 +64,8 @@ fn quantize_group(group: &[f64], global_scale: f64) -> (u8, Vec<u8>) {
     let amax = amax(group);
     let scale = Format::E4M3.code(quotient(quotient(amax, Format::E2M1.largest), global_scale));
     let divisor = Format::F32.nearest(Format::E4M3.value(scale) * global_scale);
-    let code = |x: &f64| if divisor == 0.0 { 0 } else { Format::E2M1.code(quotient(*x, divisor)) as u8 };
+    let code =
+        |x: &f64| if divisor == 0.0 { 0 } else { Format::E2M1.code(quotient(*x, divisor)) as u8 };
     (scale as u8, group.iter().map(code).collect())
 }
 
@@ -102,14 +103,16 @@ pub fn dequantize(inputs: &Named, layout: ScaleLayout, format: Format) -> Result
     let axes = ["num_rows", "code_bytes"];
     let [num_rows, code_bytes] = inputs.extents(axes, &[(&["codes"], &axes)])?;
     let (codes, stored) = (inputs.tensor("codes")?, inputs.tensor("scales")?);
-    let (width, bytes) = (2 * code_bytes, values(codes)?.into_iter().map(|byte| byte as u8).collect::<Vec<_>>());
+    let (width, bytes) =
+        (2 * code_bytes, values(codes)?.into_iter().map(|byte| byte as u8).collect::<Vec<_>>());
     let scales = scales(layout, num_rows, width);
     require("scales", stored, &scales.shape())?;
     require("global_scale", inputs.tensor("global_scale")?, &[1])?;
     let global_scale = values(inputs.tensor("global_scale")?)?[0];
     let of_groups = scales.read_bytes(&values(stored)?);
     let y = |(at, code): (usize, u8)| {
-        let scale = Format::E4M3.value(of_groups[at / width * scales.groups + at % width / GROUP].into());
+        let scale =
+            Format::E4M3.value(of_groups[at / width * scales.groups + at % width / GROUP].into());
         format.nearest(Format::F32.nearest(Format::E2M1.value(code.into()) * scale * global_scale))
     };
     let y: Vec<f64> = unpack_nibbles(&bytes).into_iter().enumerate().map(y).collect();
@@ -128,7 +131,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_quantized_decodes_to_numbers_half_a_step_away_and_the_largest_keep_their_size() -> Result<()> {
+    fn what_is_quantized_decodes_to_numbers_half_a_step_away_and_the_largest_keep_their_size()
+    -> Result<()> {
         let x = Draw::new(1).bf16(&[33, 72], 3.0);
         for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
             let inputs = with_global_scale(x.clone())?;
@@ -141,7 +145,9 @@ mod tests {
                     // A scale of e4m3 is off by a sixteenth at most, and a step of e2m1 is a third of its number.
                     let amax = amax(x);
                     assert!(
-                        x.iter().zip(y).all(|(x, y)| (x - y).abs() <= amax * (1.0 / 6.0 + 1.0 / 16.0)),
+                        x.iter()
+                            .zip(y)
+                            .all(|(x, y)| (x - y).abs() <= amax * (1.0 / 6.0 + 1.0 / 16.0)),
                         "{layout:?}"
                     );
                 }
@@ -151,9 +157,11 @@ mod tests {
     }
 
     #[test]
-    fn the_scale_of_the_tensor_is_one_of_zeros_never_subnormal_and_nan_where_a_number_is() -> Result<()> {
+    fn the_scale_of_the_tensor_is_one_of_zeros_never_subnormal_and_nan_where_a_number_is()
+    -> Result<()> {
         let of = |x: f64| -> Result<f64> {
-            Ok(values(with_global_scale(f64_tensor(&[0.0, x], &[1, 2]))?.tensor("global_scale")?)?[0])
+            Ok(values(with_global_scale(f64_tensor(&[0.0, x], &[1, 2]))?.tensor("global_scale")?)?
+                [0])
         };
         assert_eq!([of(0.0)?, of(-2688.0)?, of(1e-40)?], [1.0, 1.0, 2f64.powi(-126)]);
         assert!(of(f64::NAN)?.is_nan() && of(f64::INFINITY)?.is_nan());
@@ -165,12 +173,16 @@ mod tests {
         let mut x = vec![1e-9; 48];
         x[3] = f64::NEG_INFINITY;
         x[20] = 6.0;
-        let inputs = Named::new().with("x", f64_tensor(&x, &[1, 48])).with("global_scale", f64_tensor(&[1.0], &[1]));
+        let inputs = Named::new()
+            .with("x", f64_tensor(&x, &[1, 48]))
+            .with("global_scale", f64_tensor(&[1.0], &[1]));
         let quantized = quantize(&inputs, ScaleLayout::Plain)?;
         assert_eq!(values(quantized.tensor("scales")?)?, [127.0, 56.0, 0.0]);
         let quantized = quantized.with("global_scale", f64_tensor(&[1.0], &[1]));
         let y = values(dequantize(&quantized, ScaleLayout::Plain, Format::BF16)?.tensor("y")?)?;
-        assert!(y[..16].iter().all(|y| y.is_nan()) && y[32..].iter().all(|&y| y == 0.0) && y[20] == 6.0);
+        assert!(
+            y[..16].iter().all(|y| y.is_nan()) && y[32..].iter().all(|&y| y == 0.0) && y[20] == 6.0
+        );
         Ok(())
     }
 
@@ -179,7 +191,11 @@ mod tests {
         let one = || Named::new().with("global_scale", f64_tensor(&[1.0], &[1]));
         let odd = quantize(&one().with("x", f64_tensor(&[0.0; 3], &[1, 3])), ScaleLayout::Plain);
         assert!(odd.unwrap_err().to_string().contains("width"));
-        let two = one().with("global_scale", f64_tensor(&[1.0; 2], &[2])).with("x", f64_tensor(&[0.0; 4], &[1, 4]));
-        assert!(quantize(&two, ScaleLayout::Plain).unwrap_err().to_string().contains("global_scale"));
+        let two = one()
+            .with("global_scale", f64_tensor(&[1.0; 2], &[2]))
+            .with("x", f64_tensor(&[0.0; 4], &[1, 4]));
+        assert!(
+            quantize(&two, ScaleLayout::Plain).unwrap_err().to_string().contains("global_scale")
+        );
     }
 }

@@ -80,7 +80,9 @@ impl Scales {
     /// Scales, row by row, at their places; 0 at those of padding.
     pub fn arranged<T: Copy + Default>(self, scales: &[T]) -> Vec<T> {
         let mut places = vec![T::default(); self.places()];
-        self.indices().zip(scales).for_each(|((row, group), &scale)| places[self.place(row, group)] = scale);
+        self.indices()
+            .zip(scales)
+            .for_each(|((row, group), &scale)| places[self.place(row, group)] = scale);
         places
     }
 
@@ -103,7 +105,8 @@ impl Scales {
     /// The inverse of [`Self::stored_bytes`].
     pub fn read_bytes(self, stored: &[f64]) -> Vec<u8> {
         if self.in_words() {
-            return self.gathered(&bytes_of(&stored.iter().map(|&word| word as i32).collect::<Vec<_>>()));
+            return self
+                .gathered(&bytes_of(&stored.iter().map(|&word| word as i32).collect::<Vec<_>>()));
         }
         self.gathered(stored).into_iter().map(|byte| byte as u8).collect()
     }
@@ -140,7 +143,11 @@ mod tests {
                 let places = scales.arranged(&numbers);
                 assert_eq!(scales.gathered(&places), numbers, "{scales:?}");
                 let zeros = places.iter().filter(|&&scale| scale == 0).count();
-                assert_eq!((places.len(), zeros), (scales.places(), scales.places() - numbers.len()), "{scales:?}");
+                assert_eq!(
+                    (places.len(), zeros),
+                    (scales.places(), scales.places() - numbers.len()),
+                    "{scales:?}"
+                );
             }
         }
     }
@@ -162,7 +169,9 @@ mod tests {
 
     #[test]
     fn places_are_those_of_the_specification() {
-        let at = |layout, bytes, row, group| Scales { layout, bytes, rows: 130, groups: 6 }.place(row, group);
+        let at = |layout, bytes, row, group| {
+            Scales { layout, bytes, rows: 130, groups: 6 }.place(row, group)
+        };
         assert_eq!(at(ScaleLayout::Plain, true, 129, 5), 779);
         assert_eq!(at(ScaleLayout::MnMajor, false, 129, 5), 5 * 132 + 129);
         assert_eq!(at(ScaleLayout::MnMajor, true, 129, 5), (132 + 129) * 4 + 1);

@@ -23,7 +23,8 @@ pub fn swizzle(inputs: &Named) -> Result<Named> {
     let [rows, groups] = inputs.extents(axes, &[(&["scales"], &axes)])?;
     let scales = inputs.tensor("scales")?;
     let tiles = blocked(rows, groups).arranged(&values(scales)?);
-    Ok(Named::new().with("tiles", Tensor::from_vec(tiles, blocked(rows, groups).shape(), scales.device())?))
+    Ok(Named::new()
+        .with("tiles", Tensor::from_vec(tiles, blocked(rows, groups).shape(), scales.device())?))
 }
 
 /// `scales` `[num_rows, num_groups]` of `tiles` as [`swizzle`] returns them: its inverse.
@@ -34,7 +35,8 @@ pub fn unswizzle(inputs: &Named, num_rows: usize, num_groups: usize) -> Result<N
     let (tiles, blocked) = (inputs.tensor("tiles")?, blocked(num_rows, num_groups));
     require("tiles", tiles, &blocked.shape())?;
     let scales = blocked.gathered(&values(tiles)?);
-    Ok(Named::new().with("scales", Tensor::from_vec(scales, (num_rows, num_groups), tiles.device())?))
+    Ok(Named::new()
+        .with("scales", Tensor::from_vec(scales, (num_rows, num_groups), tiles.device())?))
 }
 
 #[cfg(test)]
@@ -46,7 +48,8 @@ mod tests {
     fn what_was_put_into_tiles_comes_out_of_them_and_what_pads_them_is_zero() -> Result<()> {
         for (rows, groups) in [(1, 1), (33, 6), (129, 4), (0, 3)] {
             let numbers: Vec<f64> = (0..rows * groups).map(|at| (at % 255 + 1) as f64).collect();
-            let tiles = swizzle(&Named::new().with("scales", f64_tensor(&numbers, &[rows, groups])))?;
+            let tiles =
+                swizzle(&Named::new().with("scales", f64_tensor(&numbers, &[rows, groups])))?;
             let zeros = values(tiles.tensor("tiles")?)?.iter().filter(|&&byte| byte == 0.0).count();
             assert_eq!(zeros, rows.div_ceil(128) * groups.div_ceil(4) * 512 - rows * groups);
             assert_eq!(values(unswizzle(&tiles, rows, groups)?.tensor("scales")?)?, numbers);

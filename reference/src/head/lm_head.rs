@@ -36,7 +36,9 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
         Some(rows) => Some(values(rows)?.into_iter().map(|row| token(row, num_tokens)).collect()),
     };
     let Some(rows) = rows else {
-        return Ok(Named::new().with("logits", rounding.matmul_f32(hidden, &weight.t()?.contiguous()?)?));
+        return Ok(
+            Named::new().with("logits", rounding.matmul_f32(hidden, &weight.t()?.contiguous()?)?)
+        );
     };
     // A row that names no token is one of zeros until its logits are -infinity.
     let given = values(hidden)?;
@@ -53,7 +55,8 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
             logits.fill(f64::NEG_INFINITY);
         }
     }
-    Ok(Named::new().with("logits", Tensor::from_vec(logits, (rows.len(), vocab_size), hidden.device())?))
+    Ok(Named::new()
+        .with("logits", Tensor::from_vec(logits, (rows.len(), vocab_size), hidden.device())?))
 }
 
 fn token(row: f64, num_tokens: usize) -> Option<usize> {
@@ -66,12 +69,18 @@ mod tests {
     use crate::testing::{Golden, assert_within, f64_tensor};
 
     fn logits(inputs: &Named) -> Tensor {
-        forward(inputs, &mut Rounding::exact()).expect("an oracle").tensor("logits").expect("logits").clone()
+        forward(inputs, &mut Rounding::exact())
+            .expect("an oracle")
+            .tensor("logits")
+            .expect("logits")
+            .clone()
     }
 
     fn small() -> Named {
         let hidden = f64_tensor(&[1.0, 2.0, 0.0, -1.0], &[2, 2]);
-        Named::new().with("hidden", hidden).with("weight", f64_tensor(&[1.0, 0.0, 3.0, 1.0, 0.0, 5.0], &[3, 2]))
+        Named::new()
+            .with("hidden", hidden)
+            .with("weight", f64_tensor(&[1.0, 0.0, 3.0, 1.0, 0.0, 5.0], &[3, 2]))
     }
 
     #[test]
@@ -82,7 +91,8 @@ mod tests {
     #[test]
     fn rows_name_tokens_and_those_that_name_none_have_no_logits() {
         let rows = [1.0, 1.0, -1.0, 2.0, 0.0];
-        let found = values(&logits(&small().with("rows", f64_tensor(&rows, &[5])))).expect("numbers");
+        let found =
+            values(&logits(&small().with("rows", f64_tensor(&rows, &[5])))).expect("numbers");
         let (token, none) = ([0.0, -1.0, -5.0], [f64::NEG_INFINITY; 3]);
         assert_eq!(found, [token, token, none, none, [1.0, 5.0, 10.0]].concat());
     }
@@ -93,13 +103,17 @@ mod tests {
     fn the_heads_of_golden_models_agree() {
         for name in ["one", "batch", "long", "six"] {
             let file = Golden::load(&format!("model_prefill__{name}"));
-            let flat = |key: &str, of: Tensor| of.flatten(0, 1).unwrap_or_else(|error| panic!("{key}: {error}"));
+            let flat = |key: &str, of: Tensor| {
+                of.flatten(0, 1).unwrap_or_else(|error| panic!("{key}: {error}"))
+            };
             let hidden = flat("mid.final_norm", file.f64("mid.final_norm"));
             let weight = file.f64("param.lm_head.weight");
             let expected = flat("out.logits", file.f64("out.logits"));
             let found = logits(&Named::new().with("hidden", hidden).with("weight", weight.clone()));
             let stored = flat("mid.final_norm", file.storage_error("mid.final_norm"));
-            let of_hidden = stored.matmul(&weight.abs().and_then(|w| w.t()).expect("weights")).expect("a product");
+            let of_hidden = stored
+                .matmul(&weight.abs().and_then(|w| w.t()).expect("weights"))
+                .expect("a product");
             let of_logits = flat("out.logits", file.storage_error("out.logits"));
             assert_within(name, &found, &expected, &(of_hidden + of_logits).expect("a sum"));
         }

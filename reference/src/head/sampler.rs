@@ -79,7 +79,8 @@ pub struct Filters {
 /// The ids of a row from the largest logit down, and their weights; without ids that are never chosen. A weight that f64 has no
 /// number for is 0 here, and its id is ranked all the same: it wins where all in front of it lose.
 pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
-    let mut order: Vec<usize> = (0..logits.len()).filter(|&id| ordered(logits[id]) > f64::NEG_INFINITY).collect();
+    let mut order: Vec<usize> =
+        (0..logits.len()).filter(|&id| ordered(logits[id]) > f64::NEG_INFINITY).collect();
     // Stable: of equal logits the lower id stays in front.
     order.sort_by(|&a, &b| ordered(logits[b]).total_cmp(&ordered(logits[a])));
     let most = order.first().map_or(0.0, |&id| logits[id]);
@@ -98,7 +99,11 @@ pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
 pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
     let Filters { top_k, top_p, min_p } = filters;
     let by_count = if top_k > 0.0 { top_k as usize } else { usize::MAX };
-    let by_weight = if min_p > 0.0 { weights.iter().filter(|&&w| w >= min_p.min(1.0)).count() } else { usize::MAX };
+    let by_weight = if min_p > 0.0 {
+        weights.iter().filter(|&&w| w >= min_p.min(1.0)).count()
+    } else {
+        usize::MAX
+    };
     let mut by_share = usize::MAX;
     if top_p < 1.0 {
         let (wanted, mut sum) = (top_p * weights.iter().sum::<f64>(), 0.0);
@@ -123,7 +128,8 @@ pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
 /// Tensors whose extents do not fit.
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let of_rows: &[_] = &["temperature", "top_k", "top_p", "min_p", "seed", "step"];
-    let tensors: [(&[_], &[_]); 2] = [(&["logits"], &["num_rows", "vocab_size"]), (of_rows, &["num_rows"])];
+    let tensors: [(&[_], &[_]); 2] =
+        [(&["logits"], &["num_rows", "vocab_size"]), (of_rows, &["num_rows"])];
     let [num_rows, vocab_size] = inputs.extents(["num_rows", "vocab_size"], &tensors)?;
     let of = |name: &'static str| inputs.tensor(name).and_then(values);
     let optional = |name: &str| inputs.get(name).map(values).transpose();
@@ -139,9 +145,14 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
         let (order, weights) = ranked(&logits[at..at + vocab_size], temperature[row]);
         first[row] = order.first().copied();
         if temperature[row] > 0.0 {
-            let number = |tensor: &Option<Vec<f64>>, otherwise| tensor.as_ref().map_or(otherwise, |all| all[row]);
-            let filters =
-                Filters { top_k: number(&top_k, 0.0), top_p: number(&top_p, 1.0), min_p: number(&min_p, 0.0) };
+            let number = |tensor: &Option<Vec<f64>>, otherwise| {
+                tensor.as_ref().map_or(otherwise, |all| all[row])
+            };
+            let filters = Filters {
+                top_k: number(&top_k, 0.0),
+                top_p: number(&top_p, 1.0),
+                min_p: number(&min_p, 0.0),
+            };
             for &id in &order[..num_kept(&weights, filters)] {
                 kept[at + id] = true;
                 let word = word(seed[row] as i64 as u64, step[row] as i64 as u64, id);
@@ -180,7 +191,8 @@ fn scores(
     let vocab_size = extents.1;
     let tensor = |numbers: Vec<f64>| Tensor::from_vec(numbers, extents, &Device::Cpu);
     let factor = |&t: &f64| std::f64::consts::LOG2_E / divisor(t);
-    let factors = Tensor::from_vec(temperature.iter().map(factor).collect(), extents.0, &Device::Cpu)?;
+    let factors =
+        Tensor::from_vec(temperature.iter().map(factor).collect(), extents.0, &Device::Cpu)?;
     let factors = values(&rounding.f32(&factors)?)?;
     let waiting = values(&rounding.approximate_f32(&tensor(waiting)?)?)?;
     let power = rounding.approximate_f32(&tensor(waiting.iter().map(|g| g.log2()).collect())?)?;
@@ -204,7 +216,10 @@ mod tests {
     fn row(logits: &[f64], temperature: f64, seed: u64) -> Named {
         let one = |number: f64| f64_tensor(&[number], &[1]);
         let named = Named::new().with("logits", f64_tensor(logits, &[1, logits.len()]));
-        named.with("temperature", one(temperature)).with("seed", one(seed as f64)).with("step", one(0.0))
+        named
+            .with("temperature", one(temperature))
+            .with("seed", one(seed as f64))
+            .with("step", one(0.0))
     }
 
     fn token(inputs: &Named) -> f64 {
@@ -216,7 +231,10 @@ mod tests {
     #[test]
     fn the_generator_gives_the_published_words() {
         assert_eq!(philox([0; 4], 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
-        assert_eq!(philox([u32::MAX; 4], u64::MAX), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        assert_eq!(
+            philox([u32::MAX; 4], u64::MAX),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
         let digits = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
         let words = [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1];
         assert_eq!(philox(digits, 0x299f_31d0_a409_3822), words);
@@ -262,7 +280,11 @@ mod tests {
             assert_eq!(token(&inputs().with(filter, f64_tensor(&[0.5], &[1]))), 38.0, "{filter}");
         }
         logits[38] = f64::INFINITY;
-        assert_eq!(token(&row(&logits, 1e-3, seed)), 38.0, "beside an infinite logit no other one is kept");
+        assert_eq!(
+            token(&row(&logits, 1e-3, seed)),
+            38.0,
+            "beside an infinite logit no other one is kept"
+        );
     }
 
     #[test]
@@ -277,7 +299,8 @@ mod tests {
     fn a_row_without_a_number_has_no_token_and_an_infinite_logit_has_all_of_it() {
         assert_eq!(token(&row(&[f64::NAN, f64::NEG_INFINITY], 1.0, 5)), -1.0);
         for seed in 0..20 {
-            let token = token(&row(&[1e30, f64::INFINITY, f64::NEG_INFINITY, f64::INFINITY], 0.5, seed));
+            let token =
+                token(&row(&[1e30, f64::INFINITY, f64::NEG_INFINITY, f64::INFINITY], 0.5, seed));
             assert!(token == 1.0 || token == 3.0, "{token}");
         }
     }
@@ -289,9 +312,13 @@ mod tests {
         let draws = 4000;
         for p in [0.9, 0.25] {
             let logits = [f64::ln(p) * 0.7, f64::ln(1.0 - p) * 0.7];
-            let first = (0..draws).filter(|&seed| token(&row(&logits, 0.7, seed)) == 0.0).count() as f64;
+            let first =
+                (0..draws).filter(|&seed| token(&row(&logits, 0.7, seed)) == 0.0).count() as f64;
             let deviation = (draws as f64 * p * (1.0 - p)).sqrt();
-            assert!((first - draws as f64 * p).abs() < 5.0 * deviation, "{first} of {draws} with {p}");
+            assert!(
+                (first - draws as f64 * p).abs() < 5.0 * deviation,
+                "{first} of {draws} with {p}"
+            );
         }
     }
 

@@ -63,7 +63,11 @@ pub struct Gradients {
 pub fn backward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Gradients> {
     let [num_tokens, num_heads, slots, num_keys] = inputs.check()?;
     if num_tokens == 0 || num_heads == 0 || slots == 0 {
-        return Ok(Gradients { dq: inputs.q.zeros_like()?, dk: inputs.k.zeros_like()?, dw: inputs.w.zeros_like()? });
+        return Ok(Gradients {
+            dq: inputs.q.zeros_like()?,
+            dk: inputs.k.zeros_like()?,
+            dw: inputs.w.zeros_like()?,
+        });
     }
     let gathered = Gathered::new(inputs, [num_tokens, slots, num_keys])?;
     let d = rounding.matmul_f32(&inputs.q, &gathered.k.transpose(1, 2)?.contiguous()?)?;
@@ -140,7 +144,12 @@ impl Gathered {
     }
 
     /// The slots' products `A^T q`, added up for each key.
-    fn key_gradients(&self, a: &Tensor, inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
+    fn key_gradients(
+        &self,
+        a: &Tensor,
+        inputs: &Inputs,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
         let scale = inputs.sm_scale;
         let sum = (self.of_keys(a, &inputs.q)? * scale)?;
         let squares = || Ok((self.of_keys(&a.sqr()?, &inputs.q.sqr()?)? * (scale * scale))?);
@@ -172,8 +181,8 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot, dot_of_magnitudes,
-        f64_tensor,
+        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot,
+        dot_of_magnitudes, f64_tensor,
     };
 
     const TOKENS: usize = 6;
@@ -219,9 +228,12 @@ mod tests {
             for (slot, row) in inputs.ranked(KEYS).rows(token).into_iter().enumerate() {
                 let Some(row) = row else { continue };
                 let (query, key) = (q.get(token).unwrap(), k.narrow(0, row as usize, 1).unwrap());
-                let relu = query.matmul(&key.t().unwrap()).unwrap().relu().unwrap().squeeze(1).unwrap();
-                let logit = ((relu * w.get(token).unwrap()).unwrap().sum_all().unwrap() * SCALE).unwrap();
-                sum = (sum + (logit * upstream[token * inputs.ranking.slots() + slot]).unwrap()).unwrap();
+                let relu =
+                    query.matmul(&key.t().unwrap()).unwrap().relu().unwrap().squeeze(1).unwrap();
+                let logit =
+                    ((relu * w.get(token).unwrap()).unwrap().sum_all().unwrap() * SCALE).unwrap();
+                sum = (sum + (logit * upstream[token * inputs.ranking.slots() + slot]).unwrap())
+                    .unwrap();
             }
         }
         sum
@@ -230,14 +242,16 @@ mod tests {
     #[test]
     fn the_gradients_are_those_of_the_logits_by_automatic_differentiation() {
         for inputs in [selected(1), selected(2), causal(3)] {
-            let [q, k, w] = [&inputs.q, &inputs.k, &inputs.w].map(|tensor| Var::from_tensor(tensor).unwrap());
+            let [q, k, w] =
+                [&inputs.q, &inputs.k, &inputs.w].map(|tensor| Var::from_tensor(tensor).unwrap());
             let gradients = weighted_logits(&inputs, &q, &k, &w).backward().unwrap();
             let Gradients { dq, dk, dw } = exact(&inputs);
             for (name, actual, variable) in [("dq", dq, q), ("dk", dk, k), ("dw", dw, w)] {
                 let expected = gradients.get(&variable).unwrap();
                 assert!(dot_of_magnitudes(expected, expected) > 0.0, "{name}");
                 // Sums of a few hundred terms of the size of their largest.
-                let bound = ((expected.abs().unwrap() + 8.0).unwrap() * (256.0 * UNIT_ROUNDOFF)).unwrap();
+                let bound =
+                    ((expected.abs().unwrap() + 8.0).unwrap() * (256.0 * UNIT_ROUNDOFF)).unwrap();
                 assert_within(name, &actual, expected, &bound);
             }
         }
@@ -247,11 +261,14 @@ mod tests {
     fn the_gradients_are_those_of_the_logits_by_central_differences() -> Result<()> {
         for inputs in [selected(4), causal(5)] {
             let mut draw = Draw::new(6);
-            let [toward_q, toward_k, toward_w] = [&inputs.q, &inputs.k, &inputs.w].map(|x| draw.normal(x.dims(), 1.0));
+            let [toward_q, toward_k, toward_w] =
+                [&inputs.q, &inputs.k, &inputs.w].map(|x| draw.normal(x.dims(), 1.0));
             let at = |h: f64| {
                 let moved = |x: &Tensor, toward: &Tensor| (x + (toward * h).unwrap()).unwrap();
                 let [q, k] = [moved(&inputs.q, &toward_q), moved(&inputs.k, &toward_k)];
-                Ok(values(&weighted_logits(&inputs, &q, &k, &moved(&inputs.w, &toward_w)).reshape(1)?)?[0])
+                Ok(values(
+                    &weighted_logits(&inputs, &q, &k, &moved(&inputs.w, &toward_w)).reshape(1)?,
+                )?[0])
             };
             let Gradients { dq, dk, dw } = exact(&inputs);
             let claimed = dot(&dq, &toward_q) + dot(&dk, &toward_k) + dot(&dw, &toward_w);
@@ -263,7 +280,12 @@ mod tests {
 
     #[test]
     fn a_product_of_0_passes_nothing_and_keys_that_nobody_names_have_no_gradient() {
-        let ranking = Ranking::Selected { indices: vec![0, 1, 0, -1], topk: 4, topk_length: None, global: true };
+        let ranking = Ranking::Selected {
+            indices: vec![0, 1, 0, -1],
+            topk: 4,
+            topk_length: None,
+            global: true,
+        };
         let inputs = Inputs {
             q: f64_tensor(&[1.0, 1.0], &[1, 1, 2]),
             k: f64_tensor(&[1.0, -1.0, 2.0, 0.0, 5.0, 5.0], &[3, 2]),
@@ -283,14 +305,16 @@ mod tests {
     fn working_runs_err_around_the_exact_gradients() {
         for inputs in [selected(7), causal(8)] {
             let run = |precision| backward(&inputs, &mut Rounding::new(precision)).unwrap();
-            let runs: Vec<Gradients> = (0..64).map(|seed| run(Precision::Working { seed })).collect();
+            let runs: Vec<Gradients> =
+                (0..64).map(|seed| run(Precision::Working { seed })).collect();
             let exact = exact(&inputs);
             // Rows that err: of tokens with slots, and of keys that are named.
             let erring = |of: fn(&Gradients) -> &Tensor| {
                 let numbers = |g: &Gradients| values(of(g)).unwrap();
                 let base = numbers(&exact);
-                let at: Vec<usize> =
-                    (0..base.len()).filter(|&i| runs.iter().any(|run| numbers(run)[i] != base[i])).collect();
+                let at: Vec<usize> = (0..base.len())
+                    .filter(|&i| runs.iter().any(|run| numbers(run)[i] != base[i]))
+                    .collect();
                 let kept = |g: &Gradients| {
                     let all = numbers(g);
                     f64_tensor(&at.iter().map(|&i| all[i]).collect::<Vec<_>>(), &[at.len()])
@@ -298,7 +322,11 @@ mod tests {
                 assert!(at.len() > 6);
                 (kept(&exact), runs.iter().map(kept).collect::<Vec<_>>())
             };
-            for (name, of) in [("dq", (|g| &g.dq) as fn(&Gradients) -> &Tensor), ("dk", |g| &g.dk), ("dw", |g| &g.dw)] {
+            for (name, of) in [
+                ("dq", (|g| &g.dq) as fn(&Gradients) -> &Tensor),
+                ("dk", |g| &g.dk),
+                ("dw", |g| &g.dw),
+            ] {
                 let (exact, runs) = erring(of);
                 assert_unbiased(name, &exact, &runs, 4);
             }

@@ -97,9 +97,14 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(inputs: &Inputs, grad_loss: &Tensor, rounding: &mut Rounding) -> Result<(Tensor, Gradients)> {
+pub fn backward(
+    inputs: &Inputs,
+    grad_loss: &Tensor,
+    rounding: &mut Rounding,
+) -> Result<(Tensor, Gradients)> {
     let lists = inputs.lists()?;
-    let dlogits = indexer_loss::backward(&inputs.handed(&lists, rounding)?.loss, grad_loss, rounding)?;
+    let dlogits =
+        indexer_loss::backward(&inputs.handed(&lists, rounding)?.loss, grad_loss, rounding)?;
     let handed = indexer_backward::Inputs {
         q: inputs.index_q.clone(),
         k: inputs.index_k.clone(),
@@ -120,10 +125,12 @@ pub fn backward_autograd(inputs: &Inputs, grad_loss: &Tensor) -> Result<Gradient
     let of = |tensor: &Tensor| Var::from_tensor(tensor);
     let (q, k, w) = (of(&inputs.index_q)?, of(&inputs.index_k)?, of(&inputs.index_w)?);
     let own = |variable: &Var| variable.as_tensor().clone();
-    let variables = Inputs { index_q: own(&q), index_k: own(&k), index_w: own(&w), ..inputs.clone() };
+    let variables =
+        Inputs { index_q: own(&q), index_k: own(&k), index_w: own(&w), ..inputs.clone() };
     let loss = forward(&variables, &mut Rounding::exact())?.loss.loss;
     let gradients = (loss * grad_loss)?.sum_all()?.backward()?;
-    let gradient = |variable: &Var| gradients.get(variable).cloned().map_or_else(|| variable.zeros_like(), Ok);
+    let gradient =
+        |variable: &Var| gradients.get(variable).cloned().map_or_else(|| variable.zeros_like(), Ok);
     Ok(Gradients { dq: gradient(&q)?, dk: gradient(&k)?, dw: gradient(&w)? })
 }
 
@@ -145,7 +152,11 @@ impl Inputs {
             w: self.index_w.clone(),
             k: self.index_k.clone(),
             k_scales: None,
-            keys: Keys::Causal { ratio: self.ratio, q_off: self.q_off.clone(), sequences: self.sequences.clone() },
+            keys: Keys::Causal {
+                ratio: self.ratio,
+                q_off: self.q_off.clone(),
+                sequences: self.sequences.clone(),
+            },
             columns: self.columns,
             sm_scale: self.sm_scale,
         }
@@ -158,7 +169,8 @@ impl Inputs {
 
     /// How many keys each token sees.
     pub fn limits(&self) -> Result<Vec<i32>> {
-        let ranking = Ranking::Causal { ratio: self.ratio, q_off: self.q_off.clone(), columns: self.columns };
+        let ranking =
+            Ranking::Causal { ratio: self.ratio, q_off: self.q_off.clone(), columns: self.columns };
         let num_tokens = self.index_q.dim(0)?;
         self.ranked(&ranking).check(num_tokens)?;
         let seen = |token| self.ranked(&ranking).rows(token).iter().flatten().count() as i32;
@@ -167,11 +179,15 @@ impl Inputs {
 
     /// The lists, `[num_tokens, topk]`: of exact logits.
     fn lists(&self) -> Result<Vec<i32>> {
-        let exact = indexer_logits::forward(&self.logits(), Accumulator::F32, &mut Rounding::exact())?;
+        let exact =
+            indexer_logits::forward(&self.logits(), Accumulator::F32, &mut Rounding::exact())?;
         let limits: Vec<f64> = self.limits()?.into_iter().map(f64::from).collect();
         let limits = Tensor::from_vec(limits, exact.dim(0)?, &Device::Cpu)?;
-        let chosen =
-            topk::forward(&Named::new().with("scores", exact).with("lengths", limits), self.topk, Index::Column)?;
+        let chosen = topk::forward(
+            &Named::new().with("scores", exact).with("lengths", limits),
+            self.topk,
+            Index::Column,
+        )?;
         Ok(values(chosen.tensor("indices")?)?.into_iter().map(|index| index as i32).collect())
     }
 
@@ -183,8 +199,13 @@ impl Inputs {
         let ranking = self.selected(lists.to_vec());
         let (num_tokens, num_keys) = (self.index_q.dim(0)?, self.index_k.dim(0)?);
         let shape = (num_tokens, self.topk);
-        let rows: Vec<Option<i64>> = (0..num_tokens).flat_map(|token| self.ranked(&ranking).rows(token)).collect();
-        let listed = Tensor::from_vec(rows.iter().map(|row| u8::from(row.is_some())).collect(), shape, &Device::Cpu)?;
+        let rows: Vec<Option<i64>> =
+            (0..num_tokens).flat_map(|token| self.ranked(&ranking).rows(token)).collect();
+        let listed = Tensor::from_vec(
+            rows.iter().map(|row| u8::from(row.is_some())).collect(),
+            shape,
+            &Device::Cpu,
+        )?;
         let rows: Vec<u32> = rows.into_iter().map(|row| row.unwrap_or(0) as u32).collect();
         // Made once: those that are listed are the very numbers that are stored as logits.
         let some = num_tokens > 0 && num_keys > 0 && self.index_q.dim(1)? > 0;
@@ -261,9 +282,11 @@ mod tests {
             let (inputs, grad_loss) = (inputs(form), f64_tensor(&[1.75], &[1]));
             let (_, explicit) = backward(&inputs, &grad_loss, &mut Rounding::exact())?;
             let machine = backward_autograd(&inputs, &grad_loss)?;
-            for (name, explicit, machine) in
-                [("dq", explicit.dq, machine.dq), ("dk", explicit.dk, machine.dk), ("dw", explicit.dw, machine.dw)]
-            {
+            for (name, explicit, machine) in [
+                ("dq", explicit.dq, machine.dq),
+                ("dk", explicit.dk, machine.dk),
+                ("dw", explicit.dw, machine.dw),
+            ] {
                 assert!(values(&machine)?.iter().any(|x| x.abs() > 1e-5), "{name} is nothing");
                 // Nothing is clipped: the two forms differ by e^-100.
                 let bound = (machine.abs()? * 1e-11)?.broadcast_add(&f64_tensor(&[1e-15], &[1]))?;
@@ -282,7 +305,10 @@ mod tests {
         assert_eq!(indices[..4], [0., -1., -1., -1.]);
         assert_eq!(indices[36..], [0., 1., 2., 3., -1., -1., -1., -1.]);
         let sums = values(&outputs.target.sum(1)?)?;
-        assert!(sums[..10].iter().all(|sum| (sum - 1.0).abs() < 1e-12) && sums[10] == 0.0, "{sums:?}");
+        assert!(
+            sums[..10].iter().all(|sum| (sum - 1.0).abs() < 1e-12) && sums[10] == 0.0,
+            "{sums:?}"
+        );
         Ok(())
     }
 }

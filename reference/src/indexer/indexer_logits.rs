@@ -108,7 +108,11 @@ pub fn numbers(codes: &[u8], scale_bytes: Option<&[u8]>, format: Format) -> Vec<
 ///
 /// # Errors
 /// Inputs that do not fit.
-pub fn forward(inputs: &Inputs, accumulator: Accumulator, rounding: &mut Rounding) -> Result<Tensor> {
+pub fn forward(
+    inputs: &Inputs,
+    accumulator: Accumulator,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let (tokens, heads, num_keys) = inputs.check()?;
     let some = tokens > 0 && heads > 0 && num_keys > 0;
     let all = some.then(|| inputs.all_logits(accumulator, rounding)).transpose()?;
@@ -134,14 +138,19 @@ impl Inputs {
     }
 
     /// Of every token with every key, `[num_tokens, num_keys]`.
-    pub(crate) fn all_logits(&self, accumulator: Accumulator, rounding: &mut Rounding) -> Result<Tensor> {
+    pub(crate) fn all_logits(
+        &self,
+        accumulator: Accumulator,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
         let (tokens, heads, head_dim) = self.q.dims3()?;
         let num_keys = self.k.dim(0)?;
         let q = self.q.reshape((tokens * heads, head_dim))?;
         let products = rounding.matmul(&q, &self.k.t()?, accumulator)?;
         let rectified = unless(&products.le(0.0)?, &products, 0.0)?;
         // The heads last, over which lanes add.
-        let rectified = rectified.reshape((tokens, heads, num_keys))?.transpose(1, 2)?.contiguous()?;
+        let rectified =
+            rectified.reshape((tokens, heads, num_keys))?.transpose(1, 2)?.contiguous()?;
         let sums = rounding.sum_f32(&rectified.broadcast_mul(&self.w.unsqueeze(1)?)?, 2)?;
         let scaled = match &self.k_scales {
             Some(scales) => rounding.f32(&sums.broadcast_mul(scales)?)?,
@@ -156,7 +165,9 @@ impl Inputs {
         let &[tokens, heads, head_dim] = self.q.dims() else {
             return Err(wrong_shape("q", "[num_tokens, num_heads, head_dim]", &self.q));
         };
-        let &[num_keys, _] = self.k.dims() else { return Err(wrong_shape("k", "[num_keys, head_dim]", &self.k)) };
+        let &[num_keys, _] = self.k.dims() else {
+            return Err(wrong_shape("k", "[num_keys, head_dim]", &self.k));
+        };
         require("k", &self.k, &[num_keys, head_dim])?;
         require("w", &self.w, &[tokens, heads])?;
         if let Some(scales) = &self.k_scales {
@@ -173,21 +184,33 @@ impl Inputs {
 impl Keys {
     fn check(&self, tokens: usize, num_keys: usize) -> Result<()> {
         let length = |argument: &'static str, actual: usize, expected: usize| {
-            let error = || Error::Shape { argument, expected: format!("[{expected}]"), actual: vec![actual] };
+            let error = || Error::Shape {
+                argument,
+                expected: format!("[{expected}]"),
+                actual: vec![actual],
+            };
             if actual == expected { Ok(()) } else { Err(error()) }
         };
         match self {
-            Self::Ranges { ks, ke } => length("ks", ks.len(), tokens).and(length("ke", ke.len(), tokens)),
-            Self::Causal { ratio: 0, .. } => Err(wrong_value("ratio", 0, "a key covers at least one token")),
+            Self::Ranges { ks, ke } => {
+                length("ks", ks.len(), tokens).and(length("ke", ke.len(), tokens))
+            }
+            Self::Causal { ratio: 0, .. } => {
+                Err(wrong_value("ratio", 0, "a key covers at least one token"))
+            }
             Self::Causal { q_off, sequences, .. } => {
                 let ends = sequences.as_ref().map_or(2, |s| s.cu_q.len());
                 length("cu_k", sequences.as_ref().map_or(2, |s| s.cu_k.len()), ends)?;
-                q_off.as_ref().map_or(Ok(()), |q_off| length("q_off", q_off.len(), ends.saturating_sub(1)))
+                q_off
+                    .as_ref()
+                    .map_or(Ok(()), |q_off| length("q_off", q_off.len(), ends.saturating_sub(1)))
             }
             Self::Selected { ranking, sequences } => {
                 RankedKeys { ranking, sequences: sequences.as_ref(), num_keys }.check(tokens)
             }
-            Self::Paged { page_size: 0, .. } => Err(wrong_value("page_size", 0, "a page needs entries")),
+            Self::Paged { page_size: 0, .. } => {
+                Err(wrong_value("page_size", 0, "a page needs entries"))
+            }
             Self::Paged { block_table, table_pages, context_lens, .. } => {
                 length("context_lens", context_lens.len(), tokens)?;
                 let requests = if *table_pages == 0 { 0 } else { block_table.len() / table_pages };
@@ -203,11 +226,18 @@ impl Keys {
         (0..tokens).map(|token| self.rows_of(token, tokens, num_keys, columns)).collect()
     }
 
-    fn rows_of(&self, token: usize, tokens: usize, num_keys: usize, columns: usize) -> Vec<Option<usize>> {
+    fn rows_of(
+        &self,
+        token: usize,
+        tokens: usize,
+        num_keys: usize,
+        columns: usize,
+    ) -> Vec<Option<usize>> {
         let mut rows: Vec<Option<usize>> = match self {
             Self::Causal { ratio, q_off, sequences } => {
                 let ranking = Ranking::Causal { ratio: *ratio, q_off: q_off.clone(), columns };
-                let ranked = RankedKeys { ranking: &ranking, sequences: sequences.as_ref(), num_keys };
+                let ranked =
+                    RankedKeys { ranking: &ranking, sequences: sequences.as_ref(), num_keys };
                 ranked.rows(token).into_iter().map(|row| row.map(|row| row as usize)).collect()
             }
             Self::Selected { ranking, sequences } => {
@@ -217,15 +247,26 @@ impl Keys {
             Self::Ranges { ks, ke } => {
                 let range = i64::from(ks[token])..i64::from(ke[token]);
                 let from = usize::try_from(range.start.max(0)).unwrap_or(0);
-                (from..num_keys).take_while(|&key| range.contains(&(key as i64))).take(columns).map(Some).collect()
+                (from..num_keys)
+                    .take_while(|&key| range.contains(&(key as i64)))
+                    .take(columns)
+                    .map(Some)
+                    .collect()
             }
             Self::Paged { block_table, table_pages, context_lens, page_size } => {
-                let next_n = (tokens * table_pages).checked_div(block_table.len()).unwrap_or(1).max(1);
-                let table = block_table.chunks(*table_pages.max(&1)).nth(token / next_n).unwrap_or_default();
+                let next_n =
+                    (tokens * table_pages).checked_div(block_table.len()).unwrap_or(1).max(1);
+                let table = block_table
+                    .chunks(*table_pages.max(&1))
+                    .nth(token / next_n)
+                    .unwrap_or_default();
                 let length = usize::try_from(context_lens[token]).unwrap_or(0).min(columns);
-                let page_of = |page: i32| usize::try_from(page).ok().filter(|page| (page + 1) * page_size <= num_keys);
+                let page_of = |page: i32| {
+                    usize::try_from(page).ok().filter(|page| (page + 1) * page_size <= num_keys)
+                };
                 let entries = table.iter().flat_map(|&page| {
-                    (0..*page_size).map(move |entry| page_of(page).map(|page| page * page_size + entry))
+                    (0..*page_size)
+                        .map(move |entry| page_of(page).map(|page| page * page_size + entry))
                 });
                 entries.take(length).collect()
             }
@@ -249,7 +290,10 @@ mod tests {
             q: draw.bf16(&[tokens, 3, HEAD_DIM], 1.0),
             w: draw.bf16(&[tokens, 3], 1.0),
             k: draw.bf16(&[num_keys, HEAD_DIM], 1.0),
-            k_scales: Some(f64_tensor(&(0..num_keys).map(|k| 0.5 + k as f64).collect::<Vec<_>>(), &[num_keys])),
+            k_scales: Some(f64_tensor(
+                &(0..num_keys).map(|k| 0.5 + k as f64).collect::<Vec<_>>(),
+                &[num_keys],
+            )),
             keys,
             columns: num_keys,
             sm_scale: 0.3,
@@ -257,7 +301,8 @@ mod tests {
     }
 
     fn exact(inputs: &Inputs) -> Vec<f64> {
-        values(&forward(inputs, Accumulator::F32, &mut Rounding::exact()).expect("it fits")).expect("numbers")
+        values(&forward(inputs, Accumulator::F32, &mut Rounding::exact()).expect("it fits"))
+            .expect("numbers")
     }
 
     fn everything(tokens: usize, keys: usize) -> Keys {
@@ -267,7 +312,8 @@ mod tests {
     #[test]
     fn a_logit_is_the_sum_of_weighted_positive_products() {
         let inputs = inputs(2, 5, everything(2, 5));
-        let [q, w, k] = [&inputs.q, &inputs.w, &inputs.k].map(|tensor| values(tensor).expect("numbers"));
+        let [q, w, k] =
+            [&inputs.q, &inputs.w, &inputs.k].map(|tensor| values(tensor).expect("numbers"));
         let product = |t: usize, h: usize, j: usize| -> f64 {
             (0..HEAD_DIM).map(|d| q[(t * 3 + h) * HEAD_DIM + d] * k[j * HEAD_DIM + d]).sum()
         };
@@ -285,8 +331,13 @@ mod tests {
         let (ks, ke) = (vec![-2, 1, 3, 4, i32::MIN], vec![2, 4, 3, i32::MAX, i32::MAX]);
         let keys = Keys::Ranges { ks, ke };
         let rows = keys.rows(5, 5, 3);
-        let some = |rows: &[usize]| rows.iter().map(|&row| Some(row)).chain([None; 3]).take(3).collect::<Vec<_>>();
-        assert_eq!(rows, [some(&[0, 1]), some(&[1, 2, 3]), some(&[]), some(&[4]), some(&[0, 1, 2])]);
+        let some = |rows: &[usize]| {
+            rows.iter().map(|&row| Some(row)).chain([None; 3]).take(3).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            rows,
+            [some(&[0, 1]), some(&[1, 2, 3]), some(&[]), some(&[4]), some(&[0, 1, 2])]
+        );
         let logits = exact(&Inputs { columns: 3, ..inputs(5, 5, keys) });
         let all = exact(&inputs(5, 5, everything(5, 5)));
         assert_eq!(logits[..3], [all[0], all[1], f64::NEG_INFINITY]);
@@ -297,7 +348,9 @@ mod tests {
     fn a_key_is_seen_from_the_last_token_that_it_covers_on_in_its_own_sequence() {
         let sequences = Some(Sequences { cu_q: vec![0, 3, 3, 5], cu_k: vec![0, 2, 3, 5] });
         let keys = Keys::Causal { ratio: 2, q_off: Some(vec![0, 0, 1]), sequences };
-        let lengths = |rows: Vec<Vec<Option<usize>>>| rows.into_iter().map(|row| row.into_iter().flatten().collect());
+        let lengths = |rows: Vec<Vec<Option<usize>>>| {
+            rows.into_iter().map(|row| row.into_iter().flatten().collect())
+        };
         let seen: Vec<Vec<usize>> = lengths(keys.rows(6, 5, 2)).collect();
         assert_eq!(seen, [vec![], vec![0], vec![0], vec![3], vec![3], vec![]]);
         let one = Keys::Causal { ratio: 1, q_off: None, sequences: None };
@@ -357,7 +410,8 @@ mod tests {
         let spread = |accumulator| -> Result<f64> {
             let mut largest = 0.0f64;
             for seed in 0..16 {
-                let run = forward(&inputs, accumulator, &mut Rounding::new(Precision::Working { seed }))?;
+                let run =
+                    forward(&inputs, accumulator, &mut Rounding::new(Precision::Working { seed }))?;
                 let off = values(&(run - &exact)?.abs()?)?.into_iter().fold(0.0, f64::max);
                 largest = largest.max(off);
             }
@@ -366,7 +420,8 @@ mod tests {
         let (f32, e4m3) = (spread(Accumulator::F32)?, spread(Accumulator::HOPPER_E4M3)?);
         assert!(f32 < 1e-5 && e4m3 > 100.0 * f32, "{f32:e} {e4m3:e}");
         let wide = f64_tensor(&[1e-5; 12], &[3, 4]);
-        let run = forward(&inputs, Accumulator::F32, &mut Rounding::new(Precision::Working { seed: 1 }))?;
+        let run =
+            forward(&inputs, Accumulator::F32, &mut Rounding::new(Precision::Working { seed: 1 }))?;
         assert_within("logits", &run, &exact, &wide);
         Ok(())
     }
@@ -381,9 +436,11 @@ mod tests {
             let (batch, tokens, heads, head_dim) = q.dims4()?;
             let num_keys = k.dim(1)?;
             let projection = golden.f64("param.indexer.scorer.weights_proj.weight");
-            let w = golden.f64("in.hidden").reshape((batch * tokens, ()))?.matmul(&projection.t()?)?;
+            let w =
+                golden.f64("in.hidden").reshape((batch * tokens, ()))?.matmul(&projection.t()?)?;
             let first = |token: usize| (token / tokens * num_keys) as i32;
-            let range = |more: usize| (0..batch * tokens).map(|token| first(token) + more as i32).collect();
+            let range =
+                |more: usize| (0..batch * tokens).map(|token| first(token) + more as i32).collect();
             let inputs = Inputs {
                 q: q.reshape((batch * tokens, heads, head_dim))?,
                 w,
@@ -396,7 +453,8 @@ mod tests {
             let logits = forward(&inputs, Accumulator::F32, &mut Rounding::exact())?;
             // q, k and the scores were each rounded once to fp32: two roundings of each term's magnitude.
             let [q, w, k] = [inputs.q.abs()?, inputs.w.abs()?, inputs.k.abs()?];
-            let magnitudes = forward(&Inputs { q, w, k, ..inputs }, Accumulator::F32, &mut Rounding::exact())?;
+            let magnitudes =
+                forward(&Inputs { q, w, k, ..inputs }, Accumulator::F32, &mut Rounding::exact())?;
             let rounded = (magnitudes * f64::from(f32::EPSILON))?;
             let stored = golden.storage_error("out.scores").reshape((batch * tokens, num_keys))?;
             let expected = golden.f64("out.scores").reshape((batch * tokens, num_keys))?;
@@ -408,13 +466,18 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
         let refuse = |inputs: Inputs, name: &str| {
-            let error = forward(&inputs, Accumulator::F32, &mut Rounding::exact()).unwrap_err().to_string();
+            let error =
+                forward(&inputs, Accumulator::F32, &mut Rounding::exact()).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
         };
         refuse(inputs(2, 3, Keys::Ranges { ks: vec![0], ke: vec![0; 2] }), "ks");
         refuse(inputs(2, 3, Keys::Causal { ratio: 0, q_off: None, sequences: None }), "ratio");
-        let paged =
-            |page_size, context_lens| Keys::Paged { block_table: vec![0; 2], table_pages: 1, context_lens, page_size };
+        let paged = |page_size, context_lens| Keys::Paged {
+            block_table: vec![0; 2],
+            table_pages: 1,
+            context_lens,
+            page_size,
+        };
         refuse(inputs(2, 3, paged(0, vec![0; 2])), "page_size");
         refuse(inputs(2, 3, paged(1, vec![0; 3])), "context_lens");
         refuse(Inputs { sm_scale: 0.0, ..inputs(2, 3, everything(2, 3)) }, "sm_scale");

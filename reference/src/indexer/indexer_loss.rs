@@ -165,7 +165,9 @@ pub fn backward(inputs: &Inputs, grad_loss: &Tensor, rounding: &mut Rounding) ->
 
 impl Inputs {
     fn real_rows(&self, num_tokens: usize) -> usize {
-        self.row_mask.as_ref().map_or(num_tokens, |mask| mask.iter().filter(|&&real| real != 0).count())
+        self.row_mask
+            .as_ref()
+            .map_or(num_tokens, |mask| mask.iter().filter(|&&real| real != 0).count())
     }
 
     /// `loss_coeff / R`, an fp32 number.
@@ -195,16 +197,35 @@ impl Inputs {
             require("idx_lse", lse, &[num_tokens])?;
         }
         let marked = self.row_mask.as_ref().map_or(num_tokens, Vec::len);
-        require_that("row_mask", marked, marked == num_tokens, "it must have an entry for each row")?;
+        require_that(
+            "row_mask",
+            marked,
+            marked == num_tokens,
+            "it must have an entry for each row",
+        )?;
         let ranked = self.ranking.slots();
-        require_that("ranking", ranked, ranked == slots, "it must have as many slots as the logits")?;
-        require_that("loss_coeff", self.loss_coeff, self.loss_coeff.is_finite(), "it must be finite")?;
+        require_that(
+            "ranking",
+            ranked,
+            ranked == slots,
+            "it must have as many slots as the logits",
+        )?;
+        require_that(
+            "loss_coeff",
+            self.loss_coeff,
+            self.loss_coeff.is_finite(),
+            "it must be finite",
+        )?;
         self.ranked().check(num_tokens)?;
         Ok([num_tokens, slots])
     }
 
     fn ranked(&self) -> RankedKeys<'_> {
-        RankedKeys { ranking: &self.ranking, sequences: self.sequences.as_ref(), num_keys: self.num_keys }
+        RankedKeys {
+            ranking: &self.ranking,
+            sequences: self.sequences.as_ref(),
+            num_keys: self.num_keys,
+        }
     }
 
     /// 1 in the valid slots of rows that are no padding.
@@ -212,7 +233,9 @@ impl Inputs {
         let mut valid = Vec::with_capacity(num_tokens * slots);
         for token in 0..num_tokens {
             let real = self.row_mask.as_ref().is_none_or(|mask| mask[token] != 0);
-            valid.extend(self.ranked().rows(token).into_iter().map(|row| u8::from(real && row.is_some())));
+            valid.extend(
+                self.ranked().rows(token).into_iter().map(|row| u8::from(real && row.is_some())),
+            );
         }
         Ok(Tensor::from_vec(valid, (num_tokens, slots), &Device::Cpu)?)
     }
@@ -328,8 +351,8 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot, dot_of_magnitudes,
-        f64_tensor,
+        Draw, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, dot,
+        dot_of_magnitudes, f64_tensor,
     };
 
     const TOKENS: usize = 7;
@@ -344,8 +367,12 @@ mod tests {
     fn sparse(seed: u64, spread: f64, form: Form) -> Inputs {
         let mut draw = Draw::new(seed);
         let hostile = [-1, KEYS as i32, i32::MIN, i32::MAX];
-        let mut indices: Vec<i32> = (0..TOKENS * SLOTS).map(|_| draw.below(KEYS + 4) as i32).collect();
-        indices.iter_mut().filter(|i| **i >= KEYS as i32).for_each(|i| *i = hostile[*i as usize - KEYS]);
+        let mut indices: Vec<i32> =
+            (0..TOKENS * SLOTS).map(|_| draw.below(KEYS + 4) as i32).collect();
+        indices
+            .iter_mut()
+            .filter(|i| **i >= KEYS as i32)
+            .for_each(|i| *i = hostile[*i as usize - KEYS]);
         indices[..SLOTS].fill(-1);
         let logits = draw.normal(&[TOKENS, SLOTS], spread / 4.0);
         let target = draw.normal(&[TOKENS, SLOTS], 1.0).exp().unwrap();
@@ -365,18 +392,24 @@ mod tests {
     }
 
     fn dense(seed: u64, spread: f64, form: Form) -> Inputs {
-        let Teacher::Target(target) = sparse(seed, spread, form).teacher else { unreachable!("it is sparse") };
+        let Teacher::Target(target) = sparse(seed, spread, form).teacher else {
+            unreachable!("it is sparse")
+        };
         let scores = (target * 5.0).unwrap();
         let inputs = sparse(seed, spread, form);
         let ranking = Ranking::Causal { ratio: 2, q_off: Some(vec![3]), columns: SLOTS };
-        let valid =
-            Inputs { ranking: ranking.clone(), num_keys: SLOTS, ..inputs.clone() }.valid(TOKENS, SLOTS).unwrap();
+        let valid = Inputs { ranking: ranking.clone(), num_keys: SLOTS, ..inputs.clone() }
+            .valid(TOKENS, SLOTS)
+            .unwrap();
         let l1 = select(&valid, &scores, 0.0).unwrap().sum(1).unwrap();
         Inputs { teacher: Teacher::Scores { scores, l1 }, ranking, num_keys: SLOTS, ..inputs }
     }
 
     fn all(seed: u64, spread: f64) -> Vec<Inputs> {
-        both().into_iter().flat_map(|form| [sparse(seed, spread, form), dense(seed, spread, form)]).collect()
+        both()
+            .into_iter()
+            .flat_map(|form| [sparse(seed, spread, form), dense(seed, spread, form)])
+            .collect()
     }
 
     fn exact(inputs: &Inputs) -> Outputs {
@@ -395,9 +428,12 @@ mod tests {
             Teacher::Scores { scores, l1 } => (values(scores).unwrap(), Some(values(l1).unwrap())),
         };
         let row = |t: usize| {
-            let valid = inputs.ranked().rows(t).into_iter().enumerate().filter(|(_, row)| row.is_some());
-            let share =
-                |at: usize| l1.as_ref().map_or(target[at], |l1| if l1[t] == 0.0 { 0.0 } else { target[at] / l1[t] });
+            let valid =
+                inputs.ranked().rows(t).into_iter().enumerate().filter(|(_, row)| row.is_some());
+            let share = |at: usize| {
+                l1.as_ref()
+                    .map_or(target[at], |l1| if l1[t] == 0.0 { 0.0 } else { target[at] / l1[t] })
+            };
             valid.map(|(slot, _)| (slot, x[t * SLOTS + slot], share(t * SLOTS + slot))).collect()
         };
         (0..TOKENS).map(row).collect()
@@ -424,7 +460,8 @@ mod tests {
                 let expected = f64_tensor(&expected, &[TOKENS]);
                 let outputs = exact(&inputs);
                 // Terms are as large as the spread, and there are a few dozen roundings.
-                let bound = ((expected.abs().unwrap() + spread).unwrap() * (64.0 * UNIT_ROUNDOFF)).unwrap();
+                let bound =
+                    ((expected.abs().unwrap() + spread).unwrap() * (64.0 * UNIT_ROUNDOFF)).unwrap();
                 assert_within("kl", &outputs.kl, &expected, &bound);
                 let loss = 0.7 * values(&expected).unwrap().iter().sum::<f64>();
                 let bound = (bound.sum_all().unwrap() * 2.0).unwrap().reshape(1).unwrap();
@@ -441,7 +478,9 @@ mod tests {
                 let at = Inputs { logits: variable.as_tensor().clone(), ..inputs.clone() };
                 let loss = (exact(&at).loss * 1.3).unwrap().sum_all().unwrap();
                 let expected = loss.backward().unwrap().get(&variable).unwrap().clone();
-                let bound = ((expected.abs().unwrap() + 1.0).unwrap() * ((64.0 + spread) * UNIT_ROUNDOFF)).unwrap();
+                let bound = ((expected.abs().unwrap() + 1.0).unwrap()
+                    * ((64.0 + spread) * UNIT_ROUNDOFF))
+                    .unwrap();
                 assert_within("dlogits", &gradient(&inputs), &expected, &bound);
             }
         }
@@ -480,8 +519,10 @@ mod tests {
             loss_coeff: 1.0,
             ..sparse(1, 1.0, form)
         };
-        let of =
-            |form| values(&backward(&of(form), &f64_tensor(&[1.0], &[1]), &mut Rounding::exact()).unwrap()).unwrap();
+        let of = |form| {
+            values(&backward(&of(form), &f64_tensor(&[1.0], &[1]), &mut Rounding::exact()).unwrap())
+                .unwrap()
+        };
         let [exact, clipped] = both().map(of);
         assert_eq!((exact[1], exact[2], exact[0]), (-0.5, -0.5, 1.0));
         assert_eq!((clipped[1], clipped[0]), (-0.5, 0.5));
@@ -497,12 +538,18 @@ mod tests {
             let spoil = |x: &Tensor| select(&valid, x, f64::NAN).unwrap();
             let teacher = match &masked.teacher {
                 Teacher::Target(target) => Teacher::Target(spoil(target)),
-                Teacher::Scores { scores, l1 } => Teacher::Scores { scores: spoil(scores), l1: l1.clone() },
+                Teacher::Scores { scores, l1 } => {
+                    Teacher::Scores { scores: spoil(scores), l1: l1.clone() }
+                }
             };
             let spoilt = Inputs { logits: spoil(&masked.logits), teacher, ..masked.clone() };
             let (before, after) = (exact(&masked), exact(&spoilt));
-            let bits = |x: &Tensor| values(x).unwrap().into_iter().map(f64::to_bits).collect::<Vec<_>>();
-            assert_eq!((bits(&before.kl), bits(&before.loss)), (bits(&after.kl), bits(&after.loss)));
+            let bits =
+                |x: &Tensor| values(x).unwrap().into_iter().map(f64::to_bits).collect::<Vec<_>>();
+            assert_eq!(
+                (bits(&before.kl), bits(&before.loss)),
+                (bits(&after.kl), bits(&after.loss))
+            );
             assert_eq!(bits(&gradient(&masked)), bits(&gradient(&spoilt)));
             let kl = values(&after.kl).unwrap();
             assert_eq!((kl[2], kl[4], values(&after.lse).unwrap()[2]), (0.0, 0.0, f64::INFINITY));
@@ -514,18 +561,25 @@ mod tests {
     #[test]
     fn a_mean_divides_by_all_rows_or_by_those_that_are_no_padding_and_a_sum_by_none() {
         let of = |reduction, row_mask: Option<Vec<u8>>| {
-            let inputs = Inputs { reduction, row_mask, loss_coeff: 1.0, ..sparse(6, 4.0, Form::Exact) };
+            let inputs =
+                Inputs { reduction, row_mask, loss_coeff: 1.0, ..sparse(6, 4.0, Form::Exact) };
             let outputs = exact(&inputs);
             let sum: f64 = values(&outputs.kl).unwrap().iter().sum();
             let gradient = values(&gradient(&inputs)).unwrap().iter().map(|g| g.abs()).sum::<f64>();
             let whole = Inputs { reduction: Reduction::Sum, ..inputs.clone() };
             let scale = gradient
-                / values(&super::backward(&whole, &f64_tensor(&[1.3], &[1]), &mut Rounding::exact()).unwrap())
-                    .unwrap()
-                    .iter()
-                    .map(|g| g.abs())
-                    .sum::<f64>();
-            ((sum / values(&outputs.loss).unwrap()[0] * 1e6).round() / 1e6, (1e6 / scale).round() / 1e6)
+                / values(
+                    &super::backward(&whole, &f64_tensor(&[1.3], &[1]), &mut Rounding::exact())
+                        .unwrap(),
+                )
+                .unwrap()
+                .iter()
+                .map(|g| g.abs())
+                .sum::<f64>();
+            (
+                (sum / values(&outputs.loss).unwrap()[0] * 1e6).round() / 1e6,
+                (1e6 / scale).round() / 1e6,
+            )
         };
         let mask = || Some(vec![1, 0, 1, 1, 0, 1, 1]);
         assert_eq!(of(Reduction::MeanOfRows, mask()), (7.0, 7.0));
@@ -555,10 +609,14 @@ mod tests {
             let grad_loss = f64_tensor(&[1.3], &[1]);
             let of = |precision| {
                 let mut rounding = Rounding::new(precision);
-                (forward(&inputs, &mut rounding).unwrap().kl, backward(&inputs, &grad_loss, &mut rounding).unwrap())
+                (
+                    forward(&inputs, &mut rounding).unwrap().kl,
+                    backward(&inputs, &grad_loss, &mut rounding).unwrap(),
+                )
             };
             let exact = of(Precision::Exact);
-            let (kl, gradients): (Vec<_>, Vec<_>) = (0..64).map(|seed| of(Precision::Working { seed })).unzip();
+            let (kl, gradients): (Vec<_>, Vec<_>) =
+                (0..64).map(|seed| of(Precision::Working { seed })).unzip();
             assert_unbiased("kl", &exact.0, &kl, TOKENS);
             let valid = inputs.valid(TOKENS, SLOTS).unwrap().to_dtype(DType::F64).unwrap();
             let counted = values(&valid).unwrap().iter().sum::<f64>();
@@ -566,7 +624,8 @@ mod tests {
             // Slots without a gradient never err.
             let of_valid = |tensor: &Tensor| {
                 let numbers = values(tensor).unwrap().into_iter().zip(values(&valid).unwrap());
-                let kept: Vec<f64> = numbers.filter(|(_, valid)| *valid != 0.0).map(|(x, _)| x).collect();
+                let kept: Vec<f64> =
+                    numbers.filter(|(_, valid)| *valid != 0.0).map(|(x, _)| x).collect();
                 f64_tensor(&kept, &[kept.len()])
             };
             let gradients: Vec<Tensor> = gradients.iter().map(of_valid).collect();
@@ -581,10 +640,16 @@ mod tests {
             let error = forward(&inputs, &mut Rounding::exact()).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
         };
-        refuse(Inputs { teacher: Teacher::Target(f64_tensor(&[0.0; 4], &[2, 2])), ..inputs.clone() }, "target");
+        refuse(
+            Inputs { teacher: Teacher::Target(f64_tensor(&[0.0; 4], &[2, 2])), ..inputs.clone() },
+            "target",
+        );
         refuse(Inputs { row_mask: Some(vec![1; 3]), ..inputs.clone() }, "row_mask");
         refuse(Inputs { lse: Some(f64_tensor(&[0.0; 4], &[4])), ..inputs.clone() }, "idx_lse");
         refuse(Inputs { loss_coeff: f64::NAN, ..inputs.clone() }, "loss_coeff");
-        refuse(Inputs { ranking: Ranking::Causal { ratio: 1, q_off: None, columns: 4 }, ..inputs }, "ranking");
+        refuse(
+            Inputs { ranking: Ranking::Causal { ratio: 1, q_off: None, columns: 4 }, ..inputs },
+            "ranking",
+        );
     }
 }

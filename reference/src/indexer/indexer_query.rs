@@ -51,9 +51,12 @@ pub fn forward(inputs: &Inputs, stored: Stored, rounding: &mut Rounding) -> Resu
     if stored == Stored::Values {
         let r = rope::forward(&inputs.rotation, rounding)?.y;
         let y = transformed(rounding.bf16(&r)?, rounding)?;
-        return Ok(Named::new().with("y", y.tensor("y")?.reshape((num_tokens, num_heads, DIM))?).with("w", w));
+        return Ok(Named::new()
+            .with("y", y.tensor("y")?.reshape((num_tokens, num_heads, DIM))?)
+            .with("w", w));
     }
-    let turned = Tensor::from_vec(rope::turned(&inputs.rotation)?, (rows, DIM), inputs.weights.device())?;
+    let turned =
+        Tensor::from_vec(rope::turned(&inputs.rotation)?, (rows, DIM), inputs.weights.device())?;
     let coded = transformed(turned, rounding)?;
     let by_head = |name: &'static str| -> Result<Tensor> {
         let tensor = coded.tensor(name)?;
@@ -71,10 +74,17 @@ pub fn forward(inputs: &Inputs, stored: Stored, rounding: &mut Rounding) -> Resu
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(inputs: &Inputs, dy: &Tensor, dw: &Tensor, rounding: &mut Rounding) -> Result<Named> {
+pub fn backward(
+    inputs: &Inputs,
+    dy: &Tensor,
+    dw: &Tensor,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let [num_tokens, num_heads] = inputs.check()?;
     let upstream = Named::new().with("dy", dy.reshape((num_tokens * num_heads, DIM))?);
-    let dr = hadamard::backward(&upstream, rounding)?.tensor("dx")?.reshape((num_tokens, num_heads, DIM))?;
+    let dr = hadamard::backward(&upstream, rounding)?
+        .tensor("dx")?
+        .reshape((num_tokens, num_heads, DIM))?;
     let dq = rope::backward(&inputs.rotation, &dr, rounding)?.dx;
     let dweights = rounding.f32(&(dw * f64::from(inputs.weights_scale))?)?;
     Ok(Named::new().with("dq", dq).with("dweights", dweights))
@@ -83,7 +93,8 @@ pub fn backward(inputs: &Inputs, dy: &Tensor, dw: &Tensor, rounding: &mut Roundi
 impl Inputs {
     /// `[num_tokens, num_heads]`.
     fn check(&self) -> Result<[usize; 2]> {
-        let of = Named::new().with("q", self.rotation.x.clone()).with("cos", self.rotation.cos.clone());
+        let of =
+            Named::new().with("q", self.rotation.x.clone()).with("cos", self.rotation.cos.clone());
         let of = of.with("weights", self.weights.clone());
         let tensors: [(&[_], &[_]); 3] = [
             (&["q"], &["num_tokens", "num_heads", "head_dim"]),
@@ -117,19 +128,32 @@ mod tests {
         };
         let mut draw = Draw::new(7);
         let x = draw.bf16(&[num_tokens, num_heads, DIM], 1.0);
-        let rotation = rope::Inputs { x, cos: stored(&cos), sin: stored(&sin), positions: None, inverse: false };
-        Inputs { rotation, weights: draw.bf16(&[num_tokens, num_heads], 1.0), weights_scale: 0.011_048_543 }
+        let rotation = rope::Inputs {
+            x,
+            cos: stored(&cos),
+            sin: stored(&sin),
+            positions: None,
+            inverse: false,
+        };
+        Inputs {
+            rotation,
+            weights: draw.bf16(&[num_tokens, num_heads], 1.0),
+            weights_scale: 0.011_048_543,
+        }
     }
 
     #[test]
-    fn codes_are_the_nearest_to_the_numbers_and_the_scale_of_e4m3_is_in_the_weight_alone() -> Result<()> {
+    fn codes_are_the_nearest_to_the_numbers_and_the_scale_of_e4m3_is_in_the_weight_alone()
+    -> Result<()> {
         let inputs = inputs(3, 2);
-        let values_of = |stored| forward(&inputs, stored, &mut Rounding::new(Precision::Nearest { seed: 0 }));
+        let values_of =
+            |stored| forward(&inputs, stored, &mut Rounding::new(Precision::Nearest { seed: 0 }));
         let y = values_of(Stored::Values)?;
         let (y, w) = (values(y.tensor("y")?)?, values(y.tensor("w")?)?);
         let y: Vec<f64> = y.into_iter().map(|y| Format::BF16.nearest(y)).collect();
         let e2m1 = values_of(Stored::E2m1)?;
-        let bytes: Vec<u8> = values(e2m1.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
+        let bytes: Vec<u8> =
+            values(e2m1.tensor("codes")?)?.into_iter().map(|byte| byte as u8).collect();
         let scales = values(e2m1.tensor("scale_bytes")?)?;
         for (at, (y, code)) in y.iter().zip(unpack_nibbles(&bytes)).enumerate() {
             let scale = Format::E8M0.value(scales[at / 32] as u64);
@@ -142,7 +166,11 @@ mod tests {
             let scale = scaled / w[row];
             assert_eq!(scale.log2().fract(), 0.0);
             for at in row * DIM..(row + 1) * DIM {
-                assert_eq!(Format::E4M3.value(codes[at] as u64), Format::E4M3.nearest(y[at] / scale), "{at}");
+                assert_eq!(
+                    Format::E4M3.value(codes[at] as u64),
+                    Format::E4M3.nearest(y[at] / scale),
+                    "{at}"
+                );
             }
         }
         Ok(())
@@ -158,16 +186,19 @@ mod tests {
         for (output, upstream, input, gradient) in
             [("y", &dy, &inputs.rotation.x, "dq"), ("w", &dw, &inputs.weights, "dweights")]
         {
-            let (forward, backward) = (dot(outputs.tensor(output)?, upstream), dot(input, gradients.tensor(gradient)?));
+            let (forward, backward) =
+                (dot(outputs.tensor(output)?, upstream), dot(input, gradients.tensor(gradient)?));
             // cos and sin are stored in fp32: a rotation by them is one to within their rounding, and its transpose all the same.
-            let bound = 4096.0 * UNIT_ROUNDOFF * dot_of_magnitudes(input, gradients.tensor(gradient)?);
+            let bound =
+                4096.0 * UNIT_ROUNDOFF * dot_of_magnitudes(input, gradients.tensor(gradient)?);
             assert!((forward - backward).abs() <= bound, "{output}: {forward} {backward}");
         }
         Ok(())
     }
 
     #[test]
-    fn a_position_that_is_not_there_is_nan_no_token_is_none_and_other_widths_are_refused() -> Result<()> {
+    fn a_position_that_is_not_there_is_nan_no_token_is_none_and_other_widths_are_refused()
+    -> Result<()> {
         let mut hostile = inputs(2, 1);
         hostile.rotation.positions = Some(vec![0, 2]);
         let e4m3 = forward(&hostile, Stored::E4m3, &mut Rounding::exact())?;

@@ -56,14 +56,23 @@ mod tests {
         (numbers * 4.0).and_then(|x| x.round()).expect("numbers")
     }
 
-    fn inputs(indices: Vec<i32>, topk_length: Option<Vec<i32>>, sequences: Option<Sequences>) -> Inputs {
+    fn inputs(
+        indices: Vec<i32>,
+        topk_length: Option<Vec<i32>>,
+        sequences: Option<Sequences>,
+    ) -> Inputs {
         let [tokens, heads, keys, width] = SHAPE;
         let mut draw = Draw::new(3);
         Inputs {
             q: whole(draw.normal(&[tokens, heads, width], 1.0)),
             k: whole(draw.normal(&[keys, width], 1.0)),
             w: whole(draw.normal(&[tokens, heads], 1.0)),
-            ranking: Ranking::Selected { topk: indices.len() / tokens, indices, topk_length, global: false },
+            ranking: Ranking::Selected {
+                topk: indices.len() / tokens,
+                indices,
+                topk_length,
+                global: false,
+            },
             sequences,
             sm_scale: 0.25,
         }
@@ -78,7 +87,8 @@ mod tests {
             let (token, Some(row)) = (at / slots, row) else { return f64::NEG_INFINITY };
             let head = |h: usize| {
                 let of_q = &q[(token * heads + h) * width..][..width];
-                let product: f64 = of_q.iter().zip(&k[row * width..][..width]).map(|(q, k)| q * k).sum();
+                let product: f64 =
+                    of_q.iter().zip(&k[row * width..][..width]).map(|(q, k)| q * k).sum();
                 w[token * heads + h] * product.max(0.0)
             };
             0.25 * (0..heads).map(head).sum::<f64>()
@@ -87,7 +97,8 @@ mod tests {
     }
 
     #[test]
-    fn logits_are_those_of_the_listed_keys_and_minus_infinity_where_a_slot_is_not_valid() -> Result<()> {
+    fn logits_are_those_of_the_listed_keys_and_minus_infinity_where_a_slot_is_not_valid()
+    -> Result<()> {
         let lists = vec![6, 0, 0, 3, -1, 2, 7, 1, i32::MIN, 5, 5, i32::MAX, 4, 2, 1];
         let inputs = inputs(lists, Some(vec![3, 2, 9, -1, 1]), None);
         let rows = [

@@ -81,7 +81,9 @@ impl RankedKeys<'_> {
         let Some(Sequences { cu_q, cu_k }) = self.sequences else { return Ok(1) };
         for (argument, ends, total) in [("cu_q", cu_q, num_tokens), ("cu_k", cu_k, self.num_keys)] {
             let rises = ends.windows(2).all(|pair| pair[0] <= pair[1]);
-            let fits = ends.last().is_some_and(|&last| usize::try_from(last).is_ok_and(|last| last <= total));
+            let fits = ends
+                .last()
+                .is_some_and(|&last| usize::try_from(last).is_ok_and(|last| last <= total));
             if ends.first() != Some(&0) || !rises || !fits {
                 let rule = "it must start at 0, not fall, and end within the tensor";
                 return Err(wrong_value(argument, format!("{ends:?}"), rule));
@@ -101,23 +103,38 @@ impl RankedKeys<'_> {
                         actual: vec![indices.len()],
                     });
                 }
-                topk_length.as_ref().map_or(Ok(()), |list| require_length("topk_length", list.len(), num_tokens))
+                topk_length
+                    .as_ref()
+                    .map_or(Ok(()), |list| require_length("topk_length", list.len(), num_tokens))
             }
-            Ranking::Causal { ratio: 0, .. } => Err(wrong_value("ratio", 0, "a key covers at least one token")),
-            Ranking::Causal { q_off, .. } => {
-                q_off.as_ref().map_or(Ok(()), |list| require_length("q_off", list.len(), num_sequences))
+            Ranking::Causal { ratio: 0, .. } => {
+                Err(wrong_value("ratio", 0, "a key covers at least one token"))
             }
+            Ranking::Causal { q_off, .. } => q_off
+                .as_ref()
+                .map_or(Ok(()), |list| require_length("q_off", list.len(), num_sequences)),
         }
     }
 
     /// Sequence of a token, with its first token and its keys; `None` behind the last sequence.
     fn sequence(&self, token: usize) -> Option<Sequence> {
         let Some(Sequences { cu_q, cu_k }) = self.sequences else {
-            return Some(Sequence { number: 0, first_token: 0, first_key: 0, num_keys: self.num_keys as i64 });
+            return Some(Sequence {
+                number: 0,
+                first_token: 0,
+                first_key: 0,
+                num_keys: self.num_keys as i64,
+            });
         };
-        let number = (0..cu_q.len() - 1).find(|&b| (cu_q[b]..cu_q[b + 1]).contains(&(token as i32)))?;
+        let number =
+            (0..cu_q.len() - 1).find(|&b| (cu_q[b]..cu_q[b + 1]).contains(&(token as i32)))?;
         let (first_key, last_key) = (i64::from(cu_k[number]), i64::from(cu_k[number + 1]));
-        Some(Sequence { number, first_token: i64::from(cu_q[number]), first_key, num_keys: last_key - first_key })
+        Some(Sequence {
+            number,
+            first_token: i64::from(cu_q[number]),
+            first_key,
+            num_keys: last_key - first_key,
+        })
     }
 
     /// The key row of each slot of a token; `None` where the slot is invalid.
@@ -133,7 +150,8 @@ impl RankedKeys<'_> {
                 let list = &indices[token * topk..][..*topk];
                 for (row, &index) in rows.iter_mut().zip(list).take(length) {
                     let local = i64::from(index) - if *global { sequence.first_key } else { 0 };
-                    *row = (0 <= local && local < sequence.num_keys).then_some(sequence.first_key + local);
+                    *row = (0 <= local && local < sequence.num_keys)
+                        .then_some(sequence.first_key + local);
                 }
             }
             Ranking::Causal { ratio, q_off, .. } => {

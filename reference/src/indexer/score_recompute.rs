@@ -99,7 +99,11 @@ pub struct Scores {
 pub fn target(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding) -> Result<Tensor> {
     let sums = HeadSums::of(inputs, normaliser, rounding)?;
     let Some(sums) = sums else {
-        return Ok(Tensor::zeros((inputs.q.dim(0)?, inputs.ranking.slots()), DType::F64, &Device::Cpu)?);
+        return Ok(Tensor::zeros(
+            (inputs.q.dim(0)?, inputs.ranking.slots()),
+            DType::F64,
+            &Device::Cpu,
+        )?);
     };
     let divisor = unless(&sums.l1.eq(0.0)?, &sums.l1, 1.0)?;
     let reciprocal = rounding.f32(&divisor.recip()?)?;
@@ -119,12 +123,20 @@ pub fn scores(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding)
         });
     };
     let shift = Base::new(rounding).natural(&sums.added, rounding)?;
-    Ok(Scores { scores: sums.scores, l1: sums.l1.squeeze(1)?, shift: shift.squeeze(2)?.squeeze(1)? })
+    Ok(Scores {
+        scores: sums.scores,
+        l1: sums.l1.squeeze(1)?,
+        shift: shift.squeeze(2)?.squeeze(1)?,
+    })
 }
 
 /// Log-sum-exp of the ranked keys and of what lies beside them, `[num_tokens, num_heads]`: `+inf` without any term.
 /// `lse_beside` has that shape too; its infinities, of either sign, are no term.
-pub fn lse(inputs: &Inputs, lse_beside: Option<&Tensor>, rounding: &mut Rounding) -> Result<Tensor> {
+pub fn lse(
+    inputs: &Inputs,
+    lse_beside: Option<&Tensor>,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let (tokens, heads) = inputs.check()?;
     if let Some(beside) = lse_beside {
         require("lse_beside", beside, &[tokens, heads])?;
@@ -283,7 +295,11 @@ struct HeadSums {
 
 impl HeadSums {
     /// `None` where there is nothing to sum: no token, or no slot.
-    fn of(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding) -> Result<Option<Self>> {
+    fn of(
+        inputs: &Inputs,
+        normaliser: &Normaliser,
+        rounding: &mut Rounding,
+    ) -> Result<Option<Self>> {
         let (tokens, heads) = inputs.check()?;
         require("lse", &normaliser.lse, &[tokens, heads])?;
         if let Some(sink) = &normaliser.sink {
@@ -321,7 +337,11 @@ impl HeadSums {
 }
 
 /// L in base 2, and 1 where the head adds something; `[num_tokens, num_heads, 1]` both. L is 0 where it does not.
-fn normalisers(normaliser: &Normaliser, base: &Base, rounding: &mut Rounding) -> Result<(Tensor, Tensor)> {
+fn normalisers(
+    normaliser: &Normaliser,
+    base: &Base,
+    rounding: &mut Rounding,
+) -> Result<(Tensor, Tensor)> {
     // Beyond fp32 is infinity: f64 would still tell such numbers apart.
     let in_fp32 = |tensor: &Tensor| -> Result<Tensor> {
         let stored = values(tensor)?
@@ -334,7 +354,8 @@ fn normalisers(normaliser: &Normaliser, base: &Base, rounding: &mut Rounding) ->
     let is_out = is_infinite(&lse)?;
     let mut l = lse.clone();
     if let Some(sink) = &normaliser.sink {
-        let sink = base.two(&sink.reshape((1, (), 1))?.broadcast_as(lse.shape())?.contiguous()?, rounding)?;
+        let sink = base
+            .two(&sink.reshape((1, (), 1))?.broadcast_as(lse.shape())?.contiguous()?, rounding)?;
         l = base.log2_add_exp2(&lse, &in_fp32(&sink)?, rounding)?;
     }
     // NaN adds, and what it is added to is NaN.
@@ -374,7 +395,10 @@ mod tests {
         let hostile = [-1, KEYS as i32, i32::MAX, i32::MIN];
         let slot = |draw: &mut Draw| draw.below(KEYS + 4) as i32;
         let mut indices: Vec<i32> = (0..TOKENS * 9).map(|_| slot(&mut draw)).collect();
-        indices.iter_mut().filter(|i| **i >= KEYS as i32).for_each(|i| *i = hostile[*i as usize - KEYS]);
+        indices
+            .iter_mut()
+            .filter(|i| **i >= KEYS as i32)
+            .for_each(|i| *i = hostile[*i as usize - KEYS]);
         indices[..9].fill(-1);
         let ranking = Ranking::Selected { indices, topk: 9, topk_length: None, global: true };
         Inputs { ranking, ..causal(seed, 1, 0) }
@@ -400,10 +424,14 @@ mod tests {
         let (q, k) = (values(&inputs.q).unwrap(), values(&inputs.k).unwrap());
         let logit = |t: usize, h: usize, key: usize| -> f64 {
             let row = &q[(t * HEADS + h) * HEAD_DIM..][..HEAD_DIM];
-            row.iter().zip(&k[key * HEAD_DIM..]).map(|(a, b)| a * b).sum::<f64>() * inputs.softmax_scale
+            row.iter().zip(&k[key * HEAD_DIM..]).map(|(a, b)| a * b).sum::<f64>()
+                * inputs.softmax_scale
         };
         let row = |t: usize, h: usize| {
-            keys_of(inputs, t).into_iter().map(|key| key.map_or(0.0, |key| logit(t, h, key).exp())).collect()
+            keys_of(inputs, t)
+                .into_iter()
+                .map(|key| key.map_or(0.0, |key| logit(t, h, key).exp()))
+                .collect()
         };
         (0..TOKENS).map(|t| (0..HEADS).map(|h| row(t, h)).collect()).collect()
     }
@@ -433,8 +461,11 @@ mod tests {
             let lse = exact_lse(&inputs, None);
             let mut expected = Vec::new();
             for token in exponentials(&inputs) {
-                let softmax = |head: &Vec<f64>, j: usize| head[j] / head.iter().sum::<f64>().max(1e-300);
-                expected.extend((0..token[0].len()).map(|j| token.iter().map(|h| softmax(h, j)).sum::<f64>()));
+                let softmax =
+                    |head: &Vec<f64>, j: usize| head[j] / head.iter().sum::<f64>().max(1e-300);
+                expected.extend(
+                    (0..token[0].len()).map(|j| token.iter().map(|h| softmax(h, j)).sum::<f64>()),
+                );
             }
             match inputs.ranking {
                 Ranking::Selected { .. } => {
@@ -446,7 +477,8 @@ mod tests {
                     let outputs = scores(&inputs, &normaliser, &mut Rounding::exact()).unwrap();
                     assert_close("scores", &outputs.scores, &expected);
                     let any = |t| keys_of(&inputs, t).iter().any(Option::is_some);
-                    let l1: Vec<f64> = (0..TOKENS).map(|t| if any(t) { HEADS as f64 } else { 0.0 }).collect();
+                    let l1: Vec<f64> =
+                        (0..TOKENS).map(|t| if any(t) { HEADS as f64 } else { 0.0 }).collect();
                     assert_close("l1", &outputs.l1, &l1);
                     assert!(values(&outputs.shift).unwrap().iter().all(|&shift| shift == 0.0));
                 }
@@ -463,7 +495,8 @@ mod tests {
         let mut expected = Vec::new();
         for (t, token) in exponentials(&inputs).into_iter().enumerate() {
             let outside = |h: usize| window[t * HEADS + h].exp() + sinks[h].exp();
-            let weight = |h: usize, j: usize| token[h][j] / (token[h].iter().sum::<f64>() + outside(h));
+            let weight =
+                |h: usize, j: usize| token[h][j] / (token[h].iter().sum::<f64>() + outside(h));
             let row: Vec<f64> = (0..9).map(|j| (0..HEADS).map(|h| weight(h, j)).sum()).collect();
             let l1 = row.iter().sum::<f64>();
             expected.extend(row.iter().map(|a| if l1 > 0.0 { a / l1 } else { 0.0 }));
@@ -472,7 +505,8 @@ mod tests {
         let joint = exact_target(&inputs, &lse, Some(&sink));
         assert_close("target", &joint, &expected);
         let own = exact_target(&inputs, &exact_lse(&inputs, None), None);
-        let difference = values(&(joint - own).unwrap().abs().unwrap()).unwrap().into_iter().fold(0.0, f64::max);
+        let difference =
+            values(&(joint - own).unwrap().abs().unwrap()).unwrap().into_iter().fold(0.0, f64::max);
         assert!(difference > 0.01, "the two normalisers hardly differ: {difference}");
     }
 
@@ -483,10 +517,15 @@ mod tests {
         for by in [-300.0, 300.0] {
             let moved = |inputs: &Inputs| (exact_lse(inputs, None) + by).unwrap();
             let lse = exact_lse(&sparse, None);
-            let (plain, far) = (exact_target(&sparse, &lse, None), exact_target(&sparse, &moved(&sparse), None));
-            let bound = ((plain.abs().unwrap() + 1e-300).unwrap() * (f64::from(1 << 14) * UNIT_ROUNDOFF)).unwrap();
+            let (plain, far) =
+                (exact_target(&sparse, &lse, None), exact_target(&sparse, &moved(&sparse), None));
+            let bound = ((plain.abs().unwrap() + 1e-300).unwrap()
+                * (f64::from(1 << 14) * UNIT_ROUNDOFF))
+                .unwrap();
             assert_within("target", &far, &plain, &bound);
-            let of = |lse: Tensor| scores(&dense, &Normaliser { lse, sink: None }, &mut Rounding::exact()).unwrap();
+            let of = |lse: Tensor| {
+                scores(&dense, &Normaliser { lse, sink: None }, &mut Rounding::exact()).unwrap()
+            };
             let (plain, far) = (of(exact_lse(&dense, None)), of(moved(&dense)));
             let factor = (&far.shift + by).unwrap().exp().unwrap();
             let unshifted = (far.l1 * factor).unwrap();
@@ -500,10 +539,12 @@ mod tests {
         let inputs = selected(8);
         let lse = exact_lse(&inputs, None);
         let sink = f64_tensor(&[0.5, f64::INFINITY, 2.4e38], &[HEADS]);
-        let alone = Inputs { q: inputs.q.narrow(1, 0, 1).unwrap().contiguous().unwrap(), ..inputs.clone() };
+        let alone =
+            Inputs { q: inputs.q.narrow(1, 0, 1).unwrap().contiguous().unwrap(), ..inputs.clone() };
         let expected = exact_target(&alone, &lse.narrow(1, 0, 1).unwrap(), None);
         let by_sink = exact_target(&inputs, &lse, Some(&sink));
-        let infinities = f64_tensor(&[f64::INFINITY, f64::NEG_INFINITY].repeat(TOKENS), &[TOKENS, 2]);
+        let infinities =
+            f64_tensor(&[f64::INFINITY, f64::NEG_INFINITY].repeat(TOKENS), &[TOKENS, 2]);
         let padded = Tensor::cat(&[&lse.narrow(1, 0, 1).unwrap(), &infinities], 1).unwrap();
         for actual in [by_sink, exact_target(&inputs, &padded, None)] {
             assert_within("target", &actual, &expected, &bound(&expected));
@@ -526,7 +567,12 @@ mod tests {
             let expected = values(&exact_lse(&alone, None)).unwrap();
             assert_eq!(values(&packed.narrow(0, tokens.0, tokens.1).unwrap()).unwrap(), expected);
         }
-        assert!(values(&packed.narrow(0, 6, 1).unwrap()).unwrap().iter().all(|&lse| lse == f64::INFINITY));
+        assert!(
+            values(&packed.narrow(0, 6, 1).unwrap())
+                .unwrap()
+                .iter()
+                .all(|&lse| lse == f64::INFINITY)
+        );
     }
 
     #[test]
@@ -556,8 +602,15 @@ mod tests {
         };
         let falling = Some(Sequences { cu_q: vec![0, 3, 2], cu_k: vec![0, 1, 2] });
         refuse(Inputs { sequences: falling, ..inputs.clone() }, "cu_q");
-        refuse(Inputs { ranking: Ranking::Causal { ratio: 0, q_off: None, columns: 4 }, ..inputs.clone() }, "ratio");
-        let short = Ranking::Selected { indices: vec![0; 3], topk: 2, topk_length: None, global: true };
+        refuse(
+            Inputs {
+                ranking: Ranking::Causal { ratio: 0, q_off: None, columns: 4 },
+                ..inputs.clone()
+            },
+            "ratio",
+        );
+        let short =
+            Ranking::Selected { indices: vec![0; 3], topk: 2, topk_length: None, global: true };
         refuse(Inputs { ranking: short, ..inputs.clone() }, "indices");
         refuse(Inputs { softmax_scale: f64::NAN, ..inputs }, "softmax_scale");
     }

@@ -40,26 +40,34 @@ pub fn forward(inputs: &Named, topk: usize, index: Index) -> Result<Named> {
         (&["lengths", "offsets"], &["num_rows"]),
         (&["block_table"], &["num_rows", "num_pages"]),
     ];
-    let [num_rows, num_columns, num_pages] = inputs.extents(["num_rows", "num_columns", "num_pages"], &tensors)?;
+    let [num_rows, num_columns, num_pages] =
+        inputs.extents(["num_rows", "num_columns", "num_pages"], &tensors)?;
     let optional = |name: &str| inputs.get(name).map(values).transpose();
     let (scores, lengths) = (values(inputs.tensor("scores")?)?, optional("lengths")?);
     let (offsets, table) = (optional("offsets")?, optional("block_table")?);
     if let Index::Paged { page_size } = index
         && (page_size == 0 || num_pages * page_size < num_columns)
     {
-        return Err(wrong_value("page_size", page_size, "pages of so many slots must hold every column"));
+        return Err(wrong_value(
+            "page_size",
+            page_size,
+            "pages of so many slots must hold every column",
+        ));
     }
     let (mut indices, mut chosen_values) = (Vec::new(), Vec::new());
     for row in 0..num_rows {
-        let length =
-            lengths.as_ref().map_or(num_columns, |lengths| lengths[row].clamp(0.0, num_columns as f64) as usize);
+        let length = lengths
+            .as_ref()
+            .map_or(num_columns, |lengths| lengths[row].clamp(0.0, num_columns as f64) as usize);
         let scores = &scores[row * num_columns..][..length];
         let chosen = chosen(scores, topk);
         let index_of = |column: usize| match (index, &table, &offsets) {
-            (Index::Paged { page_size }, Some(table), _) => match table[row * num_pages + column / page_size] {
-                page if page < 0.0 => -1.0,
-                page => page * page_size as f64 + (column % page_size) as f64,
-            },
+            (Index::Paged { page_size }, Some(table), _) => {
+                match table[row * num_pages + column / page_size] {
+                    page if page < 0.0 => -1.0,
+                    page => page * page_size as f64 + (column % page_size) as f64,
+                }
+            }
             (_, _, Some(offsets)) => offsets[row] + column as f64,
             _ => column as f64,
         };
@@ -99,21 +107,28 @@ mod tests {
 
     fn selected(inputs: &Named, topk: usize, index: Index) -> [Vec<f64>; 2] {
         let outputs = forward(inputs, topk, index).expect("it fits");
-        ["indices", "values"].map(|name| values(outputs.tensor(name).expect("an output")).expect("numbers"))
+        ["indices", "values"]
+            .map(|name| values(outputs.tensor(name).expect("an output")).expect("numbers"))
     }
 
     #[test]
     fn the_largest_are_chosen_ties_go_to_the_lower_column_and_what_is_missing_is_padding() {
         let inf = f64::INFINITY;
         let scores = of(&[1.0, -0.0, f64::NAN, 0.0, -inf, 3.0, 1.0, inf, 1.0]);
-        assert_eq!(selected(&scores, 4, Index::Column), [vec![0., 5., 6., 7.], vec![1., 3., 1., inf]]);
+        assert_eq!(
+            selected(&scores, 4, Index::Column),
+            [vec![0., 5., 6., 7.], vec![1., 3., 1., inf]]
+        );
         // Of the two zeros the one at column 1; its sign is lost.
         let [indices, values] = selected(&scores, 6, Index::Column);
         assert_eq!((indices, values[1].to_bits()), (vec![0., 1., 5., 6., 7., 8.], 0));
         // NaN is worth as much as -infinity, and comes before it here.
         assert_eq!(selected(&scores, 8, Index::Column)[0], [0., 1., 2., 3., 5., 6., 7., 8.]);
         let short = scores.with("lengths", f64_tensor(&[2.0], &[1]));
-        assert_eq!(selected(&short, 4, Index::Column), [vec![0., 1., -1., -1.], vec![1., 0., -inf, -inf]]);
+        assert_eq!(
+            selected(&short, 4, Index::Column),
+            [vec![0., 1., -1., -1.], vec![1., 0., -inf, -inf]]
+        );
     }
 
     #[test]
@@ -122,7 +137,8 @@ mod tests {
         let mut left: Vec<(usize, f64)> = scores.iter().copied().enumerate().collect();
         let mut largest: Vec<f64> = (0..13)
             .map(|_| {
-                let best = (0..left.len()).fold(0, |best, i| if left[i].1 > left[best].1 { i } else { best });
+                let best = (0..left.len())
+                    .fold(0, |best, i| if left[i].1 > left[best].1 { i } else { best });
                 left.remove(best).0 as f64
             })
             .collect();

@@ -64,10 +64,15 @@ fn norm_inputs(kv_a: &Tensor, inputs: &Named) -> Result<Named> {
 /// Tensors that do not fit.
 pub fn forward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let kv_a = linear::forward(&product(inputs)?, rounding)?.tensor("y")?.clone();
-    let norm = rms_norm::forward(&norm_inputs(&rounding.bf16(&kv_a)?, inputs)?, turn.eps, rounding)?;
+    let norm =
+        rms_norm::forward(&norm_inputs(&rounding.bf16(&kv_a)?, inputs)?, turn.eps, rounding)?;
     let n = norm.tensor("y")?.clone();
     let kv = rope::forward(&turn.of(&rounding.bf16(&n)?)?, rounding)?.y.squeeze(1)?;
-    Ok(Named::new().with("kv_a", kv_a).with("n", n).with("rstd", norm.tensor("rstd")?.clone()).with("kv", kv))
+    Ok(Named::new()
+        .with("kv_a", kv_a)
+        .with("n", n)
+        .with("rstd", norm.tensor("rstd")?.clone())
+        .with("kv", kv))
 }
 
 /// `dh`, stored in bf16, `dwkv` and `dkv_norm`, stored in f32, and what one step hands to the next, `dn` and `dkv_a`,
@@ -84,7 +89,10 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
     let norm = rms_norm::backward(&norm, turn.eps, rounding)?;
     let dkv_a = norm.tensor("dx")?.clone();
     let first = linear::backward(&product(inputs)?.with("dy", rounding.bf16(&dkv_a)?), rounding)?;
-    let named = Named::new().with("dn", dn).with("dkv_norm", norm.tensor("dweight")?.clone()).with("dkv_a", dkv_a);
+    let named = Named::new()
+        .with("dn", dn)
+        .with("dkv_norm", norm.tensor("dweight")?.clone())
+        .with("dkv_a", dkv_a);
     Ok(named.with("dwkv", first.tensor("dw")?.clone()).with("dh", first.tensor("dx")?.clone()))
 }
 
@@ -94,20 +102,36 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
 ///
 /// # Errors
 /// As [`forward`].
-pub fn forward_cached(turn: &Turn, inputs: &Named, format: RowFormat, rounding: &mut Rounding) -> Result<Named> {
+pub fn forward_cached(
+    turn: &Turn,
+    inputs: &Named,
+    format: RowFormat,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let (outputs, kv_a) = match inputs.get("wkv") {
-        Some(_) => (Named::new(), linear::forward(&product(inputs)?, rounding)?.tensor("y")?.clone()),
+        Some(_) => {
+            (Named::new(), linear::forward(&product(inputs)?, rounding)?.tensor("y")?.clone())
+        }
         None => product_of_codes(inputs, rounding)?,
     };
     let rotation = turn.of(&rounding.bf16(&kv_a)?)?;
-    let kv = kv_norm_rope_write::forward(&rotation, inputs.tensor("kv_norm")?, format, turn.eps, rounding)?;
+    let kv = kv_norm_rope_write::forward(
+        &rotation,
+        inputs.tensor("kv_norm")?,
+        format,
+        turn.eps,
+        rounding,
+    )?;
     Ok(outputs.with("kv_a", kv_a).with("kv", kv))
 }
 
 /// The codes of h, and their product with those of wkv.
 fn product_of_codes(inputs: &Named, rounding: &mut Rounding) -> Result<(Named, Tensor)> {
-    let of_rows =
-        quantize_fp8::Options { group: Group::Row(BLOCK), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+    let of_rows = quantize_fp8::Options {
+        group: Group::Row(BLOCK),
+        scale: ScaleType::E8m0,
+        layout: ScaleLayout::Plain,
+    };
     let h = quantize_fp8::quantize(&Named::new().with("x", inputs.tensor("h")?.clone()), of_rows)?;
     let (codes, scales) = (h.tensor("codes")?.clone(), h.tensor("scales")?.clone());
     let named = Named::new().with("x", codes.clone()).with("x_scales", scales.clone());
@@ -124,15 +148,23 @@ mod tests {
     use super::*;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_gradients_are_automatic, assert_within, differentiated, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_gradients_are_automatic, assert_within, differentiated,
+        f64_tensor,
     };
 
     fn case(head_dim: usize, half: usize) -> (Turn, Named) {
         let mut draw = Draw::new(8);
-        let angles = |f: fn(f64) -> f64| -> Vec<f64> { (0..3 * half).map(|at| f(0.7 * at as f64)).collect() };
-        let (cos, sin) = (f64_tensor(&angles(f64::cos), &[3, half]), f64_tensor(&angles(f64::sin), &[3, half]));
-        let named = Named::new().with("h", draw.bf16(&[4, 9], 1.0)).with("wkv", draw.bf16(&[head_dim, 9], 0.4));
-        let named = named.with("kv_norm", draw.bf16(&[head_dim], 1.0)).with("dkv", draw.bf16(&[4, head_dim], 1.0));
+        let angles = |f: fn(f64) -> f64| -> Vec<f64> {
+            (0..3 * half).map(|at| f(0.7 * at as f64)).collect()
+        };
+        let (cos, sin) =
+            (f64_tensor(&angles(f64::cos), &[3, half]), f64_tensor(&angles(f64::sin), &[3, half]));
+        let named = Named::new()
+            .with("h", draw.bf16(&[4, 9], 1.0))
+            .with("wkv", draw.bf16(&[head_dim, 9], 0.4));
+        let named = named
+            .with("kv_norm", draw.bf16(&[head_dim], 1.0))
+            .with("dkv", draw.bf16(&[4, head_dim], 1.0));
         (Turn { cos, sin, positions: Some(vec![2, 0, 1, 2]), eps: 1e-6 }, named)
     }
 
@@ -142,7 +174,8 @@ mod tests {
         let gradients = backward(&turn, &named, &mut Rounding::exact())?;
         let of = [("h", "dh"), ("wkv", "dwkv"), ("kv_norm", "dkv_norm")];
         let objective = |inputs: &Named| {
-            Ok((forward(&turn, inputs, &mut Rounding::exact())?.tensor("kv")? * inputs.tensor("dkv")?)?)
+            Ok((forward(&turn, inputs, &mut Rounding::exact())?.tensor("kv")?
+                * inputs.tensor("dkv")?)?)
         };
         let automatic = differentiated(&named, &of, objective)?;
         assert_gradients_are_automatic(&gradients, &automatic, &of)
@@ -150,17 +183,24 @@ mod tests {
 
     #[test]
     fn rows_of_published_layers_are_those_of_their_hidden_states() -> Result<()> {
-        for (name, table) in [("attention_csa__all", "compress"), ("attention_swa__hd512", "main")] {
+        for (name, table) in [("attention_csa__all", "compress"), ("attention_swa__hd512", "main")]
+        {
             let golden = Golden::load(name);
             let h = golden.f64("in.hidden").squeeze(0)?;
-            let of_table = |of: &str| golden.f64(&format!("mid.rope.{table}.{of}")).squeeze(0).expect("one sequence");
-            let turn = Turn { cos: of_table("cos"), sin: of_table("sin"), positions: None, eps: 1e-6 };
-            let named = Named::new().with("h", h.clone()).with("wkv", golden.f64("param.self_attn.kv_proj.weight"));
+            let of_table = |of: &str| {
+                golden.f64(&format!("mid.rope.{table}.{of}")).squeeze(0).expect("one sequence")
+            };
+            let turn =
+                Turn { cos: of_table("cos"), sin: of_table("sin"), positions: None, eps: 1e-6 };
+            let named = Named::new()
+                .with("h", h.clone())
+                .with("wkv", golden.f64("param.self_attn.kv_proj.weight"));
             let named = named.with("kv_norm", golden.f64("param.self_attn.kv_norm.weight"));
             let found = forward(&turn, &named, &mut Rounding::exact())?;
             let all = golden.f64("mid.kv_all").squeeze(0)?.squeeze(0)?;
             let expected = all.narrow(0, 0, h.dim(0)?)?.contiguous()?;
-            let largest = values(&expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
+            let largest =
+                values(&expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
             // What is stored in f32 is off by 2^-24 of it; eps is 1e-6 there as it is here, up to a rounding of f64.
             let bound = (expected.ones_like()? * (2f64.powi(-24) * largest))?;
             assert_within("kv", found.tensor("kv")?, &expected, &bound);
@@ -169,13 +209,18 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_the_cache_are_those_of_training_and_codes_of_h_make_the_same_of_what_they_decode_to() -> Result<()> {
+    fn rows_of_the_cache_are_those_of_training_and_codes_of_h_make_the_same_of_what_they_decode_to()
+    -> Result<()> {
         let (turn, named) = case(72, 4);
         let format = RowFormat { nope_dim: 64, rope_dim: 8 };
         let rows = forward(&turn, &named, &mut Rounding::exact())?;
         let cached = forward_cached(&turn, &named, format, &mut Rounding::exact())?;
         assert_eq!(values(cached.tensor("kv")?)?, values(rows.tensor("kv")?)?);
-        let of = |group| quantize_fp8::Options { group, scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+        let of = |group| quantize_fp8::Options {
+            group,
+            scale: ScaleType::E8m0,
+            layout: ScaleLayout::Plain,
+        };
         let coded = |name: &'static str, group| {
             quantize_fp8::quantize(&Named::new().with("x", named.tensor(name)?.clone()), of(group))
         };
@@ -184,10 +229,15 @@ mod tests {
             Ok(y.tensor("y")?.clone())
         };
         let numbers = named.clone().with("h", decoded("h", Group::Row(BLOCK))?);
-        let numbers = forward(&turn, &numbers.with("wkv", decoded("wkv", Group::Square)?), &mut Rounding::exact())?;
+        let numbers = forward(
+            &turn,
+            &numbers.with("wkv", decoded("wkv", Group::Square)?),
+            &mut Rounding::exact(),
+        )?;
         let wkv = coded("wkv", Group::Square)?;
-        let codes =
-            Named::new().with("h", named.tensor("h")?.clone()).with("kv_norm", named.tensor("kv_norm")?.clone());
+        let codes = Named::new()
+            .with("h", named.tensor("h")?.clone())
+            .with("kv_norm", named.tensor("kv_norm")?.clone());
         let codes = codes.with("wkv_codes", wkv.tensor("codes")?.clone());
         let codes = codes.with("wkv_scales", wkv.tensor("scales")?.clone());
         let cached = forward_cached(&turn, &codes, format, &mut Rounding::exact())?;

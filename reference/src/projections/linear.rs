@@ -83,8 +83,12 @@ impl Quantized {
                 let (rows, groups) = (out_features.div_ceil(BLOCK), in_features.div_ceil(BLOCK));
                 Scales { layout: ScaleLayout::Plain, bytes, rows, groups }
             }
-            Weights::Mxfp4 => Scales { layout, bytes, rows: out_features, groups: in_features.div_ceil(32) },
-            Weights::Nvfp4 => Scales { layout, bytes, rows: out_features, groups: in_features.div_ceil(16) },
+            Weights::Mxfp4 => {
+                Scales { layout, bytes, rows: out_features, groups: in_features.div_ceil(32) }
+            }
+            Weights::Nvfp4 => {
+                Scales { layout, bytes, rows: out_features, groups: in_features.div_ceil(16) }
+            }
         }
     }
 
@@ -110,7 +114,8 @@ impl Quantized {
 
 /// The power of two at or below the largest magnitude of each row, `[rows, 1]`; 1 where there is none, or none that is finite.
 fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
-    let largest = |row: &Vec<f64>| row.iter().fold(0.0f64, |largest, number| largest.max(number.abs()));
+    let largest =
+        |row: &Vec<f64>| row.iter().fold(0.0f64, |largest, number| largest.max(number.abs()));
     let power = |largest: f64| match largest > 0.0 && largest.is_finite() {
         true => 2f64.powi(largest.log2().floor() as i32),
         false => 1.0,
@@ -130,7 +135,11 @@ fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// Tensors that do not fit.
-pub fn forward_quantized(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -> Result<Named> {
+pub fn forward_quantized(
+    inputs: &Named,
+    quantized: &Quantized,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let operands = Operands::decode(inputs, quantized)?;
     let Operands { x, w, x_scales, w_scales } = &operands;
     let (num_tokens, out_features) = (x.dim(0)?, w.dim(0)?);
@@ -142,15 +151,18 @@ pub fn forward_quantized(inputs: &Named, quantized: &Quantized, rounding: &mut R
     }
     let held = quantized.held();
     let promoted = quantized.accumulator.promoted_every(held);
-    let of_tokens = |piece_number: usize, piece: Tensor, rounding: &mut Rounding| -> Result<Tensor> {
-        let group = piece_number * held / quantized.group;
-        rounding.f32(&piece.broadcast_mul(&x_scales.narrow(1, group, 1)?)?)
-    };
+    let of_tokens =
+        |piece_number: usize, piece: Tensor, rounding: &mut Rounding| -> Result<Tensor> {
+            let group = piece_number * held / quantized.group;
+            rounding.f32(&piece.broadcast_mul(&x_scales.narrow(1, group, 1)?)?)
+        };
     let y = match quantized.weights {
-        Weights::Fp8 => rounding.matmul_of_pieces(x, &w.t()?, promoted, |block, piece, rounding| {
-            let scaled = of_tokens(block, piece, rounding)?;
-            rounding.f32(&scaled.broadcast_mul(&w_scales.narrow(1, block, 1)?.t()?)?)
-        })?,
+        Weights::Fp8 => {
+            rounding.matmul_of_pieces(x, &w.t()?, promoted, |block, piece, rounding| {
+                let scaled = of_tokens(block, piece, rounding)?;
+                rounding.f32(&scaled.broadcast_mul(&w_scales.narrow(1, block, 1)?.t()?)?)
+            })?
+        }
         Weights::Mxfp4 => {
             // Where a scale of w is multiplied in is the kernel's business. A power of two for each feature, taken out first and put
             // back last, leaves every rounding what it is, and no sum leaves fp32 before the scale of x brings it back.
@@ -186,11 +198,28 @@ impl Operands {
         let x = numbers("x", inputs.tensor("x")?, quantized.x_format())?;
         let w = numbers("w", inputs.tensor("w")?, quantized.w_format())?;
         let ((num_tokens, in_features), (out_features, width)) = (x.dims2()?, w.dims2()?);
-        require_that("w", width, width == in_features && width > 0, "rows of x and w have equally many numbers")?;
-        require_that("out_features", out_features, out_features > 0, "a layer has at least one output")?;
-        let x_scales = scales_of(inputs, "x_scales", quantized, quantized.x_scales(num_tokens, in_features))?;
-        let w_scales = scales_of(inputs, "w_scales", quantized, quantized.w_scales(out_features, in_features))?;
-        let kept = |numbers: &Tensor, scales: &Tensor, group: usize| with_scales(numbers, scales, group);
+        require_that(
+            "w",
+            width,
+            width == in_features && width > 0,
+            "rows of x and w have equally many numbers",
+        )?;
+        require_that(
+            "out_features",
+            out_features,
+            out_features > 0,
+            "a layer has at least one output",
+        )?;
+        let x_scales =
+            scales_of(inputs, "x_scales", quantized, quantized.x_scales(num_tokens, in_features))?;
+        let w_scales = scales_of(
+            inputs,
+            "w_scales",
+            quantized,
+            quantized.w_scales(out_features, in_features),
+        )?;
+        let kept =
+            |numbers: &Tensor, scales: &Tensor, group: usize| with_scales(numbers, scales, group);
         Ok(match quantized.weights {
             Weights::Fp8 => {
                 let rows: Vec<u32> = (0..out_features).map(|row| (row / BLOCK) as u32).collect();
@@ -198,14 +227,21 @@ impl Operands {
                 Self { x, w, x_scales, w_scales: w_scales.index_select(&rows, 0)? }
             }
             Weights::Mxfp4 => Self { w: kept(&w, &w_scales, 32)?, x, x_scales, w_scales },
-            Weights::Nvfp4 => Self { x: kept(&x, &x_scales, 16)?, w: kept(&w, &w_scales, 16)?, x_scales, w_scales },
+            Weights::Nvfp4 => Self {
+                x: kept(&x, &x_scales, 16)?,
+                w: kept(&w, &w_scales, 16)?,
+                x_scales,
+                w_scales,
+            },
         })
     }
 }
 
 /// The numbers of rows of codes.
 fn numbers(name: &'static str, codes: &Tensor, format: Format) -> Result<Tensor> {
-    let &[rows, width] = codes.dims() else { return Err(wrong_value(name, codes.rank(), "it has two axes")) };
+    let &[rows, width] = codes.dims() else {
+        return Err(wrong_value(name, codes.rank(), "it has two axes"));
+    };
     let bytes: Vec<u8> = values(codes)?.into_iter().map(|byte| byte as u8).collect();
     let in_nibbles = format == Format::E2M1;
     let codes_of_bytes = if in_nibbles { unpack_nibbles(&bytes) } else { bytes };
@@ -214,7 +250,12 @@ fn numbers(name: &'static str, codes: &Tensor, format: Format) -> Result<Tensor>
 }
 
 /// Stored scales, `[rows, groups]`.
-fn scales_of(inputs: &Named, name: &'static str, quantized: &Quantized, scales: Scales) -> Result<Tensor> {
+fn scales_of(
+    inputs: &Named,
+    name: &'static str,
+    quantized: &Quantized,
+    scales: Scales,
+) -> Result<Tensor> {
     let stored = inputs.tensor(name)?;
     require(name, stored, &scales.shape())?;
     let stored_numbers = values(stored)?;
@@ -228,7 +269,9 @@ fn scales_of(inputs: &Named, name: &'static str, quantized: &Quantized, scales: 
 /// Numbers times the scales of their groups, in bf16.
 fn with_scales(numbers: &Tensor, scales: &Tensor, group: usize) -> Result<Tensor> {
     let (scale, groups, width) = (values(scales)?, scales.dim(1)?, numbers.dim(1)?);
-    let scaled = |(at, x): (usize, f64)| Format::BF16.nearest(x * scale[at / width * groups + at % width / group]);
+    let scaled = |(at, x): (usize, f64)| {
+        Format::BF16.nearest(x * scale[at / width * groups + at % width / group])
+    };
     let numbers_with: Vec<f64> = values(numbers)?.into_iter().enumerate().map(scaled).collect();
     Ok(Tensor::from_vec(numbers_with, numbers.shape(), numbers.device())?)
 }
@@ -266,7 +309,8 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
 /// # Errors
 /// Tensors that do not fit.
 pub fn grouped_forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
-    let groups = (0..check_groups(inputs)?).map(|group| forward(&group_of(inputs, group)?, rounding));
+    let groups =
+        (0..check_groups(inputs)?).map(|group| forward(&group_of(inputs, group)?, rounding));
     let y = groups.map(|y| Ok(y?.tensor("y")?.clone())).collect::<Result<Vec<_>>>()?;
     Ok(Named::new().with("y", Tensor::stack(&y, 1)?))
 }
@@ -277,11 +321,15 @@ pub fn grouped_forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named>
 /// # Errors
 /// As [`grouped_forward`].
 pub fn grouped_backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
-    let groups = (0..check_groups(inputs)?).map(|group| backward(&group_of(inputs, group)?, rounding));
+    let groups =
+        (0..check_groups(inputs)?).map(|group| backward(&group_of(inputs, group)?, rounding));
     let groups = groups.collect::<Result<Vec<_>>>()?;
-    let of =
-        |name: &'static str| groups.iter().map(|group| Ok(group.tensor(name)?.clone())).collect::<Result<Vec<_>>>();
-    Ok(Named::new().with("dx", Tensor::stack(&of("dx")?, 1)?).with("dw", Tensor::stack(&of("dw")?, 0)?))
+    let of = |name: &'static str| {
+        groups.iter().map(|group| Ok(group.tensor(name)?.clone())).collect::<Result<Vec<_>>>()
+    };
+    Ok(Named::new()
+        .with("dx", Tensor::stack(&of("dx")?, 1)?)
+        .with("dw", Tensor::stack(&of("dw")?, 0)?))
 }
 
 /// Tensors of tokens, whose second axis is that of the groups, and of weights, whose first it is.
@@ -305,7 +353,9 @@ fn check_groups(inputs: &Named) -> Result<usize> {
 fn group_of(inputs: &Named, group: usize) -> Result<Named> {
     let axes = OF_TOKENS.map(|name| (name, 1)).into_iter().chain(OF_WEIGHTS.map(|name| (name, 0)));
     axes.filter_map(|(name, axis)| Some((name, axis, inputs.get(name)?)))
-        .try_fold(Named::new(), |named, (name, axis, tensor)| Ok(named.with(name, entry(tensor, axis, group)?)))
+        .try_fold(Named::new(), |named, (name, axis, tensor)| {
+            Ok(named.with(name, entry(tensor, axis, group)?))
+        })
 }
 
 /// `a @ b`, accumulated in fp32; zeros where there is nothing to add.
@@ -326,10 +376,18 @@ fn added(sum: Tensor, before: Option<&Tensor>, rounding: &mut Rounding) -> Resul
 
 fn check(inputs: &Named) -> Result<()> {
     let [tokens, outs, ins] = ["num_tokens", "out_features", "in_features"];
-    let tensors: [(&[_], &[_]); 3] =
-        [(&["x"], &[tokens, ins]), (&["w", "dw_before"], &[outs, ins]), (&["y_before", "dy"], &[tokens, outs])];
+    let tensors: [(&[_], &[_]); 3] = [
+        (&["x"], &[tokens, ins]),
+        (&["w", "dw_before"], &[outs, ins]),
+        (&["y_before", "dy"], &[tokens, outs]),
+    ];
     let [out_features, in_features] = inputs.extents([outs, ins], &tensors)?;
-    require_that("out_features", out_features, out_features > 0, "a layer has at least one output")?;
+    require_that(
+        "out_features",
+        out_features,
+        out_features > 0,
+        "a layer has at least one output",
+    )?;
     require_that("in_features", in_features, in_features > 0, "a layer has at least one input")
 }
 
@@ -339,7 +397,8 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_unbiased, assert_within, differentiated, dot, dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_unbiased, assert_within, differentiated, dot,
+        dot_of_magnitudes, f64_tensor,
     };
 
     fn inputs(num_tokens: usize, out_features: usize, in_features: usize) -> Named {
@@ -355,8 +414,9 @@ mod tests {
         let named = named.with("w", f64_tensor(&[1.0, 10.0, 100.0, -1.0, 0.5, 0.0], &[2, 3]));
         let y = forward(&named, &mut Rounding::exact())?;
         assert_eq!(values(y.tensor("y")?)?, [321.0, 0.0]);
-        let named =
-            named.with("y_before", f64_tensor(&[1000.0, -1.0], &[1, 2])).with("dy", f64_tensor(&[1.0, 4.0], &[1, 2]));
+        let named = named
+            .with("y_before", f64_tensor(&[1000.0, -1.0], &[1, 2]))
+            .with("dy", f64_tensor(&[1.0, 4.0], &[1, 2]));
         let y = forward(&named, &mut Rounding::exact())?;
         assert_eq!(values(y.tensor("y")?)?, [1321.0, -1.0]);
         let before = f64_tensor(&[1.0; 6], &[2, 3]);
@@ -380,11 +440,14 @@ mod tests {
     fn written_gradients_equal_those_of_automatic_differentiation_and_are_adjoint() -> Result<()> {
         let named = inputs(5, 7, 11);
         let gradients = backward(&named, &mut Rounding::exact())?;
-        let objective =
-            |inputs: &Named| Ok((forward(inputs, &mut Rounding::exact())?.tensor("y")? * inputs.tensor("dy")?)?);
+        let objective = |inputs: &Named| {
+            Ok((forward(inputs, &mut Rounding::exact())?.tensor("y")? * inputs.tensor("dy")?)?)
+        };
         let automatic = differentiated(&named, &[("x", "dx"), ("w", "dw")], objective)?;
-        let absolute = Named::new().with("x", named.tensor("x")?.abs()?).with("w", named.tensor("w")?.abs()?);
-        let sizes = backward(&absolute.with("dy", named.tensor("dy")?.abs()?), &mut Rounding::exact())?;
+        let absolute =
+            Named::new().with("x", named.tensor("x")?.abs()?).with("w", named.tensor("w")?.abs()?);
+        let sizes =
+            backward(&absolute.with("dy", named.tensor("dy")?.abs()?), &mut Rounding::exact())?;
         for name in ["dx", "dw"] {
             let bound = (sizes.tensor(name)? * (2.0 * 12.0 * UNIT_ROUNDOFF))?;
             assert_within(name, gradients.tensor(name)?, automatic.tensor(name)?, &bound);
@@ -393,10 +456,15 @@ mod tests {
         let mut draw = Draw::new(9);
         for (name, gradient, shape) in [("x", "dx", [5, 11]), ("w", "dw", [7, 11])] {
             let direction = draw.normal(&shape, 1.0);
-            let moved = forward(&named.clone().with(name, direction.clone()), &mut Rounding::exact())?;
+            let moved =
+                forward(&named.clone().with(name, direction.clone()), &mut Rounding::exact())?;
             let (gradient, dy) = (gradients.tensor(gradient)?, named.tensor("dy")?);
             let difference = dot(moved.tensor("y")?, dy) - dot(gradient, &direction);
-            let bound = 2.0 * (12.0 + 77.0) * UNIT_ROUNDOFF * 77.0 * dot_of_magnitudes(gradient, &direction);
+            let bound = 2.0
+                * (12.0 + 77.0)
+                * UNIT_ROUNDOFF
+                * 77.0
+                * dot_of_magnitudes(gradient, &direction);
             assert!(difference.abs() <= bound, "{name}: {difference:e}");
         }
         Ok(())
@@ -405,9 +473,11 @@ mod tests {
     #[test]
     fn working_runs_scatter_around_the_exact_one() -> Result<()> {
         let named = inputs(6, 8, 300).with("y_before", Draw::new(4).normal(&[6, 8], 1.0));
-        let y =
-            |precision| -> Result<Tensor> { Ok(forward(&named, &mut Rounding::new(precision))?.tensor("y")?.clone()) };
-        let runs = (0..64).map(|seed| y(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
+        let y = |precision| -> Result<Tensor> {
+            Ok(forward(&named, &mut Rounding::new(precision))?.tensor("y")?.clone())
+        };
+        let runs =
+            (0..64).map(|seed| y(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         assert_unbiased("y", &y(Precision::Exact)?, &runs, 48);
         Ok(())
     }
@@ -417,20 +487,34 @@ mod tests {
     }
 
     /// Codes and scales of bytes, each by its place; every byte of padding is that of a NaN.
-    fn coded(quantized: &Quantized, num_tokens: usize, out_features: usize, in_features: usize) -> Named {
+    fn coded(
+        quantized: &Quantized,
+        num_tokens: usize,
+        out_features: usize,
+        in_features: usize,
+    ) -> Named {
         let codes = |seed: usize, rows: usize, format: Format| {
             let width = if format == Format::E2M1 { in_features / 2 } else { in_features };
-            let bytes: Vec<f64> = (0..rows * width).map(|at| ((at * 37 + seed) % 0x78) as f64).collect();
+            let bytes: Vec<f64> =
+                (0..rows * width).map(|at| ((at * 37 + seed) % 0x78) as f64).collect();
             f64_tensor(&bytes, &[rows, width])
         };
         let scales = |seed: usize, scales: Scales| {
             let byte = |at: usize| {
-                Some(((at * 5 + seed) % 9 + if quantized.weights == Weights::Nvfp4 { 50 } else { 122 }) as u8)
+                Some(
+                    ((at * 5 + seed) % 9
+                        + if quantized.weights == Weights::Nvfp4 { 50 } else { 122 })
+                        as u8,
+                )
             };
             let bytes: Vec<Option<u8>> = (0..scales.rows * scales.groups).map(byte).collect();
-            let placed: Vec<u8> = scales.arranged(&bytes).into_iter().map(|byte| byte.unwrap_or(255)).collect();
+            let placed: Vec<u8> =
+                scales.arranged(&bytes).into_iter().map(|byte| byte.unwrap_or(255)).collect();
             let numbers: Vec<f64> = match scales.in_words() {
-                true => crate::formats::scale_layout::words_of(&placed).into_iter().map(f64::from).collect(),
+                true => crate::formats::scale_layout::words_of(&placed)
+                    .into_iter()
+                    .map(f64::from)
+                    .collect(),
                 false => placed.into_iter().map(f64::from).collect(),
             };
             f64_tensor(&numbers, &scales.shape())
@@ -438,8 +522,11 @@ mod tests {
         let named = Named::new().with("x", codes(3, num_tokens, quantized.x_format()));
         let named = named.with("w", codes(11, out_features, quantized.w_format()));
         let named = named.with("x_scales", scales(1, quantized.x_scales(num_tokens, in_features)));
-        let named = named.with("w_scales", scales(4, quantized.w_scales(out_features, in_features)));
-        named.with("x_global_scale", f64_tensor(&[0.3], &[1])).with("w_global_scale", f64_tensor(&[1.7], &[1]))
+        let named =
+            named.with("w_scales", scales(4, quantized.w_scales(out_features, in_features)));
+        named
+            .with("x_global_scale", f64_tensor(&[0.3], &[1]))
+            .with("w_global_scale", f64_tensor(&[1.7], &[1]))
     }
 
     /// Element by element from the formulas of inference 5.5 and 5.6, every number with all of its scales.
@@ -447,13 +534,16 @@ mod tests {
         let [num_tokens, out_features, in_features] = extents;
         let stored = |name: &'static str| values(named.tensor(name)?);
         let (x, w) = (stored("x")?, stored("w")?);
-        let code = |codes: &[f64], row: usize, i: usize, format: Format| match format == Format::E2M1 {
-            true => format.value((codes[row * in_features / 2 + i / 2] as u64) >> (4 * (i % 2)) & 15),
-            false => format.value(codes[row * in_features + i] as u64),
-        };
+        let code =
+            |codes: &[f64], row: usize, i: usize, format: Format| match format == Format::E2M1 {
+                true => format
+                    .value((codes[row * in_features / 2 + i / 2] as u64) >> (4 * (i % 2)) & 15),
+                false => format.value(codes[row * in_features + i] as u64),
+            };
         let of_x = quantized.x_scales(num_tokens, in_features);
         let of_w = quantized.w_scales(out_features, in_features);
-        let (sx, sw) = (of_x.read_bytes(&stored("x_scales")?), of_w.read_bytes(&stored("w_scales")?));
+        let (sx, sw) =
+            (of_x.read_bytes(&stored("x_scales")?), of_w.read_bytes(&stored("w_scales")?));
         let scale = |bytes: &[u8], at: usize| quantized.scale_format().value(bytes[at].into());
         let (rows, group) = match quantized.weights {
             Weights::Fp8 => (128, 128),
@@ -465,23 +555,34 @@ mod tests {
             let term = |i: usize| {
                 let of_token = scale(&sx, token * of_x.groups + i / quantized.group);
                 let of_weight = scale(&sw, out / rows * of_w.groups + i / group);
-                code(&x, token, i, quantized.x_format()) * of_token * code(&w, out, i, quantized.w_format()) * of_weight
+                code(&x, token, i, quantized.x_format())
+                    * of_token
+                    * code(&w, out, i, quantized.w_format())
+                    * of_weight
             };
             factor * (0..in_features).map(term).sum::<f64>()
         };
-        Ok((0..num_tokens * out_features).map(|at| element(at / out_features, at % out_features)).collect())
+        Ok((0..num_tokens * out_features)
+            .map(|at| element(at / out_features, at % out_features))
+            .collect())
     }
 
     #[test]
     fn quantized_products_are_those_of_every_number_with_all_of_its_scales() -> Result<()> {
-        let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
+        let formats = [
+            (Weights::Fp8, 128),
+            (Weights::Mxfp4, 128),
+            (Weights::Mxfp4, 32),
+            (Weights::Nvfp4, 16),
+        ];
         for (weights, group) in formats {
             for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
                 let quantized = quantized(weights, group, layout);
                 let extents = [3, 131, 168];
                 let named = coded(&quantized, 3, 131, 168);
                 let y = forward_quantized(&named, &quantized, &mut Rounding::exact())?;
-                let (found, expected) = (values(y.tensor("y")?)?, by_elements(&named, &quantized, extents)?);
+                let (found, expected) =
+                    (values(y.tensor("y")?)?, by_elements(&named, &quantized, extents)?);
                 // Numbers of both signs are as large as the largest sum of them: 168 terms and three roundings of each.
                 let largest = expected.iter().fold(0.0, |largest: f64, y| largest.max(y.abs()));
                 for (found, expected) in found.iter().zip(&expected) {
@@ -494,9 +595,12 @@ mod tests {
     }
 
     #[test]
-    fn e2m1_numbers_times_powers_of_two_2_to_the_14_apart_are_numbers_of_e4m3_and_times_others_not_all() {
-        let holds =
-            |exponent: i32| (0..16u64).all(|code| Format::E4M3.holds(Format::E2M1.value(code) * 2f64.powi(exponent)));
+    fn e2m1_numbers_times_powers_of_two_2_to_the_14_apart_are_numbers_of_e4m3_and_times_others_not_all()
+     {
+        let holds = |exponent: i32| {
+            (0..16u64)
+                .all(|code| Format::E4M3.holds(Format::E2M1.value(code) * 2f64.powi(exponent)))
+        };
         let folding: Vec<i32> = (-12..=12).filter(|&exponent| holds(exponent)).collect();
         assert_eq!(folding, (-8..=6).collect::<Vec<_>>());
     }
@@ -505,9 +609,12 @@ mod tests {
     fn what_a_narrow_accumulator_loses_lies_within_its_working_runs() -> Result<()> {
         // 2^14 and 1919 ones: promoted every 128 terms 127 of them are lost, never promoted all.
         let quantized = quantized(Weights::Fp8, 128, ScaleLayout::Plain);
-        let row: Vec<f64> = (0..1920).map(|i| f64::from(if i == 0 { 0x70 } else { 0x38 })).collect();
+        let row: Vec<f64> =
+            (0..1920).map(|i| f64::from(if i == 0 { 0x70 } else { 0x38 })).collect();
         let ones = f64_tensor(&[127.0; 15], &[1, 15]);
-        let named = Named::new().with("x", f64_tensor(&row, &[1, 1920])).with("w", f64_tensor(&row, &[1, 1920]));
+        let named = Named::new()
+            .with("x", f64_tensor(&row, &[1, 1920]))
+            .with("w", f64_tensor(&row, &[1, 1920]));
         let named = named.with("x_scales", ones.clone()).with("w_scales", ones);
         let y = |accumulator, precision| -> Result<f64> {
             let quantized = Quantized { accumulator, ..quantized };
@@ -524,18 +631,28 @@ mod tests {
     }
 
     #[test]
-    fn weights_whose_scales_leave_fp32_before_that_of_x_is_there_have_runs_that_are_finite() -> Result<()> {
-        let quantized =
-            Quantized { accumulator: Accumulator::HOPPER_E4M3, ..quantized(Weights::Mxfp4, 32, ScaleLayout::Plain) };
+    fn weights_whose_scales_leave_fp32_before_that_of_x_is_there_have_runs_that_are_finite()
+    -> Result<()> {
+        let quantized = Quantized {
+            accumulator: Accumulator::HOPPER_E4M3,
+            ..quantized(Weights::Mxfp4, 32, ScaleLayout::Plain)
+        };
         let named = coded(&quantized, 2, 3, 64);
         // 2^125 of w and 2^-40 of x.
-        let all = |name: &'static str, byte: f64| -> Result<Tensor> { Ok((named.tensor(name)?.zeros_like()? + byte)?) };
+        let all = |name: &'static str, byte: f64| -> Result<Tensor> {
+            Ok((named.tensor(name)?.zeros_like()? + byte)?)
+        };
         let (x_scales, w_scales) = (all("x_scales", 87.0)?, all("w_scales", 252.0)?);
         let named = named.clone().with("x_scales", x_scales).with("w_scales", w_scales);
-        for precision in [Precision::Exact, Precision::Working { seed: 1 }, Precision::Nearest { seed: 1 }] {
+        for precision in
+            [Precision::Exact, Precision::Working { seed: 1 }, Precision::Nearest { seed: 1 }]
+        {
             let y = forward_quantized(&named, &quantized, &mut Rounding::new(precision))?;
             let y = values(y.tensor("y")?)?;
-            assert!(y.iter().all(|y| y.is_finite()) && y.iter().any(|y| *y != 0.0), "{precision:?}: {y:?}");
+            assert!(
+                y.iter().all(|y| y.is_finite()) && y.iter().any(|y| *y != 0.0),
+                "{precision:?}: {y:?}"
+            );
         }
         Ok(())
     }
@@ -545,15 +662,24 @@ mod tests {
         let groups: Vec<Named> = (0..3).map(|_| inputs(4, 5, 7)).collect();
         // Of one seed: another sign tells the groups apart.
         let of = |name: &'static str| {
-            groups.iter().zip([1.0, -1.0, 0.5]).map(|(group, sign)| Ok((group.tensor(name)? * sign)?)).collect()
+            groups
+                .iter()
+                .zip([1.0, -1.0, 0.5])
+                .map(|(group, sign)| Ok((group.tensor(name)? * sign)?))
+                .collect()
         };
         let stacked = |name: &'static str, axis: usize| -> Result<Tensor> {
             let all: Result<Vec<Tensor>> = of(name);
             Ok(Tensor::stack(&all?, axis)?)
         };
-        let named = Named::new().with("x", stacked("x", 1)?).with("w", stacked("w", 0)?).with("dy", stacked("dy", 1)?);
-        let (y, gradients) =
-            (grouped_forward(&named, &mut Rounding::exact())?, grouped_backward(&named, &mut Rounding::exact())?);
+        let named = Named::new()
+            .with("x", stacked("x", 1)?)
+            .with("w", stacked("w", 0)?)
+            .with("dy", stacked("dy", 1)?);
+        let (y, gradients) = (
+            grouped_forward(&named, &mut Rounding::exact())?,
+            grouped_backward(&named, &mut Rounding::exact())?,
+        );
         for (group, factor) in [1.0, 1.0, 0.25].into_iter().enumerate() {
             let own = forward(&groups[group], &mut Rounding::exact())?;
             let found = entry(y.tensor("y")?, 1, group)?;
@@ -577,8 +703,14 @@ mod tests {
             let named = Named::new().with("x", hidden.clone()).with("w", weight.clone());
             let logits = golden.f64("out.logits").reshape(((), weight.dim(0)?))?;
             let terms = weight.dim(1)? as f64 + 1.0;
-            let sizes = (hidden.abs()?.matmul(&weight.abs()?.t()?)? * (2.0 * terms * UNIT_ROUNDOFF))?;
-            assert_within(name, forward(&named, &mut Rounding::exact())?.tensor("y")?, &logits, &sizes);
+            let sizes =
+                (hidden.abs()?.matmul(&weight.abs()?.t()?)? * (2.0 * terms * UNIT_ROUNDOFF))?;
+            assert_within(
+                name,
+                forward(&named, &mut Rounding::exact())?.tensor("y")?,
+                &logits,
+                &sizes,
+            );
         }
         Ok(())
     }

@@ -61,7 +61,10 @@ fn run(rotation: &rope::Inputs, wo_a: &Tensor, rounding: &mut Rounding) -> Resul
     };
     let rotated = rope::forward(rotation, rounding)?.y;
     let x = in_groups(&rounding.bf16(&rotated)?, o_groups)?;
-    let z = linear::grouped_forward(&Named::new().with("x", x.clone()).with("w", wo_a.clone()), rounding)?;
+    let z = linear::grouped_forward(
+        &Named::new().with("x", x.clone()).with("w", wo_a.clone()),
+        rounding,
+    )?;
     let z = z.tensor("y")?.reshape((x.dim(0)?, o_groups * o_lora_rank))?;
     let z_stored = rounding.bf16(&z)?;
     Ok(Run { rotated, x, z, z_stored })
@@ -91,7 +94,8 @@ pub fn forward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding)
 pub fn backward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let (wo_a, wo_b) = (inputs.tensor("wo_a")?.clone(), inputs.tensor("wo_b")?.clone());
     let Run { rotated, x, z_stored, .. } = run(rotation, &wo_a, rounding)?;
-    let second = Named::new().with("x", z_stored).with("w", wo_b).with("dy", inputs.tensor("dy")?.clone());
+    let second =
+        Named::new().with("x", z_stored).with("w", wo_b).with("dy", inputs.tensor("dy")?.clone());
     let second = linear::backward(&second, rounding)?;
     let dz = second.tensor("dx")?;
     let (num_tokens, o_groups, o_lora_rank) = (x.dim(0)?, wo_a.dim(0)?, wo_a.dim(1)?);
@@ -101,13 +105,18 @@ pub fn backward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding
     let drotated = first.tensor("dx")?.reshape(rotated.shape())?;
     let dattn_out = rope::backward(rotation, &rounding.bf16(&drotated)?, rounding)?.dx;
     let named = Named::new().with("dz", dz.clone()).with("dwo_b", second.tensor("dw")?.clone());
-    let named = named.with("drotated", drotated.flatten_from(1)?).with("dwo_a", first.tensor("dw")?.clone());
+    let named = named
+        .with("drotated", drotated.flatten_from(1)?)
+        .with("dwo_a", first.tensor("dw")?.clone());
     Ok(named.with("dattn_out", dattn_out))
 }
 
 /// How weights in blocks of 128 by 128 are stored.
-const OF_WEIGHTS: quantize_fp8::Options =
-    quantize_fp8::Options { group: Group::Square, scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+const OF_WEIGHTS: quantize_fp8::Options = quantize_fp8::Options {
+    group: Group::Square,
+    scale: ScaleType::E8m0,
+    layout: ScaleLayout::Plain,
+};
 
 /// `y`, `z` and, with wo_a in bf16, `rotated`, or with wo_a quantized `codes` and `scales` as
 /// [`inverse_rope_quantize::forward`] has them, in this layout. The inputs are those of [`forward`], of which in the place
@@ -129,7 +138,10 @@ pub fn forward_quantized(
     let (outputs, z) = match inputs.get("wo_a") {
         Some(wo_a) => {
             let run = run(rotation, wo_a, rounding)?;
-            (Named::new().with("rotated", run.rotated.flatten_from(1)?).with("z", run.z), run.z_stored)
+            (
+                Named::new().with("rotated", run.rotated.flatten_from(1)?).with("z", run.z),
+                run.z_stored,
+            )
         }
         None => {
             let (coded, z) = quantized_groups(rotation, inputs, layout, rounding)?;
@@ -156,12 +168,18 @@ fn quantized_groups(
     let (o_groups, o_lora_rank, _) = codes.dims3()?;
     let options = inverse_rope_quantize::Options { o_groups, scale: ScaleType::E8m0, layout };
     let coded = inverse_rope_quantize::forward(rotation, options)?;
-    let quantized =
-        linear::Quantized { weights: Weights::Fp8, group: BLOCK, bytes: true, layout, accumulator: Accumulator::F32 };
+    let quantized = linear::Quantized {
+        weights: Weights::Fp8,
+        group: BLOCK,
+        bytes: true,
+        layout,
+        accumulator: Accumulator::F32,
+    };
     let groups = (0..o_groups).map(|group| {
         let named = Named::new().with("x", entry(coded.tensor("codes")?, 1, group)?);
         let named = named.with("x_scales", entry(coded.tensor("scales")?, 0, group)?);
-        let named = named.with("w", entry(codes, 0, group)?).with("w_scales", entry(scales, 0, group)?);
+        let named =
+            named.with("w", entry(codes, 0, group)?).with("w_scales", entry(scales, 0, group)?);
         Ok(linear::forward_quantized(&named, &quantized, rounding)?.tensor("y")?.clone())
     });
     let z = Tensor::stack(&groups.collect::<Result<Vec<_>>>()?, 1)?;
@@ -177,10 +195,13 @@ mod tests {
 
     fn case() -> (rope::Inputs, Named) {
         let mut draw = Draw::new(11);
-        let (sin, cos): (Vec<f64>, Vec<f64>) = (0..6).map(|angle| (0.7 * f64::from(angle)).sin_cos()).unzip();
+        let (sin, cos): (Vec<f64>, Vec<f64>) =
+            (0..6).map(|angle| (0.7 * f64::from(angle)).sin_cos()).unzip();
         let (cos, sin) = (f64_tensor(&cos, &[3, 2]), f64_tensor(&sin, &[3, 2]));
         let x = draw.bf16(&[3, 4, 6], 1.0);
-        let named = Named::new().with("wo_a", draw.bf16(&[2, 5, 12], 0.3)).with("wo_b", draw.bf16(&[7, 10], 0.3));
+        let named = Named::new()
+            .with("wo_a", draw.bf16(&[2, 5, 12], 0.3))
+            .with("wo_b", draw.bf16(&[7, 10], 0.3));
         let named = named.with("dy", draw.bf16(&[3, 7], 1.0));
         (rope::Inputs { x, cos, sin, positions: Some(vec![2, 0, 1]), inverse: true }, named)
     }
@@ -190,7 +211,8 @@ mod tests {
         // Two heads of two channels, each a group; a quarter of a turn back: (a, b) becomes (b, -a).
         let table = |number: f64| f64_tensor(&[number], &[1, 1]);
         let x = f64_tensor(&[1.0, 2.0, 3.0, 4.0], &[1, 2, 2]);
-        let rotation = rope::Inputs { x, cos: table(0.0), sin: table(1.0), positions: None, inverse: true };
+        let rotation =
+            rope::Inputs { x, cos: table(0.0), sin: table(1.0), positions: None, inverse: true };
         let named = Named::new().with("wo_a", f64_tensor(&[1.0, 10.0, 100.0, 1.0], &[2, 1, 2]));
         let named = named.with("wo_b", f64_tensor(&[1.0, 1.0, 2.0, 0.0], &[2, 2]));
         let found = forward(&rotation, &named, &mut Rounding::exact())?;
@@ -206,14 +228,25 @@ mod tests {
         let gradients = backward(&rotation, &named, &mut Rounding::exact())?;
         let of_weights = [("wo_a", "dwo_a"), ("wo_b", "dwo_b"), ("attn_out", "dattn_out")];
         let objective = |inputs: &Named| {
-            let rotation = rope::Inputs { x: inputs.tensor("attn_out")?.clone(), ..rotation.clone() };
-            Ok((forward(&rotation, inputs, &mut Rounding::exact())?.tensor("y")? * inputs.tensor("dy")?)?)
+            let rotation =
+                rope::Inputs { x: inputs.tensor("attn_out")?.clone(), ..rotation.clone() };
+            Ok((forward(&rotation, inputs, &mut Rounding::exact())?.tensor("y")?
+                * inputs.tensor("dy")?)?)
         };
-        let automatic = differentiated(&named.clone().with("attn_out", rotation.x.clone()), &of_weights, objective)?;
+        let automatic = differentiated(
+            &named.clone().with("attn_out", rotation.x.clone()),
+            &of_weights,
+            objective,
+        )?;
         for (_, gradient) in of_weights {
             // At most 12 + 10 + 7 products of numbers of size 1 and a rotation are behind each element.
             let bound = (automatic.tensor(gradient)?.ones_like()? * (4096.0 * UNIT_ROUNDOFF))?;
-            assert_within(gradient, gradients.tensor(gradient)?, automatic.tensor(gradient)?, &bound);
+            assert_within(
+                gradient,
+                gradients.tensor(gradient)?,
+                automatic.tensor(gradient)?,
+                &bound,
+            );
         }
         Ok(())
     }
@@ -227,12 +260,17 @@ mod tests {
         for (name, table) in [("attention_csa__all", "compress"), ("attention_swa__one", "main")] {
             let golden = Golden::load(name);
             let x = golden.f64("mid.core_out");
-            let &[batch, tokens, heads, channels] = x.dims() else { panic!("{name}: {:?}", x.dims()) };
+            let &[batch, tokens, heads, channels] = x.dims() else {
+                panic!("{name}: {:?}", x.dims())
+            };
             let of_tokens = |stored: &str| {
                 let rows = golden.f64(stored).squeeze(0).expect("one table for all batches");
                 Tensor::cat(&vec![rows; batch], 0).expect("a table")
             };
-            let (cos, sin) = (of_tokens(&format!("mid.rope.{table}.cos")), of_tokens(&format!("mid.rope.{table}.sin")));
+            let (cos, sin) = (
+                of_tokens(&format!("mid.rope.{table}.cos")),
+                of_tokens(&format!("mid.rope.{table}.sin")),
+            );
             // What is stored in f32 is off by 2^-24 of it: of x through products with at most two numbers of size 1 each, then
             // the weights of a row of wo_a, then of wo_b.
             let mut error = 2.0 * 2f64.powi(-24) * largest(&x)?;
@@ -241,7 +279,9 @@ mod tests {
             let z = golden.f64("mid.o_a_out");
             let (groups, rank) = (z.dim(2)?, z.dim(3)?);
             let wo_a = golden.f64("param.self_attn.o_a_proj.weight").reshape((groups, rank, ()))?;
-            let named = Named::new().with("wo_a", wo_a).with("wo_b", golden.f64("param.self_attn.o_b_proj.weight"));
+            let named = Named::new()
+                .with("wo_a", wo_a)
+                .with("wo_b", golden.f64("param.self_attn.o_b_proj.weight"));
             let found = forward(&rotation, &named, &mut Rounding::exact())?;
             let outputs = [
                 ("rotated", "mid.core_out_derotated", None),
@@ -254,7 +294,8 @@ mod tests {
                     error *= weight.dims()[weight.rank() - 1] as f64 * largest(weight)?;
                 }
                 let expected = golden.f64(stored).reshape(found.tensor(own)?.shape())?;
-                let bound = (expected.ones_like()? * (error + 2f64.powi(-24) * largest(&expected)?))?;
+                let bound =
+                    (expected.ones_like()? * (error + 2f64.powi(-24) * largest(&expected)?))?;
                 assert_within(own, found.tensor(own)?, &expected, &bound);
             }
         }
@@ -265,8 +306,15 @@ mod tests {
     fn what_is_quantized_is_the_whole_of_what_is_not_within_its_codes() -> Result<()> {
         let mut draw = Draw::new(4);
         let (cos, sin) = (f64_tensor(&[1.0; 3], &[3, 1]), f64_tensor(&[0.0; 3], &[3, 1]));
-        let rotation = rope::Inputs { x: draw.bf16(&[3, 2, 128], 1.0), cos, sin, positions: None, inverse: true };
-        let coded = |x: &Tensor| quantize_fp8::quantize(&Named::new().with("x", x.clone()), OF_WEIGHTS);
+        let rotation = rope::Inputs {
+            x: draw.bf16(&[3, 2, 128], 1.0),
+            cos,
+            sin,
+            positions: None,
+            inverse: true,
+        };
+        let coded =
+            |x: &Tensor| quantize_fp8::quantize(&Named::new().with("x", x.clone()), OF_WEIGHTS);
         let decoded = |coded: &Named| quantize_fp8::dequantize(coded, OF_WEIGHTS, Format::F32);
         let (wo_b, wo_a) = (coded(&draw.bf16(&[9, 6], 1.0))?, coded(&draw.bf16(&[3, 128], 1.0))?);
         let twice = |x: &Tensor| Ok::<_, crate::Error>(Tensor::stack(&[x, x], 0)?);
@@ -276,15 +324,21 @@ mod tests {
         let codes = Named::new().with("wo_b_codes", wo_b.tensor("codes")?.clone());
         let codes = codes.with("wo_b_scales", wo_b.tensor("scales")?.clone());
         let second = codes.clone().with("wo_a", weights.tensor("wo_a")?.clone());
-        let second = forward_quantized(&rotation, &second, ScaleLayout::Plain, &mut Rounding::exact())?;
+        let second =
+            forward_quantized(&rotation, &second, ScaleLayout::Plain, &mut Rounding::exact())?;
         assert_eq!(values(second.tensor("y")?)?, values(whole.tensor("y")?)?);
         let both = codes.with("wo_a_codes", twice(wo_a.tensor("codes")?)?);
         let both = both.with("wo_a_scales", twice(wo_a.tensor("scales")?)?);
         // A code is within 2^-4 of its number, or within 2^-10 of a scale, which is below amax / 224.
         let absolute = rope::Inputs { x: rotation.x.abs()?, ..rotation.clone() };
         let sizes = Named::new().with("wo_a", weights.tensor("wo_a")?.abs()?);
-        let sizes = forward(&absolute, &sizes.with("wo_b", weights.tensor("wo_b")?.clone()), &mut Rounding::exact())?;
-        let small = 128.0 * largest(weights.tensor("wo_a")?)? * largest(&rotation.x)? / 224.0 / 1024.0;
+        let sizes = forward(
+            &absolute,
+            &sizes.with("wo_b", weights.tensor("wo_b")?.clone()),
+            &mut Rounding::exact(),
+        )?;
+        let small =
+            128.0 * largest(weights.tensor("wo_a")?)? * largest(&rotation.x)? / 224.0 / 1024.0;
         let bound = ((sizes.tensor("z")? / 16.0)? + small)?;
         for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
             let both = forward_quantized(&rotation, &both, layout, &mut Rounding::exact())?;
@@ -299,7 +353,10 @@ mod tests {
         let (rotation, named) = case();
         for (name, shape) in [("wo_a", &[2, 5, 11][..]), ("wo_a", &[3, 5, 12]), ("wo_b", &[7, 9])] {
             let wrong = named.clone().with(name, Draw::new(1).normal(shape, 1.0));
-            assert!(forward(&rotation, &wrong, &mut Rounding::exact()).is_err(), "{name} {shape:?}");
+            assert!(
+                forward(&rotation, &wrong, &mut Rounding::exact()).is_err(),
+                "{name} {shape:?}"
+            );
         }
     }
 }

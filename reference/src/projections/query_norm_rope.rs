@@ -34,14 +34,21 @@ pub fn forward(rotation: &rope::Inputs, eps: f64, rounding: &mut Rounding) -> Re
     let norm = rms_norm::forward(&Named::new().with("x", rows(&rotation.x)?), eps, rounding)?;
     let n = rounding.bf16(norm.tensor("y")?)?.reshape(rotation.x.shape())?;
     let y = rope::forward(&rope::Inputs { x: n, ..rotation.clone() }, rounding)?.y;
-    Ok(Named::new().with("y", y).with("rstd", norm.tensor("rstd")?.reshape((num_tokens, num_heads))?))
+    Ok(Named::new()
+        .with("y", y)
+        .with("rstd", norm.tensor("rstd")?.reshape((num_tokens, num_heads))?))
 }
 
 /// `dx`, of the shape of `x` and stored in bf16. The inputs are those of [`forward`] and `dy`, of the shape of `y`.
 ///
 /// # Errors
 /// As [`forward`].
-pub fn backward(rotation: &rope::Inputs, dy: &Tensor, eps: f64, rounding: &mut Rounding) -> Result<Named> {
+pub fn backward(
+    rotation: &rope::Inputs,
+    dy: &Tensor,
+    eps: f64,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let g = rope::backward(rotation, dy, rounding)?.dx;
     let named = Named::new().with("x", rows(&rotation.x)?).with("dy", rows(&g)?);
     let dx = rms_norm::backward(&named, eps, rounding)?;
@@ -58,10 +65,14 @@ mod tests {
 
     fn inputs() -> (rope::Inputs, Tensor) {
         let mut draw = Draw::new(6);
-        let (sin, cos): (Vec<f64>, Vec<f64>) = (0..6).map(|angle| (0.9 * f64::from(angle)).sin_cos()).unzip();
+        let (sin, cos): (Vec<f64>, Vec<f64>) =
+            (0..6).map(|angle| (0.9 * f64::from(angle)).sin_cos()).unzip();
         let (cos, sin) = (f64_tensor(&cos, &[3, 2]), f64_tensor(&sin, &[3, 2]));
         let x = draw.bf16(&[4, 2, 6], 3.0);
-        (rope::Inputs { x, cos, sin, positions: Some(vec![2, 0, 1, 2]), inverse: false }, draw.bf16(&[4, 2, 6], 1.0))
+        (
+            rope::Inputs { x, cos, sin, positions: Some(vec![2, 0, 1, 2]), inverse: false },
+            draw.bf16(&[4, 2, 6], 1.0),
+        )
     }
 
     #[test]
@@ -69,11 +80,13 @@ mod tests {
         // (1, 7) has the mean square 25; a quarter of a turn makes (-b, a) of (a, b).
         let table = |number: f64| f64_tensor(&[number], &[1, 1]);
         let x = f64_tensor(&[1.0, 7.0], &[1, 1, 2]);
-        let rotation = rope::Inputs { x, cos: table(0.0), sin: table(1.0), positions: None, inverse: false };
+        let rotation =
+            rope::Inputs { x, cos: table(0.0), sin: table(1.0), positions: None, inverse: false };
         let found = forward(&rotation, 1e-300, &mut Rounding::exact())?;
         assert_eq!(values(found.tensor("rstd")?)?, [0.2]);
         let y = values(found.tensor("y")?)?;
-        let within = |x: f64, expected: f64| (x - expected).abs() <= 4.0 * UNIT_ROUNDOFF * expected.abs();
+        let within =
+            |x: f64, expected: f64| (x - expected).abs() <= 4.0 * UNIT_ROUNDOFF * expected.abs();
         assert!(within(y[0], -1.4) && within(y[1], 0.2), "{y:?}");
         Ok(())
     }
@@ -86,7 +99,8 @@ mod tests {
             let rotation = rope::Inputs { x: inputs.tensor("x")?.clone(), ..rotation.clone() };
             Ok((forward(&rotation, EPS, &mut Rounding::exact())?.tensor("y")? * &dy)?)
         };
-        let automatic = differentiated(&Named::new().with("x", rotation.x.clone()), &[("x", "dx")], objective)?;
+        let automatic =
+            differentiated(&Named::new().with("x", rotation.x.clone()), &[("x", "dx")], objective)?;
         let automatic = automatic.tensor("dx")?;
         // Six channels, some twenty roundings of numbers of size 1.
         let bound = (automatic.ones_like()? * (4096.0 * UNIT_ROUNDOFF))?;
@@ -99,17 +113,29 @@ mod tests {
         let golden = Golden::load("attention_csa__all");
         let latent = golden.f64("mid.q_latent");
         let expected = golden.f64("mid.q");
-        let &[batch, heads, tokens, channels] = expected.dims() else { panic!("{:?}", expected.dims()) };
+        let &[batch, heads, tokens, channels] = expected.dims() else {
+            panic!("{:?}", expected.dims())
+        };
         let weight = golden.f64("param.self_attn.q_b_proj.weight");
         let latent = latent.reshape((batch * tokens, ()))?;
         let x = latent.matmul(&weight.t()?)?.reshape((batch * tokens, heads, channels))?;
         let table = |name: &str| {
-            let rows = golden.f64(&format!("mid.rope.compress.{name}")).squeeze(0).expect("one table for all batches");
+            let rows = golden
+                .f64(&format!("mid.rope.compress.{name}"))
+                .squeeze(0)
+                .expect("one table for all batches");
             Tensor::cat(&vec![rows; batch], 0).expect("a table")
         };
-        let rotation = rope::Inputs { x, cos: table("cos"), sin: table("sin"), positions: None, inverse: false };
+        let rotation = rope::Inputs {
+            x,
+            cos: table("cos"),
+            sin: table("sin"),
+            positions: None,
+            inverse: false,
+        };
         let found = forward(&rotation, EPS, &mut Rounding::exact())?;
-        let expected = expected.transpose(1, 2)?.contiguous()?.reshape((batch * tokens, heads, channels))?;
+        let expected =
+            expected.transpose(1, 2)?.contiguous()?.reshape((batch * tokens, heads, channels))?;
         // The latent is stored in f32, each number off by 2^-24 of it: what a head's norm divides by is the size of its
         // largest numbers, and products with the weights of a row, in which errors do not cancel, are a few times that.
         let size = latent.abs()?.matmul(&weight.abs()?.t()?)?.reshape(expected.shape())?;

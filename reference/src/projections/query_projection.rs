@@ -92,7 +92,11 @@ fn run(
 fn outputs(run: Run, turn: &Turn, rounding: &mut Rounding) -> Result<Named> {
     let heads = turn.of(&rounding.bf16(&run.q_b)?)?;
     let q = query_norm_rope::forward(&heads, turn.eps, rounding)?;
-    let named = Named::new().with("q_a", run.q_a).with("qr", run.qr).with("qr_rstd", run.rstd).with("q_b", run.q_b);
+    let named = Named::new()
+        .with("q_a", run.q_a)
+        .with("qr", run.qr)
+        .with("qr_rstd", run.rstd)
+        .with("q_b", run.q_b);
     Ok(named.with("q", q.tensor("y")?.flatten_from(1)?).with("q_rstd", q.tensor("rstd")?.clone()))
 }
 
@@ -111,7 +115,8 @@ pub fn forward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<N
 }
 
 fn run_of_numbers(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Run> {
-    let first = linear::forward(&linear_inputs(inputs.tensor("h")?, inputs.tensor("wq_a")?), rounding)?;
+    let first =
+        linear::forward(&linear_inputs(inputs.tensor("h")?, inputs.tensor("wq_a")?), rounding)?;
     let wq_b = inputs.tensor("wq_b")?;
     run(first.tensor("y")?.clone(), turn, inputs, rounding, |qr, rounding| {
         Ok(linear::forward(&linear_inputs(qr, wq_b), rounding)?.tensor("y")?.clone())
@@ -127,16 +132,23 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
     let run = run_of_numbers(turn, inputs, rounding)?;
     let heads = turn.of(&rounding.bf16(&run.q_b)?)?;
     let dq = inputs.tensor("dq")?.reshape(heads.x.shape())?;
-    let dq_b = query_norm_rope::backward(&heads, &dq, turn.eps, rounding)?.tensor("dx")?.flatten_from(1)?;
-    let second = linear_inputs(&run.qr_stored, inputs.tensor("wq_b")?).with("dy", rounding.bf16(&dq_b)?);
+    let dq_b = query_norm_rope::backward(&heads, &dq, turn.eps, rounding)?
+        .tensor("dx")?
+        .flatten_from(1)?;
+    let second =
+        linear_inputs(&run.qr_stored, inputs.tensor("wq_b")?).with("dy", rounding.bf16(&dq_b)?);
     let second = linear::backward(&second, rounding)?;
     let dqr = second.tensor("dx")?.clone();
     let norm = norm_inputs(&run.q_a_stored, inputs)?.with("dy", rounding.bf16(&dqr)?);
     let norm = rms_norm::backward(&norm, turn.eps, rounding)?;
     let dq_a = norm.tensor("dx")?.clone();
-    let first = linear_inputs(inputs.tensor("h")?, inputs.tensor("wq_a")?).with("dy", rounding.bf16(&dq_a)?);
+    let first = linear_inputs(inputs.tensor("h")?, inputs.tensor("wq_a")?)
+        .with("dy", rounding.bf16(&dq_a)?);
     let first = linear::backward(&first, rounding)?;
-    let named = Named::new().with("dq_b", dq_b).with("dwq_b", second.tensor("dw")?.clone()).with("dqr", dqr);
+    let named = Named::new()
+        .with("dq_b", dq_b)
+        .with("dwq_b", second.tensor("dw")?.clone())
+        .with("dqr", dqr);
     let named = named.with("dq_norm", norm.tensor("dweight")?.clone()).with("dq_a", dq_a);
     Ok(named.with("dwq_a", first.tensor("dw")?.clone()).with("dh", first.tensor("dx")?.clone()))
 }
@@ -148,12 +160,16 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
 /// # Errors
 /// As [`forward`].
 pub fn forward_quantized(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
-    let of_rows =
-        quantize_fp8::Options { group: Group::Row(BLOCK), scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+    let of_rows = quantize_fp8::Options {
+        group: Group::Row(BLOCK),
+        scale: ScaleType::E8m0,
+        layout: ScaleLayout::Plain,
+    };
     let of_weights = quantize_fp8::Options { group: Group::Square, ..of_rows };
     let h = quantize_fp8::quantize(&Named::new().with("x", inputs.tensor("h")?.clone()), of_rows)?;
     let (codes, scales) = (h.tensor("codes")?.clone(), h.tensor("scales")?.clone());
-    let first = linear_inputs(&codes, inputs.tensor("wq_a_codes")?).with("x_scales", scales.clone());
+    let first =
+        linear_inputs(&codes, inputs.tensor("wq_a_codes")?).with("x_scales", scales.clone());
     let first = first.with("w_scales", inputs.tensor("wq_a_scales")?.clone());
     let quantized = linear::Quantized {
         weights: Weights::Fp8,
@@ -178,16 +194,21 @@ mod tests {
     use super::*;
     use crate::precision::values;
     use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_gradients_are_automatic, assert_within, differentiated, f64_tensor,
+        Draw, UNIT_ROUNDOFF, assert_gradients_are_automatic, assert_within, differentiated,
+        f64_tensor,
     };
 
     fn case(num_tokens: usize) -> (Turn, Named) {
         let mut draw = Draw::new(8);
-        let (sin, cos): (Vec<f64>, Vec<f64>) = (0..6).map(|angle| (0.8 * f64::from(angle)).sin_cos()).unzip();
+        let (sin, cos): (Vec<f64>, Vec<f64>) =
+            (0..6).map(|angle| (0.8 * f64::from(angle)).sin_cos()).unzip();
         let (cos, sin) = (f64_tensor(&cos, &[3, 2]), f64_tensor(&sin, &[3, 2]));
         let positions = Some((0..num_tokens as i64).map(|token| (token + 1) % 3).collect());
-        let named = Named::new().with("h", draw.bf16(&[num_tokens, 9], 1.0)).with("wq_a", draw.bf16(&[5, 9], 0.4));
-        let named = named.with("q_norm", draw.bf16(&[5], 1.0)).with("wq_b", draw.bf16(&[12, 5], 0.5));
+        let named = Named::new()
+            .with("h", draw.bf16(&[num_tokens, 9], 1.0))
+            .with("wq_a", draw.bf16(&[5, 9], 0.4));
+        let named =
+            named.with("q_norm", draw.bf16(&[5], 1.0)).with("wq_b", draw.bf16(&[12, 5], 0.5));
         let named = named.with("dq", draw.bf16(&[num_tokens, 12], 1.0));
         (Turn { cos, sin, positions, num_heads: 2, eps: 1e-6 }, named)
     }
@@ -197,8 +218,10 @@ mod tests {
         let (turn, named) = case(3);
         let gradients = backward(&turn, &named, &mut Rounding::exact())?;
         let of = [("h", "dh"), ("wq_a", "dwq_a"), ("q_norm", "dq_norm"), ("wq_b", "dwq_b")];
-        let objective =
-            |inputs: &Named| Ok((forward(&turn, inputs, &mut Rounding::exact())?.tensor("q")? * inputs.tensor("dq")?)?);
+        let objective = |inputs: &Named| {
+            Ok((forward(&turn, inputs, &mut Rounding::exact())?.tensor("q")?
+                * inputs.tensor("dq")?)?)
+        };
         let automatic = differentiated(&named, &of, objective)?;
         assert_gradients_are_automatic(&gradients, &automatic, &of)
     }
@@ -209,14 +232,20 @@ mod tests {
         let found = forward(&turn, &named, &mut Rounding::exact())?;
         let mean_squares = |name: &'static str, width: usize| -> Result<Vec<f64>> {
             let all = values(found.tensor(name)?)?;
-            Ok(all.chunks(width).map(|row| row.iter().map(|x| x * x).sum::<f64>() / width as f64).collect())
+            Ok(all
+                .chunks(width)
+                .map(|row| row.iter().map(|x| x * x).sum::<f64>() / width as f64)
+                .collect())
         };
         // Of a head it is m / (m + eps) = 1 - eps rstd^2, whatever the weights are; turning changes none. A head has six
         // channels, of each some ten roundings.
         let roundings = 64.0 * UNIT_ROUNDOFF;
         let rstd = values(found.tensor("q_rstd")?)?;
         for (mean_square, rstd) in mean_squares("q", 6)?.into_iter().zip(&rstd) {
-            assert!((mean_square - 1.0 + turn.eps * rstd * rstd).abs() < roundings, "{mean_square}");
+            assert!(
+                (mean_square - 1.0 + turn.eps * rstd * rstd).abs() < roundings,
+                "{mean_square}"
+            );
         }
         let doubled = named.clone().with("wq_b", (named.tensor("wq_b")? * 2.0)?);
         let doubled = forward(&turn, &doubled, &mut Rounding::exact())?;
@@ -224,7 +253,10 @@ mod tests {
         for (twice, once) in ratio.iter().zip(&rstd) {
             // 1 / twice^2 - eps is four times 1 / once^2 - eps.
             let (after, before) = (twice.powi(-2), once.powi(-2));
-            assert!((after - 4.0 * before + 3.0 * turn.eps).abs() < roundings * after, "{twice} {once}");
+            assert!(
+                (after - 4.0 * before + 3.0 * turn.eps).abs() < roundings * after,
+                "{twice} {once}"
+            );
         }
         assert!(forward(&Turn { num_heads: 5, ..turn }, &named, &mut Rounding::exact()).is_err());
         Ok(())
@@ -233,9 +265,16 @@ mod tests {
     #[test]
     fn what_is_quantized_is_what_is_not_of_decoded_numbers() -> Result<()> {
         let (turn, named) = case(3);
-        let options = |group| quantize_fp8::Options { group, scale: ScaleType::E8m0, layout: ScaleLayout::Plain };
+        let options = |group| quantize_fp8::Options {
+            group,
+            scale: ScaleType::E8m0,
+            layout: ScaleLayout::Plain,
+        };
         let coded = |name: &'static str, group| {
-            quantize_fp8::quantize(&Named::new().with("x", named.tensor(name)?.clone()), options(group))
+            quantize_fp8::quantize(
+                &Named::new().with("x", named.tensor(name)?.clone()),
+                options(group),
+            )
         };
         let decoded = |name, group| -> Result<Tensor> {
             let y = quantize_fp8::dequantize(&coded(name, group)?, options(group), Format::F32)?;
@@ -244,9 +283,16 @@ mod tests {
         let numbers = named.clone().with("h", decoded("h", Group::Row(BLOCK))?);
         let numbers = numbers.with("wq_a", decoded("wq_a", Group::Square)?);
         let numbers = numbers.with("wq_b", decoded("wq_b", Group::Square)?);
-        let of = |name, part| -> Result<Tensor> { Ok(coded(name, Group::Square)?.tensor(part)?.clone()) };
-        let codes = named.clone().with("wq_a_codes", of("wq_a", "codes")?).with("wq_a_scales", of("wq_a", "scales")?);
-        let codes = codes.with("wq_b_codes", of("wq_b", "codes")?).with("wq_b_scales", of("wq_b", "scales")?);
+        let of = |name, part| -> Result<Tensor> {
+            Ok(coded(name, Group::Square)?.tensor(part)?.clone())
+        };
+        let codes = named
+            .clone()
+            .with("wq_a_codes", of("wq_a", "codes")?)
+            .with("wq_a_scales", of("wq_a", "scales")?);
+        let codes = codes
+            .with("wq_b_codes", of("wq_b", "codes")?)
+            .with("wq_b_scales", of("wq_b", "scales")?);
         let expected = forward(&turn, &numbers, &mut Rounding::exact())?;
         let found = forward_quantized(&turn, &codes, &mut Rounding::exact())?;
         for name in ["q_a", "qr", "q"] {

@@ -62,7 +62,8 @@ pub fn backward(inputs: &Named, eps: f64, rounding: &mut Rounding) -> Result<Nam
     let orthogonal = rounding.f32(&(&g - projection)?)?;
     let dx = rounding.f32(&orthogonal.broadcast_mul(&rstd)?)?;
 
-    let dweight = inputs.get("weight").map(|_| weight_gradient(x, dy, &rstd, rounding)).transpose()?;
+    let dweight =
+        inputs.get("weight").map(|_| weight_gradient(x, dy, &rstd, rounding)).transpose()?;
     Ok(Named::new().with("dx", dx).maybe("dweight", dweight))
 }
 
@@ -86,7 +87,12 @@ fn reciprocal_root(x: &Tensor, eps: f64, rounding: &mut Rounding) -> Result<Tens
 }
 
 /// `dw = sum over rows of dy x r`.
-fn weight_gradient(x: &Tensor, dy: &Tensor, rstd: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+fn weight_gradient(
+    x: &Tensor,
+    dy: &Tensor,
+    rstd: &Tensor,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let normalised = rounding.f32(&x.broadcast_mul(rstd)?)?;
     let terms = rounding.f32(&(dy * normalised)?)?;
     rounding.sum_f32(&terms, 0)
@@ -99,8 +105,8 @@ mod tests {
     use crate::error::Error;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within, differentiated,
-        dot, dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within,
+        differentiated, dot, dot_of_magnitudes, f64_tensor,
     };
 
     const EPS: f64 = 1e-6;
@@ -181,7 +187,8 @@ mod tests {
         let (vx, vw) = (draw.normal(&[6, 40], 1.0), draw.normal(&[40], 1.0));
         let (x, weight, dy) = (inputs.tensor("x")?, inputs.tensor("weight")?, inputs.tensor("dy")?);
         let objective = |h: f64| -> Result<f64> {
-            let moved = Named::new().with("x", (x + (&vx * h)?)?).with("weight", (weight + (&vw * h)?)?);
+            let moved =
+                Named::new().with("x", (x + (&vx * h)?)?).with("weight", (weight + (&vw * h)?)?);
             Ok(dot(exactly_forward(&moved)?.tensor("y")?, dy))
         };
         let y = exactly_forward(&inputs)?;
@@ -201,7 +208,8 @@ mod tests {
         let gradients = exactly_backward(&inputs)?;
         let error = (dot(dy, y.tensor("y")?) - dot(gradients.tensor("dweight")?, &v)).abs();
         // Both sides sum 297 products, each with the roundings of x r (width + 5) and two more.
-        let bound = 2.0 * UNIT_ROUNDOFF * (297.0 + 33.0 + 7.0) * dot_of_magnitudes(dy, y.tensor("y")?);
+        let bound =
+            2.0 * UNIT_ROUNDOFF * (297.0 + 33.0 + 7.0) * dot_of_magnitudes(dy, y.tensor("y")?);
         assert!(error <= bound, "{error:e} > {bound:e}");
         Ok(())
     }
@@ -228,11 +236,16 @@ mod tests {
     fn no_rows_are_a_legal_input_in_both_precisions() -> Result<()> {
         for precision in [Precision::Exact, Precision::Working { seed: 1 }] {
             let none = f64_tensor(&[], &[0, 8]);
-            let inputs =
-                Named::new().with("x", none.clone()).with("weight", f64_tensor(&[1.0; 8], &[8])).with("dy", none);
+            let inputs = Named::new()
+                .with("x", none.clone())
+                .with("weight", f64_tensor(&[1.0; 8], &[8]))
+                .with("dy", none);
             let mut rounding = Rounding::new(precision);
             let outputs = forward(&inputs, EPS, &mut rounding)?;
-            assert_eq!((outputs.tensor("y")?.dims(), outputs.tensor("rstd")?.dims()), (&[0, 8][..], &[0][..]));
+            assert_eq!(
+                (outputs.tensor("y")?.dims(), outputs.tensor("rstd")?.dims()),
+                (&[0, 8][..], &[0][..])
+            );
             let gradients = backward(&inputs, EPS, &mut rounding)?;
             assert_eq!(gradients.tensor("dx")?.dims(), [0, 8]);
             assert_eq!(values(gradients.tensor("dweight")?)?, [0.0; 8]);
@@ -245,13 +258,19 @@ mod tests {
     fn bad_inputs_are_refused_by_name() {
         let inputs = case(10, 2, 4, true);
         let x = inputs.tensor("x").unwrap();
-        for (argument, wrong) in
-            [("x", x.flatten_all().unwrap()), ("weight", f64_tensor(&[1.0], &[1])), ("dy", x.narrow(0, 0, 1).unwrap())]
-        {
+        for (argument, wrong) in [
+            ("x", x.flatten_all().unwrap()),
+            ("weight", f64_tensor(&[1.0], &[1])),
+            ("dy", x.narrow(0, 0, 1).unwrap()),
+        ] {
             let refused = exactly_backward(&inputs.clone().with(argument, wrong));
-            assert!(matches!(refused, Err(Error::Shape { argument: a, .. }) if a == argument), "{argument}");
+            assert!(
+                matches!(refused, Err(Error::Shape { argument: a, .. }) if a == argument),
+                "{argument}"
+            );
         }
-        let refused = |inputs: Named, eps| forward(&inputs, eps, &mut Rounding::exact()).unwrap_err();
+        let refused =
+            |inputs: Named, eps| forward(&inputs, eps, &mut Rounding::exact()).unwrap_err();
         assert!(matches!(refused(inputs.clone(), f64::NAN), Error::Value { argument: "eps", .. }));
         let empty = Named::new().with("x", f64_tensor(&[], &[2, 0]));
         assert!(matches!(refused(empty, 1.0), Error::Value { argument: "width", .. }));
@@ -280,13 +299,16 @@ mod tests {
             let width = *golden.raw("in.x").dims().last().expect("channels");
             let rows = |t: Tensor| t.reshape(((), width));
             let weighted = golden.has("param.norm.weight");
-            let inputs = Named::new().with("x", rows(golden.f64("in.x"))?).with("dy", rows(golden.f64("gout.y"))?);
+            let inputs = Named::new()
+                .with("x", rows(golden.f64("in.x"))?)
+                .with("dy", rows(golden.f64("gout.y"))?);
             let inputs = inputs.maybe("weight", weighted.then(|| golden.f64("param.norm.weight")));
             let (outputs, gradients) = (exactly_forward(&inputs)?, exactly_backward(&inputs)?);
             let bounds = bounds(&inputs)?;
             let agrees = |actual: &Tensor, name: &'static str, key: &str| -> Result<()> {
                 let expected = golden.f64(key).reshape(actual.shape())?;
-                let allowed = (bounds.tensor(name)? + golden.storage_error(key).reshape(actual.shape())?)?;
+                let allowed =
+                    (bounds.tensor(name)? + golden.storage_error(key).reshape(actual.shape())?)?;
                 assert_within(name, actual, &expected, &allowed);
                 Ok(())
             };

@@ -129,7 +129,13 @@ impl Inputs {
 }
 
 /// `x` rotated by the table, or backwards when `inverse`.
-fn rotate(inputs: &Inputs, dims: &Dims, x: &Tensor, inverse: bool, rounding: &mut Rounding) -> Result<Tensor> {
+fn rotate(
+    inputs: &Inputs,
+    dims: &Dims,
+    x: &Tensor,
+    inverse: bool,
+    rounding: &mut Rounding,
+) -> Result<Tensor> {
     let pairs = (dims.num_tokens, dims.num_heads, dims.num_pairs, 2);
     if dims.num_tokens * dims.num_heads * dims.num_pairs == 0 {
         return Ok(x.clone());
@@ -170,7 +176,8 @@ pub fn turned(inputs: &Inputs) -> Result<Vec<f64>> {
         let position = inputs.positions.as_ref().map_or(token as i64, |positions| positions[token]);
         let inside = usize::try_from(position).ok().filter(|&position| position < table_rows);
         for (pair, x) in x[head_dim - 2 * num_pairs..].chunks_mut(2).enumerate() {
-            let [cos, sin] = [&cos, &sin].map(|table| inside.map_or(f64::NAN, |row| table[row * num_pairs + pair]));
+            let [cos, sin] = [&cos, &sin]
+                .map(|table| inside.map_or(f64::NAN, |row| table[row * num_pairs + pair]));
             let sin = if inputs.inverse { -sin } else { sin };
             let [even, odd] = [x[0], x[1]];
             x[0] = Format::BF16.nearest(fused(even, cos, -f32_of(odd * sin)));
@@ -267,7 +274,11 @@ impl YarnParameters {
         }
         let above = |argument, value: f64, least: f64, rule| {
             // Written so that NaN is refused too.
-            if value > least && value.is_finite() { Ok(()) } else { Err(wrong_value(argument, value, rule)) }
+            if value > least && value.is_finite() {
+                Ok(())
+            } else {
+                Err(wrong_value(argument, value, rule))
+            }
         };
         above("theta", self.theta, 1.0, "it must be finite and above 1")?;
         if let Some(factor) = self.factor {
@@ -305,8 +316,10 @@ pub fn inv_freq_f32(parameters: &YarnParameters) -> Result<Vec<f32>> {
 /// is these numbers rounded to fp32.
 pub fn table(inv_freq: &[f32], positions: &[i64]) -> Result<(Tensor, Tensor)> {
     let shape = (positions.len(), inv_freq.len());
-    let angles: Vec<f64> =
-        positions.iter().flat_map(|&p| inv_freq.iter().map(move |&f| f64::from(p as f32 * f))).collect();
+    let angles: Vec<f64> = positions
+        .iter()
+        .flat_map(|&p| inv_freq.iter().map(move |&f| f64::from(p as f32 * f)))
+        .collect();
     let cos = angles.iter().map(|a| a.cos()).collect::<Vec<_>>();
     let sin = angles.iter().map(|a| a.sin()).collect::<Vec<_>>();
     Ok((Tensor::from_vec(cos, shape, &Device::Cpu)?, Tensor::from_vec(sin, shape, &Device::Cpu)?))
@@ -317,12 +330,14 @@ mod tests {
     use super::*;
     use crate::Precision;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, dot, dot_of_magnitudes, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_within, dot,
+        dot_of_magnitudes, f64_tensor,
     };
 
     fn case(seed: u64, inverse: bool) -> (Inputs, Tensor) {
         let mut draw = Draw::new(seed);
-        let inv_freq = inv_freq_f32(&YarnParameters { rope_dim: 8, ..YarnParameters::main() }).unwrap();
+        let inv_freq =
+            inv_freq_f32(&YarnParameters { rope_dim: 8, ..YarnParameters::main() }).unwrap();
         let (cos, sin) = table(&inv_freq, &[0, 1, 2, 3, 4, 5, 6, 700_000]).unwrap();
         let x = draw.bf16(&[5, 3, 20], 2.0);
         let dy = draw.bf16(&[5, 3, 20], 1.0);
@@ -351,7 +366,9 @@ mod tests {
         for (small, expected) in [(2f64.powi(-100), above), (-2f64.powi(-100), below)] {
             assert_eq!(fused(1.0 + 2f64.powi(-7), 1.0 + 2f64.powi(-17), small), expected);
         }
-        assert!(fused(1.0, 1.0, f64::NAN).is_nan() && fused(1.0, f64::INFINITY, 1.0) == f64::INFINITY);
+        assert!(
+            fused(1.0, 1.0, f64::NAN).is_nan() && fused(1.0, f64::INFINITY, 1.0) == f64::INFINITY
+        );
     }
 
     #[test]
@@ -425,7 +442,8 @@ mod tests {
                 assert_eq!(values(&result.narrow(2, 0, 12)?)?, values(&source.narrow(2, 0, 12)?)?);
             }
         }
-        let automatic = values(&backward_autograd(&inputs, &dy)?.dx.narrow(0, 0, 4)?.narrow(2, 12, 8)?)?;
+        let automatic =
+            values(&backward_autograd(&inputs, &dy)?.dx.narrow(0, 0, 4)?.narrow(2, 12, 8)?)?;
         assert!(automatic.iter().all(|v| v.is_nan()));
         Ok(())
     }
@@ -460,13 +478,19 @@ mod tests {
         let exact = &mut Rounding::exact();
         let wide = f64_tensor(&[0.0; 22], &[2, 11]);
         let too_wide = Inputs { cos: wide.clone(), sin: wide, ..inputs.clone() };
-        assert!(matches!(forward(&too_wide, exact), Err(Error::Value { argument: "rope_dim", .. })));
+        assert!(matches!(
+            forward(&too_wide, exact),
+            Err(Error::Value { argument: "rope_dim", .. })
+        ));
         let short = Inputs { positions: Some(vec![0]), ..inputs.clone() };
         assert!(matches!(forward(&short, exact), Err(Error::Shape { argument: "positions", .. })));
         let uneven = Inputs { sin: f64_tensor(&[0.0], &[1, 1]), ..inputs.clone() };
         assert!(matches!(forward(&uneven, exact), Err(Error::Shape { argument: "sin", .. })));
         let flat = dy.flatten_all().unwrap();
-        assert!(matches!(backward(&inputs, &flat, exact), Err(Error::Shape { argument: "dy", .. })));
+        assert!(matches!(
+            backward(&inputs, &flat, exact),
+            Err(Error::Shape { argument: "dy", .. })
+        ));
         let odd = YarnParameters { rope_dim: 3, ..YarnParameters::main() };
         assert!(matches!(inv_freq_f32(&odd), Err(Error::Value { argument: "rope_dim", .. })));
         let nan = YarnParameters { theta: f64::NAN, ..YarnParameters::main() };
@@ -534,7 +558,12 @@ mod tests {
 
     /// The rope parameters that the golden files name in their headers.
     fn golden_parameters() -> [(&'static str, &'static str, YarnParameters); 6] {
-        let plain = |theta, rope_dim| YarnParameters { theta, rope_dim, factor: None, ..YarnParameters::main() };
+        let plain = |theta, rope_dim| YarnParameters {
+            theta,
+            rope_dim,
+            factor: None,
+            ..YarnParameters::main()
+        };
         let small = YarnParameters {
             rope_dim: 8,
             factor: Some(4.0),

@@ -48,7 +48,8 @@ pub fn backward(inputs: &Named, num_streams: usize, rounding: &mut Rounding) -> 
             counts[at] += 1.0;
         }
     }
-    let tensor = |numbers: Vec<f64>| Tensor::from_vec(numbers, (ids.vocab_size, width), &Device::Cpu);
+    let tensor =
+        |numbers: Vec<f64>| Tensor::from_vec(numbers, (ids.vocab_size, width), &Device::Cpu);
     let dtable = rounding.accumulated_f32(&tensor(sums)?, &tensor(squares)?, &tensor(counts)?)?;
     Ok(Named::new().with("dtable", dtable))
 }
@@ -68,7 +69,12 @@ impl Ids {
         ];
         let [vocab_size, given] = inputs.extents(["vocab_size", "num_streams"], &tensors)?;
         let fits = num_streams > 0 && (given == num_streams || inputs.get("dout").is_none());
-        require_that("num_streams", num_streams, fits, "there is one at least, and dout has as many")?;
+        require_that(
+            "num_streams",
+            num_streams,
+            fits,
+            "there is one at least, and dout has as many",
+        )?;
         let row = |id: f64| (0.0..vocab_size as f64).contains(&id).then_some(id as usize);
         let of_tokens = values(inputs.tensor("token_ids")?)?.into_iter().map(row).collect();
         Ok(Self { of_tokens, vocab_size })
@@ -83,8 +89,9 @@ impl Ids {
         let index: Vec<u32> = self.of_tokens.iter().map(|id| id.unwrap_or(0) as u32).collect();
         let absent: Vec<u8> = self.of_tokens.iter().map(|id| u8::from(id.is_none())).collect();
         let rows = table.index_select(&Tensor::from_vec(index, num_tokens, &Device::Cpu)?, 0)?;
-        let absent =
-            Tensor::from_vec(absent, (num_tokens, 1), &Device::Cpu)?.broadcast_as(rows.shape())?.contiguous()?;
+        let absent = Tensor::from_vec(absent, (num_tokens, 1), &Device::Cpu)?
+            .broadcast_as(rows.shape())?
+            .contiguous()?;
         unless(&absent, &rows, 0.0)
     }
 }
@@ -92,12 +99,15 @@ impl Ids {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Draw, UNIT_ROUNDOFF, assert_unbiased, assert_within, differentiated, f64_tensor};
+    use crate::testing::{
+        Draw, UNIT_ROUNDOFF, assert_unbiased, assert_within, differentiated, f64_tensor,
+    };
     use crate::{Precision, Rounding};
 
     fn case(seed: u64, [num_tokens, vocab_size, num_streams, hidden_size]: [usize; 4]) -> Named {
         let mut draw = Draw::new(seed);
-        let ids: Vec<f64> = (0..num_tokens).map(|_| draw.below(vocab_size + 2) as f64 - 1.0).collect();
+        let ids: Vec<f64> =
+            (0..num_tokens).map(|_| draw.below(vocab_size + 2) as f64 - 1.0).collect();
         let named = Named::new().with("table", draw.bf16(&[vocab_size, hidden_size], 1.0));
         let named = named.with("token_ids", f64_tensor(&ids, &[num_tokens]));
         named.with("dout", draw.bf16(&[num_tokens, num_streams, hidden_size], 1.0))
@@ -116,7 +126,10 @@ mod tests {
         let inputs = inputs.with("dout", f64_tensor(&dout, &[6, 2, 2]));
         let dtable = backward(&inputs, 2, &mut Rounding::exact())?;
         // Token 5's streams; those of tokens 0 and 3.
-        assert_eq!(values(dtable.tensor("dtable")?)?, [20.0 + 22.0, 21.0 + 23.0, 2.0 + 26.0, 4.0 + 28.0]);
+        assert_eq!(
+            values(dtable.tensor("dtable")?)?,
+            [20.0 + 22.0, 21.0 + 23.0, 2.0 + 26.0, 4.0 + 28.0]
+        );
         Ok(())
     }
 
@@ -139,7 +152,8 @@ mod tests {
         let run = |precision| -> Result<Tensor> {
             Ok(backward(&inputs, 4, &mut Rounding::new(precision))?.tensor("dtable")?.clone())
         };
-        let runs = (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
+        let runs =
+            (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         assert_unbiased("dtable", &run(Precision::Exact)?, &runs, 16);
         Ok(())
     }
@@ -148,7 +162,10 @@ mod tests {
     fn no_tokens_and_no_rows_are_legal_and_bad_inputs_are_refused() -> Result<()> {
         let none = case(3, [0, 3, 2, 4]);
         assert_eq!(forward(&none, 2)?.tensor("out")?.dims(), [0, 2, 4]);
-        assert_eq!(values(backward(&none, 2, &mut Rounding::exact())?.tensor("dtable")?)?, [0.0; 12]);
+        assert_eq!(
+            values(backward(&none, 2, &mut Rounding::exact())?.tensor("dtable")?)?,
+            [0.0; 12]
+        );
         let empty = case(4, [3, 0, 2, 4]);
         assert_eq!(values(forward(&empty, 2)?.tensor("out")?)?, [0.0; 24]);
         assert!(forward(&empty, 0).is_err() && forward(&empty, 3).is_err());

@@ -22,7 +22,9 @@ use crate::error::Result;
 use crate::named::Named;
 use crate::precision::Rounding;
 use crate::streams::mhc_mix::{self, Numbers};
-use crate::{projections::rms_norm, streams::mhc_post, streams::mhc_post_mix_pre, streams::mhc_pre};
+use crate::{
+    projections::rms_norm, streams::mhc_post, streams::mhc_post_mix_pre, streams::mhc_pre,
+};
 
 /// What the parameters of a site and the rows that its sublayer adds are called.
 struct Site {
@@ -33,16 +35,28 @@ struct Site {
     add: &'static str,
 }
 
-const ATTN: Site =
-    Site { projection: "attn_fn", scale: "attn_scale", base: "attn_base", weight: "attn_weight", add: "attn_add" };
-const FFN: Site =
-    Site { projection: "ffn_fn", scale: "ffn_scale", base: "ffn_base", weight: "ffn_weight", add: "ffn_add" };
+const ATTN: Site = Site {
+    projection: "attn_fn",
+    scale: "attn_scale",
+    base: "attn_base",
+    weight: "attn_weight",
+    add: "attn_add",
+};
+const FFN: Site = Site {
+    projection: "ffn_fn",
+    scale: "ffn_scale",
+    base: "ffn_base",
+    weight: "ffn_weight",
+    add: "ffn_add",
+};
 
 impl Site {
     /// `named` and the parameters of the projection, as `mhc_mix` calls them.
     fn with_projection(&self, inputs: &Named, named: Named) -> Result<Named> {
         let named = named.with("fn", inputs.tensor(self.projection)?.clone());
-        Ok(named.with("scale", inputs.tensor(self.scale)?.clone()).with("base", inputs.tensor(self.base)?.clone()))
+        Ok(named
+            .with("scale", inputs.tensor(self.scale)?.clone())
+            .with("base", inputs.tensor(self.base)?.clone()))
     }
 }
 
@@ -57,9 +71,16 @@ struct Sublayer {
 }
 
 impl Sublayer {
-    fn of(h: &Tensor, site: &Site, inputs: &Named, eps: f64, rounding: &mut Rounding) -> Result<Self> {
+    fn of(
+        h: &Tensor,
+        site: &Site,
+        inputs: &Named,
+        eps: f64,
+        rounding: &mut Rounding,
+    ) -> Result<Self> {
         let h = rounding.bf16(h)?;
-        let norm = Named::new().with("x", h.clone()).with("weight", inputs.tensor(site.weight)?.clone());
+        let norm =
+            Named::new().with("x", h.clone()).with("weight", inputs.tensor(site.weight)?.clone());
         let norm = rms_norm::forward(&norm, eps, rounding)?;
         let (u, rstd) = (norm.tensor("y")?.clone(), norm.tensor("rstd")?.clone());
         let y = (rounding.bf16(&u)? + inputs.tensor(site.add)?)?;
@@ -67,8 +88,17 @@ impl Sublayer {
     }
 
     /// The gradients of h and of the norm's weight, from that of y, stored.
-    fn backward(&self, dy: &Tensor, weight: &Tensor, eps: f64, rounding: &mut Rounding) -> Result<(Tensor, Tensor)> {
-        let norm = Named::new().with("x", self.h.clone()).with("weight", weight.clone()).with("dy", dy.clone());
+    fn backward(
+        &self,
+        dy: &Tensor,
+        weight: &Tensor,
+        eps: f64,
+        rounding: &mut Rounding,
+    ) -> Result<(Tensor, Tensor)> {
+        let norm = Named::new()
+            .with("x", self.h.clone())
+            .with("weight", weight.clone())
+            .with("dy", dy.clone());
         let gradients = rms_norm::backward(&norm, eps, rounding)?;
         Ok((gradients.tensor("dx")?.clone(), gradients.tensor("dweight")?.clone()))
     }
@@ -91,12 +121,15 @@ struct Run {
 
 fn run(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Run> {
     let streams = Named::new().with("streams", inputs.tensor("streams")?.clone());
-    let attn = mhc_mix::forward(&ATTN.with_projection(inputs, streams.clone())?, numbers, rounding)?;
-    let mixed = mhc_pre::forward(&streams.with("pre", attn.tensor("pre")?.clone()), None, rounding)?;
+    let attn =
+        mhc_mix::forward(&ATTN.with_projection(inputs, streams.clone())?, numbers, rounding)?;
+    let mixed =
+        mhc_pre::forward(&streams.with("pre", attn.tensor("pre")?.clone()), None, rounding)?;
     let attn_h = mixed.tensor("h")?.clone();
     let attn_sublayer = Sublayer::of(&attn_h, &ATTN, inputs, numbers.norm_eps, rounding)?;
     let attn_y = rounding.bf16(&attn_sublayer.y)?;
-    let fused = mhc_post_mix_pre::forward(&fused_inputs(inputs, &attn, &attn_y)?, numbers, rounding)?;
+    let fused =
+        mhc_post_mix_pre::forward(&fused_inputs(inputs, &attn, &attn_y)?, numbers, rounding)?;
     let ffn_sublayer = Sublayer::of(fused.tensor("h")?, &FFN, inputs, numbers.norm_eps, rounding)?;
     let ffn_y = rounding.bf16(&ffn_sublayer.y)?;
     let between = rounding.bf16(fused.tensor("out")?)?;
@@ -105,15 +138,18 @@ fn run(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Run>
 
 /// What `mhc_post_mix_pre` reads.
 fn fused_inputs(inputs: &Named, attn: &Named, attn_y: &Tensor) -> Result<Named> {
-    let named = Named::new().with("streams", inputs.tensor("streams")?.clone()).with("y", attn_y.clone());
-    let named = named.with("post", attn.tensor("post")?.clone()).with("comb", attn.tensor("comb")?.clone());
+    let named =
+        Named::new().with("streams", inputs.tensor("streams")?.clone()).with("y", attn_y.clone());
+    let named =
+        named.with("post", attn.tensor("post")?.clone()).with("comb", attn.tensor("comb")?.clone());
     FFN.with_projection(inputs, named)
 }
 
 impl Run {
     /// What the last `mhc_post` reads.
     fn last(&self) -> Result<Named> {
-        let named = Named::new().with("streams", self.between.clone()).with("y", self.ffn_y.clone());
+        let named =
+            Named::new().with("streams", self.between.clone()).with("y", self.ffn_y.clone());
         let named = named.with("post", self.fused.tensor("next_post")?.clone());
         Ok(named.with("comb", self.fused.tensor("next_comb")?.clone()))
     }
@@ -131,9 +167,9 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     let out = mhc_post::forward(&run.last()?, rounding)?.tensor("out")?.clone();
     let outputs = Named::new().with("out", out).with("between", run.fused.tensor("out")?.clone());
     let named = |outputs: Named, of: &Named, names: &[(&'static str, &'static str)]| {
-        names
-            .iter()
-            .try_fold(outputs, |all, (name, own)| Ok::<_, crate::Error>(all.with(name, of.tensor(own)?.clone())))
+        names.iter().try_fold(outputs, |all, (name, own)| {
+            Ok::<_, crate::Error>(all.with(name, of.tensor(own)?.clone()))
+        })
     };
     let outputs = named(
         outputs,
@@ -169,14 +205,17 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
 /// stored in f32; names have `attn_` or `ffn_` behind the `d`. The inputs are those of [`forward`] and `dout`.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let run = run(inputs, numbers, rounding)?;
-    let last = mhc_post::backward(&run.last()?.with("dout", inputs.tensor("dout")?.clone()), rounding)?;
+    let last =
+        mhc_post::backward(&run.last()?.with("dout", inputs.tensor("dout")?.clone()), rounding)?;
     let dffn_add = last.tensor("dy")?.clone();
     let dy = rounding.bf16(&dffn_add)?;
     let (dffn_h, dffn_weight) =
         run.ffn_sublayer.backward(&dy, inputs.tensor(FFN.weight)?, numbers.norm_eps, rounding)?;
 
     let fused = fused_inputs(inputs, &run.attn, &run.attn_y)?;
-    let fused = fused.with("dout", rounding.bf16(last.tensor("dstreams")?)?).with("dh", rounding.bf16(&dffn_h)?);
+    let fused = fused
+        .with("dout", rounding.bf16(last.tensor("dstreams")?)?)
+        .with("dh", rounding.bf16(&dffn_h)?);
     let fused = fused.with("dnext_post", last.tensor("dpost")?.clone());
     let fused = fused.with("dnext_comb", last.tensor("dcomb")?.clone());
     let fused = mhc_post_mix_pre::backward(&fused, numbers, rounding)?;
@@ -187,17 +226,29 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
 
     let site = Named::new().with("streams", inputs.tensor("streams")?.clone());
     let site = ATTN.with_projection(inputs, site)?.with("pre", run.attn.tensor("pre")?.clone());
-    let site = site.with("dout", rounding.bf16(fused.tensor("dstreams")?)?).with("dh", rounding.bf16(&dattn_h)?);
-    let site = site.with("dpost", fused.tensor("dpost")?.clone()).with("dcomb", fused.tensor("dcomb")?.clone());
+    let site = site
+        .with("dout", rounding.bf16(fused.tensor("dstreams")?)?)
+        .with("dh", rounding.bf16(&dattn_h)?);
+    let site = site
+        .with("dpost", fused.tensor("dpost")?.clone())
+        .with("dcomb", fused.tensor("dcomb")?.clone());
     let site = mhc_post_mix_pre::site_backward(&site, numbers, rounding)?;
 
     let of = |gradients: &Named, name| Ok::<_, crate::Error>(gradients.tensor(name)?.clone());
-    let named = Named::new().with("dstreams", of(&site, "dstreams")?).with("dbetween", of(&fused, "dout_total")?);
-    let named = named.with("dattn_add", dattn_add).with("dattn_h", dattn_h).with("dattn_weight", dattn_weight);
-    let named = named.with("dffn_add", dffn_add).with("dffn_h", dffn_h).with("dffn_weight", dffn_weight);
+    let named = Named::new()
+        .with("dstreams", of(&site, "dstreams")?)
+        .with("dbetween", of(&fused, "dout_total")?);
+    let named = named
+        .with("dattn_add", dattn_add)
+        .with("dattn_h", dattn_h)
+        .with("dattn_weight", dattn_weight);
+    let named =
+        named.with("dffn_add", dffn_add).with("dffn_h", dffn_h).with("dffn_weight", dffn_weight);
     let named = named.with("dattn_fn", of(&site, "dfn")?).with("dattn_scale", of(&site, "dscale")?);
     let named = named.with("dattn_base", of(&site, "dbase")?).with("dffn_fn", of(&fused, "dfn")?);
-    let named = named.with("dffn_scale", of(&fused, "dscale")?).with("dffn_base", of(&fused, "dbase")?);
-    let named = named.with("dattn_post", of(&fused, "dpost")?).with("dattn_comb", of(&fused, "dcomb")?);
+    let named =
+        named.with("dffn_scale", of(&fused, "dscale")?).with("dffn_base", of(&fused, "dbase")?);
+    let named =
+        named.with("dattn_post", of(&fused, "dpost")?).with("dattn_comb", of(&fused, "dcomb")?);
     Ok(named.with("dffn_post", of(&last, "dpost")?).with("dffn_comb", of(&last, "dcomb")?))
 }

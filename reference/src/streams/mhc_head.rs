@@ -65,11 +65,19 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     let [through, dfn] = gradients_of_projection(inputs, &projected, &dmix, rounding)?;
     let own = rounding.f32(&w.unsqueeze(2)?.broadcast_mul(&dout)?)?;
     let dstreams = rounding.f32(&(through + own)?)?;
-    Ok(Named::new().with("dstreams", dstreams).with("dfn", dfn).with("dscale", dscale).with("dbase", dbase))
+    Ok(Named::new()
+        .with("dstreams", dstreams)
+        .with("dfn", dfn)
+        .with("dscale", dscale)
+        .with("dbase", dbase))
 }
 
 /// What both directions compute: the projection, and z `[num_tokens, 4]`.
-fn logits(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<(Projected, Tensor)> {
+fn logits(
+    inputs: &Named,
+    numbers: Numbers,
+    rounding: &mut Rounding,
+) -> Result<(Projected, Tensor)> {
     let tensors: [(&[&'static str], &[&'static str]); 5] = [
         (&["streams"], &["num_tokens", "num_streams", "hidden_size"]),
         (&["fn"], &["num_columns", "num_streams", "hidden_size"]),
@@ -79,8 +87,18 @@ fn logits(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<(
     ];
     let axes = ["num_streams", "num_columns", "num_groups", "hidden_size"];
     let [num_streams, num_columns, num_groups, hidden_size] = inputs.extents(axes, &tensors)?;
-    require_that("num_streams", num_streams, num_streams == NUM_STREAMS, "a token has four streams")?;
-    require_that("num_columns", num_columns, num_columns == NUM_STREAMS, "each stream has a coefficient")?;
+    require_that(
+        "num_streams",
+        num_streams,
+        num_streams == NUM_STREAMS,
+        "a token has four streams",
+    )?;
+    require_that(
+        "num_columns",
+        num_columns,
+        num_columns == NUM_STREAMS,
+        "each stream has a coefficient",
+    )?;
     require_that("num_groups", num_groups, num_groups == 1, "there is one scale")?;
     require_that("hidden_size", hidden_size, hidden_size > 0, "a stream has at least one channel")?;
     for (name, eps) in [("norm_eps", numbers.norm_eps), ("hc_eps", numbers.hc_eps)] {
@@ -104,10 +122,14 @@ mod tests {
 
     fn case(seed: u64, num_tokens: usize, hidden_size: usize) -> Named {
         let mut draw = Draw::new(seed);
-        let named = Named::new().with("streams", draw.bf16(&[num_tokens, NUM_STREAMS, hidden_size], 1.0));
+        let named =
+            Named::new().with("streams", draw.bf16(&[num_tokens, NUM_STREAMS, hidden_size], 1.0));
         let deviation = ((NUM_STREAMS * hidden_size) as f64).sqrt().recip();
-        let named = named.with("fn", draw.normal(&[NUM_STREAMS, NUM_STREAMS, hidden_size], deviation));
-        let named = named.with("scale", draw.normal(&[1], 1.0)).with("base", draw.normal(&[NUM_STREAMS], 1.0));
+        let named =
+            named.with("fn", draw.normal(&[NUM_STREAMS, NUM_STREAMS, hidden_size], deviation));
+        let named = named
+            .with("scale", draw.normal(&[1], 1.0))
+            .with("base", draw.normal(&[NUM_STREAMS], 1.0));
         named.with("dout", draw.bf16(&[num_tokens, hidden_size], 1.0))
     }
 
@@ -128,7 +150,8 @@ mod tests {
             let inputs = case(seed, num_tokens, hidden_size);
             let explicit = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
             let automatic = differentiated(&inputs, &GRADIENTS, |inputs| {
-                Ok((forward(inputs, NUMBERS, &mut Rounding::exact())?.tensor("out")? * inputs.tensor("dout")?)?)
+                Ok((forward(inputs, NUMBERS, &mut Rounding::exact())?.tensor("out")?
+                    * inputs.tensor("dout")?)?)
             })?;
             // No intermediate is larger than all numbers together.
             let roundings = 2.0 * (16.0 * hidden_size as f64 + 128.0);
@@ -146,7 +169,9 @@ mod tests {
         let refused = |inputs: Named, numbers| {
             forward(&inputs, numbers, &mut Rounding::exact()).map(|_| ()).unwrap_err().to_string()
         };
-        assert!(refused(case(1, 2, 3), Numbers { hc_eps: 0.0, ..NUMBERS }).contains("`hc_eps` is 0"));
+        assert!(
+            refused(case(1, 2, 3), Numbers { hc_eps: 0.0, ..NUMBERS }).contains("`hc_eps` is 0")
+        );
         let scales = case(1, 2, 3).with("scale", f64_tensor(&[1.0, 2.0], &[2]));
         assert!(refused(scales, NUMBERS).contains("`num_groups` is 2"));
     }

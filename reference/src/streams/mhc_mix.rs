@@ -42,7 +42,8 @@ const GROUPS: [(usize, usize); 3] =
     [(0, NUM_STREAMS), (NUM_STREAMS, NUM_STREAMS), (2 * NUM_STREAMS, NUM_STREAMS * NUM_STREAMS)];
 
 /// That of the projection: of 16 products that it adds at a time a third are of other terms.
-const ACCUMULATOR: Accumulator = Accumulator { block_terms: 5, ..Accumulator::F32 }.promoted_every(64);
+const ACCUMULATOR: Accumulator =
+    Accumulator { block_terms: 5, ..Accumulator::F32 }.promoted_every(64);
 
 /// The numbers of a call.
 #[derive(Clone, Copy, Debug)]
@@ -93,20 +94,25 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     let gates = z.narrow(1, 0, 2 * NUM_STREAMS)?;
     let (s, rest) = (rounding.sigmoid_f32(&gates)?, rounding.sigmoid_f32(&gates.neg()?)?);
     let slope = rounding.f32(&(s * rest)?)?;
-    let of_gates = Tensor::cat(&[inputs.tensor("dpre")?.clone(), (inputs.tensor("dpost")? * 2.0)?], 1)?;
+    let of_gates =
+        Tensor::cat(&[inputs.tensor("dpre")?.clone(), (inputs.tensor("dpost")? * 2.0)?], 1)?;
     let of_gates = rounding.f32(&(of_gates * slope)?)?;
-    let of_comb = Sinkhorn::of(&logits(&z)?, numbers, rounding)?.gradient(inputs.tensor("dcomb")?, rounding)?;
+    let of_comb = Sinkhorn::of(&logits(&z)?, numbers, rounding)?
+        .gradient(inputs.tensor("dcomb")?, rounding)?;
     let dz = Tensor::cat(&[of_gates, of_comb.flatten_from(1)?], 1)?;
 
     let dbase = rounding.sum_f32(&dz, 0)?;
     let products = rounding.f32(&(&dz * &mix)?)?;
     let of_columns = rounding.sum_f32(&products, 0)?;
-    let of_group =
-        |(first, count), rounding: &mut Rounding| rounding.sum_keepdim_f32(&of_columns.narrow(0, first, count)?, 0);
-    let dscale = GROUPS.into_iter().map(|group| of_group(group, rounding)).collect::<Result<Vec<_>>>()?;
+    let of_group = |(first, count), rounding: &mut Rounding| {
+        rounding.sum_keepdim_f32(&of_columns.narrow(0, first, count)?, 0)
+    };
+    let dscale =
+        GROUPS.into_iter().map(|group| of_group(group, rounding)).collect::<Result<Vec<_>>>()?;
 
     let dmix = rounding.f32(&dz.broadcast_mul(&by_columns(inputs.tensor("scale")?)?)?)?;
-    let [dstreams, dfn] = gradients_of_projection(inputs, &Projected { rstd, mix }, &dmix, rounding)?;
+    let [dstreams, dfn] =
+        gradients_of_projection(inputs, &Projected { rstd, mix }, &dmix, rounding)?;
     let gradients = Named::new().with("dstreams", dstreams).with("dfn", dfn);
     Ok(gradients.with("dscale", Tensor::cat(&dscale, 0)?).with("dbase", dbase))
 }
@@ -119,7 +125,8 @@ pub(crate) struct Projected {
 
 /// rstd and mix of `streams` and `fn` `[num_columns, 4, hidden_size]`.
 pub(crate) fn project(inputs: &Named, norm_eps: f64, rounding: &mut Rounding) -> Result<Projected> {
-    let (v, projection) = (inputs.tensor("streams")?.flatten_from(1)?, inputs.tensor("fn")?.flatten_from(1)?);
+    let (v, projection) =
+        (inputs.tensor("streams")?.flatten_from(1)?, inputs.tensor("fn")?.flatten_from(1)?);
     let squares = rounding.f32(&v.sqr()?)?;
     let mean = rounding.sum_keepdim_f32(&squares, 1)?;
     let mean = rounding.f32(&(mean / v.dim(1)? as f64)?)?;
@@ -137,7 +144,8 @@ pub(crate) fn gradients_of_projection(
     dmix: &Tensor,
     rounding: &mut Rounding,
 ) -> Result<[Tensor; 2]> {
-    let (v, projection) = (inputs.tensor("streams")?.flatten_from(1)?, inputs.tensor("fn")?.flatten_from(1)?);
+    let (v, projection) =
+        (inputs.tensor("streams")?.flatten_from(1)?, inputs.tensor("fn")?.flatten_from(1)?);
     let weights = rounding.f32(&dmix.broadcast_mul(rstd)?)?;
     let dfn = rounding.matmul_f32(&weights.t()?, &v)?.reshape(inputs.tensor("fn")?.shape())?;
     // rstd^2 mean(dmix mix) over the channels, although the sum is over columns.
@@ -153,9 +161,14 @@ pub(crate) fn gradients_of_projection(
 }
 
 /// What both directions compute: the projection, and z `[num_tokens, 24]`.
-fn logits_of(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<(Projected, Tensor)> {
+fn logits_of(
+    inputs: &Named,
+    numbers: Numbers,
+    rounding: &mut Rounding,
+) -> Result<(Projected, Tensor)> {
     let projected = project(inputs, numbers.norm_eps, rounding)?;
-    let scaled = rounding.f32(&projected.mix.broadcast_mul(&by_columns(inputs.tensor("scale")?)?)?)?;
+    let scaled =
+        rounding.f32(&projected.mix.broadcast_mul(&by_columns(inputs.tensor("scale")?)?)?)?;
     // In rows of comb's logits differences count alone, and the sigmoids take one at a time.
     let z = rounding.f32_apart(&scaled.broadcast_add(inputs.tensor("base")?)?)?;
     Ok((projected, z))
@@ -163,8 +176,11 @@ fn logits_of(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Resul
 
 /// The scale of each column.
 fn by_columns(scale: &Tensor) -> Result<Tensor> {
-    let of = |(group, (_, count)): (usize, (usize, usize))| scale.narrow(0, group, 1)?.broadcast_as(count);
-    let columns = GROUPS.into_iter().enumerate().map(of).collect::<candle_core::Result<Vec<_>>>()?;
+    let of = |(group, (_, count)): (usize, (usize, usize))| {
+        scale.narrow(0, group, 1)?.broadcast_as(count)
+    };
+    let columns =
+        GROUPS.into_iter().enumerate().map(of).collect::<candle_core::Result<Vec<_>>>()?;
     Ok(Tensor::cat(&columns, 0)?)
 }
 
@@ -244,12 +260,32 @@ fn check(inputs: &Named, numbers: Numbers) -> Result<()> {
     ];
     let axes = ["num_streams", "num_columns", "num_groups", "hidden_size"];
     let [num_streams, num_columns, num_groups, hidden_size] = inputs.extents(axes, &tensors)?;
-    require_that("num_streams", num_streams, num_streams == NUM_STREAMS, "a token has four streams")?;
-    require_that("num_columns", num_columns, num_columns == NUM_COLUMNS, "a token has 24 coefficients")?;
-    require_that("num_groups", num_groups, num_groups == GROUPS.len(), "pre, post and comb have a scale each")?;
+    require_that(
+        "num_streams",
+        num_streams,
+        num_streams == NUM_STREAMS,
+        "a token has four streams",
+    )?;
+    require_that(
+        "num_columns",
+        num_columns,
+        num_columns == NUM_COLUMNS,
+        "a token has 24 coefficients",
+    )?;
+    require_that(
+        "num_groups",
+        num_groups,
+        num_groups == GROUPS.len(),
+        "pre, post and comb have a scale each",
+    )?;
     require_that("hidden_size", hidden_size, hidden_size > 0, "a stream has at least one channel")?;
     let Numbers { sinkhorn_iters, norm_eps, hc_eps } = numbers;
-    require_that("sinkhorn_iters", sinkhorn_iters, sinkhorn_iters > 0, "there is at least one iteration")?;
+    require_that(
+        "sinkhorn_iters",
+        sinkhorn_iters,
+        sinkhorn_iters > 0,
+        "there is at least one iteration",
+    )?;
     for (name, eps) in [("norm_eps", norm_eps), ("hc_eps", hc_eps)] {
         require_that(name, eps, eps > 0.0 && eps.is_finite(), "it must be positive and finite")?;
     }
@@ -261,7 +297,8 @@ mod tests {
     use super::*;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated, f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated,
+        f64_tensor,
     };
 
     const OUTPUTS: [(&str, &str); 3] = [("pre", "dpre"), ("post", "dpost"), ("comb", "dcomb")];
@@ -271,10 +308,14 @@ mod tests {
 
     fn case(seed: u64, num_tokens: usize, hidden_size: usize) -> Named {
         let mut draw = Draw::new(seed);
-        let named = Named::new().with("streams", draw.bf16(&[num_tokens, NUM_STREAMS, hidden_size], 1.0));
+        let named =
+            Named::new().with("streams", draw.bf16(&[num_tokens, NUM_STREAMS, hidden_size], 1.0));
         let deviation = ((NUM_STREAMS * hidden_size) as f64).sqrt().recip();
-        let named = named.with("fn", draw.normal(&[NUM_COLUMNS, NUM_STREAMS, hidden_size], deviation));
-        let named = named.with("scale", draw.normal(&[3], 1.0)).with("base", draw.normal(&[NUM_COLUMNS], 1.0));
+        let named =
+            named.with("fn", draw.normal(&[NUM_COLUMNS, NUM_STREAMS, hidden_size], deviation));
+        let named = named
+            .with("scale", draw.normal(&[3], 1.0))
+            .with("base", draw.normal(&[NUM_COLUMNS], 1.0));
         let named = named.with("dpre", draw.normal(&[num_tokens, NUM_STREAMS], 1.0));
         let named = named.with("dpost", draw.normal(&[num_tokens, NUM_STREAMS], 1.0));
         named.with("dcomb", draw.normal(&[num_tokens, NUM_STREAMS, NUM_STREAMS], 1.0))
@@ -283,9 +324,9 @@ mod tests {
     /// The outputs times their upstream gradients.
     fn objective(inputs: &Named, numbers: Numbers) -> Result<Tensor> {
         let outputs = forward(inputs, numbers, &mut Rounding::exact())?;
-        let terms = OUTPUTS
-            .into_iter()
-            .map(|(output, upstream)| Ok((outputs.tensor(output)? * inputs.tensor(upstream)?)?.flatten_all()?));
+        let terms = OUTPUTS.into_iter().map(|(output, upstream)| {
+            Ok((outputs.tensor(output)? * inputs.tensor(upstream)?)?.flatten_all()?)
+        });
         Ok(Tensor::cat(&terms.collect::<Result<Vec<_>>>()?, 0)?)
     }
 
@@ -299,11 +340,16 @@ mod tests {
         // One iteration, and logits that send source 0 to destination 1 alone: the row of the softmax is known.
         let mut base = vec![0.0; NUM_COLUMNS];
         base[8 + 1] = 50.0;
-        let inputs = inputs.with("scale", f64_tensor(&[0.0; 3], &[3])).with("base", f64_tensor(&base, &[NUM_COLUMNS]));
-        let comb = forward(&inputs, Numbers { sinkhorn_iters: 1, ..NUMBERS }, &mut Rounding::exact())?;
+        let inputs = inputs
+            .with("scale", f64_tensor(&[0.0; 3], &[3]))
+            .with("base", f64_tensor(&base, &[NUM_COLUMNS]));
+        let comb =
+            forward(&inputs, Numbers { sinkhorn_iters: 1, ..NUMBERS }, &mut Rounding::exact())?;
         let comb = values(comb.tensor("comb")?)?;
         assert!(
-            (comb[1] - 1.0 / 1.75).abs() < 1e-5 && (comb[4] - 1.0 / 3.0).abs() < 1e-5 && comb[0] < 1e-5,
+            (comb[1] - 1.0 / 1.75).abs() < 1e-5
+                && (comb[4] - 1.0 / 3.0).abs() < 1e-5
+                && comb[0] < 1e-5,
             "{comb:?}"
         );
         Ok(())
@@ -314,10 +360,13 @@ mod tests {
         for (seed, num_tokens, hidden_size, sinkhorn_iters, hc_eps) in
             [(1, 1, 2, 1, 1e-2), (2, 5, 37, 20, 1e-6), (3, 3, 16, 3, 1e-2)]
         {
-            let (inputs, numbers) =
-                (case(seed, num_tokens, hidden_size), Numbers { sinkhorn_iters, hc_eps, ..NUMBERS });
+            let (inputs, numbers) = (
+                case(seed, num_tokens, hidden_size),
+                Numbers { sinkhorn_iters, hc_eps, ..NUMBERS },
+            );
             let explicit = backward(&inputs, numbers, &mut Rounding::exact())?;
-            let automatic = differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, numbers))?;
+            let automatic =
+                differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, numbers))?;
             // Each of the passes, and each of the sums' terms, rounds once; no intermediate is larger than all numbers
             // together.
             let roundings = 2.0 * (64.0 * sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
@@ -336,19 +385,27 @@ mod tests {
         let gradients = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
         let size: f64 = values(&objective(&inputs, NUMBERS)?)?.iter().map(|term| term.abs()).sum();
         let noise = 512.0 * UNIT_ROUNDOFF * size;
-        assert_derivative_along_all("mhc_mix", [&inputs, &gradients], &GRADIENTS, 0.1, noise, |moved| {
-            Ok(values(&objective(moved, NUMBERS)?)?.into_iter().sum())
-        })
+        assert_derivative_along_all(
+            "mhc_mix",
+            [&inputs, &gradients],
+            &GRADIENTS,
+            0.1,
+            noise,
+            |moved| Ok(values(&objective(moved, NUMBERS)?)?.into_iter().sum()),
+        )
     }
 
     #[test]
-    fn golden_coefficients_are_those_of_the_file_also_with_one_iteration_and_a_large_eps() -> Result<()> {
+    fn golden_coefficients_are_those_of_the_file_also_with_one_iteration_and_a_large_eps()
+    -> Result<()> {
         for (file, num_tokens, hidden_size, sinkhorn_iters, hc_eps) in
             [("hc__b", 9, 24, 2, 1e-2), ("hc__one", 1, 96, 1, 1e-6)]
         {
             let golden = Golden::load(file);
-            let streams = golden.f64("in.streams").reshape((num_tokens, NUM_STREAMS, hidden_size))?;
-            let projection = golden.f64("param.attn_hc.fn").reshape((NUM_COLUMNS, NUM_STREAMS, hidden_size))?;
+            let streams =
+                golden.f64("in.streams").reshape((num_tokens, NUM_STREAMS, hidden_size))?;
+            let projection =
+                golden.f64("param.attn_hc.fn").reshape((NUM_COLUMNS, NUM_STREAMS, hidden_size))?;
             let inputs = Named::new().with("streams", streams).with("fn", projection);
             let inputs = inputs.with("scale", golden.f64("param.attn_hc.scale"));
             let inputs = inputs.with("base", golden.f64("param.attn_hc.base"));
@@ -366,7 +423,10 @@ mod tests {
     #[test]
     fn no_tokens_have_no_coefficients_and_gradients_of_zero() -> Result<()> {
         let inputs = case(1, 0, 3);
-        assert_eq!(forward(&inputs, NUMBERS, &mut Rounding::exact())?.tensor("comb")?.dims(), [0, 4, 4]);
+        assert_eq!(
+            forward(&inputs, NUMBERS, &mut Rounding::exact())?.tensor("comb")?.dims(),
+            [0, 4, 4]
+        );
         let gradients = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
         assert_eq!(values(gradients.tensor("dbase")?)?, [0.0; NUM_COLUMNS]);
         assert_eq!(gradients.tensor("dfn")?.dims(), [NUM_COLUMNS, NUM_STREAMS, 3]);
@@ -380,7 +440,12 @@ mod tests {
         };
         let none = Numbers { sinkhorn_iters: 0, ..NUMBERS };
         assert!(refused(case(1, 2, 3), none).contains("`sinkhorn_iters` is 0"));
-        assert!(refused(case(1, 2, 3), Numbers { hc_eps: 0.0, ..NUMBERS }).contains("`hc_eps` is 0"));
-        assert!(refused(case(1, 2, 3).with("scale", f64_tensor(&[1.0], &[1])), NUMBERS).contains("`num_groups` is 1"));
+        assert!(
+            refused(case(1, 2, 3), Numbers { hc_eps: 0.0, ..NUMBERS }).contains("`hc_eps` is 0")
+        );
+        assert!(
+            refused(case(1, 2, 3).with("scale", f64_tensor(&[1.0], &[1])), NUMBERS)
+                .contains("`num_groups` is 1")
+        );
     }
 }

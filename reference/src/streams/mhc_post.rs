@@ -32,7 +32,11 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     check(inputs)?;
     let (x, comb) = (inputs.tensor("streams")?, inputs.tensor("comb")?);
     // [num_tokens, 1, destination, hidden_size], and for each source [num_tokens, source, destination, hidden_size].
-    let of_y = inputs.tensor("post")?.unsqueeze(2)?.broadcast_mul(&inputs.tensor("y")?.unsqueeze(1)?)?.unsqueeze(1)?;
+    let of_y = inputs
+        .tensor("post")?
+        .unsqueeze(2)?
+        .broadcast_mul(&inputs.tensor("y")?.unsqueeze(1)?)?
+        .unsqueeze(1)?;
     let of_sources = comb.unsqueeze(3)?.broadcast_mul(&x.unsqueeze(2)?)?;
     let terms = rounding.f32(&Tensor::cat(&[of_y, of_sources], 1)?)?;
     Ok(Named::new().with("out", rounding.sum_f32(&terms, 1)?))
@@ -54,7 +58,11 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let dy = rounding.sum_f32(&terms, 1)?;
     let terms = rounding.f32(&y.broadcast_mul(dout)?)?;
     let dpost = rounding.sum_f32(&terms, 2)?;
-    Ok(Named::new().with("dstreams", dstreams).with("dy", dy).with("dpost", dpost).with("dcomb", dcomb))
+    Ok(Named::new()
+        .with("dstreams", dstreams)
+        .with("dy", dy)
+        .with("dpost", dpost)
+        .with("dcomb", dcomb))
 }
 
 fn check(inputs: &Named) -> Result<()> {
@@ -65,7 +73,8 @@ fn check(inputs: &Named) -> Result<()> {
         (&["comb"], &["num_tokens", "source", "destination"]),
         (&["dout"], &["num_tokens", "destination", "hidden_size"]),
     ];
-    let [source, destination, hidden_size] = inputs.extents(["source", "destination", "hidden_size"], &tensors)?;
+    let [source, destination, hidden_size] =
+        inputs.extents(["source", "destination", "hidden_size"], &tensors)?;
     for (axis, extent) in [("source", source), ("destination", destination)] {
         require_that(axis, extent, extent == NUM_STREAMS, "a token has four streams")?;
     }
@@ -78,11 +87,12 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, UNIT_ROUNDOFF, assert_derivative_along_all, assert_unbiased, assert_within, differentiated, dot,
-        dot_of_magnitudes, f64_tensor,
+        Draw, UNIT_ROUNDOFF, assert_derivative_along_all, assert_unbiased, assert_within,
+        differentiated, dot, dot_of_magnitudes, f64_tensor,
     };
 
-    const GRADIENTS: [(&str, &str); 4] = [("streams", "dstreams"), ("y", "dy"), ("post", "dpost"), ("comb", "dcomb")];
+    const GRADIENTS: [(&str, &str); 4] =
+        [("streams", "dstreams"), ("y", "dy"), ("post", "dpost"), ("comb", "dcomb")];
 
     fn case(seed: u64, num_tokens: usize, hidden_size: usize) -> Named {
         let mut draw = Draw::new(seed);
@@ -104,7 +114,8 @@ mod tests {
         let streams = f64_tensor(&[1.0, 10.0, 100.0, 1000.0], &[1, 4, 1]);
         let mut comb = [0.0; 16];
         (comb[1], comb[2 * 4 + 3]) = (1.0, 0.5);
-        let inputs = Named::new().with("streams", streams).with("comb", f64_tensor(&comb, &[1, 4, 4]));
+        let inputs =
+            Named::new().with("streams", streams).with("comb", f64_tensor(&comb, &[1, 4, 4]));
         let inputs = inputs.with("y", f64_tensor(&[7.0], &[1, 1]));
         let inputs = inputs.with("post", f64_tensor(&[2.0, 0.0, 0.0, 1.0], &[1, 4]));
         assert_eq!(values(&out(&inputs)?)?, [14.0, 1.0, 0.0, 57.0]);
@@ -116,12 +127,16 @@ mod tests {
         for (seed, num_tokens, hidden_size) in [(1, 1, 1), (2, 5, 37), (3, 2, 128)] {
             let inputs = case(seed, num_tokens, hidden_size);
             let explicit = backward(&inputs, &mut Rounding::exact())?;
-            let automatic = differentiated(&inputs, &GRADIENTS, |inputs| Ok((out(inputs)? * inputs.tensor("dout")?)?))?;
+            let automatic = differentiated(&inputs, &GRADIENTS, |inputs| {
+                Ok((out(inputs)? * inputs.tensor("dout")?)?)
+            })?;
             // With every term by magnitude, and a rounding for each product and sum of the longer of both evaluations.
             let magnitudes = inputs
                 .into_tensors()
                 .into_iter()
-                .try_fold(Named::new(), |all, (name, tensor)| Ok::<_, crate::Error>(all.with(name, tensor.abs()?)))?;
+                .try_fold(Named::new(), |all, (name, tensor)| {
+                    Ok::<_, crate::Error>(all.with(name, tensor.abs()?))
+                })?;
             let bounds = backward(&magnitudes, &mut Rounding::exact())?;
             let roundings = 2.0 * (hidden_size.max(5) as f64 + 1.0);
             for (name, gradient) in explicit.into_tensors() {
@@ -138,9 +153,14 @@ mod tests {
         let gradients = backward(&inputs, &mut Rounding::exact())?;
         let dout = inputs.tensor("dout")?;
         let noise = (10.0 + 288.0) * UNIT_ROUNDOFF * dot_of_magnitudes(&out(&inputs)?, dout);
-        assert_derivative_along_all("mhc_post", [&inputs, &gradients], &GRADIENTS, 1.0, noise, |moved| {
-            Ok(dot(&out(moved)?, dout))
-        })
+        assert_derivative_along_all(
+            "mhc_post",
+            [&inputs, &gradients],
+            &GRADIENTS,
+            1.0,
+            noise,
+            |moved| Ok(dot(&out(moved)?, dout)),
+        )
     }
 
     #[test]
@@ -149,10 +169,14 @@ mod tests {
         let run = |precision| -> Result<Vec<Tensor>> {
             let rounding = &mut Rounding::new(precision);
             let outputs = forward(&inputs, rounding)?.into_tensors().into_iter();
-            Ok(outputs.chain(backward(&inputs, rounding)?.into_tensors()).map(|(_, tensor)| tensor).collect())
+            Ok(outputs
+                .chain(backward(&inputs, rounding)?.into_tensors())
+                .map(|(_, tensor)| tensor)
+                .collect())
         };
         let exact = run(Precision::Exact)?;
-        let runs = (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
+        let runs =
+            (0..64).map(|seed| run(Precision::Working { seed })).collect::<Result<Vec<_>>>()?;
         for (at, exact) in exact.iter().enumerate() {
             let runs: Vec<_> = runs.iter().map(|run| run[at].clone()).collect();
             assert_unbiased("mhc_post", exact, &runs, 4);
@@ -163,9 +187,12 @@ mod tests {
     #[test]
     fn other_numbers_of_streams_and_no_channels_are_refused_and_no_tokens_are_not() -> Result<()> {
         let refused = |num_streams: usize, hidden_size: usize| {
-            let zeros = |shape: &[usize]| Tensor::zeros(shape, candle_core::DType::F64, &candle_core::Device::Cpu);
+            let zeros = |shape: &[usize]| {
+                Tensor::zeros(shape, candle_core::DType::F64, &candle_core::Device::Cpu)
+            };
             let inputs = Named::new().with("streams", zeros(&[2, num_streams, hidden_size])?);
-            let inputs = inputs.with("y", zeros(&[2, hidden_size])?).with("post", zeros(&[2, num_streams])?);
+            let inputs =
+                inputs.with("y", zeros(&[2, hidden_size])?).with("post", zeros(&[2, num_streams])?);
             out(&inputs.with("comb", zeros(&[2, num_streams, num_streams])?))
         };
         assert!(refused(3, 5).unwrap_err().to_string().contains("`source` is 3"));

@@ -34,11 +34,14 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     let (out, site) = front(inputs, rounding)?;
     let coefficients = mhc_mix::forward(&site, numbers, rounding)?;
     let pre = coefficients.tensor("pre")?.clone();
-    let mixed = Named::new().with("streams", site.tensor("streams")?.clone()).with("pre", pre.clone());
+    let mixed =
+        Named::new().with("streams", site.tensor("streams")?.clone()).with("pre", pre.clone());
     let outputs = mhc_pre::forward(&mixed, None, rounding)?.with("out", out).with("next_pre", pre);
     let outputs = outputs.with("next_post", coefficients.tensor("post")?.clone());
     let outputs = outputs.with("next_comb", coefficients.tensor("comb")?.clone());
-    Ok(outputs.with("mix", coefficients.tensor("mix")?.clone()).with("rstd", coefficients.tensor("rstd")?.clone()))
+    Ok(outputs
+        .with("mix", coefficients.tensor("mix")?.clone())
+        .with("rstd", coefficients.tensor("rstd")?.clone()))
 }
 
 /// `dout_total`, `dstreams` and `dy`, stored in bf16, `dpost`, `dcomb`, `dfn`, `dscale` and `dbase`, stored in f32, by the
@@ -48,26 +51,39 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     let (_, site) = front(inputs, rounding)?;
     let pre = mhc_mix::forward(&site, numbers, rounding)?.tensor("pre")?.clone();
     let site = site.with("pre", pre).with("dout", inputs.tensor("dout")?.clone());
-    let site = site.with("dh", inputs.tensor("dh")?.clone()).with("dpost", inputs.tensor("dnext_post")?.clone());
-    let of_site = site_backward(&site.with("dcomb", inputs.tensor("dnext_comb")?.clone()), numbers, rounding)?;
+    let site = site
+        .with("dh", inputs.tensor("dh")?.clone())
+        .with("dpost", inputs.tensor("dnext_post")?.clone());
+    let of_site = site_backward(
+        &site.with("dcomb", inputs.tensor("dnext_comb")?.clone()),
+        numbers,
+        rounding,
+    )?;
     let total = of_site.tensor("dstreams")?.clone();
-    let front = mhc_post::backward(&front_inputs(inputs)?.with("dout", rounding.bf16(&total)?), rounding)?;
-    ["dfn", "dscale", "dbase"]
-        .into_iter()
-        .try_fold(front.with("dout_total", total), |all, name| Ok(all.with(name, of_site.tensor(name)?.clone())))
+    let front =
+        mhc_post::backward(&front_inputs(inputs)?.with("dout", rounding.bf16(&total)?), rounding)?;
+    ["dfn", "dscale", "dbase"].into_iter().try_fold(front.with("dout_total", total), |all, name| {
+        Ok(all.with(name, of_site.tensor(name)?.clone()))
+    })
 }
 
 /// The backward of a site alone: `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, of the `streams`,
 /// `fn`, `scale` and `base` that the site reads, its `pre`, `dout`, the gradient of the streams by way of all else, `dh`,
 /// `dpost` and `dcomb`.
-pub(crate) fn site_backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
+pub(crate) fn site_backward(
+    inputs: &Named,
+    numbers: Numbers,
+    rounding: &mut Rounding,
+) -> Result<Named> {
     let of = |names: &[&'static str]| {
-        let with =
-            |all: Named, name: &&'static str| Ok::<_, crate::Error>(all.with(name, inputs.tensor(name)?.clone()));
+        let with = |all: Named, name: &&'static str| {
+            Ok::<_, crate::Error>(all.with(name, inputs.tensor(name)?.clone()))
+        };
         names.iter().try_fold(Named::new(), with)
     };
     let of_h = mhc_pre::backward(&of(&["streams", "pre", "dh"])?, None, rounding)?;
-    let site = of(&["streams", "fn", "scale", "base", "dpost", "dcomb"])?.with("dpre", of_h.tensor("dpre")?.clone());
+    let site = of(&["streams", "fn", "scale", "base", "dpost", "dcomb"])?
+        .with("dpre", of_h.tensor("dpre")?.clone());
     let of_site = mhc_mix::backward(&site, numbers, rounding)?;
     let known = rounding.f32(&(inputs.tensor("dout")? + of_h.tensor("dstreams")?)?)?;
     let total = rounding.f32(&(known + of_site.tensor("dstreams")?)?)?;
@@ -85,9 +101,9 @@ fn front_inputs(inputs: &Named) -> Result<Named> {
 fn front(inputs: &Named, rounding: &mut Rounding) -> Result<(Tensor, Named)> {
     let out = mhc_post::forward(&front_inputs(inputs)?, rounding)?.tensor("out")?.clone();
     let site = Named::new().with("streams", rounding.bf16(&out)?);
-    let site = ["fn", "scale", "base"]
-        .into_iter()
-        .try_fold(site, |all, name| Ok::<_, crate::Error>(all.with(name, inputs.tensor(name)?.clone())))?;
+    let site = ["fn", "scale", "base"].into_iter().try_fold(site, |all, name| {
+        Ok::<_, crate::Error>(all.with(name, inputs.tensor(name)?.clone()))
+    })?;
     Ok((out, site))
 }
 
@@ -97,7 +113,9 @@ mod tests {
     use crate::precision::values;
     use crate::streams::mhc_mix::NUM_COLUMNS;
     use crate::streams::mhc_post::NUM_STREAMS;
-    use crate::testing::{Draw, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated, f64_tensor};
+    use crate::testing::{
+        Draw, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated, f64_tensor,
+    };
 
     const OUTPUTS: [(&str, &str); 4] =
         [("out", "dout"), ("h", "dh"), ("next_post", "dnext_post"), ("next_comb", "dnext_comb")];
@@ -116,21 +134,28 @@ mod tests {
         let mut draw = Draw::new(seed);
         let (gates, matrix) = ([num_tokens, NUM_STREAMS], [num_tokens, NUM_STREAMS, NUM_STREAMS]);
         let (streams, row) = ([num_tokens, NUM_STREAMS, hidden_size], [num_tokens, hidden_size]);
-        let named = Named::new().with("streams", draw.bf16(&streams, 1.0)).with("y", draw.bf16(&row, 1.0));
-        let named = named.with("post", draw.normal(&gates, 1.0)).with("comb", draw.normal(&matrix, 0.5));
+        let named =
+            Named::new().with("streams", draw.bf16(&streams, 1.0)).with("y", draw.bf16(&row, 1.0));
+        let named =
+            named.with("post", draw.normal(&gates, 1.0)).with("comb", draw.normal(&matrix, 0.5));
         let deviation = ((NUM_STREAMS * hidden_size) as f64).sqrt().recip();
-        let named = named.with("fn", draw.normal(&[NUM_COLUMNS, NUM_STREAMS, hidden_size], deviation));
-        let named = named.with("scale", draw.normal(&[3], 1.0)).with("base", draw.normal(&[NUM_COLUMNS], 1.0));
+        let named =
+            named.with("fn", draw.normal(&[NUM_COLUMNS, NUM_STREAMS, hidden_size], deviation));
+        let named = named
+            .with("scale", draw.normal(&[3], 1.0))
+            .with("base", draw.normal(&[NUM_COLUMNS], 1.0));
         let named = named.with("dout", draw.bf16(&streams, 1.0)).with("dh", draw.bf16(&row, 1.0));
-        named.with("dnext_post", draw.normal(&gates, 1.0)).with("dnext_comb", draw.normal(&matrix, 1.0))
+        named
+            .with("dnext_post", draw.normal(&gates, 1.0))
+            .with("dnext_comb", draw.normal(&matrix, 1.0))
     }
 
     /// The outputs times their upstream gradients.
     fn objective(inputs: &Named) -> Result<Tensor> {
         let outputs = forward(inputs, NUMBERS, &mut Rounding::exact())?;
-        let terms = OUTPUTS
-            .into_iter()
-            .map(|(output, upstream)| Ok((outputs.tensor(output)? * inputs.tensor(upstream)?)?.flatten_all()?));
+        let terms = OUTPUTS.into_iter().map(|(output, upstream)| {
+            Ok((outputs.tensor(output)? * inputs.tensor(upstream)?)?.flatten_all()?)
+        });
         Ok(Tensor::cat(&terms.collect::<Result<Vec<_>>>()?, 0)?)
     }
 
@@ -142,9 +167,15 @@ mod tests {
         let (mut base, shut) = (vec![0.0; NUM_COLUMNS], -200.0);
         (base[0], base[2], base[3]) = (shut, shut, shut);
         let inputs = Named::new().with("streams", f64_tensor(&[8.0, 1.0, 2.0, 3.0], &[1, 4, 1]));
-        let inputs = inputs.with("y", f64_tensor(&[5.0], &[1, 1])).with("post", f64_tensor(&[0.0; 4], &[1, 4]));
-        let inputs = inputs.with("comb", f64_tensor(&comb, &[1, 4, 4])).with("base", f64_tensor(&base, &[24]));
-        let inputs = inputs.with("fn", f64_tensor(&[0.0; 96], &[24, 4, 1])).with("scale", f64_tensor(&[0.0; 3], &[3]));
+        let inputs = inputs
+            .with("y", f64_tensor(&[5.0], &[1, 1]))
+            .with("post", f64_tensor(&[0.0; 4], &[1, 4]));
+        let inputs = inputs
+            .with("comb", f64_tensor(&comb, &[1, 4, 4]))
+            .with("base", f64_tensor(&base, &[24]));
+        let inputs = inputs
+            .with("fn", f64_tensor(&[0.0; 96], &[24, 4, 1]))
+            .with("scale", f64_tensor(&[0.0; 3], &[3]));
         let outputs = forward(&inputs, NUMBERS, &mut Rounding::exact())?;
         assert_eq!(values(outputs.tensor("out")?)?, [0.0, 8.0, 0.0, 0.0]);
         assert_eq!(values(outputs.tensor("h")?)?, [8.0 * (0.5 + NUMBERS.hc_eps)]);
@@ -159,12 +190,16 @@ mod tests {
             let automatic = differentiated(&inputs, &GRADIENTS, objective)?;
             // Each of the passes, and each of the sums' terms, rounds once; no intermediate is larger than all numbers
             // together.
-            let roundings = 4.0 * (64.0 * NUMBERS.sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
-            let size = |tensor: &Tensor| -> Result<f64> { Ok(values(tensor)?.iter().map(|x| x.abs()).sum()) };
+            let roundings =
+                4.0 * (64.0 * NUMBERS.sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
+            let size = |tensor: &Tensor| -> Result<f64> {
+                Ok(values(tensor)?.iter().map(|x| x.abs()).sum())
+            };
             let total = size(explicit.tensor("dout_total")?)?;
             for (_, name) in GRADIENTS {
                 let gradient = explicit.tensor(name)?;
-                let bound = (gradient.ones_like()? * (UNIT_ROUNDOFF * roundings * (1.0 + total + size(gradient)?)))?;
+                let bound = (gradient.ones_like()?
+                    * (UNIT_ROUNDOFF * roundings * (1.0 + total + size(gradient)?)))?;
                 assert_within(name, gradient, automatic.tensor(name)?, &bound);
             }
         }
@@ -177,9 +212,14 @@ mod tests {
         let gradients = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
         let size: f64 = values(&objective(&inputs)?)?.iter().map(|term| term.abs()).sum();
         let noise = 512.0 * UNIT_ROUNDOFF * size;
-        assert_derivative_along_all("mhc_post_mix_pre", [&inputs, &gradients], &GRADIENTS, 0.1, noise, |moved| {
-            Ok(values(&objective(moved)?)?.into_iter().sum())
-        })
+        assert_derivative_along_all(
+            "mhc_post_mix_pre",
+            [&inputs, &gradients],
+            &GRADIENTS,
+            0.1,
+            noise,
+            |moved| Ok(values(&objective(moved)?)?.into_iter().sum()),
+        )
     }
 
     #[test]
@@ -195,7 +235,8 @@ mod tests {
     #[test]
     fn what_is_no_shape_of_the_operator_is_refused() {
         let inputs = case(1, 2, 3).with("y", f64_tensor(&[0.0; 8], &[2, 4]));
-        let refused = forward(&inputs, NUMBERS, &mut Rounding::exact()).map(|_| ()).unwrap_err().to_string();
+        let refused =
+            forward(&inputs, NUMBERS, &mut Rounding::exact()).map(|_| ()).unwrap_err().to_string();
         assert!(refused.contains("hidden_size"), "{refused}");
     }
 }

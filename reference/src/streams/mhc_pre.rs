@@ -44,8 +44,9 @@ pub fn forward(inputs: &Named, norm: Option<Norm>, rounding: &mut Rounding) -> R
     match norm {
         None => Ok(Named::new().with("h", h)),
         Some(Norm { eps, stored }) => {
-            let inputs =
-                Named::new().with("x", rounding.to(stored, &h)?).with("weight", inputs.tensor("weight")?.clone());
+            let inputs = Named::new()
+                .with("x", rounding.to(stored, &h)?)
+                .with("weight", inputs.tensor("weight")?.clone());
             rms_norm::forward(&inputs, eps, rounding)
         }
     }
@@ -61,7 +62,11 @@ pub fn backward(inputs: &Named, norm: Option<Norm>, rounding: &mut Rounding) -> 
         Some(Norm { eps, stored }) => {
             let normed = Named::new().with("x", rounding.to(stored, &h)?);
             let normed = normed.with("weight", inputs.tensor("weight")?.clone());
-            let gradients = rms_norm::backward(&normed.with("dy", inputs.tensor("dy")?.clone()), eps, rounding)?;
+            let gradients = rms_norm::backward(
+                &normed.with("dy", inputs.tensor("dy")?.clone()),
+                eps,
+                rounding,
+            )?;
             (gradients.tensor("dx")?.clone(), gradients.get("dweight").cloned())
         }
     };
@@ -81,9 +86,15 @@ fn mixed(inputs: &Named, rounding: &mut Rounding) -> Result<Tensor> {
         (&["dh", "dy"], &["num_tokens", "hidden_size"]),
     ];
     let [num_streams, hidden_size] = inputs.extents(["num_streams", "hidden_size"], &tensors)?;
-    require_that("num_streams", num_streams, num_streams == NUM_STREAMS, "a token has four streams")?;
+    require_that(
+        "num_streams",
+        num_streams,
+        num_streams == NUM_STREAMS,
+        "a token has four streams",
+    )?;
     require_that("hidden_size", hidden_size, hidden_size > 0, "a stream has at least one channel")?;
-    let terms = rounding.f32(&inputs.tensor("pre")?.unsqueeze(2)?.broadcast_mul(inputs.tensor("streams")?)?)?;
+    let terms = rounding
+        .f32(&inputs.tensor("pre")?.unsqueeze(2)?.broadcast_mul(inputs.tensor("streams")?)?)?;
     rounding.sum_f32(&terms, 1)
 }
 
@@ -93,16 +104,18 @@ mod tests {
     use crate::Precision;
     use crate::precision::values;
     use crate::testing::{
-        Draw, Golden, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated, dot_of_magnitudes,
-        f64_tensor,
+        Draw, Golden, UNIT_ROUNDOFF, assert_derivative_along_all, assert_within, differentiated,
+        dot_of_magnitudes, f64_tensor,
     };
 
     const NORMS: [Option<Norm>; 2] = [None, Some(Norm { eps: 1e-2, stored: Format::BF16 })];
-    const GRADIENTS: [(&str, &str); 3] = [("streams", "dstreams"), ("pre", "dpre"), ("weight", "dweight")];
+    const GRADIENTS: [(&str, &str); 3] =
+        [("streams", "dstreams"), ("pre", "dpre"), ("weight", "dweight")];
 
     fn case(seed: u64, num_tokens: usize, hidden_size: usize, norm: bool) -> Named {
         let mut draw = Draw::new(seed);
-        let named = Named::new().with("streams", draw.bf16(&[num_tokens, NUM_STREAMS, hidden_size], 1.0));
+        let named =
+            Named::new().with("streams", draw.bf16(&[num_tokens, NUM_STREAMS, hidden_size], 1.0));
         let named = named.with("pre", draw.normal(&[num_tokens, NUM_STREAMS], 1.0));
         let named = named.maybe("weight", norm.then(|| draw.normal(&[hidden_size], 1.0)));
         named.with(if norm { "dy" } else { "dh" }, draw.bf16(&[num_tokens, hidden_size], 1.0))
@@ -118,7 +131,9 @@ mod tests {
     #[test]
     fn streams_are_weighted_one_by_one() -> Result<()> {
         let streams = f64_tensor(&[1.0, 10.0, 100.0, 1000.0], &[1, 4, 1]);
-        let inputs = Named::new().with("streams", streams).with("pre", f64_tensor(&[2.0, 0.5, 0.0, -1.0], &[1, 4]));
+        let inputs = Named::new()
+            .with("streams", streams)
+            .with("pre", f64_tensor(&[2.0, 0.5, 0.0, -1.0], &[1, 4]));
         let h = forward(&inputs, None, &mut Rounding::exact())?;
         assert_eq!(values(h.tensor("h")?)?, [2.0 + 5.0 - 1000.0]);
         Ok(())
@@ -128,11 +143,14 @@ mod tests {
     fn the_norm_reads_what_the_mix_stores() -> Result<()> {
         // 1 + 2^-9 is half way between two numbers of bf16 and becomes 1: rstd is that of ones.
         let streams = f64_tensor(&[1.0, 2f64.powi(-9), 0.0, 0.0], &[1, 4, 1]);
-        let inputs = Named::new().with("streams", streams).with("pre", f64_tensor(&[1.0; 4], &[1, 4]));
+        let inputs =
+            Named::new().with("streams", streams).with("pre", f64_tensor(&[1.0; 4], &[1, 4]));
         let inputs = inputs.with("weight", f64_tensor(&[1.0], &[1]));
         let norm = |stored| Some(Norm { eps: 2f64.powi(-60), stored });
         let rstd = |stored, precision| -> Result<f64> {
-            Ok(values(forward(&inputs, norm(stored), &mut Rounding::new(precision))?.tensor("rstd")?)?[0])
+            Ok(values(
+                forward(&inputs, norm(stored), &mut Rounding::new(precision))?.tensor("rstd")?,
+            )?[0])
         };
         let nearest = Precision::Nearest { seed: 0 };
         assert_eq!(rstd(Format::BF16, nearest)?, 1.0);
@@ -147,7 +165,8 @@ mod tests {
             for norm in NORMS {
                 let inputs = case(seed, num_tokens, hidden_size, norm.is_some());
                 let explicit = backward(&inputs, norm, &mut Rounding::exact())?;
-                let automatic = differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, norm))?;
+                let automatic =
+                    differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, norm))?;
                 // No intermediate is larger than the size of all numbers of its tensor by more than the roots that eps
                 // bounds.
                 let roundings = 2.0 * (8.0 * hidden_size as f64 + num_tokens as f64 + 64.0);
@@ -168,9 +187,14 @@ mod tests {
             let gradients = backward(&inputs, norm, &mut Rounding::exact())?;
             let terms = objective(&inputs, norm)?;
             let noise = 128.0 * UNIT_ROUNDOFF * dot_of_magnitudes(&terms, &terms.ones_like()?);
-            assert_derivative_along_all("mhc_pre", [&inputs, &gradients], &GRADIENTS, 1.0, noise, |moved| {
-                Ok(values(&objective(moved, norm)?)?.into_iter().sum())
-            })?;
+            assert_derivative_along_all(
+                "mhc_pre",
+                [&inputs, &gradients],
+                &GRADIENTS,
+                1.0,
+                noise,
+                |moved| Ok(values(&objective(moved, norm)?)?.into_iter().sum()),
+            )?;
         }
         Ok(())
     }
@@ -182,7 +206,11 @@ mod tests {
         let streams = golden.f64("in.streams").reshape((tokens, NUM_STREAMS, 24))?;
         // The file keeps the sigmoid, to which eps is added.
         let pre = (golden.f64("mid.pre_sigmoid").reshape((tokens, NUM_STREAMS))? + 1e-2)?;
-        let h = forward(&Named::new().with("streams", streams).with("pre", pre), None, &mut Rounding::exact())?;
+        let h = forward(
+            &Named::new().with("streams", streams).with("pre", pre),
+            None,
+            &mut Rounding::exact(),
+        )?;
         let expected = golden.f64("out.collapsed").reshape((tokens, 24))?;
         let bound = (expected.ones_like()? * (64.0 * UNIT_ROUNDOFF))?;
         assert_within("h", h.tensor("h")?, &expected, &bound);
@@ -192,9 +220,16 @@ mod tests {
     #[test]
     fn other_numbers_of_streams_and_no_channels_are_refused_and_no_tokens_are_not() -> Result<()> {
         let of = |num_tokens: usize, num_streams: usize, hidden_size: usize| {
-            let zeros = |shape: &[usize]| Tensor::zeros(shape, candle_core::DType::F64, &candle_core::Device::Cpu);
-            let inputs = Named::new().with("streams", zeros(&[num_tokens, num_streams, hidden_size])?);
-            forward(&inputs.with("pre", zeros(&[num_tokens, num_streams])?), None, &mut Rounding::exact())
+            let zeros = |shape: &[usize]| {
+                Tensor::zeros(shape, candle_core::DType::F64, &candle_core::Device::Cpu)
+            };
+            let inputs =
+                Named::new().with("streams", zeros(&[num_tokens, num_streams, hidden_size])?);
+            forward(
+                &inputs.with("pre", zeros(&[num_tokens, num_streams])?),
+                None,
+                &mut Rounding::exact(),
+            )
         };
         assert!(of(2, 3, 5).unwrap_err().to_string().contains("`num_streams` is 3"));
         assert!(of(2, 4, 0).unwrap_err().to_string().contains("`hidden_size` is 0"));

@@ -34,10 +34,21 @@ const SYNCHRONIZATION: [&str; 22] = [
 const SYNCHRONIZATION_FAMILIES: [&str; 7] =
     ["barrier_", "bulk_commit", "bulk_wait", "cp_async_", "fence_", "named_barrier_", "wait_"];
 /// Barriers that also reduce a value over the block: without the barrier, each thread's own value is left.
-const REDUCING_BARRIERS: [&str; 3] = ["__syncthreads_and", "__syncthreads_count", "__syncthreads_or"];
+const REDUCING_BARRIERS: [&str; 3] =
+    ["__syncthreads_and", "__syncthreads_count", "__syncthreads_or"];
 /// Functions of two arguments, one of which they return.
-const SELECTIONS: [&str; 10] =
-    ["fmax", "fmaxf", "fmin", "fminf", "max", "maximum", "maximum_f32", "min", "minimum", "minimum_f32"];
+const SELECTIONS: [&str; 10] = [
+    "fmax",
+    "fmaxf",
+    "fmin",
+    "fminf",
+    "max",
+    "maximum",
+    "maximum_f32",
+    "min",
+    "minimum",
+    "minimum_f32",
+];
 
 type Mutator = fn(&Source<'_>, Node<'_>) -> Vec<Edit>;
 
@@ -84,20 +95,27 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
         "array_declarator" => is_field("size"),
         _ => matches!(
             child.kind(),
-            "static_assert_declaration" | "template_argument_list" | "sizeof_expression" | "type_descriptor"
+            "static_assert_declaration"
+                | "template_argument_list"
+                | "sizeof_expression"
+                | "type_descriptor"
         ),
     }
 }
 
 /// Whether `child` is what a compiler is told to expect of another expression, on which no result depends.
 fn is_guess(source: &Source<'_>, parent: Node<'_>, child: Node<'_>) -> bool {
-    let of_expect =
-        parent.parent().and_then(|outer| call(source, outer)).filter(|(name, _)| *name == "__builtin_expect");
+    let of_expect = parent
+        .parent()
+        .and_then(|outer| call(source, outer))
+        .filter(|(name, _)| *name == "__builtin_expect");
     of_expect.is_some_and(|(_, arguments)| arguments.iter().skip(1).any(|guess| *guess == child))
 }
 
 fn is_constexpr(statement: Node<'_>) -> bool {
-    (0..statement.child_count()).filter_map(|index| statement.child(index)).any(|child| child.kind() == "constexpr")
+    (0..statement.child_count())
+        .filter_map(|index| statement.child(index))
+        .any(|child| child.kind() == "constexpr")
 }
 
 fn edit(node: Node<'_>, replacement: impl Into<String>, summary: impl Into<String>) -> Edit {
@@ -116,7 +134,11 @@ fn quoted(source: &Source<'_>, node: Node<'_>) -> String {
 /// Left, operator and right of a binary expression.
 fn binary<'t>(node: Node<'t>) -> Option<(Node<'t>, Node<'t>, Node<'t>)> {
     (node.kind() == "binary_expression").then_some(())?;
-    Some((node.child_by_field_name("left")?, node.child_by_field_name("operator")?, node.child_by_field_name("right")?))
+    Some((
+        node.child_by_field_name("left")?,
+        node.child_by_field_name("operator")?,
+        node.child_by_field_name("right")?,
+    ))
 }
 
 /// The callee's name, without template arguments, and the arguments of a call.
@@ -125,8 +147,12 @@ fn call<'t, 's>(source: &Source<'s>, node: Node<'t>) -> Option<(&'s str, Vec<Nod
     let function = node.child_by_field_name("function")?;
     let name = function.child_by_field_name("name").unwrap_or(function);
     let list = node.child_by_field_name("arguments")?;
-    let arguments = (0..list.named_child_count()).filter_map(|index| list.named_child(index as u32));
-    Some((source.text_of(name), arguments.filter(|argument| argument.kind() != "comment").collect()))
+    let arguments =
+        (0..list.named_child_count()).filter_map(|index| list.named_child(index as u32));
+    Some((
+        source.text_of(name),
+        arguments.filter(|argument| argument.kind() != "comment").collect(),
+    ))
 }
 
 /// Whether this is the whole condition of a `for`, or a part of it.
@@ -161,7 +187,8 @@ fn comparison(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
 }
 
 fn synchronizes(name: &str) -> bool {
-    SYNCHRONIZATION.contains(&name) || SYNCHRONIZATION_FAMILIES.iter().any(|family| name.starts_with(family))
+    SYNCHRONIZATION.contains(&name)
+        || SYNCHRONIZATION_FAMILIES.iter().any(|family| name.starts_with(family))
 }
 
 /// The call is missing; of a barrier that reduces a value, the barrier and the reduction are.
@@ -175,7 +202,9 @@ fn synchronization(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
         (_, [value]) if REDUCING_BARRIERS.contains(&name) => {
             vec![edit(node, format!("({})", source.text_of(*value)), summary)]
         }
-        (Some(statement), _) if statement.kind() == "expression_statement" => vec![edit(statement, ";", summary)],
+        (Some(statement), _) if statement.kind() == "expression_statement" => {
+            vec![edit(statement, ";", summary)]
+        }
         _ => Vec::new(),
     }
 }
@@ -190,9 +219,12 @@ fn index(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
 }
 
 fn swapped_subscripts(source: &Source<'_>, node: Node<'_>) -> Option<Edit> {
-    let inner = node.child_by_field_name("argument").filter(|inner| inner.kind() == "subscript_expression")?;
+    let inner = node
+        .child_by_field_name("argument")
+        .filter(|inner| inner.kind() == "subscript_expression")?;
     (node.kind() == "subscript_expression").then_some(())?;
-    let (first, second) = (inner.child_by_field_name("indices")?, node.child_by_field_name("indices")?);
+    let (first, second) =
+        (inner.child_by_field_name("indices")?, node.child_by_field_name("indices")?);
     let (first, second) = (source.text_of(first), source.text_of(second));
     let array = source.text_of(inner.child_by_field_name("argument")?);
     let summary = format!("The subscripts of {} change places.", quoted(source, node));
@@ -203,8 +235,9 @@ fn swapped_strides(source: &Source<'_>, node: Node<'_>) -> Option<Edit> {
     let (left, operator, right) = binary(node)?;
     (source.text_of(operator) == "+" && !source.is_float(node)).then_some(())?;
     // `base + a * s + b * t` is `(base + a * s) + b * t`.
-    let last_of_left =
-        binary(left).filter(|(_, sign, _)| source.text_of(*sign) == "+").map_or(left, |(_, _, last)| last);
+    let last_of_left = binary(left)
+        .filter(|(_, sign, _)| source.text_of(*sign) == "+")
+        .map_or(left, |(_, _, last)| last);
     let (_, times, first) = binary(last_of_left)?;
     let (_, other_times, second) = binary(right)?;
     (source.text_of(times) == "*" && source.text_of(other_times) == "*").then_some(())?;
@@ -244,10 +277,18 @@ fn product(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
         "*" if source.is_float(left) && source.is_float(right) => {
             let mut edits = vec![
                 edit(node, a, format!("The factor {} is missing.", quoted(source, right))),
-                edit(node, format!("{a} * {b} * {b}"), format!("The factor {} counts twice.", quoted(source, right))),
+                edit(
+                    node,
+                    format!("{a} * {b} * {b}"),
+                    format!("The factor {} counts twice.", quoted(source, right)),
+                ),
             ];
             if a != b {
-                edits.push(edit(node, b, format!("The factor {} is missing.", quoted(source, left))));
+                edits.push(edit(
+                    node,
+                    b,
+                    format!("The factor {} is missing.", quoted(source, left)),
+                ));
             }
             edits
         }
@@ -259,24 +300,37 @@ fn product(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
 }
 
 fn scaled_assignment(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
-    let parts = (node.child_by_field_name("left"), node.child_by_field_name("right"), node.parent());
+    let parts =
+        (node.child_by_field_name("left"), node.child_by_field_name("right"), node.parent());
     let (Some(left), Some(right), Some(statement)) = parts else { return Vec::new() };
-    let is_scale = node.child_by_field_name("operator").is_some_and(|operator| source.text_of(operator) == "*=");
+    let is_scale = node
+        .child_by_field_name("operator")
+        .is_some_and(|operator| source.text_of(operator) == "*=");
     if !is_scale || statement.kind() != "expression_statement" {
         return Vec::new();
     }
     let (a, b) = (source.text_of(left), quoted(source, right));
     vec![
         edit(statement, ";", format!("The factor {b} is missing.")),
-        edit(node, format!("{a} *= {0} * {0}", source.text_of(right)), format!("The factor {b} counts twice.")),
+        edit(
+            node,
+            format!("{a} *= {0} * {0}", source.text_of(right)),
+            format!("The factor {b} counts twice."),
+        ),
     ]
 }
 
 fn negated(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
-    let minus = node.child_by_field_name("operator").is_some_and(|operator| source.text_of(operator) == "-");
+    let minus = node
+        .child_by_field_name("operator")
+        .is_some_and(|operator| source.text_of(operator) == "-");
     match node.child_by_field_name("argument") {
         Some(argument) if minus && source.is_float(argument) => {
-            vec![edit(node, source.text_of(argument), format!("The sign of {} is missing.", quoted(source, argument)))]
+            vec![edit(
+                node,
+                source.text_of(argument),
+                format!("The sign of {} is missing.", quoted(source, argument)),
+            )]
         }
         _ => Vec::new(),
     }
@@ -295,8 +349,11 @@ fn extent(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     if !in_loop_condition(node) {
         return Vec::new();
     }
-    let mut edits =
-        vec![edit(operator, other, format!("The loop runs while {} with `{other}`.", quoted(source, node)))];
+    let mut edits = vec![edit(
+        operator,
+        other,
+        format!("The loop runs while {} with `{other}`.", quoted(source, node)),
+    )];
     if source.text_of(operator) == "<" {
         let (range, end) = (right.byte_range(), source.text_of(right));
         let summary = format!("The loop ends before the last of {}.", quoted(source, right));
@@ -311,7 +368,8 @@ fn min_max(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
         Some((name, arguments)) if SELECTIONS.contains(&name) && arguments.len() == 2 => arguments
             .iter()
             .map(|argument| {
-                let summary = format!("{} is {} always.", quoted(source, node), quoted(source, *argument));
+                let summary =
+                    format!("{} is {} always.", quoted(source, node), quoted(source, *argument));
                 edit(node, format!("({})", source.text_of(*argument)), summary)
             })
             .collect(),
@@ -350,18 +408,27 @@ fn predicate(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     match node.kind() {
         "if_statement" if !is_constexpr(node) => {
             let condition = node.child_by_field_name("condition");
-            condition.map_or_else(Vec::new, |condition| always_and_never(source, condition, "(true)", "(false)"))
+            condition.map_or_else(Vec::new, |condition| {
+                always_and_never(source, condition, "(true)", "(false)")
+            })
         }
         "conditional_expression" => {
             let condition = node.child_by_field_name("condition");
-            condition.map_or_else(Vec::new, |condition| always_and_never(source, condition, "true", "false"))
+            condition.map_or_else(Vec::new, |condition| {
+                always_and_never(source, condition, "true", "false")
+            })
         }
         "binary_expression" if !in_loop_condition(node) => one_term(source, node),
         _ => Vec::new(),
     }
 }
 
-fn always_and_never(source: &Source<'_>, condition: Node<'_>, always: &str, never: &str) -> Vec<Edit> {
+fn always_and_never(
+    source: &Source<'_>,
+    condition: Node<'_>,
+    always: &str,
+    never: &str,
+) -> Vec<Edit> {
     let shown = quoted(source, condition);
     vec![
         edit(condition, always, format!("{shown} is taken to hold always.")),
@@ -376,7 +443,11 @@ fn one_term(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     }
     [(left, right), (right, left)]
         .map(|(kept, dropped)| {
-            edit(node, source.text_of(kept), format!("The term {} is missing.", quoted(source, dropped)))
+            edit(
+                node,
+                source.text_of(kept),
+                format!("The term {} is missing.", quoted(source, dropped)),
+            )
         })
         .into()
 }
@@ -386,10 +457,16 @@ fn accumulate(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     match node.kind() {
         "true" => vec![edit(node, "false", "`true` is `false`.")],
         "false" => vec![edit(node, "true", "`false` is `true`.")],
-        "assignment_expression" if node.parent().is_some_and(|parent| !ends_a_loop(parent, node)) => {
+        "assignment_expression"
+            if node.parent().is_some_and(|parent| !ends_a_loop(parent, node)) =>
+        {
             match node.child_by_field_name("operator") {
                 Some(operator) if matches!(source.text_of(operator), "+=" | "-=") => {
-                    vec![edit(operator, "=", format!("{} overwrites instead of adding.", quoted(source, node)))]
+                    vec![edit(
+                        operator,
+                        "=",
+                        format!("{} overwrites instead of adding.", quoted(source, node)),
+                    )]
                 }
                 _ => Vec::new(),
             }

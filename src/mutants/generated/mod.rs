@@ -167,7 +167,9 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
 /// Whether a kernel file is one more of an operator's, beside `OPERATOR.cu`: a step of it, or its implementation for one
 /// GPU generation. It begins with the operator's name, and with that of no other operator that is longer.
 pub fn is_further_file(file: &str, operator: &str) -> bool {
-    let of = |name: &str| file.strip_prefix(name).is_some_and(|rest| rest.starts_with('_') || rest == ".cu");
+    let of = |name: &str| {
+        file.strip_prefix(name).is_some_and(|rest| rest.starts_with('_') || rest == ".cu")
+    };
     let another = registry::names().iter().any(|name| name.len() > operator.len() && of(name));
     of(operator) && !another && file.ends_with(".cu") && file.len() > operator.len() + ".cu".len()
 }
@@ -202,8 +204,12 @@ fn generate_of(
     let mut mutants = Vec::new();
     for function in source.functions() {
         let name = source.name_of(function);
-        let callers = units.iter().filter(|unit| unit.holds(source.file)).filter_map(|unit| unit.callers.get(name));
-        let kernels: BTreeSet<String> = callers.flatten().map(|kernel| (*kernel).to_owned()).collect();
+        let callers = units
+            .iter()
+            .filter(|unit| unit.holds(source.file))
+            .filter_map(|unit| unit.callers.get(name));
+        let kernels: BTreeSet<String> =
+            callers.flatten().map(|kernel| (*kernel).to_owned()).collect();
         if kernels.is_empty() {
             continue;
         }
@@ -248,15 +254,26 @@ impl GeneratedMutant {
 /// The lines that an edit touches, before and after, without what all of them are indented by.
 fn changed_lines(text: &str, edit: &Edit) -> (String, String) {
     let start = text[..edit.range.start].rfind('\n').map_or(0, |end| end + 1);
-    let end = text[edit.range.end..].find('\n').map_or(text.len(), |length| edit.range.end + length);
-    let after = format!("{}{}{}", &text[start..edit.range.start], edit.replacement, &text[edit.range.end..end]);
+    let end =
+        text[edit.range.end..].find('\n').map_or(text.len(), |length| edit.range.end + length);
+    let after = format!(
+        "{}{}{}",
+        &text[start..edit.range.start],
+        edit.replacement,
+        &text[edit.range.end..end]
+    );
     (without_indent(&text[start..end]), without_indent(&after))
 }
 
 fn without_indent(lines: &str) -> String {
     let indent = |line: &str| line.len() - line.trim_start().len();
-    let common = lines.lines().filter(|line| !line.trim().is_empty()).map(indent).min().unwrap_or(0);
-    lines.lines().map(|line| line.get(common..).unwrap_or_default().trim_end()).collect::<Vec<_>>().join("\n")
+    let common =
+        lines.lines().filter(|line| !line.trim().is_empty()).map(indent).min().unwrap_or(0);
+    lines
+        .lines()
+        .map(|line| line.get(common..).unwrap_or_default().trim_end())
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 #[cfg(test)]

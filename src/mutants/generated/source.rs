@@ -11,13 +11,15 @@ use tree_sitter::{Node, Parser, Tree};
 use super::MutationError;
 
 /// Macros that stand for a specifier, and C++ of the same length.
-const SPECIFIERS: [(&str, &str); 3] = [("DEVICE", "static"), ("__shared__", "static    "), ("UNROLL", "      ")];
+const SPECIFIERS: [(&str, &str); 3] =
+    [("DEVICE", "static"), ("__shared__", "static    "), ("UNROLL", "      ")];
 /// Macros with arguments that define nothing which a mutant could change.
 const DECLARATIONS: [&str; 3] = ["PARAMS_LAYOUT", "SHARED_MEMORY", "UNROLL_BY"];
 /// What a header asks for that has a body of its own for the emulator.
 const BACKEND: &str = "PARITY_EMULATOR";
 /// The macros that begin a kernel.
-const KERNELS: [&str; 4] = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
+const KERNELS: [&str; 4] =
+    ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
 
 /// A parsed kernel file.
 pub(super) struct Source<'a> {
@@ -39,7 +41,9 @@ impl<'a> Source<'a> {
         let (masked, kernels) = masked(text);
         let unread = |reason: String| MutationError::Parser { file: file.to_owned(), reason };
         let mut parser = Parser::new();
-        parser.set_language(&tree_sitter_cpp::LANGUAGE.into()).map_err(|e| unread(e.to_string()))?;
+        parser
+            .set_language(&tree_sitter_cpp::LANGUAGE.into())
+            .map_err(|e| unread(e.to_string()))?;
         let parsed = parser.parse(&masked, None).ok_or_else(|| unread("no syntax tree".into()))?;
         if let Some(error) = first_error(parsed.root_node()) {
             let line = error.start_position().row + 1;
@@ -83,7 +87,8 @@ impl<'a> Source<'a> {
 
     /// Whether an expression has a floating-point value, as far as names and literals tell.
     pub(super) fn is_float(&self, node: Node<'_>) -> bool {
-        let field = |name: &str| node.child_by_field_name(name).is_some_and(|child| self.is_float(child));
+        let field =
+            |name: &str| node.child_by_field_name(name).is_some_and(|child| self.is_float(child));
         match node.kind() {
             "number_literal" => self.text_of(node).contains('.'),
             "identifier" | "field_identifier" => self.floats.contains(self.text_of(node)),
@@ -94,7 +99,9 @@ impl<'a> Source<'a> {
             "unary_expression" => field("argument"),
             "binary_expression" => field("left") || field("right"),
             "conditional_expression" => field("consequence") || field("alternative"),
-            "parenthesized_expression" => node.named_child(0).is_some_and(|inner| self.is_float(inner)),
+            "parenthesized_expression" => {
+                node.named_child(0).is_some_and(|inner| self.is_float(inner))
+            }
             "template_function" => {
                 let text = self.text_of(node);
                 text.ends_with("<float>") || text.ends_with("<double>")
@@ -115,7 +122,10 @@ impl<'a> Source<'a> {
         descend(self.tree.root_node(), &mut |node| {
             let declares = matches!(
                 node.kind(),
-                "declaration" | "parameter_declaration" | "field_declaration" | "function_definition"
+                "declaration"
+                    | "parameter_declaration"
+                    | "field_declaration"
+                    | "function_definition"
             );
             let of_type = node.child_by_field_name("type").map(|kind| self.text_of(kind));
             if declares && matches!(of_type, Some("float" | "double")) {
@@ -143,20 +153,27 @@ impl<'a> Source<'a> {
 /// something outside of functions does, such as a constant that is computed, or where it is called by no name, as an operator
 /// is; none where nobody calls it, as much of a header that others share.
 pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
-    let all = || unit.iter().flat_map(|source| source.functions().into_iter().map(move |function| (source, function)));
+    let all = || {
+        unit.iter().flat_map(|source| {
+            source.functions().into_iter().map(move |function| (source, function))
+        })
+    };
     let names: BTreeSet<&str> = all().map(|(source, function)| source.name_of(function)).collect();
     let mut mentions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (source, function) in all() {
         let mentioned = mentions.entry(source.name_of(function)).or_default();
         descend(function, &mut |node| {
-            if matches!(node.kind(), "identifier" | "field_identifier") && names.contains(source.text_of(node)) {
+            if matches!(node.kind(), "identifier" | "field_identifier")
+                && names.contains(source.text_of(node))
+            {
                 mentioned.insert(source.text_of(node));
             }
         });
     }
     let is_kernel = |name: &&str| unit.iter().any(|source| source.kernels.contains(*name));
     let kernels: BTreeSet<&str> = names.iter().copied().filter(is_kernel).collect();
-    let mut callers: BTreeMap<&str, BTreeSet<&str>> = names.iter().map(|name| (*name, BTreeSet::new())).collect();
+    let mut callers: BTreeMap<&str, BTreeSet<&str>> =
+        names.iter().map(|name| (*name, BTreeSet::new())).collect();
     for kernel in &kernels {
         let mut pending = vec![*kernel];
         while let Some(name) = pending.pop() {
@@ -165,10 +182,13 @@ pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'
             }
         }
     }
-    let mut pending: Vec<&str> = names.iter().copied().filter(|name| !is_identifier(name)).collect();
+    let mut pending: Vec<&str> =
+        names.iter().copied().filter(|name| !is_identifier(name)).collect();
     for source in unit {
         descend_outside_functions(source.tree.root_node(), &mut |node| {
-            pending.extend(names.get(source.text_of(node)).filter(|_| node.kind().ends_with("identifier")));
+            pending.extend(
+                names.get(source.text_of(node)).filter(|_| node.kind().ends_with("identifier")),
+            );
         });
     }
     while let Some(name) = pending.pop() {
@@ -185,7 +205,10 @@ fn is_identifier(name: &str) -> bool {
 }
 
 /// The headers that hold more of a kernel file's code: those that do not tell the backends apart.
-pub(super) fn headers_of<'a>(tree: &'a SourceTree, file: &str) -> Result<Vec<&'a str>, MutationError> {
+pub(super) fn headers_of<'a>(
+    tree: &'a SourceTree,
+    file: &str,
+) -> Result<Vec<&'a str>, MutationError> {
     let mut headers = Vec::new();
     for header in tree.headers_of(file)? {
         if !tree.text(header)?.contains(BACKEND) {
@@ -243,7 +266,10 @@ fn masked(text: &str) -> (String, BTreeSet<String>) {
                 let name_end = text[end..close].find(',').map_or(close, |comma| end + comma);
                 kernels.insert(text[end + 1..name_end].trim().to_owned());
                 // KERNEL(name, Params, threads) becomes `void   name(               )`.
-                masked.replace_range(start..=end, &format!("{:width$}", "void", width = word.len() + 1));
+                masked.replace_range(
+                    start..=end,
+                    &format!("{:width$}", "void", width = word.len() + 1),
+                );
                 masked.replace_range(name_end..=name_end, "(");
                 masked.replace_range(name_end + 1..close, &blank(&text[name_end + 1..close]));
             }
@@ -277,7 +303,11 @@ fn code_words(text: &str) -> Vec<(usize, &str)> {
     let mut words = Vec::new();
     let mut line_start = 0;
     for line in text.split_inclusive('\n') {
-        let code = if line.trim_start().starts_with('#') { "" } else { line.split("//").next().unwrap_or_default() };
+        let code = if line.trim_start().starts_with('#') {
+            ""
+        } else {
+            line.split("//").next().unwrap_or_default()
+        };
         let mut at = 0;
         for piece in code.split(|c: char| !c.is_alphanumeric() && c != '_') {
             if !piece.is_empty() {
@@ -307,11 +337,13 @@ mod tests {
 
     #[test]
     fn macros_are_overwritten_without_moving_anything() {
-        let text =
-            "// DEVICE\nDEVICE float f() { UNROLL return 1.0f; }\nPARAMS_LAYOUT(A,\n x)\nKERNEL(k, P, 32) { f(); }\n";
+        let text = "// DEVICE\nDEVICE float f() { UNROLL return 1.0f; }\nPARAMS_LAYOUT(A,\n x)\nKERNEL(k, P, 32) { f(); }\n";
         let (masked, kernels) = masked(text);
         assert_eq!(masked.len(), text.len());
-        assert!(masked.starts_with("// DEVICE\nstatic float f() {        return 1.0f; }\n"), "{masked}");
+        assert!(
+            masked.starts_with("// DEVICE\nstatic float f() {        return 1.0f; }\n"),
+            "{masked}"
+        );
         assert!(masked.contains("void   k(      ) { f(); }"), "{masked}");
         assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["k"]);
         let text = "KERNEL_OF(k, P, 32, A <= 2 ? 4 : 1) { f(); }\n";
@@ -328,7 +360,10 @@ mod tests {
             for file in [file].into_iter().chain(headers) {
                 let source = Source::parse(&tree, file).unwrap_or_else(|error| panic!("{error}"));
                 // A header may hold constants alone.
-                assert!(!source.functions().is_empty() || !source.text.contains("\nDEVICE "), "{file}");
+                assert!(
+                    !source.functions().is_empty() || !source.text.contains("\nDEVICE "),
+                    "{file}"
+                );
             }
         }
     }
@@ -339,7 +374,14 @@ mod tests {
         let of = |file: &str| headers_of(&tree, file).expect("the tree is whole");
         assert_eq!(of("rope.cu"), ["element.h", "rotation.h", "elements.h"]);
         let hopper = of("decode_attention_hopper.cu");
-        let ours = ["hopper_attention.h", "gather.h", "panels.h", "decode_attention.h", "kv_cache.h", "tensor_map.h"];
+        let ours = [
+            "hopper_attention.h",
+            "gather.h",
+            "panels.h",
+            "decode_attention.h",
+            "kv_cache.h",
+            "tensor_map.h",
+        ];
         assert_eq!(hopper.len(), ours.len(), "{hopper:?}");
         assert!(ours.iter().all(|name| hopper.contains(name)), "{hopper:?}");
     }

@@ -8,12 +8,17 @@ fn of(body: &str) -> Vec<GeneratedMutant> {
          KERNEL(k, P, 32) {{\n    {body}\n}}\n"
     );
     let files = [("op.cu".to_owned(), text)];
-    generate(&SourceTree::from_files("a test".into(), files.into()).expect("a tree"), "op").expect("C++")
+    generate(&SourceTree::from_files("a test".into(), files.into()).expect("a tree"), "op")
+        .expect("C++")
 }
 
 /// What the body's line becomes under the mutants of one class.
 fn lines(class: Class, body: &str) -> Vec<String> {
-    of(body).into_iter().filter(|mutant| mutant.class == class).map(|mutant| mutant.mutated).collect()
+    of(body)
+        .into_iter()
+        .filter(|mutant| mutant.class == class)
+        .map(|mutant| mutant.mutated)
+        .collect()
 }
 
 #[test]
@@ -48,7 +53,10 @@ fn barriers_fences_waits_and_commits_are_dropped_and_shuffles_are_not() {
     ] {
         assert_eq!(lines(Class::Synchronization, statement), [";"], "{statement}");
     }
-    assert!(lines(Class::Synchronization, "float y = __shfl_xor_sync(FULL_WARP, x, distance);").is_empty());
+    assert!(
+        lines(Class::Synchronization, "float y = __shfl_xor_sync(FULL_WARP, x, distance);")
+            .is_empty()
+    );
     let reduced = lines(Class::Synchronization, "const bool any = __syncthreads_or(mine);");
     assert_eq!(reduced, ["const bool any = (mine);"]);
 }
@@ -63,7 +71,10 @@ fn subscripts_strides_quotients_and_remainders_change_places() {
     );
     assert_eq!(lines(Class::Index, "y = lane / n;"), ["y = lane % n;"]);
     assert!(lines(Class::Index, "float y = 1.0f / x;").is_empty());
-    assert_eq!(lines(Class::Index, "float x; y = threadIdx.x / n;"), ["float x; y = threadIdx.x % n;"]);
+    assert_eq!(
+        lines(Class::Index, "float x; y = threadIdx.x / n;"),
+        ["float x; y = threadIdx.x % n;"]
+    );
 }
 
 #[test]
@@ -103,7 +114,12 @@ fn numbers_are_other_numbers_but_not_those_that_the_compiler_decides_by() {
     assert_eq!(lines(Class::Constant, "y = 0.0f;"), ["y = 1.0f;"]);
     assert_eq!(lines(Class::Constant, "y = 0.5;"), ["y = (2.0 * 0.5);"]);
     assert_eq!(lines(Class::Constant, "y = 1u;"), ["y = 2u;"]);
-    for untouched in ["float x[4];", "f<4>();", "switch (x) { case 4: f(); }", "static_assert(sizeof(P) == 4, \"\");"] {
+    for untouched in [
+        "float x[4];",
+        "f<4>();",
+        "switch (x) { case 4: f(); }",
+        "static_assert(sizeof(P) == 4, \"\");",
+    ] {
         assert!(lines(Class::Constant, untouched).is_empty(), "{untouched}");
     }
 }
@@ -111,7 +127,10 @@ fn numbers_are_other_numbers_but_not_those_that_the_compiler_decides_by() {
 #[test]
 fn conditions_hold_always_or_never_or_lose_a_term() {
     assert_eq!(lines(Class::Predicate, "if (a) f();"), ["if (true) f();", "if (false) f();"]);
-    assert_eq!(lines(Class::Predicate, "y = a ? b : c;"), ["y = true ? b : c;", "y = false ? b : c;"]);
+    assert_eq!(
+        lines(Class::Predicate, "y = a ? b : c;"),
+        ["y = true ? b : c;", "y = false ? b : c;"]
+    );
     assert_eq!(lines(Class::Predicate, "bool y = a && b;"), ["bool y = a;", "bool y = b;"]);
     assert!(lines(Class::Predicate, "if constexpr (a && b) f();").is_empty());
 }
@@ -120,7 +139,9 @@ fn conditions_hold_always_or_never_or_lose_a_term() {
 fn sums_are_overwritten_and_flags_turned_round() {
     assert_eq!(lines(Class::Accumulate, "sum += x;"), ["sum = x;"]);
     assert_eq!(lines(Class::Accumulate, "multiply(c, true);"), ["multiply(c, false);"]);
-    assert!(lines(Class::Accumulate, "for (int i = 0; i < n; i += step, x += step) f();").is_empty());
+    assert!(
+        lines(Class::Accumulate, "for (int i = 0; i < n; i += step, x += step) f();").is_empty()
+    );
 }
 
 #[test]
@@ -130,7 +151,8 @@ fn nothing_changes_outside_of_function_bodies() {
 
 #[test]
 fn what_the_preprocessor_asks_stays_and_what_it_leaves_changes() {
-    let conditional = "#if STORED == 1\n    if (a < b) f();\n#elif STORED == 2\n    if (b < a) f();\n#endif";
+    let conditional =
+        "#if STORED == 1\n    if (a < b) f();\n#elif STORED == 2\n    if (b < a) f();\n#endif";
     let edited: Vec<usize> = of(conditional).iter().map(|mutant| mutant.line).collect();
     assert!(!edited.is_empty());
     let first = edited.iter().min().copied().unwrap_or_default();
@@ -155,7 +177,8 @@ fn a_planted_change_is_the_one_that_is_shown() {
     let tree = dsv4_kernels::sources();
     let mut everywhere: BTreeSet<Class> = BTreeSet::new();
     // A chain has no kernel of its own.
-    let own = crate::operators::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
+    let own =
+        crate::operators::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
     for operator in own.map(|operator| operator.name()) {
         let mutants = generate(&tree, operator).expect("the kernel is understood");
         let ids: BTreeSet<&str> = mutants.iter().map(|mutant| mutant.id.as_str()).collect();
@@ -166,7 +189,11 @@ fn a_planted_change_is_the_one_that_is_shown() {
             let changed = planted.text(&mutant.file).expect("the file");
             assert_ne!(changed, tree.text(&mutant.file).expect("the file"), "{}", mutant.id);
             let first = mutant.mutated.lines().next().unwrap_or_default().trim();
-            assert!(changed.lines().nth(mutant.line - 1).is_some_and(|line| line.contains(first)), "{}", mutant.id);
+            assert!(
+                changed.lines().nth(mutant.line - 1).is_some_and(|line| line.contains(first)),
+                "{}",
+                mutant.id
+            );
             assert!(!mutant.kernels.is_empty(), "{} concerns no kernel", mutant.id);
             assert!(!first.starts_with("//") && !first.starts_with('#'), "{}: {first}", mutant.id);
         }
@@ -181,18 +208,24 @@ fn a_planted_change_is_the_one_that_is_shown() {
 #[test]
 fn a_source_that_is_not_understood_is_an_error_with_its_line() {
     let files = [("op.cu".to_owned(), "int f() { return 1; }\nint g( {{ ]\n".to_owned())];
-    let error = generate(&SourceTree::from_files("a test".into(), files.into()).expect("a tree"), "op").unwrap_err();
+    let error =
+        generate(&SourceTree::from_files("a test".into(), files.into()).expect("a tree"), "op")
+            .unwrap_err();
     assert!(error.to_string().starts_with("op.cu: line 2 "), "{error}");
 }
 
 #[test]
 fn a_sample_is_deterministic_and_takes_of_every_class() {
     let all = || generate(&dsv4_kernels::sources(), "rms_norm").expect("the kernel is understood");
-    let ids = |count, seed| sample(all(), count, seed).into_iter().map(|mutant| mutant.id).collect::<Vec<_>>();
+    let ids = |count, seed| {
+        sample(all(), count, seed).into_iter().map(|mutant| mutant.id).collect::<Vec<_>>()
+    };
     assert_eq!(ids(30, 1), ids(30, 1));
     assert_ne!(ids(30, 1), ids(30, 2));
     assert_eq!(ids(30, 1)[..12], ids(12, 1), "a smaller sample is the beginning of a larger one");
-    let classes = |mutants: Vec<GeneratedMutant>| mutants.into_iter().map(|one| one.class).collect::<BTreeSet<_>>();
+    let classes = |mutants: Vec<GeneratedMutant>| {
+        mutants.into_iter().map(|one| one.class).collect::<BTreeSet<_>>()
+    };
     assert_eq!(classes(sample(all(), 9, 3)), classes(all()));
     assert_eq!(sample(all(), usize::MAX, 0).len(), all().len());
 }

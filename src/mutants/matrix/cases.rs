@@ -37,9 +37,12 @@ pub fn collect(
 ) -> Result<Vec<(Case, Origin)>, crate::case::CaseError> {
     let name = operator.name();
     let remembered = regressions.load(name)?.into_iter().map(|case| (case, Origin::Regression));
-    let edge_cases = operator.edge_cases(Profile::Quick).into_iter().map(|case| (case, Origin::Drawn));
+    let edge_cases =
+        operator.edge_cases(Profile::Quick).into_iter().map(|case| (case, Origin::Drawn));
     let mut all: Vec<_> = remembered.chain(edge_cases).collect();
-    for line in planted.iter().filter(|mutant| mutant.operator == name).flat_map(|mutant| &mutant.cases) {
+    for line in
+        planted.iter().filter(|mutant| mutant.operator == name).flat_map(|mutant| &mutant.cases)
+    {
         all.push((Case::parse(line)?, Origin::Given));
     }
     let mut known = BTreeSet::new();
@@ -49,7 +52,8 @@ pub fn collect(
 
 /// A case's fields in one order, whatever the order of its line.
 fn canonical(case: &Case) -> String {
-    let fields: BTreeMap<_, _> = case.fields.iter().map(|(name, value)| (name, value.to_string())).collect();
+    let fields: BTreeMap<_, _> =
+        case.fields.iter().map(|(name, value)| (name, value.to_string())).collect();
     format!("{fields:?}")
 }
 
@@ -58,8 +62,11 @@ pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) 
     // A device of its own, so that the modules are those of this case.
     let device = device.with_tree(device.tree().clone());
     let record = sweep::run_case(&case, origin, &device, options);
-    let words =
-        |path: &String| path.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();
+    let words = |path: &String| {
+        path.split(|c: char| !c.is_alphanumeric() && c != '_')
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
     let modules = device.loaded_modules();
     KnownCase {
         kernels: record.paths.iter().flat_map(words).collect(),
@@ -73,11 +80,14 @@ pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) 
 /// The cases that run one of `kernels`, in the order in which a mutant of them should meet them: those that
 /// need no further module to be compiled first, and of these the cheapest.
 pub fn order<'a>(known: &'a [KnownCase], kernels: &BTreeSet<String>) -> Vec<&'a KnownCase> {
-    let mut left: Vec<&KnownCase> = known.iter().filter(|one| !one.kernels.is_disjoint(kernels)).collect();
+    let mut left: Vec<&KnownCase> =
+        known.iter().filter(|one| !one.kernels.is_disjoint(kernels)).collect();
     let mut compiled: BTreeSet<&str> = BTreeSet::new();
     let mut ordered = Vec::new();
     while !left.is_empty() {
-        let cost = |one: &KnownCase| (one.modules.iter().filter(|m| !compiled.contains(m.as_str())).count(), one.work);
+        let cost = |one: &KnownCase| {
+            (one.modules.iter().filter(|m| !compiled.contains(m.as_str())).count(), one.work)
+        };
         let cheapest = (0..left.len()).min_by_key(|&index| cost(left[index])).unwrap_or_default();
         let next = left.remove(cheapest);
         compiled.extend(next.modules.iter().map(String::as_str));
@@ -93,7 +103,8 @@ mod tests {
 
     fn known(number: u64, kernels: &[&str], modules: &[&str], work: u64) -> KnownCase {
         let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
-        let case = Case::parse(&format!("{{\"operator\":\"rope\",\"seed\":{number}}}")).expect("a case");
+        let case =
+            Case::parse(&format!("{{\"operator\":\"rope\",\"seed\":{number}}}")).expect("a case");
         let checks = Outcome::default().checks;
         let record = CaseRecord {
             operator: "rope".into(),
@@ -124,7 +135,10 @@ mod tests {
         ];
         let seeds = |kernel: &str| {
             let ordered = order(&all, &[kernel.to_owned()].into());
-            ordered.iter().map(|one| one.case.fields["seed"].as_u64().expect("a number")).collect::<Vec<_>>()
+            ordered
+                .iter()
+                .map(|one| one.case.fields["seed"].as_u64().expect("a number"))
+                .collect::<Vec<_>>()
         };
         assert_eq!(seeds("forward"), [1, 3, 0]);
         assert_eq!(seeds("table"), [2, 3]);

@@ -70,8 +70,8 @@ impl Equivalents {
         if !path.is_file() {
             return Ok(Self { path, ..Self::default() });
         }
-        let text =
-            std::fs::read_to_string(&path).map_err(|source| EquivalentError::Read { path: path.clone(), source })?;
+        let text = std::fs::read_to_string(&path)
+            .map_err(|source| EquivalentError::Read { path: path.clone(), source })?;
         let malformed = |reason: String| EquivalentError::Malformed { path: path.clone(), reason };
         let file: EquivalentFile = toml::from_str(&text).map_err(|e| malformed(e.to_string()))?;
         let mut reasons = BTreeMap::new();
@@ -98,10 +98,21 @@ impl Equivalents {
     ///
     /// # Errors
     /// [`EquivalentError::Stale`].
-    pub fn check(&self, operators: &BTreeSet<String>, generated: &BTreeSet<&str>) -> Result<(), EquivalentError> {
-        let concerned = |id: &&String| id.split(':').next().is_some_and(|operator| operators.contains(operator));
-        let stale: Vec<&str> =
-            self.reasons.keys().filter(concerned).map(String::as_str).filter(|id| !generated.contains(id)).collect();
+    pub fn check(
+        &self,
+        operators: &BTreeSet<String>,
+        generated: &BTreeSet<&str>,
+    ) -> Result<(), EquivalentError> {
+        let concerned = |id: &&String| {
+            id.split(':').next().is_some_and(|operator| operators.contains(operator))
+        };
+        let stale: Vec<&str> = self
+            .reasons
+            .keys()
+            .filter(concerned)
+            .map(String::as_str)
+            .filter(|id| !generated.contains(id))
+            .collect();
         match stale.is_empty() {
             true => Ok(()),
             false => Err(EquivalentError::Stale { path: self.path.clone(), ids: stale.join(", ") }),
@@ -121,22 +132,31 @@ mod tests {
 
     #[test]
     fn an_id_that_no_kernel_gives_is_an_error_for_its_own_operator_only() {
-        let list =
-            list("[[equivalent]]\nids = [\"rope:f:scale:0\", \"rope:f:scale:1\"]\nreason = 'none'\n").expect("a list");
+        let list = list(
+            "[[equivalent]]\nids = [\"rope:f:scale:0\", \"rope:f:scale:1\"]\nreason = 'none'\n",
+        )
+        .expect("a list");
         let check = |operator: &str, ids: &[&str]| {
-            list.check(&[operator.to_owned()].into(), &ids.iter().copied().collect()).map_err(|error| error.to_string())
+            list.check(&[operator.to_owned()].into(), &ids.iter().copied().collect())
+                .map_err(|error| error.to_string())
         };
         assert_eq!(check("rope", &["rope:f:scale:0", "rope:f:scale:1"]), Ok(()));
         assert_eq!(check("rms_norm", &[]), Ok(()));
         let error = check("rope", &["rope:f:scale:1"]).unwrap_err();
-        assert!(error.ends_with("no kernel gives these mutants any more: rope:f:scale:0"), "{error}");
+        assert!(
+            error.ends_with("no kernel gives these mutants any more: rope:f:scale:0"),
+            "{error}"
+        );
     }
 
     #[test]
     fn an_entry_needs_a_reason_and_may_stand_once() {
-        let error = list("[[equivalent]]\nids = [\"a:b:c:0\"]\nreason = ' '\n").unwrap_err().to_string();
+        let error =
+            list("[[equivalent]]\nids = [\"a:b:c:0\"]\nreason = ' '\n").unwrap_err().to_string();
         assert!(error.ends_with("`a:b:c:0` has no reason"), "{error}");
-        let error = list("[[equivalent]]\nids = [\"a:b:c:0\", \"a:b:c:0\"]\nreason = 'x'\n").unwrap_err().to_string();
+        let error = list("[[equivalent]]\nids = [\"a:b:c:0\", \"a:b:c:0\"]\nreason = 'x'\n")
+            .unwrap_err()
+            .to_string();
         assert!(error.ends_with("`a:b:c:0` is listed twice"), "{error}");
         assert!(list("[[equivalent]]\nids = [\"a\"]\nwhy = 'x'\n").is_err());
     }

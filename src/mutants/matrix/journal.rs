@@ -70,8 +70,8 @@ impl Journal {
         }
         let lines = journal::complete_lines(&mut self.file)?;
         for (number, line) in lines.lines().enumerate() {
-            let Line { trial, record } =
-                serde_json::from_str(line).with_context(|| format!("line {} is no record of a mutant", number + 1))?;
+            let Line { trial, record } = serde_json::from_str(line)
+                .with_context(|| format!("line {} is no record of a mutant", number + 1))?;
             self.known.insert(trial, record);
         }
         Ok(journal::cut_behind(&mut self.file, lines.len() as u64)?)
@@ -146,8 +146,14 @@ mod tests {
         assert_eq!(journal.known(&trial("bug", 2)).expect("a digest"), None);
         assert_eq!(journal.known(&trial("other", 1)).expect("a digest"), None);
         drop(journal);
-        assert_eq!(open(dir.path(), "other kernels", true).known(&trial("bug", 1)).expect("a digest"), None);
-        assert_eq!(open(dir.path(), "kernels", false).known(&trial("bug", 1)).expect("a digest"), None);
+        assert_eq!(
+            open(dir.path(), "other kernels", true).known(&trial("bug", 1)).expect("a digest"),
+            None
+        );
+        assert_eq!(
+            open(dir.path(), "kernels", false).known(&trial("bug", 1)).expect("a digest"),
+            None
+        );
     }
 
     #[test]
@@ -164,7 +170,10 @@ mod tests {
         assert_eq!(journal.known(&trial("cut", 1)).expect("a digest"), None);
         journal.append(&trial("cut", 1), &record("cut")).expect("written");
         drop(journal);
-        assert_eq!(open(dir.path(), "kernels", true).known(&trial("cut", 1)).expect("a digest"), Some(record("cut")));
+        assert_eq!(
+            open(dir.path(), "kernels", true).known(&trial("cut", 1)).expect("a digest"),
+            Some(record("cut"))
+        );
 
         std::fs::write(&path, "no record\n").expect("written");
         let error = Journal::open_as(dir.path(), "kernels".into(), true).unwrap_err();

@@ -50,7 +50,8 @@ pub fn generate(
     for operator in operators {
         all.push(((*operator).to_owned(), generated::generate(tree, operator)?));
     }
-    let ids: BTreeSet<&str> = all.iter().flat_map(|(_, mutants)| mutants).map(|mutant| mutant.id.as_str()).collect();
+    let ids: BTreeSet<&str> =
+        all.iter().flat_map(|(_, mutants)| mutants).map(|mutant| mutant.id.as_str()).collect();
     equivalents.check(&operators.iter().map(|name| (*name).to_owned()).collect(), &ids)?;
     Ok(all)
 }
@@ -83,7 +84,8 @@ pub fn plan(
     let backend = environment.backend;
     let mut plan = Plan::default();
     for mutant in planted.iter().filter(|mutant| mutant.operator == name) {
-        let cases = mutant.cases.iter().map(|line| Case::parse(line)).collect::<Result<Vec<_>, _>>()?;
+        let cases =
+            mutant.cases.iter().map(|line| Case::parse(line)).collect::<Result<Vec<_>, _>>()?;
         let cannot_run = cases.iter().find_map(|case| operator.cannot_run(case, environment));
         let hidden = || {
             let unseen = only_emulator_sees(&mutant.expected).then(|| EMULATOR_SEES.to_owned());
@@ -99,13 +101,22 @@ pub fn plan(
         .into_iter()
         .partition(|mutant| backend != BackendKind::Cuda || mutant.class != Class::Synchronization);
     for _ in &unseen {
-        Skip::count(&mut plan.skips, format!("generated mutants of {name}, class synchronization"), EMULATOR_SEES);
+        Skip::count(
+            &mut plan.skips,
+            format!("generated mutants of {name}, class synchronization"),
+            EMULATOR_SEES,
+        );
     }
-    let (listed, counting): (Vec<_>, Vec<_>) =
-        runnable.into_iter().partition(|mutant| equivalents.reason(&mutant.id).is_some() && !choice.run_equivalents);
+    let (listed, counting): (Vec<_>, Vec<_>) = runnable
+        .into_iter()
+        .partition(|mutant| equivalents.reason(&mutant.id).is_some() && !choice.run_equivalents);
     for mutant in &listed {
         let reason = equivalents.reason(&mutant.id).unwrap_or_default().to_owned();
-        plan.equivalent.push(MutantRecord { status: MutantStatus::Equivalent, reason, ..unjudged(mutant) });
+        plan.equivalent.push(MutantRecord {
+            status: MutantStatus::Equivalent,
+            reason,
+            ..unjudged(mutant)
+        });
     }
     let available = counting.len();
     let drawn = generated::sample(counting, choice.sample.unwrap_or(usize::MAX), choice.seed);
@@ -122,7 +133,8 @@ pub fn plan(
         plan.skips.push(Skip { what, why, count: not_drawn as u64 });
     }
     plan.subjects.extend(drawn.into_iter().map(|mutant| {
-        let cases = cases::order(known, &mutant.kernels).into_iter().map(|one| one.case.clone()).collect();
+        let cases =
+            cases::order(known, &mutant.kernels).into_iter().map(|one| one.case.clone()).collect();
         Subject::Generated(Box::new(mutant), cases)
     }));
     Ok(plan)

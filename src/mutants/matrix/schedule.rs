@@ -40,10 +40,16 @@ pub type Done<'a> = dyn Fn(&Trial, &MutantRecord) -> Result<()> + Sync + 'a;
 ///
 /// # Errors
 /// A child that cannot be started, or that fails for another reason than its mutant; those of `done`.
-pub fn run(schedule: &Schedule, trials: &[Trial], tree: &SourceTree, done: &Done<'_>) -> Result<Fates> {
+pub fn run(
+    schedule: &Schedule,
+    trials: &[Trial],
+    tree: &SourceTree,
+    done: &Done<'_>,
+) -> Result<Fates> {
     let start = Instant::now();
     let next = AtomicUsize::new(0);
-    let fates: Mutex<Vec<Option<Result<MutantRecord>>>> = Mutex::new(trials.iter().map(|_| None).collect());
+    let fates: Mutex<Vec<Option<Result<MutantRecord>>>> =
+        Mutex::new(trials.iter().map(|_| None).collect());
     let in_time = || schedule.time_budget.is_none_or(|budget| start.elapsed() < budget);
     std::thread::scope(|scope| {
         for _ in 0..schedule.jobs.max(1) {
@@ -62,17 +68,27 @@ pub fn run(schedule: &Schedule, trials: &[Trial], tree: &SourceTree, done: &Done
             });
         }
     });
-    fates.into_inner().unwrap_or_else(|e| e.into_inner()).into_iter().map(Option::transpose).collect()
+    fates
+        .into_inner()
+        .unwrap_or_else(|e| e.into_inner())
+        .into_iter()
+        .map(Option::transpose)
+        .collect()
 }
 
 /// One trial in a child process.
 fn attempt(schedule: &Schedule, trial: &Trial, tree: &SourceTree) -> Result<MutantRecord> {
     let id = trial.subject.id();
     let mut command = Command::new(&schedule.executable);
-    command.args(&schedule.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(&schedule.arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     // It dies with this thread, which waits for it.
     isolate(&mut command);
-    let mut child = command.spawn().with_context(|| format!("starting {}", schedule.executable.display()))?;
+    let mut child =
+        command.spawn().with_context(|| format!("starting {}", schedule.executable.display()))?;
     let mut input = child.stdin.take().context("the child has no standard input")?;
     let line = serde_json::to_string(trial)?;
     // A child that ended early says why by its status.
@@ -118,7 +134,9 @@ fn listen(child: &mut Child, patience: Duration) -> Result<(Ending, u64)> {
     let mut cases_run = 0;
     loop {
         match lines.recv_timeout(patience) {
-            Ok(line) => match serde_json::from_str(&line).with_context(|| format!("a trial answered `{line}`"))? {
+            Ok(line) => match serde_json::from_str(&line)
+                .with_context(|| format!("a trial answered `{line}`"))?
+            {
                 Answer::Case(number) => cases_run = number + 1,
                 Answer::Record(record) => {
                     child.wait()?;
@@ -144,10 +162,17 @@ fn signal_of(status: ExitStatus) -> Option<i32> {
     status.signal()
 }
 
-fn killed_by_launch(subject: &Subject, tree: &SourceTree, cases_run: u64, reason: String) -> MutantRecord {
+fn killed_by_launch(
+    subject: &Subject,
+    tree: &SourceTree,
+    cases_run: u64,
+    reason: String,
+) -> MutantRecord {
     let (record, cases) = match subject {
         Subject::Planted(mutant) => (mutant.unjudged(tree), Vec::new()),
-        Subject::Generated(mutant, cases) => (unjudged(mutant), cases.iter().map(|case| case.line()).collect()),
+        Subject::Generated(mutant, cases) => {
+            (unjudged(mutant), cases.iter().map(|case| case.line()).collect())
+        }
     };
     let killing_case = cases_run.checked_sub(1).and_then(|last| cases.get(last as usize).cloned());
     MutantRecord {
@@ -180,7 +205,8 @@ mod tests {
             list: String::new(),
             hidden_on_gpu: None,
         };
-        let trial = Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };
+        let trial =
+            Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };
         let schedule = Schedule {
             executable: "/bin/sh".into(),
             arguments: vec!["-c".into(), script.into()],
@@ -198,7 +224,9 @@ mod tests {
 
     #[test]
     fn a_child_that_crashes_was_killed_by_its_launch_and_the_others_go_on() {
-        for (killed_by, reason) in killed_by(fates("cat >/dev/null; kill -SEGV $$", None).expect("fates")) {
+        for (killed_by, reason) in
+            killed_by(fates("cat >/dev/null; kill -SEGV $$", None).expect("fates"))
+        {
             assert_eq!(killed_by, ["launch"]);
             assert!(reason.ends_with("signal 11"), "{reason}");
         }
@@ -206,7 +234,9 @@ mod tests {
 
     #[test]
     fn a_child_that_hangs_was_killed_by_its_launch() {
-        for (killed_by, reason) in killed_by(fates("cat >/dev/null; exec sleep 60", None).expect("fates")) {
+        for (killed_by, reason) in
+            killed_by(fates("cat >/dev/null; exec sleep 60", None).expect("fates"))
+        {
             assert_eq!(killed_by, ["launch"]);
             assert!(reason.contains("no sign of life"), "{reason}");
         }
@@ -214,15 +244,22 @@ mod tests {
 
     #[test]
     fn a_child_that_fails_by_itself_is_an_error_and_no_kill() {
-        let error = fates("cat >/dev/null; echo no device >&2; exit 3", None).unwrap_err().to_string();
+        let error =
+            fates("cat >/dev/null; echo no device >&2; exit 3", None).unwrap_err().to_string();
         assert!(error.contains("mutant `bug`") && error.contains("no device"), "{error}");
     }
 
     #[test]
     fn signs_of_life_keep_a_child_alive_until_its_record_comes() {
         let record = serde_json::to_string(&Answer::Record(Box::default())).expect("JSON");
-        let script = format!("for i in 0 1 2 3; do echo '{{\"case\":'$i'}}'; sleep 0.15; done; echo '{record}'");
-        assert!(killed_by(fates(&script, None).expect("fates")).iter().all(|(killed_by, _)| killed_by.is_empty()));
+        let script = format!(
+            "for i in 0 1 2 3; do echo '{{\"case\":'$i'}}'; sleep 0.15; done; echo '{record}'"
+        );
+        assert!(
+            killed_by(fates(&script, None).expect("fates"))
+                .iter()
+                .all(|(killed_by, _)| killed_by.is_empty())
+        );
     }
 
     #[test]

@@ -30,7 +30,9 @@ impl Tally {
         let named = report.operators.iter().map(|operator| &operator.name);
         let mut names: Vec<&String> = Vec::new();
         let mentioned = entries.clone().map(|entry| &entry.operator);
-        for name in named.chain(mentioned).chain(report.mutants.iter().map(|mutant| &mutant.operator)) {
+        for name in
+            named.chain(mentioned).chain(report.mutants.iter().map(|mutant| &mutant.operator))
+        {
             if !names.contains(&name) {
                 names.push(name);
             }
@@ -103,9 +105,12 @@ mod tests {
 
     fn generated(killed: usize, survived: usize, invalid: usize, equivalent: usize) -> Tally {
         use MutantStatus::{Equivalent, Invalid, Killed, Survived};
-        let counts = [(Killed, killed), (Survived, survived), (Invalid, invalid), (Equivalent, equivalent)];
-        let all: Vec<_> =
-            counts.into_iter().flat_map(|(status, count)| mutants(MutantSource::Generated, status, count)).collect();
+        let counts =
+            [(Killed, killed), (Survived, survived), (Invalid, invalid), (Equivalent, equivalent)];
+        let all: Vec<_> = counts
+            .into_iter()
+            .flat_map(|(status, count)| mutants(MutantSource::Generated, status, count))
+            .collect();
         Tally::of(all.iter())
     }
 

@@ -76,17 +76,25 @@ pub fn unjudged(mutant: &GeneratedMutant) -> MutantRecord {
 ///
 /// # Errors
 /// A planted mutant's anchor that does not match, or a case that cannot be prepared.
-pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result<MutantRecord, MutantError> {
+pub fn run(
+    trial: &Trial,
+    device: &Device,
+    mut alive: impl FnMut(u64),
+) -> Result<MutantRecord, MutantError> {
     match &trial.subject {
         Subject::Planted(mutant) => match mutant.run(device, trial.schedules) {
-            Err(MutantError::NotRun { message, .. }) => {
-                Ok(MutantRecord { status: MutantStatus::Invalid, reason: message, ..mutant.unjudged(device.tree()) })
-            }
+            Err(MutantError::NotRun { message, .. }) => Ok(MutantRecord {
+                status: MutantStatus::Invalid,
+                reason: message,
+                ..mutant.unjudged(device.tree())
+            }),
             judged => judged,
         },
         Subject::Generated(mutant, cases) => {
             let refused = |source| MutantError::Case { id: mutant.id.clone(), source };
-            let planted = mutant.plant(device.tree()).map_err(|e| refused(CaseError::Malformed(e.to_string())))?;
+            let planted = mutant
+                .plant(device.tree())
+                .map_err(|e| refused(CaseError::Malformed(e.to_string())))?;
             let mutated = device.with_tree(planted);
             let options = CheckOptions::of_kernels(trial.schedules);
             let mut record = unjudged(mutant);
@@ -97,9 +105,14 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
                 let outcome = checks::run(&*prepared, &mutated, options);
                 record.cases_run += 1;
                 if let Some(error) = not_launched(&outcome) {
-                    return Ok(MutantRecord { status: MutantStatus::Invalid, reason: error, ..record });
+                    return Ok(MutantRecord {
+                        status: MutantStatus::Invalid,
+                        reason: error,
+                        ..record
+                    });
                 }
-                let mut seen = outcome.failures().filter(|check| check.verdict == Verdict::Fail).peekable();
+                let mut seen =
+                    outcome.failures().filter(|check| check.verdict == Verdict::Fail).peekable();
                 if let (true, Some(first)) = (killed_by.is_empty(), seen.peek()) {
                     (record.killing_case, record.reason) = (case.line(), first.message.clone());
                 }
@@ -109,11 +122,13 @@ pub fn run(trial: &Trial, device: &Device, mut alive: impl FnMut(u64)) -> Result
                 }
             }
             if killed_by.is_empty()
-                && let Some(reason) = same_code(mutant, device, &mutated, || alive(record.cases_run))
+                && let Some(reason) =
+                    same_code(mutant, device, &mutated, || alive(record.cases_run))
             {
                 return Ok(MutantRecord { status: MutantStatus::Equivalent, reason, ..record });
             }
-            let status = if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed };
+            let status =
+                if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed };
             Ok(MutantRecord { status, killed_by: killed_by.into_iter().collect(), ..record })
         }
     }
@@ -128,7 +143,12 @@ fn not_launched(outcome: &Outcome) -> Option<String> {
 
 /// Why a mutant is equivalent, if the compiler makes the same code of it as of the kernel in every module of its operator:
 /// such as a change of a template's branch that the operator's kernels do not take. `alive` is called before each module.
-fn same_code(mutant: &GeneratedMutant, right: &Device, mutated: &Device, mut alive: impl FnMut()) -> Option<String> {
+fn same_code(
+    mutant: &GeneratedMutant,
+    right: &Device,
+    mutated: &Device,
+    mut alive: impl FnMut(),
+) -> Option<String> {
     let reads = |(file, _): &&ModuleSpecification| {
         let headers = right.tree().headers_of(file).unwrap_or_default();
         *file == mutant.file || headers.contains(&mutant.file.as_str())
@@ -141,7 +161,9 @@ fn same_code(mutant: &GeneratedMutant, right: &Device, mutated: &Device, mut ali
         assembly(mutated).is_some_and(|code| assembly(right) == Some(code))
     };
     let all_are = !concerned.is_empty() && concerned.iter().all(is_same);
-    all_are.then(|| format!("The compiler makes the same code of it, in all of {} modules.", concerned.len()))
+    all_are.then(|| {
+        format!("The compiler makes the same code of it, in all of {} modules.", concerned.len())
+    })
 }
 
 /// Serves one trial: reads it from `input`, answers on `output`.
@@ -152,7 +174,11 @@ pub fn serve(input: &str, device: &Device, output: &mut impl Write) -> anyhow::R
     let trial: Trial = serde_json::from_str(input)?;
     let record = run(&trial, device, |number| {
         // A parent that is gone needs no sign of life.
-        let _ = writeln!(output, "{}", serde_json::to_string(&Answer::Case(number)).unwrap_or_default());
+        let _ = writeln!(
+            output,
+            "{}",
+            serde_json::to_string(&Answer::Case(number)).unwrap_or_default()
+        );
         let _ = output.flush();
     })?;
     writeln!(output, "{}", serde_json::to_string(&Answer::Record(Box::new(record)))?)?;

@@ -54,7 +54,12 @@ pub struct AttentionCombineCase {
 }
 
 /// With a sink, and rows that have seen no key.
-fn plain(num_parts: usize, num_tokens: usize, num_heads: usize, v_dim: usize) -> AttentionCombineCase {
+fn plain(
+    num_parts: usize,
+    num_tokens: usize,
+    num_heads: usize,
+    v_dim: usize,
+) -> AttentionCombineCase {
     AttentionCombineCase {
         num_parts,
         num_tokens,
@@ -83,8 +88,10 @@ impl Operator for AttentionCombine {
 
     fn tensors(c: &AttentionCombineCase) -> Specs {
         let (parts, tokens) = (axis("num_parts", c.num_parts), axis("num_tokens", c.num_tokens));
-        let (heads, v_dim) =
-            (axis("num_heads", c.num_heads).not_empty(), axis("v_dim", c.v_dim).multiples(8, usize::MAX));
+        let (heads, v_dim) = (
+            axis("num_heads", c.num_heads).not_empty(),
+            axis("v_dim", c.v_dim).multiples(8, usize::MAX),
+        );
         let tensors = [
             input("partial_out", DType::F32, &[parts, tokens, heads, v_dim])
                 .aligned_rows()
@@ -100,7 +107,10 @@ impl Operator for AttentionCombine {
 
     fn check(c: &AttentionCombineCase) -> Result<(), Refused> {
         if !(c.lse_deviation.is_finite() && c.lse_deviation >= 0.0) {
-            return refuse("lse_deviation", format!("{} must be finite and not negative", c.lse_deviation));
+            return refuse(
+                "lse_deviation",
+                format!("{} must be finite and not negative", c.lse_deviation),
+            );
         }
         Ok(())
     }
@@ -119,7 +129,8 @@ impl Operator for AttentionCombine {
         (shape, empty, sinks, lse, Data::strategy(-18..=18))
             .prop_map(|(shape, empty, sinks, (lse_deviation, lse_shift), data)| {
                 let (num_parts, num_tokens, num_heads, v_dim) = shape;
-                let num_tokens = num_tokens.min((LARGEST_DRAWN / (num_parts * num_heads * v_dim)).max(1));
+                let num_tokens =
+                    num_tokens.min((LARGEST_DRAWN / (num_parts * num_heads * v_dim)).max(1));
                 AttentionCombineCase {
                     empty,
                     sinks,
@@ -141,7 +152,11 @@ impl Operator for AttentionCombine {
             plain(3, 0, 4, 64),
             plain(0, 2, 5, 64),
             // One part without a sink is what comes out.
-            AttentionCombineCase { sinks: Sinks::Absent, empty: EmptyParts::None, ..plain(1, 4, 6, 512) },
+            AttentionCombineCase {
+                sinks: Sinks::Absent,
+                empty: EmptyParts::None,
+                ..plain(1, 4, 6, 512)
+            },
             AttentionCombineCase { sinks: Sinks::Extreme, ..plain(4, 5, 12, 512) },
             // More parts than lanes, of unlike size.
             AttentionCombineCase { lse_deviation: 10.0, ..plain(70, 2, 9, 40) },
@@ -162,7 +177,8 @@ impl Operator for AttentionCombine {
         let mut lse = Vec::with_capacity(parts * rows);
         for part_row in 0..parts * rows {
             let e = (c.lse_shift + c.lse_deviation * draw.normal()) * std::f64::consts::LOG2_E;
-            let (one_in_three, positive) = (draw.rng().random_ratio(1, 3), draw.rng().random_ratio(1, 2));
+            let (one_in_three, positive) =
+                (draw.rng().random_ratio(1, 3), draw.rng().random_ratio(1, 2));
             let empty = match c.empty {
                 EmptyParts::None => false,
                 EmptyParts::Some => one_in_three,
@@ -182,11 +198,19 @@ impl Operator for AttentionCombine {
         Ok(())
     }
 
-    fn forward(_: &AttentionCombineCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        _: &AttentionCombineCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         reference::forward(&t.named()?, rounding)
     }
 
-    fn launch(_: &AttentionCombineCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        _: &AttentionCombineCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v))
     }
 
@@ -201,7 +225,9 @@ impl Operator for AttentionCombine {
         let twice: Vec<usize> = (0..parts).chain([parts - 1]).collect();
         let halved = |v: &mut Variant<Self>| {
             pick_parts(v, &twice);
-            v.tensors.edit("partial_lse", |lse| lse[(parts - 1) * rows..].iter_mut().for_each(|e| *e -= 1.0));
+            v.tensors.edit("partial_lse", |lse| {
+                lse[(parts - 1) * rows..].iter_mut().for_each(|e| *e -= 1.0)
+            });
         };
         laws.alike("a part may be halved", Relation::WithinBudget, halved);
         // Parts without keys at the end change no bit.
@@ -226,13 +252,18 @@ impl Operator for AttentionCombine {
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(4, 2, 8)] };
         let benchmark = |&(num_parts, num_tokens, num_heads): &(usize, usize, usize)| {
             let whole = plain(num_parts, num_tokens, num_heads, 512);
-            let case = AttentionCombineCase { empty: EmptyParts::None, lse_deviation: 1.0, ..whole };
+            let case =
+                AttentionCombineCase { empty: EmptyParts::None, lse_deviation: 1.0, ..whole };
             let (parts, rows) = (num_parts as f64, (num_tokens * num_heads) as f64);
             // Every part read, the merged row written; a product and a sum for each element read.
             let bytes = rows * (parts * (4 * case.v_dim + 4) as f64 + (2 * case.v_dim + 4) as f64);
             let flops = 2.0 * parts * rows * case.v_dim as f64;
             let name = format!("{num_parts} parts {num_tokens}x{num_heads}x{}", case.v_dim);
-            Benchmark { bytes, flops, ..Benchmark::new(Direction::Forward, name, case, "num_tokens") }
+            Benchmark {
+                bytes,
+                flops,
+                ..Benchmark::new(Direction::Forward, name, case, "num_tokens")
+            }
         };
         shapes.iter().map(benchmark).collect()
     }

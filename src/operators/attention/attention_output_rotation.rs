@@ -22,7 +22,9 @@ use dsv4_reference::projections::rope::{self as reference, YarnParameters};
 use crate::operator::fields::elements;
 use crate::operator::prelude::*;
 use crate::operators::attention::sinks::Sinks;
-use crate::operators::attention::sparse_attention::{self, SparseAttention, SparseAttentionCase, Values};
+use crate::operators::attention::sparse_attention::{
+    self, SparseAttention, SparseAttentionCase, Values,
+};
 use crate::operators::lists::Lengths;
 
 /// Where the sequence of queries begins. At position 0 the rotation would be the identity.
@@ -34,14 +36,19 @@ const POSITION_STEP: i64 = 37;
 const OF_THE_ROTATION: [&str; 4] = ["cos", "sin", "y", "dy"];
 
 /// The paths of the rotation, there and back.
-const ROTATIONS: [&str; 4] =
-    ["rope_forward", "rope_forward_scalar", "backward rope_forward", "backward rope_forward_scalar"];
+const ROTATIONS: [&str; 4] = [
+    "rope_forward",
+    "rope_forward_scalar",
+    "backward rope_forward",
+    "backward rope_forward_scalar",
+];
 
 const PATHS: [&str; sparse_attention::PATHS.len() + ROTATIONS.len()] = {
     let (mut all, mut at) = ([""; sparse_attention::PATHS.len() + ROTATIONS.len()], 0);
     while at < all.len() {
         let attention = sparse_attention::PATHS.len();
-        all[at] = if at < attention { sparse_attention::PATHS[at] } else { ROTATIONS[at - attention] };
+        all[at] =
+            if at < attention { sparse_attention::PATHS[at] } else { ROTATIONS[at - attention] };
         at += 1;
     }
     all
@@ -66,8 +73,13 @@ fn plain(attention: SparseAttentionCase, rope_dim: usize) -> AttentionOutputRota
 }
 
 /// cos and sin of the queries' positions, `[num_tokens, rope_dim / 2]`, before they are stored in f32.
-fn table(c: &AttentionOutputRotationCase) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
-    let frequencies = reference::inv_freq_f32(&YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() })?;
+fn table(
+    c: &AttentionOutputRotationCase,
+) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
+    let frequencies = reference::inv_freq_f32(&YarnParameters {
+        rope_dim: c.rope_dim,
+        ..YarnParameters::compress()
+    })?;
     let tokens = 0..c.attention.num_tokens as i64;
     let positions: Vec<i64> = tokens.map(|token| FIRST_POSITION + POSITION_STEP * token).collect();
     reference::table(&frequencies, &positions)
@@ -82,7 +94,13 @@ fn rotation(
     let attended = SparseAttention::forward(&c.attention, t, rounding)?;
     // What one kernel hands to the next is stored in bf16.
     let x = rounding.bf16(attended.tensor("out")?)?;
-    let inputs = reference::Inputs { x, cos: t.f64("cos")?, sin: t.f64("sin")?, positions: None, inverse: true };
+    let inputs = reference::Inputs {
+        x,
+        cos: t.f64("cos")?,
+        sin: t.f64("sin")?,
+        positions: None,
+        inverse: true,
+    };
     Ok((attended, inputs))
 }
 
@@ -107,8 +125,10 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     const CHAIN: &'static [&'static str] = &["sparse_attention", "rope"];
 
     fn tensors(c: &AttentionOutputRotationCase) -> Specs {
-        let table = [axis("num_tokens", c.attention.num_tokens), axis("half_rope_dim", c.rope_dim / 2)];
-        let rotated = [table[0], axis("num_heads", c.attention.num_heads), axis("v_dim", c.attention.v_dim)];
+        let table =
+            [axis("num_tokens", c.attention.num_tokens), axis("half_rope_dim", c.rope_dim / 2)];
+        let rotated =
+            [table[0], axis("num_heads", c.attention.num_heads), axis("v_dim", c.attention.v_dim)];
         let aliasing = if IN_PLACE { Aliasing::InPlace } else { Aliasing::OutOfPlace };
         let own = [
             input("cos", DType::F32, &table).rows(),
@@ -123,7 +143,10 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     fn check(c: &AttentionOutputRotationCase) -> Result<(), Refused> {
         SparseAttention::check(&c.attention)?;
         if c.rope_dim == 0 || !c.rope_dim.is_multiple_of(2) || c.rope_dim > c.attention.v_dim {
-            return refuse("rope_dim", format!("{} must be even, 2 to v_dim {}", c.rope_dim, c.attention.v_dim));
+            return refuse(
+                "rope_dim",
+                format!("{} must be even, 2 to v_dim {}", c.rope_dim, c.attention.v_dim),
+            );
         }
         Ok(())
     }
@@ -144,9 +167,17 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     }
 
     fn typical() -> Vec<AttentionOutputRotationCase> {
-        let base = SparseAttentionCase { lengths: Lengths::Within, ..SparseAttentionCase::plain(3, 5, 64, 23, 37) };
-        let separate =
-            SparseAttentionCase { values: Values::Separate, v_dim: 32, dlse: true, key_gradient: Float::F32, ..base };
+        let base = SparseAttentionCase {
+            lengths: Lengths::Within,
+            ..SparseAttentionCase::plain(3, 5, 64, 23, 37)
+        };
+        let separate = SparseAttentionCase {
+            values: Values::Separate,
+            v_dim: 32,
+            dlse: true,
+            key_gradient: Float::F32,
+            ..base
+        };
         vec![plain(SparseAttentionCase { dlse: true, ..base.clone() }, 64), plain(separate, 6)]
     }
 
@@ -158,9 +189,15 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
             plain(case(0, 4, 64, 9, 5), 16),
             // No key: what is rotated is zero.
             plain(case(3, 5, 64, 0, 7), 64),
-            plain(SparseAttentionCase { dlse: true, sinks: Sinks::Extreme, ..case(5, 6, 64, 23, 37) }, 16),
+            plain(
+                SparseAttentionCase { dlse: true, sinks: Sinks::Extreme, ..case(5, 6, 64, 23, 37) },
+                16,
+            ),
             plain(separate(case(4, 20, 64, 40, 65)), 16),
-            plain(summed(SparseAttentionCase { sinks: Sinks::Absent, ..case(5, 6, 64, 23, 37) }), 64),
+            plain(
+                summed(SparseAttentionCase { sinks: Sinks::Absent, ..case(5, 6, 64, 23, 37) }),
+                64,
+            ),
             // The scalar rotation.
             plain(summed(separate(case(4, 20, 64, 40, 65))), 14),
             plain(hopper(case(2, 5, 512, 50, 70)), 64),
@@ -173,7 +210,10 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     }
 
     /// None but those of the operators, which list them.
-    fn fastest(c: &AttentionOutputRotationCase, environment: &Environment) -> AttentionOutputRotationCase {
+    fn fastest(
+        c: &AttentionOutputRotationCase,
+        environment: &Environment,
+    ) -> AttentionOutputRotationCase {
         plain(SparseAttention::fastest(&c.attention, environment), c.rope_dim)
     }
 
@@ -190,12 +230,20 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         Ok(())
     }
 
-    fn forward(c: &AttentionOutputRotationCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &AttentionOutputRotationCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let (attended, inputs) = rotation(c, t, rounding)?;
         Ok(attended.with("y", reference::forward(&inputs, rounding)?.y))
     }
 
-    fn backward(c: &AttentionOutputRotationCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &AttentionOutputRotationCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let (_, inputs) = rotation(c, t, rounding)?;
         let dout = reference::backward(&inputs, &t.f64("dy")?, rounding)?.dx;
         let handed = t.clone().with("dout", rounding.bf16(&dout)?);
@@ -218,7 +266,11 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         SparseAttention::workspaces(&c.attention, &v.without(&OF_THE_ROTATION), device)
     }
 
-    fn launch(c: &AttentionOutputRotationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &AttentionOutputRotationCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         SparseAttention::launch(&c.attention, &v.without(&OF_THE_ROTATION), run)?;
         // What the attention's backward will read.
         run.freeze(&v["out"])?;
@@ -227,8 +279,15 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         Ok(())
     }
 
-    fn launch_backward(c: &AttentionOutputRotationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.ran(format!("backward {}", launcher::backward(run.device(), &rotated(v, "dy", "dout"), true)?));
+    fn launch_backward(
+        c: &AttentionOutputRotationCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
+        run.ran(format!(
+            "backward {}",
+            launcher::backward(run.device(), &rotated(v, "dy", "dout"), true)?
+        ));
         run.freeze(&v["dout"])?;
         SparseAttention::launch_backward(&c.attention, &v.without(&OF_THE_ROTATION), run)
     }

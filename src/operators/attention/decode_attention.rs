@@ -16,7 +16,9 @@ use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 use crate::operators::attention::sinks::Sinks;
-use crate::operators::cache::paged::{check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of};
+use crate::operators::cache::paged::{
+    check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of,
+};
 use crate::operators::head::logits::DEVIATIONS;
 use crate::operators::lists::{IndexClass, Lengths, compact, distinct, gathered};
 
@@ -113,7 +115,13 @@ const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 const ODD: RowFormat = RowFormat { nope_dim: 128, rope_dim: 48 };
 
 /// Lists with slots that are not valid, over a window and compressed entries of small pages.
-fn plain(batch: usize, s_q: usize, num_heads: usize, format: RowFormat, num_blocks: usize) -> DecodeAttentionCase {
+fn plain(
+    batch: usize,
+    s_q: usize,
+    num_heads: usize,
+    format: RowFormat,
+    num_blocks: usize,
+) -> DecodeAttentionCase {
     let RowFormat { nope_dim, rope_dim } = format;
     DecodeAttentionCase {
         batch,
@@ -173,7 +181,10 @@ impl DecodeAttentionCase {
 
     /// Each store in turn, to be changed.
     fn stores_mut(&mut self) -> impl Iterator<Item = (StoreNames, &mut StoreCase)> {
-        let both = [Some((WINDOW, &mut self.window)), self.compressed.as_mut().map(|store| (COMPRESSED, store))];
+        let both = [
+            Some((WINDOW, &mut self.window)),
+            self.compressed.as_mut().map(|store| (COMPRESSED, store)),
+        ];
         both.into_iter().flatten()
     }
 }
@@ -212,12 +223,16 @@ impl StoreNames {
         let StoreCase { topk, num_pages, page_size } =
             store.unwrap_or(StoreCase { topk: 0, num_pages: 0, page_size: 1 });
         let (format, [pages, bytes, slots]) = (c.format(), self.axes);
-        let lengths = c.lengths != Lengths::Absent && [LengthsOf::Both, self.alone].contains(&c.lengths_of);
+        let lengths =
+            c.lengths != Lengths::Absent && [LengthsOf::Both, self.alone].contains(&c.lengths_of);
         let gap = page_gap(format, page_size).saturating_add(c.page_padding);
         let pages = [axis(pages, num_pages), axis(bytes, page_size * format.row_bytes())];
         let lists = [axis("batch", c.batch), axis("s_q", c.s_q), axis(slots, topk)];
         [
-            input(self.pages, DType::U8, &pages).aligned_rows().with_gap("page_padding", gap).when(store.is_some()),
+            input(self.pages, DType::U8, &pages)
+                .aligned_rows()
+                .with_gap("page_padding", gap)
+                .when(store.is_some()),
             input(self.indices, DType::I32, &lists).rows().joined().when(store.is_some()),
             input(self.length, DType::I32, &lists[..1]).when(store.is_some() && lengths),
         ]
@@ -232,8 +247,19 @@ impl Operator for DecodeAttention {
         name: "decode_attention",
         family: Family::Attention,
         summary: "attention of decoded tokens over two stores of a paged cache, with a sink per head",
-        specification: &["inference 8", "inference 8.1", "inference 8.2", "inference 8.3", "inference 8.4"],
-        paths: &["decode_attention<16>", "decode_attention<64>", "decode_attention_hopper", "decode_attention_combine"],
+        specification: &[
+            "inference 8",
+            "inference 8.1",
+            "inference 8.2",
+            "inference 8.3",
+            "inference 8.4",
+        ],
+        paths: &[
+            "decode_attention<16>",
+            "decode_attention<64>",
+            "decode_attention_hopper",
+            "decode_attention_combine",
+        ],
         modules: launcher::modules,
         cases: [12, 36, 100],
     };
@@ -245,11 +271,17 @@ impl Operator for DecodeAttention {
         let num_heads = axis("num_heads", c.num_heads).not_empty();
         let heads = [batch, s_q, num_heads, axis("head_dim", c.head_dim()).multiples(16, 512)];
         let first = [
-            input("q", DType::Bf16, &heads).aligned_rows().joined().drawn(c.distribution, query_size(c)),
+            input("q", DType::Bf16, &heads)
+                .aligned_rows()
+                .joined()
+                .drawn(c.distribution, query_size(c)),
             input("sink", DType::F32, &[num_heads]).when(c.sinks != Sinks::Absent),
         ];
         let stores = [WINDOW.tensors(c, Some(c.window)), COMPRESSED.tensors(c, c.compressed)];
-        let last = [output("out", DType::Bf16, &heads).aligned_rows().joined(), output("lse", DType::F32, &heads[..3])];
+        let last = [
+            output("out", DType::Bf16, &heads).aligned_rows().joined(),
+            output("lse", DType::F32, &heads[..3]),
+        ];
         Specs::new(c.seed, first.into_iter().chain(stores.into_iter().flatten()).chain(last))
             .positive("softmax_scale", c.softmax_scale)
             .positive("logit_deviation", c.logit_deviation)
@@ -259,22 +291,41 @@ impl Operator for DecodeAttention {
 
     fn check(c: &DecodeAttentionCase) -> Result<(), Refused> {
         check_nope_dim(c.nope_dim)?;
-        if c.rope_dim == 0 || c.rope_dim > 512 || !c.head_dim().is_multiple_of(16) || c.head_dim() > 512 {
-            let reason = format!("{}: with {} others it makes no multiple of 16 up to 512", c.rope_dim, c.nope_dim);
+        if c.rope_dim == 0
+            || c.rope_dim > 512
+            || !c.head_dim().is_multiple_of(16)
+            || c.head_dim() > 512
+        {
+            let reason = format!(
+                "{}: with {} others it makes no multiple of 16 up to 512",
+                c.rope_dim, c.nope_dim
+            );
             return refuse("rope_dim", reason);
         }
         not_empty("num_blocks", c.num_blocks)?;
-        if c.implementation == Implementation::Hopper && !launcher::HOPPER_FORMATS.contains(&c.format()) {
-            let reason = format!("hopper takes 448 + 64 channels or 512 in bf16, not {} + {}", c.nope_dim, c.rope_dim);
+        if c.implementation == Implementation::Hopper
+            && !launcher::HOPPER_FORMATS.contains(&c.format())
+        {
+            let reason = format!(
+                "hopper takes 448 + 64 channels or 512 in bf16, not {} + {}",
+                c.nope_dim, c.rope_dim
+            );
             return refuse("implementation", reason);
         }
         if !c.page_padding.is_multiple_of(16) {
-            return refuse("page_padding", format!("{}: pages are 16-byte aligned", c.page_padding));
+            return refuse(
+                "page_padding",
+                format!("{}: pages are 16-byte aligned", c.page_padding),
+            );
         }
         for (names, store) in c.stores() {
-            page_bytes(c.format(), store.page_size).or_else(|reason| refuse(names.pages, reason))?;
+            page_bytes(c.format(), store.page_size)
+                .or_else(|reason| refuse(names.pages, reason))?;
             if store.topk > MOST_SLOTS {
-                return refuse(names.pages, format!("lists of {} slots; {MOST_SLOTS} at most", store.topk));
+                return refuse(
+                    names.pages,
+                    format!("lists of {} slots; {MOST_SLOTS} at most", store.topk),
+                );
             }
         }
         Ok(())
@@ -284,7 +335,12 @@ impl Operator for DecodeAttention {
         // The stores in bf16, slot by slot, and both lists of a token as one.
         let slots = c.stores().map(|(_, store)| store.num_slots() as u128).sum::<u128>();
         let topk = c.stores().map(|(_, store)| store.topk).sum();
-        (slots * c.head_dim() as u128).saturating_add(gathered(c.tokens(), topk, c.head_dim(), c.num_heads))
+        (slots * c.head_dim() as u128).saturating_add(gathered(
+            c.tokens(),
+            topk,
+            c.head_dim(),
+            c.num_heads,
+        ))
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<DecodeAttentionCase> {
@@ -297,7 +353,12 @@ impl Operator for DecodeAttention {
                 IndexClass::EmptyRows,
             ]),
             select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]),
-            select(vec![LengthsOf::Both, LengthsOf::Both, LengthsOf::Window, LengthsOf::Compressed]),
+            select(vec![
+                LengthsOf::Both,
+                LengthsOf::Both,
+                LengthsOf::Window,
+                LengthsOf::Compressed,
+            ]),
             select(vec![Sinks::Normal, Sinks::Absent, Sinks::Extreme]),
         );
         let scale = select(vec![0.044_194_174f32, 0.125, 0.3, 1.0]);
@@ -324,7 +385,8 @@ impl Operator for DecodeAttention {
                 let hopper = launcher::HOPPER_FORMATS.contains(&format);
                 let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Rows of unlike size scale logits by as much: they start smaller.
-                let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
+                let logit_deviation =
+                    if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 DecodeAttentionCase {
                     window,
                     compressed,
@@ -349,7 +411,11 @@ impl Operator for DecodeAttention {
 
     fn typical() -> Vec<DecodeAttentionCase> {
         let within = |case| DecodeAttentionCase { lengths: Lengths::Within, ..case };
-        vec![within(plain(2, 2, 5, SMALL, 3)), plain(2, 2, 18, SMALL, 1), hopper(within(plain(1, 2, 3, MODEL, 2)))]
+        vec![
+            within(plain(2, 2, 5, SMALL, 3)),
+            plain(2, 2, 18, SMALL, 1),
+            hopper(within(plain(1, 2, 3, MODEL, 2))),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<DecodeAttentionCase> {
@@ -357,7 +423,11 @@ impl Operator for DecodeAttention {
         let mut cases = vec![
             plain(0, 1, 4, SMALL, 3),
             // No slot at all; rows but no list; a list but no rows.
-            DecodeAttentionCase { window: store(0, 0, 64), compressed: None, ..plain(2, 1, 5, SMALL, 4) },
+            DecodeAttentionCase {
+                window: store(0, 0, 64),
+                compressed: None,
+                ..plain(2, 1, 5, SMALL, 4)
+            },
             DecodeAttentionCase {
                 window: store(0, 2, 4),
                 compressed: Some(store(9, 0, 2)),
@@ -367,7 +437,11 @@ impl Operator for DecodeAttention {
             plain(2, 2, 5, SMALL, 1),
             plain(1, 2, 20, SMALL, 8),
             DecodeAttentionCase { window: store(60, 3, 64), ..plain(2, 1, 3, ODD, 40) },
-            DecodeAttentionCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..plain(11, 1, 7, SMALL, 5) },
+            DecodeAttentionCase {
+                lengths: Lengths::Hostile,
+                sinks: Sinks::Extreme,
+                ..plain(11, 1, 7, SMALL, 5)
+            },
             // More requests than a warp has lanes, and blocks that begin behind the first 32.
             DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 20) },
             // Without sinks, where a unit is whole and where it is cut.
@@ -391,7 +465,11 @@ impl Operator for DecodeAttention {
                 compressed: Some(store(60, 3, 64)),
                 ..plain(17, 1, 5, SMALL, 2)
             },
-            DecodeAttentionCase { indices: IndexClass::LeadingMasked, logit_shift: -200.0, ..plain(2, 1, 5, SMALL, 3) },
+            DecodeAttentionCase {
+                indices: IndexClass::LeadingMasked,
+                logit_shift: -200.0,
+                ..plain(2, 1, 5, SMALL, 3)
+            },
             DecodeAttentionCase { indices: IndexClass::EmptyRows, ..plain(3, 4, 6, SMALL, 7) },
             plain(1, 2, 5, MODEL, 3),
             DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 17, MODEL, 2) },
@@ -407,7 +485,11 @@ impl Operator for DecodeAttention {
             }),
             hopper(plain(2, 2, 5, RowFormat::bf16(512), 3)),
             // Units of one tile, one after another through one block.
-            hopper(DecodeAttentionCase { window: store(5, 1, 64), compressed: None, ..plain(9, 1, 1, MODEL, 1) }),
+            hopper(DecodeAttentionCase {
+                window: store(5, 1, 64),
+                compressed: None,
+                ..plain(9, 1, 1, MODEL, 1)
+            }),
             // A head that stands alone among its warp's rows, over eight tiles.
             hopper(DecodeAttentionCase { window: store(300, 6, 64), ..plain(1, 1, 17, MODEL, 1) }),
         ];
@@ -442,7 +524,11 @@ impl Operator for DecodeAttention {
         Ok(())
     }
 
-    fn forward(c: &DecodeAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &DecodeAttentionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let inputs = reference::Inputs {
             q: t.f64("q")?,
             format: oracle(c.format()),
@@ -456,11 +542,19 @@ impl Operator for DecodeAttention {
         Ok(Named::new().with("out", out).with("lse", lse))
     }
 
-    fn workspaces(c: &DecodeAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &DecodeAttentionCase,
+        v: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         Ok(vec![("workspace", launcher::workspace_bytes(v, &c.options())?)])
     }
 
-    fn launch(c: &DecodeAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &DecodeAttentionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, &c.options()))
     }
 
@@ -491,14 +585,17 @@ impl Operator for DecodeAttention {
 
     /// The lists of the two production models at three batches, one token a request. A call is both launches.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let (fastest, portable) = (Implementation::fastest_on(environment), Implementation::Portable);
+        let (fastest, portable) =
+            (Implementation::fastest_on(environment), Implementation::Portable);
         let num_blocks = (environment.processors as usize).max(1);
         if !on_gpu(environment) {
             return vec![timed(1, 16, [64, 64], MODEL, portable, num_blocks)];
         }
         let of_model = |(num_heads, compressed)| {
-            let model = move |batch| timed(batch, num_heads, [128, compressed], MODEL, fastest, num_blocks);
-            let bf16 = timed(128, num_heads, [128, compressed], RowFormat::bf16(512), fastest, num_blocks);
+            let model =
+                move |batch| timed(batch, num_heads, [128, compressed], MODEL, fastest, num_blocks);
+            let bf16 =
+                timed(128, num_heads, [128, compressed], RowFormat::bf16(512), fastest, num_blocks);
             let portable = timed(128, num_heads, [128, compressed], MODEL, portable, num_blocks);
             let name = format!("{}{}", portable.name, Implementation::suffix(true));
             [1, 32, 128].map(model).into_iter().chain([bf16, Benchmark { name, ..portable }])
@@ -546,15 +643,21 @@ fn timed(
             for ((names, store), own) in c.stores().zip(OWN_SLOTS) {
                 // Of each request's own stretch of the store.
                 let (stream, own) = (names.stream("indices"), own * store.topk);
-                let lists = distinct((c.seed, &stream), [c.tokens(), store.topk, own], |token| token / c.s_q * own);
-                tensors.put(names.indices, HostTensor::from_i32(&[c.batch, c.s_q, store.topk], &lists));
+                let lists = distinct((c.seed, &stream), [c.tokens(), store.topk, own], |token| {
+                    token / c.s_q * own
+                });
+                tensors.put(
+                    names.indices,
+                    HostTensor::from_i32(&[c.batch, c.s_q, store.topk], &lists),
+                );
             }
         },
         sampled: |whole, c, tensors| {
             // Where a list is cut depends on where its request stands among all of them.
             let reference::Split { unit_heads, cuts, .. } = split(whole.case, tensors);
             let units = cuts.len() / whole.case.batch;
-            let cuts = whole.rows.iter().flat_map(|row| cuts[row * units..(row + 1) * units].to_vec());
+            let cuts =
+                whole.rows.iter().flat_map(|row| cuts[row * units..(row + 1) * units].to_vec());
             c.cuts = Some((unit_heads, cuts.collect()));
             for (names, store) in c.stores_mut() {
                 store.num_pages = compact(tensors, names.indices, &[names.pages], store.page_size);
@@ -575,14 +678,30 @@ fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
 fn production_cases() -> Vec<DecodeAttentionCase> {
     let window = StoreCase { topk: 128, num_pages: 4, page_size: 256 };
     let compressed = |topk| Some(StoreCase { topk, num_pages: 48, page_size: 64 });
-    let model = DecodeAttentionCase { window, compressed: compressed(1024), ..plain(3, 2, 128, MODEL, 132) };
+    let model = DecodeAttentionCase {
+        window,
+        compressed: compressed(1024),
+        ..plain(3, 2, 128, MODEL, 132)
+    };
     vec![
-        hopper(DecodeAttentionCase { window, compressed: compressed(512), ..plain(4, 2, 64, MODEL, 132) }),
+        hopper(DecodeAttentionCase {
+            window,
+            compressed: compressed(512),
+            ..plain(4, 2, 64, MODEL, 132)
+        }),
         hopper(DecodeAttentionCase { lengths: Lengths::Within, ..model.clone() }),
         hopper(model),
         DecodeAttentionCase { window, compressed: compressed(512), ..plain(4, 2, 64, MODEL, 132) },
-        DecodeAttentionCase { window, compressed: compressed(1024), ..plain(3, 2, 128, MODEL, 132) },
-        DecodeAttentionCase { window, compressed: compressed(1024), ..plain(1, 1, 128, MODEL, 132) },
+        DecodeAttentionCase {
+            window,
+            compressed: compressed(1024),
+            ..plain(3, 2, 128, MODEL, 132)
+        },
+        DecodeAttentionCase {
+            window,
+            compressed: compressed(1024),
+            ..plain(1, 1, 128, MODEL, 132)
+        },
         DecodeAttentionCase {
             window,
             compressed: Some(StoreCase { topk: 1024, num_pages: 700, page_size: 2 }),
@@ -596,7 +715,8 @@ type Shape = (usize, usize, usize, RowFormat, usize);
 
 /// Requests, tokens of each, heads, format, blocks. The formats are few because each is a module of its own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
-    let heads = |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
+    let heads =
+        |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
     let small = select(vec![SMALL, ODD, RowFormat::bf16(64)]);
     let wide = select(vec![MODEL, RowFormat::bf16(512)]);
     let blocks = || prop_oneof![1 => Just(1usize), 4 => 1..=12usize];
@@ -622,11 +742,10 @@ fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCa
         Profile::Full => (600, 900),
     };
     let store = move || {
-        let slots = prop_oneof![1 => Just(0usize), 2 => Just(64usize), 1 => Just(1usize), 6 => 1..=topk];
-        (slots, select(vec![1usize, 2, 7, 64]), 1..=rows).prop_map(|(topk, page_size, rows)| StoreCase {
-            topk,
-            num_pages: rows.div_ceil(page_size),
-            page_size,
+        let slots =
+            prop_oneof![1 => Just(0usize), 2 => Just(64usize), 1 => Just(1usize), 6 => 1..=topk];
+        (slots, select(vec![1usize, 2, 7, 64]), 1..=rows).prop_map(|(topk, page_size, rows)| {
+            StoreCase { topk, num_pages: rows.div_ceil(page_size), page_size }
         })
     };
     (store(), prop::option::weighted(0.8, store())).boxed()
@@ -635,7 +754,13 @@ fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCa
 impl StoreNames {
     /// Draws the rows, the lists and the lengths.
     fn draw(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &mut Tensors) {
-        let lists = c.indices.draw(c.seed, &self.stream("indices"), c.tokens(), store.topk, store.num_slots());
+        let lists = c.indices.draw(
+            c.seed,
+            &self.stream("indices"),
+            c.tokens(),
+            store.topk,
+            store.num_slots(),
+        );
         tensors.set_i32s(self.indices, &lists);
         if tensors.get(self.length).is_some() {
             let lengths = c.lengths.draw(c.seed, &self.stream("length"), c.batch, store.topk);
@@ -646,7 +771,9 @@ impl StoreNames {
             let referenced = self.referenced(c, store, tensors);
             let rows = rows.chunks_mut(c.format().row_bytes());
             // NaN in e4m3, in bf16 and as a scale.
-            rows.zip(referenced).filter(|(_, referenced)| !referenced).for_each(|(row, _)| row.fill(0xff));
+            rows.zip(referenced)
+                .filter(|(_, referenced)| !referenced)
+                .for_each(|(row, _)| row.fill(0xff));
         }
         self.put_rows(c, store, &rows, tensors);
     }
@@ -659,7 +786,12 @@ impl StoreNames {
     /// Slot by slot: data, then scales.
     fn draw_rows(self, c: &DecodeAttentionCase, store: StoreCase) -> Vec<u8> {
         let (format, width) = (oracle(c.format()), c.head_dim());
-        let rows = Draw::new(c.seed, self.pages).values(c.distribution, store.num_slots(), width, c.row_magnitude);
+        let rows = Draw::new(c.seed, self.pages).values(
+            c.distribution,
+            store.num_slots(),
+            width,
+            c.row_magnitude,
+        );
         let encoded = rows.chunks(width).flat_map(|row| {
             let mut row: Vec<f64> = row.iter().map(|&x| bf16::from_f64(x).to_f64()).collect();
             if c.logit_shift != 0.0 {
@@ -673,7 +805,13 @@ impl StoreNames {
     }
 
     /// Puts rows that lie slot by slot into the pages of the store.
-    fn put_rows(self, c: &DecodeAttentionCase, store: StoreCase, rows: &[u8], tensors: &mut Tensors) {
+    fn put_rows(
+        self,
+        c: &DecodeAttentionCase,
+        store: StoreCase,
+        rows: &[u8],
+        tensors: &mut Tensors,
+    ) {
         let shape = vec![store.num_pages, store.page_size * c.format().row_bytes()];
         let bytes = pages_of(oracle(c.format()).bytes(), store.page_size, rows);
         tensors.put(self.pages, HostTensor { dtype: DType::U8, shape, bytes });
@@ -690,7 +828,9 @@ impl StoreNames {
         let mut referenced = vec![false; store.num_slots()];
         for (token, list) in tensors.i32s(self.indices).chunks(store.topk.max(1)).enumerate() {
             for &index in &list[..self.length_of(store, tensors, token / c.s_q)] {
-                if let Some(row) = usize::try_from(index).ok().and_then(|index| referenced.get_mut(index)) {
+                if let Some(row) =
+                    usize::try_from(index).ok().and_then(|index| referenced.get_mut(index))
+                {
                     *row = true;
                 }
             }
@@ -709,28 +849,43 @@ impl StoreNames {
     }
 
     /// The same rows in pages of one, in another order.
-    fn relocate(self, c: &DecodeAttentionCase, store: &mut StoreCase, seed: u64, tensors: &mut Tensors) {
+    fn relocate(
+        self,
+        c: &DecodeAttentionCase,
+        store: &mut StoreCase,
+        seed: u64,
+        tensors: &mut Tensors,
+    ) {
         let (slots, row_bytes) = (store.num_slots(), c.format().row_bytes());
         let order = permutation(seed, slots);
         let mut place = vec![0; slots];
         order.iter().enumerate().for_each(|(to, &from)| place[from] = to as i32);
-        let rows = rows_of(oracle(c.format()).bytes(), store.page_size, &tensors.tensor(self.pages).bytes);
-        let moved = order.iter().flat_map(|&from| rows[from * row_bytes..(from + 1) * row_bytes].iter().copied());
+        let rows =
+            rows_of(oracle(c.format()).bytes(), store.page_size, &tensors.tensor(self.pages).bytes);
+        let moved = order
+            .iter()
+            .flat_map(|&from| rows[from * row_bytes..(from + 1) * row_bytes].iter().copied());
         *store = StoreCase { num_pages: slots, page_size: 1, ..*store };
         self.put_rows(c, *store, &moved.collect::<Vec<_>>(), tensors);
         tensors.edit_i32s(self.indices, |indices| {
             for index in indices {
-                *index = usize::try_from(*index).ok().and_then(|from| place.get(from)).copied().unwrap_or(*index);
+                *index = usize::try_from(*index)
+                    .ok()
+                    .and_then(|from| place.get(from))
+                    .copied()
+                    .unwrap_or(*index);
             }
         });
     }
 
     /// Another order of the slots that count; those beyond a length stay beyond it.
     fn shuffle_slots(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &mut Tensors) {
-        let lengths: Vec<usize> = (0..c.batch).map(|request| self.length_of(store, tensors, request)).collect();
+        let lengths: Vec<usize> =
+            (0..c.batch).map(|request| self.length_of(store, tensors, request)).collect();
         tensors.edit_i32s(self.indices, |indices| {
             for (token, list) in indices.chunks_mut(store.topk.max(1)).enumerate() {
-                list[..lengths[token / c.s_q]].shuffle(Draw::numbered(c.seed, "slots", token).rng());
+                list[..lengths[token / c.s_q]]
+                    .shuffle(Draw::numbered(c.seed, "slots", token).rng());
             }
         });
     }
@@ -740,11 +895,13 @@ impl StoreNames {
         let (topk, num_slots) = (store.topk, store.num_slots() as i32);
         let extra = [-1, num_slots, i32::MIN, i32::MAX, -1].repeat(14);
         let lists = tensors.i32s(self.indices);
-        let longer: Vec<i32> = lists.chunks(topk.max(1)).flat_map(|list| [list, &extra].concat()).collect();
+        let longer: Vec<i32> =
+            lists.chunks(topk.max(1)).flat_map(|list| [list, &extra].concat()).collect();
         store.topk += extra.len();
         tensors.put(self.indices, HostTensor::from_i32(&[c.batch, c.s_q, store.topk], &longer));
-        tensors
-            .edit_i32s(self.length, |all| all.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32)));
+        tensors.edit_i32s(self.length, |all| {
+            all.iter_mut().for_each(|length| *length = (*length).clamp(0, topk as i32))
+        });
     }
 }
 
@@ -810,7 +967,9 @@ fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
 /// The work may be split differently.
 fn split_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     let other = if c.num_blocks > 1 { 1 } else { 7 };
-    laws.alike("work may be split differently", Relation::WithinBothBudgets, |v| v.case.num_blocks = other);
+    laws.alike("work may be split differently", Relation::WithinBothBudgets, |v| {
+        v.case.num_blocks = other
+    });
 }
 
 /// The order of the slots does not matter.
@@ -859,17 +1018,22 @@ fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
 fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, String> {
     let q = file.floats("in.q", &["batch", "heads", "tokens", "channels"])?;
     file.floats("in.kv", &OF_KV)?;
-    let [batch, heads, tokens] = [file.extent("batch")?, file.extent("heads")?, file.extent("tokens")?];
+    let [batch, heads, tokens] =
+        [file.extent("batch")?, file.extent("heads")?, file.extent("tokens")?];
     let [keys, head_dim] = [file.extent("keys")?, file.extent("channels")?];
     if keys < tokens {
         return Err("in.kv: a row for each token, and more".into());
     }
-    let width =
-        |range: &std::ops::Range<usize>| StoreCase { topk: range.len(), num_pages: batch * range.len(), page_size: 1 };
+    let width = |range: &std::ops::Range<usize>| StoreCase {
+        topk: range.len(),
+        num_pages: batch * range.len(),
+        page_size: 1,
+    };
     let (raw, entries) = (0..tokens, (keys > tokens).then_some(tokens..keys));
     // Two blocks for every three tiles: lists are cut.
-    let tiles =
-        batch * tokens * (tokens.div_ceil(launcher::TILE_SLOTS) + (keys - tokens).div_ceil(launcher::TILE_SLOTS));
+    let tiles = batch
+        * tokens
+        * (tokens.div_ceil(launcher::TILE_SLOTS) + (keys - tokens).div_ceil(launcher::TILE_SLOTS));
     let softmax_scale = file.number("scale")?;
     let of_width = |head_dim: usize| DecodeAttentionCase {
         window: width(&raw),
@@ -880,8 +1044,10 @@ fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, St
     };
     let heads_last = |values: &[f64]| -> Vec<f64> {
         let at = |b: usize, t: usize, h: usize| ((b * heads + h) * tokens + t) * head_dim;
-        let rows = (0..batch).flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
-        rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied()).collect()
+        let rows = (0..batch)
+            .flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
+        rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied())
+            .collect()
     };
     let skip = (!head_dim.is_multiple_of(16)).then(|| {
         let why = format!("head_dim {head_dim} is no multiple of 16, which the kernel needs");
@@ -904,18 +1070,31 @@ fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, St
 const OF_KV: [&str; 4] = ["batch", "1", "keys", "channels"];
 
 /// Rows `range` of every batch entry, one to a page, and which of them each token sees.
-fn golden_store(file: &mut Reading<'_>, range: std::ops::Range<usize>) -> Result<(HostTensor, Vec<i32>), String> {
+fn golden_store(
+    file: &mut Reading<'_>,
+    range: std::ops::Range<usize>,
+) -> Result<(HostTensor, Vec<i32>), String> {
     let kv = file.floats("in.kv", &OF_KV)?;
     let visible = file.mask("mid.visible", &["batch", "1", "tokens", "keys"])?;
-    let [batch, tokens, keys] = [file.extent("batch")?, file.extent("tokens")?, file.extent("keys")?];
+    let [batch, tokens, keys] =
+        [file.extent("batch")?, file.extent("tokens")?, file.extent("keys")?];
     let (head_dim, width) = (file.extent("channels")?, range.len());
-    let row = |b: usize, key: usize| &kv[(b * keys + key) * head_dim..(b * keys + key + 1) * head_dim];
+    let row =
+        |b: usize, key: usize| &kv[(b * keys + key) * head_dim..(b * keys + key + 1) * head_dim];
     let slot = |b: usize, t: usize, key: usize| {
-        if visible[(b * tokens + t) * keys + key] { (b * width + key - range.start) as i32 } else { -1 }
+        if visible[(b * tokens + t) * keys + key] {
+            (b * width + key - range.start) as i32
+        } else {
+            -1
+        }
     };
     let all_rows = (0..batch).flat_map(|b| range.clone().map(move |key| (b, key)));
-    let bytes = all_rows.flat_map(|(b, key)| row(b, key)).flat_map(|&x| bf16::from_f64(x).to_ne_bytes()).collect();
+    let bytes = all_rows
+        .flat_map(|(b, key)| row(b, key))
+        .flat_map(|&x| bf16::from_f64(x).to_ne_bytes())
+        .collect();
     let of_tokens = (0..batch).flat_map(|b| (0..tokens).map(move |t| (b, t)));
-    let lists = of_tokens.flat_map(|(b, t)| range.clone().map(move |key| slot(b, t, key))).collect();
+    let lists =
+        of_tokens.flat_map(|(b, t)| range.clone().map(move |key| slot(b, t, key))).collect();
     Ok((HostTensor { dtype: DType::U8, shape: vec![batch * width, 2 * head_dim], bytes }, lists))
 }

@@ -120,7 +120,10 @@ impl Operator for InverseRopeQuantize {
         let axes: Vec<Axis> = axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
         let [cos, sin, positions] = c.turning().tensors();
         let tensors = [
-            input("x", DType::Bf16, &[tokens, heads, channels]).rows().drawn_as(c.data).of_any_size(),
+            input("x", DType::Bf16, &[tokens, heads, channels])
+                .rows()
+                .drawn_as(c.data)
+                .of_any_size(),
             cos,
             sin,
             positions,
@@ -145,22 +148,41 @@ impl Operator for InverseRopeQuantize {
         let heads = (extent(profile.of([4, 9, 20]), 4), 1..=profile.of([3usize, 8, 16]));
         let head = prop_oneof![3 => Just((512usize, 64usize)), 1 => Just((128, 64)), 1 => Just((128, 128)),
             2 => (1..=5usize, 1..=64usize).prop_map(|(groups, half)| (128 * groups, 2 * half))];
-        let table = select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
+        let table =
+            select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
         let scale = select(vec![ScaleType::E8m0, ScaleType::PowerOfTwo, ScaleType::Fp32]);
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         (tokens, heads, head, (table, 1..200usize), (scale, layout), Data::strategy(-30..=30))
-            .prop_map(|(num_tokens, (heads, o_groups), (head_dim, rope_dim), (table, rows), (scale, layout), data)| {
-                let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
-                let layout = if tiles { ScaleLayout::MnMajor } else { layout };
-                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
-                let plain = plain([num_tokens, heads * o_groups, o_groups, head_dim]);
-                InverseRopeQuantizeCase { rope_dim, table, table_rows, scale, layout, data, ..plain }
-            })
+            .prop_map(
+                |(
+                    num_tokens,
+                    (heads, o_groups),
+                    (head_dim, rope_dim),
+                    (table, rows),
+                    (scale, layout),
+                    data,
+                )| {
+                    let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
+                    let layout = if tiles { ScaleLayout::MnMajor } else { layout };
+                    let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                    let plain = plain([num_tokens, heads * o_groups, o_groups, head_dim]);
+                    InverseRopeQuantizeCase {
+                        rope_dim,
+                        table,
+                        table_rows,
+                        scale,
+                        layout,
+                        data,
+                        ..plain
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<InverseRopeQuantizeCase> {
-        let positions = |case| InverseRopeQuantizeCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let positions =
+            |case| InverseRopeQuantizeCase { table: TableForm::Positions, table_rows: 9, ..case };
         let of = |scale, layout, case| InverseRopeQuantizeCase { scale, layout, ..case };
         vec![
             plain([3, 4, 2, 128]),
@@ -191,13 +213,20 @@ impl Operator for InverseRopeQuantize {
             turning(128, plain([3, 2, 1, 128])),
             turning(2, plain([3, 2, 1, 128])),
             turning(70, plain([3, 2, 1, 256])),
-            InverseRopeQuantizeCase { table: TableForm::HostilePositions, table_rows: 5, ..plain([9, 2, 1, 256]) },
+            InverseRopeQuantizeCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain([9, 2, 1, 256])
+            },
             // Below the floor of the scales, and where they are as large as they get.
             sized(-14, plain([3, 2, 1, 128])),
             sized(118, of(ScaleType::Fp32, ScaleLayout::Plain, plain([3, 2, 1, 128]))),
         ];
         if profile == Profile::Full {
-            cases.extend([plain([300, 64, 8, 512]), of(ScaleType::Fp32, mn, plain([130, 128, 16, 512]))]);
+            cases.extend([
+                plain([300, 64, 8, 512]),
+                of(ScaleType::Fp32, mn, plain([130, 128, 16, 512])),
+            ]);
         }
         cases
     }
@@ -206,11 +235,19 @@ impl Operator for InverseRopeQuantize {
         c.turning().amend(tensors)
     }
 
-    fn forward(c: &InverseRopeQuantizeCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &InverseRopeQuantizeCase,
+        t: &Bound<'_>,
+        _: &mut Rounding,
+    ) -> OracleResult<Named> {
         reference::forward(&turned_by(t, t.f64("x")?, true)?, c.of_oracle())
     }
 
-    fn launch(c: &InverseRopeQuantizeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &InverseRopeQuantizeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.options()))
     }
 
@@ -230,9 +267,15 @@ impl Operator for InverseRopeQuantize {
         };
         let benchmark = |&extents: &[usize; 4]| {
             [ScaleType::E8m0, ScaleType::Fp32].map(|scale| {
-                let case = InverseRopeQuantizeCase { scale, layout: ScaleLayout::MnMajor, ..plain(extents) };
+                let case = InverseRopeQuantizeCase {
+                    scale,
+                    layout: ScaleLayout::MnMajor,
+                    ..plain(extents)
+                };
                 let [num_tokens, num_heads, o_groups, head_dim] = extents;
-                let name = format!("{num_tokens}x{num_heads}x{head_dim} in {o_groups} groups {scale:?}").to_lowercase();
+                let name =
+                    format!("{num_tokens}x{num_heads}x{head_dim} in {o_groups} groups {scale:?}")
+                        .to_lowercase();
                 // A magnitude, a maximum, a product and a rounding; three operations of the rotation for an eighth.
                 Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 4.4)
             })

@@ -86,7 +86,13 @@ pub struct SparseAttentionCase {
 }
 
 impl SparseAttentionCase {
-    pub(crate) fn plain(num_tokens: usize, num_heads: usize, head_dim: usize, num_keys: usize, topk: usize) -> Self {
+    pub(crate) fn plain(
+        num_tokens: usize,
+        num_heads: usize,
+        head_dim: usize,
+        num_keys: usize,
+        topk: usize,
+    ) -> Self {
         Self {
             num_tokens,
             num_heads,
@@ -129,7 +135,10 @@ impl SparseAttentionCase {
             KeyGradients::Deterministic => self.num_tokens.div_ceil(3).max(1),
             KeyGradients::DeterministicAsAdvised => launcher::default_chunk_tokens(v, options)?,
         };
-        Ok(launcher::Options { key_gradients: launcher::KeyGradients::Deterministic { chunk_tokens }, ..options })
+        Ok(launcher::Options {
+            key_gradients: launcher::KeyGradients::Deterministic { chunk_tokens },
+            ..options
+        })
     }
 }
 
@@ -190,9 +199,12 @@ impl Operator for SparseAttention {
     const GOLDEN: &'static [&'static str] = &["attn_core"];
 
     fn tensors(c: &SparseAttentionCase) -> Specs {
-        let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).not_empty());
-        let (width, v_dim) =
-            (axis("head_dim", c.head_dim).multiples(16, 576), axis("v_dim", c.v_dim).multiples(16, 512));
+        let (tokens, heads) =
+            (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).not_empty());
+        let (width, v_dim) = (
+            axis("head_dim", c.head_dim).multiples(16, 576),
+            axis("v_dim", c.v_dim).multiples(16, 512),
+        );
         let (keys, slots) = (axis("num_keys", c.num_keys), axis("topk", c.topk));
         let (per_head, gathered) = ([tokens, heads], c.key_gradient.dtype());
         let atomic = c.key_gradients == KeyGradients::Atomic;
@@ -201,7 +213,8 @@ impl Operator for SparseAttention {
         let tensors = [
             drawn(input("q", DType::Bf16, &[tokens, heads, width]), q_size),
             drawn(input("k", DType::Bf16, &[keys, width]), 1.0),
-            drawn(input("v", DType::Bf16, &[keys, v_dim]).of_any_size(), 1.0).when(c.values == Values::Separate),
+            drawn(input("v", DType::Bf16, &[keys, v_dim]).of_any_size(), 1.0)
+                .when(c.values == Values::Separate),
             input("sink", DType::F32, &[heads]).when(c.sinks != Sinks::Absent),
             input("indices", DType::I32, &[tokens, slots]).rows(),
             input("topk_length", DType::I32, &[tokens]).when(c.lengths != Lengths::Absent),
@@ -228,7 +241,10 @@ impl Operator for SparseAttention {
         if !v_fits {
             return refuse(
                 "v_dim",
-                format!("{} does not fit {:?} values of head_dim {}", c.v_dim, c.values, c.head_dim),
+                format!(
+                    "{} does not fit {:?} values of head_dim {}",
+                    c.v_dim, c.values, c.head_dim
+                ),
             );
         }
         if c.implementation == Implementation::Hopper && !fits_hopper(c) {
@@ -251,12 +267,19 @@ impl Operator for SparseAttention {
         let lists = (IndexClass::strategy(), Lengths::strategy(), Sinks::strategy());
         // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
-        let logits =
-            (scale, prop::sample::select(logits::DEVIATIONS.to_vec()), prop_oneof![4 => Just(0.0), 1 => Just(-200.0)]);
+        let logits = (
+            scale,
+            prop::sample::select(logits::DEVIATIONS.to_vec()),
+            prop_oneof![4 => Just(0.0), 1 => Just(-200.0)],
+        );
         let sums = prop_oneof![Just(KeyGradients::Atomic), Just(KeyGradients::Deterministic)];
         let gradients = (prop_oneof![Just(Float::Bf16), Just(Float::F32)], any::<bool>(), sums);
         let data = (
-            prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
+            prop::sample::select(vec![
+                Distribution::Normal,
+                Distribution::Uniform,
+                Distribution::RowScaled,
+            ]),
             any::<bool>(),
             prop_oneof![1 => Just(Implementation::Portable), 2 => Just(Implementation::Hopper)],
             0..1000u64,
@@ -273,10 +296,12 @@ impl Operator for SparseAttention {
                 // One key that takes all of a softmax leaves gradients that vanish under the rounding of what
                 // they are a difference of. So scaled rows do not scale logits to hundreds, and where most
                 // softmaxes are that sharp, or most sinks or lists leave no gradient, there are more of them.
-                let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
+                let logit_deviation =
+                    if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let sharp = logit_deviation > 2.0 || sinks == Sinks::Extreme;
                 let num_heads = if sharp { num_heads.max(6) } else { num_heads };
-                let num_tokens = if lengths == Lengths::Hostile { num_tokens.max(7) } else { num_tokens };
+                let num_tokens =
+                    if lengths == Lengths::Hostile { num_tokens.max(7) } else { num_tokens };
                 SparseAttentionCase {
                     num_tokens,
                     num_heads,
@@ -306,7 +331,11 @@ impl Operator for SparseAttention {
     fn typical() -> Vec<SparseAttentionCase> {
         let plain = SparseAttentionCase::plain;
         vec![
-            SparseAttentionCase { lengths: Lengths::Within, dlse: true, ..plain(3, 21, 64, 23, 37) },
+            SparseAttentionCase {
+                lengths: Lengths::Within,
+                dlse: true,
+                ..plain(3, 21, 64, 23, 37)
+            },
             // Sums of dk go straight to its rows, and not to dense ones that are rounded into them.
             SparseAttentionCase { key_gradient: Float::F32, ..plain(3, 21, 64, 23, 37) },
             SparseAttentionCase {
@@ -316,7 +345,11 @@ impl Operator for SparseAttention {
                 key_gradients: KeyGradients::Deterministic,
                 ..plain(4, 20, 64, 19, 21)
             },
-            hopper(SparseAttentionCase { dlse: true, key_gradient: Float::F32, ..plain(2, 35, 512, 20, 70) }),
+            hopper(SparseAttentionCase {
+                dlse: true,
+                key_gradient: Float::F32,
+                ..plain(2, 35, 512, 20, 70)
+            }),
         ]
     }
 
@@ -326,7 +359,11 @@ impl Operator for SparseAttention {
             plain(0, 4, 64, 9, 5),
             SparseAttentionCase { indices: IndexClass::Valid, ..plain(3, 5, 64, 0, 7) },
             plain(2, 3, 64, 11, 0),
-            SparseAttentionCase { indices: IndexClass::LeadingMasked, logit_shift: -200.0, ..plain(3, 5, 64, 30, 141) },
+            SparseAttentionCase {
+                indices: IndexClass::LeadingMasked,
+                logit_shift: -200.0,
+                ..plain(3, 5, 64, 30, 141)
+            },
             SparseAttentionCase {
                 lengths: Lengths::Hostile,
                 sinks: Sinks::Extreme,
@@ -352,7 +389,11 @@ impl Operator for SparseAttention {
                 dlse: true,
                 ..plain(7, 65, 512, 90, 140)
             }),
-            hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) }),
+            hopper(SparseAttentionCase {
+                values: Values::Prefix,
+                v_dim: 512,
+                ..plain(2, 20, 576, 33, 65)
+            }),
             // Lists of one tile, one after another through one block: what a work leaves behind meets the next one.
             hopper(plain(12, 1, 512, 9, 5)),
             // Rows of dk that are one product each: what is rounded, dS and not softmax_scale dS, shows in single elements.
@@ -367,8 +408,16 @@ impl Operator for SparseAttention {
         cases.extend([
             summed(plain(0, 4, 64, 9, 5)),
             summed(plain(2, 3, 64, 11, 0)),
-            summed(SparseAttentionCase { indices: IndexClass::Duplicates, ..plain(7, 3, 64, 1, 120) }),
-            summed(SparseAttentionCase { values: Values::Separate, v_dim: 32, dlse: true, ..plain(5, 70, 64, 40, 65) }),
+            summed(SparseAttentionCase {
+                indices: IndexClass::Duplicates,
+                ..plain(7, 3, 64, 1, 120)
+            }),
+            summed(SparseAttentionCase {
+                values: Values::Separate,
+                v_dim: 32,
+                dlse: true,
+                ..plain(5, 70, 64, 40, 65)
+            }),
             summed(plain(1, 1, 64, 3, 8300)),
             summed(hopper(plain(3, 20, 512, 50, 70))),
         ]);
@@ -389,7 +438,10 @@ impl Operator for SparseAttention {
 
     fn amend(c: &SparseAttentionCase, tensors: &mut Tensors) -> OracleResult<()> {
         logits::shift(tensors, c.logit_shift, c.softmax_scale, c.head_dim);
-        tensors.set_i32s("indices", &c.indices.draw(c.seed, "indices", c.num_tokens, c.topk, c.num_keys));
+        tensors.set_i32s(
+            "indices",
+            &c.indices.draw(c.seed, "indices", c.num_tokens, c.topk, c.num_keys),
+        );
         if let Some(lengths) = c.lengths.draw(c.seed, "topk_length", c.num_tokens, c.topk) {
             tensors.set_i32s("topk_length", &lengths);
         }
@@ -402,36 +454,68 @@ impl Operator for SparseAttention {
         Ok(())
     }
 
-    fn forward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let reference::Outputs { out, lse, max_logits } = reference::forward(&inputs(c, t)?, rounding)?;
+    fn forward(
+        c: &SparseAttentionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
+        let reference::Outputs { out, lse, max_logits } =
+            reference::forward(&inputs(c, t)?, rounding)?;
         Ok(Named::new().with("out", out).with("lse", lse).with("max_logits", max_logits))
     }
 
-    fn backward(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &SparseAttentionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let upstream = reference::Upstream { dout: t.f64("dout")?, dlse: t.maybe("dlse")? };
-        let reference::Gradients { dq, dk, dv, dsink } = reference::backward(&inputs(c, t)?, &upstream, rounding)?;
+        let reference::Gradients { dq, dk, dv, dsink } =
+            reference::backward(&inputs(c, t)?, &upstream, rounding)?;
         Ok(Named::new().with("dq", dq).with("dk", dk).maybe("dv", dv).maybe("dsink", dsink))
     }
 
-    fn backward_of_saved(c: &SparseAttentionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward_of_saved(
+        c: &SparseAttentionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let saved = reference::Saved { out: t.f64("out")?, lse: t.f64("lse")? };
-        let dsink = reference::sink_gradient_of_saved(&inputs(c, t)?, &saved, &t.f64("dout")?, rounding)?;
+        let dsink =
+            reference::sink_gradient_of_saved(&inputs(c, t)?, &saved, &t.f64("dout")?, rounding)?;
         Ok(Named::new().maybe("dsink", dsink))
     }
 
-    fn workspaces(c: &SparseAttentionCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        Ok(vec![("workspace", launcher::workspace_bytes(v, c.options(v)?, c.key_gradient.dtype())?)])
+    fn workspaces(
+        c: &SparseAttentionCase,
+        v: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        Ok(vec![(
+            "workspace",
+            launcher::workspace_bytes(v, c.options(v)?, c.key_gradient.dtype())?,
+        )])
     }
 
-    fn launch(c: &SparseAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &SparseAttentionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let options = c.options(v)?;
         run.launch(|device| launcher::forward(device, v, options))
     }
 
-    fn launch_backward(c: &SparseAttentionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &SparseAttentionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         // The Hopper backward has one geometry less than the forward.
-        let implementation = if c.head_dim == 512 { c.implementation } else { Implementation::Portable };
-        let options = launcher::Options { implementation: implementation.launcher(), ..c.options(v)? };
+        let implementation =
+            if c.head_dim == 512 { c.implementation } else { Implementation::Portable };
+        let options =
+            launcher::Options { implementation: implementation.launcher(), ..c.options(v)? };
         run.launch(|device| launcher::backward(device, v, options))
     }
 
@@ -468,39 +552,65 @@ impl Operator for SparseAttention {
             implementation: fastest,
             ..SparseAttentionCase::plain(num_tokens, num_heads, 512, num_keys, topk)
         };
-        let advised = |case| SparseAttentionCase { key_gradients: KeyGradients::DeterministicAsAdvised, ..case };
+        let advised = |case| SparseAttentionCase {
+            key_gradients: KeyGradients::DeterministicAsAdvised,
+            ..case
+        };
         let backward = |case| timed(case, Direction::Backward, false);
         let both = |case: SparseAttentionCase, portable| {
-            [Direction::Forward, Direction::Backward].map(|direction| timed(case.clone(), direction, portable))
+            [Direction::Forward, Direction::Backward]
+                .map(|direction| timed(case.clone(), direction, portable))
         };
         if !on_gpu(environment) {
             let small = case(2, 16, 32, 64);
-            return both(small.clone(), false).into_iter().chain([backward(advised(small))]).collect();
+            return both(small.clone(), false)
+                .into_iter()
+                .chain([backward(advised(small))])
+                .collect();
         }
         let (flash, pro) = (case(4096, 64, 512, 8192), case(4096, 128, 1024, 8192));
-        let portable = |case| SparseAttentionCase { implementation: Implementation::Portable, ..case };
+        let portable =
+            |case| SparseAttentionCase { implementation: Implementation::Portable, ..case };
         // There is no Hopper kernel for values of their own.
         let separate = portable(SparseAttentionCase { values: Values::Separate, ..flash.clone() });
-        let shared = [flash.clone(), case(4096, 64, 512, 32768), pro.clone(), case(4096, 128, 1024, 65536), separate];
+        let shared = [
+            flash.clone(),
+            case(4096, 64, 512, 32768),
+            pro.clone(),
+            case(4096, 128, 1024, 65536),
+            separate,
+        ];
         let shared = shared.into_iter().flat_map(|case| both(case, false));
         let of_both = [flash, pro];
         let portable = of_both.clone().into_iter().flat_map(|case| both(portable(case), true));
-        shared.chain(portable).chain(of_both.into_iter().map(|case| backward(advised(case)))).collect()
+        shared
+            .chain(portable)
+            .chain(of_both.into_iter().map(|case| backward(advised(case))))
+            .collect()
     }
 }
 
 /// A benchmark; `portable` says that its name says so.
-fn timed(case: SparseAttentionCase, direction: Direction, portable: bool) -> Benchmark<SparseAttention> {
+fn timed(
+    case: SparseAttentionCase,
+    direction: Direction,
+    portable: bool,
+) -> Benchmark<SparseAttention> {
     let SparseAttentionCase { num_tokens, num_heads, head_dim, num_keys, topk, .. } = case;
-    let (separate, atomic) = (case.values == Values::Separate, case.key_gradients == KeyGradients::Atomic);
+    let (separate, atomic) =
+        (case.values == Values::Separate, case.key_gradients == KeyGradients::Atomic);
     let value = if separate { " V" } else { "" };
-    let (portable, order) = (Implementation::suffix(portable), if atomic { "" } else { " deterministic" });
-    let name = format!("q{num_tokens} k{num_keys} H{num_heads} D{head_dim} topk{topk}{value}{portable}{order}");
+    let (portable, order) =
+        (Implementation::suffix(portable), if atomic { "" } else { " deterministic" });
+    let name = format!(
+        "q{num_tokens} k{num_keys} H{num_heads} D{head_dim} topk{topk}{value}{portable}{order}"
+    );
     // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Lists of so many random slots name every row of K
     // (and V).
     let products = if direction == Direction::Forward { 2.0 } else { 5.0 };
     let product = 2.0 * (num_tokens * num_heads * topk * head_dim) as f64;
-    let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("num_keys");
+    let benchmark =
+        Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("num_keys");
     Benchmark {
         amend: |c, tensors| {
             let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
@@ -519,7 +629,13 @@ fn scale_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
     let kept = ["out", "lse", "max_logits", "dsink"].map(|name| (name, Relation::Times(1.0)));
     let gradients = [("dk", same_sum(c)), ("dv", same_sum(c)), ("dq", Relation::Times(0.25))];
     let relations = kept.into_iter().chain(gradients);
-    laws.exchange("softmax_scale counts once", "q", "softmax_scale", |case| &mut case.softmax_scale, relations);
+    laws.exchange(
+        "softmax_scale counts once",
+        "q",
+        "softmax_scale",
+        |case| &mut case.softmax_scale,
+        relations,
+    );
 }
 
 /// What binds dk and dv where the terms of their sums are the same, in the same order of tokens and slots.
@@ -578,10 +694,19 @@ fn production_cases() -> Vec<SparseAttentionCase> {
         hopper(plain(12, 64, 512, 4096, 640)),
         plain(6, 128, 512, 4096, 1152),
         hopper(plain(6, 128, 512, 4096, 1152)),
-        hopper(SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(5, 128, 576, 3000, 1025) }),
+        hopper(SparseAttentionCase {
+            values: Values::Prefix,
+            v_dim: 512,
+            ..plain(5, 128, 576, 3000, 1025)
+        }),
         // More tokens than any GPU has multiprocessors: a block of the forward goes on to a second one.
         hopper(plain(300, 3, 512, 90, 140)),
-        SparseAttentionCase { values: Values::Separate, v_dim: 512, dlse: true, ..plain(5, 64, 512, 3000, 700) },
+        SparseAttentionCase {
+            values: Values::Separate,
+            v_dim: 512,
+            dlse: true,
+            ..plain(5, 64, 512, 3000, 700)
+        },
     ]
 }
 
@@ -589,15 +714,20 @@ type Shape = (usize, usize, (Values, usize, usize), usize, usize);
 
 /// Tokens, heads, geometry, keys, slots. The geometries are few because each is a module of its own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
-    let small =
-        prop::sample::select(vec![(Values::Shared, 64, 64), (Values::Separate, 64, 32), (Values::Prefix, 80, 48)]);
+    let small = prop::sample::select(vec![
+        (Values::Shared, 64, 64),
+        (Values::Separate, 64, 32),
+        (Values::Prefix, 80, 48),
+    ]);
     let wide = prop::sample::select(vec![
         (Values::Shared, 512, 512),
         (Values::Prefix, 576, 512),
         (Values::Separate, 512, 512),
     ]);
-    let heads = |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
-    let slots = |largest: usize| prop_oneof![1 => Just(64usize), 1 => Just(1usize), 5 => 1..=largest];
+    let heads =
+        |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
+    let slots =
+        |largest: usize| prop_oneof![1 => Just(64usize), 1 => Just(1usize), 5 => 1..=largest];
     let few = (1..=9usize, heads(40), small.clone(), 1..=90usize, slots(150));
     match profile {
         Profile::Smoke | Profile::Quick => few.boxed(),
@@ -616,10 +746,13 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
 /// Keys that some valid slot names.
 fn referenced(c: &SparseAttentionCase, tensors: &Tensors) -> Vec<bool> {
     let mut referenced = vec![false; c.num_keys];
-    let (indices, counts) = (tensors.i32s("indices"), lists::within_lengths(tensors, "topk_length", c.lists()));
+    let (indices, counts) =
+        (tensors.i32s("indices"), lists::within_lengths(tensors, "topk_length", c.lists()));
     for (token, count) in counts.into_iter().enumerate() {
         for &index in &indices[token * c.topk..][..count] {
-            if let Some(key) = usize::try_from(index).ok().and_then(|index| referenced.get_mut(index)) {
+            if let Some(key) =
+                usize::try_from(index).ok().and_then(|index| referenced.get_mut(index))
+            {
                 *key = true;
             }
         }
@@ -632,7 +765,11 @@ fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
     let referenced = referenced(c, tensors);
     for (name, width) in [("k", c.head_dim), ("v", c.v_dim)] {
         let Some(bytes) = tensors.bytes_mut(name) else { continue };
-        for (row, _) in bytes.chunks_mut(width * DType::Bf16.size()).zip(&referenced).filter(|(_, named)| !**named) {
+        for (row, _) in bytes
+            .chunks_mut(width * DType::Bf16.size())
+            .zip(&referenced)
+            .filter(|(_, named)| !**named)
+        {
             // 0xffff is NaN in bf16.
             row.fill(0xff);
         }
@@ -641,17 +778,21 @@ fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
 
 /// `attn_core`: every visible key of a row is a slot of its list; batches are stacked.
 fn golden_case(file: &mut Reading<'_>) -> Result<Golden<SparseAttentionCase>, String> {
-    let (of_q, of_kv) = (["batch", "heads", "tokens", "channels"], ["batch", "1", "keys", "channels"]);
+    let (of_q, of_kv) =
+        (["batch", "heads", "tokens", "channels"], ["batch", "1", "keys", "channels"]);
     let of_out = ["batch", "tokens", "heads", "channels"];
     let q = file.floats("in.q", &of_q)?;
     let k = file.floats("in.kv", &of_kv)?.to_vec();
     let visible = file.mask("mid.visible", &["batch", "1", "tokens", "keys"])?;
-    let [batches, heads, tokens] = [file.extent("batch")?, file.extent("heads")?, file.extent("tokens")?];
+    let [batches, heads, tokens] =
+        [file.extent("batch")?, file.extent("heads")?, file.extent("tokens")?];
     let [keys, head_dim] = [file.extent("keys")?, file.extent("channels")?];
     let heads_last = |values: &[f64]| -> Vec<f64> {
         let at = |b: usize, t: usize, h: usize| ((b * heads + h) * tokens + t) * head_dim;
-        let rows = (0..batches).flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
-        rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied()).collect()
+        let rows = (0..batches)
+            .flat_map(|b| (0..tokens).flat_map(move |t| (0..heads).map(move |h| (b, t, h))));
+        rows.flat_map(|(b, t, h)| values[at(b, t, h)..at(b, t, h) + head_dim].iter().copied())
+            .collect()
     };
     let slot = |b: usize, t: usize, key: usize| {
         if visible[(b * tokens + t) * keys + key] { (b * keys + key) as i32 } else { -1 }
@@ -670,10 +811,18 @@ fn golden_case(file: &mut Reading<'_>) -> Result<Golden<SparseAttentionCase>, St
         let why = format!("head_dim {head_dim} is no multiple of 16, which the kernel needs");
         (why, of_width(head_dim.next_multiple_of(16)))
     });
-    let golden = Golden::new(of_width(head_dim)).kernel_skips(skip).scalar("softmax_scale", softmax_scale);
+    let golden =
+        Golden::new(of_width(head_dim)).kernel_skips(skip).scalar("softmax_scale", softmax_scale);
     let golden = golden.values("q", heads_last(q)).values("k", k).integers("indices", indices);
-    let golden = golden.stored(file, "sink", "in.sinks", &["heads"])?.stored(file, "dout", "gout.y", &of_out)?;
+    let golden = golden
+        .stored(file, "sink", "in.sinks", &["heads"])?
+        .stored(file, "dout", "gout.y", &of_out)?;
     let golden = golden.expect(file, "out", "out.y", &of_out)?;
     let golden = golden.expect_reordered(file, "dq", "grad.in.q", &of_q, &heads_last)?;
-    golden.expect(file, "dk", "grad.in.kv", &of_kv)?.expect(file, "dsink", "grad.in.sinks", &["heads"])
+    golden.expect(file, "dk", "grad.in.kv", &of_kv)?.expect(
+        file,
+        "dsink",
+        "grad.in.sinks",
+        &["heads"],
+    )
 }

@@ -76,7 +76,12 @@ pub struct CompressorCase {
 }
 
 /// As many rows as sequences have, and one more.
-fn plain(lengths: [usize; 2], ratio: usize, overlaps: bool, [head_dim, rope_dim]: [usize; 2]) -> CompressorCase {
+fn plain(
+    lengths: [usize; 2],
+    ratio: usize,
+    overlaps: bool,
+    [head_dim, rope_dim]: [usize; 2],
+) -> CompressorCase {
     let [num_tokens, num_sequences] = lengths;
     let case = CompressorCase {
         num_tokens,
@@ -285,19 +290,25 @@ impl Operator for Compressor {
         let entries = [axis("num_entries", c.num_entries), head_dim];
         let ends: [Axis; 1] = [axis("num_sequences_and_one", c.num_sequences + 1)];
         let positions = [axis("table_rows", c.table_rows), axis("half_rope_dim", c.rope_dim / 2)];
-        let scores =
-            |name, axes: &[Axis]| input(name, DType::F32, axes).drawn(Distribution::Normal, c.scores).bends_over(1.0);
+        let scores = |name, axes: &[Axis]| {
+            input(name, DType::F32, axes).drawn(Distribution::Normal, c.scores).bends_over(1.0)
+        };
         let dtype = c.dtype.dtype();
         let tensors = [
             input("kv", DType::F32, &tokens).rows().of_any_size().drawn_as(c.data),
             scores("gate", &tokens).rows(),
             scores("ape", &ape),
-            input("norm_weight", DType::F32, &entries[1..]).of_any_size().drawn(Distribution::Normal, 1.0),
+            input("norm_weight", DType::F32, &entries[1..])
+                .of_any_size()
+                .drawn(Distribution::Normal, 1.0),
             input("cu_seqlens", DType::I32, &ends),
             input("cu_entries", DType::I32, &ends),
             input("cos", DType::F32, &positions).rows(),
             input("sin", DType::F32, &positions).rows(),
-            output("entries", dtype, &entries).rows().only_in("forward").pooled(pooling_of(c.epilogue)),
+            output("entries", dtype, &entries)
+                .rows()
+                .only_in("forward")
+                .pooled(pooling_of(c.epilogue)),
             output("pooled", dtype, &entries)
                 .only_in(if c.saves_pooled { "forward" } else { "saving forward" })
                 .when(c.saves_pooled || c.has_backward()),
@@ -316,10 +327,16 @@ impl Operator for Compressor {
 
     fn check(c: &CompressorCase) -> Result<(), Refused> {
         if c.ratio == 0 || c.overlaps && c.ratio != OVERLAP_RATIO {
-            return refuse("ratio", format!("{} must be 1 to 128, {OVERLAP_RATIO} where groups overlap", c.ratio));
+            return refuse(
+                "ratio",
+                format!("{} must be 1 to 128, {OVERLAP_RATIO} where groups overlap", c.ratio),
+            );
         }
         if !c.rope_dim.is_multiple_of(QUAD) || c.rope_dim > c.head_dim {
-            return refuse("rope_dim", format!("{} must be a multiple of {QUAD} up to head_dim", c.rope_dim));
+            return refuse(
+                "rope_dim",
+                format!("{} must be a multiple of {QUAD} up to head_dim", c.rope_dim),
+            );
         }
         if !c.overlaps && !c.saves_pooled {
             return refuse("saves_pooled", "without overlap what was pooled goes through memory");
@@ -335,24 +352,52 @@ impl Operator for Compressor {
         let ratio = prop_oneof![Just(128usize), 1..=9usize];
         let form = (any::<bool>(), ratio, select(heads), Float::strategy());
         let shape = (0..=tokens, 0..=6usize, -1..=2i64);
-        let flags = (any::<bool>(), any::<bool>(), prop_oneof![6 => Just(1usize), 1 => Just(2)], drawn_epilogue());
-        let numbers = (prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)], select(vec![2.0, 2.0, 0.3, 60.0]));
+        let flags = (
+            any::<bool>(),
+            any::<bool>(),
+            prop_oneof![6 => Just(1usize), 1 => Just(2)],
+            drawn_epilogue(),
+        );
+        let numbers = (
+            prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)],
+            select(vec![2.0, 2.0, 0.3, 60.0]),
+        );
         (form, shape, flags, numbers, Data::strategy(-18..=18))
-            .prop_map(|((overlaps, ratio, head, dtype), (tokens, sequences, more), flags, numbers, data)| {
-                let ((poison, saves_pooled, shorter, epilogue), (eps, scores)) = (flags, numbers);
-                let epilogue = of_width(epilogue, head[0]);
-                let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
-                let tokens = tokens.max(if ratio == MAX_RATIO { 2 * tokens } else { 0 });
-                let tokens = tokens.min(LARGEST_DRAWN / 8 / head[0]);
-                let drawn = CompressorCase {
+            .prop_map(
+                |(
+                    (overlaps, ratio, head, dtype),
+                    (tokens, sequences, more),
+                    flags,
+                    numbers,
                     data,
-                    num_entries: usize::MAX,
-                    ..plain([tokens, sequences], ratio, overlaps, head)
-                };
-                let num_entries = (drawn.num_rows() as i64 + more).max(0) as usize;
-                let (table_rows, saves_pooled) = (drawn.table_rows.div_ceil(shorter), saves_pooled || !overlaps);
-                CompressorCase { num_entries, dtype, poison, saves_pooled, epilogue, table_rows, eps, scores, ..drawn }
-            })
+                )| {
+                    let ((poison, saves_pooled, shorter, epilogue), (eps, scores)) =
+                        (flags, numbers);
+                    let epilogue = of_width(epilogue, head[0]);
+                    let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
+                    let tokens = tokens.max(if ratio == MAX_RATIO { 2 * tokens } else { 0 });
+                    let tokens = tokens.min(LARGEST_DRAWN / 8 / head[0]);
+                    let drawn = CompressorCase {
+                        data,
+                        num_entries: usize::MAX,
+                        ..plain([tokens, sequences], ratio, overlaps, head)
+                    };
+                    let num_entries = (drawn.num_rows() as i64 + more).max(0) as usize;
+                    let (table_rows, saves_pooled) =
+                        (drawn.table_rows.div_ceil(shorter), saves_pooled || !overlaps);
+                    CompressorCase {
+                        num_entries,
+                        dtype,
+                        poison,
+                        saves_pooled,
+                        epilogue,
+                        table_rows,
+                        eps,
+                        scores,
+                        ..drawn
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -364,7 +409,11 @@ impl Operator for Compressor {
             // Rows that are no multiple of 16 bytes: the scalar kernels'.
             overlapping(19, 2, [12, 4]),
             f32(plain([13, 2], 2, false, [8, 4])),
-            CompressorCase { epilogue: Epilogue::Fp8, saves_pooled: false, ..overlapping(13, 2, [80, 8]) },
+            CompressorCase {
+                epilogue: Epilogue::Fp8,
+                saves_pooled: false,
+                ..overlapping(13, 2, [80, 8])
+            },
             CompressorCase { epilogue: Epilogue::HadamardFp4, ..plain([9, 2], 2, false, [128, 8]) },
         ]
     }
@@ -397,16 +446,33 @@ impl Operator for Compressor {
             CompressorCase { scores: 100.0, ..plain([300, 2], 128, false, [72, 8]) },
             CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
             // The model's in inference; a group that ends early, and none at all; the table ends before the last entries.
-            stored(Epilogue::Fp8, CompressorCase { saves_pooled: false, ..poisoned(overlapping(26, 3, [512, 64])) }),
-            stored(Epilogue::HadamardFp4, CompressorCase { saves_pooled: false, ..overlapping(70, 5, [128, 64]) }),
-            stored(Epilogue::HadamardFp4, CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [128, 64]) }),
-            stored(Epilogue::Fp8, CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [140, 8]) }),
-            stored(Epilogue::Fp8, CompressorCase { dtype: Float::F32, ..overlapping(30, 2, [72, 4]) }),
+            stored(
+                Epilogue::Fp8,
+                CompressorCase { saves_pooled: false, ..poisoned(overlapping(26, 3, [512, 64])) },
+            ),
+            stored(
+                Epilogue::HadamardFp4,
+                CompressorCase { saves_pooled: false, ..overlapping(70, 5, [128, 64]) },
+            ),
+            stored(
+                Epilogue::HadamardFp4,
+                CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [128, 64]) },
+            ),
+            stored(
+                Epilogue::Fp8,
+                CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [140, 8]) },
+            ),
+            stored(
+                Epilogue::Fp8,
+                CompressorCase { dtype: Float::F32, ..overlapping(30, 2, [72, 4]) },
+            ),
             stored(Epilogue::Fp8, overlapping(9, 1, [8, 8])),
         ];
         if profile == Profile::Full {
-            cases
-                .extend([poisoned(overlapping(2000, 9, [512, 64])), poisoned(plain([3000, 5], 128, false, [512, 64]))]);
+            cases.extend([
+                poisoned(overlapping(2000, 9, [512, 64])),
+                poisoned(plain([3000, 5], 128, false, [512, 64])),
+            ]);
         }
         cases
     }
@@ -414,7 +480,8 @@ impl Operator for Compressor {
     fn amend(c: &CompressorCase, tensors: &mut Tensors) -> OracleResult<()> {
         set_ends(c, tensors);
         let parameters = YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() };
-        let (cos, sin) = table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
+        let (cos, sin) =
+            table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
         // As a kernel would store them.
         tensors.set("cos", &elements(&cos)?);
         tensors.set("sin", &elements(&sin)?);
@@ -434,7 +501,9 @@ impl Operator for Compressor {
 
     fn forward(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let named = reference::forward(&inputs(c, t)?, rounding)?;
-        let pooled = (c.saves_pooled || c.has_backward()).then(|| named.tensor("pooled").cloned()).transpose()?;
+        let pooled = (c.saves_pooled || c.has_backward())
+            .then(|| named.tensor("pooled").cloned())
+            .transpose()?;
         Ok(Named::new().with("entries", named.tensor("entries")?.clone()).maybe("pooled", pooled))
     }
 
@@ -445,14 +514,22 @@ impl Operator for Compressor {
         reference::backward(&inputs(c, t)?, &t.f64("dentries")?, None, rounding)
     }
 
-    fn backward_of_saved(c: &CompressorCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward_of_saved(
+        c: &CompressorCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if !c.has_backward() {
             return Ok(Named::new());
         }
         reference::backward(&inputs(c, t)?, &t.f64("dentries")?, Some(&t.f64("pooled")?), rounding)
     }
 
-    fn workspaces(c: &CompressorCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &CompressorCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         Ok(vec![("workspace", launcher::workspace_bytes(device, &c.extents()))])
     }
 
@@ -468,7 +545,11 @@ impl Operator for Compressor {
         run.launch(|device| launcher::forward(device, &own, c.eps, c.epilogue))
     }
 
-    fn launch_backward(c: &CompressorCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &CompressorCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let own = v.without(&["entries", "entries_of_saving_forward"]);
         run.launch(|device| launcher::backward(device, &own, c.eps))
     }
@@ -479,8 +560,14 @@ impl Operator for Compressor {
     }
 
     fn laws(c: &CompressorCase, laws: &mut Laws<'_, Self>) {
-        let halved =
-            [("entries", 0.5), ("pooled", 1.0), ("dkv", 0.5), ("dgate", 0.5), ("dape", 0.5), ("dnorm_weight", 1.0)];
+        let halved = [
+            ("entries", 0.5),
+            ("pooled", 1.0),
+            ("dkv", 0.5),
+            ("dgate", 0.5),
+            ("dape", 0.5),
+            ("dnorm_weight", 1.0),
+        ];
         // Of what is stored as e4m3 the floor of scales does not scale.
         let halved = if c.epilogue == Epilogue::Fp8 { &halved[1..] } else { &halved[..] };
         laws.scale("the norm's weight scales once", "norm_weight", 0.5, halved);
@@ -493,7 +580,11 @@ impl Operator for Compressor {
                 v.case.epilogue = Epilogue::None;
                 // The variant has a backward, which nothing is asked of.
                 let entries = [c.num_entries, c.head_dim];
-                let dentries = HostTensor::from_f64(c.dtype.dtype(), &entries, &vec![0.0; c.num_entries * c.head_dim]);
+                let dentries = HostTensor::from_f64(
+                    c.dtype.dtype(),
+                    &entries,
+                    &vec![0.0; c.num_entries * c.head_dim],
+                );
                 v.tensors.put("dentries", dentries);
             };
             laws.law(EPILOGUE_LAW, change, [("entries", made)]);
@@ -501,8 +592,12 @@ impl Operator for Compressor {
     }
 
     fn is_smooth(c: &CompressorCase) -> bool {
-        let within_table = c.entries().last().is_none_or(|_| c.entries().iter().all(|e| e.position < c.table_rows));
-        let small = Self::tensors(c).gradients().all(|(input, _)| input.elements() <= SMOOTH_ELEMENTS);
+        let within_table = c
+            .entries()
+            .last()
+            .is_none_or(|_| c.entries().iter().all(|e| e.position < c.table_rows));
+        let small =
+            Self::tensors(c).gradients().all(|(input, _)| input.elements() <= SMOOTH_ELEMENTS);
         small && within_table && !c.poison && c.entries().len() <= SMOOTH_ENTRIES
     }
 
@@ -515,15 +610,28 @@ impl Operator for Compressor {
     }
 
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<CompressorCase>>, String> {
-        let main = golden_case(file, "param.compressor", "out.compressed_kv", &["batch", "1", "entries", "head_dim"])?;
-        let golden = main.stored(file, "dentries", "gout.compressed_kv", &["batch", "1", "entries", "head_dim"])?;
+        let main = golden_case(
+            file,
+            "param.compressor",
+            "out.compressed_kv",
+            &["batch", "1", "entries", "head_dim"],
+        )?;
+        let golden = main.stored(
+            file,
+            "dentries",
+            "gout.compressed_kv",
+            &["batch", "1", "entries", "head_dim"],
+        )?;
         let of = |name| format!("grad.param.compressor.{name}");
         let golden = golden.expect(file, "dape", &of("position_bias"), &["ratio", "width"])?;
         let golden = golden.expect(file, "dnorm_weight", &of("kv_norm.weight"), &["head_dim"])?;
         let mut all = vec![golden.computed_in_f32()];
         if file.kind() == "compressor_csa" {
             let axes = ["batch", "index_entries", "index_head_dim"];
-            all.push(golden_case(file, "param.compressor.indexer", "mid.indexer.scorer.k", &axes)?.computed_in_f32());
+            all.push(
+                golden_case(file, "param.compressor.indexer", "mid.indexer.scorer.k", &axes)?
+                    .computed_in_f32(),
+            );
         }
         Ok(all)
     }
@@ -531,10 +639,12 @@ impl Operator for Compressor {
     /// The model's three: the entries of the two kinds of layers, and the indexer's.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let lengths = if on_gpu(environment) { &[[4096, 8], [32768, 64]][..] } else { &[[256, 2]] };
-        let forms = [(OVERLAP_RATIO, true, 512), (OVERLAP_RATIO, true, 128), (MAX_RATIO, false, 512)];
+        let forms =
+            [(OVERLAP_RATIO, true, 512), (OVERLAP_RATIO, true, 128), (MAX_RATIO, false, 512)];
         let all = lengths.iter().flat_map(|&lengths| forms.map(|form| (lengths, form)));
         let both = [Direction::Forward, Direction::Backward];
-        all.flat_map(|(lengths, form)| both.map(|direction| benchmark(lengths, form, direction))).collect()
+        all.flat_map(|(lengths, form)| both.map(|direction| benchmark(lengths, form, direction)))
+            .collect()
     }
 }
 
@@ -562,7 +672,10 @@ fn benchmark(
     direction: Direction,
 ) -> Benchmark<Compressor> {
     let [num_tokens, num_sequences] = lengths;
-    let packed = CompressorCase { packing: Packing::Equal, ..plain(lengths, ratio, overlaps, [head_dim, 64]) };
+    let packed = CompressorCase {
+        packing: Packing::Equal,
+        ..plain(lengths, ratio, overlaps, [head_dim, 64])
+    };
     let (num_entries, table_rows) = (num_tokens / ratio, num_tokens / num_sequences);
     let saves_pooled = direction == Direction::Backward || !overlaps;
     // In inference an entry is stored as attention, or the indexer, reads it.
@@ -578,20 +691,30 @@ fn benchmark(
     let name = format!("{num_tokens}x{head_dim} ratio {ratio}");
     let benchmark = Benchmark::new(direction, name, case, axis).streaming(&["pooled"], flops);
     let other = if direction == Direction::Forward { "num_tokens" } else { "num_entries" };
-    Benchmark { rows, chosen: last, amend: set_ends, sampled: last_sequences, ..benchmark.also_drawn_along(other) }
+    Benchmark {
+        rows,
+        chosen: last,
+        amend: set_ends,
+        sampled: last_sequences,
+        ..benchmark.also_drawn_along(other)
+    }
 }
 
 /// The last of equally long sequences by themselves: as many as have the entries, or the tokens, that are sampled.
 fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors: &mut Tensors) {
     let length = whole.case.num_tokens / whole.case.num_sequences;
     let of_tokens = c.num_tokens < whole.case.num_tokens;
-    c.num_sequences = if of_tokens { c.num_tokens / length } else { c.num_entries / (length / c.ratio) };
-    (c.num_tokens, c.num_entries) = (c.num_sequences * length, c.num_sequences * (length / c.ratio));
-    for (name, count) in [("kv", c.num_tokens), ("gate", c.num_tokens), ("dentries", c.num_entries)] {
+    c.num_sequences =
+        if of_tokens { c.num_tokens / length } else { c.num_entries / (length / c.ratio) };
+    (c.num_tokens, c.num_entries) =
+        (c.num_sequences * length, c.num_sequences * (length / c.ratio));
+    for (name, count) in [("kv", c.num_tokens), ("gate", c.num_tokens), ("dentries", c.num_entries)]
+    {
         // Of the gradient, where there is a backward.
         let Some(tensor) = tensors.get(name) else { continue };
         let rows = tensor.shape[0];
-        let narrowed = permuted_along(tensor, 0, &(rows - count.min(rows)..rows).collect::<Vec<_>>());
+        let narrowed =
+            permuted_along(tensor, 0, &(rows - count.min(rows)..rows).collect::<Vec<_>>());
         tensors.put(name, narrowed);
     }
     set_ends(c, tensors);
@@ -601,7 +724,8 @@ fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors
 fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
     let [cu_seqlens, cu_entries] = c.ends();
     let lengths = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
-    let longest = lengths.enumerate().max_by_key(|&(_, length)| length).filter(|&(_, length)| length > 0);
+    let longest =
+        lengths.enumerate().max_by_key(|&(_, length)| length).filter(|&(_, length)| length > 0);
     let Some((sequence, _)) = longest else { return };
     let range = |ends: &[i32]| ends[sequence] as usize..ends[sequence + 1] as usize;
     let (tokens, rows, width) = (range(&cu_seqlens), range(&cu_entries), c.width());
@@ -650,13 +774,19 @@ pub(crate) struct Projections {
 }
 
 /// The compressor whose parameters begin so, of entries along the axis `head`.
-pub(crate) fn golden_projections(file: &mut Reading<'_>, parameters: &str, head: &str) -> Result<Projections, String> {
+pub(crate) fn golden_projections(
+    file: &mut Reading<'_>,
+    parameters: &str,
+    head: &str,
+) -> Result<Projections, String> {
     let hidden = file.floats("in.hidden", &["batch", "tokens", "hidden"])?;
     let [rows, width] = ["rows", "columns"].map(|axis| format!("{parameters} {axis}"));
     let project = |file: &mut Reading<'_>, name: &str| -> Result<Vec<f64>, String> {
         let weight = file.floats(&format!("{parameters}.{name}.weight"), &[&width, "hidden"])?;
         let hidden_size = file.extent("hidden")?;
-        let of_token = |token: &[f64]| weight.chunks(hidden_size).map(|row| dot(row, token)).collect::<Vec<_>>();
+        let of_token = |token: &[f64]| {
+            weight.chunks(hidden_size).map(|row| dot(row, token)).collect::<Vec<_>>()
+        };
         Ok(hidden.chunks(hidden_size).flat_map(of_token).collect())
     };
     let (kv, gate) = (project(file, "kv_proj")?, project(file, "gate_proj")?);
@@ -685,7 +815,10 @@ fn golden_case(
         eps: given.eps as f32,
         ..plain([batch * tokens, batch], given.ratio, given.overlaps, given.head)
     };
-    let golden = Golden::new(case).scalar("eps", given.eps).values("kv", given.kv).values("gate", given.gate);
+    let golden = Golden::new(case)
+        .scalar("eps", given.eps)
+        .values("kv", given.kv)
+        .values("gate", given.gate);
     let golden = golden.values("ape", given.ape).values("norm_weight", given.norm_weight);
     golden.values("cos", cos).values("sin", sin).expect(file, "entries", entries, axes)
 }
@@ -701,7 +834,9 @@ pub(crate) fn golden_table(
     positions: usize,
 ) -> Result<(Vec<f64>, Vec<f64>), String> {
     let parameters = &file.config("rope_parameters")["compress"];
-    let number = |name: &str| parameters[name].as_f64().ok_or_else(|| format!("rope_parameters have no `{name}`"));
+    let number = |name: &str| {
+        parameters[name].as_f64().ok_or_else(|| format!("rope_parameters have no `{name}`"))
+    };
     let parameters = YarnParameters {
         theta: number("rope_theta")?,
         rope_dim,
@@ -711,7 +846,8 @@ pub(crate) fn golden_table(
         beta_slow: number("beta_slow")?,
     };
     let made = || {
-        let (cos, sin) = table(&inv_freq_f32(&parameters)?, &(0..positions as i64).collect::<Vec<_>>())?;
+        let (cos, sin) =
+            table(&inv_freq_f32(&parameters)?, &(0..positions as i64).collect::<Vec<_>>())?;
         Ok((elements(&cos)?, elements(&sin)?))
     };
     made().map_err(|error: dsv4_reference::Error| error.to_string())

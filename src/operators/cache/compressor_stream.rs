@@ -16,8 +16,8 @@ use crate::operator::fields::elements;
 use crate::operator::format_of;
 use crate::operator::prelude::*;
 use crate::operators::cache::compressor::{
-    EPILOGUE_LAW, check_epilogue, drawn_epilogue, epilogue_of_oracle, golden_projections, golden_table, made_by,
-    of_width, pooling_of,
+    EPILOGUE_LAW, check_epilogue, drawn_epilogue, epilogue_of_oracle, golden_projections,
+    golden_table, made_by, of_width, pooling_of,
 };
 
 /// The operator.
@@ -79,7 +79,12 @@ struct Step {
 }
 
 /// Sequences in slots of twice their number, each step as it is.
-fn plain(num_sequences: usize, chunks: &[usize], form: (usize, bool), head: [usize; 2]) -> CompressorStreamCase {
+fn plain(
+    num_sequences: usize,
+    chunks: &[usize],
+    form: (usize, bool),
+    head: [usize; 2],
+) -> CompressorStreamCase {
     let (ratio, overlaps) = form;
     let slots = if overlaps { 2 * ratio } else { ratio };
     CompressorStreamCase {
@@ -125,7 +130,8 @@ impl CompressorStreamCase {
             let first_positions = positions.iter().map(|&position| position as i32).collect();
             let (mut cu_seqlens, mut cu_entries) = (vec![0], vec![0]);
             for (sequence, position) in positions.iter_mut().enumerate() {
-                let chunk = self.chunks[(number + if self.staggered { sequence } else { 0 }) % self.chunks.len()];
+                let chunk = self.chunks
+                    [(number + if self.staggered { sequence } else { 0 }) % self.chunks.len()];
                 let tokens = chunk + self.drafts;
                 let complete = (*position + tokens) / self.ratio - *position / self.ratio;
                 let entries = complete + usize::from(self.hostile && sequence % 2 == 0);
@@ -133,8 +139,17 @@ impl CompressorStreamCase {
                 cu_entries.push(cu_entries[sequence] + entries as i32);
                 *position += chunk;
             }
-            let [num_tokens, num_entries] = [&cu_seqlens, &cu_entries].map(|ends| ends[self.num_sequences] as usize);
-            steps.push(Step { token, num_tokens, entry, num_entries, cu_seqlens, cu_entries, first_positions });
+            let [num_tokens, num_entries] =
+                [&cu_seqlens, &cu_entries].map(|ends| ends[self.num_sequences] as usize);
+            steps.push(Step {
+                token,
+                num_tokens,
+                entry,
+                num_entries,
+                cu_seqlens,
+                cu_entries,
+                first_positions,
+            });
             (token, entry) = (token + num_tokens, entry + num_entries);
         }
         steps
@@ -143,7 +158,10 @@ impl CompressorStreamCase {
     /// Tokens and entries of all steps.
     fn totals(&self) -> [usize; 2] {
         let steps = self.steps();
-        [steps.iter().map(|step| step.num_tokens).sum(), steps.iter().map(|step| step.num_entries).sum()]
+        [
+            steps.iter().map(|step| step.num_tokens).sum(),
+            steps.iter().map(|step| step.num_entries).sum(),
+        ]
     }
 
     fn draw_slots(&self) -> Vec<i32> {
@@ -166,10 +184,14 @@ fn pieces(c: &CompressorStreamCase, host: &Tensors) -> Vec<Piece> {
     let (mut token, mut entry, mut pieces) = (0, 0, Vec::new());
     let ends = c.num_sequences + 1;
     for step in 0..c.chunks.len() {
-        let [tokens, entries] = [&cu_seqlens, &cu_entries].map(|all| &all[step * ends..(step + 1) * ends]);
+        let [tokens, entries] =
+            [&cu_seqlens, &cu_entries].map(|all| &all[step * ends..(step + 1) * ends]);
         for sequence in 0..c.num_sequences {
-            let range = |ends: &[i32]| (ends[sequence] as usize, (ends[sequence + 1] - ends[sequence]) as usize);
-            let ((first_token, num_tokens), (first_entry, num_entries)) = (range(tokens), range(entries));
+            let range = |ends: &[i32]| {
+                (ends[sequence] as usize, (ends[sequence + 1] - ends[sequence]) as usize)
+            };
+            let ((first_token, num_tokens), (first_entry, num_entries)) =
+                (range(tokens), range(entries));
             pieces.push(Piece {
                 token: token + first_token,
                 num_tokens,
@@ -188,7 +210,8 @@ fn pieces(c: &CompressorStreamCase, host: &Tensors) -> Vec<Piece> {
 /// The lists of all steps.
 fn set_steps(c: &CompressorStreamCase, tensors: &mut Tensors) {
     let steps = c.steps();
-    let mut set = |name, list: Vec<i32>| tensors.put(name, HostTensor::from_i32(&[list.len()], &list));
+    let mut set =
+        |name, list: Vec<i32>| tensors.put(name, HostTensor::from_i32(&[list.len()], &list));
     set("cu_seqlens", steps.iter().flat_map(|step| step.cu_seqlens.clone()).collect());
     set("cu_entries", steps.iter().flat_map(|step| step.cu_entries.clone()).collect());
     set("first_positions", steps.iter().flat_map(|step| step.first_positions.clone()).collect());
@@ -227,16 +250,26 @@ impl Operator for CompressorStream {
         let head_dim = axis("head_dim", c.head_dim).multiples(QUAD, MAX_HEAD_DIM);
         let tokens = [axis("num_tokens", num_tokens), axis("width", c.width())];
         let ape = [axis("ratio", c.ratio).multiples(1, MAX_RATIO), tokens[1]];
-        let rows = [axis("num_slots", c.num_slots), axis("num_rows", c.num_rows), axis("state_width", 2 * c.width())];
+        let rows = [
+            axis("num_slots", c.num_slots),
+            axis("num_rows", c.num_rows),
+            axis("state_width", 2 * c.width()),
+        ];
         let ends = [axis("num_sequences_and_one", steps * (c.num_sequences + 1))];
-        let firsts = [axis(if steps == 1 { "num_sequences" } else { "num_steps_sequences" }, steps * c.num_sequences)];
+        let firsts = [axis(
+            if steps == 1 { "num_sequences" } else { "num_steps_sequences" },
+            steps * c.num_sequences,
+        )];
         let positions = [axis("table_rows", c.table_rows), axis("half_rope_dim", c.rope_dim / 2)];
-        let scores = |name, axes| input(name, DType::F32, axes).drawn(Distribution::Normal, c.scores);
+        let scores =
+            |name, axes| input(name, DType::F32, axes).drawn(Distribution::Normal, c.scores);
         let tensors = [
             input("kv", DType::F32, &tokens).rows().drawn_as(c.data),
             scores("gate", &tokens).rows(),
             scores("ape", &ape),
-            input("norm_weight", DType::F32, &[head_dim]).of_any_size().drawn(Distribution::Normal, 1.0),
+            input("norm_weight", DType::F32, &[head_dim])
+                .of_any_size()
+                .drawn(Distribution::Normal, 1.0),
             state("state", DType::F32, &rows).rows().drawn(Distribution::Normal, c.scores),
             input("cu_seqlens", DType::I32, &ends),
             input("cu_entries", DType::I32, &ends),
@@ -253,25 +286,43 @@ impl Operator for CompressorStream {
 
     fn check(c: &CompressorStreamCase) -> Result<(), Refused> {
         if c.ratio == 0 || c.overlaps && c.ratio != OVERLAP_RATIO {
-            return refuse("ratio", format!("{} must be 1 to 128, {OVERLAP_RATIO} where groups overlap", c.ratio));
+            return refuse(
+                "ratio",
+                format!("{} must be 1 to 128, {OVERLAP_RATIO} where groups overlap", c.ratio),
+            );
         }
         if !c.rope_dim.is_multiple_of(QUAD) || c.rope_dim > c.head_dim {
-            return refuse("rope_dim", format!("{} must be a multiple of {QUAD} up to head_dim", c.rope_dim));
+            return refuse(
+                "rope_dim",
+                format!("{} must be a multiple of {QUAD} up to head_dim", c.rope_dim),
+            );
         }
         if c.num_slots < c.num_sequences {
-            return refuse("num_slots", format!("{} must be at least the {} sequences", c.num_slots, c.num_sequences));
+            return refuse(
+                "num_slots",
+                format!("{} must be at least the {} sequences", c.num_slots, c.num_sequences),
+            );
         }
         if c.num_rows < c.slots_of_an_entry() + c.drafts {
             let least = c.slots_of_an_entry() + c.drafts;
-            return refuse("num_rows", format!("{} must be at least {least}, of an entry and the drafts", c.num_rows));
+            return refuse(
+                "num_rows",
+                format!("{} must be at least {least}, of an entry and the drafts", c.num_rows),
+            );
         }
         check_epilogue(c.epilogue, c.head_dim)?;
-        let (steps, tokens) =
-            (c.chunks.len(), c.chunks.iter().try_fold(c.position, |sum, &chunk| sum.checked_add(chunk)));
-        let size =
-            tokens.and_then(|tokens| tokens.checked_add(steps.checked_mul(c.drafts)?)?.checked_mul(c.num_sequences));
+        let (steps, tokens) = (
+            c.chunks.len(),
+            c.chunks.iter().try_fold(c.position, |sum, &chunk| sum.checked_add(chunk)),
+        );
+        let size = tokens.and_then(|tokens| {
+            tokens.checked_add(steps.checked_mul(c.drafts)?)?.checked_mul(c.num_sequences)
+        });
         if steps == 0 || steps > 1 << 16 || size.is_none_or(|size| size > 1 << 28) {
-            return refuse("chunks", format!("{steps} of them: there must be some, of fewer tokens"));
+            return refuse(
+                "chunks",
+                format!("{steps} of them: there must be some, of fewer tokens"),
+            );
         }
         c.data.check()
     }
@@ -279,10 +330,28 @@ impl Operator for CompressorStream {
     fn strategy(profile: Profile) -> BoxedStrategy<CompressorStreamCase> {
         let (most, steps) = (profile.of([9usize, 14, 40]), profile.of([5usize, 8, 12]));
         let heads = vec![[16usize, 8], [12, 12], [24, 4], [36, 0], [128, 64]];
-        let form = (any::<bool>(), prop_oneof![4 => 1..=9usize, 1 => Just(40usize)], select(heads), Float::strategy());
-        let chunks = prop::collection::vec(prop_oneof![2 => Just(1usize), 3 => 0..=most], 1..=steps);
-        let shape = (0..=5usize, chunks, any::<bool>(), 0..=3usize, prop_oneof![2 => Just(0usize), 1 => 1..=20usize]);
-        let flags = (any::<bool>(), any::<bool>(), 0..=3usize, select(vec![2.0, 2.0, 0.3, 60.0]), drawn_epilogue());
+        let form = (
+            any::<bool>(),
+            prop_oneof![4 => 1..=9usize, 1 => Just(40usize)],
+            select(heads),
+            Float::strategy(),
+        );
+        let chunks =
+            prop::collection::vec(prop_oneof![2 => Just(1usize), 3 => 0..=most], 1..=steps);
+        let shape = (
+            0..=5usize,
+            chunks,
+            any::<bool>(),
+            0..=3usize,
+            prop_oneof![2 => Just(0usize), 1 => 1..=20usize],
+        );
+        let flags = (
+            any::<bool>(),
+            any::<bool>(),
+            0..=3usize,
+            select(vec![2.0, 2.0, 0.3, 60.0]),
+            drawn_epilogue(),
+        );
         (form, shape, flags, Data::strategy(-12..=12))
             .prop_map(|((overlaps, ratio, head, dtype), shape, flags, data)| {
                 let (sequences, chunks, staggered, drafts, position) = shape;
@@ -290,8 +359,17 @@ impl Operator for CompressorStream {
                 let epilogue = of_width(epilogue, head[0]);
                 let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
                 let plain = plain(sequences, &chunks, (ratio, overlaps), head);
-                let (num_rows, table_rows) = (plain.num_rows - 1 + drafts + more, plain.table_rows + position);
-                let choice = CompressorStreamCase { staggered, drafts, position, hostile, poison, dtype, ..plain };
+                let (num_rows, table_rows) =
+                    (plain.num_rows - 1 + drafts + more, plain.table_rows + position);
+                let choice = CompressorStreamCase {
+                    staggered,
+                    drafts,
+                    position,
+                    hostile,
+                    poison,
+                    dtype,
+                    ..plain
+                };
                 CompressorStreamCase { num_rows, table_rows, epilogue, scores, data, ..choice }
             })
             .boxed()
@@ -326,16 +404,30 @@ impl Operator for CompressorStream {
             one(&[1; 13]),
             poisoned(plain(1, &[3, 1, 2, 1, 1, 6], (3, false), [16, 8])),
             // Others in between, some without a slot; more tokens than rows.
-            CompressorStreamCase { hostile: true, ..poisoned(plain(5, &[3, 2, 1, 1, 40], OVERLAP, [16, 8])) },
-            CompressorStreamCase { hostile: true, position: 7, ..plain(4, &[1, 2, 1], (2, false), [24, 8]) },
+            CompressorStreamCase {
+                hostile: true,
+                ..poisoned(plain(5, &[3, 2, 1, 1, 40], OVERLAP, [16, 8]))
+            },
+            CompressorStreamCase {
+                hostile: true,
+                position: 7,
+                ..plain(4, &[1, 2, 1], (2, false), [24, 8])
+            },
             // Rejected tokens, with no more rows than they need.
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 1),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 8),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], (3, false), [24, 8])), 5),
             // A token or two a sequence; all of a step's one sequence's, which has more of them than rows.
             one(&[2; 7]),
-            CompressorStreamCase { position: 5, ..plain(6, &[12, 0, 0, 0, 0, 0], OVERLAP, [16, 8]) },
-            CompressorStreamCase { hostile: true, position: 5, ..plain(5, &[1, 2, 1, 1], OVERLAP, [24, 8]) },
+            CompressorStreamCase {
+                position: 5,
+                ..plain(6, &[12, 0, 0, 0, 0, 0], OVERLAP, [16, 8])
+            },
+            CompressorStreamCase {
+                hostile: true,
+                position: 5,
+                ..plain(5, &[1, 2, 1, 1], OVERLAP, [24, 8])
+            },
             further(plain(4, &[1; 4], OVERLAP, [12, 4])),
             stored(Epilogue::HadamardFp4, further(plain(4, &[1; 4], OVERLAP, [128, 64]))),
             stored(Epilogue::Fp8, further(plain(3, &[1, 2, 1], OVERLAP, [512, 64]))),
@@ -363,7 +455,8 @@ impl Operator for CompressorStream {
         set_steps(c, tensors);
         tensors.set_i32s("slots", &c.draw_slots());
         let parameters = YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() };
-        let (cos, sin) = table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
+        let (cos, sin) =
+            table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
         // As a kernel would store them.
         tensors.set("cos", &elements(&cos)?);
         tensors.set("sin", &elements(&sin)?);
@@ -381,7 +474,11 @@ impl Operator for CompressorStream {
         Ok(())
     }
 
-    fn forward(c: &CompressorStreamCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &CompressorStreamCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let finish = Finish {
             norm_weight: t.f64("norm_weight")?,
             cos: t.f64("cos")?,
@@ -402,13 +499,21 @@ impl Operator for CompressorStream {
         reference::forward(&inputs, rounding)
     }
 
-    fn workspaces(c: &CompressorStreamCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &CompressorStreamCase,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let most = c.steps().iter().map(|step| step.num_entries).max().unwrap_or(0);
         let bytes = launcher::workspace_bytes(c.dtype.dtype(), most, c.head_dim);
         Ok(if c.overlaps { Vec::new() } else { vec![("workspace", bytes)] })
     }
 
-    fn launch(c: &CompressorStreamCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &CompressorStreamCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let steps = c.steps();
         if steps.len() == 1 {
             return run.launch(|device| launcher::forward(device, v, c.eps, c.epilogue));
@@ -419,9 +524,12 @@ impl Operator for CompressorStream {
             let lists = |name: &str, each: usize| part(name, number * each, each);
             let entries = part("entries", step.entry, step.num_entries)?;
             let own = v.clone().with("kv", &part("kv", step.token, step.num_tokens)?);
-            let own = own.with("gate", &part("gate", step.token, step.num_tokens)?).with("entries", &entries);
-            let own =
-                own.with("cu_seqlens", &lists("cu_seqlens", ends)?).with("cu_entries", &lists("cu_entries", ends)?);
+            let own = own
+                .with("gate", &part("gate", step.token, step.num_tokens)?)
+                .with("entries", &entries);
+            let own = own
+                .with("cu_seqlens", &lists("cu_seqlens", ends)?)
+                .with("cu_entries", &lists("cu_entries", ends)?);
             let own = own.with("first_positions", &lists("first_positions", c.num_sequences)?);
             run.launch(|device| launcher::forward(device, &own, c.eps, c.epilogue))?;
             run.freeze(&entries)?;
@@ -431,8 +539,11 @@ impl Operator for CompressorStream {
 
     fn laws(c: &CompressorStreamCase, laws: &mut Laws<'_, Self>) {
         // Of what is stored as e4m3 the floor of scales does not scale.
-        let halved =
-            if c.epilogue == Epilogue::Fp8 { &[("state", 1.0)][..] } else { &[("entries", 0.5), ("state", 1.0)] };
+        let halved = if c.epilogue == Epilogue::Fp8 {
+            &[("state", 1.0)][..]
+        } else {
+            &[("entries", 0.5), ("state", 1.0)]
+        };
         laws.scale("the norm's weight scales once", "norm_weight", 0.5, halved);
         if c.epilogue != Epilogue::None {
             let made = made_by(c.epilogue, c.rope_dim, c.dtype);
@@ -454,7 +565,12 @@ impl Operator for CompressorStream {
         let mut all = vec![golden_case(file, "param.compressor", "out.compressed_kv", axes)?];
         if file.kind() == "compressor_stream_csa" {
             let axes: golden::Axes<'_> = &["batch", "entries", "index_head_dim"];
-            all.push(golden_case(file, "param.compressor.indexer", "out.state.indexer.compressed_kv", axes)?);
+            all.push(golden_case(
+                file,
+                "param.compressor.indexer",
+                "out.state.indexer.compressed_kv",
+                axes,
+            )?);
         }
         Ok(all)
     }
@@ -476,7 +592,8 @@ impl Operator for CompressorStream {
             let numbers = entries * aligned.slots_of_an_entry() * head_dim;
             Benchmark {
                 // The slots of each entry, its row, and each token's row read and written.
-                bytes: (8 * numbers + 2 * entries * head_dim + 16 * num_sequences * aligned.width()) as f64,
+                bytes: (8 * numbers + 2 * entries * head_dim + 16 * num_sequences * aligned.width())
+                    as f64,
                 flops: (6 * numbers) as f64,
                 // All of them: an entry is one of all its channels.
                 rows: usize::MAX,
@@ -497,7 +614,10 @@ fn golden_case(
 ) -> Result<Golden<CompressorStreamCase>, String> {
     let given = golden_projections(file, parameters, axes.last().copied().unwrap_or("head_dim"))?;
     let chunks = file.config("chunks").as_array().ok_or("config has no `chunks`")?;
-    let chunks = chunks.iter().map(|chunk| chunk.as_u64().map(|chunk| chunk as usize)).collect::<Option<Vec<_>>>();
+    let chunks = chunks
+        .iter()
+        .map(|chunk| chunk.as_u64().map(|chunk| chunk as usize))
+        .collect::<Option<Vec<_>>>();
     let chunks = chunks.ok_or("`chunks` holds something else than numbers of tokens")?;
     let (batch, tokens) = (file.extent("batch")?, file.extent("tokens")?);
     file.hold("tokens", chunks.iter().sum(), "config.chunks")?;
@@ -513,16 +633,20 @@ fn golden_case(
         for chunk in &chunks {
             let rows = of_positions(from) * width..of_positions(from + chunk) * width;
             (0..batch).for_each(|b| {
-                ordered.extend_from_slice(&all[b * per_sequence + rows.start..b * per_sequence + rows.end])
+                ordered.extend_from_slice(
+                    &all[b * per_sequence + rows.start..b * per_sequence + rows.end],
+                )
             });
             from += chunk;
         }
         ordered
     };
     let of_tokens = |all: &[f64]| in_steps(all, &|position| position, case.width());
-    let golden = Golden::new(case.clone()).scalar("eps", given.eps).values("kv", of_tokens(&given.kv));
+    let golden =
+        Golden::new(case.clone()).scalar("eps", given.eps).values("kv", of_tokens(&given.kv));
     let golden = golden.values("gate", of_tokens(&given.gate)).values("ape", given.ape);
-    let golden = golden.values("norm_weight", given.norm_weight).values("cos", cos).values("sin", sin);
+    let golden =
+        golden.values("norm_weight", given.norm_weight).values("cos", cos).values("sin", sin);
     let of_entries = |all: &[f64]| in_steps(all, &|position| position / case.ratio, head_dim);
     Ok(golden.expect_reordered(file, "entries", entries, axes, &of_entries)?.computed_in_f32())
 }

@@ -18,7 +18,9 @@ use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{Axis, observed, state};
 use crate::operator::fields::{LARGEST_DRAWN, extent, tensor};
 use crate::operator::prelude::*;
-use crate::operators::cache::paged::{self, SlotClass, pages_of, parts_of, rows_of, turn_signs_of_bf16, writers};
+use crate::operators::cache::paged::{
+    self, SlotClass, pages_of, parts_of, rows_of, turn_signs_of_bf16, writers,
+};
 use crate::operators::formats::hadamard::of_oracle;
 
 /// The operator.
@@ -50,7 +52,12 @@ pub struct IndexerCacheWriteCase {
 }
 
 /// Slots that there are not, and another layer's bytes behind each page.
-fn plain(num_tokens: usize, stored: Stored, num_pages: usize, page_size: usize) -> IndexerCacheWriteCase {
+fn plain(
+    num_tokens: usize,
+    stored: Stored,
+    num_pages: usize,
+    page_size: usize,
+) -> IndexerCacheWriteCase {
     IndexerCacheWriteCase {
         num_tokens,
         stored,
@@ -104,7 +111,8 @@ impl Operator for IndexerCacheWrite {
         let page_bytes = c.page_size.saturating_mul(launcher::row_bytes(c.stored));
         let pages = [axis("num_pages", c.num_pages), axis("page_bytes", page_bytes)];
         let num_slots = axis("num_slots", c.num_slots());
-        let [codes, bytes_of_scales] = c.observed().map(|(name, bytes)| observed(name, DType::U8, &[num_slots, bytes]));
+        let [codes, bytes_of_scales] =
+            c.observed().map(|(name, bytes)| observed(name, DType::U8, &[num_slots, bytes]));
         // As a number a scale that is NaN is any NaN.
         let number = observed("scales", DType::F32, &[num_slots, axis("scale", 1)]);
         let scales = if c.stored == Stored::E4m3 { number } else { bytes_of_scales };
@@ -112,7 +120,9 @@ impl Operator for IndexerCacheWrite {
         let tensors = [
             input("k", DType::Bf16, &tokens).aligned_rows().drawn_as(data).of_any_size(),
             input("slots", DType::I32, &tokens[..1]),
-            state("pages", DType::U8, &pages).aligned_rows().with_gap("page_padding", c.page_padding),
+            state("pages", DType::U8, &pages)
+                .aligned_rows()
+                .with_gap("page_padding", c.page_padding),
             codes.exact(),
             scales.exact(),
         ];
@@ -125,10 +135,14 @@ impl Operator for IndexerCacheWrite {
         }
         let page = c.page_size.saturating_mul(launcher::row_bytes(c.stored));
         if c.page_size == 0 || page > 1 << 31 {
-            return refuse("page_size", format!("{}: a page has rows, and 2^31 bytes at most", c.page_size));
+            return refuse(
+                "page_size",
+                format!("{}: a page has rows, and 2^31 bytes at most", c.page_size),
+            );
         }
         if !c.page_padding.saturating_add(page).is_multiple_of(16) {
-            let reason = format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
+            let reason =
+                format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
             return refuse("page_padding", reason);
         }
         Ok(())
@@ -138,16 +152,27 @@ impl Operator for IndexerCacheWrite {
         let [tokens, pages] = profile.of([[70, 6], [200, 12], [3000, 60usize]]);
         let stored = select(vec![Stored::E2m1, Stored::E4m3]);
         let page_size = select(vec![1usize, 2, 3, 7, 32, 64]);
-        let shape = (extent(tokens, 16), stored, 1..=pages, page_size, select(SlotClass::ALL.to_vec()));
+        let shape =
+            (extent(tokens, 16), stored, 1..=pages, page_size, select(SlotClass::ALL.to_vec()));
         let more_page_padding = prop_oneof![Just(0usize), Just(32usize), Just(19008usize)];
         (shape, more_page_padding, Data::strategy(-40..=40))
-            .prop_map(|((num_tokens, stored, num_pages, page_size, slots), more_page_padding, data)| {
-                let num_pages = num_pages.min((LARGEST_DRAWN / (page_size * launcher::row_bytes(stored))).max(1));
-                let page_padding = page_gap(stored, page_size) + more_page_padding;
-                let Data { distribution, magnitude, seed } = data;
-                let plain = plain(num_tokens, stored, num_pages, page_size);
-                IndexerCacheWriteCase { slots, distribution, magnitude, page_padding, seed, ..plain }
-            })
+            .prop_map(
+                |((num_tokens, stored, num_pages, page_size, slots), more_page_padding, data)| {
+                    let num_pages = num_pages
+                        .min((LARGEST_DRAWN / (page_size * launcher::row_bytes(stored))).max(1));
+                    let page_padding = page_gap(stored, page_size) + more_page_padding;
+                    let Data { distribution, magnitude, seed } = data;
+                    let plain = plain(num_tokens, stored, num_pages, page_size);
+                    IndexerCacheWriteCase {
+                        slots,
+                        distribution,
+                        magnitude,
+                        page_padding,
+                        seed,
+                        ..plain
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -173,7 +198,10 @@ impl Operator for IndexerCacheWrite {
             pooled(plain(40, e2m1, 3, 32)),
             pooled(plain(40, e4m3, 3, 32)),
             // Around the floors of the scales.
-            IndexerCacheWriteCase { magnitude: 2f64.powi(-125), ..scattered(plain(17, e2m1, 5, 7)) },
+            IndexerCacheWriteCase {
+                magnitude: 2f64.powi(-125),
+                ..scattered(plain(17, e2m1, 5, 7))
+            },
             IndexerCacheWriteCase { magnitude: 2f64.powi(-13), ..scattered(plain(17, e4m3, 5, 7)) },
         ];
         if profile == Profile::Full {
@@ -184,7 +212,8 @@ impl Operator for IndexerCacheWrite {
 
     fn amend(c: &IndexerCacheWriteCase, tensors: &mut Tensors) -> OracleResult<()> {
         let mut draw = Draw::new(c.seed, "before");
-        let before: Vec<u8> = (0..c.num_slots() * c.bytes().page_bytes(1)).map(|_| draw.rng().random()).collect();
+        let before: Vec<u8> =
+            (0..c.num_slots() * c.bytes().page_bytes(1)).map(|_| draw.rng().random()).collect();
         let shape = tensors.tensor("pages").shape.clone();
         let bytes = pages_of(c.bytes(), c.page_size, &before);
         tensors.put("pages", HostTensor { dtype: DType::U8, shape, bytes });
@@ -206,13 +235,22 @@ impl Operator for IndexerCacheWrite {
         Ok(Named::new().with("pages", tensor(written, &pages.shape)?))
     }
 
-    fn launch(c: &IndexerCacheWriteCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &IndexerCacheWriteCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.stored, c.page_size))
     }
 
     /// The pages as tensors of bytes, each with a row for each slot.
-    fn observe(c: &IndexerCacheWriteCase, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let mut parts = parts_of(c.bytes(), c.page_size, &c.observed(), &written.tensor("pages").bytes);
+    fn observe(
+        c: &IndexerCacheWriteCase,
+        _: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
+        let mut parts =
+            parts_of(c.bytes(), c.page_size, &c.observed(), &written.tensor("pages").bytes);
         if c.stored == Stored::E4m3 {
             let (_, scales) = &mut parts[1];
             (scales.dtype, scales.shape) = (DType::F32, vec![c.num_slots(), 1]);
@@ -233,7 +271,8 @@ impl Operator for IndexerCacheWrite {
 
     /// The keys of a long prefill, and those of a step of 128 sequences.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let shapes = if on_gpu(environment) { &[(1, 1), (128, 4), (32768, 1024)][..] } else { &[(64, 2)] };
+        let shapes =
+            if on_gpu(environment) { &[(1, 1), (128, 4), (32768, 1024)][..] } else { &[(64, 2)] };
         let of_shape = |&(num_tokens, num_pages): &(usize, usize)| {
             [Stored::E2m1, Stored::E4m3].map(|stored| benchmark(num_tokens, num_pages, stored))
         };
@@ -245,7 +284,10 @@ fn benchmark(num_tokens: usize, num_pages: usize, stored: Stored) -> Benchmark<I
     let page_padding = 19008;
     let case = plain(num_tokens, stored, num_pages, 32);
     let case = IndexerCacheWriteCase { slots: SlotClass::Scattered, page_padding, ..case };
-    let name = format!("{num_tokens}x128 page 32 {}", if stored == Stored::E2m1 { "e2m1" } else { "e4m3" });
+    let name = format!(
+        "{num_tokens}x128 page 32 {}",
+        if stored == Stored::E2m1 { "e2m1" } else { "e4m3" }
+    );
     Benchmark {
         amend: |c: &IndexerCacheWriteCase, tensors| {
             tensors.put("slots", HostTensor::from_i32(&[c.num_tokens], &draw_slots(c)))
@@ -262,7 +304,11 @@ fn draw_slots(c: &IndexerCacheWriteCase) -> Vec<i32> {
     c.slots.draw(c.seed, c.num_tokens, c.num_slots())
 }
 
-fn keep_writers(whole: &Whole<'_, IndexerCacheWrite>, c: &mut IndexerCacheWriteCase, tensors: &mut Tensors) {
+fn keep_writers(
+    whole: &Whole<'_, IndexerCacheWrite>,
+    c: &mut IndexerCacheWriteCase,
+    tensors: &mut Tensors,
+) {
     c.num_tokens = paged::keep_writers(whole.rows, c.page_size, "k", tensors);
 }
 
@@ -280,7 +326,12 @@ fn page_law(c: &IndexerCacheWriteCase, laws: &mut Laws<'_, IndexerCacheWrite>) {
     laws.law(
         "pages only place keys",
         |v| {
-            v.case = IndexerCacheWriteCase { num_pages: c.num_slots(), page_size: 1, page_padding, ..c.clone() };
+            v.case = IndexerCacheWriteCase {
+                num_pages: c.num_slots(),
+                page_size: 1,
+                page_padding,
+                ..c.clone()
+            };
             v.tensors.put("pages", pages);
         },
         equal_where(|_| true),

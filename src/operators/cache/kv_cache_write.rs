@@ -22,8 +22,8 @@ use crate::operator::declaration::{Axis, observed, state};
 use crate::operator::fields::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::operator::prelude::*;
 use crate::operators::cache::paged::{
-    self, SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of, parts_of, rows_of, turn_signs_of_bf16,
-    writers,
+    self, SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of, parts_of, rows_of,
+    turn_signs_of_bf16, writers,
 };
 use crate::operators::contents::{Contents, Groups};
 
@@ -61,7 +61,12 @@ pub struct KvCacheWriteCase {
 }
 
 /// Drawn numbers, and slots that there are not.
-fn plain(num_tokens: usize, format: RowFormat, num_pages: usize, page_size: usize) -> KvCacheWriteCase {
+fn plain(
+    num_tokens: usize,
+    format: RowFormat,
+    num_pages: usize,
+    page_size: usize,
+) -> KvCacheWriteCase {
     let RowFormat { nope_dim, rope_dim } = format;
     KvCacheWriteCase {
         num_tokens,
@@ -117,12 +122,16 @@ impl Operator for KvCacheWrite {
         let page_bytes = c.page_size.saturating_mul(c.format().row_bytes());
         let pages = [axis("num_pages", c.num_pages), axis("page_bytes", page_bytes)];
         let [codes, rope, scales] = c.observed().map(|(name, bytes)| {
-            observed(name, DType::U8, &[axis("num_slots", c.num_slots()), bytes]).exact().when(bytes.extent > 0)
+            observed(name, DType::U8, &[axis("num_slots", c.num_slots()), bytes])
+                .exact()
+                .when(bytes.extent > 0)
         });
         let tensors = [
             input("kv", DType::Bf16, &tokens).aligned_rows().of_any_size(),
             input("slots", DType::I32, &tokens[..1]),
-            state("cache", DType::U8, &pages).aligned_rows().with_gap("page_padding", c.page_padding),
+            state("cache", DType::U8, &pages)
+                .aligned_rows()
+                .with_gap("page_padding", c.page_padding),
             codes,
             rope,
             scales,
@@ -133,11 +142,16 @@ impl Operator for KvCacheWrite {
     fn check(c: &KvCacheWriteCase) -> Result<(), Refused> {
         check_nope_dim(c.nope_dim)?;
         if c.rope_dim == 0 || !c.rope_dim.is_multiple_of(8) || c.rope_dim > 1 << 24 {
-            return refuse("rope_dim", format!("{} must be a multiple of 8, 8 to 2^24", c.rope_dim));
+            return refuse(
+                "rope_dim",
+                format!("{} must be a multiple of 8, 8 to 2^24", c.rope_dim),
+            );
         }
-        let page = page_bytes(c.format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
+        let page =
+            page_bytes(c.format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
         if !c.page_padding.saturating_add(page).is_multiple_of(16) {
-            let reason = format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
+            let reason =
+                format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
             return refuse("page_padding", reason);
         }
         Ok(())
@@ -145,8 +159,12 @@ impl Operator for KvCacheWrite {
 
     fn strategy(profile: Profile) -> BoxedStrategy<KvCacheWriteCase> {
         let [tokens, pages] = profile.of([[40, 6], [90, 12], [700, 40usize]]);
-        let format =
-            select(vec![RowFormat::MODEL, RowFormat::bf16(512), SMALL, RowFormat { nope_dim: 128, rope_dim: 32 }]);
+        let format = select(vec![
+            RowFormat::MODEL,
+            RowFormat::bf16(512),
+            SMALL,
+            RowFormat { nope_dim: 128, rope_dim: 32 },
+        ]);
         let page_size = select(vec![1usize, 2, 3, 7, 32, 64]);
         let shape = (extent(tokens, 8), format, 1..=pages, page_size);
         let slots = select(SlotClass::ALL.to_vec());
@@ -161,13 +179,30 @@ impl Operator for KvCacheWrite {
         let more_page_padding = prop_oneof![Just(0usize), Just(32usize)];
         let data = (select(Distribution::ALL.to_vec()), magnitude(-40..=40), 0..1000u64);
         (shape, slots, contents, more_page_padding, data)
-            .prop_map(|((num_tokens, format, num_pages, page_size), slots, contents, more_page_padding, data)| {
-                let (distribution, magnitude, seed) = data;
-                let num_pages = num_pages.min((LARGEST_DRAWN / (page_size * format.row_bytes())).max(1));
-                let page_padding = page_gap(format, page_size) + more_page_padding;
-                let plain = plain(num_tokens, format, num_pages, page_size);
-                KvCacheWriteCase { slots, contents, distribution, magnitude, page_padding, seed, ..plain }
-            })
+            .prop_map(
+                |(
+                    (num_tokens, format, num_pages, page_size),
+                    slots,
+                    contents,
+                    more_page_padding,
+                    data,
+                )| {
+                    let (distribution, magnitude, seed) = data;
+                    let num_pages =
+                        num_pages.min((LARGEST_DRAWN / (page_size * format.row_bytes())).max(1));
+                    let page_padding = page_gap(format, page_size) + more_page_padding;
+                    let plain = plain(num_tokens, format, num_pages, page_size);
+                    KvCacheWriteCase {
+                        slots,
+                        contents,
+                        distribution,
+                        magnitude,
+                        page_padding,
+                        seed,
+                        ..plain
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -181,9 +216,17 @@ impl Operator for KvCacheWrite {
             plain(0, model, 2, 4),
             plain(5, model, 0, 64),
             KvCacheWriteCase { contents: Contents::Ties, ..plain(9, model, 3, 4) },
-            KvCacheWriteCase { contents: Contents::Corners, slots: SlotClass::Scattered, ..plain(11, model, 7, 2) },
+            KvCacheWriteCase {
+                contents: Contents::Corners,
+                slots: SlotClass::Scattered,
+                ..plain(11, model, 7, 2)
+            },
             KvCacheWriteCase { contents: Contents::NotFinite, ..plain(9, model, 12, 1) },
-            KvCacheWriteCase { contents: Contents::Amax, slots: SlotClass::Consecutive, ..plain(885, SMALL, 28, 32) },
+            KvCacheWriteCase {
+                contents: Contents::Amax,
+                slots: SlotClass::Consecutive,
+                ..plain(885, SMALL, 28, 32)
+            },
             plain(17, RowFormat::bf16(512), 2, 16),
         ];
         if profile == Profile::Full {
@@ -223,8 +266,13 @@ impl Operator for KvCacheWrite {
     }
 
     /// The pages as three tensors of bytes, each with a row for each slot.
-    fn observe(c: &KvCacheWriteCase, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let parts: Vec<_> = c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).collect();
+    fn observe(
+        c: &KvCacheWriteCase,
+        _: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
+        let parts: Vec<_> =
+            c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).collect();
         parts_of(c.stored(), c.page_size, &parts, &written.tensor("cache").bytes)
     }
 
@@ -243,7 +291,13 @@ impl Operator for KvCacheWrite {
     /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what is sampled.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (model, bf16) = (RowFormat::MODEL, RowFormat::bf16(512));
-        let gpu = [(1, 64, model), (128, 64, model), (4096, 64, model), (65536, 64, model), (65536, 64, bf16)];
+        let gpu = [
+            (1, 64, model),
+            (128, 64, model),
+            (4096, 64, model),
+            (65536, 64, model),
+            (65536, 64, bf16),
+        ];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16, model)] };
         let benchmark = |&(num_tokens, page_size, format): &(usize, usize, RowFormat)| {
             let plain = plain(num_tokens, format, num_tokens.div_ceil(page_size), page_size);
@@ -252,7 +306,11 @@ impl Operator for KvCacheWrite {
             let num_pages = case.num_pages.min(rows / page_size);
             let storage = if format.nope_dim > 0 { "fp8" } else { "bf16" };
             Benchmark {
-                drawn: KvCacheWriteCase { num_tokens: num_tokens.min(rows), num_pages, ..case.clone() },
+                drawn: KvCacheWriteCase {
+                    num_tokens: num_tokens.min(rows),
+                    num_pages,
+                    ..case.clone()
+                },
                 // Amax, product, rounding and a comparison for each quantized channel.
                 flops: (4 * num_tokens * format.nope_dim) as f64,
                 rows: 2,
@@ -294,7 +352,12 @@ fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     laws.law(
         "pages only place rows",
         |v| {
-            v.case = KvCacheWriteCase { num_pages: c.num_slots(), page_size: 1, page_padding, ..c.clone() };
+            v.case = KvCacheWriteCase {
+                num_pages: c.num_slots(),
+                page_size: 1,
+                page_padding,
+                ..c.clone()
+            };
             v.tensors.put("cache", cache);
         },
         equal_where(|_| true),
@@ -320,7 +383,9 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let free = |token: usize| {
         kv[token * width..token * width + nope].chunks(SCALE_GROUP).all(|group| {
             let amax = group.iter().map(|x| x.abs()).fold(0.0, f64::max);
-            group.iter().all(|x| x.is_finite()) && amax >= floor_of(Format::E4M3) && amax < 2f64.powi(125)
+            group.iter().all(|x| x.is_finite())
+                && amax >= floor_of(Format::E4M3)
+                && amax < 2f64.powi(125)
         })
     };
     let bound: Vec<bool> = writers(c.num_slots(), &laws.tensors().i32s("slots"))
@@ -329,7 +394,11 @@ fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
         .collect();
     if bound.contains(&true) {
         let codes = Relation::EqualRows(Rc::new(move |slot| bound[slot]));
-        laws.law("a power of two moves the scale alone", |v| v.tensors.scale("kv", 4.0), [("codes", codes)]);
+        laws.law(
+            "a power of two moves the scale alone",
+            |v| v.tensors.scale("kv", 4.0),
+            [("codes", codes)],
+        );
     }
 }
 
@@ -341,9 +410,11 @@ fn draw_rows(case: &KvCacheWriteCase) -> Vec<f64> {
     let format = case.format();
     let (width, seed) = (format.head_dim(), case.seed);
     let (codes, stored, scale) = (Format::E4M3, Format::BF16, ScaleType::E8m0);
-    let groups = Groups { contents: case.contents, format: codes, stored, scale, group: SCALE_GROUP, seed };
+    let groups =
+        Groups { contents: case.contents, format: codes, stored, scale, group: SCALE_GROUP, seed };
     let mut draw = Draw::new(seed, "kv");
-    let mut rows = groups.draw(&mut draw, [case.num_tokens, width], case.distribution, case.magnitude);
+    let mut rows =
+        groups.draw(&mut draw, [case.num_tokens, width], case.distribution, case.magnitude);
     let all = rows.chunks_mut(width).flat_map(|row| row[..format.nope_dim].chunks_mut(SCALE_GROUP));
     all.enumerate().for_each(|(number, group)| groups.fill(group, number, &mut draw));
     rows

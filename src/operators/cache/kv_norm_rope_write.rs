@@ -15,7 +15,9 @@ use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{observed, state};
 use crate::operator::fields::tensor;
 use crate::operator::prelude::*;
-use crate::operators::cache::paged::{SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of};
+use crate::operators::cache::paged::{
+    SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of,
+};
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 
@@ -56,7 +58,12 @@ const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 const MIDDLE: RowFormat = RowFormat { nope_dim: 128, rope_dim: 32 };
 
 /// Slots that there are not; a row of the table for each token.
-fn plain(num_tokens: usize, format: RowFormat, num_pages: usize, page_size: usize) -> KvNormRopeWriteCase {
+fn plain(
+    num_tokens: usize,
+    format: RowFormat,
+    num_pages: usize,
+    page_size: usize,
+) -> KvNormRopeWriteCase {
     KvNormRopeWriteCase {
         num_tokens,
         nope_dim: format.nope_dim,
@@ -98,7 +105,10 @@ pub(crate) fn check_format(format: RowFormat, page_size: usize) -> Result<(), Re
     let RowFormat { nope_dim, rope_dim } = format;
     check_nope_dim(nope_dim)?;
     if nope_dim == 0 || nope_dim.saturating_add(rope_dim) > MAX_HEAD_DIM {
-        return refuse("nope_dim", format!("{nope_dim} must not be 0, and with rope_dim at most 512"));
+        return refuse(
+            "nope_dim",
+            format!("{nope_dim} must not be 0, and with rope_dim at most 512"),
+        );
     }
     if rope_dim == 0 || !rope_dim.is_multiple_of(8) {
         return refuse("rope_dim", format!("{rope_dim} must be a multiple of 8, at least 8"));
@@ -115,7 +125,8 @@ pub(crate) fn set_cache(
     tensors: &mut Tensors,
 ) {
     let (mut draw, num_slots) = (Draw::new(seed, "before"), num_pages * page_size);
-    let before: Vec<u8> = (0..num_slots * format.row_bytes()).map(|_| draw.rng().random()).collect();
+    let before: Vec<u8> =
+        (0..num_slots * format.row_bytes()).map(|_| draw.rng().random()).collect();
     let shape = tensors.tensor("cache").shape.clone();
     let bytes = pages_of(oracle(format).bytes(), page_size, &before);
     tensors.put("cache", HostTensor { dtype: DType::U8, shape, bytes });
@@ -132,7 +143,8 @@ pub(crate) fn holds(
 ) -> Vec<(&'static str, HostTensor)> {
     let (before, slots) = (&given.tensor("cache").bytes, given.i32s("slots"));
     let pages = [&before[..], &cache.bytes[..]];
-    let [holds, least] = reference::rows_that_hold(oracle(format), page_size, pages, &slots, &rows.to_f64());
+    let [holds, least] =
+        reference::rows_that_hold(oracle(format), page_size, pages, &slots, &rows.to_f64());
     let [num_slots, num_groups] = [holds.len(), format.nope_dim / SCALE_GROUP];
     let flags = |shape: &[usize], flags: Vec<bool>| {
         let bytes = flags.into_iter().map(u8::from).collect();
@@ -177,8 +189,13 @@ impl Operator for KvNormRopeWrite {
             sin,
             positions,
             input("slots", DType::I32, &rows[..1]),
-            output("y", DType::Bf16, &rows).aligned_rows().placed(c.aliasing, "x").pooled(Pooling::Group(SCALE_GROUP)),
-            state("cache", DType::U8, &pages).aligned_rows().with_gap("page_padding", c.page_padding),
+            output("y", DType::Bf16, &rows)
+                .aligned_rows()
+                .placed(c.aliasing, "x")
+                .pooled(Pooling::Group(SCALE_GROUP)),
+            state("cache", DType::U8, &pages)
+                .aligned_rows()
+                .with_gap("page_padding", c.page_padding),
             observed("slot_holds", DType::U8, &of_slots[..1]).exact(),
             observed("scale_is_least", DType::U8, &of_slots).exact(),
         ];
@@ -187,9 +204,11 @@ impl Operator for KvNormRopeWrite {
 
     fn check(c: &KvNormRopeWriteCase) -> Result<(), Refused> {
         check_format(c.format(), c.page_size)?;
-        let page = page_bytes(c.format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
+        let page =
+            page_bytes(c.format(), c.page_size).or_else(|reason| refuse("page_size", reason))?;
         if !c.page_padding.saturating_add(page).is_multiple_of(16) {
-            let reason = format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
+            let reason =
+                format!("{} and a page's {page} bytes must be a multiple of 16", c.page_padding);
             return refuse("page_padding", reason);
         }
         c.turning().check()?;
@@ -200,21 +219,31 @@ impl Operator for KvNormRopeWrite {
         let [tokens, pages] = profile.of([[20, 6], [60, 12], [400, 30usize]]);
         let format = select(vec![RowFormat::MODEL, SMALL, MIDDLE]);
         let shape = (0..=tokens, format, 1..=pages, select(vec![1usize, 2, 3, 7, 32]));
-        let table = select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
+        let table =
+            select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)];
         let aliasing = prop_oneof![3 => Just(Aliasing::OutOfPlace), 1 => Just(Aliasing::InPlace)];
         let slots = select(SlotClass::ALL.to_vec());
         (shape, (table, 1..200usize), eps, (slots, aliasing), Data::strategy(-18..=18))
-            .prop_map(|((num_tokens, format, num_pages, page_size), (table, rows), eps, (slots, aliasing), data)| {
-                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
-                let plain = plain(num_tokens, format, num_pages, page_size);
-                KvNormRopeWriteCase { table, table_rows, eps, slots, aliasing, data, ..plain }
-            })
+            .prop_map(
+                |(
+                    (num_tokens, format, num_pages, page_size),
+                    (table, rows),
+                    eps,
+                    (slots, aliasing),
+                    data,
+                )| {
+                    let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                    let plain = plain(num_tokens, format, num_pages, page_size);
+                    KvNormRopeWriteCase { table, table_rows, eps, slots, aliasing, data, ..plain }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<KvNormRopeWriteCase> {
-        let positions = |case| KvNormRopeWriteCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let positions =
+            |case| KvNormRopeWriteCase { table: TableForm::Positions, table_rows: 9, ..case };
         vec![plain(7, SMALL, 3, 4), positions(plain(5, MIDDLE, 2, 4))]
     }
 
@@ -230,7 +259,11 @@ impl Operator for KvNormRopeWrite {
             KvNormRopeWriteCase { slots: SlotClass::Scattered, ..plain(11, model, 7, 2) },
             KvNormRopeWriteCase { slots: SlotClass::Consecutive, ..plain(9, SMALL, 3, 4) },
             KvNormRopeWriteCase { aliasing: Aliasing::InPlace, ..plain(5, MIDDLE, 3, 2) },
-            KvNormRopeWriteCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(9, SMALL, 3, 4) },
+            KvNormRopeWriteCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain(9, SMALL, 3, 4)
+            },
             // So small that eps makes the norm and the floor the scales.
             sized(-24, plain(5, SMALL, 2, 4)),
         ];
@@ -245,21 +278,46 @@ impl Operator for KvNormRopeWrite {
         c.turning().amend(tensors)
     }
 
-    fn forward(c: &KvNormRopeWriteCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &KvNormRopeWriteCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let rotation = turned_by(t, t.f64("x")?.unsqueeze(1)?, false)?;
-        let rows = reference::forward(&rotation, &t.f64("weight")?, oracle(c.format()), c.eps.into(), rounding)?;
+        let rows = reference::forward(
+            &rotation,
+            &t.f64("weight")?,
+            oracle(c.format()),
+            c.eps.into(),
+            rounding,
+        )?;
         let [num_slots, num_groups] = c.observed();
-        let named = Named::new().with("y", rows).with("slot_holds", tensor(vec![1.0; num_slots], &[num_slots])?);
-        Ok(named.with("scale_is_least", tensor(vec![1.0; num_slots * num_groups], &[num_slots, num_groups])?))
+        let named = Named::new()
+            .with("y", rows)
+            .with("slot_holds", tensor(vec![1.0; num_slots], &[num_slots])?);
+        Ok(named.with(
+            "scale_is_least",
+            tensor(vec![1.0; num_slots * num_groups], &[num_slots, num_groups])?,
+        ))
     }
 
-    fn launch(c: &KvNormRopeWriteCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &KvNormRopeWriteCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.format(), c.page_size, c.eps))
     }
 
     /// Whether the cache holds the rows that were written, of what kernels wrote: the oracle says it by itself.
-    fn observe(c: &KvNormRopeWriteCase, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let (Some(y), Some(cache)) = (written.get("y"), written.get("cache")) else { return Vec::new() };
+    fn observe(
+        c: &KvNormRopeWriteCase,
+        given: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
+        let (Some(y), Some(cache)) = (written.get("y"), written.get("cache")) else {
+            return Vec::new();
+        };
         holds(c.format(), c.page_size, given, [y, cache])
     }
 
@@ -268,7 +326,8 @@ impl Operator for KvNormRopeWrite {
     }
 
     fn bends_over(c: &KvNormRopeWriteCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
-        (input == "x").then(|| sizes_of_rows(&tensors.values("x"), c.format().head_dim(), c.eps.into()))
+        (input == "x")
+            .then(|| sizes_of_rows(&tensors.values("x"), c.format().head_dim(), c.eps.into()))
     }
 
     /// The rows of a long prefill and of decoding, scattered over a cache that holds just as many.
@@ -276,7 +335,8 @@ impl Operator for KvNormRopeWrite {
         let gpu = [(1, 64), (128, 64), (4096, 64), (65536, 64)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16)] };
         let benchmark = |&(num_tokens, page_size): &(usize, usize)| {
-            let plain = plain(num_tokens, RowFormat::MODEL, num_tokens.div_ceil(page_size), page_size);
+            let plain =
+                plain(num_tokens, RowFormat::MODEL, num_tokens.div_ceil(page_size), page_size);
             let case = KvNormRopeWriteCase { slots: SlotClass::Scattered, ..plain };
             let name = format!("{num_tokens}x{} page {page_size}", RowFormat::MODEL.head_dim());
             Benchmark {
@@ -294,7 +354,11 @@ impl Operator for KvNormRopeWrite {
 }
 
 /// The rows of sampled tokens alone, where these are not all: their slots are spread over all pages.
-fn without_the_cache(whole: &Whole<'_, KvNormRopeWrite>, c: &mut KvNormRopeWriteCase, tensors: &mut Tensors) {
+fn without_the_cache(
+    whole: &Whole<'_, KvNormRopeWrite>,
+    c: &mut KvNormRopeWriteCase,
+    tensors: &mut Tensors,
+) {
     if c.num_tokens == whole.case.num_tokens {
         return;
     }

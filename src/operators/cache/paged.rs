@@ -35,7 +35,8 @@ impl SlotClass {
     pub(crate) fn draw(self, seed: u64, num_tokens: usize, num_slots: usize) -> Vec<i32> {
         let mut draw = Draw::new(seed, "slots");
         let num_slots = num_slots as i32;
-        let hostile = [-1, num_slots, i32::MIN, i32::MAX, num_slots.saturating_add(5), -num_slots.max(1)];
+        let hostile =
+            [-1, num_slots, i32::MIN, i32::MAX, num_slots.saturating_add(5), -num_slots.max(1)];
         let mut order: Vec<i32> = (0..num_slots).collect();
         if self != Self::Consecutive {
             order.shuffle(draw.rng());
@@ -72,7 +73,10 @@ pub(crate) fn page_bytes(format: RowFormat, page_size: usize) -> Result<usize, S
     }
     let bytes = page_size.saturating_mul(format.row_bytes());
     if bytes > LARGEST_PAGE {
-        return Err(format!("{page_size} rows of {} bytes make a page of more than 2^31 bytes", format.row_bytes()));
+        return Err(format!(
+            "{page_size} rows of {} bytes make a page of more than 2^31 bytes",
+            format.row_bytes()
+        ));
     }
     Ok(bytes)
 }
@@ -119,7 +123,10 @@ pub(crate) fn parts_of(
         let columns = from..from + extent;
         from = columns.end;
         let all = rows.chunks(bytes.page_bytes(1)).flat_map(|row| row[columns.clone()].to_vec());
-        (name, HostTensor { dtype: DType::U8, shape: vec![num_slots, extent], bytes: all.collect() })
+        (
+            name,
+            HostTensor { dtype: DType::U8, shape: vec![num_slots, extent], bytes: all.collect() },
+        )
     };
     parts.iter().map(part).collect()
 }
@@ -137,14 +144,20 @@ pub(crate) fn writers(num_slots: usize, slots: &[i32]) -> Vec<Option<usize>> {
 
 /// Keeps of `rows`, and of their slots, what is written to these pages, at the slots that it has where they are all pages; returns
 /// how many rows that are.
-pub(crate) fn keep_writers(pages: &[usize], page_size: usize, rows: &'static str, tensors: &mut Tensors) -> usize {
+pub(crate) fn keep_writers(
+    pages: &[usize],
+    page_size: usize,
+    rows: &'static str,
+    tensors: &mut Tensors,
+) -> usize {
     let place = |slot: i32| {
         let slot = usize::try_from(slot).ok()?;
         let page = pages.iter().position(|&page| page == slot / page_size)?;
         Some((page * page_size + slot % page_size) as i32)
     };
     let slots = tensors.i32s("slots").into_iter().enumerate();
-    let (tokens, slots): (Vec<usize>, Vec<i32>) = slots.filter_map(|(token, s)| Some((token, place(s)?))).unzip();
+    let (tokens, slots): (Vec<usize>, Vec<i32>) =
+        slots.filter_map(|(token, s)| Some((token, place(s)?))).unzip();
     let kept = permuted_along(tensors.tensor(rows), 0, &tokens);
     tensors.put(rows, kept);
     tensors.put("slots", HostTensor::from_i32(&[slots.len()], &slots));
@@ -152,8 +165,16 @@ pub(crate) fn keep_writers(pages: &[usize], page_size: usize, rows: &'static str
 }
 
 /// Turns every sign in the row of one token, that of a NaN as well.
-pub(crate) fn turn_signs_of_bf16(tensors: &mut Tensors, rows: &'static str, width: usize, token: usize) {
-    let row = tensors.bytes_mut(rows).into_iter().flat_map(|rows| rows.chunks_mut(2 * width).skip(token).take(1));
+pub(crate) fn turn_signs_of_bf16(
+    tensors: &mut Tensors,
+    rows: &'static str,
+    width: usize,
+    token: usize,
+) {
+    let row = tensors
+        .bytes_mut(rows)
+        .into_iter()
+        .flat_map(|rows| rows.chunks_mut(2 * width).skip(token).take(1));
     row.flatten().skip(1).step_by(2).for_each(|byte| *byte ^= 0x80);
 }
 
@@ -164,12 +185,16 @@ mod tests {
     #[test]
     fn rows_are_what_pages_were_made_of_and_scales_lie_behind_the_data_of_a_page() {
         let bytes = oracle(RowFormat { nope_dim: 64, rope_dim: 8 }).bytes();
-        let rows: Vec<u8> = (0..6 * 88).map(|at| (at / 88) as u8 * 16 + u8::from(at % 88 >= 80)).collect();
+        let rows: Vec<u8> =
+            (0..6 * 88).map(|at| (at / 88) as u8 * 16 + u8::from(at % 88 >= 80)).collect();
         for page_size in [1, 2, 3, 6] {
             assert_eq!(rows_of(bytes, page_size, &pages_of(bytes, page_size, &rows)), rows);
         }
         let pages = pages_of(bytes, 3, &rows);
-        assert_eq!((pages[0], pages[160], pages[3 * 80], pages[3 * 88 - 1], pages[3 * 88]), (0, 32, 1, 33, 48));
+        assert_eq!(
+            (pages[0], pages[160], pages[3 * 80], pages[3 * 88 - 1], pages[3 * 88]),
+            (0, 32, 1, 33, 48)
+        );
     }
 
     #[test]

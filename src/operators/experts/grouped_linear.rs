@@ -6,7 +6,9 @@
 
 use std::rc::Rc;
 
-use dsv4_kernels::experts::grouped_linear::{self as launcher, Extents, Grouped, Grouping, WORKSPACE_BYTES};
+use dsv4_kernels::experts::grouped_linear::{
+    self as launcher, Extents, Grouped, Grouping, WORKSPACE_BYTES,
+};
 use dsv4_kernels::experts::moe_map::{MAX_EXPERTS, positions};
 use dsv4_kernels::projections::linear::{MAX_FEATURES, ScaleLayout, ScaleTensor, Weights};
 use dsv4_reference::experts::grouped_linear as reference;
@@ -95,8 +97,15 @@ pub(crate) fn sorted(
 }
 
 /// Experts with so many rows each, of which slots take some.
-pub(crate) fn masked([num_slots, num_experts, num_rows]: [usize; 3], features: [usize; 2]) -> GroupedLinearCase {
-    GroupedLinearCase { grouping: Grouping::Masked, num_rows, ..sorted([num_slots, num_experts], 1, features) }
+pub(crate) fn masked(
+    [num_slots, num_experts, num_rows]: [usize; 3],
+    features: [usize; 2],
+) -> GroupedLinearCase {
+    GroupedLinearCase {
+        grouping: Grouping::Masked,
+        num_rows,
+        ..sorted([num_slots, num_experts], 1, features)
+    }
 }
 
 fn hopper(case: GroupedLinearCase) -> GroupedLinearCase {
@@ -108,7 +117,8 @@ pub(crate) fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase 
 }
 
 /// The formats, with the groups of x.
-const FORMATS: [(Weights, usize); 3] = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+const FORMATS: [(Weights, usize); 3] =
+    [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
 
 impl GroupedLinearCase {
     pub(crate) fn is_masked(&self) -> bool {
@@ -118,7 +128,11 @@ impl GroupedLinearCase {
     /// A linear layer of all rows, or of one expert's part, with the same formats and data.
     pub(crate) fn of_one(&self) -> LinearCase {
         let Self { output, scale_bytes, layout, codes, implementation, data, .. } = *self;
-        let one = quantized(self.weights, self.group, [self.num_rows, self.out_features, self.in_features]);
+        let one = quantized(
+            self.weights,
+            self.group,
+            [self.num_rows, self.out_features, self.in_features],
+        );
         LinearCase { output, scale_bytes, layout, codes, implementation, data, ..one }
     }
 
@@ -151,7 +165,10 @@ impl GroupedLinearCase {
         let mut rows = vec![0; self.num_experts];
         let mut room = self.num_rows / self.alignment.max(1);
         for expert in draw_experts(&self.slots()) {
-            let Some(own) = usize::try_from(expert).ok().and_then(|expert| rows.get_mut(expert)) else { continue };
+            let Some(own) = usize::try_from(expert).ok().and_then(|expert| rows.get_mut(expert))
+            else {
+                continue;
+            };
             if self.is_masked() {
                 *own = (*own + 1).min(self.num_rows);
             } else if *own % self.alignment != 0 {
@@ -180,7 +197,8 @@ impl GroupedLinearCase {
     /// The first row of each expert, and the end of all. Of hostile ones not even the first begins with the rows, where
     /// there are some to spare.
     fn offsets(&self) -> Vec<i32> {
-        let rows = self.rows_of_experts().into_iter().map(|rows| rows.next_multiple_of(self.alignment));
+        let rows =
+            self.rows_of_experts().into_iter().map(|rows| rows.next_multiple_of(self.alignment));
         let spare = self.num_rows - rows.clone().sum::<usize>();
         let first = if self.experts == Experts::Hostile { spare.min(2) } else { 0 };
         let ends = rows.scan(first, |end, rows| {
@@ -193,9 +211,11 @@ impl GroupedLinearCase {
     /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of rows of nobody.
     pub(crate) fn experts_of_rows(&self) -> Vec<Option<usize>> {
         let offsets = if self.is_masked() { Vec::new() } else { self.offsets() };
-        let mut owners = vec![None; self.num_rows * if self.is_masked() { self.num_experts } else { 1 }];
+        let mut owners =
+            vec![None; self.num_rows * if self.is_masked() { self.num_experts } else { 1 }];
         for (expert, count) in self.counts().into_iter().enumerate() {
-            let first = if self.is_masked() { expert * self.num_rows } else { offsets[expert] as usize };
+            let first =
+                if self.is_masked() { expert * self.num_rows } else { offsets[expert] as usize };
             let count = (count.max(0) as usize).min(self.num_rows);
             owners[first..first + count].fill(Some(expert));
         }
@@ -205,7 +225,11 @@ impl GroupedLinearCase {
     /// Axes of rows of so many features.
     pub(crate) fn rows(&self, features: Axis) -> Vec<Axis> {
         let rows = axis("num_rows", self.num_rows);
-        if self.is_masked() { vec![self.experts_axis(), rows, features] } else { vec![rows, features] }
+        if self.is_masked() {
+            vec![self.experts_axis(), rows, features]
+        } else {
+            vec![rows, features]
+        }
     }
 
     pub(crate) fn experts_axis(&self) -> Axis {
@@ -216,7 +240,8 @@ impl GroupedLinearCase {
     pub(crate) fn operands(&self) -> [TensorSpec; 4] {
         let is_hopper = self.implementation == Implementation::Hopper;
         // Two codes of four bits lie in a byte, and 16 bytes in an access.
-        let (codes, at_once) = (1 + usize::from(self.weights == Weights::Mxfp4), if is_hopper { 16 } else { 1 });
+        let (codes, at_once) =
+            (1 + usize::from(self.weights == Weights::Mxfp4), if is_hopper { 16 } else { 1 });
         let ins = axis("in_features", self.in_features).multiples(codes * at_once, MAX_FEATURES);
         let bytes = axis("code_bytes", self.in_features / 2).multiples(at_once, MAX_FEATURES / 2);
         let of_w = if self.weights == Weights::Mxfp4 { bytes } else { ins };
@@ -225,7 +250,8 @@ impl GroupedLinearCase {
             if is_hopper { spec.aligned_rows() } else { spec.rows() }
         };
         let scales = |name, (dtype, axes): ScaleTensor| {
-            let axes: Vec<Axis> = axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
+            let axes: Vec<Axis> =
+                axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
             let spec = input(name, dtype, &axes);
             // What is not written stays as it was, however small the scales.
             if self.is_masked() || self.codes == Codes::Exact { spec } else { spec.of_any_size() }
@@ -324,25 +350,46 @@ impl Operator for GroupedLinear {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<GroupedLinearCase> {
-        let [slots, experts, features] = profile.of([[30usize, 6, 150], [150, 20, 260], [600, 60, 1200]]);
+        let [slots, experts, features] =
+            profile.of([[30usize, 6, 150], [150, 20, 260], [600, 60, 1200]]);
         let features = move || prop_oneof![3 => extent(features, 16), 1 => 1..=features];
-        let rows = (extent(slots, 8), select(Experts::ALL.to_vec()), 1..=experts, any::<bool>(), 0..12usize);
+        let rows = (
+            extent(slots, 8),
+            select(Experts::ALL.to_vec()),
+            1..=experts,
+            any::<bool>(),
+            0..12usize,
+        );
         let alignment = select(vec![1usize, 4, 8, 37, 64, 128]);
         let format = (select(FORMATS.to_vec()), Float::strategy(), any::<bool>(), any::<bool>());
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
-        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
+        let codes =
+            select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
         let held = (layout, codes, select(vec![1usize, 40, 200, 300]), Data::strategy(-30..=30));
         (rows, alignment, [features(), features()], format, held)
-            .prop_map(|(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
-                let (num_slots, experts, num_experts, is_masked, spare) = rows;
-                let case = match is_masked {
-                    true => masked([num_slots, num_experts, num_slots.div_ceil(num_experts) + spare], features),
-                    false => sorted([num_slots, num_experts], alignment, features),
-                };
-                let num_rows = if is_masked { case.num_rows } else { case.num_rows + spare };
-                let case = GroupedLinearCase { num_rows, experts, layout, codes, expected_rows, data, ..case };
-                fitted(case, format)
-            })
+            .prop_map(
+                |(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
+                    let (num_slots, experts, num_experts, is_masked, spare) = rows;
+                    let case = match is_masked {
+                        true => masked(
+                            [num_slots, num_experts, num_slots.div_ceil(num_experts) + spare],
+                            features,
+                        ),
+                        false => sorted([num_slots, num_experts], alignment, features),
+                    };
+                    let num_rows = if is_masked { case.num_rows } else { case.num_rows + spare };
+                    let case = GroupedLinearCase {
+                        num_rows,
+                        experts,
+                        layout,
+                        codes,
+                        expected_rows,
+                        data,
+                        ..case
+                    };
+                    fitted(case, format)
+                },
+            )
             .boxed()
     }
 
@@ -368,9 +415,15 @@ impl Operator for GroupedLinear {
         let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
         let expecting = |expected_rows, case| GroupedLinearCase { expected_rows, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
-        let one_large = |case| GroupedLinearCase { codes: Codes::OneLarge, output: Float::F32, ..case };
-        let small_scales = |case| GroupedLinearCase { data: Data::normal(2f64.powi(-142)), output: Float::F32, ..case };
-        let large_scales = |case| GroupedLinearCase { codes: Codes::LargeScales, output: Float::F32, ..case };
+        let one_large =
+            |case| GroupedLinearCase { codes: Codes::OneLarge, output: Float::F32, ..case };
+        let small_scales = |case| GroupedLinearCase {
+            data: Data::normal(2f64.powi(-142)),
+            output: Float::F32,
+            ..case
+        };
+        let large_scales =
+            |case| GroupedLinearCase { codes: Codes::LargeScales, output: Float::F32, ..case };
         let mut cases = vec![
             // No rows; rows, and nobody's; one row.
             GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [8, 16]) },
@@ -383,7 +436,10 @@ impl Operator for GroupedLinear {
             exact(with(Experts::One, sorted([37, 5], 4, [72, 144]))),
             exact(expecting(100, with(Experts::One, fp32(sorted([133, 3], 8, [136, 160]))))),
             exact(hopper(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 144]))))),
-            exact(hopper(expecting(100, in_layout(mn, with(Experts::Skewed, sorted([131, 4], 16, [12, 272])))))),
+            exact(hopper(expecting(
+                100,
+                in_layout(mn, with(Experts::Skewed, sorted([131, 4], 16, [12, 272]))),
+            ))),
             // Groups that end in the middle of a tile and begin in the next one's; more experts than a warp has lanes.
             exact(in_layout(tiles, sorted([40, 7], 1, [24, 192]))),
             exact(hopper(expecting(40, in_layout(mn, fp32(sorted([40, 70], 1, [24, 144])))))),
@@ -394,14 +450,23 @@ impl Operator for GroupedLinear {
             one_large(hopper(with(Experts::One, sorted([2, 2], 1, [4, 2048])))),
             // Large tiles: more stages than there are places; products of two scales that are no normal numbers.
             hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
-            small_scales(hopper(expecting(100, with(Experts::One, sorted([70, 2], 1, [136, 272]))))),
-            large_scales(hopper(expecting(100, with(Experts::One, fp32(sorted([70, 2], 1, [136, 272])))))),
+            small_scales(hopper(expecting(
+                100,
+                with(Experts::One, sorted([70, 2], 1, [136, 272])),
+            ))),
+            large_scales(hopper(expecting(
+                100,
+                with(Experts::One, fp32(sorted([70, 2], 1, [136, 272]))),
+            ))),
             large_scales(hopper(masked([9, 3, 6], [24, 144]))),
             large_scales(masked([9, 3, 6], [24, 144])),
             // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
             // than there are places; several units of a block.
             exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
-            any(hopper(expecting(300, with(Experts::One, in_layout(mn, sorted([300, 2], 1, [776, 144])))))),
+            any(hopper(expecting(
+                300,
+                with(Experts::One, in_layout(mn, sorted([300, 2], 1, [776, 144]))),
+            ))),
             hopper(expecting(300, in_layout(tiles, masked([300, 2, 160], [264, 144])))),
             exact(hopper(expecting(300, fp32(sorted([40, 6], 1, [264, 1168]))))),
             // More units of a block, and of a pair, than there are places for their numbers.
@@ -412,7 +477,10 @@ impl Operator for GroupedLinear {
             let of = |case| mxfp4(group, case);
             cases.extend([
                 exact(of(sorted([20, 5], 4, [72, 96]))),
-                exact(expecting(40, in_layout(mn, of(with(Experts::One, sorted([19, 3], 1, [20, 160])))))),
+                exact(expecting(
+                    40,
+                    in_layout(mn, of(with(Experts::One, sorted([19, 3], 1, [20, 160])))),
+                )),
                 exact(in_layout(tiles, of(masked([33, 9, 7], [130, 42])))),
                 any(in_layout(tiles, of(sorted([12, 4], 8, [9, 352])))),
             ]);
@@ -427,7 +495,10 @@ impl Operator for GroupedLinear {
                 // of one group.
                 exact(of(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 160]))))),
                 exact(of(expecting(40, in_layout(mn, sorted([40, 70], 1, [24, 96]))))),
-                exact(of(expecting(100, in_layout(tiles, with(Experts::Skewed, sorted([133, 4], 16, [12, 288])))))),
+                exact(of(expecting(
+                    100,
+                    in_layout(tiles, with(Experts::Skewed, sorted([133, 4], 16, [12, 288]))),
+                ))),
                 any(of(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
                 exact(of(in_layout(mn, masked([30, 9, 18], [130, 352])))),
                 exact(of(expecting(12, in_layout(tiles, masked([30, 3, 18], [130, 160]))))),
@@ -440,8 +511,10 @@ impl Operator for GroupedLinear {
         }
         if profile == Profile::Full {
             let model = |case| with(Experts::Distinct, case);
-            cases
-                .extend([hopper(model(sorted([700, 9], 128, [1030, 1024]))), model(masked([40, 16, 64], [520, 1536]))]);
+            cases.extend([
+                hopper(model(sorted([700, 9], 128, [1030, 1024]))),
+                model(masked([40, 16, 64], [520, 1536])),
+            ]);
             cases.push(one_large(hopper(with(Experts::One, sorted([1, 2], 1, [2, 7168])))));
         }
         cases
@@ -464,7 +537,11 @@ impl Operator for GroupedLinear {
         Ok(())
     }
 
-    fn forward(c: &GroupedLinearCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &GroupedLinearCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let (named, quantized) = (t.named()?, c.of_one().of_oracle());
         let named = match named.get("y").filter(|_| c.is_masked()).cloned() {
             Some(before) => named.with("y_before", before),
@@ -480,11 +557,19 @@ impl Operator for GroupedLinear {
         Ok(Named::new().with("y", crate::operator::fields::tensor(stored, y.dims())?))
     }
 
-    fn workspaces(_: &GroupedLinearCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        _: &GroupedLinearCase,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         Ok(vec![("workspace", WORKSPACE_BYTES)])
     }
 
-    fn launch(c: &GroupedLinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &GroupedLinearCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.of_launcher()))
     }
 
@@ -502,7 +587,8 @@ impl Operator for GroupedLinear {
         let (gpu, small): (bool, Experts) = (on_gpu(environment), (3, [24, 144]));
         let prefills = [(24_576, flash), (196_608, flash), (24_576, pro), (196_608, pro)];
         let sizes = if gpu { prefills.to_vec() } else { vec![(30, small)] };
-        let batches = if gpu { vec![(6, flash), (192, flash), (768, flash)] } else { vec![(9, small)] };
+        let batches =
+            if gpu { vec![(6, flash), (192, flash), (768, flash)] } else { vec![(9, small)] };
         let fastest = |case: GroupedLinearCase| Self::fastest(&case, environment);
         let prefill = sizes.iter().map(|&(slots, (experts, features)): &(usize, Experts)| {
             let alignment = if gpu { 128 } else { 8 };
@@ -525,13 +611,27 @@ fn fitted(
 ) -> GroupedLinearCase {
     let fp8 = weights == Weights::Fp8;
     let scale_bytes = bytes || !fp8;
-    let layout = if scale_bytes || case.layout != ScaleLayout::Blocked { case.layout } else { ScaleLayout::MnMajor };
+    let layout = if scale_bytes || case.layout != ScaleLayout::Blocked {
+        case.layout
+    } else {
+        ScaleLayout::MnMajor
+    };
     let on_hopper = takes_hopper(weights) && on_hopper;
     let multiple = (if on_hopper { 16 } else { 1 }) * (1 + usize::from(!fp8));
     let in_features = case.in_features.next_multiple_of(multiple);
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
     let codes = case.codes.of_weights(weights);
-    GroupedLinearCase { weights, group, output, scale_bytes, layout, codes, in_features, implementation, ..case }
+    GroupedLinearCase {
+        weights,
+        group,
+        output,
+        scale_bytes,
+        layout,
+        codes,
+        in_features,
+        implementation,
+        ..case
+    }
 }
 
 /// NaN, where codes and scales have one, in rows of nobody and in weights of experts without rows.
@@ -539,7 +639,8 @@ fn spoil_what_nobody_reads(c: &GroupedLinearCase, tensors: &mut Tensors) {
     const NAN: u8 = 0x7f;
     let owners = c.experts_of_rows();
     let of_rows: Vec<bool> = owners.iter().map(Option::is_some).collect();
-    let has_rows: Vec<bool> = (0..c.num_experts).map(|expert| owners.contains(&Some(expert))).collect();
+    let has_rows: Vec<bool> =
+        (0..c.num_experts).map(|expert| owners.contains(&Some(expert))).collect();
     spoil(tensors.bytes_mut("x"), c.in_features, &of_rows, NAN);
     if c.weights == Weights::Fp8 {
         spoil(tensors.bytes_mut("w"), c.out_features * c.in_features, &has_rows, NAN);
@@ -547,10 +648,15 @@ fn spoil_what_nobody_reads(c: &GroupedLinearCase, tensors: &mut Tensors) {
     let [(x, of_x, _), (w, of_w, _)] = c.scales();
     let used: Vec<bool> = of_rows
         .chunks(c.num_rows.max(1))
-        .flat_map(|part| of_x.arranged(&part.iter().flat_map(|&read| vec![read; of_x.groups]).collect::<Vec<_>>()))
+        .flat_map(|part| {
+            of_x.arranged(
+                &part.iter().flat_map(|&read| vec![read; of_x.groups]).collect::<Vec<_>>(),
+            )
+        })
         .collect();
     spoil_scales(c, x, &used, tensors);
-    let of_experts: Vec<bool> = has_rows.iter().flat_map(|&read| vec![read; of_w.places()]).collect();
+    let of_experts: Vec<bool> =
+        has_rows.iter().flat_map(|&read| vec![read; of_w.places()]).collect();
     spoil_scales(c, w, &of_experts, tensors);
 }
 
@@ -565,7 +671,11 @@ fn spoil_scales(c: &GroupedLinearCase, name: &'static str, used: &[bool], tensor
         return spoil(tensors.bytes_mut(name), 1, used, 255);
     }
     tensors.edit(name, |scales| {
-        scales.iter_mut().zip(used).filter(|(_, used)| !**used).for_each(|(scale, _)| *scale = f64::NAN);
+        scales
+            .iter_mut()
+            .zip(used)
+            .filter(|(_, used)| !**used)
+            .for_each(|(scale, _)| *scale = f64::NAN);
     });
 }
 
@@ -574,7 +684,9 @@ fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     if c.is_masked() {
         return;
     }
-    for (law, name) in [("scales of x count once", "x_scales"), ("scales of w count once", "w_scales")] {
+    for (law, name) in
+        [("scales of x count once", "x_scales"), ("scales of w count once", "w_scales")]
+    {
         let moderate = (-40..=40).contains(&(c.data.magnitude.log2() as i32));
         if !c.scale_bytes {
             laws.scale(law, name, 0.5, &[("y", 0.5)]);
@@ -597,14 +709,22 @@ pub(crate) fn laws_of_rows<K: Operator>(
         let others = owners.clone();
         laws.alike("rows of nobody may hold anything", Relation::Times(1.0), |v| {
             let rows = v.tensors.bytes_mut("x").unwrap_or_default().chunks_mut(width.max(1));
-            rows.zip(others.iter()).filter(|(_, owner)| owner.is_none()).for_each(|(row, _)| row.fill(0x39));
+            rows.zip(others.iter())
+                .filter(|(_, owner)| owner.is_none())
+                .for_each(|(row, _)| row.fill(0x39));
         });
     }
     let Some(&middle) = real.get(real.len() / 2).filter(|_| owners.len() > 1) else { return };
     let turn = |bytes: &mut [u8], signs: u8| bytes.iter_mut().for_each(|byte| *byte ^= signs);
     laws.law(
         "a row is nothing to others",
-        |v| turn(&mut v.tensors.bytes_mut("x").unwrap_or_default()[middle * width..(middle + 1) * width], 0x80),
+        |v| {
+            turn(
+                &mut v.tensors.bytes_mut("x").unwrap_or_default()
+                    [middle * width..(middle + 1) * width],
+                0x80,
+            )
+        },
         equal_rows(written, Rc::new(move |row| row != middle)),
     );
     let expert = owners[middle].unwrap_or(0);
@@ -642,7 +762,8 @@ impl GroupedLinearCase {
     /// What a benchmark is called.
     pub(crate) fn name(&self) -> String {
         let Self { num_slots, num_experts, out_features, in_features, .. } = *self;
-        let portable = self.weights == Weights::Fp8 && self.implementation == Implementation::Portable;
+        let portable =
+            self.weights == Weights::Fp8 && self.implementation == Implementation::Portable;
         let grouping = if self.is_masked() { "masked" } else { "contiguous" };
         format!(
             "{num_slots} {grouping} {num_experts}x{out_features}x{in_features} {}{}",
@@ -673,7 +794,8 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
     let case = case.spread();
     let ([bytes, flops], name) = (case.work(2 * case.out_features), case.name());
     let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
-    let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
+    let benchmark: Benchmark<GroupedLinear> =
+        Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
     let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
     let (chosen, rows, sampled) = match drawn.grouping {
         Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),
@@ -698,7 +820,11 @@ pub(crate) fn of_whole_case(c: &GroupedLinearCase, tensors: &mut Tensors) {
     }
 }
 
-fn of_sampled_rows(whole: &Whole<'_, GroupedLinear>, c: &mut GroupedLinearCase, tensors: &mut Tensors) {
+fn of_sampled_rows(
+    whole: &Whole<'_, GroupedLinear>,
+    c: &mut GroupedLinearCase,
+    tensors: &mut Tensors,
+) {
     keep_experts_of(whole.case, whole.rows, c, tensors);
 }
 
@@ -716,7 +842,9 @@ pub(crate) fn keep_experts_of(
     if experts.is_empty() {
         experts.push(0);
     }
-    let rows_of = |expert: &usize| (0..owners.len()).filter(|&row| owners[row] == Some(*expert)).collect::<Vec<_>>();
+    let rows_of = |expert: &usize| {
+        (0..owners.len()).filter(|&row| owners[row] == Some(*expert)).collect::<Vec<_>>()
+    };
     let counts: Vec<i32> = experts.iter().map(|expert| rows_of(expert).len() as i32).collect();
     let firsts = experts.iter().map(|expert| rows_of(expert).first().copied().unwrap_or(0) as i32);
     let offsets: Vec<i32> = firsts.chain([owners.len() as i32]).collect();

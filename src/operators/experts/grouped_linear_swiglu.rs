@@ -91,7 +91,11 @@ fn of_bf16(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
 }
 
 /// With these scales.
-fn with(scale: ScaleType, layout: ScaleLayout, case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
+fn with(
+    scale: ScaleType,
+    layout: ScaleLayout,
+    case: GroupedLinearSwigluCase,
+) -> GroupedLinearSwigluCase {
     GroupedLinearSwigluCase { product_scale: scale, product_layout: layout, ..case }
 }
 
@@ -108,7 +112,9 @@ enum Place {
 
 impl GroupedLinearSwigluCase {
     fn of_launcher(&self) -> launcher::Options {
-        let Self { interleaved, product_group, product_scale, product_layout, round_to_bf16, .. } = *self;
+        let Self {
+            interleaved, product_group, product_scale, product_layout, round_to_bf16, ..
+        } = *self;
         let (group, scale, layout) = (product_group, product_scale, product_layout);
         let quantized = swiglu_quantize::Options { group, scale, layout, round_to_bf16 };
         launcher::Options { grouped: self.product.of_launcher(), interleaved, quantized }
@@ -124,7 +130,8 @@ impl GroupedLinearSwigluCase {
     /// How codes of a part are stored.
     fn stored(&self) -> quantize_fp8::Options {
         let group = quantize_fp8::Group::Row(self.product_group.columns());
-        let (scale, layout) = (scale_of_oracle(self.product_scale), layout_of_oracle(self.product_layout));
+        let (scale, layout) =
+            (scale_of_oracle(self.product_scale), layout_of_oracle(self.product_layout));
         quantize_fp8::Options { group, scale, layout }
     }
 
@@ -135,8 +142,11 @@ impl GroupedLinearSwigluCase {
 
     /// What the features of gate and up together are a multiple of. Hopper's products have blocks of FP8 weights of gate, or of up.
     fn multiple(&self) -> usize {
-        let Self { product: GroupedLinearCase { implementation, weights, .. }, interleaved, .. } = *self;
-        let apart = implementation == Implementation::Hopper && weights == Weights::Fp8 && !interleaved;
+        let Self {
+            product: GroupedLinearCase { implementation, weights, .. }, interleaved, ..
+        } = *self;
+        let apart =
+            implementation == Implementation::Hopper && weights == Weights::Fp8 && !interleaved;
         if apart { 2 * BLOCK } else { MULTIPLE }
     }
 
@@ -219,16 +229,22 @@ impl GroupedLinearSwigluCase {
         let (powers, columns) = (self.has_powers(), self.product_group.columns());
         let rows = self.product.rows(self.features());
         let groups = self.product.rows(axis("num_groups", self.groups()));
-        let grid = Grid::Scaled { format: Format::E4M3, block: [1, columns], scales: "group_scales" };
+        let grid =
+            Grid::Scaled { format: Format::E4M3, block: [1, columns], scales: "group_scales" };
         [
-            observed("decoded", DType::F32, &rows).on_grid(grid).pooled(Pooling::Group(columns)).when(powers),
+            observed("decoded", DType::F32, &rows)
+                .on_grid(grid)
+                .pooled(Pooling::Group(columns))
+                .when(powers),
             observed("quotients", DType::F32, &rows)
                 .on_grid(Grid::Float(Format::E4M3))
                 .pooled(Pooling::Group(columns))
                 .when(!powers),
             observed("group_scales", DType::F32, &groups).when(!powers),
             observed("scale_is_least", DType::U8, &groups).exact(),
-            observed("beside_scales", DType::F32, &[axis("places", self.num_places())]).exact().when(self.has_others()),
+            observed("beside_scales", DType::F32, &[axis("places", self.num_places())])
+                .exact()
+                .when(self.has_others()),
             observed("kept_codes", DType::U8, &rows).exact().when(self.product.is_masked()),
         ]
     }
@@ -281,15 +297,25 @@ impl Operator for GroupedLinearSwiglu {
         // The activation makes no multiples of what it is given.
         let operands = c.product.operands().map(|spec| {
             let outs = |axis: Axis| {
-                if axis.name == "out_features" { axis.multiples(c.multiple(), MAX_FEATURES) } else { axis }
+                if axis.name == "out_features" {
+                    axis.multiples(c.multiple(), MAX_FEATURES)
+                } else {
+                    axis
+                }
             };
-            TensorSpec { any_size: false, axes: spec.axes.iter().copied().map(outs).collect(), ..spec }
+            TensorSpec {
+                any_size: false,
+                axes: spec.axes.iter().copied().map(outs).collect(),
+                ..spec
+            }
         });
         let rows = c.product.rows(c.features());
-        let weight =
-            input("weight", DType::F32, &rows[..rows.len() - 1]).of_any_size().drawn(Distribution::Normal, 1.0);
+        let weight = input("weight", DType::F32, &rows[..rows.len() - 1])
+            .of_any_size()
+            .drawn(Distribution::Normal, 1.0);
         let given = operands.into_iter().chain(c.product.lists()).chain([weight.when(c.weighted)]);
-        Specs::new(c.product.data.seed, given.chain(c.results()).chain(c.observed())).positive("limit", c.limit)
+        Specs::new(c.product.data.seed, given.chain(c.results()).chain(c.observed()))
+            .positive("limit", c.limit)
     }
 
     fn check(c: &GroupedLinearSwigluCase) -> Result<(), Refused> {
@@ -307,7 +333,10 @@ impl Operator for GroupedLinearSwiglu {
     }
 
     fn fastest(c: &GroupedLinearSwigluCase, environment: &Environment) -> GroupedLinearSwigluCase {
-        let fastest = GroupedLinearSwigluCase { product: GroupedLinear::fastest(&c.product, environment), ..c.clone() };
+        let fastest = GroupedLinearSwigluCase {
+            product: GroupedLinear::fastest(&c.product, environment),
+            ..c.clone()
+        };
         if c.product.out_features.is_multiple_of(fastest.multiple()) { fastest } else { c.clone() }
     }
 
@@ -317,15 +346,33 @@ impl Operator for GroupedLinearSwiglu {
         let written = (select(vec![Group::Row32, Group::Row128]), scale, layout, any::<bool>());
         let rows = (any::<bool>(), any::<bool>(), select(vec![10.0f32, 1.0, 0.7]));
         (GroupedLinear::strategy(profile), rows, written, Data::strategy(-32..=-16))
-            .prop_map(|(product, (interleaved, weighted, limit), (group, scale, layout, round_to_bf16), data)| {
-                let product = GroupedLinearCase { output: Float::Bf16, data, ..product };
-                let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
-                let case = with(scale, if tiles { ScaleLayout::MnMajor } else { layout }, of(group, product.clone()));
-                let case = GroupedLinearSwigluCase { product, interleaved, weighted, limit, round_to_bf16, ..case };
-                let out_features = case.product.out_features.next_multiple_of(case.multiple());
-                let product = GroupedLinearCase { out_features, ..case.product };
-                GroupedLinearSwigluCase { product, ..case }
-            })
+            .prop_map(
+                |(
+                    product,
+                    (interleaved, weighted, limit),
+                    (group, scale, layout, round_to_bf16),
+                    data,
+                )| {
+                    let product = GroupedLinearCase { output: Float::Bf16, data, ..product };
+                    let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
+                    let case = with(
+                        scale,
+                        if tiles { ScaleLayout::MnMajor } else { layout },
+                        of(group, product.clone()),
+                    );
+                    let case = GroupedLinearSwigluCase {
+                        product,
+                        interleaved,
+                        weighted,
+                        limit,
+                        round_to_bf16,
+                        ..case
+                    };
+                    let out_features = case.product.out_features.next_multiple_of(case.multiple());
+                    let product = GroupedLinearCase { out_features, ..case.product };
+                    GroupedLinearSwigluCase { product, ..case }
+                },
+            )
             .boxed()
     }
 
@@ -334,11 +381,27 @@ impl Operator for GroupedLinearSwiglu {
         vec![
             of(long, sorted([13, 4], 4, [48, 144])),
             with(ScaleType::Fp32, ScaleLayout::MnMajor, of(short, masked([9, 3, 6], [48, 144]))),
-            with(ScaleType::E8m0, ScaleLayout::MnMajor, interleaved(of(short, mxfp4(32, masked([9, 3, 6], [48, 96]))))),
-            with(ScaleType::E8m0, ScaleLayout::Blocked, of_bf16(of(long, mxfp4(128, sorted([13, 4], 4, [48, 96]))))),
+            with(
+                ScaleType::E8m0,
+                ScaleLayout::MnMajor,
+                interleaved(of(short, mxfp4(32, masked([9, 3, 6], [48, 96])))),
+            ),
+            with(
+                ScaleType::E8m0,
+                ScaleLayout::Blocked,
+                of_bf16(of(long, mxfp4(128, sorted([13, 4], 4, [48, 96])))),
+            ),
             hopper(of(long, sorted([13, 4], 4, [256, 144]))),
-            with(ScaleType::Fp32, ScaleLayout::MnMajor, hopper(interleaved(of(short, masked([9, 3, 6], [48, 144]))))),
-            with(ScaleType::E8m0, ScaleLayout::Blocked, hopper(of(long, mxfp4(32, masked([9, 3, 6], [48, 96]))))),
+            with(
+                ScaleType::Fp32,
+                ScaleLayout::MnMajor,
+                hopper(interleaved(of(short, masked([9, 3, 6], [48, 144])))),
+            ),
+            with(
+                ScaleType::E8m0,
+                ScaleLayout::Blocked,
+                hopper(of(long, mxfp4(32, masked([9, 3, 6], [48, 96])))),
+            ),
             hopper(of(long, expecting(40, sorted([13, 4], 4, [256, 144])))),
         ]
     }
@@ -366,9 +429,20 @@ impl Operator for GroupedLinearSwiglu {
             // No rows; rows, and nobody's; one row.
             of(short, no_rows([16, 16])),
             hopper(of(long, no_rows([256, 16]))),
-            with(E8m0, Blocked, hopper(interleaved(of(short, slots(Experts::None, sorted([5, 3], 4, [48, 32])))))),
-            with(Fp32, MnMajor, hopper(of(long, slots(Experts::None, masked([0, 3, 2], [256, 16]))))),
-            bare(hopper(interleaved(of(long, slots(Experts::Distinct, sorted([1, 1], 1, [16, 16])))))),
+            with(
+                E8m0,
+                Blocked,
+                hopper(interleaved(of(short, slots(Experts::None, sorted([5, 3], 4, [48, 32]))))),
+            ),
+            with(
+                Fp32,
+                MnMajor,
+                hopper(of(long, slots(Experts::None, masked([0, 3, 2], [256, 16])))),
+            ),
+            bare(hopper(interleaved(of(
+                long,
+                slots(Experts::Distinct, sorted([1, 1], 1, [16, 16])),
+            )))),
             with(E8m0, Blocked, of(long, slots(Experts::None, sorted([5, 3], 4, [32, 33])))),
             of(short, masked([0, 3, 0], [16, 16])),
             with(E8m0, MnMajor, of(long, slots(Experts::None, masked([0, 3, 2], [16, 16])))),
@@ -379,7 +453,11 @@ impl Operator for GroupedLinearSwiglu {
             with(E8m0, Blocked, interleaved(of_bf16(of(short, masked([12, 5, 4], [304, 48]))))),
             with(PowerOfTwo, MnMajor, clamped(of(long, fp32(masked([9, 2, 5], [528, 48]))))),
             // All rows one expert's; several tiles of rows, the last of them not full; rows of an odd length.
-            with(Fp32, Plain, of(long, expecting(100, slots(Experts::One, sorted([133, 3], 8, [64, 48]))))),
+            with(
+                Fp32,
+                Plain,
+                of(long, expecting(100, slots(Experts::One, sorted([133, 3], 8, [64, 48])))),
+            ),
             of(short, slots(Experts::One, sorted([37, 5], 4, [80, 80]))),
             clamped(bare(of(short, any(fp32(sorted([20, 6], 2, [48, 71])))))),
             // More experts than a warp has lanes.
@@ -390,28 +468,60 @@ impl Operator for GroupedLinearSwiglu {
             // within a group, and one without features of the second consumer.
             with(Fp32, Plain, of_bf16(hopper(of(long, many(sorted([40, 5], 4, [256, 272])))))),
             with(E8m0, Blocked, hopper(of(short, many(fp32(masked([12, 5, 4], [512, 48])))))),
-            with(E8m0, Blocked, clamped(hopper(interleaved(of(long, many(sorted([9, 3], 4, [304, 144]))))))),
-            with(E8m0, MnMajor, bare(hopper(interleaved(of(short, many(masked([33, 3, 20], [464, 160]))))))),
-            // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a block that takes several units.
-            with(PowerOfTwo, Plain, hopper(of(long, many(slots(Experts::One, sorted([133, 3], 8, [512, 144])))))),
-            with(E8m0, Blocked, of_bf16(hopper(of(short, many(slots(Experts::One, masked([65, 3, 70], [256, 160]))))))),
+            with(
+                E8m0,
+                Blocked,
+                clamped(hopper(interleaved(of(long, many(sorted([9, 3], 4, [304, 144])))))),
+            ),
             with(
                 E8m0,
                 MnMajor,
-                hopper(interleaved(of(long, many(slots(Experts::One, sorted([70, 3], 1, [176, 1168])))))),
+                bare(hopper(interleaved(of(short, many(masked([33, 3, 20], [464, 160])))))),
+            ),
+            // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a block that takes several units.
+            with(
+                PowerOfTwo,
+                Plain,
+                hopper(of(long, many(slots(Experts::One, sorted([133, 3], 8, [512, 144]))))),
+            ),
+            with(
+                E8m0,
+                Blocked,
+                of_bf16(hopper(of(
+                    short,
+                    many(slots(Experts::One, masked([65, 3, 70], [256, 160]))),
+                ))),
+            ),
+            with(
+                E8m0,
+                MnMajor,
+                hopper(interleaved(of(
+                    long,
+                    many(slots(Experts::One, sorted([70, 3], 1, [176, 1168]))),
+                ))),
             ),
             with(
                 Fp32,
                 MnMajor,
-                clamped(hopper(interleaved(of(short, many(slots(Experts::One, sorted([131, 2], 1, [336, 48]))))))),
+                clamped(hopper(interleaved(of(
+                    short,
+                    many(slots(Experts::One, sorted([131, 2], 1, [336, 48]))),
+                )))),
             ),
-            with(E8m0, Blocked, hopper(of(long, many(in_layout(MnMajor, sorted([90, 70], 1, [256, 16])))))),
+            with(
+                E8m0,
+                Blocked,
+                hopper(of(long, many(in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
+            ),
             // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
             // than there are places; several units of a block.
             with(
                 Fp32,
                 Plain,
-                hopper(of(long, expecting(300, slots(Experts::Skewed, sorted([420, 3], 16, [512, 272]))))),
+                hopper(of(
+                    long,
+                    expecting(300, slots(Experts::Skewed, sorted([420, 3], 16, [512, 272]))),
+                )),
             ),
             with(
                 E8m0,
@@ -421,8 +531,19 @@ impl Operator for GroupedLinearSwiglu {
                     expecting(300, slots(Experts::One, sorted([300, 2], 1, [464, 144]))),
                 )))),
             ),
-            with(E8m0, Blocked, of_bf16(hopper(of(short, expecting(300, masked([300, 2, 160], [512, 144])))))),
-            with(E8m0, MnMajor, bare(hopper(interleaved(of(long, expecting(300, sorted([40, 6], 1, [336, 1168]))))))),
+            with(
+                E8m0,
+                Blocked,
+                of_bf16(hopper(of(short, expecting(300, masked([300, 2, 160], [512, 144]))))),
+            ),
+            with(
+                E8m0,
+                MnMajor,
+                bare(hopper(interleaved(of(
+                    long,
+                    expecting(300, sorted([40, 6], 1, [336, 1168])),
+                )))),
+            ),
             // What registers and shared memory hold of other numbers.
             hopper(of(short, many(any(fp32(sorted([20, 6], 2, [256, 64])))))),
             small(hopper(interleaved(of(long, many(sorted([9, 3], 4, [48, 48])))))),
@@ -430,47 +551,99 @@ impl Operator for GroupedLinearSwiglu {
             // cluster without features; 16 rows, and 17, for more stages than there are places; many units of a cluster.
             with(Fp32, MnMajor, of_bf16(hopper(of(long, sorted([40, 5], 4, [512, 272]))))),
             with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
-            with(E8m0, Blocked, clamped(hopper(interleaved(of(long, sorted([9, 3], 4, [304, 144])))))),
-            with(E8m0, MnMajor, bare(hopper(interleaved(of(short, masked([33, 3, 20], [464, 160])))))),
+            with(
+                E8m0,
+                Blocked,
+                clamped(hopper(interleaved(of(long, sorted([9, 3], 4, [304, 144]))))),
+            ),
+            with(
+                E8m0,
+                MnMajor,
+                bare(hopper(interleaved(of(short, masked([33, 3, 20], [464, 160]))))),
+            ),
             with(
                 PowerOfTwo,
                 Plain,
-                hopper(of(long, expecting(16, slots(Experts::One, masked([16, 2, 17], [256, 1168]))))),
+                hopper(of(
+                    long,
+                    expecting(16, slots(Experts::One, masked([16, 2, 17], [256, 1168]))),
+                )),
             ),
             with(
                 Fp32,
                 Plain,
-                hopper(interleaved(of(short, expecting(3, slots(Experts::One, sorted([17, 3], 1, [80, 144])))))),
+                hopper(interleaved(of(
+                    short,
+                    expecting(3, slots(Experts::One, sorted([17, 3], 1, [80, 144]))),
+                ))),
             ),
-            with(E8m0, MnMajor, hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
+            with(
+                E8m0,
+                MnMajor,
+                hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16])))),
+            ),
             hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
             small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),
             hopper(of(long, large_scales(fp32(masked([9, 3, 6], [256, 144]))))),
             // Among tokens whose scales are not regular one whose are.
-            hopper(of(long, large_scales(expecting(3, slots(Experts::One, sorted([13, 1], 4, [256, 144])))))),
+            hopper(of(
+                long,
+                large_scales(expecting(3, slots(Experts::One, sorted([13, 1], 4, [256, 144])))),
+            )),
         ];
         for group in [128, 32] {
             let of_format = |case| mxfp4(group, case);
             cases.extend([
-                interleaved(of(short, expecting(40, in_layout(MnMajor, of_format(sorted([19, 3], 1, [176, 160])))))),
-                with(Fp32, Plain, of_bf16(of(long, in_layout(Blocked, of_format(masked([33, 9, 7], [144, 42])))))),
-                with(E8m0, MnMajor, interleaved(of(long, any(of_format(sorted([12, 4], 8, [272, 96])))))),
+                interleaved(of(
+                    short,
+                    expecting(40, in_layout(MnMajor, of_format(sorted([19, 3], 1, [176, 160])))),
+                )),
+                with(
+                    Fp32,
+                    Plain,
+                    of_bf16(of(long, in_layout(Blocked, of_format(masked([33, 9, 7], [144, 42]))))),
+                ),
+                with(
+                    E8m0,
+                    MnMajor,
+                    interleaved(of(long, any(of_format(sorted([12, 4], 8, [272, 96]))))),
+                ),
             ]);
             // Hopper: no rows; one row; 8 and 9 of a tile of 8, 16 and 17 of one of 16, 64 and 65, 128 and 129; several tiles of
             // features; rows of up that begin anywhere; more stages than there are places; scales of any size.
             cases.extend([
-                with(E8m0, Blocked, hopper(of(short, slots(Experts::None, of_format(sorted([5, 3], 4, [48, 32])))))),
-                bare(hopper(of(long, of_format(slots(Experts::Distinct, sorted([1, 1], 1, [16, 32])))))),
-                with(Fp32, MnMajor, hopper(of(long, of_format(slots(Experts::One, masked([8, 2, 9], [144, 160])))))),
+                with(
+                    E8m0,
+                    Blocked,
+                    hopper(of(short, slots(Experts::None, of_format(sorted([5, 3], 4, [48, 32]))))),
+                ),
+                bare(hopper(of(
+                    long,
+                    of_format(slots(Experts::Distinct, sorted([1, 1], 1, [16, 32]))),
+                ))),
+                with(
+                    Fp32,
+                    MnMajor,
+                    hopper(of(long, of_format(slots(Experts::One, masked([8, 2, 9], [144, 160]))))),
+                ),
                 with(
                     E8m0,
                     MnMajor,
-                    hopper(of(short, in_layout(Blocked, of_format(slots(Experts::One, sorted([9, 3], 1, [400, 96])))))),
+                    hopper(of(
+                        short,
+                        in_layout(
+                            Blocked,
+                            of_format(slots(Experts::One, sorted([9, 3], 1, [400, 96]))),
+                        ),
+                    )),
                 ),
                 with(
                     E8m0,
                     Blocked,
-                    hopper(interleaved(of(long, in_layout(Blocked, of_format(sorted([40, 20], 2, [304, 288])))))),
+                    hopper(interleaved(of(
+                        long,
+                        in_layout(Blocked, of_format(sorted([40, 20], 2, [304, 288]))),
+                    ))),
                 ),
                 with(
                     PowerOfTwo,
@@ -479,7 +652,10 @@ impl Operator for GroupedLinearSwiglu {
                         long,
                         in_layout(
                             MnMajor,
-                            expecting(12, of_format(slots(Experts::One, masked([17, 3, 20], [272, 96])))),
+                            expecting(
+                                12,
+                                of_format(slots(Experts::One, masked([17, 3, 20], [272, 96]))),
+                            ),
                         ),
                     ))),
                 ),
@@ -488,7 +664,10 @@ impl Operator for GroupedLinearSwiglu {
                     Plain,
                     of_bf16(hopper(interleaved(of(
                         short,
-                        expecting(16, of_format(slots(Experts::One, sorted([16, 2], 1, [80, 160])))),
+                        expecting(
+                            16,
+                            of_format(slots(Experts::One, sorted([16, 2], 1, [80, 160]))),
+                        ),
                     )))),
                 ),
                 with(
@@ -496,7 +675,10 @@ impl Operator for GroupedLinearSwiglu {
                     MnMajor,
                     hopper(of(
                         long,
-                        in_layout(MnMajor, many(of_format(slots(Experts::One, masked([65, 3, 70], [336, 160]))))),
+                        in_layout(
+                            MnMajor,
+                            many(of_format(slots(Experts::One, masked([65, 3, 70], [336, 160])))),
+                        ),
                     )),
                 ),
                 with(
@@ -514,7 +696,10 @@ impl Operator for GroupedLinearSwiglu {
                         short,
                         in_layout(
                             Blocked,
-                            expecting(100, of_format(slots(Experts::One, sorted([129, 3], 1, [208, 96])))),
+                            expecting(
+                                100,
+                                of_format(slots(Experts::One, sorted([129, 3], 1, [208, 96]))),
+                            ),
                         ),
                     ))),
                 ),
@@ -523,7 +708,10 @@ impl Operator for GroupedLinearSwiglu {
                     Plain,
                     hopper(interleaved(of(
                         long,
-                        expecting(128, of_format(slots(Experts::Skewed, masked([150, 3, 128], [304, 224])))),
+                        expecting(
+                            128,
+                            of_format(slots(Experts::Skewed, masked([150, 3, 128], [304, 224]))),
+                        ),
                     ))),
                 ),
                 hopper(of(long, any(of_format(masked([20, 3, 12], [48, 1184]))))),
@@ -558,11 +746,19 @@ impl Operator for GroupedLinearSwiglu {
         Ok(())
     }
 
-    fn forward(c: &GroupedLinearSwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &GroupedLinearSwigluCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let limit = t.scalar("limit", c.limit.into());
         let named = reference::forward(&t.named()?, &c.of_oracle(limit), rounding)?;
-        let shape = |extent: usize| c.product.rows(axis("", extent)).iter().map(|axis| axis.extent).collect::<Vec<_>>();
-        let of = |name, extent| Ok::<_, dsv4_reference::Error>(named.tensor(name)?.reshape(shape(extent))?);
+        let shape = |extent: usize| {
+            c.product.rows(axis("", extent)).iter().map(|axis| axis.extent).collect::<Vec<_>>()
+        };
+        let of = |name, extent| {
+            Ok::<_, dsv4_reference::Error>(named.tensor(name)?.reshape(shape(extent))?)
+        };
         let compared = if c.has_powers() { "decoded" } else { "quotients" };
         let least = Tensor::ones(shape(c.groups()), candle_core::DType::F64, &Cpu::Cpu)?;
         let owned = c.owned_rows(t.host());
@@ -571,7 +767,9 @@ impl Operator for GroupedLinearSwiglu {
         let [codes, scales] = before.map(|before| before.filter(|_| c.product.is_masked()));
         let beside = Tensor::from_vec(beside_scales(c, &owned, scales), c.num_places(), &Cpu::Cpu)?;
         let kept = codes
-            .map(|codes| Tensor::from_vec(kept_codes(c, &owned, codes), codes.shape.clone(), &Cpu::Cpu))
+            .map(|codes| {
+                Tensor::from_vec(kept_codes(c, &owned, codes), codes.shape.clone(), &Cpu::Cpu)
+            })
             .transpose()?;
         Ok(Named::new()
             .with(compared, of(compared, c.intermediate_size())?)
@@ -582,17 +780,30 @@ impl Operator for GroupedLinearSwiglu {
     }
 
     /// What codes and scales mean, of what kernels wrote: the oracle says it by itself.
-    fn observe(c: &GroupedLinearSwigluCase, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let (Some(codes), Some(scales)) = (written.get("codes"), written.get("scales")) else { return Vec::new() };
+    fn observe(
+        c: &GroupedLinearSwigluCase,
+        given: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
+        let (Some(codes), Some(scales)) = (written.get("codes"), written.get("scales")) else {
+            return Vec::new();
+        };
         let owned = c.owned_rows(given);
         let mut observed = meaning(c, &owned, codes, scales).unwrap_or_default();
         if c.has_others() {
-            let beside = HostTensor::from_f64(DType::F32, &[c.num_places()], &stored_beside_scales(c, &owned, scales));
+            let beside = HostTensor::from_f64(
+                DType::F32,
+                &[c.num_places()],
+                &stored_beside_scales(c, &owned, scales),
+            );
             observed.push(("beside_scales", beside));
         }
         if c.product.is_masked() {
             let bytes = kept_codes(c, &owned, codes).into_iter().map(|code| code as u8).collect();
-            observed.push(("kept_codes", HostTensor { dtype: DType::U8, shape: codes.shape.clone(), bytes }));
+            observed.push((
+                "kept_codes",
+                HostTensor { dtype: DType::U8, shape: codes.shape.clone(), bytes },
+            ));
         }
         observed
     }
@@ -605,13 +816,19 @@ impl Operator for GroupedLinearSwiglu {
         Ok(vec![("workspace", WORKSPACE_BYTES)])
     }
 
-    fn launch(c: &GroupedLinearSwigluCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &GroupedLinearSwigluCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.limit, c.of_launcher()))
     }
 
     fn laws(c: &GroupedLinearSwigluCase, laws: &mut Laws<'_, Self>) {
         let other = if c.product.expected_rows > 64 { 1 } else { 1000 };
-        laws.alike("tiles change no bit", Relation::Times(1.0), |v| v.case.product.expected_rows = other);
+        laws.alike("tiles change no bit", Relation::Times(1.0), |v| {
+            v.case.product.expected_rows = other
+        });
         // Blocks of FP8 have scales for rows as they lie.
         if c.product.weights == Weights::Mxfp4 && c.product.layout == ScaleLayout::Plain {
             let order = c.rows_in_the_other_order();
@@ -632,20 +849,30 @@ impl Operator for GroupedLinearSwiglu {
         type Experts = (usize, [usize; 2]);
         let (gpu, flash): (bool, Experts) = (on_gpu(environment), (256, [4096, 4096]));
         let (alignment, rows) = if gpu { (128, 128) } else { (8, 8) };
-        let prefills = if gpu { vec![(24_576, flash), (196_608, flash)] } else { vec![(30, (3, [48, 144]))] };
-        let batches = if gpu { vec![(6, flash), (192, flash), (768, flash)] } else { vec![(9, (3, [48, 144]))] };
-        let prefill = prefills.into_iter().flat_map(|(slots, (experts, features)): (usize, Experts)| {
-            let num_rows = experts * slots.div_ceil(experts).next_multiple_of(alignment);
-            let case = GroupedLinearCase { num_rows, ..sorted([slots, experts], alignment, features) };
-            [case.clone(), mxfp4(128, case)]
-        });
-        let decode = batches.into_iter().flat_map(|(slots, (experts, features)): (usize, Experts)| {
-            let case = masked([slots, experts, rows], features);
-            [case.clone(), mxfp4(128, case)]
-        });
+        let prefills =
+            if gpu { vec![(24_576, flash), (196_608, flash)] } else { vec![(30, (3, [48, 144]))] };
+        let batches = if gpu {
+            vec![(6, flash), (192, flash), (768, flash)]
+        } else {
+            vec![(9, (3, [48, 144]))]
+        };
+        let prefill =
+            prefills.into_iter().flat_map(|(slots, (experts, features)): (usize, Experts)| {
+                let num_rows = experts * slots.div_ceil(experts).next_multiple_of(alignment);
+                let case =
+                    GroupedLinearCase { num_rows, ..sorted([slots, experts], alignment, features) };
+                [case.clone(), mxfp4(128, case)]
+            });
+        let decode =
+            batches.into_iter().flat_map(|(slots, (experts, features)): (usize, Experts)| {
+                let case = masked([slots, experts, rows], features);
+                [case.clone(), mxfp4(128, case)]
+            });
         let both = |case: GroupedLinearCase| {
-            let official = with(ScaleType::Fp32, ScaleLayout::Plain, of_bf16(of(Group::Row128, case.clone())));
-            [official, interleaved(of(Group::Row32, case))].map(|case| Self::fastest(&case, environment))
+            let official =
+                with(ScaleType::Fp32, ScaleLayout::Plain, of_bf16(of(Group::Row128, case.clone())));
+            [official, interleaved(of(Group::Row32, case))]
+                .map(|case| Self::fastest(&case, environment))
         };
         prefill.chain(decode).flat_map(both).map(benchmark).collect()
     }
@@ -655,7 +882,8 @@ impl GroupedLinearSwigluCase {
     /// The rows of w in the order that this case does not have.
     fn rows_in_the_other_order(&self) -> Vec<usize> {
         let half = self.intermediate_size();
-        let logical = |row: usize| row / GRANULE % 2 * half + row / (2 * GRANULE) * GRANULE + row % GRANULE;
+        let logical =
+            |row: usize| row / GRANULE % 2 * half + row / (2 * GRANULE) * GRANULE + row % GRANULE;
         let mut order: Vec<usize> = (0..2 * half).map(logical).collect();
         if self.interleaved {
             let places = order.clone();
@@ -666,15 +894,27 @@ impl GroupedLinearSwigluCase {
 }
 
 /// The numbers that are stored at places of no scale, bytes or fp32 numbers, and 0 at those of scales.
-fn stored_beside_scales(c: &GroupedLinearSwigluCase, owned: &[bool], scales: &HostTensor) -> Vec<f64> {
+fn stored_beside_scales(
+    c: &GroupedLinearSwigluCase,
+    owned: &[bool],
+    scales: &HostTensor,
+) -> Vec<f64> {
     let bytes = || scales.bytes.iter().map(|&byte| byte.into()).collect();
     let numbers: Vec<f64> = if scales.dtype == DType::F32 { scales.to_f64() } else { bytes() };
     let places = c.places(owned).into_iter();
-    numbers.into_iter().zip(places).map(|(number, place)| if place == Place::Scale { 0.0 } else { number }).collect()
+    numbers
+        .into_iter()
+        .zip(places)
+        .map(|(number, place)| if place == Place::Scale { 0.0 } else { number })
+        .collect()
 }
 
 /// What must be stored there: what was there before, where that is kept, and otherwise 0.
-fn beside_scales(c: &GroupedLinearSwigluCase, owned: &[bool], before: Option<&HostTensor>) -> Vec<f64> {
+fn beside_scales(
+    c: &GroupedLinearSwigluCase,
+    owned: &[bool],
+    before: Option<&HostTensor>,
+) -> Vec<f64> {
     let Some(before) = before else { return vec![0.0; c.num_places()] };
     let numbers = stored_beside_scales(c, owned, before).into_iter().zip(c.places(owned));
     numbers.map(|(number, place)| if place == Place::Kept { number } else { 0.0 }).collect()
@@ -683,7 +923,10 @@ fn beside_scales(c: &GroupedLinearSwigluCase, owned: &[bool], before: Option<&Ho
 /// The codes of rows of nobody, and 0 as those of experts' rows.
 fn kept_codes(c: &GroupedLinearSwigluCase, owned: &[bool], codes: &HostTensor) -> Vec<f64> {
     let rows = codes.bytes.chunks(c.intermediate_size().max(1)).zip(owned);
-    rows.flat_map(|(row, &owned)| row.iter().map(move |&code| if owned { 0.0 } else { code.into() })).collect()
+    rows.flat_map(|(row, &owned)| {
+        row.iter().map(move |&code| if owned { 0.0 } else { code.into() })
+    })
+    .collect()
 }
 
 /// What stored codes and scales mean, part by part; masked rows of nobody are those of zeros.
@@ -702,7 +945,8 @@ fn meaning(
     let (all_codes, all_scales) = (part(codes)?, part(scales)?);
     let (mut values, mut of_groups, mut least) = (Vec::new(), Vec::new(), Vec::new());
     for part in 0..parts {
-        let stored = codes_of_oracle::stored(&all_codes.get(part)?, &all_scales.get(part)?, c.stored())?;
+        let stored =
+            codes_of_oracle::stored(&all_codes.get(part)?, &all_scales.get(part)?, c.stored())?;
         values.extend(stored.values);
         of_groups.extend(stored.scales);
         least.extend(stored.least.into_iter().map(u8::from));
@@ -715,13 +959,20 @@ fn meaning(
         least[row * groups..(row + 1) * groups].fill(1);
     }
     let shape = |extent: usize| [&[parts][..usize::from(masked)], &[rows, extent]].concat();
-    let numbers = |extent: usize, numbers: &[f64]| HostTensor::from_f64(DType::F32, &shape(extent), numbers);
-    let least = ("scale_is_least", HostTensor { dtype: DType::U8, shape: shape(groups), bytes: least });
+    let numbers =
+        |extent: usize, numbers: &[f64]| HostTensor::from_f64(DType::F32, &shape(extent), numbers);
+    let least =
+        ("scale_is_least", HostTensor { dtype: DType::U8, shape: shape(groups), bytes: least });
     if !c.has_powers() {
-        return Ok(vec![("quotients", numbers(width, &values)), ("group_scales", numbers(groups, &of_groups)), least]);
+        return Ok(vec![
+            ("quotients", numbers(width, &values)),
+            ("group_scales", numbers(groups, &of_groups)),
+            least,
+        ]);
     }
     let scale = |at: usize| of_groups[at / width * groups + at % width / columns];
-    let decoded: Vec<f64> = values.iter().enumerate().map(|(at, value)| value * scale(at)).collect();
+    let decoded: Vec<f64> =
+        values.iter().enumerate().map(|(at, value)| value * scale(at)).collect();
     Ok(vec![("decoded", numbers(width, &decoded)), least])
 }
 
@@ -730,7 +981,8 @@ fn benchmark(case: GroupedLinearSwigluCase) -> Benchmark<GroupedLinearSwiglu> {
     let scale_bytes = if case.product_scale == ScaleType::E8m0 { 1 } else { 4 };
     let [bytes, flops] = case.product.work(case.intermediate_size() + scale_bytes * case.groups());
     let order = if case.interleaved { " interleaved" } else { "" };
-    let name = format!("{} in groups of {}{order}", case.product.name(), case.product_group.columns());
+    let name =
+        format!("{} in groups of {}{order}", case.product.name(), case.product_group.columns());
     let axis = if case.product.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinearSwiglu> =
         Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
@@ -753,6 +1005,10 @@ fn with_whole_lists(c: &GroupedLinearSwigluCase, tensors: &mut Tensors) {
     });
 }
 
-fn of_sampled_rows(whole: &Whole<'_, GroupedLinearSwiglu>, c: &mut GroupedLinearSwigluCase, tensors: &mut Tensors) {
+fn of_sampled_rows(
+    whole: &Whole<'_, GroupedLinearSwiglu>,
+    c: &mut GroupedLinearSwigluCase,
+    tensors: &mut Tensors,
+) {
     keep_experts_of(&whole.case.product, whole.rows, &mut c.product, tensors);
 }

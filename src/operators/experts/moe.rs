@@ -77,7 +77,11 @@ const VOCAB_SIZE: usize = 23;
 /// Numbers of a row that share a scale.
 const GROUP: usize = 128;
 
-fn plain([num_tokens, topk, num_experts]: [usize; 3], hidden_size: usize, intermediate_size: usize) -> MoeCase {
+fn plain(
+    [num_tokens, topk, num_experts]: [usize; 3],
+    hidden_size: usize,
+    intermediate_size: usize,
+) -> MoeCase {
     MoeCase {
         num_tokens,
         topk,
@@ -109,20 +113,30 @@ impl MoeCase {
     }
 
     fn num_positions(&self) -> usize {
-        positions(self.num_slots(), self.num_experts, self.alignment).saturating_add(self.spare_positions)
+        positions(self.num_slots(), self.num_experts, self.alignment)
+            .saturating_add(self.spare_positions)
     }
 
     /// What channels are a multiple of: the kernels for Hopper take rows of codes that are whole accesses.
     fn multiple(&self) -> usize {
-        let packed = self.weights == Weights::Mxfp4 && self.implementation == Implementation::Hopper;
+        let packed =
+            self.weights == Weights::Mxfp4 && self.implementation == Implementation::Hopper;
         if packed { 32 } else { 16 }
     }
 
     /// A linear layer of so many rows with these weights, its scales in bytes.
-    fn layer(&self, weights: Weights, [num_rows, out_features, in_features]: [usize; 3]) -> LinearCase {
+    fn layer(
+        &self,
+        weights: Weights,
+        [num_rows, out_features, in_features]: [usize; 3],
+    ) -> LinearCase {
         let implementation = self.implementation;
         let data = Data { seed: self.seed, ..Data::normal(1.0) };
-        LinearCase { implementation, data, ..quantized(weights, GROUP, [num_rows, out_features, in_features]) }
+        LinearCase {
+            implementation,
+            data,
+            ..quantized(weights, GROUP, [num_rows, out_features, in_features])
+        }
     }
 
     /// The products with quantized weights: the names of weights and scales, how many experts have them, one of them.
@@ -132,8 +146,16 @@ impl MoeCase {
         [
             (["w13", "w13_scales"], experts, self.layer(self.weights, [rows, 2 * width, hidden])),
             (["w2", "w2_scales"], experts, self.layer(self.weights, [rows, hidden, width])),
-            (["shared_w13", "shared_w13_scales"], 1, self.layer(Weights::Fp8, [self.num_tokens, 2 * width, hidden])),
-            (["shared_w2", "shared_w2_scales"], 1, self.layer(Weights::Fp8, [self.num_tokens, hidden, width])),
+            (
+                ["shared_w13", "shared_w13_scales"],
+                1,
+                self.layer(Weights::Fp8, [self.num_tokens, 2 * width, hidden]),
+            ),
+            (
+                ["shared_w2", "shared_w2_scales"],
+                1,
+                self.layer(Weights::Fp8, [self.num_tokens, hidden, width]),
+            ),
         ]
     }
 
@@ -229,14 +251,19 @@ impl Operator for Moe {
     ];
 
     fn tensors(c: &MoeCase) -> Specs {
-        let (tokens, experts) = (axis("num_tokens", c.num_tokens), axis("num_experts", c.num_experts));
+        let (tokens, experts) =
+            (axis("num_tokens", c.num_tokens), axis("num_experts", c.num_experts));
         let (topk, hidden) = (axis("topk", c.topk), axis("hidden_size", c.hidden_size));
-        let (both, width) =
-            (axis("gate_and_up", 2 * c.intermediate_size), axis("intermediate_size", c.intermediate_size));
+        let (both, width) = (
+            axis("gate_and_up", 2 * c.intermediate_size),
+            axis("intermediate_size", c.intermediate_size),
+        );
         let positions = axis("num_positions", c.num_positions());
         let groups = |extent: usize| axis("groups", extent.div_ceil(GROUP));
         let (bf16, f32, i32, u8) = (DType::Bf16, DType::F32, DType::I32, DType::U8);
-        let normal = |name, axes: &[Axis]| input(name, bf16, axes).aligned_rows().drawn(Distribution::Normal, 1.0);
+        let normal = |name, axes: &[Axis]| {
+            input(name, bf16, axes).aligned_rows().drawn(Distribution::Normal, 1.0)
+        };
         let exact = |name, dtype, axes: &[Axis]| output(name, dtype, axes).exact();
         let given = [
             normal("hidden", &[tokens, hidden]),
@@ -280,14 +307,22 @@ impl Operator for Moe {
             return refuse("weights", "experts have FP8 or MXFP4 weights");
         }
         let multiple = c.multiple();
-        for (field, extent) in [("hidden_size", c.hidden_size), ("intermediate_size", c.intermediate_size)] {
+        for (field, extent) in
+            [("hidden_size", c.hidden_size), ("intermediate_size", c.intermediate_size)]
+        {
             // Sums of up to so many products of the grid are exact in fp32.
             if extent == 0 || !extent.is_multiple_of(multiple) || extent > 4096 {
-                return refuse(field, format!("{extent} must be a multiple of {multiple}, {multiple} to 4096"));
+                return refuse(
+                    field,
+                    format!("{extent} must be a multiple of {multiple}, {multiple} to 4096"),
+                );
             }
         }
         if c.topk == 0 || c.topk > moe_map::MAX_TOPK.min(c.num_experts) {
-            return refuse("topk", format!("{} of {} experts: 1 to as many, and to 32", c.topk, c.num_experts));
+            return refuse(
+                "topk",
+                format!("{} of {} experts: 1 to as many, and to 32", c.topk, c.num_experts),
+            );
         }
         MoeMapCase::check_alignment(c.alignment)
     }
@@ -299,18 +334,39 @@ impl Operator for Moe {
     fn strategy(profile: Profile) -> BoxedStrategy<MoeCase> {
         let [tokens, sixteens] = profile.of([[20usize, 12], [60, 20], [300, 64]]);
         let extents = (extent(tokens, 4), 1..=6usize, 0..10usize, 1..=sixteens, 1..=sixteens);
-        let kernels = (any::<bool>(), select(vec![Implementation::Portable, Implementation::Hopper]));
+        let kernels =
+            (any::<bool>(), select(vec![Implementation::Portable, Implementation::Hopper]));
         let numbers = (select(vec![1.5f32, 2.5]), select(vec![10.0f32, 1.0]), 0..1000u64);
         (extents, select(vec![1usize, 4, 8, 37, 128]), 0..9usize, any::<bool>(), kernels, numbers)
             .prop_map(
-                |((num_tokens, topk, more, hidden, width), alignment, spare_positions, hashed, kernels, numbers)| {
+                |(
+                    (num_tokens, topk, more, hidden, width),
+                    alignment,
+                    spare_positions,
+                    hashed,
+                    kernels,
+                    numbers,
+                )| {
                     let (route_scale, limit, seed) = numbers;
                     let case = plain([num_tokens, topk, topk + more], 16 * hidden, 16 * width);
-                    let case = MoeCase { alignment, spare_positions, hashed, route_scale, limit, seed, ..case };
+                    let case = MoeCase {
+                        alignment,
+                        spare_positions,
+                        hashed,
+                        route_scale,
+                        limit,
+                        seed,
+                        ..case
+                    };
                     let (of_fp8, implementation) = kernels;
-                    let case = if of_fp8 { fp8(implementation, case) } else { mxfp4(implementation, case) };
+                    let case = if of_fp8 {
+                        fp8(implementation, case)
+                    } else {
+                        mxfp4(implementation, case)
+                    };
                     let whole = |extent: usize| extent.next_multiple_of(case.multiple());
-                    let (hidden_size, intermediate_size) = (whole(case.hidden_size), whole(case.intermediate_size));
+                    let (hidden_size, intermediate_size) =
+                        (whole(case.hidden_size), whole(case.intermediate_size));
                     MoeCase { hidden_size, intermediate_size, ..case }
                 },
             )
@@ -332,7 +388,10 @@ impl Operator for Moe {
             fp8(hopper, plain([5, 2, 7], 144, 48)),
             // More tokens than a small tile has; all experts chosen by every token; clamps that bite.
             MoeCase { limit: 0.7, alignment: 1, ..plain([18, 4, 4], 32, 16) },
-            fp8(portable, MoeCase { route_scale: 2.5, alignment: 128, ..plain([19, 1, 3], 48, 32) }),
+            fp8(
+                portable,
+                MoeCase { route_scale: 2.5, alignment: 128, ..plain([19, 1, 3], 48, 32) },
+            ),
             // Many rows of an expert, in tiles that suit them; rows of weights of eight bytes; parts of k.
             plain([40, 2, 2], 16, 32),
             fp8(portable, plain([40, 2, 2], 32, 16)),
@@ -354,12 +413,17 @@ impl Operator for Moe {
         let mut draw = Draw::new(c.seed, "routing");
         // Multiples of 1/2 and of 1/64: sums of their products need few bits. Logits of a few units, and biases that
         // lie farther apart than scores do.
-        tensors.edit("hidden", |all| all.iter_mut().for_each(|x| *x = (2.0 * *x).round().clamp(-6.0, 6.0) / 2.0));
+        tensors.edit("hidden", |all| {
+            all.iter_mut().for_each(|x| *x = (2.0 * *x).round().clamp(-6.0, 6.0) / 2.0)
+        });
         let deviation = 64.0 * 1.5 / (c.hidden_size as f64).sqrt();
-        tensors.edit("gate_weight", |all| all.iter_mut().for_each(|x| *x = (*x * deviation).round() / 64.0));
+        tensors.edit("gate_weight", |all| {
+            all.iter_mut().for_each(|x| *x = (*x * deviation).round() / 64.0)
+        });
         if c.hashed {
             let slots = VOCAB_SIZE * c.topk;
-            let table: Vec<i32> = (0..slots).map(|_| draw.rng().random_range(-1..c.num_experts as i32)).collect();
+            let table: Vec<i32> =
+                (0..slots).map(|_| draw.rng().random_range(-1..c.num_experts as i32)).collect();
             tensors.set_i32s("tid2eid", &table);
             let id = |_| {
                 [draw.rng().random_range(0..VOCAB_SIZE as i32), -1, VOCAB_SIZE as i32]
@@ -367,7 +431,9 @@ impl Operator for Moe {
             };
             tensors.set_i32s("token_ids", &(0..c.num_tokens).map(id).collect::<Vec<_>>());
         } else {
-            let bias: Vec<f64> = (0..c.num_experts).map(|_| f64::from(draw.rng().random_range(0..2u8)) * 8.0).collect();
+            let bias: Vec<f64> = (0..c.num_experts)
+                .map(|_| f64::from(draw.rng().random_range(0..2u8)) * 8.0)
+                .collect();
             tensors.set("bias", &bias);
         }
         for ([w, scales], experts, one) in c.products() {
@@ -382,7 +448,9 @@ impl Operator for Moe {
             if scales.starts_with("shared") {
                 // Of few blocks all may be small by chance, and then the shared expert is nothing beside the others.
                 let blocks = tensors.bytes_mut(scales).unwrap_or_default().iter_mut().enumerate();
-                blocks.for_each(|(block, scale)| *scale = (127 + exponent + (block % 3) as i32) as u8);
+                blocks.for_each(|(block, scale)| {
+                    *scale = (127 + exponent + (block % 3) as i32) as u8
+                });
             }
         }
         Ok(())
@@ -402,11 +470,21 @@ impl Operator for Moe {
         Ok(found.with("hidden_scales", hidden.tensor("scales")?.clone()))
     }
 
-    fn workspaces(c: &MoeCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let gate = linear::forward_workspace_bytes(device, 1, c.num_tokens, c.num_experts, c.hidden_size);
+    fn workspaces(
+        c: &MoeCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        let gate =
+            linear::forward_workspace_bytes(device, 1, c.num_tokens, c.num_experts, c.hidden_size);
         let [_, _, (_, _, first), (_, _, second)] = c.products();
         let of = |one: LinearCase| {
-            linear::quantized_workspace_bytes(device, one.num_tokens, one.out_features, one.in_features)
+            linear::quantized_workspace_bytes(
+                device,
+                one.num_tokens,
+                one.out_features,
+                one.in_features,
+            )
         };
         let products = gate.max(of(first)).max(of(second)).max(grouped_linear::WORKSPACE_BYTES);
         let maps = ("map_workspace", moe_map::workspace_bytes(c.num_slots(), c.num_experts));
@@ -418,11 +496,14 @@ impl Operator for Moe {
         let x = v.only(&["rows", "row_codes", "row_scales"]).renamed(QUANTIZED_ROWS);
         run.launch(|device| quantize_fp8::quantize(device, &x, of_rows()))?;
         let lists = ["counts", "expert_offsets", "workspace"];
-        let first = [&["row_codes", "w13", "row_scales", "w13_scales", "gate_up"][..], &lists].concat();
+        let first =
+            [&["row_codes", "w13", "row_scales", "w13_scales", "gate_up"][..], &lists].concat();
         of_experts(c, 0, &v.only(&first).renamed(FIRST), run)?;
-        let slots = v.only(&["row_weights", "pos_to_token_topk"]).renamed(&[("row_weights", "weight")]);
+        let slots =
+            v.only(&["row_weights", "pos_to_token_topk"]).renamed(&[("row_weights", "weight")]);
         gated(c, slots, v, run, ["gate_up", "product_codes", "product_scales"])?;
-        let second = [&["product_codes", "w2", "product_scales", "w2_scales", "y"][..], &lists].concat();
+        let second =
+            [&["product_codes", "w2", "product_scales", "w2_scales", "y"][..], &lists].concat();
         of_experts(c, 1, &v.only(&second).renamed(SECOND), run)?;
         shared_expert(c, v, run)?;
         let reduced = v.only(&["y", "shared", "token_topk_to_pos", "out"]);
@@ -459,11 +540,21 @@ type Names = [(&'static str, &'static str)];
 
 /// What launchers call the layer's tensors.
 const QUANTIZED_ROWS: &Names = &[("rows", "x"), ("row_codes", "codes"), ("row_scales", "scales")];
-const QUANTIZED_HIDDEN: &Names = &[("hidden", "x"), ("hidden_codes", "codes"), ("hidden_scales", "scales")];
-const FIRST: &Names =
-    &[("row_codes", "x"), ("w13", "w"), ("row_scales", "x_scales"), ("w13_scales", "w_scales"), ("gate_up", "y")];
-const SECOND: &Names =
-    &[("product_codes", "x"), ("w2", "w"), ("product_scales", "x_scales"), ("w2_scales", "w_scales")];
+const QUANTIZED_HIDDEN: &Names =
+    &[("hidden", "x"), ("hidden_codes", "codes"), ("hidden_scales", "scales")];
+const FIRST: &Names = &[
+    ("row_codes", "x"),
+    ("w13", "w"),
+    ("row_scales", "x_scales"),
+    ("w13_scales", "w_scales"),
+    ("gate_up", "y"),
+];
+const SECOND: &Names = &[
+    ("product_codes", "x"),
+    ("w2", "w"),
+    ("product_scales", "x_scales"),
+    ("w2_scales", "w_scales"),
+];
 const SHARED_FIRST: &Names = &[
     ("hidden_codes", "x"),
     ("shared_w13", "w"),
@@ -489,10 +580,12 @@ fn route(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeEr
     let gate = v.only(&["hidden", "gate_weight", "logits", "workspace"]);
     let gate = gate.renamed(&[("hidden", "x"), ("gate_weight", "w"), ("logits", "y")]);
     run.launch(|device| linear::forward(device, &gate, linear::Products::Own))?;
-    let routed = v.only(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
+    let routed =
+        v.only(&["logits", "bias", "tid2eid", "token_ids", "topk_indices", "topk_weights"]);
     run.launch(|device| router::forward(device, &routed, c.route_scale))?;
     let names = ["topk_indices", "counts", "expert_offsets", "token_topk_to_pos", "pos_to_expert"];
-    let maps = v.only(&[&names[..], &["pos_to_token", "pos_to_token_topk", "map_workspace"]].concat());
+    let maps =
+        v.only(&[&names[..], &["pos_to_token", "pos_to_token_topk", "map_workspace"]].concat());
     let maps = maps.renamed(&[("map_workspace", "workspace")]);
     run.launch(|device| moe_map::forward(device, &maps, c.alignment))?;
     let rows = v.only(&["hidden", "token_topk_to_pos", "pos_to_token", "rows"]);
@@ -505,13 +598,20 @@ fn route(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeEr
         TensorView::dense(view.name.clone(), view.address, view.dtype, &shape)
     };
     let slots = v.only(&["pos_to_token_topk"]).renamed(&[("pos_to_token_topk", "pos_to_token")]);
-    let slots = slots.with("x", &column("topk_weights")).with("token_topk_to_pos", &column("token_topk_to_pos"));
+    let slots = slots
+        .with("x", &column("topk_weights"))
+        .with("token_topk_to_pos", &column("token_topk_to_pos"));
     let slots = slots.with("y", &column("row_weights"));
     run.launch(|device| moe_expand::launch(device, &slots, false))
 }
 
 /// The first or the second product of the experts.
-fn of_experts(c: &MoeCase, number: usize, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+fn of_experts(
+    c: &MoeCase,
+    number: usize,
+    views: &Views,
+    run: &mut Launches<'_>,
+) -> Result<(), RuntimeError> {
     let quantized = c.products()[number].2.of_launcher();
     let expected_rows = c.num_slots() / c.num_experts;
     let grouped = Grouped { quantized, grouping: Grouping::Contiguous, expected_rows };
@@ -527,7 +627,9 @@ fn gated(
     [gate_up, codes, scales]: [&'static str; 3],
 ) -> Result<(), RuntimeError> {
     let width = c.intermediate_size;
-    let views = slots.with("gate", &v[gate_up].narrow(1, 0, width)?).with("up", &v[gate_up].narrow(1, width, width)?);
+    let views = slots
+        .with("gate", &v[gate_up].narrow(1, 0, width)?)
+        .with("up", &v[gate_up].narrow(1, width, width)?);
     let views = views.with("codes", &v[codes]).with("scales", &v[scales]);
     let (group, scale, layout) = (Group::Row128, ScaleType::E8m0, ScaleLayout::Plain);
     let options = swiglu_quantize::Options { group, scale, layout, round_to_bf16: true };
@@ -538,11 +640,19 @@ fn shared_expert(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), R
     let x = v.only(&["hidden", "hidden_codes", "hidden_scales"]).renamed(QUANTIZED_HIDDEN);
     run.launch(|device| quantize_fp8::quantize(device, &x, of_rows()))?;
     let quantized = c.products()[2].2.of_launcher();
-    let names = ["hidden_codes", "shared_w13", "hidden_scales", "shared_w13_scales", "shared_gate_up", "workspace"];
+    let names = [
+        "hidden_codes",
+        "shared_w13",
+        "hidden_scales",
+        "shared_w13_scales",
+        "shared_gate_up",
+        "workspace",
+    ];
     let first = v.only(&names).renamed(SHARED_FIRST);
     run.launch(|device| linear::forward_quantized(device, &first, quantized))?;
     gated(c, Views::new(), v, run, ["shared_gate_up", "shared_codes", "shared_scales"])?;
-    let names = ["shared_codes", "shared_w2", "shared_scales", "shared_w2_scales", "shared", "workspace"];
+    let names =
+        ["shared_codes", "shared_w2", "shared_scales", "shared_w2_scales", "shared", "workspace"];
     let second = v.only(&names).renamed(SHARED_SECOND);
     run.launch(|device| linear::forward_quantized(device, &second, quantized))
 }

@@ -59,7 +59,10 @@ impl Operator for MoeExpand {
     }
 
     fn typical() -> Vec<MoeExpandCase> {
-        vec![of(MoeRows::plain([6, 3, 4], 24)), of(MoeRows { dtype: Float::F32, ..MoeRows::plain([5, 2, 3], 9) })]
+        vec![
+            of(MoeRows::plain([6, 3, 4], 24)),
+            of(MoeRows { dtype: Float::F32, ..MoeRows::plain([5, 2, 3], 9) }),
+        ]
     }
 
     fn edge_cases(_: Profile) -> Vec<MoeExpandCase> {
@@ -82,7 +85,11 @@ impl Operator for MoeExpand {
         run.launch(|device| launcher::launch(device, &v.without(&["dy", "dx"]), false))
     }
 
-    fn launch_backward(_: &MoeExpandCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        _: &MoeExpandCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::launch(device, &v.without(&["y"]), true))
     }
 
@@ -101,15 +108,19 @@ impl Operator for MoeExpand {
             let of_x = (rows.num_tokens * rows.hidden_size * rows.dtype.dtype().size()) as f64;
             // The backward has no use for x, nor for rows that are no slot's.
             let unused = if direction == Backward { of_x + rows.unread_bytes() } else { 0.0 };
-            let streaming = Benchmark::new(direction, name, of(rows), "hidden_size").streaming(&[], 1.0);
+            let streaming =
+                Benchmark::new(direction, name, of(rows), "hidden_size").streaming(&[], 1.0);
             Benchmark {
                 drawn,
                 bytes: streaming.bytes - unused,
-                amend: |c: &MoeExpandCase, tensors| c.rows.set_maps(tensors).expect("maps of a case that was checked"),
+                amend: |c: &MoeExpandCase, tensors| {
+                    c.rows.set_maps(tensors).expect("maps of a case that was checked")
+                },
                 ..streaming
             }
         };
-        let both = |rows: MoeRows| [Forward, Backward].map(|direction| benchmark(rows.clone(), direction));
+        let both =
+            |rows: MoeRows| [Forward, Backward].map(|direction| benchmark(rows.clone(), direction));
         MoeRows::benchmarks(environment).into_iter().flat_map(both).collect()
     }
 }

@@ -65,7 +65,9 @@ impl MoeMapCase {
     pub(crate) fn check_alignment(alignment: usize) -> Result<(), Refused> {
         match alignment {
             1..=launcher::MAX_ALIGNMENT => Ok(()),
-            other => refuse("alignment", format!("{other} must be 1 to {}", launcher::MAX_ALIGNMENT)),
+            other => {
+                refuse("alignment", format!("{other} must be 1 to {}", launcher::MAX_ALIGNMENT))
+            }
         }
     }
 
@@ -74,7 +76,8 @@ impl MoeMapCase {
     }
 
     pub(crate) fn num_positions(&self) -> usize {
-        launcher::positions(self.num_slots(), self.num_experts, self.alignment).saturating_add(self.spare_positions)
+        launcher::positions(self.num_slots(), self.num_experts, self.alignment)
+            .saturating_add(self.spare_positions)
     }
 }
 
@@ -121,15 +124,19 @@ impl Operator for MoeMap {
         let alignment = select(vec![1usize, 2, 8, 16, 64, 128, 37]);
         let experts = select(Experts::ALL.to_vec());
         (extent(tokens, 8), topk, num_experts, alignment, 0..40usize, experts, 0..1000u64)
-            .prop_map(|(num_tokens, topk, num_experts, alignment, spare_positions, experts, seed)| MoeMapCase {
-                num_tokens,
-                topk,
-                num_experts,
-                alignment,
-                spare_positions,
-                experts,
-                seed,
-            })
+            .prop_map(
+                |(num_tokens, topk, num_experts, alignment, spare_positions, experts, seed)| {
+                    MoeMapCase {
+                        num_tokens,
+                        topk,
+                        num_experts,
+                        alignment,
+                        spare_positions,
+                        experts,
+                        seed,
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -156,7 +163,11 @@ impl Operator for MoeMap {
         ];
         if profile == Profile::Full {
             let model = with(Experts::Distinct, plain(32_768, 6, 256, 128));
-            cases.extend([model, plain(50_000, 6, 384, 128), with(Experts::One, plain(60_000, 6, 384, 128))]);
+            cases.extend([
+                model,
+                plain(50_000, 6, 384, 128),
+                with(Experts::One, plain(60_000, 6, 384, 128)),
+            ]);
         }
         cases
     }
@@ -170,7 +181,11 @@ impl Operator for MoeMap {
         reference::forward(&t.named()?, c.num_experts, c.alignment, c.num_positions())
     }
 
-    fn workspaces(c: &MoeMapCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &MoeMapCase,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let bytes = launcher::workspace_bytes(c.num_slots(), c.num_experts);
         Ok(if bytes > 0 { vec![("workspace", bytes)] } else { Vec::new() })
     }
@@ -182,10 +197,17 @@ impl Operator for MoeMap {
     fn laws(c: &MoeMapCase, laws: &mut Laws<'_, Self>) {
         let experts = c.num_experts as i32;
         if laws.tensors().i32s("topk_indices").iter().any(|expert| !(0..experts).contains(expert)) {
-            let renamed = |expert: &mut i32| *expert = if (0..experts).contains(expert) { *expert } else { i32::MIN };
-            let change =
-                |v: &mut Variant<Self>| v.tensors.edit_i32s("topk_indices", |all| all.iter_mut().for_each(renamed));
-            laws.law("what names no expert may be any number", change, laws.all(Relation::Times(1.0)));
+            let renamed = |expert: &mut i32| {
+                *expert = if (0..experts).contains(expert) { *expert } else { i32::MIN }
+            };
+            let change = |v: &mut Variant<Self>| {
+                v.tensors.edit_i32s("topk_indices", |all| all.iter_mut().for_each(renamed))
+            };
+            laws.law(
+                "what names no expert may be any number",
+                change,
+                laws.all(Relation::Times(1.0)),
+            );
         }
         if c.alignment > 1 && c.num_tokens > 0 {
             let counts = [("counts", Relation::Times(1.0))];
@@ -198,11 +220,15 @@ impl Operator for MoeMap {
         let gpu = [(32_768, 256), (32_768, 384), (4096, 384), (128, 384), (1, 384)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(900, 64)] };
         let benchmark = |&(num_tokens, num_experts): &(usize, usize)| {
-            let case =
-                MoeMapCase { spare_positions: 0, experts: Experts::Distinct, ..plain(num_tokens, 6, num_experts, 128) };
+            let case = MoeMapCase {
+                spare_positions: 0,
+                experts: Experts::Distinct,
+                ..plain(num_tokens, 6, num_experts, 128)
+            };
             let name = format!("{num_tokens} tokens of {num_experts} experts");
             // A position follows from all tokens: the sample is all of them.
-            let benchmark = Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 0.0);
+            let benchmark =
+                Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 0.0);
             Benchmark { rows: num_tokens, ..benchmark }
         };
         shapes.iter().map(benchmark).collect()
@@ -213,7 +239,8 @@ impl MoeMapCase {
     /// The maps of its slots, by the oracle.
     pub(crate) fn maps(&self) -> OracleResult<Named> {
         let experts: Vec<f64> = draw_experts(self).into_iter().map(f64::from).collect();
-        let slots = Named::new().with("topk_indices", tensor(experts, &[self.num_tokens, self.topk])?);
+        let slots =
+            Named::new().with("topk_indices", tensor(experts, &[self.num_tokens, self.topk])?);
         reference::forward(&slots, self.num_experts, self.alignment, self.num_positions())
     }
 }
@@ -235,7 +262,9 @@ pub(crate) fn draw_experts(c: &MoeMapCase) -> Vec<i32> {
             Experts::Distinct => (of_token + (place as i32 * 7) % experts.max(8)) % experts,
             Experts::Repeated => drawn,
             Experts::Hostile if token % 5 == 3 => -1,
-            Experts::Hostile if draw.rng().random_ratio(1, 4) => bad[draw.rng().random_range(0..bad.len())],
+            Experts::Hostile if draw.rng().random_ratio(1, 4) => {
+                bad[draw.rng().random_range(0..bad.len())]
+            }
             Experts::Hostile => drawn,
             Experts::One => one,
             Experts::Skewed if draw.rng().random_ratio(1, 20) => drawn,

@@ -53,7 +53,9 @@ impl Operator for MoeReduce {
             if c.with_shared { spec } else { spec.of_any_size() }
         };
         let y = any_size(input("y", dtype, &c.rows.of_positions()).rows().drawn_as(c.rows.data));
-        let weights = input("topk_weights", DType::F32, &c.rows.of_slots()).rows().drawn(Distribution::Normal, 1.0);
+        let weights = input("topk_weights", DType::F32, &c.rows.of_slots())
+            .rows()
+            .drawn(Distribution::Normal, 1.0);
         let shared = input("shared", dtype, &c.rows.of_tokens()).rows().drawn_as(c.rows.data);
         let given = [y, any_size(weights).when(c.weighted), shared.when(c.with_shared)];
         let results = [
@@ -76,15 +78,24 @@ impl Operator for MoeReduce {
     }
 
     fn typical() -> Vec<MoeReduceCase> {
-        let bare = MoeReduceCase { weighted: false, with_shared: false, ..of(MoeRows::plain([5, 3, 4], 16)) };
+        let bare = MoeReduceCase {
+            weighted: false,
+            with_shared: false,
+            ..of(MoeRows::plain([5, 3, 4], 16))
+        };
         let single = MoeRows { dtype: Float::F32, ..MoeRows::plain([5, 2, 3], 9) };
-        vec![of(MoeRows::plain([6, 3, 4], 24)), MoeReduceCase { with_shared: false, ..of(single) }, bare]
+        vec![
+            of(MoeRows::plain([6, 3, 4], 24)),
+            MoeReduceCase { with_shared: false, ..of(single) },
+            bare,
+        ]
     }
 
     fn edge_cases(_: Profile) -> Vec<MoeReduceCase> {
         let bare = |rows: MoeRows| MoeReduceCase { weighted: false, ..of(rows) };
         let all = MoeRows::edge_cases().into_iter().map(of);
-        all.chain([bare(MoeRows::plain([4, 6, 5], 80)), bare(MoeRows::plain([4, 11, 5], 13))]).collect()
+        all.chain([bare(MoeRows::plain([4, 6, 5], 80)), bare(MoeRows::plain([4, 11, 5], 13))])
+            .collect()
     }
 
     fn amend(c: &MoeReduceCase, tensors: &mut Tensors) -> OracleResult<()> {
@@ -100,17 +111,28 @@ impl Operator for MoeReduce {
     }
 
     fn launch(_: &MoeReduceCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::launch(device, &v.without(&["dout", "dy", "dtopk_weights"]), false))
+        run.launch(|device| {
+            launcher::launch(device, &v.without(&["dout", "dy", "dtopk_weights"]), false)
+        })
     }
 
-    fn launch_backward(_: &MoeReduceCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        _: &MoeReduceCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::launch(device, &v.without(&["out"]), true))
     }
 
     fn laws(c: &MoeReduceCase, laws: &mut Laws<'_, Self>) {
         if !c.with_shared {
             let halved = [("out", 0.5), ("dy", 0.5), ("dtopk_weights", 1.0)];
-            laws.scale("a weight counts once", "topk_weights", 0.5, &halved[..if c.weighted { 3 } else { 2 }]);
+            laws.scale(
+                "a weight counts once",
+                "topk_weights",
+                0.5,
+                &halved[..if c.weighted { 3 } else { 2 }],
+            );
             let halved = [("out", 0.5), ("dy", 1.0), ("dtopk_weights", 0.5)];
             laws.scale("a row counts once", "y", 0.5, &halved[..if c.weighted { 3 } else { 2 }]);
         }
@@ -125,9 +147,18 @@ impl Operator for MoeReduce {
         let routed = file.floats("mid.routed_out", &rows)?.to_vec();
         let (num_tokens, hidden_size) = (file.extent("tokens")?, file.extent("hidden")?);
         let plain = MoeRows::plain([num_tokens, 1, 1], hidden_size);
-        let plain = MoeRows { alignment: 1, spare_positions: 0, experts: Experts::One, dtype: Float::F32, ..plain };
-        let golden = Golden::new(MoeReduceCase { weighted: false, ..of(plain) }).values("y", routed);
-        let golden = golden.stored(file, "shared", "mid.shared_out", &rows)?.stored(file, "dout", "gout.y", &rows)?;
+        let plain = MoeRows {
+            alignment: 1,
+            spare_positions: 0,
+            experts: Experts::One,
+            dtype: Float::F32,
+            ..plain
+        };
+        let golden =
+            Golden::new(MoeReduceCase { weighted: false, ..of(plain) }).values("y", routed);
+        let golden = golden
+            .stored(file, "shared", "mid.shared_out", &rows)?
+            .stored(file, "dout", "gout.y", &rows)?;
         Ok(vec![golden.expect(file, "out", "out.y", &rows)?.computed_in_f32()])
     }
 
@@ -140,11 +171,14 @@ impl Operator for MoeReduce {
             let with = |rows| MoeReduceCase { rows, weighted, with_shared: !weighted };
             let drawn = with(rows.shortened());
             let unread = rows.unread_bytes();
-            let streaming = Benchmark::new(direction, name, with(rows), "hidden_size").streaming(&[], 2.0);
+            let streaming =
+                Benchmark::new(direction, name, with(rows), "hidden_size").streaming(&[], 2.0);
             Benchmark {
                 drawn,
                 bytes: streaming.bytes - unread,
-                amend: |c: &MoeReduceCase, tensors| c.rows.set_maps(tensors).expect("maps of a case that was checked"),
+                amend: |c: &MoeReduceCase, tensors| {
+                    c.rows.set_maps(tensors).expect("maps of a case that was checked")
+                },
                 ..streaming
             }
         };

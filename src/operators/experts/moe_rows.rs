@@ -35,17 +35,40 @@ impl MoeRows {
     /// bf16, with slots and rows that are nobody's.
     pub(crate) fn plain([num_tokens, topk, num_experts]: [usize; 3], hidden_size: usize) -> Self {
         let (experts, dtype, data) = (Experts::Hostile, Float::Bf16, Data::normal(1.0));
-        Self { num_tokens, topk, num_experts, alignment: 4, spare_positions: 3, experts, hidden_size, dtype, data }
+        Self {
+            num_tokens,
+            topk,
+            num_experts,
+            alignment: 4,
+            spare_positions: 3,
+            experts,
+            hidden_size,
+            dtype,
+            data,
+        }
     }
 
     pub(crate) fn strategy(profile: Profile) -> BoxedStrategy<Self> {
         let [tokens, channels] = profile.of([[24usize, 600], [60, 1500], [300, 8000]]);
         let topk = prop_oneof![3 => Just(6usize), 2 => 1..=9usize, 1 => 1..=MAX_TOPK];
-        let extents = (extent(tokens, 4), topk, 1..=24usize, select(vec![1usize, 4, 8, 37]), 0..200usize);
+        let extents =
+            (extent(tokens, 4), topk, 1..=24usize, select(vec![1usize, 4, 8, 37]), 0..200usize);
         let channels = prop_oneof![2 => extent(channels, 128), 2 => 1..=80usize];
-        (extents, select(Experts::ALL.to_vec()), channels, Float::strategy(), Data::strategy(-20..=20))
+        (
+            extents,
+            select(Experts::ALL.to_vec()),
+            channels,
+            Float::strategy(),
+            Data::strategy(-20..=20),
+        )
             .prop_map(
-                |((num_tokens, topk, num_experts, alignment, spare_positions), experts, hidden_size, dtype, data)| {
+                |(
+                    (num_tokens, topk, num_experts, alignment, spare_positions),
+                    experts,
+                    hidden_size,
+                    dtype,
+                    data,
+                )| {
                     Self {
                         num_tokens,
                         topk,
@@ -82,7 +105,15 @@ impl MoeRows {
     /// The slots alone.
     fn map(&self) -> MoeMapCase {
         let Self { num_tokens, topk, num_experts, alignment, spare_positions, experts, .. } = *self;
-        MoeMapCase { num_tokens, topk, num_experts, alignment, spare_positions, experts, seed: self.data.seed }
+        MoeMapCase {
+            num_tokens,
+            topk,
+            num_experts,
+            alignment,
+            spare_positions,
+            experts,
+            seed: self.data.seed,
+        }
     }
 
     pub(crate) fn check(&self) -> Result<(), Refused> {
@@ -114,7 +145,12 @@ impl MoeRows {
 
     /// Sets the maps, and NaN in what nobody may read: the rows of `rows` that no slot has, the numbers of `slots` that belong to
     /// slots without a row. Hostile slots say in every way that they have none.
-    pub(crate) fn amend(&self, tensors: &mut Tensors, rows: &'static str, slots: &'static str) -> OracleResult<()> {
+    pub(crate) fn amend(
+        &self,
+        tensors: &mut Tensors,
+        rows: &'static str,
+        slots: &'static str,
+    ) -> OracleResult<()> {
         self.set_maps(tensors)?;
         let (tokens, positions) = (tensors.i32s("pos_to_token"), tensors.i32s("token_topk_to_pos"));
         let width = self.hidden_size.max(1);
@@ -141,7 +177,8 @@ impl MoeRows {
         let maps = self.map().maps()?;
         for name in ["token_topk_to_pos", "pos_to_token"] {
             let map = maps.tensor(name)?;
-            let numbers: Vec<i32> = elements(map)?.into_iter().map(|number| number as i32).collect();
+            let numbers: Vec<i32> =
+                elements(map)?.into_iter().map(|number| number as i32).collect();
             tensors.put(name, HostTensor::from_i32(map.dims(), &numbers));
         }
         Ok(())
@@ -162,7 +199,10 @@ impl MoeRows {
 
     /// What a benchmark is called.
     pub(crate) fn name(&self) -> String {
-        format!("{}x{} to {} of {} experts bf16", self.num_tokens, self.hidden_size, self.topk, self.num_experts)
+        format!(
+            "{}x{} to {} of {} experts bf16",
+            self.num_tokens, self.hidden_size, self.topk, self.num_experts
+        )
     }
 
     /// Bytes of the rows that no slot has where every slot has one, as a benchmark's do: nobody reads them.

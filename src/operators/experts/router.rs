@@ -97,7 +97,11 @@ fn plain(num_tokens: usize, num_experts: usize, topk: usize) -> RouterCase {
 }
 
 fn hashed(num_tokens: usize, num_experts: usize, topk: usize) -> RouterCase {
-    RouterCase { routing: Routing::HashedHostile, vocab_size: 29, ..plain(num_tokens, num_experts, topk) }
+    RouterCase {
+        routing: Routing::HashedHostile,
+        vocab_size: 29,
+        ..plain(num_tokens, num_experts, topk)
+    }
 }
 
 impl RouterCase {
@@ -153,10 +157,15 @@ impl Operator for Router {
 
     fn check(c: &RouterCase) -> Result<(), Refused> {
         if c.is_learned() && c.topk > c.num_experts {
-            return refuse("topk", format!("{} of {} experts: there are not so many", c.topk, c.num_experts));
+            return refuse(
+                "topk",
+                format!("{} of {} experts: there are not so many", c.topk, c.num_experts),
+            );
         }
         match (c.is_learned(), c.vocab_size) {
-            (true, 1..) => refuse("vocab_size", format!("{}: a learned router has no table", c.vocab_size)),
+            (true, 1..) => {
+                refuse("vocab_size", format!("{}: a learned router has no table", c.vocab_size))
+            }
             _ => Ok(()),
         }
     }
@@ -165,9 +174,21 @@ impl Operator for Router {
         let tokens = profile.of([24usize, 60, 300]);
         let experts = prop_oneof![3 => 1..=64usize, 2 => select(vec![256usize, 384]), 2 => 1..=launcher::MAX_EXPERTS];
         let topk = prop_oneof![2 => Just(6usize), 2 => 1..=8usize, 1 => 1..=launcher::MAX_TOPK];
-        let routing = select(vec![Routing::Learned, Routing::Learned, Routing::Hashed, Routing::HashedHostile]);
-        let logits = select(vec![Logits::Drawn, Logits::Drawn, Logits::Ties, Logits::Far, Logits::NotFinite]);
-        let bias = select(vec![Bias::Zero, Bias::Drawn, Bias::Negative, Bias::Last, Bias::NotFinite]);
+        let routing = select(vec![
+            Routing::Learned,
+            Routing::Learned,
+            Routing::Hashed,
+            Routing::HashedHostile,
+        ]);
+        let logits = select(vec![
+            Logits::Drawn,
+            Logits::Drawn,
+            Logits::Ties,
+            Logits::Far,
+            Logits::NotFinite,
+        ]);
+        let bias =
+            select(vec![Bias::Zero, Bias::Drawn, Bias::Negative, Bias::Last, Bias::NotFinite]);
         let scale = select(vec![1.0f32, 1.5, 2.5]);
         let extents = (extent(tokens, 4), experts, topk, 1..80usize);
         (extents, routing, any::<bool>(), logits, bias, scale, Data::strategy(-6..=6))
@@ -177,20 +198,41 @@ impl Operator for Router {
                 let topk = if learned { topk.min(num_experts) } else { topk };
                 let vocab_size = if learned { 0 } else { vocab_size };
                 let plain = plain(num_tokens, num_experts, topk);
-                RouterCase { routing, vocab_size, padding_tokens, logits, bias, route_scale, data, ..plain }
+                RouterCase {
+                    routing,
+                    vocab_size,
+                    padding_tokens,
+                    logits,
+                    bias,
+                    route_scale,
+                    data,
+                    ..plain
+                }
             })
             .boxed()
     }
 
     fn typical() -> Vec<RouterCase> {
-        vec![plain(7, 40, 6), RouterCase { padding_tokens: false, ..plain(5, 37, 3) }, hashed(8, 21, 4)]
+        vec![
+            plain(7, 40, 6),
+            RouterCase { padding_tokens: false, ..plain(5, 37, 3) },
+            hashed(8, 21, 4),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<RouterCase> {
         // More tokens than a block each takes, and so few.
-        let whole =
-            |num_experts, logits, bias| RouterCase { logits, bias, padding_tokens: false, ..plain(11, num_experts, 6) };
-        let few = |topk, num_experts, logits, bias| RouterCase { logits, bias, ..plain(5, num_experts, topk) };
+        let whole = |num_experts, logits, bias| RouterCase {
+            logits,
+            bias,
+            padding_tokens: false,
+            ..plain(11, num_experts, 6)
+        };
+        let few = |topk, num_experts, logits, bias| RouterCase {
+            logits,
+            bias,
+            ..plain(5, num_experts, topk)
+        };
         let mut cases = vec![
             plain(0, 16, 4),
             hashed(0, 16, 4),
@@ -219,7 +261,11 @@ impl Operator for Router {
             few(32, 512, Logits::Drawn, Bias::Drawn),
         ];
         let logits = [Logits::Ties, Logits::Far, Logits::NotFinite];
-        cases.extend(logits.map(|logits| RouterCase { logits, bias: Bias::Zero, ..plain(20, 24, 6) }));
+        cases.extend(logits.map(|logits| RouterCase {
+            logits,
+            bias: Bias::Zero,
+            ..plain(20, 24, 6)
+        }));
         cases.extend(logits.map(|logits| RouterCase { logits, ..hashed(20, 24, 6) }));
         cases.push(RouterCase { bias: Bias::NotFinite, ..plain(9, 30, 6) });
         if profile == Profile::Full {
@@ -239,15 +285,19 @@ impl Operator for Router {
             tensors.set("logits", &logits);
             logits = tensors.values("logits");
             let bias = tensors.values("bias");
-            let rows = logits.chunks_mut(c.num_experts).zip(&padding).filter(|(_, padding)| !**padding);
+            let rows =
+                logits.chunks_mut(c.num_experts).zip(&padding).filter(|(_, padding)| !**padding);
             rows.for_each(|(row, _)| make_clear(row, &bias, c.topk));
         } else {
             tensors.set_i32s("tid2eid", &draw_table(c));
             let ids = draw_ids(c, &padding);
             tensors.set_i32s("token_ids", &ids);
             hide_unused_upstreams(c, tensors);
-            padding =
-                ids.iter().map(|&id| usize::try_from(id).is_ok_and(|id| id < c.vocab_size)).map(|real| !real).collect();
+            padding = ids
+                .iter()
+                .map(|&id| usize::try_from(id).is_ok_and(|id| id < c.vocab_size))
+                .map(|real| !real)
+                .collect();
         }
         let rows = logits.chunks_mut(c.num_experts).zip(padding).filter(|(_, padding)| *padding);
         rows.for_each(|(row, _)| row.fill(f64::NAN));
@@ -256,18 +306,32 @@ impl Operator for Router {
     }
 
     fn forward(c: &RouterCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&t.named()?, c.topk, t.scalar("route_scale", c.route_scale.into()), rounding)
+        reference::forward(
+            &t.named()?,
+            c.topk,
+            t.scalar("route_scale", c.route_scale.into()),
+            rounding,
+        )
     }
 
     fn backward(c: &RouterCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::backward(&t.named()?, c.topk, t.scalar("route_scale", c.route_scale.into()), rounding)
+        reference::backward(
+            &t.named()?,
+            c.topk,
+            t.scalar("route_scale", c.route_scale.into()),
+            rounding,
+        )
     }
 
     fn launch(c: &RouterCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.route_scale))
     }
 
-    fn launch_backward(c: &RouterCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &RouterCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::backward(device, v, c.route_scale))
     }
 
@@ -276,20 +340,30 @@ impl Operator for Router {
         laws.separate("num_tokens", "tokens may be permuted");
         let unchanged = [("topk_indices", 1.0), ("topk_weights", 0.25), ("dlogits", 1.0)];
         let unchanged = unchanged.map(|(name, factor)| (name, Relation::Times(factor)));
-        laws.exchange("route_scale counts once", "dtopk_weights", "route_scale", |c| &mut c.route_scale, unchanged);
+        laws.exchange(
+            "route_scale counts once",
+            "dtopk_weights",
+            "route_scale",
+            |c| &mut c.route_scale,
+            unchanged,
+        );
     }
 
     /// Where a step of a logit changes no choice: ties, which powers of two have, cannot be stepped from. The weight of a single slot is constant.
     fn is_smooth(c: &RouterCase) -> bool {
         let no_ties = c.logits == Logits::Drawn && c.data.distribution != Distribution::PowersOfTwo;
         let choices_stay = !c.is_learned() || no_ties && c.bias != Bias::NotFinite;
-        choices_stay && c.topk > 1 && c.logits != Logits::NotFinite && c.num_tokens * c.num_experts <= 4096
+        choices_stay
+            && c.topk > 1
+            && c.logits != Logits::NotFinite
+            && c.num_tokens * c.num_experts <= 4096
     }
 
     /// Scores bend over a distance of 1 (below, they are powers), and a choice changes where the least score that is
     /// chosen and the largest that is not change places, whose derivatives are below a half.
     fn bends_over(c: &RouterCase, tensors: &Tensors, _: &str) -> Option<Vec<f64>> {
-        let (logits, bias) = (tensors.values("logits"), tensors.get("bias").map(|bias| bias.to_f64()));
+        let (logits, bias) =
+            (tensors.values("logits"), tensors.get("bias").map(|bias| bias.to_f64()));
         let distance = |row: &[f64]| match &bias {
             // A padding token's logits are NaN.
             Some(bias) if row.iter().all(|logit| logit.is_finite()) => {
@@ -297,7 +371,12 @@ impl Operator for Router {
             }
             _ => 1.0,
         };
-        Some(logits.chunks(c.num_experts).flat_map(|row| vec![distance(row); c.num_experts]).collect())
+        Some(
+            logits
+                .chunks(c.num_experts)
+                .flat_map(|row| vec![distance(row); c.num_experts])
+                .collect(),
+        )
     }
 
     /// Logits are those of the files, in f32; ids come in another order there, and weights with them.
@@ -325,7 +404,8 @@ impl Operator for Router {
         let order: Vec<usize> = (0..num_tokens).flat_map(order).collect();
         let upstream = |&slot: &usize| {
             let expert = usize::try_from(indices[slot]).ok().filter(|&expert| expert < num_experts);
-            let expert = expert.ok_or_else(|| format!("`out.indices`: there is no expert {}", indices[slot]))?;
+            let expert = expert
+                .ok_or_else(|| format!("`out.indices`: there is no expert {}", indices[slot]))?;
             Ok(dense[slot / topk * num_experts + expert])
         };
         let upstreams = order.iter().map(upstream).collect::<Result<Vec<f64>, String>>()?;
@@ -339,10 +419,16 @@ impl Operator for Router {
             let bias = file.floats("param.gate.e_score_correction_bias", &["experts"])?.to_vec();
             Golden::new(case).values("bias", bias)
         };
-        let golden =
-            golden.scalar("route_scale", route_scale).values("logits", logits).values("dtopk_weights", upstreams);
+        let golden = golden
+            .scalar("route_scale", route_scale)
+            .values("logits", logits)
+            .values("dtopk_weights", upstreams);
         let reordered = |weights: &[f64]| order.iter().map(|&slot| weights[slot]).collect();
-        Ok(vec![golden.expect_reordered(file, "topk_weights", "out.weights", &slots, &reordered)?.computed_in_f32()])
+        Ok(vec![
+            golden
+                .expect_reordered(file, "topk_weights", "out.weights", &slots, &reordered)?
+                .computed_in_f32(),
+        ])
     }
 
     /// The model's routers: of a prefill, of decode steps, and a hashed one.
@@ -361,25 +447,31 @@ impl Operator for Router {
         ];
         let small = [(Forward, 16, 64, false), (Forward, 16, 64, true), (Backward, 16, 64, false)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &small };
-        let benchmark = |&(direction, num_tokens, num_experts, from_table): &(_, usize, usize, bool)| {
-            let plain = RouterCase { padding_tokens: false, ..plain(num_tokens, num_experts, 6) };
-            let case = match from_table {
-                true => RouterCase { routing: Routing::Hashed, vocab_size: 129_280, ..plain },
-                false => plain,
+        let benchmark =
+            |&(direction, num_tokens, num_experts, from_table): &(_, usize, usize, bool)| {
+                let plain =
+                    RouterCase { padding_tokens: false, ..plain(num_tokens, num_experts, 6) };
+                let case = match from_table {
+                    true => RouterCase { routing: Routing::Hashed, vocab_size: 129_280, ..plain },
+                    false => plain,
+                };
+                let kind = if from_table { " hashed" } else { "" };
+                // Power, logarithm, root and four sums and products an expert. A table's router and the backward read six logits of a
+                // token, and the former six ids of the table.
+                let name = format!("6 of {num_experts}, {num_tokens} tokens{kind}");
+                let all_but_six =
+                    |of: usize, rows: usize| 4.0 * (of * rows) as f64 - (4 * 6 * num_tokens) as f64;
+                let unread = match (direction, from_table) {
+                    (Forward, false) => 0.0,
+                    (Backward, _) => all_but_six(num_experts, num_tokens),
+                    (Forward, true) => {
+                        all_but_six(num_experts, num_tokens) + all_but_six(6, case.vocab_size)
+                    }
+                };
+                let streaming = Benchmark::new(direction, name, case, "num_tokens")
+                    .streaming(&["topk_indices"], 7.0);
+                Benchmark { bytes: streaming.bytes - unread, ..streaming }
             };
-            let kind = if from_table { " hashed" } else { "" };
-            // Power, logarithm, root and four sums and products an expert. A table's router and the backward read six logits of a
-            // token, and the former six ids of the table.
-            let name = format!("6 of {num_experts}, {num_tokens} tokens{kind}");
-            let all_but_six = |of: usize, rows: usize| 4.0 * (of * rows) as f64 - (4 * 6 * num_tokens) as f64;
-            let unread = match (direction, from_table) {
-                (Forward, false) => 0.0,
-                (Backward, _) => all_but_six(num_experts, num_tokens),
-                (Forward, true) => all_but_six(num_experts, num_tokens) + all_but_six(6, case.vocab_size),
-            };
-            let streaming = Benchmark::new(direction, name, case, "num_tokens").streaming(&["topk_indices"], 7.0);
-            Benchmark { bytes: streaming.bytes - unread, ..streaming }
-        };
         shapes.iter().map(benchmark).collect()
     }
 }
@@ -396,7 +488,9 @@ fn draw_logits(c: &RouterCase, drawn: &[f64]) -> Vec<f64> {
             Logits::Far if token % 3 == 2 => draw.rng().random_range(-200.0..-100.0),
             Logits::Far => draw.rng().random_range(-200.0..-20.0),
             Logits::NotFinite if token % 5 == 4 => bad[token / 5 % 2 * 2],
-            Logits::NotFinite if draw.rng().random_ratio(1, 20) => bad[draw.rng().random_range(0..3)],
+            Logits::NotFinite if draw.rng().random_ratio(1, 20) => {
+                bad[draw.rng().random_range(0..3)]
+            }
             Logits::NotFinite => drawn,
         }
     };
@@ -407,7 +501,11 @@ fn draw_bias(c: &RouterCase) -> Vec<f64> {
     let mut draw = Draw::new(c.data.seed, "bias");
     let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
     let number = |expert: usize| {
-        let drawn = if c.logits == Logits::Ties { f64::from(draw.rng().random_range(0..2)) } else { draw.normal() };
+        let drawn = if c.logits == Logits::Ties {
+            f64::from(draw.rng().random_range(0..2))
+        } else {
+            draw.normal()
+        };
         match c.bias {
             Bias::Zero => 0.0,
             Bias::Drawn => drawn,
@@ -428,7 +526,11 @@ fn draw_table(c: &RouterCase) -> Vec<i32> {
     let hostile = [-1, experts, i32::MAX, i32::MIN, experts + 3];
     let entry = |at: usize| {
         let drawn = draw.rng().random_range(0..experts);
-        if c.routing == Routing::HashedHostile && at % 7 == 3 { hostile[at / 7 % hostile.len()] } else { drawn }
+        if c.routing == Routing::HashedHostile && at % 7 == 3 {
+            hostile[at / 7 % hostile.len()]
+        } else {
+            drawn
+        }
     };
     (0..c.vocab_size * c.topk).map(entry).collect()
 }
@@ -441,7 +543,9 @@ fn draw_ids(c: &RouterCase, padding: &[bool]) -> Vec<i32> {
     let id = |(token, &padding): (usize, &bool)| match (padding, c.vocab_size) {
         (true, _) => -1 - token as i32,
         (false, 0) => beyond[token % beyond.len()],
-        _ if c.routing == Routing::HashedHostile && token % 4 == 3 => beyond[token / 4 % beyond.len()],
+        _ if c.routing == Routing::HashedHostile && token % 4 == 3 => {
+            beyond[token / 4 % beyond.len()]
+        }
         _ => draw.rng().random_range(0..size),
     };
     padding.iter().enumerate().map(id).collect()
@@ -451,7 +555,8 @@ fn draw_ids(c: &RouterCase, padding: &[bool]) -> Vec<i32> {
 fn hide_unused_upstreams(c: &RouterCase, tensors: &mut Tensors) {
     let (table, ids) = (tensors.i32s("tid2eid"), tensors.i32s("token_ids"));
     let names_expert = |slot: usize| {
-        let row = usize::try_from(ids[slot / c.topk]).ok().and_then(|id| table.chunks(c.topk).nth(id));
+        let row =
+            usize::try_from(ids[slot / c.topk]).ok().and_then(|id| table.chunks(c.topk).nth(id));
         row.is_some_and(|row| (0..c.num_experts as i32).contains(&row[slot % c.topk]))
     };
     tensors.edit("dtopk_weights", |upstream| {
@@ -493,14 +598,15 @@ fn make_clear(logits: &mut [f64], bias: &[f64], topk: usize) {
         let (score, size) = biased(logits[a], bias[a]);
         others.iter().any(|&b| {
             let (other, other_size) = biased(logits[b], bias[b]);
-            let same = logits[a].to_bits() == logits[b].to_bits() && bias[a].to_bits() == bias[b].to_bits();
+            let same = logits[a].to_bits() == logits[b].to_bits()
+                && bias[a].to_bits() == bias[b].to_bits();
             let finite = score.is_finite() && other.is_finite();
             finite && !same && score - other <= RELATIVE * size.max(other_size)
         })
     });
     if unclear {
-        chosen
-            .iter()
-            .for_each(|&a| logits[a] = if logits[a].is_finite() { logits[a].max(0.0) + 3.0 } else { logits[a] });
+        chosen.iter().for_each(|&a| {
+            logits[a] = if logits[a].is_finite() { logits[a].max(0.0) + 3.0 } else { logits[a] }
+        });
     }
 }

@@ -30,7 +30,8 @@ pub struct SwigluCase {
 
 /// bf16, weighted, with padding rows.
 fn plain(num_rows: usize, width: usize) -> SwigluCase {
-    let (dtype, weighted, padding_rows, limit, data) = (Float::Bf16, true, true, 10.0, Data::normal(8.0));
+    let (dtype, weighted, padding_rows, limit, data) =
+        (Float::Bf16, true, true, 10.0, Data::normal(8.0));
     SwigluCase { num_rows, width, dtype, weighted, padding_rows, limit, data }
 }
 
@@ -84,14 +85,8 @@ impl Operator for Swiglu {
         let extents = matrix(profile.of([[12, 2100], [40, 5000], [600, 20000]]));
         let limit = prop::sample::select(vec![10.0f32, 1.0, 0.7]);
         (extents, Float::strategy(), any::<bool>(), any::<bool>(), limit, Data::strategy(-8..=8))
-            .prop_map(|([num_rows, width], dtype, weighted, padding_rows, limit, data)| SwigluCase {
-                num_rows,
-                width,
-                dtype,
-                weighted,
-                padding_rows,
-                limit,
-                data,
+            .prop_map(|([num_rows, width], dtype, weighted, padding_rows, limit, data)| {
+                SwigluCase { num_rows, width, dtype, weighted, padding_rows, limit, data }
             })
             .boxed()
     }
@@ -102,14 +97,21 @@ impl Operator for Swiglu {
 
     fn edge_cases(_: Profile) -> Vec<SwigluCase> {
         // One channel; one more than a warp takes in a step, by either kernel.
-        let extents = [(0, 64), (6, 1), (9, 33), (9, 264)].map(|(num_rows, width)| plain(num_rows, width));
+        let extents =
+            [(0, 64), (6, 1), (9, 33), (9, 264)].map(|(num_rows, width)| plain(num_rows, width));
         let unweighted = SwigluCase { weighted: false, ..plain(7, 2048) };
-        let bare = SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
+        let bare =
+            SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
         // Several blocks a row of few; rows of which each warp takes one, as of so many of a GPU.
         let f32 = SwigluCase { dtype: Float::F32, ..plain(23, 132) };
         // More rows than 132 multiprocessors have threads for each access of, with few channels: a GPU's kernels for many rows.
         let many = [plain(530, 8), plain(529, 3)];
-        [&extents[..], &[unweighted, bare, plain(3, 261), plain(22, 264), plain(21, 33), f32], &many].concat()
+        [
+            &extents[..],
+            &[unweighted, bare, plain(3, 261), plain(22, 264), plain(21, 33), f32],
+            &many,
+        ]
+        .concat()
     }
 
     fn forward(c: &SwigluCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
@@ -124,12 +126,21 @@ impl Operator for Swiglu {
         run.launch(|device| launcher::launch(device, v, c.limit, false))
     }
 
-    fn launch_backward(c: &SwigluCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &SwigluCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::launch(device, v, c.limit, true))
     }
 
     fn laws(_: &SwigluCase, laws: &mut Laws<'_, Self>) {
-        laws.scale("weight counts once", "weight", 0.5, &[("y", 0.5), ("dgate", 0.5), ("dup", 0.5), ("dweight", 1.0)]);
+        laws.scale(
+            "weight counts once",
+            "weight",
+            0.5,
+            &[("y", 0.5), ("dgate", 0.5), ("dup", 0.5), ("dweight", 1.0)],
+        );
         laws.scale_upstreams();
         laws.separate("num_rows", "rows may be permuted");
         laws.separate("width", "channels may be permuted");
@@ -151,11 +162,15 @@ impl Operator for Swiglu {
         let extents = if on_gpu(environment) { &[128, 4096, 65536][..] } else { &[16] };
         let benchmark = |num_rows, (direction, flops)| {
             let case = SwigluCase { padding_rows: false, ..plain(num_rows, 2048) };
-            Benchmark::new(direction, format!("{num_rows}x2048 bf16"), case, "num_rows").streaming(&[], flops)
+            Benchmark::new(direction, format!("{num_rows}x2048 bf16"), case, "num_rows")
+                .streaming(&[], flops)
         };
         // Three bounds, three operations of silu, two products; 18 in the backward.
         let both = [(Direction::Forward, 8.0), (Direction::Backward, 18.0)];
-        extents.iter().flat_map(|&num_rows| both.map(|direction| benchmark(num_rows, direction))).collect()
+        extents
+            .iter()
+            .flat_map(|&num_rows| both.map(|direction| benchmark(num_rows, direction)))
+            .collect()
     }
 }
 
@@ -168,12 +183,18 @@ pub(crate) fn routed_experts<C>(
     let (chosen, limit) = ("in.top_k_index", file.number("swiglu_limit")?);
     let gate_up = ("param.experts.gate_up_proj", ["gate_and_up", "hidden"]);
     let gate_up = golden::routed(file, "in.hidden", chosen, gate_up)?;
-    let dy = golden::routed_back(file, "gout.y", chosen, ("param.experts.down_proj", ["hidden", "width"]))?;
+    let dy = golden::routed_back(
+        file,
+        "gout.y",
+        chosen,
+        ("param.experts.down_proj", ["hidden", "width"]),
+    )?;
     let (width, topk) = (file.extent("width")?, ["..tokens", "topk"]);
     file.hold("gate_and_up", 2 * width, "two of param.experts.down_proj")?;
     let (gate, up): (Vec<_>, Vec<_>) = gate_up.iter().map(|row| row.split_at(width)).unzip();
     let golden = Golden::new(case(dy.len(), width, limit as f32)).scalar("limit", limit);
     let golden = golden.stored(file, "weight", "in.top_k_weights", &topk)?;
-    let golden = golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
+    let golden =
+        golden.values("gate", gate.concat()).values("up", up.concat()).values("dy", dy.concat());
     Ok(golden.expect(file, "dweight", "grad.in.top_k_weights", &topk)?.computed_in_f32())
 }

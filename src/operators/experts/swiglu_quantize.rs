@@ -7,7 +7,9 @@
 //! knows of neither, so that only cases with powers of two have one.
 
 use candle_core::{Device as Cpu, Tensor};
-use dsv4_kernels::experts::swiglu_quantize::{self as launcher, Group, Options, ScaleLayout, ScaleType};
+use dsv4_kernels::experts::swiglu_quantize::{
+    self as launcher, Group, Options, ScaleLayout, ScaleType,
+};
 use dsv4_reference::Format;
 use dsv4_reference::experts::swiglu_quantize as reference;
 use dsv4_reference::formats::quantize_fp8;
@@ -51,7 +53,8 @@ pub struct SwigluQuantizeCase {
 
 /// bf16, weighted, with padding rows.
 fn plain(num_rows: usize, width: usize, group: Group) -> SwigluQuantizeCase {
-    let (dtype, weighted, padding_rows, limit, data) = (Float::Bf16, true, true, 10.0, Data::normal(8.0));
+    let (dtype, weighted, padding_rows, limit, data) =
+        (Float::Bf16, true, true, 10.0, Data::normal(8.0));
     let (scale, layout, round_to_bf16) = (ScaleType::E8m0, ScaleLayout::Plain, false);
     SwigluQuantizeCase {
         num_rows,
@@ -80,7 +83,11 @@ impl SwigluQuantizeCase {
 
     fn stored(&self) -> quantize_fp8::Options {
         let group = quantize_fp8::Group::Row(self.group.columns());
-        quantize_fp8::Options { group, scale: scale_of_oracle(self.scale), layout: layout_of_oracle(self.layout) }
+        quantize_fp8::Options {
+            group,
+            scale: scale_of_oracle(self.scale),
+            layout: layout_of_oracle(self.layout),
+        }
     }
 
     /// Whether scales are powers of two.
@@ -119,12 +126,16 @@ impl Operator for SwigluQuantize {
 
     fn tensors(c: &SwigluQuantizeCase) -> Specs {
         let (dtype, limit, columns) = (c.dtype.dtype(), f64::from(c.limit), c.group.columns());
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(1, launcher::MAX_WIDTH)];
+        let rows = [
+            axis("num_rows", c.num_rows),
+            axis("width", c.width).multiples(1, launcher::MAX_WIDTH),
+        ];
         let groups = [rows[0], axis("num_groups", c.width.div_ceil(columns))];
         let (scale_dtype, scale_axes) = scale_axes(c.scales());
         let element = |name| input(name, dtype, &rows).rows().drawn_as(c.data).bends_over(1.0); // as silu does
         let powers = c.has_powers();
-        let grid = Grid::Scaled { format: Format::E4M3, block: [1, columns], scales: "group_scales" };
+        let grid =
+            Grid::Scaled { format: Format::E4M3, block: [1, columns], scales: "group_scales" };
         let tensors = [
             element("gate").clamped(f64::NEG_INFINITY, limit),
             element("up").clamped(-limit, limit),
@@ -136,7 +147,10 @@ impl Operator for SwigluQuantize {
             input("pos_to_token_topk", DType::I32, &rows[..1]).marks_padding().when(c.padding_rows),
             output("codes", DType::U8, &rows).rows().partly_undefined(true),
             output("scales", scale_dtype, &scale_axes).partly_undefined(true),
-            observed("decoded", DType::F32, &rows).on_grid(grid).pooled(Pooling::Group(columns)).when(powers),
+            observed("decoded", DType::F32, &rows)
+                .on_grid(grid)
+                .pooled(Pooling::Group(columns))
+                .when(powers),
             observed("quotients", DType::F32, &rows)
                 .on_grid(Grid::Float(Format::E4M3))
                 .pooled(Pooling::Group(columns))
@@ -174,13 +188,27 @@ impl Operator for SwigluQuantize {
                 let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
                 let layout = if tiles { ScaleLayout::Plain } else { layout };
                 let plain = plain(num_rows, width, group);
-                SwigluQuantizeCase { dtype, weighted, padding_rows, limit, scale, layout, round_to_bf16, data, ..plain }
+                SwigluQuantizeCase {
+                    dtype,
+                    weighted,
+                    padding_rows,
+                    limit,
+                    scale,
+                    layout,
+                    round_to_bf16,
+                    data,
+                    ..plain
+                }
             })
             .boxed()
     }
 
     fn typical() -> Vec<SwigluQuantizeCase> {
-        let fp32 = |case| SwigluQuantizeCase { scale: ScaleType::Fp32, layout: ScaleLayout::MnMajor, ..case };
+        let fp32 = |case| SwigluQuantizeCase {
+            scale: ScaleType::Fp32,
+            layout: ScaleLayout::MnMajor,
+            ..case
+        };
         vec![
             plain(5, 64, Group::Row32),
             fp32(SwigluQuantizeCase { dtype: Float::F32, ..plain(5, 137, Group::Row128) }),
@@ -214,11 +242,23 @@ impl Operator for SwigluQuantize {
         ]
     }
 
-    fn forward(c: &SwigluQuantizeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &SwigluQuantizeCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let (limit, scale) = (t.scalar("limit", c.limit.into()), scale_of_oracle(c.scale));
-        let named = reference::forward(&t.named()?, limit, c.group.columns(), scale, c.round_to_bf16, rounding)?;
+        let named = reference::forward(
+            &t.named()?,
+            limit,
+            c.group.columns(),
+            scale,
+            c.round_to_bf16,
+            rounding,
+        )?;
         let compared = if c.has_powers() { "decoded" } else { "quotients" };
-        let least = Tensor::ones((c.num_rows, c.scales().groups), candle_core::DType::F64, &Cpu::Cpu)?;
+        let least =
+            Tensor::ones((c.num_rows, c.scales().groups), candle_core::DType::F64, &Cpu::Cpu)?;
         let padding = Tensor::zeros(c.padding(), candle_core::DType::F64, &Cpu::Cpu)?;
         Ok(Named::new()
             .with(compared, named.tensor(compared)?.clone())
@@ -227,7 +267,11 @@ impl Operator for SwigluQuantize {
             .maybe("scale_padding", (c.layout != ScaleLayout::Plain).then_some(padding)))
     }
 
-    fn backward(c: &SwigluQuantizeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &SwigluQuantizeCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if !c.has_powers() {
             return Ok(Named::new());
         }
@@ -235,24 +279,45 @@ impl Operator for SwigluQuantize {
     }
 
     /// What codes and scales mean, of what kernels wrote: the oracle says it by itself.
-    fn observe(c: &SwigluQuantizeCase, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let (Some(codes), Some(scales)) = (written.get("codes"), written.get("scales")) else { return Vec::new() };
+    fn observe(
+        c: &SwigluQuantizeCase,
+        _: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
+        let (Some(codes), Some(scales)) = (written.get("codes"), written.get("scales")) else {
+            return Vec::new();
+        };
         read(c, codes, scales).unwrap_or_default()
     }
 
-    fn launch(c: &SwigluQuantizeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &SwigluQuantizeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let views = v.without(&["dy", "dgate", "dup", "dweight"]);
         run.launch(|device| launcher::forward(device, &views, c.limit, c.options()))
     }
 
-    fn launch_backward(c: &SwigluQuantizeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &SwigluQuantizeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let views = v.without(&["codes", "scales"]);
-        run.launch(|device| Ok(format!("backward {}", launcher::backward(device, &views, c.limit)?)))
+        run.launch(|device| {
+            Ok(format!("backward {}", launcher::backward(device, &views, c.limit)?))
+        })
     }
 
     fn laws(c: &SwigluQuantizeCase, laws: &mut Laws<'_, Self>) {
         if c.has_powers() {
-            laws.scale("weight counts once", "weight", 0.5, &[("dgate", 0.5), ("dup", 0.5), ("dweight", 1.0)]);
+            laws.scale(
+                "weight counts once",
+                "weight",
+                0.5,
+                &[("dgate", 0.5), ("dup", 0.5), ("dweight", 1.0)],
+            );
             laws.scale_upstreams();
         }
         laws.separate("num_rows", "rows may be permuted");
@@ -269,13 +334,24 @@ impl Operator for SwigluQuantize {
 
     /// The model's experts, and the shape that others are measured at.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
-        let mn = |scale, case| SwigluQuantizeCase { scale, layout: ScaleLayout::MnMajor, padding_rows: false, ..case };
+        let mn = |scale, case| SwigluQuantizeCase {
+            scale,
+            layout: ScaleLayout::MnMajor,
+            padding_rows: false,
+            ..case
+        };
         let extents = if on_gpu(environment) { &[1, 128, 4096, 24576][..] } else { &[16] };
         // As many rows as a large prefill of grouped_linear_swiglu has, which this and grouped_linear are in one.
         let of_experts: &[usize] = if on_gpu(environment) { &[196_608] } else { &[] };
         let forward = |&num_rows: &usize| {
             let cases = [
-                mn(ScaleType::Fp32, SwigluQuantizeCase { round_to_bf16: true, ..plain(num_rows, 2048, Group::Row128) }),
+                mn(
+                    ScaleType::Fp32,
+                    SwigluQuantizeCase {
+                        round_to_bf16: true,
+                        ..plain(num_rows, 2048, Group::Row128)
+                    },
+                ),
                 mn(ScaleType::E8m0, plain(num_rows, 2048, Group::Row32)),
             ];
             cases.map(|case| {
@@ -287,9 +363,15 @@ impl Operator for SwigluQuantize {
         };
         let backward = |&num_rows: &usize| {
             let case = mn(ScaleType::E8m0, plain(num_rows, 2048, Group::Row128));
-            Benchmark::new(Direction::Backward, format!("{num_rows}x2048 bf16"), case, "num_rows").streaming(&[], 18.0)
+            Benchmark::new(Direction::Backward, format!("{num_rows}x2048 bf16"), case, "num_rows")
+                .streaming(&[], 18.0)
         };
-        extents.iter().chain(of_experts).flat_map(forward).chain(extents.iter().map(backward)).collect()
+        extents
+            .iter()
+            .chain(of_experts)
+            .flat_map(forward)
+            .chain(extents.iter().map(backward))
+            .collect()
     }
 }
 
@@ -299,22 +381,28 @@ fn read(
     codes: &HostTensor,
     scales: &HostTensor,
 ) -> OracleResult<Vec<(&'static str, HostTensor)>> {
-    let tensor = |host: &HostTensor| Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu);
+    let tensor =
+        |host: &HostTensor| Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu);
     let stored = reference::stored(&tensor(codes)?, &tensor(scales)?, c.stored())?;
     let (width, columns) = (c.width, c.group.columns());
     let groups = [c.num_rows, c.scales().groups];
-    let numbers = |shape: &[usize], numbers: &[f64]| HostTensor::from_f64(DType::F32, shape, numbers);
+    let numbers =
+        |shape: &[usize], numbers: &[f64]| HostTensor::from_f64(DType::F32, shape, numbers);
     let mut observed = Vec::new();
     if c.has_powers() {
         let scale = |at: usize| stored.scales[at / width * groups[1] + at % width / columns];
-        let decoded: Vec<f64> = stored.values.iter().enumerate().map(|(at, value)| value * scale(at)).collect();
+        let decoded: Vec<f64> =
+            stored.values.iter().enumerate().map(|(at, value)| value * scale(at)).collect();
         observed.push(("decoded", numbers(&codes.shape, &decoded)));
     } else {
         observed.push(("quotients", numbers(&codes.shape, &stored.values)));
         observed.push(("group_scales", numbers(&groups, &stored.scales)));
     }
     let least = stored.least.iter().map(|&least| least.into()).collect();
-    observed.push(("scale_is_least", HostTensor { dtype: DType::U8, shape: groups.to_vec(), bytes: least }));
+    observed.push((
+        "scale_is_least",
+        HostTensor { dtype: DType::U8, shape: groups.to_vec(), bytes: least },
+    ));
     if c.layout != ScaleLayout::Plain {
         observed.push(("scale_padding", numbers(&[c.padding()], &padding_of(c, scales))));
     }

@@ -5,7 +5,9 @@
 
 use std::rc::Rc;
 
-use dsv4_kernels::formats::gate_up_interleave::{self as launcher, GRANULE, MAX_ROW_BYTES, MAX_ROWS};
+use dsv4_kernels::formats::gate_up_interleave::{
+    self as launcher, GRANULE, MAX_ROW_BYTES, MAX_ROWS,
+};
 use dsv4_reference::formats::gate_up_interleave as reference;
 use rand::Rng;
 
@@ -76,10 +78,14 @@ impl Operator for GateUpInterleave {
 
     fn tensors(c: &GateUpInterleaveCase) -> Specs {
         let rows = axis("num_rows", c.num_rows).multiples(2 * GRANULE, MAX_ROWS);
-        let axes =
-            [axis("num_experts", c.num_experts), rows, axis("row_bytes", c.row_bytes).multiples(1, MAX_ROW_BYTES)];
+        let axes = [
+            axis("num_experts", c.num_experts),
+            rows,
+            axis("row_bytes", c.row_bytes).multiples(1, MAX_ROW_BYTES),
+        ];
         let exact = |spec: TensorSpec| spec.exact().rows();
-        let (given, written) = (input(c.given(), DType::U8, &axes), output(c.written(), DType::U8, &axes));
+        let (given, written) =
+            (input(c.given(), DType::U8, &axes), output(c.written(), DType::U8, &axes));
         Specs::new(c.seed, [exact(given), exact(written)])
     }
 
@@ -94,13 +100,20 @@ impl Operator for GateUpInterleave {
     }
 
     fn typical() -> Vec<GateUpInterleaveCase> {
-        [[3, 48, 32], [2, 48, 7]].into_iter().flat_map(|extents| [false, true].map(|i| plain(extents, i))).collect()
+        [[3, 48, 32], [2, 48, 7]]
+            .into_iter()
+            .flat_map(|extents| [false, true].map(|i| plain(extents, i)))
+            .collect()
     }
 
     fn edge_cases(_: Profile) -> Vec<GateUpInterleaveCase> {
         // No expert; one byte; one group of eight; a piece more than a block takes, of 16 bytes and of single ones.
-        let extents = [[0, 16, 16], [1, 16, 1], [3, 16, 16], [2, 176, 48], [1, 48, 33], [5, 32, 224]];
-        extents.into_iter().flat_map(|extents| [false, true].map(|inverse| plain(extents, inverse))).collect()
+        let extents =
+            [[0, 16, 16], [1, 16, 1], [3, 16, 16], [2, 176, 48], [1, 48, 33], [5, 32, 224]];
+        extents
+            .into_iter()
+            .flat_map(|extents| [false, true].map(|inverse| plain(extents, inverse)))
+            .collect()
     }
 
     fn amend(c: &GateUpInterleaveCase, tensors: &mut Tensors) -> OracleResult<()> {
@@ -115,7 +128,11 @@ impl Operator for GateUpInterleave {
         if c.inverse { reference::separate(&named) } else { reference::interleave(&named) }
     }
 
-    fn launch(c: &GateUpInterleaveCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &GateUpInterleaveCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::launch(device, v, c.inverse))
     }
 
@@ -126,10 +143,13 @@ impl Operator for GateUpInterleave {
         }
         // Other bytes in one row are other bytes in one row of what is written, and nowhere else.
         let (expert, row) = (c.num_experts / 2, c.num_rows / 2);
-        let (changed, written) = (expert * c.num_rows + row, expert * c.num_rows + c.written_row(row));
+        let (changed, written) =
+            (expert * c.num_rows + row, expert * c.num_rows + c.written_row(row));
         let change = |v: &mut Variant<Self>| {
             let bytes = v.tensors.bytes_mut(c.given()).unwrap_or_default();
-            bytes[changed * c.row_bytes..(changed + 1) * c.row_bytes].iter_mut().for_each(|byte| *byte ^= 0x55);
+            bytes[changed * c.row_bytes..(changed + 1) * c.row_bytes]
+                .iter_mut()
+                .for_each(|byte| *byte ^= 0x55);
         };
         let others = Relation::EqualRows(Rc::new(move |row| row != written));
         laws.law("a row goes to one row", change, [(c.written(), others)]);
@@ -142,7 +162,10 @@ impl Operator for GateUpInterleave {
         let benchmark = |&extents: &[usize; 3]| {
             [false, true].map(|inverse| {
                 let [num_experts, num_rows, row_bytes] = extents;
-                let name = format!("{num_experts}x{num_rows}x{row_bytes}{}", if inverse { " inverse" } else { "" });
+                let name = format!(
+                    "{num_experts}x{num_rows}x{row_bytes}{}",
+                    if inverse { " inverse" } else { "" }
+                );
                 let case = plain(extents, inverse);
                 Benchmark::new(Direction::Forward, name, case, "num_experts").streaming(&[], 0.0)
             })

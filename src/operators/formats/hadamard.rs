@@ -71,7 +71,12 @@ impl Operator for Hadamard {
     fn strategy(profile: Profile) -> BoxedStrategy<HadamardCase> {
         let num_rows = extent(profile.of([60, 300, 4000]), 16);
         (num_rows, Float::strategy(), select(Stored::ALL.to_vec()), Data::strategy(-40..=40))
-            .prop_map(|(num_rows, dtype, stored, data)| HadamardCase { num_rows, dtype, stored, data })
+            .prop_map(|(num_rows, dtype, stored, data)| HadamardCase {
+                num_rows,
+                dtype,
+                stored,
+                data,
+            })
             .boxed()
     }
 
@@ -85,17 +90,23 @@ impl Operator for Hadamard {
 
     fn edge_cases(profile: Profile) -> Vec<HadamardCase> {
         // A block takes 32 rows, and so does a turn of a block of hadamard_codes; a warp of the others takes 8.
-        let rows = [0, 1, 32, 33, 70].into_iter().flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
-        let mut cases: Vec<_> = rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
+        let rows = [0, 1, 32, 33, 70]
+            .into_iter()
+            .flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
+        let mut cases: Vec<_> =
+            rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));
         // Behind a turn of tiles on five multiprocessors of twelve blocks of hadamard_codes: groups of 8 rows, the last of one row;
         // tiles for some of the blocks, the last of eight rows. Behind two turns: groups of which some blocks have two.
         let turn = 5 * 12 * 32;
         for num_rows in [turn + 65, turn + 1000, 2 * turn + 700] {
-            cases.extend([Stored::E2m1, Stored::E4m3].map(|stored| plain(num_rows, Float::Bf16, stored)));
+            cases.extend(
+                [Stored::E2m1, Stored::E4m3].map(|stored| plain(num_rows, Float::Bf16, stored)),
+            );
         }
         // Around the floors of the scales, and where they are as large as they get.
-        for (stored, exponent) in [(Stored::E2m1, -125), (Stored::E2m1, -128), (Stored::E4m3, -13), (Stored::E4m3, 120)]
+        for (stored, exponent) in
+            [(Stored::E2m1, -125), (Stored::E2m1, -128), (Stored::E4m3, -13), (Stored::E4m3, 120)]
         {
             let data = Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) };
             cases.push(HadamardCase { data, ..plain(33, Float::Bf16, stored) });
@@ -118,7 +129,11 @@ impl Operator for Hadamard {
         run.launch(|device| launcher::launch(device, v, c.stored, false))
     }
 
-    fn launch_backward(c: &HadamardCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &HadamardCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::launch(device, v, c.stored, true))
     }
 
@@ -134,7 +149,8 @@ impl Operator for Hadamard {
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let num_rows = if on_gpu(environment) { 4096 * 64 } else { 64 };
         let benchmark = |stored: Stored| {
-            let name = format!("{num_rows}x128 bf16 to {}", ["bf16", "e2m1", "e4m3"][stored as usize]);
+            let name =
+                format!("{num_rows}x128 bf16 to {}", ["bf16", "e2m1", "e4m3"][stored as usize]);
             // Seven steps and a product.
             let case = plain(num_rows, Float::Bf16, stored);
             Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 8.0)

@@ -3,7 +3,9 @@
 //! Every rounding is to nearest and part of the definition: every code, every scale and every number that is decoded
 //! must be the oracle's.
 
-use dsv4_kernels::formats::quantize_fp8::{self as launcher, Group, Options, ScaleLayout, ScaleType};
+use dsv4_kernels::formats::quantize_fp8::{
+    self as launcher, Group, Options, ScaleLayout, ScaleType,
+};
 use dsv4_reference::formats::quantize_fp8 as reference;
 use dsv4_reference::quantize::{self, floor_of};
 use dsv4_reference::{Format, formats::scale_layout};
@@ -52,8 +54,19 @@ pub struct QuantizeFp8Case {
 }
 
 fn plain(task: Task, num_rows: usize, width: usize, group: Group) -> QuantizeFp8Case {
-    let (scale, layout, contents, data) = (ScaleType::E8m0, ScaleLayout::Plain, Contents::Drawn, Data::normal(1.0));
-    QuantizeFp8Case { task, num_rows, width, dtype: Float::Bf16, group, scale, layout, contents, data }
+    let (scale, layout, contents, data) =
+        (ScaleType::E8m0, ScaleLayout::Plain, Contents::Drawn, Data::normal(1.0));
+    QuantizeFp8Case {
+        task,
+        num_rows,
+        width,
+        dtype: Float::Bf16,
+        group,
+        scale,
+        layout,
+        contents,
+        data,
+    }
 }
 
 /// The oracle's name of what a scale is.
@@ -96,7 +109,11 @@ impl QuantizeFp8Case {
             Group::Row128 => reference::Group::Row(128),
             Group::Square128 => reference::Group::Square,
         };
-        reference::Options { group, scale: scale_of_oracle(self.scale), layout: layout_of_oracle(self.layout) }
+        reference::Options {
+            group,
+            scale: scale_of_oracle(self.scale),
+            layout: layout_of_oracle(self.layout),
+        }
     }
 
     fn quantizes(&self) -> bool {
@@ -132,10 +149,16 @@ impl Operator for QuantizeFp8 {
     };
 
     fn tensors(c: &QuantizeFp8Case) -> Specs {
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(1, launcher::MAX_WIDTH)];
+        let rows = [
+            axis("num_rows", c.num_rows),
+            axis("width", c.width).multiples(1, launcher::MAX_WIDTH),
+        ];
         let (dtype, axes) = scale_axes(c.options().scales(c.num_rows, c.width));
-        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("codes", DType::U8, &rows).rows();
-        let scales = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
+        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| {
+            spec("codes", DType::U8, &rows).rows()
+        };
+        let scales =
+            |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
         let x = input("x", c.dtype.dtype(), &rows).rows().drawn_as(c.data).of_any_size();
         let y = output("y", c.dtype.dtype(), &rows).rows().exact();
         let tensors = if c.quantizes() {
@@ -173,20 +196,41 @@ impl Operator for QuantizeFp8 {
         (task, extents, format, contents, Data::strategy(-40..=40))
             .prop_map(|(task, [num_rows, width], (dtype, group, scale, layout), contents, data)| {
                 let tiles = layout == ScaleLayout::Blocked && scale != ScaleType::E8m0;
-                let layout = if tiles || group == Group::Square128 { ScaleLayout::Plain } else { layout };
-                QuantizeFp8Case { task, num_rows, width, dtype, group, scale, layout, contents, data }
+                let layout =
+                    if tiles || group == Group::Square128 { ScaleLayout::Plain } else { layout };
+                QuantizeFp8Case {
+                    task,
+                    num_rows,
+                    width,
+                    dtype,
+                    group,
+                    scale,
+                    layout,
+                    contents,
+                    data,
+                }
             })
             .boxed()
     }
 
     fn typical() -> Vec<QuantizeFp8Case> {
-        let fp32 = |case| QuantizeFp8Case { scale: ScaleType::Fp32, layout: ScaleLayout::MnMajor, ..case };
+        let fp32 =
+            |case| QuantizeFp8Case { scale: ScaleType::Fp32, layout: ScaleLayout::MnMajor, ..case };
         vec![
             plain(Task::Quantize, 5, 256, Group::Row128),
-            fp32(QuantizeFp8Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 203, Group::Row64) }),
+            fp32(QuantizeFp8Case {
+                dtype: Float::F32,
+                ..plain(Task::Quantize, 5, 203, Group::Row64)
+            }),
             plain(Task::Quantize, 130, 144, Group::Square128),
-            QuantizeFp8Case { layout: ScaleLayout::MnMajor, ..plain(Task::Dequantize, 5, 320, Group::Row64) },
-            QuantizeFp8Case { scale: ScaleType::Fp32, ..plain(Task::Dequantize, 130, 144, Group::Square128) },
+            QuantizeFp8Case {
+                layout: ScaleLayout::MnMajor,
+                ..plain(Task::Dequantize, 5, 320, Group::Row64)
+            },
+            QuantizeFp8Case {
+                scale: ScaleType::Fp32,
+                ..plain(Task::Dequantize, 130, 144, Group::Square128)
+            },
         ]
     }
 
@@ -241,7 +285,10 @@ impl Operator for QuantizeFp8 {
         let mut draw = Draw::new(c.data.seed, "codes");
         let every = c.contents == Contents::EveryNumber;
         let codes = tensors.bytes_mut("codes").unwrap_or_default();
-        codes.iter_mut().enumerate().for_each(|(i, code)| *code = if every { i as u8 } else { draw.rng().random() });
+        codes
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, code)| *code = if every { i as u8 } else { draw.rng().random() });
         draw_scales(c, every, &mut draw, tensors);
         Ok(())
     }
@@ -265,7 +312,8 @@ impl Operator for QuantizeFp8 {
         }
         let x = if c.quantizes() { laws.tensors().values("x") } else { Vec::new() };
         let smallest = x.iter().map(|x| x.abs()).fold(f64::INFINITY, f64::min);
-        let within = smallest >= floor_of(Format::E4M3) && x.iter().all(|x| x.abs() < 2f64.powi(100));
+        let within =
+            smallest >= floor_of(Format::E4M3) && x.iter().all(|x| x.abs() < 2f64.powi(100));
         if !x.is_empty() && within {
             let name = "a power of two moves the scales alone";
             let same = [("codes", Relation::Times(1.0))];
@@ -281,7 +329,8 @@ impl Operator for QuantizeFp8 {
         let fp32 = |case| QuantizeFp8Case { scale: ScaleType::Fp32, ..case };
         let (mn, row, square) = (ScaleLayout::MnMajor, Group::Row128, Group::Square128);
         let gpu = || {
-            let sizes = [(1, 7168), (128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
+            let sizes =
+                [(1, 7168), (128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
             let rows = sizes.into_iter().flat_map(|(rows, width)| {
                 [
                     fp32(in_layout(mn, plain(Quantize, rows, width, row))),
@@ -298,14 +347,20 @@ impl Operator for QuantizeFp8 {
             rows.chain(others).collect()
         };
         let small = || {
-            vec![plain(Quantize, 128, 256, row), plain(Quantize, 512, 128, square), plain(Dequantize, 128, 256, row)]
+            vec![
+                plain(Quantize, 128, 256, row),
+                plain(Quantize, 512, 128, square),
+                plain(Dequantize, 128, 256, row),
+            ]
         };
         let benchmark = |case: QuantizeFp8Case| {
             let QuantizeFp8Case { task, num_rows, width, group, scale, layout, .. } = &case;
             let [high, long] = group.extents();
-            let name = format!("{task:?} {num_rows}x{width} {high}x{long} {scale:?} {layout:?}").to_lowercase();
+            let name = format!("{task:?} {num_rows}x{width} {high}x{long} {scale:?} {layout:?}")
+                .to_lowercase();
             // A magnitude, a maximum, a product and a rounding.
-            let benchmark = Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 4.0);
+            let benchmark =
+                Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 4.0);
             if high == 1 {
                 return benchmark;
             }
@@ -339,12 +394,16 @@ fn draw_scales(c: &QuantizeFp8Case, every: bool, draw: &mut Draw, tensors: &mut 
             (ScaleType::Fp32, _) => draw.rng().random_range(1.0..2.0) * 2f64.powi(power),
         }
     };
-    let numbers: Vec<_> = (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
+    let numbers: Vec<_> =
+        (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
     // What pads them is NaN: nobody may read it.
     let placed = c.of_oracle().scales(c.num_rows, c.width).arranged(&numbers).into_iter();
     if scales.bytes {
         let bytes = tensors.bytes_mut("scales").unwrap_or_default();
-        bytes.iter_mut().zip(placed).for_each(|(byte, scale)| *byte = scale.map_or(255, |scale| scale as u8));
+        bytes
+            .iter_mut()
+            .zip(placed)
+            .for_each(|(byte, scale)| *byte = scale.map_or(255, |scale| scale as u8));
     } else {
         tensors.set("scales", &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<_>>());
     }

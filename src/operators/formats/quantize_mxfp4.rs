@@ -50,7 +50,14 @@ impl QuantizeMxfp4Case {
 
     fn groups(&self) -> Groups {
         let (contents, stored, seed) = (self.contents, format_of(self.dtype), self.data.seed);
-        Groups { contents, format: Format::E2M1, stored, scale: ScaleType::E8m0, group: GROUP, seed }
+        Groups {
+            contents,
+            format: Format::E2M1,
+            stored,
+            scale: ScaleType::E8m0,
+            group: GROUP,
+            seed,
+        }
     }
 }
 
@@ -73,11 +80,17 @@ impl Operator for QuantizeMxfp4 {
     };
 
     fn tensors(c: &QuantizeMxfp4Case) -> Specs {
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(2, launcher::MAX_WIDTH)];
+        let rows = [
+            axis("num_rows", c.num_rows),
+            axis("width", c.width).multiples(2, launcher::MAX_WIDTH),
+        ];
         let bytes = [rows[0], axis("code_bytes", c.width / 2)];
         let (dtype, axes) = scale_axes(launcher::scales(c.layout, c.num_rows, c.width));
-        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("codes", DType::U8, &bytes).rows();
-        let scales = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
+        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| {
+            spec("codes", DType::U8, &bytes).rows()
+        };
+        let scales =
+            |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
         let x = input("x", c.dtype.dtype(), &rows).rows().drawn_as(c.data).of_any_size();
         let y = output("y", c.dtype.dtype(), &rows).rows().exact();
         let tensors = if c.quantizes() {
@@ -116,7 +129,10 @@ impl Operator for QuantizeMxfp4 {
         let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
         vec![
             in_layout(ScaleLayout::Blocked, plain(Task::Quantize, 5, 192)),
-            in_layout(ScaleLayout::MnMajor, QuantizeMxfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) }),
+            in_layout(
+                ScaleLayout::MnMajor,
+                QuantizeMxfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) },
+            ),
             plain(Task::Dequantize, 5, 160),
         ]
     }
@@ -150,7 +166,10 @@ impl Operator for QuantizeMxfp4 {
             cases.push(holding(contents, f32s(plain(Quantize, 9, 330))));
         }
         if profile == Profile::Full {
-            cases.extend([plain(Quantize, 1000, 4096), in_layout(tiles, plain(Dequantize, 1000, 4096))]);
+            cases.extend([
+                plain(Quantize, 1000, 4096),
+                in_layout(tiles, plain(Dequantize, 1000, 4096)),
+            ]);
         }
         cases
     }
@@ -175,7 +194,11 @@ impl Operator for QuantizeMxfp4 {
         reference::dequantize(&t.named()?, layout, format_of(c.dtype))
     }
 
-    fn launch(c: &QuantizeMxfp4Case, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &QuantizeMxfp4Case,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let launch = if c.quantizes() { launcher::quantize } else { launcher::dequantize };
         run.launch(|device| launch(device, v, c.layout))
     }
@@ -187,7 +210,10 @@ impl Operator for QuantizeMxfp4 {
         }
         let x = if c.quantizes() { laws.tensors().values("x") } else { Vec::new() };
         let smallest = x.iter().map(|x| x.abs()).fold(f64::INFINITY, f64::min);
-        if !x.is_empty() && smallest >= floor_of(Format::E2M1) && x.iter().all(|x| x.abs() < 2f64.powi(100)) {
+        if !x.is_empty()
+            && smallest >= floor_of(Format::E2M1)
+            && x.iter().all(|x| x.abs() < 2f64.powi(100))
+        {
             let same = [("codes", Relation::Times(1.0))];
             laws.law("a power of two moves the scales alone", |v| v.tensors.scale("x", 4.0), same);
         }
@@ -198,8 +224,10 @@ impl Operator for QuantizeMxfp4 {
         use Task::{Dequantize, Quantize};
         let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
         let cases = if on_gpu(environment) {
-            let sizes = [(1, 7168), (128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
-            let mut cases: Vec<_> = sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
+            let sizes =
+                [(1, 7168), (128, 7168), (4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
+            let mut cases: Vec<_> =
+                sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
             cases.push(in_layout(ScaleLayout::Blocked, plain(Quantize, 32768, 4096)));
             cases.push(plain(Dequantize, 32768, 4096));
             cases
@@ -224,7 +252,8 @@ fn draw_scales(c: &QuantizeMxfp4Case, every: bool, draw: &mut Draw, tensors: &mu
         let drawn = (127 + exponent + draw.rng().random_range(-6..=6)).clamp(0, 254) as u8;
         if every { at as u8 } else { drawn }
     };
-    let numbers: Vec<_> = (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
+    let numbers: Vec<_> =
+        (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
     let placed = scales.arranged(&numbers);
     let bytes = tensors.bytes_mut("scales").unwrap_or_default();
     bytes.iter_mut().zip(placed).for_each(|(byte, scale)| *byte = scale.unwrap_or(255));

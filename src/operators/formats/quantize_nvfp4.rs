@@ -55,7 +55,16 @@ pub struct QuantizeNvfp4Case {
 fn plain(task: Task, num_rows: usize, width: usize) -> QuantizeNvfp4Case {
     let (layout, contents, data) = (ScaleLayout::Plain, Contents::Drawn, Data::normal(1.0));
     // A little above that of a few thousand normal numbers.
-    QuantizeNvfp4Case { task, num_rows, width, dtype: Float::Bf16, layout, contents, global_scale: 0.002, data }
+    QuantizeNvfp4Case {
+        task,
+        num_rows,
+        width,
+        dtype: Float::Bf16,
+        layout,
+        contents,
+        global_scale: 0.002,
+        data,
+    }
 }
 
 impl QuantizeNvfp4Case {
@@ -65,7 +74,14 @@ impl QuantizeNvfp4Case {
 
     fn groups(&self) -> Groups {
         let (contents, stored, seed) = (self.contents, format_of(self.dtype), self.data.seed);
-        Groups { contents, format: Format::E2M1, stored, scale: ScaleType::E8m0, group: GROUP, seed }
+        Groups {
+            contents,
+            format: Format::E2M1,
+            stored,
+            scale: ScaleType::E8m0,
+            group: GROUP,
+            seed,
+        }
     }
 }
 
@@ -91,20 +107,36 @@ impl Operator for QuantizeNvfp4 {
     };
 
     fn tensors(c: &QuantizeNvfp4Case) -> Specs {
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(2, launcher::MAX_WIDTH)];
+        let rows = [
+            axis("num_rows", c.num_rows),
+            axis("width", c.width).multiples(2, launcher::MAX_WIDTH),
+        ];
         let bytes = [rows[0], axis("code_bytes", c.width / 2)];
         let (dtype, axes) = scale_axes(launcher::scales(c.layout, c.num_rows, c.width));
-        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("codes", DType::U8, &bytes).rows();
-        let scales = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
+        let codes = |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| {
+            spec("codes", DType::U8, &bytes).rows()
+        };
+        let scales =
+            |spec: fn(&'static str, DType, &[Axis]) -> TensorSpec| spec("scales", dtype, &axes);
         let x = input("x", c.dtype.dtype(), &rows).rows().drawn_as(c.data).of_any_size();
         let y = output("y", c.dtype.dtype(), &rows).rows().exact();
         let one = [axis("one", 1)];
         let tensors = match c.task {
             Task::GlobalScale => vec![x, output("global_scale", DType::F32, &one).exact()],
             Task::Quantize => {
-                vec![x, input("global_scale", DType::F32, &one).exact(), codes(output).exact(), scales(output).exact()]
+                vec![
+                    x,
+                    input("global_scale", DType::F32, &one).exact(),
+                    codes(output).exact(),
+                    scales(output).exact(),
+                ]
             }
-            Task::Dequantize => vec![codes(input), scales(input), input("global_scale", DType::F32, &one).exact(), y],
+            Task::Dequantize => vec![
+                codes(input),
+                scales(input),
+                input("global_scale", DType::F32, &one).exact(),
+                y,
+            ],
         };
         Specs::new(c.data.seed, tensors).positive("global_scale", c.global_scale)
     }
@@ -128,12 +160,28 @@ impl Operator for QuantizeNvfp4 {
             3 => Just(Task::Quantize), 1 => Just(Task::Dequantize), 1 => Just(Task::GlobalScale)
         ];
         let global_scale = prop_oneof![3 => -3..=3i32, 1 => -14..=14i32];
-        (task, extents, Float::strategy(), layout, (contents, global_scale), Data::strategy(-40..=40))
+        (
+            task,
+            extents,
+            Float::strategy(),
+            layout,
+            (contents, global_scale),
+            Data::strategy(-40..=40),
+        )
             .prop_map(|(task, [num_rows, width], dtype, layout, (contents, power), data)| {
                 let width = width.next_multiple_of(2);
                 // Around that of a few thousand numbers, and far from it.
                 let global_scale = (0.0017 * data.magnitude * 2f64.powi(power)) as f32;
-                QuantizeNvfp4Case { task, num_rows, width, dtype, layout, contents, global_scale, data }
+                QuantizeNvfp4Case {
+                    task,
+                    num_rows,
+                    width,
+                    dtype,
+                    layout,
+                    contents,
+                    global_scale,
+                    data,
+                }
             })
             .boxed()
     }
@@ -142,7 +190,10 @@ impl Operator for QuantizeNvfp4 {
         let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
         vec![
             in_layout(ScaleLayout::Blocked, plain(Task::Quantize, 5, 192)),
-            in_layout(ScaleLayout::MnMajor, QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) }),
+            in_layout(
+                ScaleLayout::MnMajor,
+                QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) },
+            ),
             plain(Task::Dequantize, 5, 160),
             plain(Task::GlobalScale, 5, 160),
             QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::GlobalScale, 3, 90) },
@@ -186,7 +237,10 @@ impl Operator for QuantizeNvfp4 {
             scaled(1e-44, plain(Quantize, 5, 256)),
             scaled(3e38, plain(Quantize, 5, 256)),
             // Quotients that overflow.
-            QuantizeNvfp4Case { data: Data::normal(1e37), ..scaled(1e-23, plain(Quantize, 5, 256)) },
+            QuantizeNvfp4Case {
+                data: Data::normal(1e37),
+                ..scaled(1e-23, plain(Quantize, 5, 256))
+            },
             // More blocks than the largest are found by.
             plain(GlobalScale, 8200, 2),
             holding(Contents::NotFinite, plain(GlobalScale, 9, 512)),
@@ -198,7 +252,10 @@ impl Operator for QuantizeNvfp4 {
         }
         cases.push(scaled(0.37, holding(Contents::Ties, f32s(plain(Quantize, 9, 512)))));
         if profile == Profile::Full {
-            cases.extend([plain(Quantize, 1000, 4096), in_layout(tiles, plain(Dequantize, 1000, 4096))]);
+            cases.extend([
+                plain(Quantize, 1000, 4096),
+                in_layout(tiles, plain(Dequantize, 1000, 4096)),
+            ]);
             cases.push(plain(GlobalScale, 3000, 7168));
         }
         cases
@@ -231,14 +288,24 @@ impl Operator for QuantizeNvfp4 {
         }
     }
 
-    fn workspaces(c: &QuantizeNvfp4Case, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &QuantizeNvfp4Case,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let needed = c.task == Task::GlobalScale;
         Ok(needed.then_some(("workspace", launcher::WORKSPACE_BYTES)).into_iter().collect())
     }
 
-    fn launch(c: &QuantizeNvfp4Case, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &QuantizeNvfp4Case,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         match c.task {
-            Task::GlobalScale => run.launch(|device| Ok(launcher::global_scale(device, v)?.to_vec())),
+            Task::GlobalScale => {
+                run.launch(|device| Ok(launcher::global_scale(device, v)?.to_vec()))
+            }
             Task::Quantize => run.launch(|device| launcher::quantize(device, v, c.layout)),
             Task::Dequantize => run.launch(|device| launcher::dequantize(device, v, c.layout)),
         }
@@ -262,7 +329,11 @@ impl Operator for QuantizeNvfp4 {
                 v.tensors.scale("x", 4.0);
                 v.tensors.scale("global_scale", 4.0);
             };
-            laws.alike("a power of two moves the scale of the tensor alone", Relation::Times(1.0), scale_both);
+            laws.alike(
+                "a power of two moves the scale of the tensor alone",
+                Relation::Times(1.0),
+                scale_both,
+            );
         }
     }
 
@@ -272,7 +343,8 @@ impl Operator for QuantizeNvfp4 {
         let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
         let cases = if on_gpu(environment) {
             let sizes = [(1, 7168), (128, 7168), (4096, 7168), (32768, 4096), (32768, 7168)];
-            let mut cases: Vec<_> = sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
+            let mut cases: Vec<_> =
+                sizes.map(|(rows, width)| plain(Quantize, rows, width)).to_vec();
             cases.push(in_layout(ScaleLayout::Blocked, plain(Quantize, 32768, 4096)));
             cases.push(plain(Dequantize, 32768, 4096));
             cases
@@ -296,10 +368,13 @@ fn set_ties_of_both_levels(c: &QuantizeNvfp4Case, tensors: &mut Tensors) {
     for group in x.chunks_mut(c.width.max(1)).flat_map(|row| row.chunks_mut(GROUP)) {
         let amax = group.iter().fold(0.0f64, |amax, x| amax.max(x.abs()));
         let power = scale_of(group, Format::E2M1, ScaleType::E8m0);
-        let of_group = Format::E4M3.nearest(f64::from(amax as f32 / 6.0 / c.global_scale).min(Format::E4M3.largest));
+        let of_group = Format::E4M3
+            .nearest(f64::from(amax as f32 / 6.0 / c.global_scale).min(Format::E4M3.largest));
         let divisor = of_group as f32 * c.global_scale;
         if divisor.is_normal() {
-            group.iter_mut().for_each(|x| *x = Format::F32.nearest(*x / power * f64::from(divisor)));
+            group
+                .iter_mut()
+                .for_each(|x| *x = Format::F32.nearest(*x / power * f64::from(divisor)));
         }
     }
     tensors.set("x", &x);
@@ -313,7 +388,8 @@ fn draw_scales(c: &QuantizeNvfp4Case, every: bool, draw: &mut Draw, tensors: &mu
         // Each scale for the two groups that hold each code.
         if every { (at / 2) as u8 } else { drawn }
     };
-    let numbers: Vec<_> = (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
+    let numbers: Vec<_> =
+        (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
     let placed = scales.arranged(&numbers);
     let bytes = tensors.bytes_mut("scales").unwrap_or_default();
     bytes.iter_mut().zip(placed).for_each(|(byte, scale)| *byte = scale.unwrap_or(255));

@@ -46,7 +46,12 @@ impl Operator for ScaleSwizzle {
         family: Family::Formats,
         summary: "rows of byte scales to tiles of 128 rows by 4 groups, and back",
         specification: &["inference 5.7"],
-        paths: &["scale_swizzle_vector", "scale_swizzle_scalar", "scale_unswizzle_vector", "scale_unswizzle_scalar"],
+        paths: &[
+            "scale_swizzle_vector",
+            "scale_swizzle_scalar",
+            "scale_unswizzle_vector",
+            "scale_unswizzle_scalar",
+        ],
         modules: launcher::modules,
         cases: [16, 40, 80],
     };
@@ -54,10 +59,17 @@ impl Operator for ScaleSwizzle {
     fn tensors(c: &ScaleSwizzleCase) -> Specs {
         let groups = axis("num_groups", c.num_groups).multiples(1, launcher::MAX_GROUPS);
         let [row_tiles, group_tiles] = launcher::tiles(c.num_rows, c.num_groups);
-        let tiles =
-            [axis("row_tiles", row_tiles), axis("group_tiles", group_tiles), axis("tile_bytes", launcher::TILE_BYTES)];
+        let tiles = [
+            axis("row_tiles", row_tiles),
+            axis("group_tiles", group_tiles),
+            axis("tile_bytes", launcher::TILE_BYTES),
+        ];
         let side = |name, axes: &[Axis], written: bool| -> TensorSpec {
-            if written { output(name, DType::U8, axes).exact() } else { input(name, DType::U8, axes).exact() }
+            if written {
+                output(name, DType::U8, axes).exact()
+            } else {
+                input(name, DType::U8, axes).exact()
+            }
         };
         let scales = side("scales", &[axis("num_rows", c.num_rows), groups], c.inverse).rows();
         let tiles = side("tiles", &tiles, !c.inverse).aligned_rows();
@@ -67,7 +79,12 @@ impl Operator for ScaleSwizzle {
     fn strategy(profile: Profile) -> BoxedStrategy<ScaleSwizzleCase> {
         let [rows, groups] = profile.of([[300, 90], [900, 300], [5000, 500]]);
         (extent(rows, 128), extent(groups, 16), any::<bool>(), 0..1000u64)
-            .prop_map(|(num_rows, num_groups, inverse, seed)| ScaleSwizzleCase { num_rows, num_groups, inverse, seed })
+            .prop_map(|(num_rows, num_groups, inverse, seed)| ScaleSwizzleCase {
+                num_rows,
+                num_groups,
+                inverse,
+                seed,
+            })
             .boxed()
     }
 
@@ -78,8 +95,18 @@ impl Operator for ScaleSwizzle {
     fn edge_cases(_: Profile) -> Vec<ScaleSwizzleCase> {
         // One scale; a row more than a warp takes of a quarter, than a quarter and than a tile; a group more than a tile, than a
         // lane takes and than a warp; a lane and a warp whose last whole tile is the last that there is.
-        let extents =
-            [(0, 3), (1, 1), (17, 4), (33, 5), (2, 20), (128, 16), (129, 17), (257, 35), (129, 48), (145, 64)];
+        let extents = [
+            (0, 3),
+            (1, 1),
+            (17, 4),
+            (33, 5),
+            (2, 20),
+            (128, 16),
+            (129, 17),
+            (257, 35),
+            (129, 48),
+            (145, 64),
+        ];
         extents
             .into_iter()
             .flat_map(|(rows, groups)| [false, true].map(|inverse| plain(rows, groups, inverse)))
@@ -89,14 +116,19 @@ impl Operator for ScaleSwizzle {
     fn amend(c: &ScaleSwizzleCase, tensors: &mut Tensors) -> OracleResult<()> {
         let mut draw = Draw::new(c.seed, "bytes");
         // What pads tiles is not 0 here: nobody may read it.
-        let bytes = tensors.bytes_mut(if c.inverse { "tiles" } else { "scales" }).unwrap_or_default();
+        let bytes =
+            tensors.bytes_mut(if c.inverse { "tiles" } else { "scales" }).unwrap_or_default();
         bytes.iter_mut().for_each(|byte| *byte = draw.rng().random());
         Ok(())
     }
 
     fn forward(c: &ScaleSwizzleCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
         let named = t.named()?;
-        if c.inverse { reference::unswizzle(&named, c.num_rows, c.num_groups) } else { reference::swizzle(&named) }
+        if c.inverse {
+            reference::unswizzle(&named, c.num_rows, c.num_groups)
+        } else {
+            reference::swizzle(&named)
+        }
     }
 
     fn launch(c: &ScaleSwizzleCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
@@ -148,7 +180,12 @@ impl Operator for ScaleSwizzle {
 
 /// Puts the sampled rows into tiles of their own.
 fn keep_rows(whole: &Whole<'_, ScaleSwizzle>, c: &mut ScaleSwizzleCase, tensors: &mut Tensors) {
-    let all = Scales { layout: ScaleLayout::Blocked, bytes: true, rows: whole.case.num_rows, groups: c.num_groups };
+    let all = Scales {
+        layout: ScaleLayout::Blocked,
+        bytes: true,
+        rows: whole.case.num_rows,
+        groups: c.num_groups,
+    };
     let few = Scales { rows: c.num_rows, ..all };
     let stored = &tensors.tensor("tiles").bytes;
     let row = |&row: &usize| (0..all.groups).map(move |group| stored[all.place(row, group)]);

@@ -66,10 +66,14 @@ impl Operator for LmHead {
     fn tensors(c: &LmHeadCase) -> Specs {
         let rows = axis("num_rows", c.num_rows);
         let tokens = if c.rows == Rows::All { rows } else { axis("num_tokens", c.num_tokens) };
-        let (vocabulary, hidden) = (axis("vocab_size", c.vocab_size), axis("hidden_size", c.hidden_size).not_empty());
+        let (vocabulary, hidden) =
+            (axis("vocab_size", c.vocab_size), axis("hidden_size", c.hidden_size).not_empty());
         let tensors = [
             input("hidden", DType::Bf16, &[tokens, hidden]).rows().drawn_as(c.data).of_any_size(),
-            input("weight", DType::Bf16, &[vocabulary, hidden]).rows().drawn_as(c.data).of_any_size(),
+            input("weight", DType::Bf16, &[vocabulary, hidden])
+                .rows()
+                .drawn_as(c.data)
+                .of_any_size(),
             input("rows", DType::I32, &[rows]).when(c.rows != Rows::All),
             output("logits", DType::F32, &[rows, vocabulary]).rows(),
         ];
@@ -78,16 +82,27 @@ impl Operator for LmHead {
 
     fn check(c: &LmHeadCase) -> Result<(), Refused> {
         if c.rows == Rows::All && c.num_tokens != c.num_rows {
-            return refuse("num_tokens", format!("{} of {} rows: all are sampled", c.num_tokens, c.num_rows));
+            return refuse(
+                "num_tokens",
+                format!("{} of {} rows: all are sampled", c.num_tokens, c.num_rows),
+            );
         }
         Ok(())
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<LmHeadCase> {
-        let [rows, vocabulary, hidden] = profile.of([[20usize, 150, 200], [150, 200, 300], [300, 1000, 1500]]);
+        let [rows, vocabulary, hidden] =
+            profile.of([[20usize, 150, 200], [150, 200, 300], [300, 1000, 1500]]);
         let hidden = prop_oneof![1 => (1..=hidden).boxed(), 2 => (1..=hidden / 8).prop_map(|n| 8 * n).boxed()];
         let which = select(vec![Rows::All, Rows::Listed, Rows::Hostile]);
-        (extent(rows, 4), extent(rows, 4), extent(vocabulary, 16), hidden, which, Data::strategy(-10..=10))
+        (
+            extent(rows, 4),
+            extent(rows, 4),
+            extent(vocabulary, 16),
+            hidden,
+            which,
+            Data::strategy(-10..=10),
+        )
             .prop_map(|(num_tokens, num_rows, vocab_size, hidden_size, rows, data)| {
                 let num_tokens = if rows == Rows::All { num_rows } else { num_tokens };
                 LmHeadCase { num_tokens, num_rows, vocab_size, hidden_size, rows, data }
@@ -114,7 +129,11 @@ impl Operator for LmHead {
             listed(40, 20, 9, 33),
         ];
         if profile == Profile::Full {
-            cases.extend([listed(300, 128, 4096, 7168), all(4, 129_280, 512), all(700, 2000, 4096)]);
+            cases.extend([
+                listed(300, 128, 4096, 7168),
+                all(4, 129_280, 512),
+                all(700, 2000, 4096),
+            ]);
         }
         cases
     }
@@ -144,16 +163,22 @@ impl Operator for LmHead {
     /// The model's heads: for a decode step of some sequences, and for a prefill whose tokens are all asked for.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(1, 4096), (1, 7168), (16, 7168), (128, 4096), (128, 7168), (4096, 7168)];
-        let (shapes, vocab_size) = if on_gpu(environment) { (&gpu[..], 129_280) } else { (&[(20, 72)][..], 140) };
+        let (shapes, vocab_size) =
+            if on_gpu(environment) { (&gpu[..], 129_280) } else { (&[(20, 72)][..], 140) };
         let benchmark = |&(num_rows, hidden_size): &(usize, usize)| {
             let case = all(num_rows, vocab_size, hidden_size);
             let name = format!("{num_rows}x{vocab_size}x{hidden_size} bf16");
-            let benchmark = Benchmark::new(Direction::Forward, name, case, "vocab_size").streaming(&[], 0.0);
+            let benchmark =
+                Benchmark::new(Direction::Forward, name, case, "vocab_size").streaming(&[], 0.0);
             let benchmark = benchmark.also_sampled_along("num_rows", SAMPLED_ROWS, spread);
             let benchmark = Benchmark { sampled: sample_tokens, ..benchmark };
             let flops = 2.0 * (num_rows * vocab_size * hidden_size) as f64;
             // The weights' bytes are what limits few rows.
-            if num_rows > 128 { benchmark.computing(flops) } else { Benchmark { flops, ..benchmark } }
+            if num_rows > 128 {
+                benchmark.computing(flops)
+            } else {
+                Benchmark { flops, ..benchmark }
+            }
         };
         shapes.iter().map(benchmark).collect()
     }

@@ -17,7 +17,9 @@ pub(crate) fn shift(tensors: &mut Tensors, shift: f64, softmax_scale: f32, head_
         return;
     }
     let size = (shift.abs() / f64::from(softmax_scale)).sqrt();
-    let set = |value: f64| move |rows: &mut [f64]| rows.iter_mut().step_by(head_dim).for_each(|first| *first = value);
+    let set = |value: f64| {
+        move |rows: &mut [f64]| rows.iter_mut().step_by(head_dim).for_each(|first| *first = value)
+    };
     tensors.edit("q", set(size * shift.signum()));
     tensors.edit("k", set(size));
 }

@@ -106,7 +106,15 @@ pub struct SamplerCase {
 
 fn plain(num_rows: usize, vocab_size: usize, filters: Filters) -> SamplerCase {
     let (logits, temperature, words) = (Logits::Drawn, Temperature::One, Words::Drawn);
-    SamplerCase { num_rows, vocab_size, logits, temperature, filters, words, data: Data::normal(3.0) }
+    SamplerCase {
+        num_rows,
+        vocab_size,
+        logits,
+        temperature,
+        filters,
+        words,
+        data: Data::normal(3.0),
+    }
 }
 
 impl SamplerCase {
@@ -148,10 +156,16 @@ impl Operator for Sampler {
 
     fn check(c: &SamplerCase) -> Result<(), Refused> {
         if c.logits == Logits::Close && c.vocab_size < CLOSE_IDS {
-            return refuse("vocab_size", format!("{}: scores of {CLOSE_IDS} ids are made close", c.vocab_size));
+            return refuse(
+                "vocab_size",
+                format!("{}: scores of {CLOSE_IDS} ids are made close", c.vocab_size),
+            );
         }
         if c.words != Words::Drawn && c.vocab_size < EXTREME_IDS {
-            return refuse("vocab_size", format!("{}: words that are not drawn need {EXTREME_IDS} ids", c.vocab_size));
+            return refuse(
+                "vocab_size",
+                format!("{}: words that are not drawn need {EXTREME_IDS} ids", c.vocab_size),
+            );
         }
         Ok(())
     }
@@ -174,7 +188,15 @@ impl Operator for Sampler {
         ]);
         let temperature = select(vec![Temperature::Zero, Temperature::One, Temperature::Mixed]);
         let words = select(vec![Words::Drawn, Words::Drawn, Words::Extreme, Words::Faint]);
-        (extent(rows, 4), extent(columns, 64), filters, logits, temperature, words, Data::strategy(-6..=6))
+        (
+            extent(rows, 4),
+            extent(columns, 64),
+            filters,
+            logits,
+            temperature,
+            words,
+            Data::strategy(-6..=6),
+        )
             .prop_map(|(num_rows, vocab_size, filters, logits, temperature, words, data)| {
                 let words = if vocab_size >= EXTREME_IDS { words } else { Words::Drawn };
                 let logits = if vocab_size >= CLOSE_IDS { logits } else { Logits::Drawn };
@@ -193,8 +215,10 @@ impl Operator for Sampler {
             ..plain(num_rows, vocab_size, filters)
         };
         let extreme = |filters| SamplerCase { words: Words::Extreme, ..plain(6, 44, filters) };
-        let faint =
-            |num_rows, vocab_size, filters| SamplerCase { words: Words::Faint, ..plain(num_rows, vocab_size, filters) };
+        let faint = |num_rows, vocab_size, filters| SamplerCase {
+            words: Words::Faint,
+            ..plain(num_rows, vocab_size, filters)
+        };
         let of = |logits, filters| SamplerCase { logits, ..plain(5, 41, filters) };
         let last_is_largest = |num_rows, vocab_size| SamplerCase {
             logits: Logits::Rising,
@@ -251,7 +275,11 @@ impl Operator for Sampler {
             // More large logits than one warp has room to collect.
             SamplerCase { logits: Logits::Crowded, ..plain(2, 60_000, Filters::TopP) },
             // The order ends among a few ids that are larger than any that a kernel may have looked at first.
-            SamplerCase { logits: Logits::Few, data: Data::normal(3.0), ..plain(10, 30_000, Filters::UsualTopP) },
+            SamplerCase {
+                logits: Logits::Few,
+                data: Data::normal(3.0),
+                ..plain(10, 30_000, Filters::UsualTopP)
+            },
             // The best score of some rows is far below 0.
             SamplerCase { logits: Logits::Rising, ..mixed(9, 300, Filters::Absent) },
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
@@ -261,12 +289,21 @@ impl Operator for Sampler {
             SamplerCase { logits: Logits::NotANumber, ..plain(20, 2000, Filters::UsualTopP) },
             // A temperature at which logits of 100 leave nothing of a score but what rounds to a whole number: of equal ones the
             // lowest id wins, whoever comes first.
-            SamplerCase { logits: Logits::Equal, data: Data::normal(100.0), ..mixed(36, 300, Filters::UsualTopP) },
+            SamplerCase {
+                logits: Logits::Equal,
+                data: Data::normal(100.0),
+                ..mixed(36, 300, Filters::UsualTopP)
+            },
             // The same of a row that is raced, tile after tile.
-            SamplerCase { logits: Logits::Equal, data: Data::normal(100.0), ..mixed(18, 9000, Filters::Absent) },
+            SamplerCase {
+                logits: Logits::Equal,
+                data: Data::normal(100.0),
+                ..mixed(18, 9000, Filters::Absent)
+            },
             plain(2, 20_000, Filters::Absent),
         ];
-        let logits = [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];
+        let logits =
+            [Logits::Ties, Logits::Equal, Logits::OneHot, Logits::Rising, Logits::NotFinite];
         cases.extend(logits.map(|logits| of(logits, Filters::All)));
         cases.push(of(Logits::NotFinite, Filters::Absent));
         if profile == Profile::Full {
@@ -292,9 +329,15 @@ impl Operator for Sampler {
             let logits = &logits[row * c.vocab_size..][..c.vocab_size];
             make_clear(&reference::ranked(logits, temperatures[row]).1, limits);
         }
-        tensors.edit_i32s("top_k", |all| all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.top_k as i32));
-        tensors.edit("top_p", |all| all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.top_p));
-        tensors.edit("min_p", |all| all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.min_p));
+        tensors.edit_i32s("top_k", |all| {
+            all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.top_k as i32)
+        });
+        tensors.edit("top_p", |all| {
+            all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.top_p)
+        });
+        tensors.edit("min_p", |all| {
+            all.iter_mut().zip(&limits).for_each(|(to, from)| *to = from.min_p)
+        });
         Ok(())
     }
 
@@ -319,8 +362,9 @@ impl Operator for Sampler {
         }
         let equal = laws.all(Relation::Times(1.0));
         if c.temperature != Temperature::Mixed {
-            let twice =
-                |v: &mut Variant<Self>| ["logits", "temperature"].iter().for_each(|name| v.tensors.scale(name, 2.0));
+            let twice = |v: &mut Variant<Self>| {
+                ["logits", "temperature"].iter().for_each(|name| v.tensors.scale(name, 2.0))
+            };
             laws.law("logits are divided by the temperature", twice, equal.clone());
         }
         if c.vocab_size + UNREACHABLE <= launcher::MAX_VOCAB_SIZE {
@@ -343,14 +387,25 @@ impl Operator for Sampler {
             ("no filter", 1, Filters::Absent, One),
             ("argmax", 128, Filters::Absent, Zero),
         ];
-        let (shapes, vocab_size) = if on_gpu(environment) { (&gpu[..], 129_280) } else { (&gpu[..1], 3000) };
-        let benchmark = |&(kind, num_rows, filters, temperature): &(&str, usize, Filters, Temperature)| {
-            let num_rows = if on_gpu(environment) { num_rows } else { 4 };
-            let case = SamplerCase { temperature, data: Data::normal(4.0), ..plain(num_rows, vocab_size, filters) };
-            // A difference, a product, a power and a sum of each logit.
-            Benchmark::new(Direction::Forward, format!("{kind}, {num_rows} rows of {vocab_size}"), case, "num_rows")
+        let (shapes, vocab_size) =
+            if on_gpu(environment) { (&gpu[..], 129_280) } else { (&gpu[..1], 3000) };
+        let benchmark =
+            |&(kind, num_rows, filters, temperature): &(&str, usize, Filters, Temperature)| {
+                let num_rows = if on_gpu(environment) { num_rows } else { 4 };
+                let case = SamplerCase {
+                    temperature,
+                    data: Data::normal(4.0),
+                    ..plain(num_rows, vocab_size, filters)
+                };
+                // A difference, a product, a power and a sum of each logit.
+                Benchmark::new(
+                    Direction::Forward,
+                    format!("{kind}, {num_rows} rows of {vocab_size}"),
+                    case,
+                    "num_rows",
+                )
                 .streaming(&[], 4.0)
-        };
+            };
         shapes.iter().map(benchmark).collect()
     }
 }
@@ -368,7 +423,8 @@ fn add_unreachable_ids(v: &mut Variant<Sampler>) {
     let longer = |row: &[f64]| [row, &[f64::NEG_INFINITY; UNREACHABLE]].concat();
     let longer: Vec<f64> = logits.chunks(width).flat_map(longer).collect();
     v.case.vocab_size = width + UNREACHABLE;
-    v.tensors.put("logits", HostTensor::from_f64(DType::F32, &[rows, width + UNREACHABLE], &longer));
+    v.tensors
+        .put("logits", HostTensor::from_f64(DType::F32, &[rows, width + UNREACHABLE], &longer));
 }
 
 /// Seeds whose word of this id, at step 0, is 0 or has all bits set.
@@ -392,8 +448,10 @@ fn make_close(row: usize, seed: u64, step: u64, logits: &mut [f64]) {
         let v = f64::from(reference::uniform(reference::word(seed, step, id)));
         (-(-v).ln_1p()).ln()
     };
-    let (second, ahead) =
-        (1 + row % (CLOSE_IDS - 1), if (row / (CLOSE_IDS - 1)).is_multiple_of(2) { 1.0 } else { -1.0 });
+    let (second, ahead) = (
+        1 + row % (CLOSE_IDS - 1),
+        if (row / (CLOSE_IDS - 1)).is_multiple_of(2) { 1.0 } else { -1.0 },
+    );
     let first = logits[0];
     let close = first - time(0) + time(second) - ahead * CLOSE * std::f64::consts::LN_2;
     logits.fill(first.min(close) - 60.0);
@@ -458,14 +516,16 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64], seeds: &[f64], steps: &[f64]) -> 
         if c.logits == Logits::Few {
             let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             (0..3).for_each(|few| {
-                logits[draw.rng().random_range(0..c.vocab_size)] = largest + 5.0 + f64::from(few) / 4.0
+                logits[draw.rng().random_range(0..c.vocab_size)] =
+                    largest + 5.0 + f64::from(few) / 4.0
             });
         }
         let largest = logits.iter().copied().filter(|logit| logit.is_finite()).fold(0.0, f64::max);
         match c.words {
             Words::Drawn => {}
             Words::Extreme => {
-                logits[EXTREME[row % 2].1] = [f64::NEG_INFINITY, largest - 30.0, largest + 3.0][row / 2 % 3];
+                logits[EXTREME[row % 2].1] =
+                    [f64::NEG_INFINITY, largest - 30.0, largest + 3.0][row / 2 % 3];
             }
             Words::Faint => {
                 logits[EXTREME[0].1] = largest - FAINT;
@@ -521,15 +581,20 @@ fn make_clear(weights: &[f64], limits: &mut Limits) {
     }
     if limits.min_p > 0.0 {
         let mut kept = reference::num_kept(weights, Limits { min_p: limits.min_p, ..none });
-        let is_clear =
-            |kept: usize| weights.get(kept).is_none_or(|next| *next < (1.0 - CLEAR_WEIGHT) * weights[kept - 1]);
+        let is_clear = |kept: usize| {
+            weights.get(kept).is_none_or(|next| *next < (1.0 - CLEAR_WEIGHT) * weights[kept - 1])
+        };
         while !is_clear(kept) {
             kept += 1;
         }
         let next = weights.get(kept).copied().unwrap_or(0.0);
         let beyond_the_largest = limits.min_p >= 1.0 && weights[kept - 1] == 1.0;
         if !beyond_the_largest {
-            limits.min_p = if next > 0.0 { (weights[kept - 1] * next).sqrt() } else { weights[kept - 1] / 2.0 };
+            limits.min_p = if next > 0.0 {
+                (weights[kept - 1] * next).sqrt()
+            } else {
+                weights[kept - 1] / 2.0
+            };
         }
     }
 }

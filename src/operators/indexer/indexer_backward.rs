@@ -77,7 +77,10 @@ impl IndexerBackwardCase {
             KeyGradients::Deterministic => self.keys.num_tokens.div_ceil(3).max(1),
             KeyGradients::DeterministicAsAdvised => launcher::default_chunk_tokens(v, options)?,
         };
-        Ok(launcher::Options { key_gradients: launcher::KeyGradients::Deterministic { chunk_tokens }, ..options })
+        Ok(launcher::Options {
+            key_gradients: launcher::KeyGradients::Deterministic { chunk_tokens },
+            ..options
+        })
     }
 
     fn is_atomic(&self) -> bool {
@@ -107,13 +110,21 @@ impl Operator for IndexerBackward {
     };
 
     fn tensors(c: &IndexerBackwardCase) -> Specs {
-        let (tokens, keys) = (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
-        let (heads, head_dim) = (axis("num_heads", c.num_heads).multiples(1, MAX_HEADS), axis("head_dim", HEAD_DIM));
+        let (tokens, keys) =
+            (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
+        let (heads, head_dim) =
+            (axis("num_heads", c.num_heads).multiples(1, MAX_HEADS), axis("head_dim", HEAD_DIM));
         let (slots, weight) = (axis(c.keys.slot_axis(), c.keys.slots()), c.weight.dtype());
         let (normal, q_size) = (Distribution::Normal, f64::from(c.query_exponent).exp2());
         let operands = [
-            input("q", DType::Bf16, &[tokens, heads, head_dim]).aligned_rows().of_any_size().drawn(normal, q_size),
-            input("k", DType::Bf16, &[keys, head_dim]).aligned_rows().of_any_size().drawn(normal, 1.0),
+            input("q", DType::Bf16, &[tokens, heads, head_dim])
+                .aligned_rows()
+                .of_any_size()
+                .drawn(normal, q_size),
+            input("k", DType::Bf16, &[keys, head_dim])
+                .aligned_rows()
+                .of_any_size()
+                .drawn(normal, 1.0),
             input("w", weight, &[tokens, heads]).rows().of_any_size().drawn(normal, 1.0),
             input("dlogits", DType::F32, &[tokens, slots]).rows().of_any_size().drawn(normal, 1.0),
         ];
@@ -138,12 +149,17 @@ impl Operator for IndexerBackward {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<IndexerBackwardCase> {
-        let keys = RankedKeys::strategy(profile.of([[7, 120, 150], [9, 300, 300], [16, 1200, 1100]]));
+        let keys =
+            RankedKeys::strategy(profile.of([[7, 120, 150], [9, 300, 300], [16, 1200, 1100]]));
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(1usize), 3 => 1..=MAX_HEADS];
         // Powers of two and not; the model's own is 128^-1/2.
         let sm_scale = select(vec![0.088_388_35f32, 0.3, 1.0, 0.125]);
         let sums = select(vec![KeyGradients::Atomic, KeyGradients::Deterministic]);
-        let classes = (select(vec![0, 0, -20, 5]), prop_oneof![9 => Just(false), 1 => Just(true)], any::<bool>());
+        let classes = (
+            select(vec![0, 0, -20, 5]),
+            prop_oneof![9 => Just(false), 1 => Just(true)],
+            any::<bool>(),
+        );
         (keys, heads, Float::strategy(), sm_scale, sums, classes)
             .prop_map(|(keys, num_heads, weight, sm_scale, key_gradients, classes)| {
                 let (query_exponent, nothing_passes, poison_unreferenced) = classes;
@@ -163,7 +179,11 @@ impl Operator for IndexerBackward {
 
     fn typical() -> Vec<IndexerBackwardCase> {
         let (selected, causal) = (IndexerBackwardCase::selected, IndexerBackwardCase::causal);
-        let within = RankedKeys { lengths: Lengths::Within, packed: true, ..RankedKeys::selected(5, 40, 70) };
+        let within = RankedKeys {
+            lengths: Lengths::Within,
+            packed: true,
+            ..RankedKeys::selected(5, 40, 70)
+        };
         vec![
             IndexerBackwardCase::of(within, 21),
             summed(IndexerBackwardCase { weight: Float::Bf16, ..causal(4, 17, 33, 2) }),
@@ -173,9 +193,8 @@ impl Operator for IndexerBackward {
 
     fn edge_cases(profile: Profile) -> Vec<IndexerBackwardCase> {
         let (selected, causal) = (IndexerBackwardCase::selected, IndexerBackwardCase::causal);
-        let keys = |case: IndexerBackwardCase, change: fn(RankedKeys) -> RankedKeys| IndexerBackwardCase {
-            keys: change(case.keys.clone()),
-            ..case
+        let keys = |case: IndexerBackwardCase, change: fn(RankedKeys) -> RankedKeys| {
+            IndexerBackwardCase { keys: change(case.keys.clone()), ..case }
         };
         let mut cases = vec![
             selected(0, 4, 9, 5),
@@ -187,21 +206,50 @@ impl Operator for IndexerBackward {
             selected(2, 3, 11, 0),
             causal(1, 1, 1, 1),
             selected(2, 64, 90, 140),
-            keys(selected(5, 64, 40, 64), |keys| RankedKeys { indices: IndexClass::EmptyRows, ..keys }),
+            keys(selected(5, 64, 40, 64), |keys| RankedKeys {
+                indices: IndexClass::EmptyRows,
+                ..keys
+            }),
             keys(selected(7, 17, 23, 70), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
-            keys(selected(9, 33, 60, 65), |keys| RankedKeys { packed: true, lengths: Lengths::Within, ..keys }),
-            keys(summed(selected(9, 5, 60, 65)), |keys| RankedKeys { packed: true, global: true, ..keys }),
-            keys(selected(5, 16, 7, 130), |keys| RankedKeys { indices: IndexClass::Duplicates, ..keys }),
-            keys(summed(selected(7, 3, 1, 120)), |keys| RankedKeys { indices: IndexClass::Duplicates, ..keys }),
-            keys(selected(3, 8, 50, 150), |keys| RankedKeys { indices: IndexClass::LeadingMasked, ..keys }),
+            keys(selected(9, 33, 60, 65), |keys| RankedKeys {
+                packed: true,
+                lengths: Lengths::Within,
+                ..keys
+            }),
+            keys(summed(selected(9, 5, 60, 65)), |keys| RankedKeys {
+                packed: true,
+                global: true,
+                ..keys
+            }),
+            keys(selected(5, 16, 7, 130), |keys| RankedKeys {
+                indices: IndexClass::Duplicates,
+                ..keys
+            }),
+            keys(summed(selected(7, 3, 1, 120)), |keys| RankedKeys {
+                indices: IndexClass::Duplicates,
+                ..keys
+            }),
+            keys(selected(3, 8, 50, 150), |keys| RankedKeys {
+                indices: IndexClass::LeadingMasked,
+                ..keys
+            }),
             keys(causal(9, 32, 150, 4), |keys| RankedKeys { packed: true, ..keys }),
             keys(causal(13, 5, 9, 3), |keys| RankedKeys { q_off: false, ..keys }),
             // Keys behind the last column.
             keys(causal(9, 6, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
-            keys(summed(causal(9, 6, 90, 1)), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
+            keys(summed(causal(9, 6, 90, 1)), |keys| RankedKeys {
+                packed: true,
+                left_out: 40,
+                ..keys
+            }),
             summed(causal(5, 40, 200, 1)),
             IndexerBackwardCase { nothing_passes: true, ..selected(3, 24, 40, 70) },
-            IndexerBackwardCase { query_exponent: -20, weight: Float::Bf16, sm_scale: 0.3, ..selected(3, 20, 40, 70) },
+            IndexerBackwardCase {
+                query_exponent: -20,
+                weight: Float::Bf16,
+                sm_scale: 0.3,
+                ..selected(3, 20, 40, 70)
+            },
         ];
         if profile == Profile::Full {
             cases.extend([
@@ -222,7 +270,8 @@ impl Operator for IndexerBackward {
             tensors.edit(name, |numbers| numbers.iter_mut().for_each(|x| *x = on_grid(*x)));
         }
         // So are all products of every seventh key, and do not pass.
-        tensors.edit("k", |k| k.chunks_mut(HEAD_DIM).skip(3).step_by(7).for_each(|row| row.fill(0.0)));
+        tensors
+            .edit("k", |k| k.chunks_mut(HEAD_DIM).skip(3).step_by(7).for_each(|row| row.fill(0.0)));
         c.keys.amend(tensors);
         if c.poison_unreferenced {
             c.keys.poison_unreferenced(tensors, c.num_heads * HEAD_DIM, HEAD_DIM);
@@ -230,7 +279,11 @@ impl Operator for IndexerBackward {
         Ok(())
     }
 
-    fn forward(c: &IndexerBackwardCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &IndexerBackwardCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let inputs = reference::Inputs {
             q: t.f64("q")?,
             k: t.f64("k")?,
@@ -244,12 +297,20 @@ impl Operator for IndexerBackward {
         Ok(Named::new().with("dq", dq).with("dk", dk).with("dw", dw))
     }
 
-    fn workspaces(c: &IndexerBackwardCase, v: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &IndexerBackwardCase,
+        v: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let bytes = launcher::workspace_bytes(v, c.options(v)?)?;
         Ok((bytes > 0).then_some(("workspace", bytes)).into_iter().collect())
     }
 
-    fn launch(c: &IndexerBackwardCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &IndexerBackwardCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let options = c.options(v)?;
         run.launch(|device| launcher::backward(device, v, options))
     }
@@ -258,12 +319,33 @@ impl Operator for IndexerBackward {
         if c.keys.num_tokens == 0 {
             return;
         }
-        let dk = |factor: f64| if c.is_atomic() { Relation::WithinBudget } else { Relation::Times(factor) };
-        let of = |dq: f64, dw: f64| [("dq", Relation::Times(dq)), ("dw", Relation::Times(dw)), ("dk", dk(1.0))];
-        laws.exchange("sm_scale counts once", "w", "sm_scale", |case| &mut case.sm_scale, of(1.0, 0.25));
-        laws.exchange("sm_scale counts once in dk", "q", "sm_scale", |case| &mut case.sm_scale, of(0.25, 1.0));
+        let dk = |factor: f64| {
+            if c.is_atomic() { Relation::WithinBudget } else { Relation::Times(factor) }
+        };
+        let of = |dq: f64, dw: f64| {
+            [("dq", Relation::Times(dq)), ("dw", Relation::Times(dw)), ("dk", dk(1.0))]
+        };
+        laws.exchange(
+            "sm_scale counts once",
+            "w",
+            "sm_scale",
+            |case| &mut case.sm_scale,
+            of(1.0, 0.25),
+        );
+        laws.exchange(
+            "sm_scale counts once in dk",
+            "q",
+            "sm_scale",
+            |case| &mut case.sm_scale,
+            of(0.25, 1.0),
+        );
         let linear = [("dq", 4.0), ("dw", 4.0), ("dk", 4.0)];
-        laws.scale("dlogits scales the gradients once", "dlogits", 4.0, &linear[..if c.is_atomic() { 2 } else { 3 }]);
+        laws.scale(
+            "dlogits scales the gradients once",
+            "dlogits",
+            4.0,
+            &linear[..if c.is_atomic() { 2 } else { 3 }],
+        );
         if c.keys.packed {
             ranking::ends_law(laws, of(1.0, 1.0));
         }
@@ -285,13 +367,25 @@ impl Operator for IndexerBackward {
             ..case
         };
         let (selected, causal) = (IndexerBackwardCase::selected, IndexerBackwardCase::causal);
-        let advised = |case| IndexerBackwardCase { key_gradients: KeyGradients::DeterministicAsAdvised, ..case };
+        let advised = |case| IndexerBackwardCase {
+            key_gradients: KeyGradients::DeterministicAsAdvised,
+            ..case
+        };
         let cases = match on_gpu(environment) {
             true => {
                 let flash = selected(4096, 64, 8192, 512);
-                vec![flash.clone(), selected(4096, 64, 8192, 1024), causal(4096, 64, 2048, 4), advised(flash)]
+                vec![
+                    flash.clone(),
+                    selected(4096, 64, 8192, 1024),
+                    causal(4096, 64, 2048, 4),
+                    advised(flash),
+                ]
             }
-            false => vec![selected(4, 16, 64, 32), causal(4, 16, 64, 4), advised(selected(4, 16, 64, 32))],
+            false => vec![
+                selected(4, 16, 64, 32),
+                causal(4, 16, 64, 4),
+                advised(selected(4, 16, 64, 32)),
+            ],
         };
         cases.into_iter().map(|case| timed(form(case))).collect()
     }
@@ -306,13 +400,15 @@ fn timed(case: IndexerBackwardCase) -> Benchmark<IndexerBackward> {
     let RankedKeys { num_tokens, num_keys, topk, ratio, .. } = case.keys;
     let first = first_position(&case);
     let seen = |token: usize| ((first + token + 1) / ratio).min(num_keys);
-    let slots: usize = if case.keys.is_selected() { num_tokens * topk } else { (0..num_tokens).map(seen).sum() };
+    let slots: usize =
+        if case.keys.is_selected() { num_tokens * topk } else { (0..num_tokens).map(seen).sum() };
     let order = if case.is_atomic() { "" } else { " deterministic" };
     let rows = if case.keys.is_selected() { format!("topk{topk}") } else { "dense".to_owned() };
     let name = format!("q{num_tokens} k{num_keys} H{} D{HEAD_DIM} {rows}{order}", case.num_heads);
     // Three products of 2·H·D FLOP a slot.
     let flops = 6.0 * (slots * case.num_heads * HEAD_DIM) as f64;
-    let benchmark = Benchmark::new(Direction::Forward, name, case, "num_tokens").also_drawn_along("num_keys");
+    let benchmark =
+        Benchmark::new(Direction::Forward, name, case, "num_tokens").also_drawn_along("num_keys");
     Benchmark {
         amend: |c, tensors| {
             let RankedKeys { num_tokens, topk, num_keys, seed, .. } = c.keys;
@@ -329,7 +425,11 @@ fn timed(case: IndexerBackwardCase) -> Benchmark<IndexerBackward> {
 }
 
 /// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of its own.
-fn set_apart(whole: &Whole<'_, IndexerBackward>, c: &mut IndexerBackwardCase, tensors: &mut Tensors) {
+fn set_apart(
+    whole: &Whole<'_, IndexerBackward>,
+    c: &mut IndexerBackwardCase,
+    tensors: &mut Tensors,
+) {
     if c.keys.is_selected() {
         c.keys.num_keys = compact(tensors, "indices", &["k"], 1);
         return;
@@ -338,7 +438,8 @@ fn set_apart(whole: &Whole<'_, IndexerBackward>, c: &mut IndexerBackwardCase, te
     let keys = permuted_along(tensors.tensor("k"), 0, &order);
     tensors.put("k", keys);
     (c.keys.arrangement, c.keys.num_keys) = (Arrangement::Apart, order.len());
-    let offsets: Vec<i32> = whole.rows.iter().map(|row| (first_position(whole.case) + row) as i32).collect();
+    let offsets: Vec<i32> =
+        whole.rows.iter().map(|row| (first_position(whole.case) + row) as i32).collect();
     tensors.put("q_off", HostTensor::from_i32(&[offsets.len()], &offsets));
     if let Some(sequences) = c.keys.sequences() {
         tensors.put("cu_q", HostTensor::from_i32(&[sequences.cu_q.len()], &sequences.cu_q));
@@ -358,7 +459,11 @@ fn token_law(c: &IndexerBackwardCase, laws: &mut Laws<'_, IndexerBackward>) {
     let (specs, order) = (IndexerBackward::tensors(c), permutation(c.keys.seed, c.keys.num_tokens));
     let follows = |name| (name, Relation::PermutedAlong { axis: 0, order: order.clone() });
     let relations = [follows("dq"), follows("dw"), ("dk", Relation::WithinBudget)];
-    laws.law("tokens may be permuted", |v| v.tensors.permute(&specs, "num_tokens", &order), relations);
+    laws.law(
+        "tokens may be permuted",
+        |v| v.tensors.permute(&specs, "num_tokens", &order),
+        relations,
+    );
 }
 
 /// The order of the slots does not matter. Slots beyond a length stay beyond it.

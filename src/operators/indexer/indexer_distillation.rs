@@ -21,7 +21,8 @@ use dsv4_kernels::implementation::Implementation as Kernels;
 use dsv4_kernels::indexer::indexer_logits::{HEAD_DIM, MAX_HEADS, Operands};
 use dsv4_kernels::indexer::indexer_loss::{Form, Reduction};
 use dsv4_kernels::{
-    indexer::indexer_backward, indexer::indexer_logits, indexer::indexer_loss, indexer::score_recompute, indexer::topk,
+    indexer::indexer_backward, indexer::indexer_logits, indexer::indexer_loss,
+    indexer::score_recompute, indexer::topk,
 };
 use dsv4_reference::indexer::indexer_distillation as reference;
 use dsv4_reference::indexer::score_recompute::{self as attention, Normaliser};
@@ -62,7 +63,11 @@ pub struct IndexerDistillationCase {
 /// Products are multiples of 1/4, their sums over 128 channels need 11 bits, and those over 64 heads with their weights 20. A key's
 /// first channel is 0: a sum of 127 odd numbers is not, so that no rounding decides whether a product is above 0.
 fn on_grid(name: &str, x: f64) -> f64 {
-    if name == "index_w" { (2.0 * x).round().clamp(-4.0, 4.0) / 2.0 } else { x.floor().clamp(-2.0, 1.0) + 0.5 }
+    if name == "index_w" {
+        (2.0 * x).round().clamp(-4.0, 4.0) / 2.0
+    } else {
+        x.floor().clamp(-2.0, 1.0) + 0.5
+    }
 }
 
 fn of(keys: RankedKeys, listed: usize) -> IndexerDistillationCase {
@@ -141,14 +146,17 @@ impl Operator for IndexerDistillation {
         &["indexer_logits", "topk", "score_recompute", "indexer_loss", "indexer_backward"];
 
     fn tensors(c: &IndexerDistillationCase) -> Specs {
-        let (tokens, keys) = (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
+        let (tokens, keys) =
+            (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
         let index_heads = axis("index_heads", c.index_heads).multiples(1, MAX_HEADS);
         let (heads, width) = (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim));
         let (columns, listed) = (axis("columns", c.keys.columns()), axis("topk", c.listed));
         let (index_dim, one) = (axis("index_head_dim", HEAD_DIM), [axis("one", 1)]);
         let normal = Distribution::Normal;
         let given = [
-            input("index_q", DType::Bf16, &[tokens, index_heads, index_dim]).aligned_rows().drawn(normal, 1.0),
+            input("index_q", DType::Bf16, &[tokens, index_heads, index_dim])
+                .aligned_rows()
+                .drawn(normal, 1.0),
             input("index_k", DType::Bf16, &[keys, index_dim]).aligned_rows().drawn(normal, 1.0),
             input("index_w", DType::F32, &[tokens, index_heads]).rows().drawn(normal, 1.0),
             input("q", DType::Bf16, &[tokens, heads, width]).aligned_rows().drawn(normal, 1.0),
@@ -172,7 +180,11 @@ impl Operator for IndexerDistillation {
             gradient("dindex_w", "index_w", DType::F32).rows(),
         ];
         // The lists are the step's own.
-        let limits = c.keys.tensors().into_iter().filter(|spec| !["indices", "topk_length"].contains(&spec.name));
+        let limits = c
+            .keys
+            .tensors()
+            .into_iter()
+            .filter(|spec| !["indices", "topk_length"].contains(&spec.name));
         let specs = Specs::new(c.keys.seed, given.into_iter().chain(limits).chain(written));
         specs.positive("sm_scale", c.sm_scale).finite("loss_coeff", c.loss_coeff)
     }
@@ -192,7 +204,10 @@ impl Operator for IndexerDistillation {
             return refuse("num_heads", format!("{} must be 1 to 128", c.num_heads));
         }
         if c.head_dim == 0 || !c.head_dim.is_multiple_of(16) || c.head_dim > 576 {
-            return refuse("head_dim", format!("{} must be a multiple of 16, up to 576", c.head_dim));
+            return refuse(
+                "head_dim",
+                format!("{} must be a multiple of 16, up to 576", c.head_dim),
+            );
         }
         c.keys.check()
     }
@@ -205,18 +220,37 @@ impl Operator for IndexerDistillation {
     fn strategy(profile: Profile) -> BoxedStrategy<IndexerDistillationCase> {
         let keys = RankedKeys::strategy(profile.of([[9, 90, 1], [14, 300, 1], [24, 1200, 1]]));
         let listed = prop_oneof![2 => extent(40, 8), 1 => extent(profile.of([100, 200, 600]), 32)];
-        let heads =
-            (prop_oneof![1 => Just(64usize), 3 => 1..=20usize], prop_oneof![1 => Just(17usize), 3 => 1..=8usize]);
+        let heads = (
+            prop_oneof![1 => Just(64usize), 3 => 1..=20usize],
+            prop_oneof![1 => Just(17usize), 3 => 1..=8usize],
+        );
         let scale = select(vec![0.011_048_543f32, 0.088_388_35, 0.125]);
-        let loss = (select(vec![Form::Exact, Form::ClippedLog]), select(vec![Reduction::MeanOfRows, Reduction::Sum]));
+        let loss = (
+            select(vec![Form::Exact, Form::ClippedLog]),
+            select(vec![Reduction::MeanOfRows, Reduction::Sum]),
+        );
         (keys, listed, heads, scale, loss, 1..=4usize)
-            .prop_map(|(keys, listed, (index_heads, num_heads), sm_scale, (form, reduction), ratio)| {
-                let RankedKeys { num_tokens, num_keys, packed, q_off, seed, .. } = keys;
-                let mut keys = RankedKeys { packed, q_off, seed, ..RankedKeys::causal(num_tokens, num_keys, ratio) };
-                // Sequences of few keys may all be empty: there is nothing to list.
-                keys.packed &= keys.columns() > 0;
-                IndexerDistillationCase { index_heads, num_heads, sm_scale, form, reduction, ..of(keys, listed) }
-            })
+            .prop_map(
+                |(keys, listed, (index_heads, num_heads), sm_scale, (form, reduction), ratio)| {
+                    let RankedKeys { num_tokens, num_keys, packed, q_off, seed, .. } = keys;
+                    let mut keys = RankedKeys {
+                        packed,
+                        q_off,
+                        seed,
+                        ..RankedKeys::causal(num_tokens, num_keys, ratio)
+                    };
+                    // Sequences of few keys may all be empty: there is nothing to list.
+                    keys.packed &= keys.columns() > 0;
+                    IndexerDistillationCase {
+                        index_heads,
+                        num_heads,
+                        sm_scale,
+                        form,
+                        reduction,
+                        ..of(keys, listed)
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -224,7 +258,12 @@ impl Operator for IndexerDistillation {
         let packed = RankedKeys { packed: true, ..RankedKeys::causal(9, 40, 1) };
         vec![
             of(RankedKeys::causal(6, 24, 2), 8),
-            IndexerDistillationCase { form: Form::Exact, reduction: Reduction::Sum, index_heads: 17, ..of(packed, 7) },
+            IndexerDistillationCase {
+                form: Form::Exact,
+                reduction: Reduction::Sum,
+                index_heads: 17,
+                ..of(packed, 7)
+            },
         ]
     }
 
@@ -241,10 +280,19 @@ impl Operator for IndexerDistillation {
                 num_heads: 17,
                 ..of(RankedKeys { packed: true, ..causal(14, 150, 1) }, 33)
             },
-            IndexerDistillationCase { index_heads: 32, num_heads: 66, form: Form::Exact, ..of(causal(5, 70, 2), 32) },
+            IndexerDistillationCase {
+                index_heads: 32,
+                num_heads: 66,
+                form: Form::Exact,
+                ..of(causal(5, 70, 2), 32)
+            },
         ];
         if profile == Profile::Full {
-            cases.push(IndexerDistillationCase { index_heads: 64, num_heads: 64, ..of(causal(16, 2048, 1), 512) });
+            cases.push(IndexerDistillationCase {
+                index_heads: 64,
+                num_heads: 64,
+                ..of(causal(16, 2048, 1), 512)
+            });
         }
         cases
     }
@@ -261,12 +309,17 @@ impl Operator for IndexerDistillation {
         // Of all keys that a token sees; +inf where it sees none.
         let ranking = c.keys.reference(tensors);
         let (sequences, softmax_scale) = (c.keys.sequences(), f64::from(c.softmax_scale()));
-        let ranked = attention::Inputs { q: inputs.q, k: inputs.k, ranking, sequences, softmax_scale };
+        let ranked =
+            attention::Inputs { q: inputs.q, k: inputs.k, ranking, sequences, softmax_scale };
         tensors.set("lse", &elements(&attention::lse(&ranked, None, &mut Rounding::exact())?)?);
         Ok(())
     }
 
-    fn forward(c: &IndexerDistillationCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &IndexerDistillationCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let outputs = reference::forward(&inputs(c, t)?, rounding)?;
         let lists = Named::new().with("logits", outputs.logits).with("indices", outputs.indices);
         let lists = lists.with("values", outputs.values).with("target", outputs.target);
@@ -274,13 +327,22 @@ impl Operator for IndexerDistillation {
         Ok(lists.with("idx_lse", loss.lse).with("loss", loss.loss).with("kl", loss.kl))
     }
 
-    fn backward(c: &IndexerDistillationCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        let (dvalues, gradients) = reference::backward(&inputs(c, t)?, &t.f64("grad_loss")?, rounding)?;
+    fn backward(
+        c: &IndexerDistillationCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
+        let (dvalues, gradients) =
+            reference::backward(&inputs(c, t)?, &t.f64("grad_loss")?, rounding)?;
         let named = Named::new().with("dvalues", dvalues).with("dindex_q", gradients.dq);
         Ok(named.with("dindex_k", gradients.dk).with("dindex_w", gradients.dw))
     }
 
-    fn launch(c: &IndexerDistillationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &IndexerDistillationCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let scored = v.only(&["index_q", "index_k", "index_w", "cu_q", "cu_k", "q_off", "logits"]);
         let scored = scored.renamed(&[("index_q", "q"), ("index_k", "k"), ("index_w", "w")]);
         run.launch(|device| indexer_logits::forward(device, &scored, &logits_options(c)))?;
@@ -289,23 +351,47 @@ impl Operator for IndexerDistillation {
         run.launch(|device| topk::forward(device, &listed, 1))?;
         let attended = v.only(&["q", "k", "lse", "cu_q", "cu_k", "indices", "target"]);
         run.launch(|device| score_recompute::target(device, &attended, target_options(c)))?;
-        let compared = v.only(&["values", "target", "cu_q", "cu_k", "indices", "idx_lse", "loss", "kl"]);
+        let compared =
+            v.only(&["values", "target", "cu_q", "cu_k", "indices", "idx_lse", "loss", "kl"]);
         let compared = compared.renamed(&[("values", "logits")]);
         run.launch(|device| indexer_loss::forward(device, &compared, loss_options(c)))?;
         // What the backward will read.
-        ["indices", "values", "target", "idx_lse"].into_iter().try_for_each(|name| run.freeze(&v[name]))
+        ["indices", "values", "target", "idx_lse"]
+            .into_iter()
+            .try_for_each(|name| run.freeze(&v[name]))
     }
 
-    fn launch_backward(c: &IndexerDistillationCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let compared = v.only(&["values", "target", "cu_q", "cu_k", "indices", "idx_lse", "grad_loss", "dvalues"]);
+    fn launch_backward(
+        c: &IndexerDistillationCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
+        let compared = v.only(&[
+            "values",
+            "target",
+            "cu_q",
+            "cu_k",
+            "indices",
+            "idx_lse",
+            "grad_loss",
+            "dvalues",
+        ]);
         let compared = compared.renamed(&[("values", "logits"), ("dvalues", "dlogits")]);
-        run.ran(format!("backward {}", indexer_loss::backward(run.device(), &compared, loss_options(c))?));
+        run.ran(format!(
+            "backward {}",
+            indexer_loss::backward(run.device(), &compared, loss_options(c))?
+        ));
         run.freeze(&v["dvalues"])?;
         let own = ["index_q", "index_k", "index_w", "dindex_q", "dindex_k", "dindex_w"];
         let gradients = v.only(&[&own[..], &["cu_q", "cu_k", "indices", "dvalues"]].concat());
+        let gradients = gradients.renamed(&[
+            ("index_q", "q"),
+            ("index_k", "k"),
+            ("index_w", "w"),
+            ("dvalues", "dlogits"),
+        ]);
         let gradients =
-            gradients.renamed(&[("index_q", "q"), ("index_k", "k"), ("index_w", "w"), ("dvalues", "dlogits")]);
-        let gradients = gradients.renamed(&[("dindex_q", "dq"), ("dindex_k", "dk"), ("dindex_w", "dw")]);
+            gradients.renamed(&[("dindex_q", "dq"), ("dindex_k", "dk"), ("dindex_w", "dw")]);
         for ran in indexer_backward::backward(run.device(), &gradients, gradient_options(c))? {
             run.ran(format!("backward {ran}"));
         }
@@ -338,7 +424,12 @@ fn logits_options(c: &IndexerDistillationCase) -> indexer_logits::Options {
 
 fn target_options(c: &IndexerDistillationCase) -> score_recompute::Options {
     let (ratio, softmax_scale) = (c.keys.ratio, c.softmax_scale());
-    score_recompute::Options { global: false, ratio, softmax_scale, implementation: Kernels::Portable }
+    score_recompute::Options {
+        global: false,
+        ratio,
+        softmax_scale,
+        implementation: Kernels::Portable,
+    }
 }
 
 fn loss_options(c: &IndexerDistillationCase) -> indexer_loss::Options {
@@ -355,5 +446,10 @@ fn loss_options(c: &IndexerDistillationCase) -> indexer_loss::Options {
 
 fn gradient_options(c: &IndexerDistillationCase) -> indexer_backward::Options {
     let key_gradients = indexer_backward::KeyGradients::Atomic;
-    indexer_backward::Options { global: false, ratio: c.keys.ratio, sm_scale: c.sm_scale, key_gradients }
+    indexer_backward::Options {
+        global: false,
+        ratio: c.keys.ratio,
+        sm_scale: c.sm_scale,
+        key_gradients,
+    }
 }

@@ -94,7 +94,12 @@ pub struct IndexerLogitsCase {
     pub data: Data,
 }
 
-fn flat(num_tokens: usize, num_heads: usize, num_keys: usize, operands: Operands) -> IndexerLogitsCase {
+fn flat(
+    num_tokens: usize,
+    num_heads: usize,
+    num_keys: usize,
+    operands: Operands,
+) -> IndexerLogitsCase {
     IndexerLogitsCase {
         addressing: Addressing::Ranges,
         num_tokens,
@@ -121,13 +126,30 @@ fn flat(num_tokens: usize, num_heads: usize, num_keys: usize, operands: Operands
     }
 }
 
-fn causal(num_tokens: usize, num_heads: usize, num_keys: usize, operands: Operands, ratio: usize) -> IndexerLogitsCase {
+fn causal(
+    num_tokens: usize,
+    num_heads: usize,
+    num_keys: usize,
+    operands: Operands,
+    ratio: usize,
+) -> IndexerLogitsCase {
     let addressing = Addressing::Causal;
-    IndexerLogitsCase { addressing, ratio, q_off: true, ..flat(num_tokens, num_heads, num_keys, operands) }
+    IndexerLogitsCase {
+        addressing,
+        ratio,
+        q_off: true,
+        ..flat(num_tokens, num_heads, num_keys, operands)
+    }
 }
 
 /// Requests with contexts of up to `columns` entries, on twice as many pages as they need.
-fn paged(batch: usize, next_n: usize, num_heads: usize, columns: usize, operands: Operands) -> IndexerLogitsCase {
+fn paged(
+    batch: usize,
+    next_n: usize,
+    num_heads: usize,
+    columns: usize,
+    operands: Operands,
+) -> IndexerLogitsCase {
     let page_size = 64;
     let table_pages = columns.div_ceil(page_size);
     IndexerLogitsCase {
@@ -231,20 +253,27 @@ impl Operator for IndexerLogits {
         };
         let of_tokens = |more: &[_]| [&tokens[..], more].concat();
         let heads = axis("num_heads", c.num_heads).multiples(1, MAX_HEADS);
-        let [row, groups] = [axis("row_elements", operands.row_elements()), axis("num_groups", HEAD_DIM / GROUP)];
+        let [row, groups] =
+            [axis("row_elements", operands.row_elements()), axis("num_groups", HEAD_DIM / GROUP)];
         let (keys, columns) = (axis("num_keys", c.num_keys), axis("columns", c.columns));
-        let pages = [axis("num_pages", c.num_pages), axis("page_bytes", operands.page_bytes(c.page_size))];
+        let pages =
+            [axis("num_pages", c.num_pages), axis("page_bytes", operands.page_bytes(c.page_size))];
         let ends = axis("num_sequences_and_one", c.sequences().map_or(0, |s| s.cu_q.len()));
         let sequences = axis("num_sequences", ends.extent.max(2) - 1);
         let causal = c.addressing == Addressing::Causal;
-        let joined = |spec: crate::operator::declaration::TensorSpec| if paged { spec.joined() } else { spec };
+        let joined = |spec: crate::operator::declaration::TensorSpec| {
+            if paged { spec.joined() } else { spec }
+        };
         // Codes are drawn by the case; numbers of bf16, weights and scales may have any size.
         let drawn = |name, axes: &[_]| match operands {
             Operands::Bf16 => input(name, DType::Bf16, axes).drawn_as(c.data).of_any_size(),
             _ => input(name, DType::U8, axes),
         };
         let integers = |name, axes: &[_]| input(name, DType::I32, axes);
-        let weights = input("w", c.weights.dtype(), &of_tokens(&[heads])).rows().drawn_as(c.data).of_any_size();
+        let weights = input("w", c.weights.dtype(), &of_tokens(&[heads]))
+            .rows()
+            .drawn_as(c.data)
+            .of_any_size();
         let logits = of_tokens(&[columns]);
         let tensors = [
             joined(drawn("q", &of_tokens(&[heads, row])).aligned_rows()),
@@ -254,7 +283,9 @@ impl Operator for IndexerLogits {
             input("k_scales", DType::F32, &[keys]).of_any_size().when(e4m3 && !paged),
             input("k_scale_bytes", DType::U8, &[keys, groups]).when(e2m1 && !paged),
             input("pages", DType::U8, &pages).aligned_rows().when(paged),
-            integers("block_table", &[axis("batch", c.batch), axis("table_pages", c.table_pages)]).rows().when(paged),
+            integers("block_table", &[axis("batch", c.batch), axis("table_pages", c.table_pages)])
+                .rows()
+                .when(paged),
             integers("context_lens", &tokens).when(paged),
             integers("ks", &tokens).when(c.addressing == Addressing::Ranges),
             integers("ke", &tokens).when(c.addressing == Addressing::Ranges),
@@ -269,10 +300,18 @@ impl Operator for IndexerLogits {
 
     fn check(c: &IndexerLogitsCase) -> Result<(), Refused> {
         let of_others = match c.is_paged() {
-            true => [("num_tokens", c.num_tokens), ("num_keys", c.num_keys), ("num_keys", 0), ("num_keys", 0)],
-            false => {
-                [("batch", c.batch), ("next_n", c.next_n), ("num_pages", c.num_pages), ("table_pages", c.table_pages)]
-            }
+            true => [
+                ("num_tokens", c.num_tokens),
+                ("num_keys", c.num_keys),
+                ("num_keys", 0),
+                ("num_keys", 0),
+            ],
+            false => [
+                ("batch", c.batch),
+                ("next_n", c.next_n),
+                ("num_pages", c.num_pages),
+                ("table_pages", c.table_pages),
+            ],
         };
         if let Some((field, extent)) = of_others.into_iter().find(|(_, extent)| *extent > 0) {
             return refuse(field, format!("{extent}: keys that are addressed so have none"));
@@ -299,59 +338,88 @@ impl Operator for IndexerLogits {
     /// Every token with every key and head, before and behind the sum.
     fn oracle_elements(c: &IndexerLogitsCase) -> u128 {
         let (tokens, rows) = (c.tokens() as u128, c.rows() as u128);
-        3 * tokens.saturating_mul(rows).saturating_mul(c.num_heads as u128) + rows * HEAD_DIM as u128
+        3 * tokens.saturating_mul(rows).saturating_mul(c.num_heads as u128)
+            + rows * HEAD_DIM as u128
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<IndexerLogitsCase> {
         let [tokens, keys] = profile.of([[9usize, 260], [14, 400], [40, 1500]]);
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(32usize), 3 => 1..=64usize];
-        let shape = (extent(tokens, 4), heads, extent(keys, 64), prop_oneof![2 => Just(0usize), 1 => 1..=90usize]);
+        let shape = (
+            extent(tokens, 4),
+            heads,
+            extent(keys, 64),
+            prop_oneof![2 => Just(0usize), 1 => 1..=90usize],
+        );
         let addressing = select(vec![Addressing::Ranges, Addressing::Causal, Addressing::Paged]);
-        let operands = (select(Operands::ALL.to_vec()), select(vec![Codes::Quantized, Codes::Any]), Float::strategy());
+        let operands = (
+            select(Operands::ALL.to_vec()),
+            select(vec![Codes::Quantized, Codes::Any]),
+            Float::strategy(),
+        );
         let lengths = select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]);
         let limit = (select(vec![1usize, 4, 128, 3]), any::<bool>(), any::<bool>());
         let scale = select(vec![1.0f32, 0.088_388_35, 0.3, 0.125]);
-        let written = (prop_oneof![2 => Just(true), 1 => Just(false)], scale, any::<bool>(), select(vec![32usize, 64]));
+        let written = (
+            prop_oneof![2 => Just(true), 1 => Just(false)],
+            scale,
+            any::<bool>(),
+            select(vec![32usize, 64]),
+        );
         let implementation = select(vec![Implementation::Portable, Implementation::Hopper]);
         let data = (implementation, Data::strategy(-20..=20));
         (shape, addressing, operands, lengths, limit, written, data)
-            .prop_map(|(shape, addressing, operands, lengths, limit, written, (implementation, data))| {
-                let (num_tokens, num_heads, num_keys, fewer) = shape;
-                let (operands, codes, weights) = operands;
-                let (ratio, q_off, packed) = limit;
-                let (clean_logits, sm_scale, poison_unseen, page_size) = written;
-                let weights = if operands == Operands::E4m3 { Float::F32 } else { weights };
-                let base = match addressing {
-                    Addressing::Paged => {
-                        let next_n = 1 + num_tokens % 3;
-                        let case = paged(num_tokens.div_ceil(next_n), next_n, num_heads, num_keys, operands);
-                        let table_pages = num_keys.div_ceil(page_size);
-                        IndexerLogitsCase { table_pages, num_pages: 2 * case.batch * table_pages, ..case }
+            .prop_map(
+                |(shape, addressing, operands, lengths, limit, written, (implementation, data))| {
+                    let (num_tokens, num_heads, num_keys, fewer) = shape;
+                    let (operands, codes, weights) = operands;
+                    let (ratio, q_off, packed) = limit;
+                    let (clean_logits, sm_scale, poison_unseen, page_size) = written;
+                    let weights = if operands == Operands::E4m3 { Float::F32 } else { weights };
+                    let base = match addressing {
+                        Addressing::Paged => {
+                            let next_n = 1 + num_tokens % 3;
+                            let case = paged(
+                                num_tokens.div_ceil(next_n),
+                                next_n,
+                                num_heads,
+                                num_keys,
+                                operands,
+                            );
+                            let table_pages = num_keys.div_ceil(page_size);
+                            IndexerLogitsCase {
+                                table_pages,
+                                num_pages: 2 * case.batch * table_pages,
+                                ..case
+                            }
+                        }
+                        Addressing::Causal => IndexerLogitsCase {
+                            q_off,
+                            packed,
+                            ..causal(num_tokens, num_heads, num_keys, operands, ratio)
+                        },
+                        Addressing::Ranges => flat(num_tokens, num_heads, num_keys, operands),
+                    };
+                    IndexerLogitsCase {
+                        // Columns and keys need not be equally many.
+                        columns: if fewer % 2 == 0 {
+                            base.columns + fewer
+                        } else {
+                            base.columns.saturating_sub(fewer).max(1)
+                        },
+                        page_size,
+                        codes,
+                        weights,
+                        lengths,
+                        clean_logits,
+                        sm_scale,
+                        poison_unseen,
+                        implementation,
+                        data,
+                        ..base
                     }
-                    Addressing::Causal => {
-                        IndexerLogitsCase { q_off, packed, ..causal(num_tokens, num_heads, num_keys, operands, ratio) }
-                    }
-                    Addressing::Ranges => flat(num_tokens, num_heads, num_keys, operands),
-                };
-                IndexerLogitsCase {
-                    // Columns and keys need not be equally many.
-                    columns: if fewer % 2 == 0 {
-                        base.columns + fewer
-                    } else {
-                        base.columns.saturating_sub(fewer).max(1)
-                    },
-                    page_size,
-                    codes,
-                    weights,
-                    lengths,
-                    clean_logits,
-                    sm_scale,
-                    poison_unseen,
-                    implementation,
-                    data,
-                    ..base
-                }
-            })
+                },
+            )
             .boxed()
     }
 
@@ -383,19 +451,37 @@ impl Operator for IndexerLogits {
             of(flat(5, 64, 200, bf16), Lengths::Absent),
             of(flat(13, 20, 140, e4m3), Lengths::Hostile),
             IndexerLogitsCase { columns: 75, ..of(flat(13, 9, 140, bf16), Lengths::Hostile) },
-            IndexerLogitsCase { columns: 300, clean_logits: false, ..of(flat(7, 20, 140, e2m1), Lengths::Hostile) },
+            IndexerLogitsCase {
+                columns: 300,
+                clean_logits: false,
+                ..of(flat(7, 20, 140, e2m1), Lengths::Hostile)
+            },
             // Limits that cross a tile between the tokens of one block.
             causal(33, 8, 140, bf16, 1),
-            IndexerLogitsCase { packed: true, weights: Float::Bf16, ..causal(14, 32, 300, bf16, 4) },
+            IndexerLogitsCase {
+                packed: true,
+                weights: Float::Bf16,
+                ..causal(14, 32, 300, bf16, 4)
+            },
             IndexerLogitsCase { q_off: false, clean_logits: false, ..causal(13, 5, 9, e4m3, 3) },
             IndexerLogitsCase { columns: 64, ..causal(9, 64, 200, e2m1, 2) },
             // More tokens than a sequence has keys, whose ends may lie beyond the tensor.
-            IndexerLogitsCase { packed: true, q_off: false, clean_logits: false, ..causal(8, 64, 1, bf16, 1) },
+            IndexerLogitsCase {
+                packed: true,
+                q_off: false,
+                clean_logits: false,
+                ..causal(8, 64, 1, bf16, 1)
+            },
             // Pages of both sizes, tokens with lengths of their own, lengths beyond the table.
             of(paged(2, 3, 64, 150, e4m3), Lengths::Hostile),
             IndexerLogitsCase { table_pages: 1, ..of(paged(3, 1, 33, 150, e2m1), Lengths::Absent) },
             any(IndexerLogitsCase { page_size: 32, table_pages: 5, ..paged(3, 2, 8, 150, e4m3) }),
-            IndexerLogitsCase { page_size: 32, table_pages: 5, clean_logits: false, ..paged(3, 2, 64, 140, e2m1) },
+            IndexerLogitsCase {
+                page_size: 32,
+                table_pages: 5,
+                clean_logits: false,
+                ..paged(3, 2, 64, 140, e2m1)
+            },
             paged(2, 2, 12, 100, bf16),
             // One unit of many tiles: each consumer's stages are used again. Units of which some have no keys at all.
             hopper(any(of(flat(2, 64, 5200, e4m3), Lengths::Absent))),
@@ -407,13 +493,24 @@ impl Operator for IndexerLogits {
             // More units than blocks, whose codes are decoded.
             hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 300, e2m1, 1) }),
             hopper(of(flat(23, 20, 140, e2m1), Lengths::Absent)),
-            hopper(IndexerLogitsCase { clean_logits: false, ..of(flat(9, 32, 200, bf16), Lengths::Hostile) }),
+            hopper(IndexerLogitsCase {
+                clean_logits: false,
+                ..of(flat(9, 32, 200, bf16), Lengths::Hostile)
+            }),
             // One token and two, of both widths, of every type.
             hopper(of(paged(3, 1, 64, 150, bf16), Lengths::Hostile)),
             hopper(of(paged(3, 1, 20, 150, bf16), Lengths::Absent)),
             hopper(of(paged(3, 2, 64, 150, e4m3), Lengths::Hostile)),
-            hopper(any(IndexerLogitsCase { page_size: 32, table_pages: 5, ..paged(3, 2, 32, 150, e4m3) })),
-            hopper(any(IndexerLogitsCase { page_size: 32, table_pages: 5, ..paged(3, 1, 64, 150, e2m1) })),
+            hopper(any(IndexerLogitsCase {
+                page_size: 32,
+                table_pages: 5,
+                ..paged(3, 2, 32, 150, e4m3)
+            })),
+            hopper(any(IndexerLogitsCase {
+                page_size: 32,
+                table_pages: 5,
+                ..paged(3, 1, 64, 150, e2m1)
+            })),
             hopper(paged(2, 1, 8, 100, e2m1)),
         ];
         if profile == Profile::Full {
@@ -433,7 +530,10 @@ impl Operator for IndexerLogits {
             Addressing::Causal => {
                 let sequences = c.sequences();
                 if c.q_off {
-                    tensors.set_i32s("q_off", &draw_offsets(c.data.seed, c.ratio, c.num_keys, sequences.as_ref()));
+                    tensors.set_i32s(
+                        "q_off",
+                        &draw_offsets(c.data.seed, c.ratio, c.num_keys, sequences.as_ref()),
+                    );
                 }
                 if let Some(Sequences { cu_q, cu_k }) = sequences {
                     tensors.set_i32s("cu_q", &cu_q);
@@ -451,7 +551,11 @@ impl Operator for IndexerLogits {
         Ok(())
     }
 
-    fn forward(c: &IndexerLogitsCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &IndexerLogitsCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let logits = reference::forward(&inputs(c, t)?, c.accumulator(), rounding)?;
         let shape = match c.is_paged() {
             true => vec![c.batch, c.next_n, c.columns],
@@ -460,19 +564,28 @@ impl Operator for IndexerLogits {
         Ok(Named::new().with("logits", logits.reshape(shape)?))
     }
 
-    fn launch(c: &IndexerLogitsCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &IndexerLogitsCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, &c.options()))
     }
 
     /// What a consumer that knows the ranges reads of logits that are not clean; the rest as -infinity.
-    fn observe(c: &IndexerLogitsCase, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+    fn observe(
+        c: &IndexerLogitsCase,
+        given: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
         if c.clean_logits {
             return Vec::new();
         }
         let logits = written.tensor("logits");
         let seen = keys(c, given).rows(c.tokens(), c.rows(), c.columns).into_iter().flatten();
         let values = logits.to_f64().into_iter().zip(seen);
-        let values: Vec<f64> = values.map(|(x, key)| if key.is_some() { x } else { f64::NEG_INFINITY }).collect();
+        let values: Vec<f64> =
+            values.map(|(x, key)| if key.is_some() { x } else { f64::NEG_INFINITY }).collect();
         vec![("seen_logits", HostTensor::from_f64(DType::F32, &logits.shape, &values))]
     }
 
@@ -567,15 +680,24 @@ fn rows_of_pages(c: &IndexerLogitsCase, pages: &[u8]) -> [HostTensor; 2] {
         rows.extend_from_slice(data);
         scales.extend_from_slice(behind);
     }
-    let of = |dtype: DType, width: usize, bytes: Vec<u8>| HostTensor { dtype, shape: vec![c.rows(), width], bytes };
+    let of = |dtype: DType, width: usize, bytes: Vec<u8>| HostTensor {
+        dtype,
+        shape: vec![c.rows(), width],
+        bytes,
+    };
     let scale_type = if c.operands == Operands::E4m3 { DType::F32 } else { DType::U8 };
-    [of(c.operands.dtype(), c.operands.row_elements(), rows), of(scale_type, scale / scale_type.size(), scales)]
+    [
+        of(c.operands.dtype(), c.operands.row_elements(), rows),
+        of(scale_type, scale / scale_type.size(), scales),
+    ]
 }
 
 /// The pages of rows and their scales: [`rows_of_pages`] undone.
 fn pages_of(c: &IndexerLogitsCase, rows: &[u8], scales: &[u8]) -> Vec<u8> {
-    let (row, scale) = (c.page_size * c.operands.row_bytes(), c.page_size * c.operands.scale_bytes());
-    let page = |page: usize| [&rows[page * row..][..row], &scales[page * scale..][..scale]].concat();
+    let (row, scale) =
+        (c.page_size * c.operands.row_bytes(), c.page_size * c.operands.scale_bytes());
+    let page =
+        |page: usize| [&rows[page * row..][..row], &scales[page * scale..][..scale]].concat();
     (0..c.num_pages).flat_map(page).collect()
 }
 
@@ -612,13 +734,19 @@ fn inputs(c: &IndexerLogitsCase, t: &Bound<'_>) -> OracleResult<reference::Input
     let k = if bf16 { t.f64("k")? } else { of_rows(operand(c, rows, scales.filter(|_| e2m1)))? };
     let q = match c.operands {
         Operands::Bf16 => t.f64("q")?.reshape((tokens, c.num_heads, HEAD_DIM))?,
-        _ => tensor(operand(c, host.tensor("q"), host.get("q_scale_bytes")), &[tokens, c.num_heads, HEAD_DIM])?,
+        _ => tensor(
+            operand(c, host.tensor("q"), host.get("q_scale_bytes")),
+            &[tokens, c.num_heads, HEAD_DIM],
+        )?,
     };
     Ok(reference::Inputs {
         q,
         w: t.f64("w")?.reshape((tokens, c.num_heads))?,
         k,
-        k_scales: scales.filter(|_| e4m3).map(|scales| tensor(scales.to_f64(), &[c.rows()])).transpose()?,
+        k_scales: scales
+            .filter(|_| e4m3)
+            .map(|scales| tensor(scales.to_f64(), &[c.rows()]))
+            .transpose()?,
         keys: keys(c, host),
         columns: c.columns,
         sm_scale: t.scalar("sm_scale", f64::from(c.sm_scale)),
@@ -642,7 +770,10 @@ fn draw_codes(c: &IndexerLogitsCase, name: &str, count: usize) -> [Vec<u8>; 2] {
             // All but the two of NaN.
             let number = |byte: u8| if e4m3 && byte & 0x7f == 0x7f { byte ^ 1 } else { byte };
             let codes = (0..count * HEAD_DIM).map(|_| number(draw.rng().random())).collect();
-            (codes, (0..count * HEAD_DIM / group).map(|_| draw.rng().random_range(120..=133)).collect())
+            (
+                codes,
+                (0..count * HEAD_DIM / group).map(|_| draw.rng().random_range(120..=133)).collect(),
+            )
         }
     };
     if !e4m3 {
@@ -650,8 +781,11 @@ fn draw_codes(c: &IndexerLogitsCase, name: &str, count: usize) -> [Vec<u8>; 2] {
         return [nibbles, scale_bytes];
     }
     // No power of two.
-    let mut scale = |byte: u8| Format::E8M0.value(byte.into()) * draw.rng().random_range(1.0..2.0) * c.data.magnitude;
-    let scales = scale_bytes.into_iter().flat_map(|byte| (scale(byte) as f32).to_ne_bytes()).collect();
+    let mut scale = |byte: u8| {
+        Format::E8M0.value(byte.into()) * draw.rng().random_range(1.0..2.0) * c.data.magnitude
+    };
+    let scales =
+        scale_bytes.into_iter().flat_map(|byte| (scale(byte) as f32).to_ne_bytes()).collect();
     [codes, scales]
 }
 
@@ -660,7 +794,9 @@ fn draw_operands(c: &IndexerLogitsCase, tensors: &mut Tensors) {
         if let Some(pages) = tensors.bytes_mut("pages") {
             let mut draw = Draw::new(c.data.seed, "pages");
             let numbers = draw.values(c.data.distribution, c.rows(), HEAD_DIM, c.data.magnitude);
-            pages.copy_from_slice(&HostTensor::from_f64(DType::Bf16, &[numbers.len()], &numbers).bytes);
+            pages.copy_from_slice(
+                &HostTensor::from_f64(DType::Bf16, &[numbers.len()], &numbers).bytes,
+            );
         }
         return;
     }
@@ -684,7 +820,14 @@ fn draw_operands(c: &IndexerLogitsCase, tensors: &mut Tensors) {
 fn draw_ranges(c: &IndexerLogitsCase) -> [Vec<i32>; 2] {
     let mut draw = Draw::new(c.data.seed, "ranges");
     let num_keys = c.num_keys as i32;
-    let hostile = [(5, 5), (7, 3), (-4, 9), (0, num_keys + 1), (i32::MIN, i32::MAX), (num_keys, num_keys + 9)];
+    let hostile = [
+        (5, 5),
+        (7, 3),
+        (-4, 9),
+        (0, num_keys + 1),
+        (i32::MIN, i32::MAX),
+        (num_keys, num_keys + 9),
+    ];
     let range = |token: usize| {
         let ends = [0; 2].map(|_| draw.rng().random_range(0..=num_keys));
         match (c.lengths, token % 2) {
@@ -713,7 +856,9 @@ fn draw_table(c: &IndexerLogitsCase) -> Vec<i32> {
 
 fn draw_lengths(c: &IndexerLogitsCase) -> Vec<i32> {
     let (tokens, columns) = (c.tokens(), c.columns);
-    c.lengths.draw(c.data.seed, "context_lens", tokens, columns).unwrap_or_else(|| vec![columns as i32; tokens])
+    c.lengths
+        .draw(c.data.seed, "context_lens", tokens, columns)
+        .unwrap_or_else(|| vec![columns as i32; tokens])
 }
 
 /// Turns every key that no token scores into NaN: its codes, or its scales where codes have none.
@@ -768,7 +913,11 @@ fn page_law(c: &IndexerLogitsCase, laws: &mut LogitLaws<'_>) {
         v.tensors.put("pages", moved);
         v.tensors.edit_i32s("block_table", |table| {
             for page in table {
-                *page = usize::try_from(*page).ok().and_then(|page| places.get(page)).copied().unwrap_or(*page);
+                *page = usize::try_from(*page)
+                    .ok()
+                    .and_then(|page| places.get(page))
+                    .copied()
+                    .unwrap_or(*page);
             }
         });
     });
@@ -786,7 +935,13 @@ fn head_law(c: &IndexerLogitsCase, laws: &mut LogitLaws<'_>) {
 // ---------------------------------------------------------------- benchmarks
 
 fn plainly(case: IndexerLogitsCase) -> IndexerLogitsCase {
-    IndexerLogitsCase { lengths: Lengths::Absent, clean_logits: false, poison_unseen: false, sm_scale: 1.0, ..case }
+    IndexerLogitsCase {
+        lengths: Lengths::Absent,
+        clean_logits: false,
+        poison_unseen: false,
+        sm_scale: 1.0,
+        ..case
+    }
 }
 
 /// The last tokens of a sequence of so many keys.
@@ -819,8 +974,12 @@ fn timed(case: IndexerLogitsCase, implementation: Implementation) -> Benchmark<I
     let operands = ["bf16", "e4m3", "e2m1"][case.operands as usize];
     let name = match case.addressing {
         Addressing::Ranges => format!("{operands} prefill q{tokens} k{} H64", case.num_keys),
-        Addressing::Causal => format!("{operands} dense q{tokens} k{} ratio {} H64", case.num_keys, case.ratio),
-        Addressing::Paged => format!("{operands} paged batch {tokens} context {} H64", case.columns),
+        Addressing::Causal => {
+            format!("{operands} dense q{tokens} k{} ratio {} H64", case.num_keys, case.ratio)
+        }
+        Addressing::Paged => {
+            format!("{operands} paged batch {tokens} context {} H64", case.columns)
+        }
     };
     let flops = 2.0 * (pairs * case.num_heads * HEAD_DIM) as f64;
     let key = case.operands.row_bytes() + case.operands.scale_bytes();
@@ -833,7 +992,8 @@ fn timed(case: IndexerLogitsCase, implementation: Implementation) -> Benchmark<I
         sampled: set_apart,
         ..Benchmark::new(Direction::Forward, name, case.clone(), axis)
     };
-    let benchmark = if case.is_paged() { benchmark.also_drawn_along("num_pages") } else { benchmark };
+    let benchmark =
+        if case.is_paged() { benchmark.also_drawn_along("num_pages") } else { benchmark };
     if case.is_paged() { benchmark } else { benchmark.computing(flops) }
 }
 
@@ -847,8 +1007,14 @@ fn place_keys(c: &IndexerLogitsCase, tensors: &mut Tensors) {
         }
         Addressing::Causal => tensors.set_i32s("q_off", &[0]),
         Addressing::Paged => {
-            tensors.put("block_table", HostTensor::from_i32(&[c.batch, c.table_pages], &draw_table(c)));
-            tensors.put("context_lens", HostTensor::from_i32(&[c.batch, 1], &vec![c.columns as i32; c.batch]));
+            tensors.put(
+                "block_table",
+                HostTensor::from_i32(&[c.batch, c.table_pages], &draw_table(c)),
+            );
+            tensors.put(
+                "context_lens",
+                HostTensor::from_i32(&[c.batch, 1], &vec![c.columns as i32; c.batch]),
+            );
         }
     }
 }
@@ -860,12 +1026,14 @@ fn set_apart(whole: &Whole<'_, IndexerLogits>, c: &mut IndexerLogitsCase, tensor
         Addressing::Causal => {
             tensors.remove("q_off");
             c.addressing = Addressing::Ranges;
-            let ke: Vec<i32> = whole.rows.iter().map(|&token| visible(whole.case, token) as i32).collect();
+            let ke: Vec<i32> =
+                whole.rows.iter().map(|&token| visible(whole.case, token) as i32).collect();
             tensors.put("ks", HostTensor::from_i32(&[ke.len()], &vec![0; ke.len()]));
             tensors.put("ke", HostTensor::from_i32(&[ke.len()], &ke));
         }
         Addressing::Paged => {
-            let named: Vec<usize> = tensors.i32s("block_table").into_iter().map(|page| page as usize).collect();
+            let named: Vec<usize> =
+                tensors.i32s("block_table").into_iter().map(|page| page as usize).collect();
             let kept = permuted_along(tensors.tensor("pages"), 0, &named);
             tensors.put("pages", kept);
             c.num_pages = named.len();

@@ -193,7 +193,9 @@ impl Operator for IndexerLoss {
             false => output("idx_lse", DType::F32, &[tokens]),
         };
         let given = [
-            input("logits", DType::F32, &rows).rows().drawn(Distribution::Normal, c.logit_deviation),
+            input("logits", DType::F32, &rows)
+                .rows()
+                .drawn(Distribution::Normal, c.logit_deviation),
             input("target", DType::F32, &rows).rows().when(selected),
             input("scores", DType::F32, &rows).rows().when(!selected),
             input("l1", DType::F32, &[tokens]).when(!selected),
@@ -210,7 +212,10 @@ impl Operator for IndexerLoss {
                 input("grad_loss", DType::F32, &one).drawn(Distribution::Normal, 1.0),
                 output("dlogits", DType::F32, &rows).rows().placed(c.aliasing, overwritten),
             ],
-            false => [upstream("grad_loss", "loss"), gradient("dlogits", "logits", DType::F32).may_be(overwritten)],
+            false => [
+                upstream("grad_loss", "loss"),
+                gradient("dlogits", "logits", DType::F32).may_be(overwritten),
+            ],
         };
         let tensors = given.into_iter().chain(c.keys.tensors()).chain(written).chain(gradients);
         let specs = Specs::new(c.keys.seed, tensors).finite("loss_coeff", c.loss_coeff);
@@ -224,28 +229,40 @@ impl Operator for IndexerLoss {
         if c.counts() && !c.row_mask {
             return refuse("row_mask", "false: a mean over real rows needs one");
         }
-        if c.aliasing != Aliasing::OutOfPlace && (!c.together || c.aliasing == Aliasing::Interleaved) {
+        if c.aliasing != Aliasing::OutOfPlace
+            && (!c.together || c.aliasing == Aliasing::Interleaved)
+        {
             return refuse(
                 "aliasing",
                 "a gradient lies apart or, of one launch with the value, over what it is made of",
             );
         }
         if c.logits == LogitClass::AtTheClip && !c.lse_given {
-            return refuse("lse_given", "false: logits at the clip are log-probabilities of a given lse");
+            return refuse(
+                "lse_given",
+                "false: logits at the clip are log-probabilities of a given lse",
+            );
         }
         c.keys.check()
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<IndexerLossCase> {
-        let keys = RankedKeys::strategy(profile.of([[9, 300, 300], [16, 2000, 1500], [60, 9000, 5000]]));
+        let keys =
+            RankedKeys::strategy(profile.of([[9, 300, 300], [16, 2000, 1500], [60, 9000, 5000]]));
         let form = select(vec![Form::Exact, Form::ClippedLog]);
-        let reduction = select(vec![Reduction::MeanOfRows, Reduction::MeanOfRealRows, Reduction::Sum]);
+        let reduction =
+            select(vec![Reduction::MeanOfRows, Reduction::MeanOfRealRows, Reduction::Sum]);
         let asked = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
         let data = (
             prop_oneof![4 => Just(LogitClass::Drawn), 1 => Just(LogitClass::AtTheClip)],
             // Deviations of 15 and 100 spread a row's logits over 60 and 400.
             select(vec![0.25, 2.0, 15.0, 100.0]),
-            select(vec![TargetClass::Soft, TargetClass::Peaked, TargetClass::OnLowLogits, TargetClass::EmptyRows]),
+            select(vec![
+                TargetClass::Soft,
+                TargetClass::Peaked,
+                TargetClass::OnLowLogits,
+                TargetClass::EmptyRows,
+            ]),
             prop_oneof![3 => Just(0), 1 => Just(-60), 1 => select(vec![-90, 60])],
             select(vec![Masked::Clean, Masked::Nan, Masked::Garbage]),
         );
@@ -262,7 +279,11 @@ impl Operator for IndexerLoss {
                     with_kl,
                     lse_given: lse_given || logits == LogitClass::AtTheClip,
                     together,
-                    aliasing: if together && in_place { Aliasing::InPlace } else { Aliasing::OutOfPlace },
+                    aliasing: if together && in_place {
+                        Aliasing::InPlace
+                    } else {
+                        Aliasing::OutOfPlace
+                    },
                     logits,
                     logit_deviation,
                     target,
@@ -281,7 +302,11 @@ impl Operator for IndexerLoss {
             IndexerLossCase { keys, ..case }
         };
         vec![
-            within(IndexerLossCase { reduction: Reduction::MeanOfRealRows, row_mask: true, ..sparse(7, 60, 24) }),
+            within(IndexerLossCase {
+                reduction: Reduction::MeanOfRealRows,
+                row_mask: true,
+                ..sparse(7, 60, 24)
+            }),
             IndexerLossCase { form: Form::Exact, with_kl: false, ..dense(5, 33, 2) },
             IndexerLossCase { together: true, lse_given: true, ..dense(6, 28, 1) },
             IndexerLossCase { together: true, ..sparse(4, 21, 19) },
@@ -297,10 +322,13 @@ impl Operator for IndexerLoss {
         let low = |case| IndexerLossCase { target: TargetClass::OnLowLogits, ..case };
         let wide = |logit_deviation, case| IndexerLossCase { logit_deviation, ..low(case) };
         let exact = |case| IndexerLossCase { form: Form::Exact, ..case };
-        let at_the_clip = |case| IndexerLossCase { logits: LogitClass::AtTheClip, lse_given: true, ..low(case) };
-        let in_place = |case| IndexerLossCase { together: true, aliasing: Aliasing::InPlace, ..case };
+        let at_the_clip =
+            |case| IndexerLossCase { logits: LogitClass::AtTheClip, lse_given: true, ..low(case) };
+        let in_place =
+            |case| IndexerLossCase { together: true, aliasing: Aliasing::InPlace, ..case };
         let empty = |case| IndexerLossCase { target: TargetClass::EmptyRows, ..case };
-        let real = |case| IndexerLossCase { reduction: Reduction::MeanOfRealRows, row_mask: true, ..case };
+        let real =
+            |case| IndexerLossCase { reduction: Reduction::MeanOfRealRows, row_mask: true, ..case };
         let sum = |case| IndexerLossCase { reduction: Reduction::Sum, ..case };
         let whole = |case| keys(case, |keys| RankedKeys { indices: IndexClass::Valid, ..keys });
         let garbage = |case| IndexerLossCase { masked: Masked::Garbage, ..case };
@@ -319,7 +347,10 @@ impl Operator for IndexerLoss {
             }),
             keys(sum(sparse(9, 60, 64)), |keys| RankedKeys { packed: true, global: true, ..keys }),
             keys(sparse(7, 23, 70), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
-            keys(garbage(real(exact(dense(11, 90, 4)))), |keys| RankedKeys { packed: true, ..keys }),
+            keys(garbage(real(exact(dense(11, 90, 4)))), |keys| RankedKeys {
+                packed: true,
+                ..keys
+            }),
             keys(exact(dense(13, 9, 3)), |keys| RankedKeys { q_off: false, ..keys }),
             // Keys behind the last column.
             keys(dense(11, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
@@ -328,7 +359,11 @@ impl Operator for IndexerLoss {
             exact(wide(100.0, in_place(sparse(4, 90, 128)))),
             at_the_clip(dense(6, 40, 1)),
             at_the_clip(in_place(sparse(5, 40, 64))),
-            IndexerLossCase { target: TargetClass::Peaked, masked: Masked::Clean, ..exact(dense(5, 50, 1)) },
+            IndexerLossCase {
+                target: TargetClass::Peaked,
+                masked: Masked::Clean,
+                ..exact(dense(5, 50, 1))
+            },
             empty(dense(6, 33, 1)),
             exact(empty(sparse(6, 33, 40))),
             in_place(dense(5, 64, 1)),
@@ -338,7 +373,12 @@ impl Operator for IndexerLoss {
             IndexerLossCase { score_exponent: 60, ..dense(5, 40, 1) },
             IndexerLossCase { loss_coeff: 0.0, ..sparse(4, 30, 33) },
             IndexerLossCase { loss_coeff: 0.0, ..in_place(dense(4, 32, 1)) },
-            IndexerLossCase { with_kl: false, row_mask: true, lse_given: true, ..sparse(5, 70, 96) },
+            IndexerLossCase {
+                with_kl: false,
+                row_mask: true,
+                lse_given: true,
+                ..sparse(5, 70, 96)
+            },
             // More rows than threads of the sum, and than these ask for at once.
             IndexerLossCase { row_mask: true, ..sparse(1100, 9, 4) },
             real(sparse(4200, 9, 4)),
@@ -352,8 +392,15 @@ impl Operator for IndexerLoss {
             exact(whole(sparse(2, 1100, 1024))),
             wide(60.0, whole(sparse(2, 1100, 1024))),
             at_the_clip(in_place(whole(sparse(2, 1100, 1024)))),
-            IndexerLossCase { target: TargetClass::Peaked, masked: Masked::Clean, ..whole(sparse(2, 1100, 1024)) },
-            keys(garbage(whole(sparse(5, 1100, 1024))), |keys| RankedKeys { lengths: Lengths::Within, ..keys }),
+            IndexerLossCase {
+                target: TargetClass::Peaked,
+                masked: Masked::Clean,
+                ..whole(sparse(2, 1100, 1024))
+            },
+            keys(garbage(whole(sparse(5, 1100, 1024))), |keys| RankedKeys {
+                lengths: Lengths::Within,
+                ..keys
+            }),
             wide(60.0, dense(3, 1024, 1)),
             sparse(1, 900, 8192),
             exact(dense(1, 8193, 1)),
@@ -366,7 +413,10 @@ impl Operator for IndexerLoss {
         if c.row_mask {
             let mark = |row: usize| if is_padding(row) { 0 } else { 1 + (row % 2) as u8 * 254 };
             let marks: Vec<u8> = (0..c.keys.num_tokens).map(mark).collect();
-            tensors.put("row_mask", HostTensor { dtype: DType::U8, shape: vec![marks.len()], bytes: marks });
+            tensors.put(
+                "row_mask",
+                HostTensor { dtype: DType::U8, shape: vec![marks.len()], bytes: marks },
+            );
         }
         let valid = valid_slots(c, tensors);
         set_logits(c, &valid, tensors);
@@ -376,7 +426,8 @@ impl Operator for IndexerLoss {
             let inputs = reference::Inputs { lse: None, ..inputs(c, &Bound::new(tensors))? };
             let mut lse = elements(&reference::forward(&inputs, &mut Rounding::exact())?.lse)?;
             let rows = valid.chunks(c.keys.slots().max(1)).enumerate();
-            rows.filter(|(_, slots)| !slots.contains(&true)).for_each(|(row, _)| lse[row] = garbage[row % 4]);
+            rows.filter(|(_, slots)| !slots.contains(&true))
+                .for_each(|(row, _)| lse[row] = garbage[row % 4]);
             tensors.set("idx_lse", &lse);
         }
         Ok(())
@@ -388,22 +439,32 @@ impl Operator for IndexerLoss {
         let real_rows = tensor(vec![outputs.real_rows as f64], &[1])?;
         let named = Named::new().with("loss", outputs.loss);
         let named = named.maybe("idx_lse", (!c.lse_given).then_some(outputs.lse));
-        let named =
-            named.maybe("kl", c.with_kl.then_some(outputs.kl)).maybe("real_rows", c.counts().then_some(real_rows));
+        let named = named
+            .maybe("kl", c.with_kl.then_some(outputs.kl))
+            .maybe("real_rows", c.counts().then_some(real_rows));
         if !c.together {
             return Ok(named);
         }
         Ok(named.with("dlogits", reference::backward(&inputs, &t.f64("grad_loss")?, rounding)?))
     }
 
-    fn backward(c: &IndexerLossCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &IndexerLossCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if c.together {
             return Ok(Named::new());
         }
-        Ok(Named::new().with("dlogits", reference::backward(&inputs(c, t)?, &t.f64("grad_loss")?, rounding)?))
+        Ok(Named::new()
+            .with("dlogits", reference::backward(&inputs(c, t)?, &t.f64("grad_loss")?, rounding)?))
     }
 
-    fn workspaces(c: &IndexerLossCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &IndexerLossCase,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let bytes = launcher::workspace_bytes(c.keys.num_tokens);
         Ok((!c.with_kl).then_some(("workspace", bytes)).into_iter().collect())
     }
@@ -414,7 +475,11 @@ impl Operator for IndexerLoss {
         run.launch(|device| launcher::forward(device, &value, c.options()))
     }
 
-    fn launch_backward(c: &IndexerLossCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &IndexerLossCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::backward(device, v, c.options()))
     }
 
@@ -424,7 +489,13 @@ impl Operator for IndexerLoss {
         }
         let factor = |name: &str| if name == "loss" { 0.25 } else { 1.0 };
         let once = laws.compared().into_iter().map(|name| (name, Relation::Times(factor(name))));
-        laws.exchange("loss_coeff counts once", "grad_loss", "loss_coeff", |case| &mut case.loss_coeff, once);
+        laws.exchange(
+            "loss_coeff counts once",
+            "grad_loss",
+            "loss_coeff",
+            |case| &mut case.loss_coeff,
+            once,
+        );
         let linear = [("dlogits", 4.0), ("loss", 1.0), ("kl", 1.0)];
         laws.scale("grad_loss counts once", "grad_loss", 4.0, &linear);
         if c.keys.packed {
@@ -455,8 +526,10 @@ impl Operator for IndexerLoss {
         let lse = elements(&reference::forward(&inputs, &mut Rounding::exact()).ok()?.lse).ok()?;
         let (valid, slots) = (valid_slots(c, tensors), c.keys.slots());
         let logits = tensors.values("logits");
-        let to_the_clip = |at: usize| if valid[at] { (logits[at] - lse[at / slots] + 100.0).abs() } else { 1.0 };
-        let of_row = |row: usize| (row * slots..(row + 1) * slots).map(to_the_clip).fold(1.0, f64::min);
+        let to_the_clip =
+            |at: usize| if valid[at] { (logits[at] - lse[at / slots] + 100.0).abs() } else { 1.0 };
+        let of_row =
+            |row: usize| (row * slots..(row + 1) * slots).map(to_the_clip).fold(1.0, f64::min);
         let clipped = c.form == Form::ClippedLog;
         let rows = (0..c.keys.num_tokens).map(|row| if clipped { of_row(row) } else { 1.0 });
         Some(rows.flat_map(|scale| std::iter::repeat_n(scale, slots)).collect())
@@ -466,7 +539,12 @@ impl Operator for IndexerLoss {
     /// diagonal.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerLossCase| IndexerLossCase {
-            keys: RankedKeys { indices: IndexClass::Valid, global: true, q_off: false, ..case.keys },
+            keys: RankedKeys {
+                indices: IndexClass::Valid,
+                global: true,
+                q_off: false,
+                ..case.keys
+            },
             // What a row's gradient is divided by does not depend on how many rows a sample has.
             reduction: Reduction::Sum,
             together: true,
@@ -478,7 +556,8 @@ impl Operator for IndexerLoss {
             false => vec![sparse(8, 64, 32), dense(8, 64, 1)],
         };
         let together = cases.clone().into_iter().map(|case| timed(form(case), Direction::Forward));
-        let apart = |case| timed(IndexerLossCase { together: false, ..form(case) }, Direction::Backward);
+        let apart =
+            |case| timed(IndexerLossCase { together: false, ..form(case) }, Direction::Backward);
         together.chain(cases.into_iter().map(apart)).collect()
     }
 }
@@ -488,7 +567,11 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
     let selected = case.keys.is_selected();
     let rows = if selected { format!("topk{topk}") } else { format!("dense k{num_keys}") };
     // Slots that count: of a causal row those up to the diagonal. A list says of each slot where it is.
-    let visible = if selected { num_tokens * topk } else { (1..=num_tokens).map(|row| row.min(num_keys)).sum() };
+    let visible = if selected {
+        num_tokens * topk
+    } else {
+        (1..=num_tokens).map(|row| row.min(num_keys)).sum()
+    };
     let read = visible * if selected { 12 } else { 8 };
     let slots = num_tokens * case.keys.slots();
     let name = format!("q{num_tokens} {rows}");
@@ -503,7 +586,8 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
                 let lists = distinct((seed, "indices"), [num_tokens, topk, num_keys], |_| 0);
                 tensors.put("indices", HostTensor::from_i32(&[num_tokens, topk], &lists));
             } else {
-                let (logits, scores) = (tensors.tensor("logits").clone(), tensors.tensor("scores").clone());
+                let (logits, scores) =
+                    (tensors.tensor("logits").clone(), tensors.tensor("scores").clone());
                 // Rows of the drawn case see less of what a later row sees: nothing may be garbage in them.
                 let usable = |x: f64| if x.is_finite() && x.abs() < 1e3 { x } else { 0.5 };
                 let kept = |tensor: &HostTensor| {
@@ -565,7 +649,8 @@ fn valid_slots(c: &IndexerLossCase, tensors: &Tensors) -> Vec<bool> {
         num_keys: c.keys.num_keys,
     };
     let real = |row: usize| !c.row_mask || !is_padding(row);
-    let of_row = |row: usize| ranked.rows(row).into_iter().map(move |key| real(row) && key.is_some());
+    let of_row =
+        |row: usize| ranked.rows(row).into_iter().map(move |key| real(row) && key.is_some());
     (0..c.keys.num_tokens).flat_map(of_row).collect()
 }
 
@@ -614,20 +699,24 @@ fn set_target(c: &IndexerLossCase, valid: &[bool], tensors: &mut Tensors) {
         };
         let weights: Vec<f64> = logits.iter().zip(valid).enumerate().map(weight).collect();
         let sum = weights.iter().sum::<f64>();
-        let whole = if c.keys.is_selected() { 1.0 } else { HEADS * f64::from(c.score_exponent).exp2() };
+        let whole =
+            if c.keys.is_selected() { 1.0 } else { HEADS * f64::from(c.score_exponent).exp2() };
         let share = |weight: f64| if sum > 0.0 { weight / sum * whole } else { 0.0 };
-        all.extend(weights.into_iter().zip(valid).enumerate().map(|(at, (weight, &valid))| match c.masked {
-            Masked::Garbage if !valid => garbage[at % garbage.len()],
-            Masked::Nan if !valid => f64::NAN,
-            _ => share(weight),
+        all.extend(weights.into_iter().zip(valid).enumerate().map(|(at, (weight, &valid))| {
+            match c.masked {
+                Masked::Garbage if !valid => garbage[at % garbage.len()],
+                Masked::Nan if !valid => f64::NAN,
+                _ => share(weight),
+            }
         }));
     }
     tensors.set(name, &all);
     if !c.keys.is_selected() {
         let stored = tensors.values("scores");
         let rows = stored.chunks(slots).zip(valid.chunks(slots));
-        let of_row =
-            |(row, valid): (&[f64], &[bool])| row.iter().zip(valid).filter(|(_, valid)| **valid).map(|(a, _)| a).sum();
+        let of_row = |(row, valid): (&[f64], &[bool])| {
+            row.iter().zip(valid).filter(|(_, valid)| **valid).map(|(a, _)| a).sum()
+        };
         let mut sums: Vec<f64> = rows.map(of_row).collect();
         sums.resize(c.keys.num_tokens, 0.0);
         tensors.set("l1", &sums);
@@ -642,22 +731,34 @@ fn row_law(c: &IndexerLossCase, laws: &mut Laws<'_, IndexerLoss>) {
     let (specs, order) = (IndexerLoss::tensors(c), permutation(c.keys.seed, c.keys.num_tokens));
     let follows = |name| (name, Relation::PermutedAlong { axis: 0, order: order.clone() });
     let compared = laws.compared();
-    let relations = ["kl", "idx_lse", "dlogits"].map(follows).into_iter().chain([("loss", Relation::WithinBudget)]);
+    let relations = ["kl", "idx_lse", "dlogits"]
+        .map(follows)
+        .into_iter()
+        .chain([("loss", Relation::WithinBudget)]);
     let relations: Vec<_> = relations.filter(|(name, _)| compared.contains(name)).collect();
-    laws.law("rows may be permuted", |v| v.tensors.permute(&specs, "num_tokens", &order), relations);
+    laws.law(
+        "rows may be permuted",
+        |v| v.tensors.permute(&specs, "num_tokens", &order),
+        relations,
+    );
 }
 
 /// The order of the slots does not matter: each keeps its gradient. Slots beyond a length stay beyond it.
 fn slot_law(c: &IndexerLossCase, laws: &mut Laws<'_, IndexerLoss>) {
     let [num_tokens, topk] = c.keys.lists();
-    let relations = laws.all(Relation::WithinBudget).into_iter().filter(|(name, _)| *name != "real_rows");
+    let relations =
+        laws.all(Relation::WithinBudget).into_iter().filter(|(name, _)| *name != "real_rows");
     let change = |v: &mut Variant<IndexerLoss>| {
         let (mut from, mut shown) = (Vec::new(), vec![0; num_tokens * topk]);
-        for (token, length) in lists::within_lengths(&v.tensors, "topk_length", c.keys.lists()).into_iter().enumerate()
+        for (token, length) in
+            lists::within_lengths(&v.tensors, "topk_length", c.keys.lists()).into_iter().enumerate()
         {
             let mut order: Vec<usize> = (0..topk).collect();
             order[..length].shuffle(Draw::numbered(c.keys.seed, "slots", token).rng());
-            order.iter().enumerate().for_each(|(slot, &from)| shown[token * topk + from] = token * topk + slot);
+            order
+                .iter()
+                .enumerate()
+                .for_each(|(slot, &from)| shown[token * topk + from] = token * topk + slot);
             from.extend(order.into_iter().map(|slot| token * topk + slot));
         }
         for name in ["logits", "target", "indices"] {

@@ -39,7 +39,16 @@ fn plain(num_tokens: usize, num_heads: usize, stored: Stored) -> IndexerQueryCas
     let (table, table_rows, weights) = (TableForm::RowPerToken, 0, Float::Bf16);
     // Of 64 heads.
     let (weights_scale, data) = (0.011_048_543, Data::normal(1.0));
-    IndexerQueryCase { num_tokens, num_heads, table, table_rows, stored, weights, weights_scale, data }
+    IndexerQueryCase {
+        num_tokens,
+        num_heads,
+        table,
+        table_rows,
+        stored,
+        weights,
+        weights_scale,
+        data,
+    }
 }
 
 impl IndexerQueryCase {
@@ -84,13 +93,18 @@ impl Operator for IndexerQuery {
             sin,
             positions,
             // Apart from the queries' size, since scales of large queries are folded into them.
-            input("weights", c.weights.dtype(), &heads).rows().drawn(Distribution::Normal, 1.0).of_any_size(),
+            input("weights", c.weights.dtype(), &heads)
+                .rows()
+                .drawn(Distribution::Normal, 1.0)
+                .of_any_size(),
             output("y", DType::Bf16, &q).rows().may_be("q").when(values),
             output("codes", DType::U8, &of_heads(axis("code_bytes", c.stored.code_bytes())))
                 .rows()
                 .exact()
                 .when(!values),
-            output("scale_bytes", DType::U8, &of_heads(axis("num_groups", DIM / 32))).exact().when(e2m1),
+            output("scale_bytes", DType::U8, &of_heads(axis("num_groups", DIM / 32)))
+                .exact()
+                .when(e2m1),
             output("w", DType::F32, &heads).rows(),
             upstream("dy", "y"),
             upstream("dw", "w").when(values),
@@ -108,26 +122,30 @@ impl Operator for IndexerQuery {
     fn strategy(profile: Profile) -> BoxedStrategy<IndexerQueryCase> {
         let tokens = 0..=profile.of([9usize, 40, 400]);
         let heads = prop_oneof![1 => Just(64usize), 3 => extent(profile.of([20, 40, 70]), 16)];
-        let table = select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
+        let table =
+            select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
         let scale = select(vec![0.011_048_543f32, 1.0, 0.3]);
         let stored = (select(Stored::ALL.to_vec()), Float::strategy(), scale);
         (tokens, heads, table, 1..200usize, stored, Data::strategy(-30..=30))
-            .prop_map(|(num_tokens, num_heads, table, rows, (stored, weights, weights_scale), data)| {
-                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
-                IndexerQueryCase {
-                    table,
-                    table_rows,
-                    weights,
-                    weights_scale,
-                    data,
-                    ..plain(num_tokens, num_heads, stored)
-                }
-            })
+            .prop_map(
+                |(num_tokens, num_heads, table, rows, (stored, weights, weights_scale), data)| {
+                    let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                    IndexerQueryCase {
+                        table,
+                        table_rows,
+                        weights,
+                        weights_scale,
+                        data,
+                        ..plain(num_tokens, num_heads, stored)
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<IndexerQueryCase> {
-        let positions = |case| IndexerQueryCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let positions =
+            |case| IndexerQueryCase { table: TableForm::Positions, table_rows: 9, ..case };
         vec![
             plain(3, 5, Stored::Values),
             positions(plain(4, 3, Stored::E2m1)),
@@ -142,8 +160,11 @@ impl Operator for IndexerQuery {
             .into_iter()
             .flat_map(|(tokens, heads)| Stored::ALL.map(|stored| plain(tokens, heads, stored)))
             .collect();
-        let hostile =
-            |stored| IndexerQueryCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(9, 3, stored) };
+        let hostile = |stored| IndexerQueryCase {
+            table: TableForm::HostilePositions,
+            table_rows: 5,
+            ..plain(9, 3, stored)
+        };
         cases.extend(Stored::ALL.map(hostile));
         // Around the floors of the scales, and where they are as large as they get.
         for (stored, exponent) in [(Stored::E2m1, -125), (Stored::E4m3, -13), (Stored::E4m3, 118)] {
@@ -160,11 +181,23 @@ impl Operator for IndexerQuery {
         c.turning().amend(tensors)
     }
 
-    fn forward(c: &IndexerQueryCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::forward(&inputs(c, t)?, crate::operators::formats::hadamard::of_oracle(c.stored), rounding)
+    fn forward(
+        c: &IndexerQueryCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
+        reference::forward(
+            &inputs(c, t)?,
+            crate::operators::formats::hadamard::of_oracle(c.stored),
+            rounding,
+        )
     }
 
-    fn backward(c: &IndexerQueryCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &IndexerQueryCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if c.stored != Stored::Values {
             return Ok(Named::new());
         }
@@ -172,19 +205,32 @@ impl Operator for IndexerQuery {
     }
 
     fn launch(c: &IndexerQueryCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let own = v.only(&["q", "weights", "y", "codes", "scale_bytes", "w", "cos", "sin", "positions"]);
+        let own =
+            v.only(&["q", "weights", "y", "codes", "scale_bytes", "w", "cos", "sin", "positions"]);
         run.launch(|device| launcher::forward(device, &own, c.stored, c.weights_scale))
     }
 
-    fn launch_backward(c: &IndexerQueryCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &IndexerQueryCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let gradient = v.without(&["y", "codes", "scale_bytes", "w"]);
-        run.ran(format!("backward {}", launcher::backward(run.device(), &gradient, c.weights_scale)?));
+        run.ran(format!(
+            "backward {}",
+            launcher::backward(run.device(), &gradient, c.weights_scale)?
+        ));
         Ok(())
     }
 
     fn laws(c: &IndexerQueryCase, laws: &mut Laws<'_, Self>) {
         if c.stored == Stored::Values {
-            laws.scale("queries are linear", "q", 0.5, &[("y", 0.5), ("w", 1.0), ("dq", 1.0), ("dweights", 1.0)]);
+            laws.scale(
+                "queries are linear",
+                "q",
+                0.5,
+                &[("y", 0.5), ("w", 1.0), ("dq", 1.0), ("dweights", 1.0)],
+            );
             laws.scale_upstreams();
         }
         laws.scale("a power of two of the weights is one of w", "weights", 2.0, &[("w", 2.0)]);
@@ -194,14 +240,19 @@ impl Operator for IndexerQuery {
 
     /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
     fn is_smooth(c: &IndexerQueryCase) -> bool {
-        c.stored == Stored::Values && c.num_tokens * c.num_heads <= 64 && c.table != TableForm::HostilePositions
+        c.stored == Stored::Values
+            && c.num_tokens * c.num_heads <= 64
+            && c.table != TableForm::HostilePositions
     }
 
     /// The queries of 4096 tokens, 64 heads each.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (num_tokens, num_heads) = if on_gpu(environment) { (4096, 64) } else { (8, 8) };
         let benchmark = |stored: Stored| {
-            let name = format!("{num_tokens}x{num_heads}x128 to {}", ["bf16", "e2m1", "e4m3"][stored as usize]);
+            let name = format!(
+                "{num_tokens}x{num_heads}x128 to {}",
+                ["bf16", "e2m1", "e4m3"][stored as usize]
+            );
             // Three operations of the rotation for half of the channels, seven steps and a product.
             let case = plain(num_tokens, num_heads, stored);
             Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 9.5)

@@ -48,7 +48,12 @@ fn of(keys: RankedKeys, num_heads: usize) -> IndexerRecomputeCase {
     }
 }
 
-fn selected(num_tokens: usize, num_heads: usize, num_keys: usize, topk: usize) -> IndexerRecomputeCase {
+fn selected(
+    num_tokens: usize,
+    num_heads: usize,
+    num_keys: usize,
+    topk: usize,
+) -> IndexerRecomputeCase {
     of(RankedKeys::selected(num_tokens, num_keys, topk), num_heads)
 }
 
@@ -82,17 +87,23 @@ impl Operator for IndexerRecompute {
     };
 
     fn tensors(c: &IndexerRecomputeCase) -> Specs {
-        let (tokens, keys) = (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
-        let (heads, head_dim) = (axis("num_heads", c.num_heads).multiples(1, MAX_HEADS), axis("head_dim", HEAD_DIM));
+        let (tokens, keys) =
+            (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
+        let (heads, head_dim) =
+            (axis("num_heads", c.num_heads).multiples(1, MAX_HEADS), axis("head_dim", HEAD_DIM));
         let query = |name, dtype, axes: &[_]| input(name, dtype, axes).of_any_size();
         let operands = [
-            query("q", DType::Bf16, &[tokens, heads, head_dim]).aligned_rows().drawn(c.distribution, c.magnitude),
+            query("q", DType::Bf16, &[tokens, heads, head_dim])
+                .aligned_rows()
+                .drawn(c.distribution, c.magnitude),
             query("k", DType::Bf16, &[keys, head_dim]).aligned_rows().drawn(c.distribution, 1.0),
             query("w", c.weight.dtype(), &[tokens, heads]).rows().drawn(c.distribution, 1.0),
         ];
         let logits = output("logits", DType::F32, &[tokens, axis("topk", c.keys.topk)]).rows();
         let tensors = operands.into_iter().chain(c.keys.tensors()).chain([logits]);
-        Specs::new(c.keys.seed, tensors).positive("sm_scale", c.sm_scale).positive("magnitude", c.magnitude)
+        Specs::new(c.keys.seed, tensors)
+            .positive("sm_scale", c.sm_scale)
+            .positive("magnitude", c.magnitude)
     }
 
     fn check(c: &IndexerRecomputeCase) -> Result<(), Refused> {
@@ -116,44 +127,60 @@ impl Operator for IndexerRecompute {
     /// Every token with every key and head, before and behind the sum.
     fn oracle_elements(c: &IndexerRecomputeCase) -> u128 {
         let all = (c.keys.num_tokens as u128).saturating_mul(c.keys.num_keys as u128);
-        3 * all.saturating_mul(c.num_heads as u128) + lists::gathered(c.keys.num_tokens, c.keys.topk, 1, 1)
+        3 * all.saturating_mul(c.num_heads as u128)
+            + lists::gathered(c.keys.num_tokens, c.keys.topk, 1, 1)
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<IndexerRecomputeCase> {
         let [tokens, num_keys, topk] = profile.of([[7, 120, 300], [9, 300, 500], [16, 1200, 1100]]);
-        let keys = RankedKeys::strategy([tokens, num_keys, topk]).prop_map(|keys| match keys.is_selected() {
-            true => keys,
-            // As many slots as keys.
-            false => RankedKeys {
-                packed: keys.packed,
-                seed: keys.seed,
-                ..RankedKeys::selected(keys.num_tokens, keys.num_keys, keys.num_keys)
-            },
+        let keys = RankedKeys::strategy([tokens, num_keys, topk]).prop_map(|keys| {
+            match keys.is_selected() {
+                true => keys,
+                // As many slots as keys.
+                false => RankedKeys {
+                    packed: keys.packed,
+                    seed: keys.seed,
+                    ..RankedKeys::selected(keys.num_tokens, keys.num_keys, keys.num_keys)
+                },
+            }
         });
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(1usize), 3 => 1..=MAX_HEADS];
         // Powers of two and not; the model's own is 128^-1/2.
         let sm_scale = select(vec![0.088_388_35f32, 0.3, 1.0, 0.125]);
         let implementation = select(vec![Implementation::Portable, Implementation::Hopper]);
-        (keys, heads, Float::strategy(), sm_scale, Data::strategy(-20..=20), any::<bool>(), implementation)
-            .prop_map(|(keys, num_heads, weight, sm_scale, data, poison_unreferenced, implementation)| {
-                let Data { distribution, magnitude, .. } = data;
-                let of = of(keys, num_heads);
-                let of = IndexerRecomputeCase { weight, sm_scale, implementation, ..of };
-                IndexerRecomputeCase { distribution, magnitude, poison_unreferenced, ..of }
-            })
+        (
+            keys,
+            heads,
+            Float::strategy(),
+            sm_scale,
+            Data::strategy(-20..=20),
+            any::<bool>(),
+            implementation,
+        )
+            .prop_map(
+                |(keys, num_heads, weight, sm_scale, data, poison_unreferenced, implementation)| {
+                    let Data { distribution, magnitude, .. } = data;
+                    let of = of(keys, num_heads);
+                    let of = IndexerRecomputeCase { weight, sm_scale, implementation, ..of };
+                    IndexerRecomputeCase { distribution, magnitude, poison_unreferenced, ..of }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<IndexerRecomputeCase> {
-        let within = RankedKeys { lengths: Lengths::Within, packed: true, ..RankedKeys::selected(5, 40, 170) };
+        let within = RankedKeys {
+            lengths: Lengths::Within,
+            packed: true,
+            ..RankedKeys::selected(5, 40, 170)
+        };
         let few = IndexerRecomputeCase { weight: Float::Bf16, ..selected(3, 5, 20, 19) };
         vec![of(within.clone(), 21), few.clone(), hopper(of(within, 21)), hopper(few)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<IndexerRecomputeCase> {
-        let keys = |case: IndexerRecomputeCase, change: fn(RankedKeys) -> RankedKeys| IndexerRecomputeCase {
-            keys: change(case.keys.clone()),
-            ..case
+        let keys = |case: IndexerRecomputeCase, change: fn(RankedKeys) -> RankedKeys| {
+            IndexerRecomputeCase { keys: change(case.keys.clone()), ..case }
         };
         let mut cases = vec![
             selected(0, 4, 9, 5),
@@ -165,12 +192,25 @@ impl Operator for IndexerRecompute {
             selected(2, 64, 90, 129),
             selected(2, 63, 90, 127),
             selected(1, 8, 90, 700),
-            keys(selected(5, 64, 40, 64), |keys| RankedKeys { indices: IndexClass::EmptyRows, ..keys }),
+            keys(selected(5, 64, 40, 64), |keys| RankedKeys {
+                indices: IndexClass::EmptyRows,
+                ..keys
+            }),
             keys(selected(7, 17, 23, 70), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
-            keys(selected(9, 33, 60, 165), |keys| RankedKeys { packed: true, lengths: Lengths::Within, ..keys }),
+            keys(selected(9, 33, 60, 165), |keys| RankedKeys {
+                packed: true,
+                lengths: Lengths::Within,
+                ..keys
+            }),
             keys(selected(9, 5, 60, 65), |keys| RankedKeys { packed: true, global: true, ..keys }),
-            keys(selected(5, 16, 7, 130), |keys| RankedKeys { indices: IndexClass::Duplicates, ..keys }),
-            keys(selected(3, 8, 50, 150), |keys| RankedKeys { indices: IndexClass::LeadingMasked, ..keys }),
+            keys(selected(5, 16, 7, 130), |keys| RankedKeys {
+                indices: IndexClass::Duplicates,
+                ..keys
+            }),
+            keys(selected(3, 8, 50, 150), |keys| RankedKeys {
+                indices: IndexClass::LeadingMasked,
+                ..keys
+            }),
         ];
         let on_hopper = [
             selected(0, 4, 9, 5),
@@ -184,9 +224,16 @@ impl Operator for IndexerRecompute {
             selected(1, 64, 90, 63),
             selected(1, 8, 90, 850),
             selected(9, 20, 40, 70),
-            keys(selected(9, 64, 40, 64), |keys| RankedKeys { indices: IndexClass::EmptyRows, ..keys }),
+            keys(selected(9, 64, 40, 64), |keys| RankedKeys {
+                indices: IndexClass::EmptyRows,
+                ..keys
+            }),
             keys(selected(9, 17, 23, 270), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
-            keys(selected(9, 33, 60, 165), |keys| RankedKeys { packed: true, lengths: Lengths::Within, ..keys }),
+            keys(selected(9, 33, 60, 165), |keys| RankedKeys {
+                packed: true,
+                lengths: Lengths::Within,
+                ..keys
+            }),
             keys(selected(9, 5, 60, 65), |keys| RankedKeys { packed: true, global: true, ..keys }),
         ];
         cases.extend(on_hopper.map(hopper));
@@ -205,7 +252,11 @@ impl Operator for IndexerRecompute {
         Ok(())
     }
 
-    fn forward(c: &IndexerRecomputeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &IndexerRecomputeCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let inputs = reference::Inputs {
             q: t.f64("q")?,
             w: t.f64("w")?,
@@ -217,7 +268,11 @@ impl Operator for IndexerRecompute {
         Ok(Named::new().with("logits", reference::forward(&inputs, rounding)?))
     }
 
-    fn launch(c: &IndexerRecomputeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &IndexerRecomputeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.options()))
     }
 
@@ -248,7 +303,10 @@ impl Operator for IndexerRecompute {
             false => vec![selected(4, 16, 64, 32)],
         };
         let implementation = Implementation::fastest_on(environment);
-        cases.into_iter().map(|case| timed(IndexerRecomputeCase { implementation, ..case })).collect()
+        cases
+            .into_iter()
+            .map(|case| timed(IndexerRecomputeCase { implementation, ..case }))
+            .collect()
     }
 }
 
@@ -258,14 +316,17 @@ fn timed(case: IndexerRecomputeCase) -> Benchmark<IndexerRecompute> {
     let RankedKeys { num_tokens, num_keys, topk, .. } = case.keys;
     let name = format!("q{num_tokens} k{num_keys} H{} D{HEAD_DIM} topk{topk}", case.num_heads);
     let flops = 2.0 * (num_tokens * topk * case.num_heads * HEAD_DIM) as f64;
-    let benchmark = Benchmark::new(Direction::Forward, name, case, "num_tokens").also_drawn_along("num_keys");
+    let benchmark =
+        Benchmark::new(Direction::Forward, name, case, "num_tokens").also_drawn_along("num_keys");
     Benchmark {
         amend: |c: &IndexerRecomputeCase, tensors| {
             let RankedKeys { num_tokens, topk, num_keys, seed, .. } = c.keys;
             let lists = distinct((seed, "indices"), [num_tokens, topk, num_keys], |_| 0);
             tensors.put("indices", HostTensor::from_i32(&[num_tokens, topk], &lists));
         },
-        sampled: |_: &Whole<'_, IndexerRecompute>, c: &mut IndexerRecomputeCase, tensors: &mut Tensors| {
+        sampled: |_: &Whole<'_, IndexerRecompute>,
+                  c: &mut IndexerRecomputeCase,
+                  tensors: &mut Tensors| {
             c.keys.num_keys = compact(tensors, "indices", &["k"], 1);
         },
         ..benchmark.streaming(&[], 0.0).computing(flops)

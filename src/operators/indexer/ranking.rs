@@ -84,27 +84,53 @@ impl RankedKeys {
 
     /// A causal limit.
     pub(crate) fn causal(num_tokens: usize, num_keys: usize, ratio: usize) -> Self {
-        Self { ranking: RankingClass::Causal, ratio, q_off: true, ..Self::selected(num_tokens, num_keys, 0) }
+        Self {
+            ranking: RankingClass::Causal,
+            ratio,
+            q_off: true,
+            ..Self::selected(num_tokens, num_keys, 0)
+        }
     }
 
     /// Draws up to so many tokens, keys and slots of a list.
     pub(crate) fn strategy([tokens, keys, slots]: [usize; 3]) -> BoxedStrategy<Self> {
         let lists = (IndexClass::strategy(), Lengths::strategy(), any::<bool>());
-        let causal = (select(vec![1usize, 4, 128, 3]), prop_oneof![3 => Just(true), 1 => Just(false)], left_out());
-        let extents =
-            (1..=tokens, crate::operator::fields::extent(keys, 16), crate::operator::fields::extent(slots, 64));
+        let causal = (
+            select(vec![1usize, 4, 128, 3]),
+            prop_oneof![3 => Just(true), 1 => Just(false)],
+            left_out(),
+        );
+        let extents = (
+            1..=tokens,
+            crate::operator::fields::extent(keys, 16),
+            crate::operator::fields::extent(slots, 64),
+        );
         (extents, any::<bool>(), lists, causal, any::<bool>(), 0..1000u64)
-            .prop_map(|((num_tokens, num_keys, topk), is_selected, lists, (ratio, q_off, left_out), packed, seed)| {
-                let (indices, lengths, global) = lists;
-                let drawn = match is_selected {
-                    true => Self { indices, lengths, global, ..Self::selected(num_tokens, num_keys, topk) },
-                    false => {
-                        let left_out = if packed { left_out } else { 0 };
-                        Self { q_off, left_out, ..Self::causal(num_tokens, num_keys, ratio) }
-                    }
-                };
-                Self { packed, seed, ..drawn }
-            })
+            .prop_map(
+                |(
+                    (num_tokens, num_keys, topk),
+                    is_selected,
+                    lists,
+                    (ratio, q_off, left_out),
+                    packed,
+                    seed,
+                )| {
+                    let (indices, lengths, global) = lists;
+                    let drawn = match is_selected {
+                        true => Self {
+                            indices,
+                            lengths,
+                            global,
+                            ..Self::selected(num_tokens, num_keys, topk)
+                        },
+                        false => {
+                            let left_out = if packed { left_out } else { 0 };
+                            Self { q_off, left_out, ..Self::causal(num_tokens, num_keys, ratio) }
+                        }
+                    };
+                    Self { packed, seed, ..drawn }
+                },
+            )
             .boxed()
     }
 
@@ -114,7 +140,8 @@ impl RankedKeys {
             return refuse("topk", format!("{}: a causal ranking has no lists", self.topk));
         }
         if self.left_out > 0 && (self.is_selected() || !self.packed) {
-            let reason = "rows of lists have slots, and those of one sequence a column for every key";
+            let reason =
+                "rows of lists have slots, and those of one sequence a column for every key";
             return refuse("left_out", format!("{}: {reason}", self.left_out));
         }
         if self.ratio == 0 || i32::try_from(self.ratio).is_err() {
@@ -149,8 +176,12 @@ impl RankedKeys {
                 let ends = |length: i32| (0..=tokens).map(|end| end * length).collect();
                 Some(reference::Sequences { cu_q: ends(1), cu_k: ends(keys / tokens.max(1)) })
             }
-            Arrangement::Whole => Some(reference::Sequences { cu_q: vec![0, 0, tokens], cu_k: vec![0, 0, keys] }),
-            Arrangement::AsDrawn => self.packed.then(|| draw_sequences(self.seed, self.num_tokens, self.num_keys)),
+            Arrangement::Whole => {
+                Some(reference::Sequences { cu_q: vec![0, 0, tokens], cu_k: vec![0, 0, keys] })
+            }
+            Arrangement::AsDrawn => {
+                self.packed.then(|| draw_sequences(self.seed, self.num_tokens, self.num_keys))
+            }
         }
     }
 
@@ -158,7 +189,9 @@ impl RankedKeys {
     pub(crate) fn columns(&self) -> usize {
         let longest = match self.sequences() {
             None => self.num_keys,
-            Some(s) => s.cu_k.windows(2).map(|ends| (ends[1] - ends[0]) as usize).max().unwrap_or(0),
+            Some(s) => {
+                s.cu_k.windows(2).map(|ends| (ends[1] - ends[0]) as usize).max().unwrap_or(0)
+            }
         };
         longest.saturating_sub(self.left_out)
     }
@@ -172,7 +205,8 @@ impl RankedKeys {
         let sequences = axis("num_sequences", if packed { ends[0].extent - 1 } else { 1 });
         [
             input("indices", DType::I32, &[tokens, topk]).rows().when(selected),
-            input("topk_length", DType::I32, &[tokens]).when(selected && self.lengths != Lengths::Absent),
+            input("topk_length", DType::I32, &[tokens])
+                .when(selected && self.lengths != Lengths::Absent),
             input("q_off", DType::I32, &[sequences]).when(!selected && self.q_off),
             input("cu_q", DType::I32, &ends).when(packed),
             input("cu_k", DType::I32, &ends).when(packed),
@@ -182,15 +216,19 @@ impl RankedKeys {
     /// Sets what [`Self::tensors`] declares.
     pub(crate) fn amend(&self, tensors: &mut Tensors) {
         if self.is_selected() {
-            let lists = self.indices.draw(self.seed, "indices", self.num_tokens, self.topk, self.num_keys);
+            let lists =
+                self.indices.draw(self.seed, "indices", self.num_tokens, self.topk, self.num_keys);
             tensors.set_i32s("indices", &lists);
-            if let Some(lengths) = self.lengths.draw(self.seed, "topk_length", self.num_tokens, self.topk) {
+            if let Some(lengths) =
+                self.lengths.draw(self.seed, "topk_length", self.num_tokens, self.topk)
+            {
                 tensors.set_i32s("topk_length", &lengths);
             }
         }
         let sequences = self.sequences();
-        if let Some(offsets) =
-            tensors.get("q_off").map(|_| draw_offsets(self.seed, self.ratio, self.num_keys, sequences.as_ref()))
+        if let Some(offsets) = tensors
+            .get("q_off")
+            .map(|_| draw_offsets(self.seed, self.ratio, self.num_keys, sequences.as_ref()))
         {
             tensors.set_i32s("q_off", &offsets);
         }
@@ -205,18 +243,33 @@ impl RankedKeys {
     pub(crate) fn reference(&self, host: &Tensors) -> reference::Ranking {
         if self.is_selected() {
             let (indices, topk_length) = (host.i32s("indices"), host.maybe_i32s("topk_length"));
-            return reference::Ranking::Selected { indices, topk: self.topk, topk_length, global: self.global };
+            return reference::Ranking::Selected {
+                indices,
+                topk: self.topk,
+                topk_length,
+                global: self.global,
+            };
         }
-        reference::Ranking::Causal { ratio: self.ratio, q_off: host.maybe_i32s("q_off"), columns: self.columns() }
+        reference::Ranking::Causal {
+            ratio: self.ratio,
+            q_off: host.maybe_i32s("q_off"),
+            columns: self.columns(),
+        }
     }
 
     /// The keys that a token ranks, from the definition: every key is asked whether it is one.
     pub(crate) fn ranked_keys(&self, tensors: &Tensors, token: usize) -> Vec<usize> {
         let sequences = self.sequences();
-        let Some(sequence) = sequence(sequences.as_ref().map(|s| &s.cu_q[..]), token) else { return Vec::new() };
+        let Some(sequence) = sequence(sequences.as_ref().map(|s| &s.cu_q[..]), token) else {
+            return Vec::new();
+        };
         let (first_token, first, last) = match &sequences {
             None => (0, 0, self.num_keys),
-            Some(s) => (s.cu_q[sequence] as usize, s.cu_k[sequence] as usize, s.cu_k[sequence + 1] as usize),
+            Some(s) => (
+                s.cu_q[sequence] as usize,
+                s.cu_k[sequence] as usize,
+                s.cu_k[sequence + 1] as usize,
+            ),
         };
         let length = lists::within_lengths(tensors, "topk_length", self.lists())[token];
         let indices = tensors.maybe_i32s("indices").unwrap_or_default();
@@ -228,24 +281,43 @@ impl RankedKeys {
         let position = offset + (token - first_token) as i64;
         // The last token that a key covers is not after this one.
         let columns = self.columns();
-        let visible = |key: usize| key - first < columns && ((key - first + 1) * self.ratio) as i64 - 1 <= position;
-        (first..last).filter(|&key| if self.is_selected() { named(key) } else { visible(key) }).collect()
+        let visible = |key: usize| {
+            key - first < columns && ((key - first + 1) * self.ratio) as i64 - 1 <= position
+        };
+        (first..last)
+            .filter(|&key| if self.is_selected() { named(key) } else { visible(key) })
+            .collect()
     }
 
     /// Turns into NaN what no valid slot is about: queries `q` of so many numbers each, keys `k`, upstream gradients `dlogits`.
-    pub(crate) fn poison_unreferenced(&self, tensors: &mut Tensors, query_width: usize, key_width: usize) {
+    pub(crate) fn poison_unreferenced(
+        &self,
+        tensors: &mut Tensors,
+        query_width: usize,
+        key_width: usize,
+    ) {
         let (ranking, sequences) = (self.reference(tensors), self.sequences());
-        let ranked =
-            reference::RankedKeys { ranking: &ranking, sequences: sequences.as_ref(), num_keys: self.num_keys };
-        let rows: Vec<Option<i64>> = (0..self.num_tokens).flat_map(|token| ranked.rows(token)).collect();
+        let ranked = reference::RankedKeys {
+            ranking: &ranking,
+            sequences: sequences.as_ref(),
+            num_keys: self.num_keys,
+        };
+        let rows: Vec<Option<i64>> =
+            (0..self.num_tokens).flat_map(|token| ranked.rows(token)).collect();
         let mut referenced = vec![false; self.num_keys];
         rows.iter().flatten().for_each(|&row| referenced[row as usize] = true);
         tensors.edit("dlogits", |all| {
-            all.iter_mut().zip(&rows).filter(|(_, row)| row.is_none()).for_each(|(x, _)| *x = f64::NAN);
+            all.iter_mut()
+                .zip(&rows)
+                .filter(|(_, row)| row.is_none())
+                .for_each(|(x, _)| *x = f64::NAN);
         });
         let rows = rows.chunks(self.slots().max(1));
         tensors.edit("q", |all| {
-            let idle = all.chunks_mut(query_width).zip(rows).filter(|(_, rows)| rows.iter().all(Option::is_none));
+            let idle = all
+                .chunks_mut(query_width)
+                .zip(rows)
+                .filter(|(_, rows)| rows.iter().all(Option::is_none));
             idle.for_each(|(token, _)| token.fill(f64::NAN));
         });
         tensors.edit("k", |all| {
@@ -295,10 +367,15 @@ pub(crate) fn left_out() -> impl Strategy<Value = usize> {
 }
 
 /// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.
-pub(crate) fn draw_sequences(seed: u64, num_tokens: usize, num_keys: usize) -> reference::Sequences {
+pub(crate) fn draw_sequences(
+    seed: u64,
+    num_tokens: usize,
+    num_keys: usize,
+) -> reference::Sequences {
     let mut draw = Draw::new(seed, "sequences");
     let mut ends = |total: usize, empty: usize| {
-        let mut ends: Vec<i32> = (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
+        let mut ends: Vec<i32> =
+            (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
         ends.sort_unstable();
         ends.insert(0, 0);
         ends.push(total as i32);
@@ -323,7 +400,10 @@ pub(crate) fn draw_offsets(
         None => vec![num_keys as i32],
         Some(sequences) => sequences.cu_k.windows(2).map(|ends| ends[1] - ends[0]).collect(),
     };
-    lengths.into_iter().map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys))).collect()
+    lengths
+        .into_iter()
+        .map(|keys| draw.rng().random_range(-ratio..=ratio.saturating_mul(keys)))
+        .collect()
 }
 
 /// The sequence of a token, if it is of one.

@@ -93,7 +93,13 @@ pub struct ScoreRecomputeCase {
 }
 
 impl ScoreRecomputeCase {
-    fn selected(num_tokens: usize, num_heads: usize, head_dim: usize, num_keys: usize, topk: usize) -> Self {
+    fn selected(
+        num_tokens: usize,
+        num_heads: usize,
+        head_dim: usize,
+        num_keys: usize,
+        topk: usize,
+    ) -> Self {
         Self {
             num_tokens,
             num_heads,
@@ -125,9 +131,20 @@ impl ScoreRecomputeCase {
         }
     }
 
-    fn causal(num_tokens: usize, num_heads: usize, head_dim: usize, num_keys: usize, ratio: usize) -> Self {
+    fn causal(
+        num_tokens: usize,
+        num_heads: usize,
+        head_dim: usize,
+        num_keys: usize,
+        ratio: usize,
+    ) -> Self {
         let ranking = RankingClass::Causal;
-        Self { ranking, ratio, q_off: true, ..Self::selected(num_tokens, num_heads, head_dim, num_keys, 0) }
+        Self {
+            ranking,
+            ratio,
+            q_off: true,
+            ..Self::selected(num_tokens, num_heads, head_dim, num_keys, 0)
+        }
     }
 
     /// How many lists there are, and how many slots each has.
@@ -215,9 +232,12 @@ impl Operator for ScoreRecompute {
     };
 
     fn tensors(c: &ScoreRecomputeCase) -> Specs {
-        let (tokens, heads) =
-            (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).multiples(1, LARGEST_HEADS));
-        let (keys, head_dim) = (axis("num_keys", c.num_keys), axis("head_dim", c.head_dim).multiples(16, 576));
+        let (tokens, heads) = (
+            axis("num_tokens", c.num_tokens),
+            axis("num_heads", c.num_heads).multiples(1, LARGEST_HEADS),
+        );
+        let (keys, head_dim) =
+            (axis("num_keys", c.num_keys), axis("head_dim", c.head_dim).multiples(16, 576));
         let (topk, columns) = (axis("topk", c.topk), axis("columns", c.columns()));
         let (selected, per_head) = (c.is_selected(), [tokens, heads]);
         let q_size = logits::query_size(c.logit_deviation, c.softmax_scale, c.head_dim);
@@ -227,7 +247,9 @@ impl Operator for ScoreRecompute {
         };
         let joint = c.recomputed && c.normaliser == NormaliserClass::Joint;
         let operands = [
-            input("q", DType::Bf16, &[tokens, heads, head_dim]).aligned_rows().drawn(c.distribution, q_size),
+            input("q", DType::Bf16, &[tokens, heads, head_dim])
+                .aligned_rows()
+                .drawn(c.distribution, q_size),
             input("k", DType::Bf16, &[keys, head_dim]).aligned_rows().drawn(c.distribution, 1.0),
         ];
         let tensors = [
@@ -235,7 +257,10 @@ impl Operator for ScoreRecompute {
             input("lse_beside", DType::F32, &per_head).when(joint).only_in("lse"),
             lse(&per_head),
             output("target", DType::F32, &[tokens, topk]).rows().only_in("scores").when(selected),
-            output("scores", DType::F32, &[tokens, columns]).rows().only_in("scores").when(!selected),
+            output("scores", DType::F32, &[tokens, columns])
+                .rows()
+                .only_in("scores")
+                .when(!selected),
             output("l1", DType::F32, &[tokens]).when(!selected).only_in("scores"),
             output("shift", DType::F32, &[tokens]).when(!selected).only_in("scores"),
         ];
@@ -247,14 +272,20 @@ impl Operator for ScoreRecompute {
 
     fn check(c: &ScoreRecomputeCase) -> Result<(), Refused> {
         if c.implementation == Implementation::Hopper && !c.head_dim.is_multiple_of(64) {
-            return refuse("implementation", format!("hopper takes multiples of 64, not head_dim {}", c.head_dim));
+            return refuse(
+                "implementation",
+                format!("hopper takes multiples of 64, not head_dim {}", c.head_dim),
+            );
         }
         if c.padding_heads > c.num_heads || c.recomputed && c.padding_heads > 0 {
             let reason = "it exceeds num_heads, or lse is recomputed, which knows of no padding";
             return refuse("padding_heads", format!("{}: {reason}", c.padding_heads));
         }
         if c.left_out > 0 && c.recomputed {
-            return refuse("left_out", format!("{}: an lse that is recomputed is of all keys", c.left_out));
+            return refuse(
+                "left_out",
+                format!("{}: an lse that is recomputed is of all keys", c.left_out),
+            );
         }
         c.ranked().check()
     }
@@ -276,10 +307,17 @@ impl Operator for ScoreRecompute {
         );
         // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
-        let logits =
-            (scale, prop::sample::select(logits::DEVIATIONS.to_vec()), prop_oneof![4 => Just(0.0), 1 => Just(-200.0)]);
+        let logits = (
+            scale,
+            prop::sample::select(logits::DEVIATIONS.to_vec()),
+            prop_oneof![4 => Just(0.0), 1 => Just(-200.0)],
+        );
         let data = (
-            prop::sample::select(vec![Distribution::Normal, Distribution::Uniform, Distribution::RowScaled]),
+            prop::sample::select(vec![
+                Distribution::Normal,
+                Distribution::Uniform,
+                Distribution::RowScaled,
+            ]),
             any::<bool>(),
             prop_oneof![1 => Just(Implementation::Portable), 1 => Just(Implementation::Hopper)],
             0..1000u64,
@@ -296,7 +334,8 @@ impl Operator for ScoreRecompute {
                 let hopper = head_dim.is_multiple_of(64);
                 let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Scaled rows do not scale logits to hundreds.
-                let logit_deviation = if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
+                let logit_deviation =
+                    if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let topk = if ranking == RankingClass::Selected { topk } else { 0 };
                 let padding_heads = if recomputed { 0 } else { padding_heads.min(num_heads - 1) };
                 let columns = packed && !recomputed && ranking == RankingClass::Causal;
@@ -337,7 +376,11 @@ impl Operator for ScoreRecompute {
     fn typical() -> Vec<ScoreRecomputeCase> {
         let (selected, causal) = (ScoreRecomputeCase::selected, ScoreRecomputeCase::causal);
         vec![
-            ScoreRecomputeCase { recomputed: true, lengths: Lengths::Within, ..selected(4, 5, 64, 40, 60) },
+            ScoreRecomputeCase {
+                recomputed: true,
+                lengths: Lengths::Within,
+                ..selected(4, 5, 64, 40, 60)
+            },
             hopper(ScoreRecomputeCase { packed: true, ..causal(9, 17, 64, 90, 4) }),
         ]
     }
@@ -348,7 +391,11 @@ impl Operator for ScoreRecompute {
         let mut cases = vec![
             selected(0, 4, 64, 9, 5),
             causal(0, 4, 64, 9, 4),
-            ScoreRecomputeCase { indices: IndexClass::Valid, recomputed: true, ..selected(3, 5, 64, 0, 7) },
+            ScoreRecomputeCase {
+                indices: IndexClass::Valid,
+                recomputed: true,
+                ..selected(3, 5, 64, 0, 7)
+            },
             causal(3, 5, 64, 0, 4),
             selected(2, 3, 64, 11, 0),
             ScoreRecomputeCase {
@@ -364,35 +411,89 @@ impl Operator for ScoreRecompute {
                 logit_shift: -200.0,
                 ..selected(1, 17, 64, 30, 130)
             },
-            ScoreRecomputeCase { lengths: Lengths::Hostile, sinks: Sinks::Extreme, ..selected(7, 10, 64, 23, 70) },
-            ScoreRecomputeCase { packed: true, lengths: Lengths::Within, ..selected(9, 24, 64, 60, 65) },
+            ScoreRecomputeCase {
+                lengths: Lengths::Hostile,
+                sinks: Sinks::Extreme,
+                ..selected(7, 10, 64, 23, 70)
+            },
+            ScoreRecomputeCase {
+                packed: true,
+                lengths: Lengths::Within,
+                ..selected(9, 24, 64, 60, 65)
+            },
             ScoreRecomputeCase {
                 packed: true,
                 global: true,
                 indices: IndexClass::Duplicates,
                 ..selected(9, 5, 64, 60, 65)
             },
-            ScoreRecomputeCase { outside: 300.0, normaliser: joint, padding_heads: 2, ..selected(3, 5, 64, 40, 140) },
-            ScoreRecomputeCase { packed: true, recomputed: true, outside: 300.0, ..causal(9, 5, 64, 400, 4) },
+            ScoreRecomputeCase {
+                outside: 300.0,
+                normaliser: joint,
+                padding_heads: 2,
+                ..selected(3, 5, 64, 40, 140)
+            },
+            ScoreRecomputeCase {
+                packed: true,
+                recomputed: true,
+                outside: 300.0,
+                ..causal(9, 5, 64, 400, 4)
+            },
             // Keys behind the last column.
             ScoreRecomputeCase { packed: true, left_out: 40, seed: 3, ..causal(9, 5, 64, 200, 1) },
-            ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, recomputed: true, ..causal(5, 66, 64, 290, 1) },
-            ScoreRecomputeCase { q_off: false, normaliser: v32, sinks: Sinks::Absent, ..causal(13, 5, 80, 9, 3) },
+            ScoreRecomputeCase {
+                normaliser: v32,
+                sinks: Sinks::Absent,
+                recomputed: true,
+                ..causal(5, 66, 64, 290, 1)
+            },
+            ScoreRecomputeCase {
+                q_off: false,
+                normaliser: v32,
+                sinks: Sinks::Absent,
+                ..causal(13, 5, 80, 9, 3)
+            },
             ScoreRecomputeCase { recomputed: true, ..selected(2, 20, 64, 40, 50) },
             ScoreRecomputeCase { recomputed: true, ..selected(2, 70, 64, 40, 50) },
             ScoreRecomputeCase { recomputed: true, ..causal(7, 20, 64, 40, 2) },
             // Fewer columns than a panel has.
             selected(2, 3, 32, 20, 30),
             selected(2, 5, 512, 50, 70),
-            ScoreRecomputeCase { normaliser: v32, sinks: Sinks::Absent, ..selected(1, 66, 576, 33, 65) },
+            ScoreRecomputeCase {
+                normaliser: v32,
+                sinks: Sinks::Absent,
+                ..selected(1, 66, 576, 33, 65)
+            },
             // Several tiles, the last one cut short.
             hopper(selected(1, 128, 512, 40, 270)),
-            hopper(ScoreRecomputeCase { lengths: Lengths::Within, ..selected(2, 64, 576, 40, 150) }),
-            hopper(ScoreRecomputeCase { indices: IndexClass::EmptyRows, ..selected(3, 17, 64, 23, 70) }),
-            hopper(ScoreRecomputeCase { outside: 300.0, padding_heads: 2, ..selected(2, 40, 64, 40, 141) }),
-            hopper(ScoreRecomputeCase { outside: 300.0, padding_heads: 2, ..selected(2, 100, 64, 40, 300) }),
-            hopper(ScoreRecomputeCase { packed: true, sinks: Sinks::Extreme, ..causal(9, 17, 64, 200, 4) }),
-            hopper(ScoreRecomputeCase { outside: 300.0, sinks: Sinks::Absent, ..causal(3, 66, 128, 290, 1) }),
+            hopper(ScoreRecomputeCase {
+                lengths: Lengths::Within,
+                ..selected(2, 64, 576, 40, 150)
+            }),
+            hopper(ScoreRecomputeCase {
+                indices: IndexClass::EmptyRows,
+                ..selected(3, 17, 64, 23, 70)
+            }),
+            hopper(ScoreRecomputeCase {
+                outside: 300.0,
+                padding_heads: 2,
+                ..selected(2, 40, 64, 40, 141)
+            }),
+            hopper(ScoreRecomputeCase {
+                outside: 300.0,
+                padding_heads: 2,
+                ..selected(2, 100, 64, 40, 300)
+            }),
+            hopper(ScoreRecomputeCase {
+                packed: true,
+                sinks: Sinks::Extreme,
+                ..causal(9, 17, 64, 200, 4)
+            }),
+            hopper(ScoreRecomputeCase {
+                outside: 300.0,
+                sinks: Sinks::Absent,
+                ..causal(3, 66, 128, 290, 1)
+            }),
             hopper(selected(2, 70, 64, 11, 0)),
         ];
         if profile == Profile::Full {
@@ -402,7 +503,8 @@ impl Operator for ScoreRecompute {
     }
 
     fn fastest(c: &ScoreRecomputeCase, environment: &Environment) -> ScoreRecomputeCase {
-        let implementation = Implementation::fastest_for(environment, c.num_heads, c.head_dim.is_multiple_of(64));
+        let implementation =
+            Implementation::fastest_for(environment, c.num_heads, c.head_dim.is_multiple_of(64));
         ScoreRecomputeCase { implementation, ..c.clone() }
     }
 
@@ -427,7 +529,11 @@ impl Operator for ScoreRecompute {
         Ok(())
     }
 
-    fn forward(c: &ScoreRecomputeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &ScoreRecomputeCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let inputs = inputs(c, t)?;
         let mut computed = Named::new();
         let lse = if c.recomputed {
@@ -443,10 +549,17 @@ impl Operator for ScoreRecompute {
             return Ok(computed.with("target", reference::target(&inputs, &normaliser, rounding)?));
         }
         let outputs = reference::scores(&inputs, &normaliser, rounding)?;
-        Ok(computed.with("scores", outputs.scores).with("l1", outputs.l1).with("shift", outputs.shift))
+        Ok(computed
+            .with("scores", outputs.scores)
+            .with("l1", outputs.l1)
+            .with("shift", outputs.shift))
     }
 
-    fn launch(c: &ScoreRecomputeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &ScoreRecomputeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let ScoreRecomputeCase { global, ratio, softmax_scale, .. } = *c;
         let implementation = c.implementation.launcher();
         let options = launcher::Options { global, ratio, softmax_scale, implementation };
@@ -495,15 +608,24 @@ impl Operator for ScoreRecompute {
             implementation: fastest,
             ..case
         };
-        let selected = |tokens, heads, topk, keys| form(ScoreRecomputeCase::selected(tokens, heads, 512, keys, topk));
-        let causal = |tokens, heads, keys| form(ScoreRecomputeCase::causal(tokens, heads, 512, keys, 4));
+        let selected = |tokens, heads, topk, keys| {
+            form(ScoreRecomputeCase::selected(tokens, heads, 512, keys, topk))
+        };
+        let causal =
+            |tokens, heads, keys| form(ScoreRecomputeCase::causal(tokens, heads, 512, keys, 4));
         if !on_gpu(environment) {
-            return [selected(2, 16, 32, 64), causal(2, 16, 64)].map(|case| timed(case, false)).into();
+            return [selected(2, 16, 32, 64), causal(2, 16, 64)]
+                .map(|case| timed(case, false))
+                .into();
         }
-        let (flash, pro, dense) =
-            (selected(4096, 64, 512, 8192), selected(4096, 128, 1024, 8192), causal(4096, 64, 2048));
+        let (flash, pro, dense) = (
+            selected(4096, 64, 512, 8192),
+            selected(4096, 128, 1024, 8192),
+            causal(4096, 64, 2048),
+        );
         let all = [flash.clone(), pro.clone(), selected(4096, 128, 1024, 65536), dense.clone()];
-        let portable = |case| ScoreRecomputeCase { implementation: Implementation::Portable, ..case };
+        let portable =
+            |case| ScoreRecomputeCase { implementation: Implementation::Portable, ..case };
         let portable = [flash, pro, dense].map(|case| timed(portable(case), true));
         all.map(|case| timed(case, false)).into_iter().chain(portable).collect()
     }
@@ -523,7 +645,9 @@ fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> 
     // Slots of all tokens that count.
     let ranked: usize = match case.ranking {
         RankingClass::Selected => num_tokens * topk,
-        RankingClass::Causal => (0..num_tokens).map(|token| (first_position(&case) + token + 1) / case.ratio).sum(),
+        RankingClass::Causal => {
+            (0..num_tokens).map(|token| (first_position(&case) + token + 1) / case.ratio).sum()
+        }
     };
     // One product of 2·H·D FLOP a slot. Every tensor once; rows of K once for each key.
     let (heads, rows) = (num_tokens * num_heads, 4 * num_tokens * case.slots());
@@ -535,10 +659,15 @@ fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> 
             num_keys: num_keys.min(DRAWN / head_dim),
             ..case.clone()
         },
-        bytes: (2 * heads * head_dim + 4 * heads + 2 * num_keys.min(ranked) * head_dim + lists + rows) as f64,
+        bytes: (2 * heads * head_dim
+            + 4 * heads
+            + 2 * num_keys.min(ranked) * head_dim
+            + lists
+            + rows) as f64,
         amend: |c, tensors| {
             if c.is_selected() {
-                let lists = distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
+                let lists =
+                    distinct((c.seed, "indices"), [c.num_tokens, c.topk, c.num_keys], |_| 0);
                 tensors.put("indices", HostTensor::from_i32(&[c.num_tokens, c.topk], &lists));
             } else {
                 tensors.set_i32s("q_off", &[first_position(c) as i32]);
@@ -566,7 +695,8 @@ fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tens
     let keys = permuted_along(tensors.tensor("k"), 0, &order);
     tensors.put("k", keys);
     (c.apart, c.num_keys) = (true, order.len());
-    let offsets: Vec<i32> = whole.rows.iter().map(|row| (first_position(whole.case) + row) as i32).collect();
+    let offsets: Vec<i32> =
+        whole.rows.iter().map(|row| (first_position(whole.case) + row) as i32).collect();
     tensors.put("q_off", HostTensor::from_i32(&[offsets.len()], &offsets));
     if let Some(reference::Sequences { cu_q, cu_k }) = c.sequences() {
         tensors.put("cu_q", HostTensor::from_i32(&[cu_q.len()], &cu_q));
@@ -577,7 +707,13 @@ fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tens
 fn inputs(c: &ScoreRecomputeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
     let ranking = c.ranked().reference(t.host());
     let softmax_scale = t.scalar("softmax_scale", f64::from(c.softmax_scale));
-    Ok(reference::Inputs { q: t.f64("q")?, k: t.f64("k")?, ranking, sequences: c.sequences(), softmax_scale })
+    Ok(reference::Inputs {
+        q: t.f64("q")?,
+        k: t.f64("k")?,
+        ranking,
+        sequences: c.sequences(),
+        softmax_scale,
+    })
 }
 
 fn hopper(case: ScoreRecomputeCase) -> ScoreRecomputeCase {
@@ -610,8 +746,10 @@ type Shape = (RankingClass, usize, usize, usize, usize, usize);
 /// Ranking, tokens, heads, width, keys, slots. The widths are few because each is a module of its own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let ranking = || prop::sample::select(vec![RankingClass::Selected, RankingClass::Causal]);
-    let heads = |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
-    let slots = |largest: usize| prop_oneof![1 => Just(128usize), 1 => Just(1usize), 5 => 1..=largest];
+    let heads =
+        |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
+    let slots =
+        |largest: usize| prop_oneof![1 => Just(128usize), 1 => Just(1usize), 5 => 1..=largest];
     let narrow = || prop::sample::select(vec![64usize, 80]);
     let wide = || prop::sample::select(vec![512usize, 576]);
     let few = (ranking(), 1..=9usize, heads(40), narrow(), 1..=200usize, slots(280));
@@ -622,8 +760,10 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
             prop_oneof![5 => few, 1 => wide].boxed()
         }
         Profile::Full => {
-            let many = (ranking(), 1..=16usize, heads(LARGEST_HEADS), narrow(), 1..=900usize, slots(700));
-            let wide = (ranking(), 1..=6usize, heads(LARGEST_HEADS), wide(), 1..=900usize, slots(600));
+            let many =
+                (ranking(), 1..=16usize, heads(LARGEST_HEADS), narrow(), 1..=900usize, slots(700));
+            let wide =
+                (ranking(), 1..=6usize, heads(LARGEST_HEADS), wide(), 1..=900usize, slots(600));
             prop_oneof![1 => few, 2 => many, 2 => wide].boxed()
         }
     }
@@ -692,7 +832,13 @@ type ScoreLaws<'l> = Laws<'l, ScoreRecompute>;
 /// `(a q) · k · (scale / a)` is the same logit: the scale is applied once, everywhere.
 fn scale_law(laws: &mut ScoreLaws<'_>) {
     let relations = laws.all(Relation::Times(1.0));
-    laws.exchange("softmax_scale counts once", "q", "softmax_scale", |case| &mut case.softmax_scale, relations);
+    laws.exchange(
+        "softmax_scale counts once",
+        "q",
+        "softmax_scale",
+        |case| &mut case.softmax_scale,
+        relations,
+    );
 }
 
 /// One packed sequence of everything is no packing.
@@ -718,7 +864,9 @@ fn slot_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
     let change = |v: &mut Variant<ScoreRecompute>| {
         let before = v.tensors.i32s("indices");
         let (mut after, mut shown) = (before.clone(), vec![0; before.len()]);
-        for (token, length) in lists::within_lengths(&v.tensors, "topk_length", c.lists()).into_iter().enumerate() {
+        for (token, length) in
+            lists::within_lengths(&v.tensors, "topk_length", c.lists()).into_iter().enumerate()
+        {
             let mut order: Vec<usize> = (0..topk).collect();
             order[..length].shuffle(Draw::numbered(c.seed, "slots", token).rng());
             for (slot, &from) in order.iter().enumerate() {
@@ -740,7 +888,9 @@ fn padding_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
         let longer = topk + extra.len();
         v.case.topk = longer;
         lists::append(&mut v.tensors, ("indices", "topk_length"), c.lists(), &extra);
-        let shown = (0..c.num_tokens).flat_map(|token| (0..topk).map(move |slot| token * longer + slot)).collect();
+        let shown = (0..c.num_tokens)
+            .flat_map(|token| (0..topk).map(move |slot| token * longer + slot))
+            .collect();
         v.show("target", &[c.num_tokens, topk], shown);
     };
     laws.law("invalid slots add nothing", change, relations);
@@ -761,7 +911,9 @@ fn padding_heads_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
         v.case.num_heads += EXTRA_HEADS;
         v.case.padding_heads += EXTRA_HEADS;
         for (name, at) in [("q", 1), ("lse", 1), ("sink", 0)] {
-            if let Some(longer) = v.tensors.get(name).map(|tensor| permuted_along(tensor, at, &order)) {
+            if let Some(longer) =
+                v.tensors.get(name).map(|tensor| permuted_along(tensor, at, &order))
+            {
                 v.tensors.put(name, longer);
             }
         }

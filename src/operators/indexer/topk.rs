@@ -118,7 +118,8 @@ impl Operator for Topk {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<TopkCase> {
-        let [rows, columns, most] = profile.of([[8usize, 3000, 600], [20, 9000, 1200], [60, 70_000, 4096]]);
+        let [rows, columns, most] =
+            profile.of([[8usize, 3000, 600], [20, 9000, 1200], [60, 70_000, 4096]]);
         let topk = prop_oneof![1 => Just(1usize), 4 => 1..=most];
         let lengths = select(vec![Lengths::Absent, Lengths::Within, Lengths::Hostile]);
         let scores = select(vec![
@@ -130,11 +131,44 @@ impl Operator for Topk {
             Scores::Sorted,
             Scores::NotFinite,
         ]);
-        let index = (select(vec![Index::Column, Index::Offset, Index::Paged]), select(vec![1usize, 7, 64, 128]));
-        (extent(rows, 4), extent(columns, 64), topk, lengths, scores, index, any::<bool>(), Data::strategy(-100..=100))
-            .prop_map(|(num_rows, num_columns, topk, lengths, scores, (index, page_size), with_values, data)| {
-                TopkCase { num_rows, num_columns, topk, lengths, scores, index, page_size, with_values, data }
-            })
+        let index = (
+            select(vec![Index::Column, Index::Offset, Index::Paged]),
+            select(vec![1usize, 7, 64, 128]),
+        );
+        (
+            extent(rows, 4),
+            extent(columns, 64),
+            topk,
+            lengths,
+            scores,
+            index,
+            any::<bool>(),
+            Data::strategy(-100..=100),
+        )
+            .prop_map(
+                |(
+                    num_rows,
+                    num_columns,
+                    topk,
+                    lengths,
+                    scores,
+                    (index, page_size),
+                    with_values,
+                    data,
+                )| {
+                    TopkCase {
+                        num_rows,
+                        num_columns,
+                        topk,
+                        lengths,
+                        scores,
+                        index,
+                        page_size,
+                        with_values,
+                        data,
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -150,23 +184,32 @@ impl Operator for Topk {
         let all = TopkCase { lengths: Lengths::Absent, ..plain(2, 512, 512) };
         let hostile = TopkCase { lengths: Lengths::Hostile, ..plain(9, 300, 64) };
         // More ties than there is room for, rows of the longer blocks, and rows of which a sample is ranked first.
-        let long = TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
+        let long =
+            TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
         let longer = TopkCase { index: Index::Paged, ..plain(3, 4500, 512) };
         // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in more than one stretch of it.
-        let whole = TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
+        let whole =
+            TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
         let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
         // The same where some are chosen behind more equal scores than are chosen, the last column of them, alone in its stretch's
         // last round.
-        let behind = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
+        let behind =
+            TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
         // Rows of the longest blocks with scores in all bins, of which the second cannot be read in vectors.
         let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
         // More equal scores than are chosen, among which the order ends, in a row of which threads mark several words each.
-        let many = TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(1, 33_001, 1024) };
+        let many = TopkCase {
+            lengths: Lengths::Absent,
+            scores: Scores::NotFinite,
+            ..plain(1, 33_001, 1024)
+        };
         // The longest row of which each column has its bits in shared memory.
         let marked = TopkCase { lengths: Lengths::Absent, ..plain(1, 1 << 17, 40) };
         // The largest score is the last, in a tile of its own.
-        let last = TopkCase { lengths: Lengths::Absent, scores: Scores::Sorted, ..plain(3, 1025, 64) };
-        let scores = [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
+        let last =
+            TopkCase { lengths: Lengths::Absent, scores: Scores::Sorted, ..plain(3, 1025, 64) };
+        let scores =
+            [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
         let mut cases = vec![
             plain(0, 64, 4),
             plain(4, 1, 1),
@@ -184,9 +227,16 @@ impl Operator for Topk {
             marked,
             last,
         ];
-        cases.extend(scores.map(|scores| TopkCase { scores, index: Index::Offset, ..plain(5, 1030, 200) }));
+        cases.extend(scores.map(|scores| TopkCase {
+            scores,
+            index: Index::Offset,
+            ..plain(5, 1030, 200)
+        }));
         if profile == Profile::Full {
-            cases.extend([plain(300, 16_384, 512), plain(2, launcher::MAX_COLUMNS, launcher::MAX_TOPK)]);
+            cases.extend([
+                plain(300, 16_384, 512),
+                plain(2, launcher::MAX_COLUMNS, launcher::MAX_TOPK),
+            ]);
         }
         cases
     }
@@ -197,9 +247,10 @@ impl Operator for Topk {
         let mut draw = Draw::new(c.data.seed, "offsets");
         match c.index {
             Index::Column => {}
-            Index::Offset => {
-                tensors.set_i32s("offsets", &(0..c.num_rows).map(|_| offset(&mut draw)).collect::<Vec<_>>())
-            }
+            Index::Offset => tensors.set_i32s(
+                "offsets",
+                &(0..c.num_rows).map(|_| offset(&mut draw)).collect::<Vec<_>>(),
+            ),
             Index::Paged => tensors.set_i32s("block_table", &draw_pages(c)),
         }
         if c.lengths != Lengths::Absent {
@@ -224,7 +275,12 @@ impl Operator for Topk {
 
     fn laws(_: &TopkCase, laws: &mut Laws<'_, Self>) {
         laws.separate("num_rows", "rows may be permuted");
-        laws.scale("a power of two moves no score past another", "scores", 0.5, &[("indices", 1.0), ("values", 0.5)]);
+        laws.scale(
+            "a power of two moves no score past another",
+            "scores",
+            0.5,
+            &[("indices", 1.0), ("values", 0.5)],
+        );
     }
 
     /// The indexer's selections: of a prefill, and of a decode with long contexts.
@@ -232,7 +288,11 @@ impl Operator for Topk {
         let gpu = [(4096, 16_384, 512), (4096, 8192, 1024), (128, 16_384, 512), (32, 65_536, 512)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(8, 2048, 64)] };
         let benchmark = |&(num_rows, num_columns, topk): &(usize, usize, usize)| {
-            let case = TopkCase { lengths: Lengths::Absent, with_values: false, ..plain(num_rows, num_columns, topk) };
+            let case = TopkCase {
+                lengths: Lengths::Absent,
+                with_values: false,
+                ..plain(num_rows, num_columns, topk)
+            };
             let name = format!("{topk} of {num_columns}, {num_rows} rows");
             Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 0.0)
         };
@@ -248,11 +308,15 @@ fn draw_scores(c: &TopkCase, drawn: &[f64]) -> Vec<f64> {
         match c.scores {
             Scores::Drawn => drawn,
             Scores::Ties => [-0.0, 0.0, 1.0, -1.0, 2.0, 2.0][draw.rng().random_range(0..6)],
-            Scores::Close => f64::from(f32::from_bits(0x3f80_0000 + draw.rng().random_range(0..5000u32))),
+            Scores::Close => {
+                f64::from(f32::from_bits(0x3f80_0000 + draw.rng().random_range(0..5000u32)))
+            }
             Scores::Equal => c.data.magnitude,
             Scores::Sorted if row % 2 == 0 => column as f64 - 300.0,
             Scores::Sorted => 300.0 - column as f64,
-            Scores::NotFinite if draw.rng().random_ratio(1, 5) => bad[draw.rng().random_range(0..bad.len())],
+            Scores::NotFinite if draw.rng().random_ratio(1, 5) => {
+                bad[draw.rng().random_range(0..bad.len())]
+            }
             Scores::NotFinite => drawn,
         }
     };

@@ -9,7 +9,9 @@
 //! ```
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
-use dsv4_kernels::{cache::kv_norm_rope_write, projections::linear, projections::rms_norm, projections::rope};
+use dsv4_kernels::{
+    cache::kv_norm_rope_write, projections::linear, projections::rms_norm, projections::rope,
+};
 use dsv4_reference::cache::kv_cache::SCALE_GROUP;
 use dsv4_reference::projections::kv_projection as reference;
 
@@ -70,7 +72,12 @@ pub struct KvProjectionCase {
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 const MIDDLE: RowFormat = RowFormat { nope_dim: 128, rope_dim: 32 };
 
-fn plain(num_tokens: usize, hidden_size: usize, format: RowFormat, stored: Stored) -> KvProjectionCase {
+fn plain(
+    num_tokens: usize,
+    hidden_size: usize,
+    format: RowFormat,
+    stored: Stored,
+) -> KvProjectionCase {
     let (table, table_rows, eps, data) = (TableForm::RowPerToken, 0, 1e-6, Data::normal(1.0));
     let RowFormat { nope_dim, rope_dim } = format;
     let (num_pages, page_size) = (3, 4);
@@ -101,7 +108,12 @@ impl KvProjectionCase {
 
     fn of_oracle(&self, t: &Bound<'_>) -> OracleResult<reference::Turn> {
         let eps = t.scalar("eps", self.eps.into());
-        Ok(reference::Turn { cos: t.f64("cos")?, sin: t.f64("sin")?, positions: positions_of(t), eps })
+        Ok(reference::Turn {
+            cos: t.f64("cos")?,
+            sin: t.f64("sin")?,
+            positions: positions_of(t),
+            eps,
+        })
     }
 
     fn trains(&self) -> bool {
@@ -156,12 +168,14 @@ impl Operator for KvProjection {
     };
 
     const GOLDEN: &'static [&'static str] = &["attention_csa", "attention_hca", "attention_swa"];
-    const CHAIN: &'static [&'static str] = &["linear", "rms_norm", "rope", "quantize_fp8", "kv_norm_rope_write"];
+    const CHAIN: &'static [&'static str] =
+        &["linear", "rms_norm", "rope", "quantize_fp8", "kv_norm_rope_write"];
 
     fn tensors(c: &KvProjectionCase) -> Specs {
         let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
         let (trains, coded) = (c.trains(), c.stored == Stored::CacheOfFp8);
-        let (tokens, hidden) = (axis("num_tokens", c.num_tokens), axis("hidden_size", c.hidden_size).not_empty());
+        let (tokens, hidden) =
+            (axis("num_tokens", c.num_tokens), axis("hidden_size", c.hidden_size).not_empty());
         let channels = axis("head_dim", c.format().head_dim());
         let blocks = |name, extent: usize| axis(name, extent.div_ceil(linear::BLOCK));
         let of_hidden = blocks("hidden_blocks", c.hidden_size);
@@ -184,7 +198,8 @@ impl Operator for KvProjection {
             input("h", bf16, &[tokens, hidden]).rows().drawn_as(c.data),
             input("wkv", bf16, &[channels, hidden]).rows().drawn(normal, deviation).when(!coded),
             input("wkv_codes", u8, &[channels, hidden]).rows().when(coded),
-            input("wkv_scales", u8, &[blocks("channel_blocks", c.format().head_dim()), of_hidden]).when(coded),
+            input("wkv_scales", u8, &[blocks("channel_blocks", c.format().head_dim()), of_hidden])
+                .when(coded),
             input("kv_norm", f32, &[channels]).drawn(normal, 1.0).aligned_rows(),
             cos,
             sin,
@@ -234,9 +249,25 @@ impl Operator for KvProjection {
         let stored = select(vec![Stored::Rows, Stored::Cache, Stored::CacheOfFp8]);
         let format = select(vec![SMALL, MIDDLE, RowFormat::MODEL]);
         let cache = (1..=6usize, select(vec![1usize, 2, 3, 7]));
-        (0..=tokens, extent(features, 8), format, (table, 1..100usize), (eps, stored), cache, Data::strategy(-8..=8))
+        (
+            0..=tokens,
+            extent(features, 8),
+            format,
+            (table, 1..100usize),
+            (eps, stored),
+            cache,
+            Data::strategy(-8..=8),
+        )
             .prop_map(
-                |(num_tokens, hidden_size, format, (table, rows), (eps, stored), (num_pages, page_size), data)| {
+                |(
+                    num_tokens,
+                    hidden_size,
+                    format,
+                    (table, rows),
+                    (eps, stored),
+                    (num_pages, page_size),
+                    data,
+                )| {
                     let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
                     let plain = plain(num_tokens, hidden_size, format, stored);
                     KvProjectionCase { eps, table, table_rows, num_pages, page_size, data, ..plain }
@@ -246,8 +277,12 @@ impl Operator for KvProjection {
     }
 
     fn typical() -> Vec<KvProjectionCase> {
-        let positions = |case| KvProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
-        vec![positions(plain(5, 24, SMALL, Stored::Rows)), positions(plain(5, 144, SMALL, Stored::CacheOfFp8))]
+        let positions =
+            |case| KvProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
+        vec![
+            positions(plain(5, 24, SMALL, Stored::Rows)),
+            positions(plain(5, 144, SMALL, Stored::CacheOfFp8)),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<KvProjectionCase> {
@@ -268,7 +303,11 @@ impl Operator for KvProjection {
             plain(18, 32, SMALL, CacheOfFp8),
             plain(3, 131, MIDDLE, CacheOfFp8),
             plain(2, 584, SMALL, CacheOfFp8),
-            KvProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, 16, SMALL, Cache) },
+            KvProjectionCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain(7, 16, SMALL, Cache)
+            },
         ];
         if profile == Profile::Full {
             let model = |num_tokens, stored| plain(num_tokens, 1024, RowFormat::MODEL, stored);
@@ -280,7 +319,13 @@ impl Operator for KvProjection {
     fn amend(c: &KvProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
         if !c.trains() {
-            set_cache(c.format(), [c.num_pages, c.page_size], SlotClass::Hostile, c.data.seed, tensors);
+            set_cache(
+                c.format(),
+                [c.num_pages, c.page_size],
+                SlotClass::Hostile,
+                c.data.seed,
+                tensors,
+            );
         }
         if c.stored == Stored::CacheOfFp8 {
             let extents = [1, c.format().head_dim(), c.hidden_size];
@@ -289,18 +334,34 @@ impl Operator for KvProjection {
         Ok(())
     }
 
-    fn forward(c: &KvProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &KvProjectionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if c.trains() {
             return reference::forward(&c.of_oracle(t)?, &named(t)?, rounding);
         }
-        let named = reference::forward_cached(&c.of_oracle(t)?, &named(t)?, oracle(c.format()), rounding)?;
+        let named =
+            reference::forward_cached(&c.of_oracle(t)?, &named(t)?, oracle(c.format()), rounding)?;
         let [num_slots, num_groups] = c.observed();
         let named = named.with("slot_holds", tensor(vec![1.0; num_slots], &[num_slots])?);
-        Ok(named.with("scale_is_least", tensor(vec![1.0; num_slots * num_groups], &[num_slots, num_groups])?))
+        Ok(named.with(
+            "scale_is_least",
+            tensor(vec![1.0; num_slots * num_groups], &[num_slots, num_groups])?,
+        ))
     }
 
-    fn backward(c: &KvProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        if c.trains() { reference::backward(&c.of_oracle(t)?, &named(t)?, rounding) } else { Ok(Named::new()) }
+    fn backward(
+        c: &KvProjectionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
+        if c.trains() {
+            reference::backward(&c.of_oracle(t)?, &named(t)?, rounding)
+        } else {
+            Ok(Named::new())
+        }
     }
 
     /// One after the other in the same memory: launches are in one order.
@@ -321,7 +382,11 @@ impl Operator for KvProjection {
 
     fn launch(c: &KvProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         if c.stored == Stored::CacheOfFp8 {
-            product_of_codes(v, run, ["h", "h_codes", "h_scales", "wkv_codes", "wkv_scales", "kv_a"])?;
+            product_of_codes(
+                v,
+                run,
+                ["h", "h_codes", "h_scales", "wkv_codes", "wkv_scales", "kv_a"],
+            )?;
         } else {
             let product = v.only(&["h", "wkv", "kv_a", "workspace"]);
             let product = product.renamed(&[("h", "x"), ("wkv", "w"), ("kv_a", "y")]);
@@ -329,28 +394,47 @@ impl Operator for KvProjection {
         }
         run.freeze(&v["kv_a"])?;
         if !c.trains() {
-            let views = v.only(&["kv_a", "kv_norm", "cos", "sin", "positions", "slots", "cache", "kv"]);
+            let views =
+                v.only(&["kv_a", "kv_norm", "cos", "sin", "positions", "slots", "cache", "kv"]);
             let views = views.renamed(&[("kv_a", "x"), ("kv_norm", "weight"), ("kv", "y")]);
-            return run.launch(|device| kv_norm_rope_write::forward(device, &views, c.format(), c.page_size, c.eps));
+            return run.launch(|device| {
+                kv_norm_rope_write::forward(device, &views, c.format(), c.page_size, c.eps)
+            });
         }
         let norm = v.only(&["kv_a", "kv_norm", "n", "rstd"]);
         let norm = norm.renamed(&[("kv_a", "x"), ("kv_norm", "weight"), ("n", "y")]);
         run.launch(|device| rms_norm::forward(device, &norm, c.eps))?;
         run.freeze(&v["n"])?;
-        let turned = v.only(&["cos", "sin", "positions"]).with("x", &head(v, "n")?).with("y", &head(v, "kv")?);
+        let turned = v
+            .only(&["cos", "sin", "positions"])
+            .with("x", &head(v, "n")?)
+            .with("y", &head(v, "kv")?);
         run.launch(|device| rope::forward(device, &turned, false))
     }
 
-    fn launch_backward(c: &KvProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &KvProjectionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         if !c.trains() {
             return Ok(());
         }
         let device = run.device();
-        let turned = v.only(&["cos", "sin", "positions"]).with("x", &head(v, "dkv")?).with("y", &head(v, "dn")?);
+        let turned = v
+            .only(&["cos", "sin", "positions"])
+            .with("x", &head(v, "dkv")?)
+            .with("y", &head(v, "dn")?);
         let mut ran = vec![rope::backward(device, &turned, false)?];
         run.freeze(&v["dn"])?;
         let norm = v.only(&["kv_a", "kv_norm", "rstd", "dn", "dkv_a", "dkv_norm", "workspace"]);
-        let names = [("kv_a", "x"), ("kv_norm", "weight"), ("dn", "dy"), ("dkv_a", "dx"), ("dkv_norm", "dweight")];
+        let names = [
+            ("kv_a", "x"),
+            ("kv_norm", "weight"),
+            ("dn", "dy"),
+            ("dkv_a", "dx"),
+            ("dkv_norm", "dweight"),
+        ];
         ran.extend(rms_norm::backward(device, &norm.renamed(&names))?);
         run.freeze(&v["dkv_a"])?;
         let product = v.only(&["h", "wkv", "dkv_a", "dh", "dwkv", "workspace"]);
@@ -360,8 +444,14 @@ impl Operator for KvProjection {
         Ok(())
     }
 
-    fn observe(c: &KvProjectionCase, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        let (Some(kv), Some(cache)) = (written.get("kv"), written.get("cache")) else { return Vec::new() };
+    fn observe(
+        c: &KvProjectionCase,
+        given: &Tensors,
+        written: &Tensors,
+    ) -> Vec<(&'static str, HostTensor)> {
+        let (Some(kv), Some(cache)) = (written.get("kv"), written.get("cache")) else {
+            return Vec::new();
+        };
         holds(c.format(), c.page_size, given, [kv, cache])
     }
 
@@ -381,37 +471,61 @@ impl Operator for KvProjection {
     /// A token bends over its own size, weights over those that a norm behind them makes of no size of their own.
     fn bends_over(c: &KvProjectionCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let width = if input == "kv_norm" { c.format().head_dim() } else { c.hidden_size };
-        Some(sizes_of_rows(&tensors.values(input), width, 0.0).into_iter().map(|size| size / 8.0).collect())
+        Some(
+            sizes_of_rows(&tensors.values(input), width, 0.0)
+                .into_iter()
+                .map(|size| size / 8.0)
+                .collect(),
+        )
     }
 
     /// The window's rows of attention layers, which stand before the compressed ones of a batch row.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<KvProjectionCase>>, String> {
         let table = if file.kind() == "attention_swa" { "main" } else { "compress" };
-        let (of_tokens, of_rows) = (["batch", "tokens", "hidden"], ["batch", "1", "rows", "channels"]);
+        let (of_tokens, of_rows) =
+            (["batch", "tokens", "hidden"], ["batch", "1", "rows", "channels"]);
         let h = file.floats("in.hidden", &of_tokens)?.to_vec();
         file.floats("mid.kv_all", &of_rows)?;
         let [cos, sin] = ["cos", "sin"].map(|name| format!("mid.rope.{table}.{name}"));
         let of_table = ["1", "tokens", "half"];
-        let (cos, sin) = (file.floats(&cos, &of_table)?.to_vec(), file.floats(&sin, &of_table)?.to_vec());
-        let [batches, tokens, hidden] = [file.extent("batch")?, file.extent("tokens")?, file.extent("hidden")?];
-        let [rows, channels, half] = [file.extent("rows")?, file.extent("channels")?, file.extent("half")?];
+        let (cos, sin) =
+            (file.floats(&cos, &of_table)?.to_vec(), file.floats(&sin, &of_table)?.to_vec());
+        let [batches, tokens, hidden] =
+            [file.extent("batch")?, file.extent("tokens")?, file.extent("hidden")?];
+        let [rows, channels, half] =
+            [file.extent("rows")?, file.extent("channels")?, file.extent("half")?];
         let (rope_dim, eps) = (2 * half, file.number("rms_norm_eps")?);
-        let beyond = |what: &str, least: usize, most: usize| format!("{what}: {least} are more than {most}");
-        let nope_dim =
-            channels.checked_sub(rope_dim).ok_or_else(|| beyond("channels that turn", rope_dim, channels))?;
+        let beyond =
+            |what: &str, least: usize, most: usize| format!("{what}: {least} are more than {most}");
+        let nope_dim = channels
+            .checked_sub(rope_dim)
+            .ok_or_else(|| beyond("channels that turn", rope_dim, channels))?;
         if tokens > rows {
             return Err(beyond("tokens and rows of `mid.kv_all`", tokens, rows));
         }
         let plain = plain(batches * tokens, hidden, RowFormat { nope_dim, rope_dim }, Stored::Rows);
-        let case = KvProjectionCase { table: TableForm::Positions, table_rows: tokens, eps: eps as f32, ..plain };
-        let golden = Golden::new(case).scalar("eps", eps).values("h", h).values("cos", cos).values("sin", sin);
+        let case = KvProjectionCase {
+            table: TableForm::Positions,
+            table_rows: tokens,
+            eps: eps as f32,
+            ..plain
+        };
+        let golden = Golden::new(case)
+            .scalar("eps", eps)
+            .values("h", h)
+            .values("cos", cos)
+            .values("sin", sin);
         // Batch rows share positions.
-        let golden = golden.integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect());
+        let golden =
+            golden.integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect());
         let named = |name: &str| format!("param.self_attn.{name}.weight");
         let golden = golden.stored(file, "wkv", &named("kv_proj"), &["channels", "hidden"])?;
         let golden = golden.stored(file, "kv_norm", &named("kv_norm"), &["channels"])?;
         let of_window = |all: &[f64]| {
-            all.chunks(rows * channels).flat_map(|all| &all[..tokens * channels]).copied().collect::<Vec<_>>()
+            all.chunks(rows * channels)
+                .flat_map(|all| &all[..tokens * channels])
+                .copied()
+                .collect::<Vec<_>>()
         };
         Ok(vec![golden.expect_reordered(file, "kv", "mid.kv_all", &of_rows, &of_window)?])
     }

@@ -1,7 +1,9 @@
 //! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/projections/linear.cu`, `linear_quantized.cu` and `linear_hopper.cu` against
 //! `reference/src/projections/linear.rs`.
 
-use dsv4_kernels::projections::linear::{self as launcher, MAX_FEATURES, MAX_GROUPS, ScaleLayout, Weights};
+use dsv4_kernels::projections::linear::{
+    self as launcher, MAX_FEATURES, MAX_GROUPS, ScaleLayout, Weights,
+};
 use dsv4_reference::Format;
 use dsv4_reference::formats::scale_layout::{Scales, words_of};
 use dsv4_reference::precision::Accumulator;
@@ -101,7 +103,8 @@ pub struct LinearCase {
 }
 
 fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCase {
-    let (output, weight_gradient, before, data) = (Float::Bf16, Float::F32, Before::Absent, Data::normal(1.0));
+    let (output, weight_gradient, before, data) =
+        (Float::Bf16, Float::F32, Before::Absent, Data::normal(1.0));
     LinearCase {
         num_tokens,
         num_groups: 0,
@@ -147,7 +150,10 @@ fn hopper(extents: [usize; 3]) -> LinearCase {
 
 /// MXFP4 by the kernels for Hopper, with so many numbers of x in a group.
 fn mxfp4_hopper(group: usize, extents: [usize; 3]) -> LinearCase {
-    LinearCase { implementation: Implementation::Hopper, ..quantized(Weights::Mxfp4, group, extents) }
+    LinearCase {
+        implementation: Implementation::Hopper,
+        ..quantized(Weights::Mxfp4, group, extents)
+    }
 }
 
 /// The formats that are quantized, with the groups of x.
@@ -178,7 +184,8 @@ impl LinearCase {
 
     /// The axes of inputs, weights and outputs.
     fn axes(&self) -> [Vec<Axis>; 3] {
-        let (tokens, groups) = (axis("num_tokens", self.num_tokens), axis("num_groups", self.num_groups));
+        let (tokens, groups) =
+            (axis("num_tokens", self.num_tokens), axis("num_groups", self.num_groups));
         let groups = self.is_grouped().then(|| groups.multiples(1, MAX_GROUPS));
         let outs = self.features("out_features", self.out_features);
         let ins = self.features("in_features", self.in_features);
@@ -213,18 +220,27 @@ impl LinearCase {
             Implementation::Portable => Accumulator::F32,
         };
         let layout = layout_of_oracle(self.layout);
-        reference::Quantized { weights, group: self.group.max(1), bytes: self.scale_bytes, layout, accumulator }
+        reference::Quantized {
+            weights,
+            group: self.group.max(1),
+            bytes: self.scale_bytes,
+            layout,
+            accumulator,
+        }
     }
 
     /// What quantized operands are, and their scales.
     fn quantized_operands(&self) -> Vec<TensorSpec> {
-        let (tokens, outs) = (axis("num_tokens", self.num_tokens), self.features("out_features", self.out_features));
+        let (tokens, outs) =
+            (axis("num_tokens", self.num_tokens), self.features("out_features", self.out_features));
         let hopper = self.is_on_hopper();
         // Two codes of four bits lie in a byte, and 16 bytes in an access.
         let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
         let bytes_at_once = if hopper { 16 } else { 1 };
-        let bytes = axis("code_bytes", self.in_features / 2).multiples(bytes_at_once, MAX_FEATURES / 2);
-        let ins = axis("in_features", self.in_features).multiples(codes * bytes_at_once, MAX_FEATURES);
+        let bytes =
+            axis("code_bytes", self.in_features / 2).multiples(bytes_at_once, MAX_FEATURES / 2);
+        let ins =
+            axis("in_features", self.in_features).multiples(codes * bytes_at_once, MAX_FEATURES);
         let rows = |spec: TensorSpec| if hopper { spec.aligned_rows() } else { spec.rows() };
         let (of_x, of_w) = match self.weights {
             Weights::Nvfp4 => (bytes, bytes),
@@ -232,13 +248,20 @@ impl LinearCase {
             Weights::Fp8 | Weights::Bf16 => (ins, ins),
         };
         let scales = |name, (dtype, axes): launcher::ScaleTensor| {
-            let axes: Vec<Axis> = axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
+            let axes: Vec<Axis> =
+                axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
             let spec = input(name, dtype, &axes);
-            if self.before == Before::Absent && self.codes != Codes::Exact { spec.of_any_size() } else { spec }
+            if self.before == Before::Absent && self.codes != Codes::Exact {
+                spec.of_any_size()
+            } else {
+                spec
+            }
         };
         let [num_tokens, out_features, in_features] = self.extents();
-        let [x_scales, w_scales] = self.of_launcher().scale_tensors(num_tokens, out_features, in_features);
-        let global = |name| input(name, DType::F32, &[axis("one", 1)]).when(self.weights == Weights::Nvfp4);
+        let [x_scales, w_scales] =
+            self.of_launcher().scale_tensors(num_tokens, out_features, in_features);
+        let global =
+            |name| input(name, DType::F32, &[axis("one", 1)]).when(self.weights == Weights::Nvfp4);
         vec![
             rows(input("x", DType::U8, &[tokens, of_x])),
             rows(input("w", DType::U8, &[outs, of_w])),
@@ -349,9 +372,14 @@ impl Operator for Linear {
             let spec = input(name, DType::Bf16, axes).rows();
             if added { spec } else { spec.of_any_size() }
         };
-        let before = |name, dtype, axes: &[_]| input(name, dtype, axes).rows().drawn_as(c.data).when(added);
-        let aliasing = if c.before == Before::InPlace { Aliasing::InPlace } else { Aliasing::OutOfPlace };
-        let y = output("y", output_type, &outputs).rows().placed(aliasing, "y_before").only_in("forward");
+        let before =
+            |name, dtype, axes: &[_]| input(name, dtype, axes).rows().drawn_as(c.data).when(added);
+        let aliasing =
+            if c.before == Before::InPlace { Aliasing::InPlace } else { Aliasing::OutOfPlace };
+        let y = output("y", output_type, &outputs)
+            .rows()
+            .placed(aliasing, "y_before")
+            .only_in("forward");
         let y = if c.codes == Codes::Exact { y.exact() } else { y };
         let y_before = before("y_before", output_type, &outputs);
         if c.is_quantized() {
@@ -389,11 +417,17 @@ impl Operator for Linear {
             return refuse("library", "true: a library's products are those of bf16 operands");
         }
         if c.is_grouped() {
-            return refuse("num_groups", format!("{}: layers of bf16 weights alone have groups", c.num_groups));
+            return refuse(
+                "num_groups",
+                format!("{}: layers of bf16 weights alone have groups", c.num_groups),
+            );
         }
         let in_bytes = c.weights != Weights::Fp8;
         if !QUANTIZED.contains(&(c.weights, c.group)) {
-            return refuse("group", format!("{}: FP8 has groups of 128, MXFP4 of 128 or 32, NVFP4 of 16", c.group));
+            return refuse(
+                "group",
+                format!("{}: FP8 has groups of 128, MXFP4 of 128 or 32, NVFP4 of 16", c.group),
+            );
         }
         if in_bytes && !c.scale_bytes {
             return refuse("scale_bytes", "false: scales of four-bit weights are bytes");
@@ -410,7 +444,9 @@ impl Operator for Linear {
         if c.codes == Codes::LargeScales && c.weights != Weights::Fp8 {
             return refuse("codes", "large_scales: of FP8 weights alone");
         }
-        if matches!(c.codes, Codes::FarApart | Codes::Extreme | Codes::SmallWeights) && c.weights != Weights::Mxfp4 {
+        if matches!(c.codes, Codes::FarApart | Codes::Extreme | Codes::SmallWeights)
+            && c.weights != Weights::Mxfp4
+        {
             return refuse("codes", "far_apart, extreme and small_weights: of MXFP4 weights alone");
         }
         if c.is_on_hopper() && !takes_hopper(c.weights) {
@@ -429,7 +465,8 @@ impl Operator for Linear {
     fn fastest(c: &LinearCase, environment: &Environment) -> LinearCase {
         let multiple = if c.weights == Weights::Fp8 { 16 } else { 32 };
         let takes = takes_hopper(c.weights) && c.in_features.is_multiple_of(multiple);
-        let implementation = if takes { Implementation::fastest_on(environment) } else { c.implementation };
+        let implementation =
+            if takes { Implementation::fastest_on(environment) } else { c.implementation };
         LinearCase { implementation, library: !c.is_quantized(), ..c.clone() }
     }
 
@@ -443,19 +480,36 @@ impl Operator for Linear {
         let format = prop_oneof![2 => groups.prop_map(|groups| (groups, None)),
             3 => select(QUANTIZED.to_vec()).prop_map(|format| (0, Some(format)))];
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
-        let codes = select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
+        let codes =
+            select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
         let kernels = (layout, any::<bool>(), codes, any::<bool>());
-        (tokens, features(), features(), types, (format, kernels, any::<bool>()), Data::strategy(-30..=30))
-            .prop_map(|(tokens, outs, ins, (output, weight_gradient, before), (format, kernels, library), data)| {
-                let (groups, format) = format;
-                let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins * groups.max(1)));
-                let plain = grouped([num_tokens, groups, outs, ins]);
-                let case = LinearCase { output, weight_gradient, before, data, ..plain };
-                match format {
-                    Some(format) => drawn_quantized(case, format, kernels),
-                    None => LinearCase { library, ..case },
-                }
-            })
+        (
+            tokens,
+            features(),
+            features(),
+            types,
+            (format, kernels, any::<bool>()),
+            Data::strategy(-30..=30),
+        )
+            .prop_map(
+                |(
+                    tokens,
+                    outs,
+                    ins,
+                    (output, weight_gradient, before),
+                    (format, kernels, library),
+                    data,
+                )| {
+                    let (groups, format) = format;
+                    let num_tokens = tokens.min(LARGEST_PRODUCT / (outs * ins * groups.max(1)));
+                    let plain = grouped([num_tokens, groups, outs, ins]);
+                    let case = LinearCase { output, weight_gradient, before, data, ..plain };
+                    match format {
+                        Some(format) => drawn_quantized(case, format, kernels),
+                        None => LinearCase { library, ..case },
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -549,7 +603,11 @@ impl Operator for Linear {
             cases.extend([hopper([300, 1030, 4096]), hopper([1, 7168, 1536])]);
             // On an H200: more turns of a block than are listed.
             cases.extend([hopper([1, 1_100_000, 16]), mxfp4_hopper(128, [1, 2_200_000, 32])]);
-            cases.extend([plain(1, 7168, 1536), plain(300, 1030, 4096), f32s(plain(4096, 264, 520))]);
+            cases.extend([
+                plain(1, 7168, 1536),
+                plain(300, 1030, 4096),
+                f32s(plain(4096, 264, 520)),
+            ]);
             cases.extend([grouped([1, 16, 1024, 4096]), grouped([200, 4, 264, 1032])]);
         }
         cases
@@ -562,8 +620,20 @@ impl Operator for Linear {
             let oracle = c.of_oracle();
             // Large x has large scales.
             let exponent = c.data.magnitude.log2().round() as i32;
-            set_scales(c, "x_scales", (oracle.x_scales(c.num_tokens, c.in_features), 1), exponent, tensors);
-            set_scales(c, "w_scales", (oracle.w_scales(c.out_features, c.in_features), 1), 0, tensors);
+            set_scales(
+                c,
+                "x_scales",
+                (oracle.x_scales(c.num_tokens, c.in_features), 1),
+                exponent,
+                tensors,
+            );
+            set_scales(
+                c,
+                "w_scales",
+                (oracle.w_scales(c.out_features, c.in_features), 1),
+                0,
+                tensors,
+            );
             for (name, scale) in [("x_global_scale", 0.011), ("w_global_scale", 0.37)] {
                 if tensors.get(name).is_some() {
                     tensors.set(name, &[if c.codes == Codes::Exact { 0.25 } else { scale }]);
@@ -600,15 +670,25 @@ impl Operator for Linear {
         reference::backward(&t.named()?, rounding)
     }
 
-    fn workspaces(c: &LinearCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &LinearCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         if c.is_quantized() {
-            let bytes = launcher::quantized_workspace_bytes(device, c.num_tokens, c.out_features, c.in_features);
+            let bytes = launcher::quantized_workspace_bytes(
+                device,
+                c.num_tokens,
+                c.out_features,
+                c.in_features,
+            );
             return Ok(vec![("workspace", bytes)]);
         }
         let of = |bytes: fn(&Device, usize, usize, usize, usize) -> usize| {
             bytes(device, c.layers(), c.num_tokens, c.out_features, c.in_features)
         };
-        let (forward, backward) = (of(launcher::forward_workspace_bytes), of(launcher::backward_workspace_bytes));
+        let (forward, backward) =
+            (of(launcher::forward_workspace_bytes), of(launcher::backward_workspace_bytes));
         Ok(vec![("workspace", forward.max(backward))])
     }
 
@@ -623,7 +703,11 @@ impl Operator for Linear {
         run.launch(|device| launcher::forward(device, &own, c.products()))
     }
 
-    fn launch_backward(c: &LinearCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &LinearCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         if c.is_quantized() {
             return Ok(());
         }
@@ -664,8 +748,10 @@ impl Operator for Linear {
         let (rows, weight) = (["..tokens", "hidden"], ["experts", "hidden"]);
         file.floats("in.hidden", &rows)?;
         file.floats("param.gate.weight", &weight)?;
-        let [tokens, experts, hidden] = [file.extent("tokens")?, file.extent("experts")?, file.extent("hidden")?];
-        let golden = Golden::new(LinearCase { output: Float::F32, ..plain(tokens, experts, hidden) });
+        let [tokens, experts, hidden] =
+            [file.extent("tokens")?, file.extent("experts")?, file.extent("hidden")?];
+        let golden =
+            Golden::new(LinearCase { output: Float::F32, ..plain(tokens, experts, hidden) });
         let golden = golden.stored(file, "x", "in.hidden", &rows)?;
         let golden = golden.stored(file, "w", "param.gate.weight", &weight)?;
         Ok(vec![golden.expect(file, "y", "out.logits", &["tokens", "experts"])?])
@@ -682,24 +768,38 @@ impl Operator for Linear {
                 Weights::Mxfp4 | Weights::Nvfp4 => false,
             };
             let format = format!("{:?}", case.weights).to_lowercase();
-            let groups = if case.is_grouped() { format!(" in {} groups", case.num_groups) } else { String::new() };
+            let groups = if case.is_grouped() {
+                format!(" in {} groups", case.num_groups)
+            } else {
+                String::new()
+            };
             let suffix = Implementation::suffix(portable);
-            let name = format!("{num_tokens}x{out_features}x{in_features} {format}{groups}{suffix}");
+            let name =
+                format!("{num_tokens}x{out_features}x{in_features} {format}{groups}{suffix}");
             let products = case.extents().map(|extent| extent as f64).iter().product::<f64>();
             let flops = 2.0 * case.layers() as f64 * products;
             // What no token has is drawn along its rows.
-            let benchmark = Benchmark::new(direction, name, case, "num_tokens").also_drawn_along("out_features");
+            let benchmark = Benchmark::new(direction, name, case, "num_tokens")
+                .also_drawn_along("out_features");
             // A few tokens of a result take all weights but along the axis that nothing is added over.
             let further = if direction == Forward { "out_features" } else { "in_features" };
             let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
             let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
-            benchmark.streaming(&[], 0.0).computing(if direction == Forward { flops } else { 2.0 * flops })
+            benchmark.streaming(&[], 0.0).computing(if direction == Forward {
+                flops
+            } else {
+                2.0 * flops
+            })
         };
         let gpu = on_gpu(environment);
         let [projections, gradients]: [Vec<[usize; 3]>; 2] = if gpu {
             let projections = [[65536, 1536], [7168, 16384]].into_iter();
-            let of_tokens = |[outs, ins]: [usize; 2]| [1, 64, 4096].map(|num_tokens| [num_tokens, outs, ins]);
-            [projections.flat_map(of_tokens).collect(), vec![[4096, 7168, 16384], [4096, 1536, 7168]]]
+            let of_tokens =
+                |[outs, ins]: [usize; 2]| [1, 64, 4096].map(|num_tokens| [num_tokens, outs, ins]);
+            [
+                projections.flat_map(of_tokens).collect(),
+                vec![[4096, 7168, 16384], [4096, 1536, 7168]],
+            ]
         } else {
             [vec![[9, 64, 144]], vec![[40, 64, 72]]]
         };
@@ -720,18 +820,38 @@ impl Operator for Linear {
             let own = (case.num_tokens > 16).then(|| case.clone());
             [Some(library(case)), own].into_iter().flatten()
         };
-        let forward = projections.iter().chain(decoded).map(bf16).flat_map(by_either).map(|case| of(case, Forward));
-        let backward = gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
-        let in_groups = groups.iter().flat_map(|&extents| by_either(grouped(extents))).map(|case| of(case, Forward));
-        let groups_backward = groups.last().into_iter().flat_map(|&extents| by_either(grouped(extents)));
+        let forward = projections
+            .iter()
+            .chain(decoded)
+            .map(bf16)
+            .flat_map(by_either)
+            .map(|case| of(case, Forward));
+        let backward =
+            gradients.iter().map(bf16).flat_map(by_either).map(|case| of(case, Backward));
+        let in_groups = groups
+            .iter()
+            .flat_map(|&extents| by_either(grouped(extents)))
+            .map(|case| of(case, Forward));
+        let groups_backward =
+            groups.last().into_iter().flat_map(|&extents| by_either(grouped(extents)));
         let groups_backward = groups_backward.map(|case| of(case, Backward));
-        let serving = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
-        let serving = serving
-            .flat_map(|(weights, group)| projections.iter().map(move |&extents| quantized(weights, group, extents)));
+        let serving =
+            [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Nvfp4, 16)].into_iter();
+        let serving = serving.flat_map(|(weights, group)| {
+            projections.iter().map(move |&extents| quantized(weights, group, extents))
+        });
         let fastest = serving.map(|case| of(Self::fastest(&case, environment), Forward));
-        let portable = projections.iter().filter(|_| Implementation::fastest_on(environment) == Implementation::Hopper);
+        let portable = projections
+            .iter()
+            .filter(|_| Implementation::fastest_on(environment) == Implementation::Hopper);
         let portable = portable.map(|&extents| of(fp8(extents), Forward));
-        forward.chain(in_groups).chain(backward).chain(groups_backward).chain(fastest).chain(portable).collect()
+        forward
+            .chain(in_groups)
+            .chain(backward)
+            .chain(groups_backward)
+            .chain(fastest)
+            .chain(portable)
+            .collect()
     }
 }
 
@@ -746,7 +866,8 @@ fn drawn_quantized(
     let far_apart = on_hopper && !fp8 && !bytes && codes == Codes::Exact;
     let codes = if far_apart { Codes::FarApart } else { codes.of_weights(weights) };
     let scale_bytes = bytes || !fp8;
-    let layout = if scale_bytes || layout != ScaleLayout::Blocked { layout } else { ScaleLayout::MnMajor };
+    let layout =
+        if scale_bytes || layout != ScaleLayout::Blocked { layout } else { ScaleLayout::MnMajor };
     let implementation = if on_hopper { Implementation::Hopper } else { Implementation::Portable };
     let multiple = (if on_hopper { 16 } else { 1 }) * (if fp8 { 1 } else { 2 });
     LinearCase {
@@ -890,7 +1011,12 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
 }
 
 /// Scales in bytes, all of them twice as large, make y twice as large, where no number leaves fp32's range for it.
-fn law_of_doubled_bytes(c: &LinearCase, laws: &mut Laws<'_, Linear>, law: &'static str, name: &'static str) {
+fn law_of_doubled_bytes(
+    c: &LinearCase,
+    laws: &mut Laws<'_, Linear>,
+    law: &'static str,
+    name: &'static str,
+) {
     if let Some(scales) = doubled(laws.tensors(), name).filter(|_| has_moderate_scales(c)) {
         laws.law(law, |v| v.tensors.put(name, scales), [("y", Relation::Times(2.0))]);
     }
@@ -910,7 +1036,8 @@ pub(crate) fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
     if scales.dtype == DType::F32 || !scales.bytes.iter().all(may) {
         return None;
     }
-    let bytes = scales.bytes.iter().map(|&byte| if byte == 255 { byte } else { byte + 1 }).collect();
+    let bytes =
+        scales.bytes.iter().map(|&byte| if byte == 255 { byte } else { byte + 1 }).collect();
     Some(HostTensor { bytes, ..scales.clone() })
 }
 
@@ -926,9 +1053,10 @@ pub(crate) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
         }
         (true, _) => (0..bytes.len()).map(|at| e4m3_code(c.codes, at % row, &mut draw)).collect(),
         // Each of two codes of 16 takes one.
-        (false, Codes::Drawn | Codes::Any | Codes::FarApart | Codes::Extreme | Codes::SmallWeights) => {
-            draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw))
-        }
+        (
+            false,
+            Codes::Drawn | Codes::Any | Codes::FarApart | Codes::Extreme | Codes::SmallWeights,
+        ) => draw.each(bytes.len(), 2, |draw| e2m1_codes(c.codes, draw)),
         (false, _) => (0..bytes.len()).map(|_| e2m1_codes(c.codes, &mut draw)).collect(),
     };
     bytes.copy_from_slice(&drawn);
@@ -985,13 +1113,18 @@ pub(crate) fn set_scales(
         match c.codes {
             // Group by group up to 2^6 apart, and neighbouring rows, too: the sums of a row fit fp32.
             Codes::Exact => {
-                (5 * group + 3 * row) % 7 + if c.weights == Weights::Nvfp4 { row % 2 } else { row * 11 % 30 - 15 }
+                (5 * group + 3 * row) % 7
+                    + if c.weights == Weights::Nvfp4 { row % 2 } else { row * 11 % 30 - 15 }
             }
             Codes::OneLarge => 0,
             // Row by row; what has the largest ones is 0.
-            Codes::FarApart if name == "w_scales" && row < 128 => exponent + [7, -7, -6][row as usize % 3],
+            Codes::FarApart if name == "w_scales" && row < 128 => {
+                exponent + [7, -7, -6][row as usize % 3]
+            }
             Codes::FarApart if name == "w_scales" => exponent + draw.rng().random_range(-20..=20),
-            Codes::Extreme if name == "w_scales" && row % 2 == 0 => draw.rng().random_range(84..=125),
+            Codes::Extreme if name == "w_scales" && row % 2 == 0 => {
+                draw.rng().random_range(84..=125)
+            }
             Codes::Extreme if name == "w_scales" => draw.rng().random_range(-80..=-64),
             Codes::Extreme => -40 + draw.rng().random_range(-6..=6),
             Codes::SmallWeights if name == "w_scales" => draw.rng().random_range(-110..=-95),
@@ -1001,7 +1134,8 @@ pub(crate) fn set_scales(
         }
     };
     let of_part = (scales.rows * scales.groups).max(1);
-    let exponents: Vec<i32> = (0..parts * scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
+    let exponents: Vec<i32> =
+        (0..parts * scales.rows * scales.groups).map(|at| number(at, &mut draw)).collect();
     if !c.scale_bytes {
         let factor = |draw: &mut Draw| match c.codes {
             Codes::Exact | Codes::OneLarge => 1.0,
@@ -1010,7 +1144,8 @@ pub(crate) fn set_scales(
         let scale = |exponent: i32| Some(2f64.powi(exponent) * factor(&mut draw));
         let numbers: Vec<Option<f64>> = exponents.into_iter().map(scale).collect();
         let placed = numbers.chunks(of_part).flat_map(|part| scales.arranged(part));
-        return tensors.set(name, &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<f64>>());
+        return tensors
+            .set(name, &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<f64>>());
     }
     let byte = |exponent: i32| match (c.weights, c.codes) {
         // Powers of two of e4m3; otherwise any scale that is a number.

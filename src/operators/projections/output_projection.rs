@@ -13,7 +13,9 @@
 //! rows, scales of one group read as another's.
 
 use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
-use dsv4_kernels::{attention::inverse_rope_quantize, formats::quantize_fp8, projections::linear, projections::rope};
+use dsv4_kernels::{
+    attention::inverse_rope_quantize, formats::quantize_fp8, projections::linear, projections::rope,
+};
 use dsv4_reference::formats::quantize_fp8 as squares;
 use dsv4_reference::projections::output_projection as reference;
 use dsv4_reference::quantize::ScaleType as OracleScale;
@@ -119,7 +121,13 @@ impl OutputProjectionCase {
 /// Products of codes, of whose operand the scales lie so.
 pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantized {
     let implementation = dsv4_kernels::implementation::Implementation::Portable;
-    linear::Quantized { weights: linear::Weights::Fp8, group: BLOCK, scale_bytes: true, layout, implementation }
+    linear::Quantized {
+        weights: linear::Weights::Fp8,
+        group: BLOCK,
+        scale_bytes: true,
+        layout,
+        implementation,
+    }
 }
 
 /// How the operands of quantized weights are.
@@ -166,7 +174,8 @@ impl Operator for OutputProjection {
         cases: [8, 20, 40],
     };
 
-    const CHAIN: &'static [&'static str] = &["rope", "inverse_rope_quantize", "linear", "quantize_fp8"];
+    const CHAIN: &'static [&'static str] =
+        &["rope", "inverse_rope_quantize", "linear", "quantize_fp8"];
 
     const GOLDEN: &'static [&'static str] = &["o_proj"];
 
@@ -175,15 +184,21 @@ impl Operator for OutputProjection {
         let both = c.quantized == Quantized::Both;
         let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
         let (tokens, groups) = (axis("num_tokens", c.num_tokens), axis("o_groups", c.o_groups));
-        let (heads, channels) = (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim).not_empty());
-        let (all, width) = (axis("all_channels", c.num_heads * c.head_dim), axis("group_width", c.group_width()));
-        let (rank, latent) = (axis("o_lora_rank", c.o_lora_rank).not_empty(), axis("latent", c.latent()));
+        let (heads, channels) =
+            (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim).not_empty());
+        let (all, width) =
+            (axis("all_channels", c.num_heads * c.head_dim), axis("group_width", c.group_width()));
+        let (rank, latent) =
+            (axis("o_lora_rank", c.o_lora_rank).not_empty(), axis("latent", c.latent()));
         let hidden = axis("hidden_size", c.hidden_size).not_empty();
         let blocks = |name, extent: usize| axis(name, extent.div_ceil(BLOCK));
         let of_z = blocks("z_blocks", c.latent());
-        let wo_a_scales = [groups, blocks("rank_blocks", c.o_lora_rank), blocks("width_blocks", c.group_width())];
-        let (scale_dtype, scale_axes) = c.of_the_output().scale_tensor(c.num_tokens, c.group_width());
-        let scale_axes: Vec<Axis> = scale_axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
+        let wo_a_scales =
+            [groups, blocks("rank_blocks", c.o_lora_rank), blocks("width_blocks", c.group_width())];
+        let (scale_dtype, scale_axes) =
+            c.of_the_output().scale_tensor(c.num_tokens, c.group_width());
+        let scale_axes: Vec<Axis> =
+            scale_axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
         // Of columns of numbers of size 1: what comes out is so, too.
         let deviation = |depth: usize| (depth.max(1) as f64).sqrt().recip();
         let [cos, sin, positions] = c.turning().tensors();
@@ -192,8 +207,14 @@ impl Operator for OutputProjection {
             cos,
             sin,
             positions,
-            input("wo_a", bf16, &[groups, rank, width]).rows().drawn(normal, deviation(c.group_width())).when(!both),
-            input("wo_b", bf16, &[hidden, latent]).rows().drawn(normal, deviation(c.latent())).when(none),
+            input("wo_a", bf16, &[groups, rank, width])
+                .rows()
+                .drawn(normal, deviation(c.group_width()))
+                .when(!both),
+            input("wo_b", bf16, &[hidden, latent])
+                .rows()
+                .drawn(normal, deviation(c.latent()))
+                .when(none),
             input("wo_a_codes", u8, &[groups, rank, width]).rows().when(both),
             input("wo_a_scales", u8, &wo_a_scales).when(both),
             input("wo_b_codes", u8, &[hidden, latent]).rows().when(!none),
@@ -220,10 +241,16 @@ impl Operator for OutputProjection {
         check_rope_dim(c.rope_dim, c.head_dim)?;
         let both = c.quantized == Quantized::Both;
         if both && !c.head_dim.is_multiple_of(inverse_rope_quantize::GROUP) {
-            return refuse("head_dim", format!("{} must be a multiple of 128 to be quantized", c.head_dim));
+            return refuse(
+                "head_dim",
+                format!("{} must be a multiple of 128 to be quantized", c.head_dim),
+            );
         }
         if !both && c.layout != ScaleLayout::Plain {
-            return refuse("layout", "the rotated output has scales where both weights are quantized");
+            return refuse(
+                "layout",
+                "the rotated output has scales where both weights are quantized",
+            );
         }
         c.turning().check()?;
         c.data.check()
@@ -237,27 +264,56 @@ impl Operator for OutputProjection {
     fn strategy(profile: Profile) -> BoxedStrategy<OutputProjectionCase> {
         let [tokens, features] = profile.of([[12, 60], [40, 150], [200, 600]]);
         let heads = (1..=profile.of([3usize, 4, 8]), 1..=profile.of([3usize, 4, 8]));
-        let head = (1..=16usize, 0..=24usize).prop_map(|(half, copied)| (2 * half + copied, 2 * half));
-        let quantized = select(vec![Quantized::None, Quantized::None, Quantized::WoB, Quantized::Both]);
+        let head =
+            (1..=16usize, 0..=24usize).prop_map(|(half, copied)| (2 * half + copied, 2 * half));
+        let quantized =
+            select(vec![Quantized::None, Quantized::None, Quantized::WoB, Quantized::Both]);
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let table = select(vec![TableForm::RowPerToken, TableForm::Positions]);
         let features = (extent(features, 8), extent(features, 8));
-        (0..=tokens, heads, head, features, (table, 1..100usize), (quantized, layout), Data::strategy(-8..=8))
-            .prop_map(|(num_tokens, (per_group, o_groups), head, (rank, hidden), (table, rows), format, data)| {
-                let (quantized, layout) = format;
-                let both = quantized == Quantized::Both;
-                let (head_dim, rope_dim) = if both { (128, 64) } else { head };
-                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
-                let layout = if both { layout } else { ScaleLayout::Plain };
-                let extents = [per_group * o_groups, head_dim, o_groups, rank, hidden];
-                let plain = plain(num_tokens, extents);
-                OutputProjectionCase { rope_dim, table, table_rows, quantized, layout, data, ..plain }
-            })
+        (
+            0..=tokens,
+            heads,
+            head,
+            features,
+            (table, 1..100usize),
+            (quantized, layout),
+            Data::strategy(-8..=8),
+        )
+            .prop_map(
+                |(
+                    num_tokens,
+                    (per_group, o_groups),
+                    head,
+                    (rank, hidden),
+                    (table, rows),
+                    format,
+                    data,
+                )| {
+                    let (quantized, layout) = format;
+                    let both = quantized == Quantized::Both;
+                    let (head_dim, rope_dim) = if both { (128, 64) } else { head };
+                    let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                    let layout = if both { layout } else { ScaleLayout::Plain };
+                    let extents = [per_group * o_groups, head_dim, o_groups, rank, hidden];
+                    let plain = plain(num_tokens, extents);
+                    OutputProjectionCase {
+                        rope_dim,
+                        table,
+                        table_rows,
+                        quantized,
+                        layout,
+                        data,
+                        ..plain
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<OutputProjectionCase> {
-        let positions = |case| OutputProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let positions =
+            |case| OutputProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
         let of = |quantized, case| OutputProjectionCase { quantized, ..case };
         vec![
             positions(plain(5, [4, 16, 2, 8, 24])),
@@ -280,7 +336,11 @@ impl Operator for OutputProjection {
             plain(2, [1, 584, 1, 584, 8]),
             // More tokens than small tiles have, more groups than heads of one.
             plain(18, [6, 16, 3, 24, 40]),
-            OutputProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [2, 8, 2, 8, 16]) },
+            OutputProjectionCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain(7, [2, 8, 2, 8, 16])
+            },
             of(Quantized::WoB, plain(5, [4, 16, 2, 72, 24])),
             of(Quantized::WoB, plain(3, [2, 12, 1, 131, 9])),
             of(Quantized::WoB, plain(18, [2, 8, 1, 32, 24])),
@@ -288,8 +348,16 @@ impl Operator for OutputProjection {
             in_layout(tiles, of(Quantized::Both, plain(3, [2, 256, 2, 130, 24]))),
         ];
         if profile == Profile::Full {
-            let model = |num_tokens| OutputProjectionCase { rope_dim: 64, ..plain(num_tokens, [16, 512, 2, 256, 512]) };
-            cases.extend([model(1), model(70), of(Quantized::WoB, model(30)), of(Quantized::Both, model(70))]);
+            let model = |num_tokens| OutputProjectionCase {
+                rope_dim: 64,
+                ..plain(num_tokens, [16, 512, 2, 256, 512])
+            };
+            cases.extend([
+                model(1),
+                model(70),
+                of(Quantized::WoB, model(30)),
+                of(Quantized::Both, model(70)),
+            ]);
         }
         cases
     }
@@ -297,7 +365,12 @@ impl Operator for OutputProjection {
     fn amend(c: &OutputProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
         if c.quantized != Quantized::None {
-            set_weight(c.data.seed, tensors, ["wo_b_codes", "wo_b_scales"], [1, c.hidden_size, c.latent()])?;
+            set_weight(
+                c.data.seed,
+                tensors,
+                ["wo_b_codes", "wo_b_scales"],
+                [1, c.hidden_size, c.latent()],
+            )?;
         }
         if c.quantized == Quantized::Both {
             set_weight(
@@ -310,7 +383,11 @@ impl Operator for OutputProjection {
         Ok(())
     }
 
-    fn forward(c: &OutputProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &OutputProjectionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let rotation = turned_by(t, t.f64("attn_out")?, true)?;
         if c.quantized == Quantized::None {
             return reference::forward(&rotation, &named(t)?, rounding);
@@ -318,7 +395,11 @@ impl Operator for OutputProjection {
         reference::forward_quantized(&rotation, &named(t)?, layout_of_oracle(c.layout), rounding)
     }
 
-    fn backward(c: &OutputProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &OutputProjectionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if c.quantized != Quantized::None {
             return Ok(Named::new());
         }
@@ -331,25 +412,36 @@ impl Operator for OutputProjection {
         _: &Views,
         device: &Device,
     ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let (tokens, first, second) = (c.num_tokens, [c.o_lora_rank, c.group_width()], [c.hidden_size, c.latent()]);
+        let (tokens, first, second) =
+            (c.num_tokens, [c.o_lora_rank, c.group_width()], [c.hidden_size, c.latent()]);
         let whole = |groups: usize, [outs, ins]: [usize; 2]| {
             let forward = linear::forward_workspace_bytes(device, groups, tokens, outs, ins);
             forward.max(linear::backward_workspace_bytes(device, groups, tokens, outs, ins))
         };
-        let coded = |[outs, ins]: [usize; 2]| linear::quantized_workspace_bytes(device, tokens, outs, ins);
+        let coded =
+            |[outs, ins]: [usize; 2]| linear::quantized_workspace_bytes(device, tokens, outs, ins);
         let bytes = [whole(c.o_groups, first), whole(1, second), coded(first), coded(second)];
         Ok(vec![("workspace", bytes.into_iter().max().unwrap_or(0))])
     }
 
-    fn launch(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &OutputProjectionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         if c.quantized == Quantized::Both {
             quantized_groups(c, v, run)?;
         } else {
             let rotated = parted(NAME, "rotated", &v["rotated"], c.num_heads)?;
-            let rotation = v.only(&["attn_out", "cos", "sin", "positions"]).renamed(&[("attn_out", "x")]);
+            let rotation =
+                v.only(&["attn_out", "cos", "sin", "positions"]).renamed(&[("attn_out", "x")]);
             run.launch(|device| rope::forward(device, &rotation.with("y", &rotated), true))?;
             run.freeze(&v["rotated"])?;
-            let first = groups(c, v, &["wo_a", "workspace"])?.renamed(&[("wo_a", "w"), ("rotated", "x"), ("z", "y")]);
+            let first = groups(c, v, &["wo_a", "workspace"])?.renamed(&[
+                ("wo_a", "w"),
+                ("rotated", "x"),
+                ("z", "y"),
+            ]);
             run.launch(|device| linear::grouped_forward(device, &first, linear::Products::Own))?;
         }
         run.freeze(&v["z"])?;
@@ -361,13 +453,24 @@ impl Operator for OutputProjection {
         let names = [("z", "x"), ("z_codes", "codes"), ("z_scales", "scales")];
         let coded = v.only(&["z", "z_codes", "z_scales"]).renamed(&names);
         run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
-        let names = [("z_codes", "x"), ("z_scales", "x_scales"), ("wo_b_codes", "w"), ("wo_b_scales", "w_scales")];
-        let second = v.only(&["z_codes", "z_scales", "wo_b_codes", "wo_b_scales", "y", "workspace"]).renamed(&names);
+        let names = [
+            ("z_codes", "x"),
+            ("z_scales", "x_scales"),
+            ("wo_b_codes", "w"),
+            ("wo_b_scales", "w_scales"),
+        ];
+        let second = v
+            .only(&["z_codes", "z_scales", "wo_b_codes", "wo_b_scales", "y", "workspace"])
+            .renamed(&names);
         let quantized = of_codes(ScaleLayout::Plain);
         run.launch(|device| linear::forward_quantized(device, &second, quantized))
     }
 
-    fn launch_backward(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &OutputProjectionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         if c.quantized != Quantized::None {
             return Ok(());
         }
@@ -375,12 +478,14 @@ impl Operator for OutputProjection {
         let second = v.only(&["z", "wo_b", "dy", "dz", "dwo_b", "workspace"]).renamed(&names);
         let mut ran = linear::backward(run.device(), &second, linear::Products::Own)?;
         run.freeze(&v["dz"])?;
-        let names = [("rotated", "x"), ("wo_a", "w"), ("dz", "dy"), ("drotated", "dx"), ("dwo_a", "dw")];
+        let names =
+            [("rotated", "x"), ("wo_a", "w"), ("dz", "dy"), ("drotated", "dx"), ("dwo_a", "dw")];
         let first = groups(c, v, &["wo_a", "dwo_a", "workspace"])?.without(&["z"]).renamed(&names);
         ran.extend(linear::grouped_backward(run.device(), &first, linear::Products::Own)?);
         run.freeze(&v["drotated"])?;
         let drotated = parted(NAME, "drotated", &v["drotated"], c.num_heads)?;
-        let rotation = v.only(&["dattn_out", "cos", "sin", "positions"]).renamed(&[("dattn_out", "y")]);
+        let rotation =
+            v.only(&["dattn_out", "cos", "sin", "positions"]).renamed(&[("dattn_out", "y")]);
         ran.push(rope::backward(run.device(), &rotation.with("x", &drotated), true)?);
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
         Ok(())
@@ -397,7 +502,8 @@ impl Operator for OutputProjection {
 
     /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
     fn is_smooth(c: &OutputProjectionCase) -> bool {
-        let elements = c.num_tokens * c.num_heads * c.head_dim + c.latent() * (c.group_width() + c.hidden_size);
+        let elements = c.num_tokens * c.num_heads * c.head_dim
+            + c.latent() * (c.group_width() + c.hidden_size);
         c.quantized == Quantized::None && c.table != TableForm::HostilePositions && elements <= 4096
     }
 
@@ -408,8 +514,12 @@ impl Operator for OutputProjection {
         let x = file.floats("in.attn_out", &heads)?.to_vec();
         file.floats("out.y", &rows)?;
         let [o_groups, o_lora_rank] = [file.whole("o_groups")?, file.whole("o_lora_rank")?];
-        let [tokens, heads_of_all, channels, hidden] =
-            [file.extent("tokens")?, file.extent("heads")?, file.extent("channels")?, file.extent("hidden")?];
+        let [tokens, heads_of_all, channels, hidden] = [
+            file.extent("tokens")?,
+            file.extent("heads")?,
+            file.extent("channels")?,
+            file.extent("hidden")?,
+        ];
         file.hold("latent", o_groups * o_lora_rank, "config o_groups and o_lora_rank")?;
         let rope_dim = 2;
         let plain = plain(tokens, [heads_of_all, channels, o_groups, o_lora_rank, hidden]);
@@ -446,17 +556,27 @@ pub(crate) fn parted(
 }
 
 /// The tensors of these names, and those of rows as groups: the rotated output, z, and their gradients where they are.
-fn groups(c: &OutputProjectionCase, v: &Views, names: &[&'static str]) -> Result<Views, RuntimeError> {
+fn groups(
+    c: &OutputProjectionCase,
+    v: &Views,
+    names: &[&'static str],
+) -> Result<Views, RuntimeError> {
     let of_rows = ["rotated", "z", "dz", "drotated"];
     let backward = names.contains(&"dwo_a");
     let taken = of_rows.into_iter().filter(|name| backward || ["rotated", "z"].contains(name));
     taken
         .filter_map(|name| Some((name, v.get(name)?)))
-        .try_fold(v.only(names), |all, (name, view)| Ok(all.with(name, &parted(NAME, name, view, c.o_groups)?)))
+        .try_fold(v.only(names), |all, (name, view)| {
+            Ok(all.with(name, &parted(NAME, name, view, c.o_groups)?))
+        })
 }
 
 /// The output turned back and quantized in one pass, and z of its codes, a product for each group.
-fn quantized_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+fn quantized_groups(
+    c: &OutputProjectionCase,
+    v: &Views,
+    run: &mut Launches<'_>,
+) -> Result<(), RuntimeError> {
     let names = ["attn_out", "cos", "sin", "positions", "codes", "scales"];
     let rotation = v.only(&names).renamed(&[("attn_out", "x")]);
     run.launch(|device| inverse_rope_quantize::forward(device, &rotation, c.of_the_output()))?;
@@ -465,7 +585,9 @@ fn quantized_groups(c: &OutputProjectionCase, v: &Views, run: &mut Launches<'_>)
     let z = parted(NAME, "z", &v["z"], c.o_groups)?;
     for group in 0..c.o_groups {
         let views = v.only(&["workspace"]).with("y", &z.entry(1, group)?);
-        let views = views.with("x", &v["codes"].entry(1, group)?).with("x_scales", &v["scales"].entry(0, group)?);
+        let views = views
+            .with("x", &v["codes"].entry(1, group)?)
+            .with("x_scales", &v["scales"].entry(0, group)?);
         let views = views.with("w", &v["wo_a_codes"].entry(0, group)?);
         let views = views.with("w_scales", &v["wo_a_scales"].entry(0, group)?);
         run.launch(|device| linear::forward_quantized(device, &views, of_codes(c.layout)))?;
@@ -488,12 +610,16 @@ pub(crate) fn set_weight(
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     let mut draw = Draw::new(seed, codes_name);
     for group in 0..groups {
-        let mut numbers = draw.values(Distribution::Normal, rows, columns, (columns as f64).sqrt().recip());
+        let mut numbers =
+            draw.values(Distribution::Normal, rows, columns, (columns as f64).sqrt().recip());
         for (at, number) in numbers.iter_mut().enumerate() {
             let (row, column) = (at / columns / BLOCK, at % columns / BLOCK);
             *number *= 2f64.powi(((3 * row + 5 * column + 2 * group) % 4) as i32 - 2);
         }
-        let quantized = squares::quantize(&Named::new().with("x", tensor(numbers, &[rows, columns])?), options)?;
+        let quantized = squares::quantize(
+            &Named::new().with("x", tensor(numbers, &[rows, columns])?),
+            options,
+        )?;
         codes.extend(elements(quantized.tensor("codes")?)?);
         scales.extend(elements(quantized.tensor("scales")?)?);
     }

@@ -41,9 +41,21 @@ pub struct QueryNormRopeCase {
 
 /// Of tokens, heads and channels, half of which turn.
 fn plain([num_tokens, num_heads, head_dim]: [usize; 3]) -> QueryNormRopeCase {
-    let (eps, table, table_rows, aliasing) = (1e-6, TableForm::RowPerToken, 0, Aliasing::OutOfPlace);
+    let (eps, table, table_rows, aliasing) =
+        (1e-6, TableForm::RowPerToken, 0, Aliasing::OutOfPlace);
     let (rope_dim, zero_heads, data) = (head_dim / 4 * 2, false, Data::normal(1.0));
-    QueryNormRopeCase { num_tokens, num_heads, head_dim, rope_dim, eps, table, table_rows, aliasing, zero_heads, data }
+    QueryNormRopeCase {
+        num_tokens,
+        num_heads,
+        head_dim,
+        rope_dim,
+        eps,
+        table,
+        table_rows,
+        aliasing,
+        zero_heads,
+        data,
+    }
 }
 
 impl QueryNormRopeCase {
@@ -61,7 +73,13 @@ impl Operator for QueryNormRope {
         name: "query_norm_rope",
         family: Family::Projections,
         summary: "the query heads over their root mean square, their last channels turned by position, in one pass",
-        specification: &["inference 3", "inference 4", "inference 5.1", "training 8", "training 11.3"],
+        specification: &[
+            "inference 3",
+            "inference 4",
+            "inference 5.1",
+            "training 8",
+            "training 11.3",
+        ],
         paths: &[
             "query_norm_rope_vector",
             "query_norm_rope_scalar",
@@ -105,22 +123,47 @@ impl Operator for QueryNormRope {
             3 => (1..=20usize, 0..=20usize).prop_map(|(half, copied)| (2 * (half + copied), 2 * half)),
             1 => (257..=512usize).prop_map(|half| (2 * half, 64)),
         ];
-        let table = select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
+        let table =
+            select(vec![TableForm::RowPerToken, TableForm::Positions, TableForm::HostilePositions]);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32), 1 => Just(1e-12f32)];
         let aliasing = prop_oneof![3 => Just(Aliasing::OutOfPlace), 1 => Just(Aliasing::InPlace)];
-        (tokens, heads, head, (table, 1..200usize), (eps, aliasing, any::<bool>()), Data::strategy(-18..=18))
+        (
+            tokens,
+            heads,
+            head,
+            (table, 1..200usize),
+            (eps, aliasing, any::<bool>()),
+            Data::strategy(-18..=18),
+        )
             .prop_map(
-                |(num_tokens, num_heads, (head_dim, rope_dim), (table, rows), (eps, aliasing, zero_heads), data)| {
+                |(
+                    num_tokens,
+                    num_heads,
+                    (head_dim, rope_dim),
+                    (table, rows),
+                    (eps, aliasing, zero_heads),
+                    data,
+                )| {
                     let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
                     let plain = plain([num_tokens, num_heads, head_dim]);
-                    QueryNormRopeCase { rope_dim, eps, table, table_rows, aliasing, zero_heads, data, ..plain }
+                    QueryNormRopeCase {
+                        rope_dim,
+                        eps,
+                        table,
+                        table_rows,
+                        aliasing,
+                        zero_heads,
+                        data,
+                        ..plain
+                    }
                 },
             )
             .boxed()
     }
 
     fn typical() -> Vec<QueryNormRopeCase> {
-        let positions = |case| QueryNormRopeCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let positions =
+            |case| QueryNormRopeCase { table: TableForm::Positions, table_rows: 9, ..case };
         // The last one's heads are no multiple of 16 bytes: the scalar kernel's.
         vec![plain([3, 5, 32]), positions(plain([2, 3, 128])), positions(plain([3, 2, 22]))]
     }
@@ -140,8 +183,16 @@ impl Operator for QueryNormRope {
             QueryNormRopeCase { aliasing: Aliasing::InPlace, ..plain([3, 3, 256]) },
             QueryNormRopeCase { aliasing: Aliasing::InPlace, ..plain([3, 2, 38]) },
             QueryNormRopeCase { zero_heads: true, ..plain([3, 4, 64]) },
-            QueryNormRopeCase { table: TableForm::HostilePositions, table_rows: 5, ..plain([9, 2, 64]) },
-            QueryNormRopeCase { table: TableForm::HostilePositions, table_rows: 5, ..plain([4, 2, 14]) },
+            QueryNormRopeCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain([9, 2, 64])
+            },
+            QueryNormRopeCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain([4, 2, 14])
+            },
         ];
         if profile == Profile::Full {
             cases.extend([turning(64, plain([64, 128, 512])), turning(64, plain([130, 64, 512]))]);
@@ -151,24 +202,46 @@ impl Operator for QueryNormRope {
 
     fn amend(c: &QueryNormRopeCase, tensors: &mut Tensors) -> OracleResult<()> {
         if c.zero_heads {
-            tensors.edit("x", |x| x.chunks_mut(c.head_dim).step_by(3).for_each(|head| head.fill(0.0)));
+            tensors
+                .edit("x", |x| x.chunks_mut(c.head_dim).step_by(3).for_each(|head| head.fill(0.0)));
         }
         c.turning().amend(tensors)
     }
 
-    fn forward(c: &QueryNormRopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &QueryNormRopeCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         reference::forward(&turned_by(t, t.f64("x")?, false)?, c.eps.into(), rounding)
     }
 
-    fn backward(c: &QueryNormRopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        reference::backward(&turned_by(t, t.f64("x")?, false)?, &t.f64("dy")?, c.eps.into(), rounding)
+    fn backward(
+        c: &QueryNormRopeCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
+        reference::backward(
+            &turned_by(t, t.f64("x")?, false)?,
+            &t.f64("dy")?,
+            c.eps.into(),
+            rounding,
+        )
     }
 
-    fn launch(c: &QueryNormRopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &QueryNormRopeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, &v.without(&["dy", "dx"]), c.eps))
     }
 
-    fn launch_backward(_: &QueryNormRopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        _: &QueryNormRopeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.ran(format!("backward {}", launcher::backward(run.device(), &v.without(&["y"]))?));
         Ok(())
     }
@@ -192,7 +265,12 @@ impl Operator for QueryNormRope {
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let many = [16384, 128, 512];
-        let gpu = [(Forward, [1, 128, 512]), (Forward, [128, 128, 512]), (Forward, many), (Backward, many)];
+        let gpu = [
+            (Forward, [1, 128, 512]),
+            (Forward, [128, 128, 512]),
+            (Forward, many),
+            (Backward, many),
+        ];
         let small = [(Forward, [8, 4, 512]), (Backward, [8, 4, 512])];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &small };
         let benchmark = |&(direction, extents): &(Direction, [usize; 3])| {

@@ -11,7 +11,9 @@
 //! the backward reads, the norm of one row in the place of another's, heads that are not those of wq_b's rows.
 
 use dsv4_kernels::projections::linear::ScaleLayout;
-use dsv4_kernels::{formats::quantize_fp8, projections::linear, projections::query_norm_rope, projections::rms_norm};
+use dsv4_kernels::{
+    formats::quantize_fp8, projections::linear, projections::query_norm_rope, projections::rms_norm,
+};
 use dsv4_reference::projections::query_projection as reference;
 
 use crate::operator::fields::extent;
@@ -137,29 +139,38 @@ impl Operator for QueryProjection {
         cases: [8, 20, 40],
     };
 
-    const CHAIN: &'static [&'static str] = &["linear", "rms_norm", "query_norm_rope", "quantize_fp8"];
+    const CHAIN: &'static [&'static str] =
+        &["linear", "rms_norm", "query_norm_rope", "quantize_fp8"];
 
     const GOLDEN: &'static [&'static str] = &["attention_csa", "attention_swa"];
 
     fn tensors(c: &QueryProjectionCase) -> Specs {
         let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
         let (coded, numbers) = (c.quantized, !c.quantized);
-        let (tokens, heads) = (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).not_empty());
+        let (tokens, heads) =
+            (axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads).not_empty());
         let hidden = axis("hidden_size", c.hidden_size).not_empty();
         let rank = axis("q_lora_rank", c.q_lora_rank).multiples(1, WIDEST);
         let width = axis("all_channels", c.width());
         let blocks = |name, extent: usize| axis(name, extent.div_ceil(linear::BLOCK));
-        let (of_hidden, of_rank) = (blocks("hidden_blocks", c.hidden_size), blocks("rank_blocks", c.q_lora_rank));
+        let (of_hidden, of_rank) =
+            (blocks("hidden_blocks", c.hidden_size), blocks("rank_blocks", c.q_lora_rank));
         let of_width = blocks("width_blocks", c.width());
         let deviation = |depth: usize| (depth.max(1) as f64).sqrt().recip();
         let [cos, sin, positions] = c.turning().tensors();
         let tensors = [
             input("h", bf16, &[tokens, hidden]).rows().drawn_as(c.data),
-            input("wq_a", bf16, &[rank, hidden]).rows().drawn(normal, deviation(c.hidden_size)).when(numbers),
+            input("wq_a", bf16, &[rank, hidden])
+                .rows()
+                .drawn(normal, deviation(c.hidden_size))
+                .when(numbers),
             input("wq_a_codes", u8, &[rank, hidden]).rows().when(coded),
             input("wq_a_scales", u8, &[of_rank, of_hidden]).when(coded),
             input("q_norm", f32, &[rank]).drawn(normal, 1.0),
-            input("wq_b", bf16, &[width, rank]).rows().drawn(normal, deviation(c.q_lora_rank)).when(numbers),
+            input("wq_b", bf16, &[width, rank])
+                .rows()
+                .drawn(normal, deviation(c.q_lora_rank))
+                .when(numbers),
             input("wq_b_codes", u8, &[width, rank]).rows().when(coded),
             input("wq_b_scales", u8, &[of_width, of_rank]).when(coded),
             cos,
@@ -190,7 +201,10 @@ impl Operator for QueryProjection {
     fn check(c: &QueryProjectionCase) -> Result<(), Refused> {
         let most = query_norm_rope::MAX_HEAD_DIM;
         if c.head_dim == 0 || !c.head_dim.is_multiple_of(2) || c.head_dim > most {
-            return refuse("head_dim", format!("{} must be a multiple of 2 up to {most}", c.head_dim));
+            return refuse(
+                "head_dim",
+                format!("{} must be a multiple of 2 up to {most}", c.head_dim),
+            );
         }
         check_rope_dim(c.rope_dim, c.head_dim)?;
         c.turning().check()?;
@@ -204,25 +218,51 @@ impl Operator for QueryProjection {
 
     fn strategy(profile: Profile) -> BoxedStrategy<QueryProjectionCase> {
         let [tokens, features] = profile.of([[10, 50], [40, 150], [150, 600]]);
-        let head = (1..=8usize, 0..=12usize).prop_map(|(half, copied)| (2 * (half + copied), 2 * half));
+        let head =
+            (1..=8usize, 0..=12usize).prop_map(|(half, copied)| (2 * (half + copied), 2 * half));
         let heads = (1..=profile.of([3usize, 6, 12]), head);
         let table = select(vec![TableForm::RowPerToken, TableForm::Positions]);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)];
         // Gradients through the norm of a single channel are nothing but rounding.
         let features = (extent(features, 8), extent(features, 8).prop_map(|rank| rank.max(2)));
         let quantized = prop_oneof![2 => Just(false), 1 => Just(true)];
-        (0..=tokens, features, heads, (table, 1..100usize), (eps, quantized), Data::strategy(-8..=8))
-            .prop_map(|(num_tokens, (hidden, rank), (heads, (head_dim, rope_dim)), (table, rows), format, data)| {
-                let (eps, quantized) = format;
-                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
-                let plain = plain(num_tokens, [hidden, rank, heads, head_dim]);
-                QueryProjectionCase { rope_dim, eps, table, table_rows, quantized, data, ..plain }
-            })
+        (
+            0..=tokens,
+            features,
+            heads,
+            (table, 1..100usize),
+            (eps, quantized),
+            Data::strategy(-8..=8),
+        )
+            .prop_map(
+                |(
+                    num_tokens,
+                    (hidden, rank),
+                    (heads, (head_dim, rope_dim)),
+                    (table, rows),
+                    format,
+                    data,
+                )| {
+                    let (eps, quantized) = format;
+                    let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                    let plain = plain(num_tokens, [hidden, rank, heads, head_dim]);
+                    QueryProjectionCase {
+                        rope_dim,
+                        eps,
+                        table,
+                        table_rows,
+                        quantized,
+                        data,
+                        ..plain
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<QueryProjectionCase> {
-        let positions = |case| QueryProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
+        let positions =
+            |case| QueryProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
         let coded = |case| QueryProjectionCase { quantized: true, ..case };
         vec![
             positions(plain(5, [24, 16, 2, 16])),
@@ -246,13 +286,20 @@ impl Operator for QueryProjection {
             plain(2, [8, 1032, 1, 8]),
             plain(6, [8, 1032, 1, 8]),
             coded(plain(133, [8, 1032, 1, 8])),
-            QueryProjectionCase { table: TableForm::HostilePositions, table_rows: 5, ..plain(7, [16, 8, 2, 8]) },
+            QueryProjectionCase {
+                table: TableForm::HostilePositions,
+                table_rows: 5,
+                ..plain(7, [16, 8, 2, 8])
+            },
             coded(plain(18, [32, 16, 1, 24])),
             coded(plain(3, [131, 9, 1, 14])),
             coded(plain(2, [584, 16, 1, 16])),
         ];
         if profile == Profile::Full {
-            let model = |num_tokens| QueryProjectionCase { rope_dim: 64, ..plain(num_tokens, [1024, 512, 4, 512]) };
+            let model = |num_tokens| QueryProjectionCase {
+                rope_dim: 64,
+                ..plain(num_tokens, [1024, 512, 4, 512])
+            };
             cases.extend([model(1), model(50), coded(model(50))]);
         }
         cases
@@ -261,18 +308,36 @@ impl Operator for QueryProjection {
     fn amend(c: &QueryProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
         if c.quantized {
-            set_weight(c.data.seed, tensors, ["wq_a_codes", "wq_a_scales"], [1, c.q_lora_rank, c.hidden_size])?;
-            set_weight(c.data.seed, tensors, ["wq_b_codes", "wq_b_scales"], [1, c.width(), c.q_lora_rank])?;
+            set_weight(
+                c.data.seed,
+                tensors,
+                ["wq_a_codes", "wq_a_scales"],
+                [1, c.q_lora_rank, c.hidden_size],
+            )?;
+            set_weight(
+                c.data.seed,
+                tensors,
+                ["wq_b_codes", "wq_b_scales"],
+                [1, c.width(), c.q_lora_rank],
+            )?;
         }
         Ok(())
     }
 
-    fn forward(c: &QueryProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &QueryProjectionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let forward = if c.quantized { reference::forward_quantized } else { reference::forward };
         forward(&c.of_oracle(t)?, &named(t)?, rounding)
     }
 
-    fn backward(c: &QueryProjectionCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &QueryProjectionCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         if c.quantized {
             return Ok(Named::new());
         }
@@ -285,7 +350,8 @@ impl Operator for QueryProjection {
         _: &Views,
         device: &Device,
     ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let (tokens, first, second) = (c.num_tokens, [c.q_lora_rank, c.hidden_size], [c.width(), c.q_lora_rank]);
+        let (tokens, first, second) =
+            (c.num_tokens, [c.q_lora_rank, c.hidden_size], [c.width(), c.q_lora_rank]);
         let of = |[outs, ins]: [usize; 2]| {
             let forward = linear::forward_workspace_bytes(device, 1, tokens, outs, ins);
             let backward = linear::backward_workspace_bytes(device, 1, tokens, outs, ins);
@@ -295,9 +361,17 @@ impl Operator for QueryProjection {
         Ok(vec![("workspace", of(first).max(of(second)).max(norm))])
     }
 
-    fn launch(c: &QueryProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &QueryProjectionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         if c.quantized {
-            product_of_codes(v, run, ["h", "h_codes", "h_scales", "wq_a_codes", "wq_a_scales", "q_a"])?;
+            product_of_codes(
+                v,
+                run,
+                ["h", "h_codes", "h_scales", "wq_a_codes", "wq_a_scales", "q_a"],
+            )?;
         } else {
             let first = v.only(&["h", "wq_a", "q_a", "workspace"]);
             let first = first.renamed(&[("h", "x"), ("wq_a", "w"), ("q_a", "y")]);
@@ -305,11 +379,16 @@ impl Operator for QueryProjection {
         }
         run.freeze(&v["q_a"])?;
         let norm = v.only(&["q_a", "q_norm", "qr", "qr_rstd"]);
-        let norm = norm.renamed(&[("q_a", "x"), ("q_norm", "weight"), ("qr", "y"), ("qr_rstd", "rstd")]);
+        let norm =
+            norm.renamed(&[("q_a", "x"), ("q_norm", "weight"), ("qr", "y"), ("qr_rstd", "rstd")]);
         run.launch(|device| rms_norm::forward(device, &norm, c.eps))?;
         run.freeze(&v["qr"])?;
         if c.quantized {
-            product_of_codes(v, run, ["qr", "qr_codes", "qr_scales", "wq_b_codes", "wq_b_scales", "q_b"])?;
+            product_of_codes(
+                v,
+                run,
+                ["qr", "qr_codes", "qr_scales", "wq_b_codes", "wq_b_scales", "q_b"],
+            )?;
         } else {
             let second = v.only(&["qr", "wq_b", "q_b", "workspace"]);
             let second = second.renamed(&[("qr", "x"), ("wq_b", "w"), ("q_b", "y")]);
@@ -321,14 +400,19 @@ impl Operator for QueryProjection {
         run.launch(|device| query_norm_rope::forward(device, &turned, c.eps))
     }
 
-    fn launch_backward(c: &QueryProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &QueryProjectionCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         if c.quantized {
             return Ok(());
         }
         let device = run.device();
         let turned = v.only(&["cos", "sin", "positions", "q_rstd"]).renamed(&[("q_rstd", "rstd")]);
         let turned = turned.with("x", &heads(c, v, "q_b")?).with("dy", &heads(c, v, "dq")?);
-        let mut ran = vec![query_norm_rope::backward(device, &turned.with("dx", &heads(c, v, "dq_b")?))?];
+        let mut ran =
+            vec![query_norm_rope::backward(device, &turned.with("dx", &heads(c, v, "dq_b")?))?];
         run.freeze(&v["dq_b"])?;
         let second = v.only(&["qr", "wq_b", "dq_b", "dqr", "dwq_b", "workspace"]);
         let names = [("qr", "x"), ("wq_b", "w"), ("dq_b", "dy"), ("dqr", "dx"), ("dwq_b", "dw")];
@@ -363,13 +447,21 @@ impl Operator for QueryProjection {
     /// nothing on but by eps: what is left of a gradient before it is the rounding of terms that cancel.
     fn is_smooth(c: &QueryProjectionCase) -> bool {
         let elements = (c.num_tokens + c.q_lora_rank) * (c.hidden_size + c.width());
-        !c.quantized && c.q_lora_rank > 1 && c.table != TableForm::HostilePositions && elements <= 2048
+        !c.quantized
+            && c.q_lora_rank > 1
+            && c.table != TableForm::HostilePositions
+            && elements <= 2048
     }
 
     /// A token bends over its own size, weights over those that a norm behind them makes of no size of their own.
     fn bends_over(c: &QueryProjectionCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let width = if input == "h" || input == "wq_a" { c.hidden_size } else { c.q_lora_rank };
-        Some(sizes_of_rows(&tensors.values(input), width, 0.0).into_iter().map(|size| size / 8.0).collect())
+        Some(
+            sizes_of_rows(&tensors.values(input), width, 0.0)
+                .into_iter()
+                .map(|size| size / 8.0)
+                .collect(),
+        )
     }
 
     /// The query side of attention layers.
@@ -380,7 +472,8 @@ impl Operator for QueryProjection {
         let h = file.floats("in.hidden", &rows)?.to_vec();
         file.floats("mid.q", &of_heads)?;
         let [cos, sin] = ["cos", "sin"].map(|name| format!("mid.rope.{table}.{name}"));
-        let (cos, sin) = (file.floats(&cos, &of_table)?.to_vec(), file.floats(&sin, &of_table)?.to_vec());
+        let (cos, sin) =
+            (file.floats(&cos, &of_table)?.to_vec(), file.floats(&sin, &of_table)?.to_vec());
         let latent = ["batch", "tokens", "rank"];
         file.floats("mid.q_latent", &latent)?;
         let [batches, heads, tokens, channels, hidden, rank, half] = [
@@ -402,13 +495,15 @@ impl Operator for QueryProjection {
         let golden = Golden::new(case).scalar("eps", file.number("rms_norm_eps")?).values("h", h);
         let golden = golden.values("cos", cos).values("sin", sin);
         // Batch rows share positions.
-        let golden = golden.integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect());
+        let golden =
+            golden.integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect());
         let named = |name: &str| format!("param.self_attn.{name}.weight");
         let golden = golden.stored(file, "wq_a", &named("q_a_proj"), &["rank", "hidden"])?;
         let golden = golden.stored(file, "q_norm", &named("q_a_norm"), &["rank"])?;
         let golden = golden.stored(file, "wq_b", &named("q_b_proj"), &["width", "rank"])?;
         let golden = golden.expect(file, "qr", "mid.q_latent", &latent)?;
-        let tokens_first = |values: &[f64]| tokens_first(values, [batches, heads, tokens, channels]);
+        let tokens_first =
+            |values: &[f64]| tokens_first(values, [batches, heads, tokens, channels]);
         Ok(vec![golden.expect_reordered(file, "q", "mid.q", &of_heads, &tokens_first)?])
     }
 }
@@ -424,7 +519,11 @@ fn named(t: &Bound<'_>) -> OracleResult<Named> {
 }
 
 /// A tensor of rows as one of heads.
-fn heads(c: &QueryProjectionCase, v: &Views, name: &'static str) -> Result<dsv4_runtime::TensorView, RuntimeError> {
+fn heads(
+    c: &QueryProjectionCase,
+    v: &Views,
+    name: &'static str,
+) -> Result<dsv4_runtime::TensorView, RuntimeError> {
     parted("query_projection", name, &v[name], c.num_heads)
 }
 
@@ -434,9 +533,11 @@ pub(crate) fn product_of_codes(
     run: &mut Launches<'_>,
     [x, codes, scales, weights, weight_scales, y]: [&'static str; 6],
 ) -> Result<(), RuntimeError> {
-    let coded = v.only(&[x, codes, scales]).renamed(&[(x, "x"), (codes, "codes"), (scales, "scales")]);
+    let coded =
+        v.only(&[x, codes, scales]).renamed(&[(x, "x"), (codes, "codes"), (scales, "scales")]);
     run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
-    let names = [(codes, "x"), (scales, "x_scales"), (weights, "w"), (weight_scales, "w_scales"), (y, "y")];
+    let names =
+        [(codes, "x"), (scales, "x_scales"), (weights, "w"), (weight_scales, "w_scales"), (y, "y")];
     let product = v.only(&[codes, scales, weights, weight_scales, y, "workspace"]).renamed(&names);
     run.launch(|device| linear::forward_quantized(device, &product, of_codes(ScaleLayout::Plain)))
 }

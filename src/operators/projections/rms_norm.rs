@@ -52,7 +52,8 @@ impl RmsNormCase {
 
 /// The distance over which a norm bends: each row's own root mean square, or the root of eps where that is larger.
 pub(crate) fn sizes_of_rows(x: &[f64], width: usize, eps: f64) -> Vec<f64> {
-    let size = |row: &[f64]| (row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64 + eps).sqrt();
+    let size =
+        |row: &[f64]| (row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64 + eps).sqrt();
     x.chunks(width).flat_map(|row| std::iter::repeat_n(size(row), row.len())).collect()
 }
 
@@ -84,12 +85,22 @@ impl Operator for RmsNorm {
 
     fn tensors(c: &RmsNormCase) -> Specs {
         let (dtype, weight) = (c.dtype.dtype(), c.weight.unwrap_or(c.dtype).dtype());
-        let rows = [axis("num_rows", c.num_rows), axis("width", c.width).multiples(1, launcher::MAX_WIDTH)];
+        let rows = [
+            axis("num_rows", c.num_rows),
+            axis("width", c.width).multiples(1, launcher::MAX_WIDTH),
+        ];
         let tensors = [
             input("x", dtype, &rows).rows().of_any_size().drawn_as(c.data),
-            input("weight", weight, &rows[1..]).of_any_size().when(c.weight.is_some()).drawn(Distribution::Normal, 1.0),
+            input("weight", weight, &rows[1..])
+                .of_any_size()
+                .when(c.weight.is_some())
+                .drawn(Distribution::Normal, 1.0),
             output("y", dtype, &rows).rows().placed(c.aliasing, "x").only_in("forward"),
-            output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd { "forward" } else { "saving forward" }),
+            output("rstd", DType::F32, &rows[..1]).only_in(if c.saves_rstd {
+                "forward"
+            } else {
+                "saving forward"
+            }),
             upstream("dy", "y").drawn(c.data.distribution, 1.0),
             gradient("dx", "x", dtype),
             gradient("dweight", "weight", DType::F32),
@@ -108,20 +119,44 @@ impl Operator for RmsNorm {
         let rows = (any::<bool>(), saves_rstd);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32), 1 => Just(1e-12f32)];
         (extents, Float::strategy(), weight, eps, aliasing, rows, Data::strategy(-18..=18))
-            .prop_map(|([num_rows, width], dtype, weight, eps, aliasing, (zero_rows, saves_rstd), data)| {
-                // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding of its two
-                // terms unless eps counts.
-                let magnitude = if width == 1 { f64::from(eps).sqrt() } else { data.magnitude };
-                let data = Data { magnitude, ..data };
-                RmsNormCase { num_rows, width, dtype, weight, eps, aliasing, zero_rows, saves_rstd, data }
-            })
+            .prop_map(
+                |(
+                    [num_rows, width],
+                    dtype,
+                    weight,
+                    eps,
+                    aliasing,
+                    (zero_rows, saves_rstd),
+                    data,
+                )| {
+                    // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding of its two
+                    // terms unless eps counts.
+                    let magnitude = if width == 1 { f64::from(eps).sqrt() } else { data.magnitude };
+                    let data = Data { magnitude, ..data };
+                    RmsNormCase {
+                        num_rows,
+                        width,
+                        dtype,
+                        weight,
+                        eps,
+                        aliasing,
+                        zero_rows,
+                        saves_rstd,
+                        data,
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<RmsNormCase> {
         let plain = RmsNormCase::plain;
         // A warp takes a row, a block takes one, and one element at a time.
-        vec![plain(5, 512), plain(3, 2048), RmsNormCase { dtype: Float::F32, saves_rstd: false, ..plain(3, 517) }]
+        vec![
+            plain(5, 512),
+            plain(3, 2048),
+            RmsNormCase { dtype: Float::F32, saves_rstd: false, ..plain(3, 517) },
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<RmsNormCase> {
@@ -156,7 +191,11 @@ impl Operator for RmsNorm {
             RmsNormCase { saves_rstd: false, ..plain(3, 517) },
         ];
         if profile == Profile::Full {
-            cases.extend([plain(512, 7168), plain(2048, 512), RmsNormCase { weight: None, ..plain(4096, 512) }]);
+            cases.extend([
+                plain(512, 7168),
+                plain(2048, 512),
+                RmsNormCase { weight: None, ..plain(4096, 512) },
+            ]);
         }
         cases
     }
@@ -176,7 +215,11 @@ impl Operator for RmsNorm {
         reference::backward(&t.named()?, t.scalar("eps", c.eps.into()), rounding)
     }
 
-    fn workspaces(c: &RmsNormCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &RmsNormCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let bytes = || launcher::workspace_bytes(device, c.dtype.dtype(), c.num_rows, c.width);
         Ok(c.weight.iter().map(|_| ("workspace", bytes())).collect())
     }
@@ -185,11 +228,16 @@ impl Operator for RmsNorm {
         if let Some(y) = v.get("y_of_saving_forward") {
             launcher::forward(run.device(), &v.only(&["x", "weight", "rstd"]).with("y", y), c.eps)?;
         }
-        let forward = if c.saves_rstd { &["x", "weight", "y", "rstd"][..] } else { &["x", "weight", "y"] };
+        let forward =
+            if c.saves_rstd { &["x", "weight", "y", "rstd"][..] } else { &["x", "weight", "y"] };
         run.launch(|device| launcher::forward(device, &v.only(forward), c.eps))
     }
 
-    fn launch_backward(_: &RmsNormCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        _: &RmsNormCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::backward(device, &v.without(&["y_of_saving_forward"])))
     }
 
@@ -240,12 +288,14 @@ impl Operator for RmsNorm {
             (Backward, 4096, 7168, true),
             (Backward, 16384, 7168, true),
         ];
-        let small = [(Forward, 16, 4096, true), (Forward, 256, 512, false), (Backward, 16, 4096, true)];
+        let small =
+            [(Forward, 16, 4096, true), (Forward, 256, 512, false), (Backward, 16, 4096, true)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &small };
         let benchmark = |&(direction, num_rows, width, weighted): &(_, usize, usize, bool)| {
             let weight = weighted.then_some(Float::F32);
             let case = RmsNormCase { weight, ..RmsNormCase::plain(num_rows, width) };
-            let name = format!("{num_rows}x{width} bf16{}", if weighted { "" } else { " unweighted" });
+            let name =
+                format!("{num_rows}x{width} bf16{}", if weighted { "" } else { " unweighted" });
             // A square, its sum and two products an element; nine operations in the backward.
             let flops = if direction == Forward { 4.0 } else { 9.0 };
             Benchmark::new(direction, name, case, "num_rows").streaming(&["rstd"], flops)

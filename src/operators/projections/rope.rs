@@ -56,7 +56,11 @@ impl Turning {
     /// `cos`, `sin` and `positions`.
     pub fn tensors(&self) -> [TensorSpec; 3] {
         let tokens = axis("num_tokens", self.num_tokens);
-        let rows = if self.form == TableForm::RowPerToken { tokens } else { axis("table_rows", self.table_rows) };
+        let rows = if self.form == TableForm::RowPerToken {
+            tokens
+        } else {
+            axis("table_rows", self.table_rows)
+        };
         let table = [rows, axis("half_rope_dim", self.rope_dim / 2)];
         [
             input("cos", DType::F32, &table).rows(),
@@ -68,15 +72,20 @@ impl Turning {
     /// Whether there is such a table.
     pub fn check(&self) -> Result<(), Refused> {
         if self.form != TableForm::RowPerToken && !(1..=1 << 20).contains(&self.table_rows) {
-            return refuse("table_rows", format!("{}: a table with positions has 1 to 2^20 rows", self.table_rows));
+            return refuse(
+                "table_rows",
+                format!("{}: a table with positions has 1 to 2^20 rows", self.table_rows),
+            );
         }
         Ok(())
     }
 
     /// Sets the table, as a kernel would store it, and the positions.
     pub fn amend(&self, tensors: &mut Tensors) -> OracleResult<()> {
-        let rows = if self.form == TableForm::RowPerToken { self.num_tokens } else { self.table_rows };
-        let positions: Vec<i64> = (0..rows as i64).map(|row| FIRST_POSITION + POSITION_STEP * row).collect();
+        let rows =
+            if self.form == TableForm::RowPerToken { self.num_tokens } else { self.table_rows };
+        let positions: Vec<i64> =
+            (0..rows as i64).map(|row| FIRST_POSITION + POSITION_STEP * row).collect();
         let yarn = YarnParameters { rope_dim: self.rope_dim, ..YarnParameters::compress() };
         let (cos, sin) = reference::table(&reference::inv_freq_f32(&yarn)?, &positions)?;
         tensors.set("cos", &elements(&cos)?);
@@ -107,7 +116,13 @@ pub(crate) fn turned_by(
     x: candle_core::Tensor,
     inverse: bool,
 ) -> OracleResult<dsv4_reference::projections::rope::Inputs> {
-    Ok(reference::Inputs { x, cos: t.f64("cos")?, sin: t.f64("sin")?, positions: positions_of(t), inverse })
+    Ok(reference::Inputs {
+        x,
+        cos: t.f64("cos")?,
+        sin: t.f64("sin")?,
+        positions: positions_of(t),
+        inverse,
+    })
 }
 
 /// Each token's row of the table of [`Turning`]; `None` where it is the token's own number.
@@ -188,7 +203,10 @@ fn inputs(c: &RopeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
 }
 
 /// cos and sin of the rows at these positions, before they are stored in f32.
-fn table(inv_freq: &[f64], positions: &[i32]) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
+fn table(
+    inv_freq: &[f64],
+    positions: &[i32],
+) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
     let inv_freq: Vec<f32> = inv_freq.iter().map(|&frequency| frequency as f32).collect();
     let positions: Vec<i64> = positions.iter().map(|&position| i64::from(position)).collect();
     reference::table(&inv_freq, &positions)
@@ -217,18 +235,30 @@ impl Operator for Rope {
 
     fn tensors(c: &RopeCase) -> Specs {
         let (dtype, half) = (c.dtype.dtype(), axis("half_rope_dim", c.rope_dim / 2));
-        let heads = [axis("num_tokens", c.num_tokens), axis("num_heads", c.num_heads), axis("head_dim", c.head_dim)];
+        let heads = [
+            axis("num_tokens", c.num_tokens),
+            axis("num_heads", c.num_heads),
+            axis("head_dim", c.head_dim),
+        ];
         let (row, rows) = c.table_axis();
         let (table, computed) = ([axis(row, rows), half], [axis("num_positions", rows), half]);
         Specs::new(
             c.seed,
             [
-                input("x", dtype, &heads).rows().of_any_size().drawn(c.distribution, c.magnitude).only_in("rotation"),
+                input("x", dtype, &heads)
+                    .rows()
+                    .of_any_size()
+                    .drawn(c.distribution, c.magnitude)
+                    .only_in("rotation"),
                 input("cos", DType::F32, &table).rows().of_any_size().only_in("rotation"),
                 input("sin", DType::F32, &table).rows().of_any_size().only_in("rotation"),
-                input("positions", DType::I32, &heads[..1]).when(c.table != TableForm::RowPerToken).only_in("rotation"),
+                input("positions", DType::I32, &heads[..1])
+                    .when(c.table != TableForm::RowPerToken)
+                    .only_in("rotation"),
                 input("inv_freq", DType::F32, &[half]).only_in("table"),
-                input("table_positions", DType::I32, &computed[..1]).argument("positions").only_in("table"),
+                input("table_positions", DType::I32, &computed[..1])
+                    .argument("positions")
+                    .only_in("table"),
                 output("y", dtype, &heads).rows().placed(c.aliasing, "x").only_in("rotation"),
                 output("table_cos", DType::F32, &computed).argument("cos").only_in("table"),
                 output("table_sin", DType::F32, &computed).argument("sin").only_in("table"),
@@ -240,10 +270,16 @@ impl Operator for Rope {
 
     fn check(c: &RopeCase) -> Result<(), Refused> {
         if c.rope_dim < 2 || !c.rope_dim.is_multiple_of(2) || c.rope_dim > c.head_dim {
-            return refuse("rope_dim", format!("{} must be even, 2 to head_dim {}", c.rope_dim, c.head_dim));
+            return refuse(
+                "rope_dim",
+                format!("{} must be even, 2 to head_dim {}", c.rope_dim, c.head_dim),
+            );
         }
         if c.table != TableForm::RowPerToken && !(1..=1 << 24).contains(&c.table_rows) {
-            return refuse("table_rows", format!("{}: a table with positions has 1 to 2^24 rows", c.table_rows));
+            return refuse(
+                "table_rows",
+                format!("{}: a table with positions has 1 to 2^24 rows", c.table_rows),
+            );
         }
         Ok(())
     }
@@ -263,37 +299,54 @@ impl Operator for Rope {
         let shape = (0..=tokens, extent(heads, 8), head);
         let float = prop_oneof![2 => Just(Float::Bf16), 1 => Just(Float::F32)];
         let frequencies = prop_oneof![Just(Frequencies::Main), Just(Frequencies::Compress)];
-        let table =
-            prop_oneof![Just(TableForm::RowPerToken), Just(TableForm::Positions), Just(TableForm::HostilePositions)];
+        let table = prop_oneof![
+            Just(TableForm::RowPerToken),
+            Just(TableForm::Positions),
+            Just(TableForm::HostilePositions)
+        ];
         let aliasing = prop_oneof![
             3 => Just(Aliasing::OutOfPlace), 2 => Just(Aliasing::InPlace), 1 => Just(Aliasing::Interleaved)
         ];
         let rotation = (any::<bool>(), frequencies, table, 1..700usize);
-        let data = (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-18..=18), 0..1000u64);
+        let data =
+            (prop::sample::select(Distribution::ALL.to_vec()), magnitude(-18..=18), 0..1000u64);
         (shape, float, rotation, aliasing, data)
-            .prop_map(|((num_tokens, num_heads, (head_dim, rope_dim)), dtype, rotation, aliasing, data)| {
-                let (inverse, frequencies, table, rows) = rotation;
-                let (distribution, magnitude, seed) = data;
-                let num_tokens = num_tokens.min((LARGEST_DRAWN / (num_heads * head_dim)).max(1));
-                let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
-                RopeCase {
+            .prop_map(
+                |(
+                    (num_tokens, num_heads, (head_dim, rope_dim)),
                     dtype,
-                    inverse,
-                    frequencies,
-                    table,
-                    table_rows,
+                    rotation,
                     aliasing,
-                    distribution,
-                    magnitude,
-                    seed,
-                    ..RopeCase::plain(num_tokens, num_heads, head_dim, rope_dim)
-                }
-            })
+                    data,
+                )| {
+                    let (inverse, frequencies, table, rows) = rotation;
+                    let (distribution, magnitude, seed) = data;
+                    let num_tokens =
+                        num_tokens.min((LARGEST_DRAWN / (num_heads * head_dim)).max(1));
+                    let table_rows = if table == TableForm::RowPerToken { 0 } else { rows };
+                    RopeCase {
+                        dtype,
+                        inverse,
+                        frequencies,
+                        table,
+                        table_rows,
+                        aliasing,
+                        distribution,
+                        magnitude,
+                        seed,
+                        ..RopeCase::plain(num_tokens, num_heads, head_dim, rope_dim)
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<RopeCase> {
-        let positions = RopeCase { table: TableForm::Positions, table_rows: 50, ..RopeCase::plain(4, 3, 128, 64) };
+        let positions = RopeCase {
+            table: TableForm::Positions,
+            table_rows: 50,
+            ..RopeCase::plain(4, 3, 128, 64)
+        };
         // The last one's rows are no multiple of 16 bytes: the scalar kernel's.
         vec![RopeCase::plain(3, 5, 24, 16), positions, RopeCase::plain(3, 2, 21, 6)]
     }
@@ -304,7 +357,11 @@ impl Operator for Rope {
             plain(0, 3, 40, 16),
             RopeCase { aliasing: Aliasing::InPlace, ..plain(5, 9, 512, 64) },
             RopeCase { inverse: true, dtype: Float::F32, ..plain(3, 2, 24, 24) },
-            RopeCase { table: TableForm::HostilePositions, table_rows: 50, ..plain(17, 3, 128, 64) },
+            RopeCase {
+                table: TableForm::HostilePositions,
+                table_rows: 50,
+                ..plain(17, 3, 128, 64)
+            },
             RopeCase {
                 table: TableForm::Positions,
                 table_rows: 1 << 20,
@@ -320,13 +377,17 @@ impl Operator for Rope {
             plain(40, 15, 21, 6),
         ];
         if profile == Profile::Full {
-            cases.extend([plain(64, 128, 512, 64), RopeCase { inverse: true, ..plain(128, 64, 512, 64) }]);
+            cases.extend([
+                plain(64, 128, 512, 64),
+                RopeCase { inverse: true, ..plain(128, 64, 512, 64) },
+            ]);
         }
         cases
     }
 
     fn amend(c: &RopeCase, tensors: &mut Tensors) -> OracleResult<()> {
-        let inv_freq: Vec<f64> = reference::inv_freq_f32(&c.yarn())?.into_iter().map(f64::from).collect();
+        let inv_freq: Vec<f64> =
+            reference::inv_freq_f32(&c.yarn())?.into_iter().map(f64::from).collect();
         let rows = match c.table {
             TableForm::RowPerToken => far_positions(c),
             _ => {
@@ -352,18 +413,28 @@ impl Operator for Rope {
     }
 
     fn backward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
-        Ok(Named::new().with("dx", reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?.dx))
+        Ok(Named::new()
+            .with("dx", reference::backward(&inputs(c, t)?, &t.f64("dy")?, rounding)?.dx))
     }
 
     fn launch(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         rotate(c, v, run)?;
         let table = v.only(&["inv_freq", "table_positions", "table_cos", "table_sin"]);
-        let table = table.renamed(&[("table_positions", "positions"), ("table_cos", "cos"), ("table_sin", "sin")]);
+        let table = table.renamed(&[
+            ("table_positions", "positions"),
+            ("table_cos", "cos"),
+            ("table_sin", "sin"),
+        ]);
         run.launch(|device| launcher::table(device, &table))
     }
 
-    fn launch_backward(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        let gradient = v.only(&["dy", "dx", "cos", "sin", "positions"]).renamed(&[("dy", "x"), ("dx", "y")]);
+    fn launch_backward(
+        c: &RopeCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
+        let gradient =
+            v.only(&["dy", "dx", "cos", "sin", "positions"]).renamed(&[("dy", "x"), ("dx", "y")]);
         run.ran(format!("backward {}", launcher::backward(run.device(), &gradient, c.inverse)?));
         Ok(())
     }
@@ -380,8 +451,12 @@ impl Operator for Rope {
 
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<RopeCase>>, String> {
         match file.kind() {
-            "rotary" => [false, true].into_iter().map(|inverse| rotary_case(file, inverse)).collect(),
-            "rope_table" => ["main", "compress"].into_iter().map(|table| table_case(file, table)).collect(),
+            "rotary" => {
+                [false, true].into_iter().map(|inverse| rotary_case(file, inverse)).collect()
+            }
+            "rope_table" => {
+                ["main", "compress"].into_iter().map(|table| table_case(file, table)).collect()
+            }
             other => Err(format!("{other} is about something else")),
         }
     }
@@ -389,7 +464,11 @@ impl Operator for Rope {
     /// The rotation of the query heads of 16384 tokens, without the making of tables.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = on_gpu(environment);
-        let plain = if gpu { RopeCase::plain(16384, 128, 512, 64) } else { RopeCase::plain(16, 16, 512, 64) };
+        let plain = if gpu {
+            RopeCase::plain(16384, 128, 512, 64)
+        } else {
+            RopeCase::plain(16, 16, 512, 64)
+        };
         let in_place = RopeCase { aliasing: Aliasing::InPlace, ..plain.clone() };
         let inverse = RopeCase { inverse: true, ..plain.clone() };
         let benchmark = |case: RopeCase| {
@@ -397,7 +476,8 @@ impl Operator for Rope {
             let turns_in_place = case.aliasing == Aliasing::InPlace;
             // Reads and writes everything, or in place only the channels that turn, and reads the tables; six
             // operations a pair.
-            let (heads, channels) = (num_tokens * num_heads, if turns_in_place { rope_dim } else { head_dim });
+            let (heads, channels) =
+                (num_tokens * num_heads, if turns_in_place { rope_dim } else { head_dim });
             let suffix = match (case.inverse, turns_in_place) {
                 (true, _) => " inverse",
                 (_, true) => " in place",
@@ -461,7 +541,10 @@ fn far_positions(case: &RopeCase) -> Vec<i32> {
 }
 
 /// `[batch, heads, tokens, channels]` as `[batch · tokens, heads, channels]`.
-pub(crate) fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [usize; 4]) -> Vec<f64> {
+pub(crate) fn tokens_first(
+    values: &[f64],
+    [batches, heads, tokens, channels]: [usize; 4],
+) -> Vec<f64> {
     let mut out = Vec::with_capacity(values.len());
     for batch in 0..batches {
         for token in 0..tokens {
@@ -479,7 +562,8 @@ pub(crate) fn tokens_first(values: &[f64], [batches, heads, tokens, channels]: [
 fn rotary_case(file: &mut Reading<'_>, inverse: bool) -> Result<Golden<RopeCase>, String> {
     let (of_x, table) = (["batch", "heads", "tokens", "channels"], ["1", "tokens", "half"]);
     let x = file.floats("in.x", &of_x)?;
-    let (cos, sin) = (file.floats("mid.cos", &table)?.to_vec(), file.floats("mid.sin", &table)?.to_vec());
+    let (cos, sin) =
+        (file.floats("mid.cos", &table)?.to_vec(), file.floats("mid.sin", &table)?.to_vec());
     let [batches, heads, tokens, channels, half] = [
         file.extent("batch")?,
         file.extent("heads")?,
@@ -526,7 +610,8 @@ fn golden_frequencies(parameters: &serde_json::Value, rope_dim: usize) -> Result
 /// `rope_table`: the table `main` or `compress` at some positions.
 fn table_case(file: &mut Reading<'_>, name: &str) -> Result<Golden<RopeCase>, String> {
     let positions = file.integers("in.positions", &["1", "positions"])?;
-    let (rope_dim, stored) = (file.whole("rope_dim")?, file.floats(&format!("out.{name}.inv_freq"), &["half"])?);
+    let (rope_dim, stored) =
+        (file.whole("rope_dim")?, file.floats(&format!("out.{name}.inv_freq"), &["half"])?);
     file.hold("half", rope_dim / 2, "half of config rope_dim")?;
     let inv_freq = golden_frequencies(&file.config("rope_parameters")[name], rope_dim)?;
     let inv_freq: Vec<f64> = inv_freq.into_iter().map(f64::from).collect();

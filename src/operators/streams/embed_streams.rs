@@ -43,7 +43,8 @@ pub struct EmbedStreamsCase {
 }
 
 fn plain(num_tokens: usize, vocab_size: usize, hidden_size: usize) -> EmbedStreamsCase {
-    let (num_streams, dtype, token_ids, data) = (4, Float::Bf16, TokenIds::Hostile, Data::normal(1.0));
+    let (num_streams, dtype, token_ids, data) =
+        (4, Float::Bf16, TokenIds::Hostile, Data::normal(1.0));
     EmbedStreamsCase { num_tokens, vocab_size, num_streams, hidden_size, dtype, token_ids, data }
 }
 
@@ -87,25 +88,41 @@ impl Operator for EmbedStreams {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<EmbedStreamsCase> {
-        let [tokens, rows, channels] = profile.of([[30usize, 40, 600], [90, 200, 1500], [600, 3000, 8000]]);
+        let [tokens, rows, channels] =
+            profile.of([[30usize, 40, 600], [90, 200, 1500], [600, 3000, 8000]]);
         let streams = prop_oneof![3 => Just(4usize), 1 => 1..=launcher::MAX_STREAMS];
         let ids = select(vec![TokenIds::Valid, TokenIds::Hostile, TokenIds::Repeated]);
         let channels = prop_oneof![1 => extent(channels, 128), 2 => 1..=80usize];
-        (extent(tokens, 4), 1..=rows, streams, channels, Float::strategy(), ids, Data::strategy(-20..=20))
-            .prop_map(|(num_tokens, vocab_size, num_streams, hidden_size, dtype, token_ids, data)| EmbedStreamsCase {
-                num_tokens,
-                vocab_size,
-                num_streams,
-                hidden_size,
-                dtype,
-                token_ids,
-                data,
-            })
+        (
+            extent(tokens, 4),
+            1..=rows,
+            streams,
+            channels,
+            Float::strategy(),
+            ids,
+            Data::strategy(-20..=20),
+        )
+            .prop_map(
+                |(num_tokens, vocab_size, num_streams, hidden_size, dtype, token_ids, data)| {
+                    EmbedStreamsCase {
+                        num_tokens,
+                        vocab_size,
+                        num_streams,
+                        hidden_size,
+                        dtype,
+                        token_ids,
+                        data,
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<EmbedStreamsCase> {
-        vec![plain(7, 5, 24), EmbedStreamsCase { dtype: Float::F32, num_streams: 3, ..plain(6, 4, 9) }]
+        vec![
+            plain(7, 5, 24),
+            EmbedStreamsCase { dtype: Float::F32, num_streams: 3, ..plain(6, 4, 9) },
+        ]
     }
 
     fn edge_cases(_: Profile) -> Vec<EmbedStreamsCase> {
@@ -136,19 +153,33 @@ impl Operator for EmbedStreams {
         reference::forward(&t.named()?, c.num_streams)
     }
 
-    fn backward(c: &EmbedStreamsCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &EmbedStreamsCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         reference::backward(&t.named()?, c.num_streams, rounding)
     }
 
-    fn workspaces(c: &EmbedStreamsCase, _: &Views, _: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &EmbedStreamsCase,
+        _: &Views,
+        _: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         Ok(vec![("workspace", launcher::workspace_bytes(c.num_tokens, c.vocab_size))])
     }
 
     fn launch(c: &EmbedStreamsCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::forward(device, &v.only(&["table", "token_ids", "out"]), c.num_streams))
+        run.launch(|device| {
+            launcher::forward(device, &v.only(&["table", "token_ids", "out"]), c.num_streams)
+        })
     }
 
-    fn launch_backward(c: &EmbedStreamsCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &EmbedStreamsCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::backward(device, &v.without(&["out"]), c.num_streams))
     }
 
@@ -163,17 +194,30 @@ impl Operator for EmbedStreams {
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let vocab = 129_280;
-        let gpu =
-            [(32_768, vocab, 7168), (4096, vocab, 7168), (128, vocab, 7168), (1, vocab, 7168), (32_768, vocab, 4096)];
+        let gpu = [
+            (32_768, vocab, 7168),
+            (4096, vocab, 7168),
+            (128, vocab, 7168),
+            (1, vocab, 7168),
+            (32_768, vocab, 4096),
+        ];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(16, 24, 256)] };
-        let benchmark = |&(num_tokens, vocab_size, hidden_size): &(usize, usize, usize), direction| {
-            let case = EmbedStreamsCase { token_ids: TokenIds::Valid, ..plain(num_tokens, vocab_size, hidden_size) };
+        let benchmark = |&(num_tokens, vocab_size, hidden_size): &(usize, usize, usize),
+                         direction| {
+            let case = EmbedStreamsCase {
+                token_ids: TokenIds::Valid,
+                ..plain(num_tokens, vocab_size, hidden_size)
+            };
             let rows = (DRAWN / hidden_size).max(1);
-            let drawn =
-                EmbedStreamsCase { num_tokens: num_tokens.min(rows), vocab_size: vocab_size.min(rows), ..case.clone() };
+            let drawn = EmbedStreamsCase {
+                num_tokens: num_tokens.min(rows),
+                vocab_size: vocab_size.min(rows),
+                ..case.clone()
+            };
             let name = format!("{num_tokens} of {vocab_size} rows of {hidden_size} bf16");
             let bytes = case.bytes(direction);
-            let benchmark = Benchmark::new(direction, name, case, "hidden_size").streaming(&[], 1.0);
+            let benchmark =
+                Benchmark::new(direction, name, case, "hidden_size").streaming(&[], 1.0);
             let amend = |c: &EmbedStreamsCase, tensors: &mut Tensors| {
                 tensors.put("token_ids", HostTensor::from_i32(&[c.num_tokens], &draw_ids(c)));
             };
@@ -188,7 +232,8 @@ impl EmbedStreamsCase {
     /// Bytes that a call moves: of the table the rows of the tokens, of its gradient all.
     fn bytes(&self, direction: Direction) -> f64 {
         let size = self.dtype.dtype().size();
-        let (row, streams) = (self.hidden_size * size, self.num_tokens * self.num_streams * self.hidden_size * size);
+        let (row, streams) =
+            (self.hidden_size * size, self.num_tokens * self.num_streams * self.hidden_size * size);
         let moved = match direction {
             Direction::Forward => self.num_tokens * row + streams,
             Direction::Backward => streams + 4 * self.vocab_size * self.hidden_size,

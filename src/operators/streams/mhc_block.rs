@@ -18,8 +18,8 @@
 use dsv4_kernels::streams::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
 use dsv4_kernels::{
-    experts::moe_reduce, projections::rms_norm, streams::mhc_mix, streams::mhc_post, streams::mhc_post_mix_pre,
-    streams::mhc_pre,
+    experts::moe_reduce, projections::rms_norm, streams::mhc_mix, streams::mhc_post,
+    streams::mhc_post_mix_pre, streams::mhc_pre,
 };
 use dsv4_reference::streams::mhc_block as reference;
 use dsv4_runtime::Device;
@@ -56,7 +56,16 @@ pub struct MhcBlockCase {
 fn plain(num_tokens: usize, hidden_size: usize) -> MhcBlockCase {
     let (sinkhorn_iters, norm_eps, hc_eps, logits) = (20, 1e-6, 1e-6, 2.0);
     let (near_equal, data) = (false, Data::normal(1.0));
-    MhcBlockCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, data }
+    MhcBlockCase {
+        num_tokens,
+        hidden_size,
+        sinkhorn_iters,
+        norm_eps,
+        hc_eps,
+        logits,
+        near_equal,
+        data,
+    }
 }
 
 impl MhcBlockCase {
@@ -136,7 +145,8 @@ impl Operator for MhcBlock {
         let weights = [columns, destination, channels];
         let deviation = ((NUM_STREAMS * c.hidden_size).max(1) as f64).sqrt().recip();
         let (normal, bf16, f32) = (Distribution::Normal, DType::Bf16, DType::F32);
-        let base = |name| input(name, f32, &[columns]).drawn(Distribution::Uniform, c.logits.into());
+        let base =
+            |name| input(name, f32, &[columns]).drawn(Distribution::Uniform, c.logits.into());
         let one_slot = [tokens, axis("topk", 1)];
         let tensors = [
             input("streams", bf16, &[tokens, source, channels]).rows().drawn_as(c.data),
@@ -193,7 +203,9 @@ impl Operator for MhcBlock {
             gradient("dattn_base", "attn_base", f32),
             gradient("dstreams", "streams", bf16),
         ];
-        let specs = Specs::new(c.data.seed, tensors).positive("norm_eps", c.norm_eps).positive("hc_eps", c.hc_eps);
+        let specs = Specs::new(c.data.seed, tensors)
+            .positive("norm_eps", c.norm_eps)
+            .positive("hc_eps", c.hc_eps);
         specs.positive("logits", c.logits)
     }
 
@@ -213,9 +225,27 @@ impl Operator for MhcBlock {
         let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
         let logits = select(vec![0.5f32, 4.0, 20.0]);
         (extents, iterations, eps, logits, near_equal, Data::strategy(-4..=4))
-            .prop_map(|([num_tokens, hidden_size], sinkhorn_iters, (norm_eps, hc_eps), logits, near_equal, data)| {
-                MhcBlockCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, data }
-            })
+            .prop_map(
+                |(
+                    [num_tokens, hidden_size],
+                    sinkhorn_iters,
+                    (norm_eps, hc_eps),
+                    logits,
+                    near_equal,
+                    data,
+                )| {
+                    MhcBlockCase {
+                        num_tokens,
+                        hidden_size,
+                        sinkhorn_iters,
+                        norm_eps,
+                        hc_eps,
+                        logits,
+                        near_equal,
+                        data,
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -261,7 +291,11 @@ impl Operator for MhcBlock {
     }
 
     /// One after the other in the same memory: launches are in one order.
-    fn workspaces(c: &MhcBlockCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &MhcBlockCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let (tokens, channels) = (c.num_tokens, c.hidden_size);
         let forward = mhc_mix::forward_workspace_bytes(device, tokens, channels);
         let site = mhc_post_mix_pre::backward_workspace_bytes(device, tokens, channels);
@@ -271,16 +305,44 @@ impl Operator for MhcBlock {
 
     fn launch(c: &MhcBlockCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let numbers = c.of_launcher();
-        let own = ["streams", "attn_fn", "attn_scale", "attn_base", "attn_pre", "attn_post", "attn_comb", "attn_mix"];
+        let own = [
+            "streams",
+            "attn_fn",
+            "attn_scale",
+            "attn_base",
+            "attn_pre",
+            "attn_post",
+            "attn_comb",
+            "attn_mix",
+        ];
         let site = v.only(&[&own[..], &["attn_rstd", "workspace"]].concat()).renamed(ATTN);
-        run.launch(|device| mhc_mix::forward(device, &site, numbers, mhc_mix::Implementation::Auto))?;
+        run.launch(|device| {
+            mhc_mix::forward(device, &site, numbers, mhc_mix::Implementation::Auto)
+        })?;
         let mixed = v.only(&["streams", "attn_pre", "attn_h"]).renamed(ATTN);
         run.launch(|device| mhc_pre::forward(device, &mixed, None))?;
-        sublayer(c, v, run, ["attn_h", "attn_weight", "attn_u", "attn_norm_rstd", "attn_add", "attn_y"])?;
-        let given = ["streams", "attn_y", "attn_post", "attn_comb", "ffn_fn", "ffn_scale", "ffn_base", "workspace"];
-        let written = ["between", "ffn_pre", "ffn_post", "ffn_comb", "ffn_mix", "ffn_rstd", "ffn_h"];
+        sublayer(
+            c,
+            v,
+            run,
+            ["attn_h", "attn_weight", "attn_u", "attn_norm_rstd", "attn_add", "attn_y"],
+        )?;
+        let given = [
+            "streams",
+            "attn_y",
+            "attn_post",
+            "attn_comb",
+            "ffn_fn",
+            "ffn_scale",
+            "ffn_base",
+            "workspace",
+        ];
+        let written =
+            ["between", "ffn_pre", "ffn_post", "ffn_comb", "ffn_mix", "ffn_rstd", "ffn_h"];
         let fused = v.only(&[&given[..], &written].concat()).renamed(FUSED);
-        run.launch(|device| mhc_post_mix_pre::forward(device, &fused, numbers, mhc_mix::Implementation::Auto))?;
+        run.launch(|device| {
+            mhc_post_mix_pre::forward(device, &fused, numbers, mhc_mix::Implementation::Auto)
+        })?;
         sublayer(c, v, run, ["ffn_h", "ffn_weight", "ffn_u", "ffn_norm_rstd", "ffn_add", "ffn_y"])?;
         let last = v.only(&["between", "ffn_y", "ffn_post", "ffn_comb", "out"]).renamed(LAST);
         run.launch(|device| mhc_post::forward(device, &last))?;
@@ -288,24 +350,55 @@ impl Operator for MhcBlock {
         SAVED.into_iter().try_for_each(|name| run.freeze(&v[name]))
     }
 
-    fn launch_backward(c: &MhcBlockCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &MhcBlockCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let numbers = c.of_launcher();
         let given = ["between", "ffn_y", "ffn_post", "ffn_comb", "dout"];
         let written = ["dbetween_of_post", "dffn_add", "dffn_post", "dffn_comb"];
         let last = v.only(&[&given[..], &written].concat()).renamed(LAST);
         run.launch(|device| mhc_post::backward(device, &last))?;
-        norm_backward(v, run, ["ffn_h", "ffn_weight", "ffn_norm_rstd", "dffn_add", "dffn_h", "dffn_weight"])?;
+        norm_backward(
+            v,
+            run,
+            ["ffn_h", "ffn_weight", "ffn_norm_rstd", "dffn_add", "dffn_h", "dffn_weight"],
+        )?;
 
-        let given = ["streams", "attn_y", "attn_post", "attn_comb", "ffn_fn", "ffn_scale", "ffn_base", "workspace"];
+        let given = [
+            "streams",
+            "attn_y",
+            "attn_post",
+            "attn_comb",
+            "ffn_fn",
+            "ffn_scale",
+            "ffn_base",
+            "workspace",
+        ];
         let saved = ["between", "ffn_pre", "ffn_mix", "ffn_rstd"];
         let upstream = ["dbetween_of_post", "dffn_h", "dffn_post", "dffn_comb"];
         let written = ["dbetween", "dstreams_of_post", "dattn_add", "dattn_post", "dattn_comb"];
         let parameters = ["dffn_fn", "dffn_scale", "dffn_base"];
-        let fused = v.only(&[&given[..], &saved, &upstream, &written, &parameters].concat()).renamed(FUSED);
+        let fused =
+            v.only(&[&given[..], &saved, &upstream, &written, &parameters].concat()).renamed(FUSED);
         run.launch(|device| mhc_post_mix_pre::backward(device, &fused, numbers))?;
-        norm_backward(v, run, ["attn_h", "attn_weight", "attn_norm_rstd", "dattn_add", "dattn_h", "dattn_weight"])?;
+        norm_backward(
+            v,
+            run,
+            ["attn_h", "attn_weight", "attn_norm_rstd", "dattn_add", "dattn_h", "dattn_weight"],
+        )?;
 
-        let given = ["streams", "attn_pre", "attn_fn", "attn_scale", "attn_base", "attn_mix", "attn_rstd", "workspace"];
+        let given = [
+            "streams",
+            "attn_pre",
+            "attn_fn",
+            "attn_scale",
+            "attn_base",
+            "attn_mix",
+            "attn_rstd",
+            "workspace",
+        ];
         let upstream = ["dstreams_of_post", "dattn_h", "dattn_post", "dattn_comb"];
         let written = ["dstreams", "dattn_fn", "dattn_scale", "dattn_base"];
         let site = v.only(&[&given[..], &upstream, &written].concat()).renamed(ATTN);
@@ -323,12 +416,20 @@ impl Operator for MhcBlock {
         let scales = ["attn_scale", "ffn_scale"].map(|name| tensors.values(name)).concat();
         let scale = scales.into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
         // Coefficients are near 1, so that a row that is added moves the streams by itself.
-        let size = |x: &[f64]| (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(c.norm_eps)).sqrt();
+        let size = |x: &[f64]| {
+            (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(c.norm_eps)).sqrt()
+        };
         Some(match input {
-            "streams" => tensors.values(input).chunks(channels).flat_map(|v| vec![size(v) / scale; v.len()]).collect(),
-            "attn_add" | "ffn_add" => {
-                tensors.values("streams").chunks(channels).flat_map(|v| vec![size(v) / scale; c.hidden_size]).collect()
-            }
+            "streams" => tensors
+                .values(input)
+                .chunks(channels)
+                .flat_map(|v| vec![size(v) / scale; v.len()])
+                .collect(),
+            "attn_add" | "ffn_add" => tensors
+                .values("streams")
+                .chunks(channels)
+                .flat_map(|v| vec![size(v) / scale; c.hidden_size])
+                .collect(),
             "attn_weight" | "ffn_weight" => vec![1.0 / scale; elements],
             "attn_fn" | "ffn_fn" => vec![0.25 / scale; elements],
             "attn_scale" | "ffn_scale" => vec![0.25; elements],
@@ -346,16 +447,32 @@ impl Operator for MhcBlock {
             hc_eps: file.number("hc_eps")? as f32,
             ..plain(x.len() / NUM_STREAMS / hidden_size, hidden_size)
         };
-        let golden = Golden::new(case).values("streams", x).stored(file, "dout", "gout.streams", &streams)?;
-        let golden = golden.scalar("norm_eps", file.number("rms_norm_eps")?).scalar("hc_eps", file.number("hc_eps")?);
-        let mut golden =
-            golden.stored(file, "attn_add", "in.attn_add", &rows)?.stored(file, "ffn_add", "in.mlp_add", &rows)?;
+        let golden = Golden::new(case).values("streams", x).stored(
+            file,
+            "dout",
+            "gout.streams",
+            &streams,
+        )?;
+        let golden = golden
+            .scalar("norm_eps", file.number("rms_norm_eps")?)
+            .scalar("hc_eps", file.number("hc_eps")?);
+        let mut golden = golden.stored(file, "attn_add", "in.attn_add", &rows)?.stored(
+            file,
+            "ffn_add",
+            "in.mlp_add",
+            &rows,
+        )?;
         for (own, gradient, stored, axes) in PARAMETERS {
             golden = golden.stored(file, own, &format!("param.{stored}"), axes)?;
             golden = golden.expect(file, gradient, &format!("grad.param.{stored}"), axes)?;
         }
         let golden = golden.expect(file, "out", "out.streams", &streams)?;
-        let golden = golden.expect(file, "attn_u", "mid.attn_in", &rows)?.expect(file, "ffn_u", "mid.mlp_in", &rows)?;
+        let golden = golden.expect(file, "attn_u", "mid.attn_in", &rows)?.expect(
+            file,
+            "ffn_u",
+            "mid.mlp_in",
+            &rows,
+        )?;
         let golden = golden.expect(file, "dstreams", "grad.in.streams", &streams)?;
         let golden = golden.expect(file, "dattn_add", "grad.in.attn_add", &rows)?;
         Ok(vec![golden.expect(file, "dffn_add", "grad.in.mlp_add", &rows)?])
@@ -471,7 +588,12 @@ fn sublayer(
     run: &mut Launches<'_>,
     [h, weight, u, rstd, add, y]: [&'static str; 6],
 ) -> Result<(), RuntimeError> {
-    let norm = v.only(&[h, weight, u, rstd]).renamed(&[(h, "x"), (weight, "weight"), (u, "y"), (rstd, "rstd")]);
+    let norm = v.only(&[h, weight, u, rstd]).renamed(&[
+        (h, "x"),
+        (weight, "weight"),
+        (u, "y"),
+        (rstd, "rstd"),
+    ]);
     run.launch(|device| rms_norm::forward(device, &norm, c.norm_eps))?;
     let added = v.only(&[u, ROWS, add, y]).renamed(&[(u, "y"), (add, "shared"), (y, "out")]);
     run.launch(|device| moe_reduce::launch(device, &added, false))
@@ -482,7 +604,14 @@ fn norm_backward(
     run: &mut Launches<'_>,
     [h, weight, rstd, dy, dh, dweight]: [&'static str; 6],
 ) -> Result<(), RuntimeError> {
-    let names = [(h, "x"), (weight, "weight"), (rstd, "rstd"), (dy, "dy"), (dh, "dx"), (dweight, "dweight")];
+    let names = [
+        (h, "x"),
+        (weight, "weight"),
+        (rstd, "rstd"),
+        (dy, "dy"),
+        (dh, "dx"),
+        (dweight, "dweight"),
+    ];
     let norm = v.only(&[h, weight, rstd, dy, dh, dweight, "workspace"]).renamed(&names);
     run.launch(|device| rms_norm::backward(device, &norm))
 }
@@ -491,5 +620,8 @@ fn norm_backward(
 fn named(t: &Bound<'_>) -> OracleResult<Named> {
     let names = ["streams", "attn_fn", "attn_scale", "attn_base", "attn_weight", "attn_add"];
     let further = ["ffn_fn", "ffn_scale", "ffn_base", "ffn_weight", "ffn_add", "dout"];
-    names.into_iter().chain(further).try_fold(Named::new(), |all, name| Ok(all.with(name, t.f64(name)?)))
+    names
+        .into_iter()
+        .chain(further)
+        .try_fold(Named::new(), |all, name| Ok(all.with(name, t.f64(name)?)))
 }

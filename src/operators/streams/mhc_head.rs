@@ -40,7 +40,16 @@ pub struct MhcHeadCase {
 fn plain(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
     let (norm_eps, hc_eps, logits, near_equal, data) = (1e-6, 1e-6, 2.0, false, Data::normal(1.0));
     let implementation = Implementation::Portable;
-    MhcHeadCase { num_tokens, hidden_size, norm_eps, hc_eps, logits, near_equal, implementation, data }
+    MhcHeadCase {
+        num_tokens,
+        hidden_size,
+        norm_eps,
+        hc_eps,
+        logits,
+        near_equal,
+        implementation,
+        data,
+    }
 }
 
 fn hopper(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
@@ -106,17 +115,22 @@ impl Operator for MhcHead {
     const GOLDEN: &'static [&'static str] = &["hc_head"];
 
     fn tensors(c: &MhcHeadCase) -> Specs {
-        let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
+        let (tokens, streams) =
+            (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
         let hopper = c.implementation == Implementation::Hopper;
-        let (multiple, most) =
-            if hopper { (8, launcher::MOST_HOPPER_CHANNELS) } else { (1, i32::MAX as usize / NUM_STREAMS) };
+        let (multiple, most) = if hopper {
+            (8, launcher::MOST_HOPPER_CHANNELS)
+        } else {
+            (1, i32::MAX as usize / NUM_STREAMS)
+        };
         let channels = axis("hidden_size", c.hidden_size).multiples(multiple, most);
         let (columns, groups) = (axis("num_columns", NUM_STREAMS), axis("num_groups", 1));
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
         let rows = |tensor: TensorSpec| if hopper { tensor.aligned_rows() } else { tensor.rows() };
         let tensors = [
             rows(input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data)),
-            input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
+            input("fn", DType::F32, &[columns, streams, channels])
+                .drawn(Distribution::Normal, deviation),
             input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
             rows(output("out", DType::Bf16, &[tokens, channels])),
@@ -128,7 +142,9 @@ impl Operator for MhcHead {
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),
         ];
-        let specs = Specs::new(c.data.seed, tensors).positive("norm_eps", c.norm_eps).positive("hc_eps", c.hc_eps);
+        let specs = Specs::new(c.data.seed, tensors)
+            .positive("norm_eps", c.norm_eps)
+            .positive("hc_eps", c.hc_eps);
         specs.positive("logits", c.logits)
     }
 
@@ -146,10 +162,27 @@ impl Operator for MhcHead {
         let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
         let logits = select(vec![0.5f32, 4.0, 20.0]);
         (extents, eps, logits, near_equal, implementations(), Data::strategy(-8..=8))
-            .prop_map(|([num_tokens, width], (norm_eps, hc_eps), logits, near_equal, implementation, data)| {
-                let case = plain(num_tokens, fitting(implementation, width));
-                MhcHeadCase { norm_eps, hc_eps, logits, near_equal, implementation, data, ..case }
-            })
+            .prop_map(
+                |(
+                    [num_tokens, width],
+                    (norm_eps, hc_eps),
+                    logits,
+                    near_equal,
+                    implementation,
+                    data,
+                )| {
+                    let case = plain(num_tokens, fitting(implementation, width));
+                    MhcHeadCase {
+                        norm_eps,
+                        hc_eps,
+                        logits,
+                        near_equal,
+                        implementation,
+                        data,
+                        ..case
+                    }
+                },
+            )
             .boxed()
     }
 
@@ -222,19 +255,37 @@ impl Operator for MhcHead {
         reference::backward(&t.named()?, c.of_oracle(t), rounding)
     }
 
-    fn workspaces(c: &MhcHeadCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &MhcHeadCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let forward = launcher::forward_workspace_bytes(device, c.num_tokens, c.hidden_size);
-        Ok(vec![("workspace", forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)))])
+        Ok(vec![(
+            "workspace",
+            forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)),
+        )])
     }
 
     fn launch(c: &MhcHeadCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let own = v.only(&["streams", "fn", "scale", "base", "out", "mix", "rstd", "workspace"]);
-        run.launch(|device| launcher::forward(device, &own, c.of_launcher(), c.implementation.launcher()))
+        run.launch(|device| {
+            launcher::forward(device, &own, c.of_launcher(), c.implementation.launcher())
+        })
     }
 
-    fn launch_backward(c: &MhcHeadCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &MhcHeadCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| {
-            launcher::backward(device, &v.without(&["out"]), c.of_launcher(), c.implementation.launcher())
+            launcher::backward(
+                device,
+                &v.without(&["out"]),
+                c.of_launcher(),
+                c.implementation.launcher(),
+            )
         })
     }
 
@@ -256,14 +307,18 @@ impl Operator for MhcHead {
             hc_eps: file.number("hc_eps")? as f32,
             ..plain(x.len() / NUM_STREAMS / hidden_size, hidden_size)
         };
-        let golden = Golden::new(case).values("streams", x).stored(file, "dout", "gout.y", &channels)?;
-        let golden = golden.scalar("norm_eps", file.number("rms_norm_eps")?).scalar("hc_eps", file.number("hc_eps")?);
+        let golden =
+            Golden::new(case).values("streams", x).stored(file, "dout", "gout.y", &channels)?;
+        let golden = golden
+            .scalar("norm_eps", file.number("rms_norm_eps")?)
+            .scalar("hc_eps", file.number("hc_eps")?);
         let golden = golden.stored(file, "fn", "param.hc_head.hc_fn", &["columns", "channels"])?;
         let golden = golden.stored(file, "scale", "param.hc_head.hc_scale", &["groups"])?;
         let golden = golden.stored(file, "base", "param.hc_head.hc_base", &["columns"])?;
         let golden = golden.expect(file, "out", "out.y", &channels)?;
         let golden = golden.expect(file, "dstreams", "grad.in.streams", &streams)?;
-        let golden = golden.expect(file, "dfn", "grad.param.hc_head.hc_fn", &["columns", "channels"])?;
+        let golden =
+            golden.expect(file, "dfn", "grad.param.hc_head.hc_fn", &["columns", "channels"])?;
         let golden = golden.expect(file, "dscale", "grad.param.hc_head.hc_scale", &["groups"])?;
         Ok(vec![golden.expect(file, "dbase", "grad.param.hc_head.hc_base", &["columns"])?])
     }
@@ -271,7 +326,8 @@ impl Operator for MhcHead {
     /// The streams of both models.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
-        let gpu = [(4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
+        let gpu =
+            [(4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16");
@@ -282,6 +338,9 @@ impl Operator for MhcHead {
         // Of each element of the streams four products and sums, its square, and its part of out; twice as many in the
         // backward.
         let both = [(Forward, 12.0), (Backward, 24.0)];
-        extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
+        extents
+            .iter()
+            .flat_map(|extents| both.map(|direction| benchmark(extents, direction)))
+            .collect()
     }
 }

@@ -41,7 +41,17 @@ pub struct MhcMixCase {
 fn plain(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
     let (sinkhorn_iters, norm_eps, hc_eps, logits) = (20, 1e-6, 1e-6, 2.0);
     let (near_equal, implementation, data) = (false, Implementation::Portable, Data::normal(1.0));
-    MhcMixCase { num_tokens, hidden_size, sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, implementation, data }
+    MhcMixCase {
+        num_tokens,
+        hidden_size,
+        sinkhorn_iters,
+        norm_eps,
+        hc_eps,
+        logits,
+        near_equal,
+        implementation,
+        data,
+    }
 }
 
 fn hopper(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
@@ -99,18 +109,22 @@ impl Operator for MhcMix {
     const GOLDEN: &'static [&'static str] = &["hc"];
 
     fn tensors(c: &MhcMixCase) -> Specs {
-        let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
+        let (tokens, streams) =
+            (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
         let hopper = c.implementation == Implementation::Hopper;
         let multiple = if hopper { 8 } else { 1 };
-        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
+        let channels =
+            axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
         let matrix = [tokens, axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS)];
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
-        let of_tokens = input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
+        let of_tokens =
+            input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
         let rows = |tensor: TensorSpec| if hopper { tensor.aligned_rows() } else { tensor.rows() };
         let tensors = [
             rows(of_tokens),
-            input("fn", DType::F32, &[columns, streams, channels]).drawn(Distribution::Normal, deviation),
+            input("fn", DType::F32, &[columns, streams, channels])
+                .drawn(Distribution::Normal, deviation),
             input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
             input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
             output("pre", DType::F32, &[tokens, streams]),
@@ -126,7 +140,9 @@ impl Operator for MhcMix {
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),
         ];
-        let specs = Specs::new(c.data.seed, tensors).positive("norm_eps", c.norm_eps).positive("hc_eps", c.hc_eps);
+        let specs = Specs::new(c.data.seed, tensors)
+            .positive("norm_eps", c.norm_eps)
+            .positive("hc_eps", c.hc_eps);
         specs.positive("logits", c.logits)
     }
 
@@ -139,7 +155,10 @@ impl Operator for MhcMix {
     }
 
     fn fastest(c: &MhcMixCase, environment: &Environment) -> MhcMixCase {
-        MhcMixCase { implementation: fastest_projection(environment, c.num_tokens, c.hidden_size), ..c.clone() }
+        MhcMixCase {
+            implementation: fastest_projection(environment, c.num_tokens, c.hidden_size),
+            ..c.clone()
+        }
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcMixCase> {
@@ -150,17 +169,39 @@ impl Operator for MhcMix {
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
         let data = (implementations(), Data::strategy(-8..=8));
         (extents, iterations, eps, logits, near_equal, data)
-            .prop_map(|([num_tokens, width], sinkhorn_iters, eps, logits, near_equal, (implementation, data))| {
-                let (hidden_size, (norm_eps, hc_eps)) = (fitting(implementation, width), eps);
-                let case = plain(num_tokens, hidden_size);
-                MhcMixCase { sinkhorn_iters, norm_eps, hc_eps, logits, near_equal, implementation, data, ..case }
-            })
+            .prop_map(
+                |(
+                    [num_tokens, width],
+                    sinkhorn_iters,
+                    eps,
+                    logits,
+                    near_equal,
+                    (implementation, data),
+                )| {
+                    let (hidden_size, (norm_eps, hc_eps)) = (fitting(implementation, width), eps);
+                    let case = plain(num_tokens, hidden_size);
+                    MhcMixCase {
+                        sinkhorn_iters,
+                        norm_eps,
+                        hc_eps,
+                        logits,
+                        near_equal,
+                        implementation,
+                        data,
+                        ..case
+                    }
+                },
+            )
             .boxed()
     }
 
     fn typical() -> Vec<MhcMixCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcMixCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }, hopper(5, 16)]
+        vec![
+            plain(5, 16),
+            MhcMixCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) },
+            hopper(5, 16),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcMixCase> {
@@ -235,21 +276,36 @@ impl Operator for MhcMix {
         reference::backward(&t.named()?, of_oracle(c.of_launcher(), t), rounding)
     }
 
-    fn workspaces(c: &MhcMixCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+    fn workspaces(
+        c: &MhcMixCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let forward = launcher::forward_workspace_bytes(device, c.num_tokens, c.hidden_size);
-        Ok(vec![("workspace", forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)))])
+        Ok(vec![(
+            "workspace",
+            forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)),
+        )])
     }
 
     fn launch(c: &MhcMixCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let given = ["streams", "fn", "scale", "base"];
         let written = ["pre", "post", "comb", "mix", "rstd", "workspace"];
         let own = v.only(&[&given[..], &written].concat());
-        run.launch(|device| launcher::forward(device, &own, c.of_launcher(), c.implementation.launcher()))
+        run.launch(|device| {
+            launcher::forward(device, &own, c.of_launcher(), c.implementation.launcher())
+        })
     }
 
-    fn launch_backward(c: &MhcMixCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        c: &MhcMixCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let own = v.without(&["pre", "post", "comb"]);
-        run.launch(|device| launcher::backward(device, &own, c.of_launcher(), c.implementation.launcher()))
+        run.launch(|device| {
+            launcher::backward(device, &own, c.of_launcher(), c.implementation.launcher())
+        })
     }
 
     fn laws(_: &MhcMixCase, laws: &mut Laws<'_, Self>) {
@@ -264,7 +320,10 @@ impl Operator for MhcMix {
     /// The gradient of pre follows from that of what the streams collapse to; it is rounded to f32.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcMixCase>>, String> {
         let (streams, gates) = (["..tokens", "streams", "hidden"], ["..tokens", "streams"]);
-        let (x, dh) = (file.floats("in.streams", &streams)?, file.floats("gout.collapsed", &["..tokens", "hidden"])?);
+        let (x, dh) = (
+            file.floats("in.streams", &streams)?,
+            file.floats("gout.collapsed", &["..tokens", "hidden"])?,
+        );
         let hidden_size = file.extent("hidden")?;
         let num_tokens = dh.len() / hidden_size;
         let of_stream = |(number, x): (usize, &[f64])| -> f64 {
@@ -279,24 +338,34 @@ impl Operator for MhcMix {
             ..plain(num_tokens, hidden_size)
         };
         let golden = Golden::new(case).values("streams", x.to_vec()).values("dpre", dpre);
-        let golden = golden.scalar("norm_eps", file.number("rms_norm_eps")?).scalar("hc_eps", file.number("hc_eps")?);
+        let golden = golden
+            .scalar("norm_eps", file.number("rms_norm_eps")?)
+            .scalar("hc_eps", file.number("hc_eps")?);
         let golden = golden.stored(file, "fn", "param.attn_hc.fn", &["columns", "channels"])?;
         let golden = golden.stored(file, "scale", "param.attn_hc.scale", &["groups"])?;
         let golden = golden.stored(file, "base", "param.attn_hc.base", &["columns"])?;
         let golden = golden.stored(file, "dpost", "gout.post", &gates)?;
         let matrix = ["..tokens", "streams", "destinations"];
         let golden = golden.stored(file, "dcomb", "gout.comb", &matrix)?;
-        let golden = golden.expect(file, "post", "out.post", &gates)?.expect(file, "comb", "out.comb", &matrix)?;
+        let golden = golden
+            .expect(file, "post", "out.post", &gates)?
+            .expect(file, "comb", "out.comb", &matrix)?;
         let golden = golden.expect(file, "mix", "mid.mixes", &["..tokens", "columns"])?;
-        let golden = golden.expect(file, "dfn", "grad.param.attn_hc.fn", &["columns", "channels"])?;
+        let golden =
+            golden.expect(file, "dfn", "grad.param.attn_hc.fn", &["columns", "channels"])?;
         let golden = golden.expect(file, "dscale", "grad.param.attn_hc.scale", &["groups"])?;
-        Ok(vec![golden.expect(file, "dbase", "grad.param.attn_hc.base", &["columns"])?.computed_in_f32()])
+        Ok(vec![
+            golden
+                .expect(file, "dbase", "grad.param.attn_hc.base", &["columns"])?
+                .computed_in_f32(),
+        ])
     }
 
     /// The streams of both models.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
-        let gpu = [(8192, 4096), (8192, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
+        let gpu =
+            [(8192, 4096), (8192, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16");
@@ -306,7 +375,10 @@ impl Operator for MhcMix {
         };
         // Of each element of the streams 24 products and sums, and its square; twice as many in the backward.
         let both = [(Forward, 50.0), (Backward, 98.0)];
-        extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
+        extents
+            .iter()
+            .flat_map(|extents| both.map(|direction| benchmark(extents, direction)))
+            .collect()
     }
 }
 
@@ -321,7 +393,11 @@ pub(crate) fn fitting(implementation: Implementation, channels: usize) -> usize 
 }
 
 /// The kernels that a launcher left to itself takes of streams that lie as whole accesses of 16 bytes.
-pub(crate) fn fastest_projection(environment: &Environment, num_tokens: usize, hidden_size: usize) -> Implementation {
+pub(crate) fn fastest_projection(
+    environment: &Environment,
+    num_tokens: usize,
+    hidden_size: usize,
+) -> Implementation {
     let takes = num_tokens > launcher::FEW_TOKENS && hidden_size.is_multiple_of(8);
     if takes { Implementation::fastest_on(environment) } else { Implementation::Portable }
 }
@@ -337,8 +413,14 @@ pub(crate) fn check_iterations(sinkhorn_iters: usize) -> Result<(), Refused> {
 
 /// How far each element of an input of coefficients may move: sigmoids and softmax bend over a logit of 1, a token over its own root
 /// mean square.
-pub(crate) fn coefficients_bend_over(tensors: &Tensors, norm_eps: f64, channels: usize, input: &str) -> Vec<f64> {
-    let scale = tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
+pub(crate) fn coefficients_bend_over(
+    tensors: &Tensors,
+    norm_eps: f64,
+    channels: usize,
+    input: &str,
+) -> Vec<f64> {
+    let scale =
+        tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
     let eps = tensors.scalar("norm_eps", norm_eps);
     let size = |v: &[f64]| (v.iter().map(|v| v * v).sum::<f64>() / channels as f64 + eps).sqrt();
     let all = |distance: f64| vec![distance; tensors.values(input).len()];

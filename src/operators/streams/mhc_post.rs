@@ -54,17 +54,24 @@ impl Operator for MhcPost {
 
     fn tensors(c: &MhcPostCase) -> Specs {
         let dtype = c.dtype.dtype();
-        let (tokens, channels) = (axis("num_tokens", c.num_tokens), axis("hidden_size", c.hidden_size).not_empty());
+        let (tokens, channels) =
+            (axis("num_tokens", c.num_tokens), axis("hidden_size", c.hidden_size).not_empty());
         let (source, destination) = (axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS));
         // Apart from the size of the streams: each term counts beside the others.
-        let coefficient =
-            |name, axes: &[_]| input(name, DType::F32, axes).of_any_size().drawn(Distribution::Normal, 1.0);
+        let coefficient = |name, axes: &[_]| {
+            input(name, DType::F32, axes).of_any_size().drawn(Distribution::Normal, 1.0)
+        };
         let tensors = [
-            input("streams", dtype, &[tokens, source, channels]).rows().of_any_size().drawn_as(c.data),
+            input("streams", dtype, &[tokens, source, channels])
+                .rows()
+                .of_any_size()
+                .drawn_as(c.data),
             input("y", dtype, &[tokens, channels]).rows().of_any_size().drawn_as(c.data),
             coefficient("post", &[tokens, destination]),
             coefficient("comb", &[tokens, source, destination]),
-            output("out", dtype, &[tokens, destination, channels]).rows().placed(c.aliasing, "streams"),
+            output("out", dtype, &[tokens, destination, channels])
+                .rows()
+                .placed(c.aliasing, "streams"),
             upstream("dout", "out").drawn(c.data.distribution, 1.0),
             gradient("dstreams", "streams", dtype),
             gradient("dy", "y", dtype),
@@ -86,13 +93,8 @@ impl Operator for MhcPost {
         ];
         let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
         (extents, Float::strategy(), aliasing, near_equal, Data::strategy(-12..=12))
-            .prop_map(|([num_tokens, hidden_size], dtype, aliasing, near_equal, data)| MhcPostCase {
-                num_tokens,
-                hidden_size,
-                dtype,
-                aliasing,
-                near_equal,
-                data,
+            .prop_map(|([num_tokens, hidden_size], dtype, aliasing, near_equal, data)| {
+                MhcPostCase { num_tokens, hidden_size, dtype, aliasing, near_equal, data }
             })
             .boxed()
     }
@@ -142,17 +144,24 @@ impl Operator for MhcPost {
     }
 
     fn launch(_: &MhcPostCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::forward(device, &v.only(&["streams", "y", "post", "comb", "out"])))
+        run.launch(|device| {
+            launcher::forward(device, &v.only(&["streams", "y", "post", "comb", "out"]))
+        })
     }
 
-    fn launch_backward(_: &MhcPostCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch_backward(
+        _: &MhcPostCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::backward(device, &v.without(&["out"])))
     }
 
     fn laws(_: &MhcPostCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         let counts_in = |changed: &'static str| {
-            ["dstreams", "dy", "dpost", "dcomb"].map(|name| (name, if name == changed { 0.5 } else { 1.0 }))
+            ["dstreams", "dy", "dpost", "dcomb"]
+                .map(|name| (name, if name == changed { 0.5 } else { 1.0 }))
         };
         laws.scale("streams count once in dcomb", "streams", 0.5, &counts_in("dcomb"));
         laws.scale("y counts once in dpost", "y", 0.5, &counts_in("dpost"));
@@ -173,7 +182,8 @@ impl Operator for MhcPost {
         let streams = mixed(&streams, &y, &post, &comb, hidden_size);
         let case = MhcPostCase { dtype: Float::F32, ..plain(y.len() / hidden_size, hidden_size) };
         let [post, comb] = coefficients(file, "ffn")?;
-        let golden = Golden::new(case).values("streams", streams).values("post", post).values("comb", comb);
+        let golden =
+            Golden::new(case).values("streams", streams).values("post", post).values("comb", comb);
         let golden = golden.values("y", sublayer(file, "mid.mlp_in", "in.mlp_add")?);
         let golden = golden.stored(file, "dout", "gout.streams", &STREAMS)?;
         let golden = golden.expect(file, "out", "out.streams", &STREAMS)?;
@@ -185,14 +195,19 @@ impl Operator for MhcPost {
         use Direction::{Backward, Forward};
         let gpu = [(4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
         let decode = [(1, 7168), (128, 7168)];
-        let extents = if on_gpu(environment) { [&gpu[..], &decode].concat() } else { vec![(6, 512)] };
+        let extents =
+            if on_gpu(environment) { [&gpu[..], &decode].concat() } else { vec![(6, 512)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, flops)| {
             let name = format!("{num_tokens}x4x{hidden_size} bf16");
-            Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens").streaming(&[], flops)
+            Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens")
+                .streaming(&[], flops)
         };
         // Of each of the four streams' elements: five products and four sums; four of each and, for y, two more.
         let both = [(Forward, 9.0), (Backward, 19.0)];
-        extents.iter().flat_map(|extents| both.map(|direction| benchmark(extents, direction))).collect()
+        extents
+            .iter()
+            .flat_map(|extents| both.map(|direction| benchmark(extents, direction)))
+            .collect()
     }
 }
 
@@ -212,7 +227,9 @@ const CHANNELS: [&str; 2] = ["..tokens", "hidden"];
 /// post and comb of one site of a golden layer.
 fn coefficients(file: &mut Reading<'_>, site: &str) -> Result<[Vec<f64>; 2], String> {
     let post = file.floats(&format!("mid.{site}_hc.post"), &["..tokens", "streams"])?.to_vec();
-    let comb = file.floats(&format!("mid.{site}_hc.comb"), &["..tokens", "streams", "destinations"])?.to_vec();
+    let comb = file
+        .floats(&format!("mid.{site}_hc.comb"), &["..tokens", "streams", "destinations"])?
+        .to_vec();
     Ok([post, comb])
 }
 
@@ -223,7 +240,13 @@ fn sublayer(file: &mut Reading<'_>, input: &str, added: &str) -> Result<Vec<f64>
 }
 
 /// The streams behind a sublayer, by the definition.
-pub(crate) fn mixed(streams: &[f64], y: &[f64], post: &[f64], comb: &[f64], hidden_size: usize) -> Vec<f64> {
+pub(crate) fn mixed(
+    streams: &[f64],
+    y: &[f64],
+    post: &[f64],
+    comb: &[f64],
+    hidden_size: usize,
+) -> Vec<f64> {
     let element = |at: usize| {
         let (channel, destination) = (at % hidden_size, at / hidden_size % NUM_STREAMS);
         let token = at / hidden_size / NUM_STREAMS;

@@ -10,7 +10,8 @@ use dsv4_runtime::Device;
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 use crate::operators::streams::mhc_mix::{
-    coefficients_bend_over, fastest_projection, fitting, implementations, of_oracle as numbers_of_oracle,
+    coefficients_bend_over, fastest_projection, fitting, implementations,
+    of_oracle as numbers_of_oracle,
 };
 use crate::operators::streams::mhc_post::near_equal;
 
@@ -68,7 +69,11 @@ fn hopper(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
 
 /// So small streams that of four numbers rstd dmix one is beyond 2^40 by far: near that bits follow the scale of the gradients.
 fn tiny(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
-    MhcPostMixPreCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..plain(num_tokens, hidden_size) }
+    MhcPostMixPreCase {
+        norm_eps: 1e-35,
+        data: Data::normal(1e-16),
+        ..plain(num_tokens, hidden_size)
+    }
 }
 
 impl MhcPostMixPreCase {
@@ -94,7 +99,13 @@ impl Operator for MhcPostMixPre {
         name: "mhc_post_mix_pre",
         family: Family::Streams,
         summary: "the residual streams behind a sublayer, and of them the next site's coefficients and h = pre · streams",
-        specification: &["inference 2.1", "inference 2.2", "inference 2.3", "inference 2.4", "training 11.1"],
+        specification: &[
+            "inference 2.1",
+            "inference 2.2",
+            "inference 2.3",
+            "inference 2.4",
+            "training 11.1",
+        ],
         paths: &[
             "mhc_post_mix_pre_project",
             "mhc_post_mix_pre_project_few",
@@ -129,15 +140,19 @@ impl Operator for MhcPostMixPre {
         let (source, destination) = (axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS));
         let hopper = c.implementation == Implementation::Hopper;
         let multiple = if hopper { 8 } else { 1 };
-        let channels = axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
+        let channels =
+            axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
         let (gates, matrix) = ([tokens, destination], [tokens, source, destination]);
         let deviation = (c.channels().max(1) as f64).sqrt().recip();
-        let normal = |name, axes: &[_], deviation| input(name, DType::F32, axes).drawn(Distribution::Normal, deviation);
+        let normal = |name, axes: &[_], deviation| {
+            input(name, DType::F32, axes).drawn(Distribution::Normal, deviation)
+        };
         let [streams, y, out] = [
             input("streams", DType::Bf16, &[tokens, source, channels]).drawn_as(c.data),
             input("y", DType::Bf16, &[tokens, channels]).drawn_as(c.data),
-            output("out", DType::Bf16, &[tokens, destination, channels]).placed(c.aliasing, "streams"),
+            output("out", DType::Bf16, &[tokens, destination, channels])
+                .placed(c.aliasing, "streams"),
         ]
         .map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
         let tensors = [
@@ -168,7 +183,9 @@ impl Operator for MhcPostMixPre {
             gradient("dscale", "scale", DType::F32),
             gradient("dbase", "base", DType::F32),
         ];
-        let specs = Specs::new(c.data.seed, tensors).positive("norm_eps", c.norm_eps).positive("hc_eps", c.hc_eps);
+        let specs = Specs::new(c.data.seed, tensors)
+            .positive("norm_eps", c.norm_eps)
+            .positive("hc_eps", c.hc_eps);
         specs.positive("logits", c.logits)
     }
 
@@ -181,7 +198,10 @@ impl Operator for MhcPostMixPre {
     }
 
     fn fastest(c: &MhcPostMixPreCase, environment: &Environment) -> MhcPostMixPreCase {
-        MhcPostMixPreCase { implementation: fastest_projection(environment, c.num_tokens, c.hidden_size), ..c.clone() }
+        MhcPostMixPreCase {
+            implementation: fastest_projection(environment, c.num_tokens, c.hidden_size),
+            ..c.clone()
+        }
     }
 
     /// The products of all pairs of streams, several times.
@@ -196,7 +216,10 @@ impl Operator for MhcPostMixPre {
         let aliasing = prop_oneof![
             3 => Just(Aliasing::OutOfPlace), 1 => Just(Aliasing::InPlace), 1 => Just(Aliasing::Interleaved)
         ];
-        let choices = (prop_oneof![3 => Just(false), 1 => Just(true)], prop_oneof![2 => Just(false), 1 => Just(true)]);
+        let choices = (
+            prop_oneof![3 => Just(false), 1 => Just(true)],
+            prop_oneof![2 => Just(false), 1 => Just(true)],
+        );
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
         let data = (implementations(), Data::strategy(-8..=8));
         (extents, iterations, eps, logits, aliasing, choices, data)
@@ -211,8 +234,16 @@ impl Operator for MhcPostMixPre {
                     (implementation, data),
                 )| {
                     let case = plain(num_tokens, fitting(implementation, width));
-                    let numbers = MhcPostMixPreCase { sinkhorn_iters, norm_eps, hc_eps, logits, ..case };
-                    MhcPostMixPreCase { aliasing, separate, implementation, near_equal, data, ..numbers }
+                    let numbers =
+                        MhcPostMixPreCase { sinkhorn_iters, norm_eps, hc_eps, logits, ..case };
+                    MhcPostMixPreCase {
+                        aliasing,
+                        separate,
+                        implementation,
+                        near_equal,
+                        data,
+                        ..numbers
+                    }
                 },
             )
             .boxed()
@@ -220,7 +251,11 @@ impl Operator for MhcPostMixPre {
 
     fn typical() -> Vec<MhcPostMixPreCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcPostMixPreCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }, hopper(5, 16)]
+        vec![
+            plain(5, 16),
+            MhcPostMixPreCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) },
+            hopper(5, 16),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcPostMixPreCase> {
@@ -274,7 +309,13 @@ impl Operator for MhcPostMixPre {
             tiny(70, 16),
         ];
         if profile == Profile::Full {
-            cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8), hopper(200, 4096)]);
+            cases.extend([
+                plain(64, 4096),
+                plain(200, 7168),
+                plain(1025, 64),
+                plain(2048, 8),
+                hopper(200, 4096),
+            ]);
         }
         cases
     }
@@ -286,11 +327,19 @@ impl Operator for MhcPostMixPre {
         Ok(())
     }
 
-    fn forward(c: &MhcPostMixPreCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &MhcPostMixPreCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         reference::forward(&t.named()?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
-    fn backward(c: &MhcPostMixPreCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
+    fn backward(
+        c: &MhcPostMixPreCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         reference::backward(&t.named()?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
@@ -300,25 +349,46 @@ impl Operator for MhcPostMixPre {
         device: &Device,
     ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
         let forward = launcher::forward_workspace_bytes(device, c.num_tokens, c.hidden_size);
-        Ok(vec![("workspace", forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)))])
+        Ok(vec![(
+            "workspace",
+            forward.max(launcher::backward_workspace_bytes(device, c.num_tokens, c.hidden_size)),
+        )])
     }
 
-    fn launch(c: &MhcPostMixPreCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
+    fn launch(
+        c: &MhcPostMixPreCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
         let given = [&["streams", "y", "post", "comb", "workspace"], &PARAMETERS[..]].concat();
         let own = v.only(&[&given[..], &WRITTEN].concat());
         let forward = if c.separate { launcher::forward_separate } else { launcher::forward };
         run.launch(|device| forward(device, &own, c.of_launcher(), c.implementation.launcher()))
     }
 
-    fn launch_backward(c: &MhcPostMixPreCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::backward(device, &v.without(&["next_post", "next_comb", "h"]), c.of_launcher()))
+    fn launch_backward(
+        c: &MhcPostMixPreCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
+        run.launch(|device| {
+            launcher::backward(
+                device,
+                &v.without(&["next_post", "next_comb", "h"]),
+                c.of_launcher(),
+            )
+        })
     }
 
     fn laws(_: &MhcPostMixPreCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");
         let relations = WRITTEN.map(|name| (name, Relation::Times(1.0)));
-        laws.law("the separate operators write the same bits", |v| v.case.separate = !v.case.separate, relations);
+        laws.law(
+            "the separate operators write the same bits",
+            |v| v.case.separate = !v.case.separate,
+            relations,
+        );
     }
 
     fn bends_over(c: &MhcPostMixPreCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
@@ -331,12 +401,18 @@ impl Operator for MhcPostMixPre {
     /// The streams of both models; the separate operators beside the fusion.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
-        let gpu = [(4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
+        let gpu =
+            [(4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168), (1, 7168), (128, 7168)];
         let extents = if on_gpu(environment) { &gpu[..] } else { &[(6, 64)] };
-        let benchmark = |&(num_tokens, hidden_size): &(usize, usize), (direction, separate, flops)| {
-            let name = format!("{num_tokens}x4x{hidden_size} bf16{}", if separate { " separate" } else { "" });
+        let benchmark = |&(num_tokens, hidden_size): &(usize, usize),
+                         (direction, separate, flops)| {
+            let name = format!(
+                "{num_tokens}x4x{hidden_size} bf16{}",
+                if separate { " separate" } else { "" }
+            );
             let implementation = fastest_projection(environment, num_tokens, hidden_size);
-            let case = MhcPostMixPreCase { separate, implementation, ..plain(num_tokens, hidden_size) };
+            let case =
+                MhcPostMixPreCase { separate, implementation, ..plain(num_tokens, hidden_size) };
             let benchmark = Benchmark::new(direction, name, case, "num_tokens");
             benchmark.streaming(&["out", "next_pre", "mix", "rstd"], flops)
         };
@@ -350,17 +426,21 @@ impl Operator for MhcPostMixPre {
 /// How far each element of what the new streams are made of may move: coefficients bend where these move by their own root
 /// mean square.
 fn streams_bend_over(c: &MhcPostMixPreCase, tensors: &Tensors, input: &str) -> Vec<f64> {
-    let scale = tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
+    let scale =
+        tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
     let eps = tensors.scalar("norm_eps", f64::from(c.norm_eps));
-    let [streams, y, post, comb] = ["streams", "y", "post", "comb"].map(|name| tensors.values(name));
-    let largest = |numbers: &[f64]| numbers.iter().fold(f64::MIN_POSITIVE, |largest, x| largest.max(x.abs()));
+    let [streams, y, post, comb] =
+        ["streams", "y", "post", "comb"].map(|name| tensors.values(name));
+    let largest =
+        |numbers: &[f64]| numbers.iter().fold(f64::MIN_POSITIVE, |largest, x| largest.max(x.abs()));
     let of_token = |token: usize| -> Vec<f64> {
         let streams = &streams[token * c.channels()..][..c.channels()];
         let y = &y[token * c.hidden_size..][..c.hidden_size];
         let post = &post[token * NUM_STREAMS..][..NUM_STREAMS];
         let comb = &comb[token * NUM_STREAMS * NUM_STREAMS..][..NUM_STREAMS * NUM_STREAMS];
         let out = crate::operators::streams::mhc_post::mixed(streams, y, post, comb, c.hidden_size);
-        let size = (out.iter().map(|x| x * x).sum::<f64>() / c.channels() as f64 + eps).sqrt() / scale;
+        let size =
+            (out.iter().map(|x| x * x).sum::<f64>() / c.channels() as f64 + eps).sqrt() / scale;
         match input {
             "y" => vec![size / largest(post); c.hidden_size],
             "post" => vec![size / largest(y); NUM_STREAMS],
@@ -368,7 +448,10 @@ fn streams_bend_over(c: &MhcPostMixPreCase, tensors: &Tensors, input: &str) -> V
                 let sources = streams.chunks(c.hidden_size);
                 sources.flat_map(|source| [size / largest(source); NUM_STREAMS]).collect()
             }
-            _ => comb.chunks(NUM_STREAMS).flat_map(|row| vec![size / largest(row); c.hidden_size]).collect(),
+            _ => comb
+                .chunks(NUM_STREAMS)
+                .flat_map(|row| vec![size / largest(row); c.hidden_size])
+                .collect(),
         }
     };
     (0..c.num_tokens).flat_map(of_token).collect()

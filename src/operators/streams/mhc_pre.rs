@@ -83,12 +83,21 @@ impl Operator for MhcPre {
     fn tensors(c: &MhcPreCase) -> Specs {
         let dtype = c.dtype.dtype();
         let most = if c.norm { launcher::MAX_NORMALISED } else { usize::MAX };
-        let (tokens, streams) = (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
+        let (tokens, streams) =
+            (axis("num_tokens", c.num_tokens), axis("num_streams", NUM_STREAMS));
         let rows = [tokens, axis("hidden_size", c.hidden_size).multiples(1, most)];
         let tensors = [
-            input("streams", dtype, &[tokens, streams, rows[1]]).rows().of_any_size().drawn_as(c.data),
-            input("pre", DType::F32, &[tokens, streams]).of_any_size().drawn(Distribution::Normal, 1.0),
-            input("weight", DType::F32, &rows[1..]).of_any_size().when(c.norm).drawn(Distribution::Normal, 1.0),
+            input("streams", dtype, &[tokens, streams, rows[1]])
+                .rows()
+                .of_any_size()
+                .drawn_as(c.data),
+            input("pre", DType::F32, &[tokens, streams])
+                .of_any_size()
+                .drawn(Distribution::Normal, 1.0),
+            input("weight", DType::F32, &rows[1..])
+                .of_any_size()
+                .when(c.norm)
+                .drawn(Distribution::Normal, 1.0),
             output("h", dtype, &rows).rows().when(!c.norm),
             output("y", dtype, &rows).rows().when(c.norm).only_in("forward"),
             output("rstd", DType::F32, &rows[..1]).when(c.norm).only_in(if c.saves_rstd {
@@ -101,7 +110,10 @@ impl Operator for MhcPre {
             gradient("dstreams", "streams", dtype),
             gradient("dpre", "pre", DType::F32),
             gradient("dweight", "weight", DType::F32),
-            scratch("y_of_saving_forward", dtype, &rows).rows().when(c.norm && !c.saves_rstd).argument("y"),
+            scratch("y_of_saving_forward", dtype, &rows)
+                .rows()
+                .when(c.norm && !c.saves_rstd)
+                .argument("y"),
         ];
         Specs::new(c.data.seed, tensors).positive("eps", c.eps)
     }
@@ -121,7 +133,8 @@ impl Operator for MhcPre {
             .prop_map(|([num_tokens, hidden_size], dtype, (norm, saves_rstd), eps, data)| {
                 // A norm of one channel has dh = w dy r eps r^2, which vanishes under the rounding of its two terms
                 // unless eps counts.
-                let magnitude = if norm && hidden_size == 1 { f64::from(eps).sqrt() } else { data.magnitude };
+                let magnitude =
+                    if norm && hidden_size == 1 { f64::from(eps).sqrt() } else { data.magnitude };
                 let data = Data { magnitude, ..data };
                 MhcPreCase { num_tokens, hidden_size, dtype, norm, saves_rstd, eps, data }
             })
@@ -160,7 +173,12 @@ impl Operator for MhcPre {
             MhcPreCase { eps: 1e-2, ..normed(3, 72) },
         ];
         if profile == Profile::Full {
-            cases.extend([plain(64, 7168), normed(300, 7168), normed(300, 4096), single(normed(16, 7168))]);
+            cases.extend([
+                plain(64, 7168),
+                normed(300, 7168),
+                normed(300, 4096),
+                single(normed(16, 7168)),
+            ]);
         }
         cases
     }
@@ -173,8 +191,13 @@ impl Operator for MhcPre {
         reference::backward(&t.named()?, c.of_oracle(t), rounding)
     }
 
-    fn workspaces(c: &MhcPreCase, _: &Views, device: &Device) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
-        let bytes = || launcher::workspace_bytes(device, c.dtype.dtype(), c.num_tokens, c.hidden_size);
+    fn workspaces(
+        c: &MhcPreCase,
+        _: &Views,
+        device: &Device,
+    ) -> Result<Vec<(&'static str, usize)>, RuntimeError> {
+        let bytes =
+            || launcher::workspace_bytes(device, c.dtype.dtype(), c.num_tokens, c.hidden_size);
         Ok(c.norm.then(|| ("workspace", bytes())).into_iter().collect())
     }
 
@@ -189,18 +212,35 @@ impl Operator for MhcPre {
         run.launch(|device| launcher::forward(device, &forward, norm))
     }
 
-    fn launch_backward(c: &MhcPreCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        run.launch(|device| launcher::backward(device, &v.without(&["h", "y", "y_of_saving_forward"]), c.norm))
+    fn launch_backward(
+        c: &MhcPreCase,
+        v: &Views,
+        run: &mut Launches<'_>,
+    ) -> Result<(), RuntimeError> {
+        run.launch(|device| {
+            launcher::backward(device, &v.without(&["h", "y", "y_of_saving_forward"]), c.norm)
+        })
     }
 
     fn laws(c: &MhcPreCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         if c.norm {
-            let once = [("y", 0.5), ("rstd", 1.0), ("dstreams", 0.5), ("dpre", 0.5), ("dweight", 1.0)];
+            let once =
+                [("y", 0.5), ("rstd", 1.0), ("dstreams", 0.5), ("dpre", 0.5), ("dweight", 1.0)];
             laws.scale("weight scales once", "weight", 0.5, &once);
         } else {
-            laws.scale("streams are linear", "streams", 0.5, &[("h", 0.5), ("dpre", 0.5), ("dstreams", 1.0)]);
-            laws.scale("pre is linear", "pre", 0.5, &[("h", 0.5), ("dpre", 1.0), ("dstreams", 0.5)]);
+            laws.scale(
+                "streams are linear",
+                "streams",
+                0.5,
+                &[("h", 0.5), ("dpre", 0.5), ("dstreams", 1.0)],
+            );
+            laws.scale(
+                "pre is linear",
+                "pre",
+                0.5,
+                &[("h", 0.5), ("dpre", 1.0), ("dstreams", 0.5)],
+            );
             laws.separate("hidden_size", "channels may be permuted");
         }
         laws.separate("num_tokens", "tokens may be permuted");
@@ -215,26 +255,47 @@ impl Operator for MhcPre {
         let (streams, pre) = (tensors.values("streams"), tensors.values("pre"));
         let token = |(x, pre): (&[f64], &[f64])| -> Vec<f64> {
             let streams: Vec<&[f64]> = x.chunks(c.hidden_size).collect();
-            let h = |channel: usize| streams.iter().zip(pre).map(|(x, pre)| pre * x[channel]).sum::<f64>();
-            let scale = ((0..c.hidden_size).map(|at| h(at).powi(2)).sum::<f64>() / c.hidden_size as f64 + eps).sqrt();
-            let largest = |x: &[f64]| x.iter().fold(f64::MIN_POSITIVE, |largest, x| largest.max(x.abs()));
+            let h = |channel: usize| {
+                streams.iter().zip(pre).map(|(x, pre)| pre * x[channel]).sum::<f64>()
+            };
+            let scale = ((0..c.hidden_size).map(|at| h(at).powi(2)).sum::<f64>()
+                / c.hidden_size as f64
+                + eps)
+                .sqrt();
+            let largest =
+                |x: &[f64]| x.iter().fold(f64::MIN_POSITIVE, |largest, x| largest.max(x.abs()));
             match input {
                 "pre" => streams.iter().map(|x| scale / largest(x)).collect(),
-                _ => pre.iter().flat_map(|&pre| vec![scale / largest(&[pre]); c.hidden_size]).collect(),
+                _ => pre
+                    .iter()
+                    .flat_map(|&pre| vec![scale / largest(&[pre]); c.hidden_size])
+                    .collect(),
             }
         };
-        Some(streams.chunks(NUM_STREAMS * c.hidden_size).zip(pre.chunks(NUM_STREAMS)).flat_map(token).collect())
+        Some(
+            streams
+                .chunks(NUM_STREAMS * c.hidden_size)
+                .zip(pre.chunks(NUM_STREAMS))
+                .flat_map(token)
+                .collect(),
+        )
     }
 
     /// The files say what the streams collapse to without the norm, and keep the sigmoids, to which eps is added.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcPreCase>>, String> {
         let (eps, streams) = (file.number("hc_eps")?, ["..tokens", "streams", "hidden"]);
-        let pre = file.floats("mid.pre_sigmoid", &["..tokens", "streams"])?.iter().map(|pre| pre + eps).collect();
+        let pre = file
+            .floats("mid.pre_sigmoid", &["..tokens", "streams"])?
+            .iter()
+            .map(|pre| pre + eps)
+            .collect();
         let x = file.floats("in.streams", &streams)?.to_vec();
         let hidden_size = file.extent("hidden")?;
         let case = single(plain(x.len() / NUM_STREAMS / hidden_size, hidden_size));
         let golden = Golden::new(case).values("streams", x).values("pre", pre);
-        Ok(vec![golden.expect(file, "h", "out.collapsed", &["..tokens", "hidden"])?.computed_in_f32()])
+        Ok(vec![
+            golden.expect(file, "h", "out.collapsed", &["..tokens", "hidden"])?.computed_in_f32(),
+        ])
     }
 
     /// The streams of both models.
@@ -242,10 +303,12 @@ impl Operator for MhcPre {
         use Direction::{Backward, Forward};
         let gpu = [(4096, 4096), (4096, 7168), (32768, 4096), (32768, 7168)];
         let decode = [(1, 7168), (128, 7168)];
-        let extents = if on_gpu(environment) { [&gpu[..], &decode].concat() } else { vec![(6, 512)] };
+        let extents =
+            if on_gpu(environment) { [&gpu[..], &decode].concat() } else { vec![(6, 512)] };
         let benchmark = |&(num_tokens, hidden_size): &(usize, usize), norm: bool, direction| {
             let case = MhcPreCase { norm, ..plain(num_tokens, hidden_size) };
-            let name = format!("{num_tokens}x4x{hidden_size} bf16{}", if norm { " norm" } else { "" });
+            let name =
+                format!("{num_tokens}x4x{hidden_size} bf16{}", if norm { " norm" } else { "" });
             // Of each of the four streams' elements: a product and a sum, in the backward two products and a sum; the
             // norm has four operations a channel, in the backward nine beside the mix of the streams.
             let flops = match (direction, norm) {

@@ -159,7 +159,8 @@ impl Timings {
         let mut timings = Self::default();
         for path in paths {
             let path = path.as_ref();
-            let text = std::fs::read_to_string(path).map_err(|e| Failure::new(path, &e.to_string()))?;
+            let text =
+                std::fs::read_to_string(path).map_err(|e| Failure::new(path, &e.to_string()))?;
             timings.add(&text).map_err(|why| Failure::new(path, &why))?;
         }
         timings.turns.sort_by_key(|turn| turn.unix);
@@ -171,8 +172,10 @@ impl Timings {
         let mut side = None;
         for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             let of_line = |why: String| format!("line {}: {why}", number + 1);
-            let line: Line = serde_json::from_str(line).map_err(|e| of_line(format!("no line of such a log: {e}")))?;
-            let known = || side.ok_or_else(|| of_line("a time or a skip before the first turn".into()));
+            let line: Line = serde_json::from_str(line)
+                .map_err(|e| of_line(format!("no line of such a log: {e}")))?;
+            let known =
+                || side.ok_or_else(|| of_line("a time or a skip before the first turn".into()));
             match line {
                 Line::Turn(turn) => {
                     self.check_machine(&turn).map_err(of_line)?;
@@ -186,7 +189,9 @@ impl Timings {
                     }
                     self.times.entry((known()?, time.id.clone())).or_default().push(time);
                 }
-                Line::Skipped(Skipped { id, why }) => drop(self.skipped.insert((known()?, id), why)),
+                Line::Skipped(Skipped { id, why }) => {
+                    drop(self.skipped.insert((known()?, id), why))
+                }
             }
         }
         if side.is_none() { Err("it holds no turn".into()) } else { Ok(()) }
@@ -196,12 +201,17 @@ impl Timings {
     fn check_machine(&self, turn: &Turn) -> Result<(), String> {
         let Some(first) = self.turns.first() else { return Ok(()) };
         let (one, other) = (&first.machine, &turn.machine);
-        let named = |machine: &Machine| format!("{} {} ({})", machine.device, machine.uuid, machine.driver);
+        let named =
+            |machine: &Machine| format!("{} {} ({})", machine.device, machine.uuid, machine.driver);
         if one == other {
             return Ok(());
         }
         let (one_side, other_side) = (first.side.name(), turn.side.name());
-        Err(format!("{other_side} ran on {}, {one_side} on {}: time both on one machine", named(other), named(one)))
+        Err(format!(
+            "{other_side} ran on {}, {one_side} on {}: time both on one machine",
+            named(other),
+            named(one)
+        ))
     }
 
     /// The turns of a side.
@@ -254,7 +264,11 @@ impl Spread {
         all.sort_by(f64::total_cmp);
         let (&least, &largest) = (all.first()?, all.last()?);
         let (middle, samples) = (all.len() / 2, all.len());
-        let median = if samples % 2 == 1 { all[middle] } else { f64::midpoint(all[middle - 1], all[middle]) };
+        let median = if samples % 2 == 1 {
+            all[middle]
+        } else {
+            f64::midpoint(all[middle - 1], all[middle])
+        };
         Some(Self { median, least, largest, samples })
     }
 }

@@ -36,10 +36,16 @@ impl<'a> Row<'a> {
     }
 
     fn line(&self) -> String {
-        let speed = self.speed().map_or_else(|| "—".to_owned(), |speed| format!("{:.2}", speed as f64 / 100.0));
+        let speed = self
+            .speed()
+            .map_or_else(|| "—".to_owned(), |speed| format!("{:.2}", speed as f64 / 100.0));
         let mark = if self.pair.differs.is_some() { " †" } else { "" };
         let (work, who) = (text(&self.pair.work), text(&self.pair.who));
-        format!("| {work}{mark} | {who} | {} | {} | {speed} |\n", shown(self.ours), shown(self.theirs))
+        format!(
+            "| {work}{mark} | {who} | {} | {} | {speed} |\n",
+            shown(self.ours),
+            shown(self.theirs)
+        )
     }
 }
 
@@ -83,10 +89,17 @@ pub fn page(command: &str, pairs: &Pairs, timings: &Timings) -> Result<String, F
 /// Machine, versions, dates and repeats.
 fn head(timings: &Timings, rows: &[&Row<'_>]) -> String {
     let software = |side| distinct(timings.turns_of(side).map(|turn| turn.software.clone()));
-    let libraries = timings.timed(Side::Theirs).flat_map(|(_, times)| times).filter_map(|time| time.library.clone());
+    let libraries = timings
+        .timed(Side::Theirs)
+        .flat_map(|(_, times)| times)
+        .filter_map(|time| time.library.clone());
     let order: Vec<&str> = timings.turns.iter().map(|turn| turn.side.name()).collect();
-    let samples: Vec<usize> =
-        rows.iter().flat_map(|row| [row.ours, row.theirs]).flatten().map(|spread| spread.samples).collect();
+    let samples: Vec<usize> = rows
+        .iter()
+        .flat_map(|row| [row.ours, row.theirs])
+        .flatten()
+        .map(|spread| spread.samples)
+        .collect();
     let range = |of: Vec<usize>| match (of.iter().min(), of.iter().max()) {
         (Some(least), Some(most)) if least == most => counted(*least as u64, "sample"),
         (Some(least), Some(most)) => format!("{least} to {most} samples"),
@@ -110,7 +123,11 @@ fn head(timings: &Timings, rows: &[&Row<'_>]) -> String {
 
 fn distinct(names: impl Iterator<Item = String>) -> String {
     let names: BTreeSet<String> = names.collect();
-    if names.is_empty() { "none".to_owned() } else { names.into_iter().collect::<Vec<_>>().join(", ") }
+    if names.is_empty() {
+        "none".to_owned()
+    } else {
+        names.into_iter().collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// How many rows, and how many of them at which speed.
@@ -118,7 +135,11 @@ fn counts(rows: &[&Row<'_>]) -> String {
     let speeds: Vec<i64> = rows.iter().filter_map(|row| row.speed()).collect();
     let above = speeds.iter().filter(|&&speed| speed >= 100).count();
     let total = counted(rows.len() as u64, "row");
-    format!("{total}: {above} at 1.00 or more, {} below, {} not run.", speeds.len() - above, rows.len() - speeds.len())
+    format!(
+        "{total}: {above} at 1.00 or more, {} below, {} not run.",
+        speeds.len() - above,
+        rows.len() - speeds.len()
+    )
 }
 
 /// How works differ, each with the works of which it is so.
@@ -131,7 +152,9 @@ fn differences(rows: &[&Row<'_>]) -> String {
             None => kinds.push((differs, vec![work])),
         }
     }
-    let line = |(kind, works): &(&str, Vec<&str>)| format!("- {}: {}.\n", text(kind), text(&works.join("; ")));
+    let line = |(kind, works): &(&str, Vec<&str>)| {
+        format!("- {}: {}.\n", text(kind), text(&works.join("; ")))
+    };
     let lines: String = kinds.iter().map(line).collect();
     if lines.is_empty() { lines } else { format!("† The work differs:\n\n{lines}\n") }
 }
@@ -153,7 +176,10 @@ fn not_run(rows: &[&Row<'_>], timings: &Timings) -> String {
     let line = |((side, why), works): (&(Side, &str), &Vec<&str>)| {
         format!("| {} | {} | {} |\n", side.name(), text(why), text(&works.join("; ")))
     };
-    format!("## Not run\n\n| side | why | works |\n|---|---|---|\n{}\n", reasons.iter().map(line).collect::<String>())
+    format!(
+        "## Not run\n\n| side | why | works |\n|---|---|---|\n{}\n",
+        reasons.iter().map(line).collect::<String>()
+    )
 }
 
 /// Microseconds of a copy of so many bytes, on a line between two of `copies` (bytes and microseconds, ascending); below
@@ -173,12 +199,18 @@ pub(super) fn copy_time(copies: &[(f64, f64)], rate: f64, bytes: f64) -> f64 {
 fn copies(timings: &Timings) -> String {
     let moved = |times: &[Time]| times.iter().find_map(|time| time.bytes);
     let with_bytes = |(id, times)| Some((id, moved(times)?, Spread::of(times)?));
-    let (copies, kernels): (Vec<(&str, f64, Spread)>, Vec<_>) =
-        timings.timed(Side::Ours).filter_map(with_bytes).partition(|(id, ..)| id.starts_with(COPIES));
-    let mut rates: Vec<f64> = timings.turns_of(Side::Ours).filter_map(|turn| turn.copy_bytes_per_second).collect();
+    let (copies, kernels): (Vec<(&str, f64, Spread)>, Vec<_>) = timings
+        .timed(Side::Ours)
+        .filter_map(with_bytes)
+        .partition(|(id, ..)| id.starts_with(COPIES));
+    let mut rates: Vec<f64> =
+        timings.turns_of(Side::Ours).filter_map(|turn| turn.copy_bytes_per_second).collect();
     rates.sort_by(f64::total_cmp);
-    let Some(rate) = rates.get(rates.len() / 2).filter(|_| !kernels.is_empty()) else { return String::new() };
-    let mut sized: Vec<(f64, f64)> = copies.iter().map(|(_, bytes, spread)| (*bytes, spread.median)).collect();
+    let Some(rate) = rates.get(rates.len() / 2).filter(|_| !kernels.is_empty()) else {
+        return String::new();
+    };
+    let mut sized: Vec<(f64, f64)> =
+        copies.iter().map(|(_, bytes, spread)| (*bytes, spread.median)).collect();
     sized.sort_by(|one, other| one.0.total_cmp(&other.0));
     let mut section = format!(
         "## Memory-bound kernels beside a copy\n\n{OF_COPIES} A large copy reaches {} GB/s.\n\n\
@@ -187,7 +219,8 @@ fn copies(timings: &Timings) -> String {
     );
     for (id, bytes, spread) in kernels {
         let copy = copy_time(&sized, rate * 1e-6, bytes);
-        let (megabytes, share) = (significant(bytes * 1e-6, 4), (100.0 * copy / spread.median).round());
+        let (megabytes, share) =
+            (significant(bytes * 1e-6, 4), (100.0 * copy / spread.median).round());
         let _ = writeln!(
             section,
             "| {} | {} | {megabytes} | {} | {share} % |",

@@ -72,7 +72,10 @@ impl Pairs {
                 return Err(failed(format!("`{name}` of the pair `{}` is empty", pair.work)));
             }
             if !works.insert((&pair.family, &pair.work)) {
-                return Err(failed(format!("`{}` is twice in the family `{}`", pair.work, pair.family)));
+                return Err(failed(format!(
+                    "`{}` is twice in the family `{}`",
+                    pair.work, pair.family
+                )));
             }
         }
         if pairs.is_empty() {
@@ -99,13 +102,18 @@ impl Pairs {
     /// # Errors
     /// The first such id.
     pub fn check(&self, side: Side, known: impl Fn(&str) -> bool) -> Result<(), Failure> {
-        let Some(pair) = self.pairs.iter().find(|pair| !known(pair.id(side))) else { return Ok(()) };
+        let Some(pair) = self.pairs.iter().find(|pair| !known(pair.id(side))) else {
+            return Ok(());
+        };
         let (name, id) = (side.name(), pair.id(side));
         let what = match side {
             Side::Ours => "no benchmark has this id here",
             Side::Theirs => "no public kernel is timed under this name",
         };
-        Err(Failure::new(&self.path, &format!("`{name}` of the pair `{}` is `{id}`: {what}", pair.work)))
+        Err(Failure::new(
+            &self.path,
+            &format!("`{name}` of the pair `{}` is `{id}`: {what}", pair.work),
+        ))
     }
 
     /// Holds the list against what the logs know.
@@ -115,7 +123,8 @@ impl Pairs {
     pub fn check_against(&self, timings: &Timings) -> Result<(), Failure> {
         for side in [Side::Ours, Side::Theirs] {
             if timings.turns_of(side).next().is_none() {
-                let why = format!("none of the logs is of `{}`: both sides are needed", side.name());
+                let why =
+                    format!("none of the logs is of `{}`: both sides are needed", side.name());
                 return Err(Failure::new(&self.path, &why));
             }
             self.check(side, |id| timings.knows(side, id))?;

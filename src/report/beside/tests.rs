@@ -10,7 +10,8 @@ use super::{Failure, page};
 const UUID: &str = "GPU-f6050102-0304-0506-0708-090a0b0c0dfe";
 
 fn turn(side: &str, unix: u64, ids: &[&str]) -> Value {
-    let machine = json!({ "device": "NVIDIA H200", "uuid": UUID, "driver": "kernel driver 580.159.04" });
+    let machine =
+        json!({ "device": "NVIDIA H200", "uuid": UUID, "driver": "kernel driver 580.159.04" });
     let software = if side == "ours" { "eb7b1ac, NVRTC 13.0" } else { "torch 2.11.0" };
     let copy = (side == "ours").then_some(4e12);
     json!({ "turn": {
@@ -32,7 +33,9 @@ fn skipped(id: &str, why: &str) -> Value {
 
 /// A pair of the family "Linear" by the ids of its sides.
 fn pair(work: &str, ours: &str, theirs: &str) -> String {
-    format!("[[pair]]\nfamily = 'Linear'\nwork = '{work}'\nwho = 'DeepGEMM'\nours = '{ours}'\ntheirs = '{theirs}'\n")
+    format!(
+        "[[pair]]\nfamily = 'Linear'\nwork = '{work}'\nwho = 'DeepGEMM'\nours = '{ours}'\ntheirs = '{theirs}'\n"
+    )
 }
 
 /// Logs and a list of pairs in a folder.
@@ -61,8 +64,11 @@ impl Files {
     /// The page of some pairs and logs.
     fn page(&self, pairs: &[String], logs: &[&[Value]]) -> Result<String, String> {
         let pairs = self.pairs(&pairs.concat()).map_err(|e| e.to_string())?;
-        let paths: Vec<_> =
-            logs.iter().enumerate().map(|(at, lines)| self.log(&format!("{at}.jsonl"), lines)).collect();
+        let paths: Vec<_> = logs
+            .iter()
+            .enumerate()
+            .map(|(at, lines)| self.log(&format!("{at}.jsonl"), lines))
+            .collect();
         let timings = Timings::read(&paths).map_err(|e| e.to_string())?;
         page("parity beside pairs.toml 0.jsonl", &pairs, &timings).map_err(|e| e.to_string())
     }
@@ -90,12 +96,21 @@ fn samples_of_all_turns_make_one_median_and_its_spread() {
         time("their a", &[4.0, 9.0]),
     ];
     let page = Files::new().page(&pairs, &[ours, theirs]).expect("a page");
-    assert_eq!(row(&page, "a"), ["a", "DeepGEMM", "4.000 (2.000 to 6.000)", "6.000 (4.000 to 9.000)", "1.50"]);
+    assert_eq!(
+        row(&page, "a"),
+        ["a", "DeepGEMM", "4.000 (2.000 to 6.000)", "6.000 (4.000 to 9.000)", "1.50"]
+    );
     assert!(page.starts_with("Made by `parity beside pairs.toml 0.jsonl`.\n"), "{page}");
     assert!(page.contains("| turns | ours, theirs, ours, theirs |"), "{page}");
     assert!(page.contains("| repeats | 4 to 5 samples of each time |"), "{page}");
-    let head =
-        ["NVIDIA H200, GPU-f605", "580.159.04", "eb7b1ac", "DeepGEMM 2.6.1+54e2261", "torch 2.11.0", "1970-01-01"];
+    let head = [
+        "NVIDIA H200, GPU-f605",
+        "580.159.04",
+        "eb7b1ac",
+        "DeepGEMM 2.6.1+54e2261",
+        "torch 2.11.0",
+        "1970-01-01",
+    ];
     for word in head {
         assert!(page.contains(word), "no {word} in\n{page}");
     }
@@ -104,10 +119,12 @@ fn samples_of_all_turns_make_one_median_and_its_spread() {
 #[test]
 fn rows_are_counted_as_they_are_shown_and_grouped_by_family() {
     let ids = ["g/a", "g/b", "g/c", "g/d"];
-    let mut pairs: Vec<String> = ids.iter().map(|id| pair(&id[2..], id, &format!("their {id}"))).collect();
+    let mut pairs: Vec<String> =
+        ids.iter().map(|id| pair(&id[2..], id, &format!("their {id}"))).collect();
     pairs[1] = pairs[1].replace("Linear", "Experts");
     // 0.996 is shown as 1.00, 0.994 as 0.99.
-    let ours: Vec<Value> = [turn("ours", 1, &ids)].into_iter().chain(ids.map(|id| time(id, &[1000.0]))).collect();
+    let ours: Vec<Value> =
+        [turn("ours", 1, &ids)].into_iter().chain(ids.map(|id| time(id, &[1000.0]))).collect();
     let known = ids.map(|id| format!("their {id}"));
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
     let theirs = [
@@ -121,8 +138,10 @@ fn rows_are_counted_as_they_are_shown_and_grouped_by_family() {
     assert!(page.contains("\n4 rows: 2 at 1.00 or more, 1 below, 1 not run.\n"), "{page}");
     assert_eq!([row(&page, "a")[4].as_str(), &row(&page, "b")[4]], ["1.00", "0.99"]);
     let order = ["## Linear", "| a |", "| c |", "| d |", "## Experts", "| b |", "## Not run"];
-    let places: Vec<_> =
-        order.iter().map(|part| page.find(part).unwrap_or_else(|| panic!("no {part}:\n{page}"))).collect();
+    let places: Vec<_> = order
+        .iter()
+        .map(|part| page.find(part).unwrap_or_else(|| panic!("no {part}:\n{page}")))
+        .collect();
     assert!(places.is_sorted(), "{page}");
 }
 
@@ -130,8 +149,11 @@ fn rows_are_counted_as_they_are_shown_and_grouped_by_family() {
 fn a_work_that_one_side_did_not_run_is_listed_with_the_reason() {
     let pairs = [pair("a", "g/a", "their a"), pair("b", "g/b", "their b")];
     let ours = [turn("ours", 1, &["g/a", "g/b"]), time("g/a", &[1.0])];
-    let theirs =
-        [turn("theirs", 2, &["their a", "their b"]), skipped("their a", "no deep_gemm"), time("their b", &[1.0])];
+    let theirs = [
+        turn("theirs", 2, &["their a", "their b"]),
+        skipped("their a", "no deep_gemm"),
+        time("their b", &[1.0]),
+    ];
     let page = Files::new().page(&pairs, &[&ours, &theirs]).expect("a page");
     assert_eq!(row(&page, "a")[2..], ["1.000 (1.000 to 1.000)", "not run", "—"]);
     assert_eq!(row(&page, "b")[2..], ["not run", "1.000 (1.000 to 1.000)", "—"]);
@@ -144,9 +166,14 @@ fn an_id_that_no_log_knows_is_one_error_that_names_it() {
     let files = Files::new();
     let ours = [turn("ours", 1, &["g/a"]), time("g/a", &[1.0])];
     let theirs = [turn("theirs", 2, &["their a"]), time("their a", &[1.0])];
-    let problem = files.page(&[pair("a", "g/aa", "their a")], &[&ours, &theirs]).expect_err("a typo");
-    assert!(problem.contains("pairs.toml") && problem.contains("`ours` of the pair `a` is `g/aa`"), "{problem}");
-    let problem = files.page(&[pair("a", "g/a", "their aa")], &[&ours, &theirs]).expect_err("a typo");
+    let problem =
+        files.page(&[pair("a", "g/aa", "their a")], &[&ours, &theirs]).expect_err("a typo");
+    assert!(
+        problem.contains("pairs.toml") && problem.contains("`ours` of the pair `a` is `g/aa`"),
+        "{problem}"
+    );
+    let problem =
+        files.page(&[pair("a", "g/a", "their aa")], &[&ours, &theirs]).expect_err("a typo");
     assert!(problem.contains("`theirs` of the pair `a` is `their aa`"), "{problem}");
     let problem = files.page(&[pair("a", "g/a", "their a")], &[&ours]).expect_err("one side alone");
     assert!(problem.contains("`theirs`"), "{problem}");
@@ -158,8 +185,13 @@ fn another_machine_is_refused_even_of_the_same_kind() {
     other["turn"]["machine"]["uuid"] = "GPU-another".into();
     let ours = [turn("ours", 1, &["g/a"]), time("g/a", &[1.0])];
     let theirs = [other, time("their a", &[1.0])];
-    let problem = Files::new().page(&[pair("a", "g/a", "their a")], &[&ours, &theirs]).expect_err("two machines");
-    assert!(problem.contains("1.jsonl: line 1: theirs ran on NVIDIA H200 GPU-another"), "{problem}");
+    let problem = Files::new()
+        .page(&[pair("a", "g/a", "their a")], &[&ours, &theirs])
+        .expect_err("two machines");
+    assert!(
+        problem.contains("1.jsonl: line 1: theirs ran on NVIDIA H200 GPU-another"),
+        "{problem}"
+    );
     assert!(problem.contains(UUID), "{problem}");
 }
 
@@ -174,13 +206,19 @@ fn a_log_that_is_none_is_refused_by_its_line() {
     let criterion = format!("{header}\ng/a  time: [1 us]\n");
     assert!(refused("criterion", &criterion).contains("criterion: line 2: no line of such a log"));
     assert!(refused("empty", "").contains("holds no turn"));
-    assert!(refused("headless", &time("g/a", &[1.0]).to_string()).contains("line 1: a time or a skip before"));
+    assert!(
+        refused("headless", &time("g/a", &[1.0]).to_string())
+            .contains("line 1: a time or a skip before")
+    );
     for samples in [&[][..], &[0.0], &[-1.0], &[1.0, 0.0]] {
         let text = format!("{header}\n{}", time("g/a", samples));
         assert!(refused("samples", &text).contains("`samples_us` of `g/a`"), "{samples:?}");
     }
     assert!(
-        Timings::read(&[Path::new("/nonexistent/log")]).expect_err("no file").to_string().contains("/nonexistent/log")
+        Timings::read(&[Path::new("/nonexistent/log")])
+            .expect_err("no file")
+            .to_string()
+            .contains("/nonexistent/log")
     );
 }
 
@@ -196,7 +234,10 @@ fn a_list_of_pairs_with_a_mistake_is_refused() {
     assert!(refused("pair = []").contains("lists no pair"));
     assert!(refused("[[pair]").contains("pairs.toml"));
     assert!(
-        Pairs::read(Path::new("/nonexistent/pairs")).expect_err("no file").to_string().contains("/nonexistent/pairs")
+        Pairs::read(Path::new("/nonexistent/pairs"))
+            .expect_err("no file")
+            .to_string()
+            .contains("/nonexistent/pairs")
     );
 }
 
@@ -213,7 +254,13 @@ fn a_difference_of_the_work_is_marked_and_said() {
 
 #[test]
 fn a_memory_bound_kernel_stands_next_to_a_copy_of_as_many_bytes() {
-    let ids = ["device_copy/0.002 MB read and written", "device_copy/8 MB read and written", "g/few", "g/most", "g/a"];
+    let ids = [
+        "device_copy/0.002 MB read and written",
+        "device_copy/8 MB read and written",
+        "g/few",
+        "g/most",
+        "g/a",
+    ];
     let ours = [
         turn("ours", 1, &ids),
         moving(ids[0], 1.0, 2e3),
@@ -223,7 +270,8 @@ fn a_memory_bound_kernel_stands_next_to_a_copy_of_as_many_bytes() {
         time("g/a", &[1.0]),
     ];
     let theirs = [turn("theirs", 2, &["their a"]), time("their a", &[1.0])];
-    let page = Files::new().page(&[pair("a", "g/a", "their a")], &[&ours, &theirs]).expect("a page");
+    let page =
+        Files::new().page(&[pair("a", "g/a", "their a")], &[&ours, &theirs]).expect("a page");
     assert_eq!(row(&page, "g/few"), ["g/few", "4.000 (4.000 to 4.000)", "4.002", "2.000", "50 %"]);
     // Beyond the copies at the rate of the large one, 4 TB/s.
     assert_eq!(row(&page, "g/most")[3..], ["20.00", "50 %"]);
@@ -234,7 +282,8 @@ fn a_memory_bound_kernel_stands_next_to_a_copy_of_as_many_bytes() {
 #[test]
 fn copies_are_interpolated_between_two_and_never_below_the_least() {
     let copies = [(10.0, 1.0), (20.0, 3.0), (40.0, 4.0)];
-    let times = [1.0, 10.0, 15.0, 20.0, 30.0, 40.0, 100.0].map(|bytes| copy_time(&copies, 10.0, bytes));
+    let times =
+        [1.0, 10.0, 15.0, 20.0, 30.0, 40.0, 100.0].map(|bytes| copy_time(&copies, 10.0, bytes));
     assert_eq!(times, [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 10.0]);
     assert_eq!(copy_time(&[], 10.0, 50.0), 5.0);
 }
@@ -242,7 +291,13 @@ fn copies_are_interpolated_between_two_and_never_below_the_least() {
 #[test]
 fn the_median_of_an_even_number_of_samples_is_between_the_middle_two() {
     let times = |samples: &[f64]| {
-        [Time { id: "a".into(), library: None, samples_us: samples.to_vec(), bytes: None, clock_mhz: None }]
+        [Time {
+            id: "a".into(),
+            library: None,
+            samples_us: samples.to_vec(),
+            bytes: None,
+            clock_mhz: None,
+        }]
     };
     let even = Spread::of(&times(&[4.0, 1.0, 2.0, 9.0])).expect("a spread");
     assert_eq!((even.median, even.least, even.largest, even.samples), (3.0, 1.0, 9.0, 4));

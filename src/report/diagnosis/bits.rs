@@ -44,7 +44,10 @@ impl Bits {
 
     /// Those in both.
     pub(super) fn and(&self, other: &Self) -> Self {
-        Self { words: self.words.iter().zip(&other.words).map(|(a, b)| a & b).collect(), length: self.length }
+        Self {
+            words: self.words.iter().zip(&other.words).map(|(a, b)| a & b).collect(),
+            length: self.length,
+        }
     }
 
     /// How many are in both.

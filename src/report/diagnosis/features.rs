@@ -35,7 +35,9 @@ pub(super) struct Atom {
 impl Atom {
     /// Whether it says what is not: then another one with the same answers reads better.
     pub(super) fn is_negative(&self) -> bool {
-        self.text.contains("other than ") || self.text.starts_with("other paths ") || self.text.starts_with("no ")
+        self.text.contains("other than ")
+            || self.text.starts_with("other paths ")
+            || self.text.starts_with("no ")
     }
 }
 
@@ -53,14 +55,20 @@ enum Scalar {
 pub(super) fn numbers(case: &Value) -> BTreeMap<String, f64> {
     let scalars = scalars(case).into_iter();
     scalars
-        .filter_map(|(name, value)| if let Scalar::Number(number) = value { Some((name, number)) } else { None })
+        .filter_map(
+            |(name, value)| {
+                if let Scalar::Number(number) = value { Some((name, number)) } else { None }
+            },
+        )
         .collect()
 }
 
 fn scalars(case: &Value) -> BTreeMap<String, Scalar> {
     let mut found = BTreeMap::new();
     if let Value::Object(fields) = case {
-        for (name, value) in fields.iter().filter(|(name, _)| !matches!(name.as_str(), "operator" | "layouts")) {
+        for (name, value) in
+            fields.iter().filter(|(name, _)| !matches!(name.as_str(), "operator" | "layouts"))
+        {
             flatten(name, value, &mut found);
         }
     }
@@ -96,11 +104,13 @@ type Questions = Vec<(String, String, Bits)>;
 
 /// All questions that have both answers among these cases.
 pub(super) fn atoms(cases: &[&CaseRecord]) -> Vec<Atom> {
-    let scalars: Vec<BTreeMap<String, Scalar>> = cases.iter().map(|case| scalars(&case.case)).collect();
+    let scalars: Vec<BTreeMap<String, Scalar>> =
+        cases.iter().map(|case| scalars(&case.case)).collect();
     let names: BTreeSet<&String> = scalars.iter().flat_map(BTreeMap::keys).collect();
     let mut features: Vec<Questions> = Vec::new();
     for name in names {
-        let values: Vec<Option<&Scalar>> = scalars.iter().map(|scalars| scalars.get(name)).collect();
+        let values: Vec<Option<&Scalar>> =
+            scalars.iter().map(|scalars| scalars.get(name)).collect();
         features.push(of_field(name, &values));
     }
     features.push(of_pairs(&scalars));
@@ -113,7 +123,13 @@ pub(super) fn atoms(cases: &[&CaseRecord]) -> Vec<Atom> {
     let of_features = (features.len() as f64).log2();
     let priced = |(feature, questions): (usize, Questions)| {
         let cost = of_features + (questions.len() as f64).log2();
-        questions.into_iter().map(move |(text, negation, holds)| Atom { text, negation, holds, cost, feature })
+        questions.into_iter().map(move |(text, negation, holds)| Atom {
+            text,
+            negation,
+            holds,
+            cost,
+            feature,
+        })
     };
     features.into_iter().enumerate().flat_map(priced).collect()
 }
@@ -128,7 +144,12 @@ fn both(questions: &mut Questions, text: String, negation: String, holds: Bits) 
 fn of_field(name: &str, values: &[Option<&Scalar>]) -> Questions {
     let mut questions = Questions::new();
     if values.iter().any(Option::is_none) {
-        both(&mut questions, format!("{name} present"), format!("{name} absent"), Bits::of(values, Option::is_some));
+        both(
+            &mut questions,
+            format!("{name} present"),
+            format!("{name} absent"),
+            Bits::of(values, Option::is_some),
+        );
     }
     if values.iter().flatten().any(|value| matches!(value, Scalar::Truth(_))) {
         let truth = Bits::of(values, |value| *value == Some(&Scalar::Truth(true)));
@@ -140,8 +161,14 @@ fn of_field(name: &str, values: &[Option<&Scalar>]) -> Questions {
         .filter_map(|value| if let Scalar::Text(text) = value { Some(text) } else { None })
         .collect();
     for text in &texts {
-        let holds = Bits::of(values, |value| matches!(value, Some(Scalar::Text(one)) if one == *text));
-        both(&mut questions, format!("{name} = {text}"), format!("{name} other than {text}"), holds);
+        let holds =
+            Bits::of(values, |value| matches!(value, Some(Scalar::Text(one)) if one == *text));
+        both(
+            &mut questions,
+            format!("{name} = {text}"),
+            format!("{name} other than {text}"),
+            holds,
+        );
     }
     let numbers: Vec<Option<f64>> = values
         .iter()
@@ -153,19 +180,25 @@ fn of_field(name: &str, values: &[Option<&Scalar>]) -> Questions {
 
 /// Thresholds, single values and divisors.
 fn of_numbers(name: &str, numbers: &[Option<f64>], questions: &mut Questions) {
-    let mut distinct: Vec<f64> = numbers.iter().flatten().copied().filter(|number| number.is_finite()).collect();
+    let mut distinct: Vec<f64> =
+        numbers.iter().flatten().copied().filter(|number| number.is_finite()).collect();
     distinct.sort_by(f64::total_cmp);
     distinct.dedup();
     let pairs: Vec<(f64, f64)> = distinct.windows(2).map(|pair| (pair[0], pair[1])).collect();
     for (low, high) in pairs.iter().step_by(pairs.len().div_ceil(MOST_THRESHOLDS).max(1)) {
         let [above, below] = threshold(name, *low, *high);
-        let holds =
-            |test: fn(f64, f64) -> bool| Bits::of(numbers, |number| number.is_some_and(|number| test(number, *low)));
+        let holds = |test: fn(f64, f64) -> bool| {
+            Bits::of(numbers, |number| number.is_some_and(|number| test(number, *low)))
+        };
         questions.push((above.clone(), below.clone(), holds(|number, low| number > low)));
         questions.push((below, above, holds(|number, low| number <= low)));
     }
-    for value in distinct.iter().filter(|value| distinct.len() <= MOST_VALUES || **value == 0.0 || **value == 1.0) {
-        let [text, negation] = ["=", "!="].map(|sign| format!("{name} {sign} {}", figures::field(*value)));
+    for value in distinct
+        .iter()
+        .filter(|value| distinct.len() <= MOST_VALUES || **value == 0.0 || **value == 1.0)
+    {
+        let [text, negation] =
+            ["=", "!="].map(|sign| format!("{name} {sign} {}", figures::field(*value)));
         both(questions, text, negation, Bits::of(numbers, |number| *number == Some(*value)));
     }
     if distinct.iter().all(|number| number.fract() == 0.0 && *number >= 0.0) {
@@ -185,10 +218,17 @@ fn of_numbers(name: &str, numbers: &[Option<f64>], questions: &mut Questions) {
 fn threshold(name: &str, low: f64, high: f64) -> [String; 2] {
     let whole = low.fract() == 0.0 && high.fract() == 0.0 && low >= 0.0 && high < 9e15;
     if !whole {
-        return [format!("{name} >= {}", figures::field(high)), format!("{name} <= {}", figures::field(low))];
+        return [
+            format!("{name} >= {}", figures::field(high)),
+            format!("{name} <= {}", figures::field(low)),
+        ];
     }
     let (low, high) = (low as u64, high as u64);
-    let unit = (0..53).map(|power| 1u64 << power).take_while(|unit| high / unit * unit > low).last().unwrap_or(1);
+    let unit = (0..53)
+        .map(|power| 1u64 << power)
+        .take_while(|unit| high / unit * unit > low)
+        .last()
+        .unwrap_or(1);
     let round = high / unit * unit;
     // What a tile or an access has is in it; the next number is beyond.
     if low.is_power_of_two() && low > 1 && !round.is_power_of_two() {
@@ -206,20 +246,39 @@ fn of_pairs(scalars: &[BTreeMap<String, Scalar>]) -> Questions {
         Some(Scalar::Number(number)) if number.fract() == 0.0 => Some(*number),
         _ => None,
     };
-    let everywhere = |name: &&String| scalars.iter().all(|scalars| integer(scalars.get(*name)).is_some());
-    let names: Vec<&String> = scalars.first().into_iter().flat_map(BTreeMap::keys).filter(everywhere).collect();
+    let everywhere =
+        |name: &&String| scalars.iter().all(|scalars| integer(scalars.get(*name)).is_some());
+    let names: Vec<&String> =
+        scalars.first().into_iter().flat_map(BTreeMap::keys).filter(everywhere).collect();
     let mut questions = Questions::new();
     for (at, a) in names.iter().enumerate() {
         for b in &names[at + 1..] {
             let compared = |test: fn(f64, f64) -> bool| {
-                Bits::of(scalars, |scalars| match (integer(scalars.get(*a)), integer(scalars.get(*b))) {
-                    (Some(a), Some(b)) => test(a, b),
-                    _ => false,
+                Bits::of(scalars, |scalars| {
+                    match (integer(scalars.get(*a)), integer(scalars.get(*b))) {
+                        (Some(a), Some(b)) => test(a, b),
+                        _ => false,
+                    }
                 })
             };
-            both(&mut questions, format!("{a} = {b}"), format!("{a} != {b}"), compared(|a, b| a == b));
-            both(&mut questions, format!("{a} > {b}"), format!("{a} <= {b}"), compared(|a, b| a > b));
-            both(&mut questions, format!("{a} >= {b}"), format!("{a} < {b}"), compared(|a, b| a >= b));
+            both(
+                &mut questions,
+                format!("{a} = {b}"),
+                format!("{a} != {b}"),
+                compared(|a, b| a == b),
+            );
+            both(
+                &mut questions,
+                format!("{a} > {b}"),
+                format!("{a} <= {b}"),
+                compared(|a, b| a > b),
+            );
+            both(
+                &mut questions,
+                format!("{a} >= {b}"),
+                format!("{a} < {b}"),
+                compared(|a, b| a >= b),
+            );
         }
     }
     questions
@@ -229,10 +288,16 @@ fn of_pairs(scalars: &[BTreeMap<String, Scalar>]) -> Questions {
 fn of_paths(cases: &[&CaseRecord]) -> Questions {
     let paths: BTreeSet<&String> = cases.iter().flat_map(|case| &case.paths).collect();
     let words = |path: &str| -> BTreeSet<String> {
-        path.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| word.len() > 1).map(str::to_owned).collect()
+        path.split(|c: char| !c.is_ascii_alphanumeric())
+            .filter(|word| word.len() > 1)
+            .map(str::to_owned)
+            .collect()
     };
     let mut of_word: BTreeMap<String, u64> = BTreeMap::new();
-    paths.iter().flat_map(|path| words(path)).for_each(|word| *of_word.entry(word).or_default() += 1);
+    paths
+        .iter()
+        .flat_map(|path| words(path))
+        .for_each(|word| *of_word.entry(word).or_default() += 1);
     let mut questions = Questions::new();
     for path in &paths {
         let ran = Bits::of(cases, |case| case.paths.contains(path));
@@ -247,26 +312,37 @@ fn of_paths(cases: &[&CaseRecord]) -> Questions {
 
 /// Gaps and orders of tensors in memory.
 fn of_layouts(cases: &[&CaseRecord]) -> Questions {
-    let layout = |case: &CaseRecord, tensor: &str| case.case.get("layouts").and_then(|all| all.get(tensor)).cloned();
+    let layout = |case: &CaseRecord, tensor: &str| {
+        case.case.get("layouts").and_then(|all| all.get(tensor)).cloned()
+    };
     let gap = |case: &CaseRecord, (tensor, axis): (&str, &str)| {
-        layout(case, tensor).and_then(|layout| layout.get("gaps")?.get(axis)?.as_f64()).unwrap_or(0.0)
+        layout(case, tensor)
+            .and_then(|layout| layout.get("gaps")?.get(axis)?.as_f64())
+            .unwrap_or(0.0)
     };
     let (mut tensors, mut gaps) = (BTreeSet::new(), BTreeSet::new());
     for layouts in cases.iter().filter_map(|case| case.case.get("layouts")?.as_object()) {
         for (tensor, layout) in layouts {
             tensors.insert(tensor.as_str());
             let axes = layout.get("gaps").and_then(Value::as_object);
-            gaps.extend(axes.into_iter().flat_map(|axes| axes.keys()).map(|axis| (tensor.as_str(), axis.as_str())));
+            gaps.extend(
+                axes.into_iter()
+                    .flat_map(|axes| axes.keys())
+                    .map(|axis| (tensor.as_str(), axis.as_str())),
+            );
         }
     }
     let mut questions = Questions::new();
-    let any =
-        Bits::of(cases, |case| case.case.get("layouts").and_then(Value::as_object).is_some_and(|all| !all.is_empty()));
+    let any = Bits::of(cases, |case| {
+        case.case.get("layouts").and_then(Value::as_object).is_some_and(|all| !all.is_empty())
+    });
     both(&mut questions, "a tensor that is not dense".into(), "dense tensors".into(), any);
     for tensor in &tensors {
         let sparse = Bits::of(cases, |case| layout(case, tensor).is_some());
         both(&mut questions, format!("{tensor} not dense"), format!("{tensor} dense"), sparse);
-        let turned = Bits::of(cases, |case| layout(case, tensor).is_some_and(|layout| layout.get("order").is_some()));
+        let turned = Bits::of(cases, |case| {
+            layout(case, tensor).is_some_and(|layout| layout.get("order").is_some())
+        });
         both(
             &mut questions,
             format!("axes of {tensor} in another order"),
@@ -275,14 +351,18 @@ fn of_layouts(cases: &[&CaseRecord]) -> Questions {
         );
     }
     for &(tensor, axis) in &gaps {
-        let of_case: Vec<Option<f64>> = cases.iter().map(|case| Some(gap(case, (tensor, axis)))).collect();
+        let of_case: Vec<Option<f64>> =
+            cases.iter().map(|case| Some(gap(case, (tensor, axis)))).collect();
         of_numbers(&format!("gap after {axis} of {tensor}"), &of_case, &mut questions);
     }
     for &(tensor, axis) in &gaps {
-        for other in tensors.iter().filter(|other| **other > tensor && gaps.contains(&(**other, axis))) {
-            let equal = Bits::of(cases, |case| gap(case, (tensor, axis)) == gap(case, (other, axis)));
-            let [text, negation] =
-                ["equal", "different"].map(|word| format!("{word} gaps after {axis} of {tensor} and {other}"));
+        for other in
+            tensors.iter().filter(|other| **other > tensor && gaps.contains(&(**other, axis)))
+        {
+            let equal =
+                Bits::of(cases, |case| gap(case, (tensor, axis)) == gap(case, (other, axis)));
+            let [text, negation] = ["equal", "different"]
+                .map(|word| format!("{word} gaps after {axis} of {tensor} and {other}"));
             both(&mut questions, text, negation, equal);
         }
     }

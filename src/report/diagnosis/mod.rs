@@ -54,12 +54,24 @@ pub struct Diagnosis {
 impl Diagnosis {
     /// `rms_norm: 29 of 71 cases fail: forward of y in 29, gradient of dx in 12`.
     pub fn heading(&self) -> String {
-        let kinds: Vec<String> =
-            self.kinds.iter().take(MOST_KINDS).map(|(name, cases)| format!("{name} in {}", count(*cases))).collect();
+        let kinds: Vec<String> = self
+            .kinds
+            .iter()
+            .take(MOST_KINDS)
+            .map(|(name, cases)| format!("{name} in {}", count(*cases)))
+            .collect();
         let others = self.kinds.len().saturating_sub(MOST_KINDS) as u64;
-        let others = if others == 0 { String::new() } else { format!(", and {}", counted(others, "other check")) };
+        let others = if others == 0 {
+            String::new()
+        } else {
+            format!(", and {}", counted(others, "other check"))
+        };
         let of = if self.failing == self.cases {
-            if self.cases == 1 { "the case fails".to_owned() } else { format!("all {} cases fail", count(self.cases)) }
+            if self.cases == 1 {
+                "the case fails".to_owned()
+            } else {
+                format!("all {} cases fail", count(self.cases))
+            }
         } else {
             format!("{} of {} fail", count(self.failing), counted(self.cases, "case"))
         };
@@ -80,14 +92,16 @@ pub fn of_report(report: &Report) -> Vec<Diagnosis> {
 
 /// Of one operator of a report; `None` where none of its cases fails.
 pub fn of_operator(report: &Report, name: &str) -> Option<Diagnosis> {
-    let cases: Vec<&CaseRecord> = report.cases.iter().filter(|case| case.operator == name).collect();
+    let cases: Vec<&CaseRecord> =
+        report.cases.iter().filter(|case| case.operator == name).collect();
     diagnose(report.operators.iter().find(|operator| operator.name == name), &cases)
 }
 
 /// What the records of one operator's cases say; `None` where none fails.
 pub fn diagnose(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Option<Diagnosis> {
     // A case that was made smaller fails because it was chosen to.
-    let swept: Vec<&CaseRecord> = cases.iter().copied().filter(|case| case.origin != Origin::Shrunk).collect();
+    let swept: Vec<&CaseRecord> =
+        cases.iter().copied().filter(|case| case.origin != Origin::Shrunk).collect();
     let swept = if swept.iter().all(|case| agrees(case)) { cases.to_vec() } else { swept };
     let failing: Vec<&CaseRecord> = swept.iter().copied().filter(|case| !agrees(case)).collect();
     let first = failing.first()?;
@@ -115,7 +129,9 @@ fn kinds(failing: &[&CaseRecord]) -> Vec<(String, u64)> {
     for case in failing {
         let findings = order::findings(case);
         let none = [("no check ran", "")];
-        let found = findings.iter().map(|finding| (finding.check.check.as_str(), finding.check.tensor.as_str()));
+        let found = findings
+            .iter()
+            .map(|finding| (finding.check.check.as_str(), finding.check.tensor.as_str()));
         for kind in found.chain(none.into_iter().filter(|_| findings.is_empty())) {
             match kinds.iter_mut().find(|(one, _)| *one == kind) {
                 Some((_, cases)) => *cases += 1,
@@ -166,7 +182,9 @@ fn common(cases: &[&CaseRecord]) -> Vec<String> {
         if sentences.len() >= MOST_SENTENCES {
             break;
         }
-        if let Some((rule, sentence)) = of_kind(cases, &name).filter(|(rule, _)| !said.contains(rule)) {
+        if let Some((rule, sentence)) =
+            of_kind(cases, &name).filter(|(rule, _)| !said.contains(rule))
+        {
             said.push(rule);
             sentences.push(sentence);
         }
@@ -176,8 +194,11 @@ fn common(cases: &[&CaseRecord]) -> Vec<String> {
 
 /// What the cases with one kind of failure have in common, beside those that agree: a rule, and its sentence.
 fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<(String, String)> {
-    let has = |case: &CaseRecord| order::findings(case).iter().any(|finding| order::name_of(finding.check) == name);
-    let asked: Vec<&CaseRecord> = cases.iter().copied().filter(|case| agrees(case) || has(case)).collect();
+    let has = |case: &CaseRecord| {
+        order::findings(case).iter().any(|finding| order::name_of(finding.check) == name)
+    };
+    let asked: Vec<&CaseRecord> =
+        cases.iter().copied().filter(|case| agrees(case) || has(case)).collect();
     let failing = Bits::of(&asked, |case| has(case));
     if failing.all() {
         return None;

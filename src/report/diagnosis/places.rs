@@ -43,9 +43,10 @@ impl Number {
     fn of(&self, fields: &BTreeMap<String, f64>) -> Option<u64> {
         match self {
             Self::Constant(value) => Some(*value),
-            Self::Field(name) => {
-                fields.get(name).filter(|value| value.fract() == 0.0 && **value >= 0.0).map(|value| *value as u64)
-            }
+            Self::Field(name) => fields
+                .get(name)
+                .filter(|value| value.fract() == 0.0 && **value >= 0.0)
+                .map(|value| *value as u64),
         }
     }
 
@@ -106,7 +107,10 @@ struct Seen<'a> {
 
 impl Seen<'_> {
     fn fails(&self, entry: u64) -> bool {
-        self.entries.runs.iter().any(|[first, last]| (*first..=*last).contains(&(entry % self.entries.period.max(1))))
+        self.entries
+            .runs
+            .iter()
+            .any(|[first, last]| (*first..=*last).contains(&(entry % self.entries.period.max(1))))
     }
 
     fn is_whole(&self) -> bool {
@@ -125,7 +129,8 @@ enum Fit {
 }
 
 fn fit(pattern: &Pattern, seen: &Seen<'_>) -> Fit {
-    let has: Option<Vec<bool>> = (0..seen.extent).map(|entry| pattern.has(entry, seen.extent, &seen.fields)).collect();
+    let has: Option<Vec<bool>> =
+        (0..seen.extent).map(|entry| pattern.has(entry, seen.extent, &seen.fields)).collect();
     let Some(has) = has else { return Fit::Silent };
     let size = has.iter().filter(|has| **has).count() as u64;
     if size == 0 || size == seen.extent {
@@ -146,13 +151,18 @@ fn fit(pattern: &Pattern, seen: &Seen<'_>) -> Fit {
 
 /// Patterns that one case suggests.
 fn suggested(seen: &Seen<'_>) -> Vec<Pattern> {
-    let small = seen.fields.iter().filter(|(_, value)| value.fract() == 0.0 && (1.0..1e9).contains(*value));
+    let small =
+        seen.fields.iter().filter(|(_, value)| value.fract() == 0.0 && (1.0..1e9).contains(*value));
     let mut numbers: Vec<Number> = small.map(|(name, _)| Number::Field(name.clone())).collect();
     numbers.push(Number::Constant(1));
     let mut patterns: Vec<Pattern> = TILES.map(Pattern::Tail).to_vec();
     patterns.extend(TILES.map(|tile| Pattern::From(Number::Constant(tile))));
     for number in numbers {
-        patterns.extend([Pattern::First(number.clone()), Pattern::Last(number.clone()), Pattern::From(number.clone())]);
+        patterns.extend([
+            Pattern::First(number.clone()),
+            Pattern::Last(number.clone()),
+            Pattern::From(number.clone()),
+        ]);
         if let (Some(size), [[first, last]]) = (number.of(&seen.fields), &seen.entries.runs[..])
             && size == seen.entries.period
             && size < seen.extent
@@ -161,7 +171,10 @@ fn suggested(seen: &Seen<'_>) -> Vec<Pattern> {
         }
     }
     if let ([[first, last]], false) = (&seen.entries.runs[..], seen.entries.period < seen.extent) {
-        patterns.extend([Pattern::From(Number::Constant(*first)), Pattern::First(Number::Constant(last + 1))]);
+        patterns.extend([
+            Pattern::From(Number::Constant(*first)),
+            Pattern::First(Number::Constant(last + 1)),
+        ]);
     }
     if let ([[first, last]], true) = (&seen.entries.runs[..], seen.entries.period < seen.extent) {
         patterns.push(Pattern::InGroups(Number::Constant(seen.entries.period), *first, *last));
@@ -175,7 +188,10 @@ pub(super) fn sentences(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]
     for case in cases {
         for check in super::order::findings(case).iter().map(|finding| finding.check) {
             let Some(failing) = &check.failing else { continue };
-            match of_check.iter_mut().find(|(one, _)| one.check == check.check && one.tensor == check.tensor) {
+            match of_check
+                .iter_mut()
+                .find(|(one, _)| one.check == check.check && one.tensor == check.tensor)
+            {
                 Some((_, found)) => found.push((case, failing)),
                 None => of_check.push((check, vec![(case, failing)])),
             }
@@ -192,7 +208,11 @@ pub(super) fn sentences(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]
     }
     said.into_iter()
         .map(|(text, tensors)| {
-            format!("{} fail{} only in {text}", super::listed(&tensors), if tensors.len() == 1 { "s" } else { "" })
+            format!(
+                "{} fail{} only in {text}",
+                super::listed(&tensors),
+                if tensors.len() == 1 { "s" } else { "" }
+            )
         })
         .collect()
 }
@@ -205,7 +225,8 @@ fn of_tensor(
     let axes = axes_of(operator, tensor, found[0].1.axes.len());
     let mut texts = Vec::new();
     for (place, axis) in axes.iter().enumerate() {
-        let seen: Vec<Seen<'_>> = found.iter().filter_map(|(case, failing)| seen(case, failing, place)).collect();
+        let seen: Vec<Seen<'_>> =
+            found.iter().filter_map(|(case, failing)| seen(case, failing, place)).collect();
         texts.extend(of_axis(axis, &seen));
     }
     (!texts.is_empty()).then(|| texts.join(", and only in "))
@@ -213,13 +234,20 @@ fn of_tensor(
 
 fn seen<'a>(case: &CaseRecord, failing: &'a FailingElements, place: usize) -> Option<Seen<'a>> {
     let (extent, entries) = (*failing.shape.get(place)?, failing.axes.get(place)?);
-    (1 < extent && extent < MOST_ENTRIES).then(|| Seen { fields: features::numbers(&case.case), extent, entries })
+    (1 < extent && extent < MOST_ENTRIES).then(|| Seen {
+        fields: features::numbers(&case.case),
+        extent,
+        entries,
+    })
 }
 
 fn of_axis(axis: &str, seen: &[Seen<'_>]) -> Option<String> {
     let partial: Vec<&Seen<'_>> = seen.iter().filter(|seen| !seen.is_whole()).collect();
     // What fails everywhere in most cases is no matter of this axis.
-    if 2 * partial.len() < seen.len() || partial.is_empty() || partial.iter().any(|seen| seen.entries.runs.is_empty()) {
+    if 2 * partial.len() < seen.len()
+        || partial.is_empty()
+        || partial.iter().any(|seen| seen.entries.runs.is_empty())
+    {
         return None;
     }
     let mut patterns: Vec<Pattern> = partial.iter().flat_map(|seen| suggested(seen)).collect();
@@ -242,13 +270,15 @@ fn of_axis(axis: &str, seen: &[Seen<'_>]) -> Option<String> {
     });
     let (_, pattern) = judged.min_by(|a, b| a.0.total_cmp(&b.0))?;
     let example = partial[0].entries.runs.first().filter(|_| pattern.is_run());
-    let example = example.map_or(String::new(), |[first, last]| format!(" ({first} to {last} in the first case)"));
+    let example = example
+        .map_or(String::new(), |[first, last]| format!(" ({first} to {last} in the first case)"));
     Some(pattern.words(axis) + &example)
 }
 
 /// Names of a tensor's axes; their numbers where they have none.
 fn axes_of(operator: Option<&OperatorRecord>, tensor: &str, count: usize) -> Vec<String> {
-    let tensor = operator.and_then(|operator| operator.tensors.iter().find(|one| one.name == tensor));
+    let tensor =
+        operator.and_then(|operator| operator.tensors.iter().find(|one| one.name == tensor));
     let named = tensor.map(|tensor| tensor.axes.clone()).filter(|axes| axes.len() == count);
     named.unwrap_or_else(|| (0..count).map(|axis| format!("axis {axis}")).collect())
 }
@@ -265,12 +295,16 @@ pub(super) fn of_check(operator: Option<&OperatorRecord>, check: &CheckRecord) -
         if entries.entries == *extent || entries.runs.is_empty() {
             continue;
         }
-        let run =
-            |[first, last]: &[u64; 2]| if first == last { first.to_string() } else { format!("{first} to {last}") };
+        let run = |[first, last]: &[u64; 2]| {
+            if first == last { first.to_string() } else { format!("{first} to {last}") }
+        };
         let runs: Vec<String> = entries.runs.iter().take(MOST).map(run).collect();
         let more = if entries.runs.len() > MOST { ", …" } else { "" };
-        let period =
-            if entries.period < *extent { format!(" of each {}", entries.period) } else { format!(" (of {extent})") };
+        let period = if entries.period < *extent {
+            format!(" of each {}", entries.period)
+        } else {
+            format!(" (of {extent})")
+        };
         texts.push(format!("{axis} {}{more}{period}", runs.join(", ")));
     }
     texts.join("; ")

@@ -68,7 +68,11 @@ pub(super) fn ratios(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -
     of_tensor.iter().filter_map(|(tensor, found)| ratio(operator, tensor, found)).collect()
 }
 
-fn ratio(operator: Option<&OperatorRecord>, tensor: &str, found: &[(&CaseRecord, &CheckRecord)]) -> Option<Ratio> {
+fn ratio(
+    operator: Option<&OperatorRecord>,
+    tensor: &str,
+    found: &[(&CaseRecord, &CheckRecord)],
+) -> Option<Ratio> {
     let measured: Vec<Measured> = found
         .iter()
         .filter_map(|(case, check)| {
@@ -81,8 +85,10 @@ fn ratio(operator: Option<&OperatorRecord>, tensor: &str, found: &[(&CaseRecord,
         return None;
     }
     let first = &measured[0];
-    let is_constant = measured.iter().all(|one| close(one.factor, first.factor, one.tolerance + first.tolerance));
-    let mut fitting: Vec<&Known> = first.known.iter().filter(|known| fits_all(known, &measured)).collect();
+    let is_constant =
+        measured.iter().all(|one| close(one.factor, first.factor, one.tolerance + first.tolerance));
+    let mut fitting: Vec<&Known> =
+        first.known.iter().filter(|known| fits_all(known, &measured)).collect();
     let numbers = first.known.len() as f64;
     fitting.retain(|_| numbers * chance(&measured) <= FALSE);
     fitting.sort_by_key(|known| known.rank);
@@ -115,7 +121,10 @@ fn fits_all(known: &Known, measured: &[Measured]) -> bool {
 fn chance(measured: &[Measured]) -> f64 {
     let mut unlike: Vec<&Measured> = Vec::new();
     for one in measured {
-        match unlike.iter_mut().find(|other| close(one.factor, other.factor, one.tolerance + other.tolerance)) {
+        match unlike
+            .iter_mut()
+            .find(|other| close(one.factor, other.factor, one.tolerance + other.tolerance))
+        {
             Some(other) if one.tolerance < other.tolerance => *other = one,
             Some(_) => {}
             None => unlike.push(one),
@@ -123,7 +132,8 @@ fn chance(measured: &[Measured]) -> f64 {
     }
     let of_one = |one: &&Measured| {
         let logarithms = one.known.iter().map(|known| known.value.abs().ln());
-        let (low, high) = logarithms.fold((f64::MAX, f64::MIN), |(low, high), one| (low.min(one), high.max(one)));
+        let (low, high) =
+            logarithms.fold((f64::MAX, f64::MIN), |(low, high), one| (low.min(one), high.max(one)));
         (2.0 * one.tolerance / (high - low)).min(1.0)
     };
     unlike.iter().map(of_one).product()
@@ -149,7 +159,9 @@ fn uniform(check: &CheckRecord) -> Option<(f64, f64)> {
 
 fn tolerance(metrics: &Metrics) -> f64 {
     match &metrics.whole {
-        Some(WholeTensor { bias_low, bias_high, .. }) if bias_low.is_finite() && bias_high.is_finite() => {
+        Some(WholeTensor { bias_low, bias_high, .. })
+            if bias_low.is_finite() && bias_high.is_finite() =>
+        {
             bias_low.abs().max(bias_high.abs()).min(metrics.budget_relative)
         }
         _ => metrics.budget_relative,
@@ -159,15 +171,17 @@ fn tolerance(metrics: &Metrics) -> f64 {
 /// The numbers that a person knows of a case: its fields, the extents of the tensor's axes, constants.
 fn known(operator: Option<&OperatorRecord>, case: &CaseRecord, check: &CheckRecord) -> Vec<Known> {
     let mut numbers: BTreeMap<String, f64> = features::numbers(&case.case);
-    let tensor = operator.and_then(|operator| operator.tensors.iter().find(|tensor| tensor.name == check.tensor));
+    let tensor = operator
+        .and_then(|operator| operator.tensors.iter().find(|tensor| tensor.name == check.tensor));
     if let (Some(tensor), Some(failing)) = (tensor, &check.failing) {
         for (axis, extent) in tensor.axes.iter().zip(&failing.shape) {
             numbers.entry(axis.clone()).or_insert(*extent as f64);
         }
     }
     let mut known = constants();
-    for (name, value) in
-        numbers.into_iter().filter(|(_, value)| *value != 0.0 && value.abs() != 1.0 && value.is_finite())
+    for (name, value) in numbers
+        .into_iter()
+        .filter(|(_, value)| *value != 0.0 && value.abs() != 1.0 && value.is_finite())
     {
         known.extend(forms(&name, value));
     }
@@ -200,9 +214,23 @@ fn constants() -> Vec<Known> {
 fn forms(name: &str, value: f64) -> Vec<Known> {
     let is_count = value.fract() == 0.0 && value > 0.0;
     let questions: [&'static str; 6] = if is_count {
-        ["summed over instead of averaged?", "divided by it once too often?", "", "", "", "scaled by its root?"]
+        [
+            "summed over instead of averaged?",
+            "divided by it once too often?",
+            "",
+            "",
+            "",
+            "scaled by its root?",
+        ]
     } else {
-        ["applied once too often?", "left out?", "applied twice too often?", "divided by it?", "", ""]
+        [
+            "applied once too often?",
+            "left out?",
+            "applied twice too often?",
+            "divided by it?",
+            "",
+            "",
+        ]
     };
     let forms = [
         (name.to_owned(), value),
@@ -228,21 +256,25 @@ pub(super) fn sentences(ratios: &[Ratio]) -> (Vec<String>, Vec<String>) {
     for ratio in ratios {
         let alike = |other: &Ratio| {
             ratio.names == other.names
-                && (ratio.is_constant && close(ratio.factor, other.factor, 1e-2) || !ratio.names.is_empty())
+                && (ratio.is_constant && close(ratio.factor, other.factor, 1e-2)
+                    || !ratio.names.is_empty())
         };
         match groups.iter_mut().find(|group| alike(group[0])) {
             Some(group) => group.push(ratio),
             None => groups.push(vec![ratio]),
         }
     }
-    let (named, others): (Vec<_>, Vec<_>) = groups.iter().partition(|group| !group[0].names.is_empty());
-    let said = |groups: Vec<&Vec<&Ratio>>| groups.into_iter().map(|group| sentence(group)).collect();
+    let (named, others): (Vec<_>, Vec<_>) =
+        groups.iter().partition(|group| !group[0].names.is_empty());
+    let said =
+        |groups: Vec<&Vec<&Ratio>>| groups.into_iter().map(|group| sentence(group)).collect();
     (said(named), said(others))
 }
 
 fn sentence(group: &[&Ratio]) -> String {
     let first = group[0];
-    let tensors = super::listed(&group.iter().map(|ratio| ratio.tensor.clone()).collect::<Vec<_>>());
+    let tensors =
+        super::listed(&group.iter().map(|ratio| ratio.tensor.clone()).collect::<Vec<_>>());
     let [is, it] = if group.len() == 1 { ["is", "it"] } else { ["are", "they"] };
     let factor = figures::measure(first.factor, 6);
     let mut text = if first.factor == 0.0 {
@@ -257,8 +289,12 @@ fn sentence(group: &[&Ratio]) -> String {
         text += &format!(": {}", first.question);
     }
     let (uniform, failing) = first.cases;
-    let same = if first.is_constant || failing == 1 { "" } else { "; the number is the first case's" };
-    text + &format!(" ({uniform} of {failing} failing case{}{same})", if failing == 1 { "" } else { "s" })
+    let same =
+        if first.is_constant || failing == 1 { "" } else { "; the number is the first case's" };
+    text + &format!(
+        " ({uniform} of {failing} failing case{}{same})",
+        if failing == 1 { "" } else { "s" }
+    )
 }
 
 #[cfg(test)]
@@ -267,11 +303,16 @@ mod tests {
 
     #[test]
     fn known_numbers_are_those_of_the_case_and_their_forms() {
-        let names: Vec<(String, f64)> =
-            forms("softmax_scale", 0.25).into_iter().map(|known| (known.name, known.value)).collect();
+        let names: Vec<(String, f64)> = forms("softmax_scale", 0.25)
+            .into_iter()
+            .map(|known| (known.name, known.value))
+            .collect();
         assert!(
-            names.contains(&("softmax_scale".into(), 0.25)) && names.contains(&("1 / softmax_scale²".into(), 16.0))
+            names.contains(&("softmax_scale".into(), 0.25))
+                && names.contains(&("1 / softmax_scale²".into(), 16.0))
         );
-        assert!(constants().iter().any(|known| known.value == 0.5 && known.question == "counted half?"));
+        assert!(
+            constants().iter().any(|known| known.value == 0.5 && known.question == "counted half?")
+        );
     }
 }

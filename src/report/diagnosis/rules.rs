@@ -123,7 +123,8 @@ impl Counts {
     /// Bits of which cases fail, given the rule.
     fn left(self) -> f64 {
         let (others, other_failures) = (self.asked - self.meet, self.fail - self.meet_and_fail);
-        let which = log2_binomial(self.meet, self.meet_and_fail) + log2_binomial(others, other_failures);
+        let which =
+            log2_binomial(self.meet, self.meet_and_fail) + log2_binomial(others, other_failures);
         which + ((self.meet + 1) as f64).log2() + ((others + 1) as f64).log2()
     }
 
@@ -139,8 +140,8 @@ impl Counts {
             log2_binomial(self.meet, k) + log2_binomial(self.asked - self.meet, self.fail - k)
                 - log2_binomial(self.asked, self.fail)
         };
-        let possible =
-            (self.meet_and_fail..=self.meet.min(self.fail)).filter(|k| self.fail - k <= self.asked - self.meet);
+        let possible = (self.meet_and_fail..=self.meet.min(self.fail))
+            .filter(|k| self.fail - k <= self.asked - self.meet);
         possible.map(|k| term(k).exp2()).sum::<f64>().log2()
     }
 
@@ -169,7 +170,11 @@ fn best(classes: &[Class], failing: &Bits, asked: &Bits) -> Option<Rule> {
         let counts = Counts::of(&meets, &failing, total, fail);
         let atoms: Vec<&Atom> = places.iter().map(|&place| &classes[place].atom).collect();
         let cost = cost(&atoms);
-        counts.points_at_failures().then(|| Candidate { places, score: cost + counts.left(), meets })
+        counts.points_at_failures().then(|| Candidate {
+            places,
+            score: cost + counts.left(),
+            meets,
+        })
     };
     let single = |place: usize| judged(vec![place], classes[place].atom.holds.and(asked));
     let mut candidates: Vec<Candidate> = (0..classes.len()).filter_map(single).collect();
@@ -191,9 +196,11 @@ fn best(classes: &[Class], failing: &Bits, asked: &Bits) -> Option<Rule> {
         }
     }
     candidates.extend(pairs);
-    candidates.sort_by(|a, b| a.score.total_cmp(&b.score).then(a.places.len().cmp(&b.places.len())));
+    candidates
+        .sort_by(|a, b| a.score.total_cmp(&b.score).then(a.places.len().cmp(&b.places.len())));
     let separates = |candidate: &&Candidate| {
-        let atoms: Vec<&Atom> = candidate.places.iter().map(|&place| &classes[place].atom).collect();
+        let atoms: Vec<&Atom> =
+            candidate.places.iter().map(|&place| &classes[place].atom).collect();
         Counts::of(&candidate.meets, &failing, total, fail).separates(cost(&atoms))
     };
     let candidate = candidates.iter().take(MOST_PAIRS).find(separates)?;
@@ -220,15 +227,23 @@ impl Rule {
         let (met, wrong) = (self.meets.count(), self.meets.common(&failing));
         let mut text = format!("{wrong} of {all} failing cases: {}", self.text());
         if met > wrong {
-            text += &format!(" (and so {} that agree{})", met - wrong, if met - wrong == 1 { "s" } else { "" });
+            text += &format!(
+                " (and so {} that agree{})",
+                met - wrong,
+                if met - wrong == 1 { "s" } else { "" }
+            );
         }
         let without = |atom: &Atom| {
             let without = self.asked.and(&atom.holds.not());
             format!("{} of {} with {}", without.common(&failing), without.count(), atom.negation)
         };
         text += &format!("; {}", self.atoms.iter().map(without).collect::<Vec<_>>().join(", "));
-        let same: Vec<&str> =
-            self.same.iter().flat_map(|same| same.iter().take(MOST_SAME)).map(String::as_str).collect();
+        let same: Vec<&str> = self
+            .same
+            .iter()
+            .flat_map(|same| same.iter().take(MOST_SAME))
+            .map(String::as_str)
+            .collect();
         if !same.is_empty() {
             text += &format!(". The same cases: {}", same.join("; "));
         }

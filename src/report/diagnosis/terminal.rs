@@ -43,7 +43,11 @@ pub fn text(report: &Report, out: &Path) -> String {
         written += 1;
     }
     if all > written {
-        text += &format!("{} more: {}\n", count((all - written) as u64), out.join("index.html").display());
+        text += &format!(
+            "{} more: {}\n",
+            count((all - written) as u64),
+            out.join("index.html").display()
+        );
     }
     text
 }
@@ -60,9 +64,14 @@ pub fn headed(diagnoses: &[Diagnosis]) -> String {
         }
     }
     if diagnoses.len() > MOST_OPERATORS {
-        let others: Vec<&str> = diagnoses[MOST_OPERATORS..].iter().map(|one| one.operator.as_str()).collect();
+        let others: Vec<&str> =
+            diagnoses[MOST_OPERATORS..].iter().map(|one| one.operator.as_str()).collect();
         text += &wrapped(
-            &format!("and {}: {}", counted(others.len() as u64, "more operator"), others.join(", ")),
+            &format!(
+                "and {}: {}",
+                counted(others.len() as u64, "more operator"),
+                others.join(", ")
+            ),
             "",
             "    ",
         );
@@ -99,7 +108,8 @@ fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
 /// refer to the records.
 fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> String {
     let operator = report.operators.iter().find(|operator| operator.name == case.operator);
-    let origin = if case.origin == Origin::Shrunk { "made smaller" } else { origin_word(case.origin) };
+    let origin =
+        if case.origin == Origin::Shrunk { "made smaller" } else { origin_word(case.origin) };
     let mut text = format!("{}. {}, {origin}\n", place + 1, case.operator);
     text += &findings_text(operator, case, MOST_FINDINGS);
     let replay = if place == 0 { case.replay.clone() } else { by_reference(case, out) };
@@ -107,12 +117,20 @@ fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> St
 }
 
 /// What failed in a case, in the first so many findings.
-pub fn findings_text(operator: Option<&crate::record::OperatorRecord>, case: &CaseRecord, most: usize) -> String {
+pub fn findings_text(
+    operator: Option<&crate::record::OperatorRecord>,
+    case: &CaseRecord,
+    most: usize,
+) -> String {
     let findings = order::findings(case);
     let mut text = if findings.is_empty() { "  no check ran\n".to_owned() } else { String::new() };
     for finding in findings.iter().take(most) {
         let head = format!("{} {}", finding.check.check, finding.check.tensor);
-        text += &wrapped(&format!("{}: {}", head.trim_end(), shortened(&message(finding.check))), "  ", "    ");
+        text += &wrapped(
+            &format!("{}: {}", head.trim_end(), shortened(&message(finding.check))),
+            "  ",
+            "    ",
+        );
         let place = places::of_check(operator, finding.check);
         let where_and_with: Vec<String> =
             [place, finding.company()].into_iter().filter(|text| !text.is_empty()).collect();
@@ -121,7 +139,8 @@ pub fn findings_text(operator: Option<&crate::record::OperatorRecord>, case: &Ca
         }
     }
     if findings.len() > most {
-        text += &format!("  and {}\n", counted((findings.len() - most) as u64, "more failing check"));
+        text +=
+            &format!("  and {}\n", counted((findings.len() - most) as u64, "more failing check"));
     }
     text
 }
@@ -140,10 +159,14 @@ fn shortened(message: &str) -> String {
 fn by_reference(case: &CaseRecord, out: &Path) -> String {
     let records = out.join(crate::record::journal::RECORDS);
     let quoted = |text: String| format!("'{}'", text.replace('\'', "'\\''"));
-    let Ok(own) = serde_json::from_value::<Case>(case.case.clone()) else { return case.replay.clone() };
+    let Ok(own) = serde_json::from_value::<Case>(case.case.clone()) else {
+        return case.replay.clone();
+    };
     let line = quoted(own.line());
     match case.replay.strip_suffix(&line) {
-        Some(command) => format!("{command}{}", quoted(format!("{}#{}", records.display(), own.digest()))),
+        Some(command) => {
+            format!("{command}{}", quoted(format!("{}#{}", records.display(), own.digest())))
+        }
         None => case.replay.clone(),
     }
 }
@@ -182,7 +205,12 @@ pub fn wrapped(text: &str, first: &str, others: &str) -> String {
 
 /// One line for a failing case while a sweep runs.
 pub fn note(case: &CaseRecord) -> String {
-    let first =
-        order::findings(case).first().map_or("no check ran".to_owned(), |finding| order::name_of(finding.check));
-    format!("{}: a {} case fails, {first}; more at the end", case.operator, origin_word(case.origin))
+    let first = order::findings(case)
+        .first()
+        .map_or("no check ran".to_owned(), |finding| order::name_of(finding.check));
+    format!(
+        "{}: a {} case fails, {first}; more at the end",
+        case.operator,
+        origin_word(case.origin)
+    )
 }

@@ -39,7 +39,10 @@ fn case(fields: Value, paths: &[&str], checks: Vec<CheckRecord>) -> CaseRecord {
 /// A sweep whose cases fail where `fails` says so.
 fn sweep(cases: u64, fails: impl Fn(u64, u64, bool, bool) -> bool) -> Vec<CaseRecord> {
     let one = |number: u64| {
-        let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = number
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(31)
+            .wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let (rows, width) = (mixed % 13, 1 + (mixed >> 20) % 300);
         let (weighted, scalar) = (mixed >> 40 & 1 == 0, !width.is_multiple_of(8));
         let path = if scalar { "rms_norm_forward_scalar" } else { "rms_norm_forward_block" };
@@ -48,7 +51,11 @@ fn sweep(cases: u64, fails: impl Fn(u64, u64, bool, bool) -> bool) -> Vec<CaseRe
             "operator": "rms_norm", "num_rows": rows, "width": width, "eps": 1e-6, "seed": mixed,
             "weight": weighted.then_some("f32"), "aliasing": if mixed >> 50 & 1 == 0 { "in_place" } else { "out_of_place" },
         });
-        case(fields, &[path, backward], vec![check("forward", "y", fails(rows, width, weighted, scalar))])
+        case(
+            fields,
+            &[path, backward],
+            vec![check("forward", "y", fails(rows, width, weighted, scalar))],
+        )
     };
     (0..cases).map(one).collect()
 }
@@ -73,11 +80,16 @@ fn one_question_that_separates_is_said_with_its_counts() {
     assert_says(
         &cases,
         &[
-            &format!("{failing} of {failing} failing cases: weight present; 0 of {others} with weight absent"),
+            &format!(
+                "{failing} of {failing} failing cases: weight present; 0 of {others} with weight absent"
+            ),
             "The same cases: weight = f32",
         ],
     );
-    assert_eq!(said(&cases).heading(), format!("rms_norm: {failing} of 60 cases fail: forward of y in {failing}"));
+    assert_eq!(
+        said(&cases).heading(),
+        format!("rms_norm: {failing} of 60 cases fail: forward of y in {failing}")
+    );
 }
 
 #[test]
@@ -94,7 +106,10 @@ fn two_questions_are_joined_and_thresholds_are_round() {
 fn a_second_cause_is_a_second_rule() {
     let cases = sweep(160, |rows, width, weighted, _| weighted && width > 128 || rows == 0);
     let sentences = said(&cases).sentences;
-    assert!(sentences.len() > 1 && sentences.iter().any(|sentence| sentence.contains("num_rows")), "{sentences:#?}");
+    assert!(
+        sentences.len() > 1 && sentences.iter().any(|sentence| sentence.contains("num_rows")),
+        "{sentences:#?}"
+    );
 }
 
 #[test]
@@ -102,7 +117,10 @@ fn failures_at_random_have_nothing_in_common() {
     let mut said_falsely = 0;
     for offset in 0..40u64 {
         let chance = |number: u64| {
-            (number + 1000 * offset).wrapping_mul(0xd6e8_feb8_6659_fd93).rotate_left(17).is_multiple_of(3)
+            (number + 1000 * offset)
+                .wrapping_mul(0xd6e8_feb8_6659_fd93)
+                .rotate_left(17)
+                .is_multiple_of(3)
         };
         let mut cases = sweep(50, |_, _, _, _| false);
         for (number, case) in (0..).zip(&mut cases) {
@@ -118,7 +136,10 @@ fn failures_at_random_have_nothing_in_common() {
 fn too_few_cases_say_nothing_and_cases_that_all_fail_say_so() {
     assert!(said(&sweep(4, |_, _, weighted, _| weighted)).sentences.is_empty());
     let all = said(&sweep(9, |_, _, _, _| true));
-    assert_eq!((all.heading().as_str(), all.sentences.len()), ("rms_norm: all 9 cases fail: forward of y in 9", 0));
+    assert_eq!(
+        (all.heading().as_str(), all.sentences.len()),
+        ("rms_norm: all 9 cases fail: forward of y in 9", 0)
+    );
 }
 
 #[test]
@@ -134,10 +155,17 @@ fn statistics_of_a_tensor_that_fails_forward_are_no_findings_of_their_own() {
     ];
     let case = case(json!({"operator": "rms_norm"}), &[], checks);
     let findings = super::order::findings(&case);
-    let names: Vec<String> = findings.iter().map(|finding| super::order::name_of(finding.check)).collect();
+    let names: Vec<String> =
+        findings.iter().map(|finding| super::order::name_of(finding.check)).collect();
     assert_eq!(
         names,
-        ["guards of y", "law: rows may be permuted of y", "forward of y", "gradient of dx", "bias of rstd"]
+        [
+            "guards of y",
+            "law: rows may be permuted of y",
+            "forward of y",
+            "gradient of dx",
+            "bias of rstd"
+        ]
     );
     assert_eq!(findings[2].company(), "with it: bias, precision");
 }

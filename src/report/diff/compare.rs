@@ -10,7 +10,8 @@ use super::statistics::{absence, holm, median, rank_sum, signed_rank};
 use crate::mutants::matrix::tally::Tally;
 use crate::record::Standing;
 use crate::record::{
-    BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report, Skip,
+    BenchmarkRecord, CaseRecord, Metrics, MutantRecord, MutantSource, MutantStatus, Origin, Report,
+    Skip,
 };
 use crate::report::drawn::compared;
 use crate::report::numbers::{count, counted, significant, time};
@@ -171,14 +172,22 @@ impl BenchmarkDiff {
     /// Lowest, middle and highest ratio of the times, HEAD over BASE, that the intervals allow.
     pub fn ratio(&self) -> Option<[f64; 3]> {
         let (base, head) = (self.base.as_ref()?, self.head.as_ref()?);
-        Some([head.low_ns / base.high_ns, head.median_ns / base.median_ns, head.high_ns / base.low_ns])
+        Some([
+            head.low_ns / base.high_ns,
+            head.median_ns / base.median_ns,
+            head.high_ns / base.low_ns,
+        ])
     }
 
     /// The change in percent with its bounds, such as `+8.1 % (+6.9 … +9.4 %)`.
     pub fn change(&self) -> String {
         let percent = |ratio: f64| {
             let change = 100.0 * (ratio - 1.0);
-            format!("{}{}", if change > 0.0 { "+" } else { "" }, significant(change, 2).replace('-', "−"))
+            format!(
+                "{}{}",
+                if change > 0.0 { "+" } else { "" },
+                significant(change, 2).replace('-', "−")
+            )
         };
         self.ratio().map_or("—".to_owned(), |[low, middle, high]| {
             format!("{} % ({} … {} %)", percent(middle), percent(low), percent(high))
@@ -214,20 +223,34 @@ pub fn compare(base: &Report, head: &Report) -> Result<Diff> {
     for (name, report) in [("BASE", base), ("HEAD", head)] {
         let parts = report.shards.first().map_or(0, |shard| shard.count as usize);
         if report.shards.len() < parts {
-            bail!("{name} is {} of {parts} shards: merge them first (parity merge)", report.shards.len());
+            bail!(
+                "{name} is {} of {parts} shards: merge them first (parity merge)",
+                report.shards.len()
+            );
         }
     }
     if base.cases.is_empty() {
         bail!("BASE holds no case: there is nothing to compare with");
     }
-    let names = |report: &Report| -> BTreeSet<String> { report.cases.iter().map(|c| c.operator.clone()).collect() };
+    let names = |report: &Report| -> BTreeSet<String> {
+        report.cases.iter().map(|c| c.operator.clone()).collect()
+    };
     let (in_base, in_head) = (names(base), names(head));
     if !in_head.is_empty() && in_base.is_disjoint(&in_head) {
         bail!("the reports have no operator in common");
     }
-    let both = Both { base, head, same_profile: base.profile == head.profile, same_seed: base.seed == head.seed };
-    let mut diff =
-        Diff { findings: Vec::new(), notes: notes(base, head), operators: Vec::new(), benchmarks: Vec::new() };
+    let both = Both {
+        base,
+        head,
+        same_profile: base.profile == head.profile,
+        same_seed: base.seed == head.seed,
+    };
+    let mut diff = Diff {
+        findings: Vec::new(),
+        notes: notes(base, head),
+        operators: Vec::new(),
+        benchmarks: Vec::new(),
+    };
     for name in in_base.union(&in_head) {
         let sides = [base, head].map(|report| Side::of(report, name));
         diff.operators.push(both.operator(name, &sides, &mut diff.findings));
@@ -251,9 +274,13 @@ fn notes(base: &Report, head: &Report) -> Vec<String> {
             one.backend, one.device, other.backend, other.device
         ));
     }
-    for (what, one, other) in [("driver", &one.driver, &other.driver), ("compiler", &one.compiler, &other.compiler)] {
+    for (what, one, other) in
+        [("driver", &one.driver, &other.driver), ("compiler", &one.compiler, &other.compiler)]
+    {
         if one != other {
-            notes.push(format!("Different {what}s ({one} and {other}): a change need not come from the kernels."));
+            notes.push(format!(
+                "Different {what}s ({one} and {other}): a change need not come from the kernels."
+            ));
         }
     }
     if one_is_external(base, head) {
@@ -297,7 +324,12 @@ fn one_is_external(base: &Report, head: &Report) -> bool {
 fn same_device(base: &Report, head: &Report) -> bool {
     let key = |report: &Report| {
         let environment = &report.environment;
-        (environment.backend, environment.device.clone(), environment.target.clone(), environment.processors)
+        (
+            environment.backend,
+            environment.device.clone(),
+            environment.target.clone(),
+            environment.processors,
+        )
     };
     key(base) == key(head)
 }
@@ -345,7 +377,8 @@ struct Side<'a> {
 impl<'a> Side<'a> {
     fn of(report: &'a Report, operator: &str) -> Self {
         let mut side = Self { cases: BTreeMap::new(), checks: BTreeMap::new() };
-        let mut records: Vec<_> = report.cases.iter().filter(|case| case.operator == operator).collect();
+        let mut records: Vec<_> =
+            report.cases.iter().filter(|case| case.operator == operator).collect();
         records.sort_by_key(|case| Part::of(case));
         for case in records {
             side.add(case);
@@ -359,7 +392,8 @@ impl<'a> Side<'a> {
         let (line, part) = (case.case.to_string(), Part::of(case));
         let again = self.cases.contains_key(&line);
         let unchecked = ("checks", "", Standing::Error);
-        let checks = case.checks.iter().map(|check| (&*check.check, &*check.tensor, Standing::of(check)));
+        let checks =
+            case.checks.iter().map(|check| (&*check.check, &*check.tensor, Standing::of(check)));
         for (check, tensor, standing) in checks.chain(case.checks.is_empty().then_some(unchecked)) {
             if !again || standing != Standing::Pass {
                 let said = Said { line: line.clone(), part, standing };
@@ -370,7 +404,10 @@ impl<'a> Side<'a> {
     }
 
     fn of_part(&self, part: Part) -> impl Iterator<Item = (&String, &'a CaseRecord)> {
-        self.cases.iter().filter(move |(_, case)| Part::of(case) == part).map(|(line, case)| (line, *case))
+        self.cases
+            .iter()
+            .filter(move |(_, case)| Part::of(case) == part)
+            .map(|(line, case)| (line, *case))
     }
 
     fn count(&self, part: Part) -> u64 {
@@ -384,7 +421,10 @@ impl<'a> Side<'a> {
 
     fn failing(&self, key: &CheckKey) -> Vec<&str> {
         let of_key = self.checks.get(key).into_iter().flatten();
-        of_key.filter(|said| said.standing != Standing::Pass).map(|said| said.line.as_str()).collect()
+        of_key
+            .filter(|said| said.standing != Standing::Pass)
+            .map(|said| said.line.as_str())
+            .collect()
     }
 
     fn ran(&self, key: &CheckKey) -> u64 {
@@ -393,7 +433,8 @@ impl<'a> Side<'a> {
 
     /// How often a check ran in the sweep itself.
     fn ran_in_sweep(&self, key: &CheckKey) -> u64 {
-        self.checks.get(key).into_iter().flatten().filter(|said| said.part == Part::Swept).count() as u64
+        self.checks.get(key).into_iter().flatten().filter(|said| said.part == Part::Swept).count()
+            as u64
     }
 
     fn passed(&self, key: &CheckKey) -> u64 {
@@ -404,7 +445,8 @@ impl<'a> Side<'a> {
     fn metrics(&self, key: &CheckKey) -> BTreeMap<&str, &'a Metrics> {
         self.of_part(Part::Swept)
             .filter_map(|(line, case)| {
-                let check = case.checks.iter().find(|one| one.check == key.0 && one.tensor == key.1)?;
+                let check =
+                    case.checks.iter().find(|one| one.check == key.0 && one.tensor == key.1)?;
                 Some((line.as_str(), check.metrics.as_ref()?))
             })
             .collect()
@@ -436,11 +478,21 @@ impl Both<'_> {
         let remembered = in_each_and_both(sides, Part::Remembered);
         verdicts(name, sides, findings);
         if head.cases.is_empty() {
-            findings.push(shrank(name, "operator", format!("swept, {}", counted(base.swept(), "case")), "not swept"));
+            findings.push(shrank(
+                name,
+                "operator",
+                format!("swept, {}", counted(base.swept(), "case")),
+                "not swept",
+            ));
         } else if base.cases.is_empty() {
             findings.push(Finding {
                 kind: Kind::CoverageGrew,
-                ..shrank(name, "operator", "not swept", format!("swept, {}", counted(head.swept(), "case")))
+                ..shrank(
+                    name,
+                    "operator",
+                    "not swept",
+                    format!("swept, {}", counted(head.swept(), "case")),
+                )
             });
         } else {
             self.coverage(name, sides, findings);
@@ -453,7 +505,14 @@ impl Both<'_> {
                 paths.entry(path).or_default()[place] = cases;
             }
         }
-        OperatorDiff { name: name.to_owned(), cases, remembered, checks: check_counts(&keys, sides), tensors, paths }
+        OperatorDiff {
+            name: name.to_owned(),
+            cases,
+            remembered,
+            checks: check_counts(&keys, sides),
+            tensors,
+            paths,
+        }
     }
 
     /// Cases, paths, checks, axes and types that HEAD lost.
@@ -480,14 +539,22 @@ impl Both<'_> {
                 let subject = format!("path {path}");
                 findings.push(Finding {
                     why,
-                    ..shrank(name, &subject, format!("ran in {}", counted(*seen, "case")), "never ran")
+                    ..shrank(
+                        name,
+                        &subject,
+                        format!("ran in {}", counted(*seen, "case")),
+                        "never ran",
+                    )
                 });
             }
         }
         for path in now.keys().filter(|path| !paths.contains_key(*path)) {
             let head = format!("ran in {}", counted(now[path], "case"));
             let subject = format!("path {path}");
-            findings.push(Finding { kind: Kind::CoverageGrew, ..shrank(name, &subject, "never ran", head) });
+            findings.push(Finding {
+                kind: Kind::CoverageGrew,
+                ..shrank(name, &subject, "never ran", head)
+            });
         }
     }
 
@@ -495,7 +562,9 @@ impl Both<'_> {
     /// made it in fewer runs of a case.
     fn lacks_rightly(&self, (check, tensor): &CheckKey, are: u64) -> bool {
         let of_tensor = format!(" of {tensor}");
-        let skipped = |skip: &Skip| skip.what == *check || !tensor.is_empty() && skip.what.ends_with(&of_tensor);
+        let skipped = |skip: &Skip| {
+            skip.what == *check || !tensor.is_empty() && skip.what.ends_with(&of_tensor)
+        };
         one_is_external(self.base, self.head) && (are > 0 || self.head.skips.iter().any(skipped))
     }
 
@@ -505,16 +574,18 @@ impl Both<'_> {
         match (self.same_profile, self.same_seed) {
             (false, _) => None,
             (true, true) => Some(String::new()),
-            (true, false) if chance <= FALSE_ALARM_RATE => {
-                Some(format!("another seed would miss it with probability {}", significant(chance, 2)))
-            }
+            (true, false) if chance <= FALSE_ALARM_RATE => Some(format!(
+                "another seed would miss it with probability {}",
+                significant(chance, 2)
+            )),
             (true, false) => None,
         }
     }
 
     /// Axes, element types and a backward kernel that the registry no longer names.
     fn described(&self, name: &str, findings: &mut Vec<Finding>) {
-        let find = |report: &'_ Report| report.operators.iter().find(|one| one.name == name).cloned();
+        let find =
+            |report: &'_ Report| report.operators.iter().find(|one| one.name == name).cloned();
         let (Some(base), Some(head)) = (find(self.base), find(self.head)) else { return };
         let backward = |has: bool| if has { vec!["backward".to_owned()] } else { Vec::new() };
         let lists = [
@@ -537,10 +608,13 @@ impl Both<'_> {
         let any_clean = head.cases.values().any(|case| agrees(case));
         let mut lost: BTreeMap<&str, Vec<(String, u64, u64, String)>> = BTreeMap::new();
         for key in base.checks.keys().filter(|key| base.passed(key) > 0) {
-            let were = base.checks[key].iter().filter(|said| said.standing == Standing::Pass && clean(&said.line));
+            let were = base.checks[key]
+                .iter()
+                .filter(|said| said.standing == Standing::Pass && clean(&said.line));
             let were = were.count() as u64;
             let of_both = |said: &&Said| base.cases.contains_key(&said.line) && clean(&said.line);
-            let are = head.checks.get(key).map_or(0, |all| all.iter().filter(of_both).count() as u64);
+            let are =
+                head.checks.get(key).map_or(0, |all| all.iter().filter(of_both).count() as u64);
             let entry = if are < were {
                 Some((were, are, "in the cases of both reports".to_owned()))
             } else if head.ran(key) == 0 && any_clean && were == 0 && base.ran_in_sweep(key) > 0 {
@@ -549,14 +623,21 @@ impl Both<'_> {
             } else {
                 None
             };
-            if let Some((were, are, why)) = entry.filter(|(_, are, _)| !self.lacks_rightly(key, *are)) {
+            if let Some((were, are, why)) =
+                entry.filter(|(_, are, _)| !self.lacks_rightly(key, *are))
+            {
                 lost.entry(&key.0).or_default().push((key.1.clone(), were, are, why));
             }
         }
         for (check, tensors) in lost {
-            let sum = |pick: fn(&(String, u64, u64, String)) -> u64| tensors.iter().map(pick).sum::<u64>();
+            let sum = |pick: fn(&(String, u64, u64, String)) -> u64| {
+                tensors.iter().map(pick).sum::<u64>()
+            };
             let names: Vec<&str> = tensors.iter().map(|entry| entry.0.as_str()).collect();
-            let (were, are) = (format!("ran {} ×", count(sum(|t| t.1))), format!("runs {} ×", count(sum(|t| t.2))));
+            let (were, are) = (
+                format!("ran {} ×", count(sum(|t| t.1))),
+                format!("runs {} ×", count(sum(|t| t.2))),
+            );
             let why = tensors[0].3.clone();
             findings.push(Finding { why, ..shrank(name, &subject(check, &names), were, are) });
         }
@@ -568,15 +649,18 @@ impl Both<'_> {
         if base.is_empty() && head.is_empty() {
             return None;
         }
-        let pairs: Vec<_> =
-            base.iter().filter_map(|(line, metrics)| Some((*line, *metrics, *head.get(line)?))).collect();
+        let pairs: Vec<_> = base
+            .iter()
+            .filter_map(|(line, metrics)| Some((*line, *metrics, *head.get(line)?)))
+            .collect();
         let paired = !self.same_profile || (self.same_seed && !pairs.is_empty());
         let of = |map: &BTreeMap<&str, &Metrics>, pick: fn(&Metrics) -> f64| -> Vec<f64> {
             map.values().map(|metrics| compared(pick(metrics))).collect()
         };
         let test = |pick: fn(&Metrics) -> f64| {
             if paired {
-                let rises = pairs.iter().map(|(_, was, is)| compared(pick(is)) - compared(pick(was)));
+                let rises =
+                    pairs.iter().map(|(_, was, is)| compared(pick(is)) - compared(pick(was)));
                 let rises: Vec<f64> = rises.collect();
                 let falls: Vec<f64> = rises.iter().map(|rise| -rise).collect();
                 [signed_rank(&rises), signed_rank(&falls)]
@@ -587,8 +671,11 @@ impl Both<'_> {
         };
         let [grew, fell] = test(|metrics| metrics.budget_used);
         let [loosened, tightened] = test(|metrics| metrics.budget_relative);
-        let rise = |(_, was, is): &(&str, &Metrics, &Metrics)| compared(is.budget_used) - compared(was.budget_used);
-        let largest = pairs.iter().filter(|pair| rise(pair) > 0.0).max_by(|a, b| rise(a).total_cmp(&rise(b)));
+        let rise = |(_, was, is): &(&str, &Metrics, &Metrics)| {
+            compared(is.budget_used) - compared(was.budget_used)
+        };
+        let largest =
+            pairs.iter().filter(|pair| rise(pair) > 0.0).max_by(|a, b| rise(a).total_cmp(&rise(b)));
         let moved = |sign: f64| pairs.iter().filter(|pair| sign * rise(pair) > 0.0).count() as u64;
         Some(TensorDiff {
             check: key.0.clone(),
@@ -598,8 +685,9 @@ impl Both<'_> {
             moved: paired.then(|| (moved(1.0), moved(-1.0))),
             p: [grew, fell, loosened, tightened],
             stands: [false; 4],
-            largest_rise: largest
-                .map(|(line, was, is)| (was.budget_used, is.budget_used, sides[1].cases[*line].replay.clone())),
+            largest_rise: largest.map(|(line, was, is)| {
+                (was.budget_used, is.budget_used, sides[1].cases[*line].replay.clone())
+            }),
         })
     }
 
@@ -607,20 +695,35 @@ impl Both<'_> {
     fn schedules(&self, findings: &mut Vec<Finding>) {
         let (were, are) = (self.base.schedules, self.head.schedules);
         if are < were && self.base.environment.backend == self.head.environment.backend {
-            findings.push(shrank("all", "random schedules of each case", count(were.into()), count(are.into())));
+            findings.push(shrank(
+                "all",
+                "random schedules of each case",
+                count(were.into()),
+                count(are.into()),
+            ));
         }
     }
 
-    fn benchmarks(&self, findings: &mut Vec<Finding>, notes: &mut Vec<String>) -> Vec<BenchmarkDiff> {
+    fn benchmarks(
+        &self,
+        findings: &mut Vec<Finding>,
+        notes: &mut Vec<String>,
+    ) -> Vec<BenchmarkDiff> {
         let same_device = same_device(self.base, self.head);
-        let find = |report: &Report, id: &str| report.benchmarks.iter().find(|one| one.id == id).cloned();
-        let mut ids: Vec<_> = [self.base, self.head].iter().flat_map(|r| &r.benchmarks).map(|one| &one.id).collect();
+        let find =
+            |report: &Report, id: &str| report.benchmarks.iter().find(|one| one.id == id).cloned();
+        let mut ids: Vec<_> =
+            [self.base, self.head].iter().flat_map(|r| &r.benchmarks).map(|one| &one.id).collect();
         ids.sort();
         ids.dedup();
         let mut diffs = Vec::new();
         for id in ids {
-            let mut diff =
-                BenchmarkDiff { id: id.clone(), base: find(self.base, id), head: find(self.head, id), kind: None };
+            let mut diff = BenchmarkDiff {
+                id: id.clone(),
+                base: find(self.base, id),
+                head: find(self.head, id),
+                kind: None,
+            };
             if same_device {
                 diff.kind = benchmark_kind(&diff, notes);
                 findings.extend(diff.kind.map(|kind| benchmark_finding(&diff, kind)));
@@ -637,7 +740,10 @@ fn benchmark_kind(diff: &BenchmarkDiff, notes: &mut Vec<String>) -> Option<Kind>
         (None, _) => Some(Kind::CoverageGrew),
         (Some(base), Some(head)) => {
             if (base.bytes, base.flops) != (head.bytes, head.flops) {
-                notes.push(format!("Benchmark {} does other work than before: its times are not compared.", diff.id));
+                notes.push(format!(
+                    "Benchmark {} does other work than before: its times are not compared.",
+                    diff.id
+                ));
                 None
             } else if head.low_ns > base.high_ns {
                 Some(Kind::Slower)
@@ -656,13 +762,27 @@ fn benchmark_finding(diff: &BenchmarkDiff, kind: Kind) -> Finding {
             format!("{} ({} … {})", time(one.median_ns), time(one.low_ns), time(one.high_ns))
         })
     };
-    let operator = diff.base.as_ref().or(diff.head.as_ref()).map_or(String::new(), |one| one.operator.clone());
+    let operator =
+        diff.base.as_ref().or(diff.head.as_ref()).map_or(String::new(), |one| one.operator.clone());
     let why = if diff.ratio().is_some() { diff.change() } else { String::new() };
     let subject = format!("benchmark {}", diff.id);
-    Finding { kind, operator, subject, base: shown(&diff.base), head: shown(&diff.head), why, replay: None }
+    Finding {
+        kind,
+        operator,
+        subject,
+        base: shown(&diff.base),
+        head: shown(&diff.head),
+        why,
+        replay: None,
+    }
 }
 
-fn shrank(operator: &str, subject: &str, base: impl Into<String>, head: impl Into<String>) -> Finding {
+fn shrank(
+    operator: &str,
+    subject: &str,
+    base: impl Into<String>,
+    head: impl Into<String>,
+) -> Finding {
     Finding {
         kind: Kind::CoverageShrank,
         operator: operator.to_owned(),
@@ -720,9 +840,15 @@ fn verdicts(operator: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
     }
     for ((kind, check), keys) in groups {
         let told = |side: &Side| {
-            let sum = |pick: &dyn Fn(&CheckKey) -> u64| keys.iter().map(|key| pick(key)).sum::<u64>();
-            let (failed, ran) = (sum(&|key| side.failing(key).len() as u64), sum(&|key| side.ran(key)));
-            if ran == 0 { "did not run".to_owned() } else { format!("{} of {} failed", count(failed), count(ran)) }
+            let sum =
+                |pick: &dyn Fn(&CheckKey) -> u64| keys.iter().map(|key| pick(key)).sum::<u64>();
+            let (failed, ran) =
+                (sum(&|key| side.failing(key).len() as u64), sum(&|key| side.ran(key)));
+            if ran == 0 {
+                "did not run".to_owned()
+            } else {
+                format!("{} of {} failed", count(failed), count(ran))
+            }
         };
         let tensors: Vec<&str> = keys.iter().map(|key| key.1.as_str()).collect();
         let example = example(head, &keys).or_else(|| example(base, &keys));
@@ -744,8 +870,10 @@ fn verdicts(operator: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
 
 /// Message and replay of a failing case, a shrunk one if there is one.
 fn example(side: &Side, keys: &[&CheckKey]) -> Option<(String, String)> {
-    let mut lines: Vec<(&CheckKey, &str)> =
-        keys.iter().flat_map(|key| side.failing(key).into_iter().map(move |line| (*key, line))).collect();
+    let mut lines: Vec<(&CheckKey, &str)> = keys
+        .iter()
+        .flat_map(|key| side.failing(key).into_iter().map(move |line| (*key, line)))
+        .collect();
     lines.sort_by_key(|(_, line)| side.cases[*line].origin != Origin::Shrunk);
     let (key, line) = lines.first()?;
     let case = side.cases[*line];
@@ -756,7 +884,9 @@ fn example(side: &Side, keys: &[&CheckKey]) -> Option<(String, String)> {
 fn check_counts(keys: &BTreeSet<CheckKey>, [base, head]: &[Side; 2]) -> Vec<CheckDiff> {
     let mut counts: BTreeMap<&str, CheckDiff> = BTreeMap::new();
     for key in keys {
-        let entry = counts.entry(&key.0).or_insert_with(|| CheckDiff { check: key.0.clone(), ..CheckDiff::default() });
+        let entry = counts
+            .entry(&key.0)
+            .or_insert_with(|| CheckDiff { check: key.0.clone(), ..CheckDiff::default() });
         for (sums, side) in [(&mut entry.base, base), (&mut entry.head, head)] {
             sums.0 += side.passed(key);
             sums.1 += side.ran(key);
@@ -781,8 +911,11 @@ fn spread(metrics: &BTreeMap<&str, &Metrics>) -> Option<Spread> {
 fn judge_tensors(operators: &mut [OperatorDiff], findings: &mut Vec<Finding>) {
     for family in [[0, 2], [1, 3]] {
         let places = || family.into_iter();
-        let ps: Vec<f64> =
-            operators.iter().flat_map(|o| &o.tensors).flat_map(|t| places().map(|place| t.p[place])).collect();
+        let ps: Vec<f64> = operators
+            .iter()
+            .flat_map(|o| &o.tensors)
+            .flat_map(|t| places().map(|place| t.p[place]))
+            .collect();
         let mut stands = holm(&ps, FALSE_ALARM_RATE).into_iter();
         for tensor in operators.iter_mut().flat_map(|operator| &mut operator.tensors) {
             for place in family {
@@ -792,8 +925,15 @@ fn judge_tensors(operators: &mut [OperatorDiff], findings: &mut Vec<Finding>) {
     }
     for operator in operators.iter() {
         for tensor in &operator.tensors {
-            let kinds = [Kind::BudgetUseGrew, Kind::BudgetUseFell, Kind::BudgetLoosened, Kind::BudgetTightened];
-            for (place, kind) in kinds.into_iter().enumerate().filter(|(place, _)| tensor.stands[*place]) {
+            let kinds = [
+                Kind::BudgetUseGrew,
+                Kind::BudgetUseFell,
+                Kind::BudgetLoosened,
+                Kind::BudgetTightened,
+            ];
+            for (place, kind) in
+                kinds.into_iter().enumerate().filter(|(place, _)| tensor.stands[*place])
+            {
                 findings.push(tensor_finding(&operator.name, tensor, place, kind));
             }
         }
@@ -804,14 +944,20 @@ fn tensor_finding(operator: &str, tensor: &TensorDiff, place: usize, kind: Kind)
     let use_changed = place < 2;
     let shown = |spread: &Option<Spread>| match spread {
         None => "—".to_owned(),
-        Some(s) if use_changed => format!("median {}, worst {}", significant(s.median, 3), significant(s.worst, 3)),
+        Some(s) if use_changed => {
+            format!("median {}, worst {}", significant(s.median, 3), significant(s.worst, 3))
+        }
         Some(s) => format!("median {} of the value", significant(s.relative, 3)),
     };
     let mut why = format!("p = {}", significant(tensor.p[place], 2));
     if let (true, Some((up, down))) = (use_changed, tensor.moved) {
         why += &format!(", {} cases up, {} down", count(up), count(down));
     }
-    let replay = tensor.largest_rise.as_ref().filter(|_| kind == Kind::BudgetUseGrew).map(|rise| rise.2.clone());
+    let replay = tensor
+        .largest_rise
+        .as_ref()
+        .filter(|_| kind == Kind::BudgetUseGrew)
+        .map(|rise| rise.2.clone());
     Finding {
         kind,
         operator: operator.to_owned(),
@@ -837,16 +983,28 @@ fn mutants(base: &Report, head: &Report, findings: &mut Vec<Finding>) {
         findings.push(Finding {
             kind,
             why: is.map_or_else(|| was.summary.clone(), why),
-            ..shrank(&was.operator, &format!("mutant {}", was.id), fate(was), is.map_or("not run".to_owned(), fate))
+            ..shrank(
+                &was.operator,
+                &format!("mutant {}", was.id),
+                fate(was),
+                is.map_or("not run".to_owned(), fate),
+            )
         });
     }
-    for new in head.mutants.iter().filter(|one| survived(one) && !base.mutants.iter().any(|was| was.id == one.id)) {
+    for new in head
+        .mutants
+        .iter()
+        .filter(|one| survived(one) && !base.mutants.iter().any(|was| was.id == one.id))
+    {
         let subject = format!("mutant {}", new.id);
         let finding = shrank(&new.operator, &subject, "not run", fate(new));
         findings.push(Finding { kind: Kind::MutantSurvives, why: why(new), ..finding });
     }
     for operator in &base.operators {
-        let (was, is) = (Tally::of(of_operator(base, &operator.name)), Tally::of(of_operator(head, &operator.name)));
+        let (was, is) = (
+            Tally::of(of_operator(base, &operator.name)),
+            Tally::of(of_operator(head, &operator.name)),
+        );
         let judged = |tally: &Tally| tally.killed + tally.survived;
         if judged(&is) < judged(&was) {
             findings.push(shrank(
@@ -859,7 +1017,10 @@ fn mutants(base: &Report, head: &Report, findings: &mut Vec<Finding>) {
     }
 }
 
-fn of_operator<'a>(report: &'a Report, operator: &'a str) -> impl Iterator<Item = &'a MutantRecord> {
+fn of_operator<'a>(
+    report: &'a Report,
+    operator: &'a str,
+) -> impl Iterator<Item = &'a MutantRecord> {
     report.mutants.iter().filter(move |mutant| mutant.operator == operator)
 }
 
@@ -876,7 +1037,9 @@ fn fate(mutant: &MutantRecord) -> String {
 /// What was changed, with the line after the change where the record has it.
 fn why(mutant: &MutantRecord) -> String {
     match mutant.mutated.lines().next() {
-        Some(line) => format!("{} {}:{}: {}", mutant.summary, mutant.file, mutant.line, line.trim()),
+        Some(line) => {
+            format!("{} {}:{}: {}", mutant.summary, mutant.file, mutant.line, line.trim())
+        }
         None => mutant.summary.clone(),
     }
 }

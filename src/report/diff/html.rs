@@ -61,18 +61,19 @@ pub fn page(base: &Report, head: &Report, diff: &Diff) -> String {
 
 fn sides(base: &Report, head: &Report) -> Markup {
     let (was, is) = (side(base), side(head));
-    let card = |name: &str, own: &[(&'static str, String); 5], other: &[(&'static str, String); 5]| {
-        html! {
-            div .card {
-                h2 { (name) }
-                dl .facts {
-                    @for ((label, value), (_, opposite)) in own.iter().zip(other) {
-                        div { dt { (label) } dd .differs[value != opposite] { (value) } }
+    let card =
+        |name: &str, own: &[(&'static str, String); 5], other: &[(&'static str, String); 5]| {
+            html! {
+                div .card {
+                    h2 { (name) }
+                    dl .facts {
+                        @for ((label, value), (_, opposite)) in own.iter().zip(other) {
+                            div { dt { (label) } dd .differs[value != opposite] { (value) } }
+                        }
                     }
                 }
             }
-        }
-    };
+        };
     html! { div .sides { (card("BASE", &was, &is)) (card("HEAD", &is, &was)) } }
 }
 
@@ -184,7 +185,9 @@ fn tensors(tensors: &[TensorDiff]) -> Markup {
 }
 
 fn tensor_row(tensor: &TensorDiff) -> Markup {
-    let show = |side: &Option<Spread>, text: &dyn Fn(&Spread) -> String| side.as_ref().map_or("—".to_owned(), text);
+    let show = |side: &Option<Spread>, text: &dyn Fn(&Spread) -> String| {
+        side.as_ref().map_or("—".to_owned(), text)
+    };
     let class = |worse: bool, better: bool| match (worse, better) {
         (true, _) => "count worse",
         (_, true) => "count better",
@@ -268,7 +271,8 @@ fn measured(record: Option<&BenchmarkRecord>) -> Markup {
 fn intervals(diff: &BenchmarkDiff) -> Markup {
     let (Some(base), Some(head)) = (&diff.base, &diff.head) else { return html! {} };
     let (low, high) = (base.low_ns.min(head.low_ns), base.high_ns.max(head.high_ns));
-    let at = |value: f64| if high > low { 6.0 + 168.0 * (value - low) / (high - low) } else { 90.0 };
+    let at =
+        |value: f64| if high > low { 6.0 + 168.0 * (value - low) / (high - low) } else { 90.0 };
     let bar = |class: &str, one: &BenchmarkRecord, y: u32| {
         html! {
             line class=(class) x1=(format!("{:.1}", at(one.low_ns) - 1.0)) x2=(format!("{:.1}", at(one.high_ns) + 1.0)) y1=(y) y2=(y) {}

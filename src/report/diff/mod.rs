@@ -33,7 +33,9 @@ mod html;
 pub mod statistics;
 mod text;
 
-pub use compare::{BenchmarkDiff, CheckDiff, Diff, Finding, Kind, OperatorDiff, Spread, TensorDiff, compare};
+pub use compare::{
+    BenchmarkDiff, CheckDiff, Diff, Finding, Kind, OperatorDiff, Spread, TensorDiff, compare,
+};
 pub use html::page as html;
 pub use text::{markdown, terminal};
 
@@ -78,12 +80,16 @@ pub fn read(path: &Path) -> Result<Report> {
         schema_version: u32,
     }
     let file = if path.is_dir() { path.join("report.json") } else { path.to_owned() };
-    let text = std::fs::read_to_string(&file).with_context(|| format!("reading the report {}", file.display()))?;
+    let text = std::fs::read_to_string(&file)
+        .with_context(|| format!("reading the report {}", file.display()))?;
     // The version first: a report of another schema need not have the fields of this one.
     let Versioned { schema_version } =
         serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))?;
     if schema_version != SCHEMA_VERSION {
-        bail!("{} has schema_version {schema_version}; this program reads {SCHEMA_VERSION}", file.display());
+        bail!(
+            "{} has schema_version {schema_version}; this program reads {SCHEMA_VERSION}",
+            file.display()
+        );
     }
     serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))
 }

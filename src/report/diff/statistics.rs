@@ -17,7 +17,8 @@ pub fn signed_rank(differences: &[f64]) -> f64 {
     let kept: Vec<f64> = differences.iter().copied().filter(|d| !d.is_nan() && *d != 0.0).collect();
     let sizes: Vec<f64> = kept.iter().map(|d| d.abs()).collect();
     let ranks = double_ranks(&sizes);
-    let rising: usize = ranks.iter().zip(&kept).filter(|(_, d)| **d > 0.0).map(|(rank, _)| rank).sum();
+    let rising: usize =
+        ranks.iter().zip(&kept).filter(|(_, d)| **d > 0.0).map(|(rank, _)| rank).sum();
     let total: usize = ranks.iter().sum();
     if kept.is_empty() {
         return 1.0;
@@ -42,7 +43,8 @@ pub fn signed_rank(differences: &[f64]) -> f64 {
 /// without a change, every assignment of the pooled values to the two runs is equally likely. Exact
 /// with ties up to 60 values in all.
 pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
-    let number = |values: &[f64]| values.iter().copied().filter(|v| !v.is_nan()).collect::<Vec<_>>();
+    let number =
+        |values: &[f64]| values.iter().copied().filter(|v| !v.is_nan()).collect::<Vec<_>>();
     let (base, head) = (number(base), number(head));
     if base.is_empty() || head.is_empty() {
         return 1.0;
@@ -53,7 +55,8 @@ pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
     let total: usize = ranks.iter().sum();
     if count > EXACT {
         let mean = total as f64 / count as f64;
-        let scatter = ranks.iter().map(|rank| (*rank as f64 - mean).powi(2)).sum::<f64>() / (count - 1) as f64;
+        let scatter = ranks.iter().map(|rank| (*rank as f64 - mean).powi(2)).sum::<f64>()
+            / (count - 1) as f64;
         let variance = scatter * chosen as f64 * base.len() as f64 / count as f64;
         return upper_tail(observed as f64, mean * chosen as f64, variance);
     }
@@ -98,7 +101,10 @@ pub fn holm(ps: &[f64], rate: f64) -> Vec<bool> {
 pub fn trend(series: &[f64]) -> f64 {
     let length = series.len();
     let pairs = length * length.saturating_sub(1) / 2;
-    let falls = (0..length).flat_map(|i| (0..i).map(move |j| (j, i))).filter(|(j, i)| series[*i] <= series[*j]).count();
+    let falls = (0..length)
+        .flat_map(|i| (0..i).map(move |j| (j, i)))
+        .filter(|(j, i)| series[*i] <= series[*j])
+        .count();
     if length > EXACT {
         let variance = (length * (length - 1)) as f64 * (2 * length + 5) as f64 / 72.0;
         return upper_tail((pairs - falls) as f64, pairs as f64 / 2.0, variance);
@@ -107,8 +113,9 @@ pub fn trend(series: &[f64]) -> f64 {
     let mut chance = vec![0.0; pairs + 1];
     chance[0] = 1.0;
     for place in 2..=length {
-        chance =
-            (0..=pairs).map(|k| chance[k.saturating_sub(place - 1)..=k].iter().sum::<f64>() / place as f64).collect();
+        chance = (0..=pairs)
+            .map(|k| chance[k.saturating_sub(place - 1)..=k].iter().sum::<f64>() / place as f64)
+            .collect();
     }
     chance[..=falls].iter().sum::<f64>().min(1.0)
 }
@@ -129,7 +136,10 @@ fn double_ranks(values: &[f64]) -> Vec<usize> {
     let mut ranks = vec![0; values.len()];
     let mut first = 0;
     while first < order.len() {
-        let equal = order[first..].iter().take_while(|index| values[**index] == values[order[first]]).count();
+        let equal = order[first..]
+            .iter()
+            .take_while(|index| values[**index] == values[order[first]])
+            .count();
         for index in &order[first..first + equal] {
             ranks[*index] = 2 * first + equal + 1;
         }
@@ -166,19 +176,30 @@ mod tests {
 
     #[test]
     fn rank_sums_have_their_tabulated_tails() {
-        assert_relative_eq!(rank_sum(&[1.0, 2.0, 3.0], &[4.0, 5.0, 6.0]), 1.0 / 20.0, epsilon = 1e-12);
-        assert_relative_eq!(rank_sum(&[1.0, 2.0, 4.0], &[3.0, 5.0, 6.0]), 2.0 / 20.0, epsilon = 1e-12);
+        assert_relative_eq!(
+            rank_sum(&[1.0, 2.0, 3.0], &[4.0, 5.0, 6.0]),
+            1.0 / 20.0,
+            epsilon = 1e-12
+        );
+        assert_relative_eq!(
+            rank_sum(&[1.0, 2.0, 4.0], &[3.0, 5.0, 6.0]),
+            2.0 / 20.0,
+            epsilon = 1e-12
+        );
         assert_eq!(rank_sum(&[1.0; 4], &[1.0; 4]), 1.0);
         assert_eq!(rank_sum(&[], &[1.0]), 1.0);
     }
 
     #[test]
     fn the_normal_limit_continues_the_exact_tails() {
-        let alternating = |count: usize| (1..=count).map(|i| if i % 3 == 0 { -(i as f64) } else { i as f64 }).collect();
+        let alternating = |count: usize| {
+            (1..=count).map(|i| if i % 3 == 0 { -(i as f64) } else { i as f64 }).collect()
+        };
         let (exact, limit): (Vec<f64>, Vec<f64>) = (alternating(EXACT), alternating(EXACT + 3));
         let (exact, limit) = (signed_rank(&exact), signed_rank(&limit));
         assert!(limit < exact && exact < 1.5 * limit, "{exact} {limit}");
-        let (low, high): (Vec<f64>, Vec<f64>) = ((0..30).map(f64::from).collect(), (8..38).map(f64::from).collect());
+        let (low, high): (Vec<f64>, Vec<f64>) =
+            ((0..30).map(f64::from).collect(), (8..38).map(f64::from).collect());
         let exact = rank_sum(&low, &high);
         let longer: Vec<f64> = (8..39).map(f64::from).collect();
         let limit = rank_sum(&low, &longer);

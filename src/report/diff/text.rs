@@ -19,8 +19,11 @@ const REASON: usize = 240;
 pub(super) fn headline(diff: &Diff) -> String {
     let kinds: Vec<Kind> = diff.regressions().map(|finding| finding.kind).collect();
     if kinds.is_empty() {
-        let better = diff.findings.iter().filter(|finding| finding.kind > Kind::StillFailing).count() as u64;
-        let still = diff.findings.iter().filter(|finding| finding.kind == Kind::StillFailing).count() as u64;
+        let better =
+            diff.findings.iter().filter(|finding| finding.kind > Kind::StillFailing).count() as u64;
+        let still =
+            diff.findings.iter().filter(|finding| finding.kind == Kind::StillFailing).count()
+                as u64;
         let mut words = "No regression".to_owned();
         if better > 0 {
             words += &format!(", {}", counted(better, "improvement"));
@@ -31,7 +34,12 @@ pub(super) fn headline(diff: &Diff) -> String {
         return words;
     }
     let mut parts: Vec<String> = Vec::new();
-    for kind in kinds.iter().enumerate().filter(|(i, kind)| !kinds[..*i].contains(kind)).map(|(_, kind)| kind) {
+    for kind in kinds
+        .iter()
+        .enumerate()
+        .filter(|(i, kind)| !kinds[..*i].contains(kind))
+        .map(|(_, kind)| kind)
+    {
         let number = kinds.iter().filter(|one| *one == kind).count() as u64;
         parts.push(format!("{} × {}", count(number), kind.words()));
     }
@@ -42,9 +50,15 @@ pub(super) fn headline(diff: &Diff) -> String {
 pub(super) fn side(report: &Report) -> [(&'static str, String); 5] {
     let (revision, environment) = (&report.revision, &report.environment);
     [
-        ("revision", format!("{}{}", short(&revision.commit), if revision.dirty { " (dirty)" } else { "" })),
+        (
+            "revision",
+            format!("{}{}", short(&revision.commit), if revision.dirty { " (dirty)" } else { "" }),
+        ),
         ("kernels", revision.kernels_digest.chars().take(16).collect()),
-        ("device", format!("{} · {} · {}", environment.backend, environment.device, environment.target)),
+        (
+            "device",
+            format!("{} · {} · {}", environment.backend, environment.device, environment.target),
+        ),
         (
             "sweep",
             format!(
@@ -80,7 +94,11 @@ pub fn terminal(base: &Report, head: &Report, diff: &Diff) -> String {
             let _ = writeln!(page, "\n{mark} {}", finding.kind.words());
             last = Some(finding.kind);
         }
-        let _ = writeln!(page, "  {} {}: {} -> {}", finding.operator, finding.subject, finding.base, finding.head);
+        let _ = writeln!(
+            page,
+            "  {} {}: {} -> {}",
+            finding.operator, finding.subject, finding.base, finding.head
+        );
         if !finding.why.is_empty() {
             let _ = writeln!(page, "    {}", finding.why.trim_end().replace('\n', "\n    "));
         }
@@ -100,7 +118,10 @@ fn shown_replay(finding: &Finding) -> Option<&str> {
 /// A comment for a pull request.
 pub fn markdown(base: &Report, head: &Report, diff: &Diff) -> String {
     let symbol = if diff.regressions().next().is_some() { "❌" } else { "✅" };
-    let mut page = format!("## {symbol} Kernel parity: {}\n\n| | BASE | HEAD |\n|---|---|---|\n", headline(diff));
+    let mut page = format!(
+        "## {symbol} Kernel parity: {}\n\n| | BASE | HEAD |\n|---|---|---|\n",
+        headline(diff)
+    );
     for ((name, was), (_, is)) in side(base).into_iter().zip(side(head)) {
         let _ = writeln!(page, "| {name} | {} | {} |", text(&was), text(&is));
     }
@@ -148,8 +169,11 @@ fn table(title: &str, findings: &[Finding]) -> String {
         );
     }
     if findings.len() > SHOWN {
-        let _ =
-            write!(section, "\n… and {} more; the HTML page has them all.\n", count((findings.len() - SHOWN) as u64));
+        let _ = write!(
+            section,
+            "\n… and {} more; the HTML page has them all.\n",
+            count((findings.len() - SHOWN) as u64)
+        );
     }
     section + "\n"
 }
@@ -167,5 +191,9 @@ fn replays(findings: &[Finding]) -> String {
 }
 
 fn cut(raw: &str, most: usize) -> String {
-    if raw.chars().count() <= most { raw.to_owned() } else { raw.chars().take(most).collect::<String>() + " …" }
+    if raw.chars().count() <= most {
+        raw.to_owned()
+    } else {
+        raw.chars().take(most).collect::<String>() + " …"
+    }
 }

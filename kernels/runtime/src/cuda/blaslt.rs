@@ -114,7 +114,8 @@ pub(super) fn load(nvrtc: &Path) -> Result<()> {
 fn preload(path: &Path) -> std::result::Result<String, String> {
     // SAFETY: loading runs the library's initialisers; a file by this name in CUDA's places is
     // trusted to be cublasLt.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(loader_reason)?;
+    let library =
+        unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(loader_reason)?;
     std::mem::forget(library);
     Ok(path.display().to_string())
 }
@@ -196,8 +197,10 @@ impl Shape {
         let MatrixProduct { a, b, before, out, .. } = *product;
         // Of the addresses of b, a, before and out, as cublasLt has them.
         let sizes = [2, 2, product.dtype.size() as u64, product.dtype.size() as u64];
-        let alignments = [b, a, before.unwrap_or(out), out].map(|matrix| (matrix.address, matrix.step as u64));
-        let alignments = std::array::from_fn(|i| alignment(alignments[i].0 | (alignments[i].1 * sizes[i])));
+        let alignments =
+            [b, a, before.unwrap_or(out), out].map(|matrix| (matrix.address, matrix.step as u64));
+        let alignments =
+            std::array::from_fn(|i| alignment(alignments[i].0 | (alignments[i].1 * sizes[i])));
         let anywhere = |matrix: Matrix| Matrix { address: 0, ..matrix };
         let (a, b, before, out) = (anywhere(a), anywhere(b), before.map(anywhere), anywhere(out));
         Self { product: MatrixProduct { a, b, before, out, ..*product }, alignments }
@@ -270,7 +273,11 @@ impl Blaslt {
     pub fn new(context: &Arc<Context>) -> Result<Self> {
         let workspace = Scratch::allocate(context)?;
         // SAFETY: the context is current, as cublasLt requires.
-        let handle = Owned::create("cublasLtCreate", |h| unsafe { lt::cublasLtCreate(h) }, lt::cublasLtDestroy)?;
+        let handle = Owned::create(
+            "cublasLtCreate",
+            |h| unsafe { lt::cublasLtCreate(h) },
+            lt::cublasLtDestroy,
+        )?;
         Ok(Self { handle, workspace, name: CALL.into(), plans: Mutex::default() })
     }
 
@@ -336,7 +343,8 @@ impl Plan {
         let [a, b, c, d] = columns;
         let operand = lt::cudaDataType_t::CUDA_R_16BF;
         let layout = |columns, dtype| layout(columns, dtype, shape.product.count);
-        let layouts = [layout(a, operand)?, layout(b, operand)?, layout(c, out_type)?, layout(d, out_type)?];
+        let layouts =
+            [layout(a, operand)?, layout(b, operand)?, layout(c, out_type)?, layout(d, out_type)?];
         let operation = operation(transposed)?;
         let algorithm = choose_algorithm(handle, &operation, &layouts, shape.alignments)?;
         Ok(algorithm.map(|algorithm| Self { operation, layouts, algorithm }))
@@ -348,20 +356,32 @@ fn layout(columns: Columns, dtype: lt::cudaDataType_t, count: usize) -> Result<L
     use lt::cublasLtMatrixLayoutAttribute_t as Attribute;
     let Columns { rows, columns, leading, step } = columns;
     // SAFETY: writes one live handle.
-    let make = |h: &mut _| unsafe { lt::cublasLtMatrixLayoutCreate(h, dtype, rows, columns, leading) };
-    let layout = Owned::create("cublasLtMatrixLayoutCreate", make, lt::cublasLtMatrixLayoutDestroy)?;
+    let make =
+        |h: &mut _| unsafe { lt::cublasLtMatrixLayoutCreate(h, dtype, rows, columns, leading) };
+    let layout =
+        Owned::create("cublasLtMatrixLayoutCreate", make, lt::cublasLtMatrixLayoutDestroy)?;
     if count == 1 {
         return Ok(layout);
     }
     let set = |attribute, at: *const std::ffi::c_void, bytes: usize| {
         // SAFETY: `at` points to a live number of as many bytes, which is the attribute's type.
-        let status = unsafe { lt::cublasLtMatrixLayoutSetAttribute(layout.handle, attribute, at, bytes) };
+        let status =
+            unsafe { lt::cublasLtMatrixLayoutSetAttribute(layout.handle, attribute, at, bytes) };
         check(status, "cublasLtMatrixLayoutSetAttribute")
     };
-    let too_many = |_| RuntimeError::argument(CALL, "count", format!("{count} products are too many"));
+    let too_many =
+        |_| RuntimeError::argument(CALL, "count", format!("{count} products are too many"));
     let matrices = i32::try_from(count).map_err(too_many)?;
-    set(Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (&raw const matrices).cast(), size_of_val(&matrices))?;
-    set(Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, (&raw const step).cast(), size_of_val(&step))?;
+    set(
+        Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+        (&raw const matrices).cast(),
+        size_of_val(&matrices),
+    )?;
+    set(
+        Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+        (&raw const step).cast(),
+        size_of_val(&step),
+    )?;
     Ok(layout)
 }
 
@@ -369,11 +389,16 @@ fn layout(columns: Columns, dtype: lt::cudaDataType_t, count: usize) -> Result<L
 fn operation(transposed: [bool; 2]) -> Result<Operation> {
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe {
-        lt::cublasLtMatmulDescCreate(h, lt::cublasComputeType_t::CUBLAS_COMPUTE_32F, lt::cudaDataType_t::CUDA_R_32F)
+        lt::cublasLtMatmulDescCreate(
+            h,
+            lt::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            lt::cudaDataType_t::CUDA_R_32F,
+        )
     };
     let operation = Owned::create("cublasLtMatmulDescCreate", make, lt::cublasLtMatmulDescDestroy)?;
     use lt::cublasLtMatmulDescAttributes_t as Attribute;
-    let attributes = [Attribute::CUBLASLT_MATMUL_DESC_TRANSA, Attribute::CUBLASLT_MATMUL_DESC_TRANSB];
+    let attributes =
+        [Attribute::CUBLASLT_MATMUL_DESC_TRANSA, Attribute::CUBLASLT_MATMUL_DESC_TRANSB];
     for (attribute, transposed) in attributes.into_iter().zip(transposed) {
         // CUBLAS_OP_N and CUBLAS_OP_T.
         let value = i32::from(transposed);
@@ -393,17 +418,28 @@ fn preference(alignments: [u32; 4]) -> Result<Owned<lt::cublasLtMatmulPreference
     use lt::cublasLtMatmulPreferenceAttributes_t as Attribute;
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe { lt::cublasLtMatmulPreferenceCreate(h) };
-    let preference = Owned::create("cublasLtMatmulPreferenceCreate", make, lt::cublasLtMatmulPreferenceDestroy)?;
+    let preference =
+        Owned::create("cublasLtMatmulPreferenceCreate", make, lt::cublasLtMatmulPreferenceDestroy)?;
     let set = |attribute, at: *const std::ffi::c_void, bytes: usize| {
         // SAFETY: `at` points to a live number of as many bytes, which is the attribute's type.
-        let status = unsafe { lt::cublasLtMatmulPreferenceSetAttribute(preference.handle, attribute, at, bytes) };
+        let status = unsafe {
+            lt::cublasLtMatmulPreferenceSetAttribute(preference.handle, attribute, at, bytes)
+        };
         check(status, "cublasLtMatmulPreferenceSetAttribute")
     };
     let most = WORKSPACE;
-    set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (&raw const most).cast(), size_of_val(&most))?;
+    set(
+        Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+        (&raw const most).cast(),
+        size_of_val(&most),
+    )?;
     // Not in the output's type: parts of a sum would be rounded to bf16.
     let schemes = lt::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-    set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (&raw const schemes).cast(), size_of_val(&schemes))?;
+    set(
+        Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        (&raw const schemes).cast(),
+        size_of_val(&schemes),
+    )?;
     let attributes = [
         Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
         Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -497,11 +533,15 @@ mod tests {
                 let (row, column) = if transposed { (column, row) } else { (row, column) };
                 number(operand, row as i64 * matrix.stride + column as i64)
             };
-            for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
-                let terms = (0..depth).map(|k| stored(0, a, ta, row, k) * stored(1, b, tb, k, column));
+            for (row, column) in
+                (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)))
+            {
+                let terms =
+                    (0..depth).map(|k| stored(0, a, ta, row, k) * stored(1, b, tb, k, column));
                 // cublasLt's A is b, and its B is a.
-                let told = (0..depth as u64)
-                    .map(|k| element(1, of_a, op_a, column as u64, k) * element(0, of_b, op_b, k, row as u64));
+                let told = (0..depth as u64).map(|k| {
+                    element(1, of_a, op_a, column as u64, k) * element(0, of_b, op_b, k, row as u64)
+                });
                 assert_eq!(told.sum::<i64>(), terms.sum::<i64>(), "{ta} {tb} {row} {column}");
             }
         }

@@ -96,8 +96,10 @@ impl Properties {
                 get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z)?,
             ],
             max_threads: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
-            shared_without_opt_in: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK)?.into(),
-            shared_opt_in: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.into(),
+            shared_without_opt_in: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK)?
+                .into(),
+            shared_opt_in: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                .into(),
         })
     }
 }
@@ -113,7 +115,8 @@ fn attribute_of(device: sys::CUdevice, attribute: Attribute) -> Result<u32> {
 fn device_name(device: sys::CUdevice) -> Result<String> {
     let mut name = [0u8; 256];
     // SAFETY: the driver writes at most as many bytes as it is told, the last one a NUL.
-    let result = unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, device) };
+    let result =
+        unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, device) };
     check(result, "cuDeviceGetName")?;
     let text = CStr::from_bytes_until_nul(&name).unwrap_or_default();
     Ok(text.to_string_lossy().into_owned())
@@ -133,10 +136,9 @@ fn driver_version() -> Result<String> {
 
 /// The version in the first line of `/proc/driver/nvidia/version`, such as `580.95.05`.
 fn kernel_driver_version(text: &str) -> Option<&str> {
-    text.lines()
-        .next()?
-        .split_whitespace()
-        .find(|word| word.contains('.') && word.bytes().all(|byte| byte == b'.' || byte.is_ascii_digit()))
+    text.lines().next()?.split_whitespace().find(|word| {
+        word.contains('.') && word.bytes().all(|byte| byte == b'.' || byte.is_ascii_digit())
+    })
 }
 
 /// A device's primary context and the stream for all work on it.
@@ -168,9 +170,18 @@ impl Context {
         let properties = Properties::read(device)?;
         let mut context = std::ptr::null_mut();
         // SAFETY: `device` is valid; the retained context is released once, in `drop`.
-        check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) }, "cuDevicePrimaryCtxRetain")?;
+        check(
+            unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) },
+            "cuDevicePrimaryCtxRetain",
+        )?;
         // From here on `drop` cleans up, also when the stream cannot be made.
-        let mut opened = Self { device, context, stream: std::ptr::null_mut(), properties, launched: Mutex::default() };
+        let mut opened = Self {
+            device,
+            context,
+            stream: std::ptr::null_mut(),
+            properties,
+            launched: Mutex::default(),
+        };
         opened.enter()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; the stream is destroyed once, in `drop`.
@@ -249,7 +260,9 @@ impl Context {
             let bytes = target.len();
             // SAFETY: `target` is borrowed until the stream was waited for, also on an error; what
             // lies at a wrong device address is the driver's to refuse.
-            let result = unsafe { sys::cuMemcpyDtoHAsync_v2(target.as_mut_ptr().cast(), address, bytes, self.stream) };
+            let result = unsafe {
+                sys::cuMemcpyDtoHAsync_v2(target.as_mut_ptr().cast(), address, bytes, self.stream)
+            };
             self.check(result, format_args!("cuMemcpyDtoHAsync({address:#x}, {bytes} bytes)"))?;
         }
         self.synchronize()
@@ -264,7 +277,9 @@ impl Context {
         self.enter()?;
         let bytes = source.len();
         // SAFETY: `source` is borrowed until the stream was waited for.
-        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(address, source.as_ptr().cast(), bytes, self.stream) };
+        let result = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(address, source.as_ptr().cast(), bytes, self.stream)
+        };
         self.check(result, format_args!("cuMemcpyHtoDAsync({address:#x}, {bytes} bytes)"))?;
         self.synchronize()
     }
@@ -296,7 +311,8 @@ pub(super) fn require() -> Result<()> {
 /// How many devices the driver sees.
 pub(super) fn device_count() -> Result<u32> {
     require()?;
-    let unusable = |error: RuntimeError| missing(format!("the CUDA driver does not work here: {error}"));
+    let unusable =
+        |error: RuntimeError| missing(format!("the CUDA driver does not work here: {error}"));
     // SAFETY: no preconditions.
     check(unsafe { sys::cuInit(0) }, "cuInit").map_err(unusable)?;
     let mut count = 0;
@@ -308,7 +324,8 @@ pub(super) fn device_count() -> Result<u32> {
 fn find_device(ordinal: u32) -> Result<sys::CUdevice> {
     let count = device_count()?;
     let index = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
-    let index = index.ok_or_else(|| missing(format!("no CUDA device {ordinal}: the driver sees {count}")))?;
+    let index = index
+        .ok_or_else(|| missing(format!("no CUDA device {ordinal}: the driver sees {count}")))?;
     let mut device = 0;
     // SAFETY: `index` is below the count.
     check(unsafe { sys::cuDeviceGet(&mut device, index) }, format_args!("cuDeviceGet({index})"))?;
@@ -334,8 +351,10 @@ pub(super) fn device_uuid(ordinal: u32) -> Result<String> {
 }
 
 fn uuid_text(bytes: [u8; 16]) -> String {
-    let hexadecimal = |range: &[u8]| range.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let groups = [&bytes[..4], &bytes[4..6], &bytes[6..8], &bytes[8..10], &bytes[10..]].map(hexadecimal);
+    let hexadecimal =
+        |range: &[u8]| range.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let groups =
+        [&bytes[..4], &bytes[4..6], &bytes[6..8], &bytes[8..10], &bytes[10..]].map(hexadecimal);
     format!("GPU-{}", groups.join("-"))
 }
 
@@ -368,7 +387,8 @@ impl<'a> Event<'a> {
         self.context.enter()?;
         let flags = sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32;
         // SAFETY: event and stream are of this context.
-        let result = unsafe { sys::cuEventRecordWithFlags(self.handle, self.context.stream, flags) };
+        let result =
+            unsafe { sys::cuEventRecordWithFlags(self.handle, self.context.stream, flags) };
         self.context.check(result, "cuEventRecordWithFlags")
     }
 
@@ -383,8 +403,9 @@ impl<'a> Event<'a> {
         // has the first.
         // SAFETY: libcuda is loaded, and the type is the one that cuda.h gave this symbol.
         let elapsed_time = unsafe { sys::culib().get::<ElapsedTime>(c"cuEventElapsedTime") };
-        let elapsed_time = elapsed_time
-            .map_err(|error| missing(format!("the CUDA driver lacks a function: {}", loader_reason(error))))?;
+        let elapsed_time = elapsed_time.map_err(|error| {
+            missing(format!("the CUDA driver lacks a function: {}", loader_reason(error)))
+        })?;
         let mut milliseconds = 0f32;
         // SAFETY: both events were recorded with timing; this one has completed, and so has the
         // earlier one on the same stream.
@@ -419,7 +440,11 @@ impl Code {
         const CALL: &str = "cuModuleLoadData";
         if !cubin.starts_with(b"\x7fELF") {
             let message = "not a cubin: it does not start as an ELF file".into();
-            return Err(RuntimeError::Cuda { call: CALL.into(), name: "CUDA_ERROR_INVALID_IMAGE".into(), message });
+            return Err(RuntimeError::Cuda {
+                call: CALL.into(),
+                name: "CUDA_ERROR_INVALID_IMAGE".into(),
+                message,
+            });
         }
         context.enter()?;
         let mut module = std::ptr::null_mut();
@@ -450,7 +475,9 @@ impl Code {
         self.context.enter()?;
         let (mut address, mut size) = (0, 0);
         // SAFETY: the module is loaded, the name is NUL-terminated, both targets are live.
-        let result = unsafe { sys::cuModuleGetGlobal_v2(&mut address, &mut size, self.module, name.as_ptr()) };
+        let result = unsafe {
+            sys::cuModuleGetGlobal_v2(&mut address, &mut size, self.module, name.as_ptr())
+        };
         if !self.found(result, "cuModuleGetGlobal", symbol)? || size != N * 8 {
             return Ok(None);
         }
@@ -482,7 +509,10 @@ impl Drop for Code {
 }
 
 /// Reads an attribute of a kernel.
-pub(super) fn function_attribute(function: sys::CUfunction, attribute: sys::CUfunction_attribute_enum) -> Result<u32> {
+pub(super) fn function_attribute(
+    function: sys::CUfunction,
+    attribute: sys::CUfunction_attribute_enum,
+) -> Result<u32> {
     let mut value = 0;
     // SAFETY: `function` belongs to a loaded module, and its context is current.
     let result = unsafe { sys::cuFuncGetAttribute(&mut value, attribute, function) };
@@ -530,7 +560,14 @@ pub(super) unsafe fn launch(
         numAttrs: shape.waits.into(),
     };
     // SAFETY: the driver copies the parameter and the attribute during the call; the rest is this function's contract.
-    unsafe { sys::cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
+    unsafe {
+        sys::cuLaunchKernelEx(
+            &raw const config,
+            function,
+            arguments.as_mut_ptr(),
+            std::ptr::null_mut(),
+        )
+    }
 }
 
 /// The driver's form of a map: boxes of bytes in the swizzle of 128 bytes, zeros outside of the tensor.
@@ -569,9 +606,9 @@ mod tests {
 
     #[test]
     fn the_kernel_driver_is_read_from_either_kind_of_line() {
-        let proprietary =
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC: 12";
-        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build";
+        let proprietary = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC: 12";
+        let open =
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build";
         assert_eq!(kernel_driver_version(proprietary), Some("535.183.01"));
         assert_eq!(kernel_driver_version(open), Some("580.95.05"));
         assert_eq!(kernel_driver_version(""), None);

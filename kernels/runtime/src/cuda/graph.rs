@@ -22,20 +22,29 @@ impl<'a> Graph<'a> {
         context.enter()?;
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as the context, and is the one that `work` enqueues on.
-        context.check(unsafe { sys::cuStreamBeginCapture_v2(context.stream(), mode) }, "cuStreamBeginCapture")?;
+        context.check(
+            unsafe { sys::cuStreamBeginCapture_v2(context.stream(), mode) },
+            "cuStreamBeginCapture",
+        )?;
         let capture = Capture { context };
         let worked = work();
         std::mem::forget(capture);
-        let mut recorded = Self { context, graph: std::ptr::null_mut(), executable: std::ptr::null_mut() };
+        let mut recorded =
+            Self { context, graph: std::ptr::null_mut(), executable: std::ptr::null_mut() };
         // SAFETY: ends what was begun above, also where `work` failed; writes one handle, destroyed once, in `drop`.
         let ended = unsafe { sys::cuStreamEndCapture(context.stream(), &mut recorded.graph) };
         worked?;
         context.check(ended, "cuStreamEndCapture")?;
         // SAFETY: the graph is whole; writes one handle, destroyed once, in `drop`.
-        let made = unsafe { sys::cuGraphInstantiateWithFlags(&mut recorded.executable, recorded.graph, 0) };
+        let made = unsafe {
+            sys::cuGraphInstantiateWithFlags(&mut recorded.executable, recorded.graph, 0)
+        };
         context.check(made, "cuGraphInstantiate")?;
         // SAFETY: executable and stream are of this context.
-        context.check(unsafe { sys::cuGraphUpload(recorded.executable, context.stream()) }, "cuGraphUpload")?;
+        context.check(
+            unsafe { sys::cuGraphUpload(recorded.executable, context.stream()) },
+            "cuGraphUpload",
+        )?;
         Ok(recorded)
     }
 }
@@ -61,7 +70,10 @@ impl Recorded for Graph<'_> {
     fn launch(&self) -> Result<()> {
         self.context.enter()?;
         // SAFETY: executable and stream are of this context; what the recorded work uses is the caller's to keep.
-        self.context.check(unsafe { sys::cuGraphLaunch(self.executable, self.context.stream()) }, "cuGraphLaunch")
+        self.context.check(
+            unsafe { sys::cuGraphLaunch(self.executable, self.context.stream()) },
+            "cuGraphLaunch",
+        )
     }
 }
 

@@ -48,23 +48,40 @@ impl Places {
     }
 
     fn toolkit_libraries(&self) -> Vec<PathBuf> {
-        let named = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| (self.variable)(name)).map(PathBuf::from);
+        let named = ["CUDA_HOME", "CUDA_PATH"]
+            .iter()
+            .filter_map(|name| (self.variable)(name))
+            .map(PathBuf::from);
         // `cuda` is the link by which an administrator chooses among several.
         let mut installed = matching_entries(&self.toolkits, "cuda-");
         installed.insert(0, self.toolkits.join("cuda"));
         let arch = std::env::consts::ARCH;
         named
             .chain(installed)
-            .flat_map(|root| [root.join("lib64"), root.join("lib"), root.join(format!("targets/{arch}-linux/lib"))])
+            .flat_map(|root| {
+                [
+                    root.join("lib64"),
+                    root.join("lib"),
+                    root.join(format!("targets/{arch}-linux/lib")),
+                ]
+            })
             .collect()
     }
 
     fn site_packages(&self) -> Vec<PathBuf> {
         let python_folders = |root: PathBuf| -> Vec<PathBuf> {
-            matching_entries(&root.join("lib"), "python3").into_iter().map(|dir| dir.join("site-packages")).collect()
+            matching_entries(&root.join("lib"), "python3")
+                .into_iter()
+                .map(|dir| dir.join("site-packages"))
+                .collect()
         };
         let mut sites = Vec::new();
-        sites.extend((self.variable)("VIRTUAL_ENV").map(PathBuf::from).map(python_folders).unwrap_or_default());
+        sites.extend(
+            (self.variable)("VIRTUAL_ENV")
+                .map(PathBuf::from)
+                .map(python_folders)
+                .unwrap_or_default(),
+        );
         if let Some(path) = (self.variable)("PYTHONPATH") {
             sites.extend(std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()));
         }
@@ -137,7 +154,9 @@ impl<F> Looked<'_, F> {
         F: FnMut(&Path) -> Result<T, String>,
     {
         let folders = self.wanted.wheel_folders;
-        self.directories(sites.iter().flat_map(|site| folders.iter().map(move |folder| site.join(folder))))
+        self.directories(
+            sites.iter().flat_map(|site| folders.iter().map(move |folder| site.join(folder))),
+        )
     }
 
     fn directories<T>(&mut self, dirs: impl IntoIterator<Item = PathBuf>) -> Option<T>
@@ -181,7 +200,10 @@ fn versions_in(dir: &Path, file: &str) -> Vec<PathBuf> {
     matching_entries(dir, file)
         .into_iter()
         .filter(|path| {
-            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+            let name = path
+                .file_name()
+                .map(|name| name.to_string_lossy().into_owned())
+                .unwrap_or_default();
             name[file.len()..].bytes().all(|byte| byte == b'.' || byte.is_ascii_digit())
         })
         .collect()
@@ -216,7 +238,9 @@ mod tests {
     fn places(root: &Path, variables: &[(&'static str, PathBuf)]) -> Places {
         let variables: BTreeMap<_, _> = variables.iter().cloned().collect();
         Places {
-            variable: Box::new(move |name| variables.get(name).map(|path| path.clone().into_os_string())),
+            variable: Box::new(move |name| {
+                variables.get(name).map(|path| path.clone().into_os_string())
+            }),
             toolkits: root.join("usr/local"),
             python: None,
             first: None,
@@ -272,14 +296,20 @@ mod tests {
     fn the_newest_version_comes_first_and_variants_are_left_out() {
         let root = tempfile::tempdir().expect("a directory");
         let dir = root.path().join("usr/local/cuda-13.0/lib64");
-        for name in
-            ["libparity_absent.so", "libparity_absent.so.9", "libparity_absent.alt.so.99", "libparity_absent.so.bak"]
-        {
+        for name in [
+            "libparity_absent.so",
+            "libparity_absent.so.9",
+            "libparity_absent.alt.so.99",
+            "libparity_absent.so.bak",
+        ] {
             touch(dir.join(name));
         }
         let newest = touch(dir.join("libparity_absent.so.12.4"));
         touch(root.path().join("usr/local/cuda-12.9/lib64/libparity_absent.so.12.9"));
-        assert_eq!(search(&ABSENT, &places(root.path(), &[]), open_existing).expect("found"), newest);
+        assert_eq!(
+            search(&ABSENT, &places(root.path(), &[]), open_existing).expect("found"),
+            newest
+        );
         assert_eq!(versions_in(&dir, ABSENT.file).len(), 3);
     }
 

@@ -29,7 +29,8 @@ pub use self::module::CudaModule;
 pub use self::nvrtc::{Compiled, Nvrtc};
 use self::sparse::SparseMemory;
 use super::backend::{
-    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Recorder, Reservation, granules,
+    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorded, Recorder,
+    Reservation, granules,
 };
 use super::cache::ModuleCache;
 use super::device::Module;
@@ -132,7 +133,12 @@ impl CudaBackend {
     }
 
     /// `runs`: offsets from the buffer's first address, as [`sparse_runs`] has them.
-    fn reserve_sparse(&self, bytes: usize, total: usize, runs: &[Range<u64>]) -> Result<Allocation> {
+    fn reserve_sparse(
+        &self,
+        bytes: usize,
+        total: usize,
+        runs: &[Range<u64>],
+    ) -> Result<Allocation> {
         let base = self.sparse.reserve(total)?;
         let runs: Vec<_> = runs.iter().map(|run| base + run.start..base + run.end).collect();
         if let Err(error) = self.sparse.map(base, &runs) {
@@ -202,7 +208,12 @@ impl<'a> Missing<'a> {
     ///
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where there is no NVRTC.
-    pub fn from(cache: &'a ModuleCache, tree: &'a SourceTree, modules: &'a [Module], target: &'a str) -> Result<Self> {
+    pub fn from(
+        cache: &'a ModuleCache,
+        tree: &'a SourceTree,
+        modules: &'a [Module],
+        target: &'a str,
+    ) -> Result<Self> {
         let nvrtc = Nvrtc::load()?;
         let wanted: BTreeSet<&Module> = modules.iter().collect();
         let missing = wanted.into_iter().filter_map(|module| {
@@ -223,7 +234,11 @@ impl<'a> Missing<'a> {
     /// cannot be compiled, or stored, is left to who wants it. Returns how many those are.
     pub fn compile(&self, done: &(dyn Fn() + Sync)) -> usize {
         let failed = self.modules.par_iter().filter(|((file, defines), key)| {
-            let build = || self.nvrtc.compile(self.tree, file, defines, self.target).map(|compiled| compiled.cubin);
+            let build = || {
+                self.nvrtc
+                    .compile(self.tree, file, defines, self.target)
+                    .map(|compiled| compiled.cubin)
+            };
             // Another thread of this process may be at the same module.
             let built = self.cache.find_or_build(key, "cubin", build);
             done();
@@ -279,13 +294,20 @@ impl Backend for CudaBackend {
         &self.environment
     }
 
-    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
         let target = &self.environment.target;
         let key = self.nvrtc.cache_key(tree, file, defines, target)?;
         if let Some(path) = self.cache.find(&key, "cubin") {
             match self.load_stored(&path, file) {
                 Ok(module) => return Ok(Box::new(module)),
-                Err(error) => tracing::warn!("recompiling `{file}`: cached {}: {error}", path.display()),
+                Err(error) => {
+                    tracing::warn!("recompiling `{file}`: cached {}: {error}", path.display())
+                }
             }
         }
         let cubin = self.nvrtc.compile(tree, file, defines, target)?.cubin;
@@ -314,7 +336,13 @@ impl Backend for CudaBackend {
 
     /// Memory for what is touched, or a plain allocation, gaps and all, where that takes little more. It gets no more than a part of
     /// what is free: other buffers, other threads and other processes need theirs.
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation> {
         let total = banded(bytes).unwrap_or(usize::MAX);
         let runs = self.sparse.granule().and_then(|granule| sparse_runs(total, touched, granule));
         let needed = runs.as_deref().map_or(u64::MAX, extent_of);
@@ -370,8 +398,12 @@ impl Backend for CudaBackend {
         }
         self.context.enter()?;
         // SAFETY: as in `fill`.
-        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, bytes, self.context.stream()) };
-        self.context.check(result, format_args!("cuMemcpyDtoDAsync({target:#x}, {source:#x}, {bytes} bytes)"))
+        let result =
+            unsafe { sys::cuMemcpyDtoDAsync_v2(target, source, bytes, self.context.stream()) };
+        self.context.check(
+            result,
+            format_args!("cuMemcpyDtoDAsync({target:#x}, {source:#x}, {bytes} bytes)"),
+        )
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -428,8 +460,10 @@ impl Recorder for CudaBackend {
 /// # Errors
 /// [`RuntimeError::BackendMissing`] with what is missing, and what is not.
 pub fn probe() -> Result<String> {
-    let device = chosen_device().and_then(Context::open).map(|context| describe(&context.properties));
-    let compiler = Nvrtc::load().map(|nvrtc| format!("{} is at {}", nvrtc.name(), nvrtc.path().display()));
+    let device =
+        chosen_device().and_then(Context::open).map(|context| describe(&context.properties));
+    let compiler =
+        Nvrtc::load().map(|nvrtc| format!("{} is at {}", nvrtc.name(), nvrtc.path().display()));
     let reason = |error: RuntimeError| match error {
         RuntimeError::BackendMissing { reason, .. } => reason,
         other => other.to_string(),
@@ -477,13 +511,17 @@ mod tests {
         let back_band = allocation.back_band;
         let touched = touched_of(&allocation, &[-5000..-4000, -10..20, 990..1 << 40]);
         let at = |offset: i64| (1u64 << 20).strict_add_signed(offset);
-        assert_eq!(touched, [at(-4096)..at(-4000), at(-16)..at(32), at(976)..at(1000 + back_band as i64)]);
+        assert_eq!(
+            touched,
+            [at(-4096)..at(-4000), at(-16)..at(32), at(976)..at(1000 + back_band as i64)]
+        );
     }
 
     #[test]
     fn memory_is_mapped_around_what_is_touched_and_nowhere_else() {
         const GRANULE: u64 = 2 << 20;
-        let rows: Vec<Range<i64>> = (0..3).map(|row| row << 32).map(|start| start - 512..start + 4096).collect();
+        let rows: Vec<Range<i64>> =
+            (0..3).map(|row| row << 32).map(|start| start - 512..start + 4096).collect();
         let runs = sparse_runs(3 << 32, &rows, GRANULE).expect("fits");
         assert_eq!(runs, [0..GRANULE, 1 << 32..(1 << 32) + GRANULE, 1 << 33..(1 << 33) + GRANULE]);
         assert_eq!(extent_of(&runs), 3 * GRANULE);

@@ -75,17 +75,26 @@ impl CudaModule {
     }
 
     fn look_up(&self, name: &str) -> Result<Kernel> {
-        let missing = |symbol: String| RuntimeError::SymbolMissing { file: self.file.clone(), symbol };
+        let missing =
+            |symbol: String| RuntimeError::SymbolMissing { file: self.file.clone(), symbol };
         let function = self.code.function(name)?.ok_or_else(|| missing(name.into()))?;
         let layout = format!("{name}_layout");
-        let [params_size, params_hash, max_threads] = self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
+        let [params_size, params_hash, max_threads] =
+            self.code.numbers(&layout)?.ok_or_else(|| missing(layout))?;
         let shared_bytes = self.optional_number(&format!("{name}_shared_bytes"))?;
         let resident_blocks = self.optional_number(&format!("{name}_resident_blocks"))?;
         let cluster = self.optional_number(&format!("{name}_cluster"))?.unwrap_or(1);
         let waits = self.optional_number(&format!("{name}_waits"))? == Some(1);
         let own = OwnLimits {
-            static_shared: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?.into(),
-            max_threads: function_attribute(function, FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+            static_shared: function_attribute(
+                function,
+                FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+            )?
+            .into(),
+            max_threads: function_attribute(
+                function,
+                FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
+            )?,
         };
         let without_opt_in = self.code.context().properties.shared_without_opt_in;
         let mut kernel = Kernel {
@@ -113,7 +122,9 @@ impl CudaModule {
         let KernelExports { cluster, max_threads, shared_bytes, .. } = kernel.exports;
         let bytes = shared_bytes.and_then(|bytes| u32::try_from(bytes).ok()).unwrap_or(0);
         // What does not fit is refused where it is launched.
-        if !(2..=MOST_CLUSTER_BLOCKS).contains(&cluster) || Self::allow_shared(kernel, bytes).is_err() {
+        if !(2..=MOST_CLUSTER_BLOCKS).contains(&cluster)
+            || Self::allow_shared(kernel, bytes).is_err()
+        {
             return Ok(None);
         }
         let config = sys::CUlaunchConfig {
@@ -130,8 +141,9 @@ impl CudaModule {
         };
         let mut clusters = 0;
         // SAFETY: the function belongs to a loaded module, and its context is current; both pointers are to what outlives the call.
-        let result =
-            unsafe { sys::cuOccupancyMaxActiveClusters(&raw mut clusters, kernel.function, &raw const config) };
+        let result = unsafe {
+            sys::cuOccupancyMaxActiveClusters(&raw mut clusters, kernel.function, &raw const config)
+        };
         check(result, format_args!("cuOccupancyMaxActiveClusters({})", kernel.name))?;
         Ok(u32::try_from(clusters).ok().filter(|clusters| *clusters > 0))
     }
@@ -144,8 +156,15 @@ impl CudaModule {
         }
         let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to a loaded module, and its context is current.
-        let result = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes.cast_signed()) };
-        check(result, format_args!("cuFuncSetAttribute({}, {bytes} bytes of dynamic shared memory)", kernel.name))?;
+        let result =
+            unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes.cast_signed()) };
+        check(
+            result,
+            format_args!(
+                "cuFuncSetAttribute({}, {bytes} bytes of dynamic shared memory)",
+                kernel.name
+            ),
+        )?;
         *allowed = bytes.into();
         Ok(())
     }
@@ -156,14 +175,25 @@ impl LoadedModule for CudaModule {
         Ok(self.kernel(kernel)?.exports)
     }
 
-    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()> {
         let kernel = self.kernel(kernel)?;
         let context = self.code.context();
         let refused = |reason| RuntimeError::Launch { kernel: kernel.name.to_string(), reason };
-        check_limits(&context.properties, &kernel.exports, kernel.own, grid, block, shared_bytes).map_err(refused)?;
+        check_limits(&context.properties, &kernel.exports, kernel.own, grid, block, shared_bytes)
+            .map_err(refused)?;
         if params.len() as u64 != kernel.exports.params_size {
             let expected = kernel.exports.params_size;
-            return Err(refused(format!("{} bytes of parameters, but the kernel takes {expected}", params.len())));
+            return Err(refused(format!(
+                "{} bytes of parameters, but the kernel takes {expected}",
+                params.len()
+            )));
         }
         context.enter()?;
         Self::allow_shared(&kernel, shared_bytes)?;
@@ -198,7 +228,8 @@ fn check_limits(
     block: [u32; 3],
     shared_bytes: u32,
 ) -> std::result::Result<(), String> {
-    for (what, size, most) in [("grid", grid, device.max_grid), ("block", block, device.max_block)] {
+    for (what, size, most) in [("grid", grid, device.max_grid), ("block", block, device.max_block)]
+    {
         for ((axis, size), most) in ["x", "y", "z"].into_iter().zip(size).zip(most) {
             if size == 0 || size > most {
                 return Err(format!("{what} dimension {axis} is {size}, outside of 1 to {most}"));
@@ -211,7 +242,9 @@ fn check_limits(
     let threads: u64 = block.iter().map(|&size| u64::from(size)).product();
     let most = exports.max_threads.min(own.max_threads).min(device.max_threads);
     if threads > most.into() {
-        return Err(format!("{threads} threads in a block, but this kernel on this device takes at most {most}"));
+        return Err(format!(
+            "{threads} threads in a block, but this kernel on this device takes at most {most}"
+        ));
     }
     let most = device.shared_opt_in.saturating_sub(own.static_shared);
     if u64::from(shared_bytes) > most {
@@ -247,7 +280,12 @@ mod tests {
         refusal_in_clusters(1, grid, block, shared_bytes)
     }
 
-    fn refusal_in_clusters(cluster: u32, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Option<String> {
+    fn refusal_in_clusters(
+        cluster: u32,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+    ) -> Option<String> {
         let exports = KernelExports {
             params_size: 8,
             params_hash: 0,
@@ -283,9 +321,14 @@ mod tests {
 
     #[test]
     fn grids_of_clusters_are_whole_clusters() {
-        let refusal = |cluster, blocks| refusal_in_clusters(cluster, [blocks, 1, 1], [256, 1, 1], 0);
+        let refusal =
+            |cluster, blocks| refusal_in_clusters(cluster, [blocks, 1, 1], [256, 1, 1], 0);
         assert_eq!((refusal(2, 132), refusal(8, 8)), (None, None));
-        assert!(refusal(2, 131).is_some_and(|reason| reason.contains("131 blocks") && reason.contains("cluster's 2")));
+        assert!(
+            refusal(2, 131).is_some_and(
+                |reason| reason.contains("131 blocks") && reason.contains("cluster's 2")
+            )
+        );
         assert!([0, 9].into_iter().all(|cluster| refusal(cluster, 144).is_some()));
     }
 

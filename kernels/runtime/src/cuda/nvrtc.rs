@@ -60,7 +60,10 @@ pub struct Nvrtc {
 
 impl std::fmt::Debug for Nvrtc {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Nvrtc").field("version", &self.version).field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("Nvrtc")
+            .field("version", &self.version)
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }
 
@@ -76,13 +79,15 @@ impl Nvrtc {
     }
 
     fn load_from(places: &Places) -> Result<Self> {
-        search(&NVRTC, places, Self::open).map_err(|reason| RuntimeError::BackendMissing { backend: "cuda", reason })
+        search(&NVRTC, places, Self::open)
+            .map_err(|reason| RuntimeError::BackendMissing { backend: "cuda", reason })
     }
 
     fn open(path: &Path) -> std::result::Result<Self, String> {
         // SAFETY: loading runs the library's initialisers; a file by this name in CUDA's places,
         // or one that the user named, is trusted to be NVRTC.
-        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(loader_reason)?;
+        let library =
+            unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(loader_reason)?;
         // SAFETY: `Functions::bind` gives each symbol the type that nvrtc.h declares since 11.2.
         let functions = unsafe { Functions::bind(&library) }.map_err(loader_reason)?;
         // NVRTC is not made to be unloaded, and `functions` must stay valid.
@@ -95,7 +100,9 @@ impl Nvrtc {
         }
         let version = (u32::try_from(major).unwrap_or(0), u32::try_from(minor).unwrap_or(0));
         if version.0 < OLDEST_MAJOR {
-            return Err(format!("version {major}.{minor}, but {OLDEST_MAJOR}.0 or later is needed"));
+            return Err(format!(
+                "version {major}.{minor}, but {OLDEST_MAJOR}.0 or later is needed"
+            ));
         }
         let path = functions.path().unwrap_or_else(|| path.to_path_buf());
         preload_builtins(&path, version);
@@ -205,17 +212,22 @@ impl Nvrtc {
             )
         };
         if status != 0 {
-            return Err(format!("nvrtcCreateProgram failed: {}", self.functions.error_name(status)));
+            return Err(format!(
+                "nvrtcCreateProgram failed: {}",
+                self.functions.error_name(status)
+            ));
         }
         let program = OpenProgram { functions: self.functions, handle };
         // SAFETY: the program was created above; the options live past the call.
-        let status = unsafe { (self.functions.compile)(program.handle, options.len(), options.as_ptr()) };
+        let status =
+            unsafe { (self.functions.compile)(program.handle, options.len(), options.as_ptr()) };
         if status != 0 {
             let log = program.log();
             let name = self.functions.error_name(status);
             return Err(if log.is_empty() { name } else { format!("{log}\n({name})") });
         }
-        let cubin = program.read("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)?;
+        let cubin =
+            program.read("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)?;
         Ok(Compiled { cubin, remarks: program.log() })
     }
 }
@@ -322,7 +334,12 @@ impl OpenProgram {
         }
     }
 
-    fn read(&self, call: &str, size_of: SizeOf, read_into: ReadInto) -> std::result::Result<Vec<u8>, String> {
+    fn read(
+        &self,
+        call: &str,
+        size_of: SizeOf,
+        read_into: ReadInto,
+    ) -> std::result::Result<Vec<u8>, String> {
         let failed = |status| format!("{call} failed: {}", self.functions.error_name(status));
         let mut size = 0;
         // SAFETY: the program is open and `size` is live.
@@ -411,11 +428,18 @@ KERNEL(scale, ScaleParams, THREADS) {
     fn a_kernel_compiles_for_every_target_without_a_gpu() {
         let Some(nvrtc) = nvrtc() else { return };
         for target in ["sm_80", "sm_90a"] {
-            let cubin = nvrtc.compile(&tree(SCALE), "scale.cu", &threads("256"), target).expect("compiles").cubin;
+            let cubin = nvrtc
+                .compile(&tree(SCALE), "scale.cu", &threads("256"), target)
+                .expect("compiles")
+                .cubin;
             assert!(cubin.starts_with(b"\x7fELF"));
             let holds = |name: &[u8]| cubin.windows(name.len()).any(|window| window == name);
             assert!(holds(b"scale_layout\0"), "{target}: the layout is not exported");
-            assert_eq!(holds(b"scale_waits\0"), target == "sm_90a", "{target}: blocks that may come early wait");
+            assert_eq!(
+                holds(b"scale_waits\0"),
+                target == "sm_90a",
+                "{target}: blocks that may come early wait"
+            );
         }
     }
 
@@ -427,7 +451,10 @@ KERNEL(scale, ScaleParams, THREADS) {
         let defines = defines.map(|define| define.split_once('=').expect("a value"));
         let defines = defines.map(|(name, value)| (name.to_owned(), value.to_owned()));
         let remarks_of = |tree: &SourceTree| {
-            nvrtc.compile(tree, "decode_attention_hopper.cu", &defines, "sm_90a").expect("compiles").remarks
+            nvrtc
+                .compile(tree, "decode_attention_hopper.cu", &defines, "sm_90a")
+                .expect("compiles")
+                .remarks
         };
         let tree = crate::testing::kernels();
         assert_eq!(remarks_of(&tree), "");
@@ -435,7 +462,11 @@ KERNEL(scale, ScaleParams, THREADS) {
         let fence = "    wgmma_fence();  // behind the wait's branch";
         assert_eq!(text.matches(fence).count(), 1);
         let without = text.replace(fence, "    //");
-        let remarks = remarks_of(&crate::testing::kernels().with_text(SHARED, without, "a fence left to the compiler"));
+        let remarks = remarks_of(&crate::testing::kernels().with_text(
+            SHARED,
+            without,
+            "a fence left to the compiler",
+        ));
         assert!(remarks.contains("serialized"), "{remarks}");
     }
 
@@ -457,7 +488,10 @@ KERNEL(scale, ScaleParams, THREADS) {
             assert_eq!(Missing::from(&cache, &tree, &all, "sm_90a").unwrap().count(), 0);
             modules.each_ref().map(|(file, defines)| {
                 let key = nvrtc.cache_key(&tree, file, defines, "sm_90a").unwrap();
-                std::fs::metadata(cache.find(&key, "cubin").expect("a cubin")).unwrap().modified().unwrap()
+                std::fs::metadata(cache.find(&key, "cubin").expect("a cubin"))
+                    .unwrap()
+                    .modified()
+                    .unwrap()
             })
         };
         assert_eq!(stored(), stored(), "what is there stays as it is");
@@ -475,7 +509,8 @@ KERNEL(scale, ScaleParams, THREADS) {
     fn a_compile_error_carries_the_log_and_the_defines() {
         let Some(nvrtc) = nvrtc() else { return };
         let text = SCALE.replace("params.factor", "params.fcator");
-        let error = nvrtc.compile(&tree(&text), "scale.cu", &threads("64"), "sm_90a").expect_err("a typo");
+        let error =
+            nvrtc.compile(&tree(&text), "scale.cu", &threads("64"), "sm_90a").expect_err("a typo");
         let text = error.to_string();
         for part in ["NVRTC", "scale.cu", " -DTHREADS=64", "fcator"] {
             assert!(text.contains(part), "{part} is not in\n{text}");
@@ -505,7 +540,10 @@ KERNEL(scale, ScaleParams, THREADS) {
     fn the_cache_identity_tells_targets_apart() {
         let Some(nvrtc) = nvrtc() else { return };
         let identity = nvrtc.cache_identity("sm_90a");
-        assert!(identity.contains("NVRTC") && identity.contains("--gpu-architecture=sm_90a"), "{identity}");
+        assert!(
+            identity.contains("NVRTC") && identity.contains("--gpu-architecture=sm_90a"),
+            "{identity}"
+        );
         assert_ne!(identity, nvrtc.cache_identity("sm_80"));
     }
 

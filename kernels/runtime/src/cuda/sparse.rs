@@ -46,7 +46,8 @@ impl SparseMemory {
         let mut granule = 0;
         let least = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: reads the properties, writes one live number.
-        let result = unsafe { sys::cuMemGetAllocationGranularity(&mut granule, &properties, least) };
+        let result =
+            unsafe { sys::cuMemGetAllocationGranularity(&mut granule, &properties, least) };
         let known = context.check(result, "cuMemGetAllocationGranularity");
         let granule = known.ok().map(|()| granule as u64).filter(|&granule| granule > 0);
         Self { context: context.clone(), properties, granule, buffers: Mutex::default() }
@@ -95,7 +96,9 @@ impl SparseMemory {
         self.context.check(result, format_args!("cuMemCreate({bytes} bytes)"))?;
         // SAFETY: the addresses are reserved and unmapped, the handle has as many bytes.
         let result = unsafe { sys::cuMemMap(run.start, bytes, 0, handle, 0) };
-        if let Err(error) = self.context.check(result, format_args!("cuMemMap({:#x}, {bytes} bytes)", run.start)) {
+        if let Err(error) =
+            self.context.check(result, format_args!("cuMemMap({:#x}, {bytes} bytes)", run.start))
+        {
             // SAFETY: created above, and mapped nowhere.
             let _ = unsafe { sys::cuMemRelease(handle) };
             return Err(error);
@@ -105,7 +108,9 @@ impl SparseMemory {
         let access = sys::CUmemAccessDesc { location: self.properties.location, flags };
         // SAFETY: the addresses were just mapped; reads one description.
         let result = unsafe { sys::cuMemSetAccess(run.start, bytes, &access, 1) };
-        let allowed = self.context.check(result, format_args!("cuMemSetAccess({:#x}, {bytes} bytes)", run.start));
+        let allowed = self
+            .context
+            .check(result, format_args!("cuMemSetAccess({:#x}, {bytes} bytes)", run.start));
         allowed.inspect_err(|_| unmap(&mapped)).map(|()| mapped)
     }
 
@@ -115,7 +120,8 @@ impl SparseMemory {
         buffer.mapped.iter().for_each(unmap);
         // SAFETY: reserved by `reserve` with as many bytes, and nothing is mapped there any more.
         let result = unsafe { sys::cuMemAddressFree(base, buffer.bytes) };
-        if let Err(error) = self.context.check(result, format_args!("cuMemAddressFree({base:#x})")) {
+        if let Err(error) = self.context.check(result, format_args!("cuMemAddressFree({base:#x})"))
+        {
             tracing::debug!("{error}");
         }
         true

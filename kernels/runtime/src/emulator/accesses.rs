@@ -116,7 +116,8 @@ impl Pages {
 impl Accesses {
     /// Nothing so far, of a launch that may access these buffers.
     pub fn new(buffers: Vec<Range<usize>>) -> Self {
-        let pages = Pages { places: HashMap::new(), recent: [(usize::MAX, 0); 64], pages: Vec::new() };
+        let pages =
+            Pages { places: HashMap::new(), recent: [(usize::MAX, 0); 64], pages: Vec::new() };
         Self { buffers, pages: Mutex::new(pages) }
     }
 
@@ -124,7 +125,13 @@ impl Accesses {
     ///
     /// # Errors
     /// The conflict with that of another block.
-    pub fn see(&self, block: u32, kind: AccessKind, address: usize, bytes: usize) -> Result<(), Conflict> {
+    pub fn see(
+        &self,
+        block: u32,
+        kind: AccessKind,
+        address: usize,
+        bytes: usize,
+    ) -> Result<(), Conflict> {
         let at = self.buffers.partition_point(|range| range.end <= address);
         if bytes == 0 || self.buffers.get(at).is_none_or(|range| address < range.start) {
             return Ok(());
@@ -137,7 +144,12 @@ impl Accesses {
             let seen = &mut pages.of(word / PAGE_WORDS)[word % PAGE_WORDS];
             for other_kind in AccessKind::ALL.into_iter().filter(|&other| kind.conflicts(other)) {
                 if let Some(other_block) = seen[other_kind as usize].by_another(block, mask) {
-                    return Err(Conflict { address: word * WORD + from, kind, other_block, other_kind });
+                    return Err(Conflict {
+                        address: word * WORD + from,
+                        kind,
+                        other_block,
+                        other_kind,
+                    });
                 }
             }
             seen[kind as usize].add(block, mask);
@@ -172,11 +184,15 @@ mod tests {
             assert_eq!(seen.see(3, first, 0x1ffe, 4), Ok(()));
             assert_eq!(seen.see(3, second, 0x1ffe, 4), Ok(()), "a block has an order");
             let found = seen.see(4, second, 0x2001, 1);
-            let conflict = Conflict { address: 0x2001, kind: second, other_block: 3, other_kind: first };
+            let conflict =
+                Conflict { address: 0x2001, kind: second, other_block: 3, other_kind: first };
             // Whichever of the first block's two accesses is met first is named.
             match found {
                 Ok(()) => assert!(may, "{first:?} {second:?}"),
-                Err(found) => assert!(!may && Conflict { other_kind: first, ..found } == conflict, "{found:?}"),
+                Err(found) => assert!(
+                    !may && Conflict { other_kind: first, ..found } == conflict,
+                    "{found:?}"
+                ),
             }
         }
     }
@@ -189,7 +205,10 @@ mod tests {
         assert_eq!(seen.see(0, Write, 0x1000, 2), Ok(()));
         assert!(seen.see(1, Write, 0x1001, 1).is_err() && seen.see(0, Read, 0x1013, 4).is_err());
         for address in [0x0fff, 0x3000, 0x8fff, 0x9100] {
-            assert_eq!((0..2).map(|block| seen.see(block, Write, address, 1)).collect::<Vec<_>>(), [Ok(()); 2]);
+            assert_eq!(
+                (0..2).map(|block| seen.see(block, Write, address, 1)).collect::<Vec<_>>(),
+                [Ok(()); 2]
+            );
         }
         assert!(seen.see(0, Write, 0x90ff, 1).is_ok() && seen.see(1, Write, 0x90ff, 1).is_err());
     }

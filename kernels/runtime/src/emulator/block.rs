@@ -149,16 +149,27 @@ pub struct Block {
 impl Block {
     /// Whether a copy is to land in the moment of its issue.
     pub(super) fn draw_copy_at_once(&mut self) -> bool {
-        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.copies_at_once, 16))
+        self.ready
+            .random
+            .as_mut()
+            .is_some_and(|random| random.rng.random_ratio(random.copies_at_once, 16))
     }
 
     /// Whether a matrix product is to read its operands in the moment of its issue.
     pub(super) fn draw_product_at_once(&mut self) -> bool {
-        self.ready.random.as_mut().is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
+        self.ready
+            .random
+            .as_mut()
+            .is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
     }
 
     /// Takes down that this block accesses global memory.
-    pub(super) fn accessed(&self, kind: AccessKind, address: usize, bytes: usize) -> Result<(), BadAccess> {
+    pub(super) fn accessed(
+        &self,
+        kind: AccessKind,
+        address: usize,
+        bytes: usize,
+    ) -> Result<(), BadAccess> {
         let Some((accesses, block)) = &self.accesses else { return Ok(()) };
         accesses.see(*block, kind, address, bytes).map_err(|conflict| {
             let Conflict { address, kind, other_block, other_kind } = conflict;

@@ -55,13 +55,19 @@ impl Block {
     /// There is none, or it has ended: its shared memory may be another cluster's by then.
     pub(super) fn peer(&mut self, rank: u32) -> Result<&mut Self, String> {
         let Some(&peer) = self.peers.get(rank as usize) else {
-            return Err(format!("reaches for block {rank} of its cluster, which has {}", self.peers.len()));
+            return Err(format!(
+                "reaches for block {rank} of its cluster, which has {}",
+                self.peers.len()
+            ));
         };
         // SAFETY: the blocks of a cluster live as long as each other, one operating-system thread runs them all, and no
         // reference to another one than that of the running thread is ever held for longer than a call.
         let peer = if rank == self.rank { self } else { unsafe { &mut *peer } };
         if peer.has_ended() {
-            return Err(format!("reaches for block {} of its cluster, which has ended", peer.contexts[0].block_idx));
+            return Err(format!(
+                "reaches for block {} of its cluster, which has ended",
+                peer.contexts[0].block_idx
+            ));
         }
         Ok(peer)
     }
@@ -75,7 +81,9 @@ impl Block {
     pub(super) fn arrive_at_cluster(&mut self) -> Result<(), String> {
         let thread = self.current as usize;
         if self.cluster_arrivals[thread].is_some() {
-            return Err("arrives at its cluster's barrier a second time without waiting there".to_owned());
+            return Err(
+                "arrives at its cluster's barrier a second time without waiting there".to_owned()
+            );
         }
         let released = {
             let mut barrier = self.cluster.borrow_mut();

@@ -78,7 +78,8 @@ fn optimisation(tree: &SourceTree) -> &'static str {
 
 /// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks stay, so that an access beyond
 /// an array is a difference; but for places in the source, which their reports and what a debugger reads would name.
-const ASSEMBLY_OPTIONS: &[&str] = &["-O2", "-g0", "-fsanitize-undefined-trap-on-error", "-DEMULATOR_NAMES_NO_PLACES"];
+const ASSEMBLY_OPTIONS: &[&str] =
+    &["-O2", "-g0", "-fsanitize-undefined-trap-on-error", "-DEMULATOR_NAMES_NO_PLACES"];
 
 /// `PARITY_CXX`, or `c++`.
 pub fn usual_compiler() -> PathBuf {
@@ -110,7 +111,12 @@ impl Compiler {
     ///
     /// # Errors
     /// The compiler's, and the system's.
-    pub fn build(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<PathBuf> {
+    pub fn build(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<PathBuf> {
         let headers = emulator_headers();
         let identity = format!("{} {}", self.version, self.options(tree).join(" "));
         let extra = headers.iter().map(|(name, text)| (name.as_str(), text.as_str()));
@@ -122,7 +128,12 @@ impl Compiler {
     ///
     /// # Errors
     /// The compiler's, and the system's.
-    pub fn assembly(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Vec<u8>> {
+    pub fn assembly(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Vec<u8>> {
         let headers = emulator_headers();
         let options = [&self.options(tree)[1..], ASSEMBLY_OPTIONS].concat();
         let identity = format!("{} {} -S", self.version, options.join(" "));
@@ -131,9 +142,11 @@ impl Compiler {
         let path = self.cache.find_or_build(&key, "s", || {
             let scratch = sources_of(tree, file, &headers)?;
             self.assemble(scratch.path(), &options, file, defines)?;
-            std::fs::read(scratch.path().join(ASSEMBLY)).map_err(|e| RuntimeError::system("reading the assembly", e))
+            std::fs::read(scratch.path().join(ASSEMBLY))
+                .map_err(|e| RuntimeError::system("reading the assembly", e))
         })?;
-        std::fs::read(&path).map_err(|e| RuntimeError::system(format!("reading {}", path.display()), e))
+        std::fs::read(&path)
+            .map_err(|e| RuntimeError::system(format!("reading {}", path.display()), e))
     }
 
     /// All options of a module of `tree`, of which the first one says how far it is optimised.
@@ -149,7 +162,9 @@ impl Compiler {
         *self.poisons_locals.get_or_init(|| {
             let Ok(scratch) = temporary_folder("compile-") else { return false };
             let mut empty = Command::new(&self.path);
-            empty.args([LOCAL_POISON, "-fsyntax-only", "-x", "c++", "/dev/null"]).current_dir(scratch.path());
+            empty
+                .args([LOCAL_POISON, "-fsyntax-only", "-x", "c++", "/dev/null"])
+                .current_dir(scratch.path());
             matches!(run_within(&empty, self.time_limit), Ok(Some(ended)) if ended.status.success())
         })
     }
@@ -164,10 +179,13 @@ impl Compiler {
     ) -> Result<Vec<u8>> {
         let scratch = sources_of(tree, file, headers)?;
         let library = self.run_compiler(scratch.path(), &self.options(tree), file, defines)?;
-        let module = std::fs::read(&library).map_err(|e| RuntimeError::system("reading the compiled module", e))?;
+        let module = std::fs::read(&library)
+            .map_err(|e| RuntimeError::system("reading the compiled module", e))?;
         if !module.starts_with(b"\x7fELF") {
-            let log =
-                format!("it reported success, and the {} bytes that it wrote are no shared library", module.len());
+            let log = format!(
+                "it reported success, and the {} bytes that it wrote are no shared library",
+                module.len()
+            );
             return Err(self.refused(file, defines, log));
         }
         Ok(module)
@@ -197,12 +215,22 @@ impl Compiler {
             .and_then(|text| std::fs::write(&assembly, padded(&text)))
             .map_err(|e| RuntimeError::system("padding what the compiler wrote", e))?;
         let mut link = Command::new(&self.path);
-        self.run(link.args(["-shared", ASSEMBLY, "-o", "module.so"]).current_dir(scratch), file, defines)?;
+        self.run(
+            link.args(["-shared", ASSEMBLY, "-o", "module.so"]).current_dir(scratch),
+            file,
+            defines,
+        )?;
         Ok(scratch.join("module.so"))
     }
 
     /// Compiles a file of `scratch` to [`ASSEMBLY`] beside it.
-    fn assemble(&self, scratch: &Path, options: &[&str], file: &str, defines: &[(String, String)]) -> Result<()> {
+    fn assemble(
+        &self,
+        scratch: &Path,
+        options: &[&str],
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<()> {
         let mut compile = Command::new(&self.path);
         compile.args(options).args(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
         compile.args(["-I.", "-x", "c++", "-S", file, "-o", ASSEMBLY]).current_dir(scratch);
@@ -227,8 +255,13 @@ impl Compiler {
 const ASSEMBLY: &str = "module.s";
 
 /// A folder with a kernel file and every header.
-fn sources_of(tree: &SourceTree, file: &str, headers: &BTreeMap<String, String>) -> Result<TempDir> {
-    let scratch = temporary_folder("compile-").map_err(|e| RuntimeError::system("making a scratch directory", e))?;
+fn sources_of(
+    tree: &SourceTree,
+    file: &str,
+    headers: &BTreeMap<String, String>,
+) -> Result<TempDir> {
+    let scratch = temporary_folder("compile-")
+        .map_err(|e| RuntimeError::system("making a scratch directory", e))?;
     let write = |name: &str, text: &str| {
         std::fs::write(scratch.path().join(name), text)
             .map_err(|e| RuntimeError::system(format!("writing {name} for the compiler"), e))
@@ -252,10 +285,17 @@ fn compiler_version(compiler: &Path) -> Result<String> {
             compiler.display()
         ),
     };
-    let output =
-        Command::new(compiler).arg("--version").output().map_err(|e| missing(format!("could not be run ({e})")))?;
+    let output = Command::new(compiler)
+        .arg("--version")
+        .output()
+        .map_err(|e| missing(format!("could not be run ({e})")))?;
     if !output.status.success() {
         return Err(missing(format!("answered {} to --version", output.status)));
     }
-    Ok(String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or("unknown").trim().to_owned())
+    Ok(String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .next()
+        .unwrap_or("unknown")
+        .trim()
+        .to_owned())
 }

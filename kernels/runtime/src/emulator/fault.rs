@@ -101,7 +101,8 @@ impl SignalStack {
     /// Gives the calling thread one.
     pub fn of_this_thread() -> Self {
         let mut memory = vec![0; SIGNAL_STACK_BYTES].into_boxed_slice();
-        let stack = libc::stack_t { ss_sp: memory.as_mut_ptr().cast(), ss_flags: 0, ss_size: memory.len() };
+        let stack =
+            libc::stack_t { ss_sp: memory.as_mut_ptr().cast(), ss_flags: 0, ss_size: memory.len() };
         // SAFETY: the memory lives until `drop` has taken it away from the thread.
         unsafe { libc::sigaltstack(&stack, ptr::null_mut()) };
         Self { _memory: memory }
@@ -184,7 +185,11 @@ mod context {
 }
 
 /// Makes the interrupted coroutine return `ending`, if this thread runs one and stands on its stack.
-unsafe fn end_coroutine(context: *mut libc::c_void, ending: impl FnOnce(usize) -> Ending, in_code_only: bool) -> bool {
+unsafe fn end_coroutine(
+    context: *mut libc::c_void,
+    ending: impl FnOnce(usize) -> Ending,
+    in_code_only: bool,
+) -> bool {
     let Some(running) = RUNNING.get() else { return false };
     // SAFETY: the kernel passes a valid ucontext to an SA_SIGINFO handler.
     let context = unsafe { &mut *context.cast::<libc::ucontext_t>() };
@@ -206,13 +211,18 @@ unsafe fn end_coroutine(context: *mut libc::c_void, ending: impl FnOnce(usize) -
     true
 }
 
-extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+extern "C" fn on_signal(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
     // SAFETY: `info` is valid in an SA_SIGINFO handler, and si_addr is set for these signals.
     let address = unsafe { (*info).si_addr() } as usize;
     let ending = |stack_pointer: usize| match signal {
-        libc::SIGSEGV | libc::SIGBUS => {
-            Ending::Segfault { address, stack_overflow: address.abs_diff(stack_pointer) < 64 * 1024 }
-        }
+        libc::SIGSEGV | libc::SIGBUS => Ending::Segfault {
+            address,
+            stack_overflow: address.abs_diff(stack_pointer) < 64 * 1024,
+        },
         libc::SIGFPE => Ending::DivisionByZero,
         libc::SIGABRT => Ending::Aborted,
         _ => Ending::IllegalInstruction,
@@ -232,7 +242,11 @@ extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context
     }
 }
 
-extern "C" fn on_interrupt(_signal: libc::c_int, _info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+extern "C" fn on_interrupt(
+    _signal: libc::c_int,
+    _info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
     // SAFETY: called from the handler with its own context. Where the thread is not in kernel code
     // nothing happens; the watchdog sends the signal again.
     unsafe { end_coroutine(context, |_| Ending::Interrupted, true) };

@@ -42,7 +42,9 @@ impl Host {
     pub fn serve(&mut self, request: Request, bytes: &[u8]) -> Result<Answer> {
         match request {
             Request::Load { path, file } => return self.load(&path, &file),
-            Request::Exports { module, kernel } => return self.module(module)?.exports(&kernel).map(Answer::Exports),
+            Request::Exports { module, kernel } => {
+                return self.module(module)?.exports(&kernel).map(Answer::Exports);
+            }
             Request::Launch { module, kernel, grid, block, shared_bytes } => {
                 self.module(module)?.launch(&kernel, grid, block, shared_bytes, bytes)?;
             }
@@ -50,7 +52,8 @@ impl Host {
             Request::Unmap(placed) => self.shared.memory.forget(&placed),
             Request::Unload { module } => drop(self.modules.remove(&module)),
             Request::Schedule { seed } => {
-                *self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner()) = Schedule { seed, launches: 0 };
+                *self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner()) =
+                    Schedule { seed, launches: 0 };
             }
         }
         Ok(Answer::Done)
@@ -66,7 +69,10 @@ impl Host {
     fn module(&self, number: u64) -> Result<&EmulatorModule> {
         self.modules.get(&number).ok_or_else(|| {
             let reason = format!("module {number} was never loaded, or is gone");
-            RuntimeError::system("looking a module up", std::io::Error::new(std::io::ErrorKind::NotFound, reason))
+            RuntimeError::system(
+                "looking a module up",
+                std::io::Error::new(std::io::ErrorKind::NotFound, reason),
+            )
         })
     }
 }

@@ -79,12 +79,20 @@ pub struct Mbarriers {
 
 impl Mbarriers {
     /// Initialises the one at `offset` of the dynamic shared memory `shared`, `shared_bytes` long, which outlives the block.
-    pub fn init(&mut self, offset: u32, arrivals: u32, shared: *mut u8, shared_bytes: u64) -> Result<(), String> {
+    pub fn init(
+        &mut self,
+        offset: u32,
+        arrivals: u32,
+        shared: *mut u8,
+        shared_bytes: u64,
+    ) -> Result<(), String> {
         if !offset.is_multiple_of(MBARRIER_BYTES) {
             return Err(format!("mbarrier at offset {offset:#x}: not 8-byte aligned"));
         }
         if u64::from(offset) + u64::from(MBARRIER_BYTES) > shared_bytes {
-            return Err(format!("mbarrier at offset {offset:#x}: outside the dynamic shared memory"));
+            return Err(format!(
+                "mbarrier at offset {offset:#x}: outside the dynamic shared memory"
+            ));
         }
         if arrivals == 0 || arrivals > MOST_ARRIVALS {
             return Err(format!(
@@ -107,7 +115,9 @@ impl Mbarriers {
     /// # Errors
     /// None was initialised there.
     pub fn at(&mut self, offset: u32) -> Result<&mut Mbarrier, String> {
-        self.by_offset.get_mut(&offset).ok_or_else(|| format!("mbarrier at offset {offset:#x}: used before its init"))
+        self.by_offset
+            .get_mut(&offset)
+            .ok_or_else(|| format!("mbarrier at offset {offset:#x}: used before its init"))
     }
 
     /// Whether a thread waits for the phase under way of the mbarrier at `offset`.
@@ -117,7 +127,9 @@ impl Mbarriers {
 
     /// What the phase under way of the mbarrier at `offset` lacks.
     pub fn lacks(&self, offset: u32) -> String {
-        let Some(barrier) = self.by_offset.get(&offset) else { return "none was initialised".into() };
+        let Some(barrier) = self.by_offset.get(&offset) else {
+            return "none was initialised".into();
+        };
         format!(
             "{} of {} arrivals and {} bytes are missing from phase {}",
             barrier.missing, barrier.arrivals, barrier.missing_bytes, barrier.completed_phases

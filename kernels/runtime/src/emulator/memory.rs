@@ -56,14 +56,19 @@ impl Mapping {
     /// Inaccessible bytes of global memory, in a place that nobody had for long.
     fn global(bytes: usize, file: &File) -> io::Result<Self> {
         for _ in 0..MOST_PLACES {
-            let start = NEXT_GLOBAL.fetch_add(bytes.next_multiple_of(GUARD_BYTES), Ordering::Relaxed);
+            let start =
+                NEXT_GLOBAL.fetch_add(bytes.next_multiple_of(GUARD_BYTES), Ordering::Relaxed);
             if start.checked_add(bytes).is_none_or(|end| end > GLOBAL.end) {
                 // All of it was used once: from the start again, where most buffers are long gone.
                 NEXT_GLOBAL.store(GLOBAL.start, Ordering::Relaxed);
                 continue;
             }
             match Self::of_file(start, bytes, file) {
-                Err(error) if matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::AddrInUse) => {}
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::AlreadyExists | io::ErrorKind::AddrInUse
+                    ) => {}
                 made => return made,
             }
         }
@@ -79,10 +84,17 @@ impl Mapping {
         if mapping.start == start { Ok(mapping) } else { Err(io::ErrorKind::AddrInUse.into()) }
     }
 
-    fn new(start: usize, bytes: usize, how: i32, file: i32, offset: libc::off_t) -> io::Result<Self> {
+    fn new(
+        start: usize,
+        bytes: usize,
+        how: i32,
+        file: i32,
+        offset: libc::off_t,
+    ) -> io::Result<Self> {
         let how = how | libc::MAP_NORESERVE;
         // SAFETY: a new mapping, of nothing or of an open file, that replaces none.
-        let start = unsafe { libc::mmap(start as *mut _, bytes, libc::PROT_NONE, how, file, offset) };
+        let start =
+            unsafe { libc::mmap(start as *mut _, bytes, libc::PROT_NONE, how, file, offset) };
         if start == libc::MAP_FAILED {
             Err(io::Error::last_os_error())
         } else {
@@ -92,10 +104,15 @@ impl Mapping {
 
     /// Makes whole pages of the mapping accessible.
     fn open(&self, pages: &Range<u64>) -> io::Result<()> {
-        assert!(self.start as u64 <= pages.start && pages.end <= (self.start + self.bytes) as u64, "pages of another");
+        assert!(
+            self.start as u64 <= pages.start && pages.end <= (self.start + self.bytes) as u64,
+            "pages of another"
+        );
         let bytes = (pages.end - pages.start) as usize;
         // SAFETY: the range lies within this mapping (checked above), which nothing but kernels and copies uses.
-        match unsafe { libc::mprotect(pages.start as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE) } {
+        match unsafe {
+            libc::mprotect(pages.start as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE)
+        } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
@@ -201,8 +218,10 @@ impl GuardedMemory {
 
     /// Maps a buffer that the other process has placed.
     pub fn adopt(&self, placed: Placed) -> Result<()> {
-        let failed = |error| RuntimeError::system(format!("mapping `{}` for kernels", placed.name), error);
-        let mapping = Mapping::of_file(placed.mapped.start, placed.mapped.len(), &self.file).map_err(failed)?;
+        let failed =
+            |error| RuntimeError::system(format!("mapping `{}` for kernels", placed.name), error);
+        let mapping = Mapping::of_file(placed.mapped.start, placed.mapped.len(), &self.file)
+            .map_err(failed)?;
         placed.open.iter().try_for_each(|pages| mapping.open(pages)).map_err(failed)?;
         self.regions().insert(mapping.start, Region { placed, mapping });
         Ok(())
@@ -211,13 +230,21 @@ impl GuardedMemory {
     /// Maps a buffer of `bytes` bytes; see [`Placement`] for which of its ends touches a guard page.
     pub fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
         let mapping = |bytes| Mapping::global(bytes, &self.file);
-        self.map(name, bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages]).map(|made| made.allocation)
+        self.map(name, bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages])
+            .map(|made| made.allocation)
     }
 
     /// Maps the dynamic shared memory of a block: its end touches a guard page, and where it begins matters to nobody.
     pub fn allocate_shared(&self, bytes: usize) -> Result<Allocation> {
         let (placement, mapping) = (Placement::FlushBack, Mapping::private);
-        let made = self.map("dynamic shared memory", bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages])?;
+        let made = self.map(
+            "dynamic shared memory",
+            bytes,
+            placement,
+            mapping,
+            GUARD_BYTES,
+            |pages, _| vec![pages],
+        )?;
         Ok(made.allocation)
     }
 
@@ -230,8 +257,12 @@ impl GuardedMemory {
         touched: &[Range<i64>],
         placement: Placement,
     ) -> Result<Reservation> {
-        let too_large =
-            |needed, limit, of: &'static str| RuntimeError::TooLarge { name: name.to_owned(), needed, limit, of };
+        let too_large = |needed, limit, of: &'static str| RuntimeError::TooLarge {
+            name: name.to_owned(),
+            needed,
+            limit,
+            of,
+        };
         if bytes > MOST_RESERVED_BYTES {
             return Err(too_large(bytes, MOST_RESERVED_BYTES, "bytes of addresses"));
         }
@@ -258,7 +289,8 @@ impl GuardedMemory {
         choose: impl FnOnce(Range<u64>, u64) -> Vec<Range<u64>>,
     ) -> Result<Reservation> {
         let page = page_bytes();
-        let failed = |error| RuntimeError::system(format!("mapping {bytes} bytes for `{name}`"), error);
+        let failed =
+            |error| RuntimeError::system(format!("mapping {bytes} bytes for `{name}`"), error);
         let usable = bytes.max(1).checked_next_multiple_of(page);
         let sizes = usable.and_then(|usable| Some((usable, usable.checked_add(2 * guard)?)));
         let (usable, mapped) = sizes.ok_or_else(|| failed(io::ErrorKind::OutOfMemory.into()))?;
@@ -273,10 +305,19 @@ impl GuardedMemory {
         let touched = choose(start as u64..(start + usable) as u64, data as u64);
         touched.iter().try_for_each(|pages| mapping.open(pages)).map_err(failed)?;
         let mapped = mapping.start..mapping.start + mapping.bytes;
-        let placed = Placed { name: name.to_owned(), mapped, data, data_bytes: bytes, open: touched.clone() };
+        let placed = Placed {
+            name: name.to_owned(),
+            mapped,
+            data,
+            data_bytes: bytes,
+            open: touched.clone(),
+        };
         self.regions().insert(mapping.start, Region { placed, mapping });
         let back_band = usable - bytes - front_band;
-        Ok(Reservation { allocation: Allocation { address: data as u64, bytes, front_band, back_band }, touched })
+        Ok(Reservation {
+            allocation: Allocation { address: data as u64, bytes, front_band, back_band },
+            touched,
+        })
     }
 
     /// Unmaps a buffer.
@@ -322,7 +363,9 @@ impl GuardedMemory {
                     address % *bytes as usize
                 );
                 match self.place(*address) {
-                    Some((name, offset, _)) => format!("{misaligned}, at byte {offset} of `{name}`"),
+                    Some((name, offset, _)) => {
+                        format!("{misaligned}, at byte {offset} of `{name}`")
+                    }
                     None => format!("{misaligned}, at address {address:#x}, which is no buffer's"),
                 }
             }
@@ -341,7 +384,10 @@ impl GuardedMemory {
 
     /// The buffers, in the order of their addresses.
     pub fn buffers(&self) -> Vec<Range<usize>> {
-        self.regions().values().map(|Region { placed, .. }| placed.data..placed.data + placed.data_bytes).collect()
+        self.regions()
+            .values()
+            .map(|Region { placed, .. }| placed.data..placed.data + placed.data_bytes)
+            .collect()
     }
 
     fn describe_outside(&self, address: usize) -> String {
@@ -382,10 +428,15 @@ mod tests {
         let bytes = 5usize << 32;
         let ends = [0..64, bytes as i64 - 64..bytes as i64];
         for placement in [Placement::FlushBack, Placement::FlushFront] {
-            let Reservation { allocation, touched } = memory.reserve("x", bytes, &ends, placement).unwrap();
+            let Reservation { allocation, touched } =
+                memory.reserve("x", bytes, &ends, placement).unwrap();
             assert_eq!(touched.len(), 2);
             let page = page_bytes() as u64;
-            assert!(touched.iter().all(|range| range.start % page == 0 && range.end - range.start <= 2 * page));
+            assert!(
+                touched
+                    .iter()
+                    .all(|range| range.start % page == 0 && range.end - range.start <= 2 * page)
+            );
             let start = allocation.address as usize;
             let said = |address: usize| memory.describe(&BadAccess::Outside { address });
             assert_eq!(
@@ -393,7 +444,10 @@ mod tests {
                 format!("accessed `x` {} bytes before the start ({bytes} bytes long)", 4u64 << 31)
             );
             assert!(said(start + bytes + (3 << 32)).contains("`x` 12884901888 bytes past the end"));
-            assert!(said(start + (1 << 32)).contains("`x` 4294967296 bytes past the start, in the gap between rows"));
+            assert!(
+                said(start + (1 << 32))
+                    .contains("`x` 4294967296 bytes past the start, in the gap between rows")
+            );
             memory.free(&allocation);
             assert!(said(start + (1 << 32)).contains("no buffer's"));
         }
@@ -401,7 +455,8 @@ mod tests {
 
     #[test]
     fn a_place_that_another_buffer_still_has_is_passed_over() {
-        let (memory, other) = (GuardedMemory::of(new_file().unwrap()), GuardedMemory::of(new_file().unwrap()));
+        let (memory, other) =
+            (GuardedMemory::of(new_file().unwrap()), GuardedMemory::of(new_file().unwrap()));
         let first = memory.allocate("first", 100, Placement::FlushBack).unwrap();
         // As if all addresses had been used since.
         NEXT_GLOBAL.store(memory.placed()[0].mapped.start, Ordering::Relaxed);
@@ -414,12 +469,18 @@ mod tests {
     #[test]
     fn what_no_process_can_map_is_refused_by_name() {
         let memory = GuardedMemory::of(new_file().unwrap());
-        let refused = |bytes, ranges: &[Range<i64>]| match memory.reserve("x", bytes, ranges, Placement::FlushBack) {
+        let refused = |bytes, ranges: &[Range<i64>]| match memory.reserve(
+            "x",
+            bytes,
+            ranges,
+            Placement::FlushBack,
+        ) {
             Err(RuntimeError::TooLarge { name, needed, limit, .. }) => (name, needed, limit),
             other => panic!("expected a refusal, not {other:?}"),
         };
         assert_eq!(refused(usize::MAX, &[]), ("x".into(), usize::MAX, MOST_RESERVED_BYTES));
-        let rows: Vec<_> = (0..=MOST_RANGES as i64).map(|row| row << 20..(row << 20) + 16).collect();
+        let rows: Vec<_> =
+            (0..=MOST_RANGES as i64).map(|row| row << 20..(row << 20) + 16).collect();
         assert_eq!(refused(1 << 39, &rows), ("x".into(), MOST_RANGES + 1, MOST_RANGES));
         let most = memory.reserve("x", 1 << 39, &rows[1..], Placement::FlushBack).unwrap();
         assert_eq!(most.touched.len(), MOST_RANGES);

@@ -51,7 +51,9 @@ use self::compiler::Compiler;
 pub use self::compiler::usual_compiler;
 use self::shared::SHARED_BYTES_PER_BLOCK;
 use self::worker::{Limits, Worker, WorkerModule};
-use super::backend::{Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation};
+use super::backend::{
+    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation,
+};
 use super::cache::ModuleCache;
 use super::error::Result;
 use super::matrix::{MatrixLibrary, MatrixProduct, multiply_on_host};
@@ -129,7 +131,8 @@ fn processor_name() -> String {
 }
 
 fn kernel_release() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/osrelease").map_or_else(|_| String::new(), |text| text.trim().to_owned())
+    std::fs::read_to_string("/proc/sys/kernel/osrelease")
+        .map_or_else(|_| String::new(), |text| text.trim().to_owned())
 }
 
 impl Backend for EmulatorBackend {
@@ -137,12 +140,22 @@ impl Backend for EmulatorBackend {
         &self.environment
     }
 
-    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
         let path = self.compiler.build(tree, file, defines)?;
         Ok(Box::new(WorkerModule::load(&self.worker, &path, file)?))
     }
 
-    fn assembly(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Option<Vec<u8>>> {
+    fn assembly(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Option<Vec<u8>>> {
         self.compiler.assembly(tree, file, defines).map(Some)
     }
 
@@ -150,8 +163,15 @@ impl Backend for EmulatorBackend {
         self.worker.place(|memory| memory.allocate(name, bytes, placement), |made| *made)
     }
 
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
-        self.worker.place(|memory| memory.reserve(name, bytes, touched, placement), |made| made.allocation)
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation> {
+        self.worker
+            .place(|memory| memory.reserve(name, bytes, touched, placement), |made| made.allocation)
     }
 
     fn free(&self, allocation: &Allocation) {
@@ -171,7 +191,9 @@ impl Backend for EmulatorBackend {
     }
 
     fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
-        unsafe { std::ptr::copy_nonoverlapping(address as *const u8, target.as_mut_ptr(), target.len()) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(address as *const u8, target.as_mut_ptr(), target.len())
+        };
         Ok(())
     }
 

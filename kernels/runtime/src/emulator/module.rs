@@ -51,12 +51,15 @@ pub struct EmulatorModule {
 impl EmulatorModule {
     /// Loads a library that the compiler built from `file`.
     pub fn load(path: &Path, file: &str, shared: Arc<Shared>) -> Result<Self> {
-        let loading = |error: std::io::Error| RuntimeError::system(format!("loading {}", path.display()), error);
+        let loading = |error: std::io::Error| {
+            RuntimeError::system(format!("loading {}", path.display()), error)
+        };
         let pads = Pads::of(&std::fs::read(path).map_err(loading)?)
             .ok_or_else(|| loading(std::io::Error::other("its symbols cannot be read")))?;
         // SAFETY: the library was built from a kernel source by this runtime; it has no initialisers
         // beyond those of plain variables.
-        let library = unsafe { Library::new(path) }.map_err(|e| loading(std::io::Error::other(e.to_string())))?;
+        let library = unsafe { Library::new(path) }
+            .map_err(|e| loading(std::io::Error::other(e.to_string())))?;
         // SAFETY: the four functions are defined by emulator.h with these signatures.
         let (attach, enter, poison_static_shared, thread_storage) = unsafe {
             (
@@ -69,10 +72,23 @@ impl EmulatorModule {
         // SAFETY: HOST_API is static and has the layout that emulator.h declares.
         unsafe { attach(&HOST_API) };
         let code = code_range(enter as usize);
-        Ok(Self { file: file.to_owned(), library, enter, poison_static_shared, thread_storage, pads, code, shared })
+        Ok(Self {
+            file: file.to_owned(),
+            library,
+            enter,
+            poison_static_shared,
+            thread_storage,
+            pads,
+            code,
+            shared,
+        })
     }
 
-    fn run_blocks(&self, launch: &BlockLaunch<'_>, shared_bytes: usize) -> std::result::Result<(), BlockFault> {
+    fn run_blocks(
+        &self,
+        launch: &BlockLaunch<'_>,
+        shared_bytes: usize,
+    ) -> std::result::Result<(), BlockFault> {
         let total = launch.clusters().count();
         let next = AtomicU64::new(0);
         let first_fault: Mutex<Option<(u64, BlockFault)>> = Mutex::new(None);
@@ -96,7 +112,9 @@ impl EmulatorModule {
         });
         match first_fault.into_inner().unwrap_or_else(|e| e.into_inner()) {
             // Nothing else went wrong, so it was the watchdog that stopped the launch.
-            Some((_, fault)) if fault.what == STOPPED => Err(BlockFault { what: TIME_LIMIT.into(), ..fault }),
+            Some((_, fault)) if fault.what == STOPPED => {
+                Err(BlockFault { what: TIME_LIMIT.into(), ..fault })
+            }
             Some((_, fault)) => Err(fault),
             None => Ok(()),
         }
@@ -111,12 +129,15 @@ impl EmulatorModule {
         first_fault: &Mutex<Option<(u64, BlockFault)>>,
     ) {
         let memory = &self.shared.memory;
-        let allocated = (0..launch.cluster).map(|_| memory.allocate_shared(shared_bytes)).collect::<Result<Vec<_>>>();
+        let allocated = (0..launch.cluster)
+            .map(|_| memory.allocate_shared(shared_bytes))
+            .collect::<Result<Vec<_>>>();
         let Ok(allocated) = allocated else {
             launch.cancelled.store(true, Ordering::Relaxed);
             return;
         };
-        let dynamic: Vec<_> = allocated.iter().map(|shared| (shared.address as *mut u8, shared_bytes)).collect();
+        let dynamic: Vec<_> =
+            allocated.iter().map(|shared| (shared.address as *mut u8, shared_bytes)).collect();
         // SAFETY: the storage is this thread's own, and so is what is made of it.
         let pads = unsafe { PadsOfThread::new(&self.pads, (self.thread_storage)()) };
         let mut stacks = Vec::new();
@@ -129,7 +150,9 @@ impl EmulatorModule {
             self.refill(&mut stacks, launch.block.count() as usize * dynamic.len());
             // SAFETY: the allocations are this worker's own; poisoning TLS touches only this thread's.
             unsafe {
-                dynamic.iter().for_each(|&(shared, bytes)| std::ptr::write_bytes(shared, poison, bytes));
+                dynamic
+                    .iter()
+                    .for_each(|&(shared, bytes)| std::ptr::write_bytes(shared, poison, bytes));
                 (self.poison_static_shared)(poison);
             }
             pads.fill();
@@ -147,7 +170,10 @@ impl EmulatorModule {
                 // A block that was merely stopped may come here before the one whose fault stopped it:
                 // any fault is kept before a stop, and the fault of the lowest block before another.
                 let rank = |index: u64, fault: &BlockFault| (fault.what == STOPPED, index);
-                if slot.as_ref().is_none_or(|(kept, first)| rank(index, &fault) < rank(*kept, first)) {
+                if slot
+                    .as_ref()
+                    .is_none_or(|(kept, first)| rank(index, &fault) < rank(*kept, first))
+                {
                     *slot = Some((index, fault));
                 }
             }
@@ -166,15 +192,27 @@ impl EmulatorModule {
     }
 
     /// Refuses what a device would; gives the blocks of a cluster.
-    fn check_launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32) -> Result<u32> {
-        let refuse = |reason: String| Err(RuntimeError::Launch { kernel: kernel.to_owned(), reason });
+    fn check_launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+    ) -> Result<u32> {
+        let refuse =
+            |reason: String| Err(RuntimeError::Launch { kernel: kernel.to_owned(), reason });
         let threads = Dim3::new(block).count();
         let exports = self.exports(kernel)?;
         let max_threads = u64::from(exports.max_threads).min(THREADS_PER_BLOCK);
         if threads == 0 || threads > max_threads {
-            return refuse(format!("block {block:?} has {threads} threads; 1 to {max_threads} are allowed"));
+            return refuse(format!(
+                "block {block:?} has {threads} threads; 1 to {max_threads} are allowed"
+            ));
         }
-        if grid[0] == 0 || grid[0] > i32::MAX as u32 || grid[1..].iter().any(|&extent| extent == 0 || extent > 65535) {
+        if grid[0] == 0
+            || grid[0] > i32::MAX as u32
+            || grid[1..].iter().any(|&extent| extent == 0 || extent > 65535)
+        {
             return refuse(format!("grid {grid:?}: x is 1 to 2147483647, y and z are 1 to 65535"));
         }
         if let Some(reason) = exports.cluster_misfit(grid, MOST_BLOCKS) {
@@ -182,7 +220,9 @@ impl EmulatorModule {
         }
         // They would be one variable for all blocks of a cluster, which share the thread that runs them.
         if let (2.., Some(name)) = (exports.cluster, self.pads.static_shared()) {
-            return refuse(format!("clusters of blocks, in a module with a static shared variable, `{name}`"));
+            return refuse(format!(
+                "clusters of blocks, in a module with a static shared variable, `{name}`"
+            ));
         }
         if u64::from(shared_bytes) > SHARED_BYTES_PER_BLOCK {
             return refuse(format!(
@@ -197,7 +237,11 @@ impl EmulatorModule {
 ///
 /// # Safety
 /// `T` must be the symbol's type.
-unsafe fn symbol<'a, T>(library: &'a Library, file: &str, name: &str) -> Result<libloading::os::unix::Symbol<T>>
+unsafe fn symbol<'a, T>(
+    library: &'a Library,
+    file: &str,
+    name: &str,
+) -> Result<libloading::os::unix::Symbol<T>>
 where
     T: 'a,
 {
@@ -223,9 +267,13 @@ impl EmulatorModule {
     /// Reads what the module exports for a kernel.
     pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
         // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols with these types.
-        let layout = unsafe { **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))? };
+        let layout = unsafe {
+            **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))?
+        };
         let number = |what: &str| unsafe {
-            symbol::<*const [u64; 1]>(&self.library, &self.file, &format!("{kernel}_{what}")).map(|s| (**s)[0]).ok()
+            symbol::<*const [u64; 1]>(&self.library, &self.file, &format!("{kernel}_{what}"))
+                .map(|s| (**s)[0])
+                .ok()
         };
         Ok(KernelExports {
             params_size: layout[0],
@@ -249,14 +297,18 @@ impl EmulatorModule {
     ) -> Result<()> {
         let cluster = self.check_launch(kernel, grid, block, shared_bytes)?;
         // SAFETY: KERNEL defines `<kernel>_entry` with this type.
-        let entry = unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };
+        let entry =
+            unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };
         let aligned = aligned_copy(params);
         let cancelled = AtomicBool::new(false);
         let (schedule_seed, poison_turn) = {
             let mut schedule = self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner());
             schedule.launches += 1;
             let mixed = schedule.launches.wrapping_mul(0xd1b5_4a32_d192_ed03);
-            (schedule.seed.map(|seed| seed ^ mixed), schedule.seed.map(|seed| seed.wrapping_add(schedule.launches)))
+            (
+                schedule.seed.map(|seed| seed ^ mixed),
+                schedule.seed.map(|seed| seed.wrapping_add(schedule.launches)),
+            )
         };
         let grid = Dim3::new(grid);
         // Accesses of a lone block have an order, and what others access is the same under every schedule: one tells.

@@ -37,11 +37,15 @@ pub fn padded(assembly: &str) -> String {
         let _ = writeln!(text, "{line}");
         let words = line.trim_start();
         if let Some(directive) = words.strip_prefix('.') {
-            let ends = [".text", ".data", ".bss", ".previous", ".popsection"].iter().any(|end| words.starts_with(end));
+            let ends = [".text", ".data", ".bss", ".previous", ".popsection"]
+                .iter()
+                .any(|end| words.starts_with(end));
             if directive.starts_with("section") || ends {
                 among_variables = words.contains(".tbss");
             }
-            if among_variables && (directive.starts_with("section") || directive.starts_with("zero")) {
+            if among_variables
+                && (directive.starts_with("section") || directive.starts_with("zero"))
+            {
                 let _ = writeln!(text, "\t.zero\t{PAD_BYTES}");
             }
         }
@@ -78,7 +82,12 @@ impl Pads {
         let (mut end, mut before) = (0, None);
         for Variable { start, bytes, name } in variables {
             if start > end {
-                pads.push(Pad { start: end, bytes: start - end, before: before.take(), behind: Some(name.clone()) });
+                pads.push(Pad {
+                    start: end,
+                    bytes: start - end,
+                    before: before.take(),
+                    behind: Some(name.clone()),
+                });
             }
             end = end.max(start.checked_add(bytes)?);
             before = Some(name);
@@ -121,7 +130,11 @@ impl<'a> PadsOfThread<'a> {
                 let bytes = (pad.bytes - done).min(PAD_BYTES);
                 // SAFETY: a pad lies within the storage, which `new` was promised.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(FILLED.as_ptr(), self.storage.add(pad.start + done), bytes);
+                    std::ptr::copy_nonoverlapping(
+                        FILLED.as_ptr(),
+                        self.storage.add(pad.start + done),
+                        bytes,
+                    );
                 }
             }
         }
@@ -131,10 +144,11 @@ impl<'a> PadsOfThread<'a> {
     pub fn overrun(&self, anywhere: bool) -> Option<String> {
         self.pads.iter().find_map(|pad| {
             // SAFETY: a pad lies within the storage, which `new` was promised, and no thread of the block runs now.
-            let held = unsafe { std::slice::from_raw_parts(self.storage.add(pad.start), pad.bytes) };
+            let held =
+                unsafe { std::slice::from_raw_parts(self.storage.add(pad.start), pad.bytes) };
             let edge = if anywhere { held.len() } else { EDGE_BYTES.min(held.len()) };
-            let intact =
-                holds_pattern(0, &held[..edge]) && holds_pattern(held.len() - edge, &held[held.len() - edge..]);
+            let intact = holds_pattern(0, &held[..edge])
+                && holds_pattern(held.len() - edge, &held[held.len() - edge..]);
             if intact { None } else { Some(pad.words(held)) }
         })
     }
@@ -153,10 +167,14 @@ impl Pad {
         let from_end = held.len() - (0..held.len()).rev().find(spoiled).unwrap_or_default();
         match (&self.before, &self.behind) {
             (Some(name), _) if self.behind.is_none() || first < from_end => {
-                format!("wrote beyond the end of the static shared variable `{name}`, {first} bytes behind it")
+                format!(
+                    "wrote beyond the end of the static shared variable `{name}`, {first} bytes behind it"
+                )
             }
             (_, Some(name)) => {
-                format!("wrote before the start of the static shared variable `{name}`, {from_end} bytes before it")
+                format!(
+                    "wrote before the start of the static shared variable `{name}`, {from_end} bytes before it"
+                )
             }
             (_, None) => "wrote where no static shared variable is".to_owned(),
         }
@@ -200,7 +218,12 @@ impl<'a> Elf<'a> {
     }
 
     /// Offsets of the entries of a table whose place, size of entry and count stand at these offsets of the header.
-    fn table(&self, place: usize, entry: usize, count: usize) -> Option<impl Iterator<Item = usize> + use<>> {
+    fn table(
+        &self,
+        place: usize,
+        entry: usize,
+        count: usize,
+    ) -> Option<impl Iterator<Item = usize> + use<>> {
         let (start, entry, count) = (self.u64(place)?, self.u16(entry)?, self.u16(count)?);
         self.0.get(start..)?;
         Some((0..count).map(move |number| start + number * entry))
@@ -213,11 +236,14 @@ impl<'a> Elf<'a> {
 
     fn thread_local_variables(&self) -> Option<Vec<Variable>> {
         let sections: Vec<usize> = self.table(40, 58, 60)?.collect();
-        let Some(&symbols) = sections.iter().find(|&&section| self.u32(section + 4) == Some(SHT_SYMTAB)) else {
+        let Some(&symbols) =
+            sections.iter().find(|&&section| self.u32(section + 4) == Some(SHT_SYMTAB))
+        else {
             return Some(Vec::new());
         };
         let names = self.u64(sections.get(self.u32(symbols + 40)? as usize)? + 24)?;
-        let (start, bytes, entry) = (self.u64(symbols + 24)?, self.u64(symbols + 32)?, self.u64(symbols + 56)?);
+        let (start, bytes, entry) =
+            (self.u64(symbols + 24)?, self.u64(symbols + 32)?, self.u64(symbols + 56)?);
         let end = start.checked_add(bytes)?;
         self.0.get(start..end)?;
         let mut variables = Vec::new();
@@ -225,8 +251,14 @@ impl<'a> Elf<'a> {
             let [kind, _] = self.bytes(symbol + 4)?;
             // A symbol of section 0 is another library's.
             if kind & 15 == STT_TLS && self.u16(symbol + 6)? != 0 {
-                let name = variable_name(self.text(names.checked_add(self.u32(symbol)? as usize)?)?).to_owned();
-                variables.push(Variable { start: self.u64(symbol + 8)?, bytes: self.u64(symbol + 16)?, name });
+                let name =
+                    variable_name(self.text(names.checked_add(self.u32(symbol)? as usize)?)?)
+                        .to_owned();
+                variables.push(Variable {
+                    start: self.u64(symbol + 8)?,
+                    bytes: self.u64(symbol + 16)?,
+                    name,
+                });
             }
         }
         Some(variables)
@@ -246,9 +278,12 @@ fn variable_name(symbol: &str) -> &str {
     }
     let (mut name, mut rest) = (symbol, &symbol[2..]);
     while let Some(at) = rest.find(|c: char| c.is_ascii_digit()) {
-        let digits = rest[at..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |end| at + end);
-        let end = rest[at..digits].parse().ok().and_then(|length: usize| digits.checked_add(length));
-        match end.and_then(|end| rest.get(digits..end)).filter(|identifier| !identifier.is_empty()) {
+        let digits =
+            rest[at..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |end| at + end);
+        let end =
+            rest[at..digits].parse().ok().and_then(|length: usize| digits.checked_add(length));
+        match end.and_then(|end| rest.get(digits..end)).filter(|identifier| !identifier.is_empty())
+        {
             Some(identifier) => {
                 name = identifier;
                 rest = &rest[digits + identifier.len()..];

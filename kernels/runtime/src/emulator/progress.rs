@@ -51,8 +51,16 @@ impl Page {
     pub fn of(file: &File) -> io::Result<Self> {
         let (bytes, protection) = (size_of::<[Slot; SLOTS]>(), libc::PROT_READ | libc::PROT_WRITE);
         // SAFETY: a new mapping of an open file; nothing is replaced.
-        let start =
-            unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                protection,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
         match NonNull::new(start.cast()) {
             Some(slots) if start != libc::MAP_FAILED => Ok(Self { slots }),
             _ => Err(io::Error::last_os_error()),
@@ -66,7 +74,9 @@ impl Page {
 
     /// The blocks that ran when the worker ended, each with its thread: that of the thread which ended it, where one says so.
     pub fn running(&self) -> Vec<(Dim3, Dim3)> {
-        let in_state = |state| self.slots().iter().filter(move |slot| slot.state.load(Ordering::Relaxed) == state);
+        let in_state = |state| {
+            self.slots().iter().filter(move |slot| slot.state.load(Ordering::Relaxed) == state)
+        };
         let known: Vec<_> = in_state(ENDING).map(Slot::place).collect();
         if known.is_empty() { in_state(RUNNING).map(Slot::place).collect() } else { known }
     }
@@ -81,7 +91,8 @@ impl Drop for Page {
 
 impl Slot {
     fn place(&self) -> (Dim3, Dim3) {
-        let load = |index: &[AtomicU32; 3]| Dim3::new([0, 1, 2].map(|i| index[i].load(Ordering::Relaxed)));
+        let load =
+            |index: &[AtomicU32; 3]| Dim3::new([0, 1, 2].map(|i| index[i].load(Ordering::Relaxed)));
         let thread = self.thread.load(Ordering::Relaxed);
         (load(&self.block), load(&self.block_dim).unflatten(u64::from(thread)))
     }

@@ -40,8 +40,7 @@ pub const STOPPED: &str = "the launch was stopped";
 pub const TIME_LIMIT: &str = "did not end within the time limit";
 
 /// What a thread did that called `abort`; what it says about it stands on the standard error stream.
-const ABORTED: &str =
-    "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
+const ABORTED: &str = "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
 
 /// A piece of a parameter struct, as aligned as any field may be.
 #[derive(Clone, Copy)]
@@ -96,8 +95,9 @@ pub fn run_cluster(
     let barrier = Rc::new(RefCell::new(ClusterBarrier::new(threads * shared.len())));
     let at = |rank: usize| Dim3 { x: first.x + rank as u32, ..first };
     let indexed = shared.iter().enumerate();
-    let mut blocks: Vec<_> =
-        indexed.map(|(rank, &shared)| Block::new(launch, at(rank), rank as u32, shared, barrier.clone())).collect();
+    let mut blocks: Vec<_> = indexed
+        .map(|(rank, &shared)| Block::new(launch, at(rank), rank as u32, shared, barrier.clone()))
+        .collect();
     let schedulers: Vec<*mut Block> = blocks.iter_mut().map(|block| &raw mut **block).collect();
     let mut coroutines = Vec::with_capacity(blocks.len());
     for (block, &scheduler) in blocks.iter_mut().zip(&schedulers) {
@@ -149,7 +149,9 @@ fn drive(
         if let CoroutineResult::Return(ending) = result {
             block.finish_thread(thread, ending);
         }
-        if let Some(what) = pads.overrun(false).or_else(|| block.mbarriers.spoilt(block.proxy.pointer(0))) {
+        if let Some(what) =
+            pads.overrun(false).or_else(|| block.mbarriers.spoilt(block.proxy.pointer(0)))
+        {
             block.fail_at(thread, what);
         }
         if let Some(failure) = block.failure.take() {
@@ -213,7 +215,10 @@ impl Block {
     ) -> Box<Self> {
         let threads = launch.block.count() as u32;
         let seed = launch.schedule_seed.map(|seed| block_seed(seed, block_idx));
-        let accesses = launch.accesses.clone().map(|accesses| (accesses, launch.grid.flatten(block_idx) as u32));
+        let accesses = launch
+            .accesses
+            .clone()
+            .map(|accesses| (accesses, launch.grid.flatten(block_idx) as u32));
         let watched = accesses.is_some().into();
         let context = |thread: u32| ThreadContext {
             thread_idx: launch.block.unflatten(u64::from(thread)),
@@ -265,7 +270,8 @@ impl Block {
             return Err(self.fault_at(thread, FORGOTTEN.into()));
         }
         if let Some((warp, count, most)) = self.products.unequal() {
-            let what = format!("warp {warp} issued {count} wgmmas, another warp of its warpgroup {most}");
+            let what =
+                format!("warp {warp} issued {count} wgmmas, another warp of its warpgroup {most}");
             return Err(self.fault_at(warp * 32, what));
         }
         Ok(())
@@ -282,10 +288,14 @@ impl Block {
             }
             Ending::Returned => return,
             Ending::Segfault { stack_overflow: true, .. } => "overflowed its stack".to_owned(),
-            Ending::Segfault { address, .. } => return self.fail_access(thread, BadAccess::Outside { address }),
+            Ending::Segfault { address, .. } => {
+                return self.fail_access(thread, BadAccess::Outside { address });
+            }
             Ending::DivisionByZero => "divided an integer by zero".to_owned(),
             Ending::Aborted => ABORTED.to_owned(),
-            Ending::IllegalInstruction => "came to where the compiler knows that control never comes".to_owned(),
+            Ending::IllegalInstruction => {
+                "came to where the compiler knows that control never comes".to_owned()
+            }
             Ending::Interrupted => TIME_LIMIT.to_owned(),
         };
         self.fail_at(thread, what);
@@ -296,11 +306,21 @@ impl Block {
         let waiting = |state: &State| !matches!(state, State::Exited | State::Ready);
         let first = self.states.iter().position(waiting).unwrap_or(0);
         let mut what = self.wait(&self.states[first]);
-        let _ = write!(what, " (divergence: {} of {} threads have returned", self.exited, self.states.len());
-        let other =
-            self.states.iter().enumerate().skip(first + 1).find(|(_, s)| waiting(s) && !self.same_place(first, s));
+        let _ = write!(
+            what,
+            " (divergence: {} of {} threads have returned",
+            self.exited,
+            self.states.len()
+        );
+        let other = self
+            .states
+            .iter()
+            .enumerate()
+            .skip(first + 1)
+            .find(|(_, s)| waiting(s) && !self.same_place(first, s));
         if let Some((thread, state)) = other {
-            let _ = write!(what, "; thread {} {}", self.contexts[thread].thread_idx, self.wait(state));
+            let _ =
+                write!(what, "; thread {} {}", self.contexts[thread].thread_idx, self.wait(state));
         }
         what.push(')');
         self.fault_at(first as u32, what)
@@ -311,19 +331,26 @@ impl Block {
         match *state {
             State::AtBarrier { id } => {
                 let barrier = &self.barriers[id as usize];
-                format!("waits at barrier {id}, where {} of {} threads arrived", barrier.arrived, barrier.expected)
+                format!(
+                    "waits at barrier {id}, where {} of {} threads arrived",
+                    barrier.arrived, barrier.expected
+                )
             }
             State::AtCollective { mask, what, .. } => {
                 format!("waits in {} with mask {mask:#010x} for lanes that never come", name(what))
             }
             State::AtMbarrier { offset, parity } => {
                 let lacks = self.mbarriers.lacks(offset);
-                format!("waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}")
+                format!(
+                    "waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}"
+                )
             }
             State::AtClusterBarrier => {
                 format!("waits at its cluster's barrier, where {}", self.cluster.borrow().lacks())
             }
-            State::Ready | State::Exited => "waits for nothing, and the block cannot go on".to_owned(),
+            State::Ready | State::Exited => {
+                "waits for nothing, and the block cannot go on".to_owned()
+            }
         }
     }
 
@@ -332,9 +359,10 @@ impl Block {
             (State::AtBarrier { id: a }, State::AtBarrier { id: b }) => a == b,
             (State::AtClusterBarrier, State::AtClusterBarrier) => true,
             (State::AtMbarrier { .. }, State::AtMbarrier { .. }) => self.states[first] == *other,
-            (State::AtCollective { op: a, mask: m, .. }, State::AtCollective { op: b, mask: n, .. }) => {
-                a == b && m == n
-            }
+            (
+                State::AtCollective { op: a, mask: m, .. },
+                State::AtCollective { op: b, mask: n, .. },
+            ) => a == b && m == n,
             _ => false,
         }
     }
@@ -346,9 +374,15 @@ type Thread = Coroutine<(), (), Ending, DefaultStack>;
 /// Bytes of stack for one CUDA thread; mapped lazily, with a guard page. CUDA gives a thread 512 KiB of local memory.
 const STACK_BYTES: usize = 1024 * 1024;
 
-fn spawn(launch: &BlockLaunch<'_>, scheduler: *mut Block, thread: u32, stacks: &mut Vec<DefaultStack>) -> Thread {
+fn spawn(
+    launch: &BlockLaunch<'_>,
+    scheduler: *mut Block,
+    thread: u32,
+    stacks: &mut Vec<DefaultStack>,
+) -> Thread {
     let stack = stacks.pop().unwrap_or_else(|| {
-        DefaultStack::new(STACK_BYTES).expect("the system has no memory for a 1 MiB coroutine stack")
+        DefaultStack::new(STACK_BYTES)
+            .expect("the system has no memory for a 1 MiB coroutine stack")
     });
     let (entry, params) = (launch.entry, launch.params.as_ptr().cast::<c_void>());
     Coroutine::with_stack(stack, move |yielder: &Yielder<(), ()>, ()| {

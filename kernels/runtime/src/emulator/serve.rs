@@ -31,8 +31,9 @@ pub struct Start {
 /// A connection that is closed, by the device or by a kernel.
 pub fn serve(start: Start, link: &mut Link) -> io::Result<Infallible> {
     // SAFETY: the device made these descriptors for this process, and nothing else here knows them.
-    let [page, memory] =
-        unsafe { [start.page, start.memory].map(|descriptor| File::from(OwnedFd::from_raw_fd(descriptor))) };
+    let [page, memory] = unsafe {
+        [start.page, start.memory].map(|descriptor| File::from(OwnedFd::from_raw_fd(descriptor)))
+    };
     progress::tell(Page::of(&page)?);
     drop(page);
     // A kernel may have closed its files: the process ends without closing them again.

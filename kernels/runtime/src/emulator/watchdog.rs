@@ -32,7 +32,10 @@ impl Watchdog {
     /// Registers the calling worker until the guard is dropped.
     pub fn enter(&self) -> CountAtEnd<'_> {
         // SAFETY: pthread_self has no preconditions.
-        self.workers.lock().unwrap_or_else(|e| e.into_inner()).push(unsafe { libc::pthread_self() });
+        self.workers
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .push(unsafe { libc::pthread_self() });
         CountAtEnd(self)
     }
 

@@ -39,7 +39,8 @@ impl WarpProduct {
     /// What must be the same in all warps of a warpgroup.
     pub(super) fn common(&self) -> [u64; 3] {
         let flags = [self.a_in_registers, self.a_transposed, self.b_transposed, self.accumulate];
-        let flags = flags.iter().fold(u64::from(self.columns), |all, &flag| all << 1 | u64::from(flag));
+        let flags =
+            flags.iter().fold(u64::from(self.columns), |all, &flag| all << 1 | u64::from(flag));
         [if self.a_in_registers != 0 { 0 } else { self.a_descriptor }, self.b_descriptor, flags]
     }
 

@@ -14,16 +14,24 @@ use crate::tensor_map::{BOX_ROW_BYTES, TensorMap};
 impl Block {
     /// Under a schedule seed asynchronous work may be done at any moment.
     pub(super) fn land_some_work(&mut self) {
-        let kinds =
-            [self.copies_pending, self.bulk.copies_pending(), self.bulk.adds_pending(), self.products.pending()];
+        let kinds = [
+            self.copies_pending,
+            self.bulk.copies_pending(),
+            self.bulk.adds_pending(),
+            self.products.pending(),
+        ];
         let busy = kinds.iter().filter(|&&pending| pending > 0).count();
         let Some(random) = &mut self.ready.random else { return };
         if busy == 0 || !random.rng.random_ratio(1, 8) {
             return;
         }
         let nth = random.rng.random_range(0..busy);
-        let (kind, &pending) =
-            kinds.iter().enumerate().filter(|&(_, &pending)| pending > 0).nth(nth).expect("fewer than `busy`");
+        let (kind, &pending) = kinds
+            .iter()
+            .enumerate()
+            .filter(|&(_, &pending)| pending > 0)
+            .nth(nth)
+            .expect("fewer than `busy`");
         let pick = random.rng.random_range(0..pending);
         let anyone = random.rng.random_range(0..self.states.len());
         match kind {
@@ -58,7 +66,9 @@ impl Block {
         // Sooner those that release somebody: what nobody waits for may be late.
         let order = || (self.next_arrival..threads).chain(0..self.next_arrival);
         let next = |thread: usize| self.copies[thread].arrivals.front();
-        let awaited = |&thread: &usize| next(thread).is_some_and(|arrival| self.mbarriers.is_awaited(arrival.offset));
+        let awaited = |&thread: &usize| {
+            next(thread).is_some_and(|arrival| self.mbarriers.is_awaited(arrival.offset))
+        };
         let any = || order().find(|&thread| next(thread).is_some());
         let Some(thread) = order().find(awaited).or_else(any) else { return false };
         self.next_arrival = thread;
@@ -124,8 +134,9 @@ impl Block {
     pub(super) fn mbarrier_arrival(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
         let barrier = self.mbarriers.at(offset)?;
         barrier.expect(bytes);
-        let released =
-            barrier.arrive().map_err(|why| format!("arrives at the mbarrier at offset {offset:#x}: {why}"))?;
+        let released = barrier
+            .arrive()
+            .map_err(|why| format!("arrives at the mbarrier at offset {offset:#x}: {why}"))?;
         released.into_iter().for_each(|thread| self.make_ready(thread));
         Ok(())
     }
@@ -157,8 +168,12 @@ impl Block {
         // within the dynamic shared memory, of which all blocks of a cluster have the same; buffers outlive the launch.
         unsafe {
             match copy.source {
-                BulkSource::Bytes(source) => std::ptr::copy_nonoverlapping(source, target, copy.bytes as usize),
-                BulkSource::Box { map, column, row, matrix } => land_box(target, &map, column, row, matrix),
+                BulkSource::Bytes(source) => {
+                    std::ptr::copy_nonoverlapping(source, target, copy.bytes as usize)
+                }
+                BulkSource::Box { map, column, row, matrix } => {
+                    land_box(target, &map, column, row, matrix)
+                }
                 BulkSource::Word(value) => target.cast::<u32>().write(value),
             }
         }
@@ -214,9 +229,13 @@ impl Block {
 unsafe fn land_box(target: *mut u8, map: &TensorMap, column: i32, row: i32, matrix: i32) {
     for box_row in 0..map.box_rows as usize {
         let mut bytes = [0u8; BOX_ROW_BYTES];
-        if let Some((address, count)) = map.bytes_at(column, i64::from(row) + box_row as i64, matrix) {
+        if let Some((address, count)) =
+            map.bytes_at(column, i64::from(row) + box_row as i64, matrix)
+        {
             // SAFETY: see above; `count` is at most a row of the box.
-            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), count) };
+            unsafe {
+                std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), count)
+            };
         }
         for (chunk, part) in bytes.chunks(16).enumerate() {
             let place = box_row * BOX_ROW_BYTES + (chunk ^ (box_row % 8)) * 16;

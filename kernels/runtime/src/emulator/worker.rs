@@ -56,7 +56,8 @@ impl Worker {
     /// # Errors
     /// Memory that cannot be had.
     pub fn new(limits: Limits) -> Result<Arc<Self>> {
-        let file = memory::new_file().map_err(|e| RuntimeError::system("making a file for global memory", e))?;
+        let file = memory::new_file()
+            .map_err(|e| RuntimeError::system("making a file for global memory", e))?;
         Ok(Arc::new(Self { limits, memory: GuardedMemory::of(file), state: Mutex::default() }))
     }
 
@@ -69,7 +70,9 @@ impl Worker {
         let process = match &mut state.process {
             Some(process) => process,
             None => {
-                let doing = |error| RuntimeError::system("starting a worker process of the emulator", error);
+                let doing = |error| {
+                    RuntimeError::system("starting a worker process of the emulator", error)
+                };
                 state.started += 1;
                 let mut process = Running::start(self.limits, self.memory.file()).map_err(doing)?;
                 for placed in self.memory.placed() {
@@ -157,16 +160,25 @@ impl Running {
         drop(self);
         let (mut block, mut thread) = ("unknown".to_owned(), "unknown".to_owned());
         if let [(first, first_thread), others @ ..] = &blocks[..] {
-            let or = |words: String, other: String| if words == other { words } else { format!("{words} or {other}") };
-            block = others.iter().fold(first.to_string(), |words, (other, _)| or(words, other.to_string()));
-            thread = others.iter().fold(first_thread.to_string(), |words, (_, other)| or(words, other.to_string()));
+            let or = |words: String, other: String| {
+                if words == other { words } else { format!("{words} or {other}") }
+            };
+            block = others
+                .iter()
+                .fold(first.to_string(), |words, (other, _)| or(words, other.to_string()));
+            thread = others
+                .iter()
+                .fold(first_thread.to_string(), |words, (_, other)| or(words, other.to_string()));
         }
         match request {
-            Request::Launch { kernel, .. } => RuntimeError::Fault { kernel: kernel.clone(), block, thread, what },
-            Request::Load { file, .. } => RuntimeError::Load { file: file.clone(), what },
-            _ => {
-                RuntimeError::system("asking a worker process of the emulator", io::Error::other(format!("it {what}")))
+            Request::Launch { kernel, .. } => {
+                RuntimeError::Fault { kernel: kernel.clone(), block, thread, what }
             }
+            Request::Load { file, .. } => RuntimeError::Load { file: file.clone(), what },
+            _ => RuntimeError::system(
+                "asking a worker process of the emulator",
+                io::Error::other(format!("it {what}")),
+            ),
         }
     }
 }
@@ -183,14 +195,22 @@ pub struct WorkerModule {
 impl WorkerModule {
     /// Loads what the compiler built from `file`.
     pub fn load(worker: &Arc<Worker>, path: &Path, file: &str) -> Result<Self> {
-        let module =
-            Self { worker: worker.clone(), path: path.to_owned(), file: file.to_owned(), loaded: Mutex::default() };
+        let module = Self {
+            worker: worker.clone(),
+            path: path.to_owned(),
+            file: file.to_owned(),
+            loaded: Mutex::default(),
+        };
         module.with(&mut worker.state(), |_, _| Ok(()))?;
         Ok(module)
     }
 
     /// Does something with the module's number in the process that runs.
-    fn with<T>(&self, state: &mut State, ask: impl FnOnce(&mut State, u64) -> Result<T>) -> Result<T> {
+    fn with<T>(
+        &self,
+        state: &mut State,
+        ask: impl FnOnce(&mut State, u64) -> Result<T>,
+    ) -> Result<T> {
         let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
         if state.process.is_none() || loaded.0 != state.started {
             let request = Request::Load { path: self.path.clone(), file: self.file.clone() };
@@ -224,9 +244,17 @@ impl LoadedModule for WorkerModule {
         })
     }
 
-    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()> {
         self.with(&mut self.worker.state(), |state, module| {
-            let request = Request::Launch { module, kernel: kernel.to_owned(), grid, block, shared_bytes };
+            let request =
+                Request::Launch { module, kernel: kernel.to_owned(), grid, block, shared_bytes };
             self.worker.ask(state, &request, params).map(drop)
         })
     }

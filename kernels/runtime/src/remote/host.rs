@@ -33,7 +33,13 @@ pub fn serve(link: &mut Link) -> io::Result<Infallible> {
     };
     let (environment, records) = (backend.environment().clone(), backend.recorder().is_some());
     link.answer(&Answer::Opened { environment, records }, &[])?;
-    let host = Host { backend: &**backend, modules: HashMap::new(), recorded: HashMap::new(), numbers: 0, within: 0 };
+    let host = Host {
+        backend: &**backend,
+        modules: HashMap::new(),
+        recorded: HashMap::new(),
+        numbers: 0,
+        within: 0,
+    };
     let mut host = ManuallyDrop::new(host);
     loop {
         let (request, bytes) = link.receive()?;
@@ -44,7 +50,9 @@ pub fn serve(link: &mut Link) -> io::Result<Infallible> {
 fn open(kind: BackendKind, cache: ModuleCache) -> Result<Box<dyn Backend>> {
     match kind {
         BackendKind::Cuda => Ok(Box::new(CudaBackend::new(cache)?)),
-        BackendKind::Emulator => Ok(Box::new(EmulatorBackend::new(cache, EmulatorOptions::default())?)),
+        BackendKind::Emulator => {
+            Ok(Box::new(EmulatorBackend::new(cache, EmulatorOptions::default())?))
+        }
         BackendKind::External => Err(out_of_turn("an external kernel has no device of ours")),
     }
 }
@@ -94,7 +102,9 @@ impl Host<'_> {
                 self.modules.insert(number, module);
                 return Ok(Answer::Module(number));
             }
-            Request::Exports { module, kernel } => return self.module(module)?.exports(&kernel).map(Answer::Exports),
+            Request::Exports { module, kernel } => {
+                return self.module(module)?.exports(&kernel).map(Answer::Exports);
+            }
             Request::Allocate { name, bytes, placement } => {
                 return backend.allocate(&name, bytes, placement).map(Answer::Allocated);
             }
@@ -112,7 +122,9 @@ impl Host<'_> {
             Request::Synchronize => backend.synchronize()?,
             Request::MatrixLibrary => return Ok(Answer::Has(backend.matrix_library().is_some())),
             Request::Multiply(product) => {
-                let library = backend.matrix_library().ok_or_else(|| out_of_turn("there is no library of products"))?;
+                let library = backend
+                    .matrix_library()
+                    .ok_or_else(|| out_of_turn("there is no library of products"))?;
                 return library.multiply(&product).map(Answer::Has);
             }
             Request::TensorMap(map) => return backend.tensor_map(&map).map(Answer::TensorMap),
@@ -124,7 +136,10 @@ impl Host<'_> {
                     .launch()?;
             }
             Request::Forget { recorded } => drop(self.recorded.remove(&recorded)),
-            Request::Open { .. } | Request::Begin(_) | Request::Download { .. } | Request::End { .. } => {
+            Request::Open { .. }
+            | Request::Begin(_)
+            | Request::Download { .. }
+            | Request::End { .. } => {
                 return Err(out_of_turn("a request came out of its turn"));
             }
         }
@@ -178,6 +193,9 @@ impl Host<'_> {
     }
 
     fn module(&self, number: u64) -> Result<&dyn LoadedModule> {
-        self.modules.get(&number).map(|module| &**module).ok_or_else(|| out_of_turn("a module is not loaded"))
+        self.modules
+            .get(&number)
+            .map(|module| &**module)
+            .ok_or_else(|| out_of_turn("a module is not loaded"))
     }
 }

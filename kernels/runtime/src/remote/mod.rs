@@ -20,8 +20,8 @@ use std::time::Duration;
 
 use self::message::{Answer, Request, Span};
 use super::backend::{
-    Allocation, Backend, BackendKind, Environment, KernelExports, LoadedModule, Placement, Recorded, Recorder,
-    Reservation,
+    Allocation, Backend, BackendKind, Environment, KernelExports, LoadedModule, Placement,
+    Recorded, Recorder, Reservation,
 };
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
@@ -146,7 +146,10 @@ impl Drop for Begun<'_> {
 }
 
 fn unexpected() -> RuntimeError {
-    RuntimeError::system("asking the process that the device is in", io::Error::other("it answered something else"))
+    RuntimeError::system(
+        "asking the process that the device is in",
+        io::Error::other("it answered something else"),
+    )
 }
 
 impl Remote {
@@ -160,7 +163,8 @@ impl Remote {
         state.started += 1;
         state.process = Some(Process::start(Work::Device, &[], None).map_err(doing)?);
         let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone() };
-        let (Answer::Opened { environment, records }, _) = self.ask_running(state, &open, &[])? else {
+        let (Answer::Opened { environment, records }, _) = self.ask_running(state, &open, &[])?
+        else {
             return Err(unexpected());
         };
         if state.schedule.is_some() {
@@ -174,14 +178,20 @@ impl Remote {
         if state.process.is_none() {
             // A new process may give out their addresses again.
             if !state.stale.is_empty() {
-                return Err(self.gone("the process that the device was in has ended, and its memory with it"));
+                return Err(self
+                    .gone("the process that the device was in has ended, and its memory with it"));
             }
             self.start(state)?;
         }
         self.ask_running(state, request, bytes)
     }
 
-    fn ask_running(&self, state: &mut State, request: &Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>)> {
+    fn ask_running(
+        &self,
+        state: &mut State,
+        request: &Request,
+        bytes: &[u8],
+    ) -> Result<(Answer, Vec<u8>)> {
         let Some(process) = &mut state.process else { return Err(self.gone("it does not run")) };
         let limit = match request {
             Request::Load { .. } => COMPILE_LIMIT.max(self.options.time_limit),
@@ -217,13 +227,19 @@ impl Remote {
         };
         let kernels: Vec<&str> = state.launched.iter().map(String::as_str).chain(own).collect();
         match (request, kernels.is_empty()) {
-            (Request::Load { file, .. }, _) => {
-                RuntimeError::system(format!("compiling `{file}`"), io::Error::other(format!("its process {what}")))
-            }
+            (Request::Load { file, .. }, _) => RuntimeError::system(
+                format!("compiling `{file}`"),
+                io::Error::other(format!("its process {what}")),
+            ),
             (_, true) => self.gone(&format!("it {what}")),
             _ => {
                 let kernel = kernels.join(", ");
-                RuntimeError::Fault { kernel, block: "unknown".into(), thread: "unknown".into(), what }
+                RuntimeError::Fault {
+                    kernel,
+                    block: "unknown".into(),
+                    thread: "unknown".into(),
+                    what,
+                }
             }
         }
     }
@@ -238,7 +254,10 @@ impl State {
     /// Remembers what an answer changes.
     fn note(&mut self, request: &Request, answer: &Answer) {
         match (request, answer) {
-            (_, Answer::Allocated(allocation) | Answer::Reserved(Reservation { allocation, .. })) => {
+            (
+                _,
+                Answer::Allocated(allocation) | Answer::Reserved(Reservation { allocation, .. }),
+            ) => {
                 self.live.insert(allocation.address);
             }
             (Request::Free(allocation), _) => {
@@ -247,7 +266,9 @@ impl State {
             (Request::Launch { kernel, .. }, _) => self.note_launch(kernel),
             (Request::Multiply(_), Answer::Has(true)) => self.note_launch(LIBRARY),
             // Each of them waits for the device.
-            (Request::Synchronize | Request::Download { .. } | Request::Upload { .. }, _) => self.launched.clear(),
+            (Request::Synchronize | Request::Download { .. } | Request::Upload { .. }, _) => {
+                self.launched.clear()
+            }
             _ => {}
         }
     }
@@ -275,9 +296,19 @@ impl Backend for RemoteBackend {
         &self.environment
     }
 
-    fn load(&self, tree: &SourceTree, file: &str, defines: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
-        let request = Request::Load { tree: tree.part_of(file)?, file: file.to_owned(), defines: defines.to_vec() };
-        let module = RemoteModule { remote: self.remote.clone(), request, loaded: Mutex::default() };
+    fn load(
+        &self,
+        tree: &SourceTree,
+        file: &str,
+        defines: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
+        let request = Request::Load {
+            tree: tree.part_of(file)?,
+            file: file.to_owned(),
+            defines: defines.to_vec(),
+        };
+        let module =
+            RemoteModule { remote: self.remote.clone(), request, loaded: Mutex::default() };
         module.with(&mut self.remote.state(), |_, _| Ok(()))?;
         Ok(Box::new(module))
     }
@@ -289,8 +320,15 @@ impl Backend for RemoteBackend {
         }
     }
 
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
-        let request = Request::Reserve { name: name.to_owned(), bytes, touched: touched.to_vec(), placement };
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation> {
+        let request =
+            Request::Reserve { name: name.to_owned(), bytes, touched: touched.to_vec(), placement };
         match self.ask(request, &[])? {
             (Answer::Reserved(reservation), _) => Ok(reservation),
             _ => Err(unexpected()),
@@ -376,9 +414,11 @@ impl MatrixLibrary for RemoteBackend {
 impl Recorder for RemoteBackend {
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
         match self.span(Span::Record, work)? {
-            Answer::Recorded(number) => {
-                Ok(Box::new(RemoteRecorded { remote: &self.remote, started: self.remote.state().started, number }))
-            }
+            Answer::Recorded(number) => Ok(Box::new(RemoteRecorded {
+                remote: &self.remote,
+                started: self.remote.state().started,
+                number,
+            })),
             _ => Err(unexpected()),
         }
     }
@@ -422,7 +462,11 @@ struct RemoteModule {
 
 impl RemoteModule {
     /// Does something with the module's number in the process that runs.
-    fn with<T>(&self, state: &mut State, ask: impl FnOnce(&mut State, u64) -> Result<T>) -> Result<T> {
+    fn with<T>(
+        &self,
+        state: &mut State,
+        ask: impl FnOnce(&mut State, u64) -> Result<T>,
+    ) -> Result<T> {
         let mut loaded = self.loaded.lock().unwrap_or_else(|e| e.into_inner());
         if state.process.is_none() || loaded.0 != state.started {
             let (Answer::Module(number), _) = self.remote.ask(state, &self.request, &[])? else {
@@ -437,16 +481,28 @@ impl RemoteModule {
 impl LoadedModule for RemoteModule {
     fn exports(&self, kernel: &str) -> Result<KernelExports> {
         self.with(&mut self.remote.state(), |state, module| {
-            match self.remote.ask(state, &Request::Exports { module, kernel: kernel.to_owned() }, &[])? {
+            match self.remote.ask(
+                state,
+                &Request::Exports { module, kernel: kernel.to_owned() },
+                &[],
+            )? {
                 (Answer::Exports(exports), _) => Ok(exports),
                 _ => Err(unexpected()),
             }
         })
     }
 
-    fn launch(&self, kernel: &str, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, params: &[u8]) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()> {
         self.with(&mut self.remote.state(), |state, module| {
-            let request = Request::Launch { module, kernel: kernel.to_owned(), grid, block, shared_bytes };
+            let request =
+                Request::Launch { module, kernel: kernel.to_owned(), grid, block, shared_bytes };
             self.remote.ask(state, &request, params).map(drop)
         })
     }

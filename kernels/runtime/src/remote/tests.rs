@@ -9,7 +9,8 @@ use crate::{Contract, DType, Device, DeviceArena, HostTensor, LaunchConfig};
 
 fn remote(limit: Duration) -> Arc<RemoteBackend> {
     let cache = super::super::cache::ModuleCache::default_dir();
-    let backend = RemoteBackend::open(BackendKind::Emulator, cache, RemoteOptions { time_limit: limit });
+    let backend =
+        RemoteBackend::open(BackendKind::Emulator, cache, RemoteOptions { time_limit: limit });
     Arc::new(backend.expect("the emulator opens in another process"))
 }
 
@@ -26,7 +27,10 @@ fn probe(before: &str) -> SourceTree {
 
 fn launch(device: &Device, y: u64, x: u64, count: usize) -> Result<()> {
     let config = LaunchConfig { grid: [1; 3], block: [32, 1, 1], shared_bytes: 0 };
-    let params = Params::new("probe").ptr("y", DeviceAddress(y)).ptr("x", DeviceAddress(x)).i32("count", count)?;
+    let params = Params::new("probe")
+        .ptr("y", DeviceAddress(y))
+        .ptr("x", DeviceAddress(x))
+        .i32("count", count)?;
     device.kernel("probe.cu", &[], "probe")?.launch(config, &params)
 }
 
@@ -51,9 +55,12 @@ fn a_device_elsewhere_loads_launches_copies_and_takes_time_as_one_in_this_proces
     assert!(run(&device).unwrap());
     let source = numbers(0);
     let bytes = source.bytes.len();
-    let [x, y] = ["x", "y"].map(|name| backend.allocate(name, bytes, Placement::FlushBack).unwrap());
+    let [x, y] =
+        ["x", "y"].map(|name| backend.allocate(name, bytes, Placement::FlushBack).unwrap());
     backend.upload(x.address, &source.bytes).unwrap();
-    let took = backend.time(&mut || (0..3).try_for_each(|_| launch(&device, y.address, x.address, 1))).unwrap();
+    let took = backend
+        .time(&mut || (0..3).try_for_each(|_| launch(&device, y.address, x.address, 1)))
+        .unwrap();
     assert!(took > Duration::ZERO);
     backend.copy(x.address, y.address, bytes).unwrap();
     backend.fill(y.address, 7, 4).unwrap();
@@ -62,7 +69,9 @@ fn a_device_elsewhere_loads_launches_copies_and_takes_time_as_one_in_this_proces
     assert_eq!(read, numbers(1).bytes);
     backend.download(y.address, &mut read[..4]).unwrap();
     assert_eq!(read[..4], [7; 4]);
-    let huge = backend.reserve("huge", 1 << 40, &[0..8, (1 << 39)..(1 << 39) + 8], Placement::FlushFront).unwrap();
+    let huge = backend
+        .reserve("huge", 1 << 40, &[0..8, (1 << 39)..(1 << 39) + 8], Placement::FlushFront)
+        .unwrap();
     assert_eq!((huge.allocation.bytes, huge.touched.len()), (1 << 40, 2));
     let row = |address| Matrix { address, stride: 8, extents: [1, 8], step: 0 };
     let [x, y] = [x, y].map(|allocation| (allocation, row(allocation.address)));
@@ -91,19 +100,30 @@ fn what_goes_wrong_there_is_the_same_error_here_and_ends_a_span_that_has_begun()
     let broken = Device::of(backend.clone(), probe("this does not compile"));
     assert!(matches!(run(&broken), Err(RuntimeError::Compile { .. })));
     let device = Device::of(backend.clone(), probe("if (threadIdx.x == 3) params.y[1 << 20] = 1;"));
-    let Err(RuntimeError::Fault { kernel, block, thread, .. }) = run(&device) else { panic!("it must fail") };
-    assert_eq!((kernel.as_str(), block.as_str(), thread.as_str()), ("probe", "(0, 0, 0)", "(3, 0, 0)"));
+    let Err(RuntimeError::Fault { kernel, block, thread, .. }) = run(&device) else {
+        panic!("it must fail")
+    };
+    assert_eq!(
+        (kernel.as_str(), block.as_str(), thread.as_str()),
+        ("probe", "(0, 0, 0)", "(3, 0, 0)")
+    );
     let process = backend.process();
     let refused = backend.time(&mut || Err(RuntimeError::argument("probe", "x", "no")));
     assert!(matches!(refused, Err(RuntimeError::Argument { .. })), "{refused:?}");
     assert!(run(&Device::of(backend.clone(), probe(""))).unwrap());
-    assert_eq!((process.is_some(), backend.process()), (true, process), "none of it ends the process");
-    let missing = RemoteBackend::open(BackendKind::External, PathBuf::new(), RemoteOptions::default());
+    assert_eq!(
+        (process.is_some(), backend.process()),
+        (true, process),
+        "none of it ends the process"
+    );
+    let missing =
+        RemoteBackend::open(BackendKind::External, PathBuf::new(), RemoteOptions::default());
     assert!(missing.is_err_and(|error| error.to_string().contains("no device of ours")));
 }
 
 #[test]
-fn a_request_that_takes_too_long_is_the_fault_of_what_was_launched_and_the_next_case_gets_a_new_process() {
+fn a_request_that_takes_too_long_is_the_fault_of_what_was_launched_and_the_next_case_gets_a_new_process()
+ {
     let backend = remote(Duration::from_secs(1));
     let waits = Device::of(backend.clone(), probe("for (volatile int i = 0;; ++i) {}"));
     let right = Device::of(backend.clone(), probe(""));

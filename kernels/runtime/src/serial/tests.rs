@@ -37,7 +37,11 @@ struct Stream {
 struct OneStream(Arc<Stream>);
 
 fn refused(call: &str, name: &str) -> RuntimeError {
-    RuntimeError::Cuda { call: call.into(), name: format!("CUDA_ERROR_STREAM_CAPTURE_{name}"), message: "".into() }
+    RuntimeError::Cuda {
+        call: call.into(),
+        name: format!("CUDA_ERROR_STREAM_CAPTURE_{name}"),
+        message: "".into(),
+    }
 }
 
 impl OneStream {
@@ -67,7 +71,9 @@ impl OneStream {
                 capture.work.extend(work);
                 Ok(())
             }
-            None => work.iter().try_for_each(|[target, source]| self.0.memory.copy(*target, *source, BYTES)),
+            None => work
+                .iter()
+                .try_for_each(|[target, source]| self.0.memory.copy(*target, *source, BYTES)),
         }
     }
 
@@ -88,7 +94,12 @@ impl Backend for OneStream {
         self.0.memory.environment()
     }
 
-    fn load(&self, _: &SourceTree, _: &str, _: &[(String, String)]) -> Result<Box<dyn LoadedModule>> {
+    fn load(
+        &self,
+        _: &SourceTree,
+        _: &str,
+        _: &[(String, String)],
+    ) -> Result<Box<dyn LoadedModule>> {
         self.wait("load")?;
         Ok(Box::new(Module(self.clone())))
     }
@@ -98,7 +109,13 @@ impl Backend for OneStream {
         self.0.memory.allocate(name, bytes, placement)
     }
 
-    fn reserve(&self, name: &str, bytes: usize, touched: &[Range<i64>], placement: Placement) -> Result<Reservation> {
+    fn reserve(
+        &self,
+        name: &str,
+        bytes: usize,
+        touched: &[Range<i64>],
+        placement: Placement,
+    ) -> Result<Reservation> {
         self.wait("reserve")?;
         self.0.memory.reserve(name, bytes, touched, placement)
     }
@@ -263,7 +280,9 @@ fn used_at_once(backend: Arc<dyn Backend>) -> Vec<Result<()>> {
 
 #[test]
 fn eight_threads_that_share_a_stream_record_and_replay_at_once_and_none_sees_launches_of_another() {
-    for (thread, used) in used_at_once(Arc::new(Serial::new(OneStream::new()))).into_iter().enumerate() {
+    for (thread, used) in
+        used_at_once(Arc::new(Serial::new(OneStream::new()))).into_iter().enumerate()
+    {
         used.unwrap_or_else(|error| panic!("thread {thread}: {error}"));
     }
 }
@@ -276,7 +295,8 @@ fn a_stream_that_threads_share_without_turns_fails_those_that_record() {
         std::thread::scope(|scope| scope.spawn(work).join().expect("no panic"))
     };
     let backend = device(Arc::new(stream.clone()));
-    let [x, y] = ["x", "y"].map(|name| stream.allocate(name, BYTES, Placement::FlushBack).unwrap().address);
+    let [x, y] =
+        ["x", "y"].map(|name| stream.allocate(name, BYTES, Placement::FlushBack).unwrap().address);
     launch(&backend, y, x).expect("it is loaded");
     let waits = stream.record(&mut || elsewhere(&|| stream.synchronize()).or(Ok(()))).map(drop);
     assert!(waits.is_err_and(|error| error.to_string().contains("INVALIDATED")));
@@ -289,7 +309,8 @@ fn a_stream_that_threads_share_without_turns_fails_those_that_record() {
 }
 
 #[test]
-fn a_thread_that_records_has_the_device_until_it_is_done_and_others_get_it_in_the_order_in_which_they_ask() {
+fn a_thread_that_records_has_the_device_until_it_is_done_and_others_get_it_in_the_order_in_which_they_ask()
+ {
     let (turns, recording) = (Turns::default(), AtomicBool::new(true));
     let (sender, order) = mpsc::channel();
     std::thread::scope(|scope| {

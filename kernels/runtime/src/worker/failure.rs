@@ -29,19 +29,27 @@ impl From<RuntimeError> for Failure {
             E::Launch { kernel, reason } => Self::Launch { kernel, reason },
             E::SymbolMissing { file, symbol } => Self::SymbolMissing { file, symbol },
             E::SourceMissing { file, tree } => Self::SourceMissing { file, tree },
-            E::Compile { compiler, file, defines, log } => Self::Compile { compiler, file, defines, log },
+            E::Compile { compiler, file, defines, log } => {
+                Self::Compile { compiler, file, defines, log }
+            }
             E::Load { file, what } => Self::Load { file, what },
             E::Cuda { call, name, message } => Self::Cuda { call, name, message },
-            E::TooLarge { name, needed, limit, of } => Self::TooLarge { name, needed, limit, of: of.to_owned() },
-            E::BackendMissing { backend, reason } => Self::BackendMissing { backend: backend.to_owned(), reason },
+            E::TooLarge { name, needed, limit, of } => {
+                Self::TooLarge { name, needed, limit, of: of.to_owned() }
+            }
+            E::BackendMissing { backend, reason } => {
+                Self::BackendMissing { backend: backend.to_owned(), reason }
+            }
             E::System { doing, source } => {
                 let out_of_memory = source.kind() == io::ErrorKind::OutOfMemory;
                 Self::System { doing, message: source.to_string(), out_of_memory }
             }
             // Those of launchers, which are not in the worker.
-            other @ (E::Argument { .. } | E::ParamsLayout { .. }) => {
-                Self::System { doing: "working for a device".into(), message: other.to_string(), out_of_memory: false }
-            }
+            other @ (E::Argument { .. } | E::ParamsLayout { .. }) => Self::System {
+                doing: "working for a device".into(),
+                message: other.to_string(),
+                out_of_memory: false,
+            },
         }
     }
 }
@@ -49,11 +57,15 @@ impl From<RuntimeError> for Failure {
 impl From<Failure> for RuntimeError {
     fn from(failure: Failure) -> Self {
         match failure {
-            Failure::Fault { kernel, block, thread, what } => Self::Fault { kernel, block, thread, what },
+            Failure::Fault { kernel, block, thread, what } => {
+                Self::Fault { kernel, block, thread, what }
+            }
             Failure::Launch { kernel, reason } => Self::Launch { kernel, reason },
             Failure::SymbolMissing { file, symbol } => Self::SymbolMissing { file, symbol },
             Failure::SourceMissing { file, tree } => Self::SourceMissing { file, tree },
-            Failure::Compile { compiler, file, defines, log } => Self::Compile { compiler, file, defines, log },
+            Failure::Compile { compiler, file, defines, log } => {
+                Self::Compile { compiler, file, defines, log }
+            }
             Failure::Load { file, what } => Self::Load { file, what },
             Failure::Cuda { call, name, message } => Self::Cuda { call, name, message },
             Failure::TooLarge { name, needed, limit, of } => Self::TooLarge {
@@ -62,11 +74,13 @@ impl From<Failure> for RuntimeError {
                 limit,
                 of: known(&of, &["bytes of addresses", "bytes of device memory"]),
             },
-            Failure::BackendMissing { backend, reason } => {
-                Self::BackendMissing { backend: known(&backend, &["emulator", "external", "cuda"]), reason }
-            }
+            Failure::BackendMissing { backend, reason } => Self::BackendMissing {
+                backend: known(&backend, &["emulator", "external", "cuda"]),
+                reason,
+            },
             Failure::System { doing, message, out_of_memory } => {
-                let kind = if out_of_memory { io::ErrorKind::OutOfMemory } else { io::ErrorKind::Other };
+                let kind =
+                    if out_of_memory { io::ErrorKind::OutOfMemory } else { io::ErrorKind::Other };
                 Self::system(doing, io::Error::new(kind, message))
             }
         }
@@ -86,15 +100,30 @@ mod tests {
     fn errors_keep_their_kind_and_words() {
         let of = |text: &str| text.to_owned();
         let errors = [
-            RuntimeError::Fault { kernel: of("copy"), block: of("b"), thread: of("t"), what: of("w") },
+            RuntimeError::Fault {
+                kernel: of("copy"),
+                block: of("b"),
+                thread: of("t"),
+                what: of("w"),
+            },
             RuntimeError::Launch { kernel: of("copy"), reason: of("r") },
             RuntimeError::SymbolMissing { file: of("f"), symbol: of("s") },
             RuntimeError::SourceMissing { file: of("f"), tree: of("t") },
-            RuntimeError::Compile { compiler: of("c"), file: of("f"), defines: of(" -DX"), log: of("l") },
+            RuntimeError::Compile {
+                compiler: of("c"),
+                file: of("f"),
+                defines: of(" -DX"),
+                log: of("l"),
+            },
             RuntimeError::Load { file: of("f"), what: of("ended its process") },
             RuntimeError::Cuda { call: of("cuInit"), name: of("CUDA_ERROR"), message: of("m") },
             RuntimeError::TooLarge { name: of("y"), needed: 2, limit: 1, of: "bytes of addresses" },
-            RuntimeError::TooLarge { name: of("y"), needed: 2, limit: 1, of: "bytes of device memory" },
+            RuntimeError::TooLarge {
+                name: of("y"),
+                needed: 2,
+                limit: 1,
+                of: "bytes of device memory",
+            },
             RuntimeError::BackendMissing { backend: "cuda", reason: of("r") },
             RuntimeError::system("mapping", io::ErrorKind::OutOfMemory.into()),
         ];

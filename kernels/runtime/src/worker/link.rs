@@ -27,7 +27,11 @@ impl Link {
     /// The system's.
     pub fn new(stream: UnixStream, tag: u64) -> io::Result<Self> {
         let reader = BufReader::with_capacity(1 << 16, stream.try_clone()?);
-        Ok(Self { reader, writer: BufWriter::with_capacity(1 << 16, stream), tag: tag.wrapping_sub(1) })
+        Ok(Self {
+            reader,
+            writer: BufWriter::with_capacity(1 << 16, stream),
+            tag: tag.wrapping_sub(1),
+        })
     }
 
     /// How long an answer is waited for.
@@ -51,7 +55,11 @@ impl Link {
     ///
     /// # Errors
     /// As [`Link::tell`]; an answer that does not come in time, or is none.
-    pub fn ask<A: DeserializeOwned>(&mut self, request: &impl Serialize, bytes: &[u8]) -> io::Result<(A, Vec<u8>)> {
+    pub fn ask<A: DeserializeOwned>(
+        &mut self,
+        request: &impl Serialize,
+        bytes: &[u8],
+    ) -> io::Result<(A, Vec<u8>)> {
         self.tell(request, bytes)?;
         self.writer.flush()?;
         read(&mut self.reader, self.tag)
@@ -76,7 +84,12 @@ impl Link {
     }
 }
 
-fn write(stream: &mut impl Write, tag: u64, message: &impl Serialize, bytes: &[u8]) -> io::Result<()> {
+fn write(
+    stream: &mut impl Write,
+    tag: u64,
+    message: &impl Serialize,
+    bytes: &[u8],
+) -> io::Result<()> {
     let text = serde_json::to_vec(message)?;
     for number in [tag, text.len() as u64, bytes.len() as u64] {
         stream.write_all(&number.to_le_bytes())?;
@@ -93,7 +106,8 @@ fn read<M: DeserializeOwned>(stream: &mut impl Read, tag: u64) -> io::Result<(M,
     };
     let (found, text, count) = (number()?, number()?, number()?);
     let length = usize::try_from(text).ok().filter(|&length| length <= LONGEST && found == tag);
-    let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no message of a worker"))?;
+    let length = length
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no message of a worker"))?;
     let mut text = vec![0; length];
     stream.read_exact(&mut text)?;
     let message = serde_json::from_slice(&text)?;
@@ -117,11 +131,15 @@ mod tests {
         write(&mut sent, 7, &("a request", u64::MAX), b"bytes").unwrap();
         let mut stream = &sent[..];
         let (message, bytes) = read::<(String, u64)>(&mut stream, 7).unwrap();
-        assert_eq!((message, &bytes[..], stream), (("a request".to_owned(), u64::MAX), &b"bytes"[..], &b""[..]));
+        assert_eq!(
+            (message, &bytes[..], stream),
+            (("a request".to_owned(), u64::MAX), &b"bytes"[..], &b""[..])
+        );
         for length in 0..sent.len() {
             assert!(read::<(String, u64)>(&mut &sent[..length], 7).is_err(), "{length} bytes");
         }
-        let kind = |sent: &[u8], tag| read::<(String, u64)>(&mut &sent[..], tag).unwrap_err().kind();
+        let kind =
+            |sent: &[u8], tag| read::<(String, u64)>(&mut &sent[..], tag).unwrap_err().kind();
         assert_eq!(kind(&sent, 8), io::ErrorKind::InvalidData, "another message was expected");
         sent[15] = 1;
         assert_eq!(kind(&sent, 7), io::ErrorKind::InvalidData, "of such a length there is none");
@@ -133,8 +151,14 @@ mod tests {
         use proptest::sample::Index;
         let everything = std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all");
         let cases = if everything { 11_000 } else { 300 };
-        let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
-        let fault = RuntimeError::Fault { kernel: "k".into(), block: "b".into(), thread: "t".into(), what: "w".into() };
+        let config =
+            ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+        let fault = RuntimeError::Fault {
+            kernel: "k".into(),
+            block: "b".into(),
+            thread: "t".into(),
+            what: "w".into(),
+        };
         let mut sent = Vec::new();
         write(&mut sent, 7, &Failure::from(fault), b"parameters").unwrap();
         let changes = prop::collection::vec((any::<Index>(), any::<u8>(), 0..4u8), 0..4);
@@ -158,7 +182,8 @@ mod tests {
     #[test]
     fn answers_belong_to_the_request_that_came_last_and_those_without_one_count() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let (mut device, mut worker) = (Link::new(ours, u64::MAX).unwrap(), Link::new(theirs, u64::MAX).unwrap());
+        let (mut device, mut worker) =
+            (Link::new(ours, u64::MAX).unwrap(), Link::new(theirs, u64::MAX).unwrap());
         let works = std::thread::spawn(move || {
             let (first, _) = worker.receive::<u8>().unwrap();
             let (second, bytes) = worker.receive::<u8>().unwrap();

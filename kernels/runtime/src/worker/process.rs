@@ -31,16 +31,24 @@ impl Process {
     /// The system's.
     pub fn start(work: Work, passed: &[i32], memory: Option<u64>) -> io::Result<Self> {
         if !program::is_linked() {
-            return Err(io::Error::other("this program was linked without the initialiser of workers"));
+            return Err(io::Error::other(
+                "this program was linked without the initialiser of workers",
+            ));
         }
         let (ours, theirs) = UnixStream::pair()?;
-        let start = Start { connection: theirs.as_raw_fd(), tag: rand::random(), memory_limit: memory, work };
+        let start = Start {
+            connection: theirs.as_raw_fd(),
+            tag: rand::random(),
+            memory_limit: memory,
+            work,
+        };
         let mut command = Command::new("/proc/self/exe");
         command.env(VARIABLE, serde_json::to_string(&start)?);
         // What a kernel prints is no output of this program.
         let errors = || io::stderr().as_fd().try_clone_to_owned().map(Stdio::from);
         let passed: Vec<i32> = passed.iter().copied().chain([theirs.as_raw_fd()]).collect();
-        let process = Supervised::spawn_passing(&command, [Stdio::null(), errors()?, errors()?], &passed)?;
+        let process =
+            Supervised::spawn_passing(&command, [Stdio::null(), errors()?, errors()?], &passed)?;
         Ok(Self { process, link: Link::new(ours, start.tag)? })
     }
 

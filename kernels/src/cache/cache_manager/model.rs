@@ -120,7 +120,13 @@ struct Model {
 impl Model {
     fn new(capacity: Capacity, fault: Fault) -> Self {
         let config = CacheConfig {
-            layers: vec![LayerKind::Window, LayerKind::Csa, LayerKind::Hca, LayerKind::Csa, LayerKind::Hca],
+            layers: vec![
+                LayerKind::Window,
+                LayerKind::Csa,
+                LayerKind::Hca,
+                LayerKind::Csa,
+                LayerKind::Hca,
+            ],
             row: RowFormat::MODEL,
             head_dim: 512,
             indexer_dim: 128,
@@ -129,14 +135,23 @@ impl Model {
         };
         let layout = CacheLayout::new(&config).expect("a layout");
         let manager = CacheManager::new(layout, capacity).expect("a manager");
-        Self { manager, memory: HashMap::new(), snapshots: HashMap::new(), running: Vec::new(), fault, reused: 0 }
+        Self {
+            manager,
+            memory: HashMap::new(),
+            snapshots: HashMap::new(),
+            running: Vec::new(),
+            fault,
+            reused: 0,
+        }
     }
 
     /// Rows of a slot's state, by what they are and where in the state.
     fn state_rows(&self, slot: usize) -> Vec<(Row, Row)> {
         let layout = self.manager.layout();
         let rows = |count: usize, row: fn(i32) -> Row| {
-            (0..count).map(move |at| (row((slot * count + at) as i32), row(at as i32))).collect::<Vec<_>>()
+            (0..count)
+                .map(move |at| (row((slot * count + at) as i32), row(at as i32)))
+                .collect::<Vec<_>>()
         };
         let mut all = rows(layout.window_rows, Row::Window);
         all.extend(rows(layout.state_rows(LayerKind::Csa), Row::CsaState));
@@ -163,7 +178,9 @@ impl Model {
         let before = self.manager.clone();
         let refused = match *operation {
             Operation::Admit(text) => self.admit(text).err(),
-            Operation::Step { which, tokens, drafts } => self.at(which, |m, at| m.step(at, tokens, drafts)),
+            Operation::Step { which, tokens, drafts } => {
+                self.at(which, |m, at| m.step(at, tokens, drafts))
+            }
             Operation::Accept { which, accepted } => self.at(which, |m, at| m.accept(at, accepted)),
             Operation::FinishPage(which) => self.at(which, Self::finish_page),
             Operation::Snapshot(which) => self.at(which, Self::snapshot),
@@ -177,16 +194,25 @@ impl Model {
         }
     }
 
-    fn at(&mut self, which: usize, call: impl FnOnce(&mut Self, usize) -> super::Result<()>) -> Option<CacheError> {
+    fn at(
+        &mut self,
+        which: usize,
+        call: impl FnOnce(&mut Self, usize) -> super::Result<()>,
+    ) -> Option<CacheError> {
         let at = which.checked_rem(self.running.len())?;
         call(self, at).err()
     }
 
     fn admit(&mut self, text: usize) -> super::Result<()> {
-        let prompt: Vec<u32> = (0..3 * TOKENS_PER_PAGE).map(|position| token(text, position)).collect();
+        let prompt: Vec<u32> =
+            (0..3 * TOKENS_PER_PAGE).map(|position| token(text, position)).collect();
         let Admitted { sequence: id, cached_tokens, restore } = self.manager.admit(&prompt)?;
         assert!(cached_tokens < prompt.len() && cached_tokens.is_multiple_of(TOKENS_PER_PAGE));
-        assert_eq!(restore.is_some(), cached_tokens > 0, "a prefix ends with a snapshot, and nothing else is restored");
+        assert_eq!(
+            restore.is_some(),
+            cached_tokens > 0,
+            "a prefix ends with a snapshot, and nothing else is restored"
+        );
         let saved = restore.map_or(Vec::new(), |snapshot| self.snapshots[&snapshot].clone());
         if self.fault != Fault::SkipsRestore {
             self.restore(id.slot(), &saved);
@@ -201,7 +227,8 @@ impl Model {
         let Running { id, text, rejected, .. } = self.running[at];
         let from = self.running[at].tokens.len();
         // Where drafts were rejected the text goes on otherwise.
-        let new: Vec<u32> = (from..from + tokens).map(|position| token(text, position) + rejected as u32).collect();
+        let new: Vec<u32> =
+            (from..from + tokens).map(|position| token(text, position) + rejected as u32).collect();
         let mapping = self.manager.step(id, &new, drafts)?;
         self.running[at].tokens.extend(new);
         self.running[at].drafts = drafts;
@@ -220,7 +247,8 @@ impl Model {
 
     fn write(&mut self, at: usize, mapping: &SlotMapping) {
         let tokens = self.running[at].tokens.clone();
-        let unwritten = if self.fault == Fault::KeepsRejected { self.running[at].rejected.min(1) } else { 0 };
+        let unwritten =
+            if self.fault == Fault::KeepsRejected { self.running[at].rejected.min(1) } else { 0 };
         let count = mapping.positions.len();
         let mut written = HashSet::new();
         for (number, position) in mapping.positions.clone().enumerate().skip(unwritten) {
@@ -269,7 +297,10 @@ impl Model {
     fn release(&mut self, at: usize) -> super::Result<()> {
         self.manager.release(self.running[at].id)?;
         let released = self.running.remove(at);
-        assert_eq!(self.manager.num_tokens(released.id), Err(CacheError::UnknownSequence(released.id)));
+        assert_eq!(
+            self.manager.num_tokens(released.id),
+            Err(CacheError::UnknownSequence(released.id))
+        );
         Ok(())
     }
 
@@ -282,7 +313,9 @@ impl Model {
         for running in &self.running {
             let Running { id, tokens, .. } = running;
             assert_eq!(self.manager.num_tokens(*id), Ok(tokens.len()));
-            for (number, page) in self.manager.block_table(*id).expect("a sequence").into_iter().enumerate() {
+            for (number, page) in
+                self.manager.block_table(*id).expect("a sequence").into_iter().enumerate()
+            {
                 let shared = digest(&tokens[..((number + 1) * TOKENS_PER_PAGE).min(tokens.len())]);
                 let owner = owners.entry(page).or_insert((number, shared));
                 assert_eq!(*owner, (number, shared), "a page of sequences with other tokens");
@@ -300,9 +333,17 @@ impl Model {
         };
         for kind in [LayerKind::Csa, LayerKind::Hca] {
             let ratio = kind.ratio().expect("entries");
-            for (entry, slot) in self.manager.entry_slots(*id, kind, position).expect("slots").into_iter().enumerate() {
+            for (entry, slot) in self
+                .manager
+                .entry_slots(*id, kind, position)
+                .expect("slots")
+                .into_iter()
+                .enumerate()
+            {
                 let slot = match self.fault {
-                    Fault::EntriesAsTokens => slot / kind.entries_per_page() as i32 * 128 + entry as i32 % 128,
+                    Fault::EntriesAsTokens => {
+                        slot / kind.entries_per_page() as i32 * 128 + entry as i32 % 128
+                    }
                     _ => slot,
                 };
                 read(Row::Entry(kind, slot), (entry + 1) * ratio - 1)?;
@@ -315,7 +356,9 @@ impl Model {
             read(Row::Window(window[at]), token)?;
         }
         let layout = self.manager.layout();
-        for (kind, row) in [(LayerKind::Csa, Row::CsaState as fn(i32) -> Row), (LayerKind::Hca, Row::HcaState)] {
+        for (kind, row) in
+            [(LayerKind::Csa, Row::CsaState as fn(i32) -> Row), (LayerKind::Hca, Row::HcaState)]
+        {
             let rows = layout.state_rows(kind);
             for token in tokens.len().saturating_sub(kind.state_tokens())..tokens.len() {
                 read(row((id.slot() * rows + token % rows) as i32), token)?;
@@ -333,16 +376,15 @@ impl Model {
 }
 
 fn capacity() -> impl Strategy<Value = Capacity> {
-    (3..14usize, 1..4usize, 0..3usize).prop_map(|(num_pages, num_sequences, num_snapshots)| Capacity {
-        num_pages,
-        num_sequences,
-        num_snapshots,
+    (3..14usize, 1..4usize, 0..3usize).prop_map(|(num_pages, num_sequences, num_snapshots)| {
+        Capacity { num_pages, num_sequences, num_snapshots }
     })
 }
 
 /// The first of so many drawn histories that the model objects to.
 fn objection(fault: Fault, cases: u32) -> Option<String> {
-    let config = Config { cases, max_shrink_iters: 0, failure_persistence: None, ..Config::default() };
+    let config =
+        Config { cases, max_shrink_iters: 0, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new(config);
     let ran = runner.run(&(capacity(), operations()), |(capacity, operations)| {
         Model::new(capacity, fault).run_all(&operations).map_err(TestCaseError::fail)
@@ -390,7 +432,8 @@ fn drawn_histories_reuse_prefixes() {
     let mut runner = TestRunner::deterministic();
     for _ in 0..200 {
         use proptest::strategy::ValueTree;
-        let (capacity, operations) = (capacity(), operations()).new_tree(&mut runner).expect("a history").current();
+        let (capacity, operations) =
+            (capacity(), operations()).new_tree(&mut runner).expect("a history").current();
         let mut model = Model::new(capacity, Fault::None);
         model.run_all(&operations).expect("agreement");
         reused += model.reused;
@@ -410,7 +453,8 @@ fn saved(model: &mut Model, tokens: &[u32]) -> SequenceId {
 
 #[test]
 fn a_difference_at_any_position_of_a_prefix_is_another_prefix() {
-    let mut model = Model::new(Capacity { num_pages: 12, num_sequences: 3, num_snapshots: 4 }, Fault::None);
+    let mut model =
+        Model::new(Capacity { num_pages: 12, num_sequences: 3, num_snapshots: 4 }, Fault::None);
     let tokens: Vec<u32> = (0..3 * 128).collect();
     saved(&mut model, &tokens);
     for differs in 0..tokens.len() {
@@ -435,13 +479,17 @@ fn a_difference_at_any_position_of_a_prefix_is_another_prefix() {
 
 #[test]
 fn a_cache_that_is_full_refuses_without_losing_anything_and_serves_again_after_a_release() {
-    let mut model = Model::new(Capacity { num_pages: 3, num_sequences: 2, num_snapshots: 1 }, Fault::None);
+    let mut model =
+        Model::new(Capacity { num_pages: 3, num_sequences: 2, num_snapshots: 1 }, Fault::None);
     let first = saved(&mut model, &(0..256).collect::<Vec<u32>>());
     let admitted = model.manager.admit(&[9; 200]).expect("a sequence");
     let before = model.manager.clone();
     let refused = model.manager.step(admitted.sequence, &[9; 200], 0);
     assert_eq!(refused, Err(CacheError::OutOfPages { needed: 2, available: 1 }));
-    assert_eq!(refused.expect_err("a refusal").to_string(), "2 more pages are needed, and 1 can be had");
+    assert_eq!(
+        refused.expect_err("a refusal").to_string(),
+        "2 more pages are needed, and 1 can be had"
+    );
     assert_eq!(model.manager.admit(&[1]), Err(CacheError::OutOfSequences(2)));
     assert!(model.manager == before);
     model.manager.release(first).expect("a sequence");
@@ -453,7 +501,8 @@ fn a_cache_that_is_full_refuses_without_losing_anything_and_serves_again_after_a
 
 #[test]
 fn a_prefix_that_a_running_sequence_continues_is_not_given_up() {
-    let mut model = Model::new(Capacity { num_pages: 4, num_sequences: 3, num_snapshots: 3 }, Fault::None);
+    let mut model =
+        Model::new(Capacity { num_pages: 4, num_sequences: 3, num_snapshots: 3 }, Fault::None);
     let tokens: Vec<u32> = (0..256).collect();
     // Both compute the first page; the first one's is known, and the second one's second page continues it.
     let first = model.manager.admit(&tokens[..129]).expect("a sequence").sequence;
@@ -475,7 +524,8 @@ fn a_prefix_that_a_running_sequence_continues_is_not_given_up() {
 
 #[test]
 fn slots_are_those_of_the_specification() {
-    let mut model = Model::new(Capacity { num_pages: 5, num_sequences: 3, num_snapshots: 0 }, Fault::None);
+    let mut model =
+        Model::new(Capacity { num_pages: 5, num_sequences: 3, num_snapshots: 0 }, Fault::None);
     model.manager.admit(&[1]).expect("a sequence");
     let id = model.manager.admit(&[1]).expect("a sequence").sequence;
     model.manager.step(id, &[0; 126], 0).expect("a page");
@@ -501,7 +551,8 @@ fn slots_are_those_of_the_specification() {
 
 #[test]
 fn calls_that_make_no_sense_are_refused_by_name() {
-    let mut model = Model::new(Capacity { num_pages: 4, num_sequences: 1, num_snapshots: 0 }, Fault::None);
+    let mut model =
+        Model::new(Capacity { num_pages: 4, num_sequences: 1, num_snapshots: 0 }, Fault::None);
     assert_eq!(model.manager.admit(&[]), Err(CacheError::NoTokens));
     let id = model.manager.admit(&[1]).expect("a sequence").sequence;
     assert_eq!(model.manager.step(id, &[], 0), Err(CacheError::NoTokens));
@@ -510,7 +561,10 @@ fn calls_that_make_no_sense_are_refused_by_name() {
     model.manager.step(id, &[1, 2], 1).expect("a page");
     assert_eq!(model.manager.step(id, &[3], 0), Err(CacheError::OpenDrafts(1)));
     assert_eq!(model.manager.snapshot(id), Err(CacheError::OpenDrafts(1)));
-    assert_eq!(model.manager.accept(id, 2), Err(CacheError::TooManyAccepted { accepted: 2, drafts: 1 }));
+    assert_eq!(
+        model.manager.accept(id, 2),
+        Err(CacheError::TooManyAccepted { accepted: 2, drafts: 1 })
+    );
     model.manager.accept(id, 1).expect("a draft");
     assert_eq!(model.manager.snapshot(id), Err(CacheError::NotAtPageEnd(2)));
     model.manager.step(id, &[0; 126], 0).expect("a page");

@@ -16,9 +16,15 @@ const SWIZZLE_BYTES: u32 = 1024;
 impl Block {
     /// What is wrong with bulk work between these two addresses, whatever it is called.
     fn bulk_fault(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Option<BulkFault> {
-        let misaligned = |address: usize| BadAccess::Misaligned { address, bytes: CHUNK_BYTES, what: what.to_owned() };
+        let misaligned = |address: usize| BadAccess::Misaligned {
+            address,
+            bytes: CHUNK_BYTES,
+            what: what.to_owned(),
+        };
         if bytes == 0 || !bytes.is_multiple_of(CHUNK_BYTES) {
-            return Some(BulkFault::Other(format!("{what} of {bytes} bytes: must be a multiple of 16, and not 0")));
+            return Some(BulkFault::Other(format!(
+                "{what} of {bytes} bytes: must be a multiple of 16, and not 0"
+            )));
         }
         if !self.proxy.contains(shared, bytes) {
             return Some(BulkFault::Other(format!(
@@ -26,14 +32,17 @@ impl Block {
             )));
         }
         let addresses = [global, self.proxy.pointer(shared) as usize];
-        let bad = addresses.into_iter().find(|address| !address.is_multiple_of(CHUNK_BYTES as usize))?;
+        let bad =
+            addresses.into_iter().find(|address| !address.is_multiple_of(CHUNK_BYTES as usize))?;
         Some(BulkFault::Access(misaligned(bad)))
     }
 
     /// Why a word cannot go to this block of the cluster.
     fn unfit_for_word(&mut self, target: u32, barrier: u32, rank: u32) -> Option<String> {
         if self.peers.len() == 1 {
-            return Some(format!("a store to block {rank} of a cluster, in a launch without clusters"));
+            return Some(format!(
+                "a store to block {rank} of a cluster, in a launch without clusters"
+            ));
         }
         if !target.is_multiple_of(WORD_BYTES) || !self.proxy.contains(target, WORD_BYTES) {
             let wanted = "must be a multiple of 4 within the dynamic shared memory";
@@ -46,7 +55,9 @@ impl Block {
     /// Why bytes cannot go to some of these blocks of the cluster.
     fn unfit_for(&mut self, target: u32, bytes: u32, barrier: u32, blocks: u32) -> Option<String> {
         ranks(blocks).find_map(|rank| match self.peer(rank) {
-            Ok(peer) => peer.mbarriers.at(barrier).err().or_else(|| peer.mbarriers.overlap(target, bytes)),
+            Ok(peer) => {
+                peer.mbarriers.at(barrier).err().or_else(|| peer.mbarriers.overlap(target, bytes))
+            }
             Err(what) => Some(what),
         })
     }
@@ -118,7 +129,9 @@ pub unsafe extern "C" fn tensor_copy_in(
     let block = unsafe { scheduler(context) };
     let thread = block.current;
     let Some(map) = TensorMap::from_words(unsafe { &*map }) else {
-        unsafe { abandon(context, "a copy of a box by a map that the launcher has not made".to_owned()) }
+        unsafe {
+            abandon(context, "a copy of a box by a map that the launcher has not made".to_owned())
+        }
     };
     let bytes = map.box_rows * BOX_ROW_BYTES as u32;
     if let Some(fault) = block.bulk_fault("copy of a box", 0, target, bytes) {
@@ -131,11 +144,15 @@ pub unsafe extern "C" fn tensor_copy_in(
         )
     });
     let nobody = (blocks == 0).then(|| "a copy of a box to no block of the cluster".to_owned());
-    if let Some(what) = misplaced.or(nobody).or_else(|| block.unfit_for(target, bytes, barrier, blocks)) {
+    if let Some(what) =
+        misplaced.or(nobody).or_else(|| block.unfit_for(target, bytes, barrier, blocks))
+    {
         unsafe { abandon(context, what) };
     }
     for box_row in 0..i64::from(map.box_rows) {
-        let Some((address, count)) = map.bytes_at(column, i64::from(row) + box_row, matrix) else { continue };
+        let Some((address, count)) = map.bytes_at(column, i64::from(row) + box_row, matrix) else {
+            continue;
+        };
         let source = address as *const u8;
         unsafe {
             source.read_volatile();
@@ -151,7 +168,13 @@ pub unsafe extern "C" fn tensor_copy_in(
     unsafe { maybe_yield(context) };
 }
 
-pub unsafe extern "C" fn store_at(context: *mut ThreadContext, target: u32, value: u32, barrier: u32, rank: u32) {
+pub unsafe extern "C" fn store_at(
+    context: *mut ThreadContext,
+    target: u32,
+    value: u32,
+    barrier: u32,
+    rank: u32,
+) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
     if let Some(what) = block.unfit_for_word(target, barrier, rank) {
@@ -162,7 +185,12 @@ pub unsafe extern "C" fn store_at(context: *mut ThreadContext, target: u32, valu
     unsafe { maybe_yield(context) };
 }
 
-pub unsafe extern "C" fn bulk_add(context: *mut ThreadContext, target: *mut f32, source: u32, bytes: u32) {
+pub unsafe extern "C" fn bulk_add(
+    context: *mut ThreadContext,
+    target: *mut f32,
+    source: u32,
+    bytes: u32,
+) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
     if let Some(fault) = block.bulk_fault("bulk addition", target as usize, source, bytes) {
@@ -192,7 +220,9 @@ pub unsafe extern "C" fn bulk_wait(context: *mut ThreadContext, pending: u32) {
     let thread = block.current;
     // A group that is not committed yet is not waited for, as on the hardware.
     let read_below = block.bulk.committed(thread).saturating_sub(pending);
-    while let Some(index) = block.bulk.adds.iter().position(|add| add.thread == thread && add.group < read_below) {
+    while let Some(index) =
+        block.bulk.adds.iter().position(|add| add.thread == thread && add.group < read_below)
+    {
         block.land_bulk_add(index);
     }
 }

@@ -2,7 +2,9 @@
 
 use std::ffi::{c_char, c_void};
 
-use super::super::block::{Block, State, ThreadContext, abandon, maybe_yield, name, scheduler, suspend};
+use super::super::block::{
+    Block, State, ThreadContext, abandon, maybe_yield, name, scheduler, suspend,
+};
 
 /// `emulator::CollectiveOp`: runs once over the payloads of all lanes of the mask.
 pub type CollectiveOp = unsafe extern "C" fn(payloads: *const *mut c_void, mask: u32);
@@ -54,10 +56,11 @@ impl Block {
         }
         // One lane at a time is looked up: another collective of this warp is under way, or this one begins.
         let state = |other: u32| &self.states[(warp_base + other) as usize];
-        let here =
-            |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
-        let elsewhere = |other: u32| matches!(state(other), State::AtCollective { .. }) && !here(other);
-        let arrived = lanes(mask).filter(|&other| here(other)).fold(0, |bits, other| bits | 1 << other);
+        let here = |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
+        let elsewhere =
+            |other: u32| matches!(state(other), State::AtCollective { .. }) && !here(other);
+        let arrived =
+            lanes(mask).filter(|&other| here(other)).fold(0, |bits, other| bits | 1 << other);
         let alone = !lanes(mask).any(elsewhere);
         let meeting = &mut self.meetings[(thread / 32) as usize];
         *meeting = Meeting { mask, op, arrived, alone, ..*meeting };
@@ -88,20 +91,33 @@ impl Block {
     }
 
     /// Why lane `lane` can never meet the others of `mask`, if that is so.
-    fn impossible_collective(&self, warp_base: u32, lane: u32, mask: u32, op: usize) -> Option<String> {
+    fn impossible_collective(
+        &self,
+        warp_base: u32,
+        lane: u32,
+        mask: u32,
+        op: usize,
+    ) -> Option<String> {
         if mask & (1 << lane) == 0 {
             return Some(format!("is not named in its own mask {mask:#010x}"));
         }
         lanes(mask).find_map(|other| {
             let thread = (warp_base + other) as usize;
             match self.states.get(thread) {
-                None => Some(format!("mask {mask:#010x} names lane {other}, which the block does not have")),
-                Some(State::Exited) => Some(format!("mask {mask:#010x} names lane {other}, which has exited")),
+                None => Some(format!(
+                    "mask {mask:#010x} names lane {other}, which the block does not have"
+                )),
+                Some(State::Exited) => {
+                    Some(format!("mask {mask:#010x} names lane {other}, which has exited"))
+                }
                 Some(State::AtCollective { mask: theirs, op: their_op, what, .. })
                     if *theirs != mask || *their_op != op =>
                 {
                     (theirs & (1 << lane) != 0).then(|| {
-                        format!("mask {mask:#010x}: lane {other} waits in {} with mask {theirs:#010x}", name(*what))
+                        format!(
+                            "mask {mask:#010x}: lane {other} waits in {} with mask {theirs:#010x}",
+                            name(*what)
+                        )
                     })
                 }
                 Some(_) => None,
@@ -123,7 +139,9 @@ pub unsafe extern "C" fn collective(
     let thread = block.current;
     let all_here = match block.arrive(thread, mask, op as usize) {
         Ok(all_here) => all_here,
-        Err(reason) => unsafe { abandon(context, format!("{}: {reason} (divergence)", name(what))) },
+        Err(reason) => unsafe {
+            abandon(context, format!("{}: {reason} (divergence)", name(what)))
+        },
     };
     block.states[thread as usize] = State::AtCollective { mask, op: op as usize, what, payload };
     let warp_base = thread / 32 * 32;
@@ -161,13 +179,20 @@ pub unsafe extern "C" fn barrier(
     if barrier.arrived > 0 && barrier.expected != count {
         let expected = barrier.expected;
         unsafe {
-            abandon(context, format!("arrives at barrier {id} for {count} threads while others wait for {expected}"))
+            abandon(
+                context,
+                format!(
+                    "arrives at barrier {id} for {count} threads while others wait for {expected}"
+                ),
+            )
         };
     }
     // Mostly the same literal: only of others the text is read. Of a named barrier all places are null, of the block's none is.
     if barrier.arrived > 0 && barrier.place != place && name(barrier.place) != name(place) {
         let [here, there] = [place, barrier.place].map(name);
-        let what = format!("calls __syncthreads at {here} while others of its block wait at {there} (divergence)");
+        let what = format!(
+            "calls __syncthreads at {here} while others of its block wait at {there} (divergence)"
+        );
         unsafe { abandon(context, what) };
     }
     barrier.place = place;
@@ -190,7 +215,11 @@ pub unsafe extern "C" fn barrier(
 
 pub unsafe extern "C" fn cluster_barrier(context: *mut ThreadContext, wait: u32) {
     let block = unsafe { scheduler(context) };
-    let waits = if wait == 0 { block.arrive_at_cluster().map(|()| false) } else { block.waits_at_cluster() };
+    let waits = if wait == 0 {
+        block.arrive_at_cluster().map(|()| false)
+    } else {
+        block.waits_at_cluster()
+    };
     match waits {
         Ok(true) => unsafe { suspend(context) },
         Ok(false) => unsafe { maybe_yield(context) },

@@ -5,7 +5,8 @@ use super::super::block::{State, ThreadContext, abandon, maybe_yield, scheduler,
 // SAFETY of the functions below: see `scheduler`. `abandon` never returns, and no reference is alive there.
 
 pub unsafe extern "C" fn mbarrier_init(context: *mut ThreadContext, offset: u32, arrivals: u32) {
-    let (shared, shared_bytes) = unsafe { ((*context).dynamic_shared, (*context).dynamic_shared_bytes) };
+    let (shared, shared_bytes) =
+        unsafe { ((*context).dynamic_shared, (*context).dynamic_shared_bytes) };
     let block = unsafe { scheduler(context) };
     if let Err(what) = block.mbarriers.init(offset, arrivals, shared, shared_bytes) {
         unsafe { abandon(context, what) };
@@ -30,7 +31,9 @@ pub unsafe extern "C" fn mbarrier_arrive_at(context: *mut ThreadContext, offset:
 
 pub unsafe extern "C" fn mbarrier_wait(context: *mut ThreadContext, offset: u32, parity: u32) {
     if parity > 1 {
-        unsafe { abandon(context, format!("mbarrier at offset {offset:#x}: waits for parity {parity}")) };
+        unsafe {
+            abandon(context, format!("mbarrier at offset {offset:#x}: waits for parity {parity}"))
+        };
     }
     let mut waited = false;
     loop {

@@ -24,7 +24,8 @@ use crate::tensor_map::MapWords;
 /// Mirror of `emulator::HostApi` in `emulator.h`.
 #[repr(C)]
 pub struct HostApi {
-    collective: unsafe extern "C" fn(*mut ThreadContext, u32, *const c_char, CollectiveOp, *mut c_void),
+    collective:
+        unsafe extern "C" fn(*mut ThreadContext, u32, *const c_char, CollectiveOp, *mut c_void),
     barrier: unsafe extern "C" fn(*mut ThreadContext, u32, u32, u32, u32, *const c_char) -> u32,
     copy_async: unsafe extern "C" fn(*mut ThreadContext, *mut c_void, *const c_void, u32, u32),
     copy_commit: unsafe extern "C" fn(*mut ThreadContext),
@@ -32,7 +33,8 @@ pub struct HostApi {
     copy_arrive: unsafe extern "C" fn(*mut ThreadContext, u32),
     fail: unsafe extern "C" fn(*mut ThreadContext, *const c_char),
     stop: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_char),
-    misaligned: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_void, u32, *const c_char),
+    misaligned:
+        unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_void, u32, *const c_char),
     accessed: unsafe extern "C" fn(*mut ThreadContext, *const c_void, u64, AccessKind),
     shared_store: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     fence_async_proxy: unsafe extern "C" fn(*mut ThreadContext),
@@ -47,7 +49,8 @@ pub struct HostApi {
     wgmma_fence: unsafe extern "C" fn(*mut ThreadContext),
     wgmma_commit: unsafe extern "C" fn(*mut ThreadContext),
     wgmma_wait: unsafe extern "C" fn(*mut ThreadContext, u32),
-    tensor_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const MapWords, i32, i32, i32, u32, u32),
+    tensor_copy_in:
+        unsafe extern "C" fn(*mut ThreadContext, u32, *const MapWords, i32, i32, i32, u32, u32),
     mbarrier_arrive_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     store_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32, u32, u32),
     cluster_barrier: unsafe extern "C" fn(*mut ThreadContext, u32),
@@ -109,7 +112,11 @@ unsafe extern "C" fn fail(context: *mut ThreadContext, message: *const c_char) {
     block.fail_at(block.current, what);
 }
 
-unsafe extern "C" fn stop(context: *mut ThreadContext, place: *const Place, message: *const c_char) {
+unsafe extern "C" fn stop(
+    context: *mut ThreadContext,
+    place: *const Place,
+    message: *const c_char,
+) {
     let what = unsafe { format!("{}{}", name(message), *place) };
     unsafe { abandon(context, what) }
 }
@@ -122,10 +129,17 @@ unsafe extern "C" fn misaligned(
     what: *const c_char,
 ) {
     let what = unsafe { format!("{}{}", name(what), *place) };
-    unsafe { abandon_access(context, BadAccess::Misaligned { address: address as usize, bytes, what }) }
+    unsafe {
+        abandon_access(context, BadAccess::Misaligned { address: address as usize, bytes, what })
+    }
 }
 
-unsafe extern "C" fn accessed(context: *mut ThreadContext, address: *const c_void, bytes: u64, kind: AccessKind) {
+unsafe extern "C" fn accessed(
+    context: *mut ThreadContext,
+    address: *const c_void,
+    bytes: u64,
+    kind: AccessKind,
+) {
     let seen = unsafe { scheduler(context) }.accessed(kind, address as usize, bytes as usize);
     if let Err(access) = seen {
         unsafe { abandon_access(context, access) }

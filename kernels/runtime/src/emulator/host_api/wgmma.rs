@@ -8,16 +8,24 @@ impl Block {
         let threads = self.states.len();
         let group = warp / GROUP_WARPS;
         if threads < ((group + 1) * GROUP_WARPS * 32) as usize {
-            return Err(format!("wgmma in warp {warp}, whose warpgroup the block of {threads} threads does not fill"));
+            return Err(format!(
+                "wgmma in warp {warp}, whose warpgroup the block of {threads} threads does not fill"
+            ));
         }
         let queue = self.products.warp(warp, threads);
         let key = product.accumulators[0];
         let chained = queue.held.iter().find(|held| held.product.overlaps(product));
-        if chained.is_some_and(|held| held.product.accumulators[0] != key || held.product.columns != product.columns) {
-            return Err("the accumulators of a wgmma overlap those of another shape under way".into());
+        if chained.is_some_and(|held| {
+            held.product.accumulators[0] != key || held.product.columns != product.columns
+        }) {
+            return Err(
+                "the accumulators of a wgmma overlap those of another shape under way".into()
+            );
         }
         if queue.fenced != u32::MAX && (chained.is_none() || product.a_in_registers != 0) {
-            return Err("wgmma without a wgmma_fence by all lanes since the warp's last wgmma_wait".into());
+            return Err(
+                "wgmma without a wgmma_fence by all lanes since the warp's last wgmma_wait".into(),
+            );
         }
         let index = queue.count;
         queue.count += 1;
@@ -25,7 +33,9 @@ impl Block {
         match sequence.get(index) {
             None => sequence.push(product.common()),
             Some(first) if *first != product.common() => {
-                return Err(format!("wgmma number {index} of warp {warp} differs from that of its warpgroup"));
+                return Err(format!(
+                    "wgmma number {index} of warp {warp} differs from that of its warpgroup"
+                ));
             }
             Some(_) => {}
         }
@@ -59,20 +69,29 @@ impl Block {
         let queue = self.products.warp(warp, threads);
         queue.fenced = 0;
         if queue.committed.iter().any(|&groups| groups != queue.committed[0]) {
-            return Err(format!("the lanes of warp {warp} have not all called wgmma_commit equally often"));
+            return Err(format!(
+                "the lanes of warp {warp} have not all called wgmma_commit equally often"
+            ));
         }
         // A group that is not committed yet is not waited for, as on the hardware.
         let done_below = queue.committed[0].saturating_sub(pending);
-        while self.products.warps[warp as usize].issued.front().is_some_and(|issued| issued.group < done_below) {
+        while self.products.warps[warp as usize]
+            .issued
+            .front()
+            .is_some_and(|issued| issued.group < done_below)
+        {
             self.land_product(warp);
         }
         let queue = &mut self.products.warps[warp as usize];
-        let (done, held) = std::mem::take(&mut queue.held).into_iter().partition(|held| held.group < done_below);
+        let (done, held) =
+            std::mem::take(&mut queue.held).into_iter().partition(|held| held.group < done_below);
         queue.held = held;
         for Accumulators { product, values, .. } in done as Vec<_> {
             // SAFETY: as in `issue_product`; the lanes wait in the collective of the wait.
             if unsafe { (product.deliver)(&product, values.as_ptr()) } != 0 {
-                return Err("the accumulators of a wgmma under way were written to before its wait".into());
+                return Err(
+                    "the accumulators of a wgmma under way were written to before its wait".into(),
+                );
             }
         }
         Ok(())
