@@ -2,8 +2,9 @@
 //!
 //!     cargo run --example judge_your_kernel
 //!
-//! A [`Runner`] is whatever runs the kernels of a case. This one runs the project's own RMSNorm on the emulator and then
-//! applies the square root of a half once more: a wrong kernel, which the checks must reject.
+//! A [`Runner`] is whatever runs the kernels of a case. This one runs the project's own RMSNorm on
+//! the emulator and then applies the square root of a half once more: a wrong kernel, which the
+//! checks must reject.
 
 use std::error::Error;
 

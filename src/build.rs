@@ -1,4 +1,5 @@
-//! Records which commit the binary was built from, so that a report can say so where there is no git.
+//! Records which commit the binary was built from, so that a report can say so where there is no
+//! git.
 
 use std::process::Command;
 

@@ -1,12 +1,15 @@
-//! What a commit has to run of the planted mutants, the edge cases, the saved ones, the golden files and the operators of
-//! long tests, and compile of the modules: those that it concerns, and a smoke test of the others.
+//! What a commit has to run of the planted mutants, the edge cases, the saved ones, the golden
+//! files and the operators of long tests, and compile of the modules: those that it concerns, and
+//! a smoke test of the others.
 //!
-//! One is concerned when a file changed that it is made of or judged by: of a module its source and every header that this
-//! includes; of a mutant those of all modules of its operator, its launcher, its oracle, its operator's file, its list.
-//! What changed is told by git, against the commit at which this branch left `origin/main`, or else against the parent
-//! commit. Where git cannot tell (a shallow clone of one commit, a binary far from its sources), everything runs. Of very
-//! many a commit takes those whose own file changed first, and of the others the same ones each time: a failure is never
-//! the luck of a draw. `PARITY_TESTS=all`, which runs at night, leaves nothing out.
+//! One is concerned when a file changed that it is made of or judged by: of a module its source
+//! and every header that this includes; of a mutant those of all modules of its operator, its
+//! launcher, its oracle, its operator's file, its list. What changed is told by git, against the
+//! commit at which this branch left `origin/main`, or else against the parent commit. Where git
+//! cannot tell (a shallow clone of one commit, a binary far from its sources), everything runs. Of
+//! very many a commit takes those whose own file changed first, and of the others the same ones
+//! each time: a failure is never the luck of a draw. `PARITY_TESTS=all`, which runs at night,
+//! leaves nothing out.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,19 +19,22 @@ use dsv4_runtime::{RuntimeError, SourceTree};
 
 use crate::operator::AnyOperator;
 
-/// One in so many of those that a commit does not concern runs all the same, and one at least: the same for each commit.
+/// One in so many of those that a commit does not concern runs all the same, and one at least: the
+/// same for each commit.
 const SMOKE: usize = 256;
-/// So many mutants run for a commit at most. A header that all kernels include concerns every mutant of every operator;
-/// what is left out is for the run of everything.
+/// So many mutants run for a commit at most. A header that all kernels include concerns every
+/// mutant of every operator; what is left out is for the run of everything.
 pub const MOST_MUTANTS: usize = 16;
 /// So many modules are compiled for a commit at most, for each target.
 pub const MOST_MODULES: usize = 10;
 
-/// So many edge cases of sweeps run for a commit at most, of all operators that it concerns together.
+/// So many edge cases of sweeps run for a commit at most, of all operators that it concerns
+/// together.
 pub const MOST_EDGE_CASES: usize = 24;
 /// The same for remembered cases.
 pub const MOST_REMEMBERED_CASES: usize = 12;
-/// So many operators does a test go through for a commit at most that takes minutes for all of them.
+/// So many operators does a test go through for a commit at most that takes minutes for all of
+/// them.
 pub const MOST_OPERATORS: usize = 2;
 /// The same as of edge cases for pairs of a golden file and an operator that it is about.
 pub const MOST_GOLDEN_FILES: usize = 4;
@@ -40,7 +46,8 @@ pub struct Change {
     pub commit: String,
     /// The commit that it is compared with.
     pub base: String,
-    /// Files that differ, by their path from the root of the project; uncommitted and new ones, too.
+    /// Files that differ, by their path from the root of the project; uncommitted and new ones,
+    /// too.
     pub files: BTreeSet<String>,
 }
 
@@ -123,8 +130,8 @@ impl Change {
         self.files.contains(candidate.own) || !self.files.is_disjoint(candidate.files)
     }
 
-    /// How much of each operator's stock the commit runs: all of those whose files it changed, or together `most`, and
-    /// `rest` of each of the others.
+    /// How much of each operator's stock the commit runs: all of those whose files it changed, or
+    /// together `most`, and `rest` of each of the others.
     pub fn shares(&self, stocks: &[Stock], most: usize, rest: usize) -> Vec<usize> {
         let concerned = |stock: &Stock| !self.files.is_disjoint(&stock.files);
         let all: usize =
@@ -177,8 +184,8 @@ pub fn sources_of(kernel: &str, tree: &SourceTree) -> Result<BTreeSet<String>, R
     Ok(files.map(|file| format!("kernels/cuda/{}", tree.path_of(file))).collect())
 }
 
-/// The files that an operator's mutants are made of or judged by, from the root of the project. `lists` are the names
-/// of the lists of mutants that have one of its own.
+/// The files that an operator's mutants are made of or judged by, from the root of the project.
+/// `lists` are the names of the lists of mutants that have one of its own.
 ///
 /// # Errors
 /// A kernel file that the tree does not have.
@@ -205,7 +212,8 @@ mod tests {
     use super::*;
     use crate::operators::registry;
 
-    /// A repository in which `commits` commits were made, each of which wrote its number to `kernels/cuda/projections/rope.cu`.
+    /// A repository in which `commits` commits were made, each of which wrote its number to
+    /// `kernels/cuda/projections/rope.cu`.
     fn repository(commits: usize) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("a scratch directory");
         std::fs::create_dir_all(dir.path().join("kernels/cuda/projections")).expect("folders");

@@ -1,6 +1,7 @@
 //! Numerical verification and parity harness for DeepSeek-V4's CUDA kernels.
 //!
-//! Data goes one way: `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`.
+//! Data goes one way: `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record ->
+//! report`.
 //!
 //! - [`operator`]: what an operator brings, its strategy first, and the registry of all of them;
 //! - [`operators`]: each operator's: strategy, case, inputs, oracle, kernel, laws;
@@ -11,7 +12,8 @@
 //! - [`sweep`]: many cases, those that failed, and many workers that may be killed;
 //! - [`mutants`]: bugs planted on purpose, bugs by the hundred, and which checks see them;
 //! - [`change`]: what a commit has to run of all that;
-//! - [`report`]: what people read of a run, of two beside each other, and of many after one another;
+//! - [`report`]: what people read of a run, of two beside each other, and of many after one
+//!   another;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
 //! - [`specification`]: the sections that all of this cites;
 //! - [`command`]: the command line.

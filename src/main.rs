@@ -1,6 +1,6 @@
-//! `parity`: the command line. Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3 the
-//! demanded backend is missing, 141 nobody reads standard output; `parity replay` alone: 125 the kernels
-//! do not compile or cannot run.
+//! `parity`: the command line. Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3
+//! the demanded backend is missing, 141 nobody reads standard output; `parity replay` alone: 125
+//! the kernels do not compile or cannot run.
 
 use std::process::ExitCode;
 

@@ -1,8 +1,8 @@
 //! The specification (`reference/spec`), its sections, and citations of them.
 //!
-//! A citation is `inference 8.1`, `training 3` or `FM-03`. Lists share their first word: `inference 8, 8.1`, `training 3 and
-//! 4`, `inference 8 to 8.4`. [`citations`] finds them in any text, [`Citation::section`] says what they cite, and
-//! [`broken`] names those that cite nothing.
+//! A citation is `inference 8.1`, `training 3` or `FM-03`. Lists share their first word:
+//! `inference 8, 8.1`, `training 3 and 4`, `inference 8 to 8.4`. [`citations`] finds them in any
+//! text, [`Citation::section`] says what they cite, and [`broken`] names those that cite nothing.
 
 use std::fmt;
 use std::ops::Range;
@@ -64,7 +64,8 @@ pub struct Section {
     pub title: &'static str,
     /// The heading's anchor, as GitHub makes it.
     pub anchor: String,
-    /// What stands between its heading and the next one, of whatever level: a section's text is without its subsections'.
+    /// What stands between its heading and the next one, of whatever level: a section's text is
+    /// without its subsections'.
     pub text: &'static str,
 }
 
@@ -119,8 +120,8 @@ pub struct Place {
     pub range: Range<usize>,
 }
 
-/// A document's name and the numbers behind it; a line may end between the two. `section` alone is a section of the
-/// document in which it stands.
+/// A document's name and the numbers behind it; a line may end between the two. `section` alone is
+/// a section of the document in which it stands.
 static LIST: LazyLock<Regex> = LazyLock::new(|| {
     let gap = r"(?:[ \t]+|[ \t]*\n[ \t]*(?://[/!]?|#)?[ \t]*)";
     let number = r"§?[0-9]+(?:\.[0-9]+)?\b";
@@ -140,7 +141,8 @@ static HEADING: LazyLock<Regex> = LazyLock::new(|| {
     .expect("an expression")
 });
 
-/// The citations of a text, in its order. In a document of the specification, `home`, a bare `section 3` is one of it.
+/// The citations of a text, in its order. In a document of the specification, `home`, a bare
+/// `section 3` is one of it.
 pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
     let mut places = Vec::new();
     for list in LIST.captures_iter(text) {
@@ -172,7 +174,8 @@ pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
     places
 }
 
-/// The citations of a text that cite no section, each with its line, counted from 1. `home` as in [`citations`].
+/// The citations of a text that cite no section, each with its line, counted from 1. `home` as in
+/// [`citations`].
 pub fn broken(text: &str, home: Option<Document>) -> Vec<(usize, Citation)> {
     let line = |at: usize| 1 + text[..at].matches('\n').count();
     let missing =
@@ -209,7 +212,8 @@ fn parse(document: Document) -> Vec<Section> {
     sections
 }
 
-/// The anchor that GitHub gives a heading: letters in lower case, spaces as hyphens, other punctuation left out.
+/// The anchor that GitHub gives a heading: letters in lower case, spaces as hyphens, other
+/// punctuation left out.
 fn anchor(heading: &str) -> String {
     let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.map(|c| if c == ' ' { '-' } else { c }).flat_map(char::to_lowercase).collect()
@@ -221,7 +225,8 @@ mod tests {
 
     use super::*;
 
-    /// Written apart, so that this file's own citations, which are planted to be broken, are none to whoever scans it.
+    /// Written apart, so that this file's own citations, which are planted to be broken, are none
+    /// to whoever scans it.
     const NAME: &str = concat!("infer", "ence");
 
     fn cited(text: &str) -> Vec<String> {

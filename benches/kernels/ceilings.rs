@@ -11,10 +11,12 @@ use crate::session::Callee;
 
 /// Bytes of each side of the copy whose rate is the ceiling.
 const COPY_BYTES: usize = 2 << 30;
-/// Bytes of each side of the copies that are benchmarks. A copy of few bytes is far below the ceiling, and so is every kernel.
+/// Bytes of each side of the copies that are benchmarks. A copy of few bytes is far below the
+/// ceiling, and so is every kernel.
 pub const SMALLER_COPIES: [usize; 8] =
     [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
-/// What the sets of buffers of such a copy take together at least: several times the second-level cache.
+/// What the sets of buffers of such a copy take together at least: several times the second-level
+/// cache.
 const COPIES_SPAN: usize = 512 << 20;
 /// The most sets: copies of so few bytes that more would be needed are of launches, not of memory.
 const MOST_COPIES: usize = 64;
@@ -30,7 +32,8 @@ const WARM_UPS: usize = 3;
 pub struct Datasheet {
     /// Bytes per second of device memory.
     pub bytes_per_second: f64,
-    /// Dense FLOP per second of the narrowest operands, e4m3: twice those of bf16. (Products of FP8 pass bf16's.)
+    /// Dense FLOP per second of the narrowest operands, e4m3: twice those of bf16. (Products of
+    /// FP8 pass bf16's.)
     pub flops_per_second: f64,
 }
 
@@ -77,7 +80,8 @@ fn copy_rate(device: &Device) -> Result<f64> {
     Ok(2.0 * COPY_BYTES as f64 / median(seconds))
 }
 
-/// Copies of so many bytes by the driver, over sets of buffers in turn: what a kernel that moves as much is measured beside.
+/// Copies of so many bytes by the driver, over sets of buffers in turn: what a kernel that moves
+/// as much is measured beside.
 pub struct Copies<'d> {
     arena: DeviceArena<'d>,
     pairs: Vec<[TensorView; 2]>,

@@ -8,9 +8,10 @@ use criterion::Throughput;
 use criterion::measurement::{Measurement, ValueFormatter};
 use dsv4_runtime::{Device, Result};
 
-/// A clock that runs only while the device works: it advances by the time between two CUDA events around what was recorded
-/// as a graph (on the emulator: by the wall clock). What the host does costs nothing: two launches of a few microseconds
-/// each, enqueued one by one, take as long as the host takes for them.
+/// A clock that runs only while the device works: it advances by the time between two CUDA events
+/// around what was recorded as a graph (on the emulator: by the wall clock). What the host does
+/// costs nothing: two launches of a few microseconds each, enqueued one by one, take as long as
+/// the host takes for them.
 #[derive(Clone, Default)]
 pub struct DeviceTime {
     now: Rc<Cell<Duration>>,

@@ -42,7 +42,8 @@ pub struct Session<'d> {
 }
 
 impl<'d> Session<'d> {
-    /// Reads criterion's command line; `pairs` are the benchmarks to run, all where there is no list.
+    /// Reads criterion's command line; `pairs` are the benchmarks to run, all where there is no
+    /// list.
     pub fn new(device: &'d Device, pairs: Option<Pairs>) -> Self {
         let environment = device.environment();
         let (samples, warm_up, measurement) = match environment.backend {
@@ -79,7 +80,8 @@ impl<'d> Session<'d> {
         }
     }
 
-    /// Holds the list of pairs against the benchmarks that there are, before any of them takes the device's time.
+    /// Holds the list of pairs against the benchmarks that there are, before any of them takes the
+    /// device's time.
     ///
     /// # Errors
     /// An id of the list that none of `benchmarks` has.
@@ -90,11 +92,12 @@ impl<'d> Session<'d> {
         Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
     }
 
-    /// Starts a turn in the log for `parity beside`, if anything is to be measured. What fewer of its turns have timed goes
-    /// to the front: a turn may be cut short.
+    /// Starts a turn in the log for `parity beside`, if anything is to be measured. What fewer of
+    /// its turns have timed goes to the front: a turn may be cut short.
     ///
     /// # Errors
-    /// A file that cannot be read or written; a device that is no GPU, whose times are none to put next to others.
+    /// A file that cannot be read or written; a device that is no GPU, whose times are none to put
+    /// next to others.
     pub fn start_log(&mut self, path: &Path, benchmarks: &mut [&dyn Timed]) -> Result<()> {
         if !self.measuring {
             return Ok(());
@@ -174,7 +177,8 @@ impl<'d> Session<'d> {
         Ok(())
     }
 
-    /// Times copies by the driver, as the benchmarks are timed: what moving so few bytes takes on this device.
+    /// Times copies by the driver, as the benchmarks are timed: what moving so few bytes takes on
+    /// this device.
     ///
     /// # Errors
     /// The device's.
@@ -193,7 +197,8 @@ impl<'d> Session<'d> {
     /// Times one benchmark if it can run here and the filter admits it, and rechecks what it wrote.
     ///
     /// # Errors
-    /// What the device or a launcher refuses. Disagreements are collected instead, for [`Session::finish`].
+    /// What the device or a launcher refuses. Disagreements are collected instead, for
+    /// [`Session::finish`].
     pub fn run(&mut self, benchmark: &dyn Timed) -> Result<()> {
         let id = Id::of(benchmark);
         let listed = |pairs: &Pairs| pairs.pairs.iter().any(|pair| pair.ours == id.to_string());
@@ -209,8 +214,8 @@ impl<'d> Session<'d> {
         self.run_callee(&id, benchmark.work(), benchmark.rate(), &place)
     }
 
-    /// Times the oracle of a benchmark's call on the host: how long the truth takes. Its bytes and FLOP are those of the
-    /// kernel's call, so that the two rates compare.
+    /// Times the oracle of a benchmark's call on the host: how long the truth takes. Its bytes and
+    /// FLOP are those of the kernel's call, so that the two rates compare.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -409,8 +414,8 @@ impl Callee for OracleCall {
     }
 }
 
-/// Prepares a benchmark and calls it once on each set: compilation must be over before criterion guesses
-/// from its warm-up how long a call takes.
+/// Prepares a benchmark and calls it once on each set: compilation must be over before criterion
+/// guesses from its warm-up how long a call takes.
 fn ready<'d>(place: &Place<'_, 'd>, device: &Device) -> Result<Box<dyn Callee + 'd>> {
     let callee = place()?;
     (0..callee.sets()).try_for_each(|set| callee.call(set))?;

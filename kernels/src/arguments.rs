@@ -110,7 +110,8 @@ impl Arguments {
 enum Layout {
     /// Row-major without gaps.
     Dense,
-    /// The last axis is contiguous, the others come in any order and with any gaps, and no two elements coincide.
+    /// The last axis is contiguous, the others come in any order and with any gaps, and no two
+    /// elements coincide.
     Rows,
     /// [`Self::Rows`], and each row starts at a multiple of 16 bytes.
     AlignedRows,
@@ -175,7 +176,8 @@ pub(crate) fn saved<'a>(name: &'static str, later: bool) -> Argument<'a> {
     Argument { written: !later, ..read(name) }
 }
 
-/// Memory of any shape and type that the kernels write, at a multiple of `alignment` bytes; see [`Arguments::holds`].
+/// Memory of any shape and type that the kernels write, at a multiple of `alignment` bytes; see
+/// [`Arguments::holds`].
 pub(crate) fn scratch<'a>(name: &'static str, alignment: u64) -> Argument<'a> {
     Argument { types: &[], alignment, ..write(name) }
 }
@@ -201,7 +203,8 @@ impl Argument<'_> {
         Self { typed: Some(other), ..self }
     }
 
-    /// The last axis is contiguous, the others lie in any order and with any gaps, as long as no two elements coincide.
+    /// The last axis is contiguous, the others lie in any order and with any gaps, as long as no
+    /// two elements coincide.
     pub fn rows(self) -> Self {
         Self { layout: Layout::Rows, ..self }
     }
@@ -245,7 +248,8 @@ struct Rule {
     most: usize,
 }
 
-/// The tensors of one call, and what their extents may be. Extents fit 32 bits unless [`Self::wide`] says otherwise.
+/// The tensors of one call, and what their extents may be. Extents fit 32 bits unless
+/// [`Self::wide`] says otherwise.
 pub(crate) struct Signature<'a> {
     check: Arguments,
     views: &'a Views,
@@ -272,12 +276,14 @@ impl<'a> Signature<'a> {
         self.extent(axis, 0, usize::MAX)
     }
 
-    /// Checks every tensor: that it is there, its number of axes, its extents against those of the same axes
-    /// elsewhere, its type, its alignment and its layout; then that none of them which is written shares memory with any
-    /// other tensor. Returns the extents of these axes, 0 for one that no present tensor has.
+    /// Checks every tensor: that it is there, its number of axes, its extents against those of the
+    /// same axes elsewhere, its type, its alignment and its layout; then that none of them which
+    /// is written shares memory with any other tensor. Returns the extents of these axes, 0 for
+    /// one that no present tensor has.
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] for the first tensor, in the order of the declarations, that breaks a rule.
+    /// [`RuntimeError::Argument`] for the first tensor, in the order of the declarations, that
+    /// breaks a rule.
     pub fn bind<const N: usize>(&mut self, axes: [&'static str; N]) -> Result<[usize; N]> {
         if let Some((unknown, _)) = self.views.iter().find(|(name, _)| self.find(name).is_none()) {
             return self.check.refuse(unknown, "there is no argument of this name");
@@ -297,11 +303,13 @@ impl<'a> Signature<'a> {
         Ok(axes.map(|axis| self.bound(axis).unwrap_or(0)))
     }
 
-    /// The parameters of these tensors: of each a pointer and, where it has rows, the strides of all its axes but the
-    /// last: `x_row_stride` for axis `num_rows` of `x`. An absent tensor is `nullptr` with strides of 0.
+    /// The parameters of these tensors: of each a pointer and, where it has rows, the strides of
+    /// all its axes but the last: `x_row_stride` for axis `num_rows` of `x`. An absent tensor is
+    /// `nullptr` with strides of 0.
     ///
     /// # Panics
-    /// A name that the signature does not have: a mistake in the launcher, which every call of it shows.
+    /// A name that the signature does not have: a mistake in the launcher, which every call of it
+    /// shows.
     pub fn params(&self, names: &[&'static str]) -> Params {
         names.iter().fold(self.check.params(), |params, name| {
             let tensor =
@@ -331,7 +339,8 @@ impl<'a> Signature<'a> {
         rows.into_iter().all(holds_wide_rows)
     }
 
-    /// The same of the tensors of these names, of those that there are: others are no rows of elements.
+    /// The same of the tensors of these names, of those that there are: others are no rows of
+    /// elements.
     pub fn vectorised_rows(&self, names: &[&str]) -> bool {
         names.iter().filter_map(|name| self.find(name)?.view).all(holds_wide_rows)
     }
@@ -526,7 +535,8 @@ impl<'a> Signature<'a> {
     }
 }
 
-/// An axis along which elements would come to lie among those of another; of what is left, no two coincide.
+/// An axis along which elements would come to lie among those of another; of what is left, no two
+/// coincide.
 fn coinciding_axis(view: &TensorView) -> Option<usize> {
     let last = view.shape.len().saturating_sub(1);
     let mut axes: Vec<usize> = (0..last).filter(|&axis| view.shape[axis] > 1).collect();
@@ -569,7 +579,8 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// A further part, of so many 4-byte words for each of a product of counts: the byte offset at which it starts.
+    /// A further part, of so many 4-byte words for each of a product of counts: the byte offset at
+    /// which it starts.
     pub fn words(&mut self, counts: &[usize]) -> usize {
         let words = counts.iter().try_fold(4usize, |words, &count| words.checked_mul(count));
         let start = self.bytes;

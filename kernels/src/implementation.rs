@@ -6,22 +6,24 @@ use dsv4_runtime::{BackendKind, Environment, Result};
 /// Which of an operator's implementations runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Implementation {
-    /// [`Self::Hopper`] where device and shape permit and it is the faster one, otherwise [`Self::Portable`].
+    /// [`Self::Hopper`] where device and shape permit and it is the faster one, otherwise
+    /// [`Self::Portable`].
     #[default]
     Auto,
     /// `NAME.cu`: `mma.sync` and `cp.async`, sm_80 and later, every shape.
     Portable,
-    /// `NAME_hopper*.cu`: `wgmma` and mbarriers, sm_90a and the emulator. What shapes it takes the operator says; others
-    /// are refused.
+    /// `NAME_hopper*.cu`: `wgmma` and mbarriers, sm_90a and the emulator. What shapes it takes the
+    /// operator says; others are refused.
     Hopper,
 }
 
 impl Implementation {
-    /// Heads up to which the portable kernels are the faster ones: a block of the others takes 64 rows, and wastes three
-    /// quarters of its products on so few.
+    /// Heads up to which the portable kernels are the faster ones: a block of the others takes 64
+    /// rows, and wastes three quarters of its products on so few.
     pub const FEW_HEADS: usize = 16;
 
-    /// Why these kernels cannot run on a device like this one, whatever the shape; `None` where they can.
+    /// Why these kernels cannot run on a device like this one, whatever the shape; `None` where
+    /// they can.
     pub fn cannot_run_on(self, environment: &Environment) -> Option<String> {
         let other_gpu = environment.backend == BackendKind::Cuda && environment.target != "sm_90a";
         (self == Self::Hopper && other_gpu).then(|| {
@@ -29,8 +31,8 @@ impl Implementation {
         })
     }
 
-    /// Whether an operator's Hopper kernels run for `num_heads` heads. `misfit` says why the shape is none of theirs, if
-    /// it is none.
+    /// Whether an operator's Hopper kernels run for `num_heads` heads. `misfit` says why the shape
+    /// is none of theirs, if it is none.
     ///
     /// # Errors
     /// They are asked for and cannot run.

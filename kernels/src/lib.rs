@@ -1,7 +1,7 @@
 //! DeepSeek-V4's operators in CUDA C++, and their launchers. `dsv4-runtime` runs them.
 //!
-//! `kernels/cuda/FAMILY/NAME.cu` is what runs, `kernels/src/FAMILY/NAME.rs` is how it is launched. Nothing here
-//! knows the oracles (`reference/`): a kernel cannot borrow its own judge.
+//! `kernels/cuda/FAMILY/NAME.cu` is what runs, `kernels/src/FAMILY/NAME.rs` is how it is launched.
+//! Nothing here knows the oracles (`reference/`): a kernel cannot borrow its own judge.
 
 mod arguments;
 pub mod attention;

@@ -57,8 +57,8 @@ pub(crate) fn require(argument: &'static str, tensor: &Tensor, shape: &[usize]) 
 /// A tensor by the name of its argument, if it is present, and its axes.
 pub(crate) type WithAxes<'a> = (&'static str, Option<&'a Tensor>, &'a [&'static str]);
 
-/// Checks that the tensors are f64 and that axes of one name have one extent. Returns the extents of these axes, 0 for
-/// one that no present tensor has.
+/// Checks that the tensors are f64 and that axes of one name have one extent. Returns the extents
+/// of these axes, 0 for one that no present tensor has.
 pub(crate) fn extents<const N: usize>(
     axes: [&str; N],
     tensors: &[WithAxes<'_>],

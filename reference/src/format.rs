@@ -1,9 +1,11 @@
 //! Number formats: which numbers there are, apart from how many bytes they are stored in.
 //!
-//! A [`Format`] is the set of numbers that a type has, and what becomes of one that it has not. f32 storage may hold
-//! numbers of tf32; a byte may hold an e4m3 number, an e8m0 scale or two e2m1 codes ([`pack_nibbles`]).
+//! A [`Format`] is the set of numbers that a type has, and what becomes of one that it has not.
+//! f32 storage may hold numbers of tf32; a byte may hold an e4m3 number, an e8m0 scale or two e2m1
+//! codes ([`pack_nibbles`]).
 //!
-//! Codes are sign and magnitude: the sign bit is the highest of [`Format::bits`], and magnitudes ascend with the rest.
+//! Codes are sign and magnitude: the sign bit is the highest of [`Format::bits`], and magnitudes
+//! ascend with the rest.
 
 use crate::error::{Result, wrong_shape_of};
 
@@ -31,12 +33,13 @@ pub struct Format {
     pub min_exponent: i32,
     /// The largest finite number.
     pub largest: f64,
-    /// Whether the lowest exponent field holds zero and the subnormal numbers. Without, it holds `2^min_exponent` like
-    /// any other field, and there is no zero.
+    /// Whether the lowest exponent field holds zero and the subnormal numbers. Without, it holds
+    /// `2^min_exponent` like any other field, and there is no zero.
     pub subnormals: bool,
     /// Whether there is a sign; without, negative numbers become NaN.
     pub signed: bool,
-    /// Whether there is a NaN; without, NaN becomes the largest number, as `cvt.satfinite` makes it.
+    /// Whether there is a NaN; without, NaN becomes the largest number, as `cvt.satfinite` makes
+    /// it.
     pub has_nan: bool,
     /// What becomes of numbers that are too large.
     pub overflow: Overflow,
@@ -97,8 +100,8 @@ impl Format {
         ..Self::F32
     };
 
-    /// e8m0: powers of two from 2^-127 to 2^127, and NaN. Between two powers the nearest is the upper one from the
-    /// middle on; scales are made by [`Self::round_up`].
+    /// e8m0: powers of two from 2^-127 to 2^127, and NaN. Between two powers the nearest is the
+    /// upper one from the middle on; scales are made by [`Self::round_up`].
     pub const E8M0: Self = Self {
         name: "e8m0",
         bits: 8,
@@ -133,9 +136,9 @@ impl Format {
         self.round_by(x, f64::round_ties_even)
     }
 
-    /// `x` with the error that rounding has on a grid displaced by `phase`, drawn from [0, 1), gaps between neighbours:
-    /// uniform in half a gap either way, whatever `x` is. Numbers of the format, and what overflows, are rounded as
-    /// [`Self::nearest`] rounds them.
+    /// `x` with the error that rounding has on a grid displaced by `phase`, drawn from [0, 1),
+    /// gaps between neighbours: uniform in half a gap either way, whatever `x` is. Numbers of the
+    /// format, and what overflows, are rounded as [`Self::nearest`] rounds them.
     pub fn dithered(self, x: f64, phase: f64) -> f64 {
         let nearest = self.nearest(x);
         if nearest == x || !nearest.is_finite() || !x.is_finite() {
@@ -156,7 +159,8 @@ impl Format {
         );
     }
 
-    /// [`Self::dithered`] of all numbers, in place; but that of two equally near numbers the other one may be taken.
+    /// [`Self::dithered`] of all numbers, in place; but that of two equally near numbers the other
+    /// one may be taken.
     pub fn dither_all(self, numbers: &mut [f64], phase: f64) {
         let rule = |in_gaps: f64| {
             let displaced = in_gaps + phase;
@@ -169,9 +173,10 @@ impl Format {
         self.in_gaps_all(numbers, rule, |x| self.dithered(x, phase));
     }
 
-    /// Applies a rule to magnitudes in units of the gap between neighbours; what lies where that is not all (too large, or
-    /// no number) is left to `otherwise`. Without branches in the loop: this is what an oracle does most. A few numbers that are
-    /// left are put in their places behind it.
+    /// Applies a rule to magnitudes in units of the gap between neighbours; what lies where that
+    /// is not all (too large, or no number) is left to `otherwise`. Without branches in the loop:
+    /// this is what an oracle does most. A few numbers that are left are put in their places
+    /// behind it.
     fn in_gaps_all(
         self,
         numbers: &mut [f64],
@@ -307,7 +312,8 @@ impl Format {
         self.magnitude_code(self.largest)
     }
 
-    /// Formats with infinities have theirs behind the infinity, with the first bit of the fraction set.
+    /// Formats with infinities have theirs behind the infinity, with the first bit of the fraction
+    /// set.
     fn nan_code(self) -> u64 {
         match self.overflow {
             Overflow::Infinity => self.largest_code() + 1 + (1 << (self.fraction_bits - 1)),
@@ -320,8 +326,8 @@ impl Format {
         let exponent = exponent_of(magnitude).max(self.min_exponent);
         let in_gaps = (magnitude / power_of_two(exponent - self.fraction_bits)) as u64;
         let fields = (exponent - self.min_exponent) as u64;
-        // A significand begins with the bit that is not stored, which is the first field's number; without subnormal
-        // numbers the fields are counted from 0.
+        // A significand begins with the bit that is not stored, which is the first field's number;
+        // without subnormal numbers the fields are counted from 0.
         (fields << self.fraction_bits) + in_gaps
             - if self.subnormals { 0 } else { 1 << self.fraction_bits }
     }
@@ -430,7 +436,8 @@ mod tests {
             Format::E8M0,
             Format::INTEGER,
         ];
-        // Significands of few bits, on both sides of the middle of each gap and on it, at all exponents nearby.
+        // Significands of few bits, on both sides of the middle of each gap and on it, at all
+        // exponents nearby.
         let of = |exponent: i32, fraction: u64| {
             [0, 1, 1 << 40].map(|tail| {
                 f64::from_bits(((exponent + 1023) as u64) << 52 | fraction << 42 | tail)
@@ -439,7 +446,8 @@ mod tests {
         let sizes =
             (-160..140).flat_map(|e| (0..1u64 << 10).flat_map(move |fraction| of(e, fraction)));
         let mut numbers: Vec<f64> = sizes.flat_map(|x| [x, -x]).collect();
-        // Some chunks with what is no number, or beyond all numbers, in one place or in many; some without.
+        // Some chunks with what is no number, or beyond all numbers, in one place or in many; some
+        // without.
         let others = [0.0, -0.0, f64::NAN, inf, -inf].into_iter();
         let others: Vec<f64> = others
             .chain(formats.iter().flat_map(|format| [format.largest, -format.largest]))
@@ -553,7 +561,8 @@ mod tests {
         for format in NARROW {
             for pair in magnitudes(format).windows(2) {
                 let (gap, x) = (pair[1] - pair[0], pair[0] + 0.375 * (pair[1] - pair[0]));
-                // Phase 0 is the format's own grid; the error falls by the phase, and wraps round at half a gap.
+                // Phase 0 is the format's own grid; the error falls by the phase, and wraps round
+                // at half a gap.
                 for (phase, error) in
                     [(0.0, -0.375), (0.0625, -0.4375), (0.25, 0.375), (0.625, 0.0), (0.75, -0.125)]
                 {
@@ -594,7 +603,8 @@ mod tests {
 
     #[test]
     fn numbers_beyond_the_largest_follow_the_rule() {
-        // From 464, the middle to the next number that there would be, it is no longer 448 that is nearest.
+        // From 464, the middle to the next number that there would be, it is no longer 448 that is
+        // nearest.
         let nan = Format::E4M3.overflowing(Overflow::Nan);
         assert_eq!((nan.nearest(464.0), Format::E4M3.nearest(1e9)), (448.0, 448.0));
         assert!(nan.nearest(464.0f64.next_up()).is_nan() && nan.nearest(f64::INFINITY).is_nan());

@@ -44,9 +44,10 @@ impl Named {
         self.get(name).ok_or_else(|| wrong_value(name, "absent", "the operator needs it"))
     }
 
-    /// Checks that those of these tensors that are present are f64 and have these axes, an axis of one name having one
-    /// extent: each pair is names, and the axes of every tensor of these names. Returns the extents of the axes that are
-    /// asked for, 0 for one that no present tensor has.
+    /// Checks that those of these tensors that are present are f64 and have these axes, an axis of
+    /// one name having one extent: each pair is names, and the axes of every tensor of these
+    /// names. Returns the extents of the axes that are asked for, 0 for one that no present tensor
+    /// has.
     ///
     /// # Errors
     /// The tensor, and what is wrong with it.

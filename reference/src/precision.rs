@@ -2,37 +2,42 @@
 //!
 //! # Rounding
 //!
-//! Rounding `x` to a type whose numbers are a gap `g` apart there errs by at most `g/2`, and by how much depends on
-//! everything that the kernel did before. A `Working` run rounds on a grid displaced by a random *phase* `p`:
+//! Rounding `x` to a type whose numbers are a gap `g` apart there errs by at most `g/2`, and by
+//! how much depends on everything that the kernel did before. A `Working` run rounds on a grid
+//! displaced by a random *phase* `p`:
 //!
 //! ```text
 //! error = (round(x/g + p) - (x/g + p)) g        uniform in [-g/2, g/2] over the phases, for every x
 //! ```
 //!
-//! Its mean is zero and its variance `g^2/12`, which is that of rounding to nearest. Numbers of the type itself, zeros,
-//! infinities and NaN stay as they are.
+//! Its mean is zero and its variance `g^2/12`, which is that of rounding to nearest. Numbers of
+//! the type itself, zeros, infinities and NaN stay as they are.
 //!
-//! **Near numbers round alike.** A kernel rounds by a rule, so the slots of one key have one probability and
-//! one rounding error, which adds up over the slots instead of averaging out; and the probabilities of nearly equal logits have
-//! nearly the same. Here all numbers of a rounding point have one phase, so errors are a continuous function of the
-//! numbers but for the wrap at half a gap: alike where they are alike, and independent where they spread over gaps.
+//! **Near numbers round alike.** A kernel rounds by a rule, so the slots of one key have one
+//! probability and one rounding error, which adds up over the slots instead of averaging out; and
+//! the probabilities of nearly equal logits have nearly the same. Here all numbers of a rounding
+//! point have one phase, so errors are a continuous function of the numbers but for the wrap at
+//! half a gap: alike where they are alike, and independent where they spread over gaps.
 //!
-//! **Numbers of which differences count** are the exception, such as the logits of a softmax: what all have in common, an
-//! offset of 80, drops out of it, and so does what their errors have in common. Beyond whole gaps let two of them be d gaps
-//! apart. By one phase the errors of both differ by d gaps with probability 1 - d, and by 1 - d with probability d, which
-//! is a whole gap that no run shows where d is small: but a kernel's rounding may be that one. There each number has a
-//! phase of its own ([`Rounding::f32_apart`]). The variance of a difference is then `g^2/6` whatever d is, and that is the
-//! mean of `d (1 - d) g^2` over all d.
+//! **Numbers of which differences count** are the exception, such as the logits of a softmax: what
+//! all have in common, an offset of 80, drops out of it, and so does what their errors have in
+//! common. Beyond whole gaps let two of them be d gaps apart. By one phase the errors of both
+//! differ by d gaps with probability 1 - d, and by 1 - d with probability d, which is a whole gap
+//! that no run shows where d is small: but a kernel's rounding may be that one. There each number
+//! has a phase of its own ([`Rounding::f32_apart`]). The variance of a difference is then `g^2/6`
+//! whatever d is, and that is the mean of `d (1 - d) g^2` over all d.
 //!
-//! A `Nearest` run rounds to narrow types as the hardware does (phase 0, ties to even). It shows what a rule does to the very
-//! numbers of a case, such as a P just below 1 in every row. Its errors in fp32 have random phases as well: whether a product is
-//! rounded before it is added is the compiler's business.
+//! A `Nearest` run rounds to narrow types as the hardware does (phase 0, ties to even). It shows
+//! what a rule does to the very numbers of a case, such as a P just below 1 in every row. Its
+//! errors in fp32 have random phases as well: whether a product is rounded before it is added is
+//! the compiler's business.
 //!
 //! # fp32 accumulation
 //!
-//! A sum of n terms `t_1 .. t_n` that a kernel accumulates in fp32 is modelled as a sequential sum in
-//! random order, rounded stochastically after every addition. Write `S = sum t_j`, `Q = sum t_j^2` and
-//! `S_j` for the sum of the first j terms of the random order. Drawing j of n terms without replacement,
+//! A sum of n terms `t_1 .. t_n` that a kernel accumulates in fp32 is modelled as a sequential sum
+//! in random order, rounded stochastically after every addition. Write `S = sum t_j`, `Q = sum
+//! t_j^2` and `S_j` for the sum of the first j terms of the random order. Drawing j of n terms
+//! without replacement,
 //!
 //! ```text
 //! E[S_j]   = (j/n) S
@@ -43,58 +48,64 @@
 //!                = (n + 1) (S^2/3 + Q/6)
 //! ```
 //!
-//! The first partial sum is included although adding a term to zero is exact: the rounding of the term
-//! itself, which a product of two fp32 numbers needs and one of two bf16 numbers does not, is charged there.
+//! The first partial sum is included although adding a term to zero is exact: the rounding of the
+//! term itself, which a product of two fp32 numbers needs and one of two bf16 numbers does not, is
+//! charged there.
 //!
-//! One rounding of `S_j = m 2^e`, `1 <= m < 2`, to a type with unit roundoff `u = 2^-24` happens on a grid of
-//! gap `g = 2u 2^e`. Stochastic rounding at a uniformly distributed position in the gap has the variance
-//! `E[f (1 - f)] g^2 = g^2/6`. Leading digits m are distributed as 1/m, for which
-//! `E[1/m^2] = (1/ln 2) * integral_1^2 m^-3 dm = 3 / (8 ln 2)`, so that
+//! One rounding of `S_j = m 2^e`, `1 <= m < 2`, to a type with unit roundoff `u = 2^-24` happens
+//! on a grid of gap `g = 2u 2^e`. Stochastic rounding at a uniformly distributed position in the
+//! gap has the variance `E[f (1 - f)] g^2 = g^2/6`. Leading digits m are distributed as 1/m, for
+//! which `E[1/m^2] = (1/ln 2) * integral_1^2 m^-3 dm = 3 / (8 ln 2)`, so that
 //!
 //! ```text
 //! variance of one rounding = (4u^2 / 6) * 3/(8 ln 2) * S_j^2 = u^2 S_j^2 / (4 ln 2)
 //! sigma^2 of the whole sum = u^2 / (4 ln 2) * (n + 1) (S^2/3 + Q/6)
 //! ```
 //!
-//! Twice that of rounding to nearest, `g^2/12`, since the order of the terms is not known either. With `m` between 1 and 2 a kernel that adds sequentially and
-//! rounds to nearest therefore has a root mean square error between `sqrt(ln 2 / 3) = 0.48` and
-//! `sqrt(4 ln 2 / 3) = 0.96` of sigma, whatever its sums are: the model errs to the generous side, and by at
-//! most a factor of about two. Since the many roundings are independent, the error is drawn as one normal number of
+//! Twice that of rounding to nearest, `g^2/12`, since the order of the terms is not known either.
+//! With `m` between 1 and 2 a kernel that adds sequentially and rounds to nearest therefore has a
+//! root mean square error between `sqrt(ln 2 / 3) = 0.48` and `sqrt(4 ln 2 / 3) = 0.96` of sigma,
+//! whatever its sums are: the model errs to the generous side, and by at most a factor of about
+//! two. Since the many roundings are independent, the error is drawn as one normal number of
 //! standard deviation sigma on top of the exact sum.
 //!
-//! **Lanes.** A kernel that says so ([`Rounding::with_lanes`]) adds a row in `L` lanes, each `m = ceil(n/L)` terms one after the
-//! other, and then the lanes as a tree. With `V = Q - S^2/n` and a partial sum of j random terms as above, a chain of m
-//! additions in each of L lanes and, at level l of the tree, `L/2^l` sums of `b = m 2^l` terms have
+//! **Lanes.** A kernel that says so ([`Rounding::with_lanes`]) adds a row in `L` lanes, each `m =
+//! ceil(n/L)` terms one after the other, and then the lanes as a tree. With `V = Q - S^2/n` and a
+//! partial sum of j random terms as above, a chain of m additions in each of L lanes and, at level
+//! l of the tree, `L/2^l` sums of `b = m 2^l` terms have
 //!
 //! ```text
 //! sum of E[partial^2] = L sum_(j<=m) v(j) + sum_(l<=log2 L) L/2^l v(min(m 2^l, n)),    v(j) = (j/n)^2 S^2 + j (n-j)/(n (n-1)) V
 //! ```
 //!
-//! which takes the place of `(n + 1) (S^2/3 + Q/6)`. A sum of 4096 numbers of one sign in 32 lanes has sigma 5 times
-//! smaller than in one.
+//! which takes the place of `(n + 1) (S^2/3 + Q/6)`. A sum of 4096 numbers of one sign in 32 lanes
+//! has sigma 5 times smaller than in one.
 //!
 //! # Truncation in matrix products
 //!
-//! Tensor cores do not round their accumulator to nearest after a block of [`Accumulator::block_terms`] products, they
-//! truncate it. Each truncation takes `g/2 = u 2^e` off the magnitude on average, and `u |S_j| E[1/m] = u |S_j| / (2 ln 2)`
-//! with the digits distributed as above. These errors have one sign, so they neither cancel among the blocks of one
-//! sum nor among the elements of one product: a softmax over many keys averages the noise above away, but not this.
-//! Where the large terms come first (and the order is the kernel's business) every partial sum is as large as S:
+//! Tensor cores do not round their accumulator to nearest after a block of
+//! [`Accumulator::block_terms`] products, they truncate it. Each truncation takes `g/2 = u 2^e`
+//! off the magnitude on average, and `u |S_j| E[1/m] = u |S_j| / (2 ln 2)` with the digits
+//! distributed as above. These errors have one sign, so they neither cancel among the blocks of
+//! one sum nor among the elements of one product: a softmax over many keys averages the noise
+//! above away, but not this. Where the large terms come first (and the order is the kernel's
+//! business) every partial sum is as large as S:
 //!
 //! ```text
 //! bias of a sum = ceil(n / block_terms) * u |S| / (2 ln 2)
 //! ```
 //!
-//! A `Working` run adds or subtracts it, by one toss for the whole product, so that the spread of several runs
-//! around `Exact` contains it in full.
+//! A `Working` run adds or subtracts it, by one toss for the whole product, so that the spread of
+//! several runs around `Exact` contains it in full.
 //!
 //! # Narrow accumulators
 //!
-//! With e4m3 operands, Hopper's `wgmma` aligns every product with the accumulator before it adds, and keeps
-//! [`Accumulator::fraction_bits`] = 13 bits below the leading one: measured on an H100, a product `2^p` is lost altogether
-//! once the accumulator holds `2^(p+14)`. Here `u = 2^-14`, and it is the products that are truncated, each by itself
-//! (`block_terms = 1`). So their errors have the signs of the products, `-sign(t_j)` times a loss that is uniform in the
-//! gap, at partial sums whose size is no larger than the whole in a sum of one sign and `S_j` in one that cancels:
+//! With e4m3 operands, Hopper's `wgmma` aligns every product with the accumulator before it adds,
+//! and keeps [`Accumulator::fraction_bits`] = 13 bits below the leading one: measured on an H100,
+//! a product `2^p` is lost altogether once the accumulator holds `2^(p+14)`. Here `u = 2^-14`, and
+//! it is the products that are truncated, each by itself (`block_terms = 1`). So their errors have
+//! the signs of the products, `-sign(t_j)` times a loss that is uniform in the gap, at partial
+//! sums whose size is no larger than the whole in a sum of one sign and `S_j` in one that cancels:
 //!
 //! ```text
 //! A^2      = S^2 + Q/6
@@ -102,15 +113,18 @@
 //! variance = twice that of rounding:  E[loss^2] = g^2/3 where rounding stochastically has g^2/6
 //! ```
 //!
-//! The model is on the generous side for products of e4m3 numbers: these have eight bits, of which often none lies below
-//! the gap. (Measured by a test below: up to 7 times where signs are mixed, 30 times where they are one.)
+//! The model is on the generous side for products of e4m3 numbers: these have eight bits, of which
+//! often none lies below the gap. (Measured by a test below: up to 7 times where signs are mixed,
+//! 30 times where they are one.)
 //!
-//! With products of one sign D is n, and the bias is that of n truncations; where signs are mixed, D is a number of the size
-//! of `sqrt(n)`. Kernels therefore promote: after [`Accumulator::promote_every`] terms the accumulator is added to a sum in
-//! fp32 and starts again from zero. Each piece then has the errors of its own sums, and the pieces those of an fp32 sum.
+//! With products of one sign D is n, and the bias is that of n truncations; where signs are mixed,
+//! D is a number of the size of `sqrt(n)`. Kernels therefore promote: after
+//! [`Accumulator::promote_every`] terms the accumulator is added to a sum in fp32 and starts again
+//! from zero. Each piece then has the errors of its own sums, and the pieces those of an fp32 sum.
 //!
-//! An example that can be computed by hand: `2^14` and 7167 ones after it. The sum is 23551. Without promotion every one is
-//! lost, 16384 are left. Promoted every 128 terms, the 127 ones behind the large term are lost and no others: 23424.
+//! An example that can be computed by hand: `2^14` and 7167 ones after it. The sum is 23551.
+//! Without promotion every one is lost, 16384 are left. Promoted every 128 terms, the 127 ones
+//! behind the large term are lost and no others: 23424.
 
 use candle_core::{CpuStorage, D, Tensor};
 
@@ -118,18 +132,20 @@ use crate::error::{Result, require, require_f64, wrong_value};
 use crate::format::{Format, power_of_two};
 use crate::products::Products;
 
-/// Relative error of the special function units: the PTX ISA bounds that of `ex2.approx.f32` by 2^-22 and that of
-/// `rsqrt.approx.f32` by 2^-22.9.
+/// Relative error of the special function units: the PTX ISA bounds that of `ex2.approx.f32` by
+/// 2^-22 and that of `rsqrt.approx.f32` by 2^-22.9.
 const APPROXIMATE_ERROR_EXPONENT: i32 = -22;
 
 /// What a matrix product is accumulated in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Accumulator {
-    /// Products that are added before anything is truncated; 1 where each product is truncated by itself.
+    /// Products that are added before anything is truncated; 1 where each product is truncated by
+    /// itself.
     pub block_terms: usize,
     /// Bits that it keeps below its leading one.
     pub fraction_bits: i32,
-    /// Terms after which it is added to a sum in fp32 and starts again from zero; `None` where all terms stay in it.
+    /// Terms after which it is added to a sum in fp32 and starts again from zero; `None` where all
+    /// terms stay in it.
     pub promote_every: Option<usize>,
 }
 
@@ -167,22 +183,26 @@ impl Default for Accumulator {
 pub enum Precision {
     /// f64 throughout, no rounding point.
     Exact,
-    /// Every rounding point of the kernel errs at random, within half a gap. Equal seeds give equal results.
+    /// Every rounding point of the kernel errs at random, within half a gap. Equal seeds give
+    /// equal results.
     Working {
         /// Seed of the phases.
         seed: u64,
     },
-    /// As `Working`, but what is rounded to a type narrower than fp32 is rounded to nearest, ties to even, as a kernel
-    /// does. What is left to chance is the kernel's own business: the order of its sums, products that it adds without rounding
-    /// them, and the tiles over which it takes its running maximum ([`Rounding::bf16_of_any_scale`]).
+    /// As `Working`, but what is rounded to a type narrower than fp32 is rounded to nearest, ties
+    /// to even, as a kernel does. What is left to chance is the kernel's own business: the order
+    /// of its sums, products that it adds without rounding them, and the tiles over which it takes
+    /// its running maximum ([`Rounding::bf16_of_any_scale`]).
     Nearest {
-        /// Seed of the accumulation noise, and the number of the choice. The first [`CHOICES`] seeds have no noise: they are
-        /// kernels whose every result in fp32 is the nearest one, which break ties as no other run does.
+        /// Seed of the accumulation noise, and the number of the choice. The first [`CHOICES`]
+        /// seeds have no noise: they are kernels whose every result in fp32 is the nearest one,
+        /// which break ties as no other run does.
         seed: u64,
     },
 }
 
-/// How many choices of what is the kernel's own business runs take in turn: run `seed` takes choice `seed % CHOICES`.
+/// How many choices of what is the kernel's own business runs take in turn: run `seed` takes
+/// choice `seed % CHOICES`.
 pub const CHOICES: usize = MAXIMA.len();
 
 /// By which maximum a kernel scales what it rounds; runs take these in turn, by their seeds.
@@ -199,13 +219,15 @@ enum Maximum {
 const MAXIMA: [Maximum; 4] =
     [Maximum::Row, Maximum::Running(64), Maximum::Running(32), Maximum::Tile(64)];
 
-/// The rounding points of one oracle run; hand the same one to every operator of the run. It is no `Clone`: two of one run would
-/// number what they ask for alike, and take the noise of one quantity for that of another.
+/// The rounding points of one oracle run; hand the same one to every operator of the run. It is no
+/// `Clone`: two of one run would number what they ask for alike, and take the noise of one
+/// quantity for that of another.
 #[derive(Debug)]
 pub struct Rounding {
     noise: Option<Noise>,
     products: Option<Products>,
-    /// How many quantities that only scale noise were asked for so far: those of the exact run are taken in this order.
+    /// How many quantities that only scale noise were asked for so far: those of the exact run are
+    /// taken in this order.
     noise_scales: usize,
     /// Lanes over which sums are spread.
     lanes: usize,
@@ -222,8 +244,9 @@ struct Watch {
 }
 
 impl Watch {
-    /// Takes down which numbers lie where fp32 is coarser than its significand, or not far from there: a kernel's own
-    /// intermediates are others by their roundings. What is smaller than [`ALWAYS_ZERO`] is zero in every kernel.
+    /// Takes down which numbers lie where fp32 is coarser than its significand, or not far from
+    /// there: a kernel's own intermediates are others by their roundings. What is smaller than
+    /// [`ALWAYS_ZERO`] is zero in every kernel.
     fn see(&mut self, tensor: &Tensor) -> Result<()> {
         const ALWAYS_ZERO: i32 = -160;
         const ROOM: i32 = 6;
@@ -259,23 +282,25 @@ impl Rounding {
         }
     }
 
-    /// The same run of a kernel that adds the numbers of a row (along the last axis) in so many lanes, and these as a tree
-    /// (module documentation); 1 is a kernel of which nothing is known.
+    /// The same run of a kernel that adds the numbers of a row (along the last axis) in so many
+    /// lanes, and these as a tree (module documentation); 1 is a kernel of which nothing is known.
     #[must_use]
     pub fn with_lanes(self, lanes: usize) -> Self {
         Self { lanes: lanes.max(1), ..self }
     }
 
-    /// As [`Self::new`], for one of several runs of one oracle on the same inputs: products of operands that do not
-    /// differ between the runs are computed once for all of them, and so is everything that only scales noise
-    /// ([`Self::noise_scale`]). The exact run comes first; its operands are what the others compare theirs with.
+    /// As [`Self::new`], for one of several runs of one oracle on the same inputs: products of
+    /// operands that do not differ between the runs are computed once for all of them, and so is
+    /// everything that only scales noise ([`Self::noise_scale`]). The exact run comes first; its
+    /// operands are what the others compare theirs with.
     pub fn sharing(precision: Precision, products: &Products) -> Self {
         let rounding = Self { products: Some(products.clone()), ..Self::new(precision) }
             .with_lanes(products.lanes());
         if products.has_unknown_scales() { rounding.with_unknown_scales() } else { rounding }
     }
 
-    /// The same run of a kernel of which nobody knows at which scales it rounds ([`Self::bf16_of_any_scale`]).
+    /// The same run of a kernel of which nobody knows at which scales it rounds
+    /// ([`Self::bf16_of_any_scale`]).
     #[must_use]
     pub fn with_unknown_scales(self) -> Self {
         Self { unknown_scales: true, ..self }
@@ -286,14 +311,16 @@ impl Rounding {
         Self::new(Precision::Exact)
     }
 
-    /// The run without rounding, which takes down what lies outside of fp32's range: [`Self::outside_f32`].
+    /// The run without rounding, which takes down what lies outside of fp32's range:
+    /// [`Self::outside_f32`].
     pub fn watching() -> Self {
         Self { watch: Some(Watch::default()), ..Self::exact() }
     }
 
-    /// A digest of the intermediates of a watching run that fp32 holds coarsely, or not at all: subnormal numbers and
-    /// those that overflow. Scaling by a power of two is exact for all others, so where two runs on inputs that differ
-    /// by powers of two have one digest, a kernel's results differ by powers of two bit for bit.
+    /// A digest of the intermediates of a watching run that fp32 holds coarsely, or not at all:
+    /// subnormal numbers and those that overflow. Scaling by a power of two is exact for all
+    /// others, so where two runs on inputs that differ by powers of two have one digest, a
+    /// kernel's results differ by powers of two bit for bit.
     pub fn outside_f32(&self) -> u64 {
         self.watch.map_or(0, |watch| watch.digest)
     }
@@ -307,9 +334,9 @@ impl Rounding {
         self.noise.is_none()
     }
 
-    /// A quantity that only scales noise, such as a sum of squares: that of the exact run, where this is one of several
-    /// runs of one oracle, which all ask for the same ones in the same order; otherwise computed here. `None` in an exact
-    /// run, which has no noise.
+    /// A quantity that only scales noise, such as a sum of squares: that of the exact run, where
+    /// this is one of several runs of one oracle, which all ask for the same ones in the same
+    /// order; otherwise computed here. `None` in an exact run, which has no noise.
     ///
     /// # Errors
     /// Those of `compute`.
@@ -333,8 +360,9 @@ impl Rounding {
         }
     }
 
-    /// A tensor stored in `format`, or made an operand of a matrix product of that format. Not for values whose
-    /// decision is part of the result (codes that are compared exactly): those are [`Format::nearest`] in every run.
+    /// A tensor stored in `format`, or made an operand of a matrix product of that format. Not for
+    /// values whose decision is part of the result (codes that are compared exactly): those are
+    /// [`Format::nearest`] in every run.
     pub fn to(&mut self, format: Format, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         self.see(tensor)?;
@@ -358,11 +386,12 @@ impl Rounding {
         self.to(Format::BF16, tensor)
     }
 
-    /// As [`Self::bf16`], for rows (the last axis) of numbers that are not negative and that an implementation holds at a
-    /// scale of its own choice when it rounds them, such as weights `exp(z - m)` of a running maximum m, which is not the
-    /// final one yet: what is left of a number below its last bit depends on that scale. Runs take the usual choices in turn, by
-    /// their seeds; where nothing is known of the kernel ([`Self::with_unknown_scales`]), every other row of a `Working` run has
-    /// the scale `2^u` with u uniform in [0, 1).
+    /// As [`Self::bf16`], for rows (the last axis) of numbers that are not negative and that an
+    /// implementation holds at a scale of its own choice when it rounds them, such as weights
+    /// `exp(z - m)` of a running maximum m, which is not the final one yet: what is left of a
+    /// number below its last bit depends on that scale. Runs take the usual choices in turn, by
+    /// their seeds; where nothing is known of the kernel ([`Self::with_unknown_scales`]), every
+    /// other row of a `Working` run has the scale `2^u` with u uniform in [0, 1).
     pub fn bf16_of_any_scale(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         let unknown = self.unknown_scales;
@@ -389,8 +418,9 @@ impl Rounding {
         self.to(Format::F32, tensor)
     }
 
-    /// As [`Self::f32`], of numbers of which differences count, such as the logits of a softmax (module documentation):
-    /// each has a phase of its own. Equal numbers have one error all the same.
+    /// As [`Self::f32`], of numbers of which differences count, such as the logits of a softmax
+    /// (module documentation): each has a phase of its own. Equal numbers have one error all the
+    /// same.
     pub fn f32_apart(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         let Some(noise) = self.noise.as_mut().filter(|noise| !noise.is_ideal()) else {
@@ -402,11 +432,12 @@ impl Rounding {
         Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
     }
 
-    /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm). It is no
-    /// rounding: it errs by up to its bound wherever the result lies, also on a number that fp32 can hold. Half of the
-    /// bound goes one way for all numbers of a run, since a table may be too large throughout, and half is each number's
-    /// own. Whether subnormal results are flushed to zero is the kernel's own business, a matter of the form of the
-    /// expression and of the compiler's flags: of the choices of runs to nearest every other one does.
+    /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm).
+    /// It is no rounding: it errs by up to its bound wherever the result lies, also on a number
+    /// that fp32 can hold. Half of the bound goes one way for all numbers of a run, since a table
+    /// may be too large throughout, and half is each number's own. Whether subnormal results are
+    /// flushed to zero is the kernel's own business, a matter of the form of the expression and of
+    /// the compiler's flags: of the choices of runs to nearest every other one does.
     pub fn approximate_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         self.see(tensor)?;
@@ -427,7 +458,8 @@ impl Rounding {
         self.f32(&approximated)
     }
 
-    /// `exp(x)` of an exponent that stands in base two: `x log2 e`, held in fp32, and the power approximated.
+    /// `exp(x)` of an exponent that stands in base two: `x log2 e`, held in fp32, and the power
+    /// approximated.
     pub fn exp_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         if self.is_exact() {
             let power = tensor.exp()?;
@@ -438,8 +470,9 @@ impl Rounding {
         self.approximate_f32(&(binary_exponent * std::f64::consts::LN_2)?.exp()?)
     }
 
-    /// What kernels make of an exponent on its way to base two, in natural units: `log2 e` is one constant in fp32, and its
-    /// product with `x` is rounded to fp32, so that a large x moves its power, or a small difference from another.
+    /// What kernels make of an exponent on its way to base two, in natural units: `log2 e` is one
+    /// constant in fp32, and its product with `x` is rounded to fp32, so that a large x moves its
+    /// power, or a small difference from another.
     pub fn in_base_two(&mut self, x: &Tensor) -> Result<Tensor> {
         if self.is_exact() {
             return Ok(x.clone());
@@ -449,9 +482,10 @@ impl Rounding {
         Ok((exponent * std::f64::consts::LN_2)?)
     }
 
-    /// `1 / (1 + exp(-x))` as kernels evaluate it, power and quotient approximated. The power is that of `-|x|`, which
-    /// overflows nowhere and has a finite derivative everywhere. Kernels that take the power of `-x` get zero where it
-    /// overflows, at x below -88.7, and a subnormal result just above: one of the choices of runs to nearest does.
+    /// `1 / (1 + exp(-x))` as kernels evaluate it, power and quotient approximated. The power is
+    /// that of `-|x|`, which overflows nowhere and has a finite derivative everywhere. Kernels
+    /// that take the power of `-x` get zero where it overflows, at x below -88.7, and a subnormal
+    /// result just above: one of the choices of runs to nearest does.
     pub fn sigmoid_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         let negative = tensor.lt(0.0)?;
         let exponent = self.in_base_two(&negative.where_cond(tensor, &tensor.neg()?)?)?;
@@ -482,12 +516,14 @@ impl Rounding {
         }
         let sum_of_squares = terms.sqr()?.sum_keepdim(dim)?;
         let num_terms = (sum.ones_like()? * terms.dim(dim)? as f64)?;
-        // Lanes share a row; what is added over rows, by blocks or atomics, comes one after the other.
+        // Lanes share a row; what is added over rows, by blocks or atomics, comes one after the
+        // other.
         let lanes = if dim + 1 == terms.rank() { self.lanes } else { 1 };
         self.accumulated(&sum, &sum_of_squares, &num_terms, Accumulator::F32, lanes)
     }
 
-    /// `a @ b` with fp32 accumulation of all its terms. `a` `[.., m, k]`, `b` `[.., k, n]` -> `[.., m, n]`.
+    /// `a @ b` with fp32 accumulation of all its terms. `a` `[.., m, k]`, `b` `[.., k, n]` ->
+    /// `[.., m, n]`.
     pub fn matmul_f32(&mut self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         self.matmul(a, b, Accumulator::F32)
     }
@@ -540,8 +576,9 @@ impl Rounding {
         self.matmul_of_pieces(a, b, accumulator.promoted_every(every), |_, piece, _| Ok(piece))
     }
 
-    /// `a @ b` in a promoted accumulator, where each piece is `scaled`, by its number, before it is added to the sum in
-    /// fp32: products of groups that have scales. One piece where nothing is promoted.
+    /// `a @ b` in a promoted accumulator, where each piece is `scaled`, by its number, before it
+    /// is added to the sum in fp32: products of groups that have scales. One piece where nothing
+    /// is promoted.
     ///
     /// # Errors
     /// As [`Self::matmul`], and those of `scaled`.
@@ -611,7 +648,8 @@ impl Rounding {
         self.accumulated_product(a, b, num_terms, accumulator, None)
     }
 
-    /// What scales the noise of a product, in the order in which [`Self::accumulated_product`] asks for it.
+    /// What scales the noise of a product, in the order in which [`Self::accumulated_product`]
+    /// asks for it.
     fn keep_scales_of_product(
         &mut self,
         a: &Tensor,
@@ -625,7 +663,8 @@ impl Rounding {
         Ok(())
     }
 
-    /// The product with the errors of its accumulator. Its truncation goes the way of `sign`, or of a toss of its own.
+    /// The product with the errors of its accumulator. Its truncation goes the way of `sign`, or
+    /// of a toss of its own.
     fn accumulated_product(
         &mut self,
         a: &Tensor,
@@ -700,8 +739,8 @@ impl Rounding {
         }
     }
 
-    /// Adds to exact sums the error of their fp32 accumulation (module documentation). All three tensors
-    /// have one shape; `num_terms` counts the terms of each sum.
+    /// Adds to exact sums the error of their fp32 accumulation (module documentation). All three
+    /// tensors have one shape; `num_terms` counts the terms of each sum.
     pub fn accumulated_f32(
         &mut self,
         sum: &Tensor,
@@ -729,7 +768,8 @@ impl Rounding {
         let squares = values(sum_of_squares)?;
         let counts = values(num_terms)?;
         let mut sums = values(sum)?;
-        // Powers of two, and 1 for fp32. Truncation of each product by itself has twice the variance of rounding.
+        // Powers of two, and 1 for fp32. Truncation of each product by itself has twice the
+        // variance of rounding.
         let wider = accumulator.unit_roundoff() / Accumulator::F32.unit_roundoff();
         let wider =
             if accumulator.block_terms > 1 { wider } else { wider * std::f64::consts::SQRT_2 };
@@ -751,8 +791,9 @@ impl Rounding {
 /// Between two subnormal fp32 numbers: 2^-149.
 const SUBNORMAL_GAP: f64 = f64::from_bits((1023 - 149) << 52);
 
-/// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares `q`, in so many lanes: in one
-/// `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`. Zero when there is nothing to add.
+/// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares
+/// `q`, in so many lanes: in one `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`. Zero
+/// when there is nothing to add.
 pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
     if n < 1.0 {
         return 0.0;
@@ -772,8 +813,8 @@ pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
         .sqrt()
 }
 
-/// Sum over all partial sums of their expected squares, where lanes add one term after the other and a tree adds the lanes
-/// (module documentation).
+/// Sum over all partial sums of their expected squares, where lanes add one term after the other
+/// and a tree adds the lanes (module documentation).
 fn squared_partial_sums(s: f64, q: f64, n: f64, lanes: f64) -> f64 {
     let scatter = if n > 1.0 { ((q - s * s / n) / (n * (n - 1.0))).max(0.0) } else { 0.0 };
     let of_terms = |j: f64| (j / n * s).powi(2) + j * (n - j) * scatter;
@@ -791,7 +832,8 @@ fn squared_partial_sums(s: f64, q: f64, n: f64, lanes: f64) -> f64 {
     sum
 }
 
-/// Sums of the squares of the terms of `a @ b`. The terms of an element are `a_ik b_kj`, so this is a product of squares.
+/// Sums of the squares of the terms of `a @ b`. The terms of an element are `a_ik b_kj`, so this
+/// is a product of squares.
 fn squares_of_terms(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(a.sqr()?.matmul(&b.sqr()?)?)
 }
@@ -814,7 +856,8 @@ fn scales_by(row: &[f64], choice: Maximum) -> Vec<f64> {
         let before = if begins_anew { 0.0 } else { largest };
         largest = tile.iter().fold(before, |largest, &x| largest.max(x));
         let scale = if largest > 0.0 && largest.is_finite() { largest.recip() } else { 1.0 };
-        // A tile so much smaller than the rest that its scale overflows holds zeros in every format.
+        // A tile so much smaller than the rest that its scale overflows holds zeros in every
+        // format.
         scales.extend(std::iter::repeat_n(if scale.is_finite() { scale } else { 1.0 }, tile.len()));
     }
     scales
@@ -822,7 +865,8 @@ fn scales_by(row: &[f64], choice: Maximum) -> Vec<f64> {
 
 /// All elements of an f64 tensor in row-major order.
 pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
-    // `to_vec1` walks an index iterator over strided tensors; contiguous storage copies much faster.
+    // `to_vec1` walks an index iterator over strided tensors; contiguous storage copies much
+    // faster.
     let (storage, layout) = tensor.storage_and_layout();
     if let (candle_core::Storage::Cpu(CpuStorage::F64(data)), Some((start, end))) =
         (&*storage, layout.contiguous_offsets())
@@ -856,7 +900,8 @@ impl Noise {
         !self.to_nearest || (self.seed % CHOICES as u64).is_multiple_of(2)
     }
 
-    /// Whether powers are taken where they may overflow; of the choices that keep subnormal results one does.
+    /// Whether powers are taken where they may overflow; of the choices that keep subnormal
+    /// results one does.
     fn overflows(&self) -> bool {
         self.to_nearest && self.seed % CHOICES as u64 == CHOICES as u64 - 1
     }
@@ -890,8 +935,9 @@ impl Toss {
         unit(scramble(self.salt ^ key(x)))
     }
 
-    /// Standard normal but for its tails, which end at `2 sqrt(6)`: a sum of eight uniform numbers, and errors of a sum of
-    /// roundings are no more than that. (Box and Muller's logarithm and cosine took a twentieth of a sweep.)
+    /// Standard normal but for its tails, which end at `2 sqrt(6)`: a sum of eight uniform
+    /// numbers, and errors of a sum of roundings are no more than that. (Box and Muller's
+    /// logarithm and cosine took a twentieth of a sweep.)
     fn normal(self, x: f64, y: f64) -> f64 {
         let bits = scramble(scramble(self.salt ^ key(x)).wrapping_add(key(y)));
         let pieces = |bits: u64| {
@@ -903,7 +949,8 @@ impl Toss {
     }
 }
 
-/// The leading 40 significand bits of a number, rounded: sums of the same terms in another order are the same.
+/// The leading 40 significand bits of a number, rounded: sums of the same terms in another order
+/// are the same.
 fn key(x: f64) -> u64 {
     x.to_bits().wrapping_add(1 << 11) >> 12
 }
@@ -942,7 +989,8 @@ mod tests {
         assert_eq!(nothing, see(&[1.0, 0.0, -1e-30, 1e30, f64::INFINITY, 1e-60]));
         for outside in [1e-39, -1e-44, 1e38, 1e60] {
             assert_ne!(nothing, see(&[1.0, outside]));
-            // The same number again is no change; the scaled one is, and so is one in another place.
+            // The same number again is no change; the scaled one is, and so is one in another
+            // place.
             assert_eq!(see(&[4.0, outside]), see(&[1.0, outside]));
             assert_ne!(see(&[1.0, 4.0 * outside]), see(&[1.0, outside]));
             assert_ne!(see(&[outside, 1.0]), see(&[1.0, outside]));
@@ -1028,7 +1076,8 @@ mod tests {
             assert!(errors.iter().all(|error| error.abs() <= 0.5));
             let (mean, variance) = (errors.iter().sum::<f64>() / trials as f64, 1.0 / 12.0);
             let of_squares = errors.iter().map(|e| e * e).sum::<f64>() / trials as f64;
-            // Five deviations fail once in 1.7 million runs; squares of uniform errors deviate by sqrt(4/5) of their mean.
+            // Five deviations fail once in 1.7 million runs; squares of uniform errors deviate by
+            // sqrt(4/5) of their mean.
             let deviations = 5.0 / (trials as f64).sqrt();
             assert!(mean.abs() < deviations * f64::sqrt(variance), "{mean}");
             assert!(
@@ -1073,7 +1122,8 @@ mod tests {
         Ok(())
     }
 
-    /// The root mean square error of fp32 sums of `n` terms around a mean, in random orders, over what the model says.
+    /// The root mean square error of fp32 sums of `n` terms around a mean, in random orders, over
+    /// what the model says.
     fn real_errors_of_modelled(n: usize, mean: f64, trials: usize, lanes: usize) -> Result<f64> {
         let mut draw = Draw::new((n + lanes) as u64);
         let shifted = (draw.normal(&[n], 1.0) + mean)?;
@@ -1098,8 +1148,9 @@ mod tests {
         for (n, mean) in [(16, 0.0), (512, 0.0), (512, 1.0), (4096, 0.1)] {
             let ratio = real_errors_of_modelled(n, mean, trials, 1)?;
             println!("n {n}, mean {mean}: real rms error / modelled sigma = {ratio:.3}");
-            // Between sqrt(ln 2 / 3) and sqrt(4 ln 2 / 3) (module documentation). The terms are fp32, so the
-            // first of the n + 1 modelled roundings does not happen; and an addition that cancels is exact.
+            // Between sqrt(ln 2 / 3) and sqrt(4 ln 2 / 3) (module documentation). The terms are
+            // fp32, so the first of the n + 1 modelled roundings does not happen; and an addition
+            // that cancels is exact.
             let charged = ((n as f64 - 1.0) / (n as f64 + 1.0)).sqrt();
             let (low, high) = ((2f64.ln() / 3.0).sqrt(), (4.0 * 2f64.ln() / 3.0).sqrt());
             assert!(ratio <= high * (1.0 + sampling) && ratio <= 1.0 + sampling);
@@ -1169,7 +1220,8 @@ mod tests {
         let noisy = working(3).matmul_f32(&a, &b)?;
         let squares = values(&a.sqr()?.matmul(&b.sqr()?)?)?;
         let (exact, noisy) = (values(&exact)?, values(&noisy)?);
-        // 24 terms are two blocks, each of which truncates u |S| / (2 ln 2); one sign for the whole product.
+        // 24 terms are two blocks, each of which truncates u |S| / (2 ln 2); one sign for the
+        // whole product.
         let truncated = 2.0 * power_of_two(-24) / (2.0 * std::f64::consts::LN_2);
         let normalised = |sign: f64| -> f64 {
             let drawn = exact.iter().zip(&noisy).zip(&squares);
@@ -1185,8 +1237,8 @@ mod tests {
         Ok(())
     }
 
-    /// What an accumulator that truncates each product makes of these, in groups of 32 that are aligned together; with
-    /// promotion every so many.
+    /// What an accumulator that truncates each product makes of these, in groups of 32 that are
+    /// aligned together; with promotion every so many.
     fn truncated_sum(terms: &[f64], fraction_bits: i32, promote_every: usize) -> f64 {
         let mut promoted = 0.0f32;
         for piece in terms.chunks(promote_every) {
@@ -1309,8 +1361,8 @@ mod tests {
                 .try_into()
                 .unwrap())
         };
-        // The exact run multiplies what differs: two products, what scales their noise apart. Of the others each
-        // multiplies nothing but the product of what it rounded.
+        // The exact run multiplies what differs: two products, what scales their noise apart. Of
+        // the others each multiplies nothing but the product of what it rounded.
         let expected = [
             (Precision::Exact, 2),
             (Precision::Working { seed: 1 }, 3),
@@ -1320,7 +1372,8 @@ mod tests {
             let (shared, alone) =
                 (run(Rounding::sharing(precision, &products))?, run(Rounding::new(precision))?);
             assert_eq!(shared[..2], alone[..2], "{precision:?}");
-            // The second product has noise of the exact run's scale in the place of its own, and so another draw of it.
+            // The second product has noise of the exact run's scale in the place of its own, and
+            // so another draw of it.
             let apart: f64 = shared[2].iter().zip(&alone[2]).map(|(x, y)| (x - y).powi(2)).sum();
             let of_noise = |(s, q): (&f64, &f64)| 2.0 * accumulation_sigma(*s, *q, 7.0, 1).powi(2);
             let expected: f64 = alone[2].iter().zip(&alone[3]).map(of_noise).sum();
@@ -1383,7 +1436,8 @@ mod tests {
     #[test]
     fn differences_of_numbers_that_are_rounded_apart_scatter_also_where_both_lie_equally_between_neighbours()
     -> Result<()> {
-        // A gap is 2^-17 here; both lie 0.4 gaps above a number of the type, but for a hundredth of a gap.
+        // A gap is 2^-17 here; both lie 0.4 gaps above a number of the type, but for a hundredth
+        // of a gap.
         let gap = power_of_two(-17);
         let (x, y) = (67.0 + 0.40 * gap, 76.0 + 0.41 * gap);
         let pair = f64_tensor(&[x, y, x], &[3]);
@@ -1398,7 +1452,8 @@ mod tests {
             let errors = (0..RUNS).map(error).collect::<Result<Vec<_>>>()?;
             Ok(errors.iter().map(|error| error * error).sum::<f64>() / RUNS as f64)
         };
-        // Errors of a triangle's density: 1/6, and the square of that scatters by sqrt(1/15 - 1/36).
+        // Errors of a triangle's density: 1/6, and the square of that scatters by sqrt(1/15 -
+        // 1/36).
         let apart = mean_square(&|rounding| rounding.f32_apart(&pair))?;
         let scatter = ((1.0 / 15.0 - 1.0 / 36.0) / RUNS as f64).sqrt();
         assert!((apart - 1.0 / 6.0).abs() < 5.0 * scatter, "{apart}");

@@ -1,11 +1,14 @@
-//! Matrix products that several runs of one oracle share, and everything that only scales their noise.
+//! Matrix products that several runs of one oracle share, and everything that only scales their
+//! noise.
 //!
-//! Where the operands of a product are inputs, which lie on their grid already, all runs have the same. [`Products`] remembers
-//! those of the exact run. Every later run compares its own operands with them, by content, so that no answer depends on who
-//! made a tensor; where they are equal, it takes what is there. Some numbers of both operands say which of those that are
-//! remembered may be the one, since an oracle may have thousands, such as one for each expert. The size of the noise of a sum (the sum of its terms' squares,
-//! say) is that of the exact run wherever it is asked for: rounding moves it by a few parts in a hundred at most, and
-//! it costs as much as the product. Nothing of a later run is remembered: memory is that of one run, and no run waits for
+//! Where the operands of a product are inputs, which lie on their grid already, all runs have the
+//! same. [`Products`] remembers those of the exact run. Every later run compares its own operands
+//! with them, by content, so that no answer depends on who made a tensor; where they are equal, it
+//! takes what is there. Some numbers of both operands say which of those that are remembered may
+//! be the one, since an oracle may have thousands, such as one for each expert. The size of the
+//! noise of a sum (the sum of its terms' squares, say) is that of the exact run wherever it is
+//! asked for: rounding moves it by a few parts in a hundred at most, and it costs as much as the
+//! product. Nothing of a later run is remembered: memory is that of one run, and no run waits for
 //! another.
 
 use std::collections::HashMap;
@@ -41,7 +44,8 @@ struct Entry {
 
 impl Products {
     /// Nothing so far, for the runs of a kernel that adds in so many lanes
-    /// ([`Rounding::with_lanes`](crate::precision::Rounding::with_lanes)), and of whose scales nothing may be known
+    /// ([`Rounding::with_lanes`](crate::precision::Rounding::with_lanes)), and of whose scales
+    /// nothing may be known
     /// ([`Rounding::with_unknown_scales`](crate::precision::Rounding::with_unknown_scales)).
     pub fn of_kernel(lanes: usize, unknown_scales: bool) -> Self {
         Self(Arc::new(Shared { lanes, unknown_scales, ..Shared::default() }))
@@ -85,7 +89,8 @@ impl Products {
         Ok(product)
     }
 
-    /// Keeps a quantity that scales noise under the next number; a second exact run finds its own there already.
+    /// Keeps a quantity that scales noise under the next number; a second exact run finds its own
+    /// there already.
     pub(crate) fn keep_noise_scale(&self, number: usize, scale: Tensor) {
         let mut kept = self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner);
         if number == kept.len() {
@@ -114,7 +119,8 @@ fn mark(a: &Tensor, b: &Tensor) -> u64 {
     hasher.finish()
 }
 
-/// Calls `see` with numbers of a tensor in f64 that lie evenly apart in the order of its elements: all of a small one.
+/// Calls `see` with numbers of a tensor in f64 that lie evenly apart in the order of its elements:
+/// all of a small one.
 fn some_numbers(x: &Tensor, mut see: impl FnMut(f64)) {
     const MOST: usize = 32;
     let (storage, layout) = x.storage_and_layout();
@@ -146,8 +152,9 @@ fn same(x: &Tensor, y: &Tensor) -> Result<bool> {
     Ok(equal_bits(&x, &y))
 }
 
-/// Whether two tensors of one layout have equal storage from their first to their last element. It is compared where it
-/// lies: copying a transposed operand into the order of its elements takes as long as multiplying it.
+/// Whether two tensors of one layout have equal storage from their first to their last element. It
+/// is compared where it lies: copying a transposed operand into the order of its elements takes as
+/// long as multiplying it.
 fn same_span(x: &Tensor, y: &Tensor) -> bool {
     let ((x_storage, x_layout), (y_storage, y_layout)) =
         (x.storage_and_layout(), y.storage_and_layout());

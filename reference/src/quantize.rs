@@ -4,10 +4,11 @@
 //! amax = max(max |x|, floor)      s = the least power of two with amax <= largest * s      code = nearest(x / s)
 //! ```
 //!
-//! The specification multiplies amax by fp32(1/448), or fp32(1/6), and takes the exponent from the bits of the
-//! product; for every bf16 amax that is the same power. Scales that are no powers of two are this product itself
-//! ([`ScaleType::Fp32`]), and x / s is rounded to fp32 before it is rounded to a code. A group with a NaN or an
-//! infinity has the scale NaN (byte 255), and the codes of NaN.
+//! The specification multiplies amax by fp32(1/448), or fp32(1/6), and takes the exponent from the
+//! bits of the product; for every bf16 amax that is the same power. Scales that are no powers of
+//! two are this product itself ([`ScaleType::Fp32`]), and x / s is rounded to fp32 before it is
+//! rounded to a code. A group with a NaN or an infinity has the scale NaN (byte 255), and the
+//! codes of NaN.
 
 use candle_core::Tensor;
 
@@ -56,14 +57,15 @@ pub fn quantize(numbers: &[f64], group: usize, format: Format) -> Quantized {
     Quantized { codes, scale_bytes }
 }
 
-/// The codes of numbers divided by the scale of their group: one fp32 quotient each, exact where the scale is a power
-/// of two.
+/// The codes of numbers divided by the scale of their group: one fp32 quotient each, exact where
+/// the scale is a power of two.
 pub fn codes_of(group: &[f64], scale: f64, format: Format) -> impl Iterator<Item = u8> {
     group.iter().map(move |x| format.code(Format::F32.nearest(x / scale)) as u8)
 }
 
-/// What codes with scales of `group` neighbours would decode to, of `x` `[num_rows, width]`, whose width is not 0. The
-/// rounding to codes is a rounding point; in a run without any, x itself is left, but for the groups whose scale is NaN.
+/// What codes with scales of `group` neighbours would decode to, of `x` `[num_rows, width]`, whose
+/// width is not 0. The rounding to codes is a rounding point; in a run without any, x itself is
+/// left, but for the groups whose scale is NaN.
 ///
 /// # Errors
 /// A tensor of another shape.

@@ -22,7 +22,8 @@ pub(crate) fn max_or_nan(tensor: &Tensor, dim: usize) -> Result<Tensor> {
     unless(&has_nan, &tensor.max_keepdim(dim)?, f64::NAN)
 }
 
-/// `low` where `tensor` is below it, `high` where it is above; NaN stays, and equality passes a derivative on.
+/// `low` where `tensor` is below it, `high` where it is above; NaN stays, and equality passes a
+/// derivative on.
 pub(crate) fn clamp(tensor: &Tensor, low: f64, high: f64) -> Result<Tensor> {
     unless(&tensor.lt(low)?, &unless(&tensor.gt(high)?, tensor, high)?, low)
 }

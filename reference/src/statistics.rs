@@ -1,5 +1,5 @@
-//! Sums over the elements of tensors that a judge makes for each of many runs: plain loops over slices, in the crate that is
-//! compiled with optimisation in every profile.
+//! Sums over the elements of tensors that a judge makes for each of many runs: plain loops over
+//! slices, in the crate that is compiled with optimisation in every profile.
 
 use crate::format::Format;
 
@@ -33,7 +33,8 @@ pub fn count_equal(exact: &[f64], a: &[f64], b: &[f64]) -> usize {
     exact.iter().zip(a.iter().zip(b)).filter(|(e, (a, b))| e.is_finite() && a == b).count()
 }
 
-/// For each element the mean square of its errors over the runs; NaN where `exact` is no finite number.
+/// For each element the mean square of its errors over the runs; NaN where `exact` is no finite
+/// number.
 pub fn mean_squares(exact: &[f64], runs: &[&[f64]]) -> Vec<f64> {
     let mut sums: Vec<f64> =
         exact.iter().map(|e| if e.is_finite() { 0.0 } else { f64::NAN }).collect();

@@ -1,10 +1,12 @@
 //! Sums of products bit for bit as Hopper's tensor cores form them.
 //!
-//! [`crate::precision`] says by how much a kernel's matrix product may be off; this says what the instruction gives. The
-//! emulator computes by the same rule, so a kernel that depends on it shows there, too.
+//! [`crate::precision`] says by how much a kernel's matrix product may be off; this says what the
+//! instruction gives. The emulator computes by the same rule, so a kernel that depends on it shows
+//! there, too.
 //!
-//! An instruction adds `terms` products and its accumulator in one step. Write `E(x)` for the exponent field of a factor
-//! (that of the smallest normal number where it is subnormal), and `E(c)` for that of the accumulator. Then
+//! An instruction adds `terms` products and its accumulator in one step. Write `E(x)` for the
+//! exponent field of a factor (that of the smallest normal number where it is subnormal), and
+//! `E(c)` for that of the accumulator. Then
 //!
 //! ```text
 //! e = max(E(a_k) + E(b_k) over products that are not zero, E(c))
@@ -12,12 +14,13 @@
 //! d = cut(s, ulp of s in a number of fraction_bits bits, no finer than fp32's subnormal numbers)
 //! ```
 //!
-//! where `cut(x, g)` is the multiple of g next to x towards zero. The exponent of a product is not that of its value: factors of
-//! 1.5 give 2.25, which counts as 2^0. A longer product is a chain of steps.
+//! where `cut(x, g)` is the multiple of g next to x towards zero. The exponent of a product is not
+//! that of its value: factors of 1.5 give 2.25, which counts as 2^0. A longer product is a chain
+//! of steps.
 //!
-//! The form is that of Fasi, Higham, Mikaitis and Pranesh (Numerical behavior of NVIDIA tensor cores, 2021) and of Khattak and
-//! Mikaitis (2025). Its numbers were found by fitting them to an H100: `fixtures/tensor_cores` holds a part of what was measured, in
-//! which every bit agrees.
+//! The form is that of Fasi, Higham, Mikaitis and Pranesh (Numerical behavior of NVIDIA tensor
+//! cores, 2021) and of Khattak and Mikaitis (2025). Its numbers were found by fitting them to an
+//! H100: `fixtures/tensor_cores` holds a part of what was measured, in which every bit agrees.
 
 use crate::format::{Format, power_of_two};
 
@@ -43,7 +46,8 @@ impl TensorCore {
     pub const HOPPER_E4M3: Self =
         Self { terms: 32, aligned_bits: 13, fraction_bits: 13, factors: Format::E4M3 };
 
-    /// `c + sum_k a_k b_k` of finite numbers of [`Self::factors`] and an fp32 number `c`. Zeros fill the last step.
+    /// `c + sum_k a_k b_k` of finite numbers of [`Self::factors`] and an fp32 number `c`. Zeros
+    /// fill the last step.
     ///
     /// # Panics
     /// When the factors are not equally many.

@@ -1,4 +1,5 @@
-//! What the tests of this crate share: seeded draws, golden files, and comparisons that NaN cannot pass.
+//! What the tests of this crate share: seeded draws, golden files, and comparisons that NaN cannot
+//! pass.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -67,7 +68,8 @@ pub fn dot_of_magnitudes(a: &Tensor, b: &Tensor) -> f64 {
     dot(&a.abs().expect("abs"), &b.abs().expect("abs"))
 }
 
-/// Fails unless every `|actual - expected| <= bound`, elementwise. NaN fails, and so does comparing nothing.
+/// Fails unless every `|actual - expected| <= bound`, elementwise. NaN fails, and so does
+/// comparing nothing.
 pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Tensor) {
     assert_eq!(actual.dims(), expected.dims(), "{what}: shapes");
     assert_eq!(bound.dims(), expected.dims(), "{what}: shape of the bound");
@@ -85,8 +87,8 @@ pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Ten
     }
 }
 
-/// The gradients of the sum of what `f` returns, by automatic differentiation: each pair is the name of an input and
-/// that of its gradient. Absent inputs have none.
+/// The gradients of the sum of what `f` returns, by automatic differentiation: each pair is the
+/// name of an input and that of its gradient. Absent inputs have none.
 pub fn differentiated(
     inputs: &Named,
     pairs: &[(&'static str, &'static str)],
@@ -111,9 +113,10 @@ pub fn differentiated(
 
 /// Central difference of `f` along `direction`, compared with the `claimed` directional derivative.
 ///
-/// The step is `h = u^(1/3)` in units of `unit`, where truncation `h^2 f'''/6` and rounding `u |f| / h` are
-/// of one size. The truncation is measured: `D(2h) - D(h) = h^2 f'''/2 + O(h^4)` is three times that of
-/// `D(h)`. The rounding is at most `noise / h` when `f` is evaluated within `noise`, for either step.
+/// The step is `h = u^(1/3)` in units of `unit`, where truncation `h^2 f'''/6` and rounding `u |f|
+/// / h` are of one size. The truncation is measured: `D(2h) - D(h) = h^2 f'''/2 + O(h^4)` is three
+/// times that of `D(h)`. The rounding is at most `noise / h` when `f` is evaluated within `noise`,
+/// for either step.
 pub fn assert_directional_derivative(
     what: &str,
     f: impl Fn(f64) -> Result<f64>,
@@ -134,8 +137,8 @@ pub fn assert_directional_derivative(
     Ok(())
 }
 
-/// Fails unless the gradients of inputs (pairs of their names) are the automatic ones, up to some hundred roundings of numbers
-/// of the size of the largest.
+/// Fails unless the gradients of inputs (pairs of their names) are the automatic ones, up to some
+/// hundred roundings of numbers of the size of the largest.
 pub fn assert_gradients_are_automatic(
     gradients: &Named,
     automatic: &Named,
@@ -151,8 +154,9 @@ pub fn assert_gradients_are_automatic(
     Ok(())
 }
 
-/// [`assert_directional_derivative`] of `f` where all inputs of `pairs` that there are move at once, each along a random
-/// direction of this deviation. A pair is an input's name and that of the gradient that claims its derivative.
+/// [`assert_directional_derivative`] of `f` where all inputs of `pairs` that there are move at
+/// once, each along a random direction of this deviation. A pair is an input's name and that of
+/// the gradient that claims its derivative.
 pub fn assert_derivative_along_all(
     what: &str,
     [inputs, gradients]: [&Named; 2],
@@ -183,10 +187,10 @@ pub fn assert_derivative_along_all(
 
 /// Fails unless runs of random error have `exact` as their mean.
 ///
-/// Over R runs the mean of an element misses by `s / sqrt(R)`, with `s` the deviation of one run, so the
-/// squares of `mean error / (s / sqrt(R))` average to about 1. Elements share errors; with at least
-/// `independent` groups that do not, that average has a deviation of at most `sqrt(2 / independent)`, of which
-/// five are allowed. Elements that never err are left out.
+/// Over R runs the mean of an element misses by `s / sqrt(R)`, with `s` the deviation of one run,
+/// so the squares of `mean error / (s / sqrt(R))` average to about 1. Elements share errors; with
+/// at least `independent` groups that do not, that average has a deviation of at most `sqrt(2 /
+/// independent)`, of which five are allowed. Elements that never err are left out.
 pub fn assert_unbiased(what: &str, exact: &Tensor, runs: &[Tensor], independent: usize) {
     let exact = values(exact).expect("values");
     let runs: Vec<Vec<f64>> = runs.iter().map(|run| values(run).expect("values")).collect();

@@ -1,4 +1,5 @@
-//! Revisions of the kernels, read from git objects through the `git` command: nothing is checked out.
+//! Revisions of the kernels, read from git objects through the `git` command: nothing is checked
+//! out.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -73,8 +74,8 @@ impl Repository {
         })
     }
 
-    /// `good`, then every commit up to `bad` that changed the kernels, oldest first. A merge counts as one
-    /// commit: only first parents are followed.
+    /// `good`, then every commit up to `bad` that changed the kernels, oldest first. A merge
+    /// counts as one commit: only first parents are followed.
     ///
     /// # Errors
     /// When `good` is not on the line of first parents of `bad`.

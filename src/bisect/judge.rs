@@ -1,4 +1,5 @@
-//! What makes a revision good or bad: four measures, each with thresholds taken from the two endpoints.
+//! What makes a revision good or bad: four measures, each with thresholds taken from the two
+//! endpoints.
 
 use std::time::Instant;
 
@@ -158,14 +159,15 @@ const MOST_DRAWS: u64 = 8;
 
 /// A revision is bad when its error is nearer to the bad endpoint's than to the good one's.
 ///
-/// The error of an element is its distance from the *correctly rounded* oracle, `k - round(e)`: zero where the
-/// kernel did as well as its output type can. The distance from `e` itself would be little but the output's own
-/// rounding, under which a narrowed accumulator disappears.
+/// The error of an element is its distance from the *correctly rounded* oracle, `k - round(e)`:
+/// zero where the kernel did as well as its output type can. The distance from `e` itself would be
+/// little but the output's own rounding, under which a narrowed accumulator disappears.
 ///
-/// The endpoints differ when the bad one is farther off in more rows than chance allows: a sign test over rows
-/// (elements of one row share their errors and count once; a vector's elements count each), on the same inputs
-/// for both. Rows that are equally far off say nothing and are left out. If one draw of the inputs has too few
-/// rows for that, the case's seed is moved on for more.
+/// The endpoints differ when the bad one is farther off in more rows than chance allows: a sign
+/// test over rows (elements of one row share their errors and count once; a vector's elements
+/// count each), on the same inputs for both. Rows that are equally far off say nothing and are
+/// left out. If one draw of the inputs has too few rows for that, the case's seed is moved on for
+/// more.
 pub struct ErrorJudge {
     draws: Vec<Drawn>,
     tensor: &'static str,
@@ -195,8 +197,8 @@ impl Drawn {
     }
 }
 
-/// Squared errors of one tensor, for each row (a vector's elements are rows of one), and the tensor's own
-/// sum of squares.
+/// Squared errors of one tensor, for each row (a vector's elements are rows of one), and the
+/// tensor's own sum of squares.
 #[derive(Clone, Debug, Default)]
 struct Errors {
     rows: Vec<f64>,
@@ -233,8 +235,8 @@ impl Errors {
         if sum == 0.0 { 0.0 } else { (sum / self.scale).sqrt() }
     }
 
-    /// Whether `self` is farther off in more than half of the rows in which the two differ: the lower bound of
-    /// that share is above one half.
+    /// Whether `self` is farther off in more than half of the rows in which the two differ: the
+    /// lower bound of that share is above one half.
     fn exceeds(&self, other: &Self, alpha: f64) -> bool {
         let rows = || self.rows.iter().zip(&other.rows);
         let differing = rows().filter(|(a, b)| a != b).count() as u64;
@@ -322,10 +324,11 @@ const PILOT: u64 = 8;
 
 /// A revision is bad when its calls take about as long as the bad endpoint's.
 ///
-/// Machines get faster and slower while a bisection runs, so no time stands alone: each run of a revision is
-/// paired with a run of the good endpoint just before it, and a trial is `ln(t / t_good)`. It hits when it is
-/// above the cut, which is midway between the medians of good and bad pairs. The time is that of the case's
-/// whole call, uploads and downloads included; they are the same for every revision and only dilute.
+/// Machines get faster and slower while a bisection runs, so no time stands alone: each run of a
+/// revision is paired with a run of the good endpoint just before it, and a trial is `ln(t /
+/// t_good)`. It hits when it is above the cut, which is midway between the medians of good and bad
+/// pairs. The time is that of the case's whole call, uploads and downloads included; they are the
+/// same for every revision and only dilute.
 pub struct TimeJudge {
     prepared: Box<dyn PreparedCase>,
     good: Device,
@@ -418,8 +421,9 @@ fn median(values: &[f64]) -> f64 {
 
 /// A revision is bad when its runs differ as often as the bad endpoint's.
 ///
-/// A trial is one more run, which hits when any tensor has other bits than in the first run, or when it faults.
-/// On the emulator each run has a random schedule of its own; a GPU schedules by itself.
+/// A trial is one more run, which hits when any tensor has other bits than in the first run, or
+/// when it faults. On the emulator each run has a random schedule of its own; a GPU schedules by
+/// itself.
 pub struct DeterminismJudge {
     prepared: Box<dyn PreparedCase>,
     rates: Rates,

@@ -1,19 +1,20 @@
 //! Bisection: which commit made a kernel wrong, imprecise, slow or non-deterministic.
 //!
-//! Kernels are compiled when they run, so any revision of `kernels/cuda` can be run by this binary: its sources
-//! are read from git objects ([`history`]), compiled, and run on the case by today's harness. Nothing is checked
-//! out or rebuilt, and a revision costs one compilation of a kernel. Only where a revision's parameter structs
-//! are others than today's launchers fill (size or layout hash) is that revision's own harness built, in a
-//! temporary worktree, and asked by `parity replay`; its exit code knows agreement alone, so for the other
-//! metrics such a revision is skipped.
+//! Kernels are compiled when they run, so any revision of `kernels/cuda` can be run by this
+//! binary: its sources are read from git objects ([`history`]), compiled, and run on the case by
+//! today's harness. Nothing is checked out or rebuilt, and a revision costs one compilation of a
+//! kernel. Only where a revision's parameter structs are others than today's launchers fill (size
+//! or layout hash) is that revision's own harness built, in a temporary worktree, and asked by
+//! `parity replay`; its exit code knows agreement alone, so for the other metrics such a revision
+//! is skipped.
 //!
 //! - [`search`]: the search, a pure function;
 //! - [`sequential`]: decisions about what chance has a part in;
 //! - [`judge`]: what good and bad mean for each metric;
 //! - [`page`]: the plots, as text and as a page.
 //!
-//! A revision that does not compile, or about which no decision is reached, is skipped. Where skipped ones
-//! hide the answer it is a range.
+//! A revision that does not compile, or about which no decision is reached, is skipped. Where
+//! skipped ones hide the answer it is a range.
 
 pub mod history;
 pub mod judge;
@@ -83,8 +84,8 @@ pub type OpenDevice<'a> = &'a dyn Fn() -> anyhow::Result<Device>;
 /// Bisects. `told` hears of every trial as it comes.
 ///
 /// # Errors
-/// Revisions that do not exist or are not in line, cases that cannot be prepared, endpoints that cannot be
-/// run, a missing backend.
+/// Revisions that do not exist or are not in line, cases that cannot be prepared, endpoints that
+/// cannot be run, a missing backend.
 pub fn bisect(
     repository: &Repository,
     [good, bad]: [&str; 2],
@@ -154,7 +155,8 @@ impl Bench<'_> {
         }
         let devices = match (&good, &bad) {
             (Ready::Here(good), Ready::Here(bad)) => [good, bad],
-            // Agreement needs no calibration, and faults and foreign harnesses have nothing to calibrate on.
+            // Agreement needs no calibration, and faults and foreign harnesses have nothing to
+            // calibrate on.
             _ if self.metric == Metric::Agree => [&self.device, &self.device],
             (Ready::Faulty(fault), _) | (_, Ready::Faulty(fault)) => {
                 return Ok(Err(format!(

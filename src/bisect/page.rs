@@ -99,7 +99,8 @@ pub fn text_plot(found: &Bisection) -> String {
     text
 }
 
-/// The page: what was found, the plot, the trials, the difference. It refers to nothing outside itself.
+/// The page: what was found, the plot, the trials, the difference. It refers to nothing outside
+/// itself.
 pub fn html(found: &Bisection) -> String {
     let first_bad = &found.line[found.turn.first_bad];
     let title = match found.turn.is_exact() {

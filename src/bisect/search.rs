@@ -16,8 +16,8 @@ pub enum Answer {
 pub struct Turn {
     /// The last position that is known to be good.
     pub last_good: usize,
-    /// The first position that is known to be bad. Everything between the two was skipped, so where it is
-    /// not `last_good + 1` the turn is one of `last_good + 1 ..= first_bad`.
+    /// The first position that is known to be bad. Everything between the two was skipped, so
+    /// where it is not `last_good + 1` the turn is one of `last_good + 1 ..= first_bad`.
     pub first_bad: usize,
 }
 
@@ -28,8 +28,8 @@ impl Turn {
     }
 }
 
-/// Finds the turn among positions `0..count`, of which the first is known to be good and the last to be
-/// bad. Halves the row at each answer.
+/// Finds the turn among positions `0..count`, of which the first is known to be good and the last
+/// to be bad. Halves the row at each answer.
 ///
 /// After a skip it does not try the neighbour, which is likely broken by the same mistake: further
 /// attempts in one interval go to 1/2, 1/4, 3/4, 1/8, 5/8, … of what is untested there (van der

@@ -1,18 +1,19 @@
-//! Sequential tests for what chance has a part in: run times, and results that differ from run to run.
+//! Sequential tests for what chance has a part in: run times, and results that differ from run to
+//! run.
 //!
-//! Both are brought to trials that hit or miss: "this run was nearer to the bad revision's time than to
-//! the good one's", "this run gave other bits than the first". One slow run among many is one hit, however
-//! slow it was, so a disturbed machine costs trials and not a wrong answer.
+//! Both are brought to trials that hit or miss: "this run was nearer to the bad revision's time
+//! than to the good one's", "this run gave other bits than the first". One slow run among many is
+//! one hit, however slow it was, so a disturbed machine costs trials and not a wrong answer.
 //!
-//! **Calibration** ([`calibrate`]). Both endpoints are tried until their rates of hits are apart: until
-//! the upper Clopper-Pearson bound of the good one, `p0`, is below the lower bound of the bad one, `p1`. The
-//! number of trials doubles from look to look, and look `s` may err with probability `ALPHA / 2^s` only, so
-//! that all looks together err with at most [`ALPHA`].
+//! **Calibration** ([`calibrate`]). Both endpoints are tried until their rates of hits are apart:
+//! until the upper Clopper-Pearson bound of the good one, `p0`, is below the lower bound of the
+//! bad one, `p1`. The number of trials doubles from look to look, and look `s` may err with
+//! probability `ALPHA / 2^s` only, so that all looks together err with at most [`ALPHA`].
 //!
-//! **Decision** ([`Sprt`]). Wald's sequential probability ratio test (1945) between `p0` and `p1`: each trial
-//! adds `ln(p1/p0)` (hit) or `ln((1-p1)/(1-p0))` (miss), and the sum decides when it leaves
-//! `± ln((1-ALPHA)/ALPHA)`. Because the two are bounds and not estimates, real endpoints are further apart
-//! than the test assumes, and its errors rarer than [`ALPHA`].
+//! **Decision** ([`Sprt`]). Wald's sequential probability ratio test (1945) between `p0` and `p1`:
+//! each trial adds `ln(p1/p0)` (hit) or `ln((1-p1)/(1-p0))` (miss), and the sum decides when it
+//! leaves `± ln((1-ALPHA)/ALPHA)`. Because the two are bounds and not estimates, real endpoints
+//! are further apart than the test assumes, and its errors rarer than [`ALPHA`].
 
 use statrs::distribution::{Beta, ContinuousCDF};
 
@@ -31,7 +32,8 @@ pub struct Rates {
     pub bad: f64,
 }
 
-/// Upper Clopper-Pearson bound of a rate: with `hits` of `trials`, it is larger with probability `alpha` only.
+/// Upper Clopper-Pearson bound of a rate: with `hits` of `trials`, it is larger with probability
+/// `alpha` only.
 pub fn upper_bound(hits: u64, trials: u64, alpha: f64) -> f64 {
     match Beta::new(hits as f64 + 1.0, (trials - hits) as f64) {
         Ok(beta) => beta.inverse_cdf(1.0 - alpha),
@@ -45,8 +47,9 @@ pub fn lower_bound(hits: u64, trials: u64, alpha: f64) -> f64 {
     1.0 - upper_bound(trials - hits, trials, alpha)
 }
 
-/// Tries both endpoints until their rates are apart, with at most `most` trials at one look; `None` when they
-/// are not. `hits(n)` makes `n` fresh trials of each endpoint and counts the hits of `[good, bad]`.
+/// Tries both endpoints until their rates are apart, with at most `most` trials at one look;
+/// `None` when they are not. `hits(n)` makes `n` fresh trials of each endpoint and counts the hits
+/// of `[good, bad]`.
 ///
 /// # Errors
 /// The first error of `hits`.

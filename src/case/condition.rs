@@ -1,8 +1,9 @@
 //! Conditions on cases, such as `head_dim = 512 and topk % 128 = 0`.
 //!
-//! Names are fields of the case's JSON, with dots for what is within them; a field that a case does not have is `null`, which
-//! equals `null` alone and is neither less nor greater than anything. There are numbers, strings in either kind of quotes,
-//! `true`, `false` and `null`; `=` (or `==`), `!=`, `<`, `<=`, `>`, `>=`; `%`; `not`, `and`, `or` and parentheses.
+//! Names are fields of the case's JSON, with dots for what is within them; a field that a case
+//! does not have is `null`, which equals `null` alone and is neither less nor greater than
+//! anything. There are numbers, strings in either kind of quotes, `true`, `false` and `null`; `=`
+//! (or `==`), `!=`, `<`, `<=`, `>`, `>=`; `%`; `not`, `and`, `or` and parentheses.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -99,9 +100,9 @@ impl Condition {
         holds(&self.root, case).map_err(|why| format!("`{self}`: {why}"))
     }
 
-    /// The case with what the condition alone decides: fields that must equal a value, or leave a remainder, in all cases that
-    /// meet it. Drawn cases would rarely meet these by chance. Whether the rest holds, and whether there is such a case, is
-    /// still to be asked.
+    /// The case with what the condition alone decides: fields that must equal a value, or leave a
+    /// remainder, in all cases that meet it. Drawn cases would rarely meet these by chance.
+    /// Whether the rest holds, and whether there is such a case, is still to be asked.
     pub fn steered(&self, mut case: Case) -> Case {
         let required = match &self.root {
             Node::All(nodes) => &nodes[..],

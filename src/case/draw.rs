@@ -60,8 +60,9 @@ impl Draw {
         &mut self.rng
     }
 
-    /// `count` times `one`, which takes `words` words of the stream whatever it draws: the same as one after the other, and
-    /// many of them on several threads, each of which begins where its part of the stream does.
+    /// `count` times `one`, which takes `words` words of the stream whatever it draws: the same as
+    /// one after the other, and many of them on several threads, each of which begins where its
+    /// part of the stream does.
     ///
     /// # Panics
     /// Where `one` takes more words or fewer.
@@ -165,7 +166,8 @@ mod tests {
             // Neither begins at a whole number of 64 bits.
             assert_eq!(together.rng().random::<bool>(), apart.rng().random::<bool>());
             let values = together.values(distribution, rows, row_len, 0.7);
-            // Of each row as many as one thread draws by itself; a row's own factor goes with its first value.
+            // Of each row as many as one thread draws by itself; a row's own factor goes with its
+            // first value.
             let one_by_one: Vec<f64> =
                 (0..rows).flat_map(|_| apart.values(distribution, 1, row_len, 0.7)).collect();
             assert!(values == one_by_one, "{distribution:?}");

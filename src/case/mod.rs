@@ -1,5 +1,5 @@
-//! A case: one fully determined comparison, one line of JSON that replays anywhere; and how its inputs are drawn
-//! ([`Draw`]).
+//! A case: one fully determined comparison, one line of JSON that replays anywhere; and how its
+//! inputs are drawn ([`Draw`]).
 
 use std::borrow::Cow;
 
@@ -112,12 +112,14 @@ impl Case {
         serde_json::to_string(self).expect("a case is JSON already")
     }
 
-    /// A name of the case that is as good as its line, and short: `FILE#DIGEST` is the line of a file.
+    /// A name of the case that is as good as its line, and short: `FILE#DIGEST` is the line of a
+    /// file.
     pub fn digest(&self) -> String {
         blake3::hash(self.line().as_bytes()).to_hex()[..12].to_owned()
     }
 
-    /// The command that replays this case on a device like this one, under as many random schedules (emulator).
+    /// The command that replays this case on a device like this one, under as many random
+    /// schedules (emulator).
     pub fn replay_command(&self, device: &Device, schedules: u32) -> String {
         let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
         let backend = device.environment().backend;

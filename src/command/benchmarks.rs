@@ -1,4 +1,5 @@
-//! `parity run --benchmarks`: what the benchmarks' executable measures, for the report of the same run.
+//! `parity run --benchmarks`: what the benchmarks' executable measures, for the report of the same
+//! run.
 
 use std::fs::File;
 use std::path::Path;
@@ -25,8 +26,8 @@ pub(super) struct Measured {
     pub agreed: bool,
 }
 
-/// Takes over what an earlier run of the benchmarks left in criterion's directory: the one that was named, or the default
-/// one, where there may be nothing.
+/// Takes over what an earlier run of the benchmarks left in criterion's directory: the one that
+/// was named, or the default one, where there may be nothing.
 pub(super) fn earlier(directory: Option<&Path>, device: &Device) -> Result<Measured> {
     if let Some(named) = directory.filter(|named| !named.join(benchmarks::FACTS_FILE).is_file()) {
         bail!(
@@ -76,7 +77,8 @@ pub(super) fn run(
         .and_then(|mut running| running.wait_within(Duration::MAX));
     let status = ended.with_context(|| format!("--benchmarks {}", program.display()))?;
     let Some(status) = status else { bail!("--benchmarks {}: it did not end", program.display()) };
-    // 1 is a disagreement, which the report is made with; what else ends so has measured nothing to rely on.
+    // 1 is a disagreement, which the report is made with; what else ends so has measured nothing
+    // to rely on.
     if !matches!(status.code(), Some(0 | 1)) {
         bail!(
             "--benchmarks {}: {status}; what it printed is in {}",

@@ -17,7 +17,8 @@ pub struct BesideArguments {
     /// Pairs of works, a TOML file such as fixtures/external/pairs.toml
     #[arg(value_name = "PAIRS")]
     pairs: PathBuf,
-    /// Logs of both sides, from one machine: of the benchmarks (PARITY_BENCH_LOG), and of fixtures/external/public_times.py
+    /// Logs of both sides, from one machine: of the benchmarks (PARITY_BENCH_LOG), and of
+    /// fixtures/external/public_times.py
     #[arg(value_name = "LOG", required = true)]
     logs: Vec<PathBuf>,
     /// Write the page here instead of printing it

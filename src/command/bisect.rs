@@ -35,7 +35,8 @@ pub struct BisectArguments {
     /// Later revision whose kernels are bad
     #[arg(long, value_name = "REV")]
     bad: String,
-    /// Case as one line of JSON, or a file of such lines: the first case that tells the two ends apart is used
+    /// Case as one line of JSON, or a file of such lines: the first case that tells the two ends
+    /// apart is used
     #[arg(long, value_name = "CASE|FILE", required_unless_present = "op", conflicts_with = "op")]
     case: Option<String>,
     /// Use cases of this operator's quick sweep instead

@@ -36,9 +36,9 @@ pub struct CompileArguments {
     changed: bool,
     /// Keep what is compiled in this cache of modules, for PARITY_CACHE_DIR on a GPU machine
     ///
-    /// A run on a GPU of a target of --arch then compiles nothing, if its kernels are the same and its
-    /// NVRTC is the same release and build: carry libnvrtc along, and name it by PARITY_NVRTC. With
-    /// another NVRTC it compiles again.
+    /// A run on a GPU of a target of --arch then compiles nothing, if its kernels are the same and
+    /// its NVRTC is the same release and build: carry libnvrtc along, and name it by PARITY_NVRTC.
+    /// With another NVRTC it compiles again.
     #[arg(long, value_name = "DIR")]
     into: Option<PathBuf>,
     /// Print JSON
@@ -50,8 +50,8 @@ pub struct CompileArguments {
 const INSTALL: &str = "NVRTC is needed. Run `pip install nvidia-cuda-nvrtc`, or install a CUDA toolkit (12 or later), or \
                        set PARITY_NVRTC to libnvrtc.so";
 
-/// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where the compiler refuses one
-/// or has a remark.
+/// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where
+/// the compiler refuses one or has a remark.
 pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let nvrtc = Nvrtc::load().context(INSTALL)?;
     if arguments.into.is_some() {
@@ -188,7 +188,8 @@ impl Job<'_> {
             Ok(Some(compiled)) if compiled.remarks.is_empty() => {
                 Outcome::Compiled(compiled.cubin.len())
             }
-            // Products that it serialises cost a tenth of a kernel's speed, and nothing else says so.
+            // Products that it serialises cost a tenth of a kernel's speed, and nothing else says
+            // so.
             Ok(Some(compiled)) => Outcome::Failed(format!("compiles, but: {}", compiled.remarks)),
             Err(error) => Outcome::Failed(error.to_string()),
         }

@@ -27,7 +27,8 @@ pub struct DiffArguments {
     /// Write the comparison as one HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Write the comparison to diff.html in the folder of HEAD, and put what changed on the first screen of its pages
+    /// Write the comparison to diff.html in the folder of HEAD, and put what changed on the first
+    /// screen of its pages
     #[arg(long)]
     page: bool,
     /// Print JSON

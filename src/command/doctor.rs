@@ -50,8 +50,8 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
     Ok(if works { Exit::Agreed } else { Exit::BackendMissing })
 }
 
-/// Compiles the kernels of rms_norm on a backend, runs the first of its edge cases that has an element, and compares: a compiler
-/// that answers and a device that is there are not enough.
+/// Compiles the kernels of rms_norm on a backend, runs the first of its edge cases that has an
+/// element, and compares: a compiler that answers and a device that is there are not enough.
 fn try_out(kind: BackendKind) -> Result<String, String> {
     let device =
         Device::open(kind, dsv4_kernels::device_options()).map_err(|error| error.to_string())?;

@@ -61,7 +61,8 @@ pub struct ExternalArguments {
     /// The kernel has no gradients
     #[arg(long)]
     forward_only: bool,
-    /// Ask the worker for its own times, and report them next to those of our kernels on the same GPU
+    /// Ask the worker for its own times, and report them next to those of our kernels on the same
+    /// GPU
     #[arg(long)]
     time: bool,
     /// Seconds that one run of a case may take
@@ -77,7 +78,8 @@ pub struct ExternalArguments {
     out: PathBuf,
     /// Sweep only cases whose fields meet a condition, such as 'head_dim = 512 and topk % 128 = 0'
     ///
-    /// With where = "…" in the adapter both must hold. Cases are drawn until enough of them meet it.
+    /// With where = "…" in the adapter both must hold. Cases are drawn until enough of them meet
+    /// it.
     #[arg(long = "where", value_name = "CONDITION")]
     condition: Option<Condition>,
     /// Run part I of N, counted from 0; `parity merge` joins the parts
@@ -136,7 +138,8 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     outcome::exit_of(&report, arguments.shard.is_none())
 }
 
-/// Prints what was skipped, a line for each reason; how many there are, where failures have more to say.
+/// Prints what was skipped, a line for each reason; how many there are, where failures have more
+/// to say.
 fn print_skips(report: &Report, out: &Path) {
     let reasons = by_reason(&report.skips);
     if report.cases.iter().all(|case| case.verdict() == Verdict::Pass) {
@@ -254,7 +257,8 @@ fn planned(
         if case.operator != arguments.op {
             bail!("--case is about `{}`, --op about `{}`", case.operator, arguments.op);
         }
-        // All are prepared before one is run: a malformed line is reported before minutes are spent.
+        // All are prepared before one is run: a malformed line is reported before minutes are
+        // spent.
         registry::prepare(case)?;
     }
     Session::of_cases(request, cases, options)

@@ -13,7 +13,8 @@ use crate::sweep::regressions::Regressions;
 /// Options of `parity merge`.
 #[derive(Debug, Args)]
 pub struct MergeArguments {
-    /// Folders that `parity run --shard I/N --out DIR` or `parity external` wrote, one for each shard
+    /// Folders that `parity run --shard I/N --out DIR` or `parity external` wrote, one for each
+    /// shard
     #[arg(value_name = "SHARD_DIR", required = true)]
     shards: Vec<PathBuf>,
     /// Folder for report.json, index.html, summary.md and records.jsonl

@@ -57,7 +57,8 @@ pub enum Exit {
     BadInput,
     /// The demanded backend is missing.
     BackendMissing,
-    /// The kernels do not compile or cannot be run: nothing was learnt (`git bisect run` skips such a revision).
+    /// The kernels do not compile or cannot be run: nothing was learnt (`git bisect run` skips
+    /// such a revision).
     Untestable,
     /// Nobody reads standard output any more.
     Closed,
@@ -72,7 +73,8 @@ impl Exit {
             Self::BadInput => 2,
             Self::BackendMissing => 3,
             Self::Untestable => 125,
-            // 128 and the number of SIGPIPE: what a shell reports of a program that the signal ends.
+            // 128 and the number of SIGPIPE: what a shell reports of a program that the signal
+            // ends.
             Self::Closed => 141,
         }
     }
@@ -92,7 +94,8 @@ pub fn exit_code_of(error: &anyhow::Error) -> Exit {
     }
 }
 
-/// What stands below the list of commands: what the process reads from its environment, and how it ends.
+/// What stands below the list of commands: what the process reads from its environment, and how it
+/// ends.
 const AFTER_HELP: &str = "\
 Environment variables:
   PARITY_BACKEND      Backend, as --backend
@@ -229,7 +232,8 @@ fn start_log(filter: &str) -> Result<()> {
     Ok(())
 }
 
-/// Random schedules to run each case under: those asked for, or the profile's. None where the device schedules by itself.
+/// Random schedules to run each case under: those asked for, or the profile's. None where the
+/// device schedules by itself.
 fn schedules(asked: Option<u32>, profile: Profile, device: &Device) -> u32 {
     let takes_a_seed = device.environment().backend == BackendKind::Emulator;
     if takes_a_seed { asked.unwrap_or(profile.schedules()) } else { 0 }
@@ -357,7 +361,8 @@ pub enum BackendChoice {
 pub struct MemoryArguments {
     /// Most memory that one case may take, such as 8GiB [default: half of the machine's]
     ///
-    /// A case that needs more is rejected; a sweep skips it. In a control group the default is half of its memory.
+    /// A case that needs more is rejected; a sweep skips it. In a control group the default is
+    /// half of its memory.
     #[arg(long, value_name = "SIZE", env = "PARITY_MEMORY", hide_env_values = true)]
     pub memory: Option<Limit>,
 }

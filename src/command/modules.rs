@@ -1,4 +1,5 @@
-//! Modules that a sweep on a GPU needs, compiled before it begins, by all cores: the sweep would compile one at a time.
+//! Modules that a sweep on a GPU needs, compiled before it begins, by all cores: the sweep would
+//! compile one at a time.
 
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
@@ -12,8 +13,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::output;
 use crate::operator::AnyOperator;
 
-/// Compiles what of the operators' modules the cache does not hold, and says how far that is: on a terminal a bar, otherwise a
-/// line before and one after. Elsewhere than on a GPU modules take no time worth it.
+/// Compiles what of the operators' modules the cache does not hold, and says how far that is: on a
+/// terminal a bar, otherwise a line before and one after. Elsewhere than on a GPU modules take no
+/// time worth it.
 pub(super) fn compile_in_advance(
     operators: &[&AnyOperator],
     tree: &SourceTree,

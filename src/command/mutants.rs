@@ -75,13 +75,15 @@ pub struct MutantsArguments {
     /// Random schedules to run each case under on the emulator
     #[arg(long, default_value_t = 4, value_name = "N")]
     schedules: u32,
-    /// Run only the mutants with these ids, comma-separated, on all their cases, and print each result
+    /// Run only the mutants with these ids, comma-separated, on all their cases, and print each
+    /// result
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     only: Vec<String>,
     /// Run the mutants listed as equivalent, too: one that is killed fails the run
     #[arg(long)]
     check_equivalents: bool,
-    /// Folder of planted mutants and equivalent.toml [default: mutants in PARITY_FIXTURES or ./fixtures]
+    /// Folder of planted mutants and equivalent.toml [default: mutants in PARITY_FIXTURES or
+    /// ./fixtures]
     #[arg(long, value_name = "DIR")]
     mutants: Option<PathBuf>,
     /// Folder of saved failing cases [default: regressions in PARITY_FIXTURES or ./fixtures]
@@ -243,7 +245,8 @@ fn serve_trial(device: &Device) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// The operators of a list that have kernels to change; a chain that the list names has none of its own.
+/// The operators of a list that have kernels to change; a chain that the list names has none of
+/// its own.
 fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
     let selected = registry::select(list)?;
     let is_chain = |operator: &&&'static AnyOperator| !operator.chain().is_empty();
@@ -598,7 +601,8 @@ fn refuse_unknown_ids(
                     "--only {id}: it is planted for {operator}, {why}; the test mutant::{id} runs it"
                 )
             }
-            // An id's hash follows the text of its line: who has edited that asks which ids took its place.
+            // An id's hash follows the text of its line: who has edited that asks which ids took
+            // its place.
             let stem = id.rsplit_once(':').map_or(id.as_str(), |(stem, _)| stem);
             let near: Vec<_> = known
                 .iter()
@@ -654,7 +658,8 @@ fn count_not_run(plans: &mut [Plan], subject: &Subject) {
 
 const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
 
-/// Names the mutants that are listed as equivalent and were killed; the others' records say why they are.
+/// Names the mutants that are listed as equivalent and were killed; the others' records say why
+/// they are.
 fn report_false_equivalents(
     records: &mut [MutantRecord],
     arguments: &MutantsArguments,

@@ -51,7 +51,8 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// A line for each operator, family by family; cut off at the width of the terminal, where there is one.
+/// A line for each operator, family by family; cut off at the width of the terminal, where there
+/// is one.
 fn list(operators: &[&AnyOperator]) {
     let width = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
     let names = operators.iter().map(|operator| operator.name().len()).max().unwrap_or(0);
@@ -101,7 +102,8 @@ fn with_title(citation: &str) -> String {
     section.map_or_else(|| citation.to_owned(), |section| format!("{citation}, {}", section.title))
 }
 
-/// A line for a tensor: what it is, its axes and types, the layouts that the kernels take, how it is compared.
+/// A line for a tensor: what it is, its axes and types, the layouts that the kernels take, how it
+/// is compared.
 fn print_tensor(tensor: &TensorRecord) {
     let of = tensor.of.as_ref().map(|of| format!(" of {of}")).unwrap_or_default();
     let sometimes = match &tensor.when {

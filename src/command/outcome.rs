@@ -12,8 +12,8 @@ use crate::record::{Report, Verdict};
 use crate::report::diagnosis::terminal;
 use crate::report::numbers::counted;
 
-/// What a sweep ends with: 1 where something disagrees, 2 where kernels could not be run or nothing at all was compared
-/// although something `should` have been.
+/// What a sweep ends with: 1 where something disagrees, 2 where kernels could not be run or
+/// nothing at all was compared although something `should` have been.
 pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     for (operator, why) in report.not_run() {
         errln!(
@@ -35,13 +35,15 @@ pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
         bail!("nothing was compared: {} case(s) ran, {skipped} skips", report.cases.len());
     }
     if report.cases.is_empty() && !report.unsupported.is_empty() {
-        // A shard's kernel may be for none of its cases; whether it is for any is asked of the whole.
+        // A shard's kernel may be for none of its cases; whether it is for any is asked of the
+        // whole.
         return Ok(Exit::Agreed);
     }
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
 
-/// Prints which kernel paths no case took: by name, but of a smoke test, whose cases are few, how many.
+/// Prints which kernel paths no case took: by name, but of a smoke test, whose cases are few, how
+/// many.
 fn say_never_run(report: &Report, fails: bool) {
     if report.profile != Profile::Smoke.name() {
         for (operator, missing) in report.paths_never_run() {

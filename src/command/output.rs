@@ -1,15 +1,17 @@
 //! The one way to standard output and standard error.
 //!
-//! `println!` panics where its reader is gone or the disk is full, so clippy denies it in this crate
-//! (`print_stdout`, `print_stderr`). What commands print goes through `outln!` and `errln!` instead:
+//! `println!` panics where its reader is gone or the disk is full, so clippy denies it in this
+//! crate (`print_stdout`, `print_stderr`). What commands print goes through `outln!` and `errln!`
+//! instead:
 //!
-//! - Standard output was closed (`parity ops | head`): the process ends at once, without a word, with code 141,
-//!   which is what a shell reports of a program that SIGPIPE ends. SIGPIPE itself stays ignored: it would also
-//!   end the harness when a worker process closes its end of a pipe.
+//! - Standard output was closed (`parity ops | head`): the process ends at once, without a word,
+//!   with code 141, which is what a shell reports of a program that SIGPIPE ends. SIGPIPE itself
+//!   stays ignored: it would also end the harness when a worker process closes its end of a pipe.
 //! - Standard output cannot be written (a full disk): one error, code 2.
 //! - Standard error cannot be written: nobody reads it, so nothing is done.
 //!
-//! Text holds ANSI colours from [`good`], [`bad`] and the like; they are removed where they are not wanted.
+//! Text holds ANSI colours from [`good`], [`bad`] and the like; they are removed where they are
+//! not wanted.
 
 use std::fmt;
 use std::io::{self, Write as _};
@@ -55,7 +57,8 @@ pub fn is_quiet() -> bool {
     settings().quiet
 }
 
-/// Whether standard error takes colours; a worker whose standard error this process passes on does as it does.
+/// Whether standard error takes colours; a worker whose standard error this process passes on does
+/// as it does.
 pub fn stderr_has_color() -> bool {
     settings().stderr_color
 }
@@ -102,7 +105,8 @@ fn end_unless(written: io::Result<()>) {
         print_error(format_args!("parity: writing to standard output: {error}\n"));
         Exit::BadInput
     };
-    // Here, so that no caller can forget it. Children and folders are taken care of as when this process is killed.
+    // Here, so that no caller can forget it. Children and folders are taken care of as when this
+    // process is killed.
     std::process::exit(exit.code().into())
 }
 
@@ -116,7 +120,8 @@ macro_rules! out {
     ($($text:tt)*) => { $crate::command::output::print(format_args!($($text)*)) };
 }
 
-/// Prints a line to standard output that is neither verdict nor failure: not where `--quiet` is given.
+/// Prints a line to standard output that is neither verdict nor failure: not where `--quiet` is
+/// given.
 macro_rules! detailln {
     ($($text:tt)*) => {
         if !$crate::command::output::is_quiet() {

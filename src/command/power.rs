@@ -34,20 +34,24 @@ pub struct PowerArguments {
     ops: Option<String>,
     #[command(flatten)]
     sweep: SweepArguments,
-    /// Also judge N new runs of each oracle as if kernels had written them, and count the false alarms
+    /// Also judge N new runs of each oracle as if kernels had written them, and count the false
+    /// alarms
     ///
     /// The runs round as the kernels do.
     #[arg(long, default_value_t = 0, value_name = "N")]
     draws: u32,
-    /// Also run the kernels with these planted bugs, comma-separated, once on each case of their operators
+    /// Also run the kernels with these planted bugs, comma-separated, once on each case of their
+    /// operators
     ///
-    /// For each tensor: the share of the cases in which it is failed, of those in which the bug changes it.
+    /// For each tensor: the share of the cases in which it is failed, of those in which the bug
+    /// changes it.
     #[arg(long, value_name = "ID,ID", value_delimiter = ',')]
     mutants: Vec<String>,
     /// Also write what each case could see, a line of JSON for each tensor
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Also write a page: which bias each rule sees and how many correct tensors it rejects, then every tensor
+    /// Also write a page: which bias each rule sees and how many correct tensors it rejects, then
+    /// every tensor
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
     /// Print JSON
@@ -73,8 +77,8 @@ Columns: the smallest uniform relative error (bias) that a verdict rejects, as
                 which they reject a correct tensor
 A tensor marked (saved) is a gradient, judged by what the kernel itself saved.";
 
-/// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No kernel runs but those of
-/// mutants that are asked for.
+/// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No
+/// kernel runs but those of mutants that are asked for.
 pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     arguments.sweep.seed.announce(None)?;
     let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())?;
@@ -125,7 +129,8 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// A row of the table: what each rule sees in the best case, in half of the cases, and in nine of ten.
+/// A row of the table: what each rule sees in the best case, in half of the cases, and in nine of
+/// ten.
 fn as_json(tensor: &TensorPower) -> serde_json::Value {
     let rule = |(name, rule): &power::Rule| {
         let [best, half, most] = [0.0, 0.5, 0.9].map(|share| tensor.seen_in(share, *rule).0);
@@ -187,7 +192,8 @@ impl std::fmt::Display for Alarms {
 const FRESH: u64 = 1 << 32;
 
 impl Alarms {
-    /// Judges fresh runs of an oracle, each with one of the choices that are the kernel's own business.
+    /// Judges fresh runs of an oracle, each with one of the choices that are the kernel's own
+    /// business.
     fn count(
         &mut self,
         case: &Case,
@@ -221,7 +227,8 @@ impl Alarms {
 struct Bugs {
     right: Device,
     planted: Vec<(Mutant, Device)>,
-    /// By mutant and tensor: cases in which the bug changed it, and those of them in which it was failed.
+    /// By mutant and tensor: cases in which the bug changed it, and those of them in which it was
+    /// failed.
     seen: BTreeMap<(String, String), [u64; 2]>,
 }
 

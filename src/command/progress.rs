@@ -85,7 +85,8 @@ fn log(record: &CaseRecord) {
     tracing::debug!("{}", record.case);
 }
 
-/// An interrupt says how many cases are recorded in `out`, of how many where that is known, and ends the process.
+/// An interrupt says how many cases are recorded in `out`, of how many where that is known, and
+/// ends the process.
 pub(super) fn say_when_interrupted(
     recorded: Arc<AtomicU64>,
     planned: Option<u64>,

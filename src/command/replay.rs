@@ -29,7 +29,8 @@ git bisect run can use it. Try the command once first: git takes 2 and 3 for a b
 Exit codes: 0 every case agreed, 1 one disagreed, 2 bad usage or input, 3 the demanded backend is missing, 125 none \
 disagreed, and the kernels of one are missing, do not compile or cannot be run.")]
 pub struct ReplayArguments {
-    /// A case or its record as one line of JSON, or a file of such lines (records.jsonl, saved cases)
+    /// A case or its record as one line of JSON, or a file of such lines (records.jsonl, saved
+    /// cases)
     ///
     /// FILE#DIGEST is one of them, as a failing sweep names it.
     #[arg(value_name = "CASE|FILE")]
@@ -136,7 +137,8 @@ fn print_failures(records: &[CaseRecord], is_printed: bool) {
     );
 }
 
-/// Whether the directory of `--kernels` is missing or holds none: a revision from before they stood there.
+/// Whether the directory of `--kernels` is missing or holds none: a revision from before they
+/// stood there.
 fn has_no_kernels(error: &anyhow::Error) -> bool {
     matches!(
         error.downcast_ref(),
@@ -170,7 +172,8 @@ struct Given {
 }
 
 impl Given {
-    /// Parses a case, or the record of one. A bare case has failed once if it is among `remembered`.
+    /// Parses a case, or the record of one. A bare case has failed once if it is among
+    /// `remembered`.
     fn parse(line: &str, remembered: &Regressions) -> Result<Self> {
         if let Ok(record) = serde_json::from_str::<CaseRecord>(line) {
             let has_failed = record.verdict() != Verdict::Pass;

@@ -12,7 +12,8 @@ use crate::report::{self, diff};
 /// Options of `parity report`.
 #[derive(Debug, Args)]
 pub struct ReportArguments {
-    /// A report.json or its folder; of an interrupted run the folder with plan.json and records.jsonl
+    /// A report.json or its folder; of an interrupted run the folder with plan.json and
+    /// records.jsonl
     #[arg(value_name = "FILE|DIR")]
     file: PathBuf,
     /// Folder for report.json, index.html and summary.md [default: the folder that is read]
@@ -39,7 +40,8 @@ pub fn execute(arguments: &ReportArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// A finished run's report; what there is of one that was cut short, which may have been made a report before.
+/// A finished run's report; what there is of one that was cut short, which may have been made a
+/// report before.
 fn read(path: &Path) -> Result<Report> {
     let finished = || diff::read(path);
     if !path.is_dir() || path.join("report.json").is_file() && finished()?.unfinished.is_none() {

@@ -46,7 +46,8 @@ pub struct RunArguments {
     /// Folder for report.json, index.html, summary.md and records.jsonl
     #[arg(long, default_value = "reports/latest", value_name = "DIR")]
     pub(super) out: PathBuf,
-    /// Criterion's directory, whose results join the report [default: target/criterion, if it exists]
+    /// Criterion's directory, whose results join the report [default: target/criterion, if it
+    /// exists]
     #[arg(long, value_name = "DIR")]
     criterion: Option<PathBuf>,
     /// Executable of the benchmarks to run first, as `cargo bench --no-run` names it
@@ -62,7 +63,8 @@ pub struct RunArguments {
     shard: Option<Shard>,
     /// Divide the sweep over N processes, on all GPUs of the machine, and join it again
     ///
-    /// Processes on one GPU share its memory: a case that needs much of it waits until that is free.
+    /// Processes on one GPU share its memory: a case that needs much of it waits until that is
+    /// free.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
     workers: Option<u32>,
     /// A report.json or records.jsonl whose costs balance shards or workers
@@ -102,7 +104,8 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
         );
     }
     let arguments = &arguments;
-    // Before anything else runs: what cannot be understood must not cost a finished sweep its report.
+    // Before anything else runs: what cannot be understood must not cost a finished sweep its
+    // report.
     let measured = match &arguments.benchmarks {
         Some(file) => benchmarks::run(
             file,
@@ -210,7 +213,8 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
     let regressions =
         Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
     if by_workers {
-        // Those of a plan that others still follow must not change it, so that workers remember nothing themselves.
+        // Those of a plan that others still follow must not change it, so that workers remember
+        // nothing themselves.
         regressions.remember_shrunk(report)?;
     }
     report.saved = regressions.saved(&report.cases);
@@ -233,7 +237,8 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
     let schedules = super::schedules(arguments.schedules, arguments.sweep.profile(), device);
     SweepOptions {
-        // A shard that remembered would change the plan of those that start later: the merge does it.
+        // A shard that remembered would change the plan of those that start later: the merge does
+        // it.
         remember: arguments.shard.is_none(),
         time_budget: arguments.time_budget.map(Duration::from_secs),
         ..arguments

@@ -1,4 +1,5 @@
-//! What commands that sweep have in common: the size, the number of cases, and `--seed`, a number or `fresh`.
+//! What commands that sweep have in common: the size, the number of cases, and `--seed`, a number
+//! or `fresh`.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
@@ -41,8 +42,8 @@ impl SweepArguments {
         self.profile.unwrap_or(Profile::Quick)
     }
 
-    /// The sweep of these cases and of those remembered in a folder, the project's own when absent. What fails is not
-    /// remembered, and all are run.
+    /// The sweep of these cases and of those remembered in a folder, the project's own when
+    /// absent. What fails is not remembered, and all are run.
     pub fn options(&self, checks: CheckOptions, regressions: Option<&Path>) -> SweepOptions {
         let folder = regressions.map_or_else(Regressions::default_dir, Path::to_path_buf);
         SweepOptions {
@@ -65,7 +66,8 @@ impl SweepArguments {
 }
 
 impl SweepArguments {
-    /// A whole sweep of these operators, as they were named, that starts now and keeps its journal in `out`.
+    /// A whole sweep of these operators, as they were named, that starts now and keeps its journal
+    /// in `out`.
     pub fn request(&self, names: &str, out: &Path) -> SweepRequest {
         SweepRequest {
             names: names.to_owned(),
@@ -82,7 +84,8 @@ impl SweepArguments {
     }
 }
 
-/// Most cases that are drawn of an operator: all of them are planned, and lie in memory, before the first one runs.
+/// Most cases that are drawn of an operator: all of them are planned, and lie in memory, before
+/// the first one runs.
 const MOST_CASES: usize = 1_000_000;
 
 fn number_of_cases(text: &str) -> Result<usize, String> {

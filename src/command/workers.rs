@@ -1,5 +1,5 @@
-//! `parity run --workers N`: the sweep divided over processes of this program, each a shard of it on one of the machine's GPUs,
-//! and put together again.
+//! `parity run --workers N`: the sweep divided over processes of this program, each a shard of it
+//! on one of the machine's GPUs, and put together again.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
@@ -30,8 +30,8 @@ const GPU: &str = "PARITY_CUDA_DEVICE";
 /// How often the records are counted.
 const PACE: Duration = Duration::from_millis(500);
 
-/// Sweeps with so many workers. What they wrote is gone when the report is whole, and is what `--resume` goes on with until
-/// then.
+/// Sweeps with so many workers. What they wrote is gone when the report is whole, and is what
+/// `--resume` goes on with until then.
 pub(super) fn sweep(
     arguments: &RunArguments,
     workers: u32,
@@ -190,7 +190,8 @@ impl Drop for Worker {
     }
 }
 
-/// Shows how far the workers are until all have ended. One that ends without a report ends the others, too.
+/// Shows how far the workers are until all have ended. One that ends without a report ends the
+/// others, too.
 fn watch(workers: &mut [Worker], out: &Path) -> Result<()> {
     let recorded = Arc::<AtomicU64>::default();
     progress::say_when_interrupted(recorded.clone(), None, out)?;

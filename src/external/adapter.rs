@@ -24,9 +24,9 @@
 //! absent = true                             # the kernel does not return it; counted as a skip
 //! ```
 //!
-//! Everything holds in both directions: inputs are written as the other kernel expects them, outputs and
-//! gradients are read back. An input that its type there cannot hold exactly is refused, unless a scale
-//! makes rounding unavoidable: the oracle must see what the kernel sees.
+//! Everything holds in both directions: inputs are written as the other kernel expects them,
+//! outputs and gradients are read back. An input that its type there cannot hold exactly is
+//! refused, unless a scale makes rounding unavoidable: the oracle must see what the kernel sees.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -173,7 +173,8 @@ impl Convention {
     }
 }
 
-/// Where element `i` of the permuted tensor is in the other: axis `a` there is axis `permute[a]` here.
+/// Where element `i` of the permuted tensor is in the other: axis `a` there is axis `permute[a]`
+/// here.
 fn permuted_offsets(shape: &[usize], permute: &[usize]) -> Vec<usize> {
     let mut strides = vec![1; shape.len()];
     for axis in (1..shape.len()).rev() {
@@ -243,8 +244,8 @@ impl Adapter {
         self.tensor.get(name).is_some_and(|convention| convention.absent)
     }
 
-    /// Whether equal values of this tensor must be equal bits. A sum whose order depends on its length, or on
-    /// the clock, is declared not to be.
+    /// Whether equal values of this tensor must be equal bits. A sum whose order depends on its
+    /// length, or on the clock, is declared not to be.
     pub fn is_bitwise(&self, name: &str) -> bool {
         self.tensor.get(name).and_then(|convention| convention.bitwise).unwrap_or(true)
     }
@@ -303,8 +304,8 @@ impl Adapter {
         }
     }
 
-    /// A tensor of the other kernel as one of ours, in the type and shape of `like`; [`Self::their_form`]
-    /// says what form it must have.
+    /// A tensor of the other kernel as one of ours, in the type and shape of `like`;
+    /// [`Self::their_form`] says what form it must have.
     ///
     /// # Errors
     /// A convention that does not fit the tensor, or a value that our type does not have.

@@ -5,28 +5,31 @@
 //! - `case.json`: the operator and the case's fields, scalars such as `softmax_scale` among them;
 //! - `inputs.safetensors`: the inputs, upstream gradients included, dense and row-major, under the
 //!   operator's names;
-//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}], "time": false}`, what is to be written;
-//!   `side` is `forward` or `gradient`; `time` asks how long the kernel takes;
+//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}], "time": false}`, what is
+//!   to be written; `side` is `forward` or `gradient`; `time` asks how long the kernel takes;
 //!
-//! and writes `outputs.safetensors` into it: a regular file, no larger than what is expected (inputs included)
-//! in the widest type. As `--cmd` it is run anew each time, with `{dir}` replaced by the folder. As `--worker`
-//! it is started once, gets `{"dir": …}` as a line on standard input and answers with a line on standard
-//! output, which holds nothing else; its standard input ends with the sweep. A worker that died is started again
-//! for the next run. Whatever goes wrong is the verdict of that case; but a worker that ends before it is asked anything
-//! cannot start, and no case runs. The answer is one of
+//! and writes `outputs.safetensors` into it: a regular file, no larger than what is expected
+//! (inputs included) in the widest type. As `--cmd` it is run anew each time, with `{dir}`
+//! replaced by the folder. As `--worker` it is started once, gets `{"dir": …}` as a line on
+//! standard input and answers with a line on standard output, which holds nothing else; its
+//! standard input ends with the sweep. A worker that died is started again for the next run.
+//! Whatever goes wrong is the verdict of that case; but a worker that ends before it is asked
+//! anything cannot start, and no case runs. The answer is one of
 //!
-//! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where it was asked for the time and
-//!   has measured it, by the clock of the device;
+//! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where it was asked
+//!   for the time and has measured it, by the clock of the device;
 //! - `{"error":"why"}`: the case has failed;
 //! - `{"unsupported":"why"}`: the kernel is not for such cases, which is a counted skip.
 //!
-//! A command answers with its exit code; the last line of its standard output may be one of these, too.
+//! A command answers with its exit code; the last line of its standard output may be one of these,
+//! too.
 //!
-//! A tensor `input.NAME` in the outputs is an input as the kernel left it: it must be what was given,
-//! as must the file of the inputs.
+//! A tensor `input.NAME` in the outputs is an input as the kernel left it: it must be what was
+//! given, as must the file of the inputs.
 //!
-//! The operators know nothing of this. Their `kernel` runs on a device that launches nothing and takes
-//! down what would be read ([`Device::recording`]), and what it returns says what would be written.
+//! The operators know nothing of this. Their `kernel` runs on a device that launches nothing and
+//! takes down what would be read ([`Device::recording`]), and what it returns says what would be
+//! written.
 
 pub mod adapter;
 pub mod process;
@@ -105,7 +108,8 @@ pub struct External {
 pub struct ExternalOptions {
     /// What names it in reports: its command.
     pub name: String,
-    /// The arguments of `parity external` but for the case, quoted for a shell; part of each replay.
+    /// The arguments of `parity external` but for the case, quoted for a shell; part of each
+    /// replay.
     pub arguments: String,
     /// How its conventions differ.
     pub adapter: Adapter,
@@ -115,7 +119,8 @@ pub struct ExternalOptions {
     pub time: bool,
     /// Where ours are timed beside it, or why nowhere.
     pub ours: Option<Result<Device, String>>,
-    /// Where the folders of the runs stay; in a temporary place for as long as they are needed otherwise.
+    /// Where the folders of the runs stay; in a temporary place for as long as they are needed
+    /// otherwise.
     pub keep: Option<PathBuf>,
 }
 
@@ -145,8 +150,8 @@ impl External {
         }
     }
 
-    /// Holds the adapter to the tensors of an operator and of these cases of it: one that the operator does not have is an
-    /// error, as is a convention that does not fit its tensor.
+    /// Holds the adapter to the tensors of an operator and of these cases of it: one that the
+    /// operator does not have is an error, as is a convention that does not fit its tensor.
     ///
     /// # Errors
     /// The tensor's name, and what is wrong.
@@ -188,7 +193,8 @@ impl External {
         Ok(())
     }
 
-    /// Starts whatever answers requests, where it lives on; what it needs until it can answer passes meanwhile.
+    /// Starts whatever answers requests, where it lives on; what it needs until it can answer
+    /// passes meanwhile.
     ///
     /// # Errors
     /// What happened instead.
@@ -208,7 +214,8 @@ impl External {
     fn record(&self, prepared: &dyn PreparedCase) -> Result<Recorded, RunError> {
         let run = prepared.kernel(&self.recorder, RECORDING);
         let mut inputs = self.recorder.take_recorded();
-        // Our backward may read a copy of an input that our forward overwrites; to others it is one tensor.
+        // Our backward may read a copy of an input that our forward overwrites; to others it is
+        // one tensor.
         let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
         inputs.retain(|(name, tensor)| {
             name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor)

@@ -1,5 +1,6 @@
-//! Processes that answer requests: one for each run of a case, or one that lives on. Neither outlives its time limit, and
-//! nothing that they start outlives them or this process ([`dsv4_runtime::supervisor`]).
+//! Processes that answer requests: one for each run of a case, or one that lives on. Neither
+//! outlives its time limit, and nothing that they start outlives them or this process
+//! ([`dsv4_runtime::supervisor`]).
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -293,7 +294,8 @@ impl Running {
         })
     }
 
-    /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is ended here.
+    /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is
+    /// ended here.
     fn failed(mut self, what: &str) -> RunError {
         // A worker that closed its output is about to end by itself, and its status says why.
         let status = self.process.wait_within(LAST_WORDS).ok().flatten();
@@ -330,8 +332,9 @@ impl Worker {
         Self { command, time_limit, running: None, starts: false }
     }
 
-    /// The error of a worker that ended while it was asked its first request: that of one which cannot start, where it ends
-    /// without a request as well. It is given twice the time that it took, and once is enough.
+    /// The error of a worker that ended while it was asked its first request: that of one which
+    /// cannot start, where it ends without a request as well. It is given twice the time that it
+    /// took, and once is enough.
     fn ended(&mut self, worker: Running) -> RunError {
         let lived = worker.begun.elapsed();
         let error = worker.failed("ended");
@@ -414,7 +417,8 @@ impl Call for Worker {
     }
 
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
-        // One that ended between two requests, having answered the first, is no failure of the second.
+        // One that ended between two requests, having answered the first, is no failure of the
+        // second.
         if self.starts
             && self.running.as_mut().is_some_and(|worker| {
                 matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_)))

@@ -172,8 +172,8 @@ pub fn to_bytes(tensors: &WireTensors) -> Result<Vec<u8>, String> {
     safetensors::serialize(views, None).map_err(|e| e.to_string())
 }
 
-/// Bytes that a file of tensors of these names and shapes may have, whatever the types: with its header, and with room for
-/// as much beside them.
+/// Bytes that a file of tensors of these names and shapes may have, whatever the types: with its
+/// header, and with room for as much beside them.
 pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> u64 {
     /// Of the widest type.
     const ELEMENT: u64 = 8;
@@ -193,7 +193,8 @@ pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> 
 /// Reads a regular file of at most so many bytes.
 ///
 /// # Errors
-/// A file that is missing, something else, larger, or no safetensors file, or a tensor of a type that nothing here has.
+/// A file that is missing, something else, larger, or no safetensors file, or a tensor of a type
+/// that nothing here has.
 pub fn read(path: &Path, most: u64) -> Result<WireTensors, String> {
     let bytes = read_regular(path, most)?;
     let name_of =

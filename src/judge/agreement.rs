@@ -10,9 +10,9 @@ const HISTOGRAM_BINS: usize = 16;
 const HEAT_ROWS: usize = 24;
 const HEAT_COLUMNS: usize = 48;
 
-/// Compares a kernel's tensor with the oracle's under a budget. Elements for which the oracle has no
-/// finite value are left to the check of special values; a kernel value that is no finite number
-/// where the oracle's is one uses an infinite share of its budget.
+/// Compares a kernel's tensor with the oracle's under a budget. Elements for which the oracle has
+/// no finite value are left to the check of special values; a kernel value that is no finite
+/// number where the oracle's is one uses an infinite share of its budget.
 pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &Steps) -> Metrics {
     let finite: Vec<usize> = (0..kernel.len()).filter(|&i| exact.values[i].is_finite()).collect();
     let uses: Vec<f64> = (0..kernel.len())
@@ -79,7 +79,8 @@ pub fn budget_use(kernel: f64, exact: f64, allowed: f64) -> f64 {
 }
 
 fn ulp_error(kernel: f64, exact: f64, stored: &Steps, index: usize) -> f64 {
-    // Of the larger of both: near zero an error is not more of the oracle's own ulps than the type has numbers.
+    // Of the larger of both: near zero an error is not more of the oracle's own ulps than the type
+    // has numbers.
     let larger = if kernel.abs() > exact.abs() { kernel } else { exact };
     let error = (kernel - exact).abs() / stored.ulp(index, larger);
     if kernel == exact {
@@ -184,7 +185,8 @@ fn heat_map(uses: &[f64], exact: &OracleTensor, budget: &Budget) -> HeatMap {
     for (i, &share) in uses.iter().enumerate().filter(|&(i, &share)| has_budget(i) || share > 0.0) {
         let cell = (i / total_columns) * rows / total_rows * columns
             + (i % total_columns) * columns / total_columns;
-        // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it. A use above 1 stays above.
+        // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it.
+        // A use above 1 stays above.
         let hundredths = share.min(1e6) * 100.0;
         let share = if share > 1.0 { hundredths.ceil() } else { hundredths.round() } / 100.0;
         cells[cell] = cells[cell].max(share as f32);

@@ -1,33 +1,34 @@
 //! The error that is allowed for each element: derived, never typed in.
 //!
-//! The oracle runs once in `Exact` (f64, value `e`), [`WORKING_RUNS`] times in `Working`, where every
-//! narrow store or multiplication errs within half a gap at random, and [`NEAREST_RUNS`] times in `Nearest`, where it is
-//! rounded by the rule of the hardware. The spread of these runs around `Exact` says how far a kernel of the
-//! specified precision may be off. The budget of an element is
+//! The oracle runs once in `Exact` (f64, value `e`), [`WORKING_RUNS`] times in `Working`, where
+//! every narrow store or multiplication errs within half a gap at random, and [`NEAREST_RUNS`]
+//! times in `Nearest`, where it is rounded by the rule of the hardware. The spread of these runs
+//! around `Exact` says how far a kernel of the specified precision may be off. The budget of an
+//! element is
 //!
 //! ```text
 //! budget = multiple · sigma + half an ulp of the output type at |e| + multiple · sigma
 //! ```
 //!
 //! **sigma.** With `K` runs, `s_i² = mean_k (w_ki - e_i)²` is a poor estimate for one element (a
-//! chi-square with `K` degrees of freedom), and a good one for a row of elements of one scale (or whatever else a tensor
-//! declares to be of one scale: [`Pooling`]). So each row's estimates are moderated by their mean, as in Smyth's
-//! moderated t-statistic (2004):
+//! chi-square with `K` degrees of freedom), and a good one for a row of elements of one scale (or
+//! whatever else a tensor declares to be of one scale: [`Pooling`]). So each row's estimates are
+//! moderated by their mean, as in Smyth's moderated t-statistic (2004):
 //!
 //! ```text
 //! sigma_i² = (d0 · s_row² + K · s_i²) / (d0 + K),        d0 = 4 + 2 · (1 + 2/K) / excess
 //! excess   = var_i(s_i²) / s_row⁴ - 2/K
 //! ```
 //!
-//! where `excess` is how much more the estimates scatter than a chi-square would let them: zero for a
-//! row of one scale (then `sigma = s_row`, pooled), large for a row of unlike elements (then each
-//! keeps its own). The formula for `d0` is the second moment of the scaled F-distribution that the
-//! `s_i²` follow when the true variances are scaled inverse chi-squares.
+//! where `excess` is how much more the estimates scatter than a chi-square would let them: zero
+//! for a row of one scale (then `sigma = s_row`, pooled), large for a row of unlike elements (then
+//! each keeps its own). The formula for `d0` is the second moment of the scaled F-distribution
+//! that the `s_i²` follow when the true variances are scaled inverse chi-squares.
 //!
-//! **multiple.** The expected maximum of `N` standard normal deviates, where `N` counts the elements of
-//! the tensor times [`CAMPAIGN`] verdicts: a kernel that rounds as the `Working` runs do is failed wrongly once in that
-//! many verdicts. It is widened to a Student quantile with the degrees of freedom of `sigma`, because `sigma` is itself an
-//! estimate.
+//! **multiple.** The expected maximum of `N` standard normal deviates, where `N` counts the
+//! elements of the tensor times [`CAMPAIGN`] verdicts: a kernel that rounds as the `Working` runs
+//! do is failed wrongly once in that many verdicts. It is widened to a Student quantile with the
+//! degrees of freedom of `sigma`, because `sigma` is itself an estimate.
 //!
 //! **Exact zeros.** Where `Exact` and all other runs are zero along a whole row, sigma is zero and
 //! so is the budget: the kernel must write zeros there.
@@ -44,14 +45,15 @@ use crate::judge::grid::Steps;
 use crate::operator::{OracleTensor, Pooling};
 
 /// Verdicts of one campaign: the number of tensors that may be judged before chance alone would
-/// fail one whose rounding errors are as large as those of the `Working` runs. A sweep of everything at a hundred fresh seeds
-/// judges some millions.
+/// fail one whose rounding errors are as large as those of the `Working` runs. A sweep of
+/// everything at a hundred fresh seeds judges some millions.
 pub const CAMPAIGN: f64 = (1 << 24) as f64;
 
 /// What a tensor is allowed.
 #[derive(Clone, Debug)]
 pub struct Budget {
-    /// Allowed error of each element. NaN where `Exact` is no finite number (those are compared by value).
+    /// Allowed error of each element. NaN where `Exact` is no finite number (those are compared by
+    /// value).
     pub allowed: Vec<f64>,
     /// Largest multiple of sigma that went into it.
     pub multiple: f64,
@@ -65,9 +67,9 @@ pub fn expected_maximum(count: f64) -> f64 {
     Normal::standard().inverse_cdf(1.0 - 0.5 / count.max(1.0))
 }
 
-/// Student's quantile for the tail probability of the normal quantile `z`, with `freedom` degrees of
-/// freedom. Wallace's relation (1959): `z² = ((8ν+1)/(8ν+3))² · ν · ln(1 + t²/ν)`, good to a few
-/// parts in a thousand far into the tails.
+/// Student's quantile for the tail probability of the normal quantile `z`, with `freedom` degrees
+/// of freedom. Wallace's relation (1959): `z² = ((8ν+1)/(8ν+3))² · ν · ln(1 + t²/ν)`, good to a
+/// few parts in a thousand far into the tails.
 pub fn student(z: f64, freedom: f64) -> f64 {
     let ratio = (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0);
     (freedom * ((z * ratio).powi(2) / freedom).exp_m1()).sqrt()
@@ -87,7 +89,8 @@ impl Budget {
         Self::derive_pooled(exact, working, &stored.into(), Pooling::LastAxis)
     }
 
-    /// As [`Self::derive`], with variances pooled over the elements that the tensor declares to be of one scale.
+    /// As [`Self::derive`], with variances pooled over the elements that the tensor declares to be
+    /// of one scale.
     ///
     /// # Panics
     /// When a working run has another shape than the exact one.
@@ -274,8 +277,8 @@ mod tests {
         let exact = tensor(&[1, 4], vec![0.3, 3.0, 0.3, 3.0]);
         let steps = Steps::Scaled { format: Format::E4M3, scales: vec![1.0, 1.0, 64.0, 64.0] };
         let budget = Budget::derive(&exact, &[&exact, &exact], steps.clone());
-        // e4m3: 0.3 lies where neighbours are 2^-5 apart, 3 where they are 2^-2 apart; 64 times as coarse numbers are
-        // those of 0.3/64 and 3/64, 2^-9 and 2^-8 apart.
+        // e4m3: 0.3 lies where neighbours are 2^-5 apart, 3 where they are 2^-2 apart; 64 times as
+        // coarse numbers are those of 0.3/64 and 3/64, 2^-9 and 2^-8 apart.
         assert_eq!(budget.allowed, [2f64.powi(-6), 2f64.powi(-3), 2f64.powi(-4), 2f64.powi(-3)]);
         let all_coarse = Steps::Scaled { format: Format::E4M3, scales: vec![64.0; 4] };
         let finer = Budget::derive(&exact, &[&exact, &exact], all_coarse);
@@ -300,7 +303,8 @@ mod tests {
                 .fold((f64::MAX, 0.0f64), |(low, high), &v| (low.min(v), high.max(v)));
             high / low
         };
-        // All of a matrix of one scale has nearly one budget; each row by itself has its own estimate.
+        // All of a matrix of one scale has nearly one budget; each row by itself has its own
+        // estimate.
         assert!(scatter(&rows[..256]) > scatter(&matrix[..256]));
         // Groups keep the two halves of a row apart, and each is of one scale.
         assert!((256..512).all(|i| (groups[i] > 0.1) == (i % 32 >= 16)));

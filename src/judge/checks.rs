@@ -26,17 +26,18 @@ use crate::record::{
 /// What a sweep asks of each case beyond the checks that always run.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckOptions {
-    /// Random schedules to run each case under, beyond the deterministic one (emulator only): those of the seeds 1 to
-    /// this number. [`crate::operator::Profile::schedules`] is what a sweep asks for.
+    /// Random schedules to run each case under, beyond the deterministic one (emulator only):
+    /// those of the seeds 1 to this number. [`crate::operator::Profile::schedules`] is what a
+    /// sweep asks for.
     pub schedules: u32,
-    /// Whether calls in sequence are checked. They take three launches of everything; a sweep on the emulator checks
-    /// every third case ([`crate::sweep::run_planned`]).
+    /// Whether calls in sequence are checked. They take three launches of everything; a sweep on
+    /// the emulator checks every third case ([`crate::sweep::run_planned`]).
     pub sequence: bool,
-    /// Whether verdicts say what they could have seen ([`crate::judge::power`]); whether they have power at all is asked of
-    /// each.
+    /// Whether verdicts say what they could have seen ([`crate::judge::power`]); whether they have
+    /// power at all is asked of each.
     pub power: bool,
-    /// Whether to triangulate the oracle's gradients. It concerns the oracle alone, so once per case
-    /// is enough, and a kernel's mutants need it never.
+    /// Whether to triangulate the oracle's gradients. It concerns the oracle alone, so once per
+    /// case is enough, and a kernel's mutants need it never.
     pub triangulate: bool,
 }
 
@@ -173,8 +174,8 @@ pub fn run_until(
     }
 }
 
-/// The same with what is known already of the oracle: `truth` is that of this very case, whose runs take far longer than
-/// the kernels, and which many kernels are held to.
+/// The same with what is known already of the oracle: `truth` is that of this very case, whose
+/// runs take far longer than the kernels, and which many kernels are held to.
 pub fn run_by(
     truth: &Truth,
     prepared: &dyn PreparedCase,
@@ -221,7 +222,8 @@ fn run_kernels(
 ) {
     let first = match runner.run(prepared, &truth.exact, Contract::NAN) {
         Err(error) if error.unsupported => {
-            // Of a case that its kernel is not for, nothing else counts, what is known of the oracle included.
+            // Of a case that its kernel is not for, nothing else counts, what is known of the
+            // oracle included.
             *outcome = Outcome { unsupported: Some(error.message), ..Outcome::default() };
             return;
         }
@@ -272,7 +274,8 @@ fn run_kernels(
     }
 }
 
-/// Holds what kernels wrote to the truth, tensor by tensor; what the oracle computed beside that is not asked for.
+/// Holds what kernels wrote to the truth, tensor by tensor; what the oracle computed beside that
+/// is not asked for.
 pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
     let mut outcome = Outcome::default();
     known_to_the_oracle(truth, run, &mut outcome);
@@ -434,7 +437,8 @@ fn agreement_checks(
 /// What a gradient that follows from saved tensors is held to these by.
 pub const GRADIENT_OF_SAVED: &str = "gradient_of_saved";
 
-/// Gradients against what follows from the kernels' own saved outputs, whose rounding no longer hides anything.
+/// Gradients against what follows from the kernels' own saved outputs, whose rounding no longer
+/// hides anything.
 fn saved_checks(
     prepared: &dyn PreparedCase,
     runner: &dyn Runner,
@@ -527,7 +531,8 @@ fn selection_check(
     }
 }
 
-/// What is said of a tensor that agrees with the oracle within bounds that a tenth of it would pass, too.
+/// What is said of a tensor that agrees with the oracle within bounds that a tenth of it would
+/// pass, too.
 pub const POWERLESS: &str = "rounding is as large as the values: an error of 10 % would pass";
 
 fn agreement_verdict(
@@ -786,7 +791,8 @@ fn value_difference(found: &[f64], expected: &[f64], shape: &[usize]) -> Option<
 }
 
 /// The element by which two runs differ most, if that is more than `budgets` times its budget. The
-/// oracle's values only say which elements are numbers at all: what it thinks of them is another check.
+/// oracle's values only say which elements are numbers at all: what it thinks of them is another
+/// check.
 fn difference_beyond(
     a: &HostTensor,
     b: &HostTensor,
@@ -810,8 +816,8 @@ fn difference_beyond(
     })
 }
 
-/// The share of what may separate two values that does; whatever is no finite number is infinitely far
-/// from everything but its like.
+/// The share of what may separate two values that does; whatever is no finite number is infinitely
+/// far from everything but its like.
 fn separation(a: f64, b: f64, allowed: f64) -> f64 {
     if a == b || a.is_nan() && b.is_nan() {
         0.0
@@ -822,7 +828,8 @@ fn separation(a: f64, b: f64, allowed: f64) -> f64 {
     }
 }
 
-/// An element that still holds the poison of each of two differently poisoned runs was never written.
+/// An element that still holds the poison of each of two differently poisoned runs was never
+/// written.
 fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Outcome) {
     for (a, b) in nan.tensors.iter().zip(&huge.tensors) {
         let size = a.tensor.dtype.size();
@@ -867,7 +874,8 @@ fn law_checks(
     let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, &check, outcome) else {
         return;
     };
-    // Asked for once, where a relation needs it: the oracle's runs take far longer than the kernels.
+    // Asked for once, where a relation needs it: the oracle's runs take far longer than the
+    // kernels.
     let variants_truth = OnceCell::new();
     for (name, relation) in &law.relations {
         let exact = truth.exact.iter().find(|exact| exact.name == *name);

@@ -1,4 +1,5 @@
-//! Which elements of a tensor fail a check, axis by axis and in few words: what [`crate::report::diagnosis`] reads.
+//! Which elements of a tensor fail a check, axis by axis and in few words: what
+//! [`crate::report::diagnosis`] reads.
 
 use crate::judge::agreement::unflatten;
 use crate::record::{Factor, FailingElements, FailingEntries};
@@ -6,8 +7,9 @@ use crate::record::{Factor, FailingElements, FailingEntries};
 /// Runs of an axis that are kept: more are no pattern that a person would read.
 const MOST_RUNS: usize = 16;
 
-/// The elements at these places of a tensor, row-major, gathered along each of its axes; `None` where none fails.
-/// `values` are the kernel's and the oracle's, where they are numbers that a factor may tell apart.
+/// The elements at these places of a tensor, row-major, gathered along each of its axes; `None`
+/// where none fails. `values` are the kernel's and the oracle's, where they are numbers that a
+/// factor may tell apart.
 pub fn elements(
     failing: &[usize],
     shape: &[usize],
@@ -47,8 +49,9 @@ fn entries(fails: &[bool]) -> FailingEntries {
     FailingEntries { period: period as u64, runs, entries }
 }
 
-/// After how many entries all come again, twice at least; the extent where they do not, or are all alike. The
-/// smallest period of a text is its length less that of its longest border (Knuth, Morris and Pratt).
+/// After how many entries all come again, twice at least; the extent where they do not, or are all
+/// alike. The smallest period of a text is its length less that of its longest border (Knuth,
+/// Morris and Pratt).
 fn period(fails: &[bool]) -> usize {
     let mut borders = vec![0; fails.len()];
     for at in 1..fails.len() {

@@ -1,10 +1,11 @@
 //! Oracles and kernels against golden files.
 //!
-//! An oracle is held to the golden values up to rounding in f64: what the same computation would be
-//! off by if every rounding of its working precision happened in f64 instead, that is the spread of the
-//! `Working` runs times `2^-52 / 2^-23` (f32 is the widest type in which they round), plus half an ulp
-//! of f32 where the file stores that. What the file's authors computed in f32 throughout (the rotary
-//! tables) is held to the budget of an f32 kernel. Kernels are held to their budget around the golden values.
+//! An oracle is held to the golden values up to rounding in f64: what the same computation would
+//! be off by if every rounding of its working precision happened in f64 instead, that is the
+//! spread of the `Working` runs times `2^-52 / 2^-23` (f32 is the widest type in which they
+//! round), plus half an ulp of f32 where the file stores that. What the file's authors computed in
+//! f32 throughout (the rotary tables) is held to the budget of an f32 kernel. Kernels are held to
+//! their budget around the golden values.
 
 use std::path::Path;
 use std::time::Instant;
@@ -73,8 +74,8 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
     }
 }
 
-/// Names of the files of a folder that are about some of the operators, in the index's order: the kind is in the name, so that
-/// no other file is read.
+/// Names of the files of a folder that are about some of the operators, in the index's order: the
+/// kind is in the name, so that no other file is read.
 ///
 /// # Errors
 /// Those of [`golden_file::names_in`].

@@ -47,7 +47,8 @@ impl Steps {
         }
     }
 
-    /// What is left of a tensor's elements when it is stored on this grid. What overflows there stays as it is.
+    /// What is left of a tensor's elements when it is stored on this grid. What overflows there
+    /// stays as it is.
     pub fn store(&self, values: &[f64]) -> Vec<f64> {
         match self {
             Self::Exact => values.to_vec(),
@@ -71,7 +72,8 @@ impl Steps {
             Self::Float(format) => format.half_ulp(value),
             Self::Scaled { format, scales } => {
                 let scale = scales[index].abs();
-                // A block of scale zero holds nothing but zeros, and one without a finite scale no number.
+                // A block of scale zero holds nothing but zeros, and one without a finite scale no
+                // number.
                 if scale > 0.0 && scale.is_finite() {
                     format.half_ulp(value / scale) * scale
                 } else {
@@ -132,10 +134,12 @@ mod tests {
 
     #[test]
     fn an_element_has_the_steps_of_its_blocks_scale() {
-        // Two matrices of 3 rows and 5 columns, blocks of 2 by 4: the last row and the last column are blocks of rests.
+        // Two matrices of 3 rows and 5 columns, blocks of 2 by 4: the last row and the last column
+        // are blocks of rests.
         let oracle = [scales(&[2, 2, 2], &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 0.0])];
         let steps = Steps::of(GRID, &[2, 3, 5], &oracle).unwrap();
-        // Element [0, 1, 3], [0, 1, 4], [0, 2, 0], [1, 0, 0], and [1, 2, 4] of a block without numbers.
+        // Element [0, 1, 3], [0, 1, 4], [0, 2, 0], [1, 0, 0], and [1, 2, 4] of a block without
+        // numbers.
         let halves = [(8, 0.25), (9, 0.5), (10, 1.0), (15, 4.0), (29, 0.0)];
         for (index, half) in halves {
             assert_eq!(steps.half_ulp(index, 0.0), half, "{index}");

@@ -12,7 +12,8 @@ pub(crate) struct Finding<'a> {
     pub(crate) with: Vec<&'a CheckRecord>,
 }
 
-/// How soon a check is read: launch, faults, laws and independence, forward, gradient, then statistics.
+/// How soon a check is read: launch, faults, laws and independence, forward, gradient, then
+/// statistics.
 fn rank(check: &CheckRecord, case: &CaseRecord) -> (usize, usize) {
     match check.check.as_str() {
         "launch" | "inputs" | "oracle" | "golden" => (0, 0),

@@ -1,17 +1,22 @@
 //! What a verdict could have seen: the smallest defects that it would have failed.
 //!
-//! A correct kernel's tensor, that of an oracle run to nearest, is spoilt before it is stored, and judged again. The *bias* is a
-//! uniform relative error: every element times `1 + 2^-k` and times `1 - 2^-k`, and the largest `k` at which both are failed
-//! counts. The *element* is the error of a single element that is failed wherever it stands.
+//! A correct kernel's tensor, that of an oracle run to nearest, is spoilt before it is stored, and
+//! judged again. The *bias* is a uniform relative error: every element times `1 + 2^-k` and times
+//! `1 - 2^-k`, and the largest `k` at which both are failed counts. The *element* is the error of
+//! a single element that is failed wherever it stands.
 //!
-//! The same spoilt tensors are shown to rules that others go by, so that a report says what these would have said:
+//! The same spoilt tensors are shown to rules that others go by, so that a report says what these
+//! would have said:
 //!
-//! - `assert_close`: `|y - e| <= atol + rtol |e|` with the defaults of `torch.testing.assert_close` for the type;
+//! - `assert_close`: `|y - e| <= atol + rtol |e|` with the defaults of
+//!   `torch.testing.assert_close` for the type;
 //! - `cosine`: `<y, e> / (|y| |e|) >= 0.999`;
-//! - `flash_mla`: FlashMLA's `check_is_allclose` ([`FLASH_MLA_OUTPUTS`], [`FLASH_MLA_STATISTICS`]): each element within an absolute
-//!   or a relative error, and `1 - 2 <y, e> / (|y|² + |e|²)` within a third number;
-//! - `flash_attention`: FlashAttention's tests (`hopper/test_flash_attn.py` at 9241ae3): the largest error is at most twice that of
-//!   a plain implementation in the same types, and twice what adding 0.3 and taking it away again costs in the type.
+//! - `flash_mla`: FlashMLA's `check_is_allclose` ([`FLASH_MLA_OUTPUTS`],
+//!   [`FLASH_MLA_STATISTICS`]): each element within an absolute or a relative error, and `1 - 2
+//!   <y, e> / (|y|² + |e|²)` within a third number;
+//! - `flash_attention`: FlashAttention's tests (`hopper/test_flash_attn.py` at 9241ae3): the
+//!   largest error is at most twice that of a plain implementation in the same types, and twice
+//!   what adding 0.3 and taking it away again costs in the type.
 //!
 
 use dsv4_reference::Format;
@@ -26,23 +31,26 @@ use crate::record::{Power, Seen};
 /// A relative error that every verdict has to see, to count as agreement.
 pub const FLOOR: f64 = 0.1;
 
-/// What FlashMLA allows an output: absolute, relative, and of the cosine difference. That of its dense decoding
-/// (`tests/test_flash_mla_dense_decoding.py` at 0251105), the strictest of its tests: sparse decoding has 1e-3 in the place of 8e-4, sparse
-/// prefill 3.01/128 and 7e-6.
+/// What FlashMLA allows an output: absolute, relative, and of the cosine difference. That of its
+/// dense decoding (`tests/test_flash_mla_dense_decoding.py` at 0251105), the strictest of its
+/// tests: sparse decoding has 1e-3 in the place of 8e-4, sparse prefill 3.01/128 and 7e-6.
 pub const FLASH_MLA_OUTPUTS: [f64; 3] = [8e-4, 2.01 / 128.0, 5e-6];
 
-/// What FlashMLA allows fp32 statistics (`lse` and `max_logits` in `tests/test_flash_mla_sparse_prefill.py` at 0251105, the last
-/// number being the default of `check_is_allclose`).
+/// What FlashMLA allows fp32 statistics (`lse` and `max_logits` in
+/// `tests/test_flash_mla_sparse_prefill.py` at 0251105, the last number being the default of
+/// `check_is_allclose`).
 pub const FLASH_MLA_STATISTICS: [f64; 3] = [1e-6, 2.01 / 65536.0, 1e-7];
 
-/// What FlashMLA adds to a magnitude before it divides by it, and the sum of squares below which it compares no angle.
+/// What FlashMLA adds to a magnitude before it divides by it, and the sum of squares below which
+/// it compares no angle.
 const FLASH_MLA_GUARDS: [f64; 2] = [1e-6, 1e-12];
 
 /// Biases below `2^-30` are no concern of fp32.
 const SMALLEST_BIAS: u32 = 30;
 
-/// The power of the verdict over one tensor. `run` is that of the oracle to nearest, not stored yet; `powerless` is what
-/// [`is_missing`] says of it. `None` where a bias changes nothing that is stored.
+/// The power of the verdict over one tensor. `run` is that of the oracle to nearest, not stored
+/// yet; `powerless` is what [`is_missing`] says of it. `None` where a bias changes nothing that is
+/// stored.
 pub fn of(exact: &OracleTensor, held: &Held, run: &[f64], powerless: bool) -> Option<Power> {
     if !can_be_biased(exact, held) {
         return None;

@@ -6,7 +6,8 @@ use super::checks;
 use super::truth::Truth;
 use crate::operator::benchmarks::Buffers;
 
-/// Compares sampled entries of what the last call on `set` wrote with the oracle; how many elements.
+/// Compares sampled entries of what the last call on `set` wrote with the oracle; how many
+/// elements.
 ///
 /// # Errors
 /// What disagrees or could not be compared, and a sample of which nothing was compared.

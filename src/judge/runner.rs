@@ -1,4 +1,5 @@
-//! Who runs the kernels of a case: a [`Device`] of ours, or an external process ([`crate::external`]).
+//! Who runs the kernels of a case: a [`Device`] of ours, or an external process
+//! ([`crate::external`]).
 
 use dsv4_runtime::{Contract, Device, Environment, RuntimeError};
 
@@ -10,15 +11,19 @@ use crate::record::{Seconds, Skip, Verdict, words};
 /// Why there are no outputs to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunError {
-    /// What the case gets: a failure where the kernel did something wrong, an error where nothing was learnt.
+    /// What the case gets: a failure where the kernel did something wrong, an error where nothing
+    /// was learnt.
     pub verdict: Verdict,
     /// What happened.
     pub message: String,
-    /// Whether the run was impossible here, through no fault of anybody's: then it is a counted skip.
+    /// Whether the run was impossible here, through no fault of anybody's: then it is a counted
+    /// skip.
     pub skipped: bool,
-    /// Whether these kernels cannot be run here at all: they do not compile, or the machine lacks what a run takes.
+    /// Whether these kernels cannot be run here at all: they do not compile, or the machine lacks
+    /// what a run takes.
     pub untestable: bool,
-    /// Whether whoever runs the kernel says that it is not for such a case: then the case is a counted skip.
+    /// Whether whoever runs the kernel says that it is not for such a case: then the case is a
+    /// counted skip.
     pub unsupported: bool,
 }
 
@@ -46,8 +51,9 @@ impl RunError {
     }
 }
 
-/// A fault is the kernel's failure; a missing device or a refused argument is an error of the run. Kernels that do not compile
-/// and a machine that lacks memory, disk or processes say nothing about any case.
+/// A fault is the kernel's failure; a missing device or a refused argument is an error of the run.
+/// Kernels that do not compile and a machine that lacks memory, disk or processes say nothing
+/// about any case.
 impl From<RuntimeError> for RunError {
     fn from(error: RuntimeError) -> Self {
         match error {
@@ -86,8 +92,8 @@ pub trait Runner {
     /// A case begins: what follows is about it and its variants.
     fn begin(&self, _case: &Case) {}
 
-    /// Runs the kernels of a case, forward and backward, under a memory contract. `exact` are the oracle's
-    /// tensors of the case, which say what is output and what gradient.
+    /// Runs the kernels of a case, forward and backward, under a memory contract. `exact` are the
+    /// oracle's tensors of the case, which say what is output and what gradient.
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
@@ -98,7 +104,8 @@ pub trait Runner {
         contract: Contract,
     ) -> Result<KernelRun, RunError>;
 
-    /// Runs the kernels of a case again after calls with other data. None where the case says of none.
+    /// Runs the kernels of a case again after calls with other data. None where the case says of
+    /// none.
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
@@ -121,7 +128,8 @@ pub trait Runner {
     /// Where the kernels came from, and a digest of them.
     fn kernels(&self) -> (String, String);
 
-    /// The command that runs a case again, also under so many random schedules where a runner takes them.
+    /// The command that runs a case again, also under so many random schedules where a runner
+    /// takes them.
     fn replay_command(&self, case: &Case, schedules: u32) -> String;
 
     /// What the kernels of a case say of their arithmetic: those of ours what their operator says.
@@ -129,7 +137,8 @@ pub trait Runner {
         prepared.arithmetic()
     }
 
-    /// Chooses the schedule of later runs; see [`dsv4_runtime::backend::Backend::set_schedule_seed`].
+    /// Chooses the schedule of later runs; see
+    /// [`dsv4_runtime::backend::Backend::set_schedule_seed`].
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
 
     /// Why this check cannot be made here; `None` where it can.
@@ -142,13 +151,14 @@ pub trait Runner {
         None
     }
 
-    /// Why the bits of this tensor depend on more than its values; then equality holds within its budget.
-    /// `None` where bits must be equal.
+    /// Why the bits of this tensor depend on more than its values; then equality holds within its
+    /// budget. `None` where bits must be equal.
     fn rounds_freely(&self, _tensor: &str) -> Option<&'static str> {
         None
     }
 
-    /// What to say where bits differ that its budget would forgive; `None` where bits must be equal in any case.
+    /// What to say where bits differ that its budget would forgive; `None` where bits must be
+    /// equal in any case.
     fn may_round_freely(&self) -> Option<&'static str> {
         None
     }

@@ -1,15 +1,16 @@
 //! Indices of a selection (top-k, routing), held to the scores that were selected from.
 //!
-//! A kernel computes its scores with rounding errors and then selects exactly. With scores `s_i` of the oracle and
-//! allowed errors `a_i`, its scores are somewhere in `s_i ± a_i`. Wherever it left out `o`, which the oracle chose, and
-//! took `c` instead, its scores said `s'_o <= s'_c`, so that
+//! A kernel computes its scores with rounding errors and then selects exactly. With scores `s_i`
+//! of the oracle and allowed errors `a_i`, its scores are somewhere in `s_i ± a_i`. Wherever it
+//! left out `o`, which the oracle chose, and took `c` instead, its scores said `s'_o <= s'_c`, so
+//! that
 //!
 //! ```text
 //! s_o - a_o <= s_c + a_c        for every o that is left out and every c that is taken instead
 //! ```
 //!
-//! A choice that breaks this is wrong, whatever the rounding. A row is compared as a set; the padding `-1` stands where
-//! the oracle has it, and no index comes twice.
+//! A choice that breaks this is wrong, whatever the rounding. A row is compared as a set; the
+//! padding `-1` stands where the oracle has it, and no index comes twice.
 
 use dsv4_runtime::HostTensor;
 
@@ -31,7 +32,8 @@ pub struct Scores<'a> {
 /// What is wrong with the selection of a kernel, if anything is.
 ///
 /// # Errors
-/// A comparison that cannot be made: the tensor holds no integers, or the oracle's tensors do not fit together.
+/// A comparison that cannot be made: the tensor holds no integers, or the oracle's tensors do not
+/// fit together.
 pub fn problem(
     found: &HostTensor,
     exact: &OracleTensor,
@@ -135,7 +137,8 @@ impl Row<'_> {
     }
 }
 
-/// Elements of an exact comparison that differ: integers as integers, others by value; NaN equals NaN.
+/// Elements of an exact comparison that differ: integers as integers, others by value; NaN equals
+/// NaN.
 pub fn unequal(found: &HostTensor, exact: &OracleTensor) -> Vec<usize> {
     let differs: Vec<bool> = match found.to_integers() {
         // Also beyond 2^53, where another integer has the same f64.

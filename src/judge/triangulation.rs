@@ -4,18 +4,21 @@
 //! upstream `g` and a random direction `v` of each input `x`:
 //!
 //! 1. **formula**: the written-out backward equals candle's autograd, element by element;
-//! 2. **directional derivative**: `<autograd(g), v>` equals `d/dt <g, f(x + t v)>` by central differences;
-//! 3. **adjoint identity**: `<g', J v>`, with `J v` by central differences of the outputs and a fresh
-//!    `g'`, equals `<formula(g'), v>`.
+//! 2. **directional derivative**: `<autograd(g), v>` equals `d/dt <g, f(x + t v)>` by central
+//!    differences;
+//! 3. **adjoint identity**: `<g', J v>`, with `J v` by central differences of the outputs and a
+//!    fresh `g'`, equals `<formula(g'), v>`.
 //!
 //! Bounds are derived. Central differences with step `h` err by `h² |F'''|/6`, estimated by the
-//! difference between steps `h` and `2h` (which is three times that), plus the rounding of `F` over `h`:
-//! a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's own depth is
-//! covered by counting the terms of its longest sum as well. A moved number `x + t v` is rounded, and again by the first
-//! operation on it: `eps |x|` in each of two evaluations, which the gradient carries over, `eps |gradient x| / h` (a gate
-//! of -190, moved by 1 where the function bends over 1). The two ways to a gradient differ by as much over the distance over
-//! which the function bends, the size of the input where nothing else is said, `sqrt(n) · eps · |g f| / |x|`: a gradient that is
-//! zero because its terms cancel is that much in either (of a score among others 2^-60 as large, whose logit is -60).
+//! difference between steps `h` and `2h` (which is three times that), plus the rounding of `F`
+//! over `h`: a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's
+//! own depth is covered by counting the terms of its longest sum as well. A moved number `x + t v`
+//! is rounded, and again by the first operation on it: `eps |x|` in each of two evaluations, which
+//! the gradient carries over, `eps |gradient x| / h` (a gate of -190, moved by 1 where the
+//! function bends over 1). The two ways to a gradient differ by as much over the distance over
+//! which the function bends, the size of the input where nothing else is said, `sqrt(n) · eps · |g
+//! f| / |x|`: a gradient that is zero because its terms cancel is that much in either (of a score
+//! among others 2^-60 as large, whose logit is -60).
 
 use crate::case::{CaseError, Draw};
 use crate::operator::GradientProbe;
@@ -109,8 +112,9 @@ fn size_of(values: &[f64]) -> f64 {
     if rms > 0.0 { rms } else { 1.0 }
 }
 
-/// By how much the sums of f64 that make a gradient round where all of their terms cancel, times the distance over which the
-/// function bends: the terms are of the size of the weighted outputs over that distance.
+/// By how much the sums of f64 that make a gradient round where all of their terms cancel, times
+/// the distance over which the function bends: the terms are of the size of the weighted outputs
+/// over that distance.
 fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], inputs: usize) -> f64 {
     let products = || upstream.iter().flatten().zip(outputs.iter().flatten()).map(|(g, y)| g * y);
     let finite = || products().filter(|product| product.is_finite());
@@ -121,8 +125,9 @@ fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], inputs: usize)
 /// `cancelled`: what each element may differ by where all of its terms cancel.
 fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: &[f64]) -> Finding {
     let norm = autograd.iter().map(|v| v * v).sum::<f64>().sqrt();
-    // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums stay far
-    // below it, whatever cancels in them, and anything that slipped into f32 lies far above.
+    // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums
+    // stay far below it, whatever cancels in them, and anything that slipped into f32 lies far
+    // above.
     let rounding = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
     let pairs = autograd.iter().zip(formula).zip(cancelled);
     let mut compared = pairs.map(|((a, b), cancelled)| ((a - b).abs(), rounding + cancelled));
@@ -179,7 +184,8 @@ impl Line<'_> {
         };
         let (fine, magnitude) = central(h)?;
         let (coarse, _) = central(2.0 * h)?;
-        // D(2h) - D(h) = 3 · truncation(h) to leading order; the next order is covered by not dividing.
+        // D(2h) - D(h) = 3 · truncation(h) to leading order; the next order is covered by not
+        // dividing.
         let truncation = (coarse - fine).abs();
         let terms = (weights.iter().map(Vec::len).sum::<usize>() + self.direction.len()) as f64;
         let rounding = magnitude * f64::EPSILON * terms.sqrt() / h;

@@ -21,7 +21,8 @@ use crate::operator::{
 };
 use crate::record::{Power, figures};
 
-/// What sums of 2^30 terms by fp32 atomics in global memory may lose, which take each number below 2^-126 for zero (inference 0).
+/// What sums of 2^30 terms by fp32 atomics in global memory may lose, which take each number below
+/// 2^-126 for zero (inference 0).
 const LOST_BY_ATOMICS: f64 = f64::from_bits((1023 - 96) << 52);
 
 /// Oracle runs where elements alone are held to them: Student's quantile knows that they are few.
@@ -63,7 +64,8 @@ pub struct Held {
 }
 
 impl Truth {
-    /// Runs the oracle, in all precisions at once: each has its own seed, so the order does not matter.
+    /// Runs the oracle, in all precisions at once: each has its own seed, so the order does not
+    /// matter.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -87,7 +89,8 @@ impl Truth {
         })
     }
 
-    /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows, or of the forward alone.
+    /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows,
+    /// or of the forward alone.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -98,7 +101,8 @@ impl Truth {
         Self::of_precisions(arithmetic, working_precisions().collect(), oracle)
     }
 
-    /// What gradients are that follow from what these kernels saved ([`PreparedCase::oracle_of_saved`]); `None` where none does.
+    /// What gradients are that follow from what these kernels saved
+    /// ([`PreparedCase::oracle_of_saved`]); `None` where none does.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -149,12 +153,12 @@ impl Truth {
         Budget::derive(&self.exact[index], &self.runs(index), dtype)
     }
 
-    /// What exact tensor number `index` is held to as the kernel's tensor declares itself: its grid, what pools, and
-    /// nothing at all is allowed where it is not compared within rounding.
+    /// What exact tensor number `index` is held to as the kernel's tensor declares itself: its
+    /// grid, what pools, and nothing at all is allowed where it is not compared within rounding.
     ///
     /// # Errors
-    /// Scales that the oracle does not have, or that do not fit; an element without a bound, since the oracle's runs leave
-    /// the range of its arithmetic.
+    /// Scales that the oracle does not have, or that do not fit; an element without a bound, since
+    /// the oracle's runs leave the range of its arithmetic.
     pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, String> {
         let KernelTensor { grid, pooling, comparison, deterministic, .. } = *found;
         let stored =
@@ -178,11 +182,12 @@ impl Truth {
         Ok(Held { steps, budget, yardstick, power: OnceLock::new(), powerless: OnceLock::new() })
     }
 
-    /// What each element of exact tensor number `index` is held to: its grid, and what it is allowed.
+    /// What each element of exact tensor number `index` is held to: its grid, and what it is
+    /// allowed.
     ///
     /// # Errors
-    /// Scales that the oracle does not have, or that do not fit; an element without a bound, since the oracle's runs leave
-    /// the range of its arithmetic.
+    /// Scales that the oracle does not have, or that do not fit; an element without a bound, since
+    /// the oracle's runs leave the range of its arithmetic.
     pub fn of_each_element(
         &self,
         index: usize,
@@ -216,8 +221,8 @@ impl Truth {
         Ok((steps, budget))
     }
 
-    /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to see: it is not
-    /// compared within rounding, or holds zeros.
+    /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to
+    /// see: it is not compared within rounding, or holds zeros.
     pub fn power(&self, index: usize, held: &Held) -> Option<Power> {
         let of_run = || {
             let run = self.working.get(WORKING_RUNS)?;
@@ -235,8 +240,8 @@ impl Truth {
         *held.powerless.get_or_init(of_run)
     }
 
-    /// The runs of a tensor as the kernel sums it: atomics lose what is subnormal ([`LOST_BY_ATOMICS`]), which every other run
-    /// does.
+    /// The runs of a tensor as the kernel sums it: atomics lose what is subnormal
+    /// ([`LOST_BY_ATOMICS`]), which every other run does.
     fn runs_of(&self, index: usize, found: &KernelTensor) -> Vec<Cow<'_, OracleTensor>> {
         let may_be_lost = |value: &f64| *value != 0.0 && value.abs() < LOST_BY_ATOMICS;
         let runs = self.runs(index).into_iter().map(Cow::Borrowed);
@@ -257,8 +262,8 @@ impl Truth {
         self.working.iter().map(|run| &run[index]).collect()
     }
 
-    /// The scores called `name`, and what each may be off by: as the kernel returns them, or in fp32, where kernels
-    /// hold them.
+    /// The scores called `name`, and what each may be off by: as the kernel returns them, or in
+    /// fp32, where kernels hold them.
     ///
     /// # Errors
     /// Scores that the oracle does not have.
@@ -275,7 +280,8 @@ impl Truth {
     /// Bytes of the oracle's tensors, and of the copies of them that bounds keep.
     pub fn size(&self) -> usize {
         let elements: usize = self.exact.iter().map(|tensor| tensor.values.len()).sum();
-        // Of each tensor that was asked for: what is allowed, variances, weights, and a run of each choice.
+        // Of each tensor that was asked for: what is allowed, variances, weights, and a run of
+        // each choice.
         elements * (1 + self.working.len() + 3 + CHOICES) * size_of::<f64>()
     }
 }

@@ -1,4 +1,5 @@
-//! What the oracle says of a case, worked out once for many kernels: every mutant of an operator meets the same few cases.
+//! What the oracle says of a case, worked out once for many kernels: every mutant of an operator
+//! meets the same few cases.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,7 +11,8 @@ use crate::operator::PreparedCase;
 /// Bytes that are kept by default: many small cases, or a few dozen large ones.
 const KEPT_BYTES: usize = 1 << 30;
 
-/// Truths by the lines of their cases, for any number of threads: of two that want the same one, the second waits.
+/// Truths by the lines of their cases, for any number of threads: of two that want the same one,
+/// the second waits.
 pub struct Truths {
     store: Mutex<Store>,
     kept_bytes: usize,

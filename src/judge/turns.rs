@@ -1,7 +1,9 @@
-//! Turns of processes, or of threads with a device each, that share a GPU: kernels that need much of its memory wait until so much of it is free.
+//! Turns of processes, or of threads with a device each, that share a GPU: kernels that need much
+//! of its memory wait until so much of it is free.
 //!
-//! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to it. Who waits for places waits in
-//! front of all who came later, by the lock of one file more, so that nobody waits for a place of somebody who waits as well.
+//! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to
+//! it. Who waits for places waits in front of all who came later, by the lock of one file more, so
+//! that nobody waits for a place of somebody who waits as well.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -27,8 +29,8 @@ const PACE: Duration = Duration::from_millis(2);
 /// Who waited longer says so (`PARITY_LOG=info`).
 const WORTH_SAYING: Duration = Duration::from_millis(500);
 
-/// Makes the folder of a GPU of so many bytes that so many processes share, with at least one place. An eighth of its memory is
-/// left to contexts and modules.
+/// Makes the folder of a GPU of so many bytes that so many processes share, with at least one
+/// place. An eighth of its memory is left to contexts and modules.
 ///
 /// # Errors
 /// A folder or file that cannot be made.
@@ -45,8 +47,8 @@ pub fn prepare(folder: &Path, bytes: u64, processes: u64) -> io::Result<()> {
 /// The folder that threads of this process share a GPU by.
 static OF_THREADS: OnceLock<PathBuf> = OnceLock::new();
 
-/// Has all threads of this process take turns by a folder that is [prepared](prepare), whatever the variable says; the first
-/// one stays.
+/// Has all threads of this process take turns by a folder that is [prepared](prepare), whatever
+/// the variable says; the first one stays.
 pub fn share(folder: PathBuf) {
     let _ = OF_THREADS.set(folder);
 }
@@ -60,7 +62,8 @@ pub(super) struct Turn {
     _places: Vec<File>,
 }
 
-/// Where others share this GPU, and room for so many bytes, which nobody else asks for, is much of it: its places, once they are free.
+/// Where others share this GPU, and room for so many bytes, which nobody else asks for, is much of
+/// it: its places, once they are free.
 pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
     let folder =
         OF_THREADS.get().cloned().or_else(|| std::env::var_os(TURNS).map(PathBuf::from))?;

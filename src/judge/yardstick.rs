@@ -1,8 +1,9 @@
 //! A whole tensor held to oracle runs that round where the kernel says that it rounds.
 //!
-//! Budgets of single elements ([`crate::judge::budget`]) forgive a kernel that is a little off everywhere. Three numbers of
-//! the whole tensor do not. With `e` the exact values, `y` what was written, and weights `w_i = 1 / (sigma_i² + ulp_i²/12)`
-//! of the elements' own variances and that of their last rounding:
+//! Budgets of single elements ([`crate::judge::budget`]) forgive a kernel that is a little off
+//! everywhere. Three numbers of the whole tensor do not. With `e` the exact values, `y` what was
+//! written, and weights `w_i = 1 / (sigma_i² + ulp_i²/12)` of the elements' own variances and that
+//! of their last rounding:
 //!
 //! ```text
 //! bias   = sum w e (y - e) / sum w e²      the uniform relative error that explains y best
@@ -10,8 +11,9 @@
 //! equal  = the largest share of elements that are bit for bit those of a run to nearest without noise in fp32
 //! ```
 //!
-//! Every run of the oracle, stored on the kernel's grid, has these three numbers, too. A kernel that rounds at the same points is one
-//! more draw. Two kinds of runs say where it may lie; the narrower radius `r` counts:
+//! Every run of the oracle, stored on the kernel's grid, has these three numbers, too. A kernel
+//! that rounds at the same points is one more draw. Two kinds of runs say where it may lie; the
+//! narrower radius `r` counts:
 //!
 //! ```text
 //! min over nearest runs - r  <=  bias  <=  max over nearest runs + r
@@ -22,27 +24,32 @@
 //! r = t(N - C) s sqrt(1 + C/N) + jumps + flips       s: of the N nearest runs with noise, within their C choices
 //! ```
 //!
-//! Of `equal` the runs are few, and the working ones, which hardly ever round as the rule does, scatter less than a kernel does. So its
-//! radius is no smaller than what independent elements alone make of it: an element that equals its choice's run with the probability
-//! `p` has the variance `p (1 - p)`, and all elements of the runs together say what the sum of these is.
+//! Of `equal` the runs are few, and the working ones, which hardly ever round as the rule does,
+//! scatter less than a kernel does. So its radius is no smaller than what independent elements
+//! alone make of it: an element that equals its choice's run with the probability `p` has the
+//! variance `p (1 - p)`, and all elements of the runs together say what the sum of these is.
 //!
-//! Runs to nearest round the very numbers of the case by the hardware's rule, each with one of the choices that are the kernel's own
-//! business. Among those of one choice nothing varies but the errors of fp32, which carry a number over the middle of two steps now and then. `t`
-//! is Student's quantile for one false alarm in [`CAMPAIGN`] verdicts.
+//! Runs to nearest round the very numbers of the case by the hardware's rule, each with one of the
+//! choices that are the kernel's own business. Among those of one choice nothing varies but the
+//! errors of fp32, which carry a number over the middle of two steps now and then. `t` is
+//! Student's quantile for one false alarm in [`CAMPAIGN`] verdicts.
 //!
-//! **jumps.** What happens now and then need not have happened in `N` runs. A rounding that goes the other way moves a row by its gap; a
-//! rounding error that is uniform in that gap, as in the working runs, has a variance of a twelfth of the square. So no jump is
-//! larger than `sqrt(12)` times the deviation of a row's part of the number over the working runs, and [`JUMPS`] of the
-//! row that moves it most are allowed. Of a vector that is summed over rows, as the gradient of a weight is, such a rounding (of a number
-//! that the row's root mean square is made of) moves every element: nothing is said of how many are equal.
+//! **jumps.** What happens now and then need not have happened in `N` runs. A rounding that goes
+//! the other way moves a row by its gap; a rounding error that is uniform in that gap, as in the
+//! working runs, has a variance of a twelfth of the square. So no jump is larger than `sqrt(12)`
+//! times the deviation of a row's part of the number over the working runs, and [`JUMPS`] of the
+//! row that moves it most are allowed. Of a vector that is summed over rows, as the gradient of a
+//! weight is, such a rounding (of a number that the row's root mean square is made of) moves every
+//! element: nothing is said of how many are equal.
 //!
-//! **flips.** Where errors are far smaller than the grid's steps, all runs store the same bits, and so does a kernel, but for an
-//! element now and then that lies next to the middle of two steps. `E|error| / ulp` of an element is the probability of that, the sum of
-//! these the mean of a Poisson distribution, whose quantile bounds how many elements flip in one of [`CAMPAIGN`] verdicts; each moves a
-//! number by no more than the element that moves it most.
+//! **flips.** Where errors are far smaller than the grid's steps, all runs store the same bits,
+//! and so does a kernel, but for an element now and then that lies next to the middle of two
+//! steps. `E|error| / ulp` of an element is the probability of that, the sum of these the mean of
+//! a Poisson distribution, whose quantile bounds how many elements flip in one of [`CAMPAIGN`]
+//! verdicts; each moves a number by no more than the element that moves it most.
 //!
-//! A kernel that does not say where it rounds is held to the budgets of its elements and to the energy of runs that round once
-//! more ([`RoundingPoints::Undeclared`]).
+//! A kernel that does not say where it rounds is held to the budgets of its elements and to the
+//! energy of runs that round once more ([`RoundingPoints::Undeclared`]).
 
 use dsv4_reference::precision::{CHOICES, Precision};
 use dsv4_reference::statistics::{self, WeightedErrors};
@@ -53,11 +60,12 @@ use crate::judge::grid::Steps;
 use crate::operator::{NEAREST_RUNS, OracleTensor, RoundingPoints, Side, WORKING_RUNS};
 use crate::record::figures;
 
-/// Jumps of the largest size that are allowed: of two that both happen, both are that large and add up, hardly ever.
+/// Jumps of the largest size that are allowed: of two that both happen, both are that large and
+/// add up, hardly ever.
 const JUMPS: f64 = 2.0;
 
-/// The runs around `Exact`: [`WORKING_RUNS`], then [`NEAREST_RUNS`]. Their seeds are fixed, so that a case always has the
-/// same yardstick.
+/// The runs around `Exact`: [`WORKING_RUNS`], then [`NEAREST_RUNS`]. Their seeds are fixed, so
+/// that a case always has the same yardstick.
 pub fn working_precisions() -> impl Iterator<Item = Precision> {
     let nearest = (0..NEAREST_RUNS as u64).map(|seed| Precision::Nearest { seed });
     (0..WORKING_RUNS as u64).map(|seed| Precision::Working { seed }).chain(nearest)
@@ -75,8 +83,8 @@ pub struct Yardstick {
     /// Least share of elements that are equal to those of a run to nearest.
     pub equal: f64,
     scale: Scale,
-    /// The run to nearest of each choice that has no noise in fp32, stored: kernels whose results there are the nearest ones
-    /// break ties as it does.
+    /// The run to nearest of each choice that has no noise in fp32, stored: kernels whose results
+    /// there are the nearest ones break ties as it does.
     nearest: Vec<Vec<f64>>,
 }
 
@@ -138,7 +146,8 @@ impl Yardstick {
         yardstick
     }
 
-    /// The deviation of `equal` if each element by itself equals the run without noise of its choice, or does not.
+    /// The deviation of `equal` if each element by itself equals the run without noise of its
+    /// choice, or does not.
     fn independent_scatter(&self, nearest: &[Vec<f64>]) -> f64 {
         let mut variance = 0.0;
         for (choice, rule) in nearest.iter().enumerate().take(CHOICES) {
@@ -194,7 +203,8 @@ impl Yardstick {
         }
     }
 
-    /// What is wrong with the bias and with the precision of a tensor of these numbers, if anything is. NaN is.
+    /// What is wrong with the bias and with the precision of a tensor of these numbers, if
+    /// anything is. NaN is.
     pub fn problems(&self, numbers: Numbers) -> [Option<String>; 2] {
         let Numbers { bias, energy, equal } = numbers;
         let [low, high] = self.bias;
@@ -252,8 +262,8 @@ impl Spread {
     }
 }
 
-/// How far one more draw may lie from the mean of its group, groups being of one variance: infinitely far where nothing
-/// can be said of that.
+/// How far one more draw may lie from the mean of its group, groups being of one variance:
+/// infinitely far where nothing can be said of that.
 fn radius(groups: &[Vec<f64>]) -> f64 {
     let count: usize = groups.iter().map(Vec::len).sum();
     let freedom = count as f64 - groups.len() as f64;
@@ -302,7 +312,8 @@ impl Scale {
     fn jumps(&self, exact: &OracleTensor, working: &[Vec<f64>]) -> Jumps {
         // What one rounding moves is a row, and of a vector an element.
         let row_len = if exact.shape.len() > 1 { exact.rows().1.max(1) } else { 1 };
-        // But of a vector that sums over rows one rounding of a row's statistic moves every element, all of them by a little.
+        // But of a vector that sums over rows one rounding of a row's statistic moves every
+        // element, all of them by a little.
         let sums_rows = exact.shape.len() < 2 && exact.side == Side::Gradient;
         let rows = exact.values.len() / row_len;
         let mut bias = vec![Moments::default(); rows];
@@ -333,7 +344,8 @@ impl Scale {
             let w = self.weights[i];
             let ulp = 2.0 * steps.half_ulp(i, exact.values[i]);
             if ulp > 0.0 && budget.variance[i] > 0.0 {
-                // E|x| of a normal number is sqrt(2/pi) sigma, and two runs differ by sqrt(2) of that.
+                // E|x| of a normal number is sqrt(2/pi) sigma, and two runs differ by sqrt(2) of
+                // that.
                 mean += (2.0 * (budget.variance[i] / std::f64::consts::PI).sqrt() / ulp).min(1.0);
                 bias = bias.max(w * exact.values[i].abs() * ulp);
                 energy = energy.max(w * ulp * ulp);
@@ -374,8 +386,8 @@ impl Moments {
     }
 }
 
-/// How many of rare flips happen at most in one of [`CAMPAIGN`] verdicts, given their mean. Where they are not rare, the
-/// runs themselves have them, and scatter by them.
+/// How many of rare flips happen at most in one of [`CAMPAIGN`] verdicts, given their mean. Where
+/// they are not rare, the runs themselves have them, and scatter by them.
 fn flips_quantile(mean: f64) -> f64 {
     let mean = mean.min(1.0);
     if mean <= 0.0 {
@@ -399,7 +411,8 @@ mod tests {
     /// As of fp32.
     const FINE: f64 = 1e-6;
 
-    /// An oracle whose kernels all make one error that follows from the numbers, and a fine one of their own.
+    /// An oracle whose kernels all make one error that follows from the numbers, and a fine one of
+    /// their own.
     struct Model {
         exact: OracleTensor,
         ruled: Vec<f64>,
@@ -470,8 +483,8 @@ mod tests {
         }
     }
 
-    /// Sums in fp32, whose own errors are some steps: few elements equal a run to nearest, and how many is chance. No working run
-    /// equals it anywhere.
+    /// Sums in fp32, whose own errors are some steps: few elements equal a run to nearest, and how
+    /// many is chance. No working run equals it anywhere.
     #[test]
     fn a_vector_of_which_few_elements_are_equal_passes_every_time() {
         let shape = vec![2000];
@@ -507,7 +520,8 @@ mod tests {
         }
     }
 
-    /// A row's root mean square that is rounded to the other side moves the whole gradient of a weight by a last bit.
+    /// A row's root mean square that is rounded to the other side moves the whole gradient of a
+    /// weight by a last bit.
     #[test]
     fn a_gradient_of_a_weight_none_of_whose_bits_is_that_of_a_run_passes_and_an_output_of_the_kind_does_not()
      {

@@ -1,5 +1,5 @@
-//! Bugs on purpose, so that a pass means something: [`planted`] by hand, [`generated`] by the hundred, and the
-//! [`matrix`] of which check saw which of them.
+//! Bugs on purpose, so that a pass means something: [`planted`] by hand, [`generated`] by the
+//! hundred, and the [`matrix`] of which check saw which of them.
 
 pub mod generated;
 pub mod matrix;

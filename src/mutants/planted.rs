@@ -1,6 +1,7 @@
 //! Planted bugs: text patches of kernel sources, applied when they are compiled, never to the tree.
 //!
-//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`], of generated ones). A list names its cases once:
+//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`], of generated ones). A
+//! list names its cases once:
 //!
 //! ```toml
 //! operator = "swiglu"
@@ -17,8 +18,9 @@
 //! cases = ["narrow"]
 //! ```
 //!
-//! White space is folded in the search for an anchor, so an anchor outlives reformatting. An anchor that does not match, or
-//! matches more than once, is an error: a patch that changes nothing would be "survived" for the wrong reason.
+//! White space is folded in the search for an anchor, so an anchor outlives reformatting. An
+//! anchor that does not match, or matches more than once, is an error: a patch that changes
+//! nothing would be "survived" for the wrong reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -34,7 +36,8 @@ use crate::judge::truths::Truths;
 use crate::operators::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
-/// The file of a folder of mutants that lists generated ones without effect ([`crate::mutants::matrix`]).
+/// The file of a folder of mutants that lists generated ones without effect
+/// ([`crate::mutants::matrix`]).
 pub const EQUIVALENT: &str = "equivalent.toml";
 
 /// One planted bug.
@@ -60,7 +63,8 @@ pub struct Mutant {
     pub cases: Vec<String>,
     /// Name of the file that lists it.
     pub list: String,
-    /// Why a GPU may compute the right results all the same, where it may: then the emulator alone plants it.
+    /// Why a GPU may compute the right results all the same, where it may: then the emulator alone
+    /// plants it.
     pub hidden_on_gpu: Option<String>,
 }
 
@@ -154,7 +158,8 @@ impl MutantFile {
         }
         let mutant = |(id, listed): (String, Listed)| {
             let operator = listed.operator.unwrap_or_else(|| operator.clone());
-            // A mutant of an operator that is not in the registry would never run, and never be missed.
+            // A mutant of an operator that is not in the registry would never run, and never be
+            // missed.
             registry::find(&operator).map_err(|error| format!("mutant `{id}`: {error}"))?;
             let line = |name: &String| {
                 cases
@@ -215,8 +220,8 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     Ok(mutants)
 }
 
-/// A text without its white space, but for a blank between two words, and without lines that are comments; and the place of
-/// each of its bytes.
+/// A text without its white space, but for a blank between two words, and without lines that are
+/// comments; and the place of each of its bytes.
 fn folded(text: &str) -> (Vec<u8>, Vec<usize>) {
     let is_word = |byte: u8| byte == b'_' || byte.is_ascii_alphanumeric();
     let (mut bytes, mut places): (Vec<u8>, Vec<usize>) = (Vec::new(), Vec::new());
@@ -300,8 +305,8 @@ impl Mutant {
         self.run_until(device, schedules, &Truths::default(), &|_| false)
     }
 
-    /// The same, up to where the expected check has seen it: of the others the record names those that came before.
-    /// What the oracle says of the cases is taken from `truths`.
+    /// The same, up to where the expected check has seen it: of the others the record names those
+    /// that came before. What the oracle says of the cases is taken from `truths`.
     ///
     /// # Errors
     /// Those of [`Self::run`].

@@ -1,7 +1,8 @@
-//! Operators and cases without their types: what the registry lists, and what everything behind it asks.
+//! Operators and cases without their types: what the registry lists, and what everything behind it
+//! asks.
 //!
-//! What an operator declares is called through [`Declaration`] and [`DeclaredCase`]. Nothing else is compiled once for each
-//! operator.
+//! What an operator declares is called through [`Declaration`] and [`DeclaredCase`]. Nothing else
+//! is compiled once for each operator.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -274,7 +275,8 @@ impl AnyOperator {
         self.0.about().summary
     }
 
-    /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its name.
+    /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its
+    /// name.
     pub fn describe(&self) -> OperatorRecord {
         documentation::of(self.0)
     }
@@ -356,8 +358,8 @@ impl AnyOperator {
         (self.0.about().modules)()
     }
 
-    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation; `None` where it can.
-    /// A sweep counts such cases as skips.
+    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation;
+    /// `None` where it can. A sweep counts such cases as skips.
     pub fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // A case that is not understood is no skip: to prepare it will say what is wrong.
         let (case, choices) = read(self.0, case).ok()?;
@@ -376,7 +378,8 @@ impl AnyOperator {
         case.cannot_run(environment).or_else(|| too_large(&case.tensors()))
     }
 
-    /// Makes the inputs of a case, if it takes no more memory than a case of this process may ([`size::limit`]).
+    /// Makes the inputs of a case, if it takes no more memory than a case of this process may
+    /// ([`size::limit`]).
     ///
     /// # Errors
     /// A field that the operator cannot take; a case that takes more.
@@ -384,8 +387,8 @@ impl AnyOperator {
         self.prepare_within(case, size::limit())
     }
 
-    /// Makes the inputs of a case, if it takes no more memory than this in all: on the host, on the emulator and in the
-    /// oracle. Nothing is allocated before that is known.
+    /// Makes the inputs of a case, if it takes no more memory than this in all: on the host, on
+    /// the emulator and in the oracle. Nothing is allocated before that is known.
     ///
     /// # Errors
     /// As [`Self::prepare`].
@@ -409,8 +412,8 @@ impl AnyOperator {
         Ok(size::bytes_of(&case.tensors(), &choices.layouts, case.oracle_elements()))
     }
 
-    /// Elements of all of a case's tensors and of what one run of its oracle holds beside them, which the time that the case
-    /// takes grows with. The same on every machine.
+    /// Elements of all of a case's tensors and of what one run of its oracle holds beside them,
+    /// which the time that the case takes grows with. The same on every machine.
     ///
     /// # Errors
     /// A field that the operator cannot take.
@@ -458,8 +461,8 @@ impl AnyOperator {
     }
 }
 
-/// The case with gaps between rows: every kernel that it reaches meets strides that are no extents, and no two tensors
-/// have the same ones.
+/// The case with gaps between rows: every kernel that it reaches meets strides that are no
+/// extents, and no two tensors have the same ones.
 fn with_unlike_gaps(case: &AnyCase) -> Case {
     let layouts = layouts::unlike_gaps(&case.tensors());
     line(&**case, &Choices { layouts, ..Choices::default() })

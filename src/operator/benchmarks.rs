@@ -1,17 +1,22 @@
-//! Benchmarks as a part of the declaration: an operator says which cases are timed and what one call of each moves and
-//! computes. Buffers, data, the call and the recheck follow from the rest of its declaration, here, for all operators.
+//! Benchmarks as a part of the declaration: an operator says which cases are timed and what one
+//! call of each moves and computes. Buffers, data, the call and the recheck follow from the rest
+//! of its declaration, here, for all operators.
 //!
-//! **Data.** Tensors are drawn (and amended) for a smaller case of the operator and repeated along the axes in which that
-//! one is smaller: on the device along the outermost axis, on the host along others. Kernels take no longer or shorter
-//! for it: what is repeated lies at addresses of its own, and lists, which say what is read together, are drawn whole
-//! ([`Benchmark::amend`]). The host knows every element and never holds the larger tensors.
+//! **Data.** Tensors are drawn (and amended) for a smaller case of the operator and repeated along
+//! the axes in which that one is smaller: on the device along the outermost axis, on the host
+//! along others. Kernels take no longer or shorter for it: what is repeated lies at addresses of
+//! its own, and lists, which say what is read together, are drawn whole ([`Benchmark::amend`]).
+//! The host knows every element and never holds the larger tensors.
 //!
-//! **Sets.** There are several sets of buffers, together several times the second-level cache, and calls take them in turn.
+//! **Sets.** There are several sets of buffers, together several times the second-level cache, and
+//! calls take them in turn.
 //!
-//! **Recheck.** Entries of one axis, spread over all of it, are compared with the oracle: given tensors with that axis are
-//! narrowed to them, and the oracle of the case that has so many entries says what must have been written. Tensors
-//! without the axis, such as gradients that sum over it, are left to the sweeps. Of a product of matrices a second axis is
-//! sampled, too ([`Benchmark::also_sampled_along`]): a few rows of the result would still need all of the other operand.
+//! **Recheck.** Entries of one axis, spread over all of it, are compared with the oracle: given
+//! tensors with that axis are narrowed to them, and the oracle of the case that has so many
+//! entries says what must have been written. Tensors without the axis, such as gradients that sum
+//! over it, are left to the sweeps. Of a product of matrices a second axis is sampled, too
+//! ([`Benchmark::also_sampled_along`]): a few rows of the result would still need all of the other
+//! operand.
 
 use std::sync::Arc;
 
@@ -36,7 +41,8 @@ use crate::record::Work;
 const L2: usize = 60_000_000;
 /// Buffers of a benchmark together are at least so many times the cache.
 const CACHES: usize = 4;
-/// And at most so many bytes, of which a call that reads a few rows of a large table moves less than that.
+/// And at most so many bytes, of which a call that reads a few rows of a large table moves less
+/// than that.
 const MOST_BYTES: usize = 16 << 30;
 
 /// What a call is.
@@ -57,7 +63,8 @@ pub enum Rate {
     Flops,
 }
 
-/// Elements of the largest tensor that an operator has drawn for a benchmark, give or take; the rest repeats them.
+/// Elements of the largest tensor that an operator has drawn for a benchmark, give or take; the
+/// rest repeats them.
 pub const DRAWN: usize = 1 << 22;
 
 /// Whether the shapes of the model are timed, and not those that the emulator can bear.
@@ -82,8 +89,8 @@ pub struct Whole<'a, K: Operator> {
     pub further: &'a [usize],
 }
 
-/// An axis that is sampled beside [`Benchmark::axis`]. What is written and lacks it, and so may be a sum over all of it, is
-/// left to the sweeps.
+/// An axis that is sampled beside [`Benchmark::axis`]. What is written and lacks it, and so may be
+/// a sum over all of it, is left to the sweeps.
 #[derive(Clone, Copy, Debug)]
 pub struct Further {
     /// Its name, and that of the case's field with its extent.
@@ -102,7 +109,8 @@ pub struct Benchmark<K: Operator> {
     pub name: String,
     /// The case.
     pub case: K::Case,
-    /// A case with the same tensors and axes, none of them longer, whose tensors are drawn and then repeated.
+    /// A case with the same tensors and axes, none of them longer, whose tensors are drawn and
+    /// then repeated.
     pub drawn: K::Case,
     /// Fewest bytes that one call must move: each input once, each output once.
     pub bytes: f64,
@@ -114,24 +122,28 @@ pub struct Benchmark<K: Operator> {
     pub axis: &'static str,
     /// So many of its entries are compared with the oracle.
     pub rows: usize,
-    /// Which they are, of how many and how many: [`spread`], or the [`last`] ones where only neighbours make a case.
+    /// Which they are, of how many and how many: [`spread`], or the [`last`] ones where only
+    /// neighbours make a case.
     pub chosen: fn(usize, usize) -> Vec<usize>,
     /// A second axis that is sampled.
     pub further: Option<Further>,
-    /// Puts what must be drawn for the whole case, such as lists of keys, in the place of what was drawn for the smaller.
+    /// Puts what must be drawn for the whole case, such as lists of keys, in the place of what was
+    /// drawn for the smaller.
     pub amend: fn(&K::Case, &mut Tensors),
-    /// Completes a sample where narrowing the axis does not: leaves out keys that nobody names, says where a token stands.
+    /// Completes a sample where narrowing the axis does not: leaves out keys that nobody names,
+    /// says where a token stands.
     pub sampled: Sampled<K>,
-    /// Of several launches the one that is timed, by the name that the declaration's tensors give it
-    /// ([`TensorSpec::only_in`]): then it is the call. `None` is all of them.
+    /// Of several launches the one that is timed, by the name that the declaration's tensors give
+    /// it ([`TensorSpec::only_in`]): then it is the call. `None` is all of them.
     pub only: Option<&'static str>,
     /// The call: the declaration's launch, unless only one of several is timed.
     pub call: Call<K>,
 }
 
 impl<K: Operator> Benchmark<K> {
-    /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along `axis`, and of which four
-    /// entries along it are sampled; what a call moves and computes is still to be said.
+    /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along
+    /// `axis`, and of which four entries along it are sampled; what a call moves and computes is
+    /// still to be said.
     pub fn new(
         direction: Direction,
         name: impl Into<String>,
@@ -158,8 +170,9 @@ impl<K: Operator> Benchmark<K> {
         }
     }
 
-    /// A call that moves each of its tensors once, and computes `flops` for each element of the largest. A backward's are
-    /// inputs, upstreams, gradients and, of the forward's outputs, those that were `saved` for it.
+    /// A call that moves each of its tensors once, and computes `flops` for each element of the
+    /// largest. A backward's are inputs, upstreams, gradients and, of the forward's outputs, those
+    /// that were `saved` for it.
     pub fn streaming(mut self, saved: &[&str], flops: f64) -> Self {
         let specs = placed_specs(&K::tensors(&self.case), self.direction, self.only);
         let forward = self.direction == Direction::Forward;
@@ -179,7 +192,8 @@ impl<K: Operator> Benchmark<K> {
         Self { flops, rate: Rate::Flops, ..self }
     }
 
-    /// Draws no more than [`DRAWN`] elements of the largest tensor that has `axis`, along that axis, too.
+    /// Draws no more than [`DRAWN`] elements of the largest tensor that has `axis`, along that
+    /// axis, too.
     pub fn also_drawn_along(self, axis: &'static str) -> Self {
         Self { drawn: shortened::<K>(&self.drawn, axis), ..self }
     }
@@ -200,7 +214,8 @@ impl<K: Operator> Benchmark<K> {
     }
 }
 
-/// The tensors that a call needs: a forward has no gradients, and one of several launches has its own alone.
+/// The tensors that a call needs: a forward has no gradients, and one of several launches has its
+/// own alone.
 fn placed_specs(specs: &Specs, direction: Direction, only: Option<&str>) -> Specs {
     let others =
         |spec: &TensorSpec| only.is_some() && spec.only_in.is_some_and(|of| Some(of) != only);
@@ -231,8 +246,8 @@ pub(super) struct AnyBenchmark {
     further: Option<Further>,
     only: Option<&'static str>,
     amend: Arc<Amend>,
-    /// Makes a sample's case of its line and of the entries of both axes, and completes its tensors; as the line says where
-    /// there is none.
+    /// Makes a sample's case of its line and of the entries of both axes, and completes its
+    /// tensors; as the line says where there is none.
     sampled: Option<Arc<AnySampled>>,
     call: Arc<AnyCall>,
 }
@@ -330,7 +345,8 @@ impl AnyBenchmark {
         }
     }
 
-    /// Whether the call writes over what it reads, so that a second one does not compute what the first did.
+    /// Whether the call writes over what it reads, so that a second one does not compute what the
+    /// first did.
     fn overwrites(&self) -> bool {
         let overwritten = |spec: &TensorSpec| {
             spec.part == Part::State || matches!(spec.placed, Some((Aliasing::InPlace, _)))
@@ -397,7 +413,8 @@ impl AnyBenchmark {
     }
 }
 
-/// A case with as many entries along an axis as have [`DRAWN`] elements of the largest tensor, and at least one.
+/// A case with as many entries along an axis as have [`DRAWN`] elements of the largest tensor, and
+/// at least one.
 fn shortened<K: Operator>(case: &K::Case, axis: &'static str) -> K::Case {
     let line = shortened_line(Case::new(K::ABOUT.name, case), &K::tensors(case), axis);
     // A case that has no such field is refused when it is sampled.
@@ -427,8 +444,8 @@ pub fn spread(total: usize, count: usize) -> Vec<usize> {
     (1..=count).map(|i| i * total / count - 1).collect()
 }
 
-/// About `count` entries of `0..total` in whole runs of 128, spread over all of it, the last one among them, which may be
-/// shorter: rows of matrices whose blocks of 128 share a scale.
+/// About `count` entries of `0..total` in whole runs of 128, spread over all of it, the last one
+/// among them, which may be shorter: rows of matrices whose blocks of 128 share a scale.
 pub fn spread_blocks(total: usize, count: usize) -> Vec<usize> {
     const BLOCK: usize = 128;
     let blocks = spread(total.div_ceil(BLOCK), count.div_ceil(BLOCK)).into_iter();
@@ -477,8 +494,9 @@ impl Narrowed {
         tensors
     }
 
-    /// For each axis of a tensor of the whole case the entries that the sample has; `None` is all of them. Beside the axis
-    /// itself those are narrowed whose extent follows it, such as that of positions, one for each token.
+    /// For each axis of a tensor of the whole case the entries that the sample has; `None` is all
+    /// of them. Beside the axis itself those are narrowed whose extent follows it, such as that of
+    /// positions, one for each token.
     fn orders(&self, whole: &TensorSpec) -> Vec<Option<&[usize]>> {
         let (axis, further) = self.places(whole);
         let order = |at: usize| match &self.further {
@@ -489,7 +507,8 @@ impl Narrowed {
         (0..whole.axes.len()).map(order).collect()
     }
 
-    /// Where a tensor of the whole case has the axis, or one that follows it; and where the further one.
+    /// Where a tensor of the whole case has the axis, or one that follows it; and where the
+    /// further one.
     fn places(&self, whole: &TensorSpec) -> (Vec<usize>, Option<usize>) {
         let small = self.specs.find(whole.name).map(TensorSpec::shape);
         let further = self.further.as_ref().and_then(|further| whole.axis(further.name));
@@ -504,8 +523,9 @@ impl Narrowed {
         (places.map(|(at, _)| at).collect(), further)
     }
 
-    /// Whether the sample has every entry: then tensors without the axis are part of it as well, unless [`Benchmark::sampled`] leaves
-    /// out some of what they hold, which those may that are compared by themselves.
+    /// Whether the sample has every entry: then tensors without the axis are part of it as well,
+    /// unless [`Benchmark::sampled`] leaves out some of what they hold, which those may that are
+    /// compared by themselves.
     fn is_all(&self) -> bool {
         [Some(&self.axis), self.further.as_ref()]
             .into_iter()
@@ -540,7 +560,8 @@ impl Narrowed {
     }
 }
 
-/// The bytes of tensors of one entry each along an axis that has `outer` steps of other axes around it.
+/// The bytes of tensors of one entry each along an axis that has `outer` steps of other axes
+/// around it.
 fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
     let piece = |entry: &HostTensor, o: usize| {
         let bytes = entry.bytes.len() / outer;
@@ -553,7 +574,8 @@ fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
 struct Sample {
     inputs: Inputs,
     narrowed: Narrowed,
-    /// Whether they are all that the case has, and nothing was taken out of them: then what has no axis to sample is theirs, too.
+    /// Whether they are all that the case has, and nothing was taken out of them: then what has no
+    /// axis to sample is theirs, too.
     is_whole: bool,
     direction: Direction,
 }
@@ -643,8 +665,9 @@ pub trait Buffers {
     /// The launcher's.
     fn call(&self, set: usize) -> Result<(), RuntimeError>;
 
-    /// Sampled entries of what the last call on `set` wrote, and their oracle ([`crate::judge::recheck`]). Where a call
-    /// writes over what it reads, they are of one more call, on what the first one read.
+    /// Sampled entries of what the last call on `set` wrote, and their oracle
+    /// ([`crate::judge::recheck`]). Where a call writes over what it reads, they are of one more
+    /// call, on what the first one read.
     ///
     /// # Errors
     /// A sample that cannot be taken.

@@ -1,8 +1,8 @@
 //! What an operator says of its tensors: names, types, named axes, and the part that each plays.
 //!
-//! [`Specs`] is a value that a function of the case returns. Everything that the harness does with tensors follows
-//! from it: drawing, upload, poison and read-back, the oracle's inputs, which gradients there are to triangulate,
-//! layouts, refusals, and the protocol of external kernels.
+//! [`Specs`] is a value that a function of the case returns. Everything that the harness does with
+//! tensors follows from it: drawing, upload, poison and read-back, the oracle's inputs, which
+//! gradients there are to triangulate, layouts, refusals, and the protocol of external kernels.
 
 use dsv4_runtime::DType;
 use serde::Serialize;
@@ -31,7 +31,8 @@ impl Axis {
         self.multiples(1, usize::MAX)
     }
 
-    /// A case is refused whose field of this name is no multiple of `multiple`, 0, or more than `most`.
+    /// A case is refused whose field of this name is no multiple of `multiple`, 0, or more than
+    /// `most`.
     pub fn multiples(self, multiple: usize, most: usize) -> Self {
         Self { multiple, most, ..self }
     }
@@ -69,14 +70,14 @@ pub enum Part {
     },
     /// Written by the forward. The backward may read it, and may not change it.
     Output,
-    /// Written by the backward: the gradient with respect to an input, or, in a chain of operators, to an output that
-    /// one of them hands to the next.
+    /// Written by the backward: the gradient with respect to an input, or, in a chain of
+    /// operators, to an output that one of them hands to the next.
     Gradient {
         /// The input or output.
         of: &'static str,
     },
-    /// Read and written by the forward, such as a cache: what it does not write stays as it was. Compared element by
-    /// element, unless the case observes what is stored ([`Part::Observed`]).
+    /// Read and written by the forward, such as a cache: what it does not write stays as it was.
+    /// Compared element by element, unless the case observes what is stored ([`Part::Observed`]).
     State,
     /// Written, and compared with nothing: scratch memory that has a shape.
     Scratch,
@@ -90,8 +91,8 @@ pub enum Part {
 pub enum Strides {
     /// Dense and row-major.
     Dense,
-    /// The last axis contiguous; the others anywhere, as long as no two elements coincide. Address and strides are
-    /// multiples of `align` bytes.
+    /// The last axis contiguous; the others anywhere, as long as no two elements coincide. Address
+    /// and strides are multiples of `align` bytes.
     Rows {
         /// Bytes; 1 is any element.
         align: usize,
@@ -120,7 +121,8 @@ pub enum Source {
 /// One tensor of a case.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
-    /// Name: the oracle's, the kernel's, the launcher's argument, and that of the exchange with external kernels.
+    /// Name: the oracle's, the kernel's, the launcher's argument, and that of the exchange with
+    /// external kernels.
     pub name: &'static str,
     /// Storage type.
     pub dtype: DType,
@@ -148,13 +150,15 @@ pub struct TensorSpec {
     pub may_be: Option<&'static str>,
     /// What its launcher calls it; its own name unless said otherwise.
     pub argument: &'static str,
-    /// The one launch of several that is given it; `None` is all of the forward's (or the backward's).
+    /// The one launch of several that is given it; `None` is all of the forward's (or the
+    /// backward's).
     pub only_in: Option<&'static str>,
     /// Elements behind each row that belong to nobody, whatever the layout.
     pub minimum_gap: usize,
     /// The field of the case that says so, where a case does.
     pub gap_of: Option<&'static str>,
-    /// Whether the kernel takes its first two axes as one: entries of both together are evenly spaced.
+    /// Whether the kernel takes its first two axes as one: entries of both together are evenly
+    /// spaced.
     pub joined: bool,
     /// Between which limits its numbers are clamped; an infinity where there is none.
     pub clamped: Option<[f64; 2]>,
@@ -166,7 +170,8 @@ pub struct TensorSpec {
     pub any_size: bool,
     /// Whether its negative entries mark padding along its axis.
     pub marks_padding: bool,
-    /// Whether some of what is written is undefined, so that only what is observed of it is compared.
+    /// Whether some of what is written is undefined, so that only what is observed of it is
+    /// compared.
     pub partly_undefined: bool,
     /// Whether an upstream gradient has a type of its own, and not that of its output.
     pub own_type: bool,
@@ -202,8 +207,8 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
     }
 }
 
-/// Something that kernels read; its numbers are for [`super::Operator::amend`] to set unless [`TensorSpec::drawn`]
-/// says otherwise.
+/// Something that kernels read; its numbers are for [`super::Operator::amend`] to set unless
+/// [`TensorSpec::drawn`] says otherwise.
 pub fn input(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::Input, Source::Amended)
 }
@@ -213,8 +218,8 @@ pub fn output(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::Output, Source::Amended)
 }
 
-/// The gradient of the loss with respect to output `of`, of its type and axes once [`Specs::new`] has seen both;
-/// standard normal.
+/// The gradient of the loss with respect to output `of`, of its type and axes once [`Specs::new`]
+/// has seen both; standard normal.
 pub fn upstream(name: &'static str, of: &'static str) -> TensorSpec {
     let source = Source::Drawn { distribution: Distribution::Normal, magnitude: 1.0 };
     spec(name, DType::F32, &[], Part::Upstream { of }, source)
@@ -252,15 +257,16 @@ impl TensorSpec {
         self.drawn(data.distribution, data.magnitude)
     }
 
-    /// The operator clamps its numbers between these limits, which are of one size unless one is infinite. Cases of
-    /// [`super::special::Special`] numbers hold the limits, what lies around and beyond them, and what is no finite number.
+    /// The operator clamps its numbers between these limits, which are of one size unless one is
+    /// infinite. Cases of [`super::special::Special`] numbers hold the limits, what lies around
+    /// and beyond them, and what is no finite number.
     pub fn clamped(mut self, low: f64, high: f64) -> Self {
         self.clamped = Some([low, high]);
         self
     }
 
-    /// The oracle bends over this distance wherever no limit of [`Self::clamped`] is nearer: finite differences step by a
-    /// small part of it.
+    /// The oracle bends over this distance wherever no limit of [`Self::clamped`] is nearer:
+    /// finite differences step by a small part of it.
     pub fn bends_over(mut self, distance: f64) -> Self {
         self.bends_over = Some(distance);
         self
@@ -272,22 +278,23 @@ impl TensorSpec {
         self
     }
 
-    /// Results scale as it does, or not at all: [`super::special::Special`] cases make it as large and as small as fp32 allows.
-    /// Upstream gradients are so by themselves; logits are not, whose differences are lost with their size.
+    /// Results scale as it does, or not at all: [`super::special::Special`] cases make it as large
+    /// and as small as fp32 allows. Upstream gradients are so by themselves; logits are not, whose
+    /// differences are lost with their size.
     pub fn of_any_size(mut self) -> Self {
         self.any_size = true;
         self
     }
 
-    /// It is i32, with one axis, and a negative entry makes padding of that entry along its axis. A third of them are, and
-    /// whatever is given there holds NaN: nobody may read it.
+    /// It is i32, with one axis, and a negative entry makes padding of that entry along its axis.
+    /// A third of them are, and whatever is given there holds NaN: nobody may read it.
     pub fn marks_padding(mut self) -> Self {
         self.marks_padding = true;
         self
     }
 
-    /// Some elements of this output are undefined if `undefined`: they may be anything, written or not, and what is compared
-    /// are the case's observed tensors ([`Part::Observed`]).
+    /// Some elements of this output are undefined if `undefined`: they may be anything, written or
+    /// not, and what is compared are the case's observed tensors ([`Part::Observed`]).
     pub fn partly_undefined(mut self, undefined: bool) -> Self {
         self.partly_undefined = undefined;
         self
@@ -299,7 +306,8 @@ impl TensorSpec {
         self
     }
 
-    /// This case has it only if `present`. A gradient or upstream of an absent tensor is absent by itself.
+    /// This case has it only if `present`. A gradient or upstream of an absent tensor is absent by
+    /// itself.
     pub fn when(mut self, present: bool) -> Self {
         self.present &= present;
         self
@@ -323,18 +331,20 @@ impl TensorSpec {
         self
     }
 
-    /// The kernel takes its first two axes, such as requests and the tokens of each, as one: whatever the layout, their
-    /// entries are evenly spaced.
+    /// The kernel takes its first two axes, such as requests and the tokens of each, as one:
+    /// whatever the layout, their entries are evenly spaced.
     ///
     /// # Panics
-    /// Where there is no third axis, which the rows lie along: a mistake in the operator, which every case of it shows.
+    /// Where there is no third axis, which the rows lie along: a mistake in the operator, which
+    /// every case of it shows.
     pub fn joined(mut self) -> Self {
         assert!(self.axes.len() > 2, "`{}` has no row behind its first two axes", self.name);
         self.joined = true;
         self
     }
 
-    /// At least so many elements lie between the rows, which belong to nobody, as a field of the case says.
+    /// At least so many elements lie between the rows, which belong to nobody, as a field of the
+    /// case says.
     pub fn with_gap(mut self, field: &'static str, elements: usize) -> Self {
         (self.minimum_gap, self.gap_of) = (elements, Some(field));
         self
@@ -377,7 +387,8 @@ impl TensorSpec {
         self
     }
 
-    /// Its launcher calls it otherwise: a launcher that rotates gradients as it does activations, say.
+    /// Its launcher calls it otherwise: a launcher that rotates gradients as it does activations,
+    /// say.
     pub fn argument(mut self, name: &'static str) -> Self {
         self.argument = name;
         self
@@ -437,11 +448,12 @@ pub struct Specs {
 }
 
 impl Specs {
-    /// Fills in the axes (and types) of gradients and upstreams, and their absence where what they are of is absent.
+    /// Fills in the axes (and types) of gradients and upstreams, and their absence where what they
+    /// are of is absent.
     ///
     /// # Panics
-    /// Where one is of a tensor that is not declared, or two have one name: a mistake in the operator, which every case
-    /// of it shows.
+    /// Where one is of a tensor that is not declared, or two have one name: a mistake in the
+    /// operator, which every case of it shows.
     pub fn new(seed: u64, tensors: impl IntoIterator<Item = TensorSpec>) -> Self {
         let mut all: Vec<TensorSpec> = tensors.into_iter().collect();
         for index in 0..all.len() {
@@ -483,8 +495,8 @@ impl Specs {
         self
     }
 
-    /// Further tensors, of the operators that follow in a chain. One takes the place of another of its name: what was given
-    /// to one operator is then what another hands to it.
+    /// Further tensors, of the operators that follow in a chain. One takes the place of another of
+    /// its name: what was given to one operator is then what another hands to it.
     pub fn with(self, tensors: impl IntoIterator<Item = TensorSpec>) -> Self {
         let (mut all, further) = (self.all, tensors.into_iter().collect::<Vec<_>>());
         all.retain(|spec| further.iter().all(|other| other.name != spec.name));
@@ -543,8 +555,8 @@ impl Specs {
         self.present().flat_map(|spec| &spec.axes).find(|a| a.name == axis).map(|a| a.extent)
     }
 
-    /// Those whose oracle's tensor is compared with the kernel's: what is written, and what is observed of a state in the
-    /// place of the state itself.
+    /// Those whose oracle's tensor is compared with the kernel's: what is written, and what is
+    /// observed of a state in the place of the state itself.
     pub fn compared(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
         let observes = self.present().any(|spec| spec.part == Part::Observed);
         self.present().filter(move |spec| match spec.part {
@@ -560,8 +572,8 @@ impl Specs {
         self.compared().any(|spec| spec.name == name)
     }
 
-    /// Pairs of a differentiable input and its gradient. The gradient with respect to an output, which one operator of a
-    /// chain hands to another, is none of them.
+    /// Pairs of a differentiable input and its gradient. The gradient with respect to an output,
+    /// which one operator of a chain hands to another, is none of them.
     pub fn gradients(&self) -> impl Iterator<Item = (&TensorSpec, &TensorSpec)> {
         self.present().filter_map(|spec| match spec.part {
             Part::Gradient { of } => Some((self.find(of).filter(|of| of.is_given())?, spec)),

@@ -1,7 +1,9 @@
-//! An operator as a declaration: what its case is, its tensors, its oracle, its launches and its laws.
+//! An operator as a declaration: what its case is, its tensors, its oracle, its launches and its
+//! laws.
 //!
-//! [`Operator`] is what an operator's file implements. Everything else is derived of it, once for all operators, behind
-//! [`AnyOperator`](super::any::AnyOperator), which does not know the types of cases.
+//! [`Operator`] is what an operator's file implements. Everything else is derived of it, once for
+//! all operators, behind [`AnyOperator`](super::any::AnyOperator), which does not know the types
+//! of cases.
 
 use std::borrow::Cow;
 
@@ -88,7 +90,8 @@ pub fn not_empty(field: &'static str, extent: usize) -> Result<(), Refused> {
     if extent > 0 { Ok(()) } else { refuse(field, "0: there must be at least one") }
 }
 
-/// Elements of the largest input that finite differences are taken of, unless an operator says otherwise.
+/// Elements of the largest input that finite differences are taken of, unless an operator says
+/// otherwise.
 const SMOOTH_ELEMENTS: usize = 4096;
 
 /// An operator: a declaration, an oracle, launches and laws.
@@ -99,22 +102,25 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// Name, specification, paths, sizes of sweeps.
     const ABOUT: About;
 
-    /// The kinds of golden files that are about it ([`GoldenFile::operator`]): every file of these is cases of it.
+    /// The kinds of golden files that are about it ([`GoldenFile::operator`]): every file of these
+    /// is cases of it.
     const GOLDEN: &'static [&'static str] = &[];
 
-    /// The operators whose launches it composes, in their order, where it is a chain and has no kernel of its own. Their
-    /// kernels are mutated, and their launchers given bad arguments, as theirs.
+    /// The operators whose launches it composes, in their order, where it is a chain and has no
+    /// kernel of its own. Their kernels are mutated, and their launchers given bad arguments, as
+    /// theirs.
     const CHAIN: &'static [&'static str] = &[];
 
-    /// In how many lanes its kernels add the numbers of a row, at least: these are then added as a tree
-    /// ([`dsv4_reference::precision`]). 1 says nothing.
+    /// In how many lanes its kernels add the numbers of a row, at least: these are then added as a
+    /// tree ([`dsv4_reference::precision`]). 1 says nothing.
     const SUM_LANES: usize = 1;
 
     /// The tensors of a case. Called for cases that passed [`Operator::check`].
     fn tensors(case: &Self::Case) -> Specs;
 
-    /// Whether the fields of a case go together, beside what its tensors say by themselves (what an axis may be, numbers
-    /// that are positive or finite). Extents need no upper bound: the layer bounds every tensor.
+    /// Whether the fields of a case go together, beside what its tensors say by themselves (what
+    /// an axis may be, numbers that are positive or finite). Extents need no upper bound: the
+    /// layer bounds every tensor.
     ///
     /// # Errors
     /// The field, its value and the rule.
@@ -125,8 +131,8 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// Draws cases; shrinks towards the smallest.
     fn strategy(profile: Profile) -> BoxedStrategy<Self::Case>;
 
-    /// Small cases, one for each family of kernels: the layer varies their layouts in every sweep, and spoils their
-    /// arguments one by one, which launchers must refuse.
+    /// Small cases, one for each family of kernels: the layer varies their layouts in every sweep,
+    /// and spoils their arguments one by one, which launchers must refuse.
     fn typical() -> Vec<Self::Case>;
 
     /// Cases that every sweep runs, because chance must not leave them out.
@@ -137,8 +143,9 @@ pub trait Operator: Sized + Send + Sync + 'static {
         None
     }
 
-    /// The same call by the fastest kernels that there are for it on a device like this one, on as much of it as they can use:
-    /// what another kernel is timed beside. As the case says where it chooses nothing.
+    /// The same call by the fastest kernels that there are for it on a device like this one, on as
+    /// much of it as they can use: what another kernel is timed beside. As the case says where it
+    /// chooses nothing.
     fn fastest(case: &Self::Case, _environment: &Environment) -> Self::Case {
         case.clone()
     }
@@ -161,7 +168,8 @@ pub trait Operator: Sized + Send + Sync + 'static {
         rounding: &mut Rounding,
     ) -> dsv4_reference::Result<Named>;
 
-    /// The oracle's gradients, by its written-out formulas; nothing where the operator has no backward.
+    /// The oracle's gradients, by its written-out formulas; nothing where the operator has no
+    /// backward.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -173,9 +181,10 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Ok(Named::new())
     }
 
-    /// Gradients that follow at small cost from what kernels saved: the tensors hold everything that they wrote, beside the
-    /// inputs. Held to these, a gradient shows errors that lie far below the rounding of what was saved, such as those of a
-    /// small sink. Rounding points are those of [`Operator::backward`].
+    /// Gradients that follow at small cost from what kernels saved: the tensors hold everything
+    /// that they wrote, beside the inputs. Held to these, a gradient shows errors that lie far
+    /// below the rounding of what was saved, such as those of a small sink. Rounding points are
+    /// those of [`Operator::backward`].
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -187,7 +196,8 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Ok(Named::new())
     }
 
-    /// Bytes of the workspaces that the launches need, by name. They are placed after all other tensors.
+    /// Bytes of the workspaces that the launches need, by name. They are placed after all other
+    /// tensors.
     ///
     /// # Errors
     /// The launcher's.
@@ -206,7 +216,8 @@ pub trait Operator: Sized + Send + Sync + 'static {
     fn launch(case: &Self::Case, views: &Views, run: &mut Launches<'_>)
     -> Result<(), RuntimeError>;
 
-    /// Launches the backward, where there is one. An input that the forward overwrote, as declared, is there as it was.
+    /// Launches the backward, where there is one. An input that the forward overwrote, as
+    /// declared, is there as it was.
     ///
     /// # Errors
     /// As [`Operator::launch`].
@@ -218,8 +229,8 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Ok(())
     }
 
-    /// What stored bytes mean: the tensors of [`Part::Observed`], from what was given and all that was written (by the kernels
-    /// or the oracle), in the order of their declaration.
+    /// What stored bytes mean: the tensors of [`Part::Observed`], from what was given and all that
+    /// was written (by the kernels or the oracle), in the order of their declaration.
     fn observe(
         _case: &Self::Case,
         _given: &Tensors,
@@ -228,8 +239,9 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Elements that one run of the oracle holds at the same time beside the tensors of the case, such as the rows that lists
-    /// name: a case is refused before that takes too much memory. None where it is not said.
+    /// Elements that one run of the oracle holds at the same time beside the tensors of the case,
+    /// such as the rows that lists name: a case is refused before that takes too much memory. None
+    /// where it is not said.
     fn oracle_elements(_case: &Self::Case) -> u128 {
         0
     }
@@ -237,14 +249,16 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// Relations between the case and variants of it that need no oracle.
     fn laws(_case: &Self::Case, _laws: &mut Laws<'_, Self>) {}
 
-    /// Whether the oracle's gradients of this case can be triangulated: smooth where it is, and small, since finite
-    /// differences run the oracle dozens of times and large cases learn nothing more from them.
+    /// Whether the oracle's gradients of this case can be triangulated: smooth where it is, and
+    /// small, since finite differences run the oracle dozens of times and large cases learn
+    /// nothing more from them.
     fn is_smooth(case: &Self::Case) -> bool {
         Self::tensors(case).gradients().all(|(input, _)| input.elements() <= SMOOTH_ELEMENTS)
     }
 
-    /// The distance over which the oracle bends, for each element of a differentiable input; `None` where its declaration
-    /// ([`TensorSpec::clamped`]) or its own size says it. Infinite along what has no effect: it moves by the input's size.
+    /// The distance over which the oracle bends, for each element of a differentiable input;
+    /// `None` where its declaration ([`TensorSpec::clamped`]) or its own size says it. Infinite
+    /// along what has no effect: it moves by the input's size.
     fn bends_over(_case: &Self::Case, _tensors: &Tensors, _input: &str) -> Option<Vec<f64>> {
         None
     }
@@ -345,8 +359,8 @@ impl<'r> Launches<'r> {
         self.paths.extend(ran.into().0);
     }
 
-    /// What was written so far to `view` is final: it is compared as it is now, and a later launch that changes it is
-    /// found out.
+    /// What was written so far to `view` is final: it is compared as it is now, and a later launch
+    /// that changes it is found out.
     ///
     /// # Errors
     /// The device's.

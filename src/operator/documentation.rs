@@ -68,10 +68,12 @@ fn found(operator: &dyn Declaration) -> Vec<TensorRecord> {
     names.into_iter().map(|name| record(name, &all, &kinds)).collect()
 }
 
-/// Drawn cases that are looked at, beyond typical ones and edge cases: choices that exclude one another meet there.
+/// Drawn cases that are looked at, beyond typical ones and edge cases: choices that exclude one
+/// another meet there.
 const DRAWN: usize = 200;
 
-/// The tensors of many cases, and the fields of each as far as they can decide whether a tensor is there.
+/// The tensors of many cases, and the fields of each as far as they can decide whether a tensor is
+/// there.
 fn cases(operator: &dyn Declaration) -> Vec<(Specs, Kinds)> {
     let strategy = operator.strategy(Profile::Full);
     let mut runner = TestRunner::deterministic();
@@ -108,8 +110,8 @@ fn add_kind(kinds: &mut Kinds, name: String, value: &Value) {
     kinds.insert(name, kind);
 }
 
-/// Which cases have a tensor that not all have: the values of a field that says so alone, or else the fewest fields that do
-/// together.
+/// Which cases have a tensor that not all have: the values of a field that says so alone, or else
+/// the fewest fields that do together.
 fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
     let fields: BTreeSet<&String> = kinds.iter().flat_map(Kinds::keys).collect();
     let of = |names: &[&String], present: bool| -> BTreeSet<Vec<&str>> {

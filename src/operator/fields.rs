@@ -137,7 +137,8 @@ pub enum Implementation {
 }
 
 impl Implementation {
-    /// The faster kernels of those that run on a device like this one, where it is a GPU; else the portable ones.
+    /// The faster kernels of those that run on a device like this one, where it is a GPU; else the
+    /// portable ones.
     pub(crate) fn fastest_on(environment: &Environment) -> Self {
         let hopper =
             on_gpu(environment) && Self::Hopper.launcher().cannot_run_on(environment).is_none();

@@ -1,8 +1,8 @@
 //! What a golden file means to a declared operator: tensors of the file by the operator's names.
 //!
-//! An operator reads a file through [`Reading`] alone, which knows its axes by name: an axis has one extent in all tensors of
-//! a file, no tensor is empty, and what is read as numbers, integers or a mask is stored as such. So no operator can index
-//! beyond what a file holds.
+//! An operator reads a file through [`Reading`] alone, which knows its axes by name: an axis has
+//! one extent in all tensors of a file, no tensor is empty, and what is read as numbers, integers
+//! or a mask is stored as such. So no operator can index beyond what a file holds.
 
 use std::collections::BTreeMap;
 
@@ -20,8 +20,8 @@ use super::{ExpectedTensor, GoldenCase};
 use crate::case::CaseError;
 use crate::operator::golden_file::{GoldenFile, GoldenTensor, Kind};
 
-/// Axes of a stored tensor, outermost first, by the file's names of them: `1` is an axis of one entry, and a first one that
-/// begins with `..` is any number of axes, taken as one.
+/// Axes of a stored tensor, outermost first, by the file's names of them: `1` is an axis of one
+/// entry, and a first one that begins with `..` is any number of axes, taken as one.
 pub type Axes<'a> = &'a [&'a str];
 
 /// A golden file as an operator reads it.
@@ -238,7 +238,8 @@ impl<C> Golden<C> {
         self
     }
 
-    /// The oracle's tensor `name` must be `stored` of the file, which has these axes, up to rounding.
+    /// The oracle's tensor `name` must be `stored` of the file, which has these axes, up to
+    /// rounding.
     ///
     /// # Errors
     /// Those of [`Reading::floats`].
@@ -282,7 +283,8 @@ impl<C> Golden<C> {
         self
     }
 
-    /// Why the kernel cannot run this case, if it cannot: as it is, it takes only cases like this other one.
+    /// Why the kernel cannot run this case, if it cannot: as it is, it takes only cases like this
+    /// other one.
     #[must_use]
     pub fn kernel_skips(mut self, why: Option<(String, C)>) -> Self {
         self.kernel_skip = why;
@@ -330,8 +332,9 @@ impl Golden<AnyCase> {
     }
 }
 
-/// Of each slot of `chosen` `[..tokens, topk]` the product of its expert's matrix of `experts` with its token's row of `rows`
-/// `[..tokens, n]`: m numbers. The matrices' axes are `[experts, m, n]`.
+/// Of each slot of `chosen` `[..tokens, topk]` the product of its expert's matrix of `experts`
+/// with its token's row of `rows` `[..tokens, n]`: m numbers. The matrices' axes are `[experts, m,
+/// n]`.
 ///
 /// # Errors
 /// A tensor that the file has not, or whose extents do not fit; an expert that there is not.

@@ -112,7 +112,8 @@ pub fn kind_of(name: &str) -> &str {
     name.split("__").next().unwrap_or_default()
 }
 
-/// Times the bytes of a file that reading it takes: it, and its elements widened from one byte to eight.
+/// Times the bytes of a file that reading it takes: it, and its elements widened from one byte to
+/// eight.
 const WIDENED: u128 = 10;
 
 /// The bytes of a regular file that is no larger than a case may be.

@@ -84,8 +84,8 @@ impl Inputs {
         Self { tensors: Arc::new(tensors), ..self.clone() }
     }
 
-    /// The same inputs with a tensor times the furthest power of a base, 2 or its inverse, that takes no intermediate out of
-    /// fp32's range, nor into it; as they are if each does.
+    /// The same inputs with a tensor times the furthest power of a base, 2 or its inverse, that
+    /// takes no intermediate out of fp32's range, nor into it; as they are if each does.
     fn scaled_as_far_as_fp32_allows(&self, name: &str, base: f64) -> Self {
         let Some(spec) = self.specs().find(name).cloned() else { return self.clone() };
         let of = |tensors: &Tensors| laws::outside_f32(&*self.case, tensors);
@@ -105,8 +105,8 @@ impl Inputs {
         }
     }
 
-    /// The same inputs with one number in another's place, where the oracle's results say that it counts; in the last place
-    /// that was tried if they do in none.
+    /// The same inputs with one number in another's place, where the oracle's results say that it
+    /// counts; in the last place that was tried if they do in none.
     fn with_lone(&self, name: &str, number: f64) -> Result<Self, CaseError> {
         let results = |inputs: &Self| -> Result<Vec<u64>, CaseError> {
             let oracle = inputs
@@ -139,7 +139,8 @@ impl Inputs {
         self.case.tensors()
     }
 
-    /// Runs the oracle of these sides, by itself or as one of the runs that have `products` in common.
+    /// Runs the oracle of these sides, by itself or as one of the runs that have `products` in
+    /// common.
     pub(super) fn run_oracle(
         &self,
         precision: Precision,
@@ -250,7 +251,8 @@ impl Inputs {
         given
     }
 
-    /// What was written: what was frozen as it was then, since a change of it is a matter of its own.
+    /// What was written: what was frozen as it was then, since a change of it is a matter of its
+    /// own.
     pub(super) fn collect(
         &self,
         specs: &Specs,

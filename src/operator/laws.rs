@@ -1,6 +1,7 @@
 //! Laws of a declared operator: variants of a case, and what must hold between the two.
 //!
-//! A relation on a tensor that the case has not is dropped, so that an operator states each law once for all its cases.
+//! A relation on a tensor that the case has not is dropped, so that an operator states each law
+//! once for all its cases.
 
 use std::cell::OnceCell;
 
@@ -26,14 +27,15 @@ pub struct Variant<K: Operator> {
 }
 
 impl<K: Operator> Variant<K> {
-    /// Of the output called `name` only these elements (by their places, row-major) are looked at, in this shape.
+    /// Of the output called `name` only these elements (by their places, row-major) are looked at,
+    /// in this shape.
     pub fn show(&mut self, name: &'static str, shape: &[usize], elements: Vec<usize>) {
         self.said = false;
         self.shown.push(Shown { name, shape: shape.to_vec(), elements });
     }
 
-    /// The variant differs from the case in more than a line of JSON and given tensors can say: external kernels are
-    /// not asked for it.
+    /// The variant differs from the case in more than a line of JSON and given tensors can say:
+    /// external kernels are not asked for it.
     pub fn unsaid(&mut self) {
         self.said = false;
     }
@@ -107,8 +109,9 @@ impl<'i, K: Operator> Laws<'i, K> {
         self.law(name, change, relations);
     }
 
-    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of two as large. Cases in which
-    /// that moves an intermediate out of fp32's range, or within what lies outside of it, are left out, which is counted.
+    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of
+    /// two as large. Cases in which that moves an intermediate out of fp32's range, or within what
+    /// lies outside of it, are left out, which is counted.
     pub fn scale(
         &mut self,
         name: &'static str,
@@ -119,7 +122,8 @@ impl<'i, K: Operator> Laws<'i, K> {
         self.any.scale(name, &[scaled], factor, outputs);
     }
 
-    /// The gradients are linear in the upstream gradients, and no output depends on these: each counts once.
+    /// The gradients are linear in the upstream gradients, and no output depends on these: each
+    /// counts once.
     pub fn scale_upstreams(&mut self) {
         self.any.scale_upstreams();
     }
@@ -129,8 +133,8 @@ impl<'i, K: Operator> Laws<'i, K> {
         self.compared().into_iter().map(|name| (name, relation.clone())).collect()
     }
 
-    /// `number`, the case's field called `field`, multiplies what tensor `scaled` does, once: these relations hold where
-    /// the number is a quarter and the tensor four times as large.
+    /// `number`, the case's field called `field`, multiplies what tensor `scaled` does, once:
+    /// these relations hold where the number is a quarter and the tensor four times as large.
     pub fn exchange(
         &mut self,
         name: &'static str,
@@ -150,19 +154,22 @@ impl<'i, K: Operator> Laws<'i, K> {
         self.any.law(name, variant, relations.into_iter().collect());
     }
 
-    /// Entries along `axis` know nothing of each other: [`Self::permute`], under this name, and [`Self::independent`].
+    /// Entries along `axis` know nothing of each other: [`Self::permute`], under this name, and
+    /// [`Self::independent`].
     pub fn separate(&mut self, axis: &str, permuted: &'static str) {
         self.permute(permuted, axis);
         self.independent(axis);
     }
 
-    /// Entries along `axis` may come in another order: what has the axis follows, bit for bit; what sums over it stays
-    /// the same within its budget, if it is a gradient, or bit for bit, if it is an output.
+    /// Entries along `axis` may come in another order: what has the axis follows, bit for bit;
+    /// what sums over it stays the same within its budget, if it is a gradient, or bit for bit, if
+    /// it is an output.
     pub fn permute(&mut self, name: &'static str, axis: &str) {
         self.any.permute(name, axis);
     }
 
-    /// Other numbers and lists in the middle entry along `axis` change no other entry of what has the axis.
+    /// Other numbers and lists in the middle entry along `axis` change no other entry of what has
+    /// the axis.
     pub fn independent(&mut self, axis: &str) {
         self.any.independent(axis);
     }
@@ -235,7 +242,8 @@ impl AnyLaws<'_> {
         self.law(name, self.with(tensors), relations);
     }
 
-    /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside of it.
+    /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside
+    /// of it.
     fn leaves_f32(&self, case: &dyn DeclaredCase, tensors: &Tensors) -> bool {
         let own =
             self.outside_f32.get_or_init(|| outside_f32(&*self.inputs.case, &self.inputs.tensors));
@@ -280,7 +288,8 @@ impl AnyLaws<'_> {
     }
 }
 
-/// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says so elsewhere.
+/// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says
+/// so elsewhere.
 pub(super) fn outside_f32(case: &dyn DeclaredCase, tensors: &Tensors) -> Option<u64> {
     let (bound, mut rounding) = (Bound::new(tensors), Rounding::watching());
     case.forward(&bound, &mut rounding).ok()?;
@@ -288,8 +297,8 @@ pub(super) fn outside_f32(case: &dyn DeclaredCase, tensors: &Tensors) -> Option<
     Some(rounding.outside_f32())
 }
 
-/// The tensor with other numbers in entry `entry` along axis `at`: floating-point ones are taken from 3, lists of
-/// integers turned around; single integers and bytes stay.
+/// The tensor with other numbers in entry `entry` along axis `at`: floating-point ones are taken
+/// from 3, lists of integers turned around; single integers and bytes stay.
 fn with_other_entry(tensor: &HostTensor, at: usize, entry: usize) -> HostTensor {
     let inner: usize = tensor.shape[at + 1..].iter().product();
     let (extent, outer) = (tensor.shape[at], tensor.shape[..at].iter().product::<usize>());

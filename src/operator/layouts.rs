@@ -1,12 +1,14 @@
 //! How each tensor of a case lies in memory: drawn by this layer, for every operator alike.
 //!
-//! Every tensor has a layout of its own, independently of the others: dense, rows with gaps between them, gaps behind
-//! outer axes, axes in another order, or steps so huge that offsets exceed 2^32 elements. What a kernel does not take
-//! ([`Strides`]) is not drawn; that its launcher refuses it is checked apart ([`super::refusals`]).
+//! Every tensor has a layout of its own, independently of the others: dense, rows with gaps
+//! between them, gaps behind outer axes, axes in another order, or steps so huge that offsets
+//! exceed 2^32 elements. What a kernel does not take ([`Strides`]) is not drawn; that its launcher
+//! refuses it is checked apart ([`super::refusals`]).
 //!
-//! A kernel that takes rows anywhere may move them by wide accesses where all of them allow it, and one element at a
-//! time where one does not. Tensors that each had odd gaps of their own would leave the kernels with wide accesses
-//! dense rows only, so in every second case all gaps are whole accesses.
+//! A kernel that takes rows anywhere may move them by wide accesses where all of them allow it,
+//! and one element at a time where one does not. Tensors that each had odd gaps of their own would
+//! leave the kernels with wide accesses dense rows only, so in every second case all gaps are
+//! whole accesses.
 
 use std::collections::BTreeMap;
 
@@ -17,19 +19,20 @@ use serde::{Deserialize, Serialize};
 
 use super::declaration::{Specs, Strides, TensorSpec};
 
-/// Offsets of a huge layout reach beyond so many elements: what a 32-bit number cannot hold, with or without a sign.
+/// Offsets of a huge layout reach beyond so many elements: what a 32-bit number cannot hold, with
+/// or without a sign.
 const HUGE: usize = 1 << 32;
 
-/// Elements of a tensor with gaps in every edge case of an operator: to fill and read back many more takes longer than
-/// all its other cases.
+/// Elements of a tensor with gaps in every edge case of an operator: to fill and read back many
+/// more takes longer than all its other cases.
 const MOST_WITH_GAPS: usize = 1 << 22;
 
-/// Bytes that the tensors with huge steps take together in an edge case: those of a case must fit a GPU
-/// ([`super::declared`]), the others among them.
+/// Bytes that the tensors with huge steps take together in an edge case: those of a case must fit
+/// a GPU ([`super::declared`]), the others among them.
 const MOST_HUGE_BYTES: usize = 36 << 30;
 
-/// Bytes from the first to the last of a tensor, and four times as many of all tensors of a case: what a device sets apart of
-/// its addresses holds them twice.
+/// Bytes from the first to the last of a tensor, and four times as many of all tensors of a case:
+/// what a device sets apart of its addresses holds them twice.
 pub(super) const MOST_ADDRESSES: usize = 1 << 37;
 
 /// So many elements of any type are a multiple of the 16 bytes that the widest access takes.
@@ -42,7 +45,8 @@ pub struct TensorLayout {
     /// Axes from the outermost in memory to the innermost; empty is the declared order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub order: Vec<String>,
-    /// Elements, belonging to nobody, behind all of an axis: they lengthen the step of the axis around it.
+    /// Elements, belonging to nobody, behind all of an axis: they lengthen the step of the axis
+    /// around it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gaps: BTreeMap<String, usize>,
 }
@@ -59,8 +63,8 @@ impl TensorLayout {
     /// The layout in memory.
     ///
     /// # Errors
-    /// An axis that the tensor has not, an order that is none, an alignment that the kernel does not take, sizes beyond
-    /// what an address can hold.
+    /// An axis that the tensor has not, an order that is none, an alignment that the kernel does
+    /// not take, sizes beyond what an address can hold.
     pub fn place(&self, spec: &TensorSpec) -> Result<Layout, String> {
         let order = self.axes_of(spec)?;
         let mut gaps = vec![0; spec.axes.len()];
@@ -104,7 +108,8 @@ impl TensorLayout {
         Ok(order)
     }
 
-    /// Holds the layout to what the kernel takes; where it takes only aligned rows, a dense row that is not gets a gap.
+    /// Holds the layout to what the kernel takes; where it takes only aligned rows, a dense row
+    /// that is not gets a gap.
     fn hold_to(
         &self,
         spec: &TensorSpec,
@@ -178,7 +183,8 @@ pub enum Choice {
     Gap(usize, usize),
     /// Its outer axes turned by so many places, with a gap behind each row.
     Turned(usize, usize),
-    /// Steps of the axis of this number, which is the outermost in memory if it may be, beyond 2^32 elements.
+    /// Steps of the axis of this number, which is the outermost in memory if it may be, beyond
+    /// 2^32 elements.
     Huge(usize),
 }
 
@@ -197,8 +203,8 @@ pub fn strategy(count: usize) -> BoxedStrategy<Vec<Choice>> {
     prop::collection::vec(choice, count).boxed()
 }
 
-/// The layouts that choices, one for each declared tensor, mean for a case. A choice that a tensor cannot have is dense.
-/// All gaps are whole accesses where the case's seed is even.
+/// The layouts that choices, one for each declared tensor, mean for a case. A choice that a tensor
+/// cannot have is dense. All gaps are whole accesses where the case's seed is even.
 pub fn resolve(specs: &Specs, choices: &[Choice]) -> Layouts {
     lay_out(specs, specs.seed.is_multiple_of(2), choices)
 }
@@ -215,8 +221,8 @@ fn lay_out(specs: &Specs, whole_vectors: bool, choices: &[Choice]) -> Layouts {
         .collect()
 }
 
-/// The axes of a tensor but for its last one, as a layout moves them about: joined ones are one place, so that no gap
-/// comes between them and they turn as one.
+/// The axes of a tensor but for its last one, as a layout moves them about: joined ones are one
+/// place, so that no gap comes between them and they turn as one.
 struct Places {
     joined: usize,
     count: usize,
@@ -267,8 +273,9 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
     }
 }
 
-/// Steps of a place beyond [`HUGE`] elements; `None` where it has one entry, which takes no step. The place is the
-/// outermost in memory where it may be: within another, the whole would be so many times as large.
+/// Steps of a place beyond [`HUGE`] elements; `None` where it has one entry, which takes no step.
+/// The place is the outermost in memory where it may be: within another, the whole would be so
+/// many times as large.
 fn huge(
     spec: &TensorSpec,
     places: &Places,
@@ -299,8 +306,9 @@ fn huge(
     Some(TensorLayout { order, ..gap })
 }
 
-/// Gaps of whole accesses behind the rows of every tensor, no two the same number of elements. A tensor of so many short
-/// rows that it would take more than [`MOST_WITH_GAPS`] elements stays dense.
+/// Gaps of whole accesses behind the rows of every tensor, no two the same number of elements. A
+/// tensor of so many short rows that it would take more than [`MOST_WITH_GAPS`] elements stays
+/// dense.
 pub fn unlike_gaps(specs: &Specs) -> Layouts {
     let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
     let elements =
@@ -315,8 +323,9 @@ fn all(specs: &Specs, whole_vectors: bool, choice: &dyn Fn(usize) -> Choice) -> 
     lay_out(specs, whole_vectors, &(0..specs.all().len()).map(choice).collect::<Vec<_>>())
 }
 
-/// Layouts that every operator's sweep begins with: gaps that are all different, odd ones, axes in another order, and
-/// huge steps along each axis, of as many tensors at a time as a GPU has memory for.
+/// Layouts that every operator's sweep begins with: gaps that are all different, odd ones, axes in
+/// another order, and huge steps along each axis, of as many tensors at a time as a GPU has memory
+/// for.
 pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     let mut found = vec![
         unlike_gaps(specs),
@@ -336,15 +345,17 @@ pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     found
 }
 
-/// Every tensor with its outer axes in another order where its kernel takes that, and a gap behind its rows that no other
-/// has, of so many elements that accesses of 16 bytes stay possible: kernels take the paths that they take when it is dense.
+/// Every tensor with its outer axes in another order where its kernel takes that, and a gap behind
+/// its rows that no other has, of so many elements that accesses of 16 bytes stay possible:
+/// kernels take the paths that they take when it is dense.
 pub fn spread(specs: &Specs) -> Layouts {
     let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
     layouts.extend(all(specs, true, &|tensor| Choice::Turned(1, 1 + tensor)));
     layouts
 }
 
-/// The layouts in groups of which each takes at most [`MOST_HUGE_BYTES`], but for a tensor that takes more alone.
+/// The layouts in groups of which each takes at most [`MOST_HUGE_BYTES`], but for a tensor that
+/// takes more alone.
 fn in_memory(specs: &Specs, layouts: Layouts) -> Vec<Layouts> {
     let mut groups = Vec::new();
     let (mut group, mut taken) = (Layouts::new(), 0usize);

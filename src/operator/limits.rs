@@ -1,6 +1,7 @@
-//! Extents at their limits, beyond what any other edge case has. A field of a case that is an extent takes in turn the
-//! most that the declaration allows, or, where that is more than a sweep can pay for, as much as it can; the other
-//! extents shrink for it. No operator has to say anything of it.
+//! Extents at their limits, beyond what any other edge case has. A field of a case that is an
+//! extent takes in turn the most that the declaration allows, or, where that is more than a sweep
+//! can pay for, as much as it can; the other extents shrink for it. No operator has to say
+//! anything of it.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +13,8 @@ use super::declaration::Specs;
 use super::lines::checked;
 use crate::case::Case;
 
-/// Elements that the tensors of a case may have beyond those of the small case that it grew from, where that takes an extent
-/// to its declared limit.
+/// Elements that the tensors of a case may have beyond those of the small case that it grew from,
+/// where that takes an extent to its declared limit.
 const ROOM_TO_A_LIMIT: usize = 1 << 18;
 
 /// The same where there is no limit within that.
@@ -63,7 +64,8 @@ fn number(case: &Value, field: &str) -> Option<u64> {
     case.pointer(field)?.as_u64()
 }
 
-/// By how much a field grows at least, and how many elements that adds; `None` of what is no extent of the case.
+/// By how much a field grows at least, and how many elements that adds; `None` of what is no
+/// extent of the case.
 fn step(operator: &dyn Declaration, case: &Value, field: &str) -> Option<(u64, usize)> {
     let (own, now) = (number(case, field)?, size(operator, case)?);
     let more = |step: u64| Some((step, size(operator, &with(case, field, own + step))?));
@@ -88,7 +90,8 @@ fn extents(operator: &dyn Declaration, case: &Value) -> Vec<String> {
     all
 }
 
-/// The case with the other extents as small as makes a step of this one cheaper: at least 2, where they may be.
+/// The case with the other extents as small as makes a step of this one cheaper: at least 2, where
+/// they may be.
 fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> Value {
     let mut small = case.clone();
     for other in extents(operator, case).iter().filter(|other| *other != field) {
@@ -103,7 +106,8 @@ fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> V
     small
 }
 
-/// The case with the largest extent in a field that there is room for; `None` where it is that already.
+/// The case with the largest extent in a field that there is room for; `None` where it is that
+/// already.
 fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> Option<AnyCase> {
     let small = with_small_others(operator, case, field);
     let (step, _) = step(operator, &small, field)?;

@@ -1,5 +1,5 @@
-//! Cases as lines of JSON, and what is held of one before anything is computed: its numbers, its tensors, its layouts, and
-//! the memory that it takes.
+//! Cases as lines of JSON, and what is held of one before anything is computed: its numbers, its
+//! tensors, its layouts, and the memory that it takes.
 
 use dsv4_runtime::cuda::{MAPPED_GRANULE, RESERVED_PART};
 use dsv4_runtime::{BackendKind, Environment};
@@ -25,8 +25,8 @@ pub(super) fn checked(case: &dyn DeclaredCase) -> Result<Specs, Refused> {
     Ok(specs)
 }
 
-/// Largest whole number of a case but its seed: a sum of two of them fits an i32, and a product of two 64 bits, so that no
-/// operator has to think of numbers that wrap.
+/// Largest whole number of a case but its seed: a sum of two of them fits an i32, and a product of
+/// two 64 bits, so that no operator has to think of numbers that wrap.
 const LARGEST_NUMBER: u64 = (1 << 30) - 1;
 
 /// What may be any number of 64 bits.
@@ -217,11 +217,13 @@ fn check_layouts(specs: &Specs, layouts: &Layouts) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Memory that the tensors of one case may take together on a GPU, where each row that lies far from the others takes a piece of its
-/// own: a GPU of 80 GB that a dozen processes share has it, times [`RESERVED_PART`].
+/// Memory that the tensors of one case may take together on a GPU, where each row that lies far
+/// from the others takes a piece of its own: a GPU of 80 GB that a dozen processes share has it,
+/// times [`RESERVED_PART`].
 const LARGEST_CASE: usize = 24 << 30;
 
-/// Why a case does not fit a GPU so many times over: rows with huge steps between them take a piece of its memory each.
+/// Why a case does not fit a GPU so many times over: rows with huge steps between them take a
+/// piece of its memory each.
 pub(super) fn too_large_on(
     environment: &Environment,
     specs: &Specs,
@@ -240,8 +242,8 @@ pub(super) fn too_large_on(
 /// Bytes of a GPU's memory that are to be free where a case is to have all its buffers.
 pub(super) fn room_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> u64 {
     let buffers: Vec<usize> = buffers_on(environment, specs, layouts).collect();
-    // Calls that follow one another have two sets of buffers, and the largest of the second one has its part of what the first one
-    // leaves.
+    // Calls that follow one another have two sets of buffers, and the largest of the second one
+    // has its part of what the first one leaves.
     let of_largest = buffers.iter().copied().max().unwrap_or(0).saturating_mul(RESERVED_PART);
     buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
 }

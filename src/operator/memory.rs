@@ -36,7 +36,8 @@ impl<'d> Placed<'d> {
         Self { arena, views, backward, repeats: false }.fill(specs, layouts, tensors)
     }
 
-    /// As [`Self::place`], densely; given tensors that are smaller than declared are repeated to the declared extents.
+    /// As [`Self::place`], densely; given tensors that are smaller than declared are repeated to
+    /// the declared extents.
     pub fn repeating(
         device: &'d Device,
         contract: Contract,
@@ -127,7 +128,8 @@ impl<'d> Placed<'d> {
         }
     }
 
-    /// Uploads a tensor; what is to be repeated along the outermost axis of a dense one is copied within the device.
+    /// Uploads a tensor; what is to be repeated along the outermost axis of a dense one is copied
+    /// within the device.
     fn upload(
         &mut self,
         name: &str,
@@ -159,8 +161,9 @@ impl<'d> Placed<'d> {
         Ok(view)
     }
 
-    /// Puts other given tensors, of the same types and extents, where the given ones were: also where the backward reads
-    /// what the forward overwrites. All else stays as the last launches left it.
+    /// Puts other given tensors, of the same types and extents, where the given ones were: also
+    /// where the backward reads what the forward overwrites. All else stays as the last launches
+    /// left it.
     pub fn rewrite(&mut self, specs: &Specs, tensors: &Tensors) -> Result<(), RuntimeError> {
         for spec in specs.present().filter(|spec| spec.is_given()) {
             let Some(host) = tensors.get(spec.name) else { continue };

@@ -2,7 +2,8 @@
 //!
 //! `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`. An operator's
 //! file in `src/operators/` says how to do the first four; everything after that is the same for
-//! all of them ([`crate::judge::checks`]). The [`registry`](crate::operators::registry) lists all operators.
+//! all of them ([`crate::judge::checks`]). The [`registry`](crate::operators::registry) lists all
+//! operators.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -72,7 +73,8 @@ impl Profile {
         }
     }
 
-    /// The one of three settings, for quick, ci and full, that is this profile's; smoke has the cases of quick.
+    /// The one of three settings, for quick, ci and full, that is this profile's; smoke has the
+    /// cases of quick.
     pub fn of<T>(self, [quick, ci, full]: [T; 3]) -> T {
         match self {
             Self::Smoke | Self::Quick => quick,
@@ -81,7 +83,8 @@ impl Profile {
         }
     }
 
-    /// Random schedules that each case runs under on the emulator, beyond the deterministic one, unless told otherwise.
+    /// Random schedules that each case runs under on the emulator, beyond the deterministic one,
+    /// unless told otherwise.
     pub fn schedules(self) -> u32 {
         match self {
             Self::Smoke => 1,
@@ -89,7 +92,8 @@ impl Profile {
         }
     }
 
-    /// How long after the start of a sweep its edge cases may still begin, where there is such a limit.
+    /// How long after the start of a sweep its edge cases may still begin, where there is such a
+    /// limit.
     pub fn time_limit(self) -> Option<Duration> {
         (self == Self::Smoke).then_some(SMOKE)
     }
@@ -143,7 +147,8 @@ pub struct KernelTensor {
 }
 
 impl KernelTensor {
-    /// A tensor that is repeated bit for bit and compared within the budget of its rounding to its storage type.
+    /// A tensor that is repeated bit for bit and compared within the budget of its rounding to its
+    /// storage type.
     pub fn new(name: &'static str, tensor: HostTensor) -> Self {
         let (comparison, grid, pooling) = Default::default();
         Self { name, tensor, deterministic: true, comparison, grid, pooling }
@@ -177,7 +182,8 @@ pub enum Comparison {
     Rounded,
     /// Equal, whatever the spread of the oracle's runs is: codes, counts, permutations.
     Exact,
-    /// Indices of a selection: another one is right only where the oracle's scores are within their own bounds.
+    /// Indices of a selection: another one is right only where the oracle's scores are within
+    /// their own bounds.
     Selection {
         /// The oracle's tensor of the scores that were selected from.
         scores: &'static str,
@@ -195,9 +201,11 @@ pub enum Grid {
     Scaled {
         /// Format of the codes.
         format: Format,
-        /// Rows and columns (along the last two axes) that share a scale; the last block of an axis may be smaller.
+        /// Rows and columns (along the last two axes) that share a scale; the last block of an
+        /// axis may be smaller.
         block: [usize; 2],
-        /// The oracle's tensor of the scales: one for each block, other axes as in the tensor itself.
+        /// The oracle's tensor of the scales: one for each block, other axes as in the tensor
+        /// itself.
         scales: &'static str,
     },
 }
@@ -208,7 +216,8 @@ impl From<DType> for Grid {
     }
 }
 
-/// Over which elements a budget pools the variance of the oracle's runs: those that are of one scale by construction.
+/// Over which elements a budget pools the variance of the oracle's runs: those that are of one
+/// scale by construction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pooling {
@@ -287,8 +296,9 @@ pub trait PreparedCase: Sync {
     /// What the oracle refuses.
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError>;
 
-    /// As [`Self::oracle`], as one of several runs: what all runs have in common may be
-    /// taken from `products` (a run by [`Rounding::sharing`](dsv4_reference::Rounding::sharing)). The exact run is first.
+    /// As [`Self::oracle`], as one of several runs: what all runs have in common may be taken from
+    /// `products` (a run by [`Rounding::sharing`](dsv4_reference::Rounding::sharing)). The exact
+    /// run is first.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -300,8 +310,8 @@ pub trait PreparedCase: Sync {
         self.oracle(precision)
     }
 
-    /// Gradients as they follow from what kernels wrote before them, for those of which the operator says how; computed as
-    /// [`Self::oracle_sharing`] computes.
+    /// Gradients as they follow from what kernels wrote before them, for those of which the
+    /// operator says how; computed as [`Self::oracle_sharing`] computes.
     ///
     /// # Errors
     /// What the oracle refuses.
@@ -319,7 +329,8 @@ pub trait PreparedCase: Sync {
         Arithmetic { points: RoundingPoints::Specification, lanes: 1 }
     }
 
-    /// Bytes of a GPU's memory that are to be free where its kernels are to have all their buffers; 0 on the emulator.
+    /// Bytes of a GPU's memory that are to be free where its kernels are to have all their
+    /// buffers; 0 on the emulator.
     fn room_on_gpu(&self, _environment: &Environment) -> u64 {
         0
     }
@@ -338,8 +349,8 @@ pub trait PreparedCase: Sync {
         Ok(Seconds::default())
     }
 
-    /// Runs the kernels again after calls with other data, in the same buffers and beside them. None where nobody says
-    /// what other data would be.
+    /// Runs the kernels again after calls with other data, in the same buffers and beside them.
+    /// None where nobody says what other data would be.
     ///
     /// # Errors
     /// Those of [`Self::kernel`].
@@ -351,8 +362,9 @@ pub trait PreparedCase: Sync {
         Ok(None)
     }
 
-    /// The case whose scalars and extents these inputs go with, in particular those of a law's variant. Where
-    /// it is absent, an external kernel is not held to the operator's laws ([`crate::external`]).
+    /// The case whose scalars and extents these inputs go with, in particular those of a law's
+    /// variant. Where it is absent, an external kernel is not held to the operator's laws
+    /// ([`crate::external`]).
     fn case(&self) -> Option<Case> {
         None
     }
@@ -406,12 +418,13 @@ pub enum Relation {
         /// The entry that may differ.
         at: usize,
     },
-    /// `case == made_of(variant)`, number by number (NaN where it says NaN): a further step of the kernel, done here.
+    /// `case == made_of(variant)`, number by number (NaN where it says NaN): a further step of the
+    /// kernel, done here.
     MadeOf(Rc<MadeOf>),
     /// Equal up to rounding: they differ by no more than both may be off by.
     WithinBudget,
-    /// The same where the variant rounds at other points than the case: its own oracle runs say by how much it may be
-    /// off.
+    /// The same where the variant rounds at other points than the case: its own oracle runs say by
+    /// how much it may be off.
     WithinBothBudgets,
 }
 
@@ -420,8 +433,9 @@ pub trait GradientProbe {
     /// Names and values of the differentiable inputs.
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)>;
 
-    /// The distance over which the function bends, for each element of each input: finite differences
-    /// step by a small part of it. `None`, or an infinite one of an element, where the size of the input itself says it.
+    /// The distance over which the function bends, for each element of each input: finite
+    /// differences step by a small part of it. `None`, or an infinite one of an element, where the
+    /// size of the input itself says it.
     fn scales(&self) -> Vec<Option<Vec<f64>>> {
         self.inputs().iter().map(|_| None).collect()
     }
@@ -465,7 +479,8 @@ pub struct ExpectedTensor {
     pub values: Vec<f64>,
     /// Whether the file holds them rounded to f32.
     pub stored_f32: bool,
-    /// Whether they were computed in f32 throughout, and are therefore held to a kernel's budget only.
+    /// Whether they were computed in f32 throughout, and are therefore held to a kernel's budget
+    /// only.
     pub computed_f32: bool,
 }
 

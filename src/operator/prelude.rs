@@ -1,4 +1,5 @@
-//! What the file of an operator needs: the vocabulary of declarations, fields that cases share, and strategies.
+//! What the file of an operator needs: the vocabulary of declarations, fields that cases share,
+//! and strategies.
 
 pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;

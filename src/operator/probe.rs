@@ -1,4 +1,5 @@
-//! The oracle of a declared operator as a differentiable function, for the triangulation of its gradients.
+//! The oracle of a declared operator as a differentiable function, for the triangulation of its
+//! gradients.
 
 use candle_core::{Device as Cpu, Tensor, Var};
 use dsv4_reference::Named;
@@ -64,7 +65,8 @@ impl<'i> Probe<'i> {
         let mut objective = Tensor::zeros((), candle_core::DType::F64, &Cpu::Cpu)?;
         for ((name, shape, _), weights) in self.outputs.iter().zip(upstream) {
             let output = computed.tensor(name)?;
-            // 0 · inf would be NaN: what is no finite number (an empty row's lse) is left out, as its weight is.
+            // 0 · inf would be NaN: what is no finite number (an empty row's lse) is left out, as
+            // its weight is.
             let output = output.abs()?.le(f64::MAX)?.where_cond(output, &output.zeros_like()?)?;
             objective = (objective + (output * f64_tensor(weights, shape)?)?.sum_all()?)?;
         }

@@ -1,5 +1,5 @@
-//! Bad arguments, derived from the declaration: each tensor of a typical case is spoilt in every way, one at a time, and
-//! the launcher must refuse it, naming the argument, before anything runs.
+//! Bad arguments, derived from the declaration: each tensor of a typical case is spoilt in every
+//! way, one at a time, and the launcher must refuse it, naming the argument, before anything runs.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,8 @@ use crate::case::CaseError;
 pub struct Refusal {
     /// Which tensor was spoilt, and how.
     pub what: String,
-    /// What went wrong: it was accepted, another argument was blamed, or something ran. `None` where it was refused.
+    /// What went wrong: it was accepted, another argument was blamed, or something ran. `None`
+    /// where it was refused.
     pub problem: Option<String>,
 }
 
@@ -142,7 +143,8 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
     spec.axes.iter().enumerate().filter_map(less).collect()
 }
 
-/// All tensors that have an axis whose extent is limited, with one step more along it than it may have.
+/// All tensors that have an axis whose extent is limited, with one step more along it than it may
+/// have.
 fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
     let stored = || specs.present().filter(|spec| spec.is_stored());
     let limited = |axis: &&Axis| axis.multiple > 0 && axis.most < i32::MAX as usize;
@@ -236,8 +238,8 @@ fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
         .collect()
 }
 
-/// Whether a launch that writes `written` is given `other` as well. Which outputs a backward reads, the declaration does
-/// not say.
+/// Whether a launch that writes `written` is given `other` as well. Which outputs a backward
+/// reads, the declaration does not say.
 fn meet(written: &TensorSpec, other: &TensorSpec) -> bool {
     let one_launch =
         written.only_in.is_none() || other.only_in.is_none() || written.only_in == other.only_in;

@@ -1,14 +1,18 @@
-//! A call after another one: what a launcher, a module or a workspace keeps of the first must not show in the second.
+//! A call after another one: what a launcher, a module or a workspace keeps of the first must not
+//! show in the second.
 //!
-//! The case's kernels run on other data; then on the case's own in the same buffers, with workspaces and outputs as the
-//! first call left them; then in buffers elsewhere, while the first ones, still there, hold the other data again. Where
-//! launches can be recorded, they are, once, and replayed on other data and the case's own in turn. Each run on the case's
-//! own data must write what a run by itself wrote. What the very first call of all leaves for good, such as a length by
-//! which a module goes from then on, is right for this case, and seen by the next one instead.
+//! The case's kernels run on other data; then on the case's own in the same buffers, with
+//! workspaces and outputs as the first call left them; then in buffers elsewhere, while the first
+//! ones, still there, hold the other data again. Where launches can be recorded, they are, once,
+//! and replayed on other data and the case's own in turn. Each run on the case's own data must
+//! write what a run by itself wrote. What the very first call of all leaves for good, such as a
+//! length by which a module goes from then on, is right for this case, and seen by the next one
+//! instead.
 //!
-//! The other data are the case's with other seeds: other numbers, lists and lengths. Where these make tensors or
-//! workspaces of other extents, or the case has no seed, only floating-point numbers are others: those of a distribution
-//! drawn anew, all others negated, which is exact. Integers and bytes are then the same, and that is a counted skip.
+//! The other data are the case's with other seeds: other numbers, lists and lengths. Where these
+//! make tensors or workspaces of other extents, or the case has no seed, only floating-point
+//! numbers are others: those of a distribution drawn anew, all others negated, which is exact.
+//! Integers and bytes are then the same, and that is a counted skip.
 
 use dsv4_runtime::arena::Violation;
 use dsv4_runtime::{Contract, Device, RuntimeError};
@@ -116,7 +120,8 @@ fn buffers<'d>(
         return Ok((first, None));
     }
     match inputs.placed(device, contract, specs) {
-        // The first ones may well lie where those of the runs before this lay, which are gone, and so are not first here.
+        // The first ones may well lie where those of the runs before this lay, which are gone, and
+        // so are not first here.
         Ok(second) => Ok((second, Some(first))),
         Err(error @ RuntimeError::TooLarge { .. }) => {
             sequence.skip(WHAT, error.to_string());
@@ -242,7 +247,8 @@ fn reseed(name: &str, value: &mut Value, change: u64) -> usize {
     }
 }
 
-/// The case's own data with other floating-point numbers. All negated would be too little: products of two would stay.
+/// The case's own data with other floating-point numbers. All negated would be too little:
+/// products of two would stay.
 fn with_other_numbers(inputs: &Inputs, specs: &Specs) -> Inputs {
     let mut reseeded = specs.clone();
     reseeded.seed ^= 1;

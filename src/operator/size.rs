@@ -1,8 +1,10 @@
-//! What a case takes of the machine's memory, reckoned from its declaration before anything of it is allocated.
+//! What a case takes of the machine's memory, reckoned from its declaration before anything of it
+//! is allocated.
 //!
-//! Given tensors lie on the host in several copies (a case's own, those of its laws' variants, numbers widened to f64), all
-//! tensors lie on the device, in two places at a time where calls follow one another, and of each output there are as many
-//! tensors as the oracle has runs. [`bytes_of`] adds all that up. What it says is never less than what is really taken:
+//! Given tensors lie on the host in several copies (a case's own, those of its laws' variants,
+//! numbers widened to f64), all tensors lie on the device, in two places at a time where calls
+//! follow one another, and of each output there are as many tensors as the oracle has runs.
+//! [`bytes_of`] adds all that up. What it says is never less than what is really taken:
 //! `tests/suite/bad_input.rs` measures it for every operator.
 
 use std::fmt;
@@ -15,15 +17,16 @@ use super::layouts::Layouts;
 use super::lines::layout_of;
 use crate::operator::{NEAREST_RUNS, WORKING_RUNS};
 
-/// Copies of a given tensor on the host: the case's, one for each of a dozen variants of laws, and those being made.
+/// Copies of a given tensor on the host: the case's, one for each of a dozen variants of laws, and
+/// those being made.
 const HOST_COPIES: u128 = 16;
 
-/// Copies of a tensor's memory on the device: what is there, what it was, what it is read back as, and which bytes may
-/// change, in two places at a time.
+/// Copies of a tensor's memory on the device: what is there, what it was, what it is read back as,
+/// and which bytes may change, in two places at a time.
 const DEVICE_COPIES: u128 = 8;
 
-/// Tensors in f64 for each output: the exact run and the others, those rounded to what kernels store, and what is derived
-/// from both.
+/// Tensors in f64 for each output: the exact run and the others, those rounded to what kernels
+/// store, and what is derived from both.
 const RUNS: u128 = 2 * (1 + WORKING_RUNS + NEAREST_RUNS) as u128 + 16;
 
 /// Tensors of one size that an oracle run holds at a time while it computes.
@@ -52,7 +55,8 @@ impl Limit {
         bytes <= u128::from(self.0)
     }
 
-    /// Half of what this process may have: of the machine's memory, or of its control group's where that is less.
+    /// Half of what this process may have: of the machine's memory, or of its control group's
+    /// where that is less.
     pub fn of_this_machine() -> Self {
         let read = |path: &Path| std::fs::read_to_string(path).ok();
         Self(available(&read).unwrap_or(2 * SMALLEST_DEFAULT) / 2)
@@ -113,7 +117,8 @@ fn available(read: &dyn Fn(&Path) -> Option<String>) -> Option<u64> {
     machine.into_iter().chain(group_limits(read)).min()
 }
 
-/// What the control groups of this process allow, from its own up to the root; of version 1 that of its mount.
+/// What the control groups of this process allow, from its own up to the root; of version 1 that
+/// of its mount.
 fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
     let root = Path::new("/sys/fs/cgroup");
     let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
@@ -128,8 +133,8 @@ fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
     files.filter_map(|file| read(&file)?.trim().parse().ok()).collect()
 }
 
-/// Bytes that a case takes of the machine, of which one oracle run holds `oracle` elements beside its tensors. Nothing
-/// wraps: what would is all that there is.
+/// Bytes that a case takes of the machine, of which one oracle run holds `oracle` elements beside
+/// its tensors. Nothing wraps: what would is all that there is.
 pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     let of =
         |of: &dyn Fn(&TensorSpec) -> u128| specs.present().map(of).fold(0, u128::saturating_add);
@@ -138,7 +143,8 @@ pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     let on_device = of(&|spec| if spec.is_stored() { placed(spec, layouts) } else { 0 });
     let judged = specs.compared().map(elements).fold(0, u128::saturating_add);
     let computed = elements_of(specs, oracle);
-    // A tensor without elements may have axes of any extent, along which lists are made all the same.
+    // A tensor without elements may have axes of any extent, along which lists are made all the
+    // same.
     let lists = of(&|spec| spec.axes.iter().map(|axis| axis.extent as u128).sum());
     let at_once = 1 + rayon::current_num_threads() as u128;
     [

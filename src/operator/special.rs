@@ -1,7 +1,8 @@
-//! Numbers that no distribution draws: limits and their neighbours, NaN and infinities, rows that nobody may read. An
-//! operator says of which inputs ([`TensorSpec::clamped`], [`TensorSpec::with_zeros`], [`TensorSpec::marks_padding`]); that
-//! every pair of them meets, in edge cases and in drawn ones, is this layer's. So is a lone NaN or infinity in each
-//! tensor that is given, where it counts: no operator has to say anything of it.
+//! Numbers that no distribution draws: limits and their neighbours, NaN and infinities, rows that
+//! nobody may read. An operator says of which inputs ([`TensorSpec::clamped`],
+//! [`TensorSpec::with_zeros`], [`TensorSpec::marks_padding`]); that every pair of them meets, in
+//! edge cases and in drawn ones, is this layer's. So is a lone NaN or infinity in each tensor that
+//! is given, where it counts: no operator has to say anything of it.
 
 use dsv4_reference::Format;
 use dsv4_runtime::DType;
@@ -19,7 +20,8 @@ use crate::case::Draw;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Special {
-    /// In clamped inputs all pairs of both limits, their neighbours, numbers far beyond them, and 0 of either sign.
+    /// In clamped inputs all pairs of both limits, their neighbours, numbers far beyond them, and
+    /// 0 of either sign.
     AtTheLimit,
     /// In clamped inputs all pairs of NaN, both infinities and 1.
     NotFinite,
@@ -27,14 +29,16 @@ pub enum Special {
     NanIn(String),
     /// One infinity in the tensor of this name.
     InfinityIn(String),
-    /// The tensor of this name times the largest power of two that takes no intermediate out of fp32's range.
+    /// The tensor of this name times the largest power of two that takes no intermediate out of
+    /// fp32's range.
     Large(String),
     /// The same with the smallest power of two.
     Small(String),
-    /// The tensor of this name times the power of two that makes its largest number, and so all of them, subnormal.
+    /// The tensor of this name times the power of two that makes its largest number, and so all of
+    /// them, subnormal.
     Subnormal(String),
-    /// Every upstream gradient but that of this name is zero: terms that others cover stand alone, and are held to their own
-    /// rounding errors.
+    /// Every upstream gradient but that of this name is zero: terms that others cover stand alone,
+    /// and are held to their own rounding errors.
     Alone(String),
 }
 
@@ -42,8 +46,9 @@ impl Special {
     /// Those of clamped inputs.
     pub const OF_CLAMPS: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
 
-    /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient, each tensor as large and as small
-    /// as fp32 allows, and subnormal, and each upstream gradient without the others.
+    /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient,
+    /// each tensor as large and as small as fp32 allows, and subnormal, and each upstream gradient
+    /// without the others.
     pub fn of_each_tensor(specs: &Specs) -> Vec<Self> {
         let kinds: [fn(String) -> Self; 6] =
             [Self::NanIn, Self::InfinityIn, Self::Large, Self::Small, Self::Subnormal, Self::Alone];
@@ -113,8 +118,8 @@ impl Special {
     }
 }
 
-/// The power of two by which the largest of these numbers becomes the largest subnormal power of two of fp32 and bf16; 1 where
-/// there is none.
+/// The power of two by which the largest of these numbers becomes the largest subnormal power of
+/// two of fp32 and bf16; 1 where there is none.
 pub(super) fn to_subnormal(values: &[f64]) -> f64 {
     let largest = values
         .iter()
@@ -131,8 +136,8 @@ fn can_scale(spec: &TensorSpec) -> bool {
     can_hold(spec, f64::INFINITY) && (spec.any_size || matches!(spec.part, Part::Upstream { .. }))
 }
 
-/// Whether a tensor is given and has room for such a number. What it means in bytes is the operator's: those of a NaN are NaN as
-/// codes of e4m3, as scales of e8m0 and as bf16.
+/// Whether a tensor is given and has room for such a number. What it means in bytes is the
+/// operator's: those of a NaN are NaN as codes of e4m3, as scales of e8m0 and as bf16.
 fn can_hold(spec: &TensorSpec, number: f64) -> bool {
     let holds = match spec.dtype {
         DType::Bf16 | DType::F32 => true,
@@ -145,8 +150,8 @@ fn can_hold(spec: &TensorSpec, number: f64) -> bool {
 /// Places that are tried for a lone number until it counts: one that nobody reads says nothing.
 const PLACES: usize = 256;
 
-/// Tensors with the lone number in one place of a tensor after another, in an order that follows from the seed. What is no number
-/// already stays.
+/// Tensors with the lone number in one place of a tensor after another, in an order that follows
+/// from the seed. What is no number already stays.
 pub(super) fn spoilt(
     spec: &TensorSpec,
     seed: u64,
@@ -217,7 +222,8 @@ fn is_padding(entry: usize) -> bool {
     entry % 3 == 1
 }
 
-/// Marks entries along the marker's axis as padding, and fills them with NaN in whatever is given along it.
+/// Marks entries along the marker's axis as padding, and fills them with NaN in whatever is given
+/// along it.
 fn pad(specs: &Specs, marker: &TensorSpec, tensors: &mut Tensors) {
     let axis = marker.axes[0];
     let marks = (0..axis.extent)
@@ -237,8 +243,8 @@ fn pad(specs: &Specs, marker: &TensorSpec, tensors: &mut Tensors) {
     }
 }
 
-/// The distance from each number to the nearest limit of its clamp, and no more than that over which the oracle bends
-/// elsewhere; `None` where the declaration says nothing of it.
+/// The distance from each number to the nearest limit of its clamp, and no more than that over
+/// which the oracle bends elsewhere; `None` where the declaration says nothing of it.
 pub(super) fn bends_over(spec: &TensorSpec, values: &[f64]) -> Option<Vec<f64>> {
     let [low, high] = spec.clamped?;
     let most = spec.bends_over.unwrap_or(f64::INFINITY);

@@ -19,8 +19,8 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// Draws every given tensor as its source says; each name has a random stream of its own. Special numbers and padding
-    /// take their places.
+    /// Draws every given tensor as its source says; each name has a random stream of its own.
+    /// Special numbers and padding take their places.
     pub fn draw(specs: &Specs, special: Option<&Special>) -> Self {
         let given = specs
             .present()
@@ -122,7 +122,8 @@ impl Tensors {
         self.edit(name, |values| values.iter_mut().for_each(|value| *value *= factor));
     }
 
-    /// A number that the oracle takes in place of the case's rounded one, such as the scale of a golden file.
+    /// A number that the oracle takes in place of the case's rounded one, such as the scale of a
+    /// golden file.
     pub fn set_scalar(&mut self, name: &'static str, value: f64) {
         self.scalars.insert(name, value);
     }
@@ -132,7 +133,8 @@ impl Tensors {
         self.scalars.get(name).copied().unwrap_or(otherwise)
     }
 
-    /// Multiplies the number set under `name`, if there is one: the case's own is the case's business.
+    /// Multiplies the number set under `name`, if there is one: the case's own is the case's
+    /// business.
     pub fn scale_scalar(&mut self, name: &'static str, factor: f64) {
         if let Some(value) = self.scalars.get_mut(name) {
             *value *= factor;
@@ -144,7 +146,8 @@ impl Tensors {
         self.tensors.iter().map(|(&name, tensor)| (name, tensor))
     }
 
-    /// Entry `i` along the axis of every given tensor that has it is entry `order[i]` of what it was.
+    /// Entry `i` along the axis of every given tensor that has it is entry `order[i]` of what it
+    /// was.
     pub fn permute(&mut self, specs: &Specs, axis: &str, order: &[usize]) {
         for spec in specs.present().filter(|spec| spec.is_given()) {
             if let (Some(at), Some(tensor)) = (spec.axis(axis), self.tensors.get_mut(spec.name)) {
@@ -170,7 +173,8 @@ fn drawn(spec: &TensorSpec, seed: u64) -> HostTensor {
     }
 }
 
-/// Entry `i` along axis `at` is entry `order[i]` of `tensor`; `order` may repeat entries and leave out others.
+/// Entry `i` along axis `at` is entry `order[i]` of `tensor`; `order` may repeat entries and leave
+/// out others.
 pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTensor {
     let mut shape = tensor.shape.clone();
     let outer: usize = shape[..at].iter().product();
@@ -196,8 +200,8 @@ pub(super) fn repeated_along(
     if as_it_is { tensor.clone() } else { permuted_along(tensor, at, &order) }
 }
 
-/// What an oracle reads: the given tensors, widened; a triangulation, or a chain of operators, puts others in their
-/// places.
+/// What an oracle reads: the given tensors, widened; a triangulation, or a chain of operators,
+/// puts others in their places.
 #[derive(Clone)]
 pub struct Bound<'a> {
     tensors: &'a Tensors,

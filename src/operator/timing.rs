@@ -33,8 +33,9 @@ pub(super) fn of(inputs: &Inputs, device: &Device) -> Result<Seconds, RuntimeErr
     Ok(Seconds { forward: Some(forward), backward })
 }
 
-/// The same call by the fastest kernels for it, on dense tensors, as the other kernel gets them: which of ours run, and how
-/// their memory lies, is drawn to find bugs. As the case says where that cannot be.
+/// The same call by the fastest kernels for it, on dense tensors, as the other kernel gets them:
+/// which of ours run, and how their memory lies, is drawn to find bugs. As the case says where
+/// that cannot be.
 fn at_best(inputs: &Inputs, environment: &Environment) -> Inputs {
     let case = inputs.case.fastest(environment);
     if checked(&*case).is_err() || case.cannot_run(environment).is_some() {

@@ -1,5 +1,5 @@
-//! What groups of numbers hold that share a scale: drawn numbers, and those at the ends and in the middles of a
-//! format's.
+//! What groups of numbers hold that share a scale: drawn numbers, and those at the ends and in the
+//! middles of a format's.
 
 use dsv4_reference::Format;
 use dsv4_reference::quantize::{ScaleType, floor_of, scale_of};
@@ -18,8 +18,8 @@ pub enum Contents {
     Drawn,
     /// Numbers midway between two codes.
     Ties,
-    /// Groups of zeros, of -0, below the floor, at and just above the largest code times a power of two, of subnormal
-    /// and of the largest bf16 numbers, around the floor.
+    /// Groups of zeros, of -0, below the floor, at and just above the largest code times a power
+    /// of two, of subnormal and of the largest bf16 numbers, around the floor.
     Corners,
     /// Each group's largest is another bf16 number, spread over all of them.
     Amax,
@@ -66,7 +66,8 @@ impl Groups {
         numbers
     }
 
-    /// Sets tensor `x`, of so many rows and columns, to rows that hold these contents; drawn ones stay.
+    /// Sets tensor `x`, of so many rows and columns, to rows that hold these contents; drawn ones
+    /// stay.
     pub(crate) fn set_rows(&self, tensors: &mut Tensors, [rows, width]: [usize; 2], data: Data) {
         if self.contents == Contents::Drawn {
             return;
@@ -83,7 +84,8 @@ impl Groups {
             Contents::Ties => self.fill_with_ties(group, draw),
             Contents::Corners => self.fill_with_corner(group, number),
             Contents::Amax => {
-                // The step is prime to the count of positive bf16: it reaches all of them, far apart.
+                // The step is prime to the count of positive bf16: it reaches all of them, far
+                // apart.
                 let bits = ((number as u64 * 10007 + self.seed) % 0x7f80).max(1) as u32;
                 let amax = f64::from(f32::from_bits(bits << 16));
                 group.iter_mut().enumerate().for_each(|(i, x)| *x = -amax / (1 + i) as f64);
@@ -108,7 +110,8 @@ impl Groups {
     fn fill_with_ties(&self, group: &mut [f64], draw: &mut Draw) {
         let format = self.format;
         let power = 2f64.powi(draw.rng().random_range(-12..=12));
-        // Of numbers that have the bits for it: middles times any scale, whose quotient is the middle or next to it.
+        // Of numbers that have the bits for it: middles times any scale, whose quotient is the
+        // middle or next to it.
         let any = self.scale == ScaleType::Fp32 && self.stored == Format::F32;
         let largest =
             format.largest * if any { power * draw.rng().random_range(1.0..2.0) } else { power };
@@ -173,7 +176,8 @@ impl Groups {
     }
 }
 
-/// Draws tensor `codes`, bytes of two e2m1 codes each; where it is `every` one, each nibble of sixteen bytes has each code.
+/// Draws tensor `codes`, bytes of two e2m1 codes each; where it is `every` one, each nibble of
+/// sixteen bytes has each code.
 pub(crate) fn draw_e2m1_codes(every: bool, draw: &mut Draw, tensors: &mut Tensors) {
     for (i, code) in tensors.bytes_mut("codes").unwrap_or_default().iter_mut().enumerate() {
         *code = if every { (i % 16 * 16 + 15 - i % 16) as u8 } else { draw.rng().random() };

@@ -48,7 +48,8 @@ impl IndexClass {
         )
     }
 
-    /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is the random stream.
+    /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is
+    /// the random stream.
     pub(crate) fn draw(
         self,
         seed: u64,
@@ -84,14 +85,14 @@ impl IndexClass {
     }
 }
 
-/// Elements that an oracle holds which gathers the rows of `count` lists of `topk` slots: of each slot a row of `width` numbers,
-/// and one number for each of `heads` heads.
+/// Elements that an oracle holds which gathers the rows of `count` lists of `topk` slots: of each
+/// slot a row of `width` numbers, and one number for each of `heads` heads.
 pub(crate) fn gathered(count: usize, topk: usize, width: usize, heads: usize) -> u128 {
     (count as u128 * topk as u128).saturating_mul(width as u128 + heads as u128)
 }
 
-/// `count` lists of `topk` distinct keys in random order; list `i` has some of the `own` keys from `first(i)` on. `name` is
-/// the random stream.
+/// `count` lists of `topk` distinct keys in random order; list `i` has some of the `own` keys from
+/// `first(i)` on. `name` is the random stream.
 pub(crate) fn distinct(
     (seed, name): (u64, &str),
     [count, topk, own]: [usize; 3],
@@ -108,8 +109,9 @@ pub(crate) fn distinct(
     lists
 }
 
-/// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of `lists` names a key of;
-/// numbers the keys anew and returns how many entries there are. Slots that name none become -1.
+/// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of
+/// `lists` names a key of; numbers the keys anew and returns how many entries there are. Slots
+/// that name none become -1.
 pub(crate) fn compact(
     tensors: &mut Tensors,
     lists: &'static str,
@@ -138,7 +140,8 @@ pub(crate) fn compact(
     named.len()
 }
 
-/// How many slots of each of `count` lists of `topk` are within the list's length, if there are lengths.
+/// How many slots of each of `count` lists of `topk` are within the list's length, if there are
+/// lengths.
 pub(crate) fn within_lengths(
     tensors: &Tensors,
     lengths: &str,
@@ -150,8 +153,8 @@ pub(crate) fn within_lengths(
         .map_or(vec![topk; count], |all| all.into_iter().map(within).collect())
 }
 
-/// Appends `extra` slots to each of `count` lists of `topk`, beyond all lengths: a length that would now reach them is
-/// clamped to the old list.
+/// Appends `extra` slots to each of `count` lists of `topk`, beyond all lengths: a length that
+/// would now reach them is clamped to the old list.
 pub(crate) fn append(
     tensors: &mut Tensors,
     (indices, lengths): (&'static str, &'static str),

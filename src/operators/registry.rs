@@ -72,11 +72,13 @@ pub fn find(name: &str) -> Result<&'static AnyOperator, CaseError> {
     })
 }
 
-/// `: did you mean …?` with the operators whose names are similar, the most similar one first; empty where there are none.
+/// `: did you mean …?` with the operators whose names are similar, the most similar one first;
+/// empty where there are none.
 fn did_you_mean(name: &str) -> String {
     /// Names that are offered.
     const MOST: usize = 4;
-    /// Jaro and Winkler's similarity of a name that is offered, and how much less it may be than that of the best.
+    /// Jaro and Winkler's similarity of a name that is offered, and how much less it may be than
+    /// that of the best.
     const ENOUGH: f64 = 0.75;
     const BEHIND: f64 = 0.05;
     /// That of a name of which what was asked for is a part, as `attention` is of several.
@@ -102,7 +104,8 @@ fn did_you_mean(name: &str) -> String {
 /// The operators of a comma-separated list; all of them when there is none.
 ///
 /// # Errors
-/// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], since what runs twice would count twice.
+/// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], since what runs twice would count
+/// twice.
 pub fn select(list: Option<&str>) -> Result<Vec<&'static AnyOperator>, CaseError> {
     let Some(list) = list else { return Ok(OPERATORS.to_vec()) };
     let names: Vec<&str> = list.split(',').map(str::trim).collect();

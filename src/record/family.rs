@@ -1,4 +1,5 @@
-//! Families of operators: the parts of the model that they belong to, by which lists and reports group them.
+//! Families of operators: the parts of the model that they belong to, by which lists and reports
+//! group them.
 
 use std::fmt;
 

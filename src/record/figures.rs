@@ -1,8 +1,10 @@
-//! How numbers are written wherever people read them: 23.875 and 4.5e19, never 2.3875e1 or 44619224341200674816.
+//! How numbers are written wherever people read them: 23.875 and 4.5e19, never 2.3875e1 or
+//! 44619224341200674816.
 //!
 //! Every message, page and terminal line takes its numbers from here.
 
-/// A measure to `digits` significant digits, without zeros that say nothing: `1.4`, `0.00305`, `455,898`, `4.5e19`.
+/// A measure to `digits` significant digits, without zeros that say nothing: `1.4`, `0.00305`,
+/// `455,898`, `4.5e19`.
 pub fn measure(value: f64, digits: usize) -> String {
     without_last_zeros(padded(value, digits))
 }
@@ -25,7 +27,8 @@ pub fn padded(value: f64, digits: usize) -> String {
     grouped(&format!("{value:.decimals$}"))
 }
 
-/// The number of one element: the shortest digits that name its f32, or nine of them for values between.
+/// The number of one element: the shortest digits that name its f32, or nine of them for values
+/// between.
 pub fn element(value: f64) -> String {
     if !value.is_finite() {
         return special(value);

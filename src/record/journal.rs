@@ -2,8 +2,8 @@
 //!
 //! `plan.json` is written before the first case, `records.jsonl` grows by one line with each. A
 //! worker that is killed leaves at most one line cut short, which is taken away on `--resume`;
-//! every complete line stands. Only one run at a time writes to a folder: the records are locked, and
-//! the lock goes when the process does, however it ends.
+//! every complete line stands. Only one run at a time writes to a folder: the records are locked,
+//! and the lock goes when the process does, however it ends.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,7 +29,8 @@ pub const PLAN: &str = "plan.json";
 /// Name of the records' file.
 pub const RECORDS: &str = "records.jsonl";
 
-/// Name of the folder, within that of the report, in which each worker of a run has its own for as long as it is unfinished.
+/// Name of the folder, within that of the report, in which each worker of a run has its own for as
+/// long as it is unfinished.
 pub const WORKERS: &str = "workers";
 
 /// Which part of a run: `index` of `count`, from 0.
@@ -131,7 +132,8 @@ pub fn executable_digest() -> String {
     }
 }
 
-/// What the report of a run says beside its cases: with it the records that a killed run left make one, too.
+/// What the report of a run says beside its cases: with it the records that a killed run left make
+/// one, too.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunDescription {
     /// The command line.
@@ -167,8 +169,8 @@ pub struct PlanRecord {
     pub identity: Identity,
     /// What else the plan was made of, by the option that says it.
     pub settings: Settings,
-    /// The remembered cases of which the plan was made. What the run itself remembers while it goes on
-    /// must not change its plan, so a resumed run takes them from here.
+    /// The remembered cases of which the plan was made. What the run itself remembers while it
+    /// goes on must not change its plan, so a resumed run takes them from here.
     pub remembered: Remembered,
     /// What the report says of the run.
     pub run: RunDescription,
@@ -298,7 +300,8 @@ impl Journal {
     /// interrupted run cannot pass for a finished one.
     ///
     /// # Errors
-    /// The file system's, another run that is writing here, or a folder that holds what no run of ours left.
+    /// The file system's, another run that is writing here, or a folder that holds what no run of
+    /// ours left.
     pub fn start(dir: &Path, plan: &PlanRecord) -> Result<Self> {
         refuse_foreign(dir)?;
         std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
@@ -317,10 +320,12 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Continues the run in `dir`, whose plan is `before`: what it has recorded, and where to go on.
+    /// Continues the run in `dir`, whose plan is `before`: what it has recorded, and where to go
+    /// on.
     ///
     /// # Errors
-    /// A plan that is not the same, records that cannot be read, or another run that is writing here.
+    /// A plan that is not the same, records that cannot be read, or another run that is writing
+    /// here.
     pub fn resume(
         dir: &Path,
         before: &PlanRecord,
@@ -360,12 +365,13 @@ impl Journal {
 /// Name of the records of mutants.
 pub(crate) const MUTANTS: &str = "mutants.jsonl";
 
-/// What a run writes to its folder, its log of benchmarks included, which is there before the plan is.
+/// What a run writes to its folder, its log of benchmarks included, which is there before the plan
+/// is.
 const OURS: [&str; 7] =
     [PLAN, RECORDS, "report.json", "index.html", "summary.md", "diff.html", "benchmarks.txt"];
 
-/// Refuses a folder for a report that holds something, and no plan or report of ours: it would be overwritten. One that is
-/// not there, or empty, is as good as ours.
+/// Refuses a folder for a report that holds something, and no plan or report of ours: it would be
+/// overwritten. One that is not there, or empty, is as good as ours.
 ///
 /// # Errors
 /// What was found there, or a file in the folder's place.
@@ -382,7 +388,8 @@ pub fn refuse_foreign(dir: &Path) -> Result<()> {
         .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
         .collect();
     names.sort();
-    // A run that was killed at once left an empty journal, or a plan half written; benchmarks run before.
+    // A run that was killed at once left an empty journal, or a plan half written; benchmarks run
+    // before.
     let just_begun = |name: &String| match name.as_str() {
         RECORDS => std::fs::metadata(dir.join(RECORDS)).is_ok_and(|file| file.len() == 0),
         name => name.starts_with(PLAN) || ["benchmarks.txt", MUTANTS, WORKERS].contains(&name),

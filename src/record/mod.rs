@@ -33,8 +33,8 @@ pub struct Report {
     pub command: String,
     /// Start of the run, seconds since 1970-01-01 UTC.
     pub started_unix: u64,
-    /// Duration in seconds: of a resumed run, with the kernel and oracle seconds of the cases that it took
-    /// over; of merged shards, their sum.
+    /// Duration in seconds: of a resumed run, with the kernel and oracle seconds of the cases that
+    /// it took over; of merged shards, their sum.
     pub seconds: f64,
     /// What was tested.
     pub revision: Revision,
@@ -54,7 +54,8 @@ pub struct Report {
     /// Cases that whoever runs the kernel says it is not for; counted among the skips.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unsupported: Vec<CaseRecord>,
-    /// Cases of the plan that had not run when the run was cut short, where this was made of what one left.
+    /// Cases of the plan that had not run when the run was cut short, where this was made of what
+    /// one left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unfinished: Option<u64>,
     /// Criterion measurements found beside the run.
@@ -74,8 +75,8 @@ pub struct Report {
     /// --page`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseRecord>,
-    /// Which parts of the plan this is: one entry for a run, one for each shard after a merge; none where
-    /// there was no plan.
+    /// Which parts of the plan this is: one entry for a run, one for each shard after a merge;
+    /// none where there was no plan.
     pub shards: Vec<ShardRecord>,
 }
 
@@ -137,7 +138,8 @@ pub struct ShardRecord {
     pub planned_cases: u64,
     /// blake3 of the whole plan and of its division.
     pub plan_digest: String,
-    /// blake3 of the `parity` executable: two builds with uncommitted changes share a commit, not this.
+    /// blake3 of the `parity` executable: two builds with uncommitted changes share a commit, not
+    /// this.
     pub executable_digest: String,
     /// Device that this shard ran on.
     pub device: String,
@@ -184,7 +186,8 @@ pub struct OperatorRecord {
     pub family: Option<Family>,
     /// One sentence.
     pub summary: String,
-    /// Sections of the specification that it implements, one citation each ([`crate::specification`]).
+    /// Sections of the specification that it implements, one citation each
+    /// ([`crate::specification`]).
     pub specification: Vec<String>,
     /// Kernel source file.
     pub kernel_file: String,
@@ -251,7 +254,8 @@ pub struct CaseRecord {
     /// How long ours took of the same case on the same device, where they were measured beside it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub our_seconds: Option<Seconds>,
-    /// Why whoever runs the kernel says that it is not for such a case: then nothing was compared, and it is a counted skip.
+    /// Why whoever runs the kernel says that it is not for such a case: then nothing was compared,
+    /// and it is a counted skip.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsupported: Option<String>,
     /// Command that runs this case again.
@@ -259,11 +263,12 @@ pub struct CaseRecord {
     /// Checks that could not be made of this case, where there are any: of an external kernel.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skips: Vec<Skip>,
-    /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that of the
-    /// case it came from. Absent where there was no plan: replays, golden files.
+    /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that
+    /// of the case it came from. Absent where there was no plan: replays, golden files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan_number: Option<u64>,
-    /// Why the kernels cannot be run here at all, if they cannot: then nothing was learnt, and the record is not kept.
+    /// Why the kernels cannot be run here at all, if they cannot: then nothing was learnt, and the
+    /// record is not kept.
     #[serde(skip)]
     pub untestable: Option<String>,
 }
@@ -332,11 +337,14 @@ impl CaseRecord {
 /// One check of one case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckRecord {
-    /// Name of the check: `forward` and `gradient` (each element within its budget), `gradient_of_saved` (the same, of a gradient as it
-    /// follows from what the kernels themselves saved), `bias` (no uniform relative error),
-    /// `precision` (as much error as rounding explains, and as many elements equal to it), `finite`, `special_values` (infinities, NaN and structural
-    /// zeros where the oracle has them), `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
-    /// `poison_independent`, `sequence` (nothing of an earlier call with other data), `schedule_independent`, `independence`, `oracle_gradients`, `launch`, `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
+    /// Name of the check: `forward` and `gradient` (each element within its budget),
+    /// `gradient_of_saved` (the same, of a gradient as it follows from what the kernels themselves
+    /// saved), `bias` (no uniform relative error), `precision` (as much error as rounding
+    /// explains, and as many elements equal to it), `finite`, `special_values` (infinities, NaN
+    /// and structural zeros where the oracle has them), `inputs_unchanged`, `guards`,
+    /// `fully_written`, `repeatable`, `poison_independent`, `sequence` (nothing of an earlier call
+    /// with other data), `schedule_independent`, `independence`, `oracle_gradients`, `launch`,
+    /// `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
     pub check: String,
     /// Tensor that it looked at; empty for checks of the whole case.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -365,8 +373,9 @@ pub struct FailingElements {
     pub shape: Vec<u64>,
     /// For each axis, which of its entries have a failing element.
     pub axes: Vec<FailingEntries>,
-    /// What the oracle's values are multiplied by to come closest to the kernel's, over the failing elements; absent where
-    /// one of these is no finite number, or the check compares no numbers with the oracle's.
+    /// What the oracle's values are multiplied by to come closest to the kernel's, over the
+    /// failing elements; absent where one of these is no finite number, or the check compares no
+    /// numbers with the oracle's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub factor: Option<Factor>,
 }
@@ -459,7 +468,8 @@ pub struct Metrics {
     pub heat: HeatMap,
 }
 
-/// A tensor as a whole, beside runs of the oracle that round as the kernel does ([`crate::judge::yardstick`]).
+/// A tensor as a whole, beside runs of the oracle that round as the kernel does
+/// ([`crate::judge::yardstick`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WholeTensor {
     /// Where the kernel says that it rounds.
@@ -494,7 +504,8 @@ pub struct Power {
     pub bias: Seen,
     /// Whether an error of 10 % would pass: then the verdict is no agreement.
     pub powerless: bool,
-    /// Error of a single element that is failed wherever it stands, over the root mean square of the tensor.
+    /// Error of a single element that is failed wherever it stands, over the root mean square of
+    /// the tensor.
     #[serde(with = "number")]
     pub element: f64,
     /// What the defaults of `torch.testing.assert_close` see.
@@ -576,7 +587,8 @@ pub struct BenchmarkRecord {
     pub bytes: f64,
     /// Floating-point operations that it must do.
     pub flops: f64,
-    /// Share of the limit: the larger of bytes over copy rate and FLOPs over matrix rate, over the time.
+    /// Share of the limit: the larger of bytes over copy rate and FLOPs over matrix rate, over the
+    /// time.
     pub percent_of_limit: Option<f64>,
 }
 
@@ -646,7 +658,8 @@ pub enum MutantStatus {
     /// Every check of every case passed.
     #[default]
     Survived,
-    /// It computes the same as the kernel: listed so with a reason, and not run; or its machine code is the kernel's.
+    /// It computes the same as the kernel: listed so with a reason, and not run; or its machine
+    /// code is the kernel's.
     Equivalent,
     /// It does not compile or cannot be launched, which shows nothing.
     Invalid,
@@ -710,8 +723,8 @@ impl CaseRecord {
     }
 }
 
-/// Operators and tensors that cases left without agreement, since rounding was as large as the values, and that no case
-/// agreed about.
+/// Operators and tensors that cases left without agreement, since rounding was as large as the
+/// values, and that no case agreed about.
 pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
     let powerless = cases
         .iter()
@@ -727,8 +740,9 @@ pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
 }
 
 impl Report {
-    /// For each operator of which cases ran, the paths of its kernels that none of them took: what a report that says
-    /// nothing of them would pass for tested. External kernels have paths of their own.
+    /// For each operator of which cases ran, the paths of its kernels that none of them took: what
+    /// a report that says nothing of them would pass for tested. External kernels have paths of
+    /// their own.
     pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
         let mut never = Vec::new();
         for operator in
@@ -746,14 +760,15 @@ impl Report {
         never
     }
 
-    /// Tensors of which no case of the whole run had a verdict with power: nothing was shown of them.
+    /// Tensors of which no case of the whole run had a verdict with power: nothing was shown of
+    /// them.
     pub fn without_power(&self) -> Vec<(&str, &str)> {
         let is_part = matches!(self.shards[..], [ShardRecord { count: 2.., .. }]);
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
-    /// Skips that follow from the cases: those that the kernel is not for, and of an external kernel the checks that could
-    /// not be made.
+    /// Skips that follow from the cases: those that the kernel is not for, and of an external
+    /// kernel the checks that could not be made.
     pub fn skips_of_cases(&self) -> Vec<Skip> {
         let is_external = self.environment.backend == BackendKind::External;
         let mut counts: BTreeMap<(String, String), u64> = BTreeMap::new();
@@ -777,8 +792,9 @@ impl Report {
             .filter_map(|skip| Some((skip.what.strip_prefix(ALL_CASES_OF)?, skip.why.as_str())))
     }
 
-    /// The worst verdict of the run. One that compared nothing, that was cut short, or in which an operator's kernels could not be
-    /// run, is an error, and one in which no verdict over some tensor had power has failed.
+    /// The worst verdict of the run. One that compared nothing, that was cut short, or in which an
+    /// operator's kernels could not be run, is an error, and one in which no verdict over some
+    /// tensor had power has failed.
     pub fn verdict(&self) -> Verdict {
         let floor = if self.unfinished.is_some() || self.not_run().next().is_some() {
             Verdict::Error

@@ -473,7 +473,8 @@ mod tests {
     #[test]
     fn a_report_reads_back_to_the_very_same_records() {
         for mut report in [sample::passing(30), sample::failing(30), sample::whole(2)] {
-            // Some with their measures alone, one without an operator in its case, one whose command holds no case.
+            // Some with their measures alone, one without an operator in its case, one whose
+            // command holds no case.
             for check in report.cases.iter_mut().step_by(2).flat_map(|case| &mut case.checks) {
                 check.metrics = check.metrics.as_ref().map(measures);
             }

@@ -1,4 +1,5 @@
-//! Words that come from elsewhere: kernels, compilers, workers, files. They may be of any length, and hold anything.
+//! Words that come from elsewhere: kernels, compilers, workers, files. They may be of any length,
+//! and hold anything.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -28,8 +29,8 @@ fn shortened(mut text: String, most: usize) -> String {
     text
 }
 
-/// Text as a terminal may show it: control characters, which could move the cursor, change colours or hide what stands
-/// before them, are written out; lines stay lines.
+/// Text as a terminal may show it: control characters, which could move the cursor, change colours
+/// or hide what stands before them, are written out; lines stay lines.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let hides = |c: char| {
         c.is_control() && !matches!(c, '\n' | '\t')

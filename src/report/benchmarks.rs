@@ -1,11 +1,11 @@
 //! Criterion's results, read back for the report.
 //!
-//! The benchmarks (`benches/kernels`) leave `GROUP/NAME/new/{benchmark,estimates,sample}.json` under
-//! criterion's directory, and [`FACTS_FILE`] beside the groups, which says what each benchmark moves
-//! and computes and what the device can do.
+//! The benchmarks (`benches/kernels`) leave `GROUP/NAME/new/{benchmark,estimates,sample}.json`
+//! under criterion's directory, and [`FACTS_FILE`] beside the groups, which says what each
+//! benchmark moves and computes and what the device can do.
 //!
-//! A result is found by the full id inside its `benchmark.json`, not by its path: criterion replaces
-//! characters in directory names, cuts them to 64 bytes and numbers those that collide.
+//! A result is found by the full id inside its `benchmark.json`, not by its path: criterion
+//! replaces characters in directory names, cuts them to 64 bytes and numbers those that collide.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,8 @@ impl Facts {
     }
 }
 
-/// Criterion's directory: `CRITERION_HOME`, `criterion` in `CARGO_TARGET_DIR`, or `target/criterion`.
+/// Criterion's directory: `CRITERION_HOME`, `criterion` in `CARGO_TARGET_DIR`, or
+/// `target/criterion`.
 pub fn directory() -> PathBuf {
     let set =
         |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -68,11 +69,12 @@ pub struct Found {
     pub skip: Option<Skip>,
 }
 
-/// Reads every benchmark that the facts name, if they are of this device; without a facts file there is
-/// none.
+/// Reads every benchmark that the facts name, if they are of this device; without a facts file
+/// there is none.
 ///
 /// # Errors
-/// A file that is there and cannot be understood, by path; a benchmark of the facts without a result.
+/// A file that is there and cannot be understood, by path; a benchmark of the facts without a
+/// result.
 pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     let facts_path = dir.join(FACTS_FILE);
     if !facts_path.is_file() {

@@ -1,7 +1,8 @@
 //! What continuous integration reads: JUnit XML, and annotations of GitHub.
 //!
-//! Both have one entry for each operator and check, gathered over the cases: a sweep has thousands of cases, and the
-//! reader of either wants to know which property of which operator does not hold.
+//! Both have one entry for each operator and check, gathered over the cases: a sweep has thousands
+//! of cases, and the reader of either wants to know which property of which operator does not
+//! hold.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -172,9 +173,11 @@ pub fn junit(report: &Report) -> Result<String, quick_junit::SerializeError> {
     document.to_string()
 }
 
-/// The failures as annotations of GitHub, one for each operator and check, at the operator's kernel.
+/// The failures as annotations of GitHub, one for each operator and check, at the operator's
+/// kernel.
 ///
-/// GitHub shows ten of a step, so the first failing check of each operator comes before the second one of any.
+/// GitHub shows ten of a step, so the first failing check of each operator comes before the second
+/// one of any.
 pub fn github(report: &Report) -> Vec<String> {
     let mut annotations: Vec<(usize, String)> = Vec::new();
     for operator in &report.operators {

@@ -86,8 +86,8 @@ fn round(case: &mut CaseRecord) {
     }
 }
 
-/// A measure as reports are compared by it: with the digits that a written one keeps. Cases that are equal in two reports
-/// are so whichever of them keeps more.
+/// A measure as reports are compared by it: with the digits that a written one keeps. Cases that
+/// are equal in two reports are so whichever of them keeps more.
 pub(super) fn compared(value: f64) -> f64 {
     rounded(value, COMPARED_DIGITS)
 }

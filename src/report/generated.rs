@@ -1,5 +1,6 @@
-//! What became of generated mutants, as a table of text that a repository keeps: it is made from the reports of
-//! `parity mutants`, of which each may hold other operators, another seed and another revision.
+//! What became of generated mutants, as a table of text that a repository keeps: it is made from
+//! the reports of `parity mutants`, of which each may hold other operators, another seed and
+//! another revision.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +23,8 @@ const COLUMNS: [&str; 12] = [
     "revision",
 ];
 
-/// The operators' rows in the order of the reports, their survivors, and why those that are equivalent are.
+/// The operators' rows in the order of the reports, their survivors, and why those that are
+/// equivalent are.
 pub fn table(reports: &[Report]) -> String {
     let mut rows = vec![COLUMNS.map(str::to_owned).to_vec()];
     for report in reports {
@@ -72,7 +74,8 @@ fn row(report: &Report, tally: &Tally) -> Option<Vec<String>> {
     Some(names.chain(numbers.map(|number| number.to_string())).chain(last).collect())
 }
 
-/// Whether a mutant was drawn and found to be equivalent by the compiler; one that is listed is not run.
+/// Whether a mutant was drawn and found to be equivalent by the compiler; one that is listed is
+/// not run.
 fn has_same_code(mutant: &MutantRecord) -> bool {
     mutant.status == MutantStatus::Equivalent && mutant.cases_run > 0
 }

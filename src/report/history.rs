@@ -1,12 +1,14 @@
-//! Budget use and speed over revisions, in one file: a line of JSON for each operator, check and metric.
+//! Budget use and speed over revisions, in one file: a line of JSON for each operator, check and
+//! metric.
 //!
-//! A drift is a series that rises from revision to revision in steps too small for any comparison of
-//! two reports to see. Lines of one series share operator, check, subject, metric, device and profile.
-//! Runs that give the very same number one after another are one point: the kernels did not change,
-//! so they say nothing about a trend. Mann and Kendall's test asks how many orders of the points rise
-//! as much. It is asked again after every run, so its rate is spent over all looks to come: the n-th
-//! point of one of s series may warn where `p <= FALSE_ALARM_RATE / (s n (n + 1))`. The sum over n is
-//! at most 1, so a file whose kernels never drift ever warns with at most [`FALSE_ALARM_RATE`].
+//! A drift is a series that rises from revision to revision in steps too small for any comparison
+//! of two reports to see. Lines of one series share operator, check, subject, metric, device and
+//! profile. Runs that give the very same number one after another are one point: the kernels did
+//! not change, so they say nothing about a trend. Mann and Kendall's test asks how many orders of
+//! the points rise as much. It is asked again after every run, so its rate is spent over all looks
+//! to come: the n-th point of one of s series may warn where `p <= FALSE_ALARM_RATE / (s n (n +
+//! 1))`. The sum over n is at most 1, so a file whose kernels never drift ever warns with at most
+//! [`FALSE_ALARM_RATE`].
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -53,7 +55,8 @@ pub struct Line {
     pub check: String,
     /// Tensor, or criterion's id.
     pub subject: String,
-    /// `budget_used` and `budget_relative` (medians over the cases), `budget_used_worst`, `median_ns`.
+    /// `budget_used` and `budget_relative` (medians over the cases), `budget_used_worst`,
+    /// `median_ns`.
     pub metric: String,
     /// Its value.
     #[serde(with = "number")]

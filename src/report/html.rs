@@ -1,4 +1,5 @@
-//! The page: verdict, what changed, families, failures, operators, mutants, skips, environment, glossary.
+//! The page: verdict, what changed, families, failures, operators, mutants, skips, environment,
+//! glossary.
 
 use std::collections::BTreeSet;
 

@@ -396,7 +396,8 @@ fn environment(report: &Report) -> String {
     )
 }
 
-/// Text that neither breaks a table row nor turns into markup, links, mentions or control characters.
+/// Text that neither breaks a table row nor turns into markup, links, mentions or control
+/// characters.
 pub(crate) fn text(raw: &str) -> String {
     let raw = printable(raw);
     let raw = raw.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -1,4 +1,5 @@
-//! Reports, made from records alone: a page for people, a summary for pull requests, JSON for programs.
+//! Reports, made from records alone: a page for people, a summary for pull requests, JSON for
+//! programs.
 //!
 //! Nothing here runs a kernel or decides a verdict. What is added to the records is arrangement
 //! (failures first, worst cases first) and suspicion: a pass whose own record contradicts it, by
@@ -73,7 +74,8 @@ pub fn markdown(report: &Report) -> String {
     markdown::page(report)
 }
 
-/// Writes the four files that a run writes: `report.json`, `index.html`, `summary.md`, `records.jsonl`.
+/// Writes the four files that a run writes: `report.json`, `index.html`, `summary.md`,
+/// `records.jsonl`.
 ///
 /// # Errors
 /// The file system's.

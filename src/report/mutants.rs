@@ -164,7 +164,8 @@ fn change(mutant: &MutantRecord) -> Markup {
     }
 }
 
-/// The checks that killed a mutant of the list, as columns, in the order of the page's other matrix.
+/// The checks that killed a mutant of the list, as columns, in the order of the page's other
+/// matrix.
 fn columns<'a>(mutants: &[&'a MutantRecord]) -> Vec<&'a str> {
     let mut columns: Vec<&str> =
         mutants.iter().flat_map(|mutant| &mutant.killed_by).map(|check| column(check)).collect();

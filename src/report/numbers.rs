@@ -1,4 +1,5 @@
-//! How numbers are written: digits that carry meaning, units, thousands separators; NaN and infinities by name.
+//! How numbers are written: digits that carry meaning, units, thousands separators; NaN and
+//! infinities by name.
 
 use crate::record::figures;
 

@@ -247,7 +247,8 @@ pub(super) fn worst_tensor(tensors: &[TensorSummary]) -> Option<usize> {
         .map(|(place, _)| place)
 }
 
-/// One fold for each tensor. Those that failed stand open, and the one that used most of its budget.
+/// One fold for each tensor. Those that failed stand open, and the one that used most of its
+/// budget.
 fn worst_cases(tensors: &[TensorSummary], anchors: &Anchors) -> Markup {
     let worst = worst_tensor(tensors);
     let measured = tensors.iter().enumerate().filter(|(_, tensor)| !tensor.entries.is_empty());

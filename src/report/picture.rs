@@ -1,4 +1,5 @@
-//! Heat maps and histograms as SVG, coloured by classes of the style sheet so that both colour schemes read.
+//! Heat maps and histograms as SVG, coloured by classes of the style sheet so that both colour
+//! schemes read.
 
 use maud::{Markup, html};
 
@@ -74,7 +75,8 @@ pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
     let HeatMap { rows, columns, cells, .. } = pooled(map, most);
     let (rows, columns) = (rows as usize, columns as usize);
     let levels: Vec<usize> = cells.iter().map(|cell| level(*cell)).collect();
-    // Behind the cells the picture is hatched; where some were not compared, no ground may hide that.
+    // Behind the cells the picture is hatched; where some were not compared, no ground may hide
+    // that.
     let padded = levels.contains(&PADDING);
     let ground = (0..PADDING)
         .filter(|_| !padded)

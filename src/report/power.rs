@@ -38,8 +38,8 @@ impl TensorPower {
         self.cases.push(power);
     }
 
-    /// What a rule sees in so large a share of the cases, at least, those apart in which it fails what is right; and how many
-    /// these are.
+    /// What a rule sees in so large a share of the cases, at least, those apart in which it fails
+    /// what is right; and how many these are.
     pub fn seen_in(&self, share: f64, rule: fn(&Power) -> Seen) -> (Seen, usize) {
         let mut seen: Vec<Seen> =
             self.cases.iter().map(rule).filter(|&seen| seen != Seen::FalseAlarm).collect();
@@ -54,7 +54,8 @@ impl TensorPower {
         self.cases.iter().filter(sees).count() as f64 / self.cases.len().max(1) as f64
     }
 
-    /// The error of a single element, over the root mean square of its tensor, that is seen in half of the cases.
+    /// The error of a single element, over the root mean square of its tensor, that is seen in
+    /// half of the cases.
     pub fn element(&self) -> f64 {
         let mut elements: Vec<f64> = self.cases.iter().map(|power| power.element).collect();
         elements.sort_by(f64::total_cmp);
@@ -83,12 +84,14 @@ impl Gathered {
     }
 }
 
-/// What the verdicts of [`GRADIENT_OF_SAVED`] over a gradient are called beside those over the gradient itself.
+/// What the verdicts of [`GRADIENT_OF_SAVED`] over a gradient are called beside those over the
+/// gradient itself.
 pub fn given_what_was_saved(gradient: &str) -> String {
     format!("{gradient} (saved)")
 }
 
-/// The power of a report's verdicts. Those without power are counted, not gathered: they left no metrics.
+/// The power of a report's verdicts. Those without power are counted, not gathered: they left no
+/// metrics.
 pub fn of_report(report: &Report) -> Vec<TensorPower> {
     let mut gathered = Gathered::default();
     for case in &report.cases {
@@ -121,7 +124,8 @@ pub fn words((seen, alarms): (Seen, usize)) -> String {
     if alarms == 0 { seen } else { format!("{seen} ({alarms} alarms)") }
 }
 
-/// The table as text: for each tensor what is seen in half of its cases, by the harness and by others.
+/// The table as text: for each tensor what is seen in half of its cases, by the harness and by
+/// others.
 pub fn table(tensors: &[TensorPower]) -> String {
     let mut rows = vec![
         ["operator", "tensor", "cases", "powerless", "best", "half of them", "9 of 10", "element"]
@@ -141,8 +145,8 @@ pub fn table(tensors: &[TensorPower]) -> String {
     aligned(&rows)
 }
 
-/// Each rule with the bias that it sees in half of all verdicts, those apart in which it fails what is right, and how many
-/// of all these are.
+/// Each rule with the bias that it sees in half of all verdicts, those apart in which it fails
+/// what is right, and how many of all these are.
 fn by_rule(tensors: &[TensorPower]) -> Vec<(&'static str, Seen, usize)> {
     let all = TensorPower {
         cases: tensors.iter().flat_map(|tensor| tensor.cases.clone()).collect(),
@@ -155,8 +159,8 @@ fn by_rule(tensors: &[TensorPower]) -> Vec<(&'static str, Seen, usize)> {
         .collect()
 }
 
-/// The page `power.md`: a table of the rules, then one of the tensors. `made` says by which command and of what, `alarms` what
-/// the harness itself rejected of runs that are right.
+/// The page `power.md`: a table of the rules, then one of the tensors. `made` says by which
+/// command and of what, `alarms` what the harness itself rejected of runs that are right.
 pub fn markdown(tensors: &[TensorPower], made: &str, alarms: Option<&str>) -> String {
     let verdicts: usize = tensors.iter().map(|tensor| tensor.cases.len()).sum();
     let mut page = format!("# What a verdict sees\n\n{made}\n\n");

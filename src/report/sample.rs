@@ -85,7 +85,8 @@ pub fn passing(cases: usize) -> Report {
     }
 }
 
-/// A run of all operators in which `cases` cases of each agreed, with as many checks as sweeps make.
+/// A run of all operators in which `cases` cases of each agreed, with as many checks as sweeps
+/// make.
 pub fn whole(cases: usize) -> Report {
     let mut report = passing(0);
     let mut dice = Dice(11);

@@ -3,7 +3,8 @@
 use super::diagnosis::listed;
 use crate::record::Skip;
 
-/// The skips of one reason together: what they are of, and how many in all; in the order in which reasons come first.
+/// The skips of one reason together: what they are of, and how many in all; in the order in which
+/// reasons come first.
 pub(crate) fn by_reason(skips: &[Skip]) -> Vec<Skip> {
     let mut reasons: Vec<(&str, Vec<String>, u64)> = Vec::new();
     for skip in skips {

@@ -1,5 +1,5 @@
-//! The page's citations: links, and at the page's end the text of what is cited, so that they lead somewhere wherever
-//! the page lies.
+//! The page's citations: links, and at the page's end the text of what is cited, so that they lead
+//! somewhere wherever the page lies.
 
 use std::collections::BTreeSet;
 
@@ -26,7 +26,8 @@ pub(super) fn linked(text: &str) -> Markup {
     }
 }
 
-/// What the report's operators and mutants cite, each closed until it is asked for; nothing where they cite nothing.
+/// What the report's operators and mutants cite, each closed until it is asked for; nothing where
+/// they cite nothing.
 pub(super) fn section(report: &Report) -> Markup {
     let cited = cited(report);
     html! {

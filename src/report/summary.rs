@@ -179,20 +179,22 @@ pub(crate) fn survived(mutant: &MutantRecord) -> bool {
     mutant.status == MutantStatus::Survived
 }
 
-/// The cases that do not agree; those made smaller by shrinking first, since they are quickest to read.
+/// The cases that do not agree; those made smaller by shrinking first, since they are quickest to
+/// read.
 pub(super) fn failing(report: &Report) -> Vec<&CaseRecord> {
     let mut cases: Vec<_> = report.cases.iter().filter(|case| !agrees(case)).collect();
     cases.sort_by_key(|case| case.origin != Origin::Shrunk);
     cases
 }
 
-/// The checks of a case that are no plain pass, those that explain most first; what another says already is left out.
+/// The checks of a case that are no plain pass, those that explain most first; what another says
+/// already is left out.
 pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
     order::findings(case).into_iter().map(|finding| finding.check).collect()
 }
 
-/// What passed in a case, each check once, with the tensors that agreed: beside a failing tensor they say where the bug
-/// is not.
+/// What passed in a case, each check once, with the tensors that agreed: beside a failing tensor
+/// they say where the bug is not.
 pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
     let mut tensors: BTreeMap<(usize, &str), Vec<&str>> = BTreeMap::new();
     for check in case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass) {
@@ -422,8 +424,9 @@ impl<'a> TensorSummary<'a> {
         extreme(self.entries.iter().map(|entry| measure(entry.metrics)), f64::max)
     }
 
-    /// Cases in which the oracle's tensor is zero to the rounding of f64 (all rows empty, a lone key's dq) and the
-    /// kernel stayed within its budget: what is relative to the oracle has no meaning there.
+    /// Cases in which the oracle's tensor is zero to the rounding of f64 (all rows empty, a lone
+    /// key's dq) and the kernel stayed within its budget: what is relative to the oracle has no
+    /// meaning there.
     pub(super) fn zero_truths(&self) -> u64 {
         self.entries.iter().filter(|entry| has_zero_truth(entry.metrics)).count() as u64
     }

@@ -45,7 +45,8 @@ fn timed<'a>(report: &'a Report, operator: &str) -> Vec<Timed<'a>> {
     timed
 }
 
-/// One line on the calls of a direction, where times of both are known: how many, and the median ratio.
+/// One line on the calls of a direction, where times of both are known: how many, and the median
+/// ratio.
 pub(crate) fn line(report: &Report) -> Option<String> {
     let all: Vec<_> =
         report.operators.iter().flat_map(|operator| timed(report, &operator.name)).collect();

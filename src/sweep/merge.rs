@@ -1,9 +1,9 @@
 //! Shards put together again.
 //!
-//! A merge believes nothing about how the shards were started: it works from their records alone, and
-//! refuses unless they show that every case of one plan ran exactly once, in one revision, with one set
-//! of kernels, on one kind of device. In the end it computes the plan's digest again from the
-//! merged cases ([`crate::sweep::shard::plan_digest`]).
+//! A merge believes nothing about how the shards were started: it works from their records alone,
+//! and refuses unless they show that every case of one plan ran exactly once, in one revision,
+//! with one set of kernels, on one kind of device. In the end it computes the plan's digest again
+//! from the merged cases ([`crate::sweep::shard::plan_digest`]).
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -179,8 +179,8 @@ fn unfinished(dir: &Path) -> Option<MergeError> {
 /// The report of the whole run.
 ///
 /// # Errors
-/// Parts of unlike runs, gaps and overlaps between shards or between their cases, and cases that are
-/// not those of the plan.
+/// Parts of unlike runs, gaps and overlaps between shards or between their cases, and cases that
+/// are not those of the plan.
 pub fn merge(mut parts: Vec<Part>, command: String) -> Result<Report, MergeError> {
     let Some(first) = parts.first() else { return Err(MergeError::Nothing) };
     for part in &parts[1..] {
@@ -201,7 +201,8 @@ fn refuse_another_run(first: &Part, second: &Part) -> Result<(), MergeError> {
     let identity = first.identity().difference(&second.identity());
     let identity = identity.map(|(what, one, other)| (what.to_owned(), one, other));
     let setting = || {
-        // Those that change no plan, such as the memory of machines that can hold all cases, may differ.
+        // Those that change no plan, such as the memory of machines that can hold all cases, may
+        // differ.
         let set = other_setting(&one.settings, &other.settings)
             .filter(|_| one.plan_digest != other.plan_digest);
         let reports = [
@@ -251,8 +252,9 @@ fn refuse_gaps_and_overlaps_of_shards(parts: &[Part]) -> Result<(), MergeError> 
     }
 }
 
-/// How many of the numbers below `count` are not among these, which ascend, and the first of them in words; `None` where all
-/// are. What a report says of its plan may be any number: nothing is as long as that.
+/// How many of the numbers below `count` are not among these, which ascend, and the first of them
+/// in words; `None` where all are. What a report says of its plan may be any number: nothing is as
+/// long as that.
 fn missing(count: u64, present: &[u64]) -> Option<(u64, String)> {
     let mut present = present.to_vec();
     present.retain(|&number| number < count);

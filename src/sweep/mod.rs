@@ -1,4 +1,5 @@
-//! A sweep: remembered cases first, then edge cases, then drawn ones; failing ones are made smaller.
+//! A sweep: remembered cases first, then edge cases, then drawn ones; failing ones are made
+//! smaller.
 //!
 //! | file | what it holds |
 //! | --- | --- |
@@ -36,7 +37,8 @@ pub mod session;
 pub mod shard;
 mod smaller;
 
-/// How long the drawn cases of one operator may take where each commit pays for them, on the emulator.
+/// How long the drawn cases of one operator may take where each commit pays for them, on the
+/// emulator.
 pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);
 /// The same of all operators together, for a commit: more operators do not make its tests longer.
 pub const EMULATOR_BUDGET_OF_ALL: Duration = Duration::from_secs(40);
@@ -62,8 +64,8 @@ pub struct SweepOptions {
     pub remember: bool,
     /// What cases must meet: drawn ones are drawn until so many do, the others are skips.
     pub condition: Option<Condition>,
-    /// Seconds of an operator's cases after which no drawn one begins; all are run where it is absent. Remembered cases
-    /// and edge cases always run.
+    /// Seconds of an operator's cases after which no drawn one begins; all are run where it is
+    /// absent. Remembered cases and edge cases always run.
     pub time_budget: Option<Duration>,
     /// When the last optional case may begin ([`Profile::time_limit`]).
     pub deadline: Option<Instant>,
@@ -185,8 +187,8 @@ impl PlannedCase {
     }
 }
 
-/// The cases of one operator that can run on a device like this one, in the order in which they run: remembered ones,
-/// edge cases, drawn ones; and the others, counted by the reason.
+/// The cases of one operator that can run on a device like this one, in the order in which they
+/// run: remembered ones, edge cases, drawn ones; and the others, counted by the reason.
 ///
 /// # Errors
 /// A case that cannot be drawn.
@@ -322,7 +324,8 @@ fn refuse_unknown_fields(
 /// Sweeps one operator; returns what did not run, or was not made smaller, counted by the reason.
 ///
 /// # Errors
-/// Remembered cases that cannot be read, and kernels that cannot be run. A case that fails is no error: its record says so.
+/// Remembered cases that cannot be read, and kernels that cannot be run. A case that fails is no
+/// error: its record says so.
 pub fn sweep(
     operator: &AnyOperator,
     runner: &dyn Runner,
@@ -344,8 +347,9 @@ pub fn sweep(
     Ok(skips)
 }
 
-/// Runs case `number` of a plan, and makes it smaller if it was drawn and fails. A drawn case for which the time budget
-/// leaves no time is left out, and counted; so are all of an operator whose kernels cannot be run.
+/// Runs case `number` of a plan, and makes it smaller if it was drawn and fails. A drawn case for
+/// which the time budget leaves no time is left out, and counted; so are all of an operator whose
+/// kernels cannot be run.
 pub fn run_planned(
     planned: PlannedCase,
     number: u64,
@@ -398,7 +402,8 @@ pub fn settle(
 ) {
     let Ran { record, time } = ran;
     if let Some(why) = record.untestable {
-        // Nothing was learnt about this case, nor would be of the operator's others: no record says that it ran.
+        // Nothing was learnt about this case, nor would be of the operator's others: no record
+        // says that it ran.
         return progress.stop(&planned.case.operator, first_lines(&why));
     }
     progress.ran(&planned.case.operator, time);
@@ -406,8 +411,8 @@ pub fn settle(
     shrink_planned(planned, &record, runner, options, progress, observer);
 }
 
-/// Makes a drawn case smaller if its record says that it fails, and if its failure is one of the first of its kind
-/// ([`Progress`]); remembers what is left of it.
+/// Makes a drawn case smaller if its record says that it fails, and if its failure is one of the
+/// first of its kind ([`Progress`]); remembers what is left of it.
 pub fn shrink_planned(
     planned: PlannedCase,
     record: &CaseRecord,
@@ -459,9 +464,9 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
     }
 }
 
-/// Walks proptest's tree towards a smaller case that fails the same check, and from where that ends on, field by field;
-/// returns the smallest that was found in time, which may be the case itself. Each runs under the schedules of the first,
-/// so also under those that showed a race.
+/// Walks proptest's tree towards a smaller case that fails the same check, and from where that
+/// ends on, field by field; returns the smallest that was found in time, which may be the case
+/// itself. Each runs under the schedules of the first, so also under those that showed a race.
 fn shrink(
     tree: &mut dyn ValueTree<Value = Case>,
     record: &CaseRecord,
@@ -497,8 +502,8 @@ struct Shrinking<'a> {
     allowed: Duration,
     /// The longest run so far: nothing is begun that would not end in time, as far as one can know.
     longest: Duration,
-    /// Of two choices many lead to one case: each runs once, so that shrinking ends where nothing smaller fails, not where
-    /// its time does, and ends there again.
+    /// Of two choices many lead to one case: each runs once, so that shrinking ends where nothing
+    /// smaller fails, not where its time does, and ends there again.
     failed: HashMap<Case, bool>,
     smallest: Option<Case>,
 }
@@ -511,8 +516,8 @@ impl<'a> Shrinking<'a> {
         allowed: Duration,
     ) -> Self {
         let checks = options.checks;
-        // On the way only what failed is asked again, and what costs little; what is left of the case is checked like any
-        // other.
+        // On the way only what failed is asked again, and what costs little; what is left of the
+        // case is checked like any other.
         let asked = CheckOptions {
             power: false,
             sequence: checks.sequence && failing.check == "sequence",
@@ -640,7 +645,8 @@ fn record(
     }
 }
 
-/// What a person reads when a case failed: what failed, the worst element, and the command that holds the case.
+/// What a person reads when a case failed: what failed, the worst element, and the command that
+/// holds the case.
 pub fn failure_text(record: &CaseRecord) -> String {
     let mut text = format!("{} failed\n", record.operator);
     for finding in findings(record) {

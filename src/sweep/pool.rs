@@ -1,9 +1,11 @@
-//! The cases of a plan on several devices at once, each of which computes with one thread at a time: emulators.
+//! The cases of a plan on several devices at once, each of which computes with one thread at a
+//! time: emulators.
 //!
-//! This thread hands out the cases, keeps the books and makes failing cases smaller; each of the others has a device and
-//! runs what it is given. A thread takes the cases of an operator one after the other, so that its modules are compiled
-//! once and two operators compile at the same time; when no operator is left that no thread has taken, it helps with the
-//! longest one. Cases in flight together take no more memory than one alone may.
+//! This thread hands out the cases, keeps the books and makes failing cases smaller; each of the
+//! others has a device and runs what it is given. A thread takes the cases of an operator one
+//! after the other, so that its modules are compiled once and two operators compile at the same
+//! time; when no operator is left that no thread has taken, it helps with the longest one. Cases
+//! in flight together take no more memory than one alone may.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -24,7 +26,8 @@ use crate::sweep::{self, Observer, PlannedCase, Ran, SweepOptions};
 /// Opens the device of one thread.
 pub type Open<'a> = dyn Fn() -> Result<Device> + Sync + 'a;
 
-/// Runs these cases, each with its number in the plan, on so many devices. `runner` makes failing cases smaller.
+/// Runs these cases, each with its number in the plan, on so many devices. `runner` makes failing
+/// cases smaller.
 ///
 /// # Errors
 /// A device that cannot be opened. What was reported by then stays reported.
@@ -115,8 +118,8 @@ impl Queue {
         left.max_by_key(|&batch| self.batches[batch].len())
     }
 
-    /// The next case of a thread that is to run; what is not is counted. None where nothing is left, or where the next one
-    /// takes more than `room`.
+    /// The next case of a thread that is to run; what is not is counted. None where nothing is
+    /// left, or where the next one takes more than `room`.
     fn next_for(
         &mut self,
         thread: usize,

@@ -1,8 +1,10 @@
-//! What a sweep has used of its time, operator by operator, and which of its failures are made smaller.
+//! What a sweep has used of its time, operator by operator, and which of its failures are made
+//! smaller.
 //!
-//! Of a kernel that is broken every case fails, mostly in the same way. Only the first few failures that differ (by
-//! operator, check and tensor) are made smaller, and no longer than the cases took until then, or a few seconds where that
-//! is more: a failing sweep takes at most about twice as long as one that passes.
+//! Of a kernel that is broken every case fails, mostly in the same way. Only the first few
+//! failures that differ (by operator, check and tensor) are made smaller, and no longer than the
+//! cases took until then, or a few seconds where that is more: a failing sweep takes at most about
+//! twice as long as one that passes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -15,7 +17,8 @@ const SHRUNK_FAILURES: usize = 3;
 /// How long one failing case may be shrunk.
 const SHRINK_TIME: Duration = Duration::from_secs(30);
 
-/// What an operator may be given for it even if its cases took less: a few small cases would not suffice for any.
+/// What an operator may be given for it even if its cases took less: a few small cases would not
+/// suffice for any.
 const LEAST_SHRINK_TIME: Duration = Duration::from_secs(5);
 
 /// The time used so far, and the failures made smaller, of each operator.
@@ -64,7 +67,8 @@ impl Progress {
                 _ => used.cases += time,
             }
         }
-        // The failure of a case that was made smaller is known; that of the last record's may not have been yet.
+        // The failure of a case that was made smaller is known; that of the last record's may not
+        // have been yet.
         for pair in records.windows(2).filter(|pair| pair[1].origin == Origin::Shrunk) {
             if let Some(check) = pair[0].checks.iter().find(|check| check.verdict != Verdict::Pass)
             {
@@ -93,7 +97,8 @@ impl Progress {
         in_time
     }
 
-    /// Whether one more drawn case of an operator may run within `budget`; counts it as left out where not.
+    /// Whether one more drawn case of an operator may run within `budget`; counts it as left out
+    /// where not.
     pub fn has_time(&mut self, operator: &str, budget: Option<Duration>) -> bool {
         let used = self.of(operator);
         let has_time = budget.is_none_or(|budget| used.cases < budget);
@@ -101,7 +106,8 @@ impl Progress {
         has_time
     }
 
-    /// Whether one more case of an operator is worth running; counts it as not run where its kernels cannot be.
+    /// Whether one more case of an operator is worth running; counts it as not run where its
+    /// kernels cannot be.
     pub fn is_testable(&mut self, operator: &str) -> bool {
         let used = self.of(operator);
         used.not_run += u64::from(used.untestable.is_some());

@@ -17,7 +17,8 @@ pub struct Regressions {
 }
 
 impl Regressions {
-    /// Saves what shrinking made of the failing cases of all shards. What breaks somebody else's kernel is not for ours.
+    /// Saves what shrinking made of the failing cases of all shards. What breaks somebody else's
+    /// kernel is not for ours.
     ///
     /// # Errors
     /// Those of [`Self::append_record`].
@@ -45,7 +46,8 @@ impl Regressions {
         self.dir.join(format!("{operator}.jsonl"))
     }
 
-    /// The remembered cases of an operator, oldest first. Empty lines and `#` comments are passed over.
+    /// The remembered cases of an operator, oldest first. Empty lines and `#` comments are passed
+    /// over.
     ///
     /// # Errors
     /// A file that cannot be read, or a line that is no case, with its number.

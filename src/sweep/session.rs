@@ -1,8 +1,9 @@
 //! A sweep from its plan to its report: the engine behind every command that sweeps.
 //!
-//! A [`Session`] is planned first, so that a command may look at the cases before anything is written. Then it runs: the
-//! journal in the output folder is begun or continued, each case that is missing runs, and the records make a report.
-//! What a person sees of it goes through [`Shown`].
+//! A [`Session`] is planned first, so that a command may look at the cases before anything is
+//! written. Then it runs: the journal in the output folder is begun or continued, each case that
+//! is missing runs, and the records make a report. What a person sees of it goes through
+//! [`Shown`].
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -91,7 +92,8 @@ pub trait Shown {
 pub enum Runners<'a> {
     /// One case after the other.
     One(&'a dyn Runner),
-    /// So many cases at a time, each on a device that is opened for it; `one` makes failing cases smaller.
+    /// So many cases at a time, each on a device that is opened for it; `one` makes failing cases
+    /// smaller.
     Many {
         /// A device that is open.
         one: &'a Device,
@@ -121,7 +123,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Plans the saved, edge and drawn cases of these operators; those saved are the ones of a run that goes on.
+    /// Plans the saved, edge and drawn cases of these operators; those saved are the ones of a run
+    /// that goes on.
     ///
     /// # Errors
     /// Saved cases, costs or a journal that cannot be read.
@@ -173,7 +176,8 @@ impl Session {
         self.plan.cases.iter().map(|planned| &planned.case)
     }
 
-    /// Runs what is missing; the report of all. `skips` are those of the run, which the first shard alone says.
+    /// Runs what is missing; the report of all. `skips` are those of the run, which the first
+    /// shard alone says.
     ///
     /// # Errors
     /// A journal that is of another plan or cannot be written; a device that cannot be opened.
@@ -315,7 +319,8 @@ fn run_missing(
     let one = runners.one();
     let mut progress = Progress::resumed(&recorder.cases);
     let done: HashSet<u64> = recorder.cases.iter().filter_map(|case| case.plan_number).collect();
-    // A kill between a failing case and what shrinking makes of it leaves the case as the last record.
+    // A kill between a failing case and what shrinking makes of it leaves the case as the last
+    // record.
     let unshrunk = recorder.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
     for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {

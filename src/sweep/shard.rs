@@ -1,20 +1,22 @@
 //! One sweep over many workers.
 //!
-//! Every worker enumerates the same [`Plan`] (remembered cases, edge cases, drawn cases of every operator)
-//! from the same arguments, divides it in the same way, and runs the part that is its own. No worker
-//! talks to another. What each of them leaves behind is put together by [`crate::sweep::merge`], which
-//! proves from the records that every case of the plan ran exactly once.
+//! Every worker enumerates the same [`Plan`] (remembered cases, edge cases, drawn cases of every
+//! operator) from the same arguments, divides it in the same way, and runs the part that is its
+//! own. No worker talks to another. What each of them leaves behind is put together by
+//! [`crate::sweep::merge`], which proves from the records that every case of the plan ran exactly
+//! once.
 //!
 //! The division balances recorded costs: longest processing time first, which is never more than a
 //! third above the best division there is. Costs come from `--costs FILE`, a `report.json` or
 //! `records.jsonl` of an earlier run; a case that is not in it costs what its operator costs on
-//! average, in proportion to how many elements it has, and without a file all cost by their elements
-//! alone. Every worker must be given the same file: the division is part of the plan's digest, and a
-//! merge of different plans is refused.
+//! average, in proportion to how many elements it has, and without a file all cost by their
+//! elements alone. Every worker must be given the same file: the division is part of the plan's
+//! digest, and a merge of different plans is refused.
 //!
-//! On one machine `parity run --workers N` does all of this with one command, over the GPUs that there are. How many go on
-//! one GPU is a matter of its memory: a tensor with huge steps takes a piece of it for each row and may have a quarter of what is
-//! free, and the kernels of a case that needs much wait until others have given back what they need ([`crate::judge::turns`]).
+//! On one machine `parity run --workers N` does all of this with one command, over the GPUs that
+//! there are. How many go on one GPU is a matter of its memory: a tensor with huge steps takes a
+//! piece of it for each row and may have a quarter of what is free, and the kernels of a case that
+//! needs much wait until others have given back what they need ([`crate::judge::turns`]).
 //!
 //! # On a Slurm cluster
 //!
@@ -34,8 +36,8 @@
 //! # On GitHub
 //!
 //! `fixtures/sharding/github-matrix.yml` is a workflow: one job builds, a matrix of jobs runs the
-//! shards with that one executable, and the last job merges what they uploaded. A disagreement fails
-//! its shard's job, and the merge still runs: it says which shards are missing, if any.
+//! shards with that one executable, and the last job merges what they uploaded. A disagreement
+//! fails its shard's job, and the merge still runs: it says which shards are missing, if any.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -121,8 +123,9 @@ impl Plan {
 }
 
 impl Plan {
-    /// Refuses what a run that is continued has recorded, one record a line, unless each record is of a case that this plan
-    /// has for the shard, as the plan has it, and no case is recorded twice.
+    /// Refuses what a run that is continued has recorded, one record a line, unless each record is
+    /// of a case that this plan has for the shard, as the plan has it, and no case is recorded
+    /// twice.
     ///
     /// # Errors
     /// The first line that is not so.
@@ -235,8 +238,8 @@ pub fn plan_digest<'a>(
     hasher.finalize().to_hex().to_string()
 }
 
-/// Divides cases by their costs, in any unit: the dearest first, each to the shard with the least so
-/// far, and to the first of several. With no more shards than cases, none stays empty.
+/// Divides cases by their costs, in any unit: the dearest first, each to the shard with the least
+/// so far, and to the first of several. With no more shards than cases, none stays empty.
 pub fn divide(costs: &[u64], count: u32) -> Vec<u32> {
     let mut dearest_first: Vec<usize> = (0..costs.len()).collect();
     dearest_first.sort_by_key(|&case| (Reverse(costs[case]), case));
@@ -252,11 +255,13 @@ pub fn divide(costs: &[u64], count: u32) -> Vec<u32> {
     shard_of
 }
 
-/// Elements of a case that take as long as what every case does, however small: of 1,402 cases on an H200 the smallest took a
-/// quarter of a second, and those of many elements a microsecond an element.
+/// Elements of a case that take as long as what every case does, however small: of 1,402 cases on
+/// an H200 the smallest took a quarter of a second, and those of many elements a microsecond an
+/// element.
 const OF_EVERY_CASE: u64 = 1 << 18;
 
-/// What the time of a case is taken to grow with. What is no case of an operator has none: it fails at once.
+/// What the time of a case is taken to grow with. What is no case of an operator has none: it
+/// fails at once.
 fn size_of(case: &Case) -> u64 {
     let elements =
         registry::find(&case.operator).and_then(|operator| operator.elements(case)).unwrap_or(0);
@@ -327,8 +332,9 @@ impl Costs {
         costs
     }
 
-    /// Nanoseconds of each case: its own; otherwise the mean of its operator, or of all, by the share that its size has of the mean
-    /// of the cases of its operator that are not known. If nothing is known, the sizes themselves.
+    /// Nanoseconds of each case: its own; otherwise the mean of its operator, or of all, by the
+    /// share that its size has of the mean of the cases of its operator that are not known. If
+    /// nothing is known, the sizes themselves.
     pub fn of_all(&self, cases: &[Value], sizes: &[u64]) -> Vec<u64> {
         let mut unknown: HashMap<&str, Mean> = HashMap::new();
         let own: Vec<Option<u64>> =

@@ -1,8 +1,9 @@
-//! Cases that are a little smaller than one that fails: what shrinking tries once the strategy's own tree has ended, so that
-//! it goes on while anything gets smaller.
+//! Cases that are a little smaller than one that fails: what shrinking tries once the strategy's
+//! own tree has ended, so that it goes on while anything gets smaller.
 //!
-//! One field at a time is changed: layouts become dense or their gaps smaller, integers smaller, whatever else a field holds
-//! what most edge cases hold there. No change is ever taken back, so that this ends.
+//! One field at a time is changed: layouts become dense or their gaps smaller, integers smaller,
+//! whatever else a field holds what most edge cases hold there. No change is ever taken back, so
+//! that this ends.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! `golden::OPERATOR`: oracle and kernels against what an independent implementation computed, and every file is seen to
-//! matter: a changed value in it is noticed.
+//! `golden::OPERATOR`: oracle and kernels against what an independent implementation computed, and
+//! every file is seen to matter: a changed value in it is noticed.
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -38,7 +38,8 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     if files == 0 {
         return Ok("no golden file is about it".to_owned());
     }
-    // What the kernels are spared, their own declaration refuses (the layer holds a skip to that); most they must run.
+    // What the kernels are spared, their own declaration refuses (the layer holds a skip to that);
+    // most they must run.
     if left_out == 0 && by_kernels <= skips.len() {
         return Err(format!("the kernels ran {by_kernels} cases, and were spared {skips:?}"));
     }
@@ -51,8 +52,8 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     Ok(format!("{files} files, {changed} tensors{oracle_only}{left_out}"))
 }
 
-/// Of the files that the commit concerns as many as it runs, of an operator that it does not concern one: the smallest ones
-/// first; and how many are left out.
+/// Of the files that the commit concerns as many as it runs, of an operator that it does not
+/// concern one: the smallest ones first; and how many are left out.
 fn chosen(
     operator: &'static AnyOperator,
     extent: Extent,
@@ -131,8 +132,9 @@ fn agrees(truth: &Truth, file: &GoldenFile, case: &GoldenCase) -> Result<(), Str
     Ok(())
 }
 
-/// In every tensor a change of one element by three allowances is noticed, and nothing else is: one allowance is the
-/// element's, another brings it back where the oracle lies on the other side. Returns how many were changed.
+/// In every tensor a change of one element by three allowances is noticed, and nothing else is:
+/// one allowance is the element's, another brings it back where the oracle lies on the other side.
+/// Returns how many were changed.
 fn notices_changes(
     truth: &Truth,
     file: &GoldenFile,
@@ -180,8 +182,8 @@ fn notices_changes(
     Ok(changed)
 }
 
-/// What `golden_run` allows an oracle's element: the working spread at the width of f64, and the rounding of the
-/// file.
+/// What `golden_run` allows an oracle's element: the working spread at the width of f64, and the
+/// rounding of the file.
 fn allowed(expected: &ExpectedTensor, truth: &Truth, index: usize, element: usize) -> f64 {
     let working = truth.budget(index, DType::F32).allowed[element];
     if expected.computed_f32 {

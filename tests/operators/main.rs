@@ -8,9 +8,10 @@
 //! | `numbers::OPERATOR` | every whole number of a case, set to what wraps or takes all memory, is refused or judged |
 //! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |
 //!
-//! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the mutants, edge cases and
-//! golden files that a commit cannot concern are left out, but for a rotating share ([`dsv4_parity::change`]), and sweeps
-//! end early; `PARITY_TESTS=all` runs everything. What is left out is counted and said.
+//! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the
+//! mutants, edge cases and golden files that a commit cannot concern are left out, but for a
+//! rotating share ([`dsv4_parity::change`]), and sweeps end early; `PARITY_TESTS=all` runs
+//! everything. What is left out is counted and said.
 
 mod golden;
 mod mutants;
@@ -34,7 +35,8 @@ use libtest_mimic::{Arguments, Failed, Trial};
 enum Extent {
     /// What each commit pays for.
     Commit,
-    /// What the command line names: whatever the commit changed, and drawn cases in the time that a commit has for them.
+    /// What the command line names: whatever the commit changed, and drawn cases in the time that
+    /// a commit has for them.
     Named,
     /// Everything.
     All,
@@ -58,7 +60,8 @@ const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::tri
 
 fn main() -> ExitCode {
     keep_freed_memory();
-    // Times are always printed; libtest's flag for them is for the other binaries that `cargo test` hands it to.
+    // Times are always printed; libtest's flag for them is for the other binaries that `cargo
+    // test` hands it to.
     let arguments =
         Arguments::from_iter(std::env::args_os().filter(|argument| argument != "--report-time"));
     match trials(&arguments) {

@@ -1,8 +1,9 @@
-//! `mutant::ID`: a planted bug is seen by the check that was expected to see it, and its cases are sound where nothing
-//! is planted.
+//! `mutant::ID`: a planted bug is seen by the check that was expected to see it, and its cases are
+//! sound where nothing is planted.
 //!
-//! Always on the emulator: guard pages, schedules and poison are what sees a third of them, and a wild write would cost a
-//! GPU its context and with it the other tests. Where a GPU is under test they say nothing of it, and run if they are named.
+//! Always on the emulator: guard pages, schedules and poison are what sees a third of them, and a
+//! wild write would cost a GPU its context and with it the other tests. Where a GPU is under test
+//! they say nothing of it, and run if they are named.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex};

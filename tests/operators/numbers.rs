@@ -1,6 +1,7 @@
-//! `numbers::OPERATOR`: every whole number of its cases, alone and with another one, set to what wraps, to what takes all
-//! memory, and to what is no number. Each ends in an error that names what is wrong, or in a verdict, at once and within
-//! the memory that a case may take. A commit tries a share of them.
+//! `numbers::OPERATOR`: every whole number of its cases, alone and with another one, set to what
+//! wraps, to what takes all memory, and to what is no number. Each ends in an error that names
+//! what is wrong, or in a verdict, at once and within the memory that a case may take. A commit
+//! tries a share of them.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,7 +36,8 @@ pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     Some(crate::trial(format!("numbers::{}", operator.name()), move || run(operator, extent)))
 }
 
-/// What a number is set to: the ends of what 31, 32, 53, 63 and 64 bits hold, and what is no whole number.
+/// What a number is set to: the ends of what 31, 32, 53, 63 and 64 bits hold, and what is no whole
+/// number.
 fn hostile() -> Vec<Value> {
     let whole = [0, 1, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 53, i64::MAX as u64, u64::MAX];
     whole
@@ -73,7 +75,8 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     }
 }
 
-/// Whether the case was judged; an error where it was neither judged nor refused in a way that helps.
+/// Whether the case was judged; an error where it was neither judged nor refused in a way that
+/// helps.
 fn attempt(operator: &AnyOperator, case: &Case) -> Result<bool, String> {
     let start = Instant::now();
     let prepared = operator.prepare_within(case, LIMIT);

@@ -1,4 +1,5 @@
-//! `refusals::OPERATOR`: every argument of its launchers, spoilt in every way that its declaration knows.
+//! `refusals::OPERATOR`: every argument of its launchers, spoilt in every way that its declaration
+//! knows.
 
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;

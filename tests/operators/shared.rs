@@ -1,6 +1,7 @@
-//! What tests of all kinds share: what the commit changed, and devices: one for each thread, since a schedule is a setting of
-//! the device, since a device compiles one module at a time, and since a GPU's device has one stream, on which a recording and
-//! the launches of other tests do not go together.
+//! What tests of all kinds share: what the commit changed, and devices: one for each thread, since
+//! a schedule is a setting of the device, since a device compiles one module at a time, and since
+//! a GPU's device has one stream, on which a recording and the launches of other tests do not go
+//! together.
 
 use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,8 +38,8 @@ fn emulator(options: EmulatorOptions) -> Device {
     .unwrap_or_else(|error| panic!("no device to test on: {error}"))
 }
 
-/// Has an operator's modules in the cache, on a GPU: all cores compile them, where its device would one at a time, while the
-/// clock of a test runs. Elsewhere they take no time worth it.
+/// Has an operator's modules in the cache, on a GPU: all cores compile them, where its device
+/// would one at a time, while the clock of a test runs. Elsewhere they take no time worth it.
 pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
     if support::backend() != BackendKind::Cuda {
         return Ok(());
@@ -63,11 +64,13 @@ fn pool(threads: usize) -> ThreadPool {
         .unwrap_or_else(|error| panic!("starting threads: {error}"))
 }
 
-/// How many threads use the GPU at a time. Their contexts take slices of its time in turn: of sixteen each small launch waits
-/// for fifteen slices, and all together take longer than one alone.
+/// How many threads use the GPU at a time. Their contexts take slices of its time in turn: of
+/// sixteen each small launch waits for fifteen slices, and all together take longer than one
+/// alone.
 const GPU_SHARERS: usize = 4;
 
-/// One place on the GPU, with its part of the cores: oracles of unlike cases in one pool would wait for each other's.
+/// One place on the GPU, with its part of the cores: oracles of unlike cases in one pool would
+/// wait for each other's.
 type Place = ThreadPool;
 
 fn places() -> &'static (Mutex<Vec<Place>>, Condvar) {
@@ -134,8 +137,8 @@ pub fn change() -> Option<&'static Change> {
 /// By operator, how much of what it has the commit runs; operators that run all have no entry.
 pub type Shares = Result<BTreeMap<String, usize>, String>;
 
-/// The shares where `count` says how many each operator has; `most` run for a commit at most, and `rest` of each operator
-/// that it does not concern.
+/// The shares where `count` says how many each operator has; `most` run for a commit at most, and
+/// `rest` of each operator that it does not concern.
 pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -> Shares {
     let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
@@ -151,7 +154,8 @@ pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -
     Ok(in_part.map(|((operator, share), _)| (operator.name().to_owned(), share)).collect())
 }
 
-/// The operators that the commit concerns: those of whose files one changed; all where git cannot tell.
+/// The operators that the commit concerns: those of whose files one changed; all where git cannot
+/// tell.
 pub fn concerned() -> Result<BTreeSet<&'static str>, String> {
     static CONCERNED: LazyLock<Result<BTreeSet<&'static str>, String>> = LazyLock::new(|| {
         let left_out = shares(|_| 1, usize::MAX, 0)?;

@@ -52,8 +52,8 @@ fn regressions() -> Regressions {
     Regressions::new(support::fixtures().join("regressions"))
 }
 
-/// Which edge cases and which remembered ones run: those that the commit concerns; of another operator no edge case and one
-/// remembered case, beside its typical ones; on a GPU all.
+/// Which edge cases and which remembered ones run: those that the commit concerns; of another
+/// operator no edge case and one remembered case, beside its typical ones; on a GPU all.
 fn given_cases(operator: &AnyOperator, extent: Extent) -> Result<[GivenCases; 2], String> {
     if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
         return Ok([GivenCases::All; 2]);
@@ -176,8 +176,8 @@ fn every_case_ran(
     Err(format!("{planned} cases were planned, {ran} ran, {left_out} were skipped"))
 }
 
-/// Every path that the operator has was taken, every check was made, and none without power: some of the edge cases alone
-/// may not come to it.
+/// Every path that the operator has was taken, every check was made, and none without power: some
+/// of the edge cases alone may not come to it.
 fn everything_was_met(operator: &AnyOperator, records: &[CaseRecord]) -> Result<(), String> {
     let described = operator.describe();
     let declared: BTreeSet<String> = described.paths.iter().cloned().collect();

@@ -178,7 +178,8 @@ fn golden_files() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Judges the oracles by a file; whether it agrees, and of how many elements, or why it cannot be judged.
+/// Judges the oracles by a file; whether it agrees, and of how many elements, or why it cannot be
+/// judged.
 fn judged(file: &GoldenFile) -> Result<(bool, u64), String> {
     let operators: Vec<&'static AnyOperator> = registry::OPERATORS.to_vec();
     let cases = golden_run::cases_of(file, &operators).map_err(|error| error.to_string())?;

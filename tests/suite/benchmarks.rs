@@ -1,5 +1,5 @@
-//! Benchmarks of the declarations, at the sizes that the emulator can bear: each is placed, called and rechecked, and each
-//! recheck is seen to fail.
+//! Benchmarks of the declarations, at the sizes that the emulator can bear: each is placed, called
+//! and rechecked, and each recheck is seen to fail.
 
 use std::collections::BTreeSet;
 
@@ -240,8 +240,9 @@ fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
     }
 }
 
-/// A benchmark of the model's shapes by its name, at a size that the emulator can bear: `whole` changes fields of its case,
-/// and `drawn` those in which the case that is drawn differs from that.
+/// A benchmark of the model's shapes by its name, at a size that the emulator can bear: `whole`
+/// changes fields of its case, and `drawn` those in which the case that is drawn differs from
+/// that.
 fn reduced<K: Operator>(group: &str, name: &str, whole: Value, drawn: Value) -> Benchmark<K> {
     let with = |case: &K::Case, changed: &Value| -> K::Case {
         let mut line = Case::new(K::ABOUT.name, case);

@@ -1,7 +1,7 @@
 //! `parity bisect` on scripted repositories, and `git bisect run parity replay`.
 //!
-//! Every commit of a scripted repository changes the kernels, if only by a comment, so that each is compiled
-//! anew; compiled modules go to a cache of the test's own.
+//! Every commit of a scripted repository changes the kernels, if only by a comment, so that each
+//! is compiled anew; compiled modules go to a cache of the test's own.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -24,12 +24,13 @@ struct Scripted {
     dir: tempfile::TempDir,
 }
 
-/// What a commit does to `rms_norm.cu` as it is today: texts that occur in it, and what replaces them.
+/// What a commit does to `rms_norm.cu` as it is today: texts that occur in it, and what replaces
+/// them.
 type Patches = Vec<(&'static str, String)>;
 
 impl Scripted {
-    /// `count` commits; `patches(i)` is what stands in the kernels from commit `i` to the next, `files(i)`
-    /// are other files.
+    /// `count` commits; `patches(i)` is what stands in the kernels from commit `i` to the next,
+    /// `files(i)` are other files.
     fn new(
         count: usize,
         patches: impl Fn(usize) -> Patches,
@@ -122,7 +123,8 @@ impl Scripted {
     }
 }
 
-/// Every kernel source by its path in the repository, `rms_norm.cu` with the patches and a comment of its own.
+/// Every kernel source by its path in the repository, `rms_norm.cu` with the patches and a comment
+/// of its own.
 fn kernels(at: usize, patches: &Patches) -> BTreeMap<String, String> {
     let mut files = dsv4_kernels::sources().files().clone();
     // The one kernel that runs; the others would only make the script longer.
@@ -189,8 +191,8 @@ fn a_planted_regression_among_64_commits_is_found_past_two_that_do_not_compile()
     println!("64 commits bisected in {seconds:.1} s\n{}", output.stdout);
     found(&output, &repository, 43);
     assert_eq!(trials(&output, "skip "), [32, 40], "the two that do not compile stood in the way");
-    // Two ends, two skips, and halvings, of which the skips make two uneven. This bounds the time; the clock
-    // itself would judge what else the machine is doing.
+    // Two ends, two skips, and halvings, of which the skips make two uneven. This bounds the time;
+    // the clock itself would judge what else the machine is doing.
     let tried =
         ["good ", "bad ", "skip "].map(|word| trials(&output, word).len()).iter().sum::<usize>();
     assert!(tried <= 12, "{tried} commits were compiled");
@@ -259,7 +261,8 @@ fn a_revision_with_other_parameter_structs_is_judged_by_its_own_harness() {
     if Command::new("cargo").arg("--version").output().is_err() {
         return println!("skipped: the harness of a revision is built by cargo, which is not here");
     }
-    // Another name of a field is another layout. The harness of those revisions is a stand-in that knows its answer.
+    // Another name of a field is another layout. The harness of those revisions is a stand-in that
+    // knows its answer.
     let renamed = || ("num_partials", "num_partial_rows".to_owned());
     let harness = |at: usize| {
         let manifest =
@@ -327,7 +330,8 @@ fn wasted_time_is_found_by_paired_runs() {
     if left_out(&BISECT) {
         return;
     }
-    // Several times what a call takes: a machine that gets busy after the endpoints were told apart must not hide it.
+    // Several times what a call takes: a machine that gets busy after the endpoints were told
+    // apart must not hide it.
     let spin = || {
         let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 8000; ++i) spin = spin + 1.0f;\n";
         ("    return rsqrt_approx(", format!("{waste}    return rsqrt_approx("))

@@ -1,8 +1,10 @@
-//! A cold run, chunks, a reused prefix, rejected drafts and reused slots leave the same bytes in the caches (inference 13).
+//! A cold run, chunks, a reused prefix, rejected drafts and reused slots leave the same bytes in
+//! the caches (inference 13).
 //!
-//! Layers of all kinds, two of each that has entries, share one pool of pages and one state for each sequence, as the manager lays
-//! them out; the production kernels write them. What a kernel writes for a token follows here from all tokens up to it, as it does in
-//! a model, so that a row of another history shows.
+//! Layers of all kinds, two of each that has entries, share one pool of pages and one state for
+//! each sequence, as the manager lays them out; the production kernels write them. What a kernel
+//! writes for a token follows here from all tokens up to it, as it does in a model, so that a row
+//! of another history shows.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -48,8 +50,8 @@ fn config() -> CacheConfig {
 enum Fault {
     /// Nothing.
     None,
-    /// The writer of the indexer's keys adds a region's offset within its layer to the pool, and not to the layer's own
-    /// place in it (FM-141).
+    /// The writer of the indexer's keys adds a region's offset within its layer to the pool, and
+    /// not to the layer's own place in it (FM-141).
     DropsLayerOffset,
 }
 
@@ -169,7 +171,8 @@ impl Engine {
         written.expect("a launch");
     }
 
-    /// What a query behind the last token reads, region by region: data and scales of each row, in the order of the tokens.
+    /// What a query behind the last token reads, region by region: data and scales of each row, in
+    /// the order of the tokens.
     fn reads(&self, id: SequenceId) -> Vec<(Region, Vec<u8>)> {
         let position = self.manager.num_tokens(id).expect("a sequence") - 1;
         let layout = self.manager.layout();
@@ -314,7 +317,8 @@ fn sequences_that_run_by_turns_and_slots_that_are_used_again_leave_the_bytes_of_
         }
     }
     engine.manager.release(ids[1]).expect("a sequence");
-    // Of seven pages the others have four. What is too long for three is refused, and nothing is lost.
+    // Of seven pages the others have four. What is too long for three is refused, and nothing is
+    // lost.
     let (long, _) = engine.admit(&text(500, 0, 8));
     let refused = engine.manager.step(long, &text(500, 0, 8), 0).map(|_| ());
     assert_eq!(refused, Err(CacheError::OutOfPages { needed: 4, available: 3 }));
@@ -358,7 +362,8 @@ fn layers_of_one_pool_hold_unlike_rows_and_touch_no_byte_between_their_regions()
     }
 }
 
-/// Every kernel is right and every layer by itself is, too: what one layer reads is what another one wrote (FM-141).
+/// Every kernel is right and every layer by itself is, too: what one layer reads is what another
+/// one wrote (FM-141).
 #[test]
 fn an_engine_that_drops_the_offset_of_a_layer_is_seen_in_the_layers_that_share_a_pool() {
     let tokens = text(256, 0, 1);

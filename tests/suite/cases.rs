@@ -95,8 +95,8 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
             .map(|value| value.to_bits())
             .collect::<Vec<_>>()
     };
-    // What a cache held before shows nowhere. A NaN in a filter of the sampler lifts it, which shows only where another
-    // id wins then: its own tests and planted bugs hold that.
+    // What a cache held before shows nowhere. A NaN in a filter of the sampler lifts it, which
+    // shows only where another id wins then: its own tests and planted bugs hold that.
     let is_quiet = |special: &serde_json::Value| {
         let of = special.as_object().into_iter().flatten().map(|(_, tensor)| tensor.as_str());
         of.flatten().any(|tensor| ["cache", "top_p", "min_p"].contains(&tensor))

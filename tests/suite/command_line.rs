@@ -415,7 +415,8 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     assert!(!runs[0].path().join("regressions").exists(), "a passing run remembered something");
 }
 
-/// An executable that leaves one result behind as the benchmarks do, prints what it was told, and ends with `code`.
+/// An executable that leaves one result behind as the benchmarks do, prints what it was told, and
+/// ends with `code`.
 fn benchmarks_that_end_with(dir: &Path, code: i32) -> String {
     let estimate = json!({"point_estimate": 1000.0, "confidence_interval": {"lower_bound": 990.0, "upper_bound": 1010.0}});
     let work = json!({"operator": "attention_combine", "bytes": 4e6, "flops": 1e9});
@@ -734,7 +735,8 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
         return eprintln!("skipped: only the emulator takes the seed of a schedule");
     }
     let dir = tempfile::tempdir().unwrap();
-    // Each thread is off by two ulps or by none, as its turn decides: within the budget, and another bit per schedule.
+    // Each thread is off by two ulps or by none, as its turn decides: within the budget, and
+    // another bit per schedule.
     let turn = "[] { __shared__ uint32_t turn; return atomicAdd(&turn, 1u) & 1; }()";
     let mean = "sum_of_squares / static_cast<float>(width) + eps";
     let racing = format!("__uint_as_float(__float_as_uint({mean}) + 2 * {turn})");
@@ -762,7 +764,8 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
     assert!(small.replay.contains(" --schedules 2 "), "{}", small.replay);
     assert_eq!(replay_as_printed(&small.replay), Some(1));
 
-    // With the barrier where it belongs the case agrees. What was given says whether that may be luck.
+    // With the barrier where it belongs the case agrees. What was given says whether that may be
+    // luck.
     let says_so = |given: &str, arguments: &[&str]| {
         let output = parity(&[&["replay", "--backend", "emulator", given][..], arguments].concat());
         output.assert_code(0);
@@ -847,7 +850,8 @@ fn golden_that_compares_nothing_is_bad_input() {
     output.assert_bad_input(&["rms_norm"]);
 }
 
-/// What people read of the command line is a contract, too. `TRYCMD=overwrite` writes the snapshots anew.
+/// What people read of the command line is a contract, too. `TRYCMD=overwrite` writes the
+/// snapshots anew.
 #[test]
 fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/suite/help");

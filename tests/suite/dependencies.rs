@@ -92,7 +92,8 @@ fn code_of(text: &str) -> String {
         .join("\n")
 }
 
-/// The rooms of `src`, each with what stands before it alone: an arrow goes from a room to one that is earlier.
+/// The rooms of `src`, each with what stands before it alone: an arrow goes from a room to one
+/// that is earlier.
 const ROOMS: [&str; 15] = [
     "specification",
     "case",

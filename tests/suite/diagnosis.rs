@@ -1,4 +1,5 @@
-//! What a failure says: planted conditions are named, and a failing sweep fits a screen with its cause in the first lines.
+//! What a failure says: planted conditions are named, and a failing sweep fits a screen with its
+//! cause in the first lines.
 
 use std::collections::BTreeMap;
 use std::path::Path;

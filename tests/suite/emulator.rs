@@ -1,7 +1,7 @@
-//! What the emulator promises beyond running correct kernels: that incorrect ones end with an error that names
-//! kernel, block and thread, or with wrong numbers that a seed repeats; the module cache; and the memory contract.
-//! The first two concern the emulator alone and are skipped on a GPU, where an
-//! incorrect kernel may take the driver down.
+//! What the emulator promises beyond running correct kernels: that incorrect ones end with an
+//! error that names kernel, block and thread, or with wrong numbers that a seed repeats; the
+//! module cache; and the memory contract. The first two concern the emulator alone and are skipped
+//! on a GPU, where an incorrect kernel may take the driver down.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -19,7 +19,8 @@ use dsv4_runtime::{
 use crate::launchers::{assert_refused, shifted};
 use crate::{command_line, support};
 
-/// A fresh emulator with a short time limit; `None`, counted and said, where another backend is under test.
+/// A fresh emulator with a short time limit; `None`, counted and said, where another backend is
+/// under test.
 pub fn emulator() -> Option<Device> {
     static SKIPPED: AtomicU32 = AtomicU32::new(0);
     if support::backend() != BackendKind::Emulator {
@@ -217,7 +218,8 @@ fn results_by_schedule(device: &Device, name: &str) -> Vec<(Option<u64>, Vec<u32
     [None].into_iter().chain((1..=8).map(Some)).map(run).collect()
 }
 
-/// A missing synchronisation shows as wrong numbers under some schedule, and each schedule repeats its own.
+/// A missing synchronisation shows as wrong numbers under some schedule, and each schedule repeats
+/// its own.
 fn assert_race_shows(name: &str, correct: impl Fn(usize) -> f32) {
     let Some(device) = emulator() else { return };
     let correct: Vec<u32> = (0..FAULT_THREADS).map(|i| correct(i).to_bits()).collect();
@@ -410,8 +412,8 @@ const BULK_COPIES: &str = "
         }
 ";
 
-/// What block 0 does to memory at `at`, what blocks 1 to 3 do, and what is said of it if they may not both. `own` is each block's
-/// own place.
+/// What block 0 does to memory at `at`, what blocks 1 to 3 do, and what is said of it if they may
+/// not both. `own` is each block's own place.
 const SHARED_ACCESSES: &[(&str, &str, Option<[&str; 2]>)] = &[
     // A lost update: no addition is missed while blocks happen to run one after the other.
     ("*at += 1;", "*at += 1;", Some(["reads", "stores"])),
@@ -512,8 +514,9 @@ fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedul
 
 // ---------------------------------------------------------------- misaligned accesses
 
-/// Accesses of several bytes at once, each with the bytes that must divide its address, and the memory that it concerns.
-/// `at` points into y, `shared` is an address in shared memory; thread 5's are off by what a test says.
+/// Accesses of several bytes at once, each with the bytes that must divide its address, and the
+/// memory that it concerns. `at` points into y, `shared` is an address in shared memory; thread
+/// 5's are off by what a test says.
 const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
     // By the named functions of the kernels' headers.
     ("sink = load_vec16(at).w[0];", 16, "y"),
@@ -570,7 +573,8 @@ const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
     ("sink = *reinterpret_cast<const int*>(at_static);", 4, ""),
 ];
 
-/// A kernel that makes access number `params.count / 16`, with thread 5's addresses off by `params.count % 16` bytes.
+/// A kernel that makes access number `params.count / 16`, with thread 5's addresses off by
+/// `params.count % 16` bytes.
 fn wide_accesses_source() -> String {
     let cases: String = (0..)
         .zip(WIDE_ACCESSES)
@@ -860,7 +864,8 @@ fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_int
 
 // ---------------------------------------------------------------- the memory contract
 
-/// One buffer of each role, and a call that sets one run of bytes to a value that nothing there has.
+/// One buffer of each role, and a call that sets one run of bytes to a value that nothing there
+/// has.
 struct Buffers<'d> {
     arena: DeviceArena<'d>,
     input: TensorView,
@@ -874,7 +879,8 @@ const STRAY: u8 = 0x55;
 impl Buffers<'static> {
     fn new(contract: Contract) -> Self {
         let mut arena = DeviceArena::new(support::device(), contract);
-        // Sizes that are no multiples of 16 bytes leave a band on both sides under either placement.
+        // Sizes that are no multiples of 16 bytes leave a band on both sides under either
+        // placement.
         let five = HostTensor::from_f64(DType::F32, &[5], &[1.0; 5]);
         let input = arena.input("input", &five).unwrap();
         let layout = Layout::padded(&[3, 3], 2);
@@ -976,7 +982,8 @@ fn padded_tensors_travel_to_the_device_and_back() {
 
 // ---------------------------------------------------------------- tensors with huge strides
 
-/// `[3, 5, 64]` in bf16, whose rows begin `2^28 + 64` elements apart: the last one ends beyond 7 GiB.
+/// `[3, 5, 64]` in bf16, whose rows begin `2^28 + 64` elements apart: the last one ends beyond 7
+/// GiB.
 const FAR_SHAPE: [usize; 3] = [3, 5, 64];
 const FAR_ROW: i64 = 2 * ((1 << 28) + 64);
 
@@ -1101,7 +1108,8 @@ fn a_write_beside_a_row_of_a_tensor_with_huge_strides_is_reported_with_name_and_
         }
         assert_eq!(write(&output, row - 2, 4), violation(&output, ViolationKind::Gap, 2, row - 2));
         assert_eq!(write(&output, row, 128), []);
-        // Behind the last row: nothing of 16 bytes fits between it and the guard page under `Contract::NAN`.
+        // Behind the last row: nothing of 16 bytes fits between it and the guard page under
+        // `Contract::NAN`.
         if contract == Contract::HUGE {
             assert_eq!(write(&output, end, 16), violation(&output, ViolationKind::Guard, 16, end));
         } else {

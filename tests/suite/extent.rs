@@ -1,4 +1,5 @@
-//! How much of all that it could try a test tries: what a commit pays for, or everything; and what `attacks.sh` is told of it.
+//! How much of all that it could try a test tries: what a commit pays for, or everything; and what
+//! `attacks.sh` is told of it.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -23,8 +24,8 @@ fn change() -> Option<&'static Change> {
     CHANGE.as_ref().inspect_err(|why| println!("nothing is left out: {why}")).ok()
 }
 
-/// Whether a test that takes long is left to the run of everything: the commit changed nothing in the rooms that it is
-/// about. Others in its file are the smoke test of these rooms.
+/// Whether a test that takes long is left to the run of everything: the commit changed nothing in
+/// the rooms that it is about. Others in its file are the smoke test of these rooms.
 pub fn left_out(rooms: &[&str]) -> bool {
     let Some(change) = change() else { return false };
     let left_out = !change.files.iter().any(|file| rooms.iter().any(|room| file.starts_with(room)));
@@ -38,8 +39,9 @@ pub fn left_out(rooms: &[&str]) -> bool {
     left_out
 }
 
-/// The operators of a test that goes through all of them and takes minutes: those that the commit concerns, as many as it
-/// runs, and a smoke test; all where everything is asked for, or git cannot tell what changed.
+/// The operators of a test that goes through all of them and takes minutes: those that the commit
+/// concerns, as many as it runs, and a smoke test; all where everything is asked for, or git
+/// cannot tell what changed.
 pub fn concerned_operators() -> Vec<&'static AnyOperator> {
     let all = registry::OPERATORS.to_vec();
     let Some(change) = change() else { return all };

@@ -64,7 +64,8 @@ fn honest(folder: &Path) -> Result<(), RunError> {
     external::answer(folder, support::device()).map_err(RunError::error)
 }
 
-/// Our own kernel with its outputs changed by `change`, which also gets the number of the run from 0.
+/// Our own kernel with its outputs changed by `change`, which also gets the number of the run from
+/// 0.
 fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Call + 'static {
     let mut runs = 0;
     Kernel(move |folder: &Path| {
@@ -344,7 +345,8 @@ fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
     let unsaid = run(ATTENTION, ExternalOptions::default(), changed(base_2));
     assert!(fails(&unsaid, "forward", "lse"), "{:?}", failures(&unsaid));
     let adapted = |text: &str| {
-        // The reference worker knows our names only: it is asked for them, and its answer made theirs.
+        // The reference worker knows our names only: it is asked for them, and its answer made
+        // theirs.
         let mut call = changed(theirs);
         let kernel = Kernel(move |folder: &Path| {
             let path = folder.join(external::EXPECTED);
@@ -618,8 +620,8 @@ fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
     assert_says(&twice.call(dir.path()).expect_err("it said too much"), &["without a request"]);
 }
 
-/// Starts processes that would live on: of its group, of a session of their own, and one whose parent has ended; each says its
-/// number in `pids`.
+/// Starts processes that would live on: of its group, of a session of their own, and one whose
+/// parent has ended; each says its number in `pids`.
 const LINGER: &str = r#"
     echo $$ >> "$PIDS"
     sleep 300 & echo $! >> "$PIDS"
@@ -628,12 +630,14 @@ const LINGER: &str = r#"
     while [ "$(wc -l < "$PIDS")" -lt 5 ]; do sleep 0.02; done
 "#;
 
-/// Ends the harness in this way while what it has started lingers: none of it runs then, and no temporary file is left.
+/// Ends the harness in this way while what it has started lingers: none of it runs then, and no
+/// temporary file is left.
 fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end: &str) {
     let dir = folder();
     let (pids, temporary) = (dir.path().join("pids"), dir.path().join("temporary"));
     std::fs::create_dir(&temporary).unwrap();
-    // Who runs these tests in the background of a script may ignore the signal, and so would all that they start.
+    // Who runs these tests in the background of a script may ignore the signal, and so would all
+    // that they start.
     let mut harness = Command::new("env")
         .arg("--default-signal=INT")
         .arg(binary())
@@ -1276,7 +1280,8 @@ fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_besid
     );
 }
 
-/// A `torch` whose GPU does what it is told in its own time, and of which nothing works once it is lost.
+/// A `torch` whose GPU does what it is told in its own time, and of which nothing works once it is
+/// lost.
 const TORCH_WITH_GPU: &str = r#"
 import time
 

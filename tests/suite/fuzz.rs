@@ -1,7 +1,9 @@
-//! Every reader of a file or a line is given what a generator makes of valid ones, and bytes at random: it says what is
-//! wrong or takes it, and what it takes is used as the harness uses it. Nothing panics, aborts or takes much memory.
+//! Every reader of a file or a line is given what a generator makes of valid ones, and bytes at
+//! random: it says what is wrong or takes it, and what it takes is used as the harness uses it.
+//! Nothing panics, aborts or takes much memory.
 //!
-//! Each commit tries some hundreds of inputs for each reader, `PARITY_TESTS=all` more than 100,000 in all.
+//! Each commit tries some hundreds of inputs for each reader, `PARITY_TESTS=all` more than 100,000
+//! in all.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -180,8 +182,8 @@ fn apply(bytes: &mut Vec<u8>, change: &Change) {
     }
 }
 
-/// Inputs: valid ones with some changes, seldom bytes at random. Of a safetensors file mostly the header changes, whose
-/// length is then what its first bytes say.
+/// Inputs: valid ones with some changes, seldom bytes at random. Of a safetensors file mostly the
+/// header changes, whose length is then what its first bytes say.
 fn inputs(valid: Vec<Vec<u8>>, safetensors: bool) -> impl Strategy<Value = Vec<u8>> {
     let changed = (any::<Index>(), prop::collection::vec(change(), 1..4), any::<u8>());
     let changed = changed.prop_map(move |(which, changes, lot)| {

@@ -1,4 +1,5 @@
-//! What the comparison with a golden file sees. Every operator's files are tests of their own (`tests/operators`).
+//! What the comparison with a golden file sees. Every operator's files are tests of their own
+//! (`tests/operators`).
 
 use dsv4_parity::judge::golden_run;
 use dsv4_parity::judge::truth::Truth;
@@ -40,7 +41,8 @@ fn a_golden_value_that_is_no_finite_number_is_noticed_where_the_oracle_has_one()
     }
 }
 
-/// The operator that makes cases of a file of this name, whose tensors are those of `file`; what becomes of it.
+/// The operator that makes cases of a file of this name, whose tensors are those of `file`; what
+/// becomes of it.
 fn made_of(file: &GoldenFile, name: &str) -> Result<usize, String> {
     let operator = golden_file::kind_of(name).to_owned();
     let file = GoldenFile { name: name.to_owned(), operator, ..file.clone() };

@@ -1,6 +1,7 @@
-//! Hopper's asynchronous machinery on both backends: products, pipelines and barriers against sums computed
-//! here, and, on the emulator alone, the same kernels with one line wrong. The kernels are in
-//! `kernels/cuda/selftest/selftest_wgmma.cu` and `kernels/cuda/selftest/selftest_hopper.cu`.
+//! Hopper's asynchronous machinery on both backends: products, pipelines and barriers against sums
+//! computed here, and, on the emulator alone, the same kernels with one line wrong. The kernels
+//! are in `kernels/cuda/selftest/selftest_wgmma.cu` and
+//! `kernels/cuda/selftest/selftest_hopper.cu`.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -45,7 +46,8 @@ fn hopper_device() -> Option<&'static Device> {
     Some(device)
 }
 
-/// An emulator of its own, whose schedule no other test changes; `None` where another backend is under test.
+/// An emulator of its own, whose schedule no other test changes; `None` where another backend is
+/// under test.
 fn own_emulator() -> Option<Device> {
     if support::backend() != BackendKind::Emulator {
         return None;
@@ -355,8 +357,8 @@ fn a_pipeline_of_copies_and_products_gives_the_exact_sums_under_every_schedule()
     });
 }
 
-/// What running the pipeline with `wrong` in place of `right` gives under each schedule: the fault's text, or
-/// "wrong sums", or nothing.
+/// What running the pipeline with `wrong` in place of `right` gives under each schedule: the
+/// fault's text, or "wrong sums", or nothing.
 fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
     let device = with_change(&own_emulator()?, HOPPER, right, wrong);
     let (a, b, expected) = pipeline_data();
@@ -752,7 +754,8 @@ const CLUSTERS: usize = 2;
 const ROUNDS: usize = 5;
 const ROUND_ROWS: usize = CLUSTER * BOX_ROWS as usize;
 
-/// What clusters of blocks bring each other, block by block and round by round; `blocks` is how many there are.
+/// What clusters of blocks bring each other, block by block and round by round; `blocks` is how
+/// many there are.
 fn shared_boxes(device: &Device, blocks: usize) -> Result<Vec<u8>> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let shape = vec![CLUSTERS, ROUNDS * ROUND_ROWS, BOX_ROW_BYTES];

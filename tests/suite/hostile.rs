@@ -1,4 +1,5 @@
-//! Kernels that end, stall or deceive the process that they run in: each is its own launch's fault, and the device goes on.
+//! Kernels that end, stall or deceive the process that they run in: each is its own launch's
+//! fault, and the device goes on.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Stdio};
@@ -101,8 +102,9 @@ fn assert_works(device: &Device, after: &str) {
     );
 }
 
-/// Where thread 5 does something, and the blocks of the launch, of which the last one has that thread: at the start; behind a
-/// barrier, in the last of three blocks; in the third step of a loop, while others wait for their warp.
+/// Where thread 5 does something, and the blocks of the launch, of which the last one has that
+/// thread: at the start; behind a barrier, in the last of three blocks; in the third step of a
+/// loop, while others wait for their warp.
 const PLACES: [(&str, &str, u32); 3] = [
     ("if (threadIdx.x == 5) {", "}", 1),
     ("__syncthreads(); if (blockIdx.x == 2 && threadIdx.x == 5) {", "} __syncthreads();", 3),
@@ -113,7 +115,8 @@ const PLACES: [(&str, &str, u32); 3] = [
     ),
 ];
 
-/// What is said of a kernel whose thread 5 does this, and of which thread: the same at every place; a commit tries the first.
+/// What is said of a kernel whose thread 5 does this, and of which thread: the same at every
+/// place; a commit tries the first.
 fn said(device: &Device, before: &str, statement: &str) -> (String, String) {
     let places = if everything() { &PLACES[..] } else { &PLACES[..1] };
     let said: Vec<_> =
@@ -142,7 +145,8 @@ fn said_at(
     match error {
         RuntimeError::Fault { kernel, block, thread, what } => {
             assert_eq!(kernel, "probe");
-            // What a kernel does to its files shows when it is over; of what ends every thread at once any block may be.
+            // What a kernel does to its files shows when it is over; of what ends every thread at
+            // once any block may be.
             let its = format!("({}, 0, 0)", blocks - 1);
             assert!(
                 block.contains(&its) || what.contains("files"),

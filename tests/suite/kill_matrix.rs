@@ -42,7 +42,8 @@ fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
     Parity::new(&all).env("PARITY_FIXTURES", fixtures().to_str().expect("UTF-8")).run()
 }
 
-/// A mutant of kv_cache_write, whose cases are the cheapest, that is planted in one line, with one case.
+/// A mutant of kv_cache_write, whose cases are the cheapest, that is planted in one line, with one
+/// case.
 fn planted(find: &str, replace: &str) -> String {
     format!(
         r#"operator = "kv_cache_write"

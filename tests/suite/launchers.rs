@@ -1,5 +1,6 @@
-//! What launchers refuse, argument by argument, beyond what [`refusals`] derives for every operator: scalars, workspaces and
-//! the rules between arguments; and what the deterministic sums of sparse attention promise of chunks.
+//! What launchers refuse, argument by argument, beyond what [`refusals`] derives for every
+//! operator: scalars, workspaces and the rules between arguments; and what the deterministic sums
+//! of sparse attention promise of chunks.
 //!
 //! [`refusals`]: dsv4_parity::operator::refusals
 
@@ -446,7 +447,8 @@ fn more_tokens_in_a_chunk_than_there_are_need_no_more_memory() {
     assert_eq!(sparse_attention::default_chunk_tokens(&whole.views, whole.options).unwrap(), 2);
 }
 
-/// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token of which some are invalid.
+/// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token of which some are
+/// invalid.
 fn summed_key_gradient(
     device: &Device,
     key_gradients: sparse_attention::KeyGradients,

@@ -1,5 +1,5 @@
-//! Every kernel takes each of its tensors in a layout of its own: rows at any distance, outer axes in any order. The
-//! bits must be those of dense tensors, and gaps must stay untouched.
+//! Every kernel takes each of its tensors in a layout of its own: rows at any distance, outer axes
+//! in any order. The bits must be those of dense tensors, and gaps must stay untouched.
 
 use std::collections::BTreeSet;
 
@@ -24,8 +24,8 @@ fn run(device: &Device, case: &Case) -> KernelRun {
     run
 }
 
-/// Names of the tensors whose bits differ where they lie otherwise; those that are summed in any order aside. The spread
-/// tensors take the same paths.
+/// Names of the tensors whose bits differ where they lie otherwise; those that are summed in any
+/// order aside. The spread tensors take the same paths.
 fn differing(device: &Device, dense: &KernelRun, spread: &Case) -> Vec<&'static str> {
     let spread_run = run(device, spread);
     assert_eq!(dense.paths, spread_run.paths, "{}", spread.line());
@@ -41,7 +41,8 @@ fn differing_runs(dense: &KernelRun, spread_run: &KernelRun) -> Vec<&'static str
         .collect()
 }
 
-/// Cases, the smallest lines' first, until every path of the operator was compared; returns those that were not.
+/// Cases, the smallest lines' first, until every path of the operator was compared; returns those
+/// that were not.
 fn compare_until_every_path_ran(operator: &AnyOperator) -> BTreeSet<String> {
     let device = support::device();
     let mut left: BTreeSet<String> = operator.describe().paths.into_iter().collect();
@@ -64,7 +65,8 @@ fn compare_until_every_path_ran(operator: &AnyOperator) -> BTreeSet<String> {
             left.retain(|path| !dense.paths.contains(path));
         }
     }
-    // What only some layouts take, of rows whose extent no case chooses, writes what dense rows get.
+    // What only some layouts take, of rows whose extent no case chooses, writes what dense rows
+    // get.
     for case in operator
         .edge_cases(Profile::Quick)
         .iter()

@@ -1,5 +1,6 @@
-//! Planted bugs (`fixtures/mutants`): what the list covers, and what planting does. That each of them is seen by the
-//! check that was expected to see it is a test of its own (`tests/operators`). Always on the emulator.
+//! Planted bugs (`fixtures/mutants`): what the list covers, and what planting does. That each of
+//! them is seen by the check that was expected to see it is a test of its own (`tests/operators`).
+//! Always on the emulator.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -20,7 +21,8 @@ const STRIDES: [&str; 3] = ["src/operator/layouts.rs", "fixtures/mutants/", "src
 /// Random schedules for each case: few, since a race that they miss is a weakness worth seeing.
 const SCHEDULES: u32 = 4;
 
-/// Catalogue entries that must be planted: those of the catalogue's own proposal that concern these operators.
+/// Catalogue entries that must be planted: those of the catalogue's own proposal that concern
+/// these operators.
 const REQUIRED: &[&str] = &[
     "FM-01", "FM-02", "FM-03", "FM-04", "FM-05", "FM-06", "FM-07", "FM-08", "FM-09", "FM-10",
     "FM-11", "FM-12", "FM-13", "FM-14", "FM-15", "FM-16", "FM-17", "FM-18", "FM-19", "FM-20",

@@ -1,4 +1,5 @@
-//! What the commands print and to whom: closed pipes, full disks, colour, `--quiet`, `--json`, JUnit, annotations.
+//! What the commands print and to whom: closed pipes, full disks, colour, `--quiet`, `--json`,
+//! JUnit, annotations.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -168,7 +169,8 @@ impl Scene {
         calls.into_iter().chain(rest).collect()
     }
 
-    /// A call with some standard output. Requests of a worker come from a file, one of them and no folder.
+    /// A call with some standard output. Requests of a worker come from a file, one of them and no
+    /// folder.
     fn ended(&self, (name, call): &(&str, Vec<String>), stdout: impl Into<Stdio>) -> Output {
         let mut command = self.call(call);
         if *name == "external-worker" {

@@ -1,5 +1,6 @@
-//! What a sweep on a GPU takes is known without one: launchers choose their kernels by the device's name, its multiprocessors
-//! and the case, on a device that accepts launches and runs none.
+//! What a sweep on a GPU takes is known without one: launchers choose their kernels by the
+//! device's name, its multiprocessors and the case, on a device that accepts launches and runs
+//! none.
 
 use std::collections::BTreeSet;
 
@@ -38,7 +39,8 @@ fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String>
     ran.paths
 }
 
-/// The declared paths that no case takes which every sweep runs, and those that are taken and not declared.
+/// The declared paths that no case takes which every sweep runs, and those that are taken and not
+/// declared.
 fn never_taken(
     operator: &AnyOperator,
     environment: &Environment,

@@ -1,5 +1,5 @@
-//! What the sampler draws is distributed as it should be, and never what a filter leaves out (inference 12.3): counts
-//! of many rows of one distribution, whose steps alone differ.
+//! What the sampler draws is distributed as it should be, and never what a filter leaves out
+//! (inference 12.3): counts of many rows of one distribution, whose steps alone differ.
 
 use dsv4_kernels::head::sampler;
 use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, Views};
@@ -57,7 +57,8 @@ impl Asked {
     }
 }
 
-/// The sum of (found - expected)^2 / expected over what has a probability. What has none never comes.
+/// The sum of (found - expected)^2 / expected over what has a probability. What has none never
+/// comes.
 fn chi_square(counts: &[u64], probabilities: &[f64]) -> f64 {
     let (draws, sum) = (counts.iter().sum::<u64>() as f64, probabilities.iter().sum::<f64>());
     let term = |(&count, &p): (&u64, &f64)| match p * draws / sum {
@@ -70,8 +71,9 @@ fn chi_square(counts: &[u64], probabilities: &[f64]) -> f64 {
     counts.iter().zip(probabilities).map(term).sum()
 }
 
-/// What a chi-square of so many degrees of freedom exceeds with a probability of 1e-6, by the approximation of Wilson
-/// and Hilferty: its cube root is nearly normal. 4.753 is that quantile of a normal number.
+/// What a chi-square of so many degrees of freedom exceeds with a probability of 1e-6, by the
+/// approximation of Wilson and Hilferty: its cube root is nearly normal. 4.753 is that quantile of
+/// a normal number.
 fn threshold(degrees: usize) -> f64 {
     let (degrees, quantile) = (degrees as f64, 4.753);
     let spread = 2.0 / (9.0 * degrees);
@@ -80,8 +82,8 @@ fn threshold(degrees: usize) -> f64 {
 
 #[test]
 fn the_threshold_is_that_of_the_tables() {
-    // What a chi-square of so many degrees of freedom exceeds with a probability of 1e-6; the approximation is on the
-    // far side.
+    // What a chi-square of so many degrees of freedom exceeds with a probability of 1e-6; the
+    // approximation is on the far side.
     for (degrees, table) in [(3, 30.66), (7, 40.52), (30, 82.04)] {
         let ratio = threshold(degrees) / table;
         assert!((1.0..1.08).contains(&ratio), "{degrees}: {ratio}");

@@ -1,5 +1,6 @@
-//! Both backends against truths computed here, on the host, from definitions: the number formats, the CUDA
-//! programming guide's warp functions, f64 matrix products. The kernels are in `kernels/cuda/selftest/selftest.cu`.
+//! Both backends against truths computed here, on the host, from definitions: the number formats,
+//! the CUDA programming guide's warp functions, f64 matrix products. The kernels are in
+//! `kernels/cuda/selftest/selftest.cu`.
 
 use dsv4_reference::TensorCore;
 use dsv4_runtime::arena::Layout;
@@ -101,8 +102,8 @@ impl Format {
         Self { magnitudes: (0..count).map(value).collect() }
     }
 
-    /// All finite bf16, and the code of infinity with the value that the next exponent would have: IEEE rounds
-    /// to infinity what is nearer to that than to the largest finite number.
+    /// All finite bf16, and the code of infinity with the value that the next exponent would have:
+    /// IEEE rounds to infinity what is nearer to that than to the largest finite number.
     fn bf16() -> Self {
         Self::new(0x7f81, 7, 127)
     }
@@ -115,7 +116,8 @@ impl Format {
         Self::new(8, 1, 1)
     }
 
-    /// The code whose value is nearest to `|x|`; between two, the even one; beyond the last, the last.
+    /// The code whose value is nearest to `|x|`; between two, the even one; beyond the last, the
+    /// last.
     fn nearest(&self, x: f32) -> u32 {
         let x = f64::from(x).abs();
         let above = self.magnitudes.partition_point(|&m| m < x);
@@ -191,7 +193,8 @@ fn conversion_inputs() -> Vec<f32> {
     inputs
 }
 
-/// `bf16, pairs, e4m3, e2m1, e8m0` of the inputs, then the values of every e4m3, e2m1 and e8m0 code.
+/// `bf16, pairs, e4m3, e2m1, e8m0` of the inputs, then the values of every e4m3, e2m1 and e8m0
+/// code.
 fn convert(device: &Device, inputs: &[f32]) -> [HostTensor; 8] {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let count = inputs.len();
@@ -313,7 +316,8 @@ fn warp_truth(x: &[i32; 32]) -> Vec<[i32; 32]> {
     ]
 }
 
-/// Warps with unlike votes: mixed signs, all positive, none positive, extremes, one bit each, random.
+/// Warps with unlike votes: mixed signs, all positive, none positive, extremes, one bit each,
+/// random.
 fn warp_inputs() -> Vec<[i32; 32]> {
     let mut random = random(2);
     vec![
@@ -392,8 +396,8 @@ fn bf16_values(seed: u64, count: usize) -> Vec<f64> {
 
 #[test]
 fn matrix_products_of_small_integers_are_exact_for_every_way_of_loading() {
-    // Every element differs from its neighbours along both axes, so that no exchange of rows, columns,
-    // or halves of a register leaves the product as it was.
+    // Every element differs from its neighbours along both axes, so that no exchange of rows,
+    // columns, or halves of a register leaves the product as it was.
     let a: Vec<f64> = (0..M * K).map(|i| ((7 * (i / K) + 3 * (i % K)) % 17) as f64 - 8.0).collect();
     let b: Vec<f64> =
         (0..K * N).map(|i| ((5 * (i / N) + 11 * (i % N)) % 13) as f64 - 6.0).collect();
@@ -409,10 +413,11 @@ fn matrix_products_of_small_integers_are_exact_for_every_way_of_loading() {
 
 #[test]
 fn matrix_products_stay_within_the_bound_of_truncated_sums() {
-    // Tensor cores align the terms of a sum to the largest one and cut them off below 24 bits, where a unit is at
-    // most 2^-23 of that term; hardware may add the 16 products and c in one step or in two. So each of the
-    // 17 terms, the intermediate sum, and the stored result lose less than 2^-23 of the largest magnitude
-    // that can occur, the sum of all. The f64 truth itself rounds 17 times by 2^-53, which 2^-23 swallows.
+    // Tensor cores align the terms of a sum to the largest one and cut them off below 24 bits,
+    // where a unit is at most 2^-23 of that term; hardware may add the 16 products and c in one
+    // step or in two. So each of the 17 terms, the intermediate sum, and the stored result lose
+    // less than 2^-23 of the largest magnitude that can occur, the sum of all. The f64 truth
+    // itself rounds 17 times by 2^-53, which 2^-23 swallows.
     let losses = (K + 1) as f64 + 2.0;
     let bound = |magnitude: f64| losses * f64::from(f32::EPSILON) * magnitude;
     for seed in 0..8 {
@@ -608,7 +613,8 @@ fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
     const BLOCKS: usize = 5;
     for threads in [1usize, 31, 100, 256] {
         let mut random = random(threads as u64);
-        // Blocks with unlike votes: one mixed, one all positive, one all small, one all large, one random.
+        // Blocks with unlike votes: one mixed, one all positive, one all small, one all large, one
+        // random.
         let x: Vec<i32> = (0..BLOCKS * threads)
             .map(|i| match i / threads {
                 0 => i as i32 - 40,

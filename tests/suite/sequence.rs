@@ -1,5 +1,6 @@
-//! The check `sequence`: made-up operators that keep something of an earlier call fail it, and it alone. Their launches copy
-//! within the device, so that they run, and are recorded, wherever the harness runs.
+//! The check `sequence`: made-up operators that keep something of an earlier call fail it, and it
+//! alone. Their launches copy within the device, so that they run, and are recorded, wherever the
+//! harness runs.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
@@ -60,7 +61,8 @@ struct Kept {
     workspaces: BTreeSet<u64>,
 }
 
-/// Calls whose buffers are gone when the next one comes: what they leave behind is no memory any more.
+/// Calls whose buffers are gone when the next one comes: what they leave behind is no memory any
+/// more.
 const CALLS_WITH_BUFFERS_OF_THEIR_OWN: u32 = 3;
 
 static KEPT: Mutex<Option<HashMap<u64, Kept>>> = Mutex::new(None);

@@ -42,7 +42,8 @@ fn text(path: &Path) -> String {
 /// `parity run` into `dir/name`, with remembered cases in `dir/regressions`.
 fn run_arguments(dir: &Path, name: &str, arguments: &[&str]) -> Vec<String> {
     let (out, regressions) = (text(&dir.join(name)), text(&dir.join("regressions")));
-    // What is tested is kills, clocks and files: a GPU that other tests share would add chance to it.
+    // What is tested is kills, clocks and files: a GPU that other tests share would add chance to
+    // it.
     let fixed = ["run", "--backend", "emulator", "--out", &out, "--regressions", &regressions];
     [&fixed[..], arguments].concat().iter().map(|&argument| argument.to_owned()).collect()
 }
@@ -149,7 +150,8 @@ fn a_case_costs_what_was_recorded_and_an_unknown_one_its_share_of_its_operators_
     let of = |operator: &str, width: u64| json!({ "operator": operator, "width": width });
     let cases =
         [of("a", 2), json!({ "width": 2, "operator": "a" }), of("a", 9), of("a", 8), of("c", 1)];
-    // The two unknown ones of an operator share its mean by their sizes; what is known has no use for one.
+    // The two unknown ones of an operator share its mean by their sizes; what is known has no use
+    // for one.
     let expected = [6, 6, 6, 2, 6].map(|seconds| seconds * 1_000_000_000);
     assert_eq!(costs.of_all(&cases, &[7, 7, 30, 10, 5]), expected);
     assert_eq!(Costs::default().of_all(&cases[2..], &[30, 10, 0]), [30, 10, 1], "sizes alone");

@@ -1,8 +1,9 @@
-//! The job array of `fixtures/sharding` on a real Slurm: a controller, a node daemon and munge, from
-//! Debian's packages `slurm-wlm` and `munge`, started here on this machine and ended with the test.
+//! The job array of `fixtures/sharding` on a real Slurm: a controller, a node daemon and munge,
+//! from Debian's packages `slurm-wlm` and `munge`, started here on this machine and ended with the
+//! test.
 //!
-//! A node daemon starts jobs as their owners, so this needs root. Where something is missing the test is
-//! skipped, which is said and counted; with `PARITY_REQUIRE_SLURM=1` it fails instead.
+//! A node daemon starts jobs as their owners, so this needs root. Where something is missing the
+//! test is skipped, which is said and counted; with `PARITY_REQUIRE_SLURM=1` it fails instead.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
@@ -188,7 +189,8 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // The node first, so that it starts nothing more; what it has started is known by its environment.
+        // The node first, so that it starts nothing more; what it has started is known by its
+        // environment.
         while let Some(mut daemon) = self.daemons.pop() {
             let _ = daemon.kill();
             let _ = daemon.wait();

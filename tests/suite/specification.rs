@@ -29,7 +29,8 @@ fn text_files(path: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// `file:line: citation` for each citation under `root` that leads nowhere, and how many there are in all.
+/// `file:line: citation` for each citation under `root` that leads nowhere, and how many there are
+/// in all.
 fn broken_under(root: &Path) -> (Vec<String>, usize) {
     let mut files = Vec::new();
     ROOTS.iter().for_each(|name| text_files(&root.join(name), &mut files));

@@ -1,5 +1,6 @@
-//! A declared operator whose forward is several launches on one state: a sequence written to the paged cache chunk by
-//! chunk, what is final frozen between the steps. It exists in this test alone, and so do the errors planted in it.
+//! A declared operator whose forward is several launches on one state: a sequence written to the
+//! paged cache chunk by chunk, what is final frozen between the steps. It exists in this test
+//! alone, and so do the errors planted in it.
 
 use std::collections::BTreeSet;
 
@@ -43,7 +44,8 @@ struct Chunks {
     num_pages: usize,
     page_size: usize,
     border: Border,
-    /// Whether the state is observed, and an output written beside it: all slots of a cache without a past.
+    /// Whether the state is observed, and an output written beside it: all slots of a cache
+    /// without a past.
     observes: bool,
     seed: u64,
 }
@@ -64,7 +66,8 @@ impl Chunks {
         self.chunks.iter().sum()
     }
 
-    /// First token, first slot and number of tokens that a step writes which should write `len` from `from` on.
+    /// First token, first slot and number of tokens that a step writes which should write `len`
+    /// from `from` on.
     fn step(&self, from: usize, len: usize) -> [usize; 3] {
         match self.border {
             Border::TokenLeftOut if from > 0 && len > 0 => [from + 1, from + 1, len - 1],
@@ -73,8 +76,8 @@ impl Chunks {
         }
     }
 
-    /// What no later step may change once `tokens` tokens are written: whole pages, then data and scales of the rows of
-    /// one that is not full.
+    /// What no later step may change once `tokens` tokens are written: whole pages, then data and
+    /// scales of the rows of one that is not full.
     fn finished(&self, cache: &TensorView, tokens: usize) -> Result<Vec<TensorView>, RuntimeError> {
         let (pages, rows) = (tokens / self.page_size, tokens % self.page_size);
         let mut views = vec![cache.narrow(0, 0, pages)?];

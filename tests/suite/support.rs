@@ -38,8 +38,8 @@ fn idle() -> MutexGuard<'static, Vec<&'static Device>> {
     IDLE.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The device under test, with the embedded kernels, that no other thread has: on a GPU a stream and a context of its own, in a
-/// process of its own, and on the emulator its own schedule.
+/// The device under test, with the embedded kernels, that no other thread has: on a GPU a stream
+/// and a context of its own, in a process of its own, and on the emulator its own schedule.
 pub fn device() -> &'static Device {
     let take = || {
         let idle = idle().pop();
@@ -72,7 +72,8 @@ fn divide_memory() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The `fixtures` folder: beside the sources, or `PARITY_FIXTURES` where the binary travelled without them.
+/// The `fixtures` folder: beside the sources, or `PARITY_FIXTURES` where the binary travelled
+/// without them.
 pub fn fixtures() -> PathBuf {
     let given = std::env::var_os("PARITY_FIXTURES").map(PathBuf::from);
     let fixtures = given.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"));

@@ -1,6 +1,6 @@
-//! What a sweep does, and the checks themselves: each must fail where it should. For that a made-up operator stands in,
-//! whose kernel does exactly what a test wants. The sweeps of the real operators are tests of their own
-//! (`tests/operators`).
+//! What a sweep does, and the checks themselves: each must fail where it should. For that a
+//! made-up operator stands in, whose kernel does exactly what a test wants. The sweeps of the real
+//! operators are tests of their own (`tests/operators`).
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -215,7 +215,8 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     assert!(elements(small) < elements(drawn), "{} is not smaller than {}", small.case, drawn.case);
 }
 
-/// Runs no kernel: what it returns of rms_norm is the oracle's own, but for the tensors that are spoilt.
+/// Runs no kernel: what it returns of rms_norm is the oracle's own, but for the tensors that are
+/// spoilt.
 struct MadeUp<'a> {
     spoilt: &'a [&'static str],
     cases: RefCell<Vec<Case>>,
@@ -266,8 +267,8 @@ impl Runner for MadeUp<'_> {
     }
 }
 
-/// Sweeps the made-up kernels of rms_norm; also returns the cases that ran, those that were made smaller among them, and
-/// how long it took.
+/// Sweeps the made-up kernels of rms_norm; also returns the cases that ran, those that were made
+/// smaller among them, and how long it took.
 fn sweep_made_up(
     spoilt: &[&'static str],
     options: &SweepOptions,
@@ -317,7 +318,8 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
         (skip.what.as_str(), skip.count),
         ("failing cases of rms_norm made smaller", drawn - 1)
     );
-    // A case that fails is made smaller no longer than the cases took until then, but for the last one that ran.
+    // A case that fails is made smaller no longer than the cases took until then, but for the last
+    // one that ran.
     assert!(
         cases.0.len() > of_a_pass.0.len(),
         "{cases:?} ran where a sweep that passes runs {of_a_pass:?}"
@@ -934,7 +936,8 @@ fn an_integer_that_f64_cannot_tell_from_the_oracles_is_wrong() {
     assert_eq!(failures_of(&operator, "id").len(), 1);
 }
 
-/// Descending scores; candidates 3 and 4 are a thousandth apart, and the last three of row 1 are masked.
+/// Descending scores; candidates 3 and 4 are a thousandth apart, and the last three of row 1 are
+/// masked.
 fn candidate_scores() -> Vec<f64> {
     let row = |masked: usize| {
         (0..CANDIDATES).map(move |i| match i {
@@ -946,8 +949,8 @@ fn candidate_scores() -> Vec<f64> {
     row(0).chain(row(CANDIDATES - 2)).collect()
 }
 
-/// The selection of two rows; the oracle's is `[0, 1, 2, 3]` and `[0, 1, -1, -1]`. Scores are not returned, unless
-/// they are asked for.
+/// The selection of two rows; the oracle's is `[0, 1, 2, 3]` and `[0, 1, -1, -1]`. Scores are not
+/// returned, unless they are asked for.
 fn selection(chosen: [[i32; SELECTED]; 2], scores: &'static str) -> Declared {
     let tensor = HostTensor::from_i32(&[2, SELECTED], chosen.as_flattened());
     Declared {
@@ -955,7 +958,8 @@ fn selection(chosen: [[i32; SELECTED]; 2], scores: &'static str) -> Declared {
             of_oracle("indices", &[2, SELECTED], &[0.0, 1.0, 2.0, 3.0, 0.0, 1.0, -1.0, -1.0]),
             of_oracle("scores", &[2, CANDIDATES], &candidate_scores()),
         ],
-        // Scores that are off by a thousandth or two; and runs that select something else altogether.
+        // Scores that are off by a thousandth or two; and runs that select something else
+        // altogether.
         noisy: |tensor, draw| match tensor.name {
             "scores" => tensor.values.iter_mut().for_each(|v| *v += 2e-4 * draw.normal()),
             _ => tensor.values.iter_mut().for_each(|v| *v += 1.0),
@@ -1012,7 +1016,8 @@ fn a_tensor_of_the_oracle_alone_is_legal_only_where_a_comparison_consults_it() {
     assert!(matches!(failures_of(&floats, "indices").as_slice(), [(_, Verdict::Error, _)]));
 }
 
-/// Dequantized e2m1 codes with a scale for each four neighbours: the oracle's numbers lie between those of the format.
+/// Dequantized e2m1 codes with a scale for each four neighbours: the oracle's numbers lie between
+/// those of the format.
 fn dequantized(shares: [f64; 8]) -> Declared {
     let exact = [0.2, 0.9, 2.6, 5.1, 1.6, 7.2, 20.8, 40.8];
     let half_steps = [0.25, 0.25, 0.5, 1.0, 2.0, 2.0, 4.0, 8.0];

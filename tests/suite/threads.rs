@@ -24,8 +24,9 @@ fn smallest(operator: &AnyOperator) -> Case {
     cases.min_by_key(elements).expect("an edge case with data")
 }
 
-/// What one thread does at the same time as others: all checks of so many operators' kernels, in which launches are recorded and
-/// replayed where the device records; the device's address, and of how many operators launches were replayed.
+/// What one thread does at the same time as others: all checks of so many operators' kernels, in
+/// which launches are recorded and replayed where the device records; the device's address, and of
+/// how many operators launches were replayed.
 fn checked(thread: usize, operators: usize, start: &Barrier) -> Result<(usize, usize), String> {
     // Before anything that may fail: the others wait for this thread.
     start.wait();

@@ -1,4 +1,5 @@
-//! Runs a CUDA kernel without a GPU, under several orders of its threads, and says how wrong it is under each.
+//! Runs a CUDA kernel without a GPU, under several orders of its threads, and says how wrong it is
+//! under each.
 //!
 //!     cargo run -p dsv4-runtime --example emulate
 
@@ -13,7 +14,8 @@ use dsv4_runtime::{
 
 const TILE: usize = 64;
 
-/// How many elements are wrong under a random schedule, or with threads in order where there is no seed.
+/// How many elements are wrong under a random schedule, or with threads in order where there is no
+/// seed.
 ///
 /// # Errors
 /// No C++ compiler, and whatever the kernel did that no kernel may do.

@@ -2,14 +2,14 @@
 //!
 //! A [`DeviceArena`] owns the buffers of one operator call. Around the call it
 //! 1. surrounds every buffer with bands of known bytes (and, on the emulator, guard pages),
-//! 2. fills outputs and workspaces with poison, so that whatever is not written, or is read before it
-//!    is written, shows,
+//! 2. fills outputs and workspaces with poison, so that whatever is not written, or is read before
+//!    it is written, shows,
 //! 3. afterwards checks that no byte changed outside of what the call may write: bands, inputs, and
 //!    the gaps of strided outputs.
 //!
-//! A tensor whose strides leave gaps of megabytes or more does not have all of its buffer filled and read back: only its
-//! rows and a band of poison on both sides of each are touched ([`Backend::reserve`]).
-//! On the emulator every other byte of such a buffer is inaccessible.
+//! A tensor whose strides leave gaps of megabytes or more does not have all of its buffer filled
+//! and read back: only its rows and a band of poison on both sides of each are touched
+//! ([`Backend::reserve`]). On the emulator every other byte of such a buffer is inaccessible.
 
 use std::ops::Range;
 use std::slice::from_ref;
@@ -49,8 +49,8 @@ pub enum Role {
     Workspace,
 }
 
-/// Which bytes fill bands and poison, and which end of a buffer touches a guard page. Running a case
-/// under two contracts shows reads of memory that nobody wrote, and accesses on either side.
+/// Which bytes fill bands and poison, and which end of a buffer touches a guard page. Running a
+/// case under two contracts shows reads of memory that nobody wrote, and accesses on either side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contract {
     /// Fills outputs, workspaces and guard bands.
@@ -215,11 +215,12 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// A tensor of `shape` whose axes lie in memory as `order` names them, outermost first: a permutation of
-    /// `0..shape.len()`. Behind each run along `axis` follow `gaps[axis]` elements that belong to nobody, so that the
-    /// stride of the axis before it in `order` grows by them; the outermost axis' gap is never there, since nothing
-    /// follows the tensor's last element, and an access behind that is outside of the buffer. The innermost axis has
-    /// stride 1. Without gaps and in order this is [`Layout::dense`], with a gap behind the last axis
+    /// A tensor of `shape` whose axes lie in memory as `order` names them, outermost first: a
+    /// permutation of `0..shape.len()`. Behind each run along `axis` follow `gaps[axis]` elements
+    /// that belong to nobody, so that the stride of the axis before it in `order` grows by them;
+    /// the outermost axis' gap is never there, since nothing follows the tensor's last element,
+    /// and an access behind that is outside of the buffer. The innermost axis has stride 1.
+    /// Without gaps and in order this is [`Layout::dense`], with a gap behind the last axis
     /// [`Layout::padded`].
     ///
     /// Queries `[tokens, heads, head_dim]`, heads first, 2^32 elements from each head to the next:
@@ -231,8 +232,8 @@ impl Layout {
     /// ```
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] when `order` is no permutation of the axes, `gaps` has another length than `shape`,
-    /// or the buffer would have more than 2^60 elements.
+    /// [`RuntimeError::Argument`] when `order` is no permutation of the axes, `gaps` has another
+    /// length than `shape`, or the buffer would have more than 2^60 elements.
     pub fn of(shape: &[usize], order: &[usize], gaps: &[usize]) -> Result<Self> {
         let refused = |argument, reason| RuntimeError::argument("Layout::of", argument, reason);
         let mut axes = order.to_vec();
@@ -254,7 +255,8 @@ impl Layout {
             refused("gaps", format!("{gaps:?} and shape {shape:?} make more than 2^60 elements"))
         };
         let mut strides = vec![1; shape.len()];
-        // Elements from one step of the axis at hand to the next, and from the buffer's first to its last so far.
+        // Elements from one step of the axis at hand to the next, and from the buffer's first to
+        // its last so far.
         let (mut step, mut elements) = (Some(1usize), 1usize);
         for &axis in order.iter().rev() {
             let stride = step.filter(|&stride| stride <= MOST_ELEMENTS).ok_or_else(too_large)?;
@@ -275,8 +277,9 @@ impl Layout {
         Ok(Self { offset: 0, strides, elements })
     }
 
-    /// Most bytes of a buffer of this layout, holding a tensor of `shape`, that are filled, inspected and read back: all of
-    /// them, or of a sparse one the blocks that lie more than a page apart, with the bands beside them, in whole pages.
+    /// Most bytes of a buffer of this layout, holding a tensor of `shape`, that are filled,
+    /// inspected and read back: all of them, or of a sparse one the blocks that lie more than a
+    /// page apart, with the bands beside them, in whole pages.
     pub fn touched_bytes(&self, shape: &[usize], dtype: DType) -> u128 {
         self.memory_bytes(shape, dtype, PAGE)
     }
@@ -290,7 +293,8 @@ impl Layout {
         if buffer <= SPARSE_BYTES as u128 || buffer / SPARSE_RATIO as u128 <= tensor {
             return buffer;
         }
-        // Steps along some axes lead from one block to another, and along the others through a block.
+        // Steps along some axes lead from one block to another, and along the others through a
+        // block.
         let axes = || {
             shape
                 .iter()
@@ -373,8 +377,8 @@ impl<'d> DeviceArena<'d> {
     /// Uploads a tensor in a given layout; the rest of the buffer is poison.
     ///
     /// # Errors
-    /// A layout that does not fit the tensor; [`RuntimeError::TooLarge`] for one with more memory than the device can
-    /// set apart; the device's.
+    /// A layout that does not fit the tensor; [`RuntimeError::TooLarge`] for one with more memory
+    /// than the device can set apart; the device's.
     pub fn upload(
         &mut self,
         name: &str,
@@ -391,8 +395,8 @@ impl<'d> DeviceArena<'d> {
         Ok(view)
     }
 
-    /// Puts other numbers in the place of an uploaded tensor's, in the same memory; the rest of its buffer is poison again.
-    /// The next [`DeviceArena::run`] begins with these.
+    /// Puts other numbers in the place of an uploaded tensor's, in the same memory; the rest of
+    /// its buffer is poison again. The next [`DeviceArena::run`] begins with these.
     ///
     /// # Errors
     /// A tensor of another type or shape, and a view that was not uploaded; the device's.
@@ -429,8 +433,8 @@ impl<'d> DeviceArena<'d> {
             .try_for_each(|buffer| self.poison(buffer))
     }
 
-    /// Bytes that changed since everything was uploaded and poisoned, where no call has used this arena since: writes of a
-    /// call that has buffers elsewhere.
+    /// Bytes that changed since everything was uploaded and poisoned, where no call has used this
+    /// arena since: writes of a call that has buffers elsewhere.
     ///
     /// # Errors
     /// The device's.
@@ -493,8 +497,8 @@ impl<'d> DeviceArena<'d> {
         self.allocate(name, DType::U8, &[bytes], &Layout::dense(&[bytes]), Role::Workspace)
     }
 
-    /// Declares that the call also writes `view`, which lies in the buffer of an earlier tensor. Of a sparse buffer
-    /// only that tensor's own rows and the bands beside them are there.
+    /// Declares that the call also writes `view`, which lies in the buffer of an earlier tensor.
+    /// Of a sparse buffer only that tensor's own rows and the bands beside them are there.
     pub fn also_writes(&mut self, view: &TensorView) {
         if let Some(buffer) =
             self.buffers.iter_mut().find(|buffer| buffer.addresses().contains(&view.address))
@@ -641,8 +645,8 @@ fn is_sparse(buffer_bytes: usize, tensor_bytes: usize) -> bool {
     buffer_bytes > SPARSE_BYTES && buffer_bytes / SPARSE_RATIO > tensor_bytes
 }
 
-/// The contiguous pieces of a view whose address is its offset from the buffer's first byte, ascending, each with a
-/// band on both sides; those that meet are one.
+/// The contiguous pieces of a view whose address is its offset from the buffer's first byte,
+/// ascending, each with a band on both sides; those that meet are one.
 fn banded_pieces(view: &TensorView) -> Vec<Range<i64>> {
     let (mut offsets, piece) = view.in_memory_order().pieces();
     // Ascending already, unless strides make elements share memory.
@@ -723,7 +727,8 @@ mod tests {
         })
     }
 
-    /// Every shape of up to three axes of 1 to 3 elements, with every order of its axes and gaps of 0 or 2 elements.
+    /// Every shape of up to three axes of 1 to 3 elements, with every order of its axes and gaps
+    /// of 0 or 2 elements.
     fn small_layouts() -> impl Iterator<Item = (Vec<usize>, Vec<usize>, Vec<usize>)> {
         (0..=3).flat_map(|axes| {
             let all: Vec<usize> = (0..axes).collect();
@@ -758,7 +763,8 @@ mod tests {
             assert_eq!(offsets.last(), Some(&(layout.elements - 1)), "{what}");
             assert!(offsets.windows(2).all(|pair| pair[0] < pair[1]), "{what}");
             assert!(layout.check("x", &shape).is_ok(), "{what}");
-            // Each gap is as wide as was asked for, but for the outermost axis', behind which nothing follows.
+            // Each gap is as wide as was asked for, but for the outermost axis', behind which
+            // nothing follows.
             for pair in order.windows(2) {
                 let run = shape[pair[1]] as i64 * layout.strides[pair[1]];
                 assert_eq!(layout.strides[pair[0]] - run, gaps[pair[1]] as i64, "{what}");

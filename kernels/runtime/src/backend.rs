@@ -80,13 +80,13 @@ pub struct Allocation {
 pub struct Reservation {
     /// As [`Backend::allocate`] gives it; `bytes` counts the untouched parts, too.
     pub allocation: Allocation,
-    /// Device addresses that may be filled, uploaded to and downloaded, ascending, with something between any two:
-    /// what was asked for, rounded up to what the device can set apart.
+    /// Device addresses that may be filled, uploaded to and downloaded, ascending, with something
+    /// between any two: what was asked for, rounded up to what the device can set apart.
     pub touched: Vec<Range<u64>>,
 }
 
-/// Widens `ranges` (bytes from `address`, ascending by their starts) to multiples of `granule`, cuts them to `within`
-/// and joins those that meet.
+/// Widens `ranges` (bytes from `address`, ascending by their starts) to multiples of `granule`,
+/// cuts them to `within` and joins those that meet.
 pub(super) fn granules(
     ranges: &[Range<i64>],
     address: u64,
@@ -119,17 +119,19 @@ pub struct KernelExports {
     pub max_threads: u32,
     /// Dynamic shared memory that the kernel asks for, where it exports that.
     pub shared_bytes: Option<u64>,
-    /// Blocks that its registers let a multiprocessor have at once, at least, where it exports that.
+    /// Blocks that its registers let a multiprocessor have at once, at least, where it exports
+    /// that.
     pub resident_blocks: Option<u64>,
     /// Blocks of a cluster, neighbours in x; 1 where it is launched in none.
     pub cluster: u32,
-    /// Clusters that the device has at once, of kernels that are launched in some, where it says that: parts of it may have no
-    /// multiple of a cluster's blocks, and are left in part.
+    /// Clusters that the device has at once, of kernels that are launched in some, where it says
+    /// that: parts of it may have no multiple of a cluster's blocks, and are left in part.
     pub resident_clusters: Option<u32>,
 }
 
 impl KernelExports {
-    /// Why a grid cannot be launched in this kernel's clusters, of which a device takes `most` blocks.
+    /// Why a grid cannot be launched in this kernel's clusters, of which a device takes `most`
+    /// blocks.
     pub(super) fn cluster_misfit(&self, grid: [u32; 3], most: u32) -> Option<String> {
         let blocks = self.cluster;
         if blocks == 0 || blocks > most {
@@ -180,7 +182,8 @@ pub trait Recorded {
 
 /// A backend that records work before it runs.
 pub trait Recorder {
-    /// Records what `work` enqueues; none of it runs. `work` must not wait for the device, nor allocate or compile.
+    /// Records what `work` enqueues; none of it runs. `work` must not wait for the device, nor
+    /// allocate or compile.
     ///
     /// # Errors
     /// Those of `work` and of the device.
@@ -192,9 +195,9 @@ pub trait Backend: Send + Sync {
     /// What this is.
     fn environment(&self) -> &Environment;
 
-    /// Keeps other threads off the device until it is dropped; the thread that has it may use the device, and ask again.
-    /// `None` of a backend whose threads need not wait for each other. Who takes another lock while it uses the device takes
-    /// this one first.
+    /// Keeps other threads off the device until it is dropped; the thread that has it may use the
+    /// device, and ask again. `None` of a backend whose threads need not wait for each other. Who
+    /// takes another lock while it uses the device takes this one first.
     fn turn(&self) -> Option<Turn<'_>> {
         None
     }
@@ -215,8 +218,8 @@ pub trait Backend: Send + Sync {
         defines: &[(String, String)],
     ) -> Result<Box<dyn LoadedModule>>;
 
-    /// What its compiler makes of `file` of `tree`, in a form that is the same for two trees only where their modules do the
-    /// same; `None` of a backend that has no such form.
+    /// What its compiler makes of `file` of `tree`, in a form that is the same for two trees only
+    /// where their modules do the same; `None` of a backend that has no such form.
     ///
     /// # Errors
     /// As [`Backend::load`].
@@ -235,13 +238,15 @@ pub trait Backend: Send + Sync {
     /// Out of memory.
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation>;
 
-    /// Sets `bytes` bytes of addresses apart with guard bands, of which only `touched` (in bytes from the first one,
-    /// ascending by their starts; they may reach into the bands) will be used: for tensors whose strides leave
-    /// gigabytes between rows. What lies elsewhere costs no memory where the device can do without, and holds
-    /// undefined bytes or none. `name` appears in errors.
+    /// Sets `bytes` bytes of addresses apart with guard bands, of which only `touched` (in bytes
+    /// from the first one, ascending by their starts; they may reach into the bands) will be used:
+    /// for tensors whose strides leave gigabytes between rows. What lies elsewhere costs no memory
+    /// where the device can do without, and holds undefined bytes or none. `name` appears in
+    /// errors.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLarge`](super::RuntimeError::TooLarge), and those of [`Backend::allocate`].
+    /// [`RuntimeError::TooLarge`](super::RuntimeError::TooLarge), and those of
+    /// [`Backend::allocate`].
     fn reserve(
         &self,
         name: &str,
@@ -293,8 +298,9 @@ pub trait Backend: Send + Sync {
     /// Those of `work` and of the device.
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration>;
 
-    /// As [`Backend::time`], but all that `work` enqueues is recorded before any of it runs, so that the pace of the host
-    /// is not in the time. `work` must not wait for the device, nor allocate or compile.
+    /// As [`Backend::time`], but all that `work` enqueues is recorded before any of it runs, so
+    /// that the pace of the host is not in the time. `work` must not wait for the device, nor
+    /// allocate or compile.
     ///
     /// # Errors
     /// Those of `work` and of the device.

@@ -10,16 +10,16 @@ use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
 use super::supervisor::temporary_folder;
 
-/// A directory of compiled modules. Two processes may share it: files appear whole or not at all, and what is not as it was
-/// stored is built again.
+/// A directory of compiled modules. Two processes may share it: files appear whole or not at all,
+/// and what is not as it was stored is built again.
 #[derive(Clone, Debug)]
 pub struct ModuleCache {
     dir: PathBuf,
 }
 
 impl ModuleCache {
-    /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory, or a folder of the user's own in the one for temporary
-    /// files.
+    /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory, or a folder of the
+    /// user's own in the one for temporary files.
     pub fn default_dir() -> PathBuf {
         if let Some(dir) = std::env::var_os("PARITY_CACHE_DIR") {
             return dir.into();
@@ -36,7 +36,8 @@ impl ModuleCache {
         Self { dir }
     }
 
-    /// blake3 of file name, source, the headers that it includes, defines, compiler version, options and target.
+    /// blake3 of file name, source, the headers that it includes, defines, compiler version,
+    /// options and target.
     pub fn key<'a>(
         tree: &'a SourceTree,
         file: &str,
@@ -86,12 +87,13 @@ impl ModuleCache {
         None
     }
 
-    /// The path of the module under `key`, which `build` makes where there is none: once, however many threads of this
-    /// process want it. Different modules are built at the same time. One that cannot be stored lies in a folder that
-    /// only this process uses.
+    /// The path of the module under `key`, which `build` makes where there is none: once, however
+    /// many threads of this process want it. Different modules are built at the same time. One
+    /// that cannot be stored lies in a folder that only this process uses.
     ///
     /// # Errors
-    /// Those of `build`, after which the next call builds again; those of the folder for temporary files.
+    /// Those of `build`, after which the next call builds again; those of the folder for temporary
+    /// files.
     pub fn find_or_build(
         &self,
         key: &str,
@@ -177,7 +179,8 @@ fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Re
     Ok(path)
 }
 
-/// A folder in one that everybody may write to, which is this user's alone: another's could hold anything.
+/// A folder in one that everybody may write to, which is this user's alone: another's could hold
+/// anything.
 fn own_dir(shared: &Path) -> PathBuf {
     // SAFETY: geteuid has no preconditions.
     let user = unsafe { libc::geteuid() };

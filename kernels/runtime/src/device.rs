@@ -28,8 +28,8 @@ pub struct DeviceOptions {
     pub cache_dir: PathBuf,
     /// What the emulator needs to know.
     pub emulator: EmulatorOptions,
-    /// The process that a GPU's context is in, so that a kernel that ruins it ruins no more than one case; `None` has it in
-    /// this one, where a debugger or a profiler looks for it.
+    /// The process that a GPU's context is in, so that a kernel that ruins it ruins no more than
+    /// one case; `None` has it in this one, where a debugger or a profiler looks for it.
     pub remote: Option<RemoteOptions>,
 }
 
@@ -71,8 +71,9 @@ enum Exchange {
     Replace(BTreeMap<String, HostTensor>),
 }
 
-/// One device, with the kernels of one source tree. Threads may share it: one that records or measures has it until it is done.
-/// Two devices of one GPU have a stream each, and, unless they are in this process, a context each.
+/// One device, with the kernels of one source tree. Threads may share it: one that records or
+/// measures has it until it is done. Two devices of one GPU have a stream each, and, unless they
+/// are in this process, a context each.
 pub struct Device {
     backend: Arc<dyn Backend>,
     tree: Arc<SourceTree>,
@@ -120,13 +121,14 @@ impl Device {
         Self { backend, tree: Arc::new(tree), modules: Modules::default(), exchange }
     }
 
-    /// A device that claims to be `environment`, accepts launches and runs none: outputs stay as they were allocated. It tells
-    /// which kernels a launcher chooses there.
+    /// A device that claims to be `environment`, accepts launches and runs none: outputs stay as
+    /// they were allocated. It tells which kernels a launcher chooses there.
     pub fn accepting(environment: Environment, tree: SourceTree) -> Self {
         Self::of(Arc::new(RecordingBackend::accepting(environment)), tree)
     }
 
-    /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that does not record.
+    /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that
+    /// does not record.
     pub fn take_recorded(&self) -> NamedTensors {
         match &self.exchange {
             Exchange::Record(recorded) => {
@@ -136,7 +138,8 @@ impl Device {
         }
     }
 
-    /// The same device, on which every uploaded tensor is replaced by that of its name among `inputs`.
+    /// The same device, on which every uploaded tensor is replaced by that of its name among
+    /// `inputs`.
     pub fn with_inputs(&self, inputs: BTreeMap<String, HostTensor>) -> Self {
         let exchange = Exchange::Replace(inputs);
         Self {
@@ -155,8 +158,8 @@ impl Device {
         }
     }
 
-    /// The same device with another source tree (a mutant, another revision): nothing of this tree's
-    /// compiled modules is shared but the disk cache.
+    /// The same device with another source tree (a mutant, another revision): nothing of this
+    /// tree's compiled modules is shared but the disk cache.
     pub fn with_tree(&self, tree: SourceTree) -> Self {
         let tree = Arc::new(tree);
         Self {
@@ -196,7 +199,8 @@ impl Device {
                 Ok(Cow::Borrowed(tensor))
             }
             Exchange::Replace(inputs) => {
-                // What the backward reads of the forward's inputs is the forward's input unless given apart.
+                // What the backward reads of the forward's inputs is the forward's input unless
+                // given apart.
                 let given = inputs.get(&name).or_else(|| inputs.get(name.strip_prefix("saved_")?));
                 let given = given.ok_or_else(|| refused_input(&name, "it is missing"))?;
                 if (given.dtype, &given.shape) != (tensor.dtype, &tensor.shape) {
@@ -230,7 +234,8 @@ impl Device {
         self.backend.matrix_library()
     }
 
-    /// What a kernel's parameters hold of a tensor of which it copies boxes: [`Params::tensor_map`] takes it.
+    /// What a kernel's parameters hold of a tensor of which it copies boxes:
+    /// [`Params::tensor_map`] takes it.
     ///
     /// # Errors
     /// The device's.
@@ -257,8 +262,8 @@ impl Device {
         modules
     }
 
-    /// What the backend's compiler makes of a module: the same in two trees only where both do the same. `None` where the
-    /// backend cannot say.
+    /// What the backend's compiler makes of a module: the same in two trees only where both do the
+    /// same. `None` where the backend cannot say.
     ///
     /// # Errors
     /// Compile errors with the log.
@@ -351,7 +356,8 @@ impl Kernel {
         self.exports.cluster.max(1) as usize
     }
 
-    /// Clusters that the device has at once, at least one: those that wait for a place begin when others end.
+    /// Clusters that the device has at once, at least one: those that wait for a place begin when
+    /// others end.
     pub fn resident_clusters(&self, environment: &Environment) -> usize {
         let by_blocks = || self.resident_blocks(environment) / self.cluster();
         self.exports.resident_clusters.map_or_else(by_blocks, |clusters| clusters as usize).max(1)
@@ -362,10 +368,12 @@ impl Kernel {
         self.exports.shared_bytes.unwrap_or(0) <= environment.shared_bytes_per_block
     }
 
-    /// Enqueues a launch of `blocks` blocks in x, of as many threads as the kernel was compiled for.
+    /// Enqueues a launch of `blocks` blocks in x, of as many threads as the kernel was compiled
+    /// for.
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit; see [`Self::launch`].
+    /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit; see
+    /// [`Self::launch`].
     pub fn launch_blocks(
         &self,
         argument: &'static str,
@@ -378,8 +386,8 @@ impl Kernel {
         )
     }
 
-    /// As [`Self::launch_blocks`], as many clusters as hold so many blocks, but no more than have room in `most` blocks, and one
-    /// at least.
+    /// As [`Self::launch_blocks`], as many clusters as hold so many blocks, but no more than have
+    /// room in `most` blocks, and one at least.
     ///
     /// # Errors
     /// As [`Self::launch_blocks`].
@@ -398,7 +406,8 @@ impl Kernel {
     /// Enqueues a launch on the device's stream; a grid without blocks is no launch.
     ///
     /// # Errors
-    /// [`RuntimeError::ParamsLayout`] when the kernel's parameter struct is another one; see [`LoadedModule::launch`].
+    /// [`RuntimeError::ParamsLayout`] when the kernel's parameter struct is another one; see
+    /// [`LoadedModule::launch`].
     pub fn launch(&self, config: LaunchConfig, params: &Params) -> Result<()> {
         if self.runs {
             self.check_layout(params)?;

@@ -5,7 +5,8 @@ use thiserror::Error;
 /// What can go wrong between a launcher's arguments and its outputs.
 #[derive(Debug, Error)]
 pub enum RuntimeError {
-    /// A launcher refused an argument: the message names the argument, its value and what it must be.
+    /// A launcher refused an argument: the message names the argument, its value and what it must
+    /// be.
     #[error("{operator}: argument `{argument}`: {reason}")]
     Argument {
         /// Operator whose launcher refused.
@@ -108,8 +109,8 @@ pub enum RuntimeError {
         /// CUDA's description.
         message: String,
     },
-    /// A buffer asks for more than the device at hand has to give: nothing is wrong but the machine's size, so that
-    /// whoever drew the case may count it as skipped.
+    /// A buffer asks for more than the device at hand has to give: nothing is wrong but the
+    /// machine's size, so that whoever drew the case may count it as skipped.
     #[error(
         "`{name}` is too large for this device: it needs {needed} {of}, and at most {limit} are to be had"
     )]

@@ -9,12 +9,13 @@ static WAKE: AtomicI32 = AtomicI32::new(-1);
 
 extern "C" fn interrupted(_signal: libc::c_int) {
     let byte = 1u8;
-    // SAFETY: write is async-signal-safe; the byte lives until it returns, and a descriptor of -1 is an error that says so.
+    // SAFETY: write is async-signal-safe; the byte lives until it returns, and a descriptor of -1
+    // is an error that says so.
     unsafe { libc::write(WAKE.load(Ordering::Relaxed), (&raw const byte).cast(), 1) };
 }
 
-/// From now on an interrupt runs `then`, in a thread of its own, in the place of ending the process: that is for `then` to do.
-/// Processes that are started meet interrupts as ever.
+/// From now on an interrupt runs `then`, in a thread of its own, in the place of ending the
+/// process: that is for `then` to do. Processes that are started meet interrupts as ever.
 ///
 /// # Errors
 /// The system's; a second call in one process.

@@ -1,5 +1,6 @@
-//! Products of matrices of bf16 by a library, where a backend has one: cublasLt on a GPU, and on the emulator a product on
-//! the host that stands for it, so that what launchers hand to a library is tested without a GPU.
+//! Products of matrices of bf16 by a library, where a backend has one: cublasLt on a GPU, and on
+//! the emulator a product on the host that stands for it, so that what launchers hand to a library
+//! is tested without a GPU.
 
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -10,7 +11,8 @@ use super::tensor::{DType, HostTensor, TensorView};
 
 /// Bytes at whose multiples all rows of a product begin.
 const ALIGNMENT: u64 = 16;
-/// Elements that a matrix reaches over, gaps included, are fewer: libraries count them with 32 bits.
+/// Elements that a matrix reaches over, gaps included, are fewer: libraries count them with 32
+/// bits.
 const MOST_ELEMENTS: i64 = 1 << 31;
 
 /// A matrix in device memory, or several like it in equal steps: its rows are contiguous.
@@ -47,8 +49,8 @@ pub struct MatrixProduct {
 
 /// A backend's library of matrix products.
 pub trait MatrixLibrary {
-    /// Enqueues a product; whether the library has it. The same product always gets the same answer, and the same sums in
-    /// the same order.
+    /// Enqueues a product; whether the library has it. The same product always gets the same
+    /// answer, and the same sums in the same order.
     ///
     /// # Errors
     /// The library's, and the device's.
@@ -56,8 +58,8 @@ pub trait MatrixLibrary {
 }
 
 impl Matrix {
-    /// A matrix of two axes that libraries take: not empty, with rows that lie apart, begin at multiples of 16 bytes and
-    /// span fewer than 2^31 elements; `None` for any other.
+    /// A matrix of two axes that libraries take: not empty, with rows that lie apart, begin at
+    /// multiples of 16 bytes and span fewer than 2^31 elements; `None` for any other.
     pub fn of(view: &TensorView) -> Option<Self> {
         let &[rows, columns] = &view.shape[..] else { return None };
         let &[stride, step] = &view.strides[..] else { return None };
@@ -72,8 +74,8 @@ impl Matrix {
             .then_some(Self { address: view.address, stride, extents: [rows, columns], step: 0 })
     }
 
-    /// Matrices one behind the other along an axis of three, each of them as in [`Self::of`]; rows of one may lie between
-    /// those of another.
+    /// Matrices one behind the other along an axis of three, each of them as in [`Self::of`]; rows
+    /// of one may lie between those of another.
     pub fn of_each(view: &TensorView, axis: usize) -> Option<Self> {
         let (mut shape, mut strides) = (view.shape.clone(), view.strides.clone());
         if shape.len() != 3 || strides.len() != 3 || axis >= 3 {

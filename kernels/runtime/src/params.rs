@@ -38,9 +38,10 @@ struct Field {
     size: usize,
 }
 
-/// A kernel's parameter struct, written field by field in the order in which the kernel declares them and laid out as C
-/// does. It takes down the text that `PARAMS_LAYOUT` hashes in `kernels/cuda/base/params.h`, one `name:offset:size;`
-/// for each field, so that a launch can tell whether the kernel's struct is the same.
+/// A kernel's parameter struct, written field by field in the order in which the kernel declares
+/// them and laid out as C does. It takes down the text that `PARAMS_LAYOUT` hashes in
+/// `kernels/cuda/base/params.h`, one `name:offset:size;` for each field, so that a launch can tell
+/// whether the kernel's struct is the same.
 #[derive(Clone, Debug)]
 pub struct Params {
     operator: &'static str,
@@ -80,8 +81,8 @@ impl Params {
         self.field(name, elements.to_ne_bytes())
     }
 
-    /// A pointer and, as `NAME_SUFFIX`, the strides of the tensor's first axes in elements, one for each suffix. An
-    /// absent tensor is `nullptr` with strides of 0.
+    /// A pointer and, as `NAME_SUFFIX`, the strides of the tensor's first axes in elements, one
+    /// for each suffix. An absent tensor is `nullptr` with strides of 0.
     pub fn strided<'a, const N: usize>(
         self,
         name: &str,
@@ -102,7 +103,8 @@ impl Params {
         self.strided(name, view, ["stride"])
     }
 
-    /// [`Self::strided`] for a tensor of tokens and heads: `NAME`, `NAME_token_stride` and `NAME_head_stride`.
+    /// [`Self::strided`] for a tensor of tokens and heads: `NAME`, `NAME_token_stride` and
+    /// `NAME_head_stride`.
     pub fn heads<'a>(self, name: &str, view: impl Into<Option<&'a TensorView>>) -> Self {
         self.strided(name, view, ["token_stride", "head_stride"])
     }
@@ -130,8 +132,9 @@ impl Params {
         self.field(name, i32::from(value).to_ne_bytes())
     }
 
-    /// A `TensorMap`, which is aligned to 64 bytes: what [`Device::tensor_map`](super::Device::tensor_map) made, or zeros
-    /// for a kernel that copies no boxes of the tensor.
+    /// A `TensorMap`, which is aligned to 64 bytes: what
+    /// [`Device::tensor_map`](super::Device::tensor_map) made, or zeros for a kernel that copies
+    /// no boxes of the tensor.
     pub fn tensor_map(mut self, name: &str, words: Option<MapWords>) -> Self {
         const ALIGNMENT: usize = 64;
         self.bytes.resize(self.bytes.len().next_multiple_of(ALIGNMENT), 0);
@@ -171,8 +174,8 @@ impl Params {
         (size as u64, hash)
     }
 
-    /// The first field, in the order of both, that is another one in the struct that `tree` declares for a kernel of `file`, in
-    /// words.
+    /// The first field, in the order of both, that is another one in the struct that `tree`
+    /// declares for a kernel of `file`, in words.
     pub(super) fn difference(&self, tree: &SourceTree, file: &str, kernel: &str) -> String {
         let Some(Declared { listed, unlisted }) = declared(tree, file, kernel) else {
             return "the sources do not say which field differs".into();
@@ -267,7 +270,8 @@ fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     Some(Declared { listed, unlisted: fields.into_iter().map(|field| field.name).collect() })
 }
 
-/// The fields of a struct's body in their order, each where C puts it as long as all sizes before it are known.
+/// The fields of a struct's body in their order, each where C puts it as long as all sizes before
+/// it are known.
 fn fields_of(body: &str) -> Vec<Declaration> {
     let code: String =
         body.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();

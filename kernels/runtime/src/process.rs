@@ -1,5 +1,5 @@
-//! Child processes: groups of them, how long they are waited for, and commands that are run to their end; and what this process
-//! does with memory that it has freed.
+//! Child processes: groups of them, how long they are waited for, and commands that are run to
+//! their end; and what this process does with memory that it has freed.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
@@ -9,14 +9,16 @@ use std::time::{Duration, Instant};
 
 use super::supervisor::Supervised;
 
-/// Freed memory of at most this many bytes at the end of the heap is kept for what is allocated next.
+/// Freed memory of at most this many bytes at the end of the heap is kept for what is allocated
+/// next.
 const KEPT_BYTES: i32 = i32::MAX;
 /// How far the heap grows at least, in bytes.
 const GROWTH_BYTES: i32 = 256 << 20;
 
-/// Lets freed memory serve what is allocated next. As it comes, glibc maps each large tensor anew and gives it back when it is
-/// freed, and the kernel clears every page of it again: half of a large case's processor time. Call it before any
-/// thread is started; where the allocator is another one, nothing happens.
+/// Lets freed memory serve what is allocated next. As it comes, glibc maps each large tensor anew
+/// and gives it back when it is freed, and the kernel clears every page of it again: half of a
+/// large case's processor time. Call it before any thread is started; where the allocator is
+/// another one, nothing happens.
 pub fn keep_freed_memory() {
     #[cfg(target_env = "gnu")]
     for (parameter, value) in [
@@ -26,7 +28,8 @@ pub fn keep_freed_memory() {
         (libc::M_TRIM_THRESHOLD, KEPT_BYTES),
         (libc::M_TOP_PAD, GROWTH_BYTES),
     ] {
-        // SAFETY: sets a number of the allocator, under its own lock. One that it does not know it leaves alone.
+        // SAFETY: sets a number of the allocator, under its own lock. One that it does not know it
+        // leaves alone.
         let known = unsafe { libc::mallopt(parameter, value) };
         tracing::debug!(parameter, value, known, "mallopt");
     }
@@ -35,7 +38,8 @@ pub fn keep_freed_memory() {
 /// Lets the command lead a process group of its own, and die with the thread that starts it.
 pub fn isolate(command: &mut Command) {
     command.process_group(0);
-    // SAFETY: between fork and exec only prctl is called, which is async-signal-safe and touches no memory.
+    // SAFETY: between fork and exec only prctl is called, which is async-signal-safe and touches
+    // no memory.
     unsafe {
         command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
             0 => Ok(()),
@@ -53,8 +57,8 @@ pub struct Ended {
     pub words: String,
 }
 
-/// Runs a command to its end, supervised; `None` where that does not come within the limit. Either way nothing that it started is
-/// left.
+/// Runs a command to its end, supervised; `None` where that does not come within the limit. Either
+/// way nothing that it started is left.
 ///
 /// # Errors
 /// A command that cannot be started, and the file for its words.
@@ -88,13 +92,13 @@ pub fn wait_within(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
 
 /// Kills every process of the group that `leader` leads; one that is gone already is no error.
 ///
-/// The id of a leader that was waited for is not given to another process while its group has members;
-/// with none left there is nothing to kill.
+/// The id of a leader that was waited for is not given to another process while its group has
+/// members; with none left there is nothing to kill.
 pub fn kill_group(leader: u32) {
     let Ok(leader) = libc::pid_t::try_from(leader) else { return };
     if leader > 1 {
-        // SAFETY: kill takes two integers; the group is positive and not 1, so neither "every process" nor
-        // this process's own group can be meant.
+        // SAFETY: kill takes two integers; the group is positive and not 1, so neither "every
+        // process" nor this process's own group can be meant.
         unsafe { libc::kill(-leader, libc::SIGKILL) };
     }
 }

@@ -1,7 +1,8 @@
-//! A device that launches nothing: it takes down what an operator's kernels would read, and hands back the
-//! outputs as they were allocated. So a kernel that runs elsewhere gets the same tensors as ours, and its
-//! outputs are known by name, type and shape, without a word about it in the operator. Another one of its kind accepts launches
-//! and runs none: which kernels a launcher chooses on a GPU is known without that GPU.
+//! A device that launches nothing: it takes down what an operator's kernels would read, and hands
+//! back the outputs as they were allocated. So a kernel that runs elsewhere gets the same tensors
+//! as ours, and its outputs are known by name, type and shape, without a word about it in the
+//! operator. Another one of its kind accepts launches and runs none: which kernels a launcher
+//! chooses on a GPU is known without that GPU.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -32,7 +33,8 @@ pub struct RecordingBackend {
 
 struct Memory {
     next: u64,
-    /// Contents by the address of the first byte: whole buffers, and the touched parts of reserved ones.
+    /// Contents by the address of the first byte: whole buffers, and the touched parts of reserved
+    /// ones.
     buffers: BTreeMap<u64, Vec<u8>>,
 }
 

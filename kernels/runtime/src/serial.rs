@@ -1,8 +1,10 @@
-//! Threads that share a device take turns: a call at a time, and all of a recording or a measurement at a time.
+//! Threads that share a device take turns: a call at a time, and all of a recording or a
+//! measurement at a time.
 //!
-//! A GPU's device has one stream. While one thread records what it enqueues there, whatever another thread enqueues would be
-//! recorded too, and a call that waits for the stream would end the recording with an error. So a thread that records or
-//! measures has the device until it is done, and others wait. [`Serial`] does that for any backend that has one stream.
+//! A GPU's device has one stream. While one thread records what it enqueues there, whatever
+//! another thread enqueues would be recorded too, and a call that waits for the stream would end
+//! the recording with an error. So a thread that records or measures has the device until it is
+//! done, and others wait. [`Serial`] does that for any backend that has one stream.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -18,7 +20,8 @@ use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 
-/// A lock that the thread that holds it may take again, and that threads get in the order in which they ask for it.
+/// A lock that the thread that holds it may take again, and that threads get in the order in which
+/// they ask for it.
 #[derive(Default)]
 struct Turns {
     state: Mutex<State>,

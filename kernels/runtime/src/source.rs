@@ -10,8 +10,8 @@ use super::error::{Result, RuntimeError};
 
 static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emulator");
 
-/// Kernel sources: `*.cu` and `*.h`, each by its file name, in whatever folder it lies. So a launcher, an
-/// `#include`, a mutant and another revision find a file that was moved.
+/// Kernel sources: `*.cu` and `*.h`, each by its file name, in whatever folder it lies. So a
+/// launcher, an `#include`, a mutant and another revision find a file that was moved.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SourceTree {
     origin: String,
@@ -38,8 +38,8 @@ impl SourceTree {
     /// The sources in a directory and the folders within it.
     ///
     /// # Errors
-    /// [`RuntimeError::System`] when it cannot be read or two files have one name, [`RuntimeError::SourceMissing`] when
-    /// it holds no `*.cu`.
+    /// [`RuntimeError::System`] when it cannot be read or two files have one name,
+    /// [`RuntimeError::SourceMissing`] when it holds no `*.cu`.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let mut files = BTreeMap::new();
         read_sources(dir, "", &mut files)?;
@@ -47,7 +47,8 @@ impl SourceTree {
         Ok(Self { directory: Some(dir.to_owned()), ..tree })
     }
 
-    /// The same tree with the headers (`*.h`) of a directory and the folders within it that it does not have.
+    /// The same tree with the headers (`*.h`) of a directory and the folders within it that it
+    /// does not have.
     ///
     /// # Errors
     /// [`RuntimeError::System`] when the directory cannot be read.
@@ -63,10 +64,12 @@ impl SourceTree {
         Ok(tree)
     }
 
-    /// A tree from texts already in memory (another revision's, read from git objects), by their paths within it.
+    /// A tree from texts already in memory (another revision's, read from git objects), by their
+    /// paths within it.
     ///
     /// # Errors
-    /// [`RuntimeError::SourceMissing`] when no file ends in `.cu`, [`RuntimeError::System`] when two have one name.
+    /// [`RuntimeError::SourceMissing`] when no file ends in `.cu`, [`RuntimeError::System`] when
+    /// two have one name.
     pub fn from_files(origin: String, texts: BTreeMap<String, String>) -> Result<Self> {
         let (mut files, mut paths) = (BTreeMap::new(), BTreeMap::new());
         for (path, text) in texts {
@@ -125,7 +128,8 @@ impl SourceTree {
         Self { origin, directory: None, files, paths: self.paths.clone(), patched: true }
     }
 
-    /// Whether it exists in this process alone, as a mutant's does: what is built of it runs a few times.
+    /// Whether it exists in this process alone, as a mutant's does: what is built of it runs a few
+    /// times.
     pub fn is_patched(&self) -> bool {
         self.patched
     }
@@ -136,12 +140,13 @@ impl SourceTree {
         all.filter(|(name, _)| name.ends_with(".h"))
     }
 
-    /// The names of the headers of this tree that `file` includes, itself or through others, in the order in which they
-    /// are met; whether a condition leaves an inclusion out is not asked. A file that includes what a
-    /// macro names includes all of them.
+    /// The names of the headers of this tree that `file` includes, itself or through others, in
+    /// the order in which they are met; whether a condition leaves an inclusion out is not asked.
+    /// A file that includes what a macro names includes all of them.
     ///
     /// # Errors
-    /// [`RuntimeError::SourceMissing`] for a `file` that is not in the tree. Headers from elsewhere are passed over.
+    /// [`RuntimeError::SourceMissing`] for a `file` that is not in the tree. Headers from
+    /// elsewhere are passed over.
     pub fn headers_of(&self, file: &str) -> Result<Vec<&str>> {
         let mut found: Vec<&str> = Vec::new();
         let mut pending = vec![self.text(file)?];
@@ -162,7 +167,8 @@ impl SourceTree {
         Ok(found)
     }
 
-    /// `file` and the headers that it includes, which are all that its compilation reads of this tree.
+    /// `file` and the headers that it includes, which are all that its compilation reads of this
+    /// tree.
     ///
     /// # Errors
     /// [`RuntimeError::SourceMissing`].
@@ -200,7 +206,8 @@ enum Inclusion {
     ByMacro,
 }
 
-/// The inclusions of a source, as the preprocessor finds them: behind comments and over continued lines, with any spacing.
+/// The inclusions of a source, as the preprocessor finds them: behind comments and over continued
+/// lines, with any spacing.
 fn inclusions(text: &str) -> Vec<Inclusion> {
     let text = without_comments(&text.replace("\\\r\n", "").replace("\\\n", ""));
     let directives = text.lines().filter_map(|line| {
@@ -225,7 +232,8 @@ fn inclusions(text: &str) -> Vec<Inclusion> {
     directives.filter_map(argument).collect()
 }
 
-/// C++ with a space for each comment. What stands in quotes is no comment; a quote between digits is none.
+/// C++ with a space for each comment. What stands in quotes is no comment; a quote between digits
+/// is none.
 fn without_comments(text: &str) -> String {
     let mut rest = text;
     let mut kept = String::with_capacity(text.len());

@@ -1,15 +1,17 @@
-//! Commands of which nothing is left after any end, theirs or this process's, `kill -9` included; and temporary folders that go
-//! with this process.
+//! Commands of which nothing is left after any end, theirs or this process's, `kill -9` included;
+//! and temporary folders that go with this process.
 //!
-//! Each command runs under a supervisor: this program, started again, which does nothing else. It leads a session of its own, so
-//! that no signal to a group or from a terminal reaches it, and is the reaper of whatever its command starts
-//! (`PR_SET_CHILD_SUBREAPER`): a process whose parent ends becomes the supervisor's child, also one that called `setsid` or
-//! forked twice. When the command ends, or when the connection to this process does, it kills its children until it has none.
-//! A folder has a keeper of the same kind, which removes it.
+//! Each command runs under a supervisor: this program, started again, which does nothing else. It
+//! leads a session of its own, so that no signal to a group or from a terminal reaches it, and is
+//! the reaper of whatever its command starts (`PR_SET_CHILD_SUBREAPER`): a process whose parent
+//! ends becomes the supervisor's child, also one that called `setsid` or forked twice. When the
+//! command ends, or when the connection to this process does, it kills its children until it has
+//! none. A folder has a keeper of the same kind, which removes it.
 //!
-//! That takes no privileges, no cgroup and no namespace. What it cannot end: a process that this user may not kill, one that
-//! another service starts on request (`at`, `systemd-run`, a container's daemon), and, where somebody kills a supervisor itself,
-//! processes outside of their command's group.
+//! That takes no privileges, no cgroup and no namespace. What it cannot end: a process that this
+//! user may not kill, one that another service starts on request (`at`, `systemd-run`, a
+//! container's daemon), and, where somebody kills a supervisor itself, processes outside of their
+//! command's group.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -100,7 +102,8 @@ pub struct Supervised {
 }
 
 impl Supervised {
-    /// Starts the program of `command` with its arguments, environment and folder, and with these streams.
+    /// Starts the program of `command` with its arguments, environment and folder, and with these
+    /// streams.
     ///
     /// # Errors
     /// The system's: the program cannot be started, or its supervisor cannot.
@@ -216,14 +219,16 @@ fn start(
 ) -> io::Result<(Child, UnixStream)> {
     let (ours, theirs) = UnixStream::pair()?;
     let connection = theirs.as_raw_fd();
-    // The initialiser stays in the program because it is named here: what nobody refers to is left out by the linker.
+    // The initialiser stays in the program because it is named here: what nobody refers to is left
+    // out by the linker.
     std::hint::black_box(&INITIALISER);
     let mut supervisor = Command::new("/proc/self/exe");
     set_up(&mut supervisor);
     let start = Start { connection, folder: folder.map(Path::to_owned), passed: passed.to_vec() };
     supervisor.env(VARIABLE, serde_json::to_string(&start)?);
     let kept: Vec<RawFd> = passed.iter().copied().chain([connection]).collect();
-    // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe; the list is the closure's.
+    // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe; the list is
+    // the closure's.
     unsafe {
         supervisor.pre_exec(move || {
             kept.iter().try_for_each(|&descriptor| {
@@ -234,7 +239,8 @@ fn start(
     Ok((supervisor.spawn()?, ours))
 }
 
-/// A folder for temporary files, which is removed when the value is dropped, and after any end of this process.
+/// A folder for temporary files, which is removed when the value is dropped, and after any end of
+/// this process.
 ///
 /// # Errors
 /// The system's.
@@ -267,8 +273,8 @@ fn kept_folder(parent: &Path) -> io::Result<(PathBuf, UnixStream)> {
 
 // ---------------------------------------------------------------- of a supervisor
 
-// SAFETY of the section: its entries are functions without results that the loader calls before `main`, with arguments that
-// this one leaves alone.
+// SAFETY of the section: its entries are functions without results that the loader calls before
+// `main`, with arguments that this one leaves alone.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static INITIALISER: extern "C" fn() = become_supervisor;
@@ -303,9 +309,11 @@ fn checked(result: i32) -> io::Result<i32> {
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Puts this process out of reach of signals to groups and of those from a terminal; returns the signals that were blocked.
+/// Puts this process out of reach of signals to groups and of those from a terminal; returns the
+/// signals that were blocked.
 fn withdraw(connection: &UnixStream) -> io::Result<libc::sigset_t> {
-    // SAFETY: calls with integers, and with signal sets of this function; the zeroed one is written before it is read.
+    // SAFETY: calls with integers, and with signal sets of this function; the zeroed one is
+    // written before it is read.
     unsafe {
         checked(libc::fcntl(connection.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC))?;
         // It fails for the leader of a group, which has a group of its own.
@@ -336,7 +344,8 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
     let mut command = Command::new(arguments.next().ok_or_else(unexpected)?);
     command.args(arguments);
     isolate(&mut command);
-    // SAFETY: between fork and exec only sigprocmask is called, which is async-signal-safe; the set is the closure's.
+    // SAFETY: between fork and exec only sigprocmask is called, which is async-signal-safe; the
+    // set is the closure's.
     unsafe {
         command.pre_exec(move || {
             checked(libc::sigprocmask(libc::SIG_SETMASK, &unblocked, std::ptr::null_mut()))
@@ -405,7 +414,8 @@ fn end_children() {
     while start.elapsed() < PATIENCE {
         let children = children();
         for &child in &children {
-            // SAFETY: kill with integers. A child that nobody has waited for keeps its number, and nobody but this thread waits.
+            // SAFETY: kill with integers. A child that nobody has waited for keeps its number, and
+            // nobody but this thread waits.
             unsafe { libc::kill(child, libc::SIGKILL) };
         }
         while reap().is_some() {}

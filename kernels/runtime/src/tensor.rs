@@ -86,10 +86,12 @@ impl fmt::Debug for HostTensor {
 }
 
 impl HostTensor {
-    /// Rounds f64 values to the nearest of `dtype` (ties to even). An integer type takes what it has.
+    /// Rounds f64 values to the nearest of `dtype` (ties to even). An integer type takes what it
+    /// has.
     ///
     /// # Panics
-    /// When `values` does not have the elements of `shape`, or one of them is none of an integer type's.
+    /// When `values` does not have the elements of `shape`, or one of them is none of an integer
+    /// type's.
     pub fn from_f64(dtype: DType, shape: &[usize], values: &[f64]) -> Self {
         assert_eq!(
             values.len(),
@@ -128,7 +130,8 @@ impl HostTensor {
         self.shape.iter().product()
     }
 
-    /// Every element, widened: exactly, but for integers of more than 53 bits ([`Self::to_integers`] has those).
+    /// Every element, widened: exactly, but for integers of more than 53 bits
+    /// ([`Self::to_integers`] has those).
     pub fn to_f64(&self) -> Vec<f64> {
         match self.dtype {
             DType::F32 => self.words::<4>().map(|b| f64::from(f32::from_ne_bytes(b))).collect(),
@@ -237,14 +240,15 @@ impl TensorView {
         (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
     }
 
-    /// Whether two views may share memory: their address ranges meet, and they are not two combs whose teeth pass each
-    /// other.
+    /// Whether two views may share memory: their address ranges meet, and they are not two combs
+    /// whose teeth pass each other.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.span(), other.span());
         a.0 < b.1 && b.0 < a.1 && !self.interleaves(other)
     }
 
-    /// Whether the views lie in two separate intervals of addresses modulo one of their strides: columns of one buffer.
+    /// Whether the views lie in two separate intervals of addresses modulo one of their strides:
+    /// columns of one buffer.
     fn interleaves(&self, other: &Self) -> bool {
         let distance = i128::from(other.address) - i128::from(self.address);
         let mut pitches = self.byte_strides().chain(other.byte_strides()).map(|(_, stride)| stride);
@@ -262,7 +266,8 @@ impl TensorView {
         axes.map(move |(&extent, &stride)| (extent as i128, i128::from(stride) * size))
     }
 
-    /// Bytes from the first to the last of the view, without what lies along axes that keep the address modulo `pitch`.
+    /// Bytes from the first to the last of the view, without what lies along axes that keep the
+    /// address modulo `pitch`.
     fn bytes_within(&self, pitch: i128) -> i128 {
         let inner = self.byte_strides().filter(|&(_, stride)| pitch > 0 && stride % pitch != 0);
         self.dtype.size() as i128
@@ -296,7 +301,8 @@ impl TensorView {
         rest
     }
 
-    /// The view with its first two axes seen as one; `None` where their entries are not evenly spaced.
+    /// The view with its first two axes seen as one; `None` where their entries are not evenly
+    /// spaced.
     pub fn merged(&self) -> Option<Self> {
         let ([outer, inner, ..], [outer_stride, inner_stride, ..]) =
             (&self.shape[..], &self.strides[..])
@@ -313,11 +319,12 @@ impl TensorView {
         even.then_some(merged)
     }
 
-    /// The `len` entries from entry `from` on along an axis: a chunk of a sequence, a page of a store. The view is of
-    /// the same memory, under the same name.
+    /// The `len` entries from entry `from` on along an axis: a chunk of a sequence, a page of a
+    /// store. The view is of the same memory, under the same name.
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] for an axis that the view has not, and for entries beyond its extent.
+    /// [`RuntimeError::Argument`] for an axis that the view has not, and for entries beyond its
+    /// extent.
     pub fn narrow(&self, axis: usize, from: usize, len: usize) -> Result<Self> {
         let refused =
             |argument, reason| RuntimeError::argument("TensorView::narrow", argument, reason);
@@ -358,8 +365,8 @@ impl TensorView {
         Ok(entry)
     }
 
-    /// The view with its last axis seen as two, of `parts` entries and the rest; `None` where there is no such axis, or
-    /// they do not divide it.
+    /// The view with its last axis seen as two, of `parts` entries and the rest; `None` where
+    /// there is no such axis, or they do not divide it.
     pub fn parted(&self, parts: usize) -> Option<Self> {
         let (&width, &stride) = (self.shape.last()?, self.strides.last()?);
         let part = width.checked_div(parts).filter(|part| part * parts == width)?;
@@ -369,7 +376,8 @@ impl TensorView {
         Some(parted)
     }
 
-    /// The same elements with the axes from outermost to innermost in memory, without axes of one element.
+    /// The same elements with the axes from outermost to innermost in memory, without axes of one
+    /// element.
     pub(super) fn in_memory_order(&self) -> Self {
         let mut axes: Vec<usize> =
             (0..self.shape.len()).filter(|&axis| self.shape[axis] != 1).collect();
@@ -381,9 +389,9 @@ impl TensorView {
         }
     }
 
-    /// Byte offsets of the view's contiguous pieces from element 0, in row-major order, and the bytes of each: as many
-    /// of the last axes as lie densely make a piece. A dense tensor is one piece; where the last axis is strided, every
-    /// element is one.
+    /// Byte offsets of the view's contiguous pieces from element 0, in row-major order, and the
+    /// bytes of each: as many of the last axes as lie densely make a piece. A dense tensor is one
+    /// piece; where the last axis is strided, every element is one.
     pub fn pieces(&self) -> (Vec<usize>, usize) {
         let size = self.dtype.size();
         if self.elements() == 0 {

@@ -1,4 +1,5 @@
-//! What a device has to know of a tensor of which kernels copy boxes (`tensor_copy_in` in `hopper.h`).
+//! What a device has to know of a tensor of which kernels copy boxes (`tensor_copy_in` in
+//! `hopper.h`).
 
 use serde::{Deserialize, Serialize};
 
@@ -16,8 +17,8 @@ const MOST_BOX_ROWS: u32 = 256;
 /// What the words of the emulator's begin with, so that others are told from them.
 const MARK: u64 = u64::from_le_bytes(*b"boxes of");
 
-/// A tensor of bytes, `[matrices, rows, row_bytes]`, and the boxes that kernels copy of it: [`BOX_ROW_BYTES`] of each of
-/// `box_rows` rows.
+/// A tensor of bytes, `[matrices, rows, row_bytes]`, and the boxes that kernels copy of it:
+/// [`BOX_ROW_BYTES`] of each of `box_rows` rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorMap {
     /// Of the first byte; a multiple of 16.
@@ -37,9 +38,10 @@ pub struct TensorMap {
 }
 
 impl TensorMap {
-    /// Of a tensor of bytes, `[rows, row_bytes]` or `[matrices, rows, row_bytes]`, its rows contiguous; `None` where
-    /// hardware cannot copy boxes of it: rows that overlap or lie backwards, or at no multiples of 16 bytes; no
-    /// elements; extents of 2^32, strides of 2^40 bytes and beyond.
+    /// Of a tensor of bytes, `[rows, row_bytes]` or `[matrices, rows, row_bytes]`, its rows
+    /// contiguous; `None` where hardware cannot copy boxes of it: rows that overlap or lie
+    /// backwards, or at no multiples of 16 bytes; no elements; extents of 2^32, strides of 2^40
+    /// bytes and beyond.
     pub fn of(view: &TensorView, box_rows: u32) -> Option<Self> {
         let ([matrices, rows, row_bytes], [matrix_stride, row_stride, 1]) =
             (match (&view.shape[..], &view.strides[..]) {
@@ -108,7 +110,8 @@ impl TensorMap {
         Some(Self { address, row_bytes, rows, matrices, row_stride, matrix_stride, box_rows })
     }
 
-    /// Address and length of the bytes that row `row` of a matrix has from byte `column` on, up to the width of a box.
+    /// Address and length of the bytes that row `row` of a matrix has from byte `column` on, up to
+    /// the width of a box.
     pub fn bytes_at(&self, column: i32, row: i64, matrix: i32) -> Option<(u64, usize)> {
         let inside =
             |coordinate: i64, extent: u64| u64::try_from(coordinate).ok().filter(|&at| at < extent);

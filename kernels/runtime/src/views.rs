@@ -4,8 +4,8 @@ use std::ops::Index;
 
 use super::tensor::TensorView;
 
-/// Views of tensors on a device, by name: what a launcher takes. It refuses a name that it does not know as
-/// well as the absence of one that it needs.
+/// Views of tensors on a device, by name: what a launcher takes. It refuses a name that it does
+/// not know as well as the absence of one that it needs.
 #[derive(Clone, Debug, Default)]
 pub struct Views(Vec<(&'static str, TensorView)>);
 
@@ -34,7 +34,8 @@ impl Views {
         self
     }
 
-    /// The tensors of these names alone, of those that there are: what one of several launches takes.
+    /// The tensors of these names alone, of those that there are: what one of several launches
+    /// takes.
     pub fn only(&self, names: &[&'static str]) -> Self {
         Self(self.0.iter().filter(|(name, _)| names.contains(name)).cloned().collect())
     }
@@ -44,7 +45,8 @@ impl Views {
         Self(self.0.iter().filter(|(name, _)| !names.contains(name)).cloned().collect())
     }
 
-    /// The tensors under other names: each pair is what one is called here, and what it is called there.
+    /// The tensors under other names: each pair is what one is called here, and what it is called
+    /// there.
     pub fn renamed(&self, names: &[(&'static str, &'static str)]) -> Self {
         let renamed =
             |name| names.iter().find(|(from, _)| *from == name).map_or(name, |&(_, to)| to);

@@ -1,4 +1,5 @@
-//! `decode_attention`: launcher of `kernels/cuda/attention/decode_attention.cu` (inference 8 to 8.4).
+//! `decode_attention`: launcher of `kernels/cuda/attention/decode_attention.cu` (inference 8 to
+//! 8.4).
 
 use crate::arguments::{Arguments, Parts, read, scratch, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
@@ -32,10 +33,11 @@ pub struct Options {
     pub compressed_page_size: usize,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
-    /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The result depends on it
-    /// within rounding, and on nothing else of the launch.
+    /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The
+    /// result depends on it within rounding, and on nothing else of the launch.
     pub num_blocks: usize,
-    /// Which implementation runs. The Hopper kernel takes heads of 512 channels: the model's rows, or bf16 ones.
+    /// Which implementation runs. The Hopper kernel takes heads of 512 channels: the model's rows,
+    /// or bf16 ones.
     pub implementation: Implementation,
 }
 
@@ -61,8 +63,8 @@ pub fn natural_blocks(device: &Device) -> usize {
     (device.environment().processors as usize).max(1)
 }
 
-/// The implementation that runs on a device: what is asked for, or for [`Implementation::Auto`] the Hopper kernel where
-/// there is one, beyond 16 heads.
+/// The implementation that runs on a device: what is asked for, or for [`Implementation::Auto`]
+/// the Hopper kernel where there is one, beyond 16 heads.
 ///
 /// # Errors
 /// The Hopper kernel is asked for and cannot run.
@@ -78,8 +80,9 @@ pub fn resolve(
     Ok(if hopper { Implementation::Hopper } else { Implementation::Portable })
 }
 
-/// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its heads; the tiles of all
-/// units, one behind the other, are dealt to the blocks in equal stretches (the kernel's header).
+/// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its
+/// heads; the tiles of all units, one behind the other, are dealt to the blocks in equal stretches
+/// (the kernel's header).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
     /// Heads of a unit.
@@ -88,8 +91,9 @@ pub struct Spread {
     pub num_blocks: usize,
 }
 
-/// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when it is offered
-/// `num_blocks` blocks; [`Implementation::Auto`] must have been resolved, and counts as portable.
+/// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when
+/// it is offered `num_blocks` blocks; [`Implementation::Auto`] must have been resolved, and counts
+/// as portable.
 pub fn spread(
     [batch, s_q, num_heads]: [usize; 3],
     topk: &[usize],
@@ -97,8 +101,8 @@ pub fn spread(
     implementation: Implementation,
 ) -> Spread {
     let tiles = topk.iter().map(|slots| slots.div_ceil(TILE_SLOTS)).sum::<usize>().max(1);
-    // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and where there are
-    // multiprocessors for all tiles at once that is what counts.
+    // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and
+    // where there are multiprocessors for all tiles at once that is what counts.
     let small_blocks = batch * s_q * num_heads.div_ceil(16) * tiles;
     let small =
         implementation != Implementation::Hopper && (num_heads <= 16 || small_blocks <= num_blocks);
@@ -108,9 +112,9 @@ pub fn spread(
     Spread { heads_per_block, num_blocks: num_blocks.min(all_tiles) }
 }
 
-/// Tiles of a block's stretch where `total` tiles are dealt to `num_blocks` blocks. `unit` is a unit's number of tiles
-/// where all have the same, as without lengths: whole units that are at most a sixteenth longer than an even share leave
-/// no parts to merge.
+/// Tiles of a block's stretch where `total` tiles are dealt to `num_blocks` blocks. `unit` is a
+/// unit's number of tiles where all have the same, as without lengths: whole units that are at
+/// most a sixteenth longer than an even share leave no parts to merge.
 pub fn stretch(total: usize, unit: Option<usize>, num_blocks: usize) -> usize {
     let even = total.div_ceil(num_blocks.max(1));
     let whole = unit.map(|tiles| even.next_multiple_of(tiles.max(1)));
@@ -162,7 +166,8 @@ pub fn modules() -> Vec<Module> {
     all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
 }
 
-/// Checks the options and the tensors of [`forward`], without those that are written unless it is `launching`.
+/// Checks the options and the tensors of [`forward`], without those that are written unless it is
+/// `launching`.
 fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents> {
     let Options { format, window_page_size, compressed_page_size, num_blocks, .. } = *options;
     options.check()?;
@@ -209,7 +214,8 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
     let window = store("window", window_page_size, ["window_num_pages", "window_topk"])?;
     let compressed =
         store("compressed", compressed_page_size, ["compressed_num_pages", "compressed_topk"])?;
-    // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32 bits.
+    // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32
+    // bits.
     let tiles = [window, compressed].iter().map(|store| store.topk / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
     CHECK.int32("q", all_tiles.saturating_add(num_blocks.saturating_mul(2)))?;
@@ -235,8 +241,8 @@ impl Workspace {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs with these options: for each block two parts of a block of heads, in
-/// f32, their log-sum-exp, and which unit it leaves unfinished.
+/// Bytes of scratch memory that [`forward`] needs with these options: for each block two parts of
+/// a block of heads, in f32, their log-sum-exp, and which unit it leaves unfinished.
 ///
 /// # Errors
 /// Inputs that the launcher refuses.
@@ -254,20 +260,25 @@ pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
     })
 }
 
-/// Launches the attention and, where work was split, the merge; returns the kernels that ran. Its tensors:
+/// Launches the attention and, where work was split, the merge; returns the kernels that ran. Its
+/// tensors:
 ///
-/// - `q` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned; the tokens of all requests are evenly spaced, as
-///   are those of `window_indices`, `compressed_indices` and `out`;
-/// - `window` `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned: the raw rows of the window. Bytes between
-///   pages belong to nobody;
-/// - `window_indices` `[batch, s_q, topk]` i32: slots of the window, `page * page_size + row`. Slot `j` of a list is valid
-///   when `j < length` and its index is in `[0, num_slots)`; others contribute nothing and are never dereferenced;
-/// - `window_length` `[batch]` i32, clamped to `[0, topk]`: the request's, for all its tokens; absent for `topk` everywhere;
-/// - `compressed`, `compressed_indices`, `compressed_length`: the same of the compressed entries, with pages, a number of
-///   them and a `topk` of their own; absent where the layer has none;
+/// - `q` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned; the tokens of all
+///   requests are evenly spaced, as are those of `window_indices`, `compressed_indices` and `out`;
+/// - `window` `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned: the raw rows of the
+///   window. Bytes between pages belong to nobody;
+/// - `window_indices` `[batch, s_q, topk]` i32: slots of the window, `page * page_size + row`.
+///   Slot `j` of a list is valid when `j < length` and its index is in `[0, num_slots)`; others
+///   contribute nothing and are never dereferenced;
+/// - `window_length` `[batch]` i32, clamped to `[0, topk]`: the request's, for all its tokens;
+///   absent for `topk` everywhere;
+/// - `compressed`, `compressed_indices`, `compressed_length`: the same of the compressed entries,
+///   with pages, a number of them and a `topk` of their own; absent where the layer has none;
 /// - `sink` `[num_heads]` f32: a logit, not scaled; absent where there is no sink;
-/// - `out` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned: 0 for a token without a valid slot;
-/// - `lse` `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a token;
+/// - `out` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned: 0 for a token without a
+///   valid slot;
+/// - `lse` `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a
+///   token;
 /// - `workspace`: scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors

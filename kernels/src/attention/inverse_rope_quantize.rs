@@ -1,4 +1,5 @@
-//! `inverse_rope_quantize`: launcher of `kernels/cuda/attention/inverse_rope_quantize.cu` (inference 4, 5.4, 5.7, 9).
+//! `inverse_rope_quantize`: launcher of `kernels/cuda/attention/inverse_rope_quantize.cu`
+//! (inference 4, 5.4, 5.7, 9).
 
 use crate::arguments::{Argument, Arguments, Defines, Signature, element_types, read, write};
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
@@ -64,18 +65,20 @@ pub fn modules() -> Vec<Module> {
 
 /// Turns back and quantizes; returns the kernel that ran. Its tensors:
 ///
-/// - `x` `[num_tokens, num_heads, head_dim]` bf16, channels contiguous: the attention's output, which stays as it is;
-///   `head_dim` is a multiple of [`GROUP`];
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at strides of their own; `positions` `[num_tokens]`
-///   i32, absent where token `t` has the table's row `t`: see [`rope::forward`](crate::projections::rope::forward);
+/// - `x` `[num_tokens, num_heads, head_dim]` bf16, channels contiguous: the attention's output,
+///   which stays as it is; `head_dim` is a multiple of [`GROUP`];
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at strides of their own;
+///   `positions` `[num_tokens]` i32, absent where token `t` has the table's row `t`: see
+///   [`rope::forward`](crate::projections::rope::forward);
 /// - `codes` `[num_tokens, o_groups, group_width]` u8: e4m3, rows contiguous, with
 ///   `group_width = num_heads / o_groups * head_dim`, at most [`MAX_WIDTH`];
-/// - `scales`, dense, of the type and shape of [`Options::scale_tensor`]; what pads them is written as 0.
+/// - `scales`, dense, of the type and shape of [`Options::scale_tensor`]; what pads them is
+///   written as 0.
 ///
 /// # Errors
-/// A refused argument (`x`: heads that groups do not divide, heads that are no multiple of 128 channels; `cos`: more
-/// columns than channels, fewer rows than tokens without positions; `layout`: tiles hold bytes), a compile error, a
-/// refused launch.
+/// A refused argument (`x`: heads that groups do not divide, heads that are no multiple of 128
+/// channels; `cos`: more columns than channels, fewer rows than tokens without positions;
+/// `layout`: tiles hold bytes), a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
     let [num_tokens, num_heads, head_dim] = extents_of_x(views)?;
     let o_groups = options.o_groups;
@@ -129,7 +132,8 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
         params.i32("log2_group", GROUP.trailing_zeros() as usize)?.i32("o_groups", o_groups)?;
     let params = params.i32("group_heads", num_heads / o_groups)?.i32("head_dim", head_dim)?;
     let params = params.i32("rope_dim", 2 * half)?.flag("inverse", true);
-    // What the kernel divides by without a division: there may be no rows, and then nothing divides by their number.
+    // What the kernel divides by without a division: there may be no rows, and then nothing
+    // divides by their number.
     let inverse = |divisor: usize| u32::MAX as usize / divisor.max(1);
     let params = params.i64("of_row_warps", inverse(row_warps))?;
     let params = params

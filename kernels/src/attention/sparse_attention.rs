@@ -1,4 +1,5 @@
-//! `sparse_attention`: launchers of `kernels/cuda/sparse_attention*.cu` (inference 8, training 3 and 4).
+//! `sparse_attention`: launchers of `kernels/cuda/sparse_attention*.cu` (inference 8, training 3
+//! and 4).
 
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
@@ -23,7 +24,8 @@ const INDEX_THREADS: usize = 256;
 const SUM_COLUMNS: usize = 128;
 /// Counts that a warp clears at a time.
 const COUNTS_PER_ROW: usize = 128;
-/// What [`default_chunk_tokens`] lets the rows of a chunk take: enough blocks for several waves of any GPU.
+/// What [`default_chunk_tokens`] lets the rows of a chunk take: enough blocks for several waves of
+/// any GPU.
 const DEFAULT_ROW_BYTES: usize = 1 << 30;
 /// Widths of q and k that the Hopper kernels take: forward, backward.
 const HOPPER_HEAD_DIMS: [usize; 2] = [512, 576];
@@ -37,10 +39,12 @@ pub enum KeyGradients {
     /// By fp32 atomics, in whatever order the blocks come: runs differ in the last bits of fp32.
     #[default]
     Atomic,
-    /// In one order, of tokens, slots and blocks of heads: every run gives the same bits. The gradient of each slot has
-    /// an fp32 row of its own in the workspace, for a chunk of tokens at a time; the bits do not depend on the chunk.
+    /// In one order, of tokens, slots and blocks of heads: every run gives the same bits. The
+    /// gradient of each slot has an fp32 row of its own in the workspace, for a chunk of tokens at
+    /// a time; the bits do not depend on the chunk.
     Deterministic {
-        /// Tokens of a chunk, at least 1, as in [`default_chunk_tokens`]; more than there are is all of them.
+        /// Tokens of a chunk, at least 1, as in [`default_chunk_tokens`]; more than there are is
+        /// all of them.
         chunk_tokens: usize,
     },
 }
@@ -48,13 +52,13 @@ pub enum KeyGradients {
 /// What a call is told beside its tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// The values are the first so many columns of the keys: all of them (K = V), or a prefix (576/512). A multiple of 16
-    /// up to 512; `None` exactly where there is a `v`.
+    /// The values are the first so many columns of the keys: all of them (K = V), or a prefix
+    /// (576/512). A multiple of 16 up to 512; `None` exactly where there is a `v`.
     pub v_dim: Option<usize>,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
-    /// Which implementation runs. The Hopper kernels take V as the first 512 columns of K, the forward of keys that are 512
-    /// or 576 wide, the backward of 512.
+    /// Which implementation runs. The Hopper kernels take V as the first 512 columns of K, the
+    /// forward of keys that are 512 or 576 wide, the backward of 512.
     pub implementation: Implementation,
     /// How the backward sums `dk` and `dv`.
     pub key_gradients: KeyGradients,
@@ -101,7 +105,8 @@ impl Extents {
     }
 
     fn heads_per_block(self) -> usize {
-        // A block of 64 heads fills a multiprocessor; up to 16 heads would leave three quarters idle.
+        // A block of 64 heads fills a multiprocessor; up to 16 heads would leave three quarters
+        // idle.
         if self.num_heads <= 16 { 16 } else { 64 }
     }
 
@@ -153,8 +158,8 @@ pub(crate) fn index_kernel(device: &Device, name: &str) -> Result<Kernel> {
     device.kernel(SUMS_FILE, &sums_defines(512), name)
 }
 
-/// Memory of an index of slots by key: `counts` of `num_keys + 1` integers that are 0 before, `ends` of `num_keys`, `entries` and
-/// `ordered` of as many as there are slots.
+/// Memory of an index of slots by key: `counts` of `num_keys + 1` integers that are 0 before,
+/// `ends` of `num_keys`, `entries` and `ordered` of as many as there are slots.
 pub(crate) struct KeyIndex {
     pub counts: DeviceAddress,
     pub ends: DeviceAddress,
@@ -163,8 +168,9 @@ pub(crate) struct KeyIndex {
 }
 
 impl KeyIndex {
-    /// Lists the slots of `tokens` tokens by key, in ascending order: `counts` says how many each has, `ends` where its list in
-    /// `ordered` ends. Of the lists, the indices come first and then their lengths, if there are any. Returns the kernels that ran.
+    /// Lists the slots of `tokens` tokens by key, in ascending order: `counts` says how many each
+    /// has, `ends` where its list in `ordered` ends. Of the lists, the indices come first and then
+    /// their lengths, if there are any. Returns the kernels that ran.
     pub fn launch(
         &self,
         check: Arguments,
@@ -298,19 +304,23 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
     }
 }
 
-/// Launches the forward; returns the kernel that ran. Tensors of the operator, of which it writes `out`, `lse` and
-/// `max_logits` and takes none of the backward's:
+/// Launches the forward; returns the kernel that ran. Tensors of the operator, of which it writes
+/// `out`, `lse` and `max_logits` and takes none of the backward's:
 ///
 /// - `q` `[num_tokens, num_heads, head_dim]` bf16;
 /// - `k` `[num_keys, head_dim]` bf16: one key head, shared by all query heads;
-/// - `v` `[num_keys, v_dim]` bf16; absent where the values are the first columns of the keys ([`Options::v_dim`]);
+/// - `v` `[num_keys, v_dim]` bf16; absent where the values are the first columns of the keys
+///   ([`Options::v_dim`]);
 /// - `sink` `[num_heads]` f32: a logit, not scaled; absent without sinks;
-/// - `indices` `[num_tokens, topk]` i32: rows of `k`. Slot `j` is valid when `j < topk_length` and the index is in
-///   `[0, num_keys)`; invalid slots contribute nothing and are never dereferenced;
-/// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk` everywhere;
+/// - `indices` `[num_tokens, topk]` i32: rows of `k`. Slot `j` is valid when `j < topk_length` and
+///   the index is in `[0, num_keys)`; invalid slots contribute nothing and are never dereferenced;
+/// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk`
+///   everywhere;
 /// - `out` `[num_tokens, num_heads, v_dim]` bf16; 0 for a row without a valid slot;
-/// - `lse` `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a row;
-/// - `max_logits` `[num_tokens, num_heads]` f32: largest logit, without the sink; `-inf` for such a row.
+/// - `lse` `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a
+///   row;
+/// - `max_logits` `[num_tokens, num_heads]` f32: largest logit, without the sink; `-inf` for such
+///   a row.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -348,7 +358,8 @@ struct Workspace {
     bytes: usize,
 }
 
-/// What holds a chunk of tokens: an index of its slots by key, and a row for each slot and block of heads.
+/// What holds a chunk of tokens: an index of its slots by key, and a row for each slot and block
+/// of heads.
 #[derive(Clone, Copy)]
 struct Chunk {
     tokens: usize,
@@ -429,10 +440,11 @@ impl Workspace {
     }
 }
 
-/// Bytes of scratch memory that [`backward`] needs where `dk` is of type `dk`, from what the forward reads: `delta` and, with
-/// a sink, its terms, 4 bytes for each `(token, head)`; where `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`)
-/// as well. With [`KeyGradients::Deterministic`] also an fp32 row of `dk` (and of a separate `dv`) for each slot of a
-/// chunk of tokens and each block of 64 heads, and an index of those slots.
+/// Bytes of scratch memory that [`backward`] needs where `dk` is of type `dk`, from what the
+/// forward reads: `delta` and, with a sink, its terms, 4 bytes for each `(token, head)`; where
+/// `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`) as well. With
+/// [`KeyGradients::Deterministic`] also an fp32 row of `dk` (and of a separate `dv`) for each slot
+/// of a chunk of tokens and each block of 64 heads, and an index of those slots.
 ///
 /// # Errors
 /// Tensors and options that the launcher refuses, and a chunk of 0 tokens.
@@ -441,7 +453,8 @@ pub fn workspace_bytes(views: &Views, options: Options, dk: DType) -> Result<usi
     Ok(Workspace::of(extents, dk, views.get("sink").is_some(), options.key_gradients)?.bytes)
 }
 
-/// As many tokens as have their own rows in 1 GiB, and at least one: what [`KeyGradients::Deterministic`] is best given.
+/// As many tokens as have their own rows in 1 GiB, and at least one: what
+/// [`KeyGradients::Deterministic`] is best given.
 ///
 /// # Errors
 /// Tensors and options that the launcher refuses.
@@ -452,7 +465,8 @@ pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
 
 /// Launches the backward; returns the kernels that ran. It reads what [`forward`] read, and:
 ///
-/// - `out` and `lse`, the forward's, untouched; an infinite `lse` of either sign is a row without a valid slot;
+/// - `out` and `lse`, the forward's, untouched; an infinite `lse` of either sign is a row without
+///   a valid slot;
 /// - `dout` `[num_tokens, num_heads, v_dim]` bf16: gradient of `out`;
 /// - `dlse` `[num_tokens, num_heads]` f32: gradient of `lse`; absent where it is zero;
 /// - `dq` `[num_tokens, num_heads, head_dim]` bf16;
@@ -574,7 +588,8 @@ impl BackwardCall<'_> {
         Ok(paths)
     }
 
-    /// A chunk of tokens after the other: its index, its rows, their sums. Returns the kernels of one chunk.
+    /// A chunk of tokens after the other: its index, its rows, their sums. Returns the kernels of
+    /// one chunk.
     fn chunks(
         &self,
         chunk: Chunk,

@@ -1,8 +1,9 @@
-//! Where the caches of a model's layers lie: one packed pool of pages and one packed state for each sequence (inference 13.1,
-//! 13.2).
+//! Where the caches of a model's layers lie: one packed pool of pages and one packed state for
+//! each sequence (inference 13.1, 13.2).
 //!
-//! Every layer that has entries owns a region of each page and every layer owns regions of each sequence's state. Two layers
-//! share the pages, so that the step from one page to the next is larger than what a layer has in it:
+//! Every layer that has entries owns a region of each page and every layer owns regions of each
+//! sequence's state. Two layers share the pages, so that the step from one page to the next is
+//! larger than what a layer has in it:
 //!
 //! ```text
 //! region of page P:   pool + P * page_stride + offset          (bytes)
@@ -49,7 +50,8 @@ impl LayerKind {
         self.ratio().map_or(0, |ratio| TOKENS_PER_PAGE / ratio)
     }
 
-    /// Rows of the compressor's state that the next entry may need: those of two groups where they overlap (inference 6.2).
+    /// Rows of the compressor's state that the next entry may need: those of two groups where they
+    /// overlap (inference 6.2).
     pub fn state_tokens(self) -> usize {
         match self {
             Self::Window => 0,
@@ -154,7 +156,8 @@ impl CacheLayout {
         Ok(layout)
     }
 
-    /// Rows of a compressor's state: token t is in row t mod so many. Those of drafts overwrite none that a rejection needs.
+    /// Rows of a compressor's state: token t is in row t mod so many. Those of drafts overwrite
+    /// none that a rejection needs.
     pub fn state_rows(&self, kind: LayerKind) -> usize {
         match kind.state_tokens() {
             0 => 0,

@@ -1,7 +1,7 @@
 //! Which pages and rows of the caches the tokens of each sequence own (inference 13.2 to 13.4).
 //!
-//! The manager is bookkeeping on the host: it hands out slots and never touches device memory. What it asks for is done by
-//! kernels in the order of its answers:
+//! The manager is bookkeeping on the host: it hands out slots and never touches device memory.
+//! What it asks for is done by kernels in the order of its answers:
 //!
 //! ```text
 //! admit     restore: copy the snapshot to the sequence's state; or reset the state (values 0, gates -inf)
@@ -10,10 +10,11 @@
 //! snapshot  copy the sequence's state to the snapshot
 //! ```
 //!
-//! A page holds the entries of 128 tokens, of every layer. Pages whose tokens two sequences have in common from their first
-//! token on are shared; a page is known by the hash of all tokens up to its end, so that a difference anywhere before tells two
-//! pages apart (FM-144). What lies outside of pages, the window and the compressors' rows, is saved as a snapshot at the end of a
-//! page: only such a page can be the last one of a reused prefix (FM-145).
+//! A page holds the entries of 128 tokens, of every layer. Pages whose tokens two sequences have
+//! in common from their first token on are shared; a page is known by the hash of all tokens up to
+//! its end, so that a difference anywhere before tells two pages apart (FM-144). What lies outside
+//! of pages, the window and the compressors' rows, is saved as a snapshot at the end of a page:
+//! only such a page can be the last one of a reused prefix (FM-145).
 //!
 //! A refused call changes nothing.
 
@@ -57,8 +58,8 @@ impl SequenceId {
 pub struct Admitted {
     /// Its name.
     pub sequence: SequenceId,
-    /// Tokens of the prompt whose entries are there already, a multiple of 128 and less than the prompt: the first step begins
-    /// behind them.
+    /// Tokens of the prompt whose entries are there already, a multiple of 128 and less than the
+    /// prompt: the first step begins behind them.
     pub cached_tokens: usize,
     /// The snapshot to copy to the sequence's state; `None` is a state to reset.
     pub restore: Option<usize>,
@@ -69,13 +70,15 @@ pub struct Admitted {
 pub struct SlotMapping {
     /// Positions of the tokens.
     pub positions: Range<usize>,
-    /// Rows of the windows, `state slot * window_rows + position mod window_rows`: of more tokens than that the last ones.
+    /// Rows of the windows, `state slot * window_rows + position mod window_rows`: of more tokens
+    /// than that the last ones.
     pub window: Vec<i32>,
     /// Rows of the compressors of layers with 4 tokens an entry: those that a later entry can need.
     pub csa_state: Vec<i32>,
     /// The same of layers with 128.
     pub hca_state: Vec<i32>,
-    /// Entries, and keys of the indexer, of layers with 4 tokens an entry: of the token that completes one.
+    /// Entries, and keys of the indexer, of layers with 4 tokens an entry: of the token that
+    /// completes one.
     pub csa: Vec<i32>,
     /// Entries of layers with 128.
     pub hca: Vec<i32>,
@@ -222,8 +225,8 @@ impl CacheManager {
         self.free_pages.len() + self.evictable().len()
     }
 
-    /// Begins a sequence with the longest prefix of its prompt that is cached with a snapshot, always less than the prompt: a
-    /// token at least is computed.
+    /// Begins a sequence with the longest prefix of its prompt that is cached with a snapshot,
+    /// always less than the prompt: a token at least is computed.
     ///
     /// # Errors
     /// An empty prompt, or no state that is free.
@@ -252,10 +255,12 @@ impl CacheManager {
         Ok(Admitted { sequence, cached_tokens, restore })
     }
 
-    /// Appends tokens, of which the last `drafts` may be rejected afterwards, and says where they are written.
+    /// Appends tokens, of which the last `drafts` may be rejected afterwards, and says where they
+    /// are written.
     ///
     /// # Errors
-    /// No tokens, too many drafts, drafts of the last step that nobody decided about, or too few pages.
+    /// No tokens, too many drafts, drafts of the last step that nobody decided about, or too few
+    /// pages.
     pub fn step(&mut self, id: SequenceId, tokens: &[u32], drafts: usize) -> Result<SlotMapping> {
         let sequence = self.sequence(id)?;
         if sequence.drafts > 0 {
@@ -279,8 +284,9 @@ impl CacheManager {
         Ok(self.mapping(id.slot(), &block_table, from..from + tokens.len()))
     }
 
-    /// Keeps the first `accepted` drafts of the last step and rejects the others: the next step begins behind those kept, and
-    /// writes the rows of the others again. Pages that held nothing else are free.
+    /// Keeps the first `accepted` drafts of the last step and rejects the others: the next step
+    /// begins behind those kept, and writes the rows of the others again. Pages that held nothing
+    /// else are free.
     ///
     /// # Errors
     /// More drafts than the last step had.
@@ -298,11 +304,13 @@ impl CacheManager {
         Ok(())
     }
 
-    /// Lets later sequences that begin with the same tokens reuse this one's pages: returns the snapshot to which its state is to
-    /// be copied, or `None` where one of this prefix exists. Of the snapshots the one that was used least recently is given up.
+    /// Lets later sequences that begin with the same tokens reuse this one's pages: returns the
+    /// snapshot to which its state is to be copied, or `None` where one of this prefix exists. Of
+    /// the snapshots the one that was used least recently is given up.
     ///
     /// # Errors
-    /// A sequence that does not end where a page ends, or has open drafts; a cache without snapshots.
+    /// A sequence that does not end where a page ends, or has open drafts; a cache without
+    /// snapshots.
     pub fn snapshot(&mut self, id: SequenceId) -> Result<Option<usize>> {
         let sequence = self.sequence(id)?;
         let length = sequence.tokens.len();
@@ -332,7 +340,8 @@ impl CacheManager {
         Ok(snapshot)
     }
 
-    /// Ends a sequence. Its pages are free, but for those of cached prefixes, which stay until their room is needed.
+    /// Ends a sequence. Its pages are free, but for those of cached prefixes, which stay until
+    /// their room is needed.
     ///
     /// # Errors
     /// A sequence that is not under way.
@@ -360,8 +369,8 @@ impl CacheManager {
         Ok(self.sequence(id)?.block_table.iter().map(|&page| page as i32).collect())
     }
 
-    /// Slots of the entries that a query at this position sees, in their order: floor((position + 1) / ratio) of them
-    /// (inference 6.1). Empty where the layer has none.
+    /// Slots of the entries that a query at this position sees, in their order: floor((position +
+    /// 1) / ratio) of them (inference 6.1). Empty where the layer has none.
     ///
     /// # Errors
     /// A sequence that is not under way.
@@ -377,7 +386,8 @@ impl CacheManager {
         Ok((0..entries).map(|entry| entry_slot(&sequence.block_table, kind, entry)).collect())
     }
 
-    /// Slots of the window rows that a query at this position sees, oldest first, then -1 (inference 13.3).
+    /// Slots of the window rows that a query at this position sees, oldest first, then -1
+    /// (inference 13.3).
     ///
     /// # Errors
     /// A sequence that is not under way.
@@ -471,8 +481,8 @@ impl CacheManager {
         self.cached.iter().filter(unused).map(|(prefix, _)| *prefix).collect()
     }
 
-    /// So many pages, or none at all. Prefixes are given up as they are needed, the least recently used first, and none before
-    /// those that continue it.
+    /// So many pages, or none at all. Prefixes are given up as they are needed, the least recently
+    /// used first, and none before those that continue it.
     fn take_pages(&mut self, needed: usize) -> Result<Vec<usize>> {
         if needed > self.free_pages.len() {
             let mut evictable = self.evictable();
@@ -480,7 +490,8 @@ impl CacheManager {
             if needed > available {
                 return Err(CacheError::OutOfPages { needed, available });
             }
-            // What continues a prefix was never used later than the prefix: it lies before it in this order, or beside it.
+            // What continues a prefix was never used later than the prefix: it lies before it in
+            // this order, or beside it.
             let depth = |prefix: &Prefix| {
                 std::iter::successors(Some(*prefix), |p| self.cached[p].parent).count()
             };

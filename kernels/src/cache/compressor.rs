@@ -25,7 +25,8 @@ pub const QUAD: usize = 4;
 /// Threads of a block that makes entries, and of one of the backward.
 pub(crate) const FORWARD_THREADS: usize = 128;
 const BACKWARD_THREADS: usize = 128;
-/// Channels of a block that pools without overlap, and its most warps; `CHUNK` and `POOL_WARPS` in the kernel source.
+/// Channels of a block that pools without overlap, and its most warps; `CHUNK` and `POOL_WARPS` in
+/// the kernel source.
 const CHUNK: usize = 32;
 const POOL_WARPS: usize = 8;
 /// Slots that a warp of such a block has at a time.
@@ -41,9 +42,11 @@ const BLOCKS_PER_PROCESSOR: usize = 2;
 pub enum Epilogue {
     /// As they are: what a backward is of.
     None,
-    /// As attention's: the channels that do not turn are what e4m3 codes with scales of 64 would decode to.
+    /// As attention's: the channels that do not turn are what e4m3 codes with scales of 64 would
+    /// decode to.
     Fp8,
-    /// As the indexer's: transformed by Walsh and Hadamard, and what e2m1 codes with scales of 32 would decode to.
+    /// As the indexer's: transformed by Walsh and Hadamard, and what e2m1 codes with scales of 32
+    /// would decode to.
     HadamardFp4,
 }
 
@@ -147,7 +150,8 @@ impl Extents {
         Ok(epilogue.number())
     }
 
-    /// Blocks of the backward's kernels, whose sums are of whole entries, and of a chunk's channels without overlap.
+    /// Blocks of the backward's kernels, whose sums are of whole entries, and of a chunk's
+    /// channels without overlap.
     fn backward_blocks(&self, device: &Device) -> [usize; 2] {
         let most = BLOCKS_PER_PROCESSOR * device.environment().processors as usize;
         let of_entries =
@@ -155,7 +159,8 @@ impl Extents {
         [of_entries, self.num_entries.min((most / self.chunks()).max(1))]
     }
 
-    /// Bytes of the backward's workspace, and where its parts begin: dpooled, rows of dape, rows of dnorm_weight.
+    /// Bytes of the backward's workspace, and where its parts begin: dpooled, rows of dape, rows
+    /// of dnorm_weight.
     fn workspace(&self, device: &Device) -> (usize, [usize; 3]) {
         let [of_entries, of_chunks] = self.backward_blocks(device);
         let (dpooled, dape) =
@@ -274,23 +279,25 @@ impl<'a> Call<'a> {
 
 /// Launches the forward; returns the kernels that ran. Its tensors:
 ///
-/// - `kv`, `gate` `[num_tokens, width]` f32, rows contiguous: the projections C and Z. The width is `head_dim`, or
-///   twice that where groups overlap, which they do at a ratio of 4;
-/// - `ape` `[ratio, width]` f32, ratio 1 to 128; `norm_weight` `[head_dim]` f32, a multiple of 4 up to 512;
-/// - `cu_seqlens` `[num_sequences + 1]` i32: the first token of each sequence, and the end of the last one. They do
-///   not decrease and stay within the tokens; tokens behind the end are padding;
-/// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's entries likewise, within `num_entries`.
-///   Entry `j` of sequence `i` is row `cu_entries[i] + j`, if its tokens all are in the sequence and the row is the
-///   sequence's;
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, by position. Entry `j` turns by row `j * ratio`;
-///   by NaN, if the table ends before;
-/// - `entries` `[num_entries, head_dim]`, bf16 or f32, rows contiguous; rows without an entry become zero;
-/// - `pooled` `[num_entries, head_dim]`, of the type of `entries`: what was pooled before the norm: for the backward;
-///   may be absent where groups overlap.
+/// - `kv`, `gate` `[num_tokens, width]` f32, rows contiguous: the projections C and Z. The width
+///   is `head_dim`, or twice that where groups overlap, which they do at a ratio of 4;
+/// - `ape` `[ratio, width]` f32, ratio 1 to 128; `norm_weight` `[head_dim]` f32, a multiple of 4
+///   up to 512;
+/// - `cu_seqlens` `[num_sequences + 1]` i32: the first token of each sequence, and the end of the
+///   last one. They do not decrease and stay within the tokens; tokens behind the end are padding;
+/// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's entries likewise,
+///   within `num_entries`. Entry `j` of sequence `i` is row `cu_entries[i] + j`, if its tokens all
+///   are in the sequence and the row is the sequence's;
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, by position. Entry `j` turns
+///   by row `j * ratio`; by NaN, if the table ends before;
+/// - `entries` `[num_entries, head_dim]`, bf16 or f32, rows contiguous; rows without an entry
+///   become zero;
+/// - `pooled` `[num_entries, head_dim]`, of the type of `entries`: what was pooled before the
+///   norm: for the backward; may be absent where groups overlap.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have 128 channels), a compile
-/// error, a refused launch.
+/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have
+/// 128 channels), a compile error, a refused launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -331,9 +338,10 @@ pub fn forward(
 /// Launches the backward; returns the kernels that ran. Its tensors:
 ///
 /// - those that the forward read, and `pooled` as it saved it;
-/// - `dentries` `[num_entries, head_dim]`, of the type of `pooled`, rows contiguous: what it says of rows without an
-///   entry is not read;
-/// - `dkv`, `dgate` `[num_tokens, width]` f32, rows contiguous; zero where no entry pools a token's half;
+/// - `dentries` `[num_entries, head_dim]`, of the type of `pooled`, rows contiguous: what it says
+///   of rows without an entry is not read;
+/// - `dkv`, `dgate` `[num_tokens, width]` f32, rows contiguous; zero where no entry pools a
+///   token's half;
 /// - `dape` `[ratio, width]` and `dnorm_weight` `[head_dim]` f32;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes.
 ///

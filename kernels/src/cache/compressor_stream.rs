@@ -1,4 +1,5 @@
-//! `compressor_stream`: launcher of `kernels/cuda/cache/compressor_stream.cu` (inference 5.4, 6, 6.2).
+//! `compressor_stream`: launcher of `kernels/cuda/cache/compressor_stream.cu` (inference 5.4, 6,
+//! 6.2).
 
 use crate::arguments::{
     Arguments, FLOATS, element_types, is_aligned, modules_of_floats, read, scratch, write,
@@ -25,29 +26,31 @@ pub fn workspace_bytes(stored: DType, num_entries: usize, head_dim: usize) -> us
     num_entries * head_dim * stored.size()
 }
 
-/// Launches a step of the sequences: makes the entries that it completes, then writes its tokens to the state.
-/// Returns the kernels that ran. Its tensors:
+/// Launches a step of the sequences: makes the entries that it completes, then writes its tokens
+/// to the state. Returns the kernels that ran. Its tensors:
 ///
-/// - `kv`, `gate`, `ape`, `norm_weight`, `cos` and `sin` as in [`compressor::forward`](crate::cache::compressor::forward),
-///   of the step's tokens;
-/// - `state` `[num_slots, num_rows, 2 * width]` f32, rows contiguous: C and S of the token at position `t` of the
-///   sequence of a slot, in row `t mod num_rows`. There are at least as many rows as an entry has slots, 8 with
-///   overlap and `ratio` without, and as many more as tokens of a step may be rejected;
-/// - `cu_seqlens` `[num_sequences + 1]` i32: the first token of each sequence in the step, and the end, within the
-///   tokens;
-/// - `first_positions` `[num_sequences]` i32: the position of that token. 0 begins a sequence, whatever its slot
-///   holds; one that was there before rejects the tokens from there on;
-/// - `slots` `[num_sequences]` i32, no two alike: a sequence whose slot is negative or not there, or whose position
-///   is negative, writes nothing and makes no entry;
-/// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's new entries, and the end. Entry
-///   `first_position / ratio + k` is row `cu_entries[i] + k`, if the step has its last token and the row is the
-///   sequence's;
-/// - `entries` `[num_entries, head_dim]`, bf16 or f32, rows contiguous; rows without an entry become zero;
+/// - `kv`, `gate`, `ape`, `norm_weight`, `cos` and `sin` as in
+///   [`compressor::forward`](crate::cache::compressor::forward), of the step's tokens;
+/// - `state` `[num_slots, num_rows, 2 * width]` f32, rows contiguous: C and S of the token at
+///   position `t` of the sequence of a slot, in row `t mod num_rows`. There are at least as many
+///   rows as an entry has slots, 8 with overlap and `ratio` without, and as many more as tokens of
+///   a step may be rejected;
+/// - `cu_seqlens` `[num_sequences + 1]` i32: the first token of each sequence in the step, and the
+///   end, within the tokens;
+/// - `first_positions` `[num_sequences]` i32: the position of that token. 0 begins a sequence,
+///   whatever its slot holds; one that was there before rejects the tokens from there on;
+/// - `slots` `[num_sequences]` i32, no two alike: a sequence whose slot is negative or not there,
+///   or whose position is negative, writes nothing and makes no entry;
+/// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's new entries, and the
+///   end. Entry `first_position / ratio + k` is row `cu_entries[i] + k`, if the step has its last
+///   token and the row is the sequence's;
+/// - `entries` `[num_entries, head_dim]`, bf16 or f32, rows contiguous; rows without an entry
+///   become zero;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes, where groups do not overlap.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have 128 channels), a compile
-/// error, a refused launch.
+/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have
+/// 128 channels), a compile error, a refused launch.
 pub fn forward(
     device: &Device,
     views: &Views,

@@ -1,4 +1,5 @@
-//! `indexer_cache_write`: launcher of `kernels/cuda/cache/indexer_cache_write.cu` (inference 5.4, 7, 7.1, 13.2).
+//! `indexer_cache_write`: launcher of `kernels/cuda/cache/indexer_cache_write.cu` (inference 5.4,
+//! 7, 7.1, 13.2).
 
 use crate::arguments::{Arguments, Defines, element_types, read, write};
 use crate::cache::kv_cache::num_slots;
@@ -29,14 +30,16 @@ pub fn modules() -> Vec<Module> {
     [Stored::E2m1, Stored::E4m3].map(|stored| module(FILE, &defines(stored))).to_vec()
 }
 
-/// Transforms and quantizes keys and scatters them to a paged store of this kind, of pages of `page_size` rows; returns the kernel
-/// that ran. Its tensors:
+/// Transforms and quantizes keys and scatters them to a paged store of this kind, of pages of
+/// `page_size` rows; returns the kernel that ran. Its tensors:
 ///
 /// - `k` `[num_tokens, 128]` bf16, rows 16-byte aligned;
-/// - `slots` `[num_tokens]` i32: the slot `page * page_size + row` of each token's key. A slot that is negative or beyond
-///   the store writes nothing. No slot may occur twice: which key it would hold is undefined;
-/// - `pages` `[num_pages, page_size * (code bytes + 4)]` u8, pages 16-byte aligned: the codes of a page's rows, then their scales.
-///   All other bytes stay as they are, and those between pages belong to nobody.
+/// - `slots` `[num_tokens]` i32: the slot `page * page_size + row` of each token's key. A slot
+///   that is negative or beyond the store writes nothing. No slot may occur twice: which key it
+///   would hold is undefined;
+/// - `pages` `[num_pages, page_size * (code bytes + 4)]` u8, pages 16-byte aligned: the codes of a
+///   page's rows, then their scales. All other bytes stay as they are, and those between pages
+///   belong to nobody.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

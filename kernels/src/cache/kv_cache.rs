@@ -1,4 +1,5 @@
-//! The paged KV cache that kernels share (inference 8.3): the format of a row, and what launchers check of a store.
+//! The paged KV cache that kernels share (inference 8.3): the format of a row, and what launchers
+//! check of a store.
 
 use crate::arguments::Arguments;
 use dsv4_runtime::Result;
@@ -8,8 +9,8 @@ const SCALE_GROUP: usize = 64;
 /// Bytes of scales behind each row that has quantized channels.
 const SCALE_BYTES: usize = 8;
 
-/// How a row of the cache is stored: `nope_dim` channels as e4m3 with one e8m0 scale for each 64, then `rope_dim`
-/// channels as bf16.
+/// How a row of the cache is stored: `nope_dim` channels as e4m3 with one e8m0 scale for each 64,
+/// then `rope_dim` channels as bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowFormat {
     /// e4m3 channels: a multiple of 64 up to 512. 0 is a row of bf16 without scales.
@@ -71,7 +72,8 @@ impl RowFormat {
         Ok(())
     }
 
-    /// Bytes of a page of `page_size` rows, which are at least 1; `argument` is the store that is refused.
+    /// Bytes of a page of `page_size` rows, which are at least 1; `argument` is the store that is
+    /// refused.
     pub(crate) fn page_bytes(
         self,
         operator: Arguments,

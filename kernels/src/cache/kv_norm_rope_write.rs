@@ -1,4 +1,5 @@
-//! `kv_norm_rope_write`: launcher of `kernels/cuda/cache/kv_norm_rope_write.cu` (inference 3, 4, 5.1, 5.4, 8.3, 13.2).
+//! `kv_norm_rope_write`: launcher of `kernels/cuda/cache/kv_norm_rope_write.cu` (inference 3, 4,
+//! 5.1, 5.4, 8.3, 13.2).
 
 use crate::arguments::{Arguments, Defines, element_types, read, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
@@ -28,20 +29,22 @@ pub fn modules() -> Vec<Module> {
     FORMATS.into_iter().map(|format| module(FILE, &defines(format))).collect()
 }
 
-/// Norms rows, turns their last `rope_dim` channels by position, quantizes the others and scatters the rows to a store in
-/// this format, of pages of `page_size` rows; returns the kernel that ran. Its tensors:
+/// Norms rows, turns their last `rope_dim` channels by position, quantizes the others and scatters
+/// the rows to a store in this format, of pages of `page_size` rows; returns the kernel that ran.
+/// Its tensors:
 ///
-/// - `x` `[num_tokens, head_dim]` bf16, rows 16-byte aligned: what wkv gives; `weight` `[head_dim]` f32 at a multiple of
-///   16 bytes, of the norm;
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous; `positions` `[num_tokens]` i32, absent where token
-///   `t` has the table's row `t`: see [`rope::forward`](crate::projections::rope::forward);
+/// - `x` `[num_tokens, head_dim]` bf16, rows 16-byte aligned: what wkv gives; `weight`
+///   `[head_dim]` f32 at a multiple of 16 bytes, of the norm;
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous; `positions` `[num_tokens]`
+///   i32, absent where token `t` has the table's row `t`: see
+///   [`rope::forward`](crate::projections::rope::forward);
 /// - `slots` `[num_tokens]` i32 and `cache` `[num_pages, page_size * row_bytes]` u8 as
 ///   [`kv_cache_write::forward`](crate::cache::kv_cache_write::forward) has them;
 /// - `y` as `x`, which may be `x` itself: the rows as the cache decodes them.
 ///
 /// # Errors
-/// A refused argument (`format`: a row has e4m3 channels, and at most [`MAX_HEAD_DIM`] in all; `eps` is above 0), a
-/// compile error, a refused launch.
+/// A refused argument (`format`: a row has e4m3 channels, and at most [`MAX_HEAD_DIM`] in all;
+/// `eps` is above 0), a compile error, a refused launch.
 pub fn forward(
     device: &Device,
     views: &Views,

@@ -1,5 +1,5 @@
-//! `grouped_linear`: launchers of `kernels/cuda/experts/grouped_linear.cu` and `grouped_linear_hopper.cu` (inference 5.5, 5.7,
-//! 11.1, 11.3).
+//! `grouped_linear`: launchers of `kernels/cuda/experts/grouped_linear.cu` and
+//! `grouped_linear_hopper.cu` (inference 5.5, 5.7, 11.1, 11.3).
 
 use serde::{Deserialize, Serialize};
 
@@ -57,13 +57,13 @@ pub enum Grouping {
 /// How the operands of a call are quantized, where the rows of experts are, and which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grouped {
-    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take rows of x and w at multiples of 16
-    /// bytes and whole accesses long.
+    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take rows of x
+    /// and w at multiples of 16 bytes and whole accesses long.
     pub quantized: Quantized,
     /// Where the rows of experts are.
     pub grouping: Grouping,
-    /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No number that they
-    /// write depends on it.
+    /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No
+    /// number that they write depends on it.
     pub expected_rows: usize,
 }
 
@@ -162,8 +162,8 @@ impl Grouped {
         self.quantized.check(check)
     }
 
-    /// The signature of a call that writes these tensors, or reads them beside the operands; its extents. `out_multiple`: what
-    /// `out_features` are a multiple of.
+    /// The signature of a call that writes these tensors, or reads them beside the operands; its
+    /// extents. `out_multiple`: what `out_features` are a multiple of.
     pub(crate) fn signature<'a>(
         &self,
         check: Arguments,
@@ -215,7 +215,8 @@ impl Grouped {
         (known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent)), extents)
     }
 
-    /// Tiles of all experts are counted in 32 bits; the workspace has room for the units that are taken.
+    /// Tiles of all experts are counted in 32 bits; the workspace has room for the units that are
+    /// taken.
     pub(crate) fn check_rows(
         &self,
         check: Arguments,
@@ -236,15 +237,17 @@ impl Grouped {
         )
     }
 
-    /// Whether blocks of the Hopper kernels for many rows work in pairs: of an even number of tiles of features they leave none
-    /// without a second; of experts that have no more than a pair of tiles of rows they would share too little.
+    /// Whether blocks of the Hopper kernels for many rows work in pairs: of an even number of
+    /// tiles of features they leave none without a second; of experts that have no more than a
+    /// pair of tiles of rows they would share too little.
     pub(crate) fn takes_pairs(&self, extents: Extents) -> bool {
         let [rows, features] = LARGE_TILE;
         extents.out_features.div_ceil(features).is_multiple_of(2) && self.expected_rows > 2 * rows
     }
 
-    /// Rows that nearly every expert's stay below: tokens choose experts one by one, so that their numbers scatter by the square root.
-    /// Of 64 expected ones half of the experts would have more than a tile of 64 holds, and read their weights twice.
+    /// Rows that nearly every expert's stay below: tokens choose experts one by one, so that their
+    /// numbers scatter by the square root. Of 64 expected ones half of the experts would have more
+    /// than a tile of 64 holds, and read their weights twice.
     fn rows_of_most(&self) -> usize {
         self.expected_rows.saturating_add(2 * self.expected_rows.isqrt())
     }
@@ -259,20 +262,23 @@ impl Grouped {
     }
 }
 
-/// Launches `y[p] = x[p] w[e]^T` for the rows p of each expert e; returns the kernel that ran. Its tensors:
+/// Launches `y[p] = x[p] w[e]^T` for the rows p of each expert e; returns the kernel that ran. Its
+/// tensors:
 ///
-/// - `x` u8, e4m3 codes, `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`; rows contiguous;
-/// - `w` `[num_experts, out_features, in_features]` u8, e4m3 codes, or `[num_experts, out_features, in_features / 2]`,
-///   two e2m1 codes in a byte, the even one in the low nibble; rows contiguous; up to 512 experts;
-/// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the `quantize_*`
-///   operators write them, of x (masked: of each expert's part), and of each expert's w; nobody reads their padding,
-///   nor the scales of rows of nobody;
-/// - `counts` `[num_experts]` i32: rows of each expert, those beyond the expert's room left out, none where it is
-///   negative;
-/// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and the end of all;
-///   ascending, 0 to num_rows, multiples of anything;
-/// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`; rows contiguous.
-///   Rows of nobody become 0; masked they stay as they were;
+/// - `x` u8, e4m3 codes, `[num_rows, in_features]` or, masked, `[num_experts, num_rows,
+///   in_features]`; rows contiguous;
+/// - `w` `[num_experts, out_features, in_features]` u8, e4m3 codes, or `[num_experts,
+///   out_features, in_features / 2]`, two e2m1 codes in a byte, the even one in the low nibble;
+///   rows contiguous; up to 512 experts;
+/// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the
+///   `quantize_*` operators write them, of x (masked: of each expert's part), and of each expert's
+///   w; nobody reads their padding, nor the scales of rows of nobody;
+/// - `counts` `[num_experts]` i32: rows of each expert, those beyond the expert's room left out,
+///   none where it is negative;
+/// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and
+///   the end of all; ascending, 0 to num_rows, multiples of anything;
+/// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows,
+///   out_features]`; rows contiguous. Rows of nobody become 0; masked they stay as they were;
 /// - `workspace`, scratch memory of [`WORKSPACE_BYTES`] bytes at a multiple of 16.
 ///
 /// # Errors
@@ -338,7 +344,8 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     Ok(name.to_owned() + &quantized.suffix())
 }
 
-/// Blocks that may have something to do: tiles of the result, of which each expert may have one that is not full.
+/// Blocks that may have something to do: tiles of the result, of which each expert may have one
+/// that is not full.
 pub(crate) fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usize; 2]) -> usize {
     let Extents { num_experts, num_rows, out_features, .. } = extents;
     let row_tiles = match grouped.is_masked() {

@@ -1,5 +1,6 @@
-//! `grouped_linear_swiglu`: launchers of `kernels/cuda/experts/grouped_linear_swiglu.cu`, `grouped_linear_swiglu_hopper.cu` and
-//! `grouped_linear_swiglu_hopper_large.cu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3).
+//! `grouped_linear_swiglu`: launchers of `kernels/cuda/experts/grouped_linear_swiglu.cu`,
+//! `grouped_linear_swiglu_hopper.cu` and `grouped_linear_swiglu_hopper_large.cu` (inference 5.4,
+//! 5.5, 5.7, 5.8, 11.1, 11.3).
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
 use crate::experts::grouped_linear::{
@@ -20,7 +21,8 @@ const FILE: &str = "grouped_linear_swiglu.cu";
 const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper.cu";
 const HOPPER: &str = "grouped_linear_swiglu_hopper";
 const HOPPER_LARGE_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
-/// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are interleaved with up's.
+/// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are
+/// interleaved with up's.
 const HOPPER_LARGE: [[&str; 2]; 2] = [
     ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"],
     [
@@ -54,11 +56,11 @@ pub fn modules() -> Vec<Module> {
 /// The product of a call, how rows of gate and up lie, and how what is made of them is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The product. Of FP8 weights the kernels for Hopper take rows of gate before those of up where these begin at a multiple
-    /// of 128, with the scales of blocks of their own.
+    /// The product. Of FP8 weights the kernels for Hopper take rows of gate before those of up
+    /// where these begin at a multiple of 128, with the scales of blocks of their own.
     pub grouped: Grouped,
-    /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them; otherwise all those of
-    /// gate come first.
+    /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them;
+    /// otherwise all those of gate come first.
     pub interleaved: bool,
     /// Groups, scales, and whether numbers are rounded to bf16 before they are quantized.
     pub quantized: swiglu_quantize::Options,
@@ -154,7 +156,8 @@ impl Options {
         shared.then(reason).or_else(|| self.grouped.quantized.hopper_misfit(vectorised))
     }
 
-    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the call.
+    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the
+    /// call.
     fn suits_large(&self) -> bool {
         self.grouped.quantized.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
     }
@@ -171,20 +174,23 @@ impl Options {
     }
 }
 
-/// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p] silu(min(gate, limit))
-/// clamp(up, -limit, limit)` and its quantization; returns the kernel that ran. Its tensors, beside `x`, `w`, `x_scales`,
-/// `w_scales`, `counts`, `expert_offsets` and `workspace` of [`crate::experts::grouped_linear::forward`], whose `out_features` are gate
-/// and up together, a multiple of 16:
+/// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p]
+/// silu(min(gate, limit)) clamp(up, -limit, limit)` and its quantization; returns the kernel that
+/// ran. Its tensors, beside `x`, `w`, `x_scales`, `w_scales`, `counts`, `expert_offsets` and
+/// `workspace` of [`crate::experts::grouped_linear::forward`], whose `out_features` are gate and
+/// up together, a multiple of 16:
 ///
-/// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent for ones;
-/// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows, intermediate_size]`, half of
-///   `out_features`; rows contiguous. Rows of nobody are quantized as zeros; masked they stay as they were;
-/// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]; what pads them is written as 0, but masked what pads
-///   the rows of a part stays as it was.
+/// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent
+///   for ones;
+/// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows,
+///   intermediate_size]`, half of `out_features`; rows contiguous. Rows of nobody are quantized as
+///   zeros; masked they stay as they were;
+/// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]; what pads them is written
+///   as 0, but masked what pads the rows of a part stays as it was.
 ///
 /// # Errors
-/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales hold bytes), a compile error, a refused
-/// launch.
+/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales hold bytes),
+/// a compile error, a refused launch.
 pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> Result<String> {
     options.check()?;
     let (signature, extents) = options.bind(views)?;
@@ -213,7 +219,8 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
         return Ok(name.to_owned());
     }
     if hopper {
-        // Of FP8 the kernel has tiles of few rows alone, which it takes where hardware copies no boxes for the other, too.
+        // Of FP8 the kernel has tiles of few rows alone, which it takes where hardware copies no
+        // boxes for the other, too.
         let tokens = match quantized.weights {
             Weights::Fp8 => FEW_ROWS,
             weights => expert_tile(weights, grouped.expected_rows),

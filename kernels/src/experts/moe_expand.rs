@@ -16,8 +16,9 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// Positions that a block looks at for rows that no slot has, of so many: as many as it has threads, fewer where blocks would be too
-/// few to write such rows at the rate of memory. A multiple of its warps.
+/// Positions that a block looks at for rows that no slot has, of so many: as many as it has
+/// threads, fewer where blocks would be too few to write such rows at the rate of memory. A
+/// multiple of its warps.
 pub(crate) fn clearing_rows(num_positions: usize) -> usize {
     const WARPS: usize = THREADS / 32;
     const ENOUGH_BLOCKS: usize = 2048;
@@ -26,12 +27,14 @@ pub(crate) fn clearing_rows(num_positions: usize) -> usize {
 
 /// Launches the forward, or the `backward`; returns the kernel that ran. Its tensors:
 ///
-/// - `x` `[num_tokens, hidden_size]`, bf16 or f32, and with it `y` `[num_positions, hidden_size]`, of the backward `dy`, like `y`,
-///   and `dx`, like `x`, all of one type, rows contiguous. The backward does not need `x`;
-/// - `token_topk_to_pos` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots: the row of each slot; what is none of
-///   `0 .. num_positions` is no row;
-/// - `pos_to_token` `[num_positions]` i32: negative for rows that no slot has, which get zeros; every other row is some slot's, as
-///   [`crate::experts::moe_map::forward`] writes both. Not needed by the backward.
+/// - `x` `[num_tokens, hidden_size]`, bf16 or f32, and with it `y` `[num_positions, hidden_size]`,
+///   of the backward `dy`, like `y`, and `dx`, like `x`, all of one type, rows contiguous. The
+///   backward does not need `x`;
+/// - `token_topk_to_pos` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots: the row of
+///   each slot; what is none of `0 .. num_positions` is no row;
+/// - `pos_to_token` `[num_positions]` i32: negative for rows that no slot has, which get zeros;
+///   every other row is some slot's, as [`crate::experts::moe_map::forward`] writes both. Not
+///   needed by the backward.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -16,7 +16,8 @@ pub const MAX_ALIGNMENT: usize = 1024;
 const ROUND: usize = 2048;
 /// Up to so many slots are one launch.
 const SMALL_SLOTS: usize = 2 * ROUND;
-/// The most chunks, as far as there are multiprocessors: every block reads the counts of all of them.
+/// The most chunks, as far as there are multiprocessors: every block reads the counts of all of
+/// them.
 const MAX_CHUNKS: usize = 128;
 /// Slots, and rows that nobody has, for each block of the one launch.
 const SLOTS_PER_BLOCK: usize = 8;
@@ -27,8 +28,8 @@ pub fn modules() -> Vec<Module> {
     vec![module(FILE, &[])]
 }
 
-/// Rows that so many slots of so many experts take at most: each expert that has a slot wastes `alignment - 1` rows. A multiple
-/// of the alignment; saturates.
+/// Rows that so many slots of so many experts take at most: each expert that has a slot wastes
+/// `alignment - 1` rows. A multiple of the alignment; saturates.
 pub fn positions(num_slots: usize, num_experts: usize, alignment: usize) -> usize {
     let used = num_slots.min(num_experts);
     let rows = used.saturating_mul(alignment.saturating_sub(1)).saturating_add(num_slots);
@@ -48,13 +49,15 @@ pub fn workspace_bytes(num_slots: usize, num_experts: usize) -> usize {
 
 /// Sorts slots by expert; returns the kernels that ran. Its tensors, all i32:
 ///
-/// - `topk_indices` `[num_tokens, topk]`, rows contiguous, up to 32 slots a token: experts, which may repeat; what is none of
-///   `0 .. num_experts` is a slot that counts nowhere;
-/// - `counts` `[num_experts]`, up to 512 experts, and `expert_offsets` `[num_experts + 1]`: an expert's slots, and its first row,
-///   a multiple of `alignment`; the last offset is the end of all rows;
+/// - `topk_indices` `[num_tokens, topk]`, rows contiguous, up to 32 slots a token: experts, which
+///   may repeat; what is none of `0 .. num_experts` is a slot that counts nowhere;
+/// - `counts` `[num_experts]`, up to 512 experts, and `expert_offsets` `[num_experts + 1]`: an
+///   expert's slots, and its first row, a multiple of `alignment`; the last offset is the end of
+///   all rows;
 /// - `token_topk_to_pos` `[num_tokens, topk]`, rows contiguous: the row of each slot, -1 for none;
-/// - `pos_to_expert`, `pos_to_token`, `pos_to_token_topk` `[num_positions]`, at least as many as [`positions`] says: expert,
-///   token and slot (`token * topk + place`) of each row, -1 in rows that no slot has;
+/// - `pos_to_expert`, `pos_to_token`, `pos_to_token_topk` `[num_positions]`, at least as many as
+///   [`positions`] says: expert, token and slot (`token * topk + place`) of each row, -1 in rows
+///   that no slot has;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes; absent where that is 0.
 ///
 /// # Errors
@@ -99,7 +102,8 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
         None => {}
     }
     let processors = device.environment().processors.max(1) as usize;
-    // Of few slots: blocks that place them, and those that write counts, offsets and the rows that nobody has.
+    // Of few slots: blocks that place them, and those that write counts, offsets and the rows that
+    // nobody has.
     let few = num_slots <= SMALL_SLOTS;
     let others = num_positions.div_ceil(ROWS_PER_BLOCK).clamp(1, processors.div_ceil(2));
     let placing =

@@ -17,15 +17,17 @@ pub fn modules() -> Vec<Module> {
 
 /// Launches the forward, or the `backward`; returns the kernel that ran. Its tensors:
 ///
-/// - `y` `[num_positions, hidden_size]`, bf16 or f32, the experts' rows; `shared` `[num_tokens, hidden_size]`, the shared expert's,
-///   absent where it is added elsewhere, and `out`, like it; of the backward `dout`, like `out`, and `dy`, like `y`; all of one type,
-///   rows contiguous. The gradient of `shared` is `dout` itself; a backward without weights does not need `y`;
-/// - `token_topk_to_pos` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots: the row of each slot; what is none of
-///   `0 .. num_positions` is no row;
-/// - `pos_to_token` `[num_positions]` i32: negative for rows that no slot has, whose gradients are zeros; every other row is some
-///   slot's, as [`crate::experts::moe_map::forward`] writes both. Not needed by the forward;
-/// - `topk_weights` `[num_tokens, topk]` f32, rows contiguous, absent where the experts applied them, and with it the backward's
-///   `dtopk_weights`.
+/// - `y` `[num_positions, hidden_size]`, bf16 or f32, the experts' rows; `shared` `[num_tokens,
+///   hidden_size]`, the shared expert's, absent where it is added elsewhere, and `out`, like it;
+///   of the backward `dout`, like `out`, and `dy`, like `y`; all of one type, rows contiguous. The
+///   gradient of `shared` is `dout` itself; a backward without weights does not need `y`;
+/// - `token_topk_to_pos` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots: the row of
+///   each slot; what is none of `0 .. num_positions` is no row;
+/// - `pos_to_token` `[num_positions]` i32: negative for rows that no slot has, whose gradients are
+///   zeros; every other row is some slot's, as [`crate::experts::moe_map::forward`] writes both.
+///   Not needed by the forward;
+/// - `topk_weights` `[num_tokens, topk]` f32, rows contiguous, absent where the experts applied
+///   them, and with it the backward's `dtopk_weights`.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

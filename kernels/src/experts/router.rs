@@ -24,14 +24,19 @@ pub fn modules() -> Vec<Module> {
 
 /// Chooses experts and weights; returns the kernel that ran. Its tensors:
 ///
-/// - `logits` `[num_tokens, num_experts]` f32, rows contiguous, up to 512 experts: products with the router's matrix, in fp32;
+/// - `logits` `[num_tokens, num_experts]` f32, rows contiguous, up to 512 experts: products with
+///   the router's matrix, in fp32;
 /// - `bias` `[num_experts]` f32, for the selection alone: a learned router. Or
-/// - `tid2eid` `[vocab_size, topk]` i32, rows contiguous: a hashed router's table. One of them and not both;
-/// - `token_ids` `[num_tokens]` i32: of a hashed router the row of the table. A negative id, and one beyond the table, is a
-///   padding token: it gets no expert. A learned router's are asked for their sign alone, and may be absent;
-/// - `topk_indices` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots, of a learned router as many as experts at most:
-///   ids from the lowest up (learned) or in the table's order; -1 for no expert;
-/// - `topk_weights` `[num_tokens, topk]` f32, rows contiguous: their weights, which sum to `route_scale`; 0 for no expert.
+/// - `tid2eid` `[vocab_size, topk]` i32, rows contiguous: a hashed router's table. One of them and
+///   not both;
+/// - `token_ids` `[num_tokens]` i32: of a hashed router the row of the table. A negative id, and
+///   one beyond the table, is a padding token: it gets no expert. A learned router's are asked for
+///   their sign alone, and may be absent;
+/// - `topk_indices` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots, of a learned router
+///   as many as experts at most: ids from the lowest up (learned) or in the table's order; -1 for
+///   no expert;
+/// - `topk_weights` `[num_tokens, topk]` f32, rows contiguous: their weights, which sum to
+///   `route_scale`; 0 for no expert.
 ///
 /// What only [`backward`] takes may be among the views.
 ///
@@ -77,8 +82,8 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     let params = params.i64("num_tokens", num_tokens)?.i64("vocab_size", vocab_size)?;
     let params =
         params.i32("num_experts", num_experts)?.i32("topk", topk)?.f32("route_scale", route_scale);
-    // A block a token, where there are so few that a block or two of a multiprocessor take them. Slots up to as many as groups of
-    // experts: of more nearly all experts would be candidates.
+    // A block a token, where there are so few that a block or two of a multiprocessor take them.
+    // Slots up to as many as groups of experts: of more nearly all experts would be candidates.
     let few = num_tokens <= 2 * device.environment().processors.max(1) as usize
         && topk * GROUP <= num_experts;
     let (tokens, name) = match hashed {
@@ -97,9 +102,11 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     Ok(name)
 }
 
-/// Launches the gradient of the logits; returns the kernel that ran. Selection and bias have none. Its tensors:
+/// Launches the gradient of the logits; returns the kernel that ran. Selection and bias have none.
+/// Its tensors:
 ///
-/// - `logits` and `topk_indices` as in [`forward`], which stored the latter; an index that is no expert's is an unused slot;
+/// - `logits` and `topk_indices` as in [`forward`], which stored the latter; an index that is no
+///   expert's is an unused slot;
 /// - `dtopk_weights` `[num_tokens, topk]` f32, rows contiguous; of unused slots it is not read;
 /// - `dlogits` `[num_tokens, num_experts]` f32, rows contiguous.
 ///

@@ -9,8 +9,8 @@ const FILE: &str = "swiglu.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu" };
 /// Rows of a block: one a warp.
 const ROWS_PER_BLOCK: usize = 4;
-/// Up to so many rows for each multiprocessor each access has a thread, of the backward in one block of up to so many; the latter is
-/// `FEW_BACKWARD_THREADS` in the kernel source.
+/// Up to so many rows for each multiprocessor each access has a thread, of the backward in one
+/// block of up to so many; the latter is `FEW_BACKWARD_THREADS` in the kernel source.
 const FEW_ROWS: usize = 4;
 const FEW_BACKWARD_THREADS: usize = 512;
 
@@ -21,10 +21,13 @@ pub fn modules() -> Vec<Module> {
 
 /// Launches the forward, or the `backward`; returns the kernel that ran. Its tensors:
 ///
-/// - `gate`, `up` `[num_rows, width]`, bf16 or f32, and with it `y`, of the backward `dy`, `dgate` and `dup`, all of one
-///   type, rows contiguous, strides of their own: the halves of one `[num_rows, 2 * width]` tensor will do;
-/// - `weight` `[num_rows]` f32, the routing weight, absent for ones, and with it the backward's `dweight`;
-/// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which get zeros; absent where there are none.
+/// - `gate`, `up` `[num_rows, width]`, bf16 or f32, and with it `y`, of the backward `dy`, `dgate`
+///   and `dup`, all of one type, rows contiguous, strides of their own: the halves of one
+///   `[num_rows, 2 * width]` tensor will do;
+/// - `weight` `[num_rows]` f32, the routing weight, absent for ones, and with it the backward's
+///   `dweight`;
+/// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which get zeros; absent
+///   where there are none.
 ///
 /// # Errors
 /// A refused argument (`limit`, of the clamps, is above 0), a compile error, a refused launch.

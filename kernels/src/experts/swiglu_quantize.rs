@@ -1,4 +1,5 @@
-//! `swiglu_quantize`: launcher of `kernels/cuda/experts/swiglu_quantize.cu` (inference 5.4, 5.7, 11.1, training 11.2).
+//! `swiglu_quantize`: launcher of `kernels/cuda/experts/swiglu_quantize.cu` (inference 5.4, 5.7,
+//! 11.1, training 11.2).
 
 use serde::{Deserialize, Serialize};
 
@@ -57,17 +58,17 @@ pub fn modules() -> Vec<Module> {
 
 /// Launches the forward; returns the kernel that ran. Its tensors:
 ///
-/// - `gate`, `up` `[num_rows, width]`, bf16 or f32, of one type, rows contiguous, of up to [`MAX_WIDTH`] elements:
-///   the halves of one `[num_rows, 2 * width]` tensor will do;
+/// - `gate`, `up` `[num_rows, width]`, bf16 or f32, of one type, rows contiguous, of up to
+///   [`MAX_WIDTH`] elements: the halves of one `[num_rows, 2 * width]` tensor will do;
 /// - `weight` `[num_rows]` f32, the routing weight, absent for ones;
-/// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which are quantized as zeros; absent where
-///   there are none;
+/// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which are quantized as
+///   zeros; absent where there are none;
 /// - `codes` `[num_rows, width]` u8: e4m3, rows contiguous;
 /// - `scales`, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
 ///
 /// # Errors
-/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles hold bytes), a compile error, a refused
-/// launch.
+/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles hold bytes), a compile
+/// error, a refused launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -102,8 +103,8 @@ pub fn forward(
     Ok(name)
 }
 
-/// Launches the backward, through the product as if it were not quantized: that of [`swiglu::launch`], whose tensors
-/// it takes.
+/// Launches the backward, through the product as if it were not quantized: that of
+/// [`swiglu::launch`], whose tensors it takes.
 ///
 /// # Errors
 /// As [`swiglu::launch`].

@@ -1,4 +1,5 @@
-//! `hadamard`: launcher of `kernels/cuda/formats/hadamard.cu` and `hadamard_codes.cu` (inference 5.4, 7, 7.1).
+//! `hadamard`: launcher of `kernels/cuda/formats/hadamard.cu` and `hadamard_codes.cu` (inference
+//! 5.4, 7, 7.1).
 
 use serde::{Deserialize, Serialize};
 
@@ -57,12 +58,14 @@ pub fn modules() -> Vec<Module> {
     Stored::ALL.into_iter().flat_map(with).chain([Stored::E2m1, Stored::E4m3].map(codes)).collect()
 }
 
-/// Launches the transform, of the `backward` where that is asked for; returns the kernel that ran. Its tensors:
+/// Launches the transform, of the `backward` where that is asked for; returns the kernel that ran.
+/// Its tensors:
 ///
 /// - `x` `[num_rows, 128]`, bf16 or f32, rows contiguous; in the backward it is `dy`;
-/// - `y` of the same type and shape, rows contiguous, which may be `x` itself; in the backward it is `dx`, which may be `dy`;
-/// - in the place of `y` `codes` `[num_rows, 64]` (e2m1, the even one of two in the low nibble) or `[num_rows, 128]` (e4m3) u8,
-///   rows contiguous;
+/// - `y` of the same type and shape, rows contiguous, which may be `x` itself; in the backward it
+///   is `dx`, which may be `dy`;
+/// - in the place of `y` `codes` `[num_rows, 64]` (e2m1, the even one of two in the low nibble) or
+///   `[num_rows, 128]` (e4m3) u8, rows contiguous;
 /// - with e2m1 `scale_bytes` `[num_rows, 4]` u8, e8m0; with e4m3 `scales` `[num_rows]` f32.
 ///
 /// # Errors

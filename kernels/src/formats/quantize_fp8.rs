@@ -81,8 +81,8 @@ pub fn modules() -> Vec<Module> {
 /// - `scales`, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
 ///
 /// # Errors
-/// A refused argument (`layout`: scales of squares lie row by row, tiles hold bytes), a compile error, a refused
-/// launch.
+/// A refused argument (`layout`: scales of squares lie row by row, tiles hold bytes), a compile
+/// error, a refused launch.
 pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
     let [rows, columns] = extents_of(views, "x");
     let scales = options.scales(rows, columns);

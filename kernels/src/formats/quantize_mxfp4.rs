@@ -1,4 +1,5 @@
-//! `quantize_mxfp4`: launcher of `kernels/cuda/formats/quantize_mxfp4.cu` (inference 5.3, 5.4, 5.7).
+//! `quantize_mxfp4`: launcher of `kernels/cuda/formats/quantize_mxfp4.cu` (inference 5.3, 5.4,
+//! 5.7).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
 use crate::formats::scale_layout::extents_of;
@@ -24,8 +25,10 @@ pub fn modules() -> Vec<Module> {
 /// Quantizes; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
-/// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows contiguous;
-/// - `scales`, e8m0, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
+/// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows
+///   contiguous;
+/// - `scales`, e8m0, dense, of the type and shape of [`Scales::tensor`]; what pads them is written
+///   as 0.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

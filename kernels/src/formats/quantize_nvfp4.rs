@@ -1,4 +1,5 @@
-//! `quantize_nvfp4`: launcher of `kernels/cuda/formats/quantize_nvfp4.cu` (inference 5.3, 5.6, 5.7).
+//! `quantize_nvfp4`: launcher of `kernels/cuda/formats/quantize_nvfp4.cu` (inference 5.3, 5.6,
+//! 5.7).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, scratch, write};
 use crate::formats::scale_layout::extents_of;
@@ -66,8 +67,10 @@ pub fn global_scale(device: &Device, views: &Views) -> Result<[&'static str; 2]>
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
 /// - `global_scale` `[1]` f32: what codes times scales are multiplied by;
-/// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows contiguous;
-/// - `scales`, e4m3, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
+/// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows
+///   contiguous;
+/// - `scales`, e4m3, dense, of the type and shape of [`Scales::tensor`]; what pads them is written
+///   as 0.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -8,7 +8,8 @@ use dsv4_runtime::{DType, Result, Views};
 
 /// Bytes of a tile of scales: 128 rows by 4 groups.
 pub const TILE_BYTES: usize = 512;
-/// Elements of a row that a warp takes, and warps of a block, of the kernels that go over rows of groups.
+/// Elements of a row that a warp takes, and warps of a block, of the kernels that go over rows of
+/// groups.
 const WARP_ELEMENTS: usize = 512;
 const WARPS: usize = 8;
 /// Elements of the longest row that they take.
@@ -151,7 +152,8 @@ impl Scales {
         known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent))
     }
 
-    /// Warps that take a row of so many elements and its groups of so many, and blocks that take all rows.
+    /// Warps that take a row of so many elements and its groups of so many, and blocks that take
+    /// all rows.
     pub(crate) fn grid(
         self,
         check: Arguments,
@@ -186,7 +188,8 @@ impl Scales {
     }
 }
 
-/// The extents of a tensor's two axes, if it has two; what else it has is refused with its signature.
+/// The extents of a tensor's two axes, if it has two; what else it has is refused with its
+/// signature.
 pub(crate) fn extents_of(views: &Views, name: &str) -> [usize; 2] {
     match views.get(name).map(|view| &view.shape[..]) {
         Some(&[rows, width]) => [rows.min(i64::MAX as usize / 512), width.min(MAX_WIDTH)],

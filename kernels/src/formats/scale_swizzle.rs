@@ -26,11 +26,13 @@ pub fn tiles(num_rows: usize, num_groups: usize) -> [usize; 2] {
     [num_rows.div_ceil(TILE[0]), num_groups.div_ceil(TILE[1])]
 }
 
-/// Puts rows of scales into tiles, or takes them out (`inverse`); returns the kernel that ran. Its tensors:
+/// Puts rows of scales into tiles, or takes them out (`inverse`); returns the kernel that ran. Its
+/// tensors:
 ///
-/// - `scales` `[num_rows, num_groups]` u8, rows contiguous, of up to [`MAX_GROUPS`]; written by the inverse;
-/// - `tiles` `[row_tiles, group_tiles, 512]` u8, each tile at a multiple of 16 bytes; read by the inverse. What pads
-///   rows and groups is written as 0.
+/// - `scales` `[num_rows, num_groups]` u8, rows contiguous, of up to [`MAX_GROUPS`]; written by
+///   the inverse;
+/// - `tiles` `[row_tiles, group_tiles, 512]` u8, each tile at a multiple of 16 bytes; read by the
+///   inverse. What pads rows and groups is written as 0.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

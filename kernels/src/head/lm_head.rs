@@ -9,7 +9,8 @@ const CHECK: Arguments = Arguments { operator: "lm_head" };
 /// Rows of the weights that a block takes: of tiles, and of the kernel of single elements.
 const TILE_VOCAB: usize = 128;
 const SCALAR_VOCAB: usize = 4;
-/// Rows of the logits that a block takes, up to [`FEW_ROWS`] rows and beyond, and in the kernel of single elements.
+/// Rows of the logits that a block takes, up to [`FEW_ROWS`] rows and beyond, and in the kernel of
+/// single elements.
 const FEW_ROWS: usize = 16;
 const MANY_ROWS: usize = 128;
 const SCALAR_ROWS: usize = 8;
@@ -23,8 +24,8 @@ pub fn modules() -> Vec<Module> {
 ///
 /// - `hidden` `[num_tokens, hidden_size]` bf16, rows contiguous: the normed hidden states;
 /// - `weight` `[vocab_size, hidden_size]` bf16, rows contiguous;
-/// - `rows` `[num_rows]` i32: the tokens that are sampled; absent where all are, in their order. A row that names no
-///   token gets logits of -infinity;
+/// - `rows` `[num_rows]` i32: the tokens that are sampled; absent where all are, in their order. A
+///   row that names no token gets logits of -infinity;
 /// - `logits` `[num_rows, vocab_size]` f32, rows contiguous.
 ///
 /// # Errors

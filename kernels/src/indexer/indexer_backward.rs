@@ -1,4 +1,5 @@
-//! `indexer_backward`: launchers of `kernels/cuda/indexer/indexer_backward.cu` (stage 2 of training 7).
+//! `indexer_backward`: launchers of `kernels/cuda/indexer/indexer_backward.cu` (stage 2 of
+//! training 7).
 
 use crate::arguments::{Arguments, Defines, FLOATS, Parts, element_types, read, scratch, write};
 pub use crate::attention::sparse_attention::KeyGradients;
@@ -22,11 +23,13 @@ const DEFAULT_ROW_BYTES: usize = 1 << 30;
 /// What a call is told beside its tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's sequence.
+    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's
+    /// sequence.
     pub global: bool,
     /// Tokens that one key covers, at least 1. Where there are no `indices`.
     pub ratio: usize,
-    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by both.
+    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by
+    /// both.
     pub sm_scale: f32,
     /// How `dk` is summed.
     pub key_gradients: KeyGradients,
@@ -55,7 +58,8 @@ fn defines(weight: DType, selected: bool) -> Defines {
     defines
 }
 
-/// Bytes of scratch memory that [`backward`] needs: none for sums by atomics, a row for each slot of a chunk otherwise.
+/// Bytes of scratch memory that [`backward`] needs: none for sums by atomics, a row for each slot
+/// of a chunk otherwise.
 ///
 /// # Errors
 /// A refused argument.
@@ -182,21 +186,24 @@ impl Extents {
     }
 }
 
-/// Launches the backward of the indexer's logits; returns the kernels that ran. Slots are those of a list where there
-/// are `indices`, else columns, one for each key of a token's sequence:
+/// Launches the backward of the indexer's logits; returns the kernels that ran. Slots are those of
+/// a list where there are `indices`, else columns, one for each key of a token's sequence:
 ///
-/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at multiples of 16
-///   bytes;
-/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what [`Options::sm_scale`]
-///   has;
-/// - `dlogits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the gradient with respect to each
-///   slot's logit. It is not used where a slot is not valid;
+/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at
+///   multiples of 16 bytes;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what
+///   [`Options::sm_scale`] has;
+/// - `dlogits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the gradient
+///   with respect to each slot's logit. It is not used where a slot is not valid;
 /// - `indices`, `topk_length`, `q_off`, `cu_q`, `cu_k` i32: which slots are valid, as in
 ///   [`score_recompute::target`](crate::indexer::score_recompute::target) and
-///   [`score_recompute::scores`](crate::indexer::score_recompute::scores). Without sequences there are as many columns as keys;
-/// - `dq` of the type and shape of `q`, rows at multiples of 16 bytes; `dk` `[num_keys, 128]` f32, rows at multiples of
-///   16 bytes, whatever it held before; `dw` of the type and shape of `w`, rows contiguous;
-/// - `workspace`, scratch memory of [`workspace_bytes`] bytes at a multiple of 16; absent where that is 0.
+///   [`score_recompute::scores`](crate::indexer::score_recompute::scores). Without sequences there
+///   are as many columns as keys;
+/// - `dq` of the type and shape of `q`, rows at multiples of 16 bytes; `dk` `[num_keys, 128]` f32,
+///   rows at multiples of 16 bytes, whatever it held before; `dw` of the type and shape of `w`,
+///   rows contiguous;
+/// - `workspace`, scratch memory of [`workspace_bytes`] bytes at a multiple of 16; absent where
+///   that is 0.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -1,4 +1,5 @@
-//! `indexer_logits`: launchers of `kernels/cuda/indexer/indexer_logits.cu` and `indexer_logits_hopper.cu` (inference 7, 7.1; training 1).
+//! `indexer_logits`: launchers of `kernels/cuda/indexer/indexer_logits.cu` and
+//! `indexer_logits_hopper.cu` (inference 7, 7.1; training 1).
 
 use serde::{Deserialize, Serialize};
 
@@ -87,13 +88,15 @@ impl Operands {
 pub struct Options {
     /// What q and k are stored as.
     pub operands: Operands,
-    /// Tokens that one key covers, at least 1. Where the keys of a token follow from a causal limit.
+    /// Tokens that one key covers, at least 1. Where the keys of a token follow from a causal
+    /// limit.
     pub ratio: usize,
     /// Rows of a page, 32 or 64. Where there is a block table.
     pub page_size: usize,
     /// Multiplies the logits, finite and above 0.
     pub sm_scale: f32,
-    /// Whether columns that a token does not see become -inf. Otherwise they are left as they are, and nobody may read them.
+    /// Whether columns that a token does not see become -inf. Otherwise they are left as they are,
+    /// and nobody may read them.
     pub clean_logits: bool,
     /// Which implementation runs.
     pub implementation: Implementation,
@@ -342,8 +345,9 @@ fn bytes_of(view: &TensorView) -> TensorView {
     TensorView { dtype: DType::U8, shape, strides, ..view.clone() }
 }
 
-/// The boxes of q, `[num_tokens, num_heads, bytes]`, and of the keys, pages among them, that the Hopper kernel copies; `None`
-/// where hardware copies none of such a tensor. Codes of e2m1 are not copied so, nor are keys that there are none of.
+/// The boxes of q, `[num_tokens, num_heads, bytes]`, and of the keys, pages among them, that the
+/// Hopper kernel copies; `None` where hardware copies none of such a tensor. Codes of e2m1 are not
+/// copied so, nor are keys that there are none of.
 fn maps(
     views: &Views,
     options: &Options,
@@ -436,23 +440,28 @@ fn params(
     Ok(params.tensor_map("q_map", q_map).tensor_map("k_map", k_map))
 }
 
-/// Launches the logits; returns the kernel that ran. Its tensors, those of tokens `[batch, next_n, ..]` in the place of
-/// `[num_tokens, ..]` where keys are paged, the tokens of all requests evenly spaced:
+/// Launches the logits; returns the kernel that ran. Its tensors, those of tokens `[batch, next_n,
+/// ..]` in the place of `[num_tokens, ..]` where keys are paged, the tokens of all requests evenly
+/// spaced:
 ///
-/// - `q` `[num_tokens, num_heads, 128]` bf16, or u8: 128 codes of e4m3, 64 bytes of e2m1 (the even code of two in the low
-///   nibble); rows 16-byte aligned; at most 64 heads;
+/// - `q` `[num_tokens, num_heads, 128]` bf16, or u8: 128 codes of e4m3, 64 bytes of e2m1 (the even
+///   code of two in the low nibble); rows 16-byte aligned; at most 64 heads;
 /// - `q_scale_bytes` `[num_tokens, num_heads, 4]` u8, e8m0, with e2m1;
-/// - `w` `[num_tokens, num_heads]` f32 or bf16, heads contiguous; f32 with e4m3, whose scale of q is folded into it;
-/// - `k` `[num_keys, 128]` (64 bytes with e2m1) as q, rows 16-byte aligned; with `k_scales` `[num_keys]` f32 (e4m3), above 0, or
-///   `k_scale_bytes` `[num_keys, 4]` u8, e8m0 (e2m1);
-/// - in its place `pages` `[num_pages, page_bytes]` u8, 16-byte aligned: `page_size` rows, then as many scales of 4 bytes;
-///   `block_table` `[batch, table_pages]` i32, rows contiguous, the page of each `page_size` entries of a request, and
-///   `context_lens` `[batch, next_n]` i32: how many entries each token scores;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, heads contiguous; f32 with e4m3, whose scale of q
+///   is folded into it;
+/// - `k` `[num_keys, 128]` (64 bytes with e2m1) as q, rows 16-byte aligned; with `k_scales`
+///   `[num_keys]` f32 (e4m3), above 0, or `k_scale_bytes` `[num_keys, 4]` u8, e8m0 (e2m1);
+/// - in its place `pages` `[num_pages, page_bytes]` u8, 16-byte aligned: `page_size` rows, then as
+///   many scales of 4 bytes; `block_table` `[batch, table_pages]` i32, rows contiguous, the page
+///   of each `page_size` entries of a request, and `context_lens` `[batch, next_n]` i32: how many
+///   entries each token scores;
 /// - `ks`, `ke` `[num_tokens]` i32: the rows of k that each token scores; or
-/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, absent for one sequence of everything, and `q_off` `[num_sequences]` i32, absent
-///   where it is 0: a token scores the first `clamp(floor((q_off + t + 1) / ratio), 0, keys)` keys of its sequence;
-/// - `logits` `[num_tokens, columns]` f32, rows contiguous: column `c` is the `c`-th key that the token scores. What does not fit
-///   the keys, the pages or the columns is left out; for the other columns see [`Options::clean_logits`].
+/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, absent for one sequence of everything, and `q_off`
+///   `[num_sequences]` i32, absent where it is 0: a token scores the first `clamp(floor((q_off + t
+///   + 1) / ratio), 0, keys)` keys of its sequence;
+/// - `logits` `[num_tokens, columns]` f32, rows contiguous: column `c` is the `c`-th key that the
+///   token scores. What does not fit the keys, the pages or the columns is left out; for the other
+///   columns see [`Options::clean_logits`].
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -518,7 +527,8 @@ mod tests {
     #[test]
     fn keys_are_dealt_so_that_one_request_fills_the_device_and_many_leave_no_part_round() {
         let decode = of(true, 64, 1);
-        // 128 tiles of keys for 132 multiprocessors; four pieces of each of 32 requests; whole contexts of 128.
+        // 128 tiles of keys for 132 multiprocessors; four pieces of each of 32 requests; whole
+        // contexts of 128.
         assert_eq!(
             [(1, 8192), (32, 8192), (128, 8192)]
                 .map(|(tiles, columns)| pieces(decode, 132, tiles, columns)),

@@ -1,4 +1,5 @@
-//! `indexer_loss`: launchers of `kernels/cuda/indexer/indexer_loss.cu` and `indexer_loss_sum.cu` (training 6 and 7).
+//! `indexer_loss`: launchers of `kernels/cuda/indexer/indexer_loss.cu` and `indexer_loss_sum.cu`
+//! (training 6 and 7).
 
 use serde::{Deserialize, Serialize};
 
@@ -42,7 +43,8 @@ pub enum Reduction {
 pub struct Options {
     /// Keys of all sequences.
     pub num_keys: usize,
-    /// Whether `indices` are rows of all keys; otherwise they count from the first key of the token's sequence.
+    /// Whether `indices` are rows of all keys; otherwise they count from the first key of the
+    /// token's sequence.
     pub global: bool,
     /// Tokens that one key covers, at least 1. Where there are no `indices`.
     pub ratio: usize,
@@ -88,25 +90,31 @@ pub fn workspace_bytes(num_tokens: usize) -> usize {
     4 * num_tokens
 }
 
-/// Launches the loss, with `grad_loss` its gradient as well; returns the kernels that ran. Of a row, slots are those of
-/// a list (sparse, where there are `indices`) or columns, one for each key of its sequence (dense):
+/// Launches the loss, with `grad_loss` its gradient as well; returns the kernels that ran. Of a
+/// row, slots are those of a list (sparse, where there are `indices`) or columns, one for each key
+/// of its sequence (dense):
 ///
-/// - `logits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the indexer's logits, of the listed
-///   keys or of all. Neither they nor the target are used where a slot is not valid;
-/// - `target` `[num_tokens, topk]` f32, rows contiguous: the sparse target; or, in the dense form, `scores`
-///   `[num_tokens, columns]` f32, rows contiguous, with `l1` `[num_tokens]` f32, of which the target is `scores / l1`,
-///   and 0 where `l1` is 0. A factor that both have, such as `exp(-shift)` of `score_recompute`, cancels;
+/// - `logits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the indexer's
+///   logits, of the listed keys or of all. Neither they nor the target are used where a slot is
+///   not valid;
+/// - `target` `[num_tokens, topk]` f32, rows contiguous: the sparse target; or, in the dense form,
+///   `scores` `[num_tokens, columns]` f32, rows contiguous, with `l1` `[num_tokens]` f32, of which
+///   the target is `scores / l1`, and 0 where `l1` is 0. A factor that both have, such as
+///   `exp(-shift)` of `score_recompute`, cancels;
 /// - `indices`, `topk_length`, `q_off`, `cu_q`, `cu_k` i32: which slots are valid, as in
 ///   [`score_recompute::target`](crate::indexer::score_recompute::target) and
-///   [`score_recompute::scores`](crate::indexer::score_recompute::scores). Without sequences there are as many columns as keys;
-/// - `row_mask` `[num_tokens]` u8: 0 for a padding row, which has no valid slot; absent where there is none;
-/// - `idx_lse` `[num_tokens]` f32, natural: log-sum-exp of the valid logits. Read where [`Options::lse_given`] says so,
-///   else written, `+inf` where a row has no valid slot;
-/// - `real_rows` `[1]` i32, written: how many rows are no padding; present exactly with [`Reduction::MeanOfRealRows`];
-/// - `loss` `[1]` f32; `kl` `[num_tokens]` f32: each row's divergence, neither scaled nor divided; in its place, where
-///   nobody asks, `workspace`, scratch memory of [`workspace_bytes`] bytes;
-/// - `grad_loss` `[1]` f32, read on the device, with `dlogits` of the shape of `logits`, rows contiguous: both or
-///   neither. `dlogits` may be `logits` (dense) or `target` (sparse) itself.
+///   [`score_recompute::scores`](crate::indexer::score_recompute::scores). Without sequences there
+///   are as many columns as keys;
+/// - `row_mask` `[num_tokens]` u8: 0 for a padding row, which has no valid slot; absent where
+///   there is none;
+/// - `idx_lse` `[num_tokens]` f32, natural: log-sum-exp of the valid logits. Read where
+///   [`Options::lse_given`] says so, else written, `+inf` where a row has no valid slot;
+/// - `real_rows` `[1]` i32, written: how many rows are no padding; present exactly with
+///   [`Reduction::MeanOfRealRows`];
+/// - `loss` `[1]` f32; `kl` `[num_tokens]` f32: each row's divergence, neither scaled nor divided;
+///   in its place, where nobody asks, `workspace`, scratch memory of [`workspace_bytes`] bytes;
+/// - `grad_loss` `[1]` f32, read on the device, with `dlogits` of the shape of `logits`, rows
+///   contiguous: both or neither. `dlogits` may be `logits` (dense) or `target` (sparse) itself.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -133,9 +141,9 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&
     Ok(ran)
 }
 
-/// Launches the gradient alone; returns the kernel that ran. Tensors as in [`forward`], of which it takes no `kl`,
-/// `loss` and `workspace`, reads `idx_lse` and `real_rows` as the forward stored them, and needs `grad_loss` and
-/// `dlogits`.
+/// Launches the gradient alone; returns the kernel that ran. Tensors as in [`forward`], of which
+/// it takes no `kl`, `loss` and `workspace`, reads `idx_lse` and `real_rows` as the forward stored
+/// them, and needs `grad_loss` and `dlogits`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -270,7 +278,8 @@ fn signature<'a>(
     CHECK.signature(views, tensors)
 }
 
-/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the other.
+/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the
+/// other.
 fn check_ranking(views: &Views) -> Result<bool> {
     let present = |name| views.get(name).is_some();
     let selected = present("indices");

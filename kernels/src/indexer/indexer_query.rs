@@ -85,13 +85,17 @@ impl Call {
 /// Launches the forward; returns the kernel that ran. Its tensors:
 ///
 /// - `q` `[num_tokens, num_heads, 128]` bf16, channels contiguous;
-/// - `cos`, `sin` `[table_rows, 32]` f32, rows contiguous; `positions` `[num_tokens]` i32, absent where token `t` has the table's
-///   row `t`: see [`rope::forward`](crate::projections::rope::forward);
-/// - `weights` `[num_tokens, num_heads]`, bf16 or f32, heads contiguous: what the weights' projection gives;
-/// - `y` as `q`, which may be `q` itself; or in its place `codes` `[num_tokens, num_heads, 64]` (e2m1, the even one of two in the low
-///   nibble) or `[num_tokens, num_heads, 128]` (e4m3) u8, a head's contiguous;
+/// - `cos`, `sin` `[table_rows, 32]` f32, rows contiguous; `positions` `[num_tokens]` i32, absent
+///   where token `t` has the table's row `t`: see
+///   [`rope::forward`](crate::projections::rope::forward);
+/// - `weights` `[num_tokens, num_heads]`, bf16 or f32, heads contiguous: what the weights'
+///   projection gives;
+/// - `y` as `q`, which may be `q` itself; or in its place `codes` `[num_tokens, num_heads, 64]`
+///   (e2m1, the even one of two in the low nibble) or `[num_tokens, num_heads, 128]` (e4m3) u8, a
+///   head's contiguous;
 /// - with e2m1 `scale_bytes` `[num_tokens, num_heads, 4]` u8, e8m0;
-/// - `w` `[num_tokens, num_heads]` f32, heads contiguous: `weights * weights_scale`, with e4m3 times the scale of the head's codes.
+/// - `w` `[num_tokens, num_heads]` f32, heads contiguous: `weights * weights_scale`, with e4m3
+///   times the scale of the head's codes.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -137,9 +141,10 @@ pub fn forward(
     )
 }
 
-/// Launches the gradient of the forward that stores `y`; returns the kernel that ran. Its tensors: `cos`, `sin` and `positions` as
-/// in [`forward`]; `dy` and `dq` as `q`, which may be one; `dw` as `w`, and `dweights` as `weights`. `q` and `weights`, where they are there, are
-/// left as they are.
+/// Launches the gradient of the forward that stores `y`; returns the kernel that ran. Its tensors:
+/// `cos`, `sin` and `positions` as in [`forward`]; `dy` and `dq` as `q`, which may be one; `dw` as
+/// `w`, and `dweights` as `weights`. `q` and `weights`, where they are there, are left as they
+/// are.
 ///
 /// # Errors
 /// As [`forward`].

@@ -1,4 +1,5 @@
-//! `indexer_recompute`: launchers of `kernels/cuda/indexer/indexer_recompute.cu` and `indexer_recompute_hopper.cu` (training 1, 6).
+//! `indexer_recompute`: launchers of `kernels/cuda/indexer/indexer_recompute.cu` and
+//! `indexer_recompute_hopper.cu` (training 1, 6).
 
 use crate::arguments::{Arguments, Defines, FLOATS, element_types, read, write};
 pub use crate::implementation::Implementation;
@@ -29,9 +30,11 @@ fn defines(weight: DType) -> Defines {
 /// What a call is told beside its tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's sequence.
+    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's
+    /// sequence.
     pub global: bool,
-    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by both.
+    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by
+    /// both.
     pub sm_scale: f32,
     /// Which implementation runs.
     pub implementation: Implementation,
@@ -39,8 +42,10 @@ pub struct Options {
 
 /// Computes the indexer's logits of selected keys; returns the kernel that ran. Its tensors:
 ///
-/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at multiples of 16 bytes;
-/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what [`Options::sm_scale`] has;
+/// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at
+///   multiples of 16 bytes;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what
+///   [`Options::sm_scale`] has;
 /// - `indices`, `topk_length`, `cu_q`, `cu_k` i32: which slots are valid, as in
 ///   [`score_recompute::target`](crate::indexer::score_recompute::target);
 /// - `logits` `[num_tokens, topk]` f32, rows contiguous: -infinity in slots that are not valid.

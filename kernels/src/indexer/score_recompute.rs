@@ -1,4 +1,5 @@
-//! `score_recompute`: launchers of `kernels/cuda/indexer/score_recompute.cu` and `score_recompute_hopper.cu` (training 5).
+//! `score_recompute`: launchers of `kernels/cuda/indexer/score_recompute.cu` and
+//! `score_recompute_hopper.cu` (training 5).
 
 use crate::arguments::{Argument, Arguments, read, saved, write};
 pub use crate::implementation::Implementation;
@@ -17,13 +18,15 @@ const PANEL_COLUMNS: usize = 64;
 /// What a call is told beside its tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's sequence.
+    /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's
+    /// sequence.
     pub global: bool,
     /// Tokens that one key covers, at least 1. Where there are no `indices`.
     pub ratio: usize,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
-    /// Which implementation runs. The Hopper kernel takes `head_dim` in multiples of 64; [`lse`] has none.
+    /// Which implementation runs. The Hopper kernel takes `head_dim` in multiples of 64; [`lse`]
+    /// has none.
     pub implementation: Implementation,
 }
 
@@ -147,7 +150,8 @@ fn check(views: &Views, options: Options, function: Function) -> Result<Extents>
     Ok(Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected })
 }
 
-/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the other.
+/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the
+/// other.
 fn check_ranking(views: &Views, function: Function) -> Result<bool> {
     let present = |name| views.get(name).is_some();
     let selected = present("indices");
@@ -219,22 +223,28 @@ fn launch_scores(
     )
 }
 
-/// Launches the sparse target, over lists of selected keys; returns the kernel that ran. Tensors of the operator:
+/// Launches the sparse target, over lists of selected keys; returns the kernel that ran. Tensors
+/// of the operator:
 ///
 /// - `q` `[num_tokens, num_heads, head_dim]` bf16, at most 128 heads;
-/// - `k` `[num_keys, head_dim]` bf16: the keys that the indexer ranks; one key head, shared by all query heads;
-/// - `indices` `[num_tokens, topk]` i32: the keys that each token ranks. Slot `j` is valid when `j < topk_length` and the
-///   index names a key of the token's sequence ([`Options::global`]); invalid slots contribute nothing and are never
-///   dereferenced. Without them the ranking is causal, as in [`scores`];
-/// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk` everywhere;
-/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, starting at 0, not falling: packed sequences, of which number `b` has the
-///   tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b + 1]`. Any may be empty. Tokens behind the last
-///   sequence rank nothing. A batch of equal lengths is packed so too. Both are absent for one sequence of everything;
-/// - `lse` `[num_tokens, num_heads]` f32, natural, without the sink: the logarithm of what the exponentials are divided by,
-///   of the ranked keys (V3.2) or of the layer's whole softmax (V4). A head with an infinity of either sign adds nothing,
-///   as padding heads must;
+/// - `k` `[num_keys, head_dim]` bf16: the keys that the indexer ranks; one key head, shared by all
+///   query heads;
+/// - `indices` `[num_tokens, topk]` i32: the keys that each token ranks. Slot `j` is valid when `j
+///   < topk_length` and the index names a key of the token's sequence ([`Options::global`]);
+///   invalid slots contribute nothing and are never dereferenced. Without them the ranking is
+///   causal, as in [`scores`];
+/// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk`
+///   everywhere;
+/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, starting at 0, not falling: packed sequences, of
+///   which number `b` has the tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b +
+///   1]`. Any may be empty. Tokens behind the last sequence rank nothing. A batch of equal lengths
+///   is packed so too. Both are absent for one sequence of everything;
+/// - `lse` `[num_tokens, num_heads]` f32, natural, without the sink: the logarithm of what the
+///   exponentials are divided by, of the ranked keys (V3.2) or of the layer's whole softmax (V4).
+///   A head with an infinity of either sign adds nothing, as padding heads must;
 /// - `sink` `[num_heads]` f32: a logit, not scaled; absent without sinks;
-/// - `target` `[num_tokens, topk]` f32: each row sums to 1, or is 0 where nothing is valid; 0 in invalid slots.
+/// - `target` `[num_tokens, topk]` f32: each row sums to 1, or is 0 where nothing is valid; 0 in
+///   invalid slots.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -244,15 +254,16 @@ pub fn target(device: &Device, views: &Views, options: Options) -> Result<String
 }
 
 /// Launches the dense scores; returns the kernel that ran. Each token ranks the first
-/// `clamp(floor((q_off + t + 1) / ratio), 0, keys)` keys of its sequence, `t` counted within the sequence. Tensors as in
-/// [`target`], but for `indices`, `topk_length` and `target` these:
+/// `clamp(floor((q_off + t + 1) / ratio), 0, keys)` keys of its sequence, `t` counted within the
+/// sequence. Tensors as in [`target`], but for `indices`, `topk_length` and `target` these:
 ///
 /// - `q_off` `[num_sequences]` i32: position of each sequence's first query; absent where it is 0;
-/// - `scores` `[num_tokens, columns]` f32: sums over the heads, 0 in masked columns. Without sequences there are
-///   `num_keys` columns; keys of a sequence beyond the last column are left out;
+/// - `scores` `[num_tokens, columns]` f32: sums over the heads, 0 in masked columns. Without
+///   sequences there are `num_keys` columns; keys of a sequence beyond the last column are left
+///   out;
 /// - `l1` `[num_tokens]` f32: sum of the row of `scores`;
-/// - `shift` `[num_tokens]` f32: `scores` and `l1` are `exp(-shift)` times what the formula says. 0, unless the row's
-///   largest exponent is beyond what fp32 holds well.
+/// - `shift` `[num_tokens]` f32: `scores` and `l1` are `exp(-shift)` times what the formula says.
+///   0, unless the row's largest exponent is beyond what fp32 holds well.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -261,11 +272,13 @@ pub fn scores(device: &Device, views: &Views, options: Options) -> Result<String
     launch_scores(device, views, options, extents, "scores")
 }
 
-/// Launches the log-sum-exp of the ranked keys, of either ranking; returns the kernel that ran. Tensors as in [`target`] and
-/// [`scores`], of which it takes no `sink` and writes `lse` alone, `+inf` where there is neither a key nor anything beside:
+/// Launches the log-sum-exp of the ranked keys, of either ranking; returns the kernel that ran.
+/// Tensors as in [`target`] and [`scores`], of which it takes no `sink` and writes `lse` alone,
+/// `+inf` where there is neither a key nor anything beside:
 ///
-/// - `lse_beside` `[num_tokens, num_heads]` f32, natural: log-sum-exp of what the softmax holds beside the ranked keys (the
-///   window); an infinity of either sign is nothing, and so is its absence.
+/// - `lse_beside` `[num_tokens, num_heads]` f32, natural: log-sum-exp of what the softmax holds
+///   beside the ranked keys (the window); an infinity of either sign is nothing, and so is its
+///   absence.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

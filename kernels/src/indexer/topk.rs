@@ -10,7 +10,8 @@ const CHECK: Arguments = Arguments { operator: "topk" };
 pub const MAX_TOPK: usize = 4096;
 /// The most scores of a row.
 pub const MAX_COLUMNS: usize = 1 << 20;
-/// Threads of a block: few where several share a multiprocessor, more where each has one to itself, by the length of its row.
+/// Threads of a block: few where several share a multiprocessor, more where each has one to
+/// itself, by the length of its row.
 const THREADS: [usize; 3] = [256, 512, 1024];
 /// Rows up to here are short: more threads than the first find nothing to do.
 const SHORT_COLUMNS: usize = 4096;
@@ -24,7 +25,8 @@ pub fn modules() -> Vec<Module> {
     THREADS.iter().map(|threads| module(FILE, &[("THREADS", threads.to_string())])).collect()
 }
 
-/// The candidates that a block has room for: twice what it is asked for, and what a sample misses by.
+/// The candidates that a block has room for: twice what it is asked for, and what a sample misses
+/// by.
 fn candidates(topk: usize) -> usize {
     2 * topk + 1024
 }
@@ -32,11 +34,15 @@ fn candidates(topk: usize) -> usize {
 /// Selects the `topk` largest scores of each row; returns the kernel that ran. Its tensors:
 ///
 /// - `scores` `[num_rows, num_columns]` f32, rows contiguous, up to 1048576 columns;
-/// - `lengths` `[num_rows]` i32: how many of a row's columns count, clamped to what there is; absent where all do;
-/// - `offsets` `[num_rows]` i32, what is added to a row's columns; or `block_table` `[num_rows, num_pages]` i32, rows contiguous,
-///   the pages of `page_size` slots that a row's columns lie in, negative for none; one of them, or neither;
-/// - `indices` `[num_rows, topk]` i32, rows contiguous: the columns, offset or mapped, from the lowest up, then -1; up to 4096;
-/// - `values` `[num_rows, topk]` f32, rows contiguous: their scores, then -infinity; absent where nobody asks.
+/// - `lengths` `[num_rows]` i32: how many of a row's columns count, clamped to what there is;
+///   absent where all do;
+/// - `offsets` `[num_rows]` i32, what is added to a row's columns; or `block_table` `[num_rows,
+///   num_pages]` i32, rows contiguous, the pages of `page_size` slots that a row's columns lie in,
+///   negative for none; one of them, or neither;
+/// - `indices` `[num_rows, topk]` i32, rows contiguous: the columns, offset or mapped, from the
+///   lowest up, then -1; up to 4096;
+/// - `values` `[num_rows, topk]` f32, rows contiguous: their scores, then -infinity; absent where
+///   nobody asks.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -1,5 +1,5 @@
-//! `linear`: launchers of `kernels/cuda/projections/linear.cu`, `linear_quantized.cu` and `linear_hopper.cu` (inference 0, 5.2 to
-//! 5.7).
+//! `linear`: launchers of `kernels/cuda/projections/linear.cu`, `linear_quantized.cu` and
+//! `linear_hopper.cu` (inference 0, 5.2 to 5.7).
 
 use serde::{Deserialize, Serialize};
 
@@ -26,22 +26,25 @@ pub const MAX_FEATURES: usize = 1 << 30;
 pub const MAX_GROUPS: usize = 1 << 16;
 /// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
 pub(crate) const FEW_ROWS: usize = 16;
-/// Of one token, whose warps read whole rows of w: features of a block, and warps that share a row at most, each with so many numbers
-/// of k at a time; `ONE_WARPS * ONE_FEATURES`, `ONE_WARPS` and `ONE_STEP * CHUNK` in the kernel source.
+/// Of one token, whose warps read whole rows of w: features of a block, and warps that share a row
+/// at most, each with so many numbers of k at a time; `ONE_WARPS * ONE_FEATURES`, `ONE_WARPS` and
+/// `ONE_STEP * CHUNK` in the kernel source.
 const ONE: &str = "linear_forward_one";
 const FEATURES_OF_ONE: usize = 16;
 const MOST_WARPS_OF_ROW: usize = 8;
 const STEP_OF_ONE: usize = 512;
-/// Blocks of them for each multiprocessor, at least, if rows are long enough to be shared: fewer leave memory too little to bring at
-/// once.
+/// Blocks of them for each multiprocessor, at least, if rows are long enough to be shared: fewer
+/// leave memory too little to bring at once.
 const BLOCKS_OF_ONE: usize = 3;
 /// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
 const DEPTH: usize = 64;
 const FEWEST_STAGES: usize = 4;
-/// What beginning a tile costs a block of the Hopper kernel, in stages, and rounds into which k is divided at most.
+/// What beginning a tile costs a block of the Hopper kernel, in stages, and rounds into which k is
+/// divided at most.
 const STARTS: usize = 4;
 const MOST_ROUNDS: usize = 4;
-/// Elements of a row that a thread of the sum takes, and its threads; `CHUNK` and `SUM_THREADS` in the kernel source.
+/// Elements of a row that a thread of the sum takes, and its threads; `CHUNK` and `SUM_THREADS` in
+/// the kernel source.
 const CHUNK: usize = 8;
 const SUM_THREADS: usize = 256;
 
@@ -66,7 +69,8 @@ pub fn modules() -> Vec<Module> {
 pub enum Weights {
     /// bf16, and x.
     Bf16,
-    /// e4m3 with a scale for each block of 128 x 128; x e4m3 with one for each 128 numbers of a row.
+    /// e4m3 with a scale for each block of 128 x 128; x e4m3 with one for each 128 numbers of a
+    /// row.
     Fp8,
     /// e2m1 with an e8m0 scale for each 32 numbers of a row; x e4m3 with one for each 128 or 32.
     Mxfp4,
@@ -80,9 +84,10 @@ pub enum Products {
     /// Those of `linear.cu`.
     #[default]
     Own,
-    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it takes the product: more than 16
-    /// rows of the result, which is fp32 where it is added to something, none of its extents 0, and rows of all matrices
-    /// at multiples of 16 bytes and within 2^31 elements. Those of `linear.cu` otherwise.
+    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it takes the
+    /// product: more than 16 rows of the result, which is fp32 where it is added to something,
+    /// none of its extents 0, and rows of all matrices at multiples of 16 bytes and within 2^31
+    /// elements. Those of `linear.cu` otherwise.
     Library,
 }
 
@@ -97,8 +102,8 @@ pub struct Quantized {
     pub scale_bytes: bool,
     /// Where the scales of rows lie; those of FP8's blocks of weights are plain.
     pub layout: ScaleLayout,
-    /// Which kernels run. Those for Hopper take FP8 and MXFP4, rows of x and w at multiples of 16 bytes and whole accesses
-    /// long.
+    /// Which kernels run. Those for Hopper take FP8 and MXFP4, rows of x and w at multiples of 16
+    /// bytes and whole accesses long.
     pub implementation: Implementation,
 }
 
@@ -196,7 +201,8 @@ enum Product {
 /// The paths of products by a library.
 const LIBRARY: [&str; 3] = ["linear_forward<library>", "linear_dx<library>", "linear_dw<library>"];
 
-/// The kernels of one tile: those of all products, blocks that a multiprocessor holds, rows and columns of the tile.
+/// The kernels of one tile: those of all products, blocks that a multiprocessor holds, rows and
+/// columns of the tile.
 struct Tiles {
     names: [&'static str; 3],
     per_processor: usize,
@@ -225,15 +231,19 @@ const QUANTIZED: [Tiles; 3] = [
     Tiles { names: ["linear_quantized_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
     Tiles { names: ["linear_quantized_scalar"; 3], per_processor: 4, extents: [64, 64] },
 ];
-/// Features of a tile of the Hopper kernel for few tokens, as many as numbers of k of a stage of either.
+/// Features of a tile of the Hopper kernel for few tokens, as many as numbers of k of a stage of
+/// either.
 pub(crate) const FEATURE_TILE: usize = 128;
-/// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of the boxes that it copies.
+/// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of the boxes that
+/// it copies.
 pub(crate) const LARGE_TILE: [usize; 2] = [128, 256];
 const LARGE_BOX_ROWS: u32 = 128;
-/// From so many tiles of tokens on a pair of tiles is taken to be whole, though one may lack its second.
+/// From so many tiles of tokens on a pair of tiles is taken to be whole, though one may lack its
+/// second.
 const MANY_TOKEN_TILES: usize = 15;
 
-/// Extents of a product: groups, of each rows and columns of the result, numbers that are added for each element.
+/// Extents of a product: groups, of each rows and columns of the result, numbers that are added
+/// for each element.
 #[derive(Clone, Copy)]
 struct Extents {
     groups: usize,
@@ -272,7 +282,8 @@ impl Extents {
         Self { groups, ..self }
     }
 
-    /// Tiles of the result, and parts of k: as many as the device holds blocks, where tiles alone are fewer.
+    /// Tiles of the result, and parts of k: as many as the device holds blocks, where tiles alone
+    /// are fewer.
     fn grid(self, device: &Device, tiles: &Tiles) -> [usize; 2] {
         let [rows, columns] = tiles.extents;
         let count = self
@@ -284,14 +295,15 @@ impl Extents {
         [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
     }
 
-    /// The same of the Hopper kernels, whose blocks take several tiles: so many parts of k that the last round of the
-    /// multiprocessors is nearly full, where what they leave costs less than that. `tokens`, `features`: of a tile.
+    /// The same of the Hopper kernels, whose blocks take several tiles: so many parts of k that
+    /// the last round of the multiprocessors is nearly full, where what they leave costs less than
+    /// that. `tokens`, `features`: of a tile.
     fn hopper_grid(self, device: &Device, [tokens, features]: [usize; 2]) -> [usize; 2] {
         let processors = device.environment().processors as usize;
         let count = self.rows.div_ceil(tokens).saturating_mul(self.columns.div_ceil(features));
         let stages = self.depth.div_ceil(FEATURE_TILE);
-        // In stages: those of the longest block, its starts, and the sums that it leaves, 8 bytes an element there and
-        // back.
+        // In stages: those of the longest block, its starts, and the sums that it leaves, 8 bytes
+        // an element there and back.
         let cost = |splits: &usize| {
             let left = if *splits > 1 { tokens.min(self.rows).div_ceil(16) } else { 0 };
             count
@@ -306,7 +318,8 @@ impl Extents {
         [count, (1..=most).min_by_key(cost).unwrap_or(1)]
     }
 
-    /// Of one token, whose warps read whole rows of w: how many of a block share one, and the blocks.
+    /// Of one token, whose warps read whole rows of w: how many of a block share one, and the
+    /// blocks.
     fn warps_of_row(self, device: &Device) -> [usize; 2] {
         let blocks = |warps: usize| {
             self.columns.div_ceil(FEATURES_OF_ONE / warps).saturating_mul(self.groups)
@@ -339,7 +352,8 @@ impl Extents {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs, or [`grouped_forward`] with so many groups; [`forward`] has one.
+/// Bytes of scratch memory that [`forward`] needs, or [`grouped_forward`] with so many groups;
+/// [`forward`] has one.
 pub fn forward_workspace_bytes(
     device: &Device,
     num_groups: usize,
@@ -401,7 +415,8 @@ struct Call<'a> {
     num_groups: Option<usize>,
 }
 
-/// Tensors whose first axis is that of the groups, where there are any; of the others it is the second.
+/// Tensors whose first axis is that of the groups, where there are any; of the others it is the
+/// second.
 const OF_WEIGHTS: [&str; 3] = ["w", "dw", "dw_before"];
 
 impl Call<'_> {
@@ -421,7 +436,8 @@ impl Call<'_> {
         }
         let before = match self.views.get(before) {
             None => None,
-            // Measured on an H200: it rounds a product to bf16 before it adds what it is added to, which is twice.
+            // Measured on an H200: it rounds a product to bf16 before it adds what it is added to,
+            // which is twice.
             Some(_) if dtype == DType::Bf16 => return Ok(false),
             Some(_) => match matrix(before) {
                 None => return Ok(false),
@@ -565,7 +581,8 @@ fn bind<'a>(
     Ok(call)
 }
 
-/// Launches `y = y_before + x w^T`; returns the kernels that ran. Its tensors, all with contiguous rows:
+/// Launches `y = y_before + x w^T`; returns the kernels that ran. Its tensors, all with contiguous
+/// rows:
 ///
 /// - `x` `[num_tokens, in_features]` and `w` `[out_features, in_features]` bf16;
 /// - `y` `[num_tokens, out_features]`, bf16 or f32;
@@ -578,10 +595,11 @@ pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec
     bind(device, views, products, false, false)?.forward()
 }
 
-/// [`forward`] of a layer of groups (inference 9), `y[:, g] = y_before[:, g] + x[:, g] w[g]^T` of each of them; returns
-/// the kernels that ran. Its tensors are those of [`forward`] with an axis of groups, of `x`, `y` and `y_before` the
-/// second, of `w` the first: `x` `[num_tokens, num_groups, in_features]`, `w` `[num_groups, out_features, in_features]`,
-/// `y` `[num_tokens, num_groups, out_features]`.
+/// [`forward`] of a layer of groups (inference 9), `y[:, g] = y_before[:, g] + x[:, g] w[g]^T` of
+/// each of them; returns the kernels that ran. Its tensors are those of [`forward`] with an axis
+/// of groups, of `x`, `y` and `y_before` the second, of `w` the first: `x` `[num_tokens,
+/// num_groups, in_features]`, `w` `[num_groups, out_features, in_features]`, `y` `[num_tokens,
+/// num_groups, out_features]`.
 ///
 /// # Errors
 /// As [`forward`]; more than [`MAX_GROUPS`] groups, or none.
@@ -593,13 +611,13 @@ pub fn grouped_forward(
     bind(device, views, products, false, true)?.forward()
 }
 
-/// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran. Its tensors, all
-/// with contiguous rows:
+/// Launches the gradients `dx = dy w` and `dw = dw_before + dy^T x`; returns the kernels that ran.
+/// Its tensors, all with contiguous rows:
 ///
 /// - `x` and `w` as in [`forward`], and `dx` like `x`;
 /// - `dy` `[num_tokens, out_features]` bf16;
-/// - `dw` like `w`, bf16 or f32, and `dw_before` like `dw`, which may be `dw` itself: the sum over the chunks of tokens
-///   before this one; absent for zeros;
+/// - `dw` like `w`, bf16 or f32, and `dw_before` like `dw`, which may be `dw` itself: the sum over
+///   the chunks of tokens before this one; absent for zeros;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
@@ -608,7 +626,8 @@ pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Ve
     bind(device, views, products, true, false)?.backward()
 }
 
-/// [`backward`] of a layer of groups, with the axes of [`grouped_forward`]; returns the kernels that ran.
+/// [`backward`] of a layer of groups, with the axes of [`grouped_forward`]; returns the kernels
+/// that ran.
 ///
 /// # Errors
 /// As [`grouped_forward`].
@@ -631,8 +650,8 @@ impl Call<'_> {
     }
 }
 
-/// What the axes of an operand's scales are called: row by row, block of rows by block, words or numbers group by
-/// group, tiles.
+/// What the axes of an operand's scales are called: row by row, block of rows by block, words or
+/// numbers group by group, tiles.
 pub(crate) struct ScaleAxes {
     pub plain: &'static [&'static str],
     pub blocks: &'static [&'static str],
@@ -703,7 +722,8 @@ impl Quantized {
         read(name).of(types).axes(axes)
     }
 
-    /// Tokens, features out and features in of a call, as x and w have them; what else they have is refused later.
+    /// Tokens, features out and features in of a call, as x and w have them; what else they have
+    /// is refused later.
     fn extents_of(&self, views: &Views) -> [usize; 3] {
         let [num_tokens, x_bytes] = extents_of(views, "x");
         let in_features = if self.weights == Weights::Nvfp4 { 2 * x_bytes } else { x_bytes };
@@ -797,7 +817,8 @@ impl Quantized {
     }
 }
 
-/// Tokens of a tile of the Hopper kernels for few tokens: one after the other the fewest that hold all tokens, or the most.
+/// Tokens of a tile of the Hopper kernels for few tokens: one after the other the fewest that hold
+/// all tokens, or the most.
 pub(crate) fn token_tiles(weights: Weights) -> &'static [usize] {
     if weights == Weights::Fp8 { &[16, 64] } else { &[8, 16, 64, 128] }
 }
@@ -808,14 +829,15 @@ pub(crate) fn token_tile(weights: Weights, num_tokens: usize) -> usize {
     tiles.iter().copied().find(|&tokens| num_tokens <= tokens).unwrap_or(tiles[tiles.len() - 1])
 }
 
-/// The same of an expert of which so many rows are expected. Of a tile of 8 tokens half is left free, since few experts have
-/// just that many: one that has more reads its weights twice, for an eighth fewer instructions.
+/// The same of an expert of which so many rows are expected. Of a tile of 8 tokens half is left
+/// free, since few experts have just that many: one that has more reads its weights twice, for an
+/// eighth fewer instructions.
 pub(crate) fn expert_tile(weights: Weights, expected_rows: usize) -> usize {
     token_tile(weights, if expected_rows > 4 { expected_rows.max(9) } else { expected_rows })
 }
 
-/// What the Hopper kernel for many tokens copies boxes of: x and w. `None` where another kernel has to run: few tokens,
-/// other weights than FP8, strides of which hardware copies no boxes.
+/// What the Hopper kernel for many tokens copies boxes of: x and w. `None` where another kernel
+/// has to run: few tokens, other weights than FP8, strides of which hardware copies no boxes.
 pub(crate) fn large_maps(
     device: &Device,
     views: &Views,
@@ -880,14 +902,16 @@ pub fn quantized_workspace_bytes(
 
 /// Launches `y = y_before + x w^T` of quantized x and w; returns the kernels that ran. Its tensors:
 ///
-/// - `x` `[num_tokens, in_features]` u8, e4m3 codes, or of NVFP4 `[num_tokens, in_features / 2]`, two e2m1 codes in a
-///   byte, the even one in the low nibble; rows contiguous;
-/// - `w` `[out_features, in_features]` u8, or `[out_features, in_features / 2]` of four-bit weights, likewise;
-/// - `x_scales` and `w_scales`, of the types and axes of [`Quantized::scale_tensors`], dense: as the `quantize_*`
-///   operators write them; nobody reads their padding;
-/// - `x_global_scale` and `w_global_scale` `[1]` f32, of NVFP4: the numbers that decoding multiplies by;
-/// - `y` `[num_tokens, out_features]`, bf16 or f32, rows contiguous, and `y_before` like `y`, which may be `y` itself;
-///   absent for zeros;
+/// - `x` `[num_tokens, in_features]` u8, e4m3 codes, or of NVFP4 `[num_tokens, in_features / 2]`,
+///   two e2m1 codes in a byte, the even one in the low nibble; rows contiguous;
+/// - `w` `[out_features, in_features]` u8, or `[out_features, in_features / 2]` of four-bit
+///   weights, likewise;
+/// - `x_scales` and `w_scales`, of the types and axes of [`Quantized::scale_tensors`], dense: as
+///   the `quantize_*` operators write them; nobody reads their padding;
+/// - `x_global_scale` and `w_global_scale` `[1]` f32, of NVFP4: the numbers that decoding
+///   multiplies by;
+/// - `y` `[num_tokens, out_features]`, bf16 or f32, rows contiguous, and `y_before` like `y`,
+///   which may be `y` itself; absent for zeros;
 /// - `workspace`, scratch memory of [`quantized_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors

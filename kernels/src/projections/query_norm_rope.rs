@@ -1,4 +1,5 @@
-//! `query_norm_rope`: launchers of `kernels/cuda/projections/query_norm_rope.cu` (inference 3, 4, 5.1, training 8, 11.3).
+//! `query_norm_rope`: launchers of `kernels/cuda/projections/query_norm_rope.cu` (inference 3, 4,
+//! 5.1, training 8, 11.3).
 
 use crate::arguments::{
     Argument, Arguments, Defines, Signature, element_types, read, saved, write,
@@ -98,9 +99,11 @@ impl<'a> Call<'a> {
 
 /// Launches the forward; returns the kernel that ran. Its tensors:
 ///
-/// - `x` `[num_tokens, num_heads, head_dim]` bf16, channels contiguous, `head_dim` even and at most [`MAX_HEAD_DIM`];
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous; `positions` `[num_tokens]` i32, absent where token
-///   `t` has the table's row `t`: see [`rope::forward`](crate::projections::rope::forward);
+/// - `x` `[num_tokens, num_heads, head_dim]` bf16, channels contiguous, `head_dim` even and at
+///   most [`MAX_HEAD_DIM`];
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous; `positions` `[num_tokens]`
+///   i32, absent where token `t` has the table's row `t`: see
+///   [`rope::forward`](crate::projections::rope::forward);
 /// - `y` as `x`, which may be `x` itself;
 /// - `rstd` `[num_tokens, num_heads]` f32, which the backward reads.
 ///
@@ -124,8 +127,8 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
     call.launch(device, "x", ["query_norm_rope_scalar", "query_norm_rope_vector"], &params)
 }
 
-/// Launches the backward; returns the kernel that ran. Its tensors: `x`, `rstd`, `cos`, `sin` and `positions` as in
-/// [`forward`]; `dy` and `dx` as `x`, which may be one.
+/// Launches the backward; returns the kernel that ran. Its tensors: `x`, `rstd`, `cos`, `sin` and
+/// `positions` as in [`forward`]; `dy` and `dx` as `x`, which may be one.
 ///
 /// # Errors
 /// As [`forward`].

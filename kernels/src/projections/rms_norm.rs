@@ -63,15 +63,16 @@ fn block_threads(width: usize, held: usize) -> u32 {
     (width.div_ceil(held).div_ceil(32) * 32) as u32
 }
 
-/// Rows that one block of the warp kernels takes at a time: a lane holds 32 elements, of one row or,
-/// where rows are short, of several.
+/// Rows that one block of the warp kernels takes at a time: a lane holds 32 elements, of one row
+/// or, where rows are short, of several.
 fn rows_per_block(x: DType, width: usize) -> usize {
     let vector = 16 / x.size();
     let vectors_per_lane = (width / vector).div_ceil(32).next_power_of_two();
     (WARP_KERNEL_THREADS / 32) as usize * (HELD / vector / vectors_per_lane).max(1)
 }
 
-/// Launches the forward, `y = weight * (x * rstd)` with `rstd = 1 / sqrt(mean(x^2) + eps)`; returns the kernel that ran.
+/// Launches the forward, `y = weight * (x * rstd)` with `rstd = 1 / sqrt(mean(x^2) + eps)`;
+/// returns the kernel that ran.
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous;
 /// - `weight` `[width]`, bf16 or f32; absent for a weight of ones;
@@ -115,8 +116,8 @@ fn forward_launch(
     }
 }
 
-/// Kernel, blocks and threads of the backward. Each block leaves one row of partial dweights, so there
-/// are only as many as keep the device busy.
+/// Kernel, blocks and threads of the backward. Each block leaves one row of partial dweights, so
+/// there are only as many as keep the device busy.
 fn backward_launch(
     device: &Device,
     x: DType,
@@ -157,12 +158,13 @@ pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize)
     blocks[0].max(blocks[1]) * width * 4
 }
 
-/// Launches the backward, `dx = r (g - x r^2 mean(g x))` with `g = dy * weight` and r the forward's `rstd`, and
-/// `dweight = sum over rows of dy * x * r`; returns the kernels that ran.
+/// Launches the backward, `dx = r (g - x r^2 mean(g x))` with `g = dy * weight` and r the
+/// forward's `rstd`, and `dweight = sum over rows of dy * x * r`; returns the kernels that ran.
 ///
 /// - `x`, `weight` and `rstd` as the forward read and saved them;
 /// - `dy`, `dx` `[num_rows, width]`, the type of `x`; `dx` shares no memory with the inputs;
-/// - `dweight` `[width]` f32, and `workspace`, scratch memory of [`workspace_bytes`] bytes: present exactly when `weight` is.
+/// - `dweight` `[width]` f32, and `workspace`, scratch memory of [`workspace_bytes`] bytes:
+///   present exactly when `weight` is.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -201,7 +203,8 @@ fn sum_partials(
     Ok("rms_norm_dweight")
 }
 
-/// The sum of partial dweights for another operator that ends in a norm of rows of `element` with an f32 weight.
+/// The sum of partial dweights for another operator that ends in a norm of rows of `element` with
+/// an f32 weight.
 pub(crate) fn sum_dweight(
     device: &Device,
     element: DType,

@@ -12,7 +12,8 @@ const CHECK: Arguments = Arguments { operator: "rope" };
 const THREADS: u32 = 256;
 /// The most heads that one thread serves; `HEADS` in the kernel source.
 const HEADS: u32 = 8;
-/// The most blocks in y, far below CUDA's limit: a grid of few tokens has several in z as well then, where tests see it.
+/// The most blocks in y, far below CUDA's limit: a grid of few tokens has several in z as well
+/// then, where tests see it.
 const MOST_IN_Y: u64 = 256;
 /// CUDA's limit of blocks in z.
 const MOST_IN_Z: u64 = 65535;
@@ -22,13 +23,14 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// Rotates the last `rope_dim` channels of each head, in adjacent pairs; copies the others. Returns the kernel that ran.
+/// Rotates the last `rope_dim` channels of each head, in adjacent pairs; copies the others.
+/// Returns the kernel that ran.
 ///
 /// - `x` `[num_tokens, num_heads, head_dim]`, bf16 or f32, channels contiguous;
 /// - `y` the shape and type of `x`; may be `x` itself;
 /// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at strides of their own;
-/// - `positions` `[num_tokens]` i32; absent, token `t` has the table's row `t`. A position outside of the table turns the
-///   token's rotated channels into NaN.
+/// - `positions` `[num_tokens]` i32; absent, token `t` has the table's row `t`. A position outside
+///   of the table turns the token's rotated channels into NaN.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -55,8 +57,8 @@ pub fn forward(device: &Device, views: &Views, inverse: bool) -> Result<&'static
     Ok(name)
 }
 
-/// The gradient of a rotation is the opposite rotation of the upstream gradient: `x` is `dy`, `y` is
-/// `dx`, and `inverse` is that of the forward. Returns the kernel that ran.
+/// The gradient of a rotation is the opposite rotation of the upstream gradient: `x` is `dy`, `y`
+/// is `dx`, and `inverse` is that of the forward. Returns the kernel that ran.
 ///
 /// # Errors
 /// As [`forward`].
@@ -64,8 +66,9 @@ pub fn backward(device: &Device, views: &Views, inverse: bool) -> Result<&'stati
     forward(device, views, !inverse)
 }
 
-/// A block of `units × heads × tokens` threads; blocks in x for all heads, in y and z for all tokens; and the heads that a thread
-/// serves: [`HEADS`], or, where blocks would be fewer than multiprocessors, a smaller power of two.
+/// A block of `units × heads × tokens` threads; blocks in x for all heads, in y and z for all
+/// tokens; and the heads that a thread serves: [`HEADS`], or, where blocks would be fewer than
+/// multiprocessors, a smaller power of two.
 fn launch_config(
     units: usize,
     extents: [usize; 2],
@@ -125,7 +128,8 @@ fn check(views: &Views) -> Result<(Signature<'_>, [usize; 5])> {
     Ok((signature, extents))
 }
 
-/// Fills cos and sin of `fp32(position) * inv_freq`, the product rounded to f32. Returns the kernel that ran.
+/// Fills cos and sin of `fp32(position) * inv_freq`, the product rounded to f32. Returns the
+/// kernel that ran.
 ///
 /// - `inv_freq` `[rope_dim / 2]` f32, angle per position;
 /// - `positions` `[num_positions]` i32;

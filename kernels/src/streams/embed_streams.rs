@@ -16,7 +16,8 @@ pub const MAX_STREAMS: usize = 16;
 const THREADS: usize = 128;
 /// Pieces of a row that a thread has: `PIECES` in the kernel source.
 const PIECES: usize = 4;
-/// Blocks that a multiprocessor has at once: where all blocks of one piece a thread run at once, a thread has one.
+/// Blocks that a multiprocessor has at once: where all blocks of one piece a thread run at once, a
+/// thread has one.
 const BLOCKS_AT_ONCE: usize = 16;
 
 /// Every module that the launchers compile.
@@ -55,7 +56,8 @@ pub fn workspace_bytes(num_tokens: usize, vocab_size: usize) -> usize {
 ///
 /// - `table` `[vocab_size, hidden_size]`, bf16 or f32, rows contiguous;
 /// - `token_ids` `[num_tokens]` i32: rows of the table; what is none gives zeros;
-/// - `out` `[num_tokens, num_streams, hidden_size]`, of the table's type, rows contiguous, up to 16 streams.
+/// - `out` `[num_tokens, num_streams, hidden_size]`, of the table's type, rows contiguous, up to
+///   16 streams.
 ///
 /// # Errors
 /// A refused argument (`num_streams` is 1 to 16), a compile error, a refused launch.

@@ -1,5 +1,5 @@
-//! `mhc_head`: launcher of `kernels/cuda/streams/mhc_head.cu`, `mhc_head_backward.cu` and, for Hopper, `mhc_head_hopper.cu` and
-//! `mhc_head_hopper_backward.cu` (inference 2.5, training 11.1).
+//! `mhc_head`: launcher of `kernels/cuda/streams/mhc_head.cu`, `mhc_head_backward.cu` and, for
+//! Hopper, `mhc_head_hopper.cu` and `mhc_head_hopper_backward.cu` (inference 2.5, training 11.1).
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
@@ -18,8 +18,8 @@ const HOPPER_BACKWARD_FILE: &str = "mhc_head_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_head" };
 /// Floats that the projection leaves of a token; `PARTIAL_WIDTH<STREAMS>` in the kernel source.
 const PARTIAL_WIDTH: usize = 8;
-/// Most threads of a block of the mix, and of the backward's coefficients; `MIX_THREADS` and `COEFFICIENT_THREADS`
-/// there.
+/// Most threads of a block of the mix, and of the backward's coefficients; `MIX_THREADS` and
+/// `COEFFICIENT_THREADS` there.
 const MIX_THREADS: usize = 128;
 const COEFFICIENT_THREADS: usize = 256;
 /// How often a thread of the coefficients takes a piece of a row.
@@ -31,12 +31,13 @@ const WIDE: Wide = Wide { channels: 8, blocks: 3 };
 /// Floats that the coefficients leave of a token: `NUMBERS` and `PRODUCTS` in the kernel source.
 const NUMBERS: usize = 3 * NUM_STREAMS;
 const PRODUCTS: usize = 2 * NUM_STREAMS;
-/// Blocks of a cluster, and tokens of a batch of its forward and its backward: `CLUSTER` and `TOKENS` in the kernel source.
+/// Blocks of a cluster, and tokens of a batch of its forward and its backward: `CLUSTER` and
+/// `TOKENS` in the kernel source.
 const CLUSTER: usize = 8;
 const BATCH: usize = 4;
 const BACKWARD_BATCH: usize = 2;
-/// The kernels for Hopper, forward and backward, each with the most channels that it takes and the blocks that a multiprocessor
-/// has at once.
+/// The kernels for Hopper, forward and backward, each with the most channels that it takes and the
+/// blocks that a multiprocessor has at once.
 const CLUSTER_KERNELS: [(usize, [&str; 2], [usize; 2]); 3] = [
     (1024, ["mhc_head_hopper_1024", "mhc_head_backward_hopper_1024"], [8, 8]),
     (4096, ["mhc_head_hopper_4096", "mhc_head_backward_hopper_4096"], [4, 3]),
@@ -44,10 +45,11 @@ const CLUSTER_KERNELS: [(usize, [&str; 2], [usize; 2]); 3] = [
 ];
 /// Most channels that the kernels for Hopper take: of more a block does not hold enough tokens.
 pub const MOST_HOPPER_CHANNELS: usize = 7168;
-/// Most tokens of a cluster where there are few: as many as one for each eight multiprocessors takes.
+/// Most tokens of a cluster where there are few: as many as one for each eight multiprocessors
+/// takes.
 const FEW_RUN: usize = 8;
-/// Tokens of a cluster of the forward where there are many: no fewer, so that weights are not read for nothing; no more, so
-/// that none runs long when others have ended.
+/// Tokens of a cluster of the forward where there are many: no fewer, so that weights are not read
+/// for nothing; no more, so that none runs long when others have ended.
 const RUN: [usize; 2] = [16, 64];
 
 /// Every module that the launchers compile.
@@ -71,7 +73,8 @@ impl Numbers {
     }
 }
 
-/// Checks the tensors of a forward, or of a backward, and returns them with its tokens and their channels.
+/// Checks the tensors of a forward, or of a backward, and returns them with its tokens and their
+/// channels.
 fn bind(
     views: &Views,
     backward: bool,
@@ -120,8 +123,9 @@ struct Clusters {
 }
 
 impl Clusters {
-    /// Of a forward. Few tokens have as many clusters as run at once beside each other. Of many there are several for each
-    /// place, since how many places there are depends on which multiprocessors a device lacks.
+    /// Of a forward. Few tokens have as many clusters as run at once beside each other. Of many
+    /// there are several for each place, since how many places there are depends on which
+    /// multiprocessors a device lacks.
     fn of_forward(processors: usize, num_tokens: usize, hidden_size: usize) -> Self {
         let run = match num_tokens.div_ceil((processors / CLUSTER).max(1)) {
             few if few <= FEW_RUN => few.max(1),
@@ -130,8 +134,9 @@ impl Clusters {
         Self { kernels: kernels_of(hidden_size).1, count: num_tokens.div_ceil(run), run }
     }
 
-    /// Of a backward: no more than certainly run at once, an eighth fewer than there are eight places for blocks, since each
-    /// leaves a part of dfn. One at least, so that no tokens give sums of zero.
+    /// Of a backward: no more than certainly run at once, an eighth fewer than there are eight
+    /// places for blocks, since each leaves a part of dfn. One at least, so that no tokens give
+    /// sums of zero.
     fn of_backward(processors: usize, num_tokens: usize, hidden_size: usize) -> Self {
         let (_, kernels, [_, resident]) = kernels_of(hidden_size);
         let most = (7 * resident * processors / (8 * CLUSTER)).max(2);
@@ -181,8 +186,8 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// - `mix` `[num_tokens, 4]` and `rstd` `[num_tokens]` f32, for the backward;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernels for Hopper take rows of streams and of out at multiples of 16 bytes, and `hidden_size` a multiple of 8 up to
-/// [`MOST_HOPPER_CHANNELS`].
+/// The kernels for Hopper take rows of streams and of out at multiples of 16 bytes, and
+/// `hidden_size` a multiple of 8 up to [`MOST_HOPPER_CHANNELS`].
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -250,7 +255,8 @@ pub fn forward(
     Ok(vec![project, name])
 }
 
-/// Floats of each token's numbers, of its products, and of the parts of dfn. Each begins at a multiple of 16 bytes.
+/// Floats of each token's numbers, of its products, and of the parts of dfn. Each begins at a
+/// multiple of 16 bytes.
 fn floats(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
     let splits = parts_of_tokens(device, num_tokens, hidden_size, WIDE);
     [num_tokens * NUMBERS, num_tokens * PRODUCTS, splits * NUM_STREAMS * NUM_STREAMS * hidden_size]
@@ -273,10 +279,12 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 ///
 /// - `streams`, `fn`, `scale`, `base`, `mix` and `rstd` as the forward read and saved them;
 /// - `dout` like the forward's `out`, rows contiguous: its gradient;
-/// - `dstreams` like `streams`, rows contiguous; `dfn`, `dscale` and `dbase` f32 like `fn`, `scale` and `base`;
+/// - `dstreams` like `streams`, rows contiguous; `dfn`, `dscale` and `dbase` f32 like `fn`,
+///   `scale` and `base`;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernels for Hopper take rows of streams, dout and dstreams at multiples of 16 bytes, and `hidden_size` as in the forward.
+/// The kernels for Hopper take rows of streams, dout and dstreams at multiples of 16 bytes, and
+/// `hidden_size` as in the forward.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

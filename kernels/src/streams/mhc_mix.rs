@@ -1,5 +1,5 @@
-//! `mhc_mix`: launcher of `kernels/cuda/streams/mhc_mix.cu`, `mhc_mix_hopper.cu`, `mhc_mix_backward.cu` and
-//! `mhc_mix_hopper_backward.cu` (inference 2.1 and 2.2, training 11.1).
+//! `mhc_mix`: launcher of `kernels/cuda/streams/mhc_mix.cu`, `mhc_mix_hopper.cu`,
+//! `mhc_mix_backward.cu` and `mhc_mix_hopper_backward.cu` (inference 2.1 and 2.2, training 11.1).
 
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
@@ -18,21 +18,22 @@ const CHECK: Arguments = Arguments { operator: "mhc_mix" };
 pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
 /// Most iterations, whose matrices the backward keeps.
 pub const MAX_ITERATIONS: usize = 48;
-/// Tokens of a block of the projection, and channels of a step, of which a part of the channels has one of each stream or
-/// more: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
+/// Tokens of a block of the projection, and channels of a step, of which a part of the channels
+/// has one of each stream or more: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
 const BLOCK_TOKENS: usize = 128;
 const STEP: usize = 64;
-/// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps are as wide, and a part of the
-/// channels has one of each stream or more.
+/// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps
+/// are as wide, and a part of the channels has one of each stream or more.
 const HOPPER_TOKENS: usize = 256;
 /// What a block of it takes before and behind its steps, in steps.
 const HOPPER_OVERHEAD: usize = 3;
 /// Blocks of it for each multiprocessor, at most, where there are several parts of the channels.
 const HOPPER_ROUNDS: usize = 4;
-/// Most tokens that are left to the portable kernels unless others are asked for: of these a block has more to do for the
-/// tokens that are not there.
+/// Most tokens that are left to the portable kernels unless others are asked for: of these a block
+/// has more to do for the tokens that are not there.
 pub const FEW_TOKENS: usize = HOPPER_TOKENS;
-/// Tokens of a block of the projection of few tokens, `FEW_TOKENS` in the kernel source: it is left no more than one block has.
+/// Tokens of a block of the projection of few tokens, `FEW_TOKENS` in the kernel source: it is
+/// left no more than one block has.
 const FEW_PROJECTED_TOKENS: usize = 4;
 /// Channels of each stream that such a block has: `FEW_PIECES * PIECE` in the kernel source.
 const FEW_CHANNELS: usize = 64;
@@ -42,19 +43,22 @@ const SCALAR_TOKENS: usize = 8;
 const PARTIAL_WIDTH: usize = 32;
 /// Tokens of a block of the coefficients, forward and backward.
 const COEFFICIENT_TOKENS: usize = 8;
-/// Most blocks of the backward's coefficients for each multiprocessor: they wait for one pass after the other.
+/// Most blocks of the backward's coefficients for each multiprocessor: they wait for one pass
+/// after the other.
 const COEFFICIENT_BLOCKS: usize = 4;
-/// Most tokens that have a block of the coefficients each where the channels are in many parts, and most parts that are not
-/// many. All of these blocks run at once.
+/// Most tokens that have a block of the coefficients each where the channels are in many parts,
+/// and most parts that are not many. All of these blocks run at once.
 const FEW_COEFFICIENT_TOKENS: usize = 1024;
 const FEW_PARTS: usize = 4;
-/// Threads of the backward's blocks but those by tensor cores, and the floats that it leaves of a token.
+/// Threads of the backward's blocks but those by tensor cores, and the floats that it leaves of a
+/// token.
 const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
-/// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at once.
+/// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at
+/// once.
 const FEWEST_TOKENS: usize = 64;
-/// Tokens of a box of streams that the backward for Hopper copies, 64 channels wide, and boxes beside each other that a block takes:
-/// `PANEL_TOKENS` and `PANELS` in the kernel source.
+/// Tokens of a box of streams that the backward for Hopper copies, 64 channels wide, and boxes
+/// beside each other that a block takes: `PANEL_TOKENS` and `PANELS` in the kernel source.
 const PANEL_TOKENS: usize = 64;
 const BLOCK_PANELS: usize = 4;
 /// Most parts, each of which leaves sums of its own for dfn.
@@ -69,7 +73,8 @@ pub(crate) struct Wide {
     pub blocks: usize,
 }
 
-/// Of a block's [`BACKWARD_THREADS`] threads, of which the source has twice as many: `PRODUCT_CHANNELS` for all of them.
+/// Of a block's [`BACKWARD_THREADS`] threads, of which the source has twice as many:
+/// `PRODUCT_CHANNELS` for all of them.
 pub(crate) const WIDE: Wide = Wide { channels: 4, blocks: 1 };
 
 /// Every module that the launchers compile.
@@ -80,7 +85,8 @@ pub fn modules() -> Vec<Module> {
 /// The numbers of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
-    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first: 1 to [`MAX_ITERATIONS`].
+    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first: 1
+    /// to [`MAX_ITERATIONS`].
     pub sinkhorn_iters: usize,
     /// Added to the mean square of a token.
     pub norm_eps: f32,
@@ -100,7 +106,8 @@ impl Numbers {
     }
 }
 
-/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
+/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its
+/// tokens and their channels.
 fn bind(
     views: &Views,
     backward: bool,
@@ -187,8 +194,8 @@ pub(crate) fn projection_blocks(
     }
 }
 
-/// Blocks of tokens and parts of the channels of the projection for Hopper: as many parts as end soonest, of equal ones
-/// the fewest.
+/// Blocks of tokens and parts of the channels of the projection for Hopper: as many parts as end
+/// soonest, of equal ones the fewest.
 fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, processors) = (num_tokens.div_ceil(HOPPER_TOKENS), processors.max(1));
     let groups = hidden_size.div_ceil(STEP);
@@ -207,15 +214,16 @@ fn hopper_blocks(device: &Device, num_tokens: usize, hidden_size: usize) -> [usi
     [tiles.saturating_mul(splits), splits]
 }
 
-/// Parts of the channels of either projection, at most: so many places of each token its scratch memory has.
+/// Parts of the channels of either projection, at most: so many places of each token its scratch
+/// memory has.
 pub(crate) fn most_splits(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
     let [_, portable] = projection_blocks(device, num_tokens, hidden_size, true);
     let [_, hopper] = hopper_blocks(device, num_tokens, hidden_size);
     portable.max(hopper)
 }
 
-/// Whether the kernels for Hopper run for this call of the operator `check`. `misfit` says why they cannot take its tensors, if they
-/// cannot.
+/// Whether the kernels for Hopper run for this call of the operator `check`. `misfit` says why
+/// they cannot take its tensors, if they cannot.
 ///
 /// # Errors
 /// They are asked for and cannot run.
@@ -237,8 +245,8 @@ pub(crate) fn runs_hopper(
     )
 }
 
-/// The boxes of `box_tokens` tokens of streams `[num_tokens, 4, hidden_size]` that projections for Hopper copy; `None` where hardware
-/// copies none of such a tensor, or counts no such tokens.
+/// The boxes of `box_tokens` tokens of streams `[num_tokens, 4, hidden_size]` that projections for
+/// Hopper copy; `None` where hardware copies none of such a tensor, or counts no such tokens.
 pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<TensorMap> {
     let (&[tokens, streams_of_token, width], &[token, stream, column]) =
         (&streams.shape[..], &streams.strides[..])
@@ -256,7 +264,8 @@ pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<Ten
     )
 }
 
-/// The first launch of [`forward`], checked: nothing that it is given is refused when it is launched.
+/// The first launch of [`forward`], checked: nothing that it is given is refused when it is
+/// launched.
 pub(crate) struct Projection<'a> {
     device: &'a Device,
     views: &'a Views,
@@ -289,8 +298,8 @@ impl<'a> Projection<'a> {
         Ok(Self { device, views, num_tokens, hidden_size, aligned, map: map.filter(|_| hopper) })
     }
 
-    /// Launches the projection, of the kernels for Hopper, those for all hardware, where a block has one step of each stream, for
-    /// few tokens and for any layout.
+    /// Launches the projection, of the kernels for Hopper, those for all hardware, where a block
+    /// has one step of each stream, for few tokens and for any layout.
     ///
     /// # Errors
     /// A compile error, a refused launch.
@@ -314,7 +323,8 @@ impl<'a> Projection<'a> {
             return Ok(projected(name, splits));
         }
         let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
-        // One block of tokens, as the other has of so few: its blocks are the parts of the channels as well.
+        // One block of tokens, as the other has of so few: its blocks are the parts of the
+        // channels as well.
         let name = match self.aligned {
             true if has_few_projected_tokens(num_tokens) => "mhc_mix_project_few",
             true if has_a_step_of_each_stream(device, num_tokens, hidden_size) => {
@@ -340,13 +350,14 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// Launches the forward; returns the kernels that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous;
-/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32: 4 columns of pre, 4 of post, 16 of comb by
-///   sources;
+/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32: 4 columns of pre, 4 of
+///   post, 16 of comb by sources;
 /// - `pre` and `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32;
 /// - `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernels for Hopper take streams whose rows lie at multiples of 16 bytes, and `hidden_size` a multiple of 8.
+/// The kernels for Hopper take streams whose rows lie at multiples of 16 bytes, and `hidden_size`
+/// a multiple of 8.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -404,8 +415,9 @@ fn check<'a>(
     Ok((signature, extents))
 }
 
-/// Checks a call as [`Projection::of`] does, for a kernel of another operator that leaves the same as one for Hopper, or as one of
-/// rows of whole accesses of 16 bytes; returns its blocks and what it is to leave.
+/// Checks a call as [`Projection::of`] does, for a kernel of another operator that leaves the same
+/// as one for Hopper, or as one of rows of whole accesses of 16 bytes; returns its blocks and what
+/// it is to leave.
 pub(crate) fn projected_by(
     device: &Device,
     views: &Views,
@@ -441,8 +453,8 @@ pub(crate) fn coefficients(
     Ok(name)
 }
 
-/// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the fewest
-/// multiprocessors idle at the end.
+/// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the
+/// fewest multiprocessors idle at the end.
 pub(crate) fn parts_of_tokens(
     device: &Device,
     num_tokens: usize,
@@ -452,7 +464,8 @@ pub(crate) fn parts_of_tokens(
     let columns = (NUM_STREAMS * hidden_size).div_ceil(wide.channels * BACKWARD_THREADS);
     let at_once = wide.blocks * device.environment().processors as usize;
     let most = num_tokens.div_ceil(FEWEST_TOKENS).clamp(1, MOST_PARTS);
-    // Of the places of whole rounds of blocks how many are empty, in 2^20ths; of equal ones the fewest parts.
+    // Of the places of whole rounds of blocks how many are empty, in 2^20ths; of equal ones the
+    // fewest parts.
     let idle = |parts: &usize| {
         let blocks = columns * parts;
         let places = blocks.div_ceil(at_once) * at_once;
@@ -478,8 +491,8 @@ impl Spread {
         Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size, WIDE) }
     }
 
-    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins at a multiple of 16
-    /// bytes.
+    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins
+    /// at a multiple of 16 bytes.
     fn floats(&self, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
         let dfn = self.splits * NUM_COLUMNS * NUM_STREAMS * hidden_size;
         [num_tokens * NUMBERS, self.blocks * 2 * NUM_COLUMNS, dfn]
@@ -500,7 +513,8 @@ pub(crate) struct Backward<'a> {
 }
 
 impl<'a> Backward<'a> {
-    /// Of the operator `check`, with [`backward_workspace_bytes`] bytes from `workspace` on, a multiple of 16.
+    /// Of the operator `check`, with [`backward_workspace_bytes`] bytes from `workspace` on, a
+    /// multiple of 16.
     pub fn of(
         device: &'a Device,
         check: Arguments,
@@ -514,7 +528,8 @@ impl<'a> Backward<'a> {
         Self { device, check, num_tokens, hidden_size, spread, numbers, partials, dfn_partials }
     }
 
-    /// From mix, rstd, scale, base, dpre, dpost and dcomb, which `params` has in this order, each token's numbers.
+    /// From mix, rstd, scale, base, dpre, dpost and dcomb, which `params` has in this order, each
+    /// token's numbers.
     pub fn coefficients(&self, params: Params, numbers: Numbers) -> Result<&'static str> {
         let params = params.ptr("numbers", self.numbers).ptr("partials", self.partials);
         let params =
@@ -531,8 +546,8 @@ impl<'a> Backward<'a> {
         Ok("mhc_mix_backward_coefficients")
     }
 
-    /// The gradient of `streams` and the parts of that of `projection`, by a kernel whose threads own so many channels.
-    /// `params` has what it takes beside these.
+    /// The gradient of `streams` and the parts of that of `projection`, by a kernel whose threads
+    /// own so many channels. `params` has what it takes beside these.
     pub fn streams(
         &self,
         (file, kernel, channels): (&str, &str, usize),
@@ -605,14 +620,16 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 ///
 /// - `streams`, `fn`, `scale`, `base`, `mix` and `rstd` as the forward read and saved them;
 /// - `dpre`, `dpost`, `dcomb` f32: the gradients of the forward's outputs;
-/// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone; `dfn`, `dscale` and
-///   `dbase` f32 like `fn`, `scale` and `base`;
+/// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone;
+///   `dfn`, `dscale` and `dbase` f32 like `fn`, `scale` and `base`;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernel for Hopper takes rows of streams and dstreams at multiples of 16 bytes, and a multiple of 8 channels.
+/// The kernel for Hopper takes rows of streams and dstreams at multiples of 16 bytes, and a
+/// multiple of 8 channels.
 ///
 /// # Errors
-/// A refused argument; kernels for Hopper that are asked for and cannot run; a compile error, a refused launch.
+/// A refused argument; kernels for Hopper that are asked for and cannot run; a compile error, a
+/// refused launch.
 pub fn backward(
     device: &Device,
     views: &Views,

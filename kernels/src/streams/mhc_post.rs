@@ -12,8 +12,8 @@ const CHECK: Arguments = Arguments { operator: "mhc_post" };
 pub const NUM_STREAMS: usize = 4;
 /// Threads of a block of the forward; `FORWARD_THREADS` in the kernel source.
 const FORWARD_THREADS: usize = 128;
-/// Most threads of a block of the backward, `BACKWARD_THREADS` in the kernel source, and how often each takes a piece
-/// of a row.
+/// Most threads of a block of the backward, `BACKWARD_THREADS` in the kernel source, and how often
+/// each takes a piece of a row.
 const BACKWARD_THREADS: usize = 256;
 const PIECES: usize = 8;
 
@@ -54,19 +54,21 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     Ok((signature, extents))
 }
 
-/// Threads that a row of so many pieces keeps busy, each with up to `pieces` of them: whole warps, at most `most`
-/// threads.
+/// Threads that a row of so many pieces keeps busy, each with up to `pieces` of them: whole warps,
+/// at most `most` threads.
 pub(crate) fn threads(row: usize, pieces: usize, most: usize) -> usize {
     row.div_ceil(pieces).next_multiple_of(32).min(most)
 }
 
-/// Launches the forward, `out[j] = post[j] y + sum over i of comb[i,j] streams[i]`; returns the kernel that ran. Its
-/// tensors:
+/// Launches the forward, `out[j] = post[j] y + sum over i of comb[i,j] streams[i]`; returns the
+/// kernel that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, bf16 or f32, rows contiguous, the source streams;
-/// - `y` `[num_tokens, hidden_size]`, the type of `streams`, rows contiguous: the output of the sublayer;
+/// - `y` `[num_tokens, hidden_size]`, the type of `streams`, rows contiguous: the output of the
+///   sublayer;
 /// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` f32, sources before destinations;
-/// - `out` of the type and shape of `streams`, rows contiguous: the destination streams; it may be `streams` itself.
+/// - `out` of the type and shape of `streams`, rows contiguous: the destination streams; it may be
+///   `streams` itself.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -93,10 +95,10 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
 /// Launches the backward; returns the kernel that ran. Its tensors:
 ///
 /// - `streams`, `y`, `post` and `comb` as the forward read them;
-/// - `dout` of the type and shape of `streams`, rows contiguous: the gradient of the forward's `out`;
-/// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost` and `dcomb` f32 like `post` and `comb`. None
-///   of them
-///   shares memory with another tensor.
+/// - `dout` of the type and shape of `streams`, rows contiguous: the gradient of the forward's
+///   `out`;
+/// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost` and `dcomb` f32 like
+///   `post` and `comb`. None of them shares memory with another tensor.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -1,5 +1,6 @@
-//! `mhc_post_mix_pre`: launcher of `kernels/cuda/streams/mhc_post_mix_pre.cu`, `mhc_post_mix_pre_hopper.cu` and
-//! `mhc_post_mix_pre_backward.cu` (inference 2.1 to 2.4, training 11.1).
+//! `mhc_post_mix_pre`: launcher of `kernels/cuda/streams/mhc_post_mix_pre.cu`,
+//! `mhc_post_mix_pre_hopper.cu` and `mhc_post_mix_pre_backward.cu` (inference 2.1 to 2.4, training
+//! 11.1).
 
 use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
@@ -36,7 +37,8 @@ pub fn modules() -> Vec<Module> {
     own.into_iter().chain(mhc_mix::modules()).chain(others).collect()
 }
 
-/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its tokens and their channels.
+/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its
+/// tokens and their channels.
 fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
     let (backward, hopper) = (forward.is_none(), forward == Some(Implementation::Hopper));
     let (gates, matrix) =
@@ -97,21 +99,26 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
     mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
 }
 
-/// Launches the forward: of many tokens on Hopper one kernel for the streams and their projection, and the other kernels of `mhc_mix`
-/// and `mhc_pre`; of few tokens one for the coefficients and `h`, and of a few one for the streams and their projection; otherwise
-/// the kernels of `mhc_post`, `mhc_mix` and `mhc_pre`. Returns the kernels that ran. Its tensors:
+/// Launches the forward: of many tokens on Hopper one kernel for the streams and their projection,
+/// and the other kernels of `mhc_mix` and `mhc_pre`; of few tokens one for the coefficients and
+/// `h`, and of a few one for the streams and their projection; otherwise the kernels of
+/// `mhc_post`, `mhc_mix` and `mhc_pre`. Returns the kernels that ran. Its tensors:
 ///
-/// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows contiguous: the streams in
-///   front of a sublayer and its output;
-/// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32, the coefficients of its site;
-/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32, the parameters of the next site;
-/// - `out` like `streams`, rows contiguous, which may be `streams` itself: the streams behind the sublayer;
-/// - `next_pre` and `next_post` `[num_tokens, 4]` and `next_comb` `[num_tokens, 4, 4]` f32, the coefficients of the next
-///   site, `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward, and `h` like `y`, rows contiguous,
-///   which the next sublayer's norm reads;
+/// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows
+///   contiguous: the streams in front of a sublayer and its output;
+/// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32, the
+///   coefficients of its site;
+/// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32, the parameters of the next
+///   site;
+/// - `out` like `streams`, rows contiguous, which may be `streams` itself: the streams behind the
+///   sublayer;
+/// - `next_pre` and `next_post` `[num_tokens, 4]` and `next_comb` `[num_tokens, 4, 4]` f32, the
+///   coefficients of the next site, `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for
+///   the backward, and `h` like `y`, rows contiguous, which the next sublayer's norm reads;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernels for Hopper take `streams`, `y` and `out` whose rows lie at multiples of 16 bytes, and `hidden_size` a multiple of 8.
+/// The kernels for Hopper take `streams`, `y` and `out` whose rows lie at multiples of 16 bytes,
+/// and `hidden_size` a multiple of 8.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.
@@ -124,8 +131,8 @@ pub fn forward(
     launch(device, views, numbers, implementation, true)
 }
 
-/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the other, whatever the number of
-/// tokens: the same bits, and what it is timed beside.
+/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the
+/// other, whatever the number of tokens: the same bits, and what it is timed beside.
 ///
 /// # Errors
 /// Those of [`forward`].
@@ -149,7 +156,8 @@ struct Forward<'a> {
     implementation: Implementation,
     num_tokens: usize,
     hidden_size: usize,
-    /// Whether 16 bytes fit every row of what is projected, of what that is made of and of the weights.
+    /// Whether 16 bytes fit every row of what is projected, of what that is made of and of the
+    /// weights.
     vectorised: bool,
 }
 
@@ -180,7 +188,8 @@ impl Forward<'_> {
         Ok(maps.filter(|_| hopper))
     }
 
-    /// The streams and their projection by one kernel, where there is one for what `mhc_mix` projects in the same order.
+    /// The streams and their projection by one kernel, where there is one for what `mhc_mix`
+    /// projects in the same order.
     ///
     /// # Errors
     /// A refused argument, a compile error, a refused launch.
@@ -309,7 +318,8 @@ fn launch(
     Ok(ran)
 }
 
-/// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of 16.
+/// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of
+/// 16.
 fn dpre_bytes(num_tokens: usize) -> usize {
     4 * NUM_STREAMS * num_tokens
 }
@@ -322,11 +332,12 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// Launches the backward; returns the kernels that ran. Its tensors:
 ///
 /// - those that [`forward`] reads, and `out`, `next_pre`, `mix` and `rstd` as it wrote them;
-/// - `dout` like `out`, rows contiguous: its gradient by way of all but the next site's coefficients and `h`; `dh` like
-///   `h`, rows contiguous; `dnext_post` and `dnext_comb` f32 like `next_post` and `next_comb`;
+/// - `dout` like `out`, rows contiguous: its gradient by way of all but the next site's
+///   coefficients and `h`; `dh` like `h`, rows contiguous; `dnext_post` and `dnext_comb` f32 like
+///   `next_post` and `next_comb`;
 /// - `dout_total` like `out`, rows contiguous: the whole gradient of `out`;
-/// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost`, `dcomb`, `dfn`, `dscale` and `dbase` f32 like
-///   what they are the gradients of;
+/// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost`, `dcomb`, `dfn`,
+///   `dscale` and `dbase` f32 like what they are the gradients of;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
@@ -411,14 +422,16 @@ fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
     Ok((signature, extents))
 }
 
-/// Launches the backward of a site alone, of its coefficients and of what its sublayer reads; returns the kernels that
-/// ran. Its tensors:
+/// Launches the backward of a site alone, of its coefficients and of what its sublayer reads;
+/// returns the kernels that ran. Its tensors:
 ///
-/// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous, and `fn`, `scale` and `base`, which the site reads;
-///   `pre`, `mix` and `rstd` as its forward wrote them;
-/// - `dout` like `streams`, rows contiguous: the gradient of the streams by way of all but this site; `dh`
-///   `[num_tokens, hidden_size]` bf16, rows contiguous; `dpost` `[num_tokens, 4]` and `dcomb` `[num_tokens, 4, 4]` f32;
-/// - `dstreams` like `streams`, rows contiguous: the whole gradient of the streams; `dfn`, `dscale` and `dbase` f32;
+/// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous, and `fn`, `scale` and `base`,
+///   which the site reads; `pre`, `mix` and `rstd` as its forward wrote them;
+/// - `dout` like `streams`, rows contiguous: the gradient of the streams by way of all but this
+///   site; `dh` `[num_tokens, hidden_size]` bf16, rows contiguous; `dpost` `[num_tokens, 4]` and
+///   `dcomb` `[num_tokens, 4, 4]` f32;
+/// - `dstreams` like `streams`, rows contiguous: the whole gradient of the streams; `dfn`,
+///   `dscale` and `dbase` f32;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors

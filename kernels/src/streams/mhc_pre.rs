@@ -1,5 +1,5 @@
-//! `mhc_pre`: launcher of `kernels/cuda/streams/mhc_pre.cu` and `mhc_pre_norm.cu` (inference 2.3 and 3, training 11.1 and
-//! 11.3).
+//! `mhc_pre`: launcher of `kernels/cuda/streams/mhc_pre.cu` and `mhc_pre_norm.cu` (inference 2.3
+//! and 3, training 11.1 and 11.3).
 
 use crate::arguments::{
     Arguments, FLOATS, Signature, element_types, modules_of_floats, read, saved, scratch, write,
@@ -12,7 +12,8 @@ use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 const FILE: &str = "mhc_pre.cu";
 const NORM_FILE: &str = "mhc_pre_norm.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_pre" };
-/// Most threads of a block without the norm, forward and backward; the kernel source has them by these names.
+/// Most threads of a block without the norm, forward and backward; the kernel source has them by
+/// these names.
 const FORWARD_THREADS: usize = 128;
 const BACKWARD_THREADS: usize = 256;
 /// How often a thread of the backward takes a piece of a row.
@@ -77,14 +78,14 @@ fn vectorised(signature: &Signature<'_>, views: &Views) -> bool {
         && views.get("weight").is_none_or(|weight| weight.address.is_multiple_of(16))
 }
 
-/// Launches the forward, `h = sum over i of pre[i] streams[i]`, or with a `norm` `y = weight (h rstd)`; returns the
-/// kernel that ran. Its tensors:
+/// Launches the forward, `h = sum over i of pre[i] streams[i]`, or with a `norm` `y = weight (h
+/// rstd)`; returns the kernel that ran. Its tensors:
 ///
-/// - `streams` `[num_tokens, 4, hidden_size]`, bf16 or f32, rows contiguous; `pre` `[num_tokens, 4]` f32;
+/// - `streams` `[num_tokens, 4, hidden_size]`, bf16 or f32, rows contiguous; `pre` `[num_tokens,
+///   4]` f32;
 /// - without a norm `h` `[num_tokens, hidden_size]`, the type of `streams`, rows contiguous;
-/// - with one `y` of that type and shape, `weight` `[hidden_size]` f32, and `rstd` `[num_tokens]` f32, for the
-///   backward, which may
-///   be absent; `hidden_size` is then at most [`MAX_NORMALISED`].
+/// - with one `y` of that type and shape, `weight` `[hidden_size]` f32, and `rstd` `[num_tokens]`
+///   f32, for the backward, which may be absent; `hidden_size` is then at most [`MAX_NORMALISED`].
 ///
 /// # Errors
 /// A refused argument (`eps` is above 0), a compile error, a refused launch.
@@ -131,7 +132,8 @@ struct NormBackward {
     shared_bytes: u32,
 }
 
-/// Each block leaves one row of partial dweights, so there are only as many as keep the device busy.
+/// Each block leaves one row of partial dweights, so there are only as many as keep the device
+/// busy.
 fn norm_backward(
     device: &Device,
     element: DType,
@@ -173,12 +175,14 @@ pub fn workspace_bytes(
     blocks[0].max(blocks[1]) * hidden_size * 4
 }
 
-/// Launches the backward, with or without the `norm` of the forward; returns the kernels that ran. Its tensors:
+/// Launches the backward, with or without the `norm` of the forward; returns the kernels that ran.
+/// Its tensors:
 ///
 /// - `streams`, `pre`, with a norm `weight` and `rstd`, as the forward read and saved them;
 /// - `dh`, or with a norm `dy`, of the type and shape of the forward's output, rows contiguous;
 /// - `dstreams` like `streams`, rows contiguous, and `dpre` f32 like `pre`;
-/// - with a norm `dweight` `[hidden_size]` f32, and `workspace`, scratch memory of [`workspace_bytes`] bytes.
+/// - with a norm `dweight` `[hidden_size]` f32, and `workspace`, scratch memory of
+///   [`workspace_bytes`] bytes.
 ///
 /// # Errors
 /// A refused argument, a compile error, a refused launch.

@@ -1,8 +1,8 @@
 //! Partial attention results over disjoint sets of keys, merged (inference 8.2).
 //!
-//! Part s of a row has the softmax-weighted sum `o_s` over its own keys and their base-2 log-sum-exp `e_s`, both
-//! without the sink. A part whose `e_s` is infinite, of either sign, has seen no key and counts for nothing. With
-//! `m = max_s e_s` over the others,
+//! Part s of a row has the softmax-weighted sum `o_s` over its own keys and their base-2
+//! log-sum-exp `e_s`, both without the sink. A part whose `e_s` is infinite, of either sign, has
+//! seen no key and counts for nothing. With `m = max_s e_s` over the others,
 //!
 //! ```text
 //! Z   = sum_s 2^(e_s - m)
@@ -10,12 +10,13 @@
 //! out = sum_s 2^(e_s - m) o_s / (Z + exp(sink - m ln 2))           0 without any key
 //! ```
 //!
-//! The sink, a logit in natural units that has no value row, enters here and nowhere else; `+inf` makes `out` 0.
+//! The sink, a logit in natural units that has no value row, enters here and nowhere else; `+inf`
+//! makes `out` 0.
 //!
 //! # Rounding points
 //!
-//! Exponents, powers, the two sums and their quotient are fp32; `log2 e` and `ln 2` are fp32 constants. The terms
-//! of `out` are products of fp32 numbers that are summed in fp32.
+//! Exponents, powers, the two sums and their quotient are fp32; `log2 e` and `ln 2` are fp32
+//! constants. The terms of `out` are products of fp32 numbers that are summed in fp32.
 
 use candle_core::{Device, Tensor};
 
@@ -24,13 +25,14 @@ use crate::named::Named;
 use crate::precision::{Rounding, values};
 use crate::select::select;
 
-/// `out` `[num_tokens, num_heads, v_dim]`, stored in bf16, and `lse` `[num_tokens, num_heads]`, stored in f32, of these
-/// inputs:
+/// `out` `[num_tokens, num_heads, v_dim]`, stored in bf16, and `lse` `[num_tokens, num_heads]`,
+/// stored in f32, of these inputs:
 ///
-/// - `partial_out` `[num_parts, num_tokens, num_heads, v_dim]`, stored in f32; rows of parts without keys may hold
-///   anything;
+/// - `partial_out` `[num_parts, num_tokens, num_heads, v_dim]`, stored in f32; rows of parts
+///   without keys may hold anything;
 /// - `partial_lse` `[num_parts, num_tokens, num_heads]`, stored in f32: base 2;
-/// - `sink` `[num_heads]`, stored in f32: a natural logit, of any value, infinities included; absent for no sink.
+/// - `sink` `[num_heads]`, stored in f32: a natural logit, of any value, infinities included;
+///   absent for no sink.
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let (out, lse) = (inputs.tensor("partial_out")?, inputs.tensor("partial_lse")?);
     let axes: &[&str] = &["num_parts", "num_tokens", "num_heads", "v_dim"];
@@ -59,7 +61,8 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("out", rounding.sum_f32(&terms, 0)?).with("lse", lse))
 }
 
-/// `2^(e_s - m) / (Z + exp(sink) 2^-m)`, `[num_parts, num_tokens, num_heads]`: 0 for parts without keys.
+/// `2^(e_s - m) / (Z + exp(sink) 2^-m)`, `[num_parts, num_tokens, num_heads]`: 0 for parts without
+/// keys.
 fn shares(
     sink: Option<&Tensor>,
     parts: &Parts,
@@ -240,7 +243,8 @@ mod tests {
             Ok(forward(&inputs, rounding)?.tensor("out")?.narrow(1, 0, 2)?)
         };
         let working = (0..256).map(|seed| run(&mut Rounding::new(Precision::Working { seed })));
-        // Of 15 rows a third has an infinite sink and one token no key: 8 rows err, each by its own shares.
+        // Of 15 rows a third has an infinite sink and one token no key: 8 rows err, each by its
+        // own shares.
         assert_unbiased(
             "out",
             &run(&mut Rounding::exact())?,

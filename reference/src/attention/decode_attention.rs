@@ -1,9 +1,9 @@
 //! Attention of decoded tokens over a paged cache (inference 8 to 8.4).
 //!
-//! A request has `s_q` tokens. Each has a list of slots in the store of raw rows (the window) and one in the store of
-//! compressed entries; both take part in one softmax. Slot j of a list is *valid* when `j < clamp(length, 0, topk)`
-//! and its index names a row of its store. A row is K and V at once, as its bytes decode ([`RowFormat`]). With the
-//! rows kv of a token's valid slots
+//! A request has `s_q` tokens. Each has a list of slots in the store of raw rows (the window) and
+//! one in the store of compressed entries; both take part in one softmax. Slot j of a list is
+//! *valid* when `j < clamp(length, 0, topk)` and its index names a row of its store. A row is K
+//! and V at once, as its bytes decode ([`RowFormat`]). With the rows kv of a token's valid slots
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[h] . kv[j]
@@ -13,10 +13,11 @@
 //!
 //! # Rounding points
 //!
-//! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended to part by part
-//! without the sink, each part relative to its own maximum; its output and base-2 log-sum-exp are stored in f32 and
-//! merged as [`attention_combine`] says, where the sink enters. Where the cuts are changes nothing but rounding; that
-//! it does, for a few dominant keys as much as the rounding itself, since it decides which weights are 1.
+//! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended
+//! to part by part without the sink, each part relative to its own maximum; its output and base-2
+//! log-sum-exp are stored in f32 and merged as [`attention_combine`] says, where the sink enters.
+//! Where the cuts are changes nothing but rounding; that it does, for a few dominant keys as much
+//! as the rounding itself, since it decides which weights are 1.
 //!
 //! [`sparse_attention`]: crate::attention::sparse_attention
 
@@ -40,7 +41,8 @@ pub struct Store {
     pub indices: Vec<i32>,
     /// Slots of a list; may be 0.
     pub topk: usize,
-    /// `[batch]`: leading slots that count, for all tokens of the request. Any value; clamped to `0 ..= topk`.
+    /// `[batch]`: leading slots that count, for all tokens of the request. Any value; clamped to
+    /// `0 ..= topk`.
     pub length: Option<Vec<i32>>,
 }
 
@@ -55,7 +57,8 @@ pub struct Inputs {
     pub window: Store,
     /// Compressed entries.
     pub compressed: Option<Store>,
-    /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities included.
+    /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities
+    /// included.
     pub sink: Option<Tensor>,
     /// Multiplies the dot products; finite.
     pub softmax_scale: f64,
@@ -66,12 +69,13 @@ pub struct Inputs {
 /// Where the joined lists are cut into parts.
 #[derive(Debug, Clone)]
 pub struct Split {
-    /// Slots of a tile, at least 1: the window's list is filled up to whole tiles, and cuts are between tiles.
+    /// Slots of a tile, at least 1: the window's list is filled up to whole tiles, and cuts are
+    /// between tiles.
     pub tile_slots: usize,
     /// Heads that share their cuts, at least 1: a unit is a token with so many of its heads.
     pub unit_heads: usize,
-    /// For each unit, `token * ceil(num_heads / unit_heads) + head / unit_heads`, the tiles at which another part
-    /// begins, in ascending order, the first tile excepted.
+    /// For each unit, `token * ceil(num_heads / unit_heads) + head / unit_heads`, the tiles at
+    /// which another part begins, in ascending order, the first tile excepted.
     pub cuts: Vec<Vec<usize>>,
 }
 
@@ -209,8 +213,8 @@ fn decoded(format: RowFormat, stores: &[&Store]) -> Result<Tensor> {
     Ok(Tensor::from_vec(rows, (count, format.head_dim()), &Device::Cpu)?)
 }
 
-/// For each token its slots in all stores as rows of [`decoded`]; -1 where a slot is not valid. Each store's slots are
-/// filled up to whole tiles.
+/// For each token its slots in all stores as rows of [`decoded`]; -1 where a slot is not valid.
+/// Each store's slots are filled up to whole tiles.
 fn joined_lists(inputs: &Inputs, stores: &[&Store], tokens: usize, s_q: usize) -> Vec<Vec<i32>> {
     let list = |token: usize| {
         let mut rows_before = 0;

@@ -5,13 +5,14 @@
 //! codes, scales = quantize(r), in groups of 128 channels of a head                             [`crate::formats::quantize_fp8`]
 //! ```
 //!
-//! A group of the output projection is a run of neighbouring heads, whose codes are one row of its product and whose
-//! scales are a matrix by themselves.
+//! A group of the output projection is a run of neighbouring heads, whose codes are one row of its
+//! product and whose scales are a matrix by themselves.
 //!
 //! # Rounding points
 //!
-//! r is bf16, and every operation before is part of the definition ([`crate::projections::rope::turned`]), so that codes and scales
-//! have one value: that of the two operators one after the other.
+//! r is bf16, and every operation before is part of the definition
+//! ([`crate::projections::rope::turned`]), so that codes and scales have one value: that of the
+//! two operators one after the other.
 
 use candle_core::Tensor;
 
@@ -50,11 +51,13 @@ impl Options {
 
 /// Of `x` `[num_tokens, num_heads, head_dim]`, stored in bf16, rotated inversely:
 ///
-/// - `codes` `[num_tokens, o_groups, group_width]`, bytes, with `group_width = num_heads / o_groups * head_dim`;
+/// - `codes` `[num_tokens, o_groups, group_width]`, bytes, with `group_width = num_heads /
+///   o_groups * head_dim`;
 /// - `scales` `[o_groups, ..]`: for each group of the projection what [`Options::scales`] says.
 ///
 /// # Errors
-/// Tensors that do not fit; heads that groups do not divide; a `head_dim` that is no multiple of [`GROUP`].
+/// Tensors that do not fit; heads that groups do not divide; a `head_dim` that is no multiple of
+/// [`GROUP`].
 pub fn forward(inputs: &rope::Inputs, options: Options) -> Result<Named> {
     let turned = rope::turned(inputs)?;
     let (num_tokens, num_heads, head_dim) = inputs.x.dims3()?;

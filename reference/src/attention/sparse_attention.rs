@@ -1,8 +1,8 @@
 //! Sparse attention with a sink over gathered keys (inference 8, training 3 and 4).
 //!
-//! Every token t has a list of `topk` slots; slot j names key row `indices[t, j]`. It is *valid* when
-//! `j < clamp(topk_length[t], 0, topk)` and `0 <= indices[t, j] < num_keys`. All heads share the keys and the
-//! list. Over the valid slots j of a token, each counted as often as it occurs,
+//! Every token t has a list of `topk` slots; slot j names key row `indices[t, j]`. It is *valid*
+//! when `j < clamp(topk_length[t], 0, topk)` and `0 <= indices[t, j] < num_keys`. All heads share
+//! the keys and the list. Over the valid slots j of a token, each counted as often as it occurs,
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[t, h] . k[indices[t, j]]
@@ -11,9 +11,9 @@
 //! out[h]  = sum_j exp(z - M) v[indices[t, j]] / (sum_j exp(z - M) + exp(sink[h] - M))
 //! ```
 //!
-//! and 0 when no slot is valid. The sink is a logit that is not scaled and has no value row. `sink = +inf`
-//! makes `out` 0 and leaves `lse` alone; `sink = -inf` is no sink. The value row v of a key is the key row
-//! itself, its first `v_dim` channels, or a row of a tensor of its own.
+//! and 0 when no slot is valid. The sink is a logit that is not scaled and has no value row. `sink
+//! = +inf` makes `out` 0 and leaves `lse` alone; `sink = -inf` is no sink. The value row v of a
+//! key is the key row itself, its first `v_dim` channels, or a row of a tensor of its own.
 //!
 //! Backward, with `L = ln(exp(lse) + exp(sink))` (`+inf` when no slot is valid):
 //!
@@ -28,21 +28,24 @@
 //! dsink[h] = - sum_t exp(sink - L) delta
 //! ```
 //!
-//! When values are key rows, dv is added to the first `v_dim` columns of dk. A row without valid slots has a dq
-//! of exactly 0 and contributes to nothing.
+//! When values are key rows, dv is added to the first `v_dim` columns of dk. A row without valid
+//! slots has a dq of exactly 0 and contributes to nothing.
 //!
 //! # Rounding points
 //!
 //! * every matrix product and sum accumulates in fp32; z, exponents and exponentials are fp32;
-//! * `exp(z - M)` is rounded to bf16 in front of the product with v, after it was summed unrounded. Kernels
-//!   that work in tiles subtract the maximum so far instead of M, so the scale at which it is rounded is theirs;
+//! * `exp(z - M)` is rounded to bf16 in front of the product with v, after it was summed
+//!   unrounded. Kernels that work in tiles subtract the maximum so far instead of M, so the scale
+//!   at which it is rounded is theirs;
 //! * backward reads the stored `out` (bf16) and `lse` (fp32); z is computed anew;
-//! * P and dS are rounded to bf16 in front of their products, dS **without** `softmax_scale`, which multiplies
-//!   the fp32 accumulators of dq and dk, never dv;
-//! * dk and dv are fp32 sums over all (t, h, j) of a key; with shared storage both kinds of terms share one sum.
+//! * P and dS are rounded to bf16 in front of their products, dS **without** `softmax_scale`,
+//!   which multiplies the fp32 accumulators of dq and dk, never dv;
+//! * dk and dv are fp32 sums over all (t, h, j) of a key; with shared storage both kinds of terms
+//!   share one sum.
 //!
-//! Invalid slots read an extra row of zeros behind the last key and get the logit `-inf` by a select, so that
-//! nothing is read through an index that nobody may follow, and no NaN of an unreferenced row can pass.
+//! Invalid slots read an extra row of zeros behind the last key and get the logit `-inf` by a
+//! select, so that nothing is read through an index that nobody may follow, and no NaN of an
+//! unreferenced row can pass.
 
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -73,7 +76,8 @@ pub struct Inputs {
     pub k: Tensor,
     /// The value rows.
     pub value: Value,
-    /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities included.
+    /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities
+    /// included.
     pub sink: Option<Tensor>,
     /// `[num_tokens, topk]` in row-major order: the key row of each slot. Any value.
     pub indices: Vec<i32>,
@@ -90,9 +94,11 @@ pub struct Inputs {
 pub struct Outputs {
     /// `[num_tokens, num_heads, v_dim]`, stored in bf16.
     pub out: Tensor,
-    /// `[num_tokens, num_heads]`, stored in f32: natural logarithm, without the sink; `+inf` for empty rows.
+    /// `[num_tokens, num_heads]`, stored in f32: natural logarithm, without the sink; `+inf` for
+    /// empty rows.
     pub lse: Tensor,
-    /// `[num_tokens, num_heads]`, stored in f32: natural units, without the sink; `-inf` for empty rows.
+    /// `[num_tokens, num_heads]`, stored in f32: natural units, without the sink; `-inf` for empty
+    /// rows.
     pub max_logits: Tensor,
 }
 
@@ -119,7 +125,8 @@ pub struct Saved {
 pub struct Gradients {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16.
     pub dq: Tensor,
-    /// `[num_keys, head_dim]`, stored in bf16 or f32. Includes dv unless the values are a tensor of their own.
+    /// `[num_keys, head_dim]`, stored in bf16 or f32. Includes dv unless the values are a tensor
+    /// of their own.
     pub dk: Tensor,
     /// `[num_keys, v_dim]`, stored as `dk`; present when the values are a tensor of their own.
     pub dv: Option<Tensor>,
@@ -145,8 +152,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     })
 }
 
-/// The gradients by the formulas of the module documentation. What the forward pass would have saved is
-/// computed here and rounded as it is stored.
+/// The gradients by the formulas of the module documentation. What the forward pass would have
+/// saved is computed here and rounded as it is stored.
 pub fn backward(
     inputs: &Inputs,
     upstream: &Upstream,
@@ -191,8 +198,8 @@ pub fn backward(
     Ok(Gradients { dq, dk, dv, dsink })
 }
 
-/// dsink, `[num_heads]`, as it follows from the very `out` and `lse` that a forward saved: the errors of these are no errors of
-/// it. `None` without a sink.
+/// dsink, `[num_heads]`, as it follows from the very `out` and `lse` that a forward saved: the
+/// errors of these are no errors of it. `None` without a sink.
 pub fn sink_gradient_of_saved(
     inputs: &Inputs,
     saved: &Saved,
@@ -412,7 +419,8 @@ struct Gathered {
     valid: Tensor,
     /// 1 where the row has a valid slot, `[num_tokens, num_heads, 1]`.
     has_valid: Tensor,
-    /// The same where a valid slot has a logit above `-inf`, or NaN; `has_valid` before there are logits.
+    /// The same where a valid slot has a logit above `-inf`, or NaN; `has_valid` before there are
+    /// logits.
     has_weight: Tensor,
     /// Valid slots of each token, `[num_tokens, 1, 1]`.
     num_valid: Tensor,
@@ -487,19 +495,21 @@ impl Gathered {
         Ok(())
     }
 
-    /// `per_row` `[num_tokens, num_heads, ..]`, but `otherwise` in the rows in which no slot has a weight.
+    /// `per_row` `[num_tokens, num_heads, ..]`, but `otherwise` in the rows in which no slot has a
+    /// weight.
     fn select_rows(&self, per_row: &Tensor, otherwise: f64) -> Result<Tensor> {
         select(&self.has_weight.broadcast_as(per_row.shape())?, per_row, otherwise)
     }
 
-    /// The same in the rows without a valid slot: others may be NaN, where a weight of 0 meets what is not finite.
+    /// The same in the rows without a valid slot: others may be NaN, where a weight of 0 meets
+    /// what is not finite.
     fn select_valid_rows(&self, per_row: &Tensor, otherwise: f64) -> Result<Tensor> {
         select(&self.has_valid.broadcast_as(per_row.shape())?, per_row, otherwise)
     }
 }
 
-/// The scale as kernels apply it: `softmax_scale * log2 e` is one fp32 constant, and results return to natural
-/// units by another, `ln 2`. Their rounding moves all logits together.
+/// The scale as kernels apply it: `softmax_scale * log2 e` is one fp32 constant, and results
+/// return to natural units by another, `ln 2`. Their rounding moves all logits together.
 fn base_two_scale(softmax_scale: f64, rounding: &mut Rounding) -> f64 {
     let log2_e = rounding.constant_f32(std::f64::consts::LOG2_E);
     let ln_2 = rounding.constant_f32(std::f64::consts::LN_2);
@@ -541,10 +551,11 @@ impl Softmax {
     }
 }
 
-/// `out = sum_j exp(z - M) v / (sum_j exp(z - M) + exp(sink - M))`, `[num_tokens, num_heads, v_dim]`.
+/// `out = sum_j exp(z - M) v / (sum_j exp(z - M) + exp(sink - M))`, `[num_tokens, num_heads,
+/// v_dim]`.
 ///
-/// Numerator and denominator are multiplied by `exp(M - m)` with `m = max(M, sink)`: 1 unless the sink is the
-/// larger, in which case `exp(sink - M)` could overflow.
+/// Numerator and denominator are multiplied by `exp(M - m)` with `m = max(M, sink)`: 1 unless the
+/// sink is the larger, in which case `exp(sink - M)` could overflow.
 fn output(
     inputs: &Inputs,
     gathered: &Gathered,
@@ -598,8 +609,8 @@ impl Normaliser {
         };
         let sink = rounding.in_base_two(&sink.reshape((1, (), 1))?)?.broadcast_as(lse.shape())?;
         let lse = &rounding.in_base_two(lse)?;
-        // L = m + ln(exp(lse - m) + exp(sink - m)), m the larger of the two: nothing overflows. An infinite
-        // sink gives inf - inf, which the select below replaces.
+        // L = m + ln(exp(lse - m) + exp(sink - m)), m the larger of the two: nothing overflows. An
+        // infinite sink gives inf - inf, which the select below replaces.
         let m = lse.maximum(&sink)?;
         let of_keys = rounding.f32(&(lse - &m)?)?;
         let of_keys = rounding.exp_f32(&of_keys)?;
@@ -653,7 +664,8 @@ struct Scatter<'a> {
     dims: &'a Dims,
 }
 
-/// Per key row and channel `[num_keys, width]`: the sum, the sum of squares and the count of its terms.
+/// Per key row and channel `[num_keys, width]`: the sum, the sum of squares and the count of its
+/// terms.
 struct SlotSums {
     sum: Tensor,
     sum_of_squares: Tensor,
@@ -717,10 +729,11 @@ impl SlotSums {
     }
 }
 
-/// A second oracle of the exact forward pass, by another route: no gathering, no mask and no tensor library.
+/// A second oracle of the exact forward pass, by another route: no gathering, no mask and no
+/// tensor library.
 ///
-/// Every key takes part in the softmax of every token with the logarithm of its multiplicity added to its
-/// logit, which is `-inf` for keys that the token does not name:
+/// Every key takes part in the softmax of every token with the logarithm of its multiplicity added
+/// to its logit, which is `-inf` for keys that the token does not name:
 ///
 /// ```text
 /// e[h, i] = z[h, i] + ln(multiplicity[t, i])
@@ -728,7 +741,8 @@ impl SlotSums {
 /// out[h]  = sum_i exp(e - L) v[i]
 /// ```
 ///
-/// A mistake in the treatment of invalid slots would have to be made twice, in two ways, to go unseen.
+/// A mistake in the treatment of invalid slots would have to be made twice, in two ways, to go
+/// unseen.
 pub fn dense_forward(inputs: &Inputs) -> Result<Outputs> {
     let dims = inputs.check()?;
     let mut dense = Dense::new(inputs, dims)?;
@@ -846,8 +860,8 @@ mod tests {
     /// Rows of [`case`] that have no valid slot: all -1, length 0, a negative length.
     const EMPTY: [usize; 3] = [0, 1, 2];
 
-    /// Logits of deviation 4, sinks that matter, lists with holes, duplicates and indices out of range.
-    /// Nobody names the last three keys.
+    /// Logits of deviation 4, sinks that matter, lists with holes, duplicates and indices out of
+    /// range. Nobody names the last three keys.
     fn case(seed: u64, kind: &str, sink: bool, dlse: bool) -> (Inputs, Upstream) {
         let mut draw = Draw::new(seed);
         let value = match kind {
@@ -911,15 +925,18 @@ mod tests {
         gradients: Gradients,
     }
 
-    /// First-order error bounds: (relative error of a chain of roundings) * (the formula with every term taken
-    /// by magnitude), doubled because both sides err. With u the unit roundoff:
+    /// First-order error bounds: (relative error of a chain of roundings) * (the formula with
+    /// every term taken by magnitude), doubled because both sides err. With u the unit roundoff:
     ///
-    /// * z: head_dim products and sums and the scale, `(head_dim + 1) u Z`, `Z = max scale sum |q| |k|`; M has the
-    ///   same error, the subtraction adds `2 u Z`: the exponent is off by at most `(2 head_dim + 4) u Z`;
-    /// * exp and the sum over topk relative `(topk + 2) u`; ln, M and the sink add `4 u (|L| + 1)`, `|L| <= Z + ln topk
-    ///   + |sink|`. P = exp(z - L) thus has the relative error `2 (2 head_dim + 4) u Z + (topk + 4) u + 5 u (|L| + 1)`;
-    /// * dP and delta: `v_dim` terms, with delta through `out` `topk` more and the error of P; three products and
-    ///   sums after that; `topk`, respectively all `num_tokens num_heads topk`, terms of the last sum.
+    /// * z: head_dim products and sums and the scale, `(head_dim + 1) u Z`, `Z = max scale sum |q|
+    ///   |k|`; M has the same error, the subtraction adds `2 u Z`: the exponent is off by at most
+    ///   `(2 head_dim + 4) u Z`;
+    /// * exp and the sum over topk relative `(topk + 2) u`; ln, M and the sink add `4 u (|L| +
+    ///   1)`, `|L| <= Z + ln topk + |sink|`. P = exp(z - L) thus has the relative error `2 (2
+    ///   head_dim + 4) u Z + (topk + 4) u + 5 u (|L| + 1)`;
+    /// * dP and delta: `v_dim` terms, with delta through `out` `topk` more and the error of P;
+    ///   three products and sums after that; `topk`, respectively all `num_tokens num_heads topk`,
+    ///   terms of the last sum.
     fn bounds(inputs: &Inputs, upstream: &Upstream) -> Result<Bounds> {
         let dims = inputs.check()?;
         let rounding = &mut Rounding::exact();
@@ -1417,7 +1434,8 @@ mod tests {
                     None => dsink,
                 });
             }
-            // The sinks are shared by the batch. Adding `batch` sums rounds less than the bound of one.
+            // The sinks are shared by the batch. Adding `batch` sums rounds less than the bound of
+            // one.
             let (dsink, bound) = dsink_sum.unwrap();
             let allowed = ((bound * 2.0)? + golden.storage_error("grad.in.sinks"))?;
             assert_within(name, &dsink, &golden.f64("grad.in.sinks"), &allowed);
@@ -1465,7 +1483,8 @@ mod tests {
                 start.elapsed()
             );
             assert!(all_finite(&gradients.dq) && all_finite(&gradients.dk));
-            // bf16 moves each weight by less than its gap, 2^-7 of itself, and the weights sum to at most 1.
+            // bf16 moves each weight by less than its gap, 2^-7 of itself, and the weights sum to
+            // at most 1.
             let largest = values(&inputs.k)?.into_iter().map(f64::abs).fold(0.0, f64::max);
             let bound = Tensor::full(largest * 2f64.powi(-7), outputs.out.shape(), &Device::Cpu)?;
             assert_within("out", &outputs.out, &exact_run.out, &bound);

@@ -9,24 +9,26 @@
 //! z    = y with its last rope_dim channels turned by position j ratio
 //! ```
 //!
-//! Entry j has the slots of its own group of tokens, `[j ratio, (j + 1) ratio)`. Where the width is twice head_dim
-//! groups overlap: these are its last slots, with the second half of each token, and the tokens of group j - 1 come
-//! before them with their first half; entry 0 has no such slots. A group that is not complete makes no entry. Row
-//! `cu_entries[i] + j` is entry j of sequence i; rows without an entry are zero, and an entry without a row is left
-//! out.
+//! Entry j has the slots of its own group of tokens, `[j ratio, (j + 1) ratio)`. Where the width
+//! is twice head_dim groups overlap: these are its last slots, with the second half of each token,
+//! and the tokens of group j - 1 come before them with their first half; entry 0 has no such
+//! slots. A group that is not complete makes no entry. Row `cu_entries[i] + j` is entry j of
+//! sequence i; rows without an entry are zero, and an entry without a row is left out.
 //!
 //! ```text
 //! g  = dy norm_weight        du = r (g - u r^2 mean(g u))        dnorm_weight = sum over entries of dy u r
 //! dC = p du                  dZ = dS = dC (C - u)                dape = sum over entries of dS
 //! ```
 //!
-//! A half of a token that no entry pools has gradients of zero. What [`Epilogue`] makes of entries has none.
+//! A half of a token that no entry pools has gradients of zero. What [`Epilogue`] makes of entries
+//! has none.
 //!
 //! # Rounding points
 //!
-//! Scores, powers, sums and their quotient are fp32. u is rounded to the type of the entries before the norm, y
-//! before the rotation. The backward takes the rounded u in the norm, and the other one in `C - u`. With an epilogue z
-//! is rounded likewise before it, its transform before it is quantized, and what is quantized to codes.
+//! Scores, powers, sums and their quotient are fp32. u is rounded to the type of the entries
+//! before the norm, y before the rotation. The backward takes the rounded u in the norm, and the
+//! other one in `C - u`. With an epilogue z is rounded likewise before it, its transform before it
+//! is quantized, and what is quantized to codes.
 
 use candle_core::{D, Tensor};
 
@@ -40,7 +42,8 @@ use crate::{formats::hadamard, projections::rms_norm, projections::rope, quantiz
 /// What the operator reads.
 #[derive(Debug, Clone)]
 pub struct Inputs {
-    /// `[num_tokens, width]`, stored in f32; the width is head_dim, or twice that where groups overlap.
+    /// `[num_tokens, width]`, stored in f32; the width is head_dim, or twice that where groups
+    /// overlap.
     pub kv: Tensor,
     /// As `kv`.
     pub gate: Tensor,
@@ -63,12 +66,14 @@ pub enum Epilogue {
     None,
     /// The channels that do not turn as e4m3 codes with scales of 64 would decode them.
     Fp8,
-    /// All 128 channels transformed ([`crate::formats::hadamard`]), and as e2m1 codes with scales of 32 would decode them.
+    /// All 128 channels transformed ([`crate::formats::hadamard`]), and as e2m1 codes with scales
+    /// of 32 would decode them.
     HadamardFp4,
 }
 
 impl Epilogue {
-    /// What it makes of z `[num_entries, head_dim]`, of which the last `rope_dim` channels turned, stored as `stored`.
+    /// What it makes of z `[num_entries, head_dim]`, of which the last `rope_dim` channels turned,
+    /// stored as `stored`.
     ///
     /// # Errors
     /// A transform of other than 128 channels.
@@ -176,7 +181,8 @@ pub fn entries_of(cu_seqlens: &[i32], cu_entries: &[i32], ratio: usize) -> Vec<E
     sequences.flat_map(of_sequence).collect()
 }
 
-/// `entries` `[num_entries, head_dim]` and `pooled`, u of the same shape; both stored as the inputs say.
+/// `entries` `[num_entries, head_dim]` and `pooled`, u of the same shape; both stored as the
+/// inputs say.
 ///
 /// # Errors
 /// A tensor of another shape.
@@ -195,8 +201,9 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("entries", all_rows(&z)?).with("pooled", all_rows(&u)?))
 }
 
-/// `dkv` and `dgate`, of the shape of `kv`, `dape` and `dnorm_weight`, all stored in f32, of the gradient `dentries`
-/// of `entries`. `pooled` is what a forward stored; without it u is computed and rounded as a forward does.
+/// `dkv` and `dgate`, of the shape of `kv`, `dape` and `dnorm_weight`, all stored in f32, of the
+/// gradient `dentries` of `entries`. `pooled` is what a forward stored; without it u is computed
+/// and rounded as a forward does.
 ///
 /// # Errors
 /// As [`forward`].
@@ -262,7 +269,8 @@ impl Dims {
         if self.overlaps { 2 * self.ratio } else { self.ratio }
     }
 
-    /// The token of an entry's slot, and where its half begins; none where the sequence begins behind it.
+    /// The token of an entry's slot, and where its half begins; none where the sequence begins
+    /// behind it.
     fn slot(&self, entry: &Entry, slot: usize) -> Option<(usize, usize)> {
         match (self.overlaps, slot < self.ratio) {
             (false, _) => Some((entry.token + slot, 0)),
@@ -319,7 +327,8 @@ fn positions(entries: &[Entry]) -> Vec<i64> {
     entries.iter().map(|entry| entry.position as i64).collect()
 }
 
-/// A softmax over the slots of entries; all tensors but `pooled` and `inverse` are `[num_entries, slots, head_dim]`.
+/// A softmax over the slots of entries; all tensors but `pooled` and `inverse` are `[num_entries,
+/// slots, head_dim]`.
 pub(crate) struct Pooling {
     value: Tensor,
     /// exp(score - the largest of the channel).
@@ -358,7 +367,8 @@ impl Pooling {
         Self::of_slots(there, &gathered(&inputs.kv, dims, entries)?, &score, rounding)
     }
 
-    /// Of the values and the scores of slots, `[num_entries, slots, head_dim]`; anything where there is no token.
+    /// Of the values and the scores of slots, `[num_entries, slots, head_dim]`; anything where
+    /// there is no token.
     pub fn of_slots(
         there: Vec<u8>,
         value: &Tensor,
@@ -415,7 +425,8 @@ fn beside_each_other(tensor: &Tensor, dims: &Dims) -> Result<Tensor> {
     Ok(Tensor::cat(&[tensor.narrow(0, 0, rows)?, tensor.narrow(0, rows, rows)?], 1)?)
 }
 
-/// The half of each slot's token, `[num_entries, slots, head_dim]`; anything where there is no token.
+/// The half of each slot's token, `[num_entries, slots, head_dim]`; anything where there is no
+/// token.
 fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
     let place = |(token, column): (usize, usize)| {
         (if column > 0 { dims.num_tokens + token } else { token }) as i64
@@ -430,7 +441,8 @@ fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
     Ok(halves.reshape((entries.len(), dims.slots(), dims.head_dim))?)
 }
 
-/// Rows `[.., head_dim]` at places of a tensor with `extent` rows, zero elsewhere: pairs of a place and a row.
+/// Rows `[.., head_dim]` at places of a tensor with `extent` rows, zero elsewhere: pairs of a
+/// place and a row.
 pub(crate) fn scattered(
     rows: &Tensor,
     places: impl Iterator<Item = (usize, usize)>,
@@ -478,7 +490,8 @@ mod tests {
         dot_of_magnitudes, f64_tensor,
     };
 
-    /// Sequences of these lengths, packed, with two tokens of padding and a row of entries too many.
+    /// Sequences of these lengths, packed, with two tokens of padding and a row of entries too
+    /// many.
     fn case(seed: u64, lengths: &[usize], ratio: usize, head_dim: usize, overlaps: bool) -> Inputs {
         let mut draw = Draw::new(seed);
         let width = if overlaps { 2 * head_dim } else { head_dim };
@@ -546,7 +559,8 @@ mod tests {
             })?;
             for (_, name) in GRADIENTS {
                 let (explicit, automatic) = (explicit.tensor(name)?, automatic.tensor(name)?);
-                // A few dozen roundings of terms that are not larger than the largest of all gradients.
+                // A few dozen roundings of terms that are not larger than the largest of all
+                // gradients.
                 let largest =
                     values(automatic)?.iter().fold(0f64, |largest, x| largest.max(x.abs()));
                 let bound = Tensor::full(
@@ -584,7 +598,8 @@ mod tests {
             .zip(&directions)
             .map(|((_, name), v)| dot(gradients.tensor(name).unwrap(), v))
             .sum();
-        // Each entry is a few dozen roundings of numbers of its own size, and the sum has a hundred terms.
+        // Each entry is a few dozen roundings of numbers of its own size, and the sum has a
+        // hundred terms.
         let noise = 256.0 * UNIT_ROUNDOFF * dot_of_magnitudes(&dentries, &exactly(&inputs));
         assert_directional_derivative("compressor", objective, 1.0, noise, claimed)
     }

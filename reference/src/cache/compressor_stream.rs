@@ -4,11 +4,12 @@
 //! state[slot][t mod num_rows] = (C[t], S[t])        of each token of a call; S[t] = Z[t] + ape[t mod ratio]
 //! ```
 //!
-//! An entry whose last token is of the call is made of its tokens as [`compressor`](crate::cache::compressor) has it: those
-//! of the call, and earlier ones as the state has them. Tokens before position 0 are absent, whatever the state
-//! holds. A position that comes again, after the tokens from there on were rejected, writes its row again; of tokens
-//! of one call that have one row the last one stays. A sequence without a slot writes nothing and makes no entry, and
-//! rows without an entry are zero.
+//! An entry whose last token is of the call is made of its tokens as
+//! [`compressor`](crate::cache::compressor) has it: those of the call, and earlier ones as the
+//! state has them. Tokens before position 0 are absent, whatever the state holds. A position that
+//! comes again, after the tokens from there on were rejected, writes its row again; of tokens of
+//! one call that have one row the last one stays. A sequence without a slot writes nothing and
+//! makes no entry, and rows without an entry are zero.
 //!
 //! # Rounding points
 //!
@@ -57,14 +58,16 @@ pub struct Piece {
     pub num_entries: usize,
 }
 
-/// An entry: its row, its position, and where its slots' tokens are: rows of kv, then rows of the state.
+/// An entry: its row, its position, and where its slots' tokens are: rows of kv, then rows of the
+/// state.
 struct Made {
     row: usize,
     position: usize,
     sources: Vec<Option<usize>>,
 }
 
-/// `entries` `[num_entries, head_dim]`, stored as the inputs say, and the `state` after the last call.
+/// `entries` `[num_entries, head_dim]`, stored as the inputs say, and the `state` after the last
+/// call.
 ///
 /// # Errors
 /// A tensor of another shape, a piece outside of the tensors.
@@ -161,7 +164,8 @@ impl Dims {
         rows
     }
 
-    /// The entries that the pieces make one after the other, and for each row of the state where its numbers are.
+    /// The entries that the pieces make one after the other, and for each row of the state where
+    /// its numbers are.
     fn simulate(&self, pieces: &[Piece]) -> (Vec<Made>, Vec<usize>) {
         let mut rows: Vec<usize> =
             (0..self.num_slots * self.num_rows).map(|row| self.num_tokens + row).collect();
@@ -202,7 +206,8 @@ impl Dims {
         if count == 0 {
             return Ok(Tensor::zeros((0, self.head_dim), value.dtype(), value.device())?);
         }
-        // The first half of the slots, where there are two halves, has the first half of its tokens.
+        // The first half of the slots, where there are two halves, has the first half of its
+        // tokens.
         let total = value.dim(0)?;
         let place = |slot: usize, source: usize| {
             if self.slots() > self.ratio && slot >= self.ratio { total + source } else { source }
@@ -237,8 +242,8 @@ mod tests {
     use crate::projections::rope::{YarnParameters, inv_freq_f32, table};
     use crate::testing::{Draw, f64_tensor};
 
-    /// One sequence in these pieces: tokens that stay, and tokens that are rejected. The state is that of another
-    /// sequence.
+    /// One sequence in these pieces: tokens that stay, and tokens that are rejected. The state is
+    /// that of another sequence.
     fn pieces(chunks: &[[usize; 2]], ratio: usize) -> (Vec<Piece>, Vec<usize>) {
         let (mut pieces, mut order, mut token, mut position, mut entry) =
             (Vec::new(), Vec::new(), 0, 0, 0);

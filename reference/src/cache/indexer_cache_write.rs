@@ -1,12 +1,14 @@
-//! Keys of the indexer: transformed, quantized and scattered to the slots of a paged store (inference 5.4, 7, 7.1, 13.2).
+//! Keys of the indexer: transformed, quantized and scattered to the slots of a paged store
+//! (inference 5.4, 7, 7.1, 13.2).
 //!
 //! ```text
 //! for each token t with 0 <= slots[t] < num_slots:    pages[slots[t]] = codes and scales of the Hadamard transform of k[t]
 //! ```
 //!
-//! and every other byte stays. A page of B rows keeps the codes of all its rows, 64 bytes each (e2m1) or 128 (e4m3), and behind them
-//! four bytes of scales for each row: four e8m0 bytes, or an f32 number. Nothing but the transform's own fp32 sums is rounded, in
-//! an order that [`crate::formats::hadamard`] fixes: there is one right answer.
+//! and every other byte stays. A page of B rows keeps the codes of all its rows, 64 bytes each
+//! (e2m1) or 128 (e4m3), and behind them four bytes of scales for each row: four e8m0 bytes, or an
+//! f32 number. Nothing but the transform's own fp32 sums is rounded, in an order that
+//! [`crate::formats::hadamard`] fixes: there is one right answer.
 
 use candle_core::Tensor;
 
@@ -24,7 +26,8 @@ pub const SCALE_BYTES: usize = 4;
 pub struct Inputs {
     /// `[num_tokens, 128]`, stored in bf16: keys after their rotation by position.
     pub k: Tensor,
-    /// `[num_tokens]`: any value; those outside of the store write nothing. No slot of the store occurs twice.
+    /// `[num_tokens]`: any value; those outside of the store write nothing. No slot of the store
+    /// occurs twice.
     pub slots: Vec<i32>,
     /// How keys are stored: e2m1 or e4m3.
     pub stored: Stored,
@@ -126,7 +129,8 @@ mod tests {
 
     #[test]
     fn scales_are_four_e8m0_bytes_or_one_number() -> Result<()> {
-        // A row of equal numbers is one number, 2^-0.5 * 128 / 8, and zeros: the first group alone is above its floor.
+        // A row of equal numbers is one number, 2^-0.5 * 128 / 8, and zeros: the first group alone
+        // is above its floor.
         let k = f64_tensor(&[1.0; DIM], &[1, DIM]);
         let e2m1 = Inputs {
             k: k.clone(),

@@ -1,7 +1,8 @@
-//! Rows of the paged KV cache (inference 5.3, 5.4, 8.3): their bytes, written and read in exact arithmetic.
+//! Rows of the paged KV cache (inference 5.3, 5.4, 8.3): their bytes, written and read in exact
+//! arithmetic.
 //!
-//! A row of `nope_dim + rope_dim` channels keeps the first `nope_dim` as e4m3 codes and the others as bf16. A group
-//! of 64 codes shares a power-of-two scale,
+//! A row of `nope_dim + rope_dim` channels keeps the first `nope_dim` as e4m3 codes and the others
+//! as bf16. A group of 64 codes shares a power-of-two scale,
 //!
 //! ```text
 //! amax  = max(max |x|, 1e-4)                 s = the least power of two with amax <= 448 s
@@ -9,9 +10,10 @@
 //! x'    = bf16(e4m3 value * 2^(byte - 127))
 //! ```
 //!
-//! so that `|x / s| <= 448`. The specification multiplies by fp32(1/448) and takes the exponent from the bits of
-//! the product; for every bf16 amax that is the same power ([`crate::quantize`]). A group with a NaN
-//! or an infinity has the scale byte 255, which decodes to NaN, and NaN codes. Bytes that pad the scales are 0.
+//! so that `|x / s| <= 448`. The specification multiplies by fp32(1/448) and takes the exponent
+//! from the bits of the product; for every bf16 amax that is the same power ([`crate::quantize`]).
+//! A group with a NaN or an infinity has the scale byte 255, which decodes to NaN, and NaN codes.
+//! Bytes that pad the scales are 0.
 
 use crate::error::{Error, Result, wrong_value};
 use crate::format::Format;
@@ -22,7 +24,8 @@ pub const SCALE_GROUP: usize = 64;
 /// Bytes of scales of a row that has quantized channels.
 pub const SCALE_BYTES: usize = 8;
 
-/// Bytes of a row of a paged store: its data, and its scales, which lie behind the data of all rows of its page.
+/// Bytes of a row of a paged store: its data, and its scales, which lie behind the data of all
+/// rows of its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBytes {
     /// Bytes of data.
@@ -44,8 +47,8 @@ impl RowBytes {
         (page + row * self.data, page + page_size * self.data + row * self.scales)
     }
 
-    /// Writes the row of each token to its slot, as `encode` gives its data and its scales; a slot that is negative or beyond the
-    /// pages writes nothing, and every other byte stays.
+    /// Writes the row of each token to its slot, as `encode` gives its data and its scales; a slot
+    /// that is negative or beyond the pages writes nothing, and every other byte stays.
     ///
     /// # Errors
     /// Pages that are no whole ones, a slot that occurs twice.
@@ -148,7 +151,8 @@ impl RowFormat {
     pub fn decode(self, data: &[u8], scales: &[u8]) -> Vec<f64> {
         let (codes, rope) = data.split_at(self.nope_dim);
         let value = |(channel, &code): (usize, &u8)| {
-            // A product of an e4m3 number and a scale is a bf16 number, unless it lies beyond the range.
+            // A product of an e4m3 number and a scale is a bf16 number, unless it lies beyond the
+            // range.
             Format::BF16.nearest(e4m3_value(code) * e8m0_value(scales[channel / SCALE_GROUP]))
         };
         let nope = codes.iter().enumerate().map(value);
@@ -163,7 +167,8 @@ pub fn e8m0_value(byte: u8) -> f64 {
     Format::E8M0.value(byte.into())
 }
 
-/// The value of an e4m3 code: exponent bias 7, three bits of significand, step 2^-9 below 2^-6, no infinities.
+/// The value of an e4m3 code: exponent bias 7, three bits of significand, step 2^-9 below 2^-6, no
+/// infinities.
 pub fn e4m3_value(code: u8) -> f64 {
     Format::E4M3.value(code.into())
 }
@@ -235,7 +240,8 @@ mod tests {
             assert!((x - y).abs() <= half_step, "{x} became {y}");
         }
         assert_eq!((data.len(), scales.len(), scales[7]), (576, 8, 0));
-        // What was decoded stays as it is, though an amax that was rounded down may halve its scale.
+        // What was decoded stays as it is, though an amax that was rounded down may halve its
+        // scale.
         let (data, scales) = MODEL.encode(&decoded);
         assert_eq!(MODEL.decode(&data, &scales), decoded);
     }

@@ -4,8 +4,9 @@
 //! for each token t with 0 <= slots[t] < num_slots:    cache[slots[t]] = encode(kv[t])
 //! ```
 //!
-//! and every other byte stays. [`RowFormat`] says what a row's bytes are: they follow from bf16 inputs without any
-//! rounding of an intermediate result, so that there is one right answer and no working precision.
+//! and every other byte stays. [`RowFormat`] says what a row's bytes are: they follow from bf16
+//! inputs without any rounding of an intermediate result, so that there is one right answer and no
+//! working precision.
 
 use candle_core::Tensor;
 
@@ -18,7 +19,8 @@ use crate::precision::values;
 pub struct Inputs {
     /// `[num_tokens, head_dim]`, stored in bf16.
     pub kv: Tensor,
-    /// `[num_tokens]`: any value; those outside of the cache write nothing. No slot of the cache occurs twice.
+    /// `[num_tokens]`: any value; those outside of the cache write nothing. No slot of the cache
+    /// occurs twice.
     pub slots: Vec<i32>,
     /// How a row is stored.
     pub format: RowFormat,

@@ -1,5 +1,5 @@
-//! The rows of K = V behind their projection: normed, turned by position, quantized and written to the window cache
-//! (inference 3, 4, 5.1, 5.4, 8.3):
+//! The rows of K = V behind their projection: normed, turned by position, quantized and written to
+//! the window cache (inference 3, 4, 5.1, 5.4, 8.3):
 //!
 //! ```text
 //! n = weight x rstd                        [`crate::projections::rms_norm`]
@@ -10,9 +10,10 @@
 //!
 //! # Rounding points
 //!
-//! Those of the steps; n and r are bf16 between them, and the rounding to codes is a rounding point. What a row of the
-//! cache holds is no result of its own: it decodes to y, bit for bit, its scales are the least ones, and what is no
-//! token's stays. [`rows_that_hold`] says where that is so.
+//! Those of the steps; n and r are bf16 between them, and the rounding to codes is a rounding
+//! point. What a row of the cache holds is no result of its own: it decodes to y, bit for bit, its
+//! scales are the least ones, and what is no token's stays. [`rows_that_hold`] says where that is
+//! so.
 
 use candle_core::Tensor;
 
@@ -26,8 +27,9 @@ use crate::projections::rms_norm;
 use crate::projections::rope;
 use crate::quantize::scale_byte;
 
-/// `y` `[num_tokens, head_dim]`, stored in bf16, of `x` in `rotation` `[num_tokens, 1, head_dim]`, stored in bf16, whose last
-/// channels turn, not inversely, and `weight` `[head_dim]`, stored in f32.
+/// `y` `[num_tokens, head_dim]`, stored in bf16, of `x` in `rotation` `[num_tokens, 1, head_dim]`,
+/// stored in bf16, whose last channels turn, not inversely, and `weight` `[head_dim]`, stored in
+/// f32.
 ///
 /// # Errors
 /// Tensors that do not fit the format.
@@ -55,9 +57,10 @@ pub fn forward(
     Epilogue::Fp8.of(&r.squeeze(1)?, format.rope_dim, Format::BF16, rounding)
 }
 
-/// For each slot of a cache whether it holds what it must: where a token wrote, a row whose scales are followed by zeros
-/// and that decodes to the token's of `y`; elsewhere what was there before. And for each slot and group whether no smaller
-/// scale would do and it is not below that of the least amax, which is so wherever nobody wrote.
+/// For each slot of a cache whether it holds what it must: where a token wrote, a row whose scales
+/// are followed by zeros and that decodes to the token's of `y`; elsewhere what was there before.
+/// And for each slot and group whether no smaller scale would do and it is not below that of the
+/// least amax, which is so wherever nobody wrote.
 pub fn rows_that_hold(
     format: RowFormat,
     page_size: usize,
@@ -83,7 +86,8 @@ pub fn rows_that_hold(
         rows.push(decodes && scales[groups..].iter().all(|&byte| byte == 0));
         least.extend(data.chunks(SCALE_GROUP).zip(&scales[..groups]).map(|(codes, &scale)| {
             let largest = codes.iter().map(|&code| e4m3_value(code).abs()).fold(0.0, f64::max);
-            // Twice the least scale passes where the largest number is rounded to half of the largest code.
+            // Twice the least scale passes where the largest number is rounded to half of the
+            // largest code.
             let no_less =
                 largest >= Format::E4M3.largest / 2.0 || scale == least_byte || scale == 255;
             no_less && scale >= least_byte

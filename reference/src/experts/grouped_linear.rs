@@ -1,13 +1,14 @@
-//! Linear layers of experts: each row times the quantized weights of its expert (inference 5.5, 11.1, 11.3).
+//! Linear layers of experts: each row times the quantized weights of its expert (inference 5.5,
+//! 11.1, 11.3).
 //!
 //! ```text
 //! y[p,o] = sum over i of x[p,i] w[e,o,i]      for the rows p of expert e
 //! ```
 //!
-//! of what codes and scales stand for, as [`crate::projections::linear`] says for one expert. Rows are either *sorted*,
-//! `[num_rows, ..]`, those of expert e the first `counts[e]` from `expert_offsets[e]` on, and y is 0 in all others; or
-//! *masked*, `[num_experts, num_rows, ..]`, those of expert e the first `counts[e]` of its part, and y stays what it was
-//! in all others.
+//! of what codes and scales stand for, as [`crate::projections::linear`] says for one expert. Rows
+//! are either *sorted*, `[num_rows, ..]`, those of expert e the first `counts[e]` from
+//! `expert_offsets[e]` on, and y is 0 in all others; or *masked*, `[num_experts, num_rows, ..]`,
+//! those of expert e the first `counts[e]` of its part, and y stays what it was in all others.
 //!
 //! # Rounding points
 //!
@@ -21,16 +22,16 @@ use crate::named::Named;
 use crate::precision::{Rounding, values};
 use crate::projections::linear::{self, Quantized, Weights};
 
-/// `y`, stored in bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows, out_features]`, of these
-/// inputs, codes and scales as the numbers of their bytes:
+/// `y`, stored in bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows,
+/// out_features]`, of these inputs, codes and scales as the numbers of their bytes:
 ///
 /// - `x` `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`;
-/// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantized`]; `w_scales`, `[num_experts, ..]`,
-///   `..` as [`Quantized::w_scales`] has them stored;
+/// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantized`]; `w_scales`,
+///   `[num_experts, ..]`, `..` as [`Quantized::w_scales`] has them stored;
 /// - `x_scales`, as [`Quantized::x_scales`] has them stored, or, masked, `[num_experts, ..]`;
 /// - `counts` `[num_experts]`: rows of each expert;
-/// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all; absent where rows are
-///   masked;
+/// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all;
+///   absent where rows are masked;
 /// - `y_before`, of the shape and type of `y`, where rows are masked: what lies there.
 ///
 /// # Errors
@@ -61,7 +62,8 @@ pub fn forward(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -
     Ok(Named::new().with("y", Tensor::from_vec(y, shape, &Device::Cpu)?))
 }
 
-/// Whether an expert has each row of x, all parts' one after the other, of the inputs of [`forward`].
+/// Whether an expert has each row of x, all parts' one after the other, of the inputs of
+/// [`forward`].
 ///
 /// # Errors
 /// Those of [`forward`].

@@ -1,5 +1,5 @@
-//! The first linear layer of experts, SwiGLU with the routing weight, and its quantization (inference 5.4, 5.5, 5.8, 11.1,
-//! 11.3):
+//! The first linear layer of experts, SwiGLU with the routing weight, and its quantization
+//! (inference 5.4, 5.5, 5.8, 11.1, 11.3):
 //!
 //! ```text
 //! y[p]            = the product of x[p] with its expert's weights          [`crate::experts::grouped_linear`]
@@ -39,10 +39,11 @@ pub struct Options {
     pub round_to_bf16: bool,
 }
 
-/// `decoded`, `group_scales` and `quotients` of [`swiglu_quantize::forward`], of all rows of x, one part's behind the other's,
-/// of these inputs:
+/// `decoded`, `group_scales` and `quotients` of [`swiglu_quantize::forward`], of all rows of x,
+/// one part's behind the other's, of these inputs:
 ///
-/// - those of [`grouped_linear::forward`], whose `w` has the rows of gate and of up, as many of either;
+/// - those of [`grouped_linear::forward`], whose `w` has the rows of gate and of up, as many of
+///   either;
 /// - `weight`, one number for each row of x, in its order; absent for ones.
 ///
 /// # Errors
@@ -98,8 +99,9 @@ mod tests {
         }
     }
 
-    /// Three sorted rows: 1 of the first expert, NaN of nobody, 1 of the second. Either expert's weights have their rows in
-    /// this order: gate is the number of e2m1 with the row's code, and up half of it.
+    /// Three sorted rows: 1 of the first expert, NaN of nobody, 1 of the second. Either expert's
+    /// weights have their rows in this order: gate is the number of e2m1 with the row's code, and
+    /// up half of it.
     fn case(order: &[usize]) -> Named {
         let of_experts = |of_row: fn(usize) -> f64| {
             let rows: Vec<f64> = [order, order].concat().into_iter().map(of_row).collect();

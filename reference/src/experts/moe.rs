@@ -1,5 +1,5 @@
-//! A layer of experts as a serving step composes it: router, rows sorted by expert, both products of the experts with
-//! SwiGLU between them, the shared expert, and the sum (inference 10, 11).
+//! A layer of experts as a serving step composes it: router, rows sorted by expert, both products
+//! of the experts with SwiGLU between them, the shared expert, and the sum (inference 10, 11).
 //!
 //! ```text
 //! logits = hidden gate_weight^T                            topk_indices, topk_weights = router(logits)
@@ -9,16 +9,17 @@
 //! out[t]     = sum over the slots of t of y, in their order, + shared[t]
 //! ```
 //!
-//! The routing weight is in a, before it is quantized, and nowhere else: neither behind the second product nor in the
-//! shared expert. What products are of is for [`Products`] to say: of [`QuantizedProducts`], numbers that are quantized
-//! first.
+//! The routing weight is in a, before it is quantized, and nowhere else: neither behind the second
+//! product nor in the shared expert. What products are of is for [`Products`] to say: of
+//! [`QuantizedProducts`], numbers that are quantized first.
 //!
 //! # Rounding points
 //!
-//! Those of the operators: [`crate::projections::linear`], [`crate::experts::router`], [`crate::experts::grouped_linear`], [`crate::experts::swiglu`],
-//! [`crate::experts::moe_reduce`]. gate_up, a, y and shared are stored in bf16. Numbers are quantized as they are stored, a as
-//! it is rounded: a code near the middle of two may become either. The router's choice is of exact logits: inputs are
-//! such that fp32 holds these.
+//! Those of the operators: [`crate::projections::linear`], [`crate::experts::router`],
+//! [`crate::experts::grouped_linear`], [`crate::experts::swiglu`], [`crate::experts::moe_reduce`].
+//! gate_up, a, y and shared are stored in bf16. Numbers are quantized as they are stored, a as it
+//! is rounded: a code near the middle of two may become either. The router's choice is of exact
+//! logits: inputs are such that fp32 holds these.
 
 use candle_core::{Device, Tensor};
 
@@ -51,8 +52,9 @@ pub struct Layer {
 
 /// The products of a layer, before they are rounded to bf16.
 pub trait Products {
-    /// Gate and up, `[num_positions, 2 * intermediate_size]`, of rows `[num_positions, hidden_size]` with the weights
-    /// of their experts, whose rows the `maps` of [`moe_map::forward`] say.
+    /// Gate and up, `[num_positions, 2 * intermediate_size]`, of rows `[num_positions,
+    /// hidden_size]` with the weights of their experts, whose rows the `maps` of
+    /// [`moe_map::forward`] say.
     ///
     /// # Errors
     /// Tensors that do not fit.
@@ -77,10 +79,12 @@ pub trait Products {
     fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor>;
 }
 
-/// All that a layer computes, by name: `logits`, `topk_indices`, `topk_weights`, the maps of [`moe_map::forward`],
-/// `rows` (x of the formulas), `row_weights`, `gate_up`, `y`, `shared_gate_up`, `shared` and `out`. Of these inputs:
+/// All that a layer computes, by name: `logits`, `topk_indices`, `topk_weights`, the maps of
+/// [`moe_map::forward`], `rows` (x of the formulas), `row_weights`, `gate_up`, `y`,
+/// `shared_gate_up`, `shared` and `out`. Of these inputs:
 ///
-/// - `hidden` `[num_tokens, hidden_size]` and `gate_weight` `[num_experts, hidden_size]`, stored in bf16;
+/// - `hidden` `[num_tokens, hidden_size]` and `gate_weight` `[num_experts, hidden_size]`, stored
+///   in bf16;
 /// - `bias`, or `tid2eid` and `token_ids`: those of [`router::forward`].
 ///
 /// # Errors
@@ -158,11 +162,12 @@ fn gated(slots: Named, gate_up: &Tensor, limit: f64, rounding: &mut Rounding) ->
     rounding.bf16(product.tensor("y")?)
 }
 
-/// Products of numbers that are quantized in groups of a row, e4m3 with e8m0 scales, with quantized weights.
+/// Products of numbers that are quantized in groups of a row, e4m3 with e8m0 scales, with
+/// quantized weights.
 pub struct QuantizedProducts<'a> {
-    /// Weights, with scales in bytes, row by row or block by block: `w13`, `w13_scales`, `w2` and `w2_scales` of
-    /// [`grouped_linear::forward`], `shared_w13`, `shared_w13_scales`, `shared_w2` and `shared_w2_scales` of
-    /// [`linear::forward_quantized`].
+    /// Weights, with scales in bytes, row by row or block by block: `w13`, `w13_scales`, `w2` and
+    /// `w2_scales` of [`grouped_linear::forward`], `shared_w13`, `shared_w13_scales`, `shared_w2`
+    /// and `shared_w2_scales` of [`linear::forward_quantized`].
     pub inputs: &'a Named,
     /// Formats of the experts' weights, and the group of their rows.
     pub routed: Quantized,

@@ -5,11 +5,13 @@
 //! dx[t] = sum over the slots k of t that have a position of dy[token_topk_to_pos[t][k]]
 //! ```
 //!
-//! A position that is none of `0 .. num_positions` is no position. What a row holds that no slot has is never used.
+//! A position that is none of `0 .. num_positions` is no position. What a row holds that no slot
+//! has is never used.
 //!
 //! # Rounding points
 //!
-//! Rows are copied. A sum over slots is an fp32 sum in their order; it is rounded once to the type in which it is stored.
+//! Rows are copied. A sum over slots is an fp32 sum in their order; it is rounded once to the type
+//! in which it is stored.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -21,11 +23,12 @@ use crate::select::unless;
 /// `y` `[num_positions, hidden_size]`, stored in the type of `x`, of these inputs:
 ///
 /// - `x` `[num_tokens, hidden_size]`, stored in bf16 or f32;
-/// - `token_topk_to_pos` `[num_tokens, topk]` and `pos_to_token` `[num_positions]`, stored in i32: the maps of
-///   [`crate::experts::moe_map::forward`].
+/// - `token_topk_to_pos` `[num_tokens, topk]` and `pos_to_token` `[num_positions]`, stored in i32:
+///   the maps of [`crate::experts::moe_map::forward`].
 ///
 /// # Errors
-/// Tensors whose extents do not fit; a row that is no slot's and not marked as nobody's, or the other way round.
+/// Tensors whose extents do not fit; a row that is no slot's and not marked as nobody's, or the
+/// other way round.
 pub fn forward(inputs: &Named) -> Result<Named> {
     let slots = Slots::new(inputs)?;
     let x = inputs.tensor("x")?;
@@ -35,8 +38,8 @@ pub fn forward(inputs: &Named) -> Result<Named> {
     Ok(Named::new().with("y", slots.without_unused_rows(&rows)?))
 }
 
-/// `dx` `[num_tokens, hidden_size]`, stored in the type of `x`, of the maps of [`forward`] and `dy` `[num_positions,
-/// hidden_size]`, stored in the type of y.
+/// `dx` `[num_tokens, hidden_size]`, stored in the type of `x`, of the maps of [`forward`] and
+/// `dy` `[num_positions, hidden_size]`, stored in the type of y.
 ///
 /// # Errors
 /// As [`forward`].
@@ -110,7 +113,8 @@ impl Slots {
         unless(&self.unused()?.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?, &rows, 0.0)
     }
 
-    /// Of each row its slot's numbers, `[num_positions, hidden_size]` of `[num_tokens, topk, hidden_size]`; 0 where it has none.
+    /// Of each row its slot's numbers, `[num_positions, hidden_size]` of `[num_tokens, topk,
+    /// hidden_size]`; 0 where it has none.
     pub(crate) fn slots_of_rows(&self, numbers: &Tensor) -> Result<Tensor> {
         let mut slots = vec![0; self.token_of_row.len()];
         for (slot, row) in self.row_of_slot.iter().enumerate() {
@@ -130,7 +134,8 @@ impl Slots {
         unless(&unused.broadcast_as(rows.shape())?.contiguous()?, rows, 0.0)
     }
 
-    /// Sums over the slots of each token, which have a term where they have a row: `[num_tokens, hidden_size]`.
+    /// Sums over the slots of each token, which have a term where they have a row: `[num_tokens,
+    /// hidden_size]`.
     pub(crate) fn sum(&self, terms: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
         let sum = terms.sum(1)?;
         let counts = self

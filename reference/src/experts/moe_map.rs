@@ -7,7 +7,8 @@
 //! position of slot = expert_offsets[e] + how many slots of expert e come before it
 //! ```
 //!
-//! An expert that a token has twice has two rows of it. Nothing is rounded: there is one right answer.
+//! An expert that a token has twice has two rows of it. Nothing is rounded: there is one right
+//! answer.
 
 use candle_core::{Device, Tensor};
 
@@ -18,9 +19,10 @@ use crate::precision::values;
 /// What no slot has, and the position of a slot that does not count.
 const NONE: f64 = -1.0;
 
-/// `counts` `[num_experts]`, `expert_offsets` `[num_experts + 1]`, `token_topk_to_pos` `[num_tokens, topk]` and, each
-/// `[num_positions]`, `pos_to_expert`, `pos_to_token` and `pos_to_token_topk`, all stored in i32, of `topk_indices` `[num_tokens,
-/// topk]`, stored in i32. -1 is the position of a slot that counts nowhere, and all that a row has which is no slot's.
+/// `counts` `[num_experts]`, `expert_offsets` `[num_experts + 1]`, `token_topk_to_pos`
+/// `[num_tokens, topk]` and, each `[num_positions]`, `pos_to_expert`, `pos_to_token` and
+/// `pos_to_token_topk`, all stored in i32, of `topk_indices` `[num_tokens, topk]`, stored in i32.
+/// -1 is the position of a slot that counts nowhere, and all that a row has which is no slot's.
 ///
 /// # Errors
 /// Fewer positions than the rows take; an alignment of 0.

@@ -6,13 +6,15 @@
 //! dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 for a slot without a position
 //! ```
 //!
-//! w is the slot's weight, 1 where there are none; `shared[t]` is left out where there is none, and its gradient is dout. What a
-//! row holds that no slot has, and the weight of a slot without a position, is never used.
+//! w is the slot's weight, 1 where there are none; `shared[t]` is left out where there is none,
+//! and its gradient is dout. What a row holds that no slot has, and the weight of a slot without a
+//! position, is never used.
 //!
 //! # Rounding points
 //!
-//! Products are added fused, in fp32 and in the order of the slots; then the shared row. A product in the gradient of a row is
-//! rounded once, to the type in which it is stored, and the gradient of a weight is an fp32 sum.
+//! Products are added fused, in fp32 and in the order of the slots; then the shared row. A product
+//! in the gradient of a row is rounded once, to the type in which it is stored, and the gradient
+//! of a weight is an fp32 sum.
 
 use candle_core::Tensor;
 
@@ -24,10 +26,10 @@ use crate::select::unless;
 
 /// `out` `[num_tokens, hidden_size]`, stored in the type of `y`, of these inputs:
 ///
-/// - `y` `[num_positions, hidden_size]`, stored in bf16 or f32, and `shared` `[num_tokens, hidden_size]`, stored in its type, absent
-///   where nothing is shared;
-/// - `token_topk_to_pos` `[num_tokens, topk]` and `pos_to_token` `[num_positions]`, stored in i32: the maps of
-///   [`crate::experts::moe_map::forward`];
+/// - `y` `[num_positions, hidden_size]`, stored in bf16 or f32, and `shared` `[num_tokens,
+///   hidden_size]`, stored in its type, absent where nothing is shared;
+/// - `token_topk_to_pos` `[num_tokens, topk]` and `pos_to_token` `[num_positions]`, stored in i32:
+///   the maps of [`crate::experts::moe_map::forward`];
 /// - `topk_weights` `[num_tokens, topk]`, stored in f32; absent for ones.
 ///
 /// # Errors
@@ -47,8 +49,9 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("out", rounding.f32(&out)?))
 }
 
-/// `dy`, stored in the type of `y`, and, where there are weights, `dtopk_weights`, stored in f32: of the shapes of what they are
-/// gradients of. The inputs are those of [`forward`] and `dout`, of the shape and type of out.
+/// `dy`, stored in the type of `y`, and, where there are weights, `dtopk_weights`, stored in f32:
+/// of the shapes of what they are gradients of. The inputs are those of [`forward`] and `dout`, of
+/// the shape and type of out.
 ///
 /// # Errors
 /// As [`forward`].

@@ -1,4 +1,5 @@
-//! The router: which experts a token goes to, and with which weights (inference 10, training 11.4). With
+//! The router: which experts a token goes to, and with which weights (inference 10, training
+//! 11.4). With
 //!
 //! ```text
 //! softplus(x) = max(x, 0) + log1p(exp(-|x|))      s = sqrt(softplus(logits))      Z = max(sum of s over the slots, 1e-20)
@@ -11,16 +12,18 @@
 //! dlogits[e] = sum over the slots j of e of ds_j sigmoid(logits[e]) / (2 s_e)
 //! ```
 //!
-//! Of equal `s + bias` the lower id is chosen, and a NaN counts as -infinity: ids are distinct and valid whatever the logits
-//! hold. A token whose id is negative, or (hashed) beyond the table, is padding: ids -1, weights and gradients 0, whatever its
-//! logits hold. A slot of the table that names no expert is -1 with weight 0, and no part of the sum. The selection and the
-//! bias have no gradient.
+//! Of equal `s + bias` the lower id is chosen, and a NaN counts as -infinity: ids are distinct and
+//! valid whatever the logits hold. A token whose id is negative, or (hashed) beyond the table, is
+//! padding: ids -1, weights and gradients 0, whatever its logits hold. A slot of the table that
+//! names no expert is -1 with weight 0, and no part of the sum. The selection and the bias have no
+//! gradient.
 //!
 //! # Rounding points
 //!
-//! The selection is of exact scores: inputs are such that no rounding decides it. Powers and logarithms are approximated in fp32,
-//! sums, roots, products and quotients are fp32 numbers, and sums over slots are fp32 sums. Below logits of -18 the score is a power
-//! of half the logit: its square would be subnormal in fp32 below -87, and is so in no run. Results are rounded once.
+//! The selection is of exact scores: inputs are such that no rounding decides it. Powers and
+//! logarithms are approximated in fp32, sums, roots, products and quotients are fp32 numbers, and
+//! sums over slots are fp32 sums. Below logits of -18 the score is a power of half the logit: its
+//! square would be subnormal in fp32 below -87, and is so in no run. Results are rounded once.
 
 use candle_core::{Device, Tensor};
 
@@ -38,12 +41,14 @@ const SMALL_LOGIT: f64 = -18.0;
 /// `topk_indices` and `topk_weights` `[num_tokens, topk]`, stored in i32 and f32, of these inputs:
 ///
 /// - `logits` `[num_tokens, num_experts]`, stored in f32;
-/// - `bias` `[num_experts]`, stored in f32: of a learned router; or `tid2eid` `[vocab_size, topk]`, stored in i32: of a hashed one;
-/// - `token_ids` `[num_tokens]`, stored in i32: rows of the table; a negative one, and one beyond the table, is padding. A learned
-///   router may do without.
+/// - `bias` `[num_experts]`, stored in f32: of a learned router; or `tid2eid` `[vocab_size,
+///   topk]`, stored in i32: of a hashed one;
+/// - `token_ids` `[num_tokens]`, stored in i32: rows of the table; a negative one, and one beyond
+///   the table, is padding. A learned router may do without.
 ///
 /// # Errors
-/// Tensors whose extents do not fit, a table beside a bias, more slots than experts, a scale that is not above 0.
+/// Tensors whose extents do not fit, a table beside a bias, more slots than experts, a scale that
+/// is not above 0.
 pub fn forward(
     inputs: &Named,
     topk: usize,
@@ -56,8 +61,8 @@ pub fn forward(
     Ok(Named::new().with("topk_indices", slots.indices()?).with("topk_weights", topk_weights))
 }
 
-/// `dlogits` `[num_tokens, num_experts]`, stored in f32, of the inputs of [`forward`] and `dtopk_weights` `[num_tokens, topk]`,
-/// stored in f32.
+/// `dlogits` `[num_tokens, num_experts]`, stored in f32, of the inputs of [`forward`] and
+/// `dtopk_weights` `[num_tokens, topk]`, stored in f32.
 ///
 /// # Errors
 /// As [`forward`].
@@ -203,7 +208,8 @@ fn listed_experts(inputs: &Named, topk: usize) -> Result<Vec<Option<usize>>> {
     Ok(values(inputs.tensor("token_ids")?)?.into_iter().flat_map(of_token).collect())
 }
 
-/// `log1p(e) / e` for e from 0 to 1, to the last bits of f64: by its series where the sum `1 + e` would lose e.
+/// `log1p(e) / e` for e from 0 to 1, to the last bits of f64: by its series where the sum `1 + e`
+/// would lose e.
 fn log1p_ratio(e: &Tensor) -> Result<Tensor> {
     const SERIES_BELOW: f64 = 1.0 / 1024.0;
     let small = e.lt(SERIES_BELOW)?;
@@ -218,7 +224,8 @@ fn log1p_ratio(e: &Tensor) -> Result<Tensor> {
     Ok(small.where_cond(&series, &logarithm)?)
 }
 
-/// Logits at which the score is taken of a logarithm, and at which it is a power; each 0, or the border, at the other's.
+/// Logits at which the score is taken of a logarithm, and at which it is a power; each 0, or the
+/// border, at the other's.
 fn by_size(logits: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let small = logits.lt(SMALL_LOGIT)?;
     Ok((unless(&small, logits, 0.0)?, select(&small, logits, SMALL_LOGIT)?, small))
@@ -420,7 +427,8 @@ mod tests {
                 Ok((outputs.tensor("topk_weights")? * inputs.tensor("dtopk_weights")?)?)
             })?;
             let found = explicit.tensor("dlogits")?;
-            // Of scores and sums of one size: each of fewer than 64 roundings is of upstreams times a slope of 1 at most.
+            // Of scores and sums of one size: each of fewer than 64 roundings is of upstreams
+            // times a slope of 1 at most.
             let size = values(&inputs.tensor("dtopk_weights")?.abs()?.sum_keepdim(1)?)?;
             let bound: Vec<f64> =
                 size.iter().map(|size| 64.0 * UNIT_ROUNDOFF * SCALE * size).collect();

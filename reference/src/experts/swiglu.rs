@@ -8,13 +8,15 @@
 //! dweight = sum over the row of dy (a s b)
 //! ```
 //!
-//! The gate has no lower clamp. Only what exceeds the limit is clamped: equality passes the gradient on, and so does NaN.
-//! Padding rows are zero in y and in every gradient, whatever they hold.
+//! The gate has no lower clamp. Only what exceeds the limit is clamped: equality passes the
+//! gradient on, and so does NaN. Padding rows are zero in y and in every gradient, whatever they
+//! hold.
 //!
 //! # Rounding points
 //!
-//! Each product, sum and difference is an fp32 number, the power and the quotient are approximated in fp32, and dweight is
-//! summed in fp32. Results are rounded once to the type in which they are stored.
+//! Each product, sum and difference is an fp32 number, the power and the quotient are approximated
+//! in fp32, and dweight is summed in fp32. Results are rounded once to the type in which they are
+//! stored.
 
 use candle_core::Tensor;
 
@@ -27,15 +29,17 @@ use crate::select::{clamp, unless};
 ///
 /// - `gate`, `up` `[num_rows, width]`, stored in bf16 or f32, clamped by the positive `limit`;
 /// - `weight` `[num_rows]`, stored in f32: the routing weight; absent for the shared expert;
-/// - `pos_to_token_topk` `[num_rows]`, stored in i32: negative for a padding row; absent where there are none.
+/// - `pos_to_token_topk` `[num_rows]`, stored in i32: negative for a padding row; absent where
+///   there are none.
 pub fn forward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<Named> {
     let [_, b, _, silu, weight] = terms(inputs, limit, rounding)?;
     let y = rounding.f32(&(silu * b)?)?;
     Ok(Named::new().with("y", rounding.f32(&y.broadcast_mul(&weight)?)?))
 }
 
-/// `dgate`, `dup` and, where there is a weight, `dweight`: of the shapes of what they are gradients of, the first two
-/// stored in the type of `gate`, the last in f32. The inputs are those of [`forward`] and `dy`, of the shape and type of y.
+/// `dgate`, `dup` and, where there is a weight, `dweight`: of the shapes of what they are
+/// gradients of, the first two stored in the type of `gate`, the last in f32. The inputs are those
+/// of [`forward`] and `dy`, of the shape and type of y.
 pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<Named> {
     let [a, b, s, silu, weight] = terms(inputs, limit, rounding)?;
     let dy = without_padding(inputs, inputs.tensor("dy")?)?;
@@ -55,7 +59,8 @@ pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<N
     Ok(Named::new().with("dgate", dgate).with("dup", dup).maybe("dweight", dweight))
 }
 
-/// What both directions compute: a, b, s and a s `[num_rows, width]` and the weight `[num_rows, 1]`; 0 in padding rows.
+/// What both directions compute: a, b, s and a s `[num_rows, width]` and the weight `[num_rows,
+/// 1]`; 0 in padding rows.
 fn terms(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<[Tensor; 5]> {
     let rows = ["num_rows", "width"];
     let tensors: [(&[_], &[_]); 2] =
@@ -115,13 +120,15 @@ mod tests {
         )
     }
 
-    /// `count` roundings of f64 in each of two evaluations, relative to the magnitude of the largest intermediate.
+    /// `count` roundings of f64 in each of two evaluations, relative to the magnitude of the
+    /// largest intermediate.
     fn bound(magnitude: &Tensor, count: f64) -> Tensor {
         magnitude.abs().and_then(|t| t * (2.0 * UNIT_ROUNDOFF * count)).expect("scaling")
     }
 
-    /// Of the gradients with every term by magnitude: `1 + |a| (1 - s)` instead of `1 + a (1 - s)`. An element takes
-    /// fewer than 16 roundings, and dweight one more for each term of its sum.
+    /// Of the gradients with every term by magnitude: `1 + |a| (1 - s)` instead of `1 + a (1 -
+    /// s)`. An element takes fewer than 16 roundings, and dweight one more for each term of its
+    /// sum.
     fn bounds(inputs: &Named) -> Result<Named> {
         let [a, b, s, silu, weight] = terms(inputs, LIMIT, &mut Rounding::exact())?;
         let dy = inputs.tensor("dy")?;
@@ -166,7 +173,8 @@ mod tests {
     #[test]
     fn backward_equals_directional_finite_differences() -> Result<()> {
         let inputs = case(5, 6, 40, true);
-        // Half way between two numbers of bf16: no element comes within a step of the limit, where the clamps bend.
+        // Half way between two numbers of bf16: no element comes within a step of the limit, where
+        // the clamps bend.
         let limit = LIMIT + 2f64.powi(-7);
         let gradients = backward(&inputs, limit, &mut Rounding::exact())?;
         let mut draw = Draw::new(6);
@@ -338,7 +346,8 @@ mod tests {
         Ok(())
     }
 
-    /// What an expert computes around SwiGLU, and its gradients with respect to hidden states and weight.
+    /// What an expert computes around SwiGLU, and its gradients with respect to hidden states and
+    /// weight.
     struct Expert {
         out: Tensor,
         dhidden: Tensor,
@@ -346,7 +355,8 @@ mod tests {
         dweight: Tensor,
     }
 
-    /// `hidden` and `dout` are `[num_rows, channels]`, `gate_up` `[2 * width, channels]`, `down` `[channels, width]`.
+    /// `hidden` and `dout` are `[num_rows, channels]`, `gate_up` `[2 * width, channels]`, `down`
+    /// `[channels, width]`.
     fn expert(
         hidden: &Tensor,
         gate_up: &Tensor,
@@ -372,7 +382,8 @@ mod tests {
         })
     }
 
-    /// Agreement up to the roundings of sums of at most a few hundred terms of the tensor's own size, in f64.
+    /// Agreement up to the roundings of sums of at most a few hundred terms of the tensor's own
+    /// size, in f64.
     fn assert_close(what: &str, actual: &Tensor, golden: &Golden, key: &str) -> Result<()> {
         let expected = golden.f64(key);
         let rms = (dot(&expected, &expected) / expected.elem_count() as f64).sqrt();

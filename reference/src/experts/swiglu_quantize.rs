@@ -1,17 +1,18 @@
-//! SwiGLU with clamps and an optional row weight, quantized to e4m3 in groups of a row (inference 5.4, 11.1, training
-//! 11.2):
+//! SwiGLU with clamps and an optional row weight, quantized to e4m3 in groups of a row (inference
+//! 5.4, 11.1, training 11.2):
 //!
 //! ```text
 //! o = swiglu(gate, up, weight)           [`crate::experts::swiglu`], rounded to bf16 where that is asked for
 //! codes, scales = quantize(o)            [`crate::formats::quantize_fp8`]
 //! ```
 //!
-//! A padding row is quantized as one of zeros. Gradients are those of o, as if it were not quantized.
+//! A padding row is quantized as one of zeros. Gradients are those of o, as if it were not
+//! quantized.
 //!
 //! # Rounding points
 //!
-//! Those of [`crate::experts::swiglu`] and the rounding to bf16. What is compared is what codes and scales decode to, so the
-//! rounding to codes is the last one, and none of this oracle's.
+//! Those of [`crate::experts::swiglu`] and the rounding to bf16. What is compared is what codes
+//! and scales decode to, so the rounding to codes is the last one, and none of this oracle's.
 
 use candle_core::Tensor;
 
@@ -26,8 +27,8 @@ use crate::select::unless;
 
 /// Of the inputs of [`swiglu::forward`], in groups of `group` along a row:
 ///
-/// - `decoded` `[num_rows, width]`: what codes and scales decode to, before o is rounded to codes; NaN in groups that
-///   are not finite;
+/// - `decoded` `[num_rows, width]`: what codes and scales decode to, before o is rounded to codes;
+///   NaN in groups that are not finite;
 /// - `group_scales` `[num_rows, num_groups]`: what the scales are;
 /// - `quotients` `[num_rows, width]`: o over its scale, before it is rounded to codes.
 ///
@@ -77,9 +78,10 @@ pub struct Stored {
     pub values: Vec<f64>,
     /// What the scales are, row by row of groups.
     pub scales: Vec<f64>,
-    /// For each group, row by row, whether no smaller scale would do: the largest code is one that half the scale has
-    /// no room for (of scales that are no powers of two, the largest of all), or the scale is the least that there
-    /// is, or NaN. Twice the least scale passes where the largest number is rounded to half of the largest code.
+    /// For each group, row by row, whether no smaller scale would do: the largest code is one that
+    /// half the scale has no room for (of scales that are no powers of two, the largest of all),
+    /// or the scale is the least that there is, or NaN. Twice the least scale passes where the
+    /// largest number is rounded to half of the largest code.
     pub least: Vec<bool>,
 }
 
@@ -188,7 +190,8 @@ mod tests {
             })
             .collect();
         let halved = f64_tensor(&halved, &[4, 96]);
-        // Half of 448 is what a number just above it is rounded to under half the scale: no code tells these two apart.
+        // Half of 448 is what a number just above it is rounded to under half the scale: no code
+        // tells these two apart.
         let largest = |group: &[f64]| {
             group.iter().fold(0.0, |m: f64, &code| m.max(Format::E4M3.value(code as u64).abs()))
         };

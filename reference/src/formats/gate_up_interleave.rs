@@ -15,8 +15,8 @@ use crate::named::Named;
 /// Neighbouring rows of gate, or of up.
 pub const GRANULE: usize = 8;
 
-/// `interleaved` of `logical`, both `[num_experts, num_rows, row_bytes]`, bytes. Half of the rows are gate's, the others
-/// up's, each a multiple of eight.
+/// `interleaved` of `logical`, both `[num_experts, num_rows, row_bytes]`, bytes. Half of the rows
+/// are gate's, the others up's, each a multiple of eight.
 ///
 /// # Errors
 /// A tensor of another shape.

@@ -1,4 +1,5 @@
-//! The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantized (inference 5.4, 7, 7.1).
+//! The orthonormal Walsh-Hadamard transform of rows of 128, stored or quantized (inference 5.4, 7,
+//! 7.1).
 //!
 //! ```text
 //! y[i] = 128^-0.5 sum over j of (-1)^popcount(i AND j) x[j]
@@ -8,9 +9,10 @@
 //!
 //! # Rounding points
 //!
-//! The sums are those of seven steps of butterflies, `(a, b) -> (a + b, a - b)` for pairs that lie 1, 2, 4 ... 64 apart, in
-//! this order, each an fp32 number; so is the product with 128^-0.5. What is quantized is rounded to bf16 before. Codes and
-//! scales follow from these numbers without a choice: every run gives the same.
+//! The sums are those of seven steps of butterflies, `(a, b) -> (a + b, a - b)` for pairs that lie
+//! 1, 2, 4 ... 64 apart, in this order, each an fp32 number; so is the product with 128^-0.5. What
+//! is quantized is rounded to bf16 before. Codes and scales follow from these numbers without a
+//! choice: every run gives the same.
 
 use candle_core::Tensor;
 
@@ -37,7 +39,8 @@ pub enum Stored {
 /// Of `x` `[num_rows, 128]`, as `stored` says:
 ///
 /// - `y` `[num_rows, 128]`;
-/// - `codes` `[num_rows, 64]`, bytes of two, the even one in the low nibble, and `scale_bytes` `[num_rows, 4]`;
+/// - `codes` `[num_rows, 64]`, bytes of two, the even one in the low nibble, and `scale_bytes`
+///   `[num_rows, 4]`;
 /// - `codes` `[num_rows, 128]`, bytes, and `scales` `[num_rows]`, stored in f32.
 ///
 /// # Errors
@@ -72,7 +75,8 @@ pub fn forward(inputs: &Named, stored: Stored, rounding: &mut Rounding) -> Resul
     Ok(Named::new().with("codes", rows(codes, DIM)?).with("scales", scales))
 }
 
-/// `dx` `[num_rows, 128]` of `dy`, of the shape and type of y; nothing where there is no `dy`, since codes have no gradient.
+/// `dx` `[num_rows, 128]` of `dy`, of the shape and type of y; nothing where there is no `dy`,
+/// since codes have no gradient.
 ///
 /// # Errors
 /// A tensor of another shape.

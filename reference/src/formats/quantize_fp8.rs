@@ -1,17 +1,18 @@
-//! Rows and blocks as e4m3 codes with scales, and back (inference 5.3, 5.4, 5.7). With the numbers of a group,
-//! neighbours in a row or a square of 128 by 128,
+//! Rows and blocks as e4m3 codes with scales, and back (inference 5.3, 5.4, 5.7). With the numbers
+//! of a group, neighbours in a row or a square of 128 by 128,
 //!
 //! ```text
 //! amax = max(max |x|, 1e-4)           s = the least power of two with amax <= 448 s,  or  fp32(amax fp32(1/448))
 //! code = e4m3(fp32(x / s))            y = fp32(value(code) s), rounded once more where it is stored in bf16
 //! ```
 //!
-//! A group at the end of a row, or of all rows, may be smaller. One with a NaN or an infinity has the scale NaN and
-//! codes of NaN.
+//! A group at the end of a row, or of all rows, may be smaller. One with a NaN or an infinity has
+//! the scale NaN and codes of NaN.
 //!
 //! # Rounding points
 //!
-//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to have one value.
+//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to
+//! have one value.
 
 use candle_core::Tensor;
 
@@ -100,7 +101,8 @@ fn groups(group: Group, [num_rows, width]: [usize; 2]) -> impl Iterator<Item = V
 /// Of `x` `[num_rows, width]`, stored in bf16 or f32:
 ///
 /// - `codes` `[num_rows, width]`, bytes;
-/// - `scales`, of the shape that [`Options::scales`] says: bytes, words of four of them, or stored in f32.
+/// - `scales`, of the shape that [`Options::scales`] says: bytes, words of four of them, or stored
+///   in f32.
 ///
 /// # Errors
 /// A tensor of another shape, scales of squares or of fp32 in a layout that is not theirs.
@@ -144,7 +146,8 @@ pub fn read_scales(scales: Scales, stored: &[f64]) -> Vec<f64> {
     Format::E8M0.values(&scales.read_bytes(stored))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize`] returns them.
+/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize`] returns
+/// them.
 ///
 /// # Errors
 /// A tensor of another shape, scales of squares or of fp32 in a layout that is not theirs.
@@ -199,7 +202,8 @@ mod tests {
             let (x, y) = (values(&x)?, values(y.tensor("y")?)?);
             for (group, scale) in groups(options.group, [131, 200]).zip(scales) {
                 for at in group {
-                    // The quotient of fp32 scales, and the product, are rounded to fp32 beside the code.
+                    // The quotient of fp32 scales, and the product, are rounded to fp32 beside the
+                    // code.
                     let half = Format::E4M3.half_ulp(x[at] / scale)
                         * scale
                         * (1.0 + f64::from(f32::EPSILON));

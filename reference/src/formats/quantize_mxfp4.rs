@@ -5,12 +5,13 @@
 //! code = e2m1(x / s)                   y = value(code) s
 //! ```
 //!
-//! The last group of a row may be smaller. One with a NaN or an infinity has the scale NaN and, since e2m1 has no
-//! NaN, codes of 6.
+//! The last group of a row may be smaller. One with a NaN or an infinity has the scale NaN and,
+//! since e2m1 has no NaN, codes of 6.
 //!
 //! # Rounding points
 //!
-//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to have one value.
+//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to
+//! have one value.
 
 use candle_core::Tensor;
 
@@ -54,7 +55,8 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
         .with("scales", Tensor::from_vec(stored, shape, x.device())?))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize()`] returns them.
+/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize()`] returns
+/// them.
 ///
 /// # Errors
 /// A tensor of another shape.

@@ -1,5 +1,5 @@
-//! Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). With s2 of the tensor, and of
-//! each group of 16 neighbours in a row its largest magnitude amax,
+//! Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). With s2 of
+//! the tensor, and of each group of 16 neighbours in a row its largest magnitude amax,
 //!
 //! ```text
 //! s2   = max(fp32(amax of the tensor / 2688), 2^-126)         1 where all numbers are 0, NaN where one is not finite
@@ -12,7 +12,8 @@
 //!
 //! # Rounding points
 //!
-//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to have one value.
+//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to
+//! have one value.
 
 use candle_core::Tensor;
 
@@ -69,7 +70,8 @@ fn quantize_group(group: &[f64], global_scale: f64) -> (u8, Vec<u8>) {
     (scale as u8, group.iter().map(code).collect())
 }
 
-/// Of `x` `[num_rows, width]`, stored in bf16 or f32, of an even width, and `global_scale` `[1]`, stored in f32:
+/// Of `x` `[num_rows, width]`, stored in bf16 or f32, of an even width, and `global_scale` `[1]`,
+/// stored in f32:
 ///
 /// - `codes` `[num_rows, width / 2]`, bytes of two, the even one in the low nibble;
 /// - `scales`, e4m3, of the shape that [`scales`] says: bytes, or words of four of them.
@@ -95,7 +97,8 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
         .with("scales", Tensor::from_vec(scales.stored_bytes(&bytes), scales.shape(), x.device())?))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes`, `scales` and `global_scale` as [`quantize`] has them.
+/// `y` `[num_rows, width]`, stored in `format`, of `codes`, `scales` and `global_scale` as
+/// [`quantize`] has them.
 ///
 /// # Errors
 /// A tensor of another shape.
@@ -142,7 +145,8 @@ mod tests {
             let x = values(&x)?;
             for (row_x, row_y) in x.chunks(72).zip(y.chunks(72)) {
                 for (x, y) in row_x.chunks(GROUP).zip(row_y.chunks(GROUP)) {
-                    // A scale of e4m3 is off by a sixteenth at most, and a step of e2m1 is a third of its number.
+                    // A scale of e4m3 is off by a sixteenth at most, and a step of e2m1 is a third
+                    // of its number.
                     let amax = amax(x);
                     assert!(
                         x.iter()

@@ -1,7 +1,7 @@
 //! Where the scales of groups lie in memory (inference 5.7).
 //!
-//! With G groups in a row and `aligned(n, m)` the least multiple of m that is not below n, the scale of group g of
-//! row r has the place
+//! With G groups in a row and `aligned(n, m)` the least multiple of m that is not below n, the
+//! scale of group g of row r has the place
 //!
 //! ```text
 //! plain                r G + g
@@ -37,7 +37,8 @@ pub struct Scales {
 }
 
 impl Scales {
-    /// The extents of the tensor that holds them, in which one entry is a scale, or a word of four of them.
+    /// The extents of the tensor that holds them, in which one entry is a scale, or a word of four
+    /// of them.
     pub fn shape(self) -> Vec<usize> {
         let Self { layout, bytes, rows, groups } = self;
         match layout {
@@ -93,7 +94,8 @@ impl Scales {
 }
 
 impl Scales {
-    /// Bytes, row by row, as the numbers of the tensor that holds them: bytes, or words of four of them.
+    /// Bytes, row by row, as the numbers of the tensor that holds them: bytes, or words of four of
+    /// them.
     pub fn stored_bytes(self, bytes: &[u8]) -> Vec<f64> {
         let placed = self.arranged(bytes);
         if self.in_words() {
@@ -152,7 +154,8 @@ mod tests {
         }
     }
 
-    /// Inference 5.7 says of packed words whose rows are permuted within each 128 that they are the same tiles.
+    /// Inference 5.7 says of packed words whose rows are permuted within each 128 that they are
+    /// the same tiles.
     #[test]
     fn tiles_of_128_rows_are_packed_words_of_permuted_rows() {
         let of = |layout| Scales { layout, bytes: true, rows: 256, groups: 12 };

@@ -1,5 +1,6 @@
-//! Scales in tiles of 128 rows by 4 groups, out of rows, and back (inference 5.7): the places of [`Scales`] whose
-//! layout is [`ScaleLayout::Blocked`]. What pads rows and groups is 0, and is not read back.
+//! Scales in tiles of 128 rows by 4 groups, out of rows, and back (inference 5.7): the places of
+//! [`Scales`] whose layout is [`ScaleLayout::Blocked`]. What pads rows and groups is 0, and is not
+//! read back.
 //!
 //! Nothing is computed: a byte is what it was.
 

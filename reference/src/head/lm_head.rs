@@ -15,7 +15,8 @@ use crate::precision::{Rounding, values};
 /// `logits` `[num_rows, vocab_size]`, stored in f32, of these inputs:
 ///
 /// - `hidden` `[num_tokens, hidden_size]` and `weight` `[vocab_size, hidden_size]`, stored in bf16;
-/// - `rows` `[num_rows]`, stored in i32: which tokens are sampled; absent where all are, in their order.
+/// - `rows` `[num_rows]`, stored in i32: which tokens are sampled; absent where all are, in their
+///   order.
 ///
 /// # Errors
 /// Tensors whose extents do not fit.
@@ -97,8 +98,8 @@ mod tests {
         assert_eq!(found, [token, token, none, none, [1.0, 5.0, 10.0]].concat());
     }
 
-    /// Whole models: the final norm, as stored, times the head's weights. What storing both rounded is all that they
-    /// may differ by.
+    /// Whole models: the final norm, as stored, times the head's weights. What storing both
+    /// rounded is all that they may differ by.
     #[test]
     fn the_heads_of_golden_models_agree() {
         for name in ["one", "batch", "long", "six"] {

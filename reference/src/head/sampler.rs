@@ -1,4 +1,5 @@
-//! One token of each row of logits: temperature, top-k, top-p and min-p by the exponential race (inference 12.3).
+//! One token of each row of logits: temperature, top-k, top-p and min-p by the exponential race
+//! (inference 12.3).
 //!
 //! ```text
 //! order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0; NaN and -infinity never,
@@ -16,8 +17,8 @@
 //!          hold; -1 where no logit is above -infinity
 //! ```
 //!
-//! The largest `p / g` is the largest `log2 p - log2 g`, and the sum that makes `p` of a weight is one number for the
-//! row.
+//! The largest `p / g` is the largest `log2 p - log2 g`, and the sum that makes `p` of a weight is
+//! one number for the row.
 
 use candle_core::{Device, Tensor};
 
@@ -34,7 +35,8 @@ fn divisor(temperature: f64) -> f64 {
     temperature.clamp(LEAST_TEMPERATURE, f64::from(f32::MAX))
 }
 
-/// Score of an id that is kept and whose `g` is infinite: below every other, above what is not kept.
+/// Score of an id that is kept and whose `g` is infinite: below every other, above what is not
+/// kept.
 const LOST: f64 = -1e300;
 
 /// Four words of the counter-based generator Philox4x32-10 (Salmon et al., 2011).
@@ -76,8 +78,9 @@ pub struct Filters {
     pub min_p: f64,
 }
 
-/// The ids of a row from the largest logit down, and their weights; without ids that are never chosen. A weight that f64 has no
-/// number for is 0 here, and its id is ranked all the same: it wins where all in front of it lose.
+/// The ids of a row from the largest logit down, and their weights; without ids that are never
+/// chosen. A weight that f64 has no number for is 0 here, and its id is ranked all the same: it
+/// wins where all in front of it lose.
 pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
     let mut order: Vec<usize> =
         (0..logits.len()).filter(|&id| ordered(logits[id]) > f64::NEG_INFINITY).collect();
@@ -116,8 +119,9 @@ pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
     by_count.min(by_weight).min(by_share).min(weights.len())
 }
 
-/// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` that they are chosen by (of a row
-/// that takes the first of the order the negative places in it), of these inputs:
+/// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` that they are
+/// chosen by (of a row that takes the first of the order the negative places in it), of these
+/// inputs:
 ///
 /// - `logits` `[num_rows, vocab_size]`, stored in f32;
 /// - `temperature` `[num_rows]`, stored in f32;
@@ -179,8 +183,8 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(named.with("scores", Tensor::from_vec(scores, (num_rows, vocab_size), &Device::Cpu)?))
 }
 
-/// `logit / (t ln 2) - log2(g)` of all ids: the factor of a row in fp32, both logarithms, and the difference, rounded
-/// once.
+/// `logit / (t ln 2) - log2(g)` of all ids: the factor of a row in fp32, both logarithms, and the
+/// difference, rounded once.
 fn scores(
     logits: &[f64],
     temperature: &[f64],
@@ -305,8 +309,8 @@ mod tests {
         }
     }
 
-    /// The winner of the race among p and q = 1 - p is the first with probability p: the share of 4000 draws lies
-    /// within five standard deviations.
+    /// The winner of the race among p and q = 1 - p is the first with probability p: the share of
+    /// 4000 draws lies within five standard deviations.
     #[test]
     fn shares_of_draws_are_the_probabilities() {
         let draws = 4000;
@@ -336,7 +340,8 @@ mod tests {
         for (exact, working) in exact.iter().zip(&working) {
             assert_eq!(exact.is_finite(), working.is_finite());
             let off = if exact.is_finite() { (exact - working).abs() } else { 0.0 };
-            // Factor, both logarithms and the difference: four roundings or approximations of numbers below 64.
+            // Factor, both logarithms and the difference: four roundings or approximations of
+            // numbers below 64.
             assert!(off < 4.0 * 64.0 * 2f64.powi(-22), "{exact} {working}");
         }
         assert!(exact.iter().zip(&working).any(|(a, b)| a != b));

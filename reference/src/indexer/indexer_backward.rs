@@ -1,7 +1,7 @@
 //! The backward of the indexer's logits (training 1; stage 2 of training 7).
 //!
-//! Row t has the valid slots that its ranking gives it ([`crate::indexer::ranking`]); slot j is of key `i(j)`. With G = dlogits,
-//! over valid slots,
+//! Row t has the valid slots that its ranking gives it ([`crate::indexer::ranking`]); slot j is of
+//! key `i(j)`. With G = dlogits, over valid slots,
 //!
 //! ```text
 //! d[t, h, j] = q[t, h] . k[i(j)]
@@ -11,13 +11,15 @@
 //! dw[t, h]   = sm_scale sum_j G[t, j] max(d[t, h, j], 0)
 //! ```
 //!
-//! which is the gradient of `sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)` where none of the products is 0; at 0 it
-//! is 0. A product that is NaN passes. Invalid slots read nothing and give nothing.
+//! which is the gradient of `sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)` where none of the
+//! products is 0; at 0 it is 0. A product that is NaN passes. Invalid slots read nothing and give
+//! nothing.
 //!
 //! # Rounding points
 //!
-//! Products accumulate in fp32. A is an fp32 product that is rounded to bf16, the operand of two products. `sm_scale`
-//! multiplies their fp32 sums, of dk that of each slot, which are added in fp32.
+//! Products accumulate in fp32. A is an fp32 product that is rounded to bf16, the operand of two
+//! products. `sm_scale` multiplies their fp32 sums, of dk that of each slot, which are added in
+//! fp32.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -204,7 +206,8 @@ mod tests {
         }
     }
 
-    /// Lists with bad slots and repetitions, local to their sequences; token 1 has no valid slot, token 5 no sequence.
+    /// Lists with bad slots and repetitions, local to their sequences; token 1 has no valid slot,
+    /// token 5 no sequence.
     fn selected(seed: u64) -> Inputs {
         let mut draw = Draw::new(seed + 100);
         let mut indices: Vec<i32> = (0..TOKENS * 7).map(|_| draw.below(7) as i32 - 1).collect();

@@ -7,13 +7,14 @@
 //! loss   = s sum_t KL(target || softmax of the listed logits)                               (indexer_loss.rs)
 //! ```
 //!
-//! and the gradients of q, k and w: lists and target are constants, so that what flows back is that of the loss with respect to
-//! the listed logits, through these alone (indexer_backward.rs).
+//! and the gradients of q, k and w: lists and target are constants, so that what flows back is
+//! that of the loss with respect to the listed logits, through these alone (indexer_backward.rs).
 //!
 //! # Rounding points
 //!
-//! Those of the operators, and one between them: what one hands to the next is an fp32 number. Lists follow from logits without any
-//! rounding, in every run: the operands of a case are such that fp32 holds each of their sums, or a run would differ by whole keys.
+//! Those of the operators, and one between them: what one hands to the next is an fp32 number.
+//! Lists follow from logits without any rounding, in every run: the operands of a case are such
+//! that fp32 holds each of their sums, or a run would differ by whole keys.
 
 use candle_core::{Device, Tensor, Var};
 
@@ -70,7 +71,8 @@ pub struct Inputs {
 pub struct Outputs {
     /// `[num_tokens, columns]`, stored in f32; -infinity beyond the limit.
     pub logits: Tensor,
-    /// `[num_tokens, topk]`, stored in i32: keys of the token's sequence, from the lowest up, then -1.
+    /// `[num_tokens, topk]`, stored in i32: keys of the token's sequence, from the lowest up, then
+    /// -1.
     pub indices: Tensor,
     /// `[num_tokens, topk]`, stored in f32: their logits, then -infinity.
     pub values: Tensor,
@@ -92,8 +94,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     Ok(Outputs { logits, indices, values, target, loss: indexer_loss::forward(&loss, rounding)? })
 }
 
-/// The gradient of the loss with respect to the listed logits, `[num_tokens, topk]`, stored in f32, and those of the indexer's
-/// queries, keys and weights. `grad_loss` is `[1]`.
+/// The gradient of the loss with respect to the listed logits, `[num_tokens, topk]`, stored in
+/// f32, and those of the indexer's queries, keys and weights. `grad_loss` is `[1]`.
 ///
 /// # Errors
 /// As [`forward`].

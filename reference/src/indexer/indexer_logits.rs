@@ -5,16 +5,18 @@
 //! logits[t,c] = sm_scale * s[k] * sum_h w[t,h] * max(d[t,h,k], 0)       k: the c-th key that token t scores
 //! ```
 //!
-//! -infinity in columns behind the last key that a token scores, and where a key's page is not there. `s` is a key's scale, which
-//! e4m3 has (that of q is folded into w); the scales of e2m1 stay with the numbers ([`numbers`]). max keeps NaN. A token scores
-//! the first `columns` of its keys:
+//! -infinity in columns behind the last key that a token scores, and where a key's page is not
+//! there. `s` is a key's scale, which e4m3 has (that of q is folded into w); the scales of e2m1
+//! stay with the numbers ([`numbers`]). max keeps NaN. A token scores the first `columns` of its
+//! keys:
 //!
 //! * ranges: rows `ks .. ke`, of those that there are;
-//! * causal: of its sequence those keys j whose last token, `j * ratio + ratio - 1`, is not behind its own position, `q_off` + t,
-//!   t counted within the sequence; of no sequence, none;
+//! * causal: of its sequence those keys j whose last token, `j * ratio + ratio - 1`, is not behind
+//!   its own position, `q_off` + t, t counted within the sequence; of no sequence, none;
 //! * selected: the keys that its list names ([`crate::indexer::ranking`]);
-//! * paged: the first `context_lens` entries of its request: entry i is row `i % page_size` of page `block_table[i / page_size]`.
-//!   Of a page that is not there, which a negative number or one beyond the store names, every entry is none.
+//! * paged: the first `context_lens` entries of its request: entry i is row `i % page_size` of
+//!   page `block_table[i / page_size]`. Of a page that is not there, which a negative number or
+//!   one beyond the store names, every entry is none.
 //!
 //! # Rounding points
 //!
@@ -93,8 +95,9 @@ pub struct Inputs {
     pub sm_scale: f64,
 }
 
-/// The numbers of rows of codes: one code a byte in `format`, or e2m1 in nibbles with an e8m0 byte for each [`GROUP`] of them.
-/// A product of e2m1 with its scale is a bf16 number, or infinite beyond these.
+/// The numbers of rows of codes: one code a byte in `format`, or e2m1 in nibbles with an e8m0 byte
+/// for each [`GROUP`] of them. A product of e2m1 with its scale is a bf16 number, or infinite
+/// beyond these.
 pub fn numbers(codes: &[u8], scale_bytes: Option<&[u8]>, format: Format) -> Vec<f64> {
     let Some(scale_bytes) = scale_bytes else {
         return codes.iter().map(|&code| format.value(code.into())).collect();
@@ -120,7 +123,8 @@ pub fn forward(
 }
 
 impl Inputs {
-    /// The logits of the keys that each token sees, `[num_tokens, columns]`, of those of all; `None` where there are none.
+    /// The logits of the keys that each token sees, `[num_tokens, columns]`, of those of all;
+    /// `None` where there are none.
     pub(crate) fn placed(&self, all: Option<&Tensor>) -> Result<Tensor> {
         let (tokens, _, num_keys) = self.check()?;
         let mut logits = vec![f64::NEG_INFINITY; tokens * self.columns];
@@ -426,8 +430,9 @@ mod tests {
         Ok(())
     }
 
-    /// The files hold q and k of any number of bits, which bf16 would round, and not w but what it is made of: they are held to the
-    /// formula here, and are no cases of the operator. Their scores are not masked.
+    /// The files hold q and k of any number of bits, which bf16 would round, and not w but what it
+    /// is made of: they are held to the formula here, and are no cases of the operator. Their
+    /// scores are not masked.
     #[test]
     fn golden_files_agree() -> Result<()> {
         for name in ["a", "all", "long", "real_dim", "two_heads"] {
@@ -451,7 +456,8 @@ mod tests {
                 sm_scale: ((head_dim * heads) as f64).sqrt().recip(),
             };
             let logits = forward(&inputs, Accumulator::F32, &mut Rounding::exact())?;
-            // q, k and the scores were each rounded once to fp32: two roundings of each term's magnitude.
+            // q, k and the scores were each rounded once to fp32: two roundings of each term's
+            // magnitude.
             let [q, w, k] = [inputs.q.abs()?, inputs.w.abs()?, inputs.k.abs()?];
             let magnitudes =
                 forward(&Inputs { q, w, k, ..inputs }, Accumulator::F32, &mut Rounding::exact())?;

@@ -1,7 +1,7 @@
 //! The indexer's distillation loss and its score gradient (training 6; stage 1 of training 7).
 //!
-//! Row t has the valid slots v that its ranking gives it ([`crate::indexer::ranking`]), none if it is padding. Of its logits x
-//! and its target T, both read in valid slots alone,
+//! Row t has the valid slots v that its ranking gives it ([`crate::indexer::ranking`]), none if it
+//! is padding. Of its logits x and its target T, both read in valid slots alone,
 //!
 //! ```text
 //! lse  = ln sum_v exp x                  given, or computed; +inf where the sum is 0
@@ -17,18 +17,19 @@
 //! dlogits = grad_loss s dkl/dx
 //! ```
 //!
-//! T is given (sparse), or is `min(scores / l1, 1)`, 0 where `l1` is 0 (dense). R is the number of rows, or that of
-//! rows that are no padding, at least 1, or 1 (a sum over tokens). What is clipped is decided on logarithms: e^-100 is
-//! subnormal in fp32, where powers are flushed to 0. Equality passes the gradient on, and so does NaN.
+//! T is given (sparse), or is `min(scores / l1, 1)`, 0 where `l1` is 0 (dense). R is the number of
+//! rows, or that of rows that are no padding, at least 1, or 1 (a sum over tokens). What is
+//! clipped is decided on logarithms: e^-100 is subnormal in fp32, where powers are flushed to 0.
+//! Equality passes the gradient on, and so does NaN.
 //!
-//! Rows without a valid slot, and padding rows, have kl = 0 and no gradient, whatever they hold. What is not finite in
-//! a valid slot follows the formulas.
+//! Rows without a valid slot, and padding rows, have kl = 0 and no gradient, whatever they hold.
+//! What is not finite in a valid slot follows the formulas.
 //!
 //! # Rounding points
 //!
-//! Differences, products and quotients are fp32, sums accumulate in fp32. Powers and logarithms are taken in base 2 and
-//! approximated; that of a number near 1 errs by no less than one near 2. `lse` is an fp32 number before it is
-//! subtracted, since the forward stores it for the backward.
+//! Differences, products and quotients are fp32, sums accumulate in fp32. Powers and logarithms
+//! are taken in base 2 and approximated; that of a number near 1 errs by no less than one near 2.
+//! `lse` is an fp32 number before it is subtracted, since the forward stores it for the backward.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -139,7 +140,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     Ok(Outputs { loss, kl, lse: terms.lse.squeeze(1)?, real_rows })
 }
 
-/// The gradient with respect to the logits, of their shape, stored in f32. `grad_loss` is `[1]`, stored in f32.
+/// The gradient with respect to the logits, of their shape, stored in f32. `grad_loss` is `[1]`,
+/// stored in f32.
 ///
 /// # Errors
 /// Tensors or lists that do not fit.
@@ -304,7 +306,8 @@ impl Terms {
         }
     }
 
-    /// ell as it is subtracted. What exceeds 0 by a rounding error is taken for 0, and passes a derivative on.
+    /// ell as it is subtracted. What exceeds 0 by a rounding error is taken for 0, and passes a
+    /// derivative on.
     fn clipped(&self, form: Form) -> Result<Tensor> {
         if form == Form::Exact {
             return Ok(self.ell.clone());
@@ -319,7 +322,8 @@ fn raised(x: &Tensor, floor: f64) -> Result<Tensor> {
     unless(&x.lt(floor)?, x, floor)
 }
 
-/// `[num_tokens, 1]`: the natural log-sum-exp of each row's valid numbers; `+inf` where the sum is 0.
+/// `[num_tokens, 1]`: the natural log-sum-exp of each row's valid numbers; `+inf` where the sum is
+/// 0.
 fn log_sum_exp(x: &Tensor, valid: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     let largest = select(valid, x, f64::NEG_INFINITY)?.detach().max_keepdim(1)?;
     let largest = unless(&largest.eq(f64::NEG_INFINITY)?, &largest, 0.0)?;
@@ -331,8 +335,9 @@ fn log_sum_exp(x: &Tensor, valid: &Tensor, rounding: &mut Rounding) -> Result<Te
     unless(&empty, &rounding.f32(&(largest + logarithm)?)?, f64::INFINITY)
 }
 
-/// The natural logarithm, which kernels take in base 2. Its approximation errs by a share of the result, and near 1,
-/// where the result vanishes, by as much as where it is 1: so 1 is added to its magnitude while it is approximated.
+/// The natural logarithm, which kernels take in base 2. Its approximation errs by a share of the
+/// result, and near 1, where the result vanishes, by as much as where it is 1: so 1 is added to
+/// its magnitude while it is approximated.
 fn logarithm(x: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     if rounding.is_exact() {
         return Ok(x.log()?);
@@ -363,7 +368,8 @@ mod tests {
         [Form::Exact, Form::ClippedLog]
     }
 
-    /// Lists with bad slots; token 0 has none that is valid. Targets are as large on low logits as on high ones.
+    /// Lists with bad slots; token 0 has none that is valid. Targets are as large on low logits as
+    /// on high ones.
     fn sparse(seed: u64, spread: f64, form: Form) -> Inputs {
         let mut draw = Draw::new(seed);
         let hostile = [-1, KEYS as i32, i32::MIN, i32::MAX];

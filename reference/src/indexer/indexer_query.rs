@@ -10,8 +10,10 @@
 //!
 //! # Rounding points
 //!
-//! r and y are bf16. Codes and scales follow from fp32 numbers whose every operation is part of the definition, so that there
-//! is one right answer: rotated pairs are those of [`rope::turned`], sums of the transform as hadamard.rs says. `y`, which has a gradient, is held to the formula instead.
+//! r and y are bf16. Codes and scales follow from fp32 numbers whose every operation is part of
+//! the definition, so that there is one right answer: rotated pairs are those of [`rope::turned`],
+//! sums of the transform as hadamard.rs says. `y`, which has a gradient, is held to the formula
+//! instead.
 
 use candle_core::Tensor;
 
@@ -28,7 +30,8 @@ pub const ROPE_DIM: usize = 64;
 /// What the operator reads.
 #[derive(Debug, Clone)]
 pub struct Inputs {
-    /// `q` `[num_tokens, num_heads, 128]`, with the table of its rotation, `[table_rows, 32]`; not `inverse`.
+    /// `q` `[num_tokens, num_heads, 128]`, with the table of its rotation, `[table_rows, 32]`; not
+    /// `inverse`.
     pub rotation: rope::Inputs,
     /// `[num_tokens, num_heads]`.
     pub weights: Tensor,
@@ -36,8 +39,9 @@ pub struct Inputs {
     pub weights_scale: f32,
 }
 
-/// How the queries are stored, by these names: `y` `[num_tokens, num_heads, 128]`; or `codes` `[num_tokens, num_heads, 64]` with
-/// `scale_bytes` `[num_tokens, num_heads, 4]`; or `codes` `[num_tokens, num_heads, 128]`. And `w` `[num_tokens, num_heads]`.
+/// How the queries are stored, by these names: `y` `[num_tokens, num_heads, 128]`; or `codes`
+/// `[num_tokens, num_heads, 64]` with `scale_bytes` `[num_tokens, num_heads, 4]`; or `codes`
+/// `[num_tokens, num_heads, 128]`. And `w` `[num_tokens, num_heads]`.
 ///
 /// # Errors
 /// A tensor of another shape.
@@ -188,7 +192,8 @@ mod tests {
         {
             let (forward, backward) =
                 (dot(outputs.tensor(output)?, upstream), dot(input, gradients.tensor(gradient)?));
-            // cos and sin are stored in fp32: a rotation by them is one to within their rounding, and its transpose all the same.
+            // cos and sin are stored in fp32: a rotation by them is one to within their rounding,
+            // and its transpose all the same.
             let bound =
                 4096.0 * UNIT_ROUNDOFF * dot_of_magnitudes(input, gradients.tensor(gradient)?);
             assert!((forward - backward).abs() <= bound, "{output}: {forward} {backward}");

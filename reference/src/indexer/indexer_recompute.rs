@@ -4,9 +4,10 @@
 //! logits[t, j] = sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)
 //! ```
 //!
-//! for each slot j of token t that is valid, `i(j)` being the row of its key ([`crate::indexer::ranking`]); -infinity in the others, which
-//! read nothing. Values and rounding points are those of [`crate::indexer::indexer_logits`], so that what the loss sees is what the keys were
-//! selected by.
+//! for each slot j of token t that is valid, `i(j)` being the row of its key
+//! ([`crate::indexer::ranking`]); -infinity in the others, which read nothing. Values and rounding
+//! points are those of [`crate::indexer::indexer_logits`], so that what the loss sees is what the
+//! keys were selected by.
 
 use candle_core::Tensor;
 

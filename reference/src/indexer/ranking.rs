@@ -1,8 +1,8 @@
 //! Which keys a token ranks (training 1, 2 and 5).
 //!
-//! Every token t ranks some keys of its sequence. *Selected*: slot j of a list names a key; it is valid when `j <
-//! clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*: slot j is key j of the sequence; it
-//! is valid when
+//! Every token t ranks some keys of its sequence. *Selected*: slot j of a list names a key; it is
+//! valid when `j < clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*:
+//! slot j is key j of the sequence; it is valid when
 //!
 //! ```text
 //! j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)          t counted within the sequence
@@ -37,10 +37,12 @@ pub enum Ranking {
     },
 }
 
-/// Packed sequences: sequence b has the tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b + 1]`.
+/// Packed sequences: sequence b has the tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] ..
+/// cu_k[b + 1]`.
 #[derive(Debug, Clone)]
 pub struct Sequences {
-    /// `[num_sequences + 1]`, starting at 0, not falling, at most `num_tokens`. Tokens behind rank nothing.
+    /// `[num_sequences + 1]`, starting at 0, not falling, at most `num_tokens`. Tokens behind rank
+    /// nothing.
     pub cu_q: Vec<i32>,
     /// The same for the keys.
     pub cu_k: Vec<i32>,

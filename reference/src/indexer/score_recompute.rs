@@ -1,15 +1,15 @@
 //! Attention scores computed anew, as the target of the indexer's distillation (training 5).
 //!
-//! Every token t ranks some keys of its sequence, and all heads share them. *Selected*: slot j of a list names a
-//! key; it is valid when `j < clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*: slot j
-//! is key j of the sequence; it is valid when
+//! Every token t ranks some keys of its sequence, and all heads share them. *Selected*: slot j of
+//! a list names a key; it is valid when `j < clamp(topk_length[t], 0, topk)` and the key is one of
+//! the sequence's. *Causal*: slot j is key j of the sequence; it is valid when
 //!
 //! ```text
 //! j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)          t counted within the sequence
 //! ```
 //!
-//! which is when the last of the tokens that key j covers, `j * ratio + ratio - 1`, is not after t. Over the valid
-//! slots, each counted as often as it occurs,
+//! which is when the last of the tokens that key j covers, `j * ratio + ratio - 1`, is not after
+//! t. Over the valid slots, each counted as often as it occurs,
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[t, h] . k[key(t, j)]
@@ -19,35 +19,43 @@
 //! target  = A / l1                                       0 where l1 = 0
 //! ```
 //!
-//! `lse` is natural and without the sink. That of the ranked keys alone makes the target the mean of the heads'
-//! softmaxes (V3.2: l1 is the number of heads); that of the whole softmax, window included, weighs each head by the
-//! mass that its ranked keys have (V4). Where no forward pass has it, [`lse`] computes
+//! `lse` is natural and without the sink. That of the ranked keys alone makes the target the mean
+//! of the heads' softmaxes (V3.2: l1 is the number of heads); that of the whole softmax, window
+//! included, weighs each head by the mass that its ranked keys have (V4). Where no forward pass
+//! has it, [`lse`] computes
 //!
 //! ```text
 //! lse[t, h] = ln(sum_j exp(z[h, j]) + exp(lse_beside[t, h]))           +inf without any term
 //! ```
 //!
-//! A NaN in q, k, lse or sink makes every A that it enters NaN, and with l1 the whole row of the target.
+//! A NaN in q, k, lse or sink makes every A that it enters NaN, and with l1 the whole row of the
+//! target.
 //!
-//! A head whose lse is infinite, of either sign, adds nothing: padding heads have `+inf`, a row without any key has
-//! one or the other. So does one whose L is beyond fp32 in base 2 (a sink of `+inf`, or above 2.36e38).
+//! A head whose lse is infinite, of either sign, adds nothing: padding heads have `+inf`, a row
+//! without any key has one or the other. So does one whose L is beyond fp32 in base 2 (a sink of
+//! `+inf`, or above 2.36e38).
 //!
-//! No gradient passes: q, k, lse and sink are detached, and indices have none. There is no backward.
+//! No gradient passes: q, k, lse and sink are detached, and indices have none. There is no
+//! backward.
 //!
 //! # The shift of a row
 //!
-//! Where window and sink take nearly all of a row, every exponential may be below fp32 although their quotients are
-//! ordinary. If `e = max_hj (z - L)` is further from 0 than `64 ln 2`, all L of the row are taken as `L + e`.
-//! That cancels in the target; [`scores`] reports `shift = e`, and A and l1 are `exp(-shift)` times the above.
+//! Where window and sink take nearly all of a row, every exponential may be below fp32 although
+//! their quotients are ordinary. If `e = max_hj (z - L)` is further from 0 than `64 ln 2`, all L
+//! of the row are taken as `L + e`. That cancels in the target; [`scores`] reports `shift = e`,
+//! and A and l1 are `exp(-shift)` times the above.
 //!
 //! # Rounding points
 //!
-//! * matrix products and sums accumulate in fp32; exponents, exponentials and sums over heads are fp32;
-//! * everything is in base 2: `softmax_scale log2 e` is one fp32 constant, lse and sink are multiplied by another,
-//!   and results return by `ln 2`. `z - L` is rounded once, after the subtraction;
+//! * matrix products and sums accumulate in fp32; exponents, exponentials and sums over heads are
+//!   fp32;
+//! * everything is in base 2: `softmax_scale log2 e` is one fp32 constant, lse and sink are
+//!   multiplied by another, and results return by `ln 2`. `z - L` is rounded once, after the
+//!   subtraction;
 //! * l1 sums the unrounded A; the target is A times the rounded reciprocal of l1.
 //!
-//! Invalid slots read a row of zeros behind the last key and are set to 0, or to `-inf`, by a select.
+//! Invalid slots read a row of zeros behind the last key and are set to 0, or to `-inf`, by a
+//! select.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -78,9 +86,11 @@ pub struct Inputs {
 /// The logarithm of what the exponentials are divided by.
 #[derive(Debug, Clone)]
 pub struct Normaliser {
-    /// `[num_tokens, num_heads]`, stored in f32: natural, without the sink. An infinity takes the head out.
+    /// `[num_tokens, num_heads]`, stored in f32: natural, without the sink. An infinity takes the
+    /// head out.
     pub lse: Tensor,
-    /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities included.
+    /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities
+    /// included.
     pub sink: Option<Tensor>,
 }
 
@@ -130,8 +140,8 @@ pub fn scores(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding)
     })
 }
 
-/// Log-sum-exp of the ranked keys and of what lies beside them, `[num_tokens, num_heads]`: `+inf` without any term.
-/// `lse_beside` has that shape too; its infinities, of either sign, are no term.
+/// Log-sum-exp of the ranked keys and of what lies beside them, `[num_tokens, num_heads]`: `+inf`
+/// without any term. `lse_beside` has that shape too; its infinities, of either sign, are no term.
 pub fn lse(
     inputs: &Inputs,
     lse_beside: Option<&Tensor>,
@@ -225,7 +235,8 @@ impl Gathered {
         })
     }
 
-    /// `softmax_scale q . k` in base 2, `[num_tokens, num_heads, slots]`, not yet rounded; 0 in invalid slots.
+    /// `softmax_scale q . k` in base 2, `[num_tokens, num_heads, slots]`, not yet rounded; 0 in
+    /// invalid slots.
     fn products(&self, inputs: &Inputs, base: &Base, rounding: &mut Rounding) -> Result<Tensor> {
         let products = rounding.matmul_f32(&inputs.q, &self.k.transpose(1, 2)?)?;
         Ok((products * rounding.constant_f32(inputs.softmax_scale * base.log2_e))?)
@@ -325,7 +336,8 @@ impl HeadSums {
         Ok(Some(Self { scores, l1, added }))
     }
 
-    /// The largest exponent of each row where fp32 would lose the row, else 0. `[num_tokens, 1, 1]`.
+    /// The largest exponent of each row where fp32 would lose the row, else 0. `[num_tokens, 1,
+    /// 1]`.
     fn shift(exponents: &Tensor) -> Result<Tensor> {
         let largest = exponents.max_keepdim(2)?.max_keepdim(1)?;
         let shifted = values(&largest)?.into_iter().map(|e| {
@@ -336,7 +348,8 @@ impl HeadSums {
     }
 }
 
-/// L in base 2, and 1 where the head adds something; `[num_tokens, num_heads, 1]` both. L is 0 where it does not.
+/// L in base 2, and 1 where the head adds something; `[num_tokens, num_heads, 1]` both. L is 0
+/// where it does not.
 fn normalisers(
     normaliser: &Normaliser,
     base: &Base,
@@ -513,7 +526,8 @@ mod tests {
     #[test]
     fn rows_that_fp32_would_lose_have_the_same_target_and_report_their_shift() {
         let (dense, sparse) = (causal(7, 1, 4), selected(7));
-        // Exponents of 433 in base 2 round by up to 2^8 u, and three such differences make a weight: 2^14 u is ample.
+        // Exponents of 433 in base 2 round by up to 2^8 u, and three such differences make a
+        // weight: 2^14 u is ample.
         for by in [-300.0, 300.0] {
             let moved = |inputs: &Inputs| (exact_lse(inputs, None) + by).unwrap();
             let lse = exact_lse(&sparse, None);

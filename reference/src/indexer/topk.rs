@@ -19,7 +19,8 @@ use crate::precision::values;
 pub enum Index {
     /// It is one, plus the row's entry of `offsets` where there is one.
     Column,
-    /// `block_table[row][column / page_size] * page_size + column % page_size`; -1 where that entry is negative.
+    /// `block_table[row][column / page_size] * page_size + column % page_size`; -1 where that
+    /// entry is negative.
     Paged {
         /// Slots of a page.
         page_size: usize,
@@ -29,8 +30,10 @@ pub enum Index {
 /// `indices` and `values` `[num_rows, topk]`, stored in i32 and f32, of these inputs:
 ///
 /// - `scores` `[num_rows, num_columns]`, stored in f32;
-/// - `lengths` `[num_rows]`, stored in i32: how many columns count, clamped to what there is; absent where all do;
-/// - `offsets` `[num_rows]`, or `block_table` `[num_rows, num_pages]`, stored in i32; absent where a column is an index.
+/// - `lengths` `[num_rows]`, stored in i32: how many columns count, clamped to what there is;
+///   absent where all do;
+/// - `offsets` `[num_rows]`, or `block_table` `[num_rows, num_pages]`, stored in i32; absent where
+///   a column is an index.
 ///
 /// # Errors
 /// Tensors whose extents do not fit.

@@ -1,4 +1,5 @@
-//! The projection of K = V for the window (inference 5.1, training 14), in the steps that a layer takes:
+//! The projection of K = V for the window (inference 5.1, training 14), in the steps that a layer
+//! takes:
 //!
 //! ```text
 //! kv_a = h wkv^T                                                                               [`crate::projections::linear`]
@@ -6,12 +7,14 @@
 //! kv   = n with its last channels turned by the position of its token                            [`crate::projections::rope`]
 //! ```
 //!
-//! and the gradients of all of it, last step first. In serving the steps behind the product are one, which also quantizes
-//! and writes the cache: [`forward_cached`], with weights in bf16 or FP8.
+//! and the gradients of all of it, last step first. In serving the steps behind the product are
+//! one, which also quantizes and writes the cache: [`forward_cached`], with weights in bf16 or
+//! FP8.
 //!
 //! # Rounding points
 //!
-//! Those of the steps; kv_a, n and their gradients are stored in bf16 between them. Codes of h have one value in all runs.
+//! Those of the steps; kv_a, n and their gradients are stored in bf16 between them. Codes of h
+//! have one value in all runs.
 
 use candle_core::Tensor;
 
@@ -25,8 +28,8 @@ use crate::projections::linear::{self, BLOCK, Weights};
 use crate::quantize::ScaleType;
 use crate::{cache::kv_norm_rope_write, projections::rms_norm, projections::rope};
 
-/// What turns the rows: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each token; and what is added to
-/// mean squares.
+/// What turns the rows: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each
+/// token; and what is added to mean squares.
 #[derive(Debug, Clone)]
 pub struct Turn {
     /// cos.
@@ -55,7 +58,8 @@ fn norm_inputs(kv_a: &Tensor, inputs: &Named) -> Result<Named> {
     Ok(Named::new().with("x", kv_a.clone()).with("weight", inputs.tensor("kv_norm")?.clone()))
 }
 
-/// `kv_a`, `n` and `kv` `[num_tokens, head_dim]`, stored in bf16, and `rstd` `[num_tokens]`, stored in f32, of these inputs:
+/// `kv_a`, `n` and `kv` `[num_tokens, head_dim]`, stored in bf16, and `rstd` `[num_tokens]`,
+/// stored in f32, of these inputs:
 ///
 /// - `h` `[num_tokens, hidden_size]` and `wkv` `[head_dim, hidden_size]`, stored in bf16;
 /// - `kv_norm` `[head_dim]`, stored in f32.
@@ -75,8 +79,9 @@ pub fn forward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<N
         .with("kv", kv))
 }
 
-/// `dh`, stored in bf16, `dwkv` and `dkv_norm`, stored in f32, and what one step hands to the next, `dn` and `dkv_a`,
-/// stored in bf16. The inputs are those of [`forward`] and `dkv`, of the shape of `kv`.
+/// `dh`, stored in bf16, `dwkv` and `dkv_norm`, stored in f32, and what one step hands to the
+/// next, `dn` and `dkv_a`, stored in bf16. The inputs are those of [`forward`] and `dkv`, of the
+/// shape of `kv`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -96,9 +101,10 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
     Ok(named.with("dwkv", first.tensor("dw")?.clone()).with("dh", first.tensor("dx")?.clone()))
 }
 
-/// `kv_a` and `kv`, what a row of the cache decodes to ([`kv_norm_rope_write::forward`]), both as [`forward`] has them; of
-/// FP8 weights also `h_codes` and `h_scales`. The inputs are those of [`forward`], or in the place of `wkv` `wkv_codes`,
-/// e4m3, and `wkv_scales`, e8m0, one for each block of 128 by 128, as the numbers of bytes.
+/// `kv_a` and `kv`, what a row of the cache decodes to ([`kv_norm_rope_write::forward`]), both as
+/// [`forward`] has them; of FP8 weights also `h_codes` and `h_scales`. The inputs are those of
+/// [`forward`], or in the place of `wkv` `wkv_codes`, e4m3, and `wkv_scales`, e8m0, one for each
+/// block of 128 by 128, as the numbers of bytes.
 ///
 /// # Errors
 /// As [`forward`].
@@ -201,7 +207,8 @@ mod tests {
             let expected = all.narrow(0, 0, h.dim(0)?)?.contiguous()?;
             let largest =
                 values(&expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
-            // What is stored in f32 is off by 2^-24 of it; eps is 1e-6 there as it is here, up to a rounding of f64.
+            // What is stored in f32 is off by 2^-24 of it; eps is 1e-6 there as it is here, up to
+            // a rounding of f64.
             let bound = (expected.ones_like()? * (2f64.powi(-24) * largest))?;
             assert_within("kv", found.tensor("kv")?, &expected, &bound);
         }

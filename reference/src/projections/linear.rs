@@ -6,8 +6,8 @@
 //! dw[o,i] = dw_before[o,i] + sum over t of dy[t,o] x[t,i]
 //! ```
 //!
-//! [`forward_quantized`] is the same of what codes with scales stand for, where x and w are quantized (inference 5.5,
-//! 5.6):
+//! [`forward_quantized`] is the same of what codes with scales stand for, where x and w are
+//! quantized (inference 5.5, 5.6):
 //!
 //! ```text
 //! FP8      y[t,o] = y_before[t,o] + sum over b of (sum over i in block b of qx[t,i] qw[o,i]) sx[t,b] sw[o/128,b]
@@ -15,20 +15,21 @@
 //! NVFP4    y[t,o] = y_before[t,o] + (sum over i of x[t,i] w[o,i]) (gx gw)
 //! ```
 //!
-//! with qx and qw numbers of codes, w (and x, of NVFP4) such numbers times the scales of their groups, in bf16:
-//! exactly, but that e2m1 numbers times the largest powers of two are infinite.
+//! with qx and qw numbers of codes, w (and x, of NVFP4) such numbers times the scales of their
+//! groups, in bf16: exactly, but that e2m1 numbers times the largest powers of two are infinite.
 //!
 //! [`grouped_forward`] is y of independent layers, each with its part of x (inference 9).
 //!
-//! `y_before` and `dw_before` are what the result is added to, such as the sum over earlier chunks of a sequence; zeros
-//! where they are absent.
+//! `y_before` and `dw_before` are what the result is added to, such as the sum over earlier chunks
+//! of a sequence; zeros where they are absent.
 //!
 //! # Rounding points
 //!
-//! x, w, dy and dx are stored in bf16, whose products are exact in fp32; the sums are fp32. What was there before is
-//! added in fp32 to the whole sum, and the result is rounded once to the type in which it is stored. Of quantized
-//! operands the products of a group are added in the accumulator that the caller names; their sum times each scale, and
-//! gx gw, are fp32, and so are the sums over groups.
+//! x, w, dy and dx are stored in bf16, whose products are exact in fp32; the sums are fp32. What
+//! was there before is added in fp32 to the whole sum, and the result is rounded once to the type
+//! in which it is stored. Of quantized operands the products of a group are added in the
+//! accumulator that the caller names; their sum times each scale, and gx gw, are fp32, and so are
+//! the sums over groups.
 
 use candle_core::Tensor;
 
@@ -92,8 +93,8 @@ impl Quantized {
         }
     }
 
-    /// Products that the accumulator holds before their sum is scaled: those of a group of x, of MXFP4 weights in a narrower
-    /// accumulator than fp32 those of a group of w.
+    /// Products that the accumulator holds before their sum is scaled: those of a group of x, of
+    /// MXFP4 weights in a narrower accumulator than fp32 those of a group of w.
     fn held(&self) -> usize {
         let narrow = self.accumulator != Accumulator::F32;
         if self.weights == Weights::Mxfp4 && narrow { self.group.min(32) } else { self.group }
@@ -112,7 +113,8 @@ impl Quantized {
     }
 }
 
-/// The power of two at or below the largest magnitude of each row, `[rows, 1]`; 1 where there is none, or none that is finite.
+/// The power of two at or below the largest magnitude of each row, `[rows, 1]`; 1 where there is
+/// none, or none that is finite.
 fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
     let largest =
         |row: &Vec<f64>| row.iter().fold(0.0f64, |largest, number| largest.max(number.abs()));
@@ -124,12 +126,13 @@ fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(powers, (rows.dim(0)?, 1), rows.device())?)
 }
 
-/// `y` `[num_tokens, out_features]`, stored in bf16 or f32, of these inputs, codes and scales as the numbers of their
-/// bytes:
+/// `y` `[num_tokens, out_features]`, stored in bf16 or f32, of these inputs, codes and scales as
+/// the numbers of their bytes:
 ///
-/// - `x` `[num_tokens, in_features]`, a code in each byte, or `[num_tokens, in_features / 2]`, two codes of e2m1, the
-///   even one in the low nibble; `w` `[out_features, ..]` likewise;
-/// - `x_scales` and `w_scales`, as [`Quantized::x_scales`] and [`Quantized::w_scales`] have them stored;
+/// - `x` `[num_tokens, in_features]`, a code in each byte, or `[num_tokens, in_features / 2]`, two
+///   codes of e2m1, the even one in the low nibble; `w` `[out_features, ..]` likewise;
+/// - `x_scales` and `w_scales`, as [`Quantized::x_scales`] and [`Quantized::w_scales`] have them
+///   stored;
 /// - `x_global_scale` and `w_global_scale` `[1]`, of NVFP4;
 /// - `y_before`, of the shape and type of `y`; absent for zeros.
 ///
@@ -164,8 +167,9 @@ pub fn forward_quantized(
             })?
         }
         Weights::Mxfp4 => {
-            // Where a scale of w is multiplied in is the kernel's business. A power of two for each feature, taken out first and put
-            // back last, leaves every rounding what it is, and no sum leaves fp32 before the scale of x brings it back.
+            // Where a scale of w is multiplied in is the kernel's business. A power of two for
+            // each feature, taken out first and put back last, leaves every rounding what it is,
+            // and no sum leaves fp32 before the scale of x brings it back.
             let powers = powers_of_rows(w)?;
             let normalised = w.broadcast_div(&powers)?;
             let y = rounding.matmul_of_pieces(x, &normalised.t()?, promoted, of_tokens)?;
@@ -183,12 +187,12 @@ pub fn forward_quantized(
 
 /// What the codes and scales of a call stand for.
 struct Operands {
-    /// `[num_tokens, in_features]` and `[out_features, in_features]`: numbers of codes, with the scales that stay with
-    /// them.
+    /// `[num_tokens, in_features]` and `[out_features, in_features]`: numbers of codes, with the
+    /// scales that stay with them.
     x: Tensor,
     w: Tensor,
-    /// `[num_tokens, groups]` and `[out_features, groups]`: scales of sums; of the others ones that nothing is
-    /// multiplied by.
+    /// `[num_tokens, groups]` and `[out_features, groups]`: scales of sums; of the others ones
+    /// that nothing is multiplied by.
     x_scales: Tensor,
     w_scales: Tensor,
 }
@@ -289,9 +293,9 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("y", added(product, inputs.get("y_before"), rounding)?))
 }
 
-/// `dx`, of the shape and type of `x`, and `dw`, of the shape of `w`, stored in bf16 or f32. The inputs are those of
-/// [`forward`], `dy`, of the shape of `y`, stored in bf16, and `dw_before`, of the shape and type of `dw`; absent for
-/// zeros.
+/// `dx`, of the shape and type of `x`, and `dw`, of the shape of `w`, stored in bf16 or f32. The
+/// inputs are those of [`forward`], `dy`, of the shape of `y`, stored in bf16, and `dw_before`, of
+/// the shape and type of `dw`; absent for zeros.
 ///
 /// # Errors
 /// As [`forward`].
@@ -303,8 +307,9 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("dx", dx).with("dw", added(dw, inputs.get("dw_before"), rounding)?))
 }
 
-/// [`forward`] of each group of a layer of independent ones (inference 9): `y` `[num_tokens, num_groups, out_features]`
-/// of `x` `[num_tokens, num_groups, in_features]` and `w` `[num_groups, out_features, in_features]`; `y_before` as `y`.
+/// [`forward`] of each group of a layer of independent ones (inference 9): `y` `[num_tokens,
+/// num_groups, out_features]` of `x` `[num_tokens, num_groups, in_features]` and `w` `[num_groups,
+/// out_features, in_features]`; `y_before` as `y`.
 ///
 /// # Errors
 /// Tensors that do not fit.
@@ -315,8 +320,8 @@ pub fn grouped_forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named>
     Ok(Named::new().with("y", Tensor::stack(&y, 1)?))
 }
 
-/// [`backward`] of each group: `dx` as `x`, `dw` as `w`. The inputs are those of [`grouped_forward`], `dy` as `y`, and
-/// `dw_before` as `dw`.
+/// [`backward`] of each group: `dx` as `x`, `dw` as `w`. The inputs are those of
+/// [`grouped_forward`], `dy` as `y`, and `dw_before` as `dw`.
 ///
 /// # Errors
 /// As [`grouped_forward`].
@@ -529,7 +534,8 @@ mod tests {
             .with("w_global_scale", f64_tensor(&[1.7], &[1]))
     }
 
-    /// Element by element from the formulas of inference 5.5 and 5.6, every number with all of its scales.
+    /// Element by element from the formulas of inference 5.5 and 5.6, every number with all of its
+    /// scales.
     fn by_elements(named: &Named, quantized: &Quantized, extents: [usize; 3]) -> Result<Vec<f64>> {
         let [num_tokens, out_features, in_features] = extents;
         let stored = |name: &'static str| values(named.tensor(name)?);
@@ -583,7 +589,8 @@ mod tests {
                 let y = forward_quantized(&named, &quantized, &mut Rounding::exact())?;
                 let (found, expected) =
                     (values(y.tensor("y")?)?, by_elements(&named, &quantized, extents)?);
-                // Numbers of both signs are as large as the largest sum of them: 168 terms and three roundings of each.
+                // Numbers of both signs are as large as the largest sum of them: 168 terms and
+                // three roundings of each.
                 let largest = expected.iter().fold(0.0, |largest: f64, y| largest.max(y.abs()));
                 for (found, expected) in found.iter().zip(&expected) {
                     let bound = 172.0 * 172.0 * UNIT_ROUNDOFF * largest;

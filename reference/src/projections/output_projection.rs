@@ -1,4 +1,5 @@
-//! The output projection of the attention (inference 9, training 14), in the steps that a layer takes:
+//! The output projection of the attention (inference 9, training 14), in the steps that a layer
+//! takes:
 //!
 //! ```text
 //! rotated = R^-1 attn_out            R turns the last channels of each head of token t by its position    [`crate::projections::rope`]
@@ -12,14 +13,15 @@
 //!
 //! `attn_out` is what the attention's backward reads: it stays as it is.
 //!
-//! [`forward_quantized`] is the same of FP8 weights: wo_b alone, whose operand z is quantized in groups of 128, or wo_a
-//! as well, whose operand is the rotated output as [`crate::attention::inverse_rope_quantize`] quantizes it.
+//! [`forward_quantized`] is the same of FP8 weights: wo_b alone, whose operand z is quantized in
+//! groups of 128, or wo_a as well, whose operand is the rotated output as
+//! [`crate::attention::inverse_rope_quantize`] quantizes it.
 //!
 //! # Rounding points
 //!
-//! Those of the steps; rotated, z and their gradients are stored in bf16 between them. Codes of the rotated output have
-//! one value in all runs; those of z follow from sums whose order is the kernel's, so that their rounding is a rounding
-//! point.
+//! Those of the steps; rotated, z and their gradients are stored in bf16 between them. Codes of
+//! the rotated output have one value in all runs; those of z follow from sums whose order is the
+//! kernel's, so that their rounding is a rounding point.
 
 use candle_core::Tensor;
 
@@ -70,8 +72,9 @@ fn run(rotation: &rope::Inputs, wo_a: &Tensor, rounding: &mut Rounding) -> Resul
     Ok(Run { rotated, x, z, z_stored })
 }
 
-/// `rotated` `[num_tokens, num_heads * head_dim]`, `z` `[num_tokens, o_groups * o_lora_rank]` and `y` `[num_tokens,
-/// hidden_size]`, stored in bf16, of the attention's output in `rotation`, which is inverse, and, stored in bf16:
+/// `rotated` `[num_tokens, num_heads * head_dim]`, `z` `[num_tokens, o_groups * o_lora_rank]` and
+/// `y` `[num_tokens, hidden_size]`, stored in bf16, of the attention's output in `rotation`, which
+/// is inverse, and, stored in bf16:
 ///
 /// - `wo_a` `[o_groups, o_lora_rank, num_heads / o_groups * head_dim]`;
 /// - `wo_b` `[hidden_size, o_groups * o_lora_rank]`.
@@ -85,9 +88,9 @@ pub fn forward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding)
     Ok(Named::new().with("rotated", rotated.flatten_from(1)?).with("z", z).with("y", y))
 }
 
-/// `dattn_out`, stored in bf16, `dwo_a` and `dwo_b`, stored in f32, and what one step hands to the next, `dz` and
-/// `drotated`, stored in bf16, each of the shape of what it is the gradient of. The inputs are those of [`forward`] and
-/// `dy`, of the shape of `y`.
+/// `dattn_out`, stored in bf16, `dwo_a` and `dwo_b`, stored in f32, and what one step hands to the
+/// next, `dz` and `drotated`, stored in bf16, each of the shape of what it is the gradient of. The
+/// inputs are those of [`forward`] and `dy`, of the shape of `y`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -119,13 +122,13 @@ const OF_WEIGHTS: quantize_fp8::Options = quantize_fp8::Options {
 };
 
 /// `y`, `z` and, with wo_a in bf16, `rotated`, or with wo_a quantized `codes` and `scales` as
-/// [`inverse_rope_quantize::forward`] has them, in this layout. The inputs are those of [`forward`], of which in the place
-/// of each quantized weight there are, as the numbers of bytes:
+/// [`inverse_rope_quantize::forward`] has them, in this layout. The inputs are those of
+/// [`forward`], of which in the place of each quantized weight there are, as the numbers of bytes:
 ///
-/// - `wo_b_codes` `[hidden_size, o_groups * o_lora_rank]`, e4m3, and `wo_b_scales`, e8m0, one for each block of 128 by
-///   128;
-/// - `wo_a_codes` `[o_groups, o_lora_rank, group_width]` and `wo_a_scales`, for each group those of its blocks; absent
-///   where `wo_a` is there.
+/// - `wo_b_codes` `[hidden_size, o_groups * o_lora_rank]`, e4m3, and `wo_b_scales`, e8m0, one for
+///   each block of 128 by 128;
+/// - `wo_a_codes` `[o_groups, o_lora_rank, group_width]` and `wo_a_scales`, for each group those
+///   of its blocks; absent where `wo_a` is there.
 ///
 /// # Errors
 /// As [`forward`].
@@ -208,7 +211,8 @@ mod tests {
 
     #[test]
     fn an_output_that_can_be_followed_by_hand() -> Result<()> {
-        // Two heads of two channels, each a group; a quarter of a turn back: (a, b) becomes (b, -a).
+        // Two heads of two channels, each a group; a quarter of a turn back: (a, b) becomes (b,
+        // -a).
         let table = |number: f64| f64_tensor(&[number], &[1, 1]);
         let x = f64_tensor(&[1.0, 2.0, 3.0, 4.0], &[1, 2, 2]);
         let rotation =
@@ -239,7 +243,8 @@ mod tests {
             objective,
         )?;
         for (_, gradient) in of_weights {
-            // At most 12 + 10 + 7 products of numbers of size 1 and a rotation are behind each element.
+            // At most 12 + 10 + 7 products of numbers of size 1 and a rotation are behind each
+            // element.
             let bound = (automatic.tensor(gradient)?.ones_like()? * (4096.0 * UNIT_ROUNDOFF))?;
             assert_within(
                 gradient,
@@ -271,8 +276,8 @@ mod tests {
                 of_tokens(&format!("mid.rope.{table}.cos")),
                 of_tokens(&format!("mid.rope.{table}.sin")),
             );
-            // What is stored in f32 is off by 2^-24 of it: of x through products with at most two numbers of size 1 each, then
-            // the weights of a row of wo_a, then of wo_b.
+            // What is stored in f32 is off by 2^-24 of it: of x through products with at most two
+            // numbers of size 1 each, then the weights of a row of wo_a, then of wo_b.
             let mut error = 2.0 * 2f64.powi(-24) * largest(&x)?;
             let x = x.reshape((batch * tokens, heads, channels))?;
             let rotation = rope::Inputs { x, cos, sin, positions: None, inverse: true };
@@ -329,7 +334,8 @@ mod tests {
         assert_eq!(values(second.tensor("y")?)?, values(whole.tensor("y")?)?);
         let both = codes.with("wo_a_codes", twice(wo_a.tensor("codes")?)?);
         let both = both.with("wo_a_scales", twice(wo_a.tensor("scales")?)?);
-        // A code is within 2^-4 of its number, or within 2^-10 of a scale, which is below amax / 224.
+        // A code is within 2^-4 of its number, or within 2^-10 of a scale, which is below amax /
+        // 224.
         let absolute = rope::Inputs { x: rotation.x.abs()?, ..rotation.clone() };
         let sizes = Named::new().with("wo_a", weights.tensor("wo_a")?.abs()?);
         let sizes = forward(

@@ -1,4 +1,5 @@
-//! The norm of the query heads and their rotation by position (inference 3, 4, 5.1, training 8, 11.3):
+//! The norm of the query heads and their rotation by position (inference 3, 4, 5.1, training 8,
+//! 11.3):
 //!
 //! ```text
 //! n  = x rstd, with rstd = 1 / sqrt(mean(x^2) + eps) over the channels of a head          [`crate::projections::rms_norm`]
@@ -24,8 +25,9 @@ fn rows(heads: &Tensor) -> Result<Tensor> {
     Ok(heads.flatten_to(1)?)
 }
 
-/// `y` `[num_tokens, num_heads, head_dim]`, stored in bf16, and `rstd` `[num_tokens, num_heads]`, stored in f32, of `x` in
-/// `rotation`, of the shape of `y` and stored in bf16, which is not inverse, and the positive `eps`.
+/// `y` `[num_tokens, num_heads, head_dim]`, stored in bf16, and `rstd` `[num_tokens, num_heads]`,
+/// stored in f32, of `x` in `rotation`, of the shape of `y` and stored in bf16, which is not
+/// inverse, and the positive `eps`.
 ///
 /// # Errors
 /// Tensors that do not fit.
@@ -39,7 +41,8 @@ pub fn forward(rotation: &rope::Inputs, eps: f64, rounding: &mut Rounding) -> Re
         .with("rstd", norm.tensor("rstd")?.reshape((num_tokens, num_heads))?))
 }
 
-/// `dx`, of the shape of `x` and stored in bf16. The inputs are those of [`forward`] and `dy`, of the shape of `y`.
+/// `dx`, of the shape of `x` and stored in bf16. The inputs are those of [`forward`] and `dy`, of
+/// the shape of `y`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -136,12 +139,14 @@ mod tests {
         let found = forward(&rotation, EPS, &mut Rounding::exact())?;
         let expected =
             expected.transpose(1, 2)?.contiguous()?.reshape((batch * tokens, heads, channels))?;
-        // The latent is stored in f32, each number off by 2^-24 of it: what a head's norm divides by is the size of its
-        // largest numbers, and products with the weights of a row, in which errors do not cancel, are a few times that.
+        // The latent is stored in f32, each number off by 2^-24 of it: what a head's norm divides
+        // by is the size of its largest numbers, and products with the weights of a row, in which
+        // errors do not cancel, are a few times that.
         let size = latent.abs()?.matmul(&weight.abs()?.t()?)?.reshape(expected.shape())?;
         let rstd = found.tensor("rstd")?.unsqueeze(2)?;
         let largest = values(&size.broadcast_mul(&rstd)?)?.into_iter().fold(0.0, f64::max);
-        // Off by itself, by its partner in the rotation and by rstd; and by the storage of the result.
+        // Off by itself, by its partner in the rotation and by rstd; and by the storage of the
+        // result.
         let bound = (expected.ones_like()? * (2f64.powi(-24) * (4.0 * largest + 4.0)))?;
         assert_within("q", found.tensor("y")?, &expected, &bound);
         Ok(())

@@ -1,4 +1,5 @@
-//! The query projection of the attention (inference 5.1, training 14), in the steps that a layer takes:
+//! The query projection of the attention (inference 5.1, training 14), in the steps that a layer
+//! takes:
 //!
 //! ```text
 //! q_a = h wq_a^T                            [`crate::projections::linear`]
@@ -7,13 +8,14 @@
 //! q   = q_b over the root mean square of its head, turned by position                          [`crate::projections::query_norm_rope`]
 //! ```
 //!
-//! and the gradients of all of it, last step first. [`forward_quantized`] is the same of FP8 weights, whose operands h and
-//! qr are quantized in groups of 128.
+//! and the gradients of all of it, last step first. [`forward_quantized`] is the same of FP8
+//! weights, whose operands h and qr are quantized in groups of 128.
 //!
 //! # Rounding points
 //!
-//! Those of the steps; q_a, qr, q_b and their gradients are stored in bf16 between them. Codes of h have one value in all
-//! runs; those of qr follow from sums whose order is the kernel's, so that their rounding is a rounding point.
+//! Those of the steps; q_a, qr, q_b and their gradients are stored in bf16 between them. Codes of
+//! h have one value in all runs; those of qr follow from sums whose order is the kernel's, so that
+//! their rounding is a rounding point.
 
 use candle_core::Tensor;
 
@@ -27,8 +29,8 @@ use crate::projections::linear::{self, BLOCK, Weights};
 use crate::quantize::{ScaleType, simulated};
 use crate::{projections::query_norm_rope, projections::rms_norm, projections::rope};
 
-/// What turns the queries: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each token; and what is added
-/// to mean squares.
+/// What turns the queries: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each
+/// token; and what is added to mean squares.
 #[derive(Debug, Clone)]
 pub struct Turn {
     /// cos.
@@ -100,11 +102,12 @@ fn outputs(run: Run, turn: &Turn, rounding: &mut Rounding) -> Result<Named> {
     Ok(named.with("q", q.tensor("y")?.flatten_from(1)?).with("q_rstd", q.tensor("rstd")?.clone()))
 }
 
-/// `q_a` and `qr` `[num_tokens, q_lora_rank]`, `q_b` and `q` `[num_tokens, num_heads * head_dim]`, stored in bf16, `qr_rstd`
-/// `[num_tokens]` and `q_rstd` `[num_tokens, num_heads]`, stored in f32, of these inputs:
+/// `q_a` and `qr` `[num_tokens, q_lora_rank]`, `q_b` and `q` `[num_tokens, num_heads * head_dim]`,
+/// stored in bf16, `qr_rstd` `[num_tokens]` and `q_rstd` `[num_tokens, num_heads]`, stored in f32,
+/// of these inputs:
 ///
-/// - `h` `[num_tokens, hidden_size]`, `wq_a` `[q_lora_rank, hidden_size]` and `wq_b` `[num_heads * head_dim,
-///   q_lora_rank]`, stored in bf16;
+/// - `h` `[num_tokens, hidden_size]`, `wq_a` `[q_lora_rank, hidden_size]` and `wq_b` `[num_heads *
+///   head_dim, q_lora_rank]`, stored in bf16;
 /// - `q_norm` `[q_lora_rank]`, stored in f32.
 ///
 /// # Errors
@@ -123,8 +126,9 @@ fn run_of_numbers(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Resul
     })
 }
 
-/// `dh`, stored in bf16, `dwq_a`, `dwq_b` and `dq_norm`, stored in f32, and what one step hands to the next, `dq_b`, `dqr`
-/// and `dq_a`, stored in bf16. The inputs are those of [`forward`] and `dq`, of the shape of `q`.
+/// `dh`, stored in bf16, `dwq_a`, `dwq_b` and `dq_norm`, stored in f32, and what one step hands to
+/// the next, `dq_b`, `dqr` and `dq_a`, stored in bf16. The inputs are those of [`forward`] and
+/// `dq`, of the shape of `q`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -153,9 +157,10 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
     Ok(named.with("dwq_a", first.tensor("dw")?.clone()).with("dh", first.tensor("dx")?.clone()))
 }
 
-/// The outputs of [`forward`] and `h_codes` and `h_scales`, e4m3 and e8m0, as [`quantize_fp8::quantize`] has them. The
-/// inputs are those of [`forward`], of which in the place of each of `wq_a` and `wq_b` there are, as the numbers of bytes,
-/// `.._codes`, e4m3, and `.._scales`, e8m0, one for each block of 128 by 128.
+/// The outputs of [`forward`] and `h_codes` and `h_scales`, e4m3 and e8m0, as
+/// [`quantize_fp8::quantize`] has them. The inputs are those of [`forward`], of which in the place
+/// of each of `wq_a` and `wq_b` there are, as the numbers of bytes, `.._codes`, e4m3, and
+/// `.._scales`, e8m0, one for each block of 128 by 128.
 ///
 /// # Errors
 /// As [`forward`].
@@ -237,8 +242,8 @@ mod tests {
                 .map(|row| row.iter().map(|x| x * x).sum::<f64>() / width as f64)
                 .collect())
         };
-        // Of a head it is m / (m + eps) = 1 - eps rstd^2, whatever the weights are; turning changes none. A head has six
-        // channels, of each some ten roundings.
+        // Of a head it is m / (m + eps) = 1 - eps rstd^2, whatever the weights are; turning
+        // changes none. A head has six channels, of each some ten roundings.
         let roundings = 64.0 * UNIT_ROUNDOFF;
         let rstd = values(found.tensor("q_rstd")?)?;
         for (mean_square, rstd) in mean_squares("q", 6)?.into_iter().zip(&rstd) {

@@ -1,7 +1,8 @@
 //! Partial rotary embedding and its tables (inference 4, training 8).
 //!
-//! The **last** `rope_dim` channels of a head turn in adjacent pairs; the leading ones pass through. With
-//! `C = cos[p, i]`, `S = sin[p, i]` for the position p of the token and pair i of those channels,
+//! The **last** `rope_dim` channels of a head turn in adjacent pairs; the leading ones pass
+//! through. With `C = cos[p, i]`, `S = sin[p, i]` for the position p of the token and pair i of
+//! those channels,
 //!
 //! ```text
 //! y[2i]   = x[2i] C - x[2i+1] S           inverse: S becomes -S
@@ -12,8 +13,9 @@
 //! A token whose position lies outside of the table has NaN in its rotated channels (and in their
 //! gradient), so that the mistake cannot pass for a rotation; its leading channels are copied.
 //!
-//! The tables: pair i turns by `f_i` per position, and the angle is rounded to fp32 before the cosine is
-//! taken, which at position 10^6 is the difference between right and wrong in the second decimal.
+//! The tables: pair i turns by `f_i` per position, and the angle is rounded to fp32 before the
+//! cosine is taken, which at position 10^6 is the difference between right and wrong in the second
+//! decimal.
 //!
 //! ```text
 //! b_i = theta^(-2i / rope_dim)
@@ -24,7 +26,8 @@
 //! cos[p, i] = cos(fp32(fp32(p) f_i))
 //! ```
 //!
-//! Cosine and sine are not multiplied by YaRN's magnitude factor: in this model the rotation keeps norms.
+//! Cosine and sine are not multiplied by YaRN's magnitude factor: in this model the rotation keeps
+//! norms.
 
 use candle_core::{Device, Tensor, Var};
 
@@ -68,8 +71,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     Ok(Outputs { y })
 }
 
-/// Rotates the upstream gradient `dy` `[num_tokens, num_heads, head_dim]` the opposite way. `x` itself is
-/// not read: nothing has to be saved for this backward pass but the tables.
+/// Rotates the upstream gradient `dy` `[num_tokens, num_heads, head_dim]` the opposite way. `x`
+/// itself is not read: nothing has to be saved for this backward pass but the tables.
 pub fn backward(inputs: &Inputs, dy: &Tensor, rounding: &mut Rounding) -> Result<Gradients> {
     let dims = inputs.check()?;
     require("dy", dy, inputs.x.dims())?;
@@ -148,8 +151,8 @@ fn rotate(
     let sin = table_rows(&inputs.sin, inputs, dims)?;
     let sin = if inverse { sin.neg()? } else { sin };
 
-    // Each product is rounded to fp32 (a fused multiply-add rounds one of them less), and so is the sum before it is
-    // stored: at a tie of the narrower type that decides the last bit.
+    // Each product is rounded to fp32 (a fused multiply-add rounds one of them less), and so is
+    // the sum before it is stored: at a tie of the narrower type that decides the last bit.
     let even_cos = rounding.f32(&even.broadcast_mul(&cos)?)?;
     let odd_sin = rounding.f32(&odd.broadcast_mul(&sin)?)?;
     let even_sin = rounding.f32(&even.broadcast_mul(&sin)?)?;
@@ -162,9 +165,9 @@ fn rotate(
     Ok(Tensor::cat(&[&x.narrow(2, 0, leading)?, &turned], 2)?)
 }
 
-/// The rotation of `x`, stored in bf16, as kernels store it whose codes have one value: every operation is part of the
-/// definition. Pairs are `bf16(fp32(x0 C - fp32(x1 S)))` and `bf16(fp32(x0 S + fp32(x1 C)))`, with one rounding of each
-/// sum of a product; row by row.
+/// The rotation of `x`, stored in bf16, as kernels store it whose codes have one value: every
+/// operation is part of the definition. Pairs are `bf16(fp32(x0 C - fp32(x1 S)))` and
+/// `bf16(fp32(x0 S + fp32(x1 C)))`, with one rounding of each sum of a product; row by row.
 ///
 /// # Errors
 /// As [`forward`].
@@ -191,8 +194,9 @@ fn f32_of(x: f64) -> f64 {
     f64::from(x as f32)
 }
 
-/// `fp32(x c + p)` of bf16 x, fp32 c and p, rounded once: the product has 32 bits, and what the sum loses in f64 is kept in the
-/// last bit of it (rounding to odd), where it decides what would be a tie.
+/// `fp32(x c + p)` of bf16 x, fp32 c and p, rounded once: the product has 32 bits, and what the
+/// sum loses in f64 is kept in the last bit of it (rounding to odd), where it decides what would
+/// be a tie.
 fn fused(x: f64, c: f64, p: f64) -> f64 {
     let product = x * c;
     let sum = product + p;
@@ -205,7 +209,8 @@ fn fused(x: f64, c: f64, p: f64) -> f64 {
     f32_of(f64::from_bits(if away { sum.to_bits() + 1 } else { sum.to_bits() - 1 }))
 }
 
-/// The table row of every token, `[num_tokens, 1, rope_dim / 2]`; a row of NaN for positions outside.
+/// The table row of every token, `[num_tokens, 1, rope_dim / 2]`; a row of NaN for positions
+/// outside.
 fn table_rows(table: &Tensor, inputs: &Inputs, dims: &Dims) -> Result<Tensor> {
     let nan_row = Tensor::full(f64::NAN, (1, dims.num_pairs), table.device())?;
     let extended = if dims.table_rows == 0 { nan_row } else { Tensor::cat(&[table, &nan_row], 0)? };
@@ -292,8 +297,8 @@ impl YarnParameters {
     }
 }
 
-/// The inverse frequencies `f_i`, `rope_dim / 2` of them, in fp32 and in the published order of operations:
-/// the range of the ramp in f64, everything per pair in fp32.
+/// The inverse frequencies `f_i`, `rope_dim / 2` of them, in fp32 and in the published order of
+/// operations: the range of the ramp in f64, everything per pair in fp32.
 pub fn inv_freq_f32(parameters: &YarnParameters) -> Result<Vec<f32>> {
     parameters.check()?;
     let (lo, hi) = parameters.ramp_range();
@@ -312,8 +317,8 @@ pub fn inv_freq_f32(parameters: &YarnParameters) -> Result<Vec<f32>> {
     Ok((0..parameters.rope_dim / 2).map(frequency).collect())
 }
 
-/// Cosine and sine, each `[positions, inv_freq]` in f64, of the angle `fp32(fp32(p) f_i)`. A kernel's table
-/// is these numbers rounded to fp32.
+/// Cosine and sine, each `[positions, inv_freq]` in f64, of the angle `fp32(fp32(p) f_i)`. A
+/// kernel's table is these numbers rounded to fp32.
 pub fn table(inv_freq: &[f32], positions: &[i64]) -> Result<(Tensor, Tensor)> {
     let shape = (positions.len(), inv_freq.len());
     let angles: Vec<f64> = positions
@@ -345,8 +350,9 @@ mod tests {
         (Inputs { x, cos, sin, positions, inverse }, dy)
     }
 
-    /// Twice the error of one evaluation: two products and a sum round three times, at most
-    /// `3 u (|x[2i]| + |x[2i+1]|)` as |C|, |S| <= 1. `[num_tokens, num_heads, head_dim]`, both of a pair alike.
+    /// Twice the error of one evaluation: two products and a sum round three times, at most `3 u
+    /// (|x[2i]| + |x[2i+1]|)` as |C|, |S| <= 1. `[num_tokens, num_heads, head_dim]`, both of a
+    /// pair alike.
     fn bound(x: &Tensor) -> Result<Tensor> {
         let (num_tokens, num_heads, head_dim) = x.dims3()?;
         let pairs = x.abs()?.reshape((num_tokens, num_heads, head_dim / 2, 2))?;
@@ -389,8 +395,8 @@ mod tests {
             let y = forward(&inputs, &mut Rounding::exact())?.y;
             let dx = backward(&inputs, &dy, &mut Rounding::exact())?.dx;
             let error = (dot(&dy, &y) - dot(&dx, &inputs.x)).abs();
-            // Sums of 300 products of numbers that were rounded three times, by magnitude at most the sums
-            // over pairs (|a| + |b|)(|c| + |d|) <= 2 |(a, b)| |(c, d)|.
+            // Sums of 300 products of numbers that were rounded three times, by magnitude at most
+            // the sums over pairs (|a| + |b|)(|c| + |d|) <= 2 |(a, b)| |(c, d)|.
             let norms = dot(&dy, &dy).sqrt() * dot(&inputs.x, &inputs.x).sqrt();
             let allowed = 2.0 * (300.0 + 3.0) * UNIT_ROUNDOFF * 2.0 * norms;
             assert!(error <= allowed, "{error:e} > {allowed:e}");
@@ -604,11 +610,13 @@ mod tests {
                 .collect();
             let angle = f64_tensor(&angle, cos.dims());
             for (name, ours) in [("cos", &cos), ("sin", &sin)] {
-                // f32 table of the same f32 angle: a library cosine is within one unit in the last place.
+                // f32 table of the same f32 angle: a library cosine is within one unit in the last
+                // place.
                 let stored = golden.f64(&format!("out.{kind}.{name}")).squeeze(0)?;
                 let unit_in_last_place = (ours.abs()? * (2.0 * half_ulp))?;
                 assert_within(name, ours, &stored, &unit_in_last_place);
-                // f64 table of the unrounded angle: off by the rounding of the angle, as slopes are at most 1.
+                // f64 table of the unrounded angle: off by the rounding of the angle, as slopes
+                // are at most 1.
                 let unrounded = golden.f64(&format!("mid.{kind}.{name}64")).squeeze(0)?;
                 let allowed = ((&angle * half_ulp)? + UNIT_ROUNDOFF * 4.0)?;
                 assert_within(name, ours, &unrounded, &allowed);

@@ -30,7 +30,8 @@ pub fn forward(inputs: &Named, num_streams: usize) -> Result<Named> {
     Ok(Named::new().with("out", rows.unsqueeze(1)?.broadcast_as(shape)?.contiguous()?))
 }
 
-/// `dtable` `[vocab_size, hidden_size]`, stored in f32, of the inputs of [`forward`] and `dout`, of the shape and type of out.
+/// `dtable` `[vocab_size, hidden_size]`, stored in f32, of the inputs of [`forward`] and `dout`,
+/// of the shape and type of out.
 ///
 /// # Errors
 /// As [`forward`].

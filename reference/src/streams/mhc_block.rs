@@ -1,6 +1,7 @@
-//! A block of a layer as its residual streams see it (inference 0 and 2, training 11.1): two sites, each of which mixes
-//! the streams, gives the mix to a sublayer by way of a norm, and mixes its output back. The sublayers are stand-ins that
-//! add rows to what they read, so that nothing but the streams and the norms is left:
+//! A block of a layer as its residual streams see it (inference 0 and 2, training 11.1): two
+//! sites, each of which mixes the streams, gives the mix to a sublayer by way of a norm, and mixes
+//! its output back. The sublayers are stand-ins that add rows to what they read, so that nothing
+//! but the streams and the norms is left:
 //!
 //! ```text
 //! pre, post, comb = mhc_mix(X)      h  = mhc_pre(X, pre)       u  = rms_norm(h)       y  = u + attn_add
@@ -14,7 +15,8 @@
 //!
 //! # Rounding points
 //!
-//! Those of the operators; between them X', h, u, y and their gradients are stored in bf16, coefficients in f32.
+//! Those of the operators; between them X', h, u, y and their gradients are stored in bf16,
+//! coefficients in f32.
 
 use candle_core::Tensor;
 
@@ -155,13 +157,15 @@ impl Run {
     }
 }
 
-/// `out` and `between` `[num_tokens, 4, hidden_size]`, of each site `h`, `u` and `y` `[num_tokens, hidden_size]`, stored
-/// in bf16, its `pre`, `post`, `comb`, `mix` and `rstd` as `mhc_mix` has them and `norm_rstd` `[num_tokens]`, stored in
-/// f32, each behind `attn_` or `ffn_`, of these inputs:
+/// `out` and `between` `[num_tokens, 4, hidden_size]`, of each site `h`, `u` and `y` `[num_tokens,
+/// hidden_size]`, stored in bf16, its `pre`, `post`, `comb`, `mix` and `rstd` as `mhc_mix` has
+/// them and `norm_rstd` `[num_tokens]`, stored in f32, each behind `attn_` or `ffn_`, of these
+/// inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16;
-/// - of each site, behind `attn_` or `ffn_`: `fn` `[24, 4, hidden_size]`, `scale` `[3]`, `base` `[24]` and `weight`
-///   `[hidden_size]`, stored in f32, and `add` `[num_tokens, hidden_size]`, stored in bf16.
+/// - of each site, behind `attn_` or `ffn_`: `fn` `[24, 4, hidden_size]`, `scale` `[3]`, `base`
+///   `[24]` and `weight` `[hidden_size]`, stored in f32, and `add` `[num_tokens, hidden_size]`,
+///   stored in bf16.
 pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let run = run(inputs, numbers, rounding)?;
     let out = mhc_post::forward(&run.last()?, rounding)?.tensor("out")?.clone();
@@ -200,9 +204,10 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     Ok(outputs.with("ffn_u", ffn.u).with("ffn_y", ffn.y))
 }
 
-/// `dstreams`, `dattn_add` and `dffn_add`, stored in bf16, of each site `dfn`, `dscale`, `dbase` and `dweight`, stored in
-/// f32, and what one operator hands to the next: `dbetween` and of each site `dh`, stored in bf16, `dpost` and `dcomb`,
-/// stored in f32; names have `attn_` or `ffn_` behind the `d`. The inputs are those of [`forward`] and `dout`.
+/// `dstreams`, `dattn_add` and `dffn_add`, stored in bf16, of each site `dfn`, `dscale`, `dbase`
+/// and `dweight`, stored in f32, and what one operator hands to the next: `dbetween` and of each
+/// site `dh`, stored in bf16, `dpost` and `dcomb`, stored in f32; names have `attn_` or `ffn_`
+/// behind the `d`. The inputs are those of [`forward`] and `dout`.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let run = run(inputs, numbers, rounding)?;
     let last =

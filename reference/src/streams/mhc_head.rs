@@ -1,5 +1,6 @@
-//! The residual streams collapsed to one in front of the final norm (inference 2.5, training 11.1). Of each token, with
-//! X its four streams and rstd and `mix[i]` of their projection as in [`crate::streams::mhc_mix`],
+//! The residual streams collapsed to one in front of the final norm (inference 2.5, training
+//! 11.1). Of each token, with X its four streams and rstd and `mix[i]` of their projection as in
+//! [`crate::streams::mhc_mix`],
 //!
 //! ```text
 //! s[i] = sigmoid(mix[i] scale + base[i])      w[i] = s[i] + hc_eps      out = sum over i of w[i] X[i]
@@ -30,8 +31,8 @@ pub struct Numbers {
     pub hc_eps: f64,
 }
 
-/// `out` `[num_tokens, hidden_size]`, stored in bf16, and for the backward `mix` `[num_tokens, 4]` and `rstd`
-/// `[num_tokens]`, stored in f32, of these inputs:
+/// `out` `[num_tokens, hidden_size]`, stored in bf16, and for the backward `mix` `[num_tokens, 4]`
+/// and `rstd` `[num_tokens]`, stored in f32, of these inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16;
 /// - `fn` `[4, 4, hidden_size]`, `scale` `[1]` and `base` `[4]`, stored in f32.
@@ -44,8 +45,9 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     Ok(Named::new().with("out", out).with("mix", mix).with("rstd", rstd.squeeze(1)?))
 }
 
-/// `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, by the formulas of the module documentation.
-/// The inputs are those of [`forward`] and `dout`, of the shape of `out`, stored in bf16.
+/// `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, by the formulas of the
+/// module documentation. The inputs are those of [`forward`] and `dout`, of the shape of `out`,
+/// stored in bf16.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let (projected, z) = logits(inputs, numbers, rounding)?;
     let (s, rest) = (rounding.sigmoid_f32(&z)?, rounding.sigmoid_f32(&z.neg()?)?);

@@ -1,5 +1,5 @@
-//! The coefficients of the residual streams (inference 2.1 and 2.2, training 11.1). Of each token, with v its four
-//! streams one behind the other,
+//! The coefficients of the residual streams (inference 2.1 and 2.2, training 11.1). Of each token,
+//! with v its four streams one behind the other,
 //!
 //! ```text
 //! rstd = 1 / sqrt(mean(v^2) + norm_eps)       mix[q] = rstd (sum over e of fn[q,e] v[e])          q = 0 .. 23
@@ -21,11 +21,12 @@
 //!
 //! # Rounding points
 //!
-//! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores multiply v by three parts
-//! of fn, add 64 channels from zero, truncating each 16 products, and fp32 adds those sums. (On Hopper each part has a
-//! sum of its own, which truncates less.) Powers, quotients and the root are approximated. In the backward tensor cores multiply
-//! three parts of rstd dmix by v, 16 tokens from zero, and by three parts of fn, all columns at once: what that leaves out or
-//! truncates is about one rounding of fp32.
+//! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores
+//! multiply v by three parts of fn, add 64 channels from zero, truncating each 16 products, and
+//! fp32 adds those sums. (On Hopper each part has a sum of its own, which truncates less.) Powers,
+//! quotients and the root are approximated. In the backward tensor cores multiply three parts of
+//! rstd dmix by v, 16 tokens from zero, and by three parts of fn, all columns at once: what that
+//! leaves out or truncates is about one rounding of fp32.
 
 use candle_core::Tensor;
 
@@ -48,7 +49,8 @@ const ACCUMULATOR: Accumulator =
 /// The numbers of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Numbers {
-    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first; at least 1.
+    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first; at
+    /// least 1.
     pub sinkhorn_iters: usize,
     /// Added to the mean square of a token; positive.
     pub norm_eps: f64,
@@ -56,8 +58,9 @@ pub struct Numbers {
     pub hc_eps: f64,
 }
 
-/// `pre` and `post` `[num_tokens, 4]`, `comb` `[num_tokens, 4, 4]` (source, destination), and for the backward `mix`
-/// `[num_tokens, 24]` and `rstd` `[num_tokens]`, all stored in f32, of these inputs:
+/// `pre` and `post` `[num_tokens, 4]`, `comb` `[num_tokens, 4, 4]` (source, destination), and for
+/// the backward `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]`, all stored in f32, of these
+/// inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16;
 /// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]`, stored in f32.
@@ -80,8 +83,9 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     Ok(outputs.with("mix", mix).with("rstd", rstd.squeeze(1)?))
 }
 
-/// `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, by the formulas of the module documentation.
-/// The inputs are those of [`forward`] and `dpre`, `dpost` and `dcomb`, of the shapes of its outputs.
+/// `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, by the formulas of the
+/// module documentation. The inputs are those of [`forward`] and `dpre`, `dpost` and `dcomb`, of
+/// the shapes of its outputs.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     check(inputs, numbers)?;
     if inputs.tensor("streams")?.dim(0)? == 0 {
@@ -117,7 +121,8 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     Ok(gradients.with("dscale", Tensor::cat(&dscale, 0)?).with("dbase", dbase))
 }
 
-/// What the backward of a projection begins with: rstd `[num_tokens, 1]` and mix `[num_tokens, num_columns]`.
+/// What the backward of a projection begins with: rstd `[num_tokens, 1]` and mix `[num_tokens,
+/// num_columns]`.
 pub(crate) struct Projected {
     pub rstd: Tensor,
     pub mix: Tensor,
@@ -337,7 +342,8 @@ mod tests {
         for sum in values(&comb.sum(1)?)? {
             assert!((sum - 1.0).abs() < 2e-6, "{sum}");
         }
-        // One iteration, and logits that send source 0 to destination 1 alone: the row of the softmax is known.
+        // One iteration, and logits that send source 0 to destination 1 alone: the row of the
+        // softmax is known.
         let mut base = vec![0.0; NUM_COLUMNS];
         base[8 + 1] = 50.0;
         let inputs = inputs
@@ -367,8 +373,8 @@ mod tests {
             let explicit = backward(&inputs, numbers, &mut Rounding::exact())?;
             let automatic =
                 differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, numbers))?;
-            // Each of the passes, and each of the sums' terms, rounds once; no intermediate is larger than all numbers
-            // together.
+            // Each of the passes, and each of the sums' terms, rounds once; no intermediate is
+            // larger than all numbers together.
             let roundings = 2.0 * (64.0 * sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
             for (name, gradient) in explicit.into_tensors() {
                 let size: f64 = 1.0 + values(&gradient)?.iter().map(|x| x.abs()).sum::<f64>();

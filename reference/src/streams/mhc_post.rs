@@ -1,6 +1,6 @@
-//! The residual streams behind a sublayer (inference 2.4, training 11.1). Of each token, with its streams X `[source,
-//! channel]` before the sublayer, the sublayer's output y and the coefficients `post[destination]` and `comb[source,
-//! destination]`,
+//! The residual streams behind a sublayer (inference 2.4, training 11.1). Of each token, with its
+//! streams X `[source, channel]` before the sublayer, the sublayer's output y and the coefficients
+//! `post[destination]` and `comb[source, destination]`,
 //!
 //! ```text
 //! out[j]     = post[j] y + sum over i of comb[i,j] X[i]            comb^T X: the sum runs over the first index of comb
@@ -11,8 +11,8 @@
 //!
 //! # Rounding points
 //!
-//! Each product is an fp32 number and is added in fp32. `out`, `dX` and `dy` are rounded once to the type in which they
-//! are stored; coefficients and their gradients stay in fp32.
+//! Each product is an fp32 number and is added in fp32. `out`, `dX` and `dy` are rounded once to
+//! the type in which they are stored; coefficients and their gradients stay in fp32.
 
 use candle_core::Tensor;
 
@@ -31,7 +31,8 @@ pub const NUM_STREAMS: usize = 4;
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     check(inputs)?;
     let (x, comb) = (inputs.tensor("streams")?, inputs.tensor("comb")?);
-    // [num_tokens, 1, destination, hidden_size], and for each source [num_tokens, source, destination, hidden_size].
+    // [num_tokens, 1, destination, hidden_size], and for each source [num_tokens, source,
+    // destination, hidden_size].
     let of_y = inputs
         .tensor("post")?
         .unsqueeze(2)?
@@ -42,8 +43,9 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("out", rounding.sum_f32(&terms, 1)?))
 }
 
-/// `dstreams` and `dy`, stored in the type of `streams`, `dpost` and `dcomb`, stored in f32, by the formulas of the
-/// module documentation. The inputs are those of [`forward`] and `dout`, of the shape and type of `out`.
+/// `dstreams` and `dy`, stored in the type of `streams`, `dpost` and `dcomb`, stored in f32, by
+/// the formulas of the module documentation. The inputs are those of [`forward`] and `dout`, of
+/// the shape and type of `out`.
 pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     check(inputs)?;
     // [num_tokens, source, destination, hidden_size]
@@ -130,7 +132,8 @@ mod tests {
             let automatic = differentiated(&inputs, &GRADIENTS, |inputs| {
                 Ok((out(inputs)? * inputs.tensor("dout")?)?)
             })?;
-            // With every term by magnitude, and a rounding for each product and sum of the longer of both evaluations.
+            // With every term by magnitude, and a rounding for each product and sum of the longer
+            // of both evaluations.
             let magnitudes = inputs
                 .into_tensors()
                 .into_iter()

@@ -1,6 +1,7 @@
-//! The residual streams behind a sublayer, and of these the coefficients of the next site and what its sublayer reads
-//! (inference 2.1 to 2.4, training 11.1): [`crate::streams::mhc_post`], [`crate::streams::mhc_mix`] and [`crate::streams::mhc_pre`], one after the
-//! other. With X' the streams behind the sublayer,
+//! The residual streams behind a sublayer, and of these the coefficients of the next site and what
+//! its sublayer reads (inference 2.1 to 2.4, training 11.1): [`crate::streams::mhc_post`],
+//! [`crate::streams::mhc_mix`] and [`crate::streams::mhc_pre`], one after the other. With X' the
+//! streams behind the sublayer,
 //!
 //! ```text
 //! X'                       = mhc_post(X, y, post, comb)             stored
@@ -12,8 +13,9 @@
 //!
 //! # Rounding points
 //!
-//! Those of the three, and: X' is stored in bf16 before anything else reads it, and so is the total, whose three terms
-//! are added in fp32: dX' and `mhc_pre`'s first, then `mhc_mix`'s, whose products are those of tensor cores in the backward, too.
+//! Those of the three, and: X' is stored in bf16 before anything else reads it, and so is the
+//! total, whose three terms are added in fp32: dX' and `mhc_pre`'s first, then `mhc_mix`'s, whose
+//! products are those of tensor cores in the backward, too.
 
 use candle_core::Tensor;
 
@@ -23,9 +25,10 @@ use crate::precision::Rounding;
 use crate::streams::mhc_mix::{self, Numbers};
 use crate::{streams::mhc_post, streams::mhc_pre};
 
-/// `out` `[num_tokens, 4, hidden_size]` and `h` `[num_tokens, hidden_size]`, stored in bf16, `next_pre` and `next_post`
-/// `[num_tokens, 4]`, `next_comb` `[num_tokens, 4, 4]` (source, destination), `mix` `[num_tokens, 24]` and `rstd`
-/// `[num_tokens]`, stored in f32, of these inputs:
+/// `out` `[num_tokens, 4, hidden_size]` and `h` `[num_tokens, hidden_size]`, stored in bf16,
+/// `next_pre` and `next_post` `[num_tokens, 4]`, `next_comb` `[num_tokens, 4, 4]` (source,
+/// destination), `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]`, stored in f32, of these
+/// inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]`, stored in bf16;
 /// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]`, stored in f32, of the site in front;
@@ -44,9 +47,9 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
         .with("rstd", coefficients.tensor("rstd")?.clone()))
 }
 
-/// `dout_total`, `dstreams` and `dy`, stored in bf16, `dpost`, `dcomb`, `dfn`, `dscale` and `dbase`, stored in f32, by the
-/// formulas of the module documentation. The inputs are those of [`forward`], and `dout`, `dh`, `dnext_post` and
-/// `dnext_comb`, of the shapes of its outputs.
+/// `dout_total`, `dstreams` and `dy`, stored in bf16, `dpost`, `dcomb`, `dfn`, `dscale` and
+/// `dbase`, stored in f32, by the formulas of the module documentation. The inputs are those of
+/// [`forward`], and `dout`, `dh`, `dnext_post` and `dnext_comb`, of the shapes of its outputs.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let (_, site) = front(inputs, rounding)?;
     let pre = mhc_mix::forward(&site, numbers, rounding)?.tensor("pre")?.clone();
@@ -67,9 +70,9 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     })
 }
 
-/// The backward of a site alone: `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in f32, of the `streams`,
-/// `fn`, `scale` and `base` that the site reads, its `pre`, `dout`, the gradient of the streams by way of all else, `dh`,
-/// `dpost` and `dcomb`.
+/// The backward of a site alone: `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored
+/// in f32, of the `streams`, `fn`, `scale` and `base` that the site reads, its `pre`, `dout`, the
+/// gradient of the streams by way of all else, `dh`, `dpost` and `dcomb`.
 pub(crate) fn site_backward(
     inputs: &Named,
     numbers: Numbers,
@@ -161,7 +164,8 @@ mod tests {
 
     #[test]
     fn the_next_site_reads_the_streams_behind_the_sublayer() -> Result<()> {
-        // Stream 0 goes to destination 1 and nowhere else; no weights, and a base that opens pre of destination 1 alone.
+        // Stream 0 goes to destination 1 and nowhere else; no weights, and a base that opens pre
+        // of destination 1 alone.
         let mut comb = [0.0; 16];
         comb[1] = 1.0;
         let (mut base, shut) = (vec![0.0; NUM_COLUMNS], -200.0);
@@ -188,8 +192,8 @@ mod tests {
             let inputs = case(seed, num_tokens, hidden_size);
             let explicit = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
             let automatic = differentiated(&inputs, &GRADIENTS, objective)?;
-            // Each of the passes, and each of the sums' terms, rounds once; no intermediate is larger than all numbers
-            // together.
+            // Each of the passes, and each of the sums' terms, rounds once; no intermediate is
+            // larger than all numbers together.
             let roundings =
                 4.0 * (64.0 * NUMBERS.sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
             let size = |tensor: &Tensor| -> Result<f64> {

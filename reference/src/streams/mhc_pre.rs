@@ -1,19 +1,20 @@
-//! What a sublayer reads of the residual streams (inference 2.3, training 11.1), with or without the RMSNorm that
-//! follows (inference 3, training 11.3). Of each token, with its streams X `[stream, channel]` and the coefficients
-//! `pre[stream]`,
+//! What a sublayer reads of the residual streams (inference 2.3, training 11.1), with or without
+//! the RMSNorm that follows (inference 3, training 11.3). Of each token, with its streams X
+//! `[stream, channel]` and the coefficients `pre[stream]`,
 //!
 //! ```text
 //! h     = sum over i of pre[i] X[i]
 //! dX[i] = pre[i] dh                     dpre[i] = sum over the channels of X[i] dh
 //! ```
 //!
-//! With the norm h is stored, which rounds it, and y = w (h rstd) as in [`crate::projections::rms_norm`], whose `dx` is dh.
+//! With the norm h is stored, which rounds it, and y = w (h rstd) as in
+//! [`crate::projections::rms_norm`], whose `dx` is dh.
 //!
 //! # Rounding points
 //!
-//! Each product is an fp32 number and is added in fp32. h, and dX, are rounded once to the type of the streams, h also
-//! where the norm alone reads it; dh stays in fp32 between the norm and the mix. Coefficients and their gradients are
-//! fp32.
+//! Each product is an fp32 number and is added in fp32. h, and dX, are rounded once to the type of
+//! the streams, h also where the norm alone reads it; dh stays in fp32 between the norm and the
+//! mix. Coefficients and their gradients are fp32.
 
 use candle_core::Tensor;
 
@@ -33,8 +34,8 @@ pub struct Norm {
     pub stored: Format,
 }
 
-/// `h` `[num_tokens, hidden_size]`, stored in the type of the streams, or with a norm `y` of that shape and type and
-/// `rstd` `[num_tokens]`, stored in f32, of these inputs:
+/// `h` `[num_tokens, hidden_size]`, stored in the type of the streams, or with a norm `y` of that
+/// shape and type and `rstd` `[num_tokens]`, stored in f32, of these inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16 or f32;
 /// - `pre` `[num_tokens, 4]`, stored in f32;
@@ -52,9 +53,9 @@ pub fn forward(inputs: &Named, norm: Option<Norm>, rounding: &mut Rounding) -> R
     }
 }
 
-/// `dstreams`, stored in the type of the streams, `dpre`, stored in f32, and with a norm `dweight`, stored in f32, by
-/// the formulas of the module documentation. The inputs are those of [`forward`] and `dh`, or with a norm `dy`, of the
-/// shape and type of its output.
+/// `dstreams`, stored in the type of the streams, `dpre`, stored in f32, and with a norm
+/// `dweight`, stored in f32, by the formulas of the module documentation. The inputs are those of
+/// [`forward`] and `dh`, or with a norm `dy`, of the shape and type of its output.
 pub fn backward(inputs: &Named, norm: Option<Norm>, rounding: &mut Rounding) -> Result<Named> {
     let h = mixed(inputs, rounding)?;
     let (dh, dweight) = match norm {
@@ -167,8 +168,8 @@ mod tests {
                 let explicit = backward(&inputs, norm, &mut Rounding::exact())?;
                 let automatic =
                     differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, norm))?;
-                // No intermediate is larger than the size of all numbers of its tensor by more than the roots that eps
-                // bounds.
+                // No intermediate is larger than the size of all numbers of its tensor by more
+                // than the roots that eps bounds.
                 let roundings = 2.0 * (8.0 * hidden_size as f64 + num_tokens as f64 + 64.0);
                 for (name, gradient) in explicit.into_tensors() {
                     let size = values(&gradient)?.iter().fold(0.0, |size: f64, x| size + x.abs());

@@ -33,7 +33,8 @@ const SYNCHRONIZATION: [&str; 22] = [
 /// Families of them, by the beginning of the name.
 const SYNCHRONIZATION_FAMILIES: [&str; 7] =
     ["barrier_", "bulk_commit", "bulk_wait", "cp_async_", "fence_", "named_barrier_", "wait_"];
-/// Barriers that also reduce a value over the block: without the barrier, each thread's own value is left.
+/// Barriers that also reduce a value over the block: without the barrier, each thread's own value
+/// is left.
 const REDUCING_BARRIERS: [&str; 3] =
     ["__syncthreads_and", "__syncthreads_count", "__syncthreads_or"];
 /// Functions of two arguments, one of which they return.
@@ -103,7 +104,8 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
     }
 }
 
-/// Whether `child` is what a compiler is told to expect of another expression, on which no result depends.
+/// Whether `child` is what a compiler is told to expect of another expression, on which no result
+/// depends.
 fn is_guess(source: &Source<'_>, parent: Node<'_>, child: Node<'_>) -> bool {
     let of_expect = parent
         .parent()
@@ -260,8 +262,8 @@ fn quotient_and_remainder(source: &Source<'_>, node: Node<'_>) -> Option<Edit> {
     Some(edit(operator, other, format!("{} is computed with `{other}`.", quoted(source, node))))
 }
 
-/// Floating-point `a * b` is `a`, `b` or `a * b * b`; `a / b` is `a`; `a *= b` is missing or done twice;
-/// `-a` is `a`.
+/// Floating-point `a * b` is `a`, `b` or `a * b * b`; `a / b` is `a`; `a *= b` is missing or done
+/// twice; `-a` is `a`.
 fn scale(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     match node.kind() {
         "assignment_expression" => scaled_assignment(source, node),

@@ -1,9 +1,10 @@
 //! Generated mutants: small changes of a kernel's source text, found in its syntax tree.
 //!
-//! [`generate`] walks the bodies of an operator's own `.cu` files, and of the headers that hold more of their code.
-//! Headers with a device body and a host body of each instruction are left alone: a change of one of them would be
-//! seen on one backend only. Nothing outside of a function body changes (constants of the file are a contract with the launcher),
-//! and nothing that only the compiler evaluates: `static_assert`, template arguments, `if constexpr`.
+//! [`generate`] walks the bodies of an operator's own `.cu` files, and of the headers that hold
+//! more of their code. Headers with a device body and a host body of each instruction are left
+//! alone: a change of one of them would be seen on one backend only. Nothing outside of a function
+//! body changes (constants of the file are a contract with the launcher), and nothing that only
+//! the compiler evaluates: `static_assert`, template arguments, `if constexpr`.
 //!
 //! | class | what changes |
 //! | --- | --- |
@@ -90,8 +91,8 @@ impl Class {
 /// One generated mutant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GeneratedMutant {
-    /// `OPERATOR:FUNCTION:CLASS:HASH`. The hash is of the line's text and the change, so that an id outlives
-    /// lines that come and go above it, and not an edit of its own line.
+    /// `OPERATOR:FUNCTION:CLASS:HASH`. The hash is of the line's text and the change, so that an
+    /// id outlives lines that come and go above it, and not an edit of its own line.
     pub id: String,
     /// Operator whose file it is.
     pub operator: String,
@@ -138,8 +139,9 @@ struct Edit {
     summary: String,
 }
 
-/// Every mutant of an operator's own kernel files and of their headers, in the order of the files, in functions that its
-/// kernels call. A chain has none: the kernels that it launches are its operators' own.
+/// Every mutant of an operator's own kernel files and of their headers, in the order of the files,
+/// in functions that its kernels call. A chain has none: the kernels that it launches are its
+/// operators' own.
 ///
 /// # Errors
 /// [`MutationError`]: a file that is missing or not understood completely.
@@ -164,8 +166,9 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
     Ok(files.iter().flat_map(|source| generate_of(operator, source, &units, &mut twins)).collect())
 }
 
-/// Whether a kernel file is one more of an operator's, beside `OPERATOR.cu`: a step of it, or its implementation for one
-/// GPU generation. It begins with the operator's name, and with that of no other operator that is longer.
+/// Whether a kernel file is one more of an operator's, beside `OPERATOR.cu`: a step of it, or its
+/// implementation for one GPU generation. It begins with the operator's name, and with that of no
+/// other operator that is longer.
 pub fn is_further_file(file: &str, operator: &str) -> bool {
     let of = |name: &str| {
         file.strip_prefix(name).is_some_and(|rest| rest.starts_with('_') || rest == ".cu")

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::{Class, GeneratedMutant};
 
-/// At most `count` mutants, of each class as evenly as there are any, in an order in which every beginning
-/// is such a sample too (so that a time budget cuts no class). A mutant's place depends on `seed` and on its
-/// id alone: what else there is to draw moves it as little as it can.
+/// At most `count` mutants, of each class as evenly as there are any, in an order in which every
+/// beginning is such a sample too (so that a time budget cuts no class). A mutant's place depends
+/// on `seed` and on its id alone: what else there is to draw moves it as little as it can.
 pub fn sample(mutants: Vec<GeneratedMutant>, count: usize, seed: u64) -> Vec<GeneratedMutant> {
     let mut strata: BTreeMap<Class, Vec<GeneratedMutant>> = BTreeMap::new();
     for mutant in mutants {

@@ -1,7 +1,9 @@
-//! A kernel source as a syntax tree: functions, what calls what, and which names are floating point.
+//! A kernel source as a syntax tree: functions, what calls what, and which names are floating
+//! point.
 //!
-//! tree-sitter knows C++ and not this project's macros, so they are overwritten, byte for byte, with C++
-//! of the same length before it parses. Every position of the tree is therefore a position of the source.
+//! tree-sitter knows C++ and not this project's macros, so they are overwritten, byte for byte,
+//! with C++ of the same length before it parses. Every position of the tree is therefore a
+//! position of the source.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -149,9 +151,10 @@ impl<'a> Source<'a> {
     }
 }
 
-/// For each function of a kernel file and its headers, the kernels that may call it: all of them where no kernel does and
-/// something outside of functions does, such as a constant that is computed, or where it is called by no name, as an operator
-/// is; none where nobody calls it, as much of a header that others share.
+/// For each function of a kernel file and its headers, the kernels that may call it: all of them
+/// where no kernel does and something outside of functions does, such as a constant that is
+/// computed, or where it is called by no name, as an operator is; none where nobody calls it, as
+/// much of a header that others share.
 pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
     let all = || {
         unit.iter().flat_map(|source| {

@@ -77,8 +77,8 @@ pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) 
     }
 }
 
-/// The cases that run one of `kernels`, in the order in which a mutant of them should meet them: those that
-/// need no further module to be compiled first, and of these the cheapest.
+/// The cases that run one of `kernels`, in the order in which a mutant of them should meet them:
+/// those that need no further module to be compiled first, and of these the cheapest.
 pub fn order<'a>(known: &'a [KnownCase], kernels: &BTreeSet<String>) -> Vec<&'a KnownCase> {
     let mut left: Vec<&KnownCase> =
         known.iter().filter(|one| !one.kernels.is_disjoint(kernels)).collect();

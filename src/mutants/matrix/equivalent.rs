@@ -64,7 +64,8 @@ impl Equivalents {
     /// Reads the list of a folder of mutants; a folder without one lists none.
     ///
     /// # Errors
-    /// [`EquivalentError::Read`]; [`EquivalentError::Malformed`], also where an id stands twice or without reason.
+    /// [`EquivalentError::Read`]; [`EquivalentError::Malformed`], also where an id stands twice or
+    /// without reason.
     pub fn load(dir: &Path) -> Result<Self, EquivalentError> {
         let path = dir.join(EQUIVALENT);
         if !path.is_file() {
@@ -94,7 +95,8 @@ impl Equivalents {
         self.reasons.get(id).map(String::as_str)
     }
 
-    /// Holds the list against all mutants of some operators; ids of other operators are not looked at.
+    /// Holds the list against all mutants of some operators; ids of other operators are not looked
+    /// at.
     ///
     /// # Errors
     /// [`EquivalentError::Stale`].

@@ -1,8 +1,9 @@
-//! What became of each mutant so far: `mutants.jsonl`, which grows by a line with each and outlives a kill.
+//! What became of each mutant so far: `mutants.jsonl`, which grows by a line with each and
+//! outlives a kill.
 //!
-//! A line names its trial by a digest of everything that could change its outcome: the mutant, its cases, the
-//! schedules, the kernels, the executable and the backend. So a resumed run takes over what still holds, whatever
-//! else was asked for before, and runs the rest.
+//! A line names its trial by a digest of everything that could change its outcome: the mutant, its
+//! cases, the schedules, the kernels, the executable and the backend. So a resumed run takes over
+//! what still holds, whatever else was asked for before, and runs the rest.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -29,17 +29,19 @@ pub struct Schedule {
     pub patience: Duration,
 }
 
-/// What became of a list of trials: a record of each, or `None` for those that the time budget left out.
+/// What became of a list of trials: a record of each, or `None` for those that the time budget
+/// left out.
 pub type Fates = Vec<Option<MutantRecord>>;
 
 /// Hears of each trial as it ends, from the thread that ran it.
 pub type Done<'a> = dyn Fn(&Trial, &MutantRecord) -> Result<()> + Sync + 'a;
 
-/// Runs trials, `jobs` at a time, and tells `done` of each as it ends. Of equal lists the records are equal,
-/// whatever the number of jobs.
+/// Runs trials, `jobs` at a time, and tells `done` of each as it ends. Of equal lists the records
+/// are equal, whatever the number of jobs.
 ///
 /// # Errors
-/// A child that cannot be started, or that fails for another reason than its mutant; those of `done`.
+/// A child that cannot be started, or that fails for another reason than its mutant; those of
+/// `done`.
 pub fn run(
     schedule: &Schedule,
     trials: &[Trial],

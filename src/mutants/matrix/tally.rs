@@ -67,15 +67,15 @@ impl Tally {
         tally
     }
 
-    /// Share of the generated mutants that were killed, of those that ran and are not equivalent; `None`
-    /// where none did.
+    /// Share of the generated mutants that were killed, of those that ran and are not equivalent;
+    /// `None` where none did.
     pub fn rate(&self) -> Option<f64> {
         let judged = self.killed + self.survived;
         (judged > 0).then(|| self.killed as f64 / judged as f64)
     }
 
-    /// Why this operator's mutants fail the run, if they do. Generated mutants of which none was judged
-    /// show nothing, and fail too, unless none were asked for (`sample` is 0).
+    /// Why this operator's mutants fail the run, if they do. Generated mutants of which none was
+    /// judged show nothing, and fail too, unless none were asked for (`sample` is 0).
     pub fn shortfall(&self, floor: f64, sample: Option<u64>) -> Option<String> {
         let name = &self.operator;
         if self.planted_missed > 0 {

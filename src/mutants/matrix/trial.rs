@@ -1,5 +1,6 @@
-//! One mutant on its cases. A trial arrives as a line of JSON at the standard input of `parity mutants
-//! --trial`, and answers with lines of JSON: a sign of life before each case, and the record.
+//! One mutant on its cases. A trial arrives as a line of JSON at the standard input of `parity
+//! mutants --trial`, and answers with lines of JSON: a sign of life before each case, and the
+//! record.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -134,15 +135,16 @@ pub fn run(
     }
 }
 
-/// Why the kernels could not be launched, if they could not: a mutant that does not compile, or whose launch
-/// is refused, shows nothing about the checks.
+/// Why the kernels could not be launched, if they could not: a mutant that does not compile, or
+/// whose launch is refused, shows nothing about the checks.
 fn not_launched(outcome: &Outcome) -> Option<String> {
     let error = |check: &&CheckRecord| check.verdict == Verdict::Error && check.check == "launch";
     outcome.failures().find(error).map(|check| check.message.clone())
 }
 
-/// Why a mutant is equivalent, if the compiler makes the same code of it as of the kernel in every module of its operator:
-/// such as a change of a template's branch that the operator's kernels do not take. `alive` is called before each module.
+/// Why a mutant is equivalent, if the compiler makes the same code of it as of the kernel in every
+/// module of its operator: such as a change of a template's branch that the operator's kernels do
+/// not take. `alive` is called before each module.
 fn same_code(
     mutant: &GeneratedMutant,
     right: &Device,

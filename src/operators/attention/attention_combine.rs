@@ -23,7 +23,8 @@ pub struct AttentionCombine;
 pub enum EmptyParts {
     /// None.
     None,
-    /// A third of all rows of all parts; their log-sum-exp is `-inf`, or `+inf` as attention writes it.
+    /// A third of all rows of all parts; their log-sum-exp is `-inf`, or `+inf` as attention
+    /// writes it.
     Some,
     /// The same, and every third row in all parts.
     WholeRows,
@@ -160,7 +161,8 @@ impl Operator for AttentionCombine {
             AttentionCombineCase { sinks: Sinks::Extreme, ..plain(4, 5, 12, 512) },
             // More parts than lanes, of unlike size.
             AttentionCombineCase { lse_deviation: 10.0, ..plain(70, 2, 9, 40) },
-            // One of them outweighs the others by more than an fp32 exponent holds; a lane with more columns than others.
+            // One of them outweighs the others by more than an fp32 exponent holds; a lane with
+            // more columns than others.
             AttentionCombineCase { lse_deviation: 100.0, ..plain(70, 2, 9, 264) },
             AttentionCombineCase { lse_shift: -200.0, ..plain(5, 3, 7, 64) },
         ];

@@ -1,8 +1,9 @@
-//! `attention_output_rotation` (training 4 and 8): attention, the inverse rotation of its output, and the backward of
-//! both, composed as a training step composes them, where one may spoil what another saved.
+//! `attention_output_rotation` (training 4 and 8): attention, the inverse rotation of its output,
+//! and the backward of both, composed as a training step composes them, where one may spoil what
+//! another saved.
 //!
-//! Values are key rows, so each attended value carries its key's rotation; turning the output back by the query's
-//! position leaves the relative rotation only:
+//! Values are key rows, so each attended value carries its key's rotation; turning the output back
+//! by the query's position leaves the relative rotation only:
 //!
 //! ```text
 //! forward    out, lse = attention(q, k, v, sink)      out is saved for the backward
@@ -11,10 +12,11 @@
 //!            dq, dk, dv, dsink = attention_backward(…, out, lse, dout)
 //! ```
 //!
-//! The attention backward reads the saved `out` in `delta = sum_d out dout`, in the frame of `dout`. A rotation that
-//! runs in place on that buffer leaves `y` right, and also everything that depends on P and `dout` alone (`dv`); `dq`,
-//! `dk` and `dsink`, which contain `delta`, are wrong (FM-03). No case of either operator sees it: each of the two
-//! kernels does what it was asked for.
+//! The attention backward reads the saved `out` in `delta = sum_d out dout`, in the frame of
+//! `dout`. A rotation that runs in place on that buffer leaves `y` right, and also everything that
+//! depends on P and `dout` alone (`dv`); `dq`, `dk` and `dsink`, which contain `delta`, are wrong
+//! (FM-03). No case of either operator sees it: each of the two kernels does what it was asked
+//! for.
 
 use dsv4_kernels::projections::rope as launcher;
 use dsv4_reference::projections::rope::{self as reference, YarnParameters};
@@ -54,8 +56,8 @@ const PATHS: [&str; sparse_attention::PATHS.len() + ROTATIONS.len()] = {
     all
 };
 
-/// The operators in a row. With `IN_PLACE` the rotation writes over the saved `out`, which is the bug that the chain is
-/// for: the registry's entry is without, and no case can ask for it.
+/// The operators in a row. With `IN_PLACE` the rotation writes over the saved `out`, which is the
+/// bug that the chain is for: the registry's entry is without, and no case can ask for it.
 pub struct AttentionOutputRotation<const IN_PLACE: bool = false>;
 
 /// A case: that of the attention, and how much of its output turns.
@@ -72,7 +74,8 @@ fn plain(attention: SparseAttentionCase, rope_dim: usize) -> AttentionOutputRota
     AttentionOutputRotationCase { attention, rope_dim }
 }
 
-/// cos and sin of the queries' positions, `[num_tokens, rope_dim / 2]`, before they are stored in f32.
+/// cos and sin of the queries' positions, `[num_tokens, rope_dim / 2]`, before they are stored in
+/// f32.
 fn table(
     c: &AttentionOutputRotationCase,
 ) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {

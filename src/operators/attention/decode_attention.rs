@@ -99,8 +99,8 @@ pub struct DecodeAttentionCase {
     pub poison_unreferenced: bool,
     /// Which kernels run.
     pub implementation: Implementation,
-    /// Heads of a unit and the cuts of each one's list, of some requests of a larger case: a benchmark's sample, which no
-    /// line can ask for.
+    /// Heads of a unit and the cuts of each one's list, of some requests of a larger case: a
+    /// benchmark's sample, which no line can ask for.
     #[serde(skip)]
     cuts: Option<(usize, Vec<Vec<usize>>)>,
     /// Seed of the data.
@@ -218,7 +218,8 @@ const COMPRESSED: StoreNames = StoreNames {
 };
 
 impl StoreNames {
-    /// The pages, the lists and the lengths of a store; all of them absent where the case has no such store.
+    /// The pages, the lists and the lengths of a store; all of them absent where the case has no
+    /// such store.
     fn tensors(self, c: &DecodeAttentionCase, store: Option<StoreCase>) -> [TensorSpec; 3] {
         let StoreCase { topk, num_pages, page_size } =
             store.unwrap_or(StoreCase { topk: 0, num_pages: 0, page_size: 1 });
@@ -568,7 +569,8 @@ impl Operator for DecodeAttention {
         slot_law(c, laws);
         exchange_law(c, laws);
         padding_law(c, laws);
-        // Another query and lists for one request, and for one token of every request, change no other's row.
+        // Another query and lists for one request, and for one token of every request, change no
+        // other's row.
         laws.independent("batch");
         laws.independent("s_q");
         if c.num_blocks == 1 {
@@ -577,13 +579,15 @@ impl Operator for DecodeAttention {
         }
     }
 
-    /// The golden attention, its window in one store and its compressed entries in the other, both in bf16: the golden
-    /// set's implementation has no FP8 rows. The lists are cut, so that the merge is held to it as well.
+    /// The golden attention, its window in one store and its compressed entries in the other, both
+    /// in bf16: the golden set's implementation has no FP8 rows. The lists are cut, so that the
+    /// merge is held to it as well.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<DecodeAttentionCase>>, String> {
         Ok(vec![golden_case(file)?])
     }
 
-    /// The lists of the two production models at three batches, one token a request. A call is both launches.
+    /// The lists of the two production models at three batches, one token a request. A call is
+    /// both launches.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (fastest, portable) =
             (Implementation::fastest_on(environment), Implementation::Portable);
@@ -667,14 +671,16 @@ fn timed(
     }
 }
 
-/// Slots of a benchmark's store that belong to one request, for each slot of its list: window, compressed entries.
+/// Slots of a benchmark's store that belong to one request, for each slot of its list: window,
+/// compressed entries.
 const OWN_SLOTS: [usize; 2] = [1, 4];
 
 fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
     DecodeAttentionCase { implementation: Implementation::Hopper, ..case }
 }
 
-/// Heads, stores and pages of the two production models, with as many requests as the oracle can bear.
+/// Heads, stores and pages of the two production models, with as many requests as the oracle can
+/// bear.
 fn production_cases() -> Vec<DecodeAttentionCase> {
     let window = StoreCase { topk: 128, num_pages: 4, page_size: 256 };
     let compressed = |topk| Some(StoreCase { topk, num_pages: 48, page_size: 64 });
@@ -713,7 +719,8 @@ fn production_cases() -> Vec<DecodeAttentionCase> {
 
 type Shape = (usize, usize, usize, RowFormat, usize);
 
-/// Requests, tokens of each, heads, format, blocks. The formats are few because each is a module of its own.
+/// Requests, tokens of each, heads, format, blocks. The formats are few because each is a module
+/// of its own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let heads =
         |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
@@ -890,7 +897,8 @@ impl StoreNames {
         });
     }
 
-    /// Lists with invalid slots behind their end. A length beyond the old list would reach them: it stays clamped.
+    /// Lists with invalid slots behind their end. A length beyond the old list would reach them:
+    /// it stays clamped.
     fn lengthen(self, c: &DecodeAttentionCase, store: &mut StoreCase, tensors: &mut Tensors) {
         let (topk, num_slots) = (store.topk, store.num_slots() as i32);
         let extra = [-1, num_slots, i32::MIN, i32::MAX, -1].repeat(14);
@@ -911,12 +919,14 @@ fn query_size(case: &DecodeAttentionCase) -> f64 {
     case.logit_deviation / (f64::from(case.softmax_scale) * width.sqrt() * case.row_magnitude)
 }
 
-/// What the last channel of q and, times the rows' size, of the rows holds to move all logits by `logit_shift`.
+/// What the last channel of q and, times the rows' size, of the rows holds to move all logits by
+/// `logit_shift`.
 fn shift_size(case: &DecodeAttentionCase) -> f64 {
     (case.logit_shift.abs() / (f64::from(case.softmax_scale) * case.row_magnitude)).sqrt()
 }
 
-/// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in equal stretches.
+/// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in
+/// equal stretches.
 fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
     if let Some((unit_heads, cuts)) = c.cuts.clone() {
         return reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads, cuts };
@@ -999,8 +1009,9 @@ fn exchange_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     });
 }
 
-/// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one share them otherwise,
-/// and so do the two warpgroups of a Hopper block, which take the second store's tiles in turn behind the first's.
+/// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one
+/// share them otherwise, and so do the two warpgroups of a Hopper block, which take the second
+/// store's tiles in turn behind the first's.
 fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     if c.stores().any(|(_, store)| store.topk == 0) {
         return;
@@ -1013,8 +1024,8 @@ fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     });
 }
 
-/// `attn_core`: the visible raw rows of a token are its window, the visible compressed entries its other list; the
-/// tokens of a batch entry are one request.
+/// `attn_core`: the visible raw rows of a token are its window, the visible compressed entries its
+/// other list; the tokens of a batch entry are one request.
 fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, String> {
     let q = file.floats("in.q", &["batch", "heads", "tokens", "channels"])?;
     file.floats("in.kv", &OF_KV)?;

@@ -1,4 +1,5 @@
-//! `inverse_rope_quantize` (inference 4, 5.4, 5.7, 9): `kernels/cuda/attention/inverse_rope_quantize.cu` against
+//! `inverse_rope_quantize` (inference 4, 5.4, 5.7, 9):
+//! `kernels/cuda/attention/inverse_rope_quantize.cu` against
 //! `reference/src/attention/inverse_rope_quantize.rs`.
 //!
 //! Codes and scales have one value and must be the oracle's.
@@ -203,13 +204,15 @@ impl Operator for InverseRopeQuantize {
             plain([0, 4, 2, 128]),
             of(ScaleType::E8m0, mn, plain([0, 4, 2, 128])),
             plain([1, 1, 1, 128]),
-            // Heads of the model: a warp takes one; words of scales and tiles with padding, of several groups.
+            // Heads of the model: a warp takes one; words of scales and tiles with padding, of
+            // several groups.
             plain([2, 4, 2, 512]),
             of(ScaleType::E8m0, mn, plain([5, 6, 3, 128])),
             of(ScaleType::Fp32, mn, plain([5, 4, 2, 512])),
             of(ScaleType::PowerOfTwo, ScaleLayout::Plain, plain([3, 2, 2, 384])),
             of(ScaleType::E8m0, tiles, plain([3, 6, 2, 256])),
-            // All channels turn, two do, and some whose first ones a lane shares with what is copied.
+            // All channels turn, two do, and some whose first ones a lane shares with what is
+            // copied.
             turning(128, plain([3, 2, 1, 128])),
             turning(2, plain([3, 2, 1, 128])),
             turning(70, plain([3, 2, 1, 256])),
@@ -276,7 +279,8 @@ impl Operator for InverseRopeQuantize {
                 let name =
                     format!("{num_tokens}x{num_heads}x{head_dim} in {o_groups} groups {scale:?}")
                         .to_lowercase();
-                // A magnitude, a maximum, a product and a rounding; three operations of the rotation for an eighth.
+                // A magnitude, a maximum, a product and a rounding; three operations of the
+                // rotation for an eighth.
                 Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 4.4)
             })
         };

@@ -25,7 +25,8 @@ impl Sinks {
         select(&[Self::Normal, Self::Absent, Self::Extreme][..])
     }
 
-    /// `[num_heads]` f32 around `mean`, which is of the order of lse: the shift of logits moves both.
+    /// `[num_heads]` f32 around `mean`, which is of the order of lse: the shift of logits moves
+    /// both.
     pub(crate) fn draw(self, seed: u64, num_heads: usize, mean: f64) -> Option<HostTensor> {
         let mut draw = Draw::new(seed, "sink");
         let extreme = [f64::INFINITY, f64::NEG_INFINITY, 2.4e38, -2.4e38];

@@ -1,4 +1,5 @@
-//! `sparse_attention` (inference 8, training 3 and 4): `kernels/cuda/attention/sparse_attention.cu` against
+//! `sparse_attention` (inference 8, training 3 and 4):
+//! `kernels/cuda/attention/sparse_attention.cu` against
 //! `reference/src/attention/sparse_attention.rs`.
 
 use dsv4_kernels::attention::sparse_attention as launcher;
@@ -293,9 +294,10 @@ impl Operator for SparseAttention {
                 // Hopper's geometries are few; the others have the portable kernels only.
                 let hopper = values != Values::Separate && v_dim == 512;
                 let implementation = if hopper { implementation } else { Implementation::Portable };
-                // One key that takes all of a softmax leaves gradients that vanish under the rounding of what
-                // they are a difference of. So scaled rows do not scale logits to hundreds, and where most
-                // softmaxes are that sharp, or most sinks or lists leave no gradient, there are more of them.
+                // One key that takes all of a softmax leaves gradients that vanish under the
+                // rounding of what they are a difference of. So scaled rows do not scale logits to
+                // hundreds, and where most softmaxes are that sharp, or most sinks or lists leave
+                // no gradient, there are more of them.
                 let logit_deviation =
                     if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let sharp = logit_deviation > 2.0 || sinks == Sinks::Extreme;
@@ -394,9 +396,11 @@ impl Operator for SparseAttention {
                 v_dim: 512,
                 ..plain(2, 20, 576, 33, 65)
             }),
-            // Lists of one tile, one after another through one block: what a work leaves behind meets the next one.
+            // Lists of one tile, one after another through one block: what a work leaves behind
+            // meets the next one.
             hopper(plain(12, 1, 512, 9, 5)),
-            // Rows of dk that are one product each: what is rounded, dS and not softmax_scale dS, shows in single elements.
+            // Rows of dk that are one product each: what is rounded, dS and not softmax_scale dS,
+            // shows in single elements.
             hopper(SparseAttentionCase {
                 indices: IndexClass::Valid,
                 key_gradient: Float::F32,
@@ -404,7 +408,8 @@ impl Operator for SparseAttention {
                 ..plain(1, 1, 512, 200, 128)
             }),
         ];
-        // Summed in one order: no token, no slot, one key of every slot, two blocks of heads, lists of thousands.
+        // Summed in one order: no token, no slot, one key of every slot, two blocks of heads,
+        // lists of thousands.
         cases.extend([
             summed(plain(0, 4, 64, 9, 5)),
             summed(plain(2, 3, 64, 11, 0)),
@@ -542,7 +547,8 @@ impl Operator for SparseAttention {
         Ok(vec![golden_case(file)?])
     }
 
-    /// 4096 queries over gathered keys at the model's two head counts. Every slot is valid, the slots of a token distinct.
+    /// 4096 queries over gathered keys at the model's two head counts. Every slot is valid, the
+    /// slots of a token distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let fastest = Implementation::fastest_on(environment);
         let case = |num_tokens, num_heads, topk, num_keys| SparseAttentionCase {
@@ -605,8 +611,8 @@ fn timed(
     let name = format!(
         "q{num_tokens} k{num_keys} H{num_heads} D{head_dim} topk{topk}{value}{portable}{order}"
     );
-    // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Lists of so many random slots name every row of K
-    // (and V).
+    // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Lists of so many random
+    // slots name every row of K (and V).
     let products = if direction == Direction::Forward { 2.0 } else { 5.0 };
     let product = 2.0 * (num_tokens * num_heads * topk * head_dim) as f64;
     let benchmark =
@@ -638,7 +644,8 @@ fn scale_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
     );
 }
 
-/// What binds dk and dv where the terms of their sums are the same, in the same order of tokens and slots.
+/// What binds dk and dv where the terms of their sums are the same, in the same order of tokens
+/// and slots.
 fn same_sum(c: &SparseAttentionCase) -> Relation {
     match c.key_gradients {
         KeyGradients::Atomic => Relation::WithinBudget,
@@ -699,7 +706,8 @@ fn production_cases() -> Vec<SparseAttentionCase> {
             v_dim: 512,
             ..plain(5, 128, 576, 3000, 1025)
         }),
-        // More tokens than any GPU has multiprocessors: a block of the forward goes on to a second one.
+        // More tokens than any GPU has multiprocessors: a block of the forward goes on to a second
+        // one.
         hopper(plain(300, 3, 512, 90, 140)),
         SparseAttentionCase {
             values: Values::Separate,
@@ -712,7 +720,8 @@ fn production_cases() -> Vec<SparseAttentionCase> {
 
 type Shape = (usize, usize, (Values, usize, usize), usize, usize);
 
-/// Tokens, heads, geometry, keys, slots. The geometries are few because each is a module of its own.
+/// Tokens, heads, geometry, keys, slots. The geometries are few because each is a module of its
+/// own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let small = prop::sample::select(vec![
         (Values::Shared, 64, 64),

@@ -1,7 +1,9 @@
-//! `compressor` (inference 5.4, 6, training 9): `kernels/cuda/cache/compressor.cu` against `reference/src/cache/compressor.rs`.
+//! `compressor` (inference 5.4, 6, training 9): `kernels/cuda/cache/compressor.cu` against
+//! `reference/src/cache/compressor.rs`.
 //!
-//! Of entries with an epilogue the oracle's runs say that they are near the right numbers, as near as roundings to codes
-//! let them be; that they are what codes of the same entries without one decode to is a law, which holds to the bit.
+//! Of entries with an epilogue the oracle's runs say that they are near the right numbers, as near
+//! as roundings to codes let them be; that they are what codes of the same entries without one
+//! decode to is a law, which holds to the bit.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -30,7 +32,8 @@ pub struct Compressor;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Packing {
-    /// Of any length, some of them empty or shorter than a group; some tokens at the end are padding.
+    /// Of any length, some of them empty or shorter than a group; some tokens at the end are
+    /// padding.
     Drawn,
     /// All equally long.
     Equal,
@@ -43,7 +46,8 @@ pub struct CompressorCase {
     pub num_tokens: usize,
     /// Packed sequences; 0 is legal.
     pub num_sequences: usize,
-    /// Rows of entries: those beyond the entries that there are become zero, entries beyond the rows are left out.
+    /// Rows of entries: those beyond the entries that there are become zero, entries beyond the
+    /// rows are left out.
     pub num_entries: usize,
     /// Tokens of a group, 1 to 128; 4 where groups overlap.
     pub ratio: usize,
@@ -61,8 +65,8 @@ pub struct CompressorCase {
     pub packing: Packing,
     /// Whether what no entry pools is NaN.
     pub poison: bool,
-    /// Whether the forward saves what it pooled. If not, as in inference, a forward of its own saves it for the
-    /// backward.
+    /// Whether the forward saves what it pooled. If not, as in inference, a forward of its own
+    /// saves it for the backward.
     pub saves_pooled: bool,
     /// What entries are stored for; of any but `none` there is no backward.
     pub epilogue: Epilogue,
@@ -136,8 +140,8 @@ impl CompressorCase {
         (0..self.num_sequences).map(length).collect()
     }
 
-    /// Ends of the sequences' tokens, and of their rows of entries: drawn sequences have a row for a group that is
-    /// not complete.
+    /// Ends of the sequences' tokens, and of their rows of entries: drawn sequences have a row for
+    /// a group that is not complete.
     fn ends(&self) -> [Vec<i32>; 2] {
         let (mut ends, mut tokens, mut entries) = ([vec![0], vec![0]], 0, 0);
         for length in self.lengths() {
@@ -442,10 +446,12 @@ impl Operator for Compressor {
             plain([60, 3], 1, false, [8, 8]),
             // More sequences than a warp has lanes, and a row behind the last one's.
             overlapping(700, 70, [8, 4]),
-            // Scores of different warps' slots so far apart that only the largest of all bounds their powers.
+            // Scores of different warps' slots so far apart that only the largest of all bounds
+            // their powers.
             CompressorCase { scores: 100.0, ..plain([300, 2], 128, false, [72, 8]) },
             CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
-            // The model's in inference; a group that ends early, and none at all; the table ends before the last entries.
+            // The model's in inference; a group that ends early, and none at all; the table ends
+            // before the last entries.
             stored(
                 Epilogue::Fp8,
                 CompressorCase { saves_pooled: false, ..poisoned(overlapping(26, 3, [512, 64])) },
@@ -686,7 +692,8 @@ fn benchmark(
         Direction::Forward => ("num_entries", num_entries / num_sequences),
         Direction::Backward => ("num_tokens", num_tokens / num_sequences),
     };
-    // Score, largest, power, two sums; in the backward two products and a difference more, and a sum.
+    // Score, largest, power, two sums; in the backward two products and a difference more, and a
+    // sum.
     let flops = if direction == Direction::Forward { 6.0 } else { 12.0 };
     let name = format!("{num_tokens}x{head_dim} ratio {ratio}");
     let benchmark = Benchmark::new(direction, name, case, axis).streaming(&["pooled"], flops);
@@ -700,7 +707,8 @@ fn benchmark(
     }
 }
 
-/// The last of equally long sequences by themselves: as many as have the entries, or the tokens, that are sampled.
+/// The last of equally long sequences by themselves: as many as have the entries, or the tokens,
+/// that are sampled.
 fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors: &mut Tensors) {
     let length = whole.case.num_tokens / whole.case.num_sequences;
     let of_tokens = c.num_tokens < whole.case.num_tokens;

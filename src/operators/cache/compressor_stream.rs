@@ -34,13 +34,15 @@ pub struct CompressorStreamCase {
     pub staggered: bool,
     /// Tokens behind those of each step that the next step rejects.
     pub drafts: usize,
-    /// The position of the first sequence's first token; 0 begins all sequences, others are one further each.
+    /// The position of the first sequence's first token; 0 begins all sequences, others are one
+    /// further each.
     pub position: usize,
     /// Slots of the state, at least as many as sequences.
     pub num_slots: usize,
     /// Rows of a slot: the slots of an entry and the drafts at least.
     pub num_rows: usize,
-    /// Whether every third sequence has a slot that there is not, and every second one a row too many.
+    /// Whether every third sequence has a slot that there is not, and every second one a row too
+    /// many.
     pub hostile: bool,
     /// Tokens of a group, 1 to 128; 4 where groups overlap.
     pub ratio: usize,
@@ -417,7 +419,8 @@ impl Operator for CompressorStream {
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 1),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 8),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], (3, false), [24, 8])), 5),
-            // A token or two a sequence; all of a step's one sequence's, which has more of them than rows.
+            // A token or two a sequence; all of a step's one sequence's, which has more of them
+            // than rows.
             one(&[2; 7]),
             CompressorStreamCase {
                 position: 5,
@@ -581,7 +584,8 @@ impl Operator for CompressorStream {
         let forms = [(OVERLAP, 512), (OVERLAP, 128), ((MAX_RATIO, false), 512)];
         let benchmark = |num_sequences: usize, (form, head_dim): ((usize, bool), usize)| {
             let plain = plain(num_sequences, &[1], form, [head_dim, 64]);
-            // Positions are unlike each other: of the sequences with overlap a quarter completes an entry.
+            // Positions are unlike each other: of the sequences with overlap a quarter completes
+            // an entry.
             let position = 2 * form.0 - 1;
             let (num_rows, table_rows) = (plain.slots_of_an_entry(), position + num_sequences + 1);
             let epilogue = of_width(Epilogue::HadamardFp4, head_dim);
@@ -604,8 +608,8 @@ impl Operator for CompressorStream {
     }
 }
 
-/// A compressor of a golden file: every sequence takes the same chunks, so that entries come chunk by chunk here and
-/// sequence by sequence there.
+/// A compressor of a golden file: every sequence takes the same chunks, so that entries come chunk
+/// by chunk here and sequence by sequence there.
 fn golden_case(
     file: &mut Reading<'_>,
     parameters: &str,

@@ -1,4 +1,5 @@
-//! `indexer_cache_write` (inference 5.4, 7, 7.1, 13.2): `kernels/cuda/cache/indexer_cache_write.cu` against
+//! `indexer_cache_write` (inference 5.4, 7, 7.1, 13.2):
+//! `kernels/cuda/cache/indexer_cache_write.cu` against
 //! `reference/src/cache/indexer_cache_write.rs`.
 //!
 //! The order of the transform's sums is part of its definition: every byte must be the oracle's.
@@ -44,8 +45,8 @@ pub struct IndexerCacheWriteCase {
     pub distribution: Distribution,
     /// Their scale.
     pub magnitude: f64,
-    /// Least number of bytes after each page, which belong to nobody, as where several layers share the pages of a pool; with the
-    /// page's own a multiple of 16.
+    /// Least number of bytes after each page, which belong to nobody, as where several layers
+    /// share the pages of a pool; with the page's own a multiple of 16.
     pub page_padding: usize,
     /// Seed of the data.
     pub seed: u64,

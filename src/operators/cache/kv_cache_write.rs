@@ -1,8 +1,8 @@
 //! `kv_cache_write` (inference 5.4, 8.3, 13.2): `kernels/cuda/cache/kv_cache_write.cu` against
 //! `reference/src/cache/kv_cache_write.rs`.
 //!
-//! The bytes of a row follow from bf16 inputs without an intermediate rounding: the oracle's runs are all alike,
-//! every budget is zero, and every byte must be the oracle's.
+//! The bytes of a row follow from bf16 inputs without an intermediate rounding: the oracle's runs
+//! are all alike, every budget is zero, and every byte must be the oracle's.
 
 use std::rc::Rc;
 
@@ -54,7 +54,8 @@ pub struct KvCacheWriteCase {
     pub distribution: Distribution,
     /// Scale of drawn contents.
     pub magnitude: f64,
-    /// Least number of bytes after each page, which belong to nobody; with the page's own a multiple of 16.
+    /// Least number of bytes after each page, which belong to nobody; with the page's own a
+    /// multiple of 16.
     pub page_padding: usize,
     /// Seed of the data.
     pub seed: u64,
@@ -288,7 +289,8 @@ impl Operator for KvCacheWrite {
         scale_law(c, laws);
     }
 
-    /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what is sampled.
+    /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what
+    /// is sampled.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (model, bf16) = (RowFormat::MODEL, RowFormat::bf16(512));
         let gpu = [
@@ -364,7 +366,8 @@ fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     );
 }
 
-/// Other numbers in one token change no other token's row, and nothing of the rows that no token writes.
+/// Other numbers in one token change no other token's row, and nothing of the rows that no token
+/// writes.
 fn independence_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let (width, middle) = (c.format().head_dim(), c.num_tokens / 2);
     let writers = writers(c.num_slots(), &laws.tensors().i32s("slots"));
@@ -375,8 +378,8 @@ fn independence_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     );
 }
 
-/// Rows whose groups are scaled by what they hold, and stay numbers when they are four times as large: their codes do
-/// not change, since their scale does.
+/// Rows whose groups are scaled by what they hold, and stay numbers when they are four times as
+/// large: their codes do not change, since their scale does.
 fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let (nope, width) = (c.nope_dim, c.format().head_dim());
     let kv = laws.tensors().values("kv");

@@ -1,8 +1,8 @@
-//! `kv_norm_rope_write` (inference 3, 4, 5.1, 5.4, 8.3, 13.2): `kernels/cuda/cache/kv_norm_rope_write.cu` against
-//! `reference/src/cache/kv_norm_rope_write.rs`.
+//! `kv_norm_rope_write` (inference 3, 4, 5.1, 5.4, 8.3, 13.2):
+//! `kernels/cuda/cache/kv_norm_rope_write.cu` against `reference/src/cache/kv_norm_rope_write.rs`.
 //!
-//! The rows that a prefill attends to are held to the formula; what the cache holds must be the same rows, byte by byte
-//! what it decodes to, and everything else in it what it was.
+//! The rows that a prefill attends to are held to the formula; what the cache holds must be the
+//! same rows, byte by byte what it decodes to, and everything else in it what it was.
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::cache::kv_norm_rope_write::{self as launcher, MAX_HEAD_DIM};
@@ -45,7 +45,8 @@ pub struct KvNormRopeWriteCase {
     pub page_size: usize,
     /// Where tokens are written.
     pub slots: SlotClass,
-    /// Least number of bytes after each page, which belong to nobody; with the page's own a multiple of 16.
+    /// Least number of bytes after each page, which belong to nobody; with the page's own a
+    /// multiple of 16.
     pub page_padding: usize,
     /// Where y lies.
     pub aliasing: Aliasing,
@@ -309,7 +310,8 @@ impl Operator for KvNormRopeWrite {
         run.launch(|device| launcher::forward(device, v, c.format(), c.page_size, c.eps))
     }
 
-    /// Whether the cache holds the rows that were written, of what kernels wrote: the oracle says it by itself.
+    /// Whether the cache holds the rows that were written, of what kernels wrote: the oracle says
+    /// it by itself.
     fn observe(
         c: &KvNormRopeWriteCase,
         given: &Tensors,
@@ -345,7 +347,8 @@ impl Operator for KvNormRopeWrite {
                     tensors.put("slots", HostTensor::from_i32(&[c.num_tokens], &slots));
                 },
                 sampled: without_the_cache,
-                // A square, its sum, two products; a magnitude, a product, a rounding and a product back.
+                // A square, its sum, two products; a magnitude, a product, a rounding and a
+                // product back.
                 ..Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 8.0)
             }
         };
@@ -353,7 +356,8 @@ impl Operator for KvNormRopeWrite {
     }
 }
 
-/// The rows of sampled tokens alone, where these are not all: their slots are spread over all pages.
+/// The rows of sampled tokens alone, where these are not all: their slots are spread over all
+/// pages.
 fn without_the_cache(
     whole: &Whole<'_, KvNormRopeWrite>,
     c: &mut KvNormRopeWriteCase,

@@ -1,5 +1,5 @@
-//! Stores of a paged cache as the operators' cases hold them: rows, slot by slot, and the pages that they are laid out
-//! in (inference 8.3).
+//! Stores of a paged cache as the operators' cases hold them: rows, slot by slot, and the pages
+//! that they are laid out in (inference 8.3).
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_reference::cache::kv_cache::{self as reference, RowBytes, SCALE_BYTES, SCALE_GROUP};
@@ -12,7 +12,8 @@ use crate::operator::declaration::Axis;
 use crate::operator::declared::{Refused, refuse};
 use crate::operator::tensors::{Tensors, permuted_along};
 
-/// Largest page of a case, in bytes: what the pages of a store have together is bounded by the layer.
+/// Largest page of a case, in bytes: what the pages of a store have together is bounded by the
+/// layer.
 const LARGEST_PAGE: usize = 1 << 31;
 
 /// Where tokens are written.
@@ -23,7 +24,8 @@ pub enum SlotClass {
     Consecutive,
     /// Distinct slots anywhere.
     Scattered,
-    /// The same, every third token having none, or one beyond the cache, or `i32::MIN` or `i32::MAX`.
+    /// The same, every third token having none, or one beyond the cache, or `i32::MIN` or
+    /// `i32::MAX`.
     Hostile,
 }
 
@@ -31,7 +33,8 @@ impl SlotClass {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Consecutive, Self::Scattered, Self::Hostile];
 
-    /// A slot for each token, distinct where they are slots of the store; -1 where there are too few.
+    /// A slot for each token, distinct where they are slots of the store; -1 where there are too
+    /// few.
     pub(crate) fn draw(self, seed: u64, num_tokens: usize, num_slots: usize) -> Vec<i32> {
         let mut draw = Draw::new(seed, "slots");
         let num_slots = num_slots as i32;
@@ -81,7 +84,8 @@ pub(crate) fn page_bytes(format: RowFormat, page_size: usize) -> Result<usize, S
     Ok(bytes)
 }
 
-/// Bytes that bring a page to the stride of the model's caches, or of whole 16 bytes where the page's data are none.
+/// Bytes that bring a page to the stride of the model's caches, or of whole 16 bytes where the
+/// page's data are none.
 pub(crate) fn page_gap(format: RowFormat, page_size: usize) -> usize {
     format.page_stride(page_size).next_multiple_of(16) - page_size * format.row_bytes()
 }
@@ -109,7 +113,8 @@ pub(crate) fn rows_of(bytes: RowBytes, page_size: usize, pages: &[u8]) -> Vec<u8
     rows
 }
 
-/// Each of these parts of the rows as a tensor of bytes with a row for each slot: names, and of each row so many bytes.
+/// Each of these parts of the rows as a tensor of bytes with a row for each slot: names, and of
+/// each row so many bytes.
 pub(crate) fn parts_of(
     bytes: RowBytes,
     page_size: usize,
@@ -142,8 +147,8 @@ pub(crate) fn writers(num_slots: usize, slots: &[i32]) -> Vec<Option<usize>> {
     writers
 }
 
-/// Keeps of `rows`, and of their slots, what is written to these pages, at the slots that it has where they are all pages; returns
-/// how many rows that are.
+/// Keeps of `rows`, and of their slots, what is written to these pages, at the slots that it has
+/// where they are all pages; returns how many rows that are.
 pub(crate) fn keep_writers(
     pages: &[usize],
     page_size: usize,

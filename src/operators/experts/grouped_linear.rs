@@ -1,8 +1,8 @@
-//! `grouped_linear` (inference 5.5, 5.7, 11.1, 11.3): `kernels/cuda/experts/grouped_linear.cu` and `grouped_linear_hopper.cu`
-//! against `reference/src/experts/grouped_linear.rs`.
+//! `grouped_linear` (inference 5.5, 5.7, 11.1, 11.3): `kernels/cuda/experts/grouped_linear.cu` and
+//! `grouped_linear_hopper.cu` against `reference/src/experts/grouped_linear.rs`.
 //!
-//! Rows of nobody, their scales, and the weights of experts without rows are NaN wherever codes and scales have one:
-//! nobody may read them.
+//! Rows of nobody, their scales, and the weights of experts without rows are NaN wherever codes
+//! and scales have one: nobody may read them.
 
 use std::rc::Rc;
 
@@ -180,8 +180,8 @@ impl GroupedLinearCase {
         rows
     }
 
-    /// What the kernel is told of the rows of experts: of hostile masked ones also less than none and more than there
-    /// are.
+    /// What the kernel is told of the rows of experts: of hostile masked ones also less than none
+    /// and more than there are.
     fn counts(&self) -> Vec<i32> {
         let hostile = self.is_masked() && self.experts == Experts::Hostile;
         let count = |(expert, rows): (usize, usize)| match expert % 8 {
@@ -194,8 +194,8 @@ impl GroupedLinearCase {
         self.rows_of_experts().into_iter().enumerate().map(count).collect()
     }
 
-    /// The first row of each expert, and the end of all. Of hostile ones not even the first begins with the rows, where
-    /// there are some to spare.
+    /// The first row of each expert, and the end of all. Of hostile ones not even the first begins
+    /// with the rows, where there are some to spare.
     fn offsets(&self) -> Vec<i32> {
         let rows =
             self.rows_of_experts().into_iter().map(|rows| rows.next_multiple_of(self.alignment));
@@ -208,7 +208,8 @@ impl GroupedLinearCase {
         [first as i32].into_iter().chain(ends).collect()
     }
 
-    /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of rows of nobody.
+    /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of
+    /// rows of nobody.
     pub(crate) fn experts_of_rows(&self) -> Vec<Option<usize>> {
         let offsets = if self.is_masked() { Vec::new() } else { self.offsets() };
         let mut owners =
@@ -440,7 +441,8 @@ impl Operator for GroupedLinear {
                 100,
                 in_layout(mn, with(Experts::Skewed, sorted([131, 4], 16, [12, 272]))),
             ))),
-            // Groups that end in the middle of a tile and begin in the next one's; more experts than a warp has lanes.
+            // Groups that end in the middle of a tile and begin in the next one's; more experts
+            // than a warp has lanes.
             exact(in_layout(tiles, sorted([40, 7], 1, [24, 192]))),
             exact(hopper(expecting(40, in_layout(mn, fp32(sorted([40, 70], 1, [24, 144])))))),
             any(hopper(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
@@ -448,7 +450,8 @@ impl Operator for GroupedLinear {
             any(fp32(sorted([20, 6], 2, [21, 71]))),
             with(Experts::Repeated, expecting(40, masked([70, 3, 21], [136, 128]))),
             one_large(hopper(with(Experts::One, sorted([2, 2], 1, [4, 2048])))),
-            // Large tiles: more stages than there are places; products of two scales that are no normal numbers.
+            // Large tiles: more stages than there are places; products of two scales that are no
+            // normal numbers.
             hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
             small_scales(hopper(expecting(
                 100,
@@ -460,8 +463,8 @@ impl Operator for GroupedLinear {
             ))),
             large_scales(hopper(masked([9, 3, 6], [24, 144]))),
             large_scales(masked([9, 3, 6], [24, 144])),
-            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
-            // than there are places; several units of a block.
+            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two
+            // blocks share, for more stages than there are places; several units of a block.
             exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
             any(hopper(expecting(
                 300,
@@ -491,8 +494,8 @@ impl Operator for GroupedLinear {
             cases.extend([
                 of(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
                 of(with(Experts::Distinct, masked([1, 9, 1], [8, 32]))),
-                // Several tiles of an expert, the last of them not full; groups that end in the middle of one; a last stage
-                // of one group.
+                // Several tiles of an expert, the last of them not full; groups that end in the
+                // middle of one; a last stage of one group.
                 exact(of(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 160]))))),
                 exact(of(expecting(40, in_layout(mn, sorted([40, 70], 1, [24, 96]))))),
                 exact(of(expecting(
@@ -679,7 +682,8 @@ fn spoil_scales(c: &GroupedLinearCase, name: &'static str, used: &[bool], tensor
     });
 }
 
-/// Scales count once: all of them twice as large make y twice as large, rows of nobody, which are 0, among it.
+/// Scales count once: all of them twice as large make y twice as large, rows of nobody, which are
+/// 0, among it.
 fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     if c.is_masked() {
         return;
@@ -696,7 +700,8 @@ fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     }
 }
 
-/// What one row or one expert's weights hold is nothing to other rows of these tensors, and what nobody's rows hold to none.
+/// What one row or one expert's weights hold is nothing to other rows of these tensors, and what
+/// nobody's rows hold to none.
 pub(crate) fn laws_of_rows<K: Operator>(
     c: &GroupedLinearCase,
     laws: &mut Laws<'_, K>,
@@ -749,7 +754,8 @@ fn equal_rows(
 }
 
 impl GroupedLinearCase {
-    /// With slots that spread over all experts; of a masked case the last expert has rows, which is the sample.
+    /// With slots that spread over all experts; of a masked case the last expert has rows, which
+    /// is the sample.
     pub(crate) fn spread(&self) -> Self {
         let of_seed = |seed| {
             let data = Data { seed, ..self.data };

@@ -1,8 +1,10 @@
-//! `grouped_linear_swiglu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3): `kernels/cuda/experts/grouped_linear_swiglu.cu`,
-//! `grouped_linear_swiglu_hopper.cu` and `grouped_linear_swiglu_hopper_large.cu` against `reference/src/experts/grouped_linear_swiglu.rs`.
+//! `grouped_linear_swiglu` (inference 5.4, 5.5, 5.7, 5.8, 11.1, 11.3):
+//! `kernels/cuda/experts/grouped_linear_swiglu.cu`, `grouped_linear_swiglu_hopper.cu` and
+//! `grouped_linear_swiglu_hopper_large.cu` against
+//! `reference/src/experts/grouped_linear_swiglu.rs`.
 //!
-//! Codes and scales are compared as those of `swiglu_quantize` are, by what they mean, which its declaration explains. Rows of
-//! nobody and what pads scales are compared byte for byte.
+//! Codes and scales are compared as those of `swiglu_quantize` are, by what they mean, which its
+//! declaration explains. Rows of nobody and what pads scales are compared byte for byte.
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::experts::grouped_linear::WORKSPACE_BYTES;
@@ -35,8 +37,8 @@ pub struct GroupedLinearSwiglu;
 /// A case: the product, how rows of gate and up lie, what is quantized.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedLinearSwigluCase {
-    /// The product: `out_features` are those of gate and up together, a multiple of 16; `output` is bf16, to which gate and up are
-    /// rounded.
+    /// The product: `out_features` are those of gate and up together, a multiple of 16; `output`
+    /// is bf16, to which gate and up are rounded.
     #[serde(flatten)]
     pub product: GroupedLinearCase,
     /// Whether rows of gate and up are interleaved by eight.
@@ -140,7 +142,8 @@ impl GroupedLinearSwigluCase {
         self.product_scale != ScaleType::Fp32
     }
 
-    /// What the features of gate and up together are a multiple of. Hopper's products have blocks of FP8 weights of gate, or of up.
+    /// What the features of gate and up together are a multiple of. Hopper's products have blocks
+    /// of FP8 weights of gate, or of up.
     fn multiple(&self) -> usize {
         let Self {
             product: GroupedLinearCase { implementation, weights, .. }, interleaved, ..
@@ -447,12 +450,14 @@ impl Operator for GroupedLinearSwiglu {
             of(short, masked([0, 3, 0], [16, 16])),
             with(E8m0, MnMajor, of(long, slots(Experts::None, masked([0, 3, 2], [16, 16])))),
             bare(of(long, slots(Experts::Distinct, sorted([1, 1], 1, [16, 1])))),
-            // Several tiles of features, the last of them not full, with groups of either size; blocks of w that gate and up share.
+            // Several tiles of features, the last of them not full, with groups of either size;
+            // blocks of w that gate and up share.
             with(E8m0, MnMajor, of(long, sorted([9, 3], 4, [272, 144]))),
             with(Fp32, MnMajor, interleaved(of(short, sorted([9, 3], 4, [336, 160])))),
             with(E8m0, Blocked, interleaved(of_bf16(of(short, masked([12, 5, 4], [304, 48]))))),
             with(PowerOfTwo, MnMajor, clamped(of(long, fp32(masked([9, 2, 5], [528, 48]))))),
-            // All rows one expert's; several tiles of rows, the last of them not full; rows of an odd length.
+            // All rows one expert's; several tiles of rows, the last of them not full; rows of an
+            // odd length.
             with(
                 Fp32,
                 Plain,
@@ -464,8 +469,9 @@ impl Operator for GroupedLinearSwiglu {
             with(E8m0, Blocked, of(short, in_layout(MnMajor, sorted([40, 70], 1, [32, 16])))),
             // So small that the floor makes the scale.
             small(of(long, sorted([9, 3], 4, [48, 48]))),
-            // Hopper, many rows: half units, of groups that both consumers have a half of and of those that one has; a unit that ends
-            // within a group, and one without features of the second consumer.
+            // Hopper, many rows: half units, of groups that both consumers have a half of and of
+            // those that one has; a unit that ends within a group, and one without features of the
+            // second consumer.
             with(Fp32, Plain, of_bf16(hopper(of(long, many(sorted([40, 5], 4, [256, 272])))))),
             with(E8m0, Blocked, hopper(of(short, many(fp32(masked([12, 5, 4], [512, 48])))))),
             with(
@@ -478,7 +484,8 @@ impl Operator for GroupedLinearSwiglu {
                 MnMajor,
                 bare(hopper(interleaved(of(short, many(masked([33, 3, 20], [464, 160])))))),
             ),
-            // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a block that takes several units.
+            // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a
+            // block that takes several units.
             with(
                 PowerOfTwo,
                 Plain,
@@ -513,8 +520,8 @@ impl Operator for GroupedLinearSwiglu {
                 Blocked,
                 hopper(of(long, many(in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
             ),
-            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two blocks share, for more stages
-            // than there are places; several units of a block.
+            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two
+            // blocks share, for more stages than there are places; several units of a block.
             with(
                 Fp32,
                 Plain,
@@ -547,8 +554,9 @@ impl Operator for GroupedLinearSwiglu {
             // What registers and shared memory hold of other numbers.
             hopper(of(short, many(any(fp32(sorted([20, 6], 2, [256, 64])))))),
             small(hopper(interleaved(of(long, many(sorted([9, 3], 4, [48, 48])))))),
-            // Hopper, few rows: several tiles of features, the last of them not full, with groups of either size; blocks of a
-            // cluster without features; 16 rows, and 17, for more stages than there are places; many units of a cluster.
+            // Hopper, few rows: several tiles of features, the last of them not full, with groups
+            // of either size; blocks of a cluster without features; 16 rows, and 17, for more
+            // stages than there are places; many units of a cluster.
             with(Fp32, MnMajor, of_bf16(hopper(of(long, sorted([40, 5], 4, [512, 272]))))),
             with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
             with(
@@ -609,8 +617,9 @@ impl Operator for GroupedLinearSwiglu {
                     interleaved(of(long, any(of_format(sorted([12, 4], 8, [272, 96]))))),
                 ),
             ]);
-            // Hopper: no rows; one row; 8 and 9 of a tile of 8, 16 and 17 of one of 16, 64 and 65, 128 and 129; several tiles of
-            // features; rows of up that begin anywhere; more stages than there are places; scales of any size.
+            // Hopper: no rows; one row; 8 and 9 of a tile of 8, 16 and 17 of one of 16, 64 and 65,
+            // 128 and 129; several tiles of features; rows of up that begin anywhere; more stages
+            // than there are places; scales of any size.
             cases.extend([
                 with(
                     E8m0,
@@ -843,8 +852,8 @@ impl Operator for GroupedLinearSwiglu {
         laws_of_rows(&c.product, laws, &["decoded", "quotients"]);
     }
 
-    /// Gate and up of the models' experts, as `grouped_linear` has them, and what follows, as `swiglu_quantize` has it: of a prefill
-    /// and of decode steps.
+    /// Gate and up of the models' experts, as `grouped_linear` has them, and what follows, as
+    /// `swiglu_quantize` has it: of a prefill and of decode steps.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         type Experts = (usize, [usize; 2]);
         let (gpu, flash): (bool, Experts) = (on_gpu(environment), (256, [4096, 4096]));
@@ -893,7 +902,8 @@ impl GroupedLinearSwigluCase {
     }
 }
 
-/// The numbers that are stored at places of no scale, bytes or fp32 numbers, and 0 at those of scales.
+/// The numbers that are stored at places of no scale, bytes or fp32 numbers, and 0 at those of
+/// scales.
 fn stored_beside_scales(
     c: &GroupedLinearSwigluCase,
     owned: &[bool],

@@ -1,5 +1,5 @@
-//! `moe` (inference 10, 11): a layer of experts as a serving step composes it, its operators one after the other on one
-//! arena, against one oracle.
+//! `moe` (inference 10, 11): a layer of experts as a serving step composes it, its operators one
+//! after the other on one arena, against one oracle.
 //!
 //! ```text
 //! logits                      = linear(hidden, gate_weight)
@@ -12,12 +12,12 @@
 //! out                         = moe_reduce(y, shared)
 //! ```
 //!
-//! Each operator does what it is asked for, and still a layer may be wrong: a routing weight that is applied twice, or
-//! to the shared expert, or behind the second product; a map of slots in the place of one of tokens; rows of nobody
-//! that are reduced; gate and up exchanged.
+//! Each operator does what it is asked for, and still a layer may be wrong: a routing weight that
+//! is applied twice, or to the shared expert, or behind the second product; a map of slots in the
+//! place of one of tokens; rows of nobody that are reduced; gate and up exchanged.
 //!
-//! hidden, gate_weight and bias are such that fp32 holds every logit and that no rounding decides which experts are
-//! chosen.
+//! hidden, gate_weight and bias are such that fp32 holds every logit and that no rounding decides
+//! which experts are chosen.
 
 use std::rc::Rc;
 
@@ -117,7 +117,8 @@ impl MoeCase {
             .saturating_add(self.spare_positions)
     }
 
-    /// What channels are a multiple of: the kernels for Hopper take rows of codes that are whole accesses.
+    /// What channels are a multiple of: the kernels for Hopper take rows of codes that are whole
+    /// accesses.
     fn multiple(&self) -> usize {
         let packed =
             self.weights == Weights::Mxfp4 && self.implementation == Implementation::Hopper;
@@ -139,7 +140,8 @@ impl MoeCase {
         }
     }
 
-    /// The products with quantized weights: the names of weights and scales, how many experts have them, one of them.
+    /// The products with quantized weights: the names of weights and scales, how many experts have
+    /// them, one of them.
     fn products(&self) -> [([&'static str; 2], usize, LinearCase); 4] {
         let (experts, hidden, width) = (self.num_experts, self.hidden_size, self.intermediate_size);
         let rows = self.num_positions();
@@ -386,13 +388,15 @@ impl Operator for Moe {
             plain([1, 6, 9], 144, 32),
             hashed(fp8(portable, plain([9, 3, 6], 64, 160))),
             fp8(hopper, plain([5, 2, 7], 144, 48)),
-            // More tokens than a small tile has; all experts chosen by every token; clamps that bite.
+            // More tokens than a small tile has; all experts chosen by every token; clamps that
+            // bite.
             MoeCase { limit: 0.7, alignment: 1, ..plain([18, 4, 4], 32, 16) },
             fp8(
                 portable,
                 MoeCase { route_scale: 2.5, alignment: 128, ..plain([19, 1, 3], 48, 32) },
             ),
-            // Many rows of an expert, in tiles that suit them; rows of weights of eight bytes; parts of k.
+            // Many rows of an expert, in tiles that suit them; rows of weights of eight bytes;
+            // parts of k.
             plain([40, 2, 2], 16, 32),
             fp8(portable, plain([40, 2, 2], 32, 16)),
             fp8(hopper, plain([30, 2, 2], 16, 16)),
@@ -411,8 +415,8 @@ impl Operator for Moe {
 
     fn amend(c: &MoeCase, tensors: &mut Tensors) -> OracleResult<()> {
         let mut draw = Draw::new(c.seed, "routing");
-        // Multiples of 1/2 and of 1/64: sums of their products need few bits. Logits of a few units, and biases that
-        // lie farther apart than scores do.
+        // Multiples of 1/2 and of 1/64: sums of their products need few bits. Logits of a few
+        // units, and biases that lie farther apart than scores do.
         tensors.edit("hidden", |all| {
             all.iter_mut().for_each(|x| *x = (2.0 * *x).round().clamp(-6.0, 6.0) / 2.0)
         });
@@ -439,14 +443,16 @@ impl Operator for Moe {
         for ([w, scales], experts, one) in c.products() {
             let fp8 = one.weights == Weights::Fp8;
             set_codes(&one, w, fp8, tensors);
-            // Products of a row of x with one of w are around 1 for scales of this exponent; of experts, whose scales lie up
-            // to 2^6 around it, somewhat less, so that the shared expert counts beside them.
+            // Products of a row of x with one of w are around 1 for scales of this exponent; of
+            // experts, whose scales lie up to 2^6 around it, somewhat less, so that the shared
+            // expert counts beside them.
             let largest = if fp8 { 120.0 } else { 3.0 };
             let exponent = -(largest * (one.in_features as f64).sqrt()).log2().round() as i32;
             let of_w = one.of_oracle().w_scales(one.out_features, one.in_features);
             set_scales(&one, scales, (of_w, experts), exponent - 3, tensors);
             if scales.starts_with("shared") {
-                // Of few blocks all may be small by chance, and then the shared expert is nothing beside the others.
+                // Of few blocks all may be small by chance, and then the shared expert is nothing
+                // beside the others.
                 let blocks = tensors.bytes_mut(scales).unwrap_or_default().iter_mut().enumerate();
                 blocks.for_each(|(block, scale)| {
                     *scale = (127 + exponent + (block % 3) as i32) as u8
@@ -514,8 +520,8 @@ impl Operator for Moe {
         if c.num_tokens == 0 {
             return;
         }
-        // The second products of all experts twice as large, and those of the shared one as they were: a weight that
-        // counts behind them, or in the shared expert, shows.
+        // The second products of all experts twice as large, and those of the shared one as they
+        // were: a weight that counts behind them, or in the shared expert, shows.
         laws.law(
             "the shared expert knows nothing of the router",
             |v| v.case.route_scale = 1.0,

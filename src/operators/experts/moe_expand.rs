@@ -1,4 +1,5 @@
-//! `moe_expand` (inference 11.3): `kernels/cuda/experts/moe_expand.cu` against `reference/src/experts/moe_expand.rs`.
+//! `moe_expand` (inference 11.3): `kernels/cuda/experts/moe_expand.cu` against
+//! `reference/src/experts/moe_expand.rs`.
 
 use dsv4_kernels::experts::moe_expand as launcher;
 use dsv4_reference::experts::moe_expand as reference;

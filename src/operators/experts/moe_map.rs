@@ -1,4 +1,5 @@
-//! `moe_map` (inference 11.3): `kernels/cuda/experts/moe_map.cu` against `reference/src/experts/moe_map.rs`.
+//! `moe_map` (inference 11.3): `kernels/cuda/experts/moe_map.cu` against
+//! `reference/src/experts/moe_map.rs`.
 //!
 //! Integers with one right answer: every one must be the oracle's.
 
@@ -20,7 +21,8 @@ pub enum Experts {
     Distinct,
     /// Any of them, also several times in one token.
     Repeated,
-    /// Some are -1, beyond the experts, `i32::MIN` or `i32::MAX`, and whole tokens of -1 stand between others.
+    /// Some are -1, beyond the experts, `i32::MIN` or `i32::MAX`, and whole tokens of -1 stand
+    /// between others.
     Hostile,
     /// All slots name one.
     One,
@@ -154,7 +156,8 @@ impl Operator for MoeMap {
             with(Experts::Skewed, plain(100, 6, 384, 8)),
             with(Experts::Repeated, plain(40, 32, 512, 1)),
             MoeMapCase { spare_positions: 3000, ..plain(5, 1, 3, 128) },
-            // The most slots of one launch; one more; several rounds and chunks, the last of them short.
+            // The most slots of one launch; one more; several rounds and chunks, the last of them
+            // short.
             plain(2048, 2, 33, 2),
             plain(4097, 1, 33, 2),
             with(Experts::One, plain(700, 6, 3, 64)),

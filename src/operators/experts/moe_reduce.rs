@@ -1,4 +1,5 @@
-//! `moe_reduce` (inference 11.2, 11.3): `kernels/cuda/experts/moe_reduce.cu` against `reference/src/experts/moe_reduce.rs`.
+//! `moe_reduce` (inference 11.2, 11.3): `kernels/cuda/experts/moe_reduce.cu` against
+//! `reference/src/experts/moe_reduce.rs`.
 
 use dsv4_kernels::experts::moe_reduce as launcher;
 use dsv4_reference::experts::moe_reduce as reference;
@@ -141,7 +142,8 @@ impl Operator for MoeReduce {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The sum of what all routed experts and the shared one make: rows of the routed part, of one slot a token.
+    /// The sum of what all routed experts and the shared one make: rows of the routed part, of one
+    /// slot a token.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MoeReduceCase>>, String> {
         let rows = ["..tokens", "hidden"];
         let routed = file.floats("mid.routed_out", &rows)?.to_vec();
@@ -162,8 +164,9 @@ impl Operator for MoeReduce {
         Ok(vec![golden.expect(file, "out", "out.y", &rows)?.computed_in_f32()])
     }
 
-    /// Channels are what is sampled: where a row goes follows from all tokens. Forward with the shared expert's rows and without
-    /// weights, which the experts applied, and with weights alone, as public kernels have it; backward with weights.
+    /// Channels are what is sampled: where a row goes follows from all tokens. Forward with the
+    /// shared expert's rows and without weights, which the experts applied, and with weights
+    /// alone, as public kernels have it; backward with weights.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let benchmark = |rows: MoeRows, (direction, weighted, suffix): (Direction, bool, &str)| {

@@ -1,4 +1,5 @@
-//! Rows of tokens and rows of experts (inference 11.3): the fields, maps and draws that `moe_expand` and `moe_reduce` share.
+//! Rows of tokens and rows of experts (inference 11.3): the fields, maps and draws that
+//! `moe_expand` and `moe_reduce` share.
 
 use dsv4_kernels::experts::moe_expand::MAX_TOPK;
 
@@ -93,7 +94,8 @@ impl MoeRows {
             with(Experts::Distinct, Self::plain([1, 6, 8], 128)),
             with(Experts::None, Self::plain([3, 2, 4], 40)),
             with(Experts::One, Self::plain([9, 3, 5], 33)),
-            // Several pieces of a row, in either way of access; slots beyond those that a thread has under way.
+            // Several pieces of a row, in either way of access; slots beyond those that a thread
+            // has under way.
             Self::plain([3, 6, 4], 1032),
             Self { dtype: Float::F32, ..Self::plain([3, 6, 4], 261) },
             with(Experts::Repeated, Self::plain([4, 17, 5], 72)),
@@ -143,8 +145,9 @@ impl MoeRows {
         ]
     }
 
-    /// Sets the maps, and NaN in what nobody may read: the rows of `rows` that no slot has, the numbers of `slots` that belong to
-    /// slots without a row. Hostile slots say in every way that they have none.
+    /// Sets the maps, and NaN in what nobody may read: the rows of `rows` that no slot has, the
+    /// numbers of `slots` that belong to slots without a row. Hostile slots say in every way that
+    /// they have none.
     pub(crate) fn amend(
         &self,
         tensors: &mut Tensors,
@@ -205,7 +208,8 @@ impl MoeRows {
         )
     }
 
-    /// Bytes of the rows that no slot has where every slot has one, as a benchmark's do: nobody reads them.
+    /// Bytes of the rows that no slot has where every slot has one, as a benchmark's do: nobody
+    /// reads them.
     pub(crate) fn unread_bytes(&self) -> f64 {
         let rows = self.map().num_positions() - self.num_tokens * self.topk;
         (rows * self.hidden_size * self.dtype.dtype().size()) as f64

@@ -1,7 +1,9 @@
-//! `router` (inference 10, training 11.4): `kernels/cuda/experts/router.cu` against `reference/src/experts/router.rs`.
+//! `router` (inference 10, training 11.4): `kernels/cuda/experts/router.cu` against
+//! `reference/src/experts/router.rs`.
 //!
-//! What a learned router chooses hangs on scores that kernels round. So the inputs are drawn such that what is chosen and what
-//! is not are apart by more than any rounding, or equal bit for bit; then the ids have one right answer, ties included.
+//! What a learned router chooses hangs on scores that kernels round. So the inputs are drawn such
+//! that what is chosen and what is not are apart by more than any rounding, or equal bit for bit;
+//! then the ids have one right answer, ties included.
 
 use dsv4_kernels::experts::router as launcher;
 use dsv4_reference::experts::router as reference;
@@ -19,7 +21,8 @@ pub struct Router;
 pub enum Routing {
     /// The largest biased scores.
     Learned,
-    /// A table, by token id: entries and ids are what they should be, an expert twice in a row among them.
+    /// A table, by token id: entries and ids are what they should be, an expert twice in a row
+    /// among them.
     Hashed,
     /// A table some of whose entries name no expert, and ids some of which are beyond it.
     HashedHostile,
@@ -249,7 +252,8 @@ impl Operator for Router {
             whole(384, Logits::Drawn, Bias::Last),
             whole(511, Logits::NotFinite, Bias::NotFinite),
             whole(512, Logits::Ties, Bias::Negative),
-            // As many slots as warps that have experts; more equal candidates than a warp has lanes; experts of the last warps.
+            // As many slots as warps that have experts; more equal candidates than a warp has
+            // lanes; experts of the last warps.
             few(6, 192, Logits::Drawn, Bias::Drawn),
             few(16, 512, Logits::Drawn, Bias::Zero),
             few(6, 256, Logits::Ties, Bias::Zero),
@@ -349,7 +353,8 @@ impl Operator for Router {
         );
     }
 
-    /// Where a step of a logit changes no choice: ties, which powers of two have, cannot be stepped from. The weight of a single slot is constant.
+    /// Where a step of a logit changes no choice: ties, which powers of two have, cannot be
+    /// stepped from. The weight of a single slot is constant.
     fn is_smooth(c: &RouterCase) -> bool {
         let no_ties = c.logits == Logits::Drawn && c.data.distribution != Distribution::PowersOfTwo;
         let choices_stay = !c.is_learned() || no_ties && c.bias != Bias::NotFinite;
@@ -359,8 +364,9 @@ impl Operator for Router {
             && c.num_tokens * c.num_experts <= 4096
     }
 
-    /// Scores bend over a distance of 1 (below, they are powers), and a choice changes where the least score that is
-    /// chosen and the largest that is not change places, whose derivatives are below a half.
+    /// Scores bend over a distance of 1 (below, they are powers), and a choice changes where the
+    /// least score that is chosen and the largest that is not change places, whose derivatives are
+    /// below a half.
     fn bends_over(c: &RouterCase, tensors: &Tensors, _: &str) -> Option<Vec<f64>> {
         let (logits, bias) =
             (tensors.values("logits"), tensors.get("bias").map(|bias| bias.to_f64()));
@@ -379,7 +385,8 @@ impl Operator for Router {
         )
     }
 
-    /// Logits are those of the files, in f32; ids come in another order there, and weights with them.
+    /// Logits are those of the files, in f32; ids come in another order there, and weights with
+    /// them.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<RouterCase>>, String> {
         let slots = ["tokens", "topk"];
         let logits = file.floats("out.logits", &["tokens", "experts"])?.to_vec();
@@ -456,8 +463,9 @@ impl Operator for Router {
                     false => plain,
                 };
                 let kind = if from_table { " hashed" } else { "" };
-                // Power, logarithm, root and four sums and products an expert. A table's router and the backward read six logits of a
-                // token, and the former six ids of the table.
+                // Power, logarithm, root and four sums and products an expert. A table's router
+                // and the backward read six logits of a token, and the former six ids of the
+                // table.
                 let name = format!("6 of {num_experts}, {num_tokens} tokens{kind}");
                 let all_but_six =
                     |of: usize, rows: usize| 4.0 * (of * rows) as f64 - (4 * 6 * num_tokens) as f64;
@@ -565,7 +573,8 @@ fn hide_unused_upstreams(c: &RouterCase, tensors: &mut Tensors) {
     });
 }
 
-/// The score that a choice is made by, and the largest of the numbers that it is made of, which its rounding errors follow.
+/// The score that a choice is made by, and the largest of the numbers that it is made of, which
+/// its rounding errors follow.
 fn biased(logit: f64, bias: f64) -> (f64, f64) {
     let score = (logit.max(0.0) + (-logit.abs()).exp().ln_1p()).sqrt();
     let score = if logit.is_nan() { f64::NAN } else { score };
@@ -588,7 +597,8 @@ fn margin(logits: &[f64], bias: &[f64], topk: usize) -> f64 {
     if topk < experts.len() { of(experts[topk - 1]) - of(experts[topk]) } else { f64::INFINITY }
 }
 
-/// Moves the logits of a token whose choice a kernel's rounding may decide: all that are chosen, well above those that are not.
+/// Moves the logits of a token whose choice a kernel's rounding may decide: all that are chosen,
+/// well above those that are not.
 fn make_clear(logits: &mut [f64], bias: &[f64], topk: usize) {
     // Eight times the error that fp32 makes of a score and of its sum with the bias.
     const RELATIVE: f64 = 1.0 / 262_144.0;

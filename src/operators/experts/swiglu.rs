@@ -1,4 +1,5 @@
-//! `swiglu` (inference 11.1, training 11.2): `kernels/cuda/experts/swiglu.cu` against `reference/src/experts/swiglu.rs`.
+//! `swiglu` (inference 11.1, training 11.2): `kernels/cuda/experts/swiglu.cu` against
+//! `reference/src/experts/swiglu.rs`.
 
 use dsv4_kernels::experts::swiglu as launcher;
 use dsv4_reference::experts::swiglu as reference;
@@ -104,7 +105,8 @@ impl Operator for Swiglu {
             SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
         // Several blocks a row of few; rows of which each warp takes one, as of so many of a GPU.
         let f32 = SwigluCase { dtype: Float::F32, ..plain(23, 132) };
-        // More rows than 132 multiprocessors have threads for each access of, with few channels: a GPU's kernels for many rows.
+        // More rows than 132 multiprocessors have threads for each access of, with few channels: a
+        // GPU's kernels for many rows.
         let many = [plain(530, 8), plain(529, 3)];
         [
             &extents[..],
@@ -146,8 +148,9 @@ impl Operator for Swiglu {
         laws.separate("width", "channels may be permuted");
     }
 
-    /// The weights' gradients of the experts' files, which stand behind the products with the experts' matrices: gate, up
-    /// and dy are computed from those, and rounded to f32 where the file's authors rounded nothing.
+    /// The weights' gradients of the experts' files, which stand behind the products with the
+    /// experts' matrices: gate, up and dy are computed from those, and rounded to f32 where the
+    /// file's authors rounded nothing.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluCase>>, String> {
         Ok(vec![routed_experts(file, |num_rows, width, limit| SwigluCase {
             dtype: Float::F32,
@@ -174,8 +177,8 @@ impl Operator for Swiglu {
     }
 }
 
-/// The golden case that an experts' file is of an operator whose gate, up, weight, dy and dweight are those of `swiglu`, made of
-/// the rows, the width and the limit.
+/// The golden case that an experts' file is of an operator whose gate, up, weight, dy and dweight
+/// are those of `swiglu`, made of the rows, the width and the limit.
 pub(crate) fn routed_experts<C>(
     file: &mut Reading<'_>,
     case: impl FnOnce(usize, usize, f32) -> C,

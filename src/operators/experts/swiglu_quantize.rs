@@ -1,10 +1,11 @@
-//! `swiglu_quantize` (inference 5.4, 5.7, 11.1, training 11.2): `kernels/cuda/experts/swiglu_quantize.cu` against
-//! `reference/src/experts/swiglu_quantize.rs`.
+//! `swiglu_quantize` (inference 5.4, 5.7, 11.1, training 11.2):
+//! `kernels/cuda/experts/swiglu_quantize.cu` against `reference/src/experts/swiglu_quantize.rs`.
 //!
-//! Powers and reciprocals are approximated, so that a number near the middle of two codes may become either: what
-//! codes and scales decode to is compared, and that each scale is the least one. Where scales are no powers of two,
-//! it is scales and codes by themselves: all numbers of a group are off by the rounding of its scale. The backward
-//! knows of neither, so that only cases with powers of two have one.
+//! Powers and reciprocals are approximated, so that a number near the middle of two codes may
+//! become either: what codes and scales decode to is compared, and that each scale is the least
+//! one. Where scales are no powers of two, it is scales and codes by themselves: all numbers of a
+//! group are off by the rounding of its scale. The backward knows of neither, so that only cases
+//! with powers of two have one.
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::experts::swiglu_quantize::{
@@ -226,7 +227,8 @@ impl Operator for SwigluQuantize {
         vec![
             plain(0, 64, short),
             in_layout(tiles, plain(0, 64, short)),
-            // One channel; groups that end with a row; one more than a warp takes; words and tiles with padding.
+            // One channel; groups that end with a row; one more than a warp takes; words and tiles
+            // with padding.
             plain(1, 1, long),
             bare(plain(6, 33, short)),
             in_layout(mn, plain(33, 320, short)),
@@ -235,7 +237,8 @@ impl Operator for SwigluQuantize {
             // Tiles below and beside each other.
             in_layout(tiles, plain(131, 144, short)),
             bf16(SwigluQuantizeCase { scale: ScaleType::PowerOfTwo, ..plain(3, 640, long) }),
-            // More rows than 132 multiprocessors have threads for each access of: the backward of a GPU for many rows.
+            // More rows than 132 multiprocessors have threads for each access of: the backward of
+            // a GPU for many rows.
             plain(530, 8, short),
             // So small that the floor makes the scale.
             SwigluQuantizeCase { data: Data::normal(2f64.powi(-14)), ..plain(5, 128, long) },
@@ -323,7 +326,8 @@ impl Operator for SwigluQuantize {
         laws.separate("num_rows", "rows may be permuted");
     }
 
-    /// The gradients of the experts' weights, as of `swiglu`: that the product is quantized changes none.
+    /// The gradients of the experts' weights, as of `swiglu`: that the product is quantized
+    /// changes none.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluQuantizeCase>>, String> {
         let case = |num_rows, width, limit| {
             let plain = plain(num_rows, width, Group::Row32);
@@ -341,7 +345,8 @@ impl Operator for SwigluQuantize {
             ..case
         };
         let extents = if on_gpu(environment) { &[1, 128, 4096, 24576][..] } else { &[16] };
-        // As many rows as a large prefill of grouped_linear_swiglu has, which this and grouped_linear are in one.
+        // As many rows as a large prefill of grouped_linear_swiglu has, which this and
+        // grouped_linear are in one.
         let of_experts: &[usize] = if on_gpu(environment) { &[196_608] } else { &[] };
         let forward = |&num_rows: &usize| {
             let cases = [
@@ -356,8 +361,8 @@ impl Operator for SwigluQuantize {
             ];
             cases.map(|case| {
                 let name = format!("{num_rows}x2048 bf16 groups of {}", case.group.columns());
-                // Three bounds, three operations of silu, two products; a magnitude, a maximum, a product and a
-                // rounding.
+                // Three bounds, three operations of silu, two products; a magnitude, a maximum, a
+                // product and a rounding.
                 Benchmark::new(Direction::Forward, name, case, "num_rows").streaming(&[], 12.0)
             })
         };

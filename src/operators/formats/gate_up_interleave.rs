@@ -107,7 +107,8 @@ impl Operator for GateUpInterleave {
     }
 
     fn edge_cases(_: Profile) -> Vec<GateUpInterleaveCase> {
-        // No expert; one byte; one group of eight; a piece more than a block takes, of 16 bytes and of single ones.
+        // No expert; one byte; one group of eight; a piece more than a block takes, of 16 bytes
+        // and of single ones.
         let extents =
             [[0, 16, 16], [1, 16, 1], [3, 16, 16], [2, 176, 48], [1, 48, 33], [5, 32, 224]];
         extents
@@ -155,7 +156,8 @@ impl Operator for GateUpInterleave {
         laws.law("a row goes to one row", change, [(c.written(), others)]);
     }
 
-    /// Weights in e2m1 and their scales, of as many experts as a rank of eight has: the two models'.
+    /// Weights in e2m1 and their scales, of as many experts as a rank of eight has: the two
+    /// models'.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [[32, 4096, 2048], [32, 4096, 128], [48, 6144, 3584], [48, 6144, 224]];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[[3, 64, 96]] };

@@ -1,6 +1,8 @@
-//! `hadamard` (inference 5.4, 7, 7.1): `kernels/cuda/formats/hadamard.cu` against `reference/src/formats/hadamard.rs`.
+//! `hadamard` (inference 5.4, 7, 7.1): `kernels/cuda/formats/hadamard.cu` against
+//! `reference/src/formats/hadamard.rs`.
 //!
-//! The order of the sums is part of the definition, so that codes and scales have one value: every byte must be the oracle's.
+//! The order of the sums is part of the definition, so that codes and scales have one value: every
+//! byte must be the oracle's.
 
 use dsv4_kernels::formats::hadamard::{self as launcher, DIM, Stored};
 use dsv4_reference::formats::hadamard as reference;
@@ -89,15 +91,17 @@ impl Operator for Hadamard {
     }
 
     fn edge_cases(profile: Profile) -> Vec<HadamardCase> {
-        // A block takes 32 rows, and so does a turn of a block of hadamard_codes; a warp of the others takes 8.
+        // A block takes 32 rows, and so does a turn of a block of hadamard_codes; a warp of the
+        // others takes 8.
         let rows = [0, 1, 32, 33, 70]
             .into_iter()
             .flat_map(|num_rows| Stored::ALL.map(|stored| (num_rows, stored)));
         let mut cases: Vec<_> =
             rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));
-        // Behind a turn of tiles on five multiprocessors of twelve blocks of hadamard_codes: groups of 8 rows, the last of one row;
-        // tiles for some of the blocks, the last of eight rows. Behind two turns: groups of which some blocks have two.
+        // Behind a turn of tiles on five multiprocessors of twelve blocks of hadamard_codes:
+        // groups of 8 rows, the last of one row; tiles for some of the blocks, the last of eight
+        // rows. Behind two turns: groups of which some blocks have two.
         let turn = 5 * 12 * 32;
         for num_rows in [turn + 65, turn + 1000, 2 * turn + 700] {
             cases.extend(

@@ -1,7 +1,8 @@
-//! `quantize_fp8` (inference 5.3, 5.4, 5.7): `kernels/cuda/formats/quantize_fp8.cu` against `reference/src/formats/quantize_fp8.rs`.
+//! `quantize_fp8` (inference 5.3, 5.4, 5.7): `kernels/cuda/formats/quantize_fp8.cu` against
+//! `reference/src/formats/quantize_fp8.rs`.
 //!
-//! Every rounding is to nearest and part of the definition: every code, every scale and every number that is decoded
-//! must be the oracle's.
+//! Every rounding is to nearest and part of the definition: every code, every scale and every
+//! number that is decoded must be the oracle's.
 
 use dsv4_kernels::formats::quantize_fp8::{
     self as launcher, Group, Options, ScaleLayout, ScaleType,
@@ -46,7 +47,8 @@ pub struct QuantizeFp8Case {
     pub scale: ScaleType,
     /// Where scales lie.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantized; of codes `every_number` is each code under each scale.
+    /// What the groups hold that are quantized; of codes `every_number` is each code under each
+    /// scale.
     pub contents: Contents,
     /// Drawn numbers.
     #[serde(flatten)]
@@ -249,7 +251,8 @@ impl Operator for QuantizeFp8 {
             // One row, one element, of a group and of a square.
             plain(Quantize, 1, 1, Group::Row128),
             plain(Quantize, 1, 1, Group::Square128),
-            // A warp has 512 elements; groups that end with a row, and words and tiles that have more groups than it.
+            // A warp has 512 elements; groups that end with a row, and words and tiles that have
+            // more groups than it.
             in_layout(mn, plain(Quantize, 2, 528, Group::Row128)),
             in_layout(mn, fp32(plain(Quantize, 33, 320, Group::Row64))),
             in_layout(mn, plain(Quantize, 33, 320, Group::Row64)),
@@ -306,7 +309,8 @@ impl Operator for QuantizeFp8 {
     }
 
     fn laws(c: &QuantizeFp8Case, laws: &mut Laws<'_, Self>) {
-        // In other layouts rows have no axis of their own, and the rows of a square belong together.
+        // In other layouts rows have no axis of their own, and the rows of a square belong
+        // together.
         if c.layout == ScaleLayout::Plain && c.group != Group::Square128 {
             laws.separate("num_rows", "rows may be permuted");
         }

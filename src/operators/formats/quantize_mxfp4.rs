@@ -1,8 +1,8 @@
 //! `quantize_mxfp4` (inference 5.3, 5.4, 5.7): `kernels/cuda/formats/quantize_mxfp4.cu` against
 //! `reference/src/formats/quantize_mxfp4.rs`.
 //!
-//! Every rounding is to nearest and part of the definition: every code, every scale and every number that is decoded
-//! must be the oracle's.
+//! Every rounding is to nearest and part of the definition: every code, every scale and every
+//! number that is decoded must be the oracle's.
 
 use dsv4_kernels::formats::quantize_mxfp4::{self as launcher, GROUP, ScaleLayout};
 use dsv4_reference::Format;
@@ -31,7 +31,8 @@ pub struct QuantizeMxfp4Case {
     pub dtype: Float,
     /// Where scales lie.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantized; of codes `every_number` is each code under each scale.
+    /// What the groups hold that are quantized; of codes `every_number` is each code under each
+    /// scale.
     pub contents: Contents,
     /// Drawn numbers.
     #[serde(flatten)]
@@ -244,7 +245,8 @@ impl Operator for QuantizeMxfp4 {
     }
 }
 
-/// Scales of codes: around the case's magnitude, or every byte in turn. What pads them is NaN: nobody may read it.
+/// Scales of codes: around the case's magnitude, or every byte in turn. What pads them is NaN:
+/// nobody may read it.
 fn draw_scales(c: &QuantizeMxfp4Case, every: bool, draw: &mut Draw, tensors: &mut Tensors) {
     let scales = reference::scales(layout_of_oracle(c.layout), c.num_rows, c.width);
     let exponent = c.data.magnitude.log2().round() as i32;

@@ -1,8 +1,8 @@
 //! `quantize_nvfp4` (inference 5.3, 5.6, 5.7): `kernels/cuda/formats/quantize_nvfp4.cu` against
 //! `reference/src/formats/quantize_nvfp4.rs`.
 //!
-//! Every rounding is to nearest and part of the definition: every code, every scale and every number that is decoded
-//! must be the oracle's.
+//! Every rounding is to nearest and part of the definition: every code, every scale and every
+//! number that is decoded must be the oracle's.
 
 use dsv4_kernels::formats::quantize_nvfp4::{self as launcher, GROUP, ScaleLayout};
 use dsv4_reference::Format;
@@ -43,7 +43,8 @@ pub struct QuantizeNvfp4Case {
     pub dtype: Float,
     /// Where scales lie.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantized; of codes `every_number` is each code under each scale.
+    /// What the groups hold that are quantized; of codes `every_number` is each code under each
+    /// scale.
     pub contents: Contents,
     /// The scale of the tensor that is given.
     pub global_scale: f32,
@@ -221,17 +222,20 @@ impl Operator for QuantizeNvfp4 {
             in_layout(tiles, f32s(plain(Quantize, 129, 42))),
             in_layout(mn, plain(Dequantize, 3, 1056)),
             in_layout(tiles, plain(Dequantize, 129, 80)),
-            // Every number, under the scale 1 and divided by one that is no power of two; each code under each scale.
+            // Every number, under the scale 1 and divided by one that is no power of two; each
+            // code under each scale.
             scaled(1.0, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(0.3, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
-            // Divided by such that a product with the inverse falls on the other side of 0.75, 2.5 and 3.5 than the quotient.
+            // Divided by such that a product with the inverse falls on the other side of 0.75, 2.5
+            // and 3.5 than the quotient.
             scaled(0.5104167, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(0.97499996, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(0.8392858, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(1.0, holding(Contents::EveryNumber, f32s(plain(Quantize, 70, 512)))),
             scaled(1.0, holding(Contents::EveryNumber, plain(Dequantize, 8, 1024))),
             scaled(0.3, holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024)))),
-            // Scales of groups that are 0, and that are the largest, and products of both levels that fp32 has not.
+            // Scales of groups that are 0, and that are the largest, and products of both levels
+            // that fp32 has not.
             scaled(64.0, plain(Quantize, 5, 256)),
             scaled(1e-5, plain(Quantize, 5, 256)),
             scaled(1e-44, plain(Quantize, 5, 256)),
@@ -320,8 +324,8 @@ impl Operator for QuantizeNvfp4 {
         if c.layout == ScaleLayout::Plain {
             laws.separate("num_rows", "rows may be permuted");
         }
-        // Where both levels together stay normal numbers, the numbers and the scale of the tensor may both be four
-        // times as large.
+        // Where both levels together stay normal numbers, the numbers and the scale of the tensor
+        // may both be four times as large.
         let x = if c.task == Task::Quantize { laws.tensors().values("x") } else { Vec::new() };
         let small = |x: &f64| x.abs() < 2f64.powi(100) && (*x == 0.0 || x.abs() > 2f64.powi(-90));
         if !x.is_empty() && x.iter().all(small) && (1e-20..1e20).contains(&c.global_scale) {
@@ -361,8 +365,8 @@ impl Operator for QuantizeNvfp4 {
     }
 }
 
-/// Makes numbers midway between codes under a power of two those, of fp32, of what their group is divided by: both levels of its scale
-/// together. Their quotients are the middle, or next to it.
+/// Makes numbers midway between codes under a power of two those, of fp32, of what their group is
+/// divided by: both levels of its scale together. Their quotients are the middle, or next to it.
 fn set_ties_of_both_levels(c: &QuantizeNvfp4Case, tensors: &mut Tensors) {
     let mut x = tensors.values("x");
     for group in x.chunks_mut(c.width.max(1)).flat_map(|row| row.chunks_mut(GROUP)) {

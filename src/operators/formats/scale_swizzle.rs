@@ -1,4 +1,5 @@
-//! `scale_swizzle` (inference 5.7): `kernels/cuda/formats/scale_swizzle.cu` against `reference/src/formats/scale_swizzle.rs`.
+//! `scale_swizzle` (inference 5.7): `kernels/cuda/formats/scale_swizzle.cu` against
+//! `reference/src/formats/scale_swizzle.rs`.
 //!
 //! Nothing is computed: every byte must be the oracle's.
 
@@ -93,8 +94,9 @@ impl Operator for ScaleSwizzle {
     }
 
     fn edge_cases(_: Profile) -> Vec<ScaleSwizzleCase> {
-        // One scale; a row more than a warp takes of a quarter, than a quarter and than a tile; a group more than a tile, than a
-        // lane takes and than a warp; a lane and a warp whose last whole tile is the last that there is.
+        // One scale; a row more than a warp takes of a quarter, than a quarter and than a tile; a
+        // group more than a tile, than a lane takes and than a warp; a lane and a warp whose last
+        // whole tile is the last that there is.
         let extents = [
             (0, 3),
             (1, 1),
@@ -140,7 +142,8 @@ impl Operator for ScaleSwizzle {
         if c.num_rows <= TILE_ROWS {
             return;
         }
-        // Other bytes in the middle row, or in the tiles that it lies in, change nothing of other tiles' rows.
+        // Other bytes in the middle row, or in the tiles that it lies in, change nothing of other
+        // tiles' rows.
         let (row, [row_tiles, _]) = (c.num_rows / 2, launcher::tiles(c.num_rows, c.num_groups));
         let (name, entry) = if c.inverse { ("tiles", row / TILE_ROWS) } else { ("scales", row) };
         let entries = if c.inverse { row_tiles } else { c.num_rows };
@@ -158,8 +161,8 @@ impl Operator for ScaleSwizzle {
         laws.law("tiles know nothing of each other", change, [relation]);
     }
 
-    /// The scales of 16 and of 32 of the model's hidden states. Rows are sampled, which tiles do not have: what is
-    /// timed takes scales out of them.
+    /// The scales of 16 and of 32 of the model's hidden states. Rows are sampled, which tiles do
+    /// not have: what is timed takes scales out of them.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(32768, 224), (32768, 448), (4096, 224)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(256, 32)] };

@@ -1,4 +1,5 @@
-//! `lm_head` (inference 12.1): `kernels/cuda/head/lm_head.cu` against `reference/src/head/lm_head.rs`.
+//! `lm_head` (inference 12.1): `kernels/cuda/head/lm_head.cu` against
+//! `reference/src/head/lm_head.rs`.
 
 use dsv4_kernels::head::lm_head as launcher;
 use dsv4_reference::head::lm_head as reference;
@@ -160,7 +161,8 @@ impl Operator for LmHead {
         laws.separate("vocab_size", "ids may be permuted");
     }
 
-    /// The model's heads: for a decode step of some sequences, and for a prefill whose tokens are all asked for.
+    /// The model's heads: for a decode step of some sequences, and for a prefill whose tokens are
+    /// all asked for.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(1, 4096), (1, 7168), (16, 7168), (128, 4096), (128, 7168), (4096, 7168)];
         let (shapes, vocab_size) =

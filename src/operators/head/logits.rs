@@ -2,11 +2,12 @@
 
 use crate::operator::tensors::Tensors;
 
-/// Standard deviations that strategies draw: small ones too, where every weight is nearly the same and an accumulator that
-/// is rescaled lazily, or never, shows.
+/// Standard deviations that strategies draw: small ones too, where every weight is nearly the same
+/// and an accumulator that is rescaled lazily, or never, shows.
 pub(crate) const DEVIATIONS: [f64; 5] = [0.5, 0.01, 0.1, 2.0, 4.0];
 
-/// The size of the numbers of q at which logits over keys of standard normal numbers deviate by `deviation`.
+/// The size of the numbers of q at which logits over keys of standard normal numbers deviate by
+/// `deviation`.
 pub(crate) fn query_size(deviation: f64, softmax_scale: f32, head_dim: usize) -> f64 {
     deviation / (f64::from(softmax_scale) * (head_dim as f64).sqrt())
 }

@@ -1,8 +1,10 @@
-//! `sampler` (inference 12.3): `kernels/cuda/head/sampler.cu` against `reference/src/head/sampler.rs`.
+//! `sampler` (inference 12.3): `kernels/cuda/head/sampler.cu` against
+//! `reference/src/head/sampler.rs`.
 //!
-//! Which ids are kept hangs on sums that kernels round. So shares and least probabilities are moved between two ids
-//! that are apart by more than any rounding, unless all weights are equal, whose sums are exact; what is kept then
-//! has one right answer. The winner among it is held to the scores of the race, by margin.
+//! Which ids are kept hangs on sums that kernels round. So shares and least probabilities are
+//! moved between two ids that are apart by more than any rounding, unless all weights are equal,
+//! whose sums are exact; what is kept then has one right answer. The winner among it is held to
+//! the scores of the race, by margin.
 
 use dsv4_kernels::head::sampler as launcher;
 use dsv4_reference::head::sampler::{self as reference, Filters as Limits};
@@ -30,14 +32,17 @@ pub enum Logits {
     Rising,
     /// Some are NaN or infinite; of every fifth row all are NaN or -infinity.
     NotFinite,
-    /// Drawn ones, of which every 40th or so is NaN and none infinite: a row with an infinite logit is not asked for its sum.
+    /// Drawn ones, of which every 40th or so is NaN and none infinite: a row with an infinite
+    /// logit is not asked for its sum.
     NotANumber,
-    /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one warp of a block reads.
+    /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one
+    /// warp of a block reads.
     Crowded,
-    /// Drawn ones, of which three of a row, wherever they lie, are 5 and a little more above the largest.
+    /// Drawn ones, of which three of a row, wherever they lie, are 5 and a little more above the
+    /// largest.
     Few,
-    /// Two of the first four ids have the largest scores of a row at a temperature of 1, of which the first or the second is ahead
-    /// by [`CLOSE`]; all others are far below.
+    /// Two of the first four ids have the largest scores of a row at a temperature of 1, of which
+    /// the first or the second is ahead by [`CLOSE`]; all others are far below.
     Close,
 }
 
@@ -77,10 +82,12 @@ pub enum Filters {
 pub enum Words {
     /// Those of drawn seeds and steps.
     Drawn,
-    /// Of every row one is 0, or has all bits set, at an id without a chance, with a tiny one or with a large one.
+    /// Of every row one is 0, or has all bits set, at an id without a chance, with a tiny one or
+    /// with a large one.
     Extreme,
-    /// Of every row one is 0, at an id that it lets win with a share of the weights that fp32's sum of them may lack; another id
-    /// has still less, which is what the largest `top_k` of a limited row leaves out.
+    /// Of every row one is 0, at an id that it lets win with a share of the weights that fp32's
+    /// sum of them may lack; another id has still less, which is what the largest `top_k` of a
+    /// limited row leaves out.
     Faint,
 }
 
@@ -241,20 +248,26 @@ impl Operator for Sampler {
             // The first of a row loses, and the weights of all others are too small for a number.
             SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopK) },
             SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopP) },
-            // Limits that leave one id out, where the winner's share may be none of the sum's: listed, and read for each race.
+            // Limits that leave one id out, where the winner's share may be none of the sum's:
+            // listed, and read for each race.
             faint(64, 44, Filters::TopK),
             faint(21, 2100, Filters::TopK),
-            // The largest logit is among the last that a thread reads of a tile, of a short row and of a long one.
+            // The largest logit is among the last that a thread reads of a tile, of a short row
+            // and of a long one.
             last_is_largest(2, 2000),
             last_is_largest(1, 16_000),
-            // A warp's last round of staged ids is no whole one, and what lies behind it was listed before.
+            // A warp's last round of staged ids is no whole one, and what lies behind it was
+            // listed before.
             faint(61, 700, Filters::TopK),
             faint(5, 40, Filters::Absent),
-            // The only ids of a row's last warp are those of one access, put aside and not yet listed when the row ends.
+            // The only ids of a row's last warp are those of one access, put aside and not yet
+            // listed when the row ends.
             SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
-            // The last id that a warp has listed is in front of those that are asked for, and counts once.
+            // The last id that a warp has listed is in front of those that are asked for, and
+            // counts once.
             SamplerCase { data: Data::normal(1.0), ..plain(200, 40, Filters::UsualTopP) },
-            // Scores that only exact logarithms tell apart, of ids of one thread: of a row that is raced, and of a list.
+            // Scores that only exact logarithms tell apart, of ids of one thread: of a row that is
+            // raced, and of a list.
             SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::Absent) },
             SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::UsualTopP) },
             // Larger logits in the second half of a thread's, whose sum of the first is not lost.
@@ -267,14 +280,16 @@ impl Operator for Sampler {
             // A list that does not reach what ends the order, and one that does, of a long row.
             SamplerCase { data: Data::normal(0.25), ..plain(1, 9200, Filters::TopP) },
             SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
-            // Rows of which every limit takes more than is listed, or ends within it; of which no weight stands out.
+            // Rows of which every limit takes more than is listed, or ends within it; of which no
+            // weight stands out.
             SamplerCase { data: Data::normal(0.25), ..plain(9, 9000, Filters::TopP) },
             SamplerCase { data: Data::normal(0.25), ..plain(8, 9000, Filters::TopK) },
             SamplerCase { data: Data::normal(0.25), ..plain(12, 9000, Filters::All) },
             SamplerCase { logits: Logits::Equal, ..plain(9, 9000, Filters::MinP) },
             // More large logits than one warp has room to collect.
             SamplerCase { logits: Logits::Crowded, ..plain(2, 60_000, Filters::TopP) },
-            // The order ends among a few ids that are larger than any that a kernel may have looked at first.
+            // The order ends among a few ids that are larger than any that a kernel may have
+            // looked at first.
             SamplerCase {
                 logits: Logits::Few,
                 data: Data::normal(3.0),
@@ -287,8 +302,8 @@ impl Operator for Sampler {
             SamplerCase { logits: Logits::NotFinite, ..plain(2, 20_001, Filters::All) },
             // NaN in every load of a thread's, whose weights are none of the sum's.
             SamplerCase { logits: Logits::NotANumber, ..plain(20, 2000, Filters::UsualTopP) },
-            // A temperature at which logits of 100 leave nothing of a score but what rounds to a whole number: of equal ones the
-            // lowest id wins, whoever comes first.
+            // A temperature at which logits of 100 leave nothing of a score but what rounds to a
+            // whole number: of equal ones the lowest id wins, whoever comes first.
             SamplerCase {
                 logits: Logits::Equal,
                 data: Data::normal(100.0),
@@ -432,17 +447,18 @@ const EXTREME: [(u64, usize, u32); 2] = [(1_343_428, 3, 0), (40_222_668, 38, u32
 /// Ids of a row that hold both.
 const EXTREME_IDS: usize = 40;
 
-/// By how much the logit of a faint id is below the largest: its weight is 2^-27 of that one's, and the word 0 gives it a score
-/// 5 above what the largest has of a word in the middle.
+/// By how much the logit of a faint id is below the largest: its weight is 2^-27 of that one's,
+/// and the word 0 gives it a score 5 above what the largest has of a word in the middle.
 const FAINT: f64 = 19.0;
 
-/// By how much one of two scores is ahead, 2^-14: less than approximate logarithms tell apart, and many steps of fp32.
+/// By how much one of two scores is ahead, 2^-14: less than approximate logarithms tell apart, and
+/// many steps of fp32.
 const CLOSE: f64 = 6.103_515_625e-5;
 /// Ids of a row of which two are close.
 const CLOSE_IDS: usize = 4;
 
-/// Makes an id's score as large as the first one's but for [`CLOSE`], and all others' small. Of a score at a temperature of 1, in
-/// natural units, `logit - ln(g)`.
+/// Makes an id's score as large as the first one's but for [`CLOSE`], and all others' small. Of a
+/// score at a temperature of 1, in natural units, `logit - ln(g)`.
 fn make_close(row: usize, seed: u64, step: u64, logits: &mut [f64]) {
     let time = |id| {
         let v = f64::from(reference::uniform(reference::word(seed, step, id)));
@@ -558,10 +574,11 @@ fn draw_limits(c: &SamplerCase) -> Vec<Limits> {
     (0..c.num_rows).map(limits).collect()
 }
 
-/// The least share of a row that an id at the end of what top_p keeps has: sums of 2^20 weights err by less than a
-/// hundredth of it.
+/// The least share of a row that an id at the end of what top_p keeps has: sums of 2^20 weights
+/// err by less than a hundredth of it.
 const CLEAR_SHARE: f64 = 1.0 / 65_536.0;
-/// By how much weights on either side of min_p differ, relatively, at least: powers err by less than a hundredth of it.
+/// By how much weights on either side of min_p differ, relatively, at least: powers err by less
+/// than a hundredth of it.
 const CLEAR_WEIGHT: f64 = 1.0 / 16_384.0;
 
 /// Moves limits between two ids that no rounding exchanges. Equal weights have exact sums.

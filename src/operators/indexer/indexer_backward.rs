@@ -1,5 +1,5 @@
-//! `indexer_backward` (training 1, stage 2 of training 7): `kernels/cuda/indexer/indexer_backward.cu` against
-//! `reference/src/indexer/indexer_backward.rs`.
+//! `indexer_backward` (training 1, stage 2 of training 7):
+//! `kernels/cuda/indexer/indexer_backward.cu` against `reference/src/indexer/indexer_backward.rs`.
 
 use dsv4_kernels::indexer::indexer_backward::{self as launcher, HEAD_DIM, MAX_HEADS};
 use dsv4_reference::indexer::indexer_backward as reference;
@@ -34,13 +34,14 @@ pub struct IndexerBackwardCase {
     pub query_exponent: i32,
     /// Whether every product of q and k is negative or 0: nothing passes.
     pub nothing_passes: bool,
-    /// Whether queries of tokens without a valid slot, keys that no valid slot names, and upstream gradients of slots
-    /// that are not valid are NaN.
+    /// Whether queries of tokens without a valid slot, keys that no valid slot names, and upstream
+    /// gradients of slots that are not valid are NaN.
     pub poison_unreferenced: bool,
 }
 
-/// Numbers of q and k are multiples of this: so all their products are multiples of its square, in whatever order they
-/// are added, and whether one is above 0 is no matter of rounding. Some of them are 0.
+/// Numbers of q and k are multiples of this: so all their products are multiples of its square, in
+/// whatever order they are added, and whether one is above 0 is no matter of rounding. Some of
+/// them are 0.
 const GRID: f64 = 0.125;
 
 impl IndexerBackwardCase {
@@ -358,8 +359,8 @@ impl Operator for IndexerBackward {
         }
     }
 
-    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the slots of a token
-    /// distinct.
+    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the
+    /// slots of a token distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerBackwardCase| IndexerBackwardCase {
             keys: RankedKeys { indices: IndexClass::Valid, global: true, ..case.keys },
@@ -424,7 +425,8 @@ fn timed(case: IndexerBackwardCase) -> Benchmark<IndexerBackward> {
     }
 }
 
-/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of its own.
+/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of
+/// its own.
 fn set_apart(
     whole: &Whole<'_, IndexerBackward>,
     c: &mut IndexerBackwardCase,
@@ -451,7 +453,8 @@ fn summed(case: IndexerBackwardCase) -> IndexerBackwardCase {
     IndexerBackwardCase { key_gradients: KeyGradients::Deterministic, ..case }
 }
 
-/// Tokens may come in another order: what is theirs follows, and dk stays what it is but for the order of its sums.
+/// Tokens may come in another order: what is theirs follows, and dk stays what it is but for the
+/// order of its sums.
 fn token_law(c: &IndexerBackwardCase, laws: &mut Laws<'_, IndexerBackward>) {
     if c.keys.num_tokens < 2 {
         return;

@@ -1,5 +1,5 @@
-//! `indexer_distillation` (training 1, 2, 5, 6, 7): a step of the indexer's training, its operators one after the other on one
-//! arena, against one oracle.
+//! `indexer_distillation` (training 1, 2, 5, 6, 7): a step of the indexer's training, its
+//! operators one after the other on one arena, against one oracle.
 //!
 //! ```text
 //! forward    logits           = indexer_logits(index_q, index_k, index_w)      dense, up to the causal limit, -inf beyond
@@ -10,12 +10,13 @@
 //!            dindex_q, dindex_k, dindex_w = indexer_backward(index_q, index_k, index_w, dvalues, indices)
 //! ```
 //!
-//! Each operator does what it is asked for, and still the whole may be wrong: a scale that the forward applies twice leaves the lists
-//! right and every operator's own gradient (FM-01); a row with fewer keys than slots hands -infinity from one kernel to the next, where
-//! a term that is masked too late is infinite or NaN (FM-02).
+//! Each operator does what it is asked for, and still the whole may be wrong: a scale that the
+//! forward applies twice leaves the lists right and every operator's own gradient (FM-01); a row
+//! with fewer keys than slots hands -infinity from one kernel to the next, where a term that is
+//! masked too late is infinite or NaN (FM-02).
 //!
-//! Lists are compared one by one. Operands of the logits lie on a grid on which fp32 holds all their sums, so that nobody's order of
-//! sums decides which key is listed.
+//! Lists are compared one by one. Operands of the logits lie on a grid on which fp32 holds all
+//! their sums, so that nobody's order of sums decides which key is listed.
 
 use dsv4_kernels::implementation::Implementation as Kernels;
 use dsv4_kernels::indexer::indexer_logits::{HEAD_DIM, MAX_HEADS, Operands};
@@ -59,9 +60,10 @@ pub struct IndexerDistillationCase {
     pub loss_coeff: f32,
 }
 
-/// What the numbers of the indexer's operands are: those of q and k odd multiples of 1/2 up to 3/2, those of w multiples of 1/2 up to 2.
-/// Products are multiples of 1/4, their sums over 128 channels need 11 bits, and those over 64 heads with their weights 20. A key's
-/// first channel is 0: a sum of 127 odd numbers is not, so that no rounding decides whether a product is above 0.
+/// What the numbers of the indexer's operands are: those of q and k odd multiples of 1/2 up to
+/// 3/2, those of w multiples of 1/2 up to 2. Products are multiples of 1/4, their sums over 128
+/// channels need 11 bits, and those over 64 heads with their weights 20. A key's first channel is
+/// 0: a sum of 127 odd numbers is not, so that no rounding decides whether a product is above 0.
 fn on_grid(name: &str, x: f64) -> f64 {
     if name == "index_w" {
         (2.0 * x).round().clamp(-4.0, 4.0) / 2.0

@@ -1,5 +1,5 @@
-//! `indexer_logits` (inference 7, 7.1; training 1): `kernels/cuda/indexer/indexer_logits.cu` and `indexer_logits_hopper.cu` against
-//! `reference/src/indexer/indexer_logits.rs`.
+//! `indexer_logits` (inference 7, 7.1; training 1): `kernels/cuda/indexer/indexer_logits.cu` and
+//! `indexer_logits_hopper.cu` against `reference/src/indexer/indexer_logits.rs`.
 
 use dsv4_kernels::indexer::indexer_logits::{self as launcher, HEAD_DIM, MAX_HEADS, Operands};
 use dsv4_reference::Format;
@@ -79,7 +79,8 @@ pub struct IndexerLogitsCase {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of causal limits.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, and a token behind them. Of causal limits.
+    /// Five packed sequences, one without tokens and one without keys, and a token behind them. Of
+    /// causal limits.
     pub packed: bool,
     /// Whether columns that a token does not see become -infinity. Otherwise they are undefined.
     pub clean_logits: bool,
@@ -445,7 +446,8 @@ impl Operator for IndexerLogits {
             IndexerLogitsCase { num_pages: 0, ..paged(2, 1, 4, 70, e4m3) },
             IndexerLogitsCase { columns: 0, ..flat(3, 4, 9, bf16) },
             flat(1, 1, 1, e4m3),
-            // All keys, of every operand type; empty ranges, ranges beyond the keys and beyond the columns.
+            // All keys, of every operand type; empty ranges, ranges beyond the keys and beyond the
+            // columns.
             any(of(flat(5, 64, 200, e4m3), Lengths::Absent)),
             any(of(flat(5, 64, 200, e2m1), Lengths::Absent)),
             of(flat(5, 64, 200, bf16), Lengths::Absent),
@@ -483,7 +485,8 @@ impl Operator for IndexerLogits {
                 ..paged(3, 2, 64, 140, e2m1)
             },
             paged(2, 2, 12, 100, bf16),
-            // One unit of many tiles: each consumer's stages are used again. Units of which some have no keys at all.
+            // One unit of many tiles: each consumer's stages are used again. Units of which some
+            // have no keys at all.
             hopper(any(of(flat(2, 64, 5200, e4m3), Lengths::Absent))),
             hopper(of(flat(2, 64, 2600, bf16), Lengths::Absent)),
             hopper(any(of(flat(2, 33, 1200, e2m1), Lengths::Absent))),
@@ -572,7 +575,8 @@ impl Operator for IndexerLogits {
         run.launch(|device| launcher::forward(device, v, &c.options()))
     }
 
-    /// What a consumer that knows the ranges reads of logits that are not clean; the rest as -infinity.
+    /// What a consumer that knows the ranges reads of logits that are not clean; the rest as
+    /// -infinity.
     fn observe(
         c: &IndexerLogitsCase,
         given: &Tensors,
@@ -706,7 +710,8 @@ fn keys(c: &IndexerLogitsCase, given: &Tensors) -> Keys {
         Addressing::Ranges => Keys::Ranges { ks: given.i32s("ks"), ke: given.i32s("ke") },
         Addressing::Causal => {
             let sequences = given.maybe_i32s("cu_q").zip(given.maybe_i32s("cu_k"));
-            // As kernels take them, which are given ends beyond the keys, too: bounded by the tensor.
+            // As kernels take them, which are given ends beyond the keys, too: bounded by the
+            // tensor.
             let last = i32::try_from(c.rows()).unwrap_or(i32::MAX);
             let bounded = |ends: Vec<i32>| ends.into_iter().map(|end| end.clamp(0, last)).collect();
             let sequences = sequences.map(|(cu_q, cu_k)| Sequences { cu_q, cu_k: bounded(cu_k) });
@@ -1019,7 +1024,8 @@ fn place_keys(c: &IndexerLogitsCase, tensors: &mut Tensors) {
     }
 }
 
-/// A sampled token of the causal form is given the range that it saw; of pages those that a sampled request names are kept.
+/// A sampled token of the causal form is given the range that it saw; of pages those that a
+/// sampled request names are kept.
 fn set_apart(whole: &Whole<'_, IndexerLogits>, c: &mut IndexerLogitsCase, tensors: &mut Tensors) {
     match c.addressing {
         Addressing::Ranges => {}

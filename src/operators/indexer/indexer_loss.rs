@@ -1,5 +1,5 @@
-//! `indexer_loss` (training 6, stage 1 of training 7): `kernels/cuda/indexer/indexer_loss.cu` and `indexer_loss_sum.cu` against
-//! `reference/src/indexer/indexer_loss.rs`.
+//! `indexer_loss` (training 6, stage 1 of training 7): `kernels/cuda/indexer/indexer_loss.cu` and
+//! `indexer_loss_sum.cu` against `reference/src/indexer/indexer_loss.rs`.
 
 use dsv4_kernels::indexer::indexer_loss::{self as launcher, Form, Reduction};
 use dsv4_reference::indexer::indexer_loss as reference;
@@ -23,7 +23,8 @@ pub struct IndexerLoss;
 pub enum LogitClass {
     /// Normal numbers.
     Drawn,
-    /// Log-probabilities themselves: one is 0, and the others are -100, above and below it by turns. The lse is given.
+    /// Log-probabilities themselves: one is 0, and the others are -100, above and below it by
+    /// turns. The lse is given.
     AtTheClip,
 }
 
@@ -81,8 +82,8 @@ pub struct IndexerLossCase {
     pub logit_deviation: f64,
     /// What the target looks like.
     pub target: TargetClass,
-    /// Dense scores and their sums are 2^this times as large: where window and sink take nearly all of a row, far below
-    /// 1.
+    /// Dense scores and their sums are 2^this times as large: where window and sink take nearly
+    /// all of a row, far below 1.
     pub score_exponent: i32,
     /// What nobody may use.
     pub masked: Masked,
@@ -367,7 +368,8 @@ impl Operator for IndexerLoss {
             empty(dense(6, 33, 1)),
             exact(empty(sparse(6, 33, 40))),
             in_place(dense(5, 64, 1)),
-            // Sums that a quotient is formed of as they are, and those that are brought nearer to 1.
+            // Sums that a quotient is formed of as they are, and those that are brought nearer to
+            // 1.
             IndexerLossCase { score_exponent: -60, ..dense(5, 40, 1) },
             IndexerLossCase { score_exponent: -90, ..dense(5, 40, 1) },
             IndexerLossCase { score_exponent: 60, ..dense(5, 40, 1) },
@@ -387,7 +389,8 @@ impl Operator for IndexerLoss {
             garbage(sparse(2, 3000, 1025)),
             garbage(dense(2, 1500, 1)),
             IndexerLossCase { together: true, ..dense(2, 4100, 1) },
-            // Warps whose slots are all valid, with and without entries that are clipped or raised, and beside others.
+            // Warps whose slots are all valid, with and without entries that are clipped or
+            // raised, and beside others.
             whole(sparse(3, 900, 512)),
             exact(whole(sparse(2, 1100, 1024))),
             wide(60.0, whole(sparse(2, 1100, 1024))),
@@ -511,8 +514,8 @@ impl Operator for IndexerLoss {
         }
     }
 
-    /// A given lse is no function of the logits, as the formula takes it for; and masked slots may not be infinite,
-    /// since nothing can be said of the rounding of a difference there.
+    /// A given lse is no function of the logits, as the formula takes it for; and masked slots may
+    /// not be infinite, since nothing can be said of the rounding of a difference there.
     fn is_smooth(c: &IndexerLossCase) -> bool {
         !c.lse_given && c.masked == Masked::Nan && c.rows().iter().product::<usize>() <= 1 << 12
     }
@@ -535,8 +538,8 @@ impl Operator for IndexerLoss {
         Some(rows.flat_map(|scale| std::iter::repeat_n(scale, slots)).collect())
     }
 
-    /// The score gradient with the value, of 4096 queries: lists of the model's two lengths, and dense rows up to the
-    /// diagonal.
+    /// The score gradient with the value, of 4096 queries: lists of the model's two lengths, and
+    /// dense rows up to the diagonal.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerLossCase| IndexerLossCase {
             keys: RankedKeys {
@@ -566,7 +569,8 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
     let RankedKeys { num_tokens, num_keys, topk, .. } = case.keys;
     let selected = case.keys.is_selected();
     let rows = if selected { format!("topk{topk}") } else { format!("dense k{num_keys}") };
-    // Slots that count: of a causal row those up to the diagonal. A list says of each slot where it is.
+    // Slots that count: of a causal row those up to the diagonal. A list says of each slot where
+    // it is.
     let visible = if selected {
         num_tokens * topk
     } else {
@@ -588,7 +592,8 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
             } else {
                 let (logits, scores) =
                     (tensors.tensor("logits").clone(), tensors.tensor("scores").clone());
-                // Rows of the drawn case see less of what a later row sees: nothing may be garbage in them.
+                // Rows of the drawn case see less of what a later row sees: nothing may be garbage
+                // in them.
                 let usable = |x: f64| if x.is_finite() && x.abs() < 1e3 { x } else { 0.5 };
                 let kept = |tensor: &HostTensor| {
                     let values: Vec<f64> = tensor.to_f64().into_iter().map(usable).collect();
@@ -723,7 +728,8 @@ fn set_target(c: &IndexerLossCase, valid: &[bool], tensors: &mut Tensors) {
     }
 }
 
-/// Rows may come in another order: all of theirs follows, and the loss stays what it is but for the order of its sum.
+/// Rows may come in another order: all of theirs follows, and the loss stays what it is but for
+/// the order of its sum.
 fn row_law(c: &IndexerLossCase, laws: &mut Laws<'_, IndexerLoss>) {
     if c.keys.num_tokens < 2 || c.row_mask {
         return;
@@ -743,7 +749,8 @@ fn row_law(c: &IndexerLossCase, laws: &mut Laws<'_, IndexerLoss>) {
     );
 }
 
-/// The order of the slots does not matter: each keeps its gradient. Slots beyond a length stay beyond it.
+/// The order of the slots does not matter: each keeps its gradient. Slots beyond a length stay
+/// beyond it.
 fn slot_law(c: &IndexerLossCase, laws: &mut Laws<'_, IndexerLoss>) {
     let [num_tokens, topk] = c.keys.lists();
     let relations =

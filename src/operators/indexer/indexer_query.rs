@@ -1,6 +1,8 @@
-//! `indexer_query` (inference 7, 7.1): `kernels/cuda/indexer/indexer_query.cu` against `reference/src/indexer/indexer_query.rs`.
+//! `indexer_query` (inference 7, 7.1): `kernels/cuda/indexer/indexer_query.cu` against
+//! `reference/src/indexer/indexer_query.rs`.
 //!
-//! Codes and scales have one value and must be the oracle's; numbers are held to the formula, and have a gradient.
+//! Codes and scales have one value and must be the oracle's; numbers are held to the formula, and
+//! have a gradient.
 
 use dsv4_kernels::indexer::indexer_query::{self as launcher, DIM, ROPE_DIM, Stored};
 use dsv4_reference::indexer::indexer_query as reference;

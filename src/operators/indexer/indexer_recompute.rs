@@ -1,5 +1,5 @@
-//! `indexer_recompute` (training 1, 6): `kernels/cuda/indexer/indexer_recompute.cu` and `indexer_recompute_hopper.cu` against
-//! `reference/src/indexer/indexer_recompute.rs`.
+//! `indexer_recompute` (training 1, 6): `kernels/cuda/indexer/indexer_recompute.cu` and
+//! `indexer_recompute_hopper.cu` against `reference/src/indexer/indexer_recompute.rs`.
 
 use dsv4_kernels::indexer::indexer_recompute::{self as launcher, HEAD_DIM, MAX_HEADS};
 use dsv4_reference::indexer::indexer_recompute as reference;
@@ -217,8 +217,8 @@ impl Operator for IndexerRecompute {
             selected(3, 5, 0, 7),
             selected(2, 3, 11, 0),
             selected(1, 1, 1, 1),
-            // A tile, one slot more and one less; more tiles than are under way; tokens that have fewer tiles than there are
-            // consumers, one behind the other in a block.
+            // A tile, one slot more and one less; more tiles than are under way; tokens that have
+            // fewer tiles than there are consumers, one behind the other in a block.
             selected(1, 64, 90, 64),
             selected(1, 63, 90, 65),
             selected(1, 64, 90, 63),
@@ -296,7 +296,8 @@ impl Operator for IndexerRecompute {
         }
     }
 
-    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the slots of a token distinct.
+    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the
+    /// slots of a token distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let cases = match on_gpu(environment) {
             true => vec![selected(4096, 64, 8192, 512), selected(4096, 64, 8192, 1024)],

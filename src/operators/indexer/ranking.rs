@@ -1,5 +1,5 @@
-//! Which keys the tokens of a case rank (training 1, 2 and 5): by lists of selected keys, or all of them up to a causal
-//! limit. What the operators of the indexer's training have in common.
+//! Which keys the tokens of a case rank (training 1, 2 and 5): by lists of selected keys, or all
+//! of them up to a causal limit. What the operators of the indexer's training have in common.
 
 use dsv4_reference::indexer::ranking as reference;
 use rand::Rng;
@@ -24,9 +24,11 @@ pub enum Arrangement {
     /// As the case says.
     #[default]
     AsDrawn,
-    /// Everything in the second of two sequences, the first being empty: a law's variant, which no line can ask for.
+    /// Everything in the second of two sequences, the first being empty: a law's variant, which no
+    /// line can ask for.
     Whole,
-    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no line can ask for.
+    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no
+    /// line can ask for.
     Apart,
 }
 
@@ -51,7 +53,8 @@ pub struct RankedKeys {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of `causal`.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, and tokens behind them; otherwise one.
+    /// Five packed sequences, one without tokens and one without keys, and tokens behind them;
+    /// otherwise one.
     pub packed: bool,
     /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`.
     pub left_out: usize,
@@ -289,7 +292,8 @@ impl RankedKeys {
             .collect()
     }
 
-    /// Turns into NaN what no valid slot is about: queries `q` of so many numbers each, keys `k`, upstream gradients `dlogits`.
+    /// Turns into NaN what no valid slot is about: queries `q` of so many numbers each, keys `k`,
+    /// upstream gradients `dlogits`.
     pub(crate) fn poison_unreferenced(
         &self,
         tensors: &mut Tensors,
@@ -326,7 +330,8 @@ impl RankedKeys {
         });
     }
 
-    /// Of packed sequences most slots name a key of their own; one in four stays what it was, some other's.
+    /// Of packed sequences most slots name a key of their own; one in four stays what it was, some
+    /// other's.
     fn name_own_sequences_keys(&self, tensors: &mut Tensors) {
         let Some(reference::Sequences { cu_q, cu_k }) = self.sequences() else { return };
         let mut draw = Draw::new(self.seed, "foreign");
@@ -345,8 +350,8 @@ impl RankedKeys {
     }
 }
 
-/// Of packed sequences, which a caller lets begin before the first key and end behind the last one: kernels read no key that is not
-/// there.
+/// Of packed sequences, which a caller lets begin before the first key and end behind the last
+/// one: kernels read no key that is not there.
 pub(crate) fn ends_law<K: Operator>(
     laws: &mut Laws<'_, K>,
     relations: impl IntoIterator<Item = (&'static str, Relation)>,
@@ -366,7 +371,8 @@ pub(crate) fn left_out() -> impl Strategy<Value = usize> {
     prop_oneof![2 => Just(0usize), 1 => 1..=60usize]
 }
 
-/// Five sequences: the second has no token, the fourth no key. A token in two cases of three belongs to none.
+/// Five sequences: the second has no token, the fourth no key. A token in two cases of three
+/// belongs to none.
 pub(crate) fn draw_sequences(
     seed: u64,
     num_tokens: usize,
@@ -387,7 +393,8 @@ pub(crate) fn draw_sequences(
     reference::Sequences { cu_q, cu_k: ends(num_keys, 3) }
 }
 
-/// Positions of the sequences' first queries: from before a sequence's first key to behind its last.
+/// Positions of the sequences' first queries: from before a sequence's first key to behind its
+/// last.
 pub(crate) fn draw_offsets(
     seed: u64,
     ratio: usize,

@@ -1,5 +1,5 @@
-//! `score_recompute` (training 5): `kernels/cuda/indexer/score_recompute.cu` and `score_recompute_hopper.cu` against
-//! `reference/src/indexer/score_recompute.rs`.
+//! `score_recompute` (training 5): `kernels/cuda/indexer/score_recompute.cu` and
+//! `score_recompute_hopper.cu` against `reference/src/indexer/score_recompute.rs`.
 
 use dsv4_kernels::indexer::score_recompute as launcher;
 use dsv4_reference::indexer::score_recompute as reference;
@@ -58,15 +58,18 @@ pub struct ScoreRecomputeCase {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of `causal`.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, and tokens behind them; otherwise one.
+    /// Five packed sequences, one without tokens and one without keys, and tokens behind them;
+    /// otherwise one.
     pub packed: bool,
-    /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`, where lse is given.
+    /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`, where
+    /// lse is given.
     pub left_out: usize,
     /// What the exponentials are divided by.
     pub normaliser: NormaliserClass,
     /// Whether lse is computed by the operator's own kernel, or given.
     pub recomputed: bool,
-    /// How far the window's log-sum-exp lies above that of the ranked keys: far above, fp32 loses the row.
+    /// How far the window's log-sum-exp lies above that of the ranked keys: far above, fp32 loses
+    /// the row.
     pub outside: f64,
     /// The sinks.
     pub sinks: Sinks,
@@ -82,10 +85,12 @@ pub struct ScoreRecomputeCase {
     pub poison_unreferenced: bool,
     /// Which kernels run. `score_recompute_lse` is portable only.
     pub implementation: Implementation,
-    /// Everything in the second of two sequences, the first being empty: a law's variant, which no line can ask for.
+    /// Everything in the second of two sequences, the first being empty: a law's variant, which no
+    /// line can ask for.
     #[serde(skip)]
     whole: bool,
-    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no line can ask for.
+    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no
+    /// line can ask for.
     #[serde(skip)]
     apart: bool,
     /// Seed of the data.
@@ -404,7 +409,8 @@ impl Operator for ScoreRecompute {
                 logit_shift: -200.0,
                 ..selected(3, 5, 64, 30, 270)
             },
-            // Far from 0, and more heads than one row of products: a running maximum that starts anywhere but at -inf.
+            // Far from 0, and more heads than one row of products: a running maximum that starts
+            // anywhere but at -inf.
             ScoreRecomputeCase {
                 indices: IndexClass::Valid,
                 recomputed: true,
@@ -596,7 +602,8 @@ impl Operator for ScoreRecompute {
         }
     }
 
-    /// The sparse target of 4096 queries at the model's two head counts, and the dense scores. Every slot is valid.
+    /// The sparse target of 4096 queries at the model's two head counts, and the dense scores.
+    /// Every slot is valid.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let fastest = Implementation::fastest_on(environment);
         let form = |case| ScoreRecomputeCase {
@@ -685,7 +692,8 @@ fn first_position(c: &ScoreRecomputeCase) -> usize {
     c.ratio * c.num_keys - c.num_tokens
 }
 
-/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of its own.
+/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of
+/// its own.
 fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tensors: &mut Tensors) {
     if c.is_selected() {
         c.num_keys = compact(tensors, "indices", &["k"], 1);
@@ -743,7 +751,8 @@ fn production_cases() -> Vec<ScoreRecomputeCase> {
 
 type Shape = (RankingClass, usize, usize, usize, usize, usize);
 
-/// Ranking, tokens, heads, width, keys, slots. The widths are few because each is a module of its own.
+/// Ranking, tokens, heads, width, keys, slots. The widths are few because each is a module of its
+/// own.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let ranking = || prop::sample::select(vec![RankingClass::Selected, RankingClass::Causal]);
     let heads =
@@ -858,7 +867,8 @@ fn packing_law(laws: &mut ScoreLaws<'_>) {
     laws.law("one sequence may be packed", change, relations);
 }
 
-/// The order of the slots does not matter: each key keeps its target. Slots beyond a length stay beyond it.
+/// The order of the slots does not matter: each key keeps its target. Slots beyond a length stay
+/// beyond it.
 fn slot_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
     let (topk, relations) = (c.topk, laws.all(Relation::WithinBudget));
     let change = |v: &mut Variant<ScoreRecompute>| {

@@ -1,6 +1,8 @@
-//! `topk` (inference 7, 7.2): `kernels/cuda/indexer/topk.cu` against `reference/src/indexer/topk.rs`.
+//! `topk` (inference 7, 7.2): `kernels/cuda/indexer/topk.cu` against
+//! `reference/src/indexer/topk.rs`.
 //!
-//! Nothing is rounded, ties are decided, and indices come in the order of their columns: every one must be the oracle's.
+//! Nothing is rounded, ties are decided, and indices come in the order of their columns: every one
+//! must be the oracle's.
 
 use dsv4_kernels::indexer::topk as launcher;
 use dsv4_reference::indexer::topk as reference;
@@ -183,21 +185,25 @@ impl Operator for Topk {
     fn edge_cases(profile: Profile) -> Vec<TopkCase> {
         let all = TopkCase { lengths: Lengths::Absent, ..plain(2, 512, 512) };
         let hostile = TopkCase { lengths: Lengths::Hostile, ..plain(9, 300, 64) };
-        // More ties than there is room for, rows of the longer blocks, and rows of which a sample is ranked first.
+        // More ties than there is room for, rows of the longer blocks, and rows of which a sample
+        // is ranked first.
         let long =
             TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
         let longer = TopkCase { index: Index::Paged, ..plain(3, 4500, 512) };
-        // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in more than one stretch of it.
+        // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in
+        // more than one stretch of it.
         let whole =
             TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
         let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
-        // The same where some are chosen behind more equal scores than are chosen, the last column of them, alone in its stretch's
-        // last round.
+        // The same where some are chosen behind more equal scores than are chosen, the last column
+        // of them, alone in its stretch's last round.
         let behind =
             TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
-        // Rows of the longest blocks with scores in all bins, of which the second cannot be read in vectors.
+        // Rows of the longest blocks with scores in all bins, of which the second cannot be read
+        // in vectors.
         let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
-        // More equal scores than are chosen, among which the order ends, in a row of which threads mark several words each.
+        // More equal scores than are chosen, among which the order ends, in a row of which threads
+        // mark several words each.
         let many = TopkCase {
             lengths: Lengths::Absent,
             scores: Scores::NotFinite,

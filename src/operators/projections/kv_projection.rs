@@ -1,6 +1,6 @@
-//! `kv_projection` (inference 5.1, 8.3, training 14): wkv, its norm and the rotation of K = V, composed as a layer composes
-//! them in training, forward and backward, and in serving, where what follows the product is one pass that writes the
-//! window cache.
+//! `kv_projection` (inference 5.1, 8.3, training 14): wkv, its norm and the rotation of K = V,
+//! composed as a layer composes them in training, forward and backward, and in serving, where what
+//! follows the product is one pass that writes the window cache.
 //!
 //! ```text
 //! training   kv_a = h wkv^T     n = rms_norm(kv_a) kv_norm     kv = rope(n)
@@ -50,7 +50,8 @@ pub struct KvProjectionCase {
     pub hidden_size: usize,
     /// Channels of a row that do not turn; e4m3 ones in a cache: there a multiple of 64, not 0.
     pub nope_dim: usize,
-    /// The channels behind them, which turn: even, in a cache a multiple of 8; both together at most 512.
+    /// The channels behind them, which turn: even, in a cache a multiple of 8; both together at
+    /// most 512.
     pub rope_dim: usize,
     /// Added to the mean square.
     pub eps: f32,
@@ -468,7 +469,8 @@ impl Operator for KvProjection {
         c.trains() && c.table != TableForm::HostilePositions && elements <= 4096
     }
 
-    /// A token bends over its own size, weights over those that a norm behind them makes of no size of their own.
+    /// A token bends over its own size, weights over those that a norm behind them makes of no
+    /// size of their own.
     fn bends_over(c: &KvProjectionCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let width = if input == "kv_norm" { c.format().head_dim() } else { c.hidden_size };
         Some(
@@ -479,7 +481,8 @@ impl Operator for KvProjection {
         )
     }
 
-    /// The window's rows of attention layers, which stand before the compressed ones of a batch row.
+    /// The window's rows of attention layers, which stand before the compressed ones of a batch
+    /// row.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<KvProjectionCase>>, String> {
         let table = if file.kind() == "attention_swa" { "main" } else { "compress" };
         let (of_tokens, of_rows) =

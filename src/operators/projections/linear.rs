@@ -1,5 +1,5 @@
-//! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/projections/linear.cu`, `linear_quantized.cu` and `linear_hopper.cu` against
-//! `reference/src/projections/linear.rs`.
+//! `linear` (inference 0, 5.2 to 5.7): `kernels/cuda/projections/linear.cu`, `linear_quantized.cu`
+//! and `linear_hopper.cu` against `reference/src/projections/linear.rs`.
 
 use dsv4_kernels::projections::linear::{
     self as launcher, MAX_FEATURES, MAX_GROUPS, ScaleLayout, Weights,
@@ -37,25 +37,27 @@ pub enum Before {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Codes {
-    /// Codes of normal numbers whose largest ones are those of their format, and scales some powers of two apart.
+    /// Codes of normal numbers whose largest ones are those of their format, and scales some
+    /// powers of two apart.
     Drawn,
     /// Any code but NaN, subnormal ones and zeros of both signs among them.
     Any,
-    /// Small whole numbers, and powers of two as scales that differ from group to group and row to row: there is one
-    /// right result, bit for bit.
+    /// Small whole numbers, and powers of two as scales that differ from group to group and row to
+    /// row: there is one right result, bit for bit.
     Exact,
-    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, as far as a block folds into e4m3 (inference
-    /// 5.5), and those of others up to 2^40.
+    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, as far as a
+    /// block folds into e4m3 (inference 5.5), and those of others up to 2^40.
     FarApart,
-    /// As drawn ones, of MXFP4; scales of w that kernels may not multiply sums of products with before that of x: 2^84 to 2^125 in
-    /// even rows, 2^-80 to 2^-64 in odd ones.
+    /// As drawn ones, of MXFP4; scales of w that kernels may not multiply sums of products with
+    /// before that of x: 2^84 to 2^125 in even rows, 2^-80 to 2^-64 in odd ones.
     Extreme,
-    /// As drawn ones, of MXFP4; scales of w that are too small for that, 2^-110 to 2^-95, under scales of x around 2^88.
+    /// As drawn ones, of MXFP4; scales of w that are too small for that, 2^-110 to 2^-95, under
+    /// scales of x around 2^88.
     SmallWeights,
     /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
     OneLarge,
-    /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64: products of two of them leave fp32's range,
-    /// and what they scale does not.
+    /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64: products of
+    /// two of them leave fp32's range, and what they scale does not.
     LargeScales,
 }
 
@@ -71,7 +73,8 @@ impl Codes {
 pub struct LinearCase {
     /// Tokens; 0 is legal.
     pub num_tokens: usize,
-    /// Independent layers of the same extents, each with a part of x; 0 is one layer whose tensors have no axis of groups.
+    /// Independent layers of the same extents, each with a part of x; 0 is one layer whose tensors
+    /// have no axis of groups.
     pub num_groups: usize,
     /// Features of a row of y.
     pub out_features: usize,
@@ -95,7 +98,8 @@ pub struct LinearCase {
     pub codes: Codes,
     /// Which kernels run.
     pub implementation: Implementation,
-    /// Whether the device's library of matrix products computes those of bf16 that it takes, and not our kernels.
+    /// Whether the device's library of matrix products computes those of bf16 that it takes, and
+    /// not our kernels.
     pub library: bool,
     /// x; of quantized x the scales.
     #[serde(flatten)]
@@ -543,7 +547,8 @@ impl Operator for Linear {
             before(Before::InPlace, plain(0, 24, 40)),
             plain(1, 1, 1),
             plain(1, 8, 8),
-            // One row more than the small tiles have, one more than a stage of k, a last stage of eight.
+            // One row more than the small tiles have, one more than a stage of k, a last stage of
+            // eight.
             plain(16, 72, 128),
             plain(17, 72, 64),
             f32s(plain(3, 136, 72)),
@@ -551,18 +556,20 @@ impl Operator for Linear {
             f32s(plain(4, 12, 16)),
             plain(4, 12, 16),
             plain(65, 67, 70),
-            // Two tiles and some more in each direction, and more rows of tiles than are taken together, of one column of tiles
-            // and of two.
+            // Two tiles and some more in each direction, and more rows of tiles than are taken
+            // together, of one column of tiles and of two.
             plain(130, 136, 72),
             plain(1030, 8, 8),
             plain(1030, 136, 8),
-            // Parts of k, whose sums are added to what was there: more of them than stages divide by.
+            // Parts of k, whose sums are added to what was there: more of them than stages divide
+            // by.
             before(Before::Apart, f32s(plain(2, 8, 1480))),
             before(Before::InPlace, plain(17, 16, 584)),
             before(Before::InPlace, f32s(plain(600, 8, 8))),
             before(Before::Apart, plain(5, 7, 535)),
-            // One token: rows of w that a warp reads alone, of more features than a block has; those that two, four and eight warps
-            // of a block share, of which the last one has a few numbers or none.
+            // One token: rows of w that a warp reads alone, of more features than a block has;
+            // those that two, four and eight warps of a block share, of which the last one has a
+            // few numbers or none.
             before(Before::Apart, f32s(plain(1, 265, 1040))),
             before(Before::InPlace, plain(1, 280, 24)),
             plain(1, 41, 584),
@@ -570,8 +577,8 @@ impl Operator for Linear {
             before(Before::InPlace, plain(1, 5, 3336)),
             grouped([1, 3, 20, 1032]),
             before(Before::Apart, f32s(grouped([1, 2, 9, 40]))),
-            // What a library takes, with fp32 that it adds to; bf16 that it would round twice; one row too few for it; rows
-            // at no multiple of 16 bytes.
+            // What a library takes, with fp32 that it adds to; bf16 that it would round twice; one
+            // row too few for it; rows at no multiple of 16 bytes.
             library(plain(17, 40, 72)),
             library(before(Before::InPlace, plain(18, 24, 40))),
             library(before(Before::Apart, f32s(plain(33, 20, 24)))),
@@ -583,13 +590,15 @@ impl Operator for Linear {
         cases.extend([
             grouped([0, 2, 24, 40]),
             grouped([1, 1, 8, 16]),
-            // More groups than tokens; small tiles, large ones, scalar ones; parts of k, whose sums each group has.
+            // More groups than tokens; small tiles, large ones, scalar ones; parts of k, whose
+            // sums each group has.
             grouped([3, 16, 72, 64]),
             grouped([130, 2, 136, 72]),
             grouped([5, 3, 7, 13]),
             before(Before::InPlace, grouped([2, 3, 20, 584])),
             before(Before::Apart, f32s(grouped([300, 2, 12, 8]))),
-            // By a library: one layer, many, fp32 that it adds to; too few rows; rows that it does not take.
+            // By a library: one layer, many, fp32 that it adds to; too few rows; rows that it does
+            // not take.
             library(grouped([17, 1, 40, 72])),
             library(grouped([66, 5, 24, 40])),
             library(before(Before::InPlace, f32s(grouped([33, 3, 16, 24])))),
@@ -757,7 +766,8 @@ impl Operator for Linear {
         Ok(vec![golden.expect(file, "y", "out.logits", &["tokens", "experts"])?])
     }
 
-    /// Projections of the model: bf16 of training, all formats of serving, for few tokens and for many.
+    /// Projections of the model: bf16 of training, all formats of serving, for few tokens and for
+    /// many.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let of = |case: LinearCase, direction: Direction| {
@@ -781,7 +791,8 @@ impl Operator for Linear {
             // What no token has is drawn along its rows.
             let benchmark = Benchmark::new(direction, name, case, "num_tokens")
                 .also_drawn_along("out_features");
-            // A few tokens of a result take all weights but along the axis that nothing is added over.
+            // A few tokens of a result take all weights but along the axis that nothing is added
+            // over.
             let further = if direction == Forward { "out_features" } else { "in_features" };
             let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
             let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
@@ -883,7 +894,8 @@ fn drawn_quantized(
     }
 }
 
-/// Around tiles, stages and groups of every format; one right result; the accumulator of e4m3 products.
+/// Around tiles, stages and groups of every format; one right result; the accumulator of e4m3
+/// products.
 fn quantized_edge_cases() -> Vec<LinearCase> {
     let f32s = |case| LinearCase { output: Float::F32, ..case };
     let exact = |case| LinearCase { codes: Codes::Exact, ..f32s(case) };
@@ -924,8 +936,9 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         exact(in_layout(tiles, hopper([130, 12, 400]))),
         // Few tokens: a last unit that two blocks share, for more stages than there are places.
         hopper([3, 648, 1168]),
-        // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all behind many tiles. A third unit of
-        // each block, of one stage; more stages than there are places.
+        // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all
+        // behind many tiles. A third unit of each block, of one stage; more stages than there are
+        // places.
         exact(fp32(hopper([256, 512, 272]))),
         any(in_layout(mn, hopper([641, 520, 128]))),
         f32s(hopper([129, 264, 1168])),
@@ -938,7 +951,8 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
     ];
     // Few tokens of MXFP4: a last unit that two blocks share, of which a multiprocessor holds two.
     cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
-    // On five multiprocessors: as many turns of a block as are listed, the last one of all blocks, and one more.
+    // On five multiprocessors: as many turns of a block as are listed, the last one of all blocks,
+    // and one more.
     cases.extend([exact(hopper([1, 40_950, 16])), exact(hopper([1, 40_970, 16]))]);
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
     let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
@@ -948,7 +962,8 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         cases.extend([
             of([0, 24, 96]),
             of([1, 1, 32]),
-            // Whole blocks; a last one of one group, of rows that are no whole block; more stages than there are places.
+            // Whole blocks; a last one of one group, of rows that are no whole block; more stages
+            // than there are places.
             f32s(of([16, 128, 256])),
             f32s(of([18, 131, 160])),
             any(in_layout(mn, of([3, 20, 1184]))),
@@ -985,8 +1000,8 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
     cases
 }
 
-/// Scales count once: all of them twice as large make y twice as large. What one token's scales are is nothing to
-/// others.
+/// Scales count once: all of them twice as large make y twice as large. What one token's scales
+/// are is nothing to others.
 fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
     if c.before == Before::Absent {
         let halved = [("y", 0.5)];
@@ -1010,7 +1025,8 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
     }
 }
 
-/// Scales in bytes, all of them twice as large, make y twice as large, where no number leaves fp32's range for it.
+/// Scales in bytes, all of them twice as large, make y twice as large, where no number leaves
+/// fp32's range for it.
 fn law_of_doubled_bytes(
     c: &LinearCase,
     laws: &mut Laws<'_, Linear>,
@@ -1022,14 +1038,15 @@ fn law_of_doubled_bytes(
     }
 }
 
-/// Whether products of a token's scale and a weight's are normal fp32 numbers: a kernel may multiply them first, and sums
-/// scale exactly only where that is exact, too.
+/// Whether products of a token's scale and a weight's are normal fp32 numbers: a kernel may
+/// multiply them first, and sums scale exactly only where that is exact, too.
 fn has_moderate_scales(c: &LinearCase) -> bool {
     (-40..=40).contains(&(c.data.magnitude.log2() as i32))
 }
 
-/// The scales of this name as bytes of powers of two that are twice as large; `None` where they are no bytes, or one of
-/// them would leave the range in which products of two stay normal fp32 numbers. Padding stays NaN.
+/// The scales of this name as bytes of powers of two that are twice as large; `None` where they
+/// are no bytes, or one of them would leave the range in which products of two stay normal fp32
+/// numbers. Padding stays NaN.
 pub(crate) fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
     let scales = tensors.get(name)?;
     let may = |byte: &u8| (32..=222).contains(byte) || *byte == 255;
@@ -1061,7 +1078,8 @@ pub(crate) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
     };
     bytes.copy_from_slice(&drawn);
     if c.codes == Codes::FarApart && name == "w" {
-        // What has the largest scales is 0: beside it the smallest numbers would be lost in what a sum may be off by.
+        // What has the largest scales is 0: beside it the smallest numbers would be lost in what a
+        // sum may be off by.
         let rows = bytes.chunks_mut(row).take(128);
         rows.step_by(3).for_each(|codes| codes.fill(0));
     }
@@ -1098,8 +1116,8 @@ fn e2m1_codes(codes: Codes, draw: &mut Draw) -> u8 {
     code() | code() << 4
 }
 
-/// Sets the scales of an operand, or of so many operands one behind the other, around a power of two; what pads them is
-/// NaN, which nobody may read.
+/// Sets the scales of an operand, or of so many operands one behind the other, around a power of
+/// two; what pads them is NaN, which nobody may read.
 pub(crate) fn set_scales(
     c: &LinearCase,
     name: &'static str,
@@ -1111,7 +1129,8 @@ pub(crate) fn set_scales(
     let number = |at: usize, draw: &mut Draw| -> i32 {
         let (row, group) = ((at / scales.groups.max(1)) as i32, (at % scales.groups.max(1)) as i32);
         match c.codes {
-            // Group by group up to 2^6 apart, and neighbouring rows, too: the sums of a row fit fp32.
+            // Group by group up to 2^6 apart, and neighbouring rows, too: the sums of a row fit
+            // fp32.
             Codes::Exact => {
                 (5 * group + 3 * row) % 7
                     + if c.weights == Weights::Nvfp4 { row % 2 } else { row * 11 % 30 - 15 }

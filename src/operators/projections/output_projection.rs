@@ -1,5 +1,5 @@
-//! `output_projection` (inference 9, training 8 and 14): the inverse rotation of the attention's output, the grouped wo_a
-//! and wo_b, forward and backward, composed as a layer composes them.
+//! `output_projection` (inference 9, training 8 and 14): the inverse rotation of the attention's
+//! output, the grouped wo_a and wo_b, forward and backward, composed as a layer composes them.
 //!
 //! ```text
 //! training   rotated = R^-1 attn_out          z = rotated wo_a^T by groups          y = z wo_b^T
@@ -8,9 +8,9 @@
 //! both FP8   codes of R^-1 attn_out, one pass z of codes, group by group            codes of z, y of codes
 //! ```
 //!
-//! Each operator does what it is asked for, and still a projection may be wrong: a rotation that runs in place on what
-//! the attention saved, that turns forward or by another token's position, groups of heads that are not those of wo_a's
-//! rows, scales of one group read as another's.
+//! Each operator does what it is asked for, and still a projection may be wrong: a rotation that
+//! runs in place on what the attention saved, that turns forward or by another token's position,
+//! groups of heads that are not those of wo_a's rows, scales of one group read as another's.
 
 use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
 use dsv4_kernels::{
@@ -555,7 +555,8 @@ pub(crate) fn parted(
     })
 }
 
-/// The tensors of these names, and those of rows as groups: the rotated output, z, and their gradients where they are.
+/// The tensors of these names, and those of rows as groups: the rotated output, z, and their
+/// gradients where they are.
 fn groups(
     c: &OutputProjectionCase,
     v: &Views,
@@ -595,7 +596,8 @@ fn quantized_groups(
     Ok(())
 }
 
-/// Sets the codes and scales of weights in blocks, whose sizes differ from block to block and group to group.
+/// Sets the codes and scales of weights in blocks, whose sizes differ from block to block and
+/// group to group.
 pub(crate) fn set_weight(
     seed: u64,
     tensors: &mut Tensors,

@@ -1,4 +1,5 @@
-//! `query_norm_rope` (inference 3, 4, 5.1, training 8, 11.3): `kernels/cuda/projections/query_norm_rope.cu` against
+//! `query_norm_rope` (inference 3, 4, 5.1, training 8, 11.3):
+//! `kernels/cuda/projections/query_norm_rope.cu` against
 //! `reference/src/projections/query_norm_rope.rs`.
 
 use dsv4_kernels::projections::query_norm_rope::{self as launcher, MAX_HEAD_DIM};
@@ -277,7 +278,8 @@ impl Operator for QueryNormRope {
             let case = QueryNormRopeCase { rope_dim: 64, ..plain(extents) };
             let [num_tokens, num_heads, head_dim] = extents;
             let name = format!("{num_tokens}x{num_heads}x{head_dim} bf16");
-            // A square, its sum and a product; nine operations in the backward; three of the rotation for an eighth.
+            // A square, its sum and a product; nine operations in the backward; three of the
+            // rotation for an eighth.
             let flops = if direction == Forward { 3.4 } else { 9.4 };
             Benchmark::new(direction, name, case, "num_tokens").streaming(&["rstd"], flops)
         };

@@ -1,5 +1,5 @@
-//! `query_projection` (inference 5.1, training 14): wq_a, its norm, wq_b, the norm of each head and its rotation, forward
-//! and backward, composed as a layer composes them.
+//! `query_projection` (inference 5.1, training 14): wq_a, its norm, wq_b, the norm of each head
+//! and its rotation, forward and backward, composed as a layer composes them.
 //!
 //! ```text
 //! forward    q_a = h wq_a^T     qr = rms_norm(q_a) q_norm     q_b = qr wq_b^T     q = query_norm_rope(q_b)
@@ -7,8 +7,9 @@
 //! FP8        codes of h, q_a of codes, qr, codes of qr, q_b of codes, q
 //! ```
 //!
-//! Each operator does what it is asked for, and still a projection may be wrong: qr or q_b that lies in the memory of what
-//! the backward reads, the norm of one row in the place of another's, heads that are not those of wq_b's rows.
+//! Each operator does what it is asked for, and still a projection may be wrong: qr or q_b that
+//! lies in the memory of what the backward reads, the norm of one row in the place of another's,
+//! heads that are not those of wq_b's rows.
 
 use dsv4_kernels::projections::linear::ScaleLayout;
 use dsv4_kernels::{
@@ -282,7 +283,8 @@ impl Operator for QueryProjection {
             plain(18, [40, 24, 3, 16]),
             plain(1, [584, 16, 1, 16]),
             plain(2, [584, 16, 1, 16]),
-            // A norm that a block takes, of few rows and of more: of the emulator's multiprocessors, and of a GPU's 132.
+            // A norm that a block takes, of few rows and of more: of the emulator's
+            // multiprocessors, and of a GPU's 132.
             plain(2, [8, 1032, 1, 8]),
             plain(6, [8, 1032, 1, 8]),
             coded(plain(133, [8, 1032, 1, 8])),
@@ -443,8 +445,9 @@ impl Operator for QueryProjection {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow. The norm of one channel passes
-    /// nothing on but by eps: what is left of a gradient before it is the rounding of terms that cancel.
+    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow. The
+    /// norm of one channel passes nothing on but by eps: what is left of a gradient before it is
+    /// the rounding of terms that cancel.
     fn is_smooth(c: &QueryProjectionCase) -> bool {
         let elements = (c.num_tokens + c.q_lora_rank) * (c.hidden_size + c.width());
         !c.quantized
@@ -453,7 +456,8 @@ impl Operator for QueryProjection {
             && elements <= 2048
     }
 
-    /// A token bends over its own size, weights over those that a norm behind them makes of no size of their own.
+    /// A token bends over its own size, weights over those that a norm behind them makes of no
+    /// size of their own.
     fn bends_over(c: &QueryProjectionCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let width = if input == "h" || input == "wq_a" { c.hidden_size } else { c.q_lora_rank };
         Some(

@@ -1,4 +1,5 @@
-//! `rms_norm` (inference 3, training 11.3): `kernels/cuda/projections/rms_norm.cu` against `reference/src/projections/rms_norm.rs`.
+//! `rms_norm` (inference 3, training 11.3): `kernels/cuda/projections/rms_norm.cu` against
+//! `reference/src/projections/rms_norm.rs`.
 
 use dsv4_kernels::projections::rms_norm as launcher;
 use dsv4_reference::projections::rms_norm as reference;
@@ -26,8 +27,8 @@ pub struct RmsNormCase {
     pub aliasing: Aliasing,
     /// Whether every third row is zero.
     pub zero_rows: bool,
-    /// Whether the forward that writes y saves rstd. If not, as in inference, a forward of its own saves it for the
-    /// backward.
+    /// Whether the forward that writes y saves rstd. If not, as in inference, a forward of its own
+    /// saves it for the backward.
     pub saves_rstd: bool,
     /// x, and the distribution of dy.
     #[serde(flatten)]
@@ -50,7 +51,8 @@ impl RmsNormCase {
     }
 }
 
-/// The distance over which a norm bends: each row's own root mean square, or the root of eps where that is larger.
+/// The distance over which a norm bends: each row's own root mean square, or the root of eps where
+/// that is larger.
 pub(crate) fn sizes_of_rows(x: &[f64], width: usize, eps: f64) -> Vec<f64> {
     let size =
         |row: &[f64]| (row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64 + eps).sqrt();
@@ -129,8 +131,8 @@ impl Operator for RmsNorm {
                     (zero_rows, saves_rstd),
                     data,
                 )| {
-                    // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding of its two
-                    // terms unless eps counts.
+                    // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding
+                    // of its two terms unless eps counts.
                     let magnitude = if width == 1 { f64::from(eps).sqrt() } else { data.magnitude };
                     let data = Data { magnitude, ..data };
                     RmsNormCase {
@@ -175,7 +177,8 @@ impl Operator for RmsNorm {
             RmsNormCase { dtype: Float::F32, ..plain(3, 640) },
             // Weights of half the size of an element, which load in accesses of their own.
             RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(3, 64) },
-            // Few rows, whose weight is asked for with them, of either size beside the other, absent, and a row in place.
+            // Few rows, whose weight is asked for with them, of either size beside the other,
+            // absent, and a row in place.
             RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(2, 1032) },
             RmsNormCase { weight: Some(Float::Bf16), ..plain(2, 2056) },
             RmsNormCase { weight: None, aliasing: Aliasing::InPlace, ..plain(2, 1032) },

@@ -1,4 +1,5 @@
-//! `rope` (inference 4, training 8): `kernels/cuda/projections/rope.cu` against `reference/src/projections/rope.rs`.
+//! `rope` (inference 4, training 8): `kernels/cuda/projections/rope.cu` against
+//! `reference/src/projections/rope.rs`.
 
 use dsv4_kernels::projections::rope as launcher;
 use dsv4_reference::projections::rope as reference;
@@ -38,11 +39,13 @@ pub enum TableForm {
     HostilePositions,
 }
 
-/// Where the rows of a table of [`Turning`] are: far from position 0, where nothing turns, and no power of two apart.
+/// Where the rows of a table of [`Turning`] are: far from position 0, where nothing turns, and no
+/// power of two apart.
 const FIRST_POSITION: i64 = 4093;
 const POSITION_STEP: i64 = 37;
 
-/// The table by which an operator turns its tokens, by the compressed layers' frequencies, and their places in it.
+/// The table by which an operator turns its tokens, by the compressed layers' frequencies, and
+/// their places in it.
 pub(crate) struct Turning {
     pub form: TableForm,
     /// Of the table, where there are positions.
@@ -368,11 +371,13 @@ impl Operator for Rope {
                 frequencies: Frequencies::Main,
                 ..plain(9, 2, 12, 2)
             },
-            // The scalar kernel with more heads than a block serves at a time, which it must rotate once only.
+            // The scalar kernel with more heads than a block serves at a time, which it must
+            // rotate once only.
             RopeCase { aliasing: Aliasing::InPlace, ..plain(2, 17, 261, 260) },
             // The scalar kernel with one head, and threads beyond the last token.
             RopeCase { table: TableForm::Positions, table_rows: 50, ..plain(15, 1, 21, 6) },
-            // Enough tokens for as many heads a thread as it may serve, by either kernel, of which the last has one less.
+            // Enough tokens for as many heads a thread as it may serve, by either kernel, of which
+            // the last has one less.
             plain(80, 15, 64, 16),
             plain(40, 15, 21, 6),
         ];
@@ -407,7 +412,8 @@ impl Operator for Rope {
     fn forward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let y = reference::forward(&inputs(c, t)?, rounding)?.y;
         let (cos, sin) = table(&t.host().values("inv_freq"), &t.host().i32s("table_positions"))?;
-        // The table is stored in f32 and computed with a function that is good to a rounding of f32.
+        // The table is stored in f32 and computed with a function that is good to a rounding of
+        // f32.
         let (cos, sin) = (rounding.f32(&cos)?, rounding.f32(&sin)?);
         Ok(Named::new().with("y", y).with("table_cos", cos).with("table_sin", sin))
     }
@@ -474,8 +480,8 @@ impl Operator for Rope {
         let benchmark = |case: RopeCase| {
             let RopeCase { num_tokens, num_heads, head_dim, rope_dim, .. } = case;
             let turns_in_place = case.aliasing == Aliasing::InPlace;
-            // Reads and writes everything, or in place only the channels that turn, and reads the tables; six
-            // operations a pair.
+            // Reads and writes everything, or in place only the channels that turn, and reads the
+            // tables; six operations a pair.
             let (heads, channels) =
                 (num_tokens * num_heads, if turns_in_place { rope_dim } else { head_dim });
             let suffix = match (case.inverse, turns_in_place) {
@@ -557,8 +563,9 @@ pub(crate) fn tokens_first(
     out
 }
 
-/// `rotary`: one file holds the forward and the inverse rotation of the same x: two cases. Its gradient
-/// is that of both outputs together, `R^T gout.forward + R gout.inverse`, so neither case's alone.
+/// `rotary`: one file holds the forward and the inverse rotation of the same x: two cases. Its
+/// gradient is that of both outputs together, `R^T gout.forward + R gout.inverse`, so neither
+/// case's alone.
 fn rotary_case(file: &mut Reading<'_>, inverse: bool) -> Result<Golden<RopeCase>, String> {
     let (of_x, table) = (["batch", "heads", "tokens", "channels"], ["1", "tokens", "half"]);
     let x = file.floats("in.x", &of_x)?;

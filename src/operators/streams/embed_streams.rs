@@ -1,4 +1,5 @@
-//! `embed_streams` (inference 1): `kernels/cuda/streams/embed_streams.cu` against `reference/src/streams/embed_streams.rs`.
+//! `embed_streams` (inference 1): `kernels/cuda/streams/embed_streams.cu` against
+//! `reference/src/streams/embed_streams.rs`.
 
 use dsv4_kernels::streams::embed_streams as launcher;
 use dsv4_reference::streams::embed_streams as reference;
@@ -133,7 +134,8 @@ impl Operator for EmbedStreams {
             plain(1, 1, 8),
             // Several pieces of a row, in either way of access.
             plain(3, 3, 1032),
-            // More tokens than few ones: of several pieces where they are few, and whatever the GPU.
+            // More tokens than few ones: of several pieces where they are few, and whatever the
+            // GPU.
             plain(17, 3, 4104),
             plain(2400, 3, 8),
             EmbedStreamsCase { dtype: Float::F32, ..plain(3, 3, 261) },
@@ -190,7 +192,8 @@ impl Operator for EmbedStreams {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The model's embedding; of a backward channels are what is sampled, since a row's gradient follows from all tokens.
+    /// The model's embedding; of a backward channels are what is sampled, since a row's gradient
+    /// follows from all tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let vocab = 129_280;

@@ -1,5 +1,6 @@
-//! `mhc_block` (inference 0 and 2, training 11.1): a layer as its residual streams see it, two sites with their norms and
-//! stand-ins for their sublayers, forward and backward, composed as a training step composes them.
+//! `mhc_block` (inference 0 and 2, training 11.1): a layer as its residual streams see it, two
+//! sites with their norms and stand-ins for their sublayers, forward and backward, composed as a
+//! training step composes them.
 //!
 //! ```text
 //! forward    attn_pre, attn_post, attn_comb = mhc_mix(streams)     attn_h = mhc_pre(streams, attn_pre)
@@ -10,10 +11,10 @@
 //! backward   the same from the end, on what was saved; the gradients of streams that several operators read are added
 //! ```
 //!
-//! Each operator does what it is asked for, and still a block may be wrong: coefficients of one site in the place of the
-//! other's, a gradient that is added twice or never, `between` that lies in the memory of the streams that the backward
-//! reads. The stand-ins add rows to what they read: `moe_reduce` of one slot a token and a shared row, whose gradients
-//! are those of its output.
+//! Each operator does what it is asked for, and still a block may be wrong: coefficients of one
+//! site in the place of the other's, a gradient that is added twice or never, `between` that lies
+//! in the memory of the streams that the backward reads. The stand-ins add rows to what they read:
+//! `moe_reduce` of one slot a token and a shared row, whose gradients are those of its output.
 
 use dsv4_kernels::streams::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
@@ -46,7 +47,8 @@ pub struct MhcBlockCase {
     pub hc_eps: f32,
     /// The bases are uniform between this and its negative: how far logits lie apart.
     pub logits: f32,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
+    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
+    /// model's do.
     pub near_equal: bool,
     /// The streams and the rows that the stand-ins add.
     #[serde(flatten)]

@@ -1,5 +1,5 @@
-//! `mhc_head` (inference 2.5, training 11.1): `kernels/cuda/streams/mhc_head.cu`, `mhc_head_backward.cu` and those for Hopper against
-//! `reference/src/streams/mhc_head.rs`.
+//! `mhc_head` (inference 2.5, training 11.1): `kernels/cuda/streams/mhc_head.cu`,
+//! `mhc_head_backward.cu` and those for Hopper against `reference/src/streams/mhc_head.rs`.
 
 use dsv4_kernels::streams::mhc_head as launcher;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
@@ -28,7 +28,8 @@ pub struct MhcHeadCase {
     pub hc_eps: f32,
     /// `base` is uniform between this and its negative: how far logits lie apart.
     pub logits: f32,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
+    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
+    /// model's do.
     pub near_equal: bool,
     /// Which kernels run.
     pub implementation: Implementation,
@@ -206,8 +207,8 @@ impl Operator for MhcHead {
             // Channels in several parts; one vector more than a block of the mix takes of a row.
             plain(2, 520),
             plain(1, 1032),
-            // So few tokens that a block of the projection has all of them: as many as it holds, more channels than it takes
-            // at a time.
+            // So few tokens that a block of the projection has all of them: as many as it holds,
+            // more channels than it takes at a time.
             plain(4, 1160),
             // More tokens, of more steps than there are stages.
             plain(6, 1160),
@@ -225,10 +226,12 @@ impl Operator for MhcHead {
             // As many batches as the ring has places, and one more.
             hopper(12, 16),
             hopper(14, 16),
-            // Two clusters, of which the last one has one token; several of more batches than twice the ring's.
+            // Two clusters, of which the last one has one token; several of more batches than
+            // twice the ring's.
             hopper(17, 40),
             hopper(200, 40),
-            // More batches than the ring has places, in blocks of several warps: one may still read what another copies over.
+            // More batches than the ring has places, in blocks of several warps: one may still
+            // read what another copies over.
             hopper(16, 1544),
             // The widest that a block takes.
             hopper(1, 7168),
@@ -335,8 +338,8 @@ impl Operator for MhcHead {
             let case = MhcHeadCase { implementation, ..plain(num_tokens, hidden_size) };
             Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };
-        // Of each element of the streams four products and sums, its square, and its part of out; twice as many in the
-        // backward.
+        // Of each element of the streams four products and sums, its square, and its part of out;
+        // twice as many in the backward.
         let both = [(Forward, 12.0), (Backward, 24.0)];
         extents
             .iter()

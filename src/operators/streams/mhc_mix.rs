@@ -1,5 +1,6 @@
-//! `mhc_mix` (inference 2.1 and 2.2, training 11.1): `kernels/cuda/streams/mhc_mix.cu`, `mhc_mix_hopper.cu`, `mhc_mix_backward.cu` and
-//! `mhc_mix_hopper_backward.cu` against `reference/src/streams/mhc_mix.rs`.
+//! `mhc_mix` (inference 2.1 and 2.2, training 11.1): `kernels/cuda/streams/mhc_mix.cu`,
+//! `mhc_mix_hopper.cu`, `mhc_mix_backward.cu` and `mhc_mix_hopper_backward.cu` against
+//! `reference/src/streams/mhc_mix.rs`.
 
 use dsv4_kernels::streams::mhc_mix::{self as launcher, NUM_COLUMNS};
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
@@ -29,7 +30,8 @@ pub struct MhcMixCase {
     pub hc_eps: f32,
     /// `base` is uniform between this and its negative: how far logits lie apart.
     pub logits: f32,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
+    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
+    /// model's do.
     pub near_equal: bool,
     /// Which kernels project, and which give the gradient of the streams.
     pub implementation: Implementation,
@@ -221,34 +223,40 @@ impl Operator for MhcMix {
             plain(130, 8),
             // Channels in several parts, of unlike lengths.
             plain(2, 520),
-            // So few tokens that a block has all of them: one, as many as it holds, more channels than it takes at a time.
+            // So few tokens that a block has all of them: one, as many as it holds, more channels
+            // than it takes at a time.
             plain(1, 1160),
             plain(4, 1160),
             // More tokens, of more steps than there are stages.
             plain(6, 1160),
-            // The iteration by single lanes: one pass, and an eps that its shorter reciprocal is not for.
+            // The iteration by single lanes: one pass, and an eps that its shorter reciprocal is
+            // not for.
             MhcMixCase { sinkhorn_iters: 1, ..plain(2, 520) },
             MhcMixCase { hc_eps: 2.0, ..plain(2, 520) },
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
-            // Numbers of the backward that are too large to be split, of all tokens of a round and of the next one; by far, since bits
-            // follow the scale of the gradients near that size.
+            // Numbers of the backward that are too large to be split, of all tokens of a round and
+            // of the next one; by far, since bits follow the scale of the gradients near that
+            // size.
             MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..plain(70, 16) },
             // More blocks of tokens than blocks of the coefficients.
             plain(200, 2),
             hopper(0, 16),
             hopper(1, 8),
-            // More steps than there are stages of streams, and of weights; each stream ends within a step.
+            // More steps than there are stages of streams, and of weights; each stream ends within
+            // a step.
             hopper(2, 520),
-            // Tokens of a second row of a lane, of another warp, of the last warpgroup, and of a second block.
+            // Tokens of a second row of a lane, of another warp, of the last warpgroup, and of a
+            // second block.
             hopper(9, 72),
             hopper(17, 8),
             MhcMixCase { near_equal: true, ..hopper(200, 40) },
             hopper(260, 8),
-            // A whole block of tokens and a second one, of more steps each than there are stages. The backward takes three blocks of
-            // channels.
+            // A whole block of tokens and a second one, of more steps each than there are stages.
+            // The backward takes three blocks of channels.
             hopper(260, 136),
-            // Rounds of tokens of the backward: more of a part than there are stages, and two of numbers too large to be split.
+            // Rounds of tokens of the backward: more of a part than there are stages, and two of
+            // numbers too large to be split.
             hopper(1345, 8),
             MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..hopper(330, 16) },
         ];
@@ -373,7 +381,8 @@ impl Operator for MhcMix {
             let case = MhcMixCase { implementation, ..plain(num_tokens, hidden_size) };
             Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };
-        // Of each element of the streams 24 products and sums, and its square; twice as many in the backward.
+        // Of each element of the streams 24 products and sums, and its square; twice as many in
+        // the backward.
         let both = [(Forward, 50.0), (Backward, 98.0)];
         extents
             .iter()
@@ -392,7 +401,8 @@ pub(crate) fn fitting(implementation: Implementation, channels: usize) -> usize 
     if implementation == Implementation::Hopper { channels.next_multiple_of(8) } else { channels }
 }
 
-/// The kernels that a launcher left to itself takes of streams that lie as whole accesses of 16 bytes.
+/// The kernels that a launcher left to itself takes of streams that lie as whole accesses of 16
+/// bytes.
 pub(crate) fn fastest_projection(
     environment: &Environment,
     num_tokens: usize,
@@ -411,8 +421,8 @@ pub(crate) fn check_iterations(sinkhorn_iters: usize) -> Result<(), Refused> {
     Ok(())
 }
 
-/// How far each element of an input of coefficients may move: sigmoids and softmax bend over a logit of 1, a token over its own root
-/// mean square.
+/// How far each element of an input of coefficients may move: sigmoids and softmax bend over a
+/// logit of 1, a token over its own root mean square.
 pub(crate) fn coefficients_bend_over(
     tensors: &Tensors,
     norm_eps: f64,

@@ -1,4 +1,5 @@
-//! `mhc_post` (inference 2.4, training 11.1): `kernels/cuda/streams/mhc_post.cu` against `reference/src/streams/mhc_post.rs`.
+//! `mhc_post` (inference 2.4, training 11.1): `kernels/cuda/streams/mhc_post.cu` against
+//! `reference/src/streams/mhc_post.rs`.
 
 use dsv4_kernels::streams::mhc_post::{self as launcher, NUM_STREAMS};
 use dsv4_reference::streams::mhc_post as reference;
@@ -19,7 +20,8 @@ pub struct MhcPostCase {
     pub dtype: Float,
     /// Where the new streams lie.
     pub aliasing: Aliasing,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
+    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
+    /// model's do.
     pub near_equal: bool,
     /// The streams and the sublayer's output.
     #[serde(flatten)]
@@ -116,7 +118,8 @@ impl Operator for MhcPost {
             // One vector, and one channel, more than a block of the forward takes of a row.
             plain(2, 1032),
             single(plain(2, 129)),
-            // One more than the pieces that a warp of the backward takes at a time, and more warps than one.
+            // One more than the pieces that a warp of the backward takes at a time, and more warps
+            // than one.
             plain(2, 264),
             plain(2, 2056),
             // More pieces for each thread of the widest block than usual.
@@ -172,8 +175,9 @@ impl Operator for MhcPost {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The second site of the file's layer, whose sublayer adds `mlp_add` to its input; the streams before it are
-    /// computed from what the file says of the first site, and rounded to f32.
+    /// The second site of the file's layer, whose sublayer adds `mlp_add` to its input; the
+    /// streams before it are computed from what the file says of the first site, and rounded to
+    /// f32.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcPostCase>>, String> {
         let [post, comb] = coefficients(file, "attn")?;
         let y = sublayer(file, "mid.attn_in", "in.attn_add")?;
@@ -202,7 +206,8 @@ impl Operator for MhcPost {
             Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens")
                 .streaming(&[], flops)
         };
-        // Of each of the four streams' elements: five products and four sums; four of each and, for y, two more.
+        // Of each of the four streams' elements: five products and four sums; four of each and,
+        // for y, two more.
         let both = [(Forward, 9.0), (Backward, 19.0)];
         extents
             .iter()

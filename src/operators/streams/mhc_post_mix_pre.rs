@@ -1,5 +1,6 @@
-//! `mhc_post_mix_pre` (inference 2.1 to 2.4, training 11.1): `kernels/cuda/streams/mhc_post_mix_pre.cu`,
-//! `mhc_post_mix_pre_hopper.cu` and `mhc_post_mix_pre_backward.cu` against `reference/src/streams/mhc_post_mix_pre.rs`.
+//! `mhc_post_mix_pre` (inference 2.1 to 2.4, training 11.1):
+//! `kernels/cuda/streams/mhc_post_mix_pre.cu`, `mhc_post_mix_pre_hopper.cu` and
+//! `mhc_post_mix_pre_backward.cu` against `reference/src/streams/mhc_post_mix_pre.rs`.
 
 use dsv4_kernels::streams::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
@@ -35,12 +36,13 @@ pub struct MhcPostMixPreCase {
     pub logits: f32,
     /// Where the new streams lie.
     pub aliasing: Aliasing,
-    /// Whether the forward is that of the launchers of `mhc_post`, `mhc_mix` and `mhc_pre` instead, which the fusion is
-    /// compared with and timed beside.
+    /// Whether the forward is that of the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`
+    /// instead, which the fusion is compared with and timed beside.
     pub separate: bool,
     /// The forward's kernels. Those for Hopper take 16 bytes at a time.
     pub implementation: Implementation,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained model's do.
+    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
+    /// model's do.
     pub near_equal: bool,
     /// The streams and the sublayer's output.
     #[serde(flatten)]
@@ -67,7 +69,8 @@ fn hopper(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
     MhcPostMixPreCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
 }
 
-/// So small streams that of four numbers rstd dmix one is beyond 2^40 by far: near that bits follow the scale of the gradients.
+/// So small streams that of four numbers rstd dmix one is beyond 2^40 by far: near that bits
+/// follow the scale of the gradients.
 fn tiny(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
     MhcPostMixPreCase {
         norm_eps: 1e-35,
@@ -282,11 +285,13 @@ impl Operator for MhcPostMixPre {
             separate(plain(260, 8)),
             hopper(0, 16),
             separate(hopper(3, 16)),
-            // Tokens of every warp of both consumers, and of a second turn of one; of one consumer alone; of a second block.
+            // Tokens of every warp of both consumers, and of a second turn of one; of one consumer
+            // alone; of a second block.
             hopper(150, 8),
             hopper(40, 24),
             hopper(260, 136),
-            // Several groups of a part, with channels behind the end of the last one, of consumers with two turns and with one.
+            // Several groups of a part, with channels behind the end of the last one, of consumers
+            // with two turns and with one.
             placed(Aliasing::InPlace, hopper(150, 520)),
             hopper(3, 1032),
             placed(Aliasing::Interleaved, hopper(3, 40)),
@@ -305,7 +310,8 @@ impl Operator for MhcPostMixPre {
             plain(70, 10),
             // Eight blocks of its channels, in an order of their own, some of two streams.
             plain(3, 904),
-            // Numbers of the backward that are too large to be split, of all tokens of a round and of the next one.
+            // Numbers of the backward that are too large to be split, of all tokens of a round and
+            // of the next one.
             tiny(70, 16),
         ];
         if profile == Profile::Full {
@@ -416,15 +422,15 @@ impl Operator for MhcPostMixPre {
             let benchmark = Benchmark::new(direction, name, case, "num_tokens");
             benchmark.streaming(&["out", "next_pre", "mix", "rstd"], flops)
         };
-        // Of each element of the streams: 9 operations of the new ones, 50 of the projection, 2 of the mix; in the
-        // backward 19, 98 and 6.
+        // Of each element of the streams: 9 operations of the new ones, 50 of the projection, 2 of
+        // the mix; in the backward 19, 98 and 6.
         let each = [(Forward, false, 61.0), (Forward, true, 61.0), (Backward, false, 123.0)];
         extents.iter().flat_map(|extents| each.map(|call| benchmark(extents, call))).collect()
     }
 }
 
-/// How far each element of what the new streams are made of may move: coefficients bend where these move by their own root
-/// mean square.
+/// How far each element of what the new streams are made of may move: coefficients bend where
+/// these move by their own root mean square.
 fn streams_bend_over(c: &MhcPostMixPreCase, tensors: &Tensors, input: &str) -> Vec<f64> {
     let scale =
         tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));

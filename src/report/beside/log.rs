@@ -1,9 +1,9 @@
 //! The log of timings that either side leaves: the benchmarks of ours (`PARITY_BENCH_LOG`), and
 //! `fixtures/external/public_times.py` of public kernels.
 //!
-//! One line of JSON each: a turn, which names the machine and every work that could be timed in it, then the
-//! times and what was skipped. A log may hold several turns, and a turn that was cut off still says what it
-//! did not reach.
+//! One line of JSON each: a turn, which names the machine and every work that could be timed in
+//! it, then the times and what was skipped. A log may hold several turns, and a turn that was cut
+//! off still says what it did not reach.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -154,7 +154,8 @@ impl Timings {
     /// Reads logs, which may hold turns of one side or of both.
     ///
     /// # Errors
-    /// A file that cannot be read, a line that is none of a log, a log without a turn, a turn of another machine.
+    /// A file that cannot be read, a line that is none of a log, a log without a turn, a turn of
+    /// another machine.
     pub fn read<P: AsRef<Path>>(paths: &[P]) -> Result<Self, Failure> {
         let mut timings = Self::default();
         for path in paths {

@@ -1,8 +1,9 @@
-//! `parity beside`: times of this project's kernels next to those of public ones of the same work, and of
-//! memory-bound kernels next to a copy of as many bytes.
+//! `parity beside`: times of this project's kernels next to those of public ones of the same work,
+//! and of memory-bound kernels next to a copy of as many bytes.
 //!
-//! Both sides leave logs ([`log`]); a list of pairs says which work of one is which of the other ([`pairs`]);
-//! the page puts them next to each other ([`page`]). Nothing is judged and nothing is typed in.
+//! Both sides leave logs ([`log`]); a list of pairs says which work of one is which of the other
+//! ([`pairs`]); the page puts them next to each other ([`page`]). Nothing is judged and nothing is
+//! typed in.
 
 use std::fmt;
 use std::path::Path;

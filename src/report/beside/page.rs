@@ -182,8 +182,9 @@ fn not_run(rows: &[&Row<'_>], timings: &Timings) -> String {
     )
 }
 
-/// Microseconds of a copy of so many bytes, on a line between two of `copies` (bytes and microseconds, ascending); below
-/// the least as long as that one, above the largest at `rate`, in bytes per microsecond.
+/// Microseconds of a copy of so many bytes, on a line between two of `copies` (bytes and
+/// microseconds, ascending); below the least as long as that one, above the largest at `rate`, in
+/// bytes per microsecond.
 pub(super) fn copy_time(copies: &[(f64, f64)], rate: f64, bytes: f64) -> f64 {
     let between = copies.windows(2).find(|pair| bytes <= pair[1].0);
     match (between, copies.first()) {

@@ -1,7 +1,9 @@
-//! What may tell cases apart: the fields of their JSON, the layouts of their tensors, the paths that ran.
+//! What may tell cases apart: the fields of their JSON, the layouts of their tensors, the paths
+//! that ran.
 //!
-//! Each [`Atom`] is one question with a yes or no for every case. What it costs to name one, in bits, grows with how many
-//! there are of its kind: a field of the case is named more cheaply than one of many pairs of fields or of paths.
+//! Each [`Atom`] is one question with a yes or no for every case. What it costs to name one, in
+//! bits, grows with how many there are of its kind: a field of the case is named more cheaply than
+//! one of many pairs of fields or of paths.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -214,7 +216,8 @@ fn of_numbers(name: &str, numbers: &[Option<f64>], questions: &mut Questions) {
     }
 }
 
-/// In words, what lies above a gap between two values and what below it, by the roundest number in the gap.
+/// In words, what lies above a gap between two values and what below it, by the roundest number in
+/// the gap.
 fn threshold(name: &str, low: f64, high: f64) -> [String; 2] {
     let whole = low.fract() == 0.0 && high.fract() == 0.0 && low >= 0.0 && high < 9e15;
     if !whole {

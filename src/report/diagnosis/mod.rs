@@ -1,7 +1,9 @@
-//! What a failure says: what failing cases have in common, which known number a tensor is off by, and where.
+//! What a failure says: what failing cases have in common, which known number a tensor is off by,
+//! and where.
 //!
-//! Made from records alone, for the terminal, the page and the summary alike. Every sentence is held to a test of chance;
-//! where nothing separates failing cases from the others, nothing is said.
+//! Made from records alone, for the terminal, the page and the summary alike. Every sentence is
+//! held to a test of chance; where nothing separates failing cases from the others, nothing is
+//! said.
 //!
 //! | file | what it holds |
 //! | --- | --- |
@@ -44,8 +46,8 @@ pub struct Diagnosis {
     pub cases: u64,
     /// How many of them fail.
     pub failing: u64,
-    /// What failing cases have in common, which numbers they are off by, and where: a sentence each, the one that says most
-    /// first.
+    /// What failing cases have in common, which numbers they are off by, and where: a sentence
+    /// each, the one that says most first.
     pub sentences: Vec<String>,
     /// What failed, most frequent first, each with the number of cases.
     kinds: Vec<(String, u64)>,
@@ -161,7 +163,8 @@ fn add(kinds: &mut Vec<(String, u64)>, name: String) {
     }
 }
 
-/// What failing cases have in common: of all that fail, and where that does not cover all of them, of each kind of failure.
+/// What failing cases have in common: of all that fail, and where that does not cover all of them,
+/// of each kind of failure.
 fn common(cases: &[&CaseRecord]) -> Vec<String> {
     let failing = Bits::of(cases, |case| !agrees(case));
     if failing.all() {
@@ -192,7 +195,8 @@ fn common(cases: &[&CaseRecord]) -> Vec<String> {
     sentences
 }
 
-/// What the cases with one kind of failure have in common, beside those that agree: a rule, and its sentence.
+/// What the cases with one kind of failure have in common, beside those that agree: a rule, and
+/// its sentence.
 fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<(String, String)> {
     let has = |case: &CaseRecord| {
         order::findings(case).iter().any(|finding| order::name_of(finding.check) == name)

@@ -9,8 +9,8 @@ use crate::report::markdown::text;
 /// Operators in the verdict's block.
 const MOST_OPERATORS: usize = 8;
 
-/// The block below the verdict: each operator that fails, with what its failing cases have in common. Nothing where all
-/// agree.
+/// The block below the verdict: each operator that fails, with what its failing cases have in
+/// common. Nothing where all agree.
 pub(crate) fn verdict(report: &Report) -> Markup {
     let diagnoses = of_report(report);
     html! {

@@ -1,10 +1,11 @@
 //! Where elements fail: runs and periods along the named axes of a tensor.
 //!
-//! A pattern is a sentence such as "the last rope_dim entries" that says for each case which entries of an axis fail. It is
-//! named only where it is right of every failing case in which it says anything, and where chance does not explain that: a
-//! run of `s` entries out of `n` lies at one of `n - s + 1` places, and entries that come again lie in the right places with
-//! the probability `(p / n)^s`, where the pattern has `p` of `n`. The product over the cases, times the number of patterns,
-//! is at most [`FALSE`].
+//! A pattern is a sentence such as "the last rope_dim entries" that says for each case which
+//! entries of an axis fail. It is named only where it is right of every failing case in which it
+//! says anything, and where chance does not explain that: a run of `s` entries out of `n` lies at
+//! one of `n - s + 1` places, and entries that come again lie in the right places with the
+//! probability `(p / n)^s`, where the pattern has `p` of `n`. The product over the cases, times
+//! the number of patterns, is at most [`FALSE`].
 
 use std::collections::BTreeMap;
 
@@ -182,7 +183,8 @@ fn suggested(seen: &Seen<'_>) -> Vec<Pattern> {
     patterns
 }
 
-/// In one sentence for each tensor, where elements fail in all of its failing cases; the first few tensors.
+/// In one sentence for each tensor, where elements fail in all of its failing cases; the first few
+/// tensors.
 pub(super) fn sentences(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Vec<String> {
     let mut of_check: Vec<(&CheckRecord, Vec<(&CaseRecord, &FailingElements)>)> = Vec::new();
     for case in cases {
@@ -283,8 +285,8 @@ fn axes_of(operator: Option<&OperatorRecord>, tensor: &str, count: usize) -> Vec
     named.unwrap_or_else(|| (0..count).map(|axis| format!("axis {axis}")).collect())
 }
 
-/// Where the elements of one check fail, entry by entry: `head_dim 448 to 511, num_heads 3 of each 4`. Empty where they
-/// fail along all of every axis.
+/// Where the elements of one check fail, entry by entry: `head_dim 448 to 511, num_heads 3 of each
+/// 4`. Empty where they fail along all of every axis.
 pub(super) fn of_check(operator: Option<&OperatorRecord>, check: &CheckRecord) -> String {
     /// Runs that are named.
     const MOST: usize = 3;

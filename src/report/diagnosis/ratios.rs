@@ -1,9 +1,11 @@
-//! Uniform factors that are known numbers: a scalar of the case, a count, a power of two, their inverses, squares and roots.
+//! Uniform factors that are known numbers: a scalar of the case, a count, a power of two, their
+//! inverses, squares and roots.
 //!
-//! A factor is uniform where what it leaves of the tensor is no more than the budget allows, and it is a known number where
-//! the two differ by no more than a right kernel's bias may ([`WholeTensor`]), or than the budget, of a kernel that does
-//! not say where it rounds. Of many known numbers one fits by chance. So a number is named only where, with `tol` of each
-//! factor that is unlike the others and `D` the range of the logarithms of the case's known numbers,
+//! A factor is uniform where what it leaves of the tensor is no more than the budget allows, and
+//! it is a known number where the two differ by no more than a right kernel's bias may
+//! ([`WholeTensor`]), or than the budget, of a kernel that does not say where it rounds. Of many
+//! known numbers one fits by chance. So a number is named only where, with `tol` of each factor
+//! that is unlike the others and `D` the range of the logarithms of the case's known numbers,
 //!
 //! ```text
 //! numbers * product of (2 tol / D)  <=  FALSE
@@ -116,8 +118,8 @@ fn fits_all(known: &Known, measured: &[Measured]) -> bool {
     })
 }
 
-/// The probability that numbers between the smallest and the largest known one are that near to a given one, of the
-/// factors that are unlike each other.
+/// The probability that numbers between the smallest and the largest known one are that near to a
+/// given one, of the factors that are unlike each other.
 fn chance(measured: &[Measured]) -> f64 {
     let mut unlike: Vec<&Measured> = Vec::new();
     for one in measured {
@@ -139,7 +141,8 @@ fn chance(measured: &[Measured]) -> f64 {
     unlike.iter().map(of_one).product()
 }
 
-/// The factor that explains a tensor within its budget, and how far it may be from the one that was meant.
+/// The factor that explains a tensor within its budget, and how far it may be from the one that
+/// was meant.
 fn uniform(check: &CheckRecord) -> Option<(f64, f64)> {
     let metrics = check.metrics.as_ref()?;
     let spread = metrics.budget_relative;
@@ -168,7 +171,8 @@ fn tolerance(metrics: &Metrics) -> f64 {
     }
 }
 
-/// The numbers that a person knows of a case: its fields, the extents of the tensor's axes, constants.
+/// The numbers that a person knows of a case: its fields, the extents of the tensor's axes,
+/// constants.
 fn known(operator: Option<&OperatorRecord>, case: &CaseRecord, check: &CheckRecord) -> Vec<Known> {
     let mut numbers: BTreeMap<String, f64> = features::numbers(&case.case);
     let tensor = operator
@@ -250,7 +254,8 @@ fn forms(name: &str, value: f64) -> Vec<Known> {
         .collect()
 }
 
-/// The factors in words, tensors that have one cause together: those that are known numbers, and the others.
+/// The factors in words, tensors that have one cause together: those that are known numbers, and
+/// the others.
 pub(super) fn sentences(ratios: &[Ratio]) -> (Vec<String>, Vec<String>) {
     let mut groups: Vec<Vec<&Ratio>> = Vec::new();
     for ratio in ratios {

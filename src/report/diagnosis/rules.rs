@@ -1,22 +1,24 @@
 //! A decision list: the shortest rules that tell failing cases from the others.
 //!
-//! A rule is one question or a few joined by `and`. Among all of them that is taken which describes in the fewest bits
-//! which cases fail: bits to name the rule ([`Atom::cost`]), and then, of the `n` cases that meet it and `k` that fail among
-//! these, and of the others alike,
+//! A rule is one question or a few joined by `and`. Among all of them that is taken which
+//! describes in the fewest bits which cases fail: bits to name the rule ([`Atom::cost`]), and
+//! then, of the `n` cases that meet it and `k` that fail among these, and of the others alike,
 //!
 //! ```text
 //! log2(n + 1) + log2 C(n, k)
 //! ```
 //!
-//! It is said only where chance does not explain it and where it explains most of what there is to explain:
+//! It is said only where chance does not explain it and where it explains most of what there is to
+//! explain:
 //!
 //! ```text
 //! P(as many failing ones or more meet it, were failures spread at random) * 2^cost  <=  FALSE
 //! bits of which cases fail, given the whole list  <=  half of the bits without it
 //! ```
 //!
-//! The first is Fisher's exact test, corrected for the number of rules that might have been named instead: a rule of `cost`
-//! bits is one of about `2^cost` as short. The cases that a rule does not meet are then asked for the next one.
+//! The first is Fisher's exact test, corrected for the number of rules that might have been named
+//! instead: a rule of `cost` bits is one of about `2^cost` as short. The cases that a rule does
+//! not meet are then asked for the next one.
 
 use std::collections::HashMap;
 
@@ -25,7 +27,8 @@ use statrs::function::factorial::ln_binomial;
 use super::bits::Bits;
 use super::features::Atom;
 
-/// How often a sentence may be said of failures that are spread at random: once in twenty operators that fail so.
+/// How often a sentence may be said of failures that are spread at random: once in twenty
+/// operators that fail so.
 pub(super) const FALSE: f64 = 0.05;
 /// Rules of a list: what needs more has no one cause.
 const MOST_RULES: usize = 3;
@@ -102,7 +105,8 @@ fn classes(atoms: &[Atom]) -> Vec<Class> {
     classes
 }
 
-/// Counts of a rule: cases that meet it, and failing ones among them; the same of all that were asked.
+/// Counts of a rule: cases that meet it, and failing ones among them; the same of all that were
+/// asked.
 #[derive(Clone, Copy)]
 struct Counts {
     meet: u64,
@@ -219,7 +223,8 @@ impl Rule {
         self.atoms.iter().map(|atom| atom.text.as_str()).collect::<Vec<_>>().join(" and ")
     }
 
-    /// `29 of 29 failing cases: weight present and a scalar path; 0 of 18 with weight absent, 0 of 24 with no scalar path`.
+    /// `29 of 29 failing cases: weight present and a scalar path; 0 of 18 with weight absent, 0 of
+    /// 24 with no scalar path`.
     pub(super) fn sentence(&self, failing: &Bits) -> String {
         /// Other questions with the same answers that are named.
         const MOST_SAME: usize = 2;

@@ -1,6 +1,8 @@
-//! The end of a failing sweep: what failing cases have in common, three of them, and where the others are.
+//! The end of a failing sweep: what failing cases have in common, three of them, and where the
+//! others are.
 //!
-//! No more lines than a screen has, at 80 columns. Prose is broken there; commands are not, so that they can be copied.
+//! No more lines than a screen has, at 80 columns. Prose is broken there; commands are not, so
+//! that they can be copied.
 
 use std::path::Path;
 
@@ -13,7 +15,8 @@ use crate::report::summary::{failing, message, origin_word};
 
 /// Columns of a terminal.
 const COLUMNS: usize = 80;
-/// Lines that all of it takes at most, where one case fits at all: with what a sweep prints beside it fewer than 40.
+/// Lines that all of it takes at most, where one case fits at all: with what a sweep prints beside
+/// it fewer than 40.
 const LINES: usize = 30;
 /// Operators whose diagnoses are written out.
 const MOST_OPERATORS: usize = 4;
@@ -24,7 +27,8 @@ const MOST_FINDINGS: usize = 2;
 /// Lines of a message that has many: its first and its last ones say most.
 const MOST_MESSAGE: usize = 4;
 
-/// The text; empty where nothing fails. `out` is the folder of the report, whose records the commands refer to.
+/// The text; empty where nothing fails. `out` is the folder of the report, whose records the
+/// commands refer to.
 pub fn text(report: &Report, out: &Path) -> String {
     let diagnoses = of_report(report);
     if diagnoses.is_empty() {
@@ -90,7 +94,8 @@ fn unlike<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
     unlike
 }
 
-/// The cases that are shown: shrunk ones first, then those that fail in another way than the ones before.
+/// The cases that are shown: shrunk ones first, then those that fail in another way than the ones
+/// before.
 fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
     let kind = |case: &CaseRecord| {
         let first = order::findings(case).first().map(|finding| order::name_of(finding.check));
@@ -104,8 +109,8 @@ fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
     shown.into_iter().chain(others).take(MOST_CASES).collect()
 }
 
-/// One case: what failed, where, and the command that runs it again. That of the first holds the case itself, the others'
-/// refer to the records.
+/// One case: what failed, where, and the command that runs it again. That of the first holds the
+/// case itself, the others' refer to the records.
 fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> String {
     let operator = report.operators.iter().find(|operator| operator.name == case.operator);
     let origin =
@@ -176,7 +181,8 @@ pub fn lines(text: &str) -> usize {
     text.lines().map(|line| line.chars().count().div_ceil(COLUMNS).max(1)).sum()
 }
 
-/// Prose in lines of a terminal, the first of which begins with `first`, the others with `others`. Lines stay lines.
+/// Prose in lines of a terminal, the first of which begins with `first`, the others with `others`.
+/// Lines stay lines.
 pub fn wrapped(text: &str, first: &str, others: &str) -> String {
     let mut done = String::new();
     let mut line = first.to_owned();

@@ -315,7 +315,8 @@ fn notes(base: &Report, head: &Report) -> Vec<String> {
     notes
 }
 
-/// Whether one report is of our kernels and the other of somebody else's: paths and runs differ then.
+/// Whether one report is of our kernels and the other of somebody else's: paths and runs differ
+/// then.
 fn one_is_external(base: &Report, head: &Report) -> bool {
     let external = |report: &Report| report.environment.backend == BackendKind::External;
     external(base) != external(head)
@@ -558,8 +559,8 @@ impl Both<'_> {
         }
     }
 
-    /// Whether an external kernel rightly lacks a check that ours has: it says that it skipped it, or it
-    /// made it in fewer runs of a case.
+    /// Whether an external kernel rightly lacks a check that ours has: it says that it skipped it,
+    /// or it made it in fewer runs of a case.
     fn lacks_rightly(&self, (check, tensor): &CheckKey, are: u64) -> bool {
         let of_tensor = format!(" of {tensor}");
         let skipped = |skip: &Skip| {
@@ -568,7 +569,8 @@ impl Both<'_> {
         one_is_external(self.base, self.head) && (are > 0 || self.head.skips.iter().any(skipped))
     }
 
-    /// Whether something seen in `seen` of `were` cases, and in none of `are`, is gone for good: why, if so.
+    /// Whether something seen in `seen` of `were` cases, and in none of `are`, is gone for good:
+    /// why, if so.
     fn gone(&self, seen: u64, were: u64, are: u64) -> Option<String> {
         let chance = absence(seen, were, are);
         match (self.same_profile, self.same_seed) {
@@ -600,8 +602,9 @@ impl Both<'_> {
         }
     }
 
-    /// Checks that passed in BASE and do not run in HEAD, in the very same cases or anywhere. Cases that
-    /// fail in HEAD are left out: what a failure kept from running is no second finding.
+    /// Checks that passed in BASE and do not run in HEAD, in the very same cases or anywhere.
+    /// Cases that fail in HEAD are left out: what a failure kept from running is no second
+    /// finding.
     fn checks_lost(&self, name: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
         let [base, head] = sides;
         let clean = |line: &str| head.cases.get(line).is_some_and(|case| agrees(case));

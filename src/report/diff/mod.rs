@@ -9,17 +9,18 @@
 //!
 //! What counts as a change:
 //!
-//! - **Budget use and looseness of the budget.** With the same profile and seed both reports hold the
-//!   same cases, which are compared in pairs: bit-equal ones say nothing, and a change that merely
-//!   rounds in another order moves as many cases down as up. Wilcoxon's signed-rank test says whether
-//!   they lean upwards. With another seed the cases differ, and Mann and Whitney's rank-sum test takes
-//!   its place. Over all tensors and both measures together, the chance that a comparison is red
-//!   without cause is at most [`FALSE_ALARM_RATE`] (Holm's correction).
-//! - **Speed.** Only where the two 95 % confidence intervals of the median do not overlap, on the same
-//!   device, for the same work. For two equal normal medians that happens in about 3 of 1,000 comparisons
-//!   for each direction.
-//! - **Coverage and verdicts** are counts and need no statistics, except that another seed may miss a
-//!   path or a check by chance: then it counts where that chance is below [`FALSE_ALARM_RATE`].
+//! - **Budget use and looseness of the budget.** With the same profile and seed both reports hold
+//!   the same cases, which are compared in pairs: bit-equal ones say nothing, and a change that
+//!   merely rounds in another order moves as many cases down as up. Wilcoxon's signed-rank test
+//!   says whether they lean upwards. With another seed the cases differ, and Mann and Whitney's
+//!   rank-sum test takes its place. Over all tensors and both measures together, the chance that a
+//!   comparison is red without cause is at most [`FALSE_ALARM_RATE`] (Holm's correction).
+//! - **Speed.** Only where the two 95 % confidence intervals of the median do not overlap, on the
+//!   same device, for the same work. For two equal normal medians that happens in about 3 of 1,000
+//!   comparisons for each direction.
+//! - **Coverage and verdicts** are counts and need no statistics, except that another seed may
+//!   miss a path or a check by chance: then it counts where that chance is below
+//!   [`FALSE_ALARM_RATE`].
 
 use std::path::Path;
 

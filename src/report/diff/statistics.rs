@@ -10,9 +10,9 @@ use statrs::distribution::{ContinuousCDF, Normal};
 const EXACT: usize = 60;
 
 /// Wilcoxon's signed-rank test that `differences` lean upwards. A change that only reshuffles
-/// roundings makes each difference as likely to rise as to fall; differences of exactly 0 (bit-equal
-/// runs) say nothing and are dropped. Exact with ties, given the ranks, up to 60 differences:
-/// the smallest `p` of n differences is `2^-n`.
+/// roundings makes each difference as likely to rise as to fall; differences of exactly 0
+/// (bit-equal runs) say nothing and are dropped. Exact with ties, given the ranks, up to 60
+/// differences: the smallest `p` of n differences is `2^-n`.
 pub fn signed_rank(differences: &[f64]) -> f64 {
     let kept: Vec<f64> = differences.iter().copied().filter(|d| !d.is_nan() && *d != 0.0).collect();
     let sizes: Vec<f64> = kept.iter().map(|d| d.abs()).collect();
@@ -39,9 +39,9 @@ pub fn signed_rank(differences: &[f64]) -> f64 {
     chance[rising..].iter().sum::<f64>().min(1.0)
 }
 
-/// The rank-sum test of Mann and Whitney that `head` lies above `base`, for runs that share no case:
-/// without a change, every assignment of the pooled values to the two runs is equally likely. Exact
-/// with ties up to 60 values in all.
+/// The rank-sum test of Mann and Whitney that `head` lies above `base`, for runs that share no
+/// case: without a change, every assignment of the pooled values to the two runs is equally
+/// likely. Exact with ties up to 60 values in all.
 pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
     let number =
         |values: &[f64]| values.iter().copied().filter(|v| !v.is_nan()).collect::<Vec<_>>();
@@ -60,7 +60,8 @@ pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
         let variance = scatter * chosen as f64 * base.len() as f64 / count as f64;
         return upper_tail(observed as f64, mean * chosen as f64, variance);
     }
-    // ways[k][s]: subsets of k ranks that sum to s, as a share of all subsets of `chosen` ranks in the end.
+    // ways[k][s]: subsets of k ranks that sum to s, as a share of all subsets of `chosen` ranks in
+    // the end.
     let mut ways = vec![vec![0.0; total + 1]; chosen + 1];
     ways[0][0] = 1.0;
     for rank in ranks {
@@ -75,8 +76,8 @@ pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
     (ways[chosen][observed..].iter().sum::<f64>() / all).min(1.0)
 }
 
-/// The chance that something seen in `seen` of `base` cases is seen in none of `head` cases drawn from
-/// the same distribution: all `seen` of the pooled cases fall on the side of `base`.
+/// The chance that something seen in `seen` of `base` cases is seen in none of `head` cases drawn
+/// from the same distribution: all `seen` of the pooled cases fall on the side of `base`.
 pub fn absence(seen: u64, base: u64, head: u64) -> f64 {
     (0..seen.min(base)).map(|taken| (base - taken) as f64 / (base + head - taken) as f64).product()
 }
@@ -96,8 +97,9 @@ pub fn holm(ps: &[f64], rate: f64) -> Vec<bool> {
     stands
 }
 
-/// Mann's and Kendall's test that a series rises: of all orders of the values, the share with at least
-/// as many rising pairs. Exact without ties; ties count as no rise, which only makes it more careful.
+/// Mann's and Kendall's test that a series rises: of all orders of the values, the share with at
+/// least as many rising pairs. Exact without ties; ties count as no rise, which only makes it more
+/// careful.
 pub fn trend(series: &[f64]) -> f64 {
     let length = series.len();
     let pairs = length * length.saturating_sub(1) / 2;
@@ -128,8 +130,8 @@ fn upper_tail(observed: f64, mean: f64, variance: f64) -> f64 {
     }
 }
 
-/// Twice the rank of each value, counted from the smallest; equal values share the mean of their ranks,
-/// which the doubling keeps whole.
+/// Twice the rank of each value, counted from the smallest; equal values share the mean of their
+/// ranks, which the doubling keeps whole.
 fn double_ranks(values: &[f64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|a, b| values[*a].total_cmp(&values[*b]));

@@ -9,8 +9,8 @@ use crate::report::markdown::{block, code, text};
 use crate::report::numbers::{count, counted, significant, utc};
 use crate::report::summary::Counts;
 
-/// Findings of one list that are written out in the Markdown; the page has them all. A comment holds
-/// 65,536 characters.
+/// Findings of one list that are written out in the Markdown; the page has them all. A comment
+/// holds 65,536 characters.
 const SHOWN: usize = 40;
 /// Characters of a reason that are written out in the Markdown.
 const REASON: usize = 240;

@@ -1,4 +1,5 @@
-//! Matrix products of bf16 by cublasLt: what a user would call, and the rate that the device can do, for rooflines.
+//! Matrix products of bf16 by cublasLt: what a user would call, and the rate that the device can
+//! do, for rooflines.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -88,7 +89,8 @@ pub fn bf16_matmul_seconds(
     (0..repeats).map(|_| timed()).collect()
 }
 
-/// Makes cublasLt findable for cudarc, whose first call would panic without it; `nvrtc` may lie beside it.
+/// Makes cublasLt findable for cudarc, whose first call would panic without it; `nvrtc` may lie
+/// beside it.
 ///
 /// # Errors
 /// [`RuntimeError::BackendMissing`] where it is not to be found.
@@ -185,7 +187,8 @@ impl Drop for Scratch {
     }
 }
 
-/// All that an algorithm is chosen by: a product without its addresses, but what they are multiples of.
+/// All that an algorithm is chosen by: a product without its addresses, but what they are
+/// multiples of.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     product: MatrixProduct,
@@ -230,8 +233,8 @@ impl Columns {
     }
 }
 
-/// The operands of `D = op(A) op(B) + C` that is the transpose of a product, `out^T = b^T a^T + before^T`: A, B, C and D,
-/// and whether op transposes A, and B.
+/// The operands of `D = op(A) op(B) + C` that is the transpose of a product, `out^T = b^T a^T +
+/// before^T`: A, B, C and D, and whether op transposes A, and B.
 fn transposed_product(product: &MatrixProduct) -> ([Columns; 4], [bool; 2]) {
     let MatrixProduct { a, b, transposed, before, out, .. } = *product;
     let operands = [b, a, before.unwrap_or(out), out].map(Columns::of_transposed);
@@ -255,8 +258,8 @@ pub(super) struct Blaslt {
     plans: Mutex<HashMap<Shape, Option<Arc<Plan>>>>,
 }
 
-// SAFETY: the handles belong to the process, not to a thread, cublasLt may be called from any number of threads, and
-// nobody changes a descriptor once it is part of a plan.
+// SAFETY: the handles belong to the process, not to a thread, cublasLt may be called from any
+// number of threads, and nobody changes a descriptor once it is part of a plan.
 unsafe impl Send for Blaslt {}
 // SAFETY: as above.
 unsafe impl Sync for Blaslt {}
@@ -304,8 +307,9 @@ impl Blaslt {
         let MatrixProduct { a, b, before, out, .. } = *product;
         // What there is no `before` of is not read.
         let (alpha, beta) = (1f32, if before.is_some() { 1f32 } else { 0f32 });
-        // SAFETY: handles and descriptors are alive; the scales are fp32 as the descriptor says; the caller's addresses
-        // hold what the layouts describe; the workspace outlives the work, since its drop waits for the stream.
+        // SAFETY: handles and descriptors are alive; the scales are fp32 as the descriptor says;
+        // the caller's addresses hold what the layouts describe; the workspace outlives the work,
+        // since its drop waits for the stream.
         let status = unsafe {
             lt::cublasLtMatmul(
                 self.handle.handle,
@@ -412,8 +416,8 @@ fn operation(transposed: [bool; 2]) -> Result<Operation> {
     Ok(operation)
 }
 
-/// What an algorithm may do: take so much scratch memory, and add parts of k in fp32, each where it does not depend on
-/// chance; and what addresses it may rely on.
+/// What an algorithm may do: take so much scratch memory, and add parts of k in fp32, each where
+/// it does not depend on chance; and what addresses it may rely on.
 fn preference(alignments: [u32; 4]) -> Result<Owned<lt::cublasLtMatmulPreference_t>> {
     use lt::cublasLtMatmulPreferenceAttributes_t as Attribute;
     // SAFETY: writes one live handle.

@@ -299,7 +299,8 @@ impl Drop for Context {
     }
 }
 
-/// That there is a driver: without this question cudarc's first call would panic where there is none.
+/// That there is a driver: without this question cudarc's first call would panic where there is
+/// none.
 pub(super) fn require() -> Result<()> {
     // SAFETY: only asks the loader for libcuda by the names that cudarc uses later.
     if unsafe { sys::is_culib_present() } {
@@ -526,7 +527,8 @@ pub(super) struct Shape {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub shared_bytes: u32,
-    /// Whether it may be launched before the kernel in front of it has ended: only one that waits for that itself.
+    /// Whether it may be launched before the kernel in front of it has ended: only one that waits
+    /// for that itself.
     pub waits: bool,
 }
 
@@ -534,7 +536,8 @@ pub(super) struct Shape {
 ///
 /// # Safety
 /// `function` belongs to a loaded module of `context`, which is current, and its one parameter is
-/// not larger than what is readable at `params`. One that `waits` touches no memory before it has waited for earlier kernels.
+/// not larger than what is readable at `params`. One that `waits` touches no memory before it has
+/// waited for earlier kernels.
 pub(super) unsafe fn launch(
     context: &Context,
     function: sys::CUfunction,
@@ -559,7 +562,8 @@ pub(super) unsafe fn launch(
         attrs: &raw mut early,
         numAttrs: shape.waits.into(),
     };
-    // SAFETY: the driver copies the parameter and the attribute during the call; the rest is this function's contract.
+    // SAFETY: the driver copies the parameter and the attribute during the call; the rest is this
+    // function's contract.
     unsafe {
         sys::cuLaunchKernelEx(
             &raw const config,
@@ -570,14 +574,15 @@ pub(super) unsafe fn launch(
     }
 }
 
-/// The driver's form of a map: boxes of bytes in the swizzle of 128 bytes, zeros outside of the tensor.
+/// The driver's form of a map: boxes of bytes in the swizzle of 128 bytes, zeros outside of the
+/// tensor.
 pub(super) fn tensor_map(map: &TensorMap) -> Result<MapWords> {
     let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
     let extents = [map.row_bytes, map.rows, map.matrices];
     let strides = [map.row_stride, map.matrix_stride];
     let (box_extents, steps) = ([BOX_ROW_BYTES as u32, map.box_rows, 1], [1u32; 3]);
-    // SAFETY: the arrays have as many elements as three axes ask for; the driver keeps none of these addresses, and reads
-    // nothing at the tensor's.
+    // SAFETY: the arrays have as many elements as three axes ask for; the driver keeps none of
+    // these addresses, and reads nothing at the tensor's.
     let result = unsafe {
         sys::cuTensorMapEncodeTiled(
             &raw mut encoded,
@@ -590,8 +595,9 @@ pub(super) fn tensor_map(map: &TensorMap) -> Result<MapWords> {
             steps.as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            // A box takes 128 bytes of each row. Fetches of 256 into the second-level cache cost the projection of streams 9 %
-            // (174 us, where these take 158), and change FP8 linear layers by 1 % one way or the other.
+            // A box takes 128 bytes of each row. Fetches of 256 into the second-level cache cost
+            // the projection of streams 9 % (174 us, where these take 158), and change FP8 linear
+            // layers by 1 % one way or the other.
             sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -6,7 +6,8 @@ use super::driver::Context;
 use crate::backend::Recorded;
 use crate::error::Result;
 
-/// Recorded work, on the device and ready to run. Borrows its context, so that it cannot outlive it.
+/// Recorded work, on the device and ready to run. Borrows its context, so that it cannot outlive
+/// it.
 pub(super) struct Graph<'a> {
     context: &'a Context,
     graph: sys::CUgraph,
@@ -31,7 +32,8 @@ impl<'a> Graph<'a> {
         std::mem::forget(capture);
         let mut recorded =
             Self { context, graph: std::ptr::null_mut(), executable: std::ptr::null_mut() };
-        // SAFETY: ends what was begun above, also where `work` failed; writes one handle, destroyed once, in `drop`.
+        // SAFETY: ends what was begun above, also where `work` failed; writes one handle,
+        // destroyed once, in `drop`.
         let ended = unsafe { sys::cuStreamEndCapture(context.stream(), &mut recorded.graph) };
         worked?;
         context.check(ended, "cuStreamEndCapture")?;
@@ -49,7 +51,8 @@ impl<'a> Graph<'a> {
     }
 }
 
-/// A capture that has begun. Dropped, by a panic in the work, it ends: else all that follows would be in it.
+/// A capture that has begun. Dropped, by a panic in the work, it ends: else all that follows would
+/// be in it.
 struct Capture<'a> {
     context: &'a Context,
 }
@@ -69,7 +72,8 @@ impl Drop for Capture<'_> {
 impl Recorded for Graph<'_> {
     fn launch(&self) -> Result<()> {
         self.context.enter()?;
-        // SAFETY: executable and stream are of this context; what the recorded work uses is the caller's to keep.
+        // SAFETY: executable and stream are of this context; what the recorded work uses is the
+        // caller's to keep.
         self.context.check(
             unsafe { sys::cuGraphLaunch(self.executable, self.context.stream()) },
             "cuGraphLaunch",
@@ -79,7 +83,8 @@ impl Recorded for Graph<'_> {
 
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
-        // The work may still be running where waiting for it failed; there is nothing left to do about an error here.
+        // The work may still be running where waiting for it failed; there is nothing left to do
+        // about an error here.
         let _ = self.context.synchronize();
         if !self.executable.is_null() {
             // SAFETY: made in `record`, destroyed only here, with nothing of it running.

@@ -90,7 +90,8 @@ impl Places {
         sites
     }
 
-    /// `sys.path` of the Python at hand; starting one costs tens of milliseconds, so it is asked last.
+    /// `sys.path` of the Python at hand; starting one costs tens of milliseconds, so it is asked
+    /// last.
     fn python_path(&self) -> Vec<PathBuf> {
         let Some(python) = self.python else { return Vec::new() };
         let output = Command::new(python)

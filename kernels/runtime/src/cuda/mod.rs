@@ -2,7 +2,8 @@
 //!
 //! Nothing of CUDA is linked. The driver comes from the loader's path and NVRTC from wherever
 //! [`Nvrtc::load`] finds it; where either is missing, [`CudaBackend::new`] says so and nothing
-//! panics. All work goes to one explicit stream; contexts are made current on whichever thread calls.
+//! panics. All work goes to one explicit stream; contexts are made current on whichever thread
+//! calls.
 
 pub mod blaslt;
 mod driver;
@@ -48,15 +49,16 @@ const ROUNDING: usize = 256;
 /// A reserved buffer may take this part of the free memory: half of it.
 pub const RESERVED_PART: usize = 2;
 
-/// How long a buffer that the device would have room for waits until other processes have given enough memory back, and how
-/// often it looks.
+/// How long a buffer that the device would have room for waits until other processes have given
+/// enough memory back, and how often it looks.
 const ROOM_WAIT: Duration = Duration::from_secs(20);
 const ROOM_POLL: Duration = Duration::from_millis(50);
 
 /// What devices map memory in multiples of, bytes, for who has none at hand.
 pub const MAPPED_GRANULE: usize = 2 << 20;
 
-/// A buffer is mapped piece by piece where that takes less than its bytes by this factor; each piece costs a call or four.
+/// A buffer is mapped piece by piece where that takes less than its bytes by this factor; each
+/// piece costs a call or four.
 const WORTH_MAPPING: u64 = 2;
 
 /// Touched ranges of a reserved buffer are rounded up to this, bytes.
@@ -111,7 +113,8 @@ impl CudaBackend {
         Ok(library)
     }
 
-    /// Waits until so many bytes are no more than the part of the free memory that a reserved buffer gets.
+    /// Waits until so many bytes are no more than the part of the free memory that a reserved
+    /// buffer gets.
     fn wait_for_room(&self, name: &str, needed: usize) -> Result<()> {
         let begun = Instant::now();
         loop {
@@ -154,8 +157,9 @@ impl CudaBackend {
     }
 }
 
-/// What a device of this compute capability (80, 90) compiles for: `sm_80`, `sm_90a`. From Hopper on, the features that kernels
-/// are written for exist only in the architecture's own variant, which other architectures do not run.
+/// What a device of this compute capability (80, 90) compiles for: `sm_80`, `sm_90a`. From Hopper
+/// on, the features that kernels are written for exist only in the architecture's own variant,
+/// which other architectures do not run.
 pub fn target_of(capability: u32) -> String {
     format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
 }
@@ -184,7 +188,8 @@ pub fn device_memory(device: &OsStr) -> Result<u64> {
     driver::device_memory(numbered(device)?)
 }
 
-/// The id of the device that [`CudaBackend::new`] opens, as `nvidia-smi -L` prints it: two GPUs of one kind differ in it.
+/// The id of the device that [`CudaBackend::new`] opens, as `nvidia-smi -L` prints it: two GPUs of
+/// one kind differ in it.
 ///
 /// # Errors
 /// As [`device_count`].
@@ -192,8 +197,9 @@ pub fn device_uuid() -> Result<String> {
     driver::device_uuid(chosen_device()?)
 }
 
-/// Modules that a cache does not hold, ready to be compiled into it. Needs no GPU: what is compiled for a device's
-/// [`Environment::target`] anywhere is found by the device, if source, defines, options and NVRTC are the same.
+/// Modules that a cache does not hold, ready to be compiled into it. Needs no GPU: what is
+/// compiled for a device's [`Environment::target`] anywhere is found by the device, if source,
+/// defines, options and NVRTC are the same.
 pub struct Missing<'a> {
     nvrtc: Nvrtc,
     cache: &'a ModuleCache,
@@ -204,7 +210,8 @@ pub struct Missing<'a> {
 }
 
 impl<'a> Missing<'a> {
-    /// Those of `modules` that `cache` does not hold for `target`; one that occurs twice is wanted once.
+    /// Those of `modules` that `cache` does not hold for `target`; one that occurs twice is wanted
+    /// once.
     ///
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where there is no NVRTC.
@@ -230,8 +237,9 @@ impl<'a> Missing<'a> {
         self.modules.len()
     }
 
-    /// Compiles them, all cores at once, for processes that each would compile them again; `done` is called after each. What
-    /// cannot be compiled, or stored, is left to who wants it. Returns how many those are.
+    /// Compiles them, all cores at once, for processes that each would compile them again; `done`
+    /// is called after each. What cannot be compiled, or stored, is left to who wants it. Returns
+    /// how many those are.
     pub fn compile(&self, done: &(dyn Fn() + Sync)) -> usize {
         let failed = self.modules.par_iter().filter(|((file, defines), key)| {
             let build = || {
@@ -265,14 +273,15 @@ fn banded(bytes: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(ROUNDING)?.checked_add(2 * GUARD_BAND)
 }
 
-/// The allocation whose front band begins at `base`, of so many usable bytes and, bands and all, `total` ones.
+/// The allocation whose front band begins at `base`, of so many usable bytes and, bands and all,
+/// `total` ones.
 fn allocation_at(base: u64, bytes: usize, total: usize) -> Allocation {
     let back_band = total - GUARD_BAND - bytes;
     Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band }
 }
 
-/// Offsets from the first address of a buffer, whose front band begins there, of what is to be memory for `touched`, in multiples of
-/// `granule`.
+/// Offsets from the first address of a buffer, whose front band begins there, of what is to be
+/// memory for `touched`, in multiples of `granule`.
 fn sparse_runs(total: usize, touched: &[Range<i64>], granule: u64) -> Option<Vec<Range<u64>>> {
     let within = 0..(total as u64).checked_next_multiple_of(granule)?;
     Some(granules(touched, GUARD_BAND as u64, &within, granule))
@@ -319,7 +328,8 @@ impl Backend for CudaBackend {
         Ok(Box::new(module))
     }
 
-    /// Placement has no meaning here: what lies beyond an allocation is only ever seen by its bands.
+    /// Placement has no meaning here: what lies beyond an allocation is only ever seen by its
+    /// bands.
     fn allocate(&self, name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
         let total = banded(bytes).ok_or_else(|| RuntimeError::Cuda {
             call: format!("cuMemAlloc({name}, {bytes} bytes)"),
@@ -334,8 +344,9 @@ impl Backend for CudaBackend {
         Ok(allocation_at(base, bytes, total))
     }
 
-    /// Memory for what is touched, or a plain allocation, gaps and all, where that takes little more. It gets no more than a part of
-    /// what is free: other buffers, other threads and other processes need theirs.
+    /// Memory for what is touched, or a plain allocation, gaps and all, where that takes little
+    /// more. It gets no more than a part of what is free: other buffers, other threads and other
+    /// processes need theirs.
     fn reserve(
         &self,
         name: &str,

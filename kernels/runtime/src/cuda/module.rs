@@ -27,7 +27,8 @@ struct Kernel {
     function: sys::CUfunction,
     exports: KernelExports,
     own: OwnLimits,
-    /// Whether it waits for earlier kernels by itself, so that it may be launched before these have ended.
+    /// Whether it waits for earlier kernels by itself, so that it may be launched before these
+    /// have ended.
     waits: bool,
     /// Dynamic shared memory that the driver was told to allow so far; bytes.
     allowed_shared: Mutex<u64>,
@@ -55,8 +56,8 @@ impl CudaModule {
         Ok(Self { file: file.into(), kernels: Mutex::default(), code, cubin: cubin.to_vec() })
     }
 
-    /// A variable that a kernel may or may not export. The driver is not asked for what the cubin does not
-    /// name: a memory checker would report the failed call.
+    /// A variable that a kernel may or may not export. The driver is not asked for what the cubin
+    /// does not name: a memory checker would report the failed call.
     fn optional_number(&self, symbol: &str) -> Result<Option<u64>> {
         let named = self.cubin.windows(symbol.len()).any(|window| window == symbol.as_bytes());
         if !named {
@@ -117,7 +118,8 @@ impl CudaModule {
         Ok(kernel)
     }
 
-    /// Clusters of a kernel's largest blocks that the device has at once, of one that is launched in clusters.
+    /// Clusters of a kernel's largest blocks that the device has at once, of one that is launched
+    /// in clusters.
     fn resident_clusters(kernel: &Kernel) -> Result<Option<u32>> {
         let KernelExports { cluster, max_threads, shared_bytes, .. } = kernel.exports;
         let bytes = shared_bytes.and_then(|bytes| u32::try_from(bytes).ok()).unwrap_or(0);
@@ -140,7 +142,8 @@ impl CudaModule {
             numAttrs: 0,
         };
         let mut clusters = 0;
-        // SAFETY: the function belongs to a loaded module, and its context is current; both pointers are to what outlives the call.
+        // SAFETY: the function belongs to a loaded module, and its context is current; both
+        // pointers are to what outlives the call.
         let result = unsafe {
             sys::cuOccupancyMaxActiveClusters(&raw mut clusters, kernel.function, &raw const config)
         };
@@ -199,8 +202,9 @@ impl LoadedModule for CudaModule {
         Self::allow_shared(&kernel, shared_bytes)?;
         let params = aligned(params);
         let shape = Shape { grid, block, shared_bytes, waits: kernel.waits };
-        // SAFETY: the function is of this module, which is loaded; its parameter is as large as the exported size, of which
-        // `params` holds at least as many bytes; the macro that exports `waits` puts the wait before the kernel's first line.
+        // SAFETY: the function is of this module, which is loaded; its parameter is as large as
+        // the exported size, of which `params` holds at least as many bytes; the macro that
+        // exports `waits` puts the wait before the kernel's first line.
         let result = unsafe { launch(context, kernel.function, shape, params.as_ptr().cast()) };
         context.check(result, format_args!("cuLaunchKernelEx({})", kernel.name))?;
         context.note_launch(&kernel.name);

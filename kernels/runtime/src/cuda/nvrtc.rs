@@ -144,8 +144,9 @@ impl Nvrtc {
         ModuleCache::key(tree, file, defines, std::iter::empty(), &self.cache_identity(target))
     }
 
-    /// As [`Self::compile`], into a cache, where a device of this target finds it: one whose NVRTC is the same, to the release and
-    /// the size of its file, as are source, defines and options. `None` where the module was there.
+    /// As [`Self::compile`], into a cache, where a device of this target finds it: one whose NVRTC
+    /// is the same, to the release and the size of its file, as are source, defines and options.
+    /// `None` where the module was there.
     ///
     /// # Errors
     /// Those of [`Self::compile`]; a cache that cannot be written.
@@ -237,8 +238,8 @@ impl Nvrtc {
 pub struct Compiled {
     /// The device code.
     pub cubin: Vec<u8>,
-    /// What the compiler remarked on the way: warnings, and losses of speed such as products that it serialised. Mostly
-    /// empty.
+    /// What the compiler remarked on the way: warnings, and losses of speed such as products that
+    /// it serialised. Mostly empty.
     pub remarks: String,
 }
 
@@ -305,7 +306,8 @@ impl Functions {
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
-    /// The file these functions were loaded from, which the loader chose where only a name was given.
+    /// The file these functions were loaded from, which the loader chose where only a name was
+    /// given.
     fn path(&self) -> Option<PathBuf> {
         // SAFETY: `Dl_info` is plain pointers, for which zeros are valid.
         let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };

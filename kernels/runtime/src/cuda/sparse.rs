@@ -1,6 +1,8 @@
-//! Buffers of which only some parts are memory: addresses are set apart for all of it, and memory is mapped where it is touched.
+//! Buffers of which only some parts are memory: addresses are set apart for all of it, and memory
+//! is mapped where it is touched.
 //!
-//! What lies between is nobody's: an access there ends the kernel with an error of the driver, as behind any buffer's pages.
+//! What lies between is nobody's: an access there ends the kernel with an error of the driver, as
+//! behind any buffer's pages.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -32,7 +34,8 @@ pub(super) struct SparseMemory {
     buffers: Mutex<HashMap<u64, Buffer>>,
 }
 
-// SAFETY: the one pointer of the properties is null, and everything else is plain data behind a mutex.
+// SAFETY: the one pointer of the properties is null, and everything else is plain data behind a
+// mutex.
 unsafe impl Send for SparseMemory {}
 // SAFETY: as above.
 unsafe impl Sync for SparseMemory {}
@@ -73,8 +76,8 @@ impl SparseMemory {
         Ok(base)
     }
 
-    /// Makes memory of these addresses of the buffer at `base`: multiples of the granule, apart from each other and from what
-    /// is mapped.
+    /// Makes memory of these addresses of the buffer at `base`: multiples of the granule, apart
+    /// from each other and from what is mapped.
     ///
     /// # Errors
     /// The driver's; what was mapped stays until the buffer is freed.
@@ -91,7 +94,8 @@ impl SparseMemory {
 
     fn map_run(&self, run: &Range<u64>) -> Result<Mapped> {
         let (bytes, mut handle) = ((run.end - run.start) as usize, 0);
-        // SAFETY: reads the properties, writes one live number; the handle is released once, by `unmap` or below.
+        // SAFETY: reads the properties, writes one live number; the handle is released once, by
+        // `unmap` or below.
         let result = unsafe { sys::cuMemCreate(&mut handle, bytes, &self.properties, 0) };
         self.context.check(result, format_args!("cuMemCreate({bytes} bytes)"))?;
         // SAFETY: the addresses are reserved and unmapped, the handle has as many bytes.
@@ -114,7 +118,8 @@ impl SparseMemory {
         allowed.inspect_err(|_| unmap(&mapped)).map(|()| mapped)
     }
 
-    /// Frees the buffer that begins at `base`, which nothing uses any more; false where there is none.
+    /// Frees the buffer that begins at `base`, which nothing uses any more; false where there is
+    /// none.
     pub fn free(&self, base: u64) -> bool {
         let Some(buffer) = locked(&self.buffers).remove(&base) else { return false };
         buffer.mapped.iter().for_each(unmap);

@@ -1,10 +1,11 @@
 //! Which blocks of a launch accessed which bytes of global memory, and how.
 //!
-//! Blocks of one launch have no order among them, and may run at once. So a byte that one of them stores plainly may be
-//! neither read nor stored nor updated by another: what is lost then (an addition by load, add and store, say) is lost on some
-//! days only, while who accessed what is the same in every order. The compiler's instrumentation reports loads and stores
-//! (`emulator.h`), the host API what it copies and updates itself. Atomic operations give no order either: there is no
-//! fence here with which a kernel could ask for one.
+//! Blocks of one launch have no order among them, and may run at once. So a byte that one of them
+//! stores plainly may be neither read nor stored nor updated by another: what is lost then (an
+//! addition by load, add and store, say) is lost on some days only, while who accessed what is the
+//! same in every order. The compiler's instrumentation reports loads and stores (`emulator.h`),
+//! the host API what it copies and updates itself. Atomic operations give no order either: there
+//! is no fence here with which a kernel could ask for one.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -54,8 +55,8 @@ pub struct Conflict {
     pub other_kind: AccessKind,
 }
 
-/// Accesses of one kind to a word, by the first two blocks that made some. Of bytes that a third one has for itself nothing is
-/// known: no two elements of 2 bytes and more are.
+/// Accesses of one kind to a word, by the first two blocks that made some. Of bytes that a third
+/// one has for itself nothing is known: no two elements of 2 bytes and more are.
 #[derive(Clone, Copy, Default)]
 struct Seen {
     /// Numbers of the blocks, and one more; 0 where there was none.
@@ -94,7 +95,8 @@ pub struct Accesses {
 /// Pages of words, by their numbers.
 struct Pages {
     places: HashMap<usize, u32>,
-    /// For each remainder of a page's number the one that was wanted last, and its place: most accesses need no more.
+    /// For each remainder of a page's number the one that was wanted last, and its place: most
+    /// accesses need no more.
     recent: [(usize, u32); 64],
     pages: Vec<Box<Page>>,
 }

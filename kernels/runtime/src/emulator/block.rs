@@ -1,5 +1,5 @@
-//! The state of one block, and what every piece of the emulator does with it: threads become ready, give the processor
-//! away, fail.
+//! The state of one block, and what every piece of the emulator does with it: threads become
+//! ready, give the processor away, fail.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
@@ -108,7 +108,8 @@ pub(super) struct BarrierState {
     pub(super) arrived: u32,
     pub(super) votes: u32,
     pub(super) waiting: Vec<u32>,
-    /// Where in the source the last one of those that arrived did, if they must all be there: text of the module, or null.
+    /// Where in the source the last one of those that arrived did, if they must all be there: text
+    /// of the module, or null.
     pub(super) place: *const c_char,
     /// Votes of the last completed use, read by those it released.
     pub(super) result: u32,

@@ -1,7 +1,8 @@
 //! Clusters: blocks that run together and reach each other's shared memory.
 //!
-//! Most have one block. The threads of all are coroutines of one operating-system thread, which takes a piece of one block's and
-//! then of another's; under a schedule seed one block may run far ahead of the others.
+//! Most have one block. The threads of all are coroutines of one operating-system thread, which
+//! takes a piece of one block's and then of another's; under a schedule seed one block may run far
+//! ahead of the others.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -60,8 +61,9 @@ impl Block {
                 self.peers.len()
             ));
         };
-        // SAFETY: the blocks of a cluster live as long as each other, one operating-system thread runs them all, and no
-        // reference to another one than that of the running thread is ever held for longer than a call.
+        // SAFETY: the blocks of a cluster live as long as each other, one operating-system thread
+        // runs them all, and no reference to another one than that of the running thread is ever
+        // held for longer than a call.
         let peer = if rank == self.rank { self } else { unsafe { &mut *peer } };
         if peer.has_ended() {
             return Err(format!(
@@ -95,7 +97,8 @@ impl Block {
         Ok(())
     }
 
-    /// Whether the running thread has to wait at the cluster's barrier, where it is then taken down.
+    /// Whether the running thread has to wait at the cluster's barrier, where it is then taken
+    /// down.
     pub(super) fn waits_at_cluster(&mut self) -> Result<bool, String> {
         let thread = self.current;
         let Some(arrived) = self.cluster_arrivals[thread as usize].take() else {

@@ -23,19 +23,21 @@ const COMPILE_OPTIONS: &[&str] = &[
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
-    // A local array that is overrun into its function's frame is an abort, and a frame that is larger than the stack's guard a fault.
+    // A local array that is overrun into its function's frame is an abort, and a frame that is
+    // larger than the stack's guard a fault.
     "-fstack-protector-all",
     "-fstack-clash-protection",
     "-DPARITY_EMULATOR",
     "-DPARITY_SM=90",
 ];
 
-/// What ends a launch beside a wild address: an index outside an array whose size the compiler knows (a GPU reads or
-/// spoils the neighbour in silence), an access through a pointer to a variable beyond its end, as far as the compiler sees which
-/// variable it is, a shift by more bits than there are, and an access through a pointer that is not aligned to its type, on
-/// which a GPU faults. `emulator.h` defines what a failed check calls.
-/// And loads and stores are reported, for `accesses`: by the instrumentation of the compiler's detector of races, whose library is
-/// left out.
+/// What ends a launch beside a wild address: an index outside an array whose size the compiler
+/// knows (a GPU reads or spoils the neighbour in silence), an access through a pointer to a
+/// variable beyond its end, as far as the compiler sees which variable it is, a shift by more bits
+/// than there are, and an access through a pointer that is not aligned to its type, on which a GPU
+/// faults. `emulator.h` defines what a failed check calls. And loads and stores are reported, for
+/// `accesses`: by the instrumentation of the compiler's detector of races, whose library is left
+/// out.
 const CHECKS_OF_GCC: &[&str] = &[
     "-fsanitize=bounds-strict,object-size,shift-exponent,alignment,thread",
     "-fno-sanitize-recover=all",
@@ -50,12 +52,14 @@ const CHECKS_OF_CLANG: &[&str] = &[
     "-tsan-instrument-memintrinsics=0",
 ];
 
-/// Local variables without a value hold a pattern (-1.7e38 as a float) and not what the stack held, as a rule a zero: a sum that
-/// nobody set to zero shows in every run. Compilers older than g++ 12 do not know it.
+/// Local variables without a value hold a pattern (-1.7e38 as a float) and not what the stack
+/// held, as a rule a zero: a sum that nobody set to zero shows in every run. Compilers older than
+/// g++ 12 do not know it.
 const LOCAL_POISON: &str = "-ftrivial-auto-var-init=pattern";
 
-/// Names the widest vectors of this machine, which hold eight elements of a matrix product at once. Only such products use
-/// them: mixed into everything else they cost more than they save, where coroutines switch.
+/// Names the widest vectors of this machine, which hold eight elements of a matrix product at
+/// once. Only such products use them: mixed into everything else they cost more than they save,
+/// where coroutines switch.
 fn vector_options() -> &'static [&'static str] {
     #[cfg(target_arch = "x86_64")]
     {
@@ -69,15 +73,17 @@ fn vector_options() -> &'static [&'static str] {
     &[]
 }
 
-/// Kernels run as fast from -O1 as from -O2 (switching between coroutines takes most of the time), and compile in two thirds
-/// of the time. From -Og large ones run a fifth slower and compile in half the time again: what the few runs of a mutant want, and
-/// those of a build with debug assertions, which tests are.
+/// Kernels run as fast from -O1 as from -O2 (switching between coroutines takes most of the time),
+/// and compile in two thirds of the time. From -Og large ones run a fifth slower and compile in
+/// half the time again: what the few runs of a mutant want, and those of a build with debug
+/// assertions, which tests are.
 fn optimisation(tree: &SourceTree) -> &'static str {
     if tree.is_patched() || cfg!(debug_assertions) { "-Og" } else { "-O1" }
 }
 
-/// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks stay, so that an access beyond
-/// an array is a difference; but for places in the source, which their reports and what a debugger reads would name.
+/// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks
+/// stay, so that an access beyond an array is a difference; but for places in the source, which
+/// their reports and what a debugger reads would name.
 const ASSEMBLY_OPTIONS: &[&str] =
     &["-O2", "-g0", "-fsanitize-undefined-trap-on-error", "-DEMULATOR_NAMES_NO_PLACES"];
 
@@ -97,7 +103,8 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// The one at `path`, or `PARITY_CXX`, or `c++`; a module that takes it longer than the limit does not compile.
+    /// The one at `path`, or `PARITY_CXX`, or `c++`; a module that takes it longer than the limit
+    /// does not compile.
     ///
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where it cannot be run.
@@ -124,7 +131,8 @@ impl Compiler {
         self.cache.find_or_build(&key, "so", || self.compile(tree, file, defines, &headers))
     }
 
-    /// The assembly of a kernel file: that of two trees is the same only where their modules do the same.
+    /// The assembly of a kernel file: that of two trees is the same only where their modules do
+    /// the same.
     ///
     /// # Errors
     /// The compiler's, and the system's.
@@ -200,8 +208,8 @@ impl Compiler {
         }
     }
 
-    /// Compiles, pads the static shared variables, assembles, and links without the options of the checks, so that the
-    /// compiler adds no library of its own to them.
+    /// Compiles, pads the static shared variables, assembles, and links without the options of the
+    /// checks, so that the compiler adds no library of its own to them.
     fn run_compiler(
         &self,
         scratch: &Path,

@@ -27,7 +27,8 @@ pub enum Ending {
     },
     /// An integer division by zero.
     DivisionByZero,
-    /// `abort`: a failed assertion, an exception that nobody catches, a local array overrun as far as its function's frame.
+    /// `abort`: a failed assertion, an exception that nobody catches, a local array overrun as far
+    /// as its function's frame.
     Aborted,
     /// An instruction that the compiler put where control never comes.
     IllegalInstruction,
@@ -51,7 +52,8 @@ pub enum BadAccess {
         address: usize,
         /// Bytes of the access.
         bytes: u32,
-        /// The instruction, or the type that was read or written, and where that stands in the source.
+        /// The instruction, or the type that was read or written, and where that stands in the
+        /// source.
         what: String,
     },
     /// Of a byte that another block accesses, too, with no order between the two.
@@ -119,14 +121,16 @@ impl Drop for SignalStack {
 
 static INSTALL: Once = Once::new();
 static mut PREVIOUS: [Option<libc::sigaction>; 6] = [None; 6];
-// What the compiler puts where control never comes is an illegal instruction on x86 and a breakpoint on Arm.
+// What the compiler puts where control never comes is an illegal instruction on x86 and a
+// breakpoint on Arm.
 const HANDLED: [libc::c_int; 6] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT];
 
 /// Installs the handlers, once for the process.
 pub fn install_handlers() {
     // SAFETY: `Once` makes this the only writer of PREVIOUS, before any handler can run; the
-    // handler is async-signal-safe (it reads a thread-local Cell and edits the interrupted context).
+    // handler is async-signal-safe (it reads a thread-local Cell and edits the interrupted
+    // context).
     INSTALL.call_once(|| unsafe {
         for (slot, &signal) in HANDLED.iter().enumerate() {
             let mut action: libc::sigaction = std::mem::zeroed();
@@ -184,7 +188,8 @@ mod context {
     }
 }
 
-/// Makes the interrupted coroutine return `ending`, if this thread runs one and stands on its stack.
+/// Makes the interrupted coroutine return `ending`, if this thread runs one and stands on its
+/// stack.
 unsafe fn end_coroutine(
     context: *mut libc::c_void,
     ending: impl FnOnce(usize) -> Ending,

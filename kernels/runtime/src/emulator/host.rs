@@ -38,7 +38,8 @@ impl Host {
     /// Does what is asked for; `bytes` came along.
     ///
     /// # Errors
-    /// Those of loading and launching, of memory that cannot be had, and of a module that is not there.
+    /// Those of loading and launching, of memory that cannot be had, and of a module that is not
+    /// there.
     pub fn serve(&mut self, request: Request, bytes: &[u8]) -> Result<Answer> {
         match request {
             Request::Load { path, file } => return self.load(&path, &file),

@@ -19,8 +19,8 @@ pub struct Mbarrier {
     pub(super) arrivals: u32,
     /// Arrivals that the current phase still needs.
     pub(super) missing: u32,
-    /// Bytes that the current phase expects and that have not landed; negative while more have landed
-    /// than were announced.
+    /// Bytes that the current phase expects and that have not landed; negative while more have
+    /// landed than were announced.
     pub(super) missing_bytes: i64,
     pub(super) completed_phases: u64,
     /// Threads that wait for the phase under way.
@@ -32,7 +32,8 @@ impl Mbarrier {
         Self { arrivals, missing: arrivals, ..Self::default() }
     }
 
-    /// Whether a wait for the phase of this parity returns at once: the phase under way has the other one.
+    /// Whether a wait for the phase of this parity returns at once: the phase under way has the
+    /// other one.
     pub fn passed(&self, parity: u32) -> bool {
         (self.completed_phases & 1) as u32 != parity
     }
@@ -73,12 +74,14 @@ impl Mbarrier {
 #[derive(Debug, Default)]
 pub struct Mbarriers {
     pub(super) by_offset: BTreeMap<u32, Mbarrier>,
-    /// Where their stamps are, one behind the other in the order of their initialisation: looked at whenever a thread stops.
+    /// Where their stamps are, one behind the other in the order of their initialisation: looked
+    /// at whenever a thread stops.
     stamps: Vec<*mut [u8; MBARRIER_BYTES as usize]>,
 }
 
 impl Mbarriers {
-    /// Initialises the one at `offset` of the dynamic shared memory `shared`, `shared_bytes` long, which outlives the block.
+    /// Initialises the one at `offset` of the dynamic shared memory `shared`, `shared_bytes` long,
+    /// which outlives the block.
     pub fn init(
         &mut self,
         offset: u32,
@@ -136,7 +139,8 @@ impl Mbarriers {
         )
     }
 
-    /// Says so where a store through a pointer has spoilt an mbarrier of the shared memory that begins at `shared`.
+    /// Says so where a store through a pointer has spoilt an mbarrier of the shared memory that
+    /// begins at `shared`.
     pub fn spoilt(&self, shared: *const u8) -> Option<String> {
         // SAFETY: see `init`; no thread runs meanwhile.
         let is_spoilt = |stamp: &&*mut [u8; MBARRIER_BYTES as usize]| unsafe { stamp.read_unaligned() } != STAMP;

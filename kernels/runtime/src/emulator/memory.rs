@@ -1,7 +1,8 @@
 //! Buffers between guard pages, and the names by which a bad address is reported.
 //!
-//! A device and its worker process map the same file of memory at the same addresses: the device fills and reads what kernels
-//! of the worker work on. Only the device places buffers; the worker is told where they are ([`Placed`]).
+//! A device and its worker process map the same file of memory at the same addresses: the device
+//! fills and reads what kernels of the worker work on. Only the device places buffers; the worker
+//! is told where they are ([`Placed`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,14 +22,15 @@ use crate::error::{Result, RuntimeError};
 /// row or two of a large tensor still lands in it.
 const GUARD_BYTES: usize = 1 << 20;
 
-/// The same for a reserved buffer: an offset of 32 bits that wrapped, times the largest element's 4 bytes, lands in it
-/// whether it is read as signed or as unsigned, and not in some other buffer.
+/// The same for a reserved buffer: an offset of 32 bits that wrapped, times the largest element's
+/// 4 bytes, lands in it whether it is read as signed or as unsigned, and not in some other buffer.
 const RESERVED_GUARD_BYTES: usize = 4 << 32;
 
 /// Bytes of the largest reserved buffer. A process has 128 of these.
 const MOST_RESERVED_BYTES: usize = 1 << 40;
 
-/// Most touched ranges of a reserved buffer. Each splits a mapping, of which Linux grants a process 65530.
+/// Most touched ranges of a reserved buffer. Each splits a mapping, of which Linux grants a
+/// process 65530.
 const MOST_RANGES: usize = 8192;
 
 /// Address space of this process, unmapped when dropped.
@@ -37,8 +39,8 @@ struct Mapping {
     bytes: usize,
 }
 
-/// Where global memory lies, so that code can tell its accesses from those to stacks and shared memory at a glance
-/// (`emulator.h`). Systems place nothing there unless they are asked to.
+/// Where global memory lies, so that code can tell its accesses from those to stacks and shared
+/// memory at a glance (`emulator.h`). Systems place nothing there unless they are asked to.
 const GLOBAL: Range<usize> = 1 << 44..5 << 44;
 
 /// How many places are tried for a buffer, some of which others still have.
@@ -75,7 +77,8 @@ impl Mapping {
         Err(io::ErrorKind::OutOfMemory.into())
     }
 
-    /// Inaccessible bytes of global memory at this address: those of the file that lie as far behind its start.
+    /// Inaccessible bytes of global memory at this address: those of the file that lie as far
+    /// behind its start.
     fn of_file(start: usize, bytes: usize, file: &File) -> io::Result<Self> {
         let offset = start.checked_sub(GLOBAL.start).ok_or(io::ErrorKind::InvalidInput)?;
         let how = libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE;
@@ -109,7 +112,8 @@ impl Mapping {
             "pages of another"
         );
         let bytes = (pages.end - pages.start) as usize;
-        // SAFETY: the range lies within this mapping (checked above), which nothing but kernels and copies uses.
+        // SAFETY: the range lies within this mapping (checked above), which nothing but kernels
+        // and copies uses.
         match unsafe {
             libc::mprotect(pages.start as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE)
         } {
@@ -152,7 +156,8 @@ pub struct GuardedMemory {
     regions: Mutex<BTreeMap<usize, Region>>,
 }
 
-/// A file of zeros in memory, which takes only what is written to, and is gone with its last descriptor.
+/// A file of zeros in memory, which takes only what is written to, and is gone with its last
+/// descriptor.
 pub fn file_of_memory(bytes: u64) -> io::Result<File> {
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name is a C string; the descriptor that comes back is owned by nobody else.
@@ -164,8 +169,8 @@ pub fn file_of_memory(bytes: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// A file for the global memory of a device. It takes the memory that is written to, and is gone with its last process. A kernel
-/// that finds it cannot make it shorter than what is mapped of it.
+/// A file for the global memory of a device. It takes the memory that is written to, and is gone
+/// with its last process. A kernel that finds it cannot make it shorter than what is mapped of it.
 pub fn new_file() -> io::Result<File> {
     let file = file_of_memory((GLOBAL.end - GLOBAL.start) as u64)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
@@ -227,14 +232,16 @@ impl GuardedMemory {
         Ok(())
     }
 
-    /// Maps a buffer of `bytes` bytes; see [`Placement`] for which of its ends touches a guard page.
+    /// Maps a buffer of `bytes` bytes; see [`Placement`] for which of its ends touches a guard
+    /// page.
     pub fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation> {
         let mapping = |bytes| Mapping::global(bytes, &self.file);
         self.map(name, bytes, placement, mapping, GUARD_BYTES, |pages, _| vec![pages])
             .map(|made| made.allocation)
     }
 
-    /// Maps the dynamic shared memory of a block: its end touches a guard page, and where it begins matters to nobody.
+    /// Maps the dynamic shared memory of a block: its end touches a guard page, and where it
+    /// begins matters to nobody.
     pub fn allocate_shared(&self, bytes: usize) -> Result<Allocation> {
         let (placement, mapping) = (Placement::FlushBack, Mapping::private);
         let made = self.map(
@@ -266,7 +273,8 @@ impl GuardedMemory {
         if bytes > MOST_RESERVED_BYTES {
             return Err(too_large(bytes, MOST_RESERVED_BYTES, "bytes of addresses"));
         }
-        // Before anything is mapped: how many there are does not depend on where they lie, but for two that share a page.
+        // Before anything is mapped: how many there are does not depend on where they lie, but for
+        // two that share a page.
         if touched.len() > MOST_RANGES {
             return Err(too_large(touched.len(), MOST_RANGES, "ranges of memory far apart"));
         }
@@ -277,8 +285,8 @@ impl GuardedMemory {
         })
     }
 
-    /// Maps a buffer and makes those of its pages accessible that `choose` names, given all of them and the address of
-    /// the first usable byte.
+    /// Maps a buffer and makes those of its pages accessible that `choose` names, given all of
+    /// them and the address of the first usable byte.
     fn map(
         &self,
         name: &str,
@@ -408,7 +416,8 @@ impl GuardedMemory {
         }
     }
 
-    /// The buffer that `address` belongs to or lies near: its name, the offset from its start, its bytes.
+    /// The buffer that `address` belongs to or lies near: its name, the offset from its start, its
+    /// bytes.
     fn place(&self, address: usize) -> Option<(String, i128, usize)> {
         let regions = self.regions();
         let (_, near) = regions.range(..=address).next_back()?;

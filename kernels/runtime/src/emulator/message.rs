@@ -1,4 +1,5 @@
-//! What the emulator's device and its worker process say to each other, beside the parameters of a launch.
+//! What the emulator's device and its worker process say to each other, beside the parameters of a
+//! launch.
 
 use std::path::PathBuf;
 
@@ -8,7 +9,8 @@ use super::memory::Placed;
 use crate::backend::KernelExports;
 use crate::worker::failure::Failure;
 
-/// What a worker is asked for. The first three are answered; what went wrong with another is what the next of them says.
+/// What a worker is asked for. The first three are answered; what went wrong with another is what
+/// the next of them says.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// Loads a compiled module; answered by [`Answer::Module`].

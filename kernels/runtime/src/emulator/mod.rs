@@ -2,18 +2,24 @@
 //!
 //! From a kernel source to an error that names kernel, block and thread:
 //!
-//! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/runtime/emulator/*.h` into a shared library.
+//! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/runtime/emulator/*.h`
+//!   into a shared library.
 //! - `pads`: what lies between static shared arrays, so that who writes beyond one is seen.
-//! - `module`: loads it; a launch spreads its blocks over the cores, and `watchdog` ends it when it takes too long.
-//! - [`schedule`]: runs the blocks of one cluster, as a rule one, each CUDA thread a coroutine; who runs next is `order`'s choice
-//!   and, of blocks, `cluster`'s. `work` does what is asynchronous at some moment that the rules allow.
+//! - `module`: loads it; a launch spreads its blocks over the cores, and `watchdog` ends it when
+//!   it takes too long.
+//! - [`schedule`]: runs the blocks of one cluster, as a rule one, each CUDA thread a coroutine;
+//!   who runs next is `order`'s choice and, of blocks, `cluster`'s. `work` does what is
+//!   asynchronous at some moment that the rules allow.
 //! - `host_api`: what a thread calls when it has to wait for others or asks for asynchronous work.
-//! - `block`: the state of a block, of which `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` hold a part each:
-//!   asynchronous copies, and Hopper's machinery, that of `include/hopper.h`.
-//! - `accesses`: who accessed which bytes of global memory, so that no two blocks do without an order.
+//! - `block`: the state of a block, of which `copies`, `mbarrier`, `async_proxy`, `bulk` and
+//!   `wgmma` hold a part each: asynchronous copies, and Hopper's machinery, that of
+//!   `include/hopper.h`.
+//! - `accesses`: who accessed which bytes of global memory, so that no two blocks do without an
+//!   order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
-//! - `worker`: kernels run in a process of their own ([`super::worker`]), which a device starts, asks (`message`) and replaces when a
-//!   kernel ends it; `serve` is its side, `host` what it works on, `progress` where it stood.
+//! - `worker`: kernels run in a process of their own ([`super::worker`]), which a device starts,
+//!   asks (`message`) and replaces when a kernel ends it; `serve` is its side, `host` what it
+//!   works on, `progress` where it stood.
 //!
 //! But for the last, each imports only what stands below it in this list.
 
@@ -59,8 +65,8 @@ use super::error::Result;
 use super::matrix::{MatrixLibrary, MatrixProduct, multiply_on_host};
 use super::source::SourceTree;
 
-/// Multiprocessors that launchers size their grids by, whatever the host: few, so that in a small case a block has a
-/// second turn, and what a case exercises is the same on every machine.
+/// Multiprocessors that launchers size their grids by, whatever the host: few, so that in a small
+/// case a block has a second turn, and what a case exercises is the same on every machine.
 const MULTIPROCESSORS: u32 = 5;
 
 /// How launches are scheduled, how long they may take, and how much memory they may use.
@@ -74,8 +80,8 @@ pub struct EmulatorOptions {
     pub compiler: Option<PathBuf>,
     /// A module that takes the compiler longer does not compile.
     pub compile_limit: Duration,
-    /// Bytes that the process of the kernels may have for data: buffers, stacks, and what a kernel allocates. All that the
-    /// machine has, unless said otherwise.
+    /// Bytes that the process of the kernels may have for data: buffers, stacks, and what a kernel
+    /// allocates. All that the machine has, unless said otherwise.
     pub memory: u64,
 }
 
@@ -102,7 +108,8 @@ impl EmulatorBackend {
     /// A device that compiles with `PARITY_CXX`, or `c++`.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) when there is no C++ compiler.
+    /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) when there is no C++
+    /// compiler.
     pub fn new(cache: ModuleCache, options: EmulatorOptions) -> Result<Self> {
         let compiler = Compiler::new(cache, options.compiler, options.compile_limit)?;
         let environment = Environment {
@@ -178,8 +185,8 @@ impl Backend for EmulatorBackend {
         self.worker.free(allocation);
     }
 
-    // SAFETY of the four below: addresses come from `allocate`, whose memory the caller keeps alive,
-    // and launches are over when they return, so no kernel runs meanwhile.
+    // SAFETY of the four below: addresses come from `allocate`, whose memory the caller keeps
+    // alive, and launches are over when they return, so no kernel runs meanwhile.
     fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
         unsafe { std::ptr::write_bytes(address as *mut u8, byte, bytes) };
         Ok(())

@@ -24,9 +24,10 @@ use crate::error::{Result, RuntimeError};
 /// CUDA's limit of threads in a block.
 const THREADS_PER_BLOCK: u64 = 1024;
 
-/// Byte that fills shared memory before a block starts: NaN in every floating-point type; under a schedule seed what blocks before
-/// it might have left in turn: zeros, numbers of ordinary size, or negative ones, which are large as unsigned integers. Comparisons take
-/// NaN for nothing, so that a kernel which reads what nobody stored may not show it by NaN alone.
+/// Byte that fills shared memory before a block starts: NaN in every floating-point type; under a
+/// schedule seed what blocks before it might have left in turn: zeros, numbers of ordinary size,
+/// or negative ones, which are large as unsigned integers. Comparisons take NaN for nothing, so
+/// that a kernel which reads what nobody stored may not show it by NaN alone.
 fn shared_poison(turn: Option<u64>) -> u8 {
     turn.map_or(0xff, |turn| [0xc0, 0x3f, 0][(turn % 3) as usize])
 }
@@ -56,8 +57,8 @@ impl EmulatorModule {
         };
         let pads = Pads::of(&std::fs::read(path).map_err(loading)?)
             .ok_or_else(|| loading(std::io::Error::other("its symbols cannot be read")))?;
-        // SAFETY: the library was built from a kernel source by this runtime; it has no initialisers
-        // beyond those of plain variables.
+        // SAFETY: the library was built from a kernel source by this runtime; it has no
+        // initialisers beyond those of plain variables.
         let library = unsafe { Library::new(path) }
             .map_err(|e| loading(std::io::Error::other(e.to_string())))?;
         // SAFETY: the four functions are defined by emulator.h with these signatures.
@@ -107,7 +108,8 @@ impl EmulatorModule {
                 })
                 .collect();
             watchdog.watch(self.shared.time_limit, launch.cancelled);
-            // Neither joined nor detached before this point, so the watchdog's thread ids were valid.
+            // Neither joined nor detached before this point, so the watchdog's thread ids were
+            // valid.
             drop(handles);
         });
         match first_fault.into_inner().unwrap_or_else(|e| e.into_inner()) {
@@ -148,7 +150,8 @@ impl EmulatorModule {
                 break;
             }
             self.refill(&mut stacks, launch.block.count() as usize * dynamic.len());
-            // SAFETY: the allocations are this worker's own; poisoning TLS touches only this thread's.
+            // SAFETY: the allocations are this worker's own; poisoning TLS touches only this
+            // thread's.
             unsafe {
                 dynamic
                     .iter()
@@ -162,13 +165,15 @@ impl EmulatorModule {
             progress::leave_block();
             if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
-                // Here, because the shared memory is among the buffers for as long as this worker has it.
+                // Here, because the shared memory is among the buffers for as long as this worker
+                // has it.
                 if let Some(access) = &fault.access {
                     fault.what = memory.describe(access);
                 }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
-                // A block that was merely stopped may come here before the one whose fault stopped it:
-                // any fault is kept before a stop, and the fault of the lowest block before another.
+                // A block that was merely stopped may come here before the one whose fault stopped
+                // it: any fault is kept before a stop, and the fault of the lowest block before
+                // another.
                 let rank = |index: u64, fault: &BlockFault| (fault.what == STOPPED, index);
                 if slot
                     .as_ref()
@@ -218,7 +223,8 @@ impl EmulatorModule {
         if let Some(reason) = exports.cluster_misfit(grid, MOST_BLOCKS) {
             return refuse(reason);
         }
-        // They would be one variable for all blocks of a cluster, which share the thread that runs them.
+        // They would be one variable for all blocks of a cluster, which share the thread that runs
+        // them.
         if let (2.., Some(name)) = (exports.cluster, self.pads.static_shared()) {
             return refuse(format!(
                 "clusters of blocks, in a module with a static shared variable, `{name}`"
@@ -266,7 +272,8 @@ fn code_range(address: usize) -> (usize, usize) {
 impl EmulatorModule {
     /// Reads what the module exports for a kernel.
     pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
-        // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols with these types.
+        // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols
+        // with these types.
         let layout = unsafe {
             **symbol::<*const [u64; 3]>(&self.library, &self.file, &format!("{kernel}_layout"))?
         };
@@ -311,7 +318,8 @@ impl EmulatorModule {
             )
         };
         let grid = Dim3::new(grid);
-        // Accesses of a lone block have an order, and what others access is the same under every schedule: one tells.
+        // Accesses of a lone block have an order, and what others access is the same under every
+        // schedule: one tells.
         let watched = schedule_seed.is_some() && grid.count() > 1;
         let launch = BlockLaunch {
             entry,

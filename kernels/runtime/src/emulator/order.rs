@@ -12,8 +12,8 @@ pub(super) struct ReadySet {
     pub(super) random: Option<RandomOrder>,
 }
 
-/// How long a priority may last: for about two steps of a warp, in which warps mix, or for so many that a warp is
-/// done with a tile, or with its whole work, before another begins.
+/// How long a priority may last: for about two steps of a warp, in which warps mix, or for so many
+/// that a warp is done with a tile, or with its whole work, before another begins.
 const STEPS_OF_A_PRIORITY: [u32; 3] = [64, 1024, 16384];
 /// How many sixteenths of a block's asynchronous work may be done in the moment of its issue.
 const DONE_AT_ONCE: [u32; 3] = [0, 4, 16];

@@ -1,19 +1,22 @@
 //! Pads around static shared arrays, so that a kernel that writes beyond one is caught in the act.
 //!
-//! A GPU lays a block's static shared arrays side by side: what is written beyond one silently spoils its neighbour. The
-//! compiler sees an index that it can follow; here the others are caught. Static shared variables are thread-local variables
-//! of the module, which the compiler leaves to the assembler as so many bytes of zero ([`padded`] adds a pad behind each, and
-//! one where a row of them begins). What lies between two variables of the library that comes of it is a pad ([`Pads::of`]);
-//! it is filled with a pattern before a block starts, and must hold it whenever a thread of the block gives the processor
-//! away. The pattern is NaN in the floating-point types that kernels add in, for those who only read.
+//! A GPU lays a block's static shared arrays side by side: what is written beyond one silently
+//! spoils its neighbour. The compiler sees an index that it can follow; here the others are
+//! caught. Static shared variables are thread-local variables of the module, which the compiler
+//! leaves to the assembler as so many bytes of zero ([`padded`] adds a pad behind each, and one
+//! where a row of them begins). What lies between two variables of the library that comes of it is
+//! a pad ([`Pads::of`]); it is filled with a pattern before a block starts, and must hold it
+//! whenever a thread of the block gives the processor away. The pattern is NaN in the
+//! floating-point types that kernels add in, for those who only read.
 
 use std::fmt::Write as _;
 
 /// Bytes of a pad: an overrun is seen if it is no further away.
 const PAD_BYTES: usize = 1024;
 
-/// Bytes of a pad, at either end, that are looked at whenever a thread stops running; the others when the block ends. What is
-/// written beyond an array is as a rule written right behind it, or right before.
+/// Bytes of a pad, at either end, that are looked at whenever a thread stops running; the others
+/// when the block ends. What is written beyond an array is as a rule written right behind it, or
+/// right before.
 const EDGE_BYTES: usize = 64;
 
 /// What pads hold, over and over: bf16, fp32 and f64 NaN, and no integer that a kernel would store.
@@ -29,7 +32,8 @@ static FILLED: [u8; PAD_BYTES] = {
     filled
 };
 
-/// The compiler's assembly with a pad behind each thread-local variable that has no value of its own, and before the first.
+/// The compiler's assembly with a pad behind each thread-local variable that has no value of its
+/// own, and before the first.
 pub fn padded(assembly: &str) -> String {
     let mut text = String::with_capacity(assembly.len() + 4096);
     let mut among_variables = false;
@@ -101,7 +105,8 @@ impl Pads {
 }
 
 impl Pads {
-    /// A static shared variable of the module, if it has any: a thread-local one that is not the emulator's own.
+    /// A static shared variable of the module, if it has any: a thread-local one that is not the
+    /// emulator's own.
     pub fn static_shared(&self) -> Option<&str> {
         let names = self.0.iter().flat_map(|pad| [&pad.before, &pad.behind]).flatten();
         names.map(String::as_str).find(|name| !OWN_VARIABLES.contains(name))
@@ -118,7 +123,8 @@ impl<'a> PadsOfThread<'a> {
     /// The pads in this storage.
     ///
     /// # Safety
-    /// `storage` is the calling thread's storage of the module that the pads are of, and what is made stays with the thread.
+    /// `storage` is the calling thread's storage of the module that the pads are of, and what is
+    /// made stays with the thread.
     pub unsafe fn new(Pads(pads): &'a Pads, storage: *mut u8) -> Self {
         Self { pads, storage }
     }
@@ -140,10 +146,12 @@ impl<'a> PadsOfThread<'a> {
         }
     }
 
-    /// What was written where no variable is since [`PadsOfThread::fill`]: at the ends of a pad, or anywhere in it.
+    /// What was written where no variable is since [`PadsOfThread::fill`]: at the ends of a pad,
+    /// or anywhere in it.
     pub fn overrun(&self, anywhere: bool) -> Option<String> {
         self.pads.iter().find_map(|pad| {
-            // SAFETY: a pad lies within the storage, which `new` was promised, and no thread of the block runs now.
+            // SAFETY: a pad lies within the storage, which `new` was promised, and no thread of
+            // the block runs now.
             let held =
                 unsafe { std::slice::from_raw_parts(self.storage.add(pad.start), pad.bytes) };
             let edge = if anywhere { held.len() } else { EDGE_BYTES.min(held.len()) };
@@ -191,7 +199,8 @@ struct Variable {
 /// A shared library in memory, of 64 bits and this machine's byte order.
 struct Elf<'a>(&'a [u8]);
 
-/// Type of the segment of thread-local storage, of the table of symbols, and of a thread-local symbol.
+/// Type of the segment of thread-local storage, of the table of symbols, and of a thread-local
+/// symbol.
 const PT_TLS: u32 = 7;
 const SHT_SYMTAB: u32 = 2;
 const STT_TLS: u8 = 6;
@@ -217,7 +226,8 @@ impl<'a> Elf<'a> {
         self.bytes(at).and_then(|bytes| usize::try_from(u64::from_ne_bytes(bytes)).ok())
     }
 
-    /// Offsets of the entries of a table whose place, size of entry and count stand at these offsets of the header.
+    /// Offsets of the entries of a table whose place, size of entry and count stand at these
+    /// offsets of the header.
     fn table(
         &self,
         place: usize,
@@ -270,8 +280,8 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// The last identifier of a C++ symbol's name, which is that of the variable: an identifier is written as its length and its
-/// letters. The symbol itself where it is none of C++.
+/// The last identifier of a C++ symbol's name, which is that of the variable: an identifier is
+/// written as its length and its letters. The symbol itself where it is none of C++.
 fn variable_name(symbol: &str) -> &str {
     if !symbol.starts_with("_Z") {
         return symbol;

@@ -1,5 +1,5 @@
-//! Where a worker process stands, in memory that its device can read when the process is gone: which block each of its threads
-//! runs, and which thread of it.
+//! Where a worker process stands, in memory that its device can read when the process is gone:
+//! which block each of its threads runs, and which thread of it.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -68,11 +68,13 @@ impl Page {
     }
 
     fn slots(&self) -> &[Slot] {
-        // SAFETY: the file was made with room for so many, zero bytes are idle slots, and the mapping lives as long as `self`.
+        // SAFETY: the file was made with room for so many, zero bytes are idle slots, and the
+        // mapping lives as long as `self`.
         unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), SLOTS) }
     }
 
-    /// The blocks that ran when the worker ended, each with its thread: that of the thread which ended it, where one says so.
+    /// The blocks that ran when the worker ended, each with its thread: that of the thread which
+    /// ended it, where one says so.
     pub fn running(&self) -> Vec<(Dim3, Dim3)> {
         let in_state = |state| {
             self.slots().iter().filter(move |slot| slot.state.load(Ordering::Relaxed) == state)
@@ -108,7 +110,8 @@ thread_local! {
 /// Makes this process's progress known on a page.
 pub fn tell(page: Page) {
     let _ = PAGE.set(page);
-    // SAFETY: both functions take a handler without arguments; this one stores to memory that is never unmapped here.
+    // SAFETY: both functions take a handler without arguments; this one stores to memory that is
+    // never unmapped here.
     unsafe {
         libc::atexit(on_exit);
         at_quick_exit(on_exit);
@@ -125,7 +128,8 @@ extern "C" fn on_exit() {
     }
 }
 
-/// What the calling thread, number `number` of the launch's, runs from now on is told in a slot of its own.
+/// What the calling thread, number `number` of the launch's, runs from now on is told in a slot of
+/// its own.
 pub fn take_slot(number: usize) {
     SLOT.set(PAGE.get().and_then(|page| page.slots().get(number)));
 }

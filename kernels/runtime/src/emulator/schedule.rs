@@ -1,11 +1,12 @@
 //! The blocks of a cluster, as a rule one: their threads, what each waits for, and who runs next.
 //!
 //! A thread runs until it has to wait. Waiting is arrival at a rendezvous: a warp collective (all
-//! lanes of the mask, one operation), a barrier (a count of threads), that of a cluster ([`cluster`]) or an mbarrier
-//! ([`mbarrier`]). The last to arrive releases the others. Asynchronous work (copies, bulk copies, matrix products) is done at
-//! a random moment under a schedule seed, and as late as possible without one. When nobody can run, nothing
-//! is on its way and somebody waits, the block has diverged, and that is an error which names who waits
-//! for what.
+//! lanes of the mask, one operation), a barrier (a count of threads), that of a cluster
+//! ([`cluster`]) or an mbarrier ([`mbarrier`]). The last to arrive releases the others.
+//! Asynchronous work (copies, bulk copies, matrix products) is done at a random moment under a
+//! schedule seed, and as late as possible without one. When nobody can run, nothing is on its way
+//! and somebody waits, the block has diverged, and that is an error which names who waits for
+//! what.
 //!
 //! [`cluster`]: super::cluster
 //! [`mbarrier`]: super::mbarrier
@@ -39,7 +40,8 @@ pub const STOPPED: &str = "the launch was stopped";
 /// Why a launch was stopped.
 pub const TIME_LIMIT: &str = "did not end within the time limit";
 
-/// What a thread did that called `abort`; what it says about it stands on the standard error stream.
+/// What a thread did that called `abort`; what it says about it stands on the standard error
+/// stream.
 const ABORTED: &str = "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
 
 /// A piece of a parameter struct, as aligned as any field may be.
@@ -80,7 +82,8 @@ impl BlockLaunch<'_> {
     }
 }
 
-/// Runs the blocks of a cluster to their ends, of which `first` is the first and `shared` has each one's shared memory.
+/// Runs the blocks of a cluster to their ends, of which `first` is the first and `shared` has each
+/// one's shared memory.
 ///
 /// # Errors
 /// The first fault; all other threads are abandoned.
@@ -125,9 +128,9 @@ fn drive(
     pads: &PadsOfThread<'_>,
     coroutines: &mut [Vec<Thread>],
 ) -> Result<(), BlockFault> {
-    // SAFETY (all dereferences of `schedulers` here): they point to the boxed blocks of `run_cluster`,
-    // which outlive this call; the host API functions dereference them too, but only while a
-    // coroutine runs, and no reference from here is alive across `resume`.
+    // SAFETY (all dereferences of `schedulers` here): they point to the boxed blocks of
+    // `run_cluster`, which outlive this call; the host API functions dereference them too, but
+    // only while a coroutine runs, and no reference from here is alive across `resume`.
     let seed = unsafe { (*schedulers[0]).seed(launch) };
     let mut order = BlockOrder::new(schedulers.len(), seed);
     let mut running = None;
@@ -178,7 +181,8 @@ fn drive(
     }
 }
 
-/// The block and the thread that run next; `None` where all have returned, somebody has failed, or nobody can run any more.
+/// The block and the thread that run next; `None` where all have returned, somebody has failed, or
+/// nobody can run any more.
 ///
 /// # Safety
 /// The pointers are those of [`drive`], and no thread runs.
@@ -205,7 +209,8 @@ unsafe fn next_thread(schedulers: &[*mut Block], order: &BlockOrder) -> Option<(
 }
 
 impl Block {
-    /// Block `block_idx` of a launch, before any of its threads has run: its coroutines and its cluster are still to come.
+    /// Block `block_idx` of a launch, before any of its threads has run: its coroutines and its
+    /// cluster are still to come.
     fn new(
         launch: &BlockLaunch<'_>,
         block_idx: Dim3,
@@ -371,7 +376,8 @@ impl Block {
 /// A coroutine that is one CUDA thread.
 type Thread = Coroutine<(), (), Ending, DefaultStack>;
 
-/// Bytes of stack for one CUDA thread; mapped lazily, with a guard page. CUDA gives a thread 512 KiB of local memory.
+/// Bytes of stack for one CUDA thread; mapped lazily, with a guard page. CUDA gives a thread 512
+/// KiB of local memory.
 const STACK_BYTES: usize = 1024 * 1024;
 
 fn spawn(

@@ -1,9 +1,9 @@
 //! Warpgroup matrix products under way.
 //!
 //! Each warp of a warpgroup computes its own 16 rows. From the issue of a product to the wait that
-//! covers it the accumulators in the lanes hold poison; the true ones are kept here. The products of
-//! a warp read their operands in shared memory one after the other, each at some moment between its
-//! issue and that wait.
+//! covers it the accumulators in the lanes hold poison; the true ones are kept here. The products
+//! of a warp read their operands in shared memory one after the other, each at some moment between
+//! its issue and that wait.
 
 use std::collections::VecDeque;
 

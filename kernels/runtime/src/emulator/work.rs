@@ -1,5 +1,5 @@
-//! A block's asynchronous work is done: copies land, additions and matrix products read shared memory. At a random moment
-//! under a schedule seed, and as late as possible without one.
+//! A block's asynchronous work is done: copies land, additions and matrix products read shared
+//! memory. At a random moment under a schedule seed, and as late as possible without one.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -90,8 +90,8 @@ impl Block {
         }
     }
 
-    /// Copies that nobody waited for still land before the block is gone; not when their thread returns, since a
-    /// thread that returns waits for nothing.
+    /// Copies that nobody waited for still land before the block is gone; not when their thread
+    /// returns, since a thread that returns waits for nothing.
     pub(super) fn land_last_copies(&mut self) {
         for thread in 0..self.copies.len() {
             self.land_copies(thread, |_| true);
@@ -164,8 +164,9 @@ impl Block {
     /// A copy lands in this block's shared memory.
     fn receive_bulk_copy(&mut self, copy: BulkCopy) -> Result<(), String> {
         let target = self.proxy.pointer(copy.target);
-        // SAFETY: the issuing thread read the source's ends (of a box those of each row) and checked that the target lies
-        // within the dynamic shared memory, of which all blocks of a cluster have the same; buffers outlive the launch.
+        // SAFETY: the issuing thread read the source's ends (of a box those of each row) and
+        // checked that the target lies within the dynamic shared memory, of which all blocks of a
+        // cluster have the same; buffers outlive the launch.
         unsafe {
             match copy.source {
                 BulkSource::Bytes(source) => {
@@ -191,9 +192,9 @@ impl Block {
             let offset = add.source + 4 * i;
             let chunk = offset / CHUNK_BYTES * CHUNK_BYTES;
             let seen = self.proxy.sees(chunk, add.issuer_fence);
-            // SAFETY: `bulk_add` touched the target's ends on the issuing thread and checked that the
-            // source lies within the dynamic shared memory; both are 16-byte aligned. Other blocks add
-            // to the same floats, so they are read and written as atomics.
+            // SAFETY: `bulk_add` touched the target's ends on the issuing thread and checked that
+            // the source lies within the dynamic shared memory; both are 16-byte aligned. Other
+            // blocks add to the same floats, so they are read and written as atomics.
             let (value, target) = unsafe {
                 let value = self.proxy.pointer(offset).cast::<f32>().read();
                 (value, AtomicU32::from_ptr(add.target.add(i as usize).cast()))
@@ -221,8 +222,8 @@ impl Block {
     }
 }
 
-/// Writes a box of a tensor to `target`: rows of 128 bytes, whose eight chunks of 16 bytes stand at chunk ^ (row % 8), and
-/// zeros where the tensor has none.
+/// Writes a box of a tensor to `target`: rows of 128 bytes, whose eight chunks of 16 bytes stand
+/// at chunk ^ (row % 8), and zeros where the tensor has none.
 ///
 /// # Safety
 /// `target` has room for the box, and the bytes that the map names can be read.

@@ -1,4 +1,5 @@
-//! A device's side of its worker process ([`super::serve`]): asks it, and starts another when it is gone.
+//! A device's side of its worker process ([`super::serve`]): asks it, and starts another when it
+//! is gone.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +17,8 @@ use crate::error::{Result, RuntimeError};
 use crate::worker::process::Process;
 use crate::worker::program::Work;
 
-/// What a launch may take beyond its time limit: its worker's own watchdog, which names block and thread, comes first.
+/// What a launch may take beyond its time limit: its worker's own watchdog, which names block and
+/// thread, comes first.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// What does not depend on which process it is.
@@ -153,7 +155,8 @@ impl Running {
         self.process.ask(request, bytes, self.time_limit).map(|(answer, _)| answer)
     }
 
-    /// What becomes of a process that did not answer: it ends, if it has not, and what it did is an error.
+    /// What becomes of a process that did not answer: it ends, if it has not, and what it did is
+    /// an error.
     fn end(mut self, request: &Request, error: &io::Error) -> RuntimeError {
         let what = self.process.fate(error, super::schedule::TIME_LIMIT);
         let blocks = self.page.running();

@@ -146,8 +146,8 @@ impl Host<'_> {
         Ok(Answer::Done)
     }
 
-    /// Does what is asked for until the span ends, in the midst of what measures or records it; what is left to answer is the
-    /// end, or the beginning where it could not begin.
+    /// Does what is asked for until the span ends, in the midst of what measures or records it;
+    /// what is left to answer is the end, or the beginning where it could not begin.
     fn span(&mut self, span: Span, link: &mut Link) -> io::Result<Result<Answer>> {
         let backend = self.backend;
         let mut broken = Ok(());

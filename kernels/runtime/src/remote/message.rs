@@ -12,7 +12,8 @@ use crate::source::SourceTree;
 use crate::tensor_map::{MapWords, TensorMap};
 use crate::worker::failure::Failure;
 
-/// The methods of [`Backend`](crate::backend::Backend) and of what it loads and records. Each is answered.
+/// The methods of [`Backend`](crate::backend::Backend) and of what it loads and records. Each is
+/// answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// The first one: opens the device; answered by [`Answer::Opened`].
@@ -87,8 +88,8 @@ pub enum Request {
     },
     /// What comes from here to [`Request::End`] is timed or recorded.
     Begin(Span),
-    /// Answered by [`Answer::Taken`] or [`Answer::Recorded`]; `failed` where the work went wrong on the device's side of the
-    /// connection.
+    /// Answered by [`Answer::Taken`] or [`Answer::Recorded`]; `failed` where the work went wrong
+    /// on the device's side of the connection.
     End {
         failed: bool,
     },

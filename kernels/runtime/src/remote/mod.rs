@@ -1,10 +1,12 @@
 //! A device in a process of its own.
 //!
-//! An illegal address or instruction of a kernel leaves a GPU's context unusable for the rest of its process, and a kernel
-//! that never ends holds it up for ever. So the context is in a [worker process](super::worker): `host` is its side, which has
-//! the actual device, and [`RemoteBackend`] the one that looks like it. A fault fails the launch that made it, with what the
-//! driver says; a request that takes too long ends the process, and is the fault of what was launched last. The next
-//! case gets a new process, once everything that lay in the memory of the old one was given back.
+//! An illegal address or instruction of a kernel leaves a GPU's context unusable for the rest of
+//! its process, and a kernel that never ends holds it up for ever. So the context is in a [worker
+//! process](super::worker): `host` is its side, which has the actual device, and [`RemoteBackend`]
+//! the one that looks like it. A fault fails the launch that made it, with what the driver says; a
+//! request that takes too long ends the process, and is the fault of what was launched last. The
+//! next case gets a new process, once everything that lay in the memory of the old one was given
+//! back.
 
 pub(super) mod host;
 mod message;
@@ -134,7 +136,8 @@ impl RemoteBackend {
     }
 }
 
-/// A span that has begun. Dropped, by a panic in its work, it ends: else all that follows would be in it.
+/// A span that has begun. Dropped, by a panic in its work, it ends: else all that follows would be
+/// in it.
 struct Begun<'b> {
     backend: &'b RemoteBackend,
 }

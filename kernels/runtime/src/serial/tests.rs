@@ -1,5 +1,5 @@
-//! A device with the recording device's memory and one stream, which is captured as CUDA's streams are, so that what threads do
-//! to each other there is tested without a GPU.
+//! A device with the recording device's memory and one stream, which is captured as CUDA's streams
+//! are, so that what threads do to each other there is tested without a GPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, mpsc};
@@ -231,7 +231,8 @@ fn device(backend: Arc<dyn Backend>) -> Device {
     Device::of(backend, crate::testing::kernels().with_text("copy.cu", SOURCE.into(), "a copy"))
 }
 
-/// Loads modules, allocates, copies, launches, records and replays in turn; an error where something is not its own.
+/// Loads modules, allocates, copies, launches, records and replays in turn; an error where
+/// something is not its own.
 fn use_device(device: &Device, own: u8) -> Result<()> {
     let backend = device.backend();
     let [x, y, z] = ["x", "y", "z"].map(|name| backend.allocate(name, BYTES, Placement::FlushBack));

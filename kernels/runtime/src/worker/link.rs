@@ -1,5 +1,5 @@
-//! What a device and its worker process say to each other, over a socket: a request or an answer as JSON, and beside it the
-//! bytes that it carries.
+//! What a device and its worker process say to each other, over a socket: a request or an answer
+//! as JSON, and beside it the bytes that it carries.
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -20,8 +20,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// An end of `stream`. `tag` is that of the first request, a number that nobody guesses; each has the next one. A kernel that
-    /// writes to the files of its process does not know it.
+    /// An end of `stream`. `tag` is that of the first request, a number that nobody guesses; each
+    /// has the next one. A kernel that writes to the files of its process does not know it.
     ///
     /// # Errors
     /// The system's.

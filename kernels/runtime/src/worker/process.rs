@@ -17,15 +17,16 @@ use crate::supervisor::Supervised;
 /// What a worker that ends by itself may take for it.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// A worker process that runs. Dropped, it is killed with everything that it started, and waited for.
+/// A worker process that runs. Dropped, it is killed with everything that it started, and waited
+/// for.
 pub struct Process {
     process: Supervised,
     link: Link,
 }
 
 impl Process {
-    /// Starts one that does `work`, for which it needs the descriptors `passed` and, where that is bounded, no more than so many
-    /// bytes of memory.
+    /// Starts one that does `work`, for which it needs the descriptors `passed` and, where that is
+    /// bounded, no more than so many bytes of memory.
     ///
     /// # Errors
     /// The system's.
@@ -80,8 +81,9 @@ impl Process {
         self.link.ask(request, bytes)
     }
 
-    /// What became of a process that did not answer for this reason, in words that go on from "it": it has ended, or is ended
-    /// by the drop that must follow; `late` where the time limit was over.
+    /// What became of a process that did not answer for this reason, in words that go on from
+    /// "it": it has ended, or is ended by the drop that must follow; `late` where the time limit
+    /// was over.
     pub fn fate(&mut self, error: &io::Error, late: &str) -> String {
         let is_late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
         let limit = if is_late { Duration::ZERO } else { LAST_WORDS };

@@ -1,8 +1,9 @@
-//! A worker process: this program, started again by a device of its own ([`super::process`]), which runs kernels and nothing
-//! else.
+//! A worker process: this program, started again by a device of its own ([`super::process`]),
+//! which runs kernels and nothing else.
 //!
-//! Every program that this library is linked into can be a worker, tests and benchmarks as well: before its `main` begins, an
-//! initialiser looks whether it was started as one, and if so it never begins.
+//! Every program that this library is linked into can be a worker, tests and benchmarks as well:
+//! before its `main` begins, an initialiser looks whether it was started as one, and if so it
+//! never begins.
 
 use std::convert::Infallible;
 use std::io;
@@ -17,7 +18,8 @@ use crate::{emulator, remote, supervisor};
 /// Tells a program that it is a worker: a [`Start`] as JSON.
 pub const VARIABLE: &str = "PARITY_WORKER";
 
-/// The code with which a worker ends that cannot read or write its connection while its device holds it: a kernel closed it.
+/// The code with which a worker ends that cannot read or write its connection while its device
+/// holds it: a kernel closed it.
 pub const DISCONNECTED: i32 = 113;
 
 /// What a worker starts with.
@@ -42,8 +44,8 @@ pub enum Work {
     Device,
 }
 
-// SAFETY of the section: its entries are functions without results that the loader calls before `main`, with arguments that
-// this one leaves alone.
+// SAFETY of the section: its entries are functions without results that the loader calls before
+// `main`, with arguments that this one leaves alone.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static INITIALISER: extern "C" fn() = become_worker;
@@ -54,7 +56,8 @@ pub fn is_linked() -> bool {
 }
 
 extern "C" fn become_worker() {
-    // The supervisor of a worker is told what its worker is to do; which of the initialisers runs first, the linker decides.
+    // The supervisor of a worker is told what its worker is to do; which of the initialisers runs
+    // first, the linker decides.
     if std::env::var_os(supervisor::VARIABLE).is_some() {
         return;
     }
@@ -65,7 +68,8 @@ extern "C" fn become_worker() {
         eprintln!("{VARIABLE} is set by no device of this program");
         end(2);
     };
-    // A thread of its own, since the first one's stack is not as large everywhere, and has no guard that is known here.
+    // A thread of its own, since the first one's stack is not as large everywhere, and has no
+    // guard that is known here.
     let served = std::thread::Builder::new().stack_size(8 << 20).spawn(move || serve(start));
     // Where it returns, the process is no worker yet, or none any more.
     let _ = served.map(|thread| thread.join());
@@ -78,8 +82,8 @@ fn end(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Bounds what this process may take. A kernel that crashes leaves no image of it on disk. Where a lower limit stands already,
-/// that one holds.
+/// Bounds what this process may take. A kernel that crashes leaves no image of it on disk. Where a
+/// lower limit stands already, that one holds.
 fn limit(memory: Option<u64>) {
     let memory = memory.map(|bytes| (libc::RLIMIT_DATA, bytes));
     for (of, bytes) in memory.into_iter().chain([(libc::RLIMIT_CORE, 0)]) {
@@ -107,7 +111,8 @@ fn serve(start: Start) -> io::Result<Infallible> {
     }
 }
 
-/// Ends this process when the device's end of the connection is closed, also in the midst of a launch.
+/// Ends this process when the device's end of the connection is closed, also in the midst of a
+/// launch.
 fn die_with(connection: i32) {
     let wait = move || {
         let mut hung_up = libc::pollfd { fd: connection, events: libc::POLLRDHUP, revents: 0 };

@@ -1,8 +1,10 @@
-//! The manager beside a plain model of what it manages: memory as the text that each row was computed from.
+//! The manager beside a plain model of what it manages: memory as the text that each row was
+//! computed from.
 //!
-//! A kernel writes to the row of a token what follows from all tokens up to it. The model writes just that, the digest of those
-//! tokens, wherever the manager's mapping says; whatever a sequence then reads must be the digest of its own tokens. What a
-//! sequence reads after chunks, reused prefixes, rejected drafts and reused slots is so what a cold run would have written.
+//! A kernel writes to the row of a token what follows from all tokens up to it. The model writes
+//! just that, the digest of those tokens, wherever the manager's mapping says; whatever a sequence
+//! then reads must be the digest of its own tokens. What a sequence reads after chunks, reused
+//! prefixes, rejected drafts and reused slots is so what a cold run would have written.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -80,8 +82,8 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
     proptest::collection::vec(operation, 1..60)
 }
 
-/// A token of a text: texts have their first one or two pages in common, but for a token in some; the last one has another first
-/// page than the first one, and the same second one.
+/// A token of a text: texts have their first one or two pages in common, but for a token in some;
+/// the last one has another first page than the first one, and the same second one.
 fn token(text: usize, position: usize) -> u32 {
     let page = position / TOKENS_PER_PAGE;
     let own = match (text, page) {
@@ -472,7 +474,8 @@ fn a_difference_at_any_position_of_a_prefix_is_another_prefix() {
     let admitted = model.manager.admit(&[&first[..], &tokens[128..]].concat()).expect("a sequence");
     assert_eq!(admitted.cached_tokens, 128);
     model.manager.release(admitted.sequence).expect("a sequence");
-    // The last token is computed again, so that there are logits: a prompt of just two pages reuses one.
+    // The last token is computed again, so that there are logits: a prompt of just two pages
+    // reuses one.
     let admitted = model.manager.admit(&tokens[..256]).expect("a sequence");
     assert_eq!(admitted.cached_tokens, 128);
 }
@@ -504,7 +507,8 @@ fn a_prefix_that_a_running_sequence_continues_is_not_given_up() {
     let mut model =
         Model::new(Capacity { num_pages: 4, num_sequences: 3, num_snapshots: 3 }, Fault::None);
     let tokens: Vec<u32> = (0..256).collect();
-    // Both compute the first page; the first one's is known, and the second one's second page continues it.
+    // Both compute the first page; the first one's is known, and the second one's second page
+    // continues it.
     let first = model.manager.admit(&tokens[..129]).expect("a sequence").sequence;
     let second = model.manager.admit(&tokens).expect("a sequence").sequence;
     for id in [first, second] {
@@ -532,7 +536,8 @@ fn slots_are_those_of_the_specification() {
     let mapping = model.manager.step(id, &[0; 6], 5).expect("a page");
     let pages = model.manager.block_table(id).expect("a table");
     assert_eq!((mapping.positions.clone(), pages.len()), (126..132, 2));
-    // A window of 128 + 6 rows, the second sequence's: token 127 completes an entry of each kind, 131 one of four tokens.
+    // A window of 128 + 6 rows, the second sequence's: token 127 completes an entry of each kind,
+    // 131 one of four tokens.
     assert_eq!(mapping.window, [260, 261, 262, 263, 264, 265]);
     assert_eq!(mapping.csa, [-1, pages[0] * 32 + 31, -1, -1, -1, pages[1] * 32]);
     assert_eq!(mapping.hca, [-1, pages[0], -1, -1, -1, -1]);

@@ -13,8 +13,8 @@ fn lanes(mask: u32) -> impl Iterator<Item = u32> {
     (0..32).filter(move |lane| mask & (1 << lane) != 0)
 }
 
-/// The collective at which the lanes of a warp arrive at the moment. Nearly always the next lane arrives at the same one,
-/// and then nothing has to be looked up that the first one found.
+/// The collective at which the lanes of a warp arrive at the moment. Nearly always the next lane
+/// arrives at the same one, and then nothing has to be looked up that the first one found.
 #[derive(Clone, Copy, Default)]
 pub struct Meeting {
     mask: u32,
@@ -27,7 +27,8 @@ pub struct Meeting {
 }
 
 impl Meeting {
-    /// Whether `lane` can only be right to come here: the others wait here, or are still on their way.
+    /// Whether `lane` can only be right to come here: the others wait here, or are still on their
+    /// way.
     fn expects(&self, lane: u32, mask: u32, op: usize) -> bool {
         let joins = self.arrived != 0 && (self.mask, self.op) == (mask, op) && self.alone;
         joins && mask & (1 << lane) != 0 && mask & self.exited == 0
@@ -54,7 +55,8 @@ impl Block {
         if let Some(reason) = self.impossible_collective(warp_base, lane, mask, op) {
             return Err(reason);
         }
-        // One lane at a time is looked up: another collective of this warp is under way, or this one begins.
+        // One lane at a time is looked up: another collective of this warp is under way, or this
+        // one begins.
         let state = |other: u32| &self.states[(warp_base + other) as usize];
         let here = |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
         let elsewhere =
@@ -187,7 +189,8 @@ pub unsafe extern "C" fn barrier(
             )
         };
     }
-    // Mostly the same literal: only of others the text is read. Of a named barrier all places are null, of the block's none is.
+    // Mostly the same literal: only of others the text is read. Of a named barrier all places are
+    // null, of the block's none is.
     if barrier.arrived > 0 && barrier.place != place && name(barrier.place) != name(place) {
         let [here, there] = [place, barrier.place].map(name);
         let what = format!(

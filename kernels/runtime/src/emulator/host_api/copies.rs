@@ -18,8 +18,9 @@ pub unsafe extern "C" fn copy_async(
 ) {
     unsafe { accessed(context, source, source_bytes.into(), AccessKind::Read) };
     let (target, source) = (target.cast::<u8>(), source.cast::<u8>());
-    // Touch both ends of both ranges here, on the issuing thread, so that a bad address is its fault.
-    // SAFETY: a bad address raises a signal on this coroutine's stack, which ends it with an error.
+    // Touch both ends of both ranges here, on the issuing thread, so that a bad address is its
+    // fault. SAFETY: a bad address raises a signal on this coroutine's stack, which ends it with
+    // an error.
     unsafe {
         if source_bytes > 0 {
             source.read_volatile();

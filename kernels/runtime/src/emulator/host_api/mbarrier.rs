@@ -2,7 +2,8 @@
 
 use super::super::block::{State, ThreadContext, abandon, maybe_yield, scheduler, suspend};
 
-// SAFETY of the functions below: see `scheduler`. `abandon` never returns, and no reference is alive there.
+// SAFETY of the functions below: see `scheduler`. `abandon` never returns, and no reference is
+// alive there.
 
 pub unsafe extern "C" fn mbarrier_init(context: *mut ThreadContext, offset: u32, arrivals: u32) {
     let (shared, shared_bytes) =

@@ -1,4 +1,5 @@
-//! What a module calls: the table [`HOST_API`], whose functions are those of `emulator::HostApi` in `emulator.h`.
+//! What a module calls: the table [`HOST_API`], whose functions are those of `emulator::HostApi`
+//! in `emulator.h`.
 
 mod async_proxy;
 mod bulk;
@@ -103,7 +104,8 @@ impl std::fmt::Display for Place {
     }
 }
 
-// SAFETY of the functions below: see `scheduler`. `place` is a structure of the module or on the calling thread's stack.
+// SAFETY of the functions below: see `scheduler`. `place` is a structure of the module or on the
+// calling thread's stack.
 
 unsafe extern "C" fn fail(context: *mut ThreadContext, message: *const c_char) {
     let what = name(message);

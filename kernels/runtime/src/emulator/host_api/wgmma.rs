@@ -98,8 +98,9 @@ impl Block {
     }
 }
 
-// SAFETY of the functions below: see `scheduler`. The first and the last are called by the operation
-// of a collective, which must return: a fault is recorded, and the collective gives the thread up.
+// SAFETY of the functions below: see `scheduler`. The first and the last are called by the
+// operation of a collective, which must return: a fault is recorded, and the collective gives the
+// thread up.
 
 pub unsafe extern "C" fn wgmma_issue(context: *mut ThreadContext, product: *const WarpProduct) {
     let block = unsafe { scheduler(context) };
