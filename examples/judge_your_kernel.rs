@@ -1,10 +1,9 @@
-//! Judge a kernel of your own, in Rust, by the cases, oracles and checks of an operator.
+//! Judge your own kernel, in Rust, with the cases, oracles and checks of an operator.
 //!
 //!     cargo run --example judge_your_kernel
 //!
-//! A [`Runner`] is whatever runs the kernels of a case. This one runs the project's own RMSNorm on
-//! the emulator and then applies the square root of a half once more: a wrong kernel, which the
-//! checks must reject.
+//! A [`Runner`] runs the kernels of a case. This one runs the project's RMSNorm on the emulator and
+//! then multiplies by the square root of one half: a wrong kernel, which the checks must reject.
 
 use std::error::Error;
 
@@ -52,7 +51,7 @@ impl Runner for Scaled {
     }
 }
 
-/// Runs the first typical case, and returns what failed.
+/// Runs the first typical case and returns what failed.
 ///
 /// # Errors
 /// No emulator, or no case.

@@ -1,17 +1,16 @@
-//! Records which commit the binary was built from, so that a report can say so where there is no
-//! git.
+//! Records the commit that the binary was built from, so that a report can name it without git.
 
 use std::process::Command;
 
 fn git(arguments: &[&str]) -> Option<String> {
-    // Status would write the index, whose new time would have everything built again.
+    // `git status` would write the index, and its new time would rebuild everything.
     let output = Command::new("git").arg("--no-optional-locks").args(arguments).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 fn main() {
     let commit = git(&["rev-parse", "HEAD"]).unwrap_or_else(|| "unknown".into());
-    // Untracked files are no part of what was built from the commit, unless they are sources.
+    // Untracked files do not make the build differ from the commit, unless they are sources.
     let dirty = git(&[
         "status",
         "--porcelain",

@@ -1,15 +1,19 @@
-//! What a commit has to run of the planted mutants, the edge cases, the saved ones, the golden
-//! files and the operators of long tests, and compile of the modules: those that it concerns, and
-//! a smoke test of the others.
+//! What a commit must run: planted mutants, edge cases, saved cases, golden files, operators of
+//! long tests, and modules to compile. A commit runs those that it concerns, and a smoke test of
+//! the others.
 //!
-//! One is concerned when a file changed that it is made of or judged by: of a module its source
-//! and every header that this includes; of a mutant those of all modules of its operator, its
-//! launcher, its oracle, its operator's file, its list. What changed is told by git, against the
-//! commit at which this branch left `origin/main`, or else against the parent commit. Where git
-//! cannot tell (a shallow clone of one commit, a binary far from its sources), everything runs. Of
-//! very many a commit takes those whose own file changed first, and of the others the same ones
-//! each time: a failure is never the luck of a draw. `PARITY_TESTS=all`, which runs at night,
-//! leaves nothing out.
+//! A commit concerns a candidate when it changed a file that the candidate is made of or judged by.
+//! For a module these are its source and every header that the source includes. For a mutant these
+//! are the files of all modules of its operator, the launcher, the oracle, the operator's file and
+//! the mutant's list.
+//!
+//! Git reports what changed, against the commit at which this branch left `origin/main`, or else
+//! against the parent commit. Where git cannot report it (a shallow clone of one commit, a binary
+//! far from its sources), everything runs.
+//!
+//! Of too many candidates a commit runs those whose own file changed first. The others are the same
+//! ones each time, so that no failure depends on a random choice. `PARITY_TESTS=all`, which runs at
+//! night, skips nothing.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -19,24 +23,22 @@ use dsv4_runtime::{RuntimeError, SourceTree};
 
 use crate::operator::AnyOperator;
 
-/// One in so many of those that a commit does not concern runs all the same, and one at least: the
-/// same for each commit.
+/// Of the candidates that a commit does not concern, one in this many runs anyway, and at least
+/// one: the same for each commit.
 const SMOKE: usize = 256;
-/// So many mutants run for a commit at most. A header that all kernels include concerns every
-/// mutant of every operator; what is left out is for the run of everything.
+/// The most mutants that run for a commit. A header that all kernels include concerns every mutant
+/// of every operator. The run of everything covers the skipped ones.
 pub const MOST_MUTANTS: usize = 16;
-/// So many modules are compiled for a commit at most, for each target.
+/// The most modules that are compiled for a commit, for each target.
 pub const MOST_MODULES: usize = 10;
 
-/// So many edge cases of sweeps run for a commit at most, of all operators that it concerns
-/// together.
+/// The most edge cases of sweeps that run for a commit, of all operators that it concerns together.
 pub const MOST_EDGE_CASES: usize = 24;
-/// The same for remembered cases.
+/// The same for saved cases.
 pub const MOST_REMEMBERED_CASES: usize = 12;
-/// So many operators does a test go through for a commit at most that takes minutes for all of
-/// them.
+/// The most operators for a commit in a test that takes minutes for all operators.
 pub const MOST_OPERATORS: usize = 2;
-/// The same as of edge cases for pairs of a golden file and an operator that it is about.
+/// The same for pairs of a golden file and an operator that it covers.
 pub const MOST_GOLDEN_FILES: usize = 4;
 
 /// What a commit changed.
@@ -44,25 +46,25 @@ pub const MOST_GOLDEN_FILES: usize = 4;
 pub struct Change {
     /// The commit.
     pub commit: String,
-    /// The commit that it is compared with.
+    /// The commit that is compared with it.
     pub base: String,
-    /// Files that differ, by their path from the root of the project; uncommitted and new ones,
-    /// too.
+    /// Files that differ, by their path from the root of the project, with uncommitted and new
+    /// files.
     pub files: BTreeSet<String>,
 }
 
-/// What a commit may concern.
+/// A candidate: something that a commit may concern.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate<'a> {
-    /// What tells it from all others.
+    /// Identifies it among all candidates.
     pub id: &'a str,
-    /// The one file that it is of, from the root of the project.
+    /// The one file that defines it, from the root of the project.
     pub own: &'a str,
     /// Every file that it is made of or judged by.
     pub files: &'a BTreeSet<String>,
 }
 
-/// What an operator has of some kind, all of which is made of or judged by the same files.
+/// What an operator has of one kind, all of it made of or judged by the same files.
 #[derive(Clone, Debug)]
 pub struct Stock {
     /// How many.
@@ -71,22 +73,22 @@ pub struct Stock {
     pub files: BTreeSet<String>,
 }
 
-/// What a commit chose of its candidates.
+/// What a commit chose among its candidates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// Which ones, in the order of the candidates.
+    /// One flag a candidate, in the order of the candidates.
     pub flags: Vec<bool>,
-    /// How many it does not concern, and that are not in the smoke test.
+    /// How many candidates the commit does not concern and the smoke test does not contain.
     pub unconcerned: usize,
-    /// How many it concerns beyond those that a commit runs.
+    /// How many candidates it concerns beyond the most that a commit runs.
     pub too_many: usize,
 }
 
 impl Change {
-    /// Of the checkout in `root`.
+    /// The change of the checkout in `root`.
     ///
     /// # Errors
-    /// Why git cannot tell what changed.
+    /// The reason why git cannot report what changed.
     pub fn of_checkout(root: &Path) -> Result<Self, String> {
         let git = |arguments: &[&str]| git(root, arguments);
         git(&["ls-files", "--error-unmatch", "Cargo.toml"])
@@ -100,7 +102,7 @@ impl Change {
         };
         let base = branched.map_or_else(parent, Ok)?;
         let changed = git(&["diff", "--name-status", "--find-renames=100%", "--relative", &base])?;
-        // STATE<tab>FILE; a file that only moved has two names, and changed nothing.
+        // STATE<tab>FILE. A file that only moved has two names and changes nothing.
         let changed =
             changed.lines().filter_map(|line| line.split_once('\t').map(|(_, file)| file));
         let changed = changed.filter(|file| !file.contains('\t'));
@@ -109,7 +111,7 @@ impl Change {
         Ok(Self { commit, base, files })
     }
 
-    /// Those that the commit runs: of those that it concerns at most `most`, and the smoke test.
+    /// Chooses at most `most` of the candidates that the commit concerns, and the smoke test.
     pub fn choose(&self, candidates: &[Candidate<'_>], most: usize) -> Chosen {
         let mut order: Vec<usize> = (0..candidates.len()).collect();
         order.sort_by_key(|&at| lot(FIXED, candidates[at].id));
@@ -130,8 +132,8 @@ impl Change {
         self.files.contains(candidate.own) || !self.files.is_disjoint(candidate.files)
     }
 
-    /// How much of each operator's stock the commit runs: all of those whose files it changed, or
-    /// together `most`, and `rest` of each of the others.
+    /// How much of each operator's stock the commit runs. Operators whose files it changed run all
+    /// of it, or `most` of it together. Each other operator runs at most `rest`.
     pub fn shares(&self, stocks: &[Stock], most: usize, rest: usize) -> Vec<usize> {
         let concerned = |stock: &Stock| !self.files.is_disjoint(&stock.files);
         let all: usize =
@@ -144,7 +146,7 @@ impl Change {
         stocks.iter().map(share).collect()
     }
 
-    /// What is left out, and why, in words; `what` they are.
+    /// Describes what is skipped, and why. `what` names the candidates.
     pub fn left_out(&self, chosen: &Chosen, what: &str, most: usize) -> String {
         let Chosen { flags, unconcerned, too_many } = chosen;
         format!(
@@ -170,12 +172,12 @@ fn git(root: &Path, arguments: &[&str]) -> Result<String, String> {
 /// The seed of choices that are the same for each commit.
 pub const FIXED: u64 = 0;
 
-/// The lot of what has this name: of many those with the lowest are drawn.
+/// The random rank of a name: of many candidates those with the lowest ranks are chosen.
 pub fn lot(seed: u64, name: &str) -> [u8; 32] {
     *blake3::hash(format!("{seed} {name}").as_bytes()).as_bytes()
 }
 
-/// The source of a kernel and every header that it includes, from the root of the project.
+/// The source of a kernel and every header that it includes, by paths from the root of the project.
 ///
 /// # Errors
 /// A kernel file that the tree does not have.
@@ -184,8 +186,8 @@ pub fn sources_of(kernel: &str, tree: &SourceTree) -> Result<BTreeSet<String>, R
     Ok(files.map(|file| format!("kernels/cuda/{}", tree.path_of(file))).collect())
 }
 
-/// The files that an operator's mutants are made of or judged by, from the root of the project.
-/// `lists` are the names of the lists of mutants that have one of its own.
+/// The files that an operator's mutants are made of or judged by, by paths from the root of the
+/// project. `lists` names the lists of mutants that have a file each.
 ///
 /// # Errors
 /// A kernel file that the tree does not have.
@@ -212,7 +214,7 @@ mod tests {
     use super::*;
     use crate::operators::registry;
 
-    /// A repository in which `commits` commits were made, each of which wrote its number to
+    /// A repository with `commits` commits, each of which wrote its number to
     /// `kernels/cuda/projections/rope.cu`.
     fn repository(commits: usize) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("a scratch directory");
@@ -341,7 +343,7 @@ mod tests {
         Change { commit: commit.into(), base: String::new(), files: [file.to_owned()].into() }
     }
 
-    /// Candidates of `rope.cu`, made of a header, too.
+    /// Candidates of `rope.cu`, which also depend on a header.
     fn chosen(commit: &str, file: &str, ids: &[String], most: usize) -> Vec<bool> {
         let files = ["kernels/cuda/projections/rope.cu", "kernels/cuda/base/header.h"]
             .map(str::to_owned)

@@ -1,24 +1,24 @@
 //! Numerical verification and parity harness for DeepSeek-V4's CUDA kernels.
 //!
-//! Data goes one way: `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record ->
-//! report`.
+//! Data flows in one direction: `strategy -> case -> inputs -> { oracle, kernel } -> checks ->
+//! record -> report`.
 //!
-//! - [`operator`]: what an operator brings, its strategy first, and the registry of all of them;
-//! - [`operators`]: each operator's: strategy, case, inputs, oracle, kernel, laws;
+//! - [`operator`]: what an operator declares, its strategy first, and the registry of all
+//!   operators;
+//! - [`operators`]: for each operator: strategy, case, inputs, oracle, kernel, laws;
 //! - [`case`]: one comparison, one line of JSON, and how its inputs are drawn;
-//! - [`external`]: a kernel that is somebody else's process;
-//! - [`judge`]: who runs a case, what is compared, and how strictly;
-//! - [`record`]: what one case leaves behind, and the journal of a run;
-//! - [`sweep`]: many cases, those that failed, and many workers that may be killed;
-//! - [`mutants`]: bugs planted on purpose, bugs by the hundred, and which checks see them;
-//! - [`change`]: what a commit has to run of all that;
-//! - [`report`]: what people read of a run, of two beside each other, and of many after one
-//!   another;
+//! - [`external`]: a third-party kernel in a separate process;
+//! - [`judge`]: what runs a case, what is compared, and how strictly;
+//! - [`record`]: the record of one case, and the journal of a run;
+//! - [`sweep`]: many cases, saved failing cases, and many workers that may be killed;
+//! - [`mutants`]: planted mutants, generated mutants, and which checks see them;
+//! - [`change`]: what a commit must run of all that;
+//! - [`report`]: the pages of one run, the comparison of two runs, and the history of many;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
-//! - [`specification`]: the sections that all of this cites;
+//! - [`specification`]: the sections that the code cites;
 //! - [`command`]: the command line.
 
-// Both panic where nobody reads: commands print by `command::output`, and nothing else prints.
+// Both macros panic when standard output is closed. Commands print through `command::output`.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod bisect;

@@ -1,5 +1,5 @@
 //! `parity`: the command line. Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, 3
-//! the demanded backend is missing, 141 nobody reads standard output; `parity replay` alone: 125
+//! the demanded backend is missing, 141 standard output is closed. Only `parity replay` has 125:
 //! the kernels do not compile or cannot run.
 
 use std::process::ExitCode;

@@ -1,8 +1,9 @@
 //! The specification (`reference/spec`), its sections, and citations of them.
 //!
-//! A citation is `inference 8.1`, `training 3` or `FM-03`. Lists share their first word:
-//! `inference 8, 8.1`, `training 3 and 4`, `inference 8 to 8.4`. [`citations`] finds them in any
-//! text, [`Citation::section`] says what they cite, and [`broken`] names those that cite nothing.
+//! A citation is `inference 8.1`, `training 3` or `FM-03`. Lists share their first word: `inference
+//! 8, 8.1`, `training 3 and 4`, `inference 8 to 8.4`. [`citations`] finds them in any text.
+//! [`Citation::section`] returns the cited section. [`broken`] lists citations of sections that do
+//! not exist.
 
 use std::fmt;
 use std::ops::Range;
@@ -17,7 +18,7 @@ use thiserror::Error;
 pub enum Document {
     /// `inference.md`: operators of the forward pass.
     Inference,
-    /// `training.md`: forward and backward of what is trained.
+    /// `training.md`: forward and backward of the trained operators.
     Training,
     /// `failure_modes.md`: the catalogue of bugs.
     FailureModes,
@@ -27,7 +28,7 @@ impl Document {
     /// Every document.
     pub const ALL: [Self; 3] = [Self::Inference, Self::Training, Self::FailureModes];
 
-    /// The file, from the repository's root.
+    /// The file's path from the repository's root.
     pub fn file(self) -> &'static str {
         match self {
             Self::Inference => "reference/spec/inference.md",
@@ -36,7 +37,7 @@ impl Document {
         }
     }
 
-    /// The file's text, as it was when this crate was built.
+    /// The file's text at the time when this crate was built.
     pub fn text(self) -> &'static str {
         match self {
             Self::Inference => {
@@ -58,27 +59,27 @@ impl Document {
 /// A section of a numbered document, or an entry of the catalogue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Section {
-    /// What cites it.
+    /// The citation of this section.
     pub citation: Citation,
     /// Its heading, without the number.
     pub title: &'static str,
-    /// The heading's anchor, as GitHub makes it.
+    /// The anchor that GitHub gives the heading.
     pub anchor: String,
-    /// What stands between its heading and the next one, of whatever level: a section's text is
-    /// without its subsections'.
+    /// The text between its heading and the next heading of any level. It does not contain the text
+    /// of subsections.
     pub text: &'static str,
 }
 
 /// A reference to a section: `inference 8.1`, `training 3`, `FM-03`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Citation {
-    /// Where the section is.
+    /// The document of the section.
     pub document: Document,
-    /// The section's number as it is written: `8`, `8.1`, `03`.
+    /// The section's number as written: `8`, `8.1`, `03`.
     pub number: String,
 }
 
-/// A text that is no citation, or more than one.
+/// A text that is not exactly one citation.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("`{0}` is not one citation, such as `inference 8.1`, `training 3` or `FM-03`")]
 pub struct NotACitation(String);
@@ -105,23 +106,24 @@ impl FromStr for Citation {
 }
 
 impl Citation {
-    /// What it cites, if there is such a section.
+    /// The cited section, if it exists.
     pub fn section(&self) -> Option<&'static Section> {
         sections().iter().find(|section| section.citation == *self)
     }
 }
 
-/// A citation and the bytes of a text that make it.
+/// A citation and its byte range in a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// What is cited.
     pub citation: Citation,
-    /// The first of a list contains the document's name, the others are numbers alone.
+    /// The range of the first citation of a list contains the document's name, the others only a
+    /// number.
     pub range: Range<usize>,
 }
 
-/// A document's name and the numbers behind it; a line may end between the two. `section` alone is
-/// a section of the document in which it stands.
+/// A document's name and the numbers after it; a line may end between the two. `section` without a
+/// name means a section of the document that contains it.
 static LIST: LazyLock<Regex> = LazyLock::new(|| {
     let gap = r"(?:[ \t]+|[ \t]*\n[ \t]*(?://[/!]?|#)?[ \t]*)";
     let number = r"§?[0-9]+(?:\.[0-9]+)?\b";
@@ -141,8 +143,8 @@ static HEADING: LazyLock<Regex> = LazyLock::new(|| {
     .expect("an expression")
 });
 
-/// The citations of a text, in its order. In a document of the specification, `home`, a bare
-/// `section 3` is one of it.
+/// The citations of a text, in order. In a document of the specification, `home`, a bare `section
+/// 3` refers to that document.
 pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
     let mut places = Vec::new();
     for list in LIST.captures_iter(text) {
@@ -174,8 +176,8 @@ pub fn citations(text: &str, home: Option<Document>) -> Vec<Place> {
     places
 }
 
-/// The citations of a text that cite no section, each with its line, counted from 1. `home` as in
-/// [`citations`].
+/// The citations in a text of sections that do not exist, each with its line, counted from 1.
+/// `home` as in [`citations`].
 pub fn broken(text: &str, home: Option<Document>) -> Vec<(usize, Citation)> {
     let line = |at: usize| 1 + text[..at].matches('\n').count();
     let missing =
@@ -212,8 +214,8 @@ fn parse(document: Document) -> Vec<Section> {
     sections
 }
 
-/// The anchor that GitHub gives a heading: letters in lower case, spaces as hyphens, other
-/// punctuation left out.
+/// The anchor that GitHub gives a heading: lower-case letters, spaces as hyphens, without other
+/// punctuation.
 fn anchor(heading: &str) -> String {
     let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.map(|c| if c == ' ' { '-' } else { c }).flat_map(char::to_lowercase).collect()
@@ -225,8 +227,8 @@ mod tests {
 
     use super::*;
 
-    /// Written apart, so that this file's own citations, which are planted to be broken, are none
-    /// to whoever scans it.
+    /// In two parts, so that a scan of this file does not find the citations that are broken on
+    /// purpose.
     const NAME: &str = concat!("infer", "ence");
 
     fn cited(text: &str) -> Vec<String> {

@@ -1,4 +1,4 @@
-//! What the device can do: measured in the same run, and on paper.
+//! The ceilings of the device: measured in the same run, and from the data sheet.
 
 use anyhow::{Result, anyhow};
 use dsv4_parity::case::{Distribution, Draw};
@@ -15,16 +15,15 @@ const COPY_BYTES: usize = 2 << 30;
 /// ceiling, and so is every kernel.
 pub const SMALLER_COPIES: [usize; 8] =
     [1 << 10, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 40 << 20, 64 << 20, 256 << 20];
-/// What the sets of buffers of such a copy take together at least: several times the second-level
-/// cache.
+/// Least total bytes of the buffer sets of such a copy: several times the L2.
 const COPIES_SPAN: usize = 512 << 20;
-/// The most sets: copies of so few bytes that more would be needed are of launches, not of memory.
+/// The most sets. Copies of few bytes would need more, but they measure launches and not memory.
 const MOST_COPIES: usize = 64;
-/// Extent of the matrix product.
+/// Size of the square GEMM.
 const MATRIX: usize = 8192;
-/// Numbers that are drawn for an operand, which repeats them.
+/// Random values for an operand, which repeats them.
 const DRAWN: usize = 1 << 20;
-/// Timed repetitions of each, after some that are not.
+/// Timed repetitions of each, after some untimed ones.
 const REPEATS: usize = 15;
 const WARM_UPS: usize = 3;
 
@@ -32,22 +31,22 @@ const WARM_UPS: usize = 3;
 pub struct Datasheet {
     /// Bytes per second of device memory.
     pub bytes_per_second: f64,
-    /// Dense FLOP per second of the narrowest operands, e4m3: twice those of bf16. (Products of
-    /// FP8 pass bf16's.)
+    /// Dense FLOP per second of the narrowest operands, e4m3: twice those of bf16. (FP8 GEMMs
+    /// exceed bf16's.)
     pub flops_per_second: f64,
 }
 
-/// The data sheet of a device by the driver's name for it; `None` where none is written down here.
+/// The data sheet of a device by the driver's name for it; `None` if this file has none.
 pub fn datasheet(device: &str) -> Option<Datasheet> {
     device
         .starts_with("NVIDIA H200")
         .then_some(Datasheet { bytes_per_second: 4.8e12, flops_per_second: 1979e12 })
 }
 
-/// Measures the copy rate and, where cublasLt is to be found, the rate of a matrix product.
+/// Measures the copy rate and, if cublasLt is found, the rate of a GEMM.
 ///
 /// # Errors
-/// The device's. A missing cublasLt is said on stderr, and is none.
+/// The device's. A missing cublasLt is reported on stderr and is not an error.
 pub fn measure(device: &Device) -> Result<Ceilings> {
     let (copy_bytes_per_second, matrix_flops_per_second) =
         (copy_rate(device)?, matrix_rate(device)?);
@@ -80,8 +79,8 @@ fn copy_rate(device: &Device) -> Result<f64> {
     Ok(2.0 * COPY_BYTES as f64 / median(seconds))
 }
 
-/// Copies of so many bytes by the driver, over sets of buffers in turn: what a kernel that moves
-/// as much is measured beside.
+/// Copies by the driver of that many bytes, round-robin over sets of buffers. A kernel that moves
+/// as many bytes is compared with them.
 pub struct Copies<'d> {
     arena: DeviceArena<'d>,
     pairs: Vec<[TensorView; 2]>,
@@ -89,14 +88,14 @@ pub struct Copies<'d> {
 }
 
 impl<'d> Copies<'d> {
-    /// Draws the sources.
+    /// Fills the sources with random values.
     ///
     /// # Errors
     /// The device's.
     pub fn place(device: &'d Device, bytes: usize) -> Result<Self> {
         let mut arena = DeviceArena::new(device, Contract::NAN);
         let sets = COPIES_SPAN.div_ceil(2 * bytes).clamp(2, MOST_COPIES);
-        // One source is drawn, and the others are its copies.
+        // One source is random, and the others are its copies.
         let first = normal(&mut arena, "source", &[bytes / 2])?;
         let mut pairs = vec![[first.clone(), arena.output("target", DType::U8, &[bytes])?]];
         for _ in 1..sets {
@@ -132,7 +131,7 @@ impl Callee for Copies<'_> {
     }
 }
 
-/// A bf16 tensor of normal deviates, which repeat.
+/// A bf16 tensor of normally distributed random values, which repeat.
 fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<TensorView> {
     let drawn = Draw::new(0, name).values(Distribution::Normal, 1, DRAWN, 1.0);
     let drawn = HostTensor::from_f64(DType::Bf16, &[DRAWN], &drawn).bytes;
@@ -147,14 +146,14 @@ fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<Te
     Ok(view)
 }
 
-/// FLOP per second of the matrix product.
+/// FLOP per second of the GEMM.
 fn matrix_rate(device: &Device) -> Result<Option<f64>> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let shape = [MATRIX, MATRIX];
     let a = normal(&mut arena, "matrix a", &shape)?;
     let b = normal(&mut arena, "matrix b", &shape)?;
     let c = arena.output("matrix c", DType::Bf16, &shape)?;
-    // The product runs on a backend, and so on a stream, of its own.
+    // The GEMM runs on a separate backend, and so on a separate stream.
     device.backend().synchronize()?;
     let product =
         CudaBackend::new(ModuleCache::new(ModuleCache::default_dir())).and_then(|backend| {

@@ -1,4 +1,4 @@
-//! The time that criterion measures: the device's own.
+//! The clock of criterion: it measures device time.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -8,17 +8,18 @@ use criterion::Throughput;
 use criterion::measurement::{Measurement, ValueFormatter};
 use dsv4_runtime::{Device, Result};
 
-/// A clock that runs only while the device works: it advances by the time between two CUDA events
-/// around what was recorded as a graph (on the emulator: by the wall clock). What the host does
-/// costs nothing: two launches of a few microseconds each, enqueued one by one, take as long as
-/// the host takes for them.
+/// A clock that runs only while the device works. It advances by the time between two CUDA events
+/// around work that was recorded as a graph (on the emulator: by the wall clock). Host time does
+/// not count. Without a graph, two launches of a few microseconds would take as long as the host
+/// needs to enqueue them.
 #[derive(Clone, Default)]
 pub struct DeviceTime {
     now: Rc<Cell<Duration>>,
 }
 
 impl DeviceTime {
-    /// Runs what `work` enqueues between two events, advances the clock and returns by how much.
+    /// Runs the work that `work` enqueues between two events, advances the clock and returns the
+    /// time.
     ///
     /// # Errors
     /// Those of `work` and of the device.
@@ -62,7 +63,7 @@ impl Measurement for DeviceTime {
     }
 }
 
-/// Microseconds, decimal gigabytes per second, and (elements are FLOP) teraflops per second.
+/// Microseconds, decimal gigabytes per second, and teraflops per second (one element is one FLOP).
 struct DeviceFormatter;
 
 impl ValueFormatter for DeviceFormatter {

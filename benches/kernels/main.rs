@@ -1,18 +1,18 @@
-//! Criterion benchmarks of every operator's kernels, as their declarations say
+//! Criterion benchmarks of every operator's kernels, as their declarations define them
 //! ([`dsv4_parity::operator::declared::Operator::benchmarks`]).
 //!
-//! On a GPU the clock is a pair of CUDA events around many launches ([`clock`]), buffers rotate so
-//! that the second-level cache holds nothing of them, and the device's own rates are measured in
-//! the same run ([`ceilings`]), with copies of fewer bytes among the benchmarks. After timing,
-//! rows of what the timed launches wrote are compared with the oracle. Without a GPU the emulator
-//! and the oracles are timed on small shapes.
+//! On a GPU the clock is a pair of CUDA events around many launches ([`clock`]). Buffers rotate so
+//! that the L2 holds none of them. The device's own rates are measured in the same run
+//! ([`ceilings`]), with copies of fewer bytes among the benchmarks. After timing, some rows that
+//! the timed launches wrote are compared with the oracle. Without a GPU the emulator and the
+//! oracles are timed on small shapes.
 //!
-//! Results go to criterion's directory, with the facts that `parity run --criterion DIR` needs
-//! beside them. `PARITY_BENCH_LOG` names a file to which a turn and its samples are appended for
-//! `parity beside`: what earlier turns did not reach comes first; `PARITY_BENCH_PAIRS` its list of
-//! pairs, and then only the benchmarks of that list run. Criterion's filter, a regular expression,
-//! chooses among them, and `--exact` takes one id. The exit code is 0 only when every benchmark
-//! that ran was compared, agreed, and stayed below what the device can do on paper.
+//! Results go to criterion's directory, next to the facts that `parity run --criterion DIR` needs.
+//! `PARITY_BENCH_LOG` names a file to which a turn and its samples are appended for `parity
+//! beside`; benchmarks that earlier turns did not reach run first. `PARITY_BENCH_PAIRS` names the
+//! list of pairs, and then only the benchmarks of that list run. Criterion's filter, a regular
+//! expression, selects benchmarks, and `--exact` takes one id. The exit code is 0 only when every
+//! benchmark that ran was compared, agreed, and stayed below the data sheet's rates.
 
 mod ceilings;
 mod clock;
@@ -31,7 +31,7 @@ use dsv4_runtime::BackendKind;
 
 use session::Session;
 
-/// The device of `PARITY_BACKEND` and the files of `parity beside`; criterion reads the command
+/// The device of `PARITY_BACKEND` and the files of `parity beside`; criterion parses the command
 /// line.
 #[derive(clap::Parser)]
 struct Environment {
@@ -55,8 +55,8 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<bool> {
-    // The matrix rate is that of a library that works on memory of this process, and nothing
-    // stands between a launch and its time.
+    // The library of the GEMM rate works on memory of this process, and nothing is between a launch
+    // and its time.
     let environment = Environment::try_parse_from(["kernels", "--in-process"])?;
     let device = environment.device.open()?;
     let gpu = device.environment().backend == BackendKind::Cuda;

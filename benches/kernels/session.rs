@@ -1,4 +1,5 @@
-//! One run of the benchmarks: times, rechecks, and writes what criterion does not know.
+//! One run of the benchmarks: times them, compares their results, and writes what criterion does
+//! not record.
 
 use std::any::Any;
 use std::cell::{Cell, OnceCell};
@@ -33,17 +34,16 @@ pub struct Session<'d> {
     facts: Facts,
     datasheet: Option<Datasheet>,
     failures: Vec<String>,
-    /// Only benchmarks of this list run, where there is one.
+    /// Only benchmarks of this list run, if a list is given.
     pairs: Option<Pairs>,
     /// Where samples go for `parity beside`.
     log: Option<Writer>,
-    /// Whether criterion measures and keeps results, as opposed to `--test`, `--list` and the like.
+    /// Whether criterion measures and keeps results, not `--test`, `--list` or similar.
     measuring: bool,
 }
 
 impl<'d> Session<'d> {
-    /// Reads criterion's command line; `pairs` are the benchmarks to run, all where there is no
-    /// list.
+    /// Reads criterion's command line; `pairs` lists the benchmarks to run; without it all run.
     pub fn new(device: &'d Device, pairs: Option<Pairs>) -> Self {
         let environment = device.environment();
         let (samples, warm_up, measurement) = match environment.backend {
@@ -80,11 +80,11 @@ impl<'d> Session<'d> {
         }
     }
 
-    /// Holds the list of pairs against the benchmarks that there are, before any of them takes the
-    /// device's time.
+    /// Checks the list of pairs against the existing benchmarks, before a benchmark takes device
+    /// time.
     ///
     /// # Errors
-    /// An id of the list that none of `benchmarks` has.
+    /// An id in the list that no benchmark has.
     pub fn check_pairs<'b>(&self, benchmarks: impl Iterator<Item = &'b dyn Timed>) -> Result<()> {
         let Some(pairs) = &self.pairs else { return Ok(()) };
         let ids: BTreeSet<String> =
@@ -92,12 +92,12 @@ impl<'d> Session<'d> {
         Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
     }
 
-    /// Starts a turn in the log for `parity beside`, if anything is to be measured. What fewer of
-    /// its turns have timed goes to the front: a turn may be cut short.
+    /// Starts a turn in the log for `parity beside`, if something is measured. Benchmarks that
+    /// fewer turns have timed run first, because a turn may end early.
     ///
     /// # Errors
-    /// A file that cannot be read or written; a device that is no GPU, whose times are none to put
-    /// next to others.
+    /// A file that cannot be read or written; a device that is not a GPU, whose times cannot be
+    /// compared with others.
     pub fn start_log(&mut self, path: &Path, benchmarks: &mut [&dyn Timed]) -> Result<()> {
         if !self.measuring {
             return Ok(());
@@ -163,7 +163,7 @@ impl<'d> Session<'d> {
         }))
     }
 
-    /// Measures the device's rates, if anything is to be measured.
+    /// Measures the device's rates, if something is measured.
     ///
     /// # Errors
     /// The device's.
@@ -177,8 +177,8 @@ impl<'d> Session<'d> {
         Ok(())
     }
 
-    /// Times copies by the driver, as the benchmarks are timed: what moving so few bytes takes on
-    /// this device.
+    /// Times copies by the driver in the same way as the benchmarks: the time that moving few bytes
+    /// takes on this device.
     ///
     /// # Errors
     /// The device's.
@@ -194,11 +194,12 @@ impl<'d> Session<'d> {
         Ok(())
     }
 
-    /// Times one benchmark if it can run here and the filter admits it, and rechecks what it wrote.
+    /// Times one benchmark if it can run here and the filter selects it, and compares what it
+    /// wrote.
     ///
     /// # Errors
-    /// What the device or a launcher refuses. Disagreements are collected instead, for
-    /// [`Session::finish`].
+    /// Errors of the device or a launcher. Disagreements are collected for [`Session::finish`]
+    /// instead.
     pub fn run(&mut self, benchmark: &dyn Timed) -> Result<()> {
         let id = Id::of(benchmark);
         let listed = |pairs: &Pairs| pairs.pairs.iter().any(|pair| pair.ours == id.to_string());
@@ -214,11 +215,11 @@ impl<'d> Session<'d> {
         self.run_callee(&id, benchmark.work(), benchmark.rate(), &place)
     }
 
-    /// Times the oracle of a benchmark's call on the host: how long the truth takes. Its bytes and
-    /// FLOP are those of the kernel's call, so that the two rates compare.
+    /// Times the oracle of a benchmark's call on the host. Its bytes and FLOP are those of the
+    /// kernel's call, so that the two rates compare.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// The oracle's.
     pub fn run_oracle(&mut self, benchmark: &dyn Timed) -> Result<()> {
         let Id { group, name } = Id::of(benchmark);
         let name =
@@ -245,7 +246,7 @@ impl<'d> Session<'d> {
                 );
                 self.log_time(id, &work, rate)?;
                 self.facts.work.insert(id.to_string(), work);
-                // A run that is cut short leaves what it has measured.
+                // An interrupted run leaves what it has measured.
                 self.facts.write(&self.directory).map_err(anyhow::Error::msg)?;
                 return Ok(());
             }
@@ -255,7 +256,8 @@ impl<'d> Session<'d> {
         self.log_skip(id, &problem)
     }
 
-    /// Hands the benchmark to criterion, whose closures cannot fail: errors leave by unwinding.
+    /// Runs the benchmark in criterion, whose closures cannot return errors: errors leave by
+    /// unwinding.
     fn time(
         &mut self,
         id: &Id,
@@ -297,7 +299,7 @@ impl<'d> Session<'d> {
         self.failures.push(format!("{id}: {problem}"));
     }
 
-    /// A rate above the data sheet's is a mistake in the measurement.
+    /// A rate above the data sheet's is an error in the measurement.
     fn check_rates(&mut self, id: &str, bytes_per_second: f64, flops_per_second: f64) -> bool {
         let Some(datasheet) = &self.datasheet else { return true };
         let rates = [
@@ -312,7 +314,8 @@ impl<'d> Session<'d> {
         beyond.is_none()
     }
 
-    /// Writes the facts and holds every result to the data sheet; whether all is well.
+    /// Writes the facts and checks every result against the data sheet; returns whether all is
+    /// well.
     ///
     /// # Errors
     /// Results that cannot be written or read back, or that are missing.
@@ -341,7 +344,7 @@ impl<'d> Session<'d> {
     }
 }
 
-/// What criterion knows a benchmark by.
+/// Criterion's id of a benchmark.
 struct Id {
     group: String,
     name: String,
@@ -352,7 +355,7 @@ impl Id {
         Self { group: benchmark.group(), name: benchmark.name().to_owned() }
     }
 
-    /// Of a copy whose either side has so many bytes.
+    /// The id of a copy with this many bytes on each side.
     fn of_copy(bytes: usize) -> Self {
         let name = format!("{:.3} MB read and written", 2.0 * bytes as f64 * 1e-6);
         Self { group: "device_copy".into(), name }
@@ -365,19 +368,19 @@ impl fmt::Display for Id {
     }
 }
 
-/// What is called under the clock: kernels on their buffers, or an oracle.
+/// What the clock measures: kernels on their buffers, or an oracle.
 pub trait Callee {
-    /// How many sets of buffers there are. Calls take them in turn.
+    /// How many sets of buffers exist. Calls use them round-robin.
     fn sets(&self) -> usize;
 
     /// Enqueues one call on a set.
     fn call(&self, set: usize) -> std::result::Result<(), RuntimeError>;
 
-    /// Compares what the last call on `set` computed; how many elements.
+    /// Compares the results of the last call on `set`; returns how many elements.
     fn recheck(&self, set: usize) -> Result<u64>;
 }
 
-/// Makes it; called only when the benchmark runs.
+/// Makes the callee; called only when the benchmark runs.
 type Place<'p, 'd> = dyn Fn() -> Result<Box<dyn Callee + 'd>> + 'p;
 
 impl Callee for Box<dyn Buffers + '_> {
@@ -406,7 +409,7 @@ impl Callee for OracleCall {
         Ok(())
     }
 
-    /// Two runs are bit-equal: nothing else can judge the judge here.
+    /// Two runs must be bit-equal: nothing else can check the oracle here.
     fn recheck(&self, _: usize) -> Result<u64> {
         let (first, second) = (self()?, self()?);
         let equal = first.iter().map(|x| x.to_bits()).eq(second.iter().map(|x| x.to_bits()));
@@ -414,8 +417,8 @@ impl Callee for OracleCall {
     }
 }
 
-/// Prepares a benchmark and calls it once on each set: compilation must be over before criterion
-/// guesses from its warm-up how long a call takes.
+/// Prepares a benchmark and calls it once on each set. Compilation must end before criterion's
+/// warm-up estimates the time of a call.
 fn ready<'d>(place: &Place<'_, 'd>, device: &Device) -> Result<Box<dyn Callee + 'd>> {
     let callee = place()?;
     (0..callee.sets()).try_for_each(|set| callee.call(set))?;
@@ -423,7 +426,7 @@ fn ready<'d>(place: &Place<'_, 'd>, device: &Device) -> Result<Box<dyn Callee + 
     Ok(callee)
 }
 
-/// Whether criterion's command line asks for measurements that are kept.
+/// Whether criterion's command line requests measurements that are kept.
 fn measuring() -> bool {
     let otherwise = ["--test", "--list", "--profile-time", "--discard-baseline", "--load-baseline"];
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -433,12 +436,13 @@ fn measuring() -> bool {
             .any(|argument| otherwise.iter().any(|prefix| argument.starts_with(prefix)))
 }
 
-/// Leaves criterion's closures with an error; the panic hook stays silent.
+/// Leaves criterion's closures with an error; the panic hook prints nothing.
 fn leave(error: anyhow::Error) -> ! {
     resume_unwind(Box::new(error))
 }
 
-/// The error that [`leave`] threw. Anything else is a panic of criterion's or of ours: it goes on.
+/// The error that [`leave`] threw. Any other panic is a bug of criterion or of this program and
+/// continues.
 fn error_of(panic: Box<dyn Any + Send>) -> anyhow::Error {
     match panic.downcast::<anyhow::Error>() {
         Ok(error) => *error,

@@ -1,6 +1,6 @@
-//! What launchers check before they launch. Every refusal names the argument and the value.
+//! What launchers check before they launch. Every error names the argument and the value.
 //!
-//! A launcher declares its tensors once, with named axes, and gets the extents of those axes back:
+//! A launcher declares its tensors once, with named axes, and gets the sizes of those axes back:
 //!
 //! ```text
 //! let [num_rows, width] = CHECK.signature(views, [
@@ -20,7 +20,7 @@ pub(crate) const FLOATS: [DType; 2] = [DType::Bf16, DType::F32];
 /// Defines by name.
 pub(crate) type Defines = Vec<(&'static str, String)>;
 
-/// The defines that name types of elements.
+/// The defines for the element types.
 pub(crate) fn element_types(types: &[(&'static str, DType)]) -> Defines {
     types.iter().map(|(name, dtype)| (*name, dtype.c_name().to_owned())).collect()
 }
@@ -81,7 +81,7 @@ impl Arguments {
             .or_else(|_| self.refuse(argument, format!("{value} must fit 32 bits")))
     }
 
-    /// The scratch memory has so many bytes.
+    /// The scratch memory has at least the required bytes.
     pub fn holds(self, argument: &'static str, scratch: &TensorView, needed: usize) -> Result<()> {
         let bytes = scratch.elements() * scratch.dtype.size();
         if bytes >= needed {
@@ -105,13 +105,13 @@ impl Arguments {
     }
 }
 
-/// Where the elements of a tensor may lie.
+/// Which memory layouts of a tensor are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Layout {
     /// Row-major without gaps.
     Dense,
-    /// The last axis is contiguous, the others come in any order and with any gaps, and no two
-    /// elements coincide.
+    /// The last axis is contiguous. The others have any order and any gaps, and no two elements
+    /// overlap.
     Rows,
     /// [`Self::Rows`], and each row starts at a multiple of 16 bytes.
     AlignedRows,
@@ -122,13 +122,13 @@ enum Layout {
 enum Presence {
     Required,
     Optional,
-    /// Absent where one of the tensors that it goes `with` is, and otherwise optional.
+    /// Absent where one of the tensors that it goes `with` is absent, otherwise optional.
     Dependent,
-    /// It may be among the views, and this call has no use for it.
+    /// It may be among the views; this call does not use it.
     Ignored,
 }
 
-/// One tensor of a signature. Dense, of f32 and required, unless it is said to be otherwise.
+/// One tensor of a signature. By default dense, f32 and required.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Argument<'a> {
     name: &'static str,
@@ -137,11 +137,11 @@ pub(crate) struct Argument<'a> {
     /// `None` is any shape.
     axes: Option<&'static [&'static str]>,
     types: &'static [DType],
-    /// Whose axes and type it has, whose type alone.
+    /// The tensor whose axes and type it has, and the tensor whose type only.
     like: Option<&'static str>,
     typed: Option<&'static str>,
     layout: Layout,
-    /// Bytes that the address is a multiple of, beside those of an element.
+    /// Alignment of the address in bytes, in addition to that of an element.
     alignment: u64,
     may_be: Option<&'static str>,
     presence: Presence,
@@ -171,7 +171,7 @@ pub(crate) fn write<'a>(name: &'static str) -> Argument<'a> {
     Argument { written: true, ..read(name) }
 }
 
-/// A tensor that one launch writes and a `later` one, such as the backward, reads.
+/// A tensor that one launch writes and a `later` launch, such as the backward, reads.
 pub(crate) fn saved<'a>(name: &'static str, later: bool) -> Argument<'a> {
     Argument { written: !later, ..read(name) }
 }
@@ -188,7 +188,7 @@ impl Argument<'_> {
         Self { types, ..self }
     }
 
-    /// It has these axes, whose extents are those of the other tensors that have them.
+    /// It has these axes. Their sizes are those of the same axes of other tensors.
     pub fn axes(self, axes: &'static [&'static str]) -> Self {
         Self { axes: Some(axes), ..self }
     }
@@ -203,8 +203,8 @@ impl Argument<'_> {
         Self { typed: Some(other), ..self }
     }
 
-    /// The last axis is contiguous, the others lie in any order and with any gaps, as long as no
-    /// two elements coincide.
+    /// The last axis is contiguous. The others have any order and any gaps, as long as no two
+    /// elements overlap.
     pub fn rows(self) -> Self {
         Self { layout: Layout::Rows, ..self }
     }
@@ -214,7 +214,7 @@ impl Argument<'_> {
         Self { layout: Layout::AlignedRows, ..self }
     }
 
-    /// It may be another tensor itself, element by element.
+    /// It may be the same memory as another tensor, element by element.
     pub fn may_be(self, other: &'static str) -> Self {
         Self { may_be: Some(other), ..self }
     }
@@ -224,23 +224,23 @@ impl Argument<'_> {
         Self { presence: Presence::Optional, ..self }
     }
 
-    /// It is present exactly when other tensors all are.
+    /// It is present exactly when all of the other tensors are.
     pub fn with(self, others: &'static [&'static str]) -> Self {
         Self { with: others, ..self.optional() }
     }
 
-    /// It may be absent, and is unless other tensors all are present.
+    /// It may be absent, and it must be absent unless all of the other tensors are present.
     pub fn only_with(self, others: &'static [&'static str]) -> Self {
         Self { with: others, presence: Presence::Dependent, ..self }
     }
 
-    /// Unless `taken`, the call has no use for it, be it there or not.
+    /// Unless `taken`, the call does not use it, whether it is present or absent.
     pub fn when(self, taken: bool) -> Self {
         if taken { self } else { Self { presence: Presence::Ignored, with: &[], ..self } }
     }
 }
 
-/// What an extent may be.
+/// The allowed sizes of an axis.
 #[derive(Clone, Copy)]
 struct Rule {
     axis: &'static str,
@@ -248,8 +248,8 @@ struct Rule {
     most: usize,
 }
 
-/// The tensors of one call, and what their extents may be. Extents fit 32 bits unless
-/// [`Self::wide`] says otherwise.
+/// The tensors of one call, and the allowed sizes of their axes. Sizes fit 32 bits except after
+/// [`Self::wide`].
 pub(crate) struct Signature<'a> {
     check: Arguments,
     views: &'a Views,
@@ -259,27 +259,27 @@ pub(crate) struct Signature<'a> {
 }
 
 impl<'a> Signature<'a> {
-    /// The extent of an axis is known beforehand.
+    /// The size of this axis is known before the call.
     pub fn given(mut self, axis: &'static str, extent: usize) -> Self {
         self.bound.push((axis, extent));
         self
     }
 
-    /// The extent of an axis is a multiple of `multiple`, not 0 and at most `most`.
+    /// The size of an axis is a multiple of `multiple`, not 0 and at most `most`.
     pub fn extent(mut self, axis: &'static str, multiple: usize, most: usize) -> Self {
         self.rules.push(Rule { axis, multiple, most });
         self
     }
 
-    /// The kernels count along an axis in 64 bits.
+    /// The kernels count along this axis in 64 bits.
     pub fn wide(self, axis: &'static str) -> Self {
         self.extent(axis, 0, usize::MAX)
     }
 
-    /// Checks every tensor: that it is there, its number of axes, its extents against those of the
-    /// same axes elsewhere, its type, its alignment and its layout; then that none of them which
-    /// is written shares memory with any other tensor. Returns the extents of these axes, 0 for
-    /// one that no present tensor has.
+    /// Checks every tensor: presence, number of axes, type, alignment and layout. Checks each size
+    /// against that of the same axis in other tensors. Then checks that no written tensor shares
+    /// memory with any other tensor. Returns the sizes of these axes, 0 for an axis that no present
+    /// tensor has.
     ///
     /// # Errors
     /// [`RuntimeError::Argument`] for the first tensor, in the order of the declarations, that
@@ -303,13 +303,13 @@ impl<'a> Signature<'a> {
         Ok(axes.map(|axis| self.bound(axis).unwrap_or(0)))
     }
 
-    /// The parameters of these tensors: of each a pointer and, where it has rows, the strides of
-    /// all its axes but the last: `x_row_stride` for axis `num_rows` of `x`. An absent tensor is
-    /// `nullptr` with strides of 0.
+    /// The parameters of these tensors: a pointer for each. A tensor with rows also has the strides
+    /// of all its axes but the last, such as `x_row_stride` for axis `num_rows` of `x`. An absent
+    /// tensor is `nullptr` with strides of 0.
     ///
     /// # Panics
-    /// A name that the signature does not have: a mistake in the launcher, which every call of it
-    /// shows.
+    /// For a name that the signature does not have. That is a mistake in the launcher, which every
+    /// call shows.
     pub fn params(&self, names: &[&'static str]) -> Params {
         names.iter().fold(self.check.params(), |params, name| {
             let tensor =
@@ -329,7 +329,7 @@ impl<'a> Signature<'a> {
         })
     }
 
-    /// Whether accesses of 16 bytes fit every row of every tensor that has rows.
+    /// Whether 16-byte accesses fit every row of every tensor that has rows.
     pub fn vectorised(&self) -> bool {
         let rows = self
             .tensors
@@ -339,7 +339,7 @@ impl<'a> Signature<'a> {
         rows.into_iter().all(holds_wide_rows)
     }
 
-    /// The same of the tensors of these names, of those that there are: others are no rows of
+    /// The same for the tensors of these names that are present. Other tensors are not rows of
     /// elements.
     pub fn vectorised_rows(&self, names: &[&str]) -> bool {
         names.iter().filter_map(|name| self.find(name)?.view).all(holds_wide_rows)
@@ -353,7 +353,7 @@ impl<'a> Signature<'a> {
         self.bound.iter().find(|(name, _)| *name == axis).map(|&(_, extent)| extent)
     }
 
-    /// Whatever a declaration refers to is declared.
+    /// Every tensor that a declaration refers to is declared.
     fn names(&self, tensor: &Argument<'_>) -> Result<()> {
         let others = [tensor.like, tensor.typed, tensor.may_be].into_iter().flatten();
         match others.chain(tensor.with.iter().copied()).find(|other| self.find(other).is_none()) {
@@ -514,7 +514,7 @@ impl<'a> Signature<'a> {
     fn overlaps(&self) -> Result<()> {
         let written = |number: usize| self.tensors[number].written;
         for number in (0..self.tensors.len()).filter(|&number| written(number)) {
-            // Two written tensors are compared once: the later one is refused.
+            // Two written tensors are compared once: the later one is rejected.
             for other in (0..self.tensors.len()).filter(|&other| !written(other) || other < number)
             {
                 self.overlap(&self.tensors[number], &self.tensors[other])?;
@@ -535,8 +535,8 @@ impl<'a> Signature<'a> {
     }
 }
 
-/// An axis along which elements would come to lie among those of another; of what is left, no two
-/// coincide.
+/// An axis along which elements would overlap those of another axis. The remaining elements do not
+/// overlap.
 fn coinciding_axis(view: &TensorView) -> Option<usize> {
     let last = view.shape.len().saturating_sub(1);
     let mut axes: Vec<usize> = (0..last).filter(|&axis| view.shape[axis] > 1).collect();
@@ -559,19 +559,19 @@ pub(crate) fn is_aligned(view: &TensorView) -> bool {
             .all(|axis| view.shape[axis] <= 1 || view.strides[axis] % elements == 0)
 }
 
-/// Whether accesses of 16 bytes fit every row, up to its end.
+/// Whether 16-byte accesses fit every row, up to its end.
 fn holds_wide_rows(view: &TensorView) -> bool {
     view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16))
         && is_aligned(view)
 }
 
-/// Blocks of so many threads that take a row, by 16-byte accesses or one element a thread.
+/// Blocks of this many threads that process a row, with 16-byte accesses or one element a thread.
 pub(crate) fn pieces(width: usize, dtype: DType, vectorised: bool, threads: usize) -> usize {
     let count = if vectorised { 16 / dtype.size() } else { 1 };
     width.div_ceil(threads * count)
 }
 
-/// Parts of a scratch memory, one behind the other, each at a multiple of 16 bytes.
+/// Parts of a scratch memory, one after the other, each at a multiple of 16 bytes.
 #[derive(Default)]
 pub(crate) struct Parts {
     /// Bytes of all parts.
@@ -579,12 +579,12 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// A further part, of so many 4-byte words for each of a product of counts: the byte offset at
-    /// which it starts.
+    /// Adds a part: this many 4-byte words for each element of a product of counts. Returns the
+    /// byte offset at which it starts.
     pub fn words(&mut self, counts: &[usize]) -> usize {
         let words = counts.iter().try_fold(4usize, |words, &count| words.checked_mul(count));
         let start = self.bytes;
-        // What does not fit needs more than any memory has.
+        // A size that does not fit is more than any memory has.
         let end = words
             .and_then(|bytes| bytes.checked_next_multiple_of(16))
             .and_then(|bytes| start.checked_add(bytes));
@@ -610,7 +610,7 @@ mod tests {
         TensorView::dense("a view", address, DType::F32, shape)
     }
 
-    /// A tensor that is read, found or absent already.
+    /// A tensor that is read, either present or absent.
     fn read_at<'a>(name: &'static str, view: impl Into<Option<&'a TensorView>>) -> Argument<'a> {
         Argument { view: view.into(), ..read(name).optional() }
     }
@@ -627,14 +627,14 @@ mod tests {
         Argument { view: view.into(), ..scratch(name, alignment).optional() }
     }
 
-    /// A signature of tensors that are found or absent already.
+    /// A signature of tensors that are already looked up.
     fn signature_at<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> Signature<'a> {
         static NONE: Views = Views::new();
         let tensors = tensors.into_iter().collect();
         Signature { check: CHECK, views: &NONE, tensors, bound: Vec::new(), rules: Vec::new() }
     }
 
-    /// The refusal of a signature, `argument: reason`.
+    /// The error of a signature, `argument: reason`.
     fn refusal<'a>(tensors: impl IntoIterator<Item = Argument<'a>>) -> String {
         refusal_of(signature_at(tensors))
     }
@@ -721,7 +721,7 @@ mod tests {
             rows(&view(0, DType::F32, &[2, 3, 4], &strides))
                 .unwrap_or_else(|error| panic!("{strides:?}: {error}"));
         }
-        // Along an axis of one entry nothing is ever reached.
+        // Along an axis of one entry the stride is never applied.
         rows(&view(0, DType::F32, &[2, 1, 4], &[4, -9, 1])).expect("one entry");
         rows(&view(0, DType::F32, &[2, 3, 1], &[1, 2, 77])).expect("columns of one element");
     }
@@ -809,7 +809,8 @@ mod tests {
             refusal([read_at("x", &x).axes(axes), write_at("y", &y).axes(axes)]),
             "y: it overlaps `x`"
         );
-        // Declared before or behind what it overlaps; of two written ones the later is refused.
+        // Declared before or after the tensor that it overlaps. Of two written tensors the later is
+        // rejected.
         assert_eq!(
             refusal([write_at("y", &y).axes(axes), read_at("x", &x).axes(axes)]),
             "y: it overlaps `x`"

@@ -6,24 +6,23 @@ use dsv4_runtime::{BackendKind, Environment, Result};
 /// Which of an operator's implementations runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Implementation {
-    /// [`Self::Hopper`] where device and shape permit and it is the faster one, otherwise
+    /// [`Self::Hopper`] where device and shape permit it and it is faster, otherwise
     /// [`Self::Portable`].
     #[default]
     Auto,
     /// `NAME.cu`: `mma.sync` and `cp.async`, sm_80 and later, every shape.
     Portable,
-    /// `NAME_hopper*.cu`: `wgmma` and mbarriers, sm_90a and the emulator. What shapes it takes the
-    /// operator says; others are refused.
+    /// `NAME_hopper*.cu`: `wgmma` and mbarriers, sm_90a and the emulator. The operator declares
+    /// which shapes it takes; others are rejected.
     Hopper,
 }
 
 impl Implementation {
-    /// Heads up to which the portable kernels are the faster ones: a block of the others takes 64
-    /// rows, and wastes three quarters of its products on so few.
+    /// The largest number of heads for which the portable kernels are faster. A block of the Hopper
+    /// kernels takes 64 rows; with this few heads three quarters of its MMA work is wasted.
     pub const FEW_HEADS: usize = 16;
 
-    /// Why these kernels cannot run on a device like this one, whatever the shape; `None` where
-    /// they can.
+    /// Why these kernels cannot run on a device like this one, for any shape; `None` if they can.
     pub fn cannot_run_on(self, environment: &Environment) -> Option<String> {
         let other_gpu = environment.backend == BackendKind::Cuda && environment.target != "sm_90a";
         (self == Self::Hopper && other_gpu).then(|| {
@@ -31,11 +30,11 @@ impl Implementation {
         })
     }
 
-    /// Whether an operator's Hopper kernels run for `num_heads` heads. `misfit` says why the shape
-    /// is none of theirs, if it is none.
+    /// Whether an operator's Hopper kernels run for `num_heads` heads. `misfit` is the reason why
+    /// they do not take the shape, if there is one.
     ///
     /// # Errors
-    /// They are asked for and cannot run.
+    /// They are requested and cannot run.
     pub(crate) fn runs_hopper(
         self,
         arguments: Arguments,

@@ -1,7 +1,7 @@
 //! DeepSeek-V4's operators in CUDA C++, and their launchers. `dsv4-runtime` runs them.
 //!
-//! `kernels/cuda/FAMILY/NAME.cu` is what runs, `kernels/src/FAMILY/NAME.rs` is how it is launched.
-//! Nothing here knows the oracles (`reference/`): a kernel cannot borrow its own judge.
+//! `kernels/cuda/FAMILY/NAME.cu` is the kernel, `kernels/src/FAMILY/NAME.rs` its launcher. This
+//! crate does not depend on the oracles (`reference/`): a kernel cannot use its own reference.
 
 mod arguments;
 pub mod attention;
@@ -22,13 +22,13 @@ static EMBEDDED: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/cuda");
 /// The kernel sources that this binary was built with.
 ///
 /// # Panics
-/// Where two of them have one name: no test of this repository would pass.
+/// If two of them have the same name. No test of this repository would pass then.
 pub fn sources() -> SourceTree {
     SourceTree::from_embedded("the embedded kernels", &EMBEDDED)
         .expect("each kernel file has a name of its own")
 }
 
-/// A device of these kernels, in all else as usual.
+/// The options of a device with these kernels; everything else has its default.
 pub fn device_options() -> DeviceOptions {
     DeviceOptions::of(sources())
 }

@@ -1,8 +1,8 @@
-//! What an oracle says about inputs it cannot evaluate. Bad inputs never panic.
+//! Errors of an oracle for inputs that it cannot evaluate. Bad inputs never panic.
 
 use candle_core::{DType, Tensor};
 
-/// Why an oracle refused its inputs, or what the tensor library reported.
+/// Why an oracle rejected its inputs, or what the tensor library reported.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A tensor (or list) has the wrong shape.
@@ -10,9 +10,9 @@ pub enum Error {
     Shape {
         /// The argument.
         argument: &'static str,
-        /// The shape that it must have, in the words of its documentation.
+        /// The required shape, in the words of its documentation.
         expected: String,
-        /// The shape that it has.
+        /// The actual shape.
         actual: Vec<usize>,
     },
     /// A tensor was not widened to f64.
@@ -20,10 +20,10 @@ pub enum Error {
     DType {
         /// The argument.
         argument: &'static str,
-        /// The element type that it has.
+        /// The actual element type.
         actual: DType,
     },
-    /// A number lies outside of what the operator is defined for.
+    /// A number is outside of the range for which the operator is defined.
     #[error("`{argument}` is {value}, but {rule}")]
     Value {
         /// The argument.
@@ -54,11 +54,11 @@ pub(crate) fn require(argument: &'static str, tensor: &Tensor, shape: &[usize]) 
     Ok(())
 }
 
-/// A tensor by the name of its argument, if it is present, and its axes.
+/// A tensor by the name of its argument, if present, with its axes.
 pub(crate) type WithAxes<'a> = (&'static str, Option<&'a Tensor>, &'a [&'static str]);
 
-/// Checks that the tensors are f64 and that axes of one name have one extent. Returns the extents
-/// of these axes, 0 for one that no present tensor has.
+/// Checks that the tensors are f64 and that axes of one name have one size. Returns the sizes of
+/// these axes, 0 for an axis that no present tensor has.
 pub(crate) fn extents<const N: usize>(
     axes: [&str; N],
     tensors: &[WithAxes<'_>],
@@ -90,7 +90,7 @@ pub(crate) fn extents<const N: usize>(
     Ok(axes.map(|axis| extent(&known, axis).unwrap_or(0)))
 }
 
-/// Checks a rule that a number must keep.
+/// Checks a rule for a number.
 pub(crate) fn require_that(
     argument: &'static str,
     value: impl ToString,
@@ -113,7 +113,7 @@ pub(crate) fn wrong_shape(argument: &'static str, expected: &str, tensor: &Tenso
     Error::Shape { argument, expected: expected.to_string(), actual: tensor.dims().to_vec() }
 }
 
-/// The error of a list that is no tensor yet.
+/// The error of a list that is not yet a tensor.
 pub(crate) fn wrong_shape_of(argument: &'static str, expected: &str, actual: &[usize]) -> Error {
     Error::Shape { argument, expected: expected.to_string(), actual: actual.to_vec() }
 }

@@ -1,47 +1,47 @@
-//! Number formats: which numbers there are, apart from how many bytes they are stored in.
+//! Number formats: which values exist, independent of how many bytes store them.
 //!
-//! A [`Format`] is the set of numbers that a type has, and what becomes of one that it has not.
-//! f32 storage may hold numbers of tf32; a byte may hold an e4m3 number, an e8m0 scale or two e2m1
-//! codes ([`pack_nibbles`]).
+//! A [`Format`] is the set of values of a type, with a rule for values outside the set. f32 storage
+//! may hold values of tf32. A byte may hold an e4m3 value, an e8m0 scale or two e2m1 codes
+//! ([`pack_nibbles`]).
 //!
-//! Codes are sign and magnitude: the sign bit is the highest of [`Format::bits`], and magnitudes
-//! ascend with the rest.
+//! Codes are sign and magnitude: the sign bit is the highest of [`Format::bits`], and the other
+//! bits ascend with the magnitude.
 
 use crate::error::{Result, wrong_shape_of};
 
-/// What becomes of a number whose rounding lies beyond the largest finite one.
+/// The result of a value that rounds beyond the largest finite one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overflow {
-    /// The largest finite number of its sign; so does an infinity.
+    /// The largest finite value of its sign, also for an infinity.
     Saturate,
     /// The infinity of its sign.
     Infinity,
-    /// NaN; so does an infinity.
+    /// NaN, also for an infinity.
     Nan,
 }
 
 /// A binary floating-point format.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Format {
-    /// Its name in the field.
+    /// Its usual name.
     pub name: &'static str,
     /// Bits of a code.
     pub bits: u32,
     /// Explicitly stored significand bits.
     pub fraction_bits: i32,
-    /// Exponent of the smallest normal number; below it the grid no longer gets finer.
+    /// Exponent of the smallest normal value; below it the grid does not get finer.
     pub min_exponent: i32,
     /// The largest finite number.
     pub largest: f64,
-    /// Whether the lowest exponent field holds zero and the subnormal numbers. Without, it holds
-    /// `2^min_exponent` like any other field, and there is no zero.
+    /// Whether the lowest exponent field holds zero and the subnormal values. If not, it holds
+    /// `2^min_exponent` like any other field, and zero does not exist.
     pub subnormals: bool,
-    /// Whether there is a sign; without, negative numbers become NaN.
+    /// Whether the format has a sign; without one, negative values become NaN.
     pub signed: bool,
-    /// Whether there is a NaN; without, NaN becomes the largest number, as `cvt.satfinite` makes
-    /// it.
+    /// Whether the format has a NaN; without one, NaN becomes the largest value, as with
+    /// `cvt.satfinite`.
     pub has_nan: bool,
-    /// What becomes of numbers that are too large.
+    /// The result of values that are too large.
     pub overflow: Overflow,
 }
 
@@ -68,7 +68,7 @@ impl Format {
         ..Self::F32
     };
 
-    /// What tensor cores keep of an fp32 operand: 10 bits of fraction, the range of fp32.
+    /// The part of an fp32 operand that tensor cores keep: 10 bits of fraction, the range of fp32.
     pub const TF32: Self = Self {
         name: "tf32",
         bits: 19,
@@ -77,7 +77,7 @@ impl Format {
         ..Self::F32
     };
 
-    /// e4m3fn: no infinities, one NaN of each sign, 448 at most; what is beyond saturates.
+    /// e4m3fn: no infinities, one NaN of each sign, largest value 448; larger values saturate.
     pub const E4M3: Self = Self {
         name: "e4m3",
         bits: 8,
@@ -100,8 +100,8 @@ impl Format {
         ..Self::F32
     };
 
-    /// e8m0: powers of two from 2^-127 to 2^127, and NaN. Between two powers the nearest is the
-    /// upper one from the middle on; scales are made by [`Self::round_up`].
+    /// e8m0: powers of two from 2^-127 to 2^127, and NaN. From the midpoint between two powers on,
+    /// the nearest is the upper one. Scales are made by [`Self::round_up`].
     pub const E8M0: Self = Self {
         name: "e8m0",
         bits: 8,
@@ -114,7 +114,7 @@ impl Format {
         ..Self::F32
     };
 
-    /// The integers that f64 counts one by one: below 2^53 in magnitude.
+    /// The integers that f64 holds exactly: below 2^53 in magnitude.
     pub const INTEGER: Self = Self {
         name: "integer",
         bits: 54,
@@ -126,19 +126,20 @@ impl Format {
         ..Self::F32
     };
 
-    /// The same numbers with another rule for those that are too large, such as NaN for e4m3.
+    /// The same values with another rule for values that are too large, such as NaN for e4m3.
     pub const fn overflowing(self, overflow: Overflow) -> Self {
         Self { overflow, ..self }
     }
 
-    /// The nearest number, ties to even.
+    /// The nearest value, ties to even.
     pub fn nearest(self, x: f64) -> f64 {
         self.round_by(x, f64::round_ties_even)
     }
 
-    /// `x` with the error that rounding has on a grid displaced by `phase`, drawn from [0, 1),
-    /// gaps between neighbours: uniform in half a gap either way, whatever `x` is. Numbers of the
-    /// format, and what overflows, are rounded as [`Self::nearest`] rounds them.
+    /// `x` with the error of rounding on a grid displaced by `phase` gaps between neighbours, with
+    /// `phase` in [0, 1). Over random phases the error is uniform in half a gap either way, for
+    /// every `x`. Values of the format, and values that overflow, are rounded as [`Self::nearest`]
+    /// rounds them.
     pub fn dithered(self, x: f64, phase: f64) -> f64 {
         let nearest = self.nearest(x);
         if nearest == x || !nearest.is_finite() || !x.is_finite() {
@@ -150,7 +151,7 @@ impl Format {
         ((x.abs() / gap + error).max(0.0) * gap).min(self.largest).copysign(x)
     }
 
-    /// [`Self::nearest`] of all numbers, in place.
+    /// [`Self::nearest`] of all values, in place.
     pub fn round_all(self, numbers: &mut [f64]) {
         self.in_gaps_all(
             numbers,
@@ -159,13 +160,13 @@ impl Format {
         );
     }
 
-    /// [`Self::dithered`] of all numbers, in place; but that of two equally near numbers the other
-    /// one may be taken.
+    /// [`Self::dithered`] of all values, in place; of two equally near values it may take the other
+    /// one.
     pub fn dither_all(self, numbers: &mut [f64], phase: f64) {
         let rule = |in_gaps: f64| {
             let displaced = in_gaps + phase;
             let error = ((displaced + TO_INTEGERS) - TO_INTEGERS) - displaced;
-            // Numbers of the format are no gaps apart from themselves.
+            // Values of the format have distance zero from the grid.
             let stays = (in_gaps + TO_INTEGERS) - TO_INTEGERS == in_gaps;
             let rounded = in_gaps + if stays { 0.0 } else { error };
             if rounded > 0.0 { rounded } else { 0.0 }
@@ -173,10 +174,10 @@ impl Format {
         self.in_gaps_all(numbers, rule, |x| self.dithered(x, phase));
     }
 
-    /// Applies a rule to magnitudes in units of the gap between neighbours; what lies where that
-    /// is not all (too large, or no number) is left to `otherwise`. Without branches in the loop:
-    /// this is what an oracle does most. A few numbers that are left are put in their places
-    /// behind it.
+    /// Applies a rule to magnitudes in units of the gap between neighbours. Values to which the
+    /// rule does not apply (too large, or not finite) go to `otherwise`. The loop has no branches,
+    /// because an oracle spends most of its time here. The few values that remain are written after
+    /// the loop.
     fn in_gaps_all(
         self,
         numbers: &mut [f64],
@@ -185,7 +186,7 @@ impl Format {
     ) {
         const AT_ONCE: usize = 64;
         const EXPONENT: u64 = 0x7ff << 52;
-        // Below the largest number's own power of two rounding leads to numbers of the format.
+        // Below the power of two of the largest value, rounding gives values of the format.
         let top = power_of_two(exponent_of(self.largest));
         if !self.signed || !self.subnormals || self.fraction_bits >= 52 {
             return numbers.iter_mut().for_each(|x| *x = otherwise(*x));
@@ -205,7 +206,7 @@ impl Format {
                 let normal = if magnitude > least { magnitude } else { least };
                 let power = normal.to_bits() & EXPONENT;
                 let gap = f64::from_bits(power) * to_gap;
-                // Wraps for what is no finite number, whose result is not taken.
+                // Wraps for values that are not finite, whose result is not used.
                 let inverse = f64::from_bits((2046u64 << 52).wrapping_sub(power)) * to_inverse;
                 *x = (rule(magnitude * inverse) * gap).copysign(*x);
             }
@@ -217,23 +218,23 @@ impl Format {
         }
     }
 
-    /// The least number whose magnitude is not below that of `x`.
+    /// The smallest value whose magnitude is not below that of `x`.
     pub fn round_up(self, x: f64) -> f64 {
         self.round_by(x, f64::ceil)
     }
 
-    /// Half a unit in the last place at magnitude `value`; zero where that is no finite number.
+    /// Half a unit in the last place at magnitude `value`; zero where `value` is not finite.
     pub fn half_ulp(self, value: f64) -> f64 {
         if value.is_finite() { 0.5 * self.gap(value) } else { 0.0 }
     }
 
-    /// Whether `x` is a number of this format, or an exceptional value that it has.
+    /// Whether `x` is a value of this format, or a special value that it has.
     pub fn holds(self, x: f64) -> bool {
         let nearest = self.nearest(x);
         nearest == x || nearest.is_nan() && x.is_nan()
     }
 
-    /// The code of the nearest number. NaN has a positive sign.
+    /// The code of the nearest value. NaN has a positive sign.
     pub fn code(self, x: f64) -> u64 {
         let rounded = self.nearest(x);
         if rounded.is_nan() {
@@ -247,7 +248,7 @@ impl Format {
         }
     }
 
-    /// The number of a code; bits beyond [`Self::bits`] are ignored.
+    /// The value of a code; bits beyond [`Self::bits`] are ignored.
     pub fn value(self, code: u64) -> f64 {
         let code = code & ((1 << self.bits) - 1);
         let (negative, magnitude) = if self.signed {
@@ -312,8 +313,8 @@ impl Format {
         self.magnitude_code(self.largest)
     }
 
-    /// Formats with infinities have theirs behind the infinity, with the first bit of the fraction
-    /// set.
+    /// Formats with infinities have their NaN after the infinity, with the first bit of the
+    /// fraction set.
     fn nan_code(self) -> u64 {
         match self.overflow {
             Overflow::Infinity => self.largest_code() + 1 + (1 << (self.fraction_bits - 1)),
@@ -326,8 +327,8 @@ impl Format {
         let exponent = exponent_of(magnitude).max(self.min_exponent);
         let in_gaps = (magnitude / power_of_two(exponent - self.fraction_bits)) as u64;
         let fields = (exponent - self.min_exponent) as u64;
-        // A significand begins with the bit that is not stored, which is the first field's number;
-        // without subnormal numbers the fields are counted from 0.
+        // A significand starts with the bit that is not stored, which is the number of the first
+        // field. Without subnormal values the fields are counted from 0.
         (fields << self.fraction_bits) + in_gaps
             - if self.subnormals { 0 } else { 1 << self.fraction_bits }
     }
@@ -357,7 +358,7 @@ const TO_INTEGERS: f64 = 1.5 * (1u64 << 52) as f64;
 /// Packs codes of four bits along the last axis, two to a byte: the even one in the low nibble.
 ///
 /// # Errors
-/// Codes that are no whole number of rows, or rows of an odd length.
+/// Codes that are not a whole number of rows, or rows of an odd length.
 pub fn pack_nibbles(codes: &[u8], row_len: usize) -> Result<Vec<u8>> {
     if !row_len.is_multiple_of(2) || row_len == 0 && !codes.is_empty() {
         return Err(wrong_shape_of(
@@ -376,7 +377,7 @@ pub fn pack_nibbles(codes: &[u8], row_len: usize) -> Result<Vec<u8>> {
     Ok(codes.as_chunks::<2>().0.iter().map(|[even, odd]| even & 15 | odd << 4).collect())
 }
 
-/// The codes of four bits in some bytes: of each byte the low nibble, then the high one.
+/// The four-bit codes of some bytes: of each byte the low nibble, then the high one.
 pub fn unpack_nibbles(bytes: &[u8]) -> Vec<u8> {
     bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect()
 }
@@ -436,8 +437,8 @@ mod tests {
             Format::E8M0,
             Format::INTEGER,
         ];
-        // Significands of few bits, on both sides of the middle of each gap and on it, at all
-        // exponents nearby.
+        // Significands of few bits, at the midpoint of each gap and on both sides of it, at all
+        // nearby exponents.
         let of = |exponent: i32, fraction: u64| {
             [0, 1, 1 << 40].map(|tail| {
                 f64::from_bits(((exponent + 1023) as u64) << 52 | fraction << 42 | tail)
@@ -446,8 +447,8 @@ mod tests {
         let sizes =
             (-160..140).flat_map(|e| (0..1u64 << 10).flat_map(move |fraction| of(e, fraction)));
         let mut numbers: Vec<f64> = sizes.flat_map(|x| [x, -x]).collect();
-        // Some chunks with what is no number, or beyond all numbers, in one place or in many; some
-        // without.
+        // Some chunks have special values, or values beyond the range, at one index or at many;
+        // some have none.
         let others = [0.0, -0.0, f64::NAN, inf, -inf].into_iter();
         let others: Vec<f64> = others
             .chain(formats.iter().flat_map(|format| [format.largest, -format.largest]))
@@ -497,7 +498,7 @@ mod tests {
                 "{bits:#x}"
             );
         }
-        // Every bf16 number, the middle to the next, and the f32 numbers beside both.
+        // Every bf16 value, the midpoint to the next one, and the f32 values next to both.
         for bits in 0..0x7f80u32 {
             for offset in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let x = f32::from_bits(bits << 16 | offset);
@@ -516,7 +517,7 @@ mod tests {
             bits = bits
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            // Exponents from those of subnormal f32 numbers to those beyond the largest.
+            // Exponents from those of subnormal f32 values to those beyond the largest.
             let x = f64::from_bits(bits >> 12 | (1023 - 150 + bits % 280) << 52);
             assert_eq!(Format::F32.nearest(x), f64::from(x as f32), "{x:e}");
             assert_eq!(Format::F32.code(x), u64::from((x as f32).to_bits()));
@@ -561,7 +562,7 @@ mod tests {
         for format in NARROW {
             for pair in magnitudes(format).windows(2) {
                 let (gap, x) = (pair[1] - pair[0], pair[0] + 0.375 * (pair[1] - pair[0]));
-                // Phase 0 is the format's own grid; the error falls by the phase, and wraps round
+                // Phase 0 is the grid of the format itself; the error falls by the phase, and wraps
                 // at half a gap.
                 for (phase, error) in
                     [(0.0, -0.375), (0.0625, -0.4375), (0.25, 0.375), (0.625, 0.0), (0.75, -0.125)]
@@ -603,8 +604,8 @@ mod tests {
 
     #[test]
     fn numbers_beyond_the_largest_follow_the_rule() {
-        // From 464, the middle to the next number that there would be, it is no longer 448 that is
-        // nearest.
+        // From 464 on, 448 is not the nearest value any more: 464 is the midpoint to the next value
+        // that would exist.
         let nan = Format::E4M3.overflowing(Overflow::Nan);
         assert_eq!((nan.nearest(464.0), Format::E4M3.nearest(1e9)), (448.0, 448.0));
         assert!(nan.nearest(464.0f64.next_up()).is_nan() && nan.nearest(f64::INFINITY).is_nan());

@@ -1,26 +1,25 @@
 //! Slow oracles for the operators of DeepSeek-V4, in f64 on the CPU.
 //!
-//! One module is one operator: its formulas, a struct of inputs, `forward`, the explicit
-//! `backward` of the specification, and `backward_autograd`, which differentiates the same forward
-//! by machine. The three are held to each other, to finite differences and to golden tensors by
-//! the tests beside them.
+//! Each module is one operator. It has the formulas, a struct of inputs, `forward`, and the
+//! explicit `backward` of the specification. It also has `backward_autograd`, which differentiates
+//! the same forward automatically. The tests of the module compare the three with each other, with
+//! finite differences and with golden tensors.
 //!
 //! Every tensor is a candle `f64` tensor on the CPU: widen bf16 and f32 storage before the call.
-//! The oracles know nothing of strides, streams or aliasing, and never see what a kernel produced.
-//!
+//! The oracles have no strides, streams or aliasing, and never read what a kernel produced.
 //! # Two precisions
 //!
 //! [`Precision::Exact`] evaluates the formula. [`Precision::Working`] additionally rounds, at
-//! random and without bias, wherever a kernel stores or multiplies in a narrower type, and adds to
-//! every sum the noise of its fp32 accumulation. The spread of `Working` runs around `Exact` is
-//! what a kernel of that precision may be wrong by. [`Precision::Nearest`] rounds there as the
-//! hardware does.
-//!
+//! [`Precision::Exact`] evaluates the formula. [`Precision::Working`] also rounds wherever a kernel
+//! stores or multiplies in a narrower type. That rounding is random and without bias. Every sum
+//! also gets the noise of its fp32 accumulation. The spread of `Working` runs around `Exact` is the
+//! error that a kernel of that precision may have. [`Precision::Nearest`] rounds at the same points
+//! as the hardware does.
 //! Results of a `Working` run are the values **before** the last rounding to the type of the
-//! output: a comparison adds half a unit in the last place of that type itself. A narrow tensor
-//! that is read again (the saved bf16 `out`, the fp32 `lse` and `rstd`, P and dS in front of a
-//! matrix product) is rounded.
-//!
+//! Results of a `Working` run are the values **before** the last rounding to the type of the
+//! output. A comparison adds half a unit in the last place of that type itself. A narrow tensor
+//! that is read again is rounded: the saved bf16 `out`, the fp32 `lse` and `rstd`, and P and dS
+//! before a matrix product.
 //! [`Precision::Exact`]: precision::Precision::Exact
 //! [`Precision::Working`]: precision::Precision::Working
 //! [`Precision::Nearest`]: precision::Precision::Nearest

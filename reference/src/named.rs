@@ -1,4 +1,4 @@
-//! Tensors by name: what an oracle reads, and what it returns.
+//! Tensors by name: the inputs and the outputs of an oracle.
 
 use candle_core::Tensor;
 
@@ -9,12 +9,12 @@ use crate::error::{Result, extents, wrong_value};
 pub struct Named(Vec<(&'static str, Tensor)>);
 
 impl Named {
-    /// None yet.
+    /// Without tensors.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// With a tensor under `name`: another one, or one more.
+    /// Adds a tensor under `name`, or replaces it.
     pub fn with(mut self, name: &'static str, tensor: Tensor) -> Self {
         match self.0.iter_mut().find(|(other, _)| *other == name) {
             Some((_, old)) => *old = tensor,
@@ -23,7 +23,7 @@ impl Named {
         self
     }
 
-    /// With a tensor more, where there is one.
+    /// Adds a tensor if it is present.
     pub fn maybe(self, name: &'static str, tensor: Option<Tensor>) -> Self {
         match tensor {
             Some(tensor) => self.with(name, tensor),
@@ -31,23 +31,22 @@ impl Named {
         }
     }
 
-    /// The tensor called `name`, if there is one.
+    /// The tensor with the name `name`, if present.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.0.iter().find(|(other, _)| *other == name).map(|(_, tensor)| tensor)
     }
 
-    /// The tensor called `name`.
+    /// The tensor with the name `name`.
     ///
     /// # Errors
-    /// There is none.
+    /// No such tensor exists.
     pub fn tensor(&self, name: &'static str) -> Result<&Tensor> {
         self.get(name).ok_or_else(|| wrong_value(name, "absent", "the operator needs it"))
     }
 
-    /// Checks that those of these tensors that are present are f64 and have these axes, an axis of
-    /// one name having one extent: each pair is names, and the axes of every tensor of these
-    /// names. Returns the extents of the axes that are asked for, 0 for one that no present tensor
-    /// has.
+    /// Checks that the present ones of these tensors are f64 and have these axes, where an axis of
+    /// one name has one size. Each pair is names, and the axes of every tensor of these names.
+    /// Returns the sizes of the requested axes, 0 for an axis that no present tensor has.
     ///
     /// # Errors
     /// The tensor, and what is wrong with it.
@@ -62,7 +61,7 @@ impl Named {
         extents(axes, &tensors.iter().flat_map(with_axes).collect::<Vec<_>>())
     }
 
-    /// All of them, in the order in which they came.
+    /// All of them, in the order in which they were added.
     pub fn into_tensors(self) -> Vec<(&'static str, Tensor)> {
         self.0
     }

@@ -2,42 +2,42 @@
 //!
 //! # Rounding
 //!
-//! Rounding `x` to a type whose numbers are a gap `g` apart there errs by at most `g/2`, and by
-//! how much depends on everything that the kernel did before. A `Working` run rounds on a grid
-//! displaced by a random *phase* `p`:
-//!
+//! Let the neighbours of `x` in a type be a gap `g` apart. Rounding `x` to that type errs by at
+//! most `g/2`. The size of the error depends on everything that the kernel computed before. A
+//! `Working` run therefore rounds on a grid displaced by a random *phase* `p`:
 //! ```text
 //! error = (round(x/g + p) - (x/g + p)) g        uniform in [-g/2, g/2] over the phases, for every x
 //! ```
 //!
-//! Its mean is zero and its variance `g^2/12`, which is that of rounding to nearest. Numbers of
-//! the type itself, zeros, infinities and NaN stay as they are.
+//! The mean of the error is zero. Its variance is `g^2/12`, as for rounding to nearest. Values of
+//! the type itself, zeros, infinities and NaN do not change.
 //!
-//! **Near numbers round alike.** A kernel rounds by a rule, so the slots of one key have one
-//! probability and one rounding error, which adds up over the slots instead of averaging out; and
-//! the probabilities of nearly equal logits have nearly the same. Here all numbers of a rounding
-//! point have one phase, so errors are a continuous function of the numbers but for the wrap at
-//! half a gap: alike where they are alike, and independent where they spread over gaps.
+//! **Values that are close round alike.** A kernel rounds by a rule. The slots of one key therefore
+//! have one probability and one rounding error, which adds up over the slots instead of averaging
+//! out. The probabilities of nearly equal logits have nearly the same error. Here all values of a
+//! rounding point have one phase. Errors are then a continuous function of the values, except for
+//! the wrap at half a gap. They are alike for close values, and independent for values that spread
+//! over many gaps.
 //!
-//! **Numbers of which differences count** are the exception, such as the logits of a softmax: what
-//! all have in common, an offset of 80, drops out of it, and so does what their errors have in
-//! common. Beyond whole gaps let two of them be d gaps apart. By one phase the errors of both
-//! differ by d gaps with probability 1 - d, and by 1 - d with probability d, which is a whole gap
-//! that no run shows where d is small: but a kernel's rounding may be that one. There each number
-//! has a phase of its own ([`Rounding::f32_apart`]). The variance of a difference is then `g^2/6`
-//! whatever d is, and that is the mean of `d (1 - d) g^2` over all d.
+//! **Values whose differences matter** are the exception, such as the logits of a softmax. What all
+//! of them have in common, such as an offset of 80, cancels, and so does the common part of their
+//! errors. Let two of them be d gaps apart, whole gaps not counted. With one phase, the errors of
+//! both differ by d gaps with probability 1 - d, and by 1 - d gaps with probability d. For small d
+//! the second case is almost a whole gap, which no run shows, but the kernel's rounding may be that
+//! case. There each value has a separate phase ([`Rounding::f32_apart`]). The variance of a
+//! difference is then `g^2/6` for every d, which is the mean of `d (1 - d) g^2` over all d.
 //!
 //! A `Nearest` run rounds to narrow types as the hardware does (phase 0, ties to even). It shows
-//! what a rule does to the very numbers of a case, such as a P just below 1 in every row. Its
-//! errors in fp32 have random phases as well: whether a product is rounded before it is added is
-//! the compiler's business.
+//! what a rule does to the exact values of a case, such as a P just below 1 in every row. Its
+//! errors in fp32 have random phases too, because the compiler decides whether a product is rounded
+//! before it is added.
 //!
 //! # fp32 accumulation
 //!
-//! A sum of n terms `t_1 .. t_n` that a kernel accumulates in fp32 is modelled as a sequential sum
-//! in random order, rounded stochastically after every addition. Write `S = sum t_j`, `Q = sum
-//! t_j^2` and `S_j` for the sum of the first j terms of the random order. Drawing j of n terms
-//! without replacement,
+//! A kernel accumulates a sum of n terms `t_1 .. t_n` in fp32. The model is a sequential sum in
+//! random order, rounded stochastically after every addition. Write `S = sum t_j`, `Q = sum t_j^2`,
+//! and `S_j` for the sum of the first j terms of the random order. For j of n terms, chosen without
+//! replacement,
 //!
 //! ```text
 //! E[S_j]   = (j/n) S
@@ -48,64 +48,65 @@
 //!                = (n + 1) (S^2/3 + Q/6)
 //! ```
 //!
-//! The first partial sum is included although adding a term to zero is exact: the rounding of the
-//! term itself, which a product of two fp32 numbers needs and one of two bf16 numbers does not, is
-//! charged there.
+//! The first partial sum is included although adding a term to zero is exact. It accounts for the
+//! rounding of the term itself, which a product of two fp32 values needs and a product of two bf16
+//! values does not.
 //!
-//! One rounding of `S_j = m 2^e`, `1 <= m < 2`, to a type with unit roundoff `u = 2^-24` happens
-//! on a grid of gap `g = 2u 2^e`. Stochastic rounding at a uniformly distributed position in the
-//! gap has the variance `E[f (1 - f)] g^2 = g^2/6`. Leading digits m are distributed as 1/m, for
-//! which `E[1/m^2] = (1/ln 2) * integral_1^2 m^-3 dm = 3 / (8 ln 2)`, so that
+//! One rounding of `S_j = m 2^e`, `1 <= m < 2`, to a type with unit roundoff `u = 2^-24` happens on
+//! a grid of gap `g = 2u 2^e`. Stochastic rounding at a uniformly distributed position in the gap
+//! has the variance `E[f (1 - f)] g^2 = g^2/6`. Significands m are distributed as 1/m. For these,
+//! `E[1/m^2] = (1/ln 2) * integral_1^2 m^-3 dm = 3 / (8 ln 2)`, so that
 //!
 //! ```text
 //! variance of one rounding = (4u^2 / 6) * 3/(8 ln 2) * S_j^2 = u^2 S_j^2 / (4 ln 2)
 //! sigma^2 of the whole sum = u^2 / (4 ln 2) * (n + 1) (S^2/3 + Q/6)
 //! ```
 //!
-//! Twice that of rounding to nearest, `g^2/12`, since the order of the terms is not known either.
-//! With `m` between 1 and 2 a kernel that adds sequentially and rounds to nearest therefore has a
-//! root mean square error between `sqrt(ln 2 / 3) = 0.48` and `sqrt(4 ln 2 / 3) = 0.96` of sigma,
-//! whatever its sums are: the model errs to the generous side, and by at most a factor of about
-//! two. Since the many roundings are independent, the error is drawn as one normal number of
-//! standard deviation sigma on top of the exact sum.
+//! This is twice the variance of rounding to nearest, `g^2/12`, because the order of the terms is
+//! unknown too. With `m` between 1 and 2, consider a kernel that adds sequentially and rounds to
+//! nearest. Its root mean square error is between `sqrt(ln 2 / 3) = 0.48` and
+//! `sqrt(4 ln 2 / 3) = 0.96` of sigma, for any sums. The model is therefore generous, by at most a
+//! factor of about two. The many roundings are independent, so the error is one normal random
+//! number of standard deviation sigma, added to the exact sum.
 //!
-//! **Lanes.** A kernel that says so ([`Rounding::with_lanes`]) adds a row in `L` lanes, each `m =
-//! ceil(n/L)` terms one after the other, and then the lanes as a tree. With `V = Q - S^2/n` and a
-//! partial sum of j random terms as above, a chain of m additions in each of L lanes and, at level
-//! l of the tree, `L/2^l` sums of `b = m 2^l` terms have
+//! **Lanes.** A kernel that declares lanes ([`Rounding::with_lanes`]) adds a row in `L` lanes of
+//! `m = ceil(n/L)` terms each, one after the other, and then adds the lanes as a tree. Let
+//! `V = Q - S^2/n`, and let a partial sum have j random terms as above. Each of the L lanes is a
+//! chain of m additions. Level l of the tree has `L/2^l` sums of `b = m 2^l` terms. Together they
+//! have
 //!
 //! ```text
 //! sum of E[partial^2] = L sum_(j<=m) v(j) + sum_(l<=log2 L) L/2^l v(min(m 2^l, n)),    v(j) = (j/n)^2 S^2 + j (n-j)/(n (n-1)) V
 //! ```
 //!
-//! which takes the place of `(n + 1) (S^2/3 + Q/6)`. A sum of 4096 numbers of one sign in 32 lanes
-//! has sigma 5 times smaller than in one.
+//! which replaces `(n + 1) (S^2/3 + Q/6)`. A sum of 4096 values of one sign in 32 lanes has a sigma
+//! 5 times smaller than in one lane.
 //!
 //! # Truncation in matrix products
 //!
-//! Tensor cores do not round their accumulator to nearest after a block of
-//! [`Accumulator::block_terms`] products, they truncate it. Each truncation takes `g/2 = u 2^e`
-//! off the magnitude on average, and `u |S_j| E[1/m] = u |S_j| / (2 ln 2)` with the digits
-//! distributed as above. These errors have one sign, so they neither cancel among the blocks of
-//! one sum nor among the elements of one product: a softmax over many keys averages the noise
-//! above away, but not this. Where the large terms come first (and the order is the kernel's
-//! business) every partial sum is as large as S:
+//! After a block of [`Accumulator::block_terms`] products, tensor cores truncate their accumulator
+//! instead of rounding it to nearest. Each truncation reduces the magnitude by `g/2 = u 2^e` on
+//! average, which is `u |S_j| E[1/m] = u |S_j| / (2 ln 2)` with the significands distributed as
+//! above. These errors have one sign. They cancel neither among the blocks of one sum nor among the
+//! elements of one product. A softmax over many keys averages the noise above away, but not this
+//! bias. The kernel decides the order of the terms. Where the large terms come first, every partial
+//! sum is as large as S:
 //!
 //! ```text
 //! bias of a sum = ceil(n / block_terms) * u |S| / (2 ln 2)
 //! ```
 //!
-//! A `Working` run adds or subtracts it, by one toss for the whole product, so that the spread of
-//! several runs around `Exact` contains it in full.
+//! A `Working` run adds or subtracts this bias, with one random sign for the whole product. The
+//! spread of several runs around `Exact` then contains it in full.
 //!
 //! # Narrow accumulators
 //!
 //! With e4m3 operands, Hopper's `wgmma` aligns every product with the accumulator before it adds,
-//! and keeps [`Accumulator::fraction_bits`] = 13 bits below the leading one: measured on an H100,
-//! a product `2^p` is lost altogether once the accumulator holds `2^(p+14)`. Here `u = 2^-14`, and
-//! it is the products that are truncated, each by itself (`block_terms = 1`). So their errors have
-//! the signs of the products, `-sign(t_j)` times a loss that is uniform in the gap, at partial
-//! sums whose size is no larger than the whole in a sum of one sign and `S_j` in one that cancels:
+//! and keeps [`Accumulator::fraction_bits`] = 13 bits below the leading one. On an H100 a product
+//! `2^p` was measured to be lost when the accumulator holds `2^(p+14)`. Here `u = 2^-14`, and each
+//! product is truncated separately (`block_terms = 1`). The errors therefore have the signs of the
+//! products: `-sign(t_j)` times a loss that is uniform in the gap. Partial sums are no larger than
+//! the whole sum where terms have one sign, and `S_j` where terms cancel:
 //!
 //! ```text
 //! A^2      = S^2 + Q/6
@@ -113,18 +114,18 @@
 //! variance = twice that of rounding:  E[loss^2] = g^2/3 where rounding stochastically has g^2/6
 //! ```
 //!
-//! The model is on the generous side for products of e4m3 numbers: these have eight bits, of which
-//! often none lies below the gap. (Measured by a test below: up to 7 times where signs are mixed,
-//! 30 times where they are one.)
+//! The model is generous for products of e4m3 values: these have eight bits, and often none of them
+//! is below the gap. (A test below measures a factor of up to 7 for mixed signs, and up to 30 for
+//! one sign.)
 //!
-//! With products of one sign D is n, and the bias is that of n truncations; where signs are mixed,
-//! D is a number of the size of `sqrt(n)`. Kernels therefore promote: after
-//! [`Accumulator::promote_every`] terms the accumulator is added to a sum in fp32 and starts again
-//! from zero. Each piece then has the errors of its own sums, and the pieces those of an fp32 sum.
+//! With products of one sign D is n, and the bias is that of n truncations. Where signs are mixed,
+//! D is about `sqrt(n)`. Kernels therefore promote. After [`Accumulator::promote_every`] terms the
+//! accumulator is added to a sum in fp32 and starts again from zero. Each piece then has the errors
+//! of its own sums, and the sum of the pieces has those of an fp32 sum.
 //!
-//! An example that can be computed by hand: `2^14` and 7167 ones after it. The sum is 23551.
-//! Without promotion every one is lost, 16384 are left. Promoted every 128 terms, the 127 ones
-//! behind the large term are lost and no others: 23424.
+//! An example that can be computed by hand: `2^14` followed by 7167 ones. The sum is 23551. Without
+//! promotion every one is lost, and the result is 16384. With promotion every 128 terms, only the
+//! 127 ones after the large term are lost: 23424.
 
 use candle_core::{CpuStorage, D, Tensor};
 
@@ -132,20 +133,20 @@ use crate::error::{Result, require, require_f64, wrong_value};
 use crate::format::{Format, power_of_two};
 use crate::products::Products;
 
-/// Relative error of the special function units: the PTX ISA bounds that of `ex2.approx.f32` by
+/// Relative error of the special function units. The PTX ISA bounds that of `ex2.approx.f32` by
 /// 2^-22 and that of `rsqrt.approx.f32` by 2^-22.9.
 const APPROXIMATE_ERROR_EXPONENT: i32 = -22;
 
-/// What a matrix product is accumulated in.
+/// The accumulator of a matrix product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Accumulator {
-    /// Products that are added before anything is truncated; 1 where each product is truncated by
-    /// itself.
+    /// Products that are added before the accumulator is truncated; 1 where each product is
+    /// truncated separately.
     pub block_terms: usize,
-    /// Bits that it keeps below its leading one.
+    /// Bits that the accumulator keeps below its leading one.
     pub fraction_bits: i32,
-    /// Terms after which it is added to a sum in fp32 and starts again from zero; `None` where all
-    /// terms stay in it.
+    /// Terms after which the accumulator is added to a sum in fp32 and starts again from zero;
+    /// `None` where all terms stay in it.
     pub promote_every: Option<usize>,
 }
 
@@ -154,15 +155,15 @@ impl Accumulator {
     pub const F32: Self =
         Self { block_terms: 16, fraction_bits: Format::F32.fraction_bits, promote_every: None };
 
-    /// That of Hopper's `wgmma` with e4m3 operands (module documentation).
+    /// The accumulator of Hopper's `wgmma` with e4m3 operands (module documentation).
     pub const HOPPER_E4M3: Self = Self { block_terms: 1, fraction_bits: 13, promote_every: None };
 
-    /// The same accumulator, promoted to fp32 after so many terms.
+    /// The same accumulator, promoted to fp32 after this number of terms.
     pub const fn promoted_every(self, terms: usize) -> Self {
         Self { promote_every: Some(terms), ..self }
     }
 
-    /// Whether each product is truncated by itself, so that its sign decides which way.
+    /// Whether each product is truncated separately, so that its sign decides the direction.
     fn truncates_products(self) -> bool {
         self.block_terms <= 1
     }
@@ -183,60 +184,62 @@ impl Default for Accumulator {
 pub enum Precision {
     /// f64 throughout, no rounding point.
     Exact,
-    /// Every rounding point of the kernel errs at random, within half a gap. Equal seeds give
+    /// Every rounding point of the kernel has a random error, within half a gap. Equal seeds give
     /// equal results.
     Working {
         /// Seed of the phases.
         seed: u64,
     },
-    /// As `Working`, but what is rounded to a type narrower than fp32 is rounded to nearest, ties
-    /// to even, as a kernel does. What is left to chance is the kernel's own business: the order
-    /// of its sums, products that it adds without rounding them, and the tiles over which it takes
-    /// its running maximum ([`Rounding::bf16_of_any_scale`]).
+    /// As `Working`, but rounding to a type narrower than fp32 is to nearest, ties to even, as in a
+    /// kernel. What remains random is what a kernel is free to choose: the order of its sums,
+    /// products that it adds without rounding them, and the tiles over which it takes its running
+    /// maximum ([`Rounding::bf16_of_any_scale`]).
     Nearest {
         /// Seed of the accumulation noise, and the number of the choice. The first [`CHOICES`]
-        /// seeds have no noise: they are kernels whose every result in fp32 is the nearest one,
-        /// which break ties as no other run does.
+        /// seeds have no noise. They model kernels in which every fp32 result is the nearest value,
+        /// and which break ties as no other run does.
         seed: u64,
     },
 }
 
-/// How many choices of what is the kernel's own business runs take in turn: run `seed` takes
-/// choice `seed % CHOICES`.
+/// Number of choices for what a kernel is free to choose. Runs take them round-robin: run `seed`
+/// takes choice `seed % CHOICES`.
 pub const CHOICES: usize = MAXIMA.len();
 
-/// By which maximum a kernel scales what it rounds; runs take these in turn, by their seeds.
+/// The maximum by which a kernel scales the values that it rounds. Runs take these round-robin, by
+/// their seeds.
 #[derive(Debug, Clone, Copy)]
 enum Maximum {
-    /// That of the whole row.
+    /// The maximum of the whole row.
     Row,
-    /// That of all slots up to the end of the tile of so many.
+    /// The maximum of all slots up to the end of the tile of this many slots.
     Running(usize),
-    /// That of the tile of so many slots alone: parts of a row that were split off begin anew.
+    /// The maximum of only the tile of this many slots: a part of a row that was split off starts
+    /// again.
     Tile(usize),
 }
 
 const MAXIMA: [Maximum; 4] =
     [Maximum::Row, Maximum::Running(64), Maximum::Running(32), Maximum::Tile(64)];
 
-/// The rounding points of one oracle run; hand the same one to every operator of the run. It is no
-/// `Clone`: two of one run would number what they ask for alike, and take the noise of one
-/// quantity for that of another.
+/// The rounding points of one oracle run. Pass the same one to every operator of the run. It is not
+/// `Clone`: two copies of one run would number their requests alike, and use the noise of one
+/// quantity for another.
 #[derive(Debug)]
 pub struct Rounding {
     noise: Option<Noise>,
     products: Option<Products>,
-    /// How many quantities that only scale noise were asked for so far: those of the exact run are
-    /// taken in this order.
+    /// Number of quantities that only scale noise and were requested so far. Those of the exact run
+    /// are taken in this order.
     noise_scales: usize,
     /// Lanes over which sums are spread.
     lanes: usize,
-    /// Whether nothing is known of the scales at which a kernel rounds.
+    /// Whether the scales at which the kernel rounds are unknown.
     unknown_scales: bool,
     watch: Option<Watch>,
 }
 
-/// What a watching run has seen.
+/// What a watching run observed.
 #[derive(Debug, Clone, Copy, Default)]
 struct Watch {
     points: u64,
@@ -244,8 +247,8 @@ struct Watch {
 }
 
 impl Watch {
-    /// Takes down which numbers lie where fp32 is coarser than its significand, or not far from
-    /// there: a kernel's own intermediates are others by their roundings. What is smaller than
+    /// Records the values at which fp32 is coarser than its significand, or close to that range: a
+    /// kernel's own intermediates differ from these by their roundings. A value smaller than
     /// [`ALWAYS_ZERO`] is zero in every kernel.
     fn see(&mut self, tensor: &Tensor) -> Result<()> {
         const ALWAYS_ZERO: i32 = -160;
@@ -282,25 +285,25 @@ impl Rounding {
         }
     }
 
-    /// The same run of a kernel that adds the numbers of a row (along the last axis) in so many
-    /// lanes, and these as a tree (module documentation); 1 is a kernel of which nothing is known.
+    /// The same run for a kernel that adds the values of a row (along the last axis) in this many
+    /// lanes, and adds the lanes as a tree (module documentation). Use 1 where the kernel's order
+    /// is unknown.
     #[must_use]
     pub fn with_lanes(self, lanes: usize) -> Self {
         Self { lanes: lanes.max(1), ..self }
     }
 
-    /// As [`Self::new`], for one of several runs of one oracle on the same inputs: products of
-    /// operands that do not differ between the runs are computed once for all of them, and so is
-    /// everything that only scales noise ([`Self::noise_scale`]). The exact run comes first; its
-    /// operands are what the others compare theirs with.
+    /// As [`Self::new`], for one of several runs of one oracle on the same inputs. Products of
+    /// operands that do not differ between the runs are computed once for all of them. So is
+    /// everything that only scales noise ([`Self::noise_scale`]). The exact run comes first; the
+    /// other runs compare their operands with those of the exact run.
     pub fn sharing(precision: Precision, products: &Products) -> Self {
         let rounding = Self { products: Some(products.clone()), ..Self::new(precision) }
             .with_lanes(products.lanes());
         if products.has_unknown_scales() { rounding.with_unknown_scales() } else { rounding }
     }
 
-    /// The same run of a kernel of which nobody knows at which scales it rounds
-    /// ([`Self::bf16_of_any_scale`]).
+    /// The same run for a kernel whose rounding scales are unknown ([`Self::bf16_of_any_scale`]).
     #[must_use]
     pub fn with_unknown_scales(self) -> Self {
         Self { unknown_scales: true, ..self }
@@ -311,16 +314,16 @@ impl Rounding {
         Self::new(Precision::Exact)
     }
 
-    /// The run without rounding, which takes down what lies outside of fp32's range:
+    /// The run without rounding that also records the values outside of fp32's range:
     /// [`Self::outside_f32`].
     pub fn watching() -> Self {
         Self { watch: Some(Watch::default()), ..Self::exact() }
     }
 
     /// A digest of the intermediates of a watching run that fp32 holds coarsely, or not at all:
-    /// subnormal numbers and those that overflow. Scaling by a power of two is exact for all
-    /// others, so where two runs on inputs that differ by powers of two have one digest, a
-    /// kernel's results differ by powers of two bit for bit.
+    /// subnormal values and values that overflow. Scaling by a power of two is exact for all
+    /// others. Take two runs on inputs that differ by powers of two. If both have one digest, a
+    /// kernel's results differ by powers of two, bit for bit.
     pub fn outside_f32(&self) -> u64 {
         self.watch.map_or(0, |watch| watch.digest)
     }
@@ -329,14 +332,14 @@ impl Rounding {
         self.watch.as_mut().map_or(Ok(()), |watch| watch.see(tensor))
     }
 
-    /// Whether this run evaluates the bare formula.
+    /// Whether this run evaluates the formula without rounding.
     pub fn is_exact(&self) -> bool {
         self.noise.is_none()
     }
 
-    /// A quantity that only scales noise, such as a sum of squares: that of the exact run, where
-    /// this is one of several runs of one oracle, which all ask for the same ones in the same
-    /// order; otherwise computed here. `None` in an exact run, which has no noise.
+    /// A quantity that only scales noise, such as a sum of squares. Where this is one of several
+    /// runs of one oracle, it is the quantity of the exact run; all runs request the same ones in
+    /// the same order. Otherwise it is computed here. `None` in an exact run, which has no noise.
     ///
     /// # Errors
     /// Those of `compute`.
@@ -360,8 +363,8 @@ impl Rounding {
         }
     }
 
-    /// A tensor stored in `format`, or made an operand of a matrix product of that format. Not for
-    /// values whose decision is part of the result (codes that are compared exactly): those are
+    /// A tensor stored in `format`, or used as an operand of a matrix product of that format. Not
+    /// for values whose decision is part of the result (codes that are compared exactly). Those are
     /// [`Format::nearest`] in every run.
     pub fn to(&mut self, format: Format, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
@@ -381,17 +384,17 @@ impl Rounding {
         Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
     }
 
-    /// A tensor stored in bf16, or made an operand of a bf16 matrix product.
+    /// A tensor stored in bf16, or used as an operand of a bf16 matrix product.
     pub fn bf16(&mut self, tensor: &Tensor) -> Result<Tensor> {
         self.to(Format::BF16, tensor)
     }
 
-    /// As [`Self::bf16`], for rows (the last axis) of numbers that are not negative and that an
-    /// implementation holds at a scale of its own choice when it rounds them, such as weights
-    /// `exp(z - m)` of a running maximum m, which is not the final one yet: what is left of a
-    /// number below its last bit depends on that scale. Runs take the usual choices in turn, by
-    /// their seeds; where nothing is known of the kernel ([`Self::with_unknown_scales`]), every
-    /// other row of a `Working` run has the scale `2^u` with u uniform in [0, 1).
+    /// As [`Self::bf16`], for rows (the last axis) of non-negative values that an implementation
+    /// holds at a scale of its choice when it rounds them. An example is the weights `exp(z - m)`
+    /// of a running maximum m that is not yet the final one. The bits that remain of a value below
+    /// its last bit depend on that scale. Runs take the usual choices round-robin, by their seeds.
+    /// Where the kernel is unknown ([`Self::with_unknown_scales`]), every other row of a `Working`
+    /// run has the scale `2^u` with u uniform in [0, 1).
     pub fn bf16_of_any_scale(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         let unknown = self.unknown_scales;
@@ -418,9 +421,8 @@ impl Rounding {
         self.to(Format::F32, tensor)
     }
 
-    /// As [`Self::f32`], of numbers of which differences count, such as the logits of a softmax
-    /// (module documentation): each has a phase of its own. Equal numbers have one error all the
-    /// same.
+    /// As [`Self::f32`], for values whose differences matter, such as the logits of a softmax
+    /// (module documentation): each has a separate phase. Equal values still have one error.
     pub fn f32_apart(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         let Some(noise) = self.noise.as_mut().filter(|noise| !noise.is_ideal()) else {
@@ -432,11 +434,12 @@ impl Rounding {
         Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
     }
 
-    /// The result of a hardware approximation in fp32 (power, reciprocal square root, logarithm).
-    /// It is no rounding: it errs by up to its bound wherever the result lies, also on a number
-    /// that fp32 can hold. Half of the bound goes one way for all numbers of a run, since a table
-    /// may be too large throughout, and half is each number's own. Whether subnormal results are
-    /// flushed to zero is the kernel's own business, a matter of the form of the expression and of
+    /// The result of a hardware approximation in fp32 (exponential, reciprocal square root,
+    /// logarithm). This is not a rounding: the result errs by up to its bound everywhere, also at a
+    /// value that fp32 can hold. Half of the bound has one sign for all values of a run, because a
+    /// table may be too large throughout. The other half is separate for each value. Whether
+    /// subnormal results are flushed to zero depends on the form of the expression and on the
+    /// compiler's flags. Of the choices of `Nearest` runs, every other one flushes.
     /// the compiler's flags: of the choices of runs to nearest every other one does.
     pub fn approximate_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
@@ -458,8 +461,8 @@ impl Rounding {
         self.f32(&approximated)
     }
 
-    /// `exp(x)` of an exponent that stands in base two: `x log2 e`, held in fp32, and the power
-    /// approximated.
+    /// `exp(x)` by an exponent in base two: `x log2 e`, held in fp32, and then the approximated
+    /// `2^x`.
     pub fn exp_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         if self.is_exact() {
             let power = tensor.exp()?;
@@ -470,9 +473,9 @@ impl Rounding {
         self.approximate_f32(&(binary_exponent * std::f64::consts::LN_2)?.exp()?)
     }
 
-    /// What kernels make of an exponent on its way to base two, in natural units: `log2 e` is one
-    /// constant in fp32, and its product with `x` is rounded to fp32, so that a large x moves its
-    /// power, or a small difference from another.
+    /// The exponent `x` as kernels convert it to base two, in natural units. `log2 e` is one
+    /// constant in fp32, and its product with `x` is rounded to fp32. A large x therefore shifts
+    /// its exponential, or a small difference from another one.
     pub fn in_base_two(&mut self, x: &Tensor) -> Result<Tensor> {
         if self.is_exact() {
             return Ok(x.clone());
@@ -482,10 +485,10 @@ impl Rounding {
         Ok((exponent * std::f64::consts::LN_2)?)
     }
 
-    /// `1 / (1 + exp(-x))` as kernels evaluate it, power and quotient approximated. The power is
-    /// that of `-|x|`, which overflows nowhere and has a finite derivative everywhere. Kernels
-    /// that take the power of `-x` get zero where it overflows, at x below -88.7, and a subnormal
-    /// result just above: one of the choices of runs to nearest does.
+    /// `1 / (1 + exp(-x))` as kernels evaluate it, with approximated exponential and quotient. The
+    /// exponential is that of `-|x|`, which never overflows and has a finite derivative everywhere.
+    /// Kernels that use `exp(-x)` get zero where it overflows, at x below -88.7, and a subnormal
+    /// result just above. One of the choices of `Nearest` runs does the same.
     pub fn sigmoid_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         let negative = tensor.lt(0.0)?;
         let exponent = self.in_base_two(&negative.where_cond(tensor, &tensor.neg()?)?)?;
@@ -506,7 +509,7 @@ impl Rounding {
         Ok(sum.squeeze(dim)?)
     }
 
-    /// `sum` over dimension `dim` with fp32 accumulation; the dimension stays, with extent 1.
+    /// `sum` over dimension `dim` with fp32 accumulation; the dimension stays, with size 1.
     pub fn sum_keepdim_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
         require_f64("terms", terms)?;
         let sum = terms.sum_keepdim(dim)?;
@@ -516,7 +519,7 @@ impl Rounding {
         }
         let sum_of_squares = terms.sqr()?.sum_keepdim(dim)?;
         let num_terms = (sum.ones_like()? * terms.dim(dim)? as f64)?;
-        // Lanes share a row; what is added over rows, by blocks or atomics, comes one after the
+        // Lanes share a row. What is added over rows, by blocks or atomics, is added one after the
         // other.
         let lanes = if dim + 1 == terms.rank() { self.lanes } else { 1 };
         self.accumulated(&sum, &sum_of_squares, &num_terms, Accumulator::F32, lanes)
@@ -531,7 +534,7 @@ impl Rounding {
     /// `a @ b` in a given accumulator. `a` `[.., m, k]`, `b` `[.., k, n]` -> `[.., m, n]`.
     ///
     /// # Errors
-    /// Promotion after no terms at all; operands that are not f64, or whose product does not exist.
+    /// Promotion after zero terms; operands that are not f64, or whose shapes do not match.
     pub fn matmul(&mut self, a: &Tensor, b: &Tensor, accumulator: Accumulator) -> Result<Tensor> {
         require_f64("a", a)?;
         let terms = a.dim(D::Minus1)?;
@@ -546,13 +549,13 @@ impl Rounding {
         }
     }
 
-    /// `a @ b` where only `num_terms` (broadcast against the result) of the k terms are not zero by
+    /// `a @ b` where all but `num_terms` (broadcast against the result) of the k terms are zero by
     /// construction: adding a zero rounds nothing.
     pub fn matmul_f32_of(&mut self, a: &Tensor, b: &Tensor, num_terms: &Tensor) -> Result<Tensor> {
         self.matmul_of(a, b, num_terms, Accumulator::F32)
     }
 
-    /// Pieces of `every` terms, each accumulated by itself, then added in fp32.
+    /// Pieces of `every` terms, each accumulated separately, then added in fp32.
     fn promoted_matmul(
         &mut self,
         a: &Tensor,
@@ -576,9 +579,9 @@ impl Rounding {
         self.matmul_of_pieces(a, b, accumulator.promoted_every(every), |_, piece, _| Ok(piece))
     }
 
-    /// `a @ b` in a promoted accumulator, where each piece is `scaled`, by its number, before it
-    /// is added to the sum in fp32: products of groups that have scales. One piece where nothing
-    /// is promoted.
+    /// `a @ b` in a promoted accumulator, where each piece is `scaled`, by its number, before it is
+    /// added to the sum in fp32. This is for products of groups that have scales. Without promotion
+    /// there is one piece.
     ///
     /// # Errors
     /// As [`Self::matmul`], and those of `scaled`.
@@ -600,7 +603,7 @@ impl Rounding {
                 "a promoted accumulator holds one term at least",
             ));
         }
-        // The pieces of one kernel truncate alike: one toss for all of them.
+        // The pieces of one kernel truncate alike: one random sign for all of them.
         let sign = self.truncation_sign();
         let mut pieces: Option<(Tensor, Tensor)> = None;
         for (number, from) in (0..terms).step_by(every).enumerate() {
@@ -649,7 +652,7 @@ impl Rounding {
     }
 
     /// What scales the noise of a product, in the order in which [`Self::accumulated_product`]
-    /// asks for it.
+    /// requests it.
     fn keep_scales_of_product(
         &mut self,
         a: &Tensor,
@@ -663,8 +666,8 @@ impl Rounding {
         Ok(())
     }
 
-    /// The product with the errors of its accumulator. Its truncation goes the way of `sign`, or
-    /// of a toss of its own.
+    /// The product with the errors of its accumulator. Its truncation has the sign `sign`, or a new
+    /// random one.
     fn accumulated_product(
         &mut self,
         a: &Tensor,
@@ -703,12 +706,12 @@ impl Rounding {
             }
             Some(signs) => {
                 let size = (sum.sqr()? + (&sum_of_squares / 6.0)?)?.sqrt()?;
-                // No more can be lost than there is.
+                // The loss cannot exceed the sum itself.
                 let bound = (num_terms * &sum_of_squares)?.sqrt()?;
                 (size * signs)?.affine(sign * unit, 0.0)?.minimum(&bound)?.maximum(&bound.neg()?)?
             }
         };
-        // Not where the sum is no finite number: its bias would be NaN.
+        // Not where the sum is not finite: its bias would be NaN.
         let bias = bias.abs()?.lt(f64::MAX)?.where_cond(&bias, &bias.zeros_like()?)?;
         Ok((rounded + bias)?)
     }
@@ -721,7 +724,7 @@ impl Rounding {
         }
     }
 
-    /// Which way the truncation of a product goes in this run; `None` in the exact one.
+    /// The direction of the truncation of a product in this run; `None` in the exact run.
     fn truncation_sign(&mut self) -> Option<f64> {
         let sign = |noise: &mut Noise| if noise.next().uniform(1.0) < 0.5 { -1.0 } else { 1.0 };
         self.noise.as_mut().map(|noise| {
@@ -768,14 +771,14 @@ impl Rounding {
         let squares = values(sum_of_squares)?;
         let counts = values(num_terms)?;
         let mut sums = values(sum)?;
-        // Powers of two, and 1 for fp32. Truncation of each product by itself has twice the
-        // variance of rounding.
+        // Powers of two, and 1 for fp32. Truncation of each product has twice the variance of
+        // rounding.
         let wider = accumulator.unit_roundoff() / Accumulator::F32.unit_roundoff();
         let wider =
             if accumulator.block_terms > 1 { wider } else { wider * std::f64::consts::SQRT_2 };
         for ((s, q), n) in sums.iter_mut().zip(squares).zip(counts) {
             let sigma = wider * accumulation_sigma(*s, q, n, lanes);
-            // An overflowing or NaN sum is that already; noise would turn an infinity into NaN.
+            // An overflowing or NaN sum stays as it is; noise would turn an infinity into NaN.
             if sigma > 0.0 && sigma.is_finite() {
                 *s = if is_ideal {
                     Format::F32.nearest(*s)
@@ -791,9 +794,9 @@ impl Rounding {
 /// Between two subnormal fp32 numbers: 2^-149.
 const SUBNORMAL_GAP: f64 = f64::from_bits((1023 - 149) << 52);
 
-/// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares
-/// `q`, in so many lanes: in one `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`. Zero
-/// when there is nothing to add.
+/// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares `q`,
+/// in this many lanes. In one lane it is `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`.
+/// Zero when there is nothing to add.
 pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
     if n < 1.0 {
         return 0.0;
@@ -843,7 +846,7 @@ fn signs_of_terms(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(a.sign()?.matmul(&b.sign()?)?)
 }
 
-/// What each of a row's numbers is multiplied by so that the maximum that is known by then is 1.
+/// The factor of each value of a row that makes the maximum known at that point 1.
 fn scales_by(row: &[f64], choice: Maximum) -> Vec<f64> {
     let (tile, begins_anew) = match choice {
         Maximum::Row => (row.len(), false),
@@ -856,8 +859,8 @@ fn scales_by(row: &[f64], choice: Maximum) -> Vec<f64> {
         let before = if begins_anew { 0.0 } else { largest };
         largest = tile.iter().fold(before, |largest, &x| largest.max(x));
         let scale = if largest > 0.0 && largest.is_finite() { largest.recip() } else { 1.0 };
-        // A tile so much smaller than the rest that its scale overflows holds zeros in every
-        // format.
+        // A tile may be so much smaller than the rest that its scale overflows. It holds zeros in
+        // every format.
         scales.extend(std::iter::repeat_n(if scale.is_finite() { scale } else { 1.0 }, tile.len()));
     }
     scales
@@ -877,7 +880,7 @@ pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.flatten_all()?.to_vec1()?)
 }
 
-/// Random numbers of a run: one function of value for each rounding point.
+/// Random values of a run: one function of value for each rounding point.
 #[derive(Debug, Clone)]
 struct Noise {
     seed: u64,
@@ -900,8 +903,8 @@ impl Noise {
         !self.to_nearest || (self.seed % CHOICES as u64).is_multiple_of(2)
     }
 
-    /// Whether powers are taken where they may overflow; of the choices that keep subnormal
-    /// results one does.
+    /// Whether the exponential is taken where it may overflow. Of the choices that keep subnormal
+    /// results, one does this.
     fn overflows(&self) -> bool {
         self.to_nearest && self.seed % CHOICES as u64 == CHOICES as u64 - 1
     }
@@ -918,14 +921,14 @@ impl Noise {
     }
 }
 
-/// Random numbers that depend on nothing but the rounding point and the values themselves.
+/// Random values that depend only on the rounding point and the values themselves.
 #[derive(Debug, Clone, Copy)]
 struct Toss {
     salt: u64,
 }
 
 impl Toss {
-    /// Uniform in [0, 1), the same for all numbers.
+    /// Uniform in [0, 1), the same for all values.
     fn phase(self) -> f64 {
         unit(scramble(self.salt ^ 0x7068_6173_6500_0000))
     }
@@ -935,9 +938,9 @@ impl Toss {
         unit(scramble(self.salt ^ key(x)))
     }
 
-    /// Standard normal but for its tails, which end at `2 sqrt(6)`: a sum of eight uniform
-    /// numbers, and errors of a sum of roundings are no more than that. (Box and Muller's
-    /// logarithm and cosine took a twentieth of a sweep.)
+    /// Standard normal, but the tails end at `2 sqrt(6)`: a sum of eight uniform numbers. Errors of
+    /// a sum of roundings are also such a sum. (The logarithm and cosine of Box and Muller took a
+    /// twentieth of the time of a sweep.)
     fn normal(self, x: f64, y: f64) -> f64 {
         let bits = scramble(scramble(self.salt ^ key(x)).wrapping_add(key(y)));
         let pieces = |bits: u64| {
@@ -949,8 +952,8 @@ impl Toss {
     }
 }
 
-/// The leading 40 significand bits of a number, rounded: sums of the same terms in another order
-/// are the same.
+/// The leading 40 significand bits of a number, rounded, so that sums of the same terms in another
+/// order give the same key.
 fn key(x: f64) -> u64 {
     x.to_bits().wrapping_add(1 << 11) >> 12
 }
@@ -989,8 +992,8 @@ mod tests {
         assert_eq!(nothing, see(&[1.0, 0.0, -1e-30, 1e30, f64::INFINITY, 1e-60]));
         for outside in [1e-39, -1e-44, 1e38, 1e60] {
             assert_ne!(nothing, see(&[1.0, outside]));
-            // The same number again is no change; the scaled one is, and so is one in another
-            // place.
+            // The same value again does not change the digest; a scaled value does, and so does
+            // another index.
             assert_eq!(see(&[4.0, outside]), see(&[1.0, outside]));
             assert_ne!(see(&[1.0, 4.0 * outside]), see(&[1.0, outside]));
             assert_ne!(see(&[outside, 1.0]), see(&[1.0, outside]));
@@ -1076,7 +1079,7 @@ mod tests {
             assert!(errors.iter().all(|error| error.abs() <= 0.5));
             let (mean, variance) = (errors.iter().sum::<f64>() / trials as f64, 1.0 / 12.0);
             let of_squares = errors.iter().map(|e| e * e).sum::<f64>() / trials as f64;
-            // Five deviations fail once in 1.7 million runs; squares of uniform errors deviate by
+            // Five deviations fail once in 1.7 million runs. Squares of uniform errors deviate by
             // sqrt(4/5) of their mean.
             let deviations = 5.0 / (trials as f64).sqrt();
             assert!(mean.abs() < deviations * f64::sqrt(variance), "{mean}");
@@ -1122,8 +1125,8 @@ mod tests {
         Ok(())
     }
 
-    /// The root mean square error of fp32 sums of `n` terms around a mean, in random orders, over
-    /// what the model says.
+    /// The root mean square error of fp32 sums of `n` terms around a mean, in random orders,
+    /// divided by the model's value.
     fn real_errors_of_modelled(n: usize, mean: f64, trials: usize, lanes: usize) -> Result<f64> {
         let mut draw = Draw::new((n + lanes) as u64);
         let shifted = (draw.normal(&[n], 1.0) + mean)?;
@@ -1149,8 +1152,8 @@ mod tests {
             let ratio = real_errors_of_modelled(n, mean, trials, 1)?;
             println!("n {n}, mean {mean}: real rms error / modelled sigma = {ratio:.3}");
             // Between sqrt(ln 2 / 3) and sqrt(4 ln 2 / 3) (module documentation). The terms are
-            // fp32, so the first of the n + 1 modelled roundings does not happen; and an addition
-            // that cancels is exact.
+            // fp32, so the first of the n + 1 modelled roundings does not happen. An addition that
+            // cancels is exact.
             let charged = ((n as f64 - 1.0) / (n as f64 + 1.0)).sqrt();
             let (low, high) = ((2f64.ln() / 3.0).sqrt(), (4.0 * 2f64.ln() / 3.0).sqrt());
             assert!(ratio <= high * (1.0 + sampling) && ratio <= 1.0 + sampling);
@@ -1170,13 +1173,13 @@ mod tests {
             println!(
                 "n {n}, lanes {lanes}, mean {mean}: real rms error / modelled sigma = {ratio:.3}"
             );
-            // As of a sequential sum; a chain's first addition, to zero, is exact and charged.
+            // As for a sequential sum; a chain's first addition, to zero, is exact but counted.
             assert!(ratio <= 1.0 + sampling && ratio >= 0.3, "n {n}, lanes {lanes}: {ratio}");
         }
         Ok(())
     }
 
-    /// As a warp does it: lane i takes terms i, i + lanes, .., then lanes are added in pairs.
+    /// As in a warp: lane i takes terms i, i + lanes, .., then lanes are added in pairs.
     fn sum_in_lanes(terms: &[f32], lanes: usize) -> f32 {
         let of_lane =
             |lane: usize| terms.iter().skip(lane).step_by(lanes).fold(0.0f32, |sum, &t| sum + t);
@@ -1194,7 +1197,7 @@ mod tests {
         assert_eq!(scales_by(&row, Maximum::Running(2)), [4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]);
         assert_eq!(scales_by(&row, Maximum::Tile(2)), [4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 4.0, 4.0]);
         assert_eq!(scales_by(&[0.0, 0.0, 0.5], Maximum::Running(2)), [1.0, 1.0, 2.0]);
-        // 0.7 is rounded as 1 while nothing larger was met, and as itself behind a 1.
+        // 0.7 is rounded as 1 while no larger value was seen, and as itself after a 1.
         let row: Vec<f64> = (0..128).map(|i| if i == 100 { 1.0 } else { 0.7 }).collect();
         let of = |seed: u64| -> Result<Vec<f64>> {
             let rounded = Rounding::new(Precision::Nearest { seed })
@@ -1220,7 +1223,7 @@ mod tests {
         let noisy = working(3).matmul_f32(&a, &b)?;
         let squares = values(&a.sqr()?.matmul(&b.sqr()?)?)?;
         let (exact, noisy) = (values(&exact)?, values(&noisy)?);
-        // 24 terms are two blocks, each of which truncates u |S| / (2 ln 2); one sign for the
+        // 24 terms are two blocks, each of which truncates u |S| / (2 ln 2), with one sign for the
         // whole product.
         let truncated = 2.0 * power_of_two(-24) / (2.0 * std::f64::consts::LN_2);
         let normalised = |sign: f64| -> f64 {
@@ -1237,8 +1240,8 @@ mod tests {
         Ok(())
     }
 
-    /// What an accumulator that truncates each product makes of these, in groups of 32 that are
-    /// aligned together; with promotion every so many.
+    /// The result of an accumulator that truncates each product, in groups of 32 that are aligned
+    /// together, with promotion every `promote_every` terms.
     fn truncated_sum(terms: &[f64], fraction_bits: i32, promote_every: usize) -> f64 {
         let mut promoted = 0.0f32;
         for piece in terms.chunks(promote_every) {
@@ -1318,7 +1321,7 @@ mod tests {
             println!(
                 "mean {shift}, promoted every {every}, e4m3 {e4m3}: real rms error / modelled = {ratio:.3}"
             );
-            // Products of e4m3 numbers have eight bits, and often none below the gap.
+            // Products of e4m3 values have eight bits, and often none below the gap.
             assert!(
                 ratio < 1.0 && (e4m3 || ratio > 0.1),
                 "mean {shift}, promoted every {every}: {ratio}"
@@ -1347,7 +1350,7 @@ mod tests {
         let products = Products::default();
         // The second product has an operand that is rounded, and differs from run to run.
         let run = |mut rounding: Rounding| -> Result<[Vec<f64>; 4]> {
-            // As an oracle does it: tensors of its own, and a view.
+            // As in an oracle: newly made tensors, and a view.
             let (a, b) = (a.copy()?, b.transpose(1, 2)?.contiguous()?.transpose(1, 2)?);
             let first = rounding.matmul_f32(&a, &b)?;
             let stored = rounding.bf16(&first)?;
@@ -1361,8 +1364,8 @@ mod tests {
                 .try_into()
                 .unwrap())
         };
-        // The exact run multiplies what differs: two products, what scales their noise apart. Of
-        // the others each multiplies nothing but the product of what it rounded.
+        // The exact run multiplies what differs: two products, not counting what scales their
+        // noise. Each other run multiplies only the product of what it rounded.
         let expected = [
             (Precision::Exact, 2),
             (Precision::Working { seed: 1 }, 3),
@@ -1372,12 +1375,12 @@ mod tests {
             let (shared, alone) =
                 (run(Rounding::sharing(precision, &products))?, run(Rounding::new(precision))?);
             assert_eq!(shared[..2], alone[..2], "{precision:?}");
-            // The second product has noise of the exact run's scale in the place of its own, and
-            // so another draw of it.
+            // The second product has noise of the exact run's scale instead of its own, and so
+            // another random value.
             let apart: f64 = shared[2].iter().zip(&alone[2]).map(|(x, y)| (x - y).powi(2)).sum();
             let of_noise = |(s, q): (&f64, &f64)| 2.0 * accumulation_sigma(*s, *q, 7.0, 1).powi(2);
             let expected: f64 = alone[2].iter().zip(&alone[3]).map(of_noise).sum();
-            // A sum of squares of so many normal numbers, by five deviations.
+            // A sum of squares of this many normal values, within five deviations.
             assert!(
                 apart <= expected * (1.0 + 5.0 * (2.0 / alone[2].len() as f64).sqrt()),
                 "{precision:?}"
@@ -1387,7 +1390,7 @@ mod tests {
         Ok(())
     }
 
-    /// A shorter one would leave all behind its end without noise.
+    /// A shorter scale tensor would leave all elements after its end without noise.
     #[test]
     fn what_scales_the_noise_of_sums_has_their_shape() -> Result<()> {
         let (sums, fewer) = (Draw::new(1).normal(&[3, 4], 1.0), Draw::new(2).normal(&[2, 4], 1.0));
@@ -1407,7 +1410,7 @@ mod tests {
         assert!(
             values(&x)?.iter().zip(nearest).all(|(&x, y)| half::bf16::from_f64(x).to_f64() == y)
         );
-        // In fp32 the kernel's business remains, but for the runs without noise.
+        // In fp32 the kernel's free choices remain, except in the runs without noise.
         assert_ne!(values(&run(CHOICES).f32(&x)?)?, values(&run(CHOICES + 1).f32(&x)?)?);
         let ideal = |x: f64| f64::from(x as f32);
         for fine in [
@@ -1436,8 +1439,8 @@ mod tests {
     #[test]
     fn differences_of_numbers_that_are_rounded_apart_scatter_also_where_both_lie_equally_between_neighbours()
     -> Result<()> {
-        // A gap is 2^-17 here; both lie 0.4 gaps above a number of the type, but for a hundredth
-        // of a gap.
+        // A gap is 2^-17 here. Both are 0.4 gaps above a value of the type, up to a hundredth of a
+        // gap.
         let gap = power_of_two(-17);
         let (x, y) = (67.0 + 0.40 * gap, 76.0 + 0.41 * gap);
         let pair = f64_tensor(&[x, y, x], &[3]);
@@ -1452,12 +1455,11 @@ mod tests {
             let errors = (0..RUNS).map(error).collect::<Result<Vec<_>>>()?;
             Ok(errors.iter().map(|error| error * error).sum::<f64>() / RUNS as f64)
         };
-        // Errors of a triangle's density: 1/6, and the square of that scatters by sqrt(1/15 -
-        // 1/36).
+        // Errors have a triangular density: 1/6, and the square scatters by sqrt(1/15 - 1/36).
         let apart = mean_square(&|rounding| rounding.f32_apart(&pair))?;
         let scatter = ((1.0 / 15.0 - 1.0 / 36.0) / RUNS as f64).sqrt();
         assert!((apart - 1.0 / 6.0).abs() < 5.0 * scatter, "{apart}");
-        // By one phase: 0.01 (1 - 0.01), in a few of all runs.
+        // With one phase: 0.01 (1 - 0.01), in a few of all runs.
         let together = mean_square(&|rounding| rounding.f32(&pair))?;
         assert!(together < 0.05, "{together}");
         let ideal = Rounding::new(Precision::Nearest { seed: 0 }).f32_apart(&pair)?;
@@ -1487,7 +1489,7 @@ mod tests {
 
     #[test]
     fn small_sigmoids_are_flushed_kept_or_lost_to_an_overflow_by_choice() -> Result<()> {
-        // e^-88 is subnormal and e^88 no overflow; e^89 is one.
+        // e^-88 is subnormal and e^88 does not overflow; e^89 does.
         let x = f64_tensor(&[-87.0, -88.0, -89.0, 0.0, 200.0], &[5]);
         let is_zero = |precision| -> Result<Vec<bool>> {
             Ok(values(&Rounding::new(precision).sigmoid_f32(&x)?)?

@@ -1,14 +1,15 @@
-//! Matrix products that several runs of one oracle share, and everything that only scales their
+//! Matrix products that several runs of one oracle share, with everything that only scales their
 //! noise.
 //!
-//! Where the operands of a product are inputs, which lie on their grid already, all runs have the
-//! same. [`Products`] remembers those of the exact run. Every later run compares its own operands
-//! with them, by content, so that no answer depends on who made a tensor; where they are equal, it
-//! takes what is there. Some numbers of both operands say which of those that are remembered may
-//! be the one, since an oracle may have thousands, such as one for each expert. The size of the
-//! noise of a sum (the sum of its terms' squares, say) is that of the exact run wherever it is
-//! asked for: rounding moves it by a few parts in a hundred at most, and it costs as much as the
-//! product. Nothing of a later run is remembered: memory is that of one run, and no run waits for
+//! Where the operands of a product are inputs, which are already on their grid, all runs have the
+//! same product. [`Products`] saves those of the exact run. Every later run compares its own
+//! operands with the saved ones by content, so no result depends on which code made a tensor. Where
+//! they are equal, the run takes the saved product. An oracle may have thousands of products, such
+//! as one for each expert. Some values of both operands therefore select the candidates.
+//!
+//! The size of the noise of a sum (such as the sum of the squares of its terms) is always that of
+//! the exact run. Rounding changes it by a few percent at most, and computing it costs as much as
+//! the product. Nothing of a later run is saved. Memory is that of one run, and no run waits for
 //! another.
 
 use std::collections::HashMap;
@@ -43,31 +44,31 @@ struct Entry {
 }
 
 impl Products {
-    /// Nothing so far, for the runs of a kernel that adds in so many lanes
-    /// ([`Rounding::with_lanes`](crate::precision::Rounding::with_lanes)), and of whose scales
-    /// nothing may be known
+    /// An empty set, for the runs of a kernel that adds in this many lanes
+    /// ([`Rounding::with_lanes`](crate::precision::Rounding::with_lanes)), and whose scales may be
+    /// unknown
     /// ([`Rounding::with_unknown_scales`](crate::precision::Rounding::with_unknown_scales)).
     pub fn of_kernel(lanes: usize, unknown_scales: bool) -> Self {
         Self(Arc::new(Shared { lanes, unknown_scales, ..Shared::default() }))
     }
 
-    /// Whether nothing is known of the scales at which the kernel that the runs are of rounds.
+    /// Whether the rounding scales of the kernel are unknown.
     pub fn has_unknown_scales(&self) -> bool {
         self.0.unknown_scales
     }
 
-    /// The lanes of the kernel that the runs are of.
+    /// The lanes of the kernel.
     pub fn lanes(&self) -> usize {
         self.0.lanes.max(1)
     }
 
-    /// `a @ b`, remembered or made.
+    /// `a @ b`, saved or newly computed.
     pub(crate) fn of(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         self.marked(mark(a, b), a, b)
     }
 
     fn marked(&self, mark: u64, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-        // A clone of handles: comparing takes long, and may not happen under the lock.
+        // A clone of handles: comparing takes long, and must not happen under the lock.
         let entries =
             self.0.entries.lock().unwrap_or_else(PoisonError::into_inner).get(&mark).cloned();
         for Entry { a: known_a, b: known_b, product } in entries.into_iter().flatten() {
@@ -79,7 +80,7 @@ impl Products {
         Ok(a.matmul(b)?)
     }
 
-    /// As [`Self::of`], and it is there from then on.
+    /// As [`Self::of`], and saves the product.
     pub(crate) fn remember(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let mark = mark(a, b);
         let product = self.marked(mark, a, b)?;
@@ -89,8 +90,8 @@ impl Products {
         Ok(product)
     }
 
-    /// Keeps a quantity that scales noise under the next number; a second exact run finds its own
-    /// there already.
+    /// Saves a quantity that scales noise under the next number; a second exact run finds its own
+    /// ones there.
     pub(crate) fn keep_noise_scale(&self, number: usize, scale: Tensor) {
         let mut kept = self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner);
         if number == kept.len() {
@@ -98,18 +99,18 @@ impl Products {
         }
     }
 
-    /// The one that was kept with this number.
+    /// The quantity that was saved with this number.
     pub(crate) fn noise_scale(&self, number: usize) -> Option<Tensor> {
         self.0.noise_scales.lock().unwrap_or_else(PoisonError::into_inner).get(number).cloned()
     }
 
-    /// How many products were multiplied out so far.
+    /// Number of products that were computed so far.
     pub fn multiplied(&self) -> usize {
         self.0.multiplied.load(Ordering::Relaxed)
     }
 }
 
-/// The same for equal operands, however they lie in memory, and for few others.
+/// The same for equal operands, in any memory layout, and for few others.
 fn mark(a: &Tensor, b: &Tensor) -> u64 {
     let mut hasher = DefaultHasher::new();
     for x in [a, b] {
@@ -119,8 +120,8 @@ fn mark(a: &Tensor, b: &Tensor) -> u64 {
     hasher.finish()
 }
 
-/// Calls `see` with numbers of a tensor in f64 that lie evenly apart in the order of its elements:
-/// all of a small one.
+/// Calls `see` with values of a tensor in f64, evenly spaced in the order of its elements; with all
+/// of a small one.
 fn some_numbers(x: &Tensor, mut see: impl FnMut(f64)) {
     const MOST: usize = 32;
     let (storage, layout) = x.storage_and_layout();
@@ -152,9 +153,9 @@ fn same(x: &Tensor, y: &Tensor) -> Result<bool> {
     Ok(equal_bits(&x, &y))
 }
 
-/// Whether two tensors of one layout have equal storage from their first to their last element. It
-/// is compared where it lies: copying a transposed operand into the order of its elements takes as
-/// long as multiplying it.
+/// Whether two tensors of one layout have equal storage from their first to their last element. The
+/// storage is compared in place: copying a transposed operand into the order of its elements takes
+/// as long as multiplying it.
 fn same_span(x: &Tensor, y: &Tensor) -> bool {
     let ((x_storage, x_layout), (y_storage, y_layout)) =
         (x.storage_and_layout(), y.storage_and_layout());
@@ -173,7 +174,7 @@ fn span<'a>(storage: &'a Storage, layout: &Layout) -> Option<&'a [f64]> {
 }
 
 fn equal_bits(x: &[f64], y: &[f64]) -> bool {
-    /// Numbers that are compared without a branch between them.
+    /// Values that are compared without a branch between them.
     const AT_ONCE: usize = 64;
     let differs = |bits: u64, (x, y): (&f64, &f64)| bits | (x.to_bits() ^ y.to_bits());
     x.chunks(AT_ONCE).zip(y.chunks(AT_ONCE)).all(|(x, y)| x.iter().zip(y).fold(0, differs) == 0)
@@ -190,7 +191,7 @@ mod tests {
         let numbers: Vec<f64> = (0..6000).map(f64::from).collect();
         let operands = |group: usize| {
             let a = f64_tensor(&numbers[group..group + 6], &[2, 3]);
-            // The same numbers, in the order of rows and turned.
+            // The same values, in row order and transposed.
             let rows = f64_tensor(&numbers[group..group + 6], &[3, 2]);
             let turned =
                 rows.t().expect("a matrix").contiguous().expect("a copy").t().expect("a matrix");

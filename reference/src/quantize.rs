@@ -1,14 +1,14 @@
-//! Groups of numbers as codes with a power-of-two scale (inference 5.3, 5.4).
+//! Groups of values as codes with a power-of-two scale (inference 5.3, 5.4).
 //!
 //! ```text
 //! amax = max(max |x|, floor)      s = the least power of two with amax <= largest * s      code = nearest(x / s)
 //! ```
 //!
 //! The specification multiplies amax by fp32(1/448), or fp32(1/6), and takes the exponent from the
-//! bits of the product; for every bf16 amax that is the same power. Scales that are no powers of
-//! two are this product itself ([`ScaleType::Fp32`]), and x / s is rounded to fp32 before it is
-//! rounded to a code. A group with a NaN or an infinity has the scale NaN (byte 255), and the
-//! codes of NaN.
+//! bits of the product. For every bf16 amax the result is the same power of two. Scales that are
+//! not powers of two are this product itself ([`ScaleType::Fp32`]); then x / s is rounded to fp32
+//! before it is rounded to a code. A group with a NaN or an infinity has the scale NaN (byte 255)
+//! and the codes of NaN.
 
 use candle_core::Tensor;
 
@@ -19,33 +19,33 @@ use crate::precision::{Rounding, values};
 /// Byte of the e8m0 NaN.
 const E8M0_NAN: u8 = 255;
 
-/// Codes, one a byte, and the e8m0 byte of each group's scale.
+/// Codes, one per byte, and the e8m0 byte of the scale of each group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Quantized {
-    /// One for each number.
+    /// One for each value.
     pub codes: Vec<u8>,
     /// One for each group.
     pub scale_bytes: Vec<u8>,
 }
 
-/// What the scale of a group is.
+/// The type of the scale of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleType {
     /// A power of two, stored as an e8m0 byte.
     E8m0,
     /// A power of two, stored in fp32.
     PowerOfTwo,
-    /// `amax * fp32(1/largest)`, an fp32 number.
+    /// `amax * fp32(1/largest)`, an fp32 value.
     Fp32,
 }
 
-/// The least amax of a format: groups of smaller numbers are scaled as if they held this one.
+/// The smallest amax of a format: groups of smaller values are scaled as if they held this one.
 pub fn floor_of(format: Format) -> f64 {
-    // That of e2m1 keeps the scale a normal fp32 number.
+    // The floor of e2m1 keeps the scale a normal fp32 value.
     if format == Format::E2M1 { 6.0 * 2f64.powi(-126) } else { 1e-4 }
 }
 
-/// Consecutive groups of so many numbers in this format.
+/// Quantizes consecutive groups of `group` values in this format.
 pub fn quantize(numbers: &[f64], group: usize, format: Format) -> Quantized {
     let (mut codes, mut scale_bytes) = (Vec::with_capacity(numbers.len()), Vec::new());
     for group in numbers.chunks(group) {
@@ -57,18 +57,18 @@ pub fn quantize(numbers: &[f64], group: usize, format: Format) -> Quantized {
     Quantized { codes, scale_bytes }
 }
 
-/// The codes of numbers divided by the scale of their group: one fp32 quotient each, exact where
-/// the scale is a power of two.
+/// The codes of values divided by the scale of their group: one fp32 quotient each, exact where the
+/// scale is a power of two.
 pub fn codes_of(group: &[f64], scale: f64, format: Format) -> impl Iterator<Item = u8> {
     group.iter().map(move |x| format.code(Format::F32.nearest(x / scale)) as u8)
 }
 
-/// What codes with scales of `group` neighbours would decode to, of `x` `[num_rows, width]`, whose
-/// width is not 0. The rounding to codes is a rounding point; in a run without any, x itself is
-/// left, but for the groups whose scale is NaN.
+/// The decoded values of codes with scales of `group` neighbours, for `x` `[num_rows, width]`,
+/// whose width is not 0. The rounding to codes is a rounding point. In a run without rounding, x is
+/// returned unchanged, except for the groups whose scale is NaN.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn simulated(
     x: &Tensor,
     group: usize,
@@ -87,7 +87,7 @@ pub fn simulated(
     Ok((codes * scales)?)
 }
 
-/// The scale of a group; NaN where one of its numbers is not finite.
+/// The scale of a group; NaN where one of its values is not finite.
 pub fn scale_of(group: &[f64], format: Format, scale_type: ScaleType) -> f64 {
     let byte = scale_byte(group, format);
     let power = Format::E8M0.value(byte.into());
@@ -99,7 +99,7 @@ pub fn scale_of(group: &[f64], format: Format, scale_type: ScaleType) -> f64 {
     Format::F32.nearest(amax * Format::F32.nearest(format.largest.recip()))
 }
 
-/// The scale of a group as a byte: 127 plus the least e with `amax <= largest * 2^e`.
+/// The scale of a group as a byte: 127 plus the smallest e with `amax <= largest * 2^e`.
 pub fn scale_byte(group: &[f64], format: Format) -> u8 {
     if group.iter().any(|x| !x.is_finite()) {
         return E8M0_NAN;
@@ -114,7 +114,7 @@ pub fn scale_byte(group: &[f64], format: Format) -> u8 {
 mod tests {
     use super::*;
 
-    /// The specification's way to the scale, from the bits of an fp32 product.
+    /// The scale as the specification computes it, from the bits of an fp32 product.
     fn from_bits(amax: f64, format: Format) -> u8 {
         let inverse = format.largest.recip() as f32;
         let u = amax.max(floor_of(format)) as f32 * inverse;
@@ -153,7 +153,7 @@ mod tests {
         let mut bits = 7u32;
         for _ in 0..20_000 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // From a little above the floor to the end of fp32.
+            // From slightly above the floor to the end of the fp32 range.
             let amax = f64::from(f32::from_bits((bits >> 1).clamp(0x38d2_0000, 0x7f7f_ffff)));
             let scale = scale_of(&[0.0, -amax], Format::E4M3, ScaleType::Fp32);
             assert!(

@@ -1,22 +1,22 @@
-//! Choices between numbers by a mask. None of them is a product: 0 * NaN is NaN.
+//! Selection of values by a mask. No function uses a product, because 0 * NaN is NaN.
 
 use candle_core::Tensor;
 
 use crate::error::Result;
 
-/// `tensor` where `condition` is 1, the number `otherwise` where it is 0.
+/// `tensor` where `condition` is 1, the value `otherwise` where it is 0.
 pub(crate) fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Result<Tensor> {
     let otherwise = Tensor::full(otherwise, tensor.shape(), tensor.device())?;
     Ok(condition.where_cond(tensor, &otherwise)?)
 }
 
-/// `tensor` where `condition` is 0, the number `instead` where it is 1.
+/// `tensor` where `condition` is 0, the value `instead` where it is 1.
 pub(crate) fn unless(condition: &Tensor, tensor: &Tensor, instead: f64) -> Result<Tensor> {
     let instead = Tensor::full(instead, tensor.shape(), tensor.device())?;
     Ok(condition.where_cond(&instead, tensor)?)
 }
 
-/// The largest number along a dimension, which stays with extent 1; NaN where one is NaN.
+/// The largest value along a dimension, which stays with size 1; NaN where one is NaN.
 pub(crate) fn max_or_nan(tensor: &Tensor, dim: usize) -> Result<Tensor> {
     let has_nan = tensor.ne(tensor)?.max_keepdim(dim)?;
     unless(&has_nan, &tensor.max_keepdim(dim)?, f64::NAN)
@@ -31,7 +31,7 @@ pub(crate) fn clamp(tensor: &Tensor, low: f64, high: f64) -> Result<Tensor> {
 /// The entry `index` along an axis, without that axis.
 pub(crate) fn entry(tensor: &Tensor, axis: usize, index: usize) -> Result<Tensor> {
     let entry = tensor.narrow(axis, index, 1)?.squeeze(axis)?;
-    // candle copies nothing out of a tensor without elements, not even nothing.
+    // candle fails to copy from a tensor without elements, even zero of them.
     if entry.elem_count() == 0 {
         return Ok(Tensor::zeros(entry.shape(), entry.dtype(), entry.device())?);
     }

@@ -1,5 +1,5 @@
-//! Sums over the elements of tensors that a judge makes for each of many runs: plain loops over
-//! slices, in the crate that is compiled with optimisation in every profile.
+//! Sums over tensor elements that a judge computes for each of many runs: plain loops over slices,
+//! in the crate that is compiled with optimization in every profile.
 
 use crate::format::Format;
 
@@ -13,12 +13,13 @@ pub struct WeightedErrors {
 }
 
 impl WeightedErrors {
-    /// Of `written` (y) around `exact` (e). Elements of weight 0 do not count, whatever they are.
+    /// The sums of `written` (y) around `exact` (e). Elements of weight 0 are ignored, whatever
+    /// they hold.
     pub fn of(exact: &[f64], written: &[f64], weights: &[f64]) -> Self {
         let mut sums = Self::default();
         for ((e, y), w) in exact.iter().zip(written).zip(weights) {
             let error = y - e;
-            // An error of zero counts nothing, however large its weight is.
+            // An error of zero adds nothing, however large its weight is.
             if *w != 0.0 && error != 0.0 {
                 sums.projection += w * e * error;
                 sums.energy += w * error * error;
@@ -28,13 +29,12 @@ impl WeightedErrors {
     }
 }
 
-/// How many elements are equal where `exact` is a finite number.
+/// Number of equal elements where `exact` is finite.
 pub fn count_equal(exact: &[f64], a: &[f64], b: &[f64]) -> usize {
     exact.iter().zip(a.iter().zip(b)).filter(|(e, (a, b))| e.is_finite() && a == b).count()
 }
 
-/// For each element the mean square of its errors over the runs; NaN where `exact` is no finite
-/// number.
+/// For each element the mean square of its errors over the runs; NaN where `exact` is not finite.
 pub fn mean_squares(exact: &[f64], runs: &[&[f64]]) -> Vec<f64> {
     let mut sums: Vec<f64> =
         exact.iter().map(|e| if e.is_finite() { 0.0 } else { f64::NAN }).collect();
@@ -48,7 +48,7 @@ pub fn mean_squares(exact: &[f64], runs: &[&[f64]]) -> Vec<f64> {
     sums
 }
 
-/// The nearest numbers of a format; what overflows there stays as it is.
+/// The nearest values of a format; a value that overflows there is not changed.
 pub fn stored(format: Format, values: &[f64]) -> Vec<f64> {
     let mut stored = values.to_vec();
     format.round_all(&mut stored);

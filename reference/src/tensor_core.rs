@@ -1,12 +1,12 @@
-//! Sums of products bit for bit as Hopper's tensor cores form them.
+//! Sums of products, bit for bit as Hopper's tensor cores compute them.
 //!
-//! [`crate::precision`] says by how much a kernel's matrix product may be off; this says what the
-//! instruction gives. The emulator computes by the same rule, so a kernel that depends on it shows
-//! there, too.
+//! [`crate::precision`] defines the error that a kernel's matrix product may have; this module
+//! computes the exact result of the instruction. The emulator uses the same rule, so a kernel that
+//! depends on it fails there too.
 //!
 //! An instruction adds `terms` products and its accumulator in one step. Write `E(x)` for the
-//! exponent field of a factor (that of the smallest normal number where it is subnormal), and
-//! `E(c)` for that of the accumulator. Then
+//! exponent field of a factor (for a subnormal factor, that of the smallest normal number). Write
+//! `E(c)` for the exponent field of the accumulator. Then
 //!
 //! ```text
 //! e = max(E(a_k) + E(b_k) over products that are not zero, E(c))
@@ -15,12 +15,12 @@
 //! ```
 //!
 //! where `cut(x, g)` is the multiple of g next to x towards zero. The exponent of a product is not
-//! that of its value: factors of 1.5 give 2.25, which counts as 2^0. A longer product is a chain
-//! of steps.
+//! that of its value: factors of 1.5 give 2.25, which counts as 2^0. A longer product is a chain of
+//! steps.
 //!
 //! The form is that of Fasi, Higham, Mikaitis and Pranesh (Numerical behavior of NVIDIA tensor
-//! cores, 2021) and of Khattak and Mikaitis (2025). Its numbers were found by fitting them to an
-//! H100: `fixtures/tensor_cores` holds a part of what was measured, in which every bit agrees.
+//! cores, 2021) and of Khattak and Mikaitis (2025). Its parameters were fitted to an H100.
+//! `fixtures/tensor_cores` holds a part of the measurements, and every bit agrees.
 
 use crate::format::{Format, power_of_two};
 
@@ -46,11 +46,11 @@ impl TensorCore {
     pub const HOPPER_E4M3: Self =
         Self { terms: 32, aligned_bits: 13, fraction_bits: 13, factors: Format::E4M3 };
 
-    /// `c + sum_k a_k b_k` of finite numbers of [`Self::factors`] and an fp32 number `c`. Zeros
-    /// fill the last step.
+    /// `c + sum_k a_k b_k` of finite values of [`Self::factors`] and an fp32 value `c`. Zeros fill
+    /// the last step.
     ///
     /// # Panics
-    /// When the factors are not equally many.
+    /// When `a` and `b` have different lengths.
     pub fn sum(&self, a: &[f64], b: &[f64], c: f64) -> f64 {
         assert_eq!(a.len(), b.len(), "factors of unlike number");
         a.chunks(self.terms).zip(b.chunks(self.terms)).fold(c, |c, (a, b)| self.step(a, b, c))
@@ -81,7 +81,7 @@ fn exponent(x: f64, format: Format) -> i32 {
 }
 
 fn floor_log2(x: f64) -> i32 {
-    // Every number here is a normal f64: products of two fp32 numbers reach down to 2^-298.
+    // Every value here is a normal f64: products of two fp32 values reach down to 2^-298.
     ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023
 }
 
@@ -138,11 +138,11 @@ mod tests {
     #[test]
     fn small_terms_beside_a_large_one_are_cut_off_one_by_one() {
         let core = TensorCore::HOPPER_BF16;
-        // Each half a gap: none counts, though all of them together are eight gaps.
+        // Each is half a gap: none counts, although all of them together are eight gaps.
         let small = power_of_two(-26);
         assert_eq!(core.sum(&[small; 16], &[1.0; 16], 1.0), 1.0);
         assert_eq!(core.sum(&[2.0 * small; 16], &[1.0; 16], 1.0), 1.0 + 4.0 * power_of_two(-23));
-        // An e4m3 accumulator loses what is 2^14 times smaller.
+        // An e4m3 accumulator loses a product that is 2^14 times smaller.
         let core = TensorCore::HOPPER_E4M3;
         assert_eq!(core.sum(&[1.0; 32], &[1.0; 32], power_of_two(14)), power_of_two(14));
         assert_eq!(core.sum(&[1.0; 32], &[1.0; 32], power_of_two(13)), power_of_two(13) + 32.0);

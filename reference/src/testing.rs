@@ -1,5 +1,5 @@
-//! What the tests of this crate share: seeded draws, golden files, and comparisons that NaN cannot
-//! pass.
+//! Shared parts of the tests of this crate: seeded random data, golden files, and comparisons that
+//! NaN cannot pass.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -23,14 +23,14 @@ impl Draw {
         Self(ChaCha8Rng::seed_from_u64(seed))
     }
 
-    /// Normal numbers of full f64 significands.
+    /// Normal random values with full f64 significands.
     pub fn normal(&mut self, shape: &[usize], deviation: f64) -> Tensor {
         let count: usize = shape.iter().product();
         let numbers: Vec<f64> = (0..count).map(|_| deviation * self.one_normal()).collect();
         f64_tensor(&numbers, shape)
     }
 
-    /// Normal numbers that bf16 holds exactly, as stored operands are.
+    /// Normal random values that bf16 holds exactly, as stored operands are.
     pub fn bf16(&mut self, shape: &[usize], deviation: f64) -> Tensor {
         let numbers = self.normal(shape, deviation);
         let seed = self.0.random();
@@ -87,8 +87,8 @@ pub fn assert_within(what: &str, actual: &Tensor, expected: &Tensor, bound: &Ten
     }
 }
 
-/// The gradients of the sum of what `f` returns, by automatic differentiation: each pair is the
-/// name of an input and that of its gradient. Absent inputs have none.
+/// The gradients of the sum of the outputs of `f`, by automatic differentiation. Each pair is the
+/// name of an input and the name of its gradient. Absent inputs have none.
 pub fn differentiated(
     inputs: &Named,
     pairs: &[(&'static str, &'static str)],
@@ -111,12 +111,13 @@ pub fn differentiated(
     })
 }
 
-/// Central difference of `f` along `direction`, compared with the `claimed` directional derivative.
+/// Compares the central difference of `f` along `direction` with the `claimed` directional
+/// derivative.
 ///
-/// The step is `h = u^(1/3)` in units of `unit`, where truncation `h^2 f'''/6` and rounding `u |f|
-/// / h` are of one size. The truncation is measured: `D(2h) - D(h) = h^2 f'''/2 + O(h^4)` is three
-/// times that of `D(h)`. The rounding is at most `noise / h` when `f` is evaluated within `noise`,
-/// for either step.
+/// The step is `h = u^(1/3)` in units of `unit`, where truncation `h^2 f'''/6` and rounding
+/// `u |f| / h` have the same size. The truncation is measured: `D(2h) - D(h) = h^2 f'''/2 + O(h^4)`
+/// is three times that of `D(h)`. When `f` is evaluated within `noise`, the rounding is at most
+/// `noise / h` for either step.
 pub fn assert_directional_derivative(
     what: &str,
     f: impl Fn(f64) -> Result<f64>,
@@ -137,8 +138,8 @@ pub fn assert_directional_derivative(
     Ok(())
 }
 
-/// Fails unless the gradients of inputs (pairs of their names) are the automatic ones, up to some
-/// hundred roundings of numbers of the size of the largest.
+/// Fails unless the gradients of inputs (pairs of their names) equal the automatic ones, up to some
+/// hundred roundings of values of the size of the largest.
 pub fn assert_gradients_are_automatic(
     gradients: &Named,
     automatic: &Named,
@@ -154,9 +155,9 @@ pub fn assert_gradients_are_automatic(
     Ok(())
 }
 
-/// [`assert_directional_derivative`] of `f` where all inputs of `pairs` that there are move at
-/// once, each along a random direction of this deviation. A pair is an input's name and that of
-/// the gradient that claims its derivative.
+/// [`assert_directional_derivative`] of `f` where all present inputs of `pairs` move at once, each
+/// along a random direction of this deviation. A pair is the name of an input and the name of the
+/// gradient that claims its derivative.
 pub fn assert_derivative_along_all(
     what: &str,
     [inputs, gradients]: [&Named; 2],
@@ -185,12 +186,12 @@ pub fn assert_derivative_along_all(
     assert_directional_derivative(what, at, 1.0, noise, claimed.sum::<Result<f64>>()?)
 }
 
-/// Fails unless runs of random error have `exact` as their mean.
+/// Fails unless the mean of runs with random errors is `exact`.
 ///
-/// Over R runs the mean of an element misses by `s / sqrt(R)`, with `s` the deviation of one run,
-/// so the squares of `mean error / (s / sqrt(R))` average to about 1. Elements share errors; with
-/// at least `independent` groups that do not, that average has a deviation of at most `sqrt(2 /
-/// independent)`, of which five are allowed. Elements that never err are left out.
+/// Over R runs the mean of an element misses by `s / sqrt(R)`, with `s` the deviation of one run.
+/// The squares of `mean error / (s / sqrt(R))` therefore average to about 1. Elements share errors.
+/// With at least `independent` groups that share none, that average has a deviation of at most
+/// `sqrt(2 / independent)`, of which five are allowed. Elements that never err are skipped.
 pub fn assert_unbiased(what: &str, exact: &Tensor, runs: &[Tensor], independent: usize) {
     let exact = values(exact).expect("values");
     let runs: Vec<Vec<f64>> = runs.iter().map(|run| values(run).expect("values")).collect();
@@ -211,7 +212,7 @@ pub fn assert_unbiased(what: &str, exact: &Tensor, runs: &[Tensor], independent:
     assert!(average <= bound, "{what}: {average} > {bound}");
 }
 
-/// One golden file: tensors of an implementation that this project did not write.
+/// One golden file: tensors of an implementation outside this project.
 pub struct Golden {
     tensors: HashMap<String, Tensor>,
 }
@@ -239,7 +240,7 @@ impl Golden {
         self.raw(key).to_dtype(DType::F64).expect("widening")
     }
 
-    /// Half a unit in the last place of each stored value: results kept in f32 were rounded once.
+    /// Half a unit in the last place of each stored value: results kept in f32 are rounded once.
     pub fn storage_error(&self, key: &str) -> Tensor {
         let relative = match self.raw(key).dtype() {
             DType::F32 => f64::from(f32::EPSILON) / 2.0,
@@ -249,7 +250,7 @@ impl Golden {
     }
 }
 
-/// One sum that a GPU formed.
+/// One sum that a GPU computed.
 pub struct MeasuredSum {
     pub a: Vec<f64>,
     pub b: Vec<f64>,
@@ -257,7 +258,7 @@ pub struct MeasuredSum {
     pub d: f64,
 }
 
-/// What `fixtures/tensor_cores` says of an instruction.
+/// The measurements of an instruction in `fixtures/tensor_cores`.
 pub fn tensor_core_measurements(instruction: &str) -> Vec<MeasuredSum> {
     let path =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tensor_cores/hopper.safetensors");

@@ -1,5 +1,4 @@
-//! Revisions of the kernels, read from git objects through the `git` command: nothing is checked
-//! out.
+//! Revisions of the kernels, read from git objects through the `git` command, without a checkout.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -11,9 +10,9 @@ use dsv4_runtime::SourceTree;
 
 use super::BisectError;
 
-/// Where a revision keeps its kernels.
+/// Where a revision has its kernels.
 pub const KERNELS: &str = "kernels/cuda";
-/// The same as a path that git counts from the top of the tree, wherever it is called.
+/// The same as a git path from the top of the tree, in any working directory.
 const KERNELS_FROM_TOP: &str = ":(top)kernels/cuda";
 
 /// A repository.
@@ -29,24 +28,24 @@ pub struct Commit {
     pub id: String,
     /// First line of its message.
     pub subject: String,
-    /// Author and date, as people read them.
+    /// Author and date, as text for the user.
     pub signature: String,
     /// Ids of its parents.
     pub parents: Vec<String>,
 }
 
 impl Commit {
-    /// The id as people write it.
+    /// The abbreviated id.
     pub fn short(&self) -> &str {
         &self.id[..self.id.len().min(10)]
     }
 }
 
 impl Repository {
-    /// The repository that holds `dir`.
+    /// Opens the repository that contains `dir`.
     ///
     /// # Errors
-    /// When there is none, or no `git`.
+    /// When no repository contains it, or `git` is missing.
     pub fn open(dir: &Path) -> Result<Self, BisectError> {
         git(dir, &["rev-parse", "--git-dir"])?;
         Ok(Self { dir: dir.to_owned(), objects: RefCell::new(Objects::start(dir)?) })
@@ -55,7 +54,7 @@ impl Repository {
     /// The commit that `revision` names.
     ///
     /// # Errors
-    /// When it names none.
+    /// When it names no commit.
     pub fn commit(&self, revision: &str) -> Result<Commit, BisectError> {
         let name = format!("{revision}^{{commit}}");
         let id = git(&self.dir, &["rev-parse", "--verify", "--quiet", "--end-of-options", &name])
@@ -103,7 +102,7 @@ impl Repository {
     /// The kernels of a commit.
     ///
     /// # Errors
-    /// When it has none, or one of them is no UTF-8.
+    /// When it has none, or one of them is not UTF-8.
     pub fn kernels(&self, commit: &Commit) -> Result<SourceTree, BisectError> {
         let listing =
             git(&self.dir, &["ls-tree", "-r", "-z", "--full-tree", &commit.id, "--", KERNELS])?;
@@ -137,13 +136,13 @@ impl Repository {
         )
     }
 
-    /// The best common ancestor of a merge's two parents, where there is one.
+    /// The best common ancestor of a merge's two parents, if one exists.
     pub fn merge_base(&self, merge: &Commit) -> Option<String> {
         let [first, second, ..] = &merge.parents[..] else { return None };
         git(&self.dir, &["merge-base", first, second]).ok().map(|id| id.trim().to_owned())
     }
 
-    /// Checks a commit out in a directory of its own.
+    /// Checks out a commit in a new directory.
     ///
     /// # Errors
     /// Git's.
@@ -154,7 +153,7 @@ impl Repository {
     }
 }
 
-/// A temporary worktree; removed with the value.
+/// A temporary worktree; removed when dropped.
 pub struct Worktree<'a> {
     repository: &'a Repository,
     at: PathBuf,
@@ -199,7 +198,7 @@ fn git(dir: &Path, arguments: &[&str]) -> Result<String, BisectError> {
 /// A running `git cat-file --batch`: one process reads every blob.
 struct Objects {
     process: Child,
-    // Taken when dropped: git ends when its input does.
+    // Taken on drop: git ends when its input closes.
     ask: Option<ChildStdin>,
     answer: BufReader<ChildStdout>,
 }
@@ -227,7 +226,7 @@ impl Objects {
         self.exchange(id).map_err(|error| BisectError::Git(format!("git cat-file {id}: {error}")))
     }
 
-    /// One question, one answer: `ID TYPE SIZE`, a line feed, the bytes, a line feed.
+    /// One request, one answer: `ID TYPE SIZE`, a line feed, the bytes, a line feed.
     fn exchange(&mut self, id: &str) -> std::io::Result<Vec<u8>> {
         let other = |what: String| std::io::Error::other(what);
         let ask = self.ask.as_mut().ok_or_else(|| other("it has ended".into()))?;
@@ -247,7 +246,7 @@ impl Objects {
 impl Drop for Objects {
     fn drop(&mut self) {
         drop(self.ask.take());
-        // Its status says nothing that matters: every answer was checked when it came.
+        // Its exit status does not matter: every answer was checked when it arrived.
         let _ = self.process.wait();
     }
 }

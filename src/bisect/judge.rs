@@ -1,5 +1,4 @@
-//! What makes a revision good or bad: four measures, each with thresholds taken from the two
-//! endpoints.
+//! What makes a revision good or bad: four metrics, each with thresholds from the two endpoints.
 
 use std::time::Instant;
 
@@ -32,7 +31,7 @@ pub enum Metric {
 }
 
 impl Metric {
-    /// What the number of a trial is.
+    /// The name of a trial's value.
     pub fn value_name(self) -> &'static str {
         match self {
             Self::Agree => "largest share of the budget used",
@@ -43,7 +42,7 @@ impl Metric {
     }
 }
 
-/// How much may be spent on a measure.
+/// How much work a measurement may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
     /// Random schedules of `agree`, beyond the deterministic one (emulator).
@@ -52,19 +51,19 @@ pub struct Effort {
     pub most_runs: u64,
 }
 
-/// What was learnt about one revision.
+/// What was found about one revision.
 #[derive(Clone, Debug)]
 pub struct Trial {
     /// Good, bad, or skipped.
     pub answer: Answer,
-    /// The metric's number ([`Metric::value_name`]), where there is one.
+    /// The metric's value ([`Metric::value_name`]), if it has one.
     pub value: Option<f64>,
     /// What was seen, or why it was skipped.
     pub note: String,
 }
 
 impl Trial {
-    /// A revision of which nothing can be told.
+    /// A revision that cannot be judged.
     pub fn skip(note: impl Into<String>) -> Self {
         Self { answer: Answer::Skip, value: None, note: note.into() }
     }
@@ -87,7 +86,7 @@ pub enum Judge {
 }
 
 impl Judge {
-    /// Measures both endpoints; the inner error says why they cannot be told apart.
+    /// Measures both endpoints; the inner error is the reason why they cannot be told apart.
     ///
     /// # Errors
     /// A case that cannot be prepared, or a kernel that cannot be run.
@@ -154,35 +153,35 @@ fn budget_used(outcome: &Outcome) -> Option<f64> {
 
 // ---------------------------------------------------------------- error
 
-/// Most draws of the inputs that the endpoints are compared on; doubled from look to look.
+/// The most draws of the inputs on which the endpoints are compared; each look doubles the number.
 const MOST_DRAWS: u64 = 8;
 
 /// A revision is bad when its error is nearer to the bad endpoint's than to the good one's.
 ///
-/// The error of an element is its distance from the *correctly rounded* oracle, `k - round(e)`:
-/// zero where the kernel did as well as its output type can. The distance from `e` itself would be
-/// little but the output's own rounding, under which a narrowed accumulator disappears.
+/// The error of an element is its distance from the *correctly rounded* oracle, `k - round(e)`. It
+/// is zero where the kernel is as exact as its output type permits. The distance from `e` itself
+/// would mostly be the output's own rounding, which hides a narrowed accumulator.
 ///
-/// The endpoints differ when the bad one is farther off in more rows than chance allows: a sign
-/// test over rows (elements of one row share their errors and count once; a vector's elements
-/// count each), on the same inputs for both. Rows that are equally far off say nothing and are
-/// left out. If one draw of the inputs has too few rows for that, the case's seed is moved on for
-/// more.
+/// The endpoints differ when the bad one has the larger error in more rows than chance allows. This
+/// is a sign test over rows, on the same inputs for both. Elements of one row share their errors
+/// and count once; each element of a vector counts. Rows with equal errors give no information and
+/// are skipped. If one draw of the inputs has too few rows, more draws use the case's following
+/// seeds.
 pub struct ErrorJudge {
     draws: Vec<Drawn>,
     tensor: &'static str,
-    /// Midway between the endpoints' errors.
+    /// The midpoint between the endpoints' errors.
     threshold: f64,
 }
 
-/// Inputs and the exact outputs for them.
+/// Inputs and their exact outputs.
 struct Drawn {
     prepared: Box<dyn PreparedCase>,
     exact: Vec<OracleTensor>,
 }
 
 impl Drawn {
-    /// The case with its seed moved on by `by`; `None` where it has no seed to move.
+    /// The case with its seed advanced by `by`; `None` if it has no seed.
     fn new(case: &Case, by: u64) -> Result<Option<Self>, CaseError> {
         let mut case = case.clone();
         if by > 0 {
@@ -197,7 +196,7 @@ impl Drawn {
     }
 }
 
-/// Squared errors of one tensor, for each row (a vector's elements are rows of one), and the
+/// Squared errors of one tensor, one value a row (each element of a vector is a row), and the
 /// tensor's own sum of squares.
 #[derive(Clone, Debug, Default)]
 struct Errors {
@@ -229,14 +228,14 @@ impl Errors {
             .sum::<f64>();
     }
 
-    /// Root of the squared errors over the tensor's own squares.
+    /// Root of the sum of squared errors over the tensor's own sum of squares.
     fn relative(&self) -> f64 {
         let sum: f64 = self.rows.iter().sum();
         if sum == 0.0 { 0.0 } else { (sum / self.scale).sqrt() }
     }
 
-    /// Whether `self` is farther off in more than half of the rows in which the two differ: the
-    /// lower bound of that share is above one half.
+    /// Whether `self` has the larger error in more than half of the rows in which the two differ:
+    /// the lower bound of that share is above one half.
     fn exceeds(&self, other: &Self, alpha: f64) -> bool {
         let rows = || self.rows.iter().zip(&other.rows);
         let differing = rows().filter(|(a, b)| a != b).count() as u64;
@@ -269,7 +268,8 @@ impl ErrorJudge {
             let share = alpha / tensors.len().max(1) as f64;
             let worst = (0..tensors.len())
                 .filter(|&i| of_bad[i].exceeds(&of_good[i], share))
-                // The largest part of the bad endpoint's error that the good one does not have.
+                // The tensor whose error grows by the largest factor from the good endpoint to the
+                // bad one.
                 .max_by(|&a, &b| {
                     let excess = |i: usize| {
                         of_bad[i].relative() / of_good[i].relative().max(f64::MIN_POSITIVE)
@@ -319,16 +319,16 @@ fn errors(draws: &[Drawn], tensors: &[&str], device: &Device) -> Result<Vec<Erro
 
 // ---------------------------------------------------------------- time
 
-/// Pairs of runs from which the first cut between the endpoints is taken.
+/// Pairs of runs for the first cut between the endpoints.
 const PILOT: u64 = 8;
 
 /// A revision is bad when its calls take about as long as the bad endpoint's.
 ///
-/// Machines get faster and slower while a bisection runs, so no time stands alone: each run of a
-/// revision is paired with a run of the good endpoint just before it, and a trial is `ln(t /
-/// t_good)`. It hits when it is above the cut, which is midway between the medians of good and bad
-/// pairs. The time is that of the case's whole call, uploads and downloads included; they are the
-/// same for every revision and only dilute.
+/// A machine's speed changes during a bisection, so no time is judged without a reference. Each run
+/// of a revision is paired with a run of the good endpoint just before it. A trial is `ln(t /
+/// t_good)`. It is a hit when it is above the cut, the midpoint between the medians of good and bad
+/// pairs. The time is that of the case's whole call with uploads and downloads. These are the same
+/// for every revision and only reduce the contrast.
 pub struct TimeJudge {
     prepared: Box<dyn PreparedCase>,
     good: Device,
@@ -347,7 +347,7 @@ impl TimeJudge {
         let prepared = registry::prepare(case)?;
         let mut samples = [Vec::new(), Vec::new()];
         let mut draw = |count: u64| -> Result<(f64, [u64; 2]), RuntimeError> {
-            // The cut comes from earlier samples alone: it must not fit the ones that it divides.
+            // The cut comes only from earlier samples: it must not fit the samples that it divides.
             let cut = (median(&samples[0]) + median(&samples[1])) / 2.0;
             let mut hits = [0, 0];
             for _ in 0..count {
@@ -380,7 +380,7 @@ impl TimeJudge {
     fn judge(&self, device: &Device) -> Result<Trial, BisectError> {
         let mut test = Sprt::new(self.rates);
         let (mut times, mut ratios) = (Vec::new(), Vec::new());
-        // Compiles and loads, which is no part of a call.
+        // Compiles and loads the kernels, which must not count as part of a call.
         seconds(&*self.prepared, &self.good)?;
         for run in 1..=self.most_runs {
             let base = seconds(&*self.prepared, &self.good)?;
@@ -407,7 +407,7 @@ fn seconds(prepared: &dyn PreparedCase, device: &Device) -> Result<f64, RuntimeE
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Median; 0 of nothing.
+/// Median; 0 without values.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -421,9 +421,8 @@ fn median(values: &[f64]) -> f64 {
 
 /// A revision is bad when its runs differ as often as the bad endpoint's.
 ///
-/// A trial is one more run, which hits when any tensor has other bits than in the first run, or
-/// when it faults. On the emulator each run has a random schedule of its own; a GPU schedules by
-/// itself.
+/// A trial is one more run. It is a hit when any tensor has other bits than in the first run, or
+/// when the run faults. On the emulator each run has a random schedule; a GPU schedules by itself.
 pub struct DeterminismJudge {
     prepared: Box<dyn PreparedCase>,
     rates: Rates,
@@ -473,7 +472,7 @@ impl DeterminismJudge {
     }
 }
 
-/// Runs of one revision, compared with its first one.
+/// Runs of one revision, compared with the first run.
 struct Repeats<'a> {
     prepared: &'a dyn PreparedCase,
     device: &'a Device,
@@ -521,7 +520,7 @@ mod tests {
                 && !small.exceeds(&large, ALPHA)
                 && !large.exceeds(&large, ALPHA)
         );
-        // Five rows are too few to tell; ties say nothing.
+        // Five rows are too few to decide; equal rows give no information.
         assert!(!errors(&[2.0; 5]).exceeds(&errors(&[1.0; 5]), ALPHA));
         let mostly_tied: Vec<f64> = (0..100).map(|i| if i < 5 { 2.0 } else { 1.0 }).collect();
         assert!(!errors(&mostly_tied).exceeds(&errors(&[1.0; 100]), ALPHA));

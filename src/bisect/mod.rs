@@ -1,20 +1,21 @@
 //! Bisection: which commit made a kernel wrong, imprecise, slow or non-deterministic.
 //!
-//! Kernels are compiled when they run, so any revision of `kernels/cuda` can be run by this
-//! binary: its sources are read from git objects ([`history`]), compiled, and run on the case by
-//! today's harness. Nothing is checked out or rebuilt, and a revision costs one compilation of a
-//! kernel. Only where a revision's parameter structs are others than today's launchers fill (size
-//! or layout hash) is that revision's own harness built, in a temporary worktree, and asked by
-//! `parity replay`; its exit code knows agreement alone, so for the other metrics such a revision
-//! is skipped.
+//! Kernels are compiled when they run, so this binary can run any revision of `kernels/cuda`. It
+//! reads the sources from git objects ([`history`]), compiles them, and runs them on the case with
+//! today's harness. No checkout and no rebuild is needed, and a revision costs one compilation of a
+//! kernel.
+//!
+//! A revision may have parameter structs that today's launchers do not fill (other size or layout
+//! hash). Then its own harness is built in a temporary worktree and runs `parity replay`. The exit
+//! code of `replay` reports only agreement, so for the other metrics such a revision is skipped.
 //!
 //! - [`search`]: the search, a pure function;
-//! - [`sequential`]: decisions about what chance has a part in;
+//! - [`sequential`]: decisions where results vary by chance;
 //! - [`judge`]: what good and bad mean for each metric;
 //! - [`page`]: the plots, as text and as a page.
 //!
 //! A revision that does not compile, or about which no decision is reached, is skipped. Where
-//! skipped ones hide the answer it is a range.
+//! skipped revisions hide the answer, it is a range.
 
 pub mod history;
 pub mod judge;
@@ -37,13 +38,13 @@ use self::search::{Answer, Turn, first_bad};
 use crate::case::{Case, CaseError};
 use crate::operators::registry;
 
-/// Why a bisection cannot be made.
+/// Why a bisection is not possible.
 #[derive(Debug, Error)]
 pub enum BisectError {
-    /// Git refused, or is missing.
+    /// Git failed, or is missing.
     #[error("{0}")]
     Git(String),
-    /// The question makes no sense.
+    /// The arguments make no sense.
     #[error("{0}")]
     Input(String),
     /// A case that cannot be prepared.
@@ -54,7 +55,7 @@ pub enum BisectError {
     Runtime(#[from] RuntimeError),
 }
 
-/// What was found.
+/// The result of a bisection.
 pub struct Bisection {
     /// What was compared.
     pub metric: Metric,
@@ -62,26 +63,26 @@ pub struct Bisection {
     pub case: Case,
     /// The good commit, and every later one that changed the kernels.
     pub line: Vec<Commit>,
-    /// What was learnt, by position on the line.
+    /// What was found about each tried commit, by position on the line.
     pub trials: BTreeMap<usize, Trial>,
     /// Where the line turns bad.
     pub turn: Turn,
-    /// The kernels' difference between the last good commit and the first bad one.
+    /// The difference of the kernels between the last good commit and the first bad one.
     pub diff: String,
 }
 
-/// What came of a bisection.
+/// Whether the endpoints differ.
 pub enum Found {
-    /// The turn.
+    /// The turn from good to bad.
     Turn(Box<Bisection>),
-    /// Nothing: why the endpoints cannot be told apart, case by case.
+    /// The reasons why the endpoints cannot be told apart, case by case.
     NoDifference(Vec<String>),
 }
 
-/// Opens the device; again after a fault on a GPU, whose context does not survive it.
+/// Opens the device, and opens it again after a fault on a GPU, whose context does not survive.
 pub type OpenDevice<'a> = &'a dyn Fn() -> anyhow::Result<Device>;
 
-/// Bisects. `told` hears of every trial as it comes.
+/// Bisects. `told` receives every trial as it arrives.
 ///
 /// # Errors
 /// Revisions that do not exist or are not in line, cases that cannot be prepared, endpoints that
@@ -117,17 +118,17 @@ pub fn bisect(
 
 /// How a revision can be run.
 enum Ready {
-    /// By this harness.
+    /// With this harness.
     Here(Device),
-    /// By this harness, and it faults.
+    /// With this harness, and it faults.
     Faulty(String),
-    /// By its own harness: the path of its binary.
+    /// With its own harness: the path of its binary.
     Elsewhere(PathBuf),
     /// Not at all.
     Broken(String),
 }
 
-/// What runs revisions.
+/// Runs revisions.
 struct Bench<'a> {
     repository: &'a Repository,
     metric: Metric,
@@ -139,7 +140,7 @@ struct Bench<'a> {
 type Endpoints = (Judge, [Trial; 2]);
 
 impl Bench<'_> {
-    /// What separates the two ends of the line, and how they were judged by it.
+    /// The judge of the two ends of the line, and its trials of both.
     fn endpoints(
         &mut self,
         line: &[Commit],
@@ -155,7 +156,7 @@ impl Bench<'_> {
         }
         let devices = match (&good, &bad) {
             (Ready::Here(good), Ready::Here(bad)) => [good, bad],
-            // Agreement needs no calibration, and faults and foreign harnesses have nothing to
+            // Agreement needs no calibration. Faults and other harnesses have no values to
             // calibrate on.
             _ if self.metric == Metric::Agree => [&self.device, &self.device],
             (Ready::Faulty(fault), _) | (_, Ready::Faulty(fault)) => {
@@ -242,7 +243,7 @@ impl Bench<'_> {
         Trial { answer, value: None, note: fault }
     }
 
-    /// Compiles a revision and runs the case once, to see whether that can be done at all.
+    /// Compiles a revision and runs the case once, to see whether that is possible.
     fn ready(&mut self, commit: &Commit, case: &Case) -> anyhow::Result<Ready> {
         let tree = match self.repository.kernels(commit) {
             Ok(tree) => tree,
@@ -273,7 +274,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Builds a revision's own harness in a worktree; only its binary stays.
+    /// Builds a revision's own harness in a worktree; only its binary is kept.
     fn build(&self, commit: &Commit) -> anyhow::Result<Ready> {
         let target = self.scratch.dir()?.join("target");
         let binary = self.scratch.dir()?.join(format!("parity-{}", commit.short()));
@@ -310,7 +311,7 @@ impl Bench<'_> {
         Ok(Ready::Elsewhere(binary))
     }
 
-    /// Asks a revision's own harness.
+    /// Runs the case with a revision's own harness.
     fn replay(&self, binary: &Path, case: &Case) -> anyhow::Result<Trial> {
         let backend = self.device.environment().backend.to_string();
         let output = Command::new(binary)
@@ -334,7 +335,7 @@ impl Bench<'_> {
     }
 }
 
-/// Where other revisions' harnesses are built; removed with the value.
+/// Where other revisions' harnesses are built; removed when dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -362,7 +363,7 @@ fn first_line(text: &str) -> String {
     text.lines().find(|line| !line.trim().is_empty()).unwrap_or("it said nothing").to_owned()
 }
 
-/// A runtime error in one line: of a compiler's log the first line that speaks of an error.
+/// A runtime error in one line: the first line of a compiler's log that names an error.
 fn compiler_line(error: &RuntimeError) -> String {
     match error {
         RuntimeError::Compile { log, .. } => {

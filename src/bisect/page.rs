@@ -1,4 +1,4 @@
-//! The plots of a bisection: as text for the terminal, and on a page with the kernels' difference.
+//! The plots of a bisection: as text for the terminal, and on a page with the diff of the kernels.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ use crate::record::figures;
 /// Width of the longest bar of the text plot, in characters.
 const BAR: f64 = 32.0;
 
-/// An answer in a word.
+/// An answer as one word.
 pub fn word(answer: Answer) -> &'static str {
     match answer {
         Answer::Good => "good",
@@ -20,7 +20,8 @@ pub fn word(answer: Answer) -> &'static str {
     }
 }
 
-/// How values are placed between 0 and 1: by logarithm where they are positive and lie far apart.
+/// How values are placed between 0 and 1: by logarithm where they are positive and span a wide
+/// range.
 struct Scale {
     low: f64,
     high: f64,
@@ -38,7 +39,7 @@ impl Scale {
         let low = values.iter().copied().fold(f64::INFINITY, f64::min);
         let high = values.iter().copied().fold(0.0, f64::max);
         let logarithmic = low > 0.0 && high > 10.0 * low;
-        // Powers of ten as ends; a linear axis starts at zero, so that lengths compare.
+        // The ends are powers of ten. A linear axis starts at zero, so that lengths compare.
         let decade = |value: f64, up: f64| 10f64.powf((value.log10() + up).floor());
         match (values.is_empty(), logarithmic) {
             (true, _) => Self { low: 0.0, high: 1.0, logarithmic: false },
@@ -47,7 +48,7 @@ impl Scale {
         }
     }
 
-    /// Values that are no finite number stand at the top: they are worse than any.
+    /// NaN and infinity go to the top: they are worse than any number.
     fn place(&self, value: f64) -> f64 {
         let share = if !value.is_finite() {
             1.0
@@ -64,7 +65,7 @@ impl Scale {
     }
 }
 
-/// One line for each commit tried, oldest first, with a bar for its value.
+/// One line for each tried commit, oldest first, with a bar for its value.
 pub fn text_plot(found: &Bisection) -> String {
     let scale = Scale::of(found);
     let mut text = format!(
@@ -99,8 +100,7 @@ pub fn text_plot(found: &Bisection) -> String {
     text
 }
 
-/// The page: what was found, the plot, the trials, the difference. It refers to nothing outside
-/// itself.
+/// The page: result, plot, trials and diff. It has no external references.
 pub fn html(found: &Bisection) -> String {
     let first_bad = &found.line[found.turn.first_bad];
     let title = match found.turn.is_exact() {
@@ -154,7 +154,7 @@ const LEFT: f64 = 70.0;
 const BOTTOM: f64 = 220.0;
 const TOP: f64 = 20.0;
 
-/// Value over position on the line. Good ones are discs, bad ones crosses, skipped ones circles.
+/// Value over position on the line. Good commits are discs, bad ones crosses, skipped ones circles.
 fn plot(found: &Bisection) -> Markup {
     let scale = Scale::of(found);
     let last = (found.line.len() - 1).max(1) as f64;

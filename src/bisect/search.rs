@@ -1,23 +1,23 @@
-//! The search itself: which is the first bad one of a row that begins good and ends bad.
+//! The search: the first bad position of a sequence that starts good and ends bad.
 
-/// What is learnt about one position.
+/// The result at one position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// As the first position is.
+    /// Like the first position.
     Good,
-    /// As the last position is.
+    /// Like the last position.
     Bad,
-    /// It cannot be told: it does not compile, or no decision was reached.
+    /// Undecided: it does not compile, or no decision was reached.
     Skip,
 }
 
-/// Where the row turns from good to bad.
+/// Where the sequence turns from good to bad.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
     /// The last position that is known to be good.
     pub last_good: usize,
-    /// The first position that is known to be bad. Everything between the two was skipped, so
-    /// where it is not `last_good + 1` the turn is one of `last_good + 1 ..= first_bad`.
+    /// The first position that is known to be bad. Everything between the two was skipped: if this
+    /// is not `last_good + 1`, the turn is one of `last_good + 1 ..= first_bad`.
     pub first_bad: usize,
 }
 
@@ -28,18 +28,18 @@ impl Turn {
     }
 }
 
-/// Finds the turn among positions `0..count`, of which the first is known to be good and the last
-/// to be bad. Halves the row at each answer.
+/// Finds the turn among positions `0..count`. The first is known to be good and the last to be bad.
+/// Each answer halves the interval.
 ///
-/// After a skip it does not try the neighbour, which is likely broken by the same mistake: further
-/// attempts in one interval go to 1/2, 1/4, 3/4, 1/8, 5/8, … of what is untested there (van der
-/// Corput's sequence), so that a run of broken positions is left after few of them.
+/// After a skip it does not try the neighbour, which probably has the same error. More attempts in
+/// one interval go to 1/2, 1/4, 3/4, 1/8, 5/8, … of the untested part (van der Corput's sequence).
+/// So the search leaves a run of broken positions after few attempts.
 ///
 /// # Errors
 /// The first error of `probe`.
 ///
 /// # Panics
-/// When `count` is below 2: then the two ends are one.
+/// When `count` is below 2: then both ends are the same position.
 pub fn first_bad<E>(
     count: usize,
     mut probe: impl FnMut(usize) -> Result<Answer, E>,
@@ -68,7 +68,7 @@ pub fn first_bad<E>(
     }
 }
 
-/// The binary digits of `n`, mirrored at the point: 1 is 1/2, 2 is 1/4, 3 is 3/4, 4 is 1/8.
+/// The binary digits of `n`, mirrored at the binary point: 1 is 1/2, 2 is 1/4, 3 is 3/4, 4 is 1/8.
 fn van_der_corput(n: u32) -> f64 {
     f64::from(n.reverse_bits()) / 2f64.powi(32)
 }
@@ -79,7 +79,7 @@ mod tests {
 
     use super::*;
 
-    /// The turn of a row that is bad from `bad` on, and how many positions were tried.
+    /// The turn of a sequence that is bad from `bad` on, and how many positions were tried.
     fn search(count: usize, bad: usize, broken: impl Fn(usize) -> bool) -> (Turn, usize) {
         let mut tried = Vec::new();
         let turn = first_bad::<Infallible>(count, |at| {

@@ -1,23 +1,23 @@
-//! Sequential tests for what chance has a part in: run times, and results that differ from run to
+//! Sequential tests for values that vary by chance: run times, and results that differ from run to
 //! run.
 //!
-//! Both are brought to trials that hit or miss: "this run was nearer to the bad revision's time
-//! than to the good one's", "this run gave other bits than the first". One slow run among many is
-//! one hit, however slow it was, so a disturbed machine costs trials and not a wrong answer.
+//! Both become trials that hit or miss: "this run was nearer to the bad revision's time than to the
+//! good one's", "this run gave other bits than the first". One slow run among many is one hit,
+//! however slow it was. So a disturbed machine costs trials and does not give a wrong answer.
 //!
 //! **Calibration** ([`calibrate`]). Both endpoints are tried until their rates of hits are apart:
-//! until the upper Clopper-Pearson bound of the good one, `p0`, is below the lower bound of the
-//! bad one, `p1`. The number of trials doubles from look to look, and look `s` may err with
-//! probability `ALPHA / 2^s` only, so that all looks together err with at most [`ALPHA`].
+//! until the upper Clopper-Pearson bound of the good one, `p0`, is below the lower bound of the bad
+//! one, `p1`. The number of trials doubles from look to look. Look `s` may err only with
+//! probability `ALPHA / 2^s`, so all looks together err with at most [`ALPHA`].
 //!
-//! **Decision** ([`Sprt`]). Wald's sequential probability ratio test (1945) between `p0` and `p1`:
-//! each trial adds `ln(p1/p0)` (hit) or `ln((1-p1)/(1-p0))` (miss), and the sum decides when it
-//! leaves `± ln((1-ALPHA)/ALPHA)`. Because the two are bounds and not estimates, real endpoints
-//! are further apart than the test assumes, and its errors rarer than [`ALPHA`].
+//! **Decision** ([`Sprt`]). Wald's sequential probability ratio test (1945) between `p0` and `p1`.
+//! Each trial adds `ln(p1/p0)` (hit) or `ln((1-p1)/(1-p0))` (miss). The sum decides when it leaves
+//! `± ln((1-ALPHA)/ALPHA)`. Because `p0` and `p1` are bounds and not estimates, real endpoints are
+//! further apart than the test assumes, and its errors rarer than [`ALPHA`].
 
 use statrs::distribution::{Beta, ContinuousCDF};
 
-/// Chance of a wrong decision: one in a thousand bisections.
+/// Probability of a wrong decision: one in 1,024 bisections.
 pub const ALPHA: f64 = 1.0 / 1024.0;
 
 /// Trials of the first look at the endpoints; fewer could not separate 0 % from 100 %.
@@ -32,12 +32,12 @@ pub struct Rates {
     pub bad: f64,
 }
 
-/// Upper Clopper-Pearson bound of a rate: with `hits` of `trials`, it is larger with probability
-/// `alpha` only.
+/// Upper Clopper-Pearson bound of a rate: with `hits` of `trials`, the rate is larger only with
+/// probability `alpha`.
 pub fn upper_bound(hits: u64, trials: u64, alpha: f64) -> f64 {
     match Beta::new(hits as f64 + 1.0, (trials - hits) as f64) {
         Ok(beta) => beta.inverse_cdf(1.0 - alpha),
-        // All were hits.
+        // All trials were hits.
         Err(_) => 1.0,
     }
 }
@@ -47,9 +47,9 @@ pub fn lower_bound(hits: u64, trials: u64, alpha: f64) -> f64 {
     1.0 - upper_bound(trials - hits, trials, alpha)
 }
 
-/// Tries both endpoints until their rates are apart, with at most `most` trials at one look;
-/// `None` when they are not. `hits(n)` makes `n` fresh trials of each endpoint and counts the hits
-/// of `[good, bad]`.
+/// Tries both endpoints until their rates are apart, with at most `most` trials at one look; `None`
+/// when they are not. `hits(n)` makes `n` new trials of each endpoint and counts the hits of
+/// `[good, bad]`.
 ///
 /// # Errors
 /// The first error of `hits`.
@@ -61,7 +61,7 @@ pub fn calibrate<E>(
     let mut trials = FIRST_LOOK;
     while trials <= most {
         let [good, bad] = hits(trials)?;
-        // Two bounds share what this look may err.
+        // The two bounds share the error probability of this look.
         let rates = Rates {
             good: upper_bound(good, trials, alpha / 2.0),
             bad: lower_bound(bad, trials, alpha / 2.0),
@@ -84,7 +84,7 @@ pub struct Sprt {
 }
 
 impl Sprt {
-    /// A test that has seen nothing.
+    /// A test without trials.
     pub fn new(rates: Rates) -> Self {
         Self {
             sum: 0.0,
@@ -93,7 +93,7 @@ impl Sprt {
         }
     }
 
-    /// Adds a trial; says whether the revision is bad as soon as that is decided.
+    /// Adds a trial; returns whether the revision is bad as soon as that is decided.
     pub fn observe(&mut self, hit: bool) -> Option<bool> {
         self.sum += if hit { self.hit } else { self.miss };
         let bound = ((1.0 - ALPHA) / ALPHA).ln();

@@ -1,9 +1,9 @@
 //! Conditions on cases, such as `head_dim = 512 and topk % 128 = 0`.
 //!
-//! Names are fields of the case's JSON, with dots for what is within them; a field that a case
-//! does not have is `null`, which equals `null` alone and is neither less nor greater than
-//! anything. There are numbers, strings in either kind of quotes, `true`, `false` and `null`; `=`
-//! (or `==`), `!=`, `<`, `<=`, `>`, `>=`; `%`; `not`, `and`, `or` and parentheses.
+//! Names are fields of the case's JSON, with dots for nested fields. A field that a case does not
+//! have is `null`. It equals only `null` and is neither less nor greater than anything. The syntax
+//! has numbers, strings in either kind of quotes, `true`, `false` and `null`; `=` (or `==`), `!=`,
+//! `<`, `<=`, `>`, `>=`; `%`; `not`, `and`, `or` and parentheses.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::Case;
 
-/// How deep parentheses and `not` may be within one another.
+/// The largest nesting depth of parentheses and `not`.
 const DEEPEST: usize = 64;
 
 /// A condition on a case's fields.
@@ -68,10 +68,10 @@ impl std::str::FromStr for Condition {
 }
 
 impl Condition {
-    /// Reads a condition.
+    /// Parses a condition.
     ///
     /// # Errors
-    /// The place, counted in characters from 1, what stands there, and what should.
+    /// The position, counted in characters from 1, what was found there, and what was expected.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut parser = Parser { tokens: tokens(text)?, at: 0, depth: 0 };
         let root = parser.any()?;
@@ -81,7 +81,7 @@ impl Condition {
         }
     }
 
-    /// Both conditions, where there are two.
+    /// Both conditions, where two are given.
     pub fn both(one: Option<Self>, other: Option<Self>) -> Option<Self> {
         match (one, other) {
             (Some(one), Some(other)) => Some(Self {
@@ -95,14 +95,14 @@ impl Condition {
     /// Whether it holds for a case.
     ///
     /// # Errors
-    /// Values that cannot be compared, or are no condition.
+    /// Values that cannot be compared, or are not a condition.
     pub fn holds(&self, case: &Case) -> Result<bool, String> {
         holds(&self.root, case).map_err(|why| format!("`{self}`: {why}"))
     }
 
-    /// The case with what the condition alone decides: fields that must equal a value, or leave a
-    /// remainder, in all cases that meet it. Drawn cases would rarely meet these by chance.
-    /// Whether the rest holds, and whether there is such a case, is still to be asked.
+    /// The case with the fields that the condition determines: those that must equal a value, or
+    /// leave a remainder, in all matching cases. Drawn cases would rarely match by chance. The
+    /// caller still checks the rest of the condition, and whether the case is valid.
     pub fn steered(&self, mut case: Case) -> Case {
         let required = match &self.root {
             Node::All(nodes) => &nodes[..],
@@ -112,7 +112,7 @@ impl Condition {
         while let Some(node) = pending.pop() {
             match node {
                 Node::All(nodes) => pending.extend(nodes),
-                // One of several ways, another one in another case.
+                // One alternative of several; another case may take another one.
                 Node::Any(nodes) if holds(node, &case) != Ok(true) => {
                     let seed = case.fields.get("seed").and_then(Value::as_u64).unwrap_or_default();
                     pending.push(&nodes[seed as usize % nodes.len()]);
@@ -142,7 +142,7 @@ impl Condition {
         case
     }
 
-    /// The first field that it names and that none of the cases has.
+    /// The first field in the condition that none of the cases has.
     pub fn unknown<'a>(&self, cases: impl Iterator<Item = &'a Case> + Clone) -> Option<&str> {
         let mut names = Vec::new();
         name_fields(&self.root, &mut names);
@@ -165,14 +165,14 @@ fn name_fields<'a>(node: &'a Node, names: &mut Vec<&'a str>) {
     }
 }
 
-/// A field of the case, or within one.
+/// A field of the case, or a nested one.
 fn field<'a>(case: &'a Case, name: &str) -> Option<&'a Value> {
     let mut parts = name.split('.');
     let first = case.fields.get(parts.next()?)?;
     parts.try_fold(first, |value, part| value.get(part))
 }
 
-/// Gives a field that the case has another value of its kind.
+/// Sets a field that the case has to another value of the same kind.
 fn set(case: &mut Case, name: &str, value: Value) {
     let mut parts = name.split('.');
     let first = parts.next().and_then(|part| case.fields.get_mut(part));
@@ -185,7 +185,7 @@ fn set(case: &mut Case, name: &str, value: Value) {
     };
 }
 
-/// Makes a field the next number that leaves `rest` when it is divided, and is not 0 itself.
+/// Rounds a field up to the next nonzero number that leaves `rest` when it is divided.
 fn round_up(case: &mut Case, name: &str, by: &Value, rest: &Value) {
     let (Some(now), Some(by), Some(rest)) =
         (field(case, name).and_then(Value::as_u64), by.as_f64(), rest.as_f64())
@@ -254,7 +254,7 @@ fn compared(
         (Value::String(left), Value::String(right)) => Some(left.cmp(right)),
         (Value::Bool(left), Value::Bool(right)) => Some(left.cmp(right)),
         (Value::Null, Value::Null) => Some(Ordering::Equal),
-        // What is absent, or says more than a word, is another value than any word.
+        // An absent value, an object or an array differs from every word.
         (Value::Null | Value::Object(_) | Value::Array(_), _)
         | (_, Value::Null | Value::Object(_) | Value::Array(_)) => None,
         _ => {
@@ -275,7 +275,7 @@ fn compared(
     })
 }
 
-/// What a message calls an operand.
+/// The name of an operand in a message.
 fn words(node: &Node) -> String {
     match node {
         Node::Field(name) => format!("`{name}`"),
@@ -288,7 +288,7 @@ fn words(node: &Node) -> String {
 
 #[derive(Clone, Debug)]
 struct Token {
-    /// Counted in characters from 1.
+    /// Position, counted in characters from 1.
     place: usize,
     text: String,
     kind: Kind,
@@ -329,7 +329,7 @@ fn tokens(text: &str) -> Result<Vec<Token>, String> {
     Ok(tokens)
 }
 
-/// The length and the kind of the token that begins here.
+/// The length and the kind of the token that starts here.
 fn token(rest: &[char]) -> Result<(usize, Kind), String> {
     let run =
         |holds: fn(&char) -> bool| rest.iter().take_while(|&character| holds(character)).count();
@@ -377,7 +377,7 @@ struct Parser {
 }
 
 impl Parser {
-    /// Whether the next token is this word or sign; then it is passed.
+    /// If the next token is this word or sign, consumes it and returns `true`.
     fn passes(&mut self, word: &str) -> bool {
         let is_next = self.tokens.get(self.at).is_some_and(|token| token.is(word));
         self.at += usize::from(is_next);
@@ -505,7 +505,7 @@ mod tests {
             ("scale >= .125 and scale <= 1.25E-1", true),
             ("-1 < topk and topk > 255", true),
             ("values.separate.v_dim = 64", true),
-            // A word where others say more, and a field that is not there.
+            // A word where other cases have an object, and an absent field.
             ("values = 'shared'", false),
             ("values != 'shared'", true),
             ("bias = null and absent = null and absent.within != 3", true),

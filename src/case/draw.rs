@@ -1,11 +1,11 @@
-//! Inputs of a case: which distribution, and the reproducible stream of each tensor.
+//! Inputs of a case: their distribution, and the reproducible random stream of each tensor.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// How a case's numbers are distributed.
+/// The distribution of a case's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Distribution {
@@ -13,9 +13,10 @@ pub enum Distribution {
     Normal,
     /// Uniform in [-1, 1].
     Uniform,
-    /// Normal, and one element in 64 is 32 times larger: what activations look like.
+    /// Normal, and one element in 64 is 32 times larger, as in real activations.
     Outliers,
-    /// Normal times a log-uniform factor between 1/8 and 8 for each row: rows of unlike size.
+    /// Normal times a log-uniform factor between 1/8 and 8 for each row: rows of different
+    /// magnitude.
     RowScaled,
     /// Powers of two with random signs: sums cancel exactly, or not at all.
     PowersOfTwo,
@@ -27,16 +28,16 @@ impl Distribution {
         [Self::Normal, Self::Uniform, Self::Outliers, Self::RowScaled, Self::PowersOfTwo];
 }
 
-/// Values that one thread draws at a time, where there are many ([`Draw::each`]).
+/// Values that one thread draws at a time in large tensors ([`Draw::each`]).
 const AT_ONCE: usize = 1 << 14;
 
-/// Words of 32 bits of the stream that a normal deviate takes: two fractions of 64.
+/// Words of 32 bits of the stream for a normal value: two 64-bit fractions.
 pub const NORMAL_WORDS: u32 = 4;
-/// Words that a number between two takes.
+/// Words of the stream for a uniform value.
 const UNIFORM_WORDS: u32 = 2;
 
-/// Reproducible random inputs: one stream for each tensor name, so that a change of one tensor's
-/// shape leaves the others as they were.
+/// Reproducible random inputs: one stream for each tensor name. A change of one tensor's shape does
+/// not change the others.
 #[derive(Clone)]
 pub struct Draw {
     rng: ChaCha8Rng,
@@ -50,7 +51,7 @@ impl Draw {
         Self { rng: ChaCha8Rng::from_seed(*hasher.finalize().as_bytes()) }
     }
 
-    /// Stream `number` of several of one name.
+    /// Stream `number` of several with one name.
     pub fn numbered(seed: u64, name: &str, number: usize) -> Self {
         Self::new(seed.wrapping_add(number as u64), name)
     }
@@ -60,12 +61,13 @@ impl Draw {
         &mut self.rng
     }
 
-    /// `count` times `one`, which takes `words` words of the stream whatever it draws: the same as
-    /// one after the other, and many of them on several threads, each of which begins where its
+    /// Calls `one` `count` times. Each call takes `words` words of the stream. The result is the
+    /// same as in sequence, but large counts use several threads. Each thread starts where its part
+    /// of the stream starts.
     /// part of the stream does.
     ///
     /// # Panics
-    /// Where `one` takes more words or fewer.
+    /// If `one` takes more words or fewer.
     pub fn each<T: Send>(
         &mut self,
         count: usize,
@@ -94,13 +96,13 @@ impl Draw {
         drawn
     }
 
-    /// One standard normal deviate (Box-Muller).
+    /// One standard normal value (Box-Muller).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.rng.random::<f64>()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.rng.random::<f64>()).cos()
     }
 
-    /// `rows × row_len` numbers of a distribution, times `magnitude`.
+    /// `rows × row_len` values of a distribution, times `magnitude`.
     pub fn values(
         &mut self,
         distribution: Distribution,
@@ -111,7 +113,7 @@ impl Draw {
         let words = match distribution {
             Distribution::Normal => Some(NORMAL_WORDS),
             Distribution::Uniform => Some(UNIFORM_WORDS),
-            // These take more words now and then, or one for a row.
+            // These take extra words at times, or one for a row.
             Distribution::Outliers | Distribution::RowScaled | Distribution::PowersOfTwo => None,
         };
         if let Some(words) = words {
@@ -146,7 +148,7 @@ impl Draw {
     }
 }
 
-/// A seed-independent random permutation of `0..count`, for laws that permute.
+/// A random permutation of `0..count` from its own stream of the seed, for laws that permute.
 pub fn permutation(seed: u64, count: usize) -> Vec<usize> {
     use rand::seq::SliceRandom;
     let mut order: Vec<usize> = (0..count).collect();
@@ -163,11 +165,11 @@ mod tests {
         for distribution in Distribution::ALL {
             let (rows, row_len) = (5, AT_ONCE / 2 + 7);
             let (mut together, mut apart) = (Draw::new(3, "x"), Draw::new(3, "x"));
-            // Neither begins at a whole number of 64 bits.
+            // Neither starts at a whole number of 64 bits.
             assert_eq!(together.rng().random::<bool>(), apart.rng().random::<bool>());
             let values = together.values(distribution, rows, row_len, 0.7);
-            // Of each row as many as one thread draws by itself; a row's own factor goes with its
-            // first value.
+            // For each row as many values as one thread draws at a time. A row's own factor comes
+            // with its first value.
             let one_by_one: Vec<f64> =
                 (0..rows).flat_map(|_| apart.values(distribution, 1, row_len, 0.7)).collect();
             assert!(values == one_by_one, "{distribution:?}");

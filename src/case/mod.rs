@@ -1,5 +1,5 @@
-//! A case: one fully determined comparison, one line of JSON that replays anywhere; and how its
-//! inputs are drawn ([`Draw`]).
+//! A case: one fully determined comparison, one line of JSON that replays on any machine. Also how
+//! its inputs are drawn ([`Draw`]).
 
 use std::borrow::Cow;
 
@@ -14,9 +14,9 @@ mod draw;
 
 pub use draw::{Distribution, Draw, NORMAL_WORDS, permutation};
 
-/// One comparison: the operator, and what the operator's own case type says.
+/// One comparison: the operator, and the fields of the operator's own case type.
 ///
-/// As JSON: the operator's fields, with `"operator"` beside them.
+/// As JSON: the operator's fields, with `"operator"` next to them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Case {
     /// Operator name.
@@ -29,15 +29,15 @@ pub struct Case {
 /// Why a case cannot be run.
 #[derive(Debug, Error)]
 pub enum CaseError {
-    /// The line is no JSON object with an `operator`.
+    /// The line is not a JSON object with an `operator`.
     #[error("malformed case: {0}")]
     Malformed(String),
     /// The registry has no such operator.
     #[error("unknown operator `{name}`{hint} (`parity ops` lists all)")]
     UnknownOperator {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// The operators with similar names, where there are any.
+        /// The operators with similar names, if any.
         hint: String,
     },
     /// A list names an operator twice.
@@ -51,12 +51,12 @@ pub enum CaseError {
     Field {
         /// Operator.
         operator: &'static str,
-        /// Field; those of a part of the case with the part's name before them.
+        /// Field. A field of a nested case has the name of that part before it.
         field: Cow<'static, str>,
         /// Value and rule.
         reason: String,
     },
-    /// A condition on cases that none can meet, or that cannot be asked.
+    /// A condition on cases that no case can meet, or that cannot be evaluated.
     #[error("the condition {0}")]
     Condition(String),
     /// Kernels that do not compile, or cannot be run on this machine.
@@ -64,10 +64,10 @@ pub enum CaseError {
     Untestable {
         /// Operator.
         operator: String,
-        /// The compiler's or the system's words.
+        /// The message of the compiler or the system.
         why: String,
     },
-    /// The oracle refused the inputs.
+    /// The oracle rejected the inputs.
     #[error("oracle of `{operator}`: {reason}")]
     Oracle {
         /// Operator.
@@ -81,16 +81,16 @@ impl Case {
     /// Parses one line.
     ///
     /// # Errors
-    /// [`CaseError::Malformed`] with the parser's words.
+    /// [`CaseError::Malformed`] with the parser's message.
     pub fn parse(line: &str) -> Result<Self, CaseError> {
         serde_json::from_str(line)
             .map_err(|e| CaseError::Malformed(format!("{e} in `{}`", shorten(line))))
     }
 
-    /// From an operator's own case type.
+    /// Makes a case from an operator's own case type.
     ///
     /// # Panics
-    /// When `fields` does not serialise to a JSON object, which every case type does.
+    /// If `fields` does not serialize to a JSON object, which every case type does.
     pub fn new(operator: &str, fields: &impl Serialize) -> Self {
         let Ok(Value::Object(fields)) = serde_json::to_value(fields) else {
             panic!("the case type of `{operator}` is no struct")
@@ -112,13 +112,12 @@ impl Case {
         serde_json::to_string(self).expect("a case is JSON already")
     }
 
-    /// A name of the case that is as good as its line, and short: `FILE#DIGEST` is the line of a
-    /// file.
+    /// A short name that identifies the case as its line does. `FILE#DIGEST` is the line of a file.
     pub fn digest(&self) -> String {
         blake3::hash(self.line().as_bytes()).to_hex()[..12].to_owned()
     }
 
-    /// The command that replays this case on a device like this one, under as many random
+    /// The command that replays this case on a device like this one, with the same number of random
     /// schedules (emulator).
     pub fn replay_command(&self, device: &Device, schedules: u32) -> String {
         let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));

@@ -1,5 +1,5 @@
-//! `parity run --benchmarks`: what the benchmarks' executable measures, for the report of the same
-//! run.
+//! `parity run --benchmarks`: runs the benchmarks' executable and reads its results for the report
+//! of the same run.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,20 +14,20 @@ use super::DeviceArguments;
 use crate::record::Skip;
 use crate::report::benchmarks::{self, Found};
 
-/// What the executable prints, beside the report.
+/// The file for what the executable prints, next to the report.
 const LOG: &str = "benchmarks.txt";
 
-/// Where criterion leaves results beside the sources, unless told otherwise.
+/// Criterion's default directory for results, next to the sources.
 const USUAL: &str = "target/criterion";
 
-/// What was measured, and whether everything that ran agreed with the oracle.
+/// The results, and whether everything that ran agreed with the oracle.
 pub(super) struct Measured {
     pub found: Found,
     pub agreed: bool,
 }
 
-/// Takes over what an earlier run of the benchmarks left in criterion's directory: the one that
-/// was named, or the default one, where there may be nothing.
+/// Reads the results of an earlier run of the benchmarks from criterion's directory: the named one,
+/// or the default one, which may not exist.
 pub(super) fn earlier(directory: Option<&Path>, device: &Device) -> Result<Measured> {
     if let Some(named) = directory.filter(|named| !named.join(benchmarks::FACTS_FILE).is_file()) {
         bail!(
@@ -42,7 +42,7 @@ pub(super) fn earlier(directory: Option<&Path>, device: &Device) -> Result<Measu
     Ok(Measured { found, agreed: true })
 }
 
-/// Runs the executable, on the same backend with the same kernels, and reads what it left behind.
+/// Runs the executable, on the same backend with the same kernels, and reads its results.
 pub(super) fn run(
     executable: &Path,
     operators: Option<&str>,
@@ -55,7 +55,7 @@ pub(super) fn run(
     let log = File::create(&path).with_context(|| format!("writing {}", path.display()))?;
     let results =
         temporary_folder("benchmarks-").context("a folder for the benchmarks' results")?;
-    // A name without a folder is a file here, not one to be looked for on the path.
+    // A name without a folder is a file here; it is not searched on the path.
     let program = executable
         .canonicalize()
         .with_context(|| format!("--benchmarks {}", executable.display()))?;
@@ -72,13 +72,13 @@ pub(super) fn run(
     }
     let streams = [Stdio::null(), log.try_clone()?.into(), log.into()];
     errln!("benchmarks: {}", path.display());
-    // However this ends, they end with it.
+    // The children end with this process, however it ends.
     let ended = Supervised::spawn(&command, streams)
         .and_then(|mut running| running.wait_within(Duration::MAX));
     let status = ended.with_context(|| format!("--benchmarks {}", program.display()))?;
     let Some(status) = status else { bail!("--benchmarks {}: it did not end", program.display()) };
-    // 1 is a disagreement, which the report is made with; what else ends so has measured nothing
-    // to rely on.
+    // 1 is a disagreement, and the report still includes the results. After any other exit code
+    // there are no reliable results.
     if !matches!(status.code(), Some(0 | 1)) {
         bail!(
             "--benchmarks {}: {status}; what it printed is in {}",

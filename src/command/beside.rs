@@ -27,7 +27,7 @@ pub struct BesideArguments {
 }
 
 impl BesideArguments {
-    /// The command as the page's first line names it.
+    /// The command as the page's first line shows it.
     fn command(&self) -> String {
         let mut words = vec!["parity beside".to_owned()];
         words.extend(
@@ -38,7 +38,7 @@ impl BesideArguments {
     }
 }
 
-/// Puts the two sides next to each other. A slower kernel is no failure: the exit code is 0.
+/// Compares the two sides. A slower kernel is not a failure: the exit code is 0.
 pub fn execute(arguments: &BesideArguments) -> Result<Exit> {
     let pairs = Pairs::read(&arguments.pairs)?;
     let timings = Timings::read(&arguments.logs)?;

@@ -79,7 +79,7 @@ pub struct BisectArguments {
     pub(super) memory: MemoryArguments,
 }
 
-/// Bisects, prints what was found, and writes the page.
+/// Bisects, prints the result, and writes the page.
 pub fn execute(arguments: &BisectArguments) -> Result<Exit> {
     let cases = chosen_cases(arguments)?;
     for case in &cases {

@@ -1,4 +1,4 @@
-//! What a sweep prints and writes for continuous integration.
+//! The output of a sweep for continuous integration.
 
 use std::path::PathBuf;
 
@@ -32,7 +32,7 @@ enum Annotations {
 }
 
 impl CiArguments {
-    /// Writes and prints what was asked for.
+    /// Writes and prints the requested output.
     ///
     /// # Errors
     /// A file that cannot be written.

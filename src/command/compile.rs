@@ -17,7 +17,7 @@ use crate::operator::ModuleSpecification;
 use crate::operators::registry;
 use crate::record::words::printable;
 
-/// The header whose instructions one target alone has, and that target.
+/// The header whose instructions exist on one target only, and that target.
 const HOPPER: (&str, &str) = ("hopper.h", "sm_90a");
 
 /// Options of `parity compile`.
@@ -46,12 +46,12 @@ pub struct CompileArguments {
     json: bool,
 }
 
-/// What to do where there is no NVRTC; the error lists where it was looked for.
+/// The advice where NVRTC is missing; the error lists where it was searched.
 const INSTALL: &str = "NVRTC is needed. Run `pip install nvidia-cuda-nvrtc`, or install a CUDA toolkit (12 or later), or \
                        set PARITY_NVRTC to libnvrtc.so";
 
-/// Compiles every specialisation that some operator launches, and the tests' own kernels; 1 where
-/// the compiler refuses one or has a remark.
+/// Compiles every specialization that an operator launches, and the tests' own kernels. The exit
+/// code is 1 where the compiler rejects one or has a remark.
 pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     let nvrtc = Nvrtc::load().context(INSTALL)?;
     if arguments.into.is_some() {
@@ -83,7 +83,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
         .flat_map(|target| modules.iter().map(move |(file, defines)| Job { target, file, defines }))
         .collect();
     let mut outcomes: Vec<Outcome> = Vec::new();
-    // A few at a time on all cores: lines come in the order of the jobs, and soon.
+    // A few at a time on all cores: lines come early and in the order of the jobs.
     for some in jobs.chunks(4 * rayon::current_num_threads()) {
         let new: Vec<Outcome> =
             some.par_iter().map(|job| job.compile(&nvrtc, &tree, cache.as_ref())).collect();
@@ -114,7 +114,7 @@ pub fn execute(arguments: &CompileArguments) -> Result<Exit> {
     Ok(if failed == 0 { Exit::Agreed } else { Exit::Disagreed })
 }
 
-/// The modules that the commit of this checkout may concern, and what is left out.
+/// The modules that the commit of this checkout may concern, and what is skipped.
 fn concerned(
     modules: Vec<ModuleSpecification>,
     tree: &SourceTree,
@@ -139,7 +139,7 @@ fn concerned(
     ))
 }
 
-/// Refuses a target under which no device looks for its modules.
+/// Rejects a target under which no device searches its modules.
 fn looked_for(target: &str) -> Result<()> {
     let number = target
         .strip_prefix("sm_")
@@ -154,20 +154,20 @@ fn looked_for(target: &str) -> Result<()> {
     }
 }
 
-/// One source with its defines, for one target.
+/// One source and its defines, for one target.
 struct Job<'a> {
     target: &'a str,
     file: &'a str,
     defines: &'a [(String, String)],
 }
 
-/// What became of a job.
+/// The result of a job.
 enum Outcome {
-    /// The cache had it.
+    /// The cache has it.
     Stored,
     /// Bytes of the cubin.
     Compiled(usize),
-    /// The compiler's words.
+    /// The compiler's message.
     Failed(String),
     /// Why it was not compiled.
     Skipped(String),
@@ -188,8 +188,7 @@ impl Job<'_> {
             Ok(Some(compiled)) if compiled.remarks.is_empty() => {
                 Outcome::Compiled(compiled.cubin.len())
             }
-            // Products that it serialises cost a tenth of a kernel's speed, and nothing else says
-            // so.
+            // A serialized wgmma costs a tenth of a kernel's speed, and nothing else reports it.
             Ok(Some(compiled)) => Outcome::Failed(format!("compiles, but: {}", compiled.remarks)),
             Err(error) => Outcome::Failed(error.to_string()),
         }
@@ -222,7 +221,7 @@ impl Job<'_> {
     }
 }
 
-/// The sources that only tests launch, where the tree has them.
+/// The sources that only tests launch, if the tree has them.
 fn test_modules(tree: &SourceTree) -> Vec<ModuleSpecification> {
     let fault = vec![("FAULT".to_owned(), "missing_barrier".to_owned())];
     let all = [
@@ -235,7 +234,7 @@ fn test_modules(tree: &SourceTree) -> Vec<ModuleSpecification> {
     here.map(|(file, defines)| (file.to_owned(), defines)).collect()
 }
 
-/// Whether a source includes `header`, itself or through the tree's headers.
+/// Whether a source includes `header`, directly or through the tree's headers.
 fn includes(tree: &SourceTree, file: &str, header: &str) -> bool {
     let headers = tree.headers_of(file).unwrap_or_default();
     headers.contains(&header)

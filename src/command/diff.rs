@@ -36,7 +36,7 @@ pub struct DiffArguments {
     json: bool,
 }
 
-/// Compares and prints; 1 on any regression.
+/// Compares and prints; the exit code is 1 on any regression.
 pub fn execute(arguments: &DiffArguments) -> Result<Exit> {
     let (base, head) = (diff::read(&arguments.base)?, diff::read(&arguments.head)?);
     let found = diff::compare(&base, &head)?;
@@ -61,7 +61,7 @@ pub fn execute(arguments: &DiffArguments) -> Result<Exit> {
     Ok(if found.regressions().next().is_none() { Exit::Agreed } else { Exit::Disagreed })
 }
 
-/// Prints the comparison; under --quiet the regressions and the verdict.
+/// Prints the comparison; with --quiet only the regressions and the verdict.
 fn print(base: &Report, head: &Report, found: &Diff) {
     let text = diff::terminal(base, head, found);
     let text = printable(&text);
@@ -102,7 +102,7 @@ fn as_json(found: &Diff) -> serde_json::Value {
     })
 }
 
-/// Puts the comparison next to HEAD's own pages, which then show it.
+/// Writes the comparison next to HEAD's own pages, which then show it.
 fn write_page(dir: &Path, base: &Report, head: &Report, found: &diff::Diff) -> Result<()> {
     if !dir.is_dir() {
         bail!("--page: HEAD is to be the folder of a report, {} is not one", dir.display());

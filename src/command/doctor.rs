@@ -24,7 +24,7 @@ pub struct DoctorArguments {
     json: bool,
 }
 
-/// Reports which backends work here; succeeds when one does.
+/// Reports which backends work here; succeeds when at least one works.
 pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
     let cuda = cuda::probe()
         .map_err(|reason| reason.to_string())
@@ -51,7 +51,7 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
 }
 
 /// Compiles the kernels of rms_norm on a backend, runs the first of its edge cases that has an
-/// element, and compares: a compiler that answers and a device that is there are not enough.
+/// element, and compares. A compiler that answers and a device that exists are not enough.
 fn try_out(kind: BackendKind) -> Result<String, String> {
     let device =
         Device::open(kind, dsv4_kernels::device_options()).map_err(|error| error.to_string())?;
@@ -88,11 +88,11 @@ fn works(kind: BackendKind, device: &Device, operator: &str) -> String {
     format!("{place}A case of {operator} was compiled, run and compared")
 }
 
-/// Where the emulator's compiler lies.
+/// The path of the emulator's compiler.
 fn compiler() -> Option<PathBuf> {
     let name = usual_compiler();
     let folders = std::env::var_os("PATH")?;
-    // A path with a folder in it is taken from here; a name alone is looked for.
+    // A path with a folder is used as it is; a bare name is searched on the path.
     let given = name.components().nth(1).is_some();
     let candidates = if given {
         vec![name]

@@ -29,7 +29,7 @@ use crate::report::{self, times};
 use crate::sweep::SweepOptions;
 use crate::sweep::session::{Runners, Session, SweepRequest};
 
-/// Random schedules of a process that is not ours.
+/// Random schedules of an external process: none.
 const SCHEDULES: u32 = 0;
 
 /// Options of `parity external`.
@@ -103,7 +103,7 @@ pub struct ExternalArguments {
     pub(super) memory: MemoryArguments,
 }
 
-/// Sweeps an external kernel and writes the report; 1 when something disagrees.
+/// Sweeps an external kernel and writes the report; the exit code is 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     let one_of_several =
         arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
@@ -115,7 +115,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     external
         .check_adapter(&operator.describe(), session.cases())
         .with_context(|| adapter_name(arguments))?;
-    // Before a report that is there is begun anew.
+    // Before an existing report is replaced.
     external.still_runs().map_err(|error| anyhow::anyhow!(error.message))?;
     let mut shown = Terminal::new(&arguments.out, true);
     let report = session.run(&[operator], Runners::One(&external), Vec::new(), &mut shown)?;
@@ -123,7 +123,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     if let Some(skip) =
         report.skips.iter().find(|skip| none_ran && skip.what == all_cases_of(&arguments.op))
     {
-        // No case has run: it would be no report of anything.
+        // No case ran: a report would be empty.
         bail!("{}", skip.why);
     }
     report::write_all(&report, &arguments.out)
@@ -138,8 +138,7 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     outcome::exit_of(&report, arguments.shard.is_none())
 }
 
-/// Prints what was skipped, a line for each reason; how many there are, where failures have more
-/// to say.
+/// Prints what was skipped, a line for each reason. Where cases fail, it prints only the number.
 fn print_skips(report: &Report, out: &Path) {
     let reasons = by_reason(&report.skips);
     if report.cases.iter().all(|case| case.verdict() == Verdict::Pass) {
@@ -201,7 +200,7 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
         forward_only: arguments.forward_only,
         time: arguments.time,
         ours: arguments.time.then(|| {
-            // Of the emulator's times nothing follows.
+            // The emulator's times mean nothing.
             let ours = Device::open(BackendKind::Cuda, dsv4_kernels::device_options());
             ours.map_err(|error| {
                 format!("there is no GPU for them, and the emulator's times say nothing: {error}")
@@ -230,7 +229,7 @@ fn replayed(arguments: &ExternalArguments) -> String {
     text + &format!(" --time-limit {}", arguments.time_limit)
 }
 
-/// The sweep that is asked for, of the operator's cases or of those that were given.
+/// The requested sweep, of the operator's cases or of the given ones.
 fn planned(
     arguments: &ExternalArguments,
     operator: &'static AnyOperator,
@@ -238,7 +237,7 @@ fn planned(
     environment: &Environment,
 ) -> Result<Session> {
     let ExternalArguments { op, sweep, costs, out, .. } = arguments;
-    // Nobody schedules another process at random: the checks say so, and count it.
+    // The harness cannot schedule another process at random: the checks report and count it.
     let checks = CheckOptions::everything(sweep.profile().schedules());
     let options =
         SweepOptions { condition, ..sweep.options(checks, arguments.regressions.as_deref()) };
@@ -257,7 +256,7 @@ fn planned(
         if case.operator != arguments.op {
             bail!("--case is about `{}`, --op about `{}`", case.operator, arguments.op);
         }
-        // All are prepared before one is run: a malformed line is reported before minutes are
+        // All cases are prepared before one runs: a malformed line is reported before minutes are
         // spent.
         registry::prepare(case)?;
     }
@@ -281,7 +280,7 @@ struct Request {
     dir: PathBuf,
 }
 
-/// Answers requests with our own kernels until standard input ends.
+/// Answers requests with this project's kernels until standard input ends.
 pub fn answer(arguments: &WorkerArguments) -> Result<Exit> {
     let device = arguments.device.open()?;
     let answer = |dir: &Path| external::answer(dir, &device);

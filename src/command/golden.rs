@@ -37,11 +37,11 @@ pub struct GoldenArguments {
     pub(super) device: DeviceArguments,
 }
 
-/// Compares and prints a line for each file; 1 when something disagrees.
+/// Compares and prints a line for each file; the exit code is 1 when something disagrees.
 pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     let operators = registry::select(arguments.ops.as_deref())?;
     let names = match &arguments.ops {
-        // A file of a kind that no operator has is read as well, and may be broken.
+        // A file of a kind that no operator has is read too: it may be broken.
         None => golden_file::names_in(&arguments.dir)?,
         Some(_) => golden_run::files_about(&arguments.dir, &operators)?,
     };
@@ -51,7 +51,7 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     for name in
         names.iter().filter(|name| arguments.files.is_empty() || arguments.files.contains(name))
     {
-        // One bad file does not lose the others.
+        // One bad file does not prevent the comparison of the others.
         let (file, cases) = match read(&arguments.dir.join(name), &operators) {
             Ok(read) => read,
             Err(error) => {
@@ -102,7 +102,7 @@ pub fn execute(arguments: &GoldenArguments) -> Result<Exit> {
     Ok(if disagreed == 0 { Exit::Agreed } else { Exit::Disagreed })
 }
 
-/// What came of a golden case.
+/// The result of a golden case.
 struct Judged {
     file: String,
     record: CaseRecord,
@@ -147,7 +147,7 @@ impl Judged {
     }
 }
 
-/// A file, and the cases that it is.
+/// A file, and the cases that it defines.
 fn read(path: &Path, operators: &[&'static AnyOperator]) -> Result<(GoldenFile, Vec<GoldenCase>)> {
     let file = golden_file::read(path)?;
     let cases = golden_run::cases_of(&file, operators)?;

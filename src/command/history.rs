@@ -34,7 +34,7 @@ pub struct HistoryArguments {
     json: bool,
 }
 
-/// What the terminal's lines mean.
+/// The legend of the terminal's lines.
 const LEGEND: &str = "\
 Each line is a measure: its last 40 runs between their lowest and highest value,
 the first and the last value, and the number of runs.

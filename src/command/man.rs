@@ -18,7 +18,7 @@ pub struct ManArguments {
 
 /// Writes the pages, or prints the first.
 pub fn execute(arguments: &ManArguments) -> Result<Exit> {
-    // There is no page about the help.
+    // The help command has no page.
     let command = Arguments::command().disable_help_subcommand(true);
     let Some(folder) = &arguments.out else {
         let mut page = Vec::new();

@@ -27,7 +27,7 @@ pub struct MergeArguments {
     ci: CiArguments,
 }
 
-/// Puts shards together, or says why they are not one run; 1 when something disagrees.
+/// Joins shards, or reports why they are not one run; the exit code is 1 when something disagrees.
 pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     for dir in &arguments.shards {
         if same_folder(dir, &arguments.out) {
@@ -37,7 +37,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     let parts =
         arguments.shards.iter().map(|dir| Part::read(dir)).collect::<Result<Vec<_>, _>>()?;
     let mut report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
-    // Shards remember nothing themselves: that would change the plan of those that start later.
+    // Shards save no cases: that would change the plan of shards that start later.
     let regressions =
         Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
     regressions.remember_shrunk(&report)?;

@@ -1,6 +1,6 @@
 //! The command line of `parity`: its options, its subcommands, and how they print.
 
-// First: the subcommands print by its macros.
+// First: the subcommands print with its macros.
 #[macro_use]
 pub mod output;
 
@@ -46,7 +46,7 @@ use crate::operator::Profile;
 use crate::operator::size::{self, Limit};
 use crate::record::words;
 
-/// What a command ends with.
+/// How a command ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// All agreed.
@@ -57,10 +57,10 @@ pub enum Exit {
     BadInput,
     /// The demanded backend is missing.
     BackendMissing,
-    /// The kernels do not compile or cannot be run: nothing was learnt (`git bisect run` skips
-    /// such a revision).
+    /// The kernels do not compile or cannot run: nothing was learnt (`git bisect run` skips such a
+    /// revision).
     Untestable,
-    /// Nobody reads standard output any more.
+    /// Standard output is closed.
     Closed,
 }
 
@@ -73,7 +73,7 @@ impl Exit {
             Self::BadInput => 2,
             Self::BackendMissing => 3,
             Self::Untestable => 125,
-            // 128 and the number of SIGPIPE: what a shell reports of a program that the signal
+            // 128 and the number of SIGPIPE: what a shell reports of a program that this signal
             // ends.
             Self::Closed => 141,
         }
@@ -94,8 +94,7 @@ pub fn exit_code_of(error: &anyhow::Error) -> Exit {
     }
 }
 
-/// What stands below the list of commands: what the process reads from its environment, and how it
-/// ends.
+/// The text below the list of commands: the environment variables and the exit codes.
 const AFTER_HELP: &str = "\
 Environment variables:
   PARITY_BACKEND      Backend, as --backend
@@ -148,9 +147,9 @@ struct GlobalArguments {
 }
 
 impl GlobalArguments {
-    /// What is logged: what these options say, then what PARITY_LOG says, then warnings.
+    /// The log filter: these options first, then PARITY_LOG, then warnings.
     fn log_filter(&self) -> String {
-        /// The crates whose log is ours: -v is not about what others log.
+        /// The project's own crates: -v does not log other crates.
         const CRATES: [&str; 3] = ["dsv4_parity", "dsv4_kernels", "dsv4_reference"];
         let level = match (self.quiet, self.verbose) {
             (true, _) => return "error".to_owned(),
@@ -166,7 +165,7 @@ impl GlobalArguments {
     }
 }
 
-/// What `--color` says, also where the rest of the command line is an error that is printed.
+/// The value of `--color`, also where the rest of the command line is an error that is printed.
 fn color_of(arguments: impl Iterator<Item = OsString>) -> ColorChoice {
     let mut color = ColorChoice::Auto;
     let mut arguments = arguments.map(|argument| argument.to_string_lossy().into_owned());
@@ -181,7 +180,7 @@ fn color_of(arguments: impl Iterator<Item = OsString>) -> ColorChoice {
     color
 }
 
-/// Parses the command line. Help, the version and errors of usage are printed, and end the process.
+/// Parses the command line. Help, the version and usage errors are printed and end the process.
 fn parse() -> Arguments {
     let color = color_of(std::env::args_os());
     let parsed = Arguments::command().color(color).try_get_matches();
@@ -219,20 +218,20 @@ pub fn main() -> ExitCode {
     exit.into()
 }
 
-/// What this process logs; workers log the same.
+/// The log filter of this process; workers use the same.
 static LOG_FILTER: OnceLock<String> = OnceLock::new();
 
-/// Logs to standard error from here on.
+/// Starts the log to standard error.
 fn start_log(filter: &str) -> Result<()> {
     let filter = LOG_FILTER.get_or_init(|| filter.to_owned());
     let filter = EnvFilter::try_new(filter).with_context(|| format!("PARITY_LOG is `{filter}`"))?;
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // A log that says of its own errors would panic where nobody reads standard error.
+    // A log that prints its own errors would panic where standard error is closed.
     log.log_internal_errors(false).init();
     Ok(())
 }
 
-/// Random schedules to run each case under: those asked for, or the profile's. None where the
+/// Random schedules to run each case under: the requested number, or the profile's. 0 where the
 /// device schedules by itself.
 fn schedules(asked: Option<u32>, profile: Profile, device: &Device) -> u32 {
     let takes_a_seed = device.environment().backend == BackendKind::Emulator;
@@ -291,7 +290,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// The most memory that one case may take, where the command makes inputs and it was given.
+    /// The memory limit of one case, where the command makes inputs and the user gave a limit.
     fn memory(&self) -> Option<Limit> {
         let given = match self {
             Self::Run(arguments) => &arguments.device.memory,
@@ -345,7 +344,7 @@ pub fn execute(command: Command) -> Result<Exit> {
     }
 }
 
-/// Which backend to use.
+/// Which backend runs the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendChoice {
     /// CUDA where it works, the emulator otherwise
@@ -425,7 +424,7 @@ impl DeviceArguments {
         )?)
     }
 
-    /// Opens the device, with other options than the usual ones for all but the kernels.
+    /// Opens the device with these options, except the kernels, which come from the arguments.
     ///
     /// # Errors
     /// As [`DeviceArguments::open`].
@@ -457,7 +456,7 @@ impl DeviceArguments {
     }
 }
 
-/// How many cores there are for this process.
+/// How many cores this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -1,5 +1,5 @@
-//! Modules that a sweep on a GPU needs, compiled before it begins, by all cores: the sweep would
-//! compile one at a time.
+//! Compiles the modules that a sweep on a GPU needs before it starts, on all cores. The sweep
+//! itself would compile one at a time.
 
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
@@ -13,9 +13,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::output;
 use crate::operator::AnyOperator;
 
-/// Compiles what of the operators' modules the cache does not hold, and says how far that is: on a
-/// terminal a bar, otherwise a line before and one after. Elsewhere than on a GPU modules take no
-/// time worth it.
+/// Compiles the operators' modules that are not in the cache, and shows the progress. On a terminal
+/// it shows a bar, otherwise a line before and one after. It does nothing without a GPU, where
+/// compilation takes little time.
 pub(super) fn compile_in_advance(
     operators: &[&AnyOperator],
     tree: &SourceTree,
@@ -33,7 +33,7 @@ pub(super) fn compile_in_advance(
     Ok(())
 }
 
-/// Compiles all of them.
+/// Compiles all missing modules.
 fn compile_missing(missing: &Missing<'_>, target: &str) {
     let (count, cores) = (missing.count(), rayon::current_num_threads());
     if count == 0 {
@@ -52,7 +52,7 @@ fn compile_missing(missing: &Missing<'_>, target: &str) {
     errln!("{}", compiled(count, failed, begun.elapsed()));
 }
 
-/// A bar that is seen on a terminal alone.
+/// A bar that only a terminal shows.
 fn bar(count: usize, what: String) -> ProgressBar {
     let bar = ProgressBar::new(count as u64);
     if let Ok(style) = ProgressStyle::with_template("{msg}\n{bar:40} {pos}/{len} {elapsed}") {
@@ -63,7 +63,7 @@ fn bar(count: usize, what: String) -> ProgressBar {
     bar
 }
 
-/// What is said when all are done.
+/// The message when all are compiled.
 fn compiled(count: usize, failed: usize, took: Duration) -> String {
     let line = format!("compiled {} kernel modules in {:.1} s", count - failed, took.as_secs_f64());
     if failed == 0 {

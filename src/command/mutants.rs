@@ -36,9 +36,9 @@ use crate::sweep;
 use crate::sweep::regressions::{Regressions, fixtures_dir};
 use crate::sweep::session::revision;
 
-/// A launch on the emulator that takes longer has hung: the cases take milliseconds.
+/// A longer launch on the emulator has hung: the cases take milliseconds.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(10);
-/// A child that says nothing for longer has hung: a case is a compilation and a few dozen launches.
+/// A child that is silent for longer has hung: a case is a compilation and a few dozen launches.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Options of `parity mutants`.
@@ -120,7 +120,7 @@ pub struct MutantsArguments {
     pub(super) device: DeviceArguments,
 }
 
-/// Runs the mutants and writes the matrix; 1 when too many survive.
+/// Runs the mutants and writes the matrix; the exit code is 1 when too many survive.
 pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     if !(0.0..=1.0).contains(&arguments.floor) {
         bail!("--floor {} is no share between 0 and 1", arguments.floor);
@@ -150,7 +150,8 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     session.conclude(&trials, fates)
 }
 
-/// Prints the generated mutants of some reports; 1 where one of these has too few that were killed.
+/// Prints the generated mutants of some reports; the exit code is 1 where a report has too few
+/// killed.
 fn print_table(arguments: &MutantsArguments) -> Result<Exit> {
     let reports =
         arguments.table.iter().map(|path| diff::read(path)).collect::<Result<Vec<_>>>()?;
@@ -165,14 +166,14 @@ fn print_table(arguments: &MutantsArguments) -> Result<Exit> {
     Ok(if falls_short { Exit::Disagreed } else { Exit::Agreed })
 }
 
-/// Why operators of a report do not reach what is required of them.
+/// Why operators of a report miss the required share.
 fn shortfalls(report: &Report) -> impl Iterator<Item = String> {
     let (floor, sample) =
         report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
     Tally::all(report).into_iter().filter_map(move |tally| tally.shortfall(floor, sample))
 }
 
-/// The matrix's sums, and the mutants that no check saw.
+/// The totals of the matrix, and the mutants that no check saw.
 fn as_json(report: &Report, path: &Path) -> serde_json::Value {
     let operator = |tally: Tally| {
         let left_out = tally.left_out.as_ref();
@@ -200,7 +201,7 @@ fn as_json(report: &Report, path: &Path) -> serde_json::Value {
     })
 }
 
-/// Prints the generated mutants of some operators, a line each.
+/// Prints the generated mutants of some operators, one a line.
 fn print_list(arguments: &MutantsArguments) -> Result<Exit> {
     let tree = arguments.device.tree()?;
     let mut all = Vec::new();
@@ -221,7 +222,7 @@ fn print_list(arguments: &MutantsArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// The folder of planted mutants, the usual one where none is given, and the mutants.
+/// The folder of planted mutants (the default one where none is given), and the mutants.
 pub(super) fn planted(dir: Option<&Path>) -> Result<(PathBuf, Vec<Mutant>)> {
     let usual = || fixtures_dir().join("mutants");
     let folder = dir.map_or_else(usual, Path::to_path_buf);
@@ -245,8 +246,7 @@ fn serve_trial(device: &Device) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// The operators of a list that have kernels to change; a chain that the list names has none of
-/// its own.
+/// The operators of a list that have kernels to mutate; a chain has no own kernels.
 fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
     let selected = registry::select(list)?;
     let is_chain = |operator: &&&'static AnyOperator| !operator.chain().is_empty();
@@ -282,7 +282,7 @@ impl<'a> Session<'a> {
         let (dir, all) = planted(arguments.mutants.as_deref())?;
         let (planted, others): (Vec<Mutant>, Vec<Mutant>) =
             all.into_iter().partition(|mutant| names.contains(&mutant.operator.as_str()));
-        // An anchor that matches no longer is reported before minutes are spent.
+        // An anchor that no longer matches is reported before minutes are spent.
         for mutant in &planted {
             mutant.plant(device.tree())?;
         }
@@ -324,7 +324,7 @@ impl<'a> Session<'a> {
         Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
     }
 
-    /// Whether a case fails where nothing is mutated: then no mutant's death would mean anything.
+    /// Whether a case fails on the unmutated kernels: then killed mutants would mean nothing.
     fn cases_fail(&self) -> bool {
         let records = self.known.iter().flatten().map(|known| &known.record);
         let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
@@ -334,7 +334,7 @@ impl<'a> Session<'a> {
         !failing.is_empty()
     }
 
-    /// The trials: planted mutants first, then generated ones, the operators in turn.
+    /// The trials: planted mutants first, then generated ones, round-robin over the operators.
     fn trials(&self) -> Vec<Trial> {
         let all_checks = self.arguments.all_checks || !self.arguments.only.is_empty();
         let trial = |subject: &Subject| Trial {
@@ -368,7 +368,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// What became of each trial: before, where the journal knows it, or now.
+    /// The result of each trial, from the journal or from a run now.
     fn run(&self, trials: &[Trial]) -> Result<schedule::Fates> {
         if !self.arguments.only.is_empty() {
             return self.run_all(trials, None);
@@ -423,7 +423,7 @@ impl<'a> Session<'a> {
         fates
     }
 
-    /// Where the journal and the report go.
+    /// The folder of the journal and the report.
     fn folder(&self) -> PathBuf {
         self.arguments.into.as_deref().map_or_else(|| self.arguments.out.clone(), folder_of)
     }
@@ -508,7 +508,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// The report that the matrix joins, if it is one of these kernels on this backend.
+/// The report that the matrix joins, if it has the same kernels and backend.
 fn same_kernels(path: &Path, device: &Device) -> Result<Report> {
     let report = diff::read(path)?;
     let (theirs, ours) = (&report.revision.kernels_digest, device.tree().digest());
@@ -533,7 +533,7 @@ fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
-/// `target` with the mutants of `fresh`, in place of those of the same operators.
+/// `target` with the mutants of `fresh`, which replace those of the same operators.
 fn joined(target: Report, fresh: Report) -> Report {
     let swept: BTreeSet<String> =
         fresh.operators.iter().map(|operator| operator.name.clone()).collect();
@@ -551,7 +551,7 @@ fn joined(target: Report, fresh: Report) -> Report {
     report
 }
 
-/// Every operator's cases, run on the kernels as they are.
+/// Every operator's cases, run on the unmutated kernels.
 fn know_cases(
     arguments: &MutantsArguments,
     device: &Device,
@@ -583,7 +583,7 @@ fn know_cases(
     Ok(known)
 }
 
-/// Before minutes are spent.
+/// Rejects unknown ids before minutes are spent.
 fn refuse_unknown_ids(
     only: &[String],
     planted: &[Mutant],
@@ -601,8 +601,8 @@ fn refuse_unknown_ids(
                     "--only {id}: it is planted for {operator}, {why}; the test mutant::{id} runs it"
                 )
             }
-            // An id's hash follows the text of its line: who has edited that asks which ids took
-            // its place.
+            // An id's hash follows the text of its line. After an edit of the line the user looks
+            // for the new ids.
             let stem = id.rsplit_once(':').map_or(id.as_str(), |(stem, _)| stem);
             let near: Vec<_> = known
                 .iter()
@@ -621,7 +621,7 @@ fn refuse_unknown_ids(
     }
 }
 
-/// Says which of the wanted mutants have not run, and why some have not; whether there are such.
+/// Reports which of the requested mutants did not run, and why; returns whether any did not.
 fn report_left_out(only: &[String], records: &[MutantRecord], plans: &[Plan]) -> bool {
     let reasons: BTreeSet<&str> =
         plans.iter().flat_map(|plan| &plan.skips).map(|skip| skip.why.as_str()).collect();
@@ -632,7 +632,7 @@ fn report_left_out(only: &[String], records: &[MutantRecord], plans: &[Plan]) ->
     !left_out.is_empty()
 }
 
-/// Leaves the mutants with the given ids, where any are given.
+/// Keeps only the mutants with the given ids, if ids are given.
 fn keep_only(plans: &mut [Plan], only: &[String]) {
     if !only.is_empty() {
         let is_wanted = |subject: &Subject| only.iter().any(|id| id == subject.id());
@@ -658,8 +658,8 @@ fn count_not_run(plans: &mut [Plan], subject: &Subject) {
 
 const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
 
-/// Names the mutants that are listed as equivalent and were killed; the others' records say why
-/// they are.
+/// Reports the mutants that are listed as equivalent but were killed. The records of the others get
+/// the reason of the list.
 fn report_false_equivalents(
     records: &mut [MutantRecord],
     arguments: &MutantsArguments,
@@ -693,7 +693,7 @@ fn progress(length: usize, message: &str) -> ProgressBar {
     bar
 }
 
-/// Prints what became of a mutant, with the changed line.
+/// Prints the result of a mutant, with the changed line.
 fn print_fate(record: &MutantRecord) {
     let fate = match record.status {
         MutantStatus::Killed => output::good(format!("killed by {}", record.killed_by.join(", "))),
@@ -711,7 +711,7 @@ fn print_fate(record: &MutantRecord) {
     outln!("{fate}: {}", printable(&text));
 }
 
-/// Prints the matrix's sums; under --quiet what falls short and the verdict.
+/// Prints the totals of the matrix; with --quiet only what falls short and the verdict.
 fn summarise(report: &Report, out: &Path) {
     detailln!(
         "{:18} {:>8} {:>9} {:>7} {:>9} {:>11} {:>8} {:>8}  rate",

@@ -51,8 +51,8 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// A line for each operator, family by family; cut off at the width of the terminal, where there
-/// is one.
+/// A line for each operator, family by family, truncated to the width of the terminal, if output is
+/// a terminal.
 fn list(operators: &[&AnyOperator]) {
     let width = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
     let names = operators.iter().map(|operator| operator.name().len()).max().unwrap_or(0);
@@ -67,7 +67,7 @@ fn list(operators: &[&AnyOperator]) {
     detailln!("\n{} operators; parity ops NAME describes one", operators.len());
 }
 
-/// The line in as many columns; an ellipsis where something is missing.
+/// The line within this many columns, with an ellipsis where it is truncated.
 fn cut(line: &str, width: usize) -> String {
     if line.chars().count() <= width {
         return line.to_owned();
@@ -96,14 +96,14 @@ fn describe(record: &OperatorRecord) {
     record.tensors.iter().for_each(print_tensor);
 }
 
-/// A citation and what its section is called.
+/// A citation and the title of its section.
 fn with_title(citation: &str) -> String {
     let section = citation.parse::<Citation>().ok().and_then(|citation| citation.section());
     section.map_or_else(|| citation.to_owned(), |section| format!("{citation}, {}", section.title))
 }
 
-/// A line for a tensor: what it is, its axes and types, the layouts that the kernels take, how it
-/// is compared.
+/// A line for a tensor: description, axes and types, the layouts that the kernels accept, and the
+/// comparison.
 fn print_tensor(tensor: &TensorRecord) {
     let of = tensor.of.as_ref().map(|of| format!(" of {of}")).unwrap_or_default();
     let sometimes = match &tensor.when {

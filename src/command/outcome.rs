@@ -1,4 +1,4 @@
-//! What a sweep found, printed, and what its process ends with.
+//! The printed result of a sweep, and the exit code of its process.
 
 use std::path::Path;
 
@@ -12,8 +12,8 @@ use crate::record::{Report, Verdict};
 use crate::report::diagnosis::terminal;
 use crate::report::numbers::counted;
 
-/// What a sweep ends with: 1 where something disagrees, 2 where kernels could not be run or
-/// nothing at all was compared although something `should` have been.
+/// The exit code of a sweep. It is 1 where something disagrees. It is 2 where kernels could not be
+/// run, or where nothing was compared although something `should` have been.
 pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
     for (operator, why) in report.not_run() {
         errln!(
@@ -35,19 +35,19 @@ pub(super) fn exit_of(report: &Report, should: bool) -> Result<Exit> {
         bail!("nothing was compared: {} case(s) ran, {skipped} skips", report.cases.len());
     }
     if report.cases.is_empty() && !report.unsupported.is_empty() {
-        // A shard's kernel may be for none of its cases; whether it is for any is asked of the
-        // whole.
+        // A shard may have no case that its kernel supports. Only the merged run can check whether
+        // the kernel supports any case.
         return Ok(Exit::Agreed);
     }
     Ok(if report.verdict() == Verdict::Pass { Exit::Agreed } else { Exit::Disagreed })
 }
 
-/// Prints which kernel paths no case took: by name, but of a smoke test, whose cases are few, how
+/// Prints the kernel paths that no case took. A smoke test has few cases, so it prints only how
 /// many.
 fn say_never_run(report: &Report, fails: bool) {
     if report.profile != Profile::Smoke.name() {
         for (operator, missing) in report.paths_never_run() {
-            // Failures have more to say; the page names them.
+            // Failures are more important; the page names the paths.
             let paths =
                 if fails { counted(missing.len() as u64, "path") } else { missing.join(", ") };
             detailln!("never ran: {paths} of {operator}");
@@ -59,7 +59,7 @@ fn say_never_run(report: &Report, fails: bool) {
     detailln!("smoke: {} of {all} kernel paths ran", all - missing);
 }
 
-/// Says what sees more than a smoke test did, and how long it takes here.
+/// After a smoke test, prints which larger runs see more, and how long they take here.
 pub(super) fn say_what_sees_more(report: &Report) -> Result<()> {
     if report.profile != Profile::Smoke.name() {
         return Ok(());
@@ -71,7 +71,7 @@ pub(super) fn say_what_sees_more(report: &Report) -> Result<()> {
         let taken: Vec<f64> = taken.map(|case| case.kernel_seconds + case.oracle_seconds).collect();
         let cases =
             operator.edge_cases(Profile::Quick).len() + operator.default_cases(Profile::Quick);
-        // The mean, compiling included: a larger sweep has larger cases, and compiles more.
+        // The mean includes compilation: a larger sweep has larger cases and compiles more.
         seconds += cases as f64 * taken.iter().sum::<f64>() / taken.len().max(1) as f64;
     }
     let minutes = (seconds / 60.0 / cores() as f64).ceil();

@@ -1,17 +1,16 @@
 //! The one way to standard output and standard error.
 //!
-//! `println!` panics where its reader is gone or the disk is full, so clippy denies it in this
-//! crate (`print_stdout`, `print_stderr`). What commands print goes through `outln!` and `errln!`
-//! instead:
+//! `println!` panics where its reader has ended or the disk is full, so clippy denies it in this
+//! crate (`print_stdout`, `print_stderr`). Commands print with `outln!` and `errln!` instead:
 //!
-//! - Standard output was closed (`parity ops | head`): the process ends at once, without a word,
-//!   with code 141, which is what a shell reports of a program that SIGPIPE ends. SIGPIPE itself
+//! - Standard output was closed (`parity ops | head`): the process ends at once, without a message,
+//!   with code 141. A shell reports the same code of a program that SIGPIPE ends. SIGPIPE itself
 //!   stays ignored: it would also end the harness when a worker process closes its end of a pipe.
 //! - Standard output cannot be written (a full disk): one error, code 2.
-//! - Standard error cannot be written: nobody reads it, so nothing is done.
+//! - Standard error cannot be written: nothing is done.
 //!
-//! Text holds ANSI colours from [`good`], [`bad`] and the like; they are removed where they are
-//! not wanted.
+//! Text holds ANSI colours from [`good`], [`bad`] and the like; they are removed where colours are
+//! off.
 
 use std::fmt;
 use std::io::{self, Write as _};
@@ -34,14 +33,15 @@ struct Settings {
 
 static SETTINGS: OnceLock<Settings> = OnceLock::new();
 
-/// Decides how this process prints; the first call counts. Without one nothing is coloured.
+/// Sets how this process prints; only the first call has an effect. Without one no output is
+/// coloured.
 pub fn set(quiet: bool, color: clap::ColorChoice) {
     match color {
         clap::ColorChoice::Auto => {}
         clap::ColorChoice::Always => ColorChoice::Always.write_global(),
         clap::ColorChoice::Never => ColorChoice::Never.write_global(),
     }
-    // These know NO_COLOR, CLICOLOR, CLICOLOR_FORCE, TERM and terminals.
+    // These respect NO_COLOR, CLICOLOR, CLICOLOR_FORCE, TERM and terminals.
     let colored = |choice: ColorChoice| choice != ColorChoice::Never;
     let stdout_color = colored(AutoStream::choice(&io::stdout()));
     let stderr_color = colored(AutoStream::choice(&io::stderr()));
@@ -52,13 +52,13 @@ fn settings() -> Settings {
     SETTINGS.get().copied().unwrap_or_default()
 }
 
-/// Whether the verdict and the failures alone are printed (`--quiet`).
+/// Whether only the verdict and the failures are printed (`--quiet`).
 pub fn is_quiet() -> bool {
     settings().quiet
 }
 
-/// Whether standard error takes colours; a worker whose standard error this process passes on does
-/// as it does.
+/// Whether standard error is coloured. A worker whose standard error this process passes on must
+/// use the same.
 pub fn stderr_has_color() -> bool {
     settings().stderr_color
 }
@@ -75,7 +75,7 @@ pub fn flush() {
     end_unless(io::stdout().flush());
 }
 
-/// Prints to standard error; where that fails nobody can be told.
+/// Prints to standard error and ignores errors, because they cannot be reported.
 pub fn print_error(text: fmt::Arguments<'_>) {
     let text = dressed(text, settings().stderr_color);
     let _ = io::stderr().lock().write_all(text.as_bytes());
@@ -91,7 +91,7 @@ pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The text, with its colours or without.
+/// The text, with or without its colours.
 fn dressed(text: fmt::Arguments<'_>, color: bool) -> String {
     let text = text.to_string();
     if color { text } else { strip_str(&text).to_string() }
@@ -105,7 +105,7 @@ fn end_unless(written: io::Result<()>) {
         print_error(format_args!("parity: writing to standard output: {error}\n"));
         Exit::BadInput
     };
-    // Here, so that no caller can forget it. Children and folders are taken care of as when this
+    // Here, so that no caller can forget it. Children and folders are cleaned up as when this
     // process is killed.
     std::process::exit(exit.code().into())
 }
@@ -120,8 +120,7 @@ macro_rules! out {
     ($($text:tt)*) => { $crate::command::output::print(format_args!($($text)*)) };
 }
 
-/// Prints a line to standard output that is neither verdict nor failure: not where `--quiet` is
-/// given.
+/// Prints a line to standard output that is neither verdict nor failure; `--quiet` hides it.
 macro_rules! detailln {
     ($($text:tt)*) => {
         if !$crate::command::output::is_quiet() {
@@ -144,7 +143,7 @@ pub struct Styled<T> {
 
 impl<T: fmt::Display> fmt::Display for Styled<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Widths are of the text: the escapes take no column.
+        // Widths apply to the text: escapes take no column.
         write!(f, "{}", self.style)?;
         self.text.fmt(f)?;
         write!(f, "{:#}", self.style)
@@ -161,13 +160,13 @@ pub fn bad<T: fmt::Display>(text: T) -> Styled<T> {
     Styled { text, style: AnsiColor::Red.on_default().bold() }
 }
 
-/// A failure: its first line says what fails.
+/// A failure: its first line names what fails.
 pub fn failure(text: &str) -> String {
     let (head, rest) = text.split_at(text.find('\n').unwrap_or(text.len()));
     format!("{}{rest}", bad(head))
 }
 
-/// What was not decided, and warnings.
+/// Undecided results, and warnings.
 pub fn unsure<T: fmt::Display>(text: T) -> Styled<T> {
     Styled { text, style: AnsiColor::Yellow.on_default().bold() }
 }

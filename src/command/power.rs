@@ -61,7 +61,7 @@ pub struct PowerArguments {
     pub(super) memory: MemoryArguments,
 }
 
-/// What the table's columns mean.
+/// The legend of the table's columns.
 const LEGEND: &str = "\
 Columns: the smallest uniform relative error (bias) that a verdict rejects, as
 2^-k; - where it rejects none.
@@ -77,8 +77,8 @@ Columns: the smallest uniform relative error (bias) that a verdict rejects, as
                 which they reject a correct tensor
 A tensor marked (saved) is a gradient, judged by what the kernel itself saved.";
 
-/// Runs the oracle of every case of a sweep, and says which errors its verdicts would see. No
-/// kernel runs but those of mutants that are asked for.
+/// Runs the oracle of every case of a sweep, and reports which errors its verdicts would see. Only
+/// kernels with the requested mutants run.
 pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
     arguments.sweep.seed.announce(None)?;
     let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())?;
@@ -130,7 +130,7 @@ pub fn execute(arguments: &PowerArguments) -> Result<Exit> {
 }
 
 /// A row of the table: what each rule sees in the best case, in half of the cases, and in nine of
-/// ten.
+/// ten cases.
 fn as_json(tensor: &TensorPower) -> serde_json::Value {
     let rule = |(name, rule): &power::Rule| {
         let [best, half, most] = [0.0, 0.5, 0.9].map(|share| tensor.seen_in(share, *rule).0);
@@ -150,10 +150,10 @@ fn as_json(tensor: &TensorPower) -> serde_json::Value {
     })
 }
 
-/// Case, tensor, the bias that it is allowed, and the power.
+/// Case, tensor, the allowed bias, and the power.
 type Seen = (serde_json::Value, String, [f64; 2], Power);
 
-/// Verdicts over tensors that are right.
+/// Verdicts over correct tensors.
 #[derive(Default)]
 struct Alarms {
     draws: u64,
@@ -162,7 +162,7 @@ struct Alarms {
 }
 
 impl Alarms {
-    /// 95 %, both ends of Clopper and Pearson.
+    /// The 95 % interval of Clopper and Pearson.
     fn interval(&self) -> [f64; 2] {
         [lower_bound(self.failed, self.draws, 0.025), upper_bound(self.failed, self.draws, 0.025)]
     }
@@ -188,12 +188,11 @@ impl std::fmt::Display for Alarms {
     }
 }
 
-/// Seeds of runs that no truth is made of.
+/// Seeds of runs that no truth uses.
 const FRESH: u64 = 1 << 32;
 
 impl Alarms {
-    /// Judges fresh runs of an oracle, each with one of the choices that are the kernel's own
-    /// business.
+    /// Judges new runs of an oracle, each with one of the choices that a kernel may make.
     fn count(
         &mut self,
         case: &Case,
@@ -223,11 +222,11 @@ impl Alarms {
     }
 }
 
-/// Kernels with bugs, and in how many cases each tensor of theirs was failed.
+/// Kernels with bugs, and in how many cases each of their tensors failed.
 struct Bugs {
     right: Device,
     planted: Vec<(Mutant, Device)>,
-    /// By mutant and tensor: cases in which the bug changed it, and those of them in which it was
+    /// By mutant and tensor: the cases in which the bug changed the tensor, and how many of them
     /// failed.
     seen: BTreeMap<(String, String), [u64; 2]>,
 }
@@ -255,9 +254,9 @@ impl Bugs {
             let wrong = prepared.kernel(device, Contract::NAN)?;
             for (found, right) in wrong.tensors.iter().zip(&right.tensors) {
                 let index = truth.exact.iter().position(|exact| exact.name == found.name);
-                // What sums by atomics leave differs from run to run, with a bug and without.
+                // Sums by atomics differ from run to run, with a bug and without.
                 let rounded = found.comparison == Comparison::Rounded && found.deterministic;
-                // Which NaN a host's sum of two is says nothing of the kernel.
+                // If both are NaN, their bits depend on the host and not on the kernel.
                 let same = |(a, b): (f64, f64)| a == b || a.is_nan() && b.is_nan();
                 let (written, meant) = (found.tensor.to_f64(), right.tensor.to_f64());
                 let changed = !written.iter().copied().zip(meant).all(same);
@@ -306,7 +305,7 @@ fn of_operator(
         alarms.count(&planned.case, &*prepared, &truth, &written, arguments.draws)?;
         let line = serde_json::to_value(&planned.case)?;
         seen_by(&truth, &written, (&line, &str::to_owned), &mut seen)?;
-        // Saved as a kernel would that rounds as the oracle does.
+        // Saved as by a kernel that rounds as the oracle does.
         for (found, run) in matching(&mut written, &truth.working[WORKING_RUNS]) {
             found.tensor =
                 HostTensor::from_f64(found.tensor.dtype, &found.tensor.shape, &run.values);
@@ -328,7 +327,7 @@ fn matching<'r>(
     rounded.filter_map(|found| oracle.iter().find(|of| of.name == found.name).map(|of| (found, of)))
 }
 
-/// What the verdicts of a truth see, each tensor under the name that `called` makes of its own.
+/// What the verdicts of a truth see. `called` makes the name of each tensor.
 fn seen_by(
     truth: &Truth,
     written: &KernelRun,

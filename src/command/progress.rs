@@ -1,4 +1,4 @@
-//! How far a sweep is, on the terminal.
+//! The progress of a sweep on the terminal.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::record::{CaseRecord, Verdict};
 use crate::report::diagnosis::terminal;
 use crate::sweep::session::Shown;
 
-/// Failing cases that are noted while a sweep runs; what there is to say of them comes at its end.
+/// How many failing cases are noted while a sweep runs; the end of the sweep prints the details.
 const MOST_NOTES: usize = 2;
 
-/// What a process ends with that was interrupted: 128 and the number of the signal.
+/// The exit code of an interrupted process: 128 and the number of the signal.
 const INTERRUPTED: i32 = 130;
 
-/// A bar, a note of the first failing cases, and words for who interrupts.
+/// A progress bar, notes of the first failing cases, and the message after an interrupt.
 pub(super) struct Terminal {
     out: PathBuf,
     bar: ProgressBar,
@@ -30,7 +30,7 @@ pub(super) struct Terminal {
 }
 
 impl Terminal {
-    /// Of a sweep whose journal is in `out`. A worker of another run notes nothing.
+    /// For a sweep whose journal is in `out`. A worker of another run notes nothing.
     pub(super) fn new(out: &Path, notes: bool) -> Self {
         let notes_left = if notes { MOST_NOTES } else { 0 };
         Self {
@@ -75,7 +75,7 @@ impl Shown for Terminal {
     }
 }
 
-/// What the log has of a case.
+/// Logs a case.
 fn log(record: &CaseRecord) {
     let CaseRecord { operator, origin, kernel_seconds, oracle_seconds, .. } = record;
     let verdict = record.verdict();
@@ -85,7 +85,7 @@ fn log(record: &CaseRecord) {
     tracing::debug!("{}", record.case);
 }
 
-/// An interrupt says how many cases are recorded in `out`, of how many where that is known, and
+/// After an interrupt, prints how many cases are recorded in `out` (and of how many, if known), and
 /// ends the process.
 pub(super) fn say_when_interrupted(
     recorded: Arc<AtomicU64>,
@@ -96,7 +96,7 @@ pub(super) fn say_when_interrupted(
     let say = move || {
         let done = recorded.load(Ordering::Relaxed);
         let of = planned.map_or(String::new(), |planned| format!(" of {planned}"));
-        // What the bar left of its line.
+        // The newline ends the line of the bar.
         errln!(
             "\nparity: interrupted: {done}{of} cases are recorded in {out}; the same command with --resume goes on"
         );

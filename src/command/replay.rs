@@ -51,7 +51,7 @@ pub struct ReplayArguments {
 /// Runs the cases and prints what failed, or everything that is known about them.
 pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     let given = given(&arguments.case)?;
-    // All are prepared before one is run: a malformed line is reported before minutes are spent.
+    // All are prepared before one runs: a malformed line is reported before minutes are spent.
     for Given { case, .. } in &given {
         registry::prepare(case)?;
     }
@@ -92,7 +92,7 @@ pub fn execute(arguments: &ReplayArguments) -> Result<Exit> {
     Ok(exit)
 }
 
-/// What failing cases have in common, then each of them, and one count of the rest.
+/// Prints what failing cases share, then each failing case, and one count of the rest.
 fn print_failures(records: &[CaseRecord], is_printed: bool) {
     let failing: Vec<&CaseRecord> =
         records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
@@ -137,8 +137,8 @@ fn print_failures(records: &[CaseRecord], is_printed: bool) {
     );
 }
 
-/// Whether the directory of `--kernels` is missing or holds none: a revision from before they
-/// stood there.
+/// Whether the directory of `--kernels` is missing or holds no kernels, as in a revision before the
+/// kernels had this directory.
 fn has_no_kernels(error: &anyhow::Error) -> bool {
     matches!(
         error.downcast_ref(),
@@ -146,7 +146,7 @@ fn has_no_kernels(error: &anyhow::Error) -> bool {
     )
 }
 
-/// Whether the kernels never ran: what they would have computed is not known.
+/// Whether the kernels did not run, so that their results are unknown.
 fn untestable(record: &CaseRecord) -> bool {
     record.paths.is_empty()
         && record
@@ -155,7 +155,7 @@ fn untestable(record: &CaseRecord) -> bool {
             .any(|check| check.check == "launch" && check.verdict == Verdict::Error)
 }
 
-/// As many schedules as show nearly every race, for a case that has failed and now agrees.
+/// Enough schedules to show nearly every race, for a case that has failed and now agrees.
 const MANY_SCHEDULES: u32 = 64;
 
 fn other_schedules(schedules: u32) -> String {
@@ -165,22 +165,21 @@ fn other_schedules(schedules: u32) -> String {
     )
 }
 
-/// A case, and whether it is known to have failed once.
+/// A case, and whether it is known to have failed before.
 struct Given {
     case: Case,
     has_failed: bool,
 }
 
 impl Given {
-    /// Parses a case, or the record of one. A bare case has failed once if it is among
-    /// `remembered`.
+    /// Parses a case or a record of one. A bare case has failed before if it is among `remembered`.
     fn parse(line: &str, remembered: &Regressions) -> Result<Self> {
         if let Ok(record) = serde_json::from_str::<CaseRecord>(line) {
             let has_failed = record.verdict() != Verdict::Pass;
             return Ok(Self { case: serde_json::from_value(record.case)?, has_failed });
         }
         let case = Case::parse(line)?;
-        // A folder of remembered cases that cannot be read says nothing about this one.
+        // A folder of saved cases that cannot be read shows nothing about this case.
         let has_failed = remembered.load(&case.operator).is_ok_and(|cases| cases.contains(&case));
         Ok(Self { case, has_failed })
     }
@@ -195,7 +194,7 @@ fn given(argument: &str) -> Result<Vec<Given>> {
     if argument.trim_start().starts_with('{') {
         return Ok(vec![Given::parse(argument, &remembered)?]);
     }
-    // A file may have any name.
+    // A file name may contain `#`.
     let named = argument.rsplit_once('#').filter(|_| !Path::new(argument).is_file());
     let (path, digest) =
         named.map_or((Path::new(argument), None), |(path, digest)| (Path::new(path), Some(digest)));
@@ -213,7 +212,7 @@ fn given(argument: &str) -> Result<Vec<Given>> {
         .collect::<Result<_>>()?;
     if let Some(digest) = digest {
         given.retain(|given| given.case.digest() == digest);
-        // A record of the whole case and what was made of it later are one case.
+        // A record of the case and a later record of its shrunk case are one case.
         given.truncate(1);
         if given.is_empty() {
             bail!("{} holds no case `{digest}`", path.display());

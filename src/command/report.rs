@@ -21,7 +21,7 @@ pub struct ReportArguments {
     out: Option<PathBuf>,
 }
 
-/// Reads a report, or what a killed run left, and writes the pages; runs nothing.
+/// Reads a report, or the records of a killed run, and writes the pages; runs nothing.
 pub fn execute(arguments: &ReportArguments) -> Result<Exit> {
     let out = match &arguments.out {
         Some(out) => out,
@@ -40,8 +40,8 @@ pub fn execute(arguments: &ReportArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// A finished run's report; what there is of one that was cut short, which may have been made a
-/// report before.
+/// The report of a finished run, or what a killed run left. The killed run may already have a
+/// report.
 fn read(path: &Path) -> Result<Report> {
     let finished = || diff::read(path);
     if !path.is_dir() || path.join("report.json").is_file() && finished()?.unfinished.is_none() {

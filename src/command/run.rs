@@ -87,7 +87,7 @@ pub struct RunArguments {
     pub(super) device: DeviceArguments,
 }
 
-/// Sweeps and writes the report; 1 when something disagrees.
+/// Sweeps and writes the report; the exit code is 1 when something disagrees.
 pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
     let shard = arguments.shard.map(|_| "--shard");
     arguments.sweep.seed.announce(shard.or(arguments.resume.then_some("--resume")))?;
@@ -104,8 +104,8 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
         );
     }
     let arguments = &arguments;
-    // Before anything else runs: what cannot be understood must not cost a finished sweep its
-    // report.
+    // Before anything else runs: an input that cannot be parsed must not cost the report of a
+    // finished sweep.
     let measured = match &arguments.benchmarks {
         Some(file) => benchmarks::run(
             file,
@@ -125,7 +125,7 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
             // Its memory is for the workers.
             drop(device);
             let report = workers::sweep(arguments, workers, &environment)?;
-            // They ran at the same time, on one machine.
+            // The workers ran at the same time, on one machine.
             Report {
                 seconds: started.at.elapsed().as_secs_f64(),
                 started_unix: started.unix,
@@ -144,7 +144,7 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
     Ok(if agreed { exit } else { Exit::Disagreed })
 }
 
-/// The profile that was asked for, or the one that this sweep has time for.
+/// The requested profile, or the one that this sweep has time for.
 fn profile(arguments: &RunArguments, environment: &Environment) -> Result<Profile> {
     let RunArguments { ops, sweep, shard, workers, time_budget, .. } = arguments;
     let divided = shard.map(|_| "--shard").or(workers.map(|_| "--workers"));
@@ -199,22 +199,22 @@ fn sweep_here(
     session.run(operators, runners, skips(device, arguments), &mut shown)
 }
 
-/// How many cases run at the same time. On a GPU one does: `--workers` divides its memory.
+/// How many cases run at the same time. On a GPU it is one: `--workers` divides its memory.
 fn devices(arguments: &RunArguments, device: &Device) -> usize {
     // A shard is one of several processes that share the cores.
     let alone = arguments.shard.is_none() && device.environment().backend == BackendKind::Emulator;
     arguments.jobs.map_or(if alone { cores() } else { 1 }, usize::from)
 }
 
-/// Writes what a run leaves behind, and says what it found.
+/// Writes the results of a run, and prints them.
 fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Result<()> {
     let out = &arguments.out;
     let writing = || format!("writing the report to {}", out.display());
     let regressions =
         Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));
     if by_workers {
-        // Those of a plan that others still follow must not change it, so that workers remember
-        // nothing themselves.
+        // Workers save no cases themselves: saved cases must not change a plan that other workers
+        // still follow.
         regressions.remember_shrunk(report)?;
     }
     report.saved = regressions.saved(&report.cases);
@@ -237,8 +237,8 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
     let schedules = super::schedules(arguments.schedules, arguments.sweep.profile(), device);
     SweepOptions {
-        // A shard that remembered would change the plan of those that start later: the merge does
-        // it.
+        // A shard that saved cases would change the plan of shards that start later: the merge
+        // saves them.
         remember: arguments.shard.is_none(),
         time_budget: arguments.time_budget.map(Duration::from_secs),
         ..arguments

@@ -1,5 +1,5 @@
-//! What commands that sweep have in common: the size, the number of cases, and `--seed`, a number
-//! or `fresh`.
+//! What all commands that sweep share: the size, the number of cases, and `--seed`, a number or
+//! `fresh`.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
@@ -37,13 +37,13 @@ pub struct SweepArguments {
 }
 
 impl SweepArguments {
-    /// The profile that is asked for, or the usual one.
+    /// The requested profile, or the default one.
     pub fn profile(&self) -> Profile {
         self.profile.unwrap_or(Profile::Quick)
     }
 
-    /// The sweep of these cases and of those remembered in a folder, the project's own when
-    /// absent. What fails is not remembered, and all are run.
+    /// The options for these cases and for the saved ones in a folder (the project's own if
+    /// absent). Failing cases are not saved, and all cases run.
     pub fn options(&self, checks: CheckOptions, regressions: Option<&Path>) -> SweepOptions {
         let folder = regressions.map_or_else(Regressions::default_dir, Path::to_path_buf);
         SweepOptions {
@@ -66,8 +66,8 @@ impl SweepArguments {
 }
 
 impl SweepArguments {
-    /// A whole sweep of these operators, as they were named, that starts now and keeps its journal
-    /// in `out`.
+    /// A complete sweep of these operators, as the user named them, that starts now and has its
+    /// journal in `out`.
     pub fn request(&self, names: &str, out: &Path) -> SweepRequest {
         SweepRequest {
             names: names.to_owned(),
@@ -84,8 +84,8 @@ impl SweepArguments {
     }
 }
 
-/// Most cases that are drawn of an operator: all of them are planned, and lie in memory, before
-/// the first one runs.
+/// The most drawn cases of an operator: all of them are planned, and are in memory, before the
+/// first one runs.
 const MOST_CASES: usize = 1_000_000;
 
 fn number_of_cases(text: &str) -> Result<usize, String> {
@@ -99,7 +99,7 @@ fn number_of_cases(text: &str) -> Result<usize, String> {
 /// The seed of a sweep.
 #[derive(Clone, Copy, Debug)]
 pub enum Seed {
-    /// Given as a number.
+    /// A given number.
     Given(u64),
     /// Drawn for this run, so that no kernel can be fitted to it.
     Fresh(u64),
@@ -110,7 +110,7 @@ impl FromStr for Seed {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if text == "fresh" {
-            // 32 bits: a number that a person can copy, and that JSON holds exactly.
+            // 32 bits: a number that a person can copy and that JSON holds exactly.
             return Ok(Self::Fresh(RandomState::new().build_hasher().finish() >> 32));
         }
         text.parse().map(Self::Given).map_err(|_| "neither a number nor `fresh`".to_owned())
@@ -125,7 +125,7 @@ impl Seed {
         }
     }
 
-    /// Says which one was drawn, and refuses to draw one where several runs must have the same.
+    /// Prints a fresh seed. Rejects a fresh seed where several runs must have the same.
     ///
     /// # Errors
     /// A fresh seed of a run that is `one_of_several`.
@@ -141,7 +141,7 @@ impl Seed {
         Ok(())
     }
 
-    /// The command line of this process, with the seed that was drawn: it repeats this very run.
+    /// The command line of this process, with the fresh seed: it repeats this run exactly.
     pub fn command(self) -> String {
         let arguments = std::env::args();
         let Self::Fresh(seed) = self else { return arguments.collect::<Vec<_>>().join(" ") };

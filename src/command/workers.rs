@@ -1,5 +1,5 @@
-//! `parity run --workers N`: the sweep divided over processes of this program, each a shard of it
-//! on one of the machine's GPUs, and put together again.
+//! `parity run --workers N`: divides the sweep over processes of this program, each a shard on one
+//! of the machine's GPUs, and joins their results.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
@@ -24,14 +24,14 @@ use crate::record::Report;
 use crate::record::journal::{self, Shard};
 use crate::sweep::merge::{self, Part};
 
-/// The variable that names the GPU of a process.
+/// The environment variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";
 
 /// How often the records are counted.
 const PACE: Duration = Duration::from_millis(500);
 
-/// Sweeps with so many workers. What they wrote is gone when the report is whole, and is what
-/// `--resume` goes on with until then.
+/// Sweeps with that many workers. Their files are removed when the report is complete; until then
+/// `--resume` continues from them.
 pub(super) fn sweep(
     arguments: &RunArguments,
     workers: u32,
@@ -46,7 +46,7 @@ pub(super) fn sweep(
     let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
     if gpus > 0 {
         divide_memory(workers, gpus, &folder)?;
-        // Each worker would compile all of them.
+        // Otherwise each worker would compile all of them.
         let operators = registry::select(arguments.ops.as_deref())?;
         modules::compile_in_advance(&operators, &arguments.device.tree()?, environment)?;
     }
@@ -70,19 +70,19 @@ pub(super) fn sweep(
     Ok(report)
 }
 
-/// The GPU of a worker, of so many: the one that this process was told, or one after the other.
+/// The GPU of a worker: the one that the environment names, or round-robin over `gpus`.
 fn gpu_of(worker: u32, gpus: u32) -> OsString {
     std::env::var_os(GPU)
         .filter(|gpu| !gpu.is_empty())
         .unwrap_or_else(|| (worker % gpus).to_string().into())
 }
 
-/// The folder of a GPU's places.
+/// The folder of a GPU's slots.
 fn places_of(folder: &Path, gpu: &OsString) -> PathBuf {
     folder.join("turns").with_extension(gpu)
 }
 
-/// Divides the memory of each GPU that workers will be on into places for their cases.
+/// Divides the memory of each GPU that workers use into slots for their cases.
 fn divide_memory(workers: u32, gpus: u32, folder: &Path) -> Result<()> {
     let mut used: Vec<OsString> =
         (0..workers.min(gpus)).map(|worker| gpu_of(worker, gpus)).collect();
@@ -99,18 +99,18 @@ fn divide_memory(workers: u32, gpus: u32, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Takes away what the workers left, once the report is written.
+/// Removes the workers' files after the report is written.
 pub(super) fn clear(out: &Path) -> Result<()> {
     let folder = out.join(journal::WORKERS);
     std::fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))
 }
 
-/// A worker that runs, or has run. Dropped, it is killed.
+/// A worker that runs or has ended. Drop kills it.
 struct Worker {
     shard: Shard,
     dir: PathBuf,
     child: Child,
-    /// Passes on what it says of failures.
+    /// Passes on what it prints about failures.
     words: Option<JoinHandle<()>>,
     /// Bytes of its records that were counted.
     counted: u64,
@@ -128,9 +128,9 @@ impl Worker {
         let program = std::env::current_exe().context("finding this program, to start workers")?;
         let mut command = Command::new(program);
         command.args(shard_arguments(arguments, shard, backend, &dir));
-        // All of them together have what one would have.
+        // All workers together have the memory of one process.
         command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
-        // Their failures and logs pass through this process's standard error.
+        // Their failures and logs go to this process's standard error.
         command.args([
             "--annotations",
             "none",
@@ -143,7 +143,7 @@ impl Worker {
             command.env(TURNS, places_of(folder, &gpu)).env(GPU, gpu);
         }
         let cores = cores();
-        // No more threads than cores: those of an oracle spin where they wait for each other.
+        // No more threads than cores: the threads of an oracle spin while they wait for each other.
         command.env("RAYON_NUM_THREADS", (cores / shard.count as usize).max(1).to_string());
         isolate(&mut command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -170,7 +170,7 @@ impl Worker {
     /// How many records it has written since the last call.
     fn newly_recorded(&mut self) -> u64 {
         let mut new = Vec::new();
-        // Nothing is there before it begins, and nothing depends on this number.
+        // The file does not exist before the worker starts, and nothing depends on this number.
         let read = std::fs::File::open(self.dir.join(journal::RECORDS)).and_then(|mut file| {
             file.seek(SeekFrom::Start(self.counted))?;
             file.read_to_end(&mut new)
@@ -190,8 +190,8 @@ impl Drop for Worker {
     }
 }
 
-/// Shows how far the workers are until all have ended. One that ends without a report ends the
-/// others, too.
+/// Shows the progress of the workers until all have ended. If one ends without a report, the others
+/// are ended too.
 fn watch(workers: &mut [Worker], out: &Path) -> Result<()> {
     let recorded = Arc::<AtomicU64>::default();
     progress::say_when_interrupted(recorded.clone(), None, out)?;

@@ -1,21 +1,23 @@
-//! Conventions that differ: a TOML file that says how another kernel's tensors relate to ours.
+//! Conventions that differ: a TOML file that declares how another kernel's tensors relate to ours.
 //!
 //! ```toml
-//! rounding = "specification"                # it rounds where the specification says, and is held to runs that do
+//! rounding = "specification"                # it rounds where the specification requires, and is
+//!                                           # judged by runs that do
 //! where = "head_dim = 512 and topk % 128 = 0"   # which cases it takes; see `crate::case::condition`
-//! lanes = 32                                # it adds the numbers of a row in so many lanes at least, and these as a tree
+//! lanes = 32                                # it adds the values of a row in at least this many
+//!                                           # lanes, and the lanes as a tree
 //!
 //! [tensor.lse]                              # a table for each tensor, under its name here
 //! rename = "softmax_lse"                    # its name there
 //! base = 2                                  # a logarithm to this base: ours = theirs · ln 2
-//! fill = { ours = inf, theirs = -inf }      # what stands in rows without keys
+//! fill = { ours = inf, theirs = -inf }      # the value in rows without keys
 //! permute = [1, 0]                          # axis i there is axis permute[i] here
 //! dtype = "F64"                             # its type there
 //!
 //! [tensor.dq]
 //! scale = 0.5                               # ours = scale · theirs
 //! negate = true                             # ours = -theirs
-//! bitwise = false                           # equal values may round unlike: held within the budget
+//! bitwise = false                           # equal values may round unlike: judged by the budget
 //!
 //! [tensor.indices]
 //! sentinel = 2147483647                     # what -1 is there
@@ -24,9 +26,9 @@
 //! absent = true                             # the kernel does not return it; counted as a skip
 //! ```
 //!
-//! Everything holds in both directions: inputs are written as the other kernel expects them,
+//! Everything applies in both directions: inputs are written as the other kernel expects them,
 //! outputs and gradients are read back. An input that its type there cannot hold exactly is
-//! refused, unless a scale makes rounding unavoidable: the oracle must see what the kernel sees.
+//! rejected, unless a scale makes rounding unavoidable. The oracle must see what the kernel sees.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -42,18 +44,18 @@ use crate::record::figures;
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Adapter {
-    /// By the tensor's name here.
+    /// By the tensor's name in this project.
     #[serde(default)]
     tensor: BTreeMap<String, Convention>,
     /// Where the kernel rounds.
     #[serde(default)]
     rounding: RoundingPoints,
-    /// In how many lanes it adds the numbers of a row.
+    /// In how many lanes it adds the values of a row.
     lanes: Option<usize>,
     /// Which cases it takes.
     #[serde(rename = "where")]
     condition: Option<Condition>,
-    /// The file's text: another text is another adapter.
+    /// The file's text: a different text is a different adapter.
     #[serde(skip)]
     text: String,
 }
@@ -74,7 +76,7 @@ struct Convention {
     absent: bool,
 }
 
-/// A value that stands for the same thing on both sides.
+/// A value that has the same meaning on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fill {
@@ -173,8 +175,8 @@ impl Convention {
     }
 }
 
-/// Where element `i` of the permuted tensor is in the other: axis `a` there is axis `permute[a]`
-/// here.
+/// Offset of element `i` of the permuted tensor in the other kernel's tensor: axis `a` there is
+/// axis `permute[a]` here.
 fn permuted_offsets(shape: &[usize], permute: &[usize]) -> Vec<usize> {
     let mut strides = vec![1; shape.len()];
     for axis in (1..shape.len()).rev() {
@@ -193,7 +195,7 @@ impl Adapter {
     /// Reads the text of an adapter file.
     ///
     /// # Errors
-    /// The parser's words, or the tensor and field that cannot be.
+    /// The parser's message, or the tensor and field that is invalid.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut adapter: Self =
             toml::from_str(text).map_err(|e| e.to_string().trim().replace('\n', " "))?;
@@ -214,7 +216,7 @@ impl Adapter {
         Ok(adapter)
     }
 
-    /// Which cases the kernel takes, if not all.
+    /// Which cases the kernel takes, if it does not take all.
     pub fn condition(&self) -> Option<&Condition> {
         self.condition.as_ref()
     }
@@ -224,17 +226,17 @@ impl Adapter {
         &self.text
     }
 
-    /// What the kernel says of its arithmetic.
+    /// What the kernel declares about its arithmetic.
     pub fn arithmetic(&self) -> Arithmetic {
         Arithmetic { points: self.rounding, lanes: self.lanes.unwrap_or(1) }
     }
 
-    /// Names of the tensors that it speaks of.
+    /// Names of the tensors that it has entries for.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensor.keys().map(String::as_str)
     }
 
-    /// A tensor's name there.
+    /// A tensor's name in the other kernel.
     pub fn their_name<'a>(&'a self, name: &'a str) -> &'a str {
         self.tensor.get(name).and_then(|convention| convention.rename.as_deref()).unwrap_or(name)
     }
@@ -244,13 +246,13 @@ impl Adapter {
         self.tensor.get(name).is_some_and(|convention| convention.absent)
     }
 
-    /// Whether equal values of this tensor must be equal bits. A sum whose order depends on its
-    /// length, or on the clock, is declared not to be.
+    /// Whether equal values of this tensor must be equal bits. An adapter declares that they need
+    /// not for a sum whose order depends on its length, or on timing.
     pub fn is_bitwise(&self, name: &str) -> bool {
         self.tensor.get(name).and_then(|convention| convention.bitwise).unwrap_or(true)
     }
 
-    /// Type and shape there of a tensor of ours.
+    /// Type and shape that a tensor of ours has in the other kernel.
     ///
     /// # Errors
     /// A convention that does not fit the tensor.
@@ -305,7 +307,7 @@ impl Adapter {
     }
 
     /// A tensor of the other kernel as one of ours, in the type and shape of `like`;
-    /// [`Self::their_form`] says what form it must have.
+    /// [`Self::their_form`] defines the form that it must have.
     ///
     /// # Errors
     /// A convention that does not fit the tensor, or a value that our type does not have.
@@ -356,7 +358,7 @@ mod tests {
         HostTensor::from_f64(DType::F32, shape, values)
     }
 
-    /// What the other side gets, after showing that it comes back as it was.
+    /// What the other side gets, after a check that it comes back unchanged.
     fn there_and_back(text: &str, tensor: &HostTensor) -> WireTensor {
         let adapter = adapter(&format!("[tensor.t]\n{text}"));
         let theirs = adapter.to_theirs("t", tensor).unwrap();

@@ -1,34 +1,39 @@
 //! External kernels: the same cases, oracles, checks and reports for a kernel that is not ours.
 //!
-//! The kernel is a command. For each run of a case it gets a folder with
+//! The kernel is a command. For each run of a case it gets a folder with these files:
 //!
 //! - `case.json`: the operator and the case's fields, scalars such as `softmax_scale` among them;
 //! - `inputs.safetensors`: the inputs, upstream gradients included, dense and row-major, under the
 //!   operator's names;
-//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}], "time": false}`, what is
-//!   to be written; `side` is `forward` or `gradient`; `time` asks how long the kernel takes;
+//! - `expected.json`: `{"tensors": [{"name", "dtype", "shape", "side"}], "time": false}`, the
+//!   tensors to write; `side` is `forward` or `gradient`; `time` is true where the kernel's time is
+//!   requested.
 //!
-//! and writes `outputs.safetensors` into it: a regular file, no larger than what is expected
-//! (inputs included) in the widest type. As `--cmd` it is run anew each time, with `{dir}`
-//! replaced by the folder. As `--worker` it is started once, gets `{"dir": …}` as a line on
-//! standard input and answers with a line on standard output, which holds nothing else; its
-//! standard input ends with the sweep. A worker that died is started again for the next run.
-//! Whatever goes wrong is the verdict of that case; but a worker that ends before it is asked
+//! It writes `outputs.safetensors` into the folder: a regular file, no larger than what is expected
+//! (inputs included) in the widest type.
+//!
+//! With `--cmd` the command runs once for each run, with `{dir}` replaced by the folder. With
+//! `--worker` it is started once. It gets `{"dir": …}` as a line on standard input and answers with
+//! a line on standard output, which holds nothing else. Its standard input ends with the sweep. A
+//! worker that died is started again for the next run.
+//!
+//! Whatever goes wrong is the verdict of that case. A worker that ends before its first request
+//! cannot start, and no case runs. The answer is one of
 //! anything cannot start, and no case runs. The answer is one of
 //!
-//! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where it was asked
-//!   for the time and has measured it, by the clock of the device;
+//! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where the time was
+//!   requested and the kernel has measured it, by the clock of the device;
 //! - `{"error":"why"}`: the case has failed;
-//! - `{"unsupported":"why"}`: the kernel is not for such cases, which is a counted skip.
+//! - `{"unsupported":"why"}`: the kernel does not support such cases, which is a counted skip.
 //!
 //! A command answers with its exit code; the last line of its standard output may be one of these,
 //! too.
 //!
-//! A tensor `input.NAME` in the outputs is an input as the kernel left it: it must be what was
-//! given, as must the file of the inputs.
+//! A tensor `input.NAME` in the outputs is an input as the kernel left it. It must equal what was
+//! given, and so must the file of the inputs.
 //!
-//! The operators know nothing of this. Their `kernel` runs on a device that launches nothing and
-//! takes down what would be read ([`Device::recording`]), and what it returns says what would be
+//! The operators do not know about external kernels. Their `kernel` runs on a device that launches
+//! nothing and records what would be read ([`Device::recording`]). Its result defines what would be
 //! written.
 
 pub mod adapter;
@@ -65,7 +70,7 @@ pub const EXPECTED: &str = "expected.json";
 /// The outputs.
 pub const OUTPUTS: &str = "outputs.safetensors";
 
-/// Outputs start as zeros, which an operator may interpret without harm.
+/// Outputs start as zeros, which an operator can read safely.
 const RECORDING: Contract = Contract { poison: 0, placement: Placement::FlushBack };
 
 /// `expected.json`.
@@ -73,7 +78,7 @@ const RECORDING: Contract = Contract { poison: 0, placement: Placement::FlushBac
 pub struct Expected {
     /// Every tensor that is to be written.
     pub tensors: Vec<ExpectedOutput>,
-    /// Whether to say how long the kernel takes.
+    /// Whether to report how long the kernel takes.
     pub time: bool,
 }
 
@@ -84,20 +89,20 @@ pub struct ExpectedOutput {
     pub name: String,
     /// Its type.
     pub dtype: WireType,
-    /// Its extents.
+    /// Its shape.
     pub shape: Vec<usize>,
     /// Forward output or gradient.
     pub side: String,
 }
 
-/// Somebody else's kernel, and how it is reached.
+/// An external kernel, and how it is reached.
 pub struct External {
     call: RefCell<Box<dyn Call>>,
     options: ExternalOptions,
     environment: Environment,
     recorder: Device,
     case: RefCell<Option<Case>>,
-    /// Whether the next run is to say how long it takes: the first one of a case.
+    /// Whether the next run must report how long it takes: the first one of a case.
     asks_time: Cell<bool>,
     times: RefCell<Times>,
     folders: RefCell<u64>,
@@ -106,21 +111,21 @@ pub struct External {
 /// How an external kernel is judged and reported.
 #[derive(Default)]
 pub struct ExternalOptions {
-    /// What names it in reports: its command.
+    /// Its name in reports: its command.
     pub name: String,
-    /// The arguments of `parity external` but for the case, quoted for a shell; part of each
+    /// The arguments of `parity external` without the case, quoted for a shell; part of each
     /// replay.
     pub arguments: String,
     /// How its conventions differ.
     pub adapter: Adapter,
     /// Whether it returns no gradients.
     pub forward_only: bool,
-    /// Whether it is asked how long it takes.
+    /// Whether its time is requested.
     pub time: bool,
-    /// Where ours are timed beside it, or why nowhere.
+    /// Where ours are timed as well, or why they are not.
     pub ours: Option<Result<Device, String>>,
-    /// Where the folders of the runs stay; in a temporary place for as long as they are needed
-    /// otherwise.
+    /// Where the folders of the runs are kept. Without it they are in a temporary folder for as
+    /// long as they are needed.
     pub keep: Option<PathBuf>,
 }
 
@@ -150,8 +155,9 @@ impl External {
         }
     }
 
-    /// Holds the adapter to the tensors of an operator and of these cases of it: one that the
-    /// operator does not have is an error, as is a convention that does not fit its tensor.
+    /// Checks the adapter against the tensors of an operator and of these cases of it. A tensor
+    /// that the operator does not have is an error, and so is a convention that does not fit its
+    /// tensor.
     ///
     /// # Errors
     /// The tensor's name, and what is wrong.
@@ -193,8 +199,8 @@ impl External {
         Ok(())
     }
 
-    /// Starts whatever answers requests, where it lives on; what it needs until it can answer
-    /// passes meanwhile.
+    /// Starts the process that answers requests, if it is a worker. The caller does not wait until
+    /// it is ready.
     ///
     /// # Errors
     /// What happened instead.
@@ -202,10 +208,10 @@ impl External {
         self.call.borrow_mut().start()
     }
 
-    /// Whether what was started still runs, without having been asked anything.
+    /// Whether the started worker still runs, before any request.
     ///
     /// # Errors
-    /// That it does not, with its last words.
+    /// That it does not, with its last output.
     pub fn still_runs(&self) -> Result<(), RunError> {
         self.call.borrow_mut().still_runs()
     }
@@ -214,8 +220,8 @@ impl External {
     fn record(&self, prepared: &dyn PreparedCase) -> Result<Recorded, RunError> {
         let run = prepared.kernel(&self.recorder, RECORDING);
         let mut inputs = self.recorder.take_recorded();
-        // Our backward may read a copy of an input that our forward overwrites; to others it is
-        // one tensor.
+        // Our backward may read a copy of an input that our forward overwrites; for external
+        // kernels both are one tensor.
         let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
         inputs.retain(|(name, tensor)| {
             name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor)
@@ -223,7 +229,7 @@ impl External {
         Ok(Recorded { inputs, outputs: run?.tensors })
     }
 
-    /// What the kernel said of its time, with ours of the same case.
+    /// The time that the kernel reported, with ours of the same case.
     fn times_of(&self, prepared: &dyn PreparedCase, theirs: Option<Seconds>) -> Times {
         let skip = |what: &str, why: String| Some(Skip { what: what.into(), why, count: 1 });
         if theirs.is_none() {
@@ -254,7 +260,7 @@ impl External {
                 let number = self.folders.replace_with(|number| *number + 1);
                 let dir = dir.join(format!("{number:06}"));
                 std::fs::create_dir_all(&dir).map_err(failed)?;
-                // An answer of an earlier sweep must not pass for one of this.
+                // Outputs of an earlier sweep must not pass for outputs of this one.
                 match std::fs::remove_file(dir.join(OUTPUTS)) {
                     Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                         Err(failed(error))
@@ -375,7 +381,7 @@ impl Runner for External {
     fn kernels(&self) -> (String, String) {
         (
             format!("external: {}", self.options.name),
-            // What the adapter says decides, too, whatever its file is called.
+            // The adapter's content counts too, whatever its file is called.
             blake3::hash(
                 format!("{}\n{}", self.options.arguments, self.options.adapter.text()).as_bytes(),
             )
@@ -433,14 +439,14 @@ impl Runner for External {
     }
 }
 
-/// Every expected tensor in its expected form, or all that is wrong in one message.
+/// Every expected tensor in its expected form, or all problems in one message.
 fn read_outputs(
     folder: &Path,
     expected: &[ExpectedOutput],
     given: &WireTensors,
 ) -> Result<WireTensors, RunError> {
     let path = folder.join(OUTPUTS);
-    // A link that leads nowhere is there, too.
+    // A link that leads nowhere exists, too.
     if path.symlink_metadata().is_err() {
         return Err(RunError::error(format!("the kernel wrote no {OUTPUTS}")));
     }
@@ -470,7 +476,7 @@ fn read_outputs(
     Err(RunError { verdict, ..RunError::error(message) })
 }
 
-/// Inputs that are not what was given: the file, or what the kernel says of them.
+/// Inputs that are not what was given: in the file, or as the kernel returns them.
 fn changed_inputs(
     folder: &Path,
     file: &[u8],
@@ -502,11 +508,11 @@ fn violation(buffer: &str, now: &[u8], before: &[u8]) -> Violation {
     }
 }
 
-/// Reads a request's folder and answers it with our own kernel: the reference implementation of the
-/// protocol, and a worker for whoever wants to compare with it.
+/// Reads a request's folder and answers it with our own kernel. This is the reference
+/// implementation of the protocol, and a worker to compare other kernels with.
 ///
 /// # Errors
-/// A folder that is no request, or what the kernel did wrong.
+/// A folder that is not a request, or what the kernel did wrong.
 pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
     let read =
         |name: &str| std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"));

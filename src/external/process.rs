@@ -1,5 +1,5 @@
-//! Processes that answer requests: one for each run of a case, or one that lives on. Neither
-//! outlives its time limit, and nothing that they start outlives them or this process
+//! Processes that answer requests: one for each run of a case, or one worker for all. Neither
+//! outlives its time limit. Nothing that they start outlives them or this process
 //! ([`dsv4_runtime::supervisor`]).
 
 use std::collections::VecDeque;
@@ -18,22 +18,23 @@ use serde_json::json;
 use crate::judge::runner::RunError;
 use crate::record::Seconds;
 
-/// Last lines of a process's own words that go into a failure.
+/// Last lines of a process's output that go into a failure.
 const WORDS: usize = 12;
 /// Last lines of a worker that cannot start.
 const LAST_LINES: usize = 6;
 /// Longest line that is read at once, in bytes.
 const LINE: u64 = 1 << 16;
-/// How long a process that closed its output, and the words of one that ended, are waited for.
+/// How long to wait for a process that closed its output, and for the output of one that ended.
 const LAST_WORDS: Duration = Duration::from_millis(500);
-/// Lines that a worker may write ahead of being read: what babbles waits, and takes no memory here.
+/// Lines that a worker may write before they are read. A worker with endless output waits, and
+/// takes no memory here.
 const AHEAD: usize = 4;
 /// Longest reason of a worker that is kept, in characters.
 const REASON: usize = 200;
 
-/// Whoever answers a request.
+/// A command that answers requests.
 pub trait Call {
-    /// Starts what lives on.
+    /// Starts the worker, if this is one.
     ///
     /// # Errors
     /// What happened instead.
@@ -41,22 +42,22 @@ pub trait Call {
         Ok(())
     }
 
-    /// Whether what lives on has not ended yet, though nothing was asked.
+    /// Whether the worker still runs, though it got no request.
     ///
     /// # Errors
-    /// That it has, with its last words.
+    /// That it has ended, with its last output.
     fn still_runs(&mut self) -> Result<(), RunError> {
         Ok(())
     }
 
-    /// Has the folder's `outputs.safetensors` written.
+    /// Runs the kernel, so that it writes the folder's `outputs.safetensors`.
     ///
     /// # Errors
     /// What happened instead.
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError>;
 }
 
-/// What is said beside the outputs.
+/// What an answer holds in addition to the outputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Reply {
     /// How long the kernel took, by its own clock.
@@ -76,11 +77,11 @@ pub struct Worker {
     command: String,
     time_limit: Duration,
     running: Option<Running>,
-    /// Whether it is known to start: it has answered, or waits for a request.
+    /// Whether it is known to start: it has answered, or it waits for a request.
     starts: bool,
 }
 
-/// Reads lines until the end, keeping the last ones; drops its end of a channel when it is done.
+/// Reads lines until the end and keeps the last ones; drops its end of a channel when it is done.
 struct Words {
     heard: Arc<Mutex<Heard>>,
     done: Receiver<()>,
@@ -118,9 +119,9 @@ impl Words {
         Self { heard, done }
     }
 
-    /// Everything that an ended process said.
+    /// All output of an ended process.
     fn heard(&self) -> MutexGuard<'_, Heard> {
-        // Nobody sends: it is over when every reader has dropped its end.
+        // No thread sends: all output is read when every reader has dropped its end.
         let _ = self.done.recv_timeout(LAST_WORDS);
         self.heard.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -131,7 +132,7 @@ impl Words {
     }
 }
 
-/// Hands over every line, cut at [`LINE`] bytes, until the end or until `take` wants no more.
+/// Passes on every line, cut at [`LINE`] bytes, until the end or until `take` wants no more.
 fn each_line(stream: impl Read, mut take: impl FnMut(String) -> bool) {
     let mut reader = BufReader::new(stream);
     loop {
@@ -155,7 +156,7 @@ fn start(command: &str, stdin: Stdio) -> Result<Supervised, RunError> {
 /// How a process ended, in words.
 fn ending(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
-        // What a shell says of a command that a signal ended.
+        // The exit code that a shell reports for a command that a signal ended.
         (Some(code), _) if code > 128 => {
             format!("exit code {code} (as after signal {})", code - 128)
         }
@@ -180,7 +181,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// What the line says; `None` where it is no answer.
+    /// The answer of the line; `None` where it is not an answer.
     fn read(line: &str) -> Option<Result<Reply, RunError>> {
         match serde_json::from_str(line).ok()? {
             Self { ok: true, seconds, error: None, unsupported: None } => Some(match seconds {
@@ -200,7 +201,7 @@ impl Answer {
     }
 }
 
-/// What a person may try where a worker cannot start.
+/// What a user may try where a worker cannot start.
 fn hint(status: ExitStatus, said: &str) -> String {
     let module =
         said.split("No module named ").nth(1).and_then(|rest| rest.split(['\'', '"']).nth(1));
@@ -233,7 +234,7 @@ impl Call for OneShot {
         ];
         let words = Words::of(streams.into_iter().flatten().collect());
         let status = command.wait_within(self.time_limit);
-        // Whatever the command left running is ended, too.
+        // Processes that the command left running are ended, too.
         command.end();
         match status {
             Ok(Some(status)) if status.success() => words
@@ -242,7 +243,8 @@ impl Call for OneShot {
                 .take()
                 .and_then(|line| Answer::read(&line))
                 .unwrap_or_else(|| Ok(Reply::default())),
-            // What a shell says of a program that it cannot run: no case is the reason.
+            // The exit code that a shell reports for a program that it cannot run: no case is the
+            // reason.
             Ok(Some(status)) if matches!(status.code(), Some(126 | 127)) => {
                 let (ending, said) = (ending(status), words.last());
                 let message = format!(
@@ -268,7 +270,7 @@ impl Call for OneShot {
     }
 }
 
-/// A worker that is up; dropped, it is ended with all that it started.
+/// A running worker; dropping it ends it and all that it started.
 struct Running {
     process: Supervised,
     requests: ChildStdin,
@@ -294,17 +296,17 @@ impl Running {
         })
     }
 
-    /// What went wrong, with how the worker ended (if it did by itself) and its last words. It is
-    /// ended here.
+    /// What went wrong, with how the worker ended (if it did by itself) and its last output. Ends
+    /// the worker.
     fn failed(mut self, what: &str) -> RunError {
-        // A worker that closed its output is about to end by itself, and its status says why.
+        // A worker that closed its output is about to end by itself, and its status shows why.
         let status = self.process.wait_within(LAST_WORDS).ok().flatten();
         self.process.end();
         let ending = status.map(|status| format!(" with {}", ending(status))).unwrap_or_default();
         RunError::error(format!("the worker {what}{ending}{}", self.words.last()))
     }
 
-    /// A worker that ended without having been asked anything: nothing is learnt of any case.
+    /// A worker that ended before any request: nothing is learnt about any case.
     fn cannot_start(mut self, status: ExitStatus) -> RunError {
         self.process.end();
         let said = self.words.last();
@@ -332,9 +334,9 @@ impl Worker {
         Self { command, time_limit, running: None, starts: false }
     }
 
-    /// The error of a worker that ended while it was asked its first request: that of one which
-    /// cannot start, where it ends without a request as well. It is given twice the time that it
-    /// took, and once is enough.
+    /// The error of a worker that ended during its first request. If it ends without a request as
+    /// well, it is the error of a worker that cannot start. That is tried once, for twice the time
+    /// that the worker ran.
     fn ended(&mut self, worker: Running) -> RunError {
         let lived = worker.begun.elapsed();
         let error = worker.failed("ended");
@@ -417,8 +419,8 @@ impl Call for Worker {
     }
 
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
-        // One that ended between two requests, having answered the first, is no failure of the
-        // second.
+        // A worker that ended between two requests, after it answered the first, is not a failure
+        // of the second.
         if self.starts
             && self.running.as_mut().is_some_and(|worker| {
                 matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_)))

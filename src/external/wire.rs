@@ -1,4 +1,4 @@
-//! Tensors as they cross to another process: safetensors files, read and written whole.
+//! Tensors in the exchange with another process: safetensors files, read and written whole.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,7 +34,7 @@ impl WireType {
     const ALL: [Self; 7] =
         [Self::F64, Self::F32, Self::F16, Self::Bf16, Self::I64, Self::I32, Self::U8];
 
-    /// The type in which a tensor of ours crosses unless an adapter says otherwise.
+    /// The type in which a tensor of ours is exchanged unless an adapter declares another.
     pub fn of(dtype: DType) -> Self {
         match dtype {
             DType::F32 => Self::F32,
@@ -62,10 +62,10 @@ impl WireType {
         matches!(self, Self::I64 | Self::I32 | Self::U8)
     }
 
-    /// Rounds numbers to this type, ties to even; an integer type takes what it can hold.
+    /// Rounds values to this type, ties to even; an integer type takes what it can hold.
     ///
     /// # Errors
-    /// A number that an integer type does not have.
+    /// A value that an integer type does not have.
     pub fn encode(self, values: &[f64]) -> Result<Vec<u8>, String> {
         let integer = |value: f64, low: f64, high: f64| match value {
             v if v.fract() == 0.0 && (low..=high).contains(&v) => Ok(v as i64),
@@ -94,7 +94,7 @@ impl WireType {
             .map(|all| all.concat())
     }
 
-    /// The numbers of some bytes, widened (exactly but for integers beyond 2^53).
+    /// The values of some bytes, widened (exact except for integers beyond 2^53).
     pub fn decode(self, bytes: &[u8]) -> Vec<f64> {
         fn words<const N: usize>(bytes: &[u8], value: impl Fn([u8; N]) -> f64) -> Vec<f64> {
             bytes.as_chunks::<N>().0.iter().map(|&word| value(word)).collect()
@@ -132,7 +132,7 @@ impl std::fmt::Display for WireType {
 pub struct WireTensor {
     /// Element type.
     pub dtype: WireType,
-    /// Extents, outermost first.
+    /// Shape, outermost axis first.
     pub shape: Vec<usize>,
     /// Elements, little-endian.
     pub bytes: Vec<u8>,
@@ -160,7 +160,7 @@ pub type WireTensors = BTreeMap<String, WireTensor>;
 /// The bytes of a safetensors file.
 ///
 /// # Errors
-/// What safetensors refuses.
+/// What safetensors rejects.
 pub fn to_bytes(tensors: &WireTensors) -> Result<Vec<u8>, String> {
     let views = tensors
         .iter()
@@ -173,11 +173,11 @@ pub fn to_bytes(tensors: &WireTensors) -> Result<Vec<u8>, String> {
 }
 
 /// Bytes that a file of tensors of these names and shapes may have, whatever the types: with its
-/// header, and with room for as much beside them.
+/// header, and with room for as much again.
 pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> u64 {
     /// Of the widest type.
     const ELEMENT: u64 = 8;
-    /// Of an entry's words, and of a number.
+    /// Of an entry's text, and of a number.
     const WORDS: u64 = 128;
     const NUMBER: u64 = 24;
     let entries = tensors.map(|(name, shape)| {
@@ -190,11 +190,11 @@ pub fn most_bytes<'a>(tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> 
     entries.fold(1 << 16, u64::saturating_add)
 }
 
-/// Reads a regular file of at most so many bytes.
+/// Reads a regular file of at most that many bytes.
 ///
 /// # Errors
-/// A file that is missing, something else, larger, or no safetensors file, or a tensor of a type
-/// that nothing here has.
+/// A file that is missing, not regular, larger, or not a safetensors file, or a tensor of a type
+/// that is not supported here.
 pub fn read(path: &Path, most: u64) -> Result<WireTensors, String> {
     let bytes = read_regular(path, most)?;
     let name_of =

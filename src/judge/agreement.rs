@@ -1,18 +1,20 @@
-//! How well two tensors agree: the numbers of a report.
+//! How well two tensors agree: the metrics of a report.
 
 use crate::judge::budget::Budget;
 use crate::judge::grid::Steps;
 use crate::operator::{OracleTensor, rows_of};
 use crate::record::{HeatMap, Metrics, Worst};
 
-/// Bins of the histogram of budget use, each 1/8 wide with its upper end; the last one is open.
+/// Bins of the histogram of budget use, each 1/8 wide including its upper end; the last one is
+/// open.
 const HISTOGRAM_BINS: usize = 16;
 const HEAT_ROWS: usize = 24;
 const HEAT_COLUMNS: usize = 48;
 
-/// Compares a kernel's tensor with the oracle's under a budget. Elements for which the oracle has
-/// no finite value are left to the check of special values; a kernel value that is no finite
-/// number where the oracle's is one uses an infinite share of its budget.
+/// Compares a kernel's tensor with the oracle's under a budget.
+///
+/// Elements for which the oracle has no finite value are left to the check of special values. A
+/// kernel value that is not finite where the oracle's is uses an infinite share of its budget.
 pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &Steps) -> Metrics {
     let finite: Vec<usize> = (0..kernel.len()).filter(|&i| exact.values[i].is_finite()).collect();
     let uses: Vec<f64> = (0..kernel.len())
@@ -34,7 +36,7 @@ pub fn measure(kernel: &[f64], exact: &OracleTensor, budget: &Budget, stored: &S
         ulp_p99: quantile(&ulps, 0.99),
         ulp_max: quantile(&ulps, 1.0),
         budget_used: finite.iter().map(|&i| uses[i]).fold(0.0, nan_max),
-        // Zeros that are allowed nothing but zero have the tightest budget there is.
+        // Zeros whose budget is zero have the tightest budget.
         budget_relative: if squares(&budget.allowed) == 0.0 {
             0.0
         } else {
@@ -61,12 +63,12 @@ fn worst_element(kernel: &[f64], exact: &OracleTensor, budget: &Budget, worst: u
     }
 }
 
-/// NaN is larger than everything: it must show in every maximum.
+/// NaN counts as larger than everything: it must show in every maximum.
 fn nan_max(a: f64, b: f64) -> f64 {
     if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
-/// Error over budget; 0/0 is 0, and whatever is not finite is infinite.
+/// Error over budget; 0/0 is 0, and a result that is not finite becomes infinite.
 pub fn budget_use(kernel: f64, exact: f64, allowed: f64) -> f64 {
     let error = (kernel - exact).abs();
     if !exact.is_finite() || error == 0.0 {
@@ -79,8 +81,8 @@ pub fn budget_use(kernel: f64, exact: f64, allowed: f64) -> f64 {
 }
 
 fn ulp_error(kernel: f64, exact: f64, stored: &Steps, index: usize) -> f64 {
-    // Of the larger of both: near zero an error is not more of the oracle's own ulps than the type
-    // has numbers.
+    // The ulp of the larger of both. Near zero, the oracle's own ulp would give more ulps than the
+    // type has values.
     let larger = if kernel.abs() > exact.abs() { kernel } else { exact };
     let error = (kernel - exact).abs() / stored.ulp(index, larger);
     if kernel == exact {
@@ -164,16 +166,16 @@ fn quantile(sorted: &[f64], share: f64) -> f64 {
 fn histogram(uses: impl Iterator<Item = f64>) -> Vec<u64> {
     let mut bins = vec![0; HISTOGRAM_BINS];
     for share in uses {
-        // An element that uses its whole budget is within it: each bin holds its upper end.
+        // An element that uses its whole budget is within it: each bin includes its upper end.
         let bin = ((share * 8.0).ceil() as usize).saturating_sub(1);
         bins[bin.min(HISTOGRAM_BINS - 1)] += 1;
     }
     bins
 }
 
-/// A structural zero (a padding row, an empty one) has no budget: it is compared in kind alone, and
-/// has no share to show unless the kernel has another value there. Of a tensor that is compared
-/// exactly no element has a budget, and all are compared.
+/// Cells of the picture. A structural zero (a padding row, an empty row) has no budget, so only its
+/// kind of value is compared. It has a share to show only if the kernel has another value there. In
+/// a tensor that is compared exactly, no element has a budget and all are compared.
 fn heat_map(uses: &[f64], exact: &OracleTensor, budget: &Budget) -> HeatMap {
     let (total_rows, total_columns) = rows_of(&exact.shape);
     let (rows, columns) = (total_rows.min(HEAT_ROWS), total_columns.min(HEAT_COLUMNS));
@@ -185,8 +187,8 @@ fn heat_map(uses: &[f64], exact: &OracleTensor, budget: &Budget) -> HeatMap {
     for (i, &share) in uses.iter().enumerate().filter(|&(i, &share)| has_budget(i) || share > 0.0) {
         let cell = (i / total_columns) * rows / total_rows * columns
             + (i % total_columns) * columns / total_columns;
-        // Hundredths are enough for a picture, and JSON has no infinity: a million stands for it.
-        // A use above 1 stays above.
+        // Hundredths are enough for a picture. JSON has no infinity, so a million stands for it. A
+        // use above 1 stays above 1.
         let hundredths = share.min(1e6) * 100.0;
         let share = if share > 1.0 { hundredths.ceil() } else { hundredths.round() } / 100.0;
         cells[cell] = cells[cell].max(share as f32);

@@ -1,39 +1,39 @@
 //! The error that is allowed for each element: derived, never typed in.
 //!
-//! The oracle runs once in `Exact` (f64, value `e`), [`WORKING_RUNS`] times in `Working`, where
-//! every narrow store or multiplication errs within half a gap at random, and [`NEAREST_RUNS`]
-//! times in `Nearest`, where it is rounded by the rule of the hardware. The spread of these runs
-//! around `Exact` says how far a kernel of the specified precision may be off. The budget of an
-//! element is
+//! The oracle runs once in `Exact` (f64, value `e`). It runs [`WORKING_RUNS`] times in `Working`,
+//! where every narrow store or multiplication has a random error of at most half a gap. It runs
+//! [`NEAREST_RUNS`] times in `Nearest`, where it is rounded by the rule of the hardware. The spread
+//! of these runs around `Exact` shows how far a kernel of the specified precision may be off. The
+//! budget of an element is
 //!
 //! ```text
 //! budget = multiple · sigma + half an ulp of the output type at |e| + multiple · sigma
 //! ```
 //!
-//! **sigma.** With `K` runs, `s_i² = mean_k (w_ki - e_i)²` is a poor estimate for one element (a
-//! chi-square with `K` degrees of freedom), and a good one for a row of elements of one scale (or
-//! whatever else a tensor declares to be of one scale: [`Pooling`]). So each row's estimates are
-//! moderated by their mean, as in Smyth's moderated t-statistic (2004):
+//! **sigma.** With `K` runs, `s_i² = mean_k (w_ki - e_i)²` is a poor estimate for one element: a
+//! chi-square with `K` degrees of freedom. It is a good one for a row of elements of one scale, or
+//! for whatever else a tensor declares to be of one scale ([`Pooling`]). So each row's estimates
+//! are moderated by their mean, as in Smyth's moderated t-statistic (2004):
 //!
 //! ```text
 //! sigma_i² = (d0 · s_row² + K · s_i²) / (d0 + K),        d0 = 4 + 2 · (1 + 2/K) / excess
 //! excess   = var_i(s_i²) / s_row⁴ - 2/K
 //! ```
 //!
-//! where `excess` is how much more the estimates scatter than a chi-square would let them: zero
-//! for a row of one scale (then `sigma = s_row`, pooled), large for a row of unlike elements (then
-//! each keeps its own). The formula for `d0` is the second moment of the scaled F-distribution
-//! that the `s_i²` follow when the true variances are scaled inverse chi-squares.
+//! where `excess` is how much more the estimates scatter than a chi-square would. It is zero for a
+//! row of one scale (then `sigma = s_row`, pooled), and large for a row of unlike elements (then
+//! each keeps its own). The formula for `d0` is the second moment of the scaled F-distribution. The
+//! `s_i²` follow that distribution when the true variances are scaled inverse chi-squares.
 //!
 //! **multiple.** The expected maximum of `N` standard normal deviates, where `N` counts the
-//! elements of the tensor times [`CAMPAIGN`] verdicts: a kernel that rounds as the `Working` runs
-//! do is failed wrongly once in that many verdicts. It is widened to a Student quantile with the
-//! degrees of freedom of `sigma`, because `sigma` is itself an estimate.
+//! elements of the tensor times [`CAMPAIGN`] verdicts. A kernel that rounds as the `Working` runs
+//! do fails wrongly once in that many verdicts. The multiple is widened to a Student quantile with
+//! the degrees of freedom of `sigma`, because `sigma` is itself an estimate.
 //!
 //! **Exact zeros.** Where `Exact` and all other runs are zero along a whole row, sigma is zero and
 //! so is the budget: the kernel must write zeros there.
 //!
-//! What holds a tensor as a whole is [`crate::judge::yardstick`].
+//! Bounds on a whole tensor are in [`crate::judge::yardstick`].
 //!
 //! [`WORKING_RUNS`]: crate::operator::WORKING_RUNS
 //! [`NEAREST_RUNS`]: crate::operator::NEAREST_RUNS
@@ -44,18 +44,18 @@ use statrs::distribution::{ContinuousCDF, Normal};
 use crate::judge::grid::Steps;
 use crate::operator::{OracleTensor, Pooling};
 
-/// Verdicts of one campaign: the number of tensors that may be judged before chance alone would
-/// fail one whose rounding errors are as large as those of the `Working` runs. A sweep of
-/// everything at a hundred fresh seeds judges some millions.
+/// Verdicts of one campaign: as many tensors as may be judged before chance fails one whose
+/// rounding errors are as large as those of the `Working` runs. A sweep of everything at a hundred
+/// new seeds judges some millions.
 pub const CAMPAIGN: f64 = (1 << 24) as f64;
 
-/// What a tensor is allowed.
+/// The error that a tensor is allowed.
 #[derive(Clone, Debug)]
 pub struct Budget {
-    /// Allowed error of each element. NaN where `Exact` is no finite number (those are compared by
-    /// value).
+    /// Allowed error of each element. NaN where `Exact` is not finite (those elements are compared
+    /// by value).
     pub allowed: Vec<f64>,
-    /// Largest multiple of sigma that went into it.
+    /// Largest multiple of sigma that was used.
     pub multiple: f64,
     /// Moderated variance of each element's error before it is stored; NaN where `allowed` is.
     pub variance: Vec<f64>,
@@ -76,8 +76,8 @@ pub fn student(z: f64, freedom: f64) -> f64 {
 }
 
 impl Budget {
-    /// Derives the budget of one tensor from the oracle's runs; `stored` is the type in which the
-    /// kernel stores it, or the grid of its numbers. Each row pools.
+    /// Derives the budget of one tensor from the oracle's runs. `stored` is the type in which the
+    /// kernel stores it, or the grid of its values. Each row pools.
     ///
     /// # Panics
     /// When a working run has another shape than the exact one.
@@ -89,8 +89,8 @@ impl Budget {
         Self::derive_pooled(exact, working, &stored.into(), Pooling::LastAxis)
     }
 
-    /// As [`Self::derive`], with variances pooled over the elements that the tensor declares to be
-    /// of one scale.
+    /// Same as [`Self::derive`], with variances pooled over the elements that the tensor declares
+    /// to be of one scale.
     ///
     /// # Panics
     /// When a working run has another shape than the exact one.
@@ -116,7 +116,7 @@ impl Budget {
         budget
     }
 
-    /// Nothing is allowed.
+    /// A budget that allows no error.
     pub fn nothing(exact: &OracleTensor) -> Self {
         let allowed: Vec<f64> = exact
             .values
@@ -184,7 +184,7 @@ impl Pool {
             finite.iter().map(|v| (v / mean - 1.0).powi(2)).sum::<f64>() / (count - 1.0).max(1.0);
         let excess = scatter - 2.0 / runs;
         let pooled_freedom = runs * count.max(1.0);
-        // A row of one scale, or one too short to tell.
+        // A row of one scale, or a row too short to tell.
         if mean == 0.0 || excess.is_nan() || excess <= 0.0 {
             return Self { mean, prior: f64::INFINITY, runs, freedom: pooled_freedom };
         }
@@ -277,8 +277,8 @@ mod tests {
         let exact = tensor(&[1, 4], vec![0.3, 3.0, 0.3, 3.0]);
         let steps = Steps::Scaled { format: Format::E4M3, scales: vec![1.0, 1.0, 64.0, 64.0] };
         let budget = Budget::derive(&exact, &[&exact, &exact], steps.clone());
-        // e4m3: 0.3 lies where neighbours are 2^-5 apart, 3 where they are 2^-2 apart; 64 times as
-        // coarse numbers are those of 0.3/64 and 3/64, 2^-9 and 2^-8 apart.
+        // e4m3: around 0.3 neighbours are 2^-5 apart, around 3 they are 2^-2 apart. A 64 times
+        // coarser grid has the gaps of 0.3/64 and 3/64, which are 2^-9 and 2^-8.
         assert_eq!(budget.allowed, [2f64.powi(-6), 2f64.powi(-3), 2f64.powi(-4), 2f64.powi(-3)]);
         let all_coarse = Steps::Scaled { format: Format::E4M3, scales: vec![64.0; 4] };
         let finer = Budget::derive(&exact, &[&exact, &exact], all_coarse);
@@ -289,7 +289,7 @@ mod tests {
     fn variances_pool_over_what_the_tensor_declares() {
         let mut draw = Draw::new(5, "pooled");
         let exact = tensor(&[2, 8, 32], vec![1.0; 512]);
-        // The second matrix, and in it the second half of each row, err 64 times as much.
+        // The second matrix, and in it the second half of each row, has errors 64 times as large.
         let sigma = |i: usize| if i >= 256 && i % 32 >= 16 { 6.4e-2 } else { 1e-3 };
         let runs: Vec<_> = (0..WORKING_RUNS).map(|_| noisy(&exact, &mut draw, sigma)).collect();
         let runs: Vec<_> = runs.iter().collect();
@@ -303,10 +303,10 @@ mod tests {
                 .fold((f64::MAX, 0.0f64), |(low, high), &v| (low.min(v), high.max(v)));
             high / low
         };
-        // All of a matrix of one scale has nearly one budget; each row by itself has its own
-        // estimate.
+        // With one scale for a matrix, all its elements have nearly one budget. With rows, each row
+        // has its own estimate.
         assert!(scatter(&rows[..256]) > scatter(&matrix[..256]));
-        // Groups keep the two halves of a row apart, and each is of one scale.
+        // Groups keep the two halves of a row apart, and each half has one scale.
         assert!((256..512).all(|i| (groups[i] > 0.1) == (i % 32 >= 16)));
         assert!(groups[256] < matrix[256] && groups[256] < 0.02);
     }

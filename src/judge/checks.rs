@@ -1,4 +1,4 @@
-//! Every check of a case: runs the oracle and the kernels, compares, and says what it found.
+//! Every check of a case: runs the oracle and the kernels, compares, and reports what it found.
 
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -23,21 +23,20 @@ use crate::record::{
     CheckRecord, FailingElements, Metrics, Skip, Verdict, WholeTensor, agreement_of, figures, words,
 };
 
-/// What a sweep asks of each case beyond the checks that always run.
+/// What a sweep requires of each case in addition to the checks that always run.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckOptions {
-    /// Random schedules to run each case under, beyond the deterministic one (emulator only):
-    /// those of the seeds 1 to this number. [`crate::operator::Profile::schedules`] is what a
-    /// sweep asks for.
+    /// Random schedules to run each case under, after the deterministic one (emulator only). Their
+    /// seeds are 1 to this number. [`crate::operator::Profile::schedules`] is what a sweep uses.
     pub schedules: u32,
-    /// Whether calls in sequence are checked. They take three launches of everything; a sweep on
-    /// the emulator checks every third case ([`crate::sweep::run_planned`]).
+    /// Whether calls in sequence are checked. They launch everything three times, so a sweep on the
+    /// emulator checks every third case ([`crate::sweep::run_planned`]).
     pub sequence: bool,
-    /// Whether verdicts say what they could have seen ([`crate::judge::power`]); whether they have
-    /// power at all is asked of each.
+    /// Whether verdicts report what they could have seen ([`crate::judge::power`]). Whether a
+    /// verdict has power at all is always checked.
     pub power: bool,
-    /// Whether to triangulate the oracle's gradients. It concerns the oracle alone, so once per
-    /// case is enough, and a kernel's mutants need it never.
+    /// Whether to triangulate the oracle's gradients. It concerns only the oracle, so once per case
+    /// is enough, and a kernel's mutants never need it.
     pub triangulate: bool,
 }
 
@@ -47,7 +46,7 @@ impl CheckOptions {
         Self { schedules, sequence: true, power: true, triangulate: true }
     }
 
-    /// Everything that says whether kernels are right; the oracle is taken as it is.
+    /// Everything that shows whether kernels are right; the oracle is not checked.
     pub const fn of_kernels(schedules: u32) -> Self {
         Self { power: false, triangulate: false, ..Self::everything(schedules) }
     }
@@ -64,7 +63,7 @@ pub struct Outcome {
     pub paths: Vec<String>,
     /// Why these kernels cannot be run here at all, if they cannot.
     pub untestable: Option<String>,
-    /// Why whoever runs them says that they are not for such a case, if so.
+    /// Why these kernels do not support such a case, as their runner reports, if so.
     pub unsupported: Option<String>,
     /// Seconds in kernels.
     pub kernel_seconds: f64,
@@ -83,7 +82,7 @@ impl Outcome {
         !self.checks.is_empty() && self.failures().next().is_none()
     }
 
-    /// A launch that came to nothing.
+    /// Records a launch that failed.
     fn failed(&mut self, check: &str, error: RunError) {
         if error.untestable {
             self.untestable.get_or_insert(error.message.clone());
@@ -99,7 +98,7 @@ impl Outcome {
         compared: u64,
         message: String,
     ) {
-        // Nothing compared is nothing shown: an error, whatever the check thought.
+        // A pass that compared nothing shows nothing: it is an error, whatever the check found.
         let (verdict, message) = if verdict == Verdict::Pass && compared == 0 {
             (Verdict::Error, "compared no element".to_owned())
         } else {
@@ -116,7 +115,7 @@ impl Outcome {
         });
     }
 
-    /// Says which elements the last check found wrong.
+    /// Records which elements the last check found wrong.
     fn name_elements(&mut self, failing: Option<FailingElements>) {
         if let Some(check) = self.checks.last_mut().filter(|check| check.verdict != Verdict::Pass) {
             check.failing = failing;
@@ -133,7 +132,7 @@ impl Outcome {
         why.inspect(|why| self.skip(check, why, count)).is_some()
     }
 
-    /// Says of whatever failed since there were `before` checks when it did so.
+    /// Adds to every failure since check number `before` when it happened.
     fn name_run(&mut self, before: usize, when: &str) {
         for check in self.checks[before..].iter_mut().filter(|check| check.verdict != Verdict::Pass)
         {
@@ -174,8 +173,8 @@ pub fn run_until(
     }
 }
 
-/// The same with what is known already of the oracle: `truth` is that of this very case, whose
-/// runs take far longer than the kernels, and which many kernels are held to.
+/// The same with known results of the oracle: `truth` is that of this very case. The oracle's runs
+/// take far longer than the kernels, and one truth serves many kernels.
 pub fn run_by(
     truth: &Truth,
     prepared: &dyn PreparedCase,
@@ -222,8 +221,8 @@ fn run_kernels(
 ) {
     let first = match runner.run(prepared, &truth.exact, Contract::NAN) {
         Err(error) if error.unsupported => {
-            // Of a case that its kernel is not for, nothing else counts, what is known of the
-            // oracle included.
+            // If the kernel does not support the case, nothing else counts, including results of
+            // the oracle.
             *outcome = Outcome { unsupported: Some(error.message), ..Outcome::default() };
             return;
         }
@@ -243,7 +242,7 @@ fn run_kernels(
             continue;
         }
         let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
-            // What a comparison needs besides the tensor itself need not be an output.
+            // Other tensors that a comparison needs may be no outputs.
             if !first.tensors.iter().any(|tensor| tensor.consults().any(|name| name == exact.name))
             {
                 let message = "the kernel returned no such tensor".into();
@@ -274,8 +273,8 @@ fn run_kernels(
     }
 }
 
-/// Holds what kernels wrote to the truth, tensor by tensor; what the oracle computed beside that
-/// is not asked for.
+/// Compares what kernels wrote with the truth, tensor by tensor. What the oracle computed in
+/// addition is not required.
 pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
     let mut outcome = Outcome::default();
     known_to_the_oracle(truth, run, &mut outcome);
@@ -327,7 +326,7 @@ fn launch(
     launched(runner.run(prepared, &truth.exact, contract), check, outcome)
 }
 
-/// What came of a launch.
+/// Records the outcome of a launch.
 fn launched(
     run: Result<KernelRun, RunError>,
     check: &str,
@@ -336,7 +335,7 @@ fn launched(
     match run {
         Ok(run) => {
             let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
-            // A case of extent zero launches nothing and writes nothing, rightly.
+            // A case of size zero rightly launches nothing and writes nothing.
             outcome.verdict(check, "", u64::max(written, 1), None);
             Some(run)
         }
@@ -369,7 +368,7 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
                 "{} byte(s) changed that nobody may write, the first at byte {} of `{}`",
                 violation.bytes, violation.first_offset, violation.buffer
             );
-            // The same overwrite in another run of the case is no other one.
+            // The same overwrite in another run of the case is not a new one.
             let is_it = |known: &CheckRecord| {
                 known.check == check
                     && known.tensor == violation.buffer
@@ -382,7 +381,7 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
     }
 }
 
-/// Holds a tensor to the oracle's in the way that it declares.
+/// Compares a tensor with the oracle's in the way that the tensor declares.
 fn compare(
     truth: &Truth,
     index: usize,
@@ -423,7 +422,7 @@ fn agreement_checks(
     let kernel = found.tensor.to_f64();
     let compared = exact.values.iter().filter(|value| value.is_finite()).count() as u64;
     if compared > 0 {
-        // Where nothing is finite (all rows empty) the special values carry the case.
+        // Where nothing is finite (all rows empty), the special values decide the case.
         let metrics = Metrics {
             power: if power { truth.power(index, held) } else { None },
             ..agreement::measure(&kernel, exact, &held.budget, &held.steps)
@@ -434,11 +433,11 @@ fn agreement_checks(
     special_values(exact, &kernel, &held.budget, outcome);
 }
 
-/// What a gradient that follows from saved tensors is held to these by.
+/// The check of a gradient that is computed from what the kernels saved.
 pub const GRADIENT_OF_SAVED: &str = "gradient_of_saved";
 
-/// Gradients against what follows from the kernels' own saved outputs, whose rounding no longer
-/// hides anything.
+/// Gradients against those that follow from the kernels' own saved outputs. The rounding of these
+/// outputs then hides nothing.
 fn saved_checks(
     prepared: &dyn PreparedCase,
     runner: &dyn Runner,
@@ -465,7 +464,7 @@ fn saved_checks(
         let Some(found) = run.tensors.iter().find(|tensor| tensor.name == exact.name) else {
             continue;
         };
-        // Of another shape it has been found wrong already.
+        // A tensor of another shape has already been reported.
         if found.tensor.shape != exact.shape || exact.values.is_empty() {
             continue;
         }
@@ -476,7 +475,7 @@ fn saved_checks(
                 continue;
             }
         };
-        // All that is said of a gradient, in one verdict of its own.
+        // All findings about a gradient, as one separate verdict.
         let mut of_gradient = Outcome::default();
         agreement_checks(&truth, index, found, (&held, power), &mut of_gradient);
         let problem = of_gradient.failures().map(|check| check.message.clone()).next();
@@ -490,7 +489,7 @@ fn saved_checks(
     }
 }
 
-/// Equal or wrong: what the oracle's runs differ by is no tolerance.
+/// Equal or wrong: the differences between the oracle's runs are no tolerance.
 fn exact_check(exact: &OracleTensor, found: &KernelTensor, budget: &Budget, outcome: &mut Outcome) {
     let kernel = found.tensor.to_f64();
     let unequal = selection::unequal(&found.tensor, exact);
@@ -531,8 +530,8 @@ fn selection_check(
     }
 }
 
-/// What is said of a tensor that agrees with the oracle within bounds that a tenth of it would
-/// pass, too.
+/// The message for a tensor that agrees with the oracle within bounds that an error of a tenth
+/// would pass, too.
 pub const POWERLESS: &str = "rounding is as large as the values: an error of 10 % would pass";
 
 fn agreement_verdict(
@@ -595,7 +594,7 @@ fn whole_tensor(exact: &OracleTensor, kernel: &[f64], held: &Held) -> Option<Who
     })
 }
 
-/// The tensor as a whole: its bias, where the kernel says how it rounds, and its precision.
+/// The tensor as a whole: its bias, where the kernel declares how it rounds, and its precision.
 fn whole_verdict(
     exact: &OracleTensor,
     kernel: &[f64],
@@ -613,7 +612,7 @@ fn whole_verdict(
     outcome.verdict("precision", exact.name, compared, precision);
 }
 
-/// NaN, infinities and structural zeros stand exactly where the oracle has them, and nowhere else.
+/// NaN, infinities and structural zeros are exactly where the oracle has them, and nowhere else.
 fn special_values(exact: &OracleTensor, kernel: &[f64], budget: &Budget, outcome: &mut Outcome) {
     let class = |value: f64| (value.is_nan(), value == f64::INFINITY, value == f64::NEG_INFINITY);
     let structural_zero = |i: usize| exact.values[i] == 0.0 && budget.allowed[i] == 0.0;
@@ -683,7 +682,7 @@ fn repeat_checks(
     }
 }
 
-/// Runs again after calls with other data, of which nothing may be left.
+/// Runs again after calls with other data; nothing of these may be left.
 fn sequence_check(
     prepared: &dyn PreparedCase,
     runner: &dyn Runner,
@@ -751,7 +750,7 @@ fn same_results(
     }
 }
 
-/// A difference of bits, with what its owner may declare if that is all.
+/// Describes a difference in bits, with what the kernel's owner may declare if that is all.
 fn with_hint(problem: String, runner: &dyn Runner, last_bits: impl FnOnce() -> bool) -> String {
     match runner.may_round_freely() {
         Some(hint) if last_bits() => format!("{problem} ({hint})"),
@@ -777,7 +776,7 @@ fn first_difference(a: &HostTensor, b: &HostTensor) -> Option<String> {
     ))
 }
 
-/// The first element whose number is another than it should be; zeros are equal, and so are NaN.
+/// The first element whose value differs from the expected one; zeros are equal, and so are NaN.
 fn value_difference(found: &[f64], expected: &[f64], shape: &[usize]) -> Option<String> {
     if found.len() != expected.len() {
         return Some(format!("{} elements against {}", found.len(), expected.len()));
@@ -791,8 +790,7 @@ fn value_difference(found: &[f64], expected: &[f64], shape: &[usize]) -> Option<
 }
 
 /// The element by which two runs differ most, if that is more than `budgets` times its budget. The
-/// oracle's values only say which elements are numbers at all: what it thinks of them is another
-/// check.
+/// oracle's values only decide which elements are finite; agreement with them is another check.
 fn difference_beyond(
     a: &HostTensor,
     b: &HostTensor,
@@ -816,8 +814,8 @@ fn difference_beyond(
     })
 }
 
-/// The share of what may separate two values that does; whatever is no finite number is infinitely
-/// far from everything but its like.
+/// The distance of two values over the allowed distance. A value that is not finite is infinitely
+/// far from everything except the same value.
 fn separation(a: f64, b: f64, allowed: f64) -> f64 {
     if a == b || a.is_nan() && b.is_nan() {
         0.0
@@ -874,8 +872,7 @@ fn law_checks(
     let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, &check, outcome) else {
         return;
     };
-    // Asked for once, where a relation needs it: the oracle's runs take far longer than the
-    // kernels.
+    // Computed once, when a relation needs it: the oracle's runs take far longer than the kernels.
     let variants_truth = OnceCell::new();
     for (name, relation) in &law.relations {
         let exact = truth.exact.iter().find(|exact| exact.name == *name);
@@ -939,7 +936,7 @@ fn law_checks(
     }
 }
 
-/// What a tensor of the case and the same one of a variant may be off by together.
+/// How far a tensor of the case and the same tensor of a variant may be apart.
 fn with_variants(
     variant: &Truth,
     exact: &OracleTensor,
@@ -954,7 +951,7 @@ fn with_variants(
     Ok(both)
 }
 
-/// How many elements a relation bound, and what was wrong with them.
+/// How many elements a relation constrains, and what is wrong with them.
 fn relate(
     a: &HostTensor,
     b: &HostTensor,
@@ -964,7 +961,7 @@ fn relate(
     let elements = a.elements() as u64;
     let (rows, row_len) = rows_of(&a.shape);
     match relation {
-        // Integers and bytes included, which have no other multiple.
+        // Includes integers and bytes, which have no other multiple.
         Relation::Times(1.0) => (elements, first_difference(a, b)),
         Relation::Times(factor) => {
             let scaled: Vec<f64> = a.to_f64().iter().map(|value| value * factor).collect();
@@ -1000,7 +997,7 @@ fn relate(
     }
 }
 
-/// As [`relate`], with each of the two off by its budget where bits would have to be equal.
+/// As [`relate`], but each of the two may be off by its budget where bits would have to be equal.
 fn relate_freely(
     a: &HostTensor,
     b: &HostTensor,
@@ -1011,7 +1008,7 @@ fn relate_freely(
         return (a.elements() as u64, Some(format!("{a:?} against {b:?}")));
     }
     let (rows, row_len) = rows_of(&a.shape);
-    // The variant's tensor with the relation taken back: what must agree with the case's own.
+    // The variant's tensor with the relation undone: it must agree with the case's own tensor.
     let (case, mut back) = (a.to_f64(), b.to_f64());
     let mut bound = rows;
     match relation {
@@ -1048,7 +1045,7 @@ fn relate_freely(
     ((bound * row_len) as u64, problem)
 }
 
-/// `b` with entry `at` along an axis taken from `a`, and how many elements are still its own.
+/// `b` with entry `at` along an axis taken from `a`, and how many elements still come from `b`.
 fn without_entry(a: &HostTensor, b: &HostTensor, axis: usize, at: usize) -> (u64, HostTensor) {
     let entry = a.shape[axis + 1..].iter().product::<usize>();
     let extent = a.shape[axis];

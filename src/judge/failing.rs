@@ -1,15 +1,14 @@
-//! Which elements of a tensor fail a check, axis by axis and in few words: what
-//! [`crate::report::diagnosis`] reads.
+//! Which elements of a tensor fail a check, axis by axis and in few words.
+//! [`crate::report::diagnosis`] reads it.
 
 use crate::judge::agreement::unflatten;
 use crate::record::{Factor, FailingElements, FailingEntries};
 
-/// Runs of an axis that are kept: more are no pattern that a person would read.
+/// Runs of an axis that are kept: a reader sees no pattern in more.
 const MOST_RUNS: usize = 16;
 
-/// The elements at these places of a tensor, row-major, gathered along each of its axes; `None`
-/// where none fails. `values` are the kernel's and the oracle's, where they are numbers that a
-/// factor may tell apart.
+/// Gathers these row-major elements of a tensor along each of its axes; `None` where none fails.
+/// `values` are the kernel's and the oracle's, where a factor between them is meaningful.
 pub fn elements(
     failing: &[usize],
     shape: &[usize],
@@ -49,9 +48,9 @@ fn entries(fails: &[bool]) -> FailingEntries {
     FailingEntries { period: period as u64, runs, entries }
 }
 
-/// After how many entries all come again, twice at least; the extent where they do not, or are all
-/// alike. The smallest period of a text is its length less that of its longest border (Knuth,
-/// Morris and Pratt).
+/// The number of entries after which all repeat, at least twice. It is the axis's size where they
+/// do not repeat or are all the same. The smallest period of a text is its length minus that of its
+/// longest border (Knuth, Morris and Pratt).
 fn period(fails: &[bool]) -> usize {
     let mut borders = vec![0; fails.len()];
     for at in 1..fails.len() {
@@ -65,7 +64,7 @@ fn period(fails: &[bool]) -> usize {
     if period > 1 && 2 * period <= fails.len() { period } else { fails.len() }
 }
 
-/// The factor of least squares, and the part of the kernel's values that it leaves.
+/// The least-squares factor, and the part of the kernel's values that it leaves unexplained.
 fn factor(failing: &[usize], kernel: &[f64], oracle: &[f64]) -> Option<Factor> {
     let (mut product, mut exact, mut found) = (0.0, 0.0, 0.0);
     for &i in failing {
@@ -98,7 +97,7 @@ mod tests {
         assert_eq!(along(0, &shape, |at| at[1] >= 448).runs, [[0, 5]]);
         let heads = along(0, &[12, 5], |at| at[0] % 4 == 3);
         assert_eq!((heads.period, heads.runs, heads.entries), (4, vec![[3, 3]], 3));
-        // Once is no period, and neither is everything.
+        // One occurrence is no period, and neither is everything.
         assert_eq!(along(0, &[7, 1], |at| at[0] == 3).period, 7);
         assert_eq!(
             along(0, &[8, 1], |_| true),

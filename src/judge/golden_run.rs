@@ -1,11 +1,11 @@
 //! Oracles and kernels against golden files.
 //!
-//! An oracle is held to the golden values up to rounding in f64: what the same computation would
-//! be off by if every rounding of its working precision happened in f64 instead, that is the
-//! spread of the `Working` runs times `2^-52 / 2^-23` (f32 is the widest type in which they
-//! round), plus half an ulp of f32 where the file stores that. What the file's authors computed in
-//! f32 throughout (the rotary tables) is held to the budget of an f32 kernel. Kernels are held to
-//! their budget around the golden values.
+//! An oracle must match the golden values up to rounding in f64. The bound is the error of the same
+//! computation if every rounding of its working precision happened in f64 instead. That is the
+//! spread of the `Working` runs times `2^-52 / 2^-23` (f32 is the widest type in which they round).
+//! Half an ulp of f32 is added where the file stores f32. What the file's authors computed in f32
+//! throughout (the rotary tables) must match within the budget of an f32 kernel. Kernels must match
+//! the golden values within their budget.
 
 use std::path::Path;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use crate::operator::golden_file::{self, GoldenError, GoldenFile};
 use crate::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
 use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, figures, words};
 
-/// Runs every check that a golden case allows. `device` is `None` where only oracles are asked for.
+/// Runs every check that a golden case allows. `device` is `None` where only oracles are checked.
 pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
     let start = Instant::now();
     match Truth::of(&*golden.prepared, golden.prepared.arithmetic()) {
@@ -37,7 +37,7 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
     }
 }
 
-/// The same with the oracle's runs of this very case, which are known already.
+/// The same with known runs of the oracle for this very case.
 pub fn run_by(
     truth: &Truth,
     file: &GoldenFile,
@@ -74,8 +74,8 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
     }
 }
 
-/// Names of the files of a folder that are about some of the operators, in the index's order: the
-/// kind is in the name, so that no other file is read.
+/// Names of the files of a folder that concern some of the operators, in the index's order. The
+/// kind is in the name, so no other file is read.
 ///
 /// # Errors
 /// Those of [`golden_file::names_in`].
@@ -92,10 +92,10 @@ pub fn files_about(
     Ok(names)
 }
 
-/// A golden file as cases of those of the given operators that understand it.
+/// A golden file as cases of those of the given operators that can read it.
 ///
 /// # Errors
-/// A file that should fit an operator and does not.
+/// A file that should fit an operator but does not.
 pub fn cases_of(
     file: &GoldenFile,
     operators: &[&'static AnyOperator],
@@ -165,7 +165,7 @@ fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) ->
     };
     let used = |i: usize| match (exact.values[i], expected.values[i]) {
         (ours, theirs) if theirs.is_finite() => agreement::budget_use(ours, theirs, allowed(i)),
-        // An infinity or NaN agrees with its like and with nothing else.
+        // An infinity or NaN agrees only with the same value.
         (ours, theirs) if ours == theirs || ours.is_nan() && theirs.is_nan() => 0.0,
         _ => f64::INFINITY,
     };

@@ -1,4 +1,4 @@
-//! The grid on which a kernel's numbers lie, element by element: what the last rounding is worth.
+//! The grid on which a kernel's values lie, element by element, and the error of its last rounding.
 
 use dsv4_reference::{Format, statistics};
 use dsv4_runtime::DType;
@@ -47,8 +47,7 @@ impl Steps {
         }
     }
 
-    /// What is left of a tensor's elements when it is stored on this grid. What overflows there
-    /// stays as it is.
+    /// A tensor's elements after it is stored on this grid. Values that overflow stay as they are.
     pub fn store(&self, values: &[f64]) -> Vec<f64> {
         match self {
             Self::Exact => values.to_vec(),
@@ -72,7 +71,7 @@ impl Steps {
             Self::Float(format) => format.half_ulp(value),
             Self::Scaled { format, scales } => {
                 let scale = scales[index].abs();
-                // A block of scale zero holds nothing but zeros, and one without a finite scale no
+                // A block of scale zero holds only zeros, and one without a finite scale holds no
                 // number.
                 if scale > 0.0 && scale.is_finite() {
                     format.half_ulp(value / scale) * scale
@@ -83,7 +82,7 @@ impl Steps {
         }
     }
 
-    /// A unit in the last place, for reports; integers are one apart.
+    /// A unit in the last place, for reports. Integers are one apart.
     pub fn ulp(&self, index: usize, value: f64) -> f64 {
         match self {
             Self::Exact => 1.0,
@@ -94,7 +93,7 @@ impl Steps {
 
 /// For each element of a tensor of `shape` the scale of its block.
 fn spread(scales: &OracleTensor, block: [usize; 2], shape: &[usize]) -> Result<Vec<f64>, String> {
-    // A vector is one row.
+    // A vector counts as one row.
     let matrix = |shape: &[usize]| match *shape {
         [] => (Vec::new(), 1, 1),
         [columns] => (Vec::new(), 1, columns),
@@ -135,16 +134,16 @@ mod tests {
     #[test]
     fn an_element_has_the_steps_of_its_blocks_scale() {
         // Two matrices of 3 rows and 5 columns, blocks of 2 by 4: the last row and the last column
-        // are blocks of rests.
+        // are in partial blocks.
         let oracle = [scales(&[2, 2, 2], &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 0.0])];
         let steps = Steps::of(GRID, &[2, 3, 5], &oracle).unwrap();
-        // Element [0, 1, 3], [0, 1, 4], [0, 2, 0], [1, 0, 0], and [1, 2, 4] of a block without
-        // numbers.
+        // Elements [0, 1, 3], [0, 1, 4], [0, 2, 0], [1, 0, 0], and [1, 2, 4], the last in a block
+        // without numbers.
         let halves = [(8, 0.25), (9, 0.5), (10, 1.0), (15, 4.0), (29, 0.0)];
         for (index, half) in halves {
             assert_eq!(steps.half_ulp(index, 0.0), half, "{index}");
         }
-        // 6 in units of scale 2 lies where neighbours are 2 apart.
+        // 12 is 6 in units of scale 2, and neighbours there are 2 apart.
         assert_eq!((steps.half_ulp(9, 12.0), steps.ulp(9, -12.0)), (2.0, 4.0));
     }
 

@@ -1,9 +1,9 @@
-//! What a failing case says, in the order in which a person wants it, each thing once.
+//! The findings of a failing case, the most useful to a reader first, each thing once.
 
 use super::checks::GRADIENT_OF_SAVED;
 use crate::record::{CaseRecord, CheckRecord, Standing, Verdict, worse_first};
 
-/// A check that did not pass, and what is said by it already.
+/// A check that did not pass, and the failures that it explains.
 #[derive(Clone, Debug)]
 pub(crate) struct Finding<'a> {
     /// The check.
@@ -37,7 +37,7 @@ fn is_gradient(tensor: &str, case: &CaseRecord) -> bool {
     case.checks.iter().any(|check| check.check == "gradient" && check.tensor == tensor)
 }
 
-/// Whether a failure says no more than that of another check of the same tensor.
+/// Whether a failure adds nothing to that of another check of the same tensor.
 fn is_said_by(check: &CheckRecord, other: &CheckRecord) -> bool {
     let compares = matches!(other.check.as_str(), "forward" | "gradient");
     let is_statistic =
@@ -45,7 +45,7 @@ fn is_said_by(check: &CheckRecord, other: &CheckRecord) -> bool {
     check.tensor == other.tensor && other.verdict == Verdict::Fail && compares && is_statistic
 }
 
-/// The checks of a case that are no plain pass, those that explain most first.
+/// The checks of a case that are not plain passes, those that explain most first.
 pub(crate) fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
     let mut checks: Vec<_> =
         case.checks.iter().filter(|check| Standing::of(check) != Standing::Pass).collect();

@@ -1,23 +1,22 @@
 //! What a verdict could have seen: the smallest defects that it would have failed.
 //!
-//! A correct kernel's tensor, that of an oracle run to nearest, is spoilt before it is stored, and
-//! judged again. The *bias* is a uniform relative error: every element times `1 + 2^-k` and times
-//! `1 - 2^-k`, and the largest `k` at which both are failed counts. The *element* is the error of
-//! a single element that is failed wherever it stands.
+//! A correct kernel's tensor (that of an oracle run to nearest) is corrupted before it is stored,
+//! and judged again. The *bias* is a uniform relative error: every element times `1 + 2^-k` and
+//! times `1 - 2^-k`. The largest `k` at which both fail counts. The *element* is the error of a
+//! single element that fails wherever it is.
 //!
-//! The same spoilt tensors are shown to rules that others go by, so that a report says what these
-//! would have said:
+//! The same corrupted tensors are given to the rules of other projects, so that a report shows what
+//! these would have seen:
 //!
 //! - `assert_close`: `|y - e| <= atol + rtol |e|` with the defaults of
 //!   `torch.testing.assert_close` for the type;
 //! - `cosine`: `<y, e> / (|y| |e|) >= 0.999`;
-//! - `flash_mla`: FlashMLA's `check_is_allclose` ([`FLASH_MLA_OUTPUTS`],
-//!   [`FLASH_MLA_STATISTICS`]): each element within an absolute or a relative error, and `1 - 2
-//!   <y, e> / (|y|² + |e|²)` within a third number;
+//! - `flash_mla`: FlashMLA's `check_is_allclose` ([`FLASH_MLA_OUTPUTS`], [`FLASH_MLA_STATISTICS`]):
+//!   each element within an absolute or a relative error, and `1 - 2 <y, e> / (|y|² + |e|²)` within
+//!   a third number;
 //! - `flash_attention`: FlashAttention's tests (`hopper/test_flash_attn.py` at 9241ae3): the
-//!   largest error is at most twice that of a plain implementation in the same types, and twice
-//!   what adding 0.3 and taking it away again costs in the type.
-//!
+//!   largest error is at most twice that of a plain implementation in the same types, plus twice
+//!   the error of adding 0.3 and subtracting it again in the type.
 
 use dsv4_reference::Format;
 
@@ -28,28 +27,28 @@ use crate::judge::yardstick::Yardstick;
 use crate::operator::OracleTensor;
 use crate::record::{Power, Seen};
 
-/// A relative error that every verdict has to see, to count as agreement.
+/// A relative error that every verdict must see, to count as agreement.
 pub const FLOOR: f64 = 0.1;
 
-/// What FlashMLA allows an output: absolute, relative, and of the cosine difference. That of its
-/// dense decoding (`tests/test_flash_mla_dense_decoding.py` at 0251105), the strictest of its
-/// tests: sparse decoding has 1e-3 in the place of 8e-4, sparse prefill 3.01/128 and 7e-6.
+/// What FlashMLA allows an output: absolute, relative, and the cosine difference. The values are
+/// those of its dense decoding (`tests/test_flash_mla_dense_decoding.py` at 0251105), the strictest
+/// of its tests. Sparse decoding has 1e-3 instead of 8e-4, sparse prefill 3.01/128 and 7e-6.
 pub const FLASH_MLA_OUTPUTS: [f64; 3] = [8e-4, 2.01 / 128.0, 5e-6];
 
-/// What FlashMLA allows fp32 statistics (`lse` and `max_logits` in
-/// `tests/test_flash_mla_sparse_prefill.py` at 0251105, the last number being the default of
-/// `check_is_allclose`).
+/// What FlashMLA allows fp32 statistics: `lse` and `max_logits` in
+/// `tests/test_flash_mla_sparse_prefill.py` at 0251105. The last number is the default of
+/// `check_is_allclose`.
 pub const FLASH_MLA_STATISTICS: [f64; 3] = [1e-6, 2.01 / 65536.0, 1e-7];
 
-/// What FlashMLA adds to a magnitude before it divides by it, and the sum of squares below which
-/// it compares no angle.
+/// What FlashMLA adds to a magnitude before it divides by it, and the sum of squares below which it
+/// compares no angle.
 const FLASH_MLA_GUARDS: [f64; 2] = [1e-6, 1e-12];
 
-/// Biases below `2^-30` are no concern of fp32.
+/// Biases below `2^-30` do not matter in fp32.
 const SMALLEST_BIAS: u32 = 30;
 
 /// The power of the verdict over one tensor. `run` is that of the oracle to nearest, not stored
-/// yet; `powerless` is what [`is_missing`] says of it. `None` where a bias changes nothing that is
+/// yet; `powerless` is the result of [`is_missing`]. `None` where a bias does not change what is
 /// stored.
 pub fn of(exact: &OracleTensor, held: &Held, run: &[f64], powerless: bool) -> Option<Power> {
     if !can_be_biased(exact, held) {
@@ -85,7 +84,7 @@ fn can_be_biased(exact: &OracleTensor, held: &Held) -> bool {
     held.yardstick.is_some() && exact.values.iter().enumerate().any(stays)
 }
 
-/// Whether a tensor is failed, by an element's budget or as a whole.
+/// Whether a tensor fails, by an element's budget or as a whole.
 pub fn fails(exact: &OracleTensor, held: &Held, written: &[f64]) -> bool {
     let over = |i: usize| budget_use(written[i], exact.values[i], held.budget.allowed[i]) > 1.0;
     let whole = |yardstick: &Yardstick| {
@@ -105,7 +104,7 @@ impl Tensor<'_> {
         [1.0 + bias, 1.0 - bias].iter().all(|factor| {
             let spoilt: Vec<f64> = self.run.iter().map(|value| value * factor).collect();
             let mut spoilt = self.held.steps.store(&spoilt);
-            // Infinities and NaN are no matter of a bias.
+            // A bias does not apply to infinities and NaN.
             for (y, e) in spoilt.iter_mut().zip(&self.exact.values).filter(|(_, e)| !e.is_finite())
             {
                 *y = *e;
@@ -114,7 +113,8 @@ impl Tensor<'_> {
         })
     }
 
-    /// The largest `k` for which `2^-k` is seen, by halving: what sees an error sees a larger one.
+    /// The largest `k` for which `2^-k` is seen, by bisection: a rule that sees an error sees a
+    /// larger one.
     fn smallest_bias(&self, fails: impl Fn(&[f64]) -> bool) -> Seen {
         let seen = |k: u32| self.sees(0.5f64.powi(k as i32), &fails);
         if self.sees(0.0, &fails) {
@@ -132,7 +132,7 @@ impl Tensor<'_> {
     }
 }
 
-/// The error that is failed at any element, over the tensor's root mean square.
+/// The error that fails at any element, over the tensor's root mean square.
 fn relative_element(exact: &OracleTensor, held: &Held) -> f64 {
     let finite = || exact.values.iter().zip(&held.budget.allowed).filter(|(e, _)| e.is_finite());
     let rms = (finite().map(|(e, _)| e * e).sum::<f64>() / finite().count().max(1) as f64).sqrt();
@@ -148,7 +148,7 @@ fn largest_error(written: &[f64], exact: &[f64]) -> f64 {
         .fold(0.0, f64::max)
 }
 
-/// What others go by; each says whether it fails a tensor.
+/// The rules of other projects; each returns whether it fails a tensor.
 struct Rules<'a> {
     exact: &'a [f64],
     steps: &'a Steps,
@@ -212,7 +212,7 @@ mod tests {
 
     const SHAPE: [usize; 2] = [32, 64];
 
-    /// An oracle whose runs scatter by so much of each value.
+    /// An oracle whose runs scatter by that share of each value.
     fn truth(spread: f64) -> Truth {
         let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: 1 };
         let run = |precision: Precision| {
@@ -262,7 +262,7 @@ mod tests {
         };
         assert!(failed(smallest, 1.0) && failed(smallest, -1.0));
         assert!(!(failed(smallest + 1, 1.0) && failed(smallest + 1, -1.0)));
-        // The mean of so many elements is known far better than each of them.
+        // The mean of that many elements is known far better than each of them.
         assert!(smallest > 14, "2^-{smallest}");
     }
 
@@ -298,7 +298,7 @@ mod tests {
             power.flash_attention
         );
         assert!(power.bias > power.flash_mla, "{:?}", power.bias);
-        // Where runs differ by more than the rule allows, it fails what is right.
+        // Where runs differ by more than the rule allows, it fails a correct tensor.
         assert_eq!(super::tests::power(&truth(1e-1), DType::F32).assert_close, Seen::FalseAlarm);
     }
 

@@ -1,4 +1,4 @@
-//! What a timed call wrote, held to the oracle after the clock has stopped.
+//! What a timed call wrote, compared with the oracle after the clock has stopped.
 
 use anyhow::{Result, anyhow};
 
@@ -6,11 +6,11 @@ use super::checks;
 use super::truth::Truth;
 use crate::operator::benchmarks::Buffers;
 
-/// Compares sampled entries of what the last call on `set` wrote with the oracle; how many
-/// elements.
+/// Compares sampled entries of what the last call on `set` wrote with the oracle, and returns how
+/// many elements it compared.
 ///
 /// # Errors
-/// What disagrees or could not be compared, and a sample of which nothing was compared.
+/// What disagrees or could not be compared, and a sample in which nothing was compared.
 pub fn recheck(buffers: &dyn Buffers, set: usize) -> Result<u64> {
     let sampling = buffers.sampled(set)?;
     let truth = Truth::of_runs(sampling.arithmetic, |precision, products| {

@@ -1,4 +1,4 @@
-//! Who runs the kernels of a case: a [`Device`] of ours, or an external process
+//! What runs the kernels of a case: a [`Device`] of ours, or an external process
 //! ([`crate::external`]).
 
 use dsv4_runtime::{Contract, Device, Environment, RuntimeError};
@@ -8,21 +8,20 @@ use crate::judge::turns;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, PreparedCase, Sequence};
 use crate::record::{Seconds, Skip, Verdict, words};
 
-/// Why there are no outputs to check.
+/// Why no outputs exist to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunError {
-    /// What the case gets: a failure where the kernel did something wrong, an error where nothing
-    /// was learnt.
+    /// The verdict of the case: a failure where the kernel did something wrong, an error where
+    /// nothing was learnt.
     pub verdict: Verdict,
     /// What happened.
     pub message: String,
-    /// Whether the run was impossible here, through no fault of anybody's: then it is a counted
-    /// skip.
+    /// Whether the run was impossible here, although nothing is wrong: then it is a counted skip.
     pub skipped: bool,
-    /// Whether these kernels cannot be run here at all: they do not compile, or the machine lacks
-    /// what a run takes.
+    /// Whether these kernels cannot run here at all: they do not compile, or the machine lacks what
+    /// a run needs.
     pub untestable: bool,
-    /// Whether whoever runs the kernel says that it is not for such a case: then the case is a
+    /// Whether the runner reports that the kernel does not support such a case: then the case is a
     /// counted skip.
     pub unsupported: bool,
 }
@@ -45,15 +44,15 @@ impl RunError {
         }
     }
 
-    /// The kernel is not for such a case, as its owner says.
+    /// The kernel does not support such a case, as its owner reports.
     pub fn unsupported(why: impl Into<String>) -> Self {
         Self { skipped: true, unsupported: true, ..Self::error(why) }
     }
 }
 
-/// A fault is the kernel's failure; a missing device or a refused argument is an error of the run.
-/// Kernels that do not compile and a machine that lacks memory, disk or processes say nothing
-/// about any case.
+/// A fault is the kernel's failure; a missing device or a rejected argument is an error of the run.
+/// Kernels that do not compile, and a machine without enough memory, disk or processes, show
+/// nothing about any case.
 impl From<RuntimeError> for RunError {
     fn from(error: RuntimeError) -> Self {
         match error {
@@ -67,7 +66,7 @@ impl From<RuntimeError> for RunError {
             | RuntimeError::System { .. } => {
                 Self { untestable: true, ..Self::error(error.to_string()) }
             }
-            // A law's variant may need more memory than its case, whose layouts it keeps.
+            // A law's variant may need more memory than its case, because it keeps the layouts.
             RuntimeError::TooLarge { .. } => {
                 Self { skipped: true, ..Self::error(error.to_string()) }
             }
@@ -76,24 +75,24 @@ impl From<RuntimeError> for RunError {
     }
 }
 
-/// How long an external kernel took by its own clock, and ours beside it.
+/// How long an external kernel took by its own clock, and how long ours took.
 #[derive(Clone, Debug, Default)]
 pub struct Times {
-    /// What it said.
+    /// What the external kernel reported.
     pub theirs: Option<Seconds>,
     /// Of the same case, on a device of ours.
     pub ours: Option<Seconds>,
-    /// Why there is none, where it was asked for.
+    /// Why no time is known, where it was required.
     pub skip: Option<Skip>,
 }
 
-/// What the checks ask of whoever runs the kernels.
+/// What the checks require of a runner of kernels.
 pub trait Runner {
-    /// A case begins: what follows is about it and its variants.
+    /// A case starts: the calls that follow are about it and its variants.
     fn begin(&self, _case: &Case) {}
 
     /// Runs the kernels of a case, forward and backward, under a memory contract. `exact` are the
-    /// oracle's tensors of the case, which say what is output and what gradient.
+    /// oracle's tensors of the case; they define which tensors are outputs and which gradients.
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
@@ -104,8 +103,8 @@ pub trait Runner {
         contract: Contract,
     ) -> Result<KernelRun, RunError>;
 
-    /// Runs the kernels of a case again after calls with other data. None where the case says of
-    /// none.
+    /// Runs the kernels of a case again after calls with other data. `None` where the case has no
+    /// such calls.
     ///
     /// # Errors
     /// Whatever leaves no outputs to check.
@@ -117,22 +116,23 @@ pub trait Runner {
         Ok(None)
     }
 
-    /// How long the kernels of the case took, where that was asked.
+    /// How long the kernels of the case took, where that was requested.
     fn times(&self) -> Times {
         Times::default()
     }
 
-    /// What this is.
+    /// The environment of this runner.
     fn environment(&self) -> &Environment;
 
     /// Where the kernels came from, and a digest of them.
     fn kernels(&self) -> (String, String);
 
-    /// The command that runs a case again, also under so many random schedules where a runner
+    /// The command that runs a case again, under that many random schedules as well where a runner
     /// takes them.
     fn replay_command(&self, case: &Case, schedules: u32) -> String;
 
-    /// What the kernels of a case say of their arithmetic: those of ours what their operator says.
+    /// What the kernels of a case declare about their arithmetic; for ours, their operator declares
+    /// it.
     fn arithmetic(&self, prepared: &dyn PreparedCase) -> Arithmetic {
         prepared.arithmetic()
     }
@@ -151,14 +151,14 @@ pub trait Runner {
         None
     }
 
-    /// Why the bits of this tensor depend on more than its values; then equality holds within its
-    /// budget. `None` where bits must be equal.
+    /// Why the bits of this tensor depend on more than its values; then equality within its budget
+    /// is enough. `None` where bits must be equal.
     fn rounds_freely(&self, _tensor: &str) -> Option<&'static str> {
         None
     }
 
-    /// What to say where bits differ that its budget would forgive; `None` where bits must be
-    /// equal in any case.
+    /// The message where bits differ by no more than the budget; `None` where bits must be equal in
+    /// any case.
     fn may_round_freely(&self) -> Option<&'static str> {
         None
     }

@@ -1,29 +1,28 @@
-//! Indices of a selection (top-k, routing), held to the scores that were selected from.
+//! Indices of a selection (top-k, routing), checked against the scores that were selected from.
 //!
-//! A kernel computes its scores with rounding errors and then selects exactly. With scores `s_i`
-//! of the oracle and allowed errors `a_i`, its scores are somewhere in `s_i ± a_i`. Wherever it
-//! left out `o`, which the oracle chose, and took `c` instead, its scores said `s'_o <= s'_c`, so
-//! that
+//! A kernel computes its scores with rounding errors and then selects exactly. With scores `s_i` of
+//! the oracle and allowed errors `a_i`, its scores are somewhere in `s_i ± a_i`. Where it skipped
+//! `o`, which the oracle chose, and took `c` instead, its scores satisfied `s'_o <= s'_c`, so that
 //!
 //! ```text
-//! s_o - a_o <= s_c + a_c        for every o that is left out and every c that is taken instead
+//! s_o - a_o <= s_c + a_c        for every o that is skipped and every c that is taken instead
 //! ```
 //!
-//! A choice that breaks this is wrong, whatever the rounding. A row is compared as a set; the
-//! padding `-1` stands where the oracle has it, and no index comes twice.
+//! A choice that breaks this is wrong, whatever the rounding. A row is compared as a set. The
+//! padding `-1` must be where the oracle has it, and no index may occur twice.
 
 use dsv4_runtime::HostTensor;
 
 use crate::operator::OracleTensor;
 use crate::record::figures;
 
-/// Index of places that nothing was selected for.
+/// Index of slots for which nothing was selected.
 const PADDING: i64 = -1;
 
-/// The scores that were selected from, and what each may be off by.
+/// The scores that were selected from, and how far each may be off.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
-    /// The oracle's scores, `[rows, candidates]`; an infinite one is that in the kernel, too.
+    /// The oracle's scores, `[rows, candidates]`; an infinite score is infinite in the kernel, too.
     pub exact: &'a OracleTensor,
     /// Allowed error of each.
     pub allowed: &'a [f64],
@@ -41,7 +40,7 @@ pub fn problem(
 ) -> Result<Option<String>, String> {
     let chosen = found.to_integers().ok_or_else(|| format!("{} holds no indices", found.dtype))?;
     let (score_rows, candidates) = scores.exact.rows();
-    // One choice of each row has no axis of its own.
+    // A single choice per row has no axis for choices.
     let is_single = scores.exact.shape.split_last().is_some_and(|(_, outer)| exact.shape == outer);
     let (rows, width) = if is_single { (score_rows, 1) } else { exact.rows() };
     if rows != score_rows {
@@ -121,7 +120,7 @@ impl Row<'_> {
         })
     }
 
-    /// A score, and by how much it may be off.
+    /// A score, and how far it may be off.
     fn words(&self, index: usize) -> String {
         format!(
             "{} (± {})",
@@ -130,7 +129,7 @@ impl Row<'_> {
         )
     }
 
-    /// The furthest that a score can be in one direction. Infinities are what they are.
+    /// The furthest that a score can be in one direction. Infinities stay as they are.
     fn bound(&self, index: usize, sign: f64) -> f64 {
         let score = self.scores[index];
         if score.is_infinite() { score } else { score + sign * self.allowed[index] }
@@ -141,7 +140,7 @@ impl Row<'_> {
 /// NaN.
 pub fn unequal(found: &HostTensor, exact: &OracleTensor) -> Vec<usize> {
     let differs: Vec<bool> = match found.to_integers() {
-        // Also beyond 2^53, where another integer has the same f64.
+        // Also beyond 2^53, where two integers can have the same f64.
         Some(integers) => {
             let equal = |(&found, &exact): (&i64, &f64)| {
                 exact.fract() == 0.0 && i128::from(found) == exact as i128

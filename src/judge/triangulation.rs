@@ -1,24 +1,29 @@
 //! Gradients three ways: autograd, the written-out backward formula, and finite differences.
 //!
-//! The oracle's gradients are what kernels are judged by, so they are judged first. For a random
-//! upstream `g` and a random direction `v` of each input `x`:
+//! Kernels are judged by the oracle's gradients, so these are judged first. For a random upstream
+//! `g` and a random direction `v` of each input `x`:
 //!
 //! 1. **formula**: the written-out backward equals candle's autograd, element by element;
 //! 2. **directional derivative**: `<autograd(g), v>` equals `d/dt <g, f(x + t v)>` by central
 //!    differences;
 //! 3. **adjoint identity**: `<g', J v>`, with `J v` by central differences of the outputs and a
-//!    fresh `g'`, equals `<formula(g'), v>`.
+//!    new `g'`, equals `<formula(g'), v>`.
 //!
-//! Bounds are derived. Central differences with step `h` err by `h² |F'''|/6`, estimated by the
-//! difference between steps `h` and `2h` (which is three times that), plus the rounding of `F`
-//! over `h`: a sum of `n` products rounds by `sqrt(n) · eps · |terms|` or less, and the oracle's
-//! own depth is covered by counting the terms of its longest sum as well. A moved number `x + t v`
-//! is rounded, and again by the first operation on it: `eps |x|` in each of two evaluations, which
-//! the gradient carries over, `eps |gradient x| / h` (a gate of -190, moved by 1 where the
-//! function bends over 1). The two ways to a gradient differ by as much over the distance over
-//! which the function bends, the size of the input where nothing else is said, `sqrt(n) · eps · |g
-//! f| / |x|`: a gradient that is zero because its terms cancel is that much in either (of a score
-//! among others 2^-60 as large, whose logit is -60).
+//! Bounds are derived. Central differences with step `h` err by `h² |F'''|/6`. That is estimated by
+//! the difference between steps `h` and `2h`, which is three times as large.
+//!
+//! The rounding of `F` over `h` is added. A sum of `n` products rounds by at most `sqrt(n) · eps ·
+//! |terms|`. The terms of the oracle's longest sum are counted as well, which covers the oracle's
+//! own depth.
+//!
+//! A moved value `x + t v` is rounded, and again by the first operation on it: `eps |x|` in each of
+//! two evaluations. The gradient propagates this as `eps |gradient x| / h` (a gate of -190, moved
+//! by 1 where the function bends over 1).
+//!
+//! The two ways to a gradient differ by as much, over the distance over which the function bends.
+//! That distance is the size of the input unless something else is declared, so the bound is
+//! `sqrt(n) · eps · |g f| / |x|`. A gradient that is zero because its terms cancel is that large in
+//! either way (a score next to others 2^-60 as large, whose logit is -60).
 
 use crate::case::{CaseError, Draw};
 use crate::operator::GradientProbe;
@@ -42,7 +47,7 @@ fn step() -> f64 {
 /// Compares the three ways at the probe's inputs.
 ///
 /// # Errors
-/// What the oracle refuses.
+/// What the oracle rejects.
 pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError> {
     let named = probe.inputs();
     let inputs: Vec<Vec<f64>> = named.iter().map(|(_, values)| values.clone()).collect();
@@ -69,7 +74,7 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
         }
         let terms = rounding_of_terms(&upstream, &outputs, values.len());
         let sizes = scales[index].clone().unwrap_or_else(|| vec![size_of(values); values.len()]);
-        // Along what does not move nothing cancels.
+        // No terms cancel along an input that does not move.
         let cancelled: Vec<f64> =
             sizes.iter().map(|&size| if size > 0.0 { terms / size } else { 0.0 }).collect();
         findings.push(compare_formula(name, &autograd[index], &formula[index], &cancelled));
@@ -85,7 +90,7 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
 
 fn random_like(tensors: &[Vec<f64>], name: &str) -> Vec<Vec<f64>> {
     let mut draw = Draw::new(0, name);
-    // Outputs that are no finite number (an empty row's lse) have no gradient to weigh.
+    // Outputs that are not finite (an empty row's lse) have no gradient to weigh.
     tensors
         .iter()
         .map(|t| t.iter().map(|v| if v.is_finite() { draw.normal() } else { 0.0 }).collect())
@@ -103,7 +108,7 @@ fn direction_of(values: &[f64], scales: Option<&[f64]>, name: &str) -> Vec<f64> 
     values.iter().map(|v| if v.is_finite() { scale * draw.normal() } else { 0.0 }).collect()
 }
 
-/// The root mean square of an input's finite numbers, but for sentinels; 1 where they are zero.
+/// The root mean square of an input's finite values, without sentinels; 1 where they are zero.
 fn size_of(values: &[f64]) -> f64 {
     let finite = || {
         values.iter().filter(|v| v.is_finite() && v.abs() < f64::from(f32::MAX) / 2.0f64.powi(64))
@@ -112,9 +117,9 @@ fn size_of(values: &[f64]) -> f64 {
     if rms > 0.0 { rms } else { 1.0 }
 }
 
-/// By how much the sums of f64 that make a gradient round where all of their terms cancel, times
-/// the distance over which the function bends: the terms are of the size of the weighted outputs
-/// over that distance.
+/// The rounding of the f64 sums that make a gradient where all of their terms cancel, times the
+/// distance over which the function bends. The terms are as large as the weighted outputs over that
+/// distance.
 fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], inputs: usize) -> f64 {
     let products = || upstream.iter().flatten().zip(outputs.iter().flatten()).map(|(g, y)| g * y);
     let finite = || products().filter(|product| product.is_finite());
@@ -122,12 +127,12 @@ fn rounding_of_terms(upstream: &[Vec<f64>], outputs: &[Vec<f64>], inputs: usize)
     finite().map(|product| product * product).sum::<f64>().sqrt() * f64::EPSILON * terms.sqrt()
 }
 
-/// `cancelled`: what each element may differ by where all of its terms cancel.
+/// `cancelled`: how far each element may be off where all of its terms cancel.
 fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: &[f64]) -> Finding {
     let norm = autograd.iter().map(|v| v * v).sum::<f64>().sqrt();
-    // Half way, in digits, between the rounding of f32 and that of f64: two orders of f64 sums
-    // stay far below it, whatever cancels in them, and anything that slipped into f32 lies far
-    // above.
+    // Half way, in digits, between the rounding of f32 and that of f64. Two orders of f64 sums stay
+    // far below it, whatever cancels in them. A computation that uses f32 by mistake is far above
+    // it.
     let rounding = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
     let pairs = autograd.iter().zip(formula).zip(cancelled);
     let mut compared = pairs.map(|((a, b), cancelled)| ((a - b).abs(), rounding + cancelled));
@@ -184,8 +189,8 @@ impl Line<'_> {
         };
         let (fine, magnitude) = central(h)?;
         let (coarse, _) = central(2.0 * h)?;
-        // D(2h) - D(h) = 3 · truncation(h) to leading order; the next order is covered by not
-        // dividing.
+        // D(2h) - D(h) = 3 · truncation(h) to leading order; not dividing by 3 covers the next
+        // order.
         let truncation = (coarse - fine).abs();
         let terms = (weights.iter().map(Vec::len).sum::<usize>() + self.direction.len()) as f64;
         let rounding = magnitude * f64::EPSILON * terms.sqrt() / h;
@@ -216,7 +221,7 @@ impl Line<'_> {
         }
     }
 
-    /// What the rounding of the moved numbers makes of the slope.
+    /// The error of the slope that comes from rounding the moved values.
     fn rounding_of_inputs(&self, gradient: &[f64]) -> f64 {
         let moved = self.inputs[self.index]
             .iter()

@@ -1,4 +1,4 @@
-//! What the oracle says of one case, and the bounds that follow from it.
+//! The oracle's results for one case, and the bounds that follow from them.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,11 +21,11 @@ use crate::operator::{
 };
 use crate::record::{Power, figures};
 
-/// What sums of 2^30 terms by fp32 atomics in global memory may lose, which take each number below
+/// What sums of 2^30 terms by fp32 atomics in global memory may lose: they take each value below
 /// 2^-126 for zero (inference 0).
 const LOST_BY_ATOMICS: f64 = f64::from_bits((1023 - 96) << 52);
 
-/// Oracle runs where elements alone are held to them: Student's quantile knows that they are few.
+/// Oracle runs where only elements are compared; Student's quantile accounts for the small count.
 const ELEMENT_RUNS: usize = 8;
 
 /// The oracle's runs of a case for kernels of one arithmetic, and the bounds that follow from them.
@@ -36,7 +36,7 @@ pub struct Truth {
     pub working: Vec<Vec<OracleTensor>>,
     arithmetic: Arithmetic,
     products: Products,
-    /// Bounds that were derived: many kernels may be held to one truth.
+    /// Bounds that were already derived: many kernels may share one truth.
     held: Mutex<Vec<(Stored, Arc<Held>)>>,
 }
 
@@ -51,11 +51,11 @@ struct Stored {
     deterministic: bool,
 }
 
-/// What a tensor of a kernel is held to.
+/// The bounds on a tensor of a kernel.
 pub struct Held {
-    /// The grid of its numbers.
+    /// The grid of its values.
     pub steps: Steps,
-    /// What each element is allowed.
+    /// The allowed error of each element.
     pub budget: Budget,
     /// Bounds on it as a whole, where it is compared within rounding.
     pub yardstick: Option<Yardstick>,
@@ -68,17 +68,17 @@ impl Truth {
     /// matter.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     pub fn of(prepared: &dyn PreparedCase, arithmetic: Arithmetic) -> Result<Self, CaseError> {
         Self::of_runs(arithmetic, |precision, products| {
             prepared.oracle_sharing(precision, products)
         })
     }
 
-    /// As [`Self::of`], of so few runs that nothing but elements can be held to them.
+    /// As [`Self::of`], with so few runs that only elements can be judged by them.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     pub fn of_elements(
         prepared: &dyn PreparedCase,
         arithmetic: Arithmetic,
@@ -89,11 +89,11 @@ impl Truth {
         })
     }
 
-    /// As [`Self::of`], of an oracle that is not that of a whole case, such as that of some rows,
-    /// or of the forward alone.
+    /// As [`Self::of`], for an oracle that does not cover a whole case, such as that of some rows,
+    /// or of only the forward.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     pub fn of_runs<O>(arithmetic: Arithmetic, oracle: O) -> Result<Self, CaseError>
     where
         O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
@@ -101,11 +101,11 @@ impl Truth {
         Self::of_precisions(arithmetic, working_precisions().collect(), oracle)
     }
 
-    /// What gradients are that follow from what these kernels saved
-    /// ([`PreparedCase::oracle_of_saved`]); `None` where none does.
+    /// The gradients that follow from what these kernels saved ([`PreparedCase::oracle_of_saved`]);
+    /// `None` where no gradient does.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     pub fn of_saved(
         prepared: &dyn PreparedCase,
         written: &KernelRun,
@@ -136,10 +136,10 @@ impl Truth {
         Ok(Self { exact, working, arithmetic, products, held: Mutex::default() })
     }
 
-    /// One more run of the oracle that this is the truth of, in the same arithmetic.
+    /// One more run of the oracle of this truth, in the same arithmetic.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     pub fn fresh(
         &self,
         prepared: &dyn PreparedCase,
@@ -153,8 +153,8 @@ impl Truth {
         Budget::derive(&self.exact[index], &self.runs(index), dtype)
     }
 
-    /// What exact tensor number `index` is held to as the kernel's tensor declares itself: its
-    /// grid, what pools, and nothing at all is allowed where it is not compared within rounding.
+    /// The bounds on exact tensor number `index` as the kernel's tensor declares itself: its grid
+    /// and what pools. No error is allowed where it is not compared within rounding.
     ///
     /// # Errors
     /// Scales that the oracle does not have, or that do not fit; an element without a bound, since
@@ -182,8 +182,7 @@ impl Truth {
         Ok(Held { steps, budget, yardstick, power: OnceLock::new(), powerless: OnceLock::new() })
     }
 
-    /// What each element of exact tensor number `index` is held to: its grid, and what it is
-    /// allowed.
+    /// The bounds on each element of exact tensor number `index`: its grid and its allowed error.
     ///
     /// # Errors
     /// Scales that the oracle does not have, or that do not fit; an element without a bound, since
@@ -209,7 +208,7 @@ impl Truth {
             Comparison::Rounded => Budget::derive_pooled(exact, runs, &steps, found.pooling),
             _ => Budget::nothing(exact),
         };
-        // No error exceeds NaN, and none an infinity: whatever the kernel wrote would pass.
+        // No error exceeds NaN or an infinity: whatever the kernel wrote would pass.
         if let Some(unbounded) = budget.unbounded(exact) {
             let at = agreement::unflatten(unbounded, &exact.shape);
             let value = exact.values[unbounded];
@@ -221,8 +220,8 @@ impl Truth {
         Ok((steps, budget))
     }
 
-    /// What the verdict over exact tensor number `index` can see; `None` where there is nothing to
-    /// see: it is not compared within rounding, or holds zeros.
+    /// What the verdict over exact tensor number `index` can see. `None` where it is not compared
+    /// within rounding, or holds only zeros.
     pub fn power(&self, index: usize, held: &Held) -> Option<Power> {
         let of_run = || {
             let run = self.working.get(WORKING_RUNS)?;
@@ -240,8 +239,8 @@ impl Truth {
         *held.powerless.get_or_init(of_run)
     }
 
-    /// The runs of a tensor as the kernel sums it: atomics lose what is subnormal
-    /// ([`LOST_BY_ATOMICS`]), which every other run does.
+    /// The runs of a tensor as the kernel sums it. Atomics lose subnormal values
+    /// ([`LOST_BY_ATOMICS`]), and so does every second run.
     fn runs_of(&self, index: usize, found: &KernelTensor) -> Vec<Cow<'_, OracleTensor>> {
         let may_be_lost = |value: &f64| *value != 0.0 && value.abs() < LOST_BY_ATOMICS;
         let runs = self.runs(index).into_iter().map(Cow::Borrowed);
@@ -262,8 +261,8 @@ impl Truth {
         self.working.iter().map(|run| &run[index]).collect()
     }
 
-    /// The scores called `name`, and what each may be off by: as the kernel returns them, or in
-    /// fp32, where kernels hold them.
+    /// The scores called `name`, and how far each may be off: as the kernel returns them, or in
+    /// fp32, the type in which kernels hold them.
     ///
     /// # Errors
     /// Scores that the oracle does not have.
@@ -280,8 +279,7 @@ impl Truth {
     /// Bytes of the oracle's tensors, and of the copies of them that bounds keep.
     pub fn size(&self) -> usize {
         let elements: usize = self.exact.iter().map(|tensor| tensor.values.len()).sum();
-        // Of each tensor that was asked for: what is allowed, variances, weights, and a run of
-        // each choice.
+        // For each tensor in use: allowed errors, variances, weights, and a run of each choice.
         elements * (1 + self.working.len() + 3 + CHOICES) * size_of::<f64>()
     }
 }
@@ -295,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_tensor_whose_working_runs_overflow_is_an_error_and_no_pass() {
-        // Elements of unlike scale, so that each is held to runs of its own.
+        // Elements of unlike scale, so that each is judged by its own runs.
         let run = |precision: Precision| {
             let values = match precision {
                 Precision::Working { .. } => vec![1.001, f64::NAN, 4.0 + 1e-6],
@@ -313,7 +311,7 @@ mod tests {
             message.contains("no bound follows") && message.contains("[0, 1] it is 2,"),
             "{message}"
         );
-        // What is equal or wrong needs no bound.
+        // A tensor that must be equal needs no bound.
         let exact = KernelTensor { comparison: Comparison::Exact, ..found };
         assert!(truth.held(0, &exact).is_ok());
     }

@@ -1,5 +1,5 @@
-//! What the oracle says of a case, worked out once for many kernels: every mutant of an operator
-//! meets the same few cases.
+//! The oracle's results for a case, computed once for many kernels: every mutant of an operator
+//! runs the same few cases.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,11 +8,11 @@ use crate::case::{Case, CaseError};
 use crate::judge::truth::Truth;
 use crate::operator::PreparedCase;
 
-/// Bytes that are kept by default: many small cases, or a few dozen large ones.
+/// Default limit of the bytes that are kept: many small cases, or a few dozen large ones.
 const KEPT_BYTES: usize = 1 << 30;
 
-/// Truths by the lines of their cases, for any number of threads: of two that want the same one,
-/// the second waits.
+/// Truths by the lines of their cases, for any number of threads. Of two threads that want the same
+/// truth, the second waits.
 pub struct Truths {
     store: Mutex<Store>,
     kept_bytes: usize,
@@ -24,7 +24,7 @@ type Slot = Arc<Mutex<Option<Arc<Truth>>>>;
 #[derive(Default)]
 struct Store {
     slots: HashMap<String, Slot>,
-    /// Lines of the filled ones with their sizes, the oldest first.
+    /// Lines of the filled slots with their sizes, the oldest first.
     filled: VecDeque<(String, usize)>,
 }
 
@@ -35,7 +35,7 @@ impl Default for Truths {
 }
 
 impl Truths {
-    /// Keeps at most so many bytes; the oldest make room.
+    /// Keeps at most that many bytes; the oldest truths are dropped first.
     pub fn keeping(kept_bytes: usize) -> Self {
         Self { store: Mutex::default(), kept_bytes }
     }
@@ -43,7 +43,7 @@ impl Truths {
     /// The truth of a case, whose inputs are `prepared`.
     ///
     /// # Errors
-    /// What the oracle refuses; the next call asks it again.
+    /// What the oracle rejects; the next call runs it again.
     pub fn of(&self, case: &Case, prepared: &dyn PreparedCase) -> Result<Arc<Truth>, CaseError> {
         let line = case.line();
         let slot = self.store().slots.entry(line.clone()).or_default().clone();

@@ -1,9 +1,10 @@
-//! Turns of processes, or of threads with a device each, that share a GPU: kernels that need much
-//! of its memory wait until so much of it is free.
+//! Turns of processes, or of threads with one device each, that share a GPU. A kernel that needs
+//! much of its memory waits until that much is free.
 //!
-//! The memory is divided into places of [`PLACE`] bytes, each a file whose lock is the right to
-//! it. Who waits for places waits in front of all who came later, by the lock of one file more, so
-//! that nobody waits for a place of somebody who waits as well.
+//! The memory is divided into places of [`PLACE`] bytes. Each place is a file, and the lock of the
+//! file is the right to the place. A process that waits for places also holds the lock of one more
+//! file, the queue, so it comes before all later ones. So no process waits for a place of another
+//! process that waits as well.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -14,23 +15,24 @@ use std::time::{Duration, Instant};
 /// The variable that names the folder of a GPU's places, the same for all processes on it.
 pub const TURNS: &str = "PARITY_TURNS";
 
-/// Bytes of a GPU's memory that one place stands for.
+/// Bytes of a GPU's memory in one place.
 pub const PLACE: u64 = 4 << 30;
 
-/// Who needs no more room than this takes it without asking. All processes may do so at a time.
+/// A kernel that needs no more memory than this takes it without a place. All processes may do so
+/// at the same time.
 const UNASKED: u64 = 1 << 30;
 
-/// The file that is locked by who waits for places.
+/// The file that is locked by the process that waits for places.
 const QUEUE: &str = "queue";
 
-/// How often who waits looks for a free place.
+/// How often a waiting process looks for a free place.
 const PACE: Duration = Duration::from_millis(2);
 
-/// Who waited longer says so (`PARITY_LOG=info`).
+/// A process that waited longer logs it (`PARITY_LOG=info`).
 const WORTH_SAYING: Duration = Duration::from_millis(500);
 
-/// Makes the folder of a GPU of so many bytes that so many processes share, with at least one
-/// place. An eighth of its memory is left to contexts and modules.
+/// Makes the folder for a GPU of that many bytes that that many processes share, with at least one
+/// place. An eighth of the memory is left to contexts and modules.
 ///
 /// # Errors
 /// A folder or file that cannot be made.
@@ -44,11 +46,11 @@ pub fn prepare(folder: &Path, bytes: u64, processes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// The folder that threads of this process share a GPU by.
+/// The folder through which threads of this process share a GPU.
 static OF_THREADS: OnceLock<PathBuf> = OnceLock::new();
 
-/// Has all threads of this process take turns by a folder that is [prepared](prepare), whatever
-/// the variable says; the first one stays.
+/// Makes all threads of this process take turns by a folder that is [prepared](prepare), whatever
+/// the variable holds; the first folder stays.
 pub fn share(folder: PathBuf) {
     let _ = OF_THREADS.set(folder);
 }
@@ -57,13 +59,13 @@ fn place_of(folder: &Path, place: u64) -> PathBuf {
     folder.join(place.to_string())
 }
 
-/// Places that are taken until this is dropped.
+/// Places that are held until this is dropped.
 pub(super) struct Turn {
     _places: Vec<File>,
 }
 
-/// Where others share this GPU, and room for so many bytes, which nobody else asks for, is much of
-/// it: its places, once they are free.
+/// The places of this GPU, once they are free. `None` unless other processes share the GPU and
+/// `room` bytes, which nothing else needs, are a large part of it.
 pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
     let folder =
         OF_THREADS.get().cloned().or_else(|| std::env::var_os(TURNS).map(PathBuf::from))?;
@@ -72,7 +74,7 @@ pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
         return None;
     }
     let begun = Instant::now();
-    // Without a turn there may be a lack of memory, which says so itself.
+    // Without a turn memory may run out, and that reports itself.
     let turn = turn(&folder, room.div_ceil(PLACE))
         .inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
     if begun.elapsed() > WORTH_SAYING {
@@ -85,7 +87,7 @@ pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
     turn.ok()
 }
 
-/// So many places, or all that there are.
+/// That many places, or all that exist.
 fn turn(folder: &Path, wanted: u64) -> io::Result<Turn> {
     let open = |path: &Path| File::options().append(true).open(path);
     let _queue = open(&folder.join(QUEUE)).and_then(|queue| queue.lock().map(|()| queue))?;
@@ -97,7 +99,7 @@ fn turn(folder: &Path, wanted: u64) -> io::Result<Turn> {
         for place in std::mem::take(&mut free) {
             match place.try_lock() {
                 Ok(()) if places.len() < wanted => places.push(place),
-                // Dropped, it is free again.
+                // Dropped, the place is free again.
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => free.push(place),
                 Err(TryLockError::Error(error)) => return Err(error),
@@ -158,7 +160,7 @@ mod tests {
             })
         };
         let large = waiter(6, sender.clone());
-        // The large one holds the queue once it has taken the two places that are free.
+        // The large one holds the queue once it has taken the two free places.
         while free_places(dir.path()) > 0 {
             std::thread::sleep(PACE);
         }

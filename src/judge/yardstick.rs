@@ -1,9 +1,9 @@
-//! A whole tensor held to oracle runs that round where the kernel says that it rounds.
+//! Bounds on a whole tensor, from oracle runs that round where the kernel declares that it rounds.
 //!
-//! Budgets of single elements ([`crate::judge::budget`]) forgive a kernel that is a little off
-//! everywhere. Three numbers of the whole tensor do not. With `e` the exact values, `y` what was
-//! written, and weights `w_i = 1 / (sigma_i² + ulp_i²/12)` of the elements' own variances and that
-//! of their last rounding:
+//! Budgets of single elements ([`crate::judge::budget`]) accept a kernel that is a little off
+//! everywhere. Three metrics of the whole tensor do not. Let `e` be the exact values and `y` what
+//! was written. Let `w_i = 1 / (sigma_i² + ulp_i²/12)` be weights from the variances of the
+//! elements and of their last rounding. Then
 //!
 //! ```text
 //! bias   = sum w e (y - e) / sum w e²      the uniform relative error that explains y best
@@ -11,9 +11,9 @@
 //! equal  = the largest share of elements that are bit for bit those of a run to nearest without noise in fp32
 //! ```
 //!
-//! Every run of the oracle, stored on the kernel's grid, has these three numbers, too. A kernel
-//! that rounds at the same points is one more draw. Two kinds of runs say where it may lie; the
-//! narrower radius `r` counts:
+//! Every run of the oracle, stored on the kernel's grid, has these three metrics, too. A kernel
+//! that rounds at the same points is one more such run. Two kinds of runs show where its metrics
+//! may lie; the narrower radius `r` counts:
 //!
 //! ```text
 //! min over nearest runs - r  <=  bias  <=  max over nearest runs + r
@@ -24,32 +24,34 @@
 //! r = t(N - C) s sqrt(1 + C/N) + jumps + flips       s: of the N nearest runs with noise, within their C choices
 //! ```
 //!
-//! Of `equal` the runs are few, and the working ones, which hardly ever round as the rule does,
-//! scatter less than a kernel does. So its radius is no smaller than what independent elements
-//! alone make of it: an element that equals its choice's run with the probability `p` has the
-//! variance `p (1 - p)`, and all elements of the runs together say what the sum of these is.
+//! For `equal` there are few runs. The working ones hardly ever round as the rule does, so they
+//! scatter less than a kernel does. So its radius is at least the radius of independent elements.
+//! An element that equals its choice's run with the probability `p` has the variance `p (1 - p)`.
+//! All elements of the runs together give the sum of these variances.
 //!
-//! Runs to nearest round the very numbers of the case by the hardware's rule, each with one of the
-//! choices that are the kernel's own business. Among those of one choice nothing varies but the
-//! errors of fp32, which carry a number over the middle of two steps now and then. `t` is
-//! Student's quantile for one false alarm in [`CAMPAIGN`] verdicts.
+//! Runs to nearest round the values of the case by the hardware's rule, each with one of the
+//! choices that a kernel is free to make. Among those of one choice only the errors of fp32 vary,
+//! and sometimes they move a value over the middle of two steps. `t` is Student's quantile for one
+//! false alarm in [`CAMPAIGN`] verdicts.
 //!
-//! **jumps.** What happens now and then need not have happened in `N` runs. A rounding that goes
-//! the other way moves a row by its gap; a rounding error that is uniform in that gap, as in the
-//! working runs, has a variance of a twelfth of the square. So no jump is larger than `sqrt(12)`
-//! times the deviation of a row's part of the number over the working runs, and [`JUMPS`] of the
-//! row that moves it most are allowed. Of a vector that is summed over rows, as the gradient of a
-//! weight is, such a rounding (of a number that the row's root mean square is made of) moves every
-//! element: nothing is said of how many are equal.
+//! **jumps.** A rare event need not have happened in `N` runs. A rounding that goes the other way
+//! moves a row by its gap. A rounding error that is uniform in that gap, as in the working runs,
+//! has a variance of a twelfth of the square. So no jump is larger than `sqrt(12)` times the
+//! deviation of a row's part of the metric over the working runs. [`JUMPS`] of the row that moves
+//! it most are allowed.
 //!
-//! **flips.** Where errors are far smaller than the grid's steps, all runs store the same bits,
-//! and so does a kernel, but for an element now and then that lies next to the middle of two
-//! steps. `E|error| / ulp` of an element is the probability of that, the sum of these the mean of
-//! a Poisson distribution, whose quantile bounds how many elements flip in one of [`CAMPAIGN`]
-//! verdicts; each moves a number by no more than the element that moves it most.
+//! A vector that is summed over rows, such as the gradient of a weight, is different. One such
+//! rounding, of a value that the row's root mean square consists of, moves every element. So there
+//! the number of equal elements is not bounded.
 //!
-//! A kernel that does not say where it rounds is held to the budgets of its elements and to the
-//! energy of runs that round once more ([`RoundingPoints::Undeclared`]).
+//! **flips.** Where errors are far smaller than the grid's steps, all runs store the same bits. So
+//! does a kernel, except for a rare element next to the middle of two steps. `E|error| / ulp` of an
+//! element is the probability of that, and the sum of these is the mean of a Poisson distribution.
+//! Its quantile bounds how many elements flip in one of [`CAMPAIGN`] verdicts. Each flip moves a
+//! metric by no more than the element that moves it most.
+//!
+//! A kernel that does not declare where it rounds is judged by the budgets of its elements and by
+//! the energy of runs that round once more ([`RoundingPoints::Undeclared`]).
 
 use dsv4_reference::precision::{CHOICES, Precision};
 use dsv4_reference::statistics::{self, WeightedErrors};
@@ -60,8 +62,8 @@ use crate::judge::grid::Steps;
 use crate::operator::{NEAREST_RUNS, OracleTensor, RoundingPoints, Side, WORKING_RUNS};
 use crate::record::figures;
 
-/// Jumps of the largest size that are allowed: of two that both happen, both are that large and
-/// add up, hardly ever.
+/// Jumps of the largest size that are allowed. It is very rare that two both happen, both have the
+/// largest size, and add up.
 const JUMPS: f64 = 2.0;
 
 /// The runs around `Exact`: [`WORKING_RUNS`], then [`NEAREST_RUNS`]. Their seeds are fixed, so
@@ -74,7 +76,7 @@ pub fn working_precisions() -> impl Iterator<Item = Precision> {
 /// Bounds on one tensor of one case.
 #[derive(Clone, Debug)]
 pub struct Yardstick {
-    /// Where the kernel is taken to round.
+    /// Where the kernel is assumed to round.
     pub points: RoundingPoints,
     /// Least and largest bias.
     pub bias: [f64; 2],
@@ -83,17 +85,17 @@ pub struct Yardstick {
     /// Least share of elements that are equal to those of a run to nearest.
     pub equal: f64,
     scale: Scale,
-    /// The run to nearest of each choice that has no noise in fp32, stored: kernels whose results
-    /// there are the nearest ones break ties as it does.
+    /// The run to nearest of each choice without noise in fp32, stored. Kernels whose results there
+    /// are the nearest ones break ties as it does.
     nearest: Vec<Vec<f64>>,
 }
 
-/// The numbers of one tensor as a whole.
+/// The metrics of one tensor as a whole.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
     /// The uniform relative error that explains it best.
     pub bias: f64,
-    /// Mean square of errors in units of what is modelled.
+    /// Mean square of errors in units of the modelled variance.
     pub energy: f64,
     /// Share of elements that are equal to those of a run to nearest.
     pub equal: f64,
@@ -102,7 +104,7 @@ pub struct Numbers {
 /// How much each element counts.
 #[derive(Clone, Debug)]
 struct Scale {
-    /// Elements of which the oracle has a finite value.
+    /// Elements for which the oracle has a finite value.
     finite: Vec<usize>,
     /// `w_i`, zero where the oracle has no finite value.
     weights: Vec<f64>,
@@ -146,8 +148,8 @@ impl Yardstick {
         yardstick
     }
 
-    /// The deviation of `equal` if each element by itself equals the run without noise of its
-    /// choice, or does not.
+    /// The deviation of `equal` if each element independently equals its choice's run without
+    /// noise, or does not.
     fn independent_scatter(&self, nearest: &[Vec<f64>]) -> f64 {
         let mut variance = 0.0;
         for (choice, rule) in nearest.iter().enumerate().take(CHOICES) {
@@ -156,7 +158,7 @@ impl Yardstick {
             let runs = noisy.len() as f64;
             for &i in &self.scale.finite {
                 let equal = noisy.iter().filter(|run| run[i] == rule[i]).count() as f64;
-                // Of so few runs the variance itself is estimated without bias.
+                // With so few runs the variance itself is estimated without bias.
                 variance += equal * (runs - equal) / (runs * (runs - 1.0)).max(1.0);
             }
         }
@@ -188,13 +190,13 @@ impl Yardstick {
         self.equal = equal.low - radius - flips.share - JUMPS * jumps.share;
     }
 
-    /// The numbers of what a kernel wrote.
+    /// The metrics of what a kernel wrote.
     pub fn numbers(&self, exact: &OracleTensor, written: &[f64]) -> Numbers {
         let Scale { finite, weights, signal } = &self.scale;
         let errors = WeightedErrors::of(&exact.values, written, weights);
         let equal_to = |run: &Vec<f64>| statistics::count_equal(&exact.values, run, written);
         let equal = self.nearest.iter().map(equal_to).max().unwrap_or(0);
-        // Of nothing finite nothing is said.
+        // With no finite element, nothing is measured.
         let count = finite.len().max(1) as f64;
         Numbers {
             bias: if *signal > 0.0 { errors.projection / signal } else { 0.0 },
@@ -203,8 +205,8 @@ impl Yardstick {
         }
     }
 
-    /// What is wrong with the bias and with the precision of a tensor of these numbers, if
-    /// anything is. NaN is.
+    /// What is wrong with the bias and with the precision of a tensor with these metrics, if
+    /// anything. NaN is wrong.
     pub fn problems(&self, numbers: Numbers) -> [Option<String>; 2] {
         let Numbers { bias, energy, equal } = numbers;
         let [low, high] = self.bias;
@@ -229,7 +231,7 @@ impl Yardstick {
     }
 }
 
-/// Where a number lies and how it scatters.
+/// Where a metric lies and how it scatters.
 struct Spread {
     low: f64,
     high: f64,
@@ -246,7 +248,7 @@ impl Spread {
     ) -> Self {
         let scattered: Vec<f64> = scattered.iter().map(&number).collect();
         let mean = scattered.iter().sum::<f64>() / scattered.len() as f64;
-        // Those without noise lie where the others do, and scatter not at all.
+        // Runs without noise lie where the others do, and do not scatter.
         let noisy = if ruled.len() == NEAREST_RUNS { &ruled[CHOICES..] } else { ruled };
         let choices: Vec<Vec<f64>> = (0..CHOICES)
             .map(|choice| noisy.iter().skip(choice).step_by(CHOICES).map(&number).collect())
@@ -262,8 +264,8 @@ impl Spread {
     }
 }
 
-/// How far one more draw may lie from the mean of its group, groups being of one variance:
-/// infinitely far where nothing can be said of that.
+/// How far one more run may be from the mean of its group, if all groups have one variance.
+/// Infinite where too few runs are known.
 fn radius(groups: &[Vec<f64>]) -> f64 {
     let count: usize = groups.iter().map(Vec::len).sum();
     let freedom = count as f64 - groups.len() as f64;
@@ -286,7 +288,7 @@ struct Jumps {
     share: f64,
 }
 
-/// What elements that are stored one step off may move.
+/// How much elements that are stored one step off may move a metric.
 struct Flips {
     bias: f64,
     energy: f64,
@@ -300,7 +302,7 @@ impl Scale {
         let weight = |i: usize| {
             let ulp = 2.0 * steps.half_ulp(i, exact.values[i]);
             let variance = budget.variance[i] + ulp * ulp / 12.0;
-            // What may not err at all is held to by its budget alone.
+            // An element that may not err at all is bounded only by its budget.
             if variance > 0.0 { variance.recip() } else { 0.0 }
         };
         let mut weights = vec![0.0; exact.values.len()];
@@ -310,10 +312,10 @@ impl Scale {
     }
 
     fn jumps(&self, exact: &OracleTensor, working: &[Vec<f64>]) -> Jumps {
-        // What one rounding moves is a row, and of a vector an element.
+        // One rounding moves a row; in a vector it moves an element.
         let row_len = if exact.shape.len() > 1 { exact.rows().1.max(1) } else { 1 };
-        // But of a vector that sums over rows one rounding of a row's statistic moves every
-        // element, all of them by a little.
+        // In a vector that sums over rows, one rounding of a row's statistic moves every element a
+        // little.
         let sums_rows = exact.shape.len() < 2 && exact.side == Side::Gradient;
         let rows = exact.values.len() / row_len;
         let mut bias = vec![Moments::default(); rows];
@@ -361,7 +363,7 @@ impl Scale {
     }
 }
 
-/// Mean and variance of a row's part of a number, over the working runs.
+/// Mean and variance of a row's part of a metric, over the working runs.
 #[derive(Clone, Copy, Default)]
 struct Moments {
     count: f64,
@@ -386,8 +388,8 @@ impl Moments {
     }
 }
 
-/// How many of rare flips happen at most in one of [`CAMPAIGN`] verdicts, given their mean. Where
-/// they are not rare, the runs themselves have them, and scatter by them.
+/// How many rare flips happen at most in one of [`CAMPAIGN`] verdicts, given their mean. Where
+/// flips are not rare, the runs themselves have them and scatter by them.
 fn flips_quantile(mean: f64) -> f64 {
     let mean = mean.min(1.0);
     if mean <= 0.0 {
@@ -411,7 +413,7 @@ mod tests {
     /// As of fp32.
     const FINE: f64 = 1e-6;
 
-    /// An oracle whose kernels all make one error that follows from the numbers, and a fine one of
+    /// An oracle whose kernels all make one error that depends on the values, and a small error of
     /// their own.
     struct Model {
         exact: OracleTensor,
@@ -483,7 +485,7 @@ mod tests {
         }
     }
 
-    /// Sums in fp32, whose own errors are some steps: few elements equal a run to nearest, and how
+    /// Sums in fp32 whose own errors are some steps. Few elements equal a run to nearest, and how
     /// many is chance. No working run equals it anywhere.
     #[test]
     fn a_vector_of_which_few_elements_are_equal_passes_every_time() {

@@ -1,5 +1,6 @@
-//! Bugs on purpose, so that a pass means something: [`planted`] by hand, [`generated`] by the
-//! hundred, and the [`matrix`] of which check saw which of them.
+//! Bugs on purpose, so that a pass means something. [`planted`] ones are written by hand,
+//! [`generated`] ones come from syntax trees by the hundred. The [`matrix`] shows which check saw
+//! which mutant.
 
 pub mod generated;
 pub mod matrix;

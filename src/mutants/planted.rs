@@ -1,7 +1,8 @@
-//! Planted bugs: text patches of kernel sources, applied when they are compiled, never to the tree.
+//! Planted bugs: text patches of kernel sources. They apply at compilation and never change the
+//! tree.
 //!
-//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`], of generated ones). A
-//! list names its cases once:
+//! `fixtures/mutants/*.toml` hold lists of [`Mutant`] (and [`EQUIVALENT`] lists generated ones). A
+//! list defines its cases once:
 //!
 //! ```toml
 //! operator = "swiglu"
@@ -18,9 +19,9 @@
 //! cases = ["narrow"]
 //! ```
 //!
-//! White space is folded in the search for an anchor, so an anchor outlives reformatting. An
-//! anchor that does not match, or matches more than once, is an error: a patch that changes
-//! nothing would be "survived" for the wrong reason.
+//! The search for an anchor folds white space, so an anchor survives reformatting. An anchor that
+//! does not match, or matches more than once, is an error: a patch that changes nothing would
+//! "survive" for the wrong reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -36,7 +37,7 @@ use crate::judge::truths::Truths;
 use crate::operators::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
-/// The file of a folder of mutants that lists generated ones without effect
+/// The file in a folder of mutants that lists generated mutants without effect
 /// ([`crate::mutants::matrix`]).
 pub const EQUIVALENT: &str = "equivalent.toml";
 
@@ -55,20 +56,19 @@ pub struct Mutant {
     pub summary: String,
     /// Text that occurs exactly once in the file, white space folded.
     pub find: String,
-    /// What replaces it.
+    /// Its replacement.
     pub replace: String,
-    /// Check that is expected to see it.
+    /// The check that is expected to see it.
     pub expected: String,
     /// Cases, as JSON lines, that are enough to see it: the smallest input class.
     pub cases: Vec<String>,
     /// Name of the file that lists it.
     pub list: String,
-    /// Why a GPU may compute the right results all the same, where it may: then the emulator alone
-    /// plants it.
+    /// Why a GPU may still compute the right results, if it may: then only the emulator plants it.
     pub hidden_on_gpu: Option<String>,
 }
 
-/// Why mutants cannot be run.
+/// Why mutants cannot run.
 #[derive(Debug, Error)]
 pub enum MutantError {
     /// The folder or a file in it cannot be read.
@@ -80,12 +80,12 @@ pub enum MutantError {
         #[source]
         source: std::io::Error,
     },
-    /// A file is no list of mutants.
+    /// A file is not a list of mutants.
     #[error("{path}: {reason}")]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// The parser's words.
+        /// The parser's message.
         reason: String,
     },
     /// The anchor does not occur exactly once.
@@ -98,7 +98,7 @@ pub enum MutantError {
         /// How often it occurs.
         count: usize,
     },
-    /// The mutated kernel could not be launched at all.
+    /// The mutated kernel could not be launched.
     #[error("mutant `{id}` does not run, which shows nothing about the checks: {message}")]
     NotRun {
         /// Mutant.
@@ -117,13 +117,13 @@ pub enum MutantError {
     },
 }
 
-/// A list of mutants as it is written: what most of them have in common stands once.
+/// A list of mutants as written: it names what most of them share once.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MutantFile {
     operator: String,
     file: String,
-    /// Lines of JSON by the names that mutants call them by.
+    /// Cases as lines of JSON, by the names that mutants use.
     cases: BTreeMap<String, String>,
     mutants: BTreeMap<String, Listed>,
 }
@@ -149,7 +149,7 @@ fn forward() -> String {
 }
 
 impl MutantFile {
-    /// Its mutants, by their ids; or what does not go together.
+    /// Its mutants, by their ids; or the inconsistency in the list.
     fn mutants(self, list: &str) -> Result<Vec<Mutant>, String> {
         let Self { operator, file, cases, mutants } = self;
         let used: BTreeSet<&String> = mutants.values().flat_map(|listed| &listed.cases).collect();
@@ -158,8 +158,8 @@ impl MutantFile {
         }
         let mutant = |(id, listed): (String, Listed)| {
             let operator = listed.operator.unwrap_or_else(|| operator.clone());
-            // A mutant of an operator that is not in the registry would never run, and never be
-            // missed.
+            // A mutant of an operator that is not in the registry would never run, and its absence
+            // would not show.
             registry::find(&operator).map_err(|error| format!("mutant `{id}`: {error}"))?;
             let line = |name: &String| {
                 cases
@@ -186,7 +186,7 @@ impl MutantFile {
     }
 }
 
-/// All mutants of a folder and of those within it, by file name and then by id.
+/// All mutants of a folder and its subfolders, by file name and then by id.
 ///
 /// # Errors
 /// [`MutantError::Read`], [`MutantError::Malformed`].
@@ -220,8 +220,8 @@ pub fn load(dir: &Path) -> Result<Vec<Mutant>, MutantError> {
     Ok(mutants)
 }
 
-/// A text without its white space, but for a blank between two words, and without lines that are
-/// comments; and the place of each of its bytes.
+/// A text without comment lines and without white space, except one blank between two words. Also
+/// the position of each of its bytes.
 fn folded(text: &str) -> (Vec<u8>, Vec<usize>) {
     let is_word = |byte: u8| byte == b'_' || byte.is_ascii_alphanumeric();
     let (mut bytes, mut places): (Vec<u8>, Vec<usize>) = (Vec::new(), Vec::new());
@@ -247,7 +247,7 @@ fn folded(text: &str) -> (Vec<u8>, Vec<usize>) {
     (bytes, places)
 }
 
-/// Where `anchor` is in `text`, white space folded and lines of comments passed over: every place.
+/// Every place of `anchor` in `text`, with white space folded and comment lines skipped.
 fn places(text: &str, anchor: &str) -> Vec<Range<usize>> {
     let ((text, places), (anchor, _)) = (folded(text), folded(anchor));
     if anchor.is_empty() {
@@ -258,7 +258,7 @@ fn places(text: &str, anchor: &str) -> Vec<Range<usize>> {
 }
 
 impl Mutant {
-    /// The tree with this bug planted.
+    /// The tree with this bug.
     ///
     /// # Errors
     /// [`MutantError::Anchor`].
@@ -277,7 +277,7 @@ impl Mutant {
         }
     }
 
-    /// A record that says what is planted and where, before anything is known of its fate.
+    /// A record of what is planted and where, before the result is known.
     pub fn unjudged(&self, tree: &SourceTree) -> MutantRecord {
         let text = tree.text(&self.file).unwrap_or_default();
         MutantRecord {
@@ -297,7 +297,7 @@ impl Mutant {
         }
     }
 
-    /// Runs the mutant's cases against it and says which checks saw it.
+    /// Runs the mutant's cases against it and records which checks saw it.
     ///
     /// # Errors
     /// An anchor that does not match, or a case that cannot be prepared.
@@ -305,8 +305,8 @@ impl Mutant {
         self.run_until(device, schedules, &Truths::default(), &|_| false)
     }
 
-    /// The same, up to where the expected check has seen it: of the others the record names those
-    /// that came before. What the oracle says of the cases is taken from `truths`.
+    /// The same, but stops when the expected check has seen it: of the other checks the record
+    /// names those that came before. The oracle's results for the cases come from `truths`.
     ///
     /// # Errors
     /// Those of [`Self::run`].
@@ -340,7 +340,8 @@ impl Mutant {
             let truth = truths.of(&case, &*prepared).map_err(refused)?;
             let outcome = checks::run_by(&truth, &*prepared, &mutated, options, enough);
             cases_run += 1;
-            // An error is no kill: a mutant that does not compile shows nothing about the checks.
+            // An error is not a kill: a mutant that does not compile shows nothing about the
+            // checks.
             let seen = || outcome.failures().filter(|c| c.verdict == Verdict::Fail);
             if let (true, Some(first)) = (killed_by.is_empty(), seen().next()) {
                 (killing_case, reason) = (case.line(), first.message.clone());

@@ -1,7 +1,7 @@
-//! Operators and cases without their types: what the registry lists, and what everything behind it
-//! asks.
+//! Operators and cases without their types: the interface of the registry and of everything that
+//! uses it.
 //!
-//! What an operator declares is called through [`Declaration`] and [`DeclaredCase`]. Nothing else
+//! What an operator declares is called through [`Declaration`] and [`DeclaredCase`]. Only this part
 //! is compiled once for each operator.
 
 use std::collections::BTreeSet;
@@ -36,13 +36,13 @@ use crate::record::OperatorRecord;
 /// A case of any operator.
 pub(super) type AnyCase = Arc<dyn DeclaredCase>;
 
-/// What an operator declares apart from any case: see [`Operator`].
+/// What an operator declares for all cases: see [`Operator`].
 pub(super) trait Declaration: Send + Sync {
     fn about(&self) -> &'static About;
     fn golden_kinds(&self) -> &'static [&'static str];
     fn chain(&self) -> &'static [&'static str];
     fn sum_lanes(&self) -> usize;
-    /// Fields that the operator does not know are left to the caller.
+    /// Keeps fields that the operator does not know; the caller handles them.
     fn parse(&self, line: &Case) -> Result<AnyCase, CaseError>;
     fn strategy(&self, profile: Profile) -> BoxedStrategy<AnyCase>;
     fn typical(&self) -> Vec<AnyCase>;
@@ -51,7 +51,7 @@ pub(super) trait Declaration: Send + Sync {
     fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark>;
 }
 
-/// What an operator declares of a case: see [`Operator`].
+/// What an operator declares for one case: see [`Operator`].
 pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
     fn operator(&self) -> &'static dyn Declaration;
     /// Without what the layer chooses of a case.
@@ -94,7 +94,7 @@ pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
     }
 }
 
-/// The case of an operator as that of any.
+/// A typed case as a case of any operator.
 pub(super) fn any<K: Operator>(case: K::Case) -> AnyCase {
     Arc::new(Of::<K>(case))
 }
@@ -251,7 +251,7 @@ impl<K: Operator> DeclaredCase for Of<K> {
     }
 }
 
-/// An operator, whichever: an entry of the registry.
+/// Any operator: an entry of the registry.
 pub struct AnyOperator(&'static dyn Declaration);
 
 impl AnyOperator {
@@ -260,7 +260,7 @@ impl AnyOperator {
         Self(declaration::<K>())
     }
 
-    /// What it is called.
+    /// Its name.
     pub fn name(&self) -> &'static str {
         self.0.about().name
     }
@@ -275,8 +275,8 @@ impl AnyOperator {
         self.0.about().summary
     }
 
-    /// Name, files, types, axes: gathered from many of its cases, so for what needs more than its
-    /// name.
+    /// Name, files, types, axes. Gathering them prepares many of its cases: call it only for more
+    /// than the name.
     pub fn describe(&self) -> OperatorRecord {
         documentation::of(self.0)
     }
@@ -290,7 +290,7 @@ impl AnyOperator {
     pub fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
         (self.0.strategy(profile), layouts::strategy(layouts::MOST_TENSORS), special::strategy())
             .prop_map(|(case, layouts, special)| {
-                // A case that is refused says so when it runs: it has no tensors to lay out.
+                // A rejected case fails when it runs: it has no tensors to lay out.
                 let Ok(specs) = checked(&*case) else { return case.line() };
                 let special = special.filter(|special| special.fits(&specs));
                 line(&*case, &Choices { layouts: layouts::resolve(&specs, &layouts), special })
@@ -298,12 +298,12 @@ impl AnyOperator {
             .boxed()
     }
 
-    /// One case for each way in which the operator is used, small, with rows that have gaps.
+    /// One small case for each way in which the operator is used, with gaps between rows.
     pub fn typical_cases(&self) -> Vec<Case> {
         self.0.typical().iter().map(with_unlike_gaps).collect()
     }
 
-    /// Cases that every sweep runs first: they must not be left to chance.
+    /// Cases that every sweep runs first, because chance must not skip them.
     pub fn edge_cases(&self, profile: Profile) -> Vec<Case> {
         let own = self.0.edge_cases(profile).into_iter().chain(limits::edge_cases(self.0, profile));
         let own = own.map(|case| with_unlike_gaps(&case));
@@ -321,12 +321,12 @@ impl AnyOperator {
         own.chain(varied).chain(special_in_turn(&self.0.typical())).collect()
     }
 
-    /// A small case with data in it, for a person to start from.
+    /// A small case with data, as an example for users.
     pub fn example(&self) -> Case {
         self.0.typical()[0].line()
     }
 
-    /// The case dense, and with every tensor spread over memory of its own ([`layouts::spread`]).
+    /// The case dense, and with every tensor in a non-dense layout ([`layouts::spread`]).
     ///
     /// # Errors
     /// A field that the operator cannot take.
@@ -337,7 +337,7 @@ impl AnyOperator {
             .map(|layouts| line(&*case, &Choices { layouts, ..choices.clone() })))
     }
 
-    /// Whether there is such a case, without its data.
+    /// Whether the case is valid, without making its data.
     ///
     /// # Errors
     /// A field that the operator cannot take.
@@ -345,7 +345,7 @@ impl AnyOperator {
         read(self.0, case).map(drop)
     }
 
-    /// How many cases a sweep draws unless told otherwise.
+    /// The default number of cases that a sweep draws.
     pub fn default_cases(&self, profile: Profile) -> usize {
         match profile {
             Profile::Smoke => 0,
@@ -358,14 +358,14 @@ impl AnyOperator {
         (self.0.about().modules)()
     }
 
-    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation;
+    /// Why a case cannot run on a device like this one, such as kernels of another GPU generation.
     /// `None` where it can. A sweep counts such cases as skips.
     pub fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
-        // A case that is not understood is no skip: to prepare it will say what is wrong.
+        // An invalid case is not a skip: preparing it reports the error.
         let (case, choices) = read(self.0, case).ok()?;
         let too_large = |specs: &Specs| {
             let of_this_process = within(&*case, specs, &choices.layouts, size::limit());
-            // Its own words name the numbers of this case: skips are counted by their reason.
+            // The case's own text names its values, but skips are counted by reason.
             let why = || {
                 format!(
                     "it takes more than the {} of memory that a case may (--memory)",
@@ -378,7 +378,7 @@ impl AnyOperator {
         case.cannot_run(environment).or_else(|| too_large(&case.tensors()))
     }
 
-    /// Makes the inputs of a case, if it takes no more memory than a case of this process may
+    /// Makes the inputs of a case, if its memory is within the limit of this process
     /// ([`size::limit`]).
     ///
     /// # Errors
@@ -387,8 +387,8 @@ impl AnyOperator {
         self.prepare_within(case, size::limit())
     }
 
-    /// Makes the inputs of a case, if it takes no more memory than this in all: on the host, on
-    /// the emulator and in the oracle. Nothing is allocated before that is known.
+    /// Makes the inputs of a case, if its memory is within this limit: on the host, on the emulator
+    /// and in the oracle together. Nothing is allocated before the check.
     ///
     /// # Errors
     /// As [`Self::prepare`].
@@ -403,7 +403,7 @@ impl AnyOperator {
         Ok(Box::new(Inputs::draw(case, choices)?))
     }
 
-    /// Bytes that the case takes of the machine's memory, at the most.
+    /// An upper bound of the bytes that the case takes of the machine's memory.
     ///
     /// # Errors
     /// A field that the operator cannot take.
@@ -412,8 +412,8 @@ impl AnyOperator {
         Ok(size::bytes_of(&case.tensors(), &choices.layouts, case.oracle_elements()))
     }
 
-    /// Elements of all of a case's tensors and of what one run of its oracle holds beside them,
-    /// which the time that the case takes grows with. The same on every machine.
+    /// Elements of all tensors of a case and of what one run of its oracle holds in addition. The
+    /// time of a case grows with it. The same on every machine.
     ///
     /// # Errors
     /// A field that the operator cannot take.
@@ -422,15 +422,15 @@ impl AnyOperator {
         Ok(size::elements_of(&case.tensors(), case.oracle_elements()))
     }
 
-    /// The kinds of golden files that are about it ([`GoldenFile::operator`]).
+    /// The kinds of golden files for it ([`GoldenFile::operator`]).
     pub fn golden_kinds(&self) -> &'static [&'static str] {
         self.0.golden_kinds()
     }
 
-    /// What a golden file means to this operator; no case where it is about another one.
+    /// The cases that a golden file gives for this operator; none for a file of another operator.
     ///
     /// # Errors
-    /// A file of [`Self::golden_kinds`] that does not fit, or of which nothing is made.
+    /// A file of [`Self::golden_kinds`] that does not fit, or that gives no case.
     pub fn golden(&self, file: &GoldenFile) -> Result<Vec<GoldenCase>, CaseError> {
         if !self.golden_kinds().contains(&file.operator.as_str()) {
             return Ok(Vec::new());
@@ -447,22 +447,22 @@ impl AnyOperator {
         cases.into_iter().map(|golden| golden.finish(file)).collect()
     }
 
-    /// Spoils the launchers' arguments one by one, and says what became of each.
+    /// Corrupts the launchers' arguments one by one, and reports the result of each.
     ///
     /// # Errors
-    /// Arguments that cannot be made, or are refused unspoilt.
+    /// Arguments that cannot be made, or that are rejected before they are corrupted.
     pub fn refusals(&self, device: &Device) -> Result<Vec<refusals::Refusal>, CaseError> {
         if self.chain().is_empty() { refusals::of(self.0, device) } else { Ok(Vec::new()) }
     }
 
-    /// What is timed on a device like this one.
+    /// The benchmarks on a device like this one.
     pub fn benchmarks(&self, environment: &Environment) -> Vec<Box<dyn Timed>> {
         self.0.benchmarks(environment).into_iter().map(AnyBenchmark::timed).collect()
     }
 }
 
-/// The case with gaps between rows: every kernel that it reaches meets strides that are no
-/// extents, and no two tensors have the same ones.
+/// The case with gaps between rows: its kernels get strides that differ from the sizes, and no two
+/// tensors have the same ones.
 fn with_unlike_gaps(case: &AnyCase) -> Case {
     let layouts = layouts::unlike_gaps(&case.tensors());
     line(&**case, &Choices { layouts, ..Choices::default() })
@@ -472,7 +472,7 @@ fn with_special(special: Special) -> Choices {
     Choices { special: Some(special), ..Choices::default() }
 }
 
-/// What is special of each tensor, in the typical cases by turns.
+/// The special values of each tensor, distributed over the typical cases in turn.
 fn special_in_turn(typical: &[AnyCase]) -> Vec<Case> {
     let all: BTreeSet<_> =
         typical.iter().flat_map(|case| Special::of_each_tensor(&case.tensors())).collect();

@@ -1,22 +1,21 @@
-//! Benchmarks as a part of the declaration: an operator says which cases are timed and what one
-//! call of each moves and computes. Buffers, data, the call and the recheck follow from the rest
-//! of its declaration, here, for all operators.
+//! Benchmarks as part of the declaration: an operator declares which cases are timed, and what one
+//! call of each moves and computes. Buffers, data, the call and the recheck follow from the rest of
+//! its declaration, here, for all operators.
 //!
-//! **Data.** Tensors are drawn (and amended) for a smaller case of the operator and repeated along
-//! the axes in which that one is smaller: on the device along the outermost axis, on the host
-//! along others. Kernels take no longer or shorter for it: what is repeated lies at addresses of
-//! its own, and lists, which say what is read together, are drawn whole ([`Benchmark::amend`]).
-//! The host knows every element and never holds the larger tensors.
+//! **Data.** Tensors are drawn (and amended) for a smaller case of the operator. They are repeated
+//! along the axes in which that case is smaller: on the device along the outermost axis, on the
+//! host along others. This does not change the kernels' time: each repetition has its own
+//! addresses. Lists decide what is read together, so they are drawn in full ([`Benchmark::amend`]).
+//! The host can compute every element and never holds the larger tensors.
 //!
-//! **Sets.** There are several sets of buffers, together several times the second-level cache, and
-//! calls take them in turn.
+//! **Sets.** Several sets of buffers, together several times L2, are used round-robin by the calls.
 //!
-//! **Recheck.** Entries of one axis, spread over all of it, are compared with the oracle: given
-//! tensors with that axis are narrowed to them, and the oracle of the case that has so many
-//! entries says what must have been written. Tensors without the axis, such as gradients that sum
-//! over it, are left to the sweeps. Of a product of matrices a second axis is sampled, too
-//! ([`Benchmark::also_sampled_along`]): a few rows of the result would still need all of the other
-//! operand.
+//! **Recheck.** Entries of one axis, spread over all of it, are compared with the oracle. Given
+//! tensors with that axis are narrowed to these entries. The oracle of the case with that many
+//! entries gives the expected results. Tensors without the axis, such as gradients that sum over
+//! it, are left to the sweeps. For a GEMM a second axis is also sampled
+//! ([`Benchmark::also_sampled_along`]), because a few rows of the result would still need all of
+//! the other operand.
 
 use std::sync::Arc;
 
@@ -37,15 +36,14 @@ use crate::case::{Case, CaseError};
 use crate::operator::fields::Aliasing;
 use crate::record::Work;
 
-/// An upper bound of the second-level cache, bytes (H100 and H200: 50 to 60 MB).
+/// An upper bound of L2, bytes (H100 and H200: 50 to 60 MB).
 const L2: usize = 60_000_000;
-/// Buffers of a benchmark together are at least so many times the cache.
+/// The buffers of a benchmark together are at least that many times L2.
 const CACHES: usize = 4;
-/// And at most so many bytes, of which a call that reads a few rows of a large table moves less
-/// than that.
+/// And at most that many bytes. A call that reads a few rows of a large table moves fewer.
 const MOST_BYTES: usize = 16 << 30;
 
-/// What a call is.
+/// The direction of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// [`Operator::launch`].
@@ -54,7 +52,7 @@ pub enum Direction {
     Backward,
 }
 
-/// The rate that is printed beside the time.
+/// The rate that is printed next to the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rate {
     /// Bytes per second.
@@ -63,39 +61,39 @@ pub enum Rate {
     Flops,
 }
 
-/// Elements of the largest tensor that an operator has drawn for a benchmark, give or take; the
-/// rest repeats them.
+/// Elements of the largest tensor that is drawn for a benchmark, approximately. The rest repeats
+/// them.
 pub const DRAWN: usize = 1 << 22;
 
-/// Whether the shapes of the model are timed, and not those that the emulator can bear.
+/// Whether the shapes of the model are timed, instead of small ones for the emulator.
 pub fn on_gpu(environment: &Environment) -> bool {
     environment.backend == BackendKind::Cuda
 }
 
-/// Enqueues one call. It may not allocate, upload or wait: what it enqueues is recorded.
+/// Enqueues one call. It must not allocate, upload or wait, because what it enqueues is recorded.
 pub type Call<K> =
     fn(&<K as Operator>::Case, &Views, &mut Launches<'_>) -> Result<(), RuntimeError>;
 
 /// Changes the case of a sample and its tensors: see [`Benchmark::sampled`].
 pub type Sampled<K> = fn(&Whole<'_, K>, &mut <K as Operator>::Case, &mut Tensors);
 
-/// What a sample was taken of.
+/// The whole case of a sample.
 pub struct Whole<'a, K: Operator> {
     /// The case.
     pub case: &'a K::Case,
     /// The entries of the sampled axis.
     pub rows: &'a [usize],
-    /// The entries of the further axis; none where there is no such one.
+    /// The entries of the further axis; empty where no further axis exists.
     pub further: &'a [usize],
 }
 
-/// An axis that is sampled beside [`Benchmark::axis`]. What is written and lacks it, and so may be
-/// a sum over all of it, is left to the sweeps.
+/// An axis that is sampled in addition to [`Benchmark::axis`]. An output without it may be a sum
+/// over all of it, so that output is left to the sweeps.
 #[derive(Clone, Copy, Debug)]
 pub struct Further {
-    /// Its name, and that of the case's field with its extent.
+    /// Its name, which is also the case's field with its extent.
     pub axis: &'static str,
-    /// So many of its entries are sampled.
+    /// How many of its entries are sampled.
     pub entries: usize,
     /// As [`Benchmark::chosen`].
     pub chosen: fn(usize, usize) -> Vec<usize>,
@@ -103,38 +101,38 @@ pub struct Further {
 
 /// A case whose call is timed.
 pub struct Benchmark<K: Operator> {
-    /// What a call is. The group is `OPERATOR_forward` or `OPERATOR_backward`.
+    /// The direction. The group is `OPERATOR_forward` or `OPERATOR_backward`.
     pub direction: Direction,
-    /// Name within the group: extents and types. Reports know a benchmark by group and name.
+    /// Name within the group: sizes and types. Reports identify a benchmark by group and name.
     pub name: String,
     /// The case.
     pub case: K::Case,
-    /// A case with the same tensors and axes, none of them longer, whose tensors are drawn and
-    /// then repeated.
+    /// A case with the same tensors and axes, none of them longer. Its tensors are drawn and then
+    /// repeated.
     pub drawn: K::Case,
-    /// Fewest bytes that one call must move: each input once, each output once.
+    /// Least bytes that one call must move: each input once, each output once.
     pub bytes: f64,
     /// Floating-point operations of one call.
     pub flops: f64,
-    /// The rate of interest.
+    /// The rate that is reported.
     pub rate: Rate,
-    /// The axis that is sampled after timing; the case has its extent in a field of the same name.
+    /// The axis that is sampled after timing. The case has its extent in a field of the same name.
     pub axis: &'static str,
-    /// So many of its entries are compared with the oracle.
+    /// How many of its entries are compared with the oracle.
     pub rows: usize,
-    /// Which they are, of how many and how many: [`spread`], or the [`last`] ones where only
+    /// Chooses the entries, from the total and their count: [`spread`], or [`last`] where only
     /// neighbours make a case.
     pub chosen: fn(usize, usize) -> Vec<usize>,
     /// A second axis that is sampled.
     pub further: Option<Further>,
-    /// Puts what must be drawn for the whole case, such as lists of keys, in the place of what was
-    /// drawn for the smaller.
+    /// Sets the data that must be drawn for the whole case, such as lists of keys. It replaces what
+    /// was drawn for the smaller case.
     pub amend: fn(&K::Case, &mut Tensors),
-    /// Completes a sample where narrowing the axis does not: leaves out keys that nobody names,
-    /// says where a token stands.
+    /// Completes a sample where narrowing the axis is not enough: skips keys that no list names, or
+    /// sets the position of a token.
     pub sampled: Sampled<K>,
-    /// Of several launches the one that is timed, by the name that the declaration's tensors give
-    /// it ([`TensorSpec::only_in`]): then it is the call. `None` is all of them.
+    /// The one launch of several that is timed, by its name in the declaration's tensors
+    /// ([`TensorSpec::only_in`]). It is then the call. `None` is all launches.
     pub only: Option<&'static str>,
     /// The call: the declaration's launch, unless only one of several is timed.
     pub call: Call<K>,
@@ -142,8 +140,7 @@ pub struct Benchmark<K: Operator> {
 
 impl<K: Operator> Benchmark<K> {
     /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along
-    /// `axis`, and of which four entries along it are sampled; what a call moves and computes is
-    /// still to be said.
+    /// `axis`. Four entries along it are sampled. Bytes and FLOPs of a call are not set yet.
     pub fn new(
         direction: Direction,
         name: impl Into<String>,
@@ -171,7 +168,7 @@ impl<K: Operator> Benchmark<K> {
     }
 
     /// A call that moves each of its tensors once, and computes `flops` for each element of the
-    /// largest. A backward's are inputs, upstreams, gradients and, of the forward's outputs, those
+    /// largest. A backward moves inputs, upstreams, gradients and, of the forward's outputs, those
     /// that were `saved` for it.
     pub fn streaming(mut self, saved: &[&str], flops: f64) -> Self {
         let specs = placed_specs(&K::tensors(&self.case), self.direction, self.only);
@@ -187,18 +184,18 @@ impl<K: Operator> Benchmark<K> {
         self
     }
 
-    /// A call that computes so many floating-point operations, which are what limits it.
+    /// A call that is limited by this many floating-point operations.
     pub fn computing(self, flops: f64) -> Self {
         Self { flops, rate: Rate::Flops, ..self }
     }
 
-    /// Draws no more than [`DRAWN`] elements of the largest tensor that has `axis`, along that
-    /// axis, too.
+    /// Also limits the drawn tensors along `axis`: the largest tensor with it has at most [`DRAWN`]
+    /// elements.
     pub fn also_drawn_along(self, axis: &'static str) -> Self {
         Self { drawn: shortened::<K>(&self.drawn, axis), ..self }
     }
 
-    /// Compares no more than so many entries of another axis, too, of those tensors that have it.
+    /// Also limits the compared entries of another axis, in the tensors that have it.
     pub fn also_sampled_along(
         self,
         axis: &'static str,
@@ -214,8 +211,8 @@ impl<K: Operator> Benchmark<K> {
     }
 }
 
-/// The tensors that a call needs: a forward has no gradients, and one of several launches has its
-/// own alone.
+/// The tensors that a call needs. A forward has no gradients. One of several launches has only its
+/// own tensors.
 fn placed_specs(specs: &Specs, direction: Direction, only: Option<&str>) -> Specs {
     let others =
         |spec: &TensorSpec| only.is_some() && spec.only_in.is_some_and(|of| Some(of) != only);
@@ -246,8 +243,8 @@ pub(super) struct AnyBenchmark {
     further: Option<Further>,
     only: Option<&'static str>,
     amend: Arc<Amend>,
-    /// Makes a sample's case of its line and of the entries of both axes, and completes its
-    /// tensors; as the line says where there is none.
+    /// Makes a sample's case from its line and the entries of both axes, and completes its tensors.
+    /// `None` takes the line as it is.
     sampled: Option<Arc<AnySampled>>,
     call: Arc<AnyCall>,
 }
@@ -329,7 +326,7 @@ impl AnyBenchmark {
         Ok(tensors)
     }
 
-    /// How many sets of buffers there are on a device.
+    /// The number of sets of buffers on a device.
     fn sets(&self, device: &Device) -> usize {
         match device.environment().backend {
             BackendKind::Cuda => {
@@ -345,8 +342,7 @@ impl AnyBenchmark {
         }
     }
 
-    /// Whether the call writes over what it reads, so that a second one does not compute what the
-    /// first did.
+    /// Whether the call overwrites what it reads, so that a second call computes something else.
     fn overwrites(&self) -> bool {
         let overwritten = |spec: &TensorSpec| {
             spec.part == Part::State || matches!(spec.placed, Some((Aliasing::InPlace, _)))
@@ -354,7 +350,7 @@ impl AnyBenchmark {
         self.placed_specs().present().any(overwritten)
     }
 
-    /// The sampled entries by themselves.
+    /// The sampled entries as a separate case.
     fn sample(&self, given: &Tensors) -> Result<Sample, CaseError> {
         let whole = self.case.tensors();
         let entries = |axis, chosen: fn(usize, usize) -> Vec<usize>, count| {
@@ -377,7 +373,7 @@ impl AnyBenchmark {
         self.completed(&line, case, narrowed, tensors)
     }
 
-    /// The sample of a line, completed as the benchmark says.
+    /// The sample of a line, completed as the benchmark declares.
     fn completed(
         &self,
         line: &Case,
@@ -413,11 +409,11 @@ impl AnyBenchmark {
     }
 }
 
-/// A case with as many entries along an axis as have [`DRAWN`] elements of the largest tensor, and
-/// at least one.
+/// A case with the entries along an axis that give the largest tensor [`DRAWN`] elements, and at
+/// least one.
 fn shortened<K: Operator>(case: &K::Case, axis: &'static str) -> K::Case {
     let line = shortened_line(Case::new(K::ABOUT.name, case), &K::tensors(case), axis);
-    // A case that has no such field is refused when it is sampled.
+    // A case without such a field is rejected when it is sampled.
     line.fields().unwrap_or_else(|_| case.clone())
 }
 
@@ -438,14 +434,14 @@ fn shortened_line(mut line: Case, specs: &Specs, axis: &'static str) -> Case {
     line
 }
 
-/// `count` entries spread over `0..total`, the last one among them.
+/// `count` entries spread over `0..total`, including the last one.
 pub fn spread(total: usize, count: usize) -> Vec<usize> {
     let count = count.min(total);
     (1..=count).map(|i| i * total / count - 1).collect()
 }
 
-/// About `count` entries of `0..total` in whole runs of 128, spread over all of it, the last one
-/// among them, which may be shorter: rows of matrices whose blocks of 128 share a scale.
+/// About `count` entries of `0..total` in whole runs of 128, spread over all of it. The last run is
+/// included and may be shorter. For rows of matrices whose blocks of 128 share a scale.
 pub fn spread_blocks(total: usize, count: usize) -> Vec<usize> {
     const BLOCK: usize = 128;
     let blocks = spread(total.div_ceil(BLOCK), count.div_ceil(BLOCK)).into_iter();
@@ -457,9 +453,9 @@ pub fn last(total: usize, count: usize) -> Vec<usize> {
     (total - count.min(total)..total).collect()
 }
 
-/// Which axes of a case are narrowed in a sample of it, and to what.
+/// The axes of a case that a sample narrows, and their entries.
 struct Narrowed {
-    /// The tensors of the sample before [`Benchmark::sampled`] saw it.
+    /// The tensors of the sample before [`Benchmark::sampled`] changed it.
     specs: Specs,
     axis: SampledAxis,
     further: Option<SampledAxis>,
@@ -494,8 +490,8 @@ impl Narrowed {
         tensors
     }
 
-    /// For each axis of a tensor of the whole case the entries that the sample has; `None` is all
-    /// of them. Beside the axis itself those are narrowed whose extent follows it, such as that of
+    /// For each axis of a tensor of the whole case, the entries that the sample has. `None` is all
+    /// of them. An axis whose extent follows the sampled one is narrowed as well, such as that of
     /// positions, one for each token.
     fn orders(&self, whole: &TensorSpec) -> Vec<Option<&[usize]>> {
         let (axis, further) = self.places(whole);
@@ -507,8 +503,8 @@ impl Narrowed {
         (0..whole.axes.len()).map(order).collect()
     }
 
-    /// Where a tensor of the whole case has the axis, or one that follows it; and where the
-    /// further one.
+    /// The indices of the sampled axis, or of axes that follow it, in a tensor of the whole case;
+    /// and the index of the further axis.
     fn places(&self, whole: &TensorSpec) -> (Vec<usize>, Option<usize>) {
         let small = self.specs.find(whole.name).map(TensorSpec::shape);
         let further = self.further.as_ref().and_then(|further| whole.axis(further.name));
@@ -523,9 +519,9 @@ impl Narrowed {
         (places.map(|(at, _)| at).collect(), further)
     }
 
-    /// Whether the sample has every entry: then tensors without the axis are part of it as well,
-    /// unless [`Benchmark::sampled`] leaves out some of what they hold, which those may that are
-    /// compared by themselves.
+    /// Whether the sample has every entry. Then tensors without the axis are part of it as well,
+    /// unless [`Benchmark::sampled`] removes some of what they hold. It may do so where these
+    /// entries are compared separately.
     fn is_all(&self) -> bool {
         [Some(&self.axis), self.further.as_ref()]
             .into_iter()
@@ -560,8 +556,7 @@ impl Narrowed {
     }
 }
 
-/// The bytes of tensors of one entry each along an axis that has `outer` steps of other axes
-/// around it.
+/// The bytes of tensors of one entry each along an axis, with `outer` steps of outer axes.
 fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
     let piece = |entry: &HostTensor, o: usize| {
         let bytes = entry.bytes.len() / outer;
@@ -570,12 +565,12 @@ fn interleaved(entries: &[HostTensor], outer: usize) -> Vec<u8> {
     (0..outer).flat_map(|o| entries.iter().flat_map(move |entry| piece(entry, o))).collect()
 }
 
-/// Entries of a case by themselves.
+/// Entries of a case as a separate case.
 struct Sample {
     inputs: Inputs,
     narrowed: Narrowed,
-    /// Whether they are all that the case has, and nothing was taken out of them: then what has no
-    /// axis to sample is theirs, too.
+    /// Whether the sample has everything that the case has. Then it includes tensors without a
+    /// sampled axis.
     is_whole: bool,
     direction: Direction,
 }
@@ -593,7 +588,7 @@ impl Sample {
             .map_err(|e| oracle_error(self.inputs.case.name(), e))
     }
 
-    /// What the kernels wrote of it.
+    /// What the kernels wrote for it.
     fn written(&self, whole: &Specs, placed: &Placed<'_>) -> Result<KernelRun, RuntimeError> {
         let (mut tensors, mut written) = (Vec::new(), Tensors::default());
         for spec in whole.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
@@ -632,7 +627,7 @@ pub trait Timed: Send + Sync {
     /// What one call does.
     fn work(&self) -> Work;
 
-    /// The rate of interest.
+    /// The rate that is reported.
     fn rate(&self) -> Rate;
 
     /// Why it cannot run on a device like this one; `None` where it can.
@@ -644,7 +639,8 @@ pub trait Timed: Send + Sync {
     /// The oracle's, where it computes inputs; the device's; the launcher's.
     fn place<'d>(&self, device: &'d Device) -> Result<Box<dyn Buffers + 'd>>;
 
-    /// The exact oracle of the call, to be run any number of times: its first tensor's elements.
+    /// The exact oracle of the call, which may run any number of times. Returns its first tensor's
+    /// elements.
     ///
     /// # Errors
     /// Inputs that the oracle cannot compute.
@@ -656,7 +652,7 @@ pub type OracleCall = Box<dyn Fn() -> Result<Vec<f64>, CaseError>>;
 
 /// A benchmark with its buffers.
 pub trait Buffers {
-    /// How many sets of buffers there are.
+    /// The number of sets of buffers.
     fn sets(&self) -> usize;
 
     /// Enqueues one call on a set.
@@ -666,18 +662,18 @@ pub trait Buffers {
     fn call(&self, set: usize) -> Result<(), RuntimeError>;
 
     /// Sampled entries of what the last call on `set` wrote, and their oracle
-    /// ([`crate::judge::recheck`]). Where a call writes over what it reads, they are of one more
-    /// call, on what the first one read.
+    /// ([`crate::judge::recheck`]). Where a call overwrites what it reads, they come from one more
+    /// call on the original input.
     ///
     /// # Errors
     /// A sample that cannot be taken.
     fn sampled(&self, set: usize) -> Result<Sampling>;
 }
 
-/// What was sampled of a call.
+/// The sampled results of a call.
 pub struct Sampling {
     sample: Sample,
-    /// What the kernels wrote of it.
+    /// What the kernels wrote for it.
     pub run: KernelRun,
     /// The arithmetic of the kernels.
     pub arithmetic: Arithmetic,
@@ -689,7 +685,7 @@ impl Sampling {
     /// Runs the oracle of the sample, as one of the runs that have `products` in common.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     pub fn oracle(
         &self,
         precision: Precision,
@@ -753,7 +749,7 @@ struct OnDevice<'d> {
 }
 
 impl<'d> OnDevice<'d> {
-    /// One more set of buffers. The first one has the workspaces of all.
+    /// One more set of buffers. The first set owns the workspaces of all.
     fn set(&self) -> Result<Placed<'d>> {
         let AnyBenchmark { case, direction, .. } = &*self.benchmark;
         let specs = self.benchmark.placed_specs();

@@ -1,8 +1,9 @@
-//! What an operator says of its tensors: names, types, named axes, and the part that each plays.
+//! What an operator declares about its tensors: names, types, named axes, and roles.
 //!
 //! [`Specs`] is a value that a function of the case returns. Everything that the harness does with
-//! tensors follows from it: drawing, upload, poison and read-back, the oracle's inputs, which
-//! gradients there are to triangulate, layouts, refusals, and the protocol of external kernels.
+//! tensors follows from it: random data, upload, poison and read-back, and the oracle's inputs. It
+//! also gives the gradients to triangulate, layouts, rejections, and the protocol of external
+//! kernels.
 
 use dsv4_runtime::DType;
 use serde::Serialize;
@@ -12,26 +13,26 @@ use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
 use crate::operator::fields::{Aliasing, Data};
 
-/// An axis of a tensor. Axes of one name have one extent in all tensors of a case.
+/// An axis of a tensor. Axes of one name have the same extent in all tensors of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Axis {
     /// Its name, such as `num_tokens`.
     pub name: &'static str,
     /// Its extent in this case.
     pub extent: usize,
-    /// What it must be a multiple of, and then not 0; 0 is any extent.
+    /// What the extent must be a multiple of; it is then not 0. The value 0 allows any extent.
     pub multiple: usize,
-    /// The most that it may be.
+    /// The largest extent allowed.
     pub most: usize,
 }
 
 impl Axis {
-    /// A case whose field of this name is 0 is refused.
+    /// Rejects a case whose field of this name is 0.
     pub fn not_empty(self) -> Self {
         self.multiples(1, usize::MAX)
     }
 
-    /// A case is refused whose field of this name is no multiple of `multiple`, 0, or more than
+    /// Rejects a case whose field of this name is 0, is not a multiple of `multiple`, or is above
     /// `most`.
     pub fn multiples(self, multiple: usize, most: usize) -> Self {
         Self { multiple, most, ..self }
@@ -57,7 +58,7 @@ pub fn axis(name: &'static str, extent: usize) -> Axis {
     Axis { name, extent, multiple: 0, most: usize::MAX }
 }
 
-/// The part that a tensor plays.
+/// The role of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Part {
@@ -68,31 +69,33 @@ pub enum Part {
         /// The output.
         of: &'static str,
     },
-    /// Written by the forward. The backward may read it, and may not change it.
+    /// Written by the forward. The backward may read it but must not change it.
     Output,
-    /// Written by the backward: the gradient with respect to an input, or, in a chain of
-    /// operators, to an output that one of them hands to the next.
+    /// Written by the backward: the gradient with respect to an input. In a chain of operators,
+    /// also with respect to an output that one operator passes to the next.
     Gradient {
         /// The input or output.
         of: &'static str,
     },
-    /// Read and written by the forward, such as a cache: what it does not write stays as it was.
-    /// Compared element by element, unless the case observes what is stored ([`Part::Observed`]).
+    /// Read and written by the forward, such as a cache. Bytes that it does not write keep their
+    /// values. Compared element by element, unless the case observes what is stored
+    /// ([`Part::Observed`]).
     State,
-    /// Written, and compared with nothing: scratch memory that has a shape.
+    /// Written but never compared: scratch memory with a shape.
     Scratch,
-    /// No memory of its own: what the stored bytes of others mean ([`super::Operator::observe`]).
+    /// A tensor without memory: what the stored bytes of others mean
+    /// ([`super::Operator::observe`]).
     Observed,
 }
 
-/// What layouts a kernel takes for a tensor.
+/// The layouts that a kernel accepts for a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Strides {
     /// Dense and row-major.
     Dense,
-    /// The last axis contiguous; the others anywhere, as long as no two elements coincide. Address
-    /// and strides are multiples of `align` bytes.
+    /// The last axis is contiguous. The others may have any strides, as long as no two elements
+    /// overlap. Address and strides are multiples of `align` bytes.
     Rows {
         /// Bytes; 1 is any element.
         align: usize,
@@ -104,14 +107,14 @@ pub enum Strides {
     },
 }
 
-/// Where the numbers of an input come from before [`super::Operator::amend`] sees them.
+/// Where the values of an input come from before [`super::Operator::amend`] sees them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Source {
-    /// A distribution, times a magnitude.
+    /// A distribution, multiplied by a magnitude.
     Drawn {
-        /// How they are distributed.
+        /// The distribution.
         distribution: Distribution,
-        /// What they are multiplied by.
+        /// The magnitude.
         magnitude: f64,
     },
     /// Zeros, which `amend` replaces.
@@ -121,59 +124,58 @@ pub enum Source {
 /// One tensor of a case.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
-    /// Name: the oracle's, the kernel's, the launcher's argument, and that of the exchange with
+    /// Name: used by the oracle, the kernel, the launcher's argument, and the exchange with
     /// external kernels.
     pub name: &'static str,
     /// Storage type.
     pub dtype: DType,
     /// Axes, outermost first.
     pub axes: Vec<Axis>,
-    /// What it is.
+    /// Its role.
     pub part: Part,
     /// Whether this case has it.
     pub present: bool,
-    /// What layouts the kernel takes.
+    /// What layouts the kernel accepts.
     pub strides: Strides,
     /// How it is compared.
     pub comparison: Comparison,
-    /// What its last rounding is worth; that of its storage type unless it says otherwise.
+    /// The grid of its last rounding. Default: that of its storage type.
     pub grid: Option<Grid>,
-    /// Which of its elements are of one scale.
+    /// Which of its elements share one scale.
     pub pooling: Pooling,
     /// Whether two runs must agree bit for bit. Sums by floating-point atomics need not.
     pub deterministic: bool,
-    /// Where an input's numbers come from.
+    /// Where an input's values come from.
     pub source: Source,
-    /// Whether it lies in another tensor's memory.
+    /// Whether it shares another tensor's memory.
     pub placed: Option<(Aliasing, &'static str)>,
-    /// The tensor in whose memory its launcher lets it lie, in cases that place it there.
+    /// The tensor whose memory the launcher lets it share, in cases that place it there.
     pub may_be: Option<&'static str>,
-    /// What its launcher calls it; its own name unless said otherwise.
+    /// The launcher's name for it. Default: its own name.
     pub argument: &'static str,
-    /// The one launch of several that is given it; `None` is all of the forward's (or the
+    /// The one of several launches that receives it. `None` is all of the forward's (or the
     /// backward's).
     pub only_in: Option<&'static str>,
-    /// Elements behind each row that belong to nobody, whatever the layout.
+    /// Elements after each row that belong to no tensor, in every layout.
     pub minimum_gap: usize,
-    /// The field of the case that says so, where a case does.
+    /// The case's field that sets this number, if any.
     pub gap_of: Option<&'static str>,
-    /// Whether the kernel takes its first two axes as one: entries of both together are evenly
+    /// Whether the kernel takes its first two axes as one: the entries of both together are evenly
     /// spaced.
     pub joined: bool,
-    /// Between which limits its numbers are clamped; an infinity where there is none.
+    /// The limits between which its values are clamped. Infinity means no limit.
     pub clamped: Option<[f64; 2]>,
-    /// The distance over which the oracle bends away from limits.
+    /// The distance over which the oracle bends, away from limits.
     pub bends_over: Option<f64>,
     /// Whether every second number is 0 where others are at their limits.
     pub zeros: bool,
-    /// Results are linear or homogeneous in it: cases make it as large and as small as fp32 allows.
+    /// Results are linear or homogeneous in it. Cases make it as large and as small as fp32 allows.
     pub any_size: bool,
     /// Whether its negative entries mark padding along its axis.
     pub marks_padding: bool,
-    /// Whether some of what is written is undefined, so that only what is observed of it is
-    /// compared.
+    /// Whether part of what is written is undefined. Then only the observed tensors are compared.
     pub partly_undefined: bool,
-    /// Whether an upstream gradient has a type of its own, and not that of its output.
+    /// Whether an upstream gradient has its own type instead of its output's.
     pub own_type: bool,
 }
 
@@ -207,35 +209,35 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
     }
 }
 
-/// Something that kernels read; its numbers are for [`super::Operator::amend`] to set unless
-/// [`TensorSpec::drawn`] says otherwise.
+/// A tensor that kernels read. [`super::Operator::amend`] sets its values, unless
+/// [`TensorSpec::drawn`] does.
 pub fn input(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::Input, Source::Amended)
 }
 
-/// Something that the forward writes.
+/// A tensor that the forward writes.
 pub fn output(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::Output, Source::Amended)
 }
 
-/// The gradient of the loss with respect to output `of`, of its type and axes once [`Specs::new`]
-/// has seen both; standard normal.
+/// The gradient of the loss with respect to output `of`, standard normal. [`Specs::new`] fills in
+/// its type and axes from the output.
 pub fn upstream(name: &'static str, of: &'static str) -> TensorSpec {
     let source = Source::Drawn { distribution: Distribution::Normal, magnitude: 1.0 };
     spec(name, DType::F32, &[], Part::Upstream { of }, source)
 }
 
-/// The gradient with respect to `of`, of its axes; stored as `dtype`.
+/// The gradient with respect to `of`, with its axes; stored as `dtype`.
 pub fn gradient(name: &'static str, of: &'static str, dtype: DType) -> TensorSpec {
     spec(name, dtype, &[], Part::Gradient { of }, Source::Amended)
 }
 
-/// Something that the forward reads and partly overwrites.
+/// A tensor that the forward reads and partly overwrites.
 pub fn state(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::State, Source::Amended)
 }
 
-/// Memory that a launch needs and nobody compares.
+/// Memory that a launch needs and that is never compared.
 pub fn scratch(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
     spec(name, dtype, axes, Part::Scratch, Source::Amended)
 }
@@ -246,111 +248,111 @@ pub fn observed(name: &'static str, dtype: DType, axes: &[Axis]) -> TensorSpec {
 }
 
 impl TensorSpec {
-    /// Its numbers are of this distribution, times a magnitude.
+    /// Its values are of this distribution, times a magnitude.
     pub fn drawn(mut self, distribution: Distribution, magnitude: f64) -> Self {
         self.source = Source::Drawn { distribution, magnitude };
         self
     }
 
-    /// Its numbers are drawn as the case says.
+    /// Its values are drawn as the case declares.
     pub fn drawn_as(self, data: Data) -> Self {
         self.drawn(data.distribution, data.magnitude)
     }
 
-    /// The operator clamps its numbers between these limits, which are of one size unless one is
-    /// infinite. Cases of [`super::special::Special`] numbers hold the limits, what lies around
-    /// and beyond them, and what is no finite number.
+    /// The operator clamps its values between these limits. They have the same magnitude unless one
+    /// is infinite. Cases of [`super::special::Special`] values hold the limits, values around and
+    /// beyond them, and non-finite values.
     pub fn clamped(mut self, low: f64, high: f64) -> Self {
         self.clamped = Some([low, high]);
         self
     }
 
-    /// The oracle bends over this distance wherever no limit of [`Self::clamped`] is nearer:
-    /// finite differences step by a small part of it.
+    /// The oracle bends over this distance wherever no limit of [`Self::clamped`] is nearer. Finite
+    /// differences step by a small part of it.
     pub fn bends_over(mut self, distance: f64) -> Self {
         self.bends_over = Some(distance);
         self
     }
 
-    /// Where others are at their limits, every second number is 0.
+    /// Every second value is 0 where others are at their limits.
     pub fn with_zeros(mut self) -> Self {
         self.zeros = true;
         self
     }
 
-    /// Results scale as it does, or not at all: [`super::special::Special`] cases make it as large
-    /// and as small as fp32 allows. Upstream gradients are so by themselves; logits are not, whose
-    /// differences are lost with their size.
+    /// Results scale with it, or do not depend on its scale. [`super::special::Special`] cases make
+    /// it as large and as small as fp32 allows. Upstream gradients are homogeneous by default.
+    /// Logits are not: their differences vanish when they become small.
     pub fn of_any_size(mut self) -> Self {
         self.any_size = true;
         self
     }
 
-    /// It is i32, with one axis, and a negative entry makes padding of that entry along its axis.
-    /// A third of them are, and whatever is given there holds NaN: nobody may read it.
+    /// It is i32, with one axis. A negative entry marks padding along its axis. A third of the
+    /// entries are negative, and the given tensors hold NaN there: nothing may read it.
     pub fn marks_padding(mut self) -> Self {
         self.marks_padding = true;
         self
     }
 
-    /// Some elements of this output are undefined if `undefined`: they may be anything, written or
-    /// not, and what is compared are the case's observed tensors ([`Part::Observed`]).
+    /// Some elements of this output are undefined if `undefined`: any value, written or not. Only
+    /// the case's observed tensors ([`Part::Observed`]) are compared.
     pub fn partly_undefined(mut self, undefined: bool) -> Self {
         self.partly_undefined = undefined;
         self
     }
 
-    /// An upstream gradient that is stored in this type, whatever its output is stored in.
+    /// An upstream gradient that is stored in this type, independent of its output's type.
     pub fn stored_in(mut self, dtype: DType) -> Self {
         (self.dtype, self.own_type) = (dtype, true);
         self
     }
 
-    /// This case has it only if `present`. A gradient or upstream of an absent tensor is absent by
-    /// itself.
+    /// This case has it only if `present`. A gradient or upstream of an absent tensor is absent as
+    /// well.
     pub fn when(mut self, present: bool) -> Self {
         self.present &= present;
         self
     }
 
-    /// The kernel takes it with rows anywhere ([`Strides::Rows`]).
+    /// The kernel accepts any row strides ([`Strides::Rows`]).
     pub fn rows(mut self) -> Self {
         self.strides = Strides::Rows { align: 1 };
         self
     }
 
-    /// The kernel takes it with rows anywhere at multiples of 16 bytes.
+    /// The kernel accepts any row strides that are multiples of 16 bytes.
     pub fn aligned_rows(mut self) -> Self {
         self.strides = Strides::Rows { align: 16 };
         self
     }
 
-    /// The kernel takes it with gaps behind any axis but the last, at multiples of 16 bytes.
+    /// The kernel accepts gaps after any axis but the last, at multiples of 16 bytes.
     pub fn ordered_rows(mut self, align: usize) -> Self {
         self.strides = Strides::OrderedRows { align };
         self
     }
 
-    /// The kernel takes its first two axes, such as requests and the tokens of each, as one:
-    /// whatever the layout, their entries are evenly spaced.
+    /// The kernel takes its first two axes, such as requests and the tokens of each, as one. Their
+    /// entries are evenly spaced in every layout.
     ///
     /// # Panics
-    /// Where there is no third axis, which the rows lie along: a mistake in the operator, which
-    /// every case of it shows.
+    /// If there is no third axis for the rows. That is a mistake in the operator, and every case of
+    /// it shows it.
     pub fn joined(mut self) -> Self {
         assert!(self.axes.len() > 2, "`{}` has no row behind its first two axes", self.name);
         self.joined = true;
         self
     }
 
-    /// At least so many elements lie between the rows, which belong to nobody, as a field of the
-    /// case says.
+    /// At least that many elements, owned by no tensor, separate the rows. A field of the case sets
+    /// the number.
     pub fn with_gap(mut self, field: &'static str, elements: usize) -> Self {
         (self.minimum_gap, self.gap_of) = (elements, Some(field));
         self
     }
 
-    /// It is equal to the oracle's or wrong.
+    /// It must equal the oracle's exactly.
     pub fn exact(mut self) -> Self {
         self.comparison = Comparison::Exact;
         self
@@ -362,51 +364,51 @@ impl TensorSpec {
         self
     }
 
-    /// Its numbers lie on this grid, such as codes with scales.
+    /// Its values are on this grid, such as codes with scales.
     pub fn on_grid(mut self, grid: Grid) -> Self {
         self.grid = Some(grid);
         self
     }
 
-    /// These of its elements are of one scale.
+    /// These elements share one scale.
     pub fn pooled(mut self, pooling: Pooling) -> Self {
         self.pooling = pooling;
         self
     }
 
-    /// Its sums come in any order, by floating-point atomics.
+    /// Its sums have no fixed order: floating-point atomics.
     pub fn atomic_if(mut self, atomic: bool) -> Self {
         self.deterministic = !atomic;
         self
     }
 
-    /// It lies in the memory of `of`, declared before it, as `aliasing` says, with its layout.
+    /// It shares the memory of `of`, declared before it, as `aliasing` declares, with its layout.
     pub fn placed(mut self, aliasing: Aliasing, of: &'static str) -> Self {
         self.placed = (aliasing != Aliasing::OutOfPlace).then_some((aliasing, of));
         self.may_be = Some(of);
         self
     }
 
-    /// Its launcher calls it otherwise: a launcher that rotates gradients as it does activations,
-    /// say.
+    /// Its launcher uses another name for it. An example is a launcher that rotates gradients as it
+    /// does activations.
     pub fn argument(mut self, name: &'static str) -> Self {
         self.argument = name;
         self
     }
 
-    /// Its launcher lets it lie in the memory of `of`.
+    /// Its launcher allows it in the memory of `of`.
     pub fn may_be(mut self, of: &'static str) -> Self {
         self.may_be = Some(of);
         self
     }
 
-    /// Of several launches, only the one called so is given it: others may use its memory.
+    /// Only the launch of this name receives it. Other launches may use its memory.
     pub fn only_in(mut self, launch: &'static str) -> Self {
         self.only_in = Some(launch);
         self
     }
 
-    /// Extents, outermost first.
+    /// Shape, outermost first.
     pub fn shape(&self) -> Vec<usize> {
         self.axes.iter().map(|axis| axis.extent).collect()
     }
@@ -416,12 +418,12 @@ impl TensorSpec {
         self.axes.iter().fold(1, |product, axis| product.saturating_mul(axis.extent))
     }
 
-    /// The place of the axis called `name`.
+    /// The index of the axis called `name`.
     pub fn axis(&self, name: &str) -> Option<usize> {
         self.axes.iter().position(|axis| axis.name == name)
     }
 
-    /// Whether kernels read what the harness puts there.
+    /// Whether kernels read the values that the harness puts there.
     pub fn is_given(&self) -> bool {
         matches!(self.part, Part::Input | Part::Upstream { .. } | Part::State)
     }
@@ -440,20 +442,20 @@ impl TensorSpec {
 /// The tensors of a case.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Specs {
-    /// Seed of everything that is drawn.
+    /// Seed of all random data.
     pub seed: u64,
     all: Vec<TensorSpec>,
-    /// Numbers of the case that are not what they must be.
+    /// Values of the case that break a rule.
     refused: Vec<Refused>,
 }
 
 impl Specs {
-    /// Fills in the axes (and types) of gradients and upstreams, and their absence where what they
-    /// are of is absent.
+    /// Fills in the axes (and types) of gradients and upstreams. Marks them absent where their
+    /// tensor is absent.
     ///
     /// # Panics
-    /// Where one is of a tensor that is not declared, or two have one name: a mistake in the
-    /// operator, which every case of it shows.
+    /// If one refers to a tensor that is not declared, or two have the same name. That is a mistake
+    /// in the operator, and every case of it shows it.
     pub fn new(seed: u64, tensors: impl IntoIterator<Item = TensorSpec>) -> Self {
         let mut all: Vec<TensorSpec> = tensors.into_iter().collect();
         for index in 0..all.len() {
@@ -483,27 +485,27 @@ impl Specs {
         Self { seed, all, refused: Vec::new() }
     }
 
-    /// A number of the case, by the name of its field, is finite and above 0.
+    /// Requires a number of the case, by the name of its field, to be finite and above 0.
     pub fn positive(mut self, field: &'static str, value: impl Into<f64>) -> Self {
         self.refused.extend(positive(field, value.into()).err());
         self
     }
 
-    /// A number of the case, by the name of its field, is finite.
+    /// Requires a number of the case, by the name of its field, to be finite.
     pub fn finite(mut self, field: &'static str, value: impl Into<f64>) -> Self {
         self.refused.extend(finite(field, value.into()).err());
         self
     }
 
-    /// Further tensors, of the operators that follow in a chain. One takes the place of another of
-    /// its name: what was given to one operator is then what another hands to it.
+    /// Adds the tensors of the operators that follow in a chain. One replaces another of the same
+    /// name: an input of one operator is then an output of another.
     pub fn with(self, tensors: impl IntoIterator<Item = TensorSpec>) -> Self {
         let (mut all, further) = (self.all, tensors.into_iter().collect::<Vec<_>>());
         all.retain(|spec| further.iter().all(|other| other.name != spec.name));
         Self { refused: self.refused, ..Self::new(self.seed, all.into_iter().chain(further)) }
     }
 
-    /// Whether axes, magnitudes and numbers are what they were said to be.
+    /// Checks axes, magnitudes and values against their declarations.
     ///
     /// # Errors
     /// The field, its value and the rule.
@@ -521,7 +523,7 @@ impl Specs {
         Ok(())
     }
 
-    /// The same with nothing between rows but what layouts put there.
+    /// The same without declared space between rows; only layouts add gaps.
     pub(super) fn without_gaps(mut self) -> Self {
         self.all.iter_mut().for_each(|spec| spec.minimum_gap = 0);
         self
@@ -535,12 +537,12 @@ impl Specs {
         self
     }
 
-    /// Those that this case has.
+    /// The tensors that this case has.
     pub fn present(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
         self.all.iter().filter(|spec| spec.present)
     }
 
-    /// All of them, also those that this case has not.
+    /// All tensors, including those that this case does not have.
     pub fn all(&self) -> &[TensorSpec] {
         &self.all
     }
@@ -555,8 +557,8 @@ impl Specs {
         self.present().flat_map(|spec| &spec.axes).find(|a| a.name == axis).map(|a| a.extent)
     }
 
-    /// Those whose oracle's tensor is compared with the kernel's: what is written, and what is
-    /// observed of a state in the place of the state itself.
+    /// The tensors of the oracle that are compared with the kernel's: what is written, and the
+    /// observed tensors instead of a state.
     pub fn compared(&self) -> impl Iterator<Item = &TensorSpec> + Clone {
         let observes = self.present().any(|spec| spec.part == Part::Observed);
         self.present().filter(move |spec| match spec.part {
@@ -572,8 +574,8 @@ impl Specs {
         self.compared().any(|spec| spec.name == name)
     }
 
-    /// Pairs of a differentiable input and its gradient. The gradient with respect to an output,
-    /// which one operator of a chain hands to another, is none of them.
+    /// Pairs of a differentiable input and its gradient. Excludes gradients with respect to an
+    /// output, which one operator of a chain passes to another.
     pub fn gradients(&self) -> impl Iterator<Item = (&TensorSpec, &TensorSpec)> {
         self.present().filter_map(|spec| match spec.part {
             Part::Gradient { of } => Some((self.find(of).filter(|of| of.is_given())?, spec)),

@@ -1,9 +1,8 @@
-//! An operator as a declaration: what its case is, its tensors, its oracle, its launches and its
-//! laws.
+//! An operator as a declaration: its case type, its tensors, its oracle, its launches and its laws.
 //!
-//! [`Operator`] is what an operator's file implements. Everything else is derived of it, once for
-//! all operators, behind [`AnyOperator`](super::any::AnyOperator), which does not know the types
-//! of cases.
+//! [`Operator`] is what an operator's file implements. Everything else is derived from it, once for
+//! all operators, through [`AnyOperator`](super::any::AnyOperator), which does not know the case
+//! types.
 
 use std::borrow::Cow;
 
@@ -26,10 +25,10 @@ use super::{ModuleSpecification, Profile};
 use crate::operator::golden_file::GoldenFile;
 use crate::record::Family;
 
-/// What is said of an operator apart from any case.
+/// Facts about an operator that hold for every case.
 #[derive(Clone, Copy, Debug)]
 pub struct About {
-    /// Its one name: that of its kernel file, launcher, oracle and operator file.
+    /// Its name: the same for its kernel file, launcher, oracle and operator file.
     pub name: &'static str,
     /// The part of the model that it belongs to.
     pub family: Family,
@@ -37,7 +36,7 @@ pub struct About {
     pub summary: &'static str,
     /// Sections of the specification.
     pub specification: &'static [&'static str],
-    /// Every path that a record may say ran.
+    /// Every path that a record may report.
     pub paths: &'static [&'static str],
     /// Every module that its launchers may compile.
     pub modules: fn() -> Vec<ModuleSpecification>,
@@ -54,7 +53,7 @@ pub struct Refused {
     pub reason: String,
 }
 
-/// Refuses a field of a case.
+/// Rejects a field of a case.
 ///
 /// # Errors
 /// Always.
@@ -62,7 +61,7 @@ pub fn refuse<T>(field: &'static str, reason: impl Into<String>) -> Result<T, Re
     Err(Refused { field: field.into(), reason: reason.into() })
 }
 
-/// A number of a case that must be finite and above 0.
+/// Requires a number of a case to be finite and above 0.
 ///
 /// # Errors
 /// It is not.
@@ -74,7 +73,7 @@ pub fn positive(field: &'static str, value: f64) -> Result<(), Refused> {
     }
 }
 
-/// A number of a case that must be finite.
+/// Requires a number of a case to be finite.
 ///
 /// # Errors
 /// It is not.
@@ -82,7 +81,7 @@ pub fn finite(field: &'static str, value: f64) -> Result<(), Refused> {
     if value.is_finite() { Ok(()) } else { refuse(field, format!("{value} must be finite")) }
 }
 
-/// An extent of a case that may not be 0.
+/// Requires an extent of a case not to be 0.
 ///
 /// # Errors
 /// It is.
@@ -90,37 +89,36 @@ pub fn not_empty(field: &'static str, extent: usize) -> Result<(), Refused> {
     if extent > 0 { Ok(()) } else { refuse(field, "0: there must be at least one") }
 }
 
-/// Elements of the largest input that finite differences are taken of, unless an operator says
-/// otherwise.
+/// Default limit on the elements of the largest input for finite differences.
 const SMOOTH_ELEMENTS: usize = 4096;
 
 /// An operator: a declaration, an oracle, launches and laws.
 pub trait Operator: Sized + Send + Sync + 'static {
-    /// One comparison: extents, types, classes of data, a seed. Plain data, one line of JSON.
+    /// One comparison: sizes, types, classes of data, a seed. Plain data, one line of JSON.
     type Case: Serialize + DeserializeOwned + Clone + std::fmt::Debug + Send + Sync + 'static;
 
     /// Name, specification, paths, sizes of sweeps.
     const ABOUT: About;
 
-    /// The kinds of golden files that are about it ([`GoldenFile::operator`]): every file of these
-    /// is cases of it.
+    /// The kinds of golden files for this operator ([`GoldenFile::operator`]). Every such file
+    /// becomes cases of it.
     const GOLDEN: &'static [&'static str] = &[];
 
-    /// The operators whose launches it composes, in their order, where it is a chain and has no
-    /// kernel of its own. Their kernels are mutated, and their launchers given bad arguments, as
-    /// theirs.
+    /// For a chain without a kernel of its own: the operators whose launches it composes, in order.
+    /// Their kernels are mutated and their launchers tested with bad arguments under their own
+    /// names.
     const CHAIN: &'static [&'static str] = &[];
 
-    /// In how many lanes its kernels add the numbers of a row, at least: these are then added as a
-    /// tree ([`dsv4_reference::precision`]). 1 says nothing.
+    /// The least number of lanes in which its kernels add the values of a row. The lanes are added
+    /// as a tree ([`dsv4_reference::precision`]). 1 declares nothing.
     const SUM_LANES: usize = 1;
 
     /// The tensors of a case. Called for cases that passed [`Operator::check`].
     fn tensors(case: &Self::Case) -> Specs;
 
-    /// Whether the fields of a case go together, beside what its tensors say by themselves (what
-    /// an axis may be, numbers that are positive or finite). Extents need no upper bound: the
-    /// layer bounds every tensor.
+    /// Checks that the fields of a case fit together. Its tensors declare other rules: limits of an
+    /// axis, and values that are positive or finite. Sizes need no upper bound: the layer bounds
+    /// every tensor.
     ///
     /// # Errors
     /// The field, its value and the rule.
@@ -131,8 +129,8 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// Draws cases; shrinks towards the smallest.
     fn strategy(profile: Profile) -> BoxedStrategy<Self::Case>;
 
-    /// Small cases, one for each family of kernels: the layer varies their layouts in every sweep,
-    /// and spoils their arguments one by one, which launchers must refuse.
+    /// Small cases, one for each family of kernels. The layer varies their layouts in every sweep.
+    /// It also corrupts their arguments one by one, which launchers must reject.
     fn typical() -> Vec<Self::Case>;
 
     /// Cases that every sweep runs, because chance must not leave them out.
@@ -143,14 +141,14 @@ pub trait Operator: Sized + Send + Sync + 'static {
         None
     }
 
-    /// The same call by the fastest kernels that there are for it on a device like this one, on as
-    /// much of it as they can use: what another kernel is timed beside. As the case says where it
-    /// chooses nothing.
+    /// The same call with the fastest kernels that run on a device like this one, for as much of it
+    /// as they can compute. Another kernel's time is compared with it. The case itself where it
+    /// chooses no kernel.
     fn fastest(case: &Self::Case, _environment: &Environment) -> Self::Case {
         case.clone()
     }
 
-    /// Sets what no distribution draws: lists, tables, zero rows, rows that nobody may read.
+    /// Sets what no distribution generates: lists, tables, zero rows, rows that no kernel may read.
     ///
     /// # Errors
     /// The oracle's, where inputs are computed by it.
@@ -161,7 +159,7 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// The oracle's outputs.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn forward(
         case: &Self::Case,
         tensors: &Bound<'_>,
@@ -172,7 +170,7 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// backward.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn backward(
         _case: &Self::Case,
         _tensors: &Bound<'_>,
@@ -181,13 +179,13 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Ok(Named::new())
     }
 
-    /// Gradients that follow at small cost from what kernels saved: the tensors hold everything
-    /// that they wrote, beside the inputs. Held to these, a gradient shows errors that lie far
-    /// below the rounding of what was saved, such as those of a small sink. Rounding points are
-    /// those of [`Operator::backward`].
+    /// Gradients that follow at small cost from what kernels saved. The tensors hold the inputs and
+    /// everything that the kernels wrote. This comparison shows errors far below the rounding of
+    /// what was saved, such as those of a small sink. Rounding points are those of
+    /// [`Operator::backward`].
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn backward_of_saved(
         _case: &Self::Case,
         _tensors: &Bound<'_>,
@@ -212,12 +210,12 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// Launches the forward. What it writes is frozen before [`Operator::launch_backward`].
     ///
     /// # Errors
-    /// What the launcher refuses, and what the kernel did wrong.
+    /// What the launcher rejects, and what the kernel did wrong.
     fn launch(case: &Self::Case, views: &Views, run: &mut Launches<'_>)
     -> Result<(), RuntimeError>;
 
-    /// Launches the backward, where there is one. An input that the forward overwrote, as
-    /// declared, is there as it was.
+    /// Launches the backward, where one exists. An input that the forward overwrote, as declared,
+    /// has its original values.
     ///
     /// # Errors
     /// As [`Operator::launch`].
@@ -229,8 +227,9 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Ok(())
     }
 
-    /// What stored bytes mean: the tensors of [`Part::Observed`], from what was given and all that
-    /// was written (by the kernels or the oracle), in the order of their declaration.
+    /// What stored bytes mean: the tensors of [`Part::Observed`], in the order of their
+    /// declaration. Computed from the given tensors and everything that the kernels or the oracle
+    /// wrote.
     fn observe(
         _case: &Self::Case,
         _given: &Tensors,
@@ -239,9 +238,9 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Elements that one run of the oracle holds at the same time beside the tensors of the case,
-    /// such as the rows that lists name: a case is refused before that takes too much memory. None
-    /// where it is not said.
+    /// Elements that one run of the oracle holds at the same time in addition to the tensors of the
+    /// case. An example is the gathered rows of lists. A case is rejected before that takes too
+    /// much memory. `None` where it is not declared.
     fn oracle_elements(_case: &Self::Case) -> u128 {
         0
     }
@@ -249,21 +248,20 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// Relations between the case and variants of it that need no oracle.
     fn laws(_case: &Self::Case, _laws: &mut Laws<'_, Self>) {}
 
-    /// Whether the oracle's gradients of this case can be triangulated: smooth where it is, and
-    /// small, since finite differences run the oracle dozens of times and large cases learn
-    /// nothing more from them.
+    /// Whether the oracle's gradients of this case can be triangulated: it must be smooth and
+    /// small. Finite differences run the oracle dozens of times, and large cases show nothing more.
     fn is_smooth(case: &Self::Case) -> bool {
         Self::tensors(case).gradients().all(|(input, _)| input.elements() <= SMOOTH_ELEMENTS)
     }
 
-    /// The distance over which the oracle bends, for each element of a differentiable input;
-    /// `None` where its declaration ([`TensorSpec::clamped`]) or its own size says it. Infinite
-    /// along what has no effect: it moves by the input's size.
+    /// The distance over which the oracle bends, for each element of a differentiable input. `None`
+    /// means that its declaration ([`TensorSpec::clamped`]) or its own size gives it. Infinite
+    /// where the element has no effect: the step then follows the input's size.
     fn bends_over(_case: &Self::Case, _tensors: &Tensors, _input: &str) -> Option<Vec<f64>> {
         None
     }
 
-    /// What a golden file of [`Self::GOLDEN`] says of this operator.
+    /// The cases that a golden file of [`Self::GOLDEN`] gives for this operator.
     ///
     /// # Errors
     /// A file that does not fit.
@@ -271,16 +269,16 @@ pub trait Operator: Sized + Send + Sync + 'static {
         Ok(Vec::new())
     }
 
-    /// What is timed: on a GPU the shapes of the model, elsewhere some that the emulator can bear.
+    /// The benchmarks: on a GPU the shapes of the model, on the emulator small ones.
     fn benchmarks(_environment: &Environment) -> Vec<Benchmark<Self>> {
         Vec::new()
     }
 }
 
-/// A tensor that may not change any more, and what it was when that was said.
+/// A tensor that must not change any more, and its bytes when it was frozen.
 pub(super) type Frozen = (TensorView, HostTensor);
 
-/// What a launcher says ran: one or several of [`About::paths`].
+/// The path that a launcher reports: one or several of [`About::paths`].
 pub struct Ran(Vec<String>);
 
 impl From<&str> for Ran {
@@ -301,10 +299,10 @@ impl<T: Into<String>> From<Vec<T>> for Ran {
     }
 }
 
-/// The launches of one run: on which device, what ran, and what may not change any more.
+/// The launches of one run: the device, the paths that ran, and the frozen tensors.
 pub struct Launches<'r> {
     device: &'r Device,
-    /// What is frozen is read back through it; absent where nothing may wait for the device.
+    /// Reads back what is frozen. Absent where waiting for the device is not allowed.
     arena: Option<&'r DeviceArena<'r>>,
     paths: Vec<String>,
     frozen: Vec<Frozen>,
@@ -315,17 +313,17 @@ impl<'r> Launches<'r> {
         Self { device, arena: Some(arena), paths: Vec::new(), frozen: Vec::new() }
     }
 
-    /// Launches under the clock: nothing is read back, so nothing is frozen.
+    /// Launches for timing: nothing is read back, so nothing is frozen.
     pub(super) fn timed(device: &'r Device) -> Self {
         Self { device, arena: None, paths: Vec::new(), frozen: Vec::new() }
     }
 
-    /// The device to launch on, where an operator knows of one alone: that of rank 0.
+    /// The device for an operator that uses only one: that of rank 0.
     pub fn device(&self) -> &'r Device {
         self.device
     }
 
-    /// How many ranks the launches are spread over.
+    /// The number of ranks that the launches use.
     pub fn world_size(&self) -> usize {
         1
     }
@@ -342,7 +340,7 @@ impl<'r> Launches<'r> {
         Err(RuntimeError::argument("launches", "rank", reason))
     }
 
-    /// Launches, and takes down what ran.
+    /// Launches, and records the path that ran.
     ///
     /// # Errors
     /// The launcher's.
@@ -354,13 +352,13 @@ impl<'r> Launches<'r> {
         Ok(())
     }
 
-    /// Takes down what ran.
+    /// Records the path that ran.
     pub fn ran(&mut self, ran: impl Into<Ran>) {
         self.paths.extend(ran.into().0);
     }
 
-    /// What was written so far to `view` is final: it is compared as it is now, and a later launch
-    /// that changes it is found out.
+    /// Declares that what was written to `view` so far is final. It is compared as it is now. A
+    /// later launch that changes it is detected.
     ///
     /// # Errors
     /// The device's.

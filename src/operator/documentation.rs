@@ -1,4 +1,4 @@
-//! What `parity ops` says of an operator; of its tensors, the union over its cases.
+//! What `parity ops` prints about an operator. Its tensors are the union over its cases.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -48,9 +48,9 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
     }
 }
 
-/// The tensors of an operator: what its typical cases, edge cases and some drawn ones have.
+/// The tensors of an operator: those of its typical cases, edge cases and some drawn ones.
 fn tensors(operator: &dyn Declaration) -> Vec<TensorRecord> {
-    /// By operator: who asks for a name is told all of it each time.
+    /// Cached by operator: each lookup of a name needs all of it.
     static KNOWN: Mutex<BTreeMap<&str, Vec<TensorRecord>>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
     known.entry(operator.about().name).or_insert_with(|| found(operator)).clone()
@@ -68,12 +68,12 @@ fn found(operator: &dyn Declaration) -> Vec<TensorRecord> {
     names.into_iter().map(|name| record(name, &all, &kinds)).collect()
 }
 
-/// Drawn cases that are looked at, beyond typical ones and edge cases: choices that exclude one
-/// another meet there.
+/// Drawn cases that are examined in addition to typical ones and edge cases. They cover choices
+/// that exclude each other.
 const DRAWN: usize = 200;
 
-/// The tensors of many cases, and the fields of each as far as they can decide whether a tensor is
-/// there.
+/// The tensors of many cases, and those fields of each case that can decide whether a tensor is
+/// present.
 fn cases(operator: &dyn Declaration) -> Vec<(Specs, Kinds)> {
     let strategy = operator.strategy(Profile::Full);
     let mut runner = TestRunner::deterministic();
@@ -83,7 +83,7 @@ fn cases(operator: &dyn Declaration) -> Vec<(Specs, Kinds)> {
     cases.filter_map(|case| Some((checked(&*case).ok()?, kinds(&case.line())))).collect()
 }
 
-/// What each field of a case is: its word, whether it is true, or what kind of thing it holds.
+/// The value of each field of a case: a word, a boolean, or the kind of its value.
 type Kinds = BTreeMap<String, String>;
 
 fn kinds(case: &Case) -> Kinds {
@@ -110,8 +110,8 @@ fn add_kind(kinds: &mut Kinds, name: String, value: &Value) {
     kinds.insert(name, kind);
 }
 
-/// Which cases have a tensor that not all have: the values of a field that says so alone, or else
-/// the fewest fields that do together.
+/// Which cases have an optional tensor: the values of one field that decides it, or else the fewest
+/// fields that decide it together.
 fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
     let fields: BTreeSet<&String> = kinds.iter().flat_map(Kinds::keys).collect();
     let of = |names: &[&String], present: bool| -> BTreeSet<Vec<&str>> {
@@ -140,7 +140,7 @@ fn when(has: &[bool], kinds: &[Kinds]) -> Option<String> {
     ))
 }
 
-/// What its cases differ in: the fields of a line, and what this layer chooses beside them.
+/// What distinguishes its cases: the fields of a line, and what this layer chooses in addition.
 fn axes(operator: &dyn Declaration) -> Vec<String> {
     let cases = || operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick));
     let lines = cases().map(|case| case.line());

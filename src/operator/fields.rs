@@ -1,4 +1,4 @@
-//! Fields that the cases of many operators have, what draws them, and tensors of the oracles.
+//! Fields that many operators' cases share, their strategies, and tensors of the oracles.
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_runtime::{DType, Environment, HostTensor};
@@ -21,7 +21,7 @@ pub enum Float {
 }
 
 impl Float {
-    /// The runtime's name of it.
+    /// The runtime's name for it.
     pub fn dtype(self) -> DType {
         match self {
             Self::Bf16 => DType::Bf16,
@@ -30,13 +30,13 @@ impl Float {
     }
 }
 
-/// How an output lies relative to its input.
+/// Where an output is in memory relative to its input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aliasing {
-    /// A buffer of its own.
+    /// A separate buffer.
     OutOfPlace,
-    /// The input itself, declared as such.
+    /// The input itself, declared as aliasing.
     InPlace,
     /// A view of the input's buffer: rows of input and output alternate.
     Interleaved,
@@ -49,10 +49,10 @@ impl Float {
     }
 }
 
-/// How a case's numbers are drawn: fields that cases have among their own.
+/// How a case's values are drawn: fields that are flattened into a case.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Data {
-    /// Distribution of the inputs that the operator says.
+    /// Distribution of the inputs that the operator names.
     pub distribution: Distribution,
     /// Their scale.
     pub magnitude: f64,
@@ -61,12 +61,12 @@ pub struct Data {
 }
 
 impl Data {
-    /// Standard normal numbers times `magnitude`, by seed 1.
+    /// Standard normal values times `magnitude`, with seed 1.
     pub fn normal(magnitude: f64) -> Self {
         Self { distribution: Distribution::Normal, magnitude, seed: 1 }
     }
 
-    /// Whether numbers can be drawn so.
+    /// Whether values can be drawn this way.
     ///
     /// # Errors
     /// A magnitude that is not positive.
@@ -82,7 +82,8 @@ impl Data {
     }
 }
 
-/// Rows and width of a matrix: up to `rows` rows, of mostly up to 300 elements and at most `width`.
+/// Rows and width of a matrix: up to `rows` rows. The width is mostly up to 300 elements, and at
+/// most `width`.
 pub fn matrix([rows, width]: [usize; 2]) -> BoxedStrategy<[usize; 2]> {
     let widths = prop_oneof![3 => extent(300, 8), 2 => extent(width, 128), 1 => Just(width)];
     (extent(rows, 8), widths)
@@ -90,7 +91,7 @@ pub fn matrix([rows, width]: [usize; 2]) -> BoxedStrategy<[usize; 2]> {
         .boxed()
 }
 
-/// Elements of the largest tensor that a strategy draws: ten oracle runs of it take a second or so.
+/// Elements of the largest tensor that a strategy draws. Ten oracle runs of it take about a second.
 pub(crate) const LARGEST_DRAWN: usize = 1 << 20;
 
 /// An extent of a case: 1, an exact multiple of `unit`, or anything up to `largest`.
@@ -104,7 +105,7 @@ pub(crate) fn extent(largest: usize, unit: usize) -> BoxedStrategy<usize> {
     .boxed()
 }
 
-/// Magnitudes, log-uniform over powers of two, and not only those.
+/// Magnitudes: log-uniform, powers of two and others.
 pub(crate) fn magnitude(log2: std::ops::RangeInclusive<i32>) -> BoxedStrategy<f64> {
     (log2, prop_oneof![Just(1.0), Just(1.375)])
         .prop_map(|(exponent, factor)| factor * 2f64.powi(exponent))
@@ -137,15 +138,15 @@ pub enum Implementation {
 }
 
 impl Implementation {
-    /// The faster kernels of those that run on a device like this one, where it is a GPU; else the
-    /// portable ones.
+    /// The faster kernels on a GPU that can run them, else the portable ones.
     pub(crate) fn fastest_on(environment: &Environment) -> Self {
         let hopper =
             on_gpu(environment) && Self::Hopper.launcher().cannot_run_on(environment).is_none();
         if hopper { Self::Hopper } else { Self::Portable }
     }
 
-    /// The same for a shape of so many heads, which the kernels for Hopper take or do not.
+    /// The same for a shape with that many heads. Portable for few heads, or where the kernels for
+    /// Hopper do not accept the shape.
     pub(crate) fn fastest_for(
         environment: &Environment,
         num_heads: usize,
@@ -155,7 +156,7 @@ impl Implementation {
         if many && hopper_takes_it { Self::fastest_on(environment) } else { Self::Portable }
     }
 
-    /// What a benchmark of the portable kernels has in its name.
+    /// The part of a benchmark's name that marks the portable kernels.
     pub(crate) fn suffix(portable: bool) -> &'static str {
         if portable { " portable" } else { "" }
     }

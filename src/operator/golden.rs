@@ -1,8 +1,8 @@
-//! What a golden file means to a declared operator: tensors of the file by the operator's names.
+//! What a golden file means to a declared operator: the file's tensors under the operator's names.
 //!
-//! An operator reads a file through [`Reading`] alone, which knows its axes by name: an axis has
-//! one extent in all tensors of a file, no tensor is empty, and what is read as numbers, integers
-//! or a mask is stored as such. So no operator can index beyond what a file holds.
+//! An operator reads a file only through [`Reading`], which knows its axes by name. An axis has one
+//! extent in all tensors of a file. No tensor is empty. Values, integers and masks must be stored
+//! as such. So no operator can index beyond what a file holds.
 
 use std::collections::BTreeMap;
 
@@ -20,19 +20,19 @@ use super::{ExpectedTensor, GoldenCase};
 use crate::case::CaseError;
 use crate::operator::golden_file::{GoldenFile, GoldenTensor, Kind};
 
-/// Axes of a stored tensor, outermost first, by the file's names of them: `1` is an axis of one
-/// entry, and a first one that begins with `..` is any number of axes, taken as one.
+/// Axes of a stored tensor, outermost first, by the file's names. `1` is an axis of one entry. A
+/// first axis that starts with `..` is any number of axes, taken as one.
 pub type Axes<'a> = &'a [&'a str];
 
 /// A golden file as an operator reads it.
 pub struct Reading<'f> {
     file: &'f GoldenFile,
-    /// Extents by the names of axes, and what they were learnt from.
+    /// Sizes by the names of axes, and the tensor that gave each.
     extents: BTreeMap<String, (usize, String)>,
 }
 
 impl<'f> Reading<'f> {
-    /// Nothing of it is known yet.
+    /// A reading without any known size.
     pub fn of(file: &'f GoldenFile) -> Self {
         Self { file, extents: BTreeMap::new() }
     }
@@ -72,7 +72,7 @@ impl<'f> Reading<'f> {
         Ok(self.tensor(name, axes, Kind::Byte)?.values.iter().map(|&value| value != 0.0).collect())
     }
 
-    /// The extent of an axis of what was read.
+    /// The extent of an axis that was read.
     ///
     /// # Errors
     /// Nothing that was read has such an axis.
@@ -81,10 +81,10 @@ impl<'f> Reading<'f> {
         known.ok_or_else(|| format!("nothing that was read has an axis {axis}"))
     }
 
-    /// Says the extent of an axis, as `of` has it.
+    /// Sets the extent of an axis, as given by `of`.
     ///
     /// # Errors
-    /// It is another one in what was read.
+    /// A tensor that was read has another extent.
     pub fn hold(&mut self, axis: &str, extent: usize, of: &str) -> Result<(), String> {
         let axis = axis.trim_start_matches('.');
         let known = self.extents.get(axis).map(|(known, by)| (*known, by.clone()));
@@ -119,7 +119,7 @@ impl<'f> Reading<'f> {
             .ok_or_else(|| format!("config: {name} {number} is no extent"))
     }
 
-    /// What the configuration says under a name; nothing where it says nothing.
+    /// The configuration's value under a name, if it has one.
     pub fn config(&self, name: &str) -> &'f serde_json::Value {
         &self.file.config[name]
     }
@@ -169,7 +169,7 @@ impl<'f> Reading<'f> {
 /// How a tensor's elements are reordered between the file and the operator.
 pub type Reorder<'r> = &'r dyn Fn(&[f64]) -> Vec<f64>;
 
-/// A case whose tensors a golden file holds, and what the file says of its outputs.
+/// A case whose tensors come from a golden file, with the outputs that the file holds.
 pub struct Golden<C> {
     case: C,
     given: Vec<(&'static str, Given)>,
@@ -185,7 +185,8 @@ enum Given {
 }
 
 impl<C> Golden<C> {
-    /// Without tensors yet: those that the file is not asked for are drawn as in any case.
+    /// A case without tensors yet. Tensors that are not read from the file are drawn as in any
+    /// case.
     pub fn new(case: C) -> Self {
         Self {
             case,
@@ -196,28 +197,28 @@ impl<C> Golden<C> {
         }
     }
 
-    /// Tensor `name` has these elements, rounded to its type.
+    /// Sets tensor `name` to these elements, rounded to its type.
     #[must_use]
     pub fn values(mut self, name: &'static str, values: Vec<f64>) -> Self {
         self.given.push((name, Given::Values(values)));
         self
     }
 
-    /// Tensor `name` has these integers.
+    /// Sets tensor `name` to these integers.
     #[must_use]
     pub fn integers(mut self, name: &'static str, values: Vec<i32>) -> Self {
         self.given.push((name, Given::Integers(values)));
         self
     }
 
-    /// Tensor `name` is this one.
+    /// Sets tensor `name` to this one.
     #[must_use]
     pub fn tensor(mut self, name: &'static str, tensor: HostTensor) -> Self {
         self.given.push((name, Given::Tensor(tensor)));
         self
     }
 
-    /// Tensor `name` has the elements of `stored` in the file, which has these axes.
+    /// Sets tensor `name` to the elements of `stored` in the file, which has these axes.
     ///
     /// # Errors
     /// Those of [`Reading::floats`].
@@ -231,7 +232,7 @@ impl<C> Golden<C> {
         Ok(self.values(name, file.floats(stored, axes)?.to_vec()))
     }
 
-    /// The oracle takes this number in place of the case's rounded one.
+    /// The oracle takes this number instead of the case's rounded one.
     #[must_use]
     pub fn scalar(mut self, name: &'static str, value: f64) -> Self {
         self.scalars.push((name, value));
@@ -276,22 +277,22 @@ impl<C> Golden<C> {
         Ok(self)
     }
 
-    /// What is expected was computed in f32 throughout: it is held to a kernel's budget only.
+    /// The expected values were computed in f32 throughout: only a kernel's budget applies.
     #[must_use]
     pub fn computed_in_f32(mut self) -> Self {
         self.expected.iter_mut().for_each(|expected| expected.computed_f32 = true);
         self
     }
 
-    /// Why the kernel cannot run this case, if it cannot: as it is, it takes only cases like this
-    /// other one.
+    /// Why the kernel cannot run this case, if it cannot: it accepts only cases like this other
+    /// one.
     #[must_use]
     pub fn kernel_skips(mut self, why: Option<(String, C)>) -> Self {
         self.kernel_skip = why;
         self
     }
 
-    /// With the case as that of any operator.
+    /// As a case of any operator.
     pub(super) fn of_any(self, any: impl Fn(C) -> AnyCase) -> Golden<AnyCase> {
         let Self { case, given, scalars, expected, kernel_skip } = self;
         let kernel_skip = kernel_skip.map(|(why, like)| (why, any(like)));
@@ -300,13 +301,13 @@ impl<C> Golden<C> {
 }
 
 impl Golden<AnyCase> {
-    /// The case with its tensors, held to the operator's declaration.
+    /// The case with its tensors, checked against the operator's declaration.
     pub(super) fn finish(self, file: &GoldenFile) -> Result<GoldenCase, CaseError> {
         let broken = |reason: String| CaseError::Malformed(format!("{}: {reason}", file.name));
         let refused =
             |refused: Refused| broken(format!("field `{}`: {}", refused.field, refused.reason));
         match (checked(&*self.case), &self.kernel_skip) {
-            // What is wrong with the case is nothing but what its like has not.
+            // The similar case must be valid, so the error comes from what differs between the two.
             (Err(_), Some((_, like))) => checked(&**like).map(|_| ()).map_err(refused)?,
             (Ok(_), Some((why, _))) => {
                 return Err(broken(format!("left out of the kernels, which take it: {why}")));
@@ -332,12 +333,12 @@ impl Golden<AnyCase> {
     }
 }
 
-/// Of each slot of `chosen` `[..tokens, topk]` the product of its expert's matrix of `experts`
-/// with its token's row of `rows` `[..tokens, n]`: m numbers. The matrices' axes are `[experts, m,
-/// n]`.
+/// For each slot of `chosen` `[..tokens, topk]`, multiplies its expert's matrix of `experts` by its
+/// token's row of `rows` `[..tokens, n]`. The result has m values. The matrices' axes are
+/// `[experts, m, n]`.
 ///
 /// # Errors
-/// A tensor that the file has not, or whose extents do not fit; an expert that there is not.
+/// A tensor that the file does not have, or whose sizes do not fit; an expert that does not exist.
 pub fn routed(
     file: &mut Reading<'_>,
     rows: &str,
@@ -347,7 +348,7 @@ pub fn routed(
     of_slots(file, rows, chosen, experts, false)
 }
 
-/// [`routed`] the other way, as gradients go: rows `[..tokens, m]` times the matrix, n numbers.
+/// [`routed`] in the direction of gradients: rows `[..tokens, m]` times the matrix, n values.
 ///
 /// # Errors
 /// As [`routed`].
@@ -392,10 +393,10 @@ fn of_slots(
     slots.iter().enumerate().map(product).collect()
 }
 
-/// How often the products of slots are held until they are a case's tensors.
+/// How many copies of the slots' products exist before they become a case's tensors.
 const COPIES_OF_PRODUCTS: u128 = 6;
 
-/// Refuses so many elements for a tensor that has others.
+/// Rejects a tensor with another number of elements.
 fn filled(specs: &Specs, name: &str, count: usize) -> Result<(), String> {
     let spec = specs.find(name).ok_or_else(|| format!("the case has no tensor `{name}`"))?;
     let shape = spec.shape();

@@ -1,4 +1,4 @@
-//! Golden files: what an independent public implementation computed.
+//! Golden files: results of independent public implementations.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub enum GoldenError {
     /// The folder or a file in it cannot be read.
     #[error("reading {path}: {source}")]
     Read {
-        /// What was read.
+        /// The path.
         path: PathBuf,
         /// The system's error.
         #[source]
@@ -28,20 +28,20 @@ pub enum GoldenError {
         /// The folder.
         path: PathBuf,
     },
-    /// A file that is no safetensors file, is truncated, or lacks its description.
+    /// The file is not a safetensors file, is truncated, or has no description.
     #[error("{path} is no golden file: {reason}")]
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
 }
 
-/// What a golden tensor's elements are.
+/// The element kind of a golden tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Floating-point numbers.
+    /// Floating-point values.
     Float,
     /// Signed integers.
     Integer,
@@ -49,14 +49,14 @@ pub enum Kind {
     Byte,
 }
 
-/// A tensor of a golden file, widened to f64 (exactly, for every type that occurs).
+/// A tensor of a golden file, widened to f64. Every type that occurs widens exactly.
 #[derive(Clone, Debug)]
 pub struct GoldenTensor {
-    /// Extents.
+    /// Shape.
     pub shape: Vec<usize>,
     /// Elements, row-major.
     pub values: Vec<f64>,
-    /// What the file holds.
+    /// The stored element kind.
     pub kind: Kind,
     /// Whether the file holds f32.
     pub stored_f32: bool,
@@ -67,7 +67,7 @@ pub struct GoldenTensor {
 pub struct GoldenFile {
     /// File name.
     pub name: String,
-    /// Operator, in the golden set's own words: the file name up to `__`.
+    /// Operator, as the golden set names it: the file name up to `__`.
     pub operator: String,
     /// The case's `config`.
     pub config: Value,
@@ -112,11 +112,11 @@ pub fn kind_of(name: &str) -> &str {
     name.split("__").next().unwrap_or_default()
 }
 
-/// Times the bytes of a file that reading it takes: it, and its elements widened from one byte to
-/// eight.
+/// Memory for reading a file, as a multiple of its bytes: the file, and its elements widened from
+/// one byte to eight.
 const WIDENED: u128 = 10;
 
-/// The bytes of a regular file that is no larger than a case may be.
+/// The bytes of a regular file within the size limit of a case.
 fn bytes_of(path: &Path) -> Result<Vec<u8>, GoldenError> {
     let unread = |source| GoldenError::Read { path: path.to_owned(), source };
     let file = std::fs::metadata(path).map_err(unread)?;

@@ -1,4 +1,4 @@
-//! A case with its tensors: what the oracle and the kernels of any operator are run on.
+//! A case with its tensors: the input of an operator's oracle and kernels.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::case::{Case, CaseError};
 use crate::operator::fields::elements;
 use crate::record::Seconds;
 
-/// What of a variant's tensor is looked at: its elements at these places, in this shape.
+/// The part of a variant's tensor that is compared: the elements at these offsets, in this shape.
 #[derive(Clone, Debug)]
 pub(super) struct Shown {
     pub name: &'static str,
@@ -55,7 +55,7 @@ pub struct Inputs {
     pub(super) choices: Choices,
     pub(super) tensors: Arc<Tensors>,
     pub(super) shown: Vec<Shown>,
-    /// Whether the case's line says all that sets these inputs apart but their numbers.
+    /// Whether the case's line determines these inputs except for their values.
     pub(super) said: bool,
 }
 
@@ -76,7 +76,7 @@ impl Inputs {
         }
     }
 
-    /// The same inputs with a tensor of subnormal numbers.
+    /// The same inputs with a tensor of subnormal values.
     fn subnormal(&self, name: &str) -> Self {
         let Some(spec) = self.specs().find(name).cloned() else { return self.clone() };
         let mut tensors = (*self.tensors).clone();
@@ -84,8 +84,8 @@ impl Inputs {
         Self { tensors: Arc::new(tensors), ..self.clone() }
     }
 
-    /// The same inputs with a tensor times the furthest power of a base, 2 or its inverse, that
-    /// takes no intermediate out of fp32's range, nor into it; as they are if each does.
+    /// The same inputs with a tensor multiplied by the largest power of a base, 2 or its inverse,
+    /// that keeps every intermediate within fp32's range. Unchanged if no power does.
     fn scaled_as_far_as_fp32_allows(&self, name: &str, base: f64) -> Self {
         let Some(spec) = self.specs().find(name).cloned() else { return self.clone() };
         let of = |tensors: &Tensors| laws::outside_f32(&*self.case, tensors);
@@ -94,7 +94,7 @@ impl Inputs {
             let factor = base.powi(exponent);
             let mut tensors = (*self.tensors).clone();
             tensors.scale(spec.name, factor);
-            // A type whose own range ends earlier loses numbers: scaled back they are others.
+            // A type with a smaller range loses values: scaling back does not restore them.
             let back = tensors.values(spec.name).into_iter().map(|x| x / factor);
             let kept = back.zip(&own).all(|(a, b)| a == *b || a.is_nan() && b.is_nan());
             (kept && of(&tensors) == before).then_some(tensors)
@@ -105,8 +105,8 @@ impl Inputs {
         }
     }
 
-    /// The same inputs with one number in another's place, where the oracle's results say that it
-    /// counts; in the last place that was tried if they do in none.
+    /// The same inputs with one value replaced, at an offset where the oracle's results depend on
+    /// it. At the last offset that was tried if none does.
     fn with_lone(&self, name: &str, number: f64) -> Result<Self, CaseError> {
         let results = |inputs: &Self| -> Result<Vec<u64>, CaseError> {
             let oracle = inputs
@@ -139,7 +139,7 @@ impl Inputs {
         self.case.tensors()
     }
 
-    /// Runs the oracle of these sides, by itself or as one of the runs that have `products` in
+    /// Runs the oracle of these sides, separately or as one of the runs that have `products` in
     /// common.
     pub(super) fn run_oracle(
         &self,
@@ -150,7 +150,7 @@ impl Inputs {
         let specs = self.specs();
         let bound = Bound::new(&self.tensors);
         let mut tensors = Vec::new();
-        // One for all sides: runs that share products ask for them in one order.
+        // One for all sides: runs that share products must request them in one order.
         let mut rounding =
             products.map_or_else(|| Rounding::new(precision), |p| Rounding::sharing(precision, p));
         for &side in sides {
@@ -201,7 +201,7 @@ impl Inputs {
         tensors.extend(observed);
     }
 
-    /// Its tensors on a device, and the workspaces that its launches need.
+    /// Its tensors on a device, with the workspaces that its launches need.
     pub(super) fn placed<'d>(
         &self,
         device: &'d Device,
@@ -216,7 +216,7 @@ impl Inputs {
         Ok(placed)
     }
 
-    /// Launches forward and backward on what was placed, and reads back what they wrote.
+    /// Launches forward and backward on the placed tensors, and reads back what they wrote.
     pub(super) fn launched(
         &self,
         specs: &Specs,
@@ -240,7 +240,7 @@ impl Inputs {
         Ok(KernelRun { tensors: self.collect(specs, placed, &frozen)?, violations, paths })
     }
 
-    /// The given tensors as the device got them, where that is not what was drawn.
+    /// The given tensors as the device received them, where they differ from what was drawn.
     fn uploaded(&self, specs: &Specs, placed: &Placed<'_>) -> Cow<'_, Tensors> {
         let mut given = Cow::Borrowed(&*self.tensors);
         for spec in specs.present().filter(|spec| spec.is_given()) {
@@ -251,8 +251,8 @@ impl Inputs {
         given
     }
 
-    /// What was written: what was frozen as it was then, since a change of it is a matter of its
-    /// own.
+    /// What was written. A frozen tensor is reported as it was when frozen, because a later change
+    /// is a separate finding.
     pub(super) fn collect(
         &self,
         specs: &Specs,
@@ -291,7 +291,7 @@ impl Inputs {
     }
 }
 
-/// Bytes of a spec's type that hold the oracle's numbers.
+/// Bytes of a spec's type that hold the oracle's values.
 fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
     let shape = spec.shape();
     match spec.dtype {

@@ -1,6 +1,6 @@
 //! Laws of a declared operator: variants of a case, and what must hold between the two.
 //!
-//! A relation on a tensor that the case has not is dropped, so that an operator states each law
+//! A relation on a tensor that the case does not have is dropped. So an operator states each law
 //! once for all its cases.
 
 use std::cell::OnceCell;
@@ -16,7 +16,7 @@ use super::tensors::{Bound, Tensors};
 use super::{Law, Relation};
 use crate::case::permutation;
 
-/// A variant in the making.
+/// A variant under construction.
 pub struct Variant<K: Operator> {
     /// Its case.
     pub case: K::Case,
@@ -27,15 +27,15 @@ pub struct Variant<K: Operator> {
 }
 
 impl<K: Operator> Variant<K> {
-    /// Of the output called `name` only these elements (by their places, row-major) are looked at,
-    /// in this shape.
+    /// Compares only these elements of the output called `name` (offsets, row-major), in this
+    /// shape.
     pub fn show(&mut self, name: &'static str, shape: &[usize], elements: Vec<usize>) {
         self.said = false;
         self.shown.push(Shown { name, shape: shape.to_vec(), elements });
     }
 
-    /// The variant differs from the case in more than a line of JSON and given tensors can say:
-    /// external kernels are not asked for it.
+    /// The variant differs from the case in more than a JSON line and given tensors can express.
+    /// External kernels do not run it.
     pub fn unsaid(&mut self) {
         self.said = false;
     }
@@ -46,7 +46,7 @@ impl<K: Operator> Variant<K> {
     }
 }
 
-/// What a relation binds, and how.
+/// The tensors that a relation binds, and the relation.
 type Bindings = Vec<(&'static str, Relation)>;
 
 /// The laws of one case.
@@ -56,7 +56,7 @@ pub struct Laws<'i, K: Operator> {
 }
 
 impl<'i, K: Operator> Laws<'i, K> {
-    /// Of `case`, which is that of `inputs`.
+    /// The laws of `case`, to which `inputs` belongs.
     pub(super) fn new(case: &'i K::Case, inputs: &'i Inputs) -> Self {
         let any = AnyLaws {
             inputs,
@@ -109,9 +109,9 @@ impl<'i, K: Operator> Laws<'i, K> {
         self.law(name, change, relations);
     }
 
-    /// Tensor `scaled` times `factor`, a power of two, makes each tensor named the given power of
-    /// two as large. Cases in which that moves an intermediate out of fp32's range, or within what
-    /// lies outside of it, are left out, which is counted.
+    /// Tensor `scaled` times `factor`, a power of two, multiplies each named tensor by the given
+    /// power of that factor. Cases where that moves an intermediate out of fp32's range, or back
+    /// into it, are skipped and counted.
     pub fn scale(
         &mut self,
         name: &'static str,
@@ -123,18 +123,18 @@ impl<'i, K: Operator> Laws<'i, K> {
     }
 
     /// The gradients are linear in the upstream gradients, and no output depends on these: each
-    /// counts once.
+    /// upstream contributes once.
     pub fn scale_upstreams(&mut self) {
         self.any.scale_upstreams();
     }
 
-    /// This relation binds every output and gradient.
+    /// Binds every output and gradient with this relation.
     pub fn all(&self, relation: Relation) -> Vec<(&'static str, Relation)> {
         self.compared().into_iter().map(|name| (name, relation.clone())).collect()
     }
 
-    /// `number`, the case's field called `field`, multiplies what tensor `scaled` does, once:
-    /// these relations hold where the number is a quarter and the tensor four times as large.
+    /// `number`, the case's field called `field`, multiplies what tensor `scaled` multiplies, once.
+    /// These relations hold where the number is a quarter and the tensor four times as large.
     pub fn exchange(
         &mut self,
         name: &'static str,
@@ -154,21 +154,21 @@ impl<'i, K: Operator> Laws<'i, K> {
         self.any.law(name, variant, relations.into_iter().collect());
     }
 
-    /// Entries along `axis` know nothing of each other: [`Self::permute`], under this name, and
+    /// Entries along `axis` are independent of each other: [`Self::permute`], under this name, and
     /// [`Self::independent`].
     pub fn separate(&mut self, axis: &str, permuted: &'static str) {
         self.permute(permuted, axis);
         self.independent(axis);
     }
 
-    /// Entries along `axis` may come in another order: what has the axis follows, bit for bit;
-    /// what sums over it stays the same within its budget, if it is a gradient, or bit for bit, if
-    /// it is an output.
+    /// Entries along `axis` may come in another order. A tensor with the axis follows that order,
+    /// bit for bit. A sum over the axis stays the same: a gradient within its budget, an output bit
+    /// for bit.
     pub fn permute(&mut self, name: &'static str, axis: &str) {
         self.any.permute(name, axis);
     }
 
-    /// Other numbers and lists in the middle entry along `axis` change no other entry of what has
+    /// Other values and lists in the middle entry along `axis` change no other entry of what has
     /// the axis.
     pub fn independent(&mut self, axis: &str) {
         self.any.independent(axis);
@@ -183,12 +183,12 @@ struct AnyVariant {
     said: bool,
 }
 
-/// [`Laws`] as far as they do not ask for the type of the case.
+/// The part of [`Laws`] that does not need the case's type.
 struct AnyLaws<'i> {
     inputs: &'i Inputs,
     specs: Specs,
     laws: Vec<Law>,
-    /// Of the case's own tensors, once it is asked for.
+    /// The results for the case's own tensors, computed at first use.
     outside_f32: OnceCell<Option<u64>>,
 }
 
@@ -215,7 +215,7 @@ impl AnyLaws<'_> {
         let factor = |spec: &TensorSpec| {
             if matches!(spec.part, Part::Gradient { .. }) { FACTOR } else { 1.0 }
         };
-        // Sums in any order are repeated within their budgets only.
+        // Sums in no fixed order repeat only within their budgets.
         let bound = self.specs.compared().filter(|spec| spec.deterministic);
         let outputs: Vec<_> = bound.map(|spec| (spec.name, factor(spec))).collect();
         self.scale("upstreams scale the gradients once", &upstreams, FACTOR, &outputs);
@@ -242,8 +242,7 @@ impl AnyLaws<'_> {
         self.law(name, self.with(tensors), relations);
     }
 
-    /// Whether these numbers move an intermediate out of fp32's range, or within what lies outside
-    /// of it.
+    /// Whether these values move an intermediate out of fp32's range, or back into it.
     fn leaves_f32(&self, case: &dyn DeclaredCase, tensors: &Tensors) -> bool {
         let own =
             self.outside_f32.get_or_init(|| outside_f32(&*self.inputs.case, &self.inputs.tensors));
@@ -288,8 +287,8 @@ impl AnyLaws<'_> {
     }
 }
 
-/// What of the oracle's intermediates fp32 does not hold. An oracle that refuses its inputs says
-/// so elsewhere.
+/// The oracle's intermediates that fp32 cannot hold. An oracle that rejects its inputs reports that
+/// in another check.
 pub(super) fn outside_f32(case: &dyn DeclaredCase, tensors: &Tensors) -> Option<u64> {
     let (bound, mut rounding) = (Bound::new(tensors), Rounding::watching());
     case.forward(&bound, &mut rounding).ok()?;
@@ -297,8 +296,8 @@ pub(super) fn outside_f32(case: &dyn DeclaredCase, tensors: &Tensors) -> Option<
     Some(rounding.outside_f32())
 }
 
-/// The tensor with other numbers in entry `entry` along axis `at`: floating-point ones are taken
-/// from 3, lists of integers turned around; single integers and bytes stay.
+/// The tensor with other values in entry `entry` along axis `at`. Floating-point values are
+/// subtracted from 3, and lists of integers are reversed. Single integers and bytes stay.
 fn with_other_entry(tensor: &HostTensor, at: usize, entry: usize) -> HostTensor {
     let inner: usize = tensor.shape[at + 1..].iter().product();
     let (extent, outer) = (tensor.shape[at], tensor.shape[..at].iter().product::<usize>());

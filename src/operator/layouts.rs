@@ -1,14 +1,13 @@
-//! How each tensor of a case lies in memory: drawn by this layer, for every operator alike.
+//! The memory layout of each tensor of a case, drawn by this layer for every operator.
 //!
-//! Every tensor has a layout of its own, independently of the others: dense, rows with gaps
-//! between them, gaps behind outer axes, axes in another order, or steps so huge that offsets
-//! exceed 2^32 elements. What a kernel does not take ([`Strides`]) is not drawn; that its launcher
-//! refuses it is checked apart ([`super::refusals`]).
+//! Every tensor has its own layout, independent of the others. A layout is dense, has gaps between
+//! rows or after outer axes, or has axes in another order. It may also have strides so large that
+//! offsets exceed 2^32 elements. Layouts that a kernel does not accept ([`Strides`]) are not drawn.
+//! A separate check tests that its launcher rejects them ([`super::refusals`]).
 //!
-//! A kernel that takes rows anywhere may move them by wide accesses where all of them allow it,
-//! and one element at a time where one does not. Tensors that each had odd gaps of their own would
-//! leave the kernels with wide accesses dense rows only, so in every second case all gaps are
-//! whole accesses.
+//! A kernel that accepts any row stride may use wide accesses where all rows allow it. Otherwise it
+//! moves one element at a time. If each tensor had odd gaps, such kernels would use wide accesses
+//! only for dense rows. So in every second case all gaps are whole accesses.
 
 use std::collections::BTreeMap;
 
@@ -19,34 +18,34 @@ use serde::{Deserialize, Serialize};
 
 use super::declaration::{Specs, Strides, TensorSpec};
 
-/// Offsets of a huge layout reach beyond so many elements: what a 32-bit number cannot hold, with
-/// or without a sign.
+/// Offsets of a huge layout exceed this many elements, which no 32-bit integer can hold, signed or
+/// unsigned.
 const HUGE: usize = 1 << 32;
 
-/// Elements of a tensor with gaps in every edge case of an operator: to fill and read back many
-/// more takes longer than all its other cases.
+/// Elements of a tensor with gaps in every edge case of an operator. Many more would take longer to
+/// fill and read back than all its other cases.
 const MOST_WITH_GAPS: usize = 1 << 22;
 
-/// Bytes that the tensors with huge steps take together in an edge case: those of a case must fit
-/// a GPU ([`super::declared`]), the others among them.
+/// Bytes that the tensors with huge steps take together in an edge case. A whole case, other
+/// tensors included, must fit a GPU ([`super::declared`]).
 const MOST_HUGE_BYTES: usize = 36 << 30;
 
-/// Bytes from the first to the last of a tensor, and four times as many of all tensors of a case:
-/// what a device sets apart of its addresses holds them twice.
+/// Bytes from the first to the last of a tensor, and four times as many for all tensors of a case.
+/// The address range that a device reserves holds them twice.
 pub(super) const MOST_ADDRESSES: usize = 1 << 37;
 
-/// So many elements of any type are a multiple of the 16 bytes that the widest access takes.
+/// That many elements of any type are a multiple of the 16 bytes of the widest access.
 const WHOLE_VECTOR: usize = 16;
 
-/// How one tensor lies in memory, by the names of its axes. The default is dense.
+/// The memory layout of one tensor, by the names of its axes. The default is dense.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorLayout {
     /// Axes from the outermost in memory to the innermost; empty is the declared order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub order: Vec<String>,
-    /// Elements, belonging to nobody, behind all of an axis: they lengthen the step of the axis
-    /// around it.
+    /// Elements after the end of an axis that belong to no tensor. They increase the stride of the
+    /// next outer axis.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gaps: BTreeMap<String, usize>,
 }
@@ -55,7 +54,7 @@ pub struct TensorLayout {
 pub type Layouts = BTreeMap<String, TensorLayout>;
 
 impl TensorLayout {
-    /// Gaps alone.
+    /// Only gaps.
     fn gap(axis: &str, elements: usize) -> Self {
         Self { gaps: [(axis.to_owned(), elements)].into(), ..Self::default() }
     }
@@ -63,8 +62,8 @@ impl TensorLayout {
     /// The layout in memory.
     ///
     /// # Errors
-    /// An axis that the tensor has not, an order that is none, an alignment that the kernel does
-    /// not take, sizes beyond what an address can hold.
+    /// An axis that the tensor does not have, an order that is not a permutation, an alignment that
+    /// the kernel does not accept, sizes beyond what an address can hold.
     pub fn place(&self, spec: &TensorSpec) -> Result<Layout, String> {
         let order = self.axes_of(spec)?;
         let mut gaps = vec![0; spec.axes.len()];
@@ -87,7 +86,7 @@ impl TensorLayout {
             .map_err(|error| format!("`{}`: {error}", spec.name))
     }
 
-    /// Places of the axes, from the outermost in memory to the innermost.
+    /// Indices of the axes, from the outermost in memory to the innermost.
     fn axes_of(&self, spec: &TensorSpec) -> Result<Vec<usize>, String> {
         if self.order.is_empty() {
             return Ok((0..spec.axes.len()).collect());
@@ -108,8 +107,8 @@ impl TensorLayout {
         Ok(order)
     }
 
-    /// Holds the layout to what the kernel takes; where it takes only aligned rows, a dense row
-    /// that is not gets a gap.
+    /// Checks the layout against what the kernel accepts. Where it accepts only aligned rows, an
+    /// unaligned dense row gets a gap.
     fn hold_to(
         &self,
         spec: &TensorSpec,
@@ -172,23 +171,23 @@ fn unknown(spec: &TensorSpec, axis: &str) -> String {
     format!("`{}` has no axis `{axis}`; it has {}", spec.name, axes.join(", "))
 }
 
-/// What is drawn for one tensor; it becomes a [`TensorLayout`] when its axes are known.
+/// The random choice for one tensor. It becomes a [`TensorLayout`] when its axes are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
     /// Dense.
     Dense,
-    /// So many units of its alignment behind each row.
+    /// That many units of its alignment after each row.
     Padded(usize),
-    /// So many behind the axis of this number (modulo those that it has).
+    /// That many units after the axis of this index (modulo the number of axes).
     Gap(usize, usize),
-    /// Its outer axes turned by so many places, with a gap behind each row.
+    /// Its outer axes rotated by that many positions, with a gap after each row.
     Turned(usize, usize),
-    /// Steps of the axis of this number, which is the outermost in memory if it may be, beyond
-    /// 2^32 elements.
+    /// Strides beyond 2^32 elements along the axis of this index. The axis is the outermost in
+    /// memory where allowed.
     Huge(usize),
 }
 
-/// No operator declares more tensors.
+/// The largest number of tensors that an operator declares.
 pub const MOST_TENSORS: usize = 32;
 
 /// Draws a choice for each of `count` tensors; shrinks towards dense ones.
@@ -203,8 +202,8 @@ pub fn strategy(count: usize) -> BoxedStrategy<Vec<Choice>> {
     prop::collection::vec(choice, count).boxed()
 }
 
-/// The layouts that choices, one for each declared tensor, mean for a case. A choice that a tensor
-/// cannot have is dense. All gaps are whole accesses where the case's seed is even.
+/// The layouts that result from choices, one for each declared tensor, in a case. A choice that a
+/// tensor cannot have becomes dense. All gaps are whole accesses where the case's seed is even.
 pub fn resolve(specs: &Specs, choices: &[Choice]) -> Layouts {
     lay_out(specs, specs.seed.is_multiple_of(2), choices)
 }
@@ -221,15 +220,15 @@ fn lay_out(specs: &Specs, whole_vectors: bool, choices: &[Choice]) -> Layouts {
         .collect()
 }
 
-/// The axes of a tensor but for its last one, as a layout moves them about: joined ones are one
-/// place, so that no gap comes between them and they turn as one.
+/// The axes of a tensor except its last one, as a layout permutes them. Joined axes are one place,
+/// so that no gap comes between them and they move together.
 struct Places {
     joined: usize,
     count: usize,
 }
 
 impl Places {
-    /// `None` where there is no axis but the last.
+    /// `None` where the tensor has only its last axis.
     fn of(spec: &TensorSpec) -> Option<Self> {
         let joined = usize::from(spec.joined);
         let count = spec.axes.len().checked_sub(1 + joined).filter(|&count| count > 0)?;
@@ -273,9 +272,9 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
     }
 }
 
-/// Steps of a place beyond [`HUGE`] elements; `None` where it has one entry, which takes no step.
-/// The place is the outermost in memory where it may be: within another, the whole would be so
-/// many times as large.
+/// Strides of a place beyond [`HUGE`] elements. `None` where it has one entry, which needs no
+/// stride. The place is the outermost in memory where allowed. Inside another axis, the tensor
+/// would be larger by that axis's size.
 fn huge(
     spec: &TensorSpec,
     places: &Places,
@@ -298,7 +297,7 @@ fn huge(
     } else {
         (0..spec.axes.len()).collect()
     };
-    // The gap lies behind the axis within, so that the steps of the place around it are huge.
+    // The gap comes after the inner axis, so that the strides of the place around it are huge.
     let within = order[order.iter().rposition(|at| stepping.contains(at))? + 1];
     let name = |at: usize| spec.axes[at].name.to_owned();
     let gap = TensorLayout::gap(spec.axes[within].name, (HUGE / steps + 1).next_multiple_of(unit));
@@ -306,9 +305,9 @@ fn huge(
     Some(TensorLayout { order, ..gap })
 }
 
-/// Gaps of whole accesses behind the rows of every tensor, no two the same number of elements. A
-/// tensor of so many short rows that it would take more than [`MOST_WITH_GAPS`] elements stays
-/// dense.
+/// Gaps of whole accesses after the rows of every tensor, no two with the same number of elements.
+/// A tensor with many short rows stays dense if it would take more than [`MOST_WITH_GAPS`]
+/// elements.
 pub fn unlike_gaps(specs: &Specs) -> Layouts {
     let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
     let elements =
@@ -323,9 +322,9 @@ fn all(specs: &Specs, whole_vectors: bool, choice: &dyn Fn(usize) -> Choice) -> 
     lay_out(specs, whole_vectors, &(0..specs.all().len()).map(choice).collect::<Vec<_>>())
 }
 
-/// Layouts that every operator's sweep begins with: gaps that are all different, odd ones, axes in
-/// another order, and huge steps along each axis, of as many tensors at a time as a GPU has memory
-/// for.
+/// Layouts at the start of every operator's sweep: gaps that are all different, odd gaps, axes in
+/// another order, and huge strides along each axis. Huge strides apply to as many tensors at a time
+/// as fit a GPU's memory.
 pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     let mut found = vec![
         unlike_gaps(specs),
@@ -345,17 +344,17 @@ pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     found
 }
 
-/// Every tensor with its outer axes in another order where its kernel takes that, and a gap behind
-/// its rows that no other has, of so many elements that accesses of 16 bytes stay possible:
-/// kernels take the paths that they take when it is dense.
+/// Every tensor with its outer axes in another order where its kernel accepts that, and a unique
+/// gap after its rows. Each gap keeps accesses of 16 bytes possible, so kernels take the same paths
+/// as for dense tensors.
 pub fn spread(specs: &Specs) -> Layouts {
     let mut layouts = all(specs, true, &|tensor| Choice::Padded(1 + tensor));
     layouts.extend(all(specs, true, &|tensor| Choice::Turned(1, 1 + tensor)));
     layouts
 }
 
-/// The layouts in groups of which each takes at most [`MOST_HUGE_BYTES`], but for a tensor that
-/// takes more alone.
+/// The layouts in groups that each take at most [`MOST_HUGE_BYTES`], except for a single tensor
+/// that takes more.
 fn in_memory(specs: &Specs, layouts: Layouts) -> Vec<Layouts> {
     let mut groups = Vec::new();
     let (mut group, mut taken) = (Layouts::new(), 0usize);
@@ -439,7 +438,7 @@ mod tests {
                 found.insert(placed.strides);
             }
         }
-        // Heads first, gaps behind heads and behind rows, and both of them huge.
+        // Heads first, gaps after heads and after rows, and both of them huge.
         assert!(
             found.contains(&vec![128, 64, 384, 1])
                 && found.iter().any(|s| s[2] > 1 << 28)

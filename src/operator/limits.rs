@@ -1,7 +1,7 @@
-//! Extents at their limits, beyond what any other edge case has. A field of a case that is an
-//! extent takes in turn the most that the declaration allows, or, where that is more than a sweep
-//! can pay for, as much as it can; the other extents shrink for it. No operator has to say
-//! anything of it.
+//! Sizes at their limits, beyond all other edge cases. Each field of a case that is an extent takes
+//! the largest value that the declaration allows. Where that costs a sweep too much, it takes the
+//! largest affordable value. The other sizes shrink to make room. Operators declare nothing for
+//! this.
 
 use std::collections::BTreeSet;
 
@@ -13,19 +13,19 @@ use super::declaration::Specs;
 use super::lines::checked;
 use crate::case::Case;
 
-/// Elements that the tensors of a case may have beyond those of the small case that it grew from,
-/// where that takes an extent to its declared limit.
+/// Elements that a case may add to the small case it started from, where that reaches an extent's
+/// declared limit.
 const ROOM_TO_A_LIMIT: usize = 1 << 18;
 
-/// The same where there is no limit within that.
+/// The same where no limit is within reach.
 fn room(profile: Profile) -> usize {
     profile.of([1 << 12, 1 << 14, 1 << 16])
 }
 
-/// By how much an extent may grow at least: formats and tiles come in these.
+/// The least step of an extent: formats and tiles need such multiples.
 const STEPS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
-/// One case for each field that is an extent, as large as it may be.
+/// One case for each field that is an extent, at its largest value.
 pub(super) fn edge_cases(operator: &dyn Declaration, profile: Profile) -> Vec<AnyCase> {
     let typical: Vec<Value> =
         operator.typical().iter().map(|case| Value::Object(case.line().fields)).collect();
@@ -45,13 +45,13 @@ fn case_of(operator: &dyn Declaration, value: &Value) -> Option<(AnyCase, Specs)
     Some((case, specs))
 }
 
-/// Elements of all tensors together; `None` of a case that is refused.
+/// Elements of all tensors together; `None` for a rejected case.
 fn size(operator: &dyn Declaration, value: &Value) -> Option<usize> {
     let (_, specs) = case_of(operator, value)?;
     Some(specs.present().fold(0, |sum, spec| sum.saturating_add(spec.elements())))
 }
 
-/// A case with another number in a field, which is named by its JSON pointer.
+/// A case with another number in a field, given by its JSON pointer.
 fn with(case: &Value, field: &str, number: u64) -> Value {
     let mut case = case.clone();
     if let Some(value) = case.pointer_mut(field) {
@@ -64,8 +64,8 @@ fn number(case: &Value, field: &str) -> Option<u64> {
     case.pointer(field)?.as_u64()
 }
 
-/// By how much a field grows at least, and how many elements that adds; `None` of what is no
-/// extent of the case.
+/// The least step of a field, and how many elements it adds. `None` if the field is not an extent
+/// of the case.
 fn step(operator: &dyn Declaration, case: &Value, field: &str) -> Option<(u64, usize)> {
     let (own, now) = (number(case, field)?, size(operator, case)?);
     let more = |step: u64| Some((step, size(operator, &with(case, field, own + step))?));
@@ -73,7 +73,7 @@ fn step(operator: &dyn Declaration, case: &Value, field: &str) -> Option<(u64, u
     (then > now).then(|| (step, then - now))
 }
 
-/// The fields of a case that are extents, by their JSON pointers.
+/// The fields of a case that are sizes, by their JSON pointers.
 fn extents(operator: &dyn Declaration, case: &Value) -> Vec<String> {
     fn fields(value: &Value, path: &str, all: &mut Vec<String>) {
         match value {
@@ -90,8 +90,8 @@ fn extents(operator: &dyn Declaration, case: &Value) -> Vec<String> {
     all
 }
 
-/// The case with the other extents as small as makes a step of this one cheaper: at least 2, where
-/// they may be.
+/// The case with the other sizes reduced so that a step of this one costs less. They stay at 2 or
+/// more, where that is allowed.
 fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> Value {
     let mut small = case.clone();
     for other in extents(operator, case).iter().filter(|other| *other != field) {
@@ -106,8 +106,7 @@ fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> V
     small
 }
 
-/// The case with the largest extent in a field that there is room for; `None` where it is that
-/// already.
+/// The case with the largest affordable extent in a field. `None` where it already has it.
 fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> Option<AnyCase> {
     let small = with_small_others(operator, case, field);
     let (step, _) = step(operator, &small, field)?;

@@ -1,5 +1,5 @@
-//! Cases as lines of JSON, and what is held of one before anything is computed: its numbers, its
-//! tensors, its layouts, and the memory that it takes.
+//! Cases as lines of JSON, and the checks before anything is computed: values, tensors, layouts,
+//! and memory.
 
 use dsv4_runtime::cuda::{MAPPED_GRANULE, RESERVED_PART};
 use dsv4_runtime::{BackendKind, Environment};
@@ -13,7 +13,7 @@ use super::size::{self, Limit};
 use super::special::Special;
 use crate::case::{Case, CaseError};
 
-/// The tensors of a case, where its fields are what they must be.
+/// The tensors of a case, if its fields follow the rules.
 ///
 /// # Errors
 /// The field, its value and the rule.
@@ -25,14 +25,14 @@ pub(super) fn checked(case: &dyn DeclaredCase) -> Result<Specs, Refused> {
     Ok(specs)
 }
 
-/// Largest whole number of a case but its seed: a sum of two of them fits an i32, and a product of
-/// two 64 bits, so that no operator has to think of numbers that wrap.
+/// Largest whole number of a case except its seed. The sum of two fits an i32 and the product of
+/// two fits 64 bits, so operators need no overflow checks.
 const LARGEST_NUMBER: u64 = (1 << 30) - 1;
 
-/// What may be any number of 64 bits.
+/// Fields that may hold any number of 64 bits.
 const SEED: &str = "seed";
 
-/// Refuses whole numbers above [`LARGEST_NUMBER`], wherever they stand in a case.
+/// Rejects whole numbers above [`LARGEST_NUMBER`] anywhere in a case.
 fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
     match value {
         Value::Object(fields) => {
@@ -52,7 +52,7 @@ fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
     }
 }
 
-/// What this layer chooses of a case beside the operator's own fields.
+/// What this layer chooses for a case in addition to the operator's own fields.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Choices {
     pub layouts: Layouts,
@@ -61,15 +61,15 @@ pub(super) struct Choices {
 
 /// The field of a case's line that holds layouts.
 const LAYOUTS: &str = "layouts";
-/// The field that says which special numbers inputs hold.
+/// The field that names the special values of the inputs.
 const SPECIAL: &str = "special";
 
-/// The refusal of a field as a case's error.
+/// Converts the rejection of a field to a case's error.
 pub(super) fn field_error(operator: &'static str, refused: Refused) -> CaseError {
     CaseError::Field { operator, field: refused.field, reason: refused.reason }
 }
 
-/// The oracle's error as a case's.
+/// Converts the oracle's error to a case's.
 pub(super) fn oracle_error(operator: &'static str, error: impl std::fmt::Display) -> CaseError {
     CaseError::Oracle { operator, reason: error.to_string() }
 }
@@ -117,7 +117,7 @@ pub(super) fn read(
     Ok((case, Choices { layouts, special }))
 }
 
-/// Cases that share fields with others flatten them, and serde cannot refuse what is unknown there.
+/// Cases that share fields flatten them, and serde cannot reject unknown fields there.
 fn no_unknown_field(line: &Case, case: &dyn DeclaredCase) -> Result<(), CaseError> {
     let known = case.line().fields;
     match line.fields.keys().find(|field| !known.contains_key(*field)) {
@@ -147,7 +147,7 @@ fn bound_sizes(operator: &'static str, specs: &Specs) -> Result<(), CaseError> {
     })
 }
 
-/// Refuses a case that takes more memory than it may.
+/// Rejects a case that takes more memory than the limit.
 ///
 /// # Errors
 /// The longest axis of the largest tensor, and what the case takes.
@@ -162,7 +162,7 @@ pub(super) fn within(
         return Ok(());
     }
     let largest = size::largest(specs);
-    // Where the tensors alone would fit, it is what lies between their rows.
+    // Where the tensors would fit without gaps, the gaps between rows are too large.
     let dense =
         size::bytes_of(&specs.clone().without_gaps(), &Layouts::new(), case.oracle_elements());
     if limit.allows(dense) {
@@ -188,7 +188,7 @@ pub(super) fn within(
     )
 }
 
-/// Refuses layouts that the case's tensors do not take or no device can hold.
+/// Rejects layouts that the case's tensors do not accept or no device can hold.
 fn check_layouts(specs: &Specs, layouts: &Layouts) -> Result<(), Refused> {
     for name in layouts.keys() {
         if specs.find(name).is_none() {
@@ -201,7 +201,7 @@ fn check_layouts(specs: &Specs, layouts: &Layouts) -> Result<(), Refused> {
     }
     let mut addresses = 0usize;
     for spec in specs.present().filter(|spec| spec.is_stored()) {
-        // A gap may also be the operator's own, which another field says.
+        // A gap may also be the operator's own, set by another field.
         let field = spec.gap_of.filter(|_| !layouts.contains_key(spec.name)).unwrap_or(LAYOUTS);
         let placed =
             layout_of(spec, layouts).place(spec).and_then(|placed| layouts::bounded(spec, &placed));
@@ -217,13 +217,12 @@ fn check_layouts(specs: &Specs, layouts: &Layouts) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Memory that the tensors of one case may take together on a GPU, where each row that lies far
-/// from the others takes a piece of its own: a GPU of 80 GB that a dozen processes share has it,
-/// times [`RESERVED_PART`].
+/// Memory that the tensors of one case may take together on a GPU, where each distant row takes a
+/// separate allocation. A GPU of 80 GB shared by a dozen processes has it, times [`RESERVED_PART`].
 const LARGEST_CASE: usize = 24 << 30;
 
-/// Why a case does not fit a GPU so many times over: rows with huge steps between them take a
-/// piece of its memory each.
+/// Why a case does not fit a GPU that many times over. Rows with huge steps between them each take
+/// a separate part of its memory.
 pub(super) fn too_large_on(
     environment: &Environment,
     specs: &Specs,
@@ -239,16 +238,16 @@ pub(super) fn too_large_on(
     })
 }
 
-/// Bytes of a GPU's memory that are to be free where a case is to have all its buffers.
+/// Bytes of GPU memory that must be free so that a case gets all its buffers.
 pub(super) fn room_on(environment: &Environment, specs: &Specs, layouts: &Layouts) -> u64 {
     let buffers: Vec<usize> = buffers_on(environment, specs, layouts).collect();
-    // Calls that follow one another have two sets of buffers, and the largest of the second one
-    // has its part of what the first one leaves.
+    // Calls in sequence have two sets of buffers. The largest buffer of the second set takes its
+    // part of what the first set leaves.
     let of_largest = buffers.iter().copied().max().unwrap_or(0).saturating_mul(RESERVED_PART);
     buffers.into_iter().fold(of_largest, usize::saturating_add) as u64
 }
 
-/// Bytes of a GPU's memory for the buffer of each tensor; none on the emulator.
+/// GPU memory in bytes for the buffer of each tensor; empty on the emulator.
 fn buffers_on(
     environment: &Environment,
     specs: &Specs,

@@ -1,4 +1,4 @@
-//! The tensors of a case in a device's memory, placed as their layouts and aliasing say.
+//! The tensors of a case in device memory, placed by their layouts and aliasing.
 
 use dsv4_runtime::arena::{Layout, Violation, ViolationKind};
 use dsv4_runtime::{
@@ -16,14 +16,14 @@ use crate::operator::fields::Aliasing;
 pub(super) struct Placed<'d> {
     arena: DeviceArena<'d>,
     views: Views,
-    /// As the backward sees them: inputs that the forward overwrites are there a second time.
+    /// The tensors for the backward: inputs that the forward overwrites have a second copy.
     backward: Views,
-    /// Whether a given tensor that is smaller than declared goes on as it began.
+    /// Whether a given tensor that is smaller than declared repeats from its start.
     repeats: bool,
 }
 
 impl<'d> Placed<'d> {
-    /// Uploads what is given and poisons what is to be written.
+    /// Uploads the given tensors and poisons those to be written.
     pub fn place(
         device: &'d Device,
         contract: Contract,
@@ -36,8 +36,8 @@ impl<'d> Placed<'d> {
         Self { arena, views, backward, repeats: false }.fill(specs, layouts, tensors)
     }
 
-    /// As [`Self::place`], densely; given tensors that are smaller than declared are repeated to
-    /// the declared extents.
+    /// As [`Self::place`], densely. Given tensors that are smaller than declared are repeated to
+    /// the declared sizes.
     pub fn repeating(
         device: &'d Device,
         contract: Contract,
@@ -76,7 +76,7 @@ impl<'d> Placed<'d> {
         Ok(self)
     }
 
-    /// Places a tensor, and the one that lies in its memory.
+    /// Places a tensor, and the one that shares its memory.
     fn one(
         &mut self,
         spec: &TensorSpec,
@@ -95,7 +95,7 @@ impl<'d> Placed<'d> {
         if aliasing == Aliasing::InPlace {
             let both = self.alone(spec, &layout, Role::InPlace, tensors)?;
             self.put(spec.name, both.clone());
-            // Under its own name: each is frozen, and compared, as it was when it was final.
+            // Under its own name: each is frozen and compared as it was when final.
             self.put(over.name, TensorView { name: over.name.into(), ..both });
             if let Some(host) = tensors.get(spec.name).filter(|_| has_backward) {
                 // The backward reads the input that the forward read.
@@ -128,8 +128,8 @@ impl<'d> Placed<'d> {
         }
     }
 
-    /// Uploads a tensor; what is to be repeated along the outermost axis of a dense one is copied
-    /// within the device.
+    /// Uploads a tensor. Repetition along the outermost axis of a dense tensor is copied within the
+    /// device.
     fn upload(
         &mut self,
         name: &str,
@@ -151,7 +151,7 @@ impl<'d> Placed<'d> {
         let view = self.arena.allocate(name, spec.dtype, &shape, layout, role)?;
         let (backend, total) = (self.arena.device().backend(), view.elements() * view.dtype.size());
         backend.upload(view.address, &host.bytes)?;
-        // What is there is whole repetitions until the last copy.
+        // The copied part is whole repetitions until the last copy.
         let mut done = host.bytes.len();
         while (1..total).contains(&done) {
             let bytes = done.min(total - done);
@@ -161,9 +161,8 @@ impl<'d> Placed<'d> {
         Ok(view)
     }
 
-    /// Puts other given tensors, of the same types and extents, where the given ones were: also
-    /// where the backward reads what the forward overwrites. All else stays as the last launches
-    /// left it.
+    /// Replaces the given tensors by others of the same types and sizes, also where the backward
+    /// reads what the forward overwrites. All other memory stays as the last launches left it.
     pub fn rewrite(&mut self, specs: &Specs, tensors: &Tensors) -> Result<(), RuntimeError> {
         for spec in specs.present().filter(|spec| spec.is_given()) {
             let Some(host) = tensors.get(spec.name) else { continue };
@@ -176,7 +175,7 @@ impl<'d> Placed<'d> {
         Ok(())
     }
 
-    /// Puts a view in the place of its name's, for forward and backward.
+    /// Replaces the view of this name, for forward and backward.
     pub fn put(&mut self, name: &'static str, view: TensorView) {
         self.views.put(name, view.clone());
         self.backward.put(name, view);
@@ -193,17 +192,17 @@ impl<'d> Placed<'d> {
         &self.arena
     }
 
-    /// As the forward sees them.
+    /// The tensors for the forward.
     pub fn views(&self) -> &Views {
         &self.views
     }
 
-    /// As the backward sees them.
+    /// The tensors for the backward.
     pub fn backward_views(&self) -> &Views {
         &self.backward
     }
 
-    /// What was uploaded in the place of a given tensor.
+    /// What was uploaded for a given tensor.
     pub fn replacement(&self, name: &str) -> Option<&HostTensor> {
         self.arena.device().replacement(name)
     }
@@ -213,7 +212,7 @@ impl<'d> Placed<'d> {
         self.arena.download(&self.views[name])
     }
 
-    /// What was frozen and changed all the same.
+    /// Tensors that changed after they were frozen.
     pub fn changed(
         &self,
         frozen: &[(TensorView, HostTensor)],

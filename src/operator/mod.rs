@@ -1,8 +1,8 @@
-//! What an operator brings to the harness, and what the harness asks of a case.
+//! What an operator gives to the harness, and what the harness needs from a case.
 //!
 //! `strategy -> case -> inputs -> { oracle, kernel } -> checks -> record -> report`. An operator's
-//! file in `src/operators/` says how to do the first four; everything after that is the same for
-//! all of them ([`crate::judge::checks`]). The [`registry`](crate::operators::registry) lists all
+//! file in `src/operators/` declares the first four steps. Everything after that is the same for
+//! all operators ([`crate::judge::checks`]). The [`registry`](crate::operators::registry) lists all
 //! operators.
 
 use std::ops::Range;
@@ -46,7 +46,7 @@ pub use any::AnyOperator;
 pub use declared::Operator;
 pub use sequence::{Repeat, Sequence};
 
-/// What is left of three minutes once a program has started and its report is written.
+/// What remains of three minutes after the program's start and the writing of its report.
 const SMOKE: Duration = Duration::from_secs(150);
 
 /// How large a sweep's cases are.
@@ -56,7 +56,7 @@ pub enum Profile {
     Smoke,
     /// A quarter of an hour on two cores for all operators, a minute for most single ones.
     Quick,
-    /// What a merge waits for.
+    /// The profile that a merge waits for.
     Ci,
     /// Everything, production shapes included; meant for a GPU.
     Full,
@@ -73,8 +73,7 @@ impl Profile {
         }
     }
 
-    /// The one of three settings, for quick, ci and full, that is this profile's; smoke has the
-    /// cases of quick.
+    /// This profile's entry of three settings for quick, ci and full. Smoke has the cases of quick.
     pub fn of<T>(self, [quick, ci, full]: [T; 3]) -> T {
         match self {
             Self::Smoke | Self::Quick => quick,
@@ -83,8 +82,8 @@ impl Profile {
         }
     }
 
-    /// Random schedules that each case runs under on the emulator, beyond the deterministic one,
-    /// unless told otherwise.
+    /// Default number of random schedules for each case on the emulator, in addition to the
+    /// deterministic one.
     pub fn schedules(self) -> u32 {
         match self {
             Self::Smoke => 1,
@@ -92,8 +91,7 @@ impl Profile {
         }
     }
 
-    /// How long after the start of a sweep its edge cases may still begin, where there is such a
-    /// limit.
+    /// How long after the start of a sweep its edge cases may still start. `None` is no limit.
     pub fn time_limit(self) -> Option<Duration> {
         (self == Self::Smoke).then_some(SMOKE)
     }
@@ -123,7 +121,7 @@ pub struct OracleTensor {
     pub name: &'static str,
     /// Forward or gradient.
     pub side: Side,
-    /// Extents.
+    /// Shape.
     pub shape: Vec<usize>,
     /// Elements, row-major.
     pub values: Vec<f64>,
@@ -134,15 +132,15 @@ pub struct OracleTensor {
 pub struct KernelTensor {
     /// Name, the same as the oracle's.
     pub name: &'static str,
-    /// What it wrote.
+    /// The values that the kernel wrote.
     pub tensor: HostTensor,
     /// Whether two runs must agree bit for bit. Sums by floating-point atomics need not.
     pub deterministic: bool,
-    /// How it is held to the oracle's.
+    /// How it is compared with the oracle's.
     pub comparison: Comparison,
-    /// What its last rounding is worth; that of its storage type unless it says otherwise.
+    /// The grid of its last rounding. Default: that of its storage type.
     pub grid: Option<Grid>,
-    /// Which of its elements are of one scale.
+    /// Which of its elements share one scale.
     pub pooling: Pooling,
 }
 
@@ -154,12 +152,12 @@ impl KernelTensor {
         Self { name, tensor, deterministic: true, comparison, grid, pooling }
     }
 
-    /// The grid of its numbers.
+    /// The grid of its values.
     pub fn grid(&self) -> Grid {
         self.grid.unwrap_or_else(|| self.tensor.dtype.into())
     }
 
-    /// The oracle's tensor that its comparison needs besides its own: scores, or scales.
+    /// Other tensors of the oracle that its comparison needs: scores, or scales.
     pub fn consults(&self) -> impl Iterator<Item = &'static str> {
         let scores = match self.comparison {
             Comparison::Selection { scores } => Some(scores),
@@ -173,7 +171,7 @@ impl KernelTensor {
     }
 }
 
-/// How a tensor of the kernel is held to that of the oracle.
+/// How a tensor of the kernel is compared with that of the oracle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Comparison {
@@ -190,22 +188,22 @@ pub enum Comparison {
     },
 }
 
-/// The numbers that a compared tensor can hold: what its last rounding is worth.
+/// The values that a compared tensor can hold: the grid of its last rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Grid {
     /// No rounding: integers.
     Exact,
-    /// The numbers of a format.
+    /// The values of a format.
     Float(Format),
-    /// Numbers of a format times a scale that a block of elements shares: dequantized codes.
+    /// Values of a format times a scale that a block of elements shares: dequantized codes.
     Scaled {
         /// Format of the codes.
         format: Format,
-        /// Rows and columns (along the last two axes) that share a scale; the last block of an
-        /// axis may be smaller.
+        /// Rows and columns (along the last two axes) that share a scale. The last block of an axis
+        /// may be smaller.
         block: [usize; 2],
-        /// The oracle's tensor of the scales: one for each block, other axes as in the tensor
-        /// itself.
+        /// The oracle's tensor of the scales: one for each block. Its other axes are those of the
+        /// tensor itself.
         scales: &'static str,
     },
 }
@@ -216,17 +214,18 @@ impl From<DType> for Grid {
     }
 }
 
-/// Over which elements a budget pools the variance of the oracle's runs: those that are of one
-/// scale by construction.
+/// The elements over which a budget pools the variance of the oracle's runs. They share one scale
+/// by construction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pooling {
     /// The last axis: a row.
     #[default]
     LastAxis,
-    /// So many trailing axes: 2 is a matrix, 0 each element by itself.
+    /// That many trailing axes: 2 is a matrix, 0 is each element separately.
     Trailing(usize),
-    /// So many neighbours along the last axis (1 at least); the last group of a row may be smaller.
+    /// That many neighbours along the last axis, at least 1. The last group of a row may be
+    /// smaller.
     Group(usize),
 }
 
@@ -267,15 +266,17 @@ pub struct KernelRun {
 /// Oracle runs whose rounding errors have random phases.
 pub const WORKING_RUNS: usize = 24;
 
-/// Oracle runs that round to nearest: of each choice one without noise in fp32, and four with.
+/// Oracle runs that round to nearest: for each choice one without noise in fp32, and four with
+/// noise.
 pub const NEAREST_RUNS: usize = 5 * CHOICES;
 
-/// What a kernel says of its arithmetic; by default nothing.
+/// What a kernel declares about its arithmetic. Default: nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Arithmetic {
     /// Where it rounds.
     pub points: RoundingPoints,
-    /// In how many lanes it adds the numbers of a row, at least; these are added as a tree.
+    /// The least number of lanes in which it adds the values of a row. The lanes are added as a
+    /// tree.
     pub lanes: usize,
 }
 
@@ -293,15 +294,14 @@ pub trait PreparedCase: Sync {
     /// Runs the oracle, forward and backward.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError>;
 
-    /// As [`Self::oracle`], as one of several runs: what all runs have in common may be taken from
-    /// `products` (a run by [`Rounding::sharing`](dsv4_reference::Rounding::sharing)). The exact
-    /// run is first.
+    /// As [`Self::oracle`], as one of several runs. `products` holds what all runs have in common
+    /// ([`Rounding::sharing`](dsv4_reference::Rounding::sharing)). The exact run is first.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn oracle_sharing(
         &self,
         precision: Precision,
@@ -310,11 +310,11 @@ pub trait PreparedCase: Sync {
         self.oracle(precision)
     }
 
-    /// Gradients as they follow from what kernels wrote before them, for those of which the
-    /// operator says how; computed as [`Self::oracle_sharing`] computes.
+    /// Gradients computed from what the kernels saved, for the gradients that the operator declares
+    /// this way. Computed as [`Self::oracle_sharing`] computes.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn oracle_of_saved(
         &self,
         _written: &KernelRun,
@@ -329,8 +329,8 @@ pub trait PreparedCase: Sync {
         Arithmetic { points: RoundingPoints::Specification, lanes: 1 }
     }
 
-    /// Bytes of a GPU's memory that are to be free where its kernels are to have all their
-    /// buffers; 0 on the emulator.
+    /// Bytes of GPU memory that must be free so that the kernels get all their buffers. 0 on the
+    /// emulator.
     fn room_on_gpu(&self, _environment: &Environment) -> u64 {
         0
     }
@@ -338,19 +338,19 @@ pub trait PreparedCase: Sync {
     /// Runs the kernels, forward and backward, under a memory contract.
     ///
     /// # Errors
-    /// What the launcher refuses, and what the kernel did wrong.
+    /// What the launcher rejects, and what the kernel did wrong.
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError>;
 
-    /// How long one call of the kernels takes by the device's clock, forward and backward.
+    /// The device time of one call of the kernels, forward and backward.
     ///
     /// # Errors
-    /// Those of [`Self::kernel`].
+    /// What the launcher rejects, and what the kernel did wrong.
     fn seconds(&self, _device: &Device) -> Result<Seconds, RuntimeError> {
         Ok(Seconds::default())
     }
 
-    /// Runs the kernels again after calls with other data, in the same buffers and beside them.
-    /// None where nobody says what other data would be.
+    /// Runs the kernels again after calls with other data: in the same buffers, and in others next
+    /// to them. `None` where the case has no other data.
     ///
     /// # Errors
     /// Those of [`Self::kernel`].
@@ -362,8 +362,8 @@ pub trait PreparedCase: Sync {
         Ok(None)
     }
 
-    /// The case whose scalars and extents these inputs go with, in particular those of a law's
-    /// variant. Where it is absent, an external kernel is not held to the operator's laws
+    /// The case with the scalars and sizes of these inputs, in particular of a law's variant. Where
+    /// it is absent, an external kernel is not checked against the operator's laws
     /// ([`crate::external`]).
     fn case(&self) -> Option<Case> {
         None
@@ -384,15 +384,16 @@ pub trait PreparedCase: Sync {
 pub struct Law {
     /// Name; appears as `law: NAME`, or as `independence`.
     pub name: &'static str,
-    /// The other inputs.
+    /// The variant's inputs.
     pub variant: Box<dyn PreparedCase>,
-    /// For each tensor that is bound by it, what must hold.
+    /// For each tensor that the law binds, the relation that must hold.
     pub relations: Vec<(&'static str, Relation)>,
-    /// Why this case is not held to it, where it is not: a counted skip.
+    /// Why the law does not apply to this case: a counted skip. `None` where it applies.
     pub left_out: Option<&'static str>,
 }
 
-/// What [`Relation::MadeOf`] makes of the variant's tensor: numbers of the case's, row-major.
+/// What [`Relation::MadeOf`] computes from the variant's tensor: the values of the case's tensor,
+/// row-major.
 pub type MadeOf = dyn Fn(&HostTensor) -> Vec<f64>;
 
 /// What must hold between a tensor of the case and the same tensor of the variant.
@@ -400,31 +401,31 @@ pub type MadeOf = dyn Fn(&HostTensor) -> Vec<f64>;
 pub enum Relation {
     /// `variant == factor * case`, bit for bit; `factor` is a power of two.
     Times(f64),
-    /// Rows (all axes but the last, flattened) for which this says `true` are bit-equal.
+    /// Rows (all axes but the last, flattened) for which this returns `true` are bit-equal.
     EqualRows(Rc<dyn Fn(usize) -> bool>),
     /// `variant[i] == case[map[i]]` for each row `i`, bit for bit.
     PermutedRows(Vec<usize>),
     /// Entry `i` along an axis of the variant is entry `order[i]` of the case, bit for bit.
     PermutedAlong {
-        /// The place of the axis.
+        /// The index of the axis.
         axis: usize,
-        /// For each entry of the variant that of the case.
+        /// For each entry of the variant, the entry of the case.
         order: Vec<usize>,
     },
     /// All entries along an axis are bit-equal but one.
     EqualExcept {
-        /// The place of the axis.
+        /// The index of the axis.
         axis: usize,
         /// The entry that may differ.
         at: usize,
     },
-    /// `case == made_of(variant)`, number by number (NaN where it says NaN): a further step of the
-    /// kernel, done here.
+    /// `case == made_of(variant)`, value by value, with NaN equal to NaN. `made_of` is a further
+    /// step of the kernel, computed here.
     MadeOf(Rc<MadeOf>),
-    /// Equal up to rounding: they differ by no more than both may be off by.
+    /// Equal up to rounding: the difference is at most the sum of both error budgets.
     WithinBudget,
-    /// The same where the variant rounds at other points than the case: its own oracle runs say by
-    /// how much it may be off.
+    /// The same where the variant rounds at other points than the case. The variant's own oracle
+    /// runs give its budget.
     WithinBothBudgets,
 }
 
@@ -433,9 +434,9 @@ pub trait GradientProbe {
     /// Names and values of the differentiable inputs.
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)>;
 
-    /// The distance over which the function bends, for each element of each input: finite
-    /// differences step by a small part of it. `None`, or an infinite one of an element, where the
-    /// size of the input itself says it.
+    /// The distance over which the function bends, for each element of each input. Finite
+    /// differences step by a small part of it. `None`, or infinity for an element, means the size
+    /// of the input itself.
     fn scales(&self) -> Vec<Option<Vec<f64>>> {
         self.inputs().iter().map(|_| None).collect()
     }
@@ -443,29 +444,29 @@ pub trait GradientProbe {
     /// Names and values of the outputs, at the given inputs.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn outputs(&self, inputs: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError>;
 
     /// The gradient of `<upstream, outputs>` with respect to each input by candle's autograd.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn autograd(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError>;
 
     /// The same by the oracle's written-out backward formula.
     ///
     /// # Errors
-    /// What the oracle refuses.
+    /// What the oracle rejects.
     fn backward(&self, upstream: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, CaseError>;
 }
 
-/// A golden file as a case of an operator, with what the independent implementation got.
+/// A golden file as a case of an operator, with the results of the independent implementation.
 pub struct GoldenCase {
     /// Inputs from the file.
     pub prepared: Box<dyn PreparedCase>,
-    /// What the file says of some outputs.
+    /// Outputs that the file holds.
     pub expected: Vec<ExpectedTensor>,
-    /// Why the kernel cannot run this case, if it cannot (the oracle always does).
+    /// Why the kernel cannot run this case. The oracle always can.
     pub kernel_skip: Option<String>,
 }
 
@@ -479,8 +480,8 @@ pub struct ExpectedTensor {
     pub values: Vec<f64>,
     /// Whether the file holds them rounded to f32.
     pub stored_f32: bool,
-    /// Whether they were computed in f32 throughout, and are therefore held to a kernel's budget
-    /// only.
+    /// Whether they were computed in f32 throughout. They are then compared only within a kernel's
+    /// budget.
     pub computed_f32: bool,
 }
 

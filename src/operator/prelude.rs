@@ -1,5 +1,4 @@
-//! What the file of an operator needs: the vocabulary of declarations, fields that cases share,
-//! and strategies.
+//! The imports of an operator's file: declarations, shared case fields, and strategies.
 
 pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;

@@ -14,12 +14,12 @@ use super::tensors::Bound;
 use crate::case::CaseError;
 use crate::operator::fields::elements;
 
-/// The oracle as a function of the inputs that have gradients, of the outputs that have upstreams.
+/// The oracle as a function from the inputs that have gradients to the outputs that have upstreams.
 pub(super) struct Probe<'i> {
     inputs: &'i Inputs,
     /// Differentiable inputs, and the names of their gradients.
     variables: Vec<(TensorSpec, &'static str)>,
-    /// Names of outputs, their extents, and the names of their upstreams.
+    /// Names of outputs, their shapes, and the names of their upstreams.
     outputs: Vec<(&'static str, Vec<usize>, &'static str)>,
 }
 
@@ -34,7 +34,7 @@ impl<'i> Probe<'i> {
         Self { inputs, variables, outputs }
     }
 
-    /// The case's tensors with these in the places of the differentiable ones.
+    /// The case's tensors with the differentiable ones replaced by these.
     fn at(&self, tensors: impl IntoIterator<Item = Tensor>) -> Bound<'i> {
         let bound = Bound::new(&self.inputs.tensors);
         self.variables
@@ -65,8 +65,8 @@ impl<'i> Probe<'i> {
         let mut objective = Tensor::zeros((), candle_core::DType::F64, &Cpu::Cpu)?;
         for ((name, shape, _), weights) in self.outputs.iter().zip(upstream) {
             let output = computed.tensor(name)?;
-            // 0 · inf would be NaN: what is no finite number (an empty row's lse) is left out, as
-            // its weight is.
+            // 0 · inf would be NaN. A non-finite value (an empty row's lse) is skipped, as is its
+            // weight.
             let output = output.abs()?.le(f64::MAX)?.where_cond(output, &output.zeros_like()?)?;
             objective = (objective + (output * f64_tensor(weights, shape)?)?.sum_all()?)?;
         }
@@ -95,7 +95,7 @@ fn f64_tensor(values: &[f64], shape: &[usize]) -> dsv4_reference::Result<Tensor>
 
 impl GradientProbe for Probe<'_> {
     fn inputs(&self) -> Vec<(&'static str, Vec<f64>)> {
-        // Rows that nobody may read are NaN, and have no neighbourhood to differentiate in.
+        // Rows that no kernel may read are NaN, so differences there are undefined.
         let clean = |values: Vec<f64>| {
             values.into_iter().map(|v| if v.is_nan() { 0.0 } else { v }).collect()
         };

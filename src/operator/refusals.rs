@@ -1,5 +1,5 @@
-//! Bad arguments, derived from the declaration: each tensor of a typical case is spoilt in every
-//! way, one at a time, and the launcher must refuse it, naming the argument, before anything runs.
+//! Bad arguments, derived from the declaration. Each tensor of a typical case is corrupted in every
+//! way, one at a time. The launcher must reject it and name the argument before any kernel runs.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,24 @@ use super::memory::Placed;
 use super::tensors::Tensors;
 use crate::case::CaseError;
 
-/// A bad argument, and what the launcher said.
+/// A bad argument, and the launcher's result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Which tensor was spoilt, and how.
+    /// Which tensor was corrupted, and how.
     pub what: String,
-    /// What went wrong: it was accepted, another argument was blamed, or something ran. `None`
-    /// where it was refused.
+    /// The failure: it was accepted, the error named another argument, or a kernel ran. `None`
+    /// where it was rejected correctly.
     pub problem: Option<String>,
 }
 
-/// Views in the place of tensors', and the names that a refusal of them may give.
+/// Corrupted views, and the argument names that a rejection of them may give.
 struct Spoilt {
     what: String,
     views: Vec<(&'static str, TensorView)>,
     blamed: Vec<&'static str>,
 }
 
-/// Spoils every tensor of every typical case that can run on this device.
+/// Corrupts every tensor of every typical case that can run on this device.
 pub(super) fn of(operator: &dyn Declaration, device: &Device) -> Result<Vec<Refusal>, CaseError> {
     let mut refusals = Vec::new();
     for case in operator.typical() {
@@ -64,7 +64,7 @@ fn of_case(inputs: &Inputs, specs: &Specs, device: &Device) -> Result<Vec<Refusa
             Ok(())
         }
     };
-    // Unspoilt, it runs: otherwise every refusal would be right for the wrong reason.
+    // The uncorrupted call must run. Otherwise every rejection could have another cause.
     launch(placed.views())?;
     let refusal = |spoilt: Spoilt| {
         let mut views = placed.views().clone();
@@ -143,8 +143,7 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
     spec.axes.iter().enumerate().filter_map(less).collect()
 }
 
-/// All tensors that have an axis whose extent is limited, with one step more along it than it may
-/// have.
+/// All tensors that have an axis with a limited extent, with one step more along it than the limit.
 fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
     let stored = || specs.present().filter(|spec| spec.is_stored());
     let limited = |axis: &&Axis| axis.multiple > 0 && axis.most < i32::MAX as usize;
@@ -188,7 +187,7 @@ fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
     offsets.into_iter().map(moved).collect()
 }
 
-/// Layouts that the kernel does not take.
+/// Layouts that the kernel does not accept.
 fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
     let mut all = Vec::new();
     let last = view.shape.len() - 1;
@@ -221,7 +220,7 @@ fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
     all
 }
 
-/// Everything that is written, in the memory of everything else that the same launch is given.
+/// Everything that is written, in the memory of every other tensor of the same launch.
 fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
     let others = specs
         .present()
@@ -238,8 +237,8 @@ fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
         .collect()
 }
 
-/// Whether a launch that writes `written` is given `other` as well. Which outputs a backward
-/// reads, the declaration does not say.
+/// Whether a launch that writes `written` also receives `other`. The declaration does not list the
+/// outputs that a backward reads.
 fn meet(written: &TensorSpec, other: &TensorSpec) -> bool {
     let one_launch =
         written.only_in.is_none() || other.only_in.is_none() || written.only_in == other.only_in;

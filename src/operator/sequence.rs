@@ -1,18 +1,17 @@
-//! A call after another one: what a launcher, a module or a workspace keeps of the first must not
-//! show in the second.
+//! A call after another one: state that a launcher, a module or a workspace keeps from the first
+//! call must not change the second.
 //!
-//! The case's kernels run on other data; then on the case's own in the same buffers, with
-//! workspaces and outputs as the first call left them; then in buffers elsewhere, while the first
-//! ones, still there, hold the other data again. Where launches can be recorded, they are, once,
-//! and replayed on other data and the case's own in turn. Each run on the case's own data must
-//! write what a run by itself wrote. What the very first call of all leaves for good, such as a
-//! length by which a module goes from then on, is right for this case, and seen by the next one
-//! instead.
+//! The case's kernels run on other data first. Then they run on the case's own data in the same
+//! buffers, with workspaces and outputs as the first call left them. Then they run in new buffers,
+//! while the first buffers still exist and hold the other data again. Where launches can be
+//! recorded, they are recorded once and replayed on other data and the case's own in turn. Each run
+//! on the case's own data must write what a separate run wrote. State that only the very first call
+//! sets, such as a length that a module keeps, is right for this case. The next case detects it.
 //!
-//! The other data are the case's with other seeds: other numbers, lists and lengths. Where these
-//! make tensors or workspaces of other extents, or the case has no seed, only floating-point
-//! numbers are others: those of a distribution drawn anew, all others negated, which is exact.
-//! Integers and bytes are then the same, and that is a counted skip.
+//! The other data are the case's with other seeds: other values, lists and lengths. The case may
+//! have no seed, or other seeds may change the sizes of tensors or workspaces. Then only
+//! floating-point values differ: those of a distribution are drawn again, all others are negated,
+//! which is exact. Integers and bytes are then the same, and that is a counted skip.
 
 use dsv4_runtime::arena::Violation;
 use dsv4_runtime::{Contract, Device, RuntimeError};
@@ -32,7 +31,7 @@ use crate::record::Skip;
 /// How often recorded launches are replayed, on the case's own data and on other data in turn.
 const REPLAYS: usize = 11;
 
-/// How many other seeds are tried, until one goes with the case's buffers.
+/// How many other seeds are tried, until one fits the case's buffers.
 const SEEDS: u64 = 32;
 
 /// What the kernels of a case wrote after calls with other data.
@@ -42,14 +41,14 @@ pub struct Sequence {
     pub repeats: Vec<Repeat>,
     /// What was written into the buffers of an earlier call.
     pub stray_writes: Vec<Violation>,
-    /// What could not be done, and why.
+    /// The skipped runs, with reasons.
     pub skips: Vec<Skip>,
 }
 
-/// A run on the case's own data, and what came before it.
+/// A run on the case's own data, and the calls before it.
 #[derive(Clone, Debug)]
 pub struct Repeat {
-    /// Such as `after other data in the same buffers`.
+    /// A description such as `after other data in the same buffers`.
     pub when: String,
     /// What was written.
     pub run: KernelRun,
@@ -77,7 +76,7 @@ pub(super) fn of(
         sequence.skip("another draw", why);
         with_other_numbers(inputs, &specs)
     });
-    // Who has kept an address finds other numbers there, and what it writes there is found.
+    // A kept address leads to other values there, and a write through it is detected.
     for placed in elsewhere.iter_mut().chain([&mut here]) {
         placed.rewrite(&specs, &other.tensors)?;
     }
@@ -105,7 +104,7 @@ pub(super) fn of(
     Ok(sequence)
 }
 
-/// Buffers to call in twice, and others beside them where there is memory for both.
+/// Buffers for two calls, and separate ones next to them where memory allows both.
 fn buffers<'d>(
     inputs: &Inputs,
     specs: &Specs,
@@ -120,8 +119,8 @@ fn buffers<'d>(
         return Ok((first, None));
     }
     match inputs.placed(device, contract, specs) {
-        // The first ones may well lie where those of the runs before this lay, which are gone, and
-        // so are not first here.
+        // These buffers may reuse the addresses of earlier runs, which are freed. They are
+        // therefore not first here.
         Ok(second) => Ok((second, Some(first))),
         Err(error @ RuntimeError::TooLarge { .. }) => {
             sequence.skip(WHAT, error.to_string());
@@ -161,7 +160,7 @@ fn replays(
         placed.rewrite(specs, if own { &inputs.tensors } else { &other.tensors })?;
         let violations = placed.arena().run(|_| recorded.launch())?;
         let mut tensors = if own { inputs.collect(specs, placed, &[])? } else { Vec::new() };
-        // Nothing reads it back between the launches: another output lies over it by now.
+        // Nothing reads it back between the launches: another output already uses its memory.
         tensors.retain(|tensor| !is_overwritten(specs, tensor.name));
         sequence.push(
             format!("in replay {replay} of recorded launches"),
@@ -171,14 +170,14 @@ fn replays(
     Ok(())
 }
 
-/// Whether another tensor is written in this one's place.
+/// Whether another tensor overwrites this one.
 fn is_overwritten(specs: &Specs, name: &str) -> bool {
     let over =
         |spec: &TensorSpec| matches!(spec.placed, Some((Aliasing::InPlace, of)) if of == name);
     specs.present().any(over)
 }
 
-/// The case with other seeds, the first that go with the buffers of this one, or why none does.
+/// The case with other seeds, the first that fit this one's buffers, or why none fits.
 fn drawn_anew(
     inputs: &Inputs,
     specs: &Specs,
@@ -195,7 +194,7 @@ fn drawn_anew(
     Err(why)
 }
 
-/// The case with seeds changed by `change`, or why that does not go with the buffers of this one.
+/// The case with seeds changed by `change`, or why it does not fit this one's buffers.
 fn drawn_with(
     inputs: &Inputs,
     specs: &Specs,
@@ -203,7 +202,7 @@ fn drawn_with(
     device: &Device,
     change: u64,
 ) -> Result<Inputs, String> {
-    // Special numbers lie where they lie, whatever the seed: the other data have none.
+    // Special values keep their offsets for every seed, so the other data have none.
     let choices = Choices { layouts: inputs.choices.layouts.clone(), special: None };
     let mut line = line(&*inputs.case, &choices);
     let seeds: usize =
@@ -232,7 +231,7 @@ fn drawn_with(
     Ok(other)
 }
 
-/// Changes every field `seed` of a case, also those of cases within it; how many there are.
+/// Changes every field `seed` of a case, also those of nested cases. Returns their number.
 fn reseed(name: &str, value: &mut Value, change: u64) -> usize {
     match value {
         Value::Object(fields) => {
@@ -247,8 +246,8 @@ fn reseed(name: &str, value: &mut Value, change: u64) -> usize {
     }
 }
 
-/// The case's own data with other floating-point numbers. All negated would be too little:
-/// products of two would stay.
+/// The case's own data with other floating-point values. Negating all is not enough: a product of
+/// two inputs would not change.
 fn with_other_numbers(inputs: &Inputs, specs: &Specs) -> Inputs {
     let mut reseeded = specs.clone();
     reseeded.seed ^= 1;

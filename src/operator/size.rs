@@ -1,11 +1,10 @@
-//! What a case takes of the machine's memory, reckoned from its declaration before anything of it
-//! is allocated.
+//! The memory that a case takes, computed from its declaration before anything is allocated.
 //!
-//! Given tensors lie on the host in several copies (a case's own, those of its laws' variants,
-//! numbers widened to f64), all tensors lie on the device, in two places at a time where calls
-//! follow one another, and of each output there are as many tensors as the oracle has runs.
-//! [`bytes_of`] adds all that up. What it says is never less than what is really taken:
-//! `tests/suite/bad_input.rs` measures it for every operator.
+//! Given tensors are on the host in several copies: a case's own, those of its laws' variants, and
+//! values widened to f64. All tensors are on the device, in two sets where calls follow one
+//! another. Each output has as many tensors as the oracle has runs. [`bytes_of`] adds all that up.
+//! Its result is never less than the real use: `tests/suite/bad_input.rs` measures it for every
+//! operator.
 
 use std::fmt;
 use std::path::Path;
@@ -21,8 +20,8 @@ use crate::operator::{NEAREST_RUNS, WORKING_RUNS};
 /// those being made.
 const HOST_COPIES: u128 = 16;
 
-/// Copies of a tensor's memory on the device: what is there, what it was, what it is read back as,
-/// and which bytes may change, in two places at a time.
+/// Copies of a tensor's memory on the device: current, previous, read back, and the mask of bytes
+/// that may change. All in two sets.
 const DEVICE_COPIES: u128 = 8;
 
 /// Tensors in f64 for each output: the exact run and the others, those rounded to what kernels
@@ -40,30 +39,30 @@ const GIB: u64 = 1 << 30;
 pub struct Limit(u64);
 
 impl Limit {
-    /// So many bytes.
+    /// That many bytes.
     pub const fn bytes(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// How many bytes that are.
+    /// The number of bytes.
     pub const fn number(self) -> u64 {
         self.0
     }
 
-    /// Whether a case may take so many bytes.
+    /// Whether a case may take that many bytes.
     pub fn allows(self, bytes: u128) -> bool {
         bytes <= u128::from(self.0)
     }
 
-    /// Half of what this process may have: of the machine's memory, or of its control group's
-    /// where that is less.
+    /// Half of the memory available to this process: the machine's, or its control group's where
+    /// that is less.
     pub fn of_this_machine() -> Self {
         let read = |path: &Path| std::fs::read_to_string(path).ok();
         Self(available(&read).unwrap_or(2 * SMALLEST_DEFAULT) / 2)
     }
 }
 
-/// What is taken for the limit where the system does not say how much memory it has.
+/// The assumed memory where the system does not report it.
 const SMALLEST_DEFAULT: u64 = 2 * GIB;
 
 impl fmt::Display for Limit {
@@ -97,18 +96,18 @@ impl FromStr for Limit {
 
 static LIMIT: OnceLock<Limit> = OnceLock::new();
 
-/// Sets what a case may take for all of this process; the first one to ask decides.
+/// Sets the memory limit of a case for all of this process. The first call decides.
 pub fn set_limit(limit: Limit) {
-    // A second one in one process could only be a test's, whose cases are small.
+    // A second call in one process could only come from a test, whose cases are small.
     let _ = LIMIT.set(limit);
 }
 
-/// The most memory that a case of this process may take: what was set, or a share of the machine's.
+/// The memory limit of a case in this process: what was set, or a share of the machine's.
 pub fn limit() -> Limit {
     *LIMIT.get_or_init(Limit::of_this_machine)
 }
 
-/// Bytes that this process may have, as the system's files say.
+/// Memory available to this process, in bytes, from the system's files.
 fn available(read: &dyn Fn(&Path) -> Option<String>) -> Option<u64> {
     let machine = read(Path::new("/proc/meminfo")).and_then(|text| {
         let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
@@ -117,8 +116,8 @@ fn available(read: &dyn Fn(&Path) -> Option<String>) -> Option<u64> {
     machine.into_iter().chain(group_limits(read)).min()
 }
 
-/// What the control groups of this process allow, from its own up to the root; of version 1 that
-/// of its mount.
+/// The limits of this process's control groups, from its own up to the root. For version 1, that of
+/// its mount.
 fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
     let root = Path::new("/sys/fs/cgroup");
     let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
@@ -129,12 +128,12 @@ fn group_limits(read: &dyn Fn(&Path) -> Option<String>) -> Vec<u64> {
         .take_while(|group| group.starts_with(root))
         .map(|group| group.join("memory.max"));
     let files = files.chain([root.join("memory/memory.limit_in_bytes")]);
-    // `max` is no number: there is no limit.
+    // `max` is not a number: it means no limit.
     files.filter_map(|file| read(&file)?.trim().parse().ok()).collect()
 }
 
-/// Bytes that a case takes of the machine, of which one oracle run holds `oracle` elements beside
-/// its tensors. Nothing wraps: what would is all that there is.
+/// Bytes of the machine's memory that a case takes, where one oracle run holds `oracle` elements in
+/// addition to its tensors. Nothing wraps: an overflow gives the maximum.
 pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     let of =
         |of: &dyn Fn(&TensorSpec) -> u128| specs.present().map(of).fold(0, u128::saturating_add);
@@ -143,8 +142,7 @@ pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     let on_device = of(&|spec| if spec.is_stored() { placed(spec, layouts) } else { 0 });
     let judged = specs.compared().map(elements).fold(0, u128::saturating_add);
     let computed = elements_of(specs, oracle);
-    // A tensor without elements may have axes of any extent, along which lists are made all the
-    // same.
+    // A tensor without elements may still have long axes, and lists are made along them.
     let lists = of(&|spec| spec.axes.iter().map(|axis| axis.extent as u128).sum());
     let at_once = 1 + rayon::current_num_threads() as u128;
     [
@@ -158,7 +156,7 @@ pub(super) fn bytes_of(specs: &Specs, layouts: &Layouts, oracle: u128) -> u128 {
     .fold(0, u128::saturating_add)
 }
 
-/// Elements of all tensors of a case, and of what one oracle run holds beside them.
+/// Elements of all tensors of a case, and of what one oracle run holds in addition.
 pub(super) fn elements_of(specs: &Specs, oracle: u128) -> u128 {
     specs.present().map(elements).fold(oracle, u128::saturating_add)
 }
@@ -174,7 +172,7 @@ fn placed(spec: &TensorSpec, layouts: &Layouts) -> u128 {
     layout.map_or(u128::MAX, |layout| layout.touched_bytes(&shape, spec.dtype))
 }
 
-/// Bytes in the largest unit of which there is at least one.
+/// Bytes in the largest unit with a value of at least one.
 pub(super) fn in_words(bytes: u128) -> String {
     let units = [("EiB", 60), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match units.into_iter().find(|(_, shift)| bytes >> shift > 0) {
@@ -183,7 +181,7 @@ pub(super) fn in_words(bytes: u128) -> String {
     }
 }
 
-/// The largest tensor of a case, which an error names.
+/// The largest tensor of a case, for error messages.
 pub(super) fn largest(specs: &Specs) -> Option<&TensorSpec> {
     specs.present().max_by_key(|spec| spec.elements())
 }

@@ -1,8 +1,8 @@
-//! Numbers that no distribution draws: limits and their neighbours, NaN and infinities, rows that
-//! nobody may read. An operator says of which inputs ([`TensorSpec::clamped`],
-//! [`TensorSpec::with_zeros`], [`TensorSpec::marks_padding`]); that every pair of them meets, in
-//! edge cases and in drawn ones, is this layer's. So is a lone NaN or infinity in each tensor that
-//! is given, where it counts: no operator has to say anything of it.
+//! Values that no distribution generates: limits and their neighbours, NaN and infinities, rows
+//! that no kernel may read. An operator declares their inputs ([`TensorSpec::clamped`],
+//! [`TensorSpec::with_zeros`], [`TensorSpec::marks_padding`]). This layer makes sure that every
+//! pair of them occurs, in edge cases and in drawn ones. It also puts a single NaN or infinity in
+//! each given tensor, where results depend on it. Operators declare nothing for that.
 
 use dsv4_reference::Format;
 use dsv4_runtime::DType;
@@ -16,11 +16,11 @@ use super::format_of;
 use super::tensors::Tensors;
 use crate::case::Draw;
 
-/// What inputs hold in the place of what their distribution gives.
+/// What inputs hold instead of values from their distribution.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Special {
-    /// In clamped inputs all pairs of both limits, their neighbours, numbers far beyond them, and
+    /// In clamped inputs all pairs of both limits, their neighbours, values far beyond them, and
     /// 0 of either sign.
     AtTheLimit,
     /// In clamped inputs all pairs of NaN, both infinities and 1.
@@ -29,26 +29,26 @@ pub enum Special {
     NanIn(String),
     /// One infinity in the tensor of this name.
     InfinityIn(String),
-    /// The tensor of this name times the largest power of two that takes no intermediate out of
+    /// The tensor of this name times the largest power of two that keeps every intermediate within
     /// fp32's range.
     Large(String),
     /// The same with the smallest power of two.
     Small(String),
-    /// The tensor of this name times the power of two that makes its largest number, and so all of
+    /// The tensor of this name times the power of two that makes its largest value, and so all of
     /// them, subnormal.
     Subnormal(String),
-    /// Every upstream gradient but that of this name is zero: terms that others cover stand alone,
-    /// and are held to their own rounding errors.
+    /// Every upstream gradient but that of this name is zero. Terms that others would hide are then
+    /// compared within their own rounding errors.
     Alone(String),
 }
 
 impl Special {
-    /// Those of clamped inputs.
+    /// The choices for clamped inputs.
     pub const OF_CLAMPS: [Self; 2] = [Self::AtTheLimit, Self::NotFinite];
 
-    /// A NaN in each tensor that can hold one, an infinity in each that is no upstream gradient,
-    /// each tensor as large and as small as fp32 allows, and subnormal, and each upstream gradient
-    /// without the others.
+    /// A NaN in each tensor that can hold one, an infinity in each that is not an upstream
+    /// gradient. Also each tensor as large and as small as fp32 allows, and subnormal, and each
+    /// upstream gradient without the others.
     pub fn of_each_tensor(specs: &Specs) -> Vec<Self> {
         let kinds: [fn(String) -> Self; 6] =
             [Self::NanIn, Self::InfinityIn, Self::Large, Self::Small, Self::Subnormal, Self::Alone];
@@ -62,7 +62,7 @@ impl Special {
         kinds.into_iter().flat_map(of).filter(wanted).map(|(_, special)| special).collect()
     }
 
-    /// Whether a case of these tensors can have such numbers.
+    /// Whether a case of these tensors can have such values.
     pub fn fits(&self, specs: &Specs) -> bool {
         match self {
             Self::AtTheLimit | Self::NotFinite => {
@@ -80,7 +80,7 @@ impl Special {
         }
     }
 
-    /// Why a case whose tensors it does not fit cannot have it.
+    /// Why a case cannot have it, where its tensors do not fit.
     pub(super) fn why_not(&self) -> String {
         match self {
             Self::AtTheLimit | Self::NotFinite => "no tensor of the case is clamped".into(),
@@ -100,7 +100,7 @@ impl Special {
         }
     }
 
-    /// Whether gradients of the oracle can be compared with differences.
+    /// Whether gradients of the oracle can be compared with finite differences.
     pub(super) fn is_finite(&self) -> bool {
         !matches!(self, Self::NotFinite | Self::NanIn(_) | Self::InfinityIn(_))
     }
@@ -118,8 +118,8 @@ impl Special {
     }
 }
 
-/// The power of two by which the largest of these numbers becomes the largest subnormal power of
-/// two of fp32 and bf16; 1 where there is none.
+/// The power of two by which the largest of these values becomes the largest subnormal power of two
+/// of fp32 and bf16. 1 where all are zero.
 pub(super) fn to_subnormal(values: &[f64]) -> f64 {
     let largest = values
         .iter()
@@ -136,8 +136,8 @@ fn can_scale(spec: &TensorSpec) -> bool {
     can_hold(spec, f64::INFINITY) && (spec.any_size || matches!(spec.part, Part::Upstream { .. }))
 }
 
-/// Whether a tensor is given and has room for such a number. What it means in bytes is the
-/// operator's: those of a NaN are NaN as codes of e4m3, as scales of e8m0 and as bf16.
+/// Whether a tensor is given and can hold such a value. Its bytes depend on the operator: a NaN's
+/// bytes are NaN as codes of e4m3, as scales of e8m0 and as bf16.
 fn can_hold(spec: &TensorSpec, number: f64) -> bool {
     let holds = match spec.dtype {
         DType::Bf16 | DType::F32 => true,
@@ -147,18 +147,19 @@ fn can_hold(spec: &TensorSpec, number: f64) -> bool {
     holds && spec.is_given() && spec.elements() > 1
 }
 
-/// Places that are tried for a lone number until it counts: one that nobody reads says nothing.
+/// Offsets that are tried for a single value until results depend on it. A value that is never read
+/// tests nothing.
 const PLACES: usize = 256;
 
-/// Tensors with the lone number in one place of a tensor after another, in an order that follows
-/// from the seed. What is no number already stays.
+/// Tensors with the single value at one offset after another, in an order that follows from the
+/// seed. Offsets without a finite value are skipped.
 pub(super) fn spoilt(
     spec: &TensorSpec,
     seed: u64,
     number: f64,
     tensors: &Tensors,
 ) -> impl Iterator<Item = Tensors> {
-    // Bytes are no numbers yet.
+    // Bytes are not decoded to values yet.
     let values = if spec.dtype == DType::U8 { Vec::new() } else { tensors.values(spec.name) };
     let mut places: Vec<usize> = (0..spec.elements()).collect();
     places.shuffle(Draw::new(seed, "special").rng());
@@ -182,7 +183,7 @@ pub(super) fn strategy() -> BoxedStrategy<Option<Special>> {
     prop_oneof![4 => Just(None), 1 => special(Special::AtTheLimit), 1 => special(Special::NotFinite)].boxed()
 }
 
-/// Puts special numbers in their places, then NaN into padding rows.
+/// Sets special values, then NaN in padding rows.
 pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tensors) {
     match special {
         Some(special @ (Special::AtTheLimit | Special::NotFinite)) => {
@@ -192,7 +193,7 @@ pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tens
             let others = specs.upstreams().filter(|(_, upstream)| upstream.name != name);
             others.for_each(|(_, upstream)| tensors.edit(upstream.name, |x| x.fill(0.0)));
         }
-        // Where a lone number counts, and what fp32 allows, is known when everything else is there.
+        // The offset of a single value, and the limits of fp32, need all other tensors first.
         Some(_) | None => {}
     }
     for marker in specs.present().filter(|spec| spec.marks_padding) {
@@ -201,7 +202,7 @@ pub(super) fn apply(specs: &Specs, special: Option<&Special>, tensors: &mut Tens
 }
 
 fn set_pairs(specs: &Specs, special: &Special, tensors: &mut Tensors) {
-    // Each tensor's numbers change once all of the tensor before it have come.
+    // Each tensor's values follow all values of the tensor before it.
     let mut run = 1;
     for spec in specs.present() {
         if let Some(limits) = spec.clamped {
@@ -222,8 +223,8 @@ fn is_padding(entry: usize) -> bool {
     entry % 3 == 1
 }
 
-/// Marks entries along the marker's axis as padding, and fills them with NaN in whatever is given
-/// along it.
+/// Marks entries along the marker's axis as padding, and fills them with NaN in all given tensors
+/// with that axis.
 fn pad(specs: &Specs, marker: &TensorSpec, tensors: &mut Tensors) {
     let axis = marker.axes[0];
     let marks = (0..axis.extent)
@@ -243,8 +244,8 @@ fn pad(specs: &Specs, marker: &TensorSpec, tensors: &mut Tensors) {
     }
 }
 
-/// The distance from each number to the nearest limit of its clamp, and no more than that over
-/// which the oracle bends elsewhere; `None` where the declaration says nothing of it.
+/// The distance from each value to the nearest limit of its clamp, and at most the distance over
+/// which the oracle bends away from limits. `None` where the declaration has neither.
 pub(super) fn bends_over(spec: &TensorSpec, values: &[f64]) -> Option<Vec<f64>> {
     let [low, high] = spec.clamped?;
     let most = spec.bends_over.unwrap_or(f64::INFINITY);

@@ -11,7 +11,7 @@ use super::rows_of;
 use super::special::{self, Special};
 use crate::case::Draw;
 
-/// Tensors of a case that kernels read, and the numbers that the oracle takes beside them.
+/// Tensors of a case that kernels read, and the values that the oracle takes next to them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tensors {
     tensors: BTreeMap<&'static str, HostTensor>,
@@ -19,8 +19,8 @@ pub struct Tensors {
 }
 
 impl Tensors {
-    /// Draws every given tensor as its source says; each name has a random stream of its own.
-    /// Special numbers and padding take their places.
+    /// Draws every given tensor from its source. Each name has its own random stream. Then special
+    /// values and padding are set.
     pub fn draw(specs: &Specs, special: Option<&Special>) -> Self {
         let given = specs
             .present()
@@ -39,7 +39,7 @@ impl Tensors {
     /// The tensor called `name`.
     ///
     /// # Panics
-    /// Where the case has none: the operator asks for what it does not declare.
+    /// If the case does not have it: the operator requests a tensor that it does not declare.
     pub fn tensor(&self, name: &str) -> &HostTensor {
         self.get(name).unwrap_or_else(|| panic!("the case has no tensor `{name}`"))
     }
@@ -65,12 +65,12 @@ impl Tensors {
         self.get(name).map(HostTensor::to_i32)
     }
 
-    /// Puts a tensor in the place of its name's.
+    /// Replaces the tensor of this name.
     pub fn put(&mut self, name: &'static str, tensor: HostTensor) {
         self.tensors.insert(name, tensor);
     }
 
-    /// Takes a tensor out.
+    /// Removes a tensor.
     pub fn remove(&mut self, name: &str) -> Option<HostTensor> {
         self.tensors.remove(name)
     }
@@ -122,7 +122,7 @@ impl Tensors {
         self.edit(name, |values| values.iter_mut().for_each(|value| *value *= factor));
     }
 
-    /// A number that the oracle takes in place of the case's rounded one, such as the scale of a
+    /// A number that the oracle takes instead of the case's rounded one, such as the scale of a
     /// golden file.
     pub fn set_scalar(&mut self, name: &'static str, value: f64) {
         self.scalars.insert(name, value);
@@ -133,8 +133,8 @@ impl Tensors {
         self.scalars.get(name).copied().unwrap_or(otherwise)
     }
 
-    /// Multiplies the number set under `name`, if there is one: the case's own is the case's
-    /// business.
+    /// Multiplies the number set under `name`, if one is set. The case's own number does not
+    /// change.
     pub fn scale_scalar(&mut self, name: &'static str, factor: f64) {
         if let Some(value) = self.scalars.get_mut(name) {
             *value *= factor;
@@ -146,8 +146,8 @@ impl Tensors {
         self.tensors.iter().map(|(&name, tensor)| (name, tensor))
     }
 
-    /// Entry `i` along the axis of every given tensor that has it is entry `order[i]` of what it
-    /// was.
+    /// Reorders the entries along the axis in every given tensor that has it: entry `i` is entry
+    /// `order[i]` of the old tensor.
     pub fn permute(&mut self, specs: &Specs, axis: &str, order: &[usize]) {
         for spec in specs.present().filter(|spec| spec.is_given()) {
             if let (Some(at), Some(tensor)) = (spec.axis(axis), self.tensors.get_mut(spec.name)) {
@@ -173,8 +173,8 @@ fn drawn(spec: &TensorSpec, seed: u64) -> HostTensor {
     }
 }
 
-/// Entry `i` along axis `at` is entry `order[i]` of `tensor`; `order` may repeat entries and leave
-/// out others.
+/// Entry `i` along axis `at` is entry `order[i]` of `tensor`. `order` may repeat entries and skip
+/// others.
 pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTensor {
     let mut shape = tensor.shape.clone();
     let outer: usize = shape[..at].iter().product();
@@ -188,7 +188,7 @@ pub fn permuted_along(tensor: &HostTensor, at: usize, order: &[usize]) -> HostTe
     HostTensor { dtype: tensor.dtype, shape, bytes }
 }
 
-/// Entries along axis `at` of a tensor that goes on beyond its end as it began.
+/// Entries along axis `at` of a tensor that repeats from its start after its end.
 pub(super) fn repeated_along(
     tensor: &HostTensor,
     at: usize,
@@ -200,8 +200,8 @@ pub(super) fn repeated_along(
     if as_it_is { tensor.clone() } else { permuted_along(tensor, at, &order) }
 }
 
-/// What an oracle reads: the given tensors, widened; a triangulation, or a chain of operators,
-/// puts others in their places.
+/// What an oracle reads: the given tensors, widened. A triangulation, or a chain of operators,
+/// replaces some of them.
 #[derive(Clone)]
 pub struct Bound<'a> {
     tensors: &'a Tensors,
@@ -209,7 +209,7 @@ pub struct Bound<'a> {
 }
 
 impl<'a> Bound<'a> {
-    /// The tensors as they are.
+    /// The tensors without changes.
     pub fn new(tensors: &'a Tensors) -> Self {
         Self { tensors, overrides: BTreeMap::new() }
     }
@@ -223,7 +223,7 @@ impl<'a> Bound<'a> {
     /// A tensor in f64, of its declared shape.
     ///
     /// # Errors
-    /// A name that the case has no tensor of.
+    /// A name for which the case has no tensor.
     pub fn f64(&self, name: &'static str) -> dsv4_reference::Result<Tensor> {
         self.maybe(name)?.ok_or_else(|| dsv4_reference::Error::Value {
             argument: name,
@@ -256,7 +256,7 @@ impl<'a> Bound<'a> {
             .try_fold(Named::new(), |named, name| Ok(named.maybe(name, self.maybe(name)?)))
     }
 
-    /// The host's tensors: integers, bytes and scalars, which nobody differentiates by.
+    /// The host's tensors: integers, bytes and scalars, which have no gradients.
     pub fn host(&self) -> &'a Tensors {
         self.tensors
     }

@@ -1,4 +1,4 @@
-//! How long a case's kernels take, beside somebody else's of the same case.
+//! The time of a case's kernels, for comparison with an external kernel on the same case.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use super::layouts::Layouts;
 use super::lines::{Choices, checked};
 use crate::record::Seconds;
 
-/// Calls before those that are timed.
+/// Warm-up calls.
 const WARM_UPS: usize = 3;
-/// Calls that are timed, each by itself; the median counts.
+/// Timed calls, each timed separately. The median counts.
 const CALLS: usize = 11;
 
-/// The times of the forward and of the backward, where there is one.
+/// The times of the forward and of the backward, where one exists.
 pub(super) fn of(inputs: &Inputs, device: &Device) -> Result<Seconds, RuntimeError> {
     let inputs = at_best(inputs, device.environment());
     let specs = inputs.specs();
@@ -33,9 +33,9 @@ pub(super) fn of(inputs: &Inputs, device: &Device) -> Result<Seconds, RuntimeErr
     Ok(Seconds { forward: Some(forward), backward })
 }
 
-/// The same call by the fastest kernels for it, on dense tensors, as the other kernel gets them:
-/// which of ours run, and how their memory lies, is drawn to find bugs. As the case says where
-/// that cannot be.
+/// The same call with the fastest kernels for it, on dense tensors, as the external kernel gets
+/// them. A case draws its kernels and layouts to find bugs, not for speed. The case itself where
+/// that is not possible.
 fn at_best(inputs: &Inputs, environment: &Environment) -> Inputs {
     let case = inputs.case.fastest(environment);
     if checked(&*case).is_err() || case.cannot_run(environment).is_some() {

@@ -1,5 +1,5 @@
-//! What groups of numbers hold that share a scale: drawn numbers, and those at the ends and in the
-//! middles of a format's.
+//! Contents of groups of values that share a scale: drawn values, and values at the limits and
+//! midpoints of a format's codes.
 
 use dsv4_reference::Format;
 use dsv4_reference::quantize::{ScaleType, floor_of, scale_of};
@@ -10,43 +10,43 @@ use crate::case::{Distribution, Draw};
 use crate::operator::fields::Data;
 use crate::operator::tensors::Tensors;
 
-/// What groups hold.
+/// The contents of groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Contents {
-    /// Numbers of the case's distribution and magnitude.
+    /// Values of the case's distribution and magnitude.
     Drawn,
-    /// Numbers midway between two codes.
+    /// Values midway between two codes.
     Ties,
-    /// Groups of zeros, of -0, below the floor, at and just above the largest code times a power
-    /// of two, of subnormal and of the largest bf16 numbers, around the floor.
+    /// Groups of zeros, of -0, below the floor and around it. Groups at and just above the largest
+    /// code times a power of two. Groups of subnormal and of the largest bf16 values.
     Corners,
-    /// Each group's largest is another bf16 number, spread over all of them.
+    /// Each group's largest value is another bf16 value, spread over all bf16 values.
     Amax,
     /// Some are NaN or infinite.
     NotFinite,
-    /// Every bf16 number that is not above the format's largest, under the scale 1.
+    /// Every bf16 value that is not above the format's largest, under the scale 1.
     EveryNumber,
 }
 
-/// Numbers of rows of so many, and what is common to their groups.
+/// Values in rows of groups, and what the groups have in common.
 pub struct Groups {
     /// What they hold.
     pub contents: Contents,
     /// The format of the codes.
     pub format: Format,
-    /// The type in which the numbers are stored.
+    /// The type in which the values are stored.
     pub stored: Format,
-    /// What a scale is.
+    /// The type of a scale.
     pub scale: ScaleType,
-    /// Numbers of a group; the last one of a row may have fewer.
+    /// Values in a group. The last group of a row may have fewer.
     pub group: usize,
     /// The case's seed.
     pub seed: u64,
 }
 
 impl Groups {
-    /// Drawn rows, some of whose numbers are NaN or infinite where the contents say so.
+    /// Drawn rows. Some values are NaN or infinite where the contents require it.
     pub fn draw(
         &self,
         draw: &mut Draw,
@@ -66,8 +66,8 @@ impl Groups {
         numbers
     }
 
-    /// Sets tensor `x`, of so many rows and columns, to rows that hold these contents; drawn ones
-    /// stay.
+    /// Sets tensor `x`, with that many rows and columns, to rows with these contents. Drawn
+    /// contents leave it unchanged.
     pub(crate) fn set_rows(&self, tensors: &mut Tensors, [rows, width]: [usize; 2], data: Data) {
         if self.contents == Contents::Drawn {
             return;
@@ -78,14 +78,14 @@ impl Groups {
         tensors.set("x", &x);
     }
 
-    /// Sets the numbers of group `number` of all; drawn ones stay.
+    /// Sets the values of group `number` of all groups. Drawn contents leave them unchanged.
     pub fn fill(&self, group: &mut [f64], number: usize, draw: &mut Draw) {
         match self.contents {
             Contents::Ties => self.fill_with_ties(group, draw),
             Contents::Corners => self.fill_with_corner(group, number),
             Contents::Amax => {
-                // The step is prime to the count of positive bf16: it reaches all of them, far
-                // apart.
+                // The step is prime to the count of positive bf16 values, so it reaches all of
+                // them, far apart.
                 let bits = ((number as u64 * 10007 + self.seed) % 0x7f80).max(1) as u32;
                 let amax = f64::from(f32::from_bits(bits << 16));
                 group.iter_mut().enumerate().for_each(|(i, x)| *x = -amax / (1 + i) as f64);
@@ -95,23 +95,23 @@ impl Groups {
         }
     }
 
-    /// Sets all groups of rows of so many numbers.
+    /// Sets all groups of rows with that many values.
     pub fn fill_rows(&self, numbers: &mut [f64], width: usize, draw: &mut Draw) {
         let groups = numbers.chunks_mut(width.max(1)).flat_map(|row| row.chunks_mut(self.group));
         groups.enumerate().for_each(|(number, group)| self.fill(group, number, draw));
     }
 
-    /// How many groups hold every bf16 number.
+    /// The number of groups that hold every bf16 value.
     pub fn groups_of_every_number(format: Format, group: usize) -> usize {
         (2 * (Format::BF16.code(format.largest) as usize + 1)).div_ceil(group - 1)
     }
 
-    /// The largest code, so that the scale is known, and midpoints of neighbouring codes.
+    /// The largest code, so that the scale is known, and midpoints between adjacent codes.
     fn fill_with_ties(&self, group: &mut [f64], draw: &mut Draw) {
         let format = self.format;
         let power = 2f64.powi(draw.rng().random_range(-12..=12));
-        // Of numbers that have the bits for it: middles times any scale, whose quotient is the
-        // middle or next to it.
+        // For types with enough bits: midpoints times any scale. Their quotient is the midpoint or
+        // next to it.
         let any = self.scale == ScaleType::Fp32 && self.stored == Format::F32;
         let largest =
             format.largest * if any { power * draw.rng().random_range(1.0..2.0) } else { power };
@@ -124,7 +124,7 @@ impl Groups {
         }
     }
 
-    /// Groups at the ends of the formats, in turn.
+    /// Groups at the limits of the formats, round-robin.
     fn fill_with_corner(&self, group: &mut [f64], number: usize) {
         let power = 2f64.powi(number as i32 % 20 - 10);
         let (largest, floor, len) = (self.format.largest, floor_of(self.format), group.len());
@@ -144,7 +144,7 @@ impl Groups {
                 .enumerate()
                 .for_each(|(i, x)| *x = 2f64.powi(-133) * (i as f64 - 30.0)),
             6 => group[63 % len] = f64::from(f32::from_bits(0xff7f_0000)),
-            // The two numbers of the type around the floor, or the floor itself and its neighbour.
+            // The two values of the type around the floor, or the floor itself and its neighbour.
             7 => group
                 .fill(self.stored.value(
                     self.stored.code(floor) - u64::from(self.stored.nearest(floor) > floor),
@@ -160,7 +160,7 @@ impl Groups {
         }
     }
 
-    /// The largest number, and others from all of them in turn.
+    /// The largest value, and others from all of them in sequence.
     fn fill_with_numbers(&self, group: &mut [f64], number: usize) {
         let magnitudes = Format::BF16.code(self.format.largest) + 1;
         let first = (number * (self.group - 1)) as u64;
@@ -176,8 +176,8 @@ impl Groups {
     }
 }
 
-/// Draws tensor `codes`, bytes of two e2m1 codes each; where it is `every` one, each nibble of
-/// sixteen bytes has each code.
+/// Draws tensor `codes`, bytes of two e2m1 codes each. If `every` is set, the nibbles of sixteen
+/// bytes hold all codes.
 pub(crate) fn draw_e2m1_codes(every: bool, draw: &mut Draw, tensors: &mut Tensors) {
     for (i, code) in tensors.bytes_mut("codes").unwrap_or_default().iter_mut().enumerate() {
         *code = if every { (i % 16 * 16 + 15 - i % 16) as u8 } else { draw.rng().random() };

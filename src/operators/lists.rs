@@ -1,4 +1,4 @@
-//! Lists of keys, and how many of their slots count: what the attention operators gather by.
+//! Lists of keys, and how many of their slots count. Attention operators gather by these lists.
 
 use std::collections::BTreeSet;
 
@@ -24,7 +24,7 @@ pub enum IndexClass {
     Hostile,
     /// The first half of each list is -1: whole leading tiles without a key.
     LeadingMasked,
-    /// Every third token has no valid slot at all.
+    /// Every third token has no valid slot.
     EmptyRows,
 }
 
@@ -32,7 +32,7 @@ pub enum IndexClass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lengths {
-    /// No length given.
+    /// No length is given.
     Absent,
     /// Between 0 and `topk`.
     Within,
@@ -48,8 +48,8 @@ impl IndexClass {
         )
     }
 
-    /// `num_tokens` lists of `topk` slots, each naming one of `num_keys` rows or none; `name` is
-    /// the random stream.
+    /// `num_tokens` lists of `topk` slots, each with an index of one of `num_keys` rows or none.
+    /// `name` is the random stream.
     pub(crate) fn draw(
         self,
         seed: u64,
@@ -85,13 +85,13 @@ impl IndexClass {
     }
 }
 
-/// Elements that an oracle holds which gathers the rows of `count` lists of `topk` slots: of each
-/// slot a row of `width` numbers, and one number for each of `heads` heads.
+/// Elements that an oracle holds when it gathers the rows of `count` lists of `topk` slots. Each
+/// slot has a row of `width` values, and one value for each of `heads` heads.
 pub(crate) fn gathered(count: usize, topk: usize, width: usize, heads: usize) -> u128 {
     (count as u128 * topk as u128).saturating_mul(width as u128 + heads as u128)
 }
 
-/// `count` lists of `topk` distinct keys in random order; list `i` has some of the `own` keys from
+/// `count` lists of `topk` distinct keys in random order. List `i` has some of the `own` keys from
 /// `first(i)` on. `name` is the random stream.
 pub(crate) fn distinct(
     (seed, name): (u64, &str),
@@ -102,16 +102,16 @@ pub(crate) fn distinct(
     let mut order: Vec<usize> = (0..own).collect();
     let mut lists = Vec::with_capacity(count * topk);
     for list in 0..count {
-        // The beginning of a Fisher-Yates shuffle, of what the last list left.
+        // The start of a Fisher-Yates shuffle, applied to the order that the last list left.
         (0..topk).for_each(|slot| order.swap(slot, draw.rng().random_range(slot..own)));
         lists.extend(order[..topk].iter().map(|key| (first(list) + key) as i32));
     }
     lists
 }
 
-/// Keeps of `stores` the entries of the first axis, of `page_size` keys each, that some slot of
-/// `lists` names a key of; numbers the keys anew and returns how many entries there are. Slots
-/// that name none become -1.
+/// Keeps those entries of the first axis of `stores` (`page_size` keys each) that have a key in
+/// some slot of `lists`. Renumbers the keys and returns the number of entries. Slots without a
+/// valid key become -1.
 pub(crate) fn compact(
     tensors: &mut Tensors,
     lists: &'static str,
@@ -140,8 +140,8 @@ pub(crate) fn compact(
     named.len()
 }
 
-/// How many slots of each of `count` lists of `topk` are within the list's length, if there are
-/// lengths.
+/// How many slots of each of `count` lists of `topk` are within the list's length, if lengths are
+/// given.
 pub(crate) fn within_lengths(
     tensors: &Tensors,
     lengths: &str,
@@ -153,7 +153,7 @@ pub(crate) fn within_lengths(
         .map_or(vec![topk; count], |all| all.into_iter().map(within).collect())
 }
 
-/// Appends `extra` slots to each of `count` lists of `topk`, beyond all lengths: a length that
+/// Appends `extra` slots to each of `count` lists of `topk`, beyond all lengths. A length that
 /// would now reach them is clamped to the old list.
 pub(crate) fn append(
     tensors: &mut Tensors,

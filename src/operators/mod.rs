@@ -1,4 +1,4 @@
-//! The operators: how each one's kernel and oracle are compared.
+//! The operators: how the kernel of each is compared with its oracle.
 
 pub mod attention;
 pub mod cache;

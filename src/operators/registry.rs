@@ -72,16 +72,16 @@ pub fn find(name: &str) -> Result<&'static AnyOperator, CaseError> {
     })
 }
 
-/// `: did you mean …?` with the operators whose names are similar, the most similar one first;
-/// empty where there are none.
+/// `: did you mean …?` with the operators whose names are similar, the most similar one first.
+/// Empty where no name is similar.
 fn did_you_mean(name: &str) -> String {
-    /// Names that are offered.
+    /// The most names that are suggested.
     const MOST: usize = 4;
-    /// Jaro and Winkler's similarity of a name that is offered, and how much less it may be than
-    /// that of the best.
+    /// The least Jaro-Winkler similarity of a suggested name, and how far it may be below the best.
     const ENOUGH: f64 = 0.75;
     const BEHIND: f64 = 0.05;
-    /// That of a name of which what was asked for is a part, as `attention` is of several.
+    /// The similarity of a name that contains the requested one, as several names contain
+    /// `attention`.
     const PART: f64 = 0.87;
     let wanted = name.to_lowercase().replace('-', "_");
     let score = |known: &str| {
@@ -101,11 +101,11 @@ fn did_you_mean(name: &str) -> String {
     }
 }
 
-/// The operators of a comma-separated list; all of them when there is none.
+/// The operators of a comma-separated list, or all operators without a list.
 ///
 /// # Errors
-/// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], since what runs twice would count
-/// twice.
+/// [`CaseError::UnknownOperator`]; [`CaseError::NamedTwice`], because an operator that runs twice
+/// would count twice.
 pub fn select(list: Option<&str>) -> Result<Vec<&'static AnyOperator>, CaseError> {
     let Some(list) = list else { return Ok(OPERATORS.to_vec()) };
     let names: Vec<&str> = list.split(',').map(str::trim).collect();
@@ -115,7 +115,7 @@ pub fn select(list: Option<&str>) -> Result<Vec<&'static AnyOperator>, CaseError
     names.into_iter().map(find).collect()
 }
 
-/// Makes the inputs of any case.
+/// Makes the inputs of a case of any operator.
 ///
 /// # Errors
 /// An unknown operator, or a field that the operator cannot take.

@@ -1,9 +1,8 @@
-//! How numbers are written wherever people read them: 23.875 and 4.5e19, never 2.3875e1 or
-//! 44619224341200674816.
+//! How numbers are written for people: 23.875 and 4.5e19, never 2.3875e1 or 44619224341200674816.
 //!
-//! Every message, page and terminal line takes its numbers from here.
+//! Every message, page and terminal line uses these functions.
 
-/// A measure to `digits` significant digits, without zeros that say nothing: `1.4`, `0.00305`,
+/// A measure to `digits` significant digits, without insignificant zeros: `1.4`, `0.00305`,
 /// `455,898`, `4.5e19`.
 pub fn measure(value: f64, digits: usize) -> String {
     without_last_zeros(padded(value, digits))
@@ -27,8 +26,8 @@ pub fn padded(value: f64, digits: usize) -> String {
     grouped(&format!("{value:.decimals$}"))
 }
 
-/// The number of one element: the shortest digits that name its f32, or nine of them for values
-/// between.
+/// The value of one element: the shortest digits that identify its f32, or nine digits for values
+/// between two f32.
 pub fn element(value: f64) -> String {
     if !value.is_finite() {
         return special(value);
@@ -54,7 +53,7 @@ pub fn field(value: f64) -> String {
     if value.fract() == 0.0 && value.abs() < 1e15 { format!("{value:.0}") } else { element(value) }
 }
 
-/// Names of the numbers that are none.
+/// Names of NaN and the infinities.
 fn special(value: f64) -> String {
     match value {
         value if value.is_nan() => "NaN".to_owned(),
@@ -63,7 +62,7 @@ fn special(value: f64) -> String {
     }
 }
 
-/// Takes the zeros off the end of a fraction, and its point where nothing is left of it.
+/// Removes the zeros at the end of a fraction, and its point where no fraction is left.
 fn without_last_zeros(text: String) -> String {
     let (digits, exponent) = match text.split_once('e') {
         Some((digits, exponent)) => (digits, Some(exponent)),

@@ -1,9 +1,9 @@
 //! What a run set out to do and how far it has come: `plan.json` and `records.jsonl`.
 //!
-//! `plan.json` is written before the first case, `records.jsonl` grows by one line with each. A
-//! worker that is killed leaves at most one line cut short, which is taken away on `--resume`;
-//! every complete line stands. Only one run at a time writes to a folder: the records are locked,
-//! and the lock goes when the process does, however it ends.
+//! `plan.json` is written before the first case; `records.jsonl` grows by one line with each case.
+//! A killed worker leaves at most one incomplete line, which `--resume` removes; every complete
+//! line is kept. Only one run at a time writes to a folder. The records are locked, and the lock
+//! ends with the process, however it ends.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,8 +29,8 @@ pub const PLAN: &str = "plan.json";
 /// Name of the records' file.
 pub const RECORDS: &str = "records.jsonl";
 
-/// Name of the folder, within that of the report, in which each worker of a run has its own for as
-/// long as it is unfinished.
+/// Name of the folder, within that of the report, that holds a folder for each worker of a run
+/// while the run is unfinished.
 pub const WORKERS: &str = "workers";
 
 /// Which part of a run: `index` of `count`, from 0.
@@ -38,7 +38,7 @@ pub const WORKERS: &str = "workers";
 pub struct Shard {
     /// Which one, below `count`.
     pub index: u32,
-    /// How many there are.
+    /// How many parts exist.
     pub count: u32,
 }
 
@@ -71,10 +71,10 @@ impl FromStr for Shard {
     }
 }
 
-/// Remembered cases, by operator.
+/// Saved cases, by operator.
 pub type Remembered = BTreeMap<String, Vec<Case>>;
 
-/// What has to be the same in all parts of one run.
+/// What must be the same in all parts of one run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Identity {
     /// The source under test.
@@ -88,9 +88,9 @@ pub struct Identity {
 impl Identity {
     /// What is different, as `thing, here, there`; `None` when both can be parts of one run.
     ///
-    /// Two emulators on unlike processors compute the same; two kinds of GPU need not, and their
-    /// times mean different things. Executables are compared only where the commit does not say
-    /// which source they are of, because builds of one commit on two machines may differ in bytes.
+    /// Two emulators on unlike processors compute the same. Two kinds of GPU need not, and their
+    /// times mean different things. Executables are compared only where the commit does not
+    /// identify their source, because builds of one commit on two machines may differ in bytes.
     pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
         let commit = |revision: &Revision| {
             format!(
@@ -132,8 +132,8 @@ pub fn executable_digest() -> String {
     }
 }
 
-/// What the report of a run says beside its cases: with it the records that a killed run left make
-/// one, too.
+/// What the report of a run holds in addition to its cases. With it, the records that a killed run
+/// left make a report, too.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunDescription {
     /// The command line.
@@ -148,11 +148,11 @@ pub struct RunDescription {
     pub schedules: u32,
     /// The operators that are swept.
     pub operators: Vec<OperatorRecord>,
-    /// What is left out from the start.
+    /// What is skipped from the start.
     pub skips: Vec<Skip>,
 }
 
-/// `plan.json`: what has to be the same when a run is resumed.
+/// `plan.json`: what must be the same when a run is resumed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanRecord {
     /// [`SCHEMA_VERSION`] of the writer.
@@ -167,17 +167,17 @@ pub struct PlanRecord {
     pub plan_digest: String,
     /// Source, executable and machine.
     pub identity: Identity,
-    /// What else the plan was made of, by the option that says it.
+    /// Other inputs of the plan, by the option that sets each.
     pub settings: Settings,
-    /// The remembered cases of which the plan was made. What the run itself remembers while it
-    /// goes on must not change its plan, so a resumed run takes them from here.
+    /// The saved cases of which the plan was made. Cases that the run itself saves later must not
+    /// change its plan, so a resumed run takes them from here.
     pub remembered: Remembered,
-    /// What the report says of the run.
+    /// What the report declares about the run.
     pub run: RunDescription,
 }
 
 impl PlanRecord {
-    /// The report of these cases, which took so long.
+    /// The report of these cases, which took that many seconds.
     pub fn report(&self, records: Vec<CaseRecord>, seconds: f64) -> Report {
         let (unsupported, cases) =
             records.into_iter().partition(|record| record.unsupported.is_some());
@@ -224,10 +224,10 @@ impl PlanRecord {
     }
 }
 
-/// The report of what a run that was cut short left in a folder; `None` where no run has begun.
+/// The report of an unfinished run in a folder; `None` where no run has started.
 ///
 /// # Errors
-/// Files that cannot be read, or that are no plan and no records.
+/// Files that cannot be read, or that are not a plan and records.
 pub fn read_unfinished(dir: &Path) -> Result<Option<Report>> {
     let Some(plan) = read_plan(dir)? else { return Ok(None) };
     let path = dir.join(RECORDS);
@@ -249,10 +249,10 @@ pub struct Records {
     pub complete_bytes: u64,
 }
 
-/// Parses records, one a line. A last line without an end was cut by a kill and is left out.
+/// Parses records, one a line. A last line without an end was cut by a kill and is skipped.
 ///
 /// # Errors
-/// A complete line that is no record, with its number.
+/// A complete line that is not a record, with its number.
 pub fn parse_records(text: &str) -> Result<Records> {
     let complete = text.rfind('\n').map_or(0, |end| end + 1);
     let records = text[..complete]
@@ -265,10 +265,10 @@ pub fn parse_records(text: &str) -> Result<Records> {
     Ok(Records { records, complete_bytes: complete as u64 })
 }
 
-/// The plan of a folder; `None` where no run has begun.
+/// The plan of a folder; `None` where no run has started.
 ///
 /// # Errors
-/// A file that cannot be read, or another version's.
+/// A file that cannot be read, or that has another version.
 pub fn read_plan(dir: &Path) -> Result<Option<PlanRecord>> {
     let path = dir.join(PLAN);
     let text = match std::fs::read_to_string(&path) {
@@ -296,11 +296,11 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Begins a run in `dir`. Whatever an earlier run left there is taken away first, so that an
+    /// Starts a run in `dir`. Whatever an earlier run left there is removed first, so that an
     /// interrupted run cannot pass for a finished one.
     ///
     /// # Errors
-    /// The file system's, another run that is writing here, or a folder that holds what no run of
+    /// File system errors, another run that is writing here, or a folder with files that no run of
     /// ours left.
     pub fn start(dir: &Path, plan: &PlanRecord) -> Result<Self> {
         refuse_foreign(dir)?;
@@ -320,8 +320,8 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Continues the run in `dir`, whose plan is `before`: what it has recorded, and where to go
-    /// on.
+    /// Continues the run in `dir`, whose plan is `before`. Returns what it has recorded, and the
+    /// journal to go on with.
     ///
     /// # Errors
     /// A plan that is not the same, records that cannot be read, or another run that is writing
@@ -354,7 +354,7 @@ impl Journal {
     /// Adds one record, in one write.
     ///
     /// # Errors
-    /// The file system's.
+    /// File system errors.
     pub fn append(&mut self, record: &CaseRecord) -> io::Result<()> {
         let mut line = serde_json::to_vec(record)?;
         line.push(b'\n');
@@ -365,16 +365,16 @@ impl Journal {
 /// Name of the records of mutants.
 pub(crate) const MUTANTS: &str = "mutants.jsonl";
 
-/// What a run writes to its folder, its log of benchmarks included, which is there before the plan
-/// is.
+/// What a run writes to its folder. Its log of benchmarks is included, which exists before the plan
+/// does.
 const OURS: [&str; 7] =
     [PLAN, RECORDS, "report.json", "index.html", "summary.md", "diff.html", "benchmarks.txt"];
 
-/// Refuses a folder for a report that holds something, and no plan or report of ours: it would be
-/// overwritten. One that is not there, or empty, is as good as ours.
+/// Rejects a folder for a report that has files but no plan or report of ours: they would be
+/// overwritten. A missing or empty folder is accepted.
 ///
 /// # Errors
-/// What was found there, or a file in the folder's place.
+/// What was found there, or a file instead of a folder.
 pub fn refuse_foreign(dir: &Path) -> Result<()> {
     let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -388,7 +388,7 @@ pub fn refuse_foreign(dir: &Path) -> Result<()> {
         .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
         .collect();
     names.sort();
-    // A run that was killed at once left an empty journal, or a plan half written; benchmarks run
+    // A run that was killed at once left an empty journal, or a half-written plan; benchmarks run
     // before.
     let just_begun = |name: &String| match name.as_str() {
         RECORDS => std::fs::metadata(dir.join(RECORDS)).is_ok_and(|file| file.len() == 0),
@@ -423,12 +423,12 @@ fn is_ours(dir: &Path) -> bool {
     says(PLAN, "plan_digest") || says("report.json", "environment")
 }
 
-/// Opens a journal for one run alone, without changing it: the lock goes with the file.
+/// Opens a journal for only one run, without changing it. The lock ends when the file is closed.
 pub(crate) fn open_alone(dir: &Path, name: &str) -> Result<(PathBuf, File)> {
     let path = dir.join(name);
     let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
     let file = file.with_context(|| format!("opening {}", path.display()))?;
-    // Where the file system knows no locks, there is nothing to wait for.
+    // If the file system has no locks, there is nothing to wait for.
     if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
         bail!("another run is writing to {}", dir.display());
     }
@@ -444,13 +444,13 @@ pub(crate) fn complete_lines(file: &mut File) -> Result<String> {
     Ok(String::from_utf8(bytes)?)
 }
 
-/// Cuts off what a kill left of a line, so that the next one goes there.
+/// Removes the incomplete line that a kill left, so that the next one starts there.
 pub(crate) fn cut_behind(file: &mut File, complete_bytes: u64) -> io::Result<()> {
     file.set_len(complete_bytes)?;
     file.seek(SeekFrom::End(0)).map(|_| ())
 }
 
-/// Whole or not at all, because a resumed run believes it.
+/// Written whole or not at all, because a resumed run trusts it.
 fn write_plan(dir: &Path, plan: &PlanRecord) -> io::Result<()> {
     let unfinished = dir.join(format!("{PLAN}.unfinished"));
     std::fs::write(&unfinished, serde_json::to_vec(plan)?)?;

@@ -1,9 +1,9 @@
-//! What a run leaves behind: serialised facts, from which every report is made.
+//! What a run leaves: serialised facts, from which every report is made.
 //!
-//! The schema is versioned ([`SCHEMA_VERSION`]) and documented field by field here; `report.json`
-//! is one [`Report`], whose cases are stored in tables (the module `stored`), `records.jsonl` one
-//! [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that JSON cannot hold are the
-//! strings `"NaN"`, `"inf"` and `"-inf"`.
+//! The schema is versioned ([`SCHEMA_VERSION`]) and documented here, field by field. `report.json`
+//! is one [`Report`], whose cases are stored in tables (the module `stored`). `records.jsonl` has
+//! one [`CaseRecord`] a line, written as they come ([`journal`]). Numbers that JSON cannot hold are
+//! the strings `"NaN"`, `"inf"` and `"-inf"`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,7 +21,7 @@ pub use family::Family;
 pub(crate) use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
 
-/// Version of the schema. Readers refuse another one.
+/// Version of the schema. Readers reject another one.
 pub const SCHEMA_VERSION: u32 = 2;
 
 /// A whole run.
@@ -33,8 +33,8 @@ pub struct Report {
     pub command: String,
     /// Start of the run, seconds since 1970-01-01 UTC.
     pub started_unix: u64,
-    /// Duration in seconds: of a resumed run, with the kernel and oracle seconds of the cases that
-    /// it took over; of merged shards, their sum.
+    /// Duration in seconds. A resumed run includes the kernel and oracle seconds of the cases that
+    /// it took over; for merged shards it is their sum.
     pub seconds: f64,
     /// What was tested.
     pub revision: Revision,
@@ -44,27 +44,27 @@ pub struct Report {
     pub profile: String,
     /// Seed of the sweep.
     pub seed: u64,
-    /// How many random schedules each case ran under, beyond the deterministic one (emulator).
+    /// How many random schedules each case ran under, after the deterministic one (emulator).
     pub schedules: u32,
     /// One entry for each operator that was swept, in the registry's order.
     pub operators: Vec<OperatorRecord>,
     /// Every case that ran, in the order of the plan; stored in tables (the module `stored`).
     #[serde(with = "stored")]
     pub cases: Vec<CaseRecord>,
-    /// Cases that whoever runs the kernel says it is not for; counted among the skips.
+    /// Cases that the kernel does not support, as its runner reports; counted among the skips.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unsupported: Vec<CaseRecord>,
-    /// Cases of the plan that had not run when the run was cut short, where this was made of what
-    /// one left.
+    /// Cases of the plan that had not run when the run was cut short; only in a report of an
+    /// unfinished run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unfinished: Option<u64>,
-    /// Criterion measurements found beside the run.
+    /// Criterion measurements found next to the run.
     pub benchmarks: Vec<BenchmarkRecord>,
     /// Rates of the device, measured in the same run as the benchmarks.
     pub ceilings: Option<Ceilings>,
     /// Mutants that were run, where the run included them.
     pub mutants: Vec<MutantRecord>,
-    /// How those were chosen; absent where none were run.
+    /// How those mutants were chosen; absent where none were run.
     pub kill_matrix: Option<KillMatrixRecord>,
     /// Things that were not done, each with its reason; shown, never silent.
     pub skips: Vec<Skip>,
@@ -76,7 +76,7 @@ pub struct Report {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<BaseRecord>,
     /// Which parts of the plan this is: one entry for a run, one for each shard after a merge;
-    /// none where there was no plan.
+    /// empty where no plan existed.
     pub shards: Vec<ShardRecord>,
 }
 
@@ -132,24 +132,24 @@ pub struct ChangeRecord {
 pub struct ShardRecord {
     /// Which one, from 0.
     pub index: u32,
-    /// How many there are.
+    /// How many shards exist.
     pub count: u32,
     /// Cases of the whole plan, over all shards.
     pub planned_cases: u64,
     /// blake3 of the whole plan and of its division.
     pub plan_digest: String,
-    /// blake3 of the `parity` executable: two builds with uncommitted changes share a commit, not
-    /// this.
+    /// blake3 of the `parity` executable. Two builds with uncommitted changes share a commit, but
+    /// not this.
     pub executable_digest: String,
     /// Device that this shard ran on.
     pub device: String,
     /// Duration of this shard in seconds.
     pub seconds: f64,
-    /// What the plan was made of, by the option that says it.
+    /// What the plan was made of, by the option that sets it.
     pub settings: Settings,
 }
 
-/// What a plan was made of, by the option that says it.
+/// What a plan was made of, by the option that sets it.
 pub type Settings = BTreeMap<String, String>;
 
 /// The first setting that both have and that is not the same, with both of its values.
@@ -182,7 +182,7 @@ pub struct Revision {
 pub struct OperatorRecord {
     /// The operator's one name.
     pub name: String,
-    /// The part of the model that it belongs to; absent of one that the registry does not know.
+    /// The part of the model that it belongs to; absent if the registry does not know the operator.
     pub family: Option<Family>,
     /// One sentence.
     pub summary: String,
@@ -195,7 +195,7 @@ pub struct OperatorRecord {
     pub oracle_file: String,
     /// Element types that the kernel takes.
     pub dtypes: Vec<String>,
-    /// Axes that its strategy draws from.
+    /// Axes along which its strategy generates cases.
     pub axes: Vec<String>,
     /// Whether there is a backward kernel.
     pub has_backward: bool,
@@ -212,12 +212,12 @@ pub struct TensorRecord {
     pub name: String,
     /// `input`, `upstream`, `output`, `gradient`, `state`, `scratch` or `observed`.
     pub part: String,
-    /// Of which output an upstream is, of which input a gradient.
+    /// The output that an upstream belongs to, or the input that a gradient belongs to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub of: Option<String>,
     /// Names of its axes, outermost first.
     pub axes: Vec<String>,
-    /// Element types that cases have.
+    /// Element types that occur in cases.
     pub dtypes: Vec<String>,
     /// Whether every case has it.
     pub always: bool,
@@ -231,12 +231,12 @@ pub struct TensorRecord {
     pub compared: Option<String>,
 }
 
-/// One case: what was run and what every check said.
+/// One case: what was run and what every check found.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CaseRecord {
     /// Operator.
     pub operator: String,
-    /// The case's JSON line: replays alone.
+    /// The case's JSON line, which is enough to replay it.
     pub case: serde_json::Value,
     /// Where the case came from.
     pub origin: Origin,
@@ -248,26 +248,27 @@ pub struct CaseRecord {
     pub kernel_seconds: f64,
     /// Seconds spent in the oracle's runs.
     pub oracle_seconds: f64,
-    /// How long an external kernel took by its own clock, where it was asked and said so.
+    /// How long an external kernel took by its own clock, where it was asked for the time and
+    /// reported it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<Seconds>,
-    /// How long ours took of the same case on the same device, where they were measured beside it.
+    /// How long ours took for the same case on the same device, where they were measured, too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub our_seconds: Option<Seconds>,
-    /// Why whoever runs the kernel says that it is not for such a case: then nothing was compared,
-    /// and it is a counted skip.
+    /// Why the kernel does not support such a case, as its runner reports: then nothing was
+    /// compared, and it is a counted skip.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsupported: Option<String>,
     /// Command that runs this case again.
     pub replay: String,
-    /// Checks that could not be made of this case, where there are any: of an external kernel.
+    /// Checks that could not be made of this case, if any: only for external kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skips: Vec<Skip>,
-    /// Place in the plan of the whole run, over all operators and shards; a shrunk case has that
-    /// of the case it came from. Absent where there was no plan: replays, golden files.
+    /// Position in the plan of the whole run, over all operators and shards. A shrunk case has that
+    /// of the case it came from. Absent where no plan existed: replays, golden files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan_number: Option<u64>,
-    /// Why the kernels cannot be run here at all, if they cannot: then nothing was learnt, and the
+    /// Why the kernels cannot run here at all, if they cannot: then nothing was learnt, and the
     /// record is not kept.
     #[serde(skip)]
     pub untestable: Option<String>,
@@ -277,16 +278,16 @@ pub struct CaseRecord {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Seconds {
-    /// Of the forward.
+    /// Seconds of the forward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forward: Option<f64>,
-    /// Of the backward.
+    /// Seconds of the backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backward: Option<f64>,
 }
 
 impl Seconds {
-    /// Whether they can be times at all.
+    /// Whether the values are possible times.
     pub fn are_times(&self) -> bool {
         [self.forward, self.backward]
             .into_iter()
@@ -301,26 +302,27 @@ impl Seconds {
 pub enum Origin {
     /// `fixtures/regressions`.
     Regression,
-    /// Drawn by the operator's strategy.
+    /// Generated by the operator's strategy.
     Drawn,
-    /// A drawn case that failed, made smaller.
+    /// A drawn case that failed, shrunk.
     Shrunk,
     /// Given on the command line.
     Given,
 }
 
-/// What the skip of an operator's cases is called, before its name, whose kernels cannot be run.
+/// The first words of a skip of all cases of an operator whose kernels cannot run; its name
+/// follows.
 const ALL_CASES_OF: &str = "all cases of ";
 
-/// What the skip of an operator's cases is called whose kernels cannot be run.
+/// The text of a skip of all cases of an operator whose kernels cannot run.
 pub fn all_cases_of(operator: &str) -> String {
     format!("{ALL_CASES_OF}{operator}")
 }
 
-/// What a skip of a tensor's agreement is called before its name.
+/// The first words of a skip of a tensor's agreement; its name follows.
 const AGREEMENT_OF: &str = "agreement of ";
 
-/// What a skip of a tensor's agreement is called.
+/// The text of a skip of a tensor's agreement.
 pub fn agreement_of(tensor: &str) -> String {
     format!("{AGREEMENT_OF}{tensor}")
 }
@@ -337,19 +339,23 @@ impl CaseRecord {
 /// One check of one case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckRecord {
-    /// Name of the check: `forward` and `gradient` (each element within its budget),
-    /// `gradient_of_saved` (the same, of a gradient as it follows from what the kernels themselves
-    /// saved), `bias` (no uniform relative error), `precision` (as much error as rounding
-    /// explains, and as many elements equal to it), `finite`, `special_values` (infinities, NaN
-    /// and structural zeros where the oracle has them), `inputs_unchanged`, `guards`,
-    /// `fully_written`, `repeatable`, `poison_independent`, `sequence` (nothing of an earlier call
-    /// with other data), `schedule_independent`, `independence`, `oracle_gradients`, `launch`,
-    /// `law: …`, `golden`; `inputs` and `oracle` where a case could not be judged.
+    /// Name of the check:
+    ///
+    /// - `forward`, `gradient`: each element is within its budget;
+    /// - `gradient_of_saved`: the same, for a gradient that follows from what the kernels saved;
+    /// - `bias`: no uniform relative error;
+    /// - `precision`: no more error than rounding explains, and as many elements equal to it;
+    /// - `special_values`: infinities, NaN and structural zeros are where the oracle has them;
+    /// - `sequence`: nothing is left of an earlier call with other data;
+    /// - `finite`, `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
+    ///   `poison_independent`, `schedule_independent`, `independence`, `oracle_gradients`,
+    ///   `launch`, `law: …`, `golden`;
+    /// - `inputs`, `oracle`: the case could not be judged.
     pub check: String,
-    /// Tensor that it looked at; empty for checks of the whole case.
+    /// Tensor that it checked; empty for checks of the whole case.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub tensor: String,
-    /// What it says.
+    /// Its verdict.
     pub verdict: Verdict,
     /// Elements that were really compared. A pass has at least one.
     pub compared: u64,
@@ -369,26 +375,26 @@ pub struct CheckRecord {
 pub struct FailingElements {
     /// How many.
     pub count: u64,
-    /// Extents of the tensor.
+    /// Shape of the tensor.
     pub shape: Vec<u64>,
     /// For each axis, which of its entries have a failing element.
     pub axes: Vec<FailingEntries>,
-    /// What the oracle's values are multiplied by to come closest to the kernel's, over the
-    /// failing elements; absent where one of these is no finite number, or the check compares no
-    /// numbers with the oracle's.
+    /// The factor on the oracle's values that brings them closest to the kernel's, over the failing
+    /// elements. Absent where one of these values is not finite, or where the check compares no
+    /// values with the oracle's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub factor: Option<Factor>,
 }
 
-/// Entries of an axis, as runs that may come again and again.
+/// Entries of an axis, as runs that may repeat.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailingEntries {
-    /// After so many entries the runs come again; the axis's extent where they do not.
+    /// Number of entries after which the runs repeat; the axis's size where they do not.
     pub period: u64,
-    /// First and last entry of each run within a period; none where there are too many to keep.
+    /// First and last entry of each run within a period; empty where there are too many to keep.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub runs: Vec<[u64; 2]>,
-    /// How many entries of the axis there are in all.
+    /// How many entries of the axis have a failing element in all.
     pub entries: u64,
 }
 
@@ -398,12 +404,12 @@ pub struct Factor {
     /// The factor.
     #[serde(with = "number")]
     pub value: f64,
-    /// Root mean square of what is left, over that of the kernel's values.
+    /// Root mean square of the rest, over that of the kernel's values.
     #[serde(with = "number")]
     pub rest: f64,
 }
 
-/// What a check says.
+/// The verdict of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -418,7 +424,7 @@ pub enum Verdict {
 /// How well a kernel's tensor agrees with the oracle's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Metrics {
-    /// `<k, o> / (|k| |o|)`; reported, never decides alone.
+    /// `<k, o> / (|k| |o|)`; reported, but never the only reason for a verdict.
     #[serde(with = "number")]
     pub cosine: f64,
     /// `|k| / |o|`.
@@ -461,18 +467,18 @@ pub struct Metrics {
     /// What the verdict could have seen; absent where there is nothing to see.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power: Option<Power>,
-    /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, with their upper
-    /// ends; the last one is open.
+    /// Counts of elements by share of budget used: 16 bins of 1/8 each from 0, including their
+    /// upper ends; the last one is open.
     pub use_histogram: Vec<u64>,
-    /// Error over budget, largest of each cell, over the tensor as rows × last axis.
+    /// Largest error over budget of each cell, over the tensor as rows × last axis.
     pub heat: HeatMap,
 }
 
-/// A tensor as a whole, beside runs of the oracle that round as the kernel does
+/// A tensor as a whole, compared with runs of the oracle that round as the kernel does
 /// ([`crate::judge::yardstick`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WholeTensor {
-    /// Where the kernel says that it rounds.
+    /// Where the kernel declares that it rounds.
     pub rounding: RoundingPoints,
     /// The uniform relative error that explains it best.
     #[serde(with = "number")]
@@ -483,7 +489,7 @@ pub struct WholeTensor {
     /// The most that is allowed.
     #[serde(with = "number")]
     pub bias_high: f64,
-    /// Mean square of errors in units of what is modelled.
+    /// Mean square of errors in units of the modelled variance.
     #[serde(with = "number")]
     pub energy: f64,
     /// The most that is allowed.
@@ -500,12 +506,12 @@ pub struct WholeTensor {
 /// The smallest defects that a verdict would have failed ([`crate::judge::power`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Power {
-    /// Of this verdict.
+    /// The bias that this verdict sees.
     pub bias: Seen,
     /// Whether an error of 10 % would pass: then the verdict is no agreement.
     pub powerless: bool,
-    /// Error of a single element that is failed wherever it stands, over the root mean square of
-    /// the tensor.
+    /// Error of a single element that fails wherever it is, over the root mean square of the
+    /// tensor.
     #[serde(with = "number")]
     pub element: f64,
     /// What the defaults of `torch.testing.assert_close` see.
@@ -518,15 +524,15 @@ pub struct Power {
     pub flash_attention: Seen,
 }
 
-/// What a rule sees of a tensor.
+/// What a rule sees in a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Seen {
-    /// It fails a tensor that is right.
+    /// It fails a correct tensor.
     FalseAlarm,
-    /// It passes half and one and a half of the right value.
+    /// It passes tensors of half and of 1.5 times the correct values.
     Nothing,
-    /// A uniform relative bias of `2^-k`.
+    /// It fails a uniform relative bias of `2^-k`.
     Bias(u32),
 }
 
@@ -546,7 +552,7 @@ pub struct Worst {
     pub allowed: f64,
 }
 
-/// A tensor seen from afar: at most 24 × 48 cells.
+/// A small picture of a tensor: at most 24 × 48 cells.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HeatMap {
     /// Cells down; they cover `total_rows` rows evenly.
@@ -563,7 +569,7 @@ pub struct HeatMap {
 }
 
 impl HeatMap {
-    /// A cell of which no element was compared within a budget: the oracle has no finite value
+    /// A cell in which no element was compared within a budget: the oracle has no finite value
     /// there, or a structural zero, as in padding.
     pub const NOT_COMPARED: f32 = -1.0;
 }
@@ -597,7 +603,7 @@ pub struct BenchmarkRecord {
 pub struct Ceilings {
     /// Bytes per second of a device-to-device copy, read plus written.
     pub copy_bytes_per_second: f64,
-    /// FLOP per second of an 8192^3 bf16 matrix product, where it was measured.
+    /// FLOP per second of an 8192^3 bf16 GEMM, where it was measured.
     pub matrix_flops_per_second: Option<f64>,
 }
 
@@ -616,9 +622,9 @@ pub struct MutantRecord {
     pub expected: String,
     /// Checks that saw it; empty when it survived.
     pub killed_by: Vec<String>,
-    /// Who thought of it.
+    /// Where the mutant comes from.
     pub source: MutantSource,
-    /// What became of it.
+    /// The result of the mutant.
     pub status: MutantStatus,
     /// Kind of change of a generated mutant, such as `comparison`.
     pub class: String,
@@ -630,11 +636,11 @@ pub struct MutantRecord {
     pub original: String,
     /// The same after the change.
     pub mutated: String,
-    /// Cases that it was run on.
+    /// Cases that it ran on.
     pub cases_run: u64,
     /// The first case that killed it, as a line of JSON.
     pub killing_case: String,
-    /// What the killing check said first; why it is equivalent; why it could not be run.
+    /// The first message of the killing check, why it is equivalent, or why it could not run.
     pub reason: String,
 }
 
@@ -642,14 +648,14 @@ pub struct MutantRecord {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MutantSource {
-    /// A person planted a known failure mode.
+    /// A known failure mode, planted by hand.
     #[default]
     Planted,
-    /// The syntax tree of the kernel gave it.
+    /// Made from the syntax tree of the kernel.
     Generated,
 }
 
-/// What became of a mutant.
+/// The result of a mutant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MutantStatus {
@@ -658,17 +664,17 @@ pub enum MutantStatus {
     /// Every check of every case passed.
     #[default]
     Survived,
-    /// It computes the same as the kernel: listed so with a reason, and not run; or its machine
-    /// code is the kernel's.
+    /// It computes the same as the kernel. It is listed so with a reason and not run, or its
+    /// machine code is the kernel's.
     Equivalent,
-    /// It does not compile or cannot be launched, which shows nothing.
+    /// It does not compile or cannot be launched, so it shows nothing.
     Invalid,
 }
 
 /// How a run's mutants were chosen and judged.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KillMatrixRecord {
-    /// Least share of the generated mutants that must be killed, of each operator.
+    /// Least share of each operator's generated mutants that must be killed.
     pub floor: f64,
     /// Seed of the sample.
     pub seed: u64,
@@ -676,22 +682,23 @@ pub struct KillMatrixRecord {
     pub sample: Option<u64>,
     /// Random schedules of each case (emulator).
     pub schedules: u32,
-    /// Whether a mutant ran on all its cases; otherwise the first that killed it was the last.
+    /// Whether a mutant ran on all its cases. Otherwise it stopped at the first case that killed
+    /// it.
     pub all_checks: bool,
     /// One entry for each operator.
     pub operators: Vec<GeneratedRecord>,
 }
 
-/// How many mutants an operator's kernel gave.
+/// How many mutants an operator's kernel has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GeneratedRecord {
     /// Operator.
     pub operator: String,
     /// Mutants of its syntax tree, equivalent ones included.
     pub generated: u64,
-    /// Of those, how many the sample left out.
+    /// How many of those the sample skipped.
     pub not_drawn: u64,
-    /// Of those that were drawn, how many the time budget left out.
+    /// How many of the sampled ones the time budget skipped.
     pub not_run: u64,
 }
 
@@ -707,7 +714,7 @@ pub struct Skip {
 }
 
 impl Skip {
-    /// One more of a kind, in a list where each kind stands once.
+    /// Adds one more of a kind to a list that has each kind once.
     pub fn count(skips: &mut Vec<Self>, what: String, why: &str) {
         match skips.iter_mut().find(|skip| skip.what == what && skip.why == why) {
             Some(skip) => skip.count += 1,
@@ -723,8 +730,8 @@ impl CaseRecord {
     }
 }
 
-/// Operators and tensors that cases left without agreement, since rounding was as large as the
-/// values, and that no case agreed about.
+/// Operators and tensors for which no case reached agreement, because rounding was as large as the
+/// values in each.
 pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
     let powerless = cases
         .iter()
@@ -740,9 +747,8 @@ pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
 }
 
 impl Report {
-    /// For each operator of which cases ran, the paths of its kernels that none of them took: what
-    /// a report that says nothing of them would pass for tested. External kernels have paths of
-    /// their own.
+    /// For each operator with cases that ran, the paths of its kernels that no case took. Without
+    /// this list a report would present them as tested. External kernels have paths of their own.
     pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
         let mut never = Vec::new();
         for operator in
@@ -760,15 +766,15 @@ impl Report {
         never
     }
 
-    /// Tensors of which no case of the whole run had a verdict with power: nothing was shown of
+    /// Tensors for which no case of the whole run had a verdict with power: nothing was shown about
     /// them.
     pub fn without_power(&self) -> Vec<(&str, &str)> {
         let is_part = matches!(self.shards[..], [ShardRecord { count: 2.., .. }]);
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
-    /// Skips that follow from the cases: those that the kernel is not for, and of an external
-    /// kernel the checks that could not be made.
+    /// Skips that follow from the cases: those that the kernel does not support, and, for an
+    /// external kernel, the checks that could not be made.
     pub fn skips_of_cases(&self) -> Vec<Skip> {
         let is_external = self.environment.backend == BackendKind::External;
         let mut counts: BTreeMap<(String, String), u64> = BTreeMap::new();
@@ -792,9 +798,8 @@ impl Report {
             .filter_map(|skip| Some((skip.what.strip_prefix(ALL_CASES_OF)?, skip.why.as_str())))
     }
 
-    /// The worst verdict of the run. One that compared nothing, that was cut short, or in which an
-    /// operator's kernels could not be run, is an error, and one in which no verdict over some
-    /// tensor had power has failed.
+    /// The worst verdict of the run. A run is an error if it compared nothing, was cut short, or
+    /// could not run an operator's kernels. It fails if no verdict over some tensor had power.
     pub fn verdict(&self) -> Verdict {
         let floor = if self.unfinished.is_some() || self.not_run().next().is_some() {
             Verdict::Error
@@ -847,7 +852,7 @@ pub mod number {
 pub struct Work {
     /// Operator.
     pub operator: String,
-    /// Fewest bytes it must move: each input once, each output once.
+    /// Fewest bytes that it must move: each input once, each output once.
     pub bytes: f64,
     /// Floating-point operations.
     pub flops: f64,
@@ -857,9 +862,9 @@ pub struct Work {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RoundingPoints {
-    /// Where the specification says: the oracle's rounding points.
+    /// Where the specification requires it: the oracle's rounding points.
     Specification,
-    /// Nobody said.
+    /// Not declared.
     #[default]
     Undeclared,
 }

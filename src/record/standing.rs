@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use super::{CheckRecord, Verdict};
 
 /// How a check counts: its verdict, unless its own record contradicts a pass. The more certain the
-/// trouble, the greater.
+/// problem, the greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Standing {
     /// A pass that compared something.
@@ -19,7 +19,7 @@ pub(crate) enum Standing {
 }
 
 impl Standing {
-    /// Of one check.
+    /// The standing of one check.
     pub(crate) fn of(check: &CheckRecord) -> Self {
         let used = check.metrics.as_ref().map_or(0.0, |metrics| metrics.budget_used);
         match check.verdict {
@@ -30,7 +30,7 @@ impl Standing {
         }
     }
 
-    /// A symbol, so that colour never speaks alone.
+    /// A symbol, so that colour is never the only sign.
     pub(crate) fn symbol(self) -> &'static str {
         match self {
             Self::Pass => "✓",

@@ -1,23 +1,23 @@
-//! How a report stores its cases: what many of them share stands once.
+//! How a report stores its cases: what many of them share is stored once.
 //!
-//! A sweep of all operators makes some hundred checks of each of thousands of cases, and nearly all
-//! of them say "passed" in the same order. `cases` of a `report.json` is therefore an object of
-//! tables and of one entry for each case:
+//! A sweep of all operators makes about a hundred checks of each of thousands of cases, and nearly
+//! all of them pass in the same order. `cases` of a `report.json` is therefore an object with
+//! tables and one entry for each case:
 //!
 //! | field | what it holds |
 //! | --- | --- |
 //! | `checks` | each pair of a check and a tensor |
-//! | `lists` | each list of checks that some case ran: `checks` are places in the table above, `sizes` places in a case's `compared` |
+//! | `lists` | lists of checks that ran: `checks` index the table, `sizes` a case's `compared` |
 //! | `fields` | each list of a case's fields |
 //! | `paths` | each list of kernel paths |
-//! | `commands` | each replay command: what stands before the line of the case and after it, or the whole where it has none |
+//! | `commands` | replay commands: text before and after the case's line, or all if it has none |
 //! | `records` | the cases |
 //!
-//! A record names its places in the tables. `case` holds the values of its fields, `compared` the
-//! different numbers of elements that its checks compared, `measured` the measures of tensors that
-//! agree (the place in the list, then cosine, norm_ratio, relative_l2, max_abs, ulp_p50, ulp_p99,
-//! ulp_max, budget_used, budget_relative and the power), `told` every other check that is no plain
-//! pass, in full. What is stored so reads back to the very same records.
+//! A record holds its indices into the tables. `case` holds the values of its fields. `compared`
+//! holds the different numbers of elements that its checks compared. `measured` holds the measures
+//! of tensors that agree: the index in the list, then cosine, norm_ratio, relative_l2, max_abs,
+//! ulp_p50, ulp_p99, ulp_max, budget_used, budget_relative and the power. `told` holds every other
+//! check that is not a plain pass, in full. Reading it back gives exactly the same records.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -32,12 +32,12 @@ use super::{
 };
 use crate::case::Case;
 
-/// Checks that the cases of a stored report may have in all: a small file must not unfold to more
-/// than memory holds.
+/// Limit of checks in all cases of a stored report: a small file must not expand to more than
+/// memory holds.
 const MOST_CHECKS: usize = 20_000_000;
 
-/// What [`Stored`] keeps of the metrics of a tensor that agrees; the rest is absent as [`measures`]
-/// leaves it.
+/// What [`Stored`] keeps of the metrics of a tensor that agrees; [`measures`] leaves the rest
+/// absent.
 #[derive(Serialize, serde::Deserialize)]
 struct Measured(
     u32,
@@ -73,7 +73,8 @@ struct StoredCase {
     /// The operator, where the case does not name it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     operator: Option<String>,
-    /// Where its fields are; absent where it is no object, and `case` the whole of it.
+    /// Index of its list of fields. Absent where the case is not an object; then `case` is the
+    /// whole of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     fields: Option<u32>,
     case: Value,
@@ -128,7 +129,7 @@ pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
     Stored::deserialize(deserializer)?.read().map_err(de::Error::custom)
 }
 
-/// Different items, each with its place.
+/// Different items, each with its index.
 struct Interned<T> {
     places: HashMap<T, u32>,
     items: Vec<T>,
@@ -324,8 +325,8 @@ fn quoted_line(case: &Value) -> Option<String> {
     Some(format!("'{}'", line.replace('\'', "'\\''")))
 }
 
-/// What stands before the line of the case and after it, or the whole command where it does not
-/// hold the line.
+/// The text before the line of the case and after it, or the whole command where it does not hold
+/// the line.
 fn without_case(replay: &str, case: &Value) -> Vec<String> {
     let around = quoted_line(case)
         .and_then(|line| replay.split_once(&line).map(|(a, b)| vec![a.into(), b.into()]));
@@ -344,8 +345,8 @@ fn with_case(command: &[String], case: &Value) -> Result<String, String> {
     }
 }
 
-/// The measures of a tensor that agrees, which tables and comparisons are made of, without what
-/// only a picture or a card of it shows.
+/// The measures of a tensor that agrees, for tables and comparisons, without what only a picture or
+/// a card shows.
 pub(crate) fn measures(metrics: &Metrics) -> Metrics {
     Metrics {
         budget_multiple: f64::NAN,
@@ -473,8 +474,8 @@ mod tests {
     #[test]
     fn a_report_reads_back_to_the_very_same_records() {
         for mut report in [sample::passing(30), sample::failing(30), sample::whole(2)] {
-            // Some with their measures alone, one without an operator in its case, one whose
-            // command holds no case.
+            // Some have only their measures, one has no operator in its case, and one has a command
+            // without a case.
             for check in report.cases.iter_mut().step_by(2).flat_map(|case| &mut case.checks) {
                 check.metrics = check.metrics.as_ref().map(measures);
             }

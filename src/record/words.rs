@@ -1,5 +1,5 @@
-//! Words that come from elsewhere: kernels, compilers, workers, files. They may be of any length,
-//! and hold anything.
+//! Text from outside: from kernels, compilers, workers and files. It may have any length and hold
+//! anything.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -10,12 +10,12 @@ const MOST: usize = 2000;
 /// Characters of a line that is quoted within a message.
 const BRIEF: usize = 160;
 
-/// A message as it is recorded: its first characters, and how many more there were.
+/// A message as it is recorded: its first characters, and how many more it had.
 pub fn message(text: impl Into<String>) -> String {
     shortened(text.into(), MOST)
 }
 
-/// The beginning of a line that is quoted within a message.
+/// The start of a line that is quoted within a message.
 pub fn brief(text: &str) -> String {
     shortened(text.to_owned(), BRIEF)
 }
@@ -29,8 +29,8 @@ fn shortened(mut text: String, most: usize) -> String {
     text
 }
 
-/// Text as a terminal may show it: control characters, which could move the cursor, change colours
-/// or hide what stands before them, are written out; lines stay lines.
+/// Text that a terminal may show. Control characters could move the cursor, change colours or hide
+/// earlier text, so they are written out. Lines stay lines.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let hides = |c: char| {
         c.is_control() && !matches!(c, '\n' | '\t')
@@ -46,7 +46,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// An error with what led to it, each said once: many say themselves what they come from.
+/// An error with its causes, each once: many errors already include the text of their cause.
 pub fn of_error(error: &anyhow::Error) -> String {
     let mut said = String::new();
     for cause in error.chain() {

@@ -1,10 +1,10 @@
 //! Criterion's results, read back for the report.
 //!
 //! The benchmarks (`benches/kernels`) leave `GROUP/NAME/new/{benchmark,estimates,sample}.json`
-//! under criterion's directory, and [`FACTS_FILE`] beside the groups, which says what each
-//! benchmark moves and computes and what the device can do.
+//! under criterion's directory. Next to the groups they leave [`FACTS_FILE`]: what each benchmark
+//! moves and computes, and what the device can do.
 //!
-//! A result is found by the full id inside its `benchmark.json`, not by its path: criterion
+//! A result is found by the full id inside its `benchmark.json`, not by its path. Criterion
 //! replaces characters in directory names, cuts them to 64 bytes and numbers those that collide.
 
 use std::collections::BTreeMap;
@@ -65,16 +65,15 @@ pub struct Found {
     pub benchmarks: Vec<BenchmarkRecord>,
     /// Rates of the device, measured in the same run.
     pub ceilings: Option<Ceilings>,
-    /// Measurements that were left out because they are another device's.
+    /// Measurements that were skipped because they belong to another device.
     pub skip: Option<Skip>,
 }
 
-/// Reads every benchmark that the facts name, if they are of this device; without a facts file
-/// there is none.
+/// Reads every benchmark that the facts name, if they belong to this device. Without a facts file
+/// the result is empty.
 ///
 /// # Errors
-/// A file that is there and cannot be understood, by path; a benchmark of the facts without a
-/// result.
+/// A file that exists and cannot be parsed, by path; a benchmark of the facts without a result.
 pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     let facts_path = dir.join(FACTS_FILE);
     if !facts_path.is_file() {
@@ -103,13 +102,13 @@ pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     Ok(Found { benchmarks: records, ceilings: facts.ceilings, skip: None })
 }
 
-/// Microseconds of a call, one for each sample that criterion has just kept of this benchmark.
+/// Microseconds of a call, one for each sample that criterion has just saved for this benchmark.
 ///
 /// # Errors
-/// A result that is not there or cannot be understood, by path.
+/// A result that is missing or cannot be parsed, by path.
 pub fn samples_us(dir: &Path, group: &str, id: &str) -> Result<Vec<f64>, String> {
     let mut results = BTreeMap::new();
-    // A group's folder has its name: it is an identifier.
+    // A group is an identifier, so its folder has its name.
     let of_group = dir.join(group);
     find_results(&of_group, DEPTH - 1, &mut results)?;
     let new = results
@@ -194,7 +193,7 @@ mod tests {
 
     const DEVICE: &str = "a device";
 
-    /// The files that criterion 0.8 writes for one benchmark, as far as they are read.
+    /// The files that criterion 0.8 writes for one benchmark, with the fields that are read here.
     fn criterion_result(dir: &Path, folder: &str, full_id: &str, median: f64) {
         let new = dir.join(folder).join("new");
         std::fs::create_dir_all(&new).expect("a folder");

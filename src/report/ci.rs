@@ -1,8 +1,7 @@
-//! What continuous integration reads: JUnit XML, and annotations of GitHub.
+//! Reports for continuous integration: JUnit XML, and annotations of GitHub.
 //!
-//! Both have one entry for each operator and check, gathered over the cases: a sweep has thousands
-//! of cases, and the reader of either wants to know which property of which operator does not
-//! hold.
+//! Both have one entry for each operator and check, gathered over the cases. A sweep has thousands
+//! of cases, and a reader needs to know which property of which operator does not hold.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -15,10 +14,10 @@ use super::numbers::counted;
 use crate::record::words::brief;
 use crate::record::{CaseRecord, CheckRecord, OperatorRecord, Origin, Report, Verdict};
 
-/// What one check said of one operator over all of its cases.
+/// The result of one check of one operator over all of its cases.
 struct Outcome<'a> {
     check: String,
-    /// Cases that it was made of; those that shrinking made do not count.
+    /// Cases that it was made of; cases made by shrinking do not count.
     cases: u64,
     /// Elements that were compared.
     compared: u64,
@@ -33,7 +32,7 @@ impl<'a> Outcome<'a> {
         Self { check: check.to_owned(), cases: 0, compared: 0, failures: Vec::new(), reason: None }
     }
 
-    /// Of each check of an operator, in the order in which cases have them.
+    /// The outcome of each check of an operator, in the order in which cases have them.
     fn all(report: &'a Report, operator: &str) -> Vec<Self> {
         let mut outcomes: Vec<Self> = Vec::new();
         for record in report.cases.iter().filter(|record| record.operator == operator) {
@@ -63,7 +62,7 @@ impl<'a> Outcome<'a> {
         outcomes
     }
 
-    /// What fails a run although no case of it does.
+    /// Reasons that fail a run although no case fails.
     fn without_cases(report: &Report, operator: &str) -> Vec<Self> {
         let not_run = report.not_run().filter(|(name, _)| *name == operator);
         let not_run = not_run.map(|(_, why)| {
@@ -78,7 +77,7 @@ impl<'a> Outcome<'a> {
         all.map(|(check, reason)| Self { reason: Some(reason), ..Self::new(check) }).collect()
     }
 
-    /// Failure or error, with one line that says why; `None` where it holds.
+    /// Failure or error, with one line that gives the reason; `None` where the check passes.
     fn failure(&self) -> Option<(Verdict, String)> {
         if self.reason.is_some() {
             return self.reason.clone();
@@ -107,7 +106,7 @@ impl<'a> Outcome<'a> {
 
     /// The message and the replay of the first failures.
     fn details(&self) -> String {
-        /// Failures that are written out; the report has all of them.
+        /// Number of failures that are written out; the report has all of them.
         const SHOWN: usize = 3;
         let mut text = String::new();
         for (record, check) in self.failures.iter().take(SHOWN) {
@@ -201,7 +200,7 @@ pub fn github(report: &Report) -> Vec<String> {
     annotations.into_iter().map(|(_, annotation)| annotation).collect()
 }
 
-/// The first file of an operator's kernels, where they are ours.
+/// The first file of an operator's kernels, if they are ours.
 fn file_of(report: &Report, operator: &OperatorRecord) -> Option<String> {
     let file = operator.kernel_file.split(", ").next().filter(|file| !file.is_empty())?;
     if report.environment.backend == BackendKind::External {
@@ -216,12 +215,12 @@ fn file_of(report: &Report, operator: &OperatorRecord) -> Option<String> {
     Some(own.unwrap_or_else(|| file.to_owned()))
 }
 
-/// The text of a workflow command, as GitHub reads it.
+/// The text of a workflow command, escaped for GitHub.
 fn data(text: &str) -> String {
     text.replace('%', "%25").replace('\r', "%0D").replace('\n', "%0A")
 }
 
-/// The value of a property of a workflow command, as GitHub reads it.
+/// The value of a property of a workflow command, escaped for GitHub.
 fn property(text: &str) -> String {
     data(text).replace(':', "%3A").replace(',', "%2C")
 }

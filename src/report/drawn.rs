@@ -1,9 +1,10 @@
 //! What a report keeps of each case.
 //!
-//! `records.jsonl` keeps the whole of every case. `report.json` keeps what its pages, `parity
-//! diff`, `parity history` and `--costs` read: of a check that failed everything; of one that
-//! passed its verdict and the measures of its tensor. Histograms, heat maps and worst elements of
-//! tensors that agree are kept of the few cases that used most of their budget ([`PICTURED`]).
+//! `records.jsonl` keeps every case in full. `report.json` keeps what its pages, `parity diff`,
+//! `parity history` and `--costs` read. That is everything for a check that failed, and the verdict
+//! and the measures of its tensor for one that passed. For tensors that agree, histograms, heat
+//! maps and worst elements are kept only for the few cases that used most of their budget
+//! ([`PICTURED`]).
 
 use std::collections::HashMap;
 
@@ -12,21 +13,21 @@ use super::summary::{TensorSummary, agrees, operators};
 use crate::record::Standing;
 use crate::record::{CaseRecord, HeatMap, Metrics, Report, measures};
 
-/// Cases of a tensor of which histograms and worst elements are kept: those that used most of its
+/// Cases of a tensor whose histograms and worst elements are kept: those that used most of its
 /// budget.
 pub(super) const PICTURED: usize = 3;
 
 /// Most rows and columns of the heat map of a tensor that agrees.
 pub(super) const THUMBNAIL: (usize, usize) = (8, 24);
 
-/// Digits of what pages show with fewer.
+/// Significant digits of measures that pages show with fewer digits.
 const DIGITS: usize = 4;
 
-/// Digits of what two reports are compared by: cases that are equal in both stay so, and no change
-/// that counts is rounded away.
+/// Significant digits of measures by which two reports are compared. Cases that are equal in both
+/// stay equal, and no change that counts is rounded away.
 const COMPARED_DIGITS: usize = 7;
 
-/// The report as it is written.
+/// The report as it is written to `report.json`.
 pub(super) fn kept(report: &Report) -> Report {
     let mut kept = report.clone();
     kept.cases.iter_mut().filter(|case| agrees(case)).for_each(round);
@@ -55,8 +56,8 @@ fn pictured(report: &Report) -> HashMap<*const crate::record::CheckRecord, usize
     pictured
 }
 
-/// What is kept of a tensor that agrees: of the worst case a heat map, of the few after it a
-/// histogram.
+/// What is kept of a tensor that agrees: a heat map for the worst case, a histogram for the few
+/// after it.
 fn reduced(metrics: &Metrics, rank: Option<usize>) -> Metrics {
     let HeatMap { total_rows, total_columns, .. } = metrics.heat;
     let heat = match rank {
@@ -67,11 +68,11 @@ fn reduced(metrics: &Metrics, rank: Option<usize>) -> Metrics {
     Metrics { whole: None, heat, ..metrics.clone() }
 }
 
-/// Leaves the digits that are needed of a case that agrees.
+/// Rounds a case that agrees to the digits that are needed.
 fn round(case: &mut CaseRecord) {
     let few = |value: &mut f64| *value = rounded(*value, DIGITS);
     for metrics in case.checks.iter_mut().filter_map(|check| check.metrics.as_mut()) {
-        // Pages show how far it is from 1.
+        // Pages show the distance from 1.
         metrics.cosine = 1.0 - rounded(1.0 - metrics.cosine, DIGITS);
         metrics.norm_ratio = rounded(metrics.norm_ratio, COMPARED_DIGITS);
         for value in [&mut metrics.budget_used, &mut metrics.budget_relative] {
@@ -86,13 +87,13 @@ fn round(case: &mut CaseRecord) {
     }
 }
 
-/// A measure as reports are compared by it: with the digits that a written one keeps. Cases that
-/// are equal in two reports are so whichever of them keeps more.
+/// A measure as reports are compared by it: with the digits that a written one keeps. So cases that
+/// are equal in two reports stay equal, whichever report keeps more digits.
 pub(super) fn compared(value: f64) -> f64 {
     rounded(value, COMPARED_DIGITS)
 }
 
-/// A number to so many significant digits.
+/// A number rounded to that many significant digits.
 fn rounded(value: f64, digits: usize) -> f64 {
     if value.is_finite() {
         format!("{value:.*e}", digits - 1).parse().unwrap_or(value)

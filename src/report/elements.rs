@@ -1,5 +1,5 @@
-//! What pages are made of, whichever page it is: the head with the style, tables in frames,
-//! numbers, names, badges, commands and links to cases.
+//! Parts of every page: the head with the style, tables in frames, numbers, names, badges, commands
+//! and links to cases.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -27,8 +27,8 @@ pub(crate) fn page_head(title: &str, own_style: &str) -> Markup {
     }
 }
 
-/// The end of every page: copies commands, sorts and filters tables, opens folds that a link leads
-/// into. The page holds everything without it.
+/// The script at the end of every page: it copies commands, sorts and filters tables, and opens
+/// folds that a link leads into. The page is complete without it.
 pub(crate) fn page_script() -> Markup {
     html! { script { (PreEscaped(SCRIPT)) } }
 }
@@ -38,13 +38,13 @@ pub(crate) fn scroller(label: &str, table: Markup) -> Markup {
     html! { div .scroll tabindex="0" role="region" aria-label=(label) { (table) } }
 }
 
-/// A command to copy. Quotes need no escaping in text, and lines of cases are full of them.
+/// A command to copy. Quotes need no escaping in text, and lines of cases have many of them.
 pub(super) fn command(text: &str) -> Markup {
     let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     html! { code .command { (PreEscaped(text)) } }
 }
 
-/// A number's text, marked where the number is none.
+/// A number's text, marked where it is not a number.
 pub(super) fn number(value: f64, text: String) -> Markup {
     html! { @if value.is_finite() { (text) } @else { strong .fail-text { (text) } } }
 }
@@ -54,7 +54,7 @@ pub(crate) fn breakable(name: &str) -> Markup {
     html! { @for part in name.split_inclusive('_') { (part) wbr; } }
 }
 
-/// A standing as symbol and word.
+/// A standing as a symbol and a word.
 pub(super) fn badge(standing: Standing) -> Markup {
     html! { span class=(format!("badge {}", standing.word())) { (standing.symbol()) " " (standing.word()) } }
 }
@@ -62,20 +62,20 @@ pub(super) fn badge(standing: Standing) -> Markup {
 /// Characters of a case's hash.
 const HASH: usize = 10;
 
-/// What a case is called wherever a report is: the beginning of blake3 of its line.
+/// A case's name in every report: the start of blake3 of its line.
 pub(crate) fn hash(case: &CaseRecord) -> String {
     let line = serde_json::from_value::<Case>(case.case.clone())
         .map_or_else(|_| case.case.to_string(), |case| case.line());
     blake3::hash(line.as_bytes()).to_hex()[..HASH].to_owned()
 }
 
-/// The places of cases on a page: a name stands once, at the first place where the case is shown.
+/// The anchors of cases on a page: a name occurs once, at the first place where the case is shown.
 #[derive(Default)]
 pub(super) struct Anchors(RefCell<BTreeSet<String>>);
 
 impl Anchors {
-    /// A link to the case by its hash, which is where it leads, if it is the first one; and whether
-    /// it is.
+    /// A link to the case by its hash, which is also the anchor if it is the first one; and whether
+    /// it is the first.
     pub(super) fn of(&self, case: &CaseRecord) -> (Markup, bool) {
         let hash = hash(case);
         let name = format!("case-{hash}");

@@ -10,14 +10,14 @@ use super::picture;
 use super::summary::{failing, failing_kinds, findings, message, origin_word, passed, pretty};
 use crate::record::Standing;
 
-/// Cards that stand open; the rest can be unfolded.
+/// Cards that are open; the rest can be unfolded.
 const OPEN_CARDS: usize = 8;
-/// Cards in all; cases beyond are listed by their replay commands, which keeps the page small.
+/// Cards in all; further cases are listed by their replay commands, which keeps the page small.
 const MOST_CARDS: usize = 60;
-/// Findings of one case that stand open.
+/// Findings of one case that are open.
 const OPEN_FINDINGS: usize = 4;
 
-/// The section, or nothing where all agreed.
+/// The section; empty where all agreed.
 pub(super) fn section(report: &Report, anchors: &Anchors) -> Markup {
     let cases = failing(report);
     let (open, rest) = cases.split_at(cases.len().min(OPEN_CARDS));
@@ -60,7 +60,7 @@ fn has_heat(case: &CaseRecord) -> bool {
     findings(case).iter().any(|check| check.metrics.is_some())
 }
 
-/// Failures of one kind often have one cause: the table says how many causes to expect.
+/// Failures of one kind often have one cause: the table shows how many causes to expect.
 fn kinds(cases: &[&CaseRecord]) -> Markup {
     let table = html! {
         table {

@@ -1,5 +1,5 @@
-//! Operators by family: a row for each on the page's first screen, below it the operators and their
-//! checks in folds.
+//! Operators by family: a row for each on the page's first screen, and below it the operators and
+//! their checks in folds.
 
 use maud::{Markup, html};
 
@@ -14,12 +14,12 @@ use super::summary::{Cell, Matrix, Row, TensorSummary, operators};
 use super::times;
 use crate::record::{Standing, within, worse_first};
 
-/// Operators of a report whose sections stand open: as many as a person reads in full.
+/// Operators of a report whose sections are open: as many as a reader reads in full.
 const OPEN: usize = 3;
 
 /// A family's part of a report.
 pub(super) struct Group<'a> {
-    /// Which one; none for operators that declare none and that this build does not know.
+    /// Which family; `None` for operators that declare none and that this build does not know.
     family: Option<Family>,
     operators: Vec<Section<'a>>,
     /// Its rows of the matrix.
@@ -36,7 +36,7 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    /// Of a whole report.
+    /// Gathers a whole report.
     pub(super) fn of(report: &Report) -> Self {
         Self {
             operators: operators(report),
@@ -109,7 +109,7 @@ impl Group<'_> {
         [self.operators.len() as u64, self.operators.iter().map(of).sum(), self.sum.total]
     }
 
-    /// The tensor that used most of its budget.
+    /// The tensor that used most of its budget, with its operator.
     pub(super) fn worst(&self) -> Option<(&str, &TensorSummary<'_>)> {
         let measured = self.operators.iter().filter_map(|section| {
             let worst = sections::worst_tensor(&section.tensors)?;
@@ -118,7 +118,7 @@ impl Group<'_> {
         measured.min_by(|(_, a), (_, b)| worse_first(a.worst_used(), b.worst_used()))
     }
 
-    /// The smallest bias that half of the verdicts see, of the tensor that they see best, and of
+    /// The smallest bias that half of the verdicts see: for the tensor that they see best, and for
     /// the one that they see worst.
     pub(super) fn sensitivity(&self) -> Option<[(Seen, &TensorPower); 2]> {
         let of = |tensor| (TensorPower::seen_in(tensor, 0.5, RULES[0].1).0, tensor);
@@ -132,7 +132,7 @@ impl Group<'_> {
         Some([seen().max_by_key(|(seen, _)| *seen)?, seen().min_by_key(|(seen, _)| *seen)?])
     }
 
-    /// The call that takes longest.
+    /// The call that takes the longest.
     pub(super) fn slowest(&self) -> Option<&BenchmarkRecord> {
         let report = self.operators.first()?.report;
         let ours = |one: &&BenchmarkRecord| {
@@ -141,7 +141,7 @@ impl Group<'_> {
         report.benchmarks.iter().filter(ours).max_by(|a, b| a.median_ns.total_cmp(&b.median_ns))
     }
 
-    /// Median of their times over ours, where an external kernel was timed next to ours.
+    /// Median of their times over ours, where an external kernel was timed together with ours.
     fn beside_ours(&self) -> Option<f64> {
         let ratios = self
             .operators
@@ -232,8 +232,8 @@ fn of_operator(operator: &str, tensor: &str) -> Markup {
     html! { span .note { a href=(format!("#operator-{operator}")) { (operator) } " " (tensor) } }
 }
 
-/// The operators of each family and how their checks stand, folded unless there is something to
-/// read.
+/// The operators of each family and the standing of their checks, folded unless something needs
+/// reading.
 pub(super) fn folds(groups: &[Group<'_>], gathered: &Gathered, anchors: &Anchors) -> Markup {
     let few = groups.iter().map(|group| group.operators.len()).sum::<usize>() <= OPEN;
     let failed =
@@ -261,7 +261,7 @@ pub(super) fn folds(groups: &[Group<'_>], gathered: &Gathered, anchors: &Anchors
     }
 }
 
-/// The family's rows of the matrix, and the columns of checks that it ran.
+/// The family's rows of the matrix, with the columns of checks that it ran.
 fn matrix(columns: &[String], rows: &[&Row]) -> Markup {
     let ran = |place: &usize| rows.iter().any(|(_, cells, _)| cells[*place].standing.is_some());
     let places: Vec<usize> = (0..columns.len()).filter(ran).collect();

@@ -1,6 +1,6 @@
-//! What became of generated mutants, as a table of text that a repository keeps: it is made from
-//! the reports of `parity mutants`, of which each may hold other operators, another seed and
-//! another revision.
+//! The results of generated mutants, as a text table that a repository keeps. It is made from the
+//! reports of `parity mutants`, each of which may hold other operators, another seed and another
+//! revision.
 
 use std::collections::BTreeMap;
 
@@ -23,8 +23,8 @@ const COLUMNS: [&str; 12] = [
     "revision",
 ];
 
-/// The operators' rows in the order of the reports, their survivors, and why those that are
-/// equivalent are.
+/// The operators' rows in the order of the reports, their survivors, and the reasons of the
+/// equivalent ones.
 pub fn table(reports: &[Report]) -> String {
     let mut rows = vec![COLUMNS.map(str::to_owned).to_vec()];
     for report in reports {
@@ -36,7 +36,7 @@ pub fn table(reports: &[Report]) -> String {
     text
 }
 
-/// How it was made, and what its columns say.
+/// How the table was made, and what its columns mean.
 fn head(reports: &[Report]) -> String {
     let mut machines: Vec<String> = Vec::new();
     for report in reports {
@@ -55,7 +55,7 @@ fn head(reports: &[Report]) -> String {
            # each with a reason, of all that are generated; they are not drawn.\n"
 }
 
-/// Of an operator from whose kernels mutants were generated.
+/// The row of an operator for whose kernels mutants were generated.
 fn row(report: &Report, tally: &Tally) -> Option<Vec<String>> {
     let matrix = report.kill_matrix.as_ref()?;
     let counts = tally.left_out.as_ref()?;
@@ -74,8 +74,8 @@ fn row(report: &Report, tally: &Tally) -> Option<Vec<String>> {
     Some(names.chain(numbers.map(|number| number.to_string())).chain(last).collect())
 }
 
-/// Whether a mutant was drawn and found to be equivalent by the compiler; one that is listed is
-/// not run.
+/// Whether a mutant was sampled and the compiler found it to be equivalent; a listed one is not
+/// run.
 fn has_same_code(mutant: &MutantRecord) -> bool {
     mutant.status == MutantStatus::Equivalent && mutant.cases_run > 0
 }
@@ -92,7 +92,7 @@ fn survivors(reports: &[Report]) -> String {
     section("Survived", lines.collect())
 }
 
-/// Each operator's reasons, and the mutants that they hold for.
+/// Each operator's reasons, and the mutants to which they apply.
 fn equivalents(reports: &[Report]) -> String {
     let mut reasons: Vec<(&str, BTreeMap<&str, Vec<&str>>)> = Vec::new();
     for mutant in generated(reports, MutantStatus::Equivalent) {
@@ -170,7 +170,7 @@ mod tests {
             let line = text.lines().find(|line| line.starts_with(operator)).expect("a row");
             line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
         };
-        // 40 generated, of which 33 were not drawn, 1 was not run and 2 are listed.
+        // 40 generated, of which 33 were not sampled, 1 was not run and 2 are listed.
         assert_eq!(
             row("rope")[..12],
             ["rope", "40", "4", "2", "1", "1", "2", "1", "66.7", "%", "7", "3"]

@@ -1,14 +1,15 @@
 //! Budget use and speed over revisions, in one file: a line of JSON for each operator, check and
 //! metric.
 //!
-//! A drift is a series that rises from revision to revision in steps too small for any comparison
+//! A drift is a series that rises from revision to revision, in steps too small for any comparison
 //! of two reports to see. Lines of one series share operator, check, subject, metric, device and
-//! profile. Runs that give the very same number one after another are one point: the kernels did
-//! not change, so they say nothing about a trend. Mann and Kendall's test asks how many orders of
-//! the points rise as much. It is asked again after every run, so its rate is spent over all looks
-//! to come: the n-th point of one of s series may warn where `p <= FALSE_ALARM_RATE / (s n (n +
-//! 1))`. The sum over n is at most 1, so a file whose kernels never drift ever warns with at most
-//! [`FALSE_ALARM_RATE`].
+//! profile. Consecutive runs with exactly the same number are one point: the kernels did not
+//! change, so they are no evidence of a trend.
+//!
+//! Mann and Kendall's test computes the share of orders of the points that rise as much. It runs
+//! again after every run, so its rate is divided among all future tests. The n-th point of one of s
+//! series may warn where `p <= FALSE_ALARM_RATE / (s n (n + 1))`. The sum over n is at most 1. So a
+//! file whose kernels never drift has a chance of at most [`FALSE_ALARM_RATE`] to ever warn.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -25,10 +26,10 @@ use crate::report::drawn::compared;
 use crate::report::elements::{page_head, page_script, scroller};
 use crate::report::numbers::{counted, significant, time, utc};
 
-/// Version of the lines. Readers refuse another one.
+/// Version of the lines. Readers reject another one.
 pub const HISTORY_VERSION: u32 = 1;
 
-/// Chance that a history without any drift warns of one, ever.
+/// Chance that a history without any drift ever warns of one.
 pub const FALSE_ALARM_RATE: f64 = 0.05;
 
 /// One measure of one run.
@@ -169,7 +170,7 @@ pub fn append(report: &Report, file: &Path) -> Result<()> {
 /// Reads a history.
 ///
 /// # Errors
-/// A file that cannot be read, a line that is none, or one of another version.
+/// A file that cannot be read, a line that cannot be parsed, or one of another version.
 pub fn read(file: &Path) -> Result<Vec<Line>> {
     let text = std::fs::read_to_string(file)
         .with_context(|| format!("reading the history {}", file.display()))?;
@@ -231,7 +232,7 @@ impl Series {
         format!("{} -> {}{percent}", self.shown(first), self.shown(last))
     }
 
-    /// The warning of a series that drifts.
+    /// The warning about a series that drifts.
     fn warning(&self) -> String {
         let state = if self.last().green {
             "while everything is still green"
@@ -276,7 +277,7 @@ pub fn series(lines: &[Line]) -> Vec<Series> {
     judged.collect()
 }
 
-/// What the terminal shows: a line with a small plot for each series, then the warnings.
+/// The terminal's text: a line with a small plot for each series, then the warnings.
 pub fn terminal(series: &[Series]) -> String {
     let mut page = String::new();
     let mut last = (String::new(), String::new());
@@ -312,7 +313,7 @@ fn runs(series: &Series) -> String {
     format!("{}, {} different", counted(series.lines.len() as u64, "run"), series.points)
 }
 
-/// The latest runs as one character each, from the lowest value of them to the highest.
+/// The latest runs as one character each, scaled from their lowest value to their highest.
 fn sparkline(lines: &[Line]) -> String {
     /// Characters of the plot.
     const WIDTH: usize = 40;
@@ -337,7 +338,7 @@ fn range(values: &[f64]) -> (f64, f64) {
     })
 }
 
-/// What the page adds to the report's style sheet.
+/// Style that the page adds to the report's style sheet.
 const OWN_STYLE: &str = "
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); gap: 0.8rem; }
 .plots .card { margin: 0; }

@@ -75,7 +75,7 @@ pub(super) fn coverage(report: &Report) -> String {
     format!("{swept} of {}, {}", counted(known as u64, "operator"), report.profile)
 }
 
-/// Changes that stand on the first screen; the comparison's page has them all.
+/// Changes that are on the first screen; the comparison's page has all of them.
 const CHANGES: usize = 6;
 
 /// What changed against the base, where the report was compared with one.
@@ -116,7 +116,7 @@ fn warnings(report: &Report, counts: &Counts) -> Markup {
     }
 }
 
-/// Operators whose paths that never ran are named at once.
+/// Operators whose paths that never ran are named without a fold.
 const NEVER_RUN: usize = 2;
 
 fn paths_never_run(report: &Report) -> Markup {
@@ -239,7 +239,7 @@ fn environment(report: &Report) -> Markup {
     html! { section #environment { h2 { "Environment" } (scroller("Environment", table)) } }
 }
 
-/// Terms of the page and what they do not say.
+/// Terms of the page and what they do not mean.
 const GLOSSARY: [(&str, &str); 11] = [
     (
         "budget",

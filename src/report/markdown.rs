@@ -1,4 +1,4 @@
-//! `summary.md`: what fits into a pull request.
+//! `summary.md`: the part of a report that fits into a pull request.
 
 use std::fmt::Write;
 
@@ -25,7 +25,7 @@ use crate::record::{Standing, worse_first};
 const FAILURES: usize = 10;
 /// Surviving mutants that are written out.
 const SURVIVORS: usize = 20;
-/// Rows of the tables of what used most of its budget and what is furthest from its limit.
+/// Rows of two tables: what used most of its budget, and what is furthest from its limit.
 const ROWS: usize = 10;
 
 /// The whole summary.
@@ -153,7 +153,7 @@ fn families(report: &Report, gathered: &Gathered) -> String {
     table + "\n"
 }
 
-/// Operators whose checks stand in the open; more are folded.
+/// Operators whose checks are not folded; if there are more, they are folded.
 const OPEN: usize = 3;
 
 fn matrix(gathered: &Gathered) -> String {
@@ -396,7 +396,7 @@ fn environment(report: &Report) -> String {
     )
 }
 
-/// Text that neither breaks a table row nor turns into markup, links, mentions or control
+/// Text that does not break a table row and does not become markup, links, mentions or control
 /// characters.
 pub(crate) fn text(raw: &str) -> String {
     let raw = printable(raw);
@@ -412,7 +412,7 @@ pub(crate) fn text(raw: &str) -> String {
             '&' => line.push_str("&amp;"),
             '@' => line.push_str("&#64;"),
             ':' if after == '/' => line.push_str("&#58;"),
-            // Within a word it is a letter like others.
+            // Within a word it is an ordinary character.
             '_' if before.is_alphanumeric() && after.is_alphanumeric() => line.push('_'),
             '|' | '*' | '`' | '\\' | '[' | ']' | '_' | '~' | '#' => line.extend(['\\', character]),
             other => line.push(other),
@@ -422,7 +422,7 @@ pub(crate) fn text(raw: &str) -> String {
     line
 }
 
-/// A code span. A vertical line would end a table's cell even inside it.
+/// A code span. A vertical bar would end a table's cell even inside it.
 pub(crate) fn code(raw: &str) -> String {
     format!(
         "`{}`",

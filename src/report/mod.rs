@@ -1,27 +1,27 @@
-//! Reports, made from records alone: a page for people, a summary for pull requests, JSON for
+//! Reports, made only from records: a page for people, a summary for pull requests, JSON for
 //! programs.
 //!
-//! Nothing here runs a kernel or decides a verdict. What is added to the records is arrangement
-//! (failures first, worst cases first) and suspicion: a pass whose own record contradicts it, by
-//! zero compared elements or a budget use that is not at most 1, is shown as unfounded.
+//! Nothing here runs a kernel or decides a verdict. Reports add order (failures first, worst cases
+//! first) and doubt. A pass whose own record contradicts it, by zero compared elements or a budget
+//! use that is not at most 1, is shown as unfounded.
 //!
 //! | file | what it holds |
 //! | --- | --- |
 //! | `summary` | counts, the matrix of checks, tensors gathered over cases |
 //! | `numbers` | how counts, measures, times and dates are written |
-//! | `elements` | what pages are made of: head, tables in frames, numbers, badges |
+//! | `elements` | parts of pages: head, tables in frames, numbers, badges |
 //! | `picture` | heat maps and histograms as SVG |
 //! | `html` | the page: verdict, what changed, skips, environment, glossary |
 //! | `failures` | the page's cards of failing cases |
 //! | `families` | operators by family: a row for each family, folds with the matrix of checks |
 //! | `operators` | the page's sections of operators |
-//! | `diagnosis` | what failing cases have in common, the numbers they are off by, and where |
+//! | `diagnosis` | what failing cases share, known numbers that they are off by, and where |
 //! | `power` | what verdicts could have seen |
 //! | `mutants` | the page's kill matrix |
-//! | `generated` | what became of generated mutants, as text |
+//! | `generated` | the results of generated mutants, as text |
 //! | `skips` | skips gathered by their reasons |
 //! | `specification` | the page's citations, and the sections that they cite |
-//! | `times` | times of an external kernel, beside ours |
+//! | `times` | times of an external kernel, next to ours |
 //! | `markdown` | `summary.md` |
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `beside` | times of our kernels and of public ones, next to each other |
@@ -78,13 +78,13 @@ pub fn markdown(report: &Report) -> String {
 /// `records.jsonl`.
 ///
 /// # Errors
-/// The file system's.
+/// File system errors.
 pub fn write_with_records(report: &Report, dir: &Path) -> io::Result<()> {
     write_all(report, dir)?;
     let mut records: Vec<_> = report.cases.iter().chain(&report.unsupported).collect();
     records.sort_by_key(|record| record.plan_number);
     write_records(&records, &dir.join(journal::RECORDS))?;
-    // A plan that an earlier run left here is not that of these records.
+    // A plan that an earlier run left here does not belong to these records.
     match fs::remove_file(dir.join(journal::PLAN)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
@@ -100,15 +100,16 @@ fn write_records(records: &[&CaseRecord], path: &Path) -> io::Result<()> {
     file.flush()
 }
 
-/// Writes `report.json`, `index.html` and `summary.md` into `dir`, which is created if need be.
+/// Writes `report.json`, `index.html` and `summary.md` into `dir`, which is created if it is
+/// missing.
 ///
 /// # Errors
-/// Those of the file system, and a folder that holds what is not ours ([`refuse_foreign`]).
+/// File system errors, and a folder that holds other files ([`refuse_foreign`]).
 pub fn write_all(report: &Report, dir: &Path) -> io::Result<()> {
     refuse_foreign(dir).map_err(|error| io::Error::other(words::of_error(&error)))?;
     fs::create_dir_all(dir)?;
     let mut report = drawn::kept(report);
-    // What no page of this folder shows is not said of it.
+    // A comparison without a page in this folder is not mentioned.
     report.base = report.base.filter(|_| dir.join(diff::PAGE).is_file());
     let mut json = BufWriter::new(fs::File::create(dir.join("report.json"))?);
     serde_json::to_writer(&mut json, &report)?;

@@ -233,7 +233,7 @@ fn matrix_row(mutant: &MutantRecord, columns: &[&str]) -> Markup {
     }
 }
 
-/// A planted mutant's name; of a generated one, function and class.
+/// A planted mutant's name; for a generated one, function and class.
 fn short(mutant: &MutantRecord) -> Markup {
     match mutant.source {
         MutantSource::Planted => html! { (breakable(&mutant.id)) },
@@ -257,7 +257,7 @@ fn kill_cell(mutant: &MutantRecord, name: &str) -> Markup {
     }
 }
 
-/// Generated mutants by class: which kinds of change the cases are weak against.
+/// Generated mutants by class: the kinds of change that the cases detect least.
 fn classes(mutants: &[MutantRecord]) -> Markup {
     let mut classes: BTreeMap<&str, Vec<&MutantRecord>> = BTreeMap::new();
     for mutant in mutants.iter().filter(|mutant| mutant.source == MutantSource::Generated) {
@@ -281,7 +281,7 @@ fn classes(mutants: &[MutantRecord]) -> Markup {
     html! { @if !classes.is_empty() { h3 { "Classes of generated mutants" } (scroller("Classes of generated mutants", table)) } }
 }
 
-/// Mutants that count neither way, each with its reason.
+/// Mutants that count neither as killed nor as survivors, each with its reason.
 fn set_aside(mutants: &[MutantRecord], status: MutantStatus) -> Markup {
     let own: Vec<_> = mutants.iter().filter(|mutant| mutant.status == status).collect();
     let title = match status {

@@ -1,5 +1,5 @@
-//! How numbers are written: digits that carry meaning, units, thousands separators; NaN and
-//! infinities by name.
+//! How numbers are written: significant digits, units, thousands separators; NaN and infinities by
+//! name.
 
 use crate::record::figures;
 
@@ -8,12 +8,12 @@ pub(crate) fn count(value: u64) -> String {
     figures::grouped(&value.to_string())
 }
 
-/// A count and its noun, in the singular where there is one: `1 case`, `3 cases`.
+/// A count and its noun, in the singular for one: `1 case`, `3 cases`.
 pub(crate) fn counted(value: u64, noun: &str) -> String {
     format!("{} {noun}{}", count(value), if value == 1 { "" } else { "s" })
 }
 
-/// Rows of a table of text, their columns one below the other.
+/// Rows of a text table with aligned columns.
 pub(crate) fn aligned(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -37,7 +37,7 @@ pub(crate) fn scientific(value: f64) -> String {
     figures::padded(value, 2)
 }
 
-/// `1 - cosine`. Below a few roundings of f64 the difference holds no digit worth showing.
+/// `1 - cosine`. Below a few roundings of f64 the difference has no significant digit.
 pub(crate) fn one_minus_cosine(cosine: f64) -> String {
     let distance = 1.0 - cosine;
     if distance.abs() <= 8.0 * f64::EPSILON { "0".to_owned() } else { scientific(distance) }

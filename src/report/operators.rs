@@ -16,13 +16,13 @@ use super::summary::{Entry, TensorSummary, gigabytes_per_second, paths, teraflop
 use super::times;
 use crate::record::{Standing, within, worse_first};
 
-/// Worst cases shown of a tensor that failed; of one that agrees the worst is shown.
+/// Worst cases shown of a tensor that failed; of one that agrees only the worst is shown.
 const WORST: usize = 3;
-/// Most rows and columns of the heat map of the worst case of a tensor that failed; the others' are
-/// thumbnails, for the page's size.
+/// Most rows and columns of the heat map of the worst case of a tensor that failed. The others are
+/// thumbnails, to keep the page small.
 const FULL: (usize, usize) = (48, 64);
 
-/// What an operator's section is made of.
+/// The data of an operator's section.
 pub(super) struct Section<'a> {
     pub(super) report: &'a Report,
     pub(super) operator: &'a OperatorRecord,
@@ -30,11 +30,11 @@ pub(super) struct Section<'a> {
     pub(super) tensors: Vec<TensorSummary<'a>>,
     /// What its verdicts could have seen.
     pub(super) power: Vec<TensorPower>,
-    /// How its checks stand.
+    /// The standing of its checks.
     pub(super) standing: Option<Standing>,
 }
 
-/// The section, open where it is to be read.
+/// The section, unfolded where it needs reading.
 pub(super) fn section(section: &Section<'_>, open: bool, anchors: &Anchors) -> Markup {
     let Section { report, operator, tensors, standing, .. } = section;
     let cases = report.cases.iter().filter(|case| case.operator == operator.name).count() as u64;
@@ -184,7 +184,7 @@ fn tensor_row(tensor: &TensorSummary) -> Markup {
     }
 }
 
-/// What the verdicts could have seen; nothing where there is nothing to see.
+/// What the verdicts could have seen; empty where nothing can be seen.
 fn power_table(tensors: &[TensorPower]) -> Markup {
     if tensors.is_empty() {
         return html! {};
@@ -231,15 +231,14 @@ fn measure(value: f64, text: impl Fn(f64) -> String) -> Markup {
     html! { td { (number(value, text(value))) } }
 }
 
-/// Lowest and highest norm ratio, once where they look the same.
+/// Lowest and highest norm ratio; only one where they look the same.
 fn norm_range(tensor: &TensorSummary) -> Markup {
     let (low, high) = tensor.range(|metrics| metrics.norm_ratio);
     let (low_text, high_text) = (significant(low, 5), significant(high, 5));
     html! { (number(low, low_text.clone())) @if low_text != high_text { " … " (number(high, high_text)) } }
 }
 
-/// The tensor that used most of its budget: of an operator that agrees, the one whose heat map is
-/// shown.
+/// The tensor that used most of its budget. For an operator that agrees, its heat map is shown.
 pub(super) fn worst_tensor(tensors: &[TensorSummary]) -> Option<usize> {
     let measured = tensors.iter().enumerate().filter(|(_, tensor)| !tensor.entries.is_empty());
     measured
@@ -247,7 +246,7 @@ pub(super) fn worst_tensor(tensors: &[TensorSummary]) -> Option<usize> {
         .map(|(place, _)| place)
 }
 
-/// One fold for each tensor. Those that failed stand open, and the one that used most of its
+/// One fold for each tensor. Those that failed are open, and so is the one that used most of its
 /// budget.
 fn worst_cases(tensors: &[TensorSummary], anchors: &Anchors) -> Markup {
     let worst = worst_tensor(tensors);
@@ -291,7 +290,7 @@ fn worst_case(rank: usize, entry: &Entry, pictured: bool, anchors: &Anchors) -> 
                 ", ulp max " (number(metrics.ulp_max, significant(metrics.ulp_max, 3)))
                 ", " (counted(entry.check.compared, "element"))
             }
-            // Of a case that stands above, its name leads to the command.
+            // If a case is shown above, its name links to the command there.
             @if first { (command(&entry.case.replay)) }
         }
     }

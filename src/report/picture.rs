@@ -1,5 +1,5 @@
-//! Heat maps and histograms as SVG, coloured by classes of the style sheet so that both colour
-//! schemes read.
+//! Heat maps and histograms as SVG. Classes of the style sheet set the colours, so that both colour
+//! schemes are readable.
 
 use maud::{Markup, html};
 
@@ -11,13 +11,13 @@ use super::numbers::{count, counted, significant};
 const STEPS: usize = 10;
 /// Level of cells above the budget.
 const OVER: usize = STEPS;
-/// Level of cells whose error is no number.
+/// Level of cells whose error is NaN.
 const UNDEFINED: usize = STEPS + 1;
-/// Level of cells of which nothing was compared within a budget.
+/// Level of cells in which nothing was compared within a budget.
 const PADDING: usize = STEPS + 2;
 
-/// Fill patterns that the pictures refer to; they stand once on the page. Hatching and crosses keep
-/// cells over the budget apart from dark cells under it without colour.
+/// Fill patterns that the pictures refer to; they occur once on the page. Hatching and crosses
+/// distinguish cells over the budget from dark cells under it without colour.
 pub(super) fn patterns() -> Markup {
     html! {
         svg .patterns width="0" height="0" aria-hidden="true" {
@@ -65,8 +65,8 @@ fn key(level: usize) -> Markup {
 }
 
 /// A tensor's error over budget, row 0 at the top. `most` limits the rows and columns of the
-/// picture; cells beyond are joined by their largest value. Marks beside the picture lead to the
-/// worst cell: in it they would hide its neighbours.
+/// picture; further cells are joined by their largest value. Marks next to the picture point to the
+/// worst cell: inside it they would hide its neighbours.
 pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
     let whole = map.rows as usize * map.columns as usize;
     if whole == 0 || map.cells.len() != whole {
@@ -75,7 +75,7 @@ pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
     let HeatMap { rows, columns, cells, .. } = pooled(map, most);
     let (rows, columns) = (rows as usize, columns as usize);
     let levels: Vec<usize> = cells.iter().map(|cell| level(*cell)).collect();
-    // Behind the cells the picture is hatched; where some were not compared, no ground may hide
+    // The picture is hatched under the cells. Where some were not compared, no background may hide
     // that.
     let padded = levels.contains(&PADDING);
     let ground = (0..PADDING)
@@ -116,7 +116,7 @@ pub(super) fn heat(map: &HeatMap, most: (usize, usize)) -> Markup {
 }
 
 /// Joins cells so that at most `most` rows and columns remain, each by its largest value. NaN
-/// outlives the joining, and what was compared counts before what was not.
+/// survives the joining, and compared cells win over cells that were not.
 pub(super) fn pooled(map: &HeatMap, most: (usize, usize)) -> HeatMap {
     let (rows, columns) = (map.rows as usize, map.columns as usize);
     if rows * columns == 0 || map.cells.len() != rows * columns {
@@ -134,7 +134,7 @@ pub(super) fn pooled(map: &HeatMap, most: (usize, usize)) -> HeatMap {
     HeatMap { rows: fewer_rows as u32, columns: fewer_columns as u32, cells, ..*map }
 }
 
-/// Where the largest cell is, NaN before all.
+/// Where the largest cell is; NaN counts as the largest.
 fn worst(cells: &[f32]) -> (usize, f64) {
     let place = (0..cells.len()).max_by(|a, b| {
         cells[*a].is_nan().cmp(&cells[*b].is_nan()).then(cells[*a].total_cmp(&cells[*b]))
@@ -174,7 +174,7 @@ fn runs(levels: &[usize], columns: usize, wanted: usize) -> Vec<(usize, usize, u
     runs
 }
 
-/// All runs of one level as one path: a fraction of the bytes that a rectangle for each cell takes.
+/// All runs of one level as one path: far fewer bytes than a rectangle for each cell.
 fn outline(runs: &[(usize, usize, usize)]) -> String {
     runs.iter().fold(String::new(), |mut path, (row, start, length)| {
         path.push_str(&solid(*start, *row, *length, 1));
@@ -189,13 +189,13 @@ fn solid(x: usize, y: usize, width: usize, height: usize) -> String {
 /// Width of one bar and the height of the tallest, in pixels.
 const BAR: (usize, usize) = (20, 84);
 
-/// Where bars stand.
+/// The base line of the bars.
 const BASE: usize = BAR.1 + 6;
 
 /// Bars of a histogram.
 const BARS: usize = 16;
 
-/// What all histograms have in common: it stands once on the page.
+/// What all histograms have in common; it occurs once on the page.
 fn shares() -> Markup {
     html! {
         g #shares {
@@ -208,10 +208,10 @@ fn shares() -> Markup {
     }
 }
 
-/// Elements by share of budget used, bins of 1/8 with their upper ends: an element that uses its
-/// whole budget is within it. Heights are logarithmic: a handful of elements over their budget must
-/// be seen beside millions under it. Those of the `compared` elements that have no share, such as
-/// NaN, stand in no bar and are counted beside it.
+/// Elements by share of budget used, in bins of 1/8 including their upper ends: an element that
+/// uses its whole budget is within it. Heights are logarithmic, because a few elements over their
+/// budget must be visible next to millions under it. Those of the `compared` elements that have no
+/// share, such as NaN, are in no bar and are counted next to it.
 pub(super) fn histogram(bins: &[u64], compared: u64) -> Markup {
     if bins.iter().all(|bin| *bin == 0) {
         return html! { p .note { "No histogram of budget use was recorded." } };
@@ -243,7 +243,7 @@ pub(super) fn histogram(bins: &[u64], compared: u64) -> Markup {
 /// Bins of elements within their budget.
 const WITHIN: usize = 8;
 
-/// The counts in words: `up to 0.125: 12; up to 0.25: 3`.
+/// The counts as text: `up to 0.125: 12; up to 0.25: 3`.
 fn counts(bins: &[u64]) -> String {
     let of = |(place, bin): (usize, &u64)| {
         let upper = if place + 1 < bins.len() {

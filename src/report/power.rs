@@ -13,16 +13,16 @@ pub struct TensorPower {
     pub operator: String,
     /// Tensor.
     pub tensor: String,
-    /// One for each case in which there was something to see.
+    /// One for each case in which something can be seen.
     pub cases: Vec<Power>,
-    /// Cases that count as no agreement: an error of 10 % would have passed.
+    /// Cases that are no agreement: an error of 10 % would have passed.
     pub powerless: u64,
 }
 
 /// A rule and what it sees.
 pub type Rule = (&'static str, fn(&Power) -> Seen);
 
-/// The harness and the rules that others go by.
+/// The harness and the rules of other projects.
 pub const RULES: [Rule; 5] = [
     ("parity", |power| power.bias),
     ("assert_close", |power| power.assert_close),
@@ -32,14 +32,14 @@ pub const RULES: [Rule; 5] = [
 ];
 
 impl TensorPower {
-    /// Takes in the verdict of one case.
+    /// Adds the verdict of one case.
     pub fn add(&mut self, power: Power) {
         self.powerless += u64::from(power.powerless);
         self.cases.push(power);
     }
 
-    /// What a rule sees in so large a share of the cases, at least, those apart in which it fails
-    /// what is right; and how many these are.
+    /// What a rule sees in at least this share of the cases, without those in which it fails a
+    /// correct tensor; and the number of the latter.
     pub fn seen_in(&self, share: f64, rule: fn(&Power) -> Seen) -> (Seen, usize) {
         let mut seen: Vec<Seen> =
             self.cases.iter().map(rule).filter(|&seen| seen != Seen::FalseAlarm).collect();
@@ -54,8 +54,8 @@ impl TensorPower {
         self.cases.iter().filter(sees).count() as f64 / self.cases.len().max(1) as f64
     }
 
-    /// The error of a single element, over the root mean square of its tensor, that is seen in
-    /// half of the cases.
+    /// The error of a single element, over the root mean square of its tensor, that is seen in half
+    /// of the cases.
     pub fn element(&self) -> f64 {
         let mut elements: Vec<f64> = self.cases.iter().map(|power| power.element).collect();
         elements.sort_by(f64::total_cmp);
@@ -84,14 +84,12 @@ impl Gathered {
     }
 }
 
-/// What the verdicts of [`GRADIENT_OF_SAVED`] over a gradient are called beside those over the
-/// gradient itself.
+/// The name of a gradient's [`GRADIENT_OF_SAVED`] verdicts, next to those of the gradient itself.
 pub fn given_what_was_saved(gradient: &str) -> String {
     format!("{gradient} (saved)")
 }
 
-/// The power of a report's verdicts. Those without power are counted, not gathered: they left no
-/// metrics.
+/// The power of a report's verdicts. Those without power are only counted: they have no metrics.
 pub fn of_report(report: &Report) -> Vec<TensorPower> {
     let mut gathered = Gathered::default();
     for case in &report.cases {
@@ -115,7 +113,7 @@ pub fn of_report(report: &Report) -> Vec<TensorPower> {
     gathered.tensors
 }
 
-/// `2^-k`, or what stands for nothing, and the number of false alarms.
+/// `2^-k`, or the text for nothing seen, and the number of false alarms.
 pub fn words((seen, alarms): (Seen, usize)) -> String {
     let seen = match seen {
         Seen::Bias(k) => format!("2^-{k}"),
@@ -125,7 +123,7 @@ pub fn words((seen, alarms): (Seen, usize)) -> String {
 }
 
 /// The table as text: for each tensor what is seen in half of its cases, by the harness and by
-/// others.
+/// other rules.
 pub fn table(tensors: &[TensorPower]) -> String {
     let mut rows = vec![
         ["operator", "tensor", "cases", "powerless", "best", "half of them", "9 of 10", "element"]
@@ -145,8 +143,8 @@ pub fn table(tensors: &[TensorPower]) -> String {
     aligned(&rows)
 }
 
-/// Each rule with the bias that it sees in half of all verdicts, those apart in which it fails
-/// what is right, and how many of all these are.
+/// Each rule with the bias that it sees in half of all verdicts, without those in which it fails a
+/// correct tensor; and the number of the latter.
 fn by_rule(tensors: &[TensorPower]) -> Vec<(&'static str, Seen, usize)> {
     let all = TensorPower {
         cases: tensors.iter().flat_map(|tensor| tensor.cases.clone()).collect(),
@@ -159,8 +157,8 @@ fn by_rule(tensors: &[TensorPower]) -> Vec<(&'static str, Seen, usize)> {
         .collect()
 }
 
-/// The page `power.md`: a table of the rules, then one of the tensors. `made` says by which
-/// command and of what, `alarms` what the harness itself rejected of runs that are right.
+/// The page `power.md`: a table of the rules, then one of the tensors. `made` is the command and
+/// what it was made of. `alarms` is what the harness itself rejected among correct runs.
 pub fn markdown(tensors: &[TensorPower], made: &str, alarms: Option<&str>) -> String {
     let verdicts: usize = tensors.iter().map(|tensor| tensor.cases.len()).sum();
     let mut page = format!("# What a verdict sees\n\n{made}\n\n");

@@ -85,8 +85,8 @@ pub fn passing(cases: usize) -> Report {
     }
 }
 
-/// A run of all operators in which `cases` cases of each agreed, with as many checks as sweeps
-/// make.
+/// A run of all operators in which `cases` cases of each agreed, with as many checks as in real
+/// sweeps.
 pub fn whole(cases: usize) -> Report {
     let mut report = passing(0);
     let mut dice = Dice(11);
@@ -99,7 +99,7 @@ pub fn whole(cases: usize) -> Report {
         .collect();
     for (place, known) in registry::OPERATORS.iter().enumerate() {
         for number in 0..cases {
-            // One of the sample's operators lends its checks.
+            // One of the sample's operators provides its checks.
             let lent = place % OPERATORS.len();
             let mut case = case(OPERATORS.len() * (number + cases * place) + lent, &mut dice);
             case.operator = known.name().into();

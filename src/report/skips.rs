@@ -1,10 +1,10 @@
-//! Skips that are one reason are one line.
+//! Merges skips with the same reason into one line.
 
 use super::diagnosis::listed;
 use crate::record::Skip;
 
-/// The skips of one reason together: what they are of, and how many in all; in the order in which
-/// reasons come first.
+/// The skips of one reason together: what was skipped, and how many in all, in the order in which
+/// reasons first occur.
 pub(crate) fn by_reason(skips: &[Skip]) -> Vec<Skip> {
     let mut reasons: Vec<(&str, Vec<String>, u64)> = Vec::new();
     for skip in skips {

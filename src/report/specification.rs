@@ -1,5 +1,5 @@
-//! The page's citations: links, and at the page's end the text of what is cited, so that they lead
-//! somewhere wherever the page lies.
+//! The page's citations as links. The text of what is cited is at the page's end, so the links work
+//! wherever the page is stored.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use crate::specification::{Citation, Section, citations, sections};
 
 use super::numbers::counted;
 
-/// A text whose citations are links. Those of sections that this build does not know stay text.
+/// A text whose citations are links. Citations of sections that this build does not know stay text.
 pub(super) fn linked(text: &str) -> Markup {
     let mut end = 0;
     let mut parts = Vec::new();
@@ -26,8 +26,8 @@ pub(super) fn linked(text: &str) -> Markup {
     }
 }
 
-/// What the report's operators and mutants cite, each closed until it is asked for; nothing where
-/// they cite nothing.
+/// What the report's operators and mutants cite, each folded at first; empty where they cite
+/// nothing.
 pub(super) fn section(report: &Report) -> Markup {
     let cited = cited(report);
     html! {
@@ -61,7 +61,7 @@ fn cited(report: &Report) -> Vec<&'static Section> {
     sections().iter().filter(|section| names.contains(&section.citation)).collect()
 }
 
-/// Where the page has a section: `inference-8.1`, `FM-03`.
+/// The anchor of a section on a page: `inference-8.1`, `FM-03`.
 fn id(citation: &Citation) -> String {
     citation.to_string().replace(' ', "-")
 }

@@ -1,4 +1,4 @@
-//! What the records say, gathered: counts, the matrix of checks, tensors over all their cases.
+//! Summary of the records: counts, the matrix of checks, tensors over all their cases.
 
 use std::collections::BTreeMap;
 
@@ -36,7 +36,7 @@ pub(super) const CHECKS: [&str; 17] = [
 /// The column that all checks named `law: …` share.
 pub(super) const LAWS: &str = "laws";
 
-/// Why a pass cannot be believed, if it cannot.
+/// Why a pass is not credible, if it is not.
 pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
     if Standing::of(check) != Standing::Unfounded {
         return None;
@@ -51,7 +51,7 @@ pub(super) fn contradiction(check: &CheckRecord) -> Option<String> {
     ))
 }
 
-/// What a check has to say for itself where it is not a plain pass.
+/// The message of a check that is not a plain pass.
 pub(super) fn message(check: &CheckRecord) -> String {
     match contradiction(check) {
         Some(contradiction) => contradiction,
@@ -65,9 +65,9 @@ pub(super) fn message(check: &CheckRecord) -> String {
 pub(crate) struct Counts {
     /// Cases that ran.
     pub(super) cases: u64,
-    /// Cases in which something is not a plain pass, or that ran no check.
+    /// Cases with a check that is not a plain pass, or without any check.
     pub(super) failing_cases: u64,
-    /// Cases that ran no check.
+    /// Cases without any check.
     pub(super) unchecked_cases: u64,
     /// Check records.
     pub(super) checks: u64,
@@ -75,20 +75,20 @@ pub(crate) struct Counts {
     pub(super) standings: BTreeMap<Standing, u64>,
     /// Elements that the checks compared.
     pub(super) compared: u64,
-    /// Mutants that no check saw.
+    /// Mutants that no check killed.
     pub(super) survivors: u64,
-    /// Tensors of which no verdict had power.
+    /// Tensors for which no verdict had power.
     without_power: u64,
     /// Operators whose kernels could not be run.
     not_run: u64,
     /// Things skipped.
     pub(super) skipped: u64,
-    /// Cases that a run which was cut short left out.
+    /// Cases that did not run because the run was cut short.
     unfinished: Option<u64>,
 }
 
 impl Counts {
-    /// Of a whole run.
+    /// Totals of a whole run.
     pub(crate) fn of(report: &Report) -> Self {
         let mut counts = Self {
             cases: report.cases.len() as u64,
@@ -115,7 +115,7 @@ impl Counts {
         self.standings.get(&standing).copied().unwrap_or(0)
     }
 
-    /// How the whole run counts: a class of the style sheet and a sentence.
+    /// The result of the whole run: a class of the style sheet and a sentence.
     pub(crate) fn headline(&self) -> (&'static str, String) {
         if let Some(missing) = self.unfinished {
             let troubles = if self.failing_cases == 0 { "none" } else { "some" };
@@ -169,32 +169,31 @@ impl Counts {
     }
 }
 
-/// Whether every check of a case is a plain pass, and there is one.
+/// Whether a case has checks and each is a plain pass.
 pub(crate) fn agrees(case: &CaseRecord) -> bool {
     !case.checks.is_empty() && case.checks.iter().all(|check| Standing::of(check) == Standing::Pass)
 }
 
-/// Whether no check saw the mutant.
+/// Whether no check killed the mutant.
 pub(crate) fn survived(mutant: &MutantRecord) -> bool {
     mutant.status == MutantStatus::Survived
 }
 
-/// The cases that do not agree; those made smaller by shrinking first, since they are quickest to
-/// read.
+/// The cases that do not agree; shrunk ones first, since they are the quickest to read.
 pub(super) fn failing(report: &Report) -> Vec<&CaseRecord> {
     let mut cases: Vec<_> = report.cases.iter().filter(|case| !agrees(case)).collect();
     cases.sort_by_key(|case| case.origin != Origin::Shrunk);
     cases
 }
 
-/// The checks of a case that are no plain pass, those that explain most first; what another says
-/// already is left out.
+/// The checks of a case that are not plain passes, those that explain most first. A check that adds
+/// nothing to another is skipped.
 pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
     order::findings(case).into_iter().map(|finding| finding.check).collect()
 }
 
-/// What passed in a case, each check once, with the tensors that agreed: beside a failing tensor
-/// they say where the bug is not.
+/// What passed in a case, each check once, with the tensors that agreed: next to a failing tensor
+/// they show where the bug is not.
 pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
     let mut tensors: BTreeMap<(usize, &str), Vec<&str>> = BTreeMap::new();
     for check in case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass) {
@@ -212,7 +211,7 @@ pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
     tensors.into_iter().map(word).collect()
 }
 
-/// Checks failing alike: operator, check and tensor, with the number of cases and the first of them
+/// Failures of one kind: operator, check and tensor, with the number of cases and the first of them
 /// as an index into [`failing`].
 pub(super) fn failing_kinds(cases: &[&CaseRecord]) -> Vec<(String, String, String, u64, usize)> {
     let mut kinds: BTreeMap<(&str, &str, &str), (u64, usize)> = BTreeMap::new();
@@ -277,7 +276,7 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    /// Of a whole run.
+    /// The matrix of a whole run.
     pub(super) fn of(report: &Report) -> Self {
         let mut seen: Vec<&str> = report
             .cases
@@ -318,8 +317,8 @@ pub(super) fn column(check: &str) -> &str {
     if check.starts_with("law:") { LAWS } else { check }
 }
 
-/// The registry's operators, and after them any that only cases or benchmarks name: nothing is left
-/// out.
+/// The registry's operators, and after them any that only cases or benchmarks name, so that none is
+/// skipped.
 pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
     let mut operators = report.operators.clone();
     let named = report
@@ -419,19 +418,19 @@ impl<'a> TensorSummary<'a> {
         }
     }
 
-    /// Largest of a measure; NaN if there is one.
+    /// The largest of a measure; NaN if one of them is NaN.
     pub(super) fn largest(&self, measure: impl Fn(&Metrics) -> f64) -> f64 {
         extreme(self.entries.iter().map(|entry| measure(entry.metrics)), f64::max)
     }
 
-    /// Cases in which the oracle's tensor is zero to the rounding of f64 (all rows empty, a lone
-    /// key's dq) and the kernel stayed within its budget: what is relative to the oracle has no
+    /// Cases in which the oracle's tensor is zero to the rounding of f64 (all rows empty, dq of a
+    /// single key) and the kernel stayed within its budget. Measures relative to the oracle have no
     /// meaning there.
     pub(super) fn zero_truths(&self) -> u64 {
         self.entries.iter().filter(|entry| has_zero_truth(entry.metrics)).count() as u64
     }
 
-    /// Largest and smallest of a measure that is relative to the oracle; NaN if there is one.
+    /// Largest and smallest of a measure that is relative to the oracle; NaN if one of them is NaN.
     pub(super) fn range(&self, measure: impl Fn(&Metrics) -> f64 + Copy) -> (f64, f64) {
         let relative = || {
             self.entries
@@ -465,8 +464,8 @@ impl<'a> TensorSummary<'a> {
             && self.entries.iter().all(|entry| Standing::of(entry.check) == Standing::Pass)
     }
 
-    /// Histograms of budget use, added over the `most` cases that used most of it; of how many
-    /// cases, and how many elements were compared there.
+    /// Histograms of budget use, added over the `most` cases that used most of it. Also the number
+    /// of these cases, and of the elements that were compared in them.
     pub(super) fn histogram(&self, most: usize) -> (Vec<u64>, u64, u64) {
         let mut sum = Vec::new();
         let entries = &self.entries[..self.entries.len().min(most)];
@@ -481,7 +480,7 @@ impl<'a> TensorSummary<'a> {
     }
 }
 
-/// Folds with `pick`, which would step over a NaN.
+/// Folds with `pick`, which would skip a NaN.
 fn extreme(values: impl Iterator<Item = f64>, pick: fn(f64, f64) -> f64) -> f64 {
     values
         .reduce(
@@ -503,7 +502,7 @@ pub(super) fn paths(report: &Report, operator: &str) -> BTreeMap<String, u64> {
     paths
 }
 
-/// How many cases came from where.
+/// How many cases have each origin.
 pub(super) fn origins(report: &Report) -> Vec<(&'static str, u64)> {
     [Origin::Drawn, Origin::Regression, Origin::Shrunk, Origin::Given]
         .into_iter()
@@ -517,7 +516,7 @@ pub(super) fn origins(report: &Report) -> Vec<(&'static str, u64)> {
         .collect()
 }
 
-/// The word for where a case came from.
+/// The word for a case's origin.
 pub(super) fn origin_word(origin: Origin) -> &'static str {
     match origin {
         Origin::Regression => "regression",

@@ -1,4 +1,4 @@
-//! What the pages have to show, on invented reports.
+//! What the pages must show, on invented reports.
 
 use std::fs;
 
@@ -129,7 +129,7 @@ fn elements_without_a_share_of_the_budget_are_counted_beside_the_histogram() {
     assert!(!html(&sample::passing(30)).contains("in no bar"));
 }
 
-/// A heat map of one row of cells, seen from `rows` rows.
+/// A heat map of one row of cells, which stands for `rows` rows.
 fn map(cells: &[f32], rows: u32) -> HeatMap {
     let columns = cells.len() as u32 / rows;
     HeatMap {
@@ -170,7 +170,7 @@ fn a_heat_map_has_row_0_at_the_top_and_marks_its_worst_cell_beside_the_cells() {
 #[test]
 fn cells_of_which_nothing_was_compared_are_hatched_and_stay_so_where_cells_are_joined() {
     let padding = HeatMap::NOT_COMPARED;
-    // The picture is hatched behind its cells.
+    // The picture is hatched under its cells.
     let drawn = picture::heat(&map(&[0.1, 0.1, 0.1, padding], 1), (24, 48)).into_string();
     assert_eq!(drawn.matches("<path").count(), 1, "{drawn}");
     assert!(drawn.contains("<path class=\"h1 solid\" d=\"M0 0h3v1h-3z\">"), "{drawn}");
@@ -239,7 +239,7 @@ fn a_report_is_written_with_what_its_pages_need_and_reads_back_to_the_same_pages
             metrics.filter(|metrics| !metrics.heat.cells.is_empty()).count()
         };
         assert!(maps(&read) < maps(&report), "{} of {}", maps(&read), maps(&report));
-        // A report that keeps all digits differs in nothing from the written one.
+        // A report that keeps all digits does not differ from the written one.
         let none = diff::compare(&report, &read).unwrap();
         assert!(
             none.findings.iter().all(|finding| finding.kind == diff::Kind::StillFailing),
@@ -264,7 +264,7 @@ fn a_quick_sweep_of_all_operators_has_a_page_below_one_megabyte_and_a_report_bel
             .map(|name| fs::metadata(dir.path().join(name)).unwrap().len())
     });
     let [few, more] = sizes;
-    // A quick sweep has some 80 cases of an operator.
+    // A quick sweep has about 80 cases of an operator.
     let of_80 = |place: usize| more[place] + 6 * more[place].saturating_sub(few[place]);
     assert!(of_80(0) < 1_000_000, "{sizes:?}");
     assert!(of_80(1) < 65_536, "{sizes:?}");
@@ -334,7 +334,7 @@ fn a_tensor_of_which_no_verdict_had_power_fails_the_run_and_is_named() {
         page.contains("Nothing was shown of y of rope")
             && summary.contains("nothing was shown of 1 tensor")
     );
-    // A part of a run need not have what the whole has.
+    // A part of a run need not have what the whole run has.
     report.shards = vec![ShardRecord {
         index: 0,
         count: 2,
@@ -695,7 +695,7 @@ fn what_changed_against_the_base_stands_before_the_totals_and_links_the_comparis
         summary.contains("### Against the base `0123456789ab`\n\n1 regression")
             && summary.contains("28 more changes")
     );
-    // A folder without the comparison's page does not lead there.
+    // A folder without the comparison's page has no link to it.
     let dir = tempfile::tempdir().unwrap();
     write_all(&report, dir.path()).unwrap();
     assert!(!fs::read_to_string(dir.path().join("index.html")).unwrap().contains("diff.html"));
@@ -715,7 +715,8 @@ fn each_failing_case_has_a_stable_name_which_page_and_summary_share() {
         assert_eq!(page.matches(&format!("id=\"{name}\"")).count(), 1, "{name}");
         assert!(summary.contains(&format!("`{}`", hash(case))));
     }
-    // The name is that of the line: of the same case in another run, wherever it comes from.
+    // The name depends only on the line, so the same case in another run has it too, whatever its
+    // origin.
     let mut other = report.cases[2].clone();
     other.origin = crate::record::Origin::Regression;
     other.checks.clear();

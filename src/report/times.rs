@@ -1,4 +1,4 @@
-//! Times of an external kernel, by its own clock, beside ours of the same cases.
+//! Times of an external kernel, by its own clock, next to ours for the same cases.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use super::elements::scroller;
 use super::markdown::{code, text};
 use super::numbers::{significant, time};
 
-/// Rows of a table: the cases that take longest.
+/// Rows of a table: the cases that take the longest.
 const ROWS: usize = 20;
 
 /// A call of a case.
@@ -22,7 +22,7 @@ struct Timed<'a> {
 }
 
 impl Timed<'_> {
-    /// Above 1 the other kernel takes longer.
+    /// Above 1 the external kernel takes longer.
     fn ratio(&self) -> Option<f64> {
         self.ours.filter(|&ours| ours > 0.0).map(|ours| self.theirs / ours)
     }
@@ -45,7 +45,7 @@ fn timed<'a>(report: &'a Report, operator: &str) -> Vec<Timed<'a>> {
     timed
 }
 
-/// One line on the calls of a direction, where times of both are known: how many, and the median
+/// One line on the calls of a direction for which times of both are known: how many, and the median
 /// ratio.
 pub(crate) fn line(report: &Report) -> Option<String> {
     let all: Vec<_> =
@@ -74,7 +74,7 @@ pub(crate) fn line(report: &Report) -> Option<String> {
     (!said.is_empty()).then(|| format!("times: {}", said.join("; ")))
 }
 
-/// Their times over ours, of the calls that both were timed in.
+/// Their times over ours, for the calls that were timed in both.
 pub(super) fn ratios(report: &Report, operator: &str) -> Vec<f64> {
     timed(report, operator).iter().filter_map(Timed::ratio).collect()
 }
@@ -83,7 +83,7 @@ fn or_none(seconds: Option<f64>) -> String {
     seconds.map_or_else(|| "—".to_owned(), |seconds| time(seconds * 1e9))
 }
 
-/// The part of an operator's section, or nothing.
+/// The part of an operator's section; empty without times.
 pub(super) fn section(report: &Report, operator: &str) -> Markup {
     let timed = timed(report, operator);
     let table = html! {
@@ -109,7 +109,7 @@ pub(super) fn section(report: &Report, operator: &str) -> Markup {
     }
 }
 
-/// The part of `summary.md`, or nothing.
+/// The part of `summary.md`; empty without times.
 pub(super) fn markdown(report: &Report) -> String {
     let mut lines = String::new();
     for row in report

@@ -1,9 +1,9 @@
-//! Shards put together again.
+//! Joins the shards of a sweep.
 //!
-//! A merge believes nothing about how the shards were started: it works from their records alone,
-//! and refuses unless they show that every case of one plan ran exactly once, in one revision,
-//! with one set of kernels, on one kind of device. In the end it computes the plan's digest again
-//! from the merged cases ([`crate::sweep::shard::plan_digest`]).
+//! A merge does not trust how the shards were started: it works only from their records. They must
+//! show that every case of one plan ran exactly once. The revision, the kernels and the kind of
+//! device must be the same for all cases. Otherwise the merge rejects the shards. At the end it
+//! computes the plan's digest again from the merged cases ([`crate::sweep::shard::plan_digest`]).
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::record::journal::{self, Identity, Shard};
 use crate::record::{CaseRecord, Origin, Report, SCHEMA_VERSION, ShardRecord, Skip, other_setting};
 use crate::sweep::shard::{self, RunArguments};
 
-/// How many cases an error names before it only counts them.
+/// How many cases an error names; it only counts the others.
 const NAMED: usize = 5;
 
 /// Why shards cannot be merged.
@@ -31,7 +31,7 @@ pub enum MergeError {
         /// What is wrong.
         reason: String,
     },
-    /// A worker was killed, or is still at work.
+    /// A worker was killed or still runs.
     #[error("{}: shard {shard} is unfinished ({done} of {cases} cases); `parity run … --resume` continues it", dir.display())]
     Unfinished {
         /// The folder.
@@ -40,21 +40,21 @@ pub enum MergeError {
         shard: Shard,
         /// Cases that are recorded.
         done: usize,
-        /// Cases that it has.
+        /// Number of cases of the shard.
         cases: u64,
     },
-    /// Parts of unlike runs.
+    /// Shards of different runs.
     #[error("shards of unlike runs: the {what} is {first} in {} and {second} in {}", first_dir.display(), second_dir.display())]
     Mixed {
-        /// What is unlike: an option, or a part of the machine or the source.
+        /// What differs: an option, or a part of the machine or the source.
         what: String,
         /// One value.
         first: String,
-        /// Where.
+        /// Its folder.
         first_dir: PathBuf,
-        /// The other.
+        /// The other value.
         second: String,
-        /// Where.
+        /// Its folder.
         second_dir: PathBuf,
     },
     /// Something ran twice.
@@ -83,7 +83,7 @@ impl Part {
     /// Reads `report.json` of a folder.
     ///
     /// # Errors
-    /// A run that is not finished, a report that cannot be read, or one that is no shard.
+    /// A run that is not finished, a report that cannot be read, or one that is not a shard.
     pub fn read(dir: &Path) -> Result<Self, MergeError> {
         let unreadable = |reason: String| MergeError::Unreadable { dir: dir.to_owned(), reason };
         let path = dir.join("report.json");
@@ -109,10 +109,10 @@ impl Part {
         Self::new(dir, report)
     }
 
-    /// A report as one part.
+    /// Takes a report as one part.
     ///
     /// # Errors
-    /// A report that is no shard, or several already.
+    /// A report that is not a shard, or that already joins several.
     pub fn new(dir: &Path, report: Report) -> Result<Self, MergeError> {
         let reason = match report.shards.as_slice() {
             [shard] => return Ok(Self { dir: dir.to_owned(), shard: shard.clone(), report }),
@@ -122,7 +122,7 @@ impl Part {
         Err(MergeError::Unreadable { dir: dir.to_owned(), reason })
     }
 
-    /// Of every case of it, those that the kernel is not for included.
+    /// The records of all its cases, including those that the kernel does not support.
     fn records(&self) -> impl Iterator<Item = &CaseRecord> {
         self.report.cases.iter().chain(&self.report.unsupported)
     }
@@ -136,8 +136,8 @@ impl Part {
     }
 }
 
-/// Takes the whole of each case from the records beside the report, which keeps less of it, where
-/// they are and tell of the same case and the same verdict.
+/// Takes the complete record of each case from the records next to the report, because the report
+/// keeps less of it. A record must exist and name the same case and the same verdict.
 fn complete(report: &mut Report, dir: &Path) {
     let Ok(text) = std::fs::read_to_string(dir.join(journal::RECORDS)) else { return };
     let Ok(records) = journal::parse_records(&text) else { return };
@@ -162,7 +162,7 @@ fn says_the_same(record: &CaseRecord, kept: &CaseRecord) -> bool {
             .all(|(a, b)| (&a.check, &a.tensor, a.verdict) == (&b.check, &b.tensor, b.verdict))
 }
 
-/// What is known of a folder whose run did not end.
+/// What a folder shows about a run that did not end.
 fn unfinished(dir: &Path) -> Option<MergeError> {
     let plan = journal::read_plan(dir).ok()??;
     let text = std::fs::read(dir.join(journal::RECORDS)).unwrap_or_default();
@@ -179,8 +179,8 @@ fn unfinished(dir: &Path) -> Option<MergeError> {
 /// The report of the whole run.
 ///
 /// # Errors
-/// Parts of unlike runs, gaps and overlaps between shards or between their cases, and cases that
-/// are not those of the plan.
+/// Shards of different runs, gaps and overlaps between shards or between their cases, and cases
+/// that are not those of the plan.
 pub fn merge(mut parts: Vec<Part>, command: String) -> Result<Report, MergeError> {
     let Some(first) = parts.first() else { return Err(MergeError::Nothing) };
     for part in &parts[1..] {
@@ -201,8 +201,8 @@ fn refuse_another_run(first: &Part, second: &Part) -> Result<(), MergeError> {
     let identity = first.identity().difference(&second.identity());
     let identity = identity.map(|(what, one, other)| (what.to_owned(), one, other));
     let setting = || {
-        // Those that change no plan, such as the memory of machines that can hold all cases, may
-        // differ.
+        // Settings that do not change the plan may differ, such as the memory of machines that can
+        // hold all cases.
         let set = other_setting(&one.settings, &other.settings)
             .filter(|_| one.plan_digest != other.plan_digest);
         let reports = [
@@ -252,16 +252,16 @@ fn refuse_gaps_and_overlaps_of_shards(parts: &[Part]) -> Result<(), MergeError> 
     }
 }
 
-/// How many of the numbers below `count` are not among these, which ascend, and the first of them
-/// in words; `None` where all are. What a report says of its plan may be any number: nothing is as
-/// long as that.
+/// How many of the indices below `count` are missing in `present` (ascending), and the first of
+/// them as text; `None` if none is missing. `count` comes from a report and may be any number, so
+/// nothing here allocates in proportion to it.
 fn missing(count: u64, present: &[u64]) -> Option<(u64, String)> {
     let mut present = present.to_vec();
     present.retain(|&number| number < count);
     present.dedup();
     let number = count - present.len() as u64;
     let absent = |number: &u64| present.binary_search(number).is_err();
-    // Of the first ones so many are there at the most.
+    // At most that many of the first indices are present.
     let named: Vec<String> =
         (0..count).filter(absent).take(NAMED).map(|number| number.to_string()).collect();
     let more = if number > NAMED as u64 {
@@ -325,7 +325,7 @@ fn refuse_changed_cases(parts: &[Part]) -> Result<(), MergeError> {
     Err(MergeError::NotThePlan(format!("their digest is {digest}, the plan's {plan_digest}")))
 }
 
-/// `parts` are the whole run, sorted by index.
+/// Joins `parts`, which are the whole run, sorted by index.
 fn join(parts: &[Part], command: String) -> Report {
     let mut report = Report {
         command,
@@ -340,7 +340,7 @@ fn join(parts: &[Part], command: String) -> Report {
         skips: skips_of_the_run(&parts[0].report),
         ..parts[0].report.clone()
     };
-    // Stable: a shrunk case stays behind the one that it came from.
+    // The sort is stable: a shrunk case stays after the case that it came from.
     report.cases.sort_by_key(|record| record.plan_number);
     report.unsupported.sort_by_key(|record| record.plan_number);
     for other in parts[1..].iter().map(|part| &part.report) {
@@ -368,7 +368,7 @@ fn add_absent<T: Clone>(items: &mut Vec<T>, others: &[T], same: impl Fn(&T, &T) 
     }
 }
 
-/// What is a skip of the run, the first shard alone says; the others are of each shard's own cases.
+/// Only the first shard reports the skips of the run; the others report those of their own cases.
 fn add_skips(skips: &mut Vec<Skip>, others: &[Skip]) {
     for other in others {
         match skips.iter_mut().find(|skip| (&skip.what, &skip.why) == (&other.what, &other.why)) {

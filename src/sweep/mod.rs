@@ -1,14 +1,13 @@
-//! A sweep: remembered cases first, then edge cases, then drawn ones; failing ones are made
-//! smaller.
+//! A sweep: saved cases first, then edge cases, then drawn cases. Failing drawn cases are shrunk.
 //!
-//! | file | what it holds |
+//! | file | content |
 //! | --- | --- |
-//! | `regressions` | failing cases, shrunk and remembered |
-//! | `progress` | the time that a sweep has used, and which of its failures are made smaller |
-//! | `pool` | the cases of a plan on several devices at once |
-//! | `smaller` | cases a little smaller than one that fails |
+//! | `regressions` | failing cases, shrunk and saved |
+//! | `progress` | the time that a sweep has used, and which of its failures are shrunk |
+//! | `pool` | the cases of a plan on several devices at the same time |
+//! | `smaller` | cases a little smaller than a failing one |
 //! | `shard` | one sweep over many workers |
-//! | `merge` | shards put together again |
+//! | `merge` | joins the shards into one report |
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -37,10 +36,9 @@ pub mod session;
 pub mod shard;
 mod smaller;
 
-/// How long the drawn cases of one operator may take where each commit pays for them, on the
-/// emulator.
+/// Time budget of the drawn cases of one operator on the emulator, in tests that every commit runs.
 pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);
-/// The same of all operators together, for a commit: more operators do not make its tests longer.
+/// The same for all operators together: more operators do not make the tests of a commit longer.
 pub const EMULATOR_BUDGET_OF_ALL: Duration = Duration::from_secs(40);
 
 /// What to sweep.
@@ -48,41 +46,42 @@ pub const EMULATOR_BUDGET_OF_ALL: Duration = Duration::from_secs(40);
 pub struct SweepOptions {
     /// Size of the cases.
     pub profile: Profile,
-    /// How many to draw; `None` is the operator's own number.
+    /// Number of drawn cases; `None` takes the operator's own number.
     pub cases: Option<usize>,
     /// Which edge cases run.
     pub edge_cases: GivenCases,
-    /// Which remembered cases run.
+    /// Which saved cases run.
     pub remembered: GivenCases,
-    /// Seed of the drawing.
+    /// Seed of the drawn cases.
     pub seed: u64,
     /// What to check.
     pub checks: CheckOptions,
-    /// Remembered cases.
+    /// Saved cases.
     pub regressions: Regressions,
-    /// Whether a drawn case that fails is remembered.
+    /// Whether a drawn case that fails is saved.
     pub remember: bool,
-    /// What cases must meet: drawn ones are drawn until so many do, the others are skips.
+    /// A condition on cases. Cases are drawn until enough meet it. Other cases that do not meet it
+    /// are skips.
     pub condition: Option<Condition>,
-    /// Seconds of an operator's cases after which no drawn one begins; all are run where it is
-    /// absent. Remembered cases and edge cases always run.
+    /// Seconds of an operator's cases after which no drawn case starts; without it all drawn cases
+    /// run. Saved cases and edge cases always run.
     pub time_budget: Option<Duration>,
-    /// When the last optional case may begin ([`Profile::time_limit`]).
+    /// When the last optional case may start ([`Profile::time_limit`]).
     pub deadline: Option<Instant>,
 }
 
 impl SweepOptions {
-    /// Whether a case meets the condition, if there is one.
+    /// Whether a case meets the condition, if one is set.
     ///
     /// # Errors
-    /// A condition that cannot be asked of the case.
+    /// A condition that cannot be evaluated on the case.
     pub fn takes(&self, case: &Case) -> Result<bool, CaseError> {
         self.condition
             .as_ref()
             .map_or(Ok(true), |condition| condition.holds(case).map_err(CaseError::Condition))
     }
 
-    /// A drawn case with what the condition fixes, and so each that is smaller.
+    /// A drawn case with the fields that the condition fixes; every shrunk case keeps them.
     fn steered(&self, tree: Box<dyn ValueTree<Value = Case>>) -> Box<dyn ValueTree<Value = Case>> {
         match self.condition.clone() {
             None => tree,
@@ -90,18 +89,18 @@ impl SweepOptions {
         }
     }
 
-    /// How often a case is drawn at most, to have so many that the sweep takes.
+    /// The most draws to find `wanted` cases that the sweep takes.
     fn most_tries(&self, wanted: usize) -> usize {
         match self.condition {
             None => wanted,
             Some(_) if wanted == 0 => 0,
-            // A thousand each, and enough for a few of a rare kind.
+            // A thousand draws each, and enough for a few cases of a rare kind.
             Some(_) => wanted.saturating_mul(1_000).clamp(20_000, 1_000_000).max(wanted),
         }
     }
 }
 
-/// The cases of a strategy with what a condition fixes.
+/// The cases of a strategy with the fields that a condition fixes.
 struct Steered {
     tree: Box<dyn ValueTree<Value = Case>>,
     condition: Condition,
@@ -123,22 +122,22 @@ impl ValueTree for Steered {
     }
 }
 
-/// Which edge cases of an operator, or remembered ones, a sweep runs; the others are skips.
+/// Which edge cases or saved cases of an operator a sweep runs; the others are skips.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GivenCases {
-    /// All of them.
+    /// All cases.
     All,
-    /// So many, drawn by lot from a seed: another seed takes others.
+    /// That many, chosen at random from a seed: another seed chooses others.
     Lots {
         /// How many.
         most: usize,
-        /// What they are drawn from.
+        /// Seed of the choice.
         seed: u64,
     },
 }
 
 impl GivenCases {
-    /// Those of these cases that run, in their order.
+    /// The cases that run, in their order.
     fn of(self, mut cases: Vec<Case>) -> Vec<Case> {
         if let Self::Lots { most, seed } = self {
             let lot = |case: &Case| lot(seed, &case.line());
@@ -151,33 +150,33 @@ impl GivenCases {
     }
 }
 
-/// Who listens to a sweep.
+/// Observes a sweep.
 pub trait Observer {
-    /// How many cases are about to run.
+    /// This many cases of an operator are about to run.
     fn planned(&mut self, operator: &str, cases: usize);
     /// One case is done.
     fn done(&mut self, record: CaseRecord);
 }
 
-/// A case that is going to run.
+/// A case of a plan.
 pub struct PlannedCase {
-    /// What to run.
+    /// The case to run.
     pub case: Case,
-    /// Where it came from.
+    /// Where the case came from.
     pub origin: Origin,
     /// Whether it runs only while there is time.
     pub optional: bool,
-    /// The strategy's tree of a drawn case, which makes it smaller if it fails.
+    /// The strategy's tree of a drawn case, which shrinks it if it fails.
     tree: Option<Box<dyn ValueTree<Value = Case>>>,
 }
 
 impl PlannedCase {
-    /// A case that somebody gave: it is not made smaller.
+    /// A case that the user gave: it is not shrunk.
     pub fn given(case: Case) -> Self {
         Self::without_tree(case, Origin::Given)
     }
 
-    /// Whether it came from the strategy, as neither edge cases nor given ones do.
+    /// Whether it came from the strategy. Edge cases and given cases did not.
     pub fn is_drawn(&self) -> bool {
         self.tree.is_some()
     }
@@ -188,7 +187,7 @@ impl PlannedCase {
 }
 
 /// The cases of one operator that can run on a device like this one, in the order in which they
-/// run: remembered ones, edge cases, drawn ones; and the others, counted by the reason.
+/// run: saved cases, edge cases, drawn cases. Also the others, counted by reason.
 ///
 /// # Errors
 /// A case that cannot be drawn.
@@ -269,10 +268,10 @@ pub fn plan(
     Ok((planned, skips))
 }
 
-/// Leaves out the cases that the sweep's condition does not take, and counts them.
+/// Skips the cases that do not meet the sweep's condition, and counts them.
 ///
 /// # Errors
-/// A condition that cannot be asked of one of them.
+/// A condition that cannot be evaluated on one of them.
 pub fn retain_matching(
     planned: &mut Vec<PlannedCase>,
     options: &SweepOptions,
@@ -298,14 +297,14 @@ pub fn retain_matching(
     Ok(())
 }
 
-/// A name that no case has is a slip of the pen, which would leave all cases out.
+/// Rejects a field name that no case has: it is a typing error and would skip all cases.
 fn refuse_unknown_fields(
     condition: &Condition,
     operator: &AnyOperator,
     edge_cases: &[Case],
     options: &SweepOptions,
 ) -> Result<(), CaseError> {
-    /// What some cases alone have is among so many drawn ones.
+    /// That many drawn cases also show the fields that only some cases have.
     const DRAWN: usize = 256;
     let name = operator.name();
     let (strategy, mut runner) = (operator.strategy(options.profile), runner(options.seed, name));
@@ -321,11 +320,11 @@ fn refuse_unknown_fields(
     )))
 }
 
-/// Sweeps one operator; returns what did not run, or was not made smaller, counted by the reason.
+/// Sweeps one operator. Returns what did not run or was not shrunk, counted by reason.
 ///
 /// # Errors
-/// Remembered cases that cannot be read, and kernels that cannot be run. A case that fails is no
-/// error: its record says so.
+/// Saved cases that cannot be read, and kernels that cannot be run. A failing case is not an error:
+/// its record reports it.
 pub fn sweep(
     operator: &AnyOperator,
     runner: &dyn Runner,
@@ -347,9 +346,9 @@ pub fn sweep(
     Ok(skips)
 }
 
-/// Runs case `number` of a plan, and makes it smaller if it was drawn and fails. A drawn case for
-/// which the time budget leaves no time is left out, and counted; so are all of an operator whose
-/// kernels cannot be run.
+/// Runs case `number` of a plan, and shrinks it if it was drawn and fails. A drawn case without
+/// time left in the budget is skipped and counted. So are all cases of an operator whose kernels
+/// cannot be run.
 pub fn run_planned(
     planned: PlannedCase,
     number: u64,
@@ -367,7 +366,7 @@ pub fn run_planned(
 /// A case of a plan that was run.
 pub struct Ran {
     record: CaseRecord,
-    /// How long it took in all.
+    /// How long it took in total.
     time: Duration,
 }
 
@@ -391,7 +390,7 @@ impl Ran {
     }
 }
 
-/// Reports what became of a case of a plan, and makes it smaller if it was drawn and fails.
+/// Reports the result of a case of a plan, and shrinks the case if it was drawn and fails.
 pub fn settle(
     planned: PlannedCase,
     ran: Ran,
@@ -402,8 +401,8 @@ pub fn settle(
 ) {
     let Ran { record, time } = ran;
     if let Some(why) = record.untestable {
-        // Nothing was learnt about this case, nor would be of the operator's others: no record
-        // says that it ran.
+        // This case shows nothing, and the operator's other cases would not either. No record
+        // reports that it ran.
         return progress.stop(&planned.case.operator, first_lines(&why));
     }
     progress.ran(&planned.case.operator, time);
@@ -411,8 +410,8 @@ pub fn settle(
     shrink_planned(planned, &record, runner, options, progress, observer);
 }
 
-/// Makes a drawn case smaller if its record says that it fails, and if its failure is one of the
-/// first of its kind ([`Progress`]); remembers what is left of it.
+/// Shrinks a drawn case if its record fails and the failure is one of the first of its kind
+/// ([`Progress`]). Saves the result.
 pub fn shrink_planned(
     planned: PlannedCase,
     record: &CaseRecord,
@@ -425,7 +424,7 @@ pub fn shrink_planned(
     let (Some(mut tree), Some(failing)) = (planned.tree, failing) else { return };
     match progress.shrinks(&record.operator, failing) {
         Shrinks::Known => {}
-        // A failure of its own, as large as it is.
+        // A new kind of failure: saved without shrinking.
         Shrinks::Not => remember(record, options),
         Shrinks::For(allowed) => {
             let start = Instant::now();
@@ -437,7 +436,7 @@ pub fn shrink_planned(
     }
 }
 
-/// As much of a compiler's log as says what is wrong.
+/// The part of a compiler's log that names the error.
 fn first_lines(log: &str) -> String {
     const LINES: usize = 12;
     let mut lines = log.lines();
@@ -464,9 +463,9 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
     }
 }
 
-/// Walks proptest's tree towards a smaller case that fails the same check, and from where that
-/// ends on, field by field; returns the smallest that was found in time, which may be the case
-/// itself. Each runs under the schedules of the first, so also under those that showed a race.
+/// Follows proptest's tree to a smaller case that fails the same check, and then shrinks field by
+/// field. Returns the smallest case found in time, which may be the case itself. Each case runs
+/// under the schedules of the first, so also under those that showed a race.
 fn shrink(
     tree: &mut dyn ValueTree<Value = Case>,
     record: &CaseRecord,
@@ -477,7 +476,7 @@ fn shrink(
 ) -> CaseRecord {
     let mut shrinking = Shrinking::new(failing, runner, options, allowed);
     shrinking.walk(tree);
-    // A case without a tree of its own that nothing simpler came of may still have smaller fields.
+    // A case without a tree, or whose tree gave nothing simpler, may still have smaller fields.
     if let Ok(from) =
         shrinking.smallest.clone().map_or_else(|| serde_json::from_value(record.case.clone()), Ok)
     {
@@ -492,7 +491,7 @@ fn shrink(
     }
 }
 
-/// A failing case on its way to a smaller one.
+/// A failing case while it is shrunk.
 struct Shrinking<'a> {
     failing: &'a CheckRecord,
     runner: &'a dyn Runner,
@@ -500,10 +499,10 @@ struct Shrinking<'a> {
     asked: CheckOptions,
     begun: Instant,
     allowed: Duration,
-    /// The longest run so far: nothing is begun that would not end in time, as far as one can know.
+    /// The longest run so far: no run starts that would probably not end in time.
     longest: Duration,
-    /// Of two choices many lead to one case: each runs once, so that shrinking ends where nothing
-    /// smaller fails, not where its time does, and ends there again.
+    /// Different choices often lead to the same case, so each case runs once. Then shrinking ends
+    /// because nothing smaller fails, not because the time is used up, and the result repeats.
     failed: HashMap<Case, bool>,
     smallest: Option<Case>,
 }
@@ -516,8 +515,8 @@ impl<'a> Shrinking<'a> {
         allowed: Duration,
     ) -> Self {
         let checks = options.checks;
-        // On the way only what failed is asked again, and what costs little; what is left of the
-        // case is checked like any other.
+        // Shrinking repeats only the failed check and cheap ones. The shrunk case gets all checks
+        // like any other.
         let asked = CheckOptions {
             power: false,
             sequence: checks.sequence && failing.check == "sequence",
@@ -537,7 +536,7 @@ impl<'a> Shrinking<'a> {
         if let Some(&fails) = self.failed.get(case) {
             return fails;
         }
-        // What is no case of this sweep is no smaller one either.
+        // A case that the sweep does not take is not a smaller case either.
         let fails = self.options.takes(case).unwrap_or(false) && {
             let begun = Instant::now();
             let smaller = run_case(case, Origin::Shrunk, self.runner, self.asked);
@@ -551,7 +550,7 @@ impl<'a> Shrinking<'a> {
         fails
     }
 
-    /// Along the tree of the strategy.
+    /// Shrinks along the tree of the strategy.
     fn walk(&mut self, tree: &mut dyn ValueTree<Value = Case>) {
         let mut moved = tree.simplify();
         while moved && self.has_time() {
@@ -565,7 +564,7 @@ impl<'a> Shrinking<'a> {
         }
     }
 
-    /// Field by field, again and again until no smaller value fails.
+    /// Shrinks field by field, again and again until no smaller value fails.
     fn go_on(&mut self, mut case: Case) {
         let Ok(operator) = registry::find(&case.operator) else { return };
         let usual = smaller::usual(operator, self.options.profile);
@@ -645,8 +644,8 @@ fn record(
     }
 }
 
-/// What a person reads when a case failed: what failed, the worst element, and the command that
-/// holds the case.
+/// Text for the user about a failing case: what failed, the worst element, and the command that
+/// replays the case.
 pub fn failure_text(record: &CaseRecord) -> String {
     let mut text = format!("{} failed\n", record.operator);
     for finding in findings(record) {

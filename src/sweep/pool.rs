@@ -1,11 +1,11 @@
-//! The cases of a plan on several devices at once, each of which computes with one thread at a
-//! time: emulators.
+//! Runs the cases of a plan on several devices at the same time. Each device is an emulator that
+//! computes with one thread.
 //!
-//! This thread hands out the cases, keeps the books and makes failing cases smaller; each of the
-//! others has a device and runs what it is given. A thread takes the cases of an operator one
-//! after the other, so that its modules are compiled once and two operators compile at the same
-//! time; when no operator is left that no thread has taken, it helps with the longest one. Cases
-//! in flight together take no more memory than one alone may.
+//! The main thread assigns the cases, records results and shrinks failing cases. Each worker thread
+//! has a device and runs what it gets. A worker takes the cases of one operator one after the
+//! other: its modules are compiled once, and two operators compile at the same time. When every
+//! operator has a worker, a free worker helps with the longest one. Cases in flight together take
+//! no more memory than one case may take.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -26,11 +26,11 @@ use crate::sweep::{self, Observer, PlannedCase, Ran, SweepOptions};
 /// Opens the device of one thread.
 pub type Open<'a> = dyn Fn() -> Result<Device> + Sync + 'a;
 
-/// Runs these cases, each with its number in the plan, on so many devices. `runner` makes failing
-/// cases smaller.
+/// Runs these cases, each with its number in the plan, on that many devices. `runner` shrinks
+/// failing cases.
 ///
 /// # Errors
-/// A device that cannot be opened. What was reported by then stays reported.
+/// A device that cannot be opened. Results reported before stay reported.
 pub fn run(
     cases: Vec<(u64, PlannedCase)>,
     devices: usize,
@@ -53,10 +53,10 @@ pub fn run(
             if flight.is_empty() {
                 break;
             }
-            // A thread that ends while cases are left has failed: joining it says why.
+            // A thread that ends while cases are left has failed: joining it returns the error.
             let Ok((at, Some(ran))) = results.recv() else { break };
             let Some(planned) = flight.land(at) else { break };
-            // The thread that is free goes on before this one has reported and made smaller.
+            // The free thread continues before this result is reported and shrunk.
             flight.fill(&mut queue, &workers, options, progress);
             sweep::settle(planned, ran, runner, options, progress, observer);
         }
@@ -64,17 +64,17 @@ pub fn run(
     })
 }
 
-/// A case and what it takes.
+/// A case and the memory that it takes.
 struct Job {
     number: u64,
     planned: PlannedCase,
     bytes: u128,
 }
 
-/// What has not been handed out: runs of cases of one operator, in the order of the plan.
+/// Cases not yet assigned: runs of cases of one operator, in the order of the plan.
 struct Queue {
     batches: Vec<VecDeque<Job>>,
-    /// The batch that each thread is at.
+    /// The current batch of each thread.
     own: Vec<Option<usize>>,
     /// The first batch that no thread has taken.
     next: usize,
@@ -118,8 +118,8 @@ impl Queue {
         left.max_by_key(|&batch| self.batches[batch].len())
     }
 
-    /// The next case of a thread that is to run; what is not is counted. None where nothing is
-    /// left, or where the next one takes more than `room`.
+    /// The next case for a thread. Cases that do not run are counted. `None` where no case is left,
+    /// or where the next one takes more than `room`.
     fn next_for(
         &mut self,
         thread: usize,
@@ -141,7 +141,7 @@ impl Queue {
     }
 }
 
-/// What the threads are at.
+/// The cases in flight.
 struct Flight {
     in_flight: Vec<Option<(PlannedCase, u128)>>,
     bytes: u128,
@@ -152,7 +152,7 @@ impl Flight {
         self.in_flight.iter().all(Option::is_none)
     }
 
-    /// Gives every free thread a case, as far as there are any and memory allows.
+    /// Gives every free thread a case, as long as cases are left and memory allows.
     fn fill(
         &mut self,
         queue: &mut Queue,
@@ -164,7 +164,7 @@ impl Flight {
             if self.in_flight[thread].is_some() {
                 continue;
             }
-            // A case that runs alone has what every case may have.
+            // A case that runs without others has the memory that every case may have.
             let room = (!self.is_empty())
                 .then(|| u128::from(size::limit().number()).saturating_sub(self.bytes));
             let Some(job) = queue.next_for(thread, room, options, progress) else { continue };
@@ -201,7 +201,7 @@ impl<'scope> Worker<'scope> {
     }
 
     fn give(&self, number: u64, planned: &PlannedCase) {
-        // A thread that ended is seen when it is joined.
+        // Joining the thread reports why it ended.
         let _ = self.jobs.send((number, planned.case.clone(), planned.origin));
     }
 
@@ -211,7 +211,7 @@ impl<'scope> Worker<'scope> {
     }
 }
 
-/// Where a thread sends what it ran, and None when it ends, however it does.
+/// Sends what a thread ran, and `None` when the thread ends for any reason.
 struct Results {
     at: usize,
     sender: Sender<(usize, Option<Ran>)>,
@@ -219,12 +219,12 @@ struct Results {
 
 impl Drop for Results {
     fn drop(&mut self) {
-        // Nobody listens any more after the last case.
+        // After the last case nothing receives any more.
         let _ = self.sender.send((self.at, None));
     }
 }
 
-/// Runs what is given, on a device of this thread's own.
+/// Runs the jobs of one thread on its own device.
 fn work(
     open: &Open<'_>,
     checks: CheckOptions,
@@ -232,7 +232,8 @@ fn work(
     results: &Results,
 ) -> Result<()> {
     let device = open()?;
-    // The threads are as many as the cores: an oracle's own would only wait for each other.
+    // As many threads as cores run already: more threads for an oracle would only wait for each
+    // other.
     let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build();
     let run = |number, case: &Case, origin| Ran::of(case, origin, number, &device, checks);
     for (number, case, origin) in given {

@@ -1,10 +1,9 @@
-//! What a sweep has used of its time, operator by operator, and which of its failures are made
-//! smaller.
+//! The time that a sweep has used for each operator, and which of its failures are shrunk.
 //!
-//! Of a kernel that is broken every case fails, mostly in the same way. Only the first few
-//! failures that differ (by operator, check and tensor) are made smaller, and no longer than the
-//! cases took until then, or a few seconds where that is more: a failing sweep takes at most about
-//! twice as long as one that passes.
+//! With a broken kernel every case fails, mostly in the same way. Only the first few different
+//! failures (by operator, check and tensor) are shrunk. Shrinking takes no longer than the cases
+//! took until then, or a few seconds where that is more. So a failing sweep takes at most about
+//! twice as long as a passing one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -12,16 +11,16 @@ use std::time::{Duration, Instant};
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, all_cases_of};
 use crate::sweep::{PlannedCase, SweepOptions};
 
-/// How many different failures of an operator are made smaller.
+/// How many different failures of an operator are shrunk.
 const SHRUNK_FAILURES: usize = 3;
 /// How long one failing case may be shrunk.
 const SHRINK_TIME: Duration = Duration::from_secs(30);
 
-/// What an operator may be given for it even if its cases took less: a few small cases would not
-/// suffice for any.
+/// Least time that an operator has for shrinking, even if its cases took less: the time of a few
+/// small cases would be too short.
 const LEAST_SHRINK_TIME: Duration = Duration::from_secs(5);
 
-/// The time used so far, and the failures made smaller, of each operator.
+/// The time used so far and the shrunk failures of each operator.
 #[derive(Debug, Default)]
 pub struct Progress {
     operators: BTreeMap<String, Used>,
@@ -31,7 +30,7 @@ pub struct Progress {
 struct Used {
     cases: Duration,
     shrinking: Duration,
-    /// Check and tensor of the failures met.
+    /// Check and tensor of the failures so far.
     failures: BTreeSet<(String, String)>,
     left_out: u64,
     /// Optional cases for which no time was left.
@@ -39,23 +38,23 @@ struct Used {
     not_shrunk: u64,
     /// Why its kernels cannot be run, if they cannot.
     untestable: Option<String>,
-    /// Cases that did not run for it.
+    /// Cases that did not run for that reason.
     not_run: u64,
 }
 
-/// What becomes of a failing case.
+/// What to do with a failing case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shrinks {
-    /// It is made smaller, for so long.
+    /// Shrink it, for at most this time.
     For(Duration),
-    /// It is the first of its kind, but enough others were made smaller, or the time is used up.
+    /// It is the first of its kind, but enough others were shrunk, or the time is used up.
     Not,
-    /// It fails as one before it did.
+    /// An earlier case failed in the same way.
     Known,
 }
 
 impl Progress {
-    /// Of a run that is continued: what its records say.
+    /// The progress of a resumed run, from its records.
     pub fn resumed(records: &[CaseRecord]) -> Self {
         let mut progress = Self::default();
         for record in records {
@@ -67,8 +66,8 @@ impl Progress {
                 _ => used.cases += time,
             }
         }
-        // The failure of a case that was made smaller is known; that of the last record's may not
-        // have been yet.
+        // The failure of a shrunk case is known. The failure of the last record may not be known
+        // yet.
         for pair in records.windows(2).filter(|pair| pair[1].origin == Origin::Shrunk) {
             if let Some(check) = pair[0].checks.iter().find(|check| check.verdict != Verdict::Pass)
             {
@@ -82,7 +81,7 @@ impl Progress {
         self.operators.entry(operator.to_owned()).or_default()
     }
 
-    /// Whether a case of a plan is to run; counts it by the reason where not.
+    /// Whether a case of a plan runs; counts it by reason if not.
     pub fn admits(&mut self, planned: &PlannedCase, options: &SweepOptions) -> bool {
         let operator = &planned.case.operator;
         self.is_testable(operator)
@@ -90,15 +89,15 @@ impl Progress {
             && (!planned.is_drawn() || self.has_time(operator, options.time_budget))
     }
 
-    /// Whether one more optional case of an operator may begin; counts it as late where not.
+    /// Whether one more optional case of an operator may start; counts it as late if not.
     fn is_in_time(&mut self, operator: &str, deadline: Option<Instant>) -> bool {
         let in_time = deadline.is_none_or(|deadline| Instant::now() < deadline);
         self.of(operator).late += u64::from(!in_time);
         in_time
     }
 
-    /// Whether one more drawn case of an operator may run within `budget`; counts it as left out
-    /// where not.
+    /// Whether one more drawn case of an operator may run within `budget`; counts it as skipped if
+    /// not.
     pub fn has_time(&mut self, operator: &str, budget: Option<Duration>) -> bool {
         let used = self.of(operator);
         let has_time = budget.is_none_or(|budget| used.cases < budget);
@@ -106,15 +105,15 @@ impl Progress {
         has_time
     }
 
-    /// Whether one more case of an operator is worth running; counts it as not run where its
-    /// kernels cannot be.
+    /// Whether one more case of an operator can run; counts it as not run if its kernels cannot be
+    /// run.
     pub fn is_testable(&mut self, operator: &str) -> bool {
         let used = self.of(operator);
         used.not_run += u64::from(used.untestable.is_some());
         used.untestable.is_none()
     }
 
-    /// The kernels of an operator cannot be run: `why` is what its first case met.
+    /// Marks the kernels of an operator as impossible to run: `why` is the error of its first case.
     pub fn stop(&mut self, operator: &str, why: String) {
         let used = self.of(operator);
         used.untestable = Some(why);
@@ -128,17 +127,17 @@ impl Progress {
             .filter_map(|(operator, used)| Some((operator.as_str(), used.untestable.as_deref()?)))
     }
 
-    /// A case took so long.
+    /// Adds the time of a case.
     pub fn ran(&mut self, operator: &str, time: Duration) {
         self.of(operator).cases += time;
     }
 
-    /// Making a failing case smaller took so long.
+    /// Adds the time of shrinking a failing case.
     pub fn shrank(&mut self, operator: &str, time: Duration) {
         self.of(operator).shrinking += time;
     }
 
-    /// What becomes of a drawn case that fails this check first.
+    /// What to do with a drawn case whose first failure is this check.
     pub fn shrinks(&mut self, operator: &str, failing: &CheckRecord) -> Shrinks {
         let used = self.of(operator);
         let left =
@@ -154,7 +153,7 @@ impl Progress {
         shrinks
     }
 
-    /// What was left out, counted by the reason.
+    /// What was skipped, counted by reason.
     pub fn skips(&self, budget: Option<Duration>) -> Vec<Skip> {
         let mut skips: Vec<Skip> = self.late().into_iter().collect();
         for (operator, used) in &self.operators {
@@ -253,7 +252,7 @@ mod tests {
         assert_eq!(progress.shrinks("rope", &failing("gradient", "dx")), Shrinks::For(20 * SECOND));
         progress.shrank("rope", 21 * SECOND);
         assert_eq!(progress.shrinks("rope", &failing("guards", "y")), Shrinks::Not);
-        // Another operator's time is its own; a little is there for each.
+        // Another operator has its own time, and each has the least time.
         progress.ran("rms_norm", 8 * SECOND);
         assert_eq!(
             progress.shrinks("rms_norm", &failing("forward", "y")),

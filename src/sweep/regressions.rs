@@ -1,4 +1,4 @@
-//! Failing cases, shrunk and remembered: `fixtures/regressions/<operator>.jsonl`, one case a line.
+//! Failing cases, shrunk and saved: `fixtures/regressions/<operator>.jsonl`, one case a line.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
@@ -10,15 +10,15 @@ use dsv4_runtime::BackendKind;
 use crate::case::{Case, CaseError};
 use crate::record::{CaseRecord, Origin, Report, SavedRecord, Verdict};
 
-/// The folder of remembered cases.
+/// The folder of saved cases.
 #[derive(Clone, Debug)]
 pub struct Regressions {
     dir: PathBuf,
 }
 
 impl Regressions {
-    /// Saves what shrinking made of the failing cases of all shards. What breaks somebody else's
-    /// kernel is not for ours.
+    /// Saves the shrunk failing cases of all shards. Failures of an external kernel are not saved:
+    /// they say nothing about this project's kernels.
     ///
     /// # Errors
     /// Those of [`Self::append_record`].
@@ -32,7 +32,7 @@ impl Regressions {
         Ok(())
     }
 
-    /// In `dir`; a folder that does not exist holds none.
+    /// Uses `dir`; a folder that does not exist holds no cases.
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self { dir: dir.into() }
     }
@@ -46,11 +46,10 @@ impl Regressions {
         self.dir.join(format!("{operator}.jsonl"))
     }
 
-    /// The remembered cases of an operator, oldest first. Empty lines and `#` comments are passed
-    /// over.
+    /// The saved cases of an operator, oldest first. Empty lines and `#` comments are skipped.
     ///
     /// # Errors
-    /// A file that cannot be read, or a line that is no case, with its number.
+    /// A file that cannot be read, or a line that is not a case, with its number.
     pub fn load(&self, operator: &str) -> Result<Vec<Case>, CaseError> {
         let path = self.path(operator);
         if !path.is_file() {
@@ -69,10 +68,10 @@ impl Regressions {
             .collect()
     }
 
-    /// Remembers a case, once.
+    /// Saves a case unless it is already saved.
     ///
     /// # Errors
-    /// The system's.
+    /// The file system's.
     pub fn append(&self, case: &Case) -> std::io::Result<()> {
         let path = self.path(&case.operator);
         let line = case.line();
@@ -85,7 +84,7 @@ impl Regressions {
         writeln!(file, "{line}")
     }
 
-    /// The files that hold failing cases of a run, those apart that the run took from there.
+    /// The files that hold failing cases of a run. Cases that the run took from there are separate.
     pub fn saved(&self, cases: &[CaseRecord]) -> Vec<SavedRecord> {
         let mut failing: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
         let failed = |case: &&CaseRecord| {
@@ -107,10 +106,10 @@ impl Regressions {
         failing.into_iter().filter_map(of).collect()
     }
 
-    /// Remembers the case of a record, once.
+    /// Saves the case of a record unless it is already saved.
     ///
     /// # Errors
-    /// A record that holds no case, or the system's.
+    /// A record without a case, or the file system's.
     pub fn append_record(&self, record: &CaseRecord) -> std::io::Result<()> {
         self.append(&serde_json::from_value(record.case.clone())?)
     }

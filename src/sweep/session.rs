@@ -1,9 +1,8 @@
-//! A sweep from its plan to its report: the engine behind every command that sweeps.
+//! A sweep from its plan to its report: the engine of every command that sweeps.
 //!
-//! A [`Session`] is planned first, so that a command may look at the cases before anything is
-//! written. Then it runs: the journal in the output folder is begun or continued, each case that
-//! is missing runs, and the records make a report. What a person sees of it goes through
-//! [`Shown`].
+//! A [`Session`] is planned first, so that a command can inspect the cases before anything is
+//! written. Then it runs. The journal in the output folder is started or continued, each missing
+//! case runs, and the records make a report. [`Shown`] shows the progress.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -28,32 +27,32 @@ use crate::record::journal::{
 };
 use crate::record::{CaseRecord, Origin, Report, Revision, SCHEMA_VERSION, Settings, Skip};
 
-/// What is asked of a sweep beside its options.
+/// What a command requests of a sweep, in addition to its options.
 #[derive(Clone, Debug)]
 pub struct SweepRequest {
-    /// The operators, as they were named.
+    /// The operators as the user named them.
     pub names: String,
-    /// Drawn cases of each operator, where that was said.
+    /// Drawn cases of each operator, where given.
     pub cases: Option<usize>,
-    /// Edge cases of each operator, where that was said.
+    /// Edge cases of each operator, where given.
     pub edge_cases: Option<usize>,
     /// A report whose costs balance the shards.
     pub costs: Option<PathBuf>,
     /// Which part of the plan runs.
     pub shard: Shard,
-    /// The folder of journal and report.
+    /// The folder of the journal and the report.
     pub out: PathBuf,
-    /// Whether a run that was interrupted there goes on.
+    /// Whether an interrupted run in that folder continues.
     pub resume: bool,
-    /// The command line that repeats this very run.
+    /// The command line that repeats this run exactly.
     pub command: String,
     /// Random schedules that the report names.
     pub schedules: u32,
-    /// When it began.
+    /// When the sweep started.
     pub started: Started,
 }
 
-/// A moment by the calendar, and by a clock that never jumps.
+/// A moment by the calendar and by a monotonic clock.
 #[derive(Clone, Copy, Debug)]
 pub struct Started {
     /// Seconds since 1970-01-01 UTC.
@@ -70,15 +69,15 @@ impl Started {
     }
 }
 
-/// Who sees how a sweep goes on.
+/// Shows the progress of a sweep.
 pub trait Shown {
-    /// The journal is open: `recorded` counts the cases in it, of so many.
+    /// The journal is open: `recorded` counts the cases in it, out of `planned`.
     ///
     /// # Errors
-    /// What keeps it from being shown.
+    /// What prevents showing it.
     fn begins(&mut self, recorded: Arc<AtomicU64>, planned: u64) -> Result<()>;
 
-    /// So many cases are left to run.
+    /// This many cases are left to run.
     fn planned(&mut self, cases: usize);
 
     /// A case was recorded.
@@ -88,18 +87,18 @@ pub trait Shown {
     fn ends(&mut self);
 }
 
-/// Who runs the cases of a plan.
+/// What runs the cases of a plan.
 pub enum Runners<'a> {
     /// One case after the other.
     One(&'a dyn Runner),
-    /// So many cases at a time, each on a device that is opened for it; `one` makes failing cases
-    /// smaller.
+    /// Several cases at the same time, each on a device that is opened for it. `one` shrinks
+    /// failing cases.
     Many {
-        /// A device that is open.
+        /// An open device.
         one: &'a Device,
-        /// How many.
+        /// Number of devices.
         devices: usize,
-        /// Opens one more.
+        /// Opens another device.
         open: &'a Open<'a>,
     },
 }
@@ -113,7 +112,7 @@ impl<'a> Runners<'a> {
     }
 }
 
-/// A sweep that is planned.
+/// A planned sweep.
 pub struct Session {
     request: SweepRequest,
     options: SweepOptions,
@@ -123,8 +122,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Plans the saved, edge and drawn cases of these operators; those saved are the ones of a run
-    /// that goes on.
+    /// Plans the saved, edge and drawn cases of these operators. A resumed run takes its own list
+    /// of saved cases.
     ///
     /// # Errors
     /// Saved cases, costs or a journal that cannot be read.
@@ -146,7 +145,7 @@ impl Session {
         Ok(Self { request, options, begun, remembered, plan })
     }
 
-    /// Plans these cases and no others.
+    /// Plans only these cases.
     ///
     /// # Errors
     /// Costs or a journal that cannot be read; a condition that no case meets.
@@ -176,11 +175,11 @@ impl Session {
         self.plan.cases.iter().map(|planned| &planned.case)
     }
 
-    /// Runs what is missing; the report of all. `skips` are those of the run, which the first
-    /// shard alone says.
+    /// Runs the missing cases and returns the report of all cases. `skips` are those of the run;
+    /// only the first shard reports them.
     ///
     /// # Errors
-    /// A journal that is of another plan or cannot be written; a device that cannot be opened.
+    /// A journal of another plan or one that cannot be written; a device that cannot be opened.
     pub fn run(
         self,
         operators: &[&AnyOperator],
@@ -198,7 +197,7 @@ impl Session {
             recorder.cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum();
         let left_out = run_missing(plan, request.shard, runners, &options, &mut recorder)?;
         let mut cases = recorder.finish()?;
-        // What was made of a failing case stays after it.
+        // A shrunk case stays after the failing case that it came from.
         cases.sort_by_key(|case| case.plan_number);
         let mut report =
             record.report(cases, request.started.at.elapsed().as_secs_f64() + taken_over);
@@ -206,7 +205,7 @@ impl Session {
         Ok(report)
     }
 
-    /// What has to be the same when this run is resumed.
+    /// What must be the same when this run is resumed.
     fn record(
         &self,
         operators: &[&AnyOperator],
@@ -222,7 +221,7 @@ impl Session {
             seed: options.seed,
             schedules: request.schedules,
             operators: operators.iter().map(|operator| operator.describe()).collect(),
-            // They are skips of the run, not of each shard: the first one says so.
+            // They are skips of the run, not of each shard: only the first shard reports them.
             skips: if request.shard.index == 0 { of_the_run.collect() } else { Vec::new() },
         };
         let index = request.shard.index;
@@ -261,7 +260,7 @@ impl SweepRequest {
         Ok(self.costs.as_deref().map(Costs::read).transpose()?.unwrap_or_default())
     }
 
-    /// What a plan is made of, by the option that says it.
+    /// The settings that determine a plan, by the name of the option.
     fn settings(&self, options: &SweepOptions, remembered: &Remembered) -> Result<Settings> {
         let digest = |bytes: &[u8]| blake3::hash(bytes).to_hex()[..16].to_owned();
         let number = |number: Option<usize>, otherwise: &str| {
@@ -297,7 +296,7 @@ fn remembered(operators: &[&AnyOperator], regressions: &Regressions) -> Result<R
         .collect::<Result<_, _>>()?)
 }
 
-/// What is tested: this build's commit, and the kernels.
+/// The tested revision: this build's commit, and the kernels.
 pub fn revision(runner: &dyn Runner) -> Revision {
     let (kernels, kernels_digest) = runner.kernels();
     Revision {
@@ -308,7 +307,7 @@ pub fn revision(runner: &dyn Runner) -> Revision {
     }
 }
 
-/// Runs what is missing of a shard; returns what was left out, counted by the reason.
+/// Runs the missing cases of a shard; returns what was skipped, counted by reason.
 fn run_missing(
     plan: Plan,
     shard: Shard,
@@ -319,8 +318,7 @@ fn run_missing(
     let one = runners.one();
     let mut progress = Progress::resumed(&recorder.cases);
     let done: HashSet<u64> = recorder.cases.iter().filter_map(|case| case.plan_number).collect();
-    // A kill between a failing case and what shrinking makes of it leaves the case as the last
-    // record.
+    // A kill between a failing case and its shrunk case leaves the failing case as the last record.
     let unshrunk = recorder.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
     for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
@@ -345,7 +343,7 @@ fn run_missing(
     Ok(progress.skips(options.time_budget))
 }
 
-/// Writes records as they come, and keeps them for the report.
+/// Writes records as they arrive, and keeps them for the report.
 struct Recorder<'s> {
     journal: Journal,
     cases: Vec<CaseRecord>,
@@ -356,7 +354,7 @@ struct Recorder<'s> {
 }
 
 impl<'s> Recorder<'s> {
-    /// Begins a run, or continues the one that has `begun`.
+    /// Starts a run, or continues the one that has `begun`.
     fn open(
         dir: &Path,
         begun: Option<&PlanRecord>,
@@ -395,7 +393,7 @@ impl Observer for Recorder<'_> {
     }
 
     fn done(&mut self, record: CaseRecord) {
-        // After a failed write the last line may be cut, and nothing may follow it.
+        // After a failed write the last line may be incomplete, so no other line may follow it.
         if self.broken.is_none() {
             self.broken = self.journal.append(&record).err();
             let counts = self.broken.is_none() && record.origin != Origin::Shrunk;

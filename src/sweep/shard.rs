@@ -1,27 +1,26 @@
 //! One sweep over many workers.
 //!
-//! Every worker enumerates the same [`Plan`] (remembered cases, edge cases, drawn cases of every
-//! operator) from the same arguments, divides it in the same way, and runs the part that is its
-//! own. No worker talks to another. What each of them leaves behind is put together by
-//! [`crate::sweep::merge`], which proves from the records that every case of the plan ran exactly
-//! once.
+//! Every worker enumerates the same [`Plan`] (saved cases, edge cases, drawn cases of every
+//! operator) from the same arguments. It divides the plan in the same way and runs its own part.
+//! Workers do not communicate. [`crate::sweep::merge`] joins their results and proves from the
+//! records that every case of the plan ran exactly once.
 //!
-//! The division balances recorded costs: longest processing time first, which is never more than a
-//! third above the best division there is. Costs come from `--costs FILE`, a `report.json` or
-//! `records.jsonl` of an earlier run; a case that is not in it costs what its operator costs on
-//! average, in proportion to how many elements it has, and without a file all cost by their
-//! elements alone. Every worker must be given the same file: the division is part of the plan's
-//! digest, and a merge of different plans is refused.
+//! The division balances recorded costs. It takes the longest processing time first, which is never
+//! more than a third above the best division. Costs come from `--costs FILE`, a `report.json` or
+//! `records.jsonl` of an earlier run. A case that is not in the file costs the average of its
+//! operator, in proportion to its number of elements. Without a file the costs are the numbers of
+//! elements. Every worker must have the same file: the division is part of the plan's digest, and a
+//! merge of different plans is rejected.
 //!
-//! On one machine `parity run --workers N` does all of this with one command, over the GPUs that
-//! there are. How many go on one GPU is a matter of its memory: a tensor with huge steps takes a
-//! piece of it for each row and may have a quarter of what is free, and the kernels of a case that
-//! needs much wait until others have given back what they need ([`crate::judge::turns`]).
+//! On one machine `parity run --workers N` does all of this with one command, over the available
+//! GPUs. GPU memory limits how many workers share a GPU. A tensor with huge strides takes memory
+//! for each row and may have a quarter of the free memory. The kernels of a case that needs much
+//! memory wait until others have released what they need ([`crate::judge::turns`]).
 //!
 //! # On a Slurm cluster
 //!
-//! `fixtures/sharding/parity.sbatch` is a job array, one task for each shard; what stands after the
-//! script's name goes to `parity run`:
+//! `fixtures/sharding/parity.sbatch` is a job array, one task for each shard. The arguments after
+//! the script's name go to `parity run`:
 //!
 //! ```text
 //! export PARITY=$PWD/target/release/parity PARITY_OUT=$PWD/shards
@@ -29,15 +28,15 @@
 //! sbatch --dependency=afterany:$array --wrap="$PARITY merge $PARITY_OUT/shard-* --out reports/latest"
 //! ```
 //!
-//! Tasks are requeued after a node failure or a preemption, and `--resume` continues where the last
-//! complete record ends. To run one task again by hand, say how many shards there are, because
-//! Slurm then counts one: `PARITY_SHARDS=8 sbatch --array=3 …`.
+//! Tasks are requeued after a node failure or a preemption, and `--resume` continues after the last
+//! complete record. To run one task again by hand, set the number of shards, because Slurm then
+//! counts one: `PARITY_SHARDS=8 sbatch --array=3 …`.
 //!
 //! # On GitHub
 //!
-//! `fixtures/sharding/github-matrix.yml` is a workflow: one job builds, a matrix of jobs runs the
-//! shards with that one executable, and the last job merges what they uploaded. A disagreement
-//! fails its shard's job, and the merge still runs: it says which shards are missing, if any.
+//! `fixtures/sharding/github-matrix.yml` is a workflow. One job builds, a matrix of jobs runs the
+//! shards with that executable, and the last job merges what they uploaded. A disagreement fails
+//! its shard's job, and the merge still runs: it reports which shards are missing, if any.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -56,7 +55,7 @@ use crate::record::words::brief;
 use crate::record::{CaseRecord, Origin, Skip, stored};
 use crate::sweep::{self, PlannedCase, SweepOptions};
 
-/// Every case of a run, and which shard runs it.
+/// Every case of a run, and its shard.
 pub struct Plan {
     /// All cases, in the order in which one worker would run them.
     pub cases: Vec<PlannedCase>,
@@ -69,7 +68,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Enumerates the cases of a run on a device like this one, and divides them by `count`.
+    /// Enumerates the cases of a run on a device like this one, and divides them into `count`
+    /// shards.
     ///
     /// # Errors
     /// A case that cannot be drawn, or more shards than cases.
@@ -92,7 +92,7 @@ impl Plan {
         Ok(Self { skips, ..Self::of(cases, options, count, costs)? })
     }
 
-    /// Divides these cases by `count`.
+    /// Divides these cases into `count` shards.
     ///
     /// # Errors
     /// More shards than cases.
@@ -102,7 +102,7 @@ impl Plan {
         count: u32,
         costs: &Costs,
     ) -> Result<Self> {
-        // An empty part would have compared nothing, which must never count as agreement.
+        // An empty shard compares nothing, which must never count as agreement.
         if count > 1 && cases.len() < count as usize {
             bail!("{} cases cannot be divided by {count} shards", cases.len());
         }
@@ -123,12 +123,11 @@ impl Plan {
 }
 
 impl Plan {
-    /// Refuses what a run that is continued has recorded, one record a line, unless each record is
-    /// of a case that this plan has for the shard, as the plan has it, and no case is recorded
-    /// twice.
+    /// Rejects wrong records of a resumed run, one record a line. Each record must be of a case
+    /// that this plan has for the shard, exactly as in the plan. No case may be recorded twice.
     ///
     /// # Errors
-    /// The first line that is not so.
+    /// The first line that does not match.
     pub fn refuse_other_records(&self, shard: Shard, records: &[CaseRecord]) -> Result<()> {
         let mut recorded = HashMap::new();
         for (line, record) in (1usize..).zip(records) {
@@ -168,7 +167,7 @@ impl Plan {
             );
         }
         if record.origin == Origin::Shrunk {
-            // What is smaller stands behind what it was made of.
+            // A shrunk case comes directly after the case that it came from.
             let follows = before.is_some_and(|before| before.plan_number == record.plan_number);
             return if follows {
                 Ok(())
@@ -187,7 +186,7 @@ impl Plan {
     }
 }
 
-/// The cases that always run, then the optional ones, one of each operator in turn.
+/// The cases that always run, then the optional ones, round-robin over the operators.
 fn optional_in_turn(cases: Vec<PlannedCase>) -> Vec<PlannedCase> {
     let (optional, mut order): (Vec<_>, Vec<_>) =
         cases.into_iter().partition(|planned| planned.optional);
@@ -207,7 +206,7 @@ fn json(case: &Case) -> Result<Value, CaseError> {
     serde_json::to_value(case).map_err(|e| CaseError::Malformed(e.to_string()))
 }
 
-/// What decides how a case is judged, beside the case itself.
+/// What decides how a case is judged, in addition to the case itself.
 #[derive(Clone, Copy, Debug)]
 pub struct RunArguments<'a> {
     /// Name of the profile.
@@ -220,8 +219,8 @@ pub struct RunArguments<'a> {
 
 /// blake3 over the arguments and, for each case in order, its origin, its shard and its JSON.
 ///
-/// A merge computes it again from the merged records, so two workers that planned differently, and
-/// a record that was changed or put elsewhere, are both seen.
+/// A merge computes it again from the merged records. So it detects two workers that planned
+/// differently, and a record that was changed or moved.
 pub fn plan_digest<'a>(
     run: RunArguments<'_>,
     count: u32,
@@ -238,8 +237,9 @@ pub fn plan_digest<'a>(
     hasher.finalize().to_hex().to_string()
 }
 
-/// Divides cases by their costs, in any unit: the dearest first, each to the shard with the least
-/// so far, and to the first of several. With no more shards than cases, none stays empty.
+/// Divides cases by their costs, in any unit. The most expensive come first, each to the shard with
+/// the smallest sum, and to the first of equal ones. With no more shards than cases, no shard stays
+/// empty.
 pub fn divide(costs: &[u64], count: u32) -> Vec<u32> {
     let mut dearest_first: Vec<usize> = (0..costs.len()).collect();
     dearest_first.sort_by_key(|&case| (Reverse(costs[case]), case));
@@ -249,26 +249,25 @@ pub fn divide(costs: &[u64], count: u32) -> Vec<u32> {
     for case in dearest_first {
         let Some(Reverse((load, shard))) = least_loaded.pop() else { break };
         shard_of[case] = shard;
-        // A case that cost nothing measurable still takes its place.
+        // A case without measurable cost still counts.
         least_loaded.push(Reverse((load.saturating_add(costs[case].max(1)), shard)));
     }
     shard_of
 }
 
-/// Elements of a case that take as long as what every case does, however small: of 1,402 cases on
-/// an H200 the smallest took a quarter of a second, and those of many elements a microsecond an
-/// element.
+/// Fixed cost of a case, in elements. Of 1,402 cases on an H200 the smallest took a quarter of a
+/// second, and those of many elements a microsecond an element.
 const OF_EVERY_CASE: u64 = 1 << 18;
 
-/// What the time of a case is taken to grow with. What is no case of an operator has none: it
-/// fails at once.
+/// The size that the time of a case is assumed proportional to. A case that its operator cannot
+/// read counts without elements: it fails at once.
 fn size_of(case: &Case) -> u64 {
     let elements =
         registry::find(&case.operator).and_then(|operator| operator.elements(case)).unwrap_or(0);
     u64::try_from(elements).unwrap_or(u64::MAX).saturating_add(OF_EVERY_CASE)
 }
 
-/// Mean of some costs in nanoseconds, or of sizes.
+/// Mean of costs in nanoseconds, or of sizes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Mean {
     sum: u64,
@@ -286,7 +285,7 @@ impl Mean {
     }
 }
 
-/// What cases cost in an earlier run.
+/// The costs of cases in an earlier run.
 ///
 /// Whole nanoseconds, so that sums are the same on every worker.
 #[derive(Clone, Debug, Default)]
@@ -323,7 +322,7 @@ impl Costs {
     pub fn from_records(records: &[CaseRecord]) -> Self {
         let mut costs = Self::default();
         for record in records {
-            // `as` saturates, and makes nothing of NaN and of negative times.
+            // `as` saturates, and turns NaN and negative times into 0.
             let nanoseconds = ((record.kernel_seconds + record.oracle_seconds) * 1e9) as u64;
             costs.cases.entry(record.case.to_string()).or_default().add(nanoseconds);
             costs.operators.entry(record.operator.clone()).or_default().add(nanoseconds);
@@ -332,9 +331,9 @@ impl Costs {
         costs
     }
 
-    /// Nanoseconds of each case: its own; otherwise the mean of its operator, or of all, by the
-    /// share that its size has of the mean of the cases of its operator that are not known. If
-    /// nothing is known, the sizes themselves.
+    /// Nanoseconds of each case. A known case has its own cost. Otherwise the cost is the mean of
+    /// its operator, or of all cases. It is scaled by the case's size over the mean size of the
+    /// operator's unknown cases. If nothing is known, the costs are the sizes.
     pub fn of_all(&self, cases: &[Value], sizes: &[u64]) -> Vec<u64> {
         let mut unknown: HashMap<&str, Mean> = HashMap::new();
         let own: Vec<Option<u64>> =
@@ -361,7 +360,7 @@ fn operator_of(case: &Value) -> &str {
     case.get("operator").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The part of a report in which costs are.
+/// The part of a report that holds costs.
 #[derive(Deserialize)]
 struct Cases {
     #[serde(deserialize_with = "stored::deserialize")]

@@ -1,9 +1,9 @@
-//! Cases that are a little smaller than one that fails: what shrinking tries once the strategy's
-//! own tree has ended, so that it goes on while anything gets smaller.
+//! Cases that are a little smaller than a failing one. Shrinking tries them after the strategy's
+//! own tree has ended, and continues while any smaller case fails.
 //!
-//! One field at a time is changed: layouts become dense or their gaps smaller, integers smaller,
-//! whatever else a field holds what most edge cases hold there. No change is ever taken back, so
-//! that this ends.
+//! One field changes at a time. Layouts become dense or their gaps shrink, and integers shrink. Any
+//! other field takes the value that most edge cases hold there. No change is ever reverted, so this
+//! ends.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use crate::case::Case;
 use crate::operator::{AnyOperator, Profile};
 
-/// What most edge cases of an operator hold in each field.
+/// The value that most edge cases of an operator hold, for each field.
 pub(super) fn usual(operator: &AnyOperator, profile: Profile) -> Map<String, Value> {
     let mut counts: BTreeMap<String, Vec<(Value, usize)>> = BTreeMap::new();
     for case in operator.edge_cases(profile) {
@@ -30,13 +30,13 @@ pub(super) fn usual(operator: &AnyOperator, profile: Profile) -> Map<String, Val
     counts.into_iter().filter_map(|(name, values)| Some((name, most(values)?))).collect()
 }
 
-/// The places of a case that may get smaller, those that make most of its size first.
+/// The places of a case that may shrink, those that make up most of its size first.
 pub(super) fn places(case: &Case) -> Vec<Vec<String>> {
     let mut places = Vec::new();
     let object = Value::Object(case.fields.clone());
     gather(&object, &mut Vec::new(), &mut places);
     let size = |place: &Vec<String>| match at(&object, place) {
-        // Layouts go first: without them a case is read at once.
+        // Layouts go first: without them the case is easy to read.
         Some(_) if place[0] == "layouts" => u64::MAX,
         Some(Value::Number(number)) => number.as_u64().unwrap_or(0),
         _ => 0,
@@ -85,7 +85,7 @@ pub(super) fn at_place(case: &Case, place: &[String], usual: &Map<String, Value>
     values.into_iter().filter_map(|value| with(case, place, value)).collect()
 }
 
-/// Integers below this one: small ones, powers of two, and what is only a little less.
+/// Integers below this one: small ones, powers of two, and values only a little smaller.
 fn smaller_integers(number: u64) -> Vec<u64> {
     let powers = (0..63).map(|power| 1u64 << power).take_while(|power| *power < number);
     let near =

@@ -1,5 +1,5 @@
-//! `golden::OPERATOR`: oracle and kernels against what an independent implementation computed, and
-//! every file is seen to matter: a changed value in it is noticed.
+//! `golden::OPERATOR`: oracle and kernels against the results of an independent implementation.
+//! Every file must have an effect: a changed value in it is noticed.
 
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -38,8 +38,8 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     if files == 0 {
         return Ok("no golden file is about it".to_owned());
     }
-    // What the kernels are spared, their own declaration refuses (the layer holds a skip to that);
-    // most they must run.
+    // The kernels' own declaration rejects what they skip (the layer checks this). They must run
+    // most cases.
     if left_out == 0 && by_kernels <= skips.len() {
         return Err(format!("the kernels ran {by_kernels} cases, and were spared {skips:?}"));
     }
@@ -52,8 +52,8 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     Ok(format!("{files} files, {changed} tensors{oracle_only}{left_out}"))
 }
 
-/// Of the files that the commit concerns as many as it runs, of an operator that it does not
-/// concern one: the smallest ones first; and how many are left out.
+/// The files that run, smallest first, and how many are skipped. Of an operator that the commit
+/// concerns these are as many as a commit runs, of any other operator one file.
 fn chosen(
     operator: &'static AnyOperator,
     extent: Extent,
@@ -89,7 +89,7 @@ fn folder() -> PathBuf {
     support::fixtures().join("golden")
 }
 
-/// Every golden file that is about an operator: all of each kind that it declares.
+/// Every golden file about an operator: all files of each kind that it declares.
 fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
     let names =
         golden_run::files_about(&folder(), &[operator]).map_err(|error| error.to_string())?;
@@ -100,7 +100,7 @@ fn names_of(operator: &'static AnyOperator) -> Result<Vec<String>, String> {
     }
 }
 
-/// A file, and the operator's cases of it, which the layer holds to be some.
+/// A file, and the operator's cases in it; the layer checks that it has some.
 fn read(
     operator: &'static AnyOperator,
     name: &str,
@@ -110,7 +110,7 @@ fn read(
     if cases.is_empty() { Err(format!("{name} makes no case")) } else { Ok((file, cases)) }
 }
 
-/// The file agrees with the oracle and, where they can run it, with the kernels.
+/// Checks that the file agrees with the oracle and, where they can run it, with the kernels.
 fn agrees(truth: &Truth, file: &GoldenFile, case: &GoldenCase) -> Result<(), String> {
     let record = shared::on_device(|device| golden_run::run_by(truth, file, case, Some(device)));
     let failed: Vec<_> =
@@ -132,9 +132,9 @@ fn agrees(truth: &Truth, file: &GoldenFile, case: &GoldenCase) -> Result<(), Str
     Ok(())
 }
 
-/// In every tensor a change of one element by three allowances is noticed, and nothing else is:
-/// one allowance is the element's, another brings it back where the oracle lies on the other side.
-/// Returns how many were changed.
+/// In every tensor, changes one element by three times its allowance and checks that only this
+/// change is noticed. One allowance covers the element itself, and another a difference of the
+/// oracle to the other side. Returns how many elements were changed.
 fn notices_changes(
     truth: &Truth,
     file: &GoldenFile,
@@ -149,9 +149,9 @@ fn notices_changes(
         let Some(element) = largest(&expected.values) else { continue };
         let (name, original) = (expected.name, expected.values[element]);
         let allowed = allowed(expected, truth, index, element);
-        // A table's entry may be exact: then the smallest change that the file could hold.
+        // A table's entry may be exact: then the smallest change that the file can hold.
         let step = if allowed > 0.0 { 3.0 * allowed } else { 2.0 * half_ulp(DType::F32, original) };
-        // A kernel of bf16 could not tell: this comparison is far sharper than any kernel's.
+        // A bf16 kernel could not see this change: the comparison is far sharper than any kernel's.
         if step >= half_ulp(DType::Bf16, original) {
             return Err(format!("{}: {name} allows {allowed:e}", file.name));
         }
@@ -182,8 +182,8 @@ fn notices_changes(
     Ok(changed)
 }
 
-/// What `golden_run` allows an oracle's element: the working spread at the width of f64, and the
-/// rounding of the file.
+/// The allowance of `golden_run` for an oracle's element: the scatter of working runs at the width
+/// of f64, plus the rounding of the file.
 fn allowed(expected: &ExpectedTensor, truth: &Truth, index: usize, element: usize) -> f64 {
     let working = truth.budget(index, DType::F32).allowed[element];
     if expected.computed_f32 {

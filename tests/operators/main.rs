@@ -1,17 +1,17 @@
-//! Tests made from the registry, so that no operator can be forgotten:
+//! Tests generated from the registry, so that no operator is forgotten:
 //!
-//! | name | what it does |
+//! | name | test |
 //! | --- | --- |
-//! | `sweep::OPERATOR` | remembered cases, edge cases, and drawn cases within a time budget |
+//! | `sweep::OPERATOR` | saved cases, edge cases, and drawn cases within a time budget |
 //! | `golden::OPERATOR` | oracle and kernels against the golden files |
-//! | `refusals::OPERATOR` | every argument of its launchers, spoilt in every way, is refused by name |
-//! | `numbers::OPERATOR` | every whole number of a case, set to what wraps or takes all memory, is refused or judged |
-//! | `mutant::ID` | a planted bug is seen by the check that was expected to see it, and by nobody where it is not planted |
+//! | `refusals::OPERATOR` | each invalid argument of its launchers is rejected by name |
+//! | `numbers::OPERATOR` | extreme values of every integer of a case are rejected or judged |
+//! | `mutant::ID` | the expected check sees a planted bug; no check fails without the bug |
 //!
-//! `cargo test --test operators NAME` runs those whose names contain NAME. Without a filter the
-//! mutants, edge cases and golden files that a commit cannot concern are left out, but for a
-//! rotating share ([`dsv4_parity::change`]), and sweeps end early; `PARITY_TESTS=all` runs
-//! everything. What is left out is counted and said.
+//! `cargo test --test operators NAME` runs the tests whose names contain NAME. Without a filter,
+//! mutants, edge cases and golden files that the commit does not concern are skipped, except for a
+//! small share ([`dsv4_parity::change`]), and sweeps end early. `PARITY_TESTS=all` runs everything.
+//! What is skipped is counted and reported.
 
 mod golden;
 mod mutants;
@@ -30,20 +30,20 @@ use dsv4_parity::operators::registry;
 use dsv4_runtime::process::keep_freed_memory;
 use libtest_mimic::{Arguments, Failed, Trial};
 
-/// How much is run.
+/// How much runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Extent {
-    /// What each commit pays for.
+    /// What each commit runs.
     Commit,
-    /// What the command line names: whatever the commit changed, and drawn cases in the time that
-    /// a commit has for them.
+    /// What the command line names: independent of the commit's changes, with drawn cases in the
+    /// time that a commit has for them.
     Named,
     /// Everything.
     All,
 }
 
 impl Extent {
-    /// What `PARITY_TESTS` and the command line say.
+    /// The extent from `PARITY_TESTS` and the command line.
     fn demanded(arguments: &Arguments) -> Result<Self, String> {
         match std::env::var("PARITY_TESTS").as_deref() {
             Ok("all") => Ok(Self::All),
@@ -54,14 +54,14 @@ impl Extent {
     }
 }
 
-/// What is asked of every operator; a new kind of test is one more line.
+/// Makes the test of one operator; a new kind of test is one more line.
 type Make = fn(&'static AnyOperator, Extent) -> Option<Trial>;
 const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::trial, numbers::trial];
 
 fn main() -> ExitCode {
     keep_freed_memory();
-    // Times are always printed; libtest's flag for them is for the other binaries that `cargo
-    // test` hands it to.
+    // Times are always printed. libtest's flag for them is accepted because `cargo test` passes it
+    // to all test binaries.
     let arguments =
         Arguments::from_iter(std::env::args_os().filter(|argument| argument != "--report-time"));
     match trials(&arguments) {
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The dearest first, so that no core waits for the last one.
+/// The longest tests first, so that cores do not wait for the last one.
 fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
     let extent = Extent::demanded(arguments)?;
     let of =
@@ -83,7 +83,7 @@ fn trials(arguments: &Arguments) -> Result<Vec<Trial>, String> {
     Ok(trials)
 }
 
-/// A test that says what it did, and how long it took beside waiting for its turn.
+/// A test that reports what it did, and how long it took without waiting times.
 fn trial(name: String, work: impl FnOnce() -> Result<String, String> + Send + 'static) -> Trial {
     let label = name.clone();
     Trial::test(name, move || {
@@ -92,7 +92,7 @@ fn trial(name: String, work: impl FnOnce() -> Result<String, String> + Send + 's
         let result = work();
         let seconds = start.elapsed().saturating_sub(shared::take_waited()).as_secs_f64();
         let done = result.as_deref().unwrap_or("failed");
-        // On the standard error, so that the standard output is a list of tests and nothing else.
+        // On standard error, so that standard output has only the list of tests.
         eprintln!("{label}: {done}, {seconds:.1} s");
         result.map(|_| ()).map_err(Failed::from)
     })

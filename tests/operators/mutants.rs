@@ -1,9 +1,9 @@
-//! `mutant::ID`: a planted bug is seen by the check that was expected to see it, and its cases are
-//! sound where nothing is planted.
+//! `mutant::ID`: the check that is expected to see a planted bug sees it, and its cases pass where
+//! nothing is planted.
 //!
-//! Always on the emulator: guard pages, schedules and poison are what sees a third of them, and a
-//! wild write would cost a GPU its context and with it the other tests. Where a GPU is under test
-//! they say nothing of it, and run if they are named.
+//! Always on the emulator: guard pages, schedules and poison detect a third of the bugs. A wild
+//! write would cost a GPU its context and so the other tests. Where a GPU is under test these tests
+//! show nothing about it, so they run only if they are named.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex};
@@ -19,12 +19,13 @@ use libtest_mimic::Trial;
 
 use crate::{Extent, shared, support};
 
-/// Random schedules for each case: few, since a race that they miss is a weakness worth seeing.
+/// Random schedules for each case: only a few, because a race that they miss is a weakness that
+/// should show.
 const SCHEDULES: u32 = 4;
 
 static TRUTHS: LazyLock<Truths> = LazyLock::new(Truths::default);
 
-/// A test of every planted mutant; those that the commit leaves out are ignored, which is said.
+/// A test of every planted mutant; those that the commit skips are ignored, and this is reported.
 pub fn trials(extent: Extent) -> Result<Vec<Trial>, String> {
     let mutants =
         planted::load(&support::fixtures().join("mutants")).map_err(|error| error.to_string())?;
@@ -37,7 +38,7 @@ pub fn trials(extent: Extent) -> Result<Vec<Trial>, String> {
     Ok(mutants.into_iter().zip(chosen).map(trial).collect())
 }
 
-/// Which mutants this commit runs; says what is left out, and why.
+/// Which mutants this commit runs; prints what is skipped, and why.
 fn choose(mutants: &[Mutant]) -> Result<Vec<bool>, String> {
     if support::backend() == BackendKind::Cuda {
         let count = mutants.len();
@@ -99,7 +100,7 @@ fn run(mutant: &Mutant) -> Result<String, String> {
 /// Filled by the first thread that locks it.
 type Slot = Arc<Mutex<Option<Result<(), String>>>>;
 
-/// A case on the kernels as they are: run once, by whoever asks first.
+/// A case on the unmutated kernels: the first thread that needs it runs it once.
 fn clean(device: &Device, line: &str) -> Result<(), String> {
     static RUNS: LazyLock<Mutex<HashMap<String, Slot>>> = LazyLock::new(Mutex::default);
     let case = Case::parse(line).map_err(|error| error.to_string())?;

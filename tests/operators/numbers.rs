@@ -1,7 +1,7 @@
-//! `numbers::OPERATOR`: every whole number of its cases, alone and with another one, set to what
-//! wraps, to what takes all memory, and to what is no number. Each ends in an error that names
-//! what is wrong, or in a verdict, at once and within the memory that a case may take. A commit
-//! tries a share of them.
+//! `numbers::OPERATOR`: every integer of its cases, one or two at a time, set to values that
+//! overflow, that take all memory, or that are not numbers. Each case ends in an error that names
+//! the wrong field, or in a verdict, at once and within the memory of a case. A commit tries a
+//! share of them.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,25 +19,25 @@ use serde_json::{Value, json};
 
 use crate::{Extent, shared};
 
-/// What a case may take here: its typical cases take a tenth.
+/// The memory of a case here: typical cases take a tenth.
 const LIMIT: Limit = Limit::bytes(64 << 20);
-/// A refusal takes microseconds, and a machine that is busy with other tests some more.
+/// A rejection takes microseconds, and more on a machine that is busy with other tests.
 const AT_ONCE: Duration = Duration::from_secs(5);
-/// Cases of the size that is allowed here take seconds at the most.
+/// Cases within this memory take at most seconds.
 const A_WHILE: Duration = Duration::from_secs(60);
-/// How many cases' numbers are tried.
+/// How many cases are modified.
 const CASES: usize = 4;
-/// One in so many tries is a commit's, of an operator that it concerns and of the others.
+/// A commit runs one in this many tries: of an operator that it concerns, and of the others.
 const SHARES_OF_TRIES: [usize; 2] = [16, 128];
-/// Pairs of numbers that are tried of each case.
+/// Pairs of integers that are tried in each case.
 const PAIRS: usize = 40;
 
 pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     Some(crate::trial(format!("numbers::{}", operator.name()), move || run(operator, extent)))
 }
 
-/// What a number is set to: the ends of what 31, 32, 53, 63 and 64 bits hold, and what is no whole
-/// number.
+/// The values for an integer: the limits of 31, 32, 53, 63 and 64 bits, and values that are not
+/// integers.
 fn hostile() -> Vec<Value> {
     let whole = [0, 1, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 53, i64::MAX as u64, u64::MAX];
     whole
@@ -75,8 +75,8 @@ fn run(operator: &'static AnyOperator, extent: Extent) -> Result<String, String>
     }
 }
 
-/// Whether the case was judged; an error where it was neither judged nor refused in a way that
-/// helps.
+/// Whether the case was judged; an error where it was neither judged nor rejected with a useful
+/// message.
 fn attempt(operator: &AnyOperator, case: &Case) -> Result<bool, String> {
     let start = Instant::now();
     let prepared = operator.prepare_within(case, LIMIT);
@@ -104,7 +104,7 @@ fn attempt(operator: &AnyOperator, case: &Case) -> Result<bool, String> {
     }
 }
 
-/// Small cases with one or two of their numbers changed.
+/// Small cases with one or two of their integers changed.
 fn tries(operator: &AnyOperator) -> Vec<Case> {
     let mut tries = BTreeSet::new();
     for (turn, case) in small_cases(operator).into_iter().enumerate() {
@@ -134,7 +134,7 @@ fn tries(operator: &AnyOperator) -> Vec<Case> {
     tries.iter().map(|line| Case::parse(line).expect("a line of JSON")).collect()
 }
 
-/// Edge cases that fit, as unlike as their fields are; also some with layouts of their own.
+/// Edge cases that fit, with fields as different as possible; also some with layouts.
 fn small_cases(operator: &AnyOperator) -> Vec<Case> {
     let fits = |case: &Case| operator.bytes(case).is_ok_and(|bytes| LIMIT.allows(bytes * 4));
     let mut cases: Vec<Case> =
@@ -146,7 +146,7 @@ fn small_cases(operator: &AnyOperator) -> Vec<Case> {
     cases
 }
 
-/// The whole numbers of a case, by their JSON pointers.
+/// The integers of a case, by their JSON pointers.
 fn numbers(value: &Value, path: &str, found: &mut Vec<String>) {
     match value {
         Value::Object(fields) => {

@@ -1,5 +1,5 @@
-//! `refusals::OPERATOR`: every argument of its launchers, spoilt in every way that its declaration
-//! knows.
+//! `refusals::OPERATOR`: every argument of its launchers, made invalid in every way that its
+//! declaration defines.
 
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
@@ -7,11 +7,11 @@ use libtest_mimic::Trial;
 
 use crate::{Extent, shared};
 
-/// One in so many operators is in the smoke test.
+/// One in this many operators is in the smoke test.
 const SMOKE: usize = 8;
 
 pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
-    // The launchers of a chain are those of its operators.
+    // The launchers of a chain belong to its operators.
     let own = operator.chain().is_empty();
     own.then(|| {
         crate::trial(format!("refusals::{}", operator.name()), move || run(operator, extent))

@@ -1,7 +1,6 @@
-//! What tests of all kinds share: what the commit changed, and devices: one for each thread, since
-//! a schedule is a setting of the device, since a device compiles one module at a time, and since
-//! a GPU's device has one stream, on which a recording and the launches of other tests do not go
-//! together.
+//! Shared by all kinds of tests: what the commit changed, and the devices, one for each thread. A
+//! schedule is a setting of the device, and a device compiles one module at a time. On a GPU a
+//! device has one stream, and a recording there cannot overlap with launches of other tests.
 
 use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,11 +17,11 @@ use dsv4_runtime::cuda::Missing;
 use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::ThreadPool;
 
 use crate::support;
 
-/// How long a launch of a mutant may take: some never end, and no case of theirs comes near it.
+/// Time limit of a launch of a mutant: some never end, and their cases normally take far less.
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(30);
 
 thread_local! {
@@ -38,8 +37,9 @@ fn emulator(options: EmulatorOptions) -> Device {
     .unwrap_or_else(|error| panic!("no device to test on: {error}"))
 }
 
-/// Has an operator's modules in the cache, on a GPU: all cores compile them, where its device
-/// would one at a time, while the clock of a test runs. Elsewhere they take no time worth it.
+/// Compiles an operator's modules into the cache, on a GPU. All cores compile them; the device
+/// would compile one at a time during the measured time of a test. Without a GPU compilation takes
+/// little time.
 pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
     if support::backend() != BackendKind::Cuda {
         return Ok(());
@@ -49,40 +49,32 @@ pub fn compiled(operator: &AnyOperator) -> Result<(), String> {
     let target = &support::device().environment().target;
     let missing =
         Missing::from(&cache, &tree, &modules, target).map_err(|error| error.to_string())?;
-    // Threads of their own: an oracle that shared theirs would wait for whole compilations.
-    static COMPILERS: LazyLock<ThreadPool> = LazyLock::new(|| pool(0));
-    // What does not compile is reported by the test that launches it.
+    // Separate threads: an oracle on the same threads would wait for whole compilations.
+    static COMPILERS: LazyLock<ThreadPool> = LazyLock::new(|| support::pool(0));
+    // A compilation error is reported by the test that launches the module.
     waiting(|| COMPILERS.install(|| missing.compile(&|| {})));
     Ok(())
 }
 
-/// Threads for parallel work; as many as there are cores where `threads` is 0.
-fn pool(threads: usize) -> ThreadPool {
-    ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .unwrap_or_else(|error| panic!("starting threads: {error}"))
-}
-
-/// How many threads use the GPU at a time. Their contexts take slices of its time in turn: of
-/// sixteen each small launch waits for fifteen slices, and all together take longer than one
-/// alone.
+/// How many threads use the GPU at a time. Their contexts share its time in slices. With sixteen
+/// contexts each small launch waits for fifteen slices, and all together take longer than one after
+/// the other.
 const GPU_SHARERS: usize = 4;
 
-/// One place on the GPU, with its part of the cores: oracles of unlike cases in one pool would
-/// wait for each other's.
+/// One slot on the GPU, with its share of the cores: oracles of different cases in one pool would
+/// wait for each other.
 type Place = ThreadPool;
 
 fn places() -> &'static (Mutex<Vec<Place>>, Condvar) {
     static PLACES: LazyLock<(Mutex<Vec<Place>>, Condvar)> = LazyLock::new(|| {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let place = |_| pool((cores / GPU_SHARERS).max(1));
+        let place = |_| support::pool((cores / GPU_SHARERS).max(1));
         (Mutex::new((0..GPU_SHARERS).map(place).collect()), Condvar::new())
     });
     &PLACES
 }
 
-/// Does `work` on this thread's device under test; on a GPU once there is a place.
+/// Runs `work` on this thread's device under test; on a GPU it waits for a slot.
 pub fn on_device<R: Send>(work: impl FnOnce(&Device) -> R + Send) -> R {
     if support::backend() != BackendKind::Cuda {
         return work(support::device());
@@ -95,14 +87,14 @@ pub fn on_device<R: Send>(work: impl FnOnce(&Device) -> R + Send) -> R {
             left.wait_while(lock(), |free| free.is_empty()).unwrap_or_else(|e| e.into_inner());
         free.pop().expect("there is a free place")
     });
-    // A panic of the work ends the test, and must not keep its place.
+    // A panic in the work ends the test, but must release the slot.
     let done = catch_unwind(AssertUnwindSafe(|| place.install(|| work(device))));
     lock().push(place);
     left.notify_one();
     done.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Does what this thread waits for, and counts its time.
+/// Runs what this thread waits for, and counts the time.
 fn waiting<R>(work: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let done = work();
@@ -110,18 +102,18 @@ fn waiting<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// How long this thread has waited, for the GPU and for compilers, since the last call.
+/// How long this thread has waited for the GPU and for compilers since the last call.
 pub fn take_waited() -> Duration {
     WAITED.take()
 }
 
-/// Does `work` on this thread's emulator for mutants, whatever is under test.
+/// Runs `work` on this thread's emulator for mutants, whatever backend is under test.
 pub fn on_emulator_for_mutants<R>(work: impl FnOnce(&Device) -> R) -> R {
     let options = EmulatorOptions { time_limit: LIMIT_OF_MUTANTS, ..EmulatorOptions::default() };
     OF_MUTANTS.with(|device| work(device.get_or_init(|| emulator(options))))
 }
 
-/// What the commit changed; where git cannot tell, that is said, and everything runs.
+/// What the commit changed; where git cannot report it, prints the reason, and everything runs.
 pub fn change() -> Option<&'static Change> {
     static CHANGE: LazyLock<Result<Change, String>> =
         LazyLock::new(|| Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))));
@@ -134,11 +126,11 @@ pub fn change() -> Option<&'static Change> {
     CHANGE.as_ref().ok()
 }
 
-/// By operator, how much of what it has the commit runs; operators that run all have no entry.
+/// For each operator, how many items the commit runs; operators that run all have no entry.
 pub type Shares = Result<BTreeMap<String, usize>, String>;
 
-/// The shares where `count` says how many each operator has; `most` run for a commit at most, and
-/// `rest` of each operator that it does not concern.
+/// The shares, where `count` returns how many items each operator has. A commit runs at most
+/// `most`, and `rest` of each operator that it does not concern.
 pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -> Shares {
     let Some(change) = change() else { return Ok(BTreeMap::new()) };
     let mut stocks = Vec::new();
@@ -154,8 +146,8 @@ pub fn shares(count: impl Fn(&AnyOperator) -> usize, most: usize, rest: usize) -
     Ok(in_part.map(|((operator, share), _)| (operator.name().to_owned(), share)).collect())
 }
 
-/// The operators that the commit concerns: those of whose files one changed; all where git cannot
-/// tell.
+/// The operators that the commit concerns: those with a changed file; all where git cannot report
+/// the changes.
 pub fn concerned() -> Result<BTreeSet<&'static str>, String> {
     static CONCERNED: LazyLock<Result<BTreeSet<&'static str>, String>> = LazyLock::new(|| {
         let left_out = shares(|_| 1, usize::MAX, 0)?;

@@ -1,4 +1,4 @@
-//! `sweep::OPERATOR`: its remembered cases, its edge cases, and drawn ones.
+//! `sweep::OPERATOR`: its saved cases, its edge cases, and drawn cases.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -22,7 +22,7 @@ const SEED: u64 = 11;
 /// No edge case.
 const NONE: GivenCases = GivenCases::Lots { most: 0, seed: FIXED };
 
-/// Checks that some case of every operator must come to.
+/// Checks that must run for some case of every operator.
 const OF_EVERY_OPERATOR: [&str; 8] = [
     "forward",
     "guards",
@@ -33,12 +33,12 @@ const OF_EVERY_OPERATOR: [&str; 8] = [
     "sequence",
     "schedule_independent",
 ];
-/// The same where some tensor is compared within a budget, and not exactly.
+/// The same for an operator with a tensor that is compared within a budget.
 const OF_ROUNDED_TENSORS: [&str; 3] = ["precision", "bias", "special_values"];
-/// The same where there is a backward kernel.
+/// The same for an operator with a backward kernel.
 const OF_GRADIENTS: [&str; 2] = ["gradient", "oracle_gradients"];
 
-/// The same where a gradient follows from what was saved at small cost.
+/// The same for an operator with a gradient that follows cheaply from what was saved.
 const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
 
 pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
@@ -52,8 +52,8 @@ fn regressions() -> Regressions {
     Regressions::new(support::fixtures().join("regressions"))
 }
 
-/// Which edge cases and which remembered ones run: those that the commit concerns; of another
-/// operator no edge case and one remembered case, beside its typical ones; on a GPU all.
+/// Which edge cases and saved cases run. An operator that the commit concerns runs its share of
+/// them. Any other operator runs one saved case and its typical cases. On a GPU all run.
 fn given_cases(operator: &AnyOperator, extent: Extent) -> Result<[GivenCases; 2], String> {
     if extent != Extent::Commit || support::backend() == BackendKind::Cuda {
         return Ok([GivenCases::All; 2]);
@@ -78,7 +78,7 @@ fn given_cases(operator: &AnyOperator, extent: Extent) -> Result<[GivenCases; 2]
     Ok([part(&SHARES[0])?, part(&SHARES[1])?])
 }
 
-/// Seconds for the drawn cases: on a GPU they take none worth counting.
+/// Seconds for the drawn cases; on a GPU drawn cases take little time.
 fn budget(operator: &AnyOperator, extent: Extent) -> Result<Option<Duration>, String> {
     if extent == Extent::All || support::backend() == BackendKind::Cuda {
         return Ok(None);
@@ -106,7 +106,7 @@ fn run(
 ) -> Result<String, String> {
     let [edge_cases, remembered] = given;
     let options = SweepOptions {
-        // Of an operator that the commit does not concern its typical cases run.
+        // An operator that the commit does not concern runs its typical cases.
         profile: if edge_cases == NONE { Profile::Smoke } else { Profile::Quick },
         cases: None,
         edge_cases,
@@ -148,7 +148,7 @@ fn skipped(skip: &Skip) -> String {
     format!("skipped {} {}: {}", skip.count, skip.what, skip.why)
 }
 
-/// Each failing case with its replay, those that were made smaller first.
+/// Each failing case with its replay command, shrunk cases first.
 fn nothing_failed(records: &[CaseRecord], skips: &[Skip]) -> Result<(), String> {
     let mut failing: Vec<_> =
         records.iter().filter(|record| record.verdict() != Verdict::Pass).collect();
@@ -176,8 +176,8 @@ fn every_case_ran(
     Err(format!("{planned} cases were planned, {ran} ran, {left_out} were skipped"))
 }
 
-/// Every path that the operator has was taken, every check was made, and none without power: some
-/// of the edge cases alone may not come to it.
+/// Every path of the operator was taken, every check ran, and each had power. Some of the edge
+/// cases may not be enough for that.
 fn everything_was_met(operator: &AnyOperator, records: &[CaseRecord]) -> Result<(), String> {
     let described = operator.describe();
     let declared: BTreeSet<String> = described.paths.iter().cloned().collect();

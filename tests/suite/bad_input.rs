@@ -1,4 +1,4 @@
-//! What is given to the harness and is not what it should be: cases, golden files.
+//! Invalid input to the harness: cases and golden files.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,8 +25,7 @@ use crate::command_line::{Parity, binary};
 use crate::extent::{attacked, concerned_operators, everything};
 use crate::support;
 
-/// Whether everything runs, or what each commit pays for.
-/// A tensor of a golden file as it is stored.
+/// A tensor of a golden file as stored.
 #[derive(Clone)]
 struct Stored {
     dtype: Dtype,
@@ -73,11 +72,11 @@ impl Parts {
         safetensors::serialize_to_file(views, Some(metadata), path).unwrap();
     }
 
-    /// Changes one thing, so that the file stays a valid one of other contents; says what.
+    /// Changes one thing so that the file stays valid with other contents; returns what it changed.
     fn mutate(&mut self, draw: &mut Draw) -> String {
         let names: Vec<String> = self.tensors.keys().cloned().collect();
         let name = names.choose(draw.rng()).expect("a file with tensors").clone();
-        // Of what is empty already, nothing is left to change.
+        // An empty value has nothing left to change.
         let empty = self.tensors[&name].bytes.is_empty();
         let choice = if empty { 0 } else { draw.rng().random_range(0..10) };
         let stored = self.tensors.get_mut(&name).expect("one of its names");
@@ -144,7 +143,7 @@ impl Parts {
     }
 }
 
-/// A description with another number in the place of one of its own.
+/// A description with one of its numbers changed.
 fn changed_number(description: &str, draw: &mut Draw, number: f64) -> String {
     fn fields(value: &serde_json::Value, path: &str, found: &mut Vec<String>) {
         match value {
@@ -178,8 +177,8 @@ fn golden_files() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Judges the oracles by a file; whether it agrees, and of how many elements, or why it cannot be
-/// judged.
+/// Judges the oracles with a file. Returns whether it agrees and on how many elements, or why it
+/// cannot be judged.
 fn judged(file: &GoldenFile) -> Result<(bool, u64), String> {
     let operators: Vec<&'static AnyOperator> = registry::OPERATORS.to_vec();
     let cases = golden_run::cases_of(file, &operators).map_err(|error| error.to_string())?;
@@ -194,7 +193,7 @@ fn judged(file: &GoldenFile) -> Result<(bool, u64), String> {
 #[test]
 fn golden_files_of_any_shape_type_and_number_end_in_one_error_or_in_a_verdict_over_elements() {
     let folder = tempfile::tempdir().unwrap();
-    // The small ones: what is tried is how they are read.
+    // Only small files: the test is about reading them.
     let small = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|file| file.len() < 40_000);
     let files: Vec<PathBuf> = golden_files().into_iter().filter(small).collect();
     let tries = if everything() { 1500 } else { 100 };
@@ -257,7 +256,7 @@ fn a_golden_file_that_cannot_be_judged_is_one_error_and_the_others_of_the_run_ar
     assert!(run.stderr.contains("2 golden file(s) could not be judged"), "{}", run.stderr);
 }
 
-/// The most memory that a process took while it was seen, in bytes.
+/// The most memory that a process took at any sample, in bytes.
 fn peak(command: &mut Command) -> u64 {
     let mut child =
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the binary runs");
@@ -274,12 +273,12 @@ fn peak(command: &mut Command) -> u64 {
     peak
 }
 
-/// What the process itself takes, with its kernels, before any case.
+/// The memory of the process with its kernels, before any case.
 const BARE: u64 = 80 << 20;
 
 #[test]
 fn no_case_takes_more_memory_than_it_is_said_to_take() {
-    // Larger ones show the factors better, and take minutes.
+    // Larger cases show the factors better, but take minutes.
     let most = Limit::bytes(if everything() { 3 << 30 } else { 160 << 20 });
     for operator in concerned_operators() {
         let cases = operator.edge_cases(Profile::Ci).into_iter();
@@ -314,7 +313,7 @@ fn a_case_beyond_the_memory_that_is_allowed_is_refused_before_anything_is_alloca
     let mut command = Command::new(binary());
     command.args(["replay", "--backend", "emulator", "--memory", "1GiB", &case.line()]);
     assert!(peak(&mut command) < BARE);
-    // A sweep leaves out what does not fit, and counts it.
+    // A sweep skips what does not fit, and counts it.
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
     let sweep = [
@@ -359,7 +358,7 @@ fn a_gap_that_cannot_be_is_refused_by_the_field_that_says_it() {
             "{said}"
         );
     }
-    // Each is what it may be, and together they are not.
+    // Each value is valid, but the combination is not.
     let mut many = registry::find("decode_attention").unwrap().edge_cases(Profile::Quick).remove(1);
     many.fields.remove("layouts");
     many.fields["window"]["num_pages"] = 200.into();
@@ -373,28 +372,32 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
     let half = Limit::bytes(4 << 30);
     let environment =
         &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
-    for operator in registry::OPERATORS {
-        for profile in [Profile::Quick, Profile::Ci] {
-            let options = SweepOptions {
-                profile,
-                cases: None,
-                edge_cases: GivenCases::All,
-                remembered: GivenCases::All,
-                seed: 3,
-                checks: CheckOptions::everything(0),
-                regressions: Regressions::new("none"),
-                remember: false,
-                time_budget: None,
-                deadline: None,
-                condition: None,
-            };
-            let (planned, _) = sweep::plan(operator, Vec::new(), &options, environment).unwrap();
-            let sized = planned
-                .iter()
-                .map(|planned| (operator.bytes(&planned.case).unwrap(), planned.case.line()));
-            let (bytes, line) = sized.max().expect("a case");
-            println!("{}: {} MiB", operator.name(), bytes >> 20);
-            assert!(half.allows(bytes), "{bytes} bytes: {line}");
+    // Oracles of as many threads as such a machine has cores, whatever this one has.
+    support::pool(2).install(|| {
+        for operator in registry::OPERATORS {
+            for profile in [Profile::Quick, Profile::Ci] {
+                let options = SweepOptions {
+                    profile,
+                    cases: None,
+                    edge_cases: GivenCases::All,
+                    remembered: GivenCases::All,
+                    seed: 3,
+                    checks: CheckOptions::everything(0),
+                    regressions: Regressions::new("none"),
+                    remember: false,
+                    time_budget: None,
+                    deadline: None,
+                    condition: None,
+                };
+                let (planned, _) =
+                    sweep::plan(operator, Vec::new(), &options, environment).unwrap();
+                let sized = planned
+                    .iter()
+                    .map(|planned| (operator.bytes(&planned.case).unwrap(), planned.case.line()));
+                let (bytes, line) = sized.max().expect("a case");
+                println!("{}: {} MiB", operator.name(), bytes >> 20);
+                assert!(half.allows(bytes), "{bytes} bytes: {line}");
+            }
         }
-    }
+    });
 }

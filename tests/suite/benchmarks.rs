@@ -1,5 +1,5 @@
-//! Benchmarks of the declarations, at the sizes that the emulator can bear: each is placed, called
-//! and rechecked, and each recheck is seen to fail.
+//! Benchmarks of the declarations, at sizes for the emulator. Each is placed, called and compared
+//! with the oracle, and each comparison must fail on a planted bug.
 
 use std::collections::BTreeSet;
 
@@ -58,10 +58,10 @@ use serde_json::{Value, json};
 use crate::extent::{concerned_operators, left_out};
 use crate::support::fixtures;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const TIMING: [&str; 3] = ["src/operator/benchmarks.rs", "src/operator/timing.rs", "benches/"];
 
-/// For each group a bug that its recheck must see.
+/// For each group a bug that its comparison must see.
 const MUTANTS: &[(&str, &str)] = &[
     ("linear_forward", "linear_tail_of_k_dropped"),
     ("linear_backward", "linear_dx_halves_swapped"),
@@ -144,7 +144,7 @@ fn all(environment: &Environment) -> Vec<Box<dyn Timed>> {
     OPERATORS.iter().flat_map(|operator| operator.benchmarks(environment)).collect()
 }
 
-/// One call on each set, and what the recheck says of the last one.
+/// One call on each set, and the result of comparing the last one.
 fn called(benchmark: &dyn Timed, device: &Device) -> Result<u64, String> {
     let buffers = benchmark.place(device).expect("buffers");
     assert!(buffers.sets() > 1, "the buffers do not rotate");
@@ -154,7 +154,7 @@ fn called(benchmark: &dyn Timed, device: &Device) -> Result<u64, String> {
     recheck(&*buffers, buffers.sets() - 1).map_err(|error| error.to_string())
 }
 
-/// Those of the operators that a commit goes through.
+/// The benchmarks of the operators that a commit runs.
 fn of_concerned_operators(mut benchmarks: Vec<Box<dyn Timed>>) -> Vec<Box<dyn Timed>> {
     let drawn = concerned_operators();
     benchmarks.retain(|benchmark| {
@@ -240,9 +240,8 @@ fn a_planted_bug_of_every_timed_direction_is_seen_by_the_recheck() {
     }
 }
 
-/// A benchmark of the model's shapes by its name, at a size that the emulator can bear: `whole`
-/// changes fields of its case, and `drawn` those in which the case that is drawn differs from
-/// that.
+/// A benchmark of the model's shapes by its name, reduced to a size for the emulator. `whole`
+/// changes fields of its case. `drawn` changes the fields in which the drawn case differs from it.
 fn reduced<K: Operator>(group: &str, name: &str, whole: Value, drawn: Value) -> Benchmark<K> {
     let with = |case: &K::Case, changed: &Value| -> K::Case {
         let mut line = Case::new(K::ABOUT.name, case);
@@ -262,7 +261,7 @@ fn timed<K: Operator>(group: &str, name: &str, whole: &Value, drawn: Value) -> B
     reduced::<K>(group, name, whole.clone(), drawn).timed()
 }
 
-/// Benchmarks of every operator whose tensors are repeated and whose samples are a part of them.
+/// Benchmarks of every operator, with repeated tensors and samples of only some rows.
 fn all_reduced() -> Vec<Box<dyn Timed>> {
     let families = [
         norms_and_rotations(),
@@ -302,7 +301,7 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
         query("forward"),
         query("backward"),
         timed::<KvNormRopeWrite>("forward", "65536x512 page 64", &keys, json!({"num_tokens": 8})),
-        // One token, whose slot in the cache is part of what is compared.
+        // One token, whose slot in the cache is part of the comparison.
         timed::<KvNormRopeWrite>("forward", "1x512 page 64", &json!({}), json!({})),
         output("4096x128x512 in 16 groups e8m0"),
         output("4096x64x512 in 8 groups fp32"),
@@ -310,7 +309,7 @@ fn norms_and_rotations() -> Vec<Box<dyn Timed>> {
 }
 
 fn linears() -> Vec<Box<dyn Timed>> {
-    // More features than are sampled, and a last block of them that is not whole.
+    // More features than are sampled, and a partial last block of them.
     let layer = json!({"num_tokens": 21, "out_features": 400, "in_features": 72});
     let fewer = json!({"num_tokens": 4, "out_features": 16});
     let linear = |name| timed::<Linear>("forward", name, &layer, fewer.clone());
@@ -401,7 +400,7 @@ fn caches() -> Vec<Box<dyn Timed>> {
         keys("32768x128 page 32 e2m1"),
         keys("32768x128 page 32 e4m3"),
         timed::<CompressorStream>("forward", "128 sequences x512 ratio 4", &sequences, json!({})),
-        // One entry in e2m1, of which no number has power by itself: the state is compared.
+        // One entry in e2m1, where no value has power by itself: the state is compared.
         timed::<CompressorStream>("forward", "1 sequences x128 ratio 4", &json!({}), json!({})),
         entries("forward", "32768x512 ratio 4", 4),
         entries("backward", "32768x512 ratio 4", 4),
@@ -495,7 +494,7 @@ fn experts() -> Vec<Box<dyn Timed>> {
 }
 
 fn fused_experts() -> Vec<Box<dyn Timed>> {
-    // Rows of MXFP4 are whole accesses of 16 bytes, as the kernels for Hopper take them.
+    // Rows of MXFP4 are whole 16-byte accesses, as the kernels for Hopper load them.
     let slots = |out_features: usize, in_features: usize| {
         json!({
             "num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": out_features,
@@ -550,7 +549,7 @@ fn quantizers() -> Vec<Box<dyn Timed>> {
         gated("forward", "24576x2048 bf16 groups of 128"),
         gated("forward", "24576x2048 bf16 groups of 32"),
         gated("backward", "24576x2048 bf16"),
-        // One row, whose scales lie in four.
+        // One row, whose scales have space for four.
         timed::<SwigluQuantize>(
             "forward",
             "1x2048 bf16 groups of 128",
@@ -659,7 +658,7 @@ fn repeated_tensors_and_samples_of_some_rows_agree_with_the_oracle_for_every_ope
     }
 }
 
-/// What becomes of a benchmark of `rms_norm` or another operator once it is changed.
+/// The error of a benchmark of an operator after a change.
 fn problem<K: Operator>(benchmark: Benchmark<K>) -> String {
     let device = emulator();
     let timed = benchmark.timed();
@@ -685,11 +684,11 @@ fn a_sample_of_which_nothing_is_written_or_that_has_no_such_axis_is_an_error() {
 fn a_sample_that_its_operator_does_not_complete_disagrees() {
     let whole = json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 448});
     let cache = reduced::<KvCacheWrite>("forward", "65536x512 page 64 fp8", whole, json!({}));
-    // Tokens of pages that are no part of the sample are written to those that are.
+    // Tokens of pages outside the sample are written to pages in it.
     assert!(problem(Benchmark { sampled: |_, _, _| {}, ..cache }).contains("elements differ"));
     let keys = json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30});
     let dense = reduced::<ScoreRecompute>("forward", "q4096 k2048 H64 D512 dense", keys, json!({}));
-    // Sampled tokens do not follow one another.
+    // Sampled tokens are not consecutive.
     assert!(problem(Benchmark { sampled: |_, _, _| {}, ..dense }).contains("forward"));
 }
 

@@ -1,4 +1,4 @@
-//! `parity beside` from the command line, and the list of pairs against what either side can time.
+//! `parity beside` from the command line, and the list of pairs against what each side can time.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -24,7 +24,7 @@ fn log(side: &str, uuid: &str, id: &str, microseconds: f64) -> String {
     )
 }
 
-/// A list of one pair and the logs of both sides, by their names.
+/// A list of one pair, and the logs of both sides by name.
 pub fn files() -> [(&'static str, String); 3] {
     let (ours, theirs) = (log("ours", "GPU-1", "n/a", 2.0), log("theirs", "GPU-1", "a", 3.0));
     [("pairs.toml", PAIRS.to_owned()), ("ours.jsonl", ours), ("theirs.jsonl", theirs)]

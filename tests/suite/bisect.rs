@@ -1,7 +1,7 @@
 //! `parity bisect` on scripted repositories, and `git bisect run parity replay`.
 //!
-//! Every commit of a scripted repository changes the kernels, if only by a comment, so that each
-//! is compiled anew; compiled modules go to a cache of the test's own.
+//! Every commit of a scripted repository changes the kernels, at least a comment, so that each is
+//! compiled again. Compiled modules go to a separate cache for the test.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -16,7 +16,7 @@ use crate::command_line::{self, Output, Parity};
 use crate::extent::left_out;
 use crate::support;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const BISECT: [&str; 3] = ["src/bisect/", "src/command/bisect.rs", "src/sweep/"];
 
 /// A repository whose commits are `Change 0`, `Change 1`, …, tagged `c0`, `c1`, …
@@ -24,12 +24,11 @@ struct Scripted {
     dir: tempfile::TempDir,
 }
 
-/// What a commit does to `rms_norm.cu` as it is today: texts that occur in it, and what replaces
-/// them.
+/// The changes of a commit to today's `rms_norm.cu`: texts in it, and their replacements.
 type Patches = Vec<(&'static str, String)>;
 
 impl Scripted {
-    /// `count` commits; `patches(i)` is what stands in the kernels from commit `i` to the next,
+    /// `count` commits; `patches(i)` are the changes of the kernels from commit `i` to the next,
     /// `files(i)` are other files.
     fn new(
         count: usize,
@@ -123,8 +122,8 @@ impl Scripted {
     }
 }
 
-/// Every kernel source by its path in the repository, `rms_norm.cu` with the patches and a comment
-/// of its own.
+/// Every kernel source by its path in the repository, `rms_norm.cu` with the patches and an extra
+/// comment.
 fn kernels(at: usize, patches: &Patches) -> BTreeMap<String, String> {
     let mut files = dsv4_kernels::sources().files().clone();
     // The one kernel that runs; the others would only make the script longer.
@@ -191,8 +190,8 @@ fn a_planted_regression_among_64_commits_is_found_past_two_that_do_not_compile()
     println!("64 commits bisected in {seconds:.1} s\n{}", output.stdout);
     found(&output, &repository, 43);
     assert_eq!(trials(&output, "skip "), [32, 40], "the two that do not compile stood in the way");
-    // Two ends, two skips, and halvings, of which the skips make two uneven. This bounds the time;
-    // the clock itself would judge what else the machine is doing.
+    // Two ends, two skips, and halvings, of which the skips make two uneven. This bounds the work;
+    // a time limit would depend on the load of the machine.
     let tried =
         ["good ", "bad ", "skip "].map(|word| trials(&output, word).len()).iter().sum::<usize>();
     assert!(tried <= 12, "{tried} commits were compiled");
@@ -261,8 +260,8 @@ fn a_revision_with_other_parameter_structs_is_judged_by_its_own_harness() {
     if Command::new("cargo").arg("--version").output().is_err() {
         return println!("skipped: the harness of a revision is built by cargo, which is not here");
     }
-    // Another name of a field is another layout. The harness of those revisions is a stand-in that
-    // knows its answer.
+    // A renamed field is another layout. The harness of those revisions is a stand-in with a fixed
+    // answer.
     let renamed = || ("num_partials", "num_partial_rows".to_owned());
     let harness = |at: usize| {
         let manifest =
@@ -330,14 +329,14 @@ fn wasted_time_is_found_by_paired_runs() {
     if left_out(&BISECT) {
         return;
     }
-    // Several times what a call takes: a machine that gets busy after the endpoints were told
-    // apart must not hide it.
+    // Several times the time of a call: load on the machine after the endpoints were told apart
+    // must not hide it.
     let spin = || {
         let waste = "    volatile float spin = 0.0f;\n    for (int i = 0; i < 8000; ++i) spin = spin + 1.0f;\n";
         ("    return rsqrt_approx(", format!("{waste}    return rsqrt_approx("))
     };
     let repository = Scripted::new(8, |at| if at >= 6 { vec![spin()] } else { vec![] }, no_files);
-    // A GPU that other tests share has no times of its own.
+    // Times on a GPU that other tests share are not reliable.
     let output = repository.bisect_on(
         BackendKind::Emulator,
         7,
@@ -423,7 +422,7 @@ fn git_bisect_run_understands_the_exit_codes_of_replay() {
     if left_out(&BISECT) {
         return;
     }
-    // The one that does not compile stands in the middle.
+    // The commit that does not compile is in the middle.
     let patches = |at: usize| match at {
         4 => vec![does_not_compile()],
         6.. => vec![wrong_mean()],

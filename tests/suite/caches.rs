@@ -2,9 +2,9 @@
 //! the caches (inference 13).
 //!
 //! Layers of all kinds, two of each that has entries, share one pool of pages and one state for
-//! each sequence, as the manager lays them out; the production kernels write them. What a kernel
-//! writes for a token follows here from all tokens up to it, as it does in a model, so that a row
-//! of another history shows.
+//! each sequence. The manager determines the layout, and the production kernels write the rows. As
+//! in a model, the row of a token depends on all tokens up to it. So a row of another history
+//! shows.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -22,7 +22,7 @@ use dsv4_runtime::{Contract, DType, DeviceArena, HostTensor, Role, TensorView, V
 use crate::extent::left_out;
 use crate::support;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const CACHES: [&str; 2] = ["kernels/src/cache/", "kernels/cuda/cache/"];
 
 const ROW: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
@@ -45,17 +45,17 @@ fn config() -> CacheConfig {
     }
 }
 
-/// What an engine can do wrong with the layout.
+/// A layout fault of an engine.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fault {
     /// Nothing.
     None,
     /// The writer of the indexer's keys adds a region's offset within its layer to the pool, and
-    /// not to the layer's own place in it (FM-141).
+    /// not to the layer's own offset (FM-141).
     DropsLayerOffset,
 }
 
-/// The caches of a model on the device, and who manages them.
+/// The caches of a model on the device, and their manager.
 struct Engine {
     fault: Fault,
     manager: CacheManager,
@@ -70,7 +70,7 @@ impl Engine {
         let layout = CacheLayout::new(&config()).expect("a layout");
         let mut arena = DeviceArena::new(support::device(), Contract::NAN);
         let mut memory = |name: &str, rows: usize, stride: usize| {
-            // What lies there is no row of anybody.
+            // These bytes belong to no row.
             let host = HostTensor {
                 dtype: DType::U8,
                 shape: vec![rows, stride],
@@ -127,7 +127,7 @@ impl Engine {
         }
     }
 
-    /// Runs `tokens` from the one at `from` on, of which the last `drafts` may be rejected.
+    /// Runs `tokens` from token `from` on; the last `drafts` of them may be rejected.
     fn step(&mut self, id: SequenceId, tokens: &[u32], from: usize, drafts: usize) {
         let mapping = self.manager.step(id, &tokens[from..], drafts).expect("pages");
         assert_eq!(mapping.positions, from..tokens.len());
@@ -145,7 +145,7 @@ impl Engine {
             Contents::Entries if of_four => &mapping.csa,
             Contents::Entries => &mapping.hca,
             Contents::IndexerKeys => &mapping.csa,
-            // The compressors' rows are written by the compressor.
+            // The compressor writes its own rows.
             Contents::Compressor | Contents::IndexerCompressor => return,
         };
         let width = if region.contents == Contents::IndexerKeys { DIM } else { ROW.head_dim() };
@@ -171,7 +171,7 @@ impl Engine {
         written.expect("a launch");
     }
 
-    /// What a query behind the last token reads, region by region: data and scales of each row, in
+    /// What a query after the last token reads, region by region: data and scales of each row, in
     /// the order of the tokens.
     fn reads(&self, id: SequenceId) -> Vec<(Region, Vec<u8>)> {
         let position = self.manager.num_tokens(id).expect("a sequence") - 1;
@@ -212,7 +212,7 @@ impl Engine {
     }
 }
 
-/// What a layer computes for the last of these tokens: numbers that follow from all of them.
+/// A layer's values for the last of these tokens: they depend on all of them.
 fn row_of(region: &Region, tokens: &[u32], width: usize) -> Vec<f64> {
     let mut hasher = DefaultHasher::new();
     (region.layer, region.contents, tokens).hash(&mut hasher);
@@ -221,7 +221,7 @@ fn row_of(region: &Region, tokens: &[u32], width: usize) -> Vec<f64> {
     (0..width).map(|channel| number(channel) as f64 / 16.0 - 8.0).collect()
 }
 
-/// A text of so many tokens; texts of other numbers differ from token `own_from` on.
+/// A text of that many tokens; texts of other numbers differ from token `own_from` on.
 fn text(length: usize, own_from: usize, number: u32) -> Vec<u32> {
     (0..length as u32)
         .map(
@@ -232,7 +232,7 @@ fn text(length: usize, own_from: usize, number: u32) -> Vec<u32> {
         .collect()
 }
 
-/// What a sequence reads that was run at once in caches where nothing was.
+/// What a sequence reads after one cold run in empty caches.
 fn cold(tokens: &[u32]) -> Vec<(Region, Vec<u8>)> {
     let mut engine = Engine::new();
     let (id, cached) = engine.admit(tokens);
@@ -317,8 +317,8 @@ fn sequences_that_run_by_turns_and_slots_that_are_used_again_leave_the_bytes_of_
         }
     }
     engine.manager.release(ids[1]).expect("a sequence");
-    // Of seven pages the others have four. What is too long for three is refused, and nothing is
-    // lost.
+    // The others have four of seven pages. A text too long for three pages is rejected, and nothing
+    // is lost.
     let (long, _) = engine.admit(&text(500, 0, 8));
     let refused = engine.manager.step(long, &text(500, 0, 8), 0).map(|_| ());
     assert_eq!(refused, Err(CacheError::OutOfPages { needed: 4, available: 3 }));
@@ -355,15 +355,15 @@ fn layers_of_one_pool_hold_unlike_rows_and_touch_no_byte_between_their_regions()
     };
     let between: Vec<u8> = (0..pool.len()).filter(|&at| !owned(at)).map(|at| pool[at]).collect();
     assert!(!between.is_empty() && between.iter().all(|&byte| byte == 0xa5));
-    // The compressors' rows are nobody's here.
+    // The compressors' rows belong to no sequence here.
     for region in layout.state.iter().filter(|region| region.contents != Contents::Window) {
         let rows = engine.arena.download(&engine.view(region)).expect("memory").bytes;
         assert!(rows.iter().all(|&byte| byte == 0xa5), "{region:?}");
     }
 }
 
-/// Every kernel is right and every layer by itself is, too: what one layer reads is what another
-/// one wrote (FM-141).
+/// Every kernel is right and every layer by itself is too, but one layer reads what another one
+/// wrote (FM-141).
 #[test]
 fn an_engine_that_drops_the_offset_of_a_layer_is_seen_in_the_layers_that_share_a_pool() {
     let tokens = text(256, 0, 1);
@@ -374,7 +374,7 @@ fn an_engine_that_drops_the_offset_of_a_layer_is_seen_in_the_layers_that_share_a
     let pairs = reads.iter().zip(&expected).filter(|(found, cold)| found != cold);
     let wrong: Vec<_> = pairs.map(|((region, _), _)| (region.layer, region.contents)).collect();
     assert_eq!(wrong, [(0, Contents::IndexerKeys), (3, Contents::IndexerKeys)]);
-    // The first one has the keys of the other, which has what lay there before.
+    // The first layer has the keys of the other, which has the old contents of its memory.
     let keys = |all: &[(Region, Vec<u8>)], layer: usize| {
         let of =
             |region: &Region| region.layer == layer && region.contents == Contents::IndexerKeys;

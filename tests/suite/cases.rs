@@ -1,4 +1,4 @@
-//! What a line may say of a case beside the operator's own fields, and which laws a case has.
+//! Fields of a line in addition to the operator's own, and the laws of a case.
 
 use std::collections::BTreeSet;
 
@@ -95,8 +95,8 @@ fn a_lone_nan_or_infinity_of_every_operator_stands_where_it_counts() {
             .map(|value| value.to_bits())
             .collect::<Vec<_>>()
     };
-    // What a cache held before shows nowhere. A NaN in a filter of the sampler lifts it, which
-    // shows only where another id wins then: its own tests and planted bugs hold that.
+    // What a cache held before shows nowhere. A NaN disables a filter of the sampler, which shows
+    // only where another id then wins. The sampler's own tests and planted bugs check that.
     let is_quiet = |special: &serde_json::Value| {
         let of = special.as_object().into_iter().flatten().map(|(_, tensor)| tensor.as_str());
         of.flatten().any(|tensor| ["cache", "top_p", "min_p"].contains(&tensor))
@@ -143,7 +143,7 @@ fn scaling_is_a_law_where_fp32_scales_exactly_and_none_where_something_underflow
         ["independence", "rows may be permuted", "channels may be permuted"].into();
     let subnormal = swiglu(r#""limit":10.0,"magnitude":11.0"#);
     assert_eq!(laws(&subnormal), others);
-    // What is left out is counted.
+    // Skipped laws are counted.
     let options = CheckOptions::of_kernels(0);
     let outcome = checks::run(&*prepare(&subnormal).unwrap(), support::device(), options);
     let skipped: BTreeSet<_> =

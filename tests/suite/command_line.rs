@@ -1,4 +1,4 @@
-//! The `parity` binary as its users meet it: exit codes, what it prints, what it leaves behind.
+//! The `parity` binary as a user runs it: exit codes, output, and files.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,25 +12,25 @@ use serde_json::json;
 
 use crate::support;
 
-/// A call of the binary, in a scratch directory of its own.
+/// A call of the binary in a separate scratch directory.
 pub struct Parity {
     command: Command,
-    // Removed with the value.
+    // Removed on drop.
     scratch: tempfile::TempDir,
 }
 
-/// What came of it.
+/// The result of a call.
 pub struct Output {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
-/// The `parity` executable: cargo's, or `PARITY_BIN` where the tests travelled without it.
+/// The `parity` executable: cargo's, or `PARITY_BIN` where the tests run without cargo.
 pub fn binary() -> PathBuf {
     let binary = std::env::var_os("PARITY_BIN")
         .map_or_else(|| env!("CARGO_BIN_EXE_parity").into(), PathBuf::from);
-    // It is run in other folders.
+    // Calls run in other folders.
     std::path::absolute(&binary).unwrap_or(binary)
 }
 
@@ -38,7 +38,7 @@ impl Parity {
     pub fn new(arguments: &[&str]) -> Self {
         let scratch = tempfile::tempdir().expect("a scratch directory");
         let mut command = Command::new(binary());
-        // Only --backend and the defaults decide, not what the tests themselves run on.
+        // Only --backend and the defaults decide, not the backend of the tests themselves.
         command
             .args(arguments)
             .current_dir(scratch.path())
@@ -55,7 +55,7 @@ impl Parity {
         self
     }
 
-    /// Runs it; a panic is a failure whatever the test is about.
+    /// Runs it; a panic fails every test.
     pub fn run(mut self) -> Output {
         let output = self.command.output().expect("the binary runs");
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
@@ -180,7 +180,7 @@ fn doctor_says_which_backends_work_and_fails_when_none_does() {
         "{}",
         output.stdout
     );
-    // A compiler that says its version and compiles nothing does not work.
+    // A compiler that prints its version but compiles nothing does not work.
     let dir = tempfile::tempdir().unwrap();
     let broken = dir.path().join("c++");
     std::fs::write(&broken, "#!/bin/sh\n[ \"$1\" = --version ] && echo broken 1 && exit\nexit 7\n")
@@ -307,7 +307,7 @@ fn replay_takes_one_case_of_a_file_by_its_digest() {
 
 // ---------------------------------------------------------------- run
 
-/// A `run` with its output folder and remembered cases under one directory.
+/// A `run` with its output folder and saved cases in one directory.
 fn run(dir: &Path, arguments: &[&str]) -> Output {
     let (out, regressions, backend) = (dir.join("out"), dir.join("regressions"), backend());
     let (out, regressions) = (out.display().to_string(), regressions.display().to_string());
@@ -370,7 +370,7 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     let mut recorded = records(&out);
     // Cases end in any order: two run at a time.
     recorded.sort_by_key(|record| record.plan_number);
-    // The report keeps less of what agrees: no picture, and fewer digits of its measures.
+    // The report keeps less of passing cases: no picture, and fewer digits of the metrics.
     let told = |cases: &[CaseRecord]| -> Vec<String> {
         let check = |check: &CheckRecord| {
             let measured = check.metrics.is_some();
@@ -415,8 +415,8 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
     assert!(!runs[0].path().join("regressions").exists(), "a passing run remembered something");
 }
 
-/// An executable that leaves one result behind as the benchmarks do, prints what it was told, and
-/// ends with `code`.
+/// An executable that writes one result as the benchmarks do, prints the given text, and ends with
+/// `code`.
 fn benchmarks_that_end_with(dir: &Path, code: i32) -> String {
     let estimate = json!({"point_estimate": 1000.0, "confidence_interval": {"lower_bound": 990.0, "upper_bound": 1010.0}});
     let work = json!({"operator": "attention_combine", "bytes": 4e6, "flops": 1e9});
@@ -509,7 +509,7 @@ fn report_writes_the_same_pages_again_and_refuses_what_is_no_report() {
     report(&dir.path().join("absent.json")).assert_bad_input(&["absent.json"]);
 }
 
-/// The kernels with one text of a file replaced, as a directory.
+/// A directory of the kernels with one text in a file replaced.
 pub fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf {
     let kernels = dir.join("kernels");
     std::fs::create_dir_all(kernels.join("include")).unwrap();
@@ -522,9 +522,9 @@ pub fn changed_kernels(dir: &Path, file: &str, from: &str, to: &str) -> PathBuf 
     kernels
 }
 
-/// A text of `swiglu.cu`, the operator whose sweep is the shortest.
+/// A text in `swiglu.cu`, the operator with the shortest sweep.
 pub const PRODUCT: &str = "silu * b * weight";
-/// What makes a wrong kernel of it.
+/// The replacement that makes the kernel wrong.
 pub const WRONG_PRODUCT: &str = "1.5f * silu * b * weight";
 
 #[test]
@@ -534,9 +534,9 @@ fn kernels_that_do_not_compile_are_compiled_once_and_not_run_while_other_operato
     let kernels = kernels.display().to_string();
     let sweep = ["--ops", "kv_cache_write,swiglu", "--cases", "2", "--edge-cases", "4"];
     let output = run(dir.path(), &[&sweep[..], &["--kernels", &kernels]].concat());
-    // No disagreement: nothing was compared.
+    // Not a disagreement: nothing was compared.
     output.assert_code(2);
-    // In the words of g++, or of NVRTC.
+    // In the words of g++ or of NVRTC.
     let said = output
         .stderr
         .lines()
@@ -671,7 +671,7 @@ fn a_wrong_kernel_is_found_shrunk_remembered_and_replayed() {
     assert_eq!(known.len(), lines.lines().count(), "the same case was remembered twice");
 }
 
-/// Exit code of a printed command line, with `parity` found where it is.
+/// Exit code of a printed command line, with the path of `parity` inserted.
 fn replay_as_printed(command: &str) -> Option<i32> {
     let dir = binary().parent().expect("a directory").to_owned();
     let path = std::env::join_paths(
@@ -735,8 +735,8 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
         return eprintln!("skipped: only the emulator takes the seed of a schedule");
     }
     let dir = tempfile::tempdir().unwrap();
-    // Each thread is off by two ulps or by none, as its turn decides: within the budget, and
-    // another bit per schedule.
+    // Depending on its turn, each thread is off by two ulps or by none: within the budget, but with
+    // other bits for each schedule.
     let turn = "[] { __shared__ uint32_t turn; return atomicAdd(&turn, 1u) & 1; }()";
     let mean = "sum_of_squares / static_cast<float>(width) + eps";
     let racing = format!("__uint_as_float(__float_as_uint({mean}) + 2 * {turn})");
@@ -764,8 +764,8 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
     assert!(small.replay.contains(" --schedules 2 "), "{}", small.replay);
     assert_eq!(replay_as_printed(&small.replay), Some(1));
 
-    // With the barrier where it belongs the case agrees. What was given says whether that may be
-    // luck.
+    // With the barrier in its place the case agrees. The output says that this may be luck only if
+    // the input shows an earlier failure.
     let says_so = |given: &str, arguments: &[&str]| {
         let output = parity(&[&["replay", "--backend", "emulator", given][..], arguments].concat());
         output.assert_code(0);
@@ -850,8 +850,7 @@ fn golden_that_compares_nothing_is_bad_input() {
     output.assert_bad_input(&["rms_norm"]);
 }
 
-/// What people read of the command line is a contract, too. `TRYCMD=overwrite` writes the
-/// snapshots anew.
+/// The text of the command line is a contract too. `TRYCMD=overwrite` writes the snapshots again.
 #[test]
 fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/suite/help");
@@ -864,7 +863,7 @@ fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
         .and_then(|(_, rest)| rest.split_once("\n\n"))
         .expect("a list")
         .0;
-    // What a summary goes on with on a second line stands further to the right.
+    // The second line of a summary is indented further.
     let commands = commands.lines().filter(|line| !line.starts_with("   "));
     let commands =
         commands.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
@@ -876,7 +875,7 @@ fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
     );
 
     let snapshots = trycmd::TestCases::new();
-    // As people read it in a terminal of the usual width.
+    // As shown in a terminal of the usual width.
     snapshots.env("COLUMNS", "80");
     snapshots.register_bin("parity", binary()).case(folder.join("*.trycmd"));
 }

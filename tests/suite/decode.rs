@@ -1,5 +1,5 @@
-//! What the operators of the paged cache stand on: launchers that name the argument that they
-//! refuse, and the conversion of pairs of codes.
+//! Basics of the operators of the paged cache: launchers that name the argument that they reject,
+//! and the conversion of pairs of codes.
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::{

@@ -1,4 +1,4 @@
-//! The shape of the project: what may depend on what, and where an operator's files are.
+//! The structure of the project: which part may depend on which, and where an operator's files are.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,11 +12,11 @@ const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
 const RUNTIME_MANIFEST: &str = include_str!("../../kernels/runtime/Cargo.toml");
 const REGISTRY: &str = include_str!("../../src/operators/registry.rs");
 
-/// Kernel sources that are no operator's.
+/// Kernel sources that belong to no operator.
 const SELFTESTS: [&str; 4] =
     ["selftest.cu", "selftest_faults.cu", "selftest_hopper.cu", "selftest_wgmma.cu"];
 
-/// Crates that a manifest's tables of dependencies name.
+/// Crates in the dependency tables of a manifest.
 fn dependencies(manifest: &str) -> Vec<String> {
     let manifest: toml::Table = manifest.parse().expect("a manifest");
     let tables = ["dependencies", "dev-dependencies", "build-dependencies"];
@@ -35,7 +35,7 @@ fn the_kernels_do_not_depend_on_the_oracles() {
         !direct.iter().any(|name| name.contains("reference") || name.contains("candle")),
         "{direct:?}"
     );
-    // The whole tree, where there is a cargo and the sources that the binary was built from.
+    // The whole tree, if cargo and the sources of the binary exist.
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
@@ -92,8 +92,7 @@ fn code_of(text: &str) -> String {
         .join("\n")
 }
 
-/// The rooms of `src`, each with what stands before it alone: an arrow goes from a room to one
-/// that is earlier.
+/// The rooms of `src`. A room may depend only on rooms before it in this list.
 const ROOMS: [&str; 15] = [
     "specification",
     "case",
@@ -112,7 +111,7 @@ const ROOMS: [&str; 15] = [
     "lib",
 ];
 
-/// Every source of `src` but for its unit tests, with its room.
+/// Every source of `src`, without its unit tests, with its room.
 fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
     let mut entries: Vec<_> = std::fs::read_dir(folder)
         .expect("a folder")
@@ -145,6 +144,9 @@ fn named_rooms(code: &str) -> Vec<&str> {
 #[test]
 fn arrows_between_the_rooms_of_the_harness_point_one_way() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    if !root.is_dir() {
+        return eprintln!("skipped: there are no sources on this machine");
+    }
     let mut found = Vec::new();
     sources(&root, &mut found);
     let place = |room: &str| ROOMS.iter().position(|known| *known == room);
@@ -240,7 +242,7 @@ fn kernel_sources_include_the_projects_own_headers_only() {
     }
 }
 
-/// The layers of the headers, the lowest first, and what a family takes of others.
+/// The layers of the headers, the lowest first, and what a family includes from others.
 const LAYERS: [&str; 11] = [
     "base",
     "ptx",
@@ -254,7 +256,7 @@ const LAYERS: [&str; 11] = [
     "streams",
     "head",
 ];
-/// Folders that include nothing of each other.
+/// Folders that do not include each other.
 const APART: [&str; 5] = ["attention", "indexer", "experts", "streams", "head"];
 
 /// Whether a source of `folder` may not include a header of `other`.

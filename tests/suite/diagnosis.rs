@@ -1,4 +1,4 @@
-//! What a failure says: planted conditions are named, and a failing sweep fits a screen with its
+//! The text of a failure: it names planted conditions, and a failing sweep fits a screen with its
 //! cause in the first lines.
 
 use std::collections::BTreeMap;
@@ -21,11 +21,12 @@ use crate::command_line::{Output, Parity, changed_kernels};
 use crate::extent::{concerned_operators, left_out};
 use crate::support::fixtures;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const ROOMS: [&str; 4] =
     ["src/report/diagnosis/", "src/judge/failing.rs", "src/sweep/", "tests/suite/wrong/"];
 
-/// A planted mutant and words of the condition under which it fails: one of them must be said.
+/// A planted mutant and words of the condition under which it fails: the text must contain one of
+/// them.
 type Planted = (&'static str, &'static [&'static str]);
 
 /// Planted mutants, by operator.
@@ -89,7 +90,7 @@ const PLANTED: &[(&str, &[Planted])] = &[
     ("kv_cache_write", &[("cache_write_rows_taken_as_packed", &["kv not dense"])]),
 ];
 
-/// Cases of an operator that are small enough, edge cases and drawn ones, and how many of them.
+/// Small cases of an operator, edge cases and drawn ones, and how many of them.
 const MOST_ELEMENTS: u128 = 1 << 17;
 const MOST_CASES: usize = 48;
 
@@ -118,7 +119,7 @@ fn cases_of(operator: &AnyOperator, device: &Device) -> Vec<Case> {
     cases
 }
 
-/// A case, its inputs, and what the oracle says of it: for all mutants of its operator.
+/// A case, its inputs, and the oracle's results: for all mutants of its operator.
 struct Known {
     case: Case,
     prepared: Box<dyn PreparedCase>,
@@ -154,7 +155,7 @@ fn record(known: &Known, device: &Device) -> CaseRecord {
     }
 }
 
-/// What is said of a mutant; `None` where it survives.
+/// The diagnosis of a mutant; `None` where it survives.
 fn diagnosed(
     operator: &AnyOperator,
     mutant: &Mutant,
@@ -212,7 +213,7 @@ fn the_condition_of_a_planted_bug_is_named() {
     assert!(unnamed.is_empty(), "{}", unnamed.join("\n"));
 }
 
-/// What a person sees of a failing sweep, in the order in which it comes.
+/// The output of a failing sweep, in order.
 fn screen(output: &Output) -> String {
     format!("{}{}", output.stderr, output.stdout)
 }
@@ -222,7 +223,7 @@ fn assert_fits_a_screen(output: &Output, causes: &[&str]) {
     let screen = screen(output);
     println!("{screen}");
     assert!(terminal::lines(&screen) < 40, "{} lines:\n{screen}", terminal::lines(&screen));
-    // A sentence may break where the terminal ends.
+    // A sentence may wrap at the width of the terminal.
     let folded = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     let first = folded(&screen.lines().take(5).collect::<Vec<_>>().join("\n"));
     for cause in causes {
@@ -244,7 +245,7 @@ fn sweep(dir: &Path, arguments: &[&str]) -> Output {
     Parity::new(&[arguments, &["--out", &out, "--regressions", &none]].concat()).run()
 }
 
-/// A wrong kernel in numpy; nothing where there is no numpy, which is said.
+/// A wrong kernel in numpy; `None` without numpy, which is reported.
 fn numpy(bug: &str, arguments: &[&str]) -> Option<(Output, Report)> {
     let has_numpy = std::process::Command::new("python3").args(["-c", "import numpy"]).output();
     if !has_numpy.is_ok_and(|output| output.status.success()) {
@@ -350,7 +351,7 @@ fn a_worker_that_cannot_start_is_told_once_and_no_report_is_begun() {
             output.stdout
         );
     }
-    // One that starts, and dies in a case, is that case's failure.
+    // A worker that starts and dies in a case is that case's failure.
     let dies = "read -r line; exit 5";
     let output = sweep(
         dir.path(),

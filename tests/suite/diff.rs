@@ -1,4 +1,4 @@
-//! `parity diff`: two reports compared, as a reviewer meets it.
+//! `parity diff`: two reports compared, as a reviewer sees it.
 
 use std::path::Path;
 
@@ -102,7 +102,7 @@ fn mutant(id: &str, killed_by: &[&str]) -> MutantRecord {
     }
 }
 
-/// A green run, with everything that a comparison looks at.
+/// A passing run with everything that a comparison reads.
 pub fn report() -> Report {
     Report {
         schema_version: SCHEMA_VERSION,
@@ -154,7 +154,7 @@ pub fn report() -> Report {
     }
 }
 
-/// [`report`] compared with one that `change` made of it.
+/// [`report`] compared with a copy that `change` modified.
 fn after(change: impl FnOnce(&mut Report)) -> Diff {
     let mut head = report();
     change(&mut head);
@@ -180,7 +180,7 @@ fn tensor<'a>(report: &'a mut Report, name: &'a str) -> impl Iterator<Item = &'a
     checks.filter_map(|check| check.metrics.as_mut())
 }
 
-/// Numbers in 0..1 without order.
+/// Values in 0..1 without order.
 fn noise(place: usize) -> f64 {
     (place as f64 * 0.618_033_988_749_895).fract()
 }
@@ -349,12 +349,12 @@ fn fewer_cases_or_a_lost_path_check_axis_or_schedule_shrink_coverage() {
     assert_eq!(findings(&after(|head| head.cases.clear())), shrank("operator"));
 }
 
-/// Case `number` of a report as a later run has it that took it from the saved ones.
+/// Case `number` of a report as a later run has it among the saved cases.
 fn remembered(number: u64) -> CaseRecord {
     CaseRecord { origin: Origin::Regression, plan_number: Some(0), ..case(number) }
 }
 
-/// A case that shrinking made of case `number`.
+/// The case that shrinking made of case `number`.
 fn shrunk(number: u64) -> CaseRecord {
     CaseRecord { origin: Origin::Shrunk, ..case(number + 1000) }
 }
@@ -366,7 +366,7 @@ fn cases_that_a_run_saved_or_shrank_neither_add_coverage_to_the_next_one_nor_tak
         report.cases.splice(0..0, cases.iter().cloned());
         report
     };
-    // Saved: a case that shrinking made, and one that stayed as it was drawn and is drawn again.
+    // Saved: a shrunk case, and one that stayed as it was drawn and is drawn again.
     let (small, again) = (CaseRecord { origin: Origin::Regression, ..shrunk(3) }, remembered(5));
     let before = report();
     let first = {
@@ -398,7 +398,7 @@ fn a_remembered_case_that_fails_is_newly_failing_as_any_other() {
         findings(&diff::compare(&base, &head).unwrap()),
         [(Kind::NewlyFailing, "forward (y)")]
     );
-    // Of a case that ran twice, what failed counts wherever it did.
+    // If a case ran twice, a failure in either run counts.
     let mut twice = report();
     twice.cases.insert(0, remembered(5));
     twice.cases[0].checks[0].verdict = Verdict::Fail;

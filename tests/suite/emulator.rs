@@ -1,7 +1,7 @@
-//! What the emulator promises beyond running correct kernels: that incorrect ones end with an
-//! error that names kernel, block and thread, or with wrong numbers that a seed repeats; the
-//! module cache; and the memory contract. The first two concern the emulator alone and are skipped
-//! on a GPU, where an incorrect kernel may take the driver down.
+//! What the emulator guarantees in addition to running correct kernels. Incorrect kernels end with
+//! an error that names kernel, block and thread, or with wrong values that a seed repeats. Also the
+//! module cache and the memory contract. The first two exist only on the emulator and are skipped
+//! on a GPU, where an incorrect kernel may crash the driver.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -19,8 +19,8 @@ use dsv4_runtime::{
 use crate::launchers::{assert_refused, shifted};
 use crate::{command_line, support};
 
-/// A fresh emulator with a short time limit; `None`, counted and said, where another backend is
-/// under test.
+/// A new emulator with a short time limit; `None` where another backend is under test, which is
+/// counted and reported.
 pub fn emulator() -> Option<Device> {
     static SKIPPED: AtomicU32 = AtomicU32::new(0);
     if support::backend() != BackendKind::Emulator {
@@ -48,7 +48,7 @@ fn fault(result: Result<Vec<Violation>>) -> (String, String, String, String) {
 
 const FAULT_THREADS: usize = 64;
 
-/// What a run of a faulty kernel gave: forbidden writes, and y.
+/// The result of a faulty kernel: forbidden writes, and y.
 type FaultRun = (Result<Vec<Violation>>, Vec<f32>);
 
 /// Runs `FAULT=name` with x = 1, 2, …, 64.
@@ -69,7 +69,7 @@ fn run_fault(device: &Device, name: &str, contract: Contract) -> FaultRun {
     (result, y.to_f64().into_iter().map(|v| v as f32).collect())
 }
 
-/// The fault `name` must be reported for this thread, in words that contain all of `needles`.
+/// The fault `name` must be reported for this thread, in a message that contains all of `needles`.
 fn assert_fault(name: &str, contract: Contract, thread: u32, needles: &[&str]) {
     let Some(device) = emulator() else { return };
     let (kernel, block, found, what) = fault(run_fault(&device, name, contract).0);
@@ -174,7 +174,7 @@ fn a_loop_without_end_is_stopped_at_the_time_limit() {
         assert!(what.contains("time limit"), "{name}: {what}");
         assert!(start.elapsed() >= Duration::from_secs(1), "{name} was stopped before its time");
     }
-    // The device is as good as new.
+    // The device is usable again.
     let (result, y) = run_fault(&device, "unwritten_output", Contract::NAN);
     assert_eq!((result.unwrap(), y[62]), (vec![], 63.0));
 }
@@ -182,7 +182,7 @@ fn a_loop_without_end_is_stopped_at_the_time_limit() {
 #[test]
 fn a_write_that_a_guard_page_cannot_catch_is_found_in_the_guard_band() {
     let Some(device) = emulator() else { return };
-    // Flush with the guard page behind it, y has a band in front.
+    // The end of y is at the guard page, and y has a band before it.
     let (result, _) = run_fault(&device, "write_before_start", Contract::NAN);
     let expected =
         Violation { buffer: "y".into(), kind: ViolationKind::Guard, bytes: 4, first_offset: -4 };
@@ -218,8 +218,8 @@ fn results_by_schedule(device: &Device, name: &str) -> Vec<(Option<u64>, Vec<u32
     [None].into_iter().chain((1..=8).map(Some)).map(run).collect()
 }
 
-/// A missing synchronisation shows as wrong numbers under some schedule, and each schedule repeats
-/// its own.
+/// A missing synchronization shows as wrong values under some schedule, and each schedule repeats
+/// its own values.
 fn assert_race_shows(name: &str, correct: impl Fn(usize) -> f32) {
     let Some(device) = emulator() else { return };
     let correct: Vec<u32> = (0..FAULT_THREADS).map(|i| correct(i).to_bits()).collect();
@@ -244,7 +244,7 @@ fn a_missing_barrier_shows_as_wrong_numbers_that_a_seed_repeats() {
     assert_race_shows("missing_barrier", |i| (FAULT_THREADS - i) as f32);
 }
 
-/// Comparisons take NaN for nothing, so that it alone does not show what a kernel takes from there.
+/// Comparisons skip NaN, so NaN alone does not show what a kernel reads there.
 #[test]
 fn shared_memory_that_no_thread_writes_reads_as_nan_and_under_schedules_as_what_another_block_may_have_left()
  {
@@ -381,7 +381,7 @@ fn an_index_or_pointer_outside_an_array_of_a_thread_or_block_and_a_shift_by_too_
 #[test]
 fn static_shared_memory_that_no_thread_writes_holds_poison_in_the_first_block_and_in_later_ones() {
     let Some(device) = emulator() else { return };
-    // Written to where a launch says so, lest the compiler take it for a constant.
+    // Written to an address from the launch; otherwise the compiler could assume a constant.
     let body = "__shared__ int32_t held[64]; if (params.count) held[threadIdx.x] = 1;
                 const int32_t first = held[threadIdx.x];
                 held[threadIdx.x] = 2;
@@ -412,8 +412,8 @@ const BULK_COPIES: &str = "
         }
 ";
 
-/// What block 0 does to memory at `at`, what blocks 1 to 3 do, and what is said of it if they may
-/// not both. `own` is each block's own place.
+/// What block 0 does to memory at `at`, what blocks 1 to 3 do, and the fault's text if the two are
+/// not allowed. `own` is each block's own place.
 const SHARED_ACCESSES: &[(&str, &str, Option<[&str; 2]>)] = &[
     // A lost update: no addition is missed while blocks happen to run one after the other.
     ("*at += 1;", "*at += 1;", Some(["reads", "stores"])),
@@ -440,7 +440,7 @@ const SHARED_ACCESSES: &[(&str, &str, Option<[&str; 2]>)] = &[
         "std::memcpy(&copy, at, 16); sink = copy[3];",
         Some(["reads", "stores"]),
     ),
-    // These may.
+    // These are allowed.
     ("atomicAdd(at, 1);", "atomicAdd(at, 1); bulk_out(reinterpret_cast<float*>(at), 64);", None),
     ("sink = *at;", "sink = load_vec16(at).w[0];", None),
     ("*own += 1;", "*own += 1; sink = *own;", None),
@@ -498,7 +498,7 @@ fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedul
             };
             let (_, block, thread, what) = fault(ran);
             assert_eq!(thread, "(5, 0, 0)", "{what}");
-            // Which of two blocks comes second is the machine's business.
+            // Which of two blocks comes second depends on the machine.
             let either = [[what_is_done, before], [before, what_is_done]];
             let told = either.iter().any(|[this, other]| {
                 what.starts_with(&format!("{this} byte 32 of `y`, which block ("))
@@ -514,11 +514,11 @@ fn a_byte_that_one_block_stores_may_not_be_accessed_by_another_under_any_schedul
 
 // ---------------------------------------------------------------- misaligned accesses
 
-/// Accesses of several bytes at once, each with the bytes that must divide its address, and the
-/// memory that it concerns. `at` points into y, `shared` is an address in shared memory; thread
-/// 5's are off by what a test says.
+/// Accesses of several bytes, each with the number of bytes that must divide its address, and the
+/// memory that it uses. `at` points into y, `shared` is an address in shared memory; those of
+/// thread 5 have the offset of the test.
 const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
-    // By the named functions of the kernels' headers.
+    // Through the named functions of the kernels' headers.
     ("sink = load_vec16(at).w[0];", 16, "y"),
     ("sink = load_vec16_readonly(at).w[0];", 16, "y"),
     ("sink = load_vec16_streaming(at).w[0];", 16, "y"),
@@ -573,7 +573,7 @@ const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
     ("sink = *reinterpret_cast<const int*>(at_static);", 4, ""),
 ];
 
-/// A kernel that makes access number `params.count / 16`, with thread 5's addresses off by
+/// A kernel that makes access number `params.count / 16`, with thread 5's addresses offset by
 /// `params.count % 16` bytes.
 fn wide_accesses_source() -> String {
     let cases: String = (0..)
@@ -639,7 +639,7 @@ fn an_access_whose_address_is_no_multiple_of_its_size_is_reported_with_buffer_an
                 );
             }
         }
-        // What a narrower access may do is not held against it.
+        // An address that is aligned for a narrower access is not reported for it.
         if bytes < 16 {
             access(number, bytes)
                 .unwrap_or_else(|error| panic!("{statement}, {bytes} further on: {error}"));
@@ -660,7 +660,7 @@ fn a_fault_of_a_dereference_says_what_was_read_and_where_in_the_source() {
 #[test]
 fn the_deterministic_schedule_repeats_itself_and_a_seed_brings_another_order() {
     let Some(device) = emulator() else { return };
-    // Lane numbers in the order in which threads come by.
+    // Lane numbers in the order in which threads arrive.
     let body = "__shared__ int32_t next; if (threadIdx.x == 0) next = 0; __syncthreads();
                 params.y[atomicAdd(&next, 1)] = threadIdx.x;";
     let orders = |seed| {
@@ -732,7 +732,7 @@ fn a_parameter_struct_that_differs_from_the_kernels_is_refused() {
         (params().ptr("y", nowhere).i64("count", 0).unwrap(), "field 1 is `count` of 4 bytes"),
     ];
     for (params, needle) in wrong {
-        // Even where nothing would be launched.
+        // Even where no launch follows.
         kernel
             .launch(LaunchConfig { grid: [0, 1, 1], ..config }, &params)
             .expect_err("another struct");
@@ -803,7 +803,7 @@ fn an_emulator_without_a_compiler_is_a_missing_backend() {
         "{}",
         output.stderr
     );
-    // A malformed case is still reported as that: nothing is opened for it.
+    // A malformed case is still reported as such: no device is opened for it.
     command_line::Parity::new(&["replay", "--backend", "emulator", case])
         .env("PARITY_CXX", nowhere)
         .run()
@@ -822,7 +822,7 @@ fn cached(dir: &Path) -> Vec<(String, u64, i64)> {
         })
         .collect();
     files.sort();
-    // Each module stands beside its digest.
+    // Each module has a file with its digest next to it.
     let (digests, modules): (Vec<_>, Vec<_>) =
         files.into_iter().partition(|(name, ..)| name.ends_with(".blake3"));
     let names: Vec<_> = modules.iter().map(|(name, ..)| format!("{name}.blake3")).collect();
@@ -847,7 +847,7 @@ fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_int
     let first = load(tree(), &[]);
     assert_eq!(first.len(), 1);
     assert_eq!(load(tree(), &[]), first, "the same module was compiled again");
-    // An unrelated kernel file is no part of this module.
+    // An unrelated kernel file is not part of this module.
     assert_eq!(load(tree().with_text("other.cu", String::new(), "another file"), &[]), first);
     let header = tree().text("memory.h").unwrap().to_owned() + "\n// changed\n";
     let changes = [
@@ -864,8 +864,8 @@ fn modules_are_compiled_once_and_again_only_when_something_changes_that_goes_int
 
 // ---------------------------------------------------------------- the memory contract
 
-/// One buffer of each role, and a call that sets one run of bytes to a value that nothing there
-/// has.
+/// One buffer of each role, and a call that sets one run of bytes to a value that does not occur
+/// there.
 struct Buffers<'d> {
     arena: DeviceArena<'d>,
     input: TensorView,
@@ -879,7 +879,7 @@ const STRAY: u8 = 0x55;
 impl Buffers<'static> {
     fn new(contract: Contract) -> Self {
         let mut arena = DeviceArena::new(support::device(), contract);
-        // Sizes that are no multiples of 16 bytes leave a band on both sides under either
+        // Sizes that are not multiples of 16 bytes leave a band on both sides under either
         // placement.
         let five = HostTensor::from_f64(DType::F32, &[5], &[1.0; 5]);
         let input = arena.input("input", &five).unwrap();
@@ -913,7 +913,8 @@ fn violation(
 
 #[test]
 fn a_write_on_either_side_of_any_buffer_is_reported_with_name_and_offset() {
-    // Behind the end under either placement; in front only where there is a band and no guard page.
+    // After the end under either placement; before the start only where a band and no guard page is
+    // there.
     for contract in [Contract::NAN, Contract::HUGE] {
         for which in 0..4 {
             let buffers = Buffers::new(contract);
@@ -982,7 +983,7 @@ fn padded_tensors_travel_to_the_device_and_back() {
 
 // ---------------------------------------------------------------- tensors with huge strides
 
-/// `[3, 5, 64]` in bf16, whose rows begin `2^28 + 64` elements apart: the last one ends beyond 7
+/// `[3, 5, 64]` in bf16, whose rows start `2^28 + 64` elements apart: the last one ends beyond 7
 /// GiB.
 const FAR_SHAPE: [usize; 3] = [3, 5, 64];
 const FAR_ROW: i64 = 2 * ((1 << 28) + 64);
@@ -994,7 +995,7 @@ fn far_tensor() -> (HostTensor, Layout) {
     (HostTensor::from_f64(DType::Bf16, &FAR_SHAPE, &values), layout)
 }
 
-/// Bytes of physical memory behind this process' addresses within `span`.
+/// Bytes of physical memory of this process' addresses within `span`.
 fn resident(span: (u64, u64)) -> u64 {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut inside, mut kibibytes) = (false, 0);
@@ -1032,12 +1033,12 @@ fn a_tensor_that_ends_beyond_32_bits_of_offset_travels_both_ways_in_a_few_pages(
         assert!(view.span().1 - view.span().0 > 7 << 30);
         for view in [view, output] {
             let pages = resident(view.span()).div_ceil(4096);
-            // Each of 15 rows with its bands lies in two pages at most.
+            // Each of 15 rows with its bands is in at most two pages.
             assert!((15..=30).contains(&pages), "{} has {pages} pages", view.name);
         }
         took
     };
-    // The fastest of a few: other tests run beside this one.
+    // The fastest of a few: other tests run at the same time.
     let took = (0..5).map(|_| round_trip()).min().unwrap();
     eprintln!("two tensors of 7.5 GiB placed, inspected and read back in {took:?}");
     assert!(took < Duration::from_millis(100), "{took:?}");
@@ -1056,7 +1057,7 @@ fn what_travels_to_the_device_in_any_layout_comes_back() {
             let mut arena = DeviceArena::new(support::device(), contract);
             let view = arena.upload("x", &host, &layout, Role::InPlace).unwrap();
             assert_eq!(arena.download(&view).unwrap(), host, "{order:?} {gaps:?}");
-            // The middle of every axis but the last, as a launcher would pass it on.
+            // The middle of every axis but the last, as a launcher would pass it.
             let at = 4 * (view.strides[0] + 2 * view.strides[1]);
             let row =
                 TensorView { shape: vec![8], strides: vec![view.strides[2]], ..shifted(&view, at) };
@@ -1089,7 +1090,7 @@ fn a_write_beside_a_row_of_a_tensor_with_huge_strides_is_reported_with_name_and_
         let write = |view: &TensorView, offset, bytes| {
             let address = view.address.wrapping_add_signed(offset);
             let found = arena.run(|device| device.backend().fill(address, STRAY, bytes)).unwrap();
-            // As it was, for the next one: what was written is poison in each of these places.
+            // Restored for the next write: what was written is poison in each of these places.
             device_fill(&arena, address, contract.poison, bytes);
             found
         };
@@ -1108,8 +1109,7 @@ fn a_write_beside_a_row_of_a_tensor_with_huge_strides_is_reported_with_name_and_
         }
         assert_eq!(write(&output, row - 2, 4), violation(&output, ViolationKind::Gap, 2, row - 2));
         assert_eq!(write(&output, row, 128), []);
-        // Behind the last row: nothing of 16 bytes fits between it and the guard page under
-        // `Contract::NAN`.
+        // After the last row: no 16 bytes fit between it and the guard page under `Contract::NAN`.
         if contract == Contract::HUGE {
             assert_eq!(write(&output, end, 16), violation(&output, ViolationKind::Guard, 16, end));
         } else {
@@ -1140,7 +1140,7 @@ fn a_view_of_the_gap_between_far_rows_is_refused() {
 #[test]
 fn offsets_of_32_bits_into_a_tensor_with_huge_strides_are_faults_with_its_name() {
     let Some(device) = emulator() else { return };
-    // Rows 2^30 elements apart: the third begins at offset 2^31, which is negative in 32 bits.
+    // Rows 2^30 elements apart: the third starts at offset 2^31, which is negative in 32 bits.
     let run = |offset: &str| {
         let device = device.with_tree(probe_tree(&format!("params.y[{offset}] = blockIdx.x;")));
         let layout = Layout::of(&[3, 64], &[0, 1], &[0, (1 << 30) - 64]).unwrap();

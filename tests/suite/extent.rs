@@ -1,5 +1,4 @@
-//! How much of all that it could try a test tries: what a commit pays for, or everything; and what
-//! `attacks.sh` is told of it.
+//! How much a test runs: the share of a commit, or everything; and what `attacks.sh` counts.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,12 +8,12 @@ use dsv4_parity::change::{self, Candidate, Change, MOST_OPERATORS};
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
 
-/// Whether a test tries all that it has, and not only what a commit pays for.
+/// Whether a test runs everything, and not only the share of a commit.
 pub fn everything() -> bool {
     std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all")
 }
 
-/// What the commit changed; None where everything is asked for, or where git cannot tell.
+/// What the commit changed; `None` where everything is requested, or where git cannot report it.
 fn change() -> Option<&'static Change> {
     static CHANGE: LazyLock<Result<Change, String>> =
         LazyLock::new(|| Change::of_checkout(Path::new(env!("CARGO_MANIFEST_DIR"))));
@@ -24,8 +23,8 @@ fn change() -> Option<&'static Change> {
     CHANGE.as_ref().inspect_err(|why| println!("nothing is left out: {why}")).ok()
 }
 
-/// Whether a test that takes long is left to the run of everything: the commit changed nothing in
-/// the rooms that it is about. Others in its file are the smoke test of these rooms.
+/// Whether a long test is left to the run of everything, because the commit changed nothing in the
+/// rooms of the test. Other tests in its file are the smoke test of these rooms.
 pub fn left_out(rooms: &[&str]) -> bool {
     let Some(change) = change() else { return false };
     let left_out = !change.files.iter().any(|file| rooms.iter().any(|room| file.starts_with(room)));
@@ -39,9 +38,9 @@ pub fn left_out(rooms: &[&str]) -> bool {
     left_out
 }
 
-/// The operators of a test that goes through all of them and takes minutes: those that the commit
-/// concerns, as many as it runs, and a smoke test; all where everything is asked for, or git
-/// cannot tell what changed.
+/// The operators of a test that takes minutes for all operators. It runs those that the commit
+/// concerns, up to a maximum, and a smoke test. It runs all where everything is requested, or where
+/// git cannot report the changes.
 pub fn concerned_operators() -> Vec<&'static AnyOperator> {
     let all = registry::OPERATORS.to_vec();
     let Some(change) = change() else { return all };
@@ -62,7 +61,7 @@ pub fn concerned_operators() -> Vec<&'static AnyOperator> {
         .collect()
 }
 
-/// Says that so many attacks of a kind were held: `tests/attacks.sh` counts them.
+/// Prints how many attacks of a kind were withstood: `tests/attacks.sh` counts them.
 pub fn attacked(kind: &str, held: u64) {
     println!("attack: {held} {kind}");
 }

@@ -1,4 +1,4 @@
-//! External kernels: every way in which another process can be right, wrong, or gone.
+//! External kernels: every way in which another process can be right, wrong, or missing.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -24,18 +24,18 @@ use crate::command_line::{Parity, binary};
 use crate::extent::{attacked, concerned_operators, left_out};
 use crate::support;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const PROTOCOL: [&str; 3] = ["src/external/", "src/command/external.rs", "fixtures/external/"];
 
 const OPTIONS: CheckOptions = CheckOptions::of_kernels(0);
-/// No test waits longer for a process that is alive.
+/// Time limit of a test that waits for a live process.
 const LIMIT: Duration = Duration::from_secs(60);
 
 const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":64,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
 /// Two of its four rows have no valid slot.
 const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_heads":3,"head_dim":64,"values":"shared","v_dim":64,"num_keys":9,"topk":8,"indices":"empty_rows","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":true,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","key_gradients":"atomic","seed":1}"#;
 
-/// A kernel that lives in this process.
+/// A kernel that runs in this process.
 struct Kernel<F>(F);
 
 impl<F: FnMut(&Path) -> Result<(), RunError>> Call for Kernel<F> {
@@ -59,13 +59,13 @@ fn run(line: &str, options: ExternalOptions, call: impl Call + 'static) -> CaseR
     sweep::run_case(&case(line), Origin::Given, &External::new(Box::new(call), options), OPTIONS)
 }
 
-/// Our own kernel, as an honest stranger would run it.
+/// Our own kernel, run as a correct external kernel.
 fn honest(folder: &Path) -> Result<(), RunError> {
     external::answer(folder, support::device()).map_err(RunError::error)
 }
 
-/// Our own kernel with its outputs changed by `change`, which also gets the number of the run from
-/// 0.
+/// Our own kernel with its outputs modified by `change`, which also gets the number of the run,
+/// from 0.
 fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Call + 'static {
     let mut runs = 0;
     Kernel(move |folder: &Path| {
@@ -78,7 +78,7 @@ fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Ca
     })
 }
 
-/// Changes the numbers of one tensor.
+/// Changes the values of one tensor.
 fn map(tensors: &mut WireTensors, name: &str, change: impl Fn(usize, f64) -> f64) {
     let tensor = tensors.get_mut(name).unwrap_or_else(|| panic!("no `{name}`"));
     let values = tensor.dtype.decode(&tensor.bytes);
@@ -98,7 +98,7 @@ fn assert_agrees(record: &CaseRecord) {
     assert!(record.checks.iter().all(|check| check.compared > 0));
 }
 
-/// A case of which nothing is known but that the run failed, with all of `needles` in the message.
+/// A case whose run failed, with all of `needles` in the message.
 fn assert_no_outputs(record: &CaseRecord, verdict: Verdict, needles: &[&str]) {
     assert_eq!(
         failures(record),
@@ -122,7 +122,7 @@ fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
 fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
     for operator in concerned_operators() {
         let edge_cases = operator.edge_cases(Profile::Quick);
-        // Every operator's laws need inputs of other shapes somewhere among its edge cases.
+        // Every operator's laws need inputs of other shapes in at least one of its edge cases.
         for case in edge_cases.iter().step_by(edge_cases.len().div_ceil(5)) {
             let record = run(&case.line(), ExternalOptions::default(), Kernel(honest));
             assert_agrees(&record);
@@ -309,7 +309,7 @@ fn a_kernel_that_writes_to_its_inputs_is_found_by_the_file_and_by_its_echo() {
 
 #[test]
 fn laws_reach_the_kernel_with_the_variants_own_scalars() {
-    // A kernel that keeps the first scale it was given.
+    // A kernel that keeps the first scale that it got.
     let first = Rc::new(RefCell::new(None));
     let stale = Kernel(move |folder: &Path| {
         let path = folder.join(external::CASE);
@@ -339,14 +339,14 @@ fn a_base_2_lse_in_another_layout_agrees_through_its_adapter_only() {
         (lse.bytes, lse.shape) = (lse.dtype.encode(&transposed).unwrap(), vec![3, 4]);
         out.insert("softmax_lse".into(), lse);
     };
-    // Only the base differs, and nobody says so.
+    // Only the base differs, and no option declares it.
     let base_2 =
         |out: &mut WireTensors, _| map(out, "lse", |_, value| value * std::f64::consts::LOG2_E);
     let unsaid = run(ATTENTION, ExternalOptions::default(), changed(base_2));
     assert!(fails(&unsaid, "forward", "lse"), "{:?}", failures(&unsaid));
     let adapted = |text: &str| {
-        // The reference worker knows our names only: it is asked for them, and its answer made
-        // theirs.
+        // The reference worker knows only our names: its request uses our names, and its answer is
+        // converted to theirs.
         let mut call = changed(theirs);
         let kernel = Kernel(move |folder: &Path| {
             let path = folder.join(external::EXPECTED);
@@ -380,7 +380,7 @@ fn masked_slots_carry_the_declared_sentinel() {
             let mut inputs = wire::read(&folder.join(INPUTS), u64::MAX).unwrap();
             let indices = &inputs["indices"];
             seen.borrow_mut().extend(indices.dtype.decode(&indices.bytes));
-            // What stands for no key there is above every key here, and so no key either.
+            // Their value for no key is above every key here, so it is not a key here either.
             assert_eq!(indices.dtype, WireType::I64);
             let back = WireType::I32.encode(&indices.dtype.decode(&indices.bytes)).unwrap();
             let indices = inputs.get_mut("indices").unwrap();
@@ -399,7 +399,7 @@ fn masked_slots_carry_the_declared_sentinel() {
 
 #[test]
 fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
-    // One unit in the last place in every other run; and more than any budget.
+    // One unit in the last place in every other run; and an error above any budget.
     let jitter = |factor: f64| {
         changed(move |out, run| {
             map(out, "rstd", |_, value| if run % 2 == 1 { value * factor } else { value })
@@ -407,7 +407,7 @@ fn bits_that_vary_fail_unless_declared_and_then_the_budget_still_holds_them() {
     };
     let free = || adapter("[tensor.rstd]\nbitwise = false");
     let ulp = 1.0 + f64::from(f32::EPSILON);
-    // The hint is there where the last bits alone differ, and in no other case.
+    // The hint appears only where the last bits differ.
     let hinted = |record: &CaseRecord, check: &str| {
         let of =
             |c: &&CheckRecord| c.check == check && c.tensor == "rstd" && c.verdict == Verdict::Fail;
@@ -471,7 +471,7 @@ fn what_is_declared_absent_is_skipped_and_what_is_not_is_missing() {
 
 // ---------------------------------------------------------------- processes
 
-/// A request's folder, which nobody reads here.
+/// A request's folder, which nothing reads here.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a folder")
 }
@@ -488,7 +488,7 @@ fn assert_says(error: &RunError, needles: &[&str]) {
     }
 }
 
-/// Whether a process runs; one that nobody has waited for does not.
+/// Whether a process runs; a zombie does not.
 fn is_alive(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
     stat.rsplit(')')
@@ -541,7 +541,7 @@ fn what_a_command_leaves_running_is_ended_when_it_succeeds() {
     assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
 }
 
-/// A worker that a shell script is; `$dir` is the folder of the request that was read.
+/// A worker that is a shell script; `$dir` is the folder of its request.
 fn worker(script: &str, time_limit: Duration) -> Worker {
     let read = r#"request() { read -r line || exit 0; dir=${line#*:\"}; dir=${dir%\"*}; }"#;
     Worker::new(format!("{read}\n{script}"), time_limit)
@@ -565,7 +565,8 @@ fn a_worker_lives_on_between_requests_and_ends_with_its_owner() {
 
 #[test]
 fn a_worker_that_dies_or_reports_an_error_answers_the_next_request() {
-    // Errors while `bad` is there; `report` is said, anything else is how it ends.
+    // The file `bad` selects the failure: `report` is an error answer, any other word is how the
+    // worker ends.
     let script = r#"while request; do
         case $(cat "$dir/bad" 2>/dev/null) in
             report) echo '{"error":"width 3 is odd"}';;
@@ -605,7 +606,7 @@ fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
         let mut babbling = worker(&format!("request; echo '{answer}'; sleep 300"), LIMIT);
         assert_says(&babbling.call(dir.path()).expect_err(answer), &["answered", answer]);
     }
-    // The second line would be taken for the answer to the next request.
+    // The second line would be read as the answer to the next request.
     let mut twice = worker(
         r#"while request; do echo '{"ok":true}'; echo '{"ok":true}'; : > "$dir/said"; done"#,
         LIMIT,
@@ -615,13 +616,13 @@ fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
     while !dir.path().join("said").exists() && start.elapsed() < LIMIT {
         std::thread::sleep(Duration::from_millis(5));
     }
-    // It may be on its way through the pipe still.
+    // It may still be in the pipe.
     std::thread::sleep(Duration::from_millis(100));
     assert_says(&twice.call(dir.path()).expect_err("it said too much"), &["without a request"]);
 }
 
-/// Starts processes that would live on: of its group, of a session of their own, and one whose
-/// parent has ended; each says its number in `pids`.
+/// Starts processes that would survive: one in its group, one in a separate session, and one whose
+/// parent has ended. Each writes its id to `pids`.
 const LINGER: &str = r#"
     echo $$ >> "$PIDS"
     sleep 300 & echo $! >> "$PIDS"
@@ -630,14 +631,14 @@ const LINGER: &str = r#"
     while [ "$(wc -l < "$PIDS")" -lt 5 ]; do sleep 0.02; done
 "#;
 
-/// Ends the harness in this way while what it has started lingers: none of it runs then, and no
+/// Ends the harness in this way while its child processes still run: then none of them runs, and no
 /// temporary file is left.
 fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end: &str) {
     let dir = folder();
     let (pids, temporary) = (dir.path().join("pids"), dir.path().join("temporary"));
     std::fs::create_dir(&temporary).unwrap();
-    // Who runs these tests in the background of a script may ignore the signal, and so would all
-    // that they start.
+    // If these tests run in the background of a script, the signal may be ignored, also in all
+    // their children.
     let mut harness = Command::new("env")
         .arg("--default-signal=INT")
         .arg(binary())
@@ -729,7 +730,7 @@ fn nothing_of_a_worker_or_a_compiler_is_left_after_any_end_of_the_harness() {
 
 // ---------------------------------------------------------------- the command
 
-/// `parity external` about rms_norm in a folder of its own.
+/// `parity external` for rms_norm in a separate folder.
 fn parity(dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
     parity_about("rms_norm", dir, arguments)
 }
@@ -760,8 +761,8 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
         .assert_code(0);
     let one_shot = report(&dir.path().join("out"));
     assert_eq!((one_shot.verdict(), one_shot.cases[0].origin), (Verdict::Pass, Origin::Given));
-    // The operator whose sweep is shortest.
-    // It says of its arithmetic what the operator says of ours, so it is held to the same bounds.
+    // The operator with the shortest sweep. The kernel declares the same arithmetic as ours, so it
+    // has the same bounds.
     let adapter = dir.path().join("adapter.toml");
     std::fs::write(&adapter, "rounding = \"specification\"\nlanes = 32\n").unwrap();
     let adapter = ["--adapter", &adapter.display().to_string()];
@@ -807,7 +808,7 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
         ["run", "--ops", "swiglu", "--backend", &backend, "--out", &ours, "--regressions", &none];
     Parity::new(&[&run[..], &sweep].concat()).run().assert_code(0);
     assert_eq!(of_power(&report(&dir.path().join("ours"))), powers);
-    // Of a kernel that says nothing the bias is not judged, and verdicts have less power.
+    // If a kernel declares nothing, the bias is not judged, and verdicts have less power.
     let other = folder();
     parity_about("swiglu", other.path(), &[&["--worker", &reference()][..], &sweep].concat())
         .assert_code(0);
@@ -871,7 +872,7 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
     assert!(!dir.path().join("none").exists(), "somebody else's failure was remembered");
 }
 
-/// A command that takes cases with fp32 weights alone.
+/// A command that accepts only cases with fp32 weights.
 fn with_f32_weights() -> String {
     let unsupported = r#"{"unsupported":"bf16 weights"}"#;
     format!(
@@ -894,7 +895,7 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
             RunError::unsupported("64 heads only")
         );
     }
-    // A kernel that has run a case cannot be for none of its kind afterwards.
+    // A kernel that has run a case cannot reject all cases of its kind later.
     let mut runs = 0;
     let fickle = Kernel(move |folder: &Path| {
         runs += 1;
@@ -1038,7 +1039,7 @@ fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_o
     for (out, shard) in [("one", "0/2"), ("two", "1/2")] {
         sweep(out, &["--shard", shard]).assert_code(0);
     }
-    // A kill in the midst of a record.
+    // A kill in the middle of a record.
     let records = std::fs::read_to_string(dir.path().join("two/records.jsonl")).unwrap();
     let (first, rest) = records.split_once('\n').expect("two records at least");
     assert!(rest.lines().count() >= 1);
@@ -1138,7 +1139,7 @@ fn examples() -> PathBuf {
     support::fixtures().join("external")
 }
 
-/// Whether `python3 -c code` succeeds. Where it does not, what is skipped is said.
+/// Whether `python3 -c code` succeeds. If not, the skip is reported.
 pub fn python(code: &str, skipped: &str) -> bool {
     let works = Command::new("python3")
         .args(["-c", code])
@@ -1280,8 +1281,7 @@ fn a_worker_that_is_asked_says_how_long_its_kernel_takes_and_ours_is_timed_besid
     );
 }
 
-/// A `torch` whose GPU does what it is told in its own time, and of which nothing works once it is
-/// lost.
+/// A `torch` whose GPU works asynchronously, and where every call fails after the GPU is lost.
 const TORCH_WITH_GPU: &str = r#"
 import time
 
@@ -1387,7 +1387,7 @@ serve(kernel)";
     assert!(pids.len() == 3 && pids[0] == pids[1] && pids[1] != pids[2], "{pids:?}");
 }
 
-/// Lists of 37 slots and lengths of any kind, over keys of which those that no slot names are NaN.
+/// Lists of 37 slots and any lengths, over keys that are NaN where no slot names them.
 const PREFILL: &str = r#"{"operator":"sparse_attention","num_tokens":3,"num_heads":3,"head_dim":576,"values":"prefix","v_dim":512,"num_keys":11,"topk":37,"indices":"hostile","lengths":"hostile","sinks":"extreme","softmax_scale":0.0417,"logit_deviation":1.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":false,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","key_gradients":"atomic","seed":3}"#;
 /// Two stores of small pages.
 const DECODE: &str = r#"{"operator":"decode_attention","batch":3,"s_q":2,"num_heads":2,"nope_dim":448,"rope_dim":64,"window":{"topk":6,"num_pages":3,"page_size":2},"compressed":{"topk":9,"num_pages":2,"page_size":3},"indices":"hostile","lengths":"hostile","lengths_of":"both","sinks":"normal","softmax_scale":0.0442,"logit_deviation":1.0,"logit_shift":0.0,"row_magnitude":1.0,"num_blocks":2,"page_padding":0,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","seed":2}"#;

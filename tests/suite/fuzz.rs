@@ -1,9 +1,9 @@
-//! Every reader of a file or a line is given what a generator makes of valid ones, and bytes at
-//! random: it says what is wrong or takes it, and what it takes is used as the harness uses it.
-//! Nothing panics, aborts or takes much memory.
+//! Every reader of a file or a line gets mutated valid inputs, and random bytes. It reports an
+//! error or accepts the input, and accepted input is used as in the harness. Nothing panics, aborts
+//! or takes much memory.
 //!
 //! Each commit tries some hundreds of inputs for each reader, `PARITY_TESTS=all` more than 100,000
-//! in all.
+//! in total.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -40,31 +40,31 @@ use crate::support;
 const EACH_COMMIT: u32 = 300;
 const EVERYTHING: u32 = 11_000;
 
-/// The most memory that a process takes which tries them, in bytes.
+/// Memory limit of a process that tries them, in bytes.
 const MOST_MEMORY: u64 = 4 << 30;
 
 /// A change of a valid input.
 #[derive(Clone, Debug)]
 enum Change {
-    /// Another byte.
+    /// Replaces a byte.
     Byte(Index, u8),
-    /// Bytes in between.
+    /// Inserts bytes.
     Insert(Index, Vec<u8>),
-    /// Everything between two places is gone.
+    /// Removes everything between two places.
     Cut(Index, Index),
-    /// Everything behind is gone.
+    /// Removes everything after a place.
     End(Index),
-    /// A number is another one.
+    /// Changes a number.
     Number(Index, usize),
-    /// A word, a number or a bracket is another one.
+    /// Changes a word, a number or a bracket.
     Token(Index, usize),
-    /// A word, a number or a bracket stands in another one's place, too.
+    /// Copies a word, a number or a bracket to the place of another one.
     Swap(Index, Index),
-    /// A line is there again.
+    /// Repeats a line.
     Line(Index),
 }
 
-/// What a word, a number or a bracket becomes.
+/// Replacements of a word, a number or a bracket.
 const HOSTILE: [&str; 24] = [
     "0",
     "-1",
@@ -92,7 +92,7 @@ const HOSTILE: [&str; 24] = [
     "ä\u{0}ß",
 ];
 
-/// What a number becomes.
+/// Replacements of a number.
 const NUMBERS: [&str; 12] = [
     "0",
     "1",
@@ -182,8 +182,8 @@ fn apply(bytes: &mut Vec<u8>, change: &Change) {
     }
 }
 
-/// Inputs: valid ones with some changes, seldom bytes at random. Of a safetensors file mostly the
-/// header changes, whose length is then what its first bytes say.
+/// Inputs: valid ones with some changes, rarely random bytes. In a safetensors file mostly the
+/// header changes, and its first bytes then state the new length.
 fn inputs(valid: Vec<Vec<u8>>, safetensors: bool) -> impl Strategy<Value = Vec<u8>> {
     let changed = (any::<Index>(), prop::collection::vec(change(), 1..4), any::<u8>());
     let changed = changed.prop_map(move |(which, changes, lot)| {
@@ -201,7 +201,8 @@ fn inputs(valid: Vec<Vec<u8>>, safetensors: bool) -> impl Strategy<Value = Vec<u
     prop_oneof![15 => changed, 1 => prop::collection::vec(any::<u8>(), 0..600)]
 }
 
-/// Gives a reader its share of inputs, of which it must take some; `read` says whether it took one.
+/// Gives a reader its share of inputs, of which it must accept some; `read` returns whether it
+/// accepted one.
 fn tried(reader: &str, valid: Vec<Vec<u8>>, safetensors: bool, read: impl Fn(&[u8]) -> bool) {
     let cases = if everything() { EVERYTHING } else { EACH_COMMIT };
     let config = Config { cases, failure_persistence: None, ..Config::default() };
@@ -224,7 +225,7 @@ fn tried(reader: &str, valid: Vec<Vec<u8>>, safetensors: bool, read: impl Fn(&[u
     assert!((1..cases).contains(&taken.get()), "{reader}: {} of {cases} were taken", taken.get());
 }
 
-/// The same for a reader of a file of this name, in a folder of its own.
+/// The same for a reader of a file with this name, in a separate folder.
 fn tried_as_file(name: &str, valid: Vec<Vec<u8>>, read: impl Fn(&Path) -> bool) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
@@ -234,7 +235,7 @@ fn tried_as_file(name: &str, valid: Vec<Vec<u8>>, read: impl Fn(&Path) -> bool) 
     });
 }
 
-/// A small report of two operators, as a run makes it.
+/// A small report of two operators, as a run writes it.
 fn sample() -> &'static Report {
     static REPORT: OnceLock<Report> = OnceLock::new();
     REPORT.get_or_init(|| {
@@ -459,7 +460,7 @@ fn outputs_of_external_kernels() {
     tried_as_file("outputs.safetensors", vec![bytes], |path| wire::read(path, 1 << 20).is_ok());
 }
 
-/// The worker is a process: each input costs one.
+/// The worker is a process: each input costs one process.
 #[test]
 fn answers_of_external_workers() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What the comparison with a golden file sees. Every operator's files are tests of their own
+//! What the comparison with a golden file detects. Every operator's files have separate tests
 //! (`tests/operators`).
 
 use dsv4_parity::judge::golden_run;
@@ -11,7 +11,7 @@ use dsv4_parity::record::{CheckRecord, Verdict};
 use crate::command_line::Parity;
 use crate::support;
 
-/// The first golden file about rms_norm, with what the oracle says of it.
+/// The first golden file about rms_norm, with the oracle's results.
 fn first_file() -> (GoldenFile, GoldenCase, Truth) {
     let dir = support::fixtures().join("golden");
     let operator = registry::find("rms_norm").unwrap();
@@ -41,8 +41,7 @@ fn a_golden_value_that_is_no_finite_number_is_noticed_where_the_oracle_has_one()
     }
 }
 
-/// The operator that makes cases of a file of this name, whose tensors are those of `file`; what
-/// becomes of it.
+/// How many cases rms_norm makes of a file of this name with the tensors of `file`.
 fn made_of(file: &GoldenFile, name: &str) -> Result<usize, String> {
     let operator = golden_file::kind_of(name).to_owned();
     let file = GoldenFile { name: name.to_owned(), operator, ..file.clone() };
@@ -96,7 +95,7 @@ fn the_golden_files_of_an_operator_are_read_and_no_other() {
     all.iter().for_each(|name| std::fs::write(here.path().join(name), "no golden file").unwrap());
     let own = golden_run::files_about(here.path(), &[registry::find("rms_norm").unwrap()]).unwrap();
     assert!(!own.is_empty() && own.len() < all.len() / 2, "{own:?}");
-    // The others, which are none, would be errors.
+    // The other files are not golden files: reading one would be an error.
     for name in &own {
         std::fs::copy(dir.join(name), here.path().join(name)).unwrap();
     }

@@ -1,4 +1,4 @@
-//! `parity history`: measures over revisions, and drifts that no single comparison sees.
+//! `parity history`: measures over revisions, and drifts that no single comparison detects.
 
 use std::path::Path;
 
@@ -8,7 +8,8 @@ use dsv4_parity::report::history::{self, Line, Series};
 use crate::command_line::{Output, Parity};
 use crate::diff::report;
 
-/// Run `number` of a history: every measure wobbles, and what `factor` multiplies moves.
+/// Run `number` of a history: every measure has noise, and `factor` multiplies the budget uses of
+/// `y`.
 fn run(number: u32, factor: f64) -> Report {
     let mut report = report();
     report.started_unix += 86_400 * u64::from(number);
@@ -83,7 +84,7 @@ fn a_history_without_a_drift_warns_no_more_often_than_the_stated_rate() {
     };
     let template = &lines([run(0, 1.0)])[0];
     let histories = 200;
-    // A history warns if it does so after any of its runs.
+    // A history warns if it warns after any of its runs.
     let warned = (0..histories).filter(|_| {
         let all: Vec<Line> = (0..25).map(|_| Line { value: roll(), ..template.clone() }).collect();
         (2..=all.len()).any(|length| history::series(&all[..length])[0].drifts)

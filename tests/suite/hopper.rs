@@ -1,7 +1,6 @@
-//! Hopper's asynchronous machinery on both backends: products, pipelines and barriers against sums
-//! computed here, and, on the emulator alone, the same kernels with one line wrong. The kernels
-//! are in `kernels/cuda/selftest/selftest_wgmma.cu` and
-//! `kernels/cuda/selftest/selftest_hopper.cu`.
+//! Hopper's asynchronous features on both backends: MMAs, pipelines and barriers against sums
+//! computed here. On the emulator also the same kernels with one line wrong. The kernels are in
+//! `kernels/cuda/selftest/selftest_wgmma.cu` and `kernels/cuda/selftest/selftest_hopper.cu`.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -22,7 +21,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::extent::left_out;
 use crate::support;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const MALICE: [&str; 3] =
     ["kernels/runtime/src/", "kernels/runtime/emulator/", "kernels/cuda/ptx/hopper.h"];
 
@@ -30,10 +29,10 @@ const WGMMA: &str = "selftest_wgmma.cu";
 const HOPPER: &str = "selftest_hopper.cu";
 /// Random schedules under which a correct kernel must be correct.
 const SCHEDULES: u64 = 16;
-/// Random schedules within which an incorrect kernel must show.
+/// Random schedules within which an incorrect kernel must fail.
 const SCHEDULES_TO_SHOW: u64 = 8;
 
-/// The device under test if it has the machinery; `None`, counted and said, where it has not.
+/// The device under test if it has these features; otherwise `None`, which is counted and reported.
 fn hopper_device() -> Option<&'static Device> {
     static SKIPPED: AtomicU32 = AtomicU32::new(0);
     let device = support::device();
@@ -46,8 +45,8 @@ fn hopper_device() -> Option<&'static Device> {
     Some(device)
 }
 
-/// An emulator of its own, whose schedule no other test changes; `None` where another backend is
-/// under test.
+/// A separate emulator whose schedule no other test changes; `None` where another backend is under
+/// test.
 fn own_emulator() -> Option<Device> {
     if support::backend() != BackendKind::Emulator {
         return None;
@@ -58,7 +57,7 @@ fn own_emulator() -> Option<Device> {
     Some(Device::open(BackendKind::Emulator, options).expect("the emulator opens"))
 }
 
-/// The device with `wrong` in place of `right` in one of the sources.
+/// The device with `right` replaced by `wrong` in one of the sources.
 fn with_change(device: &Device, file: &str, right: &str, wrong: &str) -> Device {
     let text = dsv4_kernels::sources().text(file).expect("embedded").to_owned();
     assert_eq!(text.matches(right).count(), 1, "`{right}` is not once in {file}");
@@ -80,7 +79,7 @@ fn under_every_schedule(test: impl Fn(&Device)) {
     }
 }
 
-/// One launch under the memory contract, with the shared memory that the kernel asks for.
+/// One launch under the memory contract, with the shared memory that the kernel requires.
 fn launch(
     arena: &DeviceArena<'_>,
     (file, kernel): (&str, &str),
@@ -94,7 +93,7 @@ fn launch(
     Ok(())
 }
 
-/// Small integers of which neighbours along both axes differ.
+/// Small integers; neighbours along both axes differ.
 fn integers(rows: usize, columns: usize, factors: (usize, usize), modulus: usize) -> Vec<f64> {
     let value = |i: usize| (factors.0 * (i / columns) + factors.1 * (i % columns)) % modulus;
     (0..rows * columns).map(|i| value(i) as f64 - (modulus / 2) as f64).collect()
@@ -114,7 +113,7 @@ fn assert_same(what: &str, found: &[f64], expected: &[f64]) {
 const M: usize = 128;
 const K: usize = 128;
 
-/// One product: `[n, source of a, b transposed, accumulate]`.
+/// One MMA: `[n, source of a, b transposed, accumulate]`.
 type Way = [i32; 4];
 
 fn multiply(device: &Device, way: Way, a: &[f64], b: &[f64], c: &[f64]) -> Result<Vec<f64>> {
@@ -135,7 +134,7 @@ fn multiply(device: &Device, way: Way, a: &[f64], b: &[f64], c: &[f64]) -> Resul
     Ok(arena.download(&y)?.to_f64())
 }
 
-/// Inputs of a product, and `c + a b` or `a b`.
+/// Inputs of an MMA, and `c + a b` or `a b`.
 fn product(way: Way) -> [Vec<f64>; 4] {
     let n = way[0] as usize;
     let (a, b) = (integers(M, K, (7, 3), 17), integers(K, n, (5, 11), 13));
@@ -147,7 +146,7 @@ fn product(way: Way) -> [Vec<f64>; 4] {
 
 fn ways() -> impl Iterator<Item = Way> {
     let shapes = [64, 128, 256].into_iter().flat_map(|n| (0..3).map(move |source| (n, source)));
-    // Of the narrow ones A comes from registers alone, and B lies as it is.
+    // For the narrow shapes A comes only from registers, and B is not transposed.
     let narrow = [24, 72].into_iter().flat_map(|n| [[n, 2, 0, 1], [n, 2, 0, 0]]);
     shapes.flat_map(|(n, source)| [[n, source, 0, 1], [n, source, 1, 0]]).chain(narrow)
 }
@@ -189,7 +188,7 @@ fn warpgroup_products_have_the_bits_that_an_h100_gave() {
     }
 }
 
-/// `c + a b^T`, or `a b^T`, of codes of e4m3: a `[M, K]`, b `[n, K]`.
+/// `c + a b^T`, or `a b^T`, of e4m3 codes: a `[M, K]`, b `[n, K]`.
 fn multiply_e4m3(
     device: &Device,
     accumulate: bool,
@@ -213,7 +212,7 @@ fn multiply_e4m3(
     Ok(arena.download(&y)?.to_f64())
 }
 
-/// Random codes of e4m3 that are numbers, of exponents within so many binades below the largest.
+/// Random e4m3 codes that are numbers, with exponents within that many binades below the largest.
 fn codes(random: &mut ChaCha8Rng, count: usize, binades: u8) -> Vec<u8> {
     let code = |random: &mut ChaCha8Rng| {
         let exponent = 14 - random.random_range(0..binades);
@@ -318,7 +317,7 @@ const TILE: usize = 64;
 const STEPS: usize = 7;
 const BLOCKS: u32 = 2;
 
-/// `(a, b, y)`: b with the chunks of its rows where the kernel wants them, y by f64.
+/// `(a, b, y)`: b has the chunks of its rows where the kernel reads them, y is computed in f64.
 fn pipeline_data() -> (Vec<f64>, Vec<f64>, Vec<f64>) {
     let (a, b) =
         (integers(STEPS * TILE, TILE, (3, 7), 11), integers(STEPS * TILE, TILE, (5, 2), 7));
@@ -357,8 +356,8 @@ fn a_pipeline_of_copies_and_products_gives_the_exact_sums_under_every_schedule()
     });
 }
 
-/// What running the pipeline with `wrong` in place of `right` gives under each schedule: the
-/// fault's text, or "wrong sums", or nothing.
+/// The results of the pipeline with `right` replaced by `wrong`, for each schedule: the fault's
+/// text, or "wrong sums", or nothing.
 fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
     let device = with_change(&own_emulator()?, HOPPER, right, wrong);
     let (a, b, expected) = pipeline_data();
@@ -374,7 +373,7 @@ fn outcomes(right: &str, wrong: &str) -> Option<Vec<String>> {
     Some([None].into_iter().chain((1..=SCHEDULES_TO_SHOW).map(Some)).map(outcome).collect())
 }
 
-/// The change must show under some schedule, in words that contain `needle`.
+/// The change must fail under some schedule, with a message that contains `needle`.
 fn assert_shows(right: &str, wrong: &str, needle: &str) {
     let Some(outcomes) = outcomes(right, wrong) else { return };
     assert!(
@@ -665,12 +664,12 @@ const MATRICES: usize = 2;
 const MATRIX_ROWS: usize = 50;
 const ROW_BYTES: usize = 208;
 
-/// Bytes of which neighbours along all axes differ, none of them 0.
+/// Bytes whose neighbours along all axes differ, none of them 0.
 fn boxed_byte(matrix: usize, row: usize, column: usize) -> u8 {
     1 + ((7 * matrix + 31 * row + 5 * column) % 251) as u8
 }
 
-/// The box of a tensor from here on, as the kernel brings it: column, row, matrix.
+/// The box of a tensor from this position on, as the kernel loads it: column, row, matrix.
 fn copied_box(device: &Device, from: [usize; 3]) -> Result<Vec<u8>> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let places = (0..MATRICES * MATRIX_ROWS * ROW_BYTES)
@@ -692,7 +691,7 @@ fn copied_box(device: &Device, from: [usize; 3]) -> Result<Vec<u8>> {
     Ok(arena.download(&y)?.bytes)
 }
 
-/// What lies there, and zeros behind the tensor's end.
+/// The bytes of the tensor there, and zeros after the tensor's end.
 fn expected_box([first_column, first_row, matrix]: [usize; 3]) -> Vec<u8> {
     let byte = |i: usize| {
         let (row, column) = (first_row + i / BOX_ROW_BYTES, first_column + i % BOX_ROW_BYTES);
@@ -754,8 +753,8 @@ const CLUSTERS: usize = 2;
 const ROUNDS: usize = 5;
 const ROUND_ROWS: usize = CLUSTER * BOX_ROWS as usize;
 
-/// What clusters of blocks bring each other, block by block and round by round; `blocks` is how
-/// many there are.
+/// What the blocks of clusters copy to each other, block by block and round by round; `blocks` is
+/// the number of blocks.
 fn shared_boxes(device: &Device, blocks: usize) -> Result<Vec<u8>> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let shape = vec![CLUSTERS, ROUNDS * ROUND_ROWS, BOX_ROW_BYTES];
@@ -768,7 +767,7 @@ fn shared_boxes(device: &Device, blocks: usize) -> Result<Vec<u8>> {
     Ok(arena.download(&y)?.bytes)
 }
 
-/// The boxes of all rounds of both clusters, in the order in which blocks have them.
+/// The boxes of all rounds of both clusters, in the order of the blocks.
 fn boxes() -> Vec<u8> {
     let rows = ROUNDS * ROUND_ROWS;
     let byte = |i: usize| {
@@ -777,7 +776,7 @@ fn boxes() -> Vec<u8> {
     (0..CLUSTERS * rows * BOX_ROW_BYTES).map(byte).collect()
 }
 
-/// Each block of a cluster has all that its blocks copied.
+/// Each block of a cluster has everything that the cluster's blocks copied.
 fn expected_boxes() -> Vec<u8> {
     boxes()
         .chunks(ROUNDS * ROUND_ROWS * BOX_ROW_BYTES)

@@ -1,5 +1,5 @@
-//! Kernels that end, stall or deceive the process that they run in: each is its own launch's
-//! fault, and the device goes on.
+//! Kernels that end, stall or corrupt the process in which they run: each is a fault of its own
+//! launch, and the device continues.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Command, Stdio};
@@ -21,10 +21,10 @@ use crate::emulator::{emulator, probe_tree};
 use crate::extent::{attacked, everything, left_out};
 use crate::support::{backend, fixtures};
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const EMULATOR: [&str; 2] = ["kernels/runtime/src/", "kernels/runtime/emulator/"];
 
-/// The C library's functions that hostile kernels call; static constructors stand here, too.
+/// The C library's functions that hostile kernels call; static constructors are here too.
 const DECLARATIONS: &str = "
     #include <cassert>
     #include <pthread.h>
@@ -40,7 +40,7 @@ fn hostile(before: &str, body: &str) -> SourceTree {
     tree.with_text("probe.cu", text, "a hostile kernel")
 }
 
-/// Runs a probe of one block of 64 threads; y, an i32 `[64]`, comes back unless the launch failed.
+/// Runs a probe of one block of 64 threads. Returns y, an i32 `[64]`, unless the launch failed.
 fn run(device: &Device, tree: SourceTree) -> Result<Vec<i32>> {
     run_blocks(device, tree, 1)
 }
@@ -92,7 +92,7 @@ fn a_fault_on_a_gpu_fails_its_own_launch_and_the_next_one_gets_a_new_context() {
     }
 }
 
-/// The device still runs what is right.
+/// Checks that the device still runs correct kernels.
 fn assert_works(device: &Device, after: &str) {
     let ran = run(device, probe_tree("params.y[threadIdx.x] = threadIdx.x;"));
     assert_eq!(
@@ -102,9 +102,9 @@ fn assert_works(device: &Device, after: &str) {
     );
 }
 
-/// Where thread 5 does something, and the blocks of the launch, of which the last one has that
-/// thread: at the start; behind a barrier, in the last of three blocks; in the third step of a
-/// loop, while others wait for their warp.
+/// Places where thread 5 does something, and the number of blocks of the launch; the last block has
+/// that thread. The places are: at the start; after a barrier, in the last of three blocks; in the
+/// third iteration of a loop, while others wait for their warp.
 const PLACES: [(&str, &str, u32); 3] = [
     ("if (threadIdx.x == 5) {", "}", 1),
     ("__syncthreads(); if (blockIdx.x == 2 && threadIdx.x == 5) {", "} __syncthreads();", 3),
@@ -115,8 +115,8 @@ const PLACES: [(&str, &str, u32); 3] = [
     ),
 ];
 
-/// What is said of a kernel whose thread 5 does this, and of which thread: the same at every
-/// place; a commit tries the first.
+/// The fault's text for a kernel whose thread 5 does this, and the thread. Both are the same at
+/// every place; a commit tries the first place.
 fn said(device: &Device, before: &str, statement: &str) -> (String, String) {
     let places = if everything() { &PLACES[..] } else { &PLACES[..1] };
     let said: Vec<_> =
@@ -139,14 +139,15 @@ fn said_at(
     let (open, close, blocks) = place;
     let body = format!("{open} {statement} {close} params.y[threadIdx.x] = 1;");
     let error = run_blocks(device, hostile(before, &body), *blocks).expect_err(statement);
-    // A limit of a second, what a launch may take beyond it, and a compiler on a busy machine.
+    // The time limit of a second, what a launch may take beyond it, and a compiler on a busy
+    // machine.
     assert!(start.elapsed() < Duration::from_secs(20), "{statement} took {:?}", start.elapsed());
     assert_works(device, statement);
     match error {
         RuntimeError::Fault { kernel, block, thread, what } => {
             assert_eq!(kernel, "probe");
-            // What a kernel does to its files shows when it is over; of what ends every thread at
-            // once any block may be.
+            // Damage to files shows only when the kernel has ended. If every thread ends at once,
+            // any block may be reported.
             let its = format!("({}, 0, 0)", blocks - 1);
             assert!(
                 block.contains(&its) || what.contains("files"),
@@ -205,7 +206,7 @@ fn an_abort_a_failed_assertion_and_an_exception_are_faults_of_their_thread() {
     }
 }
 
-/// Writes where the compiler does not see which array it is, and two static shared arrays.
+/// Writes that hide from the compiler which array they use, and two static shared arrays.
 const BEYOND: &str = "
     __attribute__((noinline)) void put(volatile int* array, int at, int value) { array[at] = value; }
     __attribute__((noinline)) int get(volatile int* array, int at) { return array[at]; }
@@ -224,7 +225,7 @@ fn a_write_beyond_a_static_shared_array_is_a_fault_of_its_thread_that_names_the_
         ("put(second, 40 + params.count, 7);", "`second`, 0 bytes behind it"),
         ("put(first, -1, 7);", "`first`, 1 bytes before it"),
         ("put(second, -3, 7);", "`second`, 9 bytes before it"),
-        // 1 KB at once, and 500 bytes further on, in the midst of the pad.
+        // 1 KB at once, and 500 bytes further on, in the middle of the padding.
         ("for (int i = 0; i < 256; ++i) put(first, 32 + i, i);", "`first`, 0 bytes behind it"),
         ("put(second, 40 + 125, 0);", "`second`, 500 bytes behind it"),
     ] {
@@ -236,7 +237,7 @@ fn a_write_beyond_a_static_shared_array_is_a_fault_of_its_thread_that_names_the_
             error.contains("static shared variable") && error.contains(needle),
             "{statement}: {error}"
         );
-        // What lies far from the array is looked for when the block is over.
+        // Bytes far from the array are checked when the block has ended.
         assert!(
             error.contains("thread (5, 0, 0)") || statement.contains("125"),
             "{statement}: {error}"
@@ -271,7 +272,7 @@ fn what_a_kernel_adds_to_a_local_variable_that_nobody_set_is_no_sum() {
             "for (int i = 0; i < 8; ++i) put((int*)sums, i, get((int*)sums, i)); float sum = sums[3];",
         ),
     ] {
-        // What the stack held before is a zero on some machines.
+        // The old contents of the stack are zero on some machines.
         let body = format!("{declared} {added} params.y[threadIdx.x] = __float_as_int(sum);");
         let sums = run(&device, hostile(BEYOND, &body)).expect("it runs");
         assert!(
@@ -358,7 +359,7 @@ fn a_kernel_may_print_fork_and_use_half_a_megabyte_of_local_memory() {
 #[test]
 fn a_kernel_that_takes_all_memory_gets_none_and_the_machine_keeps_its_own() {
     let Some(device) = emulator() else { return };
-    // A page of each is used, so that it is not mapped in vain.
+    // One page of each is used, so that the mapping takes memory.
     let statement = "for (;;) *static_cast<volatile char*>(malloc(1 << 30)) = 1;";
     let (thread, what) = said(&device, "", statement);
     assert_eq!(thread, "(5, 0, 0)");
@@ -409,7 +410,7 @@ fn a_compiler_that_hangs_writes_garbage_or_dies_is_an_error_of_its_module() {
     assert_works(&device, "compilers that do not");
 }
 
-/// Whether a process is there that is no mere entry of one that has ended.
+/// Whether a process exists and is not a zombie.
 fn runs(process: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{process}/stat"));
     status.is_ok_and(|status| {

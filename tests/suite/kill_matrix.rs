@@ -1,5 +1,4 @@
-//! `parity mutants`: exit codes, what it prints, what it leaves behind. Always on the emulator, as
-//! [`crate::mutants`].
+//! `parity mutants`: exit codes, output, and files. Always on the emulator, as [`crate::mutants`].
 
 use std::path::Path;
 
@@ -14,7 +13,7 @@ use crate::command_line::{Output, Parity};
 use crate::extent::left_out;
 use crate::support::fixtures;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const MUTANTS: [&str; 4] =
     ["src/mutants/", "src/command/mutants.rs", "src/report/generated.rs", "fixtures/mutants/"];
 
@@ -42,8 +41,8 @@ fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
     Parity::new(&all).env("PARITY_FIXTURES", fixtures().to_str().expect("UTF-8")).run()
 }
 
-/// A mutant of kv_cache_write, whose cases are the cheapest, that is planted in one line, with one
-/// case.
+/// A planted mutant of kv_cache_write, whose cases are the cheapest, that changes one line and has
+/// one case.
 fn planted(find: &str, replace: &str) -> String {
     format!(
         r#"operator = "kv_cache_write"
@@ -105,7 +104,7 @@ fn a_killed_mutant_exits_with_0_and_a_generated_survivor_shows_its_line() {
         &planted(SCALE, "return to_e8m0(maximum_f32(amax, AMAX_FLOOR));"),
     );
     mutants(bugs.path(), &["--only", "cache_bug"]).assert_code(0);
-    // Any lane of a group may store its scale; the list that says so is not in this folder.
+    // Any lane of a group may store its scale; the list with this reason is not in this folder.
     let output =
         mutants(bugs.path(), &["--only", "kv_cache_write:write_group:comparison:023f4c12"]);
     output.assert_code(1);
@@ -133,7 +132,7 @@ fn mutants_that_the_time_budget_leaves_out_are_skips_and_no_kills() {
     assert_eq!((skip.what.as_str(), skip.count), ("generated mutants of kv_cache_write", 9));
 }
 
-/// A seed whose sample of three holds a mutant of kv_cache_write that changes nothing.
+/// A seed whose sample of three contains a mutant of kv_cache_write that changes nothing.
 fn seed_of_a_survivor() -> u64 {
     let list = Equivalents::load(&fixtures().join("mutants")).expect("a list");
     let all = generated::generate(&dsv4_kernels::sources(), "kv_cache_write").expect("mutants");
@@ -148,7 +147,7 @@ fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_a
     if left_out(&MUTANTS) {
         return;
     }
-    // Without the list of equivalent mutants, one that changes nothing is a survivor.
+    // Without the list of equivalent mutants, a mutant that changes nothing survives.
     let (bugs, out) = (folder("none.txt", ""), tempfile::tempdir().expect("a scratch directory"));
     let (path, seed) = (out.path().to_str().expect("UTF-8"), seed_of_a_survivor().to_string());
     let run = |more: &[&str]| {
@@ -185,7 +184,7 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
     let stale = "kv_cache_write:largest_magnitude:constant:00000000";
     mutants(none.path(), &["--only", stale])
         .assert_bad_input(&[stale, "there is kv_cache_write:largest_magnitude:constant:"]);
-    // One that is planted for another operator, or for a chain, has a test all the same.
+    // A mutant planted for another operator, or for a chain, still has a test.
     let of_a_chain = "moe_weight_applied_twice";
     mutants(&fixtures().join("mutants"), &["--only", of_a_chain]).assert_bad_input(&[
         of_a_chain,

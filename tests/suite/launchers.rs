@@ -1,6 +1,6 @@
-//! What launchers refuse, argument by argument, beyond what [`refusals`] derives for every
-//! operator: scalars, workspaces and the rules between arguments; and what the deterministic sums
-//! of sparse attention promise of chunks.
+//! What launchers reject, argument by argument, beyond what [`refusals`] derives for every
+//! operator: scalars, workspaces and the rules between arguments. Also what the deterministic sums
+//! of sparse attention guarantee for chunks.
 //!
 //! [`refusals`]: dsv4_parity::operator::refusals
 
@@ -15,7 +15,7 @@ use dsv4_runtime::{
 
 use crate::support;
 
-/// The launcher must refuse `argument`, in words that contain `needle`.
+/// The launcher must reject `argument` with a message that contains `needle`.
 pub fn assert_refused<T: std::fmt::Debug>(result: Result<T>, argument: &str, needle: &str) {
     match result {
         Err(RuntimeError::Argument { argument: found, reason, .. }) => {
@@ -26,7 +26,7 @@ pub fn assert_refused<T: std::fmt::Debug>(result: Result<T>, argument: &str, nee
     }
 }
 
-/// Places dense tensors of zeros, none of which is ever written by a refused call.
+/// Places dense tensors of zeros; a rejected call never writes them.
 struct Placed {
     arena: DeviceArena<'static>,
 }
@@ -43,7 +43,7 @@ impl Placed {
     }
 }
 
-/// A view of the same memory with another shape, densely laid out.
+/// A view of the same memory with another shape, dense.
 fn shaped(view: &TensorView, shape: &[usize]) -> TensorView {
     TensorView { shape: shape.to_vec(), strides: Layout::dense(shape).strides, ..view.clone() }
 }
@@ -56,7 +56,7 @@ fn typed(view: &TensorView, dtype: DType) -> TensorView {
     TensorView { dtype, ..view.clone() }
 }
 
-/// The same view, so many bytes further.
+/// The same view, that many bytes further.
 pub fn shifted(view: &TensorView, bytes: i64) -> TensorView {
     TensorView { address: view.address.wrapping_add_signed(bytes), ..view.clone() }
 }
@@ -66,7 +66,7 @@ fn at(view: &TensorView, other: &TensorView) -> TensorView {
     TensorView { address: other.address, ..view.clone() }
 }
 
-/// The same tensors, with `change` of the one called `name` in its place.
+/// The same tensors, with `change` applied to the one called `name`.
 fn changed(
     views: &Views,
     name: &'static str,
@@ -249,7 +249,7 @@ fn the_launcher_of_ropes_table_names_the_argument_that_it_refuses() {
     }
 }
 
-/// The tensors of a call, and what it is told beside them.
+/// The tensors of a call, and its other arguments.
 #[derive(Clone)]
 struct Call<O> {
     views: Views,
@@ -276,7 +276,7 @@ impl<O: Clone> Call<O> {
         self.set(name, |view| typed(view, dtype));
     }
 
-    /// Puts a tensor at another one's address.
+    /// Moves a tensor to another one's address.
     fn put_at(&mut self, name: &'static str, other: &str) {
         let other = self.views[other].clone();
         self.set(name, |view| at(view, &other));
@@ -325,7 +325,7 @@ impl Attention {
         sparse_attention::workspace_bytes(&self.views, self.options, DType::Bf16).unwrap()
     }
 
-    /// With the first keys as values of their own.
+    /// With a separate tensor of values, which `change` makes from the keys.
     fn separate(&mut self, change: impl FnOnce(&TensorView) -> TensorView) {
         self.views.put("v", change(&self.views["k"]));
         self.options.v_dim = None;
@@ -421,7 +421,7 @@ fn the_launcher_of_the_deterministic_backward_refuses_one_byte_less_and_no_chunk
     let refused = |argument, needle, change: &dyn Fn(&mut Attention)| {
         assert_refused(attention.with(change).backward(), argument, needle);
     };
-    // 4 heads are one block: a row of 64 floats for each of 5 slots of one token at least.
+    // 4 heads are one block: a row of 64 floats for each of 5 slots of at least one token.
     let bytes = attention.views["workspace"].elements();
     assert!(bytes >= atomic + 5 * 64 * 4, "{bytes} bytes, {atomic} with atomics");
     let short = format!("{} bytes", bytes - 1);
@@ -447,7 +447,7 @@ fn more_tokens_in_a_chunk_than_there_are_need_no_more_memory() {
     assert_eq!(sparse_attention::default_chunk_tokens(&whole.views, whole.options).unwrap(), 2);
 }
 
-/// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token of which some are
+/// dk in f32, of 5 tokens, 70 heads (two blocks), 7 keys, and 19 slots a token, some of them
 /// invalid.
 fn summed_key_gradient(
     device: &Device,
@@ -542,7 +542,7 @@ impl Recompute {
         }
     }
 
-    /// With the causal ranking in place of lists.
+    /// With the causal ranking instead of lists.
     fn causal(&self) -> Self {
         Self { views: self.views.without(&["indices", "topk_length"]), options: self.options }
     }
@@ -607,7 +607,7 @@ fn the_launchers_of_score_recompute_name_the_argument_that_they_refuse() {
     refused("lse", "must be present", &|r| r.remove("lse"));
     refused("shift", "overlaps `l1`", &|r| r.put_at("shift", "l1"));
     assert_refused(selected.with(|r| r.remove("target")).target(), "target", "must be present");
-    // What a launch writes alone may lie where another one's tensors do.
+    // A launch's tensors may overlap only tensors that the launch does not get.
     assert_refused(
         selected.with(|r| r.put_at("lse", "lse_beside")).lse(),
         "lse",
@@ -621,7 +621,7 @@ fn the_launchers_of_score_recompute_name_the_argument_that_they_refuse() {
 
 #[test]
 fn more_rows_to_merge_than_32_bits_count_are_refused() {
-    // Nothing is read or written before the refusal: the tensors lie nowhere.
+    // Nothing is read or written before the rejection: the tensors have no memory.
     let (tokens, heads) = (1 << 24, 1 << 7);
     let shaped =
         |address, dtype, shape: &[usize]| TensorView::dense("nowhere", address, dtype, shape);

@@ -1,5 +1,5 @@
-//! Every kernel takes each of its tensors in a layout of its own: rows at any distance, outer axes
-//! in any order. The bits must be those of dense tensors, and gaps must stay untouched.
+//! Every kernel accepts each of its tensors in a separate layout: rows at any distance, outer axes
+//! in any order. The bits must be those of dense tensors, and gaps must not be written.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use dsv4_runtime::{Contract, Device};
 use crate::extent::{concerned_operators, left_out};
 use crate::support;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const LAYOUTS: [&str; 4] =
     ["src/operator/", "src/case/", "kernels/runtime/src/arena.rs", "kernels/runtime/src/tensor.rs"];
 
@@ -24,8 +24,8 @@ fn run(device: &Device, case: &Case) -> KernelRun {
     run
 }
 
-/// Names of the tensors whose bits differ where they lie otherwise; those that are summed in any
-/// order aside. The spread tensors take the same paths.
+/// Names of the tensors whose bits depend on the layout, without those that are summed in any
+/// order. The spread tensors take the same paths.
 fn differing(device: &Device, dense: &KernelRun, spread: &Case) -> Vec<&'static str> {
     let spread_run = run(device, spread);
     assert_eq!(dense.paths, spread_run.paths, "{}", spread.line());
@@ -41,13 +41,13 @@ fn differing_runs(dense: &KernelRun, spread_run: &KernelRun) -> Vec<&'static str
         .collect()
 }
 
-/// Cases, the smallest lines' first, until every path of the operator was compared; returns those
-/// that were not.
+/// Runs cases, those with the shortest lines first, until every path of the operator was compared;
+/// returns the paths that were not.
 fn compare_until_every_path_ran(operator: &AnyOperator) -> BTreeSet<String> {
     let device = support::device();
     let mut left: BTreeSet<String> = operator.describe().paths.into_iter().collect();
     let mut seen = BTreeSet::new();
-    // Typical cases are the last ones.
+    // Typical cases come last.
     for case in operator.edge_cases(Profile::Quick).into_iter().rev() {
         let [dense, spread] = operator.laid_out(&case).unwrap();
         let runs = [&dense, &spread]
@@ -65,8 +65,8 @@ fn compare_until_every_path_ran(operator: &AnyOperator) -> BTreeSet<String> {
             left.retain(|path| !dense.paths.contains(path));
         }
     }
-    // What only some layouts take, of rows whose extent no case chooses, writes what dense rows
-    // get.
+    // Paths that only some layouts take, for row sizes that no case chooses, write the same as
+    // dense rows.
     for case in operator
         .edge_cases(Profile::Quick)
         .iter()

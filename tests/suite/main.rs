@@ -1,7 +1,7 @@
 //! One binary for every integration test: `cargo test --test suite NAME`.
 //!
-//! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`; a demanded backend
-//! that is missing is an error, never a skip.
+//! Everything runs on the emulator, or on a GPU with `PARITY_BACKEND=cuda`. If the demanded backend
+//! is missing, that is an error, never a skip.
 
 mod bad_input;
 mod benchmarks;

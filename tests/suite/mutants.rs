@@ -1,6 +1,5 @@
-//! Planted bugs (`fixtures/mutants`): what the list covers, and what planting does. That each of
-//! them is seen by the check that was expected to see it is a test of its own (`tests/operators`).
-//! Always on the emulator.
+//! Planted bugs (`fixtures/mutants`): what the list covers, and what planting does. Other tests
+//! (`tests/operators`) check that the expected check sees each of them. Always on the emulator.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -15,14 +14,14 @@ use dsv4_runtime::{BackendKind, Device};
 use crate::extent::left_out;
 use crate::support::fixtures;
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const STRIDES: [&str; 3] = ["src/operator/layouts.rs", "fixtures/mutants/", "src/sweep/"];
 
-/// Random schedules for each case: few, since a race that they miss is a weakness worth seeing.
+/// Random schedules for each case: only a few, because a race that they miss is a weakness that
+/// should show.
 const SCHEDULES: u32 = 4;
 
-/// Catalogue entries that must be planted: those of the catalogue's own proposal that concern
-/// these operators.
+/// Catalogue entries that must be planted: those that the catalogue proposes for these operators.
 const REQUIRED: &[&str] = &[
     "FM-01", "FM-02", "FM-03", "FM-04", "FM-05", "FM-06", "FM-07", "FM-08", "FM-09", "FM-10",
     "FM-11", "FM-12", "FM-13", "FM-14", "FM-15", "FM-16", "FM-17", "FM-18", "FM-19", "FM-20",
@@ -154,7 +153,7 @@ fn planting_leaves_the_tree_as_it_was() {
     assert!(planted.origin().contains(&mutant.id), "{}", planted.origin());
 }
 
-/// What a sweep draws by itself must see them, not only the case that each brings along.
+/// The drawn cases of a sweep must see them, and not only the case of the mutant.
 #[test]
 fn strides_mixed_up_or_cut_to_32_bits_are_seen_by_the_edge_cases_of_every_sweep() {
     if left_out(&STRIDES) {

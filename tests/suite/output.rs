@@ -1,5 +1,5 @@
-//! What the commands print and to whom: closed pipes, full disks, colour, `--quiet`, `--json`,
-//! JUnit, annotations.
+//! What the commands print and where: closed pipes, full disks, colour, `--quiet`, `--json`, JUnit,
+//! annotations.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::command_line::{PRODUCT, Parity, WRONG_PRODUCT, binary, changed_kernels};
 use crate::support;
 
-/// What is set where the tests run must not decide what is printed.
+/// The environment of the tests must not change the output.
 const SURROUNDINGS: [&str; 7] = [
     "PARITY_BACKEND",
     "PARITY_LOG",
@@ -29,7 +29,7 @@ const SURROUNDINGS: [&str; 7] = [
 
 const CASE: &str = r#"{"operator":"rms_norm","num_rows":2,"width":8,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
 
-/// A folder with a report, a history and a repository, to call every command in.
+/// A folder with a report, a history and a repository, in which every command runs.
 struct Scene {
     dir: tempfile::TempDir,
 }
@@ -107,7 +107,7 @@ impl Scene {
         self.call(&arguments).output().expect("it runs")
     }
 
-    /// For each command a call that prints to standard output, the shortest there is.
+    /// For each command the shortest call that prints to standard output.
     fn calls(&self) -> Vec<(&'static str, Vec<String>)> {
         let golden = support::fixtures().join("golden").display().to_string();
         let backend = support::backend().to_string();
@@ -169,8 +169,8 @@ impl Scene {
         calls.into_iter().chain(rest).collect()
     }
 
-    /// A call with some standard output. Requests of a worker come from a file, one of them and no
-    /// folder.
+    /// A call with the given standard output. Requests of a worker come from a file with one
+    /// request and no folder.
     fn ended(&self, (name, call): &(&str, Vec<String>), stdout: impl Into<Stdio>) -> Output {
         let mut command = self.call(call);
         if *name == "external-worker" {
@@ -199,12 +199,12 @@ fn commands() -> Vec<String> {
     lines.filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect()
 }
 
-/// A pipe that nobody reads.
+/// A pipe whose reader is closed.
 fn closed_pipe() -> std::io::PipeWriter {
     std::io::pipe().expect("a pipe").1
 }
 
-/// Whether a call ended before it printed, since this machine has no NVRTC.
+/// Whether a call ended before it printed because this machine has no NVRTC.
 fn needs_nvrtc(name: &str, output: &Output) -> bool {
     let missing = name == "compile" && output.status.code() == Some(3);
     if missing {
@@ -265,12 +265,12 @@ fn errors_failures_and_logs_end_quietly_when_standard_error_is_closed() {
     };
     assert_eq!(code(&mut call(&["ops", "frobnicate"])), Some(2));
     assert_eq!(code(&mut call(&["frobnicate"])), Some(2));
-    // A warning of the log.
+    // A warning in the log.
     let blocked = scene.dir.path().join("a file");
     std::fs::write(&blocked, "").expect("a file");
     let sweep = Scene::sweep("again", &[]);
     assert_eq!(code(scene.call(&sweep).env("PARITY_CACHE_DIR", blocked.join("within"))), Some(0));
-    // A case that fails.
+    // A failing case.
     let kernels = changed_kernels(scene.dir.path(), "swiglu.cu", PRODUCT, WRONG_PRODUCT)
         .display()
         .to_string();
@@ -478,7 +478,7 @@ fn mutants_that_were_chosen_are_printed_as_json() {
         serde_json::from_str::<Value>(&output.stdout)
             .unwrap_or_else(|error| panic!("{error}: {}", output.stdout))
     };
-    // A planted one brings its own cases: the others are not run.
+    // A planted mutant has its own cases: the others do not run.
     let planted = planted::load(&support::fixtures().join("mutants")).expect("mutants");
     let one = planted.iter().find(|mutant| mutant.operator == "kv_cache_write").expect("a mutant");
     let results = mutants(&["--only", &one.id]);
@@ -677,7 +677,7 @@ fn an_unknown_operator_is_answered_with_similar_ones() {
     let nothing = Parity::new(&["ops", "zzz"]).run();
     nothing.assert_bad_input(&["zzz", "parity ops"]);
     assert!(!nothing.stderr.contains("did you mean"), "{}", nothing.stderr);
-    // clap's own, for commands and options.
+    // From clap, for commands and options.
     assert!(Parity::new(&["replya"]).run().stderr.contains("'replay'"));
     assert!(Parity::new(&["run", "--opps", "rope"]).run().stderr.contains("'--ops'"));
 }
@@ -751,7 +751,7 @@ fn man_pages_are_written_for_every_command() {
 
 // ---------------------------------------------------------------- what the help and messages say
 
-/// The sources below a folder of the project; none where the tests travelled without them.
+/// The sources below a folder of the project; none where the tests run without sources.
 fn sources(folder: &str) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)];
@@ -771,7 +771,7 @@ fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 
 #[test]
 fn the_help_names_every_environment_variable_that_is_read() {
-    /// Between processes of this program, at build time, and of tests.
+    /// Variables between processes of this program, at build time, and of tests.
     const OWN: [&str; 9] = [
         "PARITY_WORKER",
         "PARITY_SUPERVISOR",

@@ -1,6 +1,6 @@
-//! What a sweep on a GPU takes is known without one: launchers choose their kernels by the
-//! device's name, its multiprocessors and the case, on a device that accepts launches and runs
-//! none.
+//! The paths of a sweep on a GPU are known without one. Launchers choose their kernels by the
+//! device's name, its number of SMs and the case. The device here accepts launches and runs
+//! nothing.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use crate::support;
 
-/// An H200, of which an H100 differs by its memory.
+/// An H200; an H100 differs only in its memory.
 fn hopper() -> Environment {
     Environment {
         backend: BackendKind::Cuda,
@@ -26,7 +26,7 @@ fn hopper() -> Environment {
     }
 }
 
-/// The paths that a case's launchers take there; none of a case that a sweep leaves out there.
+/// The paths that a case's launchers take there; none for a case that a sweep skips there.
 fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String> {
     if operator.cannot_run(case, device.environment()).is_some() {
         return Vec::new();
@@ -39,7 +39,7 @@ fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String>
     ran.paths
 }
 
-/// The declared paths that no case takes which every sweep runs, and those that are taken and not
+/// The declared paths that no case of every sweep takes, and the paths that are taken but not
 /// declared.
 fn never_taken(
     operator: &AnyOperator,
@@ -62,7 +62,7 @@ fn never_taken(
     [never, unknown]
 }
 
-/// Where some operator's sweep misses a path of this device, or takes one that it does not declare.
+/// Reports where some operator's sweep misses a path of this device, or takes an undeclared one.
 fn gaps(environment: &Environment) -> Vec<String> {
     let regressions = Regressions::new(support::fixtures().join("regressions"));
     registry::OPERATORS
@@ -83,7 +83,7 @@ fn on_a_hopper_gpu_every_declared_path_is_taken_by_an_edge_case_or_a_remembered_
 #[test]
 fn on_the_device_under_test_every_declared_path_is_taken_by_an_edge_case_or_a_remembered_one() {
     let environment = support::device().environment();
-    // GPUs of another generation have no path of Hopper's.
+    // GPUs of another generation have none of Hopper's paths.
     if environment.backend == BackendKind::Emulator || environment.target == "sm_90a" {
         assert_eq!(gaps(environment), [""; 0]);
     }

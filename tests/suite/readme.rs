@@ -1,4 +1,4 @@
-//! What README.md shows works as it stands.
+//! The examples in README.md work as written.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -11,10 +11,10 @@ mod judge_your_kernel;
 
 use crate::support;
 
-/// As it was when this was built: a GPU machine has no sources.
+/// The text at build time: a GPU machine has no sources.
 const README: &str = include_str!("../../README.md");
 
-/// The block of the README that begins with this line, up to the line that ends it.
+/// The block of the README that starts with this line, up to its last line.
 fn block(begin: &str) -> &'static str {
     let (_, rest) = README.split_once(begin).expect(begin);
     rest.split_once("\n```").expect("the end of a block").0

@@ -1,12 +1,12 @@
-//! What the sampler draws is distributed as it should be, and never what a filter leaves out
-//! (inference 12.3): counts of many rows of one distribution, whose steps alone differ.
+//! The sampler's results have the right distribution, and never an id that a filter excludes
+//! (inference 12.3). The tests count many rows of one distribution that differ only in their steps.
 
 use dsv4_kernels::head::sampler;
 use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, Views};
 
 use crate::support;
 
-/// A distribution, and what limits it.
+/// A distribution, and its filters.
 struct Asked {
     logits: Vec<f64>,
     temperature: f64,
@@ -21,7 +21,7 @@ impl Asked {
         Self { logits, temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 }
     }
 
-    /// How often each id comes in `rows` rows of steps 0, 1, 2 and so on.
+    /// How often each id occurs in `rows` rows of steps 0, 1, 2 and so on.
     fn counts(&self, device: &Device, rows: usize) -> Vec<u64> {
         let width = self.logits.len();
         let of_rows =
@@ -57,8 +57,8 @@ impl Asked {
     }
 }
 
-/// The sum of (found - expected)^2 / expected over what has a probability. What has none never
-/// comes.
+/// The sum of (found - expected)^2 / expected over the ids with a probability. An id without
+/// probability never occurs.
 fn chi_square(counts: &[u64], probabilities: &[f64]) -> f64 {
     let (draws, sum) = (counts.iter().sum::<u64>() as f64, probabilities.iter().sum::<f64>());
     let term = |(&count, &p): (&u64, &f64)| match p * draws / sum {
@@ -71,9 +71,9 @@ fn chi_square(counts: &[u64], probabilities: &[f64]) -> f64 {
     counts.iter().zip(probabilities).map(term).sum()
 }
 
-/// What a chi-square of so many degrees of freedom exceeds with a probability of 1e-6, by the
-/// approximation of Wilson and Hilferty: its cube root is nearly normal. 4.753 is that quantile of
-/// a normal number.
+/// The value that a chi-square of this many degrees of freedom exceeds with a probability of 1e-6.
+/// By the approximation of Wilson and Hilferty its cube root is nearly normal; 4.753 is that
+/// quantile of the normal distribution.
 fn threshold(degrees: usize) -> f64 {
     let (degrees, quantile) = (degrees as f64, 4.753);
     let spread = 2.0 / (9.0 * degrees);
@@ -82,8 +82,8 @@ fn threshold(degrees: usize) -> f64 {
 
 #[test]
 fn the_threshold_is_that_of_the_tables() {
-    // What a chi-square of so many degrees of freedom exceeds with a probability of 1e-6; the
-    // approximation is on the far side.
+    // The value that a chi-square of this many degrees of freedom exceeds with a probability of
+    // 1e-6; the approximation is on the far side.
     for (degrees, table) in [(3, 30.66), (7, 40.52), (30, 82.04)] {
         let ratio = threshold(degrees) / table;
         assert!((1.0..1.08).contains(&ratio), "{degrees}: {ratio}");
@@ -95,11 +95,11 @@ fn tokens_come_as_often_as_their_probabilities_say() {
     let device = support::device();
     let four = [0.4, 0.3, 0.2, 0.1];
     let many: Vec<f64> = (1..=30).map(|id| f64::from(id % 7 + 1)).collect();
-    // Twice the temperature, the square roots.
+    // Twice the temperature gives the square roots.
     let roots: Vec<f64> = many.iter().map(|p| p.sqrt()).collect();
     let asked = |temperature| Asked { temperature, ..Asked::of(&many) };
     let filtered = |temperature| Asked { top_k: 29, ..asked(temperature) };
-    // The rarest, of the highest id among equals, is left out.
+    // The rarest id, the highest among equal ones, is excluded.
     let mut without = roots.clone();
     without[27] = 0.0;
     let cases: [(&str, Asked, &[f64]); 4] = [

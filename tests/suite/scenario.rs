@@ -24,7 +24,7 @@ const NAME: &str = "attention_output_rotation";
 
 const OPTIONS: CheckOptions = CheckOptions::of_kernels(1);
 
-/// Hostile lists, sinks of the order of lse, a gradient of lse.
+/// Hostile lists, sinks of the magnitude of lse, a gradient of lse.
 fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
     SparseAttentionCase {
         num_tokens: 5,
@@ -50,7 +50,7 @@ fn case(values: Values, v_dim: usize) -> SparseAttentionCase {
     }
 }
 
-/// The chain on strided rows; the registry's, or the one whose rotation runs in place.
+/// The chain on strided rows: the registry's chain, or one whose rotation runs in place.
 fn prepare(
     attention: SparseAttentionCase,
     rope_dim: usize,
@@ -107,9 +107,9 @@ fn in_place_rotation_of_the_saved_output_is_reported_as_an_overwritten_input_and
  {
     for (values, v_dim, rope_dim) in [(Values::Shared, 64, 64), (Values::Separate, 32, 16)] {
         let outcome = outcome(case(values, v_dim), rope_dim, true);
-        // delta = <out, dout> alone is spoilt: y, dout, and (by its absence here) dv, stay right.
+        // Only delta = <out, dout> is corrupted: y, dout, and (by its absence here) dv, stay right.
         let wrong = ["dk", "dq", "dsink"];
-        // What is given as saved is what the forward left, which dsink no longer follows from.
+        // The saved tensors are those that the forward left, and dsink no longer follows from them.
         let mut expected =
             BTreeSet::from([("inputs_unchanged", "out"), ("gradient_of_saved", "dsink")]);
         expected.extend(

@@ -1,5 +1,5 @@
-//! Both backends against truths computed here, on the host, from definitions: the number formats,
-//! the CUDA programming guide's warp functions, f64 matrix products. The kernels are in
+//! Both backends against references computed here, on the host, from definitions: the number
+//! formats, the CUDA programming guide's warp functions, f64 GEMMs. The kernels are in
 //! `kernels/cuda/selftest/selftest.cu`.
 
 use dsv4_reference::TensorCore;
@@ -24,7 +24,7 @@ fn under_every_schedule(test: impl Fn(&Device)) {
     if support::backend() == BackendKind::Cuda {
         return;
     }
-    // A device of its own: the schedule belongs to the device, and other tests share theirs.
+    // A separate device: the schedule belongs to the device, and other tests share theirs.
     let own = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())
         .expect("the emulator opened before");
     for seed in 1..=SCHEDULES {
@@ -63,7 +63,7 @@ fn f32s(tensor: &HostTensor) -> Vec<f32> {
     tensor.bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// Two lists that must be equal, element by element; says where they are not.
+/// Checks that two lists are equal, element by element, and reports where they differ.
 fn assert_same<T: PartialEq + std::fmt::Debug>(what: &str, found: &[T], expected: &[T]) {
     assert_eq!(found.len(), expected.len(), "{what}: number of elements");
     assert!(!found.is_empty(), "{what}: nothing to compare");
@@ -87,7 +87,7 @@ struct Format {
 }
 
 impl Format {
-    /// Codes `0..count` of a sign-less format with IEEE-like subnormals.
+    /// Codes `0..count` of an unsigned format with IEEE-like subnormals.
     fn new(count: u32, mantissa_bits: u32, bias: i32) -> Self {
         let value = |code: u32| {
             let (exponent, mantissa) =
@@ -102,8 +102,8 @@ impl Format {
         Self { magnitudes: (0..count).map(value).collect() }
     }
 
-    /// All finite bf16, and the code of infinity with the value that the next exponent would have:
-    /// IEEE rounds to infinity what is nearer to that than to the largest finite number.
+    /// All finite bf16, and the code of infinity with the value that the next exponent would have.
+    /// IEEE rounds to infinity what is nearer to that value than to the largest finite number.
     fn bf16() -> Self {
         Self::new(0x7f81, 7, 127)
     }
@@ -116,8 +116,7 @@ impl Format {
         Self::new(8, 1, 1)
     }
 
-    /// The code whose value is nearest to `|x|`; between two, the even one; beyond the last, the
-    /// last.
+    /// The code whose value is nearest to `|x|`; at a tie the even code; beyond the last, the last.
     fn nearest(&self, x: f32) -> u32 {
         let x = f64::from(x).abs();
         let above = self.magnitudes.partition_point(|&m| m < x);
@@ -135,7 +134,7 @@ impl Format {
         }) as u32
     }
 
-    /// Every midpoint of two neighbours, and the floats beside it, with both signs.
+    /// Every midpoint of two neighbours, and the floats next to it, with both signs.
     fn ties(&self) -> Vec<f32> {
         let middles = self.magnitudes.windows(2).map(|pair| ((pair[0] + pair[1]) / 2.0) as f32);
         middles
@@ -277,7 +276,7 @@ fn codes_widen_to_the_values_that_their_formats_define() {
 
 const WARP_TESTS: usize = 22;
 
-/// Row by row what the programming guide says of one warp whose lanes hold `x`.
+/// The results for one warp whose lanes hold `x`, by the programming guide, row by row.
 fn warp_truth(x: &[i32; 32]) -> Vec<[i32; 32]> {
     let lanes = |f: &dyn Fn(usize) -> i32| -> [i32; 32] { std::array::from_fn(f) };
     let ballot = |mask: u32, predicate: &dyn Fn(i32) -> bool| {
@@ -316,7 +315,7 @@ fn warp_truth(x: &[i32; 32]) -> Vec<[i32; 32]> {
     ]
 }
 
-/// Warps with unlike votes: mixed signs, all positive, none positive, extremes, one bit each,
+/// Warps with different votes: mixed signs, all positive, none positive, extremes, one bit each,
 /// random.
 fn warp_inputs() -> Vec<[i32; 32]> {
     let mut random = random(2);
@@ -363,7 +362,7 @@ const M: usize = 16;
 const N: usize = 8;
 const K: usize = 16;
 
-/// `c + a b` by the device: three times, each with other `ldmatrix` forms.
+/// `c + a b` on the device: three times, each with other `ldmatrix` forms.
 fn multiply(device: &Device, a: &[f64], b: &[f64], c: &[f64]) -> Vec<f64> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let a = arena.input("a", &HostTensor::from_f64(DType::Bf16, &[M, K], a)).unwrap();
@@ -387,7 +386,7 @@ fn product(a: &[f64], b: &[f64], c: &[f64]) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// Numbers that bf16 holds, over a few binades.
+/// bf16 values over a few binades.
 fn bf16_values(seed: u64, count: usize) -> Vec<f64> {
     let mut random = random(seed);
     let value = |r: &mut ChaCha8Rng| r.random_range(-1.0..1.0) * 2f64.powi(r.random_range(-4..=4));
@@ -396,8 +395,8 @@ fn bf16_values(seed: u64, count: usize) -> Vec<f64> {
 
 #[test]
 fn matrix_products_of_small_integers_are_exact_for_every_way_of_loading() {
-    // Every element differs from its neighbours along both axes, so that no exchange of rows,
-    // columns, or halves of a register leaves the product as it was.
+    // Every element differs from its neighbours along both axes, so that a swap of rows, columns,
+    // or halves of a register changes the result.
     let a: Vec<f64> = (0..M * K).map(|i| ((7 * (i / K) + 3 * (i % K)) % 17) as f64 - 8.0).collect();
     let b: Vec<f64> =
         (0..K * N).map(|i| ((5 * (i / N) + 11 * (i % N)) % 13) as f64 - 6.0).collect();
@@ -413,11 +412,11 @@ fn matrix_products_of_small_integers_are_exact_for_every_way_of_loading() {
 
 #[test]
 fn matrix_products_stay_within_the_bound_of_truncated_sums() {
-    // Tensor cores align the terms of a sum to the largest one and cut them off below 24 bits,
-    // where a unit is at most 2^-23 of that term; hardware may add the 16 products and c in one
-    // step or in two. So each of the 17 terms, the intermediate sum, and the stored result lose
-    // less than 2^-23 of the largest magnitude that can occur, the sum of all. The f64 truth
-    // itself rounds 17 times by 2^-53, which 2^-23 swallows.
+    // Tensor cores align the terms of a sum to the largest one and truncate them below 24 bits. One
+    // unit there is at most 2^-23 of the largest term. Hardware may add the 16 products and c in
+    // one step or in two. The largest magnitude that can occur is the sum of all. So each of the 17
+    // terms, the intermediate sum, and the stored result lose less than 2^-23 of it. The f64
+    // reference itself rounds 17 times by 2^-53, which 2^-23 covers.
     let losses = (K + 1) as f64 + 2.0;
     let bound = |magnitude: f64| losses * f64::from(f32::EPSILON) * magnitude;
     for seed in 0..8 {
@@ -441,7 +440,7 @@ fn matrix_products_stay_within_the_bound_of_truncated_sums() {
     }
 }
 
-/// Numbers that bf16 holds, of so many binades.
+/// bf16 values over that many binades.
 fn wide_values(seed: u64, count: usize, binades: i32) -> Vec<f64> {
     let mut random = random(seed);
     let value =
@@ -452,7 +451,7 @@ fn wide_values(seed: u64, count: usize, binades: i32) -> Vec<f64> {
 #[test]
 fn matrix_products_have_the_bits_that_an_h100_gave() {
     let device = support::device();
-    // Other generations add in other blocks.
+    // Other generations add in other block sizes.
     if support::backend() == BackendKind::Cuda && device.environment().target != "sm_90a" {
         return;
     }
@@ -531,7 +530,7 @@ fn asynchronous_copies_gather_rows_and_fill_unwanted_ones_with_zeros() {
 
 // ---------------------------------------------------------------- atomics
 
-/// What the atomics kernel leaves behind, given what was there before.
+/// The memory after the atomics kernel, given the memory before it.
 fn atomics(device: &Device, x: &[i32], start: [i32; 9]) -> [HostTensor; 5] {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let x_view = arena.input("x", &HostTensor::from_i32(&[x.len()], x)).unwrap();
@@ -613,8 +612,8 @@ fn blocks_exchange_through_shared_memory_and_vote_at_barriers() {
     const BLOCKS: usize = 5;
     for threads in [1usize, 31, 100, 256] {
         let mut random = random(threads as u64);
-        // Blocks with unlike votes: one mixed, one all positive, one all small, one all large, one
-        // random.
+        // Blocks with different votes: one mixed, one all positive, one all small, one all large,
+        // one random.
         let x: Vec<i32> = (0..BLOCKS * threads)
             .map(|i| match i / threads {
                 0 => i as i32 - 40,

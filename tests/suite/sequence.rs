@@ -1,6 +1,6 @@
-//! The check `sequence`: made-up operators that keep something of an earlier call fail it, and it
-//! alone. Their launches copy within the device, so that they run, and are recorded, wherever the
-//! harness runs.
+//! The check `sequence`: test operators that keep something of an earlier call fail only this
+//! check. Their launches copy within the device, so that they run, and are recorded, on every
+//! backend.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
@@ -15,24 +15,24 @@ use dsv4_runtime::BackendKind;
 
 use crate::support;
 
-/// `y = x`, by way of a workspace.
+/// `y = x`, through a workspace.
 struct Copied;
 
-/// What the launcher does wrong.
+/// The launcher's fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Fault {
     /// Nothing.
     None,
-    /// It reads where x lay in an earlier call.
+    /// It reads x at its address in an earlier call.
     KeepsInput,
-    /// It writes where y lay in an earlier call.
+    /// It writes y at its address in an earlier call.
     KeepsOutput,
-    /// It fills a workspace in the first call that is given it, and in no other.
+    /// It fills a workspace only in the first call that gets it.
     FillsWorkspaceOnce,
 }
 
-/// A seed as cases have it, or one that nobody can change.
+/// A seed as in cases, or one that cannot be changed.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 enum Seed {
@@ -45,14 +45,14 @@ enum Seed {
 struct Copy {
     num_rows: usize,
     fault: Fault,
-    /// Whose launches are counted together.
+    /// Launches with the same id are counted together.
     id: u64,
-    /// There are as many more rows as the seed modulo this number.
+    /// The seed modulo this number is added to the number of rows.
     grows: u64,
     seed: Seed,
 }
 
-/// What a launcher keeps of its earlier calls.
+/// What a launcher keeps from its earlier calls.
 #[derive(Default)]
 struct Kept {
     calls: u32,
@@ -61,8 +61,7 @@ struct Kept {
     workspaces: BTreeSet<u64>,
 }
 
-/// Calls whose buffers are gone when the next one comes: what they leave behind is no memory any
-/// more.
+/// Calls whose buffers are freed before the next call: afterwards their addresses are invalid.
 const CALLS_WITH_BUFFERS_OF_THEIR_OWN: u32 = 3;
 
 static KEPT: Mutex<Option<HashMap<u64, Kept>>> = Mutex::new(None);
@@ -79,7 +78,7 @@ impl Copy {
         self.num_rows + (self.number() % self.grows) as usize
     }
 
-    /// What the launcher has kept of the calls of this case and of those with other seeds.
+    /// What the launcher has kept from the calls of this case and of those with other seeds.
     fn kept<R>(&self, use_it: impl FnOnce(&mut Kept) -> R) -> R {
         let mut all = KEPT.lock().unwrap_or_else(|e| e.into_inner());
         use_it(all.get_or_insert_default().entry(self.id).or_default())
@@ -166,7 +165,7 @@ fn check(case: &Copy) -> Outcome {
     checks::run(&*prepared, support::device(), CheckOptions::of_kernels(0))
 }
 
-/// Whether a check of the sequence failed, and no other.
+/// Whether only a check of the sequence failed.
 fn failures(outcome: &Outcome) -> Vec<&CheckRecord> {
     let failures: Vec<_> = outcome.failures().collect();
     assert!(

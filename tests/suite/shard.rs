@@ -1,4 +1,4 @@
-//! One run over many workers: the division, killed workers, and what a merge refuses.
+//! One run over many workers: the division, killed workers, and what a merge rejects.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use crate::command_line::{self, Output, PRODUCT, Parity, WRONG_PRODUCT};
 use crate::extent::{attacked, left_out};
 
-/// Where a change concerns the long tests of this file.
+/// Rooms whose changes run the long tests of this file.
 const WORKERS: [&str; 5] = [
     "src/sweep/",
     "src/record/",
@@ -39,11 +39,11 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// `parity run` into `dir/name`, with remembered cases in `dir/regressions`.
+/// `parity run` into `dir/name`, with saved cases in `dir/regressions`.
 fn run_arguments(dir: &Path, name: &str, arguments: &[&str]) -> Vec<String> {
     let (out, regressions) = (text(&dir.join(name)), text(&dir.join("regressions")));
-    // What is tested is kills, clocks and files: a GPU that other tests share would add chance to
-    // it.
+    // The tests are about kills, clocks and files: a GPU that other tests share would add
+    // randomness.
     let fixed = ["run", "--backend", "emulator", "--out", &out, "--regressions", &regressions];
     [&fixed[..], arguments].concat().iter().map(|&argument| argument.to_owned()).collect()
 }
@@ -64,14 +64,14 @@ fn merge_into(dir: &Path, out: &str, shards: &[&str]) -> Output {
     parity(&arguments)
 }
 
-/// All of the records but the times, which no two runs share.
+/// All of the records except the times, which differ between runs.
 pub fn without_times(cases: &[CaseRecord]) -> Vec<Value> {
     let timeless =
         |case: &CaseRecord| CaseRecord { kernel_seconds: 0.0, oracle_seconds: 0.0, ..case.clone() };
     cases.iter().map(|case| serde_json::to_value(timeless(case)).expect("JSON")).collect()
 }
 
-/// The same run whole and in three shards, divided by the costs of the whole one; made once.
+/// The same run complete and in three shards, divided by the costs of the complete run; made once.
 fn divided() -> &'static Path {
     static DIVIDED: OnceLock<TempDir> = OnceLock::new();
     let dir = DIVIDED.get_or_init(|| {
@@ -93,7 +93,7 @@ fn parts() -> Vec<Part> {
     ["0", "1", "2"].iter().map(|name| Part::read(&divided().join(name)).expect("a shard")).collect()
 }
 
-/// What merging says after `change` was done to the parts.
+/// The result of a merge after `change` modified the parts.
 fn refusal(change: impl FnOnce(&mut Vec<Part>)) -> MergeError {
     let mut parts = parts();
     change(&mut parts);
@@ -123,7 +123,7 @@ fn a_division_balances_costs_and_leaves_no_shard_empty() {
     );
     assert_eq!(shard::divide(&[u64::MAX, u64::MAX, u64::MAX], 2), [0, 1, 0], "costs saturate");
     for count in 1..9u32 {
-        // Costs over five orders of magnitude, as those of cases are.
+        // Costs over five orders of magnitude, like those of cases.
         let costs: Vec<u64> = (1..60u64).map(|i| (i * 7919 % 61).pow(3)).collect();
         let mut loads = vec![0u64; count as usize];
         for (cost, shard) in costs.iter().zip(shard::divide(&costs, count)) {
@@ -131,7 +131,7 @@ fn a_division_balances_costs_and_leaves_no_shard_empty() {
         }
         let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
         assert!(*least > 0);
-        // Otherwise the last case of the fullest shard would have gone elsewhere.
+        // Otherwise the last case of the fullest shard would be in another shard.
         assert!(most - least <= *costs.iter().max().unwrap(), "{loads:?}");
     }
 }
@@ -150,8 +150,8 @@ fn a_case_costs_what_was_recorded_and_an_unknown_one_its_share_of_its_operators_
     let of = |operator: &str, width: u64| json!({ "operator": operator, "width": width });
     let cases =
         [of("a", 2), json!({ "width": 2, "operator": "a" }), of("a", 9), of("a", 8), of("c", 1)];
-    // The two unknown ones of an operator share its mean by their sizes; what is known has no use
-    // for one.
+    // The two unknown cases of an operator share its mean by their sizes; known cases do not use
+    // the mean.
     let expected = [6, 6, 6, 2, 6].map(|seconds| seconds * 1_000_000_000);
     assert_eq!(costs.of_all(&cases, &[7, 7, 30, 10, 5]), expected);
     assert_eq!(Costs::default().of_all(&cases[2..], &[30, 10, 0]), [30, 10, 1], "sizes alone");
@@ -310,7 +310,8 @@ fn a_merge_refuses_shards_of_unlike_runs() {
     mixed("plan", |part| part.shard.plan_digest = "another".into());
     mixed("number of shards", |part| part.shard.count = 4);
     mixed("number of planned cases", |part| part.shard.planned_cases += 1);
-    // Which setting it is that made another plan; one that made no other is nobody's concern.
+    // The message names the setting that changed the plan; a setting that does not change it is
+    // ignored.
     mixed("--seed", |part| part.report.seed += 1);
     mixed("--schedules", |part| part.report.schedules += 1);
     mixed("--profile", |part| part.report.profile = "full".into());
@@ -359,7 +360,7 @@ fn a_refused_merge_is_bad_input_and_writes_nothing() {
 
 // ---------------------------------------------------------------- killed workers
 
-/// A worker that is killed with the value.
+/// A worker that is killed on drop.
 struct Worker(Child);
 
 impl Worker {
@@ -369,7 +370,7 @@ impl Worker {
         Self(command.spawn().expect("the binary runs"))
     }
 
-    /// SIGKILL, which no process can see coming.
+    /// SIGKILL, which a process cannot catch.
     fn kill(&mut self) {
         self.0.kill().expect("the worker is killed");
         let status = self.0.wait().expect("the worker ended");
@@ -385,7 +386,7 @@ impl Drop for Worker {
     }
 }
 
-/// Waits until a file has so many lines.
+/// Waits until a file has that many lines.
 pub fn wait_for_lines(path: &PathBuf, lines: usize, limit: Duration) {
     let start = Instant::now();
     let enough = || std::fs::read_to_string(path).is_ok_and(|text| text.lines().count() >= lines);
@@ -405,7 +406,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
         ["--ops", "swiglu", "--cases", "60", "--edge-cases", "0", "--seed", "9", "--shard", "1/2"];
     let resume = [&arguments[..], &["--resume"]].concat();
     let records = dir.path().join("out/records.jsonl");
-    // A first --resume begins: a job array passes it always.
+    // The first --resume starts the run: a job array always passes it.
     let mut worker = Worker::start(&run_arguments(dir.path(), "out", &resume));
     wait_for_lines(&records, 3, Duration::from_secs(30));
     run(dir.path(), "out", &resume).assert_bad_input(&["another run is writing"]);
@@ -414,7 +415,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     let mut left = std::fs::read(&records).unwrap();
     let complete = left.iter().rposition(|&byte| byte == b'\n').expect("complete lines") + 1;
     left.truncate(complete);
-    // A kill within a write, and within a character of two bytes.
+    // A kill within a write, and within a two-byte character.
     std::fs::write(&records, [&left[..], b"{\"operator\":\"swiglu\",\"case\":\"\xc3"].concat())
         .unwrap();
     merge_into(dir.path(), "merged", &["out"])
@@ -637,7 +638,7 @@ fn a_failure_is_shrunk_after_a_kill_and_the_plan_stays_as_it_was() {
     let last = before.cases.last().expect("a case");
     assert_eq!((last.origin, last.verdict()), (Origin::Shrunk, Verdict::Fail));
 
-    // As if the kill had come between the drawn case and what shrinking made of it.
+    // As after a kill between the drawn case and its shrunk case.
     let cut = all.trim_end().rfind('\n').expect("two lines") + 1;
     std::fs::write(&records, &all[..cut]).unwrap();
     std::fs::remove_file(dir.path().join("out/report.json")).unwrap();

@@ -1,9 +1,10 @@
 //! The job array of `fixtures/sharding` on a real Slurm: a controller, a node daemon and munge,
-//! from Debian's packages `slurm-wlm` and `munge`, started here on this machine and ended with the
-//! test.
+//! from Debian's packages `slurm-wlm` and `munge`. The test starts them on this machine and ends
+//! them.
 //!
 //! A node daemon starts jobs as their owners, so this needs root. Where something is missing the
-//! test is skipped, which is said and counted; with `PARITY_REQUIRE_SLURM=1` it fails instead.
+//! test is skipped, and the skip is reported and counted. With `PARITY_REQUIRE_SLURM=1` it fails
+//! instead.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
@@ -18,20 +19,20 @@ use dsv4_parity::record::Report;
 use crate::shard::{wait_for_lines, without_times};
 use crate::{command_line, support};
 
-/// How long anything here may take that usually takes a second or two.
+/// Time limit of operations that usually take a second or two.
 const LIMIT: Duration = Duration::from_secs(40);
 
 const PROGRAMS: [&str; 7] =
     ["munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo"];
 
-/// Where Debian puts daemons, which is not on everybody's path.
+/// Where Debian installs daemons, which may not be on the path.
 fn program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
     dirs.map(|dir: PathBuf| dir.join(name)).find(|file| file.is_file())
 }
 
-/// Why there can be no cluster here.
+/// Why a cluster is not possible here.
 fn obstacle() -> Option<String> {
     if let Some(name) = PROGRAMS.iter().find(|name| program(name).is_none()) {
         return Some(format!("`{name}` is not installed (Debian: slurm-wlm, munge)"));
@@ -40,7 +41,7 @@ fn obstacle() -> Option<String> {
     (owner.ok() != Some(0)).then(|| "slurmd needs root".to_owned())
 }
 
-/// Says and counts a skip on the real standard error, which the test runner does not hold back.
+/// Reports and counts a skip on the real standard error, which the test runner does not capture.
 fn skip(why: &str) {
     static SKIPPED: AtomicU32 = AtomicU32::new(0);
     assert!(
@@ -69,7 +70,7 @@ impl Cluster {
         let mut random = std::fs::File::open("/dev/urandom").expect("random bytes");
         random.read_exact(&mut key).expect("random bytes");
         std::fs::write(cluster.path("munge.key"), key).expect("the key is written");
-        // munged refuses a key that others can read.
+        // munged rejects a key that others can read.
         let private = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(cluster.path("munge.key"), private).expect("the key is private");
         let option = |name: &str, file: &str| format!("--{name}={}", cluster.path(file).display());
@@ -100,7 +101,7 @@ impl Cluster {
     }
 
     fn configuration(&self) -> String {
-        // Both are held until both are known, so that they differ.
+        // Both ports stay bound until both are known, so that they differ.
         let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").expect("a free port"));
         let [controller, node] = listeners.map(|l| l.local_addr().expect("an address").port());
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").expect("a host name");
@@ -189,8 +190,8 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // The node first, so that it starts nothing more; what it has started is known by its
-        // environment.
+        // The node ends first, so that it starts nothing more; its processes are identified by
+        // their environment.
         while let Some(mut daemon) = self.daemons.pop() {
             let _ = daemon.kill();
             let _ = daemon.wait();

@@ -1,4 +1,4 @@
-//! Whatever cites the specification (`reference/spec`) cites a section that it has.
+//! Every citation of the specification (`reference/spec`) names a section that exists.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,12 +9,12 @@ use dsv4_parity::specification::{Citation, Document, broken, citations, sections
 
 use crate::support::fixtures;
 
-/// Where citations may stand. Reports are left out: they are of their own revision.
+/// Where citations may be. Reports are skipped: they belong to their own revision.
 const ROOTS: [&str; 8] =
     ["src", "kernels", "reference", "tests", "benches", "fixtures", "README.md", "DESIGN.md"];
 const KINDS: [&str; 9] = ["rs", "cu", "h", "toml", "md", "py", "css", "yml", "sbatch"];
 
-/// Every text file under `path`, in the order of their names; none where there is no such path.
+/// Every text file under `path`, in order of name; none if the path does not exist.
 fn text_files(path: &Path, files: &mut Vec<PathBuf>) {
     if path.is_dir() {
         let entries =
@@ -29,8 +29,8 @@ fn text_files(path: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// `file:line: citation` for each citation under `root` that leads nowhere, and how many there are
-/// in all.
+/// `file:line: citation` for each citation under `root` without a section, and the number of all
+/// citations.
 fn broken_under(root: &Path) -> (Vec<String>, usize) {
     let mut files = Vec::new();
     ROOTS.iter().for_each(|name| text_files(&root.join(name), &mut files));
@@ -38,7 +38,7 @@ fn broken_under(root: &Path) -> (Vec<String>, usize) {
     for file in files {
         let text = fs::read_to_string(&file).expect("UTF-8");
         let name = file.strip_prefix(root).expect("a file under the root").to_str().expect("UTF-8");
-        // "section 3" says of what only within a document that has numbered sections.
+        // A bare "section 3" is a citation only within a document that has numbered sections.
         let home = [Document::Inference, Document::Training]
             .into_iter()
             .find(|document| document.file() == name);
@@ -84,7 +84,7 @@ fn broken_citations_are_listed_with_their_file_and_line() {
     plant("README.md", &format!("({} 99)\n", "training"));
     plant("reports/index.md", &format!("({} 99)\n", "training"));
     let (lines, count) = broken_under(root.path());
-    // Written apart: this file is one of those that are looked through.
+    // In two parts: this file is one of those that are scanned.
     let expected = [
         format!("src/deep/module.rs:3: {} 8.9", "inference"),
         format!("reference/spec/training.md:2: {} 77", "training"),

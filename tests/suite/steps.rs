@@ -1,6 +1,6 @@
-//! A declared operator whose forward is several launches on one state: a sequence written to the
-//! paged cache chunk by chunk, what is final frozen between the steps. It exists in this test
-//! alone, and so do the errors planted in it.
+//! A declared operator whose forward is several launches on one state. It writes a sequence to the
+//! paged cache chunk by chunk, and what is final is frozen between the steps. The operator and its
+//! planted errors exist only in this test.
 
 use std::collections::BTreeSet;
 
@@ -24,15 +24,15 @@ const LAW: &str = "law: in chunks equals at once";
 
 struct WriteInChunks;
 
-/// What happens where one chunk ends and the next begins.
+/// What happens at the border between two chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Border {
     /// Nothing.
     Right,
-    /// A chunk leaves out its first token.
+    /// A chunk skips its first token.
     TokenLeftOut,
-    /// A chunk begins in the slot of the token before it, which was final.
+    /// A chunk starts in the slot of the token before it, which was final.
     SlotOfTheTokenBefore,
 }
 
@@ -44,8 +44,8 @@ struct Chunks {
     num_pages: usize,
     page_size: usize,
     border: Border,
-    /// Whether the state is observed, and an output written beside it: all slots of a cache
-    /// without a past.
+    /// Whether the state is observed and an extra output is written: all slots of a cache without a
+    /// past.
     observes: bool,
     seed: u64,
 }
@@ -66,8 +66,8 @@ impl Chunks {
         self.chunks.iter().sum()
     }
 
-    /// First token, first slot and number of tokens that a step writes which should write `len`
-    /// from `from` on.
+    /// First token, first slot and number of tokens that a step actually writes, where it should
+    /// write `len` tokens from `from` on.
     fn step(&self, from: usize, len: usize) -> [usize; 3] {
         match self.border {
             Border::TokenLeftOut if from > 0 && len > 0 => [from + 1, from + 1, len - 1],
@@ -77,7 +77,7 @@ impl Chunks {
     }
 
     /// What no later step may change once `tokens` tokens are written: whole pages, then data and
-    /// scales of the rows of one that is not full.
+    /// scales of the rows of a partial page.
     fn finished(&self, cache: &TensorView, tokens: usize) -> Result<Vec<TensorView>, RuntimeError> {
         let (pages, rows) = (tokens / self.page_size, tokens % self.page_size);
         let mut views = vec![cache.narrow(0, 0, pages)?];
@@ -163,7 +163,7 @@ impl Operator for WriteInChunks {
         Ok(())
     }
 
-    /// All at once: the oracle knows no chunks.
+    /// All at once: the oracle has no chunks.
     fn forward(c: &Chunks, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
@@ -196,7 +196,7 @@ impl Operator for WriteInChunks {
         }
         if let Some(fresh) = v.get("fresh") {
             let all = v.only(&["kv", "slots"]).with("cache", fresh);
-            // The world of a test has one rank.
+            // A test runs with one rank.
             let beyond = run.rank(run.world_size()).map(|_| ()).unwrap_err().to_string();
             assert!(beyond.contains("`rank`: 1 must be below 1"), "{beyond}");
             let path = launcher::forward(run.rank(0)?, &all, FORMAT, c.page_size)?;

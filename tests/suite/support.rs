@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Shared by the tests.
 
 use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub fn backend() -> BackendKind {
     }
 }
 
-/// A thread's device, until the thread ends; then it is the next one's.
+/// A thread's device; when the thread ends, the device goes to another thread.
 struct Own(&'static Device);
 
 impl Drop for Own {
@@ -32,14 +32,15 @@ thread_local! {
     static OWN: OnceCell<Own> = const { OnceCell::new() };
 }
 
-/// Devices that no thread has at the moment: as many are opened as threads use one at a time.
+/// Devices that no thread uses at the moment: the tests open as many as threads use at the same
+/// time.
 fn idle() -> MutexGuard<'static, Vec<&'static Device>> {
     static IDLE: Mutex<Vec<&'static Device>> = Mutex::new(Vec::new());
     IDLE.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// The device under test, with the embedded kernels, that no other thread has: on a GPU a stream
-/// and a context of its own, in a process of its own, and on the emulator its own schedule.
+/// The device under test, with the embedded kernels, used by no other thread. On a GPU it has a
+/// separate stream and context, in a separate process; on the emulator a separate schedule.
 pub fn device() -> &'static Device {
     let take = || {
         let idle = idle().pop();
@@ -60,7 +61,7 @@ fn open() -> Device {
     device
 }
 
-/// Has cases that take much of the GPU's memory wait for each other: its threads share it.
+/// Makes cases that take much of the GPU's memory wait for each other: its threads share it.
 fn divide_memory() -> anyhow::Result<()> {
     let gpu = std::env::var_os("PARITY_CUDA_DEVICE")
         .filter(|gpu| !gpu.is_empty())
@@ -72,19 +73,19 @@ fn divide_memory() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The `fixtures` folder: beside the sources, or `PARITY_FIXTURES` where the binary travelled
-/// without them.
+/// The `fixtures` folder: next to the sources, or `PARITY_FIXTURES` where the binary runs without
+/// them.
 pub fn fixtures() -> PathBuf {
     let given = std::env::var_os("PARITY_FIXTURES").map(PathBuf::from);
     let fixtures = given.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"));
-    // Commands that are given it run in other folders.
+    // Commands that get it run in other folders.
     std::path::absolute(&fixtures).unwrap_or(fixtures)
 }
 
-/// Keeps what a sweep tells.
+/// Keeps what a sweep reports.
 #[derive(Default)]
 pub struct Collected {
-    /// Cases of the last sweep that was planned.
+    /// Cases of the last planned sweep.
     pub planned: usize,
     /// Every case that ran.
     pub records: Vec<CaseRecord>,
@@ -98,4 +99,11 @@ impl Observer for Collected {
     fn done(&mut self, record: CaseRecord) {
         self.records.push(record);
     }
+}
+
+/// Threads for parallel work, as many as there are cores where `threads` is 0. In the pool that all
+/// tests share an oracle waits for those of other tests.
+pub fn pool(threads: usize) -> rayon::ThreadPool {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.unwrap_or_else(|error| panic!("starting threads: {error}"))
 }

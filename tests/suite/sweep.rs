@@ -1,6 +1,6 @@
-//! What a sweep does, and the checks themselves: each must fail where it should. For that a
-//! made-up operator stands in, whose kernel does exactly what a test wants. The sweeps of the real
-//! operators are tests of their own (`tests/operators`).
+//! What a sweep does, and the checks themselves: each must fail where it should. They run on a test
+//! operator, whose kernel does exactly what a test wants. The sweeps of the real operators are
+//! separate tests (`tests/operators`).
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -35,7 +35,7 @@ use crate::support::{self, Collected};
 
 // ---------------------------------------------------------------- the operators
 
-/// A sweep without remembered cases.
+/// A sweep without saved cases.
 fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
     SweepOptions {
         profile: Profile::Quick,
@@ -52,7 +52,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
     }
 }
 
-/// A sweep without edge cases either.
+/// A sweep without saved cases and without edge cases.
 fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
     SweepOptions {
         edge_cases: GivenCases::Lots { most: 0, seed },
@@ -62,9 +62,9 @@ fn drawn_alone(cases: usize, seed: u64) -> SweepOptions {
 
 #[test]
 fn cases_with_huge_steps_need_little_of_a_gpu() {
-    // Far less than what lies between their rows.
+    // Far less than the gaps between their rows.
     const MUCH: u64 = 8 << 30;
-    // Whose inputs are soon drawn.
+    // Cases whose inputs are fast to draw.
     const SMALL: u128 = 1 << 18;
     let emulator =
         &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
@@ -107,7 +107,7 @@ fn cases_for_another_gpu_generation_are_counted_as_skips_and_not_run() {
             planned.iter().filter(|one| one.case.fields["implementation"] == "hopper").count()
                 as u64
         };
-        // Layouts that do not fit a GPU are skips of another kind, and as many on either.
+        // Layouts that do not fit a GPU are skips of another kind, and equally many on both.
         let of_generation =
             |skips: Vec<Skip>| skips.into_iter().filter(|skip| !skip.why.contains("GiB")).collect();
         let (all, none) = plan(&gpu("sm_90a"));
@@ -215,14 +215,14 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
     assert!(elements(small) < elements(drawn), "{} is not smaller than {}", small.case, drawn.case);
 }
 
-/// Runs no kernel: what it returns of rms_norm is the oracle's own, but for the tensors that are
-/// spoilt.
+/// Runs no kernel: it returns the oracle's own results of rms_norm, except for the corrupted
+/// tensors.
 struct MadeUp<'a> {
     spoilt: &'a [&'static str],
     cases: RefCell<Vec<Case>>,
 }
 
-/// How long the made-up kernels take: more than the oracle does.
+/// The time of the test kernels: more than the oracle takes.
 const LAUNCH: Duration = Duration::from_millis(10);
 
 impl Runner for MadeUp<'_> {
@@ -267,8 +267,8 @@ impl Runner for MadeUp<'_> {
     }
 }
 
-/// Sweeps the made-up kernels of rms_norm; also returns the cases that ran, those that were made
-/// smaller among them, and how long it took.
+/// Sweeps the test kernels of rms_norm; also returns the cases that ran, including shrunk ones, and
+/// the time.
 fn sweep_made_up(
     spoilt: &[&'static str],
     options: &SweepOptions,
@@ -281,7 +281,7 @@ fn sweep_made_up(
     (collected, skips, (runner.cases.into_inner(), start.elapsed()))
 }
 
-/// Check and tensor at which each case that was made smaller fails first.
+/// Check and tensor of the first failure of each shrunk case.
 fn shrunk(collected: &Collected) -> Vec<(&str, &str)> {
     let records = collected.records.iter().filter(|record| record.origin == Origin::Shrunk);
     let failure = |record: &'_ CaseRecord| {
@@ -309,7 +309,7 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
     let swept: Vec<_> =
         failing.records.iter().filter(|record| record.origin != Origin::Shrunk).collect();
     assert_eq!(swept.len(), failing.planned, "every case is listed");
-    // The drawn ones are the last; where y is zero, it is right with any factor.
+    // The drawn cases come last; where y is zero, it is right with any factor.
     let drawn = swept[swept.len() - 12..].iter().filter(|record| failed(record)).count() as u64;
     assert!(drawn > 6, "{drawn} of 12 drawn cases fail");
     assert_eq!(shrunk(&failing), [("forward", "y")]);
@@ -318,8 +318,7 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
         (skip.what.as_str(), skip.count),
         ("failing cases of rms_norm made smaller", drawn - 1)
     );
-    // A case that fails is made smaller no longer than the cases took until then, but for the last
-    // one that ran.
+    // A failing case is shrunk no longer than the cases took until then, except for the last run.
     assert!(
         cases.0.len() > of_a_pass.0.len(),
         "{cases:?} ran where a sweep that passes runs {of_a_pass:?}"
@@ -335,7 +334,7 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
 #[test]
 fn shrinking_runs_no_case_twice_and_ends_where_nothing_smaller_fails() {
     let options = drawn_alone(1, 3);
-    let (collected, _, (ran, time)) = sweep_made_up(&["y"], &options);
+    let (collected, _, (ran, time)) = support::pool(2).install(|| sweep_made_up(&["y"], &options));
     let small = collected.records.last().expect("a record");
     assert_eq!(
         (&small.case["num_rows"], &small.case["width"]),
@@ -344,7 +343,7 @@ fn shrinking_runs_no_case_twice_and_ends_where_nothing_smaller_fails() {
         small.case
     );
     assert!(time < Duration::from_secs(5), "it ended with its time: {time:?}");
-    // What is left of the case is checked once more, like any other.
+    // The shrunk case is checked once more, like any other.
     let (last, tried) = ran.split_last().expect("cases ran");
     assert_eq!(serde_json::to_value(last).unwrap(), small.case);
     assert_eq!(tried.iter().collect::<HashSet<_>>().len(), tried.len());
@@ -366,7 +365,7 @@ fn drawn_cases_beyond_the_time_budget_are_counted_and_corners_run_all_the_same()
 
 const ROWS: usize = 8;
 const WIDTH: usize = 16;
-/// Relative deviation of the made-up oracle's working runs: what bf16 rounds by.
+/// Relative deviation of the test oracle's working runs: the rounding error of bf16.
 const SPREAD: f64 = 1.0 / 512.0;
 
 type Kernel = Box<dyn Fn(Contract) -> Result<KernelRun, RuntimeError> + Sync>;
@@ -410,7 +409,7 @@ impl PreparedCase for Fake {
     }
 }
 
-/// A probe of `y = x[0]`, whose second input has no effect and bends over nothing.
+/// A probe of `y = x[0]`, whose second input has no effect and no curvature.
 struct EffectlessProbe;
 
 impl GradientProbe for EffectlessProbe {
@@ -444,7 +443,7 @@ fn a_gradient_along_what_has_no_effect_agrees_over_whatever_distance_it_bends() 
     }
 }
 
-/// A probe whose gradients have no element.
+/// A probe whose gradients have no elements.
 struct EmptyProbe;
 
 impl GradientProbe for EmptyProbe {
@@ -500,7 +499,7 @@ fn check(fake: &Fake) -> Outcome {
     )
 }
 
-/// The checks that did not pass must be exactly these.
+/// Checks that exactly these checks did not pass.
 fn assert_fails(fake: &Fake, expected: &[(&str, Verdict)]) {
     let outcome = check(fake);
     let found: Vec<_> = outcome.failures().map(|c| (c.check.as_str(), c.verdict)).collect();
@@ -581,7 +580,7 @@ fn anything_but_zero_fails_where_every_run_of_the_oracle_is_zero() {
 #[test]
 fn one_element_beyond_its_budget_fails_and_one_within_does_not() {
     let allowed = allowed().allowed;
-    // The kernel's f32 adds half an ulp at most, and that is part of what is allowed.
+    // The kernel's f32 adds at most half an ulp, which is part of the budget.
     let moved = |share: f64| fake(with_element(37, exact()[37] + share * allowed[37]));
     assert!(check(&moved(0.9)).passed());
     assert_fails(&moved(1.1), &[("forward", Verdict::Fail)]);
@@ -592,7 +591,7 @@ fn many_elements_within_their_budgets_fail_when_together_they_are_too_far_off() 
     let budget = allowed();
     let off = |share: f64| -> Vec<f64> {
         let moved = |(i, (value, allowed)): (usize, (&f64, &f64))| {
-            // To both sides, so that there is no bias.
+            // In both directions, so that no bias results.
             value
                 + if (i + i / WIDTH).is_multiple_of(2) { share * allowed } else { -share * allowed }
                     * value.signum()
@@ -600,14 +599,14 @@ fn many_elements_within_their_budgets_fail_when_together_they_are_too_far_off() 
         exact().iter().zip(&budget.allowed).enumerate().map(moved).collect()
     };
     assert_fails(&fake(off(0.9)), &[("precision", Verdict::Fail)]);
-    // As much as one more working run would be off passes.
+    // The distance of one more working run passes.
     let sigma = 1.0 / budget.multiple;
     assert!(check(&fake(off(sigma))).passed());
 }
 
 #[test]
 fn a_uniform_relative_error_within_every_budget_is_a_bias() {
-    // Each element is off by a fifth of what the runs scatter, all of them to one side.
+    // Each element is off by a fifth of the scatter of the runs, all in one direction.
     let biased =
         |sign: f64| fake(exact().iter().map(|value| value * (1.0 + sign * SPREAD)).collect());
     for sign in [-1.0, 1.0] {
@@ -623,7 +622,7 @@ fn a_tensor_that_an_error_of_a_tenth_would_pass_counts_as_no_agreement() {
     assert!(
         powerless.skips.iter().any(|skip| skip.what == "agreement of y" && skip.why == POWERLESS)
     );
-    // What is beyond even such a budget is still wrong.
+    // An error beyond even such a budget still fails.
     let far = Fake { spread: 1.0, ..fake(with_element(37, 1e6)) };
     assert!(check(&far).failures().any(|check| check.check == "forward"));
 }
@@ -804,7 +803,7 @@ fn a_law_that_holds_passes_and_one_that_is_broken_by_a_bit_fails() {
         assert!(outcome.checks.iter().any(|c| c.check == "law: made up" && c.compared > 0));
         assert_fails(&with_law(nudge(&right, 37), relation), &broken);
     }
-    // Rows that the relation does not bind may differ.
+    // Rows that the relation does not cover may differ.
     assert!(check(&with_law(nudge(&exact(), 5 * WIDTH), first_rows)).passed());
     assert_fails(&with_law(exact(), permuted), &broken);
     assert_fails(&with_law(with_element(37, f64::NAN), halves), &broken);
@@ -843,11 +842,11 @@ fn a_law_about_a_tensor_that_the_kernel_does_not_return_is_an_error() {
 
 // ---------------------------------------------------------------- other comparisons
 
-/// Candidates of the made-up selection, and how many of them are selected.
+/// Candidates of the test selection, and how many of them are selected.
 const CANDIDATES: usize = 12;
 const SELECTED: usize = 4;
 
-/// An operator whose oracle returns these tensors, and in working precision those of `noisy`.
+/// An operator whose oracle returns these tensors; in working precision those of `noisy` differ.
 struct Declared {
     exact: Vec<OracleTensor>,
     noisy: fn(&mut OracleTensor, &mut Draw),
@@ -885,7 +884,7 @@ fn failures_of(operator: &Declared, tensor: &str) -> Vec<(String, Verdict, Strin
     failures.map(|c| (c.check.clone(), c.verdict, c.message.clone())).collect()
 }
 
-/// Counts that the oracle's runs disagree about.
+/// Counts that differ between runs of the oracle.
 fn counts(comparison: Comparison, values: &[f64], dtype: DType) -> Declared {
     let tensor = HostTensor::from_f64(dtype, &[2, 4], values);
     Declared {
@@ -912,7 +911,7 @@ fn an_exact_tensor_is_equal_or_wrong_however_much_the_oracles_runs_differ() {
             "{message}"
         );
     }
-    // As a rounded tensor the same mistake would pass for rounding.
+    // As a rounded tensor the same error would pass as rounding.
     assert!(
         !failures_of(&counts(Comparison::Rounded, &wrong, DType::I32), "counts")
             .iter()
@@ -949,8 +948,8 @@ fn candidate_scores() -> Vec<f64> {
     row(0).chain(row(CANDIDATES - 2)).collect()
 }
 
-/// The selection of two rows; the oracle's is `[0, 1, 2, 3]` and `[0, 1, -1, -1]`. Scores are not
-/// returned, unless they are asked for.
+/// The selection of two rows; the oracle's is `[0, 1, 2, 3]` and `[0, 1, -1, -1]`. Scores are
+/// returned only on request.
 fn selection(chosen: [[i32; SELECTED]; 2], scores: &'static str) -> Declared {
     let tensor = HostTensor::from_i32(&[2, SELECTED], chosen.as_flattened());
     Declared {
@@ -958,8 +957,8 @@ fn selection(chosen: [[i32; SELECTED]; 2], scores: &'static str) -> Declared {
             of_oracle("indices", &[2, SELECTED], &[0.0, 1.0, 2.0, 3.0, 0.0, 1.0, -1.0, -1.0]),
             of_oracle("scores", &[2, CANDIDATES], &candidate_scores()),
         ],
-        // Scores that are off by a thousandth or two; and runs that select something else
-        // altogether.
+        // Scores that are off by one or two thousandths; and runs that select completely different
+        // candidates.
         noisy: |tensor, draw| match tensor.name {
             "scores" => tensor.values.iter_mut().for_each(|v| *v += 2e-4 * draw.normal()),
             _ => tensor.values.iter_mut().for_each(|v| *v += 1.0),
@@ -981,7 +980,7 @@ fn a_selection_may_differ_where_scores_are_within_their_budgets_and_nowhere_else
     }
     let wrong = [
         ([[0, 1, 2, 5], PADDED], "5 was selected"),
-        // Candidate 4 is near enough to 3, which is there, and not to 0, which it replaces.
+        // Candidate 4 is close enough to 3, which is present, and not to 0, which it replaces.
         ([[4, 1, 2, 3], PADDED], "and 0 was not"),
         ([[0, 1, 2, 2], PADDED], "twice"),
         ([[0, 1, 2, CANDIDATES as i32], PADDED], "12 candidates"),
@@ -1016,7 +1015,7 @@ fn a_tensor_of_the_oracle_alone_is_legal_only_where_a_comparison_consults_it() {
     assert!(matches!(failures_of(&floats, "indices").as_slice(), [(_, Verdict::Error, _)]));
 }
 
-/// Dequantized e2m1 codes with a scale for each four neighbours: the oracle's numbers lie between
+/// Dequantized e2m1 codes with a scale for each four neighbours: the oracle's values are between
 /// those of the format.
 fn dequantized(shares: [f64; 8]) -> Declared {
     let exact = [0.2, 0.9, 2.6, 5.1, 1.6, 7.2, 20.8, 40.8];
@@ -1040,14 +1039,14 @@ fn dequantized_codes_may_be_off_by_half_a_step_of_their_blocks_scale() {
         shares[i] = 1.01;
         assert!(forward(shares), "{i}");
     }
-    // Without the scale, the second block would be held to steps eight times too fine.
+    // Without the scale, the second block would have steps eight times too fine.
     let mut unscaled = dequantized([0.0, 0.0, 0.0, 0.0, 0.99, 0.0, 0.0, 0.0]);
     assert!(!failures_of(&unscaled, "x").iter().any(|f| f.0 == "forward"));
     unscaled.found[0].grid = Some(Grid::Float(Format::E2M1));
     assert!(failures_of(&unscaled, "x").iter().any(|f| f.0 == "forward"));
 }
 
-/// An oracle that multiplies two inputs, and counts what was multiplied out after each run.
+/// An oracle that multiplies two matrices, and counts the computed products after each run.
 struct Multiplied {
     products: AtomicU32,
 }

@@ -1,4 +1,4 @@
-//! Tests that run at once do not see each other: every thread has a device of its own.
+//! Tests that run at the same time do not affect each other: every thread has its own device.
 
 use std::collections::BTreeSet;
 use std::sync::Barrier;
@@ -14,7 +14,7 @@ use crate::support;
 
 const THREADS: usize = 8;
 
-/// Small and quick, with a forward and a backward kernel each.
+/// Small and fast operators, each with a forward and a backward kernel.
 const OPERATORS: [&str; 4] = ["rms_norm", "rope", "swiglu", "embed_streams"];
 
 /// The smallest edge case that has data.
@@ -24,16 +24,16 @@ fn smallest(operator: &AnyOperator) -> Case {
     cases.min_by_key(elements).expect("an edge case with data")
 }
 
-/// What one thread does at the same time as others: all checks of so many operators' kernels, in
-/// which launches are recorded and replayed where the device records; the device's address, and of
-/// how many operators launches were replayed.
+/// What one thread does at the same time as others: all checks of that many operators' kernels. In
+/// these checks launches are recorded and replayed, where the device records. Returns the device's
+/// address, and for how many operators launches were replayed.
 fn checked(thread: usize, operators: usize, start: &Barrier) -> Result<(usize, usize), String> {
     // Before anything that may fail: the others wait for this thread.
     start.wait();
     let device = support::device();
     let mut replayed = 0;
     for turn in 0..operators {
-        // Each begins with another one: kernels of all kinds run beside each other.
+        // Each starts with another operator: kernels of all kinds run at the same time.
         let operator =
             registry::find(OPERATORS[(thread + turn) % OPERATORS.len()]).expect("an operator");
         let case = smallest(operator);

@@ -1,5 +1,5 @@
-//! Runs a CUDA kernel without a GPU, under several orders of its threads, and says how wrong it is
-//! under each.
+//! Runs a CUDA kernel without a GPU, under several orders of its threads, and prints the number of
+//! wrong elements for each order.
 //!
 //!     cargo run -p dsv4-runtime --example emulate
 
@@ -14,11 +14,11 @@ use dsv4_runtime::{
 
 const TILE: usize = 64;
 
-/// How many elements are wrong under a random schedule, or with threads in order where there is no
+/// The number of wrong elements under a random schedule, or with threads in order where there is no
 /// seed.
 ///
 /// # Errors
-/// No C++ compiler, and whatever the kernel did that no kernel may do.
+/// No C++ compiler, and every fault of the kernel.
 pub fn wrong_elements(seed: Option<u64>) -> Result<usize, Box<dyn Error>> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let tree = SourceTree::from_dir(&here.join("examples"))?
@@ -26,7 +26,7 @@ pub fn wrong_elements(seed: Option<u64>) -> Result<usize, Box<dyn Error>> {
     let device = Device::open(BackendKind::Emulator, DeviceOptions::of(tree))?;
     device.backend().set_schedule_seed(seed);
 
-    // Guards stand around each tensor, and poison in what no kernel has written.
+    // Guards surround each tensor, and poison fills unwritten memory.
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let x: Vec<f64> = (0..4 * TILE).map(|i| i as f64).collect();
     let x_view = arena.input("x", &HostTensor::from_f64(DType::F32, &[x.len()], &x))?;
@@ -39,7 +39,7 @@ pub fn wrong_elements(seed: Option<u64>) -> Result<usize, Box<dyn Error>> {
     assert!(stray.is_empty(), "{stray:?}");
 
     let y = arena.download(&y_view)?.to_f64();
-    let next = |i: usize| if (i + 1) % TILE == 0 { x[i] } else { x[i + 1] };
+    let next = |i: usize| if (i + 1).is_multiple_of(TILE) { x[i] } else { x[i + 1] };
     Ok((0..y.len()).filter(|&i| y[i] != next(i)).count())
 }
 

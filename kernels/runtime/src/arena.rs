@@ -1,15 +1,15 @@
-//! The memory contract: what every launch is held to, on both backends.
+//! The memory contract: the rules that every launch must obey, on both backends.
 //!
 //! A [`DeviceArena`] owns the buffers of one operator call. Around the call it
 //! 1. surrounds every buffer with bands of known bytes (and, on the emulator, guard pages),
-//! 2. fills outputs and workspaces with poison, so that whatever is not written, or is read before
-//!    it is written, shows,
-//! 3. afterwards checks that no byte changed outside of what the call may write: bands, inputs, and
+//! 2. fills outputs and workspaces with poison, so that missing writes and reads before writes
+//!    become visible,
+//! 3. checks afterwards that no byte changed outside of what the call may write: bands, inputs, and
 //!    the gaps of strided outputs.
 //!
-//! A tensor whose strides leave gaps of megabytes or more does not have all of its buffer filled
-//! and read back: only its rows and a band of poison on both sides of each are touched
-//! ([`Backend::reserve`]). On the emulator every other byte of such a buffer is inaccessible.
+//! A tensor may have strides that leave gaps of megabytes or more. Then only its rows and a band of
+//! poison on both sides of each are filled and read back ([`Backend::reserve`]). On the emulator
+//! every other byte of such a buffer is inaccessible.
 
 use std::ops::Range;
 use std::slice::from_ref;
@@ -30,10 +30,10 @@ const SPARSE_RATIO: usize = 8;
 /// Bytes of poison on each side of every contiguous piece of a tensor in a sparse buffer.
 const BAND: i64 = 512;
 
-/// Memory is had in pieces of so many bytes, however few of them are touched.
+/// The granularity of memory in bytes, even if fewer bytes are touched.
 const PAGE: usize = 4096;
 
-/// Most elements of a buffer: their bytes can be counted in 64 bits, signed or not.
+/// Most elements of a buffer: their bytes fit 64 bits, signed or not.
 const MOST_ELEMENTS: usize = 1 << 60;
 
 /// What the call may do with a tensor.
@@ -43,14 +43,14 @@ pub enum Role {
     Input,
     /// Read and overwritten, as declared.
     InPlace,
-    /// Written whole.
+    /// Written completely.
     Output,
     /// Scratch memory: any use, undefined afterwards.
     Workspace,
 }
 
-/// Which bytes fill bands and poison, and which end of a buffer touches a guard page. Running a
-/// case under two contracts shows reads of memory that nobody wrote, and accesses on either side.
+/// The byte that fills bands and poison, and the end of a buffer that touches a guard page. Running
+/// a case under two contracts shows reads of unwritten memory, and accesses beyond either end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contract {
     /// Fills outputs, workspaces and guard bands.
@@ -66,7 +66,7 @@ impl Contract {
     pub const HUGE: Self = Self { poison: 0x7b, placement: Placement::FlushFront };
 }
 
-/// A byte that changed although nobody may write it.
+/// A byte that changed although the call may not write it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Violation {
     /// Buffer.
@@ -85,7 +85,7 @@ pub struct Violation {
 pub enum ViolationKind {
     /// A guard band.
     Guard,
-    /// An input, or the part of a shared buffer that is no output.
+    /// An input, or the part of a shared buffer that is not an output.
     Input,
     /// The gap between rows of a strided output.
     Gap,
@@ -97,7 +97,7 @@ struct Buffer {
     /// What is filled before the call and inspected after it.
     touched: Touched,
     role: Role,
-    /// Contents of the touched bytes before the call; `None` is poison.
+    /// Contents of the touched bytes before the call; `None` means poison.
     initial: Option<Vec<u8>>,
     /// Byte offset and view of everything that the call may write.
     writable: Vec<TensorView>,
@@ -115,7 +115,7 @@ impl Buffer {
         self.allocation.address..self.allocation.address + self.allocation.bytes as u64
     }
 
-    /// Uploads a tensor into its view, which is all of the buffer that is not poison then.
+    /// Uploads a tensor into its view. The rest of the buffer is poison.
     fn hold(
         &mut self,
         view: &TensorView,
@@ -142,19 +142,19 @@ impl Buffer {
     }
 }
 
-/// Parts of a buffer, ascending and apart, and the bytes of all of them one after the other.
+/// Parts of a buffer, ascending and disjoint, and the bytes of all of them one after the other.
 struct Touched {
     parts: Vec<Part>,
 }
 
 struct Part {
     address: u64,
-    /// Where its bytes lie among those of all parts.
+    /// The position of its bytes among those of all parts.
     at: Range<usize>,
 }
 
 impl Part {
-    /// What lies before, in and behind these addresses.
+    /// The parts before, in and after these addresses.
     fn split(&self, addresses: &Range<u64>) -> [Self; 3] {
         let end = self.address + self.at.len() as u64;
         let (first, last) =
@@ -182,7 +182,7 @@ impl Touched {
         self.parts.last().map_or(0, |part| part.at.end)
     }
 
-    /// Where `bytes` bytes from `address` lie, if all of them are in one part.
+    /// The position of `bytes` bytes from `address`, if all of them are in one part.
     fn locate(&self, address: u64, bytes: usize) -> Option<Range<usize>> {
         let after = self.parts.partition_point(|part| part.address <= address);
         let part = self.parts.get(after.checked_sub(1)?)?;
@@ -190,7 +190,7 @@ impl Touched {
         (start + bytes <= part.at.end).then_some(start..start + bytes)
     }
 
-    /// Reads those parts that meet `addresses`; the bytes of the others are zeros.
+    /// Reads the parts that overlap `addresses`; the bytes of the others are zeros.
     fn download(&self, backend: &dyn Backend, addresses: &Range<u64>) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.bytes()];
         for part in &self.parts {
@@ -203,25 +203,24 @@ impl Touched {
     }
 }
 
-/// How a tensor lies in its buffer.
+/// The memory layout of a tensor in its buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Elements before the first one of the view.
     pub offset: usize,
-    /// Strides in elements, as many as the tensor has axes.
+    /// Strides in elements, one for each axis of the tensor.
     pub strides: Vec<i64>,
     /// Elements of the whole buffer.
     pub elements: usize,
 }
 
 impl Layout {
-    /// A tensor of `shape` whose axes lie in memory as `order` names them, outermost first: a
-    /// permutation of `0..shape.len()`. Behind each run along `axis` follow `gaps[axis]` elements
-    /// that belong to nobody, so that the stride of the axis before it in `order` grows by them;
-    /// the outermost axis' gap is never there, since nothing follows the tensor's last element,
-    /// and an access behind that is outside of the buffer. The innermost axis has stride 1.
-    /// Without gaps and in order this is [`Layout::dense`], with a gap behind the last axis
-    /// [`Layout::padded`].
+    /// A tensor of `shape` whose axes have the memory order `order`, outermost first: a permutation
+    /// of `0..shape.len()`. After each run along `axis` come `gaps[axis]` unused elements, which
+    /// increase the stride of the axis before it in `order`. The gap of the outermost axis never
+    /// exists, since nothing follows the tensor's last element; an access after that is outside of
+    /// the buffer. The innermost axis has stride 1. Without gaps and in order this is
+    /// [`Layout::dense`], with a gap after the last axis [`Layout::padded`].
     ///
     /// Queries `[tokens, heads, head_dim]`, heads first, 2^32 elements from each head to the next:
     /// ```
@@ -232,7 +231,7 @@ impl Layout {
     /// ```
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] when `order` is no permutation of the axes, `gaps` has another
+    /// [`RuntimeError::Argument`] when `order` is not a permutation of the axes, `gaps` has another
     /// length than `shape`, or the buffer would have more than 2^60 elements.
     pub fn of(shape: &[usize], order: &[usize], gaps: &[usize]) -> Result<Self> {
         let refused = |argument, reason| RuntimeError::argument("Layout::of", argument, reason);
@@ -255,7 +254,7 @@ impl Layout {
             refused("gaps", format!("{gaps:?} and shape {shape:?} make more than 2^60 elements"))
         };
         let mut strides = vec![1; shape.len()];
-        // Elements from one step of the axis at hand to the next, and from the buffer's first to
+        // Elements from one step of the current axis to the next, and from the buffer's first to
         // its last so far.
         let (mut step, mut elements) = (Some(1usize), 1usize);
         for &axis in order.iter().rev() {
@@ -277,14 +276,14 @@ impl Layout {
         Ok(Self { offset: 0, strides, elements })
     }
 
-    /// Most bytes of a buffer of this layout, holding a tensor of `shape`, that are filled,
-    /// inspected and read back: all of them, or of a sparse one the blocks that lie more than a
-    /// page apart, with the bands beside them, in whole pages.
+    /// Upper bound on the bytes of a buffer of this layout, with a tensor of `shape`, that are
+    /// filled, inspected and read back. That is the whole buffer, or for a sparse one the blocks
+    /// that are more than a page apart, with the bands next to them, in whole pages.
     pub fn touched_bytes(&self, shape: &[usize], dtype: DType) -> u128 {
         self.memory_bytes(shape, dtype, PAGE)
     }
 
-    /// The same where memory is had in multiples of `piece` bytes.
+    /// The same where memory has a granularity of `piece` bytes.
     pub fn memory_bytes(&self, shape: &[usize], dtype: DType, piece: usize) -> u128 {
         let wide = |count: usize| count as u128 * dtype.size() as u128;
         let elements =
@@ -310,7 +309,7 @@ impl Layout {
         blocks.fold(bytes, u128::saturating_mul).min(buffer)
     }
 
-    /// Refuses what does not describe a tensor of `shape` within the buffer.
+    /// Rejects a layout that does not describe a tensor of `shape` within the buffer.
     fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
         let refused = |reason| {
             Err(RuntimeError::argument("DeviceArena", "layout", format!("`{name}`: {reason}")))
@@ -343,13 +342,13 @@ impl Layout {
         Self { offset: 0, strides: dense_strides(shape), elements: shape.iter().product() }
     }
 
-    /// Each row along the last axis followed by `padding` elements, which belong to nobody.
+    /// Each row along the last axis is followed by `padding` unused elements.
     pub fn padded(shape: &[usize], padding: usize) -> Self {
         let Some((&last, outer)) = shape.split_last() else { return Self::dense(shape) };
         let mut wide = outer.to_vec();
         wide.push(last + padding);
         let rows: usize = outer.iter().product();
-        // No padding behind the last row: an access there is outside the buffer.
+        // No padding after the last row: an access there is outside the buffer.
         let elements = if rows == 0 { 0 } else { rows * (last + padding) - padding };
         Self { offset: 0, strides: dense_strides(&wide), elements }
     }
@@ -377,8 +376,8 @@ impl<'d> DeviceArena<'d> {
     /// Uploads a tensor in a given layout; the rest of the buffer is poison.
     ///
     /// # Errors
-    /// A layout that does not fit the tensor; [`RuntimeError::TooLarge`] for one with more memory
-    /// than the device can set apart; the device's.
+    /// A layout that does not fit the tensor; [`RuntimeError::TooLarge`] for one that needs more
+    /// memory than the device can reserve; errors of the device.
     pub fn upload(
         &mut self,
         name: &str,
@@ -395,11 +394,11 @@ impl<'d> DeviceArena<'d> {
         Ok(view)
     }
 
-    /// Puts other numbers in the place of an uploaded tensor's, in the same memory; the rest of
-    /// its buffer is poison again. The next [`DeviceArena::run`] begins with these.
+    /// Replaces the values of an uploaded tensor, in the same memory; the rest of its buffer is
+    /// poison again. The next [`DeviceArena::run`] starts with these.
     ///
     /// # Errors
-    /// A tensor of another type or shape, and a view that was not uploaded; the device's.
+    /// A tensor of another type or shape, and a view that was not uploaded; errors of the device.
     pub fn rewrite(&mut self, view: &TensorView, tensor: &HostTensor) -> Result<()> {
         let refused =
             |reason| Err(RuntimeError::argument("DeviceArena::rewrite", "tensor", reason));
@@ -422,10 +421,10 @@ impl<'d> DeviceArena<'d> {
         }
     }
 
-    /// Poisons whatever was not uploaded, as it was before the first call.
+    /// Restores the poison of everything that was not uploaded, as before the first call.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn poison_again(&self) -> Result<()> {
         self.buffers
             .iter()
@@ -433,17 +432,17 @@ impl<'d> DeviceArena<'d> {
             .try_for_each(|buffer| self.poison(buffer))
     }
 
-    /// Bytes that changed since everything was uploaded and poisoned, where no call has used this
-    /// arena since: writes of a call that has buffers elsewhere.
+    /// Bytes that changed since everything was uploaded and poisoned, if no call has used this
+    /// arena since: stray writes of a call with other buffers.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn stray_writes(&self) -> Result<Vec<Violation>> {
         self.device.backend().synchronize()?;
         let (mut violations, poison) = (Vec::new(), self.contract.poison);
         for buffer in &self.buffers {
             let now = buffer.touched.download(self.device.backend(), &(0..u64::MAX))?;
-            // All at once: buffers are large, and almost none has changed.
+            // In one comparison: buffers are large, and almost none has changed.
             let as_before = match &buffer.initial {
                 Some(initial) => now == *initial,
                 None => now == vec![poison; now.len()],
@@ -484,7 +483,7 @@ impl<'d> DeviceArena<'d> {
     /// A dense output.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn output(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<TensorView> {
         self.allocate(name, dtype, shape, &Layout::dense(shape), Role::Output)
     }
@@ -492,13 +491,13 @@ impl<'d> DeviceArena<'d> {
     /// A workspace of `bytes` bytes.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn workspace(&mut self, name: &str, bytes: usize) -> Result<TensorView> {
         self.allocate(name, DType::U8, &[bytes], &Layout::dense(&[bytes]), Role::Workspace)
     }
 
-    /// Declares that the call also writes `view`, which lies in the buffer of an earlier tensor.
-    /// Of a sparse buffer only that tensor's own rows and the bands beside them are there.
+    /// Declares that the call also writes `view`, which is in the buffer of an earlier tensor. In a
+    /// sparse buffer only that tensor's own rows and the bands next to them exist.
     pub fn also_writes(&mut self, view: &TensorView) {
         if let Some(buffer) =
             self.buffers.iter_mut().find(|buffer| buffer.addresses().contains(&view.address))
@@ -507,7 +506,7 @@ impl<'d> DeviceArena<'d> {
         }
     }
 
-    /// A buffer with undefined contents, which becomes the last one.
+    /// A buffer with undefined contents, appended as the last one.
     fn place(
         &mut self,
         name: &str,
@@ -558,6 +557,7 @@ impl<'d> DeviceArena<'d> {
     /// ([`Device::recording`]) runs nothing.
     ///
     /// # Errors
+    /// Errors of `call` and of the device.
     /// Those of `call` and of the device.
     pub fn run(&self, call: impl FnOnce(&Device) -> Result<()>) -> Result<Vec<Violation>> {
         if self.device.records() {
@@ -615,7 +615,7 @@ impl<'d> DeviceArena<'d> {
     /// Reads a tensor back, densely.
     ///
     /// # Errors
-    /// A view that lies in untouched parts of a sparse buffer; the device's.
+    /// A view in untouched parts of a sparse buffer; errors of the device.
     pub fn download(&self, view: &TensorView) -> Result<HostTensor> {
         let (backend, span) = (self.device.backend(), view.span());
         let inside = |buffer: &&Buffer| buffer.addresses().contains(&view.address);
@@ -640,13 +640,14 @@ impl Drop for DeviceArena<'_> {
     }
 }
 
-/// Whether a buffer is so much larger than its tensor that only the tensor's own parts are touched.
+/// Whether a buffer is much larger than its tensor, so that only the tensor's own parts are
+/// touched.
 fn is_sparse(buffer_bytes: usize, tensor_bytes: usize) -> bool {
     buffer_bytes > SPARSE_BYTES && buffer_bytes / SPARSE_RATIO > tensor_bytes
 }
 
 /// The contiguous pieces of a view whose address is its offset from the buffer's first byte,
-/// ascending, each with a band on both sides; those that meet are one.
+/// ascending, each with a band on both sides; adjacent ones are merged.
 fn banded_pieces(view: &TensorView) -> Vec<Range<i64>> {
     let (mut offsets, piece) = view.in_memory_order().pieces();
     // Ascending already, unless strides make elements share memory.
@@ -663,7 +664,7 @@ fn banded_pieces(view: &TensorView) -> Vec<Range<i64>> {
     joined
 }
 
-/// The view's elements, row-major, out of the touched bytes in which they lie.
+/// The view's elements, row-major, copied from the touched bytes that hold them.
 fn gather(view: &TensorView, touched: &Touched, backend: &dyn Backend) -> Result<Vec<u8>> {
     let span = view.span();
     let raw = touched.download(backend, &(span.0..span.1))?;
@@ -682,12 +683,12 @@ fn untouched(view: &TensorView) -> RuntimeError {
     RuntimeError::argument("DeviceArena", "view", reason)
 }
 
-/// Whether the view's elements, in whatever order, are all of the buffer.
+/// Whether the view's elements, in any order, fill the whole buffer.
 fn covers_all(view: &TensorView, bytes: usize) -> bool {
     view.elements() * view.dtype.size() == bytes && view.in_memory_order().is_dense()
 }
 
-/// For each touched byte of the buffer whether some writable view covers it.
+/// For each touched byte of the buffer, whether a writable view covers it.
 fn writable_bytes(buffer: &Buffer) -> Vec<bool> {
     let mut mask = vec![false; buffer.touched.bytes()];
     for view in &buffer.writable {
@@ -763,8 +764,7 @@ mod tests {
             assert_eq!(offsets.last(), Some(&(layout.elements - 1)), "{what}");
             assert!(offsets.windows(2).all(|pair| pair[0] < pair[1]), "{what}");
             assert!(layout.check("x", &shape).is_ok(), "{what}");
-            // Each gap is as wide as was asked for, but for the outermost axis', behind which
-            // nothing follows.
+            // Each gap is as wide as requested, except the outermost axis': nothing follows it.
             for pair in order.windows(2) {
                 let run = shape[pair[1]] as i64 * layout.strides[pair[1]];
                 assert_eq!(layout.strides[pair[0]] - run, gaps[pair[1]] as i64, "{what}");

@@ -1,4 +1,4 @@
-//! What a backend has to offer: memory, compilation, launches, time.
+//! The interface of a backend: memory, compilation, launches, time.
 
 use std::fmt;
 use std::ops::Range;
@@ -20,7 +20,7 @@ pub enum BackendKind {
     Cuda,
     /// CUDA threads as coroutines on the host.
     Emulator,
-    /// Somebody else's kernel, in a process of its own: no [`Backend`], only a name in reports.
+    /// A third-party kernel in a separate process: no [`Backend`], only a name in reports.
     External,
 }
 
@@ -47,13 +47,13 @@ pub struct Environment {
     pub compiler: String,
     /// Compilation target: `sm_90a`, or the host's architecture.
     pub target: String,
-    /// Multiprocessors, or, on the emulator, as many as it says it has.
+    /// SMs, or on the emulator the number that it reports.
     pub processors: u32,
-    /// Bytes of dynamic shared memory that one block may ask for.
+    /// Bytes of dynamic shared memory that one block may have.
     pub shared_bytes_per_block: u64,
 }
 
-/// At which end of an allocation an access outside of it is caught at once (emulator only).
+/// The end of an allocation at which an access outside of it is caught at once (emulator only).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Placement {
     /// A guard page follows the last byte (within alignment).
@@ -75,18 +75,18 @@ pub struct Allocation {
     pub back_band: usize,
 }
 
-/// An allocation of which only some parts are memory to work with.
+/// An allocation of which only some parts are usable memory.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Reservation {
-    /// As [`Backend::allocate`] gives it; `bytes` counts the untouched parts, too.
+    /// As [`Backend::allocate`] returns it; `bytes` includes the untouched parts.
     pub allocation: Allocation,
-    /// Device addresses that may be filled, uploaded to and downloaded, ascending, with something
-    /// between any two: what was asked for, rounded up to what the device can set apart.
+    /// Device addresses that may be filled, uploaded to and downloaded, ascending, with a gap
+    /// between any two. They are the requested ranges, rounded up to the granularity of the device.
     pub touched: Vec<Range<u64>>,
 }
 
 /// Widens `ranges` (bytes from `address`, ascending by their starts) to multiples of `granule`,
-/// cuts them to `within` and joins those that meet.
+/// cuts them to `within` and joins adjacent ones.
 pub(super) fn granules(
     ranges: &[Range<i64>],
     address: u64,
@@ -117,21 +117,21 @@ pub struct KernelExports {
     pub params_hash: u64,
     /// Largest number of threads in a block.
     pub max_threads: u32,
-    /// Dynamic shared memory that the kernel asks for, where it exports that.
+    /// Dynamic shared memory that the kernel needs, if it exports that.
     pub shared_bytes: Option<u64>,
-    /// Blocks that its registers let a multiprocessor have at once, at least, where it exports
-    /// that.
+    /// Lower bound on the blocks that its registers allow on an SM at once, if it exports that.
     pub resident_blocks: Option<u64>,
-    /// Blocks of a cluster, neighbours in x; 1 where it is launched in none.
+    /// Blocks of a cluster, neighbours in x; 1 where it is launched without clusters.
     pub cluster: u32,
-    /// Clusters that the device has at once, of kernels that are launched in some, where it says
-    /// that: parts of it may have no multiple of a cluster's blocks, and are left in part.
+    /// Clusters that the device runs at once, for kernels launched in clusters, if it reports that.
+    /// Some parts of a device have a number of SMs that is not a multiple of a cluster's blocks;
+    /// the remainder stays idle.
     pub resident_clusters: Option<u32>,
 }
 
 impl KernelExports {
-    /// Why a grid cannot be launched in this kernel's clusters, of which a device takes `most`
-    /// blocks.
+    /// Why a grid cannot be launched in this kernel's clusters. A device takes clusters of up to
+    /// `most` blocks.
     pub(super) fn cluster_misfit(&self, grid: [u32; 3], most: u32) -> Option<String> {
         let blocks = self.cluster;
         if blocks == 0 || blocks > most {
@@ -156,10 +156,10 @@ pub trait LoadedModule: Send + Sync {
     fn exports(&self, kernel: &str) -> Result<KernelExports>;
 
     /// Enqueues one launch; `params` are the bytes of the parameter struct. On the emulator the
-    /// launch is over when this returns.
+    /// launch is complete when this returns.
     ///
     /// # Errors
-    /// A refused configuration, or what the kernel did wrong (on CUDA: at the latest at
+    /// A rejected configuration, or a fault of the kernel (on CUDA: at the latest at
     /// [`Backend::synchronize`]).
     fn launch(
         &self,
@@ -171,12 +171,13 @@ pub trait LoadedModule: Send + Sync {
     ) -> Result<()>;
 }
 
-/// Work that was recorded, to be run any number of times: each time on what its memory holds then.
+/// Recorded work that can run any number of times, each time on the current memory contents.
 pub trait Recorded {
-    /// Enqueues all of it. Keep `self`, and the memory that the work uses, until it was waited for.
+    /// Enqueues all of it. Keep `self`, and the memory that the work uses, until the device has
+    /// finished it.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn launch(&self) -> Result<()>;
 }
 
@@ -195,14 +196,14 @@ pub trait Backend: Send + Sync {
     /// What this is.
     fn environment(&self) -> &Environment;
 
-    /// Keeps other threads off the device until it is dropped; the thread that has it may use the
-    /// device, and ask again. `None` of a backend whose threads need not wait for each other. Who
-    /// takes another lock while it uses the device takes this one first.
+    /// Keeps other threads off the device until it is dropped. The thread that holds it may use the
+    /// device, and take it again. `None` on a backend whose threads need not wait for each other. A
+    /// thread that takes another lock while it uses the device takes this one first.
     fn turn(&self) -> Option<Turn<'_>> {
         None
     }
 
-    /// Whether it has a compiler's modules, and runs what is launched.
+    /// Whether the backend has compiled modules, and runs launches.
     fn runs(&self) -> bool {
         true
     }
@@ -218,8 +219,8 @@ pub trait Backend: Send + Sync {
         defines: &[(String, String)],
     ) -> Result<Box<dyn LoadedModule>>;
 
-    /// What its compiler makes of `file` of `tree`, in a form that is the same for two trees only
-    /// where their modules do the same; `None` of a backend that has no such form.
+    /// The compiled form of `file` of `tree`. Equal forms of two trees mean that their modules do
+    /// the same. `None` on a backend without such a form.
     ///
     /// # Errors
     /// As [`Backend::load`].
@@ -238,11 +239,11 @@ pub trait Backend: Send + Sync {
     /// Out of memory.
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation>;
 
-    /// Sets `bytes` bytes of addresses apart with guard bands, of which only `touched` (in bytes
-    /// from the first one, ascending by their starts; they may reach into the bands) will be used:
-    /// for tensors whose strides leave gigabytes between rows. What lies elsewhere costs no memory
-    /// where the device can do without, and holds undefined bytes or none. `name` appears in
-    /// errors.
+    /// Reserves `bytes` bytes of addresses with guard bands, of which only `touched` will be used:
+    /// for tensors whose strides leave gigabytes between rows. `touched` is in bytes from the first
+    /// one, ascending by the starts; ranges may reach into the bands. Other addresses take no
+    /// memory where the device allows it, and hold undefined bytes or are unmapped. `name` appears
+    /// in errors.
     ///
     /// # Errors
     /// [`RuntimeError::TooLarge`](super::RuntimeError::TooLarge), and those of
@@ -255,51 +256,51 @@ pub trait Backend: Send + Sync {
         placement: Placement,
     ) -> Result<Reservation>;
 
-    /// Frees an allocation made by this backend; nothing may use it any more.
+    /// Frees an allocation made by this backend; nothing may use it afterwards.
     fn free(&self, allocation: &Allocation);
 
     /// Sets `bytes` bytes at `address`, in stream order.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()>;
 
     /// Copies from the host, in stream order.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn upload(&self, address: u64, source: &[u8]) -> Result<()>;
 
     /// Waits for the stream and copies to the host.
     ///
     /// # Errors
-    /// The device's, including those of earlier launches.
+    /// Errors of the device, including those of earlier launches.
     fn download(&self, address: u64, target: &mut [u8]) -> Result<()>;
 
     /// Copies within the device, in stream order.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()>;
 
     /// Waits for everything enqueued.
     ///
     /// # Errors
-    /// What a launch did wrong since the last call.
+    /// Faults of launches since the last call.
     fn synchronize(&self) -> Result<()>;
 
     /// Chooses the schedule of later launches: `None` is the deterministic one, a seed a random one
-    /// that the same seed repeats. A GPU schedules by itself and ignores this.
+    /// that the same seed repeats. A GPU does its own scheduling and ignores this.
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
 
-    /// The device's time for what `work` enqueues: CUDA events around it, or the wall clock.
+    /// Device time of the work that `work` enqueues: CUDA events around it, or the wall clock.
     ///
     /// # Errors
     /// Those of `work` and of the device.
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration>;
 
-    /// As [`Backend::time`], but all that `work` enqueues is recorded before any of it runs, so
-    /// that the pace of the host is not in the time. `work` must not wait for the device, nor
+    /// As [`Backend::time`], but all that `work` enqueues is recorded before any of it runs. The
+    /// time then excludes the launch overhead of the host. `work` must not wait for the device, nor
     /// allocate or compile.
     ///
     /// # Errors
@@ -308,20 +309,21 @@ pub trait Backend: Send + Sync {
         self.time(work)
     }
 
-    /// What records work to be run later, any number of times; `None` where nothing does.
+    /// Records work for later runs; `None` on a backend that cannot record.
     fn recorder(&self) -> Option<&dyn Recorder> {
         None
     }
 
-    /// What multiplies matrices by other kernels than ours; `None` where nothing does.
+    /// The library for matrix products, with other kernels than ours; `None` where there is no
+    /// library.
     fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         None
     }
 
-    /// What a kernel's parameters hold of a tensor of which it copies boxes.
+    /// The value that a kernel's parameters hold for a tensor of which it copies TMA boxes.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
         Ok(map.words())
     }

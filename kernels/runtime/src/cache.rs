@@ -1,4 +1,4 @@
-//! Compiled modules on disk, keyed by everything that went into them.
+//! Compiled modules on disk, with a key from all inputs of the compilation.
 
 use std::collections::HashMap;
 use std::io::{self, Write as _};
@@ -10,16 +10,16 @@ use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
 use super::supervisor::temporary_folder;
 
-/// A directory of compiled modules. Two processes may share it: files appear whole or not at all,
-/// and what is not as it was stored is built again.
+/// A directory of compiled modules. Several processes may share it: files appear complete or not at
+/// all, and a file that is not as it was stored is built again.
 #[derive(Clone, Debug)]
 pub struct ModuleCache {
     dir: PathBuf,
 }
 
 impl ModuleCache {
-    /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory, or a folder of the
-    /// user's own in the one for temporary files.
+    /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory, or a private folder of
+    /// the user in the folder for temporary files.
     pub fn default_dir() -> PathBuf {
         if let Some(dir) = std::env::var_os("PARITY_CACHE_DIR") {
             return dir.into();
@@ -31,7 +31,7 @@ impl ModuleCache {
         base.map_or_else(|| own_dir(&std::env::temp_dir()), |base| base.join("dsv4-parity"))
     }
 
-    /// A cache in `dir`, created when first written.
+    /// A cache in `dir`, created at the first write.
     pub fn new(dir: PathBuf) -> Self {
         Self { dir }
     }
@@ -68,7 +68,7 @@ impl ModuleCache {
         Ok(hasher.finalize().to_hex().to_string())
     }
 
-    /// The path under which `key` is stored, if it is, and as it was stored.
+    /// The path under which `key` is stored, if it is present and unchanged.
     pub fn find(&self, key: &str, extension: &str) -> Option<PathBuf> {
         let path = self.path(key, extension);
         let bytes = std::fs::read(&path).ok()?;
@@ -87,13 +87,13 @@ impl ModuleCache {
         None
     }
 
-    /// The path of the module under `key`, which `build` makes where there is none: once, however
-    /// many threads of this process want it. Different modules are built at the same time. One
-    /// that cannot be stored lies in a folder that only this process uses.
+    /// The path of the module under `key`, which `build` makes if it is absent. It is built once,
+    /// for any number of threads of this process. Different modules are built at the same time. A
+    /// module that cannot be stored goes to a folder that only this process uses.
     ///
     /// # Errors
-    /// Those of `build`, after which the next call builds again; those of the folder for temporary
-    /// files.
+    /// Errors of `build`, after which the next call builds again; errors of the folder for
+    /// temporary files.
     pub fn find_or_build(
         &self,
         key: &str,
@@ -134,21 +134,21 @@ impl ModuleCache {
         let doing =
             |e| RuntimeError::system(format!("writing the module cache {}", self.dir.display()), e);
         std::fs::create_dir_all(&self.dir).map_err(doing)?;
-        // The digest first: who finds the module finds what it must be.
+        // The digest first: a reader that finds the module also finds its digest.
         write_whole(&self.dir, &digest_path(&path), digest_of(bytes).as_bytes()).map_err(doing)?;
         write_whole(&self.dir, &path, bytes).map_err(doing)?;
         Ok(path)
     }
 }
 
-/// Written beside and renamed, so that another process never loads half a file.
+/// Writes to a temporary file and renames it, so that another process never loads half a file.
 fn write_whole(dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = tempfile::NamedTempFile::new_in(dir)?;
     file.write_all(bytes)?;
     file.persist(path).map_err(|e| e.error).map(drop)
 }
 
-/// Where the digest of a stored module lies.
+/// The path of the digest of a stored module.
 fn digest_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".blake3");
@@ -159,7 +159,7 @@ fn digest_of(bytes: &[u8]) -> String {
     blake3::hash(bytes).to_hex().to_string()
 }
 
-/// Keeps a module that cannot be stored, for this process alone.
+/// Keeps a module that cannot be stored, for this process only.
 fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Result<PathBuf> {
     static SAID: Once = Once::new();
     SAID.call_once(|| {
@@ -179,8 +179,8 @@ fn keep_here(key: &str, extension: &str, bytes: &[u8], why: &RuntimeError) -> Re
     Ok(path)
 }
 
-/// A folder in one that everybody may write to, which is this user's alone: another's could hold
-/// anything.
+/// This user's private folder within one that every user may write to. A folder of another user
+/// could hold anything.
 fn own_dir(shared: &Path) -> PathBuf {
     // SAFETY: geteuid has no preconditions.
     let user = unsafe { libc::geteuid() };
@@ -196,7 +196,7 @@ fn own_dir(shared: &Path) -> PathBuf {
         "{} is not this user's alone: modules are compiled again by the next run",
         dir.display()
     );
-    // Where none can be made, storing fails, and says so.
+    // If no folder can be made, storing fails and reports it.
     temporary_folder("modules-").map_or(dir, tempfile::TempDir::keep)
 }
 

@@ -28,13 +28,14 @@ pub struct DeviceOptions {
     pub cache_dir: PathBuf,
     /// What the emulator needs to know.
     pub emulator: EmulatorOptions,
-    /// The process that a GPU's context is in, so that a kernel that ruins it ruins no more than
-    /// one case; `None` has it in this one, where a debugger or a profiler looks for it.
+    /// Options of the separate process that holds a GPU's context: a kernel that breaks the context
+    /// then fails only one case. `None` keeps the context in this process, as a debugger or a
+    /// profiler needs it.
     pub remote: Option<RemoteOptions>,
 }
 
 impl DeviceOptions {
-    /// These kernels, in the usual cache, in a process of their own.
+    /// These kernels, in the default cache, in a separate process.
     pub fn of(tree: SourceTree) -> Self {
         Self {
             tree,
@@ -58,22 +59,22 @@ pub fn module(file: &str, defines: &[(&str, String)]) -> Module {
 
 type Modules = Arc<Mutex<HashMap<Module, Arc<dyn LoadedModule>>>>;
 
-/// Tensors by their names, in the order in which they came.
+/// Named tensors, in upload order.
 pub type NamedTensors = Vec<(String, HostTensor)>;
 
-/// What happens to the tensors that an operator uploads.
+/// How the tensors that an operator uploads are handled.
 enum Exchange {
     /// They are uploaded.
     None,
-    /// They are taken down, and nothing is launched.
+    /// They are recorded, and nothing is launched.
     Record(Mutex<NamedTensors>),
-    /// These take their places.
+    /// They are replaced by these.
     Replace(BTreeMap<String, HostTensor>),
 }
 
-/// One device, with the kernels of one source tree. Threads may share it: one that records or
-/// measures has it until it is done. Two devices of one GPU have a stream each, and, unless they
-/// are in this process, a context each.
+/// One device, with the kernels of one source tree. Threads may share it. A thread that records or
+/// measures holds it until it is done. Two devices of one GPU have separate streams. They also have
+/// separate contexts, unless they are in this process.
 pub struct Device {
     backend: Arc<dyn Backend>,
     tree: Arc<SourceTree>,
@@ -85,12 +86,12 @@ impl Device {
     /// Opens a device of the demanded kind.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`] with what was looked for.
+    /// [`RuntimeError::BackendMissing`] that lists what was searched for.
     pub fn open(kind: BackendKind, options: DeviceOptions) -> Result<Self> {
         let cache = ModuleCache::new(options.cache_dir.clone());
         let backend: Arc<dyn Backend> = match (kind, options.remote) {
             (BackendKind::Cuda, Some(remote)) => {
-                // No process is started to find that there is no driver.
+                // Checked first, so that no process is started where there is no driver.
                 cuda::require_driver()?;
                 Arc::new(Serial::new(RemoteBackend::open(kind, options.cache_dir, remote)?))
             }
@@ -114,21 +115,21 @@ impl Device {
         }
     }
 
-    /// A device that launches nothing and takes down what is uploaded ([`super::recording`]).
+    /// A device that launches nothing and records what is uploaded ([`super::recording`]).
     pub fn recording(environment: Environment, tree: SourceTree) -> Self {
         let backend = Arc::new(RecordingBackend::new(environment));
         let exchange = Exchange::Record(Mutex::default());
         Self { backend, tree: Arc::new(tree), modules: Modules::default(), exchange }
     }
 
-    /// A device that claims to be `environment`, accepts launches and runs none: outputs stay as
-    /// they were allocated. It tells which kernels a launcher chooses there.
+    /// A device that claims to be `environment`, accepts launches and runs none: outputs keep the
+    /// contents of their allocation. It shows which kernels a launcher chooses there.
     pub fn accepting(environment: Environment, tree: SourceTree) -> Self {
         Self::of(Arc::new(RecordingBackend::accepting(environment)), tree)
     }
 
-    /// What was uploaded since the last call, by name (`_` for spaces); empty for a device that
-    /// does not record.
+    /// The uploads since the last call, by name (`_` for spaces); empty for a device that does not
+    /// record.
     pub fn take_recorded(&self) -> NamedTensors {
         match &self.exchange {
             Exchange::Record(recorded) => {
@@ -138,8 +139,8 @@ impl Device {
         }
     }
 
-    /// The same device, on which every uploaded tensor is replaced by that of its name among
-    /// `inputs`.
+    /// The same device, on which every uploaded tensor is replaced by the tensor of the same name
+    /// in `inputs`.
     pub fn with_inputs(&self, inputs: BTreeMap<String, HostTensor>) -> Self {
         let exchange = Exchange::Replace(inputs);
         Self {
@@ -150,7 +151,7 @@ impl Device {
         }
     }
 
-    /// What [`Self::with_inputs`] replaces the upload called `name` by.
+    /// The replacement for the upload called `name`, from [`Self::with_inputs`].
     pub fn replacement(&self, name: &str) -> Option<&HostTensor> {
         match &self.exchange {
             Exchange::Replace(inputs) => inputs.get(&name.replace(' ', "_")),
@@ -158,8 +159,8 @@ impl Device {
         }
     }
 
-    /// The same device with another source tree (a mutant, another revision): nothing of this
-    /// tree's compiled modules is shared but the disk cache.
+    /// The same device with another source tree (a mutant, another revision). The two trees share
+    /// no compiled modules except through the disk cache.
     pub fn with_tree(&self, tree: SourceTree) -> Self {
         let tree = Arc::new(tree);
         Self {
@@ -170,12 +171,12 @@ impl Device {
         }
     }
 
-    /// Whether nothing is launched.
+    /// Whether this device only records uploads and launches nothing.
     pub(super) fn records(&self) -> bool {
         matches!(self.exchange, Exchange::Record(_))
     }
 
-    /// What is to be uploaded under `name` in the place of `tensor`.
+    /// The tensor to upload under `name`, instead of or equal to `tensor`.
     pub(super) fn exchanged<'t>(
         &self,
         name: &str,
@@ -199,8 +200,8 @@ impl Device {
                 Ok(Cow::Borrowed(tensor))
             }
             Exchange::Replace(inputs) => {
-                // What the backward reads of the forward's inputs is the forward's input unless
-                // given apart.
+                // The backward's copy of a forward input is that forward input, unless it is given
+                // separately.
                 let given = inputs.get(&name).or_else(|| inputs.get(name.strip_prefix("saved_")?));
                 let given = given.ok_or_else(|| refused_input(&name, "it is missing"))?;
                 if (given.dtype, &given.shape) != (tensor.dtype, &tensor.shape) {
@@ -214,7 +215,7 @@ impl Device {
         }
     }
 
-    /// What the device is.
+    /// The description of the device.
     pub fn environment(&self) -> &Environment {
         self.backend.environment()
     }
@@ -229,16 +230,17 @@ impl Device {
         &*self.backend
     }
 
-    /// What multiplies matrices by other kernels than those of the tree; `None` where nothing does.
+    /// The library for matrix products, with other kernels than the tree's; `None` where there is
+    /// no library.
     pub fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         self.backend.matrix_library()
     }
 
-    /// What a kernel's parameters hold of a tensor of which it copies boxes:
+    /// The value that a kernel's parameters hold for a tensor of which it copies TMA boxes:
     /// [`Params::tensor_map`] takes it.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
         self.backend.tensor_map(map)
     }
@@ -262,8 +264,8 @@ impl Device {
         modules
     }
 
-    /// What the backend's compiler makes of a module: the same in two trees only where both do the
-    /// same. `None` where the backend cannot say.
+    /// The backend's compiled form of a module: equal in two trees only if both do the same. `None`
+    /// on a backend without such a form.
     ///
     /// # Errors
     /// Compile errors with the log.
@@ -272,9 +274,9 @@ impl Device {
     }
 
     fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
-        // Before the modules, which a thread that records looks up as well.
+        // Before the lock on the modules, which a recording thread takes as well.
         let _turn = self.backend.turn();
-        // Held while compiling: two threads that want one module compile it once.
+        // Held while compiling: two threads that need one module compile it once.
         let mut modules = self.modules.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(module) = modules.get(&key) {
             return Ok(module.clone());
@@ -291,14 +293,14 @@ fn refused_input(name: &str, reason: &str) -> RuntimeError {
     RuntimeError::system(format!("exchanging input `{name}`"), reason)
 }
 
-/// Grid and block of a launch; dynamic shared memory is what the kernel exports.
+/// Grid and block of a launch; the dynamic shared memory is the size that the kernel exports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchConfig {
     /// Blocks along x, y, z.
     pub grid: [u32; 3],
     /// Threads along x, y, z.
     pub block: [u32; 3],
-    /// Dynamic shared memory in bytes, beyond what the kernel exports as its own need.
+    /// Dynamic shared memory in bytes, in addition to what the kernel exports.
     pub shared_bytes: u32,
 }
 
@@ -332,7 +334,7 @@ pub struct Kernel {
     file: String,
     name: String,
     exports: KernelExports,
-    /// Whether launches run, and so have parameters that are known.
+    /// Whether launches run, so that the layout of the parameters is known.
     runs: bool,
 }
 
@@ -342,7 +344,7 @@ impl Kernel {
         self.exports.max_threads
     }
 
-    /// How many blocks this device has at once, at least, as far as the kernel says.
+    /// Lower bound on the blocks that this device runs at once, as the kernel exports it.
     pub fn resident_blocks(&self, environment: &Environment) -> usize {
         let of_one = self.exports.resident_blocks.unwrap_or(1);
         usize::try_from(of_one)
@@ -351,25 +353,24 @@ impl Kernel {
             .saturating_mul(environment.processors as usize)
     }
 
-    /// Blocks of a cluster; 1 of a kernel that is launched in none.
+    /// Blocks of a cluster; 1 for a kernel that is launched without clusters.
     pub fn cluster(&self) -> usize {
         self.exports.cluster.max(1) as usize
     }
 
-    /// Clusters that the device has at once, at least one: those that wait for a place begin when
-    /// others end.
+    /// Clusters that the device runs at once, at least one. Waiting clusters start when others end.
     pub fn resident_clusters(&self, environment: &Environment) -> usize {
         let by_blocks = || self.resident_blocks(environment) / self.cluster();
         self.exports.resident_clusters.map_or_else(by_blocks, |clusters| clusters as usize).max(1)
     }
 
-    /// Whether a block of this device has the shared memory that the kernel asks for.
+    /// Whether a block of this device has the shared memory that the kernel needs.
     pub fn fits(&self, environment: &Environment) -> bool {
         self.exports.shared_bytes.unwrap_or(0) <= environment.shared_bytes_per_block
     }
 
-    /// Enqueues a launch of `blocks` blocks in x, of as many threads as the kernel was compiled
-    /// for.
+    /// Enqueues a launch of `blocks` blocks in x, with the number of threads that the kernel was
+    /// compiled for.
     ///
     /// # Errors
     /// [`RuntimeError::Argument`] naming `argument` when `blocks` exceeds CUDA's grid limit; see
@@ -386,8 +387,8 @@ impl Kernel {
         )
     }
 
-    /// As [`Self::launch_blocks`], as many clusters as hold so many blocks, but no more than have
-    /// room in `most` blocks, and one at least.
+    /// As [`Self::launch_blocks`], in whole clusters: enough for this many blocks, at most as many
+    /// as fit in `most` blocks, and at least one.
     ///
     /// # Errors
     /// As [`Self::launch_blocks`].
@@ -403,10 +404,10 @@ impl Kernel {
         self.launch_blocks(argument, clusters.saturating_mul(cluster), params)
     }
 
-    /// Enqueues a launch on the device's stream; a grid without blocks is no launch.
+    /// Enqueues a launch on the device's stream; a grid without blocks launches nothing.
     ///
     /// # Errors
-    /// [`RuntimeError::ParamsLayout`] when the kernel's parameter struct is another one; see
+    /// [`RuntimeError::ParamsLayout`] when the kernel's parameter struct is a different one; see
     /// [`LoadedModule::launch`].
     pub fn launch(&self, config: LaunchConfig, params: &Params) -> Result<()> {
         if self.runs {

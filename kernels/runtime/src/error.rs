@@ -2,29 +2,29 @@
 
 use thiserror::Error;
 
-/// What can go wrong between a launcher's arguments and its outputs.
+/// Errors between a launcher's arguments and its outputs.
 #[derive(Debug, Error)]
 pub enum RuntimeError {
-    /// A launcher refused an argument: the message names the argument, its value and what it must
-    /// be.
+    /// A launcher rejected an argument. The message names the argument, its value and the rule that
+    /// it breaks.
     #[error("{operator}: argument `{argument}`: {reason}")]
     Argument {
-        /// Operator whose launcher refused.
+        /// Operator whose launcher rejected it.
         operator: &'static str,
         /// Argument, as the launcher's struct spells it.
         argument: &'static str,
-        /// The value that was given and the rule that it breaks.
+        /// The value and the rule that it breaks.
         reason: String,
     },
-    /// The demanded backend cannot work here.
+    /// The required backend cannot work here.
     #[error("the {backend} backend is not available: {reason}")]
     BackendMissing {
         /// `cuda` or `emulator`.
         backend: &'static str,
-        /// What was looked for, and where.
+        /// What was searched for, and where.
         reason: String,
     },
-    /// A kernel source is missing from the tree that is in use.
+    /// A kernel source is missing from the current tree.
     #[error("no kernel source `{file}` in {tree}")]
     SourceMissing {
         /// File name within the tree.
@@ -41,7 +41,7 @@ pub enum RuntimeError {
         file: String,
         /// The defines it was compiled with, each with a leading ` -D`.
         defines: String,
-        /// The compiler's own words.
+        /// The compiler's messages.
         log: String,
     },
     /// A compiled module lacks a kernel or its exported layout.
@@ -71,12 +71,12 @@ pub enum RuntimeError {
         /// The first field that differs, as the kernel's source declares it.
         difference: String,
     },
-    /// A module did something to its process when it was loaded, before any of its kernels ran.
+    /// A module had an effect on its process when it was loaded, before any of its kernels ran.
     #[error("loading `{file}`: a static constructor {what}")]
     Load {
         /// Source file of the module.
         file: String,
-        /// What it did, or how long it took.
+        /// The effect, or the time that it took.
         what: String,
     },
     /// A launch configuration outside of what the kernel or the device allows.
@@ -84,10 +84,10 @@ pub enum RuntimeError {
     Launch {
         /// Kernel name.
         kernel: String,
-        /// Which limit was exceeded, by what.
+        /// The limit that was exceeded, and the value.
         reason: String,
     },
-    /// The kernel did something that CUDA forbids; found by the emulator.
+    /// The kernel did something that CUDA forbids; the emulator found it.
     #[error("kernel `{kernel}`, block {block}, thread {thread}: {what}")]
     Fault {
         /// Kernel name.
@@ -96,7 +96,7 @@ pub enum RuntimeError {
         block: String,
         /// Thread index as `(x, y, z)`.
         thread: String,
-        /// What it did: divergence, an access outside a buffer, a time limit.
+        /// The fault: divergence, an access outside a buffer, a time limit.
         what: String,
     },
     /// A call of the CUDA driver or NVRTC failed.
@@ -109,25 +109,25 @@ pub enum RuntimeError {
         /// CUDA's description.
         message: String,
     },
-    /// A buffer asks for more than the device at hand has to give: nothing is wrong but the
-    /// machine's size, so that whoever drew the case may count it as skipped.
+    /// A buffer needs more than this device has. Only the device's size is the cause, so a caller
+    /// with a generated case may count it as skipped.
     #[error(
         "`{name}` is too large for this device: it needs {needed} {of}, and at most {limit} are to be had"
     )]
     TooLarge {
         /// The buffer's name.
         name: String,
-        /// How many it needs.
+        /// The required amount.
         needed: usize,
-        /// How many it may have.
+        /// The available amount.
         limit: usize,
-        /// Of what, in the plural, such as `bytes of device memory`.
+        /// The unit, in the plural, such as `bytes of device memory`.
         of: &'static str,
     },
-    /// The operating system refused something (memory, files, processes).
+    /// The operating system rejected something (memory, files, processes).
     #[error("{doing}: {source}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
         /// The system's error.
         #[source]
@@ -136,7 +136,7 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
-    /// An [`RuntimeError::Argument`]; `reason` says the value and the rule.
+    /// An [`RuntimeError::Argument`]; `reason` contains the value and the rule.
     pub fn argument(
         operator: &'static str,
         argument: &'static str,
@@ -145,7 +145,7 @@ impl RuntimeError {
         Self::Argument { operator, argument, reason: reason.into() }
     }
 
-    /// An [`RuntimeError::System`] with what was being done.
+    /// An [`RuntimeError::System`] with the operation that failed.
     pub fn system(doing: impl Into<String>, source: std::io::Error) -> Self {
         Self::System { doing: doing.into(), source }
     }

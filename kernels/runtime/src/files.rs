@@ -1,22 +1,21 @@
-//! Files that somebody else wrote.
+//! Files that other programs wrote.
 
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-/// Reads a file that another process may have put anything in the place of: only a regular file of
-/// at most so many bytes is read, and nothing else is waited for, followed or held in memory.
+/// Reads a file that another process may have replaced by anything. Only a regular file of at most
+/// `most` bytes is read; nothing else is waited for, followed or held in memory.
 ///
 /// # Errors
-/// The file's name, and what it is instead.
+/// The file's name, and its actual kind.
 pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>, String> {
     let name = path
         .file_name()
         .map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned());
     let failed = |e: io::Error| format!("reading {name}: {e}");
-    // Opening a FIFO waits for its writer, unless one does not wait; of a link the file itself
-    // says no more than "too many".
+    // A plain open of a FIFO waits for its writer. For a link the error code only means "too many".
     let is_link = std::fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
     if is_link {
         return Err(format!("{name} is a symbolic link, no regular file"));

@@ -1,31 +1,31 @@
-//! What is done when a person interrupts this process (SIGINT).
+//! Handling of an interrupt of this process by a person (SIGINT).
 
 use std::io::{self, Read as _};
 use std::os::fd::{FromRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The end of a pipe that the handler writes to; -1 while nobody listens.
+/// The end of a pipe that the handler writes to; -1 while no thread listens.
 static WAKE: AtomicI32 = AtomicI32::new(-1);
 
 extern "C" fn interrupted(_signal: libc::c_int) {
     let byte = 1u8;
     // SAFETY: write is async-signal-safe; the byte lives until it returns, and a descriptor of -1
-    // is an error that says so.
+    // is an error that reports it.
     unsafe { libc::write(WAKE.load(Ordering::Relaxed), (&raw const byte).cast(), 1) };
 }
 
-/// From now on an interrupt runs `then`, in a thread of its own, in the place of ending the
-/// process: that is for `then` to do. Processes that are started meet interrupts as ever.
+/// From now on an interrupt runs `then` in a separate thread instead of ending the process; `then`
+/// must end it. Child processes handle interrupts as before.
 ///
 /// # Errors
-/// The system's; a second call in one process.
+/// Errors of the system; a second call in one process.
 pub fn on_interrupt(then: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let mut ends = [-1; 2];
     // SAFETY: the array has room for the two descriptors that pipe2 writes.
     if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: both were just made, and are nobody else's.
+    // SAFETY: both were just made, and nothing else owns them.
     let [mut read, write] =
         ends.map(|end| std::fs::File::from(unsafe { OwnedFd::from_raw_fd(end) }));
     // Open for as long as the process lives, since the handler may run at any time.

@@ -1,8 +1,8 @@
-//! The runtime: one kernel source, two backends. It knows no kernel.
+//! The runtime: one kernel source, two backends. It contains no kernel.
 //!
 //! [`Device`] hides whether kernels run on a GPU ([`cuda`]) or on the host ([`emulator`]). Both
-//! compile a [`SourceTree`] at run time, cache what they compiled on disk ([`cache`]) and launch
-//! by name with one parameter struct. [`arena`] wraps launches in the memory contract.
+//! compile a [`SourceTree`] at run time and cache compiled modules on disk ([`cache`]). They launch
+//! by name with one parameter struct. [`arena`] adds the memory contract to launches.
 
 pub mod arena;
 pub mod backend;
@@ -41,6 +41,6 @@ pub use tensor::{DType, HostTensor, TensorView};
 pub use tensor_map::TensorMap;
 pub use views::Views;
 
-// The example is tested here, and names this crate as others do.
+// The example is tested here, and uses this crate by its name as other crates do.
 #[cfg(test)]
 extern crate self as dsv4_runtime;

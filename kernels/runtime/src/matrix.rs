@@ -1,6 +1,6 @@
-//! Products of matrices of bf16 by a library, where a backend has one: cublasLt on a GPU, and on
-//! the emulator a product on the host that stands for it, so that what launchers hand to a library
-//! is tested without a GPU.
+//! GEMMs of bf16 by a library, if a backend has one: cublasLt on a GPU, and on the emulator a GEMM
+//! on the host in its place. So the operands that launchers pass to a library are tested without a
+//! GPU.
 
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -9,62 +9,61 @@ use super::backend::Backend;
 use super::error::Result;
 use super::tensor::{DType, HostTensor, TensorView};
 
-/// Bytes at whose multiples all rows of a product begin.
+/// Alignment of all rows of a GEMM in bytes.
 const ALIGNMENT: u64 = 16;
-/// Elements that a matrix reaches over, gaps included, are fewer: libraries count them with 32
-/// bits.
+/// A matrix spans fewer elements than this, gaps included: libraries count them with 32 bits.
 const MOST_ELEMENTS: i64 = 1 << 31;
 
-/// A matrix in device memory, or several like it in equal steps: its rows are contiguous.
+/// A matrix in device memory, or several at a constant step: its rows are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Matrix {
     /// Device address of the first element.
     pub address: u64,
-    /// Elements from a row to the next, no fewer than a row has.
+    /// Elements from one row to the next, at least the elements of a row.
     pub stride: i64,
     /// Rows, and elements of each.
     pub extents: [usize; 2],
-    /// Elements from a matrix to the next, where there are several.
+    /// Elements from one matrix to the next, if there are several.
     pub step: i64,
 }
 
-/// `out = before + a b`, sums in fp32, rounded once, of each of so many matrices.
+/// `out = before + a b`, with sums in fp32 that are rounded once, for each of `count` matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct MatrixProduct {
-    /// bf16, `[rows, depth]`; stored the other way round where `transposed[0]`.
+    /// bf16, `[rows, depth]`; stored transposed if `transposed[0]`.
     pub a: Matrix,
-    /// bf16, `[depth, columns]`; stored the other way round where `transposed[1]`.
+    /// bf16, `[depth, columns]`; stored transposed if `transposed[1]`.
     pub b: Matrix,
     /// Whether `a`, and `b`, are stored with columns as rows.
     pub transposed: [bool; 2],
-    /// Like `out`, which it may be; absent for zeros.
+    /// Like `out`, and possibly the same memory; absent for zeros.
     pub before: Option<Matrix>,
     /// `[rows, columns]`.
     pub out: Matrix,
-    /// Of `out` and `before`: bf16 or f32.
+    /// Type of `out` and `before`: bf16 or f32.
     pub dtype: DType,
-    /// How many products there are, at least 1: matrices, and results, that many steps apart.
+    /// The number of products, at least 1: matrices and results that many steps apart.
     pub count: usize,
 }
 
-/// A backend's library of matrix products.
+/// A backend's library for GEMMs.
 pub trait MatrixLibrary {
-    /// Enqueues a product; whether the library has it. The same product always gets the same
-    /// answer, and the same sums in the same order.
+    /// Enqueues a GEMM; returns whether the library supports it. The same GEMM always gets the same
+    /// result, with the same sums in the same order.
     ///
     /// # Errors
-    /// The library's, and the device's.
+    /// Errors of the library and of the device.
     fn multiply(&self, product: &MatrixProduct) -> Result<bool>;
 }
 
 impl Matrix {
-    /// A matrix of two axes that libraries take: not empty, with rows that lie apart, begin at
+    /// A matrix of two axes that libraries take: not empty, with disjoint rows that start at
     /// multiples of 16 bytes and span fewer than 2^31 elements; `None` for any other.
     pub fn of(view: &TensorView) -> Option<Self> {
         let &[rows, columns] = &view.shape[..] else { return None };
         let &[stride, step] = &view.strides[..] else { return None };
         let width = i64::try_from(columns).ok().filter(|_| rows > 0 && columns > 0)?;
-        // The strides of axes of one entry say nothing.
+        // The strides of axes of one entry have no meaning.
         let aligned = columns.checked_next_multiple_of(ALIGNMENT as usize / view.dtype.size())?;
         let stride = if rows == 1 { i64::try_from(aligned).ok()? } else { stride };
         let span = i64::try_from(rows).ok()?.checked_mul(stride)?;
@@ -74,8 +73,8 @@ impl Matrix {
             .then_some(Self { address: view.address, stride, extents: [rows, columns], step: 0 })
     }
 
-    /// Matrices one behind the other along an axis of three, each of them as in [`Self::of`]; rows
-    /// of one may lie between those of another.
+    /// Matrices one after the other along an axis of three, each as in [`Self::of`]; rows of one
+    /// may be between those of another.
     pub fn of_each(view: &TensorView, axis: usize) -> Option<Self> {
         let (mut shape, mut strides) = (view.shape.clone(), view.strides.clone());
         if shape.len() != 3 || strides.len() != 3 || axis >= 3 {
@@ -92,7 +91,7 @@ impl Matrix {
         }
     }
 
-    /// Of several the one of this number.
+    /// The matrix with this number, if there are several.
     fn number(&self, number: usize, dtype: DType) -> Self {
         Self {
             address: self.address + number as u64 * self.step as u64 * dtype.size() as u64,
@@ -117,13 +116,13 @@ impl Matrix {
 }
 
 impl MatrixProduct {
-    /// Numbers that are added for each element.
+    /// Values that are added for each element.
     pub fn depth(&self) -> usize {
         self.a.extents[usize::from(!self.transposed[0])]
     }
 }
 
-/// Products on the host, of memory that the host reaches through `backend`.
+/// GEMMs on the host, on memory that the host accesses through `backend`.
 pub(super) fn multiply_on_host(backend: &dyn Backend, product: &MatrixProduct) -> Result<()> {
     let MatrixProduct { a, b, before, out, dtype, .. } = *product;
     (0..product.count).try_for_each(|number| {
@@ -136,7 +135,7 @@ pub(super) fn multiply_on_host(backend: &dyn Backend, product: &MatrixProduct) -
     })
 }
 
-/// Sums in f64, rounded to fp32, with what was before added in fp32.
+/// Sums in f64, rounded to fp32, with the addend added in fp32.
 fn multiply_one(backend: &dyn Backend, product: &MatrixProduct) -> Result<()> {
     let MatrixProduct { a, b, transposed, before, out, dtype, .. } = *product;
     let ([rows, columns], depth) = (out.extents, product.depth());

@@ -1,4 +1,4 @@
-//! Parameter structs that cross to a kernel as raw bytes.
+//! Parameter structs that are passed to a kernel as raw bytes.
 
 use super::error::{Result, RuntimeError};
 use super::source::SourceTree;
@@ -38,9 +38,9 @@ struct Field {
     size: usize,
 }
 
-/// A kernel's parameter struct, written field by field in the order in which the kernel declares
-/// them and laid out as C does. It takes down the text that `PARAMS_LAYOUT` hashes in
-/// `kernels/cuda/base/params.h`, one `name:offset:size;` for each field, so that a launch can tell
+/// A kernel's parameter struct, written field by field in the order of the kernel's declaration and
+/// with the layout of C. It records the text that `PARAMS_LAYOUT` hashes in
+/// `kernels/cuda/base/params.h`, one `name:offset:size;` for each field. So a launch can check
 /// whether the kernel's struct is the same.
 #[derive(Clone, Debug)]
 pub struct Params {
@@ -51,7 +51,7 @@ pub struct Params {
 }
 
 impl Params {
-    /// A struct without fields; `operator` is named where a value is refused.
+    /// A struct without fields; errors for rejected values name `operator`.
     pub fn new(operator: &'static str) -> Self {
         Self { operator, bytes: Vec::new(), alignment: 1, fields: Vec::new() }
     }
@@ -61,7 +61,7 @@ impl Params {
         self.operator
     }
 
-    /// Scalars are as aligned as they are large.
+    /// A scalar's alignment is its size.
     fn field<const N: usize>(mut self, name: impl Into<String>, value: [u8; N]) -> Self {
         let offset = self.bytes.len().next_multiple_of(N);
         self.bytes.resize(offset, 0);
@@ -76,7 +76,7 @@ impl Params {
         self.field(name, to.into().0.to_ne_bytes())
     }
 
-    /// An `int64_t`: how many elements lie from one entry along an axis to the next.
+    /// An `int64_t`: the distance in elements from one entry along an axis to the next.
     pub fn stride(self, name: impl Into<String>, elements: i64) -> Self {
         self.field(name, elements.to_ne_bytes())
     }
@@ -109,19 +109,19 @@ impl Params {
         self.strided(name, view, ["token_stride", "head_stride"])
     }
 
-    /// An `int64_t`, of a quantity that is not negative.
+    /// An `int64_t`, for a value that is not negative.
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] with name and value where it does not fit.
+    /// [`RuntimeError::Argument`] with name and value if it does not fit.
     pub fn i64(self, name: &'static str, value: usize) -> Result<Self> {
         let fitting = i64::try_from(value).map_err(|_| self.too_large(name, value, 64))?;
         Ok(self.field(name, fitting.to_ne_bytes()))
     }
 
-    /// An `int32_t`, of a quantity that is not negative.
+    /// An `int32_t`, for a value that is not negative.
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] with name and value where it does not fit.
+    /// [`RuntimeError::Argument`] with name and value if it does not fit.
     pub fn i32(self, name: &'static str, value: usize) -> Result<Self> {
         let fitting = i32::try_from(value).map_err(|_| self.too_large(name, value, 32))?;
         Ok(self.field(name, fitting.to_ne_bytes()))
@@ -132,9 +132,9 @@ impl Params {
         self.field(name, i32::from(value).to_ne_bytes())
     }
 
-    /// A `TensorMap`, which is aligned to 64 bytes: what
-    /// [`Device::tensor_map`](super::Device::tensor_map) made, or zeros for a kernel that copies
-    /// no boxes of the tensor.
+    /// A `TensorMap`, aligned to 64 bytes: the result of
+    /// [`Device::tensor_map`](super::Device::tensor_map), or zeros for a kernel that copies no TMA
+    /// boxes of the tensor.
     pub fn tensor_map(mut self, name: &str, words: Option<MapWords>) -> Self {
         const ALIGNMENT: usize = 64;
         self.bytes.resize(self.bytes.len().next_multiple_of(ALIGNMENT), 0);
@@ -165,7 +165,7 @@ impl Params {
         bytes
     }
 
-    /// Size in bytes and layout hash: what the module of a kernel exports of its struct.
+    /// Size in bytes and layout hash, as a kernel's module exports them for its struct.
     pub fn layout(&self) -> (u64, u64) {
         let size = self.bytes.len().max(1).next_multiple_of(self.alignment);
         let hash = self.fields.iter().fold(FNV_OFFSET, |hash, field| {
@@ -174,8 +174,8 @@ impl Params {
         (size as u64, hash)
     }
 
-    /// The first field, in the order of both, that is another one in the struct that `tree`
-    /// declares for a kernel of `file`, in words.
+    /// The first field, in the order of both structs, that differs in the struct that `tree`
+    /// declares for a kernel of `file`, as text.
     pub(super) fn difference(&self, tree: &SourceTree, file: &str, kernel: &str) -> String {
         let Some(Declared { listed, unlisted }) = declared(tree, file, kernel) else {
             return "the sources do not say which field differs".into();
@@ -196,7 +196,7 @@ impl Params {
                 }
             };
         };
-        // Where fields lie is said where they differ in nothing else.
+        // Offsets are reported only where the fields differ in nothing else.
         let alike = |a: &Declaration, b: &Declaration| {
             a.name == b.name && (a.size == b.size || a.size.is_none())
         };
@@ -210,7 +210,7 @@ impl Params {
     }
 }
 
-/// A field as far as it is known.
+/// The known properties of a field.
 struct Declaration {
     name: String,
     offset: Option<usize>,
@@ -222,7 +222,7 @@ impl Declaration {
         Self { name: field.name.clone(), offset: Some(field.offset), size: Some(field.size) }
     }
 
-    /// Whether nothing that is known of it says that it is another one.
+    /// Whether no known property shows that it is a different field.
     fn may_be(&self, own: &Self) -> bool {
         let agrees = |a: Option<usize>, b: Option<usize>| a.is_none() || a == b;
         self.name == own.name && agrees(self.size, own.size) && agrees(self.offset, own.offset)
@@ -270,7 +270,7 @@ fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     Some(Declared { listed, unlisted: fields.into_iter().map(|field| field.name).collect() })
 }
 
-/// The fields of a struct's body in their order, each where C puts it as long as all sizes before
+/// The fields of a struct's body in their order, each with its C offset as long as all sizes before
 /// it are known.
 fn fields_of(body: &str) -> Vec<Declaration> {
     let code: String =
@@ -426,7 +426,7 @@ mod tests {
             "field 3 is no further field in the kernel, `eps` of 4 bytes in the launcher"
         );
         assert!(x().difference(&tree, "probe.cu", "absent").contains("do not say"));
-        // A list in another order than the struct's, and one that leaves a field out.
+        // A list in a different order than the struct's, and one without one of the fields.
         let of = |header: &str| {
             let files = [("p.h", header), ("probe.cu", source)]
                 .map(|(name, text)| (name.into(), text.into()));

@@ -1,5 +1,5 @@
-//! Child processes: groups of them, how long they are waited for, and commands that are run to
-//! their end; and what this process does with memory that it has freed.
+//! Child processes: process groups, time limits, and commands that run to their end; and how this
+//! process handles its freed memory.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
@@ -9,33 +9,31 @@ use std::time::{Duration, Instant};
 
 use super::supervisor::Supervised;
 
-/// Freed memory of at most this many bytes at the end of the heap is kept for what is allocated
-/// next.
+/// Up to this many bytes of freed memory at the end of the heap are kept for later allocations.
 const KEPT_BYTES: i32 = i32::MAX;
-/// How far the heap grows at least, in bytes.
+/// The smallest growth of the heap, in bytes.
 const GROWTH_BYTES: i32 = 256 << 20;
 
-/// Lets freed memory serve what is allocated next. As it comes, glibc maps each large tensor anew
-/// and gives it back when it is freed, and the kernel clears every page of it again: half of a
-/// large case's processor time. Call it before any thread is started; where the allocator is
-/// another one, nothing happens.
+/// Reuses freed memory for later allocations. By default glibc maps each large tensor again and
+/// unmaps it when it is freed, and the kernel clears every page of it again: half of a large case's
+/// processor time. Call it before any thread is started. With another allocator it has no effect.
 pub fn keep_freed_memory() {
     #[cfg(target_env = "gnu")]
     for (parameter, value) in [
-        // Large blocks come from the heap, too, and from one heap: others cannot hold them.
+        // Large blocks also come from the heap, and from a single heap: others cannot hold them.
         (libc::M_MMAP_MAX, 0),
         (libc::M_ARENA_MAX, 1),
         (libc::M_TRIM_THRESHOLD, KEPT_BYTES),
         (libc::M_TOP_PAD, GROWTH_BYTES),
     ] {
-        // SAFETY: sets a number of the allocator, under its own lock. One that it does not know it
-        // leaves alone.
+        // SAFETY: sets a parameter of the allocator, under its own lock. The allocator ignores an
+        // unknown parameter.
         let known = unsafe { libc::mallopt(parameter, value) };
         tracing::debug!(parameter, value, known, "mallopt");
     }
 }
 
-/// Lets the command lead a process group of its own, and die with the thread that starts it.
+/// Makes the command the leader of a new process group, which dies with the thread that starts it.
 pub fn isolate(command: &mut Command) {
     command.process_group(0);
     // SAFETY: between fork and exec only prctl is called, which is async-signal-safe and touches
@@ -48,22 +46,22 @@ pub fn isolate(command: &mut Command) {
     }
 }
 
-/// What a command that ended in time left behind.
+/// The result of a command that ended in time.
 #[derive(Debug)]
 pub struct Ended {
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
     /// What it wrote to both streams.
     pub words: String,
 }
 
-/// Runs a command to its end, supervised; `None` where that does not come within the limit. Either
-/// way nothing that it started is left.
+/// Runs a command to its end, supervised; `None` if it does not end within the limit. In both cases
+/// no process that it started is left.
 ///
 /// # Errors
-/// A command that cannot be started, and the file for its words.
+/// A command that cannot be started, and an error of the output file.
 pub fn run_within(command: &Command, limit: Duration) -> io::Result<Option<Ended>> {
-    // A file takes whatever is written; a pipe that nobody empties would hold the command up.
+    // A file takes any amount of output; a full pipe without a reader would block the command.
     let mut words: File = tempfile::tempfile()?;
     let streams = [Stdio::null(), words.try_clone()?.into(), words.try_clone()?.into()];
     let Some(status) = Supervised::spawn(command, streams)?.wait_within(limit)? else {
@@ -75,10 +73,10 @@ pub fn run_within(command: &Command, limit: Duration) -> io::Result<Option<Ended
     Ok(Some(Ended { status, words: String::from_utf8_lossy(&bytes).into_owned() }))
 }
 
-/// Waits for a process; `None` when the time is over.
+/// Waits for a process; `None` when the time limit is over.
 ///
 /// # Errors
-/// The system's.
+/// Errors of the system.
 pub fn wait_within(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let start = Instant::now();
     loop {
@@ -90,10 +88,11 @@ pub fn wait_within(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
     }
 }
 
-/// Kills every process of the group that `leader` leads; one that is gone already is no error.
+/// Kills every process of the group that `leader` leads; a group that is already gone is not an
+/// error.
 ///
-/// The id of a leader that was waited for is not given to another process while its group has
-/// members; with none left there is nothing to kill.
+/// The id of a waited-for leader is not reused while its group has members; without members there
+/// is nothing to kill.
 pub fn kill_group(leader: u32) {
     let Ok(leader) = libc::pid_t::try_from(leader) else { return };
     if leader > 1 {
@@ -119,7 +118,7 @@ mod tests {
         assert_eq!((ended.status.code(), ended.words.as_str()), (Some(3), "out\nerr\n"));
         let dir = tempfile::tempdir().expect("a scratch directory");
         let file = dir.path().join("late");
-        // One of its group, and one that left the group, the session and its parent.
+        // One process of its group, and one that left the group, the session and its parent.
         let late = format!(
             "(sleep 1; touch {0}) & (setsid sh -c 'sleep 1; touch {0}' &) ; sleep 100",
             file.display()

@@ -1,8 +1,8 @@
-//! A device that launches nothing: it takes down what an operator's kernels would read, and hands
-//! back the outputs as they were allocated. So a kernel that runs elsewhere gets the same tensors
-//! as ours, and its outputs are known by name, type and shape, without a word about it in the
-//! operator. Another one of its kind accepts launches and runs none: which kernels a launcher
-//! chooses on a GPU is known without that GPU.
+//! A device that launches nothing: it records the inputs of an operator's kernels, and returns the
+//! outputs as they were allocated. So an external kernel gets the same tensors as ours, and its
+//! outputs are known by name, type and shape, without extra code in the operator. A second kind
+//! accepts launches and runs none: it shows which kernels a launcher chooses on a GPU, without that
+//! GPU.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,14 +20,14 @@ use super::source::SourceTree;
 /// Distance between buffers, and the alignment of each: that of a GPU's allocator.
 const ALIGNMENT: u64 = 256;
 
-/// Threads of a block of which nothing is known.
+/// Threads of a block of an unknown kernel.
 const ACCEPTED_THREADS: u32 = 256;
 
-/// Host memory under made-up addresses; nothing is compiled or run.
+/// Host memory under artificial addresses; nothing is compiled or run.
 pub struct RecordingBackend {
     environment: Environment,
     memory: Mutex<Memory>,
-    /// Whether launches are accepted, and forgotten; else they are errors.
+    /// Whether launches are accepted and ignored; otherwise they are errors.
     accepts: bool,
 }
 
@@ -56,7 +56,7 @@ impl RecordingBackend {
 }
 
 impl Memory {
-    /// Addresses for a buffer of `bytes` bytes, which no other has.
+    /// Unused addresses for a buffer of `bytes` bytes.
     fn addresses(&mut self, name: &str, bytes: usize) -> Result<Range<u64>> {
         let past = (bytes as u64).checked_add(self.next);
         let next = past.and_then(|end| (end / ALIGNMENT + 1).checked_mul(ALIGNMENT));
@@ -86,7 +86,7 @@ impl Memory {
     }
 }
 
-/// A module of which nothing is known but that its launches are accepted.
+/// A module about which nothing is known; its launches are accepted.
 struct Accepting;
 
 impl LoadedModule for Accepting {
@@ -107,7 +107,7 @@ impl LoadedModule for Accepting {
     }
 }
 
-/// A library that has every product.
+/// A library that accepts every GEMM.
 impl MatrixLibrary for RecordingBackend {
     fn multiply(&self, _product: &MatrixProduct) -> Result<bool> {
         Ok(true)
@@ -130,7 +130,7 @@ impl Backend for RecordingBackend {
         _defines: &[(String, String)],
     ) -> Result<Box<dyn LoadedModule>> {
         if self.accepts {
-            // A file that no tree has is an error everywhere.
+            // A file that the tree does not have is an error on every device.
             return tree.text(file).map(|_| Box::new(Accepting) as Box<dyn LoadedModule>);
         }
         Err(RuntimeError::BackendMissing {

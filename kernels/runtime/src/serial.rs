@@ -1,10 +1,10 @@
-//! Threads that share a device take turns: a call at a time, and all of a recording or a
-//! measurement at a time.
+//! Threads that share a device take turns: one call at a time, and a whole recording or measurement
+//! at a time.
 //!
-//! A GPU's device has one stream. While one thread records what it enqueues there, whatever
-//! another thread enqueues would be recorded too, and a call that waits for the stream would end
-//! the recording with an error. So a thread that records or measures has the device until it is
-//! done, and others wait. [`Serial`] does that for any backend that has one stream.
+//! A GPU's device has one stream. While one thread records what it enqueues there, work of another
+//! thread would be recorded too, and a call that waits for the stream would end the recording with
+//! an error. So a thread that records or measures holds the device until it is done, and others
+//! wait. [`Serial`] does that for any backend that has one stream.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -20,8 +20,7 @@ use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 
-/// A lock that the thread that holds it may take again, and that threads get in the order in which
-/// they ask for it.
+/// A reentrant lock that threads get in the order of their requests.
 #[derive(Default)]
 struct Turns {
     state: Mutex<State>,
@@ -30,9 +29,9 @@ struct Turns {
 
 #[derive(Default)]
 struct State {
-    /// Who holds the lock, and how often it has taken it.
+    /// The thread that holds the lock, and how often it has taken it.
     holder: Option<(ThreadId, u32)>,
-    /// Numbers given out to who waits, and the number whose turn it is.
+    /// Tickets given to waiting threads, and the ticket that is served now.
     given: u64,
     serving: u64,
 }
@@ -91,7 +90,7 @@ impl<B: Backend> Serial<B> {
     }
 }
 
-/// Something of the device, which is dropped in a turn, too: that waits for the device.
+/// An object of the device that is also dropped in a turn: the drop waits for the device.
 struct InTurns<T> {
     value: Option<T>,
     turns: Arc<Turns>,
@@ -228,7 +227,7 @@ impl<B: Backend> Backend for Serial<B> {
         self.backend.set_schedule_seed(seed);
     }
 
-    /// Nothing of other threads is in the time.
+    /// The time includes no work of other threads.
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         let _turn = self.turns.take();
         self.backend.time(work)
@@ -257,7 +256,7 @@ impl<B: Backend> Backend for Serial<B> {
 impl<B: Backend> MatrixLibrary for Serial<B> {
     fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
         let _turn = self.turns.take();
-        // Whoever has a library once has it always.
+        // The library of a backend stays available once it was found.
         self.backend.matrix_library().map_or(Ok(false), |library| library.multiply(product))
     }
 }

@@ -10,7 +10,7 @@ use super::error::{Result, RuntimeError};
 
 static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emulator");
 
-/// Kernel sources: `*.cu` and `*.h`, each by its file name, in whatever folder it lies. So a
+/// Kernel sources: `*.cu` and `*.h`, each identified by its file name, in any folder. So a
 /// launcher, an `#include`, a mutant and another revision find a file that was moved.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SourceTree {
@@ -35,10 +35,10 @@ impl SourceTree {
         Self::from_files(origin.into(), files)
     }
 
-    /// The sources in a directory and the folders within it.
+    /// The sources in a directory and its folders.
     ///
     /// # Errors
-    /// [`RuntimeError::System`] when it cannot be read or two files have one name,
+    /// [`RuntimeError::System`] when it cannot be read or two files have the same name,
     /// [`RuntimeError::SourceMissing`] when it holds no `*.cu`.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let mut files = BTreeMap::new();
@@ -47,8 +47,8 @@ impl SourceTree {
         Ok(Self { directory: Some(dir.to_owned()), ..tree })
     }
 
-    /// The same tree with the headers (`*.h`) of a directory and the folders within it that it
-    /// does not have.
+    /// The same tree, plus the headers (`*.h`) of a directory and its folders that the tree does
+    /// not have.
     ///
     /// # Errors
     /// [`RuntimeError::System`] when the directory cannot be read.
@@ -64,12 +64,12 @@ impl SourceTree {
         Ok(tree)
     }
 
-    /// A tree from texts already in memory (another revision's, read from git objects), by their
-    /// paths within it.
+    /// A tree from texts in memory (another revision's, read from git objects), by their paths
+    /// within it.
     ///
     /// # Errors
     /// [`RuntimeError::SourceMissing`] when no file ends in `.cu`, [`RuntimeError::System`] when
-    /// two have one name.
+    /// two have the same name.
     pub fn from_files(origin: String, texts: BTreeMap<String, String>) -> Result<Self> {
         let (mut files, mut paths) = (BTreeMap::new(), BTreeMap::new());
         for (path, text) in texts {
@@ -89,7 +89,7 @@ impl SourceTree {
         Ok(Self { origin, directory: None, files, paths, patched: false })
     }
 
-    /// Where the tree comes from, for messages.
+    /// The origin of the tree, for messages.
     pub fn origin(&self) -> &str {
         &self.origin
     }
@@ -104,7 +104,7 @@ impl SourceTree {
         &self.files
     }
 
-    /// Where a file lies within the tree; its name where nothing is known of it.
+    /// The path of a file within the tree; its name if the path is not known.
     pub fn path_of<'t>(&'t self, file: &'t str) -> &'t str {
         self.paths.get(file).map_or(file, String::as_str)
     }
@@ -128,8 +128,8 @@ impl SourceTree {
         Self { origin, directory: None, files, paths: self.paths.clone(), patched: true }
     }
 
-    /// Whether it exists in this process alone, as a mutant's does: what is built of it runs a few
-    /// times.
+    /// Whether it exists only in this process, as a mutant's tree does: the modules built from it
+    /// run only a few times.
     pub fn is_patched(&self) -> bool {
         self.patched
     }
@@ -140,13 +140,13 @@ impl SourceTree {
         all.filter(|(name, _)| name.ends_with(".h"))
     }
 
-    /// The names of the headers of this tree that `file` includes, itself or through others, in
-    /// the order in which they are met; whether a condition leaves an inclusion out is not asked.
-    /// A file that includes what a macro names includes all of them.
+    /// The names of the headers of this tree that `file` includes, directly or through others, in
+    /// the order of their inclusion. Conditions around an inclusion are ignored. A file whose
+    /// inclusion is a macro includes all of them.
     ///
     /// # Errors
-    /// [`RuntimeError::SourceMissing`] for a `file` that is not in the tree. Headers from
-    /// elsewhere are passed over.
+    /// [`RuntimeError::SourceMissing`] for a `file` that is not in the tree. External headers
+    /// are ignored.
     pub fn headers_of(&self, file: &str) -> Result<Vec<&str>> {
         let mut found: Vec<&str> = Vec::new();
         let mut pending = vec![self.text(file)?];
@@ -167,8 +167,7 @@ impl SourceTree {
         Ok(found)
     }
 
-    /// `file` and the headers that it includes, which are all that its compilation reads of this
-    /// tree.
+    /// `file` and the headers that it includes: all files of this tree that its compilation reads.
     ///
     /// # Errors
     /// [`RuntimeError::SourceMissing`].
@@ -200,13 +199,13 @@ fn name_of(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// What an `#include` names.
+/// The operand of an `#include`.
 enum Inclusion {
     Named(String),
     ByMacro,
 }
 
-/// The inclusions of a source, as the preprocessor finds them: behind comments and over continued
+/// The inclusions of a source, as the preprocessor finds them: after comments and over continued
 /// lines, with any spacing.
 fn inclusions(text: &str) -> Vec<Inclusion> {
     let text = without_comments(&text.replace("\\\r\n", "").replace("\\\n", ""));
@@ -232,8 +231,8 @@ fn inclusions(text: &str) -> Vec<Inclusion> {
     directives.filter_map(argument).collect()
 }
 
-/// C++ with a space for each comment. What stands in quotes is no comment; a quote between digits
-/// is none.
+/// C++ with a space for each comment. Text in quotes is not a comment; a quote between digits is
+/// not a quote.
 fn without_comments(text: &str) -> String {
     let mut rest = text;
     let mut kept = String::with_capacity(text.len());
@@ -255,7 +254,7 @@ fn without_comments(text: &str) -> String {
     kept + rest
 }
 
-/// Bytes of a literal in these quotes, at the end of the line at the latest.
+/// Bytes of a literal in these quotes, which ends at the end of the line at the latest.
 fn quoted_length(text: &str, quote: u8) -> usize {
     let mut escaped = false;
     for (at, byte) in text.bytes().enumerate().skip(1) {

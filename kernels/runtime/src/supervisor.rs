@@ -1,17 +1,17 @@
-//! Commands of which nothing is left after any end, theirs or this process's, `kill -9` included;
-//! and temporary folders that go with this process.
+//! Commands that leave no process after any end, theirs or this process's, including `kill -9`; and
+//! temporary folders that are removed with this process.
 //!
-//! Each command runs under a supervisor: this program, started again, which does nothing else. It
-//! leads a session of its own, so that no signal to a group or from a terminal reaches it, and is
-//! the reaper of whatever its command starts (`PR_SET_CHILD_SUBREAPER`): a process whose parent
+//! Each command runs under a supervisor: this program, started again, which does nothing else. The
+//! supervisor leads a separate session, so that no signal to a group or from a terminal reaches it.
+//! It is the reaper of its command's processes (`PR_SET_CHILD_SUBREAPER`): a process whose parent
 //! ends becomes the supervisor's child, also one that called `setsid` or forked twice. When the
-//! command ends, or when the connection to this process does, it kills its children until it has
-//! none. A folder has a keeper of the same kind, which removes it.
+//! command ends, or the connection to this process, it kills its children until none is left. A
+//! folder has a keeper of the same kind, which removes it.
 //!
-//! That takes no privileges, no cgroup and no namespace. What it cannot end: a process that this
-//! user may not kill, one that another service starts on request (`at`, `systemd-run`, a
-//! container's daemon), and, where somebody kills a supervisor itself, processes outside of their
-//! command's group.
+//! This needs no privileges, no cgroup and no namespace. It cannot end a process that this user may
+//! not kill, or one that another service starts on request (`at`, `systemd-run`, a container's
+//! daemon). If the supervisor itself is killed, it cannot end processes outside of their command's
+//! group.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -29,33 +29,33 @@ use serde::{Deserialize, Serialize};
 
 use super::process::{isolate, kill_group, wait_within};
 
-/// Tells a program that it is a supervisor or a keeper: a [`Start`] as JSON.
+/// Marks a program as a supervisor or a keeper: a [`Start`] as JSON.
 pub(super) const VARIABLE: &str = "PARITY_SUPERVISOR";
 
-/// How long what will not die, or a folder that will not go, is tried again.
+/// How long ending a process, or removing a folder, is retried.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a supervisor starts with; its command are the arguments.
+/// The start parameters of a supervisor; the arguments are its command.
 #[derive(Serialize, Deserialize)]
 struct Start {
     /// Descriptor of the connection to the process that it works for.
     connection: i32,
-    /// Where to make a folder; then it is the folder's keeper, and has no command.
+    /// Parent of a folder to make; the process is then the folder's keeper and has no command.
     folder: Option<PathBuf>,
-    /// Descriptors that are its command's alone.
+    /// Descriptors that only its command gets.
     passed: Vec<RawFd>,
 }
 
-/// What a supervisor says.
+/// Messages of a supervisor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Message {
     /// The command runs as this process.
     Started(i32),
-    /// It could not be started, or the folder not be made: the system's error.
+    /// The command could not be started, or the folder not be made: the system's error.
     Failed(i32),
-    /// It ended, and so has all that it started: its wait status.
+    /// The command and all processes that it started have ended: its wait status.
     Ended(i32),
-    /// A folder was made, whose path of so many bytes follows.
+    /// A folder was made; its path of this many bytes follows.
     Made(i32),
 }
 
@@ -92,7 +92,7 @@ fn unexpected() -> io::Error {
 
 // ---------------------------------------------------------------- of the process that has commands
 
-/// A command that runs, with all that it starts; dropped, everything is ended.
+/// A running command, with all processes that it started; dropping it ends all of them.
 #[derive(Debug)]
 pub struct Supervised {
     supervisor: Child,
@@ -106,7 +106,7 @@ impl Supervised {
     /// streams.
     ///
     /// # Errors
-    /// The system's: the program cannot be started, or its supervisor cannot.
+    /// Errors of the system: the program or its supervisor cannot be started.
     pub fn spawn(command: &Command, streams: [Stdio; 3]) -> io::Result<Self> {
         Self::spawn_passing(command, streams, &[])
     }
@@ -114,7 +114,7 @@ impl Supervised {
     /// As [`Self::spawn`], for a command that also gets these descriptors, under the same numbers.
     ///
     /// # Errors
-    /// Those of [`Self::spawn`].
+    /// Errors of [`Self::spawn`].
     pub fn spawn_passing(
         command: &Command,
         [stdin, stdout, stderr]: [Stdio; 3],
@@ -155,20 +155,21 @@ impl Supervised {
         self.leader
     }
 
-    /// The command's piped streams that nobody has taken yet.
+    /// The command's piped streams that were not taken yet.
     pub fn take_streams(
         &mut self,
     ) -> (Option<ChildStdin>, Option<ChildStdout>, Option<ChildStderr>) {
         (self.supervisor.stdin.take(), self.supervisor.stdout.take(), self.supervisor.stderr.take())
     }
 
-    /// Waits for the command and the end of all that it started; `None` when the time is over.
+    /// Waits for the command and the end of all processes that it started; `None` when the time
+    /// limit is over.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn wait_within(&mut self, limit: Duration) -> io::Result<Option<ExitStatus>> {
         if self.ended.is_none() {
-            // No time at all would be taken for no limit.
+            // A limit of zero would mean no limit.
             self.connection.set_read_timeout(Some(limit.max(Duration::from_millis(1))))?;
             self.ended = match Message::read(&self.connection) {
                 Ok(Message::Ended(status)) => Some(ExitStatus::from_raw(status)),
@@ -181,7 +182,7 @@ impl Supervised {
                 {
                     None
                 }
-                // Somebody killed the supervisor, with which its command dies.
+                // The supervisor was killed, and its command dies with it.
                 Err(_) => {
                     kill_group(self.leader);
                     Some(self.supervisor.wait()?)
@@ -191,7 +192,7 @@ impl Supervised {
         Ok(self.ended)
     }
 
-    /// Ends the command, if it has not ended, with all that it started.
+    /// Ends the command, if it has not ended, with all processes that it started.
     pub fn end(&mut self) {
         // It may have ended.
         let _ = self.connection.shutdown(std::net::Shutdown::Both);
@@ -219,8 +220,7 @@ fn start(
 ) -> io::Result<(Child, UnixStream)> {
     let (ours, theirs) = UnixStream::pair()?;
     let connection = theirs.as_raw_fd();
-    // The initialiser stays in the program because it is named here: what nobody refers to is left
-    // out by the linker.
+    // Naming the initialiser here keeps it in the program: the linker drops unreferenced code.
     std::hint::black_box(&INITIALISER);
     let mut supervisor = Command::new("/proc/self/exe");
     set_up(&mut supervisor);
@@ -243,9 +243,9 @@ fn start(
 /// this process.
 ///
 /// # Errors
-/// The system's.
+/// Errors of the system.
 pub fn temporary_folder(prefix: &str) -> io::Result<tempfile::TempDir> {
-    /// The folder of all of them, and what its keeper waits for the end of.
+    /// The common parent folder, and the connection that its keeper watches.
     static ALL: Mutex<Option<(PathBuf, UnixStream)>> = Mutex::new(None);
     let mut all = ALL.lock().unwrap_or_else(|e| e.into_inner());
     let (folder, _) = match &mut *all {
@@ -274,14 +274,14 @@ fn kept_folder(parent: &Path) -> io::Result<(PathBuf, UnixStream)> {
 // ---------------------------------------------------------------- of a supervisor
 
 // SAFETY of the section: its entries are functions without results that the loader calls before
-// `main`, with arguments that this one leaves alone.
+// `main`, with arguments that this one ignores.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static INITIALISER: extern "C" fn() = become_supervisor;
 
 extern "C" fn become_supervisor() {
     let Ok(start) = std::env::var(VARIABLE) else { return };
-    // SAFETY: no other thread runs before `main`. A command is no supervisor.
+    // SAFETY: no other thread runs before `main`. A command is not a supervisor.
     unsafe { std::env::remove_var(VARIABLE) };
     let Ok(start) = serde_json::from_str::<Start>(&start) else {
         eprintln!("{VARIABLE} is set by nobody but this program");
@@ -294,12 +294,12 @@ extern "C" fn become_supervisor() {
         None => supervise(&connection, &start.passed),
     };
     let Err(error) = failed;
-    // Whom it may concern is gone where this cannot be said.
+    // If this cannot be sent, the receiver is gone.
     let _ = Message::Failed(error.raw_os_error().unwrap_or(libc::EIO)).write(&connection);
     end(1);
 }
 
-/// Ends the process at once: what would run at an ordinary end is the program's, which never began.
+/// Ends the process at once: exit handlers belong to the program, which never started.
 fn end(code: i32) -> ! {
     // SAFETY: _exit takes an integer and does not return.
     unsafe { libc::_exit(code) }
@@ -309,14 +309,14 @@ fn checked(result: i32) -> io::Result<i32> {
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Puts this process out of reach of signals to groups and of those from a terminal; returns the
-/// signals that were blocked.
+/// Makes this process unreachable for signals to groups and from a terminal. Returns the signals
+/// that were blocked.
 fn withdraw(connection: &UnixStream) -> io::Result<libc::sigset_t> {
     // SAFETY: calls with integers, and with signal sets of this function; the zeroed one is
     // written before it is read.
     unsafe {
         checked(libc::fcntl(connection.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC))?;
-        // It fails for the leader of a group, which has a group of its own.
+        // It fails for the leader of a group, which already has a separate group.
         libc::setsid();
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&mut all);
@@ -325,7 +325,7 @@ fn withdraw(connection: &UnixStream) -> io::Result<libc::sigset_t> {
     }
 }
 
-/// Runs the command of this process's arguments to its end, or to that of the connection.
+/// Runs the command of this process's arguments until it or the connection ends.
 fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible> {
     let unblocked = withdraw(connection)?;
     // SAFETY: prctl and signalfd with integers, and with a signal set of this function.
@@ -355,7 +355,8 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
     let leader = command.spawn()?.id() as i32;
     leave_streams();
     for &descriptor in passed {
-        // SAFETY: these descriptors were passed through for the command, and nobody here uses them.
+        // SAFETY: these descriptors were passed through for the command, and nothing here uses
+        // them.
         unsafe { libc::close(descriptor) };
     }
     let told = Message::Started(leader).write(connection);
@@ -367,11 +368,11 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
     end(0)
 }
 
-/// The streams are the command's alone: who reads them shall see their end when it ends.
+/// Only the command has the streams: their readers see the end when the command ends.
 fn leave_streams() {
     let Ok(nothing) = File::options().read(true).write(true).open("/dev/null") else { return };
     for stream in 0..3 {
-        // SAFETY: dup2 with integers; the standard streams are nobody else's here.
+        // SAFETY: dup2 with integers; nothing else here uses the standard streams.
         unsafe { libc::dup2(nothing.as_raw_fd(), stream) };
     }
 }
@@ -395,7 +396,7 @@ fn status_of(leader: i32, connection: &UnixStream, children: &File) -> Option<i3
         if both[0].revents != 0 {
             return None;
         }
-        // Which child it was does not matter: all that have ended are asked for.
+        // The number of the child does not matter: all ended children are reaped.
         let _ = (&mut &*children).read(&mut [0; 1024]);
     }
 }
@@ -408,14 +409,14 @@ fn reap() -> Option<(i32, i32)> {
     (child > 0).then_some((child, status))
 }
 
-/// Kills children until there are none: the children of one that is killed are this process's next.
+/// Kills children until none is left: the children of a killed one become this process's children.
 fn end_children() {
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
         let children = children();
         for &child in &children {
-            // SAFETY: kill with integers. A child that nobody has waited for keeps its number, and
-            // nobody but this thread waits.
+            // SAFETY: kill with integers. A child that was not waited for keeps its number, and
+            // only this thread waits.
             unsafe { libc::kill(child, libc::SIGKILL) };
         }
         while reap().is_some() {}
@@ -424,7 +425,7 @@ fn end_children() {
         if none {
             return;
         }
-        // What was killed takes a moment to die.
+        // A killed process takes a moment to end.
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -432,7 +433,8 @@ fn end_children() {
 /// Process numbers of this process's children.
 fn children() -> Vec<i32> {
     let own = std::process::id();
-    // Quick where the system has it: a process that forks and ends without a pause must be met.
+    // Fast where the system supports it: it must also catch a process that forks and ends without
+    // pause.
     if let Ok(list) = std::fs::read_to_string(format!("/proc/{own}/task/{own}/children")) {
         return list.split_whitespace().filter_map(|child| child.parse().ok()).collect();
     }
@@ -443,7 +445,7 @@ fn children() -> Vec<i32> {
 
 fn parent_of(process: i32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name, in parentheses, may hold anything.
+    // The name, in parentheses, may contain any text.
     stat.rsplit(')').next()?.split_whitespace().nth(1)?.parse().ok()
 }
 
@@ -459,7 +461,7 @@ fn keep_folder(connection: &UnixStream, parent: &Path) -> io::Result<Infallible>
         let _ = (&*connection).read(&mut [0]);
     }
     let start = Instant::now();
-    // Commands that are being ended may still write into it.
+    // Commands that are ending may still write into it.
     while let Err(error) = std::fs::remove_dir_all(&folder) {
         if error.kind() == io::ErrorKind::NotFound || start.elapsed() > PATIENCE {
             break;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{Result, RuntimeError};
 
-/// Element types that cross to a kernel.
+/// Element types of kernel tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -24,7 +24,7 @@ pub enum DType {
     U8,
 }
 
-/// What there is to say of an element type.
+/// The properties of an element type.
 struct Description {
     name: &'static str,
     c_name: &'static str,
@@ -73,7 +73,7 @@ impl fmt::Display for DType {
 pub struct HostTensor {
     /// Element type.
     pub dtype: DType,
-    /// Extents, outermost first.
+    /// Sizes, outermost first.
     pub shape: Vec<usize>,
     /// Elements in the machine's byte order.
     pub bytes: Vec<u8>,
@@ -86,12 +86,12 @@ impl fmt::Debug for HostTensor {
 }
 
 impl HostTensor {
-    /// Rounds f64 values to the nearest of `dtype` (ties to even). An integer type takes what it
-    /// has.
+    /// Rounds f64 values to the nearest of `dtype` (ties to even). An integer type takes only its
+    /// own values.
     ///
     /// # Panics
-    /// When `values` does not have the elements of `shape`, or one of them is none of an integer
-    /// type's.
+    /// When `values` does not have the number of elements of `shape`, or one of them is not a value
+    /// of an integer type.
     pub fn from_f64(dtype: DType, shape: &[usize], values: &[f64]) -> Self {
         assert_eq!(
             values.len(),
@@ -111,7 +111,7 @@ impl HostTensor {
     /// An `i32` tensor.
     ///
     /// # Panics
-    /// When `values` does not have the elements of `shape`.
+    /// When `values` does not have the number of elements of `shape`.
     pub fn from_i32(shape: &[usize], values: &[i32]) -> Self {
         assert_eq!(
             values.len(),
@@ -130,8 +130,8 @@ impl HostTensor {
         self.shape.iter().product()
     }
 
-    /// Every element, widened: exactly, but for integers of more than 53 bits
-    /// ([`Self::to_integers`] has those).
+    /// Every element, widened: exactly, except integers of more than 53 bits (see
+    /// [`Self::to_integers`]).
     pub fn to_f64(&self) -> Vec<f64> {
         match self.dtype {
             DType::F32 => self.words::<4>().map(|b| f64::from(f32::from_ne_bytes(b))).collect(),
@@ -170,10 +170,10 @@ impl HostTensor {
     }
 }
 
-/// Values as the integers that they are.
+/// Values as integers.
 ///
 /// # Panics
-/// For one that `dtype` does not have.
+/// For a value that `dtype` does not have.
 fn whole(dtype: DType, values: &[f64]) -> impl Iterator<Item = i64> {
     let (low, high) = match dtype {
         DType::U8 => (0.0, 255.0),
@@ -196,7 +196,7 @@ pub fn dense_strides(shape: &[usize]) -> Vec<i64> {
     strides
 }
 
-/// A tensor on a device: where it is and how it is laid out. Owned by the arena that made it.
+/// A tensor on a device: its address and its layout. Owned by the arena that made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorView {
     /// Name in errors and reports.
@@ -205,7 +205,7 @@ pub struct TensorView {
     pub address: u64,
     /// Element type.
     pub dtype: DType,
-    /// Extents, outermost first.
+    /// Sizes, outermost first.
     pub shape: Vec<usize>,
     /// Distance between neighbours along each axis, in elements.
     pub strides: Vec<i64>,
@@ -240,14 +240,14 @@ impl TensorView {
         (self.address, self.address + (last as u64 + 1) * self.dtype.size() as u64)
     }
 
-    /// Whether two views may share memory: their address ranges meet, and they are not two combs
-    /// whose teeth pass each other.
+    /// Whether two views may share memory: their address ranges overlap, and they are not
+    /// interleaved.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.span(), other.span());
         a.0 < b.1 && b.0 < a.1 && !self.interleaves(other)
     }
 
-    /// Whether the views lie in two separate intervals of addresses modulo one of their strides:
+    /// Whether the views are in two separate intervals of addresses modulo one of their strides:
     /// columns of one buffer.
     fn interleaves(&self, other: &Self) -> bool {
         let distance = i128::from(other.address) - i128::from(self.address);
@@ -259,15 +259,15 @@ impl TensorView {
             })
     }
 
-    /// Extent and stride in bytes of each axis that has more than one entry.
+    /// Size and stride in bytes of each axis that has more than one entry.
     fn byte_strides(&self) -> impl Iterator<Item = (i128, i128)> + Clone {
         let size = self.dtype.size() as i128;
         let axes = self.shape.iter().zip(&self.strides).filter(|(extent, _)| **extent > 1);
         axes.map(move |(&extent, &stride)| (extent as i128, i128::from(stride) * size))
     }
 
-    /// Bytes from the first to the last of the view, without what lies along axes that keep the
-    /// address modulo `pitch`.
+    /// Bytes from the first to the last of the view, ignoring axes that keep the address modulo
+    /// `pitch`.
     fn bytes_within(&self, pitch: i128) -> i128 {
         let inner = self.byte_strides().filter(|&(_, stride)| pitch > 0 && stride % pitch != 0);
         self.dtype.size() as i128
@@ -301,7 +301,7 @@ impl TensorView {
         rest
     }
 
-    /// The view with its first two axes seen as one; `None` where their entries are not evenly
+    /// The view with its first two axes merged into one; `None` if their entries are not evenly
     /// spaced.
     pub fn merged(&self) -> Option<Self> {
         let ([outer, inner, ..], [outer_stride, inner_stride, ..]) =
@@ -320,11 +320,11 @@ impl TensorView {
     }
 
     /// The `len` entries from entry `from` on along an axis: a chunk of a sequence, a page of a
-    /// store. The view is of the same memory, under the same name.
+    /// store. The view has the same memory and the same name.
     ///
     /// # Errors
-    /// [`RuntimeError::Argument`] for an axis that the view has not, and for entries beyond its
-    /// extent.
+    /// [`RuntimeError::Argument`] for an axis that the view does not have, and for entries beyond
+    /// its size.
     pub fn narrow(&self, axis: usize, from: usize, len: usize) -> Result<Self> {
         let refused =
             |argument, reason| RuntimeError::argument("TensorView::narrow", argument, reason);
@@ -346,7 +346,7 @@ impl TensorView {
         }
         let mut narrowed = self.clone();
         narrowed.shape[axis] = len;
-        // A view without elements has no memory to point at: its strides may reach anywhere.
+        // A view without elements has no memory: its strides may be arbitrary.
         if narrowed.elements() > 0 {
             let bytes = from as i64 * stride * self.dtype.size() as i64;
             narrowed.address = self.address.wrapping_add_signed(bytes);
@@ -365,8 +365,8 @@ impl TensorView {
         Ok(entry)
     }
 
-    /// The view with its last axis seen as two, of `parts` entries and the rest; `None` where
-    /// there is no such axis, or they do not divide it.
+    /// The view with its last axis split into two, of `parts` entries and the rest; `None` if there
+    /// is no axis, or `parts` does not divide it.
     pub fn parted(&self, parts: usize) -> Option<Self> {
         let (&width, &stride) = (self.shape.last()?, self.strides.last()?);
         let part = width.checked_div(parts).filter(|part| part * parts == width)?;
@@ -390,7 +390,7 @@ impl TensorView {
     }
 
     /// Byte offsets of the view's contiguous pieces from element 0, in row-major order, and the
-    /// bytes of each: as many of the last axes as lie densely make a piece. A dense tensor is one
+    /// bytes of each. The last axes that are dense together make a piece. A dense tensor is one
     /// piece; where the last axis is strided, every element is one.
     pub fn pieces(&self) -> (Vec<usize>, usize) {
         let size = self.dtype.size();
@@ -430,7 +430,7 @@ mod tests {
         }
     }
 
-    /// The definition: every element by itself.
+    /// The definition: each element separately.
     fn element_offsets(view: &TensorView) -> Vec<usize> {
         let mut offsets = vec![0];
         for (&extent, &stride) in view.shape.iter().zip(&view.strides) {

@@ -1,27 +1,26 @@
-//! What a device has to know of a tensor of which kernels copy boxes (`tensor_copy_in` in
-//! `hopper.h`).
+//! The description of a tensor of which kernels copy TMA boxes (`tensor_copy_in` in `hopper.h`).
 
 use serde::{Deserialize, Serialize};
 
 use super::tensor::{DType, TensorView};
 
-/// The map as a kernel is given it: CUDA's own, or on the emulator [`TensorMap::words`].
+/// The map in a kernel's parameters: CUDA's own, or on the emulator [`TensorMap::words`].
 pub type MapWords = [u64; 16];
 
 /// Bytes of a row of a box.
 pub const BOX_ROW_BYTES: usize = 128;
-/// Rows and strides that hardware takes.
+/// Limits of rows and strides in hardware.
 const MOST_EXTENT: u64 = 1 << 32;
 const MOST_STRIDE: u64 = 1 << 40;
 const MOST_BOX_ROWS: u32 = 256;
-/// What the words of the emulator's begin with, so that others are told from them.
+/// The first of the emulator's words, which distinguishes them from other words.
 const MARK: u64 = u64::from_le_bytes(*b"boxes of");
 
-/// A tensor of bytes, `[matrices, rows, row_bytes]`, and the boxes that kernels copy of it:
+/// A tensor of bytes, `[matrices, rows, row_bytes]`, and the TMA boxes that kernels copy of it:
 /// [`BOX_ROW_BYTES`] of each of `box_rows` rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorMap {
-    /// Of the first byte; a multiple of 16.
+    /// Address of the first byte; a multiple of 16.
     pub address: u64,
     /// Bytes of a row.
     pub row_bytes: u64,
@@ -29,19 +28,19 @@ pub struct TensorMap {
     pub rows: u64,
     /// Matrices.
     pub matrices: u64,
-    /// Bytes from a row to the next; a multiple of 16.
+    /// Bytes from one row to the next; a multiple of 16.
     pub row_stride: u64,
-    /// Bytes from a matrix to the next; a multiple of 16.
+    /// Bytes from one matrix to the next; a multiple of 16.
     pub matrix_stride: u64,
     /// Rows of a box, up to 256.
     pub box_rows: u32,
 }
 
 impl TensorMap {
-    /// Of a tensor of bytes, `[rows, row_bytes]` or `[matrices, rows, row_bytes]`, its rows
-    /// contiguous; `None` where hardware cannot copy boxes of it: rows that overlap or lie
-    /// backwards, or at no multiples of 16 bytes; no elements; extents of 2^32, strides of 2^40
-    /// bytes and beyond.
+    /// The map of a tensor of bytes, `[rows, row_bytes]` or `[matrices, rows, row_bytes]`, with
+    /// contiguous rows. `None` if hardware cannot copy boxes of it: rows that overlap, have
+    /// negative strides, or are not at multiples of 16 bytes; no elements; sizes of 2^32 or more;
+    /// strides of 2^40 bytes or more.
     pub fn of(view: &TensorView, box_rows: u32) -> Option<Self> {
         let ([matrices, rows, row_bytes], [matrix_stride, row_stride, 1]) =
             (match (&view.shape[..], &view.strides[..]) {
@@ -57,13 +56,13 @@ impl TensorMap {
         let extents = [matrices, rows, row_bytes].map(|extent| extent as u64);
         let fits = extents.iter().all(|extent| (1..MOST_EXTENT).contains(extent))
             && view.dtype == DType::U8;
-        // Where there is one row or matrix, nothing follows from its stride.
+        // With one row or matrix its stride has no effect.
         let own_stride = (row_bytes as u64).next_multiple_of(16);
         let row_stride = if rows > 1 { u64::try_from(row_stride).ok()? } else { own_stride };
         let matrix_bytes = row_stride.checked_mul(rows as u64)?;
         let matrix_stride =
             if matrices > 1 { u64::try_from(matrix_stride).ok()? } else { matrix_bytes };
-        // Matrices may lie between the rows of one another.
+        // Matrices may be between the rows of one another.
         let strided = [row_stride, matrix_stride].iter().all(|stride| {
             stride.is_multiple_of(16) && (row_bytes as u64..MOST_STRIDE).contains(stride)
         });
@@ -99,7 +98,7 @@ impl TensorMap {
         words
     }
 
-    /// What [`Self::words`] says; `None` where these words are no map.
+    /// The map of which [`Self::words`] are these words; `None` if they are not a map.
     pub fn from_words(words: &MapWords) -> Option<Self> {
         let &[MARK, address, row_bytes, rows, matrices, row_stride, matrix_stride, box_rows, ..] =
             words

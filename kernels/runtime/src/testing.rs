@@ -1,10 +1,10 @@
-//! What the tests share.
+//! Shared helpers of the tests.
 
 use std::path::Path;
 
 use crate::SourceTree;
 
-/// The kernels next to this crate, of whose headers the tests make kernels of their own.
+/// The kernels next to this crate; the tests build their own kernels from the headers.
 pub fn kernels() -> SourceTree {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda");
     SourceTree::from_dir(&folder).unwrap_or_else(|error| panic!("{error}"))

@@ -21,18 +21,17 @@ pub fn modules() -> Vec<Module> {
 /// Merges the parts; returns the kernel that ran. Its tensors:
 ///
 /// - `partial_out` `[num_parts, num_tokens, num_heads, v_dim]` f32, rows 16-byte aligned: each
-///   part's softmax-weighted sum, without the sink. Rows of parts that have seen no key are not
-///   read;
+///   part's softmax-weighted sum, without the sink. Rows of parts that have no key are not read;
 /// - `partial_lse` `[num_parts, num_tokens, num_heads]` f32: each part's log-sum-exp in **base
-///   2**, without the sink; an infinity of either sign says that the part has seen no key;
-/// - `sink` `[num_heads]` f32: a natural logit, not scaled; absent where there is no sink;
-/// - `out` `[num_tokens, num_heads, v_dim]` bf16, rows 16-byte aligned: 0 for a row that has seen
-///   no key;
+///   2**, without the sink; an infinity of either sign means that the part has no key;
+/// - `sink` `[num_heads]` f32: a natural logit, not scaled; absent without sinks;
+/// - `out` `[num_tokens, num_heads, v_dim]` bf16, rows 16-byte aligned: 0 for a row that has no
+///   key;
 /// - `lse` `[num_tokens, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a
 ///   row.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let tensors = [
         read("partial_out").axes(&["num_parts", "num_tokens", "num_heads", "v_dim"]).aligned_rows(),

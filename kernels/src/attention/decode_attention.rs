@@ -10,34 +10,34 @@ use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "decode_attention.cu";
 const HOPPER_FILE: &str = "decode_attention_hopper.cu";
-/// Heads of one block of the Hopper kernel: the rows of a warpgroup's product.
+/// Heads of one block of the Hopper kernel: the rows of a warpgroup's MMA.
 const HOPPER_HEADS: usize = 64;
-/// Rows that the Hopper kernel takes.
+/// Row formats that the Hopper kernel takes.
 pub const HOPPER_FORMATS: [RowFormat; 2] = [RowFormat::MODEL, RowFormat::bf16(512)];
 const CHECK: Arguments = Arguments { operator: "decode_attention" };
-/// Slots of a tile, the least that is given to a block; `KEYS` in the kernel source.
+/// Slots of a tile, the least work that a block gets; `KEYS` in the kernel source.
 pub const TILE_SLOTS: usize = 64;
-/// Heads of a block of the merge, one a warp.
+/// Heads of a block of the merge kernel, one a warp.
 const COMBINE_HEADS: usize = 8;
-/// Largest head that the output's accumulators hold.
+/// Largest `head_dim` that the output's accumulators hold.
 const LARGEST_HEAD_DIM: usize = 512;
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// How the rows of both stores are stored; `head_dim` is a multiple of 16 up to 512.
+    /// The row format of both stores; `head_dim` is a multiple of 16 up to 512.
     pub format: RowFormat,
     /// Rows of a page of the window, at least 1.
     pub window_page_size: usize,
-    /// Rows of a page of the compressed entries, at least 1; of no account where there are none.
+    /// Rows of a page of the compressed entries, at least 1; ignored where there are none.
     pub compressed_page_size: usize,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
     /// Blocks that the work is spread over, at least 1: [`natural_blocks`] of the device. The
-    /// result depends on it within rounding, and on nothing else of the launch.
+    /// result depends on this number within rounding, and on nothing else of the launch.
     pub num_blocks: usize,
-    /// Which implementation runs. The Hopper kernel takes heads of 512 channels: the model's rows,
-    /// or bf16 ones.
+    /// Which implementation runs. The Hopper kernel takes heads of 512 channels, in the model's
+    /// format or in bf16.
     pub implementation: Implementation,
 }
 
@@ -58,16 +58,16 @@ impl Options {
     }
 }
 
-/// As many blocks as the device has multiprocessors: one block fills one.
+/// As many blocks as the device has SMs: one block fills one SM.
 pub fn natural_blocks(device: &Device) -> usize {
     (device.environment().processors as usize).max(1)
 }
 
-/// The implementation that runs on a device: what is asked for, or for [`Implementation::Auto`]
-/// the Hopper kernel where there is one, beyond 16 heads.
+/// The implementation that runs on a device: the requested one, or for [`Implementation::Auto`] the
+/// Hopper kernel where it can run, above 16 heads.
 ///
 /// # Errors
-/// The Hopper kernel is asked for and cannot run.
+/// The Hopper kernel is requested and cannot run.
 pub fn resolve(
     device: &Device,
     format: RowFormat,
@@ -80,20 +80,20 @@ pub fn resolve(
     Ok(if hopper { Implementation::Hopper } else { Implementation::Portable })
 }
 
-/// How a call is spread over the device. A unit is a token with up to `heads_per_block` of its
-/// heads; the tiles of all units, one behind the other, are dealt to the blocks in equal stretches
-/// (the kernel's header).
+/// How a call is spread over the device. A work tile is a token with up to `heads_per_block` of its
+/// heads. The key tiles of all work tiles, one after the other, are divided among the blocks in
+/// equal ranges (the kernel's header).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
-    /// Heads of a unit.
+    /// Heads of a work tile.
     pub heads_per_block: usize,
     /// Blocks that are launched.
     pub num_blocks: usize,
 }
 
-/// How a call of `batch * s_q` tokens whose lists have `topk` slots in each store is spread when
-/// it is offered `num_blocks` blocks; [`Implementation::Auto`] must have been resolved, and counts
-/// as portable.
+/// How a call of `batch * s_q` tokens is spread over at most `num_blocks` blocks. Their lists have
+/// `topk` slots in each store. [`Implementation::Auto`] must have been resolved; it counts as
+/// portable.
 pub fn spread(
     [batch, s_q, num_heads]: [usize; 3],
     topk: &[usize],
@@ -101,27 +101,28 @@ pub fn spread(
     implementation: Implementation,
 ) -> Spread {
     let tiles = topk.iter().map(|slots| slots.div_ceil(TILE_SLOTS)).sum::<usize>().max(1);
-    // A block of 64 heads reads each row once for all of them. With 16 a tile is done sooner, and
-    // where there are multiprocessors for all tiles at once that is what counts.
+    // A block of 64 heads reads each row once for all of them. A tile of 16 heads finishes sooner,
+    // and that matters more where the SMs hold all tiles at once.
     let small_blocks = batch * s_q * num_heads.div_ceil(16) * tiles;
     let small =
         implementation != Implementation::Hopper && (num_heads <= 16 || small_blocks <= num_blocks);
     let heads_per_block = if small { 16 } else { HOPPER_HEADS };
-    // Blocks beyond the number of tiles would find nothing to do.
+    // Blocks beyond the number of tiles would have no work.
     let all_tiles = batch * s_q * num_heads.div_ceil(heads_per_block) * tiles;
     Spread { heads_per_block, num_blocks: num_blocks.min(all_tiles) }
 }
 
-/// Tiles of a block's stretch where `total` tiles are dealt to `num_blocks` blocks. `unit` is a
-/// unit's number of tiles where all have the same, as without lengths: whole units that are at
-/// most a sixteenth longer than an even share leave no parts to merge.
+/// Tiles of a block's range where `total` tiles are divided among `num_blocks` blocks. `unit` is
+/// the number of tiles of a work tile, if all have the same, as without lengths. A range of whole
+/// work tiles leaves no parts to merge; it is chosen if it is at most a sixteenth longer than an
+/// even share.
 pub fn stretch(total: usize, unit: Option<usize>, num_blocks: usize) -> usize {
     let even = total.div_ceil(num_blocks.max(1));
     let whole = unit.map(|tiles| even.next_multiple_of(tiles.max(1)));
     whole.filter(|whole| whole - even <= even / 16).unwrap_or(even)
 }
 
-/// What a call's tensors say of it.
+/// The sizes of a call, as its tensors have them.
 #[derive(Clone, Copy, Debug)]
 struct Extents {
     batch: usize,
@@ -131,7 +132,7 @@ struct Extents {
     compressed: Store,
 }
 
-/// A store, and the width of the lists that point into it.
+/// A store, and the width of the lists that index it.
 #[derive(Clone, Copy, Debug)]
 struct Store {
     page_size: usize,
@@ -166,7 +167,7 @@ pub fn modules() -> Vec<Module> {
     all.map(|defines| module(FILE, &defines)).chain(hopper).collect()
 }
 
-/// Checks the options and the tensors of [`forward`], without those that are written unless it is
+/// Checks the options and the tensors of [`forward`]. Written tensors are checked only when
 /// `launching`.
 fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents> {
     let Options { format, window_page_size, compressed_page_size, num_blocks, .. } = *options;
@@ -196,7 +197,7 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
         write("lse").axes(&["batch", "s_q", "num_heads"]).when(launching),
         scratch("workspace", 16).when(launching),
     ];
-    // The kernel divides by the size of a page, if only to find that it holds no row.
+    // The kernel divides by the page size, even to find that a page holds no row.
     let compressed_page_size = views.get("compressed").map_or(1, |_| compressed_page_size);
     let mut call = CHECK
         .signature(views, tensors)
@@ -214,15 +215,15 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
     let window = store("window", window_page_size, ["window_num_pages", "window_topk"])?;
     let compressed =
         store("compressed", compressed_page_size, ["compressed_num_pages", "compressed_topk"])?;
-    // The kernel counts tiles, those of all blocks together and the parts that blocks leave in 32
-    // bits.
+    // The kernel counts in 32 bits: the tiles, those of all blocks together, and the parts that
+    // blocks leave.
     let tiles = [window, compressed].iter().map(|store| store.topk / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
     CHECK.int32("q", all_tiles.saturating_add(num_blocks.saturating_mul(2)))?;
     Ok(Extents { batch, s_q, num_heads, window, compressed })
 }
 
-/// Parts of the scratch memory, as byte offsets; each part starts at a multiple of 16.
+/// Parts of the scratch memory, as byte offsets. Each part starts at a multiple of 16.
 struct Workspace {
     partial_out: usize,
     partial_lse: usize,
@@ -233,7 +234,7 @@ struct Workspace {
 impl Workspace {
     fn of(format: RowFormat, Spread { num_blocks, heads_per_block }: Spread) -> Self {
         let mut parts = Parts::default();
-        // A block leaves two parts at most.
+        // A block leaves at most two parts.
         let partial_out = parts.words(&[2, num_blocks, heads_per_block, format.head_dim()]);
         let partial_lse = parts.words(&[2, num_blocks, heads_per_block]);
         let spans = parts.words(&[2, num_blocks]);
@@ -241,18 +242,19 @@ impl Workspace {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs with these options: for each block two parts of
-/// a block of heads, in f32, their log-sum-exp, and which unit it leaves unfinished.
+/// Bytes of scratch memory that [`forward`] needs with these options. Each block has two parts of a
+/// block of heads in f32, their log-sum-exp, and the index of the work tile that it leaves
+/// unfinished.
 ///
 /// # Errors
-/// Inputs that the launcher refuses.
+/// Inputs that the launcher rejects.
 pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
     let extents = extents(views, options, false)?;
     let of = |implementation| {
         Workspace::of(options.format, extents.spread(options.num_blocks, implementation)).bytes
     };
     Ok(match options.implementation {
-        // Which one runs is the device's to say: enough for either.
+        // The device decides which kernel runs: the size is enough for either.
         Implementation::Auto if HOPPER_FORMATS.contains(&options.format) => {
             of(Implementation::Portable).max(of(Implementation::Hopper))
         }
@@ -260,21 +262,21 @@ pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
     })
 }
 
-/// Launches the attention and, where work was split, the merge; returns the kernels that ran. Its
+/// Launches the attention and, where work was split, the merge. Returns the kernels that ran. Its
 /// tensors:
 ///
 /// - `q` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned; the tokens of all
 ///   requests are evenly spaced, as are those of `window_indices`, `compressed_indices` and `out`;
 /// - `window` `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned: the raw rows of the
-///   window. Bytes between pages belong to nobody;
+///   window. Bytes between pages are not used;
 /// - `window_indices` `[batch, s_q, topk]` i32: slots of the window, `page * page_size + row`.
 ///   Slot `j` of a list is valid when `j < length` and its index is in `[0, num_slots)`; others
 ///   contribute nothing and are never dereferenced;
-/// - `window_length` `[batch]` i32, clamped to `[0, topk]`: the request's, for all its tokens;
-///   absent for `topk` everywhere;
-/// - `compressed`, `compressed_indices`, `compressed_length`: the same of the compressed entries,
-///   with pages, a number of them and a `topk` of their own; absent where the layer has none;
-/// - `sink` `[num_heads]` f32: a logit, not scaled; absent where there is no sink;
+/// - `window_length` `[batch]` i32, clamped to `[0, topk]`: one length for all tokens of a request;
+///   absent where it is `topk` everywhere;
+/// - `compressed`, `compressed_indices`, `compressed_length`: the same for the compressed entries,
+///   with separate pages, number of pages and `topk`; absent where the layer has none;
+/// - `sink` `[num_heads]` f32: a logit, not scaled; absent without sinks;
 /// - `out` `[batch, s_q, num_heads, head_dim]` bf16, rows 16-byte aligned: 0 for a token without a
 ///   valid slot;
 /// - `lse` `[batch, s_q, num_heads]` f32: natural log-sum-exp without the sink; `+inf` for such a
@@ -282,7 +284,7 @@ pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
 /// - `workspace`: scratch memory of at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Vec<String>> {
     let extents = extents(views, options, true)?;
     let implementation =

@@ -16,11 +16,11 @@ const WARPS: usize = 8;
 /// How the output is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Groups of the output projection, each of as many heads.
+    /// Groups of the output projection, each with the same number of heads.
     pub o_groups: usize,
     /// What a scale is.
     pub scale: ScaleType,
-    /// Where the scales of a group of the projection lie.
+    /// Layout of the scales of a group of the projection.
     pub layout: ScaleLayout,
 }
 
@@ -44,7 +44,7 @@ impl Options {
     }
 }
 
-/// What the axes of `scales` are called.
+/// The names of the axes of `scales`.
 fn axes_of(scales: Scales) -> &'static [&'static str] {
     match (scales.layout, scales.bytes) {
         (ScaleLayout::Plain, _) => &["o_groups", "num_tokens", "num_scales"],
@@ -63,22 +63,22 @@ pub fn modules() -> Vec<Module> {
     vec![module(FILE, &defines())]
 }
 
-/// Turns back and quantizes; returns the kernel that ran. Its tensors:
+/// Applies the inverse rotation and quantizes. Returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_tokens, num_heads, head_dim]` bf16, channels contiguous: the attention's output,
-///   which stays as it is; `head_dim` is a multiple of [`GROUP`];
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at strides of their own;
+///   which is not changed; `head_dim` is a multiple of [`GROUP`];
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at separate strides;
 ///   `positions` `[num_tokens]` i32, absent where token `t` has the table's row `t`: see
 ///   [`rope::forward`](crate::projections::rope::forward);
 /// - `codes` `[num_tokens, o_groups, group_width]` u8: e4m3, rows contiguous, with
 ///   `group_width = num_heads / o_groups * head_dim`, at most [`MAX_WIDTH`];
-/// - `scales`, dense, of the type and shape of [`Options::scale_tensor`]; what pads them is
-///   written as 0.
+/// - `scales`, dense, of the type and shape of [`Options::scale_tensor`]; padding is written as 0.
 ///
 /// # Errors
-/// A refused argument (`x`: heads that groups do not divide, heads that are no multiple of 128
-/// channels; `cos`: more columns than channels, fewer rows than tokens without positions;
-/// `layout`: tiles hold bytes), a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch. Rejected: for `x`, heads that groups do
+/// not divide, and a `head_dim` that is not a multiple of 128; for `cos`, more columns than
+/// channels, and fewer rows than tokens without positions; for `layout`, tiles of scales that are
+/// not bytes.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
     let [num_tokens, num_heads, head_dim] = extents_of_x(views)?;
     let o_groups = options.o_groups;
@@ -132,8 +132,8 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
         params.i32("log2_group", GROUP.trailing_zeros() as usize)?.i32("o_groups", o_groups)?;
     let params = params.i32("group_heads", num_heads / o_groups)?.i32("head_dim", head_dim)?;
     let params = params.i32("rope_dim", 2 * half)?.flag("inverse", true);
-    // What the kernel divides by without a division: there may be no rows, and then nothing
-    // divides by their number.
+    // Factors with which the kernel divides. Without rows the divisor is 0 and nothing divides by
+    // it.
     let inverse = |divisor: usize| u32::MAX as usize / divisor.max(1);
     let params = params.i64("of_row_warps", inverse(row_warps))?;
     let params = params
@@ -167,7 +167,7 @@ fn names(call: &Signature<'_>) -> &'static str {
     }
 }
 
-/// Those of `x`, whose other properties are refused with the signature.
+/// The sizes of `x`; its other properties are checked with the signature.
 fn extents_of_x(views: &Views) -> Result<[usize; 3]> {
     match views.get("x").map(|view| &view.shape[..]) {
         Some(&[tokens, heads, channels]) => {

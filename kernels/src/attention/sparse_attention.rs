@@ -14,66 +14,66 @@ const HOPPER_FORWARD_FILE: &str = "sparse_attention_hopper.cu";
 const HOPPER_BACKWARD_FILE: &str = "sparse_attention_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "sparse_attention" };
 const BF16: [DType; 1] = [DType::Bf16];
-/// Rows that one block of the row kernels (delta, zero, cast) takes: one a warp.
+/// Rows of one block of the row kernels (delta, zero, cast): one a warp.
 const ROWS_PER_BLOCK: usize = 8;
-/// Heads of one block of the Hopper kernels: the rows of a warpgroup's product.
+/// Heads of one block of the Hopper kernels: the rows of a warpgroup's MMA.
 const HOPPER_HEADS: usize = 64;
-/// Threads of a block of the index kernels (count, reserve, fill): one an entry or a key.
+/// Threads of a block of the index kernels (count, reserve, fill): one for each entry or key.
 const INDEX_THREADS: usize = 256;
-/// Columns that a warp of the sum takes.
+/// Columns that a warp of the sum kernel takes.
 const SUM_COLUMNS: usize = 128;
 /// Counts that a warp clears at a time.
 const COUNTS_PER_ROW: usize = 128;
-/// What [`default_chunk_tokens`] lets the rows of a chunk take: enough blocks for several waves of
-/// any GPU.
+/// Bytes of the rows of a chunk, as [`default_chunk_tokens`] limits them: enough blocks for several
+/// waves of any GPU.
 const DEFAULT_ROW_BYTES: usize = 1 << 30;
 /// Widths of q and k that the Hopper kernels take: forward, backward.
 const HOPPER_HEAD_DIMS: [usize; 2] = [512, 576];
 const HOPPER_BACKWARD_HEAD_DIMS: [usize; 1] = [512];
-/// Width of the widest values.
+/// Largest width of the values.
 const LARGEST_V_DIM: usize = 512;
 
 /// How the gradients of a key's slots are summed into `dk` (and `dv`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KeyGradients {
-    /// By fp32 atomics, in whatever order the blocks come: runs differ in the last bits of fp32.
+    /// By fp32 atomics, in the order in which blocks run: runs differ in the last bits of fp32.
     #[default]
     Atomic,
-    /// In one order, of tokens, slots and blocks of heads: every run gives the same bits. The
-    /// gradient of each slot has an fp32 row of its own in the workspace, for a chunk of tokens at
-    /// a time; the bits do not depend on the chunk.
+    /// In a fixed order of tokens, slots and blocks of heads: every run gives the same bits. The
+    /// gradient of each slot has a separate fp32 row in the workspace, for one chunk of tokens at a
+    /// time. The bits do not depend on the chunk.
     Deterministic {
-        /// Tokens of a chunk, at least 1, as in [`default_chunk_tokens`]; more than there are is
-        /// all of them.
+        /// Tokens of a chunk, at least 1, as in [`default_chunk_tokens`]. A value above the number
+        /// of tokens means all of them.
         chunk_tokens: usize,
     },
 }
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// The values are the first so many columns of the keys: all of them (K = V), or a prefix
+    /// The values are the first `v_dim` columns of the keys: all of them (K = V), or a prefix
     /// (576/512). A multiple of 16 up to 512; `None` exactly where there is a `v`.
     pub v_dim: Option<usize>,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
-    /// Which implementation runs. The Hopper kernels take V as the first 512 columns of K, the
-    /// forward of keys that are 512 or 576 wide, the backward of 512.
+    /// Which implementation runs. The Hopper kernels take V as the first 512 columns of K. Their
+    /// forward takes keys of width 512 or 576, their backward 512.
     pub implementation: Implementation,
     /// How the backward sums `dk` and `dv`.
     pub key_gradients: KeyGradients,
 }
 
-/// What arguments are checked for.
+/// The purpose for which arguments are checked.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Purpose {
-    /// To say what a backward needs.
+    /// To compute the sizes that a backward needs.
     Sizes,
     Forward,
     Backward,
 }
 
-/// The extents of a call.
+/// The sizes of a call.
 #[derive(Clone, Copy, Debug)]
 struct Extents {
     num_tokens: usize,
@@ -86,7 +86,7 @@ struct Extents {
 }
 
 impl Extents {
-    /// Whether the Hopper kernels, for keys of one of these widths, run.
+    /// Whether the Hopper kernels run, for keys of one of these widths.
     fn hopper(
         self,
         device: &Device,
@@ -105,8 +105,7 @@ impl Extents {
     }
 
     fn heads_per_block(self) -> usize {
-        // A block of 64 heads fills a multiprocessor; up to 16 heads would leave three quarters
-        // idle.
+        // A block of 64 heads fills an SM; up to 16 heads would leave three quarters of it idle.
         if self.num_heads <= 16 { 16 } else { 64 }
     }
 
@@ -114,7 +113,7 @@ impl Extents {
         defines(self.head_dim, self.v_dim, self.heads_per_block(), self.separate, deterministic)
     }
 
-    /// What the forward and the backward are told of them.
+    /// The parameters of the forward and the backward.
     fn params(self, params: Params) -> Result<Params> {
         let params = params.i32("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
         params.i32("num_keys", self.num_keys)?.i32("topk", self.topk)
@@ -143,7 +142,7 @@ fn defines(
     ]
 }
 
-/// What the sums are compiled for.
+/// The defines of the sum kernels.
 fn sums_defines(v_dim: usize) -> Vec<(&'static str, String)> {
     vec![("V_DIM", v_dim.to_string())]
 }
@@ -158,8 +157,8 @@ pub(crate) fn index_kernel(device: &Device, name: &str) -> Result<Kernel> {
     device.kernel(SUMS_FILE, &sums_defines(512), name)
 }
 
-/// Memory of an index of slots by key: `counts` of `num_keys + 1` integers that are 0 before,
-/// `ends` of `num_keys`, `entries` and `ordered` of as many as there are slots.
+/// Memory of an index of slots by key: `counts` of `num_keys + 1` integers that are 0 before the
+/// launch, `ends` of `num_keys`, `entries` and `ordered` of one entry for each slot.
 pub(crate) struct KeyIndex {
     pub counts: DeviceAddress,
     pub ends: DeviceAddress,
@@ -168,8 +167,8 @@ pub(crate) struct KeyIndex {
 }
 
 impl KeyIndex {
-    /// Lists the slots of `tokens` tokens by key, in ascending order: `counts` says how many each
-    /// has, `ends` where its list in `ordered` ends. Of the lists, the indices come first and then
+    /// Lists the slots of `tokens` tokens by key, in ascending order. `counts` holds how many slots
+    /// each key has, `ends` where its list in `ordered` ends. `lists` are the indices, followed by
     /// their lengths, if there are any. Returns the kernels that ran.
     pub fn launch(
         &self,
@@ -278,7 +277,7 @@ fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
     })
 }
 
-/// The values are either a tensor or a part of the keys: then so many columns of them.
+/// The values are either a tensor or the first columns of the keys; `v_dim` is their number.
 fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
     let width = |name: &str| views.get(name).and_then(|view| view.shape.last().copied());
     match (views.get("v"), options.v_dim) {
@@ -290,7 +289,7 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
             CHECK.refuse("v", "it must be present where no v_dim says how much of k it is")
         }
         (None, Some(v_dim)) => {
-            // If q and k are not of one width, the wrong one is still to be refused.
+            // If the widths of q and k differ, the wrong one is still rejected.
             let most =
                 width("q").max(width("k")).map_or(LARGEST_V_DIM, |width| width.min(LARGEST_V_DIM));
             if v_dim > 0 && v_dim.is_multiple_of(16) && v_dim <= most {
@@ -304,8 +303,8 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
     }
 }
 
-/// Launches the forward; returns the kernel that ran. Tensors of the operator, of which it writes
-/// `out`, `lse` and `max_logits` and takes none of the backward's:
+/// Launches the forward. Returns the kernel that ran. It writes `out`, `lse` and `max_logits` and
+/// takes no tensor that only the backward has:
 ///
 /// - `q` `[num_tokens, num_heads, head_dim]` bf16;
 /// - `k` `[num_keys, head_dim]` bf16: one key head, shared by all query heads;
@@ -323,7 +322,7 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
 ///   a row.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<String> {
     let extents = check(views, options, Purpose::Forward)?;
     let params =
@@ -347,7 +346,7 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Strin
     Ok(format!("{name}<{}>", extents.heads_per_block()))
 }
 
-/// Parts of the backward's scratch memory, as byte offsets; each part starts at a multiple of 16.
+/// Parts of the backward's scratch memory, as byte offsets. Each part starts at a multiple of 16.
 struct Workspace {
     delta: usize,
     sink_terms: usize,
@@ -358,13 +357,13 @@ struct Workspace {
     bytes: usize,
 }
 
-/// What holds a chunk of tokens: an index of its slots by key, and a row for each slot and block
+/// The memory of a chunk of tokens: an index of its slots by key, and a row for each slot and block
 /// of heads.
 #[derive(Clone, Copy)]
 struct Chunk {
     tokens: usize,
     head_blocks: usize,
-    /// `[num_keys + 1]` i32, filled up to whole rows of [`COUNTS_PER_ROW`].
+    /// `[num_keys + 1]` i32, padded to whole rows of [`COUNTS_PER_ROW`].
     counts: usize,
     /// `[num_keys]` i32.
     ends: usize,
@@ -374,7 +373,7 @@ struct Chunk {
     ordered: usize,
     /// `[head_blocks, tokens, topk, head_dim]` f32.
     dk_rows: usize,
-    /// `[head_blocks, tokens, topk, v_dim]` f32, for a V of its own.
+    /// `[head_blocks, tokens, topk, v_dim]` f32, for a separate V.
     dv_rows: usize,
 }
 
@@ -386,7 +385,7 @@ impl Chunk {
 
     fn of(extents: Extents, chunk_tokens: usize, parts: &mut Parts) -> Self {
         let Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate } = extents;
-        // The index tells 2^31 - 1 slots apart.
+        // The index counts at most 2^31 - 1 slots.
         let tokens = chunk_tokens.min(num_tokens).min(i32::MAX as usize / topk.max(1));
         let head_blocks = num_heads.div_ceil(extents.heads_per_block());
         Self {
@@ -403,7 +402,7 @@ impl Chunk {
 }
 
 impl Extents {
-    /// Bytes of one token's own rows.
+    /// Bytes of the rows of one token.
     fn row_bytes(self) -> usize {
         let width = self.head_dim + if self.separate { self.v_dim } else { 0 };
         self.num_heads
@@ -441,31 +440,31 @@ impl Workspace {
 }
 
 /// Bytes of scratch memory that [`backward`] needs where `dk` is of type `dk`, from what the
-/// forward reads: `delta` and, with a sink, its terms, 4 bytes for each `(token, head)`; where
-/// `dk` is bf16 the fp32 rows of `dk` (and of a separate `dv`) as well. With
-/// [`KeyGradients::Deterministic`] also an fp32 row of `dk` (and of a separate `dv`) for each slot
-/// of a chunk of tokens and each block of 64 heads, and an index of those slots.
+/// forward reads. `delta` and, with a sink, its terms have 4 bytes for each `(token, head)`. Where
+/// `dk` is bf16, the fp32 rows of `dk` (and of a separate `dv`) are added. With
+/// [`KeyGradients::Deterministic`], each slot of a chunk of tokens and each block of 64 heads also
+/// has an fp32 row of `dk` (and of a separate `dv`), and there is an index of those slots.
 ///
 /// # Errors
-/// Tensors and options that the launcher refuses, and a chunk of 0 tokens.
+/// Tensors and options that the launcher rejects, and a chunk of 0 tokens.
 pub fn workspace_bytes(views: &Views, options: Options, dk: DType) -> Result<usize> {
     let extents = check(views, options, Purpose::Sizes)?;
     Ok(Workspace::of(extents, dk, views.get("sink").is_some(), options.key_gradients)?.bytes)
 }
 
-/// As many tokens as have their own rows in 1 GiB, and at least one: what
-/// [`KeyGradients::Deterministic`] is best given.
+/// The number of tokens whose rows fit in 1 GiB, at least one: the recommended value for
+/// [`KeyGradients::Deterministic`].
 ///
 /// # Errors
-/// Tensors and options that the launcher refuses.
+/// Tensors and options that the launcher rejects.
 pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
     let extents = check(views, options, Purpose::Sizes)?;
     Ok((DEFAULT_ROW_BYTES / extents.row_bytes().max(1)).clamp(1, extents.num_tokens.max(1)))
 }
 
-/// Launches the backward; returns the kernels that ran. It reads what [`forward`] read, and:
+/// Launches the backward. Returns the kernels that ran. It reads the inputs of [`forward`], and:
 ///
-/// - `out` and `lse`, the forward's, untouched; an infinite `lse` of either sign is a row without
+/// - `out` and `lse` of the forward, unchanged; an infinite `lse` of either sign is a row without
 ///   a valid slot;
 /// - `dout` `[num_tokens, num_heads, v_dim]` bf16: gradient of `out`;
 /// - `dlse` `[num_tokens, num_heads]` f32: gradient of `lse`; absent where it is zero;
@@ -476,7 +475,7 @@ pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
 /// - `workspace`: at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<String>> {
     let extents = check(views, options, Purpose::Backward)?;
     let workspace = Workspace::of(
@@ -563,7 +562,7 @@ impl BackwardCall<'_> {
         Ok(Some(name.into()))
     }
 
-    /// Zero-fills the accumulators, adds the gradients, rounds them where they are stored narrow.
+    /// Zero-fills the accumulators, adds the gradients, and rounds those that are stored in bf16.
     fn gradients(&self) -> Result<Vec<String>> {
         let (dk, dv) = (&self.views["dk"], self.views.get("dv"));
         let dk_rows = self.accumulator(dk, self.workspace.dk);
@@ -588,8 +587,8 @@ impl BackwardCall<'_> {
         Ok(paths)
     }
 
-    /// A chunk of tokens after the other: its index, its rows, their sums. Returns the kernels of
-    /// one chunk.
+    /// Processes one chunk of tokens after the other: its index, its rows, their sums. Returns the
+    /// kernels of one chunk.
     fn chunks(
         &self,
         chunk: Chunk,
@@ -630,7 +629,7 @@ impl BackwardCall<'_> {
         Ok(ran.map(Into::into).into())
     }
 
-    /// Adds the rows of a chunk of `tokens` tokens to those of their keys.
+    /// Adds the rows of a chunk of `tokens` tokens to the rows of their keys.
     fn sum(
         &self,
         chunk: Chunk,
@@ -655,7 +654,7 @@ impl BackwardCall<'_> {
         Ok(name.into())
     }
 
-    /// The gradient itself where it is f32, dense scratch rows where it is not.
+    /// The gradient itself where it is f32, otherwise dense scratch rows.
     fn accumulator(&self, gradient: &TensorView, offset: usize) -> TensorView {
         match gradient.dtype {
             DType::F32 => gradient.clone(),
@@ -683,7 +682,8 @@ impl BackwardCall<'_> {
         )
     }
 
-    /// dq of `tokens` tokens from `first` on, and what their slots give to `dk` and `dv`.
+    /// dq of `tokens` tokens from `first` on, and the contributions of their slots to `dk` and
+    /// `dv`.
     fn backward(
         &self,
         first: usize,

@@ -1,9 +1,9 @@
-//! Where the caches of a model's layers lie: one packed pool of pages and one packed state for
+//! The layout of the caches of a model's layers: one packed pool of pages, and one packed state for
 //! each sequence (inference 13.1, 13.2).
 //!
-//! Every layer that has entries owns a region of each page and every layer owns regions of each
-//! sequence's state. Two layers share the pages, so that the step from one page to the next is
-//! larger than what a layer has in it:
+//! Every layer with entries has a region of each page. Every layer has regions of each sequence's
+//! state. Layers share the pages, so the stride between pages is larger than one layer's part of a
+//! page:
 //!
 //! ```text
 //! region of page P:   pool + P * page_stride + offset          (bytes)
@@ -18,15 +18,15 @@ use crate::cache::kv_cache::RowFormat;
 pub const TOKENS_PER_PAGE: usize = 128;
 /// Tokens that attention sees uncompressed: the query's own and 127 before it.
 pub const WINDOW: usize = 128;
-/// Every region begins at a multiple of so many bytes.
+/// Every region starts at a multiple of this many bytes.
 const ALIGNMENT: usize = 16;
 
-/// What a layer attends to beside its window (inference 0).
+/// What a layer attends to in addition to its window (inference 0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerKind {
-    /// Nothing: a sliding window alone.
+    /// Nothing: only a sliding window.
     Window,
-    /// Entries of 4 tokens each, chosen by an indexer, which has keys of its own.
+    /// Entries of 4 tokens each, chosen by an indexer with separate keys.
     Csa,
     /// Entries of 128 tokens each, all of them.
     Hca,
@@ -36,7 +36,7 @@ impl LayerKind {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Window, Self::Csa, Self::Hca];
 
-    /// Tokens of an entry; `None` where there are no entries.
+    /// Tokens of an entry; `None` where no entries exist.
     pub fn ratio(self) -> Option<usize> {
         match self {
             Self::Window => None,
@@ -50,8 +50,8 @@ impl LayerKind {
         self.ratio().map_or(0, |ratio| TOKENS_PER_PAGE / ratio)
     }
 
-    /// Rows of the compressor's state that the next entry may need: those of two groups where they
-    /// overlap (inference 6.2).
+    /// Rows of the compressor's state that the next entry may need. Where groups overlap these are
+    /// the rows of two groups (inference 6.2).
     pub fn state_tokens(self) -> usize {
         match self {
             Self::Window => 0,
@@ -83,15 +83,15 @@ pub struct Region {
     pub layer: usize,
     /// What it holds.
     pub contents: Contents,
-    /// Bytes from the beginning of the page or of the state, a multiple of 16.
+    /// Bytes from the start of the page or of the state, a multiple of 16.
     pub offset: usize,
     /// Rows.
     pub rows: usize,
-    /// Bytes that belong to it.
+    /// Bytes of the region.
     pub bytes: usize,
 }
 
-/// What the layout of the caches follows from.
+/// The configuration that determines the layout of the caches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheConfig {
     /// The layers, in their order.
@@ -104,11 +104,11 @@ pub struct CacheConfig {
     pub indexer_dim: usize,
     /// Bytes of an indexer's key: 132 as e4m3 with an f32 scale, 68 as e2m1 with four e8m0 scales.
     pub indexer_row_bytes: usize,
-    /// The most draft tokens that a step may append: so many may be rejected after it.
+    /// The most draft tokens that a step may append; all of them may be rejected afterwards.
     pub max_draft_tokens: usize,
 }
 
-/// A configuration that no cache can have.
+/// A configuration for which no cache exists.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("cache layout: `{argument}` is {value}: {rule}")]
 pub struct LayoutError {
@@ -128,17 +128,17 @@ pub struct CacheLayout {
     pub state: Vec<Region>,
     /// Bytes from one sequence's state to the next.
     pub state_stride: usize,
-    /// Rows of a window: token p is in row p mod so many (inference 13.3).
+    /// Rows of a window: token p is in row p mod `window_rows` (inference 13.3).
     pub window_rows: usize,
     /// The most draft tokens of a step.
     pub max_draft_tokens: usize,
 }
 
 impl CacheLayout {
-    /// Packs the layers' regions one behind the other.
+    /// Packs the layers' regions one after the other.
     ///
     /// # Errors
-    /// A configuration without layers, or with rows or channels that there cannot be.
+    /// A configuration without layers, or with an impossible number of rows or channels.
     pub fn new(config: &CacheConfig) -> Result<Self, LayoutError> {
         config.check()?;
         let mut layout = Self {
@@ -156,8 +156,8 @@ impl CacheLayout {
         Ok(layout)
     }
 
-    /// Rows of a compressor's state: token t is in row t mod so many. Those of drafts overwrite
-    /// none that a rejection needs.
+    /// Rows of a compressor's state: token t is in row t mod this number. Rows of drafts overwrite
+    /// no row that is needed after a rejection.
     pub fn state_rows(&self, kind: LayerKind) -> usize {
         match kind.state_tokens() {
             0 => 0,
@@ -165,7 +165,7 @@ impl CacheLayout {
         }
     }
 
-    /// The region of a layer that holds this, of a page or of a state.
+    /// The region of a page or of a state in which a layer keeps `contents`.
     pub fn region(&self, layer: usize, contents: Contents) -> Option<&Region> {
         self.page
             .iter()

@@ -1,7 +1,7 @@
 //! Which pages and rows of the caches the tokens of each sequence own (inference 13.2 to 13.4).
 //!
-//! The manager is bookkeeping on the host: it hands out slots and never touches device memory.
-//! What it asks for is done by kernels in the order of its answers:
+//! The manager is host code: it allocates slots and never touches device memory. Kernels do the
+//! work that it requests, in the order of its results:
 //!
 //! ```text
 //! admit     restore: copy the snapshot to the sequence's state; or reset the state (values 0, gates -inf)
@@ -10,13 +10,13 @@
 //! snapshot  copy the sequence's state to the snapshot
 //! ```
 //!
-//! A page holds the entries of 128 tokens, of every layer. Pages whose tokens two sequences have
-//! in common from their first token on are shared; a page is known by the hash of all tokens up to
-//! its end, so that a difference anywhere before tells two pages apart (FM-144). What lies outside
-//! of pages, the window and the compressors' rows, is saved as a snapshot at the end of a page:
-//! only such a page can be the last one of a reused prefix (FM-145).
+//! A page holds the entries of 128 tokens, of every layer. Sequences that start with the same
+//! tokens share pages. A page is identified by the hash of all tokens up to its end, so a
+//! difference at any earlier token gives another page (FM-144). The window and the compressors'
+//! rows are not in pages. They are saved as a snapshot at the end of a page: only such a page can
+//! be the last one of a reused prefix (FM-145).
 //!
-//! A refused call changes nothing.
+//! A rejected call changes nothing.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -28,18 +28,18 @@ use crate::cache::cache_layout::{CacheLayout, LayerKind, TOKENS_PER_PAGE, WINDOW
 /// The hash of all tokens from the first one to the end of a page.
 type Prefix = [u8; 32];
 
-/// How many of each there are.
+/// The capacity of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// Pages of the pool.
     pub num_pages: usize,
-    /// Sequences that run at a time: states.
+    /// Sequences that run at the same time: the number of states.
     pub num_sequences: usize,
-    /// Saved states of prefixes; 0 where none is reused.
+    /// Saved states of prefixes; 0 disables the reuse of prefixes.
     pub num_snapshots: usize,
 }
 
-/// A sequence under way. It is not another one that has its slot later.
+/// A running sequence. A later sequence in the same slot has another id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SequenceId {
     slot: u32,
@@ -56,12 +56,12 @@ impl SequenceId {
 /// A new sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Admitted {
-    /// Its name.
+    /// Its id.
     pub sequence: SequenceId,
-    /// Tokens of the prompt whose entries are there already, a multiple of 128 and less than the
-    /// prompt: the first step begins behind them.
+    /// Tokens of the prompt whose entries are cached, a multiple of 128 and less than the prompt.
+    /// The first step starts after them.
     pub cached_tokens: usize,
-    /// The snapshot to copy to the sequence's state; `None` is a state to reset.
+    /// The snapshot to copy to the sequence's state; `None` means that the state is reset.
     pub restore: Option<usize>,
 }
 
@@ -70,35 +70,36 @@ pub struct Admitted {
 pub struct SlotMapping {
     /// Positions of the tokens.
     pub positions: Range<usize>,
-    /// Rows of the windows, `state slot * window_rows + position mod window_rows`: of more tokens
-    /// than that the last ones.
+    /// Rows of the windows, `state slot * window_rows + position mod window_rows`. If a step has
+    /// more tokens than that, only the last ones have a row.
     pub window: Vec<i32>,
-    /// Rows of the compressors of layers with 4 tokens an entry: those that a later entry can need.
+    /// Rows of the compressors of layers with 4 tokens an entry: only rows that a later entry can
+    /// need.
     pub csa_state: Vec<i32>,
     /// The same of layers with 128.
     pub hca_state: Vec<i32>,
-    /// Entries, and keys of the indexer, of layers with 4 tokens an entry: of the token that
+    /// Entries, and keys of the indexer, of layers with 4 tokens an entry, for the token that
     /// completes one.
     pub csa: Vec<i32>,
     /// Entries of layers with 128.
     pub hca: Vec<i32>,
 }
 
-/// Why a call was refused. Nothing has changed then.
+/// Why a call was rejected. Nothing has changed then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CacheError {
-    /// Neither free pages nor prefixes that nobody uses are enough.
+    /// Free pages and unused prefixes together are not enough.
     #[error("{needed} more pages are needed, and {available} can be had")]
     OutOfPages {
-        /// Pages that the step needs beside the sequence's own.
+        /// Pages that the step needs in addition to the sequence's own.
         needed: usize,
-        /// Free ones, and those of prefixes that no sequence holds.
+        /// Free pages, and pages of prefixes that no sequence holds.
         available: usize,
     },
-    /// As many sequences run as there are states.
+    /// Every state is taken by a sequence.
     #[error("all {0} sequences are taken")]
     OutOfSequences(usize),
-    /// There are no snapshots.
+    /// The cache has no snapshots.
     #[error("the cache was made without snapshots")]
     NoSnapshots,
     /// Not a sequence, or one that was released.
@@ -107,7 +108,7 @@ pub enum CacheError {
     /// A step, or a prompt, without tokens.
     #[error("there are no tokens")]
     NoTokens,
-    /// More drafts than a step may have, or than it has tokens behind its first.
+    /// More drafts than a step may have, or more than the tokens after its first.
     #[error("{drafts} of {tokens} tokens cannot be drafts: {most} at most, and not the first")]
     TooManyDrafts {
         /// Tokens of the step.
@@ -134,9 +135,9 @@ pub enum CacheError {
     /// A slot number beyond `i32`.
     #[error("`{argument}` is {value}: slots would not fit into 32 bits")]
     TooMany {
-        /// Of what there are too many.
+        /// The quantity that is too large.
         argument: &'static str,
-        /// How many.
+        /// Its value.
         value: usize,
     },
 }
@@ -148,7 +149,7 @@ type Result<T> = std::result::Result<T, CacheError>;
 struct Page {
     /// Sequences that have it in their table.
     holders: usize,
-    /// The prefix that it is the end of, where that can be found.
+    /// The prefix that ends with this page, if it can be found.
     prefix: Option<Prefix>,
 }
 
@@ -170,13 +171,13 @@ struct Sequence {
     block_table: Vec<usize>,
 }
 
-/// Pages, states and snapshots, and who has them.
+/// Pages, states and snapshots, and which sequence has them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheManager {
     layout: CacheLayout,
     capacity: Capacity,
     pages: Vec<Page>,
-    /// Pages that hold nothing; the last one is taken first.
+    /// Free pages; the last one is taken first.
     free_pages: Vec<usize>,
     free_snapshots: Vec<usize>,
     cached: HashMap<Prefix, CachedPage>,
@@ -186,10 +187,10 @@ pub struct CacheManager {
 }
 
 impl CacheManager {
-    /// A cache in which nothing is taken.
+    /// A cache in which every page and every state is free.
     ///
     /// # Errors
-    /// More pages or sequences than 32 bits can name slots of.
+    /// More pages or sequences than 32-bit slot numbers allow.
     pub fn new(layout: CacheLayout, capacity: Capacity) -> Result<Self> {
         let state_rows =
             LayerKind::ALL.map(|kind| layout.state_rows(kind)).into_iter().max().unwrap_or(0);
@@ -215,21 +216,21 @@ impl CacheManager {
         })
     }
 
-    /// The layout of the memory that the slots are of.
+    /// The memory layout that the slots refer to.
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
     }
 
-    /// Pages that a step can get: free ones, and those of prefixes that no sequence holds.
+    /// Pages that a step can get: free pages, and pages of prefixes that no sequence holds.
     pub fn available_pages(&self) -> usize {
         self.free_pages.len() + self.evictable().len()
     }
 
-    /// Begins a sequence with the longest prefix of its prompt that is cached with a snapshot,
-    /// always less than the prompt: a token at least is computed.
+    /// Starts a sequence with the longest cached prefix of its prompt that has a snapshot. The
+    /// prefix is always shorter than the prompt: at least one token is computed.
     ///
     /// # Errors
-    /// An empty prompt, or no state that is free.
+    /// An empty prompt, or no free state.
     pub fn admit(&mut self, prompt: &[u32]) -> Result<Admitted> {
         if prompt.is_empty() {
             return Err(CacheError::NoTokens);
@@ -255,12 +256,12 @@ impl CacheManager {
         Ok(Admitted { sequence, cached_tokens, restore })
     }
 
-    /// Appends tokens, of which the last `drafts` may be rejected afterwards, and says where they
+    /// Appends tokens, of which the last `drafts` may be rejected afterwards. Returns where they
     /// are written.
     ///
     /// # Errors
-    /// No tokens, too many drafts, drafts of the last step that nobody decided about, or too few
-    /// pages.
+    /// No tokens, too many drafts, drafts of the last step that are neither accepted nor rejected,
+    /// or too few pages.
     pub fn step(&mut self, id: SequenceId, tokens: &[u32], drafts: usize) -> Result<SlotMapping> {
         let sequence = self.sequence(id)?;
         if sequence.drafts > 0 {
@@ -284,9 +285,9 @@ impl CacheManager {
         Ok(self.mapping(id.slot(), &block_table, from..from + tokens.len()))
     }
 
-    /// Keeps the first `accepted` drafts of the last step and rejects the others: the next step
-    /// begins behind those kept, and writes the rows of the others again. Pages that held nothing
-    /// else are free.
+    /// Keeps the first `accepted` drafts of the last step and rejects the others. The next step
+    /// starts after those kept, and writes the rows of the others again. Pages that hold nothing
+    /// else become free.
     ///
     /// # Errors
     /// More drafts than the last step had.
@@ -304,12 +305,12 @@ impl CacheManager {
         Ok(())
     }
 
-    /// Lets later sequences that begin with the same tokens reuse this one's pages: returns the
-    /// snapshot to which its state is to be copied, or `None` where one of this prefix exists. Of
-    /// the snapshots the one that was used least recently is given up.
+    /// Lets later sequences that start with the same tokens reuse this one's pages. Returns the
+    /// snapshot to which its state must be copied, or `None` where one of this prefix exists. The
+    /// least recently used snapshot is evicted.
     ///
     /// # Errors
-    /// A sequence that does not end where a page ends, or has open drafts; a cache without
+    /// A sequence that does not end at the end of a page, or has open drafts; a cache without
     /// snapshots.
     pub fn snapshot(&mut self, id: SequenceId) -> Result<Option<usize>> {
         let sequence = self.sequence(id)?;
@@ -340,11 +341,11 @@ impl CacheManager {
         Ok(snapshot)
     }
 
-    /// Ends a sequence. Its pages are free, but for those of cached prefixes, which stay until
-    /// their room is needed.
+    /// Ends a sequence. Its pages become free, except pages of cached prefixes, which stay until
+    /// they are evicted.
     ///
     /// # Errors
-    /// A sequence that is not under way.
+    /// A sequence that is not running.
     pub fn release(&mut self, id: SequenceId) -> Result<()> {
         self.sequence(id)?;
         if let Some(sequence) = self.sequences[id.slot()].take() {
@@ -356,7 +357,7 @@ impl CacheManager {
     /// Tokens of a sequence, drafts included.
     ///
     /// # Errors
-    /// A sequence that is not under way.
+    /// A sequence that is not running.
     pub fn num_tokens(&self, id: SequenceId) -> Result<usize> {
         Ok(self.sequence(id)?.tokens.len())
     }
@@ -364,16 +365,16 @@ impl CacheManager {
     /// Pages of a sequence in the order of its tokens.
     ///
     /// # Errors
-    /// A sequence that is not under way.
+    /// A sequence that is not running.
     pub fn block_table(&self, id: SequenceId) -> Result<Vec<i32>> {
         Ok(self.sequence(id)?.block_table.iter().map(|&page| page as i32).collect())
     }
 
-    /// Slots of the entries that a query at this position sees, in their order: floor((position +
-    /// 1) / ratio) of them (inference 6.1). Empty where the layer has none.
+    /// Slots of the entries that a query at this position sees, in order: floor((position + 1) /
+    /// ratio) of them (inference 6.1). Empty where the layer has no entries.
     ///
     /// # Errors
-    /// A sequence that is not under way.
+    /// A sequence that is not running.
     pub fn entry_slots(
         &self,
         id: SequenceId,
@@ -386,11 +387,11 @@ impl CacheManager {
         Ok((0..entries).map(|entry| entry_slot(&sequence.block_table, kind, entry)).collect())
     }
 
-    /// Slots of the window rows that a query at this position sees, oldest first, then -1
+    /// Slots of the window rows that a query at this position sees, oldest first, padded with -1
     /// (inference 13.3).
     ///
     /// # Errors
-    /// A sequence that is not under way.
+    /// A sequence that is not running.
     pub fn window_slots(&self, id: SequenceId, position: usize) -> Result<Vec<i32>> {
         self.sequence(id)?;
         let rows = self.layout.window_rows;
@@ -415,7 +416,7 @@ impl CacheManager {
 
     fn mapping(&self, slot: usize, block_table: &[usize], positions: Range<usize>) -> SlotMapping {
         let rows = |rows: usize| -> Vec<i32> {
-            // Rows that a later token of the step takes are written once, by that one.
+            // Rows that a later token of the step overwrites are written once, by that token.
             let kept = |token: usize| rows > 0 && token + rows >= positions.end;
             positions
                 .clone()
@@ -441,7 +442,7 @@ impl CacheManager {
         }
     }
 
-    /// The cached prefixes of these tokens, as far as the last one that has a snapshot.
+    /// The cached prefixes of these tokens, up to the last one that has a snapshot.
     fn longest_prefix(&self, tokens: &[u32]) -> Vec<Prefix> {
         let cached = |prefix: &Prefix| self.cached.contains_key(prefix);
         let mut found: Vec<Prefix> = prefixes_of(tokens).into_iter().take_while(cached).collect();
@@ -450,7 +451,7 @@ impl CacheManager {
         found
     }
 
-    /// Makes a page known as the end of a prefix, unless there is one that holds the same.
+    /// Registers a page as the end of a prefix, unless another page already holds the same.
     fn remember(&mut self, prefix: Prefix, page: usize, parent: Option<Prefix>) {
         let last_used = self.clock;
         let entry = self.cached.entry(prefix);
@@ -460,13 +461,13 @@ impl CacheManager {
         });
     }
 
-    /// Takes the snapshot that was used least recently from its prefix.
+    /// Takes the least recently used snapshot from its prefix.
     fn oldest_snapshot(&mut self) -> Option<usize> {
         let with_snapshot = self.cached.values_mut().filter(|cached| cached.snapshot.is_some());
         with_snapshot.min_by_key(|cached| (cached.last_used, cached.page))?.snapshot.take()
     }
 
-    /// Prefixes that no sequence holds, nor one that continues them.
+    /// Prefixes that no sequence holds, directly or through a longer prefix.
     fn evictable(&self) -> Vec<Prefix> {
         let mut needed: HashSet<Prefix> = HashSet::new();
         for cached in self.cached.values().filter(|cached| self.pages[cached.page].holders > 0) {
@@ -481,8 +482,8 @@ impl CacheManager {
         self.cached.iter().filter(unused).map(|(prefix, _)| *prefix).collect()
     }
 
-    /// So many pages, or none at all. Prefixes are given up as they are needed, the least recently
-    /// used first, and none before those that continue it.
+    /// Returns `needed` pages, or none at all. Prefixes are evicted only as needed, the least
+    /// recently used first, and never before the prefixes that continue them.
     fn take_pages(&mut self, needed: usize) -> Result<Vec<usize>> {
         if needed > self.free_pages.len() {
             let mut evictable = self.evictable();
@@ -490,8 +491,8 @@ impl CacheManager {
             if needed > available {
                 return Err(CacheError::OutOfPages { needed, available });
             }
-            // What continues a prefix was never used later than the prefix: it lies before it in
-            // this order, or beside it.
+            // A longer prefix was never used later than the prefix that it continues: it comes
+            // earlier in this order, or ties with it.
             let depth = |prefix: &Prefix| {
                 std::iter::successors(Some(*prefix), |p| self.cached[p].parent).count()
             };
@@ -531,12 +532,12 @@ fn entry_slot(block_table: &[usize], kind: LayerKind, entry: usize) -> i32 {
     (block_table[entry / in_page] * in_page + entry % in_page) as i32
 }
 
-/// The row of a token in a ring of `rows` of the sequence in `slot`.
+/// The row of a token in a ring of `rows` rows of the sequence in `slot`.
 fn row_slot(slot: usize, rows: usize, token: usize) -> i32 {
     (slot * rows + token % rows) as i32
 }
 
-/// The hash of each whole page of these tokens and of all before it.
+/// The hash of each whole page of these tokens, which includes all tokens before it.
 fn prefixes_of(tokens: &[u32]) -> Vec<Prefix> {
     let mut prefix: Option<Prefix> = None;
     let pages = tokens.chunks_exact(TOKENS_PER_PAGE).map(|page| {

@@ -16,36 +16,36 @@ const CHECK: Arguments = Arguments { operator: "compressor" };
 
 /// Channels of the widest entry.
 pub const MAX_HEAD_DIM: usize = 512;
-/// Tokens of a group that overlaps with the one before; `OVERLAP_RATIO` in the kernel source.
+/// Tokens of a group that overlaps with the previous one; `OVERLAP_RATIO` in the kernel source.
 pub const OVERLAP_RATIO: usize = 4;
 /// Most tokens of a group; `MAX_RATIO` in the kernel source.
 pub const MAX_RATIO: usize = 128;
-/// Channels of a thread: extents of channels are multiples of it. `QUAD` in the kernel source.
+/// Channels of a thread; numbers of channels are multiples of it. `QUAD` in the kernel source.
 pub const QUAD: usize = 4;
-/// Threads of a block that makes entries, and of one of the backward.
+/// Threads of a block that computes entries, and of a block of the backward.
 pub(crate) const FORWARD_THREADS: usize = 128;
 const BACKWARD_THREADS: usize = 128;
 /// Channels of a block that pools without overlap, and its most warps; `CHUNK` and `POOL_WARPS` in
 /// the kernel source.
 const CHUNK: usize = 32;
 const POOL_WARPS: usize = 8;
-/// Slots that a warp of such a block has at a time.
+/// Slots that a warp of such a block processes at a time.
 const WARP_SLOTS: usize = 4;
 /// Threads, and tokens, of a block of `compressor_sums`; `SUM_THREADS` in the kernel source.
 const SUM_THREADS: usize = 512;
-/// Blocks of the backward for each multiprocessor: each leaves a row of partial sums.
+/// Blocks of the backward for each SM: each leaves a row of partial sums.
 const BLOCKS_PER_PROCESSOR: usize = 2;
 
-/// What entries are stored for (inference 5.4, 6).
+/// How entries are rounded before they are stored (inference 5.4, 6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Epilogue {
-    /// As they are: what a backward is of.
+    /// Unchanged; only these entries have a backward.
     None,
-    /// As attention's: the channels that do not turn are what e4m3 codes with scales of 64 would
-    /// decode to.
+    /// As attention's entries: the channels that are not rotated hold the values that e4m3 codes
+    /// with scales of 64 would decode to.
     Fp8,
-    /// As the indexer's: transformed by Walsh and Hadamard, and what e2m1 codes with scales of 32
+    /// As the indexer's entries: Hadamard-transformed values that e2m1 codes with scales of 32
     /// would decode to.
     HadamardFp4,
 }
@@ -69,7 +69,7 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// The extents of a call.
+/// The sizes of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Extents {
     /// Rows of kv.
@@ -98,7 +98,8 @@ impl Extents {
         self.head_dim.div_ceil(CHUNK)
     }
 
-    /// A launch of the kernels that pool without overlap: blocks for each chunk of so many entries.
+    /// A launch of the kernels that pool without overlap: blocks for each chunk of `entries`
+    /// entries.
     pub(crate) fn pool_launch(
         &self,
         check: Arguments,
@@ -114,7 +115,7 @@ impl Extents {
         )
     }
 
-    /// Refuses extents that do not go together.
+    /// Rejects sizes that do not match.
     pub(crate) fn check(&self, check: Arguments, half_rope_dim: usize) -> Result<()> {
         let Self { ratio, width, head_dim, .. } = *self;
         if width != head_dim && width != 2 * head_dim {
@@ -137,7 +138,7 @@ impl Extents {
         Ok(())
     }
 
-    /// The number of an epilogue, which must be one that entries of this width have.
+    /// The number of an epilogue, which must be one that supports entries of this width.
     pub(crate) fn epilogue(&self, check: Arguments, epilogue: Epilogue) -> Result<usize> {
         if epilogue == Epilogue::HadamardFp4 && self.head_dim != hadamard::DIM {
             let reason = format!(
@@ -150,7 +151,7 @@ impl Extents {
         Ok(epilogue.number())
     }
 
-    /// Blocks of the backward's kernels, whose sums are of whole entries, and of a chunk's
+    /// Blocks of the backward's kernels: those that sum whole entries, and those that sum a chunk's
     /// channels without overlap.
     fn backward_blocks(&self, device: &Device) -> [usize; 2] {
         let most = BLOCKS_PER_PROCESSOR * device.environment().processors as usize;
@@ -159,7 +160,7 @@ impl Extents {
         [of_entries, self.num_entries.min((most / self.chunks()).max(1))]
     }
 
-    /// Bytes of the backward's workspace, and where its parts begin: dpooled, rows of dape, rows
+    /// Bytes of the backward's workspace, and the offsets of its parts: dpooled, rows of dape, rows
     /// of dnorm_weight.
     fn workspace(&self, device: &Device) -> (usize, [usize; 3]) {
         let [of_entries, of_chunks] = self.backward_blocks(device);
@@ -175,7 +176,7 @@ impl Extents {
     }
 }
 
-/// Bytes of scratch memory that [`backward`] needs for these extents.
+/// Bytes of scratch memory that [`backward`] needs for these sizes.
 pub fn workspace_bytes(device: &Device, extents: &Extents) -> usize {
     extents.workspace(device).0
 }
@@ -187,7 +188,7 @@ struct Call<'a> {
     num_sequences: usize,
     table_rows: usize,
     half_rope_dim: usize,
-    /// Whether every access may have 16 bytes, or 8 of bf16.
+    /// Whether every access may be 16 bytes, or 8 for bf16.
     vectorised: bool,
     defines: Defines,
 }
@@ -254,7 +255,7 @@ impl<'a> Call<'a> {
         kernel[usize::from(self.vectorised)]
     }
 
-    /// The fields with which the parameters of both directions begin.
+    /// The parameters that come first in both directions.
     fn inputs(&self) -> Params {
         let v = self.views;
         let params =
@@ -264,7 +265,7 @@ impl<'a> Call<'a> {
         params.ptr("cu_entries", &v["cu_entries"]).rows("cos", &v["cos"]).rows("sin", &v["sin"])
     }
 
-    /// The fields with which they end.
+    /// The parameters that come last in both directions.
     fn extents(&self, params: Params, eps: f32) -> Result<Params> {
         let Extents { num_entries, ratio, head_dim, .. } = self.extents;
         let params = params.i64("table_rows", self.table_rows)?.i32("num_entries", num_entries)?;
@@ -280,24 +281,24 @@ impl<'a> Call<'a> {
 /// Launches the forward; returns the kernels that ran. Its tensors:
 ///
 /// - `kv`, `gate` `[num_tokens, width]` f32, rows contiguous: the projections C and Z. The width
-///   is `head_dim`, or twice that where groups overlap, which they do at a ratio of 4;
+///   is `head_dim`, or twice that where groups overlap, which is the case at a ratio of 4;
 /// - `ape` `[ratio, width]` f32, ratio 1 to 128; `norm_weight` `[head_dim]` f32, a multiple of 4
 ///   up to 512;
 /// - `cu_seqlens` `[num_sequences + 1]` i32: the first token of each sequence, and the end of the
-///   last one. They do not decrease and stay within the tokens; tokens behind the end are padding;
-/// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's entries likewise,
-///   within `num_entries`. Entry `j` of sequence `i` is row `cu_entries[i] + j`, if its tokens all
-///   are in the sequence and the row is the sequence's;
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, by position. Entry `j` turns
-///   by row `j * ratio`; by NaN, if the table ends before;
+///   last one. They do not decrease and stay within the tokens; tokens after the end are padding;
+/// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's entries, in the same
+///   form, within `num_entries`. Entry `j` of sequence `i` is row `cu_entries[i] + j`, if all its
+///   tokens are in the sequence and the row is the sequence's;
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, by position. Entry `j` is
+///   rotated by row `j * ratio`, or by NaN if the table ends before that row;
 /// - `entries` `[num_entries, head_dim]`, bf16 or f32, rows contiguous; rows without an entry
 ///   become zero;
-/// - `pooled` `[num_entries, head_dim]`, of the type of `entries`: what was pooled before the
-///   norm: for the backward; may be absent where groups overlap.
+/// - `pooled` `[num_entries, head_dim]`, of the type of `entries`: the pooled values before the
+///   norm, for the backward; may be absent where groups overlap.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have
-/// 128 channels), a compile error, a refused launch.
+/// A rejected argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have
+/// 128 channels), a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -338,10 +339,10 @@ pub fn forward(
 /// Launches the backward; returns the kernels that ran. Its tensors:
 ///
 /// - those that the forward read, and `pooled` as it saved it;
-/// - `dentries` `[num_entries, head_dim]`, of the type of `pooled`, rows contiguous: what it says
-///   of rows without an entry is not read;
-/// - `dkv`, `dgate` `[num_tokens, width]` f32, rows contiguous; zero where no entry pools a
-///   token's half;
+/// - `dentries` `[num_entries, head_dim]`, of the type of `pooled`, rows contiguous; rows without
+///   an entry are not read;
+/// - `dkv`, `dgate` `[num_tokens, width]` f32, rows contiguous; zero where no entry pools that half
+///   of a token;
 /// - `dape` `[ratio, width]` and `dnorm_weight` `[head_dim]` f32;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes.
 ///
@@ -390,7 +391,7 @@ pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static
     Ok(ran)
 }
 
-/// Adds the rows of partial sums, and makes zeros of the gradients of what no entry pools.
+/// Adds the rows of partial sums, and zeroes the gradients of tokens that no entry pools.
 fn sums(
     device: &Device,
     call: &Call<'_>,

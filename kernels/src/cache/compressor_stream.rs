@@ -13,7 +13,7 @@ use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 const FILE: &str = "compressor_stream.cu";
 const CHECK: Arguments = Arguments { operator: "compressor_stream" };
 
-/// Up to so many tokens, and entries, for each sequence a call with overlap is one launch.
+/// A call with overlap is one launch up to this many tokens, and entries, for each sequence.
 const STEP_TOKENS: usize = 2;
 
 /// Every module that the launcher compiles.
@@ -26,21 +26,21 @@ pub fn workspace_bytes(stored: DType, num_entries: usize, head_dim: usize) -> us
     num_entries * head_dim * stored.size()
 }
 
-/// Launches a step of the sequences: makes the entries that it completes, then writes its tokens
+/// Launches a step of the sequences: computes the entries that it completes, then writes its tokens
 /// to the state. Returns the kernels that ran. Its tensors:
 ///
 /// - `kv`, `gate`, `ape`, `norm_weight`, `cos` and `sin` as in
 ///   [`compressor::forward`](crate::cache::compressor::forward), of the step's tokens;
 /// - `state` `[num_slots, num_rows, 2 * width]` f32, rows contiguous: C and S of the token at
-///   position `t` of the sequence of a slot, in row `t mod num_rows`. There are at least as many
-///   rows as an entry has slots, 8 with overlap and `ratio` without, and as many more as tokens of
-///   a step may be rejected;
+///   position `t` of the sequence in a slot, in row `t mod num_rows`. `num_rows` is at least the
+///   number of slots of an entry, 8 with overlap and `ratio` without, plus the number of tokens of
+///   a step that may be rejected;
 /// - `cu_seqlens` `[num_sequences + 1]` i32: the first token of each sequence in the step, and the
 ///   end, within the tokens;
-/// - `first_positions` `[num_sequences]` i32: the position of that token. 0 begins a sequence,
-///   whatever its slot holds; one that was there before rejects the tokens from there on;
-/// - `slots` `[num_sequences]` i32, no two alike: a sequence whose slot is negative or not there,
-///   or whose position is negative, writes nothing and makes no entry;
+/// - `first_positions` `[num_sequences]` i32: the position of that token. 0 starts a sequence,
+///   whatever its slot holds. A position that was written before rejects the tokens from there on;
+/// - `slots` `[num_sequences]` i32, all different. A sequence whose slot is negative or out of
+///   range, or whose position is negative, writes nothing and makes no entry;
 /// - `cu_entries` `[num_sequences + 1]` i32: the first row of each sequence's new entries, and the
 ///   end. Entry `first_position / ratio + k` is row `cu_entries[i] + k`, if the step has its last
 ///   token and the row is the sequence's;
@@ -49,8 +49,8 @@ pub fn workspace_bytes(stored: DType, num_entries: usize, head_dim: usize) -> us
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes, where groups do not overlap.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have
-/// 128 channels), a compile error, a refused launch.
+/// A rejected argument (`eps` is above 0, entries that [`Epilogue::HadamardFp4`] transforms have
+/// 128 channels), a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -122,7 +122,7 @@ pub fn forward(
         None => return CHECK.refuse("workspace", "it must be present where groups do not overlap"),
     }
     let moved = ["kv", "gate", "ape", "norm_weight", "state", "entries"];
-    // Rows of the workspace are those of dense entries.
+    // Rows of the workspace have the layout of dense entries.
     let wide = moved.iter().all(|name| is_aligned(&views[*name]))
         && (head_dim * stored.size()).is_multiple_of(8);
     let v = views;

@@ -9,7 +9,7 @@ use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_cache_write.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_cache_write" };
-/// Tokens of a block: one for four lanes.
+/// Tokens of a block: one for every four lanes.
 const TOKENS_PER_BLOCK: usize = 32;
 /// Bytes of a key's scales: four e8m0 bytes, or an f32 number.
 pub const SCALE_BYTES: usize = 4;
@@ -30,19 +30,18 @@ pub fn modules() -> Vec<Module> {
     [Stored::E2m1, Stored::E4m3].map(|stored| module(FILE, &defines(stored))).to_vec()
 }
 
-/// Transforms and quantizes keys and scatters them to a paged store of this kind, of pages of
-/// `page_size` rows; returns the kernel that ran. Its tensors:
+/// Transforms and quantizes keys and scatters them to a paged store of this format, with pages of
+/// `page_size` rows. Returns the kernel that ran. Its tensors:
 ///
 /// - `k` `[num_tokens, 128]` bf16, rows 16-byte aligned;
 /// - `slots` `[num_tokens]` i32: the slot `page * page_size + row` of each token's key. A slot
 ///   that is negative or beyond the store writes nothing. No slot may occur twice: which key it
 ///   would hold is undefined;
 /// - `pages` `[num_pages, page_size * (code bytes + 4)]` u8, pages 16-byte aligned: the codes of a
-///   page's rows, then their scales. All other bytes stay as they are, and those between pages
-///   belong to nobody.
+///   page's rows, then their scales. All other bytes, also those between pages, stay unchanged.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,

@@ -1,12 +1,12 @@
-//! The paged KV cache that kernels share (inference 8.3): the format of a row, and what launchers
-//! check of a store.
+//! The paged KV cache that kernels share (inference 8.3): the format of a row, and the checks of a
+//! store.
 
 use crate::arguments::Arguments;
 use dsv4_runtime::Result;
 
 /// Channels of the first part that share a scale.
 const SCALE_GROUP: usize = 64;
-/// Bytes of scales behind each row that has quantized channels.
+/// Bytes of scales after each row that has quantized channels.
 const SCALE_BYTES: usize = 8;
 
 /// How a row of the cache is stored: `nope_dim` channels as e4m3 with one e8m0 scale for each 64,
@@ -38,7 +38,7 @@ impl RowFormat {
         self.nope_dim + 2 * self.rope_dim
     }
 
-    /// Bytes of a row's scales, which lie behind the data of all rows of the page.
+    /// Bytes of a row's scales, which are stored after the data of all rows of the page.
     pub fn scale_bytes(self) -> usize {
         if self.nope_dim > 0 { SCALE_BYTES } else { 0 }
     }
@@ -48,7 +48,7 @@ impl RowFormat {
         self.data_bytes() + self.scale_bytes()
     }
 
-    /// Bytes from one page to the next as the model's caches are laid out: whole rows of data.
+    /// Bytes from one page to the next in the model's caches: a whole number of data rows.
     pub fn page_stride(self, page_size: usize) -> usize {
         (page_size * self.row_bytes()).next_multiple_of(self.data_bytes())
     }
@@ -72,8 +72,8 @@ impl RowFormat {
         Ok(())
     }
 
-    /// Bytes of a page of `page_size` rows, which are at least 1; `argument` is the store that is
-    /// refused.
+    /// Bytes of a page of `page_size` rows, at least 1; `argument` is the store that an error
+    /// names.
     pub(crate) fn page_bytes(
         self,
         operator: Arguments,
@@ -88,7 +88,7 @@ impl RowFormat {
     }
 }
 
-/// Rows of all pages of a store; slot `page * page_size + row` names one.
+/// Rows of all pages of a store; slot `page * page_size + row` is one of them.
 pub(crate) fn num_slots(
     operator: Arguments,
     argument: &'static str,

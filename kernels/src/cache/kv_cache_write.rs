@@ -21,19 +21,18 @@ pub fn modules() -> Vec<Module> {
     formats.into_iter().map(|format| module(FILE, &format.defines())).collect()
 }
 
-/// Quantizes rows and scatters them to a store in this format, of pages of `page_size` rows;
-/// returns the kernel that ran. Its tensors:
+/// Quantizes rows and scatters them to a store in this format, with pages of `page_size` rows.
+/// Returns the kernel that ran. Its tensors:
 ///
 /// - `kv` `[num_tokens, head_dim]` bf16, rows 16-byte aligned;
 /// - `slots` `[num_tokens]` i32: the slot `page * page_size + row` of each token's row. A slot
 ///   that is negative or beyond the cache writes nothing. No slot may occur twice: which row it
 ///   would hold is undefined;
 /// - `cache` `[num_pages, page_size * row_bytes]` u8, pages 16-byte aligned: the store that
-///   receives the rows. All other bytes stay as they are, and those between pages belong to
-///   nobody.
+///   receives the rows. All other bytes, also those between pages, stay unchanged.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,

@@ -29,22 +29,22 @@ pub fn modules() -> Vec<Module> {
     FORMATS.into_iter().map(|format| module(FILE, &defines(format))).collect()
 }
 
-/// Norms rows, turns their last `rope_dim` channels by position, quantizes the others and scatters
-/// the rows to a store in this format, of pages of `page_size` rows; returns the kernel that ran.
-/// Its tensors:
+/// Norms rows, rotates their last `rope_dim` channels by position and quantizes the others.
+/// Scatters the rows to a store in this format, with pages of `page_size` rows. Returns the kernel
+/// that ran. Its tensors:
 ///
-/// - `x` `[num_tokens, head_dim]` bf16, rows 16-byte aligned: what wkv gives; `weight`
-///   `[head_dim]` f32 at a multiple of 16 bytes, of the norm;
+/// - `x` `[num_tokens, head_dim]` bf16, rows 16-byte aligned: the output of wkv; `weight`
+///   `[head_dim]` f32 of the norm, at a multiple of 16 bytes;
 /// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous; `positions` `[num_tokens]`
 ///   i32, absent where token `t` has the table's row `t`: see
 ///   [`rope::forward`](crate::projections::rope::forward);
-/// - `slots` `[num_tokens]` i32 and `cache` `[num_pages, page_size * row_bytes]` u8 as
-///   [`kv_cache_write::forward`](crate::cache::kv_cache_write::forward) has them;
+/// - `slots` `[num_tokens]` i32 and `cache` `[num_pages, page_size * row_bytes]` u8 as in
+///   [`kv_cache_write::forward`](crate::cache::kv_cache_write::forward);
 /// - `y` as `x`, which may be `x` itself: the rows as the cache decodes them.
 ///
 /// # Errors
-/// A refused argument (`format`: a row has e4m3 channels, and at most [`MAX_HEAD_DIM`] in all;
-/// `eps` is above 0), a compile error, a refused launch.
+/// A rejected argument (`format`: a row has e4m3 channels, and at most [`MAX_HEAD_DIM`] in all;
+/// `eps` is above 0), a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,

@@ -21,7 +21,8 @@ const HOPPER_FILE: &str = "grouped_linear_hopper.cu";
 const HOPPER_LARGE: &str = "grouped_linear_hopper_large.cu";
 const UNITS: &str = "grouped_linear_units.cu";
 
-/// Bytes of a call's workspace: how many units the blocks of the kernels for many rows have taken.
+/// Bytes of a call's workspace: the counter of work tiles that the kernels for many rows have
+/// taken.
 pub const WORKSPACE_BYTES: usize = 16;
 const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 
@@ -33,41 +34,42 @@ pub fn modules() -> Vec<Module> {
     portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain(large).collect()
 }
 
-/// The module of what comes before the kernels for many rows.
+/// The module of the kernel that runs before the kernels for many rows.
 pub(crate) fn units_module() -> Module {
     module(UNITS, &[])
 }
 
-/// Enqueues, before kernels whose blocks take units as they get free, that none is taken.
+/// Resets the counter of taken work tiles, for kernels whose blocks take work tiles when free.
 pub(crate) fn begin_units(device: &Device, views: &Views) -> Result<()> {
     let params = CHECK.params().ptr("num_taken", &views["workspace"]);
     device.kernel(UNITS, &[], "grouped_linear_units")?.launch_blocks("workspace", 1, &params)
 }
 
-/// Where the rows of experts are.
+/// How the rows of experts are arranged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Grouping {
-    /// One expert's behind the other's, each from its offset on.
+    /// One expert after the other, each from its offset on.
     Contiguous,
-    /// Each expert has a part of its own, of which the first rows count.
+    /// Each expert has a separate part, of which only the first rows are used.
     Masked,
 }
 
-/// How the operands of a call are quantized, where the rows of experts are, and which kernels run.
+/// How the operands of a call are quantized, how rows of experts are arranged, and which kernels
+/// run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grouped {
-    /// Formats, FP8 or MXFP4; where scales lie; which kernels run. Those for Hopper take rows of x
-    /// and w at multiples of 16 bytes and whole accesses long.
+    /// Formats (FP8 or MXFP4), layouts of scales, and which kernels run. Those for Hopper take rows
+    /// of x and w at multiples of 16 bytes, whose length is a multiple of 16 bytes.
     pub quantized: Quantized,
-    /// Where the rows of experts are.
+    /// How the rows of experts are arranged.
     pub grouping: Grouping,
-    /// Rows that an expert has, more or less: the kernels with the tiles that suit so many run. No
-    /// number that they write depends on it.
+    /// Estimated number of rows of an expert: the kernels with tiles for that number run. It does
+    /// not change any result.
     pub expected_rows: usize,
 }
 
-/// Kernels: name, blocks that a multiprocessor holds.
+/// Kernels: name, and blocks that an SM holds.
 const LARGE: (&str, usize) = ("grouped_linear_large", 1);
 const SMALL: (&str, usize) = ("grouped_linear_small", 4);
 const SCALAR: (&str, usize) = ("grouped_linear_scalar", 4);
@@ -97,12 +99,12 @@ const OF_WEIGHTS: ScaleAxes = ScaleAxes {
 const SORTED_RESULT: &[&str] = &["num_rows", "out_features"];
 const MASKED_RESULT: &[&str] = &["num_experts", "num_rows", "out_features"];
 
-/// Experts, rows (of a masked call those of an expert), features out and in.
+/// Experts, rows (if masked, those of one expert), features out and in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extents {
     /// Experts.
     pub num_experts: usize,
-    /// Rows of x, of a masked call those of an expert.
+    /// Rows of x; if masked, those of one expert.
     pub num_rows: usize,
     /// Features of a row of y.
     pub out_features: usize,
@@ -115,7 +117,7 @@ impl Grouped {
         self.grouping == Grouping::Masked
     }
 
-    /// The scales of x, of a masked call those of an expert's part, and of an expert's w.
+    /// The scales of x (if masked, of one expert's part), and of one expert's w.
     pub(crate) fn scales(&self, extents: Extents) -> [Scales; 2] {
         let Extents { num_rows, out_features, in_features, .. } = extents;
         [
@@ -141,7 +143,7 @@ impl Grouped {
         [of(x_scales, x_axes, self.is_masked()), of(w_scales, w_axes, true)]
     }
 
-    /// The extents of a call, as x and w have them; what else they have is refused later.
+    /// The sizes of a call, from x and w; their other properties are checked later.
     pub(crate) fn extents_of(&self, views: &Views) -> Extents {
         let shape = |name: &str| views.get(name).map_or(&[][..], |view| &view.shape[..]);
         let [num_experts, out_features] = match *shape("w") {
@@ -162,8 +164,8 @@ impl Grouped {
         self.quantized.check(check)
     }
 
-    /// The signature of a call that writes these tensors, or reads them beside the operands; its
-    /// extents. `out_multiple`: what `out_features` are a multiple of.
+    /// The signature of a call that also has `others`, tensors that it writes or reads. Returns it
+    /// with its sizes. `out_features` is a multiple of `out_multiple`.
     pub(crate) fn signature<'a>(
         &self,
         check: Arguments,
@@ -194,7 +196,7 @@ impl Grouped {
             read("counts").of(&[DType::I32]).axes(&["num_experts"]),
             read("expert_offsets").of(&[DType::I32]).axes(&["num_experts_and_one"]).when(!masked),
         ];
-        // Behind those tensors whose extents theirs follow from.
+        // After the tensors that determine their sizes.
         let scales = [
             Quantized::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
             Quantized::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
@@ -203,7 +205,7 @@ impl Grouped {
             operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
         let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
         let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
-        // Two codes lie in a byte, and 16 bytes in an access.
+        // A byte holds two codes, an access 16 bytes.
         let multiple = (if hopper { 16 } else { 1 }) * (1 + usize::from(mxfp4));
         let signature = signature.extent("in_features", multiple, MAX_FEATURES);
         let signature = signature.given("num_experts_and_one", extents.num_experts + 1);
@@ -215,8 +217,8 @@ impl Grouped {
         (known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent)), extents)
     }
 
-    /// Tiles of all experts are counted in 32 bits; the workspace has room for the units that are
-    /// taken.
+    /// Tiles of all experts are counted in 32 bits. The workspace has room for the counter of work
+    /// tiles.
     pub(crate) fn check_rows(
         &self,
         check: Arguments,
@@ -237,22 +239,22 @@ impl Grouped {
         )
     }
 
-    /// Whether blocks of the Hopper kernels for many rows work in pairs: of an even number of
-    /// tiles of features they leave none without a second; of experts that have no more than a
-    /// pair of tiles of rows they would share too little.
+    /// Whether blocks of the Hopper kernels for many rows work in pairs. An even number of tiles of
+    /// features leaves no block without a partner. Experts with no more than a pair of tiles of
+    /// rows would share too little.
     pub(crate) fn takes_pairs(&self, extents: Extents) -> bool {
         let [rows, features] = LARGE_TILE;
         extents.out_features.div_ceil(features).is_multiple_of(2) && self.expected_rows > 2 * rows
     }
 
-    /// Rows that nearly every expert's stay below: tokens choose experts one by one, so that their
-    /// numbers scatter by the square root. Of 64 expected ones half of the experts would have more
-    /// than a tile of 64 holds, and read their weights twice.
+    /// A bound that nearly every expert's rows stay below. Tokens choose experts independently, so
+    /// the numbers of rows scatter by the square root. With 64 expected rows, half of the experts
+    /// would have more rows than a tile of 64, and would read their weights twice.
     fn rows_of_most(&self) -> usize {
         self.expected_rows.saturating_add(2 * self.expected_rows.isqrt())
     }
 
-    /// The portable kernel that suits a call, and blocks that a multiprocessor holds.
+    /// The portable kernel for a call, and blocks that an SM holds.
     fn portable(&self, vectorised: bool) -> (&'static str, usize) {
         match vectorised {
             false => SCALAR,
@@ -272,17 +274,17 @@ impl Grouped {
 ///   rows contiguous; up to 512 experts;
 /// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the
 ///   `quantize_*` operators write them, of x (masked: of each expert's part), and of each expert's
-///   w; nobody reads their padding, nor the scales of rows of nobody;
-/// - `counts` `[num_experts]` i32: rows of each expert, those beyond the expert's room left out,
-///   none where it is negative;
+///   w; their padding and the scales of unused rows are not read;
+/// - `counts` `[num_experts]` i32: rows of each expert; rows beyond the expert's room are skipped,
+///   and a negative count is 0;
 /// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and
-///   the end of all; ascending, 0 to num_rows, multiples of anything;
+///   the end of all; ascending, 0 to num_rows, of any alignment;
 /// - `y`, bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows,
-///   out_features]`; rows contiguous. Rows of nobody become 0; masked they stay as they were;
+///   out_features]`; rows contiguous. Unused rows become 0; if masked they stay unchanged;
 /// - `workspace`, scratch memory of [`WORKSPACE_BYTES`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<String> {
     grouped.check(CHECK)?;
     let axes = if grouped.is_masked() { MASKED_RESULT } else { SORTED_RESULT };
@@ -292,7 +294,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     grouped.check_rows(CHECK, views, extents)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let quantized = &grouped.quantized;
-    // No number of rows is too small for it.
+    // Any number of rows is large enough for it.
     let misfit = quantized.hopper_misfit(vectorised);
     let hopper =
         quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
@@ -335,7 +337,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     let (name, held) = grouped.portable(vectorised);
     let kernel =
         device.kernel(FILE, &quantized_defines(quantized.weights, quantized.group), name)?;
-    // The smallest tiles: what no tile is left for only looks.
+    // The smallest tiles: a block without a tile exits at once.
     kernel.launch_blocks(
         "x",
         blocks(&grouped, extents, [FEW_ROWS, 64]).min(processors * held),
@@ -344,8 +346,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     Ok(name.to_owned() + &quantized.suffix())
 }
 
-/// Blocks that may have something to do: tiles of the result, of which each expert may have one
-/// that is not full.
+/// Blocks that may have work: tiles of the result, where each expert may have one partial tile.
 pub(crate) fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usize; 2]) -> usize {
     let Extents { num_experts, num_rows, out_features, .. } = extents;
     let row_tiles = match grouped.is_masked() {
@@ -355,7 +356,7 @@ pub(crate) fn blocks(grouped: &Grouped, extents: Extents, [rows, columns]: [usiz
     row_tiles.saturating_mul(out_features.div_ceil(columns))
 }
 
-/// The strides of the experts, 0 where there are none, and of the rows of a tensor.
+/// The strides of the experts (0 where there is no such axis) and of the rows of a tensor.
 pub(crate) fn of_experts(params: Params, name: &str, view: &TensorView) -> Params {
     match view.strides[..] {
         [experts, rows, _] => params

@@ -21,7 +21,7 @@ const FILE: &str = "grouped_linear_swiglu.cu";
 const HOPPER_FILE: &str = "grouped_linear_swiglu_hopper.cu";
 const HOPPER: &str = "grouped_linear_swiglu_hopper";
 const HOPPER_LARGE_FILE: &str = "grouped_linear_swiglu_hopper_large.cu";
-/// Its kernels, of single blocks and of pairs: where gate's rows come first, and where they are
+/// Its kernels, for single blocks and for pairs: with gate's rows first, and with gate's rows
 /// interleaved with up's.
 const HOPPER_LARGE: [[&str; 2]; 2] = [
     ["grouped_linear_swiglu_hopper_large", "grouped_linear_swiglu_hopper_large_interleaved"],
@@ -31,7 +31,7 @@ const HOPPER_LARGE: [[&str; 2]; 2] = [
     ],
 ];
 const CHECK: Arguments = Arguments { operator: "grouped_linear_swiglu" };
-/// What the rows of w are a multiple of: gate and up have eights of rows each.
+/// `out_features` is a multiple of this: gate and up each have rows in groups of eight.
 pub const MULTIPLE: usize = 2 * GRANULE;
 /// Columns of a tile, gate and up together; `COLUMNS` in the kernel source.
 const COLUMNS: usize = 256;
@@ -53,16 +53,16 @@ pub fn modules() -> Vec<Module> {
     portable.into_iter().chain(hopper).chain(large).collect()
 }
 
-/// The product of a call, how rows of gate and up lie, and how what is made of them is quantized.
+/// The GEMM of a call, the order of rows of gate and up, and how the result is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The product. Of FP8 weights the kernels for Hopper take rows of gate before those of up
-    /// where these begin at a multiple of 128, with the scales of blocks of their own.
+    /// The GEMM. For FP8 weights with rows of gate before those of up, the Hopper kernels require
+    /// that up starts at a multiple of 128, so that its blocks have separate scales.
     pub grouped: Grouped,
     /// Whether rows of gate and up are interleaved by eight, as `gate_up_interleave` writes them;
-    /// otherwise all those of gate come first.
+    /// otherwise all rows of gate come first.
     pub interleaved: bool,
-    /// Groups, scales, and whether numbers are rounded to bf16 before they are quantized.
+    /// Groups, scales, and whether values are rounded to bf16 before they are quantized.
     pub quantized: swiglu_quantize::Options,
 }
 
@@ -82,7 +82,7 @@ const OF_EXPERTS_ROWS: ScaleAxes = ScaleAxes {
 };
 
 impl Options {
-    /// The scales of the codes, of a masked call those of an expert's part.
+    /// The scales of the codes; if masked, those of one expert's part.
     pub fn scales(&self, extents: Extents) -> Scales {
         self.quantized.scales(extents.num_rows, extents.out_features / 2)
     }
@@ -100,7 +100,7 @@ impl Options {
         (dtype, self.scale_axes().of(scales).iter().copied().zip(all).collect())
     }
 
-    /// The arguments beside the operands.
+    /// The arguments in addition to the operands.
     fn results<'a>(&self, scales: Scales) -> [Argument<'a>; 3] {
         let masked = self.grouped.is_masked();
         let [weight, codes]: [&'static [_]; 2] = match masked {
@@ -122,7 +122,7 @@ impl Options {
     }
 
     fn bind<'a>(&self, views: &'a Views) -> Result<(Signature<'a>, Extents)> {
-        // The scales' axes are checked against extents that x and w say.
+        // The scales' axes are checked against the sizes of x and w.
         let extents = self.grouped.extents_of(views);
         let scales = self.scales(extents);
         let (signature, extents) =
@@ -156,13 +156,13 @@ impl Options {
         shared.then(reason).or_else(|| self.grouped.quantized.hopper_misfit(vectorised))
     }
 
-    /// Whether the Hopper kernel for few rows is slower than the one for many, if that takes the
-    /// call.
+    /// Whether the Hopper kernel for few rows is slower than the one for many rows, if that takes
+    /// the call.
     fn suits_large(&self) -> bool {
         self.grouped.quantized.weights == Weights::Fp8 && self.grouped.expected_rows > FEW_ROWS
     }
 
-    /// The portable kernel that suits a call, blocks that a multiprocessor holds, rows of a tile.
+    /// The portable kernel for a call, blocks that an SM holds, rows of a tile.
     fn kernel(&self, vectorised: bool) -> (&'static str, usize, usize) {
         match vectorised {
             false => ("grouped_linear_swiglu_scalar", 3, FEW_ROWS),
@@ -176,21 +176,21 @@ impl Options {
 
 /// Launches, for the rows p of each expert e, `gate, up = bf16(x[p] w[e]^T)`, `o[p] = weight[p]
 /// silu(min(gate, limit)) clamp(up, -limit, limit)` and its quantization; returns the kernel that
-/// ran. Its tensors, beside `x`, `w`, `x_scales`, `w_scales`, `counts`, `expert_offsets` and
-/// `workspace` of [`crate::experts::grouped_linear::forward`], whose `out_features` are gate and
-/// up together, a multiple of 16:
+/// ran. Its tensors are `x`, `w`, `x_scales`, `w_scales`, `counts`, `expert_offsets` and
+/// `workspace` of [`crate::experts::grouped_linear::forward`], whose `out_features` are gate and up
+/// together, a multiple of 16, and:
 ///
 /// - `weight` `[num_rows]` f32 or, masked, `[num_experts, num_rows]`: the routing weight, absent
 ///   for ones;
 /// - `codes` u8, e4m3, `[num_rows, intermediate_size]` or, masked, `[num_experts, num_rows,
-///   intermediate_size]`, half of `out_features`; rows contiguous. Rows of nobody are quantized as
-///   zeros; masked they stay as they were;
-/// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]; what pads them is written
-///   as 0, but masked what pads the rows of a part stays as it was.
+///   intermediate_size]`, half of `out_features`; rows contiguous. Unused rows are quantized as
+///   zeros; if masked they stay unchanged;
+/// - `scales`, dense, of the type and axes of [`Options::scale_tensor`]. Padding is written as 0;
+///   if masked, padding of the rows of a part stays unchanged.
 ///
 /// # Errors
-/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales hold bytes),
-/// a compile error, a refused launch.
+/// A rejected argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales are bytes), a
+/// compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> Result<String> {
     options.check()?;
     let (signature, extents) = options.bind(views)?;
@@ -198,7 +198,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     let (grouped, quantized) = (&options.grouped, &options.grouped.quantized);
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let misfit = options.hopper_misfit(extents, vectorised);
-    // No number of rows is too small for it.
+    // Any number of rows is large enough for it.
     let hopper =
         quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let boxes = large_boxes(views).filter(|_| hopper && options.suits_large());
@@ -219,8 +219,8 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
         return Ok(name.to_owned());
     }
     if hopper {
-        // Of FP8 the kernel has tiles of few rows alone, which it takes where hardware copies no
-        // boxes for the other, too.
+        // For FP8 the kernel only has tiles of few rows. It also runs where hardware copies no TMA
+        // boxes for the kernel with large tiles.
         let tokens = match quantized.weights {
             Weights::Fp8 => FEW_ROWS,
             weights => expert_tile(weights, grouped.expected_rows),
@@ -230,7 +230,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
             &hopper_defines(tokens, quantized.weights, quantized.group),
             HOPPER,
         )?;
-        // A cluster that waits for a place would begin its turns when others end theirs.
+        // A waiting cluster would start its work tiles only when others end theirs.
         let clusters = [
             blocks(grouped, extents, [tokens, COLUMNS]),
             kernel.resident_clusters(device.environment()),
@@ -247,7 +247,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
     Ok(name.to_owned() + &quantized.suffix())
 }
 
-/// All parameters but how codes are stored and the limit.
+/// All parameters except the storage of codes and the limit.
 fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> {
     let (grouped, quantized) = (&options.grouped, options.quantized);
     let [x_scales, w_scales] = grouped.scales(extents);

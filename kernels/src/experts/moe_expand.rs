@@ -8,7 +8,7 @@ const FILE: &str = "moe_expand.cu";
 const CHECK: Arguments = Arguments { operator: "moe_expand" };
 /// The most slots of a token.
 pub const MAX_TOPK: usize = 32;
-/// Threads of a block, and positions that it looks at for rows that no slot has.
+/// Threads of a block, and positions that it checks for rows without a slot.
 pub(crate) const THREADS: usize = 128;
 
 /// Every module that the launcher compiles.
@@ -16,8 +16,8 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// Positions that a block looks at for rows that no slot has, of so many: as many as it has
-/// threads, fewer where blocks would be too few to write such rows at the rate of memory. A
+/// Positions that a block checks for rows without a slot, of `num_positions`. This is the number of
+/// its threads, or fewer where blocks would be too few to write such rows at memory bandwidth. A
 /// multiple of its warps.
 pub(crate) fn clearing_rows(num_positions: usize) -> usize {
     const WARPS: usize = THREADS / 32;
@@ -31,13 +31,13 @@ pub(crate) fn clearing_rows(num_positions: usize) -> usize {
 ///   of the backward `dy`, like `y`, and `dx`, like `x`, all of one type, rows contiguous. The
 ///   backward does not need `x`;
 /// - `token_topk_to_pos` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots: the row of
-///   each slot; what is none of `0 .. num_positions` is no row;
+///   each slot; a value outside `0 .. num_positions` is no row;
 /// - `pos_to_token` `[num_positions]` i32: negative for rows that no slot has, which get zeros;
 ///   every other row is some slot's, as [`crate::experts::moe_map::forward`] writes both. Not
 ///   needed by the backward.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static str> {
     let map = read("pos_to_token").of(&[DType::I32]).axes(&["num_positions"]);
     let x = read("x").axes(&["num_tokens", "hidden_size"]).rows();

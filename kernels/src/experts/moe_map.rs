@@ -12,14 +12,13 @@ pub const MAX_EXPERTS: usize = 512;
 pub const MAX_TOPK: usize = 32;
 /// The most that an expert's rows are aligned to.
 pub const MAX_ALIGNMENT: usize = 1024;
-/// Slots that a block places at once.
+/// Slots that a block processes at once.
 const ROUND: usize = 2048;
-/// Up to so many slots are one launch.
+/// A call with up to this many slots is one launch.
 const SMALL_SLOTS: usize = 2 * ROUND;
-/// The most chunks, as far as there are multiprocessors: every block reads the counts of all of
-/// them.
+/// The most chunks, if there are enough SMs: every block reads the counts of all chunks.
 const MAX_CHUNKS: usize = 128;
-/// Slots, and rows that nobody has, for each block of the one launch.
+/// Slots, and rows without a slot, for each block of the single launch.
 const SLOTS_PER_BLOCK: usize = 8;
 const ROWS_PER_BLOCK: usize = 2048;
 
@@ -28,7 +27,7 @@ pub fn modules() -> Vec<Module> {
     vec![module(FILE, &[])]
 }
 
-/// Rows that so many slots of so many experts take at most: each expert that has a slot wastes
+/// Upper bound on the rows of this many slots and experts: each expert with a slot wastes up to
 /// `alignment - 1` rows. A multiple of the alignment; saturates.
 pub fn positions(num_slots: usize, num_experts: usize, alignment: usize) -> usize {
     let used = num_slots.min(num_experts);
@@ -36,13 +35,13 @@ pub fn positions(num_slots: usize, num_experts: usize, alignment: usize) -> usiz
     rows / alignment.max(1) * alignment.max(1)
 }
 
-/// Slots of a chunk, and how many chunks there are, up to so many.
+/// Slots of a chunk, and the number of chunks, at most `most`.
 fn chunks(num_slots: usize, most: usize) -> (usize, usize) {
     let rounds = num_slots.div_ceil(ROUND).div_ceil(most).max(1);
     (rounds * ROUND, num_slots.div_ceil(rounds * ROUND))
 }
 
-/// Bytes of the workspace that a call with so many slots needs; 0 where it needs none.
+/// Bytes of the workspace that a call with this many slots needs; 0 where it needs none.
 pub fn workspace_bytes(num_slots: usize, num_experts: usize) -> usize {
     if num_slots <= SMALL_SLOTS { 0 } else { 4 * chunks(num_slots, MAX_CHUNKS).1 * num_experts }
 }
@@ -50,18 +49,18 @@ pub fn workspace_bytes(num_slots: usize, num_experts: usize) -> usize {
 /// Sorts slots by expert; returns the kernels that ran. Its tensors, all i32:
 ///
 /// - `topk_indices` `[num_tokens, topk]`, rows contiguous, up to 32 slots a token: experts, which
-///   may repeat; what is none of `0 .. num_experts` is a slot that counts nowhere;
+///   may repeat; a value outside `0 .. num_experts` is a slot that is not counted;
 /// - `counts` `[num_experts]`, up to 512 experts, and `expert_offsets` `[num_experts + 1]`: an
 ///   expert's slots, and its first row, a multiple of `alignment`; the last offset is the end of
 ///   all rows;
 /// - `token_topk_to_pos` `[num_tokens, topk]`, rows contiguous: the row of each slot, -1 for none;
 /// - `pos_to_expert`, `pos_to_token`, `pos_to_token_topk` `[num_positions]`, at least as many as
-///   [`positions`] says: expert, token and slot (`token * topk + place`) of each row, -1 in rows
-///   that no slot has;
+///   [`positions`] returns: expert, token and slot (`token * topk + place`) of each row, -1 in rows
+///   without a slot;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes; absent where that is 0.
 ///
 /// # Errors
-/// A refused argument (`alignment` is 1 to 1024), a compile error, a refused launch.
+/// A rejected argument (`alignment` is 1 to 1024), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&'static str>> {
     let integers = |name: &'static str| write(name).of(&[DType::I32]);
     let experts = views.get("counts").and_then(|counts| counts.shape.first().copied()).unwrap_or(0);
@@ -102,8 +101,8 @@ pub fn forward(device: &Device, views: &Views, alignment: usize) -> Result<Vec<&
         None => {}
     }
     let processors = device.environment().processors.max(1) as usize;
-    // Of few slots: blocks that place them, and those that write counts, offsets and the rows that
-    // nobody has.
+    // Few slots: blocks that process them, and blocks that write counts, offsets and the rows
+    // without a slot.
     let few = num_slots <= SMALL_SLOTS;
     let others = num_positions.div_ceil(ROWS_PER_BLOCK).clamp(1, processors.div_ceil(2));
     let placing =

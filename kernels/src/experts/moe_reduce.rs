@@ -22,7 +22,7 @@ pub fn modules() -> Vec<Module> {
 ///   of the backward `dout`, like `out`, and `dy`, like `y`; all of one type, rows contiguous. The
 ///   gradient of `shared` is `dout` itself; a backward without weights does not need `y`;
 /// - `token_topk_to_pos` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots: the row of
-///   each slot; what is none of `0 .. num_positions` is no row;
+///   each slot; a value outside `0 .. num_positions` is no row;
 /// - `pos_to_token` `[num_positions]` i32: negative for rows that no slot has, whose gradients are
 ///   zeros; every other row is some slot's, as [`crate::experts::moe_map::forward`] writes both.
 ///   Not needed by the forward;
@@ -30,7 +30,7 @@ pub fn modules() -> Vec<Module> {
 ///   them, and with it the backward's `dtopk_weights`.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn launch(device: &Device, views: &Views, backward: bool) -> Result<&'static str> {
     let map = read("pos_to_token").of(&[DType::I32]).axes(&["num_positions"]);
     let weighted = views.get("topk_weights").is_some();

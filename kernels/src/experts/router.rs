@@ -8,13 +8,14 @@ const FILE: &str = "router.cu";
 const CHECK: Arguments = Arguments { operator: "router" };
 /// The most experts.
 pub const MAX_EXPERTS: usize = 512;
-/// The most slots of a token: a lane of its warp each.
+/// The most slots of a token: one for each lane of its warp.
 pub const MAX_TOPK: usize = 32;
 /// Tokens of a block: one a warp.
 const TOKENS_PER_BLOCK: usize = 4;
-/// Slots of a token up to which a warp of the backward has several tokens, of so many lanes each.
+/// Up to this many slots of a token, a warp of the backward has several tokens, each with this many
+/// lanes.
 const FEW_SLOTS: usize = 8;
-/// Experts of a warp, of a token that a block takes.
+/// Experts of a warp, for a token that a block processes.
 const GROUP: usize = 32;
 
 /// Every module that the launchers compile.
@@ -24,24 +25,24 @@ pub fn modules() -> Vec<Module> {
 
 /// Chooses experts and weights; returns the kernel that ran. Its tensors:
 ///
-/// - `logits` `[num_tokens, num_experts]` f32, rows contiguous, up to 512 experts: products with
+/// - `logits` `[num_tokens, num_experts]` f32, rows contiguous, up to 512 experts: the GEMM with
 ///   the router's matrix, in fp32;
-/// - `bias` `[num_experts]` f32, for the selection alone: a learned router. Or
-/// - `tid2eid` `[vocab_size, topk]` i32, rows contiguous: a hashed router's table. One of them and
-///   not both;
-/// - `token_ids` `[num_tokens]` i32: of a hashed router the row of the table. A negative id, and
-///   one beyond the table, is a padding token: it gets no expert. A learned router's are asked for
-///   their sign alone, and may be absent;
+/// - `bias` `[num_experts]` f32, for the selection only: a learned router. Or
+/// - `tid2eid` `[vocab_size, topk]` i32, rows contiguous: the table of a hashed router. Exactly one
+///   of the two is present;
+/// - `token_ids` `[num_tokens]` i32: for a hashed router the row of the table. A negative id, and
+///   one beyond the table, is a padding token: it gets no expert. A learned router reads only their
+///   sign, and they may be absent;
 /// - `topk_indices` `[num_tokens, topk]` i32, rows contiguous, up to 32 slots, of a learned router
 ///   as many as experts at most: ids from the lowest up (learned) or in the table's order; -1 for
 ///   no expert;
 /// - `topk_weights` `[num_tokens, topk]` f32, rows contiguous: their weights, which sum to
 ///   `route_scale`; 0 for no expert.
 ///
-/// What only [`backward`] takes may be among the views.
+/// Tensors that only [`backward`] takes may be among the views.
 ///
 /// # Errors
-/// A refused argument (`route_scale` is above 0), a compile error, a refused launch.
+/// A rejected argument (`route_scale` is above 0), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'static str> {
     let hashed = views.get("tid2eid").is_some();
     let token_ids = read("token_ids").of(&[DType::I32]).axes(&["num_tokens"]);
@@ -82,8 +83,9 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     let params = params.i64("num_tokens", num_tokens)?.i64("vocab_size", vocab_size)?;
     let params =
         params.i32("num_experts", num_experts)?.i32("topk", topk)?.f32("route_scale", route_scale);
-    // A block a token, where there are so few that a block or two of a multiprocessor take them.
-    // Slots up to as many as groups of experts: of more nearly all experts would be candidates.
+    // One block a token, if there are few enough that one or two blocks of each SM process them.
+    // Slots are limited by the groups of experts: with more slots nearly all experts would be
+    // candidates.
     let few = num_tokens <= 2 * device.environment().processors.max(1) as usize
         && topk * GROUP <= num_experts;
     let (tokens, name) = match hashed {
@@ -102,15 +104,16 @@ pub fn forward(device: &Device, views: &Views, route_scale: f32) -> Result<&'sta
     Ok(name)
 }
 
-/// Launches the gradient of the logits; returns the kernel that ran. Selection and bias have none.
+/// Launches the gradient of the logits. Returns the kernel that ran. Selection and bias have no
+/// gradient.
 /// Its tensors:
 ///
-/// - `logits` and `topk_indices` as in [`forward`], which stored the latter; an index that is no
-///   expert's is an unused slot;
-/// - `dtopk_weights` `[num_tokens, topk]` f32, rows contiguous; of unused slots it is not read;
+/// - `logits` and `topk_indices` as in [`forward`], which stored the latter; an index that is not
+///   an expert's is an unused slot;
+/// - `dtopk_weights` `[num_tokens, topk]` f32, rows contiguous; not read for unused slots;
 /// - `dlogits` `[num_tokens, num_experts]` f32, rows contiguous.
 ///
-/// What only [`forward`] takes may be among the views.
+/// Tensors that only [`forward`] takes may be among the views.
 ///
 /// # Errors
 /// As [`forward`].

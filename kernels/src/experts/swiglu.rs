@@ -9,8 +9,8 @@ const FILE: &str = "swiglu.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu" };
 /// Rows of a block: one a warp.
 const ROWS_PER_BLOCK: usize = 4;
-/// Up to so many rows for each multiprocessor each access has a thread, of the backward in one
-/// block of up to so many; the latter is `FEW_BACKWARD_THREADS` in the kernel source.
+/// Up to this many rows for each SM, each access has a thread, in the backward within one block of
+/// limited size: `FEW_BACKWARD_THREADS` in the kernel source.
 const FEW_ROWS: usize = 4;
 const FEW_BACKWARD_THREADS: usize = 512;
 
@@ -22,15 +22,15 @@ pub fn modules() -> Vec<Module> {
 /// Launches the forward, or the `backward`; returns the kernel that ran. Its tensors:
 ///
 /// - `gate`, `up` `[num_rows, width]`, bf16 or f32, and with it `y`, of the backward `dy`, `dgate`
-///   and `dup`, all of one type, rows contiguous, strides of their own: the halves of one
-///   `[num_rows, 2 * width]` tensor will do;
+///   and `dup`, all of one type, rows contiguous, separate strides: the halves of one
+///   `[num_rows, 2 * width]` tensor are allowed;
 /// - `weight` `[num_rows]` f32, the routing weight, absent for ones, and with it the backward's
 ///   `dweight`;
 /// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which get zeros; absent
-///   where there are none.
+///   without padding rows.
 ///
 /// # Errors
-/// A refused argument (`limit`, of the clamps, is above 0), a compile error, a refused launch.
+/// A rejected argument (`limit`, of the clamps, is above 0), a compile error, a rejected launch.
 pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Result<&'static str> {
     let tensors = [
         read("gate").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
@@ -61,7 +61,7 @@ pub fn launch(device: &Device, views: &Views, limit: f32, backward: bool) -> Res
     let params = params.i64("num_rows", num_rows)?.i32("width", width)?.f32("limit", limit);
     let (wide, dtype) = (call.vectorised(), views["gate"].dtype);
     let accesses = width.div_ceil(if wide { 16 / dtype.size() } else { 1 });
-    // A row of the backward is one block's.
+    // One block processes a row of the backward.
     let fits = !backward || (wide && accesses <= FEW_BACKWARD_THREADS);
     let few = fits && num_rows <= FEW_ROWS * device.environment().processors.max(1) as usize;
     let names = match (backward, few) {

@@ -13,7 +13,7 @@ use dsv4_runtime::{DType, Device, Result, Views};
 const FILE: &str = "swiglu_quantize.cu";
 const CHECK: Arguments = Arguments { operator: "swiglu_quantize" };
 
-/// Which numbers share a scale.
+/// Which values share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Group {
@@ -33,11 +33,11 @@ impl Group {
 /// How the product is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Which numbers share a scale.
+    /// Which values share a scale.
     pub group: Group,
     /// What a scale is.
     pub scale: ScaleType,
-    /// Where scales lie.
+    /// The layout of the scales.
     pub layout: ScaleLayout,
     /// Whether the product is rounded to bf16 before.
     pub round_to_bf16: bool,
@@ -59,16 +59,16 @@ pub fn modules() -> Vec<Module> {
 /// Launches the forward; returns the kernel that ran. Its tensors:
 ///
 /// - `gate`, `up` `[num_rows, width]`, bf16 or f32, of one type, rows contiguous, of up to
-///   [`MAX_WIDTH`] elements: the halves of one `[num_rows, 2 * width]` tensor will do;
+///   [`MAX_WIDTH`] elements: the halves of one `[num_rows, 2 * width]` tensor are allowed;
 /// - `weight` `[num_rows]` f32, the routing weight, absent for ones;
 /// - `pos_to_token_topk` `[num_rows]` i32, negative for padding rows, which are quantized as
-///   zeros; absent where there are none;
+///   zeros; absent without padding rows;
 /// - `codes` `[num_rows, width]` u8: e4m3, rows contiguous;
-/// - `scales`, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
+/// - `scales`, dense, of the type and shape of [`Scales::tensor`]; padding is written as 0.
 ///
 /// # Errors
-/// A refused argument (`limit`, of the clamps, is above 0; `layout`: tiles hold bytes), a compile
-/// error, a refused launch.
+/// A rejected argument (`limit`, of the clamps, is above 0; `layout`: tiles of scales are bytes), a
+/// compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -103,8 +103,8 @@ pub fn forward(
     Ok(name)
 }
 
-/// Launches the backward, through the product as if it were not quantized: that of
-/// [`swiglu::launch`], whose tensors it takes.
+/// Launches the backward, which treats the product as not quantized. It is the backward of
+/// [`swiglu::launch`] and takes its tensors.
 ///
 /// # Errors
 /// As [`swiglu::launch`].

@@ -21,18 +21,18 @@ pub fn modules() -> Vec<Module> {
     vec![module(FILE, &Vec::new())]
 }
 
-/// Interleaves the rows of gate and up of each expert, or takes them apart (`inverse`); returns
-/// the kernel that ran. Its tensors, which hold weights or scales of any type as bytes:
+/// Interleaves the rows of gate and up of each expert, or separates them (`inverse`). Returns the
+/// kernel that ran. Its tensors, which hold weights or scales of any type as bytes:
 ///
-/// - `logical` `[num_experts, num_rows, row_bytes]` u8, rows contiguous: the rows of gate, then as
-///   many of up, in all a multiple of 16 up to [`MAX_ROWS`], of up to [`MAX_ROW_BYTES`]; written
-///   by the inverse;
-/// - `interleaved` of the same shape: eight rows of gate, the eight of up with the same numbers,
-///   the next eight of gate; read by the inverse.
+/// - `logical` `[num_experts, num_rows, row_bytes]` u8, rows contiguous: the rows of gate, then the
+///   same number of rows of up, in all a multiple of 16 up to [`MAX_ROWS`], of up to
+///   [`MAX_ROW_BYTES`]; written by the inverse;
+/// - `interleaved` of the same shape: eight rows of gate, the eight rows of up with the same
+///   indices, the next eight of gate; read by the inverse.
 ///
 /// # Errors
-/// A refused argument (there may be 2^32 pieces of 16 bytes in all, or single bytes where rows do
-/// not allow 16), a compile error, a refused launch.
+/// A rejected argument (there may be 2^32 pieces of 16 bytes in all, or single bytes where rows do
+/// not allow 16), a compile error, a rejected launch.
 pub fn launch(device: &Device, views: &Views, inverse: bool) -> Result<&'static str> {
     fn tensor<'a>(name: &'static str, written: bool) -> Argument<'a> {
         let argument = if written { write(name) } else { read(name) };

@@ -12,14 +12,14 @@ const CODES_FILE: &str = "hadamard_codes.cu";
 const CHECK: Arguments = Arguments { operator: "hadamard" };
 /// Length of a row.
 pub const DIM: usize = 128;
-/// Rows of a block of either kernel, or of its turn: one for four of its lanes, or for each.
+/// Rows of a block of either kernel, or of one iteration: one for four of its lanes, or for each.
 const ROWS_PER_BLOCK: usize = 32;
 
 /// How the transform is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stored {
-    /// As numbers of the input's type.
+    /// As values of the input's type.
     Values,
     /// As e2m1 codes with an e8m0 scale for each 32 of them.
     E2m1,
@@ -58,18 +58,17 @@ pub fn modules() -> Vec<Module> {
     Stored::ALL.into_iter().flat_map(with).chain([Stored::E2m1, Stored::E4m3].map(codes)).collect()
 }
 
-/// Launches the transform, of the `backward` where that is asked for; returns the kernel that ran.
-/// Its tensors:
+/// Launches the transform, or its `backward`. Returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_rows, 128]`, bf16 or f32, rows contiguous; in the backward it is `dy`;
 /// - `y` of the same type and shape, rows contiguous, which may be `x` itself; in the backward it
 ///   is `dx`, which may be `dy`;
-/// - in the place of `y` `codes` `[num_rows, 64]` (e2m1, the even one of two in the low nibble) or
+/// - instead of `y` `codes` `[num_rows, 64]` (e2m1, the even one of two in the low nibble) or
 ///   `[num_rows, 128]` (e4m3) u8, rows contiguous;
 /// - with e2m1 `scale_bytes` `[num_rows, 4]` u8, e8m0; with e4m3 `scales` `[num_rows]` f32.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn launch(
     device: &Device,
     views: &Views,
@@ -79,7 +78,7 @@ pub fn launch(
     let (x, y) = if backward { ("dy", "dx") } else { ("x", "y") };
     let (values, e2m1, e4m3) =
         (stored == Stored::Values, stored == Stored::E2m1, stored == Stored::E4m3);
-    // The backward does not read it, and leaves it as it is.
+    // The backward does not read it, and leaves it unchanged.
     let given = read("x").of(&FLOATS).axes(&["num_rows", "head_dim"]).rows();
     let tensors = [
         if backward { given.optional() } else { given },
@@ -109,7 +108,7 @@ pub fn launch(
     let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
     let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
     let kernel = device.kernel(file, &defines, name)?;
-    // Those of `hadamard_codes` take several turns.
+    // Blocks of `hadamard_codes` run several iterations.
     let resident =
         if file == CODES_FILE { kernel.resident_blocks(device.environment()) } else { usize::MAX };
     kernel.launch_blocks("x", num_rows.div_ceil(ROWS_PER_BLOCK).min(resident), &params)?;

@@ -11,7 +11,7 @@ use dsv4_runtime::{DType, Device, Result, Views};
 const FILE: &str = "quantize_fp8.cu";
 const CHECK: Arguments = Arguments { operator: "quantize_fp8" };
 
-/// Which numbers share a scale.
+/// Which values share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Group {
@@ -19,7 +19,7 @@ pub enum Group {
     Row64,
     /// 128 neighbours in a row.
     Row128,
-    /// Squares of 128 rows and 128 columns; their scales lie row by row.
+    /// Squares of 128 rows and 128 columns; their scales are stored row by row.
     Square128,
 }
 
@@ -37,14 +37,14 @@ impl Group {
     }
 }
 
-/// How numbers are quantized.
+/// How values are quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Which numbers share a scale.
+    /// Which values share a scale.
     pub group: Group,
     /// What a scale is.
     pub scale: ScaleType,
-    /// Where scales lie.
+    /// The layout of the scales.
     pub layout: ScaleLayout,
 }
 
@@ -78,11 +78,11 @@ pub fn modules() -> Vec<Module> {
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous, of up to [`MAX_WIDTH`] elements;
 /// - `codes` of the same shape, u8: e4m3, rows contiguous;
-/// - `scales`, dense, of the type and shape of [`Scales::tensor`]; what pads them is written as 0.
+/// - `scales`, dense, of the type and shape of [`Scales::tensor`]; padding is written as 0.
 ///
 /// # Errors
-/// A refused argument (`layout`: scales of squares lie row by row, tiles hold bytes), a compile
-/// error, a refused launch.
+/// A rejected argument (`layout`: scales of squares are stored row by row, tiles of scales are
+/// bytes), a compile error, a rejected launch.
 pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
     let [rows, columns] = extents_of(views, "x");
     let scales = options.scales(rows, columns);
@@ -118,7 +118,7 @@ pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'st
 /// Decodes; returns the kernel that ran. Its tensors:
 ///
 /// - `codes` `[num_rows, width]` u8: e4m3, rows contiguous, of up to [`MAX_WIDTH`] elements;
-/// - `scales` as [`quantize`] writes them; those of padding are not read;
+/// - `scales` as [`quantize`] writes them; padding is not read;
 /// - `y` of the shape of `codes`, bf16 or f32, rows contiguous.
 ///
 /// # Errors
@@ -136,7 +136,7 @@ pub fn dequantize(device: &Device, views: &Views, options: Options) -> Result<&'
     let mut call = scales.bound(signature);
     let [num_rows, width] = call.bind(["num_rows", "width"])?;
     let [group_rows, group] = options.group.extents();
-    // Rows of elements, none of padding.
+    // Rows of elements, without padding.
     let of_rows = Scales { layout: ScaleLayout::Plain, rows: num_rows, ..scales };
     let (row_warps, blocks) = of_rows.grid(CHECK, "codes", group)?;
     let params = call.params(&["codes", "y"]).ptr("scales", &views["scales"]);

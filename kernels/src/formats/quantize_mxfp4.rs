@@ -27,11 +27,10 @@ pub fn modules() -> Vec<Module> {
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
 /// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows
 ///   contiguous;
-/// - `scales`, e8m0, dense, of the type and shape of [`Scales::tensor`]; what pads them is written
-///   as 0.
+/// - `scales`, e8m0, dense, of the type and shape of [`Scales::tensor`]; padding is written as 0.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&'static str> {
     let [rows, columns] = extents_of(views, "x");
     let scales = scales(layout, rows, columns);
@@ -56,7 +55,7 @@ pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&
 /// Decodes; returns the kernel that ran. Its tensors:
 ///
 /// - `y` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
-/// - `codes` and `scales` as [`quantize`] writes them; scales of padding are not read.
+/// - `codes` and `scales` as [`quantize`] writes them; padding of the scales is not read.
 ///
 /// # Errors
 /// As [`quantize`].
@@ -71,7 +70,7 @@ pub fn dequantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result
     let signature = CHECK.signature(views, tensors).extent("width", 2, MAX_WIDTH).wide("num_rows");
     let mut call = scales.bound(signature.given("code_bytes", columns / 2));
     let [num_rows, width] = call.bind(["num_rows", "width"])?;
-    // Rows of elements, none of padding.
+    // Rows of elements, without padding.
     let of_rows = Scales { layout: ScaleLayout::Plain, ..scales };
     let (row_warps, blocks) = of_rows.grid(CHECK, "y", GROUP)?;
     let params =

@@ -11,7 +11,7 @@ const FILE: &str = "quantize_nvfp4.cu";
 const CHECK: Arguments = Arguments { operator: "quantize_nvfp4" };
 /// Neighbours in a row that share a scale.
 pub const GROUP: usize = 16;
-/// Blocks that find the largest magnitude of a tensor: enough to fill any machine.
+/// Blocks that find the largest magnitude of a tensor: enough to fill any GPU.
 const AMAX_BLOCKS: usize = 1024;
 
 /// The scales of a matrix, which are bytes.
@@ -34,7 +34,7 @@ pub const WORKSPACE_BYTES: usize = 4 * AMAX_BLOCKS;
 /// - `global_scale` `[1]` f32.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn global_scale(device: &Device, views: &Views) -> Result<[&'static str; 2]> {
     let tensors = [
         read("x").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
@@ -66,14 +66,13 @@ pub fn global_scale(device: &Device, views: &Views) -> Result<[&'static str; 2]>
 /// Quantizes; returns the kernel that ran. Its tensors:
 ///
 /// - `x` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
-/// - `global_scale` `[1]` f32: what codes times scales are multiplied by;
+/// - `global_scale` `[1]` f32: the factor of all products of a code and its scale;
 /// - `codes` `[num_rows, width / 2]` u8: two e2m1 codes each, the even one in the low nibble, rows
 ///   contiguous;
-/// - `scales`, e4m3, dense, of the type and shape of [`Scales::tensor`]; what pads them is written
-///   as 0.
+/// - `scales`, e4m3, dense, of the type and shape of [`Scales::tensor`]; padding is written as 0.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&'static str> {
     let [rows, columns] = extents_of(views, "x");
     let scales = scales(layout, rows, columns);
@@ -99,7 +98,7 @@ pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&
 /// Decodes; returns the kernel that ran. Its tensors:
 ///
 /// - `y` `[num_rows, width]`, bf16 or f32, rows contiguous; the width is even, up to [`MAX_WIDTH`];
-/// - `codes`, `scales` and `global_scale` as [`quantize`] has them; scales of padding are not read.
+/// - `codes`, `scales` and `global_scale` as in [`quantize`]; padding of the scales is not read.
 ///
 /// # Errors
 /// As [`quantize`].
@@ -115,7 +114,7 @@ pub fn dequantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result
     let signature = CHECK.signature(views, tensors).extent("width", 2, MAX_WIDTH).wide("num_rows");
     let mut call = scales.bound(signature.given("code_bytes", columns / 2).given("one", 1));
     let [num_rows, width] = call.bind(["num_rows", "width"])?;
-    // Rows of elements, none of padding.
+    // Rows of elements, without padding.
     let of_rows = Scales { layout: ScaleLayout::Plain, ..scales };
     let (row_warps, blocks) = of_rows.grid(CHECK, "y", GROUP)?;
     let params = call.params(&["codes", "y", "global_scale", "scales"]);

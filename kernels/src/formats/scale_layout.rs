@@ -1,4 +1,4 @@
-//! Scales of groups (inference 5.4, 5.7): what they are, and where they lie.
+//! Scales of groups (inference 5.4, 5.7): their types and layouts.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,14 +8,14 @@ use dsv4_runtime::{DType, Result, Views};
 
 /// Bytes of a tile of scales: 128 rows by 4 groups.
 pub const TILE_BYTES: usize = 512;
-/// Elements of a row that a warp takes, and warps of a block, of the kernels that go over rows of
-/// groups.
+/// Elements of a row that a warp processes, and warps of a block, in the kernels that loop over
+/// rows of groups.
 const WARP_ELEMENTS: usize = 512;
 const WARPS: usize = 8;
 /// Elements of the longest row that they take.
 pub const MAX_WIDTH: usize = 1 << 30;
 
-/// What the scale of a group is.
+/// The type of the scale of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleType {
@@ -23,11 +23,11 @@ pub enum ScaleType {
     E8m0,
     /// A power of two, in fp32.
     PowerOfTwo,
-    /// The largest magnitude over the format's largest number, in fp32.
+    /// The largest magnitude divided by the format's largest value, in fp32.
     Fp32,
 }
 
-/// Where scales lie.
+/// The layout of scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleLayout {
@@ -42,20 +42,20 @@ pub enum ScaleLayout {
 /// The scales of a matrix, one for each group of a row (or of several rows).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scales {
-    /// Whether each is a byte, and not an fp32 number.
+    /// Whether each is a byte, otherwise an fp32 value.
     pub bytes: bool,
-    /// Where they lie.
+    /// Their layout.
     pub layout: ScaleLayout,
     /// Rows of groups.
     pub rows: usize,
-    /// Whether a row of groups is a row of the matrix, and not several of them.
+    /// Whether a row of groups is one row of the matrix, otherwise several.
     pub of_rows: bool,
     /// Groups of a row.
     pub groups: usize,
 }
 
 impl Scales {
-    /// Rows of groups of which there are scales, those of padding among them.
+    /// Rows of groups that have scales, including padding.
     pub fn padded_rows(self) -> usize {
         self.rows.next_multiple_of(match self.layout {
             ScaleLayout::Plain => 1,
@@ -64,18 +64,18 @@ impl Scales {
         })
     }
 
-    /// Groups of a row of which there are scales, those of padding among them.
+    /// Groups of a row that have scales, including padding.
     pub fn padded_groups(self) -> usize {
         let fours = self.bytes && self.layout != ScaleLayout::Plain;
         if fours { self.groups.next_multiple_of(4) } else { self.groups }
     }
 
-    /// What rows of groups are called.
+    /// The name of the axis of rows of groups.
     fn row_axis(self) -> &'static str {
         if self.of_rows { "num_rows" } else { "num_row_blocks" }
     }
 
-    /// The type of the tensor that holds them, and its axes.
+    /// The type and the axes of the tensor that holds them.
     pub fn tensor(self) -> (DType, Vec<(&'static str, usize)>) {
         let (rows, groups) = (self.padded_rows(), self.padded_groups());
         match (self.layout, self.bytes) {
@@ -112,7 +112,7 @@ impl Scales {
         }
     }
 
-    /// Refuses tiles of what is no byte.
+    /// Rejects tiles of scales that are not bytes.
     pub(crate) fn check(self, check: Arguments) -> Result<()> {
         if self.bytes || self.layout != ScaleLayout::Blocked {
             return Ok(());
@@ -146,14 +146,14 @@ impl Scales {
         self.argument(read("scales"))
     }
 
-    /// The extents of [`Self::written`] and [`Self::read`] are those of these scales.
+    /// Sets the sizes of [`Self::written`] and [`Self::read`] to those of these scales.
     pub(crate) fn bound<'a>(self, signature: Signature<'a>) -> Signature<'a> {
         let known = self.tensor().1.into_iter().filter(|(axis, _)| *axis != "num_rows");
         known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent))
     }
 
-    /// Warps that take a row of so many elements and its groups of so many, and blocks that take
-    /// all rows.
+    /// Warps that process a row of this many elements in groups of this size, and blocks that
+    /// process all rows.
     pub(crate) fn grid(
         self,
         check: Arguments,
@@ -172,7 +172,7 @@ impl Scales {
         Ok((row_warps, warps.div_ceil(WARPS)))
     }
 
-    /// Parameters of kernels that go over rows of groups.
+    /// Parameters of kernels that loop over rows of groups.
     pub(crate) fn params(
         self,
         params: Params,
@@ -188,7 +188,7 @@ impl Scales {
     }
 }
 
-/// The extents of a tensor's two axes, if it has two; what else it has is refused with its
+/// The sizes of a tensor's two axes, if it has two; its other properties are checked with its
 /// signature.
 pub(crate) fn extents_of(views: &Views, name: &str) -> [usize; 2] {
     match views.get(name).map(|view| &view.shape[..]) {

@@ -10,7 +10,7 @@ const FILE: &str = "scale_swizzle.cu";
 const CHECK: Arguments = Arguments { operator: "scale_swizzle" };
 /// Groups of a row at most.
 pub const MAX_GROUPS: usize = 1 << 30;
-/// Rows and groups of a tile, tiles of a warp, warps that have the same tiles, warps of a block.
+/// Rows and groups of a tile, tiles of a warp, warps that share the same tiles, warps of a block.
 const TILE: [usize; 2] = [128, 4];
 const WARP_TILES: usize = 8;
 const PARTS: usize = 2;
@@ -26,16 +26,16 @@ pub fn tiles(num_rows: usize, num_groups: usize) -> [usize; 2] {
     [num_rows.div_ceil(TILE[0]), num_groups.div_ceil(TILE[1])]
 }
 
-/// Puts rows of scales into tiles, or takes them out (`inverse`); returns the kernel that ran. Its
+/// Packs rows of scales into tiles, or unpacks them (`inverse`). Returns the kernel that ran. Its
 /// tensors:
 ///
 /// - `scales` `[num_rows, num_groups]` u8, rows contiguous, of up to [`MAX_GROUPS`]; written by
 ///   the inverse;
 /// - `tiles` `[row_tiles, group_tiles, 512]` u8, each tile at a multiple of 16 bytes; read by the
-///   inverse. What pads rows and groups is written as 0.
+///   inverse. Padding of rows and groups is written as 0.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn launch(device: &Device, views: &Views, inverse: bool) -> Result<&'static str> {
     fn tensor<'a>(name: &'static str, written: bool) -> Argument<'a> {
         if written { write(name) } else { read(name) }.of(&[DType::U8])

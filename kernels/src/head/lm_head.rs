@@ -6,10 +6,10 @@ use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "lm_head.cu";
 const CHECK: Arguments = Arguments { operator: "lm_head" };
-/// Rows of the weights that a block takes: of tiles, and of the kernel of single elements.
+/// Rows of the weights that a block processes, in tiles or in the kernel of single elements.
 const TILE_VOCAB: usize = 128;
 const SCALAR_VOCAB: usize = 4;
-/// Rows of the logits that a block takes, up to [`FEW_ROWS`] rows and beyond, and in the kernel of
+/// Rows of the logits that a block processes: up to [`FEW_ROWS`] rows, beyond, and in the kernel of
 /// single elements.
 const FEW_ROWS: usize = 16;
 const MANY_ROWS: usize = 128;
@@ -25,11 +25,11 @@ pub fn modules() -> Vec<Module> {
 /// - `hidden` `[num_tokens, hidden_size]` bf16, rows contiguous: the normed hidden states;
 /// - `weight` `[vocab_size, hidden_size]` bf16, rows contiguous;
 /// - `rows` `[num_rows]` i32: the tokens that are sampled; absent where all are, in their order. A
-///   row that names no token gets logits of -infinity;
+///   row outside the tokens gets logits of -infinity;
 /// - `logits` `[num_rows, vocab_size]` f32, rows contiguous.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let tensors = [
         read("hidden").of(&[DType::Bf16]).axes(&["num_tokens", "hidden_size"]).rows(),

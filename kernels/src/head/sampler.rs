@@ -8,18 +8,18 @@ const FILE: &str = "sampler.cu";
 const CHECK: Arguments = Arguments { operator: "sampler" };
 /// The most logits of a row.
 pub const MAX_VOCAB_SIZE: usize = 1 << 20;
-/// Threads of a block, and whether they list ids: for rows up to [`SHORT_ROW`], and for longer
-/// ones that are limited and that are not (6 % slower where they could be).
+/// Threads of a block, and whether they list ids. The variants are for rows up to [`SHORT_ROW`],
+/// for longer limited rows, and for longer rows without limits (which listing makes 6 % slower).
 const VARIANTS: [(usize, bool); 3] = [(128, true), (1024, true), (1024, false)];
-/// Rows up to here are short: several blocks share a multiprocessor.
+/// Rows up to this length are short: several blocks share an SM.
 const SHORT_ROW: usize = 2048;
-/// Shared memory of a block apart from what its warps list, at most, for each of [`VARIANTS`];
-/// bytes.
+/// Upper bound on the shared memory of a block without the lists of its warps, for each of
+/// [`VARIANTS`]; bytes.
 const OWN_SHARED_BYTES: [u64; 3] = [24 << 10, 80 << 10, 12 << 10];
-/// Ids that a warp has room to list, at most, for each of [`VARIANTS`]: all of a short row, and
-/// twice what it is to find of a long one.
+/// Ids that a warp can list, for each of [`VARIANTS`]: all of a short row, and twice its expected
+/// share of a long one.
 const SEGMENT: [usize; 3] = [512, 256, 0];
-/// Bytes of an id that is listed: its logit, itself, and its score.
+/// Bytes of a listed id: its logit, the id, and its score.
 const LISTED_BYTES: usize = 12;
 const WARP_SIZE: usize = 32;
 
@@ -32,19 +32,18 @@ fn defines((threads, lists): (usize, bool)) -> [(&'static str, String); 2] {
     [("THREADS", threads.to_string()), ("LISTS", u8::from(lists).to_string())]
 }
 
-/// Draws one token of each row; returns the kernel that ran. Its tensors:
+/// Samples one token of each row. Returns the kernel that ran. Its tensors:
 ///
 /// - `logits` `[num_rows, vocab_size]` f32, rows contiguous, up to 1048576 columns;
 /// - `temperature` `[num_rows]` f32: where it is not above 0, the largest logit is taken;
-/// - `top_k` `[num_rows]` i32, `top_p` and `min_p` `[num_rows]` f32: what is kept, each absent
-///   where nobody limits. All three are of the whole row's probabilities; top_k of 0 or less,
-///   top_p of 1 or more and min_p of 0 or less keep all, and so does NaN;
-/// - `seed` and `step` `[num_rows]` i64: what the random words of a row follow from, beside the
-///   ids;
+/// - `top_k` `[num_rows]` i32, `top_p` and `min_p` `[num_rows]` f32: which ids are kept, each
+///   absent where it does not limit. All three refer to the whole row's probabilities; top_k of 0
+///   or less, top_p of 1 or more and min_p of 0 or less keep all, and so does NaN;
+/// - `seed` and `step` `[num_rows]` i64: with the ids they determine the random words of a row;
 /// - `tokens` `[num_rows]` i32: ids, -1 of a row without a logit above -infinity.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let tensors = [
         read("logits").axes(&["num_rows", "vocab_size"]).rows(),

@@ -11,31 +11,32 @@ const FILE: &str = "indexer_backward.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_backward" };
 /// Width of q and k.
 pub const HEAD_DIM: usize = 128;
-/// The most heads: a block has all of a token's.
+/// The most heads: a block holds all heads of a token.
 pub const MAX_HEADS: usize = 64;
-/// Warps of a block: each has 16 heads, zeroes a row of dk, or adds those of so many keys.
+/// Warps of a block: each processes 16 heads, zeroes a row of dk, or sums the rows of
+/// `SUM_KEYS` keys.
 const WARPS: usize = 4;
 const THREADS: u32 = 32 * WARPS as u32;
 const SUM_KEYS: usize = 16;
-/// What [`default_chunk_tokens`] lets the rows of a chunk take.
+/// Bytes of the rows of a chunk, as [`default_chunk_tokens`] limits them.
 const DEFAULT_ROW_BYTES: usize = 1 << 30;
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's
     /// sequence.
     pub global: bool,
-    /// Tokens that one key covers, at least 1. Where there are no `indices`.
+    /// Tokens that one key covers, at least 1. Used where there are no `indices`.
     pub ratio: usize,
-    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by
-    /// both.
+    /// Multiplies the logits, finite and above 0. The factor may be folded into `w` instead, never
+    /// into both.
     pub sm_scale: f32,
     /// How `dk` is summed.
     pub key_gradients: KeyGradients,
 }
 
-/// The extents of a call.
+/// The sizes of a call.
 #[derive(Clone, Copy, Debug)]
 struct Extents {
     num_tokens: usize,
@@ -58,11 +59,11 @@ fn defines(weight: DType, selected: bool) -> Defines {
     defines
 }
 
-/// Bytes of scratch memory that [`backward`] needs: none for sums by atomics, a row for each slot
-/// of a chunk otherwise.
+/// Bytes of scratch memory that [`backward`] needs: none for sums by atomics, otherwise a row for
+/// each slot of a chunk.
 ///
 /// # Errors
-/// A refused argument.
+/// A rejected argument.
 pub fn workspace_bytes(views: &Views, options: Options) -> Result<usize> {
     let extents = Extents::check(&views.without(&["workspace"]), options)?;
     Ok(extents.workspace_bytes(options))
@@ -71,7 +72,7 @@ pub fn workspace_bytes(views: &Views, options: Options) -> Result<usize> {
 /// Tokens of a chunk whose rows take about a GiB: enough blocks for several waves of any GPU.
 ///
 /// # Errors
-/// A refused argument.
+/// A rejected argument.
 pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
     let extents = Extents::check(&views.without(&["workspace"]), options)?;
     Ok((DEFAULT_ROW_BYTES / (4 * HEAD_DIM * extents.slots.max(1)))
@@ -95,7 +96,7 @@ impl Extents {
         let slots: &[&str] = match (selected, ends) {
             (true, _) => &["num_tokens", "topk"],
             (false, Some(_)) => &["num_tokens", "columns"],
-            // Of one sequence every key has a column.
+            // With one sequence, every key has a column.
             (false, None) => &["num_tokens", "num_keys"],
         };
         let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
@@ -186,13 +187,13 @@ impl Extents {
     }
 }
 
-/// Launches the backward of the indexer's logits; returns the kernels that ran. Slots are those of
-/// a list where there are `indices`, else columns, one for each key of a token's sequence:
+/// Launches the backward of the indexer's logits. Returns the kernels that ran. With `indices`,
+/// slots are those of a list; otherwise columns, one for each key of a token's sequence:
 ///
 /// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at
 ///   multiples of 16 bytes;
-/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what
-///   [`Options::sm_scale`] has;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without the
+///   factor [`Options::sm_scale`];
 /// - `dlogits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the gradient
 ///   with respect to each slot's logit. It is not used where a slot is not valid;
 /// - `indices`, `topk_length`, `q_off`, `cu_q`, `cu_k` i32: which slots are valid, as in
@@ -206,7 +207,7 @@ impl Extents {
 ///   that is 0.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<String>> {
     let extents = Extents::check(views, options)?;
     let (needed, workspace) = (extents.workspace_bytes(options), views.get("workspace"));
@@ -218,7 +219,7 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
         None => {}
     }
     let defines = defines(views["w"].dtype, extents.selected);
-    // Not the most that a kernel is declared for, which only bounds its registers.
+    // Not the most that a kernel is declared for, which only limits its registers.
     let launch = |name: &str, argument: &'static str, blocks: usize, params: &Params| {
         let config = LaunchConfig::linear(CHECK.operator, argument, blocks as u64, THREADS)?;
         device.kernel(FILE, &defines, name)?.launch(config, params)
@@ -234,7 +235,7 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
             format!("indexer_backward<{ranking}>"),
         ]);
     };
-    // Without a token there is one chunk all the same: dk is 0.
+    // Without tokens there is still one chunk: dk becomes 0.
     for first_token in (0..extents.num_tokens.max(1)).step_by(chunk_tokens) {
         let count = chunk_tokens.min(extents.num_tokens - first_token);
         let slot_rows = workspace.filter(|_| needed > 0);

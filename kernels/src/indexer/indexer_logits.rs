@@ -17,27 +17,28 @@ const CHECK: Arguments = Arguments { operator: "indexer_logits" };
 pub const HEAD_DIM: usize = 128;
 /// The most heads.
 pub const MAX_HEADS: usize = 64;
-/// The most keys, and the most columns: positions behind the last one still fit 32 bits.
+/// The most keys, and the most columns: positions after the last one still fit 32 bits.
 pub const MAX_KEYS: usize = 1 << 30;
-/// Rows of a page.
+/// Allowed numbers of rows of a page.
 pub const PAGE_SIZES: [usize; 2] = [32, 64];
 /// Heads of a token that a block of the portable kernel holds.
 const HEADS: [usize; 3] = [16, 32, MAX_HEADS];
 /// Tokens of such a block; `TOKENS` in the kernel source.
 const TOKENS: usize = 4;
-/// Heads of a token that a block of the Hopper kernel holds, and heads times tokens of it.
+/// Heads of a token that a block of the Hopper kernel holds, and rows of its tile: heads times
+/// tokens.
 const HOPPER_HEADS: [usize; 2] = [32, MAX_HEADS];
 const HOPPER_ROWS: [usize; 2] = [64, 128];
 /// Keys of a tile of either kernel.
 const TILE_KEYS: usize = 64;
-/// Blocks of the portable kernel for each multiprocessor that there should be at least.
+/// Lower bound on the blocks of the portable kernel for each SM.
 const BLOCKS_PER_PROCESSOR: usize = 2;
-/// Pieces of one tile of tokens for each multiprocessor, at most.
+/// Upper bound on the parts of one tile of tokens for each SM.
 const MOST_ROUNDS: usize = 8;
-/// What a unit of the Hopper kernel takes before and behind its tiles, in tiles.
+/// Cost of a work tile of the Hopper kernel in addition to its key tiles, in key tiles.
 const UNIT_OVERHEAD: usize = 2;
 
-/// What q and k are stored as.
+/// The format of q and k.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operands {
@@ -53,12 +54,12 @@ impl Operands {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Bf16, Self::E4m3, Self::E2m1];
 
-    /// Elements of a head or a key as it is stored: numbers of bf16, or bytes.
+    /// Elements of a stored head or key: bf16 values, or bytes.
     pub fn row_elements(self) -> usize {
         if self == Self::E2m1 { HEAD_DIM / 2 } else { HEAD_DIM }
     }
 
-    /// The type of these.
+    /// The type of these elements.
     pub fn dtype(self) -> DType {
         if self == Self::Bf16 { DType::Bf16 } else { DType::U8 }
     }
@@ -73,7 +74,7 @@ impl Operands {
         if self == Self::Bf16 { 0 } else { 4 }
     }
 
-    /// Bytes of a page of so many keys: their rows, then their scales.
+    /// Bytes of a page of `page_size` keys: their rows, then their scales.
     pub fn page_bytes(self, page_size: usize) -> usize {
         page_size * (self.row_bytes() + self.scale_bytes())
     }
@@ -83,26 +84,26 @@ impl Operands {
     }
 }
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// What q and k are stored as.
+    /// The format of q and k.
     pub operands: Operands,
-    /// Tokens that one key covers, at least 1. Where the keys of a token follow from a causal
-    /// limit.
+    /// Tokens that one key covers, at least 1. Used where a causal limit determines the keys of a
+    /// token.
     pub ratio: usize,
-    /// Rows of a page, 32 or 64. Where there is a block table.
+    /// Rows of a page, 32 or 64. Used where there is a block table.
     pub page_size: usize,
     /// Multiplies the logits, finite and above 0.
     pub sm_scale: f32,
-    /// Whether columns that a token does not see become -inf. Otherwise they are left as they are,
-    /// and nobody may read them.
+    /// Whether columns that a token does not see become -inf. Otherwise they stay unchanged, and
+    /// must not be read.
     pub clean_logits: bool,
     /// Which implementation runs.
     pub implementation: Implementation,
 }
 
-/// Which kernel runs, and what a block of it holds.
+/// Which kernel runs, and the sizes of its block.
 #[derive(Clone, Copy)]
 struct Variant {
     hopper: bool,
@@ -112,11 +113,11 @@ struct Variant {
 }
 
 impl Variant {
-    /// The one for so many heads of each of `next_n` tokens that look at the same keys.
+    /// The variant for `num_heads` heads of each of `next_n` tokens with the same keys.
     fn of(hopper: bool, operands: Operands, num_heads: usize, next_n: usize) -> Self {
         let widths = if hopper { &HOPPER_HEADS[..] } else { &HEADS };
         let heads = widths.iter().copied().find(|&heads| num_heads <= heads).unwrap_or(MAX_HEADS);
-        // Few tokens do not fill the larger product.
+        // Few tokens do not fill the larger MMA tile.
         let rows = HOPPER_ROWS[usize::from(next_n * heads > HOPPER_ROWS[0])];
         Self { hopper, operands, heads, tokens: if hopper { rows / heads } else { TOKENS } }
     }
@@ -136,7 +137,7 @@ impl Variant {
         defines
     }
 
-    /// What it is called in records.
+    /// Its name in records.
     fn path(self) -> String {
         let operands = ["bf16", "e4m3", "e2m1"][self.operands as usize];
         match self.hopper {
@@ -176,7 +177,7 @@ enum Addressing {
     Paged,
 }
 
-/// Which one a call says; what belongs to another may not be there.
+/// The addressing that a call uses; tensors of another addressing must be absent.
 fn addressing(views: &Views) -> Result<Addressing> {
     const OF_RANGES: [&str; 2] = ["ks", "ke"];
     const OF_CAUSAL: [&str; 3] = ["cu_q", "cu_k", "q_off"];
@@ -197,7 +198,7 @@ fn addressing(views: &Views) -> Result<Addressing> {
     }
 }
 
-/// The extents of a call.
+/// The sizes of a call.
 struct Extents {
     paged: bool,
     num_tokens: usize,
@@ -317,18 +318,18 @@ fn check(views: &Views, options: &Options) -> Result<Extents> {
     })
 }
 
-/// Pieces that the keys of each tile of tokens are dealt into.
+/// Parts into which the keys of each tile of tokens are divided.
 fn pieces(variant: Variant, processors: usize, tiles: usize, columns: usize) -> usize {
     let key_tiles = columns.div_ceil(TILE_KEYS).max(1);
     if !variant.hopper {
-        // At least so many blocks.
+        // At least this many blocks.
         return (BLOCKS_PER_PROCESSOR * processors).div_ceil(tiles.max(1)).clamp(1, key_tiles);
     }
-    // A block takes units in turn: as many as there are rounds, the longest of which count.
+    // A block takes several work tiles: one for each round, and the longest determines the time.
     let time = |pieces: usize| {
         (tiles * pieces).div_ceil(processors) * (key_tiles.div_ceil(pieces) + UNIT_OVERHEAD)
     };
-    // Fewer units than 2^32.
+    // Fewer than 2^32 work tiles.
     let most = key_tiles.min(processors * MOST_ROUNDS).min(u32::MAX as usize / tiles.max(1)).max(1);
     (1..=most).min_by_key(|&pieces| time(pieces)).unwrap_or(1)
 }
@@ -345,9 +346,9 @@ fn bytes_of(view: &TensorView) -> TensorView {
     TensorView { dtype: DType::U8, shape, strides, ..view.clone() }
 }
 
-/// The boxes of q, `[num_tokens, num_heads, bytes]`, and of the keys, pages among them, that the
-/// Hopper kernel copies; `None` where hardware copies none of such a tensor. Codes of e2m1 are not
-/// copied so, nor are keys that there are none of.
+/// The TMA boxes of q, `[num_tokens, num_heads, bytes]`, and of the keys or pages that the Hopper
+/// kernel copies. `None` where hardware cannot copy boxes of such a tensor. Codes of e2m1 are not
+/// copied by TMA, and neither is an empty k.
 fn maps(
     views: &Views,
     options: &Options,
@@ -440,9 +441,9 @@ fn params(
     Ok(params.tensor_map("q_map", q_map).tensor_map("k_map", k_map))
 }
 
-/// Launches the logits; returns the kernel that ran. Its tensors, those of tokens `[batch, next_n,
-/// ..]` in the place of `[num_tokens, ..]` where keys are paged, the tokens of all requests evenly
-/// spaced:
+/// Launches the logits. Returns the kernel that ran. Where keys are paged, tokens are `[batch,
+/// next_n, ..]` instead of `[num_tokens, ..]`, and the tokens of all requests are evenly spaced.
+/// Its tensors:
 ///
 /// - `q` `[num_tokens, num_heads, 128]` bf16, or u8: 128 codes of e4m3, 64 bytes of e2m1 (the even
 ///   code of two in the low nibble); rows 16-byte aligned; at most 64 heads;
@@ -451,20 +452,20 @@ fn params(
 ///   is folded into it;
 /// - `k` `[num_keys, 128]` (64 bytes with e2m1) as q, rows 16-byte aligned; with `k_scales`
 ///   `[num_keys]` f32 (e4m3), above 0, or `k_scale_bytes` `[num_keys, 4]` u8, e8m0 (e2m1);
-/// - in its place `pages` `[num_pages, page_bytes]` u8, 16-byte aligned: `page_size` rows, then as
-///   many scales of 4 bytes; `block_table` `[batch, table_pages]` i32, rows contiguous, the page
-///   of each `page_size` entries of a request, and `context_lens` `[batch, next_n]` i32: how many
-///   entries each token scores;
+/// - instead of k, `pages` `[num_pages, page_bytes]` u8, 16-byte aligned: `page_size` rows, then
+///   `page_size` scales of 4 bytes; `block_table` `[batch, table_pages]` i32, rows contiguous, the
+///   page of each `page_size` entries of a request, and `context_lens` `[batch, next_n]` i32: the
+///   number of entries that each token scores;
 /// - `ks`, `ke` `[num_tokens]` i32: the rows of k that each token scores; or
 /// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, absent for one sequence of everything, and `q_off`
 ///   `[num_sequences]` i32, absent where it is 0: a token scores the first `clamp(floor((q_off + t
 ///   + 1) / ratio), 0, keys)` keys of its sequence;
 /// - `logits` `[num_tokens, columns]` f32, rows contiguous: column `c` is the `c`-th key that the
-///   token scores. What does not fit the keys, the pages or the columns is left out; for the other
+///   token scores. Keys beyond the tensor, the pages or the columns are skipped; for the other
 ///   columns see [`Options::clean_logits`].
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<String> {
     let extents = check(views, options)?;
     let Extents { num_tokens, next_n, num_heads, columns, .. } = extents;
@@ -527,8 +528,7 @@ mod tests {
     #[test]
     fn keys_are_dealt_so_that_one_request_fills_the_device_and_many_leave_no_part_round() {
         let decode = of(true, 64, 1);
-        // 128 tiles of keys for 132 multiprocessors; four pieces of each of 32 requests; whole
-        // contexts of 128.
+        // 128 tiles of keys for 132 SMs; four parts of each of 32 requests; whole contexts of 128.
         assert_eq!(
             [(1, 8192), (32, 8192), (128, 8192)]
                 .map(|(tiles, columns)| pieces(decode, 132, tiles, columns)),

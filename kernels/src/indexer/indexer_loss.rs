@@ -11,18 +11,18 @@ use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 const FILE: &str = "indexer_loss.cu";
 const SUM_FILE: &str = "indexer_loss_sum.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_loss" };
-/// Threads of a block: for rows of up to [`HELD`] times so many slots, and beyond.
+/// Threads of a block: for rows of up to [`HELD`] times this many slots, and beyond.
 const THREADS: [usize; 4] = [32, 64, 256, 512];
 /// Slots of a row that a thread holds.
 const HELD: usize = 16;
 
-/// Which definition of the divergence: for value and gradient.
+/// Which definition of the divergence, for value and gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Form {
-    /// (E): logarithms of what the softmax gives.
+    /// (E): logarithms of the softmax values.
     Exact,
-    /// (C): log-probabilities no lower than -100, which have no gradient below.
+    /// (C): log-probabilities of at least -100, without a gradient below that.
     ClippedLog,
 }
 
@@ -30,15 +30,15 @@ pub enum Form {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reduction {
-    /// All rows, also those that are empty or padding.
+    /// All rows, including empty and padding rows.
     MeanOfRows,
-    /// The rows that are no padding, at least 1. There is a `row_mask`.
+    /// The rows that are not padding, at least 1. Requires a `row_mask`.
     MeanOfRealRows,
     /// Nothing.
     Sum,
 }
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Keys of all sequences.
@@ -46,7 +46,7 @@ pub struct Options {
     /// Whether `indices` are rows of all keys; otherwise they count from the first key of the
     /// token's sequence.
     pub global: bool,
-    /// Tokens that one key covers, at least 1. Where there are no `indices`.
+    /// Tokens that one key covers, at least 1. Used where there are no `indices`.
     pub ratio: usize,
     /// Which definition of the divergence.
     pub form: Form,
@@ -58,7 +58,7 @@ pub struct Options {
     pub lse_given: bool,
 }
 
-/// What a call computes.
+/// The purpose of a call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Wanted {
     value: bool,
@@ -76,7 +76,7 @@ fn defines(threads: usize, selected: bool) -> Vec<(&'static str, String)> {
     vec![("THREADS", threads.to_string()), ("SELECTED", usize::from(selected).to_string())]
 }
 
-/// Kernel and threads for rows of so many slots.
+/// Kernel and threads for rows of this many slots.
 fn kernel_of(slots: usize, vectorised: bool) -> (&'static str, usize) {
     match THREADS.into_iter().find(|threads| slots <= threads * HELD) {
         Some(threads) if vectorised => ("indexer_loss_vector", threads),
@@ -85,39 +85,39 @@ fn kernel_of(slots: usize, vectorised: bool) -> (&'static str, usize) {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs for so many rows where there is no `kl`.
+/// Bytes of scratch memory that [`forward`] needs for this many rows without a `kl`.
 pub fn workspace_bytes(num_tokens: usize) -> usize {
     4 * num_tokens
 }
 
-/// Launches the loss, with `grad_loss` its gradient as well; returns the kernels that ran. Of a
-/// row, slots are those of a list (sparse, where there are `indices`) or columns, one for each key
-/// of its sequence (dense):
+/// Launches the loss, and with `grad_loss` its gradient. Returns the kernels that ran. The slots of
+/// a row are those of a list (sparse, with `indices`), or columns, one for each key of its sequence
+/// (dense):
 ///
 /// - `logits` `[num_tokens, topk]` or `[num_tokens, columns]` f32, rows contiguous: the indexer's
 ///   logits, of the listed keys or of all. Neither they nor the target are used where a slot is
 ///   not valid;
-/// - `target` `[num_tokens, topk]` f32, rows contiguous: the sparse target; or, in the dense form,
-///   `scores` `[num_tokens, columns]` f32, rows contiguous, with `l1` `[num_tokens]` f32, of which
-///   the target is `scores / l1`, and 0 where `l1` is 0. A factor that both have, such as
+/// - `target` `[num_tokens, topk]` f32, rows contiguous: the sparse target. The dense form has
+///   `scores` `[num_tokens, columns]` f32, rows contiguous, and `l1` `[num_tokens]` f32 instead:
+///   the target is `scores / l1`, and 0 where `l1` is 0. A common factor of both, such as
 ///   `exp(-shift)` of `score_recompute`, cancels;
 /// - `indices`, `topk_length`, `q_off`, `cu_q`, `cu_k` i32: which slots are valid, as in
 ///   [`score_recompute::target`](crate::indexer::score_recompute::target) and
 ///   [`score_recompute::scores`](crate::indexer::score_recompute::scores). Without sequences there
 ///   are as many columns as keys;
-/// - `row_mask` `[num_tokens]` u8: 0 for a padding row, which has no valid slot; absent where
-///   there is none;
-/// - `idx_lse` `[num_tokens]` f32, natural: log-sum-exp of the valid logits. Read where
-///   [`Options::lse_given`] says so, else written, `+inf` where a row has no valid slot;
-/// - `real_rows` `[1]` i32, written: how many rows are no padding; present exactly with
+/// - `row_mask` `[num_tokens]` u8: 0 for a padding row, which has no valid slot; absent without
+///   padding rows;
+/// - `idx_lse` `[num_tokens]` f32, natural: log-sum-exp of the valid logits. Read with
+///   [`Options::lse_given`], otherwise written, `+inf` where a row has no valid slot;
+/// - `real_rows` `[1]` i32, written: the number of rows that are not padding; present exactly with
 ///   [`Reduction::MeanOfRealRows`];
 /// - `loss` `[1]` f32; `kl` `[num_tokens]` f32: each row's divergence, neither scaled nor divided;
-///   in its place, where nobody asks, `workspace`, scratch memory of [`workspace_bytes`] bytes;
+///   without `kl`, `workspace`, scratch memory of [`workspace_bytes`] bytes;
 /// - `grad_loss` `[1]` f32, read on the device, with `dlogits` of the shape of `logits`, rows
 ///   contiguous: both or neither. `dlogits` may be `logits` (dense) or `target` (sparse) itself.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&'static str>> {
     let call = Call::check(views, options, true)?;
     let kl = views.get("kl").or(views.get("workspace"));
@@ -141,9 +141,9 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&
     Ok(ran)
 }
 
-/// Launches the gradient alone; returns the kernel that ran. Tensors as in [`forward`], of which
-/// it takes no `kl`, `loss` and `workspace`, reads `idx_lse` and `real_rows` as the forward stored
-/// them, and needs `grad_loss` and `dlogits`.
+/// Launches only the gradient. Returns the kernel that ran. Tensors as in [`forward`], but without
+/// `kl`, `loss` and `workspace`. It reads `idx_lse` and `real_rows` as the forward stored them, and
+/// needs `grad_loss` and `dlogits`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -197,7 +197,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// What the sum is divided by, where that is no number on the device.
+    /// The divisor of the sum, unless the device computes it.
     fn divisor(&self, options: Options) -> usize {
         if options.reduction == Reduction::Sum { 1 } else { self.num_tokens.max(1) }
     }
@@ -278,8 +278,7 @@ fn signature<'a>(
     CHECK.signature(views, tensors)
 }
 
-/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the
-/// other.
+/// Whether there are lists of selected keys. Tensors of one ranking must be absent with the other.
 fn check_ranking(views: &Views) -> Result<bool> {
     let present = |name| views.get(name).is_some();
     let selected = present("indices");

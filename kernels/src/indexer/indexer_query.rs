@@ -9,7 +9,7 @@ use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_query.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_query" };
-/// Channels that turn: the last ones of a head.
+/// Channels that are rotated: the last ones of a head.
 pub const ROPE_DIM: usize = 64;
 /// Heads of a block; `HEADS_PER_BLOCK` in the kernel source.
 const HEADS_PER_BLOCK: usize = 32;
@@ -26,7 +26,7 @@ pub fn modules() -> Vec<Module> {
     Stored::ALL.into_iter().flat_map(of).collect()
 }
 
-/// The tensors of both launches that say how a token turns.
+/// The tensors of both launches that determine the rotation of a token.
 fn rotation() -> [Argument<'static>; 3] {
     [
         read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
@@ -88,9 +88,9 @@ impl Call {
 /// - `cos`, `sin` `[table_rows, 32]` f32, rows contiguous; `positions` `[num_tokens]` i32, absent
 ///   where token `t` has the table's row `t`: see
 ///   [`rope::forward`](crate::projections::rope::forward);
-/// - `weights` `[num_tokens, num_heads]`, bf16 or f32, heads contiguous: what the weights'
-///   projection gives;
-/// - `y` as `q`, which may be `q` itself; or in its place `codes` `[num_tokens, num_heads, 64]`
+/// - `weights` `[num_tokens, num_heads]`, bf16 or f32, heads contiguous: the output of the weights'
+///   projection;
+/// - `y` as `q`, which may be `q` itself; or instead `codes` `[num_tokens, num_heads, 64]`
 ///   (e2m1, the even one of two in the low nibble) or `[num_tokens, num_heads, 128]` (e4m3) u8, a
 ///   head's contiguous;
 /// - with e2m1 `scale_bytes` `[num_tokens, num_heads, 4]` u8, e8m0;
@@ -98,7 +98,7 @@ impl Call {
 ///   times the scale of the head's codes.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -143,8 +143,7 @@ pub fn forward(
 
 /// Launches the gradient of the forward that stores `y`; returns the kernel that ran. Its tensors:
 /// `cos`, `sin` and `positions` as in [`forward`]; `dy` and `dq` as `q`, which may be one; `dw` as
-/// `w`, and `dweights` as `weights`. `q` and `weights`, where they are there, are left as they
-/// are.
+/// `w`, and `dweights` as `weights`. `q` and `weights` may be present and stay unchanged.
 ///
 /// # Errors
 /// As [`forward`].
@@ -156,7 +155,7 @@ pub fn backward(device: &Device, views: &Views, weights_scale: f32) -> Result<&'
         sin,
         positions,
         read("dw").axes(&["num_tokens", "num_heads"]).rows(),
-        // Not read, and left as they are.
+        // Not read, and not changed.
         read("q").like("dy").rows().optional(),
         read("weights").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows().optional(),
         write("dq").like("dy").rows().may_be("dy"),

@@ -11,7 +11,7 @@ const HOPPER_FILE: &str = "indexer_recompute_hopper.cu";
 const CHECK: Arguments = Arguments { operator: "indexer_recompute" };
 /// Width of q and k.
 pub const HEAD_DIM: usize = 128;
-/// The most heads: a block has all of a token's.
+/// The most heads: a block holds all heads of a token.
 pub const MAX_HEADS: usize = 64;
 
 /// Every module that the launchers compile.
@@ -27,14 +27,14 @@ fn defines(weight: DType) -> Defines {
     defines
 }
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's
     /// sequence.
     pub global: bool,
-    /// Multiplies the logits, finite and above 0. It may be carried by `w` in its place, never by
-    /// both.
+    /// Multiplies the logits, finite and above 0. The factor may be folded into `w` instead, never
+    /// into both.
     pub sm_scale: f32,
     /// Which implementation runs.
     pub implementation: Implementation,
@@ -44,14 +44,14 @@ pub struct Options {
 ///
 /// - `q` `[num_tokens, num_heads, 128]` bf16, up to 64 heads; `k` `[num_keys, 128]` bf16: rows at
 ///   multiples of 16 bytes;
-/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without what
-///   [`Options::sm_scale`] has;
+/// - `w` `[num_tokens, num_heads]` f32 or bf16, rows contiguous: the heads' weights, without the
+///   factor [`Options::sm_scale`];
 /// - `indices`, `topk_length`, `cu_q`, `cu_k` i32: which slots are valid, as in
 ///   [`score_recompute::target`](crate::indexer::score_recompute::target);
 /// - `logits` `[num_tokens, topk]` f32, rows contiguous: -infinity in slots that are not valid.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
     let ends = views.get("cu_q").and_then(|cu_q| cu_q.shape.first().copied());
     let integers = |name: &'static str| read(name).of(&[DType::I32]);
@@ -85,7 +85,7 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     let params = params.flag("indices_global", options.global).f32("sm_scale", options.sm_scale);
     let environment = device.environment();
     let hopper = options.implementation.runs_hopper(CHECK, environment, num_heads, None)?;
-    // Blocks of the Hopper kernel take tokens in turn.
+    // Blocks of the Hopper kernel process tokens round-robin.
     let (file, name, blocks) = match hopper {
         true => (
             HOPPER_FILE,

@@ -10,23 +10,23 @@ use dsv4_runtime::{DType, Device, Result, Views};
 const FILE: &str = "score_recompute.cu";
 const HOPPER_FILE: &str = "score_recompute_hopper.cu";
 const CHECK: Arguments = Arguments { operator: "score_recompute" };
-/// A block sums over all heads of its token: so many it can hold.
+/// The most heads: a block sums over all heads of its token.
 const LARGEST_HEADS: usize = 128;
-/// Columns of a panel, of which the Hopper kernel takes whole ones.
+/// Columns of a panel; the Hopper kernel only takes whole panels.
 const PANEL_COLUMNS: usize = 64;
 
-/// What a call is told beside its tensors.
+/// The options of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Whether `indices` are rows of `k`; otherwise they count from the first key of the token's
     /// sequence.
     pub global: bool,
-    /// Tokens that one key covers, at least 1. Where there are no `indices`.
+    /// Tokens that one key covers, at least 1. Used where there are no `indices`.
     pub ratio: usize,
     /// Multiplies `q · k`, finite and above 0.
     pub softmax_scale: f32,
     /// Which implementation runs. The Hopper kernel takes `head_dim` in multiples of 64; [`lse`]
-    /// has none.
+    /// has no Hopper kernel.
     pub implementation: Implementation,
 }
 
@@ -38,7 +38,7 @@ enum Function {
     Lse,
 }
 
-/// The extents of a call.
+/// The sizes of a call.
 #[derive(Clone, Copy, Debug)]
 struct Extents {
     num_tokens: usize,
@@ -61,7 +61,7 @@ impl Extents {
         }
     }
 
-    /// What the kernels are told of them, and of how `columns` slots are ranked.
+    /// The kernels' parameters of the sizes and of the ranking of `columns` slots.
     fn params(self, params: Params, columns: usize, options: Options) -> Result<Params> {
         let params = params.i32("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
         let params = params.i32("num_keys", self.num_keys)?.i32("columns", columns)?;
@@ -112,7 +112,7 @@ fn check(views: &Views, options: Options, function: Function) -> Result<Extents>
     let (scored, dense) = (function != Function::Lse, function == Function::Scores);
     let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
     let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
-    // Of one sequence every key has a column.
+    // With one sequence, every key has a column.
     let packed = views.get("cu_q").is_some();
     let columns: &[&str] =
         if packed { &["num_tokens", "columns"] } else { &["num_tokens", "num_keys"] };
@@ -150,8 +150,7 @@ fn check(views: &Views, options: Options, function: Function) -> Result<Extents>
     Ok(Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected })
 }
 
-/// Whether there are lists of selected keys. What belongs to the one ranking is not there with the
-/// other.
+/// Whether there are lists of selected keys. Tensors of one ranking must be absent with the other.
 fn check_ranking(views: &Views, function: Function) -> Result<bool> {
     let present = |name| views.get(name).is_some();
     let selected = present("indices");
@@ -200,7 +199,7 @@ fn launch(
     Ok(format!("{name}<{heads}, {ranking}>"))
 }
 
-/// Launches what [`target`] and [`scores`] have in common; `written` is what they call the scores.
+/// The common part of [`target`] and [`scores`]; `written` is their name of the scores.
 fn launch_scores(
     device: &Device,
     views: &Views,
@@ -235,53 +234,53 @@ fn launch_scores(
 ///   causal, as in [`scores`];
 /// - `topk_length` `[num_tokens]` i32, clamped to `[0, topk]`; absent where it is `topk`
 ///   everywhere;
-/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, starting at 0, not falling: packed sequences, of
-///   which number `b` has the tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b +
-///   1]`. Any may be empty. Tokens behind the last sequence rank nothing. A batch of equal lengths
-///   is packed so too. Both are absent for one sequence of everything;
-/// - `lse` `[num_tokens, num_heads]` f32, natural, without the sink: the logarithm of what the
-///   exponentials are divided by, of the ranked keys (V3.2) or of the layer's whole softmax (V4).
+/// - `cu_q`, `cu_k` `[num_sequences + 1]` i32, starting at 0, not decreasing: packed sequences.
+///   Sequence `b` has the tokens `cu_q[b] .. cu_q[b + 1]` and the keys `cu_k[b] .. cu_k[b +
+///   1]`. Any may be empty. Tokens after the last sequence rank nothing. A batch of equal lengths
+///   is packed in the same way. Both are absent for one sequence of everything;
+/// - `lse` `[num_tokens, num_heads]` f32, natural, without the sink: the logarithm of the softmax
+///   denominator, of the ranked keys (V3.2) or of the layer's whole softmax (V4).
 ///   A head with an infinity of either sign adds nothing, as padding heads must;
 /// - `sink` `[num_heads]` f32: a logit, not scaled; absent without sinks;
 /// - `target` `[num_tokens, topk]` f32: each row sums to 1, or is 0 where nothing is valid; 0 in
 ///   invalid slots.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn target(device: &Device, views: &Views, options: Options) -> Result<String> {
     let extents = check(views, options, Function::Target)?;
     launch_scores(device, views, options, extents, "target")
 }
 
-/// Launches the dense scores; returns the kernel that ran. Each token ranks the first
-/// `clamp(floor((q_off + t + 1) / ratio), 0, keys)` keys of its sequence, `t` counted within the
-/// sequence. Tensors as in [`target`], but for `indices`, `topk_length` and `target` these:
+/// Launches the dense scores. Returns the kernel that ran. Each token ranks the first
+/// `clamp(floor((q_off + t + 1) / ratio), 0, keys)` keys of its sequence, where `t` counts within
+/// the sequence. Tensors as in [`target`], but these instead of `indices`, `topk_length` and
+/// `target`:
 ///
 /// - `q_off` `[num_sequences]` i32: position of each sequence's first query; absent where it is 0;
 /// - `scores` `[num_tokens, columns]` f32: sums over the heads, 0 in masked columns. Without
-///   sequences there are `num_keys` columns; keys of a sequence beyond the last column are left
-///   out;
+///   sequences there are `num_keys` columns; keys of a sequence beyond the last column are skipped;
 /// - `l1` `[num_tokens]` f32: sum of the row of `scores`;
-/// - `shift` `[num_tokens]` f32: `scores` and `l1` are `exp(-shift)` times what the formula says.
-///   0, unless the row's largest exponent is beyond what fp32 holds well.
+/// - `shift` `[num_tokens]` f32: `scores` and `l1` are `exp(-shift)` times the formula's value.
+///   0, unless the row's largest exponent exceeds what fp32 represents well.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn scores(device: &Device, views: &Views, options: Options) -> Result<String> {
     let extents = check(views, options, Function::Scores)?;
     launch_scores(device, views, options, extents, "scores")
 }
 
-/// Launches the log-sum-exp of the ranked keys, of either ranking; returns the kernel that ran.
-/// Tensors as in [`target`] and [`scores`], of which it takes no `sink` and writes `lse` alone,
-/// `+inf` where there is neither a key nor anything beside:
+/// Launches the log-sum-exp of the ranked keys, of either ranking. Returns the kernel that ran.
+/// Tensors as in [`target`] and [`scores`], without `sink`. It writes only `lse`, `+inf` where
+/// there are neither keys nor an `lse_beside`:
 ///
-/// - `lse_beside` `[num_tokens, num_heads]` f32, natural: log-sum-exp of what the softmax holds
-///   beside the ranked keys (the window); an infinity of either sign is nothing, and so is its
-///   absence.
+/// - `lse_beside` `[num_tokens, num_heads]` f32, natural: log-sum-exp of the softmax entries
+///   other than the ranked keys (the window). An infinity of either sign means none, and so does
+///   its absence.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn lse(device: &Device, views: &Views, options: Options) -> Result<String> {
     let extents = check(views, options, Function::Lse)?;
     let params = CHECK

@@ -10,12 +10,12 @@ const CHECK: Arguments = Arguments { operator: "topk" };
 pub const MAX_TOPK: usize = 4096;
 /// The most scores of a row.
 pub const MAX_COLUMNS: usize = 1 << 20;
-/// Threads of a block: few where several share a multiprocessor, more where each has one to
-/// itself, by the length of its row.
+/// Threads of a block by the length of its row: few where several blocks share an SM, more where
+/// each has an SM to itself.
 const THREADS: [usize; 3] = [256, 512, 1024];
-/// Rows up to here are short: more threads than the first find nothing to do.
+/// Rows up to this length are short: more threads than the first number would have no work.
 const SHORT_COLUMNS: usize = 4096;
-/// Rows up to here wait for fewer warps at each barrier rather than have more of them read.
+/// Rows up to this length use fewer warps: waiting at barriers costs more than reading with few.
 const MEDIUM_COLUMNS: usize = 1 << 15;
 /// `MARKED_COLUMNS` in the kernel source: rows up to here have two bits a column in shared memory.
 const MARKED_COLUMNS: usize = 1 << 17;
@@ -25,8 +25,7 @@ pub fn modules() -> Vec<Module> {
     THREADS.iter().map(|threads| module(FILE, &[("THREADS", threads.to_string())])).collect()
 }
 
-/// The candidates that a block has room for: twice what it is asked for, and what a sample misses
-/// by.
+/// The number of candidates that a block has room for: twice `topk`, plus the error of a sample.
 fn candidates(topk: usize) -> usize {
     2 * topk + 1024
 }
@@ -34,18 +33,17 @@ fn candidates(topk: usize) -> usize {
 /// Selects the `topk` largest scores of each row; returns the kernel that ran. Its tensors:
 ///
 /// - `scores` `[num_rows, num_columns]` f32, rows contiguous, up to 1048576 columns;
-/// - `lengths` `[num_rows]` i32: how many of a row's columns count, clamped to what there is;
+/// - `lengths` `[num_rows]` i32: how many of a row's columns count, clamped to the existing ones;
 ///   absent where all do;
-/// - `offsets` `[num_rows]` i32, what is added to a row's columns; or `block_table` `[num_rows,
-///   num_pages]` i32, rows contiguous, the pages of `page_size` slots that a row's columns lie in,
-///   negative for none; one of them, or neither;
+/// - `offsets` `[num_rows]` i32, added to a row's columns; or `block_table` `[num_rows,
+///   num_pages]` i32, rows contiguous, the pages of `page_size` slots that hold a row's columns,
+///   negative for none; at most one of them;
 /// - `indices` `[num_rows, topk]` i32, rows contiguous: the columns, offset or mapped, from the
 ///   lowest up, then -1; up to 4096;
-/// - `values` `[num_rows, topk]` f32, rows contiguous: their scores, then -infinity; absent where
-///   nobody asks.
+/// - `values` `[num_rows, topk]` f32, rows contiguous: their scores, then -infinity; may be absent.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, page_size: usize) -> Result<&'static str> {
     let tensors = [
         read("scores").axes(&["num_rows", "num_columns"]).rows(),

@@ -24,31 +24,31 @@ const CHECK: Arguments = Arguments { operator: "linear" };
 pub const MAX_FEATURES: usize = 1 << 30;
 /// Most groups of a layer.
 pub const MAX_GROUPS: usize = 1 << 16;
-/// Rows up to which tiles of 16 rows are taken; `Small::ROWS` in the kernel source.
+/// Up to this many rows, tiles of 16 rows are used; `Small::ROWS` in the kernel source.
 pub(crate) const FEW_ROWS: usize = 16;
-/// Of one token, whose warps read whole rows of w: features of a block, and warps that share a row
-/// at most, each with so many numbers of k at a time; `ONE_WARPS * ONE_FEATURES`, `ONE_WARPS` and
-/// `ONE_STEP * CHUNK` in the kernel source.
+/// The kernel for one token, whose warps read whole rows of w. Then the features of a block, and
+/// the most warps that share a row, each with this many values of k at a time: `ONE_WARPS *
+/// ONE_FEATURES`, `ONE_WARPS` and `ONE_STEP * CHUNK` in the kernel source.
 const ONE: &str = "linear_forward_one";
 const FEATURES_OF_ONE: usize = 16;
 const MOST_WARPS_OF_ROW: usize = 8;
 const STEP_OF_ONE: usize = 512;
-/// Blocks of them for each multiprocessor, at least, if rows are long enough to be shared: fewer
-/// leave memory too little to bring at once.
+/// Lower bound on its blocks for each SM, if rows are long enough to be shared: fewer blocks have
+/// too few loads in flight.
 const BLOCKS_OF_ONE: usize = 3;
-/// Numbers of k of a stage, and stages of a part of k at least; `DEPTH` in the kernel source.
+/// Values of k of a stage, and the least stages of a part of k; `DEPTH` in the kernel source.
 const DEPTH: usize = 64;
 const FEWEST_STAGES: usize = 4;
-/// What beginning a tile costs a block of the Hopper kernel, in stages, and rounds into which k is
-/// divided at most.
+/// The cost of starting a tile in a block of the Hopper kernel, in stages, and the most rounds into
+/// which k is divided.
 const STARTS: usize = 4;
 const MOST_ROUNDS: usize = 4;
-/// Elements of a row that a thread of the sum takes, and its threads; `CHUNK` and `SUM_THREADS` in
-/// the kernel source.
+/// Elements of a row that a thread of the sum processes, and its threads; `CHUNK` and `SUM_THREADS`
+/// in the kernel source.
 const CHUNK: usize = 8;
 const SUM_THREADS: usize = 256;
 
-/// Rows and numbers of k of a block of FP8 weights that share a scale.
+/// Rows and values of k of a block of FP8 weights that share a scale.
 pub const BLOCK: usize = 128;
 
 /// Every module that the launchers compile.
@@ -67,43 +67,45 @@ pub fn modules() -> Vec<Module> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Weights {
-    /// bf16, and x.
+    /// bf16, and x is bf16.
     Bf16,
-    /// e4m3 with a scale for each block of 128 x 128; x e4m3 with one for each 128 numbers of a
-    /// row.
+    /// e4m3 with a scale for each block of 128 x 128; x is e4m3 with a scale for each 128 values of
+    /// a row.
     Fp8,
-    /// e2m1 with an e8m0 scale for each 32 numbers of a row; x e4m3 with one for each 128 or 32.
+    /// e2m1 with an e8m0 scale for each 32 values of a row; x is e4m3 with a scale for each 128 or
+    /// 32.
     Mxfp4,
-    /// e2m1 with an e4m3 scale for each 16 numbers of a row and an fp32 one of the tensor, and x.
+    /// e2m1 with an e4m3 scale for each 16 values of a row and an fp32 scale of the tensor, and so
+    /// is x.
     Nvfp4,
 }
 
-/// Whose kernels multiply bf16 operands.
+/// Which kernels multiply bf16 operands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Products {
-    /// Those of `linear.cu`.
+    /// The kernels of `linear.cu`.
     #[default]
     Own,
-    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it takes the
-    /// product: more than 16 rows of the result, which is fp32 where it is added to something,
-    /// none of its extents 0, and rows of all matrices at multiples of 16 bytes and within 2^31
-    /// elements. Those of `linear.cu` otherwise.
+    /// The device's library ([`Device::matrix_library`]), cublasLt on a GPU, wherever it supports
+    /// the GEMM, otherwise the kernels of `linear.cu`. Requirements: more than 16 rows of the
+    /// result, no size of 0, and rows of all matrices at multiples of 16 bytes and within 2^31
+    /// elements. A result with an addend is fp32.
     Library,
 }
 
 /// How the operands of a call are quantized, and which kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantized {
-    /// Formats; not bf16.
+    /// Formats, except bf16.
     pub weights: Weights,
-    /// Numbers of x that share a scale: 128 of FP8, 32 or 128 of MXFP4, 16 of NVFP4.
+    /// Values of x that share a scale: 128 for FP8, 32 or 128 for MXFP4, 16 for NVFP4.
     pub group: usize,
-    /// Whether scales are bytes, e8m0, or of NVFP4 e4m3. FP8 may have fp32 numbers instead.
+    /// Whether scales are bytes: e8m0, or e4m3 for NVFP4. FP8 may have fp32 scales instead.
     pub scale_bytes: bool,
-    /// Where the scales of rows lie; those of FP8's blocks of weights are plain.
+    /// The layout of the scales of rows; those of FP8's blocks of weights are plain.
     pub layout: ScaleLayout,
-    /// Which kernels run. Those for Hopper take FP8 and MXFP4, rows of x and w at multiples of 16
-    /// bytes and whole accesses long.
+    /// Which kernels run. Those for Hopper take FP8 and MXFP4, with rows of x and w at multiples of
+    /// 16 bytes, whose length is a multiple of 16 bytes.
     pub implementation: Implementation,
 }
 
@@ -138,7 +140,7 @@ impl Quantized {
         }
     }
 
-    /// Bytes of the codes of a row of x, and of w, of so many numbers.
+    /// Bytes of the codes of a row of x, and of w, with this many values.
     pub fn row_bytes(&self, in_features: usize) -> [usize; 2] {
         match self.weights {
             Weights::Nvfp4 => [in_features / 2, in_features / 2],
@@ -147,7 +149,7 @@ impl Quantized {
         }
     }
 
-    /// Refuses what no kernel computes.
+    /// Rejects combinations that no kernel computes.
     pub(crate) fn check(&self, check: Arguments) -> Result<()> {
         let groups: &[usize] = match self.weights {
             Weights::Bf16 => return check.refuse("weights", "bf16 weights are not quantized"),
@@ -173,7 +175,7 @@ pub(crate) fn quantized_defines(weights: Weights, group: usize) -> Defines {
     vec![("FORMAT", (weights as usize).to_string()), ("GROUP", group.to_string())]
 }
 
-/// The defines of the Hopper kernels for few tokens, with so many in a tile.
+/// The defines of the Hopper kernels for few tokens, with tiles of this many tokens.
 pub(crate) fn hopper_defines(tokens: usize, weights: Weights, group: usize) -> Defines {
     let numbers = [("TOKENS", tokens), ("WEIGHTS", weights as usize), ("X_GROUP", group)];
     numbers.map(|(name, number)| (name, number.to_string())).to_vec()
@@ -190,7 +192,7 @@ pub(crate) fn hopper_modules(file: &'static str) -> Vec<Module> {
     formats.flat_map(of).collect()
 }
 
-/// Which of the three products a launch computes.
+/// Which of the three GEMMs a launch computes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Product {
     Forward,
@@ -198,11 +200,11 @@ enum Product {
     Dw,
 }
 
-/// The paths of products by a library.
+/// The paths of GEMMs by a library.
 const LIBRARY: [&str; 3] = ["linear_forward<library>", "linear_dx<library>", "linear_dw<library>"];
 
-/// The kernels of one tile: those of all products, blocks that a multiprocessor holds, rows and
-/// columns of the tile.
+/// The kernels of one tile: those of all GEMMs, blocks that an SM holds, rows and columns of the
+/// tile.
 struct Tiles {
     names: [&'static str; 3],
     per_processor: usize,
@@ -214,7 +216,7 @@ const LARGE: Tiles = Tiles {
     per_processor: 1,
     extents: [128, 128],
 };
-/// Of up to [`FEW_ROWS`] rows, which dw does not have: its rows are features.
+/// For up to [`FEW_ROWS`] rows. dw has no such tile: its rows are features.
 const SMALL: Tiles = Tiles {
     names: ["linear_forward_small", "linear_dx_small", "linear_dw_large"],
     per_processor: 3,
@@ -231,19 +233,18 @@ const QUANTIZED: [Tiles; 3] = [
     Tiles { names: ["linear_quantized_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
     Tiles { names: ["linear_quantized_scalar"; 3], per_processor: 4, extents: [64, 64] },
 ];
-/// Features of a tile of the Hopper kernel for few tokens, as many as numbers of k of a stage of
-/// either.
+/// Features of a tile of the Hopper kernel for few tokens, and the values of k of a stage of either
+/// Hopper kernel.
 pub(crate) const FEATURE_TILE: usize = 128;
-/// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of the boxes that
-/// it copies.
+/// Tokens and features of a tile of the Hopper kernel for many tokens, and rows of its TMA boxes.
 pub(crate) const LARGE_TILE: [usize; 2] = [128, 256];
 const LARGE_BOX_ROWS: u32 = 128;
-/// From so many tiles of tokens on a pair of tiles is taken to be whole, though one may lack its
-/// second.
+/// From this many tiles of tokens on, a pair of tiles counts as complete, though the last may lack
+/// its second tile.
 const MANY_TOKEN_TILES: usize = 15;
 
-/// Extents of a product: groups, of each rows and columns of the result, numbers that are added
-/// for each element.
+/// Sizes of a GEMM: groups, for each rows and columns of the result, and values that are added for
+/// each element.
 #[derive(Clone, Copy)]
 struct Extents {
     groups: usize,
@@ -262,7 +263,7 @@ impl Product {
         Extents { groups: 1, rows, columns, depth }
     }
 
-    /// Whether warps read whole rows of w, where 16 bytes fit them.
+    /// Whether warps read whole rows of w, if 16-byte accesses fit.
     fn reads_whole_rows(self, extents: Extents) -> bool {
         self == Self::Forward && extents.rows == 1
     }
@@ -277,13 +278,13 @@ impl Product {
 }
 
 impl Extents {
-    /// The same of each of so many groups.
+    /// The same for this many groups.
     fn of_groups(self, groups: usize) -> Self {
         Self { groups, ..self }
     }
 
-    /// Tiles of the result, and parts of k: as many as the device holds blocks, where tiles alone
-    /// are fewer.
+    /// Tiles of the result, and parts of k: as many parts as fill the device's blocks, where there
+    /// are fewer tiles.
     fn grid(self, device: &Device, tiles: &Tiles) -> [usize; 2] {
         let [rows, columns] = tiles.extents;
         let count = self
@@ -295,15 +296,15 @@ impl Extents {
         [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
     }
 
-    /// The same of the Hopper kernels, whose blocks take several tiles: so many parts of k that
-    /// the last round of the multiprocessors is nearly full, where what they leave costs less than
-    /// that. `tokens`, `features`: of a tile.
+    /// The same for the Hopper kernels, whose blocks process several tiles. The parts of k nearly
+    /// fill the last round of the SMs, where storing their sums costs less than the idle SMs.
+    /// `tokens`, `features`: of a tile.
     fn hopper_grid(self, device: &Device, [tokens, features]: [usize; 2]) -> [usize; 2] {
         let processors = device.environment().processors as usize;
         let count = self.rows.div_ceil(tokens).saturating_mul(self.columns.div_ceil(features));
         let stages = self.depth.div_ceil(FEATURE_TILE);
-        // In stages: those of the longest block, its starts, and the sums that it leaves, 8 bytes
-        // an element there and back.
+        // In stages: those of the longest block, its starts, and the partial sums, 8 bytes an
+        // element for store and load.
         let cost = |splits: &usize| {
             let left = if *splits > 1 { tokens.min(self.rows).div_ceil(16) } else { 0 };
             count
@@ -318,8 +319,8 @@ impl Extents {
         [count, (1..=most).min_by_key(cost).unwrap_or(1)]
     }
 
-    /// Of one token, whose warps read whole rows of w: how many of a block share one, and the
-    /// blocks.
+    /// For one token, whose warps read whole rows of w: how many warps of a block share a row, and
+    /// the blocks.
     fn warps_of_row(self, device: &Device) -> [usize; 2] {
         let blocks = |warps: usize| {
             self.columns.div_ceil(FEATURES_OF_ONE / warps).saturating_mul(self.groups)
@@ -342,7 +343,7 @@ impl Extents {
         if splits > 1 { bytes.unwrap_or(usize::MAX) } else { 0 }
     }
 
-    /// The most of any tiles, so that the answer does not depend on alignment.
+    /// The most for any tiles, so that the result does not depend on alignment.
     fn workspace_bytes(self, device: &Device, product: Product) -> usize {
         let of = |tiles: &Tiles| self.partial_bytes(self.grid(device, tiles)[1]);
         // One token leaves none.
@@ -352,7 +353,7 @@ impl Extents {
     }
 }
 
-/// Bytes of scratch memory that [`forward`] needs, or [`grouped_forward`] with so many groups;
+/// Bytes of scratch memory that [`forward`] needs, or [`grouped_forward`] with this many groups;
 /// [`forward`] has one.
 pub fn forward_workspace_bytes(
     device: &Device,
@@ -366,7 +367,7 @@ pub fn forward_workspace_bytes(
     extents.workspace_bytes(device, Product::Forward)
 }
 
-/// The same of [`backward`] and [`grouped_backward`].
+/// The same for [`backward`] and [`grouped_backward`].
 pub fn backward_workspace_bytes(
     device: &Device,
     num_groups: usize,
@@ -382,14 +383,14 @@ pub fn backward_workspace_bytes(
 }
 
 impl Extents {
-    /// Where parts of k leave their sums, and the extents.
+    /// The parameters of the partial sums and of the sizes.
     fn params(self, params: Params, views: &Views) -> Result<Params> {
         let params = params.ptr("partials", DeviceAddress(views["workspace"].address));
         params.i64("rows", self.rows)?.i64("columns", self.columns)?.i64("depth", self.depth)
     }
 }
 
-/// In how many parts of k, and how the result is stored.
+/// The number of parts of k, and how the result is stored.
 fn how_stored(
     params: Params,
     splits: usize,
@@ -411,16 +412,16 @@ struct Call<'a> {
     views: &'a Views,
     extents: [usize; 3],
     products: Products,
-    /// Where tensors have an axis of groups.
+    /// The number of groups, where tensors have such an axis.
     num_groups: Option<usize>,
 }
 
-/// Tensors whose first axis is that of the groups, where there are any; of the others it is the
-/// second.
+/// Tensors whose first axis is that of the groups, if there are any; in the others it is the second
+/// axis.
 const OF_WEIGHTS: [&str; 3] = ["w", "dw", "dw_before"];
 
 impl Call<'_> {
-    /// Has the device's library compute a product; whether it did.
+    /// Computes a GEMM with the device's library; returns whether it did.
     fn launch_library(&self, product: Product, operands: [&str; 3], before: &str) -> Result<bool> {
         let library = self.device.matrix_library().filter(|_| self.products == Products::Library);
         let Some(library) = library else { return Ok(false) };
@@ -430,14 +431,14 @@ impl Call<'_> {
         };
         let ([a, b, out], dtype) = (operands.map(matrix), self.views[operands[2]].dtype);
         let (Some(a), Some(b), Some(out)) = (a, b, out) else { return Ok(false) };
-        // Of few rows the bytes of w are the floor, which our kernels are near.
+        // With few rows, the bytes of w determine the floor, and our kernels are near it.
         if out.extents[0] <= FEW_ROWS {
             return Ok(false);
         }
         let before = match self.views.get(before) {
             None => None,
-            // Measured on an H200: it rounds a product to bf16 before it adds what it is added to,
-            // which is twice.
+            // Measured on an H200: the library rounds a product to bf16 before it adds the addend,
+            // so it rounds twice.
             Some(_) if dtype == DType::Bf16 => return Ok(false),
             Some(_) => match matrix(before) {
                 None => return Ok(false),
@@ -474,7 +475,7 @@ impl Call<'_> {
         params.stride(format!("{name}_group_stride"), stride(axes[1]))
     }
 
-    /// Launches a product of two of the call's tensors into a third; returns the kernels that ran.
+    /// Launches a GEMM of two of the call's tensors into a third. Returns the kernels that ran.
     fn launch(
         &self,
         product: Product,
@@ -517,7 +518,7 @@ impl Call<'_> {
     }
 }
 
-/// The axes of inputs, weights and outputs of a layer, and of one that has groups.
+/// The axes of inputs, weights and outputs of a layer, without and with groups.
 const AXES: [&[&str]; 3] = [
     &["num_tokens", "in_features"],
     &["out_features", "in_features"],
@@ -538,7 +539,7 @@ fn bind<'a>(
     grouped: bool,
 ) -> Result<Call<'a>> {
     let [inputs, weights, outputs] = if grouped { GROUPED_AXES } else { AXES };
-    // What the other direction adds to is not read, and left as it is.
+    // The addend of the other direction is not read and not changed.
     let tensors = [
         read("x").of(&[DType::Bf16]).axes(inputs).rows(),
         read("w").of(&[DType::Bf16]).axes(weights).rows(),
@@ -590,14 +591,14 @@ fn bind<'a>(
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch, a library that fails.
+/// A rejected argument, a compile error, a rejected launch, a library that fails.
 pub fn forward(device: &Device, views: &Views, products: Products) -> Result<Vec<&'static str>> {
     bind(device, views, products, false, false)?.forward()
 }
 
-/// [`forward`] of a layer of groups (inference 9), `y[:, g] = y_before[:, g] + x[:, g] w[g]^T` of
-/// each of them; returns the kernels that ran. Its tensors are those of [`forward`] with an axis
-/// of groups, of `x`, `y` and `y_before` the second, of `w` the first: `x` `[num_tokens,
+/// [`forward`] of a layer with groups (inference 9), `y[:, g] = y_before[:, g] + x[:, g] w[g]^T`
+/// for each group. Returns the kernels that ran. Its tensors are those of [`forward`] with an axis
+/// of groups, the second of `x`, `y` and `y_before`, the first of `w`: `x` `[num_tokens,
 /// num_groups, in_features]`, `w` `[num_groups, out_features, in_features]`, `y` `[num_tokens,
 /// num_groups, out_features]`.
 ///
@@ -626,7 +627,7 @@ pub fn backward(device: &Device, views: &Views, products: Products) -> Result<Ve
     bind(device, views, products, true, false)?.backward()
 }
 
-/// [`backward`] of a layer of groups, with the axes of [`grouped_forward`]; returns the kernels
+/// [`backward`] of a layer with groups, with the axes of [`grouped_forward`]. Returns the kernels
 /// that ran.
 ///
 /// # Errors
@@ -650,8 +651,8 @@ impl Call<'_> {
     }
 }
 
-/// What the axes of an operand's scales are called: row by row, block of rows by block, words or
-/// numbers group by group, tiles.
+/// The names of the axes of an operand's scales: row by row, block of rows by block, words or
+/// values group by group, tiles.
 pub(crate) struct ScaleAxes {
     pub plain: &'static [&'static str],
     pub blocks: &'static [&'static str],
@@ -676,7 +677,7 @@ const W_SCALES: ScaleAxes = ScaleAxes {
 };
 
 impl ScaleAxes {
-    /// Of these scales.
+    /// The axes of these scales.
     pub fn of(&self, scales: Scales) -> &'static [&'static str] {
         match (scales.layout, scales.bytes) {
             (ScaleLayout::Plain, _) if !scales.of_rows => self.blocks,
@@ -722,8 +723,8 @@ impl Quantized {
         read(name).of(types).axes(axes)
     }
 
-    /// Tokens, features out and features in of a call, as x and w have them; what else they have
-    /// is refused later.
+    /// Tokens, features out and features in of a call, from x and w; their other properties are
+    /// checked later.
     fn extents_of(&self, views: &Views) -> [usize; 3] {
         let [num_tokens, x_bytes] = extents_of(views, "x");
         let in_features = if self.weights == Weights::Nvfp4 { 2 * x_bytes } else { x_bytes };
@@ -750,7 +751,7 @@ impl Quantized {
             rows(read("w").of(&[DType::U8]).axes(w_axes)),
             write("y").of(&FLOATS).axes(&["num_tokens", "out_features"]).rows().may_be("y_before"),
             read("y_before").like("y").rows().optional(),
-            // Behind those tensors whose extents theirs follow from.
+            // After the tensors that determine their sizes.
             Self::read_scales("x_scales", of_x.tensor().0, X_SCALES.of(of_x)),
             Self::read_scales("w_scales", of_w.tensor().0, W_SCALES.of(of_w)),
             read("x_global_scale").axes(&["one"]).when(global),
@@ -762,7 +763,7 @@ impl Quantized {
             1,
             MAX_FEATURES,
         );
-        // Two codes lie in a byte, and 16 bytes in an access.
+        // A byte holds two codes, an access 16 bytes.
         let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
         let bytes = if hopper { 16 } else { 1 };
         let signature = signature.extent("in_features", codes * bytes, MAX_FEATURES);
@@ -794,7 +795,7 @@ impl Quantized {
         (!vectorised).then(|| reason.into())
     }
 
-    /// The path of a Hopper kernel for few tokens, with so many in a tile.
+    /// The path of a Hopper kernel for few tokens, with tiles of this many tokens.
     pub(crate) fn hopper_path(&self, kernel: &str, tokens: usize) -> String {
         match self.weights {
             Weights::Mxfp4 => format!("{kernel}<{tokens}, mxfp4, {}>", self.group),
@@ -802,12 +803,12 @@ impl Quantized {
         }
     }
 
-    /// Blocks of such a kernel that a multiprocessor holds; `HELD` in the kernel source.
+    /// Blocks of such a kernel that an SM holds; `HELD` in the kernel source.
     pub(crate) fn hopper_held(&self, tokens: usize) -> usize {
         if self.weights == Weights::Mxfp4 && tokens <= 16 { 2 } else { 1 }
     }
 
-    /// What is in a path beside the kernel's name.
+    /// The part of a path after the kernel's name.
     pub(crate) fn suffix(&self) -> String {
         match self.weights {
             Weights::Fp8 => "<fp8>".into(),
@@ -817,27 +818,27 @@ impl Quantized {
     }
 }
 
-/// Tokens of a tile of the Hopper kernels for few tokens: one after the other the fewest that hold
-/// all tokens, or the most.
+/// Tokens of a tile of the Hopper kernels for few tokens, ascending: a call uses the smallest tile
+/// that holds all tokens, or the largest.
 pub(crate) fn token_tiles(weights: Weights) -> &'static [usize] {
     if weights == Weights::Fp8 { &[16, 64] } else { &[8, 16, 64, 128] }
 }
 
-/// The same, of a call.
+/// The tile of a call.
 pub(crate) fn token_tile(weights: Weights, num_tokens: usize) -> usize {
     let tiles = token_tiles(weights);
     tiles.iter().copied().find(|&tokens| num_tokens <= tokens).unwrap_or(tiles[tiles.len() - 1])
 }
 
-/// The same of an expert of which so many rows are expected. Of a tile of 8 tokens half is left
-/// free, since few experts have just that many: one that has more reads its weights twice, for an
-/// eighth fewer instructions.
+/// The tile of an expert for which this many rows are expected. Half of a tile of 8 tokens stays
+/// unused, because few experts have exactly the expected number. An expert with more rows reads its
+/// weights twice, for an eighth fewer instructions.
 pub(crate) fn expert_tile(weights: Weights, expected_rows: usize) -> usize {
     token_tile(weights, if expected_rows > 4 { expected_rows.max(9) } else { expected_rows })
 }
 
-/// What the Hopper kernel for many tokens copies boxes of: x and w. `None` where another kernel
-/// has to run: few tokens, other weights than FP8, strides of which hardware copies no boxes.
+/// The TMA boxes of the Hopper kernel for many tokens: x and w. `None` where another kernel has to
+/// run: few tokens, weights other than FP8, strides for which hardware copies no boxes.
 pub(crate) fn large_maps(
     device: &Device,
     views: &Views,
@@ -851,13 +852,13 @@ pub(crate) fn large_maps(
     large_boxes(views).map(|boxes| maps_of(device, boxes)).transpose()
 }
 
-/// The same whoever has to run: `None` where hardware copies no boxes of x or w.
+/// The same for any kernel: `None` where hardware copies no boxes of x or w.
 pub(crate) fn large_boxes(views: &Views) -> Option<[TensorMap; 2]> {
     let [x, w] = ["x", "w"].map(|name| TensorMap::of(&views[name], LARGE_BOX_ROWS));
     Some([x?, w?])
 }
 
-/// What the device knows them by.
+/// The device's form of these maps.
 pub(crate) fn maps_of(device: &Device, [x, w]: [TensorMap; 2]) -> Result<[MapWords; 2]> {
     Ok([device.tensor_map(&x)?, device.tensor_map(&w)?])
 }
@@ -878,7 +879,7 @@ fn quantized_tiles(num_tokens: usize, vectorised: bool) -> &'static Tiles {
     }
 }
 
-/// Bytes of scratch memory that [`forward_quantized`] needs: the most of any kernels.
+/// Bytes of scratch memory that [`forward_quantized`] needs: the most of all kernels.
 pub fn quantized_workspace_bytes(
     device: &Device,
     num_tokens: usize,
@@ -900,22 +901,21 @@ pub fn quantized_workspace_bytes(
         .unwrap_or(0)
 }
 
-/// Launches `y = y_before + x w^T` of quantized x and w; returns the kernels that ran. Its tensors:
+/// Launches `y = y_before + x w^T` of quantized x and w. Returns the kernels that ran. Its tensors:
 ///
-/// - `x` `[num_tokens, in_features]` u8, e4m3 codes, or of NVFP4 `[num_tokens, in_features / 2]`,
+/// - `x` `[num_tokens, in_features]` u8, e4m3 codes, or for NVFP4 `[num_tokens, in_features / 2]`,
 ///   two e2m1 codes in a byte, the even one in the low nibble; rows contiguous;
-/// - `w` `[out_features, in_features]` u8, or `[out_features, in_features / 2]` of four-bit
+/// - `w` `[out_features, in_features]` u8, or `[out_features, in_features / 2]` for four-bit
 ///   weights, likewise;
 /// - `x_scales` and `w_scales`, of the types and axes of [`Quantized::scale_tensors`], dense: as
-///   the `quantize_*` operators write them; nobody reads their padding;
-/// - `x_global_scale` and `w_global_scale` `[1]` f32, of NVFP4: the numbers that decoding
-///   multiplies by;
+///   the `quantize_*` operators write them; their padding is not read;
+/// - `x_global_scale` and `w_global_scale` `[1]` f32, for NVFP4: the factors of decoding;
 /// - `y` `[num_tokens, out_features]`, bf16 or f32, rows contiguous, and `y_before` like `y`,
 ///   which may be `y` itself; absent for zeros;
 /// - `workspace`, scratch memory of [`quantized_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward_quantized(
     device: &Device,
     views: &Views,
@@ -927,7 +927,7 @@ pub fn forward_quantized(
     CHECK.holds("workspace", &views["workspace"], needed)?;
     let vectorised = signature.vectorised_rows(&["x", "w"]);
     let misfit = quantized.hopper_misfit(vectorised);
-    // No number of tokens is too small for it.
+    // Any number of tokens is large enough for it.
     let hopper =
         quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
@@ -945,7 +945,7 @@ pub fn forward_quantized(
     let units = count.saturating_mul(splits);
     let processors = device.environment().processors as usize;
     let path = if maps.is_some() {
-        // A pair of blocks takes two tiles of tokens with the same features.
+        // A pair of blocks processes two tiles of tokens with the same features.
         let tiles = num_tokens.div_ceil(LARGE_TILE[0]);
         let pairs = tiles.is_multiple_of(2) || tiles >= MANY_TOKEN_TILES;
         let (name, blocks) = match pairs {

@@ -10,7 +10,7 @@ use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "query_norm_rope.cu";
 const CHECK: Arguments = Arguments { operator: "query_norm_rope" };
-/// Most channels of a head, and those of one that 16-byte accesses take.
+/// Most channels of a head, and the most that 16-byte accesses support.
 pub const MAX_HEAD_DIM: usize = 1024;
 const WIDE_HEAD_DIM: usize = 512;
 /// Warps of a block; `WARPS` in the kernel source.
@@ -28,7 +28,7 @@ pub fn modules() -> Vec<Module> {
 /// The axes of a tensor of heads.
 const HEADS: &[&str] = &["num_tokens", "num_heads", "head_dim"];
 
-/// The tensors of both launches that say how a token turns.
+/// The tensors of both launches that determine the rotation of a token.
 fn rotation() -> [Argument<'static>; 3] {
     [
         read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
@@ -69,7 +69,7 @@ impl<'a> Call<'a> {
         Ok(Self { signature, views, num_tokens, num_heads, head_dim, table_rows, half })
     }
 
-    /// Parameters of the tables and extents, behind those of the other tensors.
+    /// Parameters of the tables and sizes, after those of the other tensors.
     fn params(&self, params: Params, backward: bool) -> Result<Params> {
         let params = params.rows("cos", &self.views["cos"]).rows("sin", &self.views["sin"]);
         let params = params
@@ -108,7 +108,7 @@ impl<'a> Call<'a> {
 /// - `rstd` `[num_tokens, num_heads]` f32, which the backward reads.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0), a compile error, a refused launch.
+/// A rejected argument (`eps` is above 0), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str> {
     let [cos, sin, positions] = rotation();
     let tensors = [

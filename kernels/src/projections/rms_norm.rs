@@ -24,7 +24,7 @@ const FEW_THREADS: u32 = 512;
 const BACKWARD_BLOCK_THREADS: usize = 896;
 
 fn defines(x: DType, weight: Option<&TensorView>) -> Defines {
-    // Without a weight its type is free: the type of x needs no second module.
+    // Without a weight its type is arbitrary: the type of x needs no second module.
     element_types(&[("ELEMENT", x), ("WEIGHT_ELEMENT", weight.map_or(x, |weight| weight.dtype))])
 }
 
@@ -54,7 +54,7 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
 
 /// Whether every access may be 16 bytes wide.
 fn vectorised(signature: &Signature<'_>, weight: Option<&TensorView>) -> bool {
-    // The kernel reads as many weights as elements of x, in accesses of up to 16 bytes.
+    // The kernel reads the same number of weights as elements of x, in accesses of up to 16 bytes.
     signature.vectorised() && weight.is_none_or(|w| w.address.is_multiple_of(16))
 }
 
@@ -63,8 +63,8 @@ fn block_threads(width: usize, held: usize) -> u32 {
     (width.div_ceil(held).div_ceil(32) * 32) as u32
 }
 
-/// Rows that one block of the warp kernels takes at a time: a lane holds 32 elements, of one row
-/// or, where rows are short, of several.
+/// Rows that one block of the warp kernels processes at a time: a lane holds 32 elements, of one
+/// row or, where rows are short, of several.
 fn rows_per_block(x: DType, width: usize) -> usize {
     let vector = 16 / x.size();
     let vectors_per_lane = (width / vector).div_ceil(32).next_power_of_two();
@@ -80,7 +80,7 @@ fn rows_per_block(x: DType, width: usize) -> usize {
 /// - `rstd` `[num_rows]` f32, for the backward; may be absent.
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0), a compile error, a refused launch.
+/// A rejected argument (`eps` is above 0), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str> {
     let (signature, [num_rows, width]) = bind(views, false)?;
     let (x, weight) = (views["x"].dtype, views.get("weight"));
@@ -102,7 +102,7 @@ fn forward_launch(
     width: usize,
     vectorised: bool,
 ) -> (&'static str, usize, u32) {
-    // A row for each multiprocessor: of more, other blocks work while one waits for the weight.
+    // One row for each SM. With more rows, other blocks work while one waits for the weight.
     let few = num_rows <= device.environment().processors as usize
         && block_threads(width, HELD) <= FEW_THREADS;
     if vectorised && width <= WARP_WIDTH {
@@ -117,7 +117,7 @@ fn forward_launch(
 }
 
 /// Kernel, blocks and threads of the backward. Each block leaves one row of partial dweights, so
-/// there are only as many as keep the device busy.
+/// there are only as many blocks as keep the device busy.
 fn backward_launch(
     device: &Device,
     x: DType,
@@ -150,9 +150,9 @@ fn backward_launch(
     }
 }
 
-/// Bytes of scratch memory that [`backward`] needs for a weighted norm of these extents.
+/// Bytes of scratch memory that [`backward`] needs for a weighted norm of these sizes.
 pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize) -> usize {
-    // The largest grid of any path, so that the answer does not depend on alignment.
+    // The largest grid of any path, so that the result does not depend on alignment.
     let blocks =
         [true, false].map(|vectorised| backward_launch(device, x, num_rows, width, vectorised).1);
     blocks[0].max(blocks[1]) * width * 4
@@ -167,7 +167,7 @@ pub fn workspace_bytes(device: &Device, x: DType, num_rows: usize, width: usize)
 ///   present exactly when `weight` is.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views) -> Result<Vec<&'static str>> {
     let (signature, [num_rows, width]) = bind(views, true)?;
     let (x, weight, workspace) = (views["x"].dtype, views.get("weight"), views.get("workspace"));

@@ -10,10 +10,10 @@ const FILE: &str = "rope.cu";
 const CHECK: Arguments = Arguments { operator: "rope" };
 /// Threads of a block; `THREADS` in the kernel source.
 const THREADS: u32 = 256;
-/// The most heads that one thread serves; `HEADS` in the kernel source.
+/// The most heads that one thread processes; `HEADS` in the kernel source.
 const HEADS: u32 = 8;
-/// The most blocks in y, far below CUDA's limit: a grid of few tokens has several in z as well
-/// then, where tests see it.
+/// The most blocks in y, far below CUDA's limit, so that a grid of few tokens also has several in
+/// z, where tests see it.
 const MOST_IN_Y: u64 = 256;
 /// CUDA's limit of blocks in z.
 const MOST_IN_Z: u64 = 65535;
@@ -28,12 +28,12 @@ pub fn modules() -> Vec<Module> {
 ///
 /// - `x` `[num_tokens, num_heads, head_dim]`, bf16 or f32, channels contiguous;
 /// - `y` the shape and type of `x`; may be `x` itself;
-/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at strides of their own;
+/// - `cos`, `sin` `[table_rows, rope_dim / 2]` f32, rows contiguous, at separate strides;
 /// - `positions` `[num_tokens]` i32; absent, token `t` has the table's row `t`. A position outside
 ///   of the table turns the token's rotated channels into NaN.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, inverse: bool) -> Result<&'static str> {
     let (signature, [num_tokens, num_heads, head_dim, table_rows, half]) = check(views)?;
     let (x, y, rope_dim) = (&views["x"], &views["y"], 2 * half);
@@ -67,8 +67,8 @@ pub fn backward(device: &Device, views: &Views, inverse: bool) -> Result<&'stati
 }
 
 /// A block of `units × heads × tokens` threads; blocks in x for all heads, in y and z for all
-/// tokens; and the heads that a thread serves: [`HEADS`], or, where blocks would be fewer than
-/// multiprocessors, a smaller power of two.
+/// tokens; and the heads that a thread processes: [`HEADS`], or a smaller power of two where there
+/// would be fewer blocks than SMs.
 fn launch_config(
     units: usize,
     extents: [usize; 2],
@@ -78,7 +78,7 @@ fn launch_config(
     let across = (units as u64).clamp(1, u64::from(THREADS)) as u32;
     let config = |heads_per_thread: u32| {
         let heads = (num_heads as u32).div_ceil(heads_per_thread).clamp(1, THREADS / across);
-        // z of a block is at most 64.
+        // The z size of a block is at most 64.
         let tokens = (THREADS / across / heads).clamp(1, (num_tokens as u64).clamp(1, 64) as u32);
         let chunks = (num_heads as u64).div_ceil(u64::from(heads) * u64::from(heads_per_thread));
         ([chunks, (num_tokens as u64).div_ceil(u64::from(tokens))], [across, heads, tokens])
@@ -136,7 +136,7 @@ fn check(views: &Views) -> Result<(Signature<'_>, [usize; 5])> {
 /// - `cos`, `sin` `[num_positions, rope_dim / 2]` f32.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn table(device: &Device, views: &Views) -> Result<&'static str> {
     let tensors = [
         read("inv_freq").axes(&["half"]),
@@ -158,7 +158,7 @@ pub fn table(device: &Device, views: &Views) -> Result<&'static str> {
 mod tests {
     use super::*;
 
-    /// Tokens and heads that a launch reaches.
+    /// Tokens and heads that a launch covers.
     fn reached(units: usize, extents: [usize; 2], processors: u64) -> [u64; 2] {
         let (config, heads_per_thread) = launch_config(units, extents, processors).unwrap();
         let ([chunks, y, z], [_, heads, tokens]) =

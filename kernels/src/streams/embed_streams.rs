@@ -14,10 +14,10 @@ const CHECK: Arguments = Arguments { operator: "embed_streams" };
 pub const MAX_STREAMS: usize = 16;
 /// Threads of a block.
 const THREADS: usize = 128;
-/// Pieces of a row that a thread has: `PIECES` in the kernel source.
+/// Most pieces of a row for each thread: `PIECES` in the kernel source.
 const PIECES: usize = 4;
-/// Blocks that a multiprocessor has at once: where all blocks of one piece a thread run at once, a
-/// thread has one.
+/// Blocks that an SM runs at once. If all blocks run at once with one piece a thread, a thread has
+/// one piece.
 const BLOCKS_AT_ONCE: usize = 16;
 
 /// Every module that the launchers compile.
@@ -28,7 +28,7 @@ pub fn modules() -> Vec<Module> {
         .collect()
 }
 
-/// Where the parts of the workspace begin, in bytes.
+/// Where the parts of the workspace start, in bytes.
 struct Workspace {
     counts: usize,
     ends: usize,
@@ -55,12 +55,12 @@ pub fn workspace_bytes(num_tokens: usize, vocab_size: usize) -> usize {
 /// Copies rows of the table to the streams; returns the kernel that ran. Its tensors:
 ///
 /// - `table` `[vocab_size, hidden_size]`, bf16 or f32, rows contiguous;
-/// - `token_ids` `[num_tokens]` i32: rows of the table; what is none gives zeros;
+/// - `token_ids` `[num_tokens]` i32: rows of the table; an id outside the table gives zeros;
 /// - `out` `[num_tokens, num_streams, hidden_size]`, of the table's type, rows contiguous, up to
 ///   16 streams.
 ///
 /// # Errors
-/// A refused argument (`num_streams` is 1 to 16), a compile error, a refused launch.
+/// A rejected argument (`num_streams` is 1 to 16), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, num_streams: usize) -> Result<&'static str> {
     let tensors = [
         read("table").of(&FLOATS).axes(&["vocab_size", "hidden_size"]).rows(),
@@ -94,7 +94,7 @@ pub fn forward(device: &Device, views: &Views, num_streams: usize) -> Result<&'s
 ///
 /// - `token_ids` as in [`forward`];
 /// - `dout` `[num_tokens, num_streams, hidden_size]`, bf16 or f32, rows contiguous;
-/// - `dtable` `[vocab_size, hidden_size]` f32, rows contiguous: zeros in rows that no token names;
+/// - `dtable` `[vocab_size, hidden_size]` f32, rows contiguous: zeros in rows without a token;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors

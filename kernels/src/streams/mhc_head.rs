@@ -16,40 +16,40 @@ const HOPPER_FILE: &str = "mhc_head_hopper.cu";
 const BACKWARD_FILE: &str = "mhc_head_backward.cu";
 const HOPPER_BACKWARD_FILE: &str = "mhc_head_hopper_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_head" };
-/// Floats that the projection leaves of a token; `PARTIAL_WIDTH<STREAMS>` in the kernel source.
+/// Floats that the projection stores for a token; `PARTIAL_WIDTH<STREAMS>` in the kernel source.
 const PARTIAL_WIDTH: usize = 8;
 /// Most threads of a block of the mix, and of the backward's coefficients; `MIX_THREADS` and
 /// `COEFFICIENT_THREADS` there.
 const MIX_THREADS: usize = 128;
 const COEFFICIENT_THREADS: usize = 256;
-/// How often a thread of the coefficients takes a piece of a row.
+/// Pieces of a row for each thread of the coefficients.
 const PIECES: usize = 8;
 /// Threads of the other kernels of the backward.
 const BACKWARD_THREADS: usize = 128;
-/// How its wide kernel works.
+/// The configuration of its wide kernel.
 const WIDE: Wide = Wide { channels: 8, blocks: 3 };
-/// Floats that the coefficients leave of a token: `NUMBERS` and `PRODUCTS` in the kernel source.
+/// Floats that the coefficients store for a token: `NUMBERS` and `PRODUCTS` in the kernel source.
 const NUMBERS: usize = 3 * NUM_STREAMS;
 const PRODUCTS: usize = 2 * NUM_STREAMS;
-/// Blocks of a cluster, and tokens of a batch of its forward and its backward: `CLUSTER` and
+/// Blocks of a cluster, and tokens of a batch in its forward and its backward: `CLUSTER` and
 /// `TOKENS` in the kernel source.
 const CLUSTER: usize = 8;
 const BATCH: usize = 4;
 const BACKWARD_BATCH: usize = 2;
 /// The kernels for Hopper, forward and backward, each with the most channels that it takes and the
-/// blocks that a multiprocessor has at once.
+/// blocks that an SM holds.
 const CLUSTER_KERNELS: [(usize, [&str; 2], [usize; 2]); 3] = [
     (1024, ["mhc_head_hopper_1024", "mhc_head_backward_hopper_1024"], [8, 8]),
     (4096, ["mhc_head_hopper_4096", "mhc_head_backward_hopper_4096"], [4, 3]),
     (MOST_HOPPER_CHANNELS, ["mhc_head_hopper_7168", "mhc_head_backward_hopper_7168"], [2, 2]),
 ];
-/// Most channels that the kernels for Hopper take: of more a block does not hold enough tokens.
+/// Most channels that the kernels for Hopper take: with more, a block does not hold enough tokens.
 pub const MOST_HOPPER_CHANNELS: usize = 7168;
-/// Most tokens of a cluster where there are few: as many as one for each eight multiprocessors
-/// takes.
+/// Most tokens of a cluster where tokens are few: as many as one cluster for each eight SMs
+/// processes.
 const FEW_RUN: usize = 8;
-/// Tokens of a cluster of the forward where there are many: no fewer, so that weights are not read
-/// for nothing; no more, so that none runs long when others have ended.
+/// Tokens of a cluster of the forward where tokens are many. Fewer would read the weights too
+/// often. With more, some clusters would still run when others have ended.
 const RUN: [usize; 2] = [16, 64];
 
 /// Every module that the launchers compile.
@@ -57,7 +57,7 @@ pub fn modules() -> Vec<Module> {
     [FILE, HOPPER_FILE, BACKWARD_FILE, HOPPER_BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
 }
 
-/// The numbers of a call.
+/// The numeric options of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
     /// Added to the mean square of a token.
@@ -73,8 +73,8 @@ impl Numbers {
     }
 }
 
-/// Checks the tensors of a forward, or of a backward, and returns them with its tokens and their
-/// channels.
+/// Checks the tensors of a forward, or of a backward. Returns them with the numbers of tokens and
+/// of channels.
 fn bind(
     views: &Views,
     backward: bool,
@@ -114,18 +114,18 @@ fn bind(
     Ok((signature, extents))
 }
 
-/// How clusters share the tokens of a call.
+/// How the tokens of a call are divided among clusters.
 struct Clusters {
     kernels: [&'static str; 2],
     count: usize,
-    /// Tokens of each, the last one's perhaps fewer.
+    /// Tokens of each cluster; the last may have fewer.
     run: usize,
 }
 
 impl Clusters {
-    /// Of a forward. Few tokens have as many clusters as run at once beside each other. Of many
-    /// there are several for each place, since how many places there are depends on which
-    /// multiprocessors a device lacks.
+    /// For a forward. With few tokens there are as many clusters as run at once. With many tokens
+    /// there are several clusters for each slot, because the number of slots depends on the SMs
+    /// that a device lacks.
     fn of_forward(processors: usize, num_tokens: usize, hidden_size: usize) -> Self {
         let run = match num_tokens.div_ceil((processors / CLUSTER).max(1)) {
             few if few <= FEW_RUN => few.max(1),
@@ -134,9 +134,9 @@ impl Clusters {
         Self { kernels: kernels_of(hidden_size).1, count: num_tokens.div_ceil(run), run }
     }
 
-    /// Of a backward: no more than certainly run at once, an eighth fewer than there are eight
-    /// places for blocks, since each leaves a part of dfn. One at least, so that no tokens give
-    /// sums of zero.
+    /// For a backward: no more clusters than certainly run at once, an eighth fewer than the slots
+    /// of eight blocks, since each leaves a part of dfn. At least one cluster, so that the sums are
+    /// zero without tokens.
     fn of_backward(processors: usize, num_tokens: usize, hidden_size: usize) -> Self {
         let (_, kernels, [_, resident]) = kernels_of(hidden_size);
         let most = (7 * resident * processors / (8 * CLUSTER)).max(2);
@@ -145,7 +145,7 @@ impl Clusters {
     }
 }
 
-/// The first one that takes so many channels.
+/// The first pair that takes this many channels.
 fn kernels_of(hidden_size: usize) -> (usize, [&'static str; 2], [usize; 2]) {
     CLUSTER_KERNELS
         .into_iter()
@@ -156,7 +156,7 @@ fn kernels_of(hidden_size: usize) -> (usize, [&'static str; 2], [usize; 2]) {
 /// Whether the kernels for Hopper run.
 ///
 /// # Errors
-/// They are asked for and cannot run.
+/// They are requested and cannot run.
 fn runs_clusters(
     device: &Device,
     signature: &Signature<'_>,
@@ -190,7 +190,7 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// `hidden_size` a multiple of 8 up to [`MOST_HOPPER_CHANNELS`].
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -255,14 +255,14 @@ pub fn forward(
     Ok(vec![project, name])
 }
 
-/// Floats of each token's numbers, of its products, and of the parts of dfn. Each begins at a
+/// Floats of each token's numbers, of its products, and of the parts of dfn. Each part starts at a
 /// multiple of 16 bytes.
 fn floats(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
     let splits = parts_of_tokens(device, num_tokens, hidden_size, WIDE);
     [num_tokens * NUMBERS, num_tokens * PRODUCTS, splits * NUM_STREAMS * NUM_STREAMS * hidden_size]
 }
 
-/// The same of the clusters' products and parts of dfn.
+/// The same for the clusters' products and parts of dfn.
 fn floats_of_clusters(clusters: &Clusters, hidden_size: usize) -> [usize; 2] {
     [clusters.count * PRODUCTS, clusters.count * NUM_STREAMS * NUM_STREAMS * hidden_size]
 }
@@ -287,7 +287,7 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// `hidden_size` as in the forward.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(
     device: &Device,
     views: &Views,
@@ -313,7 +313,7 @@ pub fn backward(
     Ok(names)
 }
 
-/// What kernels leave for the sums of dfn, dscale and dbase.
+/// The partial sums of dfn, dscale and dbase that kernels leave.
 struct Left {
     dfn_partials: DeviceAddress,
     splits: usize,
@@ -332,12 +332,12 @@ struct Backward<'a> {
 }
 
 impl Backward<'_> {
-    /// Where so many floats of the workspace end.
+    /// The address after this many floats of the workspace.
     fn behind(&self, floats: usize) -> DeviceAddress {
         DeviceAddress(self.views["workspace"].address + 4 * floats as u64)
     }
 
-    /// dstreams, and a part of the sums of each cluster.
+    /// dstreams, and each cluster's part of the sums.
     fn clusters(&self) -> Result<(Vec<&'static str>, Left)> {
         let Self { device, views, signature, num_tokens, hidden_size, .. } = *self;
         let clusters = Clusters::of_backward(
@@ -369,7 +369,7 @@ impl Backward<'_> {
         Ok((vec![name], left))
     }
 
-    /// The same by two kernels, of which the first leaves numbers and products of each token.
+    /// The same with two kernels, of which the first stores numbers and products of each token.
     fn tokens(&self) -> Result<(Vec<&'static str>, Left)> {
         let Self { device, views, signature, num_tokens, hidden_size, .. } = *self;
         let [of_tokens, of_products, _] = floats(device, num_tokens, hidden_size);
@@ -403,7 +403,7 @@ impl Backward<'_> {
         Ok((vec![coefficients, streams], Left { dfn_partials, splits, products, rows: num_tokens }))
     }
 
-    /// dfn, dscale and dbase of what was left.
+    /// dfn, dscale and dbase from the partial sums.
     fn sums(&self, left: Left) -> Result<()> {
         let Self { device, views, hidden_size, .. } = *self;
         let numbers = NUM_STREAMS * NUM_STREAMS * hidden_size;

@@ -18,58 +18,56 @@ const CHECK: Arguments = Arguments { operator: "mhc_mix" };
 pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
 /// Most iterations, whose matrices the backward keeps.
 pub const MAX_ITERATIONS: usize = 48;
-/// Tokens of a block of the projection, and channels of a step, of which a part of the channels
-/// has one of each stream or more: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
+/// Tokens of a block of the projection, and channels of a step. A part of the channels has at least
+/// one step of each stream: `BLOCK_TOKENS` and `PIECE * BLOCK_PIECES` in the kernel source.
 const BLOCK_TOKENS: usize = 128;
 const STEP: usize = 64;
 /// Tokens of a block of the projection for Hopper: `TILE_TOKENS` in the kernel source. Its steps
-/// are as wide, and a part of the channels has one of each stream or more.
+/// have the same width, and a part of the channels has at least one step of each stream.
 const HOPPER_TOKENS: usize = 256;
-/// What a block of it takes before and behind its steps, in steps.
+/// Cost of a block of it in addition to its steps, in steps.
 const HOPPER_OVERHEAD: usize = 3;
-/// Blocks of it for each multiprocessor, at most, where there are several parts of the channels.
+/// Upper bound on its blocks for each SM, where there are several parts of the channels.
 const HOPPER_ROUNDS: usize = 4;
-/// Most tokens that are left to the portable kernels unless others are asked for: of these a block
-/// has more to do for the tokens that are not there.
+/// Up to this many tokens the portable kernels run, unless others are requested: a block for Hopper
+/// would spend most of its work on missing tokens.
 pub const FEW_TOKENS: usize = HOPPER_TOKENS;
-/// Tokens of a block of the projection of few tokens, `FEW_TOKENS` in the kernel source: it is
-/// left no more than one block has.
+/// Tokens of a block of the projection for few tokens, `FEW_TOKENS` in the kernel source. It runs
+/// only for calls with at most one such block.
 const FEW_PROJECTED_TOKENS: usize = 4;
 /// Channels of each stream that such a block has: `FEW_PIECES * PIECE` in the kernel source.
 const FEW_CHANNELS: usize = 64;
 /// Tokens of a block of the scalar projection: one a warp.
 const SCALAR_TOKENS: usize = 8;
-/// Floats that the projection leaves of a token.
+/// Floats that the projection stores for a token.
 const PARTIAL_WIDTH: usize = 32;
 /// Tokens of a block of the coefficients, forward and backward.
 const COEFFICIENT_TOKENS: usize = 8;
-/// Most blocks of the backward's coefficients for each multiprocessor: they wait for one pass
-/// after the other.
+/// Most blocks of the backward's coefficients for each SM: they wait for one pass after the other.
 const COEFFICIENT_BLOCKS: usize = 4;
-/// Most tokens that have a block of the coefficients each where the channels are in many parts,
-/// and most parts that are not many. All of these blocks run at once.
+/// Most tokens for which each has a separate block of the coefficients, where the channels are in
+/// many parts; and the most parts that are not many. All of these blocks run at once.
 const FEW_COEFFICIENT_TOKENS: usize = 1024;
 const FEW_PARTS: usize = 4;
-/// Threads of the backward's blocks but those by tensor cores, and the floats that it leaves of a
+/// Threads of the backward's blocks except those with MMA, and the floats that it stores for a
 /// token.
 const BACKWARD_THREADS: usize = 128;
 const NUMBERS: usize = NUM_COLUMNS + 4;
-/// Tokens of a part of them in the backward: two times what its blocks hold of their numbers at
-/// once.
+/// Tokens of a part of them in the backward: twice the number whose values its blocks hold at once.
 const FEWEST_TOKENS: usize = 64;
-/// Tokens of a box of streams that the backward for Hopper copies, 64 channels wide, and boxes
-/// beside each other that a block takes: `PANEL_TOKENS` and `PANELS` in the kernel source.
+/// Tokens of a TMA box of streams that the backward for Hopper copies, 64 channels wide, and
+/// adjacent boxes that a block processes: `PANEL_TOKENS` and `PANELS` in the kernel source.
 const PANEL_TOKENS: usize = 64;
 const BLOCK_PANELS: usize = 4;
-/// Most parts, each of which leaves sums of its own for dfn.
+/// Most parts, each of which leaves separate sums for dfn.
 const MOST_PARTS: usize = 16;
 
-/// How the wide kernel of a backward works.
+/// The configuration of the wide kernel of a backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Wide {
     /// Channels that a thread owns.
     pub channels: usize,
-    /// Blocks that a multiprocessor has at once: registers or shared memory allow no more.
+    /// Blocks that an SM holds at once, limited by registers or shared memory.
     pub blocks: usize,
 }
 
@@ -82,15 +80,15 @@ pub fn modules() -> Vec<Module> {
     [FILE, HOPPER_FILE, BACKWARD_FILE, HOPPER_BACKWARD_FILE].map(|file| module(file, &[])).to_vec()
 }
 
-/// The numbers of a call.
+/// The numeric options of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Numbers {
-    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first: 1
-    /// to [`MAX_ITERATIONS`].
+    /// Iterations of the Sinkhorn normalisation, of which the first is the softmax with its
+    /// columns: 1 to [`MAX_ITERATIONS`].
     pub sinkhorn_iters: usize,
     /// Added to the mean square of a token.
     pub norm_eps: f32,
-    /// Added to pre, behind the softmax, and to each sum that the Sinkhorn iteration divides by.
+    /// Added to pre, after the softmax, and to each divisor of the Sinkhorn iteration.
     pub hc_eps: f32,
 }
 
@@ -106,8 +104,8 @@ impl Numbers {
     }
 }
 
-/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its
-/// tokens and their channels.
+/// Checks the tensors of a forward by these kernels, or of a backward. Returns them with the
+/// numbers of tokens and of channels.
 fn bind(
     views: &Views,
     backward: bool,
@@ -154,19 +152,19 @@ fn bind(
     Ok((signature, extents))
 }
 
-/// Whether a block of the projection has all tokens, where 16 bytes fit their rows.
+/// Whether a single block of the projection has all tokens, if 16-byte accesses fit their rows.
 pub(crate) fn has_few_projected_tokens(num_tokens: usize) -> bool {
     (1..=FEW_PROJECTED_TOKENS).contains(&num_tokens)
 }
 
-/// Blocks of tokens and parts of the channels of the projection by tensor cores.
+/// Blocks of tokens and parts of the channels of the projection with MMA.
 fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, wanted) =
         (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
     [tiles, (wanted / tiles.max(1)).clamp(1, hidden_size.div_ceil(STEP).max(1))]
 }
 
-/// Whether each block of the projection by tensor cores has one step of each stream.
+/// Whether each block of the projection with MMA has one step of each stream.
 pub(crate) fn has_a_step_of_each_stream(
     device: &Device,
     num_tokens: usize,
@@ -194,8 +192,8 @@ pub(crate) fn projection_blocks(
     }
 }
 
-/// Blocks of tokens and parts of the channels of the projection for Hopper: as many parts as end
-/// soonest, of equal ones the fewest.
+/// Blocks of tokens and parts of the channels of the projection for Hopper. Of all numbers of
+/// parts, the fastest is used, and the smallest if several are equal.
 fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, processors) = (num_tokens.div_ceil(HOPPER_TOKENS), processors.max(1));
     let groups = hidden_size.div_ceil(STEP);
@@ -214,19 +212,19 @@ fn hopper_blocks(device: &Device, num_tokens: usize, hidden_size: usize) -> [usi
     [tiles.saturating_mul(splits), splits]
 }
 
-/// Parts of the channels of either projection, at most: so many places of each token its scratch
-/// memory has.
+/// Upper bound on the parts of the channels of either projection: the scratch memory has this many
+/// slots for each token.
 pub(crate) fn most_splits(device: &Device, num_tokens: usize, hidden_size: usize) -> usize {
     let [_, portable] = projection_blocks(device, num_tokens, hidden_size, true);
     let [_, hopper] = hopper_blocks(device, num_tokens, hidden_size);
     portable.max(hopper)
 }
 
-/// Whether the kernels for Hopper run for this call of the operator `check`. `misfit` says why
-/// they cannot take its tensors, if they cannot.
+/// Whether the kernels for Hopper run for this call of the operator `check`. `misfit` is the reason
+/// why they cannot take its tensors, if there is one.
 ///
 /// # Errors
-/// They are asked for and cannot run.
+/// They are requested and cannot run.
 pub(crate) fn runs_hopper(
     check: Arguments,
     device: &Device,
@@ -236,7 +234,7 @@ pub(crate) fn runs_hopper(
 ) -> Result<bool> {
     let few = implementation == Implementation::Auto && num_tokens <= FEW_TOKENS;
     let implementation = if few { Implementation::Portable } else { implementation };
-    // Of no tokens nothing is launched.
+    // Without tokens nothing is launched.
     implementation.runs_hopper(
         check,
         device.environment(),
@@ -245,8 +243,8 @@ pub(crate) fn runs_hopper(
     )
 }
 
-/// The boxes of `box_tokens` tokens of streams `[num_tokens, 4, hidden_size]` that projections for
-/// Hopper copy; `None` where hardware copies none of such a tensor, or counts no such tokens.
+/// The TMA boxes of `box_tokens` tokens of streams `[num_tokens, 4, hidden_size]` that projections
+/// for Hopper copy. `None` where hardware cannot copy boxes of such a tensor or count its tokens.
 pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<TensorMap> {
     let (&[tokens, streams_of_token, width], &[token, stream, column]) =
         (&streams.shape[..], &streams.strides[..])
@@ -254,7 +252,7 @@ pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<Ten
         return None;
     };
     i32::try_from(tokens).ok()?;
-    // Strides beyond 2^40 bytes are no map's anyway.
+    // Strides beyond 2^40 bytes do not fit a map in any case.
     let bytes = |elements: i64| elements.checked_mul(2);
     let (shape, strides) =
         (vec![streams_of_token, tokens, 2 * width], vec![bytes(stream)?, bytes(token)?, column]);
@@ -264,24 +262,23 @@ pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<Ten
     )
 }
 
-/// The first launch of [`forward`], checked: nothing that it is given is refused when it is
-/// launched.
+/// The first launch of [`forward`], already checked: the launch itself rejects nothing.
 pub(crate) struct Projection<'a> {
     device: &'a Device,
     views: &'a Views,
     num_tokens: usize,
     hidden_size: usize,
-    /// Whether 16 bytes fit every row of streams and weights.
+    /// Whether 16-byte accesses fit every row of streams and weights.
     aligned: bool,
-    /// What the kernel for Hopper copies, where it is the one that runs.
+    /// The map of the kernel for Hopper, if that kernel runs.
     map: Option<TensorMap>,
 }
 
 impl<'a> Projection<'a> {
-    /// With all of [`forward`]'s checks of what it is given.
+    /// With all of [`forward`]'s checks of its arguments.
     ///
     /// # Errors
-    /// A refused argument; kernels for Hopper that are asked for and cannot run.
+    /// A rejected argument; kernels for Hopper that are requested and cannot run.
     pub fn of(
         device: &'a Device,
         views: &'a Views,
@@ -298,11 +295,11 @@ impl<'a> Projection<'a> {
         Ok(Self { device, views, num_tokens, hidden_size, aligned, map: map.filter(|_| hopper) })
     }
 
-    /// Launches the projection, of the kernels for Hopper, those for all hardware, where a block
-    /// has one step of each stream, for few tokens and for any layout.
+    /// Launches one of the projections: for Hopper, for all hardware, for blocks with one step of
+    /// each stream, for few tokens, or for any layout.
     ///
     /// # Errors
-    /// A compile error, a refused launch.
+    /// A compile error, a rejected launch.
     pub fn launch(&self) -> Result<Projected> {
         let Self { device, views, num_tokens, hidden_size, .. } = *self;
         let sizes = |params: Params, splits| {
@@ -323,7 +320,7 @@ impl<'a> Projection<'a> {
             return Ok(projected(name, splits));
         }
         let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, self.aligned);
-        // One block of tokens, as the other has of so few: its blocks are the parts of the
+        // One block of tokens, as the other kernel has for so few: its blocks are the parts of the
         // channels as well.
         let name = match self.aligned {
             true if has_few_projected_tokens(num_tokens) => "mhc_mix_project_few",
@@ -356,11 +353,11 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
 /// - `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for the backward;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernels for Hopper take streams whose rows lie at multiples of 16 bytes, and `hidden_size`
+/// The kernels for Hopper take streams with rows at multiples of 16 bytes, and `hidden_size`
 /// a multiple of 8.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -371,7 +368,7 @@ pub fn forward(
     Ok(vec![projected.kernel, coefficients(device, views, numbers, projected)?])
 }
 
-/// What a projection left in `workspace`.
+/// The result of a projection in `workspace`.
 #[derive(Clone, Copy)]
 pub(crate) struct Projected {
     /// The kernel that ran.
@@ -383,12 +380,13 @@ pub(crate) struct Projected {
 }
 
 impl Projected {
-    /// Whether there are few tokens of many parts, which have a block each for what comes next.
+    /// Whether there are few tokens with many parts; then each token has a block in the next
+    /// kernel.
     pub fn has_few_tokens(self) -> bool {
         self.num_tokens <= FEW_COEFFICIENT_TOKENS && self.splits > FEW_PARTS
     }
 
-    /// What the kernels behind it are told of it and of a call.
+    /// The parameters of the kernels after it, from it and from a call.
     pub fn params(self, params: Params, numbers: Numbers) -> Result<Params> {
         let params =
             params.i64("num_tokens", self.num_tokens)?.i32("hidden_size", self.hidden_size)?;
@@ -398,7 +396,8 @@ impl Projected {
     }
 }
 
-/// Checks what [`forward`] is given; returns its tensors with its tokens and their channels.
+/// Checks the arguments of [`forward`]. Returns its tensors with the numbers of tokens and
+/// channels.
 fn check<'a>(
     device: &Device,
     views: &'a Views,
@@ -415,9 +414,9 @@ fn check<'a>(
     Ok((signature, extents))
 }
 
-/// Checks a call as [`Projection::of`] does, for a kernel of another operator that leaves the same
-/// as one for Hopper, or as one of rows of whole accesses of 16 bytes; returns its blocks and what
-/// it is to leave.
+/// Checks a call as [`Projection::of`] does, for a kernel of another operator with the same result.
+/// That kernel replaces the one for Hopper, or one for rows of whole 16-byte accesses. Returns its
+/// blocks and the description of its result.
 pub(crate) fn projected_by(
     device: &Device,
     views: &Views,
@@ -433,7 +432,7 @@ pub(crate) fn projected_by(
     Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size }))
 }
 
-/// The second one; returns the kernel that ran.
+/// The second launch. Returns the kernel that ran.
 pub(crate) fn coefficients(
     device: &Device,
     views: &Views,
@@ -453,8 +452,8 @@ pub(crate) fn coefficients(
     Ok(name)
 }
 
-/// Parts of the tokens, each of which has blocks of its own for all channels: as many as leave the
-/// fewest multiprocessors idle at the end.
+/// Parts of the tokens, each with separate blocks for all channels: the number that leaves the
+/// fewest SMs idle at the end.
 pub(crate) fn parts_of_tokens(
     device: &Device,
     num_tokens: usize,
@@ -464,7 +463,7 @@ pub(crate) fn parts_of_tokens(
     let columns = (NUM_STREAMS * hidden_size).div_ceil(wide.channels * BACKWARD_THREADS);
     let at_once = wide.blocks * device.environment().processors as usize;
     let most = num_tokens.div_ceil(FEWEST_TOKENS).clamp(1, MOST_PARTS);
-    // Of the places of whole rounds of blocks how many are empty, in 2^20ths; of equal ones the
+    // The empty slots among those of whole rounds of blocks, in 2^20ths; if several are equal, the
     // fewest parts.
     let idle = |parts: &usize| {
         let blocks = columns * parts;
@@ -485,14 +484,14 @@ struct Spread {
 impl Spread {
     fn of(device: &Device, num_tokens: usize, hidden_size: usize) -> Self {
         let processors = device.environment().processors as usize;
-        // At least one block, so that no tokens give sums of zero.
+        // At least one block, so that the sums are zero without tokens.
         let blocks =
             num_tokens.div_ceil(COEFFICIENT_TOKENS).clamp(1, COEFFICIENT_BLOCKS * processors);
         Self { blocks, splits: parts_of_tokens(device, num_tokens, hidden_size, WIDE) }
     }
 
-    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each begins
-    /// at a multiple of 16 bytes.
+    /// Floats of each token's numbers, of the parts of dbase and dscale, and of dfn. Each part
+    /// starts at a multiple of 16 bytes.
     fn floats(&self, num_tokens: usize, hidden_size: usize) -> [usize; 3] {
         let dfn = self.splits * NUM_COLUMNS * NUM_STREAMS * hidden_size;
         [num_tokens * NUMBERS, self.blocks * 2 * NUM_COLUMNS, dfn]
@@ -513,7 +512,7 @@ pub(crate) struct Backward<'a> {
 }
 
 impl<'a> Backward<'a> {
-    /// Of the operator `check`, with [`backward_workspace_bytes`] bytes from `workspace` on, a
+    /// For the operator `check`, with [`backward_workspace_bytes`] bytes from `workspace` on, a
     /// multiple of 16.
     pub fn of(
         device: &'a Device,
@@ -528,8 +527,8 @@ impl<'a> Backward<'a> {
         Self { device, check, num_tokens, hidden_size, spread, numbers, partials, dfn_partials }
     }
 
-    /// From mix, rstd, scale, base, dpre, dpost and dcomb, which `params` has in this order, each
-    /// token's numbers.
+    /// Computes each token's numbers from mix, rstd, scale, base, dpre, dpost and dcomb, which
+    /// `params` has in this order.
     pub fn coefficients(&self, params: Params, numbers: Numbers) -> Result<&'static str> {
         let params = params.ptr("numbers", self.numbers).ptr("partials", self.partials);
         let params =
@@ -547,7 +546,7 @@ impl<'a> Backward<'a> {
     }
 
     /// The gradient of `streams` and the parts of that of `projection`, by a kernel whose threads
-    /// own so many channels. `params` has what it takes beside these.
+    /// own this many channels. `params` has its other parameters.
     pub fn streams(
         &self,
         (file, kernel, channels): (&str, &str, usize),
@@ -568,7 +567,7 @@ impl<'a> Backward<'a> {
         self.device.kernel(file, &[], kernel)?.launch_blocks("streams", blocks, &params)
     }
 
-    /// The same by the kernel for Hopper, of `map`'s streams; returns its name.
+    /// The same by the kernel for Hopper, with the boxes of `map`; returns its name.
     fn streams_by_boxes(
         &self,
         map: &TensorMap,
@@ -590,7 +589,7 @@ impl<'a> Backward<'a> {
         Ok(kernel)
     }
 
-    /// Adds up what the blocks left of dfn, dscale and dbase.
+    /// Adds up the partial sums of dfn, dscale and dbase.
     pub fn sums(&self, views: &Views) -> Result<&'static str> {
         let channels = NUM_STREAMS * self.hidden_size;
         let params =
@@ -620,7 +619,7 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 ///
 /// - `streams`, `fn`, `scale`, `base`, `mix` and `rstd` as the forward read and saved them;
 /// - `dpre`, `dpost`, `dcomb` f32: the gradients of the forward's outputs;
-/// - `dstreams` like `streams`, rows contiguous: the gradient by way of these coefficients alone;
+/// - `dstreams` like `streams`, rows contiguous: only the gradient through these coefficients;
 ///   `dfn`, `dscale` and `dbase` f32 like `fn`, `scale` and `base`;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
@@ -628,8 +627,8 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// multiple of 8 channels.
 ///
 /// # Errors
-/// A refused argument; kernels for Hopper that are asked for and cannot run; a compile error, a
-/// refused launch.
+/// A rejected argument; kernels for Hopper that are requested and cannot run; a compile error, a
+/// rejected launch.
 pub fn backward(
     device: &Device,
     views: &Views,
@@ -655,10 +654,10 @@ pub fn backward(
     Ok(vec![coefficients, name, backward.sums(views)?])
 }
 
-/// What the backward for Hopper copies, where it is the one that runs.
+/// The map of the backward for Hopper, if that kernel runs.
 ///
 /// # Errors
-/// It is asked for and cannot run.
+/// It is requested and cannot run.
 fn map_of_backward(
     device: &Device,
     views: &Views,
@@ -676,7 +675,7 @@ fn map_of_backward(
     Ok(map.filter(|_| hopper && num_tokens > 0))
 }
 
-/// The gradient of the streams by the kernels for all hardware; returns the one that ran.
+/// The gradient of the streams by the kernels for all hardware. Returns the one that ran.
 fn streams_by_rows(
     device: &Device,
     views: &Views,
@@ -691,7 +690,7 @@ fn streams_by_rows(
     Ok(name)
 }
 
-/// Whether accesses of 16 bytes fit every row of these tensors.
+/// Whether 16-byte accesses fit every row of these tensors.
 pub(crate) fn fits_wide(views: &Views, names: &[&str], hidden_size: usize) -> bool {
     const CHANNELS: usize = 8;
     let fits = |name: &&str| {
@@ -710,9 +709,9 @@ mod tests {
     #[test]
     fn the_projection_for_hopper_fills_the_device_whatever_the_tokens_are() {
         let of = |tokens| hopper_projection(132, tokens, 7168);
-        // Two blocks of tokens: as many parts as multiprocessors take at once, of 8 steps each.
+        // Two blocks of tokens: as many parts as SMs process at once, of 8 steps each.
         assert_eq!([of(512), of(8192), of(32_768)], [[2, 56], [32, 4], [128, 1]]);
-        // A hundred blocks would leave a quarter idle.
+        // A hundred blocks would leave a quarter of the SMs idle.
         assert_eq!(of(25_600), [100, 5]);
         assert_eq!([hopper_projection(132, 0, 16), hopper_projection(1, 1, 8)], [[0, 1], [1, 1]]);
     }

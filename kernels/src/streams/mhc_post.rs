@@ -12,8 +12,8 @@ const CHECK: Arguments = Arguments { operator: "mhc_post" };
 pub const NUM_STREAMS: usize = 4;
 /// Threads of a block of the forward; `FORWARD_THREADS` in the kernel source.
 const FORWARD_THREADS: usize = 128;
-/// Most threads of a block of the backward, `BACKWARD_THREADS` in the kernel source, and how often
-/// each takes a piece of a row.
+/// Most threads of a block of the backward, `BACKWARD_THREADS` in the kernel source, and the pieces
+/// of a row for each thread.
 const BACKWARD_THREADS: usize = 256;
 const PIECES: usize = 8;
 
@@ -22,7 +22,7 @@ pub fn modules() -> Vec<Module> {
     modules_of_floats(FILE, &["ELEMENT"])
 }
 
-/// Checks the tensors of a call, and returns them with its tokens and their channels.
+/// Checks the tensors of a call. Returns them with the numbers of tokens and of channels.
 fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     let tensors = [
         read("streams").of(&FLOATS).axes(&["num_tokens", "source", "hidden_size"]).rows(),
@@ -54,8 +54,8 @@ fn bind(views: &Views, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     Ok((signature, extents))
 }
 
-/// Threads that a row of so many pieces keeps busy, each with up to `pieces` of them: whole warps,
-/// at most `most` threads.
+/// Threads that a row of this many pieces keeps busy, each with up to `pieces` of them: whole
+/// warps, at most `most` threads.
 pub(crate) fn threads(row: usize, pieces: usize, most: usize) -> usize {
     row.div_ceil(pieces).next_multiple_of(32).min(most)
 }
@@ -71,7 +71,7 @@ pub(crate) fn threads(row: usize, pieces: usize, most: usize) -> usize {
 ///   `streams` itself.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
     let (signature, [num_tokens, hidden_size]) = bind(views, false)?;
     let element = views["streams"].dtype;
@@ -101,7 +101,7 @@ pub fn forward(device: &Device, views: &Views) -> Result<&'static str> {
 ///   `post` and `comb`. None of them shares memory with another tensor.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views) -> Result<&'static str> {
     let (signature, [num_tokens, hidden_size]) = bind(views, true)?;
     let element = views["streams"].dtype;

@@ -19,13 +19,14 @@ const FILE: &str = "mhc_post_mix_pre.cu";
 const HOPPER_FILE: &str = "mhc_post_mix_pre_hopper.cu";
 const BACKWARD_FILE: &str = "mhc_post_mix_pre_backward.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_post_mix_pre" };
-/// Pieces of a row that a thread takes.
+/// Pieces of a row that a thread processes.
 const PIECES: usize = 8;
 /// Most threads of dpre's blocks; `DPRE_THREADS` in the kernel source.
 const DPRE_THREADS: usize = 256;
-/// Tokens of the boxes that the kernel for Hopper copies; `CONSUMER_TOKENS` in the kernel source.
+/// Tokens of the TMA boxes that the kernel for Hopper copies; `CONSUMER_TOKENS` in the kernel
+/// source.
 const BOX_TOKENS: usize = 64;
-/// What the forward writes for the next site, by this operator's names and by those of that site.
+/// The forward's outputs for the next site: the names of this operator and of that site.
 const OF_NEXT_SITE: [(&str, &str); 3] =
     [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
 
@@ -37,8 +38,8 @@ pub fn modules() -> Vec<Module> {
     own.into_iter().chain(mhc_mix::modules()).chain(others).collect()
 }
 
-/// Checks the tensors of a forward by these kernels, or of a backward, and returns them with its
-/// tokens and their channels.
+/// Checks the tensors of a forward by these kernels, or of a backward. Returns them with the
+/// numbers of tokens and of channels.
 fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>, [usize; 2])> {
     let (backward, hopper) = (forward.is_none(), forward == Some(Implementation::Hopper));
     let (gates, matrix) =
@@ -99,29 +100,30 @@ pub fn forward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size: 
     mhc_mix::forward_workspace_bytes(device, num_tokens, hidden_size)
 }
 
-/// Launches the forward: of many tokens on Hopper one kernel for the streams and their projection,
-/// and the other kernels of `mhc_mix` and `mhc_pre`; of few tokens one for the coefficients and
-/// `h`, and of a few one for the streams and their projection; otherwise the kernels of
-/// `mhc_post`, `mhc_mix` and `mhc_pre`. Returns the kernels that ran. Its tensors:
+/// Launches the forward. With many tokens on Hopper, one kernel computes the streams and their
+/// projection; the other kernels of `mhc_mix` and `mhc_pre` follow. With few tokens one kernel
+/// computes the coefficients and `h`. With very few tokens one also computes the streams and their
+/// projection. Otherwise the kernels of `mhc_post`, `mhc_mix` and `mhc_pre` run. Returns the
+/// kernels that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]` bf16, rows
-///   contiguous: the streams in front of a sublayer and its output;
+///   contiguous: the streams before a sublayer and its output;
 /// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]` (source, destination) f32, the
 ///   coefficients of its site;
 /// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]` f32, the parameters of the next
 ///   site;
-/// - `out` like `streams`, rows contiguous, which may be `streams` itself: the streams behind the
+/// - `out` like `streams`, rows contiguous, which may be `streams` itself: the streams after the
 ///   sublayer;
 /// - `next_pre` and `next_post` `[num_tokens, 4]` and `next_comb` `[num_tokens, 4, 4]` f32, the
 ///   coefficients of the next site, `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]` f32, for
 ///   the backward, and `h` like `y`, rows contiguous, which the next sublayer's norm reads;
 /// - `workspace`, scratch memory of [`forward_workspace_bytes`] bytes at a multiple of 16.
 ///
-/// The kernels for Hopper take `streams`, `y` and `out` whose rows lie at multiples of 16 bytes,
-/// and `hidden_size` a multiple of 8.
+/// The kernels for Hopper take `streams`, `y` and `out` with rows at multiples of 16 bytes, and
+/// `hidden_size` a multiple of 8.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -131,8 +133,8 @@ pub fn forward(
     launch(device, views, numbers, implementation, true)
 }
 
-/// The same as [`forward`] by the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the
-/// other, whatever the number of tokens: the same bits, and what it is timed beside.
+/// The same as [`forward`] with the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`, one after the
+/// other, for any number of tokens. It gives the same bits and is the baseline of its time.
 ///
 /// # Errors
 /// Those of [`forward`].
@@ -145,7 +147,7 @@ pub fn forward_separate(
     launch(device, views, numbers, implementation, false)
 }
 
-/// A call of the forward, all of which is checked.
+/// A call of the forward, with all arguments checked.
 struct Forward<'a> {
     device: &'a Device,
     views: &'a Views,
@@ -156,16 +158,16 @@ struct Forward<'a> {
     implementation: Implementation,
     num_tokens: usize,
     hidden_size: usize,
-    /// Whether 16 bytes fit every row of what is projected, of what that is made of and of the
+    /// Whether 16-byte accesses fit every row of the projected streams, of their inputs and of the
     /// weights.
     vectorised: bool,
 }
 
 impl Forward<'_> {
-    /// What the kernel for Hopper copies boxes of, where it is the one that runs.
+    /// The TMA boxes of the kernel for Hopper, if that kernel runs.
     ///
     /// # Errors
-    /// It is asked for and cannot run.
+    /// It is requested and cannot run.
     fn maps(&self) -> Result<Option<[TensorMap; 2]>> {
         let maps = || {
             let y = &self.views["y"];
@@ -188,11 +190,11 @@ impl Forward<'_> {
         Ok(maps.filter(|_| hopper))
     }
 
-    /// The streams and their projection by one kernel, where there is one for what `mhc_mix`
-    /// projects in the same order.
+    /// The streams and their projection by one kernel, if there is one with the same order of sums
+    /// as `mhc_mix`.
     ///
     /// # Errors
-    /// A refused argument, a compile error, a refused launch.
+    /// A rejected argument, a compile error, a rejected launch.
     fn project(&self) -> Result<Option<Projected>> {
         let Self { device, num_tokens, hidden_size, .. } = *self;
         let params = |names: &[&'static str], splits| {
@@ -243,7 +245,7 @@ impl Forward<'_> {
     /// Coefficients and `h` of few tokens by one kernel.
     ///
     /// # Errors
-    /// A compile error, a refused launch.
+    /// A compile error, a rejected launch.
     fn mix(&self, projected: Projected) -> Result<&'static str> {
         let views = self.views;
         let params = self.signature.params(&["out"]).ptr("partials", &views["workspace"]);
@@ -274,7 +276,7 @@ fn launch(
     may_fuse: bool,
 ) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, Some(implementation))?;
-    // Before anything is launched: out may be streams, which no refusal may cost.
+    // Before any launch: out may be streams, which an error must not change.
     numbers.check(CHECK)?;
     CHECK.holds(
         "workspace",
@@ -318,7 +320,7 @@ fn launch(
     Ok(ran)
 }
 
-/// Bytes of each token's dpre, which lies in front of what `mhc_mix`'s kernels need. A multiple of
+/// Bytes of each token's dpre, stored before the workspace of `mhc_mix`'s kernels. A multiple of
 /// 16.
 fn dpre_bytes(num_tokens: usize) -> usize {
     4 * NUM_STREAMS * num_tokens
@@ -332,16 +334,16 @@ pub fn backward_workspace_bytes(device: &Device, num_tokens: usize, hidden_size:
 /// Launches the backward; returns the kernels that ran. Its tensors:
 ///
 /// - those that [`forward`] reads, and `out`, `next_pre`, `mix` and `rstd` as it wrote them;
-/// - `dout` like `out`, rows contiguous: its gradient by way of all but the next site's
+/// - `dout` like `out`, rows contiguous: its gradient through all but the next site's
 ///   coefficients and `h`; `dh` like `h`, rows contiguous; `dnext_post` and `dnext_comb` f32 like
 ///   `next_post` and `next_comb`;
 /// - `dout_total` like `out`, rows contiguous: the whole gradient of `out`;
 /// - `dstreams` like `streams` and `dy` like `y`, rows contiguous; `dpost`, `dcomb`, `dfn`,
-///   `dscale` and `dbase` f32 like what they are the gradients of;
+///   `dscale` and `dbase` f32 like the tensors of which they are the gradients;
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<&'static str>> {
     let (_, [num_tokens, hidden_size]) = bind(views, None)?;
     numbers.check(CHECK)?;
@@ -388,7 +390,8 @@ pub fn backward(device: &Device, views: &Views, numbers: Numbers) -> Result<Vec<
     Ok(ran)
 }
 
-/// Checks the tensors of a site's backward, and returns them with its tokens and their channels.
+/// Checks the tensors of a site's backward. Returns them with the numbers of tokens and of
+/// channels.
 fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
     let (gates, streams) =
         (&["num_tokens", "destination"], &["num_tokens", "destination", "hidden_size"]);
@@ -422,12 +425,12 @@ fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
     Ok((signature, extents))
 }
 
-/// Launches the backward of a site alone, of its coefficients and of what its sublayer reads;
-/// returns the kernels that ran. Its tensors:
+/// Launches only the backward of a site: of its coefficients and of the input of its sublayer.
+/// Returns the kernels that ran. Its tensors:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` bf16, rows contiguous, and `fn`, `scale` and `base`,
 ///   which the site reads; `pre`, `mix` and `rstd` as its forward wrote them;
-/// - `dout` like `streams`, rows contiguous: the gradient of the streams by way of all but this
+/// - `dout` like `streams`, rows contiguous: the gradient of the streams through all but this
 ///   site; `dh` `[num_tokens, hidden_size]` bf16, rows contiguous; `dpost` `[num_tokens, 4]` and
 ///   `dcomb` `[num_tokens, 4, 4]` f32;
 /// - `dstreams` like `streams`, rows contiguous: the whole gradient of the streams; `dfn`,
@@ -435,7 +438,7 @@ fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
 /// - `workspace`, scratch memory of [`backward_workspace_bytes`] bytes at a multiple of 16.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn site_backward(
     device: &Device,
     views: &Views,

@@ -12,11 +12,11 @@ use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 const FILE: &str = "mhc_pre.cu";
 const NORM_FILE: &str = "mhc_pre_norm.cu";
 const CHECK: Arguments = Arguments { operator: "mhc_pre" };
-/// Most threads of a block without the norm, forward and backward; the kernel source has them by
-/// these names.
+/// Most threads of a block without the norm, forward and backward; the names are those of the
+/// kernel source.
 const FORWARD_THREADS: usize = 128;
 const BACKWARD_THREADS: usize = 256;
-/// How often a thread of the backward takes a piece of a row.
+/// Pieces of a row for each thread of the backward.
 const PIECES: usize = 8;
 
 /// Most channels of a stream where the norm follows.
@@ -27,11 +27,11 @@ const NORM_THREADS: usize = 512;
 const FEW_THREADS: usize = 1024;
 /// Elements that a thread of its forward holds.
 const HELD: usize = 32;
-/// Pieces that a thread of its staged backward takes; `GRADIENT_HELD` in the kernel source.
+/// Pieces that a thread of its staged backward processes; `GRADIENT_HELD` in the kernel source.
 const GRADIENT_HELD: usize = 2;
 /// Rows in shared memory: two stages of `ROWS` in the kernel source.
 const STAGED_ROWS: usize = 2 * (NUM_STREAMS + 1);
-/// An upper bound of the shared memory that the staged backward has beside them.
+/// An upper bound of the shared memory that the staged backward has in addition to them.
 const OWN_SHARED_BYTES: u64 = 1024;
 
 /// Every module that the launchers compile.
@@ -40,14 +40,14 @@ pub fn modules() -> Vec<Module> {
     own.chain(FLOATS.map(rms_norm::dweight_module)).collect()
 }
 
-/// What a norm behind the mix takes.
+/// The options of a norm after the mix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Norm {
     /// Added to the mean square.
     pub eps: f32,
 }
 
-/// Checks the tensors of a call, and returns them with its tokens and their channels.
+/// Checks the tensors of a call. Returns them with the numbers of tokens and of channels.
 fn bind(views: &Views, norm: bool, backward: bool) -> Result<(Signature<'_>, [usize; 2])> {
     let rstd = saved("rstd", backward).axes(&["num_tokens"]).when(norm);
     let channels = &["num_tokens", "hidden_size"];
@@ -88,7 +88,7 @@ fn vectorised(signature: &Signature<'_>, views: &Views) -> bool {
 ///   f32, for the backward, which may be absent; `hidden_size` is then at most [`MAX_NORMALISED`].
 ///
 /// # Errors
-/// A refused argument (`eps` is above 0), a compile error, a refused launch.
+/// A rejected argument (`eps` is above 0), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'static str> {
     let (signature, [num_tokens, hidden_size]) = bind(views, norm.is_some(), false)?;
     let element = views["streams"].dtype;
@@ -97,7 +97,7 @@ pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'s
     let row = if vectorised { hidden_size * element.size() / 16 } else { hidden_size };
     if let Some(Norm { eps }) = norm {
         CHECK.positive("eps", eps)?;
-        // A token for each multiprocessor: of more, other blocks work while one waits.
+        // One token for each SM. With more tokens, other blocks work while one waits.
         let few = num_tokens <= device.environment().processors as usize && row <= FEW_THREADS;
         let (name, held, most) = match vectorised {
             true if few => ("mhc_pre_norm_forward_few", 1, FEW_THREADS),
@@ -124,7 +124,7 @@ pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'s
     Ok(name)
 }
 
-/// How the backward of a norm is launched.
+/// The launch of the backward of a norm.
 struct NormBackward {
     name: &'static str,
     blocks: usize,
@@ -132,8 +132,8 @@ struct NormBackward {
     shared_bytes: u32,
 }
 
-/// Each block leaves one row of partial dweights, so there are only as many as keep the device
-/// busy.
+/// Each block leaves one row of partial dweights, so there are only as many blocks as keep the
+/// device busy.
 fn norm_backward(
     device: &Device,
     element: DType,
@@ -169,7 +169,7 @@ pub fn workspace_bytes(
     num_tokens: usize,
     hidden_size: usize,
 ) -> usize {
-    // The largest grid of any path, so that the answer does not depend on alignment.
+    // The largest grid of any path, so that the result does not depend on alignment.
     let blocks = [true, false]
         .map(|wide| norm_backward(device, element, num_tokens, hidden_size, wide).blocks);
     blocks[0].max(blocks[1]) * hidden_size * 4
@@ -185,7 +185,7 @@ pub fn workspace_bytes(
 ///   [`workspace_bytes`] bytes.
 ///
 /// # Errors
-/// A refused argument, a compile error, a refused launch.
+/// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views, norm: bool) -> Result<Vec<&'static str>> {
     let (signature, [num_tokens, hidden_size]) = bind(views, norm, true)?;
     let element = views["streams"].dtype;

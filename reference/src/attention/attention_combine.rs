@@ -1,8 +1,8 @@
-//! Partial attention results over disjoint sets of keys, merged (inference 8.2).
+//! Merges partial attention results over disjoint sets of keys (inference 8.2).
 //!
 //! Part s of a row has the softmax-weighted sum `o_s` over its own keys and their base-2
-//! log-sum-exp `e_s`, both without the sink. A part whose `e_s` is infinite, of either sign, has
-//! seen no key and counts for nothing. With `m = max_s e_s` over the others,
+//! log-sum-exp `e_s`, both without the sink. A part whose `e_s` is infinite, of either sign, has no
+//! valid key and is ignored. With `m = max_s e_s` over the other parts,
 //!
 //! ```text
 //! Z   = sum_s 2^(e_s - m)
@@ -10,13 +10,13 @@
 //! out = sum_s 2^(e_s - m) o_s / (Z + exp(sink - m ln 2))           0 without any key
 //! ```
 //!
-//! The sink, a logit in natural units that has no value row, enters here and nowhere else; `+inf`
-//! makes `out` 0.
+//! The sink is a logit in natural units without a value row. It enters only here; `+inf` makes
+//! `out` 0.
 //!
 //! # Rounding points
 //!
-//! Exponents, powers, the two sums and their quotient are fp32; `log2 e` and `ln 2` are fp32
-//! constants. The terms of `out` are products of fp32 numbers that are summed in fp32.
+//! Exponents, exponentials, the two sums and their quotient are fp32; `log2 e` and `ln 2` are fp32
+//! constants. The terms of `out` are products of fp32 values that are summed in fp32.
 
 use candle_core::{Device, Tensor};
 
@@ -46,7 +46,7 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
         return Ok(Named::new().with("out", out).with("lse", lse));
     }
     let parts = Parts::new(out, lse)?;
-    // m cancels out of both results but for rounding.
+    // m cancels in both results except for rounding.
     let m = select(&parts.any, &parts.exponents.max(0)?, 0.0)?;
     let shifted = rounding.f32(&parts.exponents.broadcast_sub(&m)?)?;
     let weights = rounding.approximate_f32(&exp2(&shifted)?)?;
@@ -88,7 +88,7 @@ fn shares(
     select(&parts.has_keys, &rounding.f32(&weights.broadcast_mul(&inverse)?)?, 0.0)
 }
 
-/// The parts, those without keys made harmless.
+/// The parts; those without keys hold harmless values.
 struct Parts {
     /// `[num_parts, num_tokens, num_heads]`: base-2 log-sum-exp, `-inf` for parts without keys.
     exponents: Tensor,
@@ -142,7 +142,7 @@ mod tests {
         }
     }
 
-    /// The slots `range` of every list as a part of its own.
+    /// The slots `range` of every list as a separate part.
     fn part(whole: &attention::Inputs, range: std::ops::Range<usize>) -> Result<(Tensor, Tensor)> {
         let lists = whole
             .indices
@@ -243,7 +243,7 @@ mod tests {
             Ok(forward(&inputs, rounding)?.tensor("out")?.narrow(1, 0, 2)?)
         };
         let working = (0..256).map(|seed| run(&mut Rounding::new(Precision::Working { seed })));
-        // Of 15 rows a third has an infinite sink and one token no key: 8 rows err, each by its
+        // Of 15 rows a third has an infinite sink and one token has no key: 8 rows err, each by its
         // own shares.
         assert_unbiased(
             "out",

@@ -1,9 +1,10 @@
 //! Attention of decoded tokens over a paged cache (inference 8 to 8.4).
 //!
-//! A request has `s_q` tokens. Each has a list of slots in the store of raw rows (the window) and
-//! one in the store of compressed entries; both take part in one softmax. Slot j of a list is
-//! *valid* when `j < clamp(length, 0, topk)` and its index names a row of its store. A row is K
-//! and V at once, as its bytes decode ([`RowFormat`]). With the rows kv of a token's valid slots
+//! A request has `s_q` tokens. Each token has a list of slots in the store of raw rows (the window)
+//! and a list of slots in the store of compressed entries. Both take part in one softmax. Slot j of
+//! a list is *valid* when `j < clamp(length, 0, topk)` and its index names a row of its store. A
+//! row is both K and V, as its bytes decode ([`RowFormat`]). With the rows kv of a token's valid
+//! slots
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[h] . kv[j]
@@ -13,11 +14,11 @@
 //!
 //! # Rounding points
 //!
-//! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended
-//! to part by part without the sink, each part relative to its own maximum; its output and base-2
-//! log-sum-exp are stored in f32 and merged as [`attention_combine`] says, where the sink enters.
-//! Where the cuts are changes nothing but rounding; that it does, for a few dominant keys as much
-//! as the rounding itself, since it decides which weights are 1.
+//! Those of [`sparse_attention`] over the joined list. A list that is cut into parts is attended to
+//! part by part without the sink, each part relative to its own maximum. The output and base-2
+//! log-sum-exp of a part are stored in f32 and merged as in [`attention_combine`], where the sink
+//! enters. The position of the cuts changes only rounding. With a few dominant keys this change is
+//! as large as the rounding itself, because the cuts decide which weights are 1.
 //!
 //! [`sparse_attention`]: crate::attention::sparse_attention
 
@@ -33,7 +34,7 @@ use crate::precision::Rounding;
 /// A store of rows, and a list of its slots for each token.
 #[derive(Debug, Clone)]
 pub struct Store {
-    /// The pages, one behind the other.
+    /// The pages, one after the other.
     pub pages: Vec<u8>,
     /// Rows of a page, at least 1.
     pub page_size: usize,
@@ -46,7 +47,7 @@ pub struct Store {
     pub length: Option<Vec<i32>>,
 }
 
-/// What the attention reads.
+/// Inputs of the attention.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[batch, s_q, num_heads, head_dim]`, stored in bf16.
@@ -62,31 +63,31 @@ pub struct Inputs {
     pub sink: Option<Tensor>,
     /// Multiplies the dot products; finite.
     pub softmax_scale: f64,
-    /// How the lists are cut. It moves rounding alone.
+    /// How the lists are cut. This changes only rounding.
     pub split: Split,
 }
 
 /// Where the joined lists are cut into parts.
 #[derive(Debug, Clone)]
 pub struct Split {
-    /// Slots of a tile, at least 1: the window's list is filled up to whole tiles, and cuts are
+    /// Slots of a tile, at least 1: the window's list is padded to whole tiles, and cuts are
     /// between tiles.
     pub tile_slots: usize,
-    /// Heads that share their cuts, at least 1: a unit is a token with so many of its heads.
+    /// Heads that share their cuts, at least 1: a unit is a token with this many of its heads.
     pub unit_heads: usize,
     /// For each unit, `token * ceil(num_heads / unit_heads) + head / unit_heads`, the tiles at
-    /// which another part begins, in ascending order, the first tile excepted.
+    /// which another part starts, in ascending order, without the first tile.
     pub cuts: Vec<Vec<usize>>,
 }
 
 impl Split {
-    /// No cut.
+    /// Without cuts.
     pub fn whole(units: usize) -> Self {
         Self { tile_slots: 1, unit_heads: usize::MAX, cuts: vec![Vec::new(); units] }
     }
 }
 
-/// What the attention writes.
+/// Outputs of the attention.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     /// `[batch, s_q, num_heads, head_dim]`, stored in bf16.
@@ -134,7 +135,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     })
 }
 
-/// What the units of one block of heads read.
+/// The inputs of the units of one block of heads.
 struct BlockInputs {
     q: Tensor,
     k: Tensor,
@@ -163,7 +164,7 @@ impl BlockInputs {
         Ok([merged.tensor("out")?.clone(), merged.tensor("lse")?.clone()])
     }
 
-    /// Part `number` of every token's list; those that have fewer parts have no slot there.
+    /// Part `number` of every token's list; a list with fewer parts has no slot there.
     fn part(
         &self,
         parts: &[Vec<&[i32]>],
@@ -197,7 +198,7 @@ impl Split {
     }
 }
 
-/// The rows of all stores, one store behind the other, `[rows, head_dim]`.
+/// The rows of all stores, one store after the other, `[rows, head_dim]`.
 fn decoded(format: RowFormat, stores: &[&Store]) -> Result<Tensor> {
     let mut rows = Vec::new();
     let mut count = 0;
@@ -213,8 +214,8 @@ fn decoded(format: RowFormat, stores: &[&Store]) -> Result<Tensor> {
     Ok(Tensor::from_vec(rows, (count, format.head_dim()), &Device::Cpu)?)
 }
 
-/// For each token its slots in all stores as rows of [`decoded`]; -1 where a slot is not valid.
-/// Each store's slots are filled up to whole tiles.
+/// For each token its slots in all stores as rows of [`decoded`]; -1 where a slot is not valid. The
+/// slots of each store are padded to whole tiles.
 fn joined_lists(inputs: &Inputs, stores: &[&Store], tokens: usize, s_q: usize) -> Vec<Vec<i32>> {
     let list = |token: usize| {
         let mut rows_before = 0;
@@ -325,7 +326,7 @@ mod tests {
             pages[data_at..data_at + data.len()].copy_from_slice(&data);
             pages[scales_at..scales_at + scales.len()].copy_from_slice(&scales);
         }
-        // Beyond both ends of the store as well.
+        // Also beyond both ends of the store.
         let indices = (0..4 * topk).map(|_| draw.below(num_slots + 4) as i32 - 2).collect();
         Store { pages, page_size, indices, topk, length: Some(length) }
     }
@@ -344,7 +345,7 @@ mod tests {
         }
     }
 
-    /// The formulas of the module documentation, read naively.
+    /// The formulas of the module documentation, computed directly.
     fn by_hand(inputs: &Inputs, request: usize, token: usize, head: usize) -> (Vec<f64>, f64) {
         let at = request * 2 + token;
         let mut rows = Vec::new();
@@ -390,7 +391,7 @@ mod tests {
         Ok(())
     }
 
-    /// Cuts of the units of 4 tokens and 2 blocks of heads, no two alike.
+    /// Cuts of the units of 4 tokens and 2 blocks of heads, all different.
     fn split(tile_slots: usize) -> Split {
         let tiles = 24 / tile_slots;
         let cuts = (0..8usize)

@@ -1,18 +1,19 @@
-//! The attention's output turned back by the query's position and quantized (inference 4, 5.4, 9):
+//! The attention output, rotated back by the position of the query and quantized (inference 4, 5.4,
+//! 9):
 //!
 //! ```text
 //! r[t,h,:]      = x[t,h,:] with its last channels rotated backwards by the position of token t      [`crate::projections::rope`]
 //! codes, scales = quantize(r), in groups of 128 channels of a head                             [`crate::formats::quantize_fp8`]
 //! ```
 //!
-//! A group of the output projection is a run of neighbouring heads, whose codes are one row of its
-//! product and whose scales are a matrix by themselves.
+//! A group of the output projection is a run of neighbouring heads. Its codes are one row of its
+//! GEMM, and its scales are a separate matrix.
 //!
 //! # Rounding points
 //!
-//! r is bf16, and every operation before is part of the definition
-//! ([`crate::projections::rope::turned`]), so that codes and scales have one value: that of the
-//! two operators one after the other.
+//! r is bf16. Every operation before it is part of the definition
+//! ([`crate::projections::rope::turned`]), so codes and scales have one value: that of the two
+//! operators one after the other.
 
 use candle_core::Tensor;
 
@@ -27,14 +28,14 @@ use crate::select::entry;
 /// Channels that share a scale.
 pub const GROUP: usize = 128;
 
-/// How the output is quantized.
+/// Options of the quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Groups of the output projection, each of as many heads.
+    /// Groups of the output projection, each with the same number of heads.
     pub o_groups: usize,
-    /// What a scale is.
+    /// The type of a scale.
     pub scale: ScaleType,
-    /// Where the scales of a group of the projection lie.
+    /// Layout of the scales of one group of the projection.
     pub layout: ScaleLayout,
 }
 
@@ -49,15 +50,15 @@ impl Options {
     }
 }
 
-/// Of `x` `[num_tokens, num_heads, head_dim]`, stored in bf16, rotated inversely:
+/// The outputs for `x` `[num_tokens, num_heads, head_dim]`, stored in bf16, rotated inversely:
 ///
 /// - `codes` `[num_tokens, o_groups, group_width]`, bytes, with `group_width = num_heads /
 ///   o_groups * head_dim`;
-/// - `scales` `[o_groups, ..]`: for each group of the projection what [`Options::scales`] says.
+/// - `scales` `[o_groups, ..]`: for each group of the projection the layout of [`Options::scales`].
 ///
 /// # Errors
-/// Tensors that do not fit; heads that groups do not divide; a `head_dim` that is no multiple of
-/// [`GROUP`].
+/// Tensors whose shapes do not match; heads that groups do not divide; a `head_dim` that is not a
+/// multiple of [`GROUP`].
 pub fn forward(inputs: &rope::Inputs, options: Options) -> Result<Named> {
     let turned = rope::turned(inputs)?;
     let (num_tokens, num_heads, head_dim) = inputs.x.dims3()?;

@@ -1,4 +1,4 @@
-//! Attention and what follows it.
+//! Attention and its postprocessing.
 
 pub mod attention_combine;
 pub mod decode_attention;

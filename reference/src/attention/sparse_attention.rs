@@ -1,8 +1,9 @@
 //! Sparse attention with a sink over gathered keys (inference 8, training 3 and 4).
 //!
-//! Every token t has a list of `topk` slots; slot j names key row `indices[t, j]`. It is *valid*
-//! when `j < clamp(topk_length[t], 0, topk)` and `0 <= indices[t, j] < num_keys`. All heads share
-//! the keys and the list. Over the valid slots j of a token, each counted as often as it occurs,
+//! Every token t has a list of `topk` slots; slot j names key row `indices[t, j]`. A slot is
+//! *valid* when `j < clamp(topk_length[t], 0, topk)` and `0 <= indices[t, j] < num_keys`. All heads
+//! share the keys and the list. Over the valid slots j of a token, each counted as often as it
+//! occurs,
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[t, h] . k[indices[t, j]]
@@ -11,9 +12,9 @@
 //! out[h]  = sum_j exp(z - M) v[indices[t, j]] / (sum_j exp(z - M) + exp(sink[h] - M))
 //! ```
 //!
-//! and 0 when no slot is valid. The sink is a logit that is not scaled and has no value row. `sink
-//! = +inf` makes `out` 0 and leaves `lse` alone; `sink = -inf` is no sink. The value row v of a
-//! key is the key row itself, its first `v_dim` channels, or a row of a tensor of its own.
+//! and 0 when no slot is valid. The sink is a logit that is not scaled and has no value row.
+//! `sink = +inf` makes `out` 0 and does not change `lse`; `sink = -inf` means no sink. The value
+//! row v of a key is the key row itself, its first `v_dim` channels, or a row of a separate tensor.
 //!
 //! Backward, with `L = ln(exp(lse) + exp(sink))` (`+inf` when no slot is valid):
 //!
@@ -29,23 +30,22 @@
 //! ```
 //!
 //! When values are key rows, dv is added to the first `v_dim` columns of dk. A row without valid
-//! slots has a dq of exactly 0 and contributes to nothing.
+//! slots has a dq of exactly 0 and adds nothing to the other gradients.
 //!
 //! # Rounding points
 //!
 //! * every matrix product and sum accumulates in fp32; z, exponents and exponentials are fp32;
-//! * `exp(z - M)` is rounded to bf16 in front of the product with v, after it was summed
-//!   unrounded. Kernels that work in tiles subtract the maximum so far instead of M, so the scale
-//!   at which it is rounded is theirs;
-//! * backward reads the stored `out` (bf16) and `lse` (fp32); z is computed anew;
-//! * P and dS are rounded to bf16 in front of their products, dS **without** `softmax_scale`,
-//!   which multiplies the fp32 accumulators of dq and dk, never dv;
+//! * `exp(z - M)` is rounded to bf16 before the product with v, after it was summed unrounded.
+//!   Kernels that work in tiles subtract the running maximum instead of M, so the kernel decides
+//!   the scale at which it is rounded;
+//! * backward reads the stored `out` (bf16) and `lse` (fp32); z is recomputed;
+//! * P and dS are rounded to bf16 before their products. dS is **without** `softmax_scale`, which
+//!   multiplies the fp32 accumulators of dq and dk, never dv;
 //! * dk and dv are fp32 sums over all (t, h, j) of a key; with shared storage both kinds of terms
 //!   share one sum.
 //!
-//! Invalid slots read an extra row of zeros behind the last key and get the logit `-inf` by a
-//! select, so that nothing is read through an index that nobody may follow, and no NaN of an
-//! unreferenced row can pass.
+//! Invalid slots read an extra row of zeros after the last key and get the logit `-inf` by a
+//! select. So nothing is read through an invalid index, and no NaN of an unreferenced row can pass.
 
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -63,11 +63,11 @@ pub enum Value {
         /// Channels of a value, at most `head_dim`.
         v_dim: usize,
     },
-    /// The value rows are a tensor of their own, `[num_keys, v_dim]`, stored in bf16.
+    /// The value rows are a separate tensor, `[num_keys, v_dim]`, stored in bf16.
     Separate(Tensor),
 }
 
-/// What the attention reads, widened to f64.
+/// Inputs of the attention, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16.
@@ -89,7 +89,7 @@ pub struct Inputs {
     pub softmax_scale: f64,
 }
 
-/// What the attention writes.
+/// Outputs of the attention.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     /// `[num_tokens, num_heads, v_dim]`, stored in bf16.
@@ -111,7 +111,7 @@ pub struct Upstream {
     pub dlse: Option<Tensor>,
 }
 
-/// What a forward saves for its backward, as it stored it.
+/// What a forward saves for its backward, as stored.
 #[derive(Debug, Clone)]
 pub struct Saved {
     /// `[num_tokens, num_heads, v_dim]`, stored in bf16.
@@ -125,12 +125,12 @@ pub struct Saved {
 pub struct Gradients {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16.
     pub dq: Tensor,
-    /// `[num_keys, head_dim]`, stored in bf16 or f32. Includes dv unless the values are a tensor
-    /// of their own.
+    /// `[num_keys, head_dim]`, stored in bf16 or f32. Includes dv unless the values are a separate
+    /// tensor.
     pub dk: Tensor,
-    /// `[num_keys, v_dim]`, stored as `dk`; present when the values are a tensor of their own.
+    /// `[num_keys, v_dim]`, stored as `dk`; present when the values are a separate tensor.
     pub dv: Option<Tensor>,
-    /// `[num_heads]`, stored in f32; present when there is a sink.
+    /// `[num_heads]`, stored in f32; present with a sink.
     pub dsink: Option<Tensor>,
 }
 
@@ -153,7 +153,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
 }
 
 /// The gradients by the formulas of the module documentation. What the forward pass would have
-/// saved is computed here and rounded as it is stored.
+/// saved is computed here and rounded as stored.
 pub fn backward(
     inputs: &Inputs,
     upstream: &Upstream,
@@ -198,8 +198,8 @@ pub fn backward(
     Ok(Gradients { dq, dk, dv, dsink })
 }
 
-/// dsink, `[num_heads]`, as it follows from the very `out` and `lse` that a forward saved: the
-/// errors of these are no errors of it. `None` without a sink.
+/// dsink, `[num_heads]`, computed from the `out` and `lse` that a forward saved: the errors of
+/// these are not errors of dsink. `None` without a sink.
 pub fn sink_gradient_of_saved(
     inputs: &Inputs,
     saved: &Saved,
@@ -212,7 +212,7 @@ pub fn sink_gradient_of_saved(
     }
     let mut gathered = Gathered::new(inputs, &dims)?;
     let lse = saved.lse.unsqueeze(2)?;
-    // How a forward says that no slot of a row has a weight.
+    // A forward marks a row without a weighted slot by this value.
     gathered.only_rows(&lse.ne(f64::INFINITY)?)?;
     let normaliser = Normaliser::new(inputs, &gathered, &lse, rounding)?;
     let delta = delta(&gathered, &saved.out, dout, rounding)?;
@@ -249,7 +249,7 @@ pub fn backward_autograd(inputs: &Inputs, upstream: &Upstream) -> Result<Gradien
     if dims.has_no_rows() {
         return Gradients::zeros(inputs, &dims);
     }
-    // A variable without elements has no gradient to look for.
+    // A variable without elements has no gradient.
     let variable = |tensor: &Tensor| Var::from_tensor(tensor);
     let (q, k) = (variable(&inputs.q)?, variable(&inputs.k)?);
     let v = match &inputs.value {
@@ -419,8 +419,8 @@ struct Gathered {
     valid: Tensor,
     /// 1 where the row has a valid slot, `[num_tokens, num_heads, 1]`.
     has_valid: Tensor,
-    /// The same where a valid slot has a logit above `-inf`, or NaN; `has_valid` before there are
-    /// logits.
+    /// The same where a valid slot has a logit above `-inf`, or NaN; `has_valid` before the logits
+    /// are computed.
     has_weight: Tensor,
     /// Valid slots of each token, `[num_tokens, 1, 1]`.
     num_valid: Tensor,
@@ -489,7 +489,8 @@ impl Gathered {
         Ok(z)
     }
 
-    /// Rows without a weight are those without a valid slot, and those of which this says 0.
+    /// Restricts the rows with a weight to those that have a valid slot and for which this mask is
+    /// not 0.
     fn only_rows(&mut self, has_weight: &Tensor) -> Result<()> {
         self.has_weight = (&self.has_valid * has_weight)?;
         Ok(())
@@ -501,15 +502,15 @@ impl Gathered {
         select(&self.has_weight.broadcast_as(per_row.shape())?, per_row, otherwise)
     }
 
-    /// The same in the rows without a valid slot: others may be NaN, where a weight of 0 meets
-    /// what is not finite.
+    /// The same in the rows without a valid slot. Other rows may be NaN, where a weight of 0
+    /// multiplies a value that is not finite.
     fn select_valid_rows(&self, per_row: &Tensor, otherwise: f64) -> Result<Tensor> {
         select(&self.has_valid.broadcast_as(per_row.shape())?, per_row, otherwise)
     }
 }
 
-/// The scale as kernels apply it: `softmax_scale * log2 e` is one fp32 constant, and results
-/// return to natural units by another, `ln 2`. Their rounding moves all logits together.
+/// The scale as kernels apply it: `softmax_scale * log2 e` is one fp32 constant, and another,
+/// `ln 2`, converts results back to natural units. Their rounding shifts all logits together.
 fn base_two_scale(softmax_scale: f64, rounding: &mut Rounding) -> f64 {
     let log2_e = rounding.constant_f32(std::f64::consts::LOG2_E);
     let ln_2 = rounding.constant_f32(std::f64::consts::LN_2);
@@ -517,7 +518,7 @@ fn base_two_scale(softmax_scale: f64, rounding: &mut Rounding) -> f64 {
     if rounding.is_exact() { softmax_scale } else { to_base_two * ln_2 }
 }
 
-/// `source` with one row of zeros behind its last.
+/// `source` with one row of zeros after its last.
 fn with_null_row(source: &Tensor) -> Result<Tensor> {
     let null_row = Tensor::zeros((1, source.dim(1)?), DType::F64, source.device())?;
     if source.dim(0)? == 0 {
@@ -540,7 +541,7 @@ struct Softmax {
 
 impl Softmax {
     fn new(gathered: &Gathered, z: Tensor, rounding: &mut Rounding) -> Result<Self> {
-        // M cancels out of every result: it is a constant for differentiation.
+        // M cancels in every result, so it is a constant for differentiation.
         let max = gathered.select_rows(&max_or_nan(&z.detach(), 2)?, 0.0)?;
         let exponents = rounding.f32(&z.broadcast_sub(&max)?)?;
         let weights = rounding.exp_f32(&exponents)?;
@@ -588,7 +589,7 @@ fn output(
     Ok(takes_all.where_cond(&out.zeros_like()?, &out)?)
 }
 
-/// What the backward pass divides by; `[num_tokens, num_heads, 1]`.
+/// The divisor of the backward pass; `[num_tokens, num_heads, 1]`.
 struct Normaliser {
     /// `L = ln(exp(lse) + exp(sink))`; `+inf` in empty rows and under an infinite sink.
     l: Tensor,
@@ -632,7 +633,7 @@ impl Normaliser {
     }
 }
 
-/// dk and, for values of their own, dv.
+/// dk and, for separate values, dv.
 fn key_gradients(
     inputs: &Inputs,
     upstream: &Upstream,
@@ -709,13 +710,13 @@ impl Scatter<'_> {
         let shape = (self.dims.num_keys + 1, per_slot.dim(1)?);
         let zeros = Tensor::zeros(shape, DType::F64, per_slot.device())?;
         let sums = zeros.index_add(&self.gathered.rows, &per_slot.contiguous()?, 0)?;
-        // The last row collected the invalid slots.
+        // The last row holds the invalid slots.
         Ok(sums.narrow(0, 0, self.dims.num_keys)?)
     }
 }
 
 impl SlotSums {
-    /// The same sums with `extra` channels of zeros behind them.
+    /// The same sums with `extra` channels of zeros after them.
     fn widen(self, extra: usize) -> Result<Self> {
         Ok(Self {
             sum: self.sum.pad_with_zeros(1, 0, extra)?,
@@ -729,11 +730,11 @@ impl SlotSums {
     }
 }
 
-/// A second oracle of the exact forward pass, by another route: no gathering, no mask and no
+/// A second oracle of the exact forward pass by another method: without gathering, masks or a
 /// tensor library.
 ///
-/// Every key takes part in the softmax of every token with the logarithm of its multiplicity added
-/// to its logit, which is `-inf` for keys that the token does not name:
+/// Every key takes part in the softmax of every token. The logarithm of its multiplicity is added
+/// to its logit; it is `-inf` for keys that the token does not name:
 ///
 /// ```text
 /// e[h, i] = z[h, i] + ln(multiplicity[t, i])
@@ -741,8 +742,8 @@ impl SlotSums {
 /// out[h]  = sum_i exp(e - L) v[i]
 /// ```
 ///
-/// A mistake in the treatment of invalid slots would have to be made twice, in two ways, to go
-/// unseen.
+/// A mistake in the treatment of invalid slots stays unseen only if both oracles make it, in two
+/// different ways.
 pub fn dense_forward(inputs: &Inputs) -> Result<Outputs> {
     let dims = inputs.check()?;
     let mut dense = Dense::new(inputs, dims)?;
@@ -761,7 +762,7 @@ pub fn dense_forward(inputs: &Inputs) -> Result<Outputs> {
     })
 }
 
-/// How often each key stands in the counted part of the list of one token.
+/// How often each key occurs in the counted part of the list of one token.
 fn multiplicities(inputs: &Inputs, token: usize, num_keys: usize) -> Vec<u32> {
     let mut counts = vec![0; num_keys];
     for slot in 0..inputs.topk {
@@ -861,7 +862,7 @@ mod tests {
     const EMPTY: [usize; 3] = [0, 1, 2];
 
     /// Logits of deviation 4, sinks that matter, lists with holes, duplicates and indices out of
-    /// range. Nobody names the last three keys.
+    /// range. No token names the last three keys.
     fn case(seed: u64, kind: &str, sink: bool, dlse: bool) -> (Inputs, Upstream) {
         let mut draw = Draw::new(seed);
         let value = match kind {
@@ -925,8 +926,8 @@ mod tests {
         gradients: Gradients,
     }
 
-    /// First-order error bounds: (relative error of a chain of roundings) * (the formula with
-    /// every term taken by magnitude), doubled because both sides err. With u the unit roundoff:
+    /// First-order error bounds: (relative error of a chain of roundings) * (the formula with every
+    /// term replaced by its magnitude), doubled because both sides err. With u the unit roundoff:
     ///
     /// * z: head_dim products and sums and the scale, `(head_dim + 1) u Z`, `Z = max scale sum |q|
     ///   |k|`; M has the same error, the subtraction adds `2 u Z`: the exponent is off by at most
@@ -1157,7 +1158,7 @@ mod tests {
                 assert!(rows_of(&gradients.dq, &EMPTY).iter().all(|&v| v == 0.0));
                 assert!(all_finite(&gradients.dq) && all_finite(&gradients.dk), "{what}");
                 assert!(gradients.dsink.as_ref().is_none_or(all_finite));
-                // Nobody names the last three keys.
+                // No token names the last three keys.
                 assert!(all_zero(&gradients.dk.narrow(0, KEYS - 3, 3)?));
             }
             let automatic = backward_autograd(&inputs, &upstream)?;
@@ -1167,7 +1168,7 @@ mod tests {
         Ok(())
     }
 
-    /// `tensor` with NaN or an infinity all over the given rows.
+    /// `tensor` with NaN or an infinity in all channels of the given rows.
     fn poisoned(tensor: &Tensor, rows: &[usize]) -> Tensor {
         let width = tensor.dim(1).unwrap();
         let mut numbers = values(tensor).unwrap();
@@ -1182,7 +1183,7 @@ mod tests {
     fn nan_in_rows_that_a_token_does_not_name_cannot_reach_it() -> Result<()> {
         for kind in ["shared", "prefix", "separate"] {
             let (mut inputs, upstream) = case(4, kind, true, true);
-            // Rows 0 and the last are where a clamped index would land.
+            // A clamped index would read row 0 or the last row.
             let bad = [0, KEYS - 3, KEYS - 2, KEYS - 1];
             for index in &mut inputs.indices {
                 if *index == 0 {
@@ -1257,7 +1258,7 @@ mod tests {
         }
         let explicit = backward(&inputs, &upstream, &mut Rounding::exact())?;
         let automatic = backward_autograd(&inputs, &upstream)?;
-        // The bounds of the case with ordinary sinks: the infinite ones leave nothing to round.
+        // The bounds of the case with ordinary sinks: the infinite ones have nothing to round.
         let bound = bounds(&plain, &upstream)?.gradients;
         assert_within("dq", &explicit.dq, &automatic.dq, &bound.dq);
         assert_within("dk", &explicit.dk, &automatic.dk, &bound.dk);
@@ -1377,7 +1378,8 @@ mod tests {
         let error = (&runs[0] - &exact_run)?;
         let relative = (dot(&error, &error) / dot(&exact_run, &exact_run)).sqrt();
         println!("relative error of one run: {relative:e}");
-        // P, dS and out are rounded to bf16 (gaps 2^-8 to 2^-7): neither untouched nor drowned.
+        // P, dS and out are rounded to bf16 (gaps 2^-8 to 2^-7): the error is neither zero nor
+        // dominant.
         assert!(relative > 2f64.powi(-12) && relative < 2f64.powi(-6));
         Ok(())
     }
@@ -1434,8 +1436,7 @@ mod tests {
                     None => dsink,
                 });
             }
-            // The sinks are shared by the batch. Adding `batch` sums rounds less than the bound of
-            // one.
+            // The batch shares the sinks. Adding `batch` sums rounds less than the bound of one.
             let (dsink, bound) = dsink_sum.unwrap();
             let allowed = ((bound * 2.0)? + golden.storage_error("grad.in.sinks"))?;
             assert_within(name, &dsink, &golden.f64("grad.in.sinks"), &allowed);

@@ -1,4 +1,4 @@
-//! Tokens pooled into compressed entries (inference 6, training 9).
+//! Pools tokens into compressed entries (inference 6, training 9).
 //!
 //! With `C = kv`, `Z = gate` and t the position of a token in its sequence,
 //!
@@ -6,29 +6,29 @@
 //! S[t] = Z[t] + ape[t mod ratio]
 //! p    = softmax over the entry's slots, of each channel apart         u = sum over slots of p C
 //! y    = norm_weight u r            r = 1 / sqrt(mean(u^2) + eps)
-//! z    = y with its last rope_dim channels turned by position j ratio
+//! z    = y with its last rope_dim channels rotated by position j ratio
 //! ```
 //!
-//! Entry j has the slots of its own group of tokens, `[j ratio, (j + 1) ratio)`. Where the width
-//! is twice head_dim groups overlap: these are its last slots, with the second half of each token,
-//! and the tokens of group j - 1 come before them with their first half; entry 0 has no such
-//! slots. A group that is not complete makes no entry. Row `cu_entries[i] + j` is entry j of
-//! sequence i; rows without an entry are zero, and an entry without a row is left out.
+//! Entry j has the slots of its own group of tokens, `[j ratio, (j + 1) ratio)`. Where the width is
+//! twice head_dim, groups overlap. The own group then gives the last slots, with the second half of
+//! each token. The tokens of group j - 1 come before them, with their first half; entry 0 has no
+//! such slots. An incomplete group makes no entry. Row `cu_entries[i] + j` is entry j of sequence
+//! i. Rows without an entry are zero, and an entry without a row is skipped.
 //!
 //! ```text
 //! g  = dy norm_weight        du = r (g - u r^2 mean(g u))        dnorm_weight = sum over entries of dy u r
 //! dC = p du                  dZ = dS = dC (C - u)                dape = sum over entries of dS
 //! ```
 //!
-//! A half of a token that no entry pools has gradients of zero. What [`Epilogue`] makes of entries
-//! has none.
+//! A half of a token that no entry pools has gradients of zero. The result of an [`Epilogue`] has
+//! no gradient.
 //!
 //! # Rounding points
 //!
-//! Scores, powers, sums and their quotient are fp32. u is rounded to the type of the entries
-//! before the norm, y before the rotation. The backward takes the rounded u in the norm, and the
-//! other one in `C - u`. With an epilogue z is rounded likewise before it, its transform before it
-//! is quantized, and what is quantized to codes.
+//! Scores, exponentials, sums and their quotient are fp32. u is rounded to the type of the entries
+//! before the norm, y before the rotation. The backward uses the rounded u in the norm, and the
+//! unrounded u in `C - u`. With an epilogue, z is rounded likewise before it. Its transform is
+//! rounded before it is quantized, and the quantized values are rounded to codes.
 
 use candle_core::{D, Tensor};
 
@@ -39,7 +39,7 @@ use crate::precision::Rounding;
 use crate::select::{max_or_nan, select};
 use crate::{formats::hadamard, projections::rms_norm, projections::rope, quantize};
 
-/// What the operator reads.
+/// Inputs of the operator.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, width]`, stored in f32; the width is head_dim, or twice that where groups
@@ -49,7 +49,7 @@ pub struct Inputs {
     pub gate: Tensor,
     /// `[ratio, width]`, stored in f32.
     pub ape: Tensor,
-    /// First token of each sequence, and the end of the last one: tokens behind it are padding.
+    /// First token of each sequence, and the end of the last one: tokens after it are padding.
     pub cu_seqlens: Vec<i32>,
     /// First row of each sequence's entries, and the end of the last one's.
     pub cu_entries: Vec<i32>,
@@ -59,24 +59,24 @@ pub struct Inputs {
     pub finish: Finish,
 }
 
-/// What entries are stored for (inference 5.4).
+/// The storage format of entries (inference 5.4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
-    /// As they are.
+    /// Unchanged.
     None,
-    /// The channels that do not turn as e4m3 codes with scales of 64 would decode them.
+    /// The channels without rotation become what e4m3 codes with scales of 64 decode to.
     Fp8,
-    /// All 128 channels transformed ([`crate::formats::hadamard`]), and as e2m1 codes with scales
-    /// of 32 would decode them.
+    /// All 128 channels are transformed ([`crate::formats::hadamard`]) and become what e2m1 codes
+    /// with scales of 32 decode to.
     HadamardFp4,
 }
 
 impl Epilogue {
-    /// What it makes of z `[num_entries, head_dim]`, of which the last `rope_dim` channels turned,
-    /// stored as `stored`.
+    /// The epilogue's result for z `[num_entries, head_dim]`, whose last `rope_dim` channels are
+    /// rotated, stored as `stored`.
     ///
     /// # Errors
-    /// A transform of other than 128 channels.
+    /// A transform of a number of channels other than 128.
     pub fn of(
         self,
         z: &Tensor,
@@ -104,7 +104,7 @@ impl Epilogue {
     }
 }
 
-/// What becomes of a pooled entry.
+/// The steps from a pooled entry to a stored one.
 #[derive(Debug, Clone)]
 pub struct Finish {
     /// `[head_dim]`, stored in f32.
@@ -115,14 +115,14 @@ pub struct Finish {
     pub sin: Tensor,
     /// Added to the mean square.
     pub eps: f64,
-    /// What entries, and u before the norm, are stored in: bf16 or f32.
+    /// The type in which entries, and u before the norm, are stored: bf16 or f32.
     pub stored: Format,
-    /// What entries are stored for.
+    /// The storage format of entries.
     pub epilogue: Epilogue,
 }
 
 impl Finish {
-    /// What is stored of u `[num_entries, head_dim]` at these positions.
+    /// The stored entries of u `[num_entries, head_dim]` at these positions.
     pub(crate) fn entries(
         &self,
         u: &Tensor,
@@ -134,7 +134,7 @@ impl Finish {
         let y = rms_norm::forward(&normed, self.eps, rounding)?.tensor("y")?.clone();
         let rotation = self.rotation(rounding.to(self.stored, &y)?, positions)?;
         let turned = rope::forward(&rotation, rounding)?.y.squeeze(1)?;
-        // What does not turn is rounded once.
+        // Channels without rotation are rounded once.
         let (head_dim, rope_dim) = (u.dim(1)?, 2 * self.cos.dim(1)?);
         let leading = head_dim - rope_dim;
         let z = Tensor::cat(&[y.narrow(1, 0, leading)?, turned.narrow(1, leading, rope_dim)?], 1)?;
@@ -154,7 +154,7 @@ impl Finish {
     }
 }
 
-/// An entry that there is.
+/// An entry that exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
     /// Its row.
@@ -181,11 +181,11 @@ pub fn entries_of(cu_seqlens: &[i32], cu_entries: &[i32], ratio: usize) -> Vec<E
     sequences.flat_map(of_sequence).collect()
 }
 
-/// `entries` `[num_entries, head_dim]` and `pooled`, u of the same shape; both stored as the
-/// inputs say.
+/// `entries` `[num_entries, head_dim]` and `pooled`, u of the same shape; both stored as the inputs
+/// define.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     let dims = inputs.check()?;
     let entries = dims.entries(inputs);
@@ -201,9 +201,9 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("entries", all_rows(&z)?).with("pooled", all_rows(&u)?))
 }
 
-/// `dkv` and `dgate`, of the shape of `kv`, `dape` and `dnorm_weight`, all stored in f32, of the
+/// `dkv` and `dgate`, of the shape of `kv`, `dape` and `dnorm_weight`, all stored in f32, for the
 /// gradient `dentries` of `entries`. `pooled` is what a forward stored; without it u is computed
-/// and rounded as a forward does.
+/// and rounded as in a forward.
 ///
 /// # Errors
 /// As [`forward`].
@@ -269,8 +269,8 @@ impl Dims {
         if self.overlaps { 2 * self.ratio } else { self.ratio }
     }
 
-    /// The token of an entry's slot, and where its half begins; none where the sequence begins
-    /// behind it.
+    /// The token of an entry's slot, and the start of its half; none where the token is before the
+    /// sequence.
     fn slot(&self, entry: &Entry, slot: usize) -> Option<(usize, usize)> {
         match (self.overlaps, slot < self.ratio) {
             (false, _) => Some((entry.token + slot, 0)),
@@ -333,7 +333,7 @@ pub(crate) struct Pooling {
     value: Tensor,
     /// exp(score - the largest of the channel).
     power: Tensor,
-    /// One over the sum of the powers, `[num_entries, 1, head_dim]`.
+    /// One over the sum of the exponentials, `[num_entries, 1, head_dim]`.
     inverse: Tensor,
     /// u before it is rounded, `[num_entries, head_dim]`.
     pub pooled: Tensor,
@@ -367,8 +367,8 @@ impl Pooling {
         Self::of_slots(there, &gathered(&inputs.kv, dims, entries)?, &score, rounding)
     }
 
-    /// Of the values and the scores of slots, `[num_entries, slots, head_dim]`; anything where
-    /// there is no token.
+    /// Pools the values and the scores of slots, `[num_entries, slots, head_dim]`; any values where
+    /// no token exists.
     pub fn of_slots(
         there: Vec<u8>,
         value: &Tensor,
@@ -380,7 +380,7 @@ impl Pooling {
         let there = there.broadcast_as((entries, slots, head_dim))?.contiguous()?;
         let value = select(&there, value, 0.0)?;
         let score = select(&there, score, f64::NEG_INFINITY)?;
-        // Whatever is subtracted, the weights are the same.
+        // The weights do not depend on what is subtracted.
         let largest = max_or_nan(&score, 1)?.detach();
         let exponent = rounding.f32(&score.broadcast_sub(&largest)?)?;
         let exponent = rounding.in_base_two(&exponent)?;
@@ -407,7 +407,7 @@ fn indices(list: impl Iterator<Item = usize>, inputs: &Inputs) -> Result<Tensor>
     Ok(Tensor::from_vec(list, count, inputs.kv.device())?)
 }
 
-/// The halves of a tensor `[rows, width]` below each other, `[halves * rows, head_dim]`.
+/// The halves of a tensor `[rows, width]`, stacked vertically: `[halves * rows, head_dim]`.
 pub(crate) fn halves_below_each_other(tensor: &Tensor, head_dim: usize) -> Result<Tensor> {
     if tensor.dim(D::Minus1)? == head_dim {
         return Ok(tensor.clone());
@@ -416,7 +416,7 @@ pub(crate) fn halves_below_each_other(tensor: &Tensor, head_dim: usize) -> Resul
     Ok(Tensor::cat(&[half(0)?, half(1)?], 0)?)
 }
 
-/// The opposite: halves that lie below each other beside each other.
+/// The inverse: stacked halves placed side by side.
 fn beside_each_other(tensor: &Tensor, dims: &Dims) -> Result<Tensor> {
     if !dims.overlaps {
         return Ok(tensor.clone());
@@ -425,8 +425,8 @@ fn beside_each_other(tensor: &Tensor, dims: &Dims) -> Result<Tensor> {
     Ok(Tensor::cat(&[tensor.narrow(0, 0, rows)?, tensor.narrow(0, rows, rows)?], 1)?)
 }
 
-/// The half of each slot's token, `[num_entries, slots, head_dim]`; anything where there is no
-/// token.
+/// The half of each slot's token, `[num_entries, slots, head_dim]`; any values where no token
+/// exists.
 fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
     let place = |(token, column): (usize, usize)| {
         (if column > 0 { dims.num_tokens + token } else { token }) as i64
@@ -441,8 +441,8 @@ fn gathered(tensor: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
     Ok(halves.reshape((entries.len(), dims.slots(), dims.head_dim))?)
 }
 
-/// Rows `[.., head_dim]` at places of a tensor with `extent` rows, zero elsewhere: pairs of a
-/// place and a row.
+/// Rows `[.., head_dim]` scattered into a tensor with `extent` rows, zero elsewhere: pairs of a
+/// destination and a row.
 pub(crate) fn scattered(
     rows: &Tensor,
     places: impl Iterator<Item = (usize, usize)>,
@@ -460,7 +460,7 @@ pub(crate) fn scattered(
     Ok(extended.index_select(&sources, 0)?)
 }
 
-/// What slots `[num_entries, slots, head_dim]` have, for each token `[num_tokens, width]`.
+/// Sums of slots `[num_entries, slots, head_dim]` for each token `[num_tokens, width]`.
 fn of_tokens(of_slots: &Tensor, dims: &Dims, entries: &[Entry]) -> Result<Tensor> {
     let rows = of_slots.reshape((entries.len() * dims.slots(), dims.head_dim))?;
     let half = |column: usize| {
@@ -490,8 +490,7 @@ mod tests {
         dot_of_magnitudes, f64_tensor,
     };
 
-    /// Sequences of these lengths, packed, with two tokens of padding and a row of entries too
-    /// many.
+    /// Packed sequences of these lengths, with two tokens of padding and one unused row of entries.
     fn case(seed: u64, lengths: &[usize], ratio: usize, head_dim: usize, overlaps: bool) -> Inputs {
         let mut draw = Draw::new(seed);
         let width = if overlaps { 2 * head_dim } else { head_dim };
@@ -523,7 +522,7 @@ mod tests {
 
     const LENGTHS: [usize; 6] = [9, 0, 3, 4, 7, 13];
 
-    /// No weights and no table yet.
+    /// Without weights and without a table.
     fn finish() -> Finish {
         let none = f64_tensor(&[], &[0]);
         let (norm_weight, cos, sin) = (none.clone(), none.clone(), none);
@@ -598,8 +597,8 @@ mod tests {
             .zip(&directions)
             .map(|((_, name), v)| dot(gradients.tensor(name).unwrap(), v))
             .sum();
-        // Each entry is a few dozen roundings of numbers of its own size, and the sum has a
-        // hundred terms.
+        // Each entry is a few dozen roundings of values of its own size, and the sum has a hundred
+        // terms.
         let noise = 256.0 * UNIT_ROUNDOFF * dot_of_magnitudes(&dentries, &exactly(&inputs));
         assert_directional_derivative("compressor", objective, 1.0, noise, claimed)
     }
@@ -647,7 +646,7 @@ mod tests {
         let spoilt = Inputs { kv: f64_tensor(&spoilt, inputs.kv.dims()), ..inputs.clone() };
         assert_eq!(values(&exactly(&spoilt))?, expected);
         let rows = expected.chunks(8).map(|row| row.iter().all(|x| *x == 0.0)).collect::<Vec<_>>();
-        // Entries of 9, 0, 3, 4, 7 and 13 tokens, and the row that is no entry's.
+        // Entries of 9, 0, 3, 4, 7 and 13 tokens, and the row without an entry.
         assert_eq!(rows.iter().position(|&zero| zero), Some(2 + 1 + 1 + 3));
         Ok(())
     }

@@ -1,19 +1,19 @@
-//! Tokens pooled into compressed entries while sequences grow (inference 6, 6.2).
+//! Pools tokens into compressed entries while sequences grow (inference 6, 6.2).
 //!
 //! ```text
 //! state[slot][t mod num_rows] = (C[t], S[t])        of each token of a call; S[t] = Z[t] + ape[t mod ratio]
 //! ```
 //!
-//! An entry whose last token is of the call is made of its tokens as
-//! [`compressor`](crate::cache::compressor) has it: those of the call, and earlier ones as the
-//! state has them. Tokens before position 0 are absent, whatever the state holds. A position that
-//! comes again, after the tokens from there on were rejected, writes its row again; of tokens of
-//! one call that have one row the last one stays. A sequence without a slot writes nothing and
-//! makes no entry, and rows without an entry are zero.
+//! An entry whose last token belongs to the call is made from its tokens as in
+//! [`compressor`](crate::cache::compressor). It takes tokens of the call directly, and earlier ones
+//! from the state. Tokens before position 0 are absent, whatever the state holds. When tokens from
+//! a position on were rejected, the position comes again and overwrites its row. Of several tokens
+//! of one call with one row, the last one stays. A sequence without a slot writes nothing and makes
+//! no entry, and rows without an entry are zero.
 //!
 //! # Rounding points
 //!
-//! Those of `compressor`; S is an fp32 number, in the state and without it.
+//! Those of `compressor`; S is an fp32 value, both in the state and outside of it.
 
 use candle_core::Tensor;
 
@@ -22,7 +22,7 @@ use crate::error::{Result, require, require_that, wrong_shape};
 use crate::named::Named;
 use crate::precision::Rounding;
 
-/// What the operator reads.
+/// Inputs of the operator.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, width]`, stored in f32: the tokens of all calls.
@@ -44,40 +44,40 @@ pub struct Inputs {
 /// The tokens of one sequence in one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// The first of them, of all calls' tokens.
+    /// The first of them, as an index into the tokens of all calls.
     pub token: usize,
-    /// How many there are.
+    /// The number of tokens.
     pub num_tokens: usize,
     /// The position of the first one.
     pub position: usize,
-    /// The sequence's slot, if there is such a slot.
+    /// The sequence's slot, if it exists.
     pub slot: Option<usize>,
     /// The first row of its entries.
     pub entry: usize,
-    /// Rows that it has.
+    /// Rows of its entries.
     pub num_entries: usize,
 }
 
-/// An entry: its row, its position, and where its slots' tokens are: rows of kv, then rows of the
-/// state.
+/// An entry: its row, its position, and where the tokens of its slots are: rows of kv, then rows of
+/// the state.
 struct Made {
     row: usize,
     position: usize,
     sources: Vec<Option<usize>>,
 }
 
-/// `entries` `[num_entries, head_dim]`, stored as the inputs say, and the `state` after the last
+/// `entries` `[num_entries, head_dim]`, stored as the inputs define, and the `state` after the last
 /// call.
 ///
 /// # Errors
-/// A tensor of another shape, a piece outside of the tensors.
+/// A tensor of the wrong shape, a piece outside of the tensors.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Named> {
     let dims = inputs.check()?;
     let (made, last) = dims.simulate(&inputs.pieces);
     let ape: Vec<i64> = dims.ape_rows(&inputs.pieces);
     let ape = Tensor::from_vec(ape, dims.num_tokens, inputs.kv.device())?;
     let state = inputs.state.reshape((dims.num_slots * dims.num_rows, 2 * dims.width))?;
-    // Without tokens there is no row of ape to take.
+    // Without tokens no row of ape exists.
     let (mut value, mut score) =
         (state.narrow(1, 0, dims.width)?, state.narrow(1, dims.width, dims.width)?);
     if dims.num_tokens > 0 {
@@ -152,7 +152,7 @@ impl Dims {
         if self.width > self.head_dim { 2 * self.ratio } else { self.ratio }
     }
 
-    /// For each token the row of ape that it has; the first one for those of no sequence.
+    /// For each token its row of ape; the first row for tokens of no sequence.
     fn ape_rows(&self, pieces: &[Piece]) -> Vec<i64> {
         let mut rows = vec![0; self.num_tokens];
         for piece in pieces {
@@ -165,7 +165,7 @@ impl Dims {
     }
 
     /// The entries that the pieces make one after the other, and for each row of the state where
-    /// its numbers are.
+    /// its values are.
     fn simulate(&self, pieces: &[Piece]) -> (Vec<Made>, Vec<usize>) {
         let mut rows: Vec<usize> =
             (0..self.num_slots * self.num_rows).map(|row| self.num_tokens + row).collect();
@@ -206,8 +206,7 @@ impl Dims {
         if count == 0 {
             return Ok(Tensor::zeros((0, self.head_dim), value.dtype(), value.device())?);
         }
-        // The first half of the slots, where there are two halves, has the first half of its
-        // tokens.
+        // With two halves, the first half of the slots has the first half of its tokens.
         let total = value.dim(0)?;
         let place = |slot: usize, source: usize| {
             if self.slots() > self.ratio && slot >= self.ratio { total + source } else { source }

@@ -5,10 +5,10 @@
 //! for each token t with 0 <= slots[t] < num_slots:    pages[slots[t]] = codes and scales of the Hadamard transform of k[t]
 //! ```
 //!
-//! and every other byte stays. A page of B rows keeps the codes of all its rows, 64 bytes each
-//! (e2m1) or 128 (e4m3), and behind them four bytes of scales for each row: four e8m0 bytes, or an
-//! f32 number. Nothing but the transform's own fp32 sums is rounded, in an order that
-//! [`crate::formats::hadamard`] fixes: there is one right answer.
+//! All other bytes are unchanged. A page of B rows keeps the codes of all its rows, 64 bytes each
+//! (e2m1) or 128 (e4m3). After them come four bytes of scales for each row: four e8m0 bytes, or an
+//! f32 value. Only the fp32 sums of the transform are rounded, in an order that
+//! [`crate::formats::hadamard`] fixes. Only one answer is right.
 
 use candle_core::Tensor;
 
@@ -21,19 +21,19 @@ use crate::precision::{Rounding, values};
 /// Bytes of a row's scales.
 pub const SCALE_BYTES: usize = 4;
 
-/// What the write reads.
+/// Inputs of the write.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, 128]`, stored in bf16: keys after their rotation by position.
     pub k: Tensor,
-    /// `[num_tokens]`: any value; those outside of the store write nothing. No slot of the store
+    /// `[num_tokens]`: any value; slots outside of the store write nothing. No slot of the store
     /// occurs twice.
     pub slots: Vec<i32>,
     /// How keys are stored: e2m1 or e4m3.
     pub stored: Stored,
     /// Rows of a page, at least 1.
     pub page_size: usize,
-    /// The pages before the write, one behind the other.
+    /// The pages before the write, one after the other.
     pub pages: Vec<u8>,
 }
 
@@ -50,7 +50,7 @@ pub fn row_bytes(stored: Stored) -> RowBytes {
 /// The pages after the write.
 ///
 /// # Errors
-/// Shapes that do not fit, keys stored as numbers, a slot that occurs twice.
+/// Shapes that do not match, keys stored as values instead of codes, a slot that occurs twice.
 pub fn forward(inputs: &Inputs) -> Result<Vec<u8>> {
     let Inputs { k, slots, stored, page_size, .. } = inputs;
     if *stored == Stored::Values {
@@ -129,8 +129,8 @@ mod tests {
 
     #[test]
     fn scales_are_four_e8m0_bytes_or_one_number() -> Result<()> {
-        // A row of equal numbers is one number, 2^-0.5 * 128 / 8, and zeros: the first group alone
-        // is above its floor.
+        // A row of equal values transforms to one value, 2^-0.5 * 128 / 8, and zeros: only the
+        // first group is above its floor.
         let k = f64_tensor(&[1.0; DIM], &[1, DIM]);
         let e2m1 = Inputs {
             k: k.clone(),

@@ -5,7 +5,7 @@
 //! as bf16. A group of 64 codes shares a power-of-two scale,
 //!
 //! ```text
-//! amax  = max(max |x|, 1e-4)                 s = the least power of two with amax <= 448 s
+//! amax  = max(max |x|, 1e-4)                 s = the smallest power of two with amax <= 448 s
 //! code  = e4m3(x / s)                        byte of s = 127 + log2 s
 //! x'    = bf16(e4m3 value * 2^(byte - 127))
 //! ```
@@ -24,8 +24,8 @@ pub const SCALE_GROUP: usize = 64;
 /// Bytes of scales of a row that has quantized channels.
 pub const SCALE_BYTES: usize = 8;
 
-/// Bytes of a row of a paged store: its data, and its scales, which lie behind the data of all
-/// rows of its page.
+/// Bytes of a row of a paged store: its data, and its scales, which are stored after the data of
+/// all rows of its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBytes {
     /// Bytes of data.
@@ -40,18 +40,18 @@ impl RowBytes {
         page_size * (self.data + self.scales)
     }
 
-    /// Where in a dense store of pages a slot's data and scales begin.
+    /// Offsets of the data and the scales of a slot in a dense store of pages.
     pub fn place(self, slot: usize, page_size: usize) -> (usize, usize) {
         let page = slot / page_size * self.page_bytes(page_size);
         let row = slot % page_size;
         (page + row * self.data, page + page_size * self.data + row * self.scales)
     }
 
-    /// Writes the row of each token to its slot, as `encode` gives its data and its scales; a slot
-    /// that is negative or beyond the pages writes nothing, and every other byte stays.
+    /// Writes the row of each token to its slot: `encode` returns its data and its scales. A slot
+    /// that is negative or beyond the pages writes nothing. All other bytes are unchanged.
     ///
     /// # Errors
-    /// Pages that are no whole ones, a slot that occurs twice.
+    /// An incomplete page, a slot that occurs twice.
     pub fn scatter(
         self,
         pages: &mut [u8],
@@ -114,10 +114,10 @@ impl RowFormat {
         RowBytes { data: self.data_bytes(), scales: self.scale_bytes() }
     }
 
-    /// Refuses what is no format.
+    /// Rejects an invalid format.
     ///
     /// # Errors
-    /// The dimension.
+    /// The invalid dimension.
     pub fn check(self) -> Result<()> {
         if !self.nope_dim.is_multiple_of(SCALE_GROUP) || self.nope_dim > SCALE_GROUP * SCALE_BYTES {
             return Err(wrong_value(
@@ -132,7 +132,7 @@ impl RowFormat {
         Ok(())
     }
 
-    /// The bytes of a row's data and of its scales. The bf16 channels must be numbers of that type.
+    /// The bytes of a row's data and of its scales. The bf16 channels must be values of that type.
     pub fn encode(self, row: &[f64]) -> (Vec<u8>, Vec<u8>) {
         let (nope, rope) = row.split_at(self.nope_dim);
         let (mut data, mut scales) =
@@ -147,12 +147,11 @@ impl RowFormat {
         (data, scales)
     }
 
-    /// The channels of a row, rounded to bf16 as a matrix instruction takes them.
+    /// The channels of a row, rounded to bf16 as an MMA instruction reads them.
     pub fn decode(self, data: &[u8], scales: &[u8]) -> Vec<f64> {
         let (codes, rope) = data.split_at(self.nope_dim);
         let value = |(channel, &code): (usize, &u8)| {
-            // A product of an e4m3 number and a scale is a bf16 number, unless it lies beyond the
-            // range.
+            // A product of an e4m3 value and a scale is a bf16 value, unless it is out of range.
             Format::BF16.nearest(e4m3_value(code) * e8m0_value(scales[channel / SCALE_GROUP]))
         };
         let nope = codes.iter().enumerate().map(value);
@@ -173,7 +172,7 @@ pub fn e4m3_value(code: u8) -> f64 {
     Format::E4M3.value(code.into())
 }
 
-/// The code of the nearest e4m3 number, ties to even; beyond 448 the code of 448, NaN of NaN.
+/// The code of the nearest e4m3 value, ties to even; beyond 448 the code of 448, NaN of NaN.
 pub fn e4m3_code(x: f64) -> u8 {
     Format::E4M3.code(x) as u8
 }
@@ -240,8 +239,7 @@ mod tests {
             assert!((x - y).abs() <= half_step, "{x} became {y}");
         }
         assert_eq!((data.len(), scales.len(), scales[7]), (576, 8, 0));
-        // What was decoded stays as it is, though an amax that was rounded down may halve its
-        // scale.
+        // Decoded values do not change, although an amax that was rounded down may halve its scale.
         let (data, scales) = MODEL.encode(&decoded);
         assert_eq!(MODEL.decode(&data, &scales), decoded);
     }

@@ -1,12 +1,13 @@
-//! Rows of K = V quantized and scattered to the slots of a paged cache (inference 5.4, 8.3, 13.2).
+//! Quantizes rows of K = V and scatters them to the slots of a paged cache (inference 5.4, 8.3,
+//! 13.2).
 //!
 //! ```text
 //! for each token t with 0 <= slots[t] < num_slots:    cache[slots[t]] = encode(kv[t])
 //! ```
 //!
-//! and every other byte stays. [`RowFormat`] says what a row's bytes are: they follow from bf16
-//! inputs without any rounding of an intermediate result, so that there is one right answer and no
-//! working precision.
+//! All other bytes are unchanged. [`RowFormat`] defines the bytes of a row. They follow from bf16
+//! inputs without rounding any intermediate result. So only one answer is right, and no working
+//! precision exists.
 
 use candle_core::Tensor;
 
@@ -14,26 +15,26 @@ use crate::cache::kv_cache::RowFormat;
 use crate::error::{Error, Result, require, wrong_shape};
 use crate::precision::values;
 
-/// What the write reads.
+/// Inputs of the write.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, head_dim]`, stored in bf16.
     pub kv: Tensor,
-    /// `[num_tokens]`: any value; those outside of the cache write nothing. No slot of the cache
+    /// `[num_tokens]`: any value; slots outside of the cache write nothing. No slot of the cache
     /// occurs twice.
     pub slots: Vec<i32>,
     /// How a row is stored.
     pub format: RowFormat,
     /// Rows of a page, at least 1.
     pub page_size: usize,
-    /// The pages before the write, one behind the other.
+    /// The pages before the write, one after the other.
     pub pages: Vec<u8>,
 }
 
 /// The pages after the write.
 ///
 /// # Errors
-/// Shapes that do not fit, a slot that occurs twice.
+/// Shapes that do not match, a slot that occurs twice.
 pub fn forward(inputs: &Inputs) -> Result<Vec<u8>> {
     inputs.check()?;
     let head_dim = inputs.format.head_dim();

@@ -1,19 +1,19 @@
-//! The rows of K = V behind their projection: normed, turned by position, quantized and written to
-//! the window cache (inference 3, 4, 5.1, 5.4, 8.3):
+//! The rows of K = V after their projection: normalized, rotated by position, quantized and written
+//! to the window cache (inference 3, 4, 5.1, 5.4, 8.3):
 //!
 //! ```text
 //! n = weight x rstd                        [`crate::projections::rms_norm`]
 //! r = n with its last channels rotated by the position of its token                              [`crate::projections::rope`]
-//! y = r, whose first channels are what codes with scales of 64 decode to                    [`crate::quantize`]
+//! y = r, first channels replaced by decoded codes with scales of 64      [`crate::quantize`]
 //! cache[slots[t]] = the row of these codes, scales and the other channels of r              [`crate::cache::kv_cache`]
 //! ```
 //!
 //! # Rounding points
 //!
 //! Those of the steps; n and r are bf16 between them, and the rounding to codes is a rounding
-//! point. What a row of the cache holds is no result of its own: it decodes to y, bit for bit, its
-//! scales are the least ones, and what is no token's stays. [`rows_that_hold`] says where that is
-//! so.
+//! point. The cache row is not a separate result. It must decode to y bit for bit, with the
+//! smallest scales, and rows of no token must be unchanged. [`rows_that_hold`] returns where this
+//! is true.
 
 use candle_core::Tensor;
 
@@ -27,12 +27,12 @@ use crate::projections::rms_norm;
 use crate::projections::rope;
 use crate::quantize::scale_byte;
 
-/// `y` `[num_tokens, head_dim]`, stored in bf16, of `x` in `rotation` `[num_tokens, 1, head_dim]`,
-/// stored in bf16, whose last channels turn, not inversely, and `weight` `[head_dim]`, stored in
-/// f32.
+/// `y` `[num_tokens, head_dim]`, stored in bf16, for these inputs: `x` in `rotation`
+/// `[num_tokens, 1, head_dim]`, stored in bf16, whose last channels rotate (not inversely), and
+/// `weight` `[head_dim]`, stored in f32.
 ///
 /// # Errors
-/// Tensors that do not fit the format.
+/// Tensors that do not match the format.
 pub fn forward(
     rotation: &rope::Inputs,
     weight: &Tensor,
@@ -57,10 +57,10 @@ pub fn forward(
     Epilogue::Fp8.of(&r.squeeze(1)?, format.rope_dim, Format::BF16, rounding)
 }
 
-/// For each slot of a cache whether it holds what it must: where a token wrote, a row whose scales
-/// are followed by zeros and that decodes to the token's of `y`; elsewhere what was there before.
-/// And for each slot and group whether no smaller scale would do and it is not below that of the
-/// least amax, which is so wherever nobody wrote.
+/// For each slot of a cache, whether it holds what it must. Where a token wrote, the row must
+/// decode to the token's row of `y`, and zeros must follow its scales. Elsewhere the row must be
+/// unchanged. Also, for each slot and group, whether no smaller scale would suffice and the scale
+/// is not below that of the smallest amax. This is true for every slot that no token wrote.
 pub fn rows_that_hold(
     format: RowFormat,
     page_size: usize,
@@ -86,7 +86,7 @@ pub fn rows_that_hold(
         rows.push(decodes && scales[groups..].iter().all(|&byte| byte == 0));
         least.extend(data.chunks(SCALE_GROUP).zip(&scales[..groups]).map(|(codes, &scale)| {
             let largest = codes.iter().map(|&code| e4m3_value(code).abs()).fold(0.0, f64::max);
-            // Twice the least scale passes where the largest number is rounded to half of the
+            // Twice the smallest scale passes where the largest value is rounded to half of the
             // largest code.
             let no_less =
                 largest >= Format::E4M3.largest / 2.0 || scale == least_byte || scale == 255;
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn what_is_stored_of_a_row_is_the_row() -> Result<()> {
-        // Numbers of the cache are numbers of y: to encode them changes none.
+        // Values of the cache are values of y: encoding does not change them.
         let y = rows(Precision::Nearest { seed: 1 })?;
         let y: Vec<f64> = values(&y)?.into_iter().map(|y| Format::BF16.nearest(y)).collect();
         let page = FORMAT.bytes().page_bytes(2);
@@ -134,7 +134,7 @@ mod tests {
         let held = |after: &[u8]| rows_that_hold(FORMAT, 2, [&before, after], &slots, &y);
         let [all, least] = held(&after);
         assert_eq!((all, least), (vec![true; 4], vec![true; 8]));
-        // A byte of data, of a scale, of what pads the scales, and of a row that is nobody's.
+        // A byte of data, of a scale, of the padding of the scales, and of a row of no token.
         let (data, scales) = FORMAT.bytes().place(3, 2);
         let (nobodys, _) = FORMAT.bytes().place(1, 2);
         for (at, slot) in [(data + 7, 3), (scales, 3), (scales + 5, 3), (nobodys, 1)] {
@@ -142,14 +142,14 @@ mod tests {
             wrong[at] ^= 1;
             assert!(!held(&wrong)[0][slot], "{at}");
         }
-        // Half of each number under twice the scale means the same, but is not the least scale.
+        // Half of each value with twice the scale decodes alike, but is not the smallest scale.
         let mut coarse = after.clone();
         coarse[scales] += 1;
         coarse[data..data + 64]
             .iter_mut()
             .for_each(|code| *code = e4m3_code(e4m3_value(*code) / 2.0));
         assert!(!held(&coarse)[1][6]);
-        // Nor may it be less than that of the least amax, whatever the codes are.
+        // It also must not be less than that of the smallest amax, whatever the codes are.
         let mut fine = after.clone();
         fine[scales] = scale_byte(&[0.0], Format::E4M3) - 1;
         fine[data] = 0x7e;

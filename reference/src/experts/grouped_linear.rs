@@ -5,14 +5,15 @@
 //! y[p,o] = sum over i of x[p,i] w[e,o,i]      for the rows p of expert e
 //! ```
 //!
-//! of what codes and scales stand for, as [`crate::projections::linear`] says for one expert. Rows
-//! are either *sorted*, `[num_rows, ..]`, those of expert e the first `counts[e]` from
-//! `expert_offsets[e]` on, and y is 0 in all others; or *masked*, `[num_experts, num_rows, ..]`,
-//! those of expert e the first `counts[e]` of its part, and y stays what it was in all others.
+//! for the decoded values of codes and scales, as [`crate::projections::linear`] defines for one
+//! expert. Rows are *sorted* or *masked*. Sorted rows are `[num_rows, ..]`: those of expert e are
+//! the first `counts[e]` from `expert_offsets[e]` on, and y is 0 in all other rows. Masked rows are
+//! `[num_experts, num_rows, ..]`: those of expert e are the first `counts[e]` of its part, and y is
+//! unchanged in all other rows.
 //!
 //! # Rounding points
 //!
-//! Those of [`linear::forward_quantized`]. Rows of nobody have none.
+//! Those of [`linear::forward_quantized`]. Rows without an expert have none.
 
 use candle_core::{Device, Tensor};
 
@@ -22,20 +23,21 @@ use crate::named::Named;
 use crate::precision::{Rounding, values};
 use crate::projections::linear::{self, Quantized, Weights};
 
-/// `y`, stored in bf16 or f32, `[num_rows, out_features]` or, masked, `[num_experts, num_rows,
-/// out_features]`, of these inputs, codes and scales as the numbers of their bytes:
+/// `y`, stored in bf16 or f32, `[num_rows, out_features]` or, masked,
+/// `[num_experts, num_rows, out_features]`, for these inputs, with codes and scales as the values
+/// of their bytes:
 ///
 /// - `x` `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`;
 /// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantized`]; `w_scales`,
-///   `[num_experts, ..]`, `..` as [`Quantized::w_scales`] has them stored;
-/// - `x_scales`, as [`Quantized::x_scales`] has them stored, or, masked, `[num_experts, ..]`;
+///   `[num_experts, ..]`, `..` as [`Quantized::w_scales`] stores them;
+/// - `x_scales`, as [`Quantized::x_scales`] stores them, or, masked, `[num_experts, ..]`;
 /// - `counts` `[num_experts]`: rows of each expert;
 /// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all;
 ///   absent where rows are masked;
-/// - `y_before`, of the shape and type of `y`, where rows are masked: what lies there.
+/// - `y_before`, of the shape and type of `y`, where rows are masked: the previous contents of `y`.
 ///
 /// # Errors
-/// Tensors that do not fit; weights that are neither FP8 nor MXFP4.
+/// Tensors whose shapes do not match; weights that are neither FP8 nor MXFP4.
 pub fn forward(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -> Result<Named> {
     let call = Call::read(inputs, quantized)?;
     let mut y = match inputs.get("y_before").filter(|_| call.masked) {
@@ -62,7 +64,7 @@ pub fn forward(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -
     Ok(Named::new().with("y", Tensor::from_vec(y, shape, &Device::Cpu)?))
 }
 
-/// Whether an expert has each row of x, all parts' one after the other, of the inputs of
+/// Whether each row of x has an expert, for all parts one after the other, for the inputs of
 /// [`forward`].
 ///
 /// # Errors
@@ -77,21 +79,21 @@ pub fn owned_rows(inputs: &Named, quantized: &Quantized) -> Result<Vec<bool>> {
     Ok(owned)
 }
 
-/// The tensors of a call, and their extents.
+/// The tensors of a call, and their sizes.
 struct Call<'a> {
     inputs: &'a Named,
     quantized: &'a Quantized,
     masked: bool,
-    /// Experts, and parts of x: as many where rows are masked, otherwise one.
+    /// Experts, and parts of x: one part per expert where rows are masked, otherwise one part.
     num_experts: usize,
     parts: usize,
-    /// Of a part.
+    /// Rows of a part.
     num_rows: usize,
     out_features: usize,
     in_features: usize,
     counts: Vec<f64>,
     offsets: Vec<f64>,
-    /// Numbers of stored scales, row by row: of each part of x, of each expert's w.
+    /// Values of stored scales, row by row: of each part of x, of each expert's w.
     x_scales: Vec<Vec<f64>>,
     w_scales: Vec<Vec<f64>>,
 }
@@ -160,7 +162,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// The part of x in which an expert's rows are.
+    /// The part of x that holds the rows of an expert.
     fn part(&self, expert: usize) -> usize {
         if self.masked { expert } else { 0 }
     }
@@ -171,11 +173,11 @@ impl<'a> Call<'a> {
             true => [0, self.num_rows],
             false => [self.offsets[expert] as usize, self.offsets[expert + 1] as usize],
         };
-        // A negative number is 0 rows.
+        // A negative count is 0 rows.
         first..(first + self.counts[expert] as usize).min(end)
     }
 
-    /// As the call's operands are quantized, with scales row by row.
+    /// The quantization of the call's operands, with scales row by row.
     fn plain(&self) -> Quantized {
         Quantized { layout: ScaleLayout::Plain, ..*self.quantized }
     }
@@ -197,7 +199,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// The numbers of stored scales, row by row: bytes or fp32 numbers, of each of so many parts.
+/// The values of stored scales, row by row: bytes or fp32 values, of each of this many parts.
 fn logical(
     name: &'static str,
     inputs: &Named,
@@ -229,7 +231,7 @@ mod tests {
         Quantized { weights, group, bytes: true, layout, accumulator: Accumulator::F32 }
     }
 
-    /// Bytes that are codes of every kind of number but NaN.
+    /// Bytes that are codes of every kind of value except NaN.
     fn codes(seed: usize, shape: &[usize], most: usize) -> Tensor {
         let count = shape.iter().product();
         f64_tensor(
@@ -238,7 +240,7 @@ mod tests {
         )
     }
 
-    /// Scales of `parts` matrices, one behind the other, and their bytes row by row.
+    /// Scales of `parts` matrices, one after the other, and their bytes row by row.
     fn scales(seed: usize, scales: Scales, parts: usize) -> (Tensor, Vec<u8>) {
         let bytes: Vec<u8> = (0..parts * scales.rows * scales.groups)
             .map(|at| (120 + (at * 5 + seed) % 11) as u8)
@@ -253,7 +255,7 @@ mod tests {
     const EXPERTS: usize = 4;
     const COUNTS: [usize; EXPERTS] = [2, 0, 3, 1];
 
-    /// A call with four experts, and the number of each row of x with the expert that has it.
+    /// A call with four experts, and the index of each row of x with the expert that has it.
     fn call(
         quantized: &Quantized,
         masked: bool,
@@ -285,7 +287,7 @@ mod tests {
         (named.maybe("expert_offsets", offsets).maybe("y_before", before), owned)
     }
 
-    /// Every row that an expert has is that row's product with the expert's weights, by itself.
+    /// Every row of an expert is that row's product with the expert's weights, computed separately.
     fn assert_rows_are_products(quantized: &Quantized, masked: bool) -> Result<()> {
         let (outs, ins) = (9, 160);
         let (named, owned) = call(quantized, masked, outs, ins);

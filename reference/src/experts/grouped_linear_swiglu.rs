@@ -1,17 +1,18 @@
-//! The first linear layer of experts, SwiGLU with the routing weight, and its quantization
-//! (inference 5.4, 5.5, 5.8, 11.1, 11.3):
+//! The first linear layer of experts, SwiGLU with the routing weight, and the quantization of the
+//! result (inference 5.4, 5.5, 5.8, 11.1, 11.3):
 //!
 //! ```text
 //! y[p]            = the product of x[p] with its expert's weights          [`crate::experts::grouped_linear`]
-//! gate, up        = the halves of bf16(y), or what [`crate::formats::gate_up_interleave`] calls so
+//! gate, up        = the halves of bf16(y), or as in [`crate::formats::gate_up_interleave`]
 //! codes, scales   = of swiglu(gate, up, weight)                            [`crate::experts::swiglu_quantize`]
 //! ```
 //!
-//! Rows of nobody are those of zeros, whatever x and weight hold there.
+//! Rows without an expert give the result of zero rows, whatever x and weight hold there.
 //!
 //! # Rounding points
 //!
-//! Those of the three. gate and up are rounded to bf16, as the product is where it is stored.
+//! Those of the three operators. gate and up are rounded to bf16, like the product where it is
+//! stored.
 
 use candle_core::Tensor;
 
@@ -22,29 +23,30 @@ use crate::projections::linear::Quantized;
 use crate::quantize::ScaleType;
 use crate::{experts::grouped_linear, experts::swiglu_quantize, formats::gate_up_interleave};
 
-/// What no tensor holds.
+/// Options that no tensor holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Options {
     /// How the operands of the product are quantized.
     pub quantized: Quantized,
-    /// Whether rows of gate and up are interleaved by eight, and not one half of the rows each.
+    /// Whether rows of gate and up are interleaved by eight, instead of each being one half of the
+    /// rows.
     pub interleaved: bool,
     /// The limit of the clamps.
     pub limit: f64,
-    /// Numbers of a row that share a scale.
+    /// Values of a row that share a scale.
     pub group: usize,
-    /// What a scale is.
+    /// The type of a scale.
     pub scale: ScaleType,
-    /// Whether numbers are rounded to bf16 before they are quantized.
+    /// Whether values are rounded to bf16 before they are quantized.
     pub round_to_bf16: bool,
 }
 
-/// `decoded`, `group_scales` and `quotients` of [`swiglu_quantize::forward`], of all rows of x,
-/// one part's behind the other's, of these inputs:
+/// `decoded`, `group_scales` and `quotients` of [`swiglu_quantize::forward`], for all rows of x,
+/// one part after the other, for these inputs:
 ///
-/// - those of [`grouped_linear::forward`], whose `w` has the rows of gate and of up, as many of
-///   either;
-/// - `weight`, one number for each row of x, in its order; absent for ones.
+/// - those of [`grouped_linear::forward`], whose `w` has the rows of gate and of up, the same
+///   number of each;
+/// - `weight`, one value for each row of x, in its order; absent for ones.
 ///
 /// # Errors
 /// Those of [`grouped_linear::forward`]; an odd number of features.
@@ -99,9 +101,9 @@ mod tests {
         }
     }
 
-    /// Three sorted rows: 1 of the first expert, NaN of nobody, 1 of the second. Either expert's
-    /// weights have their rows in this order: gate is the number of e2m1 with the row's code, and
-    /// up half of it.
+    /// Three sorted rows: 1 of the first expert, NaN of no expert, 1 of the second. The weights of
+    /// each expert have their rows in this order: gate is the value of e2m1 with the row's code,
+    /// and up is half of it.
     fn case(order: &[usize]) -> Named {
         let of_experts = |of_row: fn(usize) -> f64| {
             let rows: Vec<f64> = [order, order].concat().into_iter().map(of_row).collect();

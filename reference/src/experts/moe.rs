@@ -1,5 +1,6 @@
-//! A layer of experts as a serving step composes it: router, rows sorted by expert, both products
-//! of the experts with SwiGLU between them, the shared expert, and the sum (inference 10, 11).
+//! A layer of experts as a serving step composes it (inference 10, 11). It has a router, rows
+//! sorted by expert, both GEMMs of the experts with SwiGLU between them, the shared expert, and the
+//! sum.
 //!
 //! ```text
 //! logits = hidden gate_weight^T                            topk_indices, topk_weights = router(logits)
@@ -9,17 +10,17 @@
 //! out[t]     = sum over the slots of t of y, in their order, + shared[t]
 //! ```
 //!
-//! The routing weight is in a, before it is quantized, and nowhere else: neither behind the second
-//! product nor in the shared expert. What products are of is for [`Products`] to say: of
-//! [`QuantizedProducts`], numbers that are quantized first.
+//! The routing weight enters only in a, before it is quantized: neither after the second product
+//! nor in the shared expert. [`Products`] defines the operands of the products: for
+//! [`QuantizedProducts`], values that are quantized first.
 //!
 //! # Rounding points
 //!
 //! Those of the operators: [`crate::projections::linear`], [`crate::experts::router`],
 //! [`crate::experts::grouped_linear`], [`crate::experts::swiglu`], [`crate::experts::moe_reduce`].
-//! gate_up, a, y and shared are stored in bf16. Numbers are quantized as they are stored, a as it
-//! is rounded: a code near the middle of two may become either. The router's choice is of exact
-//! logits: inputs are such that fp32 holds these.
+//! gate_up, a, y and shared are stored in bf16. Values are quantized as they are stored; a is
+//! quantized after its rounding. A value near the midpoint of two codes may become either code. The
+//! router selects by exact logits: inputs are such that fp32 holds them exactly.
 
 use candle_core::{Device, Tensor};
 
@@ -35,53 +36,53 @@ use crate::{
     experts::router, experts::swiglu,
 };
 
-/// Numbers of a layer that no tensor holds.
+/// Parameters of a layer that no tensor holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Layer {
     /// Slots of a token.
     pub topk: usize,
-    /// What routing weights sum to.
+    /// The sum of the routing weights of a token.
     pub route_scale: f64,
     /// The limit of SwiGLU's clamps.
     pub limit: f64,
-    /// What an expert's rows are a multiple of.
+    /// The rows of an expert are padded to a multiple of this.
     pub alignment: usize,
-    /// Rows of experts, those of nobody among them.
+    /// Rows of all experts, including rows without a token.
     pub num_positions: usize,
 }
 
 /// The products of a layer, before they are rounded to bf16.
 pub trait Products {
-    /// Gate and up, `[num_positions, 2 * intermediate_size]`, of rows `[num_positions,
-    /// hidden_size]` with the weights of their experts, whose rows the `maps` of
-    /// [`moe_map::forward`] say.
+    /// Gate and up, `[num_positions, 2 * intermediate_size]`, of rows
+    /// `[num_positions, hidden_size]` with the weights of their experts. The `maps` of
+    /// [`moe_map::forward`] define the rows of each expert.
     ///
     /// # Errors
-    /// Tensors that do not fit.
+    /// Tensors whose shapes do not match.
     fn first(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor>;
 
     /// `[num_positions, hidden_size]`, of rows `[num_positions, intermediate_size]`.
     ///
     /// # Errors
-    /// Tensors that do not fit.
+    /// Tensors whose shapes do not match.
     fn second(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor>;
 
     /// Gate and up of the shared expert, `[num_tokens, 2 * intermediate_size]`.
     ///
     /// # Errors
-    /// Tensors that do not fit.
+    /// Tensors whose shapes do not match.
     fn shared_first(&self, hidden: &Tensor, rounding: &mut Rounding) -> Result<Tensor>;
 
     /// `[num_tokens, hidden_size]`, of rows `[num_tokens, intermediate_size]`.
     ///
     /// # Errors
-    /// Tensors that do not fit.
+    /// Tensors whose shapes do not match.
     fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor>;
 }
 
-/// All that a layer computes, by name: `logits`, `topk_indices`, `topk_weights`, the maps of
+/// All values that a layer computes, by name: `logits`, `topk_indices`, `topk_weights`, the maps of
 /// [`moe_map::forward`], `rows` (x of the formulas), `row_weights`, `gate_up`, `y`,
-/// `shared_gate_up`, `shared` and `out`. Of these inputs:
+/// `shared_gate_up`, `shared` and `out`. The inputs are:
 ///
 /// - `hidden` `[num_tokens, hidden_size]` and `gate_weight` `[num_experts, hidden_size]`, stored
 ///   in bf16;
@@ -141,7 +142,7 @@ pub fn forward(
     Ok(all.with("shared_gate_up", shared_gate_up).with("shared", shared).with("out", out))
 }
 
-/// `[num_positions]`: of each row its slot's weight, 0 of rows of nobody.
+/// `[num_positions]`: the weight of the slot of each row, 0 in rows without a token.
 fn weights_of_rows(topk_weights: &Tensor, pos_to_token_topk: &Tensor) -> Result<Tensor> {
     let weights = values(topk_weights)?;
     let of_row = |slot: f64| if slot < 0.0 { 0.0 } else { weights[slot as usize] };
@@ -149,7 +150,7 @@ fn weights_of_rows(topk_weights: &Tensor, pos_to_token_topk: &Tensor) -> Result<
     Ok(Tensor::new(of_rows, &Device::Cpu)?)
 }
 
-/// SwiGLU of gate and up as they are stored, rounded to bf16; `slots` holds weights and padding.
+/// SwiGLU of gate and up as stored, rounded to bf16; `slots` holds weights and padding.
 fn gated(slots: Named, gate_up: &Tensor, limit: f64, rounding: &mut Rounding) -> Result<Tensor> {
     let gate_up = rounding.bf16(gate_up)?;
     let width = gate_up.dim(1)? / 2;
@@ -162,23 +163,23 @@ fn gated(slots: Named, gate_up: &Tensor, limit: f64, rounding: &mut Rounding) ->
     rounding.bf16(product.tensor("y")?)
 }
 
-/// Products of numbers that are quantized in groups of a row, e4m3 with e8m0 scales, with
-/// quantized weights.
+/// Products of values that are quantized in groups of a row, e4m3 with e8m0 scales, with quantized
+/// weights.
 pub struct QuantizedProducts<'a> {
     /// Weights, with scales in bytes, row by row or block by block: `w13`, `w13_scales`, `w2` and
     /// `w2_scales` of [`grouped_linear::forward`], `shared_w13`, `shared_w13_scales`, `shared_w2`
     /// and `shared_w2_scales` of [`linear::forward_quantized`].
     pub inputs: &'a Named,
-    /// Formats of the experts' weights, and the group of their rows.
+    /// Formats of the experts' weights, and the group size of their rows.
     pub routed: Quantized,
-    /// Those of the shared expert.
+    /// The same for the shared expert.
     pub shared: Quantized,
 }
 
-/// Codes and scales of rows `[num_rows, width]` as they are stored: `codes` and `scales`.
+/// Codes and scales of rows `[num_rows, width]` as stored: `codes` and `scales`.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn quantized_rows(rows: &Tensor, group: usize) -> Result<Named> {
     let options = quantize_fp8::Options {
         group: Group::Row(group),
@@ -189,7 +190,7 @@ pub fn quantized_rows(rows: &Tensor, group: usize) -> Result<Named> {
 }
 
 impl QuantizedProducts<'_> {
-    /// What products with these weights read.
+    /// The inputs of products with these weights.
     fn operands(
         &self,
         rows: &Tensor,
@@ -253,7 +254,7 @@ mod tests {
     use super::*;
     use crate::testing::{Golden, UNIT_ROUNDOFF, assert_within, dot};
 
-    /// Products of a golden layer's weights as they are.
+    /// Products with the unquantized weights of a golden layer.
     struct Plain {
         gate_up: Tensor,
         down: Tensor,

@@ -1,12 +1,12 @@
-//! Rows of tokens as rows of experts, and back (inference 11.3).
+//! Copies rows of tokens to rows of experts, and sums them back (inference 11.3).
 //!
 //! ```text
 //! y[token_topk_to_pos[t][k]] = x[t] for every slot that has a position;  0 in rows whose pos_to_token is negative
 //! dx[t] = sum over the slots k of t that have a position of dy[token_topk_to_pos[t][k]]
 //! ```
 //!
-//! A position that is none of `0 .. num_positions` is no position. What a row holds that no slot
-//! has is never used.
+//! A position outside of `0 .. num_positions` is not valid. The contents of a row without a slot
+//! are never used.
 //!
 //! # Rounding points
 //!
@@ -27,8 +27,8 @@ use crate::select::unless;
 ///   the maps of [`crate::experts::moe_map::forward`].
 ///
 /// # Errors
-/// Tensors whose extents do not fit; a row that is no slot's and not marked as nobody's, or the
-/// other way round.
+/// Tensors whose shapes do not match; a row without a slot that is not marked as such, or the
+/// reverse.
 pub fn forward(inputs: &Named) -> Result<Named> {
     let slots = Slots::new(inputs)?;
     let x = inputs.tensor("x")?;
@@ -38,7 +38,7 @@ pub fn forward(inputs: &Named) -> Result<Named> {
     Ok(Named::new().with("y", slots.without_unused_rows(&rows)?))
 }
 
-/// `dx` `[num_tokens, hidden_size]`, stored in the type of `x`, of the maps of [`forward`] and
+/// `dx` `[num_tokens, hidden_size]`, stored in the type of `x`, for the maps of [`forward`] and
 /// `dy` `[num_positions, hidden_size]`, stored in the type of y.
 ///
 /// # Errors
@@ -49,7 +49,7 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("dx", slots.sum(&rows, rounding)?))
 }
 
-/// The rows of these numbers.
+/// The rows with these indices.
 fn select_rows(tensor: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     let (count, width) = (rows.len(), tensor.dim(1)?);
     if tensor.dim(0)? == 0 {
@@ -58,7 +58,7 @@ fn select_rows(tensor: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     Ok(tensor.index_select(&Tensor::from_vec(rows, count, &Device::Cpu)?, 0)?)
 }
 
-/// Which row each slot has, and which token each row is of.
+/// The row of each slot, and the token of each row.
 pub(crate) struct Slots {
     topk: usize,
     row_of_slot: Vec<Option<usize>>,
@@ -66,7 +66,7 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    /// Of `token_topk_to_pos` and `pos_to_token`.
+    /// Reads `token_topk_to_pos` and `pos_to_token`.
     pub(crate) fn new(inputs: &Named) -> Result<Self> {
         let of_tokens = ["num_tokens", "hidden_size"];
         let of_rows = ["num_positions", "hidden_size"];
@@ -105,7 +105,7 @@ impl Slots {
         Ok(Tensor::from_vec(unused, (self.num_tokens(), self.topk), &Device::Cpu)?)
     }
 
-    /// The rows of the slots, `[num_tokens, topk, hidden_size]`; 0 where there is none.
+    /// The rows of the slots, `[num_tokens, topk, hidden_size]`; 0 for a slot without a row.
     pub(crate) fn rows_of_slots(&self, rows: &Tensor) -> Result<Tensor> {
         let index: Vec<u32> = self.row_of_slot.iter().map(|row| row.unwrap_or(0) as u32).collect();
         let shape = (self.num_tokens(), self.topk, rows.dim(1)?);
@@ -113,8 +113,8 @@ impl Slots {
         unless(&self.unused()?.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?, &rows, 0.0)
     }
 
-    /// Of each row its slot's numbers, `[num_positions, hidden_size]` of `[num_tokens, topk,
-    /// hidden_size]`; 0 where it has none.
+    /// The values of each row's slot, `[num_positions, hidden_size]` from
+    /// `[num_tokens, topk, hidden_size]`; 0 in a row without a slot.
     pub(crate) fn slots_of_rows(&self, numbers: &Tensor) -> Result<Tensor> {
         let mut slots = vec![0; self.token_of_row.len()];
         for (slot, row) in self.row_of_slot.iter().enumerate() {
@@ -134,8 +134,8 @@ impl Slots {
         unless(&unused.broadcast_as(rows.shape())?.contiguous()?, rows, 0.0)
     }
 
-    /// Sums over the slots of each token, which have a term where they have a row: `[num_tokens,
-    /// hidden_size]`.
+    /// Sums over the slots of each token, with a term for each slot that has a row:
+    /// `[num_tokens, hidden_size]`.
     pub(crate) fn sum(&self, terms: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
         let sum = terms.sum(1)?;
         let counts = self
@@ -157,7 +157,7 @@ mod tests {
     use crate::experts::moe_map;
     use crate::testing::{Draw, UNIT_ROUNDOFF, assert_within, differentiated, dot, f64_tensor};
 
-    /// Rows of tokens and of experts, with the maps of slots some of which have no expert.
+    /// Rows of tokens and of experts, with the maps of slots, some of which have no expert.
     pub(crate) fn case(
         seed: u64,
         [num_tokens, topk, num_experts, hidden_size]: [usize; 4],

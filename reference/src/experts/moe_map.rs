@@ -1,4 +1,4 @@
-//! Where each slot of the router goes when rows are sorted by expert (inference 11.3).
+//! The position of each router slot when rows are sorted by expert (inference 11.3).
 //!
 //! ```text
 //! slot             = token * topk + its place;  it counts when its entry of topk_indices is one of 0 .. num_experts - 1
@@ -7,8 +7,8 @@
 //! position of slot = expert_offsets[e] + how many slots of expert e come before it
 //! ```
 //!
-//! An expert that a token has twice has two rows of it. Nothing is rounded: there is one right
-//! answer.
+//! A token that names an expert twice has two of its rows. Nothing is rounded: only one answer is
+//! right.
 
 use candle_core::{Device, Tensor};
 
@@ -16,16 +16,17 @@ use crate::error::{Result, require_that};
 use crate::named::Named;
 use crate::precision::values;
 
-/// What no slot has, and the position of a slot that does not count.
+/// The value of rows without a slot, and the position of a slot that does not count.
 const NONE: f64 = -1.0;
 
 /// `counts` `[num_experts]`, `expert_offsets` `[num_experts + 1]`, `token_topk_to_pos`
 /// `[num_tokens, topk]` and, each `[num_positions]`, `pos_to_expert`, `pos_to_token` and
-/// `pos_to_token_topk`, all stored in i32, of `topk_indices` `[num_tokens, topk]`, stored in i32.
-/// -1 is the position of a slot that counts nowhere, and all that a row has which is no slot's.
+/// `pos_to_token_topk`. All are stored in i32, as is the input `topk_indices` `[num_tokens, topk]`.
+/// The value -1 is the position of a slot that does not count, and the value of all maps in a row
+/// without a slot.
 ///
 /// # Errors
-/// Fewer positions than the rows take; an alignment of 0.
+/// Fewer positions than required rows; an alignment of 0.
 pub fn forward(
     inputs: &Named,
     num_experts: usize,
@@ -79,7 +80,7 @@ mod tests {
 
     #[test]
     fn rows_are_sorted_by_expert_then_by_slot_and_what_is_left_is_nobodys() {
-        // Expert 1 is named twice by token 0, expert 0 by nobody; -1 and 3 are no experts.
+        // Token 0 names expert 1 twice, and no token names expert 0; -1 and 3 are not experts.
         let maps = forward(&of(&[1.0, 1.0, -1.0, 2.0, 3.0, 1.0], 2), 3, 2, 8).expect("it fits");
         assert_eq!(list(&maps, "counts"), [0.0, 3.0, 1.0]);
         assert_eq!(list(&maps, "expert_offsets"), [0.0, 0.0, 4.0, 6.0]);

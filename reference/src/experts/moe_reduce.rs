@@ -1,4 +1,4 @@
-//! Rows of experts added to rows of tokens (inference 11.2, 11.3).
+//! Adds rows of experts to rows of tokens (inference 11.2, 11.3).
 //!
 //! ```text
 //! out[t] = sum over the slots k of t that have a position p = token_topk_to_pos[t][k] of w y[p]  +  shared[t]
@@ -6,15 +6,15 @@
 //! dtopk_weights[t][k] = sum over the channels of dout[t] y[p];  0 for a slot without a position
 //! ```
 //!
-//! w is the slot's weight, 1 where there are none; `shared[t]` is left out where there is none,
-//! and its gradient is dout. What a row holds that no slot has, and the weight of a slot without a
-//! position, is never used.
+//! w is the slot's weight, 1 where weights are absent. `shared[t]` is omitted where `shared` is
+//! absent; its gradient is dout. The contents of a row without a slot, and the weight of a slot
+//! without a position, are never used.
 //!
 //! # Rounding points
 //!
-//! Products are added fused, in fp32 and in the order of the slots; then the shared row. A product
-//! in the gradient of a row is rounded once, to the type in which it is stored, and the gradient
-//! of a weight is an fp32 sum.
+//! Products are added fused, in fp32 and in the order of the slots; then the shared row is added. A
+//! product in the gradient of a row is rounded once, to the type in which it is stored. The
+//! gradient of a weight is an fp32 sum.
 
 use candle_core::Tensor;
 
@@ -26,14 +26,14 @@ use crate::select::unless;
 
 /// `out` `[num_tokens, hidden_size]`, stored in the type of `y`, of these inputs:
 ///
-/// - `y` `[num_positions, hidden_size]`, stored in bf16 or f32, and `shared` `[num_tokens,
-///   hidden_size]`, stored in its type, absent where nothing is shared;
+/// - `y` `[num_positions, hidden_size]`, stored in bf16 or f32, and `shared`
+///   `[num_tokens, hidden_size]`, stored in the same type, absent without a shared expert;
 /// - `token_topk_to_pos` `[num_tokens, topk]` and `pos_to_token` `[num_positions]`, stored in i32:
 ///   the maps of [`crate::experts::moe_map::forward`];
 /// - `topk_weights` `[num_tokens, topk]`, stored in f32; absent for ones.
 ///
 /// # Errors
-/// Tensors whose extents do not fit; maps that contradict each other.
+/// Tensors whose shapes do not match; maps that contradict each other.
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let slots = Slots::new(inputs)?;
     let rows = slots.rows_of_slots(inputs.tensor("y")?)?;
@@ -49,9 +49,9 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("out", rounding.f32(&out)?))
 }
 
-/// `dy`, stored in the type of `y`, and, where there are weights, `dtopk_weights`, stored in f32:
-/// of the shapes of what they are gradients of. The inputs are those of [`forward`] and `dout`, of
-/// the shape and type of out.
+/// `dy`, stored in the type of `y`, and, where weights are present, `dtopk_weights`, stored in f32.
+/// Each has the shape of its operand. The inputs are those of [`forward`] and `dout`, of the shape
+/// and type of out.
 ///
 /// # Errors
 /// As [`forward`].
@@ -64,12 +64,12 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     };
     let dy = rounding.f32(&dout.broadcast_mul(&weights)?)?;
     let terms = rounding.f32(&(&dout * rows)?)?;
-    // A product with a row that is not there is no product: dout may be infinite.
+    // A product with an absent row is skipped: dout may be infinite.
     let dtopk_weights = unless(&slots.unused()?, &rounding.sum_f32(&terms, 2)?, 0.0)?;
     Ok(Named::new().with("dy", slots.slots_of_rows(&dy)?).with("dtopk_weights", dtopk_weights))
 }
 
-/// The weights `[num_tokens, topk, 1]`, if there are any; 0 of slots without a position.
+/// The weights `[num_tokens, topk, 1]`, if present; 0 for slots without a position.
 fn weights(inputs: &Named, slots: &Slots) -> Result<Option<Tensor>> {
     let Some(weights) = inputs.get("topk_weights") else { return Ok(None) };
     Ok(Some(unless(&slots.unused()?, weights, 0.0)?.unsqueeze(2)?))

@@ -1,5 +1,4 @@
-//! The router: which experts a token goes to, and with which weights (inference 10, training
-//! 11.4). With
+//! The router selects the experts of a token and their weights (inference 10, training 11.4). With
 //!
 //! ```text
 //! softplus(x) = max(x, 0) + log1p(exp(-|x|))      s = sqrt(softplus(logits))      Z = max(sum of s over the slots, 1e-20)
@@ -12,18 +11,19 @@
 //! dlogits[e] = sum over the slots j of e of ds_j sigmoid(logits[e]) / (2 s_e)
 //! ```
 //!
-//! Of equal `s + bias` the lower id is chosen, and a NaN counts as -infinity: ids are distinct and
-//! valid whatever the logits hold. A token whose id is negative, or (hashed) beyond the table, is
-//! padding: ids -1, weights and gradients 0, whatever its logits hold. A slot of the table that
-//! names no expert is -1 with weight 0, and no part of the sum. The selection and the bias have no
-//! gradient.
+//! Of equal `s + bias` the lower id is selected, and a NaN counts as -infinity. Ids are therefore
+//! distinct and valid whatever the logits hold. A token whose id is negative, or (hashed) beyond
+//! the table, is padding: ids -1, weights and gradients 0, whatever its logits hold. A slot of the
+//! table that names no expert is -1 with weight 0, and is not part of the sum. The selection and
+//! the bias have no gradient.
 //!
 //! # Rounding points
 //!
-//! The selection is of exact scores: inputs are such that no rounding decides it. Powers and
-//! logarithms are approximated in fp32, sums, roots, products and quotients are fp32 numbers, and
-//! sums over slots are fp32 sums. Below logits of -18 the score is a power of half the logit: its
-//! square would be subnormal in fp32 below -87, and is so in no run. Results are rounded once.
+//! The selection uses exact scores: inputs are such that no rounding decides it. Exponentials and
+//! logarithms are approximated in fp32. Sums, roots, products and quotients are fp32 values, and
+//! sums over slots are fp32 sums. Below logits of -18 the score is the exponential of half the
+//! logit. Its square would be subnormal in fp32 for logits below -87, so no run computes the square
+//! there. Results are rounded once.
 
 use candle_core::{Device, Tensor};
 
@@ -33,22 +33,22 @@ use crate::named::Named;
 use crate::precision::{Rounding, values};
 use crate::select::{select, unless};
 
-/// The least that a token's scores are divided by.
+/// The smallest divisor of a token's scores.
 const SUM_FLOOR: f64 = 1e-20;
-/// Logits below have scores that are powers of half of them.
+/// Logits below this have scores that are exponentials of half of them.
 const SMALL_LOGIT: f64 = -18.0;
 
-/// `topk_indices` and `topk_weights` `[num_tokens, topk]`, stored in i32 and f32, of these inputs:
+/// `topk_indices` and `topk_weights` `[num_tokens, topk]`, stored in i32 and f32, for these inputs:
 ///
 /// - `logits` `[num_tokens, num_experts]`, stored in f32;
-/// - `bias` `[num_experts]`, stored in f32: of a learned router; or `tid2eid` `[vocab_size,
-///   topk]`, stored in i32: of a hashed one;
-/// - `token_ids` `[num_tokens]`, stored in i32: rows of the table; a negative one, and one beyond
-///   the table, is padding. A learned router may do without.
+/// - `bias` `[num_experts]`, stored in f32, for a learned router; or `tid2eid`
+///   `[vocab_size, topk]`, stored in i32, for a hashed one;
+/// - `token_ids` `[num_tokens]`, stored in i32: rows of the table. A negative id, or one beyond the
+///   table, is padding. Optional for a learned router.
 ///
 /// # Errors
-/// Tensors whose extents do not fit, a table beside a bias, more slots than experts, a scale that
-/// is not above 0.
+/// Tensors whose shapes do not match, a table together with a bias, more slots than experts, a
+/// scale that is not above 0.
 pub fn forward(
     inputs: &Named,
     topk: usize,
@@ -61,7 +61,7 @@ pub fn forward(
     Ok(Named::new().with("topk_indices", slots.indices()?).with("topk_weights", topk_weights))
 }
 
-/// `dlogits` `[num_tokens, num_experts]`, stored in f32, of the inputs of [`forward`] and
+/// `dlogits` `[num_tokens, num_experts]`, stored in f32, for the inputs of [`forward`] and
 /// `dtopk_weights` `[num_tokens, topk]`, stored in f32.
 ///
 /// # Errors
@@ -86,18 +86,19 @@ pub fn backward(
     Ok(Named::new().with("dlogits", slots.scattered(&dlogits)?))
 }
 
-/// What each slot of each token is: `[num_tokens, topk]`.
+/// The experts of the slots of each token: `[num_tokens, topk]`.
 struct Slots {
-    /// The expert, or 0 where there is none.
+    /// The expert, or 0 for an unused slot.
     experts: Tensor,
-    /// 1 where there is none.
+    /// 1 for an unused slot.
     unused: Tensor,
-    /// The logit of the expert, 0 where there is none.
+    /// The logit of the expert, 0 for an unused slot.
     logits: Tensor,
     num_experts: usize,
 }
 
-/// Scores and what follows from them, `[num_tokens, topk]`, and their sums, `[num_tokens, 1]`.
+/// Scores and the values derived from them, `[num_tokens, topk]`, and their sums,
+/// `[num_tokens, 1]`.
 struct Weights {
     scores: Tensor,
     sum: Tensor,
@@ -158,7 +159,7 @@ impl Slots {
         Ok(Weights { scores, sum, divisor, normalised })
     }
 
-    /// The sums of slots' numbers over the slots of each expert, `[num_tokens, num_experts]`.
+    /// The sums of slot values over the slots of each expert, `[num_tokens, num_experts]`.
     fn scattered(&self, numbers: &Tensor) -> Result<Tensor> {
         let (num_tokens, topk) = self.experts.dims2()?;
         let experts: Vec<u32> = self.experts.flatten_all()?.to_vec1()?;
@@ -183,7 +184,7 @@ fn best_experts(inputs: &Named, topk: usize) -> Result<Vec<Option<usize>>> {
     let is_padding = |token: usize| token_ids.as_ref().is_some_and(|ids| ids[token] < 0.0);
     let of_token = |(token, biased): (usize, &[f64])| {
         let mut experts: Vec<usize> = (0..num_experts).collect();
-        // Stable: of equal scores the lower id stays in front.
+        // Stable: of equal scores the lower id stays first.
         experts.sort_by(|&a, &b| ordered(biased[b]).total_cmp(&ordered(biased[a])));
         experts.truncate(topk);
         experts.sort_unstable();
@@ -217,15 +218,15 @@ fn log1p_ratio(e: &Tensor) -> Result<Tensor> {
     let coefficients = [1.0 / 5.0, -1.0 / 4.0, 1.0 / 3.0, -1.0 / 2.0, 1.0];
     let series =
         coefficients.into_iter().try_fold(e.zeros_like()?, |sum, c| (sum * &series_of)? + c)?;
-    // What the sum 1 + e lost of e is added to the logarithm.
+    // The part of e that the sum 1 + e lost is added to the logarithm.
     let sum = (&log_of + 1.0)?;
     let lost = ((&log_of - (&sum - 1.0)?)? / &sum)?;
     let logarithm = ((sum.log()? + lost)? / log_of)?;
     Ok(small.where_cond(&series, &logarithm)?)
 }
 
-/// Logits at which the score is taken of a logarithm, and at which it is a power; each 0, or the
-/// border, at the other's.
+/// Logits whose score uses a logarithm, and logits whose score is an exponential. Each is 0, or the
+/// border, at the other's elements.
 fn by_size(logits: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let small = logits.lt(SMALL_LOGIT)?;
     Ok((unless(&small, logits, 0.0)?, select(&small, logits, SMALL_LOGIT)?, small))
@@ -244,7 +245,7 @@ fn scores(logits: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     let logarithm = rounding.approximate_f32(&(&power * log1p_ratio(&power)?)?)?;
     let softplus = rounding.f32(&(unless(&usual.lt(0.0)?, &usual, 0.0)? + logarithm)?)?;
     let root = rounding.f32(&softplus.sqrt()?)?;
-    // sqrt(e log1p(e) / e) with e = exp(x), of which the second factor is 1 in fp32.
+    // sqrt(e log1p(e) / e) with e = exp(x); the second factor is 1 in fp32.
     let power = rounding.approximate_f32(&(&far * 0.5)?.exp()?)?;
     let of_far = (power * log1p_ratio(&far.exp()?)?.sqrt()?)?;
     Ok(small.where_cond(&of_far, &root)?)
@@ -286,7 +287,7 @@ mod tests {
     fn hashed(seed: u64, [num_tokens, num_experts, topk]: [usize; 3]) -> Named {
         let mut draw = Draw::new(seed);
         let named = Named::new().with("logits", draw.bf16(&[num_tokens, num_experts], 3.0));
-        // Every expert in some row, and some twice.
+        // Every expert occurs in some row, and some occur twice.
         let table: Vec<f64> = (0..7 * topk).map(|_| draw.below(num_experts) as f64).collect();
         let ids: Vec<f64> = (0..num_tokens).map(|_| draw.below(7) as f64).collect();
         let named = named
@@ -308,7 +309,7 @@ mod tests {
             .with("bias", f64_tensor(bias, &shape[1..]))
     }
 
-    /// The score in other words.
+    /// The score by another formula.
     fn score(x: f64) -> f64 {
         if x > 30.0 { x.sqrt() } else { x.exp().ln_1p().sqrt() }
     }
@@ -353,7 +354,7 @@ mod tests {
         assert_eq!(routed(&one_token(&zeros, &[-inf; 5]), 3)[0], [0.0, 1.0, 2.0]);
         assert_eq!(routed(&one_token(&[1.0, nan, 1.0, 0.0, 1.0], &zeros), 3)[0], [0.0, 2.0, 4.0]);
         assert_eq!(routed(&one_token(&[1.0, nan, 1.0, 0.0, 1.0], &[-10.0; 5]), 2)[0], [0.0, 2.0]);
-        // A NaN that is chosen makes every weight NaN; one that is not makes none.
+        // A selected NaN makes every weight NaN; a NaN that is not selected has no effect.
         let [indices, weights] = routed(&one_token(&[nan, 1.0, -inf], &[0.0, 0.0, -inf]), 2);
         assert!(
             indices == [0.0, 1.0] && weights.iter().all(|weight| weight.is_nan()),
@@ -427,8 +428,8 @@ mod tests {
                 Ok((outputs.tensor("topk_weights")? * inputs.tensor("dtopk_weights")?)?)
             })?;
             let found = explicit.tensor("dlogits")?;
-            // Of scores and sums of one size: each of fewer than 64 roundings is of upstreams
-            // times a slope of 1 at most.
+            // Scores and sums have one size. Each of fewer than 64 roundings is of upstreams times
+            // a slope of 1 at most.
             let size = values(&inputs.tensor("dtopk_weights")?.abs()?.sum_keepdim(1)?)?;
             let bound: Vec<f64> =
                 size.iter().map(|size| 64.0 * UNIT_ROUNDOFF * SCALE * size).collect();
@@ -514,7 +515,7 @@ mod tests {
             let rounding = &mut Rounding::new(precision);
             let weights = forward(&inputs, 6, SCALE, rounding)?.tensor("topk_weights")?.clone();
             let dlogits = backward(&inputs, 6, SCALE, rounding)?.tensor("dlogits")?.clone();
-            // Of the chosen experts alone: the others have none.
+            // Only the selected experts: the others have no gradient.
             let chosen = Slots::new(&inputs, 6, SCALE)?.experts;
             Ok([weights, dlogits.gather(&chosen, 1)?])
         };

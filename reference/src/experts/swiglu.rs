@@ -8,15 +8,15 @@
 //! dweight = sum over the row of dy (a s b)
 //! ```
 //!
-//! The gate has no lower clamp. Only what exceeds the limit is clamped: equality passes the
+//! The gate has no lower clamp. Only a value that exceeds the limit is clamped: equality passes the
 //! gradient on, and so does NaN. Padding rows are zero in y and in every gradient, whatever they
 //! hold.
 //!
 //! # Rounding points
 //!
-//! Each product, sum and difference is an fp32 number, the power and the quotient are approximated
-//! in fp32, and dweight is summed in fp32. Results are rounded once to the type in which they are
-//! stored.
+//! Each product, sum and difference is an fp32 value. The exponential and the quotient are
+//! approximated in fp32, and dweight is summed in fp32. Results are rounded once to the type in
+//! which they are stored.
 
 use candle_core::Tensor;
 
@@ -25,21 +25,21 @@ use crate::named::Named;
 use crate::precision::Rounding;
 use crate::select::{clamp, unless};
 
-/// `y` `[num_rows, width]`, stored in the type of `gate`, of these inputs:
+/// `y` `[num_rows, width]`, stored in the type of `gate`, for these inputs:
 ///
 /// - `gate`, `up` `[num_rows, width]`, stored in bf16 or f32, clamped by the positive `limit`;
 /// - `weight` `[num_rows]`, stored in f32: the routing weight; absent for the shared expert;
-/// - `pos_to_token_topk` `[num_rows]`, stored in i32: negative for a padding row; absent where
-///   there are none.
+/// - `pos_to_token_topk` `[num_rows]`, stored in i32: negative for a padding row; absent where no
+///   row is padding.
 pub fn forward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<Named> {
     let [_, b, _, silu, weight] = terms(inputs, limit, rounding)?;
     let y = rounding.f32(&(silu * b)?)?;
     Ok(Named::new().with("y", rounding.f32(&y.broadcast_mul(&weight)?)?))
 }
 
-/// `dgate`, `dup` and, where there is a weight, `dweight`: of the shapes of what they are
-/// gradients of, the first two stored in the type of `gate`, the last in f32. The inputs are those
-/// of [`forward`] and `dy`, of the shape and type of y.
+/// `dgate`, `dup` and, where a weight is present, `dweight`. Each has the shape of its operand; the
+/// first two are stored in the type of `gate`, the last in f32. The inputs are those of [`forward`]
+/// and `dy`, of the shape and type of y.
 pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<Named> {
     let [a, b, s, silu, weight] = terms(inputs, limit, rounding)?;
     let dy = without_padding(inputs, inputs.tensor("dy")?)?;
@@ -59,8 +59,8 @@ pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<N
     Ok(Named::new().with("dgate", dgate).with("dup", dup).maybe("dweight", dweight))
 }
 
-/// What both directions compute: a, b, s and a s `[num_rows, width]` and the weight `[num_rows,
-/// 1]`; 0 in padding rows.
+/// Values that both directions compute: a, b, s and a s `[num_rows, width]` and the weight
+/// `[num_rows, 1]`; 0 in padding rows.
 fn terms(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<[Tensor; 5]> {
     let rows = ["num_rows", "width"];
     let tensors: [(&[_], &[_]); 2] =
@@ -82,7 +82,7 @@ fn terms(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<[Tensor;
     Ok([a, b, s, silu, without_padding(inputs, &weight)?])
 }
 
-/// `rows` with zeros for those that are padding.
+/// `rows` with padding rows set to zero.
 fn without_padding(inputs: &Named, rows: &Tensor) -> Result<Tensor> {
     let Some(positions) = inputs.get("pos_to_token_topk") else { return Ok(rows.clone()) };
     unless(&positions.lt(0.0)?.unsqueeze(1)?.broadcast_as(rows.shape())?, rows, 0.0)
@@ -126,9 +126,9 @@ mod tests {
         magnitude.abs().and_then(|t| t * (2.0 * UNIT_ROUNDOFF * count)).expect("scaling")
     }
 
-    /// Of the gradients with every term by magnitude: `1 + |a| (1 - s)` instead of `1 + a (1 -
-    /// s)`. An element takes fewer than 16 roundings, and dweight one more for each term of its
-    /// sum.
+    /// Bounds of the gradients, with every term replaced by its magnitude: `1 + |a| (1 - s)`
+    /// instead of `1 + a (1 - s)`. An element takes fewer than 16 roundings, and dweight one more
+    /// for each term of its sum.
     fn bounds(inputs: &Named) -> Result<Named> {
         let [a, b, s, silu, weight] = terms(inputs, LIMIT, &mut Rounding::exact())?;
         let dy = inputs.tensor("dy")?;
@@ -173,8 +173,8 @@ mod tests {
     #[test]
     fn backward_equals_directional_finite_differences() -> Result<()> {
         let inputs = case(5, 6, 40, true);
-        // Half way between two numbers of bf16: no element comes within a step of the limit, where
-        // the clamps bend.
+        // Halfway between two bf16 values: no element comes within a step of the limit, where the
+        // derivative of the clamps jumps.
         let limit = LIMIT + 2f64.powi(-7);
         let gradients = backward(&inputs, limit, &mut Rounding::exact())?;
         let mut draw = Draw::new(6);
@@ -340,14 +340,14 @@ mod tests {
         let exact = run(Precision::Exact)?;
         for (i, what) in ["y", "dgate", "dweight"].into_iter().enumerate() {
             let runs: Vec<Tensor> = runs.iter().map(|run| run[i].clone()).collect();
-            // The rows share no intermediate but that of clamped gates.
+            // The rows share only the intermediate of clamped gates.
             assert_unbiased(what, &exact[i], &runs, 16);
         }
         Ok(())
     }
 
-    /// What an expert computes around SwiGLU, and its gradients with respect to hidden states and
-    /// weight.
+    /// The computation of an expert around SwiGLU, and its gradients with respect to hidden states
+    /// and weight.
     struct Expert {
         out: Tensor,
         dhidden: Tensor,

@@ -2,17 +2,17 @@
 //! 5.4, 11.1, training 11.2):
 //!
 //! ```text
-//! o = swiglu(gate, up, weight)           [`crate::experts::swiglu`], rounded to bf16 where that is asked for
+//! o = swiglu(gate, up, weight)           [`crate::experts::swiglu`], optionally rounded to bf16
 //! codes, scales = quantize(o)            [`crate::formats::quantize_fp8`]
 //! ```
 //!
-//! A padding row is quantized as one of zeros. Gradients are those of o, as if it were not
-//! quantized.
+//! A padding row is quantized as a row of zeros. Gradients are those of o without the quantization.
 //!
 //! # Rounding points
 //!
-//! Those of [`crate::experts::swiglu`] and the rounding to bf16. What is compared is what codes
-//! and scales decode to, so the rounding to codes is the last one, and none of this oracle's.
+//! Those of [`crate::experts::swiglu`] and the rounding to bf16. The compared values are the
+//! decoded codes and scales. The rounding to codes is therefore the last one, and this oracle does
+//! not apply it.
 
 use candle_core::Tensor;
 
@@ -25,12 +25,12 @@ use crate::precision::{Rounding, values};
 use crate::quantize::{ScaleType, scale_of};
 use crate::select::unless;
 
-/// Of the inputs of [`swiglu::forward`], in groups of `group` along a row:
+/// For the inputs of [`swiglu::forward`], in groups of `group` along a row:
 ///
-/// - `decoded` `[num_rows, width]`: what codes and scales decode to, before o is rounded to codes;
-///   NaN in groups that are not finite;
-/// - `group_scales` `[num_rows, num_groups]`: what the scales are;
-/// - `quotients` `[num_rows, width]`: o over its scale, before it is rounded to codes.
+/// - `decoded` `[num_rows, width]`: the value that codes and scales decode to, before o is rounded
+///   to codes; NaN in groups that are not finite;
+/// - `group_scales` `[num_rows, num_groups]`: the scales;
+/// - `quotients` `[num_rows, width]`: o divided by its scale, before it is rounded to codes.
 ///
 /// # Errors
 /// Those of [`swiglu::forward`].
@@ -64,7 +64,7 @@ pub fn forward(
         .with("quotients", quotients))
 }
 
-/// `dgate`, `dup` and, where there is a weight, `dweight`: those of [`swiglu::backward`].
+/// `dgate`, `dup` and, where a weight is present, `dweight`: those of [`swiglu::backward`].
 ///
 /// # Errors
 /// Those of [`swiglu::backward`].
@@ -72,23 +72,24 @@ pub fn backward(inputs: &Named, limit: f64, rounding: &mut Rounding) -> Result<N
     swiglu::backward(inputs, limit, rounding)
 }
 
-/// What `codes` and `scales` as they are stored mean.
+/// The meaning of stored `codes` and `scales`.
 pub struct Stored {
-    /// What the codes are, row by row.
+    /// The values of the codes, row by row.
     pub values: Vec<f64>,
-    /// What the scales are, row by row of groups.
+    /// The values of the scales, row by row of groups.
     pub scales: Vec<f64>,
-    /// For each group, row by row, whether no smaller scale would do: the largest code is one that
-    /// half the scale has no room for (of scales that are no powers of two, the largest of all),
-    /// or the scale is the least that there is, or NaN. Twice the least scale passes where the
-    /// largest number is rounded to half of the largest code.
+    /// For each group, row by row, whether no smaller scale would suffice. This is true if half the
+    /// scale could not represent the largest code (for scales that are not powers of two, the
+    /// largest of all codes). It is also true if the scale is the smallest possible one, or NaN.
+    /// Twice the smallest scale passes where the largest value is rounded to half of the largest
+    /// code.
     pub least: Vec<bool>,
 }
 
-/// Reads what a kernel wrote.
+/// Reads the outputs of a kernel.
 ///
 /// # Errors
-/// Shapes that do not fit.
+/// Shapes that do not match.
 pub fn stored(codes: &Tensor, scales: &Tensor, options: Options) -> Result<Stored> {
     let (num_rows, width) = codes.dims2()?;
     let [_, columns] = options.group.extents();
@@ -181,7 +182,7 @@ mod tests {
         let quantized = quantize_fp8::quantize(&x, options)?;
         let (codes, scales) = (quantized.tensor("codes")?, quantized.tensor("scales")?);
         assert!(stored(codes, scales, options)?.least.iter().all(|&least| least));
-        // Half of each number under twice the scale.
+        // Half of each value with twice the scale.
         let halved: Vec<f64> = values(codes)?
             .iter()
             .map(|&code| {
@@ -190,8 +191,8 @@ mod tests {
             })
             .collect();
         let halved = f64_tensor(&halved, &[4, 96]);
-        // Half of 448 is what a number just above it is rounded to under half the scale: no code
-        // tells these two apart.
+        // A code of half of 448 may also come from a slightly larger value, which does not fit half
+        // the scale. No code distinguishes the two.
         let largest = |group: &[f64]| {
             group.iter().fold(0.0, |m: f64, &code| m.max(Format::E4M3.value(code as u64).abs()))
         };

@@ -1,11 +1,12 @@
-//! Rows of gate and up of expert weights, interleaved by eight, and back (inference 5.8).
+//! Interleaves the rows of gate and up of expert weights by eight, and separates them (inference
+//! 5.8).
 //!
 //! ```text
 //! logical      gate 0 .. I-1, up 0 .. I-1
 //! interleaved  gate 0 .. 7, up 0 .. 7, gate 8 .. 15, up 8 .. 15 ...
 //! ```
 //!
-//! Nothing is computed: a byte is what it was, of weights and of scales alike.
+//! Nothing is computed: each byte is only moved, for weights and scales alike.
 
 use candle_core::Tensor;
 
@@ -16,10 +17,10 @@ use crate::named::Named;
 pub const GRANULE: usize = 8;
 
 /// `interleaved` of `logical`, both `[num_experts, num_rows, row_bytes]`, bytes. Half of the rows
-/// are gate's, the others up's, each a multiple of eight.
+/// belong to gate, the others to up; each half is a multiple of eight.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn interleave(inputs: &Named) -> Result<Named> {
     let [experts, rows, bytes] = extents(inputs, "logical")?;
     let logical =
@@ -30,7 +31,7 @@ pub fn interleave(inputs: &Named) -> Result<Named> {
 /// `logical` of `interleaved`: the inverse of [`interleave`].
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn separate(inputs: &Named) -> Result<Named> {
     let [experts, rows, bytes] = extents(inputs, "interleaved")?;
     let interleaved = inputs.tensor("interleaved")?.reshape((
@@ -55,7 +56,7 @@ fn extents(inputs: &Named, name: &'static str) -> Result<[usize; 3]> {
     Ok(extents)
 }
 
-/// The halves and the groups of eight change places.
+/// Transposes the halves and the groups of eight.
 fn transposed(rows: &Tensor) -> Result<Tensor> {
     Ok(rows.transpose(1, 2)?.contiguous()?)
 }
@@ -66,7 +67,7 @@ mod tests {
     use crate::precision::values;
     use crate::testing::f64_tensor;
 
-    /// Every byte is the number of its row.
+    /// Every byte is the index of its row.
     fn numbered(experts: usize, rows: usize, bytes: usize) -> Tensor {
         let numbers: Vec<f64> = (0..experts * rows * bytes).map(|at| (at / bytes) as f64).collect();
         f64_tensor(&numbers, &[experts, rows, bytes])

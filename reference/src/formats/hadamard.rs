@@ -9,10 +9,10 @@
 //!
 //! # Rounding points
 //!
-//! The sums are those of seven steps of butterflies, `(a, b) -> (a + b, a - b)` for pairs that lie
-//! 1, 2, 4 ... 64 apart, in this order, each an fp32 number; so is the product with 128^-0.5. What
-//! is quantized is rounded to bf16 before. Codes and scales follow from these numbers without a
-//! choice: every run gives the same.
+//! The sums are those of seven steps of butterflies, `(a, b) -> (a + b, a - b)` for pairs at
+//! distance 1, 2, 4 ... 64, in this order. Each sum is an fp32 value; so is the product with
+//! 128^-0.5. Values are rounded to bf16 before they are quantized. Codes and scales follow from
+//! these values without any free choice: every run gives the same.
 
 use candle_core::Tensor;
 
@@ -28,7 +28,7 @@ pub const DIM: usize = 128;
 /// How the transform is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stored {
-    /// As numbers.
+    /// As values.
     Values,
     /// As e2m1 codes with an e8m0 scale for each 32 of them.
     E2m1,
@@ -36,15 +36,15 @@ pub enum Stored {
     E4m3,
 }
 
-/// Of `x` `[num_rows, 128]`, as `stored` says:
+/// The outputs for `x` `[num_rows, 128]`, in the form of `stored`:
 ///
 /// - `y` `[num_rows, 128]`;
-/// - `codes` `[num_rows, 64]`, bytes of two, the even one in the low nibble, and `scale_bytes`
+/// - `codes` `[num_rows, 64]`, two to a byte, the even one in the low nibble, and `scale_bytes`
 ///   `[num_rows, 4]`;
 /// - `codes` `[num_rows, 128]`, bytes, and `scales` `[num_rows]`, stored in f32.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn forward(inputs: &Named, stored: Stored, rounding: &mut Rounding) -> Result<Named> {
     let x = inputs.tensor("x")?;
     let num_rows = check(inputs, "x")?;
@@ -75,11 +75,11 @@ pub fn forward(inputs: &Named, stored: Stored, rounding: &mut Rounding) -> Resul
     Ok(Named::new().with("codes", rows(codes, DIM)?).with("scales", scales))
 }
 
-/// `dx` `[num_rows, 128]` of `dy`, of the shape and type of y; nothing where there is no `dy`,
-/// since codes have no gradient.
+/// `dx` `[num_rows, 128]` for `dy`, of the shape and type of y. The result is empty without a `dy`,
+/// because codes have no gradient.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let Some(dy) = inputs.get("dy") else { return Ok(Named::new()) };
     check(inputs, "dy")?;
@@ -135,7 +135,7 @@ mod tests {
         let x = Draw::new(1).normal(&[5, DIM], 1.0);
         let y = forward(&of(x.clone()), Stored::Values, &mut Rounding::exact())?;
         let y = y.tensor("y")?;
-        // 128 terms, and as many in another order.
+        // 128 terms, and the same number in another order.
         let bound =
             f64_tensor(&vec![4.0 * 128.0 * UNIT_ROUNDOFF * 128f64.sqrt(); 5 * DIM], &[5, DIM]);
         assert_within("y", y, &f64_tensor(&by_definition(&values(&x)?), &[5, DIM]), &bound);

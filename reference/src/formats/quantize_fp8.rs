@@ -1,18 +1,17 @@
-//! Rows and blocks as e4m3 codes with scales, and back (inference 5.3, 5.4, 5.7). With the numbers
-//! of a group, neighbours in a row or a square of 128 by 128,
+//! Rows and blocks as e4m3 codes with scales, and back (inference 5.3, 5.4, 5.7). With x the values
+//! of a group, which are neighbours in a row or a square of 128 by 128,
 //!
 //! ```text
 //! amax = max(max |x|, 1e-4)           s = the least power of two with amax <= 448 s,  or  fp32(amax fp32(1/448))
 //! code = e4m3(fp32(x / s))            y = fp32(value(code) s), rounded once more where it is stored in bf16
 //! ```
 //!
-//! A group at the end of a row, or of all rows, may be smaller. One with a NaN or an infinity has
-//! the scale NaN and codes of NaN.
+//! A group at the end of a row, or of all rows, may be smaller. A group with a NaN or an infinity
+//! has the scale NaN and codes of NaN.
 //!
 //! # Rounding points
 //!
-//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to
-//! have one value.
+//! Those in the formulas, each to nearest: codes, scales and their decoded values have one value.
 
 use candle_core::Tensor;
 
@@ -26,10 +25,10 @@ use crate::quantize::{ScaleType, codes_of, scale_of};
 /// The rows of a square group.
 pub const SQUARE: usize = 128;
 
-/// Which numbers share a scale.
+/// The values that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// So many neighbours in a row.
+    /// This many neighbours in a row.
     Row(usize),
     /// Squares of 128 rows and 128 columns.
     Square,
@@ -45,14 +44,14 @@ impl Group {
     }
 }
 
-/// How numbers are quantized.
+/// Options of the quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Which numbers share a scale.
+    /// The values that share a scale.
     pub group: Group,
-    /// What a scale is.
+    /// The type of a scale.
     pub scale: ScaleType,
-    /// Where scales lie; those of squares row by row.
+    /// Layout of the scales; those of squares are row by row.
     pub layout: ScaleLayout,
 }
 
@@ -98,14 +97,14 @@ fn groups(group: Group, [num_rows, width]: [usize; 2]) -> impl Iterator<Item = V
         .flat_map(move |top| (0..width).step_by(columns).map(move |left| of(top, left)))
 }
 
-/// Of `x` `[num_rows, width]`, stored in bf16 or f32:
+/// The outputs for `x` `[num_rows, width]`, stored in bf16 or f32:
 ///
 /// - `codes` `[num_rows, width]`, bytes;
-/// - `scales`, of the shape that [`Options::scales`] says: bytes, words of four of them, or stored
+/// - `scales`, of the shape that [`Options::scales`] gives: bytes, words of four bytes, or stored
 ///   in f32.
 ///
 /// # Errors
-/// A tensor of another shape, scales of squares or of fp32 in a layout that is not theirs.
+/// A tensor of the wrong shape, or scales of squares or of fp32 in an unsupported layout.
 pub fn quantize(inputs: &Named, options: Options) -> Result<Named> {
     options.check()?;
     let axes = ["num_rows", "width"];
@@ -129,7 +128,7 @@ pub fn quantize(inputs: &Named, options: Options) -> Result<Named> {
         .with("scales", Tensor::from_vec(scales.1, scales.0, device)?))
 }
 
-/// Scales, row by row, as the tensor that holds them: its shape and its numbers.
+/// Scales, row by row, as the tensor that holds them: its shape and its values.
 pub fn stored_scales(scales: Scales, numbers: &[f64]) -> (Vec<usize>, Vec<f64>) {
     if !scales.bytes {
         return (scales.shape(), scales.arranged(numbers));
@@ -146,11 +145,11 @@ pub fn read_scales(scales: Scales, stored: &[f64]) -> Vec<f64> {
     Format::E8M0.values(&scales.read_bytes(stored))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize`] returns
+/// `y` `[num_rows, width]`, stored in `format`, for `codes` and `scales` as [`quantize`] returns
 /// them.
 ///
 /// # Errors
-/// A tensor of another shape, scales of squares or of fp32 in a layout that is not theirs.
+/// A tensor of the wrong shape, or scales of squares or of fp32 in an unsupported layout.
 pub fn dequantize(inputs: &Named, options: Options, format: Format) -> Result<Named> {
     options.check()?;
     let axes = ["num_rows", "width"];
@@ -202,8 +201,8 @@ mod tests {
             let (x, y) = (values(&x)?, values(y.tensor("y")?)?);
             for (group, scale) in groups(options.group, [131, 200]).zip(scales) {
                 for at in group {
-                    // The quotient of fp32 scales, and the product, are rounded to fp32 beside the
-                    // code.
+                    // The quotient of fp32 scales, and the product, are rounded to fp32 in addition
+                    // to the code.
                     let half = Format::E4M3.half_ulp(x[at] / scale)
                         * scale
                         * (1.0 + f64::from(f32::EPSILON));

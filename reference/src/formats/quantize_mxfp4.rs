@@ -1,17 +1,16 @@
 //! Rows as e2m1 codes with e8m0 scales of 32 neighbours, and back (inference 5.3, 5.4, 5.7):
 //!
 //! ```text
-//! amax = max(max |x|, 6 * 2^-126)      s = the least power of two with amax <= 6 s
+//! amax = max(max |x|, 6 * 2^-126)      s = the smallest power of two with amax <= 6 s
 //! code = e2m1(x / s)                   y = value(code) s
 //! ```
 //!
-//! The last group of a row may be smaller. One with a NaN or an infinity has the scale NaN and,
-//! since e2m1 has no NaN, codes of 6.
+//! The last group of a row may be smaller. A group with a NaN or an infinity has the scale NaN and,
+//! because e2m1 has no NaN, codes of 6.
 //!
 //! # Rounding points
 //!
-//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to
-//! have one value.
+//! Those in the formulas, each to nearest: codes, scales and their decoded values have one value.
 
 use candle_core::Tensor;
 
@@ -31,13 +30,13 @@ pub fn scales(layout: ScaleLayout, num_rows: usize, width: usize) -> Scales {
     Scales { layout, bytes: true, rows: num_rows, groups: width.div_ceil(GROUP) }
 }
 
-/// Of `x` `[num_rows, width]`, stored in bf16 or f32, of an even width:
+/// The outputs for `x` `[num_rows, width]`, stored in bf16 or f32, of an even width:
 ///
-/// - `codes` `[num_rows, width / 2]`, bytes of two, the even one in the low nibble;
-/// - `scales`, of the shape that [`scales`] says: bytes, or words of four of them.
+/// - `codes` `[num_rows, width / 2]`, two to a byte, the even one in the low nibble;
+/// - `scales`, of the shape that [`scales`] gives: bytes, or words of four bytes.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
     let axes = ["num_rows", "width"];
     let [num_rows, width] = inputs.extents(axes, &[(&["x"], &axes)])?;
@@ -55,11 +54,11 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
         .with("scales", Tensor::from_vec(stored, shape, x.device())?))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes` and `scales` as [`quantize()`] returns
+/// `y` `[num_rows, width]`, stored in `format`, for `codes` and `scales` as [`quantize()`] returns
 /// them.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn dequantize(inputs: &Named, layout: ScaleLayout, format: Format) -> Result<Named> {
     let axes = ["num_rows", "code_bytes"];
     let [num_rows, code_bytes] = inputs.extents(axes, &[(&["codes"], &axes)])?;

@@ -1,5 +1,6 @@
-//! Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). With s2 of
-//! the tensor, and of each group of 16 neighbours in a row its largest magnitude amax,
+//! Rows as e2m1 codes with scales of two levels, and back (inference 5.3, 5.6, 5.7). The scale s2
+//! is that of the tensor, and amax is the largest magnitude of each group of 16 neighbours in a
+//! row:
 //!
 //! ```text
 //! s2   = max(fp32(amax of the tensor / 2688), 2^-126)         1 where all numbers are 0, NaN where one is not finite
@@ -12,8 +13,7 @@
 //!
 //! # Rounding points
 //!
-//! Those that stand in the formulas, and each to nearest: codes, scales and what they decode to
-//! have one value.
+//! Those in the formulas, each to nearest: codes, scales and their decoded values have one value.
 
 use candle_core::Tensor;
 
@@ -35,7 +35,7 @@ fn quotient(x: f64, y: f64) -> f64 {
     Format::F32.nearest(x / y)
 }
 
-/// The largest magnitude; NaN where a number is not finite.
+/// The largest magnitude; NaN where a value is not finite.
 fn amax(numbers: &[f64]) -> f64 {
     let largest = numbers.iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
     if numbers.iter().all(|x| x.is_finite()) { largest } else { f64::NAN }
@@ -44,7 +44,7 @@ fn amax(numbers: &[f64]) -> f64 {
 /// `global_scale` `[1]`, stored in f32, of `x` `[num_rows, width]`.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn global_scale(inputs: &Named) -> Result<Named> {
     let axes = ["num_rows", "width"];
     inputs.extents(axes, &[(&["x"], &axes)])?;
@@ -60,7 +60,7 @@ pub fn global_scale(inputs: &Named) -> Result<Named> {
     Ok(Named::new().with("global_scale", Tensor::from_vec(vec![scale], 1, x.device())?))
 }
 
-/// The code of e4m3 and the codes of e2m1 of a group.
+/// The e4m3 code of the scale of a group and the e2m1 codes of its values.
 fn quantize_group(group: &[f64], global_scale: f64) -> (u8, Vec<u8>) {
     let amax = amax(group);
     let scale = Format::E4M3.code(quotient(quotient(amax, Format::E2M1.largest), global_scale));
@@ -70,14 +70,14 @@ fn quantize_group(group: &[f64], global_scale: f64) -> (u8, Vec<u8>) {
     (scale as u8, group.iter().map(code).collect())
 }
 
-/// Of `x` `[num_rows, width]`, stored in bf16 or f32, of an even width, and `global_scale` `[1]`,
-/// stored in f32:
+/// The outputs for `x` `[num_rows, width]`, stored in bf16 or f32, of an even width, and
+/// `global_scale` `[1]`, stored in f32:
 ///
-/// - `codes` `[num_rows, width / 2]`, bytes of two, the even one in the low nibble;
-/// - `scales`, e4m3, of the shape that [`scales`] says: bytes, or words of four of them.
+/// - `codes` `[num_rows, width / 2]`, two to a byte, the even one in the low nibble;
+/// - `scales`, e4m3, of the shape that [`scales`] gives: bytes, or words of four bytes.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
     let axes = ["num_rows", "width"];
     let [num_rows, width] = inputs.extents(axes, &[(&["x"], &axes)])?;
@@ -97,11 +97,11 @@ pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
         .with("scales", Tensor::from_vec(scales.stored_bytes(&bytes), scales.shape(), x.device())?))
 }
 
-/// `y` `[num_rows, width]`, stored in `format`, of `codes`, `scales` and `global_scale` as
-/// [`quantize`] has them.
+/// `y` `[num_rows, width]`, stored in `format`, for `codes`, `scales` and `global_scale` as in
+/// [`quantize`].
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn dequantize(inputs: &Named, layout: ScaleLayout, format: Format) -> Result<Named> {
     let axes = ["num_rows", "code_bytes"];
     let [num_rows, code_bytes] = inputs.extents(axes, &[(&["codes"], &axes)])?;
@@ -146,7 +146,7 @@ mod tests {
             for (row_x, row_y) in x.chunks(72).zip(y.chunks(72)) {
                 for (x, y) in row_x.chunks(GROUP).zip(row_y.chunks(GROUP)) {
                     // A scale of e4m3 is off by a sixteenth at most, and a step of e2m1 is a third
-                    // of its number.
+                    // of its value.
                     let amax = amax(x);
                     assert!(
                         x.iter()

@@ -1,7 +1,7 @@
-//! Where the scales of groups lie in memory (inference 5.7).
+//! Memory layouts of the scales of groups (inference 5.7).
 //!
-//! With G groups in a row and `aligned(n, m)` the least multiple of m that is not below n, the
-//! scale of group g of row r has the place
+//! Let a row have G groups, and let `aligned(n, m)` be the smallest multiple of m that is not below
+//! n. The scale of group g of row r has the offset
 //!
 //! ```text
 //! plain                r G + g
@@ -10,7 +10,7 @@
 //! blocked, bytes       (r/128 aligned(G, 4)/4 + g/4) 512 + r%32 16 + r%128/32 4 + g%4
 //! ```
 //!
-//! Places of rows and groups that there are not hold 0.
+//! Offsets of padding rows and padding groups hold 0.
 
 /// How the scales of rows of groups are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,10 +23,10 @@ pub enum ScaleLayout {
     Blocked,
 }
 
-/// Scales of a matrix: so many rows of so many groups, each a byte or an fp32 number.
+/// The scales of a matrix: `rows` rows of `groups` groups, each scale a byte or an fp32 value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scales {
-    /// How they are stored.
+    /// Their layout.
     pub layout: ScaleLayout,
     /// Whether each is a byte.
     pub bytes: bool,
@@ -37,8 +37,8 @@ pub struct Scales {
 }
 
 impl Scales {
-    /// The extents of the tensor that holds them, in which one entry is a scale, or a word of four
-    /// of them.
+    /// The shape of the tensor that holds them. One entry of it is a scale, or a word of four
+    /// scales.
     pub fn shape(self) -> Vec<usize> {
         let Self { layout, bytes, rows, groups } = self;
         match layout {
@@ -54,12 +54,12 @@ impl Scales {
         self.bytes && self.layout == ScaleLayout::MnMajor
     }
 
-    /// Places, those of padding among them.
+    /// Number of scales in memory, including padding.
     pub fn places(self) -> usize {
         self.shape().iter().product::<usize>() * if self.in_words() { 4 } else { 1 }
     }
 
-    /// The place of the scale of a group of a row.
+    /// The offset of the scale of a group of a row.
     pub fn place(self, row: usize, group: usize) -> usize {
         let aligned_rows = self.rows.next_multiple_of(4);
         match self.layout {
@@ -78,7 +78,7 @@ impl Scales {
         (0..self.rows).flat_map(move |row| (0..self.groups).map(move |group| (row, group)))
     }
 
-    /// Scales, row by row, at their places; 0 at those of padding.
+    /// Scales, row by row, at their offsets; 0 at those of padding.
     pub fn arranged<T: Copy + Default>(self, scales: &[T]) -> Vec<T> {
         let mut places = vec![T::default(); self.places()];
         self.indices()
@@ -94,8 +94,8 @@ impl Scales {
 }
 
 impl Scales {
-    /// Bytes, row by row, as the numbers of the tensor that holds them: bytes, or words of four of
-    /// them.
+    /// Bytes, row by row, as the values of the tensor that holds them: bytes, or words of four
+    /// bytes.
     pub fn stored_bytes(self, bytes: &[u8]) -> Vec<f64> {
         let placed = self.arranged(bytes);
         if self.in_words() {
@@ -114,7 +114,7 @@ impl Scales {
     }
 }
 
-/// Words of 32 bits of four bytes each, the first one lowest.
+/// Words of 32 bits, each of four bytes, the first one lowest.
 pub fn words_of(bytes: &[u8]) -> Vec<i32> {
     bytes.as_chunks().0.iter().map(|&bytes| i32::from_le_bytes(bytes)).collect()
 }
@@ -154,8 +154,8 @@ mod tests {
         }
     }
 
-    /// Inference 5.7 says of packed words whose rows are permuted within each 128 that they are
-    /// the same tiles.
+    /// Inference 5.7 defines packed words whose rows are permuted within each 128 as the same
+    /// tiles.
     #[test]
     fn tiles_of_128_rows_are_packed_words_of_permuted_rows() {
         let of = |layout| Scales { layout, bytes: true, rows: 256, groups: 12 };
@@ -163,7 +163,7 @@ mod tests {
         for (row, group) in blocked.indices() {
             let permuted = row / 128 * 128 + row % 32 * 4 + row % 128 / 32;
             let (word, byte) = (packed.place(permuted, group) / 4, group % 4);
-            // Words lie group by group over all rows there, tile by tile here.
+            // Words are stored group by group over all rows there, tile by tile here.
             let (word_group, in_tile) = (word / 256, word % 128);
             let tile = row / 128 * 3 + word_group;
             assert_eq!(blocked.place(row, group), tile * 512 + in_tile * 4 + byte, "{row} {group}");

@@ -1,8 +1,8 @@
-//! Scales in tiles of 128 rows by 4 groups, out of rows, and back (inference 5.7): the places of
-//! [`Scales`] whose layout is [`ScaleLayout::Blocked`]. What pads rows and groups is 0, and is not
-//! read back.
+//! Converts scales from rows to tiles of 128 rows by 4 groups, and back (inference 5.7). The
+//! offsets are those of [`Scales`] with the layout [`ScaleLayout::Blocked`]. Padding of rows and
+//! groups is 0, and is not read back.
 //!
-//! Nothing is computed: a byte is what it was.
+//! Nothing is computed: each byte is only moved.
 
 use candle_core::Tensor;
 
@@ -18,7 +18,7 @@ fn blocked(rows: usize, groups: usize) -> Scales {
 /// `tiles` `[row_tiles, group_tiles, 512]` of `scales` `[num_rows, num_groups]`, bytes.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn swizzle(inputs: &Named) -> Result<Named> {
     let axes = ["num_rows", "num_groups"];
     let [rows, groups] = inputs.extents(axes, &[(&["scales"], &axes)])?;
@@ -28,10 +28,11 @@ pub fn swizzle(inputs: &Named) -> Result<Named> {
         .with("tiles", Tensor::from_vec(tiles, blocked(rows, groups).shape(), scales.device())?))
 }
 
-/// `scales` `[num_rows, num_groups]` of `tiles` as [`swizzle`] returns them: its inverse.
+/// `scales` `[num_rows, num_groups]` of `tiles` as [`swizzle`] returns them: the inverse of
+/// [`swizzle`].
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn unswizzle(inputs: &Named, num_rows: usize, num_groups: usize) -> Result<Named> {
     let (tiles, blocked) = (inputs.tensor("tiles")?, blocked(num_rows, num_groups));
     require("tiles", tiles, &blocked.shape())?;

@@ -4,7 +4,7 @@
 //! logits[i, v] = sum_k hidden[rows[i], k] weight[v, k]        -infinity where rows[i] names no token
 //! ```
 //!
-//! Operands are bf16, products are added in fp32, and nothing is rounded but the sum.
+//! Operands are bf16, products are added in fp32, and only the sum is rounded.
 
 use candle_core::Tensor;
 
@@ -12,14 +12,14 @@ use crate::error::{Result, wrong_value};
 use crate::named::Named;
 use crate::precision::{Rounding, values};
 
-/// `logits` `[num_rows, vocab_size]`, stored in f32, of these inputs:
+/// `logits` `[num_rows, vocab_size]`, stored in f32, for these inputs:
 ///
 /// - `hidden` `[num_tokens, hidden_size]` and `weight` `[vocab_size, hidden_size]`, stored in bf16;
-/// - `rows` `[num_rows]`, stored in i32: which tokens are sampled; absent where all are, in their
+/// - `rows` `[num_rows]`, stored in i32: the sampled tokens; absent where all are sampled, in their
 ///   order.
 ///
 /// # Errors
-/// Tensors whose extents do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let tensors: [(&[_], &[_]); 3] = [
         (&["hidden"], &["num_tokens", "hidden_size"]),
@@ -41,7 +41,7 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
             Named::new().with("logits", rounding.matmul_f32(hidden, &weight.t()?.contiguous()?)?)
         );
     };
-    // A row that names no token is one of zeros until its logits are -infinity.
+    // A row that names no token is a row of zeros until its logits are set to -infinity.
     let given = values(hidden)?;
     let row = |row: &Option<usize>| match row {
         Some(token) => given[token * hidden_size..][..hidden_size].to_vec(),
@@ -98,8 +98,8 @@ mod tests {
         assert_eq!(found, [token, token, none, none, [1.0, 5.0, 10.0]].concat());
     }
 
-    /// Whole models: the final norm, as stored, times the head's weights. What storing both
-    /// rounded is all that they may differ by.
+    /// Whole models: the final norm, as stored, times the head's weights. They may differ only by
+    /// the rounding of both when they are stored.
     #[test]
     fn the_heads_of_golden_models_agree() {
         for name in ["one", "batch", "long", "six"] {

@@ -1,24 +1,26 @@
-//! One token of each row of logits: temperature, top-k, top-p and min-p by the exponential race
-//! (inference 12.3).
+//! Samples one token for each row of logits: temperature, top-k, top-p and min-p by the exponential
+//! race (inference 12.3).
 //!
 //! ```text
 //! order  = ids from the largest logit down, of equal ones the lower id first; -0 equals 0; NaN and -infinity never,
-//!          nor what lies below an infinite maximum
-//! t      = max(temperature, 1e-5), at most the largest number of fp32
+//!          nor a logit below an infinite maximum
+//! t      = max(temperature, 1e-5), at most the largest fp32 value
 //! weight = exp((logit - max) / t), 1 at an infinite maximum; above 0, however small
-//! kept   = the first n of the order, n the least of
+//! kept   = the first n of the order, n the smallest of
 //!          top_k, where that is above 0;
-//!          the least number, 1 or more, whose weights reach top_p of the sum of all weights, where top_p is below 1;
+//!          the smallest number, 1 or more, whose weights reach top_p of the sum of all weights,
+//!          where top_p is below 1;
 //!          the number of weights of at least min(min_p, 1), where min_p is above 0
 //! x      = word id % 4 of Philox4x32-10 of counter (id / 4, step low, step high, 0) and key (seed low, seed high)
 //! v      = (x + 0.5) / 2^32 in fp32;  g = -log1p(-v)
-//! score  = logit / (t ln 2) - log2(g) of what is kept, of an infinite logit -log2(g) alone; -infinity of what is not
+//! score  = logit / (t ln 2) - log2(g) of kept ids, only -log2(g) for an infinite logit;
+//!          -infinity of other ids
 //! token  = the id with the largest score, the lowest of equals; the first of the order where temperature > 0 does not
 //!          hold; -1 where no logit is above -infinity
 //! ```
 //!
-//! The largest `p / g` is the largest `log2 p - log2 g`, and the sum that makes `p` of a weight is
-//! one number for the row.
+//! The largest `p / g` is the largest `log2 p - log2 g`. The sum that normalizes a weight to `p` is
+//! one value for the row.
 
 use candle_core::{Device, Tensor};
 
@@ -27,16 +29,16 @@ use crate::indexer::topk::ordered;
 use crate::named::Named;
 use crate::precision::{Rounding, values};
 
-/// The least temperature that logits are divided by.
+/// The smallest temperature by which logits are divided.
 pub const LEAST_TEMPERATURE: f64 = 1e-5;
 
-/// What logits are divided by.
+/// The divisor of the logits.
 fn divisor(temperature: f64) -> f64 {
     temperature.clamp(LEAST_TEMPERATURE, f64::from(f32::MAX))
 }
 
-/// Score of an id that is kept and whose `g` is infinite: below every other, above what is not
-/// kept.
+/// Score of an id that is kept and whose `g` is infinite: below every other kept id, above ids that
+/// are not kept.
 const LOST: f64 = -1e300;
 
 /// Four words of the counter-based generator Philox4x32-10 (Salmon et al., 2011).
@@ -67,24 +69,24 @@ pub fn uniform(word: u32) -> f32 {
     ((f64::from(word as f32) + 0.5) * 2f64.powi(-32)) as f32
 }
 
-/// Which tokens a row keeps; 0, 1 and 0 keep all.
+/// The filters of a row; 0, 1 and 0 keep all ids.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Filters {
-    /// The most that are kept; 0 or less is no limit.
+    /// The largest number of kept ids; 0 or less is no limit.
     pub top_k: f64,
-    /// The share of the sum that is kept; 1 or more, or NaN, is all of it.
+    /// The share of the sum that is kept; 1 or more, or NaN, keeps all of it.
     pub top_p: f64,
-    /// The least weight that is kept; 0 or less, or NaN, is none.
+    /// The smallest weight that is kept; 0 or less, or NaN, is no limit.
     pub min_p: f64,
 }
 
-/// The ids of a row from the largest logit down, and their weights; without ids that are never
-/// chosen. A weight that f64 has no number for is 0 here, and its id is ranked all the same: it
-/// wins where all in front of it lose.
+/// The ids of a row from the largest logit down, and their weights, without ids that can never be
+/// selected. A weight that underflows in f64 is 0 here, and its id is still ranked: it wins where
+/// all ids before it lose.
 pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
     let mut order: Vec<usize> =
         (0..logits.len()).filter(|&id| ordered(logits[id]) > f64::NEG_INFINITY).collect();
-    // Stable: of equal logits the lower id stays in front.
+    // Stable: of equal logits the lower id stays first.
     order.sort_by(|&a, &b| ordered(logits[b]).total_cmp(&ordered(logits[a])));
     let most = order.first().map_or(0.0, |&id| logits[id]);
     if most.is_infinite() {
@@ -98,7 +100,7 @@ pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
     (order, weights)
 }
 
-/// How many ids, from the first of the order on, are kept of these weights.
+/// Number of ids, from the first of the order on, that are kept for these weights.
 pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
     let Filters { top_k, top_p, min_p } = filters;
     let by_count = if top_k > 0.0 { top_k as usize } else { usize::MAX };
@@ -119,17 +121,17 @@ pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
     by_count.min(by_weight).min(by_share).min(weights.len())
 }
 
-/// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` that they are
-/// chosen by (of a row that takes the first of the order the negative places in it), of these
-/// inputs:
+/// `tokens` `[num_rows]`, stored in i32, and the `scores` `[num_rows, vocab_size]` by which they
+/// are selected. In a row that takes the first id of the order, a score is the negative index in
+/// that order. The inputs are:
 ///
 /// - `logits` `[num_rows, vocab_size]`, stored in f32;
 /// - `temperature` `[num_rows]`, stored in f32;
-/// - `top_k` in i32, `top_p` and `min_p` in f32, `[num_rows]`, each absent where nobody limits;
+/// - `top_k` in i32, `top_p` and `min_p` in f32, `[num_rows]`, each absent for no limit;
 /// - `seed` and `step` `[num_rows]`, stored in i64; at most 2^53 in size, which f64 holds.
 ///
 /// # Errors
-/// Tensors whose extents do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let of_rows: &[_] = &["temperature", "top_k", "top_p", "min_p", "seed", "step"];
     let tensors: [(&[_], &[_]); 2] =
@@ -201,7 +203,7 @@ fn scores(
     let waiting = values(&rounding.approximate_f32(&tensor(waiting)?)?)?;
     let power = rounding.approximate_f32(&tensor(waiting.iter().map(|g| g.log2()).collect())?)?;
     let product = |(at, power): (usize, f64)| match logits[at] {
-        // An infinite g loses, whatever the logit.
+        // An infinite g loses, whatever the logit is.
         _ if power == f64::INFINITY => f64::NEG_INFINITY,
         f64::INFINITY => -power,
         logit => logit * factors[at / vocab_size] - power,
@@ -231,7 +233,7 @@ mod tests {
         values(outputs.tensor("tokens").expect("tokens")).expect("numbers")[0]
     }
 
-    /// The known answers that the authors of the generator publish with it.
+    /// The known answers that the authors of the generator publish.
     #[test]
     fn the_generator_gives_the_published_words() {
         assert_eq!(philox([0; 4], 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
@@ -263,7 +265,7 @@ mod tests {
         assert_eq!(kept(Filters { top_p: -1.0, ..NONE }), 1);
         assert_eq!(kept(Filters { top_p: f64::NAN, min_p: f64::NAN, ..NONE }), 4);
         assert_eq!(kept(Filters { top_k: 3.0, top_p: 0.999, min_p: 0.25 }), 2);
-        // A share that is met exactly ends there.
+        // A share that is reached exactly ends there.
         assert_eq!(num_kept(&[1.0; 16], Filters { top_p: 0.5, ..NONE }), 8);
         assert_eq!(num_kept(&[1.0; 16], Filters { min_p: 7.0, ..NONE }), 16);
         assert_eq!(num_kept(&[1.0, 0.0], NONE), 2, "no weight is 0 but for want of a number");
@@ -271,7 +273,7 @@ mod tests {
 
     #[test]
     fn where_the_first_loses_the_next_wins_however_small_its_weight_unless_it_is_not_kept() {
-        // The word of id 38 has all bits set, so that its time is infinite.
+        // The word of id 38 has all bits set, so its `g` is infinite.
         let seed = 40_222_668;
         assert_eq!(word(seed, 0, 38), u32::MAX);
         let mut logits = [0.0; 44];
@@ -309,8 +311,8 @@ mod tests {
         }
     }
 
-    /// The winner of the race among p and q = 1 - p is the first with probability p: the share of
-    /// 4000 draws lies within five standard deviations.
+    /// The first of p and q = 1 - p wins the race with probability p: its share of 4000 samples is
+    /// within five standard deviations.
     #[test]
     fn shares_of_draws_are_the_probabilities() {
         let draws = 4000;
@@ -341,7 +343,7 @@ mod tests {
             assert_eq!(exact.is_finite(), working.is_finite());
             let off = if exact.is_finite() { (exact - working).abs() } else { 0.0 };
             // Factor, both logarithms and the difference: four roundings or approximations of
-            // numbers below 64.
+            // values below 64.
             assert!(off < 4.0 * 64.0 * 2f64.powi(-22), "{exact} {working}");
         }
         assert!(exact.iter().zip(&working).any(|(a, b)| a != b));

@@ -1,7 +1,7 @@
 //! The backward of the indexer's logits (training 1; stage 2 of training 7).
 //!
-//! Row t has the valid slots that its ranking gives it ([`crate::indexer::ranking`]); slot j is of
-//! key `i(j)`. With G = dlogits, over valid slots,
+//! The valid slots of row t are those of its ranking ([`crate::indexer::ranking`]); slot j has key
+//! `i(j)`. With G = dlogits, over valid slots,
 //!
 //! ```text
 //! d[t, h, j] = q[t, h] . k[i(j)]
@@ -12,14 +12,14 @@
 //! ```
 //!
 //! which is the gradient of `sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)` where none of the
-//! products is 0; at 0 it is 0. A product that is NaN passes. Invalid slots read nothing and give
-//! nothing.
+//! products is 0; at 0 the gradient is 0. A product that is NaN passes. Invalid slots read nothing
+//! and add nothing.
 //!
 //! # Rounding points
 //!
 //! Products accumulate in fp32. A is an fp32 product that is rounded to bf16, the operand of two
-//! products. `sm_scale` multiplies their fp32 sums, of dk that of each slot, which are added in
-//! fp32.
+//! products. `sm_scale` multiplies their fp32 sums. For dk it multiplies the sum of each slot, and
+//! these are added in fp32.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -28,7 +28,7 @@ use crate::indexer::ranking::{RankedKeys, Ranking, Sequences};
 use crate::precision::Rounding;
 use crate::select::{select, unless};
 
-/// What the operator reads, widened to f64.
+/// Inputs of the operator, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16.
@@ -61,7 +61,7 @@ pub struct Gradients {
 /// The gradients.
 ///
 /// # Errors
-/// Tensors or lists that do not fit.
+/// Tensors or lists whose shapes do not match.
 pub fn backward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Gradients> {
     let [num_tokens, num_heads, slots, num_keys] = inputs.check()?;
     if num_tokens == 0 || num_heads == 0 || slots == 0 {
@@ -83,7 +83,7 @@ pub fn backward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Gradients> {
     let dq = rounding.matmul_f32(&a, &gathered.k)?;
     let dq = rounding.f32(&(dq * inputs.sm_scale)?)?;
 
-    // What does not pass adds nothing to infinities, either.
+    // What does not pass adds nothing, also to infinities.
     let terms = unless(&stops, &upstream.broadcast_mul(&d)?, 0.0)?;
     let dw = rounding.sum_f32(&select(&valid, &terms, 0.0)?, 2)?;
     let dw = rounding.f32(&(dw * inputs.sm_scale)?)?;
@@ -115,7 +115,7 @@ impl Inputs {
     }
 }
 
-/// The keys of every slot.
+/// The keys of all slots.
 struct Gathered {
     /// The row of `k` of each slot, one after the other; `num_keys` where it is invalid.
     rows: Tensor,
@@ -145,7 +145,7 @@ impl Gathered {
         })
     }
 
-    /// The slots' products `A^T q`, added up for each key.
+    /// The products `A^T q` of the slots, summed for each key.
     fn key_gradients(
         &self,
         a: &Tensor,
@@ -161,7 +161,7 @@ impl Gathered {
         rounding.accumulated_f32(&sum, &squares, &counts)
     }
 
-    /// `[num_keys, head_dim]`: sums of `a[t, h, j] b[t, h]` over all that name a key.
+    /// `[num_keys, head_dim]`: sums of `a[t, h, j] b[t, h]` over all (t, h, j) that name a key.
     fn of_keys(&self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         self.added(&a.transpose(1, 2)?.contiguous()?.matmul(b)?.flatten_to(1)?)
     }
@@ -170,7 +170,7 @@ impl Gathered {
     fn added(&self, per_slot: &Tensor) -> Result<Tensor> {
         let zeros = Tensor::zeros((self.num_keys + 1, per_slot.dim(1)?), DType::F64, &Device::Cpu)?;
         let sums = zeros.index_add(&self.rows, &per_slot.contiguous()?, 0)?;
-        // The last row collected the invalid slots.
+        // The last row holds the invalid slots.
         Ok(sums.narrow(0, 0, self.num_keys)?)
     }
 }
@@ -223,7 +223,7 @@ mod tests {
         backward(inputs, &mut Rounding::exact()).unwrap()
     }
 
-    /// The logits' sum weighted by dlogits, slot by slot, with candle's own differentiation.
+    /// The sum of the logits weighted by dlogits, slot by slot, for candle's own differentiation.
     fn weighted_logits(inputs: &Inputs, q: &Tensor, k: &Tensor, w: &Tensor) -> Tensor {
         let upstream = values(&inputs.dlogits).unwrap();
         let mut sum = Tensor::zeros((), DType::F64, &Device::Cpu).unwrap();
@@ -311,7 +311,7 @@ mod tests {
             let runs: Vec<Gradients> =
                 (0..64).map(|seed| run(Precision::Working { seed })).collect();
             let exact = exact(&inputs);
-            // Rows that err: of tokens with slots, and of keys that are named.
+            // Rows with errors: those of tokens with slots, and of keys that are named.
             let erring = |of: fn(&Gradients) -> &Tensor| {
                 let numbers = |g: &Gradients| values(of(g)).unwrap();
                 let base = numbers(&exact);

@@ -3,18 +3,19 @@
 //! ```text
 //! logits = sm_scale sum_h w max(q . k, 0)          of every key up to the causal limit      (indexer_logits.rs)
 //! list   = the topk largest logits of each token                                            (topk.rs)
-//! target = what the attention's heads give the listed keys                                  (score_recompute.rs)
+//! target = the attention scores of the listed keys, normalized              (score_recompute.rs)
 //! loss   = s sum_t KL(target || softmax of the listed logits)                               (indexer_loss.rs)
 //! ```
 //!
-//! and the gradients of q, k and w: lists and target are constants, so that what flows back is
-//! that of the loss with respect to the listed logits, through these alone (indexer_backward.rs).
+//! and the gradients of q, k and w. Lists and target are constants, so only the gradient of the
+//! loss with respect to the listed logits flows back (indexer_backward.rs).
 //!
 //! # Rounding points
 //!
-//! Those of the operators, and one between them: what one hands to the next is an fp32 number.
-//! Lists follow from logits without any rounding, in every run: the operands of a case are such
-//! that fp32 holds each of their sums, or a run would differ by whole keys.
+//! Those of the operators, and one between them: what one operator passes to the next is an fp32
+//! value. Lists follow from logits without any rounding, in every run. The operands of a case are
+//! therefore such that fp32 holds each of their sums exactly; otherwise runs would differ by whole
+//! keys.
 
 use candle_core::{Device, Tensor, Var};
 
@@ -29,14 +30,14 @@ use crate::named::Named;
 use crate::precision::{Accumulator, Rounding, values};
 use crate::select::select;
 
-/// What a step reads, widened to f64.
+/// Inputs of a step, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// The indexer's queries, `[num_tokens, index_heads, 128]`, stored in bf16.
     pub index_q: Tensor,
-    /// Its keys, `[num_keys, 128]`, stored in bf16.
+    /// The indexer's keys, `[num_keys, 128]`, stored in bf16.
     pub index_k: Tensor,
-    /// Weights of its heads, `[num_tokens, index_heads]`, stored in f32.
+    /// The weights of the indexer's heads, `[num_tokens, index_heads]`, stored in f32.
     pub index_w: Tensor,
     /// Tokens that one key covers, at least 1.
     pub ratio: usize,
@@ -46,32 +47,32 @@ pub struct Inputs {
     pub sequences: Option<Sequences>,
     /// Columns of the logits.
     pub columns: usize,
-    /// Keys of a list.
+    /// Length of a list.
     pub topk: usize,
     /// Multiplies the logits; above 0.
     pub sm_scale: f64,
     /// The attention's queries, `[num_tokens, num_heads, head_dim]`, stored in bf16.
     pub q: Tensor,
-    /// Its keys, `[num_keys, head_dim]`, stored in bf16.
+    /// The attention's keys, `[num_keys, head_dim]`, stored in bf16.
     pub k: Tensor,
-    /// Multiplies their products.
+    /// Multiplies the attention's products.
     pub softmax_scale: f64,
-    /// What the attention's exponentials are divided by.
+    /// The divisor of the attention's exponentials.
     pub normaliser: Normaliser,
-    /// Which definition of the loss.
+    /// The definition of the loss.
     pub form: Form,
-    /// What the sum over the rows is divided by.
+    /// The divisor of the sum over the rows.
     pub reduction: Reduction,
     /// Multiplies the loss.
     pub loss_coeff: f64,
 }
 
-/// What the forward writes.
+/// Outputs of the forward.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     /// `[num_tokens, columns]`, stored in f32; -infinity beyond the limit.
     pub logits: Tensor,
-    /// `[num_tokens, topk]`, stored in i32: keys of the token's sequence, from the lowest up, then
+    /// `[num_tokens, topk]`, stored in i32: keys of the token's sequence, in ascending order, then
     /// -1.
     pub indices: Tensor,
     /// `[num_tokens, topk]`, stored in f32: their logits, then -infinity.
@@ -85,7 +86,7 @@ pub struct Outputs {
 /// The forward.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     let lists = inputs.lists()?;
     let Handed { loss, logits, values, target } = inputs.handed(&lists, rounding)?;
@@ -94,8 +95,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     Ok(Outputs { logits, indices, values, target, loss: indexer_loss::forward(&loss, rounding)? })
 }
 
-/// The gradient of the loss with respect to the listed logits, `[num_tokens, topk]`, stored in
-/// f32, and those of the indexer's queries, keys and weights. `grad_loss` is `[1]`.
+/// The gradient of the loss with respect to the listed logits, `[num_tokens, topk]`, stored in f32,
+/// and the gradients of the indexer's queries, keys and weights. `grad_loss` is `[1]`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -119,7 +120,7 @@ pub fn backward(
     Ok((dlogits, indexer_backward::backward(&handed, rounding)?))
 }
 
-/// The gradients by machine.
+/// The gradients by automatic differentiation.
 ///
 /// # Errors
 /// As [`forward`].
@@ -136,7 +137,7 @@ pub fn backward_autograd(inputs: &Inputs, grad_loss: &Tensor) -> Result<Gradient
     Ok(Gradients { dq: gradient(&q)?, dk: gradient(&k)?, dw: gradient(&w)? })
 }
 
-/// What the loss reads.
+/// The inputs of the loss.
 struct Handed {
     loss: indexer_loss::Inputs,
     /// The logits of all keys that a token sees.
@@ -169,7 +170,7 @@ impl Inputs {
         RankedKeys { ranking, sequences: self.sequences.as_ref(), num_keys }
     }
 
-    /// How many keys each token sees.
+    /// Number of keys that each token sees.
     pub fn limits(&self) -> Result<Vec<i32>> {
         let ranking =
             Ranking::Causal { ratio: self.ratio, q_off: self.q_off.clone(), columns: self.columns };
@@ -179,7 +180,7 @@ impl Inputs {
         Ok((0..num_tokens).map(seen).collect())
     }
 
-    /// The lists, `[num_tokens, topk]`: of exact logits.
+    /// The lists, `[num_tokens, topk]`, from exact logits.
     fn lists(&self) -> Result<Vec<i32>> {
         let exact =
             indexer_logits::forward(&self.logits(), Accumulator::F32, &mut Rounding::exact())?;
@@ -209,14 +210,14 @@ impl Inputs {
             &Device::Cpu,
         )?;
         let rows: Vec<u32> = rows.into_iter().map(|row| row.unwrap_or(0) as u32).collect();
-        // Made once: those that are listed are the very numbers that are stored as logits.
+        // Computed once: the listed logits are bit for bit those that are stored as logits.
         let some = num_tokens > 0 && num_keys > 0 && self.index_q.dim(1)? > 0;
         let all = some.then(|| self.logits().all_logits(Accumulator::F32, rounding)).transpose()?;
         let values = match &all {
             Some(all) if !rows.is_empty() => {
                 let gathered = all.gather(&Tensor::from_vec(rows, shape, &Device::Cpu)?, 1)?;
                 let listed = select(&listed, &gathered, f64::NEG_INFINITY)?;
-                // A logit that is no number is listed as -infinity.
+                // A logit that is NaN is listed as -infinity.
                 select(&listed.eq(&listed)?, &listed, f64::NEG_INFINITY)?
             }
             _ => Tensor::full(f64::NEG_INFINITY, shape, &Device::Cpu)?,

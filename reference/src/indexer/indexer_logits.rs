@@ -5,26 +5,26 @@
 //! logits[t,c] = sm_scale * s[k] * sum_h w[t,h] * max(d[t,h,k], 0)       k: the c-th key that token t scores
 //! ```
 //!
-//! -infinity in columns behind the last key that a token scores, and where a key's page is not
-//! there. `s` is a key's scale, which e4m3 has (that of q is folded into w); the scales of e2m1
-//! stay with the numbers ([`numbers`]). max keeps NaN. A token scores the first `columns` of its
-//! keys:
+//! A column after the last key that a token scores is -infinity, and so is a key whose page does
+//! not exist. `s` is a key's scale, which only e4m3 has (that of q is folded into w); the scales of
+//! e2m1 stay with the values ([`numbers`]). max keeps NaN. A token scores the first `columns` of
+//! its keys:
 //!
-//! * ranges: rows `ks .. ke`, of those that there are;
-//! * causal: of its sequence those keys j whose last token, `j * ratio + ratio - 1`, is not behind
-//!   its own position, `q_off` + t, t counted within the sequence; of no sequence, none;
+//! * ranges: rows `ks .. ke`, as far as they exist;
+//! * causal: the keys j of its sequence whose last token, `j * ratio + ratio - 1`, is not after the
+//!   token's own position, `q_off` + t, t counted within the sequence; without a sequence, none;
 //! * selected: the keys that its list names ([`crate::indexer::ranking`]);
-//! * paged: the first `context_lens` entries of its request: entry i is row `i % page_size` of
-//!   page `block_table[i / page_size]`. Of a page that is not there, which a negative number or
-//!   one beyond the store names, every entry is none.
+//! * paged: the first `context_lens` entries of its request: entry i is row `i % page_size` of page
+//!   `block_table[i / page_size]`. A negative page number, or one beyond the store, names a page
+//!   that does not exist; its entries are not scored.
 //!
 //! # Rounding points
 //!
 //! * products accumulate in the accumulator that the caller names: fp32, or that of e4m3 on Hopper;
-//! * the sum over the heads is fp32, in the lanes that the kernel says;
+//! * the sum over the heads is fp32, in the lanes that the kernel declares;
 //! * `s`, then `sm_scale` multiply the sum, and each product is fp32.
 //!
-//! No gradient is formed here: that of the logits is an operator of its own.
+//! This module computes no gradient: the gradient of the logits is a separate operator.
 
 use candle_core::{Device, Tensor};
 
@@ -34,7 +34,7 @@ use crate::indexer::ranking::{RankedKeys, Ranking, Sequences};
 use crate::precision::{Accumulator, Rounding, values};
 use crate::select::unless;
 
-/// Numbers of e2m1 that share a scale.
+/// Values of e2m1 that share a scale.
 pub const GROUP: usize = 32;
 
 /// The keys that tokens score.
@@ -42,12 +42,12 @@ pub const GROUP: usize = 32;
 pub enum Keys {
     /// Rows of `k`.
     Ranges {
-        /// `[num_tokens]`: the first. Any value.
+        /// `[num_tokens]`: the first row. Any value.
         ks: Vec<i32>,
-        /// `[num_tokens]`: behind the last. Any value.
+        /// `[num_tokens]`: the row after the last. Any value.
         ke: Vec<i32>,
     },
-    /// Those of the token's sequence, up to a causal limit.
+    /// The keys of the token's sequence, up to a causal limit.
     Causal {
         /// Tokens that one key covers, at least 1.
         ratio: usize,
@@ -56,7 +56,7 @@ pub enum Keys {
         /// `None` is one sequence of all tokens and keys.
         sequences: Option<Sequences>,
     },
-    /// Those that a list of the token names.
+    /// The keys that a list of the token names.
     Selected {
         /// The lists: [`Ranking::Selected`].
         ranking: Ranking,
@@ -76,14 +76,14 @@ pub enum Keys {
     },
 }
 
-/// What the operator reads, widened to f64; codes decoded.
+/// Inputs of the operator, widened to f64; codes are decoded.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, num_heads, head_dim]`.
     pub q: Tensor,
     /// `[num_tokens, num_heads]`.
     pub w: Tensor,
-    /// `[num_keys, head_dim]`; of pages row after row.
+    /// `[num_keys, head_dim]`; for pages row after row.
     pub k: Tensor,
     /// `[num_keys]`.
     pub k_scales: Option<Tensor>,
@@ -95,9 +95,9 @@ pub struct Inputs {
     pub sm_scale: f64,
 }
 
-/// The numbers of rows of codes: one code a byte in `format`, or e2m1 in nibbles with an e8m0 byte
-/// for each [`GROUP`] of them. A product of e2m1 with its scale is a bf16 number, or infinite
-/// beyond these.
+/// The values of rows of codes: one code per byte in `format`, or e2m1 in nibbles with an e8m0 byte
+/// for each [`GROUP`] of them. A product of e2m1 with its scale is a bf16 value, or infinite beyond
+/// the bf16 range.
 pub fn numbers(codes: &[u8], scale_bytes: Option<&[u8]>, format: Format) -> Vec<f64> {
     let Some(scale_bytes) = scale_bytes else {
         return codes.iter().map(|&code| format.value(code.into())).collect();
@@ -110,7 +110,7 @@ pub fn numbers(codes: &[u8], scale_bytes: Option<&[u8]>, format: Format) -> Vec<
 /// `[num_tokens, columns]`, stored in f32.
 ///
 /// # Errors
-/// Inputs that do not fit.
+/// Inputs whose shapes do not match.
 pub fn forward(
     inputs: &Inputs,
     accumulator: Accumulator,
@@ -123,8 +123,8 @@ pub fn forward(
 }
 
 impl Inputs {
-    /// The logits of the keys that each token sees, `[num_tokens, columns]`, of those of all;
-    /// `None` where there are none.
+    /// The logits of the keys that each token sees, `[num_tokens, columns]`, selected from the
+    /// logits of all keys; `None` without any.
     pub(crate) fn placed(&self, all: Option<&Tensor>) -> Result<Tensor> {
         let (tokens, _, num_keys) = self.check()?;
         let mut logits = vec![f64::NEG_INFINITY; tokens * self.columns];
@@ -141,7 +141,7 @@ impl Inputs {
         Ok(Tensor::from_vec(logits, (tokens, self.columns), &Device::Cpu)?)
     }
 
-    /// Of every token with every key, `[num_tokens, num_keys]`.
+    /// The logits of every token with every key, `[num_tokens, num_keys]`.
     pub(crate) fn all_logits(
         &self,
         accumulator: Accumulator,
@@ -152,7 +152,7 @@ impl Inputs {
         let q = self.q.reshape((tokens * heads, head_dim))?;
         let products = rounding.matmul(&q, &self.k.t()?, accumulator)?;
         let rectified = unless(&products.le(0.0)?, &products, 0.0)?;
-        // The heads last, over which lanes add.
+        // The heads are the last axis, over which lanes add.
         let rectified =
             rectified.reshape((tokens, heads, num_keys))?.transpose(1, 2)?.contiguous()?;
         let sums = rounding.sum_f32(&rectified.broadcast_mul(&self.w.unsqueeze(1)?)?, 2)?;
@@ -430,9 +430,9 @@ mod tests {
         Ok(())
     }
 
-    /// The files hold q and k of any number of bits, which bf16 would round, and not w but what it
-    /// is made of: they are held to the formula here, and are no cases of the operator. Their
-    /// scores are not masked.
+    /// The files hold q and k with full precision, which bf16 would round. Instead of w they hold
+    /// the factors of w. They are therefore compared with the formula here, and are not cases of
+    /// the operator. Their scores are not masked.
     #[test]
     fn golden_files_agree() -> Result<()> {
         for name in ["a", "all", "long", "real_dim", "two_heads"] {
@@ -456,7 +456,7 @@ mod tests {
                 sm_scale: ((head_dim * heads) as f64).sqrt().recip(),
             };
             let logits = forward(&inputs, Accumulator::F32, &mut Rounding::exact())?;
-            // q, k and the scores were each rounded once to fp32: two roundings of each term's
+            // q, k and the scores are each rounded once to fp32: two roundings of each term's
             // magnitude.
             let [q, w, k] = [inputs.q.abs()?, inputs.w.abs()?, inputs.k.abs()?];
             let magnitudes =

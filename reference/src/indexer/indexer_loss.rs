@@ -1,7 +1,7 @@
 //! The indexer's distillation loss and its score gradient (training 6; stage 1 of training 7).
 //!
-//! Row t has the valid slots v that its ranking gives it ([`crate::indexer::ranking`]), none if it
-//! is padding. Of its logits x and its target T, both read in valid slots alone,
+//! The valid slots v of row t are those of its ranking ([`crate::indexer::ranking`]), none if the
+//! row is padding. With its logits x and its target T, both read only in valid slots,
 //!
 //! ```text
 //! lse  = ln sum_v exp x                  given, or computed; +inf where the sum is 0
@@ -18,18 +18,19 @@
 //! ```
 //!
 //! T is given (sparse), or is `min(scores / l1, 1)`, 0 where `l1` is 0 (dense). R is the number of
-//! rows, or that of rows that are no padding, at least 1, or 1 (a sum over tokens). What is
-//! clipped is decided on logarithms: e^-100 is subnormal in fp32, where powers are flushed to 0.
-//! Equality passes the gradient on, and so does NaN.
+//! rows, or the number of rows that are not padding, at least 1, or 1 (a sum over tokens). Clipping
+//! is decided on logarithms, because e^-100 is subnormal in fp32, where exponentials are flushed to
+//! 0. Equality passes the gradient on, and so does NaN.
 //!
 //! Rows without a valid slot, and padding rows, have kl = 0 and no gradient, whatever they hold.
-//! What is not finite in a valid slot follows the formulas.
+//! Values in a valid slot that are not finite follow the formulas.
 //!
 //! # Rounding points
 //!
-//! Differences, products and quotients are fp32, sums accumulate in fp32. Powers and logarithms
-//! are taken in base 2 and approximated; that of a number near 1 errs by no less than one near 2.
-//! `lse` is an fp32 number before it is subtracted, since the forward stores it for the backward.
+//! Differences, products and quotients are fp32, sums accumulate in fp32. Exponentials and
+//! logarithms are taken in base 2 and approximated. The error of the logarithm near 1 is no smaller
+//! than that near 2. `lse` is an fp32 value before it is subtracted, because the forward stores it
+//! for the backward.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -38,12 +39,12 @@ use crate::indexer::ranking::{RankedKeys, Ranking, Sequences};
 use crate::precision::Rounding;
 use crate::select::{select, unless};
 
-/// The least logarithm of a probability in the clipped form.
+/// The smallest logarithm of a probability in the clipped form.
 const CLIP_LOG_MIN: f64 = -100.0;
-/// What the exact form's target is raised to before its logarithm is taken.
+/// The lower bound of the exact form's target before its logarithm is taken.
 const EXACT_FLOOR: f64 = 1e-10;
 
-/// What the prediction is held to.
+/// The target of the prediction.
 #[derive(Debug, Clone)]
 pub enum Teacher {
     /// `[num_tokens, topk]`, stored in f32: the target itself.
@@ -57,32 +58,32 @@ pub enum Teacher {
     },
 }
 
-/// Which definition of the loss.
+/// The definition of the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// (E).
+    /// Form (E).
     Exact,
-    /// (C).
+    /// Form (C).
     ClippedLog,
 }
 
-/// What the sum over the rows is divided by.
+/// The divisor of the sum over the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
-    /// All rows, also those that are empty or padding.
+    /// All rows, including empty and padding rows.
     MeanOfRows,
-    /// The rows that are no padding, at least 1.
+    /// The rows that are not padding, at least 1.
     MeanOfRealRows,
-    /// Nothing.
+    /// No division.
     Sum,
 }
 
-/// What the operator reads, widened to f64.
+/// Inputs of the operator, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, slots]`, stored in f32: all logits of a row, or those of its slots.
     pub logits: Tensor,
-    /// The target, of the same extents.
+    /// The target, of the same shape.
     pub teacher: Teacher,
     /// Which slots are valid.
     pub ranking: Ranking,
@@ -90,35 +91,35 @@ pub struct Inputs {
     pub num_keys: usize,
     /// `None` is one sequence of all tokens and keys.
     pub sequences: Option<Sequences>,
-    /// `[num_tokens]`: 0 for a padding row; `None` where there is none.
+    /// `[num_tokens]`: 0 for a padding row; `None` where no row is padding.
     pub row_mask: Option<Vec<u8>>,
     /// `[num_tokens]`, stored in f32, natural; `None` where it is computed from the valid logits.
     pub lse: Option<Tensor>,
-    /// Which definition of the loss.
+    /// The definition of the loss.
     pub form: Form,
-    /// What the sum over the rows is divided by.
+    /// The divisor of the sum over the rows.
     pub reduction: Reduction,
-    /// Multiplies the loss; finite, 0 is legal.
+    /// Multiplies the loss; finite, may be 0.
     pub loss_coeff: f64,
 }
 
-/// What the forward writes.
+/// Outputs of the forward.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     /// `[1]`, stored in f32.
     pub loss: Tensor,
     /// `[num_tokens]`, stored in f32: each row's divergence, neither scaled nor divided.
     pub kl: Tensor,
-    /// `[num_tokens]`, stored in f32: what was given, or computed.
+    /// `[num_tokens]`, stored in f32: the given or computed one.
     pub lse: Tensor,
-    /// How many rows are no padding.
+    /// Number of rows that are not padding.
     pub real_rows: usize,
 }
 
 /// The loss.
 ///
 /// # Errors
-/// Tensors or lists that do not fit.
+/// Tensors or lists whose shapes do not match.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     let rows = Rows::of(inputs, rounding)?;
     let real_rows = inputs.real_rows(rows.num_tokens);
@@ -144,7 +145,7 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
 /// stored in f32.
 ///
 /// # Errors
-/// Tensors or lists that do not fit.
+/// Tensors or lists whose shapes do not match.
 pub fn backward(inputs: &Inputs, grad_loss: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     require("grad_loss", grad_loss, &[1])?;
     let rows = Rows::of(inputs, rounding)?;
@@ -172,7 +173,7 @@ impl Inputs {
             .map_or(num_tokens, |mask| mask.iter().filter(|&&real| real != 0).count())
     }
 
-    /// `loss_coeff / R`, an fp32 number.
+    /// `loss_coeff / R`, an fp32 value.
     fn scale(&self, real_rows: usize, rounding: &mut Rounding) -> f64 {
         let rows = match self.reduction {
             Reduction::MeanOfRows => self.logits.dims()[0],
@@ -230,7 +231,7 @@ impl Inputs {
         }
     }
 
-    /// 1 in the valid slots of rows that are no padding.
+    /// 1 in the valid slots of rows that are not padding.
     fn valid(&self, num_tokens: usize, slots: usize) -> Result<Tensor> {
         let mut valid = Vec::with_capacity(num_tokens * slots);
         for token in 0..num_tokens {
@@ -243,19 +244,19 @@ impl Inputs {
     }
 }
 
-/// What both directions compute.
+/// Values that both directions compute.
 struct Rows {
     num_tokens: usize,
-    /// `None` where there is no token, or no slot.
+    /// `None` without tokens or without slots.
     terms: Option<Terms>,
 }
 
 struct Terms {
-    /// 1 in valid slots, `[num_tokens, slots]`, as all that follow.
+    /// 1 in valid slots. It has the shape `[num_tokens, slots]`, like all fields after it.
     valid: Tensor,
     target: Tensor,
     ell: Tensor,
-    /// Of the rows, `[num_tokens, 1]`.
+    /// For the rows, `[num_tokens, 1]`.
     lse: Tensor,
 }
 
@@ -282,7 +283,7 @@ impl Rows {
             Some(given) => given.unsqueeze(1)?,
             None => log_sum_exp(&x, &valid, rounding)?,
         };
-        // That of a row without a valid slot may be anything.
+        // The lse of a row without a valid slot may be anything.
         let subtracted = rounding.f32(&select(&valid.max_keepdim(1)?, &lse, 0.0)?)?;
         let ell = rounding.f32(&x.broadcast_sub(&subtracted)?)?;
         Ok(Self { num_tokens, terms: Some(Terms { valid, target, ell, lse }) })
@@ -290,7 +291,7 @@ impl Rows {
 }
 
 impl Terms {
-    /// What a logarithm is taken of.
+    /// The argument of the logarithm.
     fn floored(&self, form: Form, rounding: &mut Rounding) -> Result<Tensor> {
         match form {
             Form::Exact => raised(&self.target, rounding.constant_f32(EXACT_FLOOR)),
@@ -306,8 +307,8 @@ impl Terms {
         }
     }
 
-    /// ell as it is subtracted. What exceeds 0 by a rounding error is taken for 0, and passes a
-    /// derivative on.
+    /// ell as it is subtracted. A value that exceeds 0 by a rounding error is set to 0, and passes
+    /// a derivative on.
     fn clipped(&self, form: Form) -> Result<Tensor> {
         if form == Form::Exact {
             return Ok(self.ell.clone());
@@ -322,7 +323,7 @@ fn raised(x: &Tensor, floor: f64) -> Result<Tensor> {
     unless(&x.lt(floor)?, x, floor)
 }
 
-/// `[num_tokens, 1]`: the natural log-sum-exp of each row's valid numbers; `+inf` where the sum is
+/// `[num_tokens, 1]`: the natural log-sum-exp of each row's valid values; `+inf` where the sum is
 /// 0.
 fn log_sum_exp(x: &Tensor, valid: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     let largest = select(valid, x, f64::NEG_INFINITY)?.detach().max_keepdim(1)?;
@@ -335,9 +336,9 @@ fn log_sum_exp(x: &Tensor, valid: &Tensor, rounding: &mut Rounding) -> Result<Te
     unless(&empty, &rounding.f32(&(largest + logarithm)?)?, f64::INFINITY)
 }
 
-/// The natural logarithm, which kernels take in base 2. Its approximation errs by a share of the
-/// result, and near 1, where the result vanishes, by as much as where it is 1: so 1 is added to
-/// its magnitude while it is approximated.
+/// The natural logarithm, which kernels compute in base 2. The error of the approximation is a
+/// share of the result. Near 1, where the result vanishes, it is as large as where the result is 1.
+/// So 1 is added to the magnitude of the result while it is approximated.
 fn logarithm(x: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     if rounding.is_exact() {
         return Ok(x.log()?);
@@ -368,8 +369,8 @@ mod tests {
         [Form::Exact, Form::ClippedLog]
     }
 
-    /// Lists with bad slots; token 0 has none that is valid. Targets are as large on low logits as
-    /// on high ones.
+    /// Lists with bad slots; token 0 has no valid slot. Targets are as large on low logits as on
+    /// high ones.
     fn sparse(seed: u64, spread: f64, form: Form) -> Inputs {
         let mut draw = Draw::new(seed);
         let hostile = [-1, KEYS as i32, i32::MIN, i32::MAX];
@@ -465,7 +466,7 @@ mod tests {
                     .collect();
                 let expected = f64_tensor(&expected, &[TOKENS]);
                 let outputs = exact(&inputs);
-                // Terms are as large as the spread, and there are a few dozen roundings.
+                // Terms are as large as the spread, with a few dozen roundings.
                 let bound =
                     ((expected.abs().unwrap() + spread).unwrap() * (64.0 * UNIT_ROUNDOFF)).unwrap();
                 assert_within("kl", &outputs.kl, &expected, &bound);
@@ -532,7 +533,7 @@ mod tests {
         let [exact, clipped] = both().map(of);
         assert_eq!((exact[1], exact[2], exact[0]), (-0.5, -0.5, 1.0));
         assert_eq!((clipped[1], clipped[0]), (-0.5, 0.5));
-        // What is left is its share of the prediction.
+        // What remains is the share of the prediction.
         assert_eq!(clipped[2], 0.5 * just_below.exp());
     }
 

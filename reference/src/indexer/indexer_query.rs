@@ -10,9 +10,9 @@
 //!
 //! # Rounding points
 //!
-//! r and y are bf16. Codes and scales follow from fp32 numbers whose every operation is part of
-//! the definition, so that there is one right answer: rotated pairs are those of [`rope::turned`],
-//! sums of the transform as hadamard.rs says. `y`, which has a gradient, is held to the formula
+//! r and y are bf16. Codes and scales follow from fp32 values, and every operation is part of the
+//! definition, so only one answer is right. Rotated pairs are those of [`rope::turned`], and sums
+//! of the transform those of hadamard.rs. `y`, which has a gradient, is compared with the formula
 //! instead.
 
 use candle_core::Tensor;
@@ -24,10 +24,10 @@ use crate::named::Named;
 use crate::precision::Rounding;
 use crate::projections::rope;
 
-/// Channels that turn: the last ones of a head.
+/// Channels that rotate: the last ones of a head.
 pub const ROPE_DIM: usize = 64;
 
-/// What the operator reads.
+/// Inputs of the operator.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `q` `[num_tokens, num_heads, 128]`, with the table of its rotation, `[table_rows, 32]`; not
@@ -39,12 +39,12 @@ pub struct Inputs {
     pub weights_scale: f32,
 }
 
-/// How the queries are stored, by these names: `y` `[num_tokens, num_heads, 128]`; or `codes`
+/// The stored queries, by these names: `y` `[num_tokens, num_heads, 128]`; or `codes`
 /// `[num_tokens, num_heads, 64]` with `scale_bytes` `[num_tokens, num_heads, 4]`; or `codes`
-/// `[num_tokens, num_heads, 128]`. And `w` `[num_tokens, num_heads]`.
+/// `[num_tokens, num_heads, 128]`. In addition `w` `[num_tokens, num_heads]`.
 ///
 /// # Errors
-/// A tensor of another shape.
+/// A tensor of the wrong shape.
 pub fn forward(inputs: &Inputs, stored: Stored, rounding: &mut Rounding) -> Result<Named> {
     let [num_tokens, num_heads] = inputs.check()?;
     let rows = num_tokens * num_heads;
@@ -74,7 +74,7 @@ pub fn forward(inputs: &Inputs, stored: Stored, rounding: &mut Rounding) -> Resu
     Ok(codes.with("w", rounding.f32(&(w * scales)?)?))
 }
 
-/// `dq`, of the shape of `dy`, and `dweights`, of that of `dw`.
+/// `dq`, of the shape of `dy`, and `dweights`, of the shape of `dw`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -192,8 +192,8 @@ mod tests {
         {
             let (forward, backward) =
                 (dot(outputs.tensor(output)?, upstream), dot(input, gradients.tensor(gradient)?));
-            // cos and sin are stored in fp32: a rotation by them is one to within their rounding,
-            // and its transpose all the same.
+            // cos and sin are stored in fp32: their rotation is orthogonal up to that rounding, and
+            // so is its transpose.
             let bound =
                 4096.0 * UNIT_ROUNDOFF * dot_of_magnitudes(input, gradients.tensor(gradient)?);
             assert!((forward - backward).abs() <= bound, "{output}: {forward} {backward}");

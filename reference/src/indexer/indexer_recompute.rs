@@ -1,13 +1,12 @@
-//! The indexer's logits of selected keys, computed anew for its loss (training 1, 6).
+//! The indexer's logits of selected keys, recomputed for its loss (training 1, 6).
 //!
 //! ```text
 //! logits[t, j] = sm_scale sum_h w[t, h] max(q[t, h] . k[i(j)], 0)
 //! ```
 //!
-//! for each slot j of token t that is valid, `i(j)` being the row of its key
-//! ([`crate::indexer::ranking`]); -infinity in the others, which read nothing. Values and rounding
-//! points are those of [`crate::indexer::indexer_logits`], so that what the loss sees is what the
-//! keys were selected by.
+//! for each valid slot j of token t, with `i(j)` the row of its key ([`crate::indexer::ranking`]).
+//! Other slots are -infinity and read nothing. Values and rounding points are those of
+//! [`crate::indexer::indexer_logits`], so the loss uses the logits by which the keys were selected.
 
 use candle_core::Tensor;
 
@@ -16,7 +15,7 @@ use crate::indexer::indexer_logits::{self, Keys};
 use crate::indexer::ranking::{Ranking, Sequences};
 use crate::precision::{Accumulator, Rounding};
 
-/// What the operator reads, widened to f64.
+/// Inputs of the operator, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16.
@@ -25,7 +24,7 @@ pub struct Inputs {
     pub k: Tensor,
     /// `[num_tokens, num_heads]`, stored in f32 or bf16: the heads' weights.
     pub w: Tensor,
-    /// Which slots are valid, and of which keys.
+    /// The valid slots and their keys.
     pub ranking: Ranking,
     /// `None` is one sequence of all tokens and keys.
     pub sequences: Option<Sequences>,
@@ -36,7 +35,7 @@ pub struct Inputs {
 /// `[num_tokens, slots]`, stored in f32.
 ///
 /// # Errors
-/// Tensors or lists that do not fit.
+/// Tensors or lists whose shapes do not match.
 pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Tensor> {
     let Inputs { q, k, w, ranking, sequences, sm_scale } = inputs.clone();
     let (columns, keys) = (ranking.slots(), Keys::Selected { ranking, sequences });
@@ -128,7 +127,7 @@ mod tests {
     fn indices_count_from_the_first_key_of_their_own_sequence() -> Result<()> {
         let sequences = Sequences { cu_q: vec![0, 2, 4], cu_k: vec![0, 3, 7] };
         let inputs = inputs(vec![0, 2, 3, 1, 0, 3, 4, 1, 0, 1], None, Some(sequences));
-        // The last token is of no sequence.
+        // The last token belongs to no sequence.
         let rows = [Some(0), Some(2), None, Some(1), Some(3), Some(6), None, Some(4), None, None];
         let logits = forward(&inputs, &mut Rounding::exact())?;
         assert_eq!(values(&logits)?, by_definition(&inputs, &rows)?);

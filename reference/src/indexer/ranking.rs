@@ -1,14 +1,14 @@
-//! Which keys a token ranks (training 1, 2 and 5).
+//! The keys that a token ranks (training 1, 2 and 5).
 //!
 //! Every token t ranks some keys of its sequence. *Selected*: slot j of a list names a key; it is
-//! valid when `j < clamp(topk_length[t], 0, topk)` and the key is one of the sequence's. *Causal*:
+//! valid when `j < clamp(topk_length[t], 0, topk)` and the key belongs to the sequence. *Causal*:
 //! slot j is key j of the sequence; it is valid when
 //!
 //! ```text
 //! j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)          t counted within the sequence
 //! ```
 //!
-//! which is when the last of the tokens that key j covers, `j * ratio + ratio - 1`, is not after t.
+//! In this case the last of the tokens that key j covers, `j * ratio + ratio - 1`, is not after t.
 
 use crate::error::{Error, Result, wrong_value};
 
@@ -32,7 +32,7 @@ pub enum Ranking {
         ratio: usize,
         /// `[num_sequences]`: position of each sequence's first query. Any value.
         q_off: Option<Vec<i32>>,
-        /// Columns of a row; keys beyond are left out.
+        /// Columns of a row; keys beyond are skipped.
         columns: usize,
     },
 }
@@ -41,8 +41,8 @@ pub enum Ranking {
 /// cu_k[b + 1]`.
 #[derive(Debug, Clone)]
 pub struct Sequences {
-    /// `[num_sequences + 1]`, starting at 0, not falling, at most `num_tokens`. Tokens behind rank
-    /// nothing.
+    /// `[num_sequences + 1]`, starting at 0, non-decreasing, at most `num_tokens`. Tokens after the
+    /// last sequence rank nothing.
     pub cu_q: Vec<i32>,
     /// The same for the keys.
     pub cu_k: Vec<i32>,
@@ -58,7 +58,7 @@ impl Ranking {
     }
 }
 
-/// A ranking of the keys that there are.
+/// A ranking with the sequences and the number of keys that it refers to.
 #[derive(Debug, Clone, Copy)]
 pub struct RankedKeys<'a> {
     /// The keys that a token ranks.
@@ -70,10 +70,10 @@ pub struct RankedKeys<'a> {
 }
 
 impl RankedKeys<'_> {
-    /// Checks lists and ends for so many tokens.
+    /// Checks lists and ends for this many tokens.
     ///
     /// # Errors
-    /// The list that does not fit, or the ends that fall or leave the tensor.
+    /// The list whose length does not match, or ends that decrease or exceed the tensor.
     pub fn check(&self, num_tokens: usize) -> Result<()> {
         let num_sequences = self.check_sequences(num_tokens)?;
         self.check_lists(num_tokens, num_sequences)
@@ -118,7 +118,7 @@ impl RankedKeys<'_> {
         }
     }
 
-    /// Sequence of a token, with its first token and its keys; `None` behind the last sequence.
+    /// Sequence of a token, with its first token and its keys; `None` after the last sequence.
     fn sequence(&self, token: usize) -> Option<Sequence> {
         let Some(Sequences { cu_q, cu_k }) = self.sequences else {
             return Some(Sequence {

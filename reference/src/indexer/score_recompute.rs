@@ -1,15 +1,15 @@
-//! Attention scores computed anew, as the target of the indexer's distillation (training 5).
+//! Attention scores, recomputed as the target of the indexer's distillation (training 5).
 //!
-//! Every token t ranks some keys of its sequence, and all heads share them. *Selected*: slot j of
-//! a list names a key; it is valid when `j < clamp(topk_length[t], 0, topk)` and the key is one of
-//! the sequence's. *Causal*: slot j is key j of the sequence; it is valid when
+//! Every token t ranks some keys of its sequence, and all heads share them. *Selected*: slot j of a
+//! list names a key; it is valid when `j < clamp(topk_length[t], 0, topk)` and the key belongs to
+//! the sequence. *Causal*: slot j is key j of the sequence; it is valid when
 //!
 //! ```text
 //! j < lim(t) = clamp(floor((q_off + t + 1) / ratio), 0, keys)          t counted within the sequence
 //! ```
 //!
-//! which is when the last of the tokens that key j covers, `j * ratio + ratio - 1`, is not after
-//! t. Over the valid slots, each counted as often as it occurs,
+//! In this case the last of the tokens that key j covers, `j * ratio + ratio - 1`, is not after t.
+//! Over the valid slots, each counted as often as it occurs,
 //!
 //! ```text
 //! z[h, j] = softmax_scale * q[t, h] . k[key(t, j)]
@@ -19,10 +19,10 @@
 //! target  = A / l1                                       0 where l1 = 0
 //! ```
 //!
-//! `lse` is natural and without the sink. That of the ranked keys alone makes the target the mean
-//! of the heads' softmaxes (V3.2: l1 is the number of heads); that of the whole softmax, window
-//! included, weighs each head by the mass that its ranked keys have (V4). Where no forward pass
-//! has it, [`lse`] computes
+//! `lse` is natural and without the sink. With the lse of only the ranked keys, the target is the
+//! mean of the heads' softmaxes (V3.2: l1 is the number of heads). With the lse of the whole
+//! softmax, window included, each head is weighted by the mass of its ranked keys (V4). Where no
+//! forward pass provides it, [`lse`] computes
 //!
 //! ```text
 //! lse[t, h] = ln(sum_j exp(z[h, j]) + exp(lse_beside[t, h]))           +inf without any term
@@ -31,30 +31,30 @@
 //! A NaN in q, k, lse or sink makes every A that it enters NaN, and with l1 the whole row of the
 //! target.
 //!
-//! A head whose lse is infinite, of either sign, adds nothing: padding heads have `+inf`, a row
-//! without any key has one or the other. So does one whose L is beyond fp32 in base 2 (a sink of
-//! `+inf`, or above 2.36e38).
+//! A head whose lse is infinite, of either sign, adds nothing: padding heads have `+inf`, and a row
+//! without any key has one or the other. A head whose L is beyond fp32 in base 2 also adds nothing
+//! (a sink of `+inf`, or above 2.36e38).
 //!
-//! No gradient passes: q, k, lse and sink are detached, and indices have none. There is no
+//! No gradient passes: q, k, lse and sink are detached, and indices have none. This operator has no
 //! backward.
 //!
 //! # The shift of a row
 //!
-//! Where window and sink take nearly all of a row, every exponential may be below fp32 although
-//! their quotients are ordinary. If `e = max_hj (z - L)` is further from 0 than `64 ln 2`, all L
-//! of the row are taken as `L + e`. That cancels in the target; [`scores`] reports `shift = e`,
-//! and A and l1 are `exp(-shift)` times the above.
+//! Where window and sink have nearly all of the mass of a row, every exponential may be below the
+//! fp32 range although their quotients are ordinary. If `e = max_hj (z - L)` is further from 0 than
+//! `64 ln 2`, all L of the row are replaced by `L + e`. The target does not change; [`scores`]
+//! reports `shift = e`, and A and l1 are `exp(-shift)` times the above.
 //!
 //! # Rounding points
 //!
 //! * matrix products and sums accumulate in fp32; exponents, exponentials and sums over heads are
 //!   fp32;
-//! * everything is in base 2: `softmax_scale log2 e` is one fp32 constant, lse and sink are
-//!   multiplied by another, and results return by `ln 2`. `z - L` is rounded once, after the
-//!   subtraction;
+//! * all computation is in base 2: `softmax_scale log2 e` is one fp32 constant, lse and sink are
+//!   multiplied by another, and results are converted back by `ln 2`. `z - L` is rounded once,
+//!   after the subtraction;
 //! * l1 sums the unrounded A; the target is A times the rounded reciprocal of l1.
 //!
-//! Invalid slots read a row of zeros behind the last key and are set to 0, or to `-inf`, by a
+//! Invalid slots read a row of zeros after the last key and are set to 0, or to `-inf`, by a
 //! select.
 
 use candle_core::{DType, Device, Tensor};
@@ -65,10 +65,10 @@ pub use crate::indexer::ranking::{Ranking, Sequences};
 use crate::precision::{Rounding, values};
 use crate::select::{select, unless};
 
-/// The largest exponent of a row, in base 2, that is left as it is.
+/// The largest exponent of a row, in base 2, that is not shifted.
 const LARGEST_EXPONENT: f64 = 64.0;
 
-/// What the operator reads, widened to f64.
+/// Inputs of the operator, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16.
@@ -83,25 +83,25 @@ pub struct Inputs {
     pub softmax_scale: f64,
 }
 
-/// The logarithm of what the exponentials are divided by.
+/// The logarithm of the divisor of the exponentials.
 #[derive(Debug, Clone)]
 pub struct Normaliser {
-    /// `[num_tokens, num_heads]`, stored in f32: natural, without the sink. An infinity takes the
-    /// head out.
+    /// `[num_tokens, num_heads]`, stored in f32: natural, without the sink. An infinity excludes
+    /// the head.
     pub lse: Tensor,
     /// `[num_heads]`, stored in f32: a logit (not scaled) in natural units. Any value, infinities
     /// included.
     pub sink: Option<Tensor>,
 }
 
-/// What the dense form writes.
+/// Outputs of the dense form.
 #[derive(Debug, Clone)]
 pub struct Scores {
     /// `[num_tokens, columns]`, stored in f32: A.
     pub scores: Tensor,
     /// `[num_tokens]`, stored in f32.
     pub l1: Tensor,
-    /// `[num_tokens]`, stored in f32: A and l1 are `exp(-shift)` times the formula; mostly 0.
+    /// `[num_tokens]`, stored in f32: A and l1 are `exp(-shift)` times the formula; usually 0.
     pub shift: Tensor,
 }
 
@@ -140,8 +140,9 @@ pub fn scores(inputs: &Inputs, normaliser: &Normaliser, rounding: &mut Rounding)
     })
 }
 
-/// Log-sum-exp of the ranked keys and of what lies beside them, `[num_tokens, num_heads]`: `+inf`
-/// without any term. `lse_beside` has that shape too; its infinities, of either sign, are no term.
+/// Log-sum-exp of the ranked keys and of the keys next to them, `[num_tokens, num_heads]`: `+inf`
+/// without any term. `lse_beside` has that shape too; its infinities, of either sign, are not
+/// terms.
 pub fn lse(
     inputs: &Inputs,
     lse_beside: Option<&Tensor>,
@@ -203,7 +204,7 @@ impl Inputs {
     }
 }
 
-/// The keys of every slot.
+/// The keys of all slots.
 struct Gathered {
     /// 1 where the slot is valid, `[num_tokens, 1, slots]`.
     valid: Tensor,
@@ -243,7 +244,7 @@ impl Gathered {
     }
 }
 
-/// Arithmetic in base 2, as kernels do it; the constants that lead there and back are fp32.
+/// Arithmetic in base 2, as in kernels; the constants for the conversions are fp32.
 struct Base {
     log2_e: f64,
     ln_2: f64,
@@ -261,9 +262,9 @@ impl Base {
         rounding.f32(&(natural * self.log2_e)?)
     }
 
-    /// The last step before a store, which is not modelled here.
+    /// The last step before a store; the store is not modelled here.
     fn natural(&self, two: &Tensor, rounding: &Rounding) -> Result<Tensor> {
-        // Not `log2_e` and back: their product is 1 only to the last digits of f64.
+        // Not `log2_e` and its inverse: their product is 1 only up to the last digits of f64.
         let ln_2 = if rounding.is_exact() { std::f64::consts::LN_2 } else { self.ln_2 };
         Ok((two * ln_2)?)
     }
@@ -288,7 +289,7 @@ impl Base {
         let logarithm = self.log2(&term, rounding)?;
         let sum = rounding.f32(&(reference + logarithm)?)?;
         let sum = is_infinite.where_cond(&larger, &sum)?;
-        // The larger of a number and NaN is the number.
+        // The larger of a value and NaN is the value.
         let is_number = (a.eq(a)? * b.eq(b)?)?;
         select(&is_number, &sum, f64::NAN)
     }
@@ -305,7 +306,7 @@ struct HeadSums {
 }
 
 impl HeadSums {
-    /// `None` where there is nothing to sum: no token, or no slot.
+    /// `None` with nothing to sum: no token, or no slot.
     fn of(
         inputs: &Inputs,
         normaliser: &Normaliser,
@@ -328,7 +329,7 @@ impl HeadSums {
         let added = Self::shift(&select(&counts, &exponents, f64::NEG_INFINITY)?)?;
         let l = rounding.f32(&l.broadcast_add(&added)?)?;
         let exponents = rounding.f32(&products.broadcast_sub(&l)?)?;
-        // What does not count may have any exponent: it is left out before the exponential.
+        // An excluded head may have any exponent, so it is excluded before the exponential.
         let exponents = select(&counts, &exponents, f64::NEG_INFINITY)?;
         let weights = base.exp2(&exponents, rounding)?;
         let scores = rounding.sum_f32(&weights, 1)?;
@@ -336,8 +337,8 @@ impl HeadSums {
         Ok(Some(Self { scores, l1, added }))
     }
 
-    /// The largest exponent of each row where fp32 would lose the row, else 0. `[num_tokens, 1,
-    /// 1]`.
+    /// The largest exponent of each row where the fp32 range would lose the row, else 0.
+    /// `[num_tokens, 1, 1]`.
     fn shift(exponents: &Tensor) -> Result<Tensor> {
         let largest = exponents.max_keepdim(2)?.max_keepdim(1)?;
         let shifted = values(&largest)?.into_iter().map(|e| {
@@ -348,14 +349,14 @@ impl HeadSums {
     }
 }
 
-/// L in base 2, and 1 where the head adds something; `[num_tokens, num_heads, 1]` both. L is 0
+/// L in base 2, and 1 where the head adds something; both `[num_tokens, num_heads, 1]`. L is 0
 /// where it does not.
 fn normalisers(
     normaliser: &Normaliser,
     base: &Base,
     rounding: &mut Rounding,
 ) -> Result<(Tensor, Tensor)> {
-    // Beyond fp32 is infinity: f64 would still tell such numbers apart.
+    // Values beyond fp32 are infinite: f64 would still distinguish them.
     let in_fp32 = |tensor: &Tensor| -> Result<Tensor> {
         let stored = values(tensor)?
             .into_iter()
@@ -371,7 +372,7 @@ fn normalisers(
             .two(&sink.reshape((1, (), 1))?.broadcast_as(lse.shape())?.contiguous()?, rounding)?;
         l = base.log2_add_exp2(&lse, &in_fp32(&sink)?, rounding)?;
     }
-    // NaN adds, and what it is added to is NaN.
+    // A NaN adds, and makes the sum NaN.
     let adds = unless(&is_out, &l, f64::INFINITY)?.abs()?.ne(f64::INFINITY)?;
     Ok((select(&adds, &l, 0.0)?, adds))
 }
@@ -402,7 +403,7 @@ mod tests {
         }
     }
 
-    /// A hostile list: -1, out of range, duplicates; token 0 has none valid.
+    /// A list with -1, indices out of range and duplicates; token 0 has no valid slot.
     fn selected(seed: u64) -> Inputs {
         let mut draw = Draw::new(seed + 100);
         let hostile = [-1, KEYS as i32, i32::MAX, i32::MIN];
@@ -417,7 +418,7 @@ mod tests {
         Inputs { ranking, ..causal(seed, 1, 0) }
     }
 
-    /// Which key each slot of a token has, by the definition alone.
+    /// The key of each slot of a token, directly by the definition.
     fn keys_of(inputs: &Inputs, token: usize) -> Vec<Option<usize>> {
         match &inputs.ranking {
             Ranking::Selected { indices, topk, .. } => indices[token * topk..][..*topk]
@@ -527,7 +528,7 @@ mod tests {
     fn rows_that_fp32_would_lose_have_the_same_target_and_report_their_shift() {
         let (dense, sparse) = (causal(7, 1, 4), selected(7));
         // Exponents of 433 in base 2 round by up to 2^8 u, and three such differences make a
-        // weight: 2^14 u is ample.
+        // weight: 2^14 u is sufficient.
         for by in [-300.0, 300.0] {
             let moved = |inputs: &Inputs| (exact_lse(inputs, None) + by).unwrap();
             let lse = exact_lse(&sparse, None);

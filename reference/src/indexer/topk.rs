@@ -6,7 +6,7 @@
 //! values  = their scores, -infinity for NaN, then -infinity
 //! ```
 //!
-//! Nothing is rounded: there is one right answer.
+//! Nothing is rounded: only one answer is right.
 
 use candle_core::Tensor;
 
@@ -17,7 +17,7 @@ use crate::precision::values;
 /// How a column becomes an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Index {
-    /// It is one, plus the row's entry of `offsets` where there is one.
+    /// The column, plus the row's entry of `offsets` if present.
     Column,
     /// `block_table[row][column / page_size] * page_size + column % page_size`; -1 where that
     /// entry is negative.
@@ -27,16 +27,16 @@ pub enum Index {
     },
 }
 
-/// `indices` and `values` `[num_rows, topk]`, stored in i32 and f32, of these inputs:
+/// `indices` and `values` `[num_rows, topk]`, stored in i32 and f32, for these inputs:
 ///
 /// - `scores` `[num_rows, num_columns]`, stored in f32;
-/// - `lengths` `[num_rows]`, stored in i32: how many columns count, clamped to what there is;
-///   absent where all do;
+/// - `lengths` `[num_rows]`, stored in i32: the number of columns that count, clamped to the number
+///   of columns; absent where all do;
 /// - `offsets` `[num_rows]`, or `block_table` `[num_rows, num_pages]`, stored in i32; absent where
 ///   a column is an index.
 ///
 /// # Errors
-/// Tensors whose extents do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(inputs: &Named, topk: usize, index: Index) -> Result<Named> {
     let tensors: [(&[_], &[_]); 3] = [
         (&["scores"], &["num_rows", "num_columns"]),
@@ -83,16 +83,16 @@ pub fn forward(inputs: &Named, topk: usize, index: Index) -> Result<Named> {
     Ok(Named::new().with("indices", tensor(indices)?).with("values", tensor(chosen_values)?))
 }
 
-/// The number that a score is ordered as.
+/// The value by which a score is ordered.
 pub(crate) fn ordered(score: f64) -> f64 {
-    // Adding 0 makes 0 of -0.
+    // Adding 0 turns -0 into 0.
     if score.is_nan() { f64::NEG_INFINITY } else { score + 0.0 }
 }
 
-/// The chosen columns, from the lowest up.
+/// The selected columns, in ascending order.
 fn chosen(scores: &[f64], topk: usize) -> Vec<usize> {
     let mut columns: Vec<usize> = (0..scores.len()).collect();
-    // Stable: of equal scores the lower column stays in front.
+    // Stable: of equal scores the lower column stays first.
     columns.sort_by(|&a, &b| ordered(scores[b]).total_cmp(&ordered(scores[a])));
     columns.truncate(topk);
     columns.sort_unstable();
@@ -125,7 +125,7 @@ mod tests {
         // Of the two zeros the one at column 1; its sign is lost.
         let [indices, values] = selected(&scores, 6, Index::Column);
         assert_eq!((indices, values[1].to_bits()), (vec![0., 1., 5., 6., 7., 8.], 0));
-        // NaN is worth as much as -infinity, and comes before it here.
+        // NaN ranks as -infinity, and comes before it here.
         assert_eq!(selected(&scores, 8, Index::Column)[0], [0., 1., 2., 3., 5., 6., 7., 8.]);
         let short = scores.with("lengths", f64_tensor(&[2.0], &[1]));
         assert_eq!(

@@ -1,20 +1,19 @@
-//! The projection of K = V for the window (inference 5.1, training 14), in the steps that a layer
-//! takes:
+//! The projection of K = V for the window (inference 5.1, training 14), in the steps of a layer:
 //!
 //! ```text
 //! kv_a = h wkv^T                                                                               [`crate::projections::linear`]
 //! n    = kv_norm kv_a rstd                                                                   [`crate::projections::rms_norm`]
-//! kv   = n with its last channels turned by the position of its token                            [`crate::projections::rope`]
+//! kv   = n, last channels rotated by the position of its token       [`crate::projections::rope`]
 //! ```
 //!
-//! and the gradients of all of it, last step first. In serving the steps behind the product are
-//! one, which also quantizes and writes the cache: [`forward_cached`], with weights in bf16 or
+//! and the gradients of all steps, last step first. In serving, the steps after the product are one
+//! operator, which also quantizes and writes the cache: [`forward_cached`], with weights in bf16 or
 //! FP8.
 //!
 //! # Rounding points
 //!
-//! Those of the steps; kv_a, n and their gradients are stored in bf16 between them. Codes of h
-//! have one value in all runs.
+//! Those of the steps; kv_a, n and their gradients are stored in bf16 between them. Codes of h have
+//! one value in all runs.
 
 use candle_core::Tensor;
 
@@ -28,8 +27,8 @@ use crate::projections::linear::{self, BLOCK, Weights};
 use crate::quantize::ScaleType;
 use crate::{cache::kv_norm_rope_write, projections::rms_norm, projections::rope};
 
-/// What turns the rows: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each
-/// token; and what is added to mean squares.
+/// The rotation of the rows and the epsilon of the norm: tables `[table_rows, rope_dim / 2]`,
+/// stored in f32, and the row of each token.
 #[derive(Debug, Clone)]
 pub struct Turn {
     /// cos.
@@ -38,12 +37,12 @@ pub struct Turn {
     pub sin: Tensor,
     /// Table row of each token; absent when token t uses row t.
     pub positions: Option<Vec<i64>>,
-    /// Of the norm.
+    /// Epsilon of the norm.
     pub eps: f64,
 }
 
 impl Turn {
-    /// Rows as heads, one of each token.
+    /// The rows as heads, one per token.
     fn of(&self, rows: &Tensor) -> Result<rope::Inputs> {
         let (cos, sin, positions) = (self.cos.clone(), self.sin.clone(), self.positions.clone());
         Ok(rope::Inputs { x: rows.unsqueeze(1)?, cos, sin, positions, inverse: false })
@@ -58,14 +57,14 @@ fn norm_inputs(kv_a: &Tensor, inputs: &Named) -> Result<Named> {
     Ok(Named::new().with("x", kv_a.clone()).with("weight", inputs.tensor("kv_norm")?.clone()))
 }
 
-/// `kv_a`, `n` and `kv` `[num_tokens, head_dim]`, stored in bf16, and `rstd` `[num_tokens]`,
-/// stored in f32, of these inputs:
+/// `kv_a`, `n` and `kv` `[num_tokens, head_dim]`, stored in bf16, and `rstd` `[num_tokens]`, stored
+/// in f32, for these inputs:
 ///
 /// - `h` `[num_tokens, hidden_size]` and `wkv` `[head_dim, hidden_size]`, stored in bf16;
 /// - `kv_norm` `[head_dim]`, stored in f32.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let kv_a = linear::forward(&product(inputs)?, rounding)?.tensor("y")?.clone();
     let norm =
@@ -79,9 +78,9 @@ pub fn forward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<N
         .with("kv", kv))
 }
 
-/// `dh`, stored in bf16, `dwkv` and `dkv_norm`, stored in f32, and what one step hands to the
-/// next, `dn` and `dkv_a`, stored in bf16. The inputs are those of [`forward`] and `dkv`, of the
-/// shape of `kv`.
+/// `dh`, stored in bf16, `dwkv` and `dkv_norm`, stored in f32, and the gradients between the steps,
+/// `dn` and `dkv_a`, stored in bf16. The inputs are those of [`forward`] and `dkv`, of the shape of
+/// `kv`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -101,10 +100,10 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
     Ok(named.with("dwkv", first.tensor("dw")?.clone()).with("dh", first.tensor("dx")?.clone()))
 }
 
-/// `kv_a` and `kv`, what a row of the cache decodes to ([`kv_norm_rope_write::forward`]), both as
-/// [`forward`] has them; of FP8 weights also `h_codes` and `h_scales`. The inputs are those of
-/// [`forward`], or in the place of `wkv` `wkv_codes`, e4m3, and `wkv_scales`, e8m0, one for each
-/// block of 128 by 128, as the numbers of bytes.
+/// `kv_a` and `kv`, both as in [`forward`]; kv is the decoded row of the cache
+/// ([`kv_norm_rope_write::forward`]). With FP8 weights, also `h_codes` and `h_scales`. The inputs
+/// are those of [`forward`], or instead of `wkv`, as the values of bytes: `wkv_codes`, e4m3, and
+/// `wkv_scales`, e8m0, one for each block of 128 by 128.
 ///
 /// # Errors
 /// As [`forward`].
@@ -207,8 +206,8 @@ mod tests {
             let expected = all.narrow(0, 0, h.dim(0)?)?.contiguous()?;
             let largest =
                 values(&expected)?.into_iter().fold(0.0, |largest: f64, x| largest.max(x.abs()));
-            // What is stored in f32 is off by 2^-24 of it; eps is 1e-6 there as it is here, up to
-            // a rounding of f64.
+            // Values stored in f32 are off by 2^-24 of themselves; eps is 1e-6 in both, up to a
+            // rounding of f64.
             let bound = (expected.ones_like()? * (2f64.powi(-24) * largest))?;
             assert_within("kv", found.tensor("kv")?, &expected, &bound);
         }

@@ -6,7 +6,7 @@
 //! dw[o,i] = dw_before[o,i] + sum over t of dy[t,o] x[t,i]
 //! ```
 //!
-//! [`forward_quantized`] is the same of what codes with scales stand for, where x and w are
+//! [`forward_quantized`] is the same for the decoded values of codes with scales, where x and w are
 //! quantized (inference 5.5, 5.6):
 //!
 //! ```text
@@ -15,20 +15,21 @@
 //! NVFP4    y[t,o] = y_before[t,o] + (sum over i of x[t,i] w[o,i]) (gx gw)
 //! ```
 //!
-//! with qx and qw numbers of codes, w (and x, of NVFP4) such numbers times the scales of their
-//! groups, in bf16: exactly, but that e2m1 numbers times the largest powers of two are infinite.
+//! with qx and qw values of codes. w (and x, for NVFP4) is such values times the scales of their
+//! groups, in bf16. That is exact, except that e2m1 values times the largest powers of two are
+//! infinite.
 //!
 //! [`grouped_forward`] is y of independent layers, each with its part of x (inference 9).
 //!
-//! `y_before` and `dw_before` are what the result is added to, such as the sum over earlier chunks
-//! of a sequence; zeros where they are absent.
+//! `y_before` and `dw_before` are added to the result, such as the sum over earlier chunks of a
+//! sequence; zeros where they are absent.
 //!
 //! # Rounding points
 //!
-//! x, w, dy and dx are stored in bf16, whose products are exact in fp32; the sums are fp32. What
-//! was there before is added in fp32 to the whole sum, and the result is rounded once to the type
-//! in which it is stored. Of quantized operands the products of a group are added in the
-//! accumulator that the caller names; their sum times each scale, and gx gw, are fp32, and so are
+//! x, w, dy and dx are stored in bf16, whose products are exact in fp32; the sums are fp32. The
+//! previous value is added in fp32 to the whole sum, and the result is rounded once to the type in
+//! which it is stored. With quantized operands, the products of a group are added in the
+//! accumulator that the caller names. Their sum times each scale, and gx gw, are fp32, and so are
 //! the sums over groups.
 
 use candle_core::Tensor;
@@ -40,32 +41,32 @@ use crate::named::Named;
 use crate::precision::{Accumulator, Rounding, values};
 use crate::select::entry;
 
-/// Rows and numbers of k of a block of FP8 weights that share a scale.
+/// Rows, and values along k, of a block of FP8 weights that share a scale.
 pub const BLOCK: usize = 128;
 
-/// What quantized operands are.
+/// Formats of quantized operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Weights {
-    /// e4m3, x with a scale for each 128 numbers of a row, w for each block of 128 x 128.
+    /// e4m3: x has a scale for each 128 values of a row, w for each block of 128 x 128.
     Fp8,
-    /// w is e2m1 with e8m0 scales of 32 numbers, x e4m3 with e8m0 scales.
+    /// w is e2m1 with e8m0 scales of 32 values, x e4m3 with e8m0 scales.
     Mxfp4,
-    /// Both are e2m1 with e4m3 scales of 16 numbers and an fp32 scale of the tensor.
+    /// Both are e2m1 with e4m3 scales of 16 values and an fp32 scale of the tensor.
     Nvfp4,
 }
 
-/// How operands are quantized, and their scales stored.
+/// How operands are quantized, and how their scales are stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quantized {
     /// Formats.
     pub weights: Weights,
-    /// Numbers of x that share a scale: 128 of FP8, 32 or 128 of MXFP4, 16 of NVFP4.
+    /// Values of x that share a scale: 128 for FP8, 32 or 128 for MXFP4, 16 for NVFP4.
     pub group: usize,
-    /// Whether scales are bytes: e8m0, of NVFP4 e4m3. FP8 may have fp32 numbers.
+    /// Whether scales are bytes: e8m0, for NVFP4 e4m3. FP8 may have fp32 scales.
     pub bytes: bool,
-    /// Where the scales lie; those of FP8's blocks of weights are plain.
+    /// Layout of the scales; those of FP8's blocks of weights are plain.
     pub layout: ScaleLayout,
-    /// In what the products of a group are added.
+    /// The accumulator of the products of a group.
     pub accumulator: Accumulator,
 }
 
@@ -93,8 +94,8 @@ impl Quantized {
         }
     }
 
-    /// Products that the accumulator holds before their sum is scaled: those of a group of x, of
-    /// MXFP4 weights in a narrower accumulator than fp32 those of a group of w.
+    /// Products that the accumulator holds before their sum is scaled: those of a group of x. For
+    /// MXFP4 weights in an accumulator narrower than fp32: those of a group of w.
     fn held(&self) -> usize {
         let narrow = self.accumulator != Accumulator::F32;
         if self.weights == Weights::Mxfp4 && narrow { self.group.min(32) } else { self.group }
@@ -113,8 +114,8 @@ impl Quantized {
     }
 }
 
-/// The power of two at or below the largest magnitude of each row, `[rows, 1]`; 1 where there is
-/// none, or none that is finite.
+/// The power of two at or below the largest magnitude of each row, `[rows, 1]`; 1 where that
+/// magnitude is zero or not finite.
 fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
     let largest =
         |row: &Vec<f64>| row.iter().fold(0.0f64, |largest, number| largest.max(number.abs()));
@@ -126,18 +127,17 @@ fn powers_of_rows(rows: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(powers, (rows.dim(0)?, 1), rows.device())?)
 }
 
-/// `y` `[num_tokens, out_features]`, stored in bf16 or f32, of these inputs, codes and scales as
-/// the numbers of their bytes:
+/// `y` `[num_tokens, out_features]`, stored in bf16 or f32, for these inputs, with codes and scales
+/// as the values of their bytes:
 ///
 /// - `x` `[num_tokens, in_features]`, a code in each byte, or `[num_tokens, in_features / 2]`, two
 ///   codes of e2m1, the even one in the low nibble; `w` `[out_features, ..]` likewise;
-/// - `x_scales` and `w_scales`, as [`Quantized::x_scales`] and [`Quantized::w_scales`] have them
-///   stored;
-/// - `x_global_scale` and `w_global_scale` `[1]`, of NVFP4;
+/// - `x_scales` and `w_scales`, as [`Quantized::x_scales`] and [`Quantized::w_scales`] store them;
+/// - `x_global_scale` and `w_global_scale` `[1]`, for NVFP4;
 /// - `y_before`, of the shape and type of `y`; absent for zeros.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward_quantized(
     inputs: &Named,
     quantized: &Quantized,
@@ -167,9 +167,9 @@ pub fn forward_quantized(
             })?
         }
         Weights::Mxfp4 => {
-            // Where a scale of w is multiplied in is the kernel's business. A power of two for
-            // each feature, taken out first and put back last, leaves every rounding what it is,
-            // and no sum leaves fp32 before the scale of x brings it back.
+            // The kernel decides at which point it multiplies by a scale of w. A power of two for
+            // each feature, removed first and restored last, changes no rounding. It keeps every
+            // sum in the fp32 range until the scale of x is applied.
             let powers = powers_of_rows(w)?;
             let normalised = w.broadcast_div(&powers)?;
             let y = rounding.matmul_of_pieces(x, &normalised.t()?, promoted, of_tokens)?;
@@ -185,14 +185,14 @@ pub fn forward_quantized(
     Ok(Named::new().with("y", added(y, inputs.get("y_before"), rounding)?))
 }
 
-/// What the codes and scales of a call stand for.
+/// The decoded operands of a call.
 struct Operands {
-    /// `[num_tokens, in_features]` and `[out_features, in_features]`: numbers of codes, with the
+    /// `[num_tokens, in_features]` and `[out_features, in_features]`: values of codes, with the
     /// scales that stay with them.
     x: Tensor,
     w: Tensor,
-    /// `[num_tokens, groups]` and `[out_features, groups]`: scales of sums; of the others ones
-    /// that nothing is multiplied by.
+    /// `[num_tokens, groups]` and `[out_features, groups]`: scales of sums; ones where the scales
+    /// stay with the values, and no multiplication happens.
     x_scales: Tensor,
     w_scales: Tensor,
 }
@@ -241,7 +241,7 @@ impl Operands {
     }
 }
 
-/// The numbers of rows of codes.
+/// The values of rows of codes.
 fn numbers(name: &'static str, codes: &Tensor, format: Format) -> Result<Tensor> {
     let &[rows, width] = codes.dims() else {
         return Err(wrong_value(name, codes.rank(), "it has two axes"));
@@ -270,7 +270,7 @@ fn scales_of(
     Ok(Tensor::from_vec(numbers, (scales.rows, scales.groups), stored.device())?)
 }
 
-/// Numbers times the scales of their groups, in bf16.
+/// Values times the scales of their groups, in bf16.
 fn with_scales(numbers: &Tensor, scales: &Tensor, group: usize) -> Result<Tensor> {
     let (scale, groups, width) = (values(scales)?, scales.dim(1)?, numbers.dim(1)?);
     let scaled = |(at, x): (usize, f64)| {
@@ -280,13 +280,13 @@ fn with_scales(numbers: &Tensor, scales: &Tensor, group: usize) -> Result<Tensor
     Ok(Tensor::from_vec(numbers_with, numbers.shape(), numbers.device())?)
 }
 
-/// `y` `[num_tokens, out_features]`, stored in bf16 or f32, of these inputs:
+/// `y` `[num_tokens, out_features]`, stored in bf16 or f32, for these inputs:
 ///
 /// - `x` `[num_tokens, in_features]` and `w` `[out_features, in_features]`, stored in bf16;
 /// - `y_before`, of the shape and type of `y`; absent for zeros.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     check(inputs)?;
     let product = matmul(inputs.tensor("x")?, &inputs.tensor("w")?.t()?, rounding)?;
@@ -307,12 +307,12 @@ pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     Ok(Named::new().with("dx", dx).with("dw", added(dw, inputs.get("dw_before"), rounding)?))
 }
 
-/// [`forward`] of each group of a layer of independent ones (inference 9): `y` `[num_tokens,
-/// num_groups, out_features]` of `x` `[num_tokens, num_groups, in_features]` and `w` `[num_groups,
-/// out_features, in_features]`; `y_before` as `y`.
+/// [`forward`] of each group of a layer of independent ones (inference 9): `y`
+/// `[num_tokens, num_groups, out_features]` for `x` `[num_tokens, num_groups, in_features]` and `w`
+/// `[num_groups, out_features, in_features]`; `y_before` as `y`.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn grouped_forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let groups =
         (0..check_groups(inputs)?).map(|group| forward(&group_of(inputs, group)?, rounding));
@@ -337,7 +337,7 @@ pub fn grouped_backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named
         .with("dw", Tensor::stack(&of("dw")?, 0)?))
 }
 
-/// Tensors of tokens, whose second axis is that of the groups, and of weights, whose first it is.
+/// Tensors of tokens, whose second axis is the groups; for tensors of weights it is the first axis.
 const OF_TOKENS: [&str; 3] = ["x", "y_before", "dy"];
 const OF_WEIGHTS: [&str; 2] = ["w", "dw_before"];
 
@@ -363,7 +363,7 @@ fn group_of(inputs: &Named, group: usize) -> Result<Named> {
         })
 }
 
-/// `a @ b`, accumulated in fp32; zeros where there is nothing to add.
+/// `a @ b`, accumulated in fp32; zeros with nothing to add.
 fn matmul(a: &Tensor, b: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
     let ((rows, depth), columns) = (a.dims2()?, b.dim(1)?);
     if rows == 0 || depth == 0 {
@@ -491,7 +491,7 @@ mod tests {
         Quantized { weights, group, bytes: true, layout, accumulator: Accumulator::F32 }
     }
 
-    /// Codes and scales of bytes, each by its place; every byte of padding is that of a NaN.
+    /// Codes and scales with bytes chosen by their index; every byte of padding is a NaN.
     fn coded(
         quantized: &Quantized,
         num_tokens: usize,
@@ -534,7 +534,7 @@ mod tests {
             .with("w_global_scale", f64_tensor(&[1.7], &[1]))
     }
 
-    /// Element by element from the formulas of inference 5.5 and 5.6, every number with all of its
+    /// Element by element from the formulas of inference 5.5 and 5.6, every value with all of its
     /// scales.
     fn by_elements(named: &Named, quantized: &Quantized, extents: [usize; 3]) -> Result<Vec<f64>> {
         let [num_tokens, out_features, in_features] = extents;
@@ -589,8 +589,8 @@ mod tests {
                 let y = forward_quantized(&named, &quantized, &mut Rounding::exact())?;
                 let (found, expected) =
                     (values(y.tensor("y")?)?, by_elements(&named, &quantized, extents)?);
-                // Numbers of both signs are as large as the largest sum of them: 168 terms and
-                // three roundings of each.
+                // Values of both signs are as large as their largest sum: 168 terms and three
+                // roundings of each.
                 let largest = expected.iter().fold(0.0, |largest: f64, y| largest.max(y.abs()));
                 for (found, expected) in found.iter().zip(&expected) {
                     let bound = 172.0 * 172.0 * UNIT_ROUNDOFF * largest;
@@ -614,7 +614,8 @@ mod tests {
 
     #[test]
     fn what_a_narrow_accumulator_loses_lies_within_its_working_runs() -> Result<()> {
-        // 2^14 and 1919 ones: promoted every 128 terms 127 of them are lost, never promoted all.
+        // 2^14 and 1919 ones: with promotion every 128 terms 127 of them are lost, without
+        // promotion all.
         let quantized = quantized(Weights::Fp8, 128, ScaleLayout::Plain);
         let row: Vec<f64> =
             (0..1920).map(|i| f64::from(if i == 0 { 0x70 } else { 0x38 })).collect();
@@ -667,7 +668,7 @@ mod tests {
     #[test]
     fn groups_are_layers_by_themselves() -> Result<()> {
         let groups: Vec<Named> = (0..3).map(|_| inputs(4, 5, 7)).collect();
-        // Of one seed: another sign tells the groups apart.
+        // One seed for all groups: another sign distinguishes them.
         let of = |name: &'static str| {
             groups
                 .iter()

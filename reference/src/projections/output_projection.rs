@@ -1,8 +1,8 @@
-//! The output projection of the attention (inference 9, training 14), in the steps that a layer
-//! takes:
+//! The output projection of the attention (inference 9, training 14), in the steps of a layer:
 //!
 //! ```text
-//! rotated = R^-1 attn_out            R turns the last channels of each head of token t by its position    [`crate::projections::rope`]
+//! rotated = R^-1 attn_out            R rotates the last channels of each head of token t
+//!                                    by its position             [`crate::projections::rope`]
 //! z[:,g]  = rotated[:,g] wo_a[g]^T   a group g is o_groups-th part of the heads          [`crate::projections::linear::grouped_forward`]
 //! y       = z wo_b^T                 z of all groups side by side                                [`crate::projections::linear::forward`]
 //!
@@ -11,17 +11,17 @@
 //! dattn_out = R drotated
 //! ```
 //!
-//! `attn_out` is what the attention's backward reads: it stays as it is.
+//! The attention's backward reads `attn_out`, so it is not changed.
 //!
-//! [`forward_quantized`] is the same of FP8 weights: wo_b alone, whose operand z is quantized in
-//! groups of 128, or wo_a as well, whose operand is the rotated output as
-//! [`crate::attention::inverse_rope_quantize`] quantizes it.
+//! [`forward_quantized`] is the same for FP8 weights. Either only wo_b is quantized, with its
+//! operand z quantized in groups of 128. Or wo_a is quantized too, with the rotated output as
+//! operand, quantized by [`crate::attention::inverse_rope_quantize`].
 //!
 //! # Rounding points
 //!
-//! Those of the steps; rotated, z and their gradients are stored in bf16 between them. Codes of
-//! the rotated output have one value in all runs; those of z follow from sums whose order is the
-//! kernel's, so that their rounding is a rounding point.
+//! Those of the steps; rotated, z and their gradients are stored in bf16 between them. Codes of the
+//! rotated output have one value in all runs. Codes of z follow from sums whose order the kernel
+//! decides, so their rounding is a rounding point.
 
 use candle_core::Tensor;
 
@@ -37,15 +37,15 @@ use crate::projections::rope;
 use crate::quantize::{ScaleType, simulated};
 use crate::select::entry;
 
-/// What the first two steps make, as the next one reads it.
+/// The results of the first two steps, as the next one reads them.
 struct Run {
-    /// Before it is stored, `[num_tokens, num_heads, head_dim]`.
+    /// Before the store, `[num_tokens, num_heads, head_dim]`.
     rotated: Tensor,
     /// Stored, `[num_tokens, o_groups, group_width]`.
     x: Tensor,
-    /// Before it is stored, `[num_tokens, o_groups * o_lora_rank]`.
+    /// Before the store, `[num_tokens, o_groups * o_lora_rank]`.
     z: Tensor,
-    /// The same stored.
+    /// The same after the store.
     z_stored: Tensor,
 }
 
@@ -73,14 +73,14 @@ fn run(rotation: &rope::Inputs, wo_a: &Tensor, rounding: &mut Rounding) -> Resul
 }
 
 /// `rotated` `[num_tokens, num_heads * head_dim]`, `z` `[num_tokens, o_groups * o_lora_rank]` and
-/// `y` `[num_tokens, hidden_size]`, stored in bf16, of the attention's output in `rotation`, which
-/// is inverse, and, stored in bf16:
+/// `y` `[num_tokens, hidden_size]`, stored in bf16. The inputs are the attention's output in
+/// `rotation`, which is inverse, and, stored in bf16:
 ///
 /// - `wo_a` `[o_groups, o_lora_rank, num_heads / o_groups * head_dim]`;
 /// - `wo_b` `[hidden_size, o_groups * o_lora_rank]`.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let Run { rotated, z, z_stored, .. } = run(rotation, inputs.tensor("wo_a")?, rounding)?;
     let second = Named::new().with("x", z_stored).with("w", inputs.tensor("wo_b")?.clone());
@@ -88,9 +88,9 @@ pub fn forward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding)
     Ok(Named::new().with("rotated", rotated.flatten_from(1)?).with("z", z).with("y", y))
 }
 
-/// `dattn_out`, stored in bf16, `dwo_a` and `dwo_b`, stored in f32, and what one step hands to the
-/// next, `dz` and `drotated`, stored in bf16, each of the shape of what it is the gradient of. The
-/// inputs are those of [`forward`] and `dy`, of the shape of `y`.
+/// `dattn_out`, stored in bf16, `dwo_a` and `dwo_b`, stored in f32, and the gradients between the
+/// steps, `dz` and `drotated`, stored in bf16. Each has the shape of its operand. The inputs are
+/// those of [`forward`] and `dy`, of the shape of `y`.
 ///
 /// # Errors
 /// As [`forward`].
@@ -114,21 +114,21 @@ pub fn backward(rotation: &rope::Inputs, inputs: &Named, rounding: &mut Rounding
     Ok(named.with("dattn_out", dattn_out))
 }
 
-/// How weights in blocks of 128 by 128 are stored.
+/// The storage of weights in blocks of 128 by 128.
 const OF_WEIGHTS: quantize_fp8::Options = quantize_fp8::Options {
     group: Group::Square,
     scale: ScaleType::E8m0,
     layout: ScaleLayout::Plain,
 };
 
-/// `y`, `z` and, with wo_a in bf16, `rotated`, or with wo_a quantized `codes` and `scales` as
-/// [`inverse_rope_quantize::forward`] has them, in this layout. The inputs are those of
-/// [`forward`], of which in the place of each quantized weight there are, as the numbers of bytes:
+/// `y`, `z` and, with wo_a in bf16, `rotated`, or with wo_a quantized `codes` and `scales` as in
+/// [`inverse_rope_quantize::forward`], in this layout. The inputs are those of [`forward`]. Instead
+/// of each quantized weight they have, as the values of bytes:
 ///
 /// - `wo_b_codes` `[hidden_size, o_groups * o_lora_rank]`, e4m3, and `wo_b_scales`, e8m0, one for
 ///   each block of 128 by 128;
-/// - `wo_a_codes` `[o_groups, o_lora_rank, group_width]` and `wo_a_scales`, for each group those
-///   of its blocks; absent where `wo_a` is there.
+/// - `wo_a_codes` `[o_groups, o_lora_rank, group_width]` and `wo_a_scales`, for each group those of
+///   its blocks; absent where `wo_a` is present.
 ///
 /// # Errors
 /// As [`forward`].
@@ -160,7 +160,7 @@ pub fn forward_quantized(
     Ok(outputs.with("y", y.tensor("y")?.clone()))
 }
 
-/// The codes of the rotated output, and z of it before it is stored.
+/// The codes of the rotated output, and its z before the store.
 fn quantized_groups(
     rotation: &rope::Inputs,
     inputs: &Named,
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn an_output_that_can_be_followed_by_hand() -> Result<()> {
-        // Two heads of two channels, each a group; a quarter of a turn back: (a, b) becomes (b,
+        // Two heads of two channels, each a group; a rotation by -90 degrees: (a, b) becomes (b,
         // -a).
         let table = |number: f64| f64_tensor(&[number], &[1, 1]);
         let x = f64_tensor(&[1.0, 2.0, 3.0, 4.0], &[1, 2, 2]);
@@ -243,8 +243,8 @@ mod tests {
             objective,
         )?;
         for (_, gradient) in of_weights {
-            // At most 12 + 10 + 7 products of numbers of size 1 and a rotation are behind each
-            // element.
+            // Each element depends on at most 12 + 10 + 7 products of values of size 1 and a
+            // rotation.
             let bound = (automatic.tensor(gradient)?.ones_like()? * (4096.0 * UNIT_ROUNDOFF))?;
             assert_within(
                 gradient,
@@ -276,8 +276,8 @@ mod tests {
                 of_tokens(&format!("mid.rope.{table}.cos")),
                 of_tokens(&format!("mid.rope.{table}.sin")),
             );
-            // What is stored in f32 is off by 2^-24 of it: of x through products with at most two
-            // numbers of size 1 each, then the weights of a row of wo_a, then of wo_b.
+            // Values stored in f32 are off by 2^-24 of themselves: x through products with at most
+            // two values of size 1 each, then the weights of a row of wo_a, then of wo_b.
             let mut error = 2.0 * 2f64.powi(-24) * largest(&x)?;
             let x = x.reshape((batch * tokens, heads, channels))?;
             let rotation = rope::Inputs { x, cos, sin, positions: None, inverse: true };
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(values(second.tensor("y")?)?, values(whole.tensor("y")?)?);
         let both = codes.with("wo_a_codes", twice(wo_a.tensor("codes")?)?);
         let both = both.with("wo_a_scales", twice(wo_a.tensor("scales")?)?);
-        // A code is within 2^-4 of its number, or within 2^-10 of a scale, which is below amax /
+        // A code is within 2^-4 of its value, or within 2^-10 of a scale, which is below amax /
         // 224.
         let absolute = rope::Inputs { x: rotation.x.abs()?, ..rotation.clone() };
         let sizes = Named::new().with("wo_a", weights.tensor("wo_a")?.abs()?);

@@ -26,11 +26,11 @@ fn rows(heads: &Tensor) -> Result<Tensor> {
 }
 
 /// `y` `[num_tokens, num_heads, head_dim]`, stored in bf16, and `rstd` `[num_tokens, num_heads]`,
-/// stored in f32, of `x` in `rotation`, of the shape of `y` and stored in bf16, which is not
+/// stored in f32. The inputs are `x` in `rotation`, of the shape of `y` and stored in bf16, not
 /// inverse, and the positive `eps`.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(rotation: &rope::Inputs, eps: f64, rounding: &mut Rounding) -> Result<Named> {
     let (num_tokens, num_heads, _) = rotation.x.dims3()?;
     let norm = rms_norm::forward(&Named::new().with("x", rows(&rotation.x)?), eps, rounding)?;
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn a_head_that_can_be_followed_by_hand() -> Result<()> {
-        // (1, 7) has the mean square 25; a quarter of a turn makes (-b, a) of (a, b).
+        // (1, 7) has the mean square 25; a rotation by 90 degrees turns (a, b) into (-b, a).
         let table = |number: f64| f64_tensor(&[number], &[1, 1]);
         let x = f64_tensor(&[1.0, 7.0], &[1, 1, 2]);
         let rotation =
@@ -105,7 +105,7 @@ mod tests {
         let automatic =
             differentiated(&Named::new().with("x", rotation.x.clone()), &[("x", "dx")], objective)?;
         let automatic = automatic.tensor("dx")?;
-        // Six channels, some twenty roundings of numbers of size 1.
+        // Six channels, about twenty roundings of values of size 1.
         let bound = (automatic.ones_like()? * (4096.0 * UNIT_ROUNDOFF))?;
         assert_within("dx", written.tensor("dx")?, automatic, &bound);
         Ok(())
@@ -139,14 +139,14 @@ mod tests {
         let found = forward(&rotation, EPS, &mut Rounding::exact())?;
         let expected =
             expected.transpose(1, 2)?.contiguous()?.reshape((batch * tokens, heads, channels))?;
-        // The latent is stored in f32, each number off by 2^-24 of it: what a head's norm divides
-        // by is the size of its largest numbers, and products with the weights of a row, in which
+        // The latent is stored in f32, each value off by 2^-24 of itself. The norm of a head
+        // divides by the size of its largest values. Products with the weights of a row, in which
         // errors do not cancel, are a few times that.
         let size = latent.abs()?.matmul(&weight.abs()?.t()?)?.reshape(expected.shape())?;
         let rstd = found.tensor("rstd")?.unsqueeze(2)?;
         let largest = values(&size.broadcast_mul(&rstd)?)?.into_iter().fold(0.0, f64::max);
-        // Off by itself, by its partner in the rotation and by rstd; and by the storage of the
-        // result.
+        // The error of the value itself, of its partner in the rotation and of rstd, and of the
+        // storage of the result.
         let bound = (expected.ones_like()? * (2f64.powi(-24) * (4.0 * largest + 4.0)))?;
         assert_within("q", found.tensor("y")?, &expected, &bound);
         Ok(())

@@ -1,20 +1,20 @@
-//! The query projection of the attention (inference 5.1, training 14), in the steps that a layer
-//! takes:
+//! The query projection of the attention (inference 5.1, training 14), in the steps of a layer:
 //!
 //! ```text
 //! q_a = h wq_a^T                            [`crate::projections::linear`]
 //! qr  = q_norm q_a rstd                     over all channels of a token; the indexer reads it, too   [`crate::projections::rms_norm`]
 //! q_b = qr wq_b^T                           [`crate::projections::linear`], heads side by side
-//! q   = q_b over the root mean square of its head, turned by position                          [`crate::projections::query_norm_rope`]
+//! q   = q_b over the root mean square of its head, rotated by position
+//!                                           [`crate::projections::query_norm_rope`]
 //! ```
 //!
-//! and the gradients of all of it, last step first. [`forward_quantized`] is the same of FP8
+//! and the gradients of all steps, last step first. [`forward_quantized`] is the same for FP8
 //! weights, whose operands h and qr are quantized in groups of 128.
 //!
 //! # Rounding points
 //!
-//! Those of the steps; q_a, qr, q_b and their gradients are stored in bf16 between them. Codes of
-//! h have one value in all runs; those of qr follow from sums whose order is the kernel's, so that
+//! Those of the steps; q_a, qr, q_b and their gradients are stored in bf16 between them. Codes of h
+//! have one value in all runs. Codes of qr follow from sums whose order the kernel decides, so
 //! their rounding is a rounding point.
 
 use candle_core::Tensor;
@@ -29,8 +29,8 @@ use crate::projections::linear::{self, BLOCK, Weights};
 use crate::quantize::{ScaleType, simulated};
 use crate::{projections::query_norm_rope, projections::rms_norm, projections::rope};
 
-/// What turns the queries: tables `[table_rows, rope_dim / 2]`, stored in f32, and the row of each
-/// token; and what is added to mean squares.
+/// The rotation of the queries and the epsilon of the norms: tables `[table_rows, rope_dim / 2]`,
+/// stored in f32, and the row of each token.
 #[derive(Debug, Clone)]
 pub struct Turn {
     /// cos.
@@ -41,7 +41,7 @@ pub struct Turn {
     pub positions: Option<Vec<i64>>,
     /// Query heads.
     pub num_heads: usize,
-    /// Of both norms.
+    /// Epsilon of both norms.
     pub eps: f64,
 }
 
@@ -56,7 +56,7 @@ impl Turn {
     }
 }
 
-/// What the steps make, before it is stored and stored.
+/// The results of the steps, before and after the store.
 struct Run {
     q_a: Tensor,
     qr: Tensor,
@@ -74,7 +74,7 @@ fn linear_inputs(x: &Tensor, w: &Tensor) -> Named {
     Named::new().with("x", x.clone()).with("w", w.clone())
 }
 
-/// The steps behind q_a, the second product being `second`'s.
+/// The steps after q_a; `second` computes the second product.
 fn run(
     q_a: Tensor,
     turn: &Turn,
@@ -90,7 +90,7 @@ fn run(
     Ok(Run { q_a, qr, rstd, q_b, q_a_stored, qr_stored })
 }
 
-/// What is handed out, the last step among it.
+/// The outputs, including the last step.
 fn outputs(run: Run, turn: &Turn, rounding: &mut Rounding) -> Result<Named> {
     let heads = turn.of(&rounding.bf16(&run.q_b)?)?;
     let q = query_norm_rope::forward(&heads, turn.eps, rounding)?;
@@ -104,14 +104,14 @@ fn outputs(run: Run, turn: &Turn, rounding: &mut Rounding) -> Result<Named> {
 
 /// `q_a` and `qr` `[num_tokens, q_lora_rank]`, `q_b` and `q` `[num_tokens, num_heads * head_dim]`,
 /// stored in bf16, `qr_rstd` `[num_tokens]` and `q_rstd` `[num_tokens, num_heads]`, stored in f32,
-/// of these inputs:
+/// for these inputs:
 ///
 /// - `h` `[num_tokens, hidden_size]`, `wq_a` `[q_lora_rank, hidden_size]` and `wq_b` `[num_heads *
 ///   head_dim, q_lora_rank]`, stored in bf16;
 /// - `q_norm` `[q_lora_rank]`, stored in f32.
 ///
 /// # Errors
-/// Tensors that do not fit.
+/// Tensors whose shapes do not match.
 pub fn forward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let run = run_of_numbers(turn, inputs, rounding)?;
     outputs(run, turn, rounding)
@@ -126,8 +126,8 @@ fn run_of_numbers(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Resul
     })
 }
 
-/// `dh`, stored in bf16, `dwq_a`, `dwq_b` and `dq_norm`, stored in f32, and what one step hands to
-/// the next, `dq_b`, `dqr` and `dq_a`, stored in bf16. The inputs are those of [`forward`] and
+/// `dh`, stored in bf16, `dwq_a`, `dwq_b` and `dq_norm`, stored in f32, and the gradients between
+/// the steps, `dq_b`, `dqr` and `dq_a`, stored in bf16. The inputs are those of [`forward`] and
 /// `dq`, of the shape of `q`.
 ///
 /// # Errors
@@ -157,10 +157,10 @@ pub fn backward(turn: &Turn, inputs: &Named, rounding: &mut Rounding) -> Result<
     Ok(named.with("dwq_a", first.tensor("dw")?.clone()).with("dh", first.tensor("dx")?.clone()))
 }
 
-/// The outputs of [`forward`] and `h_codes` and `h_scales`, e4m3 and e8m0, as
-/// [`quantize_fp8::quantize`] has them. The inputs are those of [`forward`], of which in the place
-/// of each of `wq_a` and `wq_b` there are, as the numbers of bytes, `.._codes`, e4m3, and
-/// `.._scales`, e8m0, one for each block of 128 by 128.
+/// The outputs of [`forward`] and `h_codes` and `h_scales`, e4m3 and e8m0, as in
+/// [`quantize_fp8::quantize`]. The inputs are those of [`forward`]. Instead of `wq_a` and `wq_b`
+/// they have, for each, as the values of bytes: `.._codes`, e4m3, and `.._scales`, e8m0, one for
+/// each block of 128 by 128.
 ///
 /// # Errors
 /// As [`forward`].
@@ -242,8 +242,8 @@ mod tests {
                 .map(|row| row.iter().map(|x| x * x).sum::<f64>() / width as f64)
                 .collect())
         };
-        // Of a head it is m / (m + eps) = 1 - eps rstd^2, whatever the weights are; turning
-        // changes none. A head has six channels, of each some ten roundings.
+        // For a head it is m / (m + eps) = 1 - eps rstd^2, whatever the weights are; the rotation
+        // does not change it. A head has six channels, with about ten roundings each.
         let roundings = 64.0 * UNIT_ROUNDOFF;
         let rstd = values(found.tensor("q_rstd")?)?;
         for (mean_square, rstd) in mean_squares("q", 6)?.into_iter().zip(&rstd) {

@@ -11,8 +11,8 @@
 //! dw = sum over rows of dy x r
 //! ```
 //!
-//! There is no `1 + w`; `eps` stands inside the root; a row of zeros gives zeros. A kernel reads
-//! bf16 or fp32, computes in fp32, keeps `rstd` in fp32 for the backward pass and rounds each
+//! The weight is `w`, not `1 + w`. `eps` is inside the root. A row of zeros gives zeros. A kernel
+//! reads bf16 or fp32, computes in fp32, keeps `rstd` in fp32 for the backward pass and rounds each
 //! output once.
 
 use candle_core::Tensor;
@@ -21,7 +21,7 @@ use crate::error::{Result, require_that};
 use crate::named::Named;
 use crate::precision::Rounding;
 
-/// `y` `[num_rows, width]`, stored in the type of `x`, and `rstd` `[num_rows]`, stored in f32, of
+/// `y` `[num_rows, width]`, stored in the type of `x`, and `rstd` `[num_rows]`, stored in f32, for
 /// these inputs:
 ///
 /// - `x` `[num_rows, width]`, stored in bf16 or f32; `num_rows` may be 0, `width` may not;
@@ -31,8 +31,8 @@ use crate::precision::Rounding;
 pub fn forward(inputs: &Named, eps: f64, rounding: &mut Rounding) -> Result<Named> {
     check(inputs, eps)?;
     let rstd = reciprocal_root(inputs.tensor("x")?, eps, rounding)?;
-    // Each product is an fp32 number before it is stored: at a tie of the narrower type that
-    // decides the last bit.
+    // Each product is an fp32 value before the store: at a tie of the narrower type that decides
+    // the last bit.
     let normalised = rounding.f32(&inputs.tensor("x")?.broadcast_mul(&rstd)?)?;
     let y = match inputs.get("weight") {
         Some(weight) => rounding.f32(&normalised.broadcast_mul(weight)?)?,
@@ -41,10 +41,10 @@ pub fn forward(inputs: &Named, eps: f64, rounding: &mut Rounding) -> Result<Name
     Ok(Named::new().with("y", y).with("rstd", rstd.squeeze(1)?))
 }
 
-/// `dx` `[num_rows, width]`, stored in the type of `x`, and where there is a weight `dweight`
-/// `[width]`, stored in f32, by the formulas of the module documentation. The inputs are those of
-/// [`forward`] and `dy`, of the shape and type of x; `rstd` is recomputed and rounded as the
-/// forward pass stores it.
+/// `dx` `[num_rows, width]`, stored in the type of `x`, and with a weight `dweight` `[width]`,
+/// stored in f32, by the formulas of the module documentation. The inputs are those of [`forward`]
+/// and `dy`, of the shape and type of x. `rstd` is recomputed and rounded as the forward pass
+/// stores it.
 pub fn backward(inputs: &Named, eps: f64, rounding: &mut Rounding) -> Result<Named> {
     let width = check(inputs, eps)?;
     let (x, dy) = (inputs.tensor("x")?, inputs.tensor("dy")?);
@@ -71,7 +71,7 @@ pub fn backward(inputs: &Named, eps: f64, rounding: &mut Rounding) -> Result<Nam
     Ok(Named::new().with("dx", dx).maybe("dweight", dweight))
 }
 
-/// Checks every argument; the width.
+/// Checks every argument and returns the width.
 fn check(inputs: &Named, eps: f64) -> Result<usize> {
     let rows = ["num_rows", "width"];
     let [_, width] = inputs.extents(rows, &[(&["x", "dy"], &rows), (&["weight"], &rows[1..])])?;
@@ -80,8 +80,8 @@ fn check(inputs: &Named, eps: f64) -> Result<usize> {
     Ok(width)
 }
 
-/// `r = 1 / sqrt(mean(x^2) + eps)`, `[num_rows, 1]`. What the hardware's root returns is what is
-/// multiplied by, stored for the backward pass, and handed out.
+/// `r = 1 / sqrt(mean(x^2) + eps)`, `[num_rows, 1]`. The result of the hardware's root is used for
+/// the multiplication, stored for the backward pass, and returned.
 fn reciprocal_root(x: &Tensor, eps: f64, rounding: &mut Rounding) -> Result<Tensor> {
     let squares = rounding.f32(&x.sqr()?)?;
     let sum = rounding.sum_keepdim_f32(&squares, 1)?;
@@ -137,14 +137,14 @@ mod tests {
         })
     }
 
-    /// Sizes of the roundings that y, dx and dw may have collected.
+    /// Bounds of the rounding errors of y, dx and dw.
     ///
-    /// In any order of evaluation the longest chain to `r` is `width` roundings for the squares
-    /// and their sum, then the quotient, eps, the root and its reciprocal: `width + 4`. dx uses r
-    /// three times, mean(g x) (`width + 2` roundings) once, and five products and differences of
-    /// its own; dw uses r once, sums `num_rows` terms and multiplies twice. To first order the
-    /// error is that count times the unit roundoff times the formula with every term taken by
-    /// magnitude; two evaluations differ by at most twice that.
+    /// In any order of evaluation the longest chain to `r` is `width` roundings for the squares and
+    /// their sum, then the quotient, eps, the root and its reciprocal: `width + 4`. dx uses r three
+    /// times, mean(g x) (`width + 2` roundings) once, and five products and differences of its own.
+    /// dw uses r once, sums `num_rows` terms and multiplies twice. To first order the error is that
+    /// count times the unit roundoff times the formula with every term replaced by its magnitude.
+    /// Two evaluations differ by at most twice that.
     fn bounds(inputs: &Named) -> Result<Named> {
         let width = check(inputs, EPS)? as f64;
         let mut magnitudes = Named::new();

@@ -1,7 +1,7 @@
 //! Partial rotary embedding and its tables (inference 4, training 8).
 //!
-//! The **last** `rope_dim` channels of a head turn in adjacent pairs; the leading ones pass
-//! through. With `C = cos[p, i]`, `S = sin[p, i]` for the position p of the token and pair i of
+//! The **last** `rope_dim` channels of a head rotate in adjacent pairs; the leading ones are
+//! copied. With `C = cos[p, i]`, `S = sin[p, i]` for the position p of the token and pair i of
 //! those channels,
 //!
 //! ```text
@@ -10,12 +10,11 @@
 //! dx      = the opposite rotation of dy
 //! ```
 //!
-//! A token whose position lies outside of the table has NaN in its rotated channels (and in their
-//! gradient), so that the mistake cannot pass for a rotation; its leading channels are copied.
+//! A token whose position is outside of the table has NaN in its rotated channels (and in their
+//! gradient), so that the mistake is visible. Its leading channels are copied.
 //!
-//! The tables: pair i turns by `f_i` per position, and the angle is rounded to fp32 before the
-//! cosine is taken, which at position 10^6 is the difference between right and wrong in the second
-//! decimal.
+//! The tables: pair i rotates by `f_i` per position. The angle is rounded to fp32 before the cosine
+//! is taken. At position 10^6 this changes the second decimal.
 //!
 //! ```text
 //! b_i = theta^(-2i / rope_dim)
@@ -35,7 +34,7 @@ use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value
 use crate::format::Format;
 use crate::precision::{Rounding, values};
 
-/// What the rotation reads, widened to f64.
+/// Inputs of the rotation, widened to f64.
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// `[num_tokens, num_heads, head_dim]`, stored in bf16 or f32.
@@ -50,7 +49,7 @@ pub struct Inputs {
     pub inverse: bool,
 }
 
-/// What the rotation writes.
+/// Outputs of the rotation.
 #[derive(Debug, Clone)]
 pub struct Outputs {
     /// `[num_tokens, num_heads, head_dim]`, stored in the type of `x`.
@@ -71,8 +70,8 @@ pub fn forward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Outputs> {
     Ok(Outputs { y })
 }
 
-/// Rotates the upstream gradient `dy` `[num_tokens, num_heads, head_dim]` the opposite way. `x`
-/// itself is not read: nothing has to be saved for this backward pass but the tables.
+/// Rotates the upstream gradient `dy` `[num_tokens, num_heads, head_dim]` in the opposite
+/// direction. `x` itself is not read: this backward pass needs only the tables to be saved.
 pub fn backward(inputs: &Inputs, dy: &Tensor, rounding: &mut Rounding) -> Result<Gradients> {
     let dims = inputs.check()?;
     require("dy", dy, inputs.x.dims())?;
@@ -151,8 +150,8 @@ fn rotate(
     let sin = table_rows(&inputs.sin, inputs, dims)?;
     let sin = if inverse { sin.neg()? } else { sin };
 
-    // Each product is rounded to fp32 (a fused multiply-add rounds one of them less), and so is
-    // the sum before it is stored: at a tie of the narrower type that decides the last bit.
+    // Each product is rounded to fp32 (a fused multiply-add rounds one of them less), and so is the
+    // sum before the store: at a tie of the narrower type that decides the last bit.
     let even_cos = rounding.f32(&even.broadcast_mul(&cos)?)?;
     let odd_sin = rounding.f32(&odd.broadcast_mul(&sin)?)?;
     let even_sin = rounding.f32(&even.broadcast_mul(&sin)?)?;
@@ -165,9 +164,9 @@ fn rotate(
     Ok(Tensor::cat(&[&x.narrow(2, 0, leading)?, &turned], 2)?)
 }
 
-/// The rotation of `x`, stored in bf16, as kernels store it whose codes have one value: every
+/// The rotation of `x`, stored in bf16, row by row, for kernels whose codes have one value: every
 /// operation is part of the definition. Pairs are `bf16(fp32(x0 C - fp32(x1 S)))` and
-/// `bf16(fp32(x0 S + fp32(x1 C)))`, with one rounding of each sum of a product; row by row.
+/// `bf16(fp32(x0 S + fp32(x1 C)))`, with one rounding of each sum of a product.
 ///
 /// # Errors
 /// As [`forward`].
@@ -194,9 +193,9 @@ fn f32_of(x: f64) -> f64 {
     f64::from(x as f32)
 }
 
-/// `fp32(x c + p)` of bf16 x, fp32 c and p, rounded once: the product has 32 bits, and what the
-/// sum loses in f64 is kept in the last bit of it (rounding to odd), where it decides what would
-/// be a tie.
+/// `fp32(x c + p)` of bf16 x, fp32 c and p, rounded once. The product has 32 bits. What the sum
+/// loses in f64 is kept in its last bit (rounding to odd), where it decides what would otherwise be
+/// a tie.
 fn fused(x: f64, c: f64, p: f64) -> f64 {
     let product = x * c;
     let sum = product + p;
@@ -210,7 +209,7 @@ fn fused(x: f64, c: f64, p: f64) -> f64 {
 }
 
 /// The table row of every token, `[num_tokens, 1, rope_dim / 2]`; a row of NaN for positions
-/// outside.
+/// outside of the table.
 fn table_rows(table: &Tensor, inputs: &Inputs, dims: &Dims) -> Result<Tensor> {
     let nan_row = Tensor::full(f64::NAN, (1, dims.num_pairs), table.device())?;
     let extended = if dims.table_rows == 0 { nan_row } else { Tensor::cat(&[table, &nan_row], 0)? };
@@ -226,7 +225,7 @@ fn table_rows(table: &Tensor, inputs: &Inputs, dims: &Dims) -> Result<Tensor> {
     Ok(extended.index_select(&rows, 0)?.unsqueeze(1)?)
 }
 
-/// How fast each pair turns.
+/// The rotation frequencies of the pairs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct YarnParameters {
     /// Base of the frequencies, above 1.
@@ -237,9 +236,9 @@ pub struct YarnParameters {
     pub factor: Option<f64>,
     /// Context length before the extension, in tokens.
     pub original_max_position: f64,
-    /// Turns over the original context above which a pair keeps its frequency.
+    /// Rotations over the original context above which a pair keeps its frequency.
     pub beta_fast: f64,
-    /// Turns over the original context below which a pair is slowed by the whole factor.
+    /// Rotations over the original context below which a pair is slowed by the whole factor.
     pub beta_slow: f64,
 }
 
@@ -278,7 +277,7 @@ impl YarnParameters {
             return Err(wrong_value("rope_dim", self.rope_dim, "channels rotate in pairs"));
         }
         let above = |argument, value: f64, least: f64, rule| {
-            // Written so that NaN is refused too.
+            // Written so that NaN is rejected too.
             if value > least && value.is_finite() {
                 Ok(())
             } else {
@@ -297,14 +296,15 @@ impl YarnParameters {
     }
 }
 
-/// The inverse frequencies `f_i`, `rope_dim / 2` of them, in fp32 and in the published order of
+/// The inverse frequencies `f_i` (`rope_dim / 2` values), in fp32 and in the published order of
 /// operations: the range of the ramp in f64, everything per pair in fp32.
 pub fn inv_freq_f32(parameters: &YarnParameters) -> Result<Vec<f32>> {
     parameters.check()?;
     let (lo, hi) = parameters.ramp_range();
     let frequency = |pair: usize| {
         let exponent = (2 * pair) as f32 / parameters.rope_dim as f32;
-        // A power that is wrong by a few f64 roundings is the correctly rounded fp32 power.
+        // A power with an error of a few f64 roundings still gives the correctly rounded fp32
+        // power.
         let power = parameters.theta.powf(f64::from(exponent)) as f32;
         let plain = 1.0 / power;
         let Some(factor) = parameters.factor else {
@@ -318,7 +318,7 @@ pub fn inv_freq_f32(parameters: &YarnParameters) -> Result<Vec<f32>> {
 }
 
 /// Cosine and sine, each `[positions, inv_freq]` in f64, of the angle `fp32(fp32(p) f_i)`. A
-/// kernel's table is these numbers rounded to fp32.
+/// kernel's table is these values rounded to fp32.
 pub fn table(inv_freq: &[f32], positions: &[i64]) -> Result<(Tensor, Tensor)> {
     let shape = (positions.len(), inv_freq.len());
     let angles: Vec<f64> = positions
@@ -350,9 +350,9 @@ mod tests {
         (Inputs { x, cos, sin, positions, inverse }, dy)
     }
 
-    /// Twice the error of one evaluation: two products and a sum round three times, at most `3 u
-    /// (|x[2i]| + |x[2i+1]|)` as |C|, |S| <= 1. `[num_tokens, num_heads, head_dim]`, both of a
-    /// pair alike.
+    /// Twice the error of one evaluation: two products and a sum round three times, at most
+    /// `3 u (|x[2i]| + |x[2i+1]|)` as |C|, |S| <= 1. `[num_tokens, num_heads, head_dim]`, with
+    /// equal values for both channels of a pair.
     fn bound(x: &Tensor) -> Result<Tensor> {
         let (num_tokens, num_heads, head_dim) = x.dims3()?;
         let pairs = x.abs()?.reshape((num_tokens, num_heads, head_dim / 2, 2))?;
@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(fused(1.0, 1.0, 2f64.powi(-24)), 1.0);
         assert_eq!(fused(1.0, 1.0 + 2f64.powi(-23), 2f64.powi(-24)), 1.0 + 2f64.powi(-22));
         let tie = (1.0 + 2f64.powi(-7)) * (1.0 + 2f64.powi(-17));
-        // Half way between two fp32 numbers: what is added decides, however small.
+        // Halfway between two fp32 values: any addend decides, however small.
         assert_eq!(tie, 1.0 + 2f64.powi(-7) + 2f64.powi(-17) + 2f64.powi(-24));
         let (below, above) = (tie - 2f64.powi(-24), tie + 2f64.powi(-24));
         for (small, expected) in [(2f64.powi(-100), above), (-2f64.powi(-100), below)] {
@@ -395,8 +395,8 @@ mod tests {
             let y = forward(&inputs, &mut Rounding::exact())?.y;
             let dx = backward(&inputs, &dy, &mut Rounding::exact())?.dx;
             let error = (dot(&dy, &y) - dot(&dx, &inputs.x)).abs();
-            // Sums of 300 products of numbers that were rounded three times, by magnitude at most
-            // the sums over pairs (|a| + |b|)(|c| + |d|) <= 2 |(a, b)| |(c, d)|.
+            // Sums of 300 products of values that were rounded three times. The magnitude is at
+            // most the sums over pairs (|a| + |b|)(|c| + |d|) <= 2 |(a, b)| |(c, d)|.
             let norms = dot(&dy, &dy).sqrt() * dot(&inputs.x, &inputs.x).sqrt();
             let allowed = 2.0 * (300.0 + 3.0) * UNIT_ROUNDOFF * 2.0 * norms;
             assert!(error <= allowed, "{error:e} > {allowed:e}");
@@ -507,7 +507,7 @@ mod tests {
     fn the_published_frequencies_come_out() -> Result<()> {
         let frequencies = inv_freq_f32(&YarnParameters::compress())?;
         assert_eq!(YarnParameters::compress().ramp_range(), (15.0, 25.0));
-        // inference 4.1, given with seven digits or exactly.
+        // The values of inference 4.1, given with seven digits or exactly.
         let printed = [
             (0, 1.0, 0.0),
             (8, 5.0e-2, 0.0),
@@ -615,8 +615,8 @@ mod tests {
                 let stored = golden.f64(&format!("out.{kind}.{name}")).squeeze(0)?;
                 let unit_in_last_place = (ours.abs()? * (2.0 * half_ulp))?;
                 assert_within(name, ours, &stored, &unit_in_last_place);
-                // f64 table of the unrounded angle: off by the rounding of the angle, as slopes
-                // are at most 1.
+                // f64 table of the unrounded angle: off by the rounding of the angle, because
+                // slopes are at most 1.
                 let unrounded = golden.f64(&format!("mid.{kind}.{name}64")).squeeze(0)?;
                 let allowed = ((&angle * half_ulp)? + UNIT_ROUNDOFF * 4.0)?;
                 assert_within(name, ours, &unrounded, &allowed);

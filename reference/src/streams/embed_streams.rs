@@ -1,4 +1,4 @@
-//! The residual streams of a token, each its embedding (inference 1).
+//! The residual streams of a token; each is its embedding (inference 1).
 //!
 //! ```text
 //! out[t][s] = table[token_ids[t]] for every stream s;  0 where the id is none of 0 .. vocab_size - 1
@@ -16,13 +16,13 @@ use crate::named::Named;
 use crate::precision::{Rounding, values};
 use crate::select::unless;
 
-/// `out` `[num_tokens, num_streams, hidden_size]`, stored in the type of `table`, of these inputs:
+/// `out` `[num_tokens, num_streams, hidden_size]`, stored in the type of `table`, for these inputs:
 ///
 /// - `table` `[vocab_size, hidden_size]`, stored in bf16 or f32;
 /// - `token_ids` `[num_tokens]`, stored in i32.
 ///
 /// # Errors
-/// Tensors whose extents do not fit; no stream.
+/// Tensors whose shapes do not match; zero streams.
 pub fn forward(inputs: &Named, num_streams: usize) -> Result<Named> {
     let ids = Ids::new(inputs, num_streams)?;
     let rows = ids.rows(inputs.tensor("table")?)?;
@@ -30,7 +30,7 @@ pub fn forward(inputs: &Named, num_streams: usize) -> Result<Named> {
     Ok(Named::new().with("out", rows.unsqueeze(1)?.broadcast_as(shape)?.contiguous()?))
 }
 
-/// `dtable` `[vocab_size, hidden_size]`, stored in f32, of the inputs of [`forward`] and `dout`,
+/// `dtable` `[vocab_size, hidden_size]`, stored in f32, for the inputs of [`forward`] and `dout`,
 /// of the shape and type of out.
 ///
 /// # Errors
@@ -55,7 +55,7 @@ pub fn backward(inputs: &Named, num_streams: usize, rounding: &mut Rounding) -> 
     Ok(Named::new().with("dtable", dtable))
 }
 
-/// The row of the table that each token has.
+/// The table row of each token.
 struct Ids {
     of_tokens: Vec<Option<usize>>,
     vocab_size: usize,
@@ -81,7 +81,7 @@ impl Ids {
         Ok(Self { of_tokens, vocab_size })
     }
 
-    /// The rows of the tokens, `[num_tokens, hidden_size]`; 0 for a token that has none.
+    /// The rows of the tokens, `[num_tokens, hidden_size]`; 0 for a token without a row.
     fn rows(&self, table: &Tensor) -> Result<Tensor> {
         let (num_tokens, width) = (self.of_tokens.len(), table.dim(1)?);
         if self.vocab_size == 0 || num_tokens == 0 {
@@ -126,7 +126,7 @@ mod tests {
         let dout: Vec<f64> = (0..24).map(f64::from).collect();
         let inputs = inputs.with("dout", f64_tensor(&dout, &[6, 2, 2]));
         let dtable = backward(&inputs, 2, &mut Rounding::exact())?;
-        // Token 5's streams; those of tokens 0 and 3.
+        // The streams of token 5, and those of tokens 0 and 3.
         assert_eq!(
             values(dtable.tensor("dtable")?)?,
             [20.0 + 22.0, 21.0 + 23.0, 2.0 + 26.0, 4.0 + 28.0]

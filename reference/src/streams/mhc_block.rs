@@ -1,7 +1,7 @@
-//! A block of a layer as its residual streams see it (inference 0 and 2, training 11.1): two
-//! sites, each of which mixes the streams, gives the mix to a sublayer by way of a norm, and mixes
-//! its output back. The sublayers are stand-ins that add rows to what they read, so that nothing
-//! but the streams and the norms is left:
+//! A block of a layer as seen by its residual streams (inference 0 and 2, training 11.1). It has
+//! two sites. Each site mixes the streams, passes the mix to a sublayer through a norm, and mixes
+//! the output back. The sublayers are stand-ins that add rows to their input, so that only the
+//! streams and the norms remain:
 //!
 //! ```text
 //! pre, post, comb = mhc_mix(X)      h  = mhc_pre(X, pre)       u  = rms_norm(h)       y  = u + attn_add
@@ -28,7 +28,7 @@ use crate::{
     projections::rms_norm, streams::mhc_post, streams::mhc_post_mix_pre, streams::mhc_pre,
 };
 
-/// What the parameters of a site and the rows that its sublayer adds are called.
+/// The names of a site's parameters and of the rows that its sublayer adds.
 struct Site {
     projection: &'static str,
     scale: &'static str,
@@ -53,7 +53,7 @@ const FFN: Site = Site {
 };
 
 impl Site {
-    /// `named` and the parameters of the projection, as `mhc_mix` calls them.
+    /// `named` with the parameters of the projection, under the names of `mhc_mix`.
     fn with_projection(&self, inputs: &Named, named: Named) -> Result<Named> {
         let named = named.with("fn", inputs.tensor(self.projection)?.clone());
         Ok(named
@@ -62,11 +62,11 @@ impl Site {
     }
 }
 
-/// What a sublayer reads and makes.
+/// The inputs and outputs of a sublayer.
 struct Sublayer {
     /// h, stored.
     h: Tensor,
-    /// u and y before they are stored.
+    /// u and y before the store.
     u: Tensor,
     y: Tensor,
     rstd: Tensor,
@@ -89,7 +89,7 @@ impl Sublayer {
         Ok(Self { h, u, y: rounding.f32(&y)?, rstd })
     }
 
-    /// The gradients of h and of the norm's weight, from that of y, stored.
+    /// The gradients of h and of the norm's weight, from the gradient of y, as stored.
     fn backward(
         &self,
         dy: &Tensor,
@@ -106,7 +106,7 @@ impl Sublayer {
     }
 }
 
-/// Everything between the streams in front and those behind.
+/// All values between the input streams and the output streams.
 struct Run {
     /// Outputs of `mhc_mix` of the first site, and of `mhc_post_mix_pre`.
     attn: Named,
@@ -138,7 +138,7 @@ fn run(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Run>
     Ok(Run { attn, fused, between, attn_h, attn_sublayer, ffn_sublayer, attn_y, ffn_y })
 }
 
-/// What `mhc_post_mix_pre` reads.
+/// The inputs of `mhc_post_mix_pre`.
 fn fused_inputs(inputs: &Named, attn: &Named, attn_y: &Tensor) -> Result<Named> {
     let named =
         Named::new().with("streams", inputs.tensor("streams")?.clone()).with("y", attn_y.clone());
@@ -148,7 +148,7 @@ fn fused_inputs(inputs: &Named, attn: &Named, attn_y: &Tensor) -> Result<Named> 
 }
 
 impl Run {
-    /// What the last `mhc_post` reads.
+    /// The inputs of the last `mhc_post`.
     fn last(&self) -> Result<Named> {
         let named =
             Named::new().with("streams", self.between.clone()).with("y", self.ffn_y.clone());
@@ -157,15 +157,15 @@ impl Run {
     }
 }
 
-/// `out` and `between` `[num_tokens, 4, hidden_size]`, of each site `h`, `u` and `y` `[num_tokens,
-/// hidden_size]`, stored in bf16, its `pre`, `post`, `comb`, `mix` and `rstd` as `mhc_mix` has
-/// them and `norm_rstd` `[num_tokens]`, stored in f32, each behind `attn_` or `ffn_`, of these
-/// inputs:
+/// `out` and `between` `[num_tokens, 4, hidden_size]`, stored in bf16. For each site, with the
+/// prefix `attn_` or `ffn_`: `h`, `u` and `y` `[num_tokens, hidden_size]`, stored in bf16, `pre`,
+/// `post`, `comb`, `mix` and `rstd` as in `mhc_mix`, and `norm_rstd` `[num_tokens]`, stored in f32.
+/// The inputs are:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16;
-/// - of each site, behind `attn_` or `ffn_`: `fn` `[24, 4, hidden_size]`, `scale` `[3]`, `base`
-///   `[24]` and `weight` `[hidden_size]`, stored in f32, and `add` `[num_tokens, hidden_size]`,
-///   stored in bf16.
+/// - for each site, with the prefix `attn_` or `ffn_`: `fn` `[24, 4, hidden_size]`, `scale` `[3]`,
+///   `base` `[24]` and `weight` `[hidden_size]`, stored in f32, and `add`
+///   `[num_tokens, hidden_size]`, stored in bf16.
 pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let run = run(inputs, numbers, rounding)?;
     let out = mhc_post::forward(&run.last()?, rounding)?.tensor("out")?.clone();
@@ -204,10 +204,10 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
     Ok(outputs.with("ffn_u", ffn.u).with("ffn_y", ffn.y))
 }
 
-/// `dstreams`, `dattn_add` and `dffn_add`, stored in bf16, of each site `dfn`, `dscale`, `dbase`
-/// and `dweight`, stored in f32, and what one operator hands to the next: `dbetween` and of each
-/// site `dh`, stored in bf16, `dpost` and `dcomb`, stored in f32; names have `attn_` or `ffn_`
-/// behind the `d`. The inputs are those of [`forward`] and `dout`.
+/// `dstreams`, `dattn_add` and `dffn_add`, stored in bf16, and for each site `dfn`, `dscale`,
+/// `dbase` and `dweight`, stored in f32. Also the gradients between the operators: `dbetween` and
+/// for each site `dh`, stored in bf16, `dpost` and `dcomb`, stored in f32. Names have `attn_` or
+/// `ffn_` after the `d`. The inputs are those of [`forward`] and `dout`.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let run = run(inputs, numbers, rounding)?;
     let last =

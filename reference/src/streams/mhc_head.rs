@@ -1,6 +1,6 @@
-//! The residual streams collapsed to one in front of the final norm (inference 2.5, training
-//! 11.1). Of each token, with X its four streams and rstd and `mix[i]` of their projection as in
-//! [`crate::streams::mhc_mix`],
+//! Collapses the residual streams to one before the final norm (inference 2.5, training 11.1). For
+//! each token, let X be its four streams, with rstd and `mix[i]` of their projection as in
+//! [`crate::streams::mhc_mix`]:
 //!
 //! ```text
 //! s[i] = sigmoid(mix[i] scale + base[i])      w[i] = s[i] + hc_eps      out = sum over i of w[i] X[i]
@@ -12,7 +12,7 @@
 //!
 //! # Rounding points
 //!
-//! All is fp32; the streams are stored in bf16, and out and dX are rounded to it once.
+//! All values are fp32; the streams are stored in bf16, and out and dX are rounded to it once.
 
 use candle_core::Tensor;
 
@@ -22,7 +22,7 @@ use crate::precision::Rounding;
 use crate::streams::mhc_mix::{Projected, gradients_of_projection, project};
 use crate::streams::mhc_post::NUM_STREAMS;
 
-/// The numbers of a call.
+/// The parameters of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Numbers {
     /// Added to the mean square of a token; positive.
@@ -32,7 +32,7 @@ pub struct Numbers {
 }
 
 /// `out` `[num_tokens, hidden_size]`, stored in bf16, and for the backward `mix` `[num_tokens, 4]`
-/// and `rstd` `[num_tokens]`, stored in f32, of these inputs:
+/// and `rstd` `[num_tokens]`, stored in f32, for these inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16;
 /// - `fn` `[4, 4, hidden_size]`, `scale` `[1]` and `base` `[4]`, stored in f32.
@@ -74,7 +74,7 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
         .with("dbase", dbase))
 }
 
-/// What both directions compute: the projection, and z `[num_tokens, 4]`.
+/// Values that both directions compute: the projection, and z `[num_tokens, 4]`.
 fn logits(
     inputs: &Named,
     numbers: Numbers,
@@ -155,7 +155,7 @@ mod tests {
                 Ok((forward(inputs, NUMBERS, &mut Rounding::exact())?.tensor("out")?
                     * inputs.tensor("dout")?)?)
             })?;
-            // No intermediate is larger than all numbers together.
+            // No intermediate is larger than all values together.
             let roundings = 2.0 * (16.0 * hidden_size as f64 + 128.0);
             for (name, gradient) in explicit.into_tensors() {
                 let size: f64 = 1.0 + values(&gradient)?.iter().map(|x| x.abs()).sum::<f64>();

@@ -1,5 +1,5 @@
-//! The coefficients of the residual streams (inference 2.1 and 2.2, training 11.1). Of each token,
-//! with v its four streams one behind the other,
+//! The coefficients of the residual streams (inference 2.1 and 2.2, training 11.1). For each token,
+//! with v its four streams one after the other,
 //!
 //! ```text
 //! rstd = 1 / sqrt(mean(v^2) + norm_eps)       mix[q] = rstd (sum over e of fn[q,e] v[e])          q = 0 .. 23
@@ -7,7 +7,7 @@
 //!
 //! pre[i]    = sigmoid(z[i]) + hc_eps          post[j] = 2 sigmoid(z[4 + j])
 //! P         = softmax over j of z[8 + 4 i + j]                              i the source, j the destination
-//! comb      = M behind the last of 2 sinkhorn_iters - 1 passes, from M = P + hc_eps on:
+//! comb      = M after the last of 2 sinkhorn_iters - 1 passes, starting from M = P + hc_eps:
 //!             M /= (sum over i of M) + hc_eps in the first, third, ... last one,
 //!             M /= (sum over j of M) + hc_eps in the others
 //!
@@ -21,12 +21,12 @@
 //!
 //! # Rounding points
 //!
-//! All is fp32, the streams are stored in bf16. Products of v and fn are exact: tensor cores
-//! multiply v by three parts of fn, add 64 channels from zero, truncating each 16 products, and
-//! fp32 adds those sums. (On Hopper each part has a sum of its own, which truncates less.) Powers,
-//! quotients and the root are approximated. In the backward tensor cores multiply three parts of
-//! rstd dmix by v, 16 tokens from zero, and by three parts of fn, all columns at once: what that
-//! leaves out or truncates is about one rounding of fp32.
+//! All values are fp32; the streams are stored in bf16. Products of v and fn are exact. Tensor
+//! cores multiply v by three parts of fn, and add 64 channels from zero, with truncation after
+//! every 16 products. These sums are added in fp32. (On Hopper each part has a separate sum, which
+//! truncates less.) Exponentials, quotients and the root are approximated. In the backward, tensor
+//! cores multiply three parts of rstd dmix by v, 16 tokens from zero, and by three parts of fn, all
+//! columns at once. What that omits or truncates is about one rounding of fp32.
 
 use candle_core::Tensor;
 
@@ -38,28 +38,29 @@ use crate::streams::mhc_post::NUM_STREAMS;
 
 /// Coefficients of a token: pre, post, and comb by sources.
 pub const NUM_COLUMNS: usize = 2 * NUM_STREAMS + NUM_STREAMS * NUM_STREAMS;
-/// Where the columns of pre, post and comb begin, and how many they are.
+/// The first column and the number of columns of pre, post and comb.
 const GROUPS: [(usize, usize); 3] =
     [(0, NUM_STREAMS), (NUM_STREAMS, NUM_STREAMS), (2 * NUM_STREAMS, NUM_STREAMS * NUM_STREAMS)];
 
-/// That of the projection: of 16 products that it adds at a time a third are of other terms.
+/// The accumulator of the projection: of 16 products that it adds at a time a third are of other
+/// terms.
 const ACCUMULATOR: Accumulator =
     Accumulator { block_terms: 5, ..Accumulator::F32 }.promoted_every(64);
 
-/// The numbers of a call.
+/// The parameters of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Numbers {
-    /// Iterations of the Sinkhorn normalisation, the softmax with its columns being the first; at
-    /// least 1.
+    /// Iterations of the Sinkhorn normalization. The softmax with the normalization of its columns
+    /// is the first; at least 1.
     pub sinkhorn_iters: usize,
     /// Added to the mean square of a token; positive.
     pub norm_eps: f64,
-    /// Added to pre, behind the softmax, and to each sum that is divided by; positive.
+    /// Added to pre, after the softmax, and to each sum that is a divisor; positive.
     pub hc_eps: f64,
 }
 
 /// `pre` and `post` `[num_tokens, 4]`, `comb` `[num_tokens, 4, 4]` (source, destination), and for
-/// the backward `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]`, all stored in f32, of these
+/// the backward `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]`, all stored in f32, for these
 /// inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16;
@@ -89,7 +90,7 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     check(inputs, numbers)?;
     if inputs.tensor("streams")?.dim(0)? == 0 {
-        // Sums over no tokens.
+        // Sums over zero tokens.
         let zeros = |name| Ok::<_, crate::Error>(inputs.tensor(name)?.zeros_like()?);
         let gradients = Named::new().with("dstreams", zeros("streams")?).with("dfn", zeros("fn")?);
         return Ok(gradients.with("dscale", zeros("scale")?).with("dbase", zeros("base")?));
@@ -121,8 +122,8 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     Ok(gradients.with("dscale", Tensor::cat(&dscale, 0)?).with("dbase", dbase))
 }
 
-/// What the backward of a projection begins with: rstd `[num_tokens, 1]` and mix `[num_tokens,
-/// num_columns]`.
+/// The inputs of the backward of a projection: rstd `[num_tokens, 1]` and mix
+/// `[num_tokens, num_columns]`.
 pub(crate) struct Projected {
     pub rstd: Tensor,
     pub mix: Tensor,
@@ -142,7 +143,7 @@ pub(crate) fn project(inputs: &Named, norm_eps: f64, rounding: &mut Rounding) ->
     Ok(Projected { rstd, mix })
 }
 
-/// The gradients of the streams and of `fn`, by way of the projection, of that of mix.
+/// The gradients of the streams and of `fn`, through the projection, from the gradient of mix.
 pub(crate) fn gradients_of_projection(
     inputs: &Named,
     Projected { rstd, mix }: &Projected,
@@ -165,7 +166,7 @@ pub(crate) fn gradients_of_projection(
     Ok([dv.reshape(inputs.tensor("streams")?.shape())?, dfn])
 }
 
-/// What both directions compute: the projection, and z `[num_tokens, 24]`.
+/// Values that both directions compute: the projection, and z `[num_tokens, 24]`.
 fn logits_of(
     inputs: &Named,
     numbers: Numbers,
@@ -174,7 +175,7 @@ fn logits_of(
     let projected = project(inputs, numbers.norm_eps, rounding)?;
     let scaled =
         rounding.f32(&projected.mix.broadcast_mul(&by_columns(inputs.tensor("scale")?)?)?)?;
-    // In rows of comb's logits differences count alone, and the sigmoids take one at a time.
+    // In rows of comb's logits only differences matter; each sigmoid uses one logit.
     let z = rounding.f32_apart(&scaled.broadcast_add(inputs.tensor("base")?)?)?;
     Ok((projected, z))
 }
@@ -195,13 +196,13 @@ fn logits(z: &Tensor) -> Result<Tensor> {
     Ok(z.narrow(1, first, count)?.reshape((z.dim(0)?, NUM_STREAMS, NUM_STREAMS))?)
 }
 
-/// The Sinkhorn normalisation with what its way back needs.
+/// The Sinkhorn normalization with the values that its backward needs.
 struct Sinkhorn {
     softmax: Tensor,
     passes: Vec<Pass>,
 }
 
-/// One division by sums along a dimension: M behind it, and what M was multiplied by.
+/// One division by sums along a dimension: M after it, and the factor of M.
 struct Pass {
     dim: usize,
     m: Tensor,
@@ -230,7 +231,8 @@ impl Sinkhorn {
         Ok(Self { softmax, passes })
     }
 
-    /// What is left behind the last pass. (There is one: an iteration has one at least.)
+    /// The result of the last pass. (At least one pass exists, because at least one iteration
+    /// does.)
     fn comb(&self) -> Result<Tensor> {
         Ok(self.passes.last().map_or(&self.softmax, |pass| &pass.m).clone())
     }
@@ -342,7 +344,7 @@ mod tests {
         for sum in values(&comb.sum(1)?)? {
             assert!((sum - 1.0).abs() < 2e-6, "{sum}");
         }
-        // One iteration, and logits that send source 0 to destination 1 alone: the row of the
+        // One iteration, and logits that send source 0 only to destination 1: the row of the
         // softmax is known.
         let mut base = vec![0.0; NUM_COLUMNS];
         base[8 + 1] = 50.0;
@@ -374,7 +376,7 @@ mod tests {
             let automatic =
                 differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, numbers))?;
             // Each of the passes, and each of the sums' terms, rounds once; no intermediate is
-            // larger than all numbers together.
+            // larger than all values together.
             let roundings = 2.0 * (64.0 * sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
             for (name, gradient) in explicit.into_tensors() {
                 let size: f64 = 1.0 + values(&gradient)?.iter().map(|x| x.abs()).sum::<f64>();

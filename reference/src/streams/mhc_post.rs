@@ -1,4 +1,4 @@
-//! The residual streams behind a sublayer (inference 2.4, training 11.1). Of each token, with its
+//! The residual streams after a sublayer (inference 2.4, training 11.1). For each token, with its
 //! streams X `[source, channel]` before the sublayer, the sublayer's output y and the coefficients
 //! `post[destination]` and `comb[source, destination]`,
 //!
@@ -11,8 +11,8 @@
 //!
 //! # Rounding points
 //!
-//! Each product is an fp32 number and is added in fp32. `out`, `dX` and `dy` are rounded once to
-//! the type in which they are stored; coefficients and their gradients stay in fp32.
+//! Each product is an fp32 value and is added in fp32. `out`, `dX` and `dy` are rounded once to the
+//! type in which they are stored; coefficients and their gradients stay in fp32.
 
 use candle_core::Tensor;
 
@@ -23,7 +23,7 @@ use crate::precision::Rounding;
 /// The residual streams of a token.
 pub const NUM_STREAMS: usize = 4;
 
-/// `out` `[num_tokens, 4, hidden_size]`, stored in the type of `streams`, of these inputs:
+/// `out` `[num_tokens, 4, hidden_size]`, stored in the type of `streams`, for these inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16 or f32: the sources;
 /// - `y` `[num_tokens, hidden_size]`, stored in the same type: the output of the sublayer;
@@ -132,8 +132,8 @@ mod tests {
             let automatic = differentiated(&inputs, &GRADIENTS, |inputs| {
                 Ok((out(inputs)? * inputs.tensor("dout")?)?)
             })?;
-            // With every term by magnitude, and a rounding for each product and sum of the longer
-            // of both evaluations.
+            // With every term replaced by its magnitude, and a rounding for each product and sum of
+            // the longer of both evaluations.
             let magnitudes = inputs
                 .into_tensors()
                 .into_iter()

@@ -1,21 +1,22 @@
-//! The residual streams behind a sublayer, and of these the coefficients of the next site and what
-//! its sublayer reads (inference 2.1 to 2.4, training 11.1): [`crate::streams::mhc_post`],
+//! The residual streams after a sublayer, the coefficients of the next site, and the input of its
+//! sublayer (inference 2.1 to 2.4, training 11.1). These are [`crate::streams::mhc_post`],
 //! [`crate::streams::mhc_mix`] and [`crate::streams::mhc_pre`], one after the other. With X' the
-//! streams behind the sublayer,
+//! streams after the sublayer,
 //!
 //! ```text
 //! X'                       = mhc_post(X, y, post, comb)             stored
 //! pre, post, comb          = mhc_mix(X') of the next site           h = mhc_pre(X', pre)
 //!
-//! dX' total = dX' + (mhc_pre's gradient of dh) + (mhc_mix's of dpre, dpost and dcomb)      dpre from dh alone; stored
+//! dX' total = dX' + (mhc_pre's gradient of dh) + (mhc_mix's of dpre, dpost and dcomb)
+//!                            dpre from dh only; stored
 //! dX, dy, dpost, dcomb     = mhc_post's gradients of the total
 //! ```
 //!
 //! # Rounding points
 //!
-//! Those of the three, and: X' is stored in bf16 before anything else reads it, and so is the
-//! total, whose three terms are added in fp32: dX' and `mhc_pre`'s first, then `mhc_mix`'s, whose
-//! products are those of tensor cores in the backward, too.
+//! Those of the three operators, and two more. X' is stored in bf16 before any other step reads it.
+//! The total is stored in bf16 too. Its three terms are added in fp32: dX' and `mhc_pre`'s first,
+//! then `mhc_mix`'s. In the backward, the products of `mhc_mix` are those of tensor cores too.
 
 use candle_core::Tensor;
 
@@ -27,11 +28,11 @@ use crate::{streams::mhc_post, streams::mhc_pre};
 
 /// `out` `[num_tokens, 4, hidden_size]` and `h` `[num_tokens, hidden_size]`, stored in bf16,
 /// `next_pre` and `next_post` `[num_tokens, 4]`, `next_comb` `[num_tokens, 4, 4]` (source,
-/// destination), `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]`, stored in f32, of these
+/// destination), `mix` `[num_tokens, 24]` and `rstd` `[num_tokens]`, stored in f32, for these
 /// inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]` and `y` `[num_tokens, hidden_size]`, stored in bf16;
-/// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]`, stored in f32, of the site in front;
+/// - `post` `[num_tokens, 4]` and `comb` `[num_tokens, 4, 4]`, stored in f32, of the previous site;
 /// - `fn` `[24, 4, hidden_size]`, `scale` `[3]` and `base` `[24]`, stored in f32, of the next site.
 pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let (out, site) = front(inputs, rounding)?;
@@ -70,9 +71,9 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     })
 }
 
-/// The backward of a site alone: `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored
-/// in f32, of the `streams`, `fn`, `scale` and `base` that the site reads, its `pre`, `dout`, the
-/// gradient of the streams by way of all else, `dh`, `dpost` and `dcomb`.
+/// The backward of only a site: `dstreams`, stored in bf16, `dfn`, `dscale` and `dbase`, stored in
+/// f32. The inputs are the `streams`, `fn`, `scale` and `base` that the site reads, its `pre`,
+/// `dout` (the gradient of the streams from all other uses), `dh`, `dpost` and `dcomb`.
 pub(crate) fn site_backward(
     inputs: &Named,
     numbers: Numbers,
@@ -93,14 +94,14 @@ pub(crate) fn site_backward(
     Ok(of_site.with("dstreams", total))
 }
 
-/// What `mhc_post` reads.
+/// The inputs of `mhc_post`.
 fn front_inputs(inputs: &Named) -> Result<Named> {
     ["streams", "y", "post", "comb"]
         .into_iter()
         .try_fold(Named::new(), |all, name| Ok(all.with(name, inputs.tensor(name)?.clone())))
 }
 
-/// X' before it is stored, and what `mhc_mix` reads of the next site.
+/// X' before the store, and the inputs of `mhc_mix` of the next site.
 fn front(inputs: &Named, rounding: &mut Rounding) -> Result<(Tensor, Named)> {
     let out = mhc_post::forward(&front_inputs(inputs)?, rounding)?.tensor("out")?.clone();
     let site = Named::new().with("streams", rounding.bf16(&out)?);
@@ -164,8 +165,8 @@ mod tests {
 
     #[test]
     fn the_next_site_reads_the_streams_behind_the_sublayer() -> Result<()> {
-        // Stream 0 goes to destination 1 and nowhere else; no weights, and a base that opens pre
-        // of destination 1 alone.
+        // Stream 0 goes only to destination 1; the weights are zero, and the base makes every pre
+        // except that of destination 1 zero.
         let mut comb = [0.0; 16];
         comb[1] = 1.0;
         let (mut base, shut) = (vec![0.0; NUM_COLUMNS], -200.0);
@@ -193,7 +194,7 @@ mod tests {
             let explicit = backward(&inputs, NUMBERS, &mut Rounding::exact())?;
             let automatic = differentiated(&inputs, &GRADIENTS, objective)?;
             // Each of the passes, and each of the sums' terms, rounds once; no intermediate is
-            // larger than all numbers together.
+            // larger than all values together.
             let roundings =
                 4.0 * (64.0 * NUMBERS.sinkhorn_iters as f64 + 8.0 * hidden_size as f64 + 64.0);
             let size = |tensor: &Tensor| -> Result<f64> {

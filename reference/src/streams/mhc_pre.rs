@@ -1,20 +1,20 @@
-//! What a sublayer reads of the residual streams (inference 2.3, training 11.1), with or without
-//! the RMSNorm that follows (inference 3, training 11.3). Of each token, with its streams X
-//! `[stream, channel]` and the coefficients `pre[stream]`,
+//! The input of a sublayer from the residual streams (inference 2.3, training 11.1), with or
+//! without the RMSNorm that follows (inference 3, training 11.3). For each token, with its streams
+//! X `[stream, channel]` and the coefficients `pre[stream]`,
 //!
 //! ```text
 //! h     = sum over i of pre[i] X[i]
 //! dX[i] = pre[i] dh                     dpre[i] = sum over the channels of X[i] dh
 //! ```
 //!
-//! With the norm h is stored, which rounds it, and y = w (h rstd) as in
+//! With the norm, h is stored, which rounds it, and y = w (h rstd) as in
 //! [`crate::projections::rms_norm`], whose `dx` is dh.
 //!
 //! # Rounding points
 //!
-//! Each product is an fp32 number and is added in fp32. h, and dX, are rounded once to the type of
-//! the streams, h also where the norm alone reads it; dh stays in fp32 between the norm and the
-//! mix. Coefficients and their gradients are fp32.
+//! Each product is an fp32 value and is added in fp32. The outputs h and dX are rounded once to the
+//! type of the streams, h also where only the norm reads it. The gradient dh stays in fp32 between
+//! the norm and the mix. Coefficients and their gradients are fp32.
 
 use candle_core::Tensor;
 
@@ -25,17 +25,17 @@ use crate::precision::Rounding;
 use crate::projections::rms_norm;
 use crate::streams::mhc_post::NUM_STREAMS;
 
-/// The norm behind the mix.
+/// The norm after the mix.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
     /// Added to the mean square; positive.
     pub eps: f64,
-    /// What h is stored in: the type of the streams.
+    /// The type in which h is stored: that of the streams.
     pub stored: Format,
 }
 
 /// `h` `[num_tokens, hidden_size]`, stored in the type of the streams, or with a norm `y` of that
-/// shape and type and `rstd` `[num_tokens]`, stored in f32, of these inputs:
+/// shape and type and `rstd` `[num_tokens]`, stored in f32, for these inputs:
 ///
 /// - `streams` `[num_tokens, 4, hidden_size]`, stored in bf16 or f32;
 /// - `pre` `[num_tokens, 4]`, stored in f32;
@@ -78,7 +78,7 @@ pub fn backward(inputs: &Named, norm: Option<Norm>, rounding: &mut Rounding) -> 
     Ok(Named::new().with("dstreams", dstreams).with("dpre", dpre).maybe("dweight", dweight))
 }
 
-/// h before it is stored.
+/// h before the store.
 fn mixed(inputs: &Named, rounding: &mut Rounding) -> Result<Tensor> {
     let tensors: [(&[&'static str], &[&'static str]); 4] = [
         (&["streams"], &["num_tokens", "num_streams", "hidden_size"]),
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn the_norm_reads_what_the_mix_stores() -> Result<()> {
-        // 1 + 2^-9 is half way between two numbers of bf16 and becomes 1: rstd is that of ones.
+        // 1 + 2^-9 is halfway between two bf16 values and becomes 1: rstd is that of ones.
         let streams = f64_tensor(&[1.0, 2f64.powi(-9), 0.0, 0.0], &[1, 4, 1]);
         let inputs =
             Named::new().with("streams", streams).with("pre", f64_tensor(&[1.0; 4], &[1, 4]));
@@ -168,8 +168,8 @@ mod tests {
                 let explicit = backward(&inputs, norm, &mut Rounding::exact())?;
                 let automatic =
                     differentiated(&inputs, &GRADIENTS, |inputs| objective(inputs, norm))?;
-                // No intermediate is larger than the size of all numbers of its tensor by more
-                // than the roots that eps bounds.
+                // No intermediate is larger than the size of all values of its tensor by more than
+                // the roots that eps bounds.
                 let roundings = 2.0 * (8.0 * hidden_size as f64 + num_tokens as f64 + 64.0);
                 for (name, gradient) in explicit.into_tensors() {
                     let size = values(&gradient)?.iter().fold(0.0, |size: f64, x| size + x.abs());
@@ -205,7 +205,7 @@ mod tests {
         let golden = Golden::load("hc__b");
         let tokens = 9;
         let streams = golden.f64("in.streams").reshape((tokens, NUM_STREAMS, 24))?;
-        // The file keeps the sigmoid, to which eps is added.
+        // The file holds the sigmoid, without eps.
         let pre = (golden.f64("mid.pre_sigmoid").reshape((tokens, NUM_STREAMS))? + 1e-2)?;
         let h = forward(
             &Named::new().with("streams", streams).with("pre", pre),

@@ -1,11 +1,11 @@
-//! The classes: each looks at one node of a function's body and proposes edits.
+//! The classes of mutants: each inspects one node of a function's body and proposes edits.
 
 use tree_sitter::Node;
 
 use super::source::Source;
 use super::{Class, Edit};
 
-/// Functions that order threads, memory or asynchronous copies, by their whole names.
+/// Functions that order threads, memory or asynchronous copies, by full name.
 const SYNCHRONIZATION: [&str; 22] = [
     "__syncthreads",
     "__syncthreads_and",
@@ -30,11 +30,11 @@ const SYNCHRONIZATION: [&str; 22] = [
     "wgmma_fence",
     "wgmma_wait",
 ];
-/// Families of them, by the beginning of the name.
+/// Families of them, by prefix of the name.
 const SYNCHRONIZATION_FAMILIES: [&str; 7] =
     ["barrier_", "bulk_commit", "bulk_wait", "cp_async_", "fence_", "named_barrier_", "wait_"];
-/// Barriers that also reduce a value over the block: without the barrier, each thread's own value
-/// is left.
+/// Barriers that also reduce a value over the block: without the barrier, each thread keeps its own
+/// value.
 const REDUCING_BARRIERS: [&str; 3] =
     ["__syncthreads_and", "__syncthreads_count", "__syncthreads_or"];
 /// Functions of two arguments, one of which they return.
@@ -104,8 +104,8 @@ fn only_compiler_evaluates(parent: Node<'_>, child: Node<'_>) -> bool {
     }
 }
 
-/// Whether `child` is what a compiler is told to expect of another expression, on which no result
-/// depends.
+/// Whether `child` is a hint to the compiler about the value of another expression. No result
+/// depends on such a hint.
 fn is_guess(source: &Source<'_>, parent: Node<'_>, child: Node<'_>) -> bool {
     let of_expect = parent
         .parent()
@@ -124,7 +124,7 @@ fn edit(node: Node<'_>, replacement: impl Into<String>, summary: impl Into<Strin
     Edit { range: node.byte_range(), replacement: replacement.into(), summary: summary.into() }
 }
 
-/// An expression as one line, for a sentence.
+/// An expression as one line, for the summary.
 fn quoted(source: &Source<'_>, node: Node<'_>) -> String {
     let line = source.text_of(node).split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(60) {
@@ -157,7 +157,7 @@ fn call<'t, 's>(source: &Source<'s>, node: Node<'t>) -> Option<(&'s str, Vec<Nod
     ))
 }
 
-/// Whether this is the whole condition of a `for`, or a part of it.
+/// Whether this is the complete condition of a `for`, or a part of it.
 fn in_loop_condition(node: Node<'_>) -> bool {
     let mut at = node;
     while let Some(parent) = at.parent() {
@@ -170,7 +170,7 @@ fn in_loop_condition(node: Node<'_>) -> bool {
     false
 }
 
-/// `<` ↔ `<=`, `>` ↔ `>=`, `==` ↔ `!=`; the ends of loops are [`extent`]'s.
+/// `<` ↔ `<=`, `>` ↔ `>=`, `==` ↔ `!=`; [`extent`] changes the ends of loops.
 fn comparison(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     let Some((_, operator, _)) = binary(node) else { return Vec::new() };
     let other = match source.text_of(operator) {
@@ -193,7 +193,8 @@ fn synchronizes(name: &str) -> bool {
         || SYNCHRONIZATION_FAMILIES.iter().any(|family| name.starts_with(family))
 }
 
-/// The call is missing; of a barrier that reduces a value, the barrier and the reduction are.
+/// The call is missing. For a barrier that reduces a value, the barrier and the reduction are
+/// missing.
 fn synchronization(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     let Some((name, arguments)) = call(source, node) else { return Vec::new() };
     if !synchronizes(name) {
@@ -379,7 +380,7 @@ fn min_max(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     }
 }
 
-/// An integer is the next one; a floating-point number is twice as large, and 0 is 1.
+/// An integer is the next one; a floating-point number is doubled, and 0 is 1.
 fn constant(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     if node.kind() != "number_literal" {
         return Vec::new();
@@ -405,7 +406,7 @@ fn constant(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     }
 }
 
-/// A condition is `true` or `false`; `a && b` is `a` or `b`; the ends of loops are [`extent`]'s.
+/// A condition is `true` or `false`; `a && b` is `a` or `b`; [`extent`] changes the ends of loops.
 fn predicate(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     match node.kind() {
         "if_statement" if !is_constexpr(node) => {
@@ -454,7 +455,7 @@ fn one_term(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
         .into()
 }
 
-/// `a += b` is `a = b`; `true` and `false` change places.
+/// `a += b` is `a = b`; `true` and `false` are swapped.
 fn accumulate(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     match node.kind() {
         "true" => vec![edit(node, "false", "`true` is `false`.")],
@@ -477,7 +478,7 @@ fn accumulate(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
     }
 }
 
-/// Whether an assignment is the step of a loop, which would then never end.
+/// Whether an assignment is the step of a loop, which would never end without it.
 fn ends_a_loop(parent: Node<'_>, node: Node<'_>) -> bool {
     match parent.kind() {
         "for_statement" => parent.child_by_field_name("update") == Some(node),

@@ -1,22 +1,22 @@
 //! Generated mutants: small changes of a kernel's source text, found in its syntax tree.
 //!
-//! [`generate`] walks the bodies of an operator's own `.cu` files, and of the headers that hold
-//! more of their code. Headers with a device body and a host body of each instruction are left
-//! alone: a change of one of them would be seen on one backend only. Nothing outside of a function
-//! body changes (constants of the file are a contract with the launcher), and nothing that only
-//! the compiler evaluates: `static_assert`, template arguments, `if constexpr`.
+//! [`generate`] walks the function bodies of an operator's own `.cu` files, and of the headers that
+//! hold more of their code. It skips headers with a device body and a host body of each
+//! instruction: a change of one body would show on one backend only. Nothing outside of a function
+//! body changes, because constants of the file are a contract with the launcher. Nothing changes
+//! that only the compiler evaluates: `static_assert`, template arguments, `if constexpr`.
 //!
 //! | class | what changes |
 //! | --- | --- |
-//! | [`Class::Comparison`] | a comparison takes or leaves its boundary, or turns round |
+//! | [`Class::Comparison`] | a comparison includes or excludes its boundary, or is inverted |
 //! | [`Class::Synchronization`] | a barrier, fence, wait or commit is missing |
-//! | [`Class::Index`] | indices or strides change places, quotient and remainder are confused |
+//! | [`Class::Index`] | indices or strides are swapped, quotient and remainder are confused |
 //! | [`Class::Scale`] | a floating-point factor is missing, or counts twice; a sign is lost |
 //! | [`Class::Extent`] | a loop ends one step early or late |
-//! | [`Class::MinMax`] | of a minimum or maximum, one side is taken always |
-//! | [`Class::Constant`] | a number is another one |
-//! | [`Class::Predicate`] | a condition holds always or never, or loses a term |
-//! | [`Class::Accumulate`] | a sum is overwritten, a flag is turned round |
+//! | [`Class::MinMax`] | a minimum or maximum always returns the same argument |
+//! | [`Class::Constant`] | a number has another value |
+//! | [`Class::Predicate`] | a condition is always true or always false, or loses a term |
+//! | [`Class::Accumulate`] | a sum is overwritten, a flag is inverted |
 
 mod classes;
 mod sample;
@@ -42,15 +42,15 @@ pub enum Class {
     Comparison,
     /// A call that orders threads or memory is missing.
     Synchronization,
-    /// Indices or strides change places; `/` and `%` are confused.
+    /// Indices or strides are swapped; `/` and `%` are confused.
     Index,
     /// A factor or divisor is missing or counts twice; a minus is missing.
     Scale,
-    /// A loop runs over one element more or less.
+    /// A loop runs one iteration more or less.
     Extent,
     /// `minimum(a, b)` or `maximum(a, b)` is `a`, or `b`.
     MinMax,
-    /// A number literal is another one.
+    /// A number literal has another value.
     Constant,
     /// A condition is `true` or `false`; one side of `&&` or `||` is missing.
     Predicate,
@@ -59,7 +59,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// All of them.
+    /// All classes.
     pub const ALL: [Self; 9] = [
         Self::Comparison,
         Self::Synchronization,
@@ -91,10 +91,10 @@ impl Class {
 /// One generated mutant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GeneratedMutant {
-    /// `OPERATOR:FUNCTION:CLASS:HASH`. The hash is of the line's text and the change, so that an
-    /// id outlives lines that come and go above it, and not an edit of its own line.
+    /// `OPERATOR:FUNCTION:CLASS:HASH`. The hash is of the line's text and the change. So an id
+    /// survives insertions and deletions above its line, but not an edit of its own line.
     pub id: String,
-    /// Operator whose file it is.
+    /// Operator that owns the file.
     pub operator: String,
     /// File within the kernel tree.
     pub file: String,
@@ -102,17 +102,17 @@ pub struct GeneratedMutant {
     pub line: usize,
     /// Kind of change.
     pub class: Class,
-    /// One sentence.
+    /// A description in one sentence.
     pub summary: String,
-    /// The changed line (or lines) as it stands.
+    /// The original line or lines.
     pub original: String,
-    /// The same after the change.
+    /// The same lines after the change.
     pub mutated: String,
     /// Kernels that may execute it.
     pub kernels: BTreeSet<String>,
     /// Bytes of the file that are replaced.
     range: Range<usize>,
-    /// By what.
+    /// Their replacement.
     replacement: String,
 }
 
@@ -127,7 +127,7 @@ pub enum MutationError {
     Parser {
         /// The file.
         file: String,
-        /// What was not understood, with the line.
+        /// The syntax error, with its line.
         reason: String,
     },
 }
@@ -139,12 +139,12 @@ struct Edit {
     summary: String,
 }
 
-/// Every mutant of an operator's own kernel files and of their headers, in the order of the files,
-/// in functions that its kernels call. A chain has none: the kernels that it launches are its
-/// operators' own.
+/// Every mutant of an operator's own kernel files and their headers, in the order of the files, in
+/// functions that its kernels call. A chain has none: the kernels that it launches belong to its
+/// operators.
 ///
 /// # Errors
-/// [`MutationError`]: a file that is missing or not understood completely.
+/// [`MutationError`]: a file that is missing or cannot be parsed completely.
 pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
     if registry::find(operator).is_ok_and(|operator| !operator.chain().is_empty()) {
         return Ok(Vec::new());
@@ -153,7 +153,7 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
     for file in tree.kernel_files().filter(|file| is_further_file(file, operator)) {
         units.push(Unit::read(tree, file)?);
     }
-    // Kernel files first: a header stands once, whoever includes it.
+    // Kernel files first: a header appears once, whichever files include it.
     let headers = units.iter().flat_map(|unit| &unit.sources[1..]);
     let mut files: Vec<&Source<'_>> = units.iter().map(|unit| &unit.sources[0]).collect();
     for header in headers {
@@ -161,14 +161,14 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
             files.push(header);
         }
     }
-    // Over all files: two of them may have the same line in functions of one name.
+    // Over all files: two of them may have the same line in functions with the same name.
     let mut twins = BTreeMap::new();
     Ok(files.iter().flat_map(|source| generate_of(operator, source, &units, &mut twins)).collect())
 }
 
-/// Whether a kernel file is one more of an operator's, beside `OPERATOR.cu`: a step of it, or its
-/// implementation for one GPU generation. It begins with the operator's name, and with that of no
-/// other operator that is longer.
+/// Whether a kernel file is another one of an operator, in addition to `OPERATOR.cu`: a step of it,
+/// or its implementation for one GPU generation. Its name starts with the operator's name, and not
+/// with a longer name of another operator.
 pub fn is_further_file(file: &str, operator: &str) -> bool {
     let of = |name: &str| {
         file.strip_prefix(name).is_some_and(|rest| rest.starts_with('_') || rest == ".cu")
@@ -177,7 +177,7 @@ pub fn is_further_file(file: &str, operator: &str) -> bool {
     of(operator) && !another && file.ends_with(".cu") && file.len() > operator.len() + ".cu".len()
 }
 
-/// A kernel file, and behind it the headers that hold more of its code.
+/// A kernel file, followed by the headers that hold more of its code.
 struct Unit<'a> {
     sources: Vec<Source<'a>>,
     callers: BTreeMap<&'a str, BTreeSet<&'a str>>,
@@ -237,13 +237,13 @@ fn generate_of(
             });
         }
     }
-    // Stable: mutants of one place stay in the order of their classes.
+    // The sort is stable: mutants of one place stay in the order of their classes.
     mutants.sort_by_key(|mutant| mutant.range.start);
     mutants
 }
 
 impl GeneratedMutant {
-    /// The tree with this change made.
+    /// The tree with this change.
     ///
     /// # Errors
     /// A tree without the mutant's file.
@@ -254,7 +254,7 @@ impl GeneratedMutant {
     }
 }
 
-/// The lines that an edit touches, before and after, without what all of them are indented by.
+/// The lines that an edit changes, before and after, without their common indentation.
 fn changed_lines(text: &str, edit: &Edit) -> (String, String) {
     let start = text[..edit.range.start].rfind('\n').map_or(0, |end| end + 1);
     let end =

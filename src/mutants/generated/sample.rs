@@ -1,12 +1,12 @@
-//! Which generated mutants to run where not all are.
+//! Which generated mutants run when not all of them do.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use super::{Class, GeneratedMutant};
 
-/// At most `count` mutants, of each class as evenly as there are any, in an order in which every
-/// beginning is such a sample too (so that a time budget cuts no class). A mutant's place depends
-/// on `seed` and on its id alone: what else there is to draw moves it as little as it can.
+/// At most `count` mutants, distributed over the classes as evenly as possible. Every prefix of the
+/// order is such a sample too, so that a time budget cuts no class. A mutant's position depends
+/// only on `seed` and its id: other mutants move it as little as possible.
 pub fn sample(mutants: Vec<GeneratedMutant>, count: usize, seed: u64) -> Vec<GeneratedMutant> {
     let mut strata: BTreeMap<Class, Vec<GeneratedMutant>> = BTreeMap::new();
     for mutant in mutants {

@@ -1,9 +1,8 @@
-//! A kernel source as a syntax tree: functions, what calls what, and which names are floating
-//! point.
+//! A kernel source as a syntax tree: functions, their callers, and which names are floating point.
 //!
-//! tree-sitter knows C++ and not this project's macros, so they are overwritten, byte for byte,
-//! with C++ of the same length before it parses. Every position of the tree is therefore a
-//! position of the source.
+//! tree-sitter parses C++ but not this project's macros. So they are overwritten, byte for byte,
+//! with C++ of the same length before parsing. Every position in the tree is therefore a position
+//! in the source.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,14 +11,14 @@ use tree_sitter::{Node, Parser, Tree};
 
 use super::MutationError;
 
-/// Macros that stand for a specifier, and C++ of the same length.
+/// Macros that replace a specifier, and C++ of the same length.
 const SPECIFIERS: [(&str, &str); 3] =
     [("DEVICE", "static"), ("__shared__", "static    "), ("UNROLL", "      ")];
-/// Macros with arguments that define nothing which a mutant could change.
+/// Macros with arguments that define nothing that a mutant could change.
 const DECLARATIONS: [&str; 3] = ["PARAMS_LAYOUT", "SHARED_MEMORY", "UNROLL_BY"];
-/// What a header asks for that has a body of its own for the emulator.
+/// The macro that a header tests if it has another body for the emulator.
 const BACKEND: &str = "PARITY_EMULATOR";
-/// The macros that begin a kernel.
+/// The macros that start a kernel.
 const KERNELS: [&str; 4] =
     ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
 
@@ -27,7 +26,7 @@ const KERNELS: [&str; 4] =
 pub(super) struct Source<'a> {
     /// File within the kernel tree.
     pub(super) file: &'a str,
-    /// The file as it is.
+    /// The unchanged text of the file.
     pub(super) text: &'a str,
     tree: Tree,
     kernels: BTreeSet<String>,
@@ -87,14 +86,14 @@ impl<'a> Source<'a> {
         "?"
     }
 
-    /// Whether an expression has a floating-point value, as far as names and literals tell.
+    /// Whether an expression has a floating-point value, as far as names and literals show.
     pub(super) fn is_float(&self, node: Node<'_>) -> bool {
         let field =
             |name: &str| node.child_by_field_name(name).is_some_and(|child| self.is_float(child));
         match node.kind() {
             "number_literal" => self.text_of(node).contains('.'),
             "identifier" | "field_identifier" => self.floats.contains(self.text_of(node)),
-            // `threadIdx.x` is no x of the file.
+            // `threadIdx.x` is not an `x` of the file.
             "field_expression" => !self.is_launch_index(node) && field("field"),
             "subscript_expression" => field("argument"),
             "call_expression" => field("function"),
@@ -112,13 +111,13 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Whether a field belongs to CUDA's built-in indices and extents.
+    /// Whether a field belongs to CUDA's built-in indices and sizes.
     fn is_launch_index(&self, node: Node<'_>) -> bool {
         let of = node.child_by_field_name("argument").map(|argument| self.text_of(argument));
         matches!(of, Some("threadIdx" | "blockIdx" | "blockDim" | "gridDim"))
     }
 
-    /// Names that the file declares as float or double, behind no pointer.
+    /// Names that the file declares as float or double, but not as pointers.
     fn declared_floats(&self) -> Vec<String> {
         let mut found = Vec::new();
         descend(self.tree.root_node(), &mut |node| {
@@ -151,10 +150,11 @@ impl<'a> Source<'a> {
     }
 }
 
-/// For each function of a kernel file and its headers, the kernels that may call it: all of them
-/// where no kernel does and something outside of functions does, such as a constant that is
-/// computed, or where it is called by no name, as an operator is; none where nobody calls it, as
-/// much of a header that others share.
+/// For each function of a kernel file and its headers, the kernels that may call it.
+///
+/// It is all kernels where no kernel calls the function but code outside of functions does, such
+/// as a computed constant. It is also all kernels where calls have no name, as for an overloaded
+/// operator. It is none where nothing calls the function, as for much of a shared header.
 pub(super) fn callers<'a>(unit: &[&Source<'a>]) -> BTreeMap<&'a str, BTreeSet<&'a str>> {
     let all = || {
         unit.iter().flat_map(|source| {
@@ -207,7 +207,8 @@ fn is_identifier(name: &str) -> bool {
     name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-/// The headers that hold more of a kernel file's code: those that do not tell the backends apart.
+/// The headers that hold more of a kernel file's code: those without code
+/// for one backend.
 pub(super) fn headers_of<'a>(
     tree: &'a SourceTree,
     file: &str,
@@ -221,7 +222,7 @@ pub(super) fn headers_of<'a>(
     Ok(headers)
 }
 
-/// Calls `visit` on a node and everything below it, outermost first.
+/// Calls `visit` on a node and all its descendants, outermost first.
 pub(super) fn descend<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
     visit(node);
     for index in 0..node.child_count() {
@@ -231,7 +232,7 @@ pub(super) fn descend<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
     }
 }
 
-/// [`descend`], but into no function that has a body.
+/// [`descend`], but not into functions with a body.
 fn descend_outside_functions<'t>(node: Node<'t>, visit: &mut impl FnMut(Node<'t>)) {
     if node.kind() == "function_definition" && node.child_by_field_name("body").is_some() {
         return;
@@ -281,12 +282,12 @@ fn masked(text: &str) -> (String, BTreeSet<String>) {
     (masked, kernels)
 }
 
-/// Spaces of the same length; the ends of lines stay.
+/// Spaces of the same length; line ends stay.
 fn blank(text: &str) -> String {
     text.bytes().map(|byte| if byte == b'\n' { '\n' } else { ' ' }).collect()
 }
 
-/// The position of the parenthesis that closes the one at `open`, if one stands there.
+/// The position of the parenthesis that closes the one at `open`, if `open` has one.
 fn closing_parenthesis(text: &str, open: usize) -> Option<usize> {
     let opened = text.get(open..).filter(|rest| rest.starts_with('('))?;
     let mut depth = 0_usize;
@@ -301,7 +302,7 @@ fn closing_parenthesis(text: &str, open: usize) -> Option<usize> {
     None
 }
 
-/// Words with their positions, outside of `//` comments and directives.
+/// Words with their positions, without `//` comments and directives.
 fn code_words(text: &str) -> Vec<(usize, &str)> {
     let mut words = Vec::new();
     let mut line_start = 0;
@@ -316,7 +317,7 @@ fn code_words(text: &str) -> Vec<(usize, &str)> {
             if !piece.is_empty() {
                 words.push((line_start + at, piece));
             }
-            // The separator behind it may be longer than a byte.
+            // The separator after it may be longer than a byte.
             at += piece.len() + code[at + piece.len()..].chars().next().map_or(0, char::len_utf8);
         }
         line_start += line.len();
@@ -362,7 +363,7 @@ mod tests {
             let headers = headers_of(&tree, file).expect("the tree is whole");
             for file in [file].into_iter().chain(headers) {
                 let source = Source::parse(&tree, file).unwrap_or_else(|error| panic!("{error}"));
-                // A header may hold constants alone.
+                // A header may hold only constants.
                 assert!(
                     !source.functions().is_empty() || !source.text.contains("\nDEVICE "),
                     "{file}"

@@ -1,6 +1,6 @@
 use super::*;
 
-/// The mutants of a function body in a kernel file of its own.
+/// The mutants of a function body in a separate kernel file.
 fn of(body: &str) -> Vec<GeneratedMutant> {
     let text = format!(
         "struct P {{ float softmax_scale; int num_keys; long token_stride, head_stride; }};\n\
@@ -12,7 +12,7 @@ fn of(body: &str) -> Vec<GeneratedMutant> {
         .expect("C++")
 }
 
-/// What the body's line becomes under the mutants of one class.
+/// The body's line after each mutant of one class.
 fn lines(class: Class, body: &str) -> Vec<String> {
     of(body)
         .into_iter()
@@ -176,7 +176,7 @@ fn an_id_outlives_lines_that_come_above_it_and_no_edit_of_its_own_line() {
 fn a_planted_change_is_the_one_that_is_shown() {
     let tree = dsv4_kernels::sources();
     let mut everywhere: BTreeSet<Class> = BTreeSet::new();
-    // A chain has no kernel of its own.
+    // A chain has no own kernel.
     let own =
         crate::operators::registry::OPERATORS.iter().filter(|operator| operator.chain().is_empty());
     for operator in own.map(|operator| operator.name()) {

@@ -1,4 +1,4 @@
-//! The cases that generated mutants run on.
+//! The cases on which generated mutants run.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,21 +12,21 @@ use crate::record::{CaseRecord, Origin};
 use crate::sweep;
 use crate::sweep::regressions::Regressions;
 
-/// A case, and what its run on the unmutated kernels showed.
+/// A case, and its run on the unmutated kernels.
 pub struct KnownCase {
     /// The case.
     pub case: Case,
     /// Its run on the unmutated kernels.
     pub record: CaseRecord,
-    /// Words of the paths that ran; the names of the kernels are among them.
+    /// Words in the names of the paths that ran; they contain the kernels' names.
     kernels: BTreeSet<String>,
-    /// Modules that it needs: file and defines.
+    /// Modules that the case needs: file and defines.
     modules: BTreeSet<String>,
-    /// Elements that its checks compared: what it costs, without a clock.
+    /// Elements that its checks compared: the cost of the case, without a clock.
     work: u64,
 }
 
-/// An operator's remembered cases, its edge cases, and the cases of its planted mutants, each once.
+/// An operator's saved cases, its edge cases, and the cases of its planted mutants, each once.
 ///
 /// # Errors
 /// Cases that cannot be read.
@@ -50,7 +50,7 @@ pub fn collect(
     Ok(all)
 }
 
-/// A case's fields in one order, whatever the order of its line.
+/// A case's fields in a fixed order, whatever their order in the line.
 fn canonical(case: &Case) -> String {
     let fields: BTreeMap<_, _> =
         case.fields.iter().map(|(name, value)| (name, value.to_string())).collect();
@@ -59,7 +59,7 @@ fn canonical(case: &Case) -> String {
 
 /// Runs a case on the unmutated kernels.
 pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) -> KnownCase {
-    // A device of its own, so that the modules are those of this case.
+    // A separate device, so that the modules are those of this case.
     let device = device.with_tree(device.tree().clone());
     let record = sweep::run_case(&case, origin, &device, options);
     let words = |path: &String| {
@@ -77,8 +77,8 @@ pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) 
     }
 }
 
-/// The cases that run one of `kernels`, in the order in which a mutant of them should meet them:
-/// those that need no further module to be compiled first, and of these the cheapest.
+/// The cases that run one of `kernels`, in the order in which a mutant of them runs them. Cases
+/// that need fewer modules not yet compiled go first, and of these the cheapest.
 pub fn order<'a>(known: &'a [KnownCase], kernels: &BTreeSet<String>) -> Vec<&'a KnownCase> {
     let mut left: Vec<&KnownCase> =
         known.iter().filter(|one| !one.kernels.is_disjoint(kernels)).collect();

@@ -1,4 +1,4 @@
-//! Mutants without effect, by hand: `equivalent.toml` of the folder of mutants.
+//! The hand-written list of mutants without effect: `equivalent.toml` in the folder of mutants.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,15 +20,15 @@ pub enum EquivalentError {
         #[source]
         source: std::io::Error,
     },
-    /// It is no list of ids with reasons.
+    /// It is not a list of ids with reasons.
     #[error("{path}: {reason}")]
     Malformed {
         /// The list.
         path: PathBuf,
-        /// The parser's words, or the id that is wrong.
+        /// The parser's message, or the id that is wrong.
         reason: String,
     },
-    /// It names mutants that no kernel gives any more.
+    /// It names mutants that no kernel produces any more.
     #[error("{path}: no kernel gives these mutants any more: {ids}")]
     Stale {
         /// The list.
@@ -45,7 +45,7 @@ struct EquivalentFile {
     equivalent: Vec<Entry>,
 }
 
-/// Mutants that are equivalent for one reason.
+/// Mutants that are equivalent for the same reason.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -53,7 +53,7 @@ struct Entry {
     reason: String,
 }
 
-/// The list: for each id, why the mutant computes what the kernel does.
+/// The list: for each id, why the mutant computes the same as the kernel.
 #[derive(Debug, Default)]
 pub struct Equivalents {
     path: PathBuf,
@@ -61,11 +61,11 @@ pub struct Equivalents {
 }
 
 impl Equivalents {
-    /// Reads the list of a folder of mutants; a folder without one lists none.
+    /// Reads the list in a folder of mutants; without the file the list is empty.
     ///
     /// # Errors
-    /// [`EquivalentError::Read`]; [`EquivalentError::Malformed`], also where an id stands twice or
-    /// without reason.
+    /// [`EquivalentError::Read`]; [`EquivalentError::Malformed`], also where an id appears twice or
+    /// without a reason.
     pub fn load(dir: &Path) -> Result<Self, EquivalentError> {
         let path = dir.join(EQUIVALENT);
         if !path.is_file() {
@@ -95,8 +95,7 @@ impl Equivalents {
         self.reasons.get(id).map(String::as_str)
     }
 
-    /// Holds the list against all mutants of some operators; ids of other operators are not looked
-    /// at.
+    /// Checks the list against all mutants of some operators; ids of other operators are ignored.
     ///
     /// # Errors
     /// [`EquivalentError::Stale`].

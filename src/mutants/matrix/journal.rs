@@ -1,9 +1,9 @@
-//! What became of each mutant so far: `mutants.jsonl`, which grows by a line with each and
-//! outlives a kill.
+//! The result of each mutant so far: `mutants.jsonl`. It grows by a line with each mutant and
+//! survives a kill.
 //!
-//! A line names its trial by a digest of everything that could change its outcome: the mutant, its
-//! cases, the schedules, the kernels, the executable and the backend. So a resumed run takes over
-//! what still holds, whatever else was asked for before, and runs the rest.
+//! A line identifies its trial by a digest of everything that could change its result: the mutant,
+//! its cases, the schedules, the kernels, the executable and the backend. So a resumed run keeps
+//! the results that still hold, whatever options earlier runs had, and runs the rest.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,21 +20,21 @@ use crate::record::{MutantRecord, journal};
 /// Name of the journal's file.
 pub const JOURNAL: &str = journal::MUTANTS;
 
-/// One line.
+/// One line of the journal.
 #[derive(Debug, Serialize, Deserialize)]
 struct Line {
     /// [`Journal::digest`].
     trial: String,
-    /// What became of the mutant.
+    /// The result of the mutant.
     record: MutantRecord,
 }
 
-/// The open journal of a run, and what it took over.
+/// The open journal of a run, and the earlier results that it keeps.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
     file: File,
-    /// Kernels, executable and backend, as far as they could change an outcome.
+    /// Kernels, executable and backend, as far as they could change a result.
     identity: String,
     known: BTreeMap<String, MutantRecord>,
 }
@@ -43,7 +43,7 @@ impl Journal {
     /// Opens the journal in `dir` for a run on `device`; `resume` keeps what it holds.
     ///
     /// # Errors
-    /// The file system's, a line that is no record, or another run that is writing here.
+    /// The file system's, a line that is not a record, or another run that writes here.
     pub fn open(dir: &Path, device: &Device, resume: bool) -> Result<Self> {
         let environment = device.environment();
         let identity = [
@@ -64,7 +64,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Reads the complete lines and cuts a last one that a kill left without an end.
+    /// Reads the complete lines and removes an incomplete last line that a kill left.
     fn take_over(&mut self, resume: bool) -> Result<()> {
         if !resume {
             return Ok(self.file.set_len(0)?);
@@ -78,14 +78,14 @@ impl Journal {
         Ok(journal::cut_behind(&mut self.file, lines.len() as u64)?)
     }
 
-    /// What names a trial on this device.
+    /// The digest that identifies a trial on this device.
     fn digest(&self, trial: &Trial) -> Result<String> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.identity.as_bytes()).update(&[0]).update(&serde_json::to_vec(trial)?);
         Ok(hasher.finalize().to_hex().to_string())
     }
 
-    /// What became of a trial before.
+    /// The result of a trial in an earlier run.
     ///
     /// # Errors
     /// A trial that cannot be written as JSON.
@@ -93,7 +93,7 @@ impl Journal {
         Ok(self.known.get(&self.digest(trial)?).cloned())
     }
 
-    /// Adds what became of a trial, in one write.
+    /// Appends the result of a trial, in one write.
     ///
     /// # Errors
     /// The file system's.

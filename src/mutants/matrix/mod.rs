@@ -1,19 +1,19 @@
 //! The kill matrix: operator × mutant × check.
 //!
-//! Planted mutants ([`crate::mutants::planted`]) run on the cases that they name, with every
-//! check. Generated ones ([`crate::mutants::generated`]) run on their operator's remembered and
-//! edge cases and on those of its planted mutants, where these reach the changed function, until
-//! one kills them; one that none kills is equivalent if the compiler makes the same code of it.
-//! Each mutant runs in a process of its own ([`trial`]): one that writes where it must not spoils
-//! nothing but itself, be it a heap or a CUDA context.
+//! Planted mutants ([`crate::mutants::planted`]) run on the cases that they name, with every check.
+//! Generated ones ([`crate::mutants::generated`]) run until a case kills them, on cases that reach
+//! the changed function. These are their operator's saved and edge cases and those of its planted
+//! mutants. A mutant that no case kills is equivalent if the compiler makes the same code of it.
+//! Each mutant runs in a separate process ([`trial`]). So a mutant with a wild write corrupts only
+//! its own heap or CUDA context.
 //!
-//! | file | what it holds |
+//! | file | content |
 //! | --- | --- |
 //! | `cases` | the cases, their run on the unmutated kernels, their order for a mutant |
 //! | `equivalent` | the list of mutants without effect |
-//! | `plan` | which mutants, from seed, sample and list |
+//! | `plan` | which mutants run, from seed, sample and list |
 //! | `trial` | one mutant on its cases |
-//! | `journal` | what became of each so far, for `--resume` |
+//! | `journal` | the result of each mutant so far, for `--resume` |
 //! | `schedule` | many trials in child processes, a time budget |
 //! | `tally` | killed, survived, kill rates |
 

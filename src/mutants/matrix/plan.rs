@@ -1,4 +1,4 @@
-//! Which mutants to run, and which not, with the reasons.
+//! Which mutants run, which do not, and why.
 
 use std::collections::BTreeSet;
 
@@ -13,34 +13,34 @@ use crate::mutants::planted::Mutant;
 use crate::operator::AnyOperator;
 use crate::record::{GeneratedRecord, MutantRecord, MutantStatus, Skip};
 
-/// What is asked of the generated mutants.
+/// Options for the generated mutants.
 #[derive(Clone, Copy, Debug)]
 pub struct Choice {
-    /// Most of an operator; all where absent.
+    /// The most mutants of an operator; all where absent.
     pub sample: Option<usize>,
     /// Seed of the sample.
     pub seed: u64,
-    /// Whether those listed as equivalent run as well.
+    /// Whether mutants listed as equivalent run too.
     pub run_equivalents: bool,
 }
 
 /// One operator's mutants.
 #[derive(Default)]
 pub struct Plan {
-    /// Those to run, in this order.
+    /// The mutants to run, in this order.
     pub subjects: Vec<Subject>,
-    /// Those that are listed as equivalent and do not run.
+    /// The mutants that are listed as equivalent and do not run.
     pub equivalent: Vec<MutantRecord>,
-    /// How many there are, and how many the sample left out.
+    /// How many exist, and how many the sample skipped.
     pub counts: Option<GeneratedRecord>,
     /// What does not run, each with its reason.
     pub skips: Vec<Skip>,
 }
 
-/// All generated mutants of some operators, held against the list of equivalent ones.
+/// All generated mutants of some operators, checked against the list of equivalent ones.
 ///
 /// # Errors
-/// A kernel that is not understood; a list that is stale.
+/// A kernel that cannot be parsed; a list that is stale.
 pub fn generate(
     tree: &SourceTree,
     operators: &[&str],
@@ -56,10 +56,10 @@ pub fn generate(
     Ok(all)
 }
 
-/// Why there is no plan.
+/// Why no plan is possible.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// A kernel without mutants.
+    /// A kernel whose mutants cannot be generated.
     #[error(transparent)]
     Mutation(#[from] MutationError),
     /// The list of equivalent mutants.
@@ -67,7 +67,8 @@ pub enum PlanError {
     Equivalent(#[from] EquivalentError),
 }
 
-/// Plans one operator: its planted mutants, and of the generated ones a sample of those that count.
+/// Plans one operator: its planted mutants, and a sample of the generated ones that are not
+/// equivalent.
 ///
 /// # Errors
 /// A planted mutant's case that cannot be read.
@@ -142,7 +143,7 @@ pub fn plan(
 
 const EMULATOR_SEES: &str = "guard pages and random schedules, which show them, are the emulator's";
 
-/// Whether a check needs what only the emulator has.
+/// Whether only the emulator has what a check needs.
 fn only_emulator_sees(check: &str) -> bool {
     matches!(check, "launch" | "schedule_independent")
 }

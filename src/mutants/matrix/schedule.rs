@@ -21,23 +21,23 @@ pub struct Schedule {
     pub executable: PathBuf,
     /// Arguments of every child: `mutants --trial`, and the device.
     pub arguments: Vec<String>,
-    /// Children at a time.
+    /// Trials at the same time.
     pub jobs: usize,
-    /// No trial begins after this time.
+    /// No trial starts after this time.
     pub time_budget: Option<Duration>,
-    /// A child that shows no sign of life for so long has hung.
+    /// A child without a sign of life for this long has hung.
     pub patience: Duration,
 }
 
-/// What became of a list of trials: a record of each, or `None` for those that the time budget
-/// left out.
+/// The results of a list of trials: a record of each, or `None` for those that the time budget
+/// skipped.
 pub type Fates = Vec<Option<MutantRecord>>;
 
-/// Hears of each trial as it ends, from the thread that ran it.
+/// Receives each trial when it ends, on the thread that ran it.
 pub type Done<'a> = dyn Fn(&Trial, &MutantRecord) -> Result<()> + Sync + 'a;
 
-/// Runs trials, `jobs` at a time, and tells `done` of each as it ends. Of equal lists the records
-/// are equal, whatever the number of jobs.
+/// Runs trials, `jobs` at a time, and calls `done` for each when it ends. The same list gives the
+/// same records, whatever the number of jobs.
 ///
 /// # Errors
 /// A child that cannot be started, or that fails for another reason than its mutant; those of
@@ -62,7 +62,7 @@ pub fn run(
                     let fate = attempt(schedule, trial, tree);
                     let fate = fate.and_then(|record| done(trial, &record).map(|()| record));
                     if fate.is_err() {
-                        // Nobody begins another trial.
+                        // No thread starts another trial.
                         next.store(trials.len(), Ordering::Relaxed);
                     }
                     fates.lock().unwrap_or_else(|e| e.into_inner())[index] = Some(fate);
@@ -87,13 +87,13 @@ fn attempt(schedule: &Schedule, trial: &Trial, tree: &SourceTree) -> Result<Muta
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    // It dies with this thread, which waits for it.
+    // The child dies with this thread, which waits for it.
     isolate(&mut command);
     let mut child =
         command.spawn().with_context(|| format!("starting {}", schedule.executable.display()))?;
     let mut input = child.stdin.take().context("the child has no standard input")?;
     let line = serde_json::to_string(trial)?;
-    // A child that ended early says why by its status.
+    // A child that ended early reports the reason by its status.
     let _ = input.write_all(line.as_bytes());
     drop(input);
     let (ending, cases_run) = listen(&mut child, schedule.patience)?;
@@ -119,13 +119,14 @@ enum Ending {
     Ended(ExitStatus, String),
 }
 
-/// Waits for a child's record, as long as it shows signs of life; with the cases that had begun.
+/// Waits for a child's record while it shows signs of life. Also returns how many cases had
+/// started.
 fn listen(child: &mut Child, patience: Duration) -> Result<(Ending, u64)> {
     let output = child.stdout.take().context("the child has no standard output")?;
     let mut errors = child.stderr.take().context("the child has no standard error")?;
     let (send, lines) = mpsc::channel();
     std::thread::spawn(move || {
-        // The receiver may have given up.
+        // The receiver may be gone already.
         BufReader::new(output).lines().map_while(Result::ok).all(|line| send.send(line).is_ok())
     });
     let errors = std::thread::spawn(move || {
@@ -146,7 +147,7 @@ fn listen(child: &mut Child, patience: Duration) -> Result<(Ending, u64)> {
                 }
             },
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                // It may end by itself meanwhile.
+                // It may have ended by itself.
                 let _ = child.kill();
                 child.wait()?;
                 return Ok((Ending::Hung, cases_run));

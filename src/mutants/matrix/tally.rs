@@ -1,15 +1,15 @@
-//! What the records of mutants add up to.
+//! Totals of the mutants' records.
 
 use crate::record::{GeneratedRecord, MutantRecord, MutantSource, MutantStatus, Report};
 
-/// The mutants of one operator, counted.
+/// The counts of one operator's mutants.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Operator.
     pub operator: String,
     /// Planted mutants that were killed.
     pub planted_killed: u64,
-    /// Planted mutants that survived, or could not be run: neither shows that a check sees them.
+    /// Planted mutants that survived or could not run: in neither case did a check see them.
     pub planted_missed: u64,
     /// Generated mutants that were killed.
     pub killed: u64,
@@ -17,9 +17,9 @@ pub struct Tally {
     pub survived: u64,
     /// Generated mutants that do not compile or cannot be launched.
     pub invalid: u64,
-    /// Generated mutants that are equivalent: listed, or of the same code as the kernel.
+    /// Generated mutants that are equivalent: listed, or compiled to the same code as the kernel.
     pub equivalent: u64,
-    /// What was not drawn, or not run.
+    /// Mutants that were not sampled or did not run.
     pub left_out: Option<GeneratedRecord>,
 }
 
@@ -50,7 +50,7 @@ impl Tally {
             .collect()
     }
 
-    /// Of some records.
+    /// The counts of some records.
     pub fn of<'a>(mutants: impl Iterator<Item = &'a MutantRecord>) -> Self {
         let mut tally = Self::default();
         for mutant in mutants {
@@ -67,15 +67,15 @@ impl Tally {
         tally
     }
 
-    /// Share of the generated mutants that were killed, of those that ran and are not equivalent;
-    /// `None` where none did.
+    /// Share of the generated mutants that were killed, among those that ran and are not
+    /// equivalent; `None` if that is none.
     pub fn rate(&self) -> Option<f64> {
         let judged = self.killed + self.survived;
         (judged > 0).then(|| self.killed as f64 / judged as f64)
     }
 
-    /// Why this operator's mutants fail the run, if they do. Generated mutants of which none was
-    /// judged show nothing, and fail too, unless none were asked for (`sample` is 0).
+    /// Why this operator's mutants fail the run, if they do. If no generated mutant was judged, the
+    /// run shows nothing and fails too, unless `sample` is 0.
     pub fn shortfall(&self, floor: f64, sample: Option<u64>) -> Option<String> {
         let name = &self.operator;
         if self.planted_missed > 0 {
@@ -84,7 +84,7 @@ impl Tally {
         match self.rate() {
             None if sample == Some(0) => None,
             None => Some(format!("{name}: no generated mutant was judged")),
-            // NaN must fail, so the comparison is written as what passes.
+            // NaN must fail, so the comparison states what passes.
             Some(rate) if rate >= floor => None,
             Some(rate) => Some(format!(
                 "{name}: {:.1} % of the generated mutants killed, below {:.1} %",

@@ -1,6 +1,5 @@
-//! One mutant on its cases. A trial arrives as a line of JSON at the standard input of `parity
-//! mutants --trial`, and answers with lines of JSON: a sign of life before each case, and the
-//! record.
+//! One mutant on its cases. `parity mutants --trial` reads a trial as a line of JSON from standard
+//! input. It answers with lines of JSON: a sign of life before each case, and the record.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -16,14 +15,14 @@ use crate::operator::ModuleSpecification;
 use crate::operators::registry;
 use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
-/// What a child process is asked to do.
+/// The request to a child process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Trial {
     /// The mutant.
     pub subject: Subject,
     /// Random schedules of each case (emulator).
     pub schedules: u32,
-    /// Whether to go on after the first case that kills.
+    /// Whether to continue after the first case that kills.
     pub all_checks: bool,
 }
 
@@ -31,9 +30,9 @@ pub struct Trial {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
-    /// With its own cases.
+    /// A planted mutant with its own cases.
     Planted(Box<Mutant>),
-    /// With the cases that it meets, in this order.
+    /// A generated mutant with the cases that it runs, in this order.
     Generated(Box<GeneratedMutant>, Vec<Case>),
 }
 
@@ -47,17 +46,17 @@ impl Subject {
     }
 }
 
-/// A line of a child's answer.
+/// One line of a child's answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
     /// The case of this number is about to run.
     Case(u64),
-    /// What became of the mutant.
+    /// The result of the mutant.
     Record(Box<MutantRecord>),
 }
 
-/// A generated mutant before anything is known of its fate.
+/// The record of a generated mutant before its result is known.
 pub fn unjudged(mutant: &GeneratedMutant) -> MutantRecord {
     MutantRecord {
         id: mutant.id.clone(),
@@ -73,7 +72,8 @@ pub fn unjudged(mutant: &GeneratedMutant) -> MutantRecord {
     }
 }
 
-/// Runs a trial; `alive` is told the number of each case of a generated mutant before it runs.
+/// Runs a trial; `alive` receives the number of each case of a generated mutant before the case
+/// runs.
 ///
 /// # Errors
 /// A planted mutant's anchor that does not match, or a case that cannot be prepared.
@@ -135,16 +135,16 @@ pub fn run(
     }
 }
 
-/// Why the kernels could not be launched, if they could not: a mutant that does not compile, or
-/// whose launch is refused, shows nothing about the checks.
+/// Why the kernels could not be launched, if they could not. A mutant that does not compile, or
+/// whose launch is rejected, shows nothing about the checks.
 fn not_launched(outcome: &Outcome) -> Option<String> {
     let error = |check: &&CheckRecord| check.verdict == Verdict::Error && check.check == "launch";
     outcome.failures().find(error).map(|check| check.message.clone())
 }
 
 /// Why a mutant is equivalent, if the compiler makes the same code of it as of the kernel in every
-/// module of its operator: such as a change of a template's branch that the operator's kernels do
-/// not take. `alive` is called before each module.
+/// module of its operator. An example is a change in a template's branch that the operator's
+/// kernels do not take. `alive` is called before each module.
 fn same_code(
     mutant: &GeneratedMutant,
     right: &Device,
@@ -171,11 +171,11 @@ fn same_code(
 /// Serves one trial: reads it from `input`, answers on `output`.
 ///
 /// # Errors
-/// A line that is no trial, an answer that cannot be written, and those of [`run`].
+/// A line that is not a trial, an answer that cannot be written, and those of [`run`].
 pub fn serve(input: &str, device: &Device, output: &mut impl Write) -> anyhow::Result<()> {
     let trial: Trial = serde_json::from_str(input)?;
     let record = run(&trial, device, |number| {
-        // A parent that is gone needs no sign of life.
+        // A parent that has ended needs no sign of life.
         let _ = writeln!(
             output,
             "{}",

@@ -17,7 +17,7 @@ use crate::operators::attention::sinks::Sinks;
 /// The operator.
 pub struct AttentionCombine;
 
-/// Which parts have seen no key.
+/// Which parts have no key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EmptyParts {
@@ -30,18 +30,18 @@ pub enum EmptyParts {
     WholeRows,
 }
 
-/// A case: extents, empty parts, sinks, data.
+/// A case: sizes, empty parts, sinks, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionCombineCase {
-    /// Parts; 0 is legal.
+    /// Parts; 0 is allowed.
     pub num_parts: usize,
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Heads.
     pub num_heads: usize,
     /// Columns: a multiple of 8.
     pub v_dim: usize,
-    /// Which parts have seen no key. Their rows hold NaN.
+    /// Which parts have no key. Their rows hold NaN.
     pub empty: EmptyParts,
     /// The sinks.
     pub sinks: Sinks,
@@ -54,7 +54,7 @@ pub struct AttentionCombineCase {
     pub data: Data,
 }
 
-/// With a sink, and rows that have seen no key.
+/// With a sink, and rows without keys.
 fn plain(
     num_parts: usize,
     num_tokens: usize,
@@ -152,17 +152,17 @@ impl Operator for AttentionCombine {
         let mut cases = vec![
             plain(3, 0, 4, 64),
             plain(0, 2, 5, 64),
-            // One part without a sink is what comes out.
+            // One part without a sink is the output itself.
             AttentionCombineCase {
                 sinks: Sinks::Absent,
                 empty: EmptyParts::None,
                 ..plain(1, 4, 6, 512)
             },
             AttentionCombineCase { sinks: Sinks::Extreme, ..plain(4, 5, 12, 512) },
-            // More parts than lanes, of unlike size.
+            // More parts than lanes, of different sizes.
             AttentionCombineCase { lse_deviation: 10.0, ..plain(70, 2, 9, 40) },
-            // One of them outweighs the others by more than an fp32 exponent holds; a lane with
-            // more columns than others.
+            // One part outweighs the others by more than an fp32 exponent holds. One lane has more
+            // columns than others.
             AttentionCombineCase { lse_deviation: 100.0, ..plain(70, 2, 9, 264) },
             AttentionCombineCase { lse_shift: -200.0, ..plain(5, 3, 7, 64) },
         ];
@@ -223,7 +223,8 @@ impl Operator for AttentionCombine {
         laws.scale("a scale counts once", "partial_out", 4.0, &[("out", 4.0), ("lse", 1.0)]);
         laws.separate("num_tokens", "tokens may be permuted");
         let (parts, rows) = (c.num_parts, c.num_tokens * c.num_heads);
-        // A part may be cut in two of half the weight: both have its sum, and one less in base 2.
+        // Splitting a part into two of half the weight keeps its sum; each has an lse smaller by
+        // one in base 2.
         let twice: Vec<usize> = (0..parts).chain([parts - 1]).collect();
         let halved = |v: &mut Variant<Self>| {
             pick_parts(v, &twice);
@@ -248,7 +249,7 @@ impl Operator for AttentionCombine {
         }
     }
 
-    /// The parts of a batch of decoded tokens: a few of many rows, and many of few.
+    /// The parts of a batch of decoded tokens: few parts of many rows, and many parts of few.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(2, 128, 128), (8, 128, 128), (18, 1, 128)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(4, 2, 8)] };
@@ -257,7 +258,8 @@ impl Operator for AttentionCombine {
             let case =
                 AttentionCombineCase { empty: EmptyParts::None, lse_deviation: 1.0, ..whole };
             let (parts, rows) = (num_parts as f64, (num_tokens * num_heads) as f64);
-            // Every part read, the merged row written; a product and a sum for each element read.
+            // Every part read, the merged row written. One product and one sum for each element
+            // read.
             let bytes = rows * (parts * (4 * case.v_dim + 4) as f64 + (2 * case.v_dim + 4) as f64);
             let flops = 2.0 * parts * rows * case.v_dim as f64;
             let name = format!("{num_parts} parts {num_tokens}x{num_heads}x{}", case.v_dim);

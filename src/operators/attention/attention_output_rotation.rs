@@ -1,9 +1,9 @@
 //! `attention_output_rotation` (training 4 and 8): attention, the inverse rotation of its output,
-//! and the backward of both, composed as a training step composes them, where one may spoil what
-//! another saved.
+//! and the backward of both. They are composed as in a training step, where one operator may
+//! corrupt what another saved.
 //!
-//! Values are key rows, so each attended value carries its key's rotation; turning the output back
-//! by the query's position leaves the relative rotation only:
+//! Values are key rows, so each attended value carries its key's rotation. Rotating the output back
+//! by the query's position leaves only the relative rotation:
 //!
 //! ```text
 //! forward    out, lse = attention(q, k, v, sink)      out is saved for the backward
@@ -13,10 +13,10 @@
 //! ```
 //!
 //! The attention backward reads the saved `out` in `delta = sum_d out dout`, in the frame of
-//! `dout`. A rotation that runs in place on that buffer leaves `y` right, and also everything that
-//! depends on P and `dout` alone (`dv`); `dq`, `dk` and `dsink`, which contain `delta`, are wrong
-//! (FM-03). No case of either operator sees it: each of the two kernels does what it was asked
-//! for.
+//! `dout`. An in-place rotation on that buffer leaves `y` right. It also leaves right everything
+//! that depends only on P and `dout` (`dv`). But `dq`, `dk` and `dsink`, which contain `delta`, are
+//! wrong (FM-03). No case of either operator sees it, because each of the two kernels is correct by
+//! itself.
 
 use dsv4_kernels::projections::rope as launcher;
 use dsv4_reference::projections::rope::{self as reference, YarnParameters};
@@ -29,15 +29,16 @@ use crate::operators::attention::sparse_attention::{
 };
 use crate::operators::lists::Lengths;
 
-/// Where the sequence of queries begins. At position 0 the rotation would be the identity.
+/// Where the sequence of queries starts. At position 0 the rotation would be the identity.
 const FIRST_POSITION: i64 = 4096;
-/// Positions between one query and the next; odd, so that no power of two of a frequency repeats.
+/// Distance between positions of adjacent queries. Odd, so that no power of two of a frequency
+/// repeats.
 const POSITION_STEP: i64 = 37;
 
-/// Tensors that the attention does not know.
+/// Tensors that the attention does not have.
 const OF_THE_ROTATION: [&str; 4] = ["cos", "sin", "y", "dy"];
 
-/// The paths of the rotation, there and back.
+/// The paths of the rotation, inverse and forward.
 const ROTATIONS: [&str; 4] = [
     "rope_forward",
     "rope_forward_scalar",
@@ -56,17 +57,18 @@ const PATHS: [&str; sparse_attention::PATHS.len() + ROTATIONS.len()] = {
     all
 };
 
-/// The operators in a row. With `IN_PLACE` the rotation writes over the saved `out`, which is the
-/// bug that the chain is for: the registry's entry is without, and no case can ask for it.
+/// The operators in sequence. With `IN_PLACE` the rotation overwrites the saved `out`, which is the
+/// bug that the chain must detect. The registry's entry is without it, and no case can select it.
 pub struct AttentionOutputRotation<const IN_PLACE: bool = false>;
 
-/// A case: that of the attention, and how much of its output turns.
+/// A case: that of the attention, and how many channels of its output rotate.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionOutputRotationCase {
-    /// The attention. Its distribution is also that of `dy`, the gradient in the turned-back frame.
+    /// The attention. Its distribution is also that of `dy`, the gradient in the inversely rotated
+    /// frame.
     pub attention: SparseAttentionCase,
-    /// The last channels of `out` turn: even, 2 to `v_dim`.
+    /// The last channels of `out` rotate: even, 2 to `v_dim`.
     pub rope_dim: usize,
 }
 
@@ -74,8 +76,7 @@ fn plain(attention: SparseAttentionCase, rope_dim: usize) -> AttentionOutputRota
     AttentionOutputRotationCase { attention, rope_dim }
 }
 
-/// cos and sin of the queries' positions, `[num_tokens, rope_dim / 2]`, before they are stored in
-/// f32.
+/// cos and sin of the queries' positions, `[num_tokens, rope_dim / 2]`, before rounding to f32.
 fn table(
     c: &AttentionOutputRotationCase,
 ) -> OracleResult<(candle_core::Tensor, candle_core::Tensor)> {
@@ -95,7 +96,7 @@ fn rotation(
     rounding: &mut Rounding,
 ) -> OracleResult<(Named, reference::Inputs)> {
     let attended = SparseAttention::forward(&c.attention, t, rounding)?;
-    // What one kernel hands to the next is stored in bf16.
+    // The output that one kernel passes to the next is stored in bf16.
     let x = rounding.bf16(attended.tensor("out")?)?;
     let inputs = reference::Inputs {
         x,
@@ -107,7 +108,7 @@ fn rotation(
     Ok((attended, inputs))
 }
 
-/// What the rotation of the tensor called `x` into the one called `y` takes.
+/// What the rotation of the tensor `x` into the tensor `y` needs.
 fn rotated(v: &Views, x: &'static str, y: &'static str) -> Views {
     v.only(&[x, y, "cos", "sin"]).renamed(&[(x, "x"), (y, "y")])
 }
@@ -190,7 +191,7 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         let separate = |case| SparseAttentionCase { values: Values::Separate, v_dim: 32, ..case };
         let mut cases = vec![
             plain(case(0, 4, 64, 9, 5), 16),
-            // No key: what is rotated is zero.
+            // No key: the rotation's input is zero.
             plain(case(3, 5, 64, 0, 7), 64),
             plain(
                 SparseAttentionCase { dlse: true, sinks: Sinks::Extreme, ..case(5, 6, 64, 23, 37) },
@@ -212,7 +213,7 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         cases
     }
 
-    /// None but those of the operators, which list them.
+    /// No edge cases except those of the operators, which list them.
     fn fastest(
         c: &AttentionOutputRotationCase,
         environment: &Environment,
@@ -227,7 +228,7 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     fn amend(c: &AttentionOutputRotationCase, tensors: &mut Tensors) -> OracleResult<()> {
         SparseAttention::amend(&c.attention, tensors)?;
         let (cos, sin) = table(c)?;
-        // As a kernel would store them.
+        // Rounded as a kernel stores them.
         tensors.set("cos", &elements(&cos)?);
         tensors.set("sin", &elements(&sin)?);
         Ok(())
@@ -275,7 +276,7 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
         SparseAttention::launch(&c.attention, &v.without(&OF_THE_ROTATION), run)?;
-        // What the attention's backward will read.
+        // What the attention's backward reads.
         run.freeze(&v["out"])?;
         run.freeze(&v["lse"])?;
         run.ran(launcher::forward(run.device(), &rotated(v, "out", "y"), true)?);

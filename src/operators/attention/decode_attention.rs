@@ -25,13 +25,13 @@ use crate::operators::lists::{IndexClass, Lengths, compact, distinct, gathered};
 /// The operator.
 pub struct DecodeAttention;
 
-/// A store of rows and the width of the lists that point into it.
+/// A store of rows and the width of the lists that index it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoreCase {
-    /// Slots of a list; 0 is legal.
+    /// Slots of a list; 0 is allowed.
     pub topk: usize,
-    /// Pages; 0 is legal.
+    /// Pages; 0 is allowed.
     pub num_pages: usize,
     /// Rows of a page.
     pub page_size: usize,
@@ -49,17 +49,17 @@ impl StoreCase {
 pub enum LengthsOf {
     /// Window and compressed entries.
     Both,
-    /// The window alone.
+    /// Only the window.
     Window,
-    /// The compressed entries alone.
+    /// Only the compressed entries.
     Compressed,
 }
 
-/// A case: extents, stores, lists, sinks, scale, layout, schedule, data.
+/// A case: sizes, stores, lists, sinks, scale, layout, schedule, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DecodeAttentionCase {
-    /// Requests; 0 is legal.
+    /// Requests; 0 is allowed.
     pub batch: usize,
     /// Tokens of a request.
     pub s_q: usize,
@@ -67,7 +67,7 @@ pub struct DecodeAttentionCase {
     pub num_heads: usize,
     /// e4m3 channels of a row: a multiple of 64; 0 is a cache of bf16.
     pub nope_dim: usize,
-    /// bf16 channels of a row. With the others a multiple of 16 up to 512.
+    /// bf16 channels of a row. The total of both kinds is a multiple of 16 up to 512.
     pub rope_dim: usize,
     /// Raw rows.
     pub window: StoreCase,
@@ -77,7 +77,7 @@ pub struct DecodeAttentionCase {
     pub indices: IndexClass,
     /// How many slots of a request's lists count.
     pub lengths: Lengths,
-    /// Whose lists have lengths, where there are any.
+    /// Which stores have lists with lengths, if any.
     pub lengths_of: LengthsOf,
     /// The sinks.
     pub sinks: Sinks,
@@ -87,31 +87,31 @@ pub struct DecodeAttentionCase {
     pub logit_deviation: f64,
     /// Added to every logit.
     pub logit_shift: f64,
-    /// Size of the rows: what the scales have to carry.
+    /// Magnitude of the rows: the range that the scales must cover.
     pub row_magnitude: f64,
-    /// Blocks that the work is spread over.
+    /// Blocks that share the work.
     pub num_blocks: usize,
-    /// Bytes after each page beyond those that round it up; a multiple of 16.
+    /// Bytes after each page beyond its rounding up; a multiple of 16.
     pub page_padding: usize,
     /// Distribution of the data.
     pub distribution: Distribution,
-    /// Whether rows that no valid slot names are NaN.
+    /// Whether rows that no valid slot references are NaN.
     pub poison_unreferenced: bool,
     /// Which kernels run.
     pub implementation: Implementation,
-    /// Heads of a unit and the cuts of each one's list, of some requests of a larger case: a
-    /// benchmark's sample, which no line can ask for.
+    /// Heads of a work unit and the cuts of each one's list, for some requests of a larger case. A
+    /// benchmark's sample, which no JSON line can select.
     #[serde(skip)]
     cuts: Option<(usize, Vec<Vec<usize>>)>,
     /// Seed of the data.
     pub seed: u64,
 }
 
-/// Slots of the longest list: behind it, lengths that reach beyond it still fit an i32.
+/// The largest number of slots in a list: lengths beyond it still fit an i32.
 const MOST_SLOTS: usize = 1 << 30;
 const MODEL: RowFormat = RowFormat::MODEL;
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
-/// bf16 channels whose 16-byte pieces in a warp's rows are no multiple of its lanes.
+/// bf16 channels whose 16-byte pieces in a warp's rows are not a multiple of its lanes.
 const ODD: RowFormat = RowFormat { nope_dim: 128, rope_dim: 48 };
 
 /// Lists with slots that are not valid, over a window and compressed entries of small pages.
@@ -179,7 +179,7 @@ impl DecodeAttentionCase {
         both.into_iter().flatten()
     }
 
-    /// Each store in turn, to be changed.
+    /// Each store in sequence, mutable.
     fn stores_mut(&mut self) -> impl Iterator<Item = (StoreNames, &mut StoreCase)> {
         let both = [
             Some((WINDOW, &mut self.window)),
@@ -189,7 +189,7 @@ impl DecodeAttentionCase {
     }
 }
 
-/// What the tensors of a store are called.
+/// Tensor names of a store.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct StoreNames {
     /// The pages, and the random stream of their rows.
@@ -198,7 +198,7 @@ struct StoreNames {
     length: &'static str,
     /// Axes of the pages, and slots of a list.
     axes: [&'static str; 3],
-    /// The case that gives this store alone lengths.
+    /// The case in which only this store has lengths.
     alone: LengthsOf,
 }
 
@@ -218,8 +218,8 @@ const COMPRESSED: StoreNames = StoreNames {
 };
 
 impl StoreNames {
-    /// The pages, the lists and the lengths of a store; all of them absent where the case has no
-    /// such store.
+    /// The pages, the lists and the lengths of a store. All are absent where the case does not have
+    /// the store.
     fn tensors(self, c: &DecodeAttentionCase, store: Option<StoreCase>) -> [TensorSpec; 3] {
         let StoreCase { topk, num_pages, page_size } =
             store.unwrap_or(StoreCase { topk: 0, num_pages: 0, page_size: 1 });
@@ -382,10 +382,11 @@ impl Operator for DecodeAttention {
                 let (indices, lengths, lengths_of, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift, row_magnitude) = logits;
                 let (page_padding, distribution, poison_unreferenced, implementation, seed) = data;
-                // Hopper's formats are few; the others have the portable kernel only.
+                // Hopper supports few formats; only the portable kernel supports the others.
                 let hopper = launcher::HOPPER_FORMATS.contains(&format);
                 let implementation = if hopper { implementation } else { Implementation::Portable };
-                // Rows of unlike size scale logits by as much: they start smaller.
+                // Rows of different magnitude scale logits by the same factor, so they start
+                // smaller.
                 let logit_deviation =
                     if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 DecodeAttentionCase {
@@ -423,7 +424,7 @@ impl Operator for DecodeAttention {
         let store = |topk, num_pages, page_size| StoreCase { topk, num_pages, page_size };
         let mut cases = vec![
             plain(0, 1, 4, SMALL, 3),
-            // No slot at all; rows but no list; a list but no rows.
+            // No slots; rows but no list; a list but no rows.
             DecodeAttentionCase {
                 window: store(0, 0, 64),
                 compressed: None,
@@ -434,7 +435,7 @@ impl Operator for DecodeAttention {
                 compressed: Some(store(9, 0, 2)),
                 ..plain(2, 2, 5, SMALL, 1)
             },
-            // One block, one tile a block, and more blocks than tiles.
+            // One block, one tile for each block, and more blocks than tiles.
             plain(2, 2, 5, SMALL, 1),
             plain(1, 2, 20, SMALL, 8),
             DecodeAttentionCase { window: store(60, 3, 64), ..plain(2, 1, 3, ODD, 40) },
@@ -443,13 +444,13 @@ impl Operator for DecodeAttention {
                 sinks: Sinks::Extreme,
                 ..plain(11, 1, 7, SMALL, 5)
             },
-            // More requests than a warp has lanes, and blocks that begin behind the first 32.
+            // More requests than a warp has lanes, and blocks that start after the first 32.
             DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 20) },
-            // Without sinks, where a unit is whole and where it is cut.
+            // Without sinks, for a whole work unit and for a cut one.
             DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 1) },
             DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 3) },
             hopper(DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, MODEL, 1) }),
-            // Lengths for one store alone: the other one's lists are full.
+            // Lengths for only one store: the other one's lists are full.
             DecodeAttentionCase {
                 lengths: Lengths::Within,
                 lengths_of: LengthsOf::Compressed,
@@ -460,7 +461,8 @@ impl Operator for DecodeAttention {
                 lengths_of: LengthsOf::Window,
                 ..plain(5, 1, 5, SMALL, 4)
             },
-            // 17 units of two tiles on two blocks: nine and eight whole units, not 17 tiles each.
+            // 17 work units of two tiles on two blocks: nine and eight whole units, not 17 tiles
+            // each.
             DecodeAttentionCase {
                 window: store(60, 3, 64),
                 compressed: Some(store(60, 3, 64)),
@@ -477,7 +479,7 @@ impl Operator for DecodeAttention {
             plain(1, 2, 5, RowFormat::bf16(512), 3),
             hopper(plain(1, 2, 5, MODEL, 3)),
             hopper(DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 66, MODEL, 2) }),
-            // Rows of few weights: the largest is exactly 1 and rounds nothing.
+            // Rows with few weights: the largest is exactly 1 and adds no rounding.
             hopper(DecodeAttentionCase { logit_deviation: 8.0, ..plain(1, 1, 17, MODEL, 1) }),
             hopper(DecodeAttentionCase {
                 lengths: Lengths::Hostile,
@@ -485,13 +487,13 @@ impl Operator for DecodeAttention {
                 ..plain(8, 1, 7, MODEL, 5)
             }),
             hopper(plain(2, 2, 5, RowFormat::bf16(512), 3)),
-            // Units of one tile, one after another through one block.
+            // Units of one tile, in sequence through one block.
             hopper(DecodeAttentionCase {
                 window: store(5, 1, 64),
                 compressed: None,
                 ..plain(9, 1, 1, MODEL, 1)
             }),
-            // A head that stands alone among its warp's rows, over eight tiles.
+            // A head that is the only one among its warp's rows, over eight tiles.
             hopper(DecodeAttentionCase { window: store(300, 6, 64), ..plain(1, 1, 17, MODEL, 1) }),
         ];
         if profile == Profile::Full {
@@ -574,20 +576,20 @@ impl Operator for DecodeAttention {
         laws.independent("batch");
         laws.independent("s_q");
         if c.num_blocks == 1 {
-            // No block's share depends on the order.
+            // The share of each block does not depend on the order.
             laws.permute("requests may be permuted", "batch");
         }
     }
 
-    /// The golden attention, its window in one store and its compressed entries in the other, both
-    /// in bf16: the golden set's implementation has no FP8 rows. The lists are cut, so that the
-    /// merge is held to it as well.
+    /// The golden attention, with its window in one store and its compressed entries in the other.
+    /// Both are in bf16, because the golden set's implementation has no FP8 rows. The lists are
+    /// cut, so that the comparison covers the merge as well.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<DecodeAttentionCase>>, String> {
         Ok(vec![golden_case(file)?])
     }
 
-    /// The lists of the two production models at three batches, one token a request. A call is
-    /// both launches.
+    /// The lists of the two production models at three batch sizes, one token for each request. A
+    /// call is both launches.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (fastest, portable) =
             (Implementation::fastest_on(environment), Implementation::Portable);
@@ -616,7 +618,7 @@ fn timed(
     implementation: Implementation,
     num_blocks: usize,
 ) -> Benchmark<DecodeAttention> {
-    // Every request has its own window and, among the entries of its context, selected ones.
+    // Every request has a window of its own, and selected entries of its context.
     let store = |topk: usize, page_size: usize, own: usize| {
         let num_pages = (batch * own).div_ceil(page_size);
         StoreCase { topk, num_pages, page_size }
@@ -640,12 +642,12 @@ fn timed(
     Benchmark {
         // q, out, lse and the lists once; every listed row once.
         bytes: (slots * (format.row_bytes() + 4) + heads * (4 * format.head_dim() + 4)) as f64,
-        // Two products of 2·H·slots·D FLOP for each token.
+        // Two GEMMs of 2·H·slots·D FLOP for each token.
         flops: 4.0 * (slots * num_heads * format.head_dim()) as f64,
         rate: Rate::Flops,
         amend: |c, tensors| {
             for ((names, store), own) in c.stores().zip(OWN_SLOTS) {
-                // Of each request's own stretch of the store.
+                // From the request's own part of the store.
                 let (stream, own) = (names.stream("indices"), own * store.topk);
                 let lists = distinct((c.seed, &stream), [c.tokens(), store.topk, own], |token| {
                     token / c.s_q * own
@@ -657,7 +659,7 @@ fn timed(
             }
         },
         sampled: |whole, c, tensors| {
-            // Where a list is cut depends on where its request stands among all of them.
+            // The cut of a list depends on the index of its request among all requests.
             let reference::Split { unit_heads, cuts, .. } = split(whole.case, tensors);
             let units = cuts.len() / whole.case.batch;
             let cuts =
@@ -680,7 +682,7 @@ fn hopper(case: DecodeAttentionCase) -> DecodeAttentionCase {
 }
 
 /// Heads, stores and pages of the two production models, with as many requests as the oracle can
-/// bear.
+/// compute.
 fn production_cases() -> Vec<DecodeAttentionCase> {
     let window = StoreCase { topk: 128, num_pages: 4, page_size: 256 };
     let compressed = |topk| Some(StoreCase { topk, num_pages: 48, page_size: 64 });
@@ -719,8 +721,8 @@ fn production_cases() -> Vec<DecodeAttentionCase> {
 
 type Shape = (usize, usize, usize, RowFormat, usize);
 
-/// Requests, tokens of each, heads, format, blocks. The formats are few because each is a module
-/// of its own.
+/// Requests, tokens of each, heads, format, blocks. Each format is a separate module, so the
+/// choices are few.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let heads =
         |largest: usize| prop_oneof![1 => Just(1usize), 1 => Just(16usize), 3 => 1..=largest];
@@ -742,7 +744,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     }
 }
 
-/// The window's store and, mostly, one of compressed entries.
+/// The window's store and, mostly, a store of compressed entries.
 fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCase>)> {
     let (topk, rows): (usize, usize) = match profile {
         Profile::Smoke | Profile::Quick | Profile::Ci => (150, 60),
@@ -759,7 +761,7 @@ fn stores_strategy(profile: Profile) -> BoxedStrategy<(StoreCase, Option<StoreCa
 }
 
 impl StoreNames {
-    /// Draws the rows, the lists and the lengths.
+    /// Draws rows, lists and lengths.
     fn draw(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &mut Tensors) {
         let lists = c.indices.draw(
             c.seed,
@@ -802,7 +804,7 @@ impl StoreNames {
         let encoded = rows.chunks(width).flat_map(|row| {
             let mut row: Vec<f64> = row.iter().map(|&x| bf16::from_f64(x).to_f64()).collect();
             if c.logit_shift != 0.0 {
-                // Through a channel that is not quantized.
+                // The shift goes through a channel that is not quantized.
                 row[width - 1] = shift_size(c) * c.row_magnitude;
             }
             let (data, scales) = format.encode(&row);
@@ -811,7 +813,7 @@ impl StoreNames {
         encoded.collect()
     }
 
-    /// Puts rows that lie slot by slot into the pages of the store.
+    /// Copies rows, stored slot by slot, into the pages of the store.
     fn put_rows(
         self,
         c: &DecodeAttentionCase,
@@ -824,13 +826,13 @@ impl StoreNames {
         tensors.put(self.pages, HostTensor { dtype: DType::U8, shape, bytes });
     }
 
-    /// Slots of a request's lists that count.
+    /// Slots that count in a request's lists.
     fn length_of(self, store: StoreCase, tensors: &Tensors, request: usize) -> usize {
         let clamped = |length: i32| usize::try_from(length).unwrap_or(0).min(store.topk);
         tensors.maybe_i32s(self.length).map_or(store.topk, |lengths| clamped(lengths[request]))
     }
 
-    /// For each slot of the store whether a valid slot of a list names it.
+    /// For each slot of the store, whether a valid slot of a list references it.
     fn referenced(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &Tensors) -> Vec<bool> {
         let mut referenced = vec![false; store.num_slots()];
         for (token, list) in tensors.i32s(self.indices).chunks(store.topk.max(1)).enumerate() {
@@ -885,7 +887,7 @@ impl StoreNames {
         });
     }
 
-    /// Another order of the slots that count; those beyond a length stay beyond it.
+    /// Another order of the slots that count. Slots beyond a length stay beyond it.
     fn shuffle_slots(self, c: &DecodeAttentionCase, store: StoreCase, tensors: &mut Tensors) {
         let lengths: Vec<usize> =
             (0..c.batch).map(|request| self.length_of(store, tensors, request)).collect();
@@ -897,7 +899,7 @@ impl StoreNames {
         });
     }
 
-    /// Lists with invalid slots behind their end. A length beyond the old list would reach them:
+    /// Lists with invalid slots after their end. A length beyond the old list would reach them, so
     /// it stays clamped.
     fn lengthen(self, c: &DecodeAttentionCase, store: &mut StoreCase, tensors: &mut Tensors) {
         let (topk, num_slots) = (store.topk, store.num_slots() as i32);
@@ -913,20 +915,20 @@ impl StoreNames {
     }
 }
 
-/// Size of q that makes logits of the case's deviation.
+/// The magnitude of q that gives logits of the case's deviation.
 fn query_size(case: &DecodeAttentionCase) -> f64 {
     let width = case.head_dim() as f64;
     case.logit_deviation / (f64::from(case.softmax_scale) * width.sqrt() * case.row_magnitude)
 }
 
-/// What the last channel of q and, times the rows' size, of the rows holds to move all logits by
-/// `logit_shift`.
+/// The value of the last channel in q and (times the rows' magnitude) in the rows. It moves all
+/// logits by `logit_shift`.
 fn shift_size(case: &DecodeAttentionCase) -> f64 {
     (case.logit_shift.abs() / (f64::from(case.softmax_scale) * case.row_magnitude)).sqrt()
 }
 
-/// Where the kernel's schedule cuts the lists: all tiles of all units, one behind the other, in
-/// equal stretches.
+/// Where the kernel's schedule cuts the lists: all tiles of all work units in sequence, in equal
+/// parts.
 fn split(c: &DecodeAttentionCase, tensors: &Tensors) -> reference::Split {
     if let Some((unit_heads, cuts)) = c.cuts.clone() {
         return reference::Split { tile_slots: launcher::TILE_SLOTS, unit_heads, cuts };
@@ -965,7 +967,7 @@ fn scale_law(laws: &mut Laws<'_, DecodeAttention>) {
     });
 }
 
-/// Where a row lies, and in pages of what size, changes no bit.
+/// The slot of a row, and the page size, change no bit.
 fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     laws.alike("rows may lie anywhere", Relation::Times(1.0), |v| {
         for (number, (names, store)) in v.case.stores_mut().enumerate() {
@@ -989,11 +991,11 @@ fn slot_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     });
 }
 
-/// Both stores are attended to alike.
+/// Attention treats both stores alike.
 fn exchange_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     let Some(compressed) = c.compressed else { return };
     let has = |name| laws.tensors().get(name).is_some();
-    // A variant has the inputs that its case has: that is all a kernel in another process is told.
+    // A variant has the inputs of its case, which is all that a kernel in another process receives.
     if has(WINDOW.length) != has(COMPRESSED.length) {
         return;
     }
@@ -1009,9 +1011,9 @@ fn exchange_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     });
 }
 
-/// Invalid slots at the end of the lists add nothing. They are tiles, so that more blocks than one
-/// share them otherwise, and so do the two warpgroups of a Hopper block, which take the second
-/// store's tiles in turn behind the first's.
+/// Invalid slots at the end of the lists add nothing. They are tiles, so several blocks split them
+/// differently. So do the two warpgroups of a Hopper block, which alternate over the second store's
+/// tiles after the first's.
 fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     if c.stores().any(|(_, store)| store.topk == 0) {
         return;
@@ -1024,8 +1026,8 @@ fn padding_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
     });
 }
 
-/// `attn_core`: the visible raw rows of a token are its window, the visible compressed entries its
-/// other list; the tokens of a batch entry are one request.
+/// `attn_core`: the visible raw rows of a token are its window, and the visible compressed entries
+/// its other list. The tokens of a batch entry are one request.
 fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, String> {
     let q = file.floats("in.q", &["batch", "heads", "tokens", "channels"])?;
     file.floats("in.kv", &OF_KV)?;
@@ -1080,7 +1082,7 @@ fn golden_case(file: &mut Reading<'_>) -> Result<Golden<DecodeAttentionCase>, St
 /// Axes of a golden file's rows: those of tokens, then compressed entries.
 const OF_KV: [&str; 4] = ["batch", "1", "keys", "channels"];
 
-/// Rows `range` of every batch entry, one to a page, and which of them each token sees.
+/// Rows `range` of every batch entry, one for each page, and which of them each token sees.
 fn golden_store(
     file: &mut Reading<'_>,
     range: std::ops::Range<usize>,

@@ -2,7 +2,7 @@
 //! `kernels/cuda/attention/inverse_rope_quantize.cu` against
 //! `reference/src/attention/inverse_rope_quantize.rs`.
 //!
-//! Codes and scales have one value and must be the oracle's.
+//! Codes and scales are fully determined and must equal the oracle's.
 
 use dsv4_kernels::attention::inverse_rope_quantize::{
     self as launcher, GROUP, MAX_WIDTH, Options, ScaleLayout, ScaleType,
@@ -18,33 +18,33 @@ use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 /// The operator.
 pub struct InverseRopeQuantize;
 
-/// A case: extents, rotation, how the output is quantized, data.
+/// A case: sizes, rotation, how the output is quantized, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct InverseRopeQuantizeCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Heads of the attention's output.
     pub num_heads: usize,
-    /// Groups of the output projection, each of as many heads.
+    /// Groups of the output projection, all with the same number of heads.
     pub o_groups: usize,
     /// Channels of a head: a multiple of 128.
     pub head_dim: usize,
-    /// Channels that turn: the last ones of a head. Even, at least 2.
+    /// Channels that rotate: the last ones of a head. Even, at least 2.
     pub rope_dim: usize,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
-    /// What a scale is.
+    /// Type of the scales.
     pub scale: ScaleType,
-    /// Where the scales of a group of the projection lie.
+    /// Layout of the scales of a group of the projection.
     pub layout: ScaleLayout,
     /// The attention's output.
     #[serde(flatten)]
     pub data: Data,
 }
 
-/// Of tokens, heads, groups and channels; a row of the table for each token.
+/// A case of tokens, heads, groups and channels, with a row of the table for each token.
 fn plain([num_tokens, num_heads, o_groups, head_dim]: [usize; 4]) -> InverseRopeQuantizeCase {
     let (rope_dim, table, table_rows, data) = (64, TableForm::RowPerToken, 0, Data::normal(1.0));
     let (scale, layout) = (ScaleType::E8m0, ScaleLayout::Plain);
@@ -84,7 +84,7 @@ impl InverseRopeQuantizeCase {
     }
 }
 
-/// Whether so many of the last channels of a head may turn.
+/// Whether that many of the last channels of a head may rotate.
 pub(crate) fn check_rope_dim(rope_dim: usize, head_dim: usize) -> Result<(), Refused> {
     if rope_dim < 2 || !rope_dim.is_multiple_of(2) || rope_dim > head_dim {
         return refuse("rope_dim", format!("{rope_dim} must be even, 2 to head_dim {head_dim}"));
@@ -92,7 +92,7 @@ pub(crate) fn check_rope_dim(rope_dim: usize, head_dim: usize) -> Result<(), Ref
     Ok(())
 }
 
-/// Whether groups have as many heads each.
+/// Whether all groups have the same number of heads.
 pub(crate) fn check_groups(o_groups: usize, num_heads: usize) -> Result<(), Refused> {
     if o_groups == 0 || num_heads == 0 || !num_heads.is_multiple_of(o_groups) {
         return refuse("o_groups", format!("{o_groups} must divide num_heads, {num_heads}"));
@@ -204,15 +204,15 @@ impl Operator for InverseRopeQuantize {
             plain([0, 4, 2, 128]),
             of(ScaleType::E8m0, mn, plain([0, 4, 2, 128])),
             plain([1, 1, 1, 128]),
-            // Heads of the model: a warp takes one; words of scales and tiles with padding, of
+            // Heads of the model: a warp takes one. Words of scales and tiles with padding, of
             // several groups.
             plain([2, 4, 2, 512]),
             of(ScaleType::E8m0, mn, plain([5, 6, 3, 128])),
             of(ScaleType::Fp32, mn, plain([5, 4, 2, 512])),
             of(ScaleType::PowerOfTwo, ScaleLayout::Plain, plain([3, 2, 2, 384])),
             of(ScaleType::E8m0, tiles, plain([3, 6, 2, 256])),
-            // All channels turn, two do, and some whose first ones a lane shares with what is
-            // copied.
+            // All channels rotate; two do; and a count where a lane has rotated and copied
+            // channels.
             turning(128, plain([3, 2, 1, 128])),
             turning(2, plain([3, 2, 1, 128])),
             turning(70, plain([3, 2, 1, 256])),
@@ -221,7 +221,7 @@ impl Operator for InverseRopeQuantize {
                 table_rows: 5,
                 ..plain([9, 2, 1, 256])
             },
-            // Below the floor of the scales, and where they are as large as they get.
+            // Below the floor of the scales, and at their largest values.
             sized(-14, plain([3, 2, 1, 128])),
             sized(118, of(ScaleType::Fp32, ScaleLayout::Plain, plain([3, 2, 1, 128]))),
         ];
@@ -255,13 +255,13 @@ impl Operator for InverseRopeQuantize {
     }
 
     fn laws(c: &InverseRopeQuantizeCase, laws: &mut Laws<'_, Self>) {
-        // In other layouts the scales of tokens have no axis of their own.
+        // In other layouts the scales of tokens have no separate axis.
         if c.layout == ScaleLayout::Plain {
             laws.separate("num_tokens", "tokens may be permuted");
         }
     }
 
-    /// The attention's output of the model, for few tokens and for many.
+    /// The attention's output of the model, for few and for many tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let extents: &[[usize; 4]] = if on_gpu(environment) {
             &[[1, 128, 16, 512], [128, 128, 16, 512], [4096, 64, 8, 512], [4096, 128, 16, 512]]

@@ -1,4 +1,4 @@
-//! Sinks of attention: a logit of each head that has no value.
+//! Sinks of attention: for each head, a logit without a value.
 
 use dsv4_runtime::{DType, HostTensor};
 use proptest::sample::select;
@@ -13,9 +13,9 @@ use crate::case::Draw;
 pub enum Sinks {
     /// None.
     Absent,
-    /// Normal with deviation 3: of the order of lse.
+    /// Normal with deviation 3, about the magnitude of lse.
     Normal,
-    /// Both infinities, ±2.4e38 and ordinary ones in turn.
+    /// Both infinities, ±2.4e38 and ordinary values, round-robin.
     Extreme,
 }
 
@@ -25,7 +25,7 @@ impl Sinks {
         select(&[Self::Normal, Self::Absent, Self::Extreme][..])
     }
 
-    /// `[num_heads]` f32 around `mean`, which is of the order of lse: the shift of logits moves
+    /// `[num_heads]` f32 around `mean`, which has the magnitude of lse: a shift of the logits moves
     /// both.
     pub(crate) fn draw(self, seed: u64, num_heads: usize, mean: f64) -> Option<HostTensor> {
         let mut draw = Draw::new(seed, "sink");

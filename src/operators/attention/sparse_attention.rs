@@ -24,7 +24,7 @@ pub enum Values {
     Shared,
     /// The first `v_dim` channels of the key row.
     Prefix,
-    /// A tensor of their own.
+    /// A separate tensor.
     Separate,
 }
 
@@ -34,17 +34,17 @@ pub enum Values {
 pub enum KeyGradients {
     /// By fp32 atomics.
     Atomic,
-    /// In one order, a third of the tokens at a time: the borders of chunks are a place for bugs.
+    /// In one order, a third of the tokens at a time. This tests the borders of chunks.
     Deterministic,
-    /// In one order, as many tokens at a time as the launcher advises.
+    /// In one order, in chunks of the size that the launcher recommends.
     DeterministicAsAdvised,
 }
 
-/// A case: extents, lists, sinks, scale, data.
+/// A case: sizes, lists, sinks, scale, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SparseAttentionCase {
-    /// Queries; 0 is legal.
+    /// Queries; 0 is allowed.
     pub num_tokens: usize,
     /// Query heads.
     pub num_heads: usize,
@@ -54,9 +54,9 @@ pub struct SparseAttentionCase {
     pub values: Values,
     /// Width of the values: a multiple of 16 up to 512.
     pub v_dim: usize,
-    /// Keys; 0 is legal.
+    /// Keys; 0 is allowed.
     pub num_keys: usize,
-    /// Slots of a list; 0 is legal.
+    /// Slots of a list; 0 is allowed.
     pub topk: usize,
     /// What the lists look like.
     pub indices: IndexClass,
@@ -72,11 +72,11 @@ pub struct SparseAttentionCase {
     pub logit_shift: f64,
     /// Type of dk and dv.
     pub key_gradient: Float,
-    /// Whether lse has a gradient of its own.
+    /// Whether lse has its own upstream gradient.
     pub dlse: bool,
     /// Distribution of the data.
     pub distribution: Distribution,
-    /// Whether keys that no valid slot names are NaN.
+    /// Whether keys that no valid slot references are NaN.
     pub poison_unreferenced: bool,
     /// Which kernels run.
     pub implementation: Implementation,
@@ -118,12 +118,12 @@ impl SparseAttentionCase {
         }
     }
 
-    /// How many lists there are, and how many slots each has.
+    /// The number of lists and of slots in each.
     fn lists(&self) -> [usize; 2] {
         [self.num_tokens, self.topk]
     }
 
-    /// What launchers are told beside the tensors.
+    /// What launchers receive in addition to the tensors.
     fn options(&self, v: &Views) -> Result<launcher::Options, RuntimeError> {
         let options = launcher::Options {
             v_dim: (self.values != Values::Separate).then_some(self.v_dim),
@@ -143,7 +143,7 @@ impl SparseAttentionCase {
     }
 }
 
-/// What a case's record may say that ran.
+/// The paths that a case's record may report.
 pub(crate) const PATHS: &[&str] = &[
     "sparse_attention_forward<16>",
     "sparse_attention_forward<64>",
@@ -266,7 +266,7 @@ impl Operator for SparseAttention {
     fn strategy(profile: Profile) -> BoxedStrategy<SparseAttentionCase> {
         let shape = shape_strategy(profile);
         let lists = (IndexClass::strategy(), Lengths::strategy(), Sinks::strategy());
-        // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
+        // Powers of two and others; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
         let logits = (
             scale,
@@ -291,13 +291,13 @@ impl Operator for SparseAttention {
                 let (indices, lengths, sinks) = lists;
                 let (softmax_scale, logit_deviation, logit_shift) = logits;
                 let (distribution, poison_unreferenced, implementation, seed) = data;
-                // Hopper's geometries are few; the others have the portable kernels only.
+                // Hopper supports few geometries; only the portable kernels support the others.
                 let hopper = values != Values::Separate && v_dim == 512;
                 let implementation = if hopper { implementation } else { Implementation::Portable };
-                // One key that takes all of a softmax leaves gradients that vanish under the
-                // rounding of what they are a difference of. So scaled rows do not scale logits to
-                // hundreds, and where most softmaxes are that sharp, or most sinks or lists leave
-                // no gradient, there are more of them.
+                // One key that takes all of a softmax leaves gradients below the rounding of the
+                // terms that they are a difference of. So scaled rows must not scale logits to
+                // hundreds. Where most softmaxes are that sharp, or most sinks or lists leave no
+                // gradient, the case has more of them.
                 let logit_deviation =
                     if distribution == Distribution::RowScaled { 0.1 } else { logit_deviation };
                 let sharp = logit_deviation > 2.0 || sinks == Sinks::Extreme;
@@ -338,7 +338,7 @@ impl Operator for SparseAttention {
                 dlse: true,
                 ..plain(3, 21, 64, 23, 37)
             },
-            // Sums of dk go straight to its rows, and not to dense ones that are rounded into them.
+            // Sums of dk go directly to its rows, not to dense ones that are rounded into them.
             SparseAttentionCase { key_gradient: Float::F32, ..plain(3, 21, 64, 23, 37) },
             SparseAttentionCase {
                 values: Values::Separate,
@@ -376,15 +376,15 @@ impl Operator for SparseAttention {
             plain(2, 5, 512, 50, 70),
             SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) },
             hopper(plain(2, 20, 512, 50, 70)),
-            // A head that stands alone among its warp's rows, over six tiles.
+            // A head that is the only one among its warp's rows, over six tiles.
             hopper(plain(2, 17, 512, 90, 330)),
-            // Rows of few weights, whose maximum rises far from one tile to the next.
+            // Rows with few weights, whose maximum rises far from one tile to the next.
             hopper(SparseAttentionCase {
                 indices: IndexClass::Valid,
                 logit_deviation: 8.0,
                 ..plain(1, 20, 512, 400, 330)
             }),
-            // Three tiles, and one head that stands alone in its block.
+            // Three tiles, and one head that is the only one in its block.
             hopper(SparseAttentionCase {
                 lengths: Lengths::Hostile,
                 sinks: Sinks::Extreme,
@@ -396,11 +396,11 @@ impl Operator for SparseAttention {
                 v_dim: 512,
                 ..plain(2, 20, 576, 33, 65)
             }),
-            // Lists of one tile, one after another through one block: what a work leaves behind
-            // meets the next one.
+            // Lists of one tile, in sequence through one block: state left by one work tile reaches
+            // the next.
             hopper(plain(12, 1, 512, 9, 5)),
-            // Rows of dk that are one product each: what is rounded, dS and not softmax_scale dS,
-            // shows in single elements.
+            // Rows of dk that are one product each. Single elements show what is rounded: dS, not
+            // softmax_scale dS.
             hopper(SparseAttentionCase {
                 indices: IndexClass::Valid,
                 key_gradient: Float::F32,
@@ -408,7 +408,7 @@ impl Operator for SparseAttention {
                 ..plain(1, 1, 512, 200, 128)
             }),
         ];
-        // Summed in one order: no token, no slot, one key of every slot, two blocks of heads,
+        // Summed in one order: no token, no slot, one key for every slot, two blocks of heads,
         // lists of thousands.
         cases.extend([
             summed(plain(0, 4, 64, 9, 5)),
@@ -537,7 +537,7 @@ impl Operator for SparseAttention {
         }
     }
 
-    /// Infinite sinks have no neighbourhood to differentiate in.
+    /// Finite differences do not exist at infinite sinks.
     fn is_smooth(c: &SparseAttentionCase) -> bool {
         let work = c.num_tokens * c.num_heads * c.topk * c.head_dim;
         c.sinks != Sinks::Extreme && work <= 1 << 18
@@ -547,8 +547,8 @@ impl Operator for SparseAttention {
         Ok(vec![golden_case(file)?])
     }
 
-    /// 4096 queries over gathered keys at the model's two head counts. Every slot is valid, the
-    /// slots of a token distinct.
+    /// 4096 queries over gathered keys at the model's two head counts. Every slot is valid, and the
+    /// slots of a token are distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let fastest = Implementation::fastest_on(environment);
         let case = |num_tokens, num_heads, topk, num_keys| SparseAttentionCase {
@@ -577,7 +577,7 @@ impl Operator for SparseAttention {
         let (flash, pro) = (case(4096, 64, 512, 8192), case(4096, 128, 1024, 8192));
         let portable =
             |case| SparseAttentionCase { implementation: Implementation::Portable, ..case };
-        // There is no Hopper kernel for values of their own.
+        // No Hopper kernel exists for separate values.
         let separate = portable(SparseAttentionCase { values: Values::Separate, ..flash.clone() });
         let shared = [
             flash.clone(),
@@ -596,7 +596,7 @@ impl Operator for SparseAttention {
     }
 }
 
-/// A benchmark; `portable` says that its name says so.
+/// A benchmark; `portable` means that its name contains it.
 fn timed(
     case: SparseAttentionCase,
     direction: Direction,
@@ -611,8 +611,8 @@ fn timed(
     let name = format!(
         "q{num_tokens} k{num_keys} H{num_heads} D{head_dim} topk{topk}{value}{portable}{order}"
     );
-    // Two products forward, five backward, of 2·T·H·topk·D FLOP each. Lists of so many random
-    // slots name every row of K (and V).
+    // Two GEMMs forward, five backward, of 2·T·H·topk·D FLOP each. Lists of that many random slots
+    // reference every row of K (and V).
     let products = if direction == Direction::Forward { 2.0 } else { 5.0 };
     let product = 2.0 * (num_tokens * num_heads * topk * head_dim) as f64;
     let benchmark =
@@ -644,8 +644,8 @@ fn scale_law(c: &SparseAttentionCase, laws: &mut Laws<'_, SparseAttention>) {
     );
 }
 
-/// What binds dk and dv where the terms of their sums are the same, in the same order of tokens
-/// and slots.
+/// The relation for dk and dv where their sums have the same terms, in the same order of tokens and
+/// slots.
 fn same_sum(c: &SparseAttentionCase) -> Relation {
     match c.key_gradients {
         KeyGradients::Atomic => Relation::WithinBudget,
@@ -684,7 +684,7 @@ pub(crate) fn summed(case: SparseAttentionCase) -> SparseAttentionCase {
     SparseAttentionCase { key_gradients: KeyGradients::Deterministic, ..case }
 }
 
-/// Whether V is 512 columns of keys of 512 or 576, which the kernels for Hopper are for.
+/// Whether V is 512 columns of keys of 512 or 576, the shapes of the Hopper kernels.
 fn fits_hopper(c: &SparseAttentionCase) -> bool {
     c.values != Values::Separate && c.v_dim == 512 && [512, 576].contains(&c.head_dim)
 }
@@ -693,7 +693,7 @@ pub(crate) fn hopper(case: SparseAttentionCase) -> SparseAttentionCase {
     SparseAttentionCase { implementation: Implementation::Hopper, ..case }
 }
 
-/// The heads and lists of the two production models, with as many tokens as the oracle can bear.
+/// The heads and lists of the two production models, with as many tokens as the oracle can compute.
 fn production_cases() -> Vec<SparseAttentionCase> {
     let plain = SparseAttentionCase::plain;
     vec![
@@ -706,8 +706,7 @@ fn production_cases() -> Vec<SparseAttentionCase> {
             v_dim: 512,
             ..plain(5, 128, 576, 3000, 1025)
         }),
-        // More tokens than any GPU has multiprocessors: a block of the forward goes on to a second
-        // one.
+        // More tokens than any GPU has SMs: a block of the forward continues with a second one.
         hopper(plain(300, 3, 512, 90, 140)),
         SparseAttentionCase {
             values: Values::Separate,
@@ -720,8 +719,8 @@ fn production_cases() -> Vec<SparseAttentionCase> {
 
 type Shape = (usize, usize, (Values, usize, usize), usize, usize);
 
-/// Tokens, heads, geometry, keys, slots. The geometries are few because each is a module of its
-/// own.
+/// Tokens, heads, geometry, keys, slots. Each geometry is a separate module, so the choices are
+/// few.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let small = prop::sample::select(vec![
         (Values::Shared, 64, 64),
@@ -752,7 +751,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     }
 }
 
-/// Keys that some valid slot names.
+/// Keys that some valid slot references.
 fn referenced(c: &SparseAttentionCase, tensors: &Tensors) -> Vec<bool> {
     let mut referenced = vec![false; c.num_keys];
     let (indices, counts) =
@@ -769,7 +768,7 @@ fn referenced(c: &SparseAttentionCase, tensors: &Tensors) -> Vec<bool> {
     referenced
 }
 
-/// Turns every key (and value) row that no valid slot names into NaN.
+/// Sets every key (and value) row that no valid slot references to NaN.
 fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
     let referenced = referenced(c, tensors);
     for (name, width) in [("k", c.head_dim), ("v", c.v_dim)] {

@@ -1,9 +1,9 @@
 //! `compressor` (inference 5.4, 6, training 9): `kernels/cuda/cache/compressor.cu` against
 //! `reference/src/cache/compressor.rs`.
 //!
-//! Of entries with an epilogue the oracle's runs say that they are near the right numbers, as near
-//! as roundings to codes let them be; that they are what codes of the same entries without one
-//! decode to is a law, which holds to the bit.
+//! With an epilogue, the oracle's runs check only that entries are near the right values, within
+//! the rounding to codes. A law checks the exact relation: entries without an epilogue, quantized
+//! and decoded, must equal the entries with one, bit for bit.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -28,58 +28,57 @@ use crate::operator::{Pooling, format_of};
 /// The operator.
 pub struct Compressor;
 
-/// How long sequences are.
+/// The lengths of the sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Packing {
-    /// Of any length, some of them empty or shorter than a group; some tokens at the end are
-    /// padding.
+    /// Any length: some are empty or shorter than a group. Some tokens at the end are padding.
     Drawn,
-    /// All equally long.
+    /// All the same length.
     Equal,
 }
 
-/// A case: extents, sequences, types, data.
+/// A case: sizes, sequences, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CompressorCase {
-    /// Tokens, padding included; 0 is legal.
+    /// Tokens, padding included; 0 is allowed.
     pub num_tokens: usize,
-    /// Packed sequences; 0 is legal.
+    /// Packed sequences; 0 is allowed.
     pub num_sequences: usize,
-    /// Rows of entries: those beyond the entries that there are become zero, entries beyond the
-    /// rows are left out.
+    /// Rows of entries. Rows beyond the existing entries become zero; entries beyond the rows are
+    /// skipped.
     pub num_entries: usize,
     /// Tokens of a group, 1 to 128; 4 where groups overlap.
     pub ratio: usize,
-    /// Whether an entry has the group before its own as well.
+    /// Whether an entry also covers the group before its own.
     pub overlaps: bool,
     /// Channels of an entry, a multiple of 4 up to 512.
     pub head_dim: usize,
-    /// Channels that turn, the last ones: a multiple of 4.
+    /// Channels that rotate, the last ones: a multiple of 4.
     pub rope_dim: usize,
     /// Positions of the table; entries beyond are NaN.
     pub table_rows: usize,
-    /// Type of entries, and of what is saved of them.
+    /// Type of entries, and of what is saved for them.
     pub dtype: Float,
-    /// How long sequences are.
+    /// The lengths of the sequences.
     pub packing: Packing,
-    /// Whether what no entry pools is NaN.
+    /// Whether inputs that no entry pools are NaN.
     pub poison: bool,
-    /// Whether the forward saves what it pooled. If not, as in inference, a forward of its own
-    /// saves it for the backward.
+    /// Whether the forward saves what it pooled. If not, as in inference, a separate forward saves
+    /// it for the backward.
     pub saves_pooled: bool,
-    /// What entries are stored for; of any but `none` there is no backward.
+    /// The format of stored entries. Only `none` has a backward.
     pub epilogue: Epilogue,
     /// Added to the mean square.
     pub eps: f32,
-    /// Deviation of gate and ape: near-equal weights, or a single one.
+    /// Deviation of gate and ape: from nearly equal weights to a single dominant one.
     pub scores: f64,
     /// kv.
     #[serde(flatten)]
     pub data: Data,
 }
 
-/// As many rows as sequences have, and one more.
+/// As many rows as the sequences have, and one more.
 fn plain(
     lengths: [usize; 2],
     ratio: usize,
@@ -140,8 +139,8 @@ impl CompressorCase {
         (0..self.num_sequences).map(length).collect()
     }
 
-    /// Ends of the sequences' tokens, and of their rows of entries: drawn sequences have a row for
-    /// a group that is not complete.
+    /// Ends of the sequences' tokens, and of their rows of entries. Drawn sequences have a row for
+    /// an incomplete group.
     fn ends(&self) -> [Vec<i32>; 2] {
         let (mut ends, mut tokens, mut entries) = ([vec![0], vec![0]], 0, 0);
         for length in self.lengths() {
@@ -210,7 +209,7 @@ fn inputs(c: &CompressorCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> 
     })
 }
 
-/// As the oracle calls it.
+/// The oracle's name for it.
 pub(crate) fn epilogue_of_oracle(epilogue: Epilogue) -> reference::Epilogue {
     match epilogue {
         Epilogue::None => reference::Epilogue::None,
@@ -227,7 +226,7 @@ pub(crate) fn check_epilogue(epilogue: Epilogue, head_dim: usize) -> Result<(), 
     Ok(())
 }
 
-/// Channels of an entry that are rounded alike: those of a scale.
+/// Channels of an entry that share a scale.
 pub(crate) fn pooling_of(epilogue: Epilogue) -> Pooling {
     match epilogue {
         Epilogue::None => Pooling::LastAxis,
@@ -236,11 +235,11 @@ pub(crate) fn pooling_of(epilogue: Epilogue) -> Pooling {
     }
 }
 
-/// Entries with an epilogue are what it makes of those without, bit for bit.
+/// Entries with an epilogue equal the epilogue of entries without one, bit for bit.
 pub(crate) fn made_by(epilogue: Epilogue, rope_dim: usize, dtype: Float) -> Relation {
     let stored = format_of(dtype.dtype()).expect("a floating-point type");
     let made = move |z: &HostTensor| -> OracleResult<Vec<f64>> {
-        // Every number is that of the hardware's rule, which leaves no choice.
+        // Every value follows the hardware's rule, which allows only one result.
         let mut to_nearest = Rounding::new(Precision::Nearest { seed: 0 });
         let z = Tensor::from_vec(z.to_f64(), z.shape.as_slice(), &Cpu::Cpu)?;
         Ok(elements(&epilogue_of_oracle(epilogue).of(&z, rope_dim, stored, &mut to_nearest)?)?)
@@ -248,7 +247,7 @@ pub(crate) fn made_by(epilogue: Epilogue, rope_dim: usize, dtype: Float) -> Rela
     Relation::MadeOf(Rc::new(move |entries| made(entries).unwrap_or_default()))
 }
 
-/// Of each sequence first token and first row of entries, and the ends.
+/// The first token and the first row of entries of each sequence, and the ends.
 fn set_ends(c: &CompressorCase, tensors: &mut Tensors) {
     let [cu_seqlens, cu_entries] = c.ends();
     tensors.put("cu_seqlens", HostTensor::from_i32(&[cu_seqlens.len()], &cu_seqlens));
@@ -257,7 +256,7 @@ fn set_ends(c: &CompressorCase, tensors: &mut Tensors) {
 
 impl Operator for Compressor {
     type Case = CompressorCase;
-    // A thread adds four numbers of a row.
+    // A thread adds four values of a row.
     const SUM_LANES: usize = 4;
 
     const ABOUT: About = About {
@@ -410,7 +409,7 @@ impl Operator for Compressor {
         vec![
             overlapping(26, 3, [16, 8]),
             plain([23, 3], 3, false, [24, 8]),
-            // Rows that are no multiple of 16 bytes: the scalar kernels'.
+            // Rows that are not multiples of 16 bytes: the scalar kernels'.
             overlapping(19, 2, [12, 4]),
             f32(plain([13, 2], 2, false, [8, 4])),
             CompressorCase {
@@ -428,29 +427,29 @@ impl Operator for Compressor {
         let mut cases = vec![
             overlapping(0, 0, [16, 8]),
             plain([0, 1], 2, false, [8, 4]),
-            // Shorter than a group; just one; the table ends before the last entries.
+            // Shorter than a group; exactly one group; the table ends before the last entries.
             poisoned(overlapping(3, 1, [16, 8])),
             CompressorCase { packing: Packing::Equal, ..overlapping(8, 2, [16, 8]) },
             CompressorCase { table_rows: 9, scores: 100.0, ..overlapping(30, 2, [16, 8]) },
-            // The model's: several warps an entry, one warp an entry.
+            // The model's: several warps for each entry, one warp for each entry.
             poisoned(overlapping(26, 3, [512, 64])),
             poisoned(overlapping(70, 5, [128, 64])),
             poisoned(plain([300, 2], 128, false, [72, 8])),
             CompressorCase { packing: Packing::Equal, ..plain([20, 1], 10, false, [512, 64]) },
             // As in inference.
             CompressorCase { saves_pooled: false, ..overlapping(21, 2, [16, 8]) },
-            // An entry is two warps; more entries than blocks; rows that are too few.
+            // An entry takes two warps; more entries than blocks; too few rows.
             poisoned(overlapping(30, 4, [140, 8])),
             overlapping(400, 7, [8, 4]),
             CompressorCase { num_entries: 3, ..overlapping(41, 4, [16, 0]) },
             plain([60, 3], 1, false, [8, 8]),
-            // More sequences than a warp has lanes, and a row behind the last one's.
+            // More sequences than a warp has lanes, and a row after the last one's.
             overlapping(700, 70, [8, 4]),
-            // Scores of different warps' slots so far apart that only the largest of all bounds
-            // their powers.
+            // Scores of different warps' slots are so far apart that only the maximum over all
+            // warps bounds their exponentials.
             CompressorCase { scores: 100.0, ..plain([300, 2], 128, false, [72, 8]) },
             CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
-            // The model's in inference; a group that ends early, and none at all; the table ends
+            // The model's in inference; an incomplete last group, and no group; the table ends
             // before the last entries.
             stored(
                 Epilogue::Fp8,
@@ -488,7 +487,7 @@ impl Operator for Compressor {
         let parameters = YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() };
         let (cos, sin) =
             table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
-        // As a kernel would store them.
+        // Rounded as a kernel stores them.
         tensors.set("cos", &elements(&cos)?);
         tensors.set("sin", &elements(&sin)?);
         if c.poison {
@@ -561,7 +560,7 @@ impl Operator for Compressor {
     }
 
     fn oracle_elements(c: &CompressorCase) -> u128 {
-        // Values, scores, powers and their gradients, of every slot.
+        // Values, scores, exponentials and their gradients, for every slot.
         16 * c.num_entries as u128 * (2 * c.ratio * c.head_dim) as u128
     }
 
@@ -574,7 +573,7 @@ impl Operator for Compressor {
             ("dape", 0.5),
             ("dnorm_weight", 1.0),
         ];
-        // Of what is stored as e4m3 the floor of scales does not scale.
+        // For entries stored as e4m3, the floor of scales does not scale.
         let halved = if c.epilogue == Epilogue::Fp8 { &halved[1..] } else { &halved[..] };
         laws.scale("the norm's weight scales once", "norm_weight", 0.5, halved);
         laws.scale("what is pooled is linear in kv", "kv", 4.0, &[("pooled", 4.0)]);
@@ -584,7 +583,7 @@ impl Operator for Compressor {
             let made = made_by(c.epilogue, c.rope_dim, c.dtype);
             let change = |v: &mut Variant<Self>| {
                 v.case.epilogue = Epilogue::None;
-                // The variant has a backward, which nothing is asked of.
+                // The variant has a backward, which is not used.
                 let entries = [c.num_entries, c.head_dim];
                 let dentries = HostTensor::from_f64(
                     c.dtype.dtype(),
@@ -607,7 +606,7 @@ impl Operator for Compressor {
         small && within_table && !c.poison && c.entries().len() <= SMOOTH_ENTRIES
     }
 
-    /// An entry bends over its own root mean square, or over the root of eps where that is larger.
+    /// An entry bends over its own root mean square, or over the root of eps if that is larger.
     fn bends_over(c: &CompressorCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let kv = (input == "kv").then(|| tensors.values("kv"))?;
         let mean_square = kv.iter().map(|x| x * x).sum::<f64>() / kv.len().max(1) as f64;
@@ -642,7 +641,8 @@ impl Operator for Compressor {
         Ok(all)
     }
 
-    /// The model's three: the entries of the two kinds of layers, and the indexer's.
+    /// The three configurations of the model: the entries of the two kinds of layers, and the
+    /// indexer's.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let lengths = if on_gpu(environment) { &[[4096, 8], [32768, 64]][..] } else { &[[256, 2]] };
         let forms =
@@ -654,7 +654,7 @@ impl Operator for Compressor {
     }
 }
 
-/// What [`made_by`] says.
+/// The result of [`made_by`].
 pub(crate) const EPILOGUE_LAW: &str = "an epilogue's entries are what their codes decode to";
 
 /// Two of five cases have an epilogue.
@@ -662,16 +662,16 @@ pub(crate) fn drawn_epilogue() -> impl Strategy<Value = Epilogue> {
     prop_oneof![3 => Just(Epilogue::None), 1 => Just(Epilogue::Fp8), 1 => Just(Epilogue::HadamardFp4)]
 }
 
-/// The epilogue, or the other one where entries of this width have it not.
+/// The epilogue, or the other one where entries of this width do not support it.
 pub(crate) fn of_width(epilogue: Epilogue, head_dim: usize) -> Epilogue {
     if check_epilogue(epilogue, head_dim).is_ok() { epilogue } else { Epilogue::Fp8 }
 }
 
-/// Finite differences run the oracle dozens of times.
+/// Small, because finite differences run the oracle dozens of times.
 const SMOOTH_ELEMENTS: usize = 4096;
 const SMOOTH_ENTRIES: usize = 64;
 
-/// Sequences of one length, of which the last one is sampled.
+/// Sequences of one length; the last one is sampled.
 fn benchmark(
     lengths: [usize; 2],
     (ratio, overlaps, head_dim): (usize, bool, usize),
@@ -684,7 +684,7 @@ fn benchmark(
     };
     let (num_entries, table_rows) = (num_tokens / ratio, num_tokens / num_sequences);
     let saves_pooled = direction == Direction::Backward || !overlaps;
-    // In inference an entry is stored as attention, or the indexer, reads it.
+    // In inference an entry is stored in the format that attention, or the indexer, reads.
     let as_read = if head_dim == hadamard::DIM { Epilogue::HadamardFp4 } else { Epilogue::Fp8 };
     let epilogue = if direction == Direction::Forward { as_read } else { Epilogue::None };
     let case = CompressorCase { num_entries, table_rows, saves_pooled, epilogue, ..packed };
@@ -692,7 +692,7 @@ fn benchmark(
         Direction::Forward => ("num_entries", num_entries / num_sequences),
         Direction::Backward => ("num_tokens", num_tokens / num_sequences),
     };
-    // Score, largest, power, two sums; in the backward two products and a difference more, and a
+    // Score, maximum, exponential, two sums. The backward adds two products, a difference and a
     // sum.
     let flops = if direction == Direction::Forward { 6.0 } else { 12.0 };
     let name = format!("{num_tokens}x{head_dim} ratio {ratio}");
@@ -707,8 +707,7 @@ fn benchmark(
     }
 }
 
-/// The last of equally long sequences by themselves: as many as have the entries, or the tokens,
-/// that are sampled.
+/// Only the last of equally long sequences: as many as contain the sampled entries or tokens.
 fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors: &mut Tensors) {
     let length = whole.case.num_tokens / whole.case.num_sequences;
     let of_tokens = c.num_tokens < whole.case.num_tokens;
@@ -728,7 +727,7 @@ fn last_sequences(whole: &Whole<'_, Compressor>, c: &mut CompressorCase, tensors
     set_ends(c, tensors);
 }
 
-/// Other numbers in the tokens of one sequence change nothing of another one.
+/// Other values in the tokens of one sequence do not change another one.
 fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
     let [cu_seqlens, cu_entries] = c.ends();
     let lengths = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
@@ -737,7 +736,7 @@ fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
     let Some((sequence, _)) = longest else { return };
     let range = |ends: &[i32]| ends[sequence] as usize..ends[sequence + 1] as usize;
     let (tokens, rows, width) = (range(&cu_seqlens), range(&cu_entries), c.width());
-    // Where all are of the one sequence, nothing is bound.
+    // Where all tokens are in the one sequence, nothing is compared.
     let others = |own: Range<usize>, extent: usize, names: [&'static str; 2]| {
         let some = own.len() < extent;
         let relation = Relation::EqualRows(Rc::new(move |row| !own.contains(&row)));
@@ -761,11 +760,11 @@ fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
     );
 }
 
-/// What a golden file says of a compressor.
+/// A compressor's data in a golden file.
 pub(crate) struct Projections {
     /// Projections of the hidden states, `[batch, tokens, width]`.
     pub kv: Vec<f64>,
-    /// As `kv`.
+    /// Like `kv`.
     pub gate: Vec<f64>,
     /// `[ratio, width]`.
     pub ape: Vec<f64>,
@@ -775,13 +774,14 @@ pub(crate) struct Projections {
     pub ratio: usize,
     /// Whether groups overlap.
     pub overlaps: bool,
-    /// Channels of an entry, and those that turn.
+    /// Channels of an entry, and the channels that rotate.
     pub head: [usize; 2],
     /// Added to the mean square.
     pub eps: f64,
 }
 
-/// The compressor whose parameters begin so, of entries along the axis `head`.
+/// The compressor whose parameter names start with this prefix. The axis `head` has the channels of
+/// its entries.
 pub(crate) fn golden_projections(
     file: &mut Reading<'_>,
     parameters: &str,

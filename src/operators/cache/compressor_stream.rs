@@ -1,7 +1,7 @@
 //! `compressor_stream` (inference 5.4, 6, 6.2): `kernels/cuda/cache/compressor_stream.cu` against
 //! `reference/src/cache/compressor_stream.rs`.
 //!
-//! A case is several steps of the same sequences on one state, each a call of its own.
+//! A case is several steps of the same sequences on one state. Each step is a separate call.
 
 use dsv4_kernels::cache::compressor::{Epilogue, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD};
 use dsv4_kernels::cache::compressor_stream as launcher;
@@ -23,42 +23,41 @@ use crate::operators::cache::compressor::{
 /// The operator.
 pub struct CompressorStream;
 
-/// A case: sequences, their steps, extents, types, data.
+/// A case: sequences, their steps, sizes, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CompressorStreamCase {
-    /// Sequences; 0 is legal.
+    /// Sequences; 0 is allowed.
     pub num_sequences: usize,
     /// Tokens that a step adds to each sequence, step by step.
     pub chunks: Vec<usize>,
-    /// Whether a sequence takes the chunks in an order of its own, from the one of its number on.
+    /// Whether each sequence takes the chunks in a different order, starting at its own index.
     pub staggered: bool,
-    /// Tokens behind those of each step that the next step rejects.
+    /// Tokens at the end of each step that the next step rejects.
     pub drafts: usize,
-    /// The position of the first sequence's first token; 0 begins all sequences, others are one
-    /// further each.
+    /// The position of the first sequence's first token. 0 starts all sequences at 0; otherwise
+    /// each starts one further.
     pub position: usize,
     /// Slots of the state, at least as many as sequences.
     pub num_slots: usize,
-    /// Rows of a slot: the slots of an entry and the drafts at least.
+    /// Rows of a slot: at least the slots of an entry plus the drafts.
     pub num_rows: usize,
-    /// Whether every third sequence has a slot that there is not, and every second one a row too
-    /// many.
+    /// Whether every third sequence has a nonexistent slot, and every second one a row too many.
     pub hostile: bool,
     /// Tokens of a group, 1 to 128; 4 where groups overlap.
     pub ratio: usize,
-    /// Whether an entry has the group before its own as well.
+    /// Whether an entry also covers the group before its own.
     pub overlaps: bool,
     /// Channels of an entry, a multiple of 4 up to 512.
     pub head_dim: usize,
-    /// Channels that turn, the last ones: a multiple of 4.
+    /// Channels that rotate, the last ones: a multiple of 4.
     pub rope_dim: usize,
     /// Positions of the table; entries beyond are NaN.
     pub table_rows: usize,
     /// Type of entries.
     pub dtype: Float,
-    /// What entries are stored for.
+    /// The format of stored entries.
     pub epilogue: Epilogue,
-    /// Whether slots hold NaN of what was there before the sequences that begin.
+    /// Whether slots start with NaN before new sequences use them.
     pub poison: bool,
     /// Added to the mean square.
     pub eps: f32,
@@ -69,7 +68,7 @@ pub struct CompressorStreamCase {
     pub data: Data,
 }
 
-/// One step: its tokens and entries among those of all steps.
+/// One step: the ranges of its tokens and entries among those of all steps.
 struct Step {
     token: usize,
     num_tokens: usize,
@@ -80,7 +79,7 @@ struct Step {
     first_positions: Vec<i32>,
 }
 
-/// Sequences in slots of twice their number, each step as it is.
+/// Sequences in twice as many slots, with the given steps.
 fn plain(
     num_sequences: usize,
     chunks: &[usize],
@@ -123,7 +122,7 @@ impl CompressorStreamCase {
         if self.overlaps { 2 * self.ratio } else { self.ratio }
     }
 
-    /// Every step, in turn.
+    /// Every step, in order.
     fn steps(&self) -> Vec<Step> {
         let begin = |sequence: usize| if self.position == 0 { 0 } else { self.position + sequence };
         let mut positions: Vec<usize> = (0..self.num_sequences).map(begin).collect();
@@ -179,7 +178,7 @@ impl CompressorStreamCase {
     }
 }
 
-/// What the lists of the tensors say: the oracle's pieces, step by step.
+/// The contents of the list tensors: the oracle's pieces, step by step.
 fn pieces(c: &CompressorStreamCase, host: &Tensors) -> Vec<Piece> {
     let [cu_seqlens, cu_entries] = ["cu_seqlens", "cu_entries"].map(|name| host.i32s(name));
     let (first_positions, slots) = (host.i32s("first_positions"), host.i32s("slots"));
@@ -221,7 +220,7 @@ fn set_steps(c: &CompressorStreamCase, tensors: &mut Tensors) {
 
 impl Operator for CompressorStream {
     type Case = CompressorStreamCase;
-    // A thread adds four numbers of a row.
+    // A thread adds four values of a row.
     const SUM_LANES: usize = 4;
 
     const ABOUT: About = About {
@@ -378,7 +377,7 @@ impl Operator for CompressorStream {
     }
 
     fn typical() -> Vec<CompressorStreamCase> {
-        // One step each: of sequences that begin, and of others; by the scalar kernels.
+        // One step each: of new sequences, and of others; by the scalar kernels.
         let further = |case| CompressorStreamCase { position: 5, ..case };
         let f32 = |case| CompressorStreamCase { dtype: Float::F32, ..case };
         let stored = |epilogue, case| CompressorStreamCase { epilogue, ..case };
@@ -386,7 +385,7 @@ impl Operator for CompressorStream {
             further(plain(3, &[6], OVERLAP, [16, 8])),
             f32(further(plain(3, &[4], (3, false), [24, 8]))),
             plain(2, &[9], OVERLAP, [12, 4]),
-            // Of fewer entries, codes of 4 bits would not show an error of a tenth.
+            // With fewer entries, codes of 4 bits would hide an error of a tenth.
             stored(Epilogue::HadamardFp4, further(plain(2, &[13], OVERLAP, [128, 8]))),
         ]
     }
@@ -415,12 +414,12 @@ impl Operator for CompressorStream {
                 position: 7,
                 ..plain(4, &[1, 2, 1], (2, false), [24, 8])
             },
-            // Rejected tokens, with no more rows than they need.
+            // Rejected tokens, with the least number of rows.
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 1),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 8),
             rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], (3, false), [24, 8])), 5),
-            // A token or two a sequence; all of a step's one sequence's, which has more of them
-            // than rows.
+            // A token or two for each sequence; all tokens of a step in one sequence, with more
+            // tokens than rows.
             one(&[2; 7]),
             CompressorStreamCase {
                 position: 5,
@@ -438,10 +437,11 @@ impl Operator for CompressorStream {
             plain(2, &[7, 1, 4], OVERLAP, [512, 64]),
             plain(3, &[9, 2], OVERLAP, [128, 64]),
             plain(1, &[130, 126], (128, false), [36, 8]),
-            // Powers of scores that no other slot's are near; the table ends just before an entry.
+            // Exponentials of scores far from all other slots; the table ends just before an entry.
             CompressorStreamCase { scores: 100.0, ..plain(1, &[40, 24], (32, false), [36, 8]) },
             CompressorStreamCase { table_rows: 8, ..plain(1, &[7, 6], OVERLAP, [16, 8]) },
-            // As attention and the indexer read them; in steps, of a group that ends early.
+            // Stored as attention and the indexer read them; in steps, with an incomplete last
+            // group.
             stored(Epilogue::Fp8, poisoned(plain(2, &[7, 1, 4], OVERLAP, [512, 64]))),
             stored(Epilogue::HadamardFp4, poisoned(plain(3, &[9, 2], OVERLAP, [128, 64]))),
             stored(Epilogue::HadamardFp4, poisoned(plain(1, &[3, 1, 5, 4], OVERLAP, [128, 64]))),
@@ -460,7 +460,7 @@ impl Operator for CompressorStream {
         let parameters = YarnParameters { rope_dim: c.rope_dim, ..YarnParameters::compress() };
         let (cos, sin) =
             table(&inv_freq_f32(&parameters)?, &(0..c.table_rows as i64).collect::<Vec<_>>())?;
-        // As a kernel would store them.
+        // Rounded as a kernel stores them.
         tensors.set("cos", &elements(&cos)?);
         tensors.set("sin", &elements(&sin)?);
         let mut draw = Draw::new(c.data.seed, "values of the state");
@@ -541,7 +541,7 @@ impl Operator for CompressorStream {
     }
 
     fn laws(c: &CompressorStreamCase, laws: &mut Laws<'_, Self>) {
-        // Of what is stored as e4m3 the floor of scales does not scale.
+        // For entries stored as e4m3, the floor of scales does not scale.
         let halved = if c.epilogue == Epilogue::Fp8 {
             &[("state", 1.0)][..]
         } else {
@@ -553,7 +553,7 @@ impl Operator for CompressorStream {
             let change = |v: &mut Variant<Self>| v.case.epilogue = Epilogue::None;
             laws.law(EPILOGUE_LAW, change, [("entries", made), ("state", Relation::Times(1.0))]);
         }
-        // Of one sequence the tokens of all steps lie one behind the other, and so do its entries.
+        // For one sequence, the tokens of all steps are consecutive, and so are its entries.
         if c.num_sequences == 1 && c.drafts == 0 && !c.hostile && c.chunks.len() > 1 {
             let whole = CompressorStreamCase { chunks: vec![c.chunks.iter().sum()], ..c.clone() };
             laws.alike("in steps equals at once", Relation::Times(1.0), |v| {
@@ -578,14 +578,13 @@ impl Operator for CompressorStream {
         Ok(all)
     }
 
-    /// A step of one token, by which every sequence completes an entry, and one by which none does.
+    /// A step of one token that completes an entry in every sequence, and one that completes none.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let numbers: &[usize] = if on_gpu(environment) { &[1, 128] } else { &[6] };
         let forms = [(OVERLAP, 512), (OVERLAP, 128), ((MAX_RATIO, false), 512)];
         let benchmark = |num_sequences: usize, (form, head_dim): ((usize, bool), usize)| {
             let plain = plain(num_sequences, &[1], form, [head_dim, 64]);
-            // Positions are unlike each other: of the sequences with overlap a quarter completes
-            // an entry.
+            // Positions differ: of the sequences with overlap, a quarter completes an entry.
             let position = 2 * form.0 - 1;
             let (num_rows, table_rows) = (plain.slots_of_an_entry(), position + num_sequences + 1);
             let epilogue = of_width(Epilogue::HadamardFp4, head_dim);
@@ -599,7 +598,7 @@ impl Operator for CompressorStream {
                 bytes: (8 * numbers + 2 * entries * head_dim + 16 * num_sequences * aligned.width())
                     as f64,
                 flops: (6 * numbers) as f64,
-                // All of them: an entry is one of all its channels.
+                // All of them: an entry needs all its channels.
                 rows: usize::MAX,
                 ..Benchmark::new(Direction::Forward, name, aligned, "head_dim")
             }
@@ -608,8 +607,8 @@ impl Operator for CompressorStream {
     }
 }
 
-/// A compressor of a golden file: every sequence takes the same chunks, so that entries come chunk
-/// by chunk here and sequence by sequence there.
+/// A compressor of a golden file. Every sequence takes the same chunks. Entries here are ordered by
+/// chunk, and in the file by sequence.
 fn golden_case(
     file: &mut Reading<'_>,
     parameters: &str,
@@ -630,7 +629,7 @@ fn golden_case(
     let (cos, sin) = golden_table(file, rope_dim, tokens)?;
     let (dtype, eps) = (Float::F32, given.eps as f32);
     let case = CompressorStreamCase { staggered: false, table_rows: tokens, dtype, eps, ..plain };
-    // Of every step the same positions of each sequence.
+    // The same positions of each sequence in every step.
     let in_steps = |all: &[f64], of_positions: &dyn Fn(usize) -> usize, width: usize| -> Vec<f64> {
         let per_sequence = all.len() / batch;
         let (mut from, mut ordered) = (0, Vec::with_capacity(all.len()));

@@ -2,7 +2,8 @@
 //! `kernels/cuda/cache/indexer_cache_write.cu` against
 //! `reference/src/cache/indexer_cache_write.rs`.
 //!
-//! The order of the transform's sums is part of its definition: every byte must be the oracle's.
+//! The order of the transform's sums is part of its definition, so every byte must equal the
+//! oracle's.
 
 use std::rc::Rc;
 
@@ -27,32 +28,32 @@ use crate::operators::formats::hadamard::of_oracle;
 /// The operator.
 pub struct IndexerCacheWrite;
 
-/// A case: extents, how keys are stored, slots, data.
+/// A case: sizes, how keys are stored, slots, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct IndexerCacheWriteCase {
-    /// Keys to write; 0 is legal.
+    /// Keys to write; 0 is allowed.
     pub num_tokens: usize,
     /// How keys are stored: `e2m1` or `e4m3`.
     pub stored: Stored,
-    /// Pages of the store; 0 is legal.
+    /// Pages of the store; 0 is allowed.
     pub num_pages: usize,
     /// Rows of a page.
     pub page_size: usize,
-    /// Where keys are written.
+    /// The slots that keys are written to.
     pub slots: SlotClass,
     /// Distribution of the keys.
     pub distribution: Distribution,
     /// Their scale.
     pub magnitude: f64,
-    /// Least number of bytes after each page, which belong to nobody, as where several layers
-    /// share the pages of a pool; with the page's own a multiple of 16.
+    /// Least number of unused bytes after each page, as where several layers share the pages of a
+    /// pool. With the page's own bytes a multiple of 16.
     pub page_padding: usize,
     /// Seed of the data.
     pub seed: u64,
 }
 
-/// Slots that there are not, and another layer's bytes behind each page.
+/// Slots that do not exist, and another layer's bytes after each page.
 fn plain(
     num_tokens: usize,
     stored: Stored,
@@ -72,7 +73,7 @@ fn plain(
     }
 }
 
-/// Bytes that bring a page to whole 16 bytes.
+/// Bytes that pad a page to a multiple of 16.
 fn page_gap(stored: Stored, page_size: usize) -> usize {
     let bytes = page_size.saturating_mul(launcher::row_bytes(stored));
     bytes.next_multiple_of(16) - bytes
@@ -87,7 +88,7 @@ impl IndexerCacheWriteCase {
         self.num_pages.saturating_mul(self.page_size)
     }
 
-    /// The tensors that are observed of the rows: a name and, of each row, so many bytes.
+    /// The tensors that are observed from the rows: a name, and that many bytes of each row.
     fn observed(&self) -> [(&'static str, Axis); 2] {
         let codes = ("codes", axis("code_bytes", self.stored.code_bytes()));
         [codes, ("scales", axis("scale_bytes", launcher::SCALE_BYTES))]
@@ -114,7 +115,7 @@ impl Operator for IndexerCacheWrite {
         let num_slots = axis("num_slots", c.num_slots());
         let [codes, bytes_of_scales] =
             c.observed().map(|(name, bytes)| observed(name, DType::U8, &[num_slots, bytes]));
-        // As a number a scale that is NaN is any NaN.
+        // As a value, a NaN scale equals any NaN.
         let number = observed("scales", DType::F32, &[num_slots, axis("scale", 1)]);
         let scales = if c.stored == Stored::E4m3 { number } else { bytes_of_scales };
         let data = Data { distribution: c.distribution, magnitude: c.magnitude, seed: c.seed };
@@ -184,7 +185,7 @@ impl Operator for IndexerCacheWrite {
     fn edge_cases(profile: Profile) -> Vec<IndexerCacheWriteCase> {
         let (e2m1, e4m3) = (Stored::E2m1, Stored::E4m3);
         let scattered = |case| IndexerCacheWriteCase { slots: SlotClass::Scattered, ..case };
-        // A page of a layer among others', whose bytes lie between.
+        // A page of one layer among pages of others, with their bytes in between.
         let pooled = |case: IndexerCacheWriteCase| {
             let page_padding = case.page_padding + 19008 + 1152;
             IndexerCacheWriteCase { page_padding, ..case }
@@ -222,7 +223,7 @@ impl Operator for IndexerCacheWrite {
         Ok(())
     }
 
-    /// Codes and scales follow without a choice: all precisions give one answer.
+    /// Codes and scales are fully determined: all precisions give one result.
     fn forward(c: &IndexerCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
         let pages = t.host().tensor("pages");
         let inputs = reference::Inputs {
@@ -295,7 +296,7 @@ fn benchmark(num_tokens: usize, num_pages: usize, stored: Stored) -> Benchmark<I
         },
         sampled: keep_writers,
         rows: 2,
-        // Seven steps and a product, amax and rounding of each element.
+        // Seven steps, a product, amax and rounding for each element.
         flops: (10 * num_tokens * DIM) as f64,
         ..Benchmark::new(Direction::Forward, name, case, "num_pages").streaming(&[], 0.0)
     }
@@ -313,12 +314,12 @@ fn keep_writers(
     c.num_tokens = paged::keep_writers(whole.rows, c.page_size, "k", tensors);
 }
 
-/// All that is observed is equal in the slots that are bound.
+/// All observed tensors are equal in the slots that the law binds.
 fn equal_where(bound: impl Fn(usize) -> bool + Clone + 'static) -> [(&'static str, Relation); 2] {
     ["codes", "scales"].map(|name| (name, Relation::EqualRows(Rc::new(bound.clone()))))
 }
 
-/// Pages only say where a key is.
+/// Pages only determine where a key is stored.
 fn page_law(c: &IndexerCacheWriteCase, laws: &mut Laws<'_, IndexerCacheWrite>) {
     let rows = rows_of(c.bytes(), c.page_size, &laws.tensors().tensor("pages").bytes);
     let shape = vec![c.num_slots(), c.bytes().page_bytes(1)];
@@ -339,7 +340,7 @@ fn page_law(c: &IndexerCacheWriteCase, laws: &mut Laws<'_, IndexerCacheWrite>) {
     );
 }
 
-/// Other numbers in one key change no other one, and nothing of the slots that no token writes.
+/// Other values in one key change no other key, and no slot that no token writes.
 fn independence_law(c: &IndexerCacheWriteCase, laws: &mut Laws<'_, IndexerCacheWrite>) {
     let middle = c.num_tokens / 2;
     let writers = writers(c.num_slots(), &laws.tensors().i32s("slots"));

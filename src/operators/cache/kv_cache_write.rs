@@ -1,8 +1,8 @@
 //! `kv_cache_write` (inference 5.4, 8.3, 13.2): `kernels/cuda/cache/kv_cache_write.cu` against
 //! `reference/src/cache/kv_cache_write.rs`.
 //!
-//! The bytes of a row follow from bf16 inputs without an intermediate rounding: the oracle's runs
-//! are all alike, every budget is zero, and every byte must be the oracle's.
+//! The bytes of a row follow from bf16 inputs without an intermediate rounding. So the oracle's
+//! runs are all equal, every budget is zero, and every byte must equal the oracle's.
 
 use std::rc::Rc;
 
@@ -32,36 +32,36 @@ const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 /// The operator.
 pub struct KvCacheWrite;
 
-/// A case: extents, format, slots, contents.
+/// A case: sizes, format, slots, contents.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvCacheWriteCase {
-    /// Rows to write; 0 is legal.
+    /// Rows to write; 0 is allowed.
     pub num_tokens: usize,
     /// e4m3 channels: a multiple of 64 up to 512; 0 is a cache of bf16.
     pub nope_dim: usize,
     /// bf16 channels: a multiple of 8, at least 8.
     pub rope_dim: usize,
-    /// Pages of the cache; 0 is legal.
+    /// Pages of the cache; 0 is allowed.
     pub num_pages: usize,
     /// Rows of a page.
     pub page_size: usize,
-    /// Where tokens are written.
+    /// The slots that tokens are written to.
     pub slots: SlotClass,
-    /// What the rows hold.
+    /// The contents of the rows.
     pub contents: Contents,
     /// Distribution of drawn contents.
     pub distribution: Distribution,
     /// Scale of drawn contents.
     pub magnitude: f64,
-    /// Least number of bytes after each page, which belong to nobody; with the page's own a
+    /// Least number of unused bytes after each page; with the page's own a
     /// multiple of 16.
     pub page_padding: usize,
     /// Seed of the data.
     pub seed: u64,
 }
 
-/// Drawn numbers, and slots that there are not.
+/// Drawn values, and slots that do not exist.
 fn plain(
     num_tokens: usize,
     format: RowFormat,
@@ -97,7 +97,7 @@ impl KvCacheWriteCase {
         self.num_pages.saturating_mul(self.page_size)
     }
 
-    /// The tensors that are observed of the rows: a name and, of each row, so many bytes.
+    /// The tensors that are observed from the rows: a name, and that many bytes of each row.
     fn observed(&self) -> [(&'static str, Axis); 3] {
         let codes = ("codes", axis("nope_dim", self.nope_dim));
         let rope = ("rope", axis("rope_bytes", 2 * self.rope_dim));
@@ -248,7 +248,7 @@ impl Operator for KvCacheWrite {
         Ok(())
     }
 
-    /// Nothing is rounded but the result itself: all precisions give one answer.
+    /// Only the result is rounded: all precisions give one result.
     fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
@@ -289,8 +289,8 @@ impl Operator for KvCacheWrite {
         scale_law(c, laws);
     }
 
-    /// The rows of a long prefill, scattered over a cache that holds just as many; pages are what
-    /// is sampled.
+    /// The rows of a long prefill, scattered over a cache with exactly that many rows. Pages are
+    /// sampled.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let (model, bf16) = (RowFormat::MODEL, RowFormat::bf16(512));
         let gpu = [
@@ -337,12 +337,12 @@ fn keep_writers(whole: &Whole<'_, KvCacheWrite>, c: &mut KvCacheWriteCase, tenso
     c.num_tokens = paged::keep_writers(whole.rows, c.page_size, "kv", tensors);
 }
 
-/// All that is observed is equal in the slots that are bound.
+/// All observed tensors are equal in the slots that the law binds.
 fn equal_where(bound: impl Fn(usize) -> bool + Clone + 'static) -> [(&'static str, Relation); 3] {
     ["codes", "rope", "scales"].map(|name| (name, Relation::EqualRows(Rc::new(bound.clone()))))
 }
 
-/// Pages only say where a row is.
+/// Pages only determine where a row is stored.
 fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let single_rows = |cache: &HostTensor| {
         let rows = rows_of(c.stored(), c.page_size, &cache.bytes);
@@ -366,8 +366,7 @@ fn page_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     );
 }
 
-/// Other numbers in one token change no other token's row, and nothing of the rows that no token
-/// writes.
+/// Other values in one token change no other token's row, and no row that no token writes.
 fn independence_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let (width, middle) = (c.format().head_dim(), c.num_tokens / 2);
     let writers = writers(c.num_slots(), &laws.tensors().i32s("slots"));
@@ -378,8 +377,8 @@ fn independence_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     );
 }
 
-/// Rows whose groups are scaled by what they hold, and stay numbers when they are four times as
-/// large: their codes do not change, since their scale does.
+/// Rows whose groups have scales from their own values, and stay finite at four times the
+/// magnitude. Their codes do not change, because their scale does.
 fn scale_law(c: &KvCacheWriteCase, laws: &mut Laws<'_, KvCacheWrite>) {
     let (nope, width) = (c.nope_dim, c.format().head_dim());
     let kv = laws.tensors().values("kv");

@@ -1,8 +1,8 @@
 //! `kv_norm_rope_write` (inference 3, 4, 5.1, 5.4, 8.3, 13.2):
 //! `kernels/cuda/cache/kv_norm_rope_write.cu` against `reference/src/cache/kv_norm_rope_write.rs`.
 //!
-//! The rows that a prefill attends to are held to the formula; what the cache holds must be the
-//! same rows, byte by byte what it decodes to, and everything else in it what it was.
+//! The rows that a prefill attends to are compared with the formula. The cache must hold the same
+//! rows: what each byte decodes to is checked, and all other bytes must keep their values.
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::cache::kv_norm_rope_write::{self as launcher, MAX_HEAD_DIM};
@@ -24,31 +24,31 @@ use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 /// The operator.
 pub struct KvNormRopeWrite;
 
-/// A case: extents, format, rotation, slots, data.
+/// A case: sizes, format, rotation, slots, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KvNormRopeWriteCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// e4m3 channels: a multiple of 64, not 0.
     pub nope_dim: usize,
-    /// bf16 channels, which turn: a multiple of 8; both together at most 512.
+    /// bf16 channels, which rotate: a multiple of 8. Both kinds together are at most 512.
     pub rope_dim: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
-    /// Pages of the cache; 0 is legal.
+    /// Pages of the cache; 0 is allowed.
     pub num_pages: usize,
     /// Rows of a page.
     pub page_size: usize,
-    /// Where tokens are written.
+    /// The slots that tokens are written to.
     pub slots: SlotClass,
-    /// Least number of bytes after each page, which belong to nobody; with the page's own a
+    /// Least number of unused bytes after each page; with the page's own a
     /// multiple of 16.
     pub page_padding: usize,
-    /// Where y lies.
+    /// Where y is stored.
     pub aliasing: Aliasing,
     /// x.
     #[serde(flatten)]
@@ -58,7 +58,7 @@ pub struct KvNormRopeWriteCase {
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 const MIDDLE: RowFormat = RowFormat { nope_dim: 128, rope_dim: 32 };
 
-/// Slots that there are not; a row of the table for each token.
+/// Slots that do not exist; a row of the table for each token.
 fn plain(
     num_tokens: usize,
     format: RowFormat,
@@ -95,13 +95,13 @@ impl KvNormRopeWriteCase {
         self.num_pages.saturating_mul(self.page_size)
     }
 
-    /// Slots, and groups of each of their rows.
+    /// Slots, and the number of groups in each of their rows.
     fn observed(&self) -> [usize; 2] {
         [self.num_slots(), self.nope_dim / SCALE_GROUP]
     }
 }
 
-/// Whether there are such rows, and pages of them.
+/// Whether such rows, and pages of them, are valid.
 pub(crate) fn check_format(format: RowFormat, page_size: usize) -> Result<(), Refused> {
     let RowFormat { nope_dim, rope_dim } = format;
     check_nope_dim(nope_dim)?;
@@ -135,7 +135,7 @@ pub(crate) fn set_cache(
     tensors.set_i32s("slots", &class.draw(seed, num_tokens, num_slots));
 }
 
-/// `slot_holds` and `scale_is_least` of the rows and the cache that were written.
+/// `slot_holds` and `scale_is_least` for the rows and the cache that were written.
 pub(crate) fn holds(
     format: RowFormat,
     page_size: usize,
@@ -265,7 +265,7 @@ impl Operator for KvNormRopeWrite {
                 table_rows: 5,
                 ..plain(9, SMALL, 3, 4)
             },
-            // So small that eps makes the norm and the floor the scales.
+            // So small that eps determines the norm, and the floor determines the scales.
             sized(-24, plain(5, SMALL, 2, 4)),
         ];
         if profile == Profile::Full {
@@ -310,8 +310,8 @@ impl Operator for KvNormRopeWrite {
         run.launch(|device| launcher::forward(device, v, c.format(), c.page_size, c.eps))
     }
 
-    /// Whether the cache holds the rows that were written, of what kernels wrote: the oracle says
-    /// it by itself.
+    /// Whether the cache holds the rows that the kernels wrote. The oracle returns these tensors
+    /// directly.
     fn observe(
         c: &KvNormRopeWriteCase,
         given: &Tensors,
@@ -332,7 +332,8 @@ impl Operator for KvNormRopeWrite {
             .then(|| sizes_of_rows(&tensors.values("x"), c.format().head_dim(), c.eps.into()))
     }
 
-    /// The rows of a long prefill and of decoding, scattered over a cache that holds just as many.
+    /// The rows of a long prefill and of decoding, scattered over a cache with exactly that many
+    /// rows.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(1, 64), (128, 64), (4096, 64), (65536, 64)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(64, 16)] };
@@ -347,8 +348,8 @@ impl Operator for KvNormRopeWrite {
                     tensors.put("slots", HostTensor::from_i32(&[c.num_tokens], &slots));
                 },
                 sampled: without_the_cache,
-                // A square, its sum, two products; a magnitude, a product, a rounding and a
-                // product back.
+                // A square, its sum, two products; a magnitude, a product, a rounding and a product
+                // back.
                 ..Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 8.0)
             }
         };
@@ -356,8 +357,7 @@ impl Operator for KvNormRopeWrite {
     }
 }
 
-/// The rows of sampled tokens alone, where these are not all: their slots are spread over all
-/// pages.
+/// Only the rows of sampled tokens, if some are not sampled: their slots are spread over all pages.
 fn without_the_cache(
     whole: &Whole<'_, KvNormRopeWrite>,
     c: &mut KvNormRopeWriteCase,

@@ -1,5 +1,5 @@
-//! Stores of a paged cache as the operators' cases hold them: rows, slot by slot, and the pages
-//! that they are laid out in (inference 8.3).
+//! Stores of a paged cache in the operators' cases: rows, slot by slot, and the pages that hold
+//! them (inference 8.3).
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_reference::cache::kv_cache::{self as reference, RowBytes, SCALE_BYTES, SCALE_GROUP};
@@ -12,19 +12,18 @@ use crate::operator::declaration::Axis;
 use crate::operator::declared::{Refused, refuse};
 use crate::operator::tensors::{Tensors, permuted_along};
 
-/// Largest page of a case, in bytes: what the pages of a store have together is bounded by the
-/// layer.
+/// Largest page of a case, in bytes. The layer bounds the pages of a store together.
 const LARGEST_PAGE: usize = 1 << 31;
 
-/// Where tokens are written.
+/// The slots that tokens are written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SlotClass {
-    /// Consecutive slots from 0 on: what a prefill writes.
+    /// Consecutive slots from 0 on, as a prefill writes them.
     Consecutive,
     /// Distinct slots anywhere.
     Scattered,
-    /// The same, every third token having none, or one beyond the cache, or `i32::MIN` or
+    /// The same, but every third token has no slot, or one beyond the cache, or `i32::MIN` or
     /// `i32::MAX`.
     Hostile,
 }
@@ -33,8 +32,7 @@ impl SlotClass {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Consecutive, Self::Scattered, Self::Hostile];
 
-    /// A slot for each token, distinct where they are slots of the store; -1 where there are too
-    /// few.
+    /// A slot for each token. Slots of the store are distinct; -1 where too few exist.
     pub(crate) fn draw(self, seed: u64, num_tokens: usize, num_slots: usize) -> Vec<i32> {
         let mut draw = Draw::new(seed, "slots");
         let num_slots = num_slots as i32;
@@ -69,7 +67,7 @@ pub(crate) fn check_nope_dim(nope_dim: usize) -> Result<(), Refused> {
     refuse("nope_dim", format!("{nope_dim} must be a multiple of 64 up to 512"))
 }
 
-/// Bytes of a page, or why there is no such page.
+/// Bytes of a page, or why such a page cannot exist.
 pub(crate) fn page_bytes(format: RowFormat, page_size: usize) -> Result<usize, String> {
     if page_size == 0 {
         return Err("0: a page needs rows".into());
@@ -84,13 +82,12 @@ pub(crate) fn page_bytes(format: RowFormat, page_size: usize) -> Result<usize, S
     Ok(bytes)
 }
 
-/// Bytes that bring a page to the stride of the model's caches, or of whole 16 bytes where the
-/// page's data are none.
+/// Bytes that pad a page to the stride of the model's caches, rounded up to a multiple of 16.
 pub(crate) fn page_gap(format: RowFormat, page_size: usize) -> usize {
     format.page_stride(page_size).next_multiple_of(16) - page_size * format.row_bytes()
 }
 
-/// The pages, one behind the other, of rows that lie slot by slot: a row's data, then its scales.
+/// The consecutive pages of rows that are given slot by slot: a row's data, then its scales.
 pub(crate) fn pages_of(bytes: RowBytes, page_size: usize, rows: &[u8]) -> Vec<u8> {
     let mut pages = vec![0; rows.len()];
     for (slot, row) in rows.chunks(bytes.page_bytes(1)).enumerate() {
@@ -102,7 +99,7 @@ pub(crate) fn pages_of(bytes: RowBytes, page_size: usize, rows: &[u8]) -> Vec<u8
     pages
 }
 
-/// The rows of pages that lie one behind the other, slot by slot: [`pages_of`] undone.
+/// The rows of consecutive pages, slot by slot: the inverse of [`pages_of`].
 pub(crate) fn rows_of(bytes: RowBytes, page_size: usize, pages: &[u8]) -> Vec<u8> {
     let mut rows = Vec::with_capacity(pages.len());
     for slot in 0..pages.len() / bytes.page_bytes(1) {
@@ -113,8 +110,8 @@ pub(crate) fn rows_of(bytes: RowBytes, page_size: usize, pages: &[u8]) -> Vec<u8
     rows
 }
 
-/// Each of these parts of the rows as a tensor of bytes with a row for each slot: names, and of
-/// each row so many bytes.
+/// Each of these parts of the rows as a tensor of bytes with a row for each slot. A part is a name
+/// and a number of bytes.
 pub(crate) fn parts_of(
     bytes: RowBytes,
     page_size: usize,
@@ -147,8 +144,8 @@ pub(crate) fn writers(num_slots: usize, slots: &[i32]) -> Vec<Option<usize>> {
     writers
 }
 
-/// Keeps of `rows`, and of their slots, what is written to these pages, at the slots that it has
-/// where they are all pages; returns how many rows that are.
+/// Keeps the part of `rows` and their slots that is written to these pages. Slots stay the same
+/// where all pages are kept. Returns the number of rows.
 pub(crate) fn keep_writers(
     pages: &[usize],
     page_size: usize,
@@ -169,7 +166,7 @@ pub(crate) fn keep_writers(
     slots.len()
 }
 
-/// Turns every sign in the row of one token, that of a NaN as well.
+/// Flips every sign in the row of one token, including that of a NaN.
 pub(crate) fn turn_signs_of_bf16(
     tensors: &mut Tensors,
     rows: &'static str,

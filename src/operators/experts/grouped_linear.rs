@@ -1,8 +1,8 @@
 //! `grouped_linear` (inference 5.5, 5.7, 11.1, 11.3): `kernels/cuda/experts/grouped_linear.cu` and
 //! `grouped_linear_hopper.cu` against `reference/src/experts/grouped_linear.rs`.
 //!
-//! Rows of nobody, their scales, and the weights of experts without rows are NaN wherever codes
-//! and scales have one: nobody may read them.
+//! Rows of no expert, their scales, and the weights of experts without rows are NaN, where codes
+//! and scales have a NaN. No kernel may read them.
 
 use std::rc::Rc;
 
@@ -28,22 +28,22 @@ use crate::operators::projections::linear::{
 /// The operator.
 pub struct GroupedLinear;
 
-/// A case: rows of experts, formats, extents, types, data.
+/// A case: rows of experts, formats, sizes, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedLinearCase {
-    /// Where the rows of experts are.
+    /// The layout of the experts' rows.
     pub grouping: Grouping,
-    /// Slots of the router; those for which there is no room have no row.
+    /// Slots of the router. Slots without room have no row.
     pub num_slots: usize,
-    /// Which experts the slots name.
+    /// The experts in the slots.
     pub experts: Experts,
     /// Experts, up to 512.
     pub num_experts: usize,
-    /// Rows of x, of a masked case those of each expert; 0 is legal.
+    /// Rows of x; in a masked case those of each expert; 0 is allowed.
     pub num_rows: usize,
-    /// What the first rows of experts are a multiple of, where they are contiguous.
+    /// The alignment of each expert's first row, where rows are contiguous.
     pub alignment: usize,
-    /// Rows that the launcher is told to expect of an expert.
+    /// The number of rows for each expert that the launcher is given as a hint.
     pub expected_rows: usize,
     /// Features of a row of y.
     pub out_features: usize,
@@ -53,13 +53,13 @@ pub struct GroupedLinearCase {
     pub output: Float,
     /// Formats of w and x: FP8 or MXFP4.
     pub weights: Weights,
-    /// Numbers of x that share a scale.
+    /// Values of x that share a scale.
     pub group: usize,
-    /// Whether scales are bytes, and not fp32 numbers.
+    /// Whether scales are bytes instead of fp32 values.
     pub scale_bytes: bool,
-    /// Where the scales of rows lie.
+    /// Layout of the scales of rows.
     pub layout: ScaleLayout,
-    /// What codes and scales hold.
+    /// The contents of codes and scales.
     pub codes: Codes,
     /// Which kernels run.
     pub implementation: Implementation,
@@ -68,7 +68,8 @@ pub struct GroupedLinearCase {
     pub data: Data,
 }
 
-/// Contiguous rows of so many slots and experts, with rows of nobody; FP8 with scales in bytes.
+/// Contiguous rows of that many slots and experts, with rows of no expert. FP8 with scales in
+/// bytes.
 pub(crate) fn sorted(
     [num_slots, num_experts]: [usize; 2],
     alignment: usize,
@@ -96,7 +97,7 @@ pub(crate) fn sorted(
     }
 }
 
-/// Experts with so many rows each, of which slots take some.
+/// Experts with that many rows each, some of which slots use.
 pub(crate) fn masked(
     [num_slots, num_experts, num_rows]: [usize; 3],
     features: [usize; 2],
@@ -146,7 +147,7 @@ impl GroupedLinearCase {
         Grouped { quantized, grouping: self.grouping, expected_rows: self.expected_rows }
     }
 
-    /// The slots alone.
+    /// Only the slots.
     fn slots(&self) -> MoeMapCase {
         let Self { num_slots, num_experts, alignment, experts, data, .. } = *self;
         MoeMapCase {
@@ -160,7 +161,7 @@ impl GroupedLinearCase {
         }
     }
 
-    /// Rows that each expert has: one for each slot that names it, as long as there is room.
+    /// Rows of each expert: one for each slot with it, as long as there is room.
     fn rows_of_experts(&self) -> Vec<usize> {
         let mut rows = vec![0; self.num_experts];
         let mut room = self.num_rows / self.alignment.max(1);
@@ -180,8 +181,8 @@ impl GroupedLinearCase {
         rows
     }
 
-    /// What the kernel is told of the rows of experts: of hostile masked ones also less than none
-    /// and more than there are.
+    /// The row counts that the kernel receives. Hostile masked counts are also negative or larger
+    /// than the number of rows.
     fn counts(&self) -> Vec<i32> {
         let hostile = self.is_masked() && self.experts == Experts::Hostile;
         let count = |(expert, rows): (usize, usize)| match expert % 8 {
@@ -194,8 +195,8 @@ impl GroupedLinearCase {
         self.rows_of_experts().into_iter().enumerate().map(count).collect()
     }
 
-    /// The first row of each expert, and the end of all. Of hostile ones not even the first begins
-    /// with the rows, where there are some to spare.
+    /// The first row of each expert, and the end of all. In a hostile case the first expert starts
+    /// after row 0, if unused rows exist.
     fn offsets(&self) -> Vec<i32> {
         let rows =
             self.rows_of_experts().into_iter().map(|rows| rows.next_multiple_of(self.alignment));
@@ -208,8 +209,8 @@ impl GroupedLinearCase {
         [first as i32].into_iter().chain(ends).collect()
     }
 
-    /// The expert of each row of x (masked: of each expert's part, one after the other); `None` of
-    /// rows of nobody.
+    /// The expert of each row of x (masked: of each expert's part in sequence). `None` for rows of
+    /// no expert.
     pub(crate) fn experts_of_rows(&self) -> Vec<Option<usize>> {
         let offsets = if self.is_masked() { Vec::new() } else { self.offsets() };
         let mut owners =
@@ -223,7 +224,7 @@ impl GroupedLinearCase {
         owners
     }
 
-    /// Axes of rows of so many features.
+    /// Axes of rows with that many features.
     pub(crate) fn rows(&self, features: Axis) -> Vec<Axis> {
         let rows = axis("num_rows", self.num_rows);
         if self.is_masked() {
@@ -240,7 +241,7 @@ impl GroupedLinearCase {
     /// Codes and scales.
     pub(crate) fn operands(&self) -> [TensorSpec; 4] {
         let is_hopper = self.implementation == Implementation::Hopper;
-        // Two codes of four bits lie in a byte, and 16 bytes in an access.
+        // A byte holds two codes of four bits, and an access takes 16 bytes.
         let (codes, at_once) =
             (1 + usize::from(self.weights == Weights::Mxfp4), if is_hopper { 16 } else { 1 });
         let ins = axis("in_features", self.in_features).multiples(codes * at_once, MAX_FEATURES);
@@ -254,7 +255,7 @@ impl GroupedLinearCase {
             let axes: Vec<Axis> =
                 axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
             let spec = input(name, dtype, &axes);
-            // What is not written stays as it was, however small the scales.
+            // Bytes that are not written keep their values, for every magnitude of the scales.
             if self.is_masked() || self.codes == Codes::Exact { spec } else { spec.of_any_size() }
         };
         let [x_scales, w_scales] = self.of_launcher().scale_tensors(self.extents());
@@ -267,7 +268,7 @@ impl GroupedLinearCase {
         ]
     }
 
-    /// Which rows experts have.
+    /// The rows of each expert.
     pub(crate) fn lists(&self) -> [TensorSpec; 2] {
         let ends = axis("num_experts_and_one", self.num_experts + 1);
         [
@@ -276,7 +277,7 @@ impl GroupedLinearCase {
         ]
     }
 
-    /// Scales of x and w, and how many of their kind lie behind each other.
+    /// Scales of x and w, and how many of each kind are consecutive.
     fn scales(&self) -> [(&'static str, Scales, usize); 2] {
         let oracle = self.of_one().of_oracle();
         let parts = if self.is_masked() { self.num_experts } else { 1 };
@@ -426,14 +427,15 @@ impl Operator for GroupedLinear {
         let large_scales =
             |case| GroupedLinearCase { codes: Codes::LargeScales, output: Float::F32, ..case };
         let mut cases = vec![
-            // No rows; rows, and nobody's; one row.
+            // No rows; only rows of no expert; one row.
             GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [8, 16]) },
             with(Experts::None, sorted([5, 3], 4, [20, 33])),
             hopper(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
             masked([0, 3, 0], [8, 16]),
             with(Experts::Distinct, sorted([1, 1], 1, [1, 1])),
             hopper(with(Experts::Distinct, masked([1, 9, 1], [8, 16]))),
-            // All rows one expert's, in the middle; several tiles of it, the last of them not full.
+            // All rows belong to one expert in the middle; several tiles of it, the last one
+            // partial.
             exact(with(Experts::One, sorted([37, 5], 4, [72, 144]))),
             exact(expecting(100, with(Experts::One, fp32(sorted([133, 3], 8, [136, 160]))))),
             exact(hopper(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 144]))))),
@@ -441,8 +443,8 @@ impl Operator for GroupedLinear {
                 100,
                 in_layout(mn, with(Experts::Skewed, sorted([131, 4], 16, [12, 272]))),
             ))),
-            // Groups that end in the middle of a tile and begin in the next one's; more experts
-            // than a warp has lanes.
+            // Groups that end in the middle of a tile and start in the next one; more experts than
+            // a warp has lanes.
             exact(in_layout(tiles, sorted([40, 7], 1, [24, 192]))),
             exact(hopper(expecting(40, in_layout(mn, fp32(sorted([40, 70], 1, [24, 144])))))),
             any(hopper(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
@@ -450,8 +452,8 @@ impl Operator for GroupedLinear {
             any(fp32(sorted([20, 6], 2, [21, 71]))),
             with(Experts::Repeated, expecting(40, masked([70, 3, 21], [136, 128]))),
             one_large(hopper(with(Experts::One, sorted([2, 2], 1, [4, 2048])))),
-            // Large tiles: more stages than there are places; products of two scales that are no
-            // normal numbers.
+            // Large tiles: more k-blocks than stages; products of two scales that are not normal
+            // values.
             hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
             small_scales(hopper(expecting(
                 100,
@@ -463,8 +465,8 @@ impl Operator for GroupedLinear {
             ))),
             large_scales(hopper(masked([9, 3, 6], [24, 144]))),
             large_scales(masked([9, 3, 6], [24, 144])),
-            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two
-            // blocks share, for more stages than there are places; several units of a block.
+            // In pairs: tiles of rows whose last ones are full or have a few rows, or one tile that
+            // two blocks share. More k-blocks than stages; several work tiles for each block.
             exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
             any(hopper(expecting(
                 300,
@@ -472,7 +474,7 @@ impl Operator for GroupedLinear {
             ))),
             hopper(expecting(300, in_layout(tiles, masked([300, 2, 160], [264, 144])))),
             exact(hopper(expecting(300, fp32(sorted([40, 6], 1, [264, 1168]))))),
-            // More units of a block, and of a pair, than there are places for their numbers.
+            // More work tiles for each block, and for each pair, than slots for their values.
             exact(hopper(expecting(100, with(Experts::Distinct, sorted([100, 100], 1, [8, 144]))))),
             exact(hopper(expecting(300, with(Experts::Distinct, sorted([40, 40], 1, [264, 144]))))),
         ];
@@ -494,8 +496,8 @@ impl Operator for GroupedLinear {
             cases.extend([
                 of(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
                 of(with(Experts::Distinct, masked([1, 9, 1], [8, 32]))),
-                // Several tiles of an expert, the last of them not full; groups that end in the
-                // middle of one; a last stage of one group.
+                // Several tiles of an expert, the last one partial; groups that end in the middle
+                // of one; a last k-block of one group.
                 exact(of(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 160]))))),
                 exact(of(expecting(40, in_layout(mn, sorted([40, 70], 1, [24, 96]))))),
                 exact(of(expecting(
@@ -583,7 +585,7 @@ impl Operator for GroupedLinear {
         laws_of_rows(c, laws, &["y"]);
     }
 
-    /// Gate and up of the models' experts: of a prefill, rows sorted, and of decode steps, apart.
+    /// Gate and up of the models' experts: sorted rows for a prefill, masked ones for decode steps.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         type Experts = (usize, [usize; 2]);
         let (flash, pro): (Experts, Experts) = ((256, [4096, 4096]), (384, [6144, 7168]));
@@ -595,7 +597,7 @@ impl Operator for GroupedLinear {
         let fastest = |case: GroupedLinearCase| Self::fastest(&case, environment);
         let prefill = sizes.iter().map(|&(slots, (experts, features)): &(usize, Experts)| {
             let alignment = if gpu { 128 } else { 8 };
-            // As many rows as slots that spread evenly take.
+            // As many rows as evenly spread slots need.
             let num_rows = experts * slots.div_ceil(experts).next_multiple_of(alignment);
             fastest(GroupedLinearCase { num_rows, ..sorted([slots, experts], alignment, features) })
         });
@@ -607,7 +609,7 @@ impl Operator for GroupedLinear {
     }
 }
 
-/// What a format does not have, a drawn case does not ask for.
+/// Limits a drawn case to what the format supports.
 fn fitted(
     case: GroupedLinearCase,
     ((weights, group), output, bytes, on_hopper): ((Weights, usize), Float, bool, bool),
@@ -637,7 +639,8 @@ fn fitted(
     }
 }
 
-/// NaN, where codes and scales have one, in rows of nobody and in weights of experts without rows.
+/// Sets NaN, where codes and scales have one, in rows of no expert and in weights of experts
+/// without rows.
 fn spoil_what_nobody_reads(c: &GroupedLinearCase, tensors: &mut Tensors) {
     const NAN: u8 = 0x7f;
     let owners = c.experts_of_rows();
@@ -668,7 +671,7 @@ fn spoil(bytes: Option<&mut [u8]>, width: usize, used: &[bool], with: u8) {
     rows.filter(|(_, used)| !**used).for_each(|(row, _)| row.fill(with));
 }
 
-/// NaN as the scales at places that are not used.
+/// Sets unused scales to NaN.
 fn spoil_scales(c: &GroupedLinearCase, name: &'static str, used: &[bool], tensors: &mut Tensors) {
     if c.scale_bytes {
         return spoil(tensors.bytes_mut(name), 1, used, 255);
@@ -682,8 +685,7 @@ fn spoil_scales(c: &GroupedLinearCase, name: &'static str, used: &[bool], tensor
     });
 }
 
-/// Scales count once: all of them twice as large make y twice as large, rows of nobody, which are
-/// 0, among it.
+/// Scales count once: doubling all of them doubles y, including rows of no expert, which are 0.
 fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     if c.is_masked() {
         return;
@@ -700,8 +702,8 @@ fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     }
 }
 
-/// What one row or one expert's weights hold is nothing to other rows of these tensors, and what
-/// nobody's rows hold to none.
+/// Data of one row, or of one expert's weights, do not affect other rows of these tensors. Data in
+/// rows of no expert affect no row.
 pub(crate) fn laws_of_rows<K: Operator>(
     c: &GroupedLinearCase,
     laws: &mut Laws<'_, K>,
@@ -754,8 +756,8 @@ fn equal_rows(
 }
 
 impl GroupedLinearCase {
-    /// With slots that spread over all experts; of a masked case the last expert has rows, which
-    /// is the sample.
+    /// With slots that spread over all experts. In a masked case the last expert has rows, which
+    /// are the sample.
     pub(crate) fn spread(&self) -> Self {
         let of_seed = |seed| {
             let data = Data { seed, ..self.data };
@@ -765,7 +767,7 @@ impl GroupedLinearCase {
         (1..1000).map(of_seed).find(has_rows).unwrap_or_else(|| of_seed(1))
     }
 
-    /// What a benchmark is called.
+    /// The name of a benchmark.
     pub(crate) fn name(&self) -> String {
         let Self { num_slots, num_experts, out_features, in_features, .. } = *self;
         let portable =
@@ -778,7 +780,7 @@ impl GroupedLinearCase {
         )
     }
 
-    /// Bytes that a call must move that writes so many of each row, and its FLOP.
+    /// Bytes that a call must move when it writes that many bytes for each row, and its FLOP.
     pub(crate) fn work(&self, written: usize) -> [f64; 2] {
         let Self { out_features, in_features, .. } = *self;
         let rows: usize = self.rows_of_experts().into_iter().sum();
@@ -788,7 +790,7 @@ impl GroupedLinearCase {
         [bytes as f64, 2.0 * rows as f64 * out_features as f64 * in_features as f64]
     }
 
-    /// With weights for some rows of some experts, which are drawn; `whole` is the case.
+    /// With drawn weights for some rows of some experts; `whole` is the case.
     pub(crate) fn with_few_weights(&self, whole: &Self) -> Self {
         let out_features = whole.out_features.min(128);
         let num_experts = (DRAWN / (out_features * whole.in_features)).clamp(1, whole.num_experts);
@@ -810,7 +812,7 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
     Benchmark { drawn, bytes, amend: of_whole_case, chosen, rows, sampled, ..benchmark }
 }
 
-/// Every row and weight a number, and the rows of experts of the whole case.
+/// Makes every row and weight finite, and sets the experts' rows of the whole case.
 pub(crate) fn of_whole_case(c: &GroupedLinearCase, tensors: &mut Tensors) {
     for name in ["x", "w"] {
         let codes = tensors.bytes_mut(name).unwrap_or_default();
@@ -834,7 +836,7 @@ fn of_sampled_rows(
     keep_experts_of(whole.case, whole.rows, c, tensors);
 }
 
-/// A sample of rows has the experts of its rows alone.
+/// A sample of rows has only the experts of its rows.
 pub(crate) fn keep_experts_of(
     whole: &GroupedLinearCase,
     rows: &[usize],

@@ -3,8 +3,9 @@
 //! `grouped_linear_swiglu_hopper_large.cu` against
 //! `reference/src/experts/grouped_linear_swiglu.rs`.
 //!
-//! Codes and scales are compared as those of `swiglu_quantize` are, by what they mean, which its
-//! declaration explains. Rows of nobody and what pads scales are compared byte for byte.
+//! Codes and scales are compared by what they mean, as those of `swiglu_quantize` are, whose
+//! declaration gives the reason. Rows of no expert and the padding of scales are compared byte for
+//! byte.
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::experts::grouped_linear::WORKSPACE_BYTES;
@@ -34,11 +35,11 @@ use crate::operators::projections::linear::Codes;
 /// The operator.
 pub struct GroupedLinearSwiglu;
 
-/// A case: the product, how rows of gate and up lie, what is quantized.
+/// A case: the GEMM, the row order of gate and up, the output format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedLinearSwigluCase {
-    /// The product: `out_features` are those of gate and up together, a multiple of 16; `output`
-    /// is bf16, to which gate and up are rounded.
+    /// The GEMM: `out_features` are those of gate and up together, a multiple of 16. `output` is
+    /// bf16, to which gate and up are rounded.
     #[serde(flatten)]
     pub product: GroupedLinearCase,
     /// Whether rows of gate and up are interleaved by eight.
@@ -47,20 +48,20 @@ pub struct GroupedLinearSwigluCase {
     pub weighted: bool,
     /// The limit of the clamps.
     pub limit: f32,
-    /// Which numbers of a row share a scale that is written.
+    /// Which values of a row share an output scale.
     pub product_group: Group,
-    /// What a scale is that is written.
+    /// Type of the output scales.
     pub product_scale: ScaleType,
-    /// Where scales lie that are written.
+    /// Layout of the output scales.
     pub product_layout: ScaleLayout,
-    /// Whether numbers are rounded to bf16 before they are quantized.
+    /// Whether values are rounded to bf16 before they are quantized.
     pub round_to_bf16: bool,
 }
 
-/// The size of x with which gates of some hundred products are some units large.
+/// The magnitude of x that gives gates of a few hundred products a value of a few units.
 const MAGNITUDE: f64 = 1.0 / (1 << 24) as f64;
 
-/// A product of this case, weighted, in groups of so many with scales in bytes.
+/// A GEMM of this case, weighted, in groups of that many with scales in bytes.
 fn of(product_group: Group, product: GroupedLinearCase) -> GroupedLinearSwigluCase {
     let (product_scale, product_layout) = (ScaleType::E8m0, ScaleLayout::Plain);
     GroupedLinearSwigluCase {
@@ -92,7 +93,7 @@ fn of_bf16(case: GroupedLinearSwigluCase) -> GroupedLinearSwigluCase {
     GroupedLinearSwigluCase { round_to_bf16: true, ..case }
 }
 
-/// With these scales.
+/// The case with these output scales.
 fn with(
     scale: ScaleType,
     layout: ScaleLayout,
@@ -101,14 +102,14 @@ fn with(
     GroupedLinearSwigluCase { product_scale: scale, product_layout: layout, ..case }
 }
 
-/// What lies at a place of a scale.
+/// The contents of a scale's slot.
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     /// The scale of a group of a row.
     Scale,
-    /// Nothing, which is 0.
+    /// Padding, which is 0.
     Zero,
-    /// What lay there before.
+    /// The bytes that were there before.
     Kept,
 }
 
@@ -129,7 +130,7 @@ impl GroupedLinearSwigluCase {
         reference::Options { quantized, interleaved, limit, group, scale, round_to_bf16 }
     }
 
-    /// How codes of a part are stored.
+    /// The format of a part's stored codes.
     fn stored(&self) -> quantize_fp8::Options {
         let group = quantize_fp8::Group::Row(self.product_group.columns());
         let (scale, layout) =
@@ -142,8 +143,8 @@ impl GroupedLinearSwigluCase {
         self.product_scale != ScaleType::Fp32
     }
 
-    /// What the features of gate and up together are a multiple of. Hopper's products have blocks
-    /// of FP8 weights of gate, or of up.
+    /// What the features of gate and up together are a multiple of. Hopper's GEMMs have blocks of
+    /// FP8 weights for only gate or only up.
     fn multiple(&self) -> usize {
         let Self {
             product: GroupedLinearCase { implementation, weights, .. }, interleaved, ..
@@ -169,7 +170,7 @@ impl GroupedLinearSwigluCase {
         self.intermediate_size().div_ceil(self.product_group.columns())
     }
 
-    /// Whether an expert has each row, as these tensors say, all parts' one after the other.
+    /// For each row of all parts in sequence, whether an expert has it, from these tensors.
     fn owned_rows(&self, given: &Tensors) -> Vec<bool> {
         let (rows, offsets) = (self.product.num_rows, given.maybe_i32s("expert_offsets"));
         let mut owned = vec![false; self.parts() * rows];
@@ -183,7 +184,7 @@ impl GroupedLinearSwigluCase {
         owned
     }
 
-    /// What lies at each place of the scales, those of all parts, where an expert has these rows.
+    /// The contents of each scale slot, for all parts, where an expert has these rows.
     fn places(&self, owned: &[bool]) -> Vec<Place> {
         let scales = self.of_launcher().scales(self.product.extents());
         let placed = self.stored().scales(scales.rows, self.intermediate_size());
@@ -202,18 +203,18 @@ impl GroupedLinearSwigluCase {
         (0..self.parts()).flat_map(of_part).collect()
     }
 
-    /// How many places there are.
+    /// The number of slots.
     fn num_places(&self) -> usize {
         let scales = self.of_launcher().scales(self.product.extents());
         self.parts().saturating_mul(scales.padded_rows()).saturating_mul(scales.padded_groups())
     }
 
-    /// Whether there are places of no scale.
+    /// Whether some slots hold no scale.
     fn has_others(&self) -> bool {
         self.product.is_masked() || self.product_layout != ScaleLayout::Plain
     }
 
-    /// What is written, as it is stored.
+    /// The stored output.
     fn results(&self) -> [TensorSpec; 2] {
         let (dtype, axes) = self.of_launcher().scale_tensor(self.product.extents());
         let axes: Vec<Axis> = axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
@@ -227,7 +228,7 @@ impl GroupedLinearSwigluCase {
         }
     }
 
-    /// What the codes and scales mean.
+    /// The decoded values of codes and scales.
     fn observed(&self) -> [TensorSpec; 6] {
         let (powers, columns) = (self.has_powers(), self.product_group.columns());
         let rows = self.product.rows(self.features());
@@ -297,7 +298,7 @@ impl Operator for GroupedLinearSwiglu {
     };
 
     fn tensors(c: &GroupedLinearSwigluCase) -> Specs {
-        // The activation makes no multiples of what it is given.
+        // The activation is not homogeneous in its input.
         let operands = c.product.operands().map(|spec| {
             let outs = |axis: Axis| {
                 if axis.name == "out_features" {
@@ -429,7 +430,7 @@ impl Operator for GroupedLinearSwiglu {
         };
         let no_rows = |features| GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, features) };
         let mut cases = vec![
-            // No rows; rows, and nobody's; one row.
+            // No rows; only rows of no expert; one row.
             of(short, no_rows([16, 16])),
             hopper(of(long, no_rows([256, 16]))),
             with(
@@ -450,14 +451,14 @@ impl Operator for GroupedLinearSwiglu {
             of(short, masked([0, 3, 0], [16, 16])),
             with(E8m0, MnMajor, of(long, slots(Experts::None, masked([0, 3, 2], [16, 16])))),
             bare(of(long, slots(Experts::Distinct, sorted([1, 1], 1, [16, 1])))),
-            // Several tiles of features, the last of them not full, with groups of either size;
-            // blocks of w that gate and up share.
+            // Several tiles of features, the last one partial, with groups of either size; blocks
+            // of w that gate and up share.
             with(E8m0, MnMajor, of(long, sorted([9, 3], 4, [272, 144]))),
             with(Fp32, MnMajor, interleaved(of(short, sorted([9, 3], 4, [336, 160])))),
             with(E8m0, Blocked, interleaved(of_bf16(of(short, masked([12, 5, 4], [304, 48]))))),
             with(PowerOfTwo, MnMajor, clamped(of(long, fp32(masked([9, 2, 5], [528, 48]))))),
-            // All rows one expert's; several tiles of rows, the last of them not full; rows of an
-            // odd length.
+            // All rows belong to one expert; several tiles of rows, the last one partial; rows of
+            // an odd length.
             with(
                 Fp32,
                 Plain,
@@ -467,11 +468,11 @@ impl Operator for GroupedLinearSwiglu {
             clamped(bare(of(short, any(fp32(sorted([20, 6], 2, [48, 71])))))),
             // More experts than a warp has lanes.
             with(E8m0, Blocked, of(short, in_layout(MnMajor, sorted([40, 70], 1, [32, 16])))),
-            // So small that the floor makes the scale.
+            // So small that the floor determines the scale.
             small(of(long, sorted([9, 3], 4, [48, 48]))),
-            // Hopper, many rows: half units, of groups that both consumers have a half of and of
-            // those that one has; a unit that ends within a group, and one without features of the
-            // second consumer.
+            // Hopper, many rows: half work tiles, with groups that both consumers share and groups
+            // of one consumer. A work tile that ends within a group, and one without features for
+            // the second consumer.
             with(Fp32, Plain, of_bf16(hopper(of(long, many(sorted([40, 5], 4, [256, 272])))))),
             with(E8m0, Blocked, hopper(of(short, many(fp32(masked([12, 5, 4], [512, 48])))))),
             with(
@@ -484,8 +485,8 @@ impl Operator for GroupedLinearSwiglu {
                 MnMajor,
                 bare(hopper(interleaved(of(short, many(masked([33, 3, 20], [464, 160])))))),
             ),
-            // Whole units, and the same before a half one; 65 rows, of which a consumer has one; a
-            // block that takes several units.
+            // Whole work tiles, and the same before a half one; 65 rows, of which a consumer has
+            // one; a block with several work tiles.
             with(
                 PowerOfTwo,
                 Plain,
@@ -520,8 +521,8 @@ impl Operator for GroupedLinearSwiglu {
                 Blocked,
                 hopper(of(long, many(in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
             ),
-            // In pairs: tiles of rows, whose last ones are full, a few rows, or one tile that two
-            // blocks share, for more stages than there are places; several units of a block.
+            // In pairs: tiles of rows whose last ones are full or have a few rows, or one tile that
+            // two blocks share. More k-blocks than stages; several work tiles for each block.
             with(
                 Fp32,
                 Plain,
@@ -551,12 +552,12 @@ impl Operator for GroupedLinearSwiglu {
                     expecting(300, sorted([40, 6], 1, [336, 1168])),
                 )))),
             ),
-            // What registers and shared memory hold of other numbers.
+            // What registers and shared memory hold of other values.
             hopper(of(short, many(any(fp32(sorted([20, 6], 2, [256, 64])))))),
             small(hopper(interleaved(of(long, many(sorted([9, 3], 4, [48, 48])))))),
-            // Hopper, few rows: several tiles of features, the last of them not full, with groups
-            // of either size; blocks of a cluster without features; 16 rows, and 17, for more
-            // stages than there are places; many units of a cluster.
+            // Hopper, few rows: several tiles of features, the last one partial, with groups of
+            // either size; blocks of a cluster without features; 16 rows, and 17. More k-blocks
+            // than stages; many work tiles for each cluster.
             with(Fp32, MnMajor, of_bf16(hopper(of(long, sorted([40, 5], 4, [512, 272]))))),
             with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
             with(
@@ -593,7 +594,7 @@ impl Operator for GroupedLinearSwiglu {
             hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
             small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),
             hopper(of(long, large_scales(fp32(masked([9, 3, 6], [256, 144]))))),
-            // Among tokens whose scales are not regular one whose are.
+            // One token with regular scales among tokens with irregular ones.
             hopper(of(
                 long,
                 large_scales(expecting(3, slots(Experts::One, sorted([13, 1], 4, [256, 144])))),
@@ -618,8 +619,8 @@ impl Operator for GroupedLinearSwiglu {
                 ),
             ]);
             // Hopper: no rows; one row; 8 and 9 of a tile of 8, 16 and 17 of one of 16, 64 and 65,
-            // 128 and 129; several tiles of features; rows of up that begin anywhere; more stages
-            // than there are places; scales of any size.
+            // 128 and 129; several tiles of features; rows of up at any start; more k-blocks than
+            // stages; scales of any magnitude.
             cases.extend([
                 with(
                     E8m0,
@@ -734,7 +735,7 @@ impl Operator for GroupedLinearSwiglu {
 
     fn amend(c: &GroupedLinearSwigluCase, tensors: &mut Tensors) -> OracleResult<()> {
         GroupedLinear::amend(&c.product, tensors)?;
-        // Rows of nobody have no weight that counts.
+        // Rows of no expert have no weight that counts.
         let owners = c.product.experts_of_rows();
         tensors.edit("weight", |weights| {
             weights
@@ -743,7 +744,7 @@ impl Operator for GroupedLinearSwiglu {
                 .filter(|(_, owner)| owner.is_none())
                 .for_each(|(weight, _)| *weight = f64::NAN);
         });
-        // What masked rows of nobody keep.
+        // The bytes that masked rows of no expert keep.
         for name in ["codes", "scales"] {
             let mut draw = Draw::new(c.product.data.seed, name);
             if tensors.get(name).is_some_and(|before| before.dtype == DType::F32) {
@@ -771,7 +772,7 @@ impl Operator for GroupedLinearSwiglu {
         let compared = if c.has_powers() { "decoded" } else { "quotients" };
         let least = Tensor::ones(shape(c.groups()), candle_core::DType::F64, &Cpu::Cpu)?;
         let owned = c.owned_rows(t.host());
-        // What was given is what masked rows of nobody keep.
+        // Masked rows of no expert keep the given bytes.
         let before = [t.host().get("codes"), t.host().get("scales")];
         let [codes, scales] = before.map(|before| before.filter(|_| c.product.is_masked()));
         let beside = Tensor::from_vec(beside_scales(c, &owned, scales), c.num_places(), &Cpu::Cpu)?;
@@ -788,7 +789,7 @@ impl Operator for GroupedLinearSwiglu {
             .maybe("kept_codes", kept))
     }
 
-    /// What codes and scales mean, of what kernels wrote: the oracle says it by itself.
+    /// The meaning of the codes and scales that kernels wrote. The oracle returns it directly.
     fn observe(
         c: &GroupedLinearSwigluCase,
         given: &Tensors,
@@ -838,7 +839,7 @@ impl Operator for GroupedLinearSwiglu {
         laws.alike("tiles change no bit", Relation::Times(1.0), |v| {
             v.case.product.expected_rows = other
         });
-        // Blocks of FP8 have scales for rows as they lie.
+        // FP8 blocks have scales for rows in memory order.
         if c.product.weights == Weights::Mxfp4 && c.product.layout == ScaleLayout::Plain {
             let order = c.rows_in_the_other_order();
             laws.alike("rows of gate and up may be interleaved", Relation::Times(1.0), |v| {
@@ -852,8 +853,8 @@ impl Operator for GroupedLinearSwiglu {
         laws_of_rows(&c.product, laws, &["decoded", "quotients"]);
     }
 
-    /// Gate and up of the models' experts, as `grouped_linear` has them, and what follows, as
-    /// `swiglu_quantize` has it: of a prefill and of decode steps.
+    /// Gate and up of the models' experts, as in `grouped_linear`, and the output formats of
+    /// `swiglu_quantize`: for a prefill and for decode steps.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         type Experts = (usize, [usize; 2]);
         let (gpu, flash): (bool, Experts) = (on_gpu(environment), (256, [4096, 4096]));
@@ -888,7 +889,7 @@ impl Operator for GroupedLinearSwiglu {
 }
 
 impl GroupedLinearSwigluCase {
-    /// The rows of w in the order that this case does not have.
+    /// The rows of w in the other order.
     fn rows_in_the_other_order(&self) -> Vec<usize> {
         let half = self.intermediate_size();
         let logical =
@@ -902,8 +903,7 @@ impl GroupedLinearSwigluCase {
     }
 }
 
-/// The numbers that are stored at places of no scale, bytes or fp32 numbers, and 0 at those of
-/// scales.
+/// The stored values of slots without a scale, as bytes or fp32 values, and 0 for slots with one.
 fn stored_beside_scales(
     c: &GroupedLinearSwigluCase,
     owned: &[bool],
@@ -919,7 +919,7 @@ fn stored_beside_scales(
         .collect()
 }
 
-/// What must be stored there: what was there before, where that is kept, and otherwise 0.
+/// The expected bytes there: the previous ones where they are kept, otherwise 0.
 fn beside_scales(
     c: &GroupedLinearSwigluCase,
     owned: &[bool],
@@ -930,7 +930,7 @@ fn beside_scales(
     numbers.map(|(number, place)| if place == Place::Kept { number } else { 0.0 }).collect()
 }
 
-/// The codes of rows of nobody, and 0 as those of experts' rows.
+/// The codes of rows of no expert, and 0 for experts' rows.
 fn kept_codes(c: &GroupedLinearSwigluCase, owned: &[bool], codes: &HostTensor) -> Vec<f64> {
     let rows = codes.bytes.chunks(c.intermediate_size().max(1)).zip(owned);
     rows.flat_map(|(row, &owned)| {
@@ -939,7 +939,7 @@ fn kept_codes(c: &GroupedLinearSwigluCase, owned: &[bool], codes: &HostTensor) -
     .collect()
 }
 
-/// What stored codes and scales mean, part by part; masked rows of nobody are those of zeros.
+/// The meaning of stored codes and scales, part by part. Masked rows of no expert decode to zeros.
 fn meaning(
     c: &GroupedLinearSwigluCase,
     owned: &[bool],
@@ -1007,7 +1007,7 @@ fn benchmark(case: GroupedLinearSwigluCase) -> Benchmark<GroupedLinearSwiglu> {
     Benchmark { drawn, bytes, amend: with_whole_lists, chosen, rows, sampled, ..benchmark }
 }
 
-/// As of `grouped_linear`, and every weight a number.
+/// As in `grouped_linear`, with every weight finite.
 fn with_whole_lists(c: &GroupedLinearSwigluCase, tensors: &mut Tensors) {
     of_whole_case(&c.product, tensors);
     tensors.edit("weight", |weights| {

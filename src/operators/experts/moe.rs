@@ -1,5 +1,5 @@
-//! `moe` (inference 10, 11): a layer of experts as a serving step composes it, its operators one
-//! after the other on one arena, against one oracle.
+//! `moe` (inference 10, 11): a layer of experts, composed as in a serving step. Its operators run
+//! in sequence on one arena, and are compared with one oracle.
 //!
 //! ```text
 //! logits                      = linear(hidden, gate_weight)
@@ -12,12 +12,12 @@
 //! out                         = moe_reduce(y, shared)
 //! ```
 //!
-//! Each operator does what it is asked for, and still a layer may be wrong: a routing weight that
-//! is applied twice, or to the shared expert, or behind the second product; a map of slots in the
-//! place of one of tokens; rows of nobody that are reduced; gate and up exchanged.
+//! Each operator may be correct by itself, and still a layer may be wrong. Examples: a routing
+//! weight that is applied twice, to the shared expert, or after the second GEMM; a map of slots
+//! used as one of tokens; rows of no expert that are reduced; gate and up exchanged.
 //!
-//! hidden, gate_weight and bias are such that fp32 holds every logit and that no rounding decides
-//! which experts are chosen.
+//! The values of hidden, gate_weight and bias let fp32 hold every logit exactly, so that no
+//! rounding decides which experts are chosen.
 
 use std::rc::Rc;
 
@@ -37,14 +37,14 @@ use crate::operator::prelude::*;
 use crate::operators::experts::moe_map::MoeMapCase;
 use crate::operators::projections::linear::{LinearCase, quantized, set_codes, set_scales};
 
-/// The operators in a row.
+/// The operators in sequence.
 pub struct Moe;
 
-/// A case: extents, routing, formats, data.
+/// A case: sizes, routing, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MoeCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Slots of a token.
     pub topk: usize,
@@ -54,17 +54,17 @@ pub struct MoeCase {
     pub hidden_size: usize,
     /// Channels of gate, and of up: a multiple of 16, up to 4096.
     pub intermediate_size: usize,
-    /// What an expert's rows are a multiple of.
+    /// The alignment of an expert's rows.
     pub alignment: usize,
-    /// Positions beyond those that the rows can take.
+    /// Positions beyond the necessary rows.
     pub spare_positions: usize,
-    /// Whether experts are those of a table, some tokens being padding, and not the best ones.
+    /// Whether experts come from a table, with some tokens as padding, instead of the best scores.
     pub hashed: bool,
     /// Formats of the experts' weights: FP8 or MXFP4. The shared expert's are FP8.
     pub weights: Weights,
-    /// Which kernels multiply quantized operands.
+    /// Which kernels run the quantized GEMMs.
     pub implementation: Implementation,
-    /// What routing weights sum to.
+    /// The sum of the routing weights.
     pub route_scale: f32,
     /// The limit of SwiGLU's clamps.
     pub limit: f32,
@@ -74,7 +74,7 @@ pub struct MoeCase {
 
 /// Rows of the table of a hashed router.
 const VOCAB_SIZE: usize = 23;
-/// Numbers of a row that share a scale.
+/// Values of a row that share a scale.
 const GROUP: usize = 128;
 
 fn plain(
@@ -117,7 +117,7 @@ impl MoeCase {
             .saturating_add(self.spare_positions)
     }
 
-    /// What channels are a multiple of: the kernels for Hopper take rows of codes that are whole
+    /// The alignment of channels: the kernels for Hopper need rows of codes that are whole
     /// accesses.
     fn multiple(&self) -> usize {
         let packed =
@@ -125,7 +125,7 @@ impl MoeCase {
         if packed { 32 } else { 16 }
     }
 
-    /// A linear layer of so many rows with these weights, its scales in bytes.
+    /// A linear layer of that many rows with these weights, and scales in bytes.
     fn layer(
         &self,
         weights: Weights,
@@ -140,8 +140,8 @@ impl MoeCase {
         }
     }
 
-    /// The products with quantized weights: the names of weights and scales, how many experts have
-    /// them, one of them.
+    /// The GEMMs with quantized weights: the names of weights and scales, the number of experts,
+    /// and the case of one of them.
     fn products(&self) -> [([&'static str; 2], usize, LinearCase); 4] {
         let (experts, hidden, width) = (self.num_experts, self.hidden_size, self.intermediate_size);
         let rows = self.num_positions();
@@ -312,7 +312,7 @@ impl Operator for Moe {
         for (field, extent) in
             [("hidden_size", c.hidden_size), ("intermediate_size", c.intermediate_size)]
         {
-            // Sums of up to so many products of the grid are exact in fp32.
+            // Sums of up to that many products of the grid are exact in fp32.
             if extent == 0 || !extent.is_multiple_of(multiple) || extent > 4096 {
                 return refuse(
                     field,
@@ -388,15 +388,14 @@ impl Operator for Moe {
             plain([1, 6, 9], 144, 32),
             hashed(fp8(portable, plain([9, 3, 6], 64, 160))),
             fp8(hopper, plain([5, 2, 7], 144, 48)),
-            // More tokens than a small tile has; all experts chosen by every token; clamps that
-            // bite.
+            // More tokens than a small tile has; all experts chosen by every token; active clamps.
             MoeCase { limit: 0.7, alignment: 1, ..plain([18, 4, 4], 32, 16) },
             fp8(
                 portable,
                 MoeCase { route_scale: 2.5, alignment: 128, ..plain([19, 1, 3], 48, 32) },
             ),
-            // Many rows of an expert, in tiles that suit them; rows of weights of eight bytes;
-            // parts of k.
+            // Many rows for each expert, in matching tiles; rows of weights of eight bytes;
+            // split-k.
             plain([40, 2, 2], 16, 32),
             fp8(portable, plain([40, 2, 2], 32, 16)),
             fp8(hopper, plain([30, 2, 2], 16, 16)),
@@ -415,8 +414,8 @@ impl Operator for Moe {
 
     fn amend(c: &MoeCase, tensors: &mut Tensors) -> OracleResult<()> {
         let mut draw = Draw::new(c.seed, "routing");
-        // Multiples of 1/2 and of 1/64: sums of their products need few bits. Logits of a few
-        // units, and biases that lie farther apart than scores do.
+        // Multiples of 1/2 and of 1/64: sums of their products need few bits. Logits are a few
+        // units, and the distances between biases exceed those between scores.
         tensors.edit("hidden", |all| {
             all.iter_mut().for_each(|x| *x = (2.0 * *x).round().clamp(-6.0, 6.0) / 2.0)
         });
@@ -443,16 +442,16 @@ impl Operator for Moe {
         for ([w, scales], experts, one) in c.products() {
             let fp8 = one.weights == Weights::Fp8;
             set_codes(&one, w, fp8, tensors);
-            // Products of a row of x with one of w are around 1 for scales of this exponent; of
-            // experts, whose scales lie up to 2^6 around it, somewhat less, so that the shared
-            // expert counts beside them.
+            // Products of a row of x with one of w are around 1 for scales of this exponent. The
+            // experts' scales are up to 2^6 around it and somewhat less, so that the shared expert
+            // counts next to them.
             let largest = if fp8 { 120.0 } else { 3.0 };
             let exponent = -(largest * (one.in_features as f64).sqrt()).log2().round() as i32;
             let of_w = one.of_oracle().w_scales(one.out_features, one.in_features);
             set_scales(&one, scales, (of_w, experts), exponent - 3, tensors);
             if scales.starts_with("shared") {
-                // Of few blocks all may be small by chance, and then the shared expert is nothing
-                // beside the others.
+                // With few blocks all scales may be small by chance, and then the shared expert
+                // vanishes next to the others.
                 let blocks = tensors.bytes_mut(scales).unwrap_or_default().iter_mut().enumerate();
                 blocks.for_each(|(block, scale)| {
                     *scale = (127 + exponent + (block % 3) as i32) as u8
@@ -520,8 +519,8 @@ impl Operator for Moe {
         if c.num_tokens == 0 {
             return;
         }
-        // The second products of all experts twice as large, and those of the shared one as they
-        // were: a weight that counts behind them, or in the shared expert, shows.
+        // The second GEMMs of all experts doubled, and those of the shared one unchanged. This
+        // shows a weight that is applied after them, or to the shared expert.
         laws.law(
             "the shared expert knows nothing of the router",
             |v| v.case.route_scale = 1.0,
@@ -544,7 +543,7 @@ impl Operator for Moe {
 
 type Names = [(&'static str, &'static str)];
 
-/// What launchers call the layer's tensors.
+/// The launchers' names for the layer's tensors.
 const QUANTIZED_ROWS: &Names = &[("rows", "x"), ("row_codes", "codes"), ("row_scales", "scales")];
 const QUANTIZED_HIDDEN: &Names =
     &[("hidden", "x"), ("hidden_codes", "codes"), ("hidden_scales", "scales")];
@@ -597,7 +596,7 @@ fn route(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeEr
     let rows = v.only(&["hidden", "token_topk_to_pos", "pos_to_token", "rows"]);
     let rows = rows.renamed(&[("hidden", "x"), ("rows", "y")]);
     run.launch(|device| moe_expand::launch(device, &rows, false))?;
-    // A slot is a token of one slot, its weight a row of one channel.
+    // A slot is a token with one slot; its weight is a row of one channel.
     let column = |name: &str| {
         let view = &v[name];
         let shape = vec![view.elements(), 1];
@@ -611,7 +610,7 @@ fn route(c: &MoeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeEr
     run.launch(|device| moe_expand::launch(device, &slots, false))
 }
 
-/// The first or the second product of the experts.
+/// The first or the second GEMM of the experts.
 fn of_experts(
     c: &MoeCase,
     number: usize,

@@ -10,10 +10,10 @@ use crate::operators::experts::moe_rows::MoeRows;
 /// The operator.
 pub struct MoeExpand;
 
-/// A case: extents, slots, types, data.
+/// A case: sizes, slots, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MoeExpandCase {
-    /// Extents, slots, types, data.
+    /// Sizes, slots, types, data.
     #[serde(flatten)]
     pub rows: MoeRows,
 }
@@ -101,13 +101,13 @@ impl Operator for MoeExpand {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// Channels are what is sampled: where a row goes follows from all tokens.
+    /// Channels are sampled, because the destination of a row depends on all tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let benchmark = |rows: MoeRows, direction| {
             let (name, drawn) = (rows.name(), of(rows.shortened()));
             let of_x = (rows.num_tokens * rows.hidden_size * rows.dtype.dtype().size()) as f64;
-            // The backward has no use for x, nor for rows that are no slot's.
+            // The backward does not use x, nor rows without a slot.
             let unused = if direction == Backward { of_x + rows.unread_bytes() } else { 0.0 };
             let streaming =
                 Benchmark::new(direction, name, of(rows), "hidden_size").streaming(&[], 1.0);

@@ -1,7 +1,7 @@
 //! `moe_map` (inference 11.3): `kernels/cuda/experts/moe_map.cu` against
 //! `reference/src/experts/moe_map.rs`.
 //!
-//! Integers with one right answer: every one must be the oracle's.
+//! Integers with one right result: every one must equal the oracle's.
 
 use dsv4_kernels::experts::moe_map as launcher;
 use dsv4_reference::experts::moe_map as reference;
@@ -13,22 +13,22 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct MoeMap;
 
-/// Which experts the slots name.
+/// The experts in the slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Experts {
-    /// Any of them, one token's being unlike where there are enough.
+    /// Any experts, distinct within a token if enough exist.
     Distinct,
-    /// Any of them, also several times in one token.
+    /// Any experts, also repeated within a token.
     Repeated,
-    /// Some are -1, beyond the experts, `i32::MIN` or `i32::MAX`, and whole tokens of -1 stand
-    /// between others.
+    /// Some are -1, beyond the experts, `i32::MIN` or `i32::MAX`. Between others are whole tokens
+    /// of -1.
     Hostile,
-    /// All slots name one.
+    /// All slots have the same expert.
     One,
-    /// Mostly the first; most of the others nothing.
+    /// Mostly the first expert; most other slots have none.
     Skewed,
-    /// None at all.
+    /// No expert in any slot.
     None,
 }
 
@@ -38,21 +38,21 @@ impl Experts {
         [Self::Distinct, Self::Repeated, Self::Hostile, Self::One, Self::Skewed, Self::None];
 }
 
-/// A case: extents and data.
+/// A case: sizes and data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MoeMapCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Slots of a token, up to 32.
     pub topk: usize,
     /// Experts, up to 512.
     pub num_experts: usize,
-    /// What an expert's rows are a multiple of, up to 1024.
+    /// The alignment of an expert's rows, up to 1024.
     pub alignment: usize,
-    /// Positions beyond those that the rows can take.
+    /// Positions beyond the necessary rows.
     pub spare_positions: usize,
-    /// Which experts the slots name.
+    /// The experts in the slots.
     pub experts: Experts,
     /// Seed of the data.
     pub seed: u64,
@@ -156,8 +156,8 @@ impl Operator for MoeMap {
             with(Experts::Skewed, plain(100, 6, 384, 8)),
             with(Experts::Repeated, plain(40, 32, 512, 1)),
             MoeMapCase { spare_positions: 3000, ..plain(5, 1, 3, 128) },
-            // The most slots of one launch; one more; several rounds and chunks, the last of them
-            // short.
+            // The most slots of one launch; one more; several rounds and chunks, the last one
+            // partial.
             plain(2048, 2, 33, 2),
             plain(4097, 1, 33, 2),
             with(Experts::One, plain(700, 6, 3, 64)),
@@ -218,7 +218,7 @@ impl Operator for MoeMap {
         }
     }
 
-    /// The model's layers: of a prefill, and of decode steps.
+    /// The model's layers: for a prefill, and for decode steps.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(32_768, 256), (32_768, 384), (4096, 384), (128, 384), (1, 384)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(900, 64)] };
@@ -229,7 +229,7 @@ impl Operator for MoeMap {
                 ..plain(num_tokens, 6, num_experts, 128)
             };
             let name = format!("{num_tokens} tokens of {num_experts} experts");
-            // A position follows from all tokens: the sample is all of them.
+            // A position depends on all tokens, so the sample is all of them.
             let benchmark =
                 Benchmark::new(Direction::Forward, name, case, "num_tokens").streaming(&[], 0.0);
             Benchmark { rows: num_tokens, ..benchmark }
@@ -239,7 +239,7 @@ impl Operator for MoeMap {
 }
 
 impl MoeMapCase {
-    /// The maps of its slots, by the oracle.
+    /// The maps of its slots, computed by the oracle.
     pub(crate) fn maps(&self) -> OracleResult<Named> {
         let experts: Vec<f64> = draw_experts(self).into_iter().map(f64::from).collect();
         let slots =
@@ -248,7 +248,7 @@ impl MoeMapCase {
     }
 }
 
-/// The experts that the slots name, of whatever kind they are.
+/// The experts in the slots, for every kind.
 pub(crate) fn draw_experts(c: &MoeMapCase) -> Vec<i32> {
     let mut draw = Draw::new(c.seed, "topk_indices");
     let experts = c.num_experts as i32;

@@ -11,15 +11,15 @@ use crate::operators::experts::moe_rows::MoeRows;
 /// The operator.
 pub struct MoeReduce;
 
-/// A case: extents, slots, types, what is added, data.
+/// A case: sizes, slots, types, the added terms, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MoeReduceCase {
-    /// Extents, slots, types, data.
+    /// Sizes, slots, types, data.
     #[serde(flatten)]
     pub rows: MoeRows,
     /// Whether slots have weights.
     pub weighted: bool,
-    /// Whether there is a shared expert's row.
+    /// Whether the shared expert has rows.
     pub with_shared: bool,
 }
 
@@ -142,8 +142,8 @@ impl Operator for MoeReduce {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The sum of what all routed experts and the shared one make: rows of the routed part, of one
-    /// slot a token.
+    /// The sum of the routed experts' part and the shared expert's: the rows of the routed part
+    /// have one slot for each token.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MoeReduceCase>>, String> {
         let rows = ["..tokens", "hidden"];
         let routed = file.floats("mid.routed_out", &rows)?.to_vec();
@@ -164,9 +164,9 @@ impl Operator for MoeReduce {
         Ok(vec![golden.expect(file, "out", "out.y", &rows)?.computed_in_f32()])
     }
 
-    /// Channels are what is sampled: where a row goes follows from all tokens. Forward with the
-    /// shared expert's rows and without weights, which the experts applied, and with weights
-    /// alone, as public kernels have it; backward with weights.
+    /// Channels are sampled, because the source of a row depends on all tokens. Forward with the
+    /// shared expert's rows and without weights, which the experts applied. Forward with only
+    /// weights, as in public kernels. Backward with weights.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let benchmark = |rows: MoeRows, (direction, weighted, suffix): (Direction, bool, &str)| {

@@ -1,4 +1,4 @@
-//! Rows of tokens and rows of experts (inference 11.3): the fields, maps and draws that
+//! Rows of tokens and rows of experts (inference 11.3): the fields, maps and random data that
 //! `moe_expand` and `moe_reduce` share.
 
 use dsv4_kernels::experts::moe_expand::MAX_TOPK;
@@ -8,32 +8,32 @@ use crate::operator::fields::{elements, extent};
 use crate::operator::prelude::*;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase};
 
-/// Extents, slots and types: fields that cases have among their own.
+/// Sizes, slots and types: fields that are flattened into cases.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MoeRows {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Slots of a token, up to 32.
     pub topk: usize,
     /// Experts, up to 512.
     pub num_experts: usize,
-    /// What an expert's rows are a multiple of.
+    /// The alignment of an expert's rows.
     pub alignment: usize,
-    /// Positions beyond those that the rows can take.
+    /// Positions beyond the necessary rows.
     pub spare_positions: usize,
-    /// Which experts the slots name.
+    /// The experts in the slots.
     pub experts: Experts,
     /// Channels.
     pub hidden_size: usize,
     /// Type of all rows.
     pub dtype: Float,
-    /// Rows that are given.
+    /// The given rows.
     #[serde(flatten)]
     pub data: Data,
 }
 
 impl MoeRows {
-    /// bf16, with slots and rows that are nobody's.
+    /// bf16, with slots without a row and rows without a slot.
     pub(crate) fn plain([num_tokens, topk, num_experts]: [usize; 3], hidden_size: usize) -> Self {
         let (experts, dtype, data) = (Experts::Hostile, Float::Bf16, Data::normal(1.0));
         Self {
@@ -86,7 +86,7 @@ impl MoeRows {
             .boxed()
     }
 
-    /// Layouts, paths and corners that both operators have.
+    /// Layouts, paths and edge cases that both operators have.
     pub(crate) fn edge_cases() -> Vec<Self> {
         let with = |experts, rows| Self { experts, ..rows };
         vec![
@@ -94,17 +94,17 @@ impl MoeRows {
             with(Experts::Distinct, Self::plain([1, 6, 8], 128)),
             with(Experts::None, Self::plain([3, 2, 4], 40)),
             with(Experts::One, Self::plain([9, 3, 5], 33)),
-            // Several pieces of a row, in either way of access; slots beyond those that a thread
-            // has under way.
+            // Several pieces of a row, with either kind of access; more slots than a thread has in
+            // flight.
             Self::plain([3, 6, 4], 1032),
             Self { dtype: Float::F32, ..Self::plain([3, 6, 4], 261) },
             with(Experts::Repeated, Self::plain([4, 17, 5], 72)),
-            // Rows that nobody has, behind the last expert: more than a block looks at.
+            // Rows without a slot after the last expert: more than a block reads.
             Self { spare_positions: 300, alignment: 37, ..Self::plain([4, 2, 6], 16) },
         ]
     }
 
-    /// The slots alone.
+    /// Only the slots.
     fn map(&self) -> MoeMapCase {
         let Self { num_tokens, topk, num_experts, alignment, spare_positions, experts, .. } = *self;
         MoeMapCase {
@@ -145,9 +145,9 @@ impl MoeRows {
         ]
     }
 
-    /// Sets the maps, and NaN in what nobody may read: the rows of `rows` that no slot has, the
-    /// numbers of `slots` that belong to slots without a row. Hostile slots say in every way that
-    /// they have none.
+    /// Sets the maps, and NaN in what no kernel may read. These are the rows of `rows` without a
+    /// slot, and the values of `slots` without a row. Hostile slots use every encoding of "no
+    /// expert".
     pub(crate) fn amend(
         &self,
         tensors: &mut Tensors,
@@ -175,7 +175,7 @@ impl MoeRows {
         Ok(())
     }
 
-    /// Puts the maps of this case in the place of what there is, a smaller case's.
+    /// Replaces the maps of a smaller case by those of this case.
     pub(crate) fn set_maps(&self, tensors: &mut Tensors) -> OracleResult<()> {
         let maps = self.map().maps()?;
         for name in ["token_topk_to_pos", "pos_to_token"] {
@@ -187,7 +187,7 @@ impl MoeRows {
         Ok(())
     }
 
-    /// The model's shapes, or one that the emulator can bear: tokens, slots, experts, channels.
+    /// The model's shapes, or a small one for the emulator: tokens, slots, experts, channels.
     pub(crate) fn benchmarks(environment: &Environment) -> Vec<Self> {
         let large = [([32_768, 6, 256], 7168), ([32_768, 6, 256], 4096), ([4096, 6, 384], 7168)];
         let gpu = [&large[..], &[([128, 6, 384], 7168), ([1, 6, 384], 7168)]].concat();
@@ -200,7 +200,7 @@ impl MoeRows {
         shapes.iter().map(rows).collect()
     }
 
-    /// What a benchmark is called.
+    /// The name of a benchmark.
     pub(crate) fn name(&self) -> String {
         format!(
             "{}x{} to {} of {} experts bf16",
@@ -208,14 +208,14 @@ impl MoeRows {
         )
     }
 
-    /// Bytes of the rows that no slot has where every slot has one, as a benchmark's do: nobody
+    /// Bytes of the rows without a slot where every slot has a row, as in a benchmark. No kernel
     /// reads them.
     pub(crate) fn unread_bytes(&self) -> f64 {
         let rows = self.map().num_positions() - self.num_tokens * self.topk;
         (rows * self.hidden_size * self.dtype.dtype().size()) as f64
     }
 
-    /// The same with no more tokens than a benchmark has drawn.
+    /// The same with at most as many tokens as a benchmark draws.
     pub(crate) fn shortened(&self) -> Self {
         let tokens = (DRAWN / self.hidden_size.max(1) / self.topk.max(1)).max(1);
         Self { num_tokens: self.num_tokens.min(tokens), ..self.clone() }

@@ -1,9 +1,9 @@
 //! `router` (inference 10, training 11.4): `kernels/cuda/experts/router.cu` against
 //! `reference/src/experts/router.rs`.
 //!
-//! What a learned router chooses hangs on scores that kernels round. So the inputs are drawn such
-//! that what is chosen and what is not are apart by more than any rounding, or equal bit for bit;
-//! then the ids have one right answer, ties included.
+//! The choice of a learned router depends on scores that kernels round. So the inputs are drawn
+//! such that chosen and rejected scores differ by more than any rounding, or are equal bit for bit.
+//! Then the ids have one right answer, ties included.
 
 use dsv4_kernels::experts::router as launcher;
 use dsv4_reference::experts::router as reference;
@@ -15,71 +15,70 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct Router;
 
-/// Where a token's experts come from.
+/// The source of a token's experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Routing {
     /// The largest biased scores.
     Learned,
-    /// A table, by token id: entries and ids are what they should be, an expert twice in a row
-    /// among them.
+    /// A table, by token id. Entries and ids are valid, and an expert may occur twice in a row.
     Hashed,
-    /// A table some of whose entries name no expert, and ids some of which are beyond it.
+    /// A table where some entries are not an expert, and some ids are beyond it.
     HashedHostile,
 }
 
-/// What the logits hold.
+/// The contents of the logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Logits {
-    /// Numbers of the case's distribution and magnitude.
+    /// Values of the case's distribution and magnitude.
     Drawn,
     /// A few small integers: nearly all are ties.
     Ties,
-    /// From -20 down to -200, some tokens' wholly below -100, and now and then 100.
+    /// From -20 down to -200; for some tokens all below -100, and occasionally 100.
     Far,
-    /// Some are NaN or infinite; every fifth token's are all NaN, or all -infinity.
+    /// Some are NaN or infinite. For every fifth token all are NaN, or all -infinity.
     NotFinite,
 }
 
-/// What the bias holds.
+/// The contents of the bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bias {
     /// Zeros.
     Zero,
-    /// Normal numbers, as large as scores are.
+    /// Normal values with the magnitude of scores.
     Drawn,
-    /// -10 throughout: every biased score is negative.
+    /// -10 for all: every biased score is negative.
     Negative,
-    /// 50 for every expert from the 256th on, where there are such: nothing else is chosen.
+    /// 50 for every expert from the 256th on, if these exist: only these are chosen.
     Last,
     /// Some are NaN or infinite.
     NotFinite,
 }
 
-/// A case: extents, where experts come from, data.
+/// A case: sizes, source of the experts, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RouterCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Experts, up to 512.
     pub num_experts: usize,
-    /// Slots of a token, up to 32; of a learned router as many as experts at most.
+    /// Slots of a token, up to 32; for a learned router at most the number of experts.
     pub topk: usize,
-    /// Where a token's experts come from.
+    /// The source of a token's experts.
     pub routing: Routing,
     /// Rows of the table. Of a hashed router.
     pub vocab_size: usize,
     /// Whether every third token is padding.
     pub padding_tokens: bool,
-    /// What the logits hold.
+    /// The contents of the logits.
     pub logits: Logits,
-    /// What the bias holds. Of a learned router.
+    /// The contents of the bias. Of a learned router.
     pub bias: Bias,
-    /// What a token's weights sum to.
+    /// The sum of a token's weights.
     pub route_scale: f32,
-    /// Drawn logits.
+    /// The generated logits.
     #[serde(flatten)]
     pub data: Data,
 }
@@ -224,7 +223,7 @@ impl Operator for Router {
     }
 
     fn edge_cases(profile: Profile) -> Vec<RouterCase> {
-        // More tokens than a block each takes, and so few.
+        // More tokens than blocks with one token each, and fewer.
         let whole = |num_experts, logits, bias| RouterCase {
             logits,
             bias,
@@ -243,7 +242,7 @@ impl Operator for Router {
             plain(6, 6, 6),
             RouterCase { vocab_size: 0, ..hashed(6, 9, 2) },
             RouterCase { routing: Routing::Hashed, padding_tokens: false, ..hashed(33, 384, 6) },
-            // Warps that take one step of experts, and those of a second, a third, a fourth.
+            // Warps that take one step of experts, and a second, a third and a fourth step.
             whole(128, Logits::Drawn, Bias::Drawn),
             whole(129, Logits::Drawn, Bias::Negative),
             whole(256, Logits::Ties, Bias::Zero),
@@ -252,8 +251,8 @@ impl Operator for Router {
             whole(384, Logits::Drawn, Bias::Last),
             whole(511, Logits::NotFinite, Bias::NotFinite),
             whole(512, Logits::Ties, Bias::Negative),
-            // As many slots as warps that have experts; more equal candidates than a warp has
-            // lanes; experts of the last warps.
+            // As many slots as warps with experts; more equal candidates than a warp has lanes;
+            // experts of the last warps.
             few(6, 192, Logits::Drawn, Bias::Drawn),
             few(16, 512, Logits::Drawn, Bias::Zero),
             few(6, 256, Logits::Ties, Bias::Zero),
@@ -285,7 +284,7 @@ impl Operator for Router {
         if c.is_learned() {
             let bias = draw_bias(c);
             tensors.set("bias", &bias);
-            // As they are stored, which is what is selected from.
+            // As stored, which is what the selection reads.
             tensors.set("logits", &logits);
             logits = tensors.values("logits");
             let bias = tensors.values("bias");
@@ -353,8 +352,8 @@ impl Operator for Router {
         );
     }
 
-    /// Where a step of a logit changes no choice: ties, which powers of two have, cannot be
-    /// stepped from. The weight of a single slot is constant.
+    /// Where a step of a logit changes no choice. Ties, which powers of two have, do not allow a
+    /// step. The weight of a single slot is constant.
     fn is_smooth(c: &RouterCase) -> bool {
         let no_ties = c.logits == Logits::Drawn && c.data.distribution != Distribution::PowersOfTwo;
         let choices_stay = !c.is_learned() || no_ties && c.bias != Bias::NotFinite;
@@ -364,9 +363,9 @@ impl Operator for Router {
             && c.num_tokens * c.num_experts <= 4096
     }
 
-    /// Scores bend over a distance of 1 (below, they are powers), and a choice changes where the
-    /// least score that is chosen and the largest that is not change places, whose derivatives are
-    /// below a half.
+    /// Scores bend over a distance of 1 (below, they are exponentials). A choice changes where the
+    /// least chosen score and the largest rejected one swap; the derivatives there are below a
+    /// half.
     fn bends_over(c: &RouterCase, tensors: &Tensors, _: &str) -> Option<Vec<f64>> {
         let (logits, bias) =
             (tensors.values("logits"), tensors.get("bias").map(|bias| bias.to_f64()));
@@ -385,8 +384,8 @@ impl Operator for Router {
         )
     }
 
-    /// Logits are those of the files, in f32; ids come in another order there, and weights with
-    /// them.
+    /// Logits are those of the files, in f32. The files order ids, and weights with them,
+    /// differently.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<RouterCase>>, String> {
         let slots = ["tokens", "topk"];
         let logits = file.floats("out.logits", &["tokens", "experts"])?.to_vec();
@@ -400,7 +399,7 @@ impl Operator for Router {
             route_scale: route_scale as f32,
             ..plain(num_tokens, num_experts, topk)
         };
-        // The slots in this operator's order: of a table as they come.
+        // The slots in this operator's order: for a table, in table order.
         let order = |row: usize| {
             let mut order: Vec<usize> = (row * topk..(row + 1) * topk).collect();
             if !hashed {
@@ -438,7 +437,7 @@ impl Operator for Router {
         ])
     }
 
-    /// The model's routers: of a prefill, of decode steps, and a hashed one.
+    /// The model's routers: for a prefill, for decode steps, and a hashed one.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let gpu = [
@@ -463,9 +462,9 @@ impl Operator for Router {
                     false => plain,
                 };
                 let kind = if from_table { " hashed" } else { "" };
-                // Power, logarithm, root and four sums and products an expert. A table's router
-                // and the backward read six logits of a token, and the former six ids of the
-                // table.
+                // Exponential, logarithm, root and four sums and products for each expert. A
+                // table's router and the backward read six logits of a token, and the former also
+                // six ids of the table.
                 let name = format!("6 of {num_experts}, {num_tokens} tokens{kind}");
                 let all_but_six =
                     |of: usize, rows: usize| 4.0 * (of * rows) as f64 - (4 * 6 * num_tokens) as f64;
@@ -527,7 +526,8 @@ fn draw_bias(c: &RouterCase) -> Vec<f64> {
     (0..c.num_experts).map(number).collect()
 }
 
-/// A table of which each row may have an expert twice; a hostile one's third slots name none.
+/// A table where each row may have an expert twice. In a hostile one every third slot has no
+/// expert.
 fn draw_table(c: &RouterCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "tid2eid");
     let experts = c.num_experts as i32;
@@ -543,7 +543,7 @@ fn draw_table(c: &RouterCase) -> Vec<i32> {
     (0..c.vocab_size * c.topk).map(entry).collect()
 }
 
-/// Ids of the table, and beyond it where the case says so; padding tokens' stay negative.
+/// Ids of the table, and beyond it in hostile cases. Padding tokens' ids stay negative.
 fn draw_ids(c: &RouterCase, padding: &[bool]) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "token_ids");
     let size = c.vocab_size as i32;
@@ -559,7 +559,7 @@ fn draw_ids(c: &RouterCase, padding: &[bool]) -> Vec<i32> {
     padding.iter().enumerate().map(id).collect()
 }
 
-/// Slots without an expert have upstream gradients that are NaN: nobody may read them.
+/// Slots without an expert have upstream gradients that are NaN: no kernel may read them.
 fn hide_unused_upstreams(c: &RouterCase, tensors: &mut Tensors) {
     let (table, ids) = (tensors.i32s("tid2eid"), tensors.i32s("token_ids"));
     let names_expert = |slot: usize| {
@@ -573,8 +573,7 @@ fn hide_unused_upstreams(c: &RouterCase, tensors: &mut Tensors) {
     });
 }
 
-/// The score that a choice is made by, and the largest of the numbers that it is made of, which
-/// its rounding errors follow.
+/// The score of a choice, and the largest of its terms, which determines its rounding errors.
 fn biased(logit: f64, bias: f64) -> (f64, f64) {
     let score = (logit.max(0.0) + (-logit.abs()).exp().ln_1p()).sqrt();
     let score = if logit.is_nan() { f64::NAN } else { score };
@@ -582,7 +581,7 @@ fn biased(logit: f64, bias: f64) -> (f64, f64) {
     (if sum.is_nan() { f64::NEG_INFINITY } else { sum }, score.abs().max(bias.abs()))
 }
 
-/// Experts in the order in which they are chosen.
+/// Experts in the order of their choice.
 fn in_order(logits: &[f64], bias: &[f64]) -> Vec<usize> {
     let mut experts: Vec<usize> = (0..logits.len()).collect();
     let of = |expert: usize| biased(logits[expert], bias[expert]).0;
@@ -590,17 +589,17 @@ fn in_order(logits: &[f64], bias: &[f64]) -> Vec<usize> {
     experts
 }
 
-/// How far apart the last that is chosen and the first that is not are.
+/// The distance between the last chosen score and the first rejected one.
 fn margin(logits: &[f64], bias: &[f64], topk: usize) -> f64 {
     let experts = in_order(logits, bias);
     let of = |expert: usize| biased(logits[expert], bias[expert]).0;
     if topk < experts.len() { of(experts[topk - 1]) - of(experts[topk]) } else { f64::INFINITY }
 }
 
-/// Moves the logits of a token whose choice a kernel's rounding may decide: all that are chosen,
-/// well above those that are not.
+/// Moves the logits of a token whose choice depends on a kernel's rounding: all chosen ones, well
+/// above the others.
 fn make_clear(logits: &mut [f64], bias: &[f64], topk: usize) {
-    // Eight times the error that fp32 makes of a score and of its sum with the bias.
+    // Eight times fp32's error of a score and of its sum with the bias.
     const RELATIVE: f64 = 1.0 / 262_144.0;
     let experts = in_order(logits, bias);
     let (chosen, others) = experts.split_at(topk);

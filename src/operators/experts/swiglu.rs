@@ -9,10 +9,10 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct Swiglu;
 
-/// A case: extents, types, data.
+/// A case: sizes, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SwigluCase {
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Channels of gate, and of up.
     pub width: usize,
@@ -103,10 +103,11 @@ impl Operator for Swiglu {
         let unweighted = SwigluCase { weighted: false, ..plain(7, 2048) };
         let bare =
             SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
-        // Several blocks a row of few; rows of which each warp takes one, as of so many of a GPU.
+        // Several blocks for each of few rows; rows with one warp each, as on a GPU of that many
+        // SMs.
         let f32 = SwigluCase { dtype: Float::F32, ..plain(23, 132) };
-        // More rows than 132 multiprocessors have threads for each access of, with few channels: a
-        // GPU's kernels for many rows.
+        // More rows than threads for each access on 132 SMs, with few channels: a GPU's kernels for
+        // many rows.
         let many = [plain(530, 8), plain(529, 3)];
         [
             &extents[..],
@@ -148,9 +149,9 @@ impl Operator for Swiglu {
         laws.separate("width", "channels may be permuted");
     }
 
-    /// The weights' gradients of the experts' files, which stand behind the products with the
-    /// experts' matrices: gate, up and dy are computed from those, and rounded to f32 where the
-    /// file's authors rounded nothing.
+    /// The weights' gradients of the experts' files, which follow the GEMMs with the experts'
+    /// matrices. Gate, up and dy are computed from those and rounded to f32, while the file's
+    /// authors did not round.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluCase>>, String> {
         Ok(vec![routed_experts(file, |num_rows, width, limit| SwigluCase {
             dtype: Float::F32,
@@ -177,8 +178,8 @@ impl Operator for Swiglu {
     }
 }
 
-/// The golden case that an experts' file is of an operator whose gate, up, weight, dy and dweight
-/// are those of `swiglu`, made of the rows, the width and the limit.
+/// The golden case of an experts' file for an operator with gate, up, weight, dy and dweight as in
+/// `swiglu`. It is made from the rows, the width and the limit.
 pub(crate) fn routed_experts<C>(
     file: &mut Reading<'_>,
     case: impl FnOnce(usize, usize, f32) -> C,

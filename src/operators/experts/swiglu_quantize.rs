@@ -1,11 +1,11 @@
 //! `swiglu_quantize` (inference 5.4, 5.7, 11.1, training 11.2):
 //! `kernels/cuda/experts/swiglu_quantize.cu` against `reference/src/experts/swiglu_quantize.rs`.
 //!
-//! Powers and reciprocals are approximated, so that a number near the middle of two codes may
-//! become either: what codes and scales decode to is compared, and that each scale is the least
-//! one. Where scales are no powers of two, it is scales and codes by themselves: all numbers of a
-//! group are off by the rounding of its scale. The backward knows of neither, so that only cases
-//! with powers of two have one.
+//! Exponentials and reciprocals are approximate, so a value near the midpoint of two codes may
+//! become either. So the comparison is on what codes and scales decode to, and that each scale is
+//! the least one. Where scales are not powers of two, scales and codes are compared separately,
+//! because a scale's rounding moves all values of its group. The backward does not use either, so
+//! only cases with powers of two have one.
 
 use candle_core::{Device as Cpu, Tensor};
 use dsv4_kernels::experts::swiglu_quantize::{
@@ -24,10 +24,10 @@ use crate::operators::formats::quantize_fp8::{layout_of_oracle, scale_axes, scal
 /// The operator.
 pub struct SwigluQuantize;
 
-/// A case: extents, types, what is quantized, data.
+/// A case: sizes, types, output format, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SwigluQuantizeCase {
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Channels of gate, and of up.
     pub width: usize,
@@ -39,11 +39,11 @@ pub struct SwigluQuantizeCase {
     pub padding_rows: bool,
     /// The limit of the clamps.
     pub limit: f32,
-    /// Which numbers share a scale.
+    /// Which values share a scale.
     pub group: Group,
-    /// What a scale is.
+    /// Type of the scales.
     pub scale: ScaleType,
-    /// Where scales lie.
+    /// Layout of the scales.
     pub layout: ScaleLayout,
     /// Whether the product is rounded to bf16 before it is quantized.
     pub round_to_bf16: bool,
@@ -96,7 +96,7 @@ impl SwigluQuantizeCase {
         self.scale != ScaleType::Fp32
     }
 
-    /// Places of scales that pad.
+    /// Padding slots of scales.
     fn padding(&self) -> usize {
         let scales = self.scales();
         scales.padded_rows() * scales.padded_groups() - scales.rows * scales.groups
@@ -234,13 +234,13 @@ impl Operator for SwigluQuantize {
             in_layout(mn, plain(33, 320, short)),
             in_layout(mn, bf16(fp32(plain(7, 528, long)))),
             in_layout(tiles, bf16(plain(31, 272, short))),
-            // Tiles below and beside each other.
+            // Tiles below and next to each other.
             in_layout(tiles, plain(131, 144, short)),
             bf16(SwigluQuantizeCase { scale: ScaleType::PowerOfTwo, ..plain(3, 640, long) }),
-            // More rows than 132 multiprocessors have threads for each access of: the backward of
-            // a GPU for many rows.
+            // More rows than threads for each access on 132 SMs: the backward of a GPU for many
+            // rows.
             plain(530, 8, short),
-            // So small that the floor makes the scale.
+            // So small that the floor determines the scale.
             SwigluQuantizeCase { data: Data::normal(2f64.powi(-14)), ..plain(5, 128, long) },
         ]
     }
@@ -281,7 +281,7 @@ impl Operator for SwigluQuantize {
         reference::backward(&t.named()?, t.scalar("limit", c.limit.into()), rounding)
     }
 
-    /// What codes and scales mean, of what kernels wrote: the oracle says it by itself.
+    /// The meaning of the codes and scales that kernels wrote. The oracle returns it directly.
     fn observe(
         c: &SwigluQuantizeCase,
         _: &Tensors,
@@ -326,8 +326,8 @@ impl Operator for SwigluQuantize {
         laws.separate("num_rows", "rows may be permuted");
     }
 
-    /// The gradients of the experts' weights, as of `swiglu`: that the product is quantized
-    /// changes none.
+    /// The gradients of the experts' weights, as in `swiglu`: quantizing the product does not
+    /// change them.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<SwigluQuantizeCase>>, String> {
         let case = |num_rows, width, limit| {
             let plain = plain(num_rows, width, Group::Row32);
@@ -336,7 +336,7 @@ impl Operator for SwigluQuantize {
         Ok(vec![routed_experts(file, case)?])
     }
 
-    /// The model's experts, and the shape that others are measured at.
+    /// The model's experts, and the shape that other projects measure.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let mn = |scale, case| SwigluQuantizeCase {
             scale,
@@ -345,8 +345,8 @@ impl Operator for SwigluQuantize {
             ..case
         };
         let extents = if on_gpu(environment) { &[1, 128, 4096, 24576][..] } else { &[16] };
-        // As many rows as a large prefill of grouped_linear_swiglu has, which this and
-        // grouped_linear are in one.
+        // As many rows as a large prefill of grouped_linear_swiglu, which fuses this and
+        // grouped_linear.
         let of_experts: &[usize] = if on_gpu(environment) { &[196_608] } else { &[] };
         let forward = |&num_rows: &usize| {
             let cases = [
@@ -414,7 +414,7 @@ fn read(
     Ok(observed)
 }
 
-/// What lies at every place that is no scale's.
+/// The contents of every slot without a scale.
 fn padding_of(c: &SwigluQuantizeCase, scales: &HostTensor) -> Vec<f64> {
     let placed = c.stored().scales(c.num_rows, c.width);
     let real = placed.arranged(&vec![true; placed.rows * placed.groups]);

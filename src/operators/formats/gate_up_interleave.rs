@@ -1,7 +1,7 @@
 //! `gate_up_interleave` (inference 5.8): `kernels/cuda/formats/gate_up_interleave.cu` against
 //! `reference/src/formats/gate_up_interleave.rs`.
 //!
-//! Nothing is computed: every byte must be the oracle's.
+//! Nothing is computed, so every byte must equal the oracle's.
 
 use std::rc::Rc;
 
@@ -18,17 +18,17 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct GateUpInterleave;
 
-/// A case: extents, direction, data.
+/// A case: sizes, direction, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GateUpInterleaveCase {
-    /// Experts; 0 is legal.
+    /// Experts; 0 is allowed.
     pub num_experts: usize,
     /// Rows of an expert, gate and up together: a multiple of 16.
     pub num_rows: usize,
     /// Bytes of a row.
     pub row_bytes: usize,
-    /// Whether interleaved rows are taken apart.
+    /// Whether the kernel deinterleaves rows.
     pub inverse: bool,
     /// Seed of the bytes.
     pub seed: u64,
@@ -47,7 +47,7 @@ impl GateUpInterleaveCase {
         if self.inverse { "logical" } else { "interleaved" }
     }
 
-    /// The interleaved row of a logical one, or the other way round.
+    /// The interleaved row of a logical one, or the reverse.
     fn written_row(&self, row: usize) -> usize {
         let half = self.num_rows / 2;
         if self.inverse {
@@ -107,8 +107,8 @@ impl Operator for GateUpInterleave {
     }
 
     fn edge_cases(_: Profile) -> Vec<GateUpInterleaveCase> {
-        // No expert; one byte; one group of eight; a piece more than a block takes, of 16 bytes
-        // and of single ones.
+        // No expert; one byte; one group of eight; a piece more than a block takes, with 16-byte
+        // and single-byte accesses.
         let extents =
             [[0, 16, 16], [1, 16, 1], [3, 16, 16], [2, 176, 48], [1, 48, 33], [5, 32, 224]];
         extents
@@ -142,7 +142,7 @@ impl Operator for GateUpInterleave {
         if c.num_experts == 0 {
             return;
         }
-        // Other bytes in one row are other bytes in one row of what is written, and nowhere else.
+        // Other bytes in one row change exactly one row of the output.
         let (expert, row) = (c.num_experts / 2, c.num_rows / 2);
         let (changed, written) =
             (expert * c.num_rows + row, expert * c.num_rows + c.written_row(row));
@@ -156,8 +156,7 @@ impl Operator for GateUpInterleave {
         laws.law("a row goes to one row", change, [(c.written(), others)]);
     }
 
-    /// Weights in e2m1 and their scales, of as many experts as a rank of eight has: the two
-    /// models'.
+    /// Weights in e2m1 and their scales, with the experts of one rank of eight: the two models'.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [[32, 4096, 2048], [32, 4096, 128], [48, 6144, 3584], [48, 6144, 224]];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[[3, 64, 96]] };

@@ -1,8 +1,8 @@
 //! `hadamard` (inference 5.4, 7, 7.1): `kernels/cuda/formats/hadamard.cu` against
 //! `reference/src/formats/hadamard.rs`.
 //!
-//! The order of the sums is part of the definition, so that codes and scales have one value: every
-//! byte must be the oracle's.
+//! The order of the sums is part of the definition, so codes and scales are fully determined. Every
+//! byte must equal the oracle's.
 
 use dsv4_kernels::formats::hadamard::{self as launcher, DIM, Stored};
 use dsv4_reference::formats::hadamard as reference;
@@ -16,11 +16,11 @@ pub struct Hadamard;
 /// A case: rows, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HadamardCase {
-    /// Rows of 128; 0 is legal.
+    /// Rows of 128; 0 is allowed.
     pub num_rows: usize,
     /// Type of x, y, dy and dx.
     pub dtype: Float,
-    /// How the transform is stored.
+    /// The output format of the transform.
     pub stored: Stored,
     /// The rows.
     #[serde(flatten)]
@@ -31,7 +31,7 @@ fn plain(num_rows: usize, dtype: Float, stored: Stored) -> HadamardCase {
     HadamardCase { num_rows, dtype, stored, data: Data::normal(1.0) }
 }
 
-/// The oracle's name of how rows are stored.
+/// The oracle's name for the format of the rows.
 pub(crate) fn of_oracle(stored: Stored) -> reference::Stored {
     match stored {
         Stored::Values => reference::Stored::Values,
@@ -91,7 +91,7 @@ impl Operator for Hadamard {
     }
 
     fn edge_cases(profile: Profile) -> Vec<HadamardCase> {
-        // A block takes 32 rows, and so does a turn of a block of hadamard_codes; a warp of the
+        // A block takes 32 rows, and so does a round of a block of hadamard_codes. A warp of the
         // others takes 8.
         let rows = [0, 1, 32, 33, 70]
             .into_iter()
@@ -99,16 +99,16 @@ impl Operator for Hadamard {
         let mut cases: Vec<_> =
             rows.map(|(num_rows, stored)| plain(num_rows, Float::Bf16, stored)).collect();
         cases.extend(Stored::ALL.map(|stored| plain(19, Float::F32, stored)));
-        // Behind a turn of tiles on five multiprocessors of twelve blocks of hadamard_codes:
-        // groups of 8 rows, the last of one row; tiles for some of the blocks, the last of eight
-        // rows. Behind two turns: groups of which some blocks have two.
+        // After a round of tiles on five SMs of twelve blocks of hadamard_codes: groups of 8 rows,
+        // the last of one row; tiles for some of the blocks, the last of eight rows. After two
+        // rounds: groups, of which some blocks have two.
         let turn = 5 * 12 * 32;
         for num_rows in [turn + 65, turn + 1000, 2 * turn + 700] {
             cases.extend(
                 [Stored::E2m1, Stored::E4m3].map(|stored| plain(num_rows, Float::Bf16, stored)),
             );
         }
-        // Around the floors of the scales, and where they are as large as they get.
+        // Around the floors of the scales, and at their largest values.
         for (stored, exponent) in
             [(Stored::E2m1, -125), (Stored::E2m1, -128), (Stored::E4m3, -13), (Stored::E4m3, 120)]
         {

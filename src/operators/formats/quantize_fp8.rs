@@ -1,8 +1,8 @@
 //! `quantize_fp8` (inference 5.3, 5.4, 5.7): `kernels/cuda/formats/quantize_fp8.cu` against
 //! `reference/src/formats/quantize_fp8.rs`.
 //!
-//! Every rounding is to nearest and part of the definition: every code, every scale and every
-//! number that is decoded must be the oracle's.
+//! Every rounding is to nearest and part of the definition. So every code, every scale and every
+//! decoded value must equal the oracle's.
 
 use dsv4_kernels::formats::quantize_fp8::{
     self as launcher, Group, Options, ScaleLayout, ScaleType,
@@ -20,37 +20,37 @@ use crate::operators::contents::{Contents, Groups};
 /// The operator.
 pub struct QuantizeFp8;
 
-/// What is done.
+/// The direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
-    /// Numbers to codes and scales.
+    /// Values to codes and scales.
     Quantize,
-    /// Codes and scales to numbers.
+    /// Codes and scales to values.
     Dequantize,
 }
 
-/// A case: what is done, extents, formats, data.
+/// A case: direction, sizes, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QuantizeFp8Case {
-    /// What is done.
+    /// The direction.
     pub task: Task,
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Elements of a row.
     pub width: usize,
-    /// Type of the numbers.
+    /// Type of the values.
     pub dtype: Float,
-    /// Which numbers share a scale.
+    /// Which values share a scale.
     pub group: Group,
-    /// What a scale is.
+    /// Type of the scales.
     pub scale: ScaleType,
-    /// Where scales lie.
+    /// Layout of the scales.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantized; of codes `every_number` is each code under each
-    /// scale.
+    /// The contents of the groups that are quantized. For codes, `every_number` is each code with
+    /// each scale.
     pub contents: Contents,
-    /// Drawn numbers.
+    /// Drawn values.
     #[serde(flatten)]
     pub data: Data,
 }
@@ -71,7 +71,7 @@ fn plain(task: Task, num_rows: usize, width: usize, group: Group) -> QuantizeFp8
     }
 }
 
-/// The oracle's name of what a scale is.
+/// The oracle's name for the scale type.
 pub(crate) fn scale_of_oracle(scale: ScaleType) -> quantize::ScaleType {
     match scale {
         ScaleType::E8m0 => quantize::ScaleType::E8m0,
@@ -80,7 +80,7 @@ pub(crate) fn scale_of_oracle(scale: ScaleType) -> quantize::ScaleType {
     }
 }
 
-/// The oracle's name of where scales lie.
+/// The oracle's name for the scale layout.
 pub(crate) fn layout_of_oracle(layout: ScaleLayout) -> scale_layout::ScaleLayout {
     match layout {
         ScaleLayout::Plain => scale_layout::ScaleLayout::Plain,
@@ -95,7 +95,7 @@ pub(crate) fn scale_axes(scales: launcher::Scales) -> (DType, Vec<Axis>) {
     (dtype, axes.into_iter().map(|(name, extent)| axis(name, extent)).collect())
 }
 
-/// A format of the oracle's in which numbers are stored.
+/// The oracle's format for stored values.
 pub(crate) fn format_of(dtype: Float) -> Format {
     if dtype == Float::Bf16 { Format::BF16 } else { Format::F32 }
 }
@@ -122,7 +122,7 @@ impl QuantizeFp8Case {
         self.task == Task::Quantize
     }
 
-    /// What is common to the groups of a row.
+    /// What the groups of a row have in common.
     fn groups(&self) -> Groups {
         let [_, group] = self.group.extents();
         let (contents, scale, seed) = (self.contents, scale_of_oracle(self.scale), self.data.seed);
@@ -251,8 +251,8 @@ impl Operator for QuantizeFp8 {
             // One row, one element, of a group and of a square.
             plain(Quantize, 1, 1, Group::Row128),
             plain(Quantize, 1, 1, Group::Square128),
-            // A warp has 512 elements; groups that end with a row, and words and tiles that have
-            // more groups than it.
+            // A warp has 512 elements. Groups that end with a row, and words and tiles with more
+            // groups than the row.
             in_layout(mn, plain(Quantize, 2, 528, Group::Row128)),
             in_layout(mn, fp32(plain(Quantize, 33, 320, Group::Row64))),
             in_layout(mn, plain(Quantize, 33, 320, Group::Row64)),
@@ -260,10 +260,10 @@ impl Operator for QuantizeFp8 {
             in_layout(mn, plain(Dequantize, 3, 1040, Group::Row128)),
             in_layout(tiles, plain(Dequantize, 129, 320, Group::Row64)),
             f32s(fp32(plain(Quantize, 129, 130, Group::Square128))),
-            // Every number, under the scale 1 and divided by one that is none.
+            // Every value, with the scale 1, and divided by a scale that is not a power of two.
             holding(Contents::EveryNumber, plain(Quantize, 69, 512, Group::Row128)),
             holding(Contents::EveryNumber, fp32(plain(Quantize, 69, 512, Group::Row128))),
-            // Each code under each scale.
+            // Each code with each scale.
             holding(Contents::EveryNumber, plain(Dequantize, 64, 1024, Group::Row64)),
             holding(Contents::EveryNumber, f32s(plain(Dequantize, 64, 1024, Group::Row64))),
         ];
@@ -309,8 +309,7 @@ impl Operator for QuantizeFp8 {
     }
 
     fn laws(c: &QuantizeFp8Case, laws: &mut Laws<'_, Self>) {
-        // In other layouts rows have no axis of their own, and the rows of a square belong
-        // together.
+        // In other layouts rows have no separate axis, and the rows of a square share scales.
         if c.layout == ScaleLayout::Plain && c.group != Group::Square128 {
             laws.separate("num_rows", "rows may be permuted");
         }
@@ -326,7 +325,7 @@ impl Operator for QuantizeFp8 {
         }
     }
 
-    /// Activations of the model and weights, and the shape that others are measured at.
+    /// Activations and weights of the model, and the shape that other projects measure.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Task::{Dequantize, Quantize};
         let in_layout = |layout, case| QuantizeFp8Case { layout, ..case };
@@ -368,7 +367,7 @@ impl Operator for QuantizeFp8 {
             if high == 1 {
                 return benchmark;
             }
-            // Rows of a square are sampled apart from each other: they are equal.
+            // Rows of a square are sampled separately: they are equal.
             let drawn = QuantizeFp8Case { num_rows: 1, ..benchmark.drawn };
             Benchmark { drawn, sampled: |_, c, tensors| first_scales(c, tensors), ..benchmark }
         };
@@ -376,7 +375,7 @@ impl Operator for QuantizeFp8 {
     }
 }
 
-/// The scales of a sample's rows, which are those of one square.
+/// The scales of a sample's rows, which share one square.
 fn first_scales(c: &QuantizeFp8Case, tensors: &mut Tensors) {
     let squares: Vec<usize> = (0..c.num_rows.div_ceil(c.group.extents()[0])).collect();
     if let Some(scales) = tensors.get("scales").map(|scales| permuted_along(scales, 0, &squares)) {
@@ -384,14 +383,14 @@ fn first_scales(c: &QuantizeFp8Case, tensors: &mut Tensors) {
     }
 }
 
-/// Scales of codes: around the case's magnitude, or every byte in turn.
+/// Scales of codes: around the case's magnitude, or every byte in sequence.
 fn draw_scales(c: &QuantizeFp8Case, every: bool, draw: &mut Draw, tensors: &mut Tensors) {
     let scales = c.options().scales(c.num_rows, c.width);
     let exponent = c.data.magnitude.log2().round() as i32;
     let number = |at: usize, draw: &mut Draw| {
         let power = exponent + draw.rng().random_range(-6..=6);
         match (c.scale, every) {
-            // Each scale for as many groups as hold each code.
+            // Each scale for as many groups as hold every code.
             (ScaleType::E8m0, true) => f64::from((at / 4) as u8),
             (ScaleType::E8m0, false) => f64::from((127 + power).clamp(0, 254) as u8),
             (ScaleType::PowerOfTwo, _) => 2f64.powi(power),
@@ -400,7 +399,7 @@ fn draw_scales(c: &QuantizeFp8Case, every: bool, draw: &mut Draw, tensors: &mut 
     };
     let numbers: Vec<_> =
         (0..scales.rows * scales.groups).map(|at| Some(number(at, draw))).collect();
-    // What pads them is NaN: nobody may read it.
+    // Padding is NaN: no kernel may read it.
     let placed = c.of_oracle().scales(c.num_rows, c.width).arranged(&numbers).into_iter();
     if scales.bytes {
         let bytes = tensors.bytes_mut("scales").unwrap_or_default();

@@ -1,8 +1,8 @@
 //! `quantize_mxfp4` (inference 5.3, 5.4, 5.7): `kernels/cuda/formats/quantize_mxfp4.cu` against
 //! `reference/src/formats/quantize_mxfp4.rs`.
 //!
-//! Every rounding is to nearest and part of the definition: every code, every scale and every
-//! number that is decoded must be the oracle's.
+//! Every rounding is to nearest and part of the definition. So every code, every scale and every
+//! decoded value must equal the oracle's.
 
 use dsv4_kernels::formats::quantize_mxfp4::{self as launcher, GROUP, ScaleLayout};
 use dsv4_reference::Format;
@@ -18,23 +18,23 @@ use crate::operators::formats::quantize_fp8::{Task, format_of, layout_of_oracle,
 /// The operator.
 pub struct QuantizeMxfp4;
 
-/// A case: what is done, extents, formats, data.
+/// A case: direction, sizes, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QuantizeMxfp4Case {
-    /// What is done.
+    /// The direction.
     pub task: Task,
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Elements of a row; even.
     pub width: usize,
-    /// Type of the numbers.
+    /// Type of the values.
     pub dtype: Float,
-    /// Where scales lie.
+    /// Layout of the scales.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantized; of codes `every_number` is each code under each
-    /// scale.
+    /// The contents of the groups that are quantized. For codes, `every_number` is each code with
+    /// each scale.
     pub contents: Contents,
-    /// Drawn numbers.
+    /// Drawn values.
     #[serde(flatten)]
     pub data: Data,
 }
@@ -156,7 +156,7 @@ impl Operator for QuantizeMxfp4 {
             in_layout(tiles, f32s(plain(Quantize, 129, 42))),
             in_layout(mn, plain(Dequantize, 3, 1056)),
             in_layout(tiles, plain(Dequantize, 129, 160)),
-            // Every number, under the scale 1; each code under each scale.
+            // Every value, with the scale 1; each code with each scale.
             holding(Contents::EveryNumber, plain(Quantize, 67, 512)),
             holding(Contents::EveryNumber, f32s(plain(Quantize, 67, 512))),
             holding(Contents::EveryNumber, plain(Dequantize, 8, 1024)),
@@ -205,7 +205,7 @@ impl Operator for QuantizeMxfp4 {
     }
 
     fn laws(c: &QuantizeMxfp4Case, laws: &mut Laws<'_, Self>) {
-        // In other layouts rows have no axis of their own.
+        // In other layouts rows have no separate axis.
         if c.layout == ScaleLayout::Plain {
             laws.separate("num_rows", "rows may be permuted");
         }
@@ -220,7 +220,7 @@ impl Operator for QuantizeMxfp4 {
         }
     }
 
-    /// Activations of the model, and the shape that others are measured at.
+    /// Activations of the model, and the shape that other projects measure.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Task::{Dequantize, Quantize};
         let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
@@ -245,8 +245,8 @@ impl Operator for QuantizeMxfp4 {
     }
 }
 
-/// Scales of codes: around the case's magnitude, or every byte in turn. What pads them is NaN:
-/// nobody may read it.
+/// Scales of codes: around the case's magnitude, or every byte in sequence. Their padding is NaN:
+/// no kernel may read it.
 fn draw_scales(c: &QuantizeMxfp4Case, every: bool, draw: &mut Draw, tensors: &mut Tensors) {
     let scales = reference::scales(layout_of_oracle(c.layout), c.num_rows, c.width);
     let exponent = c.data.magnitude.log2().round() as i32;

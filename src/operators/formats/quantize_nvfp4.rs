@@ -1,8 +1,8 @@
 //! `quantize_nvfp4` (inference 5.3, 5.6, 5.7): `kernels/cuda/formats/quantize_nvfp4.cu` against
 //! `reference/src/formats/quantize_nvfp4.rs`.
 //!
-//! Every rounding is to nearest and part of the definition: every code, every scale and every
-//! number that is decoded must be the oracle's.
+//! Every rounding is to nearest and part of the definition. So every code, every scale and every
+//! decoded value must equal the oracle's.
 
 use dsv4_kernels::formats::quantize_nvfp4::{self as launcher, GROUP, ScaleLayout};
 use dsv4_reference::Format;
@@ -18,44 +18,44 @@ use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle, scale
 /// The operator.
 pub struct QuantizeNvfp4;
 
-/// What is done.
+/// The operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
-    /// Numbers to the scale of the tensor.
+    /// Values to the scale of the tensor.
     GlobalScale,
-    /// Numbers to codes and scales of groups.
+    /// Values to codes and scales of groups.
     Quantize,
-    /// Codes and scales to numbers.
+    /// Codes and scales to values.
     Dequantize,
 }
 
-/// A case: what is done, extents, formats, data.
+/// A case: operation, sizes, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QuantizeNvfp4Case {
-    /// What is done.
+    /// The operation.
     pub task: Task,
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Elements of a row; even.
     pub width: usize,
-    /// Type of the numbers.
+    /// Type of the values.
     pub dtype: Float,
-    /// Where scales lie.
+    /// Layout of the scales.
     pub layout: ScaleLayout,
-    /// What the groups hold that are quantized; of codes `every_number` is each code under each
-    /// scale.
+    /// The contents of the groups that are quantized. For codes, `every_number` is each code with
+    /// each scale.
     pub contents: Contents,
-    /// The scale of the tensor that is given.
+    /// The tensor scale, where it is given.
     pub global_scale: f32,
-    /// Drawn numbers.
+    /// Drawn values.
     #[serde(flatten)]
     pub data: Data,
 }
 
 fn plain(task: Task, num_rows: usize, width: usize) -> QuantizeNvfp4Case {
     let (layout, contents, data) = (ScaleLayout::Plain, Contents::Drawn, Data::normal(1.0));
-    // A little above that of a few thousand normal numbers.
+    // A little above that of a few thousand normal values.
     QuantizeNvfp4Case {
         task,
         num_rows,
@@ -171,7 +171,7 @@ impl Operator for QuantizeNvfp4 {
         )
             .prop_map(|(task, [num_rows, width], dtype, layout, (contents, power), data)| {
                 let width = width.next_multiple_of(2);
-                // Around that of a few thousand numbers, and far from it.
+                // Around that of a few thousand values, and far from it.
                 let global_scale = (0.0017 * data.magnitude * 2f64.powi(power)) as f32;
                 QuantizeNvfp4Case {
                     task,
@@ -222,11 +222,11 @@ impl Operator for QuantizeNvfp4 {
             in_layout(tiles, f32s(plain(Quantize, 129, 42))),
             in_layout(mn, plain(Dequantize, 3, 1056)),
             in_layout(tiles, plain(Dequantize, 129, 80)),
-            // Every number, under the scale 1 and divided by one that is no power of two; each
-            // code under each scale.
+            // Every value, with the scale 1 and divided by a scale that is not a power of two; each
+            // code with each scale.
             scaled(1.0, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(0.3, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
-            // Divided by such that a product with the inverse falls on the other side of 0.75, 2.5
+            // A divisor for which a product with the inverse falls on the other side of 0.75, 2.5
             // and 3.5 than the quotient.
             scaled(0.5104167, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
             scaled(0.97499996, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
@@ -234,8 +234,8 @@ impl Operator for QuantizeNvfp4 {
             scaled(1.0, holding(Contents::EveryNumber, f32s(plain(Quantize, 70, 512)))),
             scaled(1.0, holding(Contents::EveryNumber, plain(Dequantize, 8, 1024))),
             scaled(0.3, holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024)))),
-            // Scales of groups that are 0, and that are the largest, and products of both levels
-            // that fp32 has not.
+            // Scales of groups that are 0 or the largest, and products of both levels outside
+            // fp32's range.
             scaled(64.0, plain(Quantize, 5, 256)),
             scaled(1e-5, plain(Quantize, 5, 256)),
             scaled(1e-44, plain(Quantize, 5, 256)),
@@ -245,7 +245,7 @@ impl Operator for QuantizeNvfp4 {
                 data: Data::normal(1e37),
                 ..scaled(1e-23, plain(Quantize, 5, 256))
             },
-            // More blocks than the largest are found by.
+            // More data than one round of the blocks that find the maximum.
             plain(GlobalScale, 8200, 2),
             holding(Contents::NotFinite, plain(GlobalScale, 9, 512)),
             QuantizeNvfp4Case { data: Data::normal(1e-40), ..f32s(plain(GlobalScale, 3, 64)) },
@@ -320,12 +320,12 @@ impl Operator for QuantizeNvfp4 {
             laws.permute("rows may be permuted", "num_rows");
             return;
         }
-        // In other layouts rows have no axis of their own.
+        // In other layouts rows have no separate axis.
         if c.layout == ScaleLayout::Plain {
             laws.separate("num_rows", "rows may be permuted");
         }
-        // Where both levels together stay normal numbers, the numbers and the scale of the tensor
-        // may both be four times as large.
+        // Where both levels together stay normal values, the values and the tensor scale may both
+        // be four times as large.
         let x = if c.task == Task::Quantize { laws.tensors().values("x") } else { Vec::new() };
         let small = |x: &f64| x.abs() < 2f64.powi(100) && (*x == 0.0 || x.abs() > 2f64.powi(-90));
         if !x.is_empty() && x.iter().all(small) && (1e-20..1e20).contains(&c.global_scale) {
@@ -341,7 +341,7 @@ impl Operator for QuantizeNvfp4 {
         }
     }
 
-    /// Activations of the model, and the shape that others are measured at.
+    /// Activations of the model, and the shape that other projects measure.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Task::{Dequantize, Quantize};
         let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
@@ -365,8 +365,9 @@ impl Operator for QuantizeNvfp4 {
     }
 }
 
-/// Makes numbers midway between codes under a power of two those, of fp32, of what their group is
-/// divided by: both levels of its scale together. Their quotients are the middle, or next to it.
+/// Moves ties to what their group is divided by: both levels of its scale together, in fp32.
+/// Before, they are midpoints of codes times a power of two. Their quotients become the midpoint,
+/// or next to it.
 fn set_ties_of_both_levels(c: &QuantizeNvfp4Case, tensors: &mut Tensors) {
     let mut x = tensors.values("x");
     for group in x.chunks_mut(c.width.max(1)).flat_map(|row| row.chunks_mut(GROUP)) {
@@ -384,12 +385,13 @@ fn set_ties_of_both_levels(c: &QuantizeNvfp4Case, tensors: &mut Tensors) {
     tensors.set("x", &x);
 }
 
-/// Scales of codes: any of them, or every byte in turn. What pads them is NaN: nobody may read it.
+/// Scales of codes: any of them, or every byte in sequence. Their padding is NaN: no kernel may
+/// read it.
 fn draw_scales(c: &QuantizeNvfp4Case, every: bool, draw: &mut Draw, tensors: &mut Tensors) {
     let scales = reference::scales(layout_of_oracle(c.layout), c.num_rows, c.width);
     let number = |at: usize, draw: &mut Draw| {
         let drawn = draw.rng().random_range(0..0x7fu8);
-        // Each scale for the two groups that hold each code.
+        // Each scale for the two groups that hold every code.
         if every { (at / 2) as u8 } else { drawn }
     };
     let numbers: Vec<_> =

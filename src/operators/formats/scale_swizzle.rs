@@ -1,7 +1,7 @@
 //! `scale_swizzle` (inference 5.7): `kernels/cuda/formats/scale_swizzle.cu` against
 //! `reference/src/formats/scale_swizzle.rs`.
 //!
-//! Nothing is computed: every byte must be the oracle's.
+//! Nothing is computed, so every byte must equal the oracle's.
 
 use std::rc::Rc;
 
@@ -21,15 +21,15 @@ pub struct ScaleSwizzle;
 /// Rows of a tile.
 const TILE_ROWS: usize = 128;
 
-/// A case: extents, direction, data.
+/// A case: sizes, direction, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScaleSwizzleCase {
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Scales of a row.
     pub num_groups: usize,
-    /// Whether scales are taken out of tiles, and not put into them.
+    /// Whether scales are read from tiles instead of written to them.
     pub inverse: bool,
     /// Seed of the bytes.
     pub seed: u64,
@@ -94,9 +94,9 @@ impl Operator for ScaleSwizzle {
     }
 
     fn edge_cases(_: Profile) -> Vec<ScaleSwizzleCase> {
-        // One scale; a row more than a warp takes of a quarter, than a quarter and than a tile; a
-        // group more than a tile, than a lane takes and than a warp; a lane and a warp whose last
-        // whole tile is the last that there is.
+        // One scale. A row more than a warp takes of a quarter, than a quarter and than a tile. A
+        // group more than a tile, than a lane takes and than a warp. A lane and a warp whose last
+        // whole tile is the last of all.
         let extents = [
             (0, 3),
             (1, 1),
@@ -117,7 +117,7 @@ impl Operator for ScaleSwizzle {
 
     fn amend(c: &ScaleSwizzleCase, tensors: &mut Tensors) -> OracleResult<()> {
         let mut draw = Draw::new(c.seed, "bytes");
-        // What pads tiles is not 0 here: nobody may read it.
+        // The padding of tiles is not 0 here: no kernel may read it.
         let bytes =
             tensors.bytes_mut(if c.inverse { "tiles" } else { "scales" }).unwrap_or_default();
         bytes.iter_mut().for_each(|byte| *byte = draw.rng().random());
@@ -138,12 +138,11 @@ impl Operator for ScaleSwizzle {
     }
 
     fn laws(c: &ScaleSwizzleCase, laws: &mut Laws<'_, Self>) {
-        // A single row of tiles has no other.
+        // A single row of tiles has no other row to compare.
         if c.num_rows <= TILE_ROWS {
             return;
         }
-        // Other bytes in the middle row, or in the tiles that it lies in, change nothing of other
-        // tiles' rows.
+        // Other bytes in the middle row, or in its tiles, do not change other tiles' rows.
         let (row, [row_tiles, _]) = (c.num_rows / 2, launcher::tiles(c.num_rows, c.num_groups));
         let (name, entry) = if c.inverse { ("tiles", row / TILE_ROWS) } else { ("scales", row) };
         let entries = if c.inverse { row_tiles } else { c.num_rows };
@@ -161,8 +160,8 @@ impl Operator for ScaleSwizzle {
         laws.law("tiles know nothing of each other", change, [relation]);
     }
 
-    /// The scales of 16 and of 32 of the model's hidden states. Rows are sampled, which tiles do
-    /// not have: what is timed takes scales out of them.
+    /// The scales of groups of 16 and of 32 in the model's hidden states. Rows are sampled, and
+    /// tiles have no row axis, so the timed kernel reads scales from tiles.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(32768, 224), (32768, 448), (4096, 224)];
         let shapes = if on_gpu(environment) { &gpu[..] } else { &[(256, 32)] };
@@ -174,14 +173,14 @@ impl Operator for ScaleSwizzle {
                 case.clone(),
                 "num_rows",
             );
-            // All of them are drawn: tiles have no such axis.
+            // All tiles are drawn, because they have no such axis.
             Benchmark { drawn: case, sampled: keep_rows, ..benchmark.streaming(&[], 0.0) }
         };
         shapes.iter().map(benchmark).collect()
     }
 }
 
-/// Puts the sampled rows into tiles of their own.
+/// Writes the sampled rows to separate tiles.
 fn keep_rows(whole: &Whole<'_, ScaleSwizzle>, c: &mut ScaleSwizzleCase, tensors: &mut Tensors) {
     let all = Scales {
         layout: ScaleLayout::Blocked,

@@ -20,20 +20,20 @@ pub enum Rows {
     All,
     /// Some, in any order, and some of them twice.
     Listed,
-    /// The same; every third entry names no token.
+    /// The same, but every third entry names no token.
     Hostile,
 }
 
-/// A case: extents, which tokens are sampled, data.
+/// A case: sizes, which tokens are sampled, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LmHeadCase {
-    /// Tokens; 0 is legal. As many as rows where all are sampled.
+    /// Tokens; 0 is allowed. Equal to the rows where all are sampled.
     pub num_tokens: usize,
-    /// Sampled rows; 0 is legal.
+    /// Sampled rows; 0 is allowed.
     pub num_rows: usize,
     /// Rows of the weights.
     pub vocab_size: usize,
-    /// Numbers of a token.
+    /// Values of a token.
     pub hidden_size: usize,
     /// Which tokens are sampled.
     pub rows: Rows,
@@ -123,7 +123,7 @@ impl Operator for LmHead {
             all(2, 0, 16),
             listed(0, 3, 20, 64),
             listed(5, 0, 20, 64),
-            // One row less than a tile, a tile, one more.
+            // One row less than a tile, a tile, one row more.
             listed(20, 16, 127, 264),
             listed(20, 17, 129, 136),
             all(129, 12, 72),
@@ -161,8 +161,8 @@ impl Operator for LmHead {
         laws.separate("vocab_size", "ids may be permuted");
     }
 
-    /// The model's heads: for a decode step of some sequences, and for a prefill whose tokens are
-    /// all asked for.
+    /// The model's heads: for a decode step of some sequences, and for a prefill with logits for
+    /// all tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = [(1, 4096), (1, 7168), (16, 7168), (128, 4096), (128, 7168), (4096, 7168)];
         let (shapes, vocab_size) =
@@ -175,7 +175,7 @@ impl Operator for LmHead {
             let benchmark = benchmark.also_sampled_along("num_rows", SAMPLED_ROWS, spread);
             let benchmark = Benchmark { sampled: sample_tokens, ..benchmark };
             let flops = 2.0 * (num_rows * vocab_size * hidden_size) as f64;
-            // The weights' bytes are what limits few rows.
+            // Few rows are limited by the bytes of the weights.
             if num_rows > 128 {
                 benchmark.computing(flops)
             } else {
@@ -189,12 +189,12 @@ impl Operator for LmHead {
 /// Rows of a benchmark's result that are compared with the oracle.
 const SAMPLED_ROWS: usize = 128;
 
-/// As many tokens as rows are sampled.
+/// As many tokens as sampled rows.
 fn sample_tokens(_: &Whole<'_, LmHead>, c: &mut LmHeadCase, _: &mut Tensors) {
     c.num_tokens = c.num_rows;
 }
 
-/// Tokens in any order; of a hostile list every third entry names none.
+/// Tokens in any order. In a hostile list every third entry is not a token.
 fn draw_rows(c: &LmHeadCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "rows");
     let tokens = c.num_tokens as i32;

@@ -1,18 +1,17 @@
-//! Logits of attention: how large they are, and where they lie.
+//! Logits of attention: their magnitude and their shift.
 
 use crate::operator::tensors::Tensors;
 
-/// Standard deviations that strategies draw: small ones too, where every weight is nearly the same
-/// and an accumulator that is rescaled lazily, or never, shows.
+/// Standard deviations that strategies draw. Small ones give nearly equal weights, which show an
+/// accumulator that is rescaled lazily, or never.
 pub(crate) const DEVIATIONS: [f64; 5] = [0.5, 0.01, 0.1, 2.0, 4.0];
 
-/// The size of the numbers of q at which logits over keys of standard normal numbers deviate by
-/// `deviation`.
+/// The magnitude of q at which logits over standard normal keys have this `deviation`.
 pub(crate) fn query_size(deviation: f64, softmax_scale: f32, head_dim: usize) -> f64 {
     deviation / (f64::from(softmax_scale) * (head_dim as f64).sqrt())
 }
 
-/// Moves every logit by `shift`, through the first channel: q's is constant and so is k's.
+/// Moves every logit by `shift`, through the first channel, which is constant in q and in k.
 pub(crate) fn shift(tensors: &mut Tensors, shift: f64, softmax_scale: f32, head_dim: usize) {
     if shift == 0.0 {
         return;

@@ -1,9 +1,9 @@
 //! `sampler` (inference 12.3): `kernels/cuda/head/sampler.cu` against
 //! `reference/src/head/sampler.rs`.
 //!
-//! Which ids are kept hangs on sums that kernels round. So shares and least probabilities are
-//! moved between two ids that are apart by more than any rounding, unless all weights are equal,
-//! whose sums are exact; what is kept then has one right answer. The winner among it is held to
+//! The kept ids depend on sums that kernels round. So shares and least probabilities are moved
+//! between two ids that differ by more than any rounding. Equal weights are an exception, because
+//! their sums are exact. The kept set then has one right answer. The winner in it is checked with
 //! the scores of the race, by margin.
 
 use dsv4_kernels::head::sampler as launcher;
@@ -16,37 +16,36 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct Sampler;
 
-/// What the rows hold.
+/// The contents of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Logits {
-    /// Numbers of the case's distribution and magnitude.
+    /// Values of the case's distribution and magnitude.
     Drawn,
-    /// A few small integers, zeros of both signs among them: nearly all are ties.
+    /// A few small integers, including zeros of both signs: nearly all are ties.
     Ties,
-    /// One number, the case's magnitude.
+    /// One value, the case's magnitude.
     Equal,
-    /// One large number, and else -60.
+    /// One large value; all others are -60.
     OneHot,
-    /// Negative ones alone, the largest last.
+    /// Only negative values, the largest last.
     Rising,
-    /// Some are NaN or infinite; of every fifth row all are NaN or -infinity.
+    /// Some are NaN or infinite. In every fifth row all are NaN or -infinity.
     NotFinite,
-    /// Drawn ones, of which every 40th or so is NaN and none infinite: a row with an infinite
-    /// logit is not asked for its sum.
+    /// Drawn values; about every 40th is NaN and none is infinite. The sum of a row with an
+    /// infinite logit is not compared.
     NotANumber,
-    /// Drawn ones, and of every [`CROWD`] ids the first 128 far above the others: those that one
-    /// warp of a block reads.
+    /// Drawn values, but in every [`CROWD`] ids the first 128 are far above the others. One warp of
+    /// a block reads these.
     Crowded,
-    /// Drawn ones, of which three of a row, wherever they lie, are 5 and a little more above the
-    /// largest.
+    /// Drawn values, but three of a row, at any index, are 5 and a little more above the largest.
     Few,
-    /// Two of the first four ids have the largest scores of a row at a temperature of 1, of which
-    /// the first or the second is ahead by [`CLOSE`]; all others are far below.
+    /// Two of the first four ids have the largest scores of a row at a temperature of 1. The first
+    /// or the second is ahead by [`CLOSE`]; all others are far below.
     Close,
 }
 
-/// What the temperatures are.
+/// The temperatures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Temperature {
@@ -54,59 +53,59 @@ pub enum Temperature {
     Zero,
     /// 1.
     One,
-    /// Another for each row: 0, negative ones, tiny, usual, large and infinite ones.
+    /// A different one for each row: 0, negative, tiny, usual, large and infinite values.
     Mixed,
 }
 
-/// What limits the ids of a row.
+/// The filters that limit the ids of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Filters {
     /// Nothing.
     Absent,
-    /// `top_k`, of some rows none.
+    /// `top_k`; some rows have none.
     TopK,
-    /// `top_p`, of some rows none.
+    /// `top_p`; some rows have none.
     TopP,
-    /// `top_p` of each row as users ask for it, from 0.8 to 0.99.
+    /// `top_p` of each row in the usual range, from 0.8 to 0.99.
     UsualTopP,
-    /// `min_p`, of some rows none.
+    /// `min_p`; some rows have none.
     MinP,
-    /// All three, of some rows none of them.
+    /// All three; some rows have none of them.
     All,
 }
 
-/// What the random words are.
+/// The random words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Words {
-    /// Those of drawn seeds and steps.
+    /// Words of drawn seeds and steps.
     Drawn,
-    /// Of every row one is 0, or has all bits set, at an id without a chance, with a tiny one or
-    /// with a large one.
+    /// In every row one word is 0, or has all bits set. Its id has no chance, a tiny one or a large
+    /// one.
     Extreme,
-    /// Of every row one is 0, at an id that it lets win with a share of the weights that fp32's
-    /// sum of them may lack; another id has still less, which is what the largest `top_k` of a
-    /// limited row leaves out.
+    /// In every row one word is 0. Its id wins with a share of the weights that fp32's sum may
+    /// lose. Another id has a still smaller share, and the largest `top_k` of a limited row skips
+    /// it.
     Faint,
 }
 
-/// A case: extents, what rows hold, what is asked of them.
+/// A case: sizes, contents of rows, filters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplerCase {
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Logits of a row; 40 or more where words are not drawn.
     pub vocab_size: usize,
-    /// What the rows hold.
+    /// The contents of the rows.
     pub logits: Logits,
-    /// What the temperatures are.
+    /// The temperatures.
     pub temperature: Temperature,
-    /// What limits the ids of a row.
+    /// The filters that limit the ids of a row.
     pub filters: Filters,
-    /// What the random words are.
+    /// The random words.
     pub words: Words,
-    /// Drawn logits.
+    /// The generated logits.
     #[serde(flatten)]
     pub data: Data,
 }
@@ -245,51 +244,51 @@ impl Operator for Sampler {
             plain(5, 300, Filters::MinP),
             extreme(Filters::Absent),
             extreme(Filters::TopK),
-            // The first of a row loses, and the weights of all others are too small for a number.
+            // The first id of a row loses, and the weights of all others underflow.
             SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopK) },
             SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopP) },
-            // Limits that leave one id out, where the winner's share may be none of the sum's:
-            // listed, and read for each race.
+            // Limits that skip one id, where the winner's share may be lost in the sum: listed, and
+            // read for each race.
             faint(64, 44, Filters::TopK),
             faint(21, 2100, Filters::TopK),
-            // The largest logit is among the last that a thread reads of a tile, of a short row
-            // and of a long one.
+            // The largest logit is among the last that a thread reads of a tile, in a short row and
+            // in a long one.
             last_is_largest(2, 2000),
             last_is_largest(1, 16_000),
-            // A warp's last round of staged ids is no whole one, and what lies behind it was
-            // listed before.
+            // A warp's last round of staged ids is partial, and the memory after it holds ids that
+            // were listed before.
             faint(61, 700, Filters::TopK),
             faint(5, 40, Filters::Absent),
-            // The only ids of a row's last warp are those of one access, put aside and not yet
-            // listed when the row ends.
+            // The only ids of a row's last warp are those of one access, staged but not yet listed
+            // when the row ends.
             SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
-            // The last id that a warp has listed is in front of those that are asked for, and
-            // counts once.
+            // The last id that a warp has listed is before the requested ones, and counts once.
             SamplerCase { data: Data::normal(1.0), ..plain(200, 40, Filters::UsualTopP) },
-            // Scores that only exact logarithms tell apart, of ids of one thread: of a row that is
-            // raced, and of a list.
+            // Scores that only exact logarithms distinguish, for ids of one thread: in a row that
+            // is raced, and in a list.
             SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::Absent) },
             SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::UsualTopP) },
-            // Larger logits in the second half of a thread's, whose sum of the first is not lost.
+            // Larger logits in the second half of a thread's ids, so the sum of the first half must
+            // be kept.
             SamplerCase { data: Data::normal(2.0), ..plain(40, 2048, Filters::UsualTopP) },
             // Blocks of either size, which list whole rows.
             plain(1, 2048, Filters::TopP),
             SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
-            // More ids than a block lists.
+            // More ids than a block can list.
             SamplerCase { logits: Logits::Equal, ..plain(1, 9200, Filters::TopP) },
-            // A list that does not reach what ends the order, and one that does, of a long row.
+            // A list that does not reach the end of the order, and one that does, for a long row.
             SamplerCase { data: Data::normal(0.25), ..plain(1, 9200, Filters::TopP) },
             SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
-            // Rows of which every limit takes more than is listed, or ends within it; of which no
-            // weight stands out.
+            // Rows where every limit takes more than is listed, or ends within it; rows without a
+            // dominant weight.
             SamplerCase { data: Data::normal(0.25), ..plain(9, 9000, Filters::TopP) },
             SamplerCase { data: Data::normal(0.25), ..plain(8, 9000, Filters::TopK) },
             SamplerCase { data: Data::normal(0.25), ..plain(12, 9000, Filters::All) },
             SamplerCase { logits: Logits::Equal, ..plain(9, 9000, Filters::MinP) },
-            // More large logits than one warp has room to collect.
+            // More large logits than one warp can collect.
             SamplerCase { logits: Logits::Crowded, ..plain(2, 60_000, Filters::TopP) },
-            // The order ends among a few ids that are larger than any that a kernel may have
-            // looked at first.
+            // The order ends among a few ids that are larger than any that a kernel may have read
+            // first.
             SamplerCase {
                 logits: Logits::Few,
                 data: Data::normal(3.0),
@@ -300,16 +299,16 @@ impl Operator for Sampler {
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
             SamplerCase { logits: Logits::Rising, ..plain(2, 20_000, Filters::TopP) },
             SamplerCase { logits: Logits::NotFinite, ..plain(2, 20_001, Filters::All) },
-            // NaN in every load of a thread's, whose weights are none of the sum's.
+            // NaN in every load of a thread, whose weights are not in the sum.
             SamplerCase { logits: Logits::NotANumber, ..plain(20, 2000, Filters::UsualTopP) },
-            // A temperature at which logits of 100 leave nothing of a score but what rounds to a
-            // whole number: of equal ones the lowest id wins, whoever comes first.
+            // A temperature at which logits of 100 leave only a whole number of a score after
+            // rounding. Among equal ones the lowest id wins, in any order of arrival.
             SamplerCase {
                 logits: Logits::Equal,
                 data: Data::normal(100.0),
                 ..mixed(36, 300, Filters::UsualTopP)
             },
-            // The same of a row that is raced, tile after tile.
+            // The same for a row that is raced, tile after tile.
             SamplerCase {
                 logits: Logits::Equal,
                 data: Data::normal(100.0),
@@ -337,7 +336,7 @@ impl Operator for Sampler {
         for (name, numbers) in [("seed", seeds), ("step", steps)] {
             tensors.put(name, HostTensor::from_f64(DType::I64, &[c.num_rows], &numbers));
         }
-        // As they are stored, which is what is sampled from.
+        // As stored, which is what the sampler reads.
         let (logits, temperatures) = (tensors.values("logits"), tensors.values("temperature"));
         let mut limits = draw_limits(c);
         for (row, limits) in limits.iter_mut().enumerate() {
@@ -356,7 +355,7 @@ impl Operator for Sampler {
         Ok(())
     }
 
-    /// The scores of all ids, which every run keeps, and those of their places in the race.
+    /// The scores of all ids, which every run keeps, and those of their ranks in the race.
     fn oracle_elements(c: &SamplerCase) -> u128 {
         2 * c.num_rows as u128 * c.vocab_size as u128
     }
@@ -370,7 +369,7 @@ impl Operator for Sampler {
     }
 
     fn laws(c: &SamplerCase, laws: &mut Laws<'_, Self>) {
-        // Whatever the batch, and wherever in it a row stands.
+        // For every batch, and every index of a row in it.
         laws.separate("num_rows", "rows may be permuted");
         if c.num_rows == 0 {
             return;
@@ -387,14 +386,14 @@ impl Operator for Sampler {
         }
     }
 
-    /// The model's vocabulary: with the usual filters and without, for batches of decode steps.
+    /// The model's vocabulary, with the usual filters and without, for batches of decode steps.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Temperature::{One, Zero};
         let gpu = [
             ("top-p", 128, Filters::UsualTopP, One),
             ("top-p", 32, Filters::UsualTopP, One),
             ("top-p", 1, Filters::UsualTopP, One),
-            // Rows without a limit among them, and limits that keep all but one id, or one.
+            // Some rows without a limit, and limits that keep all but one id, or only one.
             ("edges of top-p", 128, Filters::TopP, One),
             ("top-k", 128, Filters::TopK, One),
             ("all filters", 128, Filters::All, One),
@@ -412,7 +411,7 @@ impl Operator for Sampler {
                     data: Data::normal(4.0),
                     ..plain(num_rows, vocab_size, filters)
                 };
-                // A difference, a product, a power and a sum of each logit.
+                // A difference, a product, an exponential and a sum for each logit.
                 Benchmark::new(
                     Direction::Forward,
                     format!("{kind}, {num_rows} rows of {vocab_size}"),
@@ -425,13 +424,13 @@ impl Operator for Sampler {
     }
 }
 
-/// A whole number of times the ids that a block of either size reads at once.
+/// A multiple of the ids that a block of either size reads at once.
 const CROWD: usize = 4096;
 
-/// Ids that are added to rows.
+/// Ids that the law adds to rows.
 const UNREACHABLE: usize = 5;
 
-/// Ids behind the last whose logits are -infinity.
+/// Added ids after the last one, with logits of -infinity.
 fn add_unreachable_ids(v: &mut Variant<Sampler>) {
     let (rows, width) = (v.case.num_rows, v.case.vocab_size);
     let logits = v.tensors.values("logits");
@@ -442,23 +441,23 @@ fn add_unreachable_ids(v: &mut Variant<Sampler>) {
         .put("logits", HostTensor::from_f64(DType::F32, &[rows, width + UNREACHABLE], &longer));
 }
 
-/// Seeds whose word of this id, at step 0, is 0 or has all bits set.
+/// Seeds whose word for this id, at step 0, is 0 or has all bits set.
 const EXTREME: [(u64, usize, u32); 2] = [(1_343_428, 3, 0), (40_222_668, 38, u32::MAX)];
-/// Ids of a row that hold both.
+/// Ids of a row that contain both.
 const EXTREME_IDS: usize = 40;
 
-/// By how much the logit of a faint id is below the largest: its weight is 2^-27 of that one's,
-/// and the word 0 gives it a score 5 above what the largest has of a word in the middle.
+/// How far the logit of a faint id is below the largest: its weight is 2^-27 of that one's. The
+/// word 0 gives it a score 5 above that of the largest with a median word.
 const FAINT: f64 = 19.0;
 
-/// By how much one of two scores is ahead, 2^-14: less than approximate logarithms tell apart, and
-/// many steps of fp32.
+/// The lead of one of two scores, 2^-14: less than approximate logarithms distinguish, and many
+/// steps of fp32.
 const CLOSE: f64 = 6.103_515_625e-5;
-/// Ids of a row of which two are close.
+/// Ids of a row, two of which are close.
 const CLOSE_IDS: usize = 4;
 
-/// Makes an id's score as large as the first one's but for [`CLOSE`], and all others' small. Of a
-/// score at a temperature of 1, in natural units, `logit - ln(g)`.
+/// Makes an id's score as large as the first one's except for [`CLOSE`], and all others small. A
+/// score at a temperature of 1 is, in natural units, `logit - ln(g)`.
 fn make_close(row: usize, seed: u64, step: u64, logits: &mut [f64]) {
     let time = |id| {
         let v = f64::from(reference::uniform(reference::word(seed, step, id)));
@@ -474,7 +473,7 @@ fn make_close(row: usize, seed: u64, step: u64, logits: &mut [f64]) {
     (logits[0], logits[second]) = (first, close);
 }
 
-/// Seed and step of each row: of more than 32 bits each, and of either sign.
+/// Seed and step of each row: of more than 32 bits, and of either sign.
 fn draw_seeds(c: &SamplerCase) -> (Vec<f64>, Vec<f64>) {
     let mut draw = Draw::new(c.data.seed, "seed");
     let drawn = |draw: &mut Draw| draw.rng().random_range(-(1i64 << 52)..1 << 52) as f64;
@@ -552,7 +551,7 @@ fn draw_logits(c: &SamplerCase, drawn: &[f64], seeds: &[f64], steps: &[f64]) -> 
     logits
 }
 
-/// What limits each row, before rows are looked at.
+/// The limits of each row, before its values are considered.
 fn draw_limits(c: &SamplerCase) -> Vec<Limits> {
     let mut draw = Draw::new(c.data.seed, "limits");
     let most = c.vocab_size.min(1 << 20) as f64;
@@ -574,14 +573,14 @@ fn draw_limits(c: &SamplerCase) -> Vec<Limits> {
     (0..c.num_rows).map(limits).collect()
 }
 
-/// The least share of a row that an id at the end of what top_p keeps has: sums of 2^20 weights
-/// err by less than a hundredth of it.
+/// The least share of a row for the last id that top_p keeps. Sums of 2^20 weights have a relative
+/// error below a hundredth of it.
 const CLEAR_SHARE: f64 = 1.0 / 65_536.0;
-/// By how much weights on either side of min_p differ, relatively, at least: powers err by less
-/// than a hundredth of it.
+/// The least relative difference of weights on either side of min_p. Exponentials have a relative
+/// error below a hundredth of it.
 const CLEAR_WEIGHT: f64 = 1.0 / 16_384.0;
 
-/// Moves limits between two ids that no rounding exchanges. Equal weights have exact sums.
+/// Moves limits between two ids that no rounding can swap. Equal weights have exact sums.
 fn make_clear(weights: &[f64], limits: &mut Limits) {
     if weights.iter().all(|&weight| weight == 1.0 || weight == 0.0) {
         return;

@@ -19,7 +19,7 @@ pub struct IndexerBackward;
 /// A case: which slots are valid, heads, types, scale, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IndexerBackwardCase {
-    /// Extents, lists, limits and sequences.
+    /// Sizes, lists, limits and sequences.
     #[serde(flatten)]
     pub keys: RankedKeys,
     /// Indexer heads, up to 64.
@@ -28,20 +28,19 @@ pub struct IndexerBackwardCase {
     pub weight: Float,
     /// Multiplies the logits.
     pub sm_scale: f32,
-    /// How dk is summed.
+    /// The order of the sums of dk.
     pub key_gradients: KeyGradients,
     /// q is 2^this times as large as k.
     pub query_exponent: i32,
-    /// Whether every product of q and k is negative or 0: nothing passes.
+    /// Whether every product of q and k is negative or 0, so that no gradient passes.
     pub nothing_passes: bool,
-    /// Whether queries of tokens without a valid slot, keys that no valid slot names, and upstream
-    /// gradients of slots that are not valid are NaN.
+    /// Whether queries of tokens without a valid slot, keys that no valid slot references, and
+    /// upstream gradients of invalid slots are NaN.
     pub poison_unreferenced: bool,
 }
 
-/// Numbers of q and k are multiples of this: so all their products are multiples of its square, in
-/// whatever order they are added, and whether one is above 0 is no matter of rounding. Some of
-/// them are 0.
+/// Values of q and k are multiples of this, so all their products are multiples of its square. The
+/// order of sums and rounding then never decide whether a product is above 0. Some products are 0.
 const GRID: f64 = 0.125;
 
 impl IndexerBackwardCase {
@@ -153,7 +152,7 @@ impl Operator for IndexerBackward {
         let keys =
             RankedKeys::strategy(profile.of([[7, 120, 150], [9, 300, 300], [16, 1200, 1100]]));
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(1usize), 3 => 1..=MAX_HEADS];
-        // Powers of two and not; the model's own is 128^-1/2.
+        // Powers of two and others; the model's own is 128^-1/2.
         let sm_scale = select(vec![0.088_388_35f32, 0.3, 1.0, 0.125]);
         let sums = select(vec![KeyGradients::Atomic, KeyGradients::Deterministic]);
         let classes = (
@@ -236,7 +235,7 @@ impl Operator for IndexerBackward {
             }),
             keys(causal(9, 32, 150, 4), |keys| RankedKeys { packed: true, ..keys }),
             keys(causal(13, 5, 9, 3), |keys| RankedKeys { q_off: false, ..keys }),
-            // Keys behind the last column.
+            // Keys after the last column.
             keys(causal(9, 6, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
             keys(summed(causal(9, 6, 90, 1)), |keys| RankedKeys {
                 packed: true,
@@ -270,7 +269,7 @@ impl Operator for IndexerBackward {
             let on_grid = |x: f64| side((x / size / GRID).round() * GRID * size, sign);
             tensors.edit(name, |numbers| numbers.iter_mut().for_each(|x| *x = on_grid(*x)));
         }
-        // So are all products of every seventh key, and do not pass.
+        // All products of every seventh key are 0 as well, and do not pass.
         tensors
             .edit("k", |k| k.chunks_mut(HEAD_DIM).skip(3).step_by(7).for_each(|row| row.fill(0.0)));
         c.keys.amend(tensors);
@@ -359,8 +358,8 @@ impl Operator for IndexerBackward {
         }
     }
 
-    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the
-    /// slots of a token distinct.
+    /// 4096 queries of the model's 64 heads over lists of its two lengths. Every slot is valid, and
+    /// the slots of a token are distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerBackwardCase| IndexerBackwardCase {
             keys: RankedKeys { indices: IndexClass::Valid, global: true, ..case.keys },
@@ -406,7 +405,7 @@ fn timed(case: IndexerBackwardCase) -> Benchmark<IndexerBackward> {
     let order = if case.is_atomic() { "" } else { " deterministic" };
     let rows = if case.keys.is_selected() { format!("topk{topk}") } else { "dense".to_owned() };
     let name = format!("q{num_tokens} k{num_keys} H{} D{HEAD_DIM} {rows}{order}", case.num_heads);
-    // Three products of 2·H·D FLOP a slot.
+    // Three GEMMs of 2·H·D FLOP for each slot.
     let flops = 6.0 * (slots * case.num_heads * HEAD_DIM) as f64;
     let benchmark =
         Benchmark::new(Direction::Forward, name, case, "num_tokens").also_drawn_along("num_keys");
@@ -425,8 +424,8 @@ fn timed(case: IndexerBackwardCase) -> Benchmark<IndexerBackward> {
     }
 }
 
-/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of
-/// its own.
+/// Removes keys that no sampled token references. In the dense form each token becomes a separate
+/// sequence.
 fn set_apart(
     whole: &Whole<'_, IndexerBackward>,
     c: &mut IndexerBackwardCase,
@@ -453,7 +452,7 @@ fn summed(case: IndexerBackwardCase) -> IndexerBackwardCase {
     IndexerBackwardCase { key_gradients: KeyGradients::Deterministic, ..case }
 }
 
-/// Tokens may come in another order: what is theirs follows, and dk stays what it is but for the
+/// Tokens may come in another order. Their tensors follow it, and dk stays the same except for the
 /// order of its sums.
 fn token_law(c: &IndexerBackwardCase, laws: &mut Laws<'_, IndexerBackward>) {
     if c.keys.num_tokens < 2 {

@@ -1,5 +1,5 @@
-//! `indexer_distillation` (training 1, 2, 5, 6, 7): a step of the indexer's training, its
-//! operators one after the other on one arena, against one oracle.
+//! `indexer_distillation` (training 1, 2, 5, 6, 7): a step of the indexer's training. Its operators
+//! run in sequence on one arena, and are compared with one oracle.
 //!
 //! ```text
 //! forward    logits           = indexer_logits(index_q, index_k, index_w)      dense, up to the causal limit, -inf beyond
@@ -10,13 +10,13 @@
 //!            dindex_q, dindex_k, dindex_w = indexer_backward(index_q, index_k, index_w, dvalues, indices)
 //! ```
 //!
-//! Each operator does what it is asked for, and still the whole may be wrong: a scale that the
-//! forward applies twice leaves the lists right and every operator's own gradient (FM-01); a row
-//! with fewer keys than slots hands -infinity from one kernel to the next, where a term that is
+//! Each operator may be correct by itself, and still the whole may be wrong. A scale that the
+//! forward applies twice leaves the lists and every operator's own gradient right (FM-01). A row
+//! with fewer keys than slots passes -infinity from one kernel to the next. There a term that is
 //! masked too late is infinite or NaN (FM-02).
 //!
-//! Lists are compared one by one. Operands of the logits lie on a grid on which fp32 holds all
-//! their sums, so that nobody's order of sums decides which key is listed.
+//! Lists are compared one by one. Operands of the logits are on a grid on which fp32 holds all
+//! their sums. So the order of sums never decides which key is listed.
 
 use dsv4_kernels::implementation::Implementation as Kernels;
 use dsv4_kernels::indexer::indexer_logits::{HEAD_DIM, MAX_HEADS, Operands};
@@ -33,10 +33,10 @@ use crate::operator::prelude::*;
 use crate::operators::indexer::indexer_loss::{of_oracle, reduction_of_oracle};
 use crate::operators::indexer::ranking::RankedKeys;
 
-/// The operators in a row.
+/// The operators in sequence.
 pub struct IndexerDistillation;
 
-/// A case: extents, heads, scales, which loss.
+/// A case: sizes, heads, scales, which loss.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IndexerDistillationCase {
     /// Tokens, keys, causal limit and sequences; lists are those of the case.
@@ -54,16 +54,16 @@ pub struct IndexerDistillationCase {
     pub sm_scale: f32,
     /// Which definition of the divergence.
     pub form: Form,
-    /// What the sum over the rows is divided by.
+    /// The divisor of the sum over the rows.
     pub reduction: Reduction,
     /// Multiplies the loss.
     pub loss_coeff: f32,
 }
 
-/// What the numbers of the indexer's operands are: those of q and k odd multiples of 1/2 up to
-/// 3/2, those of w multiples of 1/2 up to 2. Products are multiples of 1/4, their sums over 128
-/// channels need 11 bits, and those over 64 heads with their weights 20. A key's first channel is
-/// 0: a sum of 127 odd numbers is not, so that no rounding decides whether a product is above 0.
+/// The values of the indexer's operands. Those of q and k are odd multiples of 1/2 up to 3/2, and
+/// those of w multiples of 1/2 up to 2. Products are multiples of 1/4. Their sums over 128 channels
+/// need 11 bits, and those over 64 heads with their weights 20. A key's first channel is 0. A sum
+/// of 127 odd values is not 0, so rounding never decides whether a product is above 0.
 fn on_grid(name: &str, x: f64) -> f64 {
     if name == "index_w" {
         (2.0 * x).round().clamp(-4.0, 4.0) / 2.0
@@ -79,7 +79,7 @@ fn of(keys: RankedKeys, listed: usize) -> IndexerDistillationCase {
         index_heads: 4,
         num_heads: 5,
         head_dim: 64,
-        // Of 128 channels and 64 heads, as the model has it: 128^-1/2 64^-1/2.
+        // For 128 channels and 64 heads, as in the model: 128^-1/2 64^-1/2.
         sm_scale: 0.011_048_543,
         form: Form::ClippedLog,
         reduction: Reduction::MeanOfRows,
@@ -181,7 +181,7 @@ impl Operator for IndexerDistillation {
             gradient("dindex_k", "index_k", DType::F32).aligned_rows().atomic_if(true),
             gradient("dindex_w", "index_w", DType::F32).rows(),
         ];
-        // The lists are the step's own.
+        // The lists come from the step itself.
         let limits = c
             .keys
             .tensors()
@@ -241,7 +241,7 @@ impl Operator for IndexerDistillation {
                         seed,
                         ..RankedKeys::causal(num_tokens, num_keys, ratio)
                     };
-                    // Sequences of few keys may all be empty: there is nothing to list.
+                    // Sequences of few keys may all be empty, with no key to list.
                     keys.packed &= keys.columns() > 0;
                     IndexerDistillationCase {
                         index_heads,
@@ -274,7 +274,7 @@ impl Operator for IndexerDistillation {
         let mut cases = vec![
             of(causal(0, 9, 4), 5),
             of(causal(1, 1, 1), 1),
-            // Rows of which none is full, and lists longer than all keys.
+            // Rows that are all incomplete, and lists longer than the number of keys.
             of(RankedKeys { q_off: false, ..causal(13, 13, 1) }, 16),
             of(RankedKeys { q_off: false, ..causal(9, 40, 4) }, 48),
             IndexerDistillationCase {
@@ -308,7 +308,7 @@ impl Operator for IndexerDistillation {
         tensors.set("lse", &vec![0.0; c.keys.num_tokens * c.num_heads]);
         let inputs = inputs(c, &Bound::new(tensors))?;
         tensors.set_i32s("limits", &inputs.limits()?);
-        // Of all keys that a token sees; +inf where it sees none.
+        // For all keys that a token sees; +inf if it sees none.
         let ranking = c.keys.reference(tensors);
         let (sequences, softmax_scale) = (c.keys.sequences(), f64::from(c.softmax_scale()));
         let ranked =
@@ -357,7 +357,7 @@ impl Operator for IndexerDistillation {
             v.only(&["values", "target", "cu_q", "cu_k", "indices", "idx_lse", "loss", "kl"]);
         let compared = compared.renamed(&[("values", "logits")]);
         run.launch(|device| indexer_loss::forward(device, &compared, loss_options(c)))?;
-        // What the backward will read.
+        // What the backward reads.
         ["indices", "values", "target", "idx_lse"]
             .into_iter()
             .try_for_each(|name| run.freeze(&v[name]))
@@ -407,7 +407,7 @@ impl Operator for IndexerDistillation {
         laws.scale_upstreams();
     }
 
-    /// Lists jump, unless all keys are listed.
+    /// Lists are discontinuous, unless all keys are listed.
     fn is_smooth(c: &IndexerDistillationCase) -> bool {
         c.listed >= c.keys.columns() && c.keys.num_tokens * c.index_heads <= 64
     }

@@ -22,7 +22,7 @@ use crate::operators::lists::Lengths;
 /// The operator.
 pub struct IndexerLogits;
 
-/// How the keys of a token are named.
+/// How the keys of a token are addressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Addressing {
@@ -34,55 +34,56 @@ pub enum Addressing {
     Paged,
 }
 
-/// What codes of e4m3 and e2m1 are.
+/// The contents of e4m3 and e2m1 codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Codes {
-    /// Those of drawn numbers, quantized.
+    /// Codes of drawn values, quantized.
     Quantized,
-    /// Any that are numbers, with scales that differ.
+    /// Any codes with finite values, with different scales.
     Any,
 }
 
-/// A case: extents, addressing, operands, what is written, data.
+/// A case: sizes, addressing, operands, what is written, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IndexerLogitsCase {
-    /// How the keys of a token are named.
+    /// How the keys of a token are addressed.
     pub addressing: Addressing,
-    /// Queries; 0 is legal. Of ranges and causal limits.
+    /// Queries; 0 is allowed. Of ranges and causal limits.
     pub num_tokens: usize,
-    /// Requests; 0 is legal. Of pages.
+    /// Requests; 0 is allowed. Of pages.
     pub batch: usize,
     /// Tokens of a request. Of pages.
     pub next_n: usize,
     /// Query heads: at most 64.
     pub num_heads: usize,
-    /// Rows of k; 0 is legal. Of ranges and causal limits.
+    /// Rows of k; 0 is allowed. Of ranges and causal limits.
     pub num_keys: usize,
-    /// Pages; 0 is legal. Of pages.
+    /// Pages; 0 is allowed. Of pages.
     pub num_pages: usize,
-    /// Pages that the table of a request names; 0 is legal. Of pages.
+    /// Pages that the table of a request names; 0 is allowed. Of pages.
     pub table_pages: usize,
     /// Entries of a page: 32 or 64.
     pub page_size: usize,
     /// Columns of the logits.
     pub columns: usize,
-    /// What q and k are stored as.
+    /// The storage type of q and k.
     pub operands: Operands,
-    /// What their codes are, where they have some.
+    /// The contents of their codes, if they have codes.
     pub codes: Codes,
     /// Type of w: f32 with e4m3.
     pub weights: Float,
-    /// Ranges, or lengths of contexts: all keys, some, or such as there are not.
+    /// Ranges, or lengths of contexts: all keys, some keys, or invalid ones.
     pub lengths: Lengths,
     /// Tokens that a key covers. Of causal limits.
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of causal limits.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, and a token behind them. Of
-    /// causal limits.
+    /// Five packed sequences, one without tokens and one without keys, followed by one extra token.
+    /// Of causal limits.
     pub packed: bool,
-    /// Whether columns that a token does not see become -infinity. Otherwise they are undefined.
+    /// Whether columns that a token does not see are set to -infinity. Otherwise they are
+    /// undefined.
     pub clean_logits: bool,
     /// Multiplies the logits.
     pub sm_scale: f32,
@@ -191,7 +192,7 @@ impl IndexerLogitsCase {
         }
     }
 
-    /// What the kernel accumulates a product in.
+    /// The accumulator type of the kernel's products.
     fn accumulator(&self) -> Accumulator {
         match (self.implementation, self.operands) {
             (Implementation::Hopper, Operands::E4m3) => Accumulator::HOPPER_E4M3,
@@ -265,7 +266,7 @@ impl Operator for IndexerLogits {
         let joined = |spec: crate::operator::declaration::TensorSpec| {
             if paged { spec.joined() } else { spec }
         };
-        // Codes are drawn by the case; numbers of bf16, weights and scales may have any size.
+        // The case draws codes. Values of bf16, weights and scales may have any magnitude.
         let drawn = |name, axes: &[_]| match operands {
             Operands::Bf16 => input(name, DType::Bf16, axes).drawn_as(c.data).of_any_size(),
             _ => input(name, DType::U8, axes),
@@ -336,7 +337,7 @@ impl Operator for IndexerLogits {
         c.implementation.launcher().cannot_run_on(environment)
     }
 
-    /// Every token with every key and head, before and behind the sum.
+    /// Every token with every key and head, before and after the sum.
     fn oracle_elements(c: &IndexerLogitsCase) -> u128 {
         let (tokens, rows) = (c.tokens() as u128, c.rows() as u128);
         3 * tokens.saturating_mul(rows).saturating_mul(c.num_heads as u128)
@@ -402,7 +403,7 @@ impl Operator for IndexerLogits {
                         Addressing::Ranges => flat(num_tokens, num_heads, num_keys, operands),
                     };
                     IndexerLogitsCase {
-                        // Columns and keys need not be equally many.
+                        // The numbers of columns and keys may differ.
                         columns: if fewer % 2 == 0 {
                             base.columns + fewer
                         } else {
@@ -467,14 +468,14 @@ impl Operator for IndexerLogits {
             },
             IndexerLogitsCase { q_off: false, clean_logits: false, ..causal(13, 5, 9, e4m3, 3) },
             IndexerLogitsCase { columns: 64, ..causal(9, 64, 200, e2m1, 2) },
-            // More tokens than a sequence has keys, whose ends may lie beyond the tensor.
+            // More tokens than keys in a sequence, whose ends may be outside the tensor.
             IndexerLogitsCase {
                 packed: true,
                 q_off: false,
                 clean_logits: false,
                 ..causal(8, 64, 1, bf16, 1)
             },
-            // Pages of both sizes, tokens with lengths of their own, lengths beyond the table.
+            // Pages of both sizes, a separate length for each token, lengths beyond the table.
             of(paged(2, 3, 64, 150, e4m3), Lengths::Hostile),
             IndexerLogitsCase { table_pages: 1, ..of(paged(3, 1, 33, 150, e2m1), Lengths::Absent) },
             any(IndexerLogitsCase { page_size: 32, table_pages: 5, ..paged(3, 2, 8, 150, e4m3) }),
@@ -485,22 +486,22 @@ impl Operator for IndexerLogits {
                 ..paged(3, 2, 64, 140, e2m1)
             },
             paged(2, 2, 12, 100, bf16),
-            // One unit of many tiles: each consumer's stages are used again. Units of which some
-            // have no keys at all.
+            // One work tile of many tiles: each consumer reuses its stages. Work tiles of which
+            // some have no keys.
             hopper(any(of(flat(2, 64, 5200, e4m3), Lengths::Absent))),
             hopper(of(flat(2, 64, 2600, bf16), Lengths::Absent)),
             hopper(any(of(flat(2, 33, 1200, e2m1), Lengths::Absent))),
             hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 140, bf16, 4) }),
             hopper(IndexerLogitsCase { q_off: false, ..causal(33, 17, 140, e4m3, 3) }),
             hopper(of(flat(13, 20, 140, e2m1), Lengths::Hostile)),
-            // More units than blocks, whose codes are decoded.
+            // More work tiles than blocks, with decoded codes.
             hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 300, e2m1, 1) }),
             hopper(of(flat(23, 20, 140, e2m1), Lengths::Absent)),
             hopper(IndexerLogitsCase {
                 clean_logits: false,
                 ..of(flat(9, 32, 200, bf16), Lengths::Hostile)
             }),
-            // One token and two, of both widths, of every type.
+            // One token and two, of both widths and every type.
             hopper(of(paged(3, 1, 64, 150, bf16), Lengths::Hostile)),
             hopper(of(paged(3, 1, 20, 150, bf16), Lengths::Absent)),
             hopper(of(paged(3, 2, 64, 150, e4m3), Lengths::Hostile)),
@@ -575,7 +576,7 @@ impl Operator for IndexerLogits {
         run.launch(|device| launcher::forward(device, v, &c.options()))
     }
 
-    /// What a consumer that knows the ranges reads of logits that are not clean; the rest as
+    /// The part of logits that a consumer with ranges reads, where they are not clean. The rest is
     /// -infinity.
     fn observe(
         c: &IndexerLogitsCase,
@@ -600,7 +601,7 @@ impl Operator for IndexerLogits {
         let equal = laws.all(Relation::Times(1.0));
         laws.exchange("sm_scale counts once", "w", "sm_scale", |case| &mut case.sm_scale, equal);
         let twice: Vec<_> = laws.compared().into_iter().map(|name| (name, 2.0)).collect();
-        // Twice as much is exact where halves of subnormal numbers are not.
+        // Doubling is exact where halving subnormal values is not.
         laws.scale("weights count once", "w", 2.0, &twice);
         laws.scale("scales of keys count once", "k_scales", 2.0, &twice);
         match c.addressing {
@@ -621,7 +622,7 @@ impl Operator for IndexerLogits {
         head_law(c, laws);
     }
 
-    /// Prefill, decoding and training as the model does them.
+    /// Prefill, decoding and training in the model's shapes.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let fastest = Implementation::fastest_on(environment);
         if !on_gpu(environment) {
@@ -646,7 +647,7 @@ fn hopper(case: IndexerLogitsCase) -> IndexerLogitsCase {
     IndexerLogitsCase { implementation: Implementation::Hopper, ..case }
 }
 
-/// The model's heads with as many tokens and keys as the oracle can bear.
+/// The model's heads with as many tokens and keys as the oracle can compute.
 fn production_cases() -> Vec<IndexerLogitsCase> {
     let [bf16, e4m3, e2m1] = Operands::ALL;
     vec![
@@ -667,7 +668,7 @@ fn production_cases() -> Vec<IndexerLogitsCase> {
 
 // ---------------------------------------------------------------- what the oracle sees
 
-/// The numbers of rows of operands: codes with their scales decoded.
+/// The values of rows of operands: codes with their scales decoded.
 fn operand(c: &IndexerLogitsCase, rows: &HostTensor, scale_bytes: Option<&HostTensor>) -> Vec<f64> {
     match c.operands {
         Operands::Bf16 => rows.to_f64(),
@@ -675,7 +676,7 @@ fn operand(c: &IndexerLogitsCase, rows: &HostTensor, scale_bytes: Option<&HostTe
     }
 }
 
-/// The rows of pages, and what lies behind them: the scales of each row.
+/// The rows of pages, and the scales of each row, which follow them.
 fn rows_of_pages(c: &IndexerLogitsCase, pages: &[u8]) -> [HostTensor; 2] {
     let (row, scale) = (c.operands.row_bytes(), c.operands.scale_bytes());
     let (mut rows, mut scales) = (Vec::new(), Vec::new());
@@ -696,7 +697,7 @@ fn rows_of_pages(c: &IndexerLogitsCase, pages: &[u8]) -> [HostTensor; 2] {
     ]
 }
 
-/// The pages of rows and their scales: [`rows_of_pages`] undone.
+/// The pages of rows and their scales: the inverse of [`rows_of_pages`].
 fn pages_of(c: &IndexerLogitsCase, rows: &[u8], scales: &[u8]) -> Vec<u8> {
     let (row, scale) =
         (c.page_size * c.operands.row_bytes(), c.page_size * c.operands.scale_bytes());
@@ -710,8 +711,7 @@ fn keys(c: &IndexerLogitsCase, given: &Tensors) -> Keys {
         Addressing::Ranges => Keys::Ranges { ks: given.i32s("ks"), ke: given.i32s("ke") },
         Addressing::Causal => {
             let sequences = given.maybe_i32s("cu_q").zip(given.maybe_i32s("cu_k"));
-            // As kernels take them, which are given ends beyond the keys, too: bounded by the
-            // tensor.
+            // Kernels also receive ends beyond the keys. Bounded here by the tensor.
             let last = i32::try_from(c.rows()).unwrap_or(i32::MAX);
             let bounded = |ends: Vec<i32>| ends.into_iter().map(|end| end.clamp(0, last)).collect();
             let sequences = sequences.map(|(cu_q, cu_k)| Sequences { cu_q, cu_k: bounded(cu_k) });
@@ -821,7 +821,7 @@ fn draw_operands(c: &IndexerLogitsCase, tensors: &mut Tensors) {
     set(if c.operands == Operands::E4m3 { "k_scales" } else { "k_scale_bytes" }, &scales);
 }
 
-/// Ranges of all keys, of some, or of such as there are not.
+/// Ranges of all keys, of some keys, or invalid ones.
 fn draw_ranges(c: &IndexerLogitsCase) -> [Vec<i32>; 2] {
     let mut draw = Draw::new(c.data.seed, "ranges");
     let num_keys = c.num_keys as i32;
@@ -845,7 +845,7 @@ fn draw_ranges(c: &IndexerLogitsCase) -> [Vec<i32>; 2] {
     [ranges.iter().map(|range| range.0).collect(), ranges.iter().map(|range| range.1).collect()]
 }
 
-/// Distinct pages in any order; where lengths are hostile, every seventh is not there.
+/// Distinct pages in any order. Where lengths are hostile, every seventh does not exist.
 fn draw_table(c: &IndexerLogitsCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "block_table");
     let mut pages: Vec<i32> = (0..c.num_pages as i32).collect();
@@ -866,7 +866,7 @@ fn draw_lengths(c: &IndexerLogitsCase) -> Vec<i32> {
         .unwrap_or_else(|| vec![columns as i32; tokens])
 }
 
-/// Turns every key that no token scores into NaN: its codes, or its scales where codes have none.
+/// Sets every key that no token scores to NaN: its codes, or its scales where codes have no NaN.
 fn poison_unseen(c: &IndexerLogitsCase, tensors: &mut Tensors) {
     let mut seen = vec![false; c.rows()];
     let rows = keys(c, tensors).rows(c.tokens(), c.rows(), c.columns);
@@ -908,7 +908,7 @@ fn range_law(c: &IndexerLogitsCase, laws: &mut LogitLaws<'_>) {
     });
 }
 
-/// Pages only say where a key is.
+/// Pages only determine where a key is stored.
 fn page_law(c: &IndexerLogitsCase, laws: &mut LogitLaws<'_>) {
     let order = permutation(c.data.seed, c.num_pages);
     let mut places = vec![0; c.num_pages];
@@ -949,7 +949,7 @@ fn plainly(case: IndexerLogitsCase) -> IndexerLogitsCase {
     }
 }
 
-/// The last tokens of a sequence of so many keys.
+/// The last tokens of a sequence of that many keys.
 fn prefill(num_tokens: usize, num_keys: usize) -> IndexerLogitsCase {
     plainly(flat(num_tokens, MAX_HEADS, num_keys, Operands::E4m3))
 }
@@ -1002,7 +1002,7 @@ fn timed(case: IndexerLogitsCase, implementation: Implementation) -> Benchmark<I
     if case.is_paged() { benchmark } else { benchmark.computing(flops) }
 }
 
-/// Causal ranges, no offsets, whole contexts on pages of their own.
+/// Causal ranges, no offsets, whole contexts on separate pages.
 fn place_keys(c: &IndexerLogitsCase, tensors: &mut Tensors) {
     match c.addressing {
         Addressing::Ranges => {
@@ -1024,8 +1024,8 @@ fn place_keys(c: &IndexerLogitsCase, tensors: &mut Tensors) {
     }
 }
 
-/// A sampled token of the causal form is given the range that it saw; of pages those that a
-/// sampled request names are kept.
+/// A sampled token of the causal form gets the range that it saw. For pages, those that a sampled
+/// request references are kept.
 fn set_apart(whole: &Whole<'_, IndexerLogits>, c: &mut IndexerLogitsCase, tensors: &mut Tensors) {
     match c.addressing {
         Addressing::Ranges => {}

@@ -17,18 +17,18 @@ use crate::operators::lists::{self, IndexClass, Lengths, distinct};
 /// The operator.
 pub struct IndexerLoss;
 
-/// What the logits of valid slots are.
+/// The logits of valid slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogitClass {
-    /// Normal numbers.
+    /// Normal values.
     Drawn,
-    /// Log-probabilities themselves: one is 0, and the others are -100, above and below it by
-    /// turns. The lse is given.
+    /// Log-probabilities: one is 0, and the others are alternately above and below -100. The lse is
+    /// given.
     AtTheClip,
 }
 
-/// What the target looks like.
+/// The shape of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TargetClass {
@@ -42,7 +42,7 @@ pub enum TargetClass {
     EmptyRows,
 }
 
-/// What nobody may use: slots that are not valid, and padding rows.
+/// The contents of unused data: invalid slots, and padding rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Masked {
@@ -50,42 +50,43 @@ pub enum Masked {
     Clean,
     /// NaN.
     Nan,
-    /// NaN, infinities and large numbers.
+    /// NaN, infinities and large values.
     Garbage,
 }
 
-/// A case: which slots are valid, definition of the loss, what is asked for, data.
+/// A case: which slots are valid, definition of the loss, requested outputs, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IndexerLossCase {
-    /// Extents, lists, limits and sequences.
+    /// Sizes, lists, limits and sequences.
     #[serde(flatten)]
     pub keys: RankedKeys,
     /// Which definition of the divergence.
     pub form: Form,
-    /// What the sum over the rows is divided by.
+    /// The divisor of the sum over the rows.
     pub reduction: Reduction,
     /// Multiplies the loss; may be 0.
     pub loss_coeff: f32,
     /// Whether every third row is padding.
     pub row_mask: bool,
-    /// Whether each row's divergence is asked for.
+    /// Whether each row's divergence is written.
     pub with_kl: bool,
     /// Whether the lse is given, or computed by the forward and stored for the backward.
     pub lse_given: bool,
     /// Whether value and gradient come from one launch.
     pub together: bool,
-    /// Where the gradient lies: apart, or over logits (dense) or target (sparse). Of `together`.
+    /// Where the gradient is stored: in a separate tensor, or over logits (dense) or target
+    /// (sparse). Of `together`.
     pub aliasing: Aliasing,
-    /// What the logits are.
+    /// The logits of valid slots.
     pub logits: LogitClass,
     /// Standard deviation of drawn logits.
     pub logit_deviation: f64,
-    /// What the target looks like.
+    /// The shape of the target.
     pub target: TargetClass,
-    /// Dense scores and their sums are 2^this times as large: where window and sink take nearly
-    /// all of a row, far below 1.
+    /// Dense scores and their sums are 2^this times as large. Window and sink then take nearly all
+    /// of a row, far below 1.
     pub score_exponent: i32,
-    /// What nobody may use.
+    /// The contents of unused data.
     pub masked: Masked,
 }
 
@@ -94,7 +95,7 @@ fn is_padding(row: usize) -> bool {
     row % 3 == 1
 }
 
-/// What the sum of a dense row's scores is, give or take: as many heads.
+/// The approximate sum of a dense row's scores: the number of heads.
 const HEADS: f64 = 64.0;
 
 impl IndexerLossCase {
@@ -125,7 +126,7 @@ impl IndexerLossCase {
         Self::of(RankedKeys::causal(num_tokens, num_keys, ratio))
     }
 
-    /// Rows are counted on the device.
+    /// The device counts the rows.
     fn counts(&self) -> bool {
         self.reduction == Reduction::MeanOfRealRows
     }
@@ -156,7 +157,7 @@ pub(crate) fn of_oracle(form: Form) -> reference::Form {
     }
 }
 
-/// The oracle's name of what the sum over the rows is divided by.
+/// The oracle's name for the divisor of the sum over the rows.
 pub(crate) fn reduction_of_oracle(reduction: Reduction) -> reference::Reduction {
     match reduction {
         Reduction::MeanOfRows => reference::Reduction::MeanOfRows,
@@ -353,7 +354,7 @@ impl Operator for IndexerLoss {
                 ..keys
             }),
             keys(exact(dense(13, 9, 3)), |keys| RankedKeys { q_off: false, ..keys }),
-            // Keys behind the last column.
+            // Keys after the last column.
             keys(dense(11, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
             wide(15.0, sparse(3, 60, 128)),
             wide(100.0, dense(4, 128, 1)),
@@ -368,8 +369,8 @@ impl Operator for IndexerLoss {
             empty(dense(6, 33, 1)),
             exact(empty(sparse(6, 33, 40))),
             in_place(dense(5, 64, 1)),
-            // Sums that a quotient is formed of as they are, and those that are brought nearer to
-            // 1.
+            // Sums that are the quotient's operands directly, and sums that are first scaled
+            // towards 1.
             IndexerLossCase { score_exponent: -60, ..dense(5, 40, 1) },
             IndexerLossCase { score_exponent: -90, ..dense(5, 40, 1) },
             IndexerLossCase { score_exponent: 60, ..dense(5, 40, 1) },
@@ -381,7 +382,7 @@ impl Operator for IndexerLoss {
                 lse_given: true,
                 ..sparse(5, 70, 96)
             },
-            // More rows than threads of the sum, and than these ask for at once.
+            // More rows than threads of the sum, and more than these load at once.
             IndexerLossCase { row_mask: true, ..sparse(1100, 9, 4) },
             real(sparse(4200, 9, 4)),
             // Blocks of each size, rows that just fit, and rows that no block holds.
@@ -389,8 +390,8 @@ impl Operator for IndexerLoss {
             garbage(sparse(2, 3000, 1025)),
             garbage(dense(2, 1500, 1)),
             IndexerLossCase { together: true, ..dense(2, 4100, 1) },
-            // Warps whose slots are all valid, with and without entries that are clipped or
-            // raised, and beside others.
+            // Warps whose slots are all valid, with and without clipped or raised entries, and next
+            // to other warps.
             whole(sparse(3, 900, 512)),
             exact(whole(sparse(2, 1100, 1024))),
             wide(60.0, whole(sparse(2, 1100, 1024))),
@@ -473,7 +474,7 @@ impl Operator for IndexerLoss {
     }
 
     fn launch(c: &IndexerLossCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        // Without them it is the value that is asked for.
+        // Without row divergences, the value is the output.
         let value = if c.together { v.clone() } else { v.without(&["grad_loss", "dlogits"]) };
         run.launch(|device| launcher::forward(device, &value, c.options()))
     }
@@ -514,8 +515,8 @@ impl Operator for IndexerLoss {
         }
     }
 
-    /// A given lse is no function of the logits, as the formula takes it for; and masked slots may
-    /// not be infinite, since nothing can be said of the rounding of a difference there.
+    /// The formula takes lse as a function of the logits, but a given lse is not. Masked slots must
+    /// not be infinite, because the rounding of a difference is undefined there.
     fn is_smooth(c: &IndexerLossCase) -> bool {
         !c.lse_given && c.masked == Masked::Nan && c.rows().iter().product::<usize>() <= 1 << 12
     }
@@ -538,7 +539,7 @@ impl Operator for IndexerLoss {
         Some(rows.flat_map(|scale| std::iter::repeat_n(scale, slots)).collect())
     }
 
-    /// The score gradient with the value, of 4096 queries: lists of the model's two lengths, and
+    /// The score gradient with the value, for 4096 queries: lists of the model's two lengths, and
     /// dense rows up to the diagonal.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let form = |case: IndexerLossCase| IndexerLossCase {
@@ -548,7 +549,7 @@ impl Operator for IndexerLoss {
                 q_off: false,
                 ..case.keys
             },
-            // What a row's gradient is divided by does not depend on how many rows a sample has.
+            // The divisor of a row's gradient does not depend on how many rows a sample has.
             reduction: Reduction::Sum,
             together: true,
             ..case
@@ -569,8 +570,8 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
     let RankedKeys { num_tokens, num_keys, topk, .. } = case.keys;
     let selected = case.keys.is_selected();
     let rows = if selected { format!("topk{topk}") } else { format!("dense k{num_keys}") };
-    // Slots that count: of a causal row those up to the diagonal. A list says of each slot where
-    // it is.
+    // Slots that count: in a causal row those up to the diagonal. A list gives the index of each
+    // slot.
     let visible = if selected {
         num_tokens * topk
     } else {
@@ -582,7 +583,7 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
     let benchmark = Benchmark::new(direction, name, case, "num_tokens");
     Benchmark {
         bytes: (read + 4 * slots + 4 * num_tokens * 3) as f64,
-        // Quotient, power, logarithm, and a dozen sums and products.
+        // Quotient, exponential, logarithm, and a dozen sums and products.
         flops: 20.0 * visible as f64,
         amend: |c, tensors| {
             if c.keys.is_selected() {
@@ -592,8 +593,8 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
             } else {
                 let (logits, scores) =
                     (tensors.tensor("logits").clone(), tensors.tensor("scores").clone());
-                // Rows of the drawn case see less of what a later row sees: nothing may be garbage
-                // in them.
+                // Rows of the drawn case see less of what a later row sees, so none of it may be
+                // garbage.
                 let usable = |x: f64| if x.is_finite() && x.abs() < 1e3 { x } else { 0.5 };
                 let kept = |tensor: &HostTensor| {
                     let values: Vec<f64> = tensor.to_f64().into_iter().map(usable).collect();
@@ -612,7 +613,7 @@ fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> 
     }
 }
 
-/// Each sampled row becomes a sequence of its own with all keys.
+/// Each sampled row becomes a separate sequence with all keys.
 fn set_apart(whole: &Whole<'_, IndexerLoss>, c: &mut IndexerLossCase, tensors: &mut Tensors) {
     (c.keys.arrangement, c.keys.q_off) = (Arrangement::Apart, true);
     c.keys.num_keys = whole.case.keys.num_keys * whole.rows.len();
@@ -696,7 +697,7 @@ fn set_target(c: &IndexerLossCase, valid: &[bool], tensors: &mut Tensors) {
                 TargetClass::Soft => soft,
                 TargetClass::Peaked if at % 4 != row % 4 => 0.0,
                 TargetClass::Peaked => soft.powi(8),
-                // As far as the exponent goes in a few deviations.
+                // The exponent's range, within a few deviations.
                 TargetClass::OnLowLogits => soft * (-x / c.logit_deviation.max(20.0)).exp(),
                 TargetClass::EmptyRows if row % 2 == 0 => 0.0,
                 TargetClass::EmptyRows => soft,
@@ -728,7 +729,7 @@ fn set_target(c: &IndexerLossCase, valid: &[bool], tensors: &mut Tensors) {
     }
 }
 
-/// Rows may come in another order: all of theirs follows, and the loss stays what it is but for
+/// Rows may come in another order. Their tensors follow it, and the loss stays the same except for
 /// the order of its sum.
 fn row_law(c: &IndexerLossCase, laws: &mut Laws<'_, IndexerLoss>) {
     if c.keys.num_tokens < 2 || c.row_mask {

@@ -1,8 +1,8 @@
 //! `indexer_query` (inference 7, 7.1): `kernels/cuda/indexer/indexer_query.cu` against
 //! `reference/src/indexer/indexer_query.rs`.
 //!
-//! Codes and scales have one value and must be the oracle's; numbers are held to the formula, and
-//! have a gradient.
+//! Codes and scales are fully determined and must equal the oracle's. Values are compared with the
+//! formula and have a gradient.
 
 use dsv4_kernels::indexer::indexer_query::{self as launcher, DIM, ROPE_DIM, Stored};
 use dsv4_reference::indexer::indexer_query as reference;
@@ -15,14 +15,14 @@ use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 /// The operator.
 pub struct IndexerQuery;
 
-/// A case: extents, rotation, how the queries are stored, data.
+/// A case: sizes, rotation, how the queries are stored, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IndexerQueryCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Query heads.
     pub num_heads: usize,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
@@ -39,7 +39,7 @@ pub struct IndexerQueryCase {
 
 fn plain(num_tokens: usize, num_heads: usize, stored: Stored) -> IndexerQueryCase {
     let (table, table_rows, weights) = (TableForm::RowPerToken, 0, Float::Bf16);
-    // Of 64 heads.
+    // For 64 heads.
     let (weights_scale, data) = (0.011_048_543, Data::normal(1.0));
     IndexerQueryCase {
         num_tokens,
@@ -94,7 +94,8 @@ impl Operator for IndexerQuery {
             cos,
             sin,
             positions,
-            // Apart from the queries' size, since scales of large queries are folded into them.
+            // Independent of the queries' magnitude, because scales of large queries are folded
+            // into them.
             input("weights", c.weights.dtype(), &heads)
                 .rows()
                 .drawn(Distribution::Normal, 1.0)
@@ -168,7 +169,7 @@ impl Operator for IndexerQuery {
             ..plain(9, 3, stored)
         };
         cases.extend(Stored::ALL.map(hostile));
-        // Around the floors of the scales, and where they are as large as they get.
+        // Around the floors of the scales, and at their largest values.
         for (stored, exponent) in [(Stored::E2m1, -125), (Stored::E4m3, -13), (Stored::E4m3, 118)] {
             let data = Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) };
             cases.push(IndexerQueryCase { data, weights: Float::F32, ..plain(5, 5, stored) });
@@ -240,7 +241,7 @@ impl Operator for IndexerQuery {
         laws.separate("num_heads", "heads may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    /// Tokens with a hostile position have NaN outputs, so finite differences do not exist.
     fn is_smooth(c: &IndexerQueryCase) -> bool {
         c.stored == Stored::Values
             && c.num_tokens * c.num_heads <= 64

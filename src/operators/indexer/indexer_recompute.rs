@@ -16,7 +16,7 @@ pub struct IndexerRecompute;
 /// A case: lists, heads, types, scale, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IndexerRecomputeCase {
-    /// Extents, lists and sequences.
+    /// Sizes, lists and sequences.
     #[serde(flatten)]
     pub keys: RankedKeys,
     /// Indexer heads, up to 64.
@@ -29,7 +29,8 @@ pub struct IndexerRecomputeCase {
     pub distribution: Distribution,
     /// Scale of q.
     pub magnitude: f64,
-    /// Whether queries of tokens without a valid slot, and keys that no valid slot names, are NaN.
+    /// Whether queries of tokens without a valid slot, and keys that no valid slot references, are
+    /// NaN.
     pub poison_unreferenced: bool,
     /// Which kernels run.
     pub implementation: Implementation,
@@ -124,7 +125,7 @@ impl Operator for IndexerRecompute {
         }
     }
 
-    /// Every token with every key and head, before and behind the sum.
+    /// Every token with every key and head, before and after the sum.
     fn oracle_elements(c: &IndexerRecomputeCase) -> u128 {
         let all = (c.keys.num_tokens as u128).saturating_mul(c.keys.num_keys as u128);
         3 * all.saturating_mul(c.num_heads as u128)
@@ -145,7 +146,7 @@ impl Operator for IndexerRecompute {
             }
         });
         let heads = prop_oneof![1 => Just(64usize), 1 => Just(1usize), 3 => 1..=MAX_HEADS];
-        // Powers of two and not; the model's own is 128^-1/2.
+        // Powers of two and others; the model's own is 128^-1/2.
         let sm_scale = select(vec![0.088_388_35f32, 0.3, 1.0, 0.125]);
         let implementation = select(vec![Implementation::Portable, Implementation::Hopper]);
         (
@@ -187,7 +188,7 @@ impl Operator for IndexerRecompute {
             selected(3, 5, 0, 7),
             selected(2, 3, 11, 0),
             selected(1, 1, 1, 1),
-            // A tile of each warp, one slot more and one less; more tiles than are under way.
+            // A tile of each warp, one slot more and one less; more tiles than are in flight.
             selected(2, 64, 90, 128),
             selected(2, 64, 90, 129),
             selected(2, 63, 90, 127),
@@ -217,8 +218,8 @@ impl Operator for IndexerRecompute {
             selected(3, 5, 0, 7),
             selected(2, 3, 11, 0),
             selected(1, 1, 1, 1),
-            // A tile, one slot more and one less; more tiles than are under way; tokens that have
-            // fewer tiles than there are consumers, one behind the other in a block.
+            // A tile, one slot more and one less; more tiles than are in flight. Tokens with fewer
+            // tiles than consumers, in sequence in one block.
             selected(1, 64, 90, 64),
             selected(1, 63, 90, 65),
             selected(1, 64, 90, 63),
@@ -282,7 +283,7 @@ impl Operator for IndexerRecompute {
         }
         let equal = laws.all(Relation::Times(1.0));
         laws.exchange("sm_scale counts once", "w", "sm_scale", |case| &mut case.sm_scale, equal);
-        // Twice as much is exact where halves of subnormal numbers are not.
+        // Doubling is exact where halving subnormal values is not.
         laws.scale("weights count once", "w", 2.0, &[("logits", 2.0)]);
         if c.keys.packed {
             let equal = laws.all(Relation::Times(1.0));
@@ -296,8 +297,8 @@ impl Operator for IndexerRecompute {
         }
     }
 
-    /// 4096 queries of the model's 64 heads over lists of its two lengths, every slot valid, the
-    /// slots of a token distinct.
+    /// 4096 queries of the model's 64 heads over lists of its two lengths. Every slot is valid, and
+    /// the slots of a token are distinct.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let cases = match on_gpu(environment) {
             true => vec![selected(4096, 64, 8192, 512), selected(4096, 64, 8192, 1024)],

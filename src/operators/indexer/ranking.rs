@@ -1,5 +1,5 @@
-//! Which keys the tokens of a case rank (training 1, 2 and 5): by lists of selected keys, or all
-//! of them up to a causal limit. What the operators of the indexer's training have in common.
+//! The keys that the tokens of a case rank (training 1, 2 and 5). These are lists of selected keys,
+//! or all keys up to a causal limit. Shared by the operators of the indexer's training.
 
 use dsv4_reference::indexer::ranking as reference;
 use rand::Rng;
@@ -18,30 +18,30 @@ pub enum RankingClass {
     Causal,
 }
 
-/// How tokens and keys are divided into sequences, where that is not what the case says.
+/// How tokens and keys are divided into sequences, if not by the case's fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arrangement {
-    /// As the case says.
+    /// By the case's fields.
     #[default]
     AsDrawn,
-    /// Everything in the second of two sequences, the first being empty: a law's variant, which no
-    /// line can ask for.
+    /// Everything is in the second of two sequences; the first is empty. A law's variant, which no
+    /// JSON line can select.
     Whole,
-    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no
-    /// line can ask for.
+    /// Each token is a separate sequence, all with the same number of keys. A benchmark's sample,
+    /// which no JSON line can select.
     Apart,
 }
 
-/// Extents, lists, limits and sequences: fields that cases have among their own.
+/// Sizes, lists, limits and sequences: fields that are flattened into cases.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankedKeys {
-    /// Queries of all sequences; 0 is legal.
+    /// Queries of all sequences; 0 is allowed.
     pub num_tokens: usize,
-    /// Keys of all sequences; 0 is legal.
+    /// Keys of all sequences; 0 is allowed.
     pub num_keys: usize,
     /// Which keys a token ranks.
     pub ranking: RankingClass,
-    /// Slots of a list; 0 is legal. Of `selected`.
+    /// Slots of a list; 0 is allowed. Of `selected`.
     pub topk: usize,
     /// What the lists look like. Of `selected`.
     pub indices: IndexClass,
@@ -53,12 +53,12 @@ pub struct RankedKeys {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of `causal`.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, and tokens behind them;
-    /// otherwise one.
+    /// Five packed sequences, one without tokens and one without keys, followed by extra tokens.
+    /// Otherwise one sequence.
     pub packed: bool,
     /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`.
     pub left_out: usize,
-    /// How tokens and keys are divided, where that is not what the case says.
+    /// How tokens and keys are divided, if not by the case's fields.
     #[serde(skip)]
     pub(crate) arrangement: Arrangement,
     /// Seed of the data.
@@ -95,7 +95,7 @@ impl RankedKeys {
         }
     }
 
-    /// Draws up to so many tokens, keys and slots of a list.
+    /// Draws a case with at most that many tokens, keys and slots of a list.
     pub(crate) fn strategy([tokens, keys, slots]: [usize; 3]) -> BoxedStrategy<Self> {
         let lists = (IndexClass::strategy(), Lengths::strategy(), any::<bool>());
         let causal = (
@@ -137,7 +137,7 @@ impl RankedKeys {
             .boxed()
     }
 
-    /// Whether the fields go together.
+    /// Checks that the fields fit together.
     pub(crate) fn check(&self) -> Result<(), Refused> {
         if self.ranking == RankingClass::Causal && self.topk > 0 {
             return refuse("topk", format!("{}: a causal ranking has no lists", self.topk));
@@ -153,7 +153,7 @@ impl RankedKeys {
         Ok(())
     }
 
-    /// How many lists there are, and how many slots each has.
+    /// The number of lists and of slots in each.
     pub(crate) fn lists(&self) -> [usize; 2] {
         [self.num_tokens, self.topk]
     }
@@ -162,12 +162,12 @@ impl RankedKeys {
         self.ranking == RankingClass::Selected
     }
 
-    /// Slots of a row: of a list, or columns.
+    /// Slots of a row: those of a list, or columns.
     pub(crate) fn slots(&self) -> usize {
         if self.is_selected() { self.topk } else { self.columns() }
     }
 
-    /// What a row's slots lie along: `topk` or `columns`.
+    /// The axis of a row's slots: `topk` or `columns`.
     pub(crate) fn slot_axis(&self) -> &'static str {
         if self.is_selected() { "topk" } else { "columns" }
     }
@@ -188,7 +188,7 @@ impl RankedKeys {
         }
     }
 
-    /// Columns of a dense form: the longest sequence's keys, but for those that are left out.
+    /// Columns of a dense form: the longest sequence's keys, without the skipped ones.
     pub(crate) fn columns(&self) -> usize {
         let longest = match self.sequences() {
             None => self.num_keys,
@@ -199,7 +199,7 @@ impl RankedKeys {
         longest.saturating_sub(self.left_out)
     }
 
-    /// The tensors that say which keys are ranked.
+    /// The tensors that determine which keys are ranked.
     pub(crate) fn tensors(&self) -> [TensorSpec; 5] {
         let (tokens, topk) = (axis("num_tokens", self.num_tokens), axis("topk", self.topk));
         let ends = self.sequences().map_or(0, |s| s.cu_q.len());
@@ -216,7 +216,7 @@ impl RankedKeys {
         ]
     }
 
-    /// Sets what [`Self::tensors`] declares.
+    /// Sets the tensors of [`Self::tensors`].
     pub(crate) fn amend(&self, tensors: &mut Tensors) {
         if self.is_selected() {
             let lists =
@@ -242,7 +242,7 @@ impl RankedKeys {
         self.name_own_sequences_keys(tensors);
     }
 
-    /// The oracle's ranking, of the tensors that were set.
+    /// The oracle's ranking, from the tensors that were set.
     pub(crate) fn reference(&self, host: &Tensors) -> reference::Ranking {
         if self.is_selected() {
             let (indices, topk_length) = (host.i32s("indices"), host.maybe_i32s("topk_length"));
@@ -260,7 +260,7 @@ impl RankedKeys {
         }
     }
 
-    /// The keys that a token ranks, from the definition: every key is asked whether it is one.
+    /// The keys that a token ranks, from the definition: every key is tested.
     pub(crate) fn ranked_keys(&self, tensors: &Tensors, token: usize) -> Vec<usize> {
         let sequences = self.sequences();
         let Some(sequence) = sequence(sequences.as_ref().map(|s| &s.cu_q[..]), token) else {
@@ -282,7 +282,7 @@ impl RankedKeys {
         };
         let offset = tensors.maybe_i32s("q_off").map_or(0, |offsets| i64::from(offsets[sequence]));
         let position = offset + (token - first_token) as i64;
-        // The last token that a key covers is not after this one.
+        // The last token that a key covers must not be after this one.
         let columns = self.columns();
         let visible = |key: usize| {
             key - first < columns && ((key - first + 1) * self.ratio) as i64 - 1 <= position
@@ -292,8 +292,8 @@ impl RankedKeys {
             .collect()
     }
 
-    /// Turns into NaN what no valid slot is about: queries `q` of so many numbers each, keys `k`,
-    /// upstream gradients `dlogits`.
+    /// Sets everything that no valid slot uses to NaN: queries `q` of that many values each, keys
+    /// `k`, upstream gradients `dlogits`.
     pub(crate) fn poison_unreferenced(
         &self,
         tensors: &mut Tensors,
@@ -330,8 +330,8 @@ impl RankedKeys {
         });
     }
 
-    /// Of packed sequences most slots name a key of their own; one in four stays what it was, some
-    /// other's.
+    /// In packed sequences most slots reference a key of their own sequence. One in four keeps its
+    /// index, a key of another sequence.
     fn name_own_sequences_keys(&self, tensors: &mut Tensors) {
         let Some(reference::Sequences { cu_q, cu_k }) = self.sequences() else { return };
         let mut draw = Draw::new(self.seed, "foreign");
@@ -350,8 +350,8 @@ impl RankedKeys {
     }
 }
 
-/// Of packed sequences, which a caller lets begin before the first key and end behind the last
-/// one: kernels read no key that is not there.
+/// For packed sequences that start before the first key and end after the last one: kernels must
+/// not read keys that do not exist.
 pub(crate) fn ends_law<K: Operator>(
     laws: &mut Laws<'_, K>,
     relations: impl IntoIterator<Item = (&'static str, Relation)>,
@@ -366,13 +366,13 @@ pub(crate) fn ends_law<K: Operator>(
     laws.law("ends beyond the keys are those of the keys", beyond, relations);
 }
 
-/// How many keys have no column: mostly none.
+/// The number of keys without a column: mostly 0.
 pub(crate) fn left_out() -> impl Strategy<Value = usize> {
     prop_oneof![2 => Just(0usize), 1 => 1..=60usize]
 }
 
-/// Five sequences: the second has no token, the fourth no key. A token in two cases of three
-/// belongs to none.
+/// Five sequences: the second has no token, the fourth no key. In two of three cases a token
+/// belongs to no sequence.
 pub(crate) fn draw_sequences(
     seed: u64,
     num_tokens: usize,
@@ -393,7 +393,7 @@ pub(crate) fn draw_sequences(
     reference::Sequences { cu_q, cu_k: ends(num_keys, 3) }
 }
 
-/// Positions of the sequences' first queries: from before a sequence's first key to behind its
+/// Positions of the sequences' first queries: from before a sequence's first key to after its
 /// last.
 pub(crate) fn draw_offsets(
     seed: u64,
@@ -413,7 +413,7 @@ pub(crate) fn draw_offsets(
         .collect()
 }
 
-/// The sequence of a token, if it is of one.
+/// The sequence of a token, if it belongs to one.
 fn sequence(cu_q: Option<&[i32]>, token: usize) -> Option<usize> {
     let Some(cu_q) = cu_q else { return Some(0) };
     cu_q.windows(2).position(|ends| (ends[0]..ends[1]).contains(&(token as i32)))

@@ -14,39 +14,39 @@ use crate::operators::head::logits;
 use crate::operators::indexer::ranking::{self, Arrangement, RankedKeys, RankingClass};
 use crate::operators::lists::{self, IndexClass, Lengths, compact, distinct};
 
-/// A block of the kernel holds so many heads.
+/// The heads that a block of the kernel holds.
 const LARGEST_HEADS: usize = 128;
 
 /// The operator.
 pub struct ScoreRecompute;
 
-/// What the exponentials are divided by.
+/// The normaliser of the exponentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormaliserClass {
-    /// The log-sum-exp of the ranked keys alone (V3.2).
+    /// The log-sum-exp of only the ranked keys (V3.2).
     RankedKeys,
-    /// That of the ranked keys and of a window beside them (V4).
+    /// That of the ranked keys and of a window together (V4).
     Joint,
 }
 
-/// A case: extents, ranking, sequences, normaliser, scale, layout, data.
+/// A case: sizes, ranking, sequences, normaliser, scale, layout, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScoreRecomputeCase {
-    /// Queries of all sequences; 0 is legal.
+    /// Queries of all sequences; 0 is allowed.
     pub num_tokens: usize,
-    /// Query heads, padding heads among them; at most 128.
+    /// Query heads, including padding heads; at most 128.
     pub num_heads: usize,
-    /// So many of the last heads have q = 0 and an infinite lse: +inf and, for odd tokens, -inf.
+    /// That many of the last heads have q = 0 and an infinite lse: +inf and, for odd tokens, -inf.
     pub padding_heads: usize,
     /// Width of q and k: a multiple of 16 up to 576.
     pub head_dim: usize,
-    /// Keys of all sequences; 0 is legal.
+    /// Keys of all sequences; 0 is allowed.
     pub num_keys: usize,
     /// Which keys a token ranks.
     pub ranking: RankingClass,
-    /// Slots of a list; 0 is legal. Of `selected`.
+    /// Slots of a list; 0 is allowed. Of `selected`.
     pub topk: usize,
     /// What the lists look like. Of `selected`.
     pub indices: IndexClass,
@@ -58,18 +58,18 @@ pub struct ScoreRecomputeCase {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of `causal`.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, and tokens behind them;
-    /// otherwise one.
+    /// Five packed sequences, one without tokens and one without keys, followed by extra tokens.
+    /// Otherwise one sequence.
     pub packed: bool,
-    /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`, where
-    /// lse is given.
+    /// Keys of the longest sequence that have no column. Of `causal` and `packed`, where lse is
+    /// given.
     pub left_out: usize,
-    /// What the exponentials are divided by.
+    /// The normaliser of the exponentials.
     pub normaliser: NormaliserClass,
     /// Whether lse is computed by the operator's own kernel, or given.
     pub recomputed: bool,
-    /// How far the window's log-sum-exp lies above that of the ranked keys: far above, fp32 loses
-    /// the row.
+    /// How far the window's log-sum-exp is above that of the ranked keys. Far above, fp32 loses the
+    /// row.
     pub outside: f64,
     /// The sinks.
     pub sinks: Sinks,
@@ -81,16 +81,16 @@ pub struct ScoreRecomputeCase {
     pub logit_shift: f64,
     /// Distribution of the data.
     pub distribution: Distribution,
-    /// Whether keys that no valid slot names are NaN.
+    /// Whether keys that no valid slot references are NaN.
     pub poison_unreferenced: bool,
     /// Which kernels run. `score_recompute_lse` is portable only.
     pub implementation: Implementation,
-    /// Everything in the second of two sequences, the first being empty: a law's variant, which no
-    /// line can ask for.
+    /// Everything is in the second of two sequences; the first is empty. A law's variant, which no
+    /// JSON line can select.
     #[serde(skip)]
     whole: bool,
-    /// Each token a sequence of its own, all with as many keys: a benchmark's sample, which no
-    /// line can ask for.
+    /// Each token is a separate sequence, all with the same number of keys. A benchmark's sample,
+    /// which no JSON line can select.
     #[serde(skip)]
     apart: bool,
     /// Seed of the data.
@@ -152,7 +152,7 @@ impl ScoreRecomputeCase {
         }
     }
 
-    /// How many lists there are, and how many slots each has.
+    /// The number of lists and of slots in each.
     fn lists(&self) -> [usize; 2] {
         [self.num_tokens, self.topk]
     }
@@ -161,7 +161,7 @@ impl ScoreRecomputeCase {
         self.ranking == RankingClass::Selected
     }
 
-    /// Keys that one token looks at, at the most.
+    /// The most keys that one token uses.
     fn slots(&self) -> usize {
         if self.is_selected() { self.topk } else { self.num_keys }
     }
@@ -199,7 +199,7 @@ impl ScoreRecomputeCase {
         self.ranked().sequences()
     }
 
-    /// Columns of the dense scores: the longest sequence's keys, but for those that are left out.
+    /// Columns of the dense scores: the longest sequence's keys, without the skipped ones.
     fn columns(&self) -> usize {
         self.ranked().columns()
     }
@@ -310,7 +310,7 @@ impl Operator for ScoreRecompute {
             Sinks::strategy(),
             prop_oneof![2 => Just(0usize), 1 => 1..=3usize],
         );
-        // Powers of two and not; the model's own are 512^-1/2 and 192^-1/2.
+        // Powers of two and others; the model's own are 512^-1/2 and 192^-1/2.
         let scale = prop::sample::select(vec![0.044_194_174f32, 0.072_168_78, 0.125, 0.3, 1.0]);
         let logits = (
             scale,
@@ -335,7 +335,7 @@ impl Operator for ScoreRecompute {
                 let (normaliser, recomputed, outside, sinks, padding_heads) = normaliser;
                 let (softmax_scale, logit_deviation, logit_shift) = logits;
                 let (distribution, poison_unreferenced, implementation, seed) = data;
-                // Other widths have the portable kernel only.
+                // Only the portable kernel supports other widths.
                 let hopper = head_dim.is_multiple_of(64);
                 let implementation = if hopper { implementation } else { Implementation::Portable };
                 // Scaled rows do not scale logits to hundreds.
@@ -409,8 +409,8 @@ impl Operator for ScoreRecompute {
                 logit_shift: -200.0,
                 ..selected(3, 5, 64, 30, 270)
             },
-            // Far from 0, and more heads than one row of products: a running maximum that starts
-            // anywhere but at -inf.
+            // Far from 0, and more heads than one row of products. This detects a running maximum
+            // that does not start at -inf.
             ScoreRecomputeCase {
                 indices: IndexClass::Valid,
                 recomputed: true,
@@ -445,7 +445,7 @@ impl Operator for ScoreRecompute {
                 outside: 300.0,
                 ..causal(9, 5, 64, 400, 4)
             },
-            // Keys behind the last column.
+            // Keys after the last column.
             ScoreRecomputeCase { packed: true, left_out: 40, seed: 3, ..causal(9, 5, 64, 200, 1) },
             ScoreRecomputeCase {
                 normaliser: v32,
@@ -470,7 +470,7 @@ impl Operator for ScoreRecompute {
                 sinks: Sinks::Absent,
                 ..selected(1, 66, 576, 33, 65)
             },
-            // Several tiles, the last one cut short.
+            // Several tiles, the last one partial.
             hopper(selected(1, 128, 512, 40, 270)),
             hopper(ScoreRecomputeCase {
                 lengths: Lengths::Within,
@@ -640,23 +640,23 @@ impl Operator for ScoreRecompute {
 
 /// Mean of a benchmark's lse: that of a thousand standard normal logits.
 const LSE: f64 = 7.4;
-/// Tokens that a benchmark draws: the oracle computes their lse.
+/// Tokens that a benchmark draws, because the oracle computes their lse.
 const DRAWN_TOKENS: usize = 16;
 
-/// A benchmark; `portable` says that its name says so.
+/// A benchmark; `portable` means that its name contains it.
 fn timed(case: ScoreRecomputeCase, portable: bool) -> Benchmark<ScoreRecompute> {
     let ScoreRecomputeCase { num_tokens, num_keys, num_heads, head_dim, topk, .. } = case;
     let ranking = if case.is_selected() { format!("topk{topk}") } else { "dense".to_owned() };
     let portable = Implementation::suffix(portable);
     let name = format!("q{num_tokens} k{num_keys} H{num_heads} D{head_dim} {ranking}{portable}");
-    // Slots of all tokens that count.
+    // Slots that count, over all tokens.
     let ranked: usize = match case.ranking {
         RankingClass::Selected => num_tokens * topk,
         RankingClass::Causal => {
             (0..num_tokens).map(|token| (first_position(&case) + token + 1) / case.ratio).sum()
         }
     };
-    // One product of 2·H·D FLOP a slot. Every tensor once; rows of K once for each key.
+    // One GEMM of 2·H·D FLOP for each slot. Every tensor once; rows of K once for each key.
     let (heads, rows) = (num_tokens * num_heads, 4 * num_tokens * case.slots());
     let lists = if case.is_selected() { rows } else { 0 };
     let flops = 2.0 * (ranked * num_heads * head_dim) as f64;
@@ -692,8 +692,8 @@ fn first_position(c: &ScoreRecomputeCase) -> usize {
     c.ratio * c.num_keys - c.num_tokens
 }
 
-/// Leaves out keys that no sampled token names; in the dense form each token becomes a sequence of
-/// its own.
+/// Removes keys that no sampled token references. In the dense form each token becomes a separate
+/// sequence.
 fn set_apart(whole: &Whole<'_, ScoreRecompute>, c: &mut ScoreRecomputeCase, tensors: &mut Tensors) {
     if c.is_selected() {
         c.num_keys = compact(tensors, "indices", &["k"], 1);
@@ -728,7 +728,7 @@ fn hopper(case: ScoreRecomputeCase) -> ScoreRecomputeCase {
     ScoreRecomputeCase { implementation: Implementation::Hopper, ..case }
 }
 
-/// The heads and lists of the two production models, with as many tokens as the oracle can bear.
+/// The heads and lists of the two production models, with as many tokens as the oracle can compute.
 fn production_cases() -> Vec<ScoreRecomputeCase> {
     let (selected, causal) = (ScoreRecomputeCase::selected, ScoreRecomputeCase::causal);
     vec![
@@ -751,8 +751,8 @@ fn production_cases() -> Vec<ScoreRecomputeCase> {
 
 type Shape = (RankingClass, usize, usize, usize, usize, usize);
 
-/// Ranking, tokens, heads, width, keys, slots. The widths are few because each is a module of its
-/// own.
+/// Ranking, tokens, heads, width, keys, slots. Each width is a separate module, so the choices are
+/// few.
 fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     let ranking = || prop::sample::select(vec![RankingClass::Selected, RankingClass::Causal]);
     let heads =
@@ -778,7 +778,7 @@ fn shape_strategy(profile: Profile) -> BoxedStrategy<Shape> {
     }
 }
 
-/// lse of the ranked keys, and of a window beside them, as a forward pass would have stored them.
+/// lse of the ranked keys, and of a window next to them, as a forward pass stores them.
 fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResult<()> {
     let shape = [c.num_tokens, c.num_heads];
     let lse_of = |tensors: &Tensors, beside: Option<&HostTensor>| {
@@ -792,7 +792,7 @@ fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResul
     };
     let keys = lse_of(tensors, None)?;
     let mut draw = Draw::new(c.seed, "beside");
-    // Infinities of both signs stand for a window without a key, and for rows without any.
+    // Infinities of both signs mean a window without a key, and rows without any key.
     let signs = [f64::INFINITY, f64::NEG_INFINITY];
     let beside = keys.iter().enumerate().map(|(i, &lse)| {
         let above = c.outside + 2.0 * draw.normal();
@@ -817,7 +817,7 @@ fn draw_normaliser(c: &ScoreRecomputeCase, tensors: &mut Tensors) -> OracleResul
     Ok(())
 }
 
-/// Turns every key row that no valid slot names into NaN.
+/// Sets every key row that no valid slot references to NaN.
 fn poison_unreferenced(c: &ScoreRecomputeCase, tensors: &mut Tensors) {
     let mut referenced = vec![false; c.num_keys];
     for token in 0..c.num_tokens {
@@ -833,7 +833,7 @@ fn poison_unreferenced(c: &ScoreRecomputeCase, tensors: &mut Tensors) {
     }
 }
 
-/// Heads that the law of padding heads adds.
+/// Heads that the padding law adds.
 const EXTRA_HEADS: usize = 3;
 
 type ScoreLaws<'l> = Laws<'l, ScoreRecompute>;
@@ -850,7 +850,7 @@ fn scale_law(laws: &mut ScoreLaws<'_>) {
     );
 }
 
-/// One packed sequence of everything is no packing.
+/// One packed sequence with all tokens equals no packing.
 fn packing_law(laws: &mut ScoreLaws<'_>) {
     let relations = laws.all(Relation::Times(1.0));
     let change = |v: &mut Variant<ScoreRecompute>| {
@@ -906,16 +906,16 @@ fn padding_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
     laws.law("invalid slots add nothing", change, relations);
 }
 
-/// Heads with an lse of +inf add nothing, whatever their queries are.
+/// Heads with an lse of +inf add nothing, for any queries.
 fn padding_heads_law(c: &ScoreRecomputeCase, laws: &mut ScoreLaws<'_>) {
     let heads = c.num_heads;
-    // Blocks of 16, 64 and 128 heads add them up in unlike orders; Hopper has none of 16.
+    // Blocks of 16, 64 and 128 heads add them in different orders. Hopper has no blocks of 16.
     let hopper = c.implementation == Implementation::Hopper;
     let blocks = if hopper { &[64, LARGEST_HEADS][..] } else { &[16, 64, LARGEST_HEADS] };
     let block = |heads: usize| blocks.iter().position(|&block| heads <= block);
     let same = block(heads) == block(heads + EXTRA_HEADS);
     let relations = laws.all(if same { Relation::Times(1.0) } else { Relation::WithinBudget });
-    // The first head once more for each of them.
+    // The first head repeated for each of them.
     let order: Vec<usize> = (0..heads).chain([0; EXTRA_HEADS]).collect();
     let change = |v: &mut Variant<ScoreRecompute>| {
         v.case.num_heads += EXTRA_HEADS;

@@ -1,8 +1,8 @@
 //! `topk` (inference 7, 7.2): `kernels/cuda/indexer/topk.cu` against
 //! `reference/src/indexer/topk.rs`.
 //!
-//! Nothing is rounded, ties are decided, and indices come in the order of their columns: every one
-//! must be the oracle's.
+//! Nothing is rounded, ties have a fixed rule, and indices follow the order of their columns. So
+//! every index must equal the oracle's.
 
 use dsv4_kernels::indexer::topk as launcher;
 use dsv4_reference::indexer::topk as reference;
@@ -16,25 +16,25 @@ use crate::operators::lists::Lengths;
 /// The operator.
 pub struct Topk;
 
-/// What the rows hold.
+/// The contents of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scores {
-    /// Numbers of the case's distribution and magnitude.
+    /// Values of the case's distribution and magnitude.
     Drawn,
-    /// A few small integers, zeros of both signs among them: nearly all are ties.
+    /// A few small integers, including zeros of both signs: nearly all are ties.
     Ties,
-    /// Neighbouring numbers, which differ in the last bits alone.
+    /// Adjacent values, which differ only in the last bits.
     Close,
-    /// One number.
+    /// One value.
     Equal,
-    /// Numbers from the lowest to the largest, or the other way in every second row.
+    /// Values from the lowest to the largest; reversed in every second row.
     Sorted,
     /// Some are NaN or infinite.
     NotFinite,
 }
 
-/// What an index is.
+/// The meaning of an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Index {
@@ -42,14 +42,14 @@ pub enum Index {
     Column,
     /// The column plus the row's offset.
     Offset,
-    /// The slot of a paged store; every fifth page is not there.
+    /// The slot of a paged store; every fifth page does not exist.
     Paged,
 }
 
-/// A case: extents, what counts, what is written, data.
+/// A case: sizes, what counts, what is written, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TopkCase {
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Scores of a row.
     pub num_columns: usize,
@@ -57,15 +57,15 @@ pub struct TopkCase {
     pub topk: usize,
     /// How many columns count.
     pub lengths: Lengths,
-    /// What the rows hold.
+    /// The contents of the rows.
     pub scores: Scores,
-    /// What an index is.
+    /// The meaning of an index.
     pub index: Index,
     /// Slots of a page of a paged store.
     pub page_size: usize,
     /// Whether the scores are written as well.
     pub with_values: bool,
-    /// Drawn scores.
+    /// The generated scores.
     #[serde(flatten)]
     pub data: Data,
 }
@@ -185,33 +185,32 @@ impl Operator for Topk {
     fn edge_cases(profile: Profile) -> Vec<TopkCase> {
         let all = TopkCase { lengths: Lengths::Absent, ..plain(2, 512, 512) };
         let hostile = TopkCase { lengths: Lengths::Hostile, ..plain(9, 300, 64) };
-        // More ties than there is room for, rows of the longer blocks, and rows of which a sample
-        // is ranked first.
+        // More ties than fit, rows of the longer blocks, and rows where a sample is ranked first.
         let long =
             TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
         let longer = TopkCase { index: Index::Paged, ..plain(3, 4500, 512) };
-        // Equal scores beyond the room for candidates: a row ranked as a whole, chosen from in
-        // more than one stretch of it.
+        // More equal scores than candidate slots: the row is ranked as a whole, and the choice
+        // takes more than one part of it.
         let whole =
             TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
         let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
-        // The same where some are chosen behind more equal scores than are chosen, the last column
-        // of them, alone in its stretch's last round.
+        // The same, with chosen scores after more equal scores than are chosen. The last column is
+        // one of them, the only one in the last round of its part.
         let behind =
             TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
-        // Rows of the longest blocks with scores in all bins, of which the second cannot be read
-        // in vectors.
+        // Rows of the longest blocks with scores in all bins. The second row does not allow vector
+        // loads.
         let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
-        // More equal scores than are chosen, among which the order ends, in a row of which threads
-        // mark several words each.
+        // More equal scores than are chosen, at the end of the order, in a row where threads mark
+        // several words each.
         let many = TopkCase {
             lengths: Lengths::Absent,
             scores: Scores::NotFinite,
             ..plain(1, 33_001, 1024)
         };
-        // The longest row of which each column has its bits in shared memory.
+        // The longest row that has a bit for each column in shared memory.
         let marked = TopkCase { lengths: Lengths::Absent, ..plain(1, 1 << 17, 40) };
-        // The largest score is the last, in a tile of its own.
+        // The largest score is the last, in a separate tile.
         let last =
             TopkCase { lengths: Lengths::Absent, scores: Scores::Sorted, ..plain(3, 1025, 64) };
         let scores =
@@ -329,7 +328,7 @@ fn draw_scores(c: &TopkCase, drawn: &[f64]) -> Vec<f64> {
     drawn.iter().enumerate().map(score).collect()
 }
 
-/// Around `topk`, and anything up to the columns; or such as there are not.
+/// Around `topk`, and anything up to the columns; or invalid values.
 fn draw_lengths(c: &TopkCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "lengths");
     let (columns, topk) = (c.num_columns as i32, c.topk as i32);
@@ -344,7 +343,7 @@ fn draw_lengths(c: &TopkCase) -> Vec<i32> {
         .collect()
 }
 
-/// Distinct pages in any order; every fifth is not there.
+/// Distinct pages in any order; every fifth does not exist.
 fn draw_pages(c: &TopkCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "block_table");
     let mut pages: Vec<i32> = (0..2 * c.num_pages() as i32).collect();

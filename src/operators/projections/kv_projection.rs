@@ -1,6 +1,6 @@
-//! `kv_projection` (inference 5.1, 8.3, training 14): wkv, its norm and the rotation of K = V,
-//! composed as a layer composes them in training, forward and backward, and in serving, where what
-//! follows the product is one pass that writes the window cache.
+//! `kv_projection` (inference 5.1, 8.3, training 14): wkv, its norm and the rotation of K = V. In
+//! training they are composed as in a layer, forward and backward. In serving, one pass after the
+//! GEMM writes the window cache.
 //!
 //! ```text
 //! training   kv_a = h wkv^T     n = rms_norm(kv_a) kv_norm     kv = rope(n)
@@ -26,14 +26,14 @@ use crate::operators::projections::query_projection::product_of_codes;
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, positions_of};
 
-/// The operators in a row.
+/// The operators in sequence.
 pub struct KvProjection;
 
-/// What becomes of the rows.
+/// The use of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stored {
-    /// Nothing: training.
+    /// Training: rows are not stored in a cache.
     Rows,
     /// They are quantized and written to the cache; wkv is bf16.
     Cache,
@@ -41,27 +41,27 @@ pub enum Stored {
     CacheOfFp8,
 }
 
-/// A case: extents, format, rotation, slots, data.
+/// A case: sizes, format, rotation, slots, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KvProjectionCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Features of h.
     pub hidden_size: usize,
-    /// Channels of a row that do not turn; e4m3 ones in a cache: there a multiple of 64, not 0.
+    /// Channels of a row that do not rotate; e4m3 ones in a cache: there a multiple of 64, not 0.
     pub nope_dim: usize,
-    /// The channels behind them, which turn: even, in a cache a multiple of 8; both together at
-    /// most 512.
+    /// The channels after them, which rotate: even, in a cache a multiple of 8. Both kinds together
+    /// are at most 512.
     pub rope_dim: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
-    /// What becomes of the rows.
+    /// The use of the rows.
     pub stored: Stored,
-    /// Pages of the cache; 0 is legal.
+    /// Pages of the cache; 0 is allowed.
     pub num_pages: usize,
     /// Rows of a page.
     pub page_size: usize,
@@ -121,7 +121,7 @@ impl KvProjectionCase {
         self.stored == Stored::Rows
     }
 
-    /// Slots, and groups of each of their rows.
+    /// Slots, and the number of groups in each of their rows.
     fn observed(&self) -> [usize; 2] {
         [self.num_pages.saturating_mul(self.page_size), self.nope_dim / SCALE_GROUP]
     }
@@ -186,7 +186,7 @@ impl Operator for KvProjection {
         let of_slots = [axis("num_slots", num_slots), axis("num_groups", num_groups)];
         let deviation = (c.hidden_size.max(1) as f64).sqrt().recip();
         let [cos, sin, positions] = c.turning().tensors();
-        // What the pass into the cache takes lies at multiples of 16 bytes.
+        // The pass into the cache requires multiples of 16 bytes.
         let row = |name| {
             if trains {
                 output(name, bf16, &[tokens, channels]).rows()
@@ -238,7 +238,7 @@ impl Operator for KvProjection {
         c.data.check()
     }
 
-    /// What the weights decode to is in no tensor.
+    /// The decoded weights are in no tensor.
     fn oracle_elements(c: &KvProjectionCase) -> u128 {
         4 * c.hidden_size as u128 * c.format().head_dim() as u128
     }
@@ -292,10 +292,11 @@ impl Operator for KvProjection {
             plain(0, 24, SMALL, Rows),
             plain(0, 24, SMALL, CacheOfFp8),
             plain(1, 8, SMALL, Rows),
-            // More tokens than small tiles have; rows of h that no 16 bytes divide; parts of k.
+            // More tokens than small tiles have; rows of h that are not multiples of 16 bytes;
+            // split-k.
             plain(18, 40, MIDDLE, Rows),
             plain(3, 13, SMALL, Rows),
-            // Rows that no cache takes.
+            // Rows that no cache accepts.
             plain(4, 24, RowFormat { nope_dim: 6, rope_dim: 10 }, Rows),
             plain(3, 16, RowFormat { nope_dim: 0, rope_dim: 8 }, Rows),
             plain(2, 584, SMALL, Rows),
@@ -365,7 +366,7 @@ impl Operator for KvProjection {
         }
     }
 
-    /// One after the other in the same memory: launches are in one order.
+    /// Sequential tensors may share memory: launches have one order.
     fn workspaces(
         c: &KvProjectionCase,
         _: &Views,
@@ -463,14 +464,14 @@ impl Operator for KvProjection {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    /// Tokens with a hostile position have NaN outputs, so finite differences do not exist.
     fn is_smooth(c: &KvProjectionCase) -> bool {
         let elements = (c.num_tokens + c.format().head_dim()) * c.hidden_size;
         c.trains() && c.table != TableForm::HostilePositions && elements <= 4096
     }
 
-    /// A token bends over its own size, weights over those that a norm behind them makes of no
-    /// size of their own.
+    /// A token bends over its own magnitude. Weights before a norm bend over their own magnitude,
+    /// which the norm removes.
     fn bends_over(c: &KvProjectionCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let width = if input == "kv_norm" { c.format().head_dim() } else { c.hidden_size };
         Some(
@@ -481,8 +482,7 @@ impl Operator for KvProjection {
         )
     }
 
-    /// The window's rows of attention layers, which stand before the compressed ones of a batch
-    /// row.
+    /// The window's rows of attention layers, stored before the compressed ones of a batch row.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<KvProjectionCase>>, String> {
         let table = if file.kind() == "attention_swa" { "main" } else { "compress" };
         let (of_tokens, of_rows) =
@@ -534,7 +534,7 @@ impl Operator for KvProjection {
     }
 }
 
-/// Rows that nothing stores.
+/// Rows without a cache.
 fn check_rows(RowFormat { nope_dim, rope_dim }: RowFormat) -> Result<(), Refused> {
     if rope_dim == 0 || !rope_dim.is_multiple_of(2) {
         return refuse("rope_dim", format!("{rope_dim} must be even, at least 2"));
@@ -545,13 +545,13 @@ fn check_rows(RowFormat { nope_dim, rope_dim }: RowFormat) -> Result<(), Refused
     Ok(())
 }
 
-/// What the oracle reads beside the rotation.
+/// The oracle's inputs in addition to the rotation.
 fn named(t: &Bound<'_>) -> OracleResult<Named> {
     let names = ["h", "wkv", "wkv_codes", "wkv_scales", "kv_norm", "dkv"];
     names.into_iter().try_fold(Named::new(), |all, name| Ok(all.maybe(name, t.maybe(name)?)))
 }
 
-/// A tensor of rows as one of heads, one of each token.
+/// A tensor of rows as a tensor of heads, one head for each token.
 fn head(v: &Views, name: &'static str) -> Result<dsv4_runtime::TensorView, RuntimeError> {
     parted("kv_projection", name, &v[name], 1)
 }

@@ -21,59 +21,59 @@ use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle};
 /// The operator.
 pub struct Linear;
 
-/// What a result is added to.
+/// The tensor that a result is added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Before {
     /// Nothing.
     Absent,
-    /// A tensor of its own.
+    /// A separate tensor.
     Apart,
-    /// What lies where y goes, and a tensor of its own for dw.
+    /// The memory of y, and a separate tensor for dw.
     InPlace,
 }
 
-/// What quantized operands hold.
+/// The contents of quantized operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Codes {
-    /// Codes of normal numbers whose largest ones are those of their format, and scales some
-    /// powers of two apart.
+    /// Codes of normal values whose largest ones are those of their format, with scales some powers
+    /// of two apart.
     Drawn,
-    /// Any code but NaN, subnormal ones and zeros of both signs among them.
+    /// Any code but NaN, including subnormal ones and zeros of both signs.
     Any,
-    /// Small whole numbers, and powers of two as scales that differ from group to group and row to
-    /// row: there is one right result, bit for bit.
+    /// Small whole numbers, and powers of two as scales that differ by group and by row. The result
+    /// is exact, bit for bit.
     Exact,
-    /// As drawn ones, of MXFP4; the scales of the first 128 rows of w 2^14 apart, as far as a
-    /// block folds into e4m3 (inference 5.5), and those of others up to 2^40.
+    /// As drawn ones, of MXFP4. The scales of the first 128 rows of w are 2^14 apart, the most that
+    /// a block folds into e4m3 (inference 5.5). Those of other rows are up to 2^40 apart.
     FarApart,
-    /// As drawn ones, of MXFP4; scales of w that kernels may not multiply sums of products with
-    /// before that of x: 2^84 to 2^125 in even rows, 2^-80 to 2^-64 in odd ones.
+    /// As drawn ones, of MXFP4. Kernels must not multiply sums of products by these scales of w
+    /// before that of x. They are 2^84 to 2^125 in even rows, 2^-80 to 2^-64 in odd ones.
     Extreme,
-    /// As drawn ones, of MXFP4; scales of w that are too small for that, 2^-110 to 2^-95, under
-    /// scales of x around 2^88.
+    /// As drawn ones, of MXFP4. Scales of w are too small for that, 2^-110 to 2^-95, with scales of
+    /// x around 2^88.
     SmallWeights,
-    /// e4m3 codes: the first product of a row is 2^14 and all others are 1, under scales of 1.
+    /// e4m3 codes: the first product of a row is 2^14 and all others are 1, with scales of 1.
     OneLarge,
-    /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64: products of
-    /// two of them leave fp32's range, and what they scale does not.
+    /// e4m3 codes below 2^-5, of FP8 weights, and scales of both operands around 2^64. Products of
+    /// two scales leave fp32's range, but the scaled results do not.
     LargeScales,
 }
 
 impl Codes {
-    /// Drawn ones, where these are FP8's alone and the weights are not.
+    /// Drawn contents, where these apply only to FP8 and the weights are not FP8.
     pub(crate) fn of_weights(self, weights: Weights) -> Codes {
         if self == Codes::LargeScales && weights != Weights::Fp8 { Codes::Drawn } else { self }
     }
 }
 
-/// A case: formats, extents, types, what results are added to, data.
+/// A case: formats, sizes, types, what results are added to, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LinearCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
-    /// Independent layers of the same extents, each with a part of x; 0 is one layer whose tensors
+    /// Independent layers of the same sizes, each with a part of x. 0 is one layer whose tensors
     /// have no axis of groups.
     pub num_groups: usize,
     /// Features of a row of y.
@@ -84,22 +84,21 @@ pub struct LinearCase {
     pub output: Float,
     /// Type of dw.
     pub weight_gradient: Float,
-    /// What y and dw are added to.
+    /// The tensors that y and dw are added to.
     pub before: Before,
     /// Formats of w and x.
     pub weights: Weights,
-    /// Numbers of quantized x that share a scale.
+    /// Values of quantized x that share a scale.
     pub group: usize,
-    /// Whether scales are bytes, and not fp32 numbers.
+    /// Whether scales are bytes instead of fp32 values.
     pub scale_bytes: bool,
-    /// Where the scales of rows lie.
+    /// Layout of the scales of rows.
     pub layout: ScaleLayout,
-    /// What quantized operands hold.
+    /// The contents of quantized operands.
     pub codes: Codes,
     /// Which kernels run.
     pub implementation: Implementation,
-    /// Whether the device's library of matrix products computes those of bf16 that it takes, and
-    /// not our kernels.
+    /// Whether the device's GEMM library computes the supported bf16 GEMMs instead of our kernels.
     pub library: bool,
     /// x; of quantized x the scales.
     #[serde(flatten)]
@@ -128,12 +127,12 @@ fn plain(num_tokens: usize, out_features: usize, in_features: usize) -> LinearCa
     }
 }
 
-/// As much of bf16 products as it takes by the device's library.
+/// The supported bf16 GEMMs by the device's library.
 fn library(case: LinearCase) -> LinearCase {
     LinearCase { library: true, ..case }
 }
 
-/// Layers of groups: of tokens, groups, features out and in.
+/// A case of groups: tokens, groups, features out and in.
 fn grouped([num_tokens, num_groups, out_features, in_features]: [usize; 4]) -> LinearCase {
     LinearCase { num_groups, ..plain(num_tokens, out_features, in_features) }
 }
@@ -152,7 +151,7 @@ fn hopper(extents: [usize; 3]) -> LinearCase {
     LinearCase { implementation: Implementation::Hopper, ..fp8(extents) }
 }
 
-/// MXFP4 by the kernels for Hopper, with so many numbers of x in a group.
+/// MXFP4 with the kernels for Hopper, with that many values of x in a group.
 fn mxfp4_hopper(group: usize, extents: [usize; 3]) -> LinearCase {
     LinearCase {
         implementation: Implementation::Hopper,
@@ -233,12 +232,12 @@ impl LinearCase {
         }
     }
 
-    /// What quantized operands are, and their scales.
+    /// The formats of quantized operands, and their scales.
     fn quantized_operands(&self) -> Vec<TensorSpec> {
         let (tokens, outs) =
             (axis("num_tokens", self.num_tokens), self.features("out_features", self.out_features));
         let hopper = self.is_on_hopper();
-        // Two codes of four bits lie in a byte, and 16 bytes in an access.
+        // A byte holds two codes of four bits, and an access takes 16 bytes.
         let codes = 1 + usize::from(self.weights == Weights::Mxfp4);
         let bytes_at_once = if hopper { 16 } else { 1 };
         let bytes =
@@ -293,12 +292,12 @@ fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Te
     }
 }
 
-/// Whether there are kernels for Hopper.
+/// Whether kernels for Hopper support it.
 pub(crate) fn takes_hopper(weights: Weights) -> bool {
     matches!(weights, Weights::Fp8 | Weights::Mxfp4)
 }
 
-/// Products that a drawn case computes at most: ten runs of the oracle take a second or so.
+/// Most products of a drawn case: ten runs of the oracle take about a second.
 const LARGEST_PRODUCT: usize = 1 << 22;
 
 impl Operator for Linear {
@@ -371,7 +370,7 @@ impl Operator for Linear {
         let [inputs, weights, outputs] = c.axes();
         let (output_type, gradient_type) = (c.output.dtype(), c.weight_gradient.dtype());
         let added = c.before != Before::Absent;
-        // What is added to something has no scale of its own.
+        // A result that is added to another tensor has no scale of its own.
         let of = |name, axes: &[_]| {
             let spec = input(name, DType::Bf16, axes).rows();
             if added { spec } else { spec.of_any_size() }
@@ -547,29 +546,29 @@ impl Operator for Linear {
             before(Before::InPlace, plain(0, 24, 40)),
             plain(1, 1, 1),
             plain(1, 8, 8),
-            // One row more than the small tiles have, one more than a stage of k, a last stage of
+            // One row more than the small tiles have, one more than a k-block, a last k-block of
             // eight.
             plain(16, 72, 128),
             plain(17, 72, 64),
             f32s(plain(3, 136, 72)),
-            // Rows of y of whole accesses in fp32 and not in bf16; odd ones.
+            // Rows of y that are whole accesses in fp32 but not in bf16; odd ones.
             f32s(plain(4, 12, 16)),
             plain(4, 12, 16),
             plain(65, 67, 70),
-            // Two tiles and some more in each direction, and more rows of tiles than are taken
-            // together, of one column of tiles and of two.
+            // Two tiles and a partial one in each direction. More rows of tiles than one group of
+            // tiles has, with one and with two columns of tiles.
             plain(130, 136, 72),
             plain(1030, 8, 8),
             plain(1030, 136, 8),
-            // Parts of k, whose sums are added to what was there: more of them than stages divide
-            // by.
+            // Split-k, with sums added to existing values. The k-blocks do not divide evenly among
+            // the parts.
             before(Before::Apart, f32s(plain(2, 8, 1480))),
             before(Before::InPlace, plain(17, 16, 584)),
             before(Before::InPlace, f32s(plain(600, 8, 8))),
             before(Before::Apart, plain(5, 7, 535)),
-            // One token: rows of w that a warp reads alone, of more features than a block has;
-            // those that two, four and eight warps of a block share, of which the last one has a
-            // few numbers or none.
+            // One token: rows of w that one warp reads, with more features than a block has. Rows
+            // shared by two, four and eight warps of a block, of which the last one has a few
+            // values or none.
             before(Before::Apart, f32s(plain(1, 265, 1040))),
             before(Before::InPlace, plain(1, 280, 24)),
             plain(1, 41, 584),
@@ -577,8 +576,8 @@ impl Operator for Linear {
             before(Before::InPlace, plain(1, 5, 3336)),
             grouped([1, 3, 20, 1032]),
             before(Before::Apart, f32s(grouped([1, 2, 9, 40]))),
-            // What a library takes, with fp32 that it adds to; bf16 that it would round twice; one
-            // row too few for it; rows at no multiple of 16 bytes.
+            // Shapes that a library supports, with fp32 accumulation into y; bf16 that it would
+            // round twice; one row too few for it; rows not at multiples of 16 bytes.
             library(plain(17, 40, 72)),
             library(before(Before::InPlace, plain(18, 24, 40))),
             library(before(Before::Apart, f32s(plain(33, 20, 24)))),
@@ -590,15 +589,15 @@ impl Operator for Linear {
         cases.extend([
             grouped([0, 2, 24, 40]),
             grouped([1, 1, 8, 16]),
-            // More groups than tokens; small tiles, large ones, scalar ones; parts of k, whose
-            // sums each group has.
+            // More groups than tokens; small tiles, large ones, scalar ones; split-k, with sums in
+            // each group.
             grouped([3, 16, 72, 64]),
             grouped([130, 2, 136, 72]),
             grouped([5, 3, 7, 13]),
             before(Before::InPlace, grouped([2, 3, 20, 584])),
             before(Before::Apart, f32s(grouped([300, 2, 12, 8]))),
-            // By a library: one layer, many, fp32 that it adds to; too few rows; rows that it does
-            // not take.
+            // By a library: one layer, many, fp32 accumulation into y; too few rows; rows that it
+            // does not support.
             library(grouped([17, 1, 40, 72])),
             library(grouped([66, 5, 24, 40])),
             library(before(Before::InPlace, f32s(grouped([33, 3, 16, 24])))),
@@ -610,7 +609,7 @@ impl Operator for Linear {
             let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
             cases.extend([one_large(fp8([1, 2, 7168])), one_large(hopper([1, 2, 7168]))]);
             cases.extend([hopper([300, 1030, 4096]), hopper([1, 7168, 1536])]);
-            // On an H200: more turns of a block than are listed.
+            // On an H200: more rounds of a block than are listed.
             cases.extend([hopper([1, 1_100_000, 16]), mxfp4_hopper(128, [1, 2_200_000, 32])]);
             cases.extend([
                 plain(1, 7168, 1536),
@@ -746,7 +745,7 @@ impl Operator for Linear {
         }
     }
 
-    /// dw is no gradient where it is added to what was there.
+    /// dw is not a gradient where it is added to existing values.
     fn is_smooth(c: &LinearCase) -> bool {
         let elements = c.layers() * c.out_features.max(c.num_tokens) * c.in_features;
         !c.is_quantized() && c.before == Before::Absent && elements <= 4096
@@ -766,8 +765,8 @@ impl Operator for Linear {
         Ok(vec![golden.expect(file, "y", "out.logits", &["tokens", "experts"])?])
     }
 
-    /// Projections of the model: bf16 of training, all formats of serving, for few tokens and for
-    /// many.
+    /// Projections of the model: bf16 for training, all formats of serving, for few and for many
+    /// tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let of = |case: LinearCase, direction: Direction| {
@@ -788,10 +787,10 @@ impl Operator for Linear {
                 format!("{num_tokens}x{out_features}x{in_features} {format}{groups}{suffix}");
             let products = case.extents().map(|extent| extent as f64).iter().product::<f64>();
             let flops = 2.0 * case.layers() as f64 * products;
-            // What no token has is drawn along its rows.
+            // Tensors without a token axis are drawn along their rows.
             let benchmark = Benchmark::new(direction, name, case, "num_tokens")
                 .also_drawn_along("out_features");
-            // A few tokens of a result take all weights but along the axis that nothing is added
+            // A result with few tokens needs all weights, except along the axis that is not summed
             // over.
             let further = if direction == Forward { "out_features" } else { "in_features" };
             let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
@@ -820,13 +819,13 @@ impl Operator for Linear {
         } else {
             vec![[9, 3, 40, 72]]
         };
-        // Decoding, whose narrow layers have too few features for all multiprocessors.
+        // Decoding, whose narrow layers have too few features for all SMs.
         let decoded: &[[usize; 3]] = match gpu {
             true => &[[1, 1536, 7168], [1, 512, 7168], [16, 7168, 16384]],
             false => &[],
         };
         let bf16 = |&[num_tokens, outs, ins]: &[usize; 3]| plain(num_tokens, outs, ins);
-        // Our own kernels beside those of a library, which takes no few rows.
+        // Our own kernels next to those of a library, which does not support few rows.
         let by_either = |case: LinearCase| {
             let own = (case.num_tokens > 16).then(|| case.clone());
             [Some(library(case)), own].into_iter().flatten()
@@ -866,7 +865,7 @@ impl Operator for Linear {
     }
 }
 
-/// A drawn case of quantized operands: what the format does not have, the case does not ask for.
+/// A drawn case of quantized operands, limited to what the format supports.
 fn drawn_quantized(
     case: LinearCase,
     (weights, group): (Weights, usize),
@@ -894,7 +893,7 @@ fn drawn_quantized(
     }
 }
 
-/// Around tiles, stages and groups of every format; one right result; the accumulator of e4m3
+/// Around tiles, stages and groups of every format; exact results; the accumulator of e4m3
 /// products.
 fn quantized_edge_cases() -> Vec<LinearCase> {
     let f32s = |case| LinearCase { output: Float::F32, ..case };
@@ -912,7 +911,7 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         hopper([0, 24, 144]),
         fp8([1, 1, 1]),
         hopper([1, 1, 16]),
-        // Blocks of weights: one and a few rows, one and a few numbers more.
+        // Blocks of weights: one and a few rows, one and a few values more.
         exact(fp8([3, 136, 144])),
         exact(fp32(fp8([17, 131, 133]))),
         exact(in_layout(mn, fp8([18, 260, 320]))),
@@ -926,7 +925,7 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         exact(in_layout(mn, hopper([18, 20, 1152]))),
         // Whole tiles.
         exact(hopper([16, 128, 256])),
-        // Products of two scales that are no normal numbers, of sums that are.
+        // Products of two scales that are not normal values, while the sums are.
         small_scales(f32s(hopper([20, 12, 272]))),
         small_scales(f32s(fp32(hopper([5, 260, 128])))),
         large_scales(fp8([18, 131, 272])),
@@ -934,11 +933,10 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         large_scales(fp32(hopper([5, 260, 128]))),
         large_scales(hopper([129, 264, 384])),
         exact(in_layout(tiles, hopper([130, 12, 400]))),
-        // Few tokens: a last unit that two blocks share, for more stages than there are places.
+        // Few tokens: a last work tile that two blocks share, with more k-blocks than stages.
         hopper([3, 648, 1168]),
-        // Pairs of tiles of tokens: whole ones, a second one of some tokens, and none at all
-        // behind many tiles. A third unit of each block, of one stage; more stages than there are
-        // places.
+        // Pairs of tiles of tokens: whole ones, a partial second one, and none after many tiles. A
+        // third work tile for each block, of one k-block; more k-blocks than stages.
         exact(fp32(hopper([256, 512, 272]))),
         any(in_layout(mn, hopper([641, 520, 128]))),
         f32s(hopper([129, 264, 1168])),
@@ -949,10 +947,10 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         one_large(fp8([1, 2, 2048])),
         one_large(hopper([1, 2, 2048])),
     ];
-    // Few tokens of MXFP4: a last unit that two blocks share, of which a multiprocessor holds two.
+    // Few tokens of MXFP4: a last work tile that two blocks share; an SM holds two blocks.
     cases.push(mxfp4_hopper(32, [3, 1288, 1056]));
-    // On five multiprocessors: as many turns of a block as are listed, the last one of all blocks,
-    // and one more.
+    // On five SMs: as many rounds of a block as are listed, with the last one for all blocks, and
+    // one more.
     cases.extend([exact(hopper([1, 40_950, 16])), exact(hopper([1, 40_970, 16]))]);
     let far_apart = |case| LinearCase { codes: Codes::FarApart, ..case };
     let extreme = |case| LinearCase { codes: Codes::Extreme, ..case };
@@ -962,8 +960,8 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
         cases.extend([
             of([0, 24, 96]),
             of([1, 1, 32]),
-            // Whole blocks; a last one of one group, of rows that are no whole block; more stages
-            // than there are places.
+            // Whole blocks; a last one of one group, with rows that are not a whole block; more
+            // k-blocks than stages.
             f32s(of([16, 128, 256])),
             f32s(of([18, 131, 160])),
             any(in_layout(mn, of([3, 20, 1184]))),
@@ -973,7 +971,7 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
             exact(of([11, 136, 160])),
             exact(in_layout(mn, of([65, 24, 352]))),
             exact(in_layout(tiles, of([130, 140, 96]))),
-            // Scales far apart; those of numbers that are added one by one.
+            // Scales far apart; scales of values that are added one by one.
             far_apart(f32s(of([5, 136, 288]))),
             far_apart(in_layout(tiles, of([20, 140, 160]))),
             far_apart(in_layout(mn, of([67, 136, 64]))),
@@ -981,7 +979,7 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
             extreme(in_layout(mn, of([66, 136, 64]))),
             extreme(in_layout(tiles, of([130, 9, 96]))),
             small_weights(f32s(of([9, 24, 160]))),
-            // Tiles of a last round that blocks without one have half of.
+            // Tiles of a last round, each shared with a block that has no tile.
             f32s(of([2, 2100, 32])),
         ]);
     }
@@ -1000,8 +998,8 @@ fn quantized_edge_cases() -> Vec<LinearCase> {
     cases
 }
 
-/// Scales count once: all of them twice as large make y twice as large. What one token's scales
-/// are is nothing to others.
+/// Scales count once: doubling all of them doubles y. One token's scales do not affect other
+/// tokens.
 fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
     if c.before == Before::Absent {
         let halved = [("y", 0.5)];
@@ -1016,7 +1014,7 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
             laws.scale("scales of w count once", "w_scales", 0.5, &halved);
         }
     }
-    // In other layouts, and where rows of w share scales, rows have no axis of their own.
+    // In other layouts, and where rows of w share scales, rows have no separate axis.
     if c.layout == ScaleLayout::Plain {
         laws.separate("num_tokens", "tokens may be permuted");
         if c.weights != Weights::Fp8 {
@@ -1025,8 +1023,7 @@ fn laws_of_scales(c: &LinearCase, laws: &mut Laws<'_, Linear>) {
     }
 }
 
-/// Scales in bytes, all of them twice as large, make y twice as large, where no number leaves
-/// fp32's range for it.
+/// Doubling all scales in bytes doubles y, where every value stays in fp32's range.
 fn law_of_doubled_bytes(
     c: &LinearCase,
     laws: &mut Laws<'_, Linear>,
@@ -1038,15 +1035,15 @@ fn law_of_doubled_bytes(
     }
 }
 
-/// Whether products of a token's scale and a weight's are normal fp32 numbers: a kernel may
-/// multiply them first, and sums scale exactly only where that is exact, too.
+/// Whether products of a token's scale and a weight's are normal fp32 values. A kernel may multiply
+/// them first, so sums scale exactly only where that product is exact.
 fn has_moderate_scales(c: &LinearCase) -> bool {
     (-40..=40).contains(&(c.data.magnitude.log2() as i32))
 }
 
-/// The scales of this name as bytes of powers of two that are twice as large; `None` where they
-/// are no bytes, or one of them would leave the range in which products of two stay normal fp32
-/// numbers. Padding stays NaN.
+/// The scales of this name as bytes of powers of two that are twice as large. `None` where they are
+/// not bytes, or where one of them would leave the range in which products of two stay normal fp32
+/// values. Padding stays NaN.
 pub(crate) fn doubled(tensors: &Tensors, name: &str) -> Option<HostTensor> {
     let scales = tensors.get(name)?;
     let may = |byte: &u8| (32..=222).contains(byte) || *byte == 255;
@@ -1078,8 +1075,8 @@ pub(crate) fn set_codes(c: &LinearCase, name: &'static str, e4m3: bool, tensors:
     };
     bytes.copy_from_slice(&drawn);
     if c.codes == Codes::FarApart && name == "w" {
-        // What has the largest scales is 0: beside it the smallest numbers would be lost in what a
-        // sum may be off by.
+        // The row with the largest scales is 0. Next to it, the smallest values would be lost in
+        // the error of a sum.
         let rows = bytes.chunks_mut(row).take(128);
         rows.step_by(3).for_each(|codes| codes.fill(0));
     }
@@ -1103,7 +1100,7 @@ fn e4m3_code(codes: Codes, column: usize, draw: &mut Draw) -> u8 {
                 0x38
             }
         }
-        // Subnormal ones of 2^-9 and on, and two powers of two of normal ones.
+        // Subnormal values from 2^-9 on, and two powers of two of normal ones.
         Codes::LargeScales => sign | draw.rng().random_range(0..0x10),
     }
 }
@@ -1116,8 +1113,8 @@ fn e2m1_codes(codes: Codes, draw: &mut Draw) -> u8 {
     code() | code() << 4
 }
 
-/// Sets the scales of an operand, or of so many operands one behind the other, around a power of
-/// two; what pads them is NaN, which nobody may read.
+/// Sets the scales of an operand, or of that many consecutive operands, around a power of two.
+/// Their padding is NaN, which no kernel may read.
 pub(crate) fn set_scales(
     c: &LinearCase,
     name: &'static str,
@@ -1129,14 +1126,14 @@ pub(crate) fn set_scales(
     let number = |at: usize, draw: &mut Draw| -> i32 {
         let (row, group) = ((at / scales.groups.max(1)) as i32, (at % scales.groups.max(1)) as i32);
         match c.codes {
-            // Group by group up to 2^6 apart, and neighbouring rows, too: the sums of a row fit
-            // fp32.
+            // Up to 2^6 apart between groups and between adjacent rows, so that the sums of a row
+            // fit fp32.
             Codes::Exact => {
                 (5 * group + 3 * row) % 7
                     + if c.weights == Weights::Nvfp4 { row % 2 } else { row * 11 % 30 - 15 }
             }
             Codes::OneLarge => 0,
-            // Row by row; what has the largest ones is 0.
+            // One scale for each row; the row with the largest ones is 0.
             Codes::FarApart if name == "w_scales" && row < 128 => {
                 exponent + [7, -7, -6][row as usize % 3]
             }
@@ -1167,7 +1164,7 @@ pub(crate) fn set_scales(
             .set(name, &placed.map(|scale| scale.unwrap_or(f64::NAN)).collect::<Vec<f64>>());
     }
     let byte = |exponent: i32| match (c.weights, c.codes) {
-        // Powers of two of e4m3; otherwise any scale that is a number.
+        // Powers of two of e4m3; otherwise any finite scale.
         (Weights::Nvfp4, Codes::Exact) => ((exponent + 7) << 3) as u8,
         (Weights::Nvfp4, _) => draw.rng().random_range(0..0x7f),
         _ => (127 + exponent).clamp(0, 254) as u8,

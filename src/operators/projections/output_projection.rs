@@ -1,5 +1,5 @@
 //! `output_projection` (inference 9, training 8 and 14): the inverse rotation of the attention's
-//! output, the grouped wo_a and wo_b, forward and backward, composed as a layer composes them.
+//! output, then the grouped wo_a and wo_b. Forward and backward, composed as in a layer.
 //!
 //! ```text
 //! training   rotated = R^-1 attn_out          z = rotated wo_a^T by groups          y = z wo_b^T
@@ -8,9 +8,10 @@
 //! both FP8   codes of R^-1 attn_out, one pass z of codes, group by group            codes of z, y of codes
 //! ```
 //!
-//! Each operator does what it is asked for, and still a projection may be wrong: a rotation that
-//! runs in place on what the attention saved, that turns forward or by another token's position,
-//! groups of heads that are not those of wo_a's rows, scales of one group read as another's.
+//! Each operator may be correct by itself, and still a projection may be wrong. For example, a
+//! rotation overwrites what the attention saved, goes in the wrong direction, or uses another
+//! token's position. Or groups of heads do not match wo_a's rows, or scales of one group are read
+//! as another's.
 
 use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
 use dsv4_kernels::{
@@ -28,7 +29,7 @@ use crate::operators::attention::inverse_rope_quantize::{check_groups, check_rop
 use crate::operators::formats::quantize_fp8::layout_of_oracle;
 use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 
-/// The operators in a row.
+/// The operators in sequence.
 pub struct OutputProjection;
 
 /// Which weights are e4m3 codes with scales of 128 by 128.
@@ -43,37 +44,37 @@ pub enum Quantized {
     Both,
 }
 
-/// A case: extents, rotation, formats, data.
+/// A case: sizes, rotation, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OutputProjectionCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Heads of the attention.
     pub num_heads: usize,
     /// Channels of a head; a multiple of 128 where both weights are quantized.
     pub head_dim: usize,
-    /// Channels that turn: the last ones of a head. Even, at least 2.
+    /// Channels that rotate: the last ones of a head. Even, at least 2.
     pub rope_dim: usize,
     /// Groups of heads.
     pub o_groups: usize,
-    /// Features of z that a group has.
+    /// Features of z in each group.
     pub o_lora_rank: usize,
     /// Features of y.
     pub hidden_size: usize,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
     /// Which weights are quantized.
     pub quantized: Quantized,
-    /// Where the scales of the rotated output lie, where that is quantized.
+    /// Layout of the scales of the rotated output, where that is quantized.
     pub layout: ScaleLayout,
     /// The attention's output.
     #[serde(flatten)]
     pub data: Data,
 }
 
-/// Of heads, channels, groups, rank and hidden size.
+/// A case of heads, channels, groups, rank and hidden size.
 fn plain(num_tokens: usize, extents: [usize; 5]) -> OutputProjectionCase {
     let [num_heads, head_dim, o_groups, o_lora_rank, hidden_size] = extents;
     OutputProjectionCase {
@@ -94,7 +95,7 @@ fn plain(num_tokens: usize, extents: [usize; 5]) -> OutputProjectionCase {
 
 /// Its name.
 const NAME: &str = "output_projection";
-/// Numbers that share a scale.
+/// Values that share a scale.
 const BLOCK: usize = linear::BLOCK;
 
 impl OutputProjectionCase {
@@ -118,7 +119,7 @@ impl OutputProjectionCase {
     }
 }
 
-/// Products of codes, of whose operand the scales lie so.
+/// GEMMs of codes, with this scale layout of their operand.
 pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantized {
     let implementation = dsv4_kernels::implementation::Implementation::Portable;
     linear::Quantized {
@@ -130,7 +131,7 @@ pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantized {
     }
 }
 
-/// How the operands of quantized weights are.
+/// The operand formats of quantized weights.
 pub(crate) const OF_ROWS: quantize_fp8::Options = quantize_fp8::Options {
     group: quantize_fp8::Group::Row128,
     scale: quantize_fp8::ScaleType::E8m0,
@@ -199,7 +200,7 @@ impl Operator for OutputProjection {
             c.of_the_output().scale_tensor(c.num_tokens, c.group_width());
         let scale_axes: Vec<Axis> =
             scale_axes.into_iter().map(|(name, extent)| axis(name, extent)).collect();
-        // Of columns of numbers of size 1: what comes out is so, too.
+        // For columns of values of magnitude 1: the result has that magnitude too.
         let deviation = |depth: usize| (depth.max(1) as f64).sqrt().recip();
         let [cos, sin, positions] = c.turning().tensors();
         let tensors = [
@@ -256,7 +257,7 @@ impl Operator for OutputProjection {
         c.data.check()
     }
 
-    /// Products of every token with every weight are in no tensor; what the weights decode to is.
+    /// Products of every token with every weight, and the decoded weights, are in no tensor.
     fn oracle_elements(c: &OutputProjectionCase) -> u128 {
         4 * c.latent() as u128 * (c.group_width() + c.hidden_size) as u128
     }
@@ -317,7 +318,7 @@ impl Operator for OutputProjection {
         let of = |quantized, case| OutputProjectionCase { quantized, ..case };
         vec![
             positions(plain(5, [4, 16, 2, 8, 24])),
-            // Rows that no 16 bytes divide.
+            // Rows that are not multiples of 16 bytes.
             plain(3, [3, 10, 3, 5, 7]),
             of(Quantized::Both, positions(plain(5, [4, 128, 2, 16, 24]))),
         ]
@@ -331,10 +332,10 @@ impl Operator for OutputProjection {
             plain(0, [4, 16, 2, 8, 24]),
             of(Quantized::Both, plain(0, [2, 128, 2, 8, 24])),
             plain(1, [1, 8, 1, 8, 8]),
-            // Parts of k in both products; a token alone.
+            // Split-k in both GEMMs; a single token.
             plain(1, [1, 584, 1, 584, 8]),
             plain(2, [1, 584, 1, 584, 8]),
-            // More tokens than small tiles have, more groups than heads of one.
+            // More tokens than small tiles have, more groups than heads in one.
             plain(18, [6, 16, 3, 24, 40]),
             OutputProjectionCase {
                 table: TableForm::HostilePositions,
@@ -406,7 +407,7 @@ impl Operator for OutputProjection {
         reference::backward(&turned_by(t, t.f64("attn_out")?, true)?, &named(t)?, rounding)
     }
 
-    /// One after the other in the same memory: launches are in one order.
+    /// Sequential tensors may share memory: launches have one order.
     fn workspaces(
         c: &OutputProjectionCase,
         _: &Views,
@@ -500,14 +501,14 @@ impl Operator for OutputProjection {
         }
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    /// Tokens with a hostile position have NaN outputs, so finite differences do not exist.
     fn is_smooth(c: &OutputProjectionCase) -> bool {
         let elements = c.num_tokens * c.num_heads * c.head_dim
             + c.latent() * (c.group_width() + c.hidden_size);
         c.quantized == Quantized::None && c.table != TableForm::HostilePositions && elements <= 4096
     }
 
-    /// The two products: the file's output is one that was turned back already.
+    /// The two GEMMs: the file's output is already rotated back.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<OutputProjectionCase>>, String> {
         let (heads, rows) = (["..tokens", "heads", "channels"], ["..tokens", "hidden"]);
         let (first, second) = (["latent", "width"], ["hidden", "latent"]);
@@ -536,13 +537,13 @@ impl Operator for OutputProjection {
     }
 }
 
-/// What the oracle reads beside the rotation.
+/// The oracle's inputs in addition to the rotation.
 fn named(t: &Bound<'_>) -> OracleResult<Named> {
     let names = ["wo_a", "wo_b", "wo_a_codes", "wo_a_scales", "wo_b_codes", "wo_b_scales", "dy"];
     names.into_iter().try_fold(Named::new(), |all, name| Ok(all.maybe(name, t.maybe(name)?)))
 }
 
-/// A tensor of rows as one of heads, or of groups, side by side in them.
+/// A tensor of rows as a tensor of heads, or of groups, concatenated in them.
 pub(crate) fn parted(
     operator: &'static str,
     name: &'static str,
@@ -555,8 +556,8 @@ pub(crate) fn parted(
     })
 }
 
-/// The tensors of these names, and those of rows as groups: the rotated output, z, and their
-/// gradients where they are.
+/// The tensors of these names, with rows split into groups: the rotated output, z, and their
+/// gradients if present.
 fn groups(
     c: &OutputProjectionCase,
     v: &Views,
@@ -572,7 +573,8 @@ fn groups(
         })
 }
 
-/// The output turned back and quantized in one pass, and z of its codes, a product for each group.
+/// The output rotated back and quantized in one pass, and z from its codes, one GEMM for each
+/// group.
 fn quantized_groups(
     c: &OutputProjectionCase,
     v: &Views,
@@ -596,8 +598,8 @@ fn quantized_groups(
     Ok(())
 }
 
-/// Sets the codes and scales of weights in blocks, whose sizes differ from block to block and
-/// group to group.
+/// Sets the codes and scales of weights in blocks, with different magnitudes for each block and
+/// each group.
 pub(crate) fn set_weight(
     seed: u64,
     tensors: &mut Tensors,

@@ -14,24 +14,24 @@ use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 /// The operator.
 pub struct QueryNormRope;
 
-/// A case: extents, rotation, aliasing, data.
+/// A case: sizes, rotation, aliasing, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QueryNormRopeCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Query heads.
     pub num_heads: usize,
     /// Channels of a head: even, at most 1024.
     pub head_dim: usize,
-    /// Channels that turn: the last ones of a head. Even, at least 2.
+    /// Channels that rotate: the last ones of a head. Even, at least 2.
     pub rope_dim: usize,
     /// Added to the mean square.
     pub eps: f32,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
-    /// Where y lies.
+    /// Where y is stored.
     pub aliasing: Aliasing,
     /// Whether every third head is zero.
     pub zero_heads: bool,
@@ -40,7 +40,7 @@ pub struct QueryNormRopeCase {
     pub data: Data,
 }
 
-/// Of tokens, heads and channels, half of which turn.
+/// A case of tokens, heads and channels, half of which rotate.
 fn plain([num_tokens, num_heads, head_dim]: [usize; 3]) -> QueryNormRopeCase {
     let (eps, table, table_rows, aliasing) =
         (1e-6, TableForm::RowPerToken, 0, Aliasing::OutOfPlace);
@@ -165,7 +165,7 @@ impl Operator for QueryNormRope {
     fn typical() -> Vec<QueryNormRopeCase> {
         let positions =
             |case| QueryNormRopeCase { table: TableForm::Positions, table_rows: 9, ..case };
-        // The last one's heads are no multiple of 16 bytes: the scalar kernel's.
+        // Heads of the last one are not multiples of 16 bytes: the scalar kernel's.
         vec![plain([3, 5, 32]), positions(plain([2, 3, 128])), positions(plain([3, 2, 22]))]
     }
 
@@ -175,10 +175,11 @@ impl Operator for QueryNormRope {
             plain([0, 3, 64]),
             turning(2, plain([1, 1, 2])),
             turning(64, plain([2, 3, 512])),
-            // One channel more than the vector kernels take, and the most that the scalar ones do.
+            // One channel more than the vector kernels support, and the most that the scalar
+            // kernels support.
             turning(64, plain([2, 1, 520])),
             turning(64, plain([1, 2, 1024])),
-            // Everything turns; a piece of eight channels of which some do.
+            // All channels rotate; a vector of eight channels of which some rotate.
             turning(64, plain([2, 3, 64])),
             turning(12, plain([2, 3, 40])),
             QueryNormRopeCase { aliasing: Aliasing::InPlace, ..plain([3, 3, 256]) },
@@ -253,7 +254,7 @@ impl Operator for QueryNormRope {
         laws.separate("num_heads", "heads may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    /// Tokens with a hostile position have NaN outputs, so finite differences do not exist.
     fn is_smooth(c: &QueryNormRopeCase) -> bool {
         c.table != TableForm::HostilePositions && c.num_tokens * c.num_heads * c.head_dim <= 1024
     }
@@ -262,7 +263,7 @@ impl Operator for QueryNormRope {
         (input == "x").then(|| sizes_of_rows(&tensors.values("x"), c.head_dim, c.eps.into()))
     }
 
-    /// The query heads of the model, for few tokens and for many.
+    /// The query heads of the model, for few and for many tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let many = [16384, 128, 512];

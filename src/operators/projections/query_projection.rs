@@ -1,5 +1,5 @@
-//! `query_projection` (inference 5.1, training 14): wq_a, its norm, wq_b, the norm of each head
-//! and its rotation, forward and backward, composed as a layer composes them.
+//! `query_projection` (inference 5.1, training 14): wq_a, its norm, wq_b, the norm of each head and
+//! its rotation, forward and backward, composed as in a layer.
 //!
 //! ```text
 //! forward    q_a = h wq_a^T     qr = rms_norm(q_a) q_norm     q_b = qr wq_b^T     q = query_norm_rope(q_b)
@@ -7,9 +7,9 @@
 //! FP8        codes of h, q_a of codes, qr, codes of qr, q_b of codes, q
 //! ```
 //!
-//! Each operator does what it is asked for, and still a projection may be wrong: qr or q_b that
-//! lies in the memory of what the backward reads, the norm of one row in the place of another's,
-//! heads that are not those of wq_b's rows.
+//! Each operator may be correct by itself, and still a projection may be wrong. For example, qr or
+//! q_b uses the memory of what the backward reads. Or the norm of one row is applied to another, or
+//! heads do not match wq_b's rows.
 
 use dsv4_kernels::projections::linear::ScaleLayout;
 use dsv4_kernels::{
@@ -24,13 +24,13 @@ use crate::operators::projections::output_projection::{OF_ROWS, of_codes, parted
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, positions_of, tokens_first};
 
-/// The operators in a row.
+/// The operators in sequence.
 pub struct QueryProjection;
 
-/// A case: extents, rotation, formats, data.
+/// A case: sizes, rotation, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QueryProjectionCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Features of h.
     pub hidden_size: usize,
@@ -40,11 +40,11 @@ pub struct QueryProjectionCase {
     pub num_heads: usize,
     /// Channels of a head: even, at most 1024.
     pub head_dim: usize,
-    /// Channels that turn: the last ones of a head. Even, at least 2.
+    /// Channels that rotate: the last ones of a head. Even, at least 2.
     pub rope_dim: usize,
     /// Added to mean squares, of both norms.
     pub eps: f32,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
@@ -55,7 +55,7 @@ pub struct QueryProjectionCase {
     pub data: Data,
 }
 
-/// Of hidden size, rank, heads and channels.
+/// A case of hidden size, rank, heads and channels.
 fn plain(num_tokens: usize, extents: [usize; 4]) -> QueryProjectionCase {
     let [hidden_size, q_lora_rank, num_heads, head_dim] = extents;
     QueryProjectionCase {
@@ -212,7 +212,7 @@ impl Operator for QueryProjection {
         c.data.check()
     }
 
-    /// What the weights decode to is in no tensor.
+    /// The decoded weights are in no tensor.
     fn oracle_elements(c: &QueryProjectionCase) -> u128 {
         4 * c.q_lora_rank as u128 * (c.hidden_size + c.width()) as u128
     }
@@ -224,7 +224,7 @@ impl Operator for QueryProjection {
         let heads = (1..=profile.of([3usize, 6, 12]), head);
         let table = select(vec![TableForm::RowPerToken, TableForm::Positions]);
         let eps = prop_oneof![3 => Just(1e-6f32), 1 => Just(1e-2f32)];
-        // Gradients through the norm of a single channel are nothing but rounding.
+        // Gradients through the norm of a single channel are only rounding.
         let features = (extent(features, 8), extent(features, 8).prop_map(|rank| rank.max(2)));
         let quantized = prop_oneof![2 => Just(false), 1 => Just(true)];
         (
@@ -267,7 +267,7 @@ impl Operator for QueryProjection {
         let coded = |case| QueryProjectionCase { quantized: true, ..case };
         vec![
             positions(plain(5, [24, 16, 2, 16])),
-            // Rows that no 16 bytes divide.
+            // Rows that are not multiples of 16 bytes.
             plain(3, [13, 7, 3, 10]),
             coded(positions(plain(5, [144, 32, 2, 16]))),
         ]
@@ -279,12 +279,12 @@ impl Operator for QueryProjection {
             plain(0, [24, 16, 2, 16]),
             coded(plain(0, [24, 16, 2, 16])),
             plain(1, [8, 8, 1, 8]),
-            // More tokens than small tiles have; parts of k; a token alone.
+            // More tokens than small tiles have; split-k; a single token.
             plain(18, [40, 24, 3, 16]),
             plain(1, [584, 16, 1, 16]),
             plain(2, [584, 16, 1, 16]),
-            // A norm that a block takes, of few rows and of more: of the emulator's
-            // multiprocessors, and of a GPU's 132.
+            // A norm with one block for each row, for few rows and for more: for the emulator's
+            // SMs, and for a GPU's 132.
             plain(2, [8, 1032, 1, 8]),
             plain(6, [8, 1032, 1, 8]),
             coded(plain(133, [8, 1032, 1, 8])),
@@ -346,7 +346,7 @@ impl Operator for QueryProjection {
         reference::backward(&c.of_oracle(t)?, &named(t)?, rounding)
     }
 
-    /// One after the other in the same memory: launches are in one order.
+    /// Sequential tensors may share memory: launches have one order.
     fn workspaces(
         c: &QueryProjectionCase,
         _: &Views,
@@ -445,9 +445,9 @@ impl Operator for QueryProjection {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow. The
-    /// norm of one channel passes nothing on but by eps: what is left of a gradient before it is
-    /// the rounding of terms that cancel.
+    /// Tokens with a hostile position have NaN outputs, so finite differences do not exist. The
+    /// norm of one channel passes a gradient only through eps. What remains before it is the
+    /// rounding of terms that cancel.
     fn is_smooth(c: &QueryProjectionCase) -> bool {
         let elements = (c.num_tokens + c.q_lora_rank) * (c.hidden_size + c.width());
         !c.quantized
@@ -456,8 +456,8 @@ impl Operator for QueryProjection {
             && elements <= 2048
     }
 
-    /// A token bends over its own size, weights over those that a norm behind them makes of no
-    /// size of their own.
+    /// A token bends over its own magnitude. Weights before a norm bend over their own magnitude,
+    /// which the norm removes.
     fn bends_over(c: &QueryProjectionCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let width = if input == "h" || input == "wq_a" { c.hidden_size } else { c.q_lora_rank };
         Some(
@@ -512,17 +512,17 @@ impl Operator for QueryProjection {
     }
 }
 
-/// The most features of qr; wider rows than any model's.
+/// The most features of qr; wider than any model's rows.
 const WIDEST: usize = 8192;
 
-/// What the oracle reads beside the rotation.
+/// The oracle's inputs in addition to the rotation.
 fn named(t: &Bound<'_>) -> OracleResult<Named> {
     let weights = ["wq_a", "wq_b", "wq_a_codes", "wq_a_scales", "wq_b_codes", "wq_b_scales"];
     let names = ["h", "q_norm", "dq"].into_iter().chain(weights);
     names.into_iter().try_fold(Named::new(), |all, name| Ok(all.maybe(name, t.maybe(name)?)))
 }
 
-/// A tensor of rows as one of heads.
+/// A tensor of rows as a tensor of heads.
 fn heads(
     c: &QueryProjectionCase,
     v: &Views,
@@ -531,7 +531,7 @@ fn heads(
     parted("query_projection", name, &v[name], c.num_heads)
 }
 
-/// The codes of x, and their product with those of a weight.
+/// The codes of x, and their GEMM with the codes of a weight.
 pub(crate) fn product_of_codes(
     v: &Views,
     run: &mut Launches<'_>,

@@ -10,10 +10,10 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct RmsNorm;
 
-/// A case: extents, types, data.
+/// A case: sizes, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RmsNormCase {
-    /// Rows; 0 is legal.
+    /// Rows; 0 is allowed.
     pub num_rows: usize,
     /// Elements of a row, 1 to 32768.
     pub width: usize,
@@ -23,11 +23,11 @@ pub struct RmsNormCase {
     pub weight: Option<Float>,
     /// Added to the mean square.
     pub eps: f32,
-    /// Where y lies.
+    /// Where y is stored.
     pub aliasing: Aliasing,
     /// Whether every third row is zero.
     pub zero_rows: bool,
-    /// Whether the forward that writes y saves rstd. If not, as in inference, a forward of its own
+    /// Whether the forward that writes y saves rstd. If not, as in inference, a separate forward
     /// saves it for the backward.
     pub saves_rstd: bool,
     /// x, and the distribution of dy.
@@ -51,7 +51,7 @@ impl RmsNormCase {
     }
 }
 
-/// The distance over which a norm bends: each row's own root mean square, or the root of eps where
+/// The distance over which a norm bends: each row's own root mean square, or the root of eps if
 /// that is larger.
 pub(crate) fn sizes_of_rows(x: &[f64], width: usize, eps: f64) -> Vec<f64> {
     let size =
@@ -131,8 +131,8 @@ impl Operator for RmsNorm {
                     (zero_rows, saves_rstd),
                     data,
                 )| {
-                    // A row of one element has dx = dy·w·r·eps·r²: it vanishes under the rounding
-                    // of its two terms unless eps counts.
+                    // A row of one element has dx = dy·w·r·eps·r². It vanishes under the rounding
+                    // of its two terms unless eps is large enough.
                     let magnitude = if width == 1 { f64::from(eps).sqrt() } else { data.magnitude };
                     let data = Data { magnitude, ..data };
                     RmsNormCase {
@@ -153,7 +153,7 @@ impl Operator for RmsNorm {
 
     fn typical() -> Vec<RmsNormCase> {
         let plain = RmsNormCase::plain;
-        // A warp takes a row, a block takes one, and one element at a time.
+        // One row for each warp, one row for each block, and one element at a time.
         vec![
             plain(5, 512),
             plain(3, 2048),
@@ -175,10 +175,10 @@ impl Operator for RmsNorm {
             // Three, and five, vectors a lane in the warp kernels.
             plain(5, 768),
             RmsNormCase { dtype: Float::F32, ..plain(3, 640) },
-            // Weights of half the size of an element, which load in accesses of their own.
+            // Weights of half an element's size, which have separate loads.
             RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(3, 64) },
-            // Few rows, whose weight is asked for with them, of either size beside the other,
-            // absent, and a row in place.
+            // Few rows, whose weight is loaded together with them: either type with either, absent,
+            // and a row in place.
             RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(2, 1032) },
             RmsNormCase { weight: Some(Float::Bf16), ..plain(2, 2056) },
             RmsNormCase { weight: None, aliasing: Aliasing::InPlace, ..plain(2, 1032) },
@@ -188,7 +188,7 @@ impl Operator for RmsNorm {
             RmsNormCase { weight: None, ..plain(20, 2048) },
             // More partial sums of dweight than one block of their sum takes at a time.
             plain(136, 1024),
-            // No rstd to store, by each of the forward kernels.
+            // No rstd to store, by each forward kernel.
             RmsNormCase { saves_rstd: false, ..plain(5, 512) },
             RmsNormCase { saves_rstd: false, ..plain(3, 2048) },
             RmsNormCase { saves_rstd: false, ..plain(3, 517) },
@@ -251,7 +251,7 @@ impl Operator for RmsNorm {
         laws.separate("num_rows", "rows may be permuted");
     }
 
-    /// A row bends over its own root mean square, or over the root of eps where that is larger.
+    /// A row bends over its own root mean square, or over the root of eps if that is larger.
     fn bends_over(c: &RmsNormCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         let eps = tensors.scalar("eps", f64::from(c.eps));
         (input == "x").then(|| sizes_of_rows(&tensors.values("x"), c.width, eps))
@@ -299,7 +299,7 @@ impl Operator for RmsNorm {
             let case = RmsNormCase { weight, ..RmsNormCase::plain(num_rows, width) };
             let name =
                 format!("{num_rows}x{width} bf16{}", if weighted { "" } else { " unweighted" });
-            // A square, its sum and two products an element; nine operations in the backward.
+            // A square, its sum and two products for each element; nine operations in the backward.
             let flops = if direction == Forward { 4.0 } else { 9.0 };
             Benchmark::new(direction, name, case, "num_rows").streaming(&["rstd"], flops)
         };

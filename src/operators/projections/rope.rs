@@ -17,7 +17,7 @@ const LAST_POSITION: i64 = 1_048_575;
 /// The operator.
 pub struct Rope;
 
-/// Which frequencies.
+/// The frequencies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Frequencies {
@@ -27,28 +27,28 @@ pub enum Frequencies {
     Compress,
 }
 
-/// How tokens find their table rows.
+/// How tokens select their table rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TableForm {
-    /// One table row a token, at positions up to the model's last.
+    /// One table row for each token, at positions up to the model's last.
     RowPerToken,
     /// A table of all positions up to a bound, and a position for each token.
     Positions,
-    /// The same, some positions being negative or beyond the table.
+    /// The same, but some positions are negative or beyond the table.
     HostilePositions,
 }
 
-/// Where the rows of a table of [`Turning`] are: far from position 0, where nothing turns, and no
-/// power of two apart.
+/// Where the rows of a table of [`Turning`] are: far from position 0, which has no rotation, and
+/// not a power of two apart.
 const FIRST_POSITION: i64 = 4093;
 const POSITION_STEP: i64 = 37;
 
-/// The table by which an operator turns its tokens, by the compressed layers' frequencies, and
-/// their places in it.
+/// The table that an operator uses to rotate its tokens, with the compressed layers' frequencies,
+/// and the positions of the tokens.
 pub(crate) struct Turning {
     pub form: TableForm,
-    /// Of the table, where there are positions.
+    /// Rows of the table, if positions are given.
     pub table_rows: usize,
     pub num_tokens: usize,
     pub rope_dim: usize,
@@ -72,7 +72,7 @@ impl Turning {
         ]
     }
 
-    /// Whether there is such a table.
+    /// Whether such a table is valid.
     pub fn check(&self) -> Result<(), Refused> {
         if self.form != TableForm::RowPerToken && !(1..=1 << 20).contains(&self.table_rows) {
             return refuse(
@@ -83,7 +83,7 @@ impl Turning {
         Ok(())
     }
 
-    /// Sets the table, as a kernel would store it, and the positions.
+    /// Sets the table, rounded as a kernel stores it, and the positions.
     pub fn amend(&self, tensors: &mut Tensors) -> OracleResult<()> {
         let rows =
             if self.form == TableForm::RowPerToken { self.num_tokens } else { self.table_rows };
@@ -99,7 +99,7 @@ impl Turning {
         Ok(())
     }
 
-    /// A row of the table for each token; every third one is none of it where they are hostile.
+    /// A row of the table for each token. For hostile positions, every third token has none.
     fn positions(&self) -> Vec<i32> {
         let mut draw = Draw::new(self.seed, "positions");
         let rows = self.table_rows as i32;
@@ -113,7 +113,7 @@ impl Turning {
     }
 }
 
-/// What the rotation of `x` by the tensors of [`Turning`] reads.
+/// The inputs for the rotation of `x` by the tensors of [`Turning`].
 pub(crate) fn turned_by(
     t: &Bound<'_>,
     x: candle_core::Tensor,
@@ -128,16 +128,16 @@ pub(crate) fn turned_by(
     })
 }
 
-/// Each token's row of the table of [`Turning`]; `None` where it is the token's own number.
+/// Each token's row of the table of [`Turning`]. `None` means the token's own index.
 pub(crate) fn positions_of(t: &Bound<'_>) -> Option<Vec<i64>> {
     t.host().maybe_i32s("positions").map(|list| list.into_iter().map(i64::from).collect())
 }
 
-/// A case: extents, types, table, layout, data.
+/// A case: sizes, types, table, layout, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RopeCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Heads.
     pub num_heads: usize,
@@ -151,11 +151,11 @@ pub struct RopeCase {
     pub inverse: bool,
     /// Frequencies.
     pub frequencies: Frequencies,
-    /// How tokens find their table rows.
+    /// How tokens select their table rows.
     pub table: TableForm,
     /// Rows of the table where there are positions.
     pub table_rows: usize,
-    /// Where y lies.
+    /// Where y is stored.
     pub aliasing: Aliasing,
     /// Distribution of x.
     pub distribution: Distribution,
@@ -192,7 +192,7 @@ impl RopeCase {
         YarnParameters { rope_dim: self.rope_dim, ..yarn }
     }
 
-    /// The axis of the table's rows: tokens where each has one of its own.
+    /// The axis of the table's rows: tokens, if each has its own row.
     fn table_axis(&self) -> (&'static str, usize) {
         match self.table {
             TableForm::RowPerToken => ("num_tokens", self.num_tokens),
@@ -205,7 +205,7 @@ fn inputs(c: &RopeCase, t: &Bound<'_>) -> OracleResult<reference::Inputs> {
     turned_by(t, t.f64("x")?, c.inverse)
 }
 
-/// cos and sin of the rows at these positions, before they are stored in f32.
+/// cos and sin of the rows at these positions, before rounding to f32.
 fn table(
     inv_freq: &[f64],
     positions: &[i32],
@@ -350,7 +350,7 @@ impl Operator for Rope {
             table_rows: 50,
             ..RopeCase::plain(4, 3, 128, 64)
         };
-        // The last one's rows are no multiple of 16 bytes: the scalar kernel's.
+        // Rows of the last one are not multiples of 16 bytes: the scalar kernel's.
         vec![RopeCase::plain(3, 5, 24, 16), positions, RopeCase::plain(3, 2, 21, 6)]
     }
 
@@ -371,13 +371,13 @@ impl Operator for Rope {
                 frequencies: Frequencies::Main,
                 ..plain(9, 2, 12, 2)
             },
-            // The scalar kernel with more heads than a block serves at a time, which it must
-            // rotate once only.
+            // The scalar kernel with more heads than a block processes at a time, each of which it
+            // must rotate only once.
             RopeCase { aliasing: Aliasing::InPlace, ..plain(2, 17, 261, 260) },
             // The scalar kernel with one head, and threads beyond the last token.
             RopeCase { table: TableForm::Positions, table_rows: 50, ..plain(15, 1, 21, 6) },
-            // Enough tokens for as many heads a thread as it may serve, by either kernel, of which
-            // the last has one less.
+            // Enough tokens for the largest number of heads for each thread, by either kernel; the
+            // last thread has one head less.
             plain(80, 15, 64, 16),
             plain(40, 15, 21, 6),
         ];
@@ -403,7 +403,7 @@ impl Operator for Rope {
         let (cos, sin) = table(&inv_freq, &rows)?;
         tensors.set("inv_freq", &inv_freq);
         tensors.set_i32s("table_positions", &rows);
-        // As a kernel would store them.
+        // Rounded as a kernel stores them.
         tensors.set("cos", &elements(&cos)?);
         tensors.set("sin", &elements(&sin)?);
         Ok(())
@@ -412,8 +412,8 @@ impl Operator for Rope {
     fn forward(c: &RopeCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         let y = reference::forward(&inputs(c, t)?, rounding)?.y;
         let (cos, sin) = table(&t.host().values("inv_freq"), &t.host().i32s("table_positions"))?;
-        // The table is stored in f32 and computed with a function that is good to a rounding of
-        // f32.
+        // The table is stored in f32. It is computed with a function that is accurate to one f32
+        // rounding.
         let (cos, sin) = (rounding.f32(&cos)?, rounding.f32(&sin)?);
         Ok(Named::new().with("y", y).with("table_cos", cos).with("table_sin", sin))
     }
@@ -450,7 +450,7 @@ impl Operator for Rope {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// Tokens with a hostile position have NaN outputs, which no finite difference can follow.
+    /// Tokens with a hostile position have NaN outputs, so finite differences do not exist.
     fn is_smooth(c: &RopeCase) -> bool {
         c.num_tokens * c.num_heads * c.head_dim <= 4096 && c.table != TableForm::HostilePositions
     }
@@ -467,7 +467,7 @@ impl Operator for Rope {
         }
     }
 
-    /// The rotation of the query heads of 16384 tokens, without the making of tables.
+    /// The rotation of the query heads of 16384 tokens, without building the tables.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         let gpu = on_gpu(environment);
         let plain = if gpu {
@@ -480,8 +480,8 @@ impl Operator for Rope {
         let benchmark = |case: RopeCase| {
             let RopeCase { num_tokens, num_heads, head_dim, rope_dim, .. } = case;
             let turns_in_place = case.aliasing == Aliasing::InPlace;
-            // Reads and writes everything, or in place only the channels that turn, and reads the
-            // tables; six operations a pair.
+            // Reads and writes everything, or in place only the channels that rotate, and reads the
+            // tables. Six operations for each pair.
             let (heads, channels) =
                 (num_tokens * num_heads, if turns_in_place { rope_dim } else { head_dim });
             let suffix = match (case.inverse, turns_in_place) {
@@ -509,7 +509,7 @@ impl Operator for Rope {
     }
 }
 
-/// The rotation of x alone.
+/// Only the rotation of x.
 fn rotate(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
     let rotation = v.only(&["x", "y", "cos", "sin", "positions"]);
     run.launch(|device| launcher::forward(device, &rotation, c.inverse))
@@ -525,7 +525,7 @@ fn positions(case: &RopeCase) -> Vec<i32> {
             let bad = hostile[draw.rng().random_range(0..hostile.len())];
             match case.table {
                 TableForm::HostilePositions if draw.rng().random_ratio(1, 3) => bad,
-                // The ends of the table, where an off-by-one would show.
+                // The ends of the table, where an off-by-one error would show.
                 _ if token == 0 => rows - 1,
                 _ if token == 1 => 0,
                 _ => position,
@@ -563,9 +563,9 @@ pub(crate) fn tokens_first(
     out
 }
 
-/// `rotary`: one file holds the forward and the inverse rotation of the same x: two cases. Its
-/// gradient is that of both outputs together, `R^T gout.forward + R gout.inverse`, so neither
-/// case's alone.
+/// `rotary`: one file holds the forward and the inverse rotation of the same x, so it gives two
+/// cases. Its gradient is that of both outputs together, `R^T gout.forward + R gout.inverse`, so it
+/// belongs to neither case.
 fn rotary_case(file: &mut Reading<'_>, inverse: bool) -> Result<Golden<RopeCase>, String> {
     let (of_x, table) = (["batch", "heads", "tokens", "channels"], ["1", "tokens", "half"]);
     let x = file.floats("in.x", &of_x)?;
@@ -591,7 +591,7 @@ fn rotary_case(file: &mut Reading<'_>, inverse: bool) -> Result<Golden<RopeCase>
     let golden = Golden::new(case)
         .values("x", tokens_first(x))
         .values("dy", tokens_first(upstream))
-        // Batch rows share positions, so the table of one row serves all, by position.
+        // Batch rows share positions, so the table of one row, by position, serves all.
         .integers("positions", (0..batches).flat_map(|_| 0..tokens as i32).collect())
         .integers("table_positions", file.integers("in.positions", &["1", "tokens"])?)
         .values("inv_freq", inv_freq.into_iter().map(f64::from).collect());

@@ -11,24 +11,24 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct EmbedStreams;
 
-/// Which rows of the table the tokens name.
+/// The rows of the table for the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenIds {
-    /// Any of them.
+    /// Any rows.
     Valid,
     /// Some are -1, beyond the table, `i32::MIN` or `i32::MAX`.
     Hostile,
-    /// The first, and now and then the second.
+    /// The first row, and occasionally the second.
     Repeated,
 }
 
-/// A case: extents, type, ids, data.
+/// A case: sizes, type, ids, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EmbedStreamsCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
-    /// Rows of the table; 0 is legal.
+    /// Rows of the table; 0 is allowed.
     pub vocab_size: usize,
     /// Streams of a token, up to 16.
     pub num_streams: usize,
@@ -36,7 +36,7 @@ pub struct EmbedStreamsCase {
     pub hidden_size: usize,
     /// Type of table, out and dout.
     pub dtype: Float,
-    /// Which rows of the table the tokens name.
+    /// The rows of the table for the tokens.
     pub token_ids: TokenIds,
     /// The table.
     #[serde(flatten)]
@@ -132,9 +132,9 @@ impl Operator for EmbedStreams {
             plain(0, 4, 16),
             plain(3, 0, 16),
             plain(1, 1, 8),
-            // Several pieces of a row, in either way of access.
+            // Several pieces of a row, with either kind of access.
             plain(3, 3, 1032),
-            // More tokens than few ones: of several pieces where they are few, and whatever the
+            // More tokens than the kernel for few: several pieces where tokens are few, on every
             // GPU.
             plain(17, 3, 4104),
             plain(2400, 3, 8),
@@ -192,8 +192,8 @@ impl Operator for EmbedStreams {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The model's embedding; of a backward channels are what is sampled, since a row's gradient
-    /// follows from all tokens.
+    /// The model's embedding. In a backward channels are sampled, because a row's gradient depends
+    /// on all tokens.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let vocab = 129_280;
@@ -232,7 +232,8 @@ impl Operator for EmbedStreams {
 }
 
 impl EmbedStreamsCase {
-    /// Bytes that a call moves: of the table the rows of the tokens, of its gradient all.
+    /// Bytes that a call moves: of the table only the rows of the tokens, of its gradient
+    /// everything.
     fn bytes(&self, direction: Direction) -> f64 {
         let size = self.dtype.dtype().size();
         let (row, streams) =

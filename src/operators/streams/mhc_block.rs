@@ -1,6 +1,6 @@
-//! `mhc_block` (inference 0 and 2, training 11.1): a layer as its residual streams see it, two
-//! sites with their norms and stand-ins for their sublayers, forward and backward, composed as a
-//! training step composes them.
+//! `mhc_block` (inference 0 and 2, training 11.1): a layer on its residual streams. It has two
+//! sites with their norms and stand-ins for their sublayers, forward and backward, composed as in a
+//! training step.
 //!
 //! ```text
 //! forward    attn_pre, attn_post, attn_comb = mhc_mix(streams)     attn_h = mhc_pre(streams, attn_pre)
@@ -11,10 +11,11 @@
 //! backward   the same from the end, on what was saved; the gradients of streams that several operators read are added
 //! ```
 //!
-//! Each operator does what it is asked for, and still a block may be wrong: coefficients of one
-//! site in the place of the other's, a gradient that is added twice or never, `between` that lies
-//! in the memory of the streams that the backward reads. The stand-ins add rows to what they read:
-//! `moe_reduce` of one slot a token and a shared row, whose gradients are those of its output.
+//! Each operator may be correct by itself, and still a block may be wrong. For example, the
+//! coefficients of one site are used in the other, or a gradient is added twice or never. Or
+//! `between` uses the memory of the streams that the backward reads. The stand-ins add rows to
+//! their input: `moe_reduce` with one slot for each token and a shared row. Its gradients are those
+//! of its output.
 
 use dsv4_kernels::streams::mhc_mix::NUM_COLUMNS;
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
@@ -29,13 +30,13 @@ use crate::operator::prelude::*;
 use crate::operators::streams::mhc_mix::{check_iterations, of_oracle as numbers_of_oracle};
 use crate::operators::streams::mhc_post::near_equal;
 
-/// The operators in a row.
+/// The operators in sequence.
 pub struct MhcBlock;
 
-/// A case: extents, numbers, data.
+/// A case: sizes, values, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MhcBlockCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Channels of a stream, at most 32768.
     pub hidden_size: usize,
@@ -43,12 +44,11 @@ pub struct MhcBlockCase {
     pub sinkhorn_iters: usize,
     /// Added to the mean squares of tokens and of the norms' rows.
     pub norm_eps: f32,
-    /// Added to pre, behind the softmax, and to each sum that the Sinkhorn iteration divides by.
+    /// Added to pre, after the softmax, and to each sum that the Sinkhorn iteration divides by.
     pub hc_eps: f32,
-    /// The bases are uniform between this and its negative: how far logits lie apart.
+    /// The bases are uniform between this and its negative: the spread of the logits.
     pub logits: f32,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
-    /// model's do.
+    /// Whether the streams of a token differ by only a few percent, as in a trained model.
     pub near_equal: bool,
     /// The streams and the rows that the stand-ins add.
     #[serde(flatten)]
@@ -77,7 +77,7 @@ impl MhcBlockCase {
     }
 }
 
-/// The rows of the stand-ins' slots: those of the tokens.
+/// The rows of the stand-ins' slots: one for each token.
 const ROWS: &str = "token_topk_to_pos";
 
 impl Operator for MhcBlock {
@@ -265,9 +265,9 @@ impl Operator for MhcBlock {
             MhcBlockCase { logits: 20.0, ..plain(9, 16) },
             // Tokens of a second warp.
             plain(17, 8),
-            // More than the portable projection is left with on Hopper.
+            // More tokens than the portable projection handles on Hopper.
             plain(260, 8),
-            // Few tokens of channels in many parts.
+            // Few tokens, with channels in many parts.
             plain(2, 520),
         ];
         if profile == Profile::Full {
@@ -292,7 +292,7 @@ impl Operator for MhcBlock {
         reference::backward(&named(t)?, numbers_of_oracle(c.of_launcher(), t), rounding)
     }
 
-    /// One after the other in the same memory: launches are in one order.
+    /// Sequential tensors may share memory: launches have one order.
     fn workspaces(
         c: &MhcBlockCase,
         _: &Views,
@@ -348,7 +348,7 @@ impl Operator for MhcBlock {
         sublayer(c, v, run, ["ffn_h", "ffn_weight", "ffn_u", "ffn_norm_rstd", "ffn_add", "ffn_y"])?;
         let last = v.only(&["between", "ffn_y", "ffn_post", "ffn_comb", "out"]).renamed(LAST);
         run.launch(|device| mhc_post::forward(device, &last))?;
-        // What the backward will read.
+        // What the backward reads.
         SAVED.into_iter().try_for_each(|name| run.freeze(&v[name]))
     }
 
@@ -417,7 +417,7 @@ impl Operator for MhcBlock {
         let elements = tensors.values(input).len();
         let scales = ["attn_scale", "ffn_scale"].map(|name| tensors.values(name)).concat();
         let scale = scales.into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));
-        // Coefficients are near 1, so that a row that is added moves the streams by itself.
+        // Coefficients are near 1, so an added row moves the streams by its own size.
         let size = |x: &[f64]| {
             (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(c.norm_eps)).sqrt()
         };
@@ -481,10 +481,11 @@ impl Operator for MhcBlock {
     }
 }
 
-/// The most channels of a row that the norm takes.
+/// The most channels of a row that the norm supports.
 const WIDEST: usize = 32768;
 
-/// A golden file's parameters: by the case's names, their gradients', the file's, and their axes.
+/// A golden file's parameters: the case's names, their gradients' names, the file's names, and
+/// their axes.
 const PARAMETERS: [(&str, &str, &str, &[&str]); 8] = [
     ("attn_fn", "dattn_fn", "attn_hc.fn", &["columns", "channels"]),
     ("attn_scale", "dattn_scale", "attn_hc.scale", &["groups"]),
@@ -496,7 +497,7 @@ const PARAMETERS: [(&str, &str, &str, &[&str]); 8] = [
     ("ffn_weight", "dffn_weight", "post_attention_layernorm.weight", &["hidden"]),
 ];
 
-/// What the backward reads of what the forward wrote.
+/// The forward outputs that the backward reads.
 const SAVED: [&str; 20] = [
     "attn_pre",
     "attn_post",
@@ -522,7 +523,7 @@ const SAVED: [&str; 20] = [
 
 type Names = [(&'static str, &'static str)];
 
-/// What the first site's launchers call the block's tensors.
+/// The names of the block's tensors for the first site's launchers.
 const ATTN: &Names = &[
     ("attn_fn", "fn"),
     ("attn_scale", "scale"),
@@ -542,7 +543,7 @@ const ATTN: &Names = &[
     ("dattn_base", "dbase"),
 ];
 
-/// What the launchers of the fusion call them.
+/// The names for the launchers of the fusion.
 const FUSED: &Names = &[
     ("attn_y", "y"),
     ("attn_post", "post"),
@@ -571,7 +572,7 @@ const FUSED: &Names = &[
     ("dffn_base", "dbase"),
 ];
 
-/// What those of the last operator call them.
+/// The names for the launchers of the last operator.
 const LAST: &Names = &[
     ("between", "streams"),
     ("ffn_y", "y"),
@@ -583,7 +584,7 @@ const LAST: &Names = &[
     ("dffn_comb", "dcomb"),
 ];
 
-/// The norm of h, and the rows that the stand-in adds to it.
+/// The norm of h, plus the rows that the stand-in adds.
 fn sublayer(
     c: &MhcBlockCase,
     v: &Views,
@@ -618,7 +619,7 @@ fn norm_backward(
     run.launch(|device| rms_norm::backward(device, &norm))
 }
 
-/// What the oracle reads.
+/// The oracle's inputs.
 fn named(t: &Bound<'_>) -> OracleResult<Named> {
     let names = ["streams", "attn_fn", "attn_scale", "attn_base", "attn_weight", "attn_add"];
     let further = ["ffn_fn", "ffn_scale", "ffn_base", "ffn_weight", "ffn_add", "dout"];

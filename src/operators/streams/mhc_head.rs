@@ -15,10 +15,10 @@ use crate::operators::streams::mhc_post::near_equal;
 /// The operator.
 pub struct MhcHead;
 
-/// A case: extents, numbers, data.
+/// A case: sizes, values, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MhcHeadCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Channels of a stream.
     pub hidden_size: usize,
@@ -26,10 +26,9 @@ pub struct MhcHeadCase {
     pub norm_eps: f32,
     /// Added to the sigmoids.
     pub hc_eps: f32,
-    /// `base` is uniform between this and its negative: how far logits lie apart.
+    /// `base` is uniform between this and its negative: the spread of the logits.
     pub logits: f32,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
-    /// model's do.
+    /// Whether the streams of a token differ by only a few percent, as in a trained model.
     pub near_equal: bool,
     /// Which kernels run.
     pub implementation: Implementation,
@@ -57,7 +56,7 @@ fn hopper(num_tokens: usize, hidden_size: usize) -> MhcHeadCase {
     MhcHeadCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
 }
 
-/// The kernels that a launcher left to itself takes of rows that lie as whole accesses of 16 bytes.
+/// The kernels that a launcher selects by default for rows of whole 16-byte accesses.
 fn fastest(environment: &Environment, hidden_size: usize) -> Implementation {
     let takes = hidden_size.is_multiple_of(8) && hidden_size <= launcher::MOST_HOPPER_CHANNELS;
     if takes { Implementation::fastest_on(environment) } else { Implementation::Portable }
@@ -197,7 +196,7 @@ impl Operator for MhcHead {
             plain(0, 16),
             plain(1, 8),
             plain(1, 1),
-            // No multiple of a step of 64 channels.
+            // Not a multiple of a step of 64 channels.
             plain(2, 24),
             MhcHeadCase { near_equal: true, ..plain(3, 40) },
             MhcHeadCase { logits: 80.0, ..plain(9, 16) },
@@ -207,15 +206,15 @@ impl Operator for MhcHead {
             // Channels in several parts; one vector more than a block of the mix takes of a row.
             plain(2, 520),
             plain(1, 1032),
-            // So few tokens that a block of the projection has all of them: as many as it holds,
-            // more channels than it takes at a time.
+            // Few tokens, so that one block of the projection has all of them. As many as it holds,
+            // with more channels than it takes at a time.
             plain(4, 1160),
             // More tokens, of more steps than there are stages.
             plain(6, 1160),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
             hopper(0, 16),
-            // One block of a cluster has channels.
+            // One block of a cluster has channels; the others have none.
             hopper(1, 8),
             // A batch less a token, and one more; the last blocks have fewer channels, and none.
             hopper(3, 72),
@@ -223,17 +222,17 @@ impl Operator for MhcHead {
             // A last block with one piece of 16 bytes; a warp without a token's last channels.
             hopper(2, 1032),
             MhcHeadCase { near_equal: true, logits: 80.0, ..hopper(4, 520) },
-            // As many batches as the ring has places, and one more.
+            // As many batches as the ring has slots, and one more.
             hopper(12, 16),
             hopper(14, 16),
-            // Two clusters, of which the last one has one token; several of more batches than
-            // twice the ring's.
+            // Two clusters, the last with one token; several with more than twice as many batches
+            // as ring slots.
             hopper(17, 40),
             hopper(200, 40),
-            // More batches than the ring has places, in blocks of several warps: one may still
-            // read what another copies over.
+            // More batches than ring slots, in blocks of several warps: one warp may still read
+            // what another overwrites.
             hopper(16, 1544),
-            // The widest that a block takes.
+            // The widest shape that a block supports.
             hopper(1, 7168),
         ];
         if profile == Profile::Full {
@@ -338,8 +337,8 @@ impl Operator for MhcHead {
             let case = MhcHeadCase { implementation, ..plain(num_tokens, hidden_size) };
             Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };
-        // Of each element of the streams four products and sums, its square, and its part of out;
-        // twice as many in the backward.
+        // For each element of the streams four products and sums, its square, and its part of out.
+        // Twice as many in the backward.
         let both = [(Forward, 12.0), (Backward, 24.0)];
         extents
             .iter()

@@ -15,10 +15,10 @@ use crate::operators::streams::mhc_post::near_equal;
 /// The operator.
 pub struct MhcMix;
 
-/// A case: extents, numbers, data.
+/// A case: sizes, values, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MhcMixCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Channels of a stream.
     pub hidden_size: usize,
@@ -26,14 +26,13 @@ pub struct MhcMixCase {
     pub sinkhorn_iters: usize,
     /// Added to the mean square of a token.
     pub norm_eps: f32,
-    /// Added to pre, behind the softmax, and to each sum that the Sinkhorn iteration divides by.
+    /// Added to pre, after the softmax, and to each sum that the Sinkhorn iteration divides by.
     pub hc_eps: f32,
-    /// `base` is uniform between this and its negative: how far logits lie apart.
+    /// `base` is uniform between this and its negative: the spread of the logits.
     pub logits: f32,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
-    /// model's do.
+    /// Whether the streams of a token differ by only a few percent, as in a trained model.
     pub near_equal: bool,
-    /// Which kernels project, and which give the gradient of the streams.
+    /// Which kernels run the projection and the gradient of the streams.
     pub implementation: Implementation,
     /// The streams.
     #[serde(flatten)]
@@ -71,7 +70,7 @@ impl MhcMixCase {
     }
 }
 
-/// The oracle's numbers of a call: hc_eps and norm_eps as the case's scalars are bound.
+/// The oracle's arguments of a call: hc_eps and norm_eps bound as the case's scalars.
 pub(crate) fn of_oracle(numbers: launcher::Numbers, t: &Bound<'_>) -> reference::Numbers {
     let launcher::Numbers { sinkhorn_iters, norm_eps, hc_eps } = numbers;
     reference::Numbers {
@@ -212,7 +211,7 @@ impl Operator for MhcMix {
             plain(0, 5),
             plain(1, 8),
             plain(1, 1),
-            // No multiple of a step of 64 channels: one ends within a stream.
+            // Not a multiple of a step of 64 channels: one ends within a stream.
             plain(2, 24),
             MhcMixCase { near_equal: true, ..plain(3, 40) },
             MhcMixCase { logits: 80.0, ..plain(9, 16) },
@@ -221,30 +220,29 @@ impl Operator for MhcMix {
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),
-            // Channels in several parts, of unlike lengths.
+            // Channels in several parts of different lengths.
             plain(2, 520),
-            // So few tokens that a block has all of them: one, as many as it holds, more channels
-            // than it takes at a time.
+            // Few tokens, so that one block has all of them: one, as many as it holds, with more
+            // channels than it takes at a time.
             plain(1, 1160),
             plain(4, 1160),
             // More tokens, of more steps than there are stages.
             plain(6, 1160),
-            // The iteration by single lanes: one pass, and an eps that its shorter reciprocal is
-            // not for.
+            // The iteration by single lanes: one pass, and an eps that its shorter reciprocal does
+            // not support.
             MhcMixCase { sinkhorn_iters: 1, ..plain(2, 520) },
             MhcMixCase { hc_eps: 2.0, ..plain(2, 520) },
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
-            // Numbers of the backward that are too large to be split, of all tokens of a round and
-            // of the next one; by far, since bits follow the scale of the gradients near that
-            // size.
+            // Backward values that are too large to be split, for all tokens of a round and of the
+            // next one. They exceed the limit by far, because bits follow the scale of the
+            // gradients near it.
             MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..plain(70, 16) },
             // More blocks of tokens than blocks of the coefficients.
             plain(200, 2),
             hopper(0, 16),
             hopper(1, 8),
-            // More steps than there are stages of streams, and of weights; each stream ends within
-            // a step.
+            // More steps than stages of streams, and of weights; each stream ends within a step.
             hopper(2, 520),
             // Tokens of a second row of a lane, of another warp, of the last warpgroup, and of a
             // second block.
@@ -252,18 +250,18 @@ impl Operator for MhcMix {
             hopper(17, 8),
             MhcMixCase { near_equal: true, ..hopper(200, 40) },
             hopper(260, 8),
-            // A whole block of tokens and a second one, of more steps each than there are stages.
-            // The backward takes three blocks of channels.
+            // A whole block of tokens and a second one, each with more steps than stages. The
+            // backward takes three blocks of channels.
             hopper(260, 136),
-            // Rounds of tokens of the backward: more of a part than there are stages, and two of
-            // numbers too large to be split.
+            // Rounds of tokens in the backward: more in a part than stages, and two with values too
+            // large to be split.
             hopper(1345, 8),
             MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..hopper(330, 16) },
         ];
         if profile == Profile::Full {
             cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(2048, 8)]);
             cases.extend([plain(64, 4096), plain(200, 7168), plain(1025, 64), plain(2048, 8)]);
-            // More tokens of each part than a block of the backward has places for.
+            // More tokens in each part than a block of the backward has slots.
             cases.push(plain(5300, 8));
         }
         cases
@@ -325,7 +323,7 @@ impl Operator for MhcMix {
         Some(coefficients_bend_over(tensors, f64::from(c.norm_eps), c.channels(), input))
     }
 
-    /// The gradient of pre follows from that of what the streams collapse to; it is rounded to f32.
+    /// The gradient of pre is computed from that of the collapsed streams and rounded to f32.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcMixCase>>, String> {
         let (streams, gates) = (["..tokens", "streams", "hidden"], ["..tokens", "streams"]);
         let (x, dh) = (
@@ -381,7 +379,7 @@ impl Operator for MhcMix {
             let case = MhcMixCase { implementation, ..plain(num_tokens, hidden_size) };
             Benchmark::new(direction, name, case, "num_tokens").streaming(&["mix", "rstd"], flops)
         };
-        // Of each element of the streams 24 products and sums, and its square; twice as many in
+        // For each element of the streams 24 products and sums, and its square. Twice as many in
         // the backward.
         let both = [(Forward, 50.0), (Backward, 98.0)];
         extents
@@ -391,18 +389,17 @@ impl Operator for MhcMix {
     }
 }
 
-/// The kernels that project: those for Hopper take whole accesses of 16 bytes (`fitting`).
+/// The projection kernels. Those for Hopper need whole accesses of 16 bytes (`fitting`).
 pub(crate) fn implementations() -> impl Strategy<Value = Implementation> {
     select(vec![Implementation::Portable, Implementation::Hopper])
 }
 
-/// Channels near so many that the kernels take.
+/// Channels near the limits of the kernels.
 pub(crate) fn fitting(implementation: Implementation, channels: usize) -> usize {
     if implementation == Implementation::Hopper { channels.next_multiple_of(8) } else { channels }
 }
 
-/// The kernels that a launcher left to itself takes of streams that lie as whole accesses of 16
-/// bytes.
+/// The kernels that a launcher selects by default for streams of whole 16-byte accesses.
 pub(crate) fn fastest_projection(
     environment: &Environment,
     num_tokens: usize,
@@ -412,7 +409,7 @@ pub(crate) fn fastest_projection(
     if takes { Implementation::fastest_on(environment) } else { Implementation::Portable }
 }
 
-/// A case's number of Sinkhorn iterations is one that the launcher takes.
+/// Requires a case's number of Sinkhorn iterations to be one that the launcher accepts.
 pub(crate) fn check_iterations(sinkhorn_iters: usize) -> Result<(), Refused> {
     if !(1..=launcher::MAX_ITERATIONS).contains(&sinkhorn_iters) {
         let reason = format!("{sinkhorn_iters} must be 1 to {}", launcher::MAX_ITERATIONS);
@@ -421,8 +418,8 @@ pub(crate) fn check_iterations(sinkhorn_iters: usize) -> Result<(), Refused> {
     Ok(())
 }
 
-/// How far each element of an input of coefficients may move: sigmoids and softmax bend over a
-/// logit of 1, a token over its own root mean square.
+/// How far each element of an input of coefficients may move. Sigmoids and softmax bend over a
+/// logit of 1, and a token over its own root mean square.
 pub(crate) fn coefficients_bend_over(
     tensors: &Tensors,
     norm_eps: f64,

@@ -9,19 +9,18 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct MhcPost;
 
-/// A case: extents, types, data.
+/// A case: sizes, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MhcPostCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Channels of a stream.
     pub hidden_size: usize,
     /// Type of the streams, the sublayer's output and their gradients.
     pub dtype: Float,
-    /// Where the new streams lie.
+    /// Where the new streams are stored.
     pub aliasing: Aliasing,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
-    /// model's do.
+    /// Whether the streams of a token differ by only a few percent, as in a trained model.
     pub near_equal: bool,
     /// The streams and the sublayer's output.
     #[serde(flatten)]
@@ -59,7 +58,7 @@ impl Operator for MhcPost {
         let (tokens, channels) =
             (axis("num_tokens", c.num_tokens), axis("hidden_size", c.hidden_size).not_empty());
         let (source, destination) = (axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS));
-        // Apart from the size of the streams: each term counts beside the others.
+        // Independent of the magnitude of the streams: each term counts next to the others.
         let coefficient = |name, axes: &[_]| {
             input(name, DType::F32, axes).of_any_size().drawn(Distribution::Normal, 1.0)
         };
@@ -118,8 +117,8 @@ impl Operator for MhcPost {
             // One vector, and one channel, more than a block of the forward takes of a row.
             plain(2, 1032),
             single(plain(2, 129)),
-            // One more than the pieces that a warp of the backward takes at a time, and more warps
-            // than one.
+            // One more than the pieces that a warp of the backward takes at a time, and several
+            // warps.
             plain(2, 264),
             plain(2, 2056),
             // More pieces for each thread of the widest block than usual.
@@ -175,9 +174,8 @@ impl Operator for MhcPost {
         laws.separate("hidden_size", "channels may be permuted");
     }
 
-    /// The second site of the file's layer, whose sublayer adds `mlp_add` to its input; the
-    /// streams before it are computed from what the file says of the first site, and rounded to
-    /// f32.
+    /// The second site of the file's layer, whose sublayer adds `mlp_add` to its input. The streams
+    /// before it are computed from the file's data of the first site and rounded to f32.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcPostCase>>, String> {
         let [post, comb] = coefficients(file, "attn")?;
         let y = sublayer(file, "mid.attn_in", "in.attn_add")?;
@@ -206,8 +204,8 @@ impl Operator for MhcPost {
             Benchmark::new(direction, name, plain(num_tokens, hidden_size), "num_tokens")
                 .streaming(&[], flops)
         };
-        // Of each of the four streams' elements: five products and four sums; four of each and,
-        // for y, two more.
+        // For each of the four streams' elements: five products and four sums. In the backward four
+        // of each, and two more for y.
         let both = [(Forward, 9.0), (Backward, 19.0)];
         extents
             .iter()
@@ -216,7 +214,7 @@ impl Operator for MhcPost {
     }
 }
 
-/// All streams of a token become the first one, and a 64th of what they were.
+/// All streams of a token become the first one plus a 64th of their old values.
 pub(crate) fn near_equal(streams: &mut [f64], hidden_size: usize) {
     for token in streams.chunks_mut(NUM_STREAMS * hidden_size) {
         let (first, others) = token.split_at_mut(hidden_size);
@@ -238,13 +236,13 @@ fn coefficients(file: &mut Reading<'_>, site: &str) -> Result<[Vec<f64>; 2], Str
     Ok([post, comb])
 }
 
-/// What a golden layer's sublayer makes of its input.
+/// The output of a golden layer's sublayer for its input.
 fn sublayer(file: &mut Reading<'_>, input: &str, added: &str) -> Result<Vec<f64>, String> {
     let (input, added) = (file.floats(input, &CHANNELS)?, file.floats(added, &CHANNELS)?);
     Ok(input.iter().zip(added).map(|(input, added)| input + added).collect())
 }
 
-/// The streams behind a sublayer, by the definition.
+/// The streams after a sublayer, by the definition.
 pub(crate) fn mixed(
     streams: &[f64],
     y: &[f64],

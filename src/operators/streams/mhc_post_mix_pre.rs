@@ -19,10 +19,10 @@ use crate::operators::streams::mhc_post::near_equal;
 /// The operator.
 pub struct MhcPostMixPre;
 
-/// A case: extents, numbers, data.
+/// A case: sizes, values, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MhcPostMixPreCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Channels of a stream.
     pub hidden_size: usize,
@@ -30,19 +30,18 @@ pub struct MhcPostMixPreCase {
     pub sinkhorn_iters: usize,
     /// Added to the mean square of a token.
     pub norm_eps: f32,
-    /// Added to pre, behind the softmax, and to each sum that the Sinkhorn iteration divides by.
+    /// Added to pre, after the softmax, and to each sum that the Sinkhorn iteration divides by.
     pub hc_eps: f32,
-    /// `base` is uniform between this and its negative: how far logits lie apart.
+    /// `base` is uniform between this and its negative: the spread of the logits.
     pub logits: f32,
-    /// Where the new streams lie.
+    /// Where the new streams are stored.
     pub aliasing: Aliasing,
-    /// Whether the forward is that of the launchers of `mhc_post`, `mhc_mix` and `mhc_pre`
-    /// instead, which the fusion is compared with and timed beside.
+    /// Whether the forward uses the launchers of `mhc_post`, `mhc_mix` and `mhc_pre` instead. The
+    /// fusion is compared with them and timed next to them.
     pub separate: bool,
     /// The forward's kernels. Those for Hopper take 16 bytes at a time.
     pub implementation: Implementation,
-    /// Whether the streams of a token differ in a few parts in a hundred only, as a trained
-    /// model's do.
+    /// Whether the streams of a token differ by only a few percent, as in a trained model.
     pub near_equal: bool,
     /// The streams and the sublayer's output.
     #[serde(flatten)]
@@ -69,7 +68,7 @@ fn hopper(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
     MhcPostMixPreCase { implementation: Implementation::Hopper, ..plain(num_tokens, hidden_size) }
 }
 
-/// So small streams that of four numbers rstd dmix one is beyond 2^40 by far: near that bits
+/// Streams so small that one of four values rstd dmix is far beyond 2^40. Near that limit, bits
 /// follow the scale of the gradients.
 fn tiny(num_tokens: usize, hidden_size: usize) -> MhcPostMixPreCase {
     MhcPostMixPreCase {
@@ -268,7 +267,7 @@ impl Operator for MhcPostMixPre {
             plain(0, 16),
             plain(0, 5),
             plain(1, 1),
-            // No multiple of a step.
+            // Not a multiple of a step.
             plain(2, 24),
             placed(Aliasing::InPlace, plain(3, 72)),
             placed(Aliasing::InPlace, plain(3, 5)),
@@ -278,40 +277,40 @@ impl Operator for MhcPostMixPre {
             MhcPostMixPreCase { sinkhorn_iters: 1, ..plain(2, 16) },
             MhcPostMixPreCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
             separate(plain(3, 16)),
-            // More than the projection of few tokens is left with.
+            // More tokens than the projection for few tokens handles.
             separate(plain(6, 16)),
             separate(placed(Aliasing::InPlace, plain(2, 5))),
             // More tokens than a block of the projection has, in parts of one group.
             separate(plain(260, 8)),
             hopper(0, 16),
             separate(hopper(3, 16)),
-            // Tokens of every warp of both consumers, and of a second turn of one; of one consumer
-            // alone; of a second block.
+            // Tokens of every warp of both consumers, and of a second round of one; of only one
+            // consumer; of a second block.
             hopper(150, 8),
             hopper(40, 24),
             hopper(260, 136),
-            // Several groups of a part, with channels behind the end of the last one, of consumers
-            // with two turns and with one.
+            // Several groups for each part, with channels after the end of the last one, for
+            // consumers with two rounds and with one.
             placed(Aliasing::InPlace, hopper(150, 520)),
             hopper(3, 1032),
             placed(Aliasing::Interleaved, hopper(3, 40)),
-            // Few tokens of channels in many parts.
+            // Few tokens, with channels in many parts.
             separate(plain(2, 520)),
             plain(2, 520),
-            // More channels than a block has under way.
+            // More channels than a block has in flight.
             plain(1, 8208),
             placed(Aliasing::InPlace, plain(5, 840)),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),
-            // Channels in several parts, of unlike lengths.
+            // Channels in several parts of different lengths.
             plain(1, 1032),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
-            // Eight blocks of its channels, in an order of their own, some of two streams.
+            // Eight blocks of its channels, each in a different order, some with two streams.
             plain(3, 904),
-            // Numbers of the backward that are too large to be split, of all tokens of a round and
-            // of the next one.
+            // Backward values that are too large to be split, for all tokens of a round and of the
+            // next one.
             tiny(70, 16),
         ];
         if profile == Profile::Full {
@@ -404,7 +403,7 @@ impl Operator for MhcPostMixPre {
         })
     }
 
-    /// The streams of both models; the separate operators beside the fusion.
+    /// The streams of both models; the separate operators next to the fusion.
     fn benchmarks(environment: &Environment) -> Vec<Benchmark<Self>> {
         use Direction::{Backward, Forward};
         let gpu =
@@ -422,15 +421,15 @@ impl Operator for MhcPostMixPre {
             let benchmark = Benchmark::new(direction, name, case, "num_tokens");
             benchmark.streaming(&["out", "next_pre", "mix", "rstd"], flops)
         };
-        // Of each element of the streams: 9 operations of the new ones, 50 of the projection, 2 of
-        // the mix; in the backward 19, 98 and 6.
+        // For each element of the streams: 9 operations for the new ones, 50 for the projection, 2
+        // for the mix. In the backward 19, 98 and 6.
         let each = [(Forward, false, 61.0), (Forward, true, 61.0), (Backward, false, 123.0)];
         extents.iter().flat_map(|extents| each.map(|call| benchmark(extents, call))).collect()
     }
 }
 
-/// How far each element of what the new streams are made of may move: coefficients bend where
-/// these move by their own root mean square.
+/// How far each input element of the new streams may move. Coefficients bend where the new streams
+/// move by their own root mean square.
 fn streams_bend_over(c: &MhcPostMixPreCase, tensors: &Tensors, input: &str) -> Vec<f64> {
     let scale =
         tensors.values("scale").into_iter().fold(1.0, |scale: f64, own| scale.max(own.abs()));

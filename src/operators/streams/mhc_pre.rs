@@ -12,19 +12,19 @@ use crate::operator::prelude::*;
 /// The operator.
 pub struct MhcPre;
 
-/// A case: extents, types, data.
+/// A case: sizes, types, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MhcPreCase {
-    /// Tokens; 0 is legal.
+    /// Tokens; 0 is allowed.
     pub num_tokens: usize,
     /// Channels of a stream; with the norm at most 16384.
     pub hidden_size: usize,
-    /// Type of the streams, of what the sublayer reads, and of their gradients.
+    /// Type of the streams, of the sublayer's input, and of their gradients.
     pub dtype: Float,
     /// Whether the norm follows.
     pub norm: bool,
-    /// Whether its forward saves rstd; if not, as in inference, a forward of its own saves it for
-    /// the backward.
+    /// Whether its forward saves rstd. If not, as in inference, a separate forward saves it for the
+    /// backward.
     pub saves_rstd: bool,
     /// Added by the norm to the mean square.
     pub eps: f32,
@@ -132,8 +132,8 @@ impl Operator for MhcPre {
         let eps = select(vec![1e-6f32, 1e-2, 1e-12]);
         (extents, Float::strategy(), norm, eps, Data::strategy(-12..=12))
             .prop_map(|([num_tokens, hidden_size], dtype, (norm, saves_rstd), eps, data)| {
-                // A norm of one channel has dh = w dy r eps r^2, which vanishes under the rounding
-                // of its two terms unless eps counts.
+                // A norm of one channel has dh = w dy r eps r^2. It vanishes under the rounding of
+                // its two terms unless eps is large enough.
                 let magnitude =
                     if norm && hidden_size == 1 { f64::from(eps).sqrt() } else { data.magnitude };
                 let data = Data { magnitude, ..data };
@@ -157,17 +157,17 @@ impl Operator for MhcPre {
             // One vector, and one channel, more than a block of the forward takes of a row.
             plain(2, 1032),
             single(plain(2, 129)),
-            // One more than the pieces that a warp of the backward takes at a time, and more warps
-            // than one.
+            // One more than the pieces that a warp of the backward takes at a time, and several
+            // warps.
             plain(2, 264),
             plain(2, 2056),
-            // More warps than one, with the norm; more tokens than blocks of its backward.
+            // Several warps, with the norm; more tokens than blocks of its backward.
             normed(2, 2056),
             single(normed(2, 521)),
             normed(21, 264),
             single(normed(20, 264)),
-            // Few tokens of rows that end within a warp, and of more threads than a block for many
-            // tokens has.
+            // Few tokens, with rows that end within a warp and need more threads than a block for
+            // many tokens has.
             normed(5, 72),
             normed(2, 4104),
             // Rows that shared memory does not hold.
@@ -249,8 +249,8 @@ impl Operator for MhcPre {
         laws.separate("num_tokens", "tokens may be permuted");
     }
 
-    /// With the norm a token bends over its own root mean square, or over the root of eps where
-    /// that is larger.
+    /// With the norm a token bends over its own root mean square, or over the root of eps if that
+    /// is larger.
     fn bends_over(c: &MhcPreCase, tensors: &Tensors, input: &str) -> Option<Vec<f64>> {
         if !c.norm || input == "weight" {
             return None;
@@ -285,8 +285,7 @@ impl Operator for MhcPre {
         )
     }
 
-    /// The files say what the streams collapse to without the norm, and keep the sigmoids, to
-    /// which eps is added.
+    /// The files hold the collapsed streams without the norm, and the sigmoids before eps is added.
     fn golden(file: &mut Reading<'_>) -> Result<Vec<Golden<MhcPreCase>>, String> {
         let (eps, streams) = (file.number("hc_eps")?, ["..tokens", "streams", "hidden"]);
         let pre = file
@@ -314,9 +313,9 @@ impl Operator for MhcPre {
             let case = MhcPreCase { norm, ..plain(num_tokens, hidden_size) };
             let name =
                 format!("{num_tokens}x4x{hidden_size} bf16{}", if norm { " norm" } else { "" });
-            // Of each of the four streams' elements: a product and a sum, in the backward two
-            // products and a sum; the norm has four operations a channel, in the backward nine
-            // beside the mix of the streams.
+            // For each of the four streams' elements: a product and a sum, in the backward two
+            // products and a sum. The norm has four operations for each channel, in the backward
+            // nine in addition to the mix of the streams.
             let flops = match (direction, norm) {
                 (Forward, false) => 1.75,
                 (Forward, true) => 2.75,

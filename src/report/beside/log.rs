@@ -1,9 +1,9 @@
-//! The log of timings that either side leaves: the benchmarks of ours (`PARITY_BENCH_LOG`), and
-//! `fixtures/external/public_times.py` of public kernels.
+//! The log of timings of either side: our benchmarks (`PARITY_BENCH_LOG`), and public kernels
+//! (`fixtures/external/public_times.py`).
 //!
-//! One line of JSON each: a turn, which names the machine and every work that could be timed in
-//! it, then the times and what was skipped. A log may hold several turns, and a turn that was cut
-//! off still says what it did not reach.
+//! Each line is JSON. A turn names the machine and every work that could be timed in it; the times
+//! and the skipped works follow. A log may hold several turns, and a turn that was cut off still
+//! shows what it did not reach.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Failure;
 
-/// Who timed.
+/// The side that was timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Side {
@@ -35,7 +35,7 @@ impl Side {
     }
 }
 
-/// What was timed on. Two GPUs of one kind differ in their `uuid`.
+/// The machine that was timed. Two GPUs of one kind differ in their `uuid`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
@@ -51,11 +51,11 @@ pub struct Machine {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Turn {
-    /// Who timed.
+    /// The side that was timed.
     pub side: Side,
-    /// What on.
+    /// The machine.
     pub machine: Machine,
-    /// Of ours the revision, of theirs what all their kernels run under, such as torch.
+    /// For ours the revision; for theirs the common software of all their kernels, such as torch.
     pub software: String,
     /// When it started, in seconds since 1970.
     pub unix: u64,
@@ -70,7 +70,7 @@ pub struct Turn {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Time {
-    /// Of ours criterion's id, of theirs the name in `public_times.py`.
+    /// For ours criterion's id; for theirs the name in `public_times.py`.
     pub id: String,
     /// The public library and its version.
     #[serde(default)]
@@ -154,7 +154,7 @@ impl Timings {
     /// Reads logs, which may hold turns of one side or of both.
     ///
     /// # Errors
-    /// A file that cannot be read, a line that is none of a log, a log without a turn, a turn of
+    /// A file that cannot be read, a line that is not a log line, a log without a turn, a turn of
     /// another machine.
     pub fn read<P: AsRef<Path>>(paths: &[P]) -> Result<Self, Failure> {
         let mut timings = Self::default();
@@ -198,7 +198,7 @@ impl Timings {
         if side.is_none() { Err("it holds no turn".into()) } else { Ok(()) }
     }
 
-    /// A ratio is one of two times on one GPU.
+    /// A ratio is only valid for two times on one GPU.
     fn check_machine(&self, turn: &Turn) -> Result<(), String> {
         let Some(first) = self.turns.first() else { return Ok(()) };
         let (one, other) = (&first.machine, &turn.machine);
@@ -259,7 +259,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of all turns together; `None` where there is none.
+    /// Of all turns together; `None` without a sample.
     pub fn of(times: &[Time]) -> Option<Self> {
         let mut all: Vec<f64> = times.iter().flat_map(|time| &time.samples_us).copied().collect();
         all.sort_by(f64::total_cmp);

@@ -1,9 +1,9 @@
-//! `parity beside`: times of this project's kernels next to those of public ones of the same work,
-//! and of memory-bound kernels next to a copy of as many bytes.
+//! `parity beside`: times of this project's kernels next to those of public kernels for the same
+//! work, and of memory-bound kernels next to a copy of as many bytes.
 //!
-//! Both sides leave logs ([`log`]); a list of pairs says which work of one is which of the other
-//! ([`pairs`]); the page puts them next to each other ([`page`]). Nothing is judged and nothing is
-//! typed in.
+//! Both sides leave logs ([`log`]). A list of pairs declares which work of one side corresponds to
+//! which of the other ([`pairs`]). The page puts them next to each other ([`page`]). Nothing is
+//! judged and nothing is typed in.
 
 use std::fmt;
 use std::path::Path;
@@ -16,7 +16,7 @@ mod tests;
 
 pub use page::page;
 
-/// What is wrong with which file.
+/// What is wrong, and with which file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     path: String,

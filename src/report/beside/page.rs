@@ -1,4 +1,4 @@
-//! The page.
+//! The page with both sides' times.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -30,7 +30,8 @@ impl<'a> Row<'a> {
         Self { pair, ours: spread(Side::Ours), theirs: spread(Side::Theirs) }
     }
 
-    /// Their time over ours, in hundredths: as the page shows it, and so as it is counted.
+    /// Their time over ours, in hundredths: rounded as the page shows it, so that counts agree with
+    /// the page.
     fn speed(&self) -> Option<i64> {
         Some((100.0 * self.theirs?.median / self.ours?.median).round() as i64)
     }
@@ -55,7 +56,7 @@ fn shown(spread: Option<Spread>) -> String {
     format!("{} ({} to {})", digits(median), digits(least), digits(largest))
 }
 
-/// The page as Markdown; `command` makes it.
+/// The page as Markdown; `command` is the command that makes it.
 ///
 /// # Errors
 /// Those of [`Pairs::check_against`].
@@ -130,7 +131,7 @@ fn distinct(names: impl Iterator<Item = String>) -> String {
     }
 }
 
-/// How many rows, and how many of them at which speed.
+/// How many rows exist, and how many at each speed.
 fn counts(rows: &[&Row<'_>]) -> String {
     let speeds: Vec<i64> = rows.iter().filter_map(|row| row.speed()).collect();
     let above = speeds.iter().filter(|&&speed| speed >= 100).count();
@@ -142,7 +143,7 @@ fn counts(rows: &[&Row<'_>]) -> String {
     )
 }
 
-/// How works differ, each with the works of which it is so.
+/// How works differ, each difference with the works that have it.
 fn differences(rows: &[&Row<'_>]) -> String {
     let mut kinds: Vec<(&str, Vec<&str>)> = Vec::new();
     for Pair { work, differs, .. } in rows.iter().map(|row| row.pair) {
@@ -159,7 +160,7 @@ fn differences(rows: &[&Row<'_>]) -> String {
     if lines.is_empty() { lines } else { format!("† The work differs:\n\n{lines}\n") }
 }
 
-/// Reasons, with the works that they keep from running.
+/// Reasons, with the works that did not run because of them.
 fn not_run(rows: &[&Row<'_>], timings: &Timings) -> String {
     let mut reasons: BTreeMap<(Side, &str), Vec<&str>> = BTreeMap::new();
     for row in rows {
@@ -182,9 +183,9 @@ fn not_run(rows: &[&Row<'_>], timings: &Timings) -> String {
     )
 }
 
-/// Microseconds of a copy of so many bytes, on a line between two of `copies` (bytes and
-/// microseconds, ascending); below the least as long as that one, above the largest at `rate`, in
-/// bytes per microsecond.
+/// Microseconds of a copy of that many bytes, interpolated linearly between two of `copies` (bytes
+/// and microseconds, ascending). Below the smallest copy it is the time of that copy. Above the
+/// largest it follows `rate`, in bytes per microsecond.
 pub(super) fn copy_time(copies: &[(f64, f64)], rate: f64, bytes: f64) -> f64 {
     let between = copies.windows(2).find(|pair| bytes <= pair[1].0);
     match (between, copies.first()) {

@@ -22,7 +22,7 @@ pub struct Pair {
     pub ours: String,
     /// The name of the public kernel's timing in `fixtures/external/public_times.py`.
     pub theirs: String,
-    /// In which respect the public kernel does more or less than ours, if it does.
+    /// What the public kernel does more or less than ours, if anything.
     pub differs: Option<String>,
 }
 
@@ -54,7 +54,7 @@ impl Pairs {
     /// Reads the list, a TOML file of `[[pair]]`.
     ///
     /// # Errors
-    /// A file that cannot be read or understood, an empty field, a work that is listed twice.
+    /// A file that cannot be read or parsed, an empty field, a work that is listed twice.
     pub fn read(path: &Path) -> Result<Self, Failure> {
         let failed = |why: String| Failure::new(path, &why);
         let text = std::fs::read_to_string(path).map_err(|e| failed(e.to_string()))?;
@@ -97,7 +97,7 @@ impl Pairs {
         families
     }
 
-    /// Finds an id of a side that is none of those known.
+    /// Finds an id of a side that is not known.
     ///
     /// # Errors
     /// The first such id.
@@ -116,7 +116,7 @@ impl Pairs {
         ))
     }
 
-    /// Holds the list against what the logs know.
+    /// Checks the list against the ids in the logs.
     ///
     /// # Errors
     /// A side without a log; an id that its side cannot time.

@@ -273,7 +273,7 @@ fn a_memory_bound_kernel_stands_next_to_a_copy_of_as_many_bytes() {
     let page =
         Files::new().page(&[pair("a", "g/a", "their a")], &[&ours, &theirs]).expect("a page");
     assert_eq!(row(&page, "g/few"), ["g/few", "4.000 (4.000 to 4.000)", "4.002", "2.000", "50 %"]);
-    // Beyond the copies at the rate of the large one, 4 TB/s.
+    // Larger than all copies: at the rate of the large one, 4 TB/s.
     assert_eq!(row(&page, "g/most")[3..], ["20.00", "50 %"]);
     assert!(!page.contains("| g/a |") && !page.contains("| device_copy"), "{page}");
     assert!(page.contains("A large copy reaches 4,000 GB/s."), "{page}");

@@ -1,6 +1,6 @@
 //! Sets of cases.
 
-/// Which of so many cases.
+/// A subset of that many cases.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Bits {
     words: Vec<u64>,
@@ -17,7 +17,7 @@ impl Bits {
         Self { words, length: items.len() }
     }
 
-    /// All of so many.
+    /// All of that many.
     pub(super) fn full(length: usize) -> Self {
         Self::of(&vec![(); length], |()| true)
     }
@@ -32,7 +32,7 @@ impl Bits {
         self.words[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// Whether there is one.
+    /// Whether it is not empty.
     pub(super) fn any(&self) -> bool {
         self.words.iter().any(|word| *word != 0)
     }

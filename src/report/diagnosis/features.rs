@@ -1,9 +1,9 @@
-//! What may tell cases apart: the fields of their JSON, the layouts of their tensors, the paths
+//! What may distinguish cases: the fields of their JSON, the layouts of their tensors, the paths
 //! that ran.
 //!
-//! Each [`Atom`] is one question with a yes or no for every case. What it costs to name one, in
-//! bits, grows with how many there are of its kind: a field of the case is named more cheaply than
-//! one of many pairs of fields or of paths.
+//! Each [`Atom`] is one question with the answer yes or no for every case. The cost of naming one,
+//! in bits, grows with how many of its kind exist. A field of the case is cheaper to name than one
+//! of many pairs of fields or of paths.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,28 +14,28 @@ use crate::record::{CaseRecord, figures};
 
 /// Moduli that alignments and tiles are made of.
 const MODULI: [f64; 9] = [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0];
-/// Values of a field that are asked for one by one.
+/// Values of a field that get one question each.
 const MOST_VALUES: usize = 8;
-/// Thresholds of a field; of more values they are evenly spread.
+/// Thresholds of a field; with more values the thresholds are evenly spread.
 const MOST_THRESHOLDS: usize = 32;
 
 /// A question about cases.
 #[derive(Clone, Debug)]
 pub(super) struct Atom {
-    /// In words, where the answer is yes.
+    /// Its text where the answer is yes.
     pub(super) text: String,
-    /// In words, where it is no.
+    /// Its text where the answer is no.
     pub(super) negation: String,
-    /// The cases of which it is yes.
+    /// The cases for which it is yes.
     pub(super) holds: Bits,
     /// Bits that it takes to name it.
     pub(super) cost: f64,
-    /// Which field, or kind, it is about.
+    /// Which field, or kind, it concerns.
     pub(super) feature: usize,
 }
 
 impl Atom {
-    /// Whether it says what is not: then another one with the same answers reads better.
+    /// Whether it is a negation: another question with the same answers then reads better.
     pub(super) fn is_negative(&self) -> bool {
         self.text.contains("other than ")
             || self.text.starts_with("other paths ")
@@ -53,7 +53,7 @@ enum Scalar {
     Present,
 }
 
-/// The numbers of a case's JSON by the names of its fields, seeds aside.
+/// The numbers of a case's JSON by the names of its fields, without seeds.
 pub(super) fn numbers(case: &Value) -> BTreeMap<String, f64> {
     let scalars = scalars(case).into_iter();
     scalars
@@ -78,7 +78,7 @@ fn scalars(case: &Value) -> BTreeMap<String, Scalar> {
 }
 
 fn flatten(name: &str, value: &Value, found: &mut BTreeMap<String, Scalar>) {
-    // A seed says nothing by its size.
+    // The size of a seed means nothing.
     if name == "seed" || name.ends_with("_seed") || name.ends_with(".seed") {
         return;
     }
@@ -101,7 +101,7 @@ fn flatten(name: &str, value: &Value, found: &mut BTreeMap<String, Scalar>) {
     found.insert(name.to_owned(), scalar);
 }
 
-/// Questions that are not yet priced: a text, its negation, and the cases of which it is yes.
+/// Questions without a cost: a text, its negation, and the cases for which it is yes.
 type Questions = Vec<(String, String, Bits)>;
 
 /// All questions that have both answers among these cases.
@@ -216,8 +216,8 @@ fn of_numbers(name: &str, numbers: &[Option<f64>], questions: &mut Questions) {
     }
 }
 
-/// In words, what lies above a gap between two values and what below it, by the roundest number in
-/// the gap.
+/// Text for the values above a gap between two values and for those below it, by the roundest
+/// number in the gap.
 fn threshold(name: &str, low: f64, high: f64) -> [String; 2] {
     let whole = low.fract() == 0.0 && high.fract() == 0.0 && low >= 0.0 && high < 9e15;
     if !whole {
@@ -233,7 +233,7 @@ fn threshold(name: &str, low: f64, high: f64) -> [String; 2] {
         .last()
         .unwrap_or(1);
     let round = high / unit * unit;
-    // What a tile or an access has is in it; the next number is beyond.
+    // A power of two is the last value that fits a tile or an access; the next number is beyond it.
     if low.is_power_of_two() && low > 1 && !round.is_power_of_two() {
         return [format!("{name} > {low}"), format!("{name} <= {low}")];
     }
@@ -243,7 +243,7 @@ fn threshold(name: &str, low: f64, high: f64) -> [String; 2] {
     [format!("{name} >= {round}"), format!("{name} < {round}")]
 }
 
-/// Integers of a case beside each other.
+/// Compares integers of a case with each other.
 fn of_pairs(scalars: &[BTreeMap<String, Scalar>]) -> Questions {
     let integer = |value: Option<&Scalar>| match value {
         Some(Scalar::Number(number)) if number.fract() == 0.0 => Some(*number),

@@ -1,9 +1,9 @@
-//! What a failure says: what failing cases have in common, which known number a tensor is off by,
+//! Diagnosis of failures: what failing cases have in common, which known number a tensor is off by,
 //! and where.
 //!
-//! Made from records alone, for the terminal, the page and the summary alike. Every sentence is
-//! held to a test of chance; where nothing separates failing cases from the others, nothing is
-//! said.
+//! Made only from records, for the terminal, the page and the summary. Every sentence must pass a
+//! test against chance. Where nothing separates failing cases from the others, there is no
+//! sentence.
 //!
 //! | file | what it holds |
 //! | --- | --- |
@@ -32,22 +32,22 @@ pub mod terminal;
 #[cfg(test)]
 mod tests;
 
-/// Sentences of a kind, of an operator.
+/// Sentences of each kind for an operator.
 const MOST_SENTENCES: usize = 3;
 /// Kinds of failures that a heading names.
 const MOST_KINDS: usize = 3;
 
-/// What the records of an operator say of its failures.
+/// What the records of an operator show about its failures.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnosis {
     /// The operator.
     pub operator: String,
-    /// Cases that ran, those made smaller aside.
+    /// Cases that ran, without shrunk ones.
     pub cases: u64,
     /// How many of them fail.
     pub failing: u64,
-    /// What failing cases have in common, which numbers they are off by, and where: a sentence
-    /// each, the one that says most first.
+    /// What failing cases have in common, which numbers they are off by, and where. One sentence
+    /// each, the most informative first.
     pub sentences: Vec<String>,
     /// What failed, most frequent first, each with the number of cases.
     kinds: Vec<(String, u64)>,
@@ -81,7 +81,7 @@ impl Diagnosis {
     }
 }
 
-/// Of every operator with a failing case, in the order of the report.
+/// The diagnosis of every operator with a failing case, in the order of the report.
 pub fn of_report(report: &Report) -> Vec<Diagnosis> {
     let mut names: Vec<&str> = Vec::new();
     for case in &report.cases {
@@ -92,22 +92,22 @@ pub fn of_report(report: &Report) -> Vec<Diagnosis> {
     names.into_iter().filter_map(|name| of_operator(report, name)).collect()
 }
 
-/// Of one operator of a report; `None` where none of its cases fails.
+/// The diagnosis of one operator of a report; `None` where none of its cases fails.
 pub fn of_operator(report: &Report, name: &str) -> Option<Diagnosis> {
     let cases: Vec<&CaseRecord> =
         report.cases.iter().filter(|case| case.operator == name).collect();
     diagnose(report.operators.iter().find(|operator| operator.name == name), &cases)
 }
 
-/// What the records of one operator's cases say; `None` where none fails.
+/// What the records of one operator's cases show; `None` where none fails.
 pub fn diagnose(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Option<Diagnosis> {
-    // A case that was made smaller fails because it was chosen to.
+    // A shrunk case fails because it was chosen to.
     let swept: Vec<&CaseRecord> =
         cases.iter().copied().filter(|case| case.origin != Origin::Shrunk).collect();
     let swept = if swept.iter().all(|case| agrees(case)) { cases.to_vec() } else { swept };
     let failing: Vec<&CaseRecord> = swept.iter().copied().filter(|case| !agrees(case)).collect();
     let first = failing.first()?;
-    // A number that a person knows says more than anything else.
+    // A known number is more informative than anything else.
     let (mut sentences, mut unnamed) = ratios::sentences(&ratios::ratios(operator, &failing));
     sentences.truncate(MOST_SENTENCES);
     unnamed.truncate(MOST_SENTENCES);
@@ -125,7 +125,7 @@ pub fn diagnose(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Opt
     })
 }
 
-/// What failed, and in how many cases: tensors that fail one check in as many cases together.
+/// What failed, and in how many cases. Tensors that fail one check in as many cases share an entry.
 fn kinds(failing: &[&CaseRecord]) -> Vec<(String, u64)> {
     let mut kinds: Vec<((&str, &str), u64)> = Vec::new();
     for case in failing {
@@ -163,8 +163,8 @@ fn add(kinds: &mut Vec<(String, u64)>, name: String) {
     }
 }
 
-/// What failing cases have in common: of all that fail, and where that does not cover all of them,
-/// of each kind of failure.
+/// What failing cases have in common: all that fail, and where that does not cover all of them,
+/// each kind of failure.
 fn common(cases: &[&CaseRecord]) -> Vec<String> {
     let failing = Bits::of(cases, |case| !agrees(case));
     if failing.all() {
@@ -195,8 +195,8 @@ fn common(cases: &[&CaseRecord]) -> Vec<String> {
     sentences
 }
 
-/// What the cases with one kind of failure have in common, beside those that agree: a rule, and
-/// its sentence.
+/// What the cases with one kind of failure have in common, compared with those that agree: a rule,
+/// and its sentence.
 fn of_kind(cases: &[&CaseRecord], name: &str) -> Option<(String, String)> {
     let has = |case: &CaseRecord| {
         order::findings(case).iter().any(|finding| order::name_of(finding.check) == name)

@@ -10,7 +10,7 @@ use crate::report::markdown::text;
 const MOST_OPERATORS: usize = 8;
 
 /// The block below the verdict: each operator that fails, with what its failing cases have in
-/// common. Nothing where all agree.
+/// common. Empty where all agree.
 pub(crate) fn verdict(report: &Report) -> Markup {
     let diagnoses = of_report(report);
     html! {

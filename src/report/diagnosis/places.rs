@@ -1,11 +1,12 @@
 //! Where elements fail: runs and periods along the named axes of a tensor.
 //!
-//! A pattern is a sentence such as "the last rope_dim entries" that says for each case which
-//! entries of an axis fail. It is named only where it is right of every failing case in which it
-//! says anything, and where chance does not explain that: a run of `s` entries out of `n` lies at
-//! one of `n - s + 1` places, and entries that come again lie in the right places with the
-//! probability `(p / n)^s`, where the pattern has `p` of `n`. The product over the cases, times
-//! the number of patterns, is at most [`FALSE`].
+//! A pattern is a phrase such as "the last rope_dim entries" that predicts for each case which
+//! entries of an axis fail. It is named only if it is right in every failing case to which it
+//! applies, and if chance does not explain that.
+//!
+//! A run of `s` entries out of `n` has `n - s + 1` possible places. Entries that repeat are in the
+//! right places with the probability `(p / n)^s`, where the pattern has `p` of `n`. The product
+//! over the cases, times the number of patterns, is at most [`FALSE`].
 
 use std::collections::BTreeMap;
 
@@ -13,23 +14,23 @@ use super::features;
 use super::rules::FALSE;
 use crate::record::{CaseRecord, CheckRecord, FailingElements, FailingEntries, OperatorRecord};
 
-/// An axis of more entries is not asked.
+/// An axis with more entries is skipped.
 const MOST_ENTRIES: u64 = 1 << 16;
-/// Tiles that kernels are made of.
+/// Tile sizes of kernels.
 const TILES: [u64; 6] = [8, 16, 32, 64, 128, 256];
 
-/// A set of entries of an axis, said once for all cases.
+/// A set of entries of an axis, described once for all cases.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Pattern {
-    /// The first so many.
+    /// This many entries at the start.
     First(Number),
-    /// The last so many.
+    /// This many entries at the end.
     Last(Number),
-    /// All from this one on.
+    /// All from this entry on.
     From(Number),
     /// Those after the last whole tile.
     Tail(u64),
-    /// Each whose place in its group is in the run.
+    /// Each whose position in its group is in the run.
     InGroups(Number, u64, u64),
 }
 
@@ -78,7 +79,7 @@ impl Pattern {
         !matches!(self, Self::InGroups(..))
     }
 
-    /// In words, of an axis.
+    /// Text for this axis.
     fn words(&self, axis: &str) -> String {
         match self {
             Self::First(Number::Constant(1)) => format!("the first of {axis}"),
@@ -119,9 +120,9 @@ impl Seen<'_> {
     }
 }
 
-/// What becomes of a pattern in a case.
+/// How a pattern fits a case.
 enum Fit {
-    /// It says nothing, or all: the case does not count.
+    /// It does not apply, or it selects every entry: the case does not count.
     Silent,
     /// It is wrong.
     Wrong,
@@ -183,8 +184,8 @@ fn suggested(seen: &Seen<'_>) -> Vec<Pattern> {
     patterns
 }
 
-/// In one sentence for each tensor, where elements fail in all of its failing cases; the first few
-/// tensors.
+/// One sentence for each of the first few tensors in which elements fail in all of its failing
+/// cases.
 pub(super) fn sentences(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -> Vec<String> {
     let mut of_check: Vec<(&CheckRecord, Vec<(&CaseRecord, &FailingElements)>)> = Vec::new();
     for case in cases {
@@ -245,7 +246,7 @@ fn seen<'a>(case: &CaseRecord, failing: &'a FailingElements, place: usize) -> Op
 
 fn of_axis(axis: &str, seen: &[Seen<'_>]) -> Option<String> {
     let partial: Vec<&Seen<'_>> = seen.iter().filter(|seen| !seen.is_whole()).collect();
-    // What fails everywhere in most cases is no matter of this axis.
+    // A failure of all entries in most cases does not depend on this axis.
     if 2 * partial.len() < seen.len()
         || partial.is_empty()
         || partial.iter().any(|seen| seen.entries.runs.is_empty())
@@ -277,7 +278,7 @@ fn of_axis(axis: &str, seen: &[Seen<'_>]) -> Option<String> {
     Some(pattern.words(axis) + &example)
 }
 
-/// Names of a tensor's axes; their numbers where they have none.
+/// Names of a tensor's axes, or their numbers where they have no names.
 fn axes_of(operator: Option<&OperatorRecord>, tensor: &str, count: usize) -> Vec<String> {
     let tensor =
         operator.and_then(|operator| operator.tensors.iter().find(|one| one.name == tensor));

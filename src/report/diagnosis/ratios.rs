@@ -1,11 +1,12 @@
 //! Uniform factors that are known numbers: a scalar of the case, a count, a power of two, their
 //! inverses, squares and roots.
 //!
-//! A factor is uniform where what it leaves of the tensor is no more than the budget allows, and
-//! it is a known number where the two differ by no more than a right kernel's bias may
-//! ([`WholeTensor`]), or than the budget, of a kernel that does not say where it rounds. Of many
-//! known numbers one fits by chance. So a number is named only where, with `tol` of each factor
-//! that is unlike the others and `D` the range of the logarithms of the case's known numbers,
+//! A factor is uniform where what it leaves of the tensor is no more than the budget allows. It is
+//! a known number where the two differ by no more than a right kernel's bias may ([`WholeTensor`]).
+//! For a kernel that does not declare where it rounds, the budget is the limit. With many known
+//! numbers, one fits by chance. So a number is named only if the condition below holds. There `tol`
+//! belongs to each factor that differs from the others. `D` is the range of the logarithms of the
+//! case's known numbers.
 //!
 //! ```text
 //! numbers * product of (2 tol / D)  <=  FALSE
@@ -17,17 +18,17 @@ use super::features;
 use super::rules::FALSE;
 use crate::record::{CaseRecord, CheckRecord, Metrics, OperatorRecord, WholeTensor, figures};
 
-/// Known numbers that are named where several fit as well.
+/// Known numbers that are named where several fit.
 const MOST_NAMES: usize = 2;
 
-/// A number that a person knows.
+/// A number that a reader knows.
 #[derive(Clone, Debug)]
 struct Known {
     name: String,
     value: f64,
-    /// What a kernel did that multiplies its result by it.
+    /// What a kernel may have done that multiplies its result by it.
     question: &'static str,
-    /// Names that take more to say come later.
+    /// Longer names come later.
     rank: u32,
 }
 
@@ -38,16 +39,16 @@ struct Measured {
     known: Vec<Known>,
 }
 
-/// What a tensor is multiplied by.
+/// The factor by which a tensor is multiplied.
 pub(super) struct Ratio {
     /// The tensor.
     pub(super) tensor: String,
     /// The factor of the first case.
     factor: f64,
-    /// Names of the known number, and a question; empty where it is none.
+    /// Names of the known number, and a question; empty where it is not a known number.
     names: Vec<String>,
     question: &'static str,
-    /// Cases with a uniform factor, of how many that fail.
+    /// Cases with a uniform factor, and how many cases fail.
     cases: (usize, usize),
     /// Whether the factor is the same in all of them.
     is_constant: bool,
@@ -82,7 +83,7 @@ fn ratio(
             Some(Measured { factor, tolerance, known: known(operator, case, check) })
         })
         .collect();
-    // What half of the failing cases do not share is no factor of the kernel.
+    // A factor that half of the failing cases do not share is not a factor of the kernel.
     if measured.is_empty() || 2 * measured.len() < found.len() {
         return None;
     }
@@ -119,7 +120,7 @@ fn fits_all(known: &Known, measured: &[Measured]) -> bool {
 }
 
 /// The probability that numbers between the smallest and the largest known one are that near to a
-/// given one, of the factors that are unlike each other.
+/// given one, for the factors that differ from each other.
 fn chance(measured: &[Measured]) -> f64 {
     let mut unlike: Vec<&Measured> = Vec::new();
     for one in measured {
@@ -141,14 +142,14 @@ fn chance(measured: &[Measured]) -> f64 {
     unlike.iter().map(of_one).product()
 }
 
-/// The factor that explains a tensor within its budget, and how far it may be from the one that
-/// was meant.
+/// The factor that explains a tensor within its budget, and how far it may be from the
+/// intended one.
 fn uniform(check: &CheckRecord) -> Option<(f64, f64)> {
     let metrics = check.metrics.as_ref()?;
     let spread = metrics.budget_relative;
     let whole = metrics.cosine * metrics.norm_ratio;
     let left = (1.0 - metrics.cosine * metrics.cosine).max(0.0).sqrt();
-    // The errors of fp32, in which a case holds its scalars.
+    // The errors of fp32, the type in which a case holds its scalars.
     let least = f64::from(f32::EPSILON);
     let found = if left <= spread {
         (whole, tolerance(metrics).max(least))
@@ -171,7 +172,7 @@ fn tolerance(metrics: &Metrics) -> f64 {
     }
 }
 
-/// The numbers that a person knows of a case: its fields, the extents of the tensor's axes,
+/// The numbers that a reader knows of a case: its fields, the sizes of the tensor's axes,
 /// constants.
 fn known(operator: Option<&OperatorRecord>, case: &CaseRecord, check: &CheckRecord) -> Vec<Known> {
     let mut numbers: BTreeMap<String, f64> = features::numbers(&case.case);
@@ -214,7 +215,7 @@ fn constants() -> Vec<Known> {
     powers.chain(logarithms).collect()
 }
 
-/// A field and what is made of it.
+/// A field and the numbers derived from it.
 fn forms(name: &str, value: f64) -> Vec<Known> {
     let is_count = value.fract() == 0.0 && value > 0.0;
     let questions: [&'static str; 6] = if is_count {
@@ -254,7 +255,7 @@ fn forms(name: &str, value: f64) -> Vec<Known> {
         .collect()
 }
 
-/// The factors in words, tensors that have one cause together: those that are known numbers, and
+/// Sentences for the factors, with tensors of one cause together: those that are known numbers, and
 /// the others.
 pub(super) fn sentences(ratios: &[Ratio]) -> (Vec<String>, Vec<String>) {
     let mut groups: Vec<Vec<&Ratio>> = Vec::new();

@@ -1,15 +1,14 @@
 //! A decision list: the shortest rules that tell failing cases from the others.
 //!
-//! A rule is one question or a few joined by `and`. Among all of them that is taken which
-//! describes in the fewest bits which cases fail: bits to name the rule ([`Atom::cost`]), and
-//! then, of the `n` cases that meet it and `k` that fail among these, and of the others alike,
+//! A rule is one question or a few joined by `and`. The chosen rule describes in the fewest bits
+//! which cases fail. It counts the bits to name the rule ([`Atom::cost`]). It adds the bits below
+//! for the `n` cases that meet it, of which `k` fail, and the same bits for the others:
 //!
 //! ```text
 //! log2(n + 1) + log2 C(n, k)
 //! ```
 //!
-//! It is said only where chance does not explain it and where it explains most of what there is to
-//! explain:
+//! It is reported only where chance does not explain it and where it explains most of the failures:
 //!
 //! ```text
 //! P(as many failing ones or more meet it, were failures spread at random) * 2^cost  <=  FALSE
@@ -17,8 +16,8 @@
 //! ```
 //!
 //! The first is Fisher's exact test, corrected for the number of rules that might have been named
-//! instead: a rule of `cost` bits is one of about `2^cost` as short. The cases that a rule does
-//! not meet are then asked for the next one.
+//! instead: a rule of `cost` bits is one of about `2^cost` that are as short. The cases that a rule
+//! does not meet are used for the next one.
 
 use std::collections::HashMap;
 
@@ -27,22 +26,22 @@ use statrs::function::factorial::ln_binomial;
 use super::bits::Bits;
 use super::features::Atom;
 
-/// How often a sentence may be said of failures that are spread at random: once in twenty
+/// How often a sentence may be reported for failures that are spread at random: for one in twenty
 /// operators that fail so.
 pub(super) const FALSE: f64 = 0.05;
-/// Rules of a list: what needs more has no one cause.
+/// Rules of a list: failures that need more have no single cause.
 const MOST_RULES: usize = 3;
-/// Pairs that are tried with every third question.
+/// Pairs of questions that are each tried with every possible third question.
 const MOST_PAIRS: usize = 24;
 
 /// A rule of the list.
 #[derive(Clone, Debug)]
 pub(super) struct Rule {
-    /// Its questions, all of which are to be answered with yes.
+    /// Its questions, all of which must be answered with yes.
     pub(super) atoms: Vec<Atom>,
     /// For each of them other questions with the same answers.
     pub(super) same: Vec<Vec<String>>,
-    /// The cases that were asked: those that no earlier rule meets.
+    /// The cases that the rule was chosen for: those that no earlier rule meets.
     pub(super) asked: Bits,
     /// Those of them that meet it.
     pub(super) meets: Bits,
@@ -55,7 +54,7 @@ struct Class {
 }
 
 impl Class {
-    /// Other questions with the same answers: about something else first, and each text once.
+    /// Other questions with the same answers: those on another subject first, and each text once.
     fn others(&self) -> Vec<String> {
         let mut same: Vec<&Atom> = self.same.iter().collect();
         same.sort_by_key(|atom| (atom.feature == self.atom.feature, atom.is_negative()));
@@ -72,7 +71,7 @@ impl Class {
     }
 }
 
-/// The rules of `failing` among as many cases; none where nothing separates them.
+/// The rules of `failing` among that many cases; empty where nothing separates them.
 pub(super) fn decision_list(atoms: &[Atom], failing: &Bits, cases: usize) -> Vec<Rule> {
     let classes = classes(atoms);
     let mut asked = Bits::full(cases);
@@ -87,7 +86,7 @@ pub(super) fn decision_list(atoms: &[Atom], failing: &Bits, cases: usize) -> Vec
     if left <= of(&Bits::full(cases)) / 2.0 { rules } else { Vec::new() }
 }
 
-/// One question of each kind of answers, the cheapest.
+/// One question for each set of answers, the cheapest.
 fn classes(atoms: &[Atom]) -> Vec<Class> {
     let mut sorted: Vec<&Atom> = atoms.iter().collect();
     sorted.sort_by(|a, b| a.cost.total_cmp(&b.cost).then(a.is_negative().cmp(&b.is_negative())));
@@ -105,8 +104,8 @@ fn classes(atoms: &[Atom]) -> Vec<Class> {
     classes
 }
 
-/// Counts of a rule: cases that meet it, and failing ones among them; the same of all that were
-/// asked.
+/// Counts of a rule: cases that meet it, and failing ones among them; then the same counts of all
+/// its cases.
 #[derive(Clone, Copy)]
 struct Counts {
     meet: u64,
@@ -124,7 +123,7 @@ impl Counts {
         Self { meet: meets.count(), meet_and_fail: meets.common(failing), asked, fail }
     }
 
-    /// Bits of which cases fail, given the rule.
+    /// Bits to describe which cases fail, given the rule.
     fn left(self) -> f64 {
         let (others, other_failures) = (self.asked - self.meet, self.fail - self.meet_and_fail);
         let which =
@@ -154,13 +153,13 @@ impl Counts {
     }
 }
 
-/// The bits that name so many questions: each by itself, in no order, and how many there are.
+/// The bits that name that many questions: each by itself, in no order, and how many there are.
 fn cost(atoms: &[&Atom]) -> f64 {
     let orders: f64 = (1..=atoms.len()).map(|number| (number as f64).log2()).sum();
     atoms.iter().map(|atom| atom.cost).sum::<f64>() - orders + atoms.len() as f64
 }
 
-/// A candidate: places of its classes, the cases that meet it, its score.
+/// A candidate: indices of its classes, the cases that meet it, its score.
 struct Candidate {
     places: Vec<usize>,
     meets: Bits,

@@ -1,7 +1,7 @@
-//! The end of a failing sweep: what failing cases have in common, three of them, and where the
-//! others are.
+//! The end of a failing sweep: what failing cases have in common, three of them, and where to find
+//! the others.
 //!
-//! No more lines than a screen has, at 80 columns. Prose is broken there; commands are not, so
+//! It has no more lines than a screen, at 80 columns. Prose is wrapped there; commands are not, so
 //! that they can be copied.
 
 use std::path::Path;
@@ -15,20 +15,19 @@ use crate::report::summary::{failing, message, origin_word};
 
 /// Columns of a terminal.
 const COLUMNS: usize = 80;
-/// Lines that all of it takes at most, where one case fits at all: with what a sweep prints beside
-/// it fewer than 40.
+/// Limit of lines if one case fits within it: together with the sweep's own lines fewer than 40.
 const LINES: usize = 30;
 /// Operators whose diagnoses are written out.
 const MOST_OPERATORS: usize = 4;
 /// Failing cases that are shown.
 const MOST_CASES: usize = 3;
-/// Findings of a case.
+/// Findings that are shown of a case.
 const MOST_FINDINGS: usize = 2;
-/// Lines of a message that has many: its first and its last ones say most.
+/// Lines that are shown of a long message: its first and its last ones are the most informative.
 const MOST_MESSAGE: usize = 4;
 
-/// The text; empty where nothing fails. `out` is the folder of the report, whose records the
-/// commands refer to.
+/// The text; empty where nothing fails. `out` is the folder of the report; the commands refer to
+/// its records.
 pub fn text(report: &Report, out: &Path) -> String {
     let diagnoses = of_report(report);
     if diagnoses.is_empty() {
@@ -56,12 +55,12 @@ pub fn text(report: &Report, out: &Path) -> String {
     text
 }
 
-/// What is known of the failures of several operators.
+/// What is known about the failures of several operators.
 pub fn headed(diagnoses: &[Diagnosis]) -> String {
     let mut text = String::new();
     for diagnosis in diagnoses.iter().take(MOST_OPERATORS) {
         text += &wrapped(&diagnosis.heading(), "", "    ");
-        // Of many operators each has a line or two.
+        // With many operators each has a line or two.
         let sentences = if diagnoses.len() > 1 { 1 } else { usize::MAX };
         for sentence in diagnosis.sentences.iter().take(sentences) {
             text += &wrapped(sentence, "  ", "    ");
@@ -83,7 +82,7 @@ pub fn headed(diagnoses: &[Diagnosis]) -> String {
     text
 }
 
-/// Each case once: of two that were made smaller the same may be left.
+/// Each case once: two cases may shrink to the same one.
 fn unlike<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
     let mut unlike: Vec<&CaseRecord> = Vec::new();
     for case in failing {
@@ -109,8 +108,8 @@ fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
     shown.into_iter().chain(others).take(MOST_CASES).collect()
 }
 
-/// One case: what failed, where, and the command that runs it again. That of the first holds the
-/// case itself, the others' refer to the records.
+/// One case: what failed, where, and the command that runs it again. The command of the first case
+/// holds the case itself; the others refer to the records.
 fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> String {
     let operator = report.operators.iter().find(|operator| operator.name == case.operator);
     let origin =
@@ -121,7 +120,7 @@ fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> St
     text + &format!("  replay: {replay}\n")
 }
 
-/// What failed in a case, in the first so many findings.
+/// The first findings of a case, at most this many.
 pub fn findings_text(
     operator: Option<&crate::record::OperatorRecord>,
     case: &CaseRecord,
@@ -150,7 +149,7 @@ pub fn findings_text(
     text
 }
 
-/// A message of many lines, such as a compiler's log or a traceback, by its beginning and its end.
+/// A message of many lines, such as a compiler's log or a traceback, by its start and its end.
 fn shortened(message: &str) -> String {
     let lines: Vec<&str> = message.lines().collect();
     if lines.len() <= MOST_MESSAGE {
@@ -181,8 +180,8 @@ pub fn lines(text: &str) -> usize {
     text.lines().map(|line| line.chars().count().div_ceil(COLUMNS).max(1)).sum()
 }
 
-/// Prose in lines of a terminal, the first of which begins with `first`, the others with `others`.
-/// Lines stay lines.
+/// Wraps prose for a terminal. The first line starts with `first`, the others with `others`. Lines
+/// stay lines.
 pub fn wrapped(text: &str, first: &str, others: &str) -> String {
     let mut done = String::new();
     let mut line = first.to_owned();

@@ -1,4 +1,4 @@
-//! What is said of invented records.
+//! Diagnoses of invented records.
 
 use serde_json::{Value, json};
 
@@ -36,7 +36,7 @@ fn case(fields: Value, paths: &[&str], checks: Vec<CheckRecord>) -> CaseRecord {
     }
 }
 
-/// A sweep whose cases fail where `fails` says so.
+/// A sweep whose cases fail where `fails` returns true.
 fn sweep(cases: u64, fails: impl Fn(u64, u64, bool, bool) -> bool) -> Vec<CaseRecord> {
     let one = |number: u64| {
         let mixed = number
@@ -128,7 +128,7 @@ fn failures_at_random_have_nothing_in_common() {
         }
         said_falsely += usize::from(!said(&cases).sentences.is_empty());
     }
-    // One in twenty may be.
+    // One in twenty may be false.
     assert!(said_falsely <= 4, "{said_falsely} of 40");
 }
 

@@ -17,14 +17,14 @@ use crate::report::drawn::compared;
 use crate::report::numbers::{count, counted, significant, time};
 use crate::report::summary::{agrees, survived};
 
-/// What a finding says. Regressions come first, in the order in which a reviewer wants them.
+/// The kind of a finding. Regressions come first, in the order that suits a reviewer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// A check that agreed fails, cannot be decided, or passes without ground.
+    /// A check that agreed fails, cannot be decided, or is an unfounded pass.
     NewlyFailing,
-    /// A mutant that was killed lives.
+    /// A mutant that was killed survives.
     MutantSurvives,
-    /// Something that was compared is compared no longer, or less.
+    /// Something that was compared is not compared any more, or less.
     CoverageShrank,
     /// The derived budget accepts larger errors.
     BudgetLoosened,
@@ -36,7 +36,7 @@ pub enum Kind {
     StillFailing,
     /// A check that failed agrees.
     NewlyPassing,
-    /// A mutant that lived is killed.
+    /// A mutant that survived is killed.
     MutantKilled,
     /// Something new is compared.
     CoverageGrew,
@@ -54,7 +54,7 @@ impl Kind {
         self <= Self::Slower
     }
 
-    /// Words for people.
+    /// Its text in reports.
     pub fn words(self) -> &'static str {
         match self {
             Self::NewlyFailing => "newly failing",
@@ -77,7 +77,7 @@ impl Kind {
 /// One difference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
-    /// What it says.
+    /// Its kind.
     pub kind: Kind,
     /// Operator.
     pub operator: String,
@@ -87,13 +87,13 @@ pub struct Finding {
     pub base: String,
     /// How it is.
     pub head: String,
-    /// What supports it; may be empty.
+    /// The evidence for it; may be empty.
     pub why: String,
     /// Command that shows it, where one case does.
     pub replay: Option<String>,
 }
 
-/// Checks that passed and that ran, of one name.
+/// How often checks of one name passed and ran.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckDiff {
     /// The check.
@@ -130,9 +130,9 @@ pub struct TensorDiff {
     pub head: Option<Spread>,
     /// Pairs in which the use rose and fell, where cases were compared in pairs.
     pub moved: Option<(u64, u64)>,
-    /// One-sided `p` that the use grew, fell, that the budget loosened, tightened.
+    /// One-sided `p` that the use grew, that it fell, that the budget loosened, that it tightened.
     pub p: [f64; 4],
-    /// Which of these stand.
+    /// Which of these are significant.
     pub stands: [bool; 4],
     /// The largest rise of one case's use, with its replay.
     pub largest_rise: Option<(f64, f64, String)>,
@@ -145,7 +145,7 @@ pub struct OperatorDiff {
     pub name: String,
     /// Cases of the sweep in BASE, in HEAD, in both.
     pub cases: [u64; 3],
-    /// The same of remembered cases, which are as many as earlier runs saved.
+    /// The same of saved cases; their number depends on earlier runs.
     pub remembered: [u64; 3],
     /// By check.
     pub checks: Vec<CheckDiff>,
@@ -164,7 +164,7 @@ pub struct BenchmarkDiff {
     pub base: Option<BenchmarkRecord>,
     /// In HEAD.
     pub head: Option<BenchmarkRecord>,
-    /// What came of it; `None` where the intervals overlap or nothing can be said.
+    /// The kind of change; `None` where the intervals overlap or nothing can be concluded.
     pub kind: Option<Kind>,
 }
 
@@ -195,12 +195,12 @@ impl BenchmarkDiff {
     }
 }
 
-/// Everything that two reports say about each other.
+/// The full comparison of two reports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Diff {
     /// Differences, regressions first.
     pub findings: Vec<Finding>,
-    /// What keeps the reports from being compared in full.
+    /// Reasons why the reports cannot be compared in full.
     pub notes: Vec<String>,
     /// Every operator of either report.
     pub operators: Vec<OperatorDiff>,
@@ -215,10 +215,10 @@ impl Diff {
     }
 }
 
-/// Compares.
+/// Compares two reports.
 ///
 /// # Errors
-/// Reports that have nothing in common to compare, or that are a part of a run.
+/// Reports that have nothing in common to compare, or that are only part of a run.
 pub fn compare(base: &Report, head: &Report) -> Result<Diff> {
     for (name, report) in [("BASE", base), ("HEAD", head)] {
         let parts = report.shards.first().map_or(0, |shard| shard.count as usize);
@@ -264,7 +264,7 @@ pub fn compare(base: &Report, head: &Report) -> Result<Diff> {
     Ok(diff)
 }
 
-/// What a reader must know before believing the numbers.
+/// What a reader must know before trusting the comparison.
 fn notes(base: &Report, head: &Report) -> Vec<String> {
     let mut notes = Vec::new();
     let (one, other) = (&base.environment, &head.environment);
@@ -315,7 +315,7 @@ fn notes(base: &Report, head: &Report) -> Vec<String> {
     notes
 }
 
-/// Whether one report is of our kernels and the other of somebody else's: paths and runs differ
+/// Whether one report is of our kernels and the other of an external kernel: paths and runs differ
 /// then.
 fn one_is_external(base: &Report, head: &Report) -> bool {
     let external = |report: &Report| report.environment.backend == BackendKind::External;
@@ -338,15 +338,15 @@ fn same_device(base: &Report, head: &Report) -> bool {
 /// A check of one tensor.
 type CheckKey = (String, String);
 
-/// Which part of a run a case belongs to. Of a case that ran in several of them the first one
-/// counts.
+/// Which part of a run a case belongs to. A case that ran in several parts counts for the first
+/// one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
-    /// The sweep itself: as many in every run of one profile.
+    /// The sweep itself: the same number of cases in every run of one profile.
     Swept,
-    /// Saved by earlier runs: as many as failed there.
+    /// Saved by earlier runs: as many cases as failed there.
     Remembered,
-    /// Exists only because something failed.
+    /// Exists only because a case failed.
     Shrunk,
 }
 
@@ -360,7 +360,7 @@ impl Part {
     }
 }
 
-/// What one check said of one case.
+/// The result of one check of one case.
 struct Said {
     line: String,
     part: Part,
@@ -387,8 +387,8 @@ impl<'a> Side<'a> {
         side
     }
 
-    /// Adds a record. A case that was saved runs again beside the drawn one that it came from: its
-    /// checks count once, and what failed counts wherever it did.
+    /// Adds a record. A saved case runs again next to the drawn one that it came from: its checks
+    /// count once, and a failure counts wherever it happened.
     fn add(&mut self, case: &'a CaseRecord) {
         let (line, part) = (case.case.to_string(), Part::of(case));
         let again = self.cases.contains_key(&line);
@@ -559,8 +559,8 @@ impl Both<'_> {
         }
     }
 
-    /// Whether an external kernel rightly lacks a check that ours has: it says that it skipped it,
-    /// or it made it in fewer runs of a case.
+    /// Whether an external kernel may lack a check that ours has: it reports that it skipped the
+    /// check, or it made the check in fewer runs of a case.
     fn lacks_rightly(&self, (check, tensor): &CheckKey, are: u64) -> bool {
         let of_tensor = format!(" of {tensor}");
         let skipped = |skip: &Skip| {
@@ -569,8 +569,8 @@ impl Both<'_> {
         one_is_external(self.base, self.head) && (are > 0 || self.head.skips.iter().any(skipped))
     }
 
-    /// Whether something seen in `seen` of `were` cases, and in none of `are`, is gone for good:
-    /// why, if so.
+    /// Whether something seen in `seen` of `were` cases, and in none of `are`, is really gone; if
+    /// so, the reason.
     fn gone(&self, seen: u64, were: u64, are: u64) -> Option<String> {
         let chance = absence(seen, were, are);
         match (self.same_profile, self.same_seed) {
@@ -602,9 +602,8 @@ impl Both<'_> {
         }
     }
 
-    /// Checks that passed in BASE and do not run in HEAD, in the very same cases or anywhere.
-    /// Cases that fail in HEAD are left out: what a failure kept from running is no second
-    /// finding.
+    /// Checks that passed in BASE and do not run in HEAD, in the same cases or anywhere. Cases that
+    /// fail in HEAD are skipped: a check that a failure prevented is not a second finding.
     fn checks_lost(&self, name: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
         let [base, head] = sides;
         let clean = |line: &str| head.cases.get(line).is_some_and(|case| agrees(case));
@@ -646,7 +645,7 @@ impl Both<'_> {
         }
     }
 
-    /// One tensor's measures side by side; `None` for checks that measure nothing.
+    /// One tensor's measures in both reports; `None` for checks that measure nothing.
     fn tensor(&self, key: &CheckKey, sides: &[Side; 2]) -> Option<TensorDiff> {
         let [base, head] = [sides[0].metrics(key), sides[1].metrics(key)];
         if base.is_empty() && head.is_empty() {
@@ -802,13 +801,13 @@ fn subject(check: &str, tensors: &[&str]) -> String {
     if named.is_empty() { check.to_owned() } else { format!("{check} ({})", named.join(", ")) }
 }
 
-/// Cases of one part in BASE, in HEAD, and those of it that HEAD has in any part.
+/// Cases of one part in BASE, in HEAD, and those of them that HEAD has in any part.
 fn in_each_and_both([base, head]: &[Side; 2], part: Part) -> [u64; 3] {
     let both = base.of_part(part).filter(|(line, _)| head.cases.contains_key(*line)).count() as u64;
     [base.count(part), head.count(part), both]
 }
 
-/// What became of remembered cases, which no count of cases holds: their number says what failed
+/// The change in saved cases, which no count of cases includes: their number shows what failed
 /// before, not what is covered.
 fn remembered_note(diff: &OperatorDiff) -> Option<String> {
     let [were, are, both] = diff.remembered;
@@ -819,7 +818,7 @@ fn remembered_note(diff: &OperatorDiff) -> Option<String> {
     })
 }
 
-/// Failures that are new, gone, or there in both reports; one finding for each check.
+/// Failures that are new, gone, or in both reports; one finding for each check.
 fn verdicts(operator: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
     let [base, head] = sides;
     let mut groups: BTreeMap<(Kind, &str), Vec<&CheckKey>> = BTreeMap::new();
@@ -835,7 +834,7 @@ fn verdicts(operator: &str, sides: &[Side; 2], findings: &mut Vec<Finding>) {
             (true, false) => Kind::NewlyFailing,
             (false, false) if are.iter().any(passed_before) => Kind::NewlyFailing,
             (false, false) => Kind::StillFailing,
-            // Nothing of it ran and nothing else did: that is no success.
+            // No case of it ran and no other case agreed: that is no success.
             (false, true) if !head.cases.values().any(|case| agrees(case)) => continue,
             (false, true) => Kind::NewlyPassing,
         };
@@ -910,7 +909,8 @@ fn spread(metrics: &BTreeMap<&str, &Metrics>) -> Option<Spread> {
     })
 }
 
-/// Applies the joint false-alarm rate to all tensors at once: worse and better are a family each.
+/// Applies the joint false-alarm rate to all tensors at once: worse and better are one family of
+/// tests each.
 fn judge_tensors(operators: &mut [OperatorDiff], findings: &mut Vec<Finding>) {
     for family in [[0, 2], [1, 3]] {
         let places = || family.into_iter();
@@ -976,7 +976,7 @@ fn mutants(base: &Report, head: &Report, findings: &mut Vec<Finding>) {
     for was in &base.mutants {
         let is = head.mutants.iter().find(|one| one.id == was.id);
         let kind = match is {
-            // Generated mutants come and go with every edit of a kernel: they are counted below.
+            // Generated mutants change with every edit of a kernel: they are counted below.
             None if was.source == MutantSource::Generated => continue,
             None => Kind::CoverageShrank,
             Some(is) if survived(is) && !survived(was) => Kind::MutantSurvives,
@@ -1027,7 +1027,7 @@ fn of_operator<'a>(
     report.mutants.iter().filter(move |mutant| mutant.operator == operator)
 }
 
-/// What became of a mutant.
+/// The result of a mutant.
 fn fate(mutant: &MutantRecord) -> String {
     match mutant.status {
         MutantStatus::Killed => format!("killed by {}", mutant.killed_by.join(", ")),
@@ -1037,7 +1037,7 @@ fn fate(mutant: &MutantRecord) -> String {
     }
 }
 
-/// What was changed, with the line after the change where the record has it.
+/// The change, with the line after it where the record has it.
 fn why(mutant: &MutantRecord) -> String {
     match mutant.mutated.lines().next() {
         Some(line) => {

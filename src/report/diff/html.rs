@@ -1,4 +1,4 @@
-//! A comparison as one page that refers to nothing outside itself, the two reports side by side.
+//! A comparison as one page without external references, the two reports side by side.
 
 use maud::{DOCTYPE, Markup, html};
 
@@ -9,7 +9,7 @@ use crate::record::{BenchmarkRecord, Report};
 use crate::report::elements::{breakable, page_head, page_script, scroller};
 use crate::report::numbers::{count, counted, scientific, significant, time};
 
-/// What the report's style sheet lacks.
+/// Style that the report's style sheet does not have.
 const OWN_STYLE: &str = "
 .sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 0.8rem; margin: 0.9rem 0; }
 .sides .card { margin: 0; }

@@ -4,22 +4,23 @@
 //! | --- | --- |
 //! | `compare` | what got worse, better, or cannot be compared |
 //! | `statistics` | the tests that decide what counts as growth |
-//! | `text` | the terminal's and the pull request's words |
+//! | `text` | the text for the terminal and the pull request |
 //! | `html` | the page with the two reports side by side |
 //!
 //! What counts as a change:
 //!
 //! - **Budget use and looseness of the budget.** With the same profile and seed both reports hold
-//!   the same cases, which are compared in pairs: bit-equal ones say nothing, and a change that
-//!   merely rounds in another order moves as many cases down as up. Wilcoxon's signed-rank test
-//!   says whether they lean upwards. With another seed the cases differ, and Mann and Whitney's
-//!   rank-sum test takes its place. Over all tensors and both measures together, the chance that a
-//!   comparison is red without cause is at most [`FALSE_ALARM_RATE`] (Holm's correction).
+//!   the same cases, which are compared in pairs. Bit-equal pairs are no evidence, and a change
+//!   that merely rounds in another order moves as many cases down as up. Wilcoxon's signed-rank
+//!   test decides whether they lean upwards. With another seed the cases differ, and Mann and
+//!   Whitney's rank-sum test takes its place. Over all tensors and both measures together, the
+//!   chance that a comparison is red without cause is at most [`FALSE_ALARM_RATE`] (Holm's
+//!   correction).
 //! - **Speed.** Only where the two 95 % confidence intervals of the median do not overlap, on the
 //!   same device, for the same work. For two equal normal medians that happens in about 3 of 1,000
 //!   comparisons for each direction.
-//! - **Coverage and verdicts** are counts and need no statistics, except that another seed may
-//!   miss a path or a check by chance: then it counts where that chance is below
+//! - **Coverage and verdicts** are counts and need no statistics. The exception is another seed,
+//!   which may miss a path or a check by chance. It counts where that chance is below
 //!   [`FALSE_ALARM_RATE`].
 
 use std::path::Path;
@@ -40,10 +41,10 @@ pub use compare::{
 pub use html::page as html;
 pub use text::{markdown, terminal};
 
-/// Share of comparisons of unchanged kernels in which some growth is reported nevertheless.
+/// Share of comparisons of unchanged kernels that still report some growth.
 pub const FALSE_ALARM_RATE: f64 = 0.01;
 
-/// The comparison's page in the folder of HEAD, to which HEAD's own page leads.
+/// The comparison's page in the folder of HEAD, to which HEAD's own page links.
 pub const PAGE: &str = "diff.html";
 
 /// Changes that a report keeps of a comparison.
@@ -74,7 +75,7 @@ pub fn base_record(base: &Report, diff: &Diff) -> BaseRecord {
 /// Reads a report: its `report.json`, or the folder that holds it.
 ///
 /// # Errors
-/// A file that cannot be read, is no report, or was written with another schema.
+/// A file that cannot be read, is not a report, or was written with another schema.
 pub fn read(path: &Path) -> Result<Report> {
     #[derive(Deserialize)]
     struct Versioned {
@@ -83,7 +84,7 @@ pub fn read(path: &Path) -> Result<Report> {
     let file = if path.is_dir() { path.join("report.json") } else { path.to_owned() };
     let text = std::fs::read_to_string(&file)
         .with_context(|| format!("reading the report {}", file.display()))?;
-    // The version first: a report of another schema need not have the fields of this one.
+    // The version is read first: a report of another schema need not have the fields of this one.
     let Versioned { schema_version } =
         serde_json::from_str(&text).with_context(|| format!("{} is no report", file.display()))?;
     if schema_version != SCHEMA_VERSION {

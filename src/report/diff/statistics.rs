@@ -1,18 +1,19 @@
 //! The tests that decide what counts as growth. None has a tolerance; each has a false-alarm rate.
 //!
-//! Every `p` here is one-sided: the probability, were there no change, of evidence for "larger" at
+//! Every `p` here is one-sided: the probability, without a change, of evidence for "larger" at
 //! least as strong as what was seen.
 
 use statrs::distribution::{ContinuousCDF, Normal};
 
-/// Above this many ranks the null distribution is taken from the normal limit: the exact one would
-/// need a table that grows with the cube of this number, and the limit is then close.
+/// Above this many ranks the null distribution is taken from the normal limit. The exact one would
+/// need a table that grows with the cube of this number, and the limit is close by then.
 const EXACT: usize = 60;
 
-/// Wilcoxon's signed-rank test that `differences` lean upwards. A change that only reshuffles
-/// roundings makes each difference as likely to rise as to fall; differences of exactly 0
-/// (bit-equal runs) say nothing and are dropped. Exact with ties, given the ranks, up to 60
-/// differences: the smallest `p` of n differences is `2^-n`.
+/// Wilcoxon's signed-rank test that `differences` lean upwards.
+///
+/// A change that only reorders roundings makes each difference as likely to rise as to fall.
+/// Differences of exactly 0 (bit-equal runs) are no evidence and are dropped. The test is exact
+/// with ties, given the ranks, up to 60 differences. The smallest `p` of n differences is `2^-n`.
 pub fn signed_rank(differences: &[f64]) -> f64 {
     let kept: Vec<f64> = differences.iter().copied().filter(|d| !d.is_nan() && *d != 0.0).collect();
     let sizes: Vec<f64> = kept.iter().map(|d| d.abs()).collect();
@@ -39,9 +40,9 @@ pub fn signed_rank(differences: &[f64]) -> f64 {
     chance[rising..].iter().sum::<f64>().min(1.0)
 }
 
-/// The rank-sum test of Mann and Whitney that `head` lies above `base`, for runs that share no
-/// case: without a change, every assignment of the pooled values to the two runs is equally
-/// likely. Exact with ties up to 60 values in all.
+/// The rank-sum test of Mann and Whitney that `head` lies above `base`, for runs without common
+/// cases. Without a change, every assignment of the pooled values to the two runs is equally
+/// likely. It is exact with ties up to 60 values in all.
 pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
     let number =
         |values: &[f64]| values.iter().copied().filter(|v| !v.is_nan()).collect::<Vec<_>>();
@@ -76,14 +77,14 @@ pub fn rank_sum(base: &[f64], head: &[f64]) -> f64 {
     (ways[chosen][observed..].iter().sum::<f64>() / all).min(1.0)
 }
 
-/// The chance that something seen in `seen` of `base` cases is seen in none of `head` cases drawn
-/// from the same distribution: all `seen` of the pooled cases fall on the side of `base`.
+/// The chance that something seen in `seen` of `base` cases is seen in none of `head` cases from
+/// the same distribution: all `seen` of the pooled cases are on the side of `base`.
 pub fn absence(seen: u64, base: u64, head: u64) -> f64 {
     (0..seen.min(base)).map(|taken| (base - taken) as f64 / (base + head - taken) as f64).product()
 }
 
-/// Which of several tests stand at a joint false-alarm rate (Holm's step-down): the chance that any
-/// of them is wrong is at most `rate`, however they depend on each other.
+/// Which of several tests are significant at a joint false-alarm rate (Holm's step-down). The
+/// chance that any of them is wrong is at most `rate`, however they depend on each other.
 pub fn holm(ps: &[f64], rate: f64) -> Vec<bool> {
     let mut order: Vec<usize> = (0..ps.len()).collect();
     order.sort_by(|a, b| ps[*a].total_cmp(&ps[*b]));
@@ -98,8 +99,8 @@ pub fn holm(ps: &[f64], rate: f64) -> Vec<bool> {
 }
 
 /// Mann's and Kendall's test that a series rises: of all orders of the values, the share with at
-/// least as many rising pairs. Exact without ties; ties count as no rise, which only makes it more
-/// careful.
+/// least as many rising pairs. Exact without ties. Ties do not count as a rise, which makes the
+/// test more conservative.
 pub fn trend(series: &[f64]) -> f64 {
     let length = series.len();
     let pairs = length * length.saturating_sub(1) / 2;
@@ -122,7 +123,7 @@ pub fn trend(series: &[f64]) -> f64 {
     chance[..=falls].iter().sum::<f64>().min(1.0)
 }
 
-/// `P(X >= observed)` of a normal deviate with that mean and variance.
+/// `P(X >= observed)` of a normal deviate with this mean and variance.
 fn upper_tail(observed: f64, mean: f64, variance: f64) -> f64 {
     match Normal::new(mean, variance.sqrt()) {
         Ok(normal) if variance > 0.0 => normal.sf(observed),
@@ -130,8 +131,8 @@ fn upper_tail(observed: f64, mean: f64, variance: f64) -> f64 {
     }
 }
 
-/// Twice the rank of each value, counted from the smallest; equal values share the mean of their
-/// ranks, which the doubling keeps whole.
+/// Twice the rank of each value, counted from the smallest. Equal values share the mean of their
+/// ranks, and the doubling keeps it whole.
 fn double_ranks(values: &[f64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|a, b| values[*a].total_cmp(&values[*b]));
@@ -150,7 +151,7 @@ fn double_ranks(values: &[f64]) -> Vec<usize> {
     ranks
 }
 
-/// Median; NaN of nothing.
+/// Median; NaN for no values.
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! A comparison in words: for the terminal, and as Markdown for a pull request.
+//! A comparison as text: for the terminal, and as Markdown for a pull request.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use crate::report::markdown::{block, code, text};
 use crate::report::numbers::{count, counted, significant, utc};
 use crate::report::summary::Counts;
 
-/// Findings of one list that are written out in the Markdown; the page has them all. A comment
+/// Findings of one list that are written out in the Markdown; the page has all of them. A comment
 /// holds 65,536 characters.
 const SHOWN: usize = 40;
 /// Characters of a reason that are written out in the Markdown.
@@ -110,7 +110,7 @@ pub fn terminal(base: &Report, head: &Report, diff: &Diff) -> String {
     page
 }
 
-/// The replay, of findings that ask to be looked at.
+/// The replay command, for findings that need attention.
 fn shown_replay(finding: &Finding) -> Option<&str> {
     finding.replay.as_deref().filter(|_| finding.kind <= Kind::StillFailing)
 }

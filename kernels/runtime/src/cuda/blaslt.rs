@@ -1,5 +1,5 @@
-//! Matrix products of bf16 by cublasLt: what a user would call, and the rate that the device can
-//! do, for rooflines.
+//! GEMMs of bf16 by cublasLt: the kernels that a user would call, and the device's rate for
+//! rooflines.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -24,19 +24,19 @@ const CUBLASLT: Wanted = Wanted {
     wheel_folders: &["nvidia/cu13/lib", "nvidia/cublas/lib"],
 };
 
-/// What errors call a product.
+/// The name of a GEMM in errors.
 const CALL: &str = "cublasLtMatmul";
 
-/// Scratch memory that an algorithm may ask for, bytes; NVIDIA's advice for Hopper.
+/// Scratch memory that an algorithm may use, bytes; NVIDIA's advice for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
-/// Untimed products first: the library loads its kernels, the clock rises.
+/// Untimed GEMMs before the timed ones: the library loads its kernels, the clock rises.
 const WARM_UPS: usize = 3;
 
-/// Plans that are kept: a sweep has another shape in each case.
+/// The most plans that are kept: a sweep has another shape in each case.
 const MOST_PLANS: usize = 256;
 
-/// Addresses that are multiples of more bytes than this say no more to the library.
+/// A larger alignment of addresses makes no difference to the library.
 const LARGEST_ALIGNMENT: u32 = 256;
 
 /// Seconds of each of `repeats` products `c = a b^T` of row-major bf16 `[n, n]` matrices with fp32
@@ -45,8 +45,8 @@ const LARGEST_ALIGNMENT: u32 = 256;
 /// zeros draw less power and run faster.
 ///
 /// # Errors
-/// [`RuntimeError::BackendMissing`] that names cublasLt where it is not to be found;
-/// [`RuntimeError::Argument`] for an `n` that is no positive multiple of 8.
+/// [`RuntimeError::BackendMissing`] that names cublasLt if it cannot be found;
+/// [`RuntimeError::Argument`] for an `n` that is not a positive multiple of 8.
 pub fn bf16_matmul_seconds(
     backend: &CudaBackend,
     n: usize,
@@ -89,14 +89,14 @@ pub fn bf16_matmul_seconds(
     (0..repeats).map(|_| timed()).collect()
 }
 
-/// Makes cublasLt findable for cudarc, whose first call would panic without it; `nvrtc` may lie
-/// beside it.
+/// Makes cublasLt findable for cudarc, whose first call would panic without it; `nvrtc` may be in
+/// the same folder.
 ///
 /// # Errors
-/// [`RuntimeError::BackendMissing`] where it is not to be found.
+/// [`RuntimeError::BackendMissing`] if it cannot be found.
 pub(super) fn load(nvrtc: &Path) -> Result<()> {
     static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
-    // SAFETY: only asks the loader for the names that cudarc uses later.
+    // SAFETY: only searches the loader for the names that cudarc uses later.
     let present = || unsafe { lt::is_culib_present() };
     let found = FOUND.get_or_init(|| {
         if present() {
@@ -104,7 +104,7 @@ pub(super) fn load(nvrtc: &Path) -> Result<()> {
         }
         let places = Places::of_process().after(nvrtc.parent());
         let path = search(&CUBLASLT, &places, preload)?;
-        // cudarc asks by name, which the loader answers with what is loaded under that name.
+        // cudarc loads by name, and the loader returns the library that is loaded under that name.
         if present() { Ok(()) } else { Err(format!("{path} has a version that is not known here")) }
     });
     found.clone().map_err(|reason| RuntimeError::BackendMissing {
@@ -158,7 +158,7 @@ impl<T: Copy> Drop for Owned<T> {
 type Operation = Owned<lt::cublasLtMatmulDesc_t>;
 type Layout = Owned<lt::cublasLtMatrixLayout_t>;
 
-/// Device memory of this module's own; freed when dropped.
+/// Device memory of this module; freed when dropped.
 struct Scratch {
     context: Arc<Context>,
     address: u64,
@@ -177,7 +177,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What is enqueued may still use it; after a fault there is nothing left to do.
+        // Enqueued work may still use it; after a fault nothing more can be done.
         let _ = self.context.synchronize();
         // SAFETY: allocated in `allocate`, freed only here.
         let result = unsafe { cuda::cuMemFree_v2(self.address) };
@@ -187,8 +187,8 @@ impl Drop for Scratch {
     }
 }
 
-/// All that an algorithm is chosen by: a product without its addresses, but what they are
-/// multiples of.
+/// All properties that the choice of an algorithm depends on: a GEMM without its addresses, but
+/// with their alignments.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     product: MatrixProduct,
@@ -198,7 +198,7 @@ struct Shape {
 impl Shape {
     fn of(product: &MatrixProduct) -> Self {
         let MatrixProduct { a, b, before, out, .. } = *product;
-        // Of the addresses of b, a, before and out, as cublasLt has them.
+        // The alignments of the addresses of b, a, before and out, as cublasLt has them.
         let sizes = [2, 2, product.dtype.size() as u64, product.dtype.size() as u64];
         let alignments =
             [b, a, before.unwrap_or(out), out].map(|matrix| (matrix.address, matrix.step as u64));
@@ -214,7 +214,7 @@ fn alignment(address: u64) -> u32 {
     1u32.checked_shl(address.trailing_zeros()).unwrap_or(LARGEST_ALIGNMENT).min(LARGEST_ALIGNMENT)
 }
 
-/// A matrix as cublasLt has it, column after column.
+/// A matrix as cublasLt has it, column-major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Columns {
     rows: u64,
@@ -233,7 +233,7 @@ impl Columns {
     }
 }
 
-/// The operands of `D = op(A) op(B) + C` that is the transpose of a product, `out^T = b^T a^T +
+/// The operands of `D = op(A) op(B) + C` that is the transpose of a GEMM, `out^T = b^T a^T +
 /// before^T`: A, B, C and D, and whether op transposes A, and B.
 fn transposed_product(product: &MatrixProduct) -> ([Columns; 4], [bool; 2]) {
     let MatrixProduct { a, b, transposed, before, out, .. } = *product;
@@ -241,7 +241,7 @@ fn transposed_product(product: &MatrixProduct) -> ([Columns; 4], [bool; 2]) {
     (operands, [transposed[1], transposed[0]])
 }
 
-/// A chosen algorithm and what it is described by.
+/// A chosen algorithm and its descriptors.
 struct Plan {
     operation: Operation,
     layouts: [Layout; 4],
@@ -251,7 +251,7 @@ struct Plan {
 /// cublasLt on one device.
 pub(super) struct Blaslt {
     handle: Owned<lt::cublasLtHandle_t>,
-    /// Products follow one another on one stream, and take it in turn.
+    /// GEMMs run one after the other on one stream and share it.
     workspace: Scratch,
     name: Arc<str>,
     /// `None` where the library has no algorithm.
@@ -259,20 +259,20 @@ pub(super) struct Blaslt {
 }
 
 // SAFETY: the handles belong to the process, not to a thread, cublasLt may be called from any
-// number of threads, and nobody changes a descriptor once it is part of a plan.
+// number of threads, and nothing changes a descriptor once it is part of a plan.
 unsafe impl Send for Blaslt {}
 // SAFETY: as above.
 unsafe impl Sync for Blaslt {}
-// SAFETY: as above; a plan's handles are read alone.
+// SAFETY: as above; a plan's handles are only read.
 unsafe impl Send for Plan {}
 // SAFETY: as above.
 unsafe impl Sync for Plan {}
 
 impl Blaslt {
-    /// Once [`load`] has found the library.
+    /// Call it after [`load`] has found the library.
     ///
     /// # Errors
-    /// The library's, and the driver's: no memory.
+    /// Errors of the library, and of the driver: no memory.
     pub fn new(context: &Arc<Context>) -> Result<Self> {
         let workspace = Scratch::allocate(context)?;
         // SAFETY: the context is current, as cublasLt requires.
@@ -298,18 +298,18 @@ impl Blaslt {
         Ok(plan)
     }
 
-    /// Enqueues a product; whether there is an algorithm for it.
+    /// Enqueues a GEMM; returns whether there is an algorithm for it.
     pub fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
         let context = &self.workspace.context;
         context.enter()?;
         let Some(plan) = self.plan(product)? else { return Ok(false) };
         let [of_a, of_b, of_c, of_d] = plan.layouts.each_ref().map(|layout| layout.handle);
         let MatrixProduct { a, b, before, out, .. } = *product;
-        // What there is no `before` of is not read.
+        // Without a `before`, that operand is not read.
         let (alpha, beta) = (1f32, if before.is_some() { 1f32 } else { 0f32 });
-        // SAFETY: handles and descriptors are alive; the scales are fp32 as the descriptor says;
-        // the caller's addresses hold what the layouts describe; the workspace outlives the work,
-        // since its drop waits for the stream.
+        // SAFETY: handles and descriptors are alive; the scales are fp32 as the descriptor
+        // declares; the caller's addresses hold what the layouts describe; the workspace outlives
+        // the work, since its drop waits for the stream.
         let status = unsafe {
             lt::cublasLtMatmul(
                 self.handle.handle,
@@ -337,7 +337,7 @@ impl Blaslt {
 }
 
 impl Plan {
-    /// The algorithm that cublasLt's heuristic puts first; `None` where it has none.
+    /// The first algorithm of cublasLt's heuristic; `None` if it has none.
     fn choose(handle: &Owned<lt::cublasLtHandle_t>, shape: &Shape) -> Result<Option<Self>> {
         let (columns, transposed) = transposed_product(&shape.product);
         let out_type = match shape.product.dtype {
@@ -355,7 +355,7 @@ impl Plan {
     }
 }
 
-/// Of `count` matrices.
+/// The layout of `count` matrices.
 fn layout(columns: Columns, dtype: lt::cudaDataType_t, count: usize) -> Result<Layout> {
     use lt::cublasLtMatrixLayoutAttribute_t as Attribute;
     let Columns { rows, columns, leading, step } = columns;
@@ -368,7 +368,7 @@ fn layout(columns: Columns, dtype: lt::cudaDataType_t, count: usize) -> Result<L
         return Ok(layout);
     }
     let set = |attribute, at: *const std::ffi::c_void, bytes: usize| {
-        // SAFETY: `at` points to a live number of as many bytes, which is the attribute's type.
+        // SAFETY: `at` points to a live value of that many bytes, which is the attribute's type.
         let status =
             unsafe { lt::cublasLtMatrixLayoutSetAttribute(layout.handle, attribute, at, bytes) };
         check(status, "cublasLtMatrixLayoutSetAttribute")
@@ -416,8 +416,8 @@ fn operation(transposed: [bool; 2]) -> Result<Operation> {
     Ok(operation)
 }
 
-/// What an algorithm may do: take so much scratch memory, and add parts of k in fp32, each where
-/// it does not depend on chance; and what addresses it may rely on.
+/// What an algorithm may do: use this much scratch memory, and add parts of k in fp32, each in a
+/// deterministic order; and which alignments it may rely on.
 fn preference(alignments: [u32; 4]) -> Result<Owned<lt::cublasLtMatmulPreference_t>> {
     use lt::cublasLtMatmulPreferenceAttributes_t as Attribute;
     // SAFETY: writes one live handle.
@@ -425,7 +425,7 @@ fn preference(alignments: [u32; 4]) -> Result<Owned<lt::cublasLtMatmulPreference
     let preference =
         Owned::create("cublasLtMatmulPreferenceCreate", make, lt::cublasLtMatmulPreferenceDestroy)?;
     let set = |attribute, at: *const std::ffi::c_void, bytes: usize| {
-        // SAFETY: `at` points to a live number of as many bytes, which is the attribute's type.
+        // SAFETY: `at` points to a live value of that many bytes, which is the attribute's type.
         let status = unsafe {
             lt::cublasLtMatmulPreferenceSetAttribute(preference.handle, attribute, at, bytes)
         };
@@ -437,7 +437,7 @@ fn preference(alignments: [u32; 4]) -> Result<Owned<lt::cublasLtMatmulPreference
         (&raw const most).cast(),
         size_of_val(&most),
     )?;
-    // Not in the output's type: parts of a sum would be rounded to bf16.
+    // Not in the output's type: partial sums would be rounded to bf16.
     let schemes = lt::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     set(
         Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
@@ -467,7 +467,7 @@ fn choose_algorithm(
     // SAFETY: integers, floats and a status whose zero is success: all zeros are valid.
     let mut best: lt::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
     let mut count = 0;
-    // SAFETY: all handles are alive, and one result is asked for, for which there is room.
+    // SAFETY: all handles are alive, and one result is requested, for which there is room.
     let status = unsafe {
         lt::cublasLtMatmulAlgoGetHeuristic(
             handle.handle,
@@ -504,17 +504,17 @@ mod tests {
         }
     }
 
-    /// A matrix of these extents, with a gap behind each row.
+    /// A matrix of these sizes, with a gap after each row.
     fn matrix(rows: usize, columns: usize) -> Matrix {
         Matrix { address: 0, stride: columns as i64 + 3, extents: [rows, columns], step: 0 }
     }
 
-    /// A number for each place in memory.
+    /// A different value for each position in memory.
     fn number(operand: usize, at: i64) -> i64 {
         (at * 7 + operand as i64 * 5) % 11 - 5
     }
 
-    /// Element (i, j) of op of an operand that lies column after column.
+    /// Element (i, j) of op of a column-major operand.
     fn element(operand: usize, columns: Columns, transposed: bool, i: u64, j: u64) -> i64 {
         let (i, j) = if transposed { (j, i) } else { (i, j) };
         assert!(i < columns.rows && j < columns.columns && columns.leading >= columns.rows as i64);

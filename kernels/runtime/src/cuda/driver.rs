@@ -1,4 +1,4 @@
-//! The driver API: one device, its primary context, and the one stream that everything runs on.
+//! The driver API: one device, its primary context, and the single stream for all work.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::fmt::Display;
@@ -51,7 +51,7 @@ pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a launch is checked against, and what a report says of the device.
+/// The limits against which a launch is checked, and the device's properties for reports.
 #[derive(Clone, Debug)]
 pub(super) struct Properties {
     pub name: String,
@@ -64,7 +64,7 @@ pub(super) struct Properties {
     pub max_threads: u32,
     /// Shared memory of a block, static and dynamic, that needs no opt-in; bytes.
     pub shared_without_opt_in: u64,
-    /// The most that a block can have after opting in; bytes.
+    /// The most shared memory of a block after opting in; bytes.
     pub shared_opt_in: u64,
 }
 
@@ -114,7 +114,7 @@ fn attribute_of(device: sys::CUdevice, attribute: Attribute) -> Result<u32> {
 
 fn device_name(device: sys::CUdevice) -> Result<String> {
     let mut name = [0u8; 256];
-    // SAFETY: the driver writes at most as many bytes as it is told, the last one a NUL.
+    // SAFETY: the driver writes at most the given number of bytes, the last one a NUL.
     let result =
         unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, device) };
     check(result, "cuDeviceGetName")?;
@@ -157,7 +157,7 @@ pub(super) struct Context {
 // SAFETY: the handles belong to the process, not to a thread, and the driver API may be called
 // from several threads; every use makes the context current on its own thread first.
 unsafe impl Send for Context {}
-// SAFETY: as above; what is mutable on this side is behind a mutex.
+// SAFETY: as above; mutable state on this side is protected by a mutex.
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -174,7 +174,7 @@ impl Context {
             unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) },
             "cuDevicePrimaryCtxRetain",
         )?;
-        // From here on `drop` cleans up, also when the stream cannot be made.
+        // From here on `drop` cleans up, also when the stream cannot be created.
         let mut opened = Self {
             device,
             context,
@@ -205,7 +205,7 @@ impl Context {
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
     }
 
-    /// As [`check`], for calls that may report what an earlier launch did: the error names those.
+    /// As [`check`], for calls that may report a fault of an earlier launch: the error names those.
     pub fn check(&self, result: CUresult, call: impl Display) -> Result<()> {
         check(result, call).map_err(|error| match error {
             RuntimeError::Cuda { call, name, message } => {
@@ -216,7 +216,7 @@ impl Context {
         })
     }
 
-    /// Remembers a launch, for the errors of what follows it.
+    /// Records a launch, for the errors of later calls.
     pub fn note_launch(&self, kernel: &Arc<str>) {
         let mut launched = locked(&self.launched);
         if launched.last() == Some(kernel) {
@@ -244,7 +244,7 @@ impl Context {
         Ok(())
     }
 
-    /// Bytes of device memory that nobody has, and all that there are.
+    /// Bytes of free device memory, and of all device memory.
     pub fn free_memory(&self) -> Result<(usize, usize)> {
         self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -258,8 +258,8 @@ impl Context {
         self.enter()?;
         if !target.is_empty() {
             let bytes = target.len();
-            // SAFETY: `target` is borrowed until the stream was waited for, also on an error; what
-            // lies at a wrong device address is the driver's to refuse.
+            // SAFETY: `target` is borrowed until the stream was waited for, also on an error; the
+            // driver rejects a wrong device address.
             let result = unsafe {
                 sys::cuMemcpyDtoHAsync_v2(target.as_mut_ptr().cast(), address, bytes, self.stream)
             };
@@ -268,8 +268,8 @@ impl Context {
         self.synchronize()
     }
 
-    /// Copies from the host and waits: `source` may change as soon as this returns, and on some
-    /// systems the device reads pageable memory only when the copy's turn comes.
+    /// Copies from the host and waits. `source` may change as soon as this returns; on some systems
+    /// the device reads pageable memory only when the copy runs.
     pub fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
         if source.is_empty() {
             return Ok(());
@@ -287,7 +287,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // After a fault every call here fails; there is nothing left to do about it.
+        // After a fault every call here fails; nothing more can be done.
         let _ = self.enter();
         if !self.stream.is_null() {
             // SAFETY: created in `open`, destroyed only here; modules and events hold or borrow
@@ -299,10 +299,10 @@ impl Drop for Context {
     }
 }
 
-/// That there is a driver: without this question cudarc's first call would panic where there is
-/// none.
+/// Checks that a driver exists. Without this check cudarc's first call would panic where there is
+/// no driver.
 pub(super) fn require() -> Result<()> {
-    // SAFETY: only asks the loader for libcuda by the names that cudarc uses later.
+    // SAFETY: only searches the loader for libcuda by the names that cudarc uses later.
     if unsafe { sys::is_culib_present() } {
         return Ok(());
     }
@@ -470,7 +470,7 @@ impl Code {
         self.found(result, "cuModuleGetFunction", kernel).map(|found| found.then_some(function))
     }
 
-    /// The `u64`s of the global variable `symbol`, if the module has it in that size.
+    /// The `u64`s of the global variable `symbol`, if the module has it with that size.
     pub fn numbers<const N: usize>(&self, symbol: &str) -> Result<Option<[u64; N]>> {
         let Ok(name) = CString::new(symbol) else { return Ok(None) };
         self.context.enter()?;
@@ -504,7 +504,7 @@ impl Drop for Code {
     fn drop(&mut self) {
         // A kernel of this module may still be running.
         let _ = self.context.synchronize();
-        // SAFETY: loaded in `load`, unloaded only here; functions of it are kept beside it.
+        // SAFETY: loaded in `load`, unloaded only here; functions of it are kept with it.
         let _ = unsafe { sys::cuModuleUnload(self.module) };
     }
 }
@@ -527,7 +527,7 @@ pub(super) struct Shape {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub shared_bytes: u32,
-    /// Whether it may be launched before the kernel in front of it has ended: only one that waits
+    /// Whether it may be launched before the previous kernel has ended: only a kernel that waits
     /// for that itself.
     pub waits: bool,
 }
@@ -574,7 +574,7 @@ pub(super) unsafe fn launch(
     }
 }
 
-/// The driver's form of a map: boxes of bytes in the swizzle of 128 bytes, zeros outside of the
+/// The driver's form of a map: TMA boxes of bytes in the swizzle of 128 bytes, zeros outside of the
 /// tensor.
 pub(super) fn tensor_map(map: &TensorMap) -> Result<MapWords> {
     let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
@@ -595,9 +595,9 @@ pub(super) fn tensor_map(map: &TensorMap) -> Result<MapWords> {
             steps.as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            // A box takes 128 bytes of each row. Fetches of 256 into the second-level cache cost
-            // the projection of streams 9 % (174 us, where these take 158), and change FP8 linear
-            // layers by 1 % one way or the other.
+            // A box takes 128 bytes of each row. Fetches of 256 bytes into L2 make the projection
+            // of streams 9 % slower (174 us instead of 158), and change FP8 linear layers by 1 % in
+            // either direction.
             sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

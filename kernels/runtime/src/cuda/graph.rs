@@ -1,4 +1,4 @@
-//! Work that is recorded before it runs: a CUDA graph of what was enqueued on the stream.
+//! Work that is recorded before it runs: a CUDA graph of the enqueued work of a stream.
 
 use cudarc::driver::sys;
 
@@ -18,7 +18,7 @@ impl<'a> Graph<'a> {
     /// Records what `work` enqueues on the context's stream; none of it runs.
     ///
     /// # Errors
-    /// Those of `work`, in which a call that waits for the device is one; the driver's.
+    /// Errors of `work`, including calls that wait for the device; errors of the driver.
     pub fn record(context: &'a Context, work: &mut dyn FnMut() -> Result<()>) -> Result<Self> {
         context.enter()?;
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -51,8 +51,8 @@ impl<'a> Graph<'a> {
     }
 }
 
-/// A capture that has begun. Dropped, by a panic in the work, it ends: else all that follows would
-/// be in it.
+/// An active capture. It ends when dropped, also after a panic in the work: otherwise all later
+/// work would be captured.
 struct Capture<'a> {
     context: &'a Context,
 }
@@ -63,7 +63,7 @@ impl Drop for Capture<'_> {
         // SAFETY: ends what was begun on this stream, by this thread; writes one handle.
         let _ = unsafe { sys::cuStreamEndCapture(self.context.stream(), &mut graph) };
         if !graph.is_null() {
-            // SAFETY: made just above, and nobody else knows it.
+            // SAFETY: made just above, and nothing else uses it.
             let _ = unsafe { sys::cuGraphDestroy(graph) };
         }
     }
@@ -83,8 +83,8 @@ impl Recorded for Graph<'_> {
 
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
-        // The work may still be running where waiting for it failed; there is nothing left to do
-        // about an error here.
+        // The work may still be running if waiting for it failed; nothing more can be done about an
+        // error here.
         let _ = self.context.synchronize();
         if !self.executable.is_null() {
             // SAFETY: made in `record`, destroyed only here, with nothing of it running.

@@ -1,20 +1,20 @@
 //! Finding CUDA's shared libraries where toolkits and Python wheels put them.
 //!
-//! A machine may have a toolkit in `/usr/local`, libraries on the loader's path, or nothing but the
-//! wheels that PyTorch pulls in. [`search`] goes through these places in that order and keeps a
-//! record of each, so that a failure says what was looked at.
+//! A machine may have a toolkit in `/usr/local`, libraries on the loader's path, or only the wheels
+//! that PyTorch installs. [`search`] tries these places in that order and keeps a record of each,
+//! so that a failure reports where it looked.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// One library and the places that are its own.
+/// One library and the places that are specific to it.
 pub(super) struct Wanted {
     /// File name up to its version: `libnvrtc.so`.
     pub file: &'static str,
-    /// Names that the loader is asked for, best first.
+    /// Names for the loader, best first.
     pub loader_names: &'static [&'static str],
-    /// Environment variable with a file or directory; where it is set nothing else is tried.
+    /// Environment variable with a file or directory; if it is set, nothing else is tried.
     pub variable: Option<&'static str>,
     /// Folders below a `site-packages` in which wheels carry the library.
     pub wheel_folders: &'static [&'static str],
@@ -23,7 +23,7 @@ pub(super) struct Wanted {
 /// Looks an environment variable up.
 type Variable = Box<dyn Fn(&str) -> Option<OsString>>;
 
-/// Where this process can look: its environment, the folder of toolkits, a Python to ask.
+/// The places that this process can search: its environment, the folder of toolkits, a Python.
 pub(super) struct Places {
     variable: Variable,
     toolkits: PathBuf,
@@ -32,7 +32,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Those of this process.
+    /// The places of this process.
     pub fn of_process() -> Self {
         Self {
             variable: Box::new(|name| std::env::var_os(name).filter(|value| !value.is_empty())),
@@ -90,8 +90,8 @@ impl Places {
         sites
     }
 
-    /// `sys.path` of the Python at hand; starting one costs tens of milliseconds, so it is asked
-    /// last.
+    /// `sys.path` of the available Python. Starting Python costs tens of milliseconds, so this
+    /// comes last.
     fn python_path(&self) -> Vec<PathBuf> {
         let Some(python) = self.python else { return Vec::new() };
         let output = Command::new(python)
@@ -107,13 +107,13 @@ impl Places {
     }
 }
 
-/// The loader's own words, which libloading keeps one level down.
+/// The loader's error message, which libloading keeps one level down.
 pub(super) fn loader_reason(error: libloading::Error) -> String {
     std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Offers every candidate to `open` until it accepts one. The error lists what was looked at, a
-/// line for each place.
+/// Offers every candidate to `open` until it accepts one. The error lists the places searched, one
+/// line for each.
 pub(super) fn search<T>(
     wanted: &Wanted,
     places: &Places,
@@ -187,7 +187,7 @@ impl<F> Looked<'_, F> {
             Ok(found) => Some(found),
             Err(why) => {
                 let path = path.display().to_string();
-                // The loader starts with the name that it was given.
+                // The loader's message starts with the name that it was given.
                 let why = why.strip_prefix(&format!("{path}: ")).unwrap_or(&why);
                 self.places.push(format!("{path}: {why}"));
                 None

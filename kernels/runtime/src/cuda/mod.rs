@@ -1,9 +1,9 @@
-//! The CUDA backend: NVRTC to a cubin for the device at hand, launches through the driver API.
+//! The CUDA backend: NVRTC compiles to a cubin for the device, the driver API launches.
 //!
-//! Nothing of CUDA is linked. The driver comes from the loader's path and NVRTC from wherever
-//! [`Nvrtc::load`] finds it; where either is missing, [`CudaBackend::new`] says so and nothing
-//! panics. All work goes to one explicit stream; contexts are made current on whichever thread
-//! calls.
+//! Nothing of CUDA is linked. The driver comes from the loader's path and NVRTC from the place
+//! where [`Nvrtc::load`] finds it. If either is missing, [`CudaBackend::new`] returns an error and
+//! nothing panics. All work goes to one explicit stream; contexts are made current on the calling
+//! thread.
 
 pub mod blaslt;
 mod driver;
@@ -43,22 +43,22 @@ use super::tensor_map::{MapWords, TensorMap};
 /// Bytes of guard band on each side of an allocation, at least; also keeps its address aligned.
 const GUARD_BAND: usize = 4096;
 
-/// Usable sizes are rounded up to this, bytes; the rest belongs to the back band.
+/// Usable sizes are rounded up to this, bytes; the remainder belongs to the back band.
 const ROUNDING: usize = 256;
 
 /// A reserved buffer may take this part of the free memory: half of it.
 pub const RESERVED_PART: usize = 2;
 
-/// How long a buffer that the device would have room for waits until other processes have given
-/// enough memory back, and how often it looks.
+/// How long an allocation that fits the device waits for other processes to free enough memory, and
+/// how often it checks.
 const ROOM_WAIT: Duration = Duration::from_secs(20);
 const ROOM_POLL: Duration = Duration::from_millis(50);
 
-/// What devices map memory in multiples of, bytes, for who has none at hand.
+/// The usual mapping granularity of devices, bytes, for callers without a device.
 pub const MAPPED_GRANULE: usize = 2 << 20;
 
-/// A buffer is mapped piece by piece where that takes less than its bytes by this factor; each
-/// piece costs a call or four.
+/// A buffer is mapped piece by piece if that takes less memory by this factor; each piece costs one
+/// to four calls.
 const WORTH_MAPPING: u64 = 2;
 
 /// Touched ranges of a reserved buffer are rounded up to this, bytes.
@@ -71,7 +71,7 @@ pub struct CudaBackend {
     cache: ModuleCache,
     environment: Environment,
     sparse: SparseMemory,
-    /// Made when the first product is asked for.
+    /// Created at the first GEMM.
     blaslt: Mutex<Option<Arc<Blaslt>>>,
 }
 
@@ -102,7 +102,7 @@ impl CudaBackend {
         &self.nvrtc
     }
 
-    /// The library of matrix products, where [`blaslt::load`] has found one.
+    /// The library for GEMMs, if [`blaslt::load`] has found one.
     fn blaslt(&self) -> Result<Arc<Blaslt>> {
         let mut made = driver::locked(&self.blaslt);
         if let Some(library) = &*made {
@@ -113,8 +113,8 @@ impl CudaBackend {
         Ok(library)
     }
 
-    /// Waits until so many bytes are no more than the part of the free memory that a reserved
-    /// buffer gets.
+    /// Waits until this many bytes are within the part of the free memory that a reserved buffer
+    /// gets.
     fn wait_for_room(&self, name: &str, needed: usize) -> Result<()> {
         let begun = Instant::now();
         loop {
@@ -135,7 +135,7 @@ impl CudaBackend {
         }
     }
 
-    /// `runs`: offsets from the buffer's first address, as [`sparse_runs`] has them.
+    /// `runs`: offsets from the buffer's first address, as in [`sparse_runs`].
     fn reserve_sparse(
         &self,
         bytes: usize,
@@ -157,14 +157,14 @@ impl CudaBackend {
     }
 }
 
-/// What a device of this compute capability (80, 90) compiles for: `sm_80`, `sm_90a`. From Hopper
-/// on, the features that kernels are written for exist only in the architecture's own variant,
-/// which other architectures do not run.
+/// The compilation target for a device of this compute capability (80, 90): `sm_80`, `sm_90a`. From
+/// Hopper on, the kernels use features that exist only in the architecture-specific variant, which
+/// other architectures do not run.
 pub fn target_of(capability: u32) -> String {
     format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
 }
 
-/// Looks for the driver, and no further.
+/// Only checks that there is a driver.
 ///
 /// # Errors
 /// [`RuntimeError::BackendMissing`] where there is none.
@@ -180,10 +180,10 @@ pub fn device_count() -> Result<u32> {
     driver::device_count()
 }
 
-/// Bytes of memory of the one of this number, whoever uses it.
+/// Bytes of memory of the device with this number, including memory in use.
 ///
 /// # Errors
-/// As [`device_count`], and for what is no number of a device.
+/// As [`device_count`], and for a value that is not a device number.
 pub fn device_memory(device: &OsStr) -> Result<u64> {
     driver::device_memory(numbered(device)?)
 }
@@ -197,21 +197,20 @@ pub fn device_uuid() -> Result<String> {
     driver::device_uuid(chosen_device()?)
 }
 
-/// Modules that a cache does not hold, ready to be compiled into it. Needs no GPU: what is
-/// compiled for a device's [`Environment::target`] anywhere is found by the device, if source,
-/// defines, options and NVRTC are the same.
+/// Modules that a cache lacks, ready to be compiled into it. Needs no GPU. A module that is
+/// compiled on any machine for a device's [`Environment::target`] is found by the device, if
+/// source, defines, options and NVRTC are the same.
 pub struct Missing<'a> {
     nvrtc: Nvrtc,
     cache: &'a ModuleCache,
     tree: &'a SourceTree,
     target: &'a str,
-    /// Each with what it will lie under.
+    /// Each with its cache key.
     modules: Vec<(&'a Module, String)>,
 }
 
 impl<'a> Missing<'a> {
-    /// Those of `modules` that `cache` does not hold for `target`; one that occurs twice is wanted
-    /// once.
+    /// Those of `modules` that `cache` does not hold for `target`; a duplicate counts once.
     ///
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where there is no NVRTC.
@@ -224,7 +223,7 @@ impl<'a> Missing<'a> {
         let nvrtc = Nvrtc::load()?;
         let wanted: BTreeSet<&Module> = modules.iter().collect();
         let missing = wanted.into_iter().filter_map(|module| {
-            // Whoever launches it says what is wrong with one whose source is missing.
+            // A missing source is reported at the launch.
             let key = nvrtc.cache_key(tree, &module.0, &module.1, target).ok()?;
             cache.find(&key, "cubin").is_none().then_some((module, key))
         });
@@ -232,14 +231,14 @@ impl<'a> Missing<'a> {
         Ok(Self { nvrtc, cache, tree, target, modules })
     }
 
-    /// How many there are.
+    /// The number of missing modules.
     pub fn count(&self) -> usize {
         self.modules.len()
     }
 
-    /// Compiles them, all cores at once, for processes that each would compile them again; `done`
-    /// is called after each. What cannot be compiled, or stored, is left to who wants it. Returns
-    /// how many those are.
+    /// Compiles them on all cores, so that several processes need not compile them again. `done` is
+    /// called after each. A module that cannot be compiled or stored is skipped: its first user
+    /// gets the error. Returns the number of skipped ones.
     pub fn compile(&self, done: &(dyn Fn() + Sync)) -> usize {
         let failed = self.modules.par_iter().filter(|((file, defines), key)| {
             let build = || {
@@ -247,7 +246,7 @@ impl<'a> Missing<'a> {
                     .compile(self.tree, file, defines, self.target)
                     .map(|compiled| compiled.cubin)
             };
-            // Another thread of this process may be at the same module.
+            // Another thread of this process may be compiling the same module.
             let built = self.cache.find_or_build(key, "cubin", build);
             done();
             built.inspect_err(|error| tracing::info!("not compiled in advance: {error}")).is_err()
@@ -268,20 +267,20 @@ fn numbered(value: &OsStr) -> Result<u32> {
     })
 }
 
-/// Bytes of an allocation with so many usable ones.
+/// Bytes of an allocation with this many usable bytes.
 fn banded(bytes: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(ROUNDING)?.checked_add(2 * GUARD_BAND)
 }
 
-/// The allocation whose front band begins at `base`, of so many usable bytes and, bands and all,
-/// `total` ones.
+/// The allocation whose front band starts at `base`, with this many usable bytes and `total` bytes
+/// including the bands.
 fn allocation_at(base: u64, bytes: usize, total: usize) -> Allocation {
     let back_band = total - GUARD_BAND - bytes;
     Allocation { address: base + GUARD_BAND as u64, bytes, front_band: GUARD_BAND, back_band }
 }
 
-/// Offsets from the first address of a buffer, whose front band begins there, of what is to be
-/// memory for `touched`, in multiples of `granule`.
+/// The ranges that must be mapped for `touched`, in multiples of `granule`, as offsets from the
+/// first address of a buffer, where its front band starts.
 fn sparse_runs(total: usize, touched: &[Range<i64>], granule: u64) -> Option<Vec<Range<u64>>> {
     let within = 0..(total as u64).checked_next_multiple_of(granule)?;
     Some(granules(touched, GUARD_BAND as u64, &within, granule))
@@ -291,7 +290,7 @@ fn extent_of(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end - run.start).sum()
 }
 
-/// The device addresses of `touched`, as far as they lie within the allocation or its bands.
+/// The device addresses of `touched`, clipped to the allocation and its bands.
 fn touched_of(allocation: &Allocation, touched: &[Range<i64>]) -> Vec<Range<u64>> {
     let end = allocation.address + (allocation.bytes + allocation.back_band) as u64;
     let within = allocation.address - allocation.front_band as u64..end;
@@ -322,14 +321,13 @@ impl Backend for CudaBackend {
         let cubin = self.nvrtc.compile(tree, file, defines, target)?.cubin;
         let module = CudaModule::load(&self.context, file, &cubin)?;
         if let Err(error) = self.cache.store(&key, "cubin", &cubin) {
-            // Without a cache the next process compiles again, and nothing else changes.
+            // Without a cache the next process compiles again; nothing else changes.
             tracing::warn!("{error}");
         }
         Ok(Box::new(module))
     }
 
-    /// Placement has no meaning here: what lies beyond an allocation is only ever seen by its
-    /// bands.
+    /// Placement has no effect here: only the bands show accesses beyond an allocation.
     fn allocate(&self, name: &str, bytes: usize, _placement: Placement) -> Result<Allocation> {
         let total = banded(bytes).ok_or_else(|| RuntimeError::Cuda {
             call: format!("cuMemAlloc({name}, {bytes} bytes)"),
@@ -344,9 +342,9 @@ impl Backend for CudaBackend {
         Ok(allocation_at(base, bytes, total))
     }
 
-    /// Memory for what is touched, or a plain allocation, gaps and all, where that takes little
-    /// more. It gets no more than a part of what is free: other buffers, other threads and other
-    /// processes need theirs.
+    /// Maps memory for the touched ranges, or makes a plain allocation with the gaps, if that takes
+    /// little more. A buffer gets only a part of the free memory: other buffers, threads and
+    /// processes need the rest.
     fn reserve(
         &self,
         name: &str,
@@ -371,13 +369,13 @@ impl Backend for CudaBackend {
     }
 
     fn free(&self, allocation: &Allocation) {
-        // What is still enqueued may use it; a fault is reported by whoever synchronises next.
+        // Enqueued work may still use it; a fault is reported by the next synchronize call.
         let _ = self.context.synchronize();
         let base = allocation.address.wrapping_sub(allocation.front_band as u64);
         if self.sparse.free(base) {
             return;
         }
-        // SAFETY: the caller gives back what `allocate` returned, once; the driver refuses others.
+        // SAFETY: the caller gives back what `allocate` returned, once; the driver rejects others.
         let result = unsafe { sys::cuMemFree_v2(base) };
         if let Err(error) = driver::check(result, format_args!("cuMemFree({base:#x})")) {
             tracing::debug!("{error}");
@@ -390,7 +388,7 @@ impl Backend for CudaBackend {
         }
         self.context.enter()?;
         // SAFETY: touches device memory only; an address that is not the caller's is the driver's
-        // to refuse, or shows in the guard bands.
+        // to reject, or shows in the guard bands.
         let result = unsafe { sys::cuMemsetD8Async(address, byte, bytes, self.context.stream()) };
         self.context.check(result, format_args!("cuMemsetD8Async({address:#x}, {bytes} bytes)"))
     }
@@ -421,7 +419,7 @@ impl Backend for CudaBackend {
         self.context.synchronize()
     }
 
-    /// Whatever else is enqueued on this device by other threads meanwhile is timed with it.
+    /// Work that other threads enqueue on this device at the same time is included.
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         let (start, end) = (Event::new(&self.context)?, Event::new(&self.context)?);
         start.record()?;
@@ -469,7 +467,7 @@ impl Recorder for CudaBackend {
 /// What the CUDA backend would use here, in a sentence or two, for `parity doctor`.
 ///
 /// # Errors
-/// [`RuntimeError::BackendMissing`] with what is missing, and what is not.
+/// [`RuntimeError::BackendMissing`] with the missing parts, and those that are present.
 pub fn probe() -> Result<String> {
     let device =
         chosen_device().and_then(Context::open).map(|context| describe(&context.properties));
@@ -536,7 +534,7 @@ mod tests {
         let runs = sparse_runs(3 << 32, &rows, GRANULE).expect("fits");
         assert_eq!(runs, [0..GRANULE, 1 << 32..(1 << 32) + GRANULE, 1 << 33..(1 << 33) + GRANULE]);
         assert_eq!(extent_of(&runs), 3 * GRANULE);
-        // A band that begins a granule before its row.
+        // A band that starts a granule before its row.
         let row = (1 << 32) - 4352..(1 << 32) + 16;
         let runs = sparse_runs(3 << 32, std::slice::from_ref(&row), GRANULE).expect("fits");
         assert_eq!(runs.len(), 1);

@@ -1,4 +1,4 @@
-//! A loaded cubin: its exports, and launches checked before the driver sees them.
+//! A loaded cubin: its exports, and launches that are checked before the driver gets them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -17,35 +17,35 @@ pub struct CudaModule {
     file: String,
     kernels: Mutex<HashMap<String, Arc<Kernel>>>,
     code: Code,
-    /// The names of the module's symbols are in it.
+    /// It contains the names of the module's symbols.
     cubin: Vec<u8>,
 }
 
-/// An entry point, with what the module and the driver say about it.
+/// An entry point, with the properties that the module and the driver report.
 struct Kernel {
     name: Arc<str>,
     function: sys::CUfunction,
     exports: KernelExports,
     own: OwnLimits,
-    /// Whether it waits for earlier kernels by itself, so that it may be launched before these
+    /// Whether the kernel itself waits for earlier kernels, so that it may be launched before they
     /// have ended.
     waits: bool,
-    /// Dynamic shared memory that the driver was told to allow so far; bytes.
+    /// Dynamic shared memory that the driver allows so far; bytes.
     allowed_shared: Mutex<u64>,
 }
 
 // SAFETY: a function handle belongs to the process as its module does; `CudaModule` keeps it no
 // longer than the module.
 unsafe impl Send for Kernel {}
-// SAFETY: as above; what is mutable is behind a mutex.
+// SAFETY: as above; mutable state is protected by a mutex.
 unsafe impl Sync for Kernel {}
 
-/// What the compiled kernel leaves of the device's limits.
+/// The device's limits for one compiled kernel.
 #[derive(Clone, Copy, Debug)]
 struct OwnLimits {
     /// Static shared memory, bytes.
     static_shared: u64,
-    /// Threads in a block for which its registers suffice.
+    /// Most threads in a block for which its registers suffice.
     max_threads: u32,
 }
 
@@ -56,8 +56,8 @@ impl CudaModule {
         Ok(Self { file: file.into(), kernels: Mutex::default(), code, cubin: cubin.to_vec() })
     }
 
-    /// A variable that a kernel may or may not export. The driver is not asked for what the cubin
-    /// does not name: a memory checker would report the failed call.
+    /// A variable that a kernel may or may not export. The driver is called only for symbols that
+    /// the cubin names: a memory checker would report the failed call.
     fn optional_number(&self, symbol: &str) -> Result<Option<u64>> {
         let named = self.cubin.windows(symbol.len()).any(|window| window == symbol.as_bytes());
         if !named {
@@ -71,7 +71,7 @@ impl CudaModule {
             return Ok(kernel.clone());
         }
         let kernel = Arc::new(self.look_up(name)?);
-        // Another thread may have been faster; its entry, and what it allowed so far, stands.
+        // Another thread may have been faster; its entry, with the memory that it allowed, stays.
         Ok(locked(&self.kernels).entry(name.into()).or_insert(kernel).clone())
     }
 
@@ -118,12 +118,12 @@ impl CudaModule {
         Ok(kernel)
     }
 
-    /// Clusters of a kernel's largest blocks that the device has at once, of one that is launched
-    /// in clusters.
+    /// Clusters of a kernel's largest blocks that the device runs at once, for a kernel launched in
+    /// clusters.
     fn resident_clusters(kernel: &Kernel) -> Result<Option<u32>> {
         let KernelExports { cluster, max_threads, shared_bytes, .. } = kernel.exports;
         let bytes = shared_bytes.and_then(|bytes| u32::try_from(bytes).ok()).unwrap_or(0);
-        // What does not fit is refused where it is launched.
+        // A cluster that does not fit is rejected at the launch.
         if !(2..=MOST_CLUSTER_BLOCKS).contains(&cluster)
             || Self::allow_shared(kernel, bytes).is_err()
         {
@@ -151,7 +151,7 @@ impl CudaModule {
         Ok(u32::try_from(clusters).ok().filter(|clusters| *clusters > 0))
     }
 
-    /// Tells the driver that this kernel may have more dynamic shared memory than every kernel has.
+    /// Allows this kernel more dynamic shared memory than the driver's default.
     fn allow_shared(kernel: &Kernel, bytes: u32) -> Result<()> {
         let mut allowed = locked(&kernel.allowed_shared);
         if u64::from(bytes) <= *allowed {
@@ -212,7 +212,7 @@ impl LoadedModule for CudaModule {
     }
 }
 
-/// The bytes at an address aligned to 16, and at least one unit of them.
+/// The bytes at an address aligned to 16, at least one element.
 fn aligned(bytes: &[u8]) -> Vec<u128> {
     let mut units = vec![0u128; bytes.len().div_ceil(16).max(1)];
     for (unit, chunk) in units.iter_mut().zip(bytes.chunks(16)) {
@@ -223,7 +223,7 @@ fn aligned(bytes: &[u8]) -> Vec<u128> {
     units
 }
 
-/// The limit that a launch would exceed, with both numbers.
+/// The limit that a launch would exceed, with both values.
 fn check_limits(
     device: &Properties,
     exports: &KernelExports,

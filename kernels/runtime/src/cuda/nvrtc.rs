@@ -1,7 +1,7 @@
-//! NVRTC, CUDA's run-time compiler: found, loaded, and asked for cubins. Needs no GPU.
+//! NVRTC, CUDA's run-time compiler: found, loaded, and called for cubins. Needs no GPU.
 //!
-//! The functions are bound here rather than through cudarc, whose loader asks for fixed names and
-//! could answer with another library than the one found.
+//! The functions are bound here and not through cudarc: its loader uses fixed names and could
+//! return another library than the one found.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ const NVRTC: Wanted = Wanted {
     wheel_folders: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
 };
 
-/// Oldest release that knows `--std=c++20`.
+/// Oldest release that supports `--std=c++20`.
 const OLDEST_MAJOR: u32 = 12;
 
 /// NVRTC's handle of one compilation.
@@ -68,12 +68,12 @@ impl std::fmt::Debug for Nvrtc {
 }
 
 impl Nvrtc {
-    /// Looks for `libnvrtc` in `PARITY_NVRTC` (a file or a directory; where it is set, only there),
-    /// in the CUDA toolkits (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda*`), on the loader's own
-    /// path and in the `nvidia-cuda-nvrtc` wheel of the Python environments at hand.
+    /// Looks for `libnvrtc` in `PARITY_NVRTC` (a file or a directory; if it is set, only there), in
+    /// the CUDA toolkits (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda*`), on the loader's own path
+    /// and in the `nvidia-cuda-nvrtc` wheel of the available Python environments.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`] that lists every place looked at.
+    /// [`RuntimeError::BackendMissing`] that lists every place searched.
     pub fn load() -> Result<Self> {
         Self::load_from(&Places::of_process())
     }
@@ -90,7 +90,7 @@ impl Nvrtc {
             unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(loader_reason)?;
         // SAFETY: `Functions::bind` gives each symbol the type that nvrtc.h declares since 11.2.
         let functions = unsafe { Functions::bind(&library) }.map_err(loader_reason)?;
-        // NVRTC is not made to be unloaded, and `functions` must stay valid.
+        // NVRTC does not support unloading, and `functions` must stay valid.
         std::mem::forget(library);
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both pointers are to live integers.
@@ -124,16 +124,16 @@ impl Nvrtc {
         format!("NVRTC {}.{}", self.version.0, self.version.1)
     }
 
-    /// What a cached cubin depends on besides its source and defines: compiler, options, target.
+    /// The inputs of a cached cubin other than its source and defines: compiler, options, target.
     ///
-    /// NVRTC tells no patch version, so that the size of its file stands in for it.
+    /// NVRTC reports no patch version, so the size of its file is used instead.
     pub(super) fn cache_identity(&self, target: &str) -> String {
         let size = std::fs::metadata(&self.path).map_or(0, |file| file.len());
         let options = options(&[], target).unwrap_or_default().join(" ");
         format!("{} ({size} bytes) {options}", self.name())
     }
 
-    /// What the cubin of a module lies under in a cache.
+    /// The cache key of the cubin of a module.
     pub(super) fn cache_key(
         &self,
         tree: &SourceTree,
@@ -144,12 +144,12 @@ impl Nvrtc {
         ModuleCache::key(tree, file, defines, std::iter::empty(), &self.cache_identity(target))
     }
 
-    /// As [`Self::compile`], into a cache, where a device of this target finds it: one whose NVRTC
-    /// is the same, to the release and the size of its file, as are source, defines and options.
-    /// `None` where the module was there.
+    /// As [`Self::compile`], into a cache, where a device of this target finds it. That device
+    /// needs the same NVRTC (release and file size), source, defines and options. `None` if the
+    /// module was already there.
     ///
     /// # Errors
-    /// Those of [`Self::compile`]; a cache that cannot be written.
+    /// Errors of [`Self::compile`]; a cache that cannot be written.
     pub fn compile_into(
         &self,
         cache: &ModuleCache,
@@ -167,7 +167,7 @@ impl Nvrtc {
     }
 
     /// Compiles `file` of `tree` to a cubin for `target` (`sm_80`, `sm_90a`), which the source
-    /// sees as `PARITY_SM` (80, 90). Headers come from `tree` and from nowhere else.
+    /// sees as `PARITY_SM` (80, 90). Headers come only from `tree`.
     ///
     /// # Errors
     /// [`RuntimeError::SourceMissing`]; [`RuntimeError::Compile`] with NVRTC's log.
@@ -233,13 +233,13 @@ impl Nvrtc {
     }
 }
 
-/// What a source compiled to.
+/// The result of a compilation.
 #[derive(Clone, Debug)]
 pub struct Compiled {
     /// The device code.
     pub cubin: Vec<u8>,
-    /// What the compiler remarked on the way: warnings, and losses of speed such as products that
-    /// it serialised. Mostly empty.
+    /// Remarks of the compiler: warnings, and losses of speed such as MMAs that it serialised.
+    /// Usually empty.
     pub remarks: String,
 }
 
@@ -260,15 +260,15 @@ fn options(defines: &[(String, String)], target: &str) -> std::result::Result<Ve
     Ok(options)
 }
 
-/// NVRTC opens `libnvrtc-builtins` by name at its first compilation; beside a wheel's `libnvrtc`
-/// no search path leads to it, but one that is loaded already is found by that name.
+/// NVRTC opens `libnvrtc-builtins` by name at its first compilation. No search path leads to the
+/// one next to a wheel's `libnvrtc`, but a library that is already loaded is found by that name.
 fn preload_builtins(nvrtc: &Path, (major, minor): (u32, u32)) {
     let resolved = nvrtc.canonicalize().unwrap_or_else(|_| nvrtc.to_path_buf());
     let Some(dir) = resolved.parent() else { return };
     let exact = dir.join(format!("libnvrtc-builtins.so.{major}.{minor}"));
     let others = matching_entries(dir, "libnvrtc-builtins.so");
     for path in std::iter::once(exact).chain(others) {
-        // SAFETY: as for NVRTC itself; the file lies beside it and is part of it.
+        // SAFETY: as for NVRTC itself; the file is next to it and is part of it.
         match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
             Ok(library) => return std::mem::forget(library),
             Err(error) => tracing::debug!("{}: {}", path.display(), loader_reason(error)),
@@ -306,7 +306,7 @@ impl Functions {
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
-    /// The file these functions were loaded from, which the loader chose where only a name was
+    /// The file from which these functions were loaded; the loader chose it if only a name was
     /// given.
     fn path(&self) -> Option<PathBuf> {
         // SAFETY: `Dl_info` is plain pointers, for which zeros are valid.
@@ -350,7 +350,7 @@ impl OpenProgram {
             return Err(failed(status));
         }
         let mut bytes = vec![0u8; size];
-        // SAFETY: NVRTC writes as many bytes as it said just before.
+        // SAFETY: NVRTC writes as many bytes as it reported just before.
         let status = unsafe { read_into(self.handle, bytes.as_mut_ptr().cast()) };
         if status != 0 { Err(failed(status)) } else { Ok(bytes) }
     }
@@ -363,10 +363,10 @@ impl Drop for OpenProgram {
     }
 }
 
-/// An array of C strings, as C wants it.
+/// An array of C strings, as C expects it.
 struct Strings {
     pointers: Vec<*const c_char>,
-    /// What `pointers` point into; a `CString`'s buffer does not move with it.
+    /// The strings that `pointers` point into; a `CString`'s buffer does not move with it.
     _owned: Vec<CString>,
 }
 
@@ -406,7 +406,7 @@ KERNEL(scale, ScaleParams, THREADS) {
 }
 "#;
 
-    /// `None`, and a line on stderr, where this machine has no NVRTC and none was demanded.
+    /// `None`, and a line on stderr, if this machine has no NVRTC and none was required.
     fn nvrtc() -> Option<Nvrtc> {
         match Nvrtc::load() {
             Ok(nvrtc) => Some(nvrtc),

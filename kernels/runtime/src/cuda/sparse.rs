@@ -1,8 +1,8 @@
-//! Buffers of which only some parts are memory: addresses are set apart for all of it, and memory
-//! is mapped where it is touched.
+//! Buffers of which only some parts are memory: addresses are reserved for the whole buffer, and
+//! memory is mapped where it is touched.
 //!
-//! What lies between is nobody's: an access there ends the kernel with an error of the driver, as
-//! behind any buffer's pages.
+//! Addresses between are unmapped: an access there ends the kernel with an error of the driver, as
+//! after any buffer's pages.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ struct Mapped {
     handle: sys::CUmemGenericAllocationHandle,
 }
 
-/// A buffer's addresses, and what of them is memory.
+/// A buffer's addresses, and its mapped parts.
 struct Buffer {
     bytes: usize,
     mapped: Vec<Mapped>,
@@ -29,13 +29,13 @@ struct Buffer {
 pub(super) struct SparseMemory {
     context: Arc<Context>,
     properties: sys::CUmemAllocationProp,
-    /// In multiples of how many bytes memory is mapped; `None` where the device maps none.
+    /// Granularity of mapped memory, bytes; `None` where the device does not support mapping.
     granule: Option<u64>,
     buffers: Mutex<HashMap<u64, Buffer>>,
 }
 
-// SAFETY: the one pointer of the properties is null, and everything else is plain data behind a
-// mutex.
+// SAFETY: the one pointer of the properties is null, and everything else is plain data that a
+// mutex protects.
 unsafe impl Send for SparseMemory {}
 // SAFETY: as above.
 unsafe impl Sync for SparseMemory {}
@@ -56,31 +56,31 @@ impl SparseMemory {
         Self { context: context.clone(), properties, granule, buffers: Mutex::default() }
     }
 
-    /// In multiples of how many bytes memory is mapped; `None` where the device maps none.
+    /// Granularity of mapped memory, bytes; `None` where the device does not support mapping.
     pub fn granule(&self) -> Option<u64> {
         self.granule
     }
 
-    /// Sets addresses for so many bytes apart, or for some more, the first of which is returned.
+    /// Reserves addresses for this many bytes or a few more; returns the first one.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
         let bytes = bytes.next_multiple_of(self.granule.unwrap_or(1) as usize);
         let mut base = 0;
         self.context.enter()?;
-        // SAFETY: writes one live number; the addresses are given back once, by `free`.
+        // SAFETY: writes one live number; the addresses are released once, by `free`.
         let result = unsafe { sys::cuMemAddressReserve(&mut base, bytes, 0, 0, 0) };
         self.context.check(result, format_args!("cuMemAddressReserve({bytes} bytes)"))?;
         locked(&self.buffers).insert(base, Buffer { bytes, mapped: Vec::new() });
         Ok(base)
     }
 
-    /// Makes memory of these addresses of the buffer at `base`: multiples of the granule, apart
-    /// from each other and from what is mapped.
+    /// Maps memory at these addresses of the buffer at `base`: disjoint multiples of the granule
+    /// that are not mapped yet.
     ///
     /// # Errors
-    /// The driver's; what was mapped stays until the buffer is freed.
+    /// Errors of the driver; mapped parts stay until the buffer is freed.
     pub fn map(&self, base: u64, runs: &[Range<u64>]) -> Result<()> {
         self.context.enter()?;
         runs.iter().try_for_each(|run| {
@@ -118,8 +118,8 @@ impl SparseMemory {
         allowed.inspect_err(|_| unmap(&mapped)).map(|()| mapped)
     }
 
-    /// Frees the buffer that begins at `base`, which nothing uses any more; false where there is
-    /// none.
+    /// Frees the buffer that starts at `base`, which nothing uses any more; returns false if no
+    /// such buffer exists.
     pub fn free(&self, base: u64) -> bool {
         let Some(buffer) = locked(&self.buffers).remove(&base) else { return false };
         buffer.mapped.iter().for_each(unmap);

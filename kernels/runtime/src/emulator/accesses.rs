@@ -1,17 +1,17 @@
 //! Which blocks of a launch accessed which bytes of global memory, and how.
 //!
-//! Blocks of one launch have no order among them, and may run at once. So a byte that one of them
-//! stores plainly may be neither read nor stored nor updated by another: what is lost then (an
-//! addition by load, add and store, say) is lost on some days only, while who accessed what is the
-//! same in every order. The compiler's instrumentation reports loads and stores (`emulator.h`),
-//! the host API what it copies and updates itself. Atomic operations give no order either: there
-//! is no fence here with which a kernel could ask for one.
+//! Blocks of one launch have no order and may run at the same time. So if one block stores a byte
+//! plainly, no other block may read, store or update it. The resulting loss (of an addition by
+//! load, add and store, say) appears only in some runs, while the set of accesses is the same in
+//! every order. The compiler's instrumentation reports loads and stores (`emulator.h`); the host
+//! API reports its own copies and updates. Atomic operations do not order blocks either: kernels
+//! here have no fence for that.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// What an access does. Mirror of `emulator::AccessKind` in `emulator.h`.
+/// The kind of an access. Mirror of `emulator::AccessKind` in `emulator.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum AccessKind {
@@ -26,13 +26,13 @@ pub enum AccessKind {
 impl AccessKind {
     const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Atomic];
 
-    /// Whether two blocks may not access one byte so.
+    /// Whether two blocks may not access the same byte in these two ways.
     fn conflicts(self, other: Self) -> bool {
         let [a, b] = [self, other];
         (a == Self::Write || b == Self::Write) || (a == Self::Atomic) != (b == Self::Atomic)
     }
 
-    /// What was done, as a verb.
+    /// The access as a verb.
     pub fn verb(self) -> &'static str {
         match self {
             Self::Read => "reads",
@@ -42,26 +42,26 @@ impl AccessKind {
     }
 }
 
-/// Two accesses of one byte by two blocks that have no order.
+/// Two accesses of one byte by two blocks without an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conflict {
     /// The first byte that both access.
     pub address: usize,
-    /// What the later one does.
+    /// The kind of the later access.
     pub kind: AccessKind,
-    /// Number of the block that was there before.
+    /// Number of the block that accessed it first.
     pub other_block: u32,
-    /// What it did.
+    /// The kind of its access.
     pub other_kind: AccessKind,
 }
 
-/// Accesses of one kind to a word, by the first two blocks that made some. Of bytes that a third
-/// one has for itself nothing is known: no two elements of 2 bytes and more are.
+/// Accesses of one kind to a word, by the first two blocks. Bytes that only a third block accesses
+/// are not recorded: elements of 2 or more bytes have no such bytes.
 #[derive(Clone, Copy, Default)]
 struct Seen {
-    /// Numbers of the blocks, and one more; 0 where there was none.
+    /// Numbers of the blocks plus one; 0 for no block.
     blocks: [u32; 2],
-    /// Of each the bytes: bit i for byte i.
+    /// The bytes of each block: bit i for byte i.
     bytes: [u8; 2],
 }
 
@@ -80,7 +80,7 @@ impl Seen {
     }
 }
 
-/// Bytes of a word, the unit that is taken down.
+/// Bytes of a word, the recorded unit.
 const WORD: usize = 4;
 const PAGE_WORDS: usize = 1024;
 type Page = [[Seen; 3]; PAGE_WORDS];
@@ -95,8 +95,8 @@ pub struct Accesses {
 /// Pages of words, by their numbers.
 struct Pages {
     places: HashMap<usize, u32>,
-    /// For each remainder of a page's number the one that was wanted last, and its place: most
-    /// accesses need no more.
+    /// For each remainder of a page number the most recently used page, and its index: most
+    /// accesses need only this.
     recent: [(usize, u32); 64],
     pages: Vec<Box<Page>>,
 }
@@ -116,17 +116,17 @@ impl Pages {
 }
 
 impl Accesses {
-    /// Nothing so far, of a launch that may access these buffers.
+    /// No accesses so far, for a launch that may access these buffers.
     pub fn new(buffers: Vec<Range<usize>>) -> Self {
         let pages =
             Pages { places: HashMap::new(), recent: [(usize::MAX, 0); 64], pages: Vec::new() };
         Self { buffers, pages: Mutex::new(pages) }
     }
 
-    /// Takes an access down.
+    /// Records an access.
     ///
     /// # Errors
-    /// The conflict with that of another block.
+    /// The conflict with an access of another block.
     pub fn see(
         &self,
         block: u32,
@@ -188,7 +188,7 @@ mod tests {
             let found = seen.see(4, second, 0x2001, 1);
             let conflict =
                 Conflict { address: 0x2001, kind: second, other_block: 3, other_kind: first };
-            // Whichever of the first block's two accesses is met first is named.
+            // The error names whichever of the first block's two accesses is found first.
             match found {
                 Ok(()) => assert!(may, "{first:?} {second:?}"),
                 Err(found) => assert!(

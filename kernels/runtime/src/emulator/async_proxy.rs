@@ -1,17 +1,17 @@
 //! What the asynchronous proxy sees of shared memory.
 //!
-//! Matrix products and bulk copies read shared memory by another way than ordinary instructions do.
-//! What an ordinary store (or a `cp.async`) wrote is certain to be seen by them only after a proxy
-//! fence: by the writer after its write, or by the reader before its read was issued. For each
-//! 16 bytes the time of the last ordinary write and the thread that made it are kept, and for each
-//! thread the time of its last fence; a read that no fence covers is given poison.
+//! MMAs and bulk copies read shared memory through another proxy than ordinary instructions. They
+//! are certain to see an ordinary store (or a `cp.async`) only after a proxy fence: by the writer
+//! after its write, or by the reader before its read was issued. For each 16 bytes this records the
+//! time of the last ordinary write and its thread, and for each thread the time of its last fence.
+//! A read that no fence covers gets poison.
 
 /// Granularity of the record.
 pub const CHUNK_BYTES: u32 = 16;
-/// A write is `time << WRITER_BITS | writer`; 0 where there was none.
+/// A write is `time << WRITER_BITS | writer`; 0 means no write.
 const WRITER_BITS: u32 = 10;
 
-/// What a read through the proxy needs to know. Mirror of `emulator::AsyncReads` in `emulator.h`.
+/// The state that a read through the proxy needs. Mirror of `emulator::AsyncReads` in `emulator.h`.
 #[repr(C)]
 pub struct AsyncReads {
     shared: *const u8,
@@ -33,7 +33,7 @@ pub struct AsyncProxy {
 }
 
 impl AsyncProxy {
-    /// Of a block of `threads` threads with this dynamic shared memory.
+    /// The record of a block of `threads` threads with this dynamic shared memory.
     pub fn new(shared: (*mut u8, usize), threads: u32) -> Self {
         Self {
             shared: shared.0,
@@ -44,7 +44,7 @@ impl AsyncProxy {
         }
     }
 
-    /// Thread `writer` wrote these bytes in the ordinary way.
+    /// Thread `writer` wrote these bytes with an ordinary instruction.
     pub fn ordinary_write(&mut self, offset: u32, bytes: u32, writer: u32) {
         self.clock += 1;
         self.record(offset, bytes, self.clock << WRITER_BITS | u64::from(writer));
@@ -91,13 +91,13 @@ impl AsyncProxy {
         lanes.iter().copied().max().unwrap_or(0)
     }
 
-    /// For a read whose issuer's last fence was at `issuer_fence`.
+    /// The state for a read whose issuer's last fence was at `issuer_fence`.
     pub fn reads(&self, issuer_fence: u64) -> AsyncReads {
         let writes = if self.writes.is_empty() { std::ptr::null() } else { self.writes.as_ptr() };
         AsyncReads { shared: self.shared, writes, fences: self.fences.as_ptr(), issuer_fence }
     }
 
-    /// Whether such a read sees what the chunk at `offset` holds.
+    /// Whether such a read sees the contents of the chunk at `offset`.
     pub fn sees(&self, offset: u32, issuer_fence: u64) -> bool {
         let write = self.writes.get((offset / CHUNK_BYTES) as usize).copied().unwrap_or(0);
         let (time, writer) = (write >> WRITER_BITS, write as usize & ((1 << WRITER_BITS) - 1));

@@ -1,5 +1,5 @@
-//! The state of one block, and what every piece of the emulator does with it: threads become
-//! ready, give the processor away, fail.
+//! The state of one block, and the common operations of all parts of the emulator: threads become
+//! ready, yield, fail.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
@@ -24,11 +24,11 @@ use super::wgmma::Products;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Dim3 {
-    /// Fastest-running extent.
+    /// Size along x, the fastest axis.
     pub x: u32,
-    /// Second extent.
+    /// Size along y.
     pub y: u32,
-    /// Third extent.
+    /// Size along z.
     pub z: u32,
 }
 
@@ -38,13 +38,13 @@ impl Dim3 {
         Self { x, y, z }
     }
 
-    /// Index number `linear` within this extent, x fastest.
+    /// The index with number `linear` within this size, x fastest.
     pub fn unflatten(self, linear: u64) -> Self {
         let (x, y) = (u64::from(self.x), u64::from(self.y));
         Self { x: (linear % x) as u32, y: (linear / x % y) as u32, z: (linear / (x * y)) as u32 }
     }
 
-    /// The number of an index within this extent.
+    /// The number of an index within this size.
     pub fn flatten(self, index: Self) -> u64 {
         let (x, y) = (u64::from(self.x), u64::from(self.y));
         u64::from(index.x) + x * (u64::from(index.y) + y * u64::from(index.z))
@@ -78,20 +78,20 @@ pub struct ThreadContext {
     pub(super) cluster_rank: u32,
 }
 
-/// What went wrong in a block.
+/// A fault in a block.
 #[derive(Clone, Debug)]
 pub struct BlockFault {
     /// Block index.
     pub block: Dim3,
     /// Thread index.
     pub thread: Dim3,
-    /// The access that is the fault, if one is; the launch then puts its words in place of `what`.
+    /// The access that is the fault, if any; the launch then replaces `what` by its description.
     pub access: Option<BadAccess>,
-    /// What the thread did.
+    /// The thread's action.
     pub what: String,
 }
 
-/// What a thread does.
+/// The state of a thread.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum State {
     Ready,
@@ -108,16 +108,16 @@ pub(super) struct BarrierState {
     pub(super) arrived: u32,
     pub(super) votes: u32,
     pub(super) waiting: Vec<u32>,
-    /// Where in the source the last one of those that arrived did, if they must all be there: text
-    /// of the module, or null.
+    /// Where in the source the last arrived thread arrived, if all must arrive at the same place:
+    /// text of the module, or null.
     pub(super) place: *const c_char,
-    /// Votes of the last completed use, read by those it released.
+    /// Votes of the last completed use, read by the threads that it released.
     pub(super) result: u32,
 }
 
 /// One block; lives on the worker's own stack while the block runs.
 pub struct Block {
-    /// What all blocks of the launch accessed, and the number of this one, where somebody asks.
+    /// All accesses of the launch, and the number of this block, if accesses are recorded.
     pub(super) accesses: Option<(Arc<Accesses>, u32)>,
     pub(super) contexts: Vec<ThreadContext>,
     pub(super) states: Vec<State>,
@@ -127,7 +127,7 @@ pub struct Block {
     pub(super) rank: u32,
     pub(super) peers: Vec<*mut Self>,
     pub(super) cluster: Rc<RefCell<ClusterBarrier>>,
-    /// By thread: the phase of the cluster's barrier at which it has arrived and not waited.
+    /// By thread: the phase of the cluster's barrier at which it has arrived but not waited.
     pub(super) cluster_arrivals: Vec<Option<u64>>,
     /// By warp.
     pub(super) meetings: Vec<Meeting>,
@@ -139,7 +139,7 @@ pub struct Block {
     pub(super) failure: Option<BlockFault>,
     pub(super) copies_pending: usize,
     pub(super) arrivals_pending: usize,
-    /// Thread at which the search for arrivals goes on when nobody can run.
+    /// Thread at which the search for arrivals continues when no thread can run.
     pub(super) next_arrival: usize,
     pub(super) mbarriers: Mbarriers,
     pub(super) proxy: AsyncProxy,
@@ -148,7 +148,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Whether a copy is to land in the moment of its issue.
+    /// Whether a copy completes at the time of its issue.
     pub(super) fn draw_copy_at_once(&mut self) -> bool {
         self.ready
             .random
@@ -156,7 +156,7 @@ impl Block {
             .is_some_and(|random| random.rng.random_ratio(random.copies_at_once, 16))
     }
 
-    /// Whether a matrix product is to read its operands in the moment of its issue.
+    /// Whether an MMA reads its operands at the time of its issue.
     pub(super) fn draw_product_at_once(&mut self) -> bool {
         self.ready
             .random
@@ -164,7 +164,7 @@ impl Block {
             .is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
     }
 
-    /// Takes down that this block accesses global memory.
+    /// Records that this block accesses global memory.
     pub(super) fn accessed(
         &self,
         kind: AccessKind,
@@ -218,7 +218,7 @@ pub(super) unsafe fn scheduler<'a>(context: *mut ThreadContext) -> &'a mut Block
     unsafe { &mut *(*context).scheduler }
 }
 
-/// Gives the processor away until the scheduler resumes this thread.
+/// Yields until the scheduler resumes this thread.
 pub(super) unsafe fn suspend(context: *mut ThreadContext) {
     let yielder = {
         let block = unsafe { scheduler(context) };
@@ -228,7 +228,7 @@ pub(super) unsafe fn suspend(context: *mut ThreadContext) {
     unsafe { (*yielder).suspend(()) };
 }
 
-/// Records the fault and never comes back: the block is abandoned.
+/// Records the fault and never returns: the block is abandoned.
 pub(super) unsafe fn abandon(context: *mut ThreadContext, what: String) -> ! {
     let block = unsafe { scheduler(context) };
     block.fail_at(block.current, what);
@@ -242,14 +242,14 @@ pub(super) unsafe fn abandon_access(context: *mut ThreadContext, access: BadAcce
     unsafe { never_return(context) }
 }
 
-/// Gives the processor away for good: the block has a fault, so the scheduler resumes nobody.
+/// Yields for ever: the block has a fault, so the scheduler resumes no thread.
 unsafe fn never_return(context: *mut ThreadContext) -> ! {
     loop {
         unsafe { suspend(context) };
     }
 }
 
-/// Under a schedule seed the last to arrive has no right to go first.
+/// Under a schedule seed the last thread to arrive does not necessarily continue first.
 pub(super) unsafe fn maybe_yield(context: *mut ThreadContext) {
     let block = unsafe { scheduler(context) };
     if block.ready.random.is_some() {

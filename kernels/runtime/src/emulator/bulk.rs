@@ -1,21 +1,21 @@
-//! Bulk copies into shared memory, stores to that of other blocks, and bulk additions out of it.
+//! Bulk copies into shared memory, stores to that of other blocks, and bulk additions from it.
 
 use crate::tensor_map::TensorMap;
 
-/// What a thread did whose copy has not landed when its block ends.
+/// The fault of a thread whose copy has not completed when its block ends.
 pub(super) const FORGOTTEN: &str = "issued a bulk copy that the block did not wait for";
 
-/// What is copied.
+/// The source of a copy.
 pub(super) enum BulkSource {
-    /// Bytes that lie side by side.
+    /// Contiguous bytes.
     Bytes(*const u8),
-    /// A box of a tensor, from these coordinates on.
+    /// A TMA box of a tensor, from these coordinates on.
     Box { map: TensorMap, column: i32, row: i32, matrix: i32 },
     /// A word that a thread stores.
     Word(u32),
 }
 
-/// A copy or a store to shared memory that has not landed.
+/// A copy or a store to shared memory that has not completed.
 pub(super) struct BulkCopy {
     pub(super) source: BulkSource,
     /// Block of the cluster whose shared memory it goes to.
@@ -26,7 +26,7 @@ pub(super) struct BulkCopy {
     pub(super) thread: u32,
 }
 
-/// An addition that has not read shared memory.
+/// An addition that has not read shared memory yet.
 pub(super) struct BulkAdd {
     pub(super) target: *mut f32,
     pub(super) source: u32,
@@ -37,7 +37,7 @@ pub(super) struct BulkAdd {
     pub(super) issuer_fence: u64,
 }
 
-/// What the bulk copies of one block have still to do.
+/// The unfinished bulk copies of one block.
 #[derive(Default)]
 pub struct BulkWork {
     pub(super) copies: Vec<BulkCopy>,
@@ -47,17 +47,17 @@ pub struct BulkWork {
 }
 
 impl BulkWork {
-    /// Copies into shared memory under way.
+    /// Copies into shared memory in flight.
     pub fn copies_pending(&self) -> usize {
         self.copies.len()
     }
 
-    /// Additions under way.
+    /// Additions in flight.
     pub fn adds_pending(&self) -> usize {
         self.adds.len()
     }
 
-    /// A thread whose copy into shared memory nobody has waited for.
+    /// A thread whose copy into shared memory no thread has waited for.
     pub fn forgotten_copy(&self) -> Option<u32> {
         self.copies.first().map(|copy| copy.thread)
     }

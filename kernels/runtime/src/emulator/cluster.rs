@@ -1,8 +1,8 @@
-//! Clusters: blocks that run together and reach each other's shared memory.
+//! Clusters: blocks that run together and access each other's shared memory.
 //!
-//! Most have one block. The threads of all are coroutines of one operating-system thread, which
-//! takes a piece of one block's and then of another's; under a schedule seed one block may run far
-//! ahead of the others.
+//! Most clusters have one block. The threads of all blocks are coroutines of one operating-system
+//! thread, which alternates between the blocks. Under a schedule seed one block may run far ahead
+//! of the others.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -12,15 +12,15 @@ use super::block::{Block, State};
 /// The most blocks of a cluster that every device of sm_90a runs.
 pub(super) const MOST_BLOCKS: u32 = 8;
 
-/// Steps of threads for which one block goes before the others, on average.
+/// Thread steps for which one block has priority over the others, on average.
 const STEPS_OF_A_BLOCK: [u32; 3] = [4, 256, 16384];
 
-/// The barrier of a cluster: each phase ends when all threads have arrived that have not returned.
+/// The barrier of a cluster: a phase ends when all threads that have not returned have arrived.
 #[derive(Default)]
 pub(super) struct ClusterBarrier {
     /// Threads of all blocks that have not returned.
     running: usize,
-    /// How many of them have arrived in the phase under way.
+    /// How many of them have arrived in the current phase.
     arrived: usize,
     phase: u64,
     /// Rank of the block, and thread.
@@ -28,12 +28,12 @@ pub(super) struct ClusterBarrier {
 }
 
 impl ClusterBarrier {
-    /// For so many threads of all blocks.
+    /// For this many threads of all blocks.
     pub(super) fn new(running: usize) -> Self {
         Self { running, ..Self::default() }
     }
 
-    /// Who is released, if the phase under way is complete.
+    /// The released threads, if the current phase is complete.
     fn complete(&mut self) -> Vec<(u32, u32)> {
         if self.arrived < self.running || self.arrived == 0 {
             return Vec::new();
@@ -43,7 +43,7 @@ impl ClusterBarrier {
         std::mem::take(&mut self.waiting)
     }
 
-    /// What the phase under way lacks.
+    /// What the current phase lacks.
     pub(super) fn lacks(&self) -> String {
         format!("{} of {} threads arrived", self.arrived, self.running)
     }
@@ -53,7 +53,8 @@ impl Block {
     /// Another block of the cluster, or this one.
     ///
     /// # Errors
-    /// There is none, or it has ended: its shared memory may be another cluster's by then.
+    /// No such block exists, or it has ended: its shared memory may belong to another cluster by
+    /// then.
     pub(super) fn peer(&mut self, rank: u32) -> Result<&mut Self, String> {
         let Some(&peer) = self.peers.get(rank as usize) else {
             return Err(format!(
@@ -97,8 +98,8 @@ impl Block {
         Ok(())
     }
 
-    /// Whether the running thread has to wait at the cluster's barrier, where it is then taken
-    /// down.
+    /// Whether the running thread has to wait at the cluster's barrier; if so, it is recorded as
+    /// waiting.
     pub(super) fn waits_at_cluster(&mut self) -> Result<bool, String> {
         let thread = self.current;
         let Some(arrived) = self.cluster_arrivals[thread as usize].take() else {
@@ -113,7 +114,7 @@ impl Block {
         Ok(true)
     }
 
-    /// A thread has returned: nobody waits for it at the cluster's barrier any more.
+    /// A thread has returned: the cluster's barrier no longer waits for it.
     pub(super) fn leave_cluster(&mut self, thread: u32) {
         let released = {
             let mut barrier = self.cluster.borrow_mut();
@@ -128,7 +129,7 @@ impl Block {
 
     fn release_cluster(&mut self, released: Vec<(u32, u32)>) {
         for (rank, thread) in released {
-            // A block with a thread that waits has not ended.
+            // A block with a waiting thread has not ended.
             if let Ok(block) = self.peer(rank) {
                 block.make_ready(thread);
             }
@@ -139,7 +140,7 @@ impl Block {
 /// Which block of a cluster runs next.
 pub(super) struct BlockOrder {
     blocks: usize,
-    /// The one that goes before the others, which then follow by their ranks.
+    /// The block with priority; the others follow by rank.
     first: usize,
     random: Option<(ChaCha8Rng, u32)>,
 }
@@ -154,7 +155,7 @@ impl BlockOrder {
         Self { blocks, first: 0, random }
     }
 
-    /// The ranks in the order in which their threads are asked for.
+    /// The ranks in the order in which their threads are searched.
     pub(super) fn ranks(&self) -> impl Iterator<Item = usize> + use<> {
         let (first, blocks) = (self.first, self.blocks);
         (0..blocks).map(move |rank| (first + rank) % blocks)

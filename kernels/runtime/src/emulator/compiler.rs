@@ -15,7 +15,7 @@ use crate::process::run_within;
 use crate::source::{SourceTree, emulator_headers};
 use crate::supervisor::temporary_folder;
 
-/// Options for g++ and clang++ alike. No contraction: an fma happens where the source says so.
+/// Options for g++ and clang++ alike. No contraction: an fma is used only where the source has one.
 const COMPILE_OPTIONS: &[&str] = &[
     "-std=c++20",
     "-g1",
@@ -23,21 +23,24 @@ const COMPILE_OPTIONS: &[&str] = &[
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
-    // A local array that is overrun into its function's frame is an abort, and a frame that is
-    // larger than the stack's guard a fault.
+    // An overrun of a local array within its function's frame aborts. A frame that is larger than
+    // the stack's guard faults.
     "-fstack-protector-all",
     "-fstack-clash-protection",
     "-DPARITY_EMULATOR",
     "-DPARITY_SM=90",
 ];
 
-/// What ends a launch beside a wild address: an index outside an array whose size the compiler
-/// knows (a GPU reads or spoils the neighbour in silence), an access through a pointer to a
-/// variable beyond its end, as far as the compiler sees which variable it is, a shift by more bits
-/// than there are, and an access through a pointer that is not aligned to its type, on which a GPU
-/// faults. `emulator.h` defines what a failed check calls. And loads and stores are reported, for
-/// `accesses`: by the instrumentation of the compiler's detector of races, whose library is left
-/// out.
+/// Faults that end a launch, other than a wild address:
+/// - an index outside an array whose size the compiler knows (a GPU silently reads or corrupts the
+///   neighbour),
+/// - an access through a pointer beyond the end of a variable, if the compiler knows which
+///   variable,
+/// - a shift by too many bits,
+/// - an access through a pointer that is not aligned to its type, on which a GPU faults.
+///
+/// `emulator.h` defines what a failed check calls. Loads and stores are reported for `accesses` by
+/// the instrumentation of the compiler's race detector, without its library.
 const CHECKS_OF_GCC: &[&str] = &[
     "-fsanitize=bounds-strict,object-size,shift-exponent,alignment,thread",
     "-fno-sanitize-recover=all",
@@ -52,14 +55,14 @@ const CHECKS_OF_CLANG: &[&str] = &[
     "-tsan-instrument-memintrinsics=0",
 ];
 
-/// Local variables without a value hold a pattern (-1.7e38 as a float) and not what the stack
-/// held, as a rule a zero: a sum that nobody set to zero shows in every run. Compilers older than
-/// g++ 12 do not know it.
+/// Local variables without a value hold a pattern (-1.7e38 as a float) instead of the old stack
+/// contents, which are usually zero. So a sum that is never set to zero is visible in every run.
+/// Compilers older than g++ 12 do not support it.
 const LOCAL_POISON: &str = "-ftrivial-auto-var-init=pattern";
 
-/// Names the widest vectors of this machine, which hold eight elements of a matrix product at
-/// once. Only such products use them: mixed into everything else they cost more than they save,
-/// where coroutines switch.
+/// The options for the widest vectors of this machine, which hold eight elements of an MMA at once.
+/// Only MMAs use them: in all other code they cost more than they save, because coroutines switch
+/// there.
 fn vector_options() -> &'static [&'static str] {
     #[cfg(target_arch = "x86_64")]
     {
@@ -73,17 +76,16 @@ fn vector_options() -> &'static [&'static str] {
     &[]
 }
 
-/// Kernels run as fast from -O1 as from -O2 (switching between coroutines takes most of the time),
-/// and compile in two thirds of the time. From -Og large ones run a fifth slower and compile in
-/// half the time again: what the few runs of a mutant want, and those of a build with debug
-/// assertions, which tests are.
+/// Kernels run as fast with -O1 as with -O2 (most of the time is spent on coroutine switches), and
+/// compile in two thirds of the time. With -Og large ones run a fifth slower and compile in half of
+/// that time. -Og suits the few runs of a mutant, and builds with debug assertions, such as tests.
 fn optimisation(tree: &SourceTree) -> &'static str {
     if tree.is_patched() || cfg!(debug_assertions) { "-Og" } else { "-O1" }
 }
 
-/// Of two sources that do the same, the more assembly is alike the further it is optimised. Checks
-/// stay, so that an access beyond an array is a difference; but for places in the source, which
-/// their reports and what a debugger reads would name.
+/// The more optimized the assembly of two equivalent sources is, the more similar it is. Checks
+/// stay, so that an access beyond an array is a difference. Source positions are omitted, which
+/// their reports and a debugger would name.
 const ASSEMBLY_OPTIONS: &[&str] =
     &["-O2", "-g0", "-fsanitize-undefined-trap-on-error", "-DEMULATOR_NAMES_NO_PLACES"];
 
@@ -95,7 +97,7 @@ pub fn usual_compiler() -> PathBuf {
 /// The compiler, and the cache of what it built.
 pub struct Compiler {
     path: PathBuf,
-    /// What it calls itself.
+    /// The version that it reports.
     pub version: String,
     cache: ModuleCache,
     time_limit: Duration,
@@ -103,11 +105,11 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// The one at `path`, or `PARITY_CXX`, or `c++`; a module that takes it longer than the limit
+    /// The compiler at `path`, or `PARITY_CXX`, or `c++`. A module that takes longer than the limit
     /// does not compile.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`] where it cannot be run.
+    /// [`RuntimeError::BackendMissing`] if it cannot run.
     pub fn new(cache: ModuleCache, path: Option<PathBuf>, time_limit: Duration) -> Result<Self> {
         let path = path.unwrap_or_else(usual_compiler);
         let version = compiler_version(&path)?;
@@ -117,7 +119,7 @@ impl Compiler {
     /// The shared library of a kernel file, built if it is not in the cache.
     ///
     /// # Errors
-    /// The compiler's, and the system's.
+    /// Errors of the compiler and of the system.
     pub fn build(
         &self,
         tree: &SourceTree,
@@ -131,11 +133,11 @@ impl Compiler {
         self.cache.find_or_build(&key, "so", || self.compile(tree, file, defines, &headers))
     }
 
-    /// The assembly of a kernel file: that of two trees is the same only where their modules do
-    /// the same.
+    /// The assembly of a kernel file. It is the same for two trees only if their modules do the
+    /// same.
     ///
     /// # Errors
-    /// The compiler's, and the system's.
+    /// Errors of the compiler and of the system.
     pub fn assembly(
         &self,
         tree: &SourceTree,
@@ -157,7 +159,7 @@ impl Compiler {
             .map_err(|e| RuntimeError::system(format!("reading {}", path.display()), e))
     }
 
-    /// All options of a module of `tree`, of which the first one says how far it is optimised.
+    /// All options of a module of `tree`; the first one is the optimization level.
     fn options(&self, tree: &SourceTree) -> Vec<&'static str> {
         let checks = if self.version.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
         let poison = self.poisons_locals().then_some(LOCAL_POISON);
@@ -165,7 +167,7 @@ impl Compiler {
         [optimisation(tree)].into_iter().chain(fixed).chain(poison).collect()
     }
 
-    /// Whether the compiler knows [`LOCAL_POISON`].
+    /// Whether the compiler supports [`LOCAL_POISON`].
     fn poisons_locals(&self) -> bool {
         *self.poisons_locals.get_or_init(|| {
             let Ok(scratch) = temporary_folder("compile-") else { return false };
@@ -177,7 +179,7 @@ impl Compiler {
         })
     }
 
-    /// Compiles a module in a directory of its own.
+    /// Compiles a module in a separate directory.
     fn compile(
         &self,
         tree: &SourceTree,
@@ -209,7 +211,7 @@ impl Compiler {
     }
 
     /// Compiles, pads the static shared variables, assembles, and links without the options of the
-    /// checks, so that the compiler adds no library of its own to them.
+    /// checks, so that the compiler adds no library for them.
     fn run_compiler(
         &self,
         scratch: &Path,
@@ -231,7 +233,7 @@ impl Compiler {
         Ok(scratch.join("module.so"))
     }
 
-    /// Compiles a file of `scratch` to [`ASSEMBLY`] beside it.
+    /// Compiles a file of `scratch` to [`ASSEMBLY`] in the same folder.
     fn assemble(
         &self,
         scratch: &Path,
@@ -259,7 +261,7 @@ impl Compiler {
     }
 }
 
-/// What the compiler writes, in the folder of its sources.
+/// The compiler's output file, in the folder of its sources.
 const ASSEMBLY: &str = "module.s";
 
 /// A folder with a kernel file and every header.

@@ -1,4 +1,4 @@
-//! Asynchronous copies of threads (`cp.async`) under way.
+//! Asynchronous copies of threads (`cp.async`) in flight.
 
 use std::collections::VecDeque;
 

@@ -1,8 +1,8 @@
-//! Signals: an access outside of every buffer, and a kernel that never ends, become errors.
+//! Signals: an access outside of every buffer, and an endless kernel, become errors.
 //!
-//! A coroutine that faults (or is interrupted because its launch ran out of time) is made to return
-//! from its stack at once, through corosensei's trap handler: nothing of a kernel has a destructor,
-//! so nothing is lost. The scheduler then reads what happened and reports the block and thread.
+//! A coroutine that faults (or is interrupted because its launch ran out of time) returns from its
+//! stack at once, through corosensei's trap handler. Kernel code has no destructors, so nothing is
+//! lost. The scheduler then reads the cause and reports the block and thread.
 
 use std::cell::Cell;
 use std::ptr;
@@ -18,7 +18,7 @@ use super::block::Dim3;
 pub enum Ending {
     /// The kernel returned.
     Returned,
-    /// It accessed this address, which is no memory of its own.
+    /// It accessed this address, which is not its memory.
     Segfault {
         /// The address.
         address: usize,
@@ -27,55 +27,54 @@ pub enum Ending {
     },
     /// An integer division by zero.
     DivisionByZero,
-    /// `abort`: a failed assertion, an exception that nobody catches, a local array overrun as far
-    /// as its function's frame.
+    /// `abort`: a failed assertion, an uncaught exception, a local array overrun up to its
+    /// function's frame.
     Aborted,
-    /// An instruction that the compiler put where control never comes.
+    /// An instruction that the compiler put at unreachable code.
     IllegalInstruction,
     /// The launch's time ran out while it ran.
     Interrupted,
 }
 
-/// An access to memory that cannot be; [`GuardedMemory::describe`] says which buffer it concerns.
+/// An invalid memory access; [`GuardedMemory::describe`] reports the buffer that it concerns.
 ///
 /// [`GuardedMemory::describe`]: super::memory::GuardedMemory::describe
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BadAccess {
-    /// To memory that is none of the thread's.
+    /// To memory that does not belong to the thread.
     Outside {
         /// The address.
         address: usize,
     },
-    /// Of several bytes at once, at an address that is no multiple of them.
+    /// Of several bytes at once, at an address that is not a multiple of that number.
     Misaligned {
         /// The address.
         address: usize,
         /// Bytes of the access.
         bytes: u32,
-        /// The instruction, or the type that was read or written, and where that stands in the
-        /// source.
+        /// The instruction, or the type that was read or written, and its position in the source.
         what: String,
     },
-    /// Of a byte that another block accesses, too, with no order between the two.
+    /// Of a byte that another block also accesses, with no order between the two.
     Unordered {
         /// The address.
         address: usize,
-        /// What it does.
+        /// The kind of this access.
         kind: AccessKind,
         /// The other block.
         other: Dim3,
-        /// What that one did.
+        /// The kind of the other access.
         other_kind: AccessKind,
     },
 }
 
-/// What the signal handler must know about the coroutine that this thread runs.
+/// The state of this thread's coroutine that the signal handler needs.
 #[derive(Clone, Copy)]
 pub struct Running {
     /// Makes the coroutine return.
     pub trap: CoroutineTrapHandler<Ending>,
-    /// Where the module's machine code lies: only there may a coroutine be interrupted, because
-    /// elsewhere (the allocator, say) it may hold a lock.
+    /// The range of the module's machine code. A coroutine may be interrupted only there, because
+    /// other code (the allocator, say) may hold a lock.
     pub code: (usize, usize),
 }
 
@@ -83,24 +82,24 @@ thread_local! {
     static RUNNING: Cell<Option<Running>> = const { Cell::new(None) };
 }
 
-/// Tells the handlers which coroutine this thread runs; `None` when it runs none.
+/// Sets the coroutine that this thread runs, for the handlers; `None` when it runs none.
 pub fn set_running(running: Option<Running>) {
     RUNNING.set(running);
 }
 
-/// The signal that the watchdog sends. Ignored by default, so a late one harms nobody.
+/// The signal that the watchdog sends. Ignored by default, so a late one is harmless.
 pub const INTERRUPT: libc::c_int = libc::SIGURG;
 
-/// Bytes of the stack on which a thread's handlers run: its own may be what overflowed.
+/// Bytes of the stack of a thread's handlers: the thread's own stack may have overflowed.
 const SIGNAL_STACK_BYTES: usize = 64 * 1024;
 
-/// The stack of the calling thread's handlers, as long as this lives.
+/// The handlers' stack of the calling thread, as long as this lives.
 pub struct SignalStack {
     _memory: Box<[u8]>,
 }
 
 impl SignalStack {
-    /// Gives the calling thread one.
+    /// Gives the calling thread such a stack.
     pub fn of_this_thread() -> Self {
         let mut memory = vec![0; SIGNAL_STACK_BYTES].into_boxed_slice();
         let stack =
@@ -121,8 +120,7 @@ impl Drop for SignalStack {
 
 static INSTALL: Once = Once::new();
 static mut PREVIOUS: [Option<libc::sigaction>; 6] = [None; 6];
-// What the compiler puts where control never comes is an illegal instruction on x86 and a
-// breakpoint on Arm.
+// At unreachable code the compiler puts an illegal instruction on x86 and a breakpoint on Arm.
 const HANDLED: [libc::c_int; 6] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT];
 
@@ -188,8 +186,7 @@ mod context {
     }
 }
 
-/// Makes the interrupted coroutine return `ending`, if this thread runs one and stands on its
-/// stack.
+/// Makes the interrupted coroutine return `ending`, if this thread runs one and is on its stack.
 unsafe fn end_coroutine(
     context: *mut libc::c_void,
     ending: impl FnOnce(usize) -> Ending,
@@ -209,8 +206,8 @@ unsafe fn end_coroutine(
     let ending = ending(stack_pointer);
     RUNNING.set(None);
     // SAFETY: the stack pointer lies within this coroutine (checked above), the registers are
-    // stored into the interrupted context as the trap handler asks, and kernel code owns nothing
-    // that would have to be dropped.
+    // stored into the interrupted context as the trap handler requires, and kernel code owns
+    // nothing that would have to be dropped.
     let regs = unsafe { running.trap.setup_trap_handler(move || ending) };
     context::redirect(context, &regs);
     true
@@ -236,7 +233,7 @@ extern "C" fn on_signal(
     if unsafe { end_coroutine(context, ending, false) } {
         return;
     }
-    // Not ours: hand the signal to whoever had it before (Rust's own stack-overflow report).
+    // Not ours: pass the signal to the previous handler (Rust's stack-overflow report).
     // SAFETY: PREVIOUS was written before the handler was reachable and never changes.
     unsafe {
         if let Some(slot) = HANDLED.iter().position(|&s| s == signal)

@@ -1,4 +1,4 @@
-//! The emulated device itself: memory, modules and launches of the process that it lives in.
+//! The emulated device itself: memory, modules and launches in its process.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,7 +13,7 @@ use super::module::EmulatorModule;
 use super::shared::{Schedule, Shared};
 use crate::error::{Result, RuntimeError};
 
-/// What a worker process works on.
+/// The state of a worker process.
 pub struct Host {
     shared: Arc<Shared>,
     modules: HashMap<u64, EmulatorModule>,
@@ -21,7 +21,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Without buffers and modules; `memory` is the file that its device has.
+    /// Without buffers and modules; `memory` is the file of its device.
     pub fn new(time_limit: Duration, memory: File) -> Self {
         fault::install_handlers();
         let workers = std::thread::available_parallelism().map_or(1, usize::from);
@@ -35,11 +35,10 @@ impl Host {
         Self { shared: Arc::new(shared), modules: HashMap::new(), next_module: 0 }
     }
 
-    /// Does what is asked for; `bytes` came along.
+    /// Handles a request; `bytes` came with it.
     ///
     /// # Errors
-    /// Those of loading and launching, of memory that cannot be had, and of a module that is not
-    /// there.
+    /// Errors of loading and launching, missing memory, and an unknown module.
     pub fn serve(&mut self, request: Request, bytes: &[u8]) -> Result<Answer> {
         match request {
             Request::Load { path, file } => return self.load(&path, &file),

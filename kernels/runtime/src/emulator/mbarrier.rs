@@ -1,7 +1,7 @@
 //! Barriers in shared memory that count arrivals and bytes, phase after phase.
 //!
-//! The state lives here, by the barrier's offset in the block's dynamic shared memory; the 8 bytes
-//! there hold a stamp, which shows whoever stores over them through a pointer.
+//! The state is kept here, by the barrier's offset in the block's dynamic shared memory. The 8
+//! bytes there hold a stamp, which shows stores through a pointer.
 
 use std::collections::BTreeMap;
 
@@ -19,11 +19,11 @@ pub struct Mbarrier {
     pub(super) arrivals: u32,
     /// Arrivals that the current phase still needs.
     pub(super) missing: u32,
-    /// Bytes that the current phase expects and that have not landed; negative while more have
-    /// landed than were announced.
+    /// Bytes that the current phase expects and that have not arrived; negative while more have
+    /// arrived than were announced.
     pub(super) missing_bytes: i64,
     pub(super) completed_phases: u64,
-    /// Threads that wait for the phase under way.
+    /// Threads that wait for the current phase.
     pub(super) waiting: Vec<u32>,
 }
 
@@ -32,16 +32,16 @@ impl Mbarrier {
         Self { arrivals, missing: arrivals, ..Self::default() }
     }
 
-    /// Whether a wait for the phase of this parity returns at once: the phase under way has the
-    /// other one.
+    /// Whether a wait for the phase of this parity returns at once: the current phase has the other
+    /// parity.
     pub fn passed(&self, parity: u32) -> bool {
         (self.completed_phases & 1) as u32 != parity
     }
 
-    /// One arrival; gives the threads that it releases.
+    /// One arrival; returns the threads that it releases.
     ///
     /// # Errors
-    /// The phase has all its arrivals already and only waits for bytes.
+    /// The phase has all its arrivals already and waits only for bytes.
     pub fn arrive(&mut self) -> Result<Vec<u32>, String> {
         if self.missing == 0 {
             return Err(format!("all {} arrivals of its phase have come already", self.arrivals));
@@ -54,7 +54,7 @@ impl Mbarrier {
         self.missing_bytes += i64::from(bytes);
     }
 
-    /// Bytes have landed; gives the threads that this releases.
+    /// Bytes have arrived; returns the threads that this releases.
     pub fn land(&mut self, bytes: u32) -> Vec<u32> {
         self.missing_bytes -= i64::from(bytes);
         self.complete()
@@ -74,8 +74,8 @@ impl Mbarrier {
 #[derive(Debug, Default)]
 pub struct Mbarriers {
     pub(super) by_offset: BTreeMap<u32, Mbarrier>,
-    /// Where their stamps are, one behind the other in the order of their initialisation: looked
-    /// at whenever a thread stops.
+    /// The positions of their stamps, in the order of initialization: checked whenever a thread
+    /// stops.
     stamps: Vec<*mut [u8; MBARRIER_BYTES as usize]>,
 }
 
@@ -107,7 +107,7 @@ impl Mbarriers {
         }
         self.by_offset.insert(offset, Mbarrier::new(arrivals));
         let stamp = shared.wrapping_add(offset as usize).cast();
-        // SAFETY: it lies within the block's shared memory, as was just asked.
+        // SAFETY: it lies within the block's shared memory, as just checked.
         unsafe { std::ptr::write_unaligned(stamp, STAMP) };
         self.stamps.push(stamp);
         Ok(())
@@ -116,19 +116,19 @@ impl Mbarriers {
     /// The mbarrier at `offset`.
     ///
     /// # Errors
-    /// None was initialised there.
+    /// No mbarrier was initialized there.
     pub fn at(&mut self, offset: u32) -> Result<&mut Mbarrier, String> {
         self.by_offset
             .get_mut(&offset)
             .ok_or_else(|| format!("mbarrier at offset {offset:#x}: used before its init"))
     }
 
-    /// Whether a thread waits for the phase under way of the mbarrier at `offset`.
+    /// Whether a thread waits for the current phase of the mbarrier at `offset`.
     pub fn is_awaited(&self, offset: u32) -> bool {
         self.by_offset.get(&offset).is_some_and(|barrier| !barrier.waiting.is_empty())
     }
 
-    /// What the phase under way of the mbarrier at `offset` lacks.
+    /// What the current phase of the mbarrier at `offset` lacks.
     pub fn lacks(&self, offset: u32) -> String {
         let Some(barrier) = self.by_offset.get(&offset) else {
             return "none was initialised".into();
@@ -139,8 +139,8 @@ impl Mbarriers {
         )
     }
 
-    /// Says so where a store through a pointer has spoilt an mbarrier of the shared memory that
-    /// begins at `shared`.
+    /// Reports a store through a pointer that corrupted an mbarrier of the shared memory that
+    /// starts at `shared`.
     pub fn spoilt(&self, shared: *const u8) -> Option<String> {
         // SAFETY: see `init`; no thread runs meanwhile.
         let is_spoilt = |stamp: &&*mut [u8; MBARRIER_BYTES as usize]| unsafe { stamp.read_unaligned() } != STAMP;
@@ -148,7 +148,7 @@ impl Mbarriers {
         Some(format!("stored over the mbarrier at offset {offset:#x}"))
     }
 
-    /// Says so where `bytes` bytes at `offset` overlap an mbarrier.
+    /// Reports an overlap of `bytes` bytes at `offset` with an mbarrier.
     pub fn overlap(&self, offset: u32, bytes: u32) -> Option<String> {
         let (&barrier, _) = self.by_offset.range(..offset.saturating_add(bytes)).next_back()?;
         (barrier + MBARRIER_BYTES > offset)

@@ -1,8 +1,8 @@
-//! Buffers between guard pages, and the names by which a bad address is reported.
+//! Buffers between guard pages, and their names for the report of a bad address.
 //!
-//! A device and its worker process map the same file of memory at the same addresses: the device
-//! fills and reads what kernels of the worker work on. Only the device places buffers; the worker
-//! is told where they are ([`Placed`]).
+//! A device and its worker process map the same memory file at the same addresses: the device fills
+//! and reads the buffers of the worker's kernels. Only the device places buffers; it sends their
+//! positions to the worker ([`Placed`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,19 +18,19 @@ use super::fault::BadAccess;
 use crate::backend::{Allocation, Placement, Reservation, granules};
 use crate::error::{Result, RuntimeError};
 
-/// Bytes of inaccessible memory on each side of a buffer. Wide, so that an index that is off by a
-/// row or two of a large tensor still lands in it.
+/// Bytes of inaccessible memory on each side of a buffer. Wide, so that an index with an error of a
+/// row or two of a large tensor still hits it.
 const GUARD_BYTES: usize = 1 << 20;
 
-/// The same for a reserved buffer: an offset of 32 bits that wrapped, times the largest element's
-/// 4 bytes, lands in it whether it is read as signed or as unsigned, and not in some other buffer.
+/// The same for a reserved buffer. A wrapped 32-bit offset, times the largest element's 4 bytes,
+/// hits it as a signed or an unsigned value, and does not hit another buffer.
 const RESERVED_GUARD_BYTES: usize = 4 << 32;
 
-/// Bytes of the largest reserved buffer. A process has 128 of these.
+/// Bytes of the largest reserved buffer. A process has address space for 128 of these.
 const MOST_RESERVED_BYTES: usize = 1 << 40;
 
-/// Most touched ranges of a reserved buffer. Each splits a mapping, of which Linux grants a
-/// process 65530.
+/// Most touched ranges of a reserved buffer. Each splits a mapping; Linux allows 65530 mappings for
+/// a process.
 const MOST_RANGES: usize = 8192;
 
 /// Address space of this process, unmapped when dropped.
@@ -39,29 +39,30 @@ struct Mapping {
     bytes: usize,
 }
 
-/// Where global memory lies, so that code can tell its accesses from those to stacks and shared
-/// memory at a glance (`emulator.h`). Systems place nothing there unless they are asked to.
+/// The address range of global memory, so that code can quickly distinguish it from stacks and
+/// shared memory (`emulator.h`). Systems place nothing there by default.
 const GLOBAL: Range<usize> = 1 << 44..5 << 44;
 
-/// How many places are tried for a buffer, some of which others still have.
+/// The most places that are tried for a buffer; some are still in use.
 const MOST_PLACES: usize = 10_000;
 
-/// Where the next buffer of global memory is asked for.
+/// The next address for a buffer of global memory.
 static NEXT_GLOBAL: AtomicUsize = AtomicUsize::new(GLOBAL.start);
 
 impl Mapping {
-    /// Inaccessible bytes of the private memory of this process, wherever the system has room.
+    /// Inaccessible bytes of the private memory of this process, at any address.
     fn private(bytes: usize) -> io::Result<Self> {
         Self::new(0, bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
     }
 
-    /// Inaccessible bytes of global memory, in a place that nobody had for long.
+    /// Inaccessible bytes of global memory, at an address that was not used recently.
     fn global(bytes: usize, file: &File) -> io::Result<Self> {
         for _ in 0..MOST_PLACES {
             let start =
                 NEXT_GLOBAL.fetch_add(bytes.next_multiple_of(GUARD_BYTES), Ordering::Relaxed);
             if start.checked_add(bytes).is_none_or(|end| end > GLOBAL.end) {
-                // All of it was used once: from the start again, where most buffers are long gone.
+                // All of it was used once: continue from the start, where most buffers are already
+                // freed.
                 NEXT_GLOBAL.store(GLOBAL.start, Ordering::Relaxed);
                 continue;
             }
@@ -77,13 +78,13 @@ impl Mapping {
         Err(io::ErrorKind::OutOfMemory.into())
     }
 
-    /// Inaccessible bytes of global memory at this address: those of the file that lie as far
-    /// behind its start.
+    /// Inaccessible bytes of global memory at this address: the part of the file at the same
+    /// distance from its start.
     fn of_file(start: usize, bytes: usize, file: &File) -> io::Result<Self> {
         let offset = start.checked_sub(GLOBAL.start).ok_or(io::ErrorKind::InvalidInput)?;
         let how = libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE;
         let mapping = Self::new(start, bytes, how, file.as_raw_fd(), offset as libc::off_t)?;
-        // Systems that do not know the flag take the address for a wish.
+        // Systems that do not support the flag take the address only as a hint.
         if mapping.start == start { Ok(mapping) } else { Err(io::ErrorKind::AddrInUse.into()) }
     }
 
@@ -135,13 +136,13 @@ struct Region {
     mapping: Mapping,
 }
 
-/// Where a buffer lies.
+/// The position of a buffer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Placed {
     name: String,
-    /// Its mapping, guard pages and all.
+    /// Its mapping, including guard pages.
     mapped: Range<usize>,
-    /// Its first byte, and how many it has.
+    /// Its first byte, and its size.
     data: usize,
     data_bytes: usize,
     /// Pages that can be accessed.
@@ -150,17 +151,17 @@ pub struct Placed {
 
 /// All buffers of one emulated device, in one of its two processes.
 pub struct GuardedMemory {
-    /// What global memory is.
+    /// The file of global memory.
     file: File,
     /// By mapping start.
     regions: Mutex<BTreeMap<usize, Region>>,
 }
 
-/// A file of zeros in memory, which takes only what is written to, and is gone with its last
+/// A file of zeros in memory. Only written pages take memory, and it is gone with its last
 /// descriptor.
 pub fn file_of_memory(bytes: u64) -> io::Result<File> {
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: the name is a C string; the descriptor that comes back is owned by nobody else.
+    // SAFETY: the name is a C string; nothing else owns the returned descriptor.
     let file = match unsafe { libc::memfd_create(c"parity".as_ptr(), flags) } {
         -1 => return Err(io::Error::last_os_error()),
         descriptor => File::from(unsafe { OwnedFd::from_raw_fd(descriptor) }),
@@ -169,8 +170,8 @@ pub fn file_of_memory(bytes: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// A file for the global memory of a device. It takes the memory that is written to, and is gone
-/// with its last process. A kernel that finds it cannot make it shorter than what is mapped of it.
+/// A file for the global memory of a device. Only written pages take memory, and it is gone with
+/// its last process. A kernel that finds it cannot truncate the mapped part.
 pub fn new_file() -> io::Result<File> {
     let file = file_of_memory((GLOBAL.end - GLOBAL.start) as u64)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
@@ -194,12 +195,12 @@ pub fn of_machine() -> u64 {
 }
 
 impl GuardedMemory {
-    /// Without buffers; the file is [`new_file`]'s.
+    /// Without buffers; the file comes from [`new_file`].
     pub fn of(file: File) -> Self {
         Self { file, regions: Mutex::default() }
     }
 
-    /// What global memory is.
+    /// The file of global memory.
     pub fn file(&self) -> &File {
         &self.file
     }
@@ -208,12 +209,12 @@ impl GuardedMemory {
         self.regions.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Where all buffers lie.
+    /// The positions of all buffers.
     pub fn placed(&self) -> Vec<Placed> {
         self.regions().values().map(|region| region.placed.clone()).collect()
     }
 
-    /// Where the buffer at this address lies.
+    /// The position of the buffer at this address.
     pub fn placed_at(&self, allocation: &Allocation) -> Option<Placed> {
         let data = allocation.address as usize;
         let regions = self.regions();
@@ -240,8 +241,8 @@ impl GuardedMemory {
             .map(|made| made.allocation)
     }
 
-    /// Maps the dynamic shared memory of a block: its end touches a guard page, and where it
-    /// begins matters to nobody.
+    /// Maps the dynamic shared memory of a block: its end touches a guard page, and its start is
+    /// arbitrary.
     pub fn allocate_shared(&self, bytes: usize) -> Result<Allocation> {
         let (placement, mapping) = (Placement::FlushBack, Mapping::private);
         let made = self.map(
@@ -273,7 +274,7 @@ impl GuardedMemory {
         if bytes > MOST_RESERVED_BYTES {
             return Err(too_large(bytes, MOST_RESERVED_BYTES, "bytes of addresses"));
         }
-        // Before anything is mapped: how many there are does not depend on where they lie, but for
+        // Before any mapping: the number of ranges does not depend on their addresses, except for
         // two that share a page.
         if touched.len() > MOST_RANGES {
             return Err(too_large(touched.len(), MOST_RANGES, "ranges of memory far apart"));
@@ -285,8 +286,8 @@ impl GuardedMemory {
         })
     }
 
-    /// Maps a buffer and makes those of its pages accessible that `choose` names, given all of
-    /// them and the address of the first usable byte.
+    /// Maps a buffer and makes the pages accessible that `choose` returns, from all its pages and
+    /// the address of the first usable byte.
     fn map(
         &self,
         name: &str,
@@ -305,7 +306,7 @@ impl GuardedMemory {
         let mapping = make(mapped).map_err(failed)?;
         let start = mapping.start + guard;
         let front_band = match placement {
-            // Kernels may rely on 16-byte alignment, so up to 15 bytes behind the end stay a band.
+            // Kernels may rely on 16-byte alignment, so up to 15 bytes after the end remain a band.
             Placement::FlushBack => (usable - bytes) / 16 * 16,
             Placement::FlushFront => 0,
         };
@@ -335,12 +336,12 @@ impl GuardedMemory {
         }
     }
 
-    /// Unmaps a buffer, and gives its memory back, which is both processes'.
+    /// Unmaps a buffer, and frees its memory for both processes.
     pub fn release(&self, placed: &Placed) {
         self.forget(placed);
         let Range { start, end } = placed.mapped;
         let (offset, bytes) = ((start - GLOBAL.start) as libc::off_t, (end - start) as libc::off_t);
-        // SAFETY: of an open file; nobody uses these bytes any more.
+        // SAFETY: of an open file; nothing uses these bytes any more.
         unsafe {
             libc::fallocate(
                 self.file.as_raw_fd(),
@@ -358,7 +359,7 @@ impl GuardedMemory {
         drop(region);
     }
 
-    /// Says which buffer an access concerned.
+    /// Describes the buffer that an access concerned.
     pub fn describe(&self, access: &BadAccess) -> String {
         match access {
             BadAccess::Outside { address } => self.describe_outside(*address),
@@ -404,7 +405,7 @@ impl GuardedMemory {
                 let place = if offset < 0 {
                     format!("{} bytes before the start", -offset)
                 } else if offset < bytes as i128 {
-                    // All of an ordinary buffer can be accessed, so that this one is reserved.
+                    // An ordinary buffer is fully accessible, so this one is reserved.
                     format!("{offset} bytes past the start, in the gap between rows")
                 } else {
                     format!("{} bytes past the end", offset - bytes as i128)
@@ -416,8 +417,8 @@ impl GuardedMemory {
         }
     }
 
-    /// The buffer that `address` belongs to or lies near: its name, the offset from its start, its
-    /// bytes.
+    /// The buffer that contains `address` or is next to it: its name, the offset from its start,
+    /// its bytes.
     fn place(&self, address: usize) -> Option<(String, i128, usize)> {
         let regions = self.regions();
         let (_, near) = regions.range(..=address).next_back()?;

@@ -1,4 +1,4 @@
-//! What the emulator's device and its worker process say to each other, beside the parameters of a
+//! The messages between the emulator's device and its worker process, without the parameters of a
 //! launch.
 
 use std::path::PathBuf;
@@ -9,8 +9,8 @@ use super::memory::Placed;
 use crate::backend::KernelExports;
 use crate::worker::failure::Failure;
 
-/// What a worker is asked for. The first three are answered; what went wrong with another is what
-/// the next of them says.
+/// Requests to a worker. The first three are answered. An error of another request is the answer to
+/// the next of these three.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// Loads a compiled module; answered by [`Answer::Module`].
@@ -23,7 +23,7 @@ pub enum Request {
     Map(Placed),
     /// Unmaps it.
     Unmap(Placed),
-    /// Gives a module back.
+    /// Unloads a module.
     Unload { module: u64 },
     /// The schedule of later launches.
     Schedule { seed: Option<u64> },
@@ -37,15 +37,15 @@ impl Request {
     }
 }
 
-/// What a worker answers.
+/// Answers of a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
-    /// It is done.
+    /// Success without a result.
     Done,
     /// A module is loaded under this number.
     Module(u64),
     /// Of a kernel.
     Exports(KernelExports),
-    /// It could not be done.
+    /// The request failed.
     Failed(Failure),
 }

@@ -4,24 +4,24 @@
 //!
 //! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/runtime/emulator/*.h`
 //!   into a shared library.
-//! - `pads`: what lies between static shared arrays, so that who writes beyond one is seen.
-//! - `module`: loads it; a launch spreads its blocks over the cores, and `watchdog` ends it when
-//!   it takes too long.
-//! - [`schedule`]: runs the blocks of one cluster, as a rule one, each CUDA thread a coroutine;
-//!   who runs next is `order`'s choice and, of blocks, `cluster`'s. `work` does what is
-//!   asynchronous at some moment that the rules allow.
-//! - `host_api`: what a thread calls when it has to wait for others or asks for asynchronous work.
-//! - `block`: the state of a block, of which `copies`, `mbarrier`, `async_proxy`, `bulk` and
-//!   `wgmma` hold a part each: asynchronous copies, and Hopper's machinery, that of
-//!   `include/hopper.h`.
-//! - `accesses`: who accessed which bytes of global memory, so that no two blocks do without an
+//! - `pads`: bytes between static shared arrays that show writes beyond an array.
+//! - `module`: loads the library. A launch spreads its blocks over the cores, and `watchdog` ends
+//!   it when it takes too long.
+//! - [`schedule`]: runs the blocks of one cluster, usually one block, each CUDA thread as a
+//!   coroutine. `order` chooses the next thread and `cluster` the next block. `work` performs
+//!   asynchronous work at a time that the rules allow.
+//! - `host_api`: the functions that a thread calls to wait for others or to issue asynchronous
+//!   work.
+//! - `block`: the state of a block. `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` each
+//!   hold a part of it: asynchronous copies, and the Hopper features of `include/hopper.h`.
+//! - `accesses`: which blocks accessed which bytes of global memory, to find conflicts without an
 //!   order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
-//! - `worker`: kernels run in a process of their own ([`super::worker`]), which a device starts,
-//!   asks (`message`) and replaces when a kernel ends it; `serve` is its side, `host` what it
-//!   works on, `progress` where it stood.
+//! - `worker`: kernels run in a separate process ([`super::worker`]). A device starts it, sends
+//!   requests (`message`) and replaces it when a kernel ends it. `serve` is the worker's side,
+//!   `host` its state, `progress` its current position.
 //!
-//! But for the last, each imports only what stands below it in this list.
+//! Except for the last, each imports only modules below it in this list.
 
 mod accesses;
 mod async_proxy;
@@ -65,23 +65,23 @@ use super::error::Result;
 use super::matrix::{MatrixLibrary, MatrixProduct, multiply_on_host};
 use super::source::SourceTree;
 
-/// Multiprocessors that launchers size their grids by, whatever the host: few, so that in a small
-/// case a block has a second turn, and what a case exercises is the same on every machine.
+/// SMs by which launchers size their grids, on any host. The number is small, so that in a small
+/// case a block processes several work tiles, and a case tests the same on every machine.
 const MULTIPROCESSORS: u32 = 5;
 
-/// How launches are scheduled, how long they may take, and how much memory they may use.
+/// The schedule of launches, their time limit, and their memory limit.
 #[derive(Clone, Debug)]
 pub struct EmulatorOptions {
     /// Seed of a random, reproducible schedule; `None` for the deterministic one.
     pub schedule_seed: Option<u64>,
-    /// A launch that takes longer ends with an error.
+    /// A launch that takes longer fails.
     pub time_limit: Duration,
     /// The C++ compiler; `None` for `PARITY_CXX`, or `c++`.
     pub compiler: Option<PathBuf>,
-    /// A module that takes the compiler longer does not compile.
+    /// A module that takes longer to compile fails.
     pub compile_limit: Duration,
-    /// Bytes that the process of the kernels may have for data: buffers, stacks, and what a kernel
-    /// allocates. All that the machine has, unless said otherwise.
+    /// Bytes that the kernels' process may use for data: buffers, stacks, and allocations of a
+    /// kernel. By default all memory of the machine.
     pub memory: u64,
 }
 
@@ -97,7 +97,7 @@ impl Default for EmulatorOptions {
     }
 }
 
-/// Device that runs kernels on the host's cores, in a process of their own.
+/// Device that runs kernels on the host's cores, in a separate process.
 pub struct EmulatorBackend {
     environment: Environment,
     compiler: Compiler,
@@ -228,7 +228,7 @@ impl Backend for EmulatorBackend {
     }
 }
 
-/// A product on the host in the place of a library's.
+/// A GEMM on the host in place of a library's.
 impl MatrixLibrary for EmulatorBackend {
     fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
         multiply_on_host(self, product).map(|()| true)

@@ -24,10 +24,10 @@ use crate::error::{Result, RuntimeError};
 /// CUDA's limit of threads in a block.
 const THREADS_PER_BLOCK: u64 = 1024;
 
-/// Byte that fills shared memory before a block starts: NaN in every floating-point type; under a
-/// schedule seed what blocks before it might have left in turn: zeros, numbers of ordinary size,
-/// or negative ones, which are large as unsigned integers. Comparisons take NaN for nothing, so
-/// that a kernel which reads what nobody stored may not show it by NaN alone.
+/// Byte that fills shared memory before a block starts: NaN in every floating-point type. Under a
+/// schedule seed it alternates between contents that earlier blocks might have left: zeros, values
+/// of ordinary size, or negative ones, which are large as unsigned integers. Comparisons with NaN
+/// are false, so NaN alone may not show a read of unwritten memory.
 fn shared_poison(turn: Option<u64>) -> u8 {
     turn.map_or(0xff, |turn| [0xc0, 0x3f, 0][(turn % 3) as usize])
 }
@@ -113,7 +113,7 @@ impl EmulatorModule {
             drop(handles);
         });
         match first_fault.into_inner().unwrap_or_else(|e| e.into_inner()) {
-            // Nothing else went wrong, so it was the watchdog that stopped the launch.
+            // No other fault occurred, so the watchdog stopped the launch.
             Some((_, fault)) if fault.what == STOPPED => {
                 Err(BlockFault { what: TIME_LIMIT.into(), ..fault })
             }
@@ -122,7 +122,7 @@ impl EmulatorModule {
         }
     }
 
-    /// One worker: takes cluster after cluster until none is left or one failed.
+    /// One worker: runs one cluster after the other until none is left or one failed.
     fn work(
         &self,
         launch: &BlockLaunch<'_>,
@@ -165,15 +165,15 @@ impl EmulatorModule {
             progress::leave_block();
             if let Err(mut fault) = ran {
                 launch.cancelled.store(true, Ordering::Relaxed);
-                // Here, because the shared memory is among the buffers for as long as this worker
-                // has it.
+                // Here, because the shared memory is among the buffers only while this worker has
+                // it.
                 if let Some(access) = &fault.access {
                     fault.what = memory.describe(access);
                 }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
-                // A block that was merely stopped may come here before the one whose fault stopped
-                // it: any fault is kept before a stop, and the fault of the lowest block before
-                // another.
+                // A block that was only stopped may come here before the block whose fault stopped
+                // it. Any fault has priority over a stop, and the fault of the lowest block over
+                // that of another.
                 let rank = |index: u64, fault: &BlockFault| (fault.what == STOPPED, index);
                 if slot
                     .as_ref()
@@ -187,7 +187,7 @@ impl EmulatorModule {
         self.shared.stacks.lock().unwrap_or_else(|e| e.into_inner()).append(&mut stacks);
     }
 
-    /// Takes as many pooled stacks as a block has threads; the block maps those still missing.
+    /// Takes pooled stacks, one for each thread of a block; the block maps the missing ones.
     fn refill(&self, stacks: &mut Vec<DefaultStack>, threads: usize) {
         if stacks.len() < threads {
             let mut pool = self.shared.stacks.lock().unwrap_or_else(|e| e.into_inner());
@@ -196,7 +196,7 @@ impl EmulatorModule {
         }
     }
 
-    /// Refuses what a device would; gives the blocks of a cluster.
+    /// Rejects what a device would reject; returns the blocks of a cluster.
     fn check_launch(
         &self,
         kernel: &str,
@@ -318,8 +318,8 @@ impl EmulatorModule {
             )
         };
         let grid = Dim3::new(grid);
-        // Accesses of a lone block have an order, and what others access is the same under every
-        // schedule: one tells.
+        // Accesses of a single block have an order. The set of accesses of several blocks is the
+        // same under every schedule: one schedule is enough.
         let watched = schedule_seed.is_some() && grid.count() > 1;
         let launch = BlockLaunch {
             entry,

@@ -12,23 +12,23 @@ pub(super) struct ReadySet {
     pub(super) random: Option<RandomOrder>,
 }
 
-/// How long a priority may last: for about two steps of a warp, in which warps mix, or for so many
-/// that a warp is done with a tile, or with its whole work, before another begins.
+/// The duration of a priority. About two steps of a warp mix the warps. With the larger values a
+/// warp completes a tile, or its whole work, before another starts.
 const STEPS_OF_A_PRIORITY: [u32; 3] = [64, 1024, 16384];
-/// How many sixteenths of a block's asynchronous work may be done in the moment of its issue.
+/// Sixteenths of a block's asynchronous work that complete at the time of issue.
 const DONE_AT_ONCE: [u32; 3] = [0, 4, 16];
 
 pub(super) struct RandomOrder {
     pub(super) rng: ChaCha8Rng,
     pub(super) by_warp: Vec<Vec<u32>>,
-    /// A permutation of the warps: the first with a ready lane runs. Drawn anew now and then, so
-    /// that one warp may run far ahead of, or far behind, all others.
+    /// A permutation of the warps: the first with a ready lane runs. It changes at random, so that
+    /// one warp may run far ahead of, or far behind, all others.
     pub(super) priority: Vec<u32>,
-    /// Steps of a thread between two such draws, on average; one of [`STEPS_OF_A_PRIORITY`].
+    /// Steps of a thread between two changes, on average; one of [`STEPS_OF_A_PRIORITY`].
     pub(super) steps: u32,
-    /// Sixteenths of the copies that land in the moment of their issue; one of [`DONE_AT_ONCE`].
+    /// Sixteenths of the copies that complete at the time of issue; one of [`DONE_AT_ONCE`].
     pub(super) copies_at_once: u32,
-    /// The same of matrix products, which then read their operands.
+    /// The same for MMAs, which then read their operands.
     pub(super) products_at_once: u32,
     pub(super) ready: usize,
 }

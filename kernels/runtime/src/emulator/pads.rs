@@ -1,25 +1,25 @@
-//! Pads around static shared arrays, so that a kernel that writes beyond one is caught in the act.
+//! Pads around static shared arrays, so that a kernel that writes beyond one is caught at once.
 //!
-//! A GPU lays a block's static shared arrays side by side: what is written beyond one silently
-//! spoils its neighbour. The compiler sees an index that it can follow; here the others are
-//! caught. Static shared variables are thread-local variables of the module, which the compiler
-//! leaves to the assembler as so many bytes of zero ([`padded`] adds a pad behind each, and one
-//! where a row of them begins). What lies between two variables of the library that comes of it is
-//! a pad ([`Pads::of`]); it is filled with a pattern before a block starts, and must hold it
-//! whenever a thread of the block gives the processor away. The pattern is NaN in the
-//! floating-point types that kernels add in, for those who only read.
+//! A GPU places a block's static shared arrays next to each other: a write beyond one silently
+//! corrupts its neighbour. The compiler checks the indices that it can follow; the pads catch the
+//! others. Static shared variables are thread-local variables of the module, which the compiler
+//! passes to the assembler as zero bytes. [`padded`] adds a pad after each, and one before the
+//! first of a row. In the resulting library, the bytes between two variables are a pad
+//! ([`Pads::of`]). It is filled with a pattern before a block starts, and must hold it whenever a
+//! thread of the block yields. The pattern is NaN in the floating-point types that kernels add in,
+//! so that reads are visible as well.
 
 use std::fmt::Write as _;
 
-/// Bytes of a pad: an overrun is seen if it is no further away.
+/// Bytes of a pad: an overrun within this distance is seen.
 const PAD_BYTES: usize = 1024;
 
-/// Bytes of a pad, at either end, that are looked at whenever a thread stops running; the others
-/// when the block ends. What is written beyond an array is as a rule written right behind it, or
-/// right before.
+/// Bytes at either end of a pad that are checked whenever a thread stops running; the others are
+/// checked when the block ends. A write beyond an array is usually directly after it, or directly
+/// before.
 const EDGE_BYTES: usize = 64;
 
-/// What pads hold, over and over: bf16, fp32 and f64 NaN, and no integer that a kernel would store.
+/// The repeated pattern of pads: bf16, fp32 and f64 NaN, and no integer that a kernel would store.
 const PATTERN: [u8; 2] = [0xa5, 0xff];
 
 static FILLED: [u8; PAD_BYTES] = {
@@ -32,8 +32,8 @@ static FILLED: [u8; PAD_BYTES] = {
     filled
 };
 
-/// The compiler's assembly with a pad behind each thread-local variable that has no value of its
-/// own, and before the first.
+/// The compiler's assembly with a pad after each thread-local variable without an initial value,
+/// and before the first.
 pub fn padded(assembly: &str) -> String {
     let mut text = String::with_capacity(assembly.len() + 4096);
     let mut among_variables = false;
@@ -57,19 +57,19 @@ pub fn padded(assembly: &str) -> String {
     text
 }
 
-/// A stretch of a module's thread-local storage that belongs to no variable.
+/// A range of a module's thread-local storage that belongs to no variable.
 #[derive(Debug, PartialEq, Eq)]
 struct Pad {
     /// Bytes from the storage's start.
     start: usize,
     bytes: usize,
-    /// The variable before it, and how many bytes of that lie before the pad's start (its size).
+    /// The variable before it, and the distance from that variable to the pad's start (its size).
     before: Option<String>,
-    /// The variable behind it.
+    /// The variable after it.
     behind: Option<String>,
 }
 
-/// What emulator.h keeps for each thread beside static shared memory.
+/// The thread-local variables of emulator.h other than static shared memory.
 const OWN_VARIABLES: [&str; 2] = ["context", "own_storage"];
 
 /// The pads of a module.
@@ -77,7 +77,7 @@ const OWN_VARIABLES: [&str; 2] = ["context", "own_storage"];
 pub struct Pads(Vec<Pad>);
 
 impl Pads {
-    /// Those of a shared library of this machine; `None` if it is no such library.
+    /// The pads of a shared library of this machine; `None` if it is not such a library.
     pub fn of(library: &[u8]) -> Option<Self> {
         let elf = Elf::of(library)?;
         let mut variables = elf.thread_local_variables()?;
@@ -105,8 +105,8 @@ impl Pads {
 }
 
 impl Pads {
-    /// A static shared variable of the module, if it has any: a thread-local one that is not the
-    /// emulator's own.
+    /// A static shared variable of the module, if it has any: a thread-local variable that does not
+    /// belong to the emulator.
     pub fn static_shared(&self) -> Option<&str> {
         let names = self.0.iter().flat_map(|pad| [&pad.before, &pad.behind]).flatten();
         names.map(String::as_str).find(|name| !OWN_VARIABLES.contains(name))
@@ -129,12 +129,12 @@ impl<'a> PadsOfThread<'a> {
         Self { pads, storage }
     }
 
-    /// Puts the pattern there.
+    /// Writes the pattern.
     pub fn fill(&self) {
         for pad in self.pads {
             for done in (0..pad.bytes).step_by(PAD_BYTES) {
                 let bytes = (pad.bytes - done).min(PAD_BYTES);
-                // SAFETY: a pad lies within the storage, which `new` was promised.
+                // SAFETY: a pad is within the storage, by the contract of `new`.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         FILLED.as_ptr(),
@@ -146,11 +146,10 @@ impl<'a> PadsOfThread<'a> {
         }
     }
 
-    /// What was written where no variable is since [`PadsOfThread::fill`]: at the ends of a pad,
-    /// or anywhere in it.
+    /// Writes to the pads since [`PadsOfThread::fill`]: at the ends of a pad, or anywhere in it.
     pub fn overrun(&self, anywhere: bool) -> Option<String> {
         self.pads.iter().find_map(|pad| {
-            // SAFETY: a pad lies within the storage, which `new` was promised, and no thread of
+            // SAFETY: a pad is within the storage, by the contract of `new`, and no thread of
             // the block runs now.
             let held =
                 unsafe { std::slice::from_raw_parts(self.storage.add(pad.start), pad.bytes) };
@@ -162,7 +161,7 @@ impl<'a> PadsOfThread<'a> {
     }
 }
 
-/// Whether these bytes of a pad, of which the first is byte `start`, hold the pattern.
+/// Whether these bytes of a pad, starting at byte `start`, hold the pattern.
 fn holds_pattern(start: usize, held: &[u8]) -> bool {
     let phase = start % PATTERN.len();
     held.chunks(PAD_BYTES - PATTERN.len()).all(|held| *held == FILLED[phase..phase + held.len()])
@@ -199,8 +198,7 @@ struct Variable {
 /// A shared library in memory, of 64 bits and this machine's byte order.
 struct Elf<'a>(&'a [u8]);
 
-/// Type of the segment of thread-local storage, of the table of symbols, and of a thread-local
-/// symbol.
+/// Types of the segment of thread-local storage, of the symbol table, and of a thread-local symbol.
 const PT_TLS: u32 = 7;
 const SHT_SYMTAB: u32 = 2;
 const STT_TLS: u8 = 6;
@@ -226,8 +224,8 @@ impl<'a> Elf<'a> {
         self.bytes(at).and_then(|bytes| usize::try_from(u64::from_ne_bytes(bytes)).ok())
     }
 
-    /// Offsets of the entries of a table whose place, size of entry and count stand at these
-    /// offsets of the header.
+    /// Offsets of the entries of a table whose position, entry size and count are at these offsets
+    /// of the header.
     fn table(
         &self,
         place: usize,
@@ -259,7 +257,7 @@ impl<'a> Elf<'a> {
         let mut variables = Vec::new();
         for symbol in (start..end).step_by(entry.max(1)) {
             let [kind, _] = self.bytes(symbol + 4)?;
-            // A symbol of section 0 is another library's.
+            // A symbol of section 0 belongs to another library.
             if kind & 15 == STT_TLS && self.u16(symbol + 6)? != 0 {
                 let name =
                     variable_name(self.text(names.checked_add(self.u32(symbol)? as usize)?)?)
@@ -280,8 +278,8 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// The last identifier of a C++ symbol's name, which is that of the variable: an identifier is
-/// written as its length and its letters. The symbol itself where it is none of C++.
+/// The last identifier of a C++ symbol's name, which is the variable's name: an identifier is
+/// encoded as its length and its letters. Returns the symbol itself if it is not a C++ symbol.
 fn variable_name(symbol: &str) -> &str {
     if !symbol.starts_with("_Z") {
         return symbol;

@@ -1,5 +1,5 @@
-//! Where a worker process stands, in memory that its device can read when the process is gone:
-//! which block each of its threads runs, and which thread of it.
+//! The progress of a worker process, in memory that its device can read when the process is gone:
+//! the current block of each of its threads, and the current CUDA thread.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::block::Dim3;
 use super::memory::file_of_memory;
 
-/// Most threads whose blocks are told.
+/// Most threads whose blocks are recorded.
 const SLOTS: usize = 256;
 
-/// What a thread of the worker runs.
+/// What a thread of the worker currently runs.
 #[repr(C)]
 #[derive(Default)]
 struct Slot {
@@ -28,7 +28,7 @@ struct Slot {
 
 const IDLE: u32 = 0;
 const RUNNING: u32 = 1;
-/// It is this thread that ends the process.
+/// This thread ends the process.
 const ENDING: u32 = 2;
 
 /// Memory that a device shares with its worker.
@@ -42,7 +42,7 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 impl Page {
-    /// A file in memory for one; it goes with its last descriptor.
+    /// A memory file for one page; it is gone with its last descriptor.
     pub fn file() -> io::Result<File> {
         file_of_memory(size_of::<[Slot; SLOTS]>() as u64)
     }
@@ -68,13 +68,13 @@ impl Page {
     }
 
     fn slots(&self) -> &[Slot] {
-        // SAFETY: the file was made with room for so many, zero bytes are idle slots, and the
-        // mapping lives as long as `self`.
+        // SAFETY: the file was made with room for that many slots, zero bytes are idle slots, and
+        // the mapping lives as long as `self`.
         unsafe { std::slice::from_raw_parts(self.slots.as_ptr(), SLOTS) }
     }
 
-    /// The blocks that ran when the worker ended, each with its thread: that of the thread which
-    /// ended it, where one says so.
+    /// The blocks that ran when the worker ended, each with its thread. If a thread is marked as
+    /// the one that ended it, only that one.
     pub fn running(&self) -> Vec<(Dim3, Dim3)> {
         let in_state = |state| {
             self.slots().iter().filter(move |slot| slot.state.load(Ordering::Relaxed) == state)
@@ -100,14 +100,14 @@ impl Slot {
     }
 }
 
-/// The page of this process, where it is a worker.
+/// The page of this process, if it is a worker.
 static PAGE: OnceLock<Page> = OnceLock::new();
 
 thread_local! {
     static SLOT: Cell<Option<&'static Slot>> = const { Cell::new(None) };
 }
 
-/// Makes this process's progress known on a page.
+/// Publishes this process's progress on a page.
 pub fn tell(page: Page) {
     let _ = PAGE.set(page);
     // SAFETY: both functions take a handler without arguments; this one stores to memory that is
@@ -128,8 +128,8 @@ extern "C" fn on_exit() {
     }
 }
 
-/// What the calling thread, number `number` of the launch's, runs from now on is told in a slot of
-/// its own.
+/// Records what the calling thread, number `number` of the launch, runs from now on, in a separate
+/// slot.
 pub fn take_slot(number: usize) {
     SLOT.set(PAGE.get().and_then(|page| page.slots().get(number)));
 }

@@ -1,12 +1,11 @@
-//! The blocks of a cluster, as a rule one: their threads, what each waits for, and who runs next.
+//! The blocks of a cluster, usually one: their threads, what each waits for, and which runs next.
 //!
-//! A thread runs until it has to wait. Waiting is arrival at a rendezvous: a warp collective (all
+//! A thread runs until it has to wait. To wait is to arrive at a rendezvous: a warp collective (all
 //! lanes of the mask, one operation), a barrier (a count of threads), that of a cluster
 //! ([`cluster`]) or an mbarrier ([`mbarrier`]). The last to arrive releases the others.
-//! Asynchronous work (copies, bulk copies, matrix products) is done at a random moment under a
-//! schedule seed, and as late as possible without one. When nobody can run, nothing is on its way
-//! and somebody waits, the block has diverged, and that is an error which names who waits for
-//! what.
+//! Asynchronous work (copies, bulk copies, MMAs) completes at a random time under a schedule seed,
+//! and as late as possible without one. If no thread can run, nothing is in flight and a thread
+//! waits, the block has diverged. The error names which threads wait for what.
 //!
 //! [`cluster`]: super::cluster
 //! [`mbarrier`]: super::mbarrier
@@ -35,21 +34,20 @@ use super::pads::PadsOfThread;
 use super::progress;
 use super::wgmma::Products;
 
-/// Why a block that did nothing wrong was abandoned.
+/// Why a block without a fault was abandoned.
 pub const STOPPED: &str = "the launch was stopped";
 /// Why a launch was stopped.
 pub const TIME_LIMIT: &str = "did not end within the time limit";
 
-/// What a thread did that called `abort`; what it says about it stands on the standard error
-/// stream.
+/// The fault of a thread that called `abort`; its message is on the standard error stream.
 const ABORTED: &str = "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
 
-/// A piece of a parameter struct, as aligned as any field may be.
+/// A unit of a parameter struct, with the largest alignment of any field.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub struct ParamUnit(pub [u8; 64]);
 
-/// What a block needs of its module and launch.
+/// The properties of the module and the launch that a block needs.
 pub struct BlockLaunch<'a> {
     /// `<kernel>_entry`.
     pub entry: unsafe extern "C" fn(*const c_void),
@@ -57,13 +55,13 @@ pub struct BlockLaunch<'a> {
     pub enter: unsafe extern "C" fn(*mut ThreadContext),
     /// Machine code of the module.
     pub code: (usize, usize),
-    /// Extent of the grid.
+    /// Size of the grid.
     pub grid: Dim3,
-    /// Extent of a block.
+    /// Size of a block.
     pub block: Dim3,
     /// Blocks of a cluster, neighbours in x.
     pub cluster: u32,
-    /// What its blocks access in global memory, where that is asked for.
+    /// The recorded accesses of its blocks to global memory, if they are recorded.
     pub accesses: Option<Arc<Accesses>>,
     /// Parameter struct.
     pub params: &'a [ParamUnit],
@@ -71,19 +69,19 @@ pub struct BlockLaunch<'a> {
     pub schedule_seed: Option<u64>,
     /// Byte that fills shared memory before a block starts.
     pub shared_poison: u8,
-    /// Set when the launch's time ran out or another block failed.
+    /// Set when the launch ran out of time or another block failed.
     pub cancelled: &'a AtomicBool,
 }
 
 impl BlockLaunch<'_> {
-    /// How many clusters there are along each axis.
+    /// The number of clusters along each axis.
     pub fn clusters(&self) -> Dim3 {
         Dim3 { x: self.grid.x / self.cluster, ..self.grid }
     }
 }
 
-/// Runs the blocks of a cluster to their ends, of which `first` is the first and `shared` has each
-/// one's shared memory.
+/// Runs the blocks of a cluster to their ends. `first` is the first block, and `shared` has the
+/// shared memory of each.
 ///
 /// # Errors
 /// The first fault; all other threads are abandoned.
@@ -181,8 +179,8 @@ fn drive(
     }
 }
 
-/// The block and the thread that run next; `None` where all have returned, somebody has failed, or
-/// nobody can run any more.
+/// The block and the thread that run next; `None` if all have returned, one has failed, or none can
+/// run.
 ///
 /// # Safety
 /// The pointers are those of [`drive`], and no thread runs.
@@ -210,7 +208,7 @@ unsafe fn next_thread(schedulers: &[*mut Block], order: &BlockOrder) -> Option<(
 
 impl Block {
     /// Block `block_idx` of a launch, before any of its threads has run: its coroutines and its
-    /// cluster are still to come.
+    /// cluster are set later.
     fn new(
         launch: &BlockLaunch<'_>,
         block_idx: Dim3,
@@ -264,12 +262,12 @@ impl Block {
         })
     }
 
-    /// That of its schedule.
+    /// The seed of its schedule.
     fn seed(&self, launch: &BlockLaunch<'_>) -> Option<u64> {
         launch.schedule_seed.map(|seed| block_seed(seed, self.contexts[0].block_idx))
     }
 
-    /// Nothing may be left undone that uses shared memory when the block's is given to another.
+    /// No work that uses shared memory may be unfinished when the block's memory is reused.
     fn check_end(&self) -> Result<(), BlockFault> {
         if let Some(thread) = self.bulk.forgotten_copy() {
             return Err(self.fault_at(thread, FORGOTTEN.into()));
@@ -306,7 +304,8 @@ impl Block {
         self.fail_at(thread, what);
     }
 
-    /// Nobody can run and somebody waits: says who waits for what, and who never came.
+    /// No thread can run and some wait: reports which threads wait for what, and which never
+    /// arrived.
     fn divergence(&self) -> BlockFault {
         let waiting = |state: &State| !matches!(state, State::Exited | State::Ready);
         let first = self.states.iter().position(waiting).unwrap_or(0);
@@ -376,7 +375,7 @@ impl Block {
 /// A coroutine that is one CUDA thread.
 type Thread = Coroutine<(), (), Ending, DefaultStack>;
 
-/// Bytes of stack for one CUDA thread; mapped lazily, with a guard page. CUDA gives a thread 512
+/// Bytes of stack for one CUDA thread; mapped lazily, with a guard page. CUDA allows a thread 512
 /// KiB of local memory.
 const STACK_BYTES: usize = 1024 * 1024;
 

@@ -1,4 +1,4 @@
-//! The worker process's side of the emulator: does what its device asks for.
+//! The worker process's side of the emulator: handles the requests of its device.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -14,7 +14,7 @@ use super::message::{Answer, Request};
 use super::progress::{self, Page};
 use crate::worker::link::Link;
 
-/// What a worker starts with.
+/// The start parameters of a worker.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Start {
     /// Descriptor of the file of a [`Page`].
@@ -25,7 +25,7 @@ pub struct Start {
     pub time_limit: Duration,
 }
 
-/// Does what is asked for, until nobody asks any more, which is an error.
+/// Handles requests until the connection is closed, which is an error.
 ///
 /// # Errors
 /// A connection that is closed, by the device or by a kernel.
@@ -43,7 +43,7 @@ pub fn serve(start: Start, link: &mut Link) -> io::Result<Infallible> {
         let (request, bytes) = link.receive::<Request>()?;
         let is_answered = request.is_answered();
         let done = match failed.take() {
-            // What was asked for relies on what could not be done.
+            // The request depends on an earlier one that failed.
             Some(earlier) if is_answered => Err(earlier),
             earlier => host.serve(request, &bytes).map_err(|error| earlier.unwrap_or(error)),
         };

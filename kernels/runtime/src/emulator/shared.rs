@@ -1,4 +1,4 @@
-//! What modules share with the device that loaded them.
+//! The state that modules share with the device that loaded them.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use corosensei::stack::DefaultStack;
 
 use super::memory::GuardedMemory;
 
-/// Dynamic shared memory of a block: what an H100 or H200 offers.
+/// Dynamic shared memory of a block, as on an H100 or H200.
 pub const SHARED_BYTES_PER_BLOCK: u64 = 227 * 1024;
 
-/// What modules share with the device that loaded them.
+/// The state that modules share with the device that loaded them.
 pub struct Shared {
     pub memory: GuardedMemory,
     pub time_limit: Duration,
@@ -19,10 +19,10 @@ pub struct Shared {
     pub stacks: Mutex<Vec<DefaultStack>>,
 }
 
-/// The schedule of the launches to come.
+/// The schedule of later launches.
 pub struct Schedule {
     /// Seed of a random schedule; `None` for the deterministic one.
     pub seed: Option<u64>,
-    /// Launches since the seed was set: each has a schedule of its own.
+    /// Launches since the seed was set: each has a different schedule.
     pub launches: u64,
 }

@@ -24,7 +24,7 @@ impl Drop for CountAtEnd<'_> {
 }
 
 impl Watchdog {
-    /// For so many workers.
+    /// For this many workers.
     pub fn new(workers: usize) -> Self {
         Self { running: Mutex::new(workers), workers: Mutex::default(), changed: Condvar::new() }
     }
@@ -39,7 +39,7 @@ impl Watchdog {
         CountAtEnd(self)
     }
 
-    /// Returns once every worker has ended. Nobody may join them before that.
+    /// Returns once every worker has ended. No worker may be joined before that.
     pub fn watch(&self, limit: Duration, cancelled: &AtomicBool) {
         let mut running = self.running.lock().unwrap_or_else(|e| e.into_inner());
         let (mut wait, mut signalled) = (limit, false);
@@ -48,7 +48,7 @@ impl Watchdog {
             let (guard, timeout) = waited.unwrap_or_else(|e| e.into_inner());
             running = guard;
             if *running > 0 && timeout.timed_out() {
-                // The signal first, so that the endless thread is the one that is named; the flag
+                // The signal first, so that the endless thread is the one in the error; the flag
                 // then stops workers that are between two coroutines.
                 for &worker in self.workers.lock().unwrap_or_else(|e| e.into_inner()).iter() {
                     // SAFETY: the caller keeps every worker joinable until this function returns.

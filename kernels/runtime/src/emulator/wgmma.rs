@@ -1,9 +1,9 @@
-//! Warpgroup matrix products under way.
+//! Warpgroup MMAs in flight.
 //!
-//! Each warp of a warpgroup computes its own 16 rows. From the issue of a product to the wait that
-//! covers it the accumulators in the lanes hold poison; the true ones are kept here. The products
-//! of a warp read their operands in shared memory one after the other, each at some moment between
-//! its issue and that wait.
+//! Each warp of a warpgroup computes 16 rows. From the issue of an MMA to the wait that covers it,
+//! the accumulators in the lanes hold poison; the true ones are kept here. The MMAs of a warp read
+//! their operands in shared memory one after the other, each at some time between its issue and
+//! that wait.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ pub(super) const GROUP_WARPS: u32 = 4;
 /// Rows that one warp computes.
 pub(super) const ROWS: usize = 16;
 
-/// One warp's part of one product. Mirror of `emulator::WarpProduct` in `emulator.h`.
+/// One warp's part of one MMA. Mirror of `emulator::WarpProduct` in `emulator.h`.
 #[derive(Clone)]
 #[repr(C)]
 pub struct WarpProduct {
@@ -36,7 +36,7 @@ pub struct WarpProduct {
 }
 
 impl WarpProduct {
-    /// What must be the same in all warps of a warpgroup.
+    /// The parts that must be the same in all warps of a warpgroup.
     pub(super) fn common(&self) -> [u64; 3] {
         let flags = [self.a_in_registers, self.a_transposed, self.b_transposed, self.accumulate];
         let flags =
@@ -61,19 +61,19 @@ pub(super) struct Issued {
     pub(super) issuer_fence: u64,
 }
 
-/// Accumulators that belong to products under way.
+/// Accumulators of MMAs in flight.
 pub(super) struct Accumulators {
-    /// Any product of them: says where they are.
+    /// Any of these MMAs: it has the positions of the accumulators.
     pub(super) product: WarpProduct,
     /// Row after row.
     pub(super) values: Vec<f32>,
-    /// Group of the newest product.
+    /// Group of the newest MMA.
     pub(super) group: u32,
 }
 
 #[derive(Default)]
 pub(super) struct WarpQueue {
-    /// Products that have not read their operands yet, oldest first.
+    /// MMAs that have not read their operands yet, oldest first.
     pub(super) issued: VecDeque<Issued>,
     pub(super) held: Vec<Accumulators>,
     /// Groups that each lane has committed.
@@ -83,12 +83,12 @@ pub(super) struct WarpQueue {
     pub(super) count: usize,
 }
 
-/// The products of one block.
+/// The MMAs of one block.
 #[derive(Default)]
 pub struct Products {
-    /// By warp; empty before the first product.
+    /// By warp; empty before the first MMA.
     pub(super) warps: Vec<WarpQueue>,
-    /// By warpgroup: what each product was, in the order of issue.
+    /// By warpgroup: the common parts of each MMA, in the order of issue.
     pub(super) sequence: Vec<Vec<[u64; 3]>>,
     pub(super) pending: usize,
 }
@@ -102,12 +102,12 @@ impl Products {
         &mut self.warps[warp as usize]
     }
 
-    /// Products that have not read their operands.
+    /// MMAs that have not read their operands.
     pub fn pending(&self) -> usize {
         self.pending
     }
 
-    /// A warp that issued fewer products than another of its warpgroup, and how many each did.
+    /// A warp that issued fewer MMAs than another of its warpgroup, and both numbers.
     pub fn unequal(&self) -> Option<(u32, usize, usize)> {
         let most = |warp: usize| self.sequence[warp / GROUP_WARPS as usize].len();
         let behind = self.warps.iter().enumerate().find(|(warp, queue)| queue.count < most(*warp));

@@ -1,5 +1,5 @@
-//! A block's asynchronous work is done: copies land, additions and matrix products read shared
-//! memory. At a random moment under a schedule seed, and as late as possible without one.
+//! Performs a block's asynchronous work: copies complete, additions and MMAs read shared memory.
+//! This happens at a random time under a schedule seed, and as late as possible without one.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -12,7 +12,7 @@ use super::copies::{CopyArrival, PendingCopy};
 use crate::tensor_map::{BOX_ROW_BYTES, TensorMap};
 
 impl Block {
-    /// Under a schedule seed asynchronous work may be done at any moment.
+    /// Under a schedule seed asynchronous work may complete at any time.
     pub(super) fn land_some_work(&mut self) {
         let kinds = [
             self.copies_pending,
@@ -48,7 +48,7 @@ impl Block {
         }
     }
 
-    /// Nobody can run: does a piece of the asynchronous work that some thread may wait for.
+    /// No thread can run: performs a part of the asynchronous work that some thread may wait for.
     pub(super) fn land_awaited_work(&mut self) -> bool {
         let (bulk, arrivals) = (self.bulk.copies_pending(), self.arrivals_pending);
         let (threads, mut first_bulk, mut take_bulk) = (self.copies.len(), 0, bulk > 0);
@@ -63,7 +63,7 @@ impl Block {
             self.land_bulk_copy(first_bulk);
             return true;
         }
-        // Sooner those that release somebody: what nobody waits for may be late.
+        // Work that releases a thread comes first: work that no thread waits for may be late.
         let order = || (self.next_arrival..threads).chain(0..self.next_arrival);
         let next = |thread: usize| self.copies[thread].arrivals.front();
         let awaited = |&thread: &usize| {
@@ -78,7 +78,7 @@ impl Block {
         true
     }
 
-    /// Lands those of the thread's copies that `wanted` names.
+    /// Completes those of the thread's copies that `wanted` selects.
     pub(super) fn land_copies(&mut self, thread: usize, wanted: impl Fn(&PendingCopy) -> bool) {
         let mut index = 0;
         while index < self.copies[thread].pending.len() {
@@ -90,8 +90,8 @@ impl Block {
         }
     }
 
-    /// Copies that nobody waited for still land before the block is gone; not when their thread
-    /// returns, since a thread that returns waits for nothing.
+    /// Copies that no thread waited for still complete before the block ends. They do not complete
+    /// when their thread returns, because a thread that returns waits for nothing.
     pub(super) fn land_last_copies(&mut self) {
         for thread in 0..self.copies.len() {
             self.land_copies(thread, |_| true);
@@ -106,7 +106,7 @@ impl Block {
         copy.land();
     }
 
-    /// Queues an arrival of the thread behind the copies that it has issued.
+    /// Queues an arrival of the thread after the copies that it has issued.
     pub(super) fn queue_arrival(&mut self, thread: u32, offset: u32) {
         let copies = &mut self.copies[thread as usize];
         copies.arrivals.push_back(CopyArrival { offset, behind: copies.issued });
@@ -114,7 +114,7 @@ impl Block {
         self.fire_arrivals(thread as usize);
     }
 
-    /// Lets the thread's arrivals happen whose copies have all landed.
+    /// Performs the thread's arrivals whose copies have all completed.
     pub(super) fn fire_arrivals(&mut self, thread: usize) {
         while let Some(&CopyArrival { offset, behind }) = self.copies[thread].arrivals.front() {
             if self.copies[thread].pending.iter().any(|copy| copy.number < behind) {
@@ -141,14 +141,14 @@ impl Block {
         Ok(())
     }
 
-    /// `bytes` bytes have landed that the mbarrier at `offset` counts.
+    /// `bytes` bytes have arrived that the mbarrier at `offset` counts.
     pub(super) fn mbarrier_landing(&mut self, offset: u32, bytes: u32) -> Result<(), String> {
         let released = self.mbarriers.at(offset)?.land(bytes);
         released.into_iter().for_each(|thread| self.make_ready(thread));
         Ok(())
     }
 
-    /// Lands the copy with this index (in the order of issue).
+    /// Completes the copy with this index (in the order of issue).
     pub(super) fn land_bulk_copy(&mut self, index: usize) {
         let copy = self.bulk.copies.remove(index);
         let thread = copy.thread;
@@ -161,7 +161,7 @@ impl Block {
         }
     }
 
-    /// A copy lands in this block's shared memory.
+    /// A copy arrives in this block's shared memory.
     fn receive_bulk_copy(&mut self, copy: BulkCopy) -> Result<(), String> {
         let target = self.proxy.pointer(copy.target);
         // SAFETY: the issuing thread read the source's ends (of a box those of each row) and
@@ -206,7 +206,7 @@ impl Block {
         }
     }
 
-    /// Lets the warp's oldest product read its operands; false where none is under way.
+    /// The warp's oldest MMA reads its operands; returns false if none is in flight.
     pub(super) fn land_product(&mut self, warp: u32) -> bool {
         let Some(queue) = self.products.warps.get_mut(warp as usize) else { return false };
         let Some(issued) = queue.issued.pop_front() else { return false };
@@ -222,8 +222,8 @@ impl Block {
     }
 }
 
-/// Writes a box of a tensor to `target`: rows of 128 bytes, whose eight chunks of 16 bytes stand
-/// at chunk ^ (row % 8), and zeros where the tensor has none.
+/// Writes a TMA box of a tensor to `target`: rows of 128 bytes, whose eight chunks of 16 bytes are
+/// at chunk ^ (row % 8), and zeros outside of the tensor.
 ///
 /// # Safety
 /// `target` has room for the box, and the bytes that the map names can be read.

@@ -1,5 +1,5 @@
-//! A device's side of its worker process ([`super::serve`]): asks it, and starts another when it
-//! is gone.
+//! A device's side of its worker process ([`super::serve`]): sends requests, and starts another
+//! process when it is gone.
 
 use std::fs::File;
 use std::io;
@@ -17,20 +17,20 @@ use crate::error::{Result, RuntimeError};
 use crate::worker::process::Process;
 use crate::worker::program::Work;
 
-/// What a launch may take beyond its time limit: its worker's own watchdog, which names block and
+/// Time that a launch may take beyond its limit. The worker's own watchdog, which names block and
 /// thread, comes first.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// What does not depend on which process it is.
+/// The limits, which are the same for every process.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Of a launch.
+    /// Time limit of a launch.
     pub time: Duration,
-    /// Bytes that the process may have for data.
+    /// Bytes that the process may use for data.
     pub memory: u64,
 }
 
-/// A worker process, and those that follow it.
+/// A worker process, and its successors.
 pub struct Worker {
     limits: Limits,
     memory: GuardedMemory,
@@ -53,10 +53,10 @@ struct Running {
 }
 
 impl Worker {
-    /// None runs before it is needed.
+    /// No process runs before it is needed.
     ///
     /// # Errors
-    /// Memory that cannot be had.
+    /// Memory that cannot be allocated.
     pub fn new(limits: Limits) -> Result<Arc<Self>> {
         let file = memory::new_file()
             .map_err(|e| RuntimeError::system("making a file for global memory", e))?;
@@ -67,7 +67,7 @@ impl Worker {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Asks the process that runs, or a new one.
+    /// Sends a request to the running process, or to a new one.
     fn ask(&self, state: &mut State, request: &Request, bytes: &[u8]) -> Result<Answer> {
         let process = match &mut state.process {
             Some(process) => process,
@@ -94,21 +94,21 @@ impl Worker {
         }
     }
 
-    /// Tells the process that runs, if one does: a later one is told all that holds then.
+    /// Notifies the running process, if one runs; a later one gets the whole state when it starts.
     fn tell(&self, state: &mut State, request: &Request) {
         if state.process.is_some() {
-            // Should the process have ended, the next request starts another.
+            // If the process has ended, the next request starts another.
             let _ = self.ask(state, request, &[]);
         }
     }
 
-    /// Places a buffer, and tells the process of it.
+    /// Places a buffer, and notifies the process.
     pub fn place<M>(
         &self,
         make: impl FnOnce(&GuardedMemory) -> Result<M>,
         at: impl FnOnce(&M) -> Allocation,
     ) -> Result<M> {
-        // Held for both: a process that starts in between would be told twice.
+        // Held for both: a process that starts in between would get the buffer twice.
         let mut state = self.state();
         let made = make(&self.memory)?;
         if let Some(placed) = self.memory.placed_at(&at(&made)) {
@@ -126,7 +126,7 @@ impl Worker {
         }
     }
 
-    /// The schedule of launches from now on, of processes to come as well.
+    /// The schedule of launches from now on, also in later processes.
     pub fn set_schedule_seed(&self, seed: Option<u64>) {
         let mut state = self.state();
         state.schedule = seed;
@@ -155,8 +155,8 @@ impl Running {
         self.process.ask(request, bytes, self.time_limit).map(|(answer, _)| answer)
     }
 
-    /// What becomes of a process that did not answer: it ends, if it has not, and what it did is
-    /// an error.
+    /// Handles a process that did not answer: it ends, if it has not ended yet, and the cause
+    /// becomes an error.
     fn end(mut self, request: &Request, error: &io::Error) -> RuntimeError {
         let what = self.process.fate(error, super::schedule::TIME_LIMIT);
         let blocks = self.page.running();
@@ -186,17 +186,17 @@ impl Running {
     }
 }
 
-/// A module that the worker has loaded, or loads again where its process is another.
+/// A module that the worker has loaded; a new process loads it again.
 pub struct WorkerModule {
     worker: Arc<Worker>,
     path: PathBuf,
     file: String,
-    /// The process that has it, by when it was started, and its number there.
+    /// The start number of the process that has it, and the module's number there.
     loaded: Mutex<(u64, u64)>,
 }
 
 impl WorkerModule {
-    /// Loads what the compiler built from `file`.
+    /// Loads the compiler's output for `file`.
     pub fn load(worker: &Arc<Worker>, path: &Path, file: &str) -> Result<Self> {
         let module = Self {
             worker: worker.clone(),
@@ -208,7 +208,7 @@ impl WorkerModule {
         Ok(module)
     }
 
-    /// Does something with the module's number in the process that runs.
+    /// Applies a function to the module's number in the running process.
     fn with<T>(
         &self,
         state: &mut State,

@@ -1,4 +1,4 @@
-//! The process that the device is in.
+//! The process that contains the device.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -13,7 +13,7 @@ use crate::emulator::{EmulatorBackend, EmulatorOptions};
 use crate::error::{Result, RuntimeError};
 use crate::worker::link::Link;
 
-/// Does what is asked for, until nobody asks any more, which is an error.
+/// Handles requests until the connection is closed, which is an error.
 ///
 /// # Errors
 /// A connection that is closed.
@@ -23,11 +23,11 @@ pub fn serve(link: &mut Link) -> io::Result<Infallible> {
         _ => Err(out_of_turn("nothing was opened")),
     };
     let backend = match backend {
-        // A GPU's context goes with the process: what hangs in it is not waited for.
+        // A GPU's context ends with the process: hanging work in it is not waited for.
         Ok(backend) => ManuallyDrop::new(backend),
         Err(error) => {
             link.answer(&Answer::Failed { failure: error.into(), lost: true }, &[])?;
-            // Its device has no use for it.
+            // The requesting device no longer needs it.
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
     };
@@ -61,19 +61,19 @@ fn out_of_turn(what: &str) -> RuntimeError {
     RuntimeError::system("working for a device", io::Error::other(what))
 }
 
-/// What the process works on.
+/// The state of the process.
 struct Host<'b> {
     backend: &'b dyn Backend,
     modules: HashMap<u64, Box<dyn LoadedModule>>,
     recorded: HashMap<u64, Box<dyn Recorded + 'b>>,
-    /// Given out so far, to either.
+    /// Numbers allocated so far, for modules and recordings.
     numbers: u64,
-    /// Spans of work that have begun and not ended.
+    /// Spans of work that have started and not ended.
     within: u32,
 }
 
 impl Host<'_> {
-    /// Does what is asked for, and answers.
+    /// Handles a request, and answers.
     fn serve(&mut self, request: Request, bytes: &[u8], link: &mut Link) -> io::Result<()> {
         let mut downloaded = Vec::new();
         let done = match request {
@@ -85,7 +85,7 @@ impl Host<'_> {
             other => self.work(other, bytes),
         };
         let answer = done.unwrap_or_else(|error| {
-            // After a fault every call says so, and waiting for nothing does, too.
+            // After a fault every call fails, including a synchronize without work.
             let lost = self.within == 0 && self.backend.synchronize().is_err();
             downloaded.clear();
             Answer::Failed { failure: error.into(), lost }
@@ -146,8 +146,8 @@ impl Host<'_> {
         Ok(Answer::Done)
     }
 
-    /// Does what is asked for until the span ends, in the midst of what measures or records it;
-    /// what is left to answer is the end, or the beginning where it could not begin.
+    /// Handles requests until the span ends, inside the call that measures or records it. The
+    /// remaining answer is that of the end, or of the start if it failed.
     fn span(&mut self, span: Span, link: &mut Link) -> io::Result<Result<Answer>> {
         let backend = self.backend;
         let mut broken = Ok(());
@@ -177,7 +177,7 @@ impl Host<'_> {
         broken.map(|()| done)
     }
 
-    /// Whether the work of the span went well.
+    /// Whether the work of the span succeeded.
     fn until_end(&mut self, link: &mut Link) -> io::Result<bool> {
         loop {
             match link.receive()? {

@@ -1,4 +1,4 @@
-//! What a device in another process is asked for, and what it answers.
+//! The requests to a device in another process, and its answers.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::source::SourceTree;
 use crate::tensor_map::{MapWords, TensorMap};
 use crate::worker::failure::Failure;
 
-/// The methods of [`Backend`](crate::backend::Backend) and of what it loads and records. Each is
+/// The methods of [`Backend`](crate::backend::Backend) and of its modules and recordings. Each is
 /// answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
@@ -77,19 +77,19 @@ pub enum Request {
         bytes: usize,
     },
     Synchronize,
-    /// Whether there is a library of matrix products; answered by [`Answer::Has`].
+    /// Whether there is a library for GEMMs; answered by [`Answer::Has`].
     MatrixLibrary,
-    /// Has it multiply; answered by [`Answer::Has`].
+    /// Lets the library multiply; answered by [`Answer::Has`].
     Multiply(MatrixProduct),
     /// Answered by [`Answer::TensorMap`].
     TensorMap(TensorMap),
     Schedule {
         seed: Option<u64>,
     },
-    /// What comes from here to [`Request::End`] is timed or recorded.
+    /// Requests from here to [`Request::End`] are timed or recorded.
     Begin(Span),
-    /// Answered by [`Answer::Taken`] or [`Answer::Recorded`]; `failed` where the work went wrong
-    /// on the device's side of the connection.
+    /// Answered by [`Answer::Taken`] or [`Answer::Recorded`]; `failed` if the work failed on the
+    /// device's side of the connection.
     End {
         failed: bool,
     },
@@ -102,7 +102,7 @@ pub enum Request {
     },
 }
 
-/// What happens to a span of work.
+/// The purpose of a span of work.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum Span {
     /// [`Backend::time`](crate::backend::Backend::time).
@@ -117,7 +117,7 @@ pub enum Span {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
     Done,
-    /// The device is open, and may be one that records work.
+    /// The device is open; it may support recording.
     Opened {
         environment: Environment,
         records: bool,
@@ -128,10 +128,10 @@ pub enum Answer {
     Reserved(Reservation),
     Taken(Duration),
     Recorded(u64),
-    /// Whether there is what was asked for.
+    /// Whether the requested thing exists.
     Has(bool),
     TensorMap(MapWords),
-    /// It could not be done; `lost` where nothing can be, from now on.
+    /// The request failed; `lost` if all later requests fail as well.
     Failed {
         failure: Failure,
         lost: bool,

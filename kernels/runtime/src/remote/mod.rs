@@ -1,12 +1,11 @@
-//! A device in a process of its own.
+//! A device in a separate process.
 //!
-//! An illegal address or instruction of a kernel leaves a GPU's context unusable for the rest of
-//! its process, and a kernel that never ends holds it up for ever. So the context is in a [worker
-//! process](super::worker): `host` is its side, which has the actual device, and [`RemoteBackend`]
-//! the one that looks like it. A fault fails the launch that made it, with what the driver says; a
-//! request that takes too long ends the process, and is the fault of what was launched last. The
-//! next case gets a new process, once everything that lay in the memory of the old one was given
-//! back.
+//! An illegal address or instruction of a kernel makes a GPU's context unusable for the rest of its
+//! process, and an endless kernel blocks it for ever. So the context is in a [worker
+//! process](super::worker): `host` is its side, with the actual device, and [`RemoteBackend`] has
+//! the same interface here. A fault fails the launch that caused it, with the driver's message. A
+//! request that takes too long ends the process, and counts as the fault of the last launch. The
+//! next case gets a new process, after all memory of the old one was freed.
 
 pub(super) mod host;
 mod message;
@@ -32,19 +31,19 @@ use super::tensor_map::{MapWords, TensorMap};
 use super::worker::process::Process;
 use super::worker::program::Work;
 
-/// How long a compiler may take for a module.
+/// Time limit of the compilation of a module.
 const COMPILE_LIMIT: Duration = Duration::from_secs(600);
 
-/// How many kernels an error names at most.
+/// The most kernels that an error names.
 const NAMED: usize = 8;
 
-/// What an error calls a product of the library.
+/// The name of a library's GEMM in errors.
 const LIBRARY: &str = "a library's matrix product";
 
-/// How a device in another process is treated.
+/// Options of a device in another process.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteOptions {
-    /// What takes longer, a launch and all that waits for it included, ends with an error.
+    /// A longer request fails; its time includes a launch and all that waits for it.
     pub time_limit: Duration,
 }
 
@@ -54,16 +53,16 @@ impl Default for RemoteOptions {
     }
 }
 
-/// A device in a process of its own.
+/// A device in a separate process.
 pub struct RemoteBackend {
     remote: Arc<Remote>,
     environment: Environment,
     records: bool,
-    /// Whether the process has a library of matrix products: looking for it takes a while.
+    /// Whether the process has a library for GEMMs: the search for it takes time.
     multiplies: OnceLock<bool>,
 }
 
-/// The process, and those that follow it.
+/// The process, and its successors.
 struct Remote {
     kind: BackendKind,
     cache_dir: PathBuf,
@@ -77,11 +76,11 @@ struct State {
     /// Processes started so far.
     started: u64,
     schedule: Option<u64>,
-    /// Addresses of what is allocated in the process that runs.
+    /// Addresses of allocations in the running process.
     live: HashSet<u64>,
-    /// Addresses of what was allocated in one that is gone, and not given back yet.
+    /// Addresses of allocations in an ended process that are not freed yet.
     stale: HashSet<u64>,
-    /// Kernels launched since the device was last waited for, the latest last.
+    /// Kernels launched since the last wait for the device, the latest last.
     launched: Vec<String>,
 }
 
@@ -89,14 +88,15 @@ impl RemoteBackend {
     /// A device of this kind, in a new process.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`] where there is none, and a process that cannot be started.
+    /// [`RuntimeError::BackendMissing`] if there is no such device; a process that cannot be
+    /// started.
     pub fn open(kind: BackendKind, cache_dir: PathBuf, options: RemoteOptions) -> Result<Self> {
         let remote = Arc::new(Remote { kind, cache_dir, options, state: Mutex::default() });
         let (environment, records) = remote.start(&mut remote.state())?;
         Ok(Self { remote, environment, records, multiplies: OnceLock::new() })
     }
 
-    /// The process that runs.
+    /// The running process.
     #[cfg(test)]
     fn process(&self) -> Option<u32> {
         self.remote.state().process.as_ref().map(Process::id)
@@ -110,7 +110,7 @@ impl RemoteBackend {
         self.ask(request, bytes).map(drop)
     }
 
-    /// Has the other process measure or record what `work` asks it for.
+    /// Lets the other process measure or record the requests of `work`.
     fn span(&self, span: Span, work: &mut dyn FnMut() -> Result<()>) -> Result<Answer> {
         self.done(Request::Begin(span), &[])?;
         let begun = Begun { backend: self };
@@ -136,8 +136,8 @@ impl RemoteBackend {
     }
 }
 
-/// A span that has begun. Dropped, by a panic in its work, it ends: else all that follows would be
-/// in it.
+/// A started span. It ends when dropped, also after a panic in its work: otherwise all later
+/// requests would be in it.
 struct Begun<'b> {
     backend: &'b RemoteBackend,
 }
@@ -176,10 +176,10 @@ impl Remote {
         Ok((environment, records))
     }
 
-    /// Asks the process that runs, or a new one.
+    /// Sends a request to the running process, or to a new one.
     fn ask(&self, state: &mut State, request: &Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>)> {
         if state.process.is_none() {
-            // A new process may give out their addresses again.
+            // A new process may reuse their addresses.
             if !state.stale.is_empty() {
                 return Err(self
                     .gone("the process that the device was in has ended, and its memory with it"));
@@ -221,7 +221,7 @@ impl Remote {
         }
     }
 
-    /// What a process did that did not answer: the fault of the kernels that it ran, if it ran any.
+    /// The error for a process that did not answer: the fault of its kernels, if it ran any.
     fn fault(&self, state: &State, request: &Request, what: String) -> RuntimeError {
         let own = match request {
             Request::Launch { kernel, .. } => Some(&kernel[..]),
@@ -254,7 +254,7 @@ impl Remote {
 }
 
 impl State {
-    /// Remembers what an answer changes.
+    /// Records the effects of an answer.
     fn note(&mut self, request: &Request, answer: &Answer) {
         match (request, answer) {
             (
@@ -286,7 +286,7 @@ impl State {
         self.launched.push(kernel.to_owned());
     }
 
-    /// The process is of no use any more.
+    /// Marks the process as unusable.
     fn lose(&mut self) {
         self.process = None;
         self.launched.clear();
@@ -341,7 +341,7 @@ impl Backend for RemoteBackend {
     fn free(&self, allocation: &Allocation) {
         let mut state = self.remote.state();
         if !state.stale.remove(&allocation.address) && state.process.is_some() {
-            // What cannot be given back goes with the process.
+            // Memory that cannot be freed is gone with the process.
             let _ = self.remote.ask(&mut state, &Request::Free(*allocation), &[]);
         }
     }
@@ -375,7 +375,7 @@ impl Backend for RemoteBackend {
         let mut state = self.remote.state();
         state.schedule = seed;
         if state.process.is_some() {
-            // A process to come is told when it starts.
+            // A later process gets the schedule when it starts.
             let _ = self.remote.ask(&mut state, &Request::Schedule { seed }, &[]);
         }
     }
@@ -394,7 +394,7 @@ impl Backend for RemoteBackend {
 
     fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         let known = self.multiplies.get().copied();
-        // A process that cannot answer says why when it is asked for a product.
+        // If a process cannot answer, the next GEMM request reports why.
         let multiplies = known.or_else(|| self.has(Request::MatrixLibrary).ok());
         multiplies.map(|multiplies| self.multiplies.get_or_init(|| multiplies));
         multiplies.unwrap_or(true).then_some(self)
@@ -430,7 +430,7 @@ impl Recorder for RemoteBackend {
 /// Work that the process has recorded.
 struct RemoteRecorded<'r> {
     remote: &'r Remote,
-    /// The process that has it, by when it was started.
+    /// The start number of the process that has it.
     started: u64,
     number: u64,
 }
@@ -454,17 +454,17 @@ impl Drop for RemoteRecorded<'_> {
     }
 }
 
-/// A module that the process has loaded, or loads again where it is another.
+/// A module that the process has loaded; a new process loads it again.
 struct RemoteModule {
     remote: Arc<Remote>,
-    /// Loads it.
+    /// The request that loads it.
     request: Request,
-    /// The process that has it, by when it was started, and its number there.
+    /// The start number of the process that has it, and the module's number there.
     loaded: Mutex<(u64, u64)>,
 }
 
 impl RemoteModule {
-    /// Does something with the module's number in the process that runs.
+    /// Applies a function to the module's number in the running process.
     fn with<T>(
         &self,
         state: &mut State,

@@ -14,7 +14,7 @@ fn remote(limit: Duration) -> Arc<RemoteBackend> {
     Arc::new(backend.expect("the emulator opens in another process"))
 }
 
-/// Adds `count` to x, an i32 `[32]`; `before` stands at the start of the kernel.
+/// Adds `count` to x, an i32 `[32]`; `before` is placed at the start of the kernel.
 fn probe(before: &str) -> SourceTree {
     let text = format!(
         "#include \"memory.h\"\n\
@@ -38,7 +38,7 @@ fn numbers(add: i32) -> HostTensor {
     HostTensor::from_i32(&[32], &(0..32).map(|x| x + add).collect::<Vec<_>>())
 }
 
-/// Whether the device adds as it should.
+/// Whether the device computes the sum correctly.
 fn run(device: &Device) -> Result<bool> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let x = arena.input("x", &numbers(0))?;
@@ -145,7 +145,7 @@ fn memory_of_a_process_that_is_gone_is_never_taken_for_that_of_the_next() {
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let x = arena.input("x", &numbers(0)).unwrap();
     let process = backend.process().unwrap();
-    // SAFETY: the process of this backend alone.
+    // SAFETY: the process of this backend only.
     unsafe { libc::kill(process as libc::pid_t, libc::SIGKILL) };
     let error = arena.download(&x).expect_err("it is gone");
     assert!(error.to_string().contains("signal 9"), "{error}");

@@ -1,5 +1,5 @@
 //! A device with the recording device's memory and one stream, which is captured as CUDA's streams
-//! are, so that what threads do to each other there is tested without a GPU.
+//! are. So the effects of threads on each other are tested there without a GPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, mpsc};
@@ -9,7 +9,7 @@ use crate::params::{DeviceAddress, Params};
 use crate::recording::RecordingBackend;
 use crate::{BackendKind, Device, LaunchConfig};
 
-/// Threads that use the device at once, and how often each records.
+/// Threads that use the device at once, and the number of recordings of each.
 const THREADS: u8 = 8;
 const ROUNDS: u8 = 20;
 
@@ -17,10 +17,10 @@ const BYTES: usize = 64;
 const SOURCE: &str = "struct CopyParams { uint8_t* y; const uint8_t* x; };\n\
                       PARAMS_LAYOUT(CopyParams, y, x)\nKERNEL(copy, CopyParams, 32) {}\n";
 
-/// What is enqueued: copies, `[target, source]`.
+/// Enqueued work: copies, `[target, source]`.
 type Work = Vec<[u64; 2]>;
 
-/// A capture of the stream, or what is left of it.
+/// A capture of the stream, or the rest of it.
 #[derive(Default)]
 struct Capture {
     work: Work,
@@ -32,7 +32,7 @@ struct Stream {
     capture: Mutex<Option<Capture>>,
 }
 
-/// The stream, which modules and recorded work keep, too.
+/// The stream, which modules and recorded work also hold.
 #[derive(Clone)]
 struct OneStream(Arc<Stream>);
 
@@ -66,7 +66,7 @@ impl OneStream {
     fn enqueue(&self, work: &[[u64; 2]]) -> Result<()> {
         match &mut *self.capture() {
             Some(Capture { invalidated: true, .. }) => Err(refused("enqueue", "INVALIDATED")),
-            // Whoever enqueues it.
+            // From any thread.
             Some(capture) => {
                 capture.work.extend(work);
                 Ok(())
@@ -188,7 +188,7 @@ impl Drop for Graph {
     }
 }
 
-/// Its kernel copies, its parameters are two addresses.
+/// Its kernel copies; its parameters are two addresses.
 struct Module(OneStream);
 
 impl LoadedModule for Module {
@@ -221,7 +221,7 @@ fn params(y: u64, x: u64) -> Params {
     Params::new("copy").ptr("y", DeviceAddress(y)).ptr("x", DeviceAddress(x))
 }
 
-/// Launches the copy by a kernel of the tree that is this thread's own.
+/// Launches the copy by a kernel from this thread's own tree.
 fn launch(device: &Device, y: u64, x: u64) -> Result<()> {
     let config = LaunchConfig { grid: [1; 3], block: [32, 1, 1], shared_bytes: 0 };
     device.kernel("copy.cu", &[], "copy")?.launch(config, &params(y, x))
@@ -231,14 +231,14 @@ fn device(backend: Arc<dyn Backend>) -> Device {
     Device::of(backend, crate::testing::kernels().with_text("copy.cu", SOURCE.into(), "a copy"))
 }
 
-/// Loads modules, allocates, copies, launches, records and replays in turn; an error where
-/// something is not its own.
+/// Loads modules, allocates, copies, launches, records and replays, one after the other. Returns an
+/// error if a result is not this thread's own.
 fn use_device(device: &Device, own: u8) -> Result<()> {
     let backend = device.backend();
     let [x, y, z] = ["x", "y", "z"].map(|name| backend.allocate(name, BYTES, Placement::FlushBack));
     let (x, y, z) = (x?, y?, z?);
     for round in 0..ROUNDS {
-        // Another revision of the kernels has modules of its own to load, and drops them.
+        // Another revision of the kernels loads separate modules, and drops them.
         let revision = device.with_tree(device.tree().clone());
         launch(&revision, y.address, x.address)?;
         let recorder = backend.recorder().expect("it records");
@@ -263,7 +263,7 @@ fn use_device(device: &Device, own: u8) -> Result<()> {
     Ok(())
 }
 
-/// What each of the threads says that use this device at once.
+/// The result of each of the threads that use this device at once.
 fn used_at_once(backend: Arc<dyn Backend>) -> Vec<Result<()>> {
     let (device, start) = (device(backend), Barrier::new(THREADS.into()));
     std::thread::scope(|scope| {
@@ -301,7 +301,7 @@ fn a_stream_that_threads_share_without_turns_fails_those_that_record() {
     launch(&backend, y, x).expect("it is loaded");
     let waits = stream.record(&mut || elsewhere(&|| stream.synchronize()).or(Ok(()))).map(drop);
     assert!(waits.is_err_and(|error| error.to_string().contains("INVALIDATED")));
-    // Nothing says so, and the other thread's launch never runs.
+    // No error is reported, and the other thread's launch never runs.
     stream.upload(x, &[7; BYTES]).unwrap();
     stream.record(&mut || elsewhere(&|| launch(&backend, y, x))).expect("recorded");
     let mut read = [0; BYTES];

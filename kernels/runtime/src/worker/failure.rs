@@ -1,4 +1,4 @@
-//! The errors of a worker process, on their way to its device.
+//! The errors of a worker process, as they are sent to its device.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::RuntimeError;
 
-/// A [`RuntimeError`] that a worker meets.
+/// A [`RuntimeError`] in a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Failure {
     Fault { kernel: String, block: String, thread: String, what: String },
@@ -44,7 +44,7 @@ impl From<RuntimeError> for Failure {
                 let out_of_memory = source.kind() == io::ErrorKind::OutOfMemory;
                 Self::System { doing, message: source.to_string(), out_of_memory }
             }
-            // Those of launchers, which are not in the worker.
+            // Errors of launchers, which do not run in the worker.
             other @ (E::Argument { .. } | E::ParamsLayout { .. }) => Self::System {
                 doing: "working for a device".into(),
                 message: other.to_string(),
@@ -87,7 +87,7 @@ impl From<Failure> for RuntimeError {
     }
 }
 
-/// The one of these that `text` is; the last where it is none.
+/// The entry of `words` that equals `text`; the last one if none does.
 fn known(text: &str, words: &[&'static str]) -> &'static str {
     words.iter().copied().find(|word| *word == text).or(words.last().copied()).unwrap_or_default()
 }

@@ -1,5 +1,5 @@
-//! What a device and its worker process say to each other, over a socket: a request or an answer
-//! as JSON, and beside it the bytes that it carries.
+//! The messages between a device and its worker process, over a socket: a request or an answer as
+//! JSON, followed by its bytes.
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -8,23 +8,23 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The longest message without its bytes: what is longer is no message of ours.
+/// The longest message without its bytes: a longer one is not a message of ours.
 const LONGEST: usize = 1 << 24;
 
 /// One end of the connection.
 pub struct Link {
     reader: BufReader<UnixStream>,
     writer: BufWriter<UnixStream>,
-    /// Of the request that was read or written last, which its answer has, too.
+    /// Tag of the last request that was read or written; its answer has the same tag.
     tag: u64,
 }
 
 impl Link {
-    /// An end of `stream`. `tag` is that of the first request, a number that nobody guesses; each
-    /// has the next one. A kernel that writes to the files of its process does not know it.
+    /// An end of `stream`. `tag` is that of the first request, an unpredictable number; each
+    /// request has the next one. A kernel that writes to the files of its process does not know it.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn new(stream: UnixStream, tag: u64) -> io::Result<Self> {
         let reader = BufReader::with_capacity(1 << 16, stream.try_clone()?);
         Ok(Self {
@@ -34,15 +34,15 @@ impl Link {
         })
     }
 
-    /// How long an answer is waited for.
+    /// The time limit for an answer.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn set_time_limit(&self, limit: Duration) -> io::Result<()> {
         self.reader.get_ref().set_read_timeout(Some(limit))
     }
 
-    /// Sends a request that nobody answers.
+    /// Sends a request that has no answer.
     ///
     /// # Errors
     /// A connection that the other side has closed.
@@ -54,7 +54,7 @@ impl Link {
     /// Sends a request, and waits for the answer and its bytes.
     ///
     /// # Errors
-    /// As [`Link::tell`]; an answer that does not come in time, or is none.
+    /// As [`Link::tell`]; an answer that is late or invalid.
     pub fn ask<A: DeserializeOwned>(
         &mut self,
         request: &impl Serialize,
@@ -68,13 +68,13 @@ impl Link {
     /// The next request and its bytes.
     ///
     /// # Errors
-    /// [`io::ErrorKind::UnexpectedEof`] where the device has closed its end; what is no request.
+    /// [`io::ErrorKind::UnexpectedEof`] if the device has closed its end; an invalid request.
     pub fn receive<Q: DeserializeOwned>(&mut self) -> io::Result<(Q, Vec<u8>)> {
         self.tag = self.tag.wrapping_add(1);
         read(&mut self.reader, self.tag)
     }
 
-    /// Answers the request that came last.
+    /// Answers the last request.
     ///
     /// # Errors
     /// A connection that the other side has closed.
@@ -98,7 +98,7 @@ fn write(
     stream.write_all(bytes)
 }
 
-/// Reads the message of this tag.
+/// Reads the message with this tag.
 fn read<M: DeserializeOwned>(stream: &mut impl Read, tag: u64) -> io::Result<(M, Vec<u8>)> {
     let mut number = || {
         let mut bytes = [0; 8];
@@ -111,7 +111,7 @@ fn read<M: DeserializeOwned>(stream: &mut impl Read, tag: u64) -> io::Result<(M,
     let mut text = vec![0; length];
     stream.read_exact(&mut text)?;
     let message = serde_json::from_slice(&text)?;
-    // What does not come is not waited for with memory set apart for it.
+    // No memory is reserved for bytes that have not arrived.
     let mut bytes = Vec::new();
     match stream.take(count).read_to_end(&mut bytes)? as u64 {
         read if read == count => Ok((message, bytes)),
@@ -165,7 +165,7 @@ mod tests {
         proptest!(config, |(changes in changes, end in any::<Index>(), whole in any::<bool>())| {
             let mut bytes = sent.clone();
             for (at, byte, kind) in changes {
-                // Mostly in the text: the tag is another one at once.
+                // Usually in the text; a wrong tag is detected at once.
                 let first = if kind == 0 { 0 } else { 24 };
                 let at = first + at.index(bytes.len() - first);
                 if kind == 1 { bytes.insert(at, byte) } else { bytes[at] = byte }

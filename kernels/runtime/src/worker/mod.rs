@@ -1,14 +1,14 @@
-//! Processes that work for a device: this program, started again, so that whatever a kernel does
-//! to its process ends no more than what was asked for.
+//! Processes that work for a device: this program, started again. The effects of a kernel on its
+//! process then fail only the current request.
 //!
-//! - [`program`]: such a process, from before `main` on; it never begins the program's own work.
-//! - [`process`]: the device's side: starts one, asks it, and says what became of one that does
-//!   not answer.
-//! - [`link`]: what both send: messages, and the bytes that these carry.
-//! - [`failure`]: errors on their way back.
+//! - [`program`]: such a process, from before `main` on; it never starts the program's own work.
+//! - [`process`]: the device's side: starts one, sends requests, and reports the fate of one that
+//!   does not answer.
+//! - [`link`]: the transport of both sides: messages, and their bytes.
+//! - [`failure`]: errors as they are sent back.
 //!
-//! The emulator's device asks one for launches, over memory that both have ([`super::emulator`]);
-//! a GPU's asks one for all that a device does ([`super::remote`]).
+//! The emulator's device uses one for launches, over shared memory ([`super::emulator`]); a GPU's
+//! device uses one for everything ([`super::remote`]).
 
 pub mod failure;
 pub mod link;

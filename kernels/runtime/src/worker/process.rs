@@ -14,22 +14,22 @@ use super::link::Link;
 use super::program::{self, DISCONNECTED, Start, VARIABLE, Work};
 use crate::supervisor::Supervised;
 
-/// What a worker that ends by itself may take for it.
+/// Time in which an ending worker may exit by itself.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// A worker process that runs. Dropped, it is killed with everything that it started, and waited
-/// for.
+/// A running worker process. When dropped, it is killed with all processes that it started, and
+/// waited for.
 pub struct Process {
     process: Supervised,
     link: Link,
 }
 
 impl Process {
-    /// Starts one that does `work`, for which it needs the descriptors `passed` and, where that is
-    /// bounded, no more than so many bytes of memory.
+    /// Starts a process that does `work`. It gets the descriptors `passed` and, if that is bounded,
+    /// at most this many bytes of memory.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub fn start(work: Work, passed: &[i32], memory: Option<u64>) -> io::Result<Self> {
         if !program::is_linked() {
             return Err(io::Error::other(
@@ -45,7 +45,7 @@ impl Process {
         };
         let mut command = Command::new("/proc/self/exe");
         command.env(VARIABLE, serde_json::to_string(&start)?);
-        // What a kernel prints is no output of this program.
+        // Output of a kernel is not output of this program.
         let errors = || io::stderr().as_fd().try_clone_to_owned().map(Stdio::from);
         let passed: Vec<i32> = passed.iter().copied().chain([theirs.as_raw_fd()]).collect();
         let process =
@@ -81,8 +81,8 @@ impl Process {
         self.link.ask(request, bytes)
     }
 
-    /// What became of a process that did not answer for this reason, in words that go on from
-    /// "it": it has ended, or is ended by the drop that must follow; `late` where the time limit
+    /// The fate of a process that did not answer for this reason, as words that continue "it". The
+    /// process has ended, or the drop that must follow ends it; `late` is used if the time limit
     /// was over.
     pub fn fate(&mut self, error: &io::Error, late: &str) -> String {
         let is_late = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);

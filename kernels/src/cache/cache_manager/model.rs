@@ -1,10 +1,10 @@
-//! The manager beside a plain model of what it manages: memory as the text that each row was
-//! computed from.
+//! Compares the manager with a plain model of the caches: each row of memory holds the text from
+//! which it was computed.
 //!
-//! A kernel writes to the row of a token what follows from all tokens up to it. The model writes
-//! just that, the digest of those tokens, wherever the manager's mapping says; whatever a sequence
-//! then reads must be the digest of its own tokens. What a sequence reads after chunks, reused
-//! prefixes, rejected drafts and reused slots is so what a cold run would have written.
+//! A kernel computes a token's row from all tokens up to it. The model writes only the digest of
+//! those tokens, at the slot of the manager's mapping. Each read of a sequence must then return the
+//! digest of its own tokens. So after chunks, reused prefixes, rejected drafts and reused slots, a
+//! sequence reads what a cold run would have written.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,7 +18,7 @@ use crate::cache::kv_cache::RowFormat;
 
 const MAX_DRAFT_TOKENS: usize = 6;
 
-/// A row of memory: whose it is, and its slot.
+/// A row of memory: its kind, and its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Row {
     Window(i32),
@@ -27,18 +27,18 @@ enum Row {
     Entry(LayerKind, i32),
 }
 
-/// What an engine can do wrong with the manager's answers. Each is seen by the model.
+/// Mistakes of an engine that uses the manager. The model sees each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     /// Nothing.
     None,
     /// The state is not restored where a prefix is reused (FM-145).
     SkipsRestore,
-    /// Of a step's rows of state only the last four are written (FM-148).
+    /// Only the last four of a step's rows of state are written (FM-148).
     KeepsFourRows,
-    /// States are found by the order of the running sequences, not by their slots (FM-146).
+    /// States are indexed by the order of the running sequences, not by their slots (FM-146).
     StateByBatchRow,
-    /// A snapshot is what the first sequence has, whoever it is of (FM-146).
+    /// A snapshot always saves the state of the first sequence (FM-146).
     SavesAnother,
     /// Entries are counted in tokens: a page is taken to hold 128 of them (FM-143).
     EntriesAsTokens,
@@ -48,15 +48,15 @@ enum Fault {
 
 #[derive(Clone, Debug)]
 enum Operation {
-    /// A sequence begins with the text of this number.
+    /// A sequence starts with the text of this number.
     Admit(usize),
-    /// So many tokens, some of them drafts, of one of the sequences.
+    /// This many tokens of one of the sequences, some of them drafts.
     Step {
         which: usize,
         tokens: usize,
         drafts: usize,
     },
-    /// The rest of a page, whose state is then saved.
+    /// Fills the last page, whose state is then saved.
     FinishPage(usize),
     /// Some of the drafts.
     Accept {
@@ -82,8 +82,8 @@ fn operations() -> impl Strategy<Value = Vec<Operation>> {
     proptest::collection::vec(operation, 1..60)
 }
 
-/// A token of a text: texts have their first one or two pages in common, but for a token in some;
-/// the last one has another first page than the first one, and the same second one.
+/// A token of a text. Texts have their first one or two pages in common, except for a token in
+/// some. The last text differs from the first in its first page and has the same second one.
 fn token(text: usize, position: usize) -> u32 {
     let page = position / TOKENS_PER_PAGE;
     let own = match (text, page) {
@@ -100,13 +100,13 @@ fn digest(tokens: &[u32]) -> u64 {
     hasher.finish()
 }
 
-/// A sequence as the model has it.
+/// A sequence in the model.
 struct Running {
     id: SequenceId,
     text: usize,
     tokens: Vec<u32>,
     drafts: usize,
-    /// Drafts that were rejected, which another text continues.
+    /// Rejected drafts, after which another text continues.
     rejected: usize,
 }
 
@@ -147,7 +147,7 @@ impl Model {
         }
     }
 
-    /// Rows of a slot's state, by what they are and where in the state.
+    /// Rows of a slot's state: their kinds and their positions in the state.
     fn state_rows(&self, slot: usize) -> Vec<(Row, Row)> {
         let layout = self.manager.layout();
         let rows = |count: usize, row: fn(i32) -> Row| {
@@ -175,7 +175,7 @@ impl Model {
         }
     }
 
-    /// Does what an engine does for one call, or sees it refused with nothing changed.
+    /// Performs one operation of an engine, or checks that a rejection changes nothing.
     fn run(&mut self, operation: &Operation) {
         let before = self.manager.clone();
         let refused = match *operation {
@@ -228,7 +228,7 @@ impl Model {
     fn step(&mut self, at: usize, tokens: usize, drafts: usize) -> super::Result<()> {
         let Running { id, text, rejected, .. } = self.running[at];
         let from = self.running[at].tokens.len();
-        // Where drafts were rejected the text goes on otherwise.
+        // After rejected drafts the text continues with other tokens.
         let new: Vec<u32> =
             (from..from + tokens).map(|position| token(text, position) + rejected as u32).collect();
         let mapping = self.manager.step(id, &new, drafts)?;
@@ -241,7 +241,8 @@ impl Model {
     fn finish_page(&mut self, at: usize) -> super::Result<()> {
         self.step(at, TOKENS_PER_PAGE - self.running[at].tokens.len() % TOKENS_PER_PAGE, 0)?;
         match self.snapshot(at) {
-            // The step before was not refused: what follows is compared with the manager behind it.
+            // The previous step was not rejected: what follows is compared with the manager after
+            // it.
             Err(CacheError::NoSnapshots) => Ok(()),
             other => other,
         }
@@ -306,7 +307,8 @@ impl Model {
         Ok(())
     }
 
-    /// What each sequence reads is of its own tokens, or what differs.
+    /// Checks that each sequence reads only results of its own tokens; otherwise returns the
+    /// difference.
     fn check(&self) -> Result<(), String> {
         let CacheManager { cached, free_snapshots, capacity, .. } = &self.manager;
         let saved = cached.values().filter(|cached| cached.snapshot.is_some()).count();
@@ -383,7 +385,7 @@ fn capacity() -> impl Strategy<Value = Capacity> {
     })
 }
 
-/// The first of so many drawn histories that the model objects to.
+/// The first objection of the model among this many random histories.
 fn objection(fault: Fault, cases: u32) -> Option<String> {
     let config =
         Config { cases, max_shrink_iters: 0, failure_persistence: None, ..Config::default() };
@@ -404,7 +406,7 @@ proptest! {
         for running in std::mem::take(&mut model.running) {
             model.manager.release(running.id).expect("a sequence");
         }
-        // Nothing is lost: all pages can be had again, at once.
+        // Nothing is lost: all pages can be allocated again, at once.
         prop_assert_eq!(model.manager.available_pages(), capacity.num_pages);
         let all = vec![0; capacity.num_pages * TOKENS_PER_PAGE];
         let last = model.manager.admit(&all).expect("a free state").sequence;
@@ -443,7 +445,7 @@ fn drawn_histories_reuse_prefixes() {
     assert!(reused > 60, "{reused} prefixes");
 }
 
-/// A sequence of so many pages of this text, saved at the end of each.
+/// A sequence of pages of this text, saved at the end of each page.
 fn saved(model: &mut Model, tokens: &[u32]) -> SequenceId {
     let id = model.manager.admit(tokens).expect("a sequence").sequence;
     for page in tokens.chunks(TOKENS_PER_PAGE) {
@@ -468,14 +470,13 @@ fn a_difference_at_any_position_of_a_prefix_is_another_prefix() {
         assert_eq!(admitted.restore.is_some(), differs >= 128);
         model.manager.release(admitted.sequence).expect("a sequence");
     }
-    // A page that follows another one is another page, whatever its own tokens.
+    // A page after a different page is a different page, whatever its own tokens.
     let first: Vec<u32> = (1000..1128).collect();
     saved(&mut model, &first);
     let admitted = model.manager.admit(&[&first[..], &tokens[128..]].concat()).expect("a sequence");
     assert_eq!(admitted.cached_tokens, 128);
     model.manager.release(admitted.sequence).expect("a sequence");
-    // The last token is computed again, so that there are logits: a prompt of just two pages
-    // reuses one.
+    // The last token is computed again to get its logits: a prompt of exactly two pages reuses one.
     let admitted = model.manager.admit(&tokens[..256]).expect("a sequence");
     assert_eq!(admitted.cached_tokens, 128);
 }
@@ -496,7 +497,7 @@ fn a_cache_that_is_full_refuses_without_losing_anything_and_serves_again_after_a
     assert_eq!(model.manager.admit(&[1]), Err(CacheError::OutOfSequences(2)));
     assert!(model.manager == before);
     model.manager.release(first).expect("a sequence");
-    // The prefix is cached still; its last page is given up first, and the snapshot with it.
+    // The prefix is still cached; its last page is evicted first, and the snapshot with it.
     let mapping = model.manager.step(admitted.sequence, &[9; 200], 0).expect("pages");
     assert_eq!(mapping.csa.iter().filter(|&&slot| slot >= 0).count(), 50);
     assert_eq!(model.manager.available_pages(), 1);
@@ -507,8 +508,8 @@ fn a_prefix_that_a_running_sequence_continues_is_not_given_up() {
     let mut model =
         Model::new(Capacity { num_pages: 4, num_sequences: 3, num_snapshots: 3 }, Fault::None);
     let tokens: Vec<u32> = (0..256).collect();
-    // Both compute the first page; the first one's is known, and the second one's second page
-    // continues it.
+    // Both compute the first page. The first sequence's page is registered, and the second
+    // sequence's second page continues it.
     let first = model.manager.admit(&tokens[..129]).expect("a sequence").sequence;
     let second = model.manager.admit(&tokens).expect("a sequence").sequence;
     for id in [first, second] {
@@ -536,8 +537,8 @@ fn slots_are_those_of_the_specification() {
     let mapping = model.manager.step(id, &[0; 6], 5).expect("a page");
     let pages = model.manager.block_table(id).expect("a table");
     assert_eq!((mapping.positions.clone(), pages.len()), (126..132, 2));
-    // A window of 128 + 6 rows, the second sequence's: token 127 completes an entry of each kind,
-    // 131 one of four tokens.
+    // A window of 128 + 6 rows, of the second sequence: token 127 completes an entry of each kind,
+    // token 131 one of four tokens.
     assert_eq!(mapping.window, [260, 261, 262, 263, 264, 265]);
     assert_eq!(mapping.csa, [-1, pages[0] * 32 + 31, -1, -1, -1, pages[1] * 32]);
     assert_eq!(mapping.hca, [-1, pages[0], -1, -1, -1, -1]);
@@ -548,7 +549,7 @@ fn slots_are_those_of_the_specification() {
     // All drafts are rejected, and with them the second page.
     model.manager.accept(id, 0).expect("drafts");
     assert_eq!(model.manager.block_table(id), Ok(pages[..1].to_vec()));
-    // A step that is longer than the rings writes their last rows.
+    // A step that is longer than the ring buffers writes their last rows.
     let long = model.manager.step(id, &[0; 300], 0).expect("pages");
     assert_eq!(long.window.iter().filter(|&&slot| slot >= 0).count(), 134);
     assert_eq!(long.hca_state.iter().position(|&slot| slot >= 0), Some(300 - 134));
@@ -575,7 +576,7 @@ fn calls_that_make_no_sense_are_refused_by_name() {
     model.manager.step(id, &[0; 126], 0).expect("a page");
     assert_eq!(model.manager.snapshot(id), Err(CacheError::NoSnapshots));
     model.manager.release(id).expect("a sequence");
-    // A name that was given up is nobody's, also when its state is taken again.
+    // The id of a released sequence stays invalid, also when its state is taken again.
     let next = model.manager.admit(&[1]).expect("a sequence").sequence;
     assert_eq!(next.slot(), id.slot());
     assert_eq!(model.manager.release(id), Err(CacheError::UnknownSequence(id)));

@@ -10,11 +10,11 @@ use super::super::fault::BadAccess;
 use super::accessed;
 use crate::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
 
-/// Where the swizzle of 128 bytes begins anew.
+/// The period of the swizzle of 128 bytes.
 const SWIZZLE_BYTES: u32 = 1024;
 
 impl Block {
-    /// What is wrong with bulk work between these two addresses, whatever it is called.
+    /// The fault of bulk work between these two addresses, named `what`, if any.
     fn bulk_fault(&self, what: &str, global: usize, shared: u32, bytes: u32) -> Option<BulkFault> {
         let misaligned = |address: usize| BadAccess::Misaligned {
             address,
@@ -71,14 +71,14 @@ fn ranks(blocks: u32) -> impl Iterator<Item = u32> {
     (0..u32::BITS).filter(move |rank| blocks & 1 << rank != 0)
 }
 
-/// What is wrong with a bulk copy or addition.
+/// The fault of a bulk copy or addition.
 enum BulkFault {
     Access(BadAccess),
     Other(String),
 }
 
 impl BulkFault {
-    /// Ends the thread that asked for it.
+    /// Ends the thread that issued it.
     unsafe fn abandon(self, context: *mut ThreadContext) -> ! {
         match self {
             Self::Access(access) => unsafe { abandon_access(context, access) },
@@ -160,7 +160,7 @@ pub unsafe extern "C" fn tensor_copy_in(
             accessed(context, source.cast(), count as u64, AccessKind::Read);
         }
     }
-    // Each block has its part at a moment of its own.
+    // Each block's part completes at a separate time.
     for rank in ranks(blocks) {
         let source = BulkSource::Box { map, column, row, matrix };
         block.bulk.copies.push(BulkCopy { source, rank, target, bytes, barrier, thread });
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn bulk_add(
         unsafe { fault.abandon(context) };
     }
     unsafe {
-        // Adding nothing is a write, as the addition itself will be.
+        // Adding zero is a write, as the addition itself will be.
         for end in [0, bytes as usize / 4 - 1] {
             AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
         }
@@ -218,7 +218,7 @@ pub unsafe extern "C" fn bulk_commit(context: *mut ThreadContext) {
 pub unsafe extern "C" fn bulk_wait(context: *mut ThreadContext, pending: u32) {
     let block = unsafe { scheduler(context) };
     let thread = block.current;
-    // A group that is not committed yet is not waited for, as on the hardware.
+    // An uncommitted group is not waited for, as on the hardware.
     let read_below = block.bulk.committed(thread).saturating_sub(pending);
     while let Some(index) =
         block.bulk.adds.iter().position(|add| add.thread == thread && add.group < read_below)

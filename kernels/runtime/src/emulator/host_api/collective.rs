@@ -13,8 +13,8 @@ fn lanes(mask: u32) -> impl Iterator<Item = u32> {
     (0..32).filter(move |lane| mask & (1 << lane) != 0)
 }
 
-/// The collective at which the lanes of a warp arrive at the moment. Nearly always the next lane
-/// arrives at the same one, and then nothing has to be looked up that the first one found.
+/// The collective at which the lanes of a warp currently arrive. Nearly always the next lane
+/// arrives at the same one; then it needs no look-up.
 #[derive(Clone, Copy, Default)]
 pub struct Meeting {
     mask: u32,
@@ -22,19 +22,19 @@ pub struct Meeting {
     arrived: u32,
     /// Lanes of the warp that have returned.
     pub(in super::super) exited: u32,
-    /// When the first lane arrived, none of the mask waited elsewhere.
+    /// When the first lane arrived, no lane of the mask waited elsewhere.
     alone: bool,
 }
 
 impl Meeting {
-    /// Whether `lane` can only be right to come here: the others wait here, or are still on their
-    /// way.
+    /// Whether an arrival of `lane` here is certainly valid: the others wait here or have not
+    /// arrived yet.
     fn expects(&self, lane: u32, mask: u32, op: usize) -> bool {
         let joins = self.arrived != 0 && (self.mask, self.op) == (mask, op) && self.alone;
         joins && mask & (1 << lane) != 0 && mask & self.exited == 0
     }
 
-    /// Lane `lane` arrives; whether all are here.
+    /// Lane `lane` arrives; returns whether all have arrived.
     fn arrive(&mut self, lane: u32) -> bool {
         self.arrived |= 1 << lane;
         self.arrived == self.mask
@@ -42,7 +42,7 @@ impl Meeting {
 }
 
 impl Block {
-    /// Thread `thread` arrives at a collective; whether all lanes of the mask are there.
+    /// Thread `thread` arrives at a collective; returns whether all lanes of the mask have arrived.
     ///
     /// # Errors
     /// Why they can never meet.
@@ -55,8 +55,8 @@ impl Block {
         if let Some(reason) = self.impossible_collective(warp_base, lane, mask, op) {
             return Err(reason);
         }
-        // One lane at a time is looked up: another collective of this warp is under way, or this
-        // one begins.
+        // Checks one lane at a time: another collective of this warp is in progress, or this one
+        // starts.
         let state = |other: u32| &self.states[(warp_base + other) as usize];
         let here = |other: u32| matches!(state(other), State::AtCollective { mask: m, op: o, .. } if (*m, *o) == (mask, op));
         let elsewhere =
@@ -69,7 +69,7 @@ impl Block {
         Ok(meeting.arrive(lane))
     }
 
-    /// What the lanes of the mask, all of which are here, have handed in.
+    /// The payloads of the lanes of the mask, all of which have arrived.
     fn payloads(&self, warp_base: u32, mask: u32) -> [*mut c_void; 32] {
         let mut payloads = [std::ptr::null_mut(); 32];
         for lane in lanes(mask) {
@@ -80,7 +80,7 @@ impl Block {
         payloads
     }
 
-    /// The collective is done: its lanes may go on.
+    /// The collective is complete: its lanes may continue.
     fn release_collective(&mut self, warp_base: u32, mask: u32) {
         self.meetings[(warp_base / 32) as usize].arrived = 0;
         for lane in lanes(mask) {
@@ -92,7 +92,7 @@ impl Block {
         self.states[self.current as usize] = State::Ready;
     }
 
-    /// Why lane `lane` can never meet the others of `mask`, if that is so.
+    /// Why lane `lane` can never meet the others of `mask`, if so.
     fn impossible_collective(
         &self,
         warp_base: u32,
@@ -189,8 +189,8 @@ pub unsafe extern "C" fn barrier(
             )
         };
     }
-    // Mostly the same literal: only of others the text is read. Of a named barrier all places are
-    // null, of the block's none is.
+    // Usually the same literal; the text is read only for different ones. All places of a named
+    // barrier are null, none of the block's barrier is.
     if barrier.arrived > 0 && barrier.place != place && name(barrier.place) != name(place) {
         let [here, there] = [place, barrier.place].map(name);
         let what = format!(

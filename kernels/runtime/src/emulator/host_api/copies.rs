@@ -53,7 +53,7 @@ pub unsafe extern "C" fn copy_commit(context: *mut ThreadContext) {
 pub unsafe extern "C" fn copy_wait(context: *mut ThreadContext, pending: u32) {
     let block = unsafe { scheduler(context) };
     let thread = block.current as usize;
-    // A group that is not committed yet is not waited for, as on the hardware.
+    // An uncommitted group is not waited for, as on the hardware.
     let landed_below = block.copies[thread].committed_groups.saturating_sub(pending);
     block.land_copies(thread, |copy| copy.group < landed_below);
     block.fire_arrivals(thread);

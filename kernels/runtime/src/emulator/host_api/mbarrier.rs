@@ -47,8 +47,8 @@ pub unsafe extern "C" fn mbarrier_wait(context: *mut ThreadContext, offset: u32,
         if barrier.passed(parity) {
             break;
         }
-        // Released by one phase, a thread that is late may find the next one complete as well: it
-        // then waits on, as it would where it looks at the barrier again and again.
+        // A late thread that one phase released may find the next phase complete as well. It then
+        // continues to wait, as it would if it polled the barrier.
         barrier.waiting.push(thread);
         block.states[thread as usize] = State::AtMbarrier { offset, parity };
         unsafe { suspend(context) };

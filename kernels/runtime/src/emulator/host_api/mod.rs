@@ -57,7 +57,7 @@ pub struct HostApi {
     cluster_barrier: unsafe extern "C" fn(*mut ThreadContext, u32),
 }
 
-/// The table that every module is given when it is loaded.
+/// The table that every module gets when it is loaded.
 pub static HOST_API: HostApi = HostApi {
     collective,
     barrier,
@@ -88,10 +88,10 @@ pub static HOST_API: HostApi = HostApi {
     cluster_barrier,
 };
 
-/// Where in the source a check failed. Mirror of `emulator::Place` in `emulator.h`.
+/// The source position of a failed check. Mirror of `emulator::Place` in `emulator.h`.
 #[repr(C)]
 pub struct Place {
-    /// Null where it is not known.
+    /// Null if it is not known.
     file: *const c_char,
     line: u32,
     column: u32,

@@ -1,4 +1,4 @@
-//! Warpgroup matrix products: issue, fence, commit, wait.
+//! Warpgroup MMAs: issue, fence, commit, wait.
 
 use super::super::block::{Block, ThreadContext, scheduler};
 use super::super::wgmma::{Accumulators, GROUP_WARPS, Issued, ROWS, WarpProduct};
@@ -73,7 +73,7 @@ impl Block {
                 "the lanes of warp {warp} have not all called wgmma_commit equally often"
             ));
         }
-        // A group that is not committed yet is not waited for, as on the hardware.
+        // An uncommitted group is not waited for, as on the hardware.
         let done_below = queue.committed[0].saturating_sub(pending);
         while self.products.warps[warp as usize]
             .issued
