@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use dsv4_runtime::process::run_within;
+use dsv4_runtime::supervisor::run_within;
 use dsv4_runtime::{BackendKind, Contract, Device, RuntimeError};
 use thiserror::Error;
 

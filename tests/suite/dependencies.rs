@@ -1,5 +1,6 @@
 //! The structure of the project: which part may depend on which, and where an operator's files are.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
@@ -7,6 +8,7 @@ use dsv4_parity::mutants::generated;
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::OperatorRecord;
+use regex::Regex;
 
 const KERNELS_MANIFEST: &str = include_str!("../../kernels/Cargo.toml");
 const RUNTIME_MANIFEST: &str = include_str!("../../kernels/runtime/Cargo.toml");
@@ -174,6 +176,82 @@ fn arrows_between_the_rooms_of_the_harness_point_one_way() {
 fn an_arrow_is_found_in_every_form() {
     let code = "use crate::case::Case;\nuse crate::{judge, report};\nfn f() -> crate::sweep::Plan { crate::nothing(record) }";
     assert_eq!(named_rooms(code), ["case", "judge", "report", "sweep"]);
+}
+
+/// The paths that a source names from `crate`, `super` or `self`, groups in braces taken apart.
+fn named_paths(code: &str) -> Vec<(String, Vec<String>)> {
+    let pattern =
+        Regex::new(r"\b(crate|self|(?:super::)*super)::((?:\w+::)*\w+|\{[^;]*?\})").expect("valid");
+    let mut paths = Vec::new();
+    for found in pattern.captures_iter(code) {
+        let (mut depth, mut items) = (0, vec![String::new()]);
+        for character in found[2].trim_start_matches('{').chars() {
+            depth += i32::from(character == '{') - i32::from(character == '}');
+            match character {
+                ',' if depth == 0 => items.push(String::new()),
+                other => items.last_mut().expect("one").push(other),
+            }
+        }
+        let parts = |item: &String| {
+            item.split("::")
+                .map(|part| part.trim_matches([' ', '\n', '{', '}']).to_owned())
+                .collect()
+        };
+        paths.extend(items.iter().map(|item| (found[1].to_owned(), parts(item))));
+    }
+    paths
+}
+
+#[test]
+fn no_modules_of_the_runtime_import_each_other_in_a_circle() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/runtime/src");
+    if !root.is_dir() {
+        return eprintln!("skipped: there are no sources on this machine");
+    }
+    let mut found = Vec::new();
+    sources(&root, &mut found);
+    let module = |file: &str| -> Vec<String> {
+        let inside = file.strip_prefix(&format!("{}/", root.display())).expect("a file of src");
+        let parts =
+            inside.trim_end_matches(".rs").split('/').filter(|part| !["mod", "lib"].contains(part));
+        parts.map(str::to_owned).collect()
+    };
+    let code: BTreeMap<Vec<String>, &str> = found
+        .iter()
+        .map(|(file, code)| {
+            (module(file), code.split("#[cfg(test)]\nmod tests").next().unwrap_or_default())
+        })
+        .filter(|(module, _)| {
+            !module.iter().any(|part| part.starts_with("test")) && !module.is_empty()
+        })
+        .collect();
+    let imports = |own: &Vec<String>| -> BTreeSet<Vec<String>> {
+        let of = |(base, path): (String, Vec<String>)| {
+            let above = own.len() - base.matches("super").count().min(own.len());
+            let start = if base == "crate" { &[][..] } else { &own[..above] };
+            let full = [start, &path[..]].concat();
+            let longest = (1..=full.len()).rev().map(|length| full[..length].to_vec());
+            // A folder's module declares those within it, and these use what it declares.
+            longest
+                .into_iter()
+                .find(|module| code.contains_key(module))
+                .filter(|module| !own.starts_with(module))
+        };
+        named_paths(code[own]).into_iter().filter_map(of).collect()
+    };
+    let mut left: BTreeMap<Vec<String>, BTreeSet<Vec<String>>> =
+        code.keys().map(|own| (own.clone(), imports(own))).collect();
+    assert!(
+        left.values().map(BTreeSet::len).sum::<usize>() > 100,
+        "the sources were not understood"
+    );
+    while let Some(lowest) =
+        left.iter().find(|(_, imports)| imports.iter().all(|of| !left.contains_key(of)))
+    {
+        let lowest = lowest.0.clone();
+        left.remove(&lowest);
+    }
+    assert!(left.is_empty(), "a circle among these, or what imports them: {:?}", left.keys());
 }
 
 /// Words of a source: runs of letters, digits and underscores.

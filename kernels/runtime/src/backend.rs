@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::error::Result;
 use super::matrix::MatrixLibrary;
-use super::serial::Turn;
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
+use super::turns::Turn;
 
 /// What ran a kernel: one of the two implementations of the runtime, or an external process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,12 +10,14 @@ use super::cache::ModuleCache;
 use super::cuda::{self, CudaBackend};
 use super::emulator::{EmulatorBackend, EmulatorOptions};
 use super::error::{Result, RuntimeError};
+use super::jobs;
 use super::matrix::MatrixLibrary;
 use super::params::Params;
 use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
 use super::serial::Serial;
 use super::source::SourceTree;
+pub use super::source::{Module, module};
 use super::tensor::HostTensor;
 use super::tensor_map::{MapWords, TensorMap};
 
@@ -44,17 +46,6 @@ impl DeviceOptions {
             remote: Some(RemoteOptions::default()),
         }
     }
-}
-
-/// A module: the kernel file and the defines that it is compiled with.
-pub type Module = (String, Vec<(String, String)>);
-
-/// The module of `file` with these defines.
-pub fn module(file: &str, defines: &[(&str, String)]) -> Module {
-    (
-        file.to_owned(),
-        defines.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect(),
-    )
 }
 
 type Modules = Arc<Mutex<HashMap<Module, Arc<dyn LoadedModule>>>>;
@@ -88,6 +79,10 @@ impl Device {
     /// # Errors
     /// [`RuntimeError::BackendMissing`] that lists what was searched for.
     pub fn open(kind: BackendKind, options: DeviceOptions) -> Result<Self> {
+        if !jobs::is_linked() {
+            let reason = "this program was linked without the initialiser of workers";
+            return Err(RuntimeError::system("opening a device", std::io::Error::other(reason)));
+        }
         let cache = ModuleCache::new(options.cache_dir.clone());
         let backend: Arc<dyn Backend> = match (kind, options.remote) {
             (BackendKind::Cuda, Some(remote)) => {

@@ -17,6 +17,7 @@ pub mod emulator;
 pub mod error;
 pub mod files;
 pub mod interrupt;
+mod jobs;
 pub mod matrix;
 pub mod params;
 pub mod process;
@@ -29,6 +30,7 @@ pub mod tensor;
 pub mod tensor_map;
 #[cfg(test)]
 mod testing;
+mod turns;
 pub mod views;
 mod worker;
 

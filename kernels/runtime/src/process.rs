@@ -1,13 +1,10 @@
 //! Child processes: process groups, time limits, and commands that run to their end; and how this
 //! process handles its freed memory.
 
-use std::fs::File;
-use std::io::{self, Read as _, Seek as _};
+use std::io;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
-
-use super::supervisor::Supervised;
 
 /// Up to this many bytes of freed memory at the end of the heap are kept for later allocations.
 const KEPT_BYTES: i32 = i32::MAX;
@@ -46,33 +43,6 @@ pub fn isolate(command: &mut Command) {
     }
 }
 
-/// The result of a command that ended in time.
-#[derive(Debug)]
-pub struct Ended {
-    /// Its exit status.
-    pub status: ExitStatus,
-    /// What it wrote to both streams.
-    pub words: String,
-}
-
-/// Runs a command to its end, supervised; `None` if it does not end within the limit. In both cases
-/// no process that it started is left.
-///
-/// # Errors
-/// A command that cannot be started, and an error of the output file.
-pub fn run_within(command: &Command, limit: Duration) -> io::Result<Option<Ended>> {
-    // A file takes any amount of output; a full pipe without a reader would block the command.
-    let mut words: File = tempfile::tempfile()?;
-    let streams = [Stdio::null(), words.try_clone()?.into(), words.try_clone()?.into()];
-    let Some(status) = Supervised::spawn(command, streams)?.wait_within(limit)? else {
-        return Ok(None);
-    };
-    let mut bytes = Vec::new();
-    words.rewind()?;
-    words.read_to_end(&mut bytes)?;
-    Ok(Some(Ended { status, words: String::from_utf8_lossy(&bytes).into_owned() }))
-}
-
 /// Waits for a process; `None` when the time limit is over.
 ///
 /// # Errors
@@ -99,35 +69,5 @@ pub fn kill_group(leader: u32) {
         // SAFETY: kill takes two integers; the group is positive and not 1, so neither "every
         // process" nor this process's own group can be meant.
         unsafe { libc::kill(-leader, libc::SIGKILL) };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_command_that_does_not_end_is_killed_with_what_it_started() {
-        let shell = |script: &str| {
-            let mut shell = Command::new("sh");
-            shell.args(["-c", script]);
-            shell
-        };
-        let ended = run_within(&shell("echo out; echo err >&2; exit 3"), Duration::from_secs(10));
-        let ended = ended.expect("it runs").expect("in time");
-        assert_eq!((ended.status.code(), ended.words.as_str()), (Some(3), "out\nerr\n"));
-        let dir = tempfile::tempdir().expect("a scratch directory");
-        let file = dir.path().join("late");
-        // One process of its group, and one that left the group, the session and its parent.
-        let late = format!(
-            "(sleep 1; touch {0}) & (setsid sh -c 'sleep 1; touch {0}' &) ; sleep 100",
-            file.display()
-        );
-        assert!(run_within(&shell(&late), Duration::from_millis(200)).expect("it runs").is_none());
-        let missing = run_within(&Command::new("no-such-program"), Duration::from_secs(10))
-            .expect_err("there is none");
-        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
-        std::thread::sleep(Duration::from_millis(1500));
-        assert!(!file.exists(), "what it started went on");
     }
 }

@@ -10,6 +10,17 @@ use super::error::{Result, RuntimeError};
 
 static EMBEDDED_EMULATOR: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/emulator");
 
+/// A module: the kernel file and the defines that it is compiled with.
+pub type Module = (String, Vec<(String, String)>);
+
+/// The module of `file` with these defines.
+pub fn module(file: &str, defines: &[(&str, String)]) -> Module {
+    (
+        file.to_owned(),
+        defines.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect(),
+    )
+}
+
 /// Kernel sources: `*.cu` and `*.h`, each identified by its file name, in any folder. So a
 /// launcher, an `#include`, a mutant and another revision find a file that was moved.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -34,10 +34,9 @@ use super::backend::{
     Reservation, granules,
 };
 use super::cache::ModuleCache;
-use super::device::Module;
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
-use super::source::SourceTree;
+use super::source::{Module, SourceTree};
 use super::tensor_map::{MapWords, TensorMap};
 
 /// Bytes of guard band on each side of an allocation, at least; also keeps its address aligned.

@@ -15,40 +15,6 @@ pub(super) const MOST_BLOCKS: u32 = 8;
 /// Thread steps for which one block has priority over the others, on average.
 const STEPS_OF_A_BLOCK: [u32; 3] = [4, 256, 16384];
 
-/// The barrier of a cluster: a phase ends when all threads that have not returned have arrived.
-#[derive(Default)]
-pub(super) struct ClusterBarrier {
-    /// Threads of all blocks that have not returned.
-    running: usize,
-    /// How many of them have arrived in the current phase.
-    arrived: usize,
-    phase: u64,
-    /// Rank of the block, and thread.
-    waiting: Vec<(u32, u32)>,
-}
-
-impl ClusterBarrier {
-    /// For this many threads of all blocks.
-    pub(super) fn new(running: usize) -> Self {
-        Self { running, ..Self::default() }
-    }
-
-    /// The released threads, if the current phase is complete.
-    fn complete(&mut self) -> Vec<(u32, u32)> {
-        if self.arrived < self.running || self.arrived == 0 {
-            return Vec::new();
-        }
-        self.phase += 1;
-        self.arrived = 0;
-        std::mem::take(&mut self.waiting)
-    }
-
-    /// What the current phase lacks.
-    pub(super) fn lacks(&self) -> String {
-        format!("{} of {} threads arrived", self.arrived, self.running)
-    }
-}
-
 impl Block {
     /// Another block of the cluster, or this one.
     ///

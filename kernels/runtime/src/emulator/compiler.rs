@@ -11,8 +11,8 @@ use tempfile::TempDir;
 use super::pads::padded;
 use crate::cache::ModuleCache;
 use crate::error::{Result, RuntimeError};
-use crate::process::run_within;
 use crate::source::{SourceTree, emulator_headers};
+use crate::supervisor::run_within;
 use crate::supervisor::temporary_folder;
 
 /// Options for g++ and clang++ alike. No contraction: an fma is used only where the source has one.

@@ -11,7 +11,7 @@ use std::sync::Once;
 use corosensei::trap::CoroutineTrapHandler;
 
 use super::accesses::AccessKind;
-use super::block::Dim3;
+use super::dim3::Dim3;
 
 /// How a coroutine ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

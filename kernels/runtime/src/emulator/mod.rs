@@ -12,8 +12,8 @@
 //!   asynchronous work at a time that the rules allow.
 //! - `host_api`: the functions that a thread calls to wait for others or to issue asynchronous
 //!   work.
-//! - `block`: the state of a block. `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` each
-//!   hold a part of it: asynchronous copies, and the Hopper features of `include/hopper.h`.
+//! - `block`: the state of a block (`meeting` and `cluster_barrier` are where its threads wait). `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` each
+//!   hold a part of it: asynchronous copies, and the Hopper features of `ptx/hopper.h`.
 //! - `accesses`: which blocks accessed which bytes of global memory, to find conflicts without an
 //!   order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
@@ -21,19 +21,24 @@
 //!   requests (`message`) and replaces it when a kernel ends it. `serve` is the worker's side,
 //!   `host` its state, `progress` its current position.
 //!
-//! Except for the last, each imports only modules below it in this list.
+//! No modules import each other in a circle; a test holds that for the whole runtime. `gemm` stands
+//! for a library of matrix products.
 
 mod accesses;
 mod async_proxy;
 pub mod block;
 mod bulk;
 mod cluster;
+mod cluster_barrier;
 mod compiler;
 mod copies;
+pub mod dim3;
 pub mod fault;
+mod gemm;
 mod host;
 mod host_api;
 mod mbarrier;
+mod meeting;
 pub mod memory;
 mod message;
 mod module;
@@ -62,7 +67,7 @@ use super::backend::{
 };
 use super::cache::ModuleCache;
 use super::error::Result;
-use super::matrix::{MatrixLibrary, MatrixProduct, multiply_on_host};
+use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 
 /// SMs by which launchers size their grids, on any host. The number is small, so that in a small
@@ -231,6 +236,6 @@ impl Backend for EmulatorBackend {
 /// A GEMM on the host in place of a library's.
 impl MatrixLibrary for EmulatorBackend {
     fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
-        multiply_on_host(self, product).map(|()| true)
+        gemm::multiply(self, product).map(|()| true)
     }
 }

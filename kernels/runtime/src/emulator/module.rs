@@ -9,8 +9,9 @@ use corosensei::stack::DefaultStack;
 use libloading::os::unix::Library;
 
 use super::accesses::Accesses;
-use super::block::{BlockFault, Dim3, ThreadContext};
+use super::block::{BlockFault, ThreadContext};
 use super::cluster::MOST_BLOCKS;
+use super::dim3::Dim3;
 use super::fault;
 use super::host_api::{HOST_API, HostApi};
 use super::pads::{Pads, PadsOfThread};

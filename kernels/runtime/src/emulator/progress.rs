@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::block::Dim3;
+use super::dim3::Dim3;
 use super::memory::file_of_memory;
 
 /// Most threads whose blocks are recorded.

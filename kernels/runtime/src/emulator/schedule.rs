@@ -22,13 +22,15 @@ use corosensei::{Coroutine, CoroutineResult, Yielder};
 
 use super::accesses::Accesses;
 use super::async_proxy::AsyncProxy;
-use super::block::{Block, BlockFault, Dim3, State, ThreadContext, name};
+use super::block::{Block, BlockFault, State, ThreadContext, name};
 use super::bulk::{BulkWork, FORGOTTEN};
-use super::cluster::{BlockOrder, ClusterBarrier};
+use super::cluster::BlockOrder;
+use super::cluster_barrier::ClusterBarrier;
 use super::copies::AsyncCopies;
+use super::dim3::Dim3;
 use super::fault::{self, BadAccess, Ending, Running};
-use super::host_api::collective::Meeting;
 use super::mbarrier::Mbarriers;
+use super::meeting::Meeting;
 use super::order::ReadySet;
 use super::pads::PadsOfThread;
 use super::progress;

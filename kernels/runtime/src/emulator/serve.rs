@@ -14,6 +14,9 @@ use super::message::{Answer, Request};
 use super::progress::{self, Page};
 use crate::worker::link::Link;
 
+/// The name of its job in the table of jobs.
+pub const JOB: &str = "emulator";
+
 /// The start parameters of a worker.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Start {

@@ -11,11 +11,11 @@ use std::time::Duration;
 use super::memory::{self, GuardedMemory};
 use super::message::{Answer, Request};
 use super::progress::Page;
-use super::serve::Start;
+use super::serve::{JOB, Start};
 use crate::backend::{Allocation, KernelExports, LoadedModule};
 use crate::error::{Result, RuntimeError};
 use crate::worker::process::Process;
-use crate::worker::program::Work;
+use crate::worker::program::Job;
 
 /// Time that a launch may take beyond its limit. The worker's own watchdog, which names block and
 /// thread, comes first.
@@ -143,8 +143,8 @@ impl Running {
         let page = Page::file()?;
         let passed = [page.as_raw_fd(), memory.as_raw_fd()];
         let [page_file, memory] = passed;
-        let work = Work::Emulator(Start { page: page_file, memory, time_limit: limits.time });
-        let process = Process::start(work, &passed, Some(limits.memory))?;
+        let job = Job::new(JOB, Start { page: page_file, memory, time_limit: limits.time })?;
+        let process = Process::start(job, &passed, Some(limits.memory))?;
         Ok(Self { process, page: Page::of(&page)?, time_limit: limits.time + GRACE })
     }
 

@@ -29,13 +29,16 @@ use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 use super::worker::process::Process;
-use super::worker::program::Work;
+use super::worker::program::Job;
 
 /// Time limit of the compilation of a module.
 const COMPILE_LIMIT: Duration = Duration::from_secs(600);
 
 /// The most kernels that an error names.
 const NAMED: usize = 8;
+
+/// The name of its job in the table of jobs.
+pub(super) const JOB: &str = "device";
 
 /// The name of a library's GEMM in errors.
 const LIBRARY: &str = "a library's matrix product";
@@ -164,7 +167,8 @@ impl Remote {
     fn start(&self, state: &mut State) -> Result<(Environment, bool)> {
         let doing = |error| RuntimeError::system("starting a process for the device", error);
         state.started += 1;
-        state.process = Some(Process::start(Work::Device, &[], None).map_err(doing)?);
+        state.process =
+            Some(Job::new(JOB, ()).and_then(|job| Process::start(job, &[], None)).map_err(doing)?);
         let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone() };
         let (Answer::Opened { environment, records }, _) = self.ask_running(state, &open, &[])?
         else {

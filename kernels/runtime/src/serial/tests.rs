@@ -2,7 +2,7 @@
 //! are. So the effects of threads on each other are tested there without a GPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Barrier, mpsc};
+use std::sync::{Barrier, Mutex, MutexGuard, mpsc};
 
 use super::*;
 use crate::params::{DeviceAddress, Params};

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::link::Link;
-use super::program::{self, DISCONNECTED, Start, VARIABLE, Work};
+use super::program::{DISCONNECTED, Job, Start, VARIABLE};
 use crate::supervisor::Supervised;
 
 /// Time in which an ending worker may exit by itself.
@@ -25,23 +25,18 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts a process that does `work`. It gets the descriptors `passed` and, if that is bounded,
+    /// Starts a process that does `job`. It gets the descriptors `passed` and, if that is bounded,
     /// at most this many bytes of memory.
     ///
     /// # Errors
     /// Errors of the system.
-    pub fn start(work: Work, passed: &[i32], memory: Option<u64>) -> io::Result<Self> {
-        if !program::is_linked() {
-            return Err(io::Error::other(
-                "this program was linked without the initialiser of workers",
-            ));
-        }
+    pub fn start(job: Job, passed: &[i32], memory: Option<u64>) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let start = Start {
             connection: theirs.as_raw_fd(),
             tag: rand::random(),
             memory_limit: memory,
-            work,
+            job,
         };
         let mut command = Command::new("/proc/self/exe");
         command.env(VARIABLE, serde_json::to_string(&start)?);

@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use serde::{Deserialize, Serialize};
 
 use super::link::Link;
-use crate::{emulator, remote, supervisor};
+use crate::supervisor;
 
 /// Marks a program as a worker: a [`Start`] as JSON.
 pub const VARIABLE: &str = "PARITY_WORKER";
@@ -23,7 +23,7 @@ pub const VARIABLE: &str = "PARITY_WORKER";
 pub const DISCONNECTED: i32 = 113;
 
 /// The start parameters of a worker.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Start {
     /// Descriptor of the connection to the device.
     pub connection: i32,
@@ -31,31 +31,34 @@ pub struct Start {
     pub tag: u64,
     /// Bytes that the process may use for data, if bounded.
     pub memory_limit: Option<u64>,
-    /// Its purpose.
-    pub work: Work,
+    /// What it is to do.
+    pub job: Job,
 }
 
-/// The purpose of a worker.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub enum Work {
-    /// It runs launches of the emulator.
-    Emulator(emulator::serve::Start),
-    /// It is a device.
-    Device,
+/// What a worker is to do: a name of the program's table of jobs, and what the job starts with.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Job {
+    /// Its name.
+    pub name: String,
+    /// Its start parameters, as JSON.
+    pub start: serde_json::Value,
 }
 
-// SAFETY of the section: its entries are functions without results that the loader calls before
-// `main`, with arguments that this one ignores.
-#[used]
-#[unsafe(link_section = ".init_array")]
-static INITIALISER: extern "C" fn() = become_worker;
-
-/// Keeps the initialiser in the program: the linker drops unreferenced code.
-pub fn is_linked() -> bool {
-    std::hint::black_box(&INITIALISER) as *const extern "C" fn() as usize != 0
+impl Job {
+    /// A job that starts with this.
+    ///
+    /// # Errors
+    /// What is no JSON.
+    pub fn new(name: &str, start: impl Serialize) -> io::Result<Self> {
+        Ok(Self { name: name.to_owned(), start: serde_json::to_value(start)? })
+    }
 }
 
-extern "C" fn become_worker() {
+/// Handles the requests of a job, from its start parameters until its connection is closed.
+pub type Serve = fn(serde_json::Value, &mut Link) -> io::Result<Infallible>;
+
+/// Serves a job of the table, if this program was started for that; then it never returns.
+pub fn become_worker(jobs: &'static [(&'static str, Serve)]) {
     // The supervisor of a worker also has the worker's variable; the linker decides which of the
     // initialisers runs first.
     if std::env::var_os(supervisor::VARIABLE).is_some() {
@@ -70,7 +73,7 @@ extern "C" fn become_worker() {
     };
     // A separate thread, since the stack of the first thread is smaller on some systems, and has no
     // known guard.
-    let served = std::thread::Builder::new().stack_size(8 << 20).spawn(move || serve(start));
+    let served = std::thread::Builder::new().stack_size(8 << 20).spawn(move || serve(start, jobs));
     // If it returns, the process is not a worker yet, or no longer one.
     let _ = served.map(|thread| thread.join());
     end(DISCONNECTED);
@@ -94,16 +97,17 @@ fn limit(memory: Option<u64>) {
 }
 
 /// Handles requests until the device closes the connection.
-fn serve(start: Start) -> io::Result<Infallible> {
+fn serve(start: Start, jobs: &[(&str, Serve)]) -> io::Result<Infallible> {
     limit(start.memory_limit);
     // SAFETY: the device made the descriptor for this process, and nothing else here uses it.
     let connection = UnixStream::from(unsafe { OwnedFd::from_raw_fd(start.connection) });
     die_with(connection.as_raw_fd());
     let mut link = Link::new(connection, start.tag)?;
-    let worked = match start.work {
-        Work::Emulator(start) => emulator::serve::serve(start, &mut link),
-        Work::Device => remote::host::serve(&mut link),
+    let Some((_, job)) = jobs.iter().find(|(name, _)| *name == start.job.name) else {
+        eprintln!("no job is called {}", start.job.name);
+        end(2);
     };
+    let worked = job(start.job.start, &mut link);
     match worked {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => end(0),
         // Before closing anything that a kernel has already closed.

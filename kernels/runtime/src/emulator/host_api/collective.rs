@@ -5,40 +5,13 @@ use std::ffi::{c_char, c_void};
 use super::super::block::{
     Block, State, ThreadContext, abandon, maybe_yield, name, scheduler, suspend,
 };
+use super::super::meeting::Meeting;
 
 /// `emulator::CollectiveOp`: runs once over the payloads of all lanes of the mask.
 pub type CollectiveOp = unsafe extern "C" fn(payloads: *const *mut c_void, mask: u32);
 
 fn lanes(mask: u32) -> impl Iterator<Item = u32> {
     (0..32).filter(move |lane| mask & (1 << lane) != 0)
-}
-
-/// The collective at which the lanes of a warp currently arrive. Nearly always the next lane
-/// arrives at the same one; then it needs no look-up.
-#[derive(Clone, Copy, Default)]
-pub struct Meeting {
-    mask: u32,
-    op: usize,
-    arrived: u32,
-    /// Lanes of the warp that have returned.
-    pub(in super::super) exited: u32,
-    /// When the first lane arrived, no lane of the mask waited elsewhere.
-    alone: bool,
-}
-
-impl Meeting {
-    /// Whether an arrival of `lane` here is certainly valid: the others wait here or have not
-    /// arrived yet.
-    fn expects(&self, lane: u32, mask: u32, op: usize) -> bool {
-        let joins = self.arrived != 0 && (self.mask, self.op) == (mask, op) && self.alone;
-        joins && mask & (1 << lane) != 0 && mask & self.exited == 0
-    }
-
-    /// Lane `lane` arrives; returns whether all have arrived.
-    fn arrive(&mut self, lane: u32) -> bool {
-        self.arrived |= 1 << lane;
-        self.arrived == self.mask
-    }
 }
 
 impl Block {
