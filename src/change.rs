@@ -370,7 +370,7 @@ mod tests {
         assert_eq!(shares("kernels/src/projections/rope.rs", 20), [20, 2, 1], "one with very many");
         assert_eq!(shares("a.h", 81), [30, 50, 1], "a header of all");
         assert_eq!(shares("a.h", 27), [10, 17, 1], "a header of all, with very many");
-        for nothing in ["src/judge/checks.rs", "README.md"] {
+        for nothing in ["src/judge/budget.rs", "README.md"] {
             assert_eq!(shares(nothing, 100), [2, 2, 1], "{nothing}");
         }
     }

@@ -1,0 +1,380 @@
+//! Every check of a case: runs the oracle and the kernels, compares, and reports what it found.
+
+mod comparison;
+mod differences;
+mod laws;
+mod repeats;
+
+use std::time::Instant;
+
+use dsv4_runtime::Contract;
+use dsv4_runtime::arena::ViolationKind;
+
+use self::comparison::{compare, saved_checks};
+use self::laws::law_checks;
+use self::repeats::repeat_checks;
+use crate::judge::runner::{RunError, Runner};
+use crate::judge::triangulation;
+use crate::judge::truth::Truth;
+use crate::operator::{KernelRun, PreparedCase, Side};
+use crate::record::{CheckRecord, FailingElements, Skip, Verdict, words};
+
+pub use self::comparison::{GRADIENT_OF_SAVED, POWERLESS};
+
+/// What a sweep requires of each case in addition to the checks that always run.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckOptions {
+    /// Random schedules to run each case under, after the deterministic one (emulator only). Their
+    /// seeds are 1 to this number. [`crate::operator::Profile::schedules`] is what a sweep uses.
+    pub schedules: u32,
+    /// Whether calls in sequence are checked. They launch everything three times, so a sweep on the
+    /// emulator checks every third case ([`crate::sweep::run_planned`]).
+    pub sequence: bool,
+    /// Whether verdicts report what they could have seen ([`crate::judge::power`]). Whether a
+    /// verdict has power at all is always checked.
+    pub power: bool,
+    /// Whether to triangulate the oracle's gradients. It concerns only the oracle, so once per case
+    /// is enough, and a kernel's mutants never need it.
+    pub triangulate: bool,
+}
+
+impl CheckOptions {
+    /// Everything.
+    pub const fn everything(schedules: u32) -> Self {
+        Self { schedules, sequence: true, power: true, triangulate: true }
+    }
+
+    /// Everything that shows whether kernels are right; the oracle is not checked.
+    pub const fn of_kernels(schedules: u32) -> Self {
+        Self { power: false, triangulate: false, ..Self::everything(schedules) }
+    }
+}
+
+/// Everything that was learnt about one case.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// One entry for each check and tensor.
+    pub checks: Vec<CheckRecord>,
+    /// What could not be checked, and why.
+    pub skips: Vec<Skip>,
+    /// Kernel paths that ran.
+    pub paths: Vec<String>,
+    /// Why these kernels cannot be run here at all, if they cannot.
+    pub untestable: Option<String>,
+    /// Why these kernels do not support such a case, as their runner reports, if so.
+    pub unsupported: Option<String>,
+    /// Seconds in kernels.
+    pub kernel_seconds: f64,
+    /// Seconds in the oracle.
+    pub oracle_seconds: f64,
+}
+
+impl Outcome {
+    /// Checks that did not pass.
+    pub fn failures(&self) -> impl Iterator<Item = &CheckRecord> {
+        self.checks.iter().filter(|check| check.verdict != Verdict::Pass)
+    }
+
+    /// Whether every check passed, and there was at least one.
+    pub fn passed(&self) -> bool {
+        !self.checks.is_empty() && self.failures().next().is_none()
+    }
+
+    /// Records a launch that failed.
+    fn failed(&mut self, check: &str, error: RunError) {
+        if error.untestable {
+            self.untestable.get_or_insert(error.message.clone());
+        }
+        self.push(check, "", error.verdict, 0, error.message);
+    }
+
+    fn push(
+        &mut self,
+        check: &str,
+        tensor: &str,
+        verdict: Verdict,
+        compared: u64,
+        message: String,
+    ) {
+        // A pass that compared nothing shows nothing: it is an error, whatever the check found.
+        let (verdict, message) = if verdict == Verdict::Pass && compared == 0 {
+            (Verdict::Error, "compared no element".to_owned())
+        } else {
+            (verdict, message)
+        };
+        self.checks.push(CheckRecord {
+            check: check.to_owned(),
+            tensor: tensor.to_owned(),
+            verdict,
+            compared,
+            message: words::message(message),
+            metrics: None,
+            failing: None,
+        });
+    }
+
+    /// Records which elements the last check found wrong.
+    fn name_elements(&mut self, failing: Option<FailingElements>) {
+        if let Some(check) = self.checks.last_mut().filter(|check| check.verdict != Verdict::Pass) {
+            check.failing = failing;
+        }
+    }
+
+    fn skip(&mut self, what: impl Into<String>, why: &str, count: u64) {
+        self.skips.push(Skip { what: what.into(), why: why.to_owned(), count });
+    }
+
+    /// Whether a check cannot be made of this runner's kernels; then the skip is noted.
+    fn is_blind(&mut self, runner: &dyn Runner, check: &str, count: u64) -> bool {
+        let why = runner.blind_to(check);
+        why.inspect(|why| self.skip(check, why, count)).is_some()
+    }
+
+    /// Adds to every failure since check number `before` when it happened.
+    fn name_run(&mut self, before: usize, when: &str) {
+        for check in self.checks[before..].iter_mut().filter(|check| check.verdict != Verdict::Pass)
+        {
+            check.message = words::message(format!("{when}: {}", check.message));
+        }
+    }
+
+    fn verdict(&mut self, check: &str, tensor: &str, compared: u64, problem: Option<String>) {
+        let verdict = if problem.is_none() { Verdict::Pass } else { Verdict::Fail };
+        self.push(check, tensor, verdict, compared, problem.unwrap_or_default());
+    }
+}
+
+/// Runs every check of a case.
+pub fn run(prepared: &dyn PreparedCase, runner: &dyn Runner, options: CheckOptions) -> Outcome {
+    run_until(prepared, runner, options, |_| false)
+}
+
+/// Runs the checks of a case, one launch after the other, until `enough` is known.
+pub fn run_until(
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    options: CheckOptions,
+    enough: impl Fn(&Outcome) -> bool,
+) -> Outcome {
+    let start = Instant::now();
+    match Truth::of(prepared, runner.arithmetic(prepared)) {
+        Ok(truth) => {
+            let seconds = start.elapsed().as_secs_f64();
+            let outcome = run_by(&truth, prepared, runner, options, enough);
+            Outcome { oracle_seconds: seconds + outcome.oracle_seconds, ..outcome }
+        }
+        Err(error) => {
+            let mut outcome = Outcome::default();
+            outcome.push("oracle", "", Verdict::Error, 0, error.to_string());
+            outcome
+        }
+    }
+}
+
+/// The same with known results of the oracle: `truth` is that of this very case. The oracle's runs
+/// take far longer than the kernels, and one truth serves many kernels.
+pub fn run_by(
+    truth: &Truth,
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    options: CheckOptions,
+    enough: impl Fn(&Outcome) -> bool,
+) -> Outcome {
+    let mut outcome = Outcome::default();
+    let start = Instant::now();
+    if options.triangulate {
+        triangulate(prepared, &mut outcome);
+    }
+    outcome.oracle_seconds = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    run_kernels(prepared, runner, options, truth, &enough, &mut outcome);
+    outcome.kernel_seconds = start.elapsed().as_secs_f64();
+    outcome
+}
+
+fn triangulate(prepared: &dyn PreparedCase, outcome: &mut Outcome) {
+    let Some(probe) = prepared.gradient_probe() else { return };
+    match triangulation::triangulate(&*probe) {
+        Ok(findings) => {
+            for finding in findings {
+                outcome.verdict(
+                    "oracle_gradients",
+                    &finding.input,
+                    finding.compared,
+                    finding.problem,
+                );
+            }
+        }
+        Err(error) => outcome.push("oracle_gradients", "", Verdict::Error, 0, error.to_string()),
+    }
+}
+
+fn run_kernels(
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    options: CheckOptions,
+    truth: &Truth,
+    enough: &dyn Fn(&Outcome) -> bool,
+    outcome: &mut Outcome,
+) {
+    let first = match runner.run(prepared, &truth.exact, Contract::NAN) {
+        Err(error) if error.unsupported => {
+            // If the kernel does not support the case, nothing else counts, including results of
+            // the oracle.
+            *outcome = Outcome { unsupported: Some(error.message), ..Outcome::default() };
+            return;
+        }
+        run => run,
+    };
+    let Some(first) = launched(first, "launch", outcome) else { return };
+    outcome.paths.clone_from(&first.paths);
+    memory_checks(runner, &first, outcome);
+    if truth.exact.is_empty() {
+        outcome.push("oracle", "", Verdict::Error, 0, "the oracle returned no tensor".into());
+    }
+    known_to_the_oracle(truth, &first, outcome);
+    let mut budgets = Vec::new();
+    for (index, exact) in truth.exact.iter().enumerate() {
+        if let Some(why) = runner.leaves_out(exact) {
+            outcome.skip(format!("{} of {}", side_name(exact.side), exact.name), why, 1);
+            continue;
+        }
+        let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
+            // Other tensors that a comparison needs may be no outputs.
+            if !first.tensors.iter().any(|tensor| tensor.consults().any(|name| name == exact.name))
+            {
+                let message = "the kernel returned no such tensor".into();
+                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
+            }
+            continue;
+        };
+        match truth.held(index, found) {
+            Ok(held) => {
+                compare(truth, index, found, &first, (&held, options.power), outcome);
+                budgets.push((exact, held.budget.clone()));
+            }
+            Err(message) => {
+                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message)
+            }
+        }
+    }
+    saved_checks(prepared, runner, &first, options.power, outcome);
+    if enough(outcome) {
+        return;
+    }
+    repeat_checks(prepared, runner, truth, options, &first, &budgets, outcome);
+    for law in prepared.laws() {
+        if enough(outcome) {
+            return;
+        }
+        law_checks(&law, runner, truth, &first, &budgets, outcome);
+    }
+}
+
+/// Compares what kernels wrote with the truth, tensor by tensor. What the oracle computed in
+/// addition is not required.
+pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
+    let mut outcome = Outcome::default();
+    known_to_the_oracle(truth, run, &mut outcome);
+    for found in &run.tensors {
+        let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else {
+            continue;
+        };
+        let exact = &truth.exact[index];
+        match truth.held(index, found) {
+            Ok(held) => compare(truth, index, found, run, (&held, false), &mut outcome),
+            Err(message) => {
+                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message)
+            }
+        }
+    }
+    outcome
+}
+
+fn known_to_the_oracle(truth: &Truth, run: &KernelRun, outcome: &mut Outcome) {
+    for found in &run.tensors {
+        if !truth.exact.iter().any(|exact| exact.name == found.name) {
+            outcome.push(
+                "oracle",
+                found.name,
+                Verdict::Error,
+                0,
+                "the oracle has no such tensor".into(),
+            );
+        }
+    }
+}
+
+fn side_name(side: Side) -> &'static str {
+    match side {
+        Side::Forward => "forward",
+        Side::Gradient => "gradient",
+    }
+}
+
+/// One launch of all kernels of the case.
+fn launch(
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    truth: &Truth,
+    contract: Contract,
+    check: &str,
+    outcome: &mut Outcome,
+) -> Option<KernelRun> {
+    launched(runner.run(prepared, &truth.exact, contract), check, outcome)
+}
+
+/// Records the outcome of a launch.
+fn launched(
+    run: Result<KernelRun, RunError>,
+    check: &str,
+    outcome: &mut Outcome,
+) -> Option<KernelRun> {
+    match run {
+        Ok(run) => {
+            let written = run.tensors.iter().map(|t| t.tensor.elements() as u64).sum();
+            // A case of size zero rightly launches nothing and writes nothing.
+            outcome.verdict(check, "", u64::max(written, 1), None);
+            Some(run)
+        }
+        Err(error) if error.skipped && check != "launch" => {
+            outcome.skip(check, &error.message, 1);
+            None
+        }
+        Err(error) => {
+            outcome.failed(check, error);
+            None
+        }
+    }
+}
+
+fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
+    let buffers = run.tensors.len() as u64;
+    for (check, kinds) in [
+        ("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]),
+        ("inputs_unchanged", &[ViolationKind::Input][..]),
+    ] {
+        if outcome.is_blind(runner, check, 1) {
+            continue;
+        }
+        let mut found = run.violations.iter().filter(|v| kinds.contains(&v.kind)).peekable();
+        if found.peek().is_none() {
+            outcome.verdict(check, "", buffers.max(1), None);
+        }
+        for violation in found {
+            let message = format!(
+                "{} byte(s) changed that nobody may write, the first at byte {} of `{}`",
+                violation.bytes, violation.first_offset, violation.buffer
+            );
+            // The same overwrite in another run of the case is not a new one.
+            let is_it = |known: &CheckRecord| {
+                known.check == check
+                    && known.tensor == violation.buffer
+                    && known.message.ends_with(&message)
+            };
+            if !outcome.checks.iter().any(is_it) {
+                outcome.verdict(check, &violation.buffer, buffers.max(1), Some(message));
+            }
+        }
+    }
+}
