@@ -10,8 +10,8 @@
 //! ]).extent("width", 1, MAX_WIDTH).bind(["num_rows", "width"])?;
 //! ```
 
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Result, RuntimeError, TensorView, Views};
 
 /// The floating-point types of tensors.

@@ -14,6 +14,8 @@ pub mod indexer;
 pub mod projections;
 pub mod streams;
 
+use std::sync::LazyLock;
+
 use dsv4_runtime::{DeviceOptions, SourceTree};
 use include_dir::{Dir, include_dir};
 
@@ -23,9 +25,17 @@ static EMBEDDED: Dir<'static> = include_dir!("$CARGO_MANIFEST_DIR/cuda");
 ///
 /// # Panics
 /// If two of them have the same name. No test of this repository would pass then.
+pub fn embedded() -> &'static SourceTree {
+    static TREE: LazyLock<SourceTree> = LazyLock::new(|| {
+        SourceTree::from_embedded("the embedded kernels", &EMBEDDED)
+            .expect("each kernel file has a name of its own")
+    });
+    &TREE
+}
+
+/// A copy of [`embedded`], for a device.
 pub fn sources() -> SourceTree {
-    SourceTree::from_embedded("the embedded kernels", &EMBEDDED)
-        .expect("each kernel file has a name of its own")
+    embedded().clone()
 }
 
 /// The options of a device with these kernels; everything else has its default.

@@ -22,7 +22,7 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
         |items: &[&str]| -> Vec<String> { items.iter().map(|item| (*item).to_owned()).collect() };
     let About { name, family, summary, specification, paths, .. } = *operator.about();
     let tensors = tensors(operator);
-    let tree = dsv4_kernels::sources();
+    let tree = dsv4_kernels::embedded();
     // An operator's files have one name, in its family's folder of each tree.
     let files = |file: &dyn Fn(&str) -> String| {
         let of = if operator.chain().is_empty() { &[name] } else { operator.chain() };

@@ -16,8 +16,7 @@ use super::params::Params;
 use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
 use super::serial::Serial;
-use super::source::SourceTree;
-pub use super::source::{Module, module};
+use super::source::{Module, SourceTree, module};
 use super::tensor::HostTensor;
 use super::tensor_map::{MapWords, TensorMap};
 

@@ -21,6 +21,9 @@ pub fn module(file: &str, defines: &[(&str, String)]) -> Module {
     )
 }
 
+/// Texts by path or by name.
+type Texts = BTreeMap<String, String>;
+
 /// Kernel sources: `*.cu` and `*.h`, each identified by its file name, in any folder. So a
 /// launcher, an `#include`, a mutant and another revision find a file that was moved.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -62,17 +65,16 @@ impl SourceTree {
     /// not have.
     ///
     /// # Errors
-    /// [`RuntimeError::System`] when the directory cannot be read.
+    /// [`RuntimeError::System`] when the directory cannot be read or two of its headers have the
+    /// same name.
     pub fn with_headers_of(&self, dir: &Path) -> Result<Self> {
-        let mut more = BTreeMap::new();
-        read_sources(dir, "", &mut more)?;
-        let mut tree = self.clone();
-        for (path, text) in more.into_iter().filter(|(path, _)| path.ends_with(".h")) {
-            let name = name_of(&path).to_owned();
-            tree.files.entry(name.clone()).or_insert(text);
-            tree.paths.entry(name).or_insert(path);
-        }
-        Ok(tree)
+        let mut texts = BTreeMap::new();
+        read_sources(dir, "", &mut texts)?;
+        texts.retain(|path, _| path.ends_with(".h"));
+        let (mut files, mut paths) = by_name(&dir.display().to_string(), texts)?;
+        files.extend(self.files.clone());
+        paths.extend(self.paths.clone());
+        Ok(Self { files, paths, ..self.clone() })
     }
 
     /// A tree from texts in memory (another revision's, read from git objects), by their paths
@@ -82,18 +84,7 @@ impl SourceTree {
     /// [`RuntimeError::SourceMissing`] when no file ends in `.cu`, [`RuntimeError::System`] when
     /// two have the same name.
     pub fn from_files(origin: String, texts: BTreeMap<String, String>) -> Result<Self> {
-        let (mut files, mut paths) = (BTreeMap::new(), BTreeMap::new());
-        for (path, text) in texts {
-            let name = name_of(&path).to_owned();
-            files.insert(name.clone(), text);
-            if let Some(other) = paths.insert(name.clone(), path) {
-                let twice = format!("{other} and {} have one name", paths[&name]);
-                return Err(RuntimeError::system(
-                    format!("reading kernel sources in {origin}"),
-                    std::io::Error::new(std::io::ErrorKind::AlreadyExists, twice),
-                ));
-            }
-        }
+        let (files, paths) = by_name(&origin, texts)?;
         if !files.keys().any(|name| name.ends_with(".cu")) {
             return Err(RuntimeError::SourceMissing { file: "*.cu".into(), tree: origin });
         }
@@ -203,6 +194,23 @@ impl SourceTree {
         }
         hasher.finalize().to_hex().to_string()
     }
+}
+
+/// Texts and paths by file name, of texts by path. Two files of one name are an error.
+fn by_name(origin: &str, texts: Texts) -> Result<(Texts, Texts)> {
+    let (mut files, mut paths) = (Texts::new(), Texts::new());
+    for (path, text) in texts {
+        let name = name_of(&path).to_owned();
+        files.insert(name.clone(), text);
+        if let Some(other) = paths.insert(name.clone(), path) {
+            let twice = format!("{other} and {} have one name", paths[&name]);
+            return Err(RuntimeError::system(
+                format!("reading kernel sources in {origin}"),
+                std::io::Error::new(std::io::ErrorKind::AlreadyExists, twice),
+            ));
+        }
+    }
+    Ok((files, paths))
 }
 
 /// The last part of a path.
@@ -319,4 +327,48 @@ fn read_sources(dir: &Path, prefix: &str, files: &mut BTreeMap<String, String>) 
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(files: &[(&str, &str)]) -> Texts {
+        files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect()
+    }
+
+    #[test]
+    fn a_file_is_found_by_its_name_in_whatever_folder_it_lies() {
+        for (kernel, header) in [("a.cu", "include/b.h"), ("family/a.cu", "base/b.h")] {
+            let files = texts(&[(kernel, "#include \"b.h\"\n"), (header, "// b\n")]);
+            let tree = SourceTree::from_files("a tree".into(), files).expect("a tree");
+            assert_eq!(tree.text("b.h").expect("a header"), "// b\n");
+            assert_eq!(tree.headers_of("a.cu").expect("a kernel"), ["b.h"]);
+            assert_eq!((tree.path_of("a.cu"), tree.path_of("b.h")), (kernel, header));
+        }
+    }
+
+    #[test]
+    fn two_files_of_one_name_are_an_error_that_names_both() {
+        let files = texts(&[("one/a.cu", ""), ("two/a.cu", "")]);
+        let error = SourceTree::from_files("a tree".into(), files).expect_err("two of one name");
+        let said = error.to_string();
+        assert!(said.contains("one/a.cu") && said.contains("two/a.cu"), "{said}");
+    }
+
+    #[test]
+    fn headers_of_another_folder_never_replace_those_of_the_tree() {
+        let folder = tempfile::tempdir().expect("a scratch directory");
+        for (name, text) in [("own.h", "theirs"), ("more.h", "more"), ("b.cu", "a kernel")] {
+            std::fs::write(folder.path().join(name), text).expect("written");
+        }
+        let files = texts(&[("a.cu", ""), ("own.h", "ours")]);
+        let tree = SourceTree::from_files("a tree".into(), files).expect("a tree");
+        let tree = tree.with_headers_of(folder.path()).expect("headers");
+        assert_eq!(
+            (tree.text("own.h").ok(), tree.text("more.h").ok()),
+            (Some("ours"), Some("more"))
+        );
+        assert!(tree.text("b.cu").is_err());
+    }
 }

@@ -1,7 +1,7 @@
 //! `attention_combine`: launcher of `kernels/cuda/attention/attention_combine.cu` (inference 8.2).
 
 use crate::arguments::{Arguments, read, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "attention_combine.cu";

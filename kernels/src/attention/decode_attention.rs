@@ -4,8 +4,8 @@
 use crate::arguments::{Arguments, Parts, read, scratch, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
 pub use crate::implementation::Implementation;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "decode_attention.cu";

@@ -3,7 +3,7 @@
 
 use crate::arguments::{Argument, Arguments, Defines, Signature, element_types, read, write};
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "inverse_rope_quantize.cu";

@@ -3,8 +3,8 @@
 
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Kernel, LaunchConfig, Result, TensorView, Views};
 
 const FORWARD_FILE: &str = "sparse_attention.cu";

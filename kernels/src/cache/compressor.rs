@@ -7,8 +7,8 @@ use crate::arguments::{
     modules_of_floats, read, saved, scratch, write,
 };
 use crate::formats::hadamard;
-use dsv4_runtime::device::Module;
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "compressor.cu";

@@ -7,8 +7,8 @@ use crate::arguments::{
 use crate::cache::compressor::{
     Epilogue, Extents, FORWARD_THREADS, MAX_HEAD_DIM, MAX_RATIO, OVERLAP_RATIO, QUAD,
 };
-use dsv4_runtime::device::{Kernel, Module};
-use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
+use dsv4_runtime::source::Module;
+use dsv4_runtime::{DType, Device, Kernel, LaunchConfig, Result, Views};
 
 const FILE: &str = "compressor_stream.cu";
 const CHECK: Arguments = Arguments { operator: "compressor_stream" };

@@ -4,7 +4,7 @@
 use crate::arguments::{Arguments, Defines, element_types, read, write};
 use crate::cache::kv_cache::num_slots;
 use crate::formats::hadamard::{DIM, Stored};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_cache_write.cu";

@@ -2,7 +2,7 @@
 
 use crate::arguments::{Arguments, read, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "kv_cache_write.cu";

@@ -12,8 +12,8 @@ use crate::projections::linear::{
     expert_tile, hopper_defines, hopper_modules, large_maps, quantized_defines, token_tiles,
     with_maps,
 };
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "grouped_linear.cu";

@@ -13,8 +13,8 @@ use crate::projections::linear::{
     BLOCK, FEW_ROWS, LARGE_TILE, ScaleAxes, ScaleTensor, Weights, expert_tile, hopper_defines,
     large_boxes, maps_of, quantized_defines, token_tiles, with_maps,
 };
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "grouped_linear_swiglu.cu";

@@ -1,7 +1,7 @@
 //! `moe_expand`: launcher of `kernels/cuda/experts/moe_expand.cu` (inference 11.3).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, pieces, read, write};
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "moe_expand.cu";

@@ -1,7 +1,7 @@
 //! `moe_map`: launcher of `kernels/cuda/experts/moe_map.cu` (inference 11.3).
 
 use crate::arguments::{Arguments, read, scratch, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "moe_map.cu";

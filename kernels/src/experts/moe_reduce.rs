@@ -2,7 +2,7 @@
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, pieces, read, write};
 use crate::experts::moe_expand::{THREADS, clearing_rows};
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "moe_reduce.cu";

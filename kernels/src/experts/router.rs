@@ -1,7 +1,7 @@
 //! `router`: launcher of `kernels/cuda/experts/router.cu` (inference 10, training 11.4).
 
 use crate::arguments::{Arguments, read, saved, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "router.cu";

@@ -2,7 +2,7 @@
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
 use crate::streams::mhc_post::threads;
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "swiglu.cu";

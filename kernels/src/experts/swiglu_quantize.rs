@@ -7,7 +7,7 @@ use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read
 use crate::experts::swiglu;
 use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "swiglu_quantize.cu";

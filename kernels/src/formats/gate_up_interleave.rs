@@ -1,7 +1,7 @@
 //! `gate_up_interleave`: launcher of `kernels/cuda/formats/gate_up_interleave.cu` (inference 5.8).
 
 use crate::arguments::{Argument, Arguments, Signature, read, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "gate_up_interleave.cu";

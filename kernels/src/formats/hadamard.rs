@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "hadamard.cu";

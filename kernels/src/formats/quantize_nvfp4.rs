@@ -4,7 +4,7 @@
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, scratch, write};
 use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, Scales};
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "quantize_nvfp4.cu";

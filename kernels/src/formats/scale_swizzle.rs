@@ -3,7 +3,7 @@
 use crate::arguments::{Argument, Arguments, Signature, read, write};
 pub use crate::formats::scale_layout::TILE_BYTES;
 use crate::formats::scale_layout::extents_of;
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "scale_swizzle.cu";

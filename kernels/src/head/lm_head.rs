@@ -1,7 +1,7 @@
 //! `lm_head`: launcher of `kernels/cuda/head/lm_head.cu` (inference 12.1).
 
 use crate::arguments::{Arguments, read, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "lm_head.cu";

@@ -1,7 +1,7 @@
 //! `sampler`: launcher of `kernels/cuda/head/sampler.cu` (inference 12.3).
 
 use crate::arguments::{Arguments, read, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "sampler.cu";

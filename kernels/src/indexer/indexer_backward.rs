@@ -3,8 +3,8 @@
 
 use crate::arguments::{Arguments, Defines, FLOATS, Parts, element_types, read, scratch, write};
 pub use crate::attention::sparse_attention::KeyGradients;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "indexer_backward.cu";

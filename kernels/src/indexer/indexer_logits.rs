@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, Arguments, Defines, FLOATS, read, write};
 pub use crate::implementation::Implementation;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::tensor_map::{MapWords, TensorMap};
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 

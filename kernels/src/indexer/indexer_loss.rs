@@ -4,8 +4,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, Arguments, Signature, read, saved, scratch, write};
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 const FILE: &str = "indexer_loss.cu";

@@ -4,7 +4,7 @@ use crate::arguments::{
     Argument, Arguments, Defines, FLOATS, Signature, element_types, is_aligned, read, write,
 };
 pub use crate::formats::hadamard::{DIM, Stored};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_query.cu";

@@ -3,7 +3,7 @@
 
 use crate::arguments::{Arguments, Defines, FLOATS, element_types, read, write};
 pub use crate::implementation::Implementation;
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "indexer_recompute.cu";

@@ -3,8 +3,8 @@
 
 use crate::arguments::{Argument, Arguments, read, saved, write};
 pub use crate::implementation::Implementation;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "score_recompute.cu";

@@ -1,7 +1,7 @@
 //! `topk`: launcher of `kernels/cuda/indexer/topk.cu` (inference 7, 7.2).
 
 use crate::arguments::{Arguments, read, write};
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "topk.cu";

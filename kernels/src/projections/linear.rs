@@ -9,9 +9,9 @@ use crate::arguments::{
 use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::implementation::Implementation;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::matrix::{Matrix, MatrixProduct};
 use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::tensor_map::{MapWords, TensorMap};
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 

@@ -4,8 +4,8 @@
 use crate::arguments::{
     Argument, Arguments, Defines, Signature, element_types, read, saved, write,
 };
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::Params;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "query_norm_rope.cu";

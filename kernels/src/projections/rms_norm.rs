@@ -3,7 +3,7 @@
 use crate::arguments::{
     Arguments, Defines, FLOATS, Signature, element_types, modules_of_floats, read, scratch, write,
 };
-use dsv4_runtime::device::{Module, module};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 
 const FILE: &str = "rms_norm.cu";

@@ -4,8 +4,8 @@ use crate::arguments::{
     Arguments, FLOATS, Parts, element_types, modules_of_floats, pieces, read, scratch, write,
 };
 use crate::attention::sparse_attention::{self, KeyIndex};
-use dsv4_runtime::device::Module;
 use dsv4_runtime::params::DeviceAddress;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, Result, Views};
 
 const FILE: &str = "embed_streams.cu";

@@ -7,8 +7,8 @@ use crate::streams::mhc_mix::{
     Wide, fits_wide, has_few_projected_tokens, parts_of_tokens, projection_blocks,
 };
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::DeviceAddress;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_head.cu";

@@ -4,8 +4,8 @@
 use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
 pub use crate::implementation::Implementation;
 use crate::streams::mhc_post::NUM_STREAMS;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::{DeviceAddress, Params};
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::tensor_map::TensorMap;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 

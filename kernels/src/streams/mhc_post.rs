@@ -3,7 +3,7 @@
 use crate::arguments::{
     Arguments, FLOATS, Signature, element_types, modules_of_floats, read, write,
 };
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_post.cu";

@@ -10,8 +10,8 @@ use crate::streams::mhc_mix::{
 };
 use crate::streams::mhc_post::{self, NUM_STREAMS, threads};
 use crate::streams::mhc_pre;
-use dsv4_runtime::device::{Module, module};
 use dsv4_runtime::params::DeviceAddress;
+use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::tensor_map::TensorMap;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, TensorView, Views};
 

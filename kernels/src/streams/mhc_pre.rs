@@ -6,7 +6,7 @@ use crate::arguments::{
 };
 use crate::projections::rms_norm;
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
-use dsv4_runtime::device::Module;
+use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
 const FILE: &str = "mhc_pre.cu";
