@@ -22,7 +22,7 @@ pub(crate) use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
 
 /// Version of the schema. Readers reject another one.
-pub const SCHEMA_VERSION: u32 = 2;
+pub const SCHEMA_VERSION: u32 = 3;
 
 /// A whole run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -7,15 +7,16 @@
 //! | field | what it holds |
 //! | --- | --- |
 //! | `checks` | each pair of a check and a tensor |
-//! | `lists` | lists of checks that ran: `checks` index the table, `sizes` a case's `compared` |
+//! | `orders` | lists of checks that ran, in order: indices into `checks` |
+//! | `sizes` | lists of numbers of elements, one for each check: indices into a case's `compared` |
 //! | `fields` | each list of a case's fields |
 //! | `paths` | each list of kernel paths |
 //! | `commands` | replay commands: text before and after the case's line, or all if it has none |
 //! | `records` | the cases |
 //!
 //! A record holds its indices into the tables. `case` holds the values of its fields. `compared`
-//! holds the different numbers of elements that its checks compared. `measured` holds the measures
-//! of tensors that agree: the index in the list, then cosine, norm_ratio, relative_l2, max_abs,
+//! holds the different numbers of elements that its checks compared. `exact` holds the indices of
+//! tensors that are the oracle's to the bit. `measured` holds the measures of others that agree: the index in the list, then cosine, norm_ratio, relative_l2, max_abs,
 //! ulp_p50, ulp_p99, ulp_max, budget_used, budget_relative and the power. `told` holds every other
 //! check that is not a plain pass, in full. Reading it back gives exactly the same records.
 
@@ -38,7 +39,7 @@ const MOST_CHECKS: usize = 20_000_000;
 
 /// What [`Stored`] keeps of the metrics of a tensor that agrees; [`measures`] leaves the rest
 /// absent.
-#[derive(Serialize, serde::Deserialize)]
+#[derive(PartialEq, Serialize, serde::Deserialize)]
 struct Measured(
     u32,
     Number,
@@ -53,19 +54,13 @@ struct Measured(
     #[serde(default, skip_serializing_if = "Option::is_none")] Option<StoredPower>,
 );
 
-#[derive(Serialize, serde::Deserialize)]
+#[derive(PartialEq, Serialize, serde::Deserialize)]
 struct Number(#[serde(with = "number")] f64);
 
 /// `bias`, `assert_close`, `cosine`, `flash_mla`, `flash_attention`; then `element` and
 /// `powerless`. A rule sees a bias of `2^-k` (k), nothing (-1), or fails what is right (-2).
-#[derive(Serialize, serde::Deserialize)]
+#[derive(PartialEq, Serialize, serde::Deserialize)]
 struct StoredPower([i64; 5], Number, bool);
-
-#[derive(Serialize, serde::Deserialize)]
-struct List {
-    checks: Vec<u32>,
-    sizes: Vec<u32>,
-}
 
 /// One case.
 #[derive(Serialize, serde::Deserialize)]
@@ -78,10 +73,15 @@ struct StoredCase {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     fields: Option<u32>,
     case: Value,
+    #[serde(default = "drawn", skip_serializing_if = "is_drawn")]
     origin: Origin,
     paths: u32,
-    list: u32,
+    order: u32,
+    sizes: u32,
     compared: Vec<u64>,
+    /// Checks whose tensors are the oracle's to the bit.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    exact: Vec<u32>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     measured: Vec<Measured>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -94,6 +94,7 @@ struct StoredCase {
     our_seconds: Option<Seconds>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     unsupported: Option<String>,
+    #[serde(default, skip_serializing_if = "is_first")]
     replay: u32,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     skips: Vec<Skip>,
@@ -101,11 +102,24 @@ struct StoredCase {
     plan_number: Option<u64>,
 }
 
+fn drawn() -> Origin {
+    Origin::Drawn
+}
+
+fn is_drawn(origin: &Origin) -> bool {
+    *origin == Origin::Drawn
+}
+
+fn is_first(place: &u32) -> bool {
+    *place == 0
+}
+
 /// All cases of a report.
 #[derive(Default, Serialize, serde::Deserialize)]
 struct Stored {
     checks: Vec<(String, String)>,
-    lists: Vec<List>,
+    orders: Vec<Vec<u32>>,
+    sizes: Vec<Vec<u32>>,
     fields: Vec<Vec<String>>,
     paths: Vec<Vec<String>>,
     commands: Vec<Vec<String>>,
@@ -155,7 +169,8 @@ impl<T: Clone + Eq + Hash> Interned<T> {
 #[derive(Default)]
 struct Tables {
     checks: Interned<(String, String)>,
-    lists: Interned<(Vec<u32>, Vec<u32>)>,
+    orders: Interned<Vec<u32>>,
+    sizes: Interned<Vec<u32>>,
     fields: Interned<Vec<String>>,
     paths: Interned<Vec<String>>,
     commands: Interned<Vec<String>>,
@@ -164,7 +179,7 @@ struct Tables {
 impl Tables {
     fn store(&mut self, record: &CaseRecord) -> StoredCase {
         let mut compared = Interned::default();
-        let (mut measured, mut told) = (Vec::new(), Vec::new());
+        let (mut exact, mut measured, mut told) = (Vec::new(), Vec::new(), Vec::new());
         let (mut checks, mut sizes) = (Vec::new(), Vec::new());
         for (place, check) in (0..).zip(&record.checks) {
             checks.push(self.checks.place((check.check.clone(), check.tensor.clone())));
@@ -173,7 +188,8 @@ impl Tables {
             match &check.metrics {
                 None if plain => {}
                 Some(metrics) if plain && holds_measures_alone(metrics) => {
-                    measured.push(Measured::of(place, metrics))
+                    let of = Measured::of(place, metrics);
+                    if of == Measured::exact(place) { exact.push(place) } else { measured.push(of) }
                 }
                 _ => told.push((place, check.clone())),
             }
@@ -192,8 +208,10 @@ impl Tables {
             case,
             origin: record.origin,
             paths: self.paths.place(record.paths.clone()),
-            list: self.lists.place((checks, sizes)),
+            order: self.orders.place(checks),
+            sizes: self.sizes.place(sizes),
             compared: compared.items,
+            exact,
             measured,
             told,
             kernel_seconds: record.kernel_seconds,
@@ -208,10 +226,10 @@ impl Tables {
     }
 
     fn into_stored(self, records: Vec<StoredCase>) -> Stored {
-        let lists = self.lists.items.into_iter().map(|(checks, sizes)| List { checks, sizes });
         Stored {
             checks: self.checks.items,
-            lists: lists.collect(),
+            orders: self.orders.items,
+            sizes: self.sizes.items,
             fields: self.fields.items,
             paths: self.paths.items,
             commands: self.commands.items,
@@ -246,9 +264,7 @@ impl Stored {
 
     /// How many checks all cases have together.
     fn checks_in_all(&self) -> usize {
-        let of = |stored: &StoredCase| {
-            self.lists.get(stored.list as usize).map_or(0, |list| list.checks.len())
-        };
+        let of = |stored: &StoredCase| self.orders.get(stored.order as usize).map_or(0, Vec::len);
         self.records.iter().map(of).fold(0, usize::saturating_add)
     }
 
@@ -290,9 +306,11 @@ impl Stored {
     }
 
     fn checks(&self, stored: &StoredCase) -> Result<Vec<CheckRecord>, String> {
-        let list = entry(&self.lists, "list", stored.list)?;
-        if list.checks.len() != list.sizes.len() {
-            return Err(format!("list {}, whose checks and sizes are not as many", stored.list));
+        let order = entry(&self.orders, "order", stored.order)?;
+        let sizes = entry(&self.sizes, "sizes", stored.sizes)?;
+        if order.len() != sizes.len() {
+            let (checks, sizes) = (order.len(), sizes.len());
+            return Err(format!("an order of {checks} checks and {sizes} sizes"));
         }
         let check = |(&check, &size): (&u32, &u32)| {
             let (check, tensor) = entry(&self.checks, "check", check)?.clone();
@@ -307,8 +325,10 @@ impl Stored {
                 failing: None,
             })
         };
-        let mut checks =
-            list.checks.iter().zip(&list.sizes).map(check).collect::<Result<Vec<_>, String>>()?;
+        let mut checks = order.iter().zip(sizes).map(check).collect::<Result<Vec<_>, String>>()?;
+        for &place in &stored.exact {
+            entry_mut(&mut checks, place)?.metrics = Some(Measured::exact(place).metrics());
+        }
         for measured in &stored.measured {
             entry_mut(&mut checks, measured.0)?.metrics = Some(measured.metrics());
         }
@@ -400,6 +420,14 @@ impl Measured {
             Number(metrics.budget_relative),
             metrics.power.as_ref().map(StoredPower::of),
         )
+    }
+
+    /// Of a tensor that is the oracle's to the bit, and whose power is not measured.
+    fn exact(place: u32) -> Self {
+        let (one, zero) = (|| Number(1.0), || Number(0.0));
+        let none = [(); 7].map(|()| zero());
+        let [l2, max, p50, p99, ulp, used, relative] = none;
+        Self(place, one(), one(), l2, max, p50, p99, ulp, used, relative, None)
     }
 
     fn metrics(&self) -> Metrics {
@@ -500,7 +528,7 @@ mod tests {
                 *cases.pointer_mut(pointer).expect("there is such a field") = to.clone()
             })
         };
-        assert!(at("/records/1/list", 99.into()).contains("case 1 names list 99 of"));
+        assert!(at("/records/1/order", 99.into()).contains("case 1 names order 99 of"));
         assert!(at("/records/0/paths", 7.into()).contains("case 0 names paths 7 of"));
         assert!(at("/records/2/replay", 4.into()).contains("case 2 names command 4 of"));
         assert!(at("/records/0/fields", 9.into()).contains("case 0 names fields 9 of"));
@@ -508,11 +536,8 @@ mod tests {
             at("/records/0/compared", Value::Array(Vec::new()))
                 .contains("case 0 names size 0 of 0")
         );
-        assert!(at("/lists/0/checks/0", 5000.into()).contains("case 0 names check 5000 of"));
-        assert!(
-            at("/lists/0/sizes", Value::Array(Vec::new()))
-                .contains("list 0, whose checks and sizes are not as many")
-        );
+        assert!(at("/orders/0/0", 5000.into()).contains("case 0 names check 5000 of"));
+        assert!(at("/sizes/0", Value::Array(Vec::new())).contains("checks and 0 sizes"));
         assert!(
             at("/records/0/case", Value::Array(Vec::new())).contains("fields and has 0 values")
         );
@@ -523,12 +548,12 @@ mod tests {
     fn a_small_file_does_not_unfold_to_more_than_memory_holds() {
         let mut value = serde_json::to_value(sample::passing(3)).unwrap();
         let cases = &mut value["cases"];
-        cases["lists"][0] =
-            serde_json::json!({ "checks": vec![0; 2_000_000], "sizes": vec![0; 2_000_000] });
+        cases["orders"][0] = vec![0; 2_000_000].into();
+        cases["sizes"][0] = vec![0; 2_000_000].into();
         let record = cases["records"][0].clone();
         cases["records"] = vec![record; 40].into();
         let mut stored: Stored = serde_json::from_value(cases.take()).unwrap();
-        stored.records.iter_mut().for_each(|record| record.list = 0);
+        stored.records.iter_mut().for_each(|record| (record.order, record.sizes) = (0, 0));
         assert_eq!(stored.checks_in_all(), 80_000_000);
         assert_eq!(stored.read().unwrap_err(), "more than 20000000 checks");
     }

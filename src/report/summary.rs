@@ -317,6 +317,9 @@ pub(super) fn column(check: &str) -> &str {
     if check.starts_with("law:") { LAWS } else { check }
 }
 
+/// The benchmark of the device itself, which is no operator's.
+const COPY_BENCHMARK: &str = "device_copy";
+
 /// The registry's operators, and after them any that only cases or benchmarks name, so that none is
 /// skipped.
 pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
@@ -325,7 +328,8 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
         .cases
         .iter()
         .map(|case| &case.operator)
-        .chain(report.benchmarks.iter().map(|one| &one.operator));
+        .chain(report.benchmarks.iter().map(|one| &one.operator))
+        .filter(|name| *name != COPY_BENCHMARK);
     for name in named {
         if !operators.iter().any(|operator| operator.name == *name) {
             operators.push(OperatorRecord {

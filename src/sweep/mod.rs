@@ -632,8 +632,8 @@ fn record(
         origin,
         paths: outcome.paths,
         checks: outcome.checks,
-        kernel_seconds: outcome.kernel_seconds,
-        oracle_seconds: outcome.oracle_seconds,
+        kernel_seconds: three_digits(outcome.kernel_seconds),
+        oracle_seconds: three_digits(outcome.oracle_seconds),
         replay: runner.replay_command(case, options.schedules),
         skips: outcome.skips.into_iter().chain(skip).collect(),
         plan_number: None,
@@ -642,6 +642,11 @@ fn record(
         our_seconds: ours,
         unsupported: outcome.unsupported,
     }
+}
+
+/// A time to three significant digits: no measurement of one run has more.
+fn three_digits(seconds: f64) -> f64 {
+    format!("{seconds:.2e}").parse().unwrap_or(seconds)
 }
 
 /// Text for the user about a failing case: what failed, the worst element, and the command that
