@@ -207,41 +207,51 @@ fn elements_that_no_thread_writes_keep_the_poison() {
     }
 }
 
-/// Bits of y under the deterministic schedule and under random ones.
-fn results_by_schedule(device: &Device, name: &str) -> Vec<(Option<u64>, Vec<u32>)> {
+/// Bits of y under random schedules, which look for no races.
+fn results_by_seed(device: &Device, name: &str) -> Vec<(Option<u64>, Vec<u32>)> {
+    results_by_schedule(device, name, (1..=8).map(Some))
+}
+
+/// Bits of y under these schedules.
+fn results_by_schedule(
+    device: &Device,
+    name: &str,
+    schedules: impl Iterator<Item = Option<u64>>,
+) -> Vec<(Option<u64>, Vec<u32>)> {
     let run = |seed| {
         device.backend().set_schedule_seed(seed);
         let (result, y) = run_fault(device, name, Contract::NAN);
         assert_eq!(result.unwrap(), [], "{name} under schedule {seed:?}");
         (seed, y.iter().map(|v| v.to_bits()).collect())
     };
-    [None].into_iter().chain((1..=8).map(Some)).map(run).collect()
+    schedules.map(run).collect()
 }
 
-/// A missing synchronization shows as wrong values under some schedule, and each schedule repeats
-/// its own values.
-fn assert_race_shows(name: &str, correct: impl Fn(usize) -> f32) {
+/// A missing synchronization is a race with these words in the deterministic schedule. It shows as
+/// wrong values under some random schedule, and each of these repeats its own values.
+fn assert_race_shows(name: &str, words: &[&str], correct: impl Fn(usize) -> f32) {
     let Some(device) = emulator() else { return };
+    let (.., what) = fault(run_fault(&device, name, Contract::NAN).0);
+    assert!(words.iter().all(|word| what.contains(word)), "{name}: {what}");
     let correct: Vec<u32> = (0..FAULT_THREADS).map(|i| correct(i).to_bits()).collect();
-    let first = results_by_schedule(&device, name);
-    assert!(
-        first.iter().any(|(seed, y)| seed.is_some() && *y != correct),
-        "{name} hid under every seed"
-    );
-    let again = results_by_schedule(&device, name);
+    let first = results_by_seed(&device, name);
+    assert!(first.iter().any(|(_, y)| *y != correct), "{name} hid under every seed");
+    let again = results_by_seed(&device, name);
     for ((seed, a), (_, b)) in first.iter().zip(&again) {
         assert_eq!(a, b, "{name}: schedule {seed:?} did not repeat its result");
     }
 }
 
 #[test]
-fn a_missing_wait_for_a_copy_shows_as_wrong_numbers_that_a_seed_repeats() {
-    assert_race_shows("missing_copy_wait", |i| i as f32 + 1.0);
+fn a_missing_wait_for_a_copy_is_a_race_and_gives_wrong_numbers_that_a_seed_repeats() {
+    let words = ["a copy in flight (cp.async) of thread (15, 0, 0)", "selftest_faults.cu:"];
+    assert_race_shows("missing_copy_wait", &words, |i| i as f32 + 1.0);
 }
 
 #[test]
-fn a_missing_barrier_shows_as_wrong_numbers_that_a_seed_repeats() {
-    assert_race_shows("missing_barrier", |i| (FAULT_THREADS - i) as f32);
+fn a_missing_barrier_is_a_race_and_gives_wrong_numbers_that_a_seed_repeats() {
+    let words = ["stores byte 128 of `dynamic shared memory`", "(31, 0, 0) reads", "(a race)"];
+    assert_race_shows("missing_barrier", &words, |i| (FAULT_THREADS - i) as f32);
 }
 
 /// Comparisons skip NaN, so NaN alone does not show what a kernel reads there.
@@ -250,7 +260,8 @@ fn shared_memory_that_no_thread_writes_reads_as_nan_and_under_schedules_as_what_
  {
     let Some(device) = emulator() else { return };
     let mut found = Vec::new();
-    for (seed, y) in results_by_schedule(&device, "unwritten_shared") {
+    let schedules = [None].into_iter().chain((1..=8).map(Some));
+    for (seed, y) in results_by_schedule(&device, "unwritten_shared", schedules) {
         assert!(y.iter().all(|bits| *bits == y[0]), "schedule {seed:?}: {y:x?}");
         assert_eq!(f32::from_bits(y[0]).is_nan(), seed.is_none(), "schedule {seed:?}: {y:x?}");
         found.push(y[0]);
@@ -401,6 +412,7 @@ fn static_shared_memory_that_no_thread_writes_holds_poison_in_the_first_block_an
 const BULK_COPIES: &str = "
         DEVICE void bulk_in(SharedAddress target, const void* source) {
             mbarrier_init(1024, 1);
+            fence_mbarrier_init();
             mbarrier_arrive_expect(1024, 32);
             bulk_copy_in(target, source, 32, 1024);
             mbarrier_wait(1024, 0);
@@ -537,10 +549,10 @@ const WIDE_ACCESSES: &[(&str, usize, &str)] = &[
     ("if (mine) store_shared(shared, 1);", 4, "dynamic shared memory"),
     ("if (mine) store_shared_vec16(shared, Vec16{});", 16, "dynamic shared memory"),
     ("sink = load_shared_vec16(shared).w[0];", 16, "dynamic shared memory"),
-    ("copy_async_16(64, at, true); copy_commit(); copy_wait<0>();", 16, "y"),
-    ("copy_async_16(64, at, false); copy_commit(); copy_wait<0>();", 16, "y"),
+    ("if (mine) copy_async_16(64, at, true); copy_commit(); copy_wait<0>();", 16, "y"),
+    ("if (mine) copy_async_16(64, at, false); copy_commit(); copy_wait<0>();", 16, "y"),
     (
-        "copy_async_16(shared, params.y, true); copy_commit(); copy_wait<0>();",
+        "if (mine) copy_async_16(shared, params.y, true); copy_commit(); copy_wait<0>();",
         16,
         "dynamic shared memory",
     ),

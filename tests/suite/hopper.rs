@@ -435,7 +435,7 @@ fn a_missing_wgmma_wait_shows() {
 
 #[test]
 fn a_stage_that_is_released_while_a_product_reads_it_shows() {
-    assert_shows("        wgmma_wait<1>();\n", "        wgmma_wait<2>();\n", "wrong sums");
+    assert_shows("        wgmma_wait<1>();\n", "        wgmma_wait<2>();\n", "(a race)");
 }
 
 #[test]
@@ -727,7 +727,7 @@ fn wrong_copies_of_boxes_show() {
     };
     let copy = "tensor_copy_in(shared, params.map,";
     for (right, wrong, needle) in [
-        ("mbarrier_wait(landed, 0);\n    for (int i", "for (int i", "did not wait for"),
+        ("mbarrier_wait(landed, 0);\n    for (int i", "for (int i", "(a race)"),
         ("16 * (chunk ^ row % 8)", "16 * (chunk ^ row % 4)", "other bytes"),
         (copy, "tensor_copy_in(shared + 512, params.map,", "multiples of 1024 and 16"),
         (

@@ -28,6 +28,7 @@ mod layouts;
 mod mutants;
 mod output;
 mod paths;
+mod races;
 mod readme;
 mod sampler;
 mod scenario;

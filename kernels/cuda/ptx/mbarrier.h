@@ -15,7 +15,9 @@ DEVICE void mbarrier_init(SharedAddress barrier, uint32_t arrivals) {
 }
 
 DEVICE void fence_mbarrier_init() {
-#if !defined(PARITY_EMULATOR)
+#if defined(PARITY_EMULATOR)
+    emulator::host->fence_mbarrier_init(emulator::context);
+#else
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }

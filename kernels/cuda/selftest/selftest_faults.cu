@@ -118,6 +118,7 @@ DEVICE void wrong_shared_memory(const SelftestFaultParams& params, int thread) {
 DEVICE void endless(const SelftestFaultParams& params, int thread) {
     const volatile float* flag = params.y;
     params.y[thread] = 0.0f;
+    __syncthreads();
     while (*flag != 1.0f) {
         if constexpr (CHOSEN == Fault::endless_exchange) __syncwarp();
     }

@@ -44,11 +44,15 @@ struct ThreadContext {
     uint8_t* dynamic_shared;
     uint64_t dynamic_shared_bytes;
     void* scheduler;
-    uint32_t watched;  // whether somebody asks what this thread accesses in global memory
+    uint32_t watched;  // who asks what this thread accesses: WATCHED_ below
     uint32_t cluster_rank;
 };
 
-// What an access to global memory does; mirrored by `AccessKind` in kernels/runtime/src/emulator.
+// Bits of ThreadContext::watched, mirrored in kernels/runtime/src/emulator: accesses to global memory are held against those of
+// other blocks; all accesses are held against those of other threads.
+constexpr uint32_t WATCHED_BETWEEN_BLOCKS = 1, WATCHED_BETWEEN_THREADS = 2;
+
+// What an access to memory does; mirrored by `AccessKind` in kernels/runtime/src/emulator.
 enum class AccessKind : uint32_t { read, write, atomic };
 
 using CollectiveOp = void (*)(void* const* payloads, uint32_t mask);
@@ -60,9 +64,11 @@ struct AsyncReads {
     const uint64_t* writes;  // for each 16 bytes: time << 10 | thread of the last ordinary write, or 0
     const uint64_t* fences;  // for each thread
     uint64_t issuer_fence;
+    uint64_t* touched;  // a bit for each 16 bytes, set when they are read; or null
 
     // Copies the aligned 16 bytes at `offset`; bytes of 0xff, NaN in every format, where they are not seen.
     EMULATOR_INLINE void chunk(uint32_t offset, void* target) const {
+        if (touched) touched[offset / 1024] |= uint64_t{1} << offset / 16 % 64;
         const uint64_t write = writes ? writes[offset / 16] : 0, time = write >> 10;
         if (write && fences[write & 1023] <= time && issuer_fence <= time)
             std::memset(target, 0xff, 16);
@@ -112,8 +118,8 @@ struct HostApi {
     void (*stop)(ThreadContext*, const Place*, const char* message);
     // `what` accesses `bytes` bytes at once at an address that is no multiple of them.
     void (*misaligned)(ThreadContext*, const Place*, const void* address, uint32_t bytes, const char* what);
-    // This thread accesses these bytes, of which some buffer's may not be another block's.
-    void (*accessed)(ThreadContext*, const void* address, uint64_t bytes, AccessKind);
+    // This thread accesses these bytes of global or shared memory. `code`: an address of the code that does, or null.
+    void (*accessed)(ThreadContext*, const void* address, uint64_t bytes, AccessKind, const void* code);
     // Offsets here and below are from the start of the dynamic shared memory. This thread stores these bytes.
     void (*shared_store)(ThreadContext*, uint32_t offset, uint32_t bytes);
     void (*fence_async_proxy)(ThreadContext*);
@@ -144,6 +150,9 @@ struct HostApi {
     void (*store_at)(ThreadContext*, uint32_t target, uint32_t value, uint32_t barrier, uint32_t rank);
     // Arrives at the cluster's barrier, or waits there for all threads of the cluster that have not returned.
     void (*cluster_barrier)(ThreadContext*, uint32_t wait);
+    // The lanes of the mask meet in a __syncwarp; called by one of them, in a collective.
+    void (*warp_sync)(ThreadContext*, uint32_t mask);
+    void (*fence_mbarrier_init)(ThreadContext*);
 };
 
 inline const HostApi* host = nullptr;
@@ -309,33 +318,57 @@ EMULATOR_CHECK __ubsan_handle_type_mismatch_v1_abort(void* data, void* address) 
     __builtin_unreachable();
 }
 
-// ---------------------------------------------------------------- accesses to global memory
+// ---------------------------------------------------------------- accesses to memory
 
 // Code built with -fsanitize=thread says what it is about to load and store; names are that library's.
 namespace emulator {
 // Where buffers of global memory lie (kernels/runtime/src/emulator/memory.rs), and neither stacks nor shared memory.
 constexpr uintptr_t GLOBAL_START = uintptr_t{1} << 44, GLOBAL_END = uintptr_t{5} << 44;
 
-EMULATOR_INLINE void accessed(const void* address, uint64_t bytes, AccessKind kind) {
-    // Nearly all accesses are to stacks and shared memory.
-    if (reinterpret_cast<uintptr_t>(address) - GLOBAL_START >= GLOBAL_END - GLOBAL_START) return;
-    if (context->watched) host->accessed(context, address, bytes, kind);
+// A thread's stack is shorter (kernels/runtime/src/emulator/schedule.rs).
+constexpr uintptr_t STACK_BYTES = 1 << 20;
+
+// Tells who asks of an access by the code at `code`.
+EMULATOR_INLINE void accessed(const void* address, uint64_t bytes, AccessKind kind, const void* code) {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    // Nearly all accesses are to the thread's own stack.
+    if (at - reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) < STACK_BYTES) return;
+    const uint32_t watched = context->watched;
+    if (!watched) return;
+    if (at - GLOBAL_START < GLOBAL_END - GLOBAL_START) return host->accessed(context, address, bytes, kind, code);
+    if (!(watched & WATCHED_BETWEEN_THREADS)) return;
+    const bool is_dynamic = at - reinterpret_cast<uintptr_t>(context->dynamic_shared) < context->dynamic_shared_bytes;
+    const bool is_static = at - reinterpret_cast<uintptr_t>(own_storage.start) < own_storage.bytes && address != &context;
+    if (is_dynamic || is_static) host->accessed(context, address, bytes, kind, code);
+}
+
+// The same for what the compiler does not tell of, from the code that calls this.
+UNWATCHED __attribute__((noinline)) inline void accessed_by_caller(const void* address, uint64_t bytes, AccessKind kind) {
+    accessed(address, bytes, kind, __builtin_return_address(0));
 }
 }  // namespace emulator
 
 #define EMULATOR_ACCESS extern "C" __attribute__((used)) UNWATCHED void
-#define EMULATOR_ACCESSES(BYTES)                                                                                                    \
-    EMULATOR_ACCESS __tsan_read##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::read); }             \
-    EMULATOR_ACCESS __tsan_write##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::write); }           \
-    EMULATOR_ACCESS __tsan_unaligned_read##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::read); }   \
-    EMULATOR_ACCESS __tsan_unaligned_write##BYTES(void* address) { emulator::accessed(address, BYTES, emulator::AccessKind::write); }
+#define EMULATOR_TELL(NAME, KIND, BYTES)                                                             \
+    EMULATOR_ACCESS __tsan_##NAME##BYTES(void* address) {                                            \
+        emulator::accessed(address, BYTES, emulator::AccessKind::KIND, __builtin_return_address(0)); \
+    }
+#define EMULATOR_ACCESSES(BYTES)            \
+    EMULATOR_TELL(read, read, BYTES)        \
+    EMULATOR_TELL(write, write, BYTES)      \
+    EMULATOR_TELL(unaligned_read, read, BYTES) \
+    EMULATOR_TELL(unaligned_write, write, BYTES)
 EMULATOR_ACCESSES(1)
 EMULATOR_ACCESSES(2)
 EMULATOR_ACCESSES(4)
 EMULATOR_ACCESSES(8)
 EMULATOR_ACCESSES(16)
-EMULATOR_ACCESS __tsan_read_range(void* address, uint64_t bytes) { emulator::accessed(address, bytes, emulator::AccessKind::read); }
-EMULATOR_ACCESS __tsan_write_range(void* address, uint64_t bytes) { emulator::accessed(address, bytes, emulator::AccessKind::write); }
+EMULATOR_ACCESS __tsan_read_range(void* address, uint64_t bytes) {
+    emulator::accessed(address, bytes, emulator::AccessKind::read, __builtin_return_address(0));
+}
+EMULATOR_ACCESS __tsan_write_range(void* address, uint64_t bytes) {
+    emulator::accessed(address, bytes, emulator::AccessKind::write, __builtin_return_address(0));
+}
 EMULATOR_ACCESS __tsan_func_entry(void*) {}
 EMULATOR_ACCESS __tsan_func_exit() {}
 EMULATOR_ACCESS __tsan_init() {}
@@ -382,7 +415,7 @@ inline T wrapping_subtract(T a, T b) { return a - b; }
 inline int wrapping_subtract(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) - static_cast<unsigned>(b)); }
 
 struct SyncPayload {};
-inline void sync_op(void* const*, uint32_t) {}
+inline void sync_op(void* const*, uint32_t mask) { host->warp_sync(context, mask); }
 
 template <typename T>
 struct ShufflePayload {
@@ -503,7 +536,7 @@ template <typename T, typename Change>
 UNWATCHED inline T atomic_update(T* address, Change change) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics are 4 or 8 bytes wide");
     require_aligned(address, sizeof(T), "atomic operation");
-    accessed(address, sizeof(T), AccessKind::atomic);
+    accessed_by_caller(address, sizeof(T), AccessKind::atomic);
     T old;
     __atomic_load(address, &old, __ATOMIC_RELAXED);
     for (;;) {

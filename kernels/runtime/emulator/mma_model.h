@@ -177,6 +177,7 @@ template <int COUNT, bool TRANSPOSED>
 inline void ldmatrix(uint32_t (&d)[COUNT], SharedAddress row) {
     const bool named = context->lane < 8 * COUNT;
     LdmatrixPayload payload{named ? shared_pointer(row, 16, "ldmatrix") : nullptr, {}};
+    if (named) accessed_by_caller(payload.row, 16, AccessKind::read);
     collective(FULL_WARP, "ldmatrix", ldmatrix_op<COUNT, TRANSPOSED>, payload);
     for (int i = 0; i < COUNT; ++i) d[i] = payload.result[i];
 }

@@ -26,8 +26,8 @@ pub enum AccessKind {
 impl AccessKind {
     const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Atomic];
 
-    /// Whether two blocks may not access the same byte in these two ways.
-    fn conflicts(self, other: Self) -> bool {
+    /// Whether two threads or blocks without an order may not access the same byte in these two ways.
+    pub(super) fn conflicts(self, other: Self) -> bool {
         let [a, b] = [self, other];
         (a == Self::Write || b == Self::Write) || (a == Self::Atomic) != (b == Self::Atomic)
     }

@@ -6,6 +6,8 @@
 //! time of the last ordinary write and its thread, and for each thread the time of its last fence.
 //! A read that no fence covers gets poison.
 
+use super::shared::SHARED_BYTES_PER_BLOCK;
+
 /// Granularity of the record.
 pub const CHUNK_BYTES: u32 = 16;
 /// A write is `time << WRITER_BITS | writer`; 0 means no write.
@@ -21,6 +23,41 @@ pub struct AsyncReads {
     fences: *const u64,
     /// Last fence of the warp that issued the read, at its issue.
     issuer_fence: u64,
+    /// One bit for each chunk, set when it is read; null if nobody asks.
+    touched: *mut u64,
+}
+
+/// The chunks that an MMA reads.
+pub struct Touched(Vec<u64>);
+
+impl Touched {
+    /// None so far; without room for any unless `asked`.
+    pub fn new(asked: bool) -> Self {
+        let chunks = SHARED_BYTES_PER_BLOCK.div_ceil(u64::from(CHUNK_BYTES));
+        Self(if asked { vec![0; chunks.div_ceil(64) as usize] } else { Vec::new() })
+    }
+
+    /// For [`AsyncReads`].
+    pub fn words(&mut self) -> *mut u64 {
+        if self.0.is_empty() { std::ptr::null_mut() } else { self.0.as_mut_ptr() }
+    }
+
+    /// Offsets and sizes of neighbouring chunks, in bytes.
+    pub fn runs(&self) -> Vec<(u32, usize)> {
+        let mut runs: Vec<(u32, usize)> = Vec::new();
+        for (word, &bits) in (0..).zip(&self.0).filter(|(_, bits)| **bits != 0) {
+            for bit in (0..64).filter(|bit| bits >> bit & 1 != 0) {
+                let offset = (word * 64 + bit) * CHUNK_BYTES;
+                match runs.last_mut() {
+                    Some((start, bytes)) if *start + *bytes as u32 == offset => {
+                        *bytes += CHUNK_BYTES as usize;
+                    }
+                    _ => runs.push((offset, CHUNK_BYTES as usize)),
+                }
+            }
+        }
+        runs
+    }
 }
 
 /// The record of one block.
@@ -92,9 +129,10 @@ impl AsyncProxy {
     }
 
     /// The state for a read whose issuer's last fence was at `issuer_fence`.
-    pub fn reads(&self, issuer_fence: u64) -> AsyncReads {
+    pub fn reads(&self, issuer_fence: u64, touched: *mut u64) -> AsyncReads {
         let writes = if self.writes.is_empty() { std::ptr::null() } else { self.writes.as_ptr() };
-        AsyncReads { shared: self.shared, writes, fences: self.fences.as_ptr(), issuer_fence }
+        let fences = self.fences.as_ptr();
+        AsyncReads { shared: self.shared, writes, fences, issuer_fence, touched }
     }
 
     /// Whether such a read sees the contents of the chunk at `offset`.

@@ -19,6 +19,8 @@ use super::fault::BadAccess;
 use super::mbarrier::Mbarriers;
 use super::meeting::Meeting;
 use super::order::ReadySet;
+use super::race::clock::Release;
+use super::race::{Race, Races, SharedRaces};
 use super::wgmma::Products;
 
 /// Mirror of `emulator::ThreadContext` in `emulator.h`.
@@ -48,6 +50,8 @@ pub struct BlockFault {
     pub access: Option<BadAccess>,
     /// The thread's action.
     pub what: String,
+    /// The race that is the fault, if any; the launch then replaces `what` by its description.
+    pub race: Option<Box<Race>>,
 }
 
 /// The state of a thread.
@@ -70,6 +74,8 @@ pub(super) struct BarrierState {
     /// Where in the source the last arrived thread arrived, if all must arrive at the same place:
     /// text of the module, or null.
     pub(super) place: *const c_char,
+    /// What the arrived threads know.
+    pub(super) release: Release,
     /// Votes of the last completed use, read by the threads that it released.
     pub(super) result: u32,
 }
@@ -82,6 +88,10 @@ pub struct Block {
     pub(super) states: Vec<State>,
     /// Threads that have returned.
     pub(super) exited: usize,
+    /// Where the module's code starts.
+    pub(super) module_start: usize,
+    /// The clocks and accesses of all threads of the cluster, if races are looked for.
+    pub(super) races: SharedRaces,
     /// Number within the cluster, and all blocks of it by their ranks.
     pub(super) rank: u32,
     pub(super) peers: Vec<*mut Self>,
@@ -123,6 +133,11 @@ impl Block {
             .is_some_and(|random| random.rng.random_ratio(random.products_at_once, 16))
     }
 
+    /// The offset in the module of an address of its code; 0 for none.
+    pub(super) fn place_of(&self, code: *const c_void) -> u32 {
+        (code as usize).saturating_sub(self.module_start) as u32
+    }
+
     /// Records that this block accesses global memory.
     pub(super) fn accessed(
         &self,
@@ -152,9 +167,39 @@ impl Block {
         }
     }
 
+    pub(super) fn fail_race(&mut self, thread: u32, race: Race) {
+        if self.failure.is_none() {
+            let fault = self.fault_at(thread, "took part in a race".to_owned());
+            self.failure = Some(BlockFault { race: Some(Box::new(race)), ..fault });
+        }
+    }
+
+    /// Tells the cluster's clocks something about thread `thread` of this block.
+    pub(super) fn told<T: Default>(
+        &self,
+        thread: u32,
+        tell: impl FnOnce(&mut Races, (u32, u32)) -> T,
+    ) -> T {
+        let Some(races) = &self.races else { return T::default() };
+        tell(&mut races.borrow_mut(), (self.rank, thread))
+    }
+
+    /// The same of something that may be a race, which then is this thread's fault.
+    pub(super) fn checked(
+        &mut self,
+        thread: u32,
+        check: impl FnOnce(&mut Races, (u32, u32)) -> Result<(), Race>,
+    ) {
+        if let Err(race) = self.told(thread, |races, who| Some(check(races, who))).unwrap_or(Ok(()))
+        {
+            self.fail_race(thread, race);
+        }
+    }
+
     pub(super) fn fault_at(&self, thread: u32, what: String) -> BlockFault {
         let context = &self.contexts[thread as usize];
-        BlockFault { block: context.block_idx, thread: context.thread_idx, access: None, what }
+        let (block, thread) = (context.block_idx, context.thread_idx);
+        BlockFault { block, thread, access: None, what, race: None }
     }
 
     pub(super) fn make_ready(&mut self, thread: u32) {
@@ -199,6 +244,13 @@ pub(super) unsafe fn abandon_access(context: *mut ThreadContext, access: BadAcce
     let block = unsafe { scheduler(context) };
     block.fail_access(block.current, access);
     unsafe { never_return(context) }
+}
+
+/// Gives the thread up if the block has a fault.
+pub(super) unsafe fn stop_at_fault(context: *mut ThreadContext) {
+    if unsafe { scheduler(context) }.failure.is_some() {
+        unsafe { never_return(context) }
+    }
 }
 
 /// Yields for ever: the block has a fault, so the scheduler resumes no thread.

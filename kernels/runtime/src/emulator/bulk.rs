@@ -1,5 +1,6 @@
 //! Bulk copies into shared memory, stores to that of other blocks, and bulk additions from it.
 
+use super::race::clock::Clock;
 use crate::tensor_map::TensorMap;
 
 /// The fault of a thread whose copy has not completed when its block ends.
@@ -35,6 +36,8 @@ pub(super) struct BulkAdd {
     /// Groups that the thread had committed before this addition was issued.
     pub(super) group: u32,
     pub(super) issuer_fence: u64,
+    /// What the thread knew at the issue, if races are looked for.
+    pub(super) clock: Option<Clock>,
 }
 
 /// The unfinished bulk copies of one block.

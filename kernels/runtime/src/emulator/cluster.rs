@@ -57,6 +57,7 @@ impl Block {
         let released = {
             let mut barrier = self.cluster.borrow_mut();
             self.cluster_arrivals[thread] = Some(barrier.phase);
+            self.told(thread as u32, |races, who| races.release(who, &mut barrier.release));
             barrier.arrived += 1;
             barrier.complete()
         };
@@ -73,6 +74,7 @@ impl Block {
         };
         let mut barrier = self.cluster.borrow_mut();
         if barrier.phase > arrived {
+            self.told(thread, |races, who| races.acquire(who, &barrier.clock));
             return Ok(false);
         }
         barrier.waiting.push((self.rank, thread));
@@ -96,7 +98,9 @@ impl Block {
     fn release_cluster(&mut self, released: Vec<(u32, u32)>) {
         for (rank, thread) in released {
             // A block with a waiting thread has not ended.
+            let clock = self.cluster.borrow().clock.clone();
             if let Ok(block) = self.peer(rank) {
+                block.told(thread, |races, who| races.acquire(who, &clock));
                 block.make_ready(thread);
             }
         }

@@ -1,5 +1,7 @@
 //! The barrier of a cluster of blocks.
 
+use super::race::clock::{Clock, Release};
+
 /// The barrier of a cluster: a phase ends when all threads that have not returned have arrived.
 #[derive(Default)]
 pub(super) struct ClusterBarrier {
@@ -8,6 +10,10 @@ pub(super) struct ClusterBarrier {
     /// How many of them have arrived in the current phase.
     pub(super) arrived: usize,
     pub(super) phase: u64,
+    /// What the threads know that have arrived since the start.
+    pub(super) release: Release,
+    /// The same when the last phase ended.
+    pub(super) clock: Clock,
     /// Rank of the block, and thread.
     pub(super) waiting: Vec<(u32, u32)>,
 }
@@ -24,6 +30,7 @@ impl ClusterBarrier {
             return Vec::new();
         }
         self.phase += 1;
+        self.clock = self.release.clock();
         self.arrived = 0;
         std::mem::take(&mut self.waiting)
     }

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use super::race::clock::Clock;
+
 pub(super) struct PendingCopy {
     pub(super) target: *mut u8,
     pub(super) source: *const u8,
@@ -33,6 +35,8 @@ pub(super) struct CopyArrival {
     pub(super) offset: u32,
     /// Copies with a smaller number must land first.
     pub(super) behind: u64,
+    /// What the thread knew at the issue, if races are looked for.
+    pub(super) clock: Option<Clock>,
 }
 
 #[derive(Default)]

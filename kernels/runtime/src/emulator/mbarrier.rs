@@ -5,18 +5,24 @@
 
 use std::collections::BTreeMap;
 
+use super::race::clock::{Clock, Release};
+
 /// Bytes that an mbarrier takes in shared memory.
-const MBARRIER_BYTES: u32 = 8;
+pub(super) const MBARRIER_BYTES: u32 = 8;
 /// What they hold: NaN in floating-point types, and no integer that a kernel would store.
 const STAMP: [u8; MBARRIER_BYTES as usize] = [0xa5, 0xff, 0xa5, 0xff, 0xa5, 0xff, 0xa5, 0xff];
 /// The most arrivals that an mbarrier can be initialised with.
 const MOST_ARRIVALS: u32 = (1 << 20) - 1;
 
 /// One mbarrier.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Mbarrier {
     /// Arrivals that a phase needs.
     pub(super) arrivals: u32,
+    /// The thread that initialised it.
+    initialiser: u32,
+    /// Whether a fence followed, after which copies and other blocks may use it.
+    fenced: bool,
     /// Arrivals that the current phase still needs.
     pub(super) missing: u32,
     /// Bytes that the current phase expects and that have not arrived; negative while more have
@@ -25,11 +31,17 @@ pub struct Mbarrier {
     pub(super) completed_phases: u64,
     /// Threads that wait for the current phase.
     pub(super) waiting: Vec<u32>,
+    /// Its component of the clocks, if races are looked for.
+    pub(super) component: u32,
+    /// What the threads know that have arrived since the start.
+    pub(super) release: Release,
+    /// The same at the end of the last phase of each parity.
+    pub(super) clocks: [Clock; 2],
 }
 
 impl Mbarrier {
-    fn new(arrivals: u32) -> Self {
-        Self { arrivals, missing: arrivals, ..Self::default() }
+    fn new(arrivals: u32, initialiser: u32) -> Self {
+        Self { arrivals, initialiser, missing: arrivals, ..Self::default() }
     }
 
     /// Whether a wait for the phase of this parity returns at once: the current phase has the other
@@ -60,18 +72,28 @@ impl Mbarrier {
         self.complete()
     }
 
+    /// Its component, and the phase that counts what is issued now.
+    pub fn counting(&self) -> (u32, u32) {
+        (self.component, self.completed_phases as u32 + 1)
+    }
+
     fn complete(&mut self) -> Vec<u32> {
         if self.missing > 0 || self.missing_bytes != 0 {
             return Vec::new();
         }
+        let parity = (self.completed_phases & 1) as usize;
         self.completed_phases += 1;
+        if self.component != 0 {
+            self.release.add_epoch(self.component, self.completed_phases as u32);
+            self.clocks[parity] = self.release.clock();
+        }
         self.missing = self.arrivals;
         std::mem::take(&mut self.waiting)
     }
 }
 
 /// The mbarriers of one block, by offset.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Mbarriers {
     pub(super) by_offset: BTreeMap<u32, Mbarrier>,
     /// The positions of their stamps, in the order of initialization: checked whenever a thread
@@ -80,14 +102,14 @@ pub struct Mbarriers {
 }
 
 impl Mbarriers {
-    /// Initialises the one at `offset` of the dynamic shared memory `shared`, `shared_bytes` long,
-    /// which outlives the block.
+    /// Thread `initialiser` initialises the one at `offset` of the dynamic shared memory `shared`,
+    /// `shared_bytes` long, which outlives the block.
     pub fn init(
         &mut self,
         offset: u32,
         arrivals: u32,
-        shared: *mut u8,
-        shared_bytes: u64,
+        initialiser: u32,
+        (shared, shared_bytes): (*mut u8, u64),
     ) -> Result<(), String> {
         if !offset.is_multiple_of(MBARRIER_BYTES) {
             return Err(format!("mbarrier at offset {offset:#x}: not 8-byte aligned"));
@@ -105,7 +127,7 @@ impl Mbarriers {
         if self.by_offset.contains_key(&offset) {
             return Err(format!("mbarrier at offset {offset:#x}: initialised a second time"));
         }
-        self.by_offset.insert(offset, Mbarrier::new(arrivals));
+        self.by_offset.insert(offset, Mbarrier::new(arrivals, initialiser));
         let stamp = shared.wrapping_add(offset as usize).cast();
         // SAFETY: it lies within the block's shared memory, as just checked.
         unsafe { std::ptr::write_unaligned(stamp, STAMP) };
@@ -121,6 +143,27 @@ impl Mbarriers {
         self.by_offset
             .get_mut(&offset)
             .ok_or_else(|| format!("mbarrier at offset {offset:#x}: used before its init"))
+    }
+
+    /// A fence of this thread: what it has initialised may be used by copies and other blocks.
+    pub fn fence(&mut self, thread: u32) {
+        let own = |barrier: &&mut Mbarrier| barrier.initialiser == thread;
+        self.by_offset.values_mut().filter(own).for_each(|barrier| barrier.fenced = true);
+    }
+
+    /// The mbarrier at `offset`, for a copy or another block.
+    ///
+    /// # Errors
+    /// No mbarrier was initialised there, or no fence followed.
+    pub fn fenced(&mut self, offset: u32) -> Result<&mut Mbarrier, String> {
+        let barrier = self.at(offset)?;
+        if barrier.fenced {
+            return Ok(barrier);
+        }
+        Err(format!(
+            "mbarrier at offset {offset:#x}: a copy or another block uses it, and no \
+             fence_mbarrier_init or fence_async_proxy followed its init"
+        ))
     }
 
     /// Whether a thread waits for the current phase of the mbarrier at `offset`.

@@ -391,6 +391,14 @@ impl GuardedMemory {
         ))
     }
 
+    /// `byte 8 of `out``, or the shared memory of a block.
+    pub fn describe_byte(&self, address: usize) -> String {
+        match self.place(address) {
+            Some((name, offset, _)) => format!("byte {offset} of `{name}`"),
+            None => "a byte of static shared memory".to_owned(),
+        }
+    }
+
     /// The buffers, in the order of their addresses.
     pub fn buffers(&self) -> Vec<Range<usize>> {
         self.regions()

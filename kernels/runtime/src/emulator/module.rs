@@ -1,7 +1,7 @@
 //! A loaded module, and its launches: blocks spread over the cores.
 
 use std::ffi::c_void;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -16,8 +16,10 @@ use super::fault;
 use super::host_api::{HOST_API, HostApi};
 use super::pads::{Pads, PadsOfThread};
 use super::progress;
+use super::race::{Party, Race};
 use super::schedule::{BlockLaunch, ParamUnit, STOPPED, TIME_LIMIT, run_cluster};
 use super::shared::{SHARED_BYTES_PER_BLOCK, Shared};
+use super::source_lines::source_lines;
 use super::watchdog::Watchdog;
 use crate::backend::KernelExports;
 use crate::error::{Result, RuntimeError};
@@ -47,6 +49,10 @@ pub struct EmulatorModule {
     thread_storage: ThreadStorage,
     pads: Pads,
     code: (usize, usize),
+    /// Address at which it is loaded.
+    base: usize,
+    /// Its file, which names source lines.
+    path: PathBuf,
     shared: Arc<Shared>,
 }
 
@@ -74,6 +80,7 @@ impl EmulatorModule {
         // SAFETY: HOST_API is static and has the layout that emulator.h declares.
         unsafe { attach(&HOST_API) };
         let code = code_range(enter as usize);
+        let base = load_address(enter as usize);
         Ok(Self {
             file: file.to_owned(),
             library,
@@ -82,6 +89,8 @@ impl EmulatorModule {
             thread_storage,
             pads,
             code,
+            base,
+            path: path.to_owned(),
             shared,
         })
     }
@@ -170,6 +179,9 @@ impl EmulatorModule {
                 // it.
                 if let Some(access) = &fault.access {
                     fault.what = memory.describe(access);
+                }
+                if let Some(race) = &fault.race {
+                    fault.what = self.describe_race(race, launch.block, launch.cluster);
                 }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
                 // A block that was only stopped may come here before the block whose fault stopped
@@ -270,7 +282,44 @@ fn code_range(address: usize) -> (usize, usize) {
         .unwrap_or((0, 0))
 }
 
+/// The address at which the library of this function is loaded.
+fn load_address(function: usize) -> usize {
+    // SAFETY: all-zero bytes are a value of the struct, which dladdr fills for any address.
+    let mut found: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: see above.
+    let is_found = unsafe { libc::dladdr(function as *const c_void, &mut found) } != 0;
+    if is_found { found.dli_fbase as usize } else { 0 }
+}
+
 impl EmulatorModule {
+    /// Names both accesses of a race, and the memory.
+    fn describe_race(&self, race: &Race, block: Dim3, cluster: u32) -> String {
+        let lines = source_lines(&self.path, [race.place, race.other_place]);
+        let [here, there] =
+            lines.map(|line| line.map_or(String::new(), |line| format!(" at {line}")));
+        let memory = self.shared.memory.describe_byte(race.address);
+        let of_block = |rank: u32| match cluster {
+            1 => String::new(),
+            _ => format!(" of block {rank} of the cluster"),
+        };
+        let thread_name = |thread: u32| block.unflatten(u64::from(thread));
+        let (who, rank) = match race.other {
+            Party::Thread { rank, thread } => (format!("thread {}", thread_name(thread)), rank),
+            Party::Copy { rank, thread } => {
+                (format!("a copy in flight (cp.async) of thread {}", thread_name(thread)), rank)
+            }
+            Party::Product { rank, warp } => (format!("a wgmma of warp {warp}"), rank),
+            Party::Counted { rank, offset } => {
+                (format!("a copy that the mbarrier at offset {offset:#x} counts"), rank)
+            }
+        };
+        let (verb, other_verb) = (race.kind.verb(), race.other_kind.verb());
+        let of_block = of_block(rank);
+        format!(
+            "{verb} {memory}{here}, which {who}{of_block} {other_verb}{there}: nothing orders the two (a race)"
+        )
+    }
+
     /// Reads what the module exports for a kernel.
     pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
         // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols
@@ -326,6 +375,7 @@ impl EmulatorModule {
             entry,
             enter: self.enter,
             code: self.code,
+            base: self.base,
             grid,
             block: Dim3::new(block),
             cluster,

@@ -34,6 +34,7 @@ use super::meeting::Meeting;
 use super::order::ReadySet;
 use super::pads::PadsOfThread;
 use super::progress;
+use super::race::{Races, SharedRaces};
 use super::wgmma::Products;
 
 /// Why a block without a fault was abandoned.
@@ -43,6 +44,12 @@ pub const TIME_LIMIT: &str = "did not end within the time limit";
 
 /// The fault of a thread that called `abort`; its message is on the standard error stream.
 const ABORTED: &str = "aborted: a failed assertion, an exception that nobody catches, or a local array written beyond its end";
+
+/// Bits of `ThreadContext::watched`, mirrored in `emulator.h`: accesses to global memory are held
+/// against those of other blocks.
+const WATCHED_BETWEEN_BLOCKS: u32 = 1;
+/// All accesses are held against those of other threads.
+const WATCHED_BETWEEN_THREADS: u32 = 2;
 
 /// A unit of a parameter struct, with the largest alignment of any field.
 #[derive(Clone, Copy)]
@@ -57,6 +64,8 @@ pub struct BlockLaunch<'a> {
     pub enter: unsafe extern "C" fn(*mut ThreadContext),
     /// Machine code of the module.
     pub code: (usize, usize),
+    /// Address from which offsets in the module count.
+    pub base: usize,
     /// Size of the grid.
     pub grid: Dim3,
     /// Size of a block.
@@ -96,10 +105,16 @@ pub fn run_cluster(
 ) -> Result<(), BlockFault> {
     let threads = launch.block.count() as usize;
     let barrier = Rc::new(RefCell::new(ClusterBarrier::new(threads * shared.len())));
+    // Whether two accesses have an order depends on no schedule: one is enough.
+    let races = (launch.schedule_seed.is_none() && threads > 1)
+        .then(|| Rc::new(RefCell::new(Races::new(shared.len(), threads))));
     let at = |rank: usize| Dim3 { x: first.x + rank as u32, ..first };
     let indexed = shared.iter().enumerate();
     let mut blocks: Vec<_> = indexed
-        .map(|(rank, &shared)| Block::new(launch, at(rank), rank as u32, shared, barrier.clone()))
+        .map(|(rank, &shared)| {
+            let joint = (barrier.clone(), races.clone());
+            Block::new(launch, at(rank), rank as u32, shared, joint)
+        })
         .collect();
     let schedulers: Vec<*mut Block> = blocks.iter_mut().map(|block| &raw mut **block).collect();
     let mut coroutines = Vec::with_capacity(blocks.len());
@@ -149,6 +164,7 @@ fn drive(
         let result = coroutine.resume(());
         fault::set_running(None);
         let block = unsafe { &mut *scheduler };
+        block.checked(thread, |races, _| races.settle());
         if let CoroutineResult::Return(ending) = result {
             block.finish_thread(thread, ending);
         }
@@ -216,7 +232,7 @@ impl Block {
         block_idx: Dim3,
         rank: u32,
         shared: (*mut u8, usize),
-        cluster: Rc<RefCell<ClusterBarrier>>,
+        (cluster, races): (Rc<RefCell<ClusterBarrier>>, SharedRaces),
     ) -> Box<Self> {
         let threads = launch.block.count() as u32;
         let seed = launch.schedule_seed.map(|seed| block_seed(seed, block_idx));
@@ -224,7 +240,9 @@ impl Block {
             .accesses
             .clone()
             .map(|accesses| (accesses, launch.grid.flatten(block_idx) as u32));
-        let watched = accesses.is_some().into();
+        let between_blocks = if accesses.is_some() { WATCHED_BETWEEN_BLOCKS } else { 0 };
+        let between_threads = if races.is_some() { WATCHED_BETWEEN_THREADS } else { 0 };
+        let watched = between_blocks | between_threads;
         let context = |thread: u32| ThreadContext {
             thread_idx: launch.block.unflatten(u64::from(thread)),
             block_idx,
@@ -243,6 +261,8 @@ impl Block {
             contexts: (0..threads).map(context).collect(),
             states: vec![State::Ready; threads as usize],
             exited: 0,
+            module_start: launch.base,
+            races,
             rank,
             peers: Vec::new(),
             cluster,

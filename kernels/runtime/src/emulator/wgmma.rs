@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 
 use super::async_proxy::AsyncReads;
+use super::race::clock::Clock;
 
 /// Warps in a warpgroup.
 pub(super) const GROUP_WARPS: u32 = 4;
@@ -59,6 +60,8 @@ pub(super) struct Issued {
     pub(super) product: WarpProduct,
     pub(super) group: u32,
     pub(super) issuer_fence: u64,
+    /// What the warp knew at the issue, if races are looked for.
+    pub(super) clock: Option<Clock>,
 }
 
 /// Accumulators of MMAs in flight.

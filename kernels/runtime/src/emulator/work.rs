@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rand::Rng;
 
-use super::async_proxy::CHUNK_BYTES;
+use super::async_proxy::{CHUNK_BYTES, Touched};
 use super::block::Block;
 use super::bulk::{BulkCopy, BulkSource, FORGOTTEN};
 use super::copies::{CopyArrival, PendingCopy};
@@ -99,26 +99,44 @@ impl Block {
         }
     }
 
+    /// The component and the phase of the mbarrier at which the thread arrives when this copy and
+    /// those before it have landed; none if it does not.
+    fn counted(&mut self, thread: usize, number: u64) -> Option<(u32, u32)> {
+        let arrival =
+            self.copies[thread].arrivals.iter().find(|arrival| number < arrival.behind)?;
+        Some(self.mbarriers.at(arrival.offset).ok()?.counting())
+    }
+
     pub(super) fn land_copy(&mut self, thread: usize, index: usize) {
         let copy = self.copies[thread].pending.swap_remove(index);
         self.copies_pending -= 1;
         self.proxy.ordinary_write(self.proxy.offset_of(copy.target), copy.bytes, thread as u32);
+        let counted = self.counted(thread, copy.number);
+        let (address, bytes) = (copy.target as usize, copy.bytes as usize);
+        self.told(thread as u32, |races, who| races.copy_landed(who, address, bytes, counted));
         copy.land();
     }
 
     /// Queues an arrival of the thread after the copies that it has issued.
     pub(super) fn queue_arrival(&mut self, thread: u32, offset: u32) {
+        let clock =
+            self.told(thread, |races, (rank, _)| Some(races.issue(rank, [thread].into_iter())));
         let copies = &mut self.copies[thread as usize];
-        copies.arrivals.push_back(CopyArrival { offset, behind: copies.issued });
+        copies.arrivals.push_back(CopyArrival { offset, behind: copies.issued, clock });
         self.arrivals_pending += 1;
         self.fire_arrivals(thread as usize);
     }
 
     /// Performs the thread's arrivals whose copies have all completed.
     pub(super) fn fire_arrivals(&mut self, thread: usize) {
-        while let Some(&CopyArrival { offset, behind }) = self.copies[thread].arrivals.front() {
+        while let Some(CopyArrival { offset, behind, clock }) = self.copies[thread].arrivals.front()
+        {
+            let (offset, behind, clock) = (*offset, *behind, clock.clone());
             if self.copies[thread].pending.iter().any(|copy| copy.number < behind) {
                 return;
+            }
+            if let (Ok(barrier), Some(clock)) = (self.mbarriers.at(offset), &clock) {
+                barrier.release.add(clock);
             }
             self.copies[thread].arrivals.pop_front();
             self.arrivals_pending -= 1;
@@ -188,6 +206,12 @@ impl Block {
     /// Performs the addition with this index (in the order of issue).
     pub(super) fn land_bulk_add(&mut self, index: usize) {
         let add = self.bulk.adds.remove(index);
+        if let Some(clock) = &add.clock {
+            let address = self.proxy.pointer(add.source) as usize;
+            self.checked(add.thread, |races, who| {
+                races.addition_reads(who, clock, address, add.bytes as usize)
+            });
+        }
         for i in 0..add.bytes / 4 {
             let offset = add.source + 4 * i;
             let chunk = offset / CHUNK_BYTES * CHUNK_BYTES;
@@ -214,10 +238,19 @@ impl Block {
         let key = issued.product.accumulators[0];
         let held = queue.held.iter_mut().find(|held| held.product.accumulators[0] == key);
         let values = held.expect("held from the issue to the wait").values.as_mut_ptr();
-        let reads = self.proxy.reads(issued.issuer_fence);
+        let mut touched = Touched::new(self.races.is_some());
+        let reads = self.proxy.reads(issued.issuer_fence, touched.words());
         // SAFETY: the module checked at the issue that all operands lie within the dynamic shared
         // memory; `values` has 16 x columns elements, as `multiply` expects.
         unsafe { (issued.product.multiply)(&issued.product, &reads, values) };
+        if let Some(clock) = &issued.clock {
+            for (offset, bytes) in touched.runs() {
+                let address = self.proxy.pointer(offset) as usize;
+                self.checked(warp * 32, |races, who| {
+                    races.product_reads(who, clock, address, bytes)
+                });
+            }
+        }
         true
     }
 }

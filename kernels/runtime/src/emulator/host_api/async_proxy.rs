@@ -7,6 +7,7 @@ use super::super::block::{ThreadContext, abandon, scheduler};
 pub unsafe extern "C" fn fence_async_proxy(context: *mut ThreadContext) {
     let block = unsafe { scheduler(context) };
     block.proxy.fence(block.current);
+    block.mbarriers.fence(block.current);
 }
 
 pub unsafe extern "C" fn shared_store(context: *mut ThreadContext, offset: u32, bytes: u32) {

@@ -4,9 +4,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::super::accesses::AccessKind;
 use super::super::async_proxy::CHUNK_BYTES;
-use super::super::block::{Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler};
+use super::super::block::{
+    Block, ThreadContext, abandon, abandon_access, maybe_yield, scheduler, stop_at_fault,
+};
 use super::super::bulk::{BulkAdd, BulkCopy, BulkSource};
 use super::super::fault::BadAccess;
+use super::super::mbarrier::MBARRIER_BYTES;
 use super::accessed;
 use crate::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
 
@@ -37,6 +40,28 @@ impl Block {
         Some(BulkFault::Access(misaligned(bad)))
     }
 
+    /// The running thread has issued a store to block `rank` of its cluster, at some moment before
+    /// the mbarrier there has counted its bytes.
+    fn watch_copy(&mut self, rank: u32, target: u32, bytes: u32, barrier: u32) {
+        let thread = self.current;
+        let Ok(peer) = self.peer(rank) else { return };
+        let [address, stamp] = [target, barrier].map(|at| peer.proxy.pointer(at) as usize);
+        let Ok(counting) = peer.mbarriers.at(barrier).map(|barrier| barrier.counting()) else {
+            return;
+        };
+        self.checked(thread, |races, who| {
+            races.uses(who, stamp, MBARRIER_BYTES as usize)?;
+            races.copy(who, address, bytes as usize, Some(counting))
+        });
+        // Its completion is a release: it follows all that its thread did before the issue.
+        let clock =
+            self.told(thread, |races, (own, _)| Some(races.issue(own, std::iter::once(thread))));
+        let barrier = self.peer(rank).and_then(|peer| peer.mbarriers.at(barrier));
+        if let (Some(clock), Ok(barrier)) = (clock, barrier) {
+            barrier.release.add(&clock);
+        }
+    }
+
     /// Why a word cannot go to this block of the cluster.
     fn unfit_for_word(&mut self, target: u32, barrier: u32, rank: u32) -> Option<String> {
         if self.peers.len() == 1 {
@@ -55,9 +80,11 @@ impl Block {
     /// Why bytes cannot go to some of these blocks of the cluster.
     fn unfit_for(&mut self, target: u32, bytes: u32, barrier: u32, blocks: u32) -> Option<String> {
         ranks(blocks).find_map(|rank| match self.peer(rank) {
-            Ok(peer) => {
-                peer.mbarriers.at(barrier).err().or_else(|| peer.mbarriers.overlap(target, bytes))
-            }
+            Ok(peer) => peer
+                .mbarriers
+                .fenced(barrier)
+                .err()
+                .or_else(|| peer.mbarriers.overlap(target, bytes)),
             Err(what) => Some(what),
         })
     }
@@ -102,7 +129,7 @@ pub unsafe extern "C" fn bulk_copy_in(
     if let Some(fault) = block.bulk_fault("bulk copy", source as usize, target, bytes) {
         unsafe { fault.abandon(context) };
     }
-    let unfit = block.mbarriers.at(barrier).err();
+    let unfit = block.mbarriers.fenced(barrier).err();
     if let Some(what) = unfit.or_else(|| block.mbarriers.overlap(target, bytes)) {
         unsafe { abandon(context, what) };
     }
@@ -110,9 +137,11 @@ pub unsafe extern "C" fn bulk_copy_in(
         source.read_volatile();
         source.add(bytes as usize - 1).read_volatile();
     }
-    unsafe { accessed(context, source.cast(), bytes.into(), AccessKind::Read) };
+    unsafe { accessed(context, source.cast(), bytes.into(), AccessKind::Read, std::ptr::null()) };
     let (source, rank) = (BulkSource::Bytes(source), block.rank);
     block.bulk.copies.push(BulkCopy { source, rank, target, bytes, barrier, thread });
+    block.watch_copy(rank, target, bytes, barrier);
+    unsafe { stop_at_fault(context) };
     unsafe { maybe_yield(context) };
 }
 
@@ -157,13 +186,15 @@ pub unsafe extern "C" fn tensor_copy_in(
         unsafe {
             source.read_volatile();
             source.add(count - 1).read_volatile();
-            accessed(context, source.cast(), count as u64, AccessKind::Read);
+            accessed(context, source.cast(), count as u64, AccessKind::Read, std::ptr::null());
         }
     }
     // Each block's part completes at a separate time.
     for rank in ranks(blocks) {
         let source = BulkSource::Box { map, column, row, matrix };
         block.bulk.copies.push(BulkCopy { source, rank, target, bytes, barrier, thread });
+        block.watch_copy(rank, target, bytes, barrier);
+        unsafe { stop_at_fault(context) };
     }
     unsafe { maybe_yield(context) };
 }
@@ -182,6 +213,8 @@ pub unsafe extern "C" fn store_at(
     }
     let source = BulkSource::Word(value);
     block.bulk.copies.push(BulkCopy { source, rank, target, bytes: WORD_BYTES, barrier, thread });
+    block.watch_copy(rank, target, WORD_BYTES, barrier);
+    unsafe { stop_at_fault(context) };
     unsafe { maybe_yield(context) };
 }
 
@@ -202,9 +235,12 @@ pub unsafe extern "C" fn bulk_add(
             AtomicU32::from_ptr(target.add(end).cast()).fetch_or(0, Ordering::Relaxed);
         }
     }
-    unsafe { accessed(context, target.cast_const().cast(), bytes.into(), AccessKind::Atomic) };
+    let (address, kind) = (target.cast_const().cast(), AccessKind::Atomic);
+    unsafe { accessed(context, address, bytes.into(), kind, std::ptr::null()) };
     let (group, issuer_fence) = (block.bulk.committed(thread), block.proxy.warp_fence(thread));
-    block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence });
+    let clock =
+        block.told(thread, |races, (rank, _)| Some(races.issue(rank, [thread].into_iter())));
+    block.bulk.adds.push(BulkAdd { target, source, bytes, thread, group, issuer_fence, clock });
     unsafe { maybe_yield(context) };
 }
 

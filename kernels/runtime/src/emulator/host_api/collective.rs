@@ -10,7 +10,7 @@ use super::super::meeting::Meeting;
 /// `emulator::CollectiveOp`: runs once over the payloads of all lanes of the mask.
 pub type CollectiveOp = unsafe extern "C" fn(payloads: *const *mut c_void, mask: u32);
 
-fn lanes(mask: u32) -> impl Iterator<Item = u32> {
+fn lanes(mask: u32) -> impl Iterator<Item = u32> + Clone {
     (0..32).filter(move |lane| mask & (1 << lane) != 0)
 }
 
@@ -175,10 +175,20 @@ pub unsafe extern "C" fn barrier(
     barrier.expected = count;
     barrier.arrived += 1;
     barrier.votes += u32::from(vote != 0);
+    let mut release = std::mem::take(&mut barrier.release);
+    block.told(thread, |races, who| races.release(who, &mut release));
+    let barrier = &mut block.barriers[id as usize];
+    barrier.release = release;
     if barrier.arrived == count {
         let released = std::mem::take(&mut barrier.waiting);
         barrier.result = barrier.votes;
         (barrier.arrived, barrier.votes) = (0, 0);
+        let clock = std::mem::take(&mut barrier.release).clock();
+        // One that only arrives learns nothing.
+        let waits = (wait != 0).then_some(thread);
+        for waiting in released.iter().copied().chain(waits) {
+            block.told(waiting, |races, who| races.acquire(who, &clock));
+        }
         released.into_iter().for_each(|other| block.make_ready(other));
         unsafe { maybe_yield(context) };
     } else if wait != 0 {
@@ -187,6 +197,15 @@ pub unsafe extern "C" fn barrier(
         unsafe { suspend(context) };
     }
     unsafe { scheduler(context) }.barriers[id as usize].result
+}
+
+/// The lanes of the mask meet in a `__syncwarp`: called by one of them, in a collective.
+pub unsafe extern "C" fn warp_sync(context: *mut ThreadContext, mask: u32) {
+    let block = unsafe { scheduler(context) };
+    let warp_base = block.current / 32 * 32;
+    block.told(block.current, |races, (rank, _)| {
+        races.meet(rank, lanes(mask).map(|lane| warp_base + lane))
+    });
 }
 
 pub unsafe extern "C" fn cluster_barrier(context: *mut ThreadContext, wait: u32) {

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use super::super::accesses::AccessKind;
-use super::super::block::{ThreadContext, abandon, scheduler};
+use super::super::block::{ThreadContext, abandon, scheduler, stop_at_fault};
 use super::super::copies::PendingCopy;
 use super::accessed;
 
@@ -16,7 +16,7 @@ pub unsafe extern "C" fn copy_async(
     bytes: u32,
     source_bytes: u32,
 ) {
-    unsafe { accessed(context, source, source_bytes.into(), AccessKind::Read) };
+    unsafe { accessed(context, source, source_bytes.into(), AccessKind::Read, std::ptr::null()) };
     let (target, source) = (target.cast::<u8>(), source.cast::<u8>());
     // Touch both ends of both ranges here, on the issuing thread, so that a bad address is its
     // fault. SAFETY: a bad address raises a signal on this coroutine's stack, which ends it with
@@ -33,7 +33,10 @@ pub unsafe extern "C" fn copy_async(
     if let Some(what) = block.mbarriers.overlap(block.proxy.offset_of(target), bytes) {
         unsafe { abandon(context, what) };
     }
-    let thread = block.current as usize;
+    let (thread, address) = (block.current, target as usize);
+    block.checked(thread, |races, who| races.copy(who, address, bytes as usize, None));
+    unsafe { stop_at_fault(context) };
+    let thread = thread as usize;
     let copies = &mut block.copies[thread];
     let (group, number) = (copies.committed_groups, copies.issued);
     copies.issued += 1;

@@ -12,12 +12,14 @@ use std::ffi::{c_char, c_void};
 
 use self::async_proxy::{fence_async_proxy, shared_store};
 use self::bulk::{bulk_add, bulk_commit, bulk_copy_in, bulk_wait, store_at, tensor_copy_in};
-use self::collective::{CollectiveOp, barrier, cluster_barrier, collective};
+use self::collective::{CollectiveOp, barrier, cluster_barrier, collective, warp_sync};
 use self::copies::{copy_arrive, copy_async, copy_commit, copy_wait};
-use self::mbarrier::{mbarrier_arrive, mbarrier_arrive_at, mbarrier_init, mbarrier_wait};
+use self::mbarrier::{
+    fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_at, mbarrier_init, mbarrier_wait,
+};
 use self::wgmma::{wgmma_commit, wgmma_fence, wgmma_issue, wgmma_wait};
 use super::accesses::AccessKind;
-use super::block::{ThreadContext, abandon, abandon_access, name, scheduler};
+use super::block::{ThreadContext, abandon, abandon_access, name, scheduler, stop_at_fault};
 use super::fault::BadAccess;
 use super::wgmma::WarpProduct;
 use crate::tensor_map::MapWords;
@@ -36,7 +38,8 @@ pub struct HostApi {
     stop: unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_char),
     misaligned:
         unsafe extern "C" fn(*mut ThreadContext, *const Place, *const c_void, u32, *const c_char),
-    accessed: unsafe extern "C" fn(*mut ThreadContext, *const c_void, u64, AccessKind),
+    accessed:
+        unsafe extern "C" fn(*mut ThreadContext, *const c_void, u64, AccessKind, *const c_void),
     shared_store: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     fence_async_proxy: unsafe extern "C" fn(*mut ThreadContext),
     mbarrier_init: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
@@ -55,6 +58,8 @@ pub struct HostApi {
     mbarrier_arrive_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     store_at: unsafe extern "C" fn(*mut ThreadContext, u32, u32, u32, u32),
     cluster_barrier: unsafe extern "C" fn(*mut ThreadContext, u32),
+    warp_sync: unsafe extern "C" fn(*mut ThreadContext, u32),
+    fence_mbarrier_init: unsafe extern "C" fn(*mut ThreadContext),
 }
 
 /// The table that every module gets when it is loaded.
@@ -86,6 +91,8 @@ pub static HOST_API: HostApi = HostApi {
     mbarrier_arrive_at,
     store_at,
     cluster_barrier,
+    warp_sync,
+    fence_mbarrier_init,
 };
 
 /// The source position of a failed check. Mirror of `emulator::Place` in `emulator.h`.
@@ -141,9 +148,14 @@ unsafe extern "C" fn accessed(
     address: *const c_void,
     bytes: u64,
     kind: AccessKind,
+    code: *const c_void,
 ) {
-    let seen = unsafe { scheduler(context) }.accessed(kind, address as usize, bytes as usize);
-    if let Err(access) = seen {
+    let block = unsafe { scheduler(context) };
+    let (address, bytes) = (address as usize, bytes as usize);
+    if let Err(access) = block.accessed(kind, address, bytes) {
         unsafe { abandon_access(context, access) }
     }
+    let (thread, place) = (block.current, block.place_of(code));
+    block.checked(thread, |races, who| races.access(who, address, bytes, kind, place));
+    unsafe { stop_at_fault(context) };
 }

@@ -45,6 +45,8 @@ impl Block {
     fn issue_product(&mut self, warp: u32, product: WarpProduct) {
         let issuer_fence = self.proxy.warp_fence(warp * 32);
         let at_once = self.draw_product_at_once();
+        let clock =
+            self.told(warp * 32, |races, (rank, first)| Some(races.issue(rank, first..first + 32)));
         let queue = &mut self.products.warps[warp as usize];
         let (group, key) = (queue.committed[0], product.accumulators[0]);
         match queue.held.iter_mut().find(|held| held.product.accumulators[0] == key) {
@@ -57,7 +59,7 @@ impl Block {
                 queue.held.push(Accumulators { product: product.clone(), values, group });
             }
         }
-        queue.issued.push_back(Issued { product, group, issuer_fence });
+        queue.issued.push_back(Issued { product, group, issuer_fence, clock });
         self.products.pending += 1;
         if at_once {
             while self.land_product(warp) {}
@@ -82,6 +84,7 @@ impl Block {
         {
             self.land_product(warp);
         }
+        self.told(warp * 32, |races, (rank, first)| races.products_done(rank, first..first + 32));
         let queue = &mut self.products.warps[warp as usize];
         let (done, held) =
             std::mem::take(&mut queue.held).into_iter().partition(|held| held.group < done_below);
