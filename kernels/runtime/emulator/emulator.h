@@ -533,16 +533,22 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) { return emulator::
 
 namespace emulator {
 template <typename T, typename Change>
-UNWATCHED inline T atomic_update(T* address, Change change) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics are 4 or 8 bytes wide");
-    require_aligned(address, sizeof(T), "atomic operation");
-    accessed_by_caller(address, sizeof(T), AccessKind::atomic);
+UNWATCHED inline T exchange_atomically(T* address, Change change) {
     T old;
     __atomic_load(address, &old, __ATOMIC_RELAXED);
     for (;;) {
         T next = change(old);
         if (__atomic_compare_exchange(address, &old, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return old;
     }
+}
+
+// Inlined, as the functions below, so that the code that tells of the access is the kernel's own.
+template <typename T, typename Change>
+EMULATOR_INLINE T atomic_update(T* address, Change change) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics are 4 or 8 bytes wide");
+    require_aligned(address, sizeof(T), "atomic operation");
+    accessed_by_caller(address, sizeof(T), AccessKind::atomic);
+    return exchange_atomically(address, change);
 }
 
 // Additions of fp32 numbers in global memory take subnormal operands for zeros, and leave zeros of subnormal results, each of its
@@ -558,23 +564,23 @@ inline float atomic_sum(const float* address, float old, float value) {
 }  // namespace emulator
 
 template <typename T>
-inline T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::atomic_sum(address, old, value); }); }
+EMULATOR_INLINE T atomicAdd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::atomic_sum(address, old, value); }); }
 template <typename T>
-inline T atomicSub(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::wrapping_subtract(old, value); }); }
+EMULATOR_INLINE T atomicSub(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return emulator::wrapping_subtract(old, value); }); }
 template <typename T>
-inline T atomicMin(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return value < old ? value : old; }); }
+EMULATOR_INLINE T atomicMin(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return value < old ? value : old; }); }
 template <typename T>
-inline T atomicMax(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old < value ? value : old; }); }
+EMULATOR_INLINE T atomicMax(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old < value ? value : old; }); }
 template <typename T>
-inline T atomicAnd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old & value; }); }
+EMULATOR_INLINE T atomicAnd(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old & value; }); }
 template <typename T>
-inline T atomicOr(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old | value; }); }
+EMULATOR_INLINE T atomicOr(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old | value; }); }
 template <typename T>
-inline T atomicXor(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old ^ value; }); }
+EMULATOR_INLINE T atomicXor(T* address, T value) { return emulator::atomic_update(address, [=](T old) { return old ^ value; }); }
 template <typename T>
-inline T atomicExch(T* address, T value) { return emulator::atomic_update(address, [=](T) { return value; }); }
+EMULATOR_INLINE T atomicExch(T* address, T value) { return emulator::atomic_update(address, [=](T) { return value; }); }
 template <typename T>
-inline T atomicCAS(T* address, T expected, T value) { return emulator::atomic_update(address, [=](T old) { return old == expected ? value : old; }); }
+EMULATOR_INLINE T atomicCAS(T* address, T expected, T value) { return emulator::atomic_update(address, [=](T old) { return old == expected ? value : old; }); }
 
 // ---------------------------------------------------------------- bit casts and integer intrinsics
 

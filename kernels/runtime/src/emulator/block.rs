@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -88,6 +89,8 @@ pub struct Block {
     pub(super) states: Vec<State>,
     /// Threads that have returned.
     pub(super) exited: usize,
+    /// All buffers of global memory, in the order of their addresses; the launch outlives the block.
+    pub(super) buffers: *const [Range<usize>],
     /// Where the module's code starts.
     pub(super) module_start: usize,
     /// The clocks and accesses of all threads of the cluster, if races are looked for.
@@ -136,6 +139,22 @@ impl Block {
     /// The offset in the module of an address of its code; 0 for none.
     pub(super) fn place_of(&self, code: *const c_void) -> u32 {
         (code as usize).saturating_sub(self.module_start) as u32
+    }
+
+    /// The first of these bytes of global memory that is no buffer's, if any: also of those within
+    /// the page of a buffer's end.
+    pub(super) fn outside(&self, address: usize, bytes: usize) -> Option<BadAccess> {
+        // SAFETY: the launch that lends them outlives its blocks.
+        let buffers = unsafe { &*self.buffers };
+        let at = buffers.partition_point(|buffer| buffer.end <= address);
+        let address = match buffers.get(at) {
+            Some(buffer) if buffer.start <= address && address + bytes <= buffer.end => {
+                return None;
+            }
+            Some(buffer) if buffer.start <= address => buffer.end,
+            _ => address,
+        };
+        Some(BadAccess::Outside { address })
     }
 
     /// Records that this block accesses global memory.

@@ -41,7 +41,7 @@ struct Mapping {
 
 /// The address range of global memory, so that code can quickly distinguish it from stacks and
 /// shared memory (`emulator.h`). Systems place nothing there by default.
-const GLOBAL: Range<usize> = 1 << 44..5 << 44;
+pub(super) const GLOBAL: Range<usize> = 1 << 44..5 << 44;
 
 /// The most places that are tried for a buffer; some are still in use.
 const MOST_PLACES: usize = 10_000;

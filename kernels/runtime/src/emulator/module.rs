@@ -371,6 +371,7 @@ impl EmulatorModule {
         // Accesses of a single block have an order. The set of accesses of several blocks is the
         // same under every schedule: one schedule is enough.
         let watched = schedule_seed.is_some() && grid.count() > 1;
+        let buffers = self.shared.memory.buffers();
         let launch = BlockLaunch {
             entry,
             enter: self.enter,
@@ -379,7 +380,8 @@ impl EmulatorModule {
             grid,
             block: Dim3::new(block),
             cluster,
-            accesses: watched.then(|| Arc::new(Accesses::new(self.shared.memory.buffers()))),
+            accesses: watched.then(|| Arc::new(Accesses::new(buffers.clone()))),
+            buffers: &buffers,
             params: &aligned,
             schedule_seed,
             shared_poison: shared_poison(poison_turn),

@@ -13,6 +13,7 @@
 use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -72,6 +73,8 @@ pub struct BlockLaunch<'a> {
     pub block: Dim3,
     /// Blocks of a cluster, neighbours in x.
     pub cluster: u32,
+    /// All buffers of global memory, in the order of their addresses.
+    pub buffers: &'a [Range<usize>],
     /// The recorded accesses of its blocks to global memory, if they are recorded.
     pub accesses: Option<Arc<Accesses>>,
     /// Parameter struct.
@@ -262,6 +265,7 @@ impl Block {
             states: vec![State::Ready; threads as usize],
             exited: 0,
             module_start: launch.base,
+            buffers: launch.buffers as *const _,
             races,
             rank,
             peers: Vec::new(),

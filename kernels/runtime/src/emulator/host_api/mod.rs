@@ -21,6 +21,7 @@ use self::wgmma::{wgmma_commit, wgmma_fence, wgmma_issue, wgmma_wait};
 use super::accesses::AccessKind;
 use super::block::{ThreadContext, abandon, abandon_access, name, scheduler, stop_at_fault};
 use super::fault::BadAccess;
+use super::memory::GLOBAL;
 use super::wgmma::WarpProduct;
 use crate::tensor_map::MapWords;
 
@@ -150,8 +151,16 @@ unsafe extern "C" fn accessed(
     kind: AccessKind,
     code: *const c_void,
 ) {
+    if bytes == 0 {
+        return;
+    }
     let block = unsafe { scheduler(context) };
     let (address, bytes) = (address as usize, bytes as usize);
+    if GLOBAL.contains(&address)
+        && let Some(access) = block.outside(address, bytes)
+    {
+        unsafe { abandon_access(context, access) }
+    }
     if let Err(access) = block.accessed(kind, address, bytes) {
         unsafe { abandon_access(context, access) }
     }
