@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use super::ci::CiArguments;
-use super::{Exit, outcome};
+use super::{Exit, command_line, outcome};
 use crate::sweep::merge::{self, Part};
 use crate::sweep::regressions::Regressions;
 
@@ -36,7 +36,7 @@ pub fn execute(arguments: &MergeArguments) -> Result<Exit> {
     }
     let parts =
         arguments.shards.iter().map(|dir| Part::read(dir)).collect::<Result<Vec<_>, _>>()?;
-    let mut report = merge::merge(parts, std::env::args().collect::<Vec<_>>().join(" "))?;
+    let mut report = merge::merge(parts, command_line().join(" "))?;
     // Shards save no cases: that would change the plan of shards that start later.
     let regressions =
         Regressions::new(arguments.regressions.clone().unwrap_or_else(Regressions::default_dir));

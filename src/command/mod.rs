@@ -460,3 +460,8 @@ impl DeviceArguments {
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
+
+/// The words of this process's command line, as text: what is no UTF-8 is replaced.
+fn command_line() -> Vec<String> {
+    std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect()
+}

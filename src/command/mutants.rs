@@ -13,7 +13,7 @@ use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
-use super::{DeviceArguments, Exit, cores, output};
+use super::{DeviceArguments, Exit, command_line, cores, output};
 use crate::judge::checks::CheckOptions;
 use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::cases::{self, KnownCase};
@@ -471,7 +471,7 @@ impl<'a> Session<'a> {
         let skips = plans.into_iter().flat_map(|plan| plan.skips).collect();
         let fresh = Report {
             schema_version: SCHEMA_VERSION,
-            command: std::env::args().collect::<Vec<_>>().join(" "),
+            command: command_line().join(" "),
             started_unix: self.started_unix,
             seconds: self.start.elapsed().as_secs_f64(),
             revision: revision(&self.device),

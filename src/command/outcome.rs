@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use super::{Exit, cores, output};
 use crate::operator::Profile;
 use crate::operators::registry;
-use crate::record::words::printable;
+use crate::record::words::{self, printable};
 use crate::record::{Report, Verdict};
 use crate::report::diagnosis::terminal;
 use crate::report::numbers::counted;
@@ -103,7 +103,7 @@ pub(super) fn summarise(report: &Report, out: &Path) {
         "{verdict}: {} cases, {checks} checks, {:.1} s on {} ({})",
         report.cases.len(),
         report.seconds,
-        report.environment.device,
+        words::line(&report.environment.device),
         report.environment.backend
     );
     say_never_run(report, failed > 0);

@@ -16,12 +16,12 @@ use std::fmt;
 use std::io::{self, Write as _};
 use std::sync::OnceLock;
 
-use anstream::adapter::strip_str;
 use anstream::{AutoStream, ColorChoice};
 use anstyle::{AnsiColor, Style};
 use serde::Serialize;
 
 use super::Exit;
+use crate::record::words::printable;
 
 /// How this process prints.
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,6 +30,9 @@ struct Settings {
     stdout_color: bool,
     stderr_color: bool,
 }
+
+/// What follows the escape character in the sequences of [`Styled`] and of clap.
+const STYLES: [&str; 7] = ["[0m", "[1m", "[2m", "[4m", "[31m", "[32m", "[33m"];
 
 static SETTINGS: OnceLock<Settings> = OnceLock::new();
 
@@ -91,10 +94,31 @@ pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The text, with or without its colours.
+/// The text, with or without its colours. Of the control characters only those of [`Styled`] reach
+/// a terminal, whoever wrote the others.
 fn dressed(text: fmt::Arguments<'_>, color: bool) -> String {
     let text = text.to_string();
-    if color { text } else { strip_str(&text).to_string() }
+    let mut shown = String::with_capacity(text.len());
+    for (number, part) in text.split('\u{1b}').enumerate() {
+        let own = STYLES.iter().find(|style| number > 0 && part.starts_with(**style));
+        let rest = match own {
+            Some(style) => {
+                if color {
+                    shown.push('\u{1b}');
+                    shown.push_str(style);
+                }
+                &part[style.len()..]
+            }
+            None => {
+                if number > 0 {
+                    shown.push_str(&printable("\u{1b}"));
+                }
+                part
+            }
+        };
+        shown.push_str(&printable(rest));
+    }
+    shown
 }
 
 fn end_unless(written: io::Result<()>) {
@@ -188,5 +212,21 @@ mod tests {
     #[test]
     fn a_style_takes_no_column() {
         assert_eq!(format!("{:6}|", good("ok")), "\u{1b}[1m\u{1b}[32mok    \u{1b}[0m|");
+    }
+
+    #[test]
+    fn of_control_characters_only_own_styles_reach_a_terminal() {
+        let forged = "\u{1b}[2J\u{1b}[8mhidden\r\u{9b}1Aall agreed";
+        let shown = "\\u{1b}[2J\\u{1b}[8mhidden\\u{d}\\u{9b}1Aall agreed";
+        for color in [false, true] {
+            let text = dressed(format_args!("{} {forged}\n", bad("x")), color);
+            let styled = if color { "\u{1b}[1m\u{1b}[31mx\u{1b}[0m" } else { "x" };
+            assert_eq!(text, format!("{styled} {shown}\n"));
+        }
+        for style in [good("").style, bad("").style, unsure("").style, strong("").style] {
+            let text = format!("{style}t{style:#}");
+            assert_eq!(dressed(format_args!("{text}"), true), text);
+            assert_eq!(dressed(format_args!("{text}"), false), "t");
+        }
     }
 }

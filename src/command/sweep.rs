@@ -7,6 +7,8 @@ use std::str::FromStr;
 
 use clap::Args;
 
+use super::command_line;
+
 use crate::judge::checks::CheckOptions;
 use crate::operator::Profile;
 use crate::record::journal::Shard;
@@ -143,13 +145,12 @@ impl Seed {
 
     /// The command line of this process, with the fresh seed: it repeats this run exactly.
     pub fn command(self) -> String {
-        let arguments = std::env::args();
-        let Self::Fresh(seed) = self else { return arguments.collect::<Vec<_>>().join(" ") };
+        let Self::Fresh(seed) = self else { return command_line().join(" ") };
         let drawn = |argument: String| match argument.as_str() {
             "fresh" => seed.to_string(),
             "--seed=fresh" => format!("--seed={seed}"),
             _ => argument,
         };
-        arguments.map(drawn).collect::<Vec<_>>().join(" ")
+        command_line().into_iter().map(drawn).collect::<Vec<_>>().join(" ")
     }
 }

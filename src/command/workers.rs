@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use dsv4_runtime::process::{isolate, kill_group};
+use dsv4_runtime::process::{isolate, kill_group, variable};
 use dsv4_runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -72,9 +72,7 @@ pub(super) fn sweep(
 
 /// The GPU of a worker: the one that the environment names, or round-robin over `gpus`.
 fn gpu_of(worker: u32, gpus: u32) -> OsString {
-    std::env::var_os(GPU)
-        .filter(|gpu| !gpu.is_empty())
-        .unwrap_or_else(|| (worker % gpus).to_string().into())
+    variable(GPU).unwrap_or_else(|| (worker % gpus).to_string().into())
 }
 
 /// The folder of a GPU's slots.

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::judge::runner::RunError;
-use crate::record::Seconds;
+use crate::record::{Seconds, words};
 
 /// Last lines of a process's output that go into a failure.
 const WORDS: usize = 12;
@@ -193,9 +193,9 @@ impl Answer {
             Self { ok: false, seconds: None, error: Some(error), unsupported: None } => {
                 Some(Err(RunError::error(format!("the worker reported: {error}"))))
             }
-            Self { ok: false, seconds: None, error: None, unsupported: Some(why) } => {
-                Some(Err(RunError::unsupported(why.chars().take(REASON).collect::<String>())))
-            }
+            Self { ok: false, seconds: None, error: None, unsupported: Some(why) } => Some(Err(
+                RunError::unsupported(words::line(&why.chars().take(REASON).collect::<String>())),
+            )),
             _ => None,
         }
     }

@@ -67,8 +67,10 @@ pub(super) struct Turn {
 /// The places of this GPU, once they are free. `None` unless other processes share the GPU and
 /// `room` bytes, which nothing else needs, are a large part of it.
 pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
-    let folder =
-        OF_THREADS.get().cloned().or_else(|| std::env::var_os(TURNS).map(PathBuf::from))?;
+    let folder = OF_THREADS
+        .get()
+        .cloned()
+        .or_else(|| dsv4_runtime::process::variable(TURNS).map(PathBuf::from))?;
     let room = room();
     if room <= UNASKED {
         return None;

@@ -46,6 +46,11 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
+/// Text from outside that is part of a line: without control characters, and on one line.
+pub fn line(text: &str) -> String {
+    printable(text).split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// An error with its causes, each once: many errors already include the text of their cause.
 pub fn of_error(error: &anyhow::Error) -> String {
     let mut said = String::new();

@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use dsv4_runtime::process::variable;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -51,8 +52,7 @@ impl Facts {
 /// Criterion's directory: `CRITERION_HOME`, `criterion` in `CARGO_TARGET_DIR`, or
 /// `target/criterion`.
 pub fn directory() -> PathBuf {
-    let set =
-        |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let set = |name: &str| variable(name).map(PathBuf::from);
     set("CRITERION_HOME")
         .or_else(|| set("CARGO_TARGET_DIR").map(|dir| dir.join("criterion")))
         .unwrap_or_else(|| PathBuf::from("target/criterion"))

@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use dsv4_runtime::BackendKind;
+use dsv4_runtime::process::variable;
 
 use crate::case::{Case, CaseError};
+use crate::operators::registry;
 use crate::record::{CaseRecord, Origin, Report, SavedRecord, Verdict};
 
 /// The folder of saved cases.
@@ -49,7 +51,7 @@ impl Regressions {
     /// The saved cases of an operator, oldest first. Empty lines and `#` comments are skipped.
     ///
     /// # Errors
-    /// A file that cannot be read, or a line that is not a case, with its number.
+    /// A file that cannot be read, or a line that is no case of this operator, with its number.
     pub fn load(&self, operator: &str) -> Result<Vec<Case>, CaseError> {
         let path = self.path(operator);
         if !path.is_file() {
@@ -61,7 +63,14 @@ impl Regressions {
             .enumerate()
             .filter(|(_, line)| !line.trim().is_empty() && !line.starts_with('#'))
             .map(|(number, line)| {
-                Case::parse(line).map_err(|e| {
+                let of_file = |case: Case| match case.operator == operator {
+                    true => checked(&case).map(|()| case),
+                    false => {
+                        let other = &case.operator;
+                        Err(CaseError::Malformed(format!("a case of `{other}` in this file")))
+                    }
+                };
+                Case::parse(line).and_then(of_file).map_err(|e| {
                     CaseError::Malformed(format!("{}:{}: {e}", path.display(), number + 1))
                 })
             })
@@ -71,8 +80,10 @@ impl Regressions {
     /// Saves a case unless it is already saved.
     ///
     /// # Errors
-    /// The file system's.
+    /// A case that its operator rejects, or whose operator is not the registry's: its name becomes
+    /// a path. Or the file system's.
     pub fn append(&self, case: &Case) -> std::io::Result<()> {
+        checked(case).map_err(std::io::Error::other)?;
         let path = self.path(&case.operator);
         let line = case.line();
         let known = std::fs::read_to_string(&path).unwrap_or_default();
@@ -115,8 +126,49 @@ impl Regressions {
     }
 }
 
+/// Whether an operator of the registry accepts the case.
+fn checked(case: &Case) -> Result<(), CaseError> {
+    registry::find(&case.operator)?.check(case)
+}
+
 /// `PARITY_FIXTURES`, or `fixtures` below the working directory.
 pub fn fixtures_dir() -> PathBuf {
-    std::env::var_os("PARITY_FIXTURES")
-        .map_or_else(|| Path::new("fixtures").to_owned(), PathBuf::from)
+    variable("PARITY_FIXTURES").map_or_else(|| Path::new("fixtures").to_owned(), PathBuf::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn case(line: &str) -> Case {
+        Case::parse(line).expect("a case by its syntax")
+    }
+
+    #[test]
+    fn a_name_that_is_no_operators_becomes_no_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let regressions = Regressions::new(folder.path().join("inner"));
+        for name in ["../escaped", "/tmp/escaped", "no_such_operator", ""] {
+            let line = format!("{{\"operator\":\"{name}\"}}");
+            let refused = regressions.append(&case(&line)).unwrap_err().to_string();
+            assert!(refused.contains("unknown operator"), "{name}: {refused}");
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_saved_line_that_its_operator_rejects_is_named_by_file_and_number() {
+        let folder = tempfile::tempdir().unwrap();
+        let regressions = Regressions::new(folder.path());
+        for (line, said) in [
+            ("{\"operator\":\"rope\"}", "rope"),
+            ("{\"operator\":\"topk\"}", "a case of `topk` in this file"),
+            ("[]", "malformed case"),
+        ] {
+            std::fs::write(folder.path().join("rope.jsonl"), format!("# a comment\n{line}\n"))
+                .unwrap();
+            let refused = regressions.load("rope").unwrap_err().to_string();
+            assert!(refused.contains("rope.jsonl:2: ") && refused.contains(said), "{refused}");
+        }
+    }
 }

@@ -887,3 +887,27 @@ fn tables_end_with_a_legend_of_their_columns() {
         );
     }
 }
+
+#[test]
+fn a_folder_whose_name_is_no_utf_8_and_empty_variables_are_no_trouble() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let dir = tempfile::tempdir().expect("a directory");
+    let out = dir.path().join(OsStr::from_bytes(b"name\xff"));
+    let ended = Command::new(binary())
+        .args(["run", "--backend", "emulator", "--ops", "swiglu", "--cases", "1"])
+        .args(["--edge-cases", "0", "--out"])
+        .arg(&out)
+        .env("PARITY_CACHE_DIR", "")
+        .env("PARITY_FIXTURES", "")
+        .env("PARITY_CXX", "")
+        .current_dir(dir.path())
+        .output()
+        .expect("the binary runs");
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(0), "{said}");
+    assert!(out.join("report.json").is_file(), "{said}");
+    let made: Vec<_> = std::fs::read_dir(dir.path()).expect("a folder").collect();
+    assert_eq!(made.len(), 1, "only the report: {made:?}");
+}

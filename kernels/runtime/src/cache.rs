@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock};
 
 use super::error::{Result, RuntimeError};
+use super::process::variable;
 use super::source::SourceTree;
 use super::supervisor::temporary_folder;
 
@@ -21,12 +22,13 @@ impl ModuleCache {
     /// `PARITY_CACHE_DIR`, or `dsv4-parity` in the user's cache directory, or a private folder of
     /// the user in the folder for temporary files.
     pub fn default_dir() -> PathBuf {
-        if let Some(dir) = std::env::var_os("PARITY_CACHE_DIR") {
-            return dir.into();
+        if let Some(dir) = variable("PARITY_CACHE_DIR") {
+            // The loader searches for a library whose path has no folder.
+            return std::path::absolute(&dir).unwrap_or(dir.into());
         }
-        let base = std::env::var_os("XDG_CACHE_HOME")
+        let base = variable("XDG_CACHE_HOME")
             .map(PathBuf::from)
-            .or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))
+            .or_else(|| variable("HOME").map(|home| Path::new(&home).join(".cache")))
             .filter(|base| base.is_absolute());
         base.map_or_else(|| own_dir(&std::env::temp_dir()), |base| base.join("dsv4-parity"))
     }

@@ -1,6 +1,7 @@
-//! Child processes: process groups, time limits, and commands that run to their end; and how this
-//! process handles its freed memory.
+//! Child processes: process groups, time limits, and commands that run to their end; how this
+//! process handles its freed memory; and its environment.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
@@ -28,6 +29,11 @@ pub fn keep_freed_memory() {
         let known = unsafe { libc::mallopt(parameter, value) };
         tracing::debug!(parameter, value, known, "mallopt");
     }
+}
+
+/// An environment variable; one that is empty counts as not set.
+pub fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 /// Makes the command the leader of a new process group, which dies with the thread that starts it.

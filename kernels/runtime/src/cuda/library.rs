@@ -35,7 +35,7 @@ impl Places {
     /// The places of this process.
     pub fn of_process() -> Self {
         Self {
-            variable: Box::new(|name| std::env::var_os(name).filter(|value| !value.is_empty())),
+            variable: Box::new(crate::process::variable),
             toolkits: "/usr/local".into(),
             python: Some("python3"),
             first: None,

@@ -255,7 +255,7 @@ impl<'a> Missing<'a> {
 }
 
 fn chosen_device() -> Result<u32> {
-    let chosen = std::env::var_os("PARITY_CUDA_DEVICE").filter(|value| !value.is_empty());
+    let chosen = crate::process::variable("PARITY_CUDA_DEVICE");
     chosen.map_or(Ok(0), |value| numbered(&value))
 }
 

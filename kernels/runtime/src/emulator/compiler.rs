@@ -11,6 +11,7 @@ use tempfile::TempDir;
 use super::pads::padded;
 use crate::cache::ModuleCache;
 use crate::error::{Result, RuntimeError};
+use crate::process::variable;
 use crate::source::{SourceTree, emulator_headers};
 use crate::supervisor::run_within;
 use crate::supervisor::temporary_folder;
@@ -91,7 +92,7 @@ const ASSEMBLY_OPTIONS: &[&str] =
 
 /// `PARITY_CXX`, or `c++`.
 pub fn usual_compiler() -> PathBuf {
-    std::env::var_os("PARITY_CXX").unwrap_or_else(|| "c++".into()).into()
+    variable("PARITY_CXX").unwrap_or_else(|| "c++".into()).into()
 }
 
 /// The compiler, and the cache of what it built.

@@ -14,9 +14,11 @@
 //!   work.
 //! - `block`: the state of a block (`meeting` and `cluster_barrier` are where its threads wait). `copies`, `mbarrier`, `async_proxy`, `bulk` and `wgmma` each
 //!   hold a part of it: asynchronous copies, and the Hopper features of `ptx/hopper.h`.
+//! - `race`: races between threads: vector clocks, and the last accesses of each word.
 //! - `accesses`: which blocks accessed which bytes of global memory, to find conflicts without an
 //!   order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
+//! - `source_lines`: source lines of a module's code, for the report of a race.
 //! - `worker`: kernels run in a separate process ([`super::worker`]). A device starts it, sends
 //!   requests (`message`) and replaces it when a kernel ends it. `serve` is the worker's side,
 //!   `host` its state, `progress` its current position.
