@@ -503,6 +503,18 @@ impl Rounding {
         Ok(overflows.where_cond(&quotient.zeros_like()?, &quotient)?)
     }
 
+    /// `s (1 - s)`, the slope of `s = sigmoid(x)`. Working runs subtract the rounded `s` from 1, as the
+    /// specification writes it, which keeps few digits where `s` is near 1. A kernel may instead
+    /// compute `1 - s` as `sigmoid(-x)`, which keeps all; nothing demands that.
+    pub fn sigmoid_slope_f32(&mut self, s: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let rest = if self.is_exact() {
+            self.sigmoid_f32(&x.neg()?)?
+        } else {
+            self.f32(&(s.neg()? + 1.0)?)?
+        };
+        self.f32(&(s * rest)?)
+    }
+
     /// `sum` over dimension `dim` with fp32 accumulation; the dimension disappears.
     pub fn sum_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
         let sum = self.sum_keepdim_f32(terms, dim)?;
@@ -1507,6 +1519,30 @@ mod tests {
             (is_zero(Precision::Working { seed: 3 })?, is_zero(Precision::Exact)?),
             (flushed.into(), kept.into())
         );
+        Ok(())
+    }
+
+    #[test]
+    fn the_slope_of_a_sigmoid_near_one_has_the_digits_that_one_minus_s_has() -> Result<()> {
+        let x = f64_tensor(&[12.0, -12.0], &[2]);
+        let slope = |precision| -> Result<Vec<f64>> {
+            let mut rounding = Rounding::new(precision);
+            let s = rounding.sigmoid_f32(&x)?;
+            values(&rounding.sigmoid_slope_f32(&s, &x)?)
+        };
+        let exact = slope(Precision::Exact)?;
+        let s = (1.0 / (1.0 + (-12f64).exp())) as f32;
+        let [by_subtraction, true_slope] = [f64::from(s * (1.0 - s)), exact[0]];
+        assert!((exact[1] - true_slope).abs() < 1e-12 * true_slope);
+        assert!((by_subtraction / true_slope - 1.0).abs() > 1e-4, "it loses digits");
+        let (mut widest, mut of_small) = (0f64, 0f64);
+        for seed in 0..32 {
+            let [near_one, near_zero] = slope(Precision::Working { seed })?[..] else { panic!() };
+            widest = widest.max((near_one - true_slope).abs());
+            of_small = of_small.max((near_zero / true_slope - 1.0).abs());
+        }
+        assert!(widest >= (by_subtraction - true_slope).abs(), "{widest:e}");
+        assert!(of_small < 1e-5, "where s is small nothing is lost: {of_small:e}");
         Ok(())
     }
 

@@ -50,8 +50,8 @@ pub fn forward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Res
 /// stored in bf16.
 pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Result<Named> {
     let (projected, z) = logits(inputs, numbers, rounding)?;
-    let (s, rest) = (rounding.sigmoid_f32(&z)?, rounding.sigmoid_f32(&z.neg()?)?);
-    let slope = rounding.f32(&(&s * rest)?)?;
+    let s = rounding.sigmoid_f32(&z)?;
+    let slope = rounding.sigmoid_slope_f32(&s, &z)?;
     let w = rounding.f32(&(s + numbers.hc_eps)?)?;
     let dout = inputs.tensor("dout")?.unsqueeze(1)?;
     let terms = rounding.f32(&inputs.tensor("streams")?.broadcast_mul(&dout)?)?;

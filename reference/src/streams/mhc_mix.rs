@@ -97,8 +97,8 @@ pub fn backward(inputs: &Named, numbers: Numbers, rounding: &mut Rounding) -> Re
     }
     let (Projected { rstd, mix }, z) = logits_of(inputs, numbers, rounding)?;
     let gates = z.narrow(1, 0, 2 * NUM_STREAMS)?;
-    let (s, rest) = (rounding.sigmoid_f32(&gates)?, rounding.sigmoid_f32(&gates.neg()?)?);
-    let slope = rounding.f32(&(s * rest)?)?;
+    let s = rounding.sigmoid_f32(&gates)?;
+    let slope = rounding.sigmoid_slope_f32(&s, &gates)?;
     let of_gates =
         Tensor::cat(&[inputs.tensor("dpre")?.clone(), (inputs.tensor("dpost")? * 2.0)?], 1)?;
     let of_gates = rounding.f32(&(of_gates * slope)?)?;
