@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 
+use dsv4_runtime::emulator::SMS;
 use dsv4_runtime::{BackendKind, Device};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -125,6 +126,10 @@ impl Case {
         let mut command = format!("parity replay --backend {backend}");
         if let Some(directory) = device.tree().directory() {
             command += &format!(" --kernels {}", quoted(&directory.display().to_string()));
+        }
+        let sms = device.environment().processors;
+        if backend == BackendKind::Emulator && sms != SMS {
+            command += &format!(" --sms {sms}");
         }
         if backend == BackendKind::Emulator && schedules > 0 {
             command += &format!(" --schedules {schedules}");

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use clap::Args;
 use dsv4_runtime::Device;
+use dsv4_runtime::emulator::SMS;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use serde_json::json;
@@ -88,8 +89,14 @@ pub fn execute(arguments: &BisectArguments) -> Result<Exit> {
     let repository = Repository::open(&arguments.repo)?;
     let open = || -> Result<Device> {
         let memory = arguments.memory.clone();
-        DeviceArguments { backend: arguments.backend, kernels: None, in_process: false, memory }
-            .open()
+        DeviceArguments {
+            backend: arguments.backend,
+            kernels: None,
+            sms: SMS,
+            in_process: false,
+            memory,
+        }
+        .open()
     };
     let effort = Effort { schedules: arguments.schedules, most_runs: arguments.most_runs };
     let ends = [arguments.good.as_str(), arguments.bad.as_str()];

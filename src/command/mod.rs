@@ -39,6 +39,7 @@ use clap::{
     ArgAction, Args, ColorChoice, CommandFactory as _, FromArgMatches as _, Parser, Subcommand,
     ValueEnum,
 };
+use dsv4_runtime::emulator::{EmulatorOptions, SMS};
 use dsv4_runtime::{BackendKind, Device, DeviceOptions, RuntimeError, SourceTree};
 use tracing_subscriber::EnvFilter;
 
@@ -381,6 +382,9 @@ pub struct DeviceArguments {
     /// Directory of kernel sources, laid out as kernels/cuda [default: the embedded ones]
     #[arg(long, value_name = "DIR", env = "PARITY_KERNELS", hide_env_values = true)]
     pub kernels: Option<PathBuf>,
+    /// SMs of the emulated device, by which launchers size their grids
+    #[arg(long, value_name = "N", default_value_t = SMS, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sms: u32,
     /// Keep the GPU's context in this process, for compute-sanitizer, ncu and debuggers
     ///
     /// After a kernel corrupts the context all following cases fail.
@@ -405,6 +409,11 @@ impl DeviceArguments {
         }
     }
 
+    fn with_sms(&self, options: DeviceOptions) -> DeviceOptions {
+        let emulator = EmulatorOptions { sms: self.sms, ..options.emulator };
+        DeviceOptions { emulator, ..options }
+    }
+
     /// Opens the device.
     ///
     /// # Errors
@@ -420,7 +429,7 @@ impl DeviceArguments {
     pub fn open_as(&self, backend: BackendKind) -> Result<Device> {
         Ok(Device::open(
             backend,
-            DeviceOptions { tree: self.tree()?, ..dsv4_kernels::device_options() },
+            self.with_sms(DeviceOptions { tree: self.tree()?, ..dsv4_kernels::device_options() }),
         )?)
     }
 
@@ -432,7 +441,7 @@ impl DeviceArguments {
         let options = || -> Result<DeviceOptions> {
             let tree = self.tree()?;
             let remote = other.remote.filter(|_| !self.in_process);
-            Ok(DeviceOptions { tree, remote, ..other.clone() })
+            Ok(self.with_sms(DeviceOptions { tree, remote, ..other.clone() }))
         };
         let device = match self.backend {
             BackendChoice::Cuda => Device::open(BackendKind::Cuda, options()?)?,

@@ -393,7 +393,8 @@ inline int sync_threads(bool vote, const char* place) {
 #if defined(EMULATOR_NAMES_NO_PLACES)
 #define EMULATOR_PLACE nullptr
 #else
-#define EMULATOR_PLACE __FILE__ ":" EMULATOR_TEXT(__LINE__)
+// What follows # tells places of one line apart.
+#define EMULATOR_PLACE __FILE__ ":" EMULATOR_TEXT(__LINE__) "#" EMULATOR_TEXT(__COUNTER__)
 #endif
 #define __syncthreads() static_cast<void>(emulator::sync_threads(false, EMULATOR_PLACE))
 #define __syncthreads_count(predicate) emulator::sync_threads((predicate) != 0, EMULATOR_PLACE)

@@ -74,9 +74,9 @@ use super::error::Result;
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
 
-/// SMs by which launchers size their grids, on any host. The number is small, so that in a small
+/// SMs by which launchers size their grids by default, on any host. The number is small, so that in a small
 /// case a block processes several work tiles, and a case tests the same on every machine.
-const MULTIPROCESSORS: u32 = 5;
+pub const SMS: u32 = 5;
 
 /// The schedule of launches, their time limit, and their memory limit.
 #[derive(Clone, Debug)]
@@ -89,6 +89,8 @@ pub struct EmulatorOptions {
     pub compiler: Option<PathBuf>,
     /// A module that takes longer to compile fails.
     pub compile_limit: Duration,
+    /// SMs by which launchers size their grids, at least 1.
+    pub sms: u32,
     /// Bytes that the kernels' process may use for data: buffers, stacks, and allocations of a
     /// kernel. By default all memory of the machine.
     pub memory: u64,
@@ -101,6 +103,7 @@ impl Default for EmulatorOptions {
             time_limit: Duration::from_secs(120),
             compiler: None,
             compile_limit: Duration::from_secs(600),
+            sms: SMS,
             memory: memory::of_machine(),
         }
     }
@@ -127,7 +130,7 @@ impl EmulatorBackend {
             driver: format!("{} {}", std::env::consts::OS, kernel_release()),
             compiler: compiler.version.clone(),
             target: std::env::consts::ARCH.to_owned(),
-            processors: MULTIPROCESSORS,
+            processors: options.sms.max(1),
             shared_bytes_per_block: SHARED_BYTES_PER_BLOCK,
         };
         let worker = Worker::new(Limits { time: options.time_limit, memory: options.memory })?;

@@ -165,7 +165,9 @@ pub unsafe extern "C" fn barrier(
     // Usually the same literal; the text is read only for different ones. All places of a named
     // barrier are null, none of the block's barrier is.
     if barrier.arrived > 0 && barrier.place != place && name(barrier.place) != name(place) {
-        let [here, there] = [place, barrier.place].map(name);
+        // Two places of one line differ in what follows #.
+        let line = |place| name(place).split('#').next().unwrap_or_default().to_owned();
+        let [here, there] = [place, barrier.place].map(line);
         let what = format!(
             "calls __syncthreads at {here} while others of its block wait at {there} (divergence)"
         );
