@@ -422,7 +422,8 @@ fn median(values: &[f64]) -> f64 {
 /// A revision is bad when its runs differ as often as the bad endpoint's.
 ///
 /// A trial is one more run. It is a hit when any tensor has other bits than in the first run, or
-/// when the run faults. On the emulator each run has a random schedule; a GPU schedules by itself.
+/// when either run faults: on the emulator the first run reports races. Each other run there has a
+/// random schedule; a GPU schedules by itself.
 pub struct DeterminismJudge {
     prepared: Box<dyn PreparedCase>,
     rates: Rates,
@@ -476,17 +477,24 @@ impl DeterminismJudge {
 struct Repeats<'a> {
     prepared: &'a dyn PreparedCase,
     device: &'a Device,
-    first: KernelRun,
+    /// None if it faulted.
+    first: Option<KernelRun>,
     runs: u64,
 }
 
 impl<'a> Repeats<'a> {
     fn new(prepared: &'a dyn PreparedCase, device: &'a Device) -> Result<Self, RuntimeError> {
-        Ok(Self { prepared, device, first: prepared.kernel(device, Contract::NAN)?, runs: 0 })
+        let first = match prepared.kernel(device, Contract::NAN) {
+            Ok(run) => Some(run),
+            Err(RuntimeError::Fault { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Self { prepared, device, first, runs: 0 })
     }
 
     fn differs(&mut self) -> Result<bool, RuntimeError> {
         self.runs += 1;
+        let Some(first) = &self.first else { return Ok(true) };
         self.device.backend().set_schedule_seed(Some(self.runs));
         let run = self.prepared.kernel(self.device, Contract::NAN);
         self.device.backend().set_schedule_seed(None);
@@ -496,7 +504,7 @@ impl<'a> Repeats<'a> {
                 let tensors = |run: &KernelRun| {
                     run.tensors.iter().map(|t| t.tensor.clone()).collect::<Vec<_>>()
                 };
-                Ok(!tensors(&self.first).iter().zip(&tensors(&run)).all(equal))
+                Ok(!tensors(first).iter().zip(&tensors(&run)).all(equal))
             }
             Err(RuntimeError::Fault { .. }) => Ok(true),
             Err(error) => Err(error),

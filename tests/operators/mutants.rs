@@ -98,10 +98,10 @@ fn run(mutant: &Mutant) -> Result<String, String> {
     })
 }
 
-/// Whether the emulator reported what the kernel does wrong: a race, or an access outside of a
-/// buffer. Such a fault ends the run before the expected check compares its result.
+/// Whether the emulator reported what the kernel does wrong: a race, an access outside of a
+/// buffer, or a store to an input. Such a fault ends the run before the expected check compares its result.
 fn is_seen_by_its_cause(record: &MutantRecord) -> bool {
-    let causes = ["nothing orders the two (a race)", "accessed `"];
+    let causes = ["nothing orders the two (a race)", "accessed `", "which is an input"];
     record.killed_by.iter().any(|check| check == "launch")
         && causes.iter().any(|cause| record.reason.contains(cause))
 }

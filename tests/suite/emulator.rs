@@ -956,6 +956,33 @@ fn a_changed_input_is_reported_with_name_and_offset() {
     assert_eq!(found, violation(&buffers.input, ViolationKind::Input, 4, 6));
 }
 
+/// No comparison afterwards can see it.
+#[test]
+fn a_store_to_an_input_that_is_undone_is_a_fault_under_every_schedule() {
+    let Some(device) = emulator() else { return };
+    let body = "if (threadIdx.x == 3) { const int x = params.y[5]; params.y[5] = x + 1; params.y[5] = x; }";
+    let device = device.with_tree(probe_tree(body));
+    for seed in [None, Some(1)] {
+        device.backend().set_schedule_seed(seed);
+        for role in [Role::Input, Role::InPlace] {
+            let mut arena = DeviceArena::new(&device, Contract::NAN);
+            let numbers = HostTensor::from_f64(DType::I32, &[8], &[1.0; 8]);
+            let y = arena.upload("y", &numbers, &Layout::dense(&[8]), role).unwrap();
+            let params = Params::new("probe").ptr("y", &y).i32("count", 0).unwrap();
+            let config = LaunchConfig { grid: [1; 3], block: [64, 1, 1], shared_bytes: 0 };
+            let ran = arena
+                .run(|device| device.kernel("probe.cu", &[], "probe")?.launch(config, &params));
+            if role == Role::InPlace {
+                assert_eq!(ran.unwrap(), []);
+                continue;
+            }
+            let (_, _, thread, what) = fault(ran);
+            assert_eq!(thread, "(3, 0, 0)");
+            assert_eq!(what, "stored to byte 20 of `y`, which is an input", "{seed:?}");
+        }
+    }
+}
+
 #[test]
 fn a_write_between_the_rows_of_an_output_is_reported_with_name_and_offset() {
     let buffers = Buffers::new(Contract::HUGE);

@@ -563,6 +563,11 @@ impl<'d> DeviceArena<'d> {
         if self.device.records() {
             return Ok(Vec::new());
         }
+        for buffer in self.buffers.iter().filter(|buffer| buffer.writable.is_empty()) {
+            if buffer.role == Role::Input {
+                self.device.backend().seal(&buffer.allocation)?;
+            }
+        }
         call(self.device)?;
         self.device.backend().synchronize()?;
         let mut violations = Vec::new();

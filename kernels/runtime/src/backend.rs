@@ -239,6 +239,15 @@ pub trait Backend: Send + Sync {
     /// Out of memory.
     fn allocate(&self, name: &str, bytes: usize, placement: Placement) -> Result<Allocation>;
 
+    /// Kernels may only read this buffer from now on. A backend that cannot hold them to it leaves
+    /// it as it is.
+    ///
+    /// # Errors
+    /// The system's.
+    fn seal(&self, _allocation: &Allocation) -> Result<()> {
+        Ok(())
+    }
+
     /// Reserves `bytes` bytes of addresses with guard bands, of which only `touched` will be used:
     /// for tensors whose strides leave gigabytes between rows. `touched` is in bytes from the first
     /// one, ascending by the starts; ranges may reach into the bands. Other addresses take no

@@ -124,6 +124,11 @@ impl<B: Backend> Backend for Serial<B> {
         self.backend.allocate(name, bytes, placement)
     }
 
+    fn seal(&self, allocation: &Allocation) -> Result<()> {
+        let _turn = self.turns.take();
+        self.backend.seal(allocation)
+    }
+
     fn reserve(
         &self,
         name: &str,

@@ -49,6 +49,7 @@ impl Host {
                 self.module(module)?.launch(&kernel, grid, block, shared_bytes, bytes)?;
             }
             Request::Map(placed) => self.shared.memory.adopt(placed)?,
+            Request::Seal(placed) => self.shared.memory.protect(&placed)?,
             Request::Unmap(placed) => self.shared.memory.forget(&placed),
             Request::Unload { module } => drop(self.modules.remove(&module)),
             Request::Schedule { seed } => {

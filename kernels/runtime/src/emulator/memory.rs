@@ -108,6 +108,10 @@ impl Mapping {
 
     /// Makes whole pages of the mapping accessible.
     fn open(&self, pages: &Range<u64>) -> io::Result<()> {
+        self.protect(pages, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    fn protect(&self, pages: &Range<u64>, access: i32) -> io::Result<()> {
         assert!(
             self.start as u64 <= pages.start && pages.end <= (self.start + self.bytes) as u64,
             "pages of another"
@@ -115,9 +119,7 @@ impl Mapping {
         let bytes = (pages.end - pages.start) as usize;
         // SAFETY: the range lies within this mapping (checked above), which nothing but kernels
         // and copies uses.
-        match unsafe {
-            libc::mprotect(pages.start as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE)
-        } {
+        match unsafe { libc::mprotect(pages.start as *mut _, bytes, access) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
@@ -147,6 +149,8 @@ pub struct Placed {
     data_bytes: usize,
     /// Pages that can be accessed.
     open: Vec<Range<u64>>,
+    /// Kernels may only read it.
+    sealed: bool,
 }
 
 /// All buffers of one emulated device, in one of its two processes.
@@ -228,7 +232,9 @@ impl GuardedMemory {
             |error| RuntimeError::system(format!("mapping `{}` for kernels", placed.name), error);
         let mapping = Mapping::of_file(placed.mapped.start, placed.mapped.len(), &self.file)
             .map_err(failed)?;
-        placed.open.iter().try_for_each(|pages| mapping.open(pages)).map_err(failed)?;
+        let access =
+            if placed.sealed { libc::PROT_READ } else { libc::PROT_READ | libc::PROT_WRITE };
+        placed.open.iter().try_for_each(|pages| mapping.protect(pages, access)).map_err(failed)?;
         self.regions().insert(mapping.start, Region { placed, mapping });
         Ok(())
     }
@@ -320,6 +326,7 @@ impl GuardedMemory {
             data,
             data_bytes: bytes,
             open: touched.clone(),
+            sealed: false,
         };
         self.regions().insert(mapping.start, Region { placed, mapping });
         let back_band = usable - bytes - front_band;
@@ -327,6 +334,29 @@ impl GuardedMemory {
             allocation: Allocation { address: data as u64, bytes, front_band, back_band },
             touched,
         })
+    }
+
+    /// Marks a buffer that kernels may only read; its position, if that is news. This process may
+    /// still write it.
+    pub fn seal(&self, allocation: &Allocation) -> Option<Placed> {
+        let mut regions = self.regions();
+        let (_, region) = regions.range_mut(..=allocation.address as usize).next_back()?;
+        let is_new = region.placed.data == allocation.address as usize && !region.placed.sealed;
+        is_new.then(|| {
+            region.placed.sealed = true;
+            region.placed.clone()
+        })
+    }
+
+    /// Makes a buffer read-only that the other process has sealed.
+    pub fn protect(&self, placed: &Placed) -> Result<()> {
+        let mut regions = self.regions();
+        let Some(region) = regions.get_mut(&placed.mapped.start) else { return Ok(()) };
+        region.placed.sealed = true;
+        let failed =
+            |error| RuntimeError::system(format!("sealing `{}` for kernels", placed.name), error);
+        let mut pages = placed.open.iter();
+        pages.try_for_each(|pages| region.mapping.protect(pages, libc::PROT_READ)).map_err(failed)
     }
 
     /// Unmaps a buffer.
@@ -408,6 +438,9 @@ impl GuardedMemory {
     }
 
     fn describe_outside(&self, address: usize) -> String {
+        if let Some((name, offset)) = self.sealed_place(address) {
+            return format!("stored to byte {offset} of `{name}`, which is an input");
+        }
         match self.place(address) {
             Some((name, offset, bytes)) => {
                 let place = if offset < 0 {
@@ -423,6 +456,14 @@ impl GuardedMemory {
             None if address < 1 << 16 => format!("accessed address {address:#x}: a null pointer"),
             None => format!("accessed address {address:#x}, which is no buffer's"),
         }
+    }
+
+    /// The sealed buffer that contains `address`, and the offset.
+    fn sealed_place(&self, address: usize) -> Option<(String, usize)> {
+        let regions = self.regions();
+        let (_, Region { placed, .. }) = regions.range(..=address).next_back()?;
+        let offset = address.checked_sub(placed.data)?;
+        (placed.sealed && offset < placed.data_bytes).then(|| (placed.name.clone(), offset))
     }
 
     /// The buffer that contains `address` or is next to it: its name, the offset from its start,

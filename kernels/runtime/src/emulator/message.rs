@@ -21,6 +21,8 @@ pub enum Request {
     Launch { module: u64, kernel: String, grid: [u32; 3], block: [u32; 3], shared_bytes: u32 },
     /// Maps a buffer.
     Map(Placed),
+    /// Makes it read-only.
+    Seal(Placed),
     /// Unmaps it.
     Unmap(Placed),
     /// Unloads a module.

@@ -182,6 +182,11 @@ impl Backend for EmulatorBackend {
         self.worker.place(|memory| memory.allocate(name, bytes, placement), |made| *made)
     }
 
+    fn seal(&self, allocation: &Allocation) -> Result<()> {
+        self.worker.seal(allocation);
+        Ok(())
+    }
+
     fn reserve(
         &self,
         name: &str,

@@ -117,6 +117,14 @@ impl Worker {
         Ok(made)
     }
 
+    /// See [`Backend::seal`](crate::backend::Backend::seal).
+    pub fn seal(&self, allocation: &Allocation) {
+        let mut state = self.state();
+        if let Some(placed) = self.memory.seal(allocation) {
+            self.tell(&mut state, &Request::Seal(placed));
+        }
+    }
+
     /// See [`Backend::free`](crate::backend::Backend::free).
     pub fn free(&self, allocation: &Allocation) {
         let mut state = self.state();
