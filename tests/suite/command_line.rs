@@ -719,9 +719,9 @@ fn run_and_replay_take_random_schedules_on_the_emulator_unless_they_are_told_not
         );
         return;
     }
-    assert_eq!(run(&[]), (2, 2, 0));
+    assert_eq!(run(&[]), (1, 1, 0));
     assert_eq!(run(&["--profile", "ci"]), (4, 4, 0));
-    assert_eq!(run(&["--schedules", "1"]), (1, 1, 0));
+    assert_eq!(run(&["--schedules", "2"]), (2, 2, 0));
     assert_eq!(run(&["--schedules", "0"]), (0, 0, 1), "turned off: said once");
     assert_eq!(
         (replay(&[]), replay(&["--schedules", "1"]), replay(&["--schedules", "0"])),
@@ -743,7 +743,18 @@ fn a_race_is_shrunk_under_the_schedules_that_showed_it_and_its_replay_names_them
     let kernels = changed_kernels(dir.path(), "rms_norm.cu", mean, &racing).display().to_string();
     run(
         dir.path(),
-        &["--ops", "rms_norm", "--kernels", &kernels, "--cases", "1", "--edge-cases", "0"],
+        &[
+            "--ops",
+            "rms_norm",
+            "--kernels",
+            &kernels,
+            "--cases",
+            "1",
+            "--edge-cases",
+            "0",
+            "--schedules",
+            "2",
+        ],
     )
     .assert_code(1);
     let records = records(&dir.path().join("out"));
