@@ -23,7 +23,7 @@ pub struct AsyncReads {
     fences: *const u64,
     /// Last fence of the warp that issued the read, at its issue.
     issuer_fence: u64,
-    /// One bit for each chunk, set when it is read; null if nobody asks.
+    /// One bit for each chunk, set when it is read; null if reads are not recorded.
     touched: *mut u64,
 }
 

@@ -30,7 +30,7 @@ use self::clock::{Clock, Release};
 use self::shadow::{Earlier, IN_FLIGHT, Shadow, View};
 use super::accesses::AccessKind;
 
-/// The races of one cluster, shared by its blocks; `None` where nobody asks for them.
+/// The races of one cluster, shared by its blocks; `None` where they are not looked for.
 pub(super) type SharedRaces = Option<Rc<RefCell<Races>>>;
 
 /// Two accesses of the same bytes without an order.
@@ -164,6 +164,19 @@ impl Races {
         let Earlier { touch, kind: other_kind } = earlier;
         let other = self.party(touch.who);
         Race { address, kind, place, other, other_kind, other_place: touch.place }
+    }
+
+    /// A component reads bytes in one of its epochs, knowing `issued` of the others.
+    fn async_read(
+        &mut self,
+        (me, epoch): (u32, u32),
+        issued: &Clock,
+        address: usize,
+        bytes: usize,
+    ) -> Result<(), Race> {
+        let view = View { me, epoch, known: issued };
+        let found = self.shadow.access(address, bytes, AccessKind::Read, view, 0);
+        found.map_or(Ok(()), |found| Err(self.race(AccessKind::Read, 0, found)))
     }
 
     /// A thread accesses memory.
@@ -334,11 +347,7 @@ impl Races {
     ) -> Result<(), Race> {
         let me = self.product(rank, thread);
         let epoch = self.products[(self.thread(rank, thread) / 32) as usize];
-        let view = View { me, epoch, known: issued };
-        match self.shadow.access(address, bytes, AccessKind::Read, view, 0) {
-            Some(found) => Err(self.race(AccessKind::Read, 0, found)),
-            None => Ok(()),
-        }
+        self.async_read((me, epoch), issued, address, bytes)
     }
 
     /// The lanes of a warp have waited for its MMAs.
@@ -362,11 +371,7 @@ impl Races {
         bytes: usize,
     ) -> Result<(), Race> {
         let me = self.thread(rank, thread);
-        let view = View { me, epoch: self.threads[me as usize].epoch, known: issued };
-        match self.shadow.access(address, bytes, AccessKind::Read, view, 0) {
-            Some(found) => Err(self.race(AccessKind::Read, 0, found)),
-            None => Ok(()),
-        }
+        self.async_read((me, self.threads[me as usize].epoch), issued, address, bytes)
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use super::clock::Clock;
 use crate::emulator::accesses::AccessKind;
 
-/// The bit of a component that is still in flight: nobody knows it, not even its thread.
+/// The bit of a component that is still in flight: no component knows it, not even its thread's own.
 pub const IN_FLIGHT: u32 = 1 << 31;
 
 /// Bytes of a word.
