@@ -302,6 +302,11 @@ pub trait Backend: Send + Sync {
     /// that the same seed repeats. A GPU does its own scheduling and ignores this.
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
 
+    /// Whether later launches under the deterministic schedule look for races, as they do at first.
+    /// Launches of the same kernels on the same data need not: they would find the same. A GPU
+    /// ignores this.
+    fn watch_races(&self, _watch: bool) {}
+
     /// Device time of the work that `work` enqueues: CUDA events around it, or the wall clock.
     ///
     /// # Errors

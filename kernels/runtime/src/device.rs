@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule};
 use super::cache::ModuleCache;
-use super::cuda::{self, CudaBackend};
-use super::emulator::{EmulatorBackend, EmulatorOptions};
+use super::cuda;
+use super::emulator::EmulatorOptions;
 use super::error::{Result, RuntimeError};
+use super::in_process;
 use super::jobs;
 use super::matrix::MatrixLibrary;
 use super::params::Params;
@@ -87,13 +88,14 @@ impl Device {
             (BackendKind::Cuda, Some(remote)) => {
                 // Checked first, so that no process is started where there is no driver.
                 cuda::require_driver()?;
-                Arc::new(Serial::new(RemoteBackend::open(kind, options.cache_dir, remote)?))
+                let remote = RemoteBackend::open(kind, options.cache_dir, remote)?;
+                Arc::new(Serial::new(Box::new(remote)))
             }
-            (BackendKind::Cuda, None) => Arc::new(Serial::new(CudaBackend::new(cache)?)),
-            (BackendKind::Emulator, _) => Arc::new(EmulatorBackend::new(cache, options.emulator)?),
-            (BackendKind::External, _) => {
-                let reason = "an external kernel has no device of ours".to_owned();
-                return Err(RuntimeError::BackendMissing { backend: "external", reason });
+            (BackendKind::Cuda, None) => {
+                Arc::new(Serial::new(in_process::open(kind, cache, options.emulator)?))
+            }
+            (BackendKind::Emulator | BackendKind::External, _) => {
+                in_process::open(kind, cache, options.emulator)?.into()
             }
         };
         Ok(Self::of(backend, options.tree))

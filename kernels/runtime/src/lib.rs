@@ -16,6 +16,7 @@ mod emulate;
 pub mod emulator;
 pub mod error;
 pub mod files;
+mod in_process;
 pub mod interrupt;
 mod jobs;
 pub mod matrix;

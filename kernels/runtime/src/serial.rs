@@ -21,14 +21,14 @@ use super::tensor_map::{MapWords, TensorMap};
 use super::turns::{Turn, Turns};
 
 /// A backend whose threads take turns.
-pub(super) struct Serial<B> {
-    backend: B,
+pub(super) struct Serial {
+    backend: Box<dyn Backend>,
     turns: Arc<Turns>,
 }
 
-impl<B: Backend> Serial<B> {
+impl Serial {
     /// This backend, for any number of threads.
-    pub fn new(backend: B) -> Self {
+    pub fn new(backend: Box<dyn Backend>) -> Self {
         Self { backend, turns: Arc::default() }
     }
 }
@@ -86,7 +86,7 @@ impl Recorded for InTurns<Box<dyn Recorded + '_>> {
     }
 }
 
-impl<B: Backend> Backend for Serial<B> {
+impl Backend for Serial {
     fn environment(&self) -> &Environment {
         self.backend.environment()
     }
@@ -175,6 +175,11 @@ impl<B: Backend> Backend for Serial<B> {
         self.backend.set_schedule_seed(seed);
     }
 
+    fn watch_races(&self, watch: bool) {
+        let _turn = self.turns.take();
+        self.backend.watch_races(watch);
+    }
+
     /// The time includes no work of other threads.
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         let _turn = self.turns.take();
@@ -201,7 +206,7 @@ impl<B: Backend> Backend for Serial<B> {
     }
 }
 
-impl<B: Backend> MatrixLibrary for Serial<B> {
+impl MatrixLibrary for Serial {
     fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
         let _turn = self.turns.take();
         // The library of a backend stays available once it was found.
@@ -209,7 +214,7 @@ impl<B: Backend> MatrixLibrary for Serial<B> {
     }
 }
 
-impl<B: Backend> Recorder for Serial<B> {
+impl Recorder for Serial {
     fn record(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Recorded + '_>> {
         let _turn = self.turns.take();
         let none = || {

@@ -28,7 +28,7 @@ impl Host {
         let shared = Shared {
             memory: GuardedMemory::of(memory),
             time_limit,
-            schedule: Mutex::new(Schedule { seed: None, launches: 0 }),
+            schedule: Mutex::new(Schedule { seed: None, watches_races: true, launches: 0 }),
             workers,
             stacks: Mutex::default(),
         };
@@ -52,9 +52,9 @@ impl Host {
             Request::Seal(placed) => self.shared.memory.protect(&placed)?,
             Request::Unmap(placed) => self.shared.memory.forget(&placed),
             Request::Unload { module } => drop(self.modules.remove(&module)),
-            Request::Schedule { seed } => {
+            Request::Schedule { seed, watches_races } => {
                 *self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner()) =
-                    Schedule { seed, launches: 0 };
+                    Schedule { seed, watches_races, launches: 0 };
             }
         }
         Ok(Answer::Done)

@@ -28,7 +28,7 @@ pub enum Request {
     /// Unloads a module.
     Unload { module: u64 },
     /// The schedule of later launches.
-    Schedule { seed: Option<u64> },
+    Schedule { seed: Option<u64>, watches_races: bool },
 }
 
 impl Request {

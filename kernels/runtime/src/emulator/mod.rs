@@ -234,6 +234,10 @@ impl Backend for EmulatorBackend {
         self.worker.set_schedule_seed(seed);
     }
 
+    fn watch_races(&self, watch: bool) {
+        self.worker.watch_races(watch);
+    }
+
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
         let start = Instant::now();
         work()?;

@@ -358,12 +358,13 @@ impl EmulatorModule {
             unsafe { *symbol::<Entry>(&self.library, &self.file, &format!("{kernel}_entry"))? };
         let aligned = aligned_copy(params);
         let cancelled = AtomicBool::new(false);
-        let (schedule_seed, poison_turn) = {
+        let (schedule_seed, watches_races, poison_turn) = {
             let mut schedule = self.shared.schedule.lock().unwrap_or_else(|e| e.into_inner());
             schedule.launches += 1;
             let mixed = schedule.launches.wrapping_mul(0xd1b5_4a32_d192_ed03);
             (
                 schedule.seed.map(|seed| seed ^ mixed),
+                schedule.seed.is_none() && schedule.watches_races,
                 schedule.seed.map(|seed| seed.wrapping_add(schedule.launches)),
             )
         };
@@ -384,6 +385,7 @@ impl EmulatorModule {
             buffers: &buffers,
             params: &aligned,
             schedule_seed,
+            watches_races,
             shared_poison: shared_poison(poison_turn),
             cancelled: &cancelled,
         };

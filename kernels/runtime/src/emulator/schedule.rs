@@ -81,6 +81,8 @@ pub struct BlockLaunch<'a> {
     pub params: &'a [ParamUnit],
     /// Seed of the schedule; `None` for the deterministic one.
     pub schedule_seed: Option<u64>,
+    /// Whether races between threads are looked for.
+    pub watches_races: bool,
     /// Byte that fills shared memory before a block starts.
     pub shared_poison: u8,
     /// Set when the launch ran out of time or another block failed.
@@ -109,7 +111,7 @@ pub fn run_cluster(
     let threads = launch.block.count() as usize;
     let barrier = Rc::new(RefCell::new(ClusterBarrier::new(threads * shared.len())));
     // Whether two accesses have an order depends on no schedule: one is enough.
-    let races = (launch.schedule_seed.is_none() && threads > 1)
+    let races = (launch.watches_races && threads > 1)
         .then(|| Rc::new(RefCell::new(Races::new(shared.len(), threads))));
     let at = |rank: usize| Dim3 { x: first.x + rank as u32, ..first };
     let indexed = shared.iter().enumerate();
@@ -172,7 +174,7 @@ fn drive(
             block.finish_thread(thread, ending);
         }
         if let Some(what) =
-            pads.overrun(false).or_else(|| block.mbarriers.spoilt(block.proxy.pointer(0)))
+            pads.overrun(false).or_else(|| block.mbarriers.corrupted(block.proxy.pointer(0)))
         {
             block.fail_at(thread, what);
         }

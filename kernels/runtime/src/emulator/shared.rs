@@ -23,6 +23,8 @@ pub struct Shared {
 pub struct Schedule {
     /// Seed of a random schedule; `None` for the deterministic one.
     pub seed: Option<u64>,
+    /// Whether the deterministic one looks for races.
+    pub watches_races: bool,
     /// Launches since the seed was set: each has a different schedule.
     pub launches: u64,
 }

@@ -43,6 +43,14 @@ struct State {
     /// Processes started so far.
     started: u64,
     schedule: Option<u64>,
+    /// Whether races are left out.
+    unwatched: bool,
+}
+
+impl State {
+    fn schedule_request(&self) -> Request {
+        Request::Schedule { seed: self.schedule, watches_races: !self.unwatched }
+    }
 }
 
 /// A process that runs.
@@ -80,7 +88,7 @@ impl Worker {
                 for placed in self.memory.placed() {
                     process.ask(&Request::Map(placed), &[]).map_err(doing)?;
                 }
-                process.ask(&Request::Schedule { seed: state.schedule }, &[]).map_err(doing)?;
+                process.ask(&state.schedule_request(), &[]).map_err(doing)?;
                 state.process.insert(process)
             }
         };
@@ -138,7 +146,16 @@ impl Worker {
     pub fn set_schedule_seed(&self, seed: Option<u64>) {
         let mut state = self.state();
         state.schedule = seed;
-        self.tell(&mut state, &Request::Schedule { seed });
+        let request = state.schedule_request();
+        self.tell(&mut state, &request);
+    }
+
+    /// Whether launches from now on look for races, also in later processes.
+    pub fn watch_races(&self, watch: bool) {
+        let mut state = self.state();
+        state.unwatched = !watch;
+        let request = state.schedule_request();
+        self.tell(&mut state, &request);
     }
 }
 

@@ -6,11 +6,11 @@ use std::io;
 use std::mem::ManuallyDrop;
 
 use super::message::{Answer, Request, Span};
-use crate::backend::{Backend, BackendKind, LoadedModule, Recorded};
+use crate::backend::{Backend, LoadedModule, Recorded};
 use crate::cache::ModuleCache;
-use crate::cuda::CudaBackend;
-use crate::emulator::{EmulatorBackend, EmulatorOptions};
+use crate::emulator::EmulatorOptions;
 use crate::error::{Result, RuntimeError};
+use crate::in_process;
 use crate::worker::link::Link;
 
 /// Handles requests until the connection is closed, which is an error.
@@ -19,7 +19,9 @@ use crate::worker::link::Link;
 /// A connection that is closed.
 pub fn serve(link: &mut Link) -> io::Result<Infallible> {
     let backend = match link.receive()?.0 {
-        Request::Open { kind, cache_dir } => open(kind, ModuleCache::new(cache_dir)),
+        Request::Open { kind, cache_dir } => {
+            in_process::open(kind, ModuleCache::new(cache_dir), EmulatorOptions::default())
+        }
         _ => Err(out_of_turn("nothing was opened")),
     };
     let backend = match backend {
@@ -44,16 +46,6 @@ pub fn serve(link: &mut Link) -> io::Result<Infallible> {
     loop {
         let (request, bytes) = link.receive()?;
         host.serve(request, &bytes, link)?;
-    }
-}
-
-fn open(kind: BackendKind, cache: ModuleCache) -> Result<Box<dyn Backend>> {
-    match kind {
-        BackendKind::Cuda => Ok(Box::new(CudaBackend::new(cache)?)),
-        BackendKind::Emulator => {
-            Ok(Box::new(EmulatorBackend::new(cache, EmulatorOptions::default())?))
-        }
-        BackendKind::External => Err(out_of_turn("an external kernel has no device of ours")),
     }
 }
 

@@ -282,7 +282,7 @@ fn used_at_once(backend: Arc<dyn Backend>) -> Vec<Result<()>> {
 #[test]
 fn eight_threads_that_share_a_stream_record_and_replay_at_once_and_none_sees_launches_of_another() {
     for (thread, used) in
-        used_at_once(Arc::new(Serial::new(OneStream::new()))).into_iter().enumerate()
+        used_at_once(Arc::new(Serial::new(Box::new(OneStream::new())))).into_iter().enumerate()
     {
         used.unwrap_or_else(|error| panic!("thread {thread}: {error}"));
     }
