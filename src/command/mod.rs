@@ -30,7 +30,7 @@ mod sweep;
 mod workers;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
@@ -470,7 +470,14 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The words of this process's command line, as text: what is no UTF-8 is replaced.
+/// The words of this process's command line, as text: what is no UTF-8 is replaced. The program is
+/// its name alone: no other machine has it in the same place.
 fn command_line() -> Vec<String> {
-    std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect()
+    let mut words: Vec<String> =
+        std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    if let Some(program) = words.first_mut() {
+        let name = Path::new(program.as_str()).file_name();
+        *program = name.map_or("parity".into(), |name| name.to_string_lossy().into_owned());
+    }
+    words
 }

@@ -670,11 +670,7 @@ fn report_false_equivalents(
         let Some(reason) = equivalents.reason(&record.id) else { continue };
         match record.status {
             MutantStatus::Killed => {
-                errln!(
-                    "not equivalent: {} is killed by {}",
-                    record.id,
-                    record.killed_by.join(", ")
-                );
+                errln!("not equivalent: {} is killed by {}", record.id, record.killers());
                 found = true;
             }
             _ => (record.status, record.reason) = (MutantStatus::Equivalent, reason.to_owned()),
@@ -696,7 +692,7 @@ fn progress(length: usize, message: &str) -> ProgressBar {
 /// Prints the result of a mutant, with the changed line.
 fn print_fate(record: &MutantRecord) {
     let fate = match record.status {
-        MutantStatus::Killed => output::good(format!("killed by {}", record.killed_by.join(", "))),
+        MutantStatus::Killed => output::good(format!("killed by {}", record.killers())),
         MutantStatus::Survived => output::bad(format!("SURVIVED {} cases", record.cases_run)),
         MutantStatus::Equivalent => output::unsure("equivalent".to_owned()),
         MutantStatus::Invalid => output::unsure("invalid".to_owned()),

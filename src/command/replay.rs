@@ -13,7 +13,7 @@ use crate::operator::Profile;
 use crate::operators::registry;
 use crate::record::figures::{self, measure};
 use crate::record::words::{self, printable};
-use crate::record::{CaseRecord, OperatorRecord, Origin, Verdict};
+use crate::record::{CaseRecord, Check, OperatorRecord, Origin, Verdict};
 use crate::report::diagnosis::{self, terminal};
 use crate::report::numbers::{counted, duration, one_minus_cosine};
 use crate::sweep;
@@ -152,7 +152,7 @@ fn untestable(record: &CaseRecord) -> bool {
         && record
             .checks
             .iter()
-            .any(|check| check.check == "launch" && check.verdict == Verdict::Error)
+            .any(|check| check.check == Check::Launch && check.verdict == Verdict::Error)
 }
 
 /// Enough schedules to show nearly every race, for a case that has failed and now agrees.

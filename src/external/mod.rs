@@ -59,7 +59,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
 use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, PreparedCase, Side};
 use crate::operators::registry;
-use crate::record::{OperatorRecord, Seconds, Skip, Verdict};
+use crate::record::{Check, OperatorRecord, Seconds, Skip, Verdict};
 
 /// The case.
 pub const CASE: &str = "case.json";
@@ -398,13 +398,15 @@ impl Runner for External {
         )
     }
 
-    fn blind_to(&self, check: &str) -> Option<&'static str> {
+    fn blind_to(&self, check: &Check) -> Option<&'static str> {
         match check {
-            "guards" | "fully_written" | "poison_independent" => {
+            Check::Guards | Check::FullyWritten | Check::PoisonIndependent => {
                 Some("the memory of another process cannot be prepared")
             }
-            "schedule_independent" => Some("another process schedules by itself"),
-            "sequence" => Some("another process has buffers of its own, new ones for each call"),
+            Check::ScheduleIndependent => Some("another process schedules by itself"),
+            Check::Sequence => {
+                Some("another process has buffers of its own, new ones for each call")
+            }
             _ => None,
         }
     }

@@ -19,7 +19,7 @@ use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::truth::Truth;
 use crate::operator::golden_file::{self, GoldenError, GoldenFile};
 use crate::operator::{AnyOperator, ExpectedTensor, GoldenCase, OracleTensor, half_ulp};
-use crate::record::{CaseRecord, CheckRecord, Origin, Verdict, figures, words};
+use crate::record::{CaseRecord, Check, CheckRecord, Origin, Verdict, figures, words};
 
 /// Runs every check that a golden case allows. `device` is `None` where only oracles are checked.
 pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> CaseRecord {
@@ -31,7 +31,7 @@ pub fn run(file: &GoldenFile, golden: &GoldenCase, device: Option<&Device>) -> C
             CaseRecord { oracle_seconds: seconds + record.oracle_seconds, ..record }
         }
         Err(error) => {
-            let checks = vec![failed("oracle", "", error.to_string())];
+            let checks = vec![failed(Check::Oracle, "", error.to_string())];
             record(file, golden, Outcome { checks, ..Outcome::default() })
         }
     }
@@ -107,9 +107,9 @@ pub fn cases_of(
     Ok(cases)
 }
 
-fn failed(check: &str, tensor: &str, message: String) -> CheckRecord {
+fn failed(check: Check, tensor: &str, message: String) -> CheckRecord {
     CheckRecord {
-        check: check.to_owned(),
+        check,
         tensor: tensor.to_owned(),
         verdict: Verdict::Error,
         compared: 0,
@@ -124,7 +124,7 @@ fn against_golden(golden: &GoldenCase, truth: &Truth) -> Outcome {
     for expected in &golden.expected {
         let Some(index) = truth.exact.iter().position(|tensor| tensor.name == expected.name) else {
             outcome.checks.push(failed(
-                "golden",
+                Check::Golden,
                 expected.name,
                 "the oracle has no such tensor".into(),
             ));
@@ -141,7 +141,7 @@ fn against_golden(golden: &GoldenCase, truth: &Truth) -> Outcome {
 
 /// The oracle's tensor against the file's.
 fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) -> CheckRecord {
-    let mut record = failed("golden", expected.name, String::new());
+    let mut record = failed(Check::Golden, expected.name, String::new());
     if expected.values.len() != exact.values.len() {
         record.message = format!(
             "the file has {} elements, the oracle {}",

@@ -1,7 +1,6 @@
 //! The findings of a failing case, the most useful to a reader first, each thing once.
 
-use super::checks::GRADIENT_OF_SAVED;
-use crate::record::{CaseRecord, CheckRecord, Standing, Verdict, worse_first};
+use crate::record::{CaseRecord, Check, CheckRecord, Standing, Verdict, worse_first};
 
 /// A check that did not pass, and the failures that it explains.
 #[derive(Clone, Debug)]
@@ -15,33 +14,35 @@ pub(crate) struct Finding<'a> {
 /// How soon a check is read: launch, faults, laws and independence, forward, gradient, then
 /// statistics.
 fn rank(check: &CheckRecord, case: &CaseRecord) -> (usize, usize) {
-    match check.check.as_str() {
-        "launch" | "inputs" | "oracle" | "golden" => (0, 0),
-        "guards" | "inputs_unchanged" | "fully_written" => (1, 0),
-        "repeatable"
-        | "poison_independent"
-        | "sequence"
-        | "schedule_independent"
-        | "independence" => (2, 1),
-        law if law.starts_with("law: ") => (2, 0),
-        "forward" => (3, 0),
-        "gradient" => (4, 0),
-        GRADIENT_OF_SAVED => (4, 1),
-        "special_values" | "finite" => (if is_gradient(&check.tensor, case) { 4 } else { 3 }, 2),
-        "bias" | "precision" => (5, 0),
-        _ => (6, 0),
+    match &check.check {
+        Check::Launch | Check::Inputs | Check::Oracle | Check::Golden => (0, 0),
+        Check::Guards | Check::InputsUnchanged | Check::FullyWritten => (1, 0),
+        Check::Repeatable
+        | Check::PoisonIndependent
+        | Check::Sequence
+        | Check::ScheduleIndependent
+        | Check::Independence => (2, 1),
+        Check::Law(_) => (2, 0),
+        Check::Forward => (3, 0),
+        Check::Gradient => (4, 0),
+        Check::GradientOfSaved => (4, 1),
+        Check::SpecialValues | Check::Finite => {
+            (if is_gradient(&check.tensor, case) { 4 } else { 3 }, 2)
+        }
+        Check::Bias | Check::Precision => (5, 0),
+        Check::OracleGradients | Check::Power | Check::Other(_) => (6, 0),
     }
 }
 
 fn is_gradient(tensor: &str, case: &CaseRecord) -> bool {
-    case.checks.iter().any(|check| check.check == "gradient" && check.tensor == tensor)
+    case.checks.iter().any(|check| check.check == Check::Gradient && check.tensor == tensor)
 }
 
 /// Whether a failure adds nothing to that of another check of the same tensor.
 fn is_said_by(check: &CheckRecord, other: &CheckRecord) -> bool {
-    let compares = matches!(other.check.as_str(), "forward" | "gradient");
+    let compares = other.check.is_agreement();
     let is_statistic =
-        matches!(check.check.as_str(), "bias" | "precision" | "finite" | GRADIENT_OF_SAVED);
+        matches!(check.check, Check::Finite | Check::GradientOfSaved) || check.check.is_statistic();
     check.tensor == other.tensor && other.verdict == Verdict::Fail && compares && is_statistic
 }
 
@@ -70,7 +71,7 @@ pub(crate) fn findings(case: &CaseRecord) -> Vec<Finding<'_>> {
 /// A check and its tensor: `forward of y`.
 pub(crate) fn name_of(check: &CheckRecord) -> String {
     if check.tensor.is_empty() {
-        check.check.clone()
+        check.check.to_string()
     } else {
         format!("{} of {}", check.check, check.tensor)
     }
@@ -82,8 +83,9 @@ impl Finding<'_> {
         let mut others: Vec<String> = Vec::new();
         let again = self.with.iter().filter(|check| check.check == self.check.check).count();
         for check in self.with.iter().filter(|check| check.check != self.check.check) {
-            if !others.contains(&check.check) {
-                others.push(check.check.clone());
+            let name = check.check.to_string();
+            if !others.contains(&name) {
+                others.push(name);
             }
         }
         if again > 0 {

@@ -102,14 +102,15 @@ struct Tensor<'a> {
 impl Tensor<'_> {
     fn sees(&self, bias: f64, fails: &dyn Fn(&[f64]) -> bool) -> bool {
         [1.0 + bias, 1.0 - bias].iter().all(|factor| {
-            let spoilt: Vec<f64> = self.run.iter().map(|value| value * factor).collect();
-            let mut spoilt = self.held.steps.store(&spoilt);
+            let corrupted: Vec<f64> = self.run.iter().map(|value| value * factor).collect();
+            let mut corrupted = self.held.steps.store(&corrupted);
             // A bias does not apply to infinities and NaN.
-            for (y, e) in spoilt.iter_mut().zip(&self.exact.values).filter(|(_, e)| !e.is_finite())
+            for (y, e) in
+                corrupted.iter_mut().zip(&self.exact.values).filter(|(_, e)| !e.is_finite())
             {
                 *y = *e;
             }
-            fails(&spoilt)
+            fails(&corrupted)
         })
     }
 

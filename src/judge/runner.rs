@@ -1,12 +1,12 @@
 //! What runs the kernels of a case: a [`Device`] of ours, or an external process
 //! ([`crate::external`]).
 
-use dsv4_runtime::{Contract, Device, Environment, RuntimeError};
+use dsv4_runtime::{BackendKind, Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::judge::turns;
 use crate::operator::{Arithmetic, KernelRun, OracleTensor, PreparedCase, Sequence};
-use crate::record::{Seconds, Skip, Verdict, words};
+use crate::record::{Check, Seconds, Skip, Verdict, words};
 
 /// Why no outputs exist to check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -141,8 +141,17 @@ pub trait Runner {
     /// [`dsv4_runtime::backend::Backend::set_schedule_seed`].
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
 
+    /// Whether later runs look for races; see [`dsv4_runtime::backend::Backend::watch_races`].
+    fn watch_races(&self, _watch: bool) {}
+
+    /// Whether a run differs from another one in nothing that was not set: no timing, no other
+    /// work beside it.
+    fn runs_alike(&self) -> bool {
+        false
+    }
+
     /// Why this check cannot be made here; `None` where it can.
-    fn blind_to(&self, _check: &str) -> Option<&'static str> {
+    fn blind_to(&self, _check: &Check) -> Option<&'static str> {
         None
     }
 
@@ -203,5 +212,13 @@ impl Runner for Device {
 
     fn set_schedule_seed(&self, seed: Option<u64>) {
         self.backend().set_schedule_seed(seed);
+    }
+
+    fn watch_races(&self, watch: bool) {
+        self.backend().watch_races(watch);
+    }
+
+    fn runs_alike(&self) -> bool {
+        self.environment().backend == BackendKind::Emulator
     }
 }

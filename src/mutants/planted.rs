@@ -35,7 +35,7 @@ use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::truths::Truths;
 use crate::operators::registry;
-use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
+use crate::record::{Check, CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
 /// The file in a folder of mutants that lists generated mutants without effect
 /// ([`crate::mutants::matrix`]).
@@ -59,7 +59,7 @@ pub struct Mutant {
     /// Its replacement.
     pub replace: String,
     /// The check that is expected to see it.
-    pub expected: String,
+    pub expected: Check,
     /// Cases, as JSON lines, that are enough to see it: the smallest input class.
     pub cases: Vec<String>,
     /// Name of the file that lists it.
@@ -139,13 +139,13 @@ struct Listed {
     find: String,
     replace: String,
     #[serde(default = "forward")]
-    expected: String,
+    expected: Check,
     hidden_on_gpu: Option<String>,
     cases: Vec<String>,
 }
 
-fn forward() -> String {
-    "forward".to_owned()
+fn forward() -> Check {
+    Check::Forward
 }
 
 impl MutantFile {
@@ -161,6 +161,9 @@ impl MutantFile {
             // A mutant of an operator that is not in the registry would never run, and its absence
             // would not show.
             registry::find(&operator).map_err(|error| format!("mutant `{id}`: {error}"))?;
+            if let Check::Other(name) = &listed.expected {
+                return Err(format!("mutant `{id}`: no check is named `{name}`"));
+            }
             let line = |name: &String| {
                 cases
                     .get(name)
@@ -285,7 +288,7 @@ impl Mutant {
             catalogue: self.catalogue.clone(),
             operator: self.operator.clone(),
             summary: self.summary.clone(),
-            expected: self.expected.clone(),
+            expected: self.expected.to_string(),
             source: MutantSource::Planted,
             file: self.file.clone(),
             line: places(text, &self.find)
@@ -348,7 +351,7 @@ impl Mutant {
             }
             killed_by.extend(seen().map(|c| c.check.clone()));
             if let Some(error) =
-                outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == "launch")
+                outcome.failures().find(|c| c.verdict == Verdict::Error && c.check == Check::Launch)
             {
                 return Err(MutantError::NotRun {
                     id: self.id.clone(),

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use dsv4_runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
+pub mod check;
 pub mod family;
 pub mod figures;
 pub mod journal;
@@ -17,6 +18,7 @@ mod standing;
 pub(crate) mod stored;
 pub mod words;
 
+pub use check::Check;
 pub use family::Family;
 pub(crate) use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
@@ -339,19 +341,8 @@ impl CaseRecord {
 /// One check of one case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckRecord {
-    /// Name of the check:
-    ///
-    /// - `forward`, `gradient`: each element is within its budget;
-    /// - `gradient_of_saved`: the same, for a gradient that follows from what the kernels saved;
-    /// - `bias`: no uniform relative error;
-    /// - `precision`: no more error than rounding explains, and as many elements equal to it;
-    /// - `special_values`: infinities, NaN and structural zeros are where the oracle has them;
-    /// - `sequence`: nothing is left of an earlier call with other data;
-    /// - `finite`, `inputs_unchanged`, `guards`, `fully_written`, `repeatable`,
-    ///   `poison_independent`, `schedule_independent`, `independence`, `oracle_gradients`,
-    ///   `launch`, `law: …`, `golden`;
-    /// - `inputs`, `oracle`: the case could not be judged.
-    pub check: String,
+    /// What was checked.
+    pub check: Check,
     /// Tensor that it checked; empty for checks of the whole case.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub tensor: String,
@@ -621,7 +612,7 @@ pub struct MutantRecord {
     /// Check that was expected to see it; empty for a generated mutant.
     pub expected: String,
     /// Checks that saw it; empty when it survived.
-    pub killed_by: Vec<String>,
+    pub killed_by: Vec<Check>,
     /// Where the mutant comes from.
     pub source: MutantSource,
     /// The result of the mutant.
@@ -642,6 +633,13 @@ pub struct MutantRecord {
     pub killing_case: String,
     /// The first message of the killing check, why it is equivalent, or why it could not run.
     pub reason: String,
+}
+
+impl MutantRecord {
+    /// The checks that saw it, in words.
+    pub fn killers(&self) -> String {
+        self.killed_by.iter().map(Check::as_str).collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// Where a mutant comes from.

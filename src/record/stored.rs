@@ -28,8 +28,8 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::{
-    CaseRecord, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen, Skip, Verdict, Worst,
-    number,
+    CaseRecord, Check, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen, Skip, Verdict,
+    Worst, number,
 };
 use crate::case::Case;
 
@@ -182,7 +182,7 @@ impl Tables {
         let (mut exact, mut measured, mut told) = (Vec::new(), Vec::new(), Vec::new());
         let (mut checks, mut sizes) = (Vec::new(), Vec::new());
         for (place, check) in (0..).zip(&record.checks) {
-            checks.push(self.checks.place((check.check.clone(), check.tensor.clone())));
+            checks.push(self.checks.place((check.check.to_string(), check.tensor.clone())));
             sizes.push(compared.place(check.compared));
             let plain = check.verdict == Verdict::Pass && check.message.is_empty();
             match &check.metrics {
@@ -316,7 +316,7 @@ impl Stored {
             let (check, tensor) = entry(&self.checks, "check", check)?.clone();
             let compared = *entry(&stored.compared, "size", size)?;
             Ok(CheckRecord {
-                check,
+                check: Check::from(check.as_str()),
                 tensor,
                 verdict: Verdict::Pass,
                 compared,

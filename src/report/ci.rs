@@ -12,11 +12,11 @@ use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 
 use super::numbers::counted;
 use crate::record::words::brief;
-use crate::record::{CaseRecord, CheckRecord, OperatorRecord, Origin, Report, Verdict};
+use crate::record::{CaseRecord, Check, CheckRecord, OperatorRecord, Origin, Report, Verdict};
 
 /// The result of one check of one operator over all of its cases.
 struct Outcome<'a> {
-    check: String,
+    check: Check,
     /// Cases that it was made of; cases made by shrinking do not count.
     cases: u64,
     /// Elements that were compared.
@@ -28,8 +28,8 @@ struct Outcome<'a> {
 }
 
 impl<'a> Outcome<'a> {
-    fn new(check: &str) -> Self {
-        Self { check: check.to_owned(), cases: 0, compared: 0, failures: Vec::new(), reason: None }
+    fn new(check: Check) -> Self {
+        Self { check, cases: 0, compared: 0, failures: Vec::new(), reason: None }
     }
 
     /// The outcome of each check of an operator, in the order in which cases have them.
@@ -40,7 +40,7 @@ impl<'a> Outcome<'a> {
             for check in &record.checks {
                 let place = outcomes.iter().position(|outcome| outcome.check == check.check);
                 let place = place.unwrap_or_else(|| {
-                    outcomes.push(Self::new(&check.check));
+                    outcomes.push(Self::new(check.check.clone()));
                     outcomes.len() - 1
                 });
                 let outcome = &mut outcomes[place];
@@ -66,12 +66,12 @@ impl<'a> Outcome<'a> {
     fn without_cases(report: &Report, operator: &str) -> Vec<Self> {
         let not_run = report.not_run().filter(|(name, _)| *name == operator);
         let not_run = not_run.map(|(_, why)| {
-            ("launch", (Verdict::Error, format!("the kernels cannot be run: {why}")))
+            (Check::Launch, (Verdict::Error, format!("the kernels cannot be run: {why}")))
         });
         let powerless = report.without_power().into_iter().filter(|(name, _)| *name == operator);
         let powerless = powerless.map(|(_, tensor)| {
             let why = format!("no case would have shown an error of 10 % of {tensor}");
-            ("power", (Verdict::Fail, why))
+            (Check::Power, (Verdict::Fail, why))
         });
         let all = not_run.chain(powerless);
         all.map(|(check, reason)| Self { reason: Some(reason), ..Self::new(check) }).collect()
@@ -253,7 +253,7 @@ mod tests {
             .cases
             .iter()
             .flat_map(|record| {
-                record.checks.iter().map(|check| (record.operator.clone(), check.check.clone()))
+                record.checks.iter().map(|check| (record.operator.clone(), check.check.to_string()))
             })
             .collect();
         expected.sort();

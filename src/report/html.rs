@@ -204,7 +204,7 @@ fn environment(report: &Report) -> Markup {
         ("driver or system", environment.driver.clone()),
         ("compiler", environment.compiler.clone()),
         ("target", environment.target.clone()),
-        ("multiprocessors or cores", count(environment.processors.into())),
+        ("SMs or cores", count(environment.processors.into())),
         ("shared memory of a block", bytes(environment.shared_bytes_per_block)),
         ("random schedules per case", count(report.schedules.into())),
         (
@@ -259,7 +259,7 @@ const GLOSSARY: [(&str, &str); 11] = [
     ),
     (
         "power",
-        "The smallest uniform relative bias, and the smallest error of a single element, that a verdict would have failed, beside what other rules would have said about the same spoilt tensor. A verdict that would pass an error of 10 % is a skip and no agreement.",
+        "The smallest uniform relative bias, and the smallest error of a single element, that a verdict would have failed, beside what other rules would have said about the same corrupted tensor. A verdict that would pass an error of 10 % is a skip and no agreement.",
     ),
     (
         "ulp",

@@ -99,7 +99,7 @@ fn failures(report: &Report) -> String {
                 section,
                 "- {} {}{tensor}: {}",
                 Standing::of(check).word(),
-                text(&check.check),
+                text(check.check.as_str()),
                 text(&message(check))
             );
         }
@@ -242,7 +242,7 @@ fn tightest(report: &Report) -> String {
             table,
             "| {} | {} | {} | {} | {} | {} | {} | {} … {} | {} |",
             code(operator),
-            text(tensor.check),
+            text(tensor.check.as_str()),
             code(tensor.tensor),
             count(tensor.entries.len() as u64),
             significant(tensor.worst_used(), 3),

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use maud::{Markup, html};
 
 use crate::mutants::matrix::tally::Tally;
-use crate::record::{KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report};
+use crate::record::{Check, KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report};
 
 use super::elements::{breakable, scroller};
 use super::numbers::{count, counted};
 use super::specification::linked;
-use super::summary::{CHECKS, column, survived};
+use super::summary::{column, place_of, survived};
 
 /// The section; empty where no mutant was run.
 pub(super) fn section(report: &Report) -> Markup {
@@ -169,8 +169,7 @@ fn change(mutant: &MutantRecord) -> Markup {
 fn columns<'a>(mutants: &[&'a MutantRecord]) -> Vec<&'a str> {
     let mut columns: Vec<&str> =
         mutants.iter().flat_map(|mutant| &mutant.killed_by).map(|check| column(check)).collect();
-    let order = |name: &str| CHECKS.iter().position(|known| *known == name).unwrap_or(CHECKS.len());
-    columns.sort_by_key(|&name| (order(name), name));
+    columns.sort_by_key(|&name| (place_of(name), name));
     columns.dedup();
     columns
 }
@@ -214,7 +213,7 @@ fn seen(mutants: &[&MutantRecord], name: &str) -> u64 {
 }
 
 fn matrix_row(mutant: &MutantRecord, columns: &[&str]) -> Markup {
-    let as_expected = mutant.killed_by.contains(&mutant.expected)
+    let as_expected = mutant.killed_by.iter().any(|check| *check == *mutant.expected)
         || mutant.expected.is_empty()
         || survived(mutant);
     html! {
@@ -246,7 +245,7 @@ fn short(mutant: &MutantRecord) -> Markup {
 
 fn kill_cell(mutant: &MutantRecord, name: &str) -> Markup {
     let killed = mutant.killed_by.iter().any(|check| column(check) == name);
-    let expected = column(&mutant.expected) == name;
+    let expected = column(&Check::from(mutant.expected.as_str())) == name;
     match (killed, expected) {
         (true, true) => html! { td .pass title=(name) { "✪" } },
         (true, false) => html! { td .pass title=(name) { "✗" } },

@@ -2,8 +2,7 @@
 
 use maud::{Markup, html};
 
-use crate::judge::checks::GRADIENT_OF_SAVED;
-use crate::record::{BenchmarkRecord, OperatorRecord, Report};
+use crate::record::{BenchmarkRecord, Check, OperatorRecord, Report};
 
 use super::diagnosis;
 use super::drawn::{PICTURED, THUMBNAIL};
@@ -103,7 +102,7 @@ fn tensor_table(operator: &OperatorRecord, tensors: &[TensorSummary]) -> Markup 
         table .numbers {
             (tensor_head())
             @for group in tensors.chunk_by(|a, b| a.check == b.check) {
-                tbody class=(if group[0].check == "gradient" { "gradient" } else { "" }) {
+                tbody class=(if *group[0].check == Check::Gradient { "gradient" } else { "" }) {
                     tr .group { th colspan="14" scope="rowgroup" { span { (group_title(group[0].check)) } } }
                     @for tensor in group { (tensor_row(tensor)) }
                 }
@@ -111,24 +110,24 @@ fn tensor_table(operator: &OperatorRecord, tensors: &[TensorSummary]) -> Markup 
         }
     };
     let without_gradients =
-        operator.has_backward && !tensors.iter().any(|tensor| tensor.check == "gradient");
+        operator.has_backward && !tensors.iter().any(|tensor| *tensor.check == Check::Gradient);
     html! {
         @if without_gradients { p .alarm { strong { "▲ No gradient was compared" } " although the operator has a backward kernel." } }
         (scroller("Agreement with the oracle", table))
     }
 }
 
-fn group_title(check: &str) -> String {
+fn group_title(check: &Check) -> String {
     match check {
-        "forward" => "Forward agreement — kernel against oracle".to_owned(),
-        "gradient" => {
+        Check::Forward => "Forward agreement — kernel against oracle".to_owned(),
+        Check::Gradient => {
             "Gradient agreement — backward kernel against the oracle's autograd".to_owned()
         }
-        GRADIENT_OF_SAVED => {
+        Check::GradientOfSaved => {
             "Gradients given what was saved — against what follows from the kernel's own outputs"
                 .to_owned()
         }
-        other => other.to_owned(),
+        other => other.to_string(),
     }
 }
 

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::numbers::{aligned, scientific};
-use crate::judge::checks::GRADIENT_OF_SAVED;
-use crate::record::{Power, Report, Seen};
+use crate::record::{Check, Power, Report, Seen};
 
 /// The power of all verdicts over one tensor of an operator.
 #[derive(Clone, Debug, Default)]
@@ -84,7 +83,7 @@ impl Gathered {
     }
 }
 
-/// The name of a gradient's [`GRADIENT_OF_SAVED`] verdicts, next to those of the gradient itself.
+/// The name of a gradient's [`Check::GradientOfSaved`] verdicts, next to those of the gradient itself.
 pub fn given_what_was_saved(gradient: &str) -> String {
     format!("{gradient} (saved)")
 }
@@ -95,7 +94,7 @@ pub fn of_report(report: &Report) -> Vec<TensorPower> {
     for case in &report.cases {
         for check in &case.checks {
             if let Some(power) = check.metrics.as_ref().and_then(|metrics| metrics.power.clone()) {
-                let of_saved = check.check == GRADIENT_OF_SAVED;
+                let of_saved = check.check == Check::GradientOfSaved;
                 let tensor = if of_saved {
                     given_what_was_saved(&check.tensor)
                 } else {

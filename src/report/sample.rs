@@ -4,7 +4,6 @@ use dsv4_runtime::{BackendKind, Environment};
 use serde_json::json;
 
 use crate::case::Case;
-use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::operator::Family;
 use crate::operators::registry;
 use crate::record::{
@@ -215,7 +214,7 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         checks.push(pass("bias", tensor, compared));
         if tensor == "dsink" {
             let metrics = Some(metrics(compared, dice));
-            checks.push(CheckRecord { metrics, ..pass(GRADIENT_OF_SAVED, tensor, compared) });
+            checks.push(CheckRecord { metrics, ..pass("gradient_of_saved", tensor, compared) });
         }
     }
     let case = json!({

@@ -2,35 +2,34 @@
 
 use std::collections::BTreeMap;
 
-use crate::judge::checks::GRADIENT_OF_SAVED;
 use crate::judge::order;
 use crate::operators::registry;
 use crate::record::{
-    BenchmarkRecord, CaseRecord, CheckRecord, Metrics, MutantRecord, MutantStatus, OperatorRecord,
-    Origin, Report, Standing, worse_first,
+    BenchmarkRecord, CaseRecord, Check, CheckRecord, Metrics, MutantRecord, MutantStatus,
+    OperatorRecord, Origin, Report, Standing, worse_first,
 };
 
 use super::numbers::{counted, significant};
 
-/// The checks that a full run holds, in the order of the matrix's columns.
-pub(super) const CHECKS: [&str; 17] = [
-    "launch",
-    "forward",
-    "gradient",
-    GRADIENT_OF_SAVED,
-    "finite",
-    "special_values",
-    "bias",
-    "oracle_gradients",
-    "inputs_unchanged",
-    "guards",
-    "fully_written",
-    "repeatable",
-    "poison_independent",
-    "sequence",
-    "schedule_independent",
-    "independence",
-    LAWS,
+/// The checks that a full run holds, in the order of the matrix's columns; after them the laws,
+/// which share one.
+static CHECKS: [Check; 16] = [
+    Check::Launch,
+    Check::Forward,
+    Check::Gradient,
+    Check::GradientOfSaved,
+    Check::Finite,
+    Check::SpecialValues,
+    Check::Bias,
+    Check::OracleGradients,
+    Check::InputsUnchanged,
+    Check::Guards,
+    Check::FullyWritten,
+    Check::Repeatable,
+    Check::PoisonIndependent,
+    Check::Sequence,
+    Check::ScheduleIndependent,
+    Check::Independence,
 ];
 
 /// The column that all checks named `law: …` share.
@@ -197,9 +196,8 @@ pub(super) fn findings(case: &CaseRecord) -> Vec<&CheckRecord> {
 pub(super) fn passed(case: &CaseRecord) -> Vec<String> {
     let mut tensors: BTreeMap<(usize, &str), Vec<&str>> = BTreeMap::new();
     for check in case.checks.iter().filter(|check| Standing::of(check) == Standing::Pass) {
-        let order =
-            CHECKS.iter().position(|known| *known == column(&check.check)).unwrap_or(CHECKS.len());
-        let tensors = tensors.entry((order, &check.check)).or_default();
+        let order = place_of(column(&check.check));
+        let tensors = tensors.entry((order, check.check.as_str())).or_default();
         if !tensors.contains(&check.tensor.as_str()) {
             tensors.push(&check.tensor);
         }
@@ -217,7 +215,10 @@ pub(super) fn failing_kinds(cases: &[&CaseRecord]) -> Vec<(String, String, Strin
     let mut kinds: BTreeMap<(&str, &str, &str), (u64, usize)> = BTreeMap::new();
     for (place, case) in cases.iter().enumerate() {
         for check in findings(case) {
-            kinds.entry((&case.operator, &check.check, &check.tensor)).or_insert((0, place)).0 += 1;
+            kinds
+                .entry((&case.operator, check.check.as_str(), &check.tensor))
+                .or_insert((0, place))
+                .0 += 1;
         }
     }
     let mut kinds: Vec<_> = kinds
@@ -284,9 +285,7 @@ impl Matrix {
             .flat_map(|case| &case.checks)
             .map(|check| column(&check.check))
             .collect();
-        seen.sort_by_key(|name| {
-            (CHECKS.iter().position(|known| known == name).unwrap_or(CHECKS.len()), *name)
-        });
+        seen.sort_by_key(|name| (place_of(name), *name));
         seen.dedup();
         let rows = operators(report).into_iter().map(|operator| {
             let mut cells = vec![Cell::default(); seen.len()];
@@ -306,15 +305,25 @@ impl Matrix {
         });
         Self {
             rows: rows.collect(),
-            absent: CHECKS.into_iter().filter(|known| !seen.contains(known)).collect(),
+            absent: columns().filter(|known| !seen.contains(known)).collect(),
             columns: seen.into_iter().map(str::to_owned).collect(),
         }
     }
 }
 
 /// The matrix's column of a check.
-pub(super) fn column(check: &str) -> &str {
-    if check.starts_with("law:") { LAWS } else { check }
+pub(super) fn column(check: &Check) -> &str {
+    if matches!(check, Check::Law(_)) { LAWS } else { check.as_str() }
+}
+
+/// The columns of a full run.
+fn columns() -> impl Iterator<Item = &'static str> {
+    CHECKS.iter().map(Check::as_str).chain([LAWS])
+}
+
+/// The place of a column; unknown ones come last.
+pub(super) fn place_of(column: &str) -> usize {
+    columns().position(|known| known == column).unwrap_or(usize::MAX)
 }
 
 /// The benchmark of the device itself, which is no operator's.
@@ -364,8 +373,8 @@ pub(super) struct Entry<'a> {
 /// One tensor of one operator under one check, over all cases.
 #[derive(Debug)]
 pub(super) struct TensorSummary<'a> {
-    /// `forward` or `gradient`.
-    pub(super) check: &'a str,
+    /// What compares it.
+    pub(super) check: &'a Check,
     /// The tensor's name.
     pub(super) tensor: &'a str,
     /// Cases with metrics, the one that used most of its budget first.
@@ -382,8 +391,7 @@ impl<'a> TensorSummary<'a> {
         let mut tensors: Vec<Self> = Vec::new();
         for case in report.cases.iter().filter(|case| case.operator == operator) {
             for check in &case.checks {
-                let agreement = matches!(check.check.as_str(), "forward" | "gradient");
-                if agreement || check.metrics.is_some() {
+                if check.check.is_agreement() || check.metrics.is_some() {
                     Self::add(&mut tensors, case, check);
                 }
             }
@@ -393,18 +401,16 @@ impl<'a> TensorSummary<'a> {
                 .entries
                 .sort_by(|a, b| worse_first(a.metrics.budget_used, b.metrics.budget_used));
         }
-        tensors.sort_by_key(|tensor| {
-            CHECKS.iter().position(|known| *known == column(tensor.check)).unwrap_or(CHECKS.len())
-        });
+        tensors.sort_by_key(|tensor| place_of(column(tensor.check)));
         tensors
     }
 
     fn add(tensors: &mut Vec<Self>, case: &'a CaseRecord, check: &'a CheckRecord) {
         let place = tensors
             .iter()
-            .position(|one| one.check == check.check && one.tensor == check.tensor)
+            .position(|one| *one.check == check.check && one.tensor == check.tensor)
             .unwrap_or_else(|| {
-                let (check, tensor) = (check.check.as_str(), check.tensor.as_str());
+                let (check, tensor) = (&check.check, check.tensor.as_str());
                 tensors.push(Self {
                     check,
                     tensor,

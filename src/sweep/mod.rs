@@ -24,7 +24,7 @@ use crate::judge::order::findings;
 use crate::judge::runner::{Runner, Times};
 use crate::operator::{AnyOperator, Profile};
 use crate::operators::registry;
-use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, words};
+use crate::record::{CaseRecord, Check, CheckRecord, Origin, Skip, Verdict, words};
 use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 
@@ -519,8 +519,8 @@ impl<'a> Shrinking<'a> {
         // like any other.
         let asked = CheckOptions {
             power: false,
-            sequence: checks.sequence && failing.check == "sequence",
-            triangulate: checks.triangulate && failing.check == "oracle_gradients",
+            sequence: checks.sequence && failing.check == Check::Sequence,
+            triangulate: checks.triangulate && failing.check == Check::OracleGradients,
             ..checks
         };
         let (begun, longest, failed) = (Instant::now(), Duration::ZERO, HashMap::new());

@@ -204,7 +204,7 @@ impl Progress {
 }
 
 fn kind(check: &CheckRecord) -> (String, String) {
-    (check.check.clone(), check.tensor.clone())
+    (check.check.to_string(), check.tensor.clone())
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use dsv4_parity::judge::checks::{self, CheckOptions};
 use dsv4_parity::judge::truths::Truths;
 use dsv4_parity::mutants::planted::{self, Mutant};
 use dsv4_parity::operators::registry;
-use dsv4_parity::record::MutantRecord;
+use dsv4_parity::record::{Check, MutantRecord};
 use dsv4_runtime::{BackendKind, Device};
 use libtest_mimic::Trial;
 
@@ -86,7 +86,7 @@ fn run(mutant: &Mutant) -> Result<String, String> {
         let record = mutant
             .run_to_expected(device, SCHEDULES, &TRUTHS)
             .map_err(|error| error.to_string())?;
-        let seen = record.killed_by.join(", ");
+        let seen = record.killers();
         if record.killed_by.contains(&mutant.expected) || is_seen_by_its_cause(&record) {
             return Ok(format!("seen by {seen}"));
         }
@@ -102,7 +102,7 @@ fn run(mutant: &Mutant) -> Result<String, String> {
 /// buffer, or a store to an input. Such a fault ends the run before the expected check compares its result.
 fn is_seen_by_its_cause(record: &MutantRecord) -> bool {
     let causes = ["nothing orders the two (a race)", "accessed `", "which is an input"];
-    record.killed_by.iter().any(|check| check == "launch")
+    record.killed_by.iter().any(|check| *check == Check::Launch)
         && causes.iter().any(|cause| record.reason.contains(cause))
 }
 

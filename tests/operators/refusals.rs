@@ -35,7 +35,7 @@ fn run(operator: &AnyOperator, extent: Extent) -> Result<String, String> {
         })
         .collect();
     match (refusals.len(), wrong.is_empty()) {
-        (0, _) => Err("no argument was spoilt".to_owned()),
+        (0, _) => Err("no argument was corrupted".to_owned()),
         (count, true) => Ok(format!("{count} bad arguments refused by name")),
         (count, false) => {
             Err(format!("{} of {count} bad arguments:\n{}", wrong.len(), wrong.join("\n")))

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use dsv4_parity::change::{FIXED, MOST_EDGE_CASES, MOST_REMEMBERED_CASES};
-use dsv4_parity::judge::checks::{CheckOptions, GRADIENT_OF_SAVED};
+use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
@@ -39,7 +39,7 @@ const OF_ROUNDED_TENSORS: [&str; 3] = ["precision", "bias", "special_values"];
 const OF_GRADIENTS: [&str; 2] = ["gradient", "oracle_gradients"];
 
 /// The same for an operator with a gradient that follows cheaply from what was saved.
-const OF_SINK_GRADIENTS: [&str; 1] = [GRADIENT_OF_SAVED];
+const OF_SINK_GRADIENTS: [&str; 1] = ["gradient_of_saved"];
 
 pub fn trial(operator: &'static AnyOperator, extent: Extent) -> Option<Trial> {
     let name = format!("sweep::{}", operator.name());

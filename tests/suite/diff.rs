@@ -38,7 +38,7 @@ fn metrics(budget_used: f64) -> Metrics {
 }
 
 fn check(name: &str, tensor: &str, metrics: Option<Metrics>) -> CheckRecord {
-    let (check, tensor) = (name.to_owned(), tensor.to_owned());
+    let (check, tensor) = (name.into(), tensor.to_owned());
     CheckRecord {
         check,
         tensor,
@@ -96,7 +96,7 @@ fn mutant(id: &str, killed_by: &[&str]) -> MutantRecord {
         operator: "rms_norm".into(),
         summary: "eps is added after the root.".into(),
         expected: "forward".into(),
-        killed_by: killed_by.iter().map(|&check| check.to_owned()).collect(),
+        killed_by: killed_by.iter().map(|&check| check.into()).collect(),
         status: if killed_by.is_empty() { MutantStatus::Survived } else { MutantStatus::Killed },
         ..MutantRecord::default()
     }

@@ -8,7 +8,7 @@ use dsv4_parity::case::Case;
 use dsv4_parity::mutants::planted::{self, Mutant, MutantError};
 use dsv4_parity::operator::Profile;
 use dsv4_parity::operators::registry;
-use dsv4_parity::record::MutantStatus;
+use dsv4_parity::record::{Check, MutantStatus};
 use dsv4_runtime::{BackendKind, Device};
 
 use crate::extent::left_out;
@@ -133,7 +133,7 @@ fn a_mutant_that_changes_nothing_survives() {
     let killed = find("rms_norm_mean_term_missing");
     let mutant = Mutant { replace: format!("/* nothing */ {}", killed.find), ..killed };
     let record = mutant.run(&emulator(), SCHEDULES).expect("it runs");
-    assert_eq!(record.killed_by, Vec::<String>::new());
+    assert_eq!(record.killed_by, Vec::<Check>::new());
 }
 
 #[test]

@@ -535,7 +535,7 @@ fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
             let (operator, check) = (suite.name.to_string(), case.name.to_string());
             let of_check = |record: &&dsv4_parity::record::CaseRecord| {
                 let fails = |one: &dsv4_parity::record::CheckRecord| {
-                    one.check == check && one.verdict != Verdict::Pass
+                    one.check == *check && one.verdict != Verdict::Pass
                 };
                 record.operator == operator && record.checks.iter().any(fails)
             };
@@ -558,7 +558,7 @@ fn a_run_writes_junit_with_a_test_case_for_each_operator_and_check() {
         record
             .checks
             .iter()
-            .map(|check| (operator.clone(), check.check.clone()))
+            .map(|check| (operator.clone(), check.check.to_string()))
             .collect::<Vec<_>>()
     };
     assert_eq!(found, report.cases.iter().flat_map(of_records).collect());

@@ -218,7 +218,7 @@ fn a_failing_case_is_shrunk_to_a_smaller_one_that_fails_the_same_check() {
 /// Runs no kernel: it returns the oracle's own results of rms_norm, except for the corrupted
 /// tensors.
 struct MadeUp<'a> {
-    spoilt: &'a [&'static str],
+    corrupted: &'a [&'static str],
     cases: RefCell<Vec<Case>>,
 }
 
@@ -238,7 +238,7 @@ impl Runner for MadeUp<'_> {
     ) -> Result<KernelRun, RunError> {
         std::thread::sleep(LAUNCH);
         let tensor = |exact: &OracleTensor| {
-            let factor = if self.spoilt.contains(&exact.name) { -1.0 } else { 1.0 };
+            let factor = if self.corrupted.contains(&exact.name) { -1.0 } else { 1.0 };
             let values: Vec<f64> = exact.values.iter().map(|value| factor * value).collect();
             let tensor = HostTensor::from_f64(DType::F32, &exact.shape, &values);
             KernelTensor::new(exact.name, tensor)
@@ -270,12 +270,12 @@ impl Runner for MadeUp<'_> {
 /// Sweeps the test kernels of rms_norm; also returns the cases that ran, including shrunk ones, and
 /// the time.
 fn sweep_made_up(
-    spoilt: &[&'static str],
+    corrupted: &[&'static str],
     options: &SweepOptions,
 ) -> (Collected, Vec<Skip>, (Vec<Case>, Duration)) {
     let start = Instant::now();
     let (runner, mut collected) =
-        (MadeUp { spoilt, cases: RefCell::default() }, Collected::default());
+        (MadeUp { corrupted, cases: RefCell::default() }, Collected::default());
     let skips = sweep::sweep(registry::find("rms_norm").unwrap(), &runner, options, &mut collected)
         .unwrap();
     (collected, skips, (runner.cases.into_inner(), start.elapsed()))
@@ -304,7 +304,7 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
     let (passing, _, of_a_pass) = sweep_made_up(&[], &options);
     let failed = |record: &&CaseRecord| record.verdict() != Verdict::Pass;
     if let Some(record) = passing.records.iter().find(failed) {
-        panic!("what is not spoilt fails: {}", sweep::failure_text(record));
+        panic!("what is not corrupted fails: {}", sweep::failure_text(record));
     }
     let swept: Vec<_> =
         failing.records.iter().filter(|record| record.origin != Origin::Shrunk).collect();
@@ -881,7 +881,7 @@ fn failures_of(operator: &Declared, tensor: &str) -> Vec<(String, Verdict, Strin
     let outcome = checks::run(operator, support::device(), CheckOptions::of_kernels(0));
     assert!(outcome.checks.iter().any(|c| c.check == "launch" && c.verdict == Verdict::Pass));
     let failures = outcome.failures().filter(|c| c.tensor == tensor);
-    failures.map(|c| (c.check.clone(), c.verdict, c.message.clone())).collect()
+    failures.map(|c| (c.check.to_string(), c.verdict, c.message.clone())).collect()
 }
 
 /// Counts that differ between runs of the oracle.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Outcome, side_name};
+use super::{Outcome, side_check};
 use crate::judge::budget::Budget;
 use crate::judge::runner::Runner;
 use crate::judge::selection::Scores;
@@ -11,7 +11,7 @@ use crate::judge::{agreement, failing, selection};
 use crate::operator::{
     Comparison, KernelRun, KernelTensor, OracleTensor, PreparedCase, RoundingPoints,
 };
-use crate::record::{Metrics, Verdict, WholeTensor, agreement_of, figures};
+use crate::record::{Check, Metrics, Verdict, WholeTensor, agreement_of, figures};
 
 /// Compares a tensor with the oracle's in the way that the tensor declares.
 pub(super) fn compare(
@@ -28,7 +28,7 @@ pub(super) fn compare(
             "the kernel's shape is {:?}, the oracle's {:?}",
             found.tensor.shape, exact.shape
         );
-        outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
+        outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message);
         return;
     }
     if exact.values.is_empty() {
@@ -65,9 +65,6 @@ pub(super) fn agreement_checks(
     special_values(exact, &kernel, &held.budget, outcome);
 }
 
-/// The check of a gradient that is computed from what the kernels saved.
-pub const GRADIENT_OF_SAVED: &str = "gradient_of_saved";
-
 /// Gradients against those that follow from the kernels' own saved outputs. The rounding of these
 /// outputs then hides nothing.
 pub(super) fn saved_checks(
@@ -82,12 +79,12 @@ pub(super) fn saved_checks(
         Ok(None) => return,
         Ok(Some(truth)) => truth,
         Err(error) => {
-            return outcome.push(GRADIENT_OF_SAVED, "", Verdict::Error, 0, error.to_string());
+            return outcome.push(Check::GradientOfSaved, "", Verdict::Error, 0, error.to_string());
         }
     };
     if arithmetic.points == RoundingPoints::Undeclared {
         return outcome.skip(
-            GRADIENT_OF_SAVED,
+            Check::GradientOfSaved.as_str(),
             "the kernel does not say where it rounds",
             truth.exact.len() as u64,
         );
@@ -103,7 +100,7 @@ pub(super) fn saved_checks(
         let held = match truth.held(index, found) {
             Ok(held) => held,
             Err(message) => {
-                outcome.push(GRADIENT_OF_SAVED, exact.name, Verdict::Error, 0, message);
+                outcome.push(Check::GradientOfSaved, exact.name, Verdict::Error, 0, message);
                 continue;
             }
         };
@@ -113,7 +110,7 @@ pub(super) fn saved_checks(
         let problem = of_gradient.failures().map(|check| check.message.clone()).next();
         let metrics = of_gradient.checks.iter_mut().find_map(|check| check.metrics.take());
         let failing = of_gradient.checks.iter_mut().find_map(|check| check.failing.take());
-        outcome.verdict(GRADIENT_OF_SAVED, exact.name, exact.values.len() as u64, problem);
+        outcome.verdict(Check::GradientOfSaved, exact.name, exact.values.len() as u64, problem);
         outcome.name_elements(failing);
         if let Some(record) = outcome.checks.last_mut() {
             record.metrics = metrics;
@@ -140,7 +137,7 @@ pub(super) fn exact_check(
             figures::field(exact.values[first])
         )
     });
-    outcome.verdict(side_name(exact.side), exact.name, kernel.len() as u64, problem);
+    outcome.verdict(side_check(exact.side), exact.name, kernel.len() as u64, problem);
     outcome.name_elements(failing::elements(&unequal, &exact.shape, None));
     if let Some(record) = outcome.checks.last_mut() {
         record.metrics =
@@ -161,9 +158,11 @@ pub(super) fn selection_check(
     });
     match problem {
         Ok(problem) => {
-            outcome.verdict(side_name(exact.side), exact.name, exact.values.len() as u64, problem)
+            outcome.verdict(side_check(exact.side), exact.name, exact.values.len() as u64, problem)
         }
-        Err(message) => outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message),
+        Err(message) => {
+            outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message)
+        }
     }
 }
 
@@ -198,7 +197,7 @@ pub(super) fn agreement_verdict(
     if powerless && problem.is_none() {
         outcome.skip(agreement_of(exact.name), POWERLESS, 1);
     } else {
-        outcome.verdict(side_name(exact.side), exact.name, compared, problem);
+        outcome.verdict(side_check(exact.side), exact.name, compared, problem);
         outcome.name_elements(failing::elements(
             &over,
             &exact.shape,
@@ -212,7 +211,7 @@ pub(super) fn agreement_verdict(
     if let (Some(record), false) = (outcome.checks.last_mut(), powerless) {
         record.metrics = Some(Metrics { whole: whole.clone(), ..metrics });
     }
-    outcome.verdict("finite", exact.name, compared, problem);
+    outcome.verdict(Check::Finite, exact.name, compared, problem);
     whole_verdict(exact, kernel, held, compared, outcome);
 }
 
@@ -246,11 +245,11 @@ pub(super) fn whole_verdict(
     let Some(yardstick) = &held.yardstick else { return };
     let [bias, precision] = yardstick.problems(yardstick.numbers(exact, kernel));
     if yardstick.points == RoundingPoints::Undeclared {
-        outcome.skip("bias", "the kernel does not say where it rounds", 1);
+        outcome.skip(Check::Bias.as_str(), "the kernel does not say where it rounds", 1);
     } else {
-        outcome.verdict("bias", exact.name, compared, bias);
+        outcome.verdict(Check::Bias, exact.name, compared, bias);
     }
-    outcome.verdict("precision", exact.name, compared, precision);
+    outcome.verdict(Check::Precision, exact.name, compared, precision);
 }
 
 /// NaN, infinities and structural zeros are exactly where the oracle has them, and nowhere else.
@@ -277,6 +276,6 @@ pub(super) fn special_values(
             figures::element(exact.values[first])
         )
     });
-    outcome.verdict("special_values", exact.name, kernel.len() as u64, problem);
+    outcome.verdict(Check::SpecialValues, exact.name, kernel.len() as u64, problem);
     outcome.name_elements(failing::elements(&wrong, &exact.shape, None));
 }

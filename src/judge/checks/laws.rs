@@ -11,7 +11,7 @@ use crate::judge::runner::Runner;
 use crate::judge::truth::Truth;
 use crate::operator::tensors::permuted_along;
 use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Relation, rows_of};
-use crate::record::Verdict;
+use crate::record::{Check, Verdict};
 
 pub(super) fn law_checks(
     law: &Law,
@@ -21,13 +21,13 @@ pub(super) fn law_checks(
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
-    let check =
-        if law.name == "independence" { law.name.to_owned() } else { format!("law: {}", law.name) };
+    let check = Check::law(law.name);
     if let Some(why) = law.left_out.or_else(|| runner.cannot_vary(&*law.variant)) {
-        outcome.skip(check, why, 1);
+        outcome.skip(check.as_str(), why, 1);
         return;
     }
-    let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, &check, outcome) else {
+    let Some(variant) = launch(&*law.variant, runner, truth, Contract::NAN, check.clone(), outcome)
+    else {
         return;
     };
     // Computed once, when a relation needs it: the oracle's runs take far longer than the kernels.
@@ -41,7 +41,7 @@ pub(super) fn law_checks(
         let find = |run: &KernelRun| run.tensors.iter().find(|t| t.name == *name).cloned();
         let (Some(a), Some(b)) = (find(base), find(&variant)) else {
             outcome.push(
-                &check,
+                check.clone(),
                 name,
                 Verdict::Error,
                 0,
@@ -65,7 +65,7 @@ pub(super) fn law_checks(
                 {
                     Ok(both) => Some((*exact, both)),
                     Err(message) => {
-                        outcome.push(&check, name, Verdict::Error, 0, message);
+                        outcome.push(check.clone(), name, Verdict::Error, 0, message);
                         continue;
                     }
                 }
@@ -90,7 +90,7 @@ pub(super) fn law_checks(
                 relate_freely(&a.tensor, &b.tensor, relation, budget)
             }
         };
-        outcome.verdict(&check, name, compared, problem);
+        outcome.verdict(check.clone(), name, compared, problem);
     }
 }
 

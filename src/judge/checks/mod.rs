@@ -17,9 +17,9 @@ use crate::judge::runner::{RunError, Runner};
 use crate::judge::triangulation;
 use crate::judge::truth::Truth;
 use crate::operator::{KernelRun, PreparedCase, Side};
-use crate::record::{CheckRecord, FailingElements, Skip, Verdict, words};
+use crate::record::{Check, CheckRecord, FailingElements, Skip, Verdict, words};
 
-pub use self::comparison::{GRADIENT_OF_SAVED, POWERLESS};
+pub use self::comparison::POWERLESS;
 
 /// What a sweep requires of each case in addition to the checks that always run.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +81,7 @@ impl Outcome {
     }
 
     /// Records a launch that failed.
-    fn failed(&mut self, check: &str, error: RunError) {
+    fn failed(&mut self, check: Check, error: RunError) {
         if error.untestable {
             self.untestable.get_or_insert(error.message.clone());
         }
@@ -90,7 +90,7 @@ impl Outcome {
 
     fn push(
         &mut self,
-        check: &str,
+        check: Check,
         tensor: &str,
         verdict: Verdict,
         compared: u64,
@@ -103,7 +103,7 @@ impl Outcome {
             (verdict, message)
         };
         self.checks.push(CheckRecord {
-            check: check.to_owned(),
+            check,
             tensor: tensor.to_owned(),
             verdict,
             compared,
@@ -125,9 +125,9 @@ impl Outcome {
     }
 
     /// Whether a check cannot be made of this runner's kernels; then the skip is noted.
-    fn is_blind(&mut self, runner: &dyn Runner, check: &str, count: u64) -> bool {
+    fn is_blind(&mut self, runner: &dyn Runner, check: &Check, count: u64) -> bool {
         let why = runner.blind_to(check);
-        why.inspect(|why| self.skip(check, why, count)).is_some()
+        why.inspect(|why| self.skip(check.as_str(), why, count)).is_some()
     }
 
     /// Adds to every failure since check number `before` when it happened.
@@ -138,7 +138,7 @@ impl Outcome {
         }
     }
 
-    fn verdict(&mut self, check: &str, tensor: &str, compared: u64, problem: Option<String>) {
+    fn verdict(&mut self, check: Check, tensor: &str, compared: u64, problem: Option<String>) {
         let verdict = if problem.is_none() { Verdict::Pass } else { Verdict::Fail };
         self.push(check, tensor, verdict, compared, problem.unwrap_or_default());
     }
@@ -165,7 +165,7 @@ pub fn run_until(
         }
         Err(error) => {
             let mut outcome = Outcome::default();
-            outcome.push("oracle", "", Verdict::Error, 0, error.to_string());
+            outcome.push(Check::Oracle, "", Verdict::Error, 0, error.to_string());
             outcome
         }
     }
@@ -198,14 +198,16 @@ fn triangulate(prepared: &dyn PreparedCase, outcome: &mut Outcome) {
         Ok(findings) => {
             for finding in findings {
                 outcome.verdict(
-                    "oracle_gradients",
+                    Check::OracleGradients,
                     &finding.input,
                     finding.compared,
                     finding.problem,
                 );
             }
         }
-        Err(error) => outcome.push("oracle_gradients", "", Verdict::Error, 0, error.to_string()),
+        Err(error) => {
+            outcome.push(Check::OracleGradients, "", Verdict::Error, 0, error.to_string())
+        }
     }
 }
 
@@ -226,17 +228,17 @@ fn run_kernels(
         }
         run => run,
     };
-    let Some(first) = launched(first, "launch", outcome) else { return };
+    let Some(first) = launched(first, Check::Launch, outcome) else { return };
     outcome.paths.clone_from(&first.paths);
     memory_checks(runner, &first, outcome);
     if truth.exact.is_empty() {
-        outcome.push("oracle", "", Verdict::Error, 0, "the oracle returned no tensor".into());
+        outcome.push(Check::Oracle, "", Verdict::Error, 0, "the oracle returned no tensor".into());
     }
     known_to_the_oracle(truth, &first, outcome);
     let mut budgets = Vec::new();
     for (index, exact) in truth.exact.iter().enumerate() {
         if let Some(why) = runner.leaves_out(exact) {
-            outcome.skip(format!("{} of {}", side_name(exact.side), exact.name), why, 1);
+            outcome.skip(format!("{} of {}", side_check(exact.side), exact.name), why, 1);
             continue;
         }
         let Some(found) = first.tensors.iter().find(|tensor| tensor.name == exact.name) else {
@@ -244,7 +246,7 @@ fn run_kernels(
             if !first.tensors.iter().any(|tensor| tensor.consults().any(|name| name == exact.name))
             {
                 let message = "the kernel returned no such tensor".into();
-                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message);
+                outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message);
             }
             continue;
         };
@@ -254,7 +256,7 @@ fn run_kernels(
                 budgets.push((exact, held.budget.clone()));
             }
             Err(message) => {
-                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message)
+                outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message)
             }
         }
     }
@@ -284,7 +286,7 @@ pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
         match truth.held(index, found) {
             Ok(held) => compare(truth, index, found, run, (&held, false), &mut outcome),
             Err(message) => {
-                outcome.push(side_name(exact.side), exact.name, Verdict::Error, 0, message)
+                outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message)
             }
         }
     }
@@ -295,7 +297,7 @@ fn known_to_the_oracle(truth: &Truth, run: &KernelRun, outcome: &mut Outcome) {
     for found in &run.tensors {
         if !truth.exact.iter().any(|exact| exact.name == found.name) {
             outcome.push(
-                "oracle",
+                Check::Oracle,
                 found.name,
                 Verdict::Error,
                 0,
@@ -305,10 +307,10 @@ fn known_to_the_oracle(truth: &Truth, run: &KernelRun, outcome: &mut Outcome) {
     }
 }
 
-fn side_name(side: Side) -> &'static str {
+fn side_check(side: Side) -> Check {
     match side {
-        Side::Forward => "forward",
-        Side::Gradient => "gradient",
+        Side::Forward => Check::Forward,
+        Side::Gradient => Check::Gradient,
     }
 }
 
@@ -318,7 +320,7 @@ fn launch(
     runner: &dyn Runner,
     truth: &Truth,
     contract: Contract,
-    check: &str,
+    check: Check,
     outcome: &mut Outcome,
 ) -> Option<KernelRun> {
     launched(runner.run(prepared, &truth.exact, contract), check, outcome)
@@ -327,7 +329,7 @@ fn launch(
 /// Records the outcome of a launch.
 fn launched(
     run: Result<KernelRun, RunError>,
-    check: &str,
+    check: Check,
     outcome: &mut Outcome,
 ) -> Option<KernelRun> {
     match run {
@@ -337,8 +339,8 @@ fn launched(
             outcome.verdict(check, "", u64::max(written, 1), None);
             Some(run)
         }
-        Err(error) if error.skipped && check != "launch" => {
-            outcome.skip(check, &error.message, 1);
+        Err(error) if error.skipped && check != Check::Launch => {
+            outcome.skip(check.as_str(), &error.message, 1);
             None
         }
         Err(error) => {
@@ -351,15 +353,15 @@ fn launched(
 fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
     let buffers = run.tensors.len() as u64;
     for (check, kinds) in [
-        ("guards", &[ViolationKind::Guard, ViolationKind::Gap][..]),
-        ("inputs_unchanged", &[ViolationKind::Input][..]),
+        (Check::Guards, &[ViolationKind::Guard, ViolationKind::Gap][..]),
+        (Check::InputsUnchanged, &[ViolationKind::Input][..]),
     ] {
-        if outcome.is_blind(runner, check, 1) {
+        if outcome.is_blind(runner, &check, 1) {
             continue;
         }
         let mut found = run.violations.iter().filter(|v| kinds.contains(&v.kind)).peekable();
         if found.peek().is_none() {
-            outcome.verdict(check, "", buffers.max(1), None);
+            outcome.verdict(check.clone(), "", buffers.max(1), None);
         }
         for violation in found {
             let message = format!(
@@ -373,7 +375,7 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
                     && known.message.ends_with(&message)
             };
             if !outcome.checks.iter().any(is_it) {
-                outcome.verdict(check, &violation.buffer, buffers.max(1), Some(message));
+                outcome.verdict(check.clone(), &violation.buffer, buffers.max(1), Some(message));
             }
         }
     }

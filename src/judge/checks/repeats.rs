@@ -9,6 +9,7 @@ use crate::judge::runner::Runner;
 use crate::judge::truth::Truth;
 use crate::judge::{agreement, failing};
 use crate::operator::{KernelRun, OracleTensor, PreparedCase, Repeat, Sequence};
+use crate::record::Check;
 
 /// Runs again: the same way, under another poison, after other data, under random schedules.
 pub(super) fn repeat_checks(
@@ -20,40 +21,89 @@ pub(super) fn repeat_checks(
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
-    if let Some(second) = launch(prepared, runner, truth, Contract::NAN, "launch", outcome) {
-        same_results("repeatable", runner, first, &second, budgets, outcome);
-    }
-    let blind =
-        ["poison_independent", "fully_written"].map(|check| outcome.is_blind(runner, check, 1));
-    if blind != [true; 2]
-        && let Some(other) = launch(prepared, runner, truth, Contract::HUGE, "launch", outcome)
-    {
-        memory_checks(runner, &other, outcome);
-        same_results("poison_independent", runner, first, &other, budgets, outcome);
-        fully_written(first, &other, outcome);
-    }
+    // The same kernels on the same data have the races that the first run had.
+    runner.watch_races(false);
+    let again = Again { prepared, runner, truth, first, budgets };
+    again.run(outcome);
     if options.sequence {
         sequence_check(prepared, runner, first, budgets, outcome);
     } else {
         outcome.skip(
-            "sequence",
+            Check::Sequence.as_str(),
             "of a sweep on the emulator every third case is called in sequence",
             1,
         );
     }
+    runner.watch_races(true);
     let schedules = u64::from(options.schedules);
-    if schedules > 0 && outcome.is_blind(runner, "schedule_independent", schedules) {
+    if schedules > 0 && outcome.is_blind(runner, &Check::ScheduleIndependent, schedules) {
         return;
     }
     for schedule in 1..=schedules {
         let before = outcome.checks.len();
         runner.set_schedule_seed(Some(schedule));
-        let run = launch(prepared, runner, truth, Contract::NAN, "launch", outcome);
+        let run = launch(prepared, runner, truth, Contract::NAN, Check::Launch, outcome);
         runner.set_schedule_seed(None);
         if let Some(run) = run {
-            same_results("schedule_independent", runner, first, &run, budgets, outcome);
+            same_results(Check::ScheduleIndependent, runner, first, &run, budgets, outcome);
         }
         outcome.name_run(before, &format!("under schedule {schedule}"));
+    }
+}
+
+/// The case again, on the same data.
+struct Again<'a> {
+    prepared: &'a dyn PreparedCase,
+    runner: &'a dyn Runner,
+    truth: &'a Truth,
+    first: &'a KernelRun,
+    budgets: &'a [(&'a OracleTensor, Budget)],
+}
+
+impl Again<'_> {
+    /// The same way, and under another poison. A run under another poison that gives the same is
+    /// a second run as well, where runs differ in nothing else.
+    fn run(&self, outcome: &mut Outcome) {
+        let blind = [Check::PoisonIndependent, Check::FullyWritten]
+            .map(|check| outcome.is_blind(self.runner, &check, 1));
+        if blind == [true; 2] {
+            return self.repeat(outcome);
+        }
+        if !self.runner.runs_alike() {
+            self.repeat(outcome);
+        }
+        let other = self.launched(Contract::HUGE, outcome);
+        let mut held = Outcome::default();
+        if let Some(other) = &other {
+            self.same(Check::PoisonIndependent, other, &mut held);
+        }
+        if self.runner.runs_alike() {
+            match &other {
+                Some(other) if held.failures().next().is_none() => {
+                    self.same(Check::Repeatable, other, outcome);
+                }
+                _ => self.repeat(outcome),
+            }
+        }
+        let Some(other) = &other else { return };
+        memory_checks(self.runner, other, outcome);
+        outcome.checks.append(&mut held.checks);
+        outcome.skips.append(&mut held.skips);
+        fully_written(self.first, other, outcome);
+    }
+
+    fn repeat(&self, outcome: &mut Outcome) {
+        if let Some(second) = self.launched(Contract::NAN, outcome) {
+            self.same(Check::Repeatable, &second, outcome);
+        }
+    }
+
+    fn launched(&self, contract: Contract, outcome: &mut Outcome) -> Option<KernelRun> {
+        launch(self.prepared, self.runner, self.truth, contract, Check::Launch, outcome)
+    }
+
+    fn same(&self, check: Check, run: &KernelRun, outcome: &mut Outcome) {
+        same_results(check, self.runner, self.first, run, self.budgets, outcome);
     }
 }
 
@@ -65,14 +115,14 @@ pub(super) fn sequence_check(
     budgets: &[(&OracleTensor, Budget)],
     outcome: &mut Outcome,
 ) {
-    const CHECK: &str = "sequence";
-    if outcome.is_blind(runner, CHECK, 1) {
+    const CHECK: Check = Check::Sequence;
+    if outcome.is_blind(runner, &CHECK, 1) {
         return;
     }
     let Sequence { repeats, stray_writes, skips } = match runner.sequence(prepared, Contract::NAN) {
         Ok(Some(sequence)) => sequence,
         Ok(None) => return,
-        Err(error) if error.skipped => return outcome.skip(CHECK, &error.message, 1),
+        Err(error) if error.skipped => return outcome.skip(CHECK.as_str(), &error.message, 1),
         Err(error) => return outcome.failed(CHECK, error),
     };
     outcome.skips.extend(skips);
@@ -94,7 +144,7 @@ pub(super) fn sequence_check(
 
 /// Bit equality, or, for sums by atomics, a difference within the budget.
 pub(super) fn same_results(
-    check: &str,
+    check: Check,
     runner: &dyn Runner,
     first: &KernelRun,
     second: &KernelRun,
@@ -121,7 +171,7 @@ pub(super) fn same_results(
         } else {
             beyond()
         };
-        outcome.verdict(check, a.name, a.tensor.elements() as u64, problem);
+        outcome.verdict(check.clone(), a.name, a.tensor.elements() as u64, problem);
     }
 }
 
@@ -149,7 +199,7 @@ pub(super) fn fully_written(nan: &KernelRun, huge: &KernelRun, outcome: &mut Out
                 agreement::unflatten(first, &a.tensor.shape)
             )
         });
-        outcome.verdict("fully_written", a.name, elements as u64, problem);
+        outcome.verdict(Check::FullyWritten, a.name, elements as u64, problem);
         outcome.name_elements(failing::elements(&unwritten, &a.tensor.shape, None));
     }
 }

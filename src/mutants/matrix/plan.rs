@@ -11,7 +11,7 @@ use crate::case::{Case, CaseError};
 use crate::mutants::generated::{self, Class, GeneratedMutant, MutationError};
 use crate::mutants::planted::Mutant;
 use crate::operator::AnyOperator;
-use crate::record::{GeneratedRecord, MutantRecord, MutantStatus, Skip};
+use crate::record::{Check, GeneratedRecord, MutantRecord, MutantStatus, Skip};
 
 /// Options for the generated mutants.
 #[derive(Clone, Copy, Debug)]
@@ -144,6 +144,6 @@ pub fn plan(
 const EMULATOR_SEES: &str = "guard pages and random schedules, which show them, are the emulator's";
 
 /// Whether only the emulator has what a check needs.
-fn only_emulator_sees(check: &str) -> bool {
-    matches!(check, "launch" | "schedule_independent")
+fn only_emulator_sees(check: &Check) -> bool {
+    matches!(check, Check::Launch | Check::ScheduleIndependent)
 }

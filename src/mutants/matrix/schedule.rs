@@ -12,7 +12,7 @@ use dsv4_runtime::SourceTree;
 use dsv4_runtime::process::isolate;
 
 use super::trial::{Answer, Subject, Trial, unjudged};
-use crate::record::{MutantRecord, MutantStatus};
+use crate::record::{Check, MutantRecord, MutantStatus};
 
 /// How to run trials.
 #[derive(Clone, Debug)]
@@ -180,7 +180,7 @@ fn killed_by_launch(
     let killing_case = cases_run.checked_sub(1).and_then(|last| cases.get(last as usize).cloned());
     MutantRecord {
         status: MutantStatus::Killed,
-        killed_by: vec!["launch".into()],
+        killed_by: vec![Check::Launch],
         cases_run,
         killing_case: killing_case.unwrap_or_default(),
         reason,
@@ -220,7 +220,7 @@ mod tests {
         run(&schedule, &[trial.clone(), trial], &dsv4_kernels::sources(), &|_, _| Ok(()))
     }
 
-    fn killed_by(fates: Fates) -> Vec<(Vec<String>, String)> {
+    fn killed_by(fates: Fates) -> Vec<(Vec<Check>, String)> {
         let records = fates.into_iter().map(|fate| fate.expect("it ran"));
         records.map(|record| (record.killed_by, record.reason)).collect()
     }

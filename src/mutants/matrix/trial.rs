@@ -13,7 +13,7 @@ use crate::mutants::generated::GeneratedMutant;
 use crate::mutants::planted::{Mutant, MutantError};
 use crate::operator::ModuleSpecification;
 use crate::operators::registry;
-use crate::record::{CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
+use crate::record::{Check, CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
 /// The request to a child process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -138,7 +138,8 @@ pub fn run(
 /// Why the kernels could not be launched, if they could not. A mutant that does not compile, or
 /// whose launch is rejected, shows nothing about the checks.
 fn not_launched(outcome: &Outcome) -> Option<String> {
-    let error = |check: &&CheckRecord| check.verdict == Verdict::Error && check.check == "launch";
+    let error =
+        |check: &&CheckRecord| check.verdict == Verdict::Error && check.check == Check::Launch;
     outcome.failures().find(error).map(|check| check.message.clone())
 }
 

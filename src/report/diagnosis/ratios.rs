@@ -59,7 +59,7 @@ pub(super) fn ratios(operator: Option<&OperatorRecord>, cases: &[&CaseRecord]) -
     let mut of_tensor: Vec<(&str, Vec<(&CaseRecord, &CheckRecord)>)> = Vec::new();
     for case in cases {
         for check in super::order::findings(case).iter().map(|finding| finding.check) {
-            if !matches!(check.check.as_str(), "forward" | "gradient") || check.metrics.is_none() {
+            if !check.check.is_agreement() || check.metrics.is_none() {
                 continue;
             }
             match of_tensor.iter_mut().find(|(tensor, _)| *tensor == check.tensor) {

@@ -393,8 +393,10 @@ impl<'a> Side<'a> {
         let (line, part) = (case.case.to_string(), Part::of(case));
         let again = self.cases.contains_key(&line);
         let unchecked = ("checks", "", Standing::Error);
-        let checks =
-            case.checks.iter().map(|check| (&*check.check, &*check.tensor, Standing::of(check)));
+        let checks = case
+            .checks
+            .iter()
+            .map(|check| (check.check.as_str(), &*check.tensor, Standing::of(check)));
         for (check, tensor, standing) in checks.chain(case.checks.is_empty().then_some(unchecked)) {
             if !again || standing != Standing::Pass {
                 let said = Said { line: line.clone(), part, standing };
@@ -447,7 +449,7 @@ impl<'a> Side<'a> {
         self.of_part(Part::Swept)
             .filter_map(|(line, case)| {
                 let check =
-                    case.checks.iter().find(|one| one.check == key.0 && one.tensor == key.1)?;
+                    case.checks.iter().find(|one| one.check == *key.0 && one.tensor == key.1)?;
                 Some((line.as_str(), check.metrics.as_ref()?))
             })
             .collect()
@@ -879,7 +881,7 @@ fn example(side: &Side, keys: &[&CheckKey]) -> Option<(String, String)> {
     lines.sort_by_key(|(_, line)| side.cases[*line].origin != Origin::Shrunk);
     let (key, line) = lines.first()?;
     let case = side.cases[*line];
-    let check = case.checks.iter().find(|check| check.check == key.0 && check.tensor == key.1);
+    let check = case.checks.iter().find(|check| check.check == *key.0 && check.tensor == key.1);
     Some((check.map_or(String::new(), |check| check.message.clone()), case.replay.clone()))
 }
 
@@ -1030,7 +1032,7 @@ fn of_operator<'a>(
 /// The result of a mutant.
 fn fate(mutant: &MutantRecord) -> String {
     match mutant.status {
-        MutantStatus::Killed => format!("killed by {}", mutant.killed_by.join(", ")),
+        MutantStatus::Killed => format!("killed by {}", mutant.killers()),
         MutantStatus::Survived => "survived".to_owned(),
         MutantStatus::Equivalent => "equivalent".to_owned(),
         MutantStatus::Invalid => "not runnable".to_owned(),
