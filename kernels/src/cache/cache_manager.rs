@@ -18,11 +18,15 @@
 //!
 //! A rejected call changes nothing.
 
-use std::collections::{HashMap, HashSet};
+mod free_list;
+mod prefixes;
+
 use std::ops::Range;
 
 use thiserror::Error;
 
+use self::free_list::FreeList;
+use self::prefixes::Prefixes;
 use crate::cache::cache_layout::{CacheLayout, LayerKind, TOKENS_PER_PAGE, WINDOW};
 
 /// The hash of all tokens from the first one to the end of a page.
@@ -103,7 +107,7 @@ pub enum CacheError {
     #[error("the cache was made without snapshots")]
     NoSnapshots,
     /// Not a sequence, or one that was released.
-    #[error("sequence {0:?} is not under way")]
+    #[error("sequence {0:?} is not active")]
     UnknownSequence(SequenceId),
     /// A step, or a prompt, without tokens.
     #[error("there are no tokens")]
@@ -132,6 +136,14 @@ pub enum CacheError {
     /// The state of a sequence can be saved at the end of a page.
     #[error("a sequence of {0} tokens does not end where a page ends")]
     NotAtPageEnd(usize),
+    /// A position at which a sequence has no token yet.
+    #[error("`position` is {position}: the sequence has {tokens} tokens")]
+    NoSuchPosition {
+        /// The position.
+        position: usize,
+        /// Tokens of the sequence.
+        tokens: usize,
+    },
     /// A slot number beyond `i32`.
     #[error("`{argument}` is {value}: slots would not fit into 32 bits")]
     TooMany {
@@ -153,15 +165,6 @@ struct Page {
     prefix: Option<Prefix>,
 }
 
-/// A page that later sequences may find.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct CachedPage {
-    page: usize,
-    parent: Option<Prefix>,
-    snapshot: Option<usize>,
-    last_used: u64,
-}
-
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Sequence {
     generation: u64,
@@ -176,11 +179,12 @@ struct Sequence {
 pub struct CacheManager {
     layout: CacheLayout,
     capacity: Capacity,
+    /// Pages that were ever taken.
     pages: Vec<Page>,
-    /// Free pages; the last one is taken first.
-    free_pages: Vec<usize>,
-    free_snapshots: Vec<usize>,
-    cached: HashMap<Prefix, CachedPage>,
+    free_pages: FreeList,
+    free_snapshots: FreeList,
+    cached: Prefixes,
+    /// States that were ever taken.
     sequences: Vec<Option<Sequence>>,
     /// Counts admissions and uses of prefixes.
     clock: u64,
@@ -205,11 +209,11 @@ impl CacheManager {
             }
         }
         Ok(Self {
-            pages: vec![Page::default(); capacity.num_pages],
-            free_pages: (0..capacity.num_pages).rev().collect(),
-            free_snapshots: (0..capacity.num_snapshots).rev().collect(),
-            cached: HashMap::new(),
-            sequences: vec![None; capacity.num_sequences],
+            pages: Vec::new(),
+            free_pages: FreeList::below(capacity.num_pages),
+            free_snapshots: FreeList::below(capacity.num_snapshots),
+            cached: Prefixes::default(),
+            sequences: Vec::new(),
             clock: 0,
             layout,
             capacity,
@@ -223,7 +227,7 @@ impl CacheManager {
 
     /// Pages that a step can get: free pages, and pages of prefixes that no sequence holds.
     pub fn available_pages(&self) -> usize {
-        self.free_pages.len() + self.evictable().len()
+        self.free_pages.len() + self.cached.evictable()
     }
 
     /// Starts a sequence with the longest cached prefix of its prompt that has a snapshot. The
@@ -235,21 +239,25 @@ impl CacheManager {
         if prompt.is_empty() {
             return Err(CacheError::NoTokens);
         }
-        let slot = self.sequences.iter().position(Option::is_none);
-        let slot = slot.ok_or(CacheError::OutOfSequences(self.capacity.num_sequences))?;
+        let released = self.sequences.iter().position(Option::is_none);
+        let slot = released.unwrap_or(self.sequences.len());
+        if slot == self.capacity.num_sequences {
+            return Err(CacheError::OutOfSequences(slot));
+        }
         let found = self.longest_prefix(&prompt[..prompt.len() - 1]);
-        let restore = found.last().and_then(|prefix| self.cached[prefix].snapshot);
+        let restore = found.last().and_then(|prefix| self.cached.snapshot(prefix));
         self.clock += 1;
         let mut block_table = Vec::with_capacity(found.len());
-        for prefix in &found {
-            if let Some(cached) = self.cached.get_mut(prefix) {
-                cached.last_used = self.clock;
-                self.pages[cached.page].holders += 1;
-                block_table.push(cached.page);
+        for &prefix in &found {
+            if let Some(page) = self.cached.used(prefix, self.clock) {
+                self.pages[page].holders += 1;
+                self.cached.set_held(prefix, true);
+                block_table.push(page);
             }
         }
         let cached_tokens = found.len() * TOKENS_PER_PAGE;
         let tokens = prompt[..cached_tokens].to_vec();
+        self.sequences.resize(self.sequences.len().max(slot + 1), None);
         self.sequences[slot] =
             Some(Sequence { generation: self.clock, tokens, drafts: 0, block_table });
         let sequence = SequenceId { slot: slot as u32, generation: self.clock };
@@ -327,17 +335,18 @@ impl CacheManager {
         let (prefixes, block_table) = (prefixes_of(&sequence.tokens), sequence.block_table.clone());
         self.clock += 1;
         for (at, (&prefix, &page)) in prefixes.iter().zip(&block_table).enumerate() {
-            let parent = at.checked_sub(1).map(|before| prefixes[before]);
-            self.remember(prefix, page, parent);
+            let parent = at.checked_sub(1).map(|before| (prefixes[before], at));
+            if self.cached.remember(prefix, page, parent, self.clock) {
+                self.pages[page].prefix = Some(prefix);
+            }
         }
         let last = prefixes[prefixes.len() - 1];
-        if self.cached[&last].snapshot.is_some() {
+        if self.cached.snapshot(&last).is_some() {
             return Ok(None);
         }
-        let snapshot = self.free_snapshots.pop().or_else(|| self.oldest_snapshot());
-        if let Some(cached) = self.cached.get_mut(&last) {
-            cached.snapshot = snapshot;
-        }
+        let free = self.free_snapshots.take();
+        let snapshot = free.or_else(|| self.cached.take_oldest_snapshot());
+        self.cached.set_snapshot(last, snapshot);
         Ok(snapshot)
     }
 
@@ -374,16 +383,16 @@ impl CacheManager {
     /// ratio) of them (inference 6.1). Empty where the layer has no entries.
     ///
     /// # Errors
-    /// A sequence that is not running.
+    /// A sequence that is not running, or a position that it does not have.
     pub fn entry_slots(
         &self,
         id: SequenceId,
         kind: LayerKind,
         position: usize,
     ) -> Result<Vec<i32>> {
-        let sequence = self.sequence(id)?;
+        let sequence = self.at(id, position)?;
         let Some(ratio) = kind.ratio() else { return Ok(Vec::new()) };
-        let entries = (position + 1).min(sequence.tokens.len()) / ratio;
+        let entries = (position + 1) / ratio;
         Ok((0..entries).map(|entry| entry_slot(&sequence.block_table, kind, entry)).collect())
     }
 
@@ -391,9 +400,9 @@ impl CacheManager {
     /// (inference 13.3).
     ///
     /// # Errors
-    /// A sequence that is not running.
+    /// A sequence that is not running, or a position that it does not have.
     pub fn window_slots(&self, id: SequenceId, position: usize) -> Result<Vec<i32>> {
-        self.sequence(id)?;
+        self.at(id, position)?;
         let rows = self.layout.window_rows;
         let first = (position + 1).saturating_sub(WINDOW);
         let mut slots: Vec<i32> =
@@ -406,6 +415,16 @@ impl CacheManager {
         let own = self.sequences.get(id.slot()).and_then(Option::as_ref);
         own.filter(|sequence| sequence.generation == id.generation)
             .ok_or(CacheError::UnknownSequence(id))
+    }
+
+    /// The sequence, which has this position.
+    fn at(&self, id: SequenceId, position: usize) -> Result<&Sequence> {
+        let sequence = self.sequence(id)?;
+        let tokens = sequence.tokens.len();
+        if position < tokens {
+            return Ok(sequence);
+        }
+        Err(CacheError::NoSuchPosition { position, tokens })
     }
 
     fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
@@ -444,83 +463,37 @@ impl CacheManager {
 
     /// The cached prefixes of these tokens, up to the last one that has a snapshot.
     fn longest_prefix(&self, tokens: &[u32]) -> Vec<Prefix> {
-        let cached = |prefix: &Prefix| self.cached.contains_key(prefix);
+        let cached = |prefix: &Prefix| self.cached.contains(prefix);
         let mut found: Vec<Prefix> = prefixes_of(tokens).into_iter().take_while(cached).collect();
-        let usable = found.iter().rposition(|prefix| self.cached[prefix].snapshot.is_some());
+        let usable = found.iter().rposition(|prefix| self.cached.snapshot(prefix).is_some());
         found.truncate(usable.map_or(0, |last| last + 1));
         found
-    }
-
-    /// Registers a page as the end of a prefix, unless another page already holds the same.
-    fn remember(&mut self, prefix: Prefix, page: usize, parent: Option<Prefix>) {
-        let last_used = self.clock;
-        let entry = self.cached.entry(prefix);
-        entry.and_modify(|cached| cached.last_used = last_used).or_insert_with(|| {
-            self.pages[page].prefix = Some(prefix);
-            CachedPage { page, parent, snapshot: None, last_used }
-        });
-    }
-
-    /// Takes the least recently used snapshot from its prefix.
-    fn oldest_snapshot(&mut self) -> Option<usize> {
-        let with_snapshot = self.cached.values_mut().filter(|cached| cached.snapshot.is_some());
-        with_snapshot.min_by_key(|cached| (cached.last_used, cached.page))?.snapshot.take()
-    }
-
-    /// Prefixes that no sequence holds, directly or through a longer prefix.
-    fn evictable(&self) -> Vec<Prefix> {
-        let mut needed: HashSet<Prefix> = HashSet::new();
-        for cached in self.cached.values().filter(|cached| self.pages[cached.page].holders > 0) {
-            let mut parent = cached.parent;
-            while let Some(prefix) = parent.filter(|prefix| needed.insert(*prefix)) {
-                parent = self.cached.get(&prefix).and_then(|cached| cached.parent);
-            }
-        }
-        let unused = |(prefix, cached): &(&Prefix, &CachedPage)| {
-            self.pages[cached.page].holders == 0 && !needed.contains(*prefix)
-        };
-        self.cached.iter().filter(unused).map(|(prefix, _)| *prefix).collect()
     }
 
     /// Returns `needed` pages, or none at all. Prefixes are evicted only as needed, the least
     /// recently used first, and never before the prefixes that continue them.
     fn take_pages(&mut self, needed: usize) -> Result<Vec<usize>> {
-        if needed > self.free_pages.len() {
-            let mut evictable = self.evictable();
-            let available = self.free_pages.len() + evictable.len();
-            if needed > available {
-                return Err(CacheError::OutOfPages { needed, available });
-            }
-            // A longer prefix was never used later than the prefix that it continues: it comes
-            // earlier in this order, or ties with it.
-            let depth = |prefix: &Prefix| {
-                std::iter::successors(Some(*prefix), |p| self.cached[p].parent).count()
-            };
-            evictable.sort_by_key(|prefix| {
-                (self.cached[prefix].last_used, std::cmp::Reverse(depth(prefix)), *prefix)
-            });
-            for prefix in evictable.into_iter().take(needed - self.free_pages.len()) {
-                self.forget(prefix);
+        for prefix in self.cached.to_evict(needed, self.free_pages.len())? {
+            if let Some((page, snapshot)) = self.cached.forget(prefix) {
+                snapshot.into_iter().for_each(|snapshot| self.free_snapshots.give_back(snapshot));
+                self.pages[page].prefix = None;
+                self.free_pages.give_back(page);
             }
         }
-        let pages = self.free_pages.split_off(self.free_pages.len() - needed);
+        let pages: Vec<usize> = (0..needed).filter_map(|_| self.free_pages.take()).collect();
+        let last = pages.iter().max().map_or(0, |&page| page + 1);
+        self.pages.resize(self.pages.len().max(last), Page::default());
         pages.iter().for_each(|&page| self.pages[page].holders = 1);
         Ok(pages)
-    }
-
-    fn forget(&mut self, prefix: Prefix) {
-        if let Some(cached) = self.cached.remove(&prefix) {
-            self.free_snapshots.extend(cached.snapshot);
-            self.pages[cached.page].prefix = None;
-            self.free_pages.push(cached.page);
-        }
     }
 
     fn give_back(&mut self, block_table: Vec<usize>) {
         for page in block_table {
             self.pages[page].holders -= 1;
-            if self.pages[page] == Page::default() {
-                self.free_pages.push(page);
+            match self.pages[page] {
+                Page { holders: 0, prefix: None } => self.free_pages.give_back(page),
+                Page { holders: 0, prefix: Some(prefix) } => self.cached.set_held(prefix, false),
+                _ => {}
             }
         }
     }

@@ -12,7 +12,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-use super::{Admitted, CacheError, CacheManager, Capacity, SequenceId, SlotMapping};
+use super::prefixes::Prefixes;
+use super::{Admitted, CacheError, CacheManager, Capacity, Prefix, SequenceId, SlotMapping};
 use crate::cache::cache_layout::{CacheConfig, CacheLayout, LayerKind, TOKENS_PER_PAGE};
 use crate::cache::kv_cache::RowFormat;
 
@@ -311,8 +312,11 @@ impl Model {
     /// difference.
     fn check(&self) -> Result<(), String> {
         let CacheManager { cached, free_snapshots, capacity, .. } = &self.manager;
-        let saved = cached.values().filter(|cached| cached.snapshot.is_some()).count();
-        assert_eq!(saved + free_snapshots.len(), capacity.num_snapshots, "a snapshot is lost");
+        assert_eq!(
+            cached.num_snapshots() + free_snapshots.len(),
+            capacity.num_snapshots,
+            "a snapshot is lost"
+        );
         let mut owners: HashMap<i32, (usize, u64)> = HashMap::new();
         for running in &self.running {
             let Running { id, tokens, .. } = running;
@@ -584,4 +588,100 @@ fn calls_that_make_no_sense_are_refused_by_name() {
     let huge = Capacity { num_pages: 1 << 26, num_sequences: 1, num_snapshots: 0 };
     let refused = CacheManager::new(layout, huge).expect_err("a refusal").to_string();
     assert!(refused.contains("`num_pages` is 67108864"), "{refused}");
+    let none = CacheError::NoSuchPosition { position: usize::MAX, tokens: 0 };
+    assert_eq!(model.manager.window_slots(next, usize::MAX), Err(none));
+    assert_eq!(model.manager.entry_slots(next, LayerKind::Csa, usize::MAX), Err(none));
+}
+
+#[test]
+fn the_largest_capacity_takes_memory_for_what_is_used_alone() {
+    let small = Capacity { num_pages: 1, num_sequences: 1, num_snapshots: 0 };
+    let layout = Model::new(small, Fault::None).manager.layout().clone();
+    let most = i32::MAX as usize;
+    let largest = Capacity {
+        num_pages: most / LayerKind::Csa.entries_per_page(),
+        num_sequences: most / layout.window_rows.max(layout.state_rows(LayerKind::Hca)),
+        num_snapshots: most,
+    };
+    let mut manager = CacheManager::new(layout, largest).expect("a manager");
+    let id = manager.admit(&[1]).expect("a sequence").sequence;
+    manager.step(id, &[0; 128], 0).expect("a page");
+    assert_eq!(manager.snapshot(id), Ok(Some(0)));
+    assert_eq!((manager.pages.len(), manager.sequences.len()), (1, 1));
+}
+
+/// The prefixes that `needed` evictions take, by the definition: always the first of all that are
+/// neither held nor continued.
+fn evicted_by_definition(
+    entries: &[(u64, usize, Option<usize>, bool)],
+    needed: usize,
+) -> Vec<usize> {
+    let mut left: Vec<usize> = (0..entries.len()).collect();
+    let mut evicted = Vec::new();
+    while evicted.len() < needed {
+        let free = |&&at: &&usize| {
+            !entries[at].3 && !left.iter().any(|&other| entries[other].2 == Some(at))
+        };
+        let age = |&&at: &&usize| (entries[at].0, std::cmp::Reverse(entries[at].1), at);
+        let Some(&next) = left.iter().filter(free).min_by_key(age) else { break };
+        left.retain(|&at| at != next);
+        evicted.push(next);
+    }
+    evicted
+}
+
+#[test]
+fn prefixes_are_evicted_in_the_order_of_the_definition() {
+    let name = |at: usize| -> Prefix {
+        let mut prefix = [0; 32];
+        prefix[..8].copy_from_slice(&(at as u64).to_be_bytes());
+        prefix
+    };
+    let entry = (0..4u64, any::<prop::sample::Index>(), any::<bool>(), 0..3u8);
+    let lists = proptest::collection::vec(entry, 1..40);
+    let mut runner =
+        TestRunner::new(Config { cases: 300, failure_persistence: None, ..Config::default() });
+    let checked = runner.run(&(lists, 0..45usize), |(list, needed)| {
+        let (mut prefixes, mut entries) = (Prefixes::default(), Vec::new());
+        for (at, (clock, parent, has_parent, held)) in list.into_iter().enumerate() {
+            let parent = (has_parent && at > 0).then(|| parent.index(at));
+            let depth = parent.map_or(0, |parent: usize| {
+                let of: &(u64, usize, Option<usize>, bool) = &entries[parent];
+                of.1
+            });
+            let above = parent.map(|parent| (name(parent), depth));
+            prefixes.remember(name(at), at, above, clock);
+            prefixes.set_held(name(at), held == 0);
+            entries.push((clock, depth + 1, parent, held == 0));
+        }
+        let expected = evicted_by_definition(&entries, needed);
+        let found = prefixes.to_evict(needed, 0);
+        if expected.len() < needed {
+            let available = expected.len();
+            prop_assert_eq!(found, Err(CacheError::OutOfPages { needed, available }));
+        } else {
+            prop_assert_eq!(found, Ok(expected.into_iter().map(name).collect()));
+        }
+        Ok(())
+    });
+    checked.expect("every order");
+}
+
+#[test]
+fn a_step_beside_a_long_cached_chain_evicts_its_end_alone() {
+    let pages = 2048;
+    let capacity = Capacity { num_pages: pages + 1, num_sequences: 2, num_snapshots: 1 };
+    let mut model = Model::new(capacity, Fault::None);
+    let chain: Vec<u32> = (0..(pages * TOKENS_PER_PAGE) as u32).collect();
+    let first = model.manager.admit(&chain).expect("a sequence").sequence;
+    model.manager.step(first, &chain, 0).expect("pages");
+    model.manager.snapshot(first).expect("a snapshot");
+    model.manager.release(first).expect("a sequence");
+    let second = model.manager.admit(&[7]).expect("a sequence").sequence;
+    let last = *model.manager.cached.to_evict(2, 1).expect("pages").last().expect("one");
+    model.manager.step(second, &[7; 129], 0).expect("two pages");
+    assert!(!model.manager.cached.contains(&last));
+    assert_eq!(model.manager.available_pages(), pages - 1);
+    let tables = model.manager.block_table(second).expect("a table");
+    assert_eq!(tables, [pages as i32 - 1, pages as i32]);
 }
