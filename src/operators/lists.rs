@@ -40,6 +40,29 @@ pub enum Lengths {
     Hostile,
 }
 
+/// Values that no kernel may follow. Each is used before any is used again, and the seed decides
+/// their order: a small case has some of them, and which is no matter of its size.
+pub(crate) struct Hostile<T = i32> {
+    values: Vec<T>,
+    next: usize,
+}
+
+impl<T: Copy> Hostile<T> {
+    /// These values; `name` is that of the list.
+    pub(crate) fn new(seed: u64, name: &str, values: &[T]) -> Self {
+        let mut values = values.to_vec();
+        values.shuffle(Draw::new(seed, &format!("hostile {name}")).rng());
+        Self { values, next: 0 }
+    }
+
+    /// The next of them.
+    pub(crate) fn take(&mut self) -> T {
+        let value = self.values[self.next % self.values.len()];
+        self.next += 1;
+        value
+    }
+}
+
 impl IndexClass {
     /// Draws any of them.
     pub(crate) fn strategy() -> impl Strategy<Value = Self> {
@@ -60,7 +83,8 @@ impl IndexClass {
     ) -> Vec<i32> {
         let mut draw = Draw::new(seed, name);
         let keys = num_keys as i32;
-        let hostile = [-1, keys, keys.saturating_add(3), i32::MIN, i32::MAX, -1, -7];
+        let beyond = keys.saturating_add(3);
+        let mut hostile = Hostile::new(seed, name, &[-1, keys, beyond, i32::MIN, i32::MAX, -7]);
         let mut all = Vec::with_capacity(num_tokens * topk);
         let mut order: Vec<i32> = (0..keys).collect();
         for token in 0..num_tokens {
@@ -69,14 +93,13 @@ impl IndexClass {
                 let drawn = draw.rng().random_range(0..=i32::MAX);
                 let repeated = if keys == 0 { -1 } else { drawn % keys };
                 let distinct = order.get(slot).copied().unwrap_or(-1);
-                let bad = hostile[drawn as usize % hostile.len()];
                 let one_in_three = draw.rng().random_ratio(1, 3);
                 all.push(match self {
                     Self::Valid => distinct,
                     Self::Duplicates => repeated,
-                    Self::Hostile if one_in_three => bad,
+                    Self::Hostile if one_in_three => hostile.take(),
                     Self::LeadingMasked if slot < topk / 2 => -1,
-                    Self::EmptyRows if token % 3 == 0 => bad,
+                    Self::EmptyRows if token % 3 == 0 => hostile.take(),
                     Self::Hostile | Self::LeadingMasked | Self::EmptyRows => repeated,
                 });
             }
@@ -180,18 +203,17 @@ impl Lengths {
     pub(crate) fn draw(self, seed: u64, name: &str, count: usize, topk: usize) -> Option<Vec<i32>> {
         let mut draw = Draw::new(seed, name);
         let topk = topk as i32;
-        let hostile = [0, -1, topk.saturating_add(5), i32::MIN, i32::MAX, topk];
+        let values = [0, -1, topk.saturating_add(5), i32::MIN, i32::MAX, topk];
+        let mut hostile = Hostile::new(seed, name, &values);
         let within = |draw: &mut Draw| draw.rng().random_range(0..=topk);
         match self {
             Self::Absent => None,
             Self::Within => Some((0..count).map(|_| within(&mut draw)).collect()),
             Self::Hostile => {
-                let pick = |token: usize| hostile.get(token % 9).copied();
-                Some(
-                    (0..count)
-                        .map(|token| pick(token).unwrap_or_else(|| within(&mut draw)))
-                        .collect(),
-                )
+                let length = |token: usize| {
+                    if token % 3 == 2 { within(&mut draw) } else { hostile.take() }
+                };
+                Some((0..count).map(length).collect())
             }
         }
     }
@@ -202,6 +224,21 @@ mod tests {
     use dsv4_runtime::{DType, HostTensor};
 
     use super::*;
+
+    #[test]
+    fn each_hostile_value_comes_before_any_comes_again_and_each_is_the_first_of_some_seed() {
+        let values = [-1, 9, i32::MIN, i32::MAX];
+        let mut first = BTreeSet::new();
+        for seed in 0..40 {
+            let mut hostile = Hostile::new(seed, "slots", &values);
+            let taken: Vec<i32> = (0..8).map(|_| hostile.take()).collect();
+            first.insert(taken[0]);
+            for round in taken.chunks(4) {
+                assert_eq!(BTreeSet::from_iter(round.iter().copied()), values.into());
+            }
+        }
+        assert_eq!(first, values.into());
+    }
 
     #[test]
     fn distinct_lists_name_every_key_of_their_own_at_most_once() {

@@ -19,6 +19,7 @@ use crate::operators::cache::compressor::{
     EPILOGUE_LAW, check_epilogue, drawn_epilogue, epilogue_of_oracle, golden_projections,
     golden_table, made_by, of_width, pooling_of,
 };
+use crate::operators::lists::Hostile;
 
 /// The operator.
 pub struct CompressorStream;
@@ -169,9 +170,10 @@ impl CompressorStreamCase {
         let mut draw = Draw::new(self.data.seed, "slots");
         let mut order: Vec<i32> = (0..self.num_slots as i32).collect();
         order.shuffle(draw.rng());
-        let hostile = [-1, self.num_slots as i32, i32::MAX, i32::MIN];
+        let values = [-1, self.num_slots as i32, i32::MAX, i32::MIN];
+        let mut hostile = Hostile::new(self.data.seed, "slots", &values);
         let slot = |sequence: usize| match self.hostile && sequence % 3 == 1 {
-            true => hostile[sequence / 3 % hostile.len()],
+            true => hostile.take(),
             false => order[sequence],
         };
         (0..self.num_sequences).map(slot).collect()

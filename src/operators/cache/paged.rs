@@ -11,6 +11,7 @@ use crate::case::Draw;
 use crate::operator::declaration::Axis;
 use crate::operator::declared::{Refused, refuse};
 use crate::operator::tensors::{Tensors, permuted_along};
+use crate::operators::lists::Hostile;
 
 /// Largest page of a case, in bytes. The layer bounds the pages of a store together.
 const LARGEST_PAGE: usize = 1 << 31;
@@ -36,15 +37,16 @@ impl SlotClass {
     pub(crate) fn draw(self, seed: u64, num_tokens: usize, num_slots: usize) -> Vec<i32> {
         let mut draw = Draw::new(seed, "slots");
         let num_slots = num_slots as i32;
-        let hostile =
-            [-1, num_slots, i32::MIN, i32::MAX, num_slots.saturating_add(5), -num_slots.max(1)];
+        let beyond = num_slots.saturating_add(5);
+        let values = [-1, num_slots, i32::MIN, i32::MAX, beyond, -num_slots.max(1)];
+        let mut hostile = Hostile::new(seed, "slots", &values);
         let mut order: Vec<i32> = (0..num_slots).collect();
         if self != Self::Consecutive {
             order.shuffle(draw.rng());
         }
         let slot = |token: usize| {
             if self == Self::Hostile && token % 3 == 1 {
-                hostile[token / 3 % hostile.len()]
+                hostile.take()
             } else {
                 order.get(token).copied().unwrap_or(-1)
             }

@@ -9,6 +9,7 @@ use rand::Rng;
 
 use crate::operator::fields::{extent, tensor};
 use crate::operator::prelude::*;
+use crate::operators::lists::Hostile;
 
 /// The operator.
 pub struct MoeMap;
@@ -252,7 +253,8 @@ impl MoeMapCase {
 pub(crate) fn draw_experts(c: &MoeMapCase) -> Vec<i32> {
     let mut draw = Draw::new(c.seed, "topk_indices");
     let experts = c.num_experts as i32;
-    let bad = [-1, experts, i32::MIN, i32::MAX, experts + 3, -7];
+    let values = [-1, experts, i32::MIN, i32::MAX, experts + 3, -7];
+    let mut hostile = Hostile::new(c.seed, "topk_indices", &values);
     let one = draw.rng().random_range(0..experts);
     let mut of_token = 0;
     let slot = |slot: usize| {
@@ -265,14 +267,12 @@ pub(crate) fn draw_experts(c: &MoeMapCase) -> Vec<i32> {
             Experts::Distinct => (of_token + (place as i32 * 7) % experts.max(8)) % experts,
             Experts::Repeated => drawn,
             Experts::Hostile if token % 5 == 3 => -1,
-            Experts::Hostile if draw.rng().random_ratio(1, 4) => {
-                bad[draw.rng().random_range(0..bad.len())]
-            }
+            Experts::Hostile if draw.rng().random_ratio(1, 4) => hostile.take(),
             Experts::Hostile => drawn,
             Experts::One => one,
             Experts::Skewed if draw.rng().random_ratio(1, 20) => drawn,
             Experts::Skewed => 0,
-            Experts::None => bad[slot % bad.len()],
+            Experts::None => hostile.take(),
         }
     };
     (0..c.num_slots()).map(slot).collect()

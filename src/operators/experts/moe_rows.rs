@@ -7,6 +7,7 @@ use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::fields::{elements, extent};
 use crate::operator::prelude::*;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase};
+use crate::operators::lists::Hostile;
 
 /// Sizes, slots and types: fields that are flattened into cases.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -166,10 +167,11 @@ impl MoeRows {
             unused.for_each(|(number, _)| *number = f64::NAN);
         });
         if self.experts == Experts::Hostile {
-            let nowhere = [-1, tokens.len() as i32, i32::MIN, i32::MAX];
+            let values = [-1, tokens.len() as i32, i32::MIN, i32::MAX];
+            let mut nowhere = Hostile::new(self.data.seed, "token_topk_to_pos", &values);
             tensors.edit_i32s("token_topk_to_pos", |all| {
                 let unused = all.iter_mut().filter(|position| **position < 0);
-                unused.zip(nowhere.iter().cycle()).for_each(|(position, none)| *position = *none);
+                unused.for_each(|position| *position = nowhere.take());
             });
         }
         Ok(())

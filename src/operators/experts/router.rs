@@ -11,6 +11,7 @@ use rand::Rng;
 
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
+use crate::operators::lists::Hostile;
 
 /// The operator.
 pub struct Router;
@@ -531,14 +532,11 @@ fn draw_bias(c: &RouterCase) -> Vec<f64> {
 fn draw_table(c: &RouterCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "tid2eid");
     let experts = c.num_experts as i32;
-    let hostile = [-1, experts, i32::MAX, i32::MIN, experts + 3];
+    let values = [-1, experts, i32::MAX, i32::MIN, experts + 3];
+    let mut hostile = Hostile::new(c.data.seed, "tid2eid", &values);
     let entry = |at: usize| {
         let drawn = draw.rng().random_range(0..experts);
-        if c.routing == Routing::HashedHostile && at % 7 == 3 {
-            hostile[at / 7 % hostile.len()]
-        } else {
-            drawn
-        }
+        if c.routing == Routing::HashedHostile && at % 7 == 3 { hostile.take() } else { drawn }
     };
     (0..c.vocab_size * c.topk).map(entry).collect()
 }
@@ -547,13 +545,11 @@ fn draw_table(c: &RouterCase) -> Vec<i32> {
 fn draw_ids(c: &RouterCase, padding: &[bool]) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "token_ids");
     let size = c.vocab_size as i32;
-    let beyond = [size, i32::MAX, size + 3];
+    let mut beyond = Hostile::new(c.data.seed, "token_ids", &[size, i32::MAX, size + 3]);
     let id = |(token, &padding): (usize, &bool)| match (padding, c.vocab_size) {
         (true, _) => -1 - token as i32,
-        (false, 0) => beyond[token % beyond.len()],
-        _ if c.routing == Routing::HashedHostile && token % 4 == 3 => {
-            beyond[token / 4 % beyond.len()]
-        }
+        (false, 0) => beyond.take(),
+        _ if c.routing == Routing::HashedHostile && token % 4 == 3 => beyond.take(),
         _ => draw.rng().random_range(0..size),
     };
     padding.iter().enumerate().map(id).collect()

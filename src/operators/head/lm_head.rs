@@ -8,6 +8,7 @@ use rand::Rng;
 use crate::operator::benchmarks::{Whole, spread};
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
+use crate::operators::lists::Hostile;
 
 /// The operator.
 pub struct LmHead;
@@ -198,9 +199,9 @@ fn sample_tokens(_: &Whole<'_, LmHead>, c: &mut LmHeadCase, _: &mut Tensors) {
 fn draw_rows(c: &LmHeadCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "rows");
     let tokens = c.num_tokens as i32;
-    let hostile = [-1, tokens, i32::MAX, i32::MIN];
+    let mut hostile = Hostile::new(c.data.seed, "rows", &[-1, tokens, i32::MAX, i32::MIN]);
     let row = |at: usize| match c.rows {
-        Rows::Hostile if at % 3 == 1 => hostile[at / 3 % hostile.len()],
+        Rows::Hostile if at % 3 == 1 => hostile.take(),
         _ if tokens == 0 => -1,
         _ => draw.rng().random_range(0..tokens),
     };

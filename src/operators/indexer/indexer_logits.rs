@@ -17,7 +17,7 @@ use crate::operator::fields::{Implementation, extent, tensor};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operators::indexer::ranking::{self, draw_offsets, draw_sequences};
-use crate::operators::lists::Lengths;
+use crate::operators::lists::{Hostile, Lengths};
 
 /// The operator.
 pub struct IndexerLogits;
@@ -825,19 +825,14 @@ fn draw_operands(c: &IndexerLogitsCase, tensors: &mut Tensors) {
 fn draw_ranges(c: &IndexerLogitsCase) -> [Vec<i32>; 2] {
     let mut draw = Draw::new(c.data.seed, "ranges");
     let num_keys = c.num_keys as i32;
-    let hostile = [
-        (5, 5),
-        (7, 3),
-        (-4, 9),
-        (0, num_keys + 1),
-        (i32::MIN, i32::MAX),
-        (num_keys, num_keys + 9),
-    ];
+    let empty = [(5, 5), (7, 3)];
+    let beyond = [(-4, 9), (0, num_keys + 1), (i32::MIN, i32::MAX), (num_keys, num_keys + 9)];
+    let mut hostile = Hostile::new(c.data.seed, "ranges", &[&empty[..], &beyond].concat());
     let range = |token: usize| {
         let ends = [0; 2].map(|_| draw.rng().random_range(0..=num_keys));
         match (c.lengths, token % 2) {
             (Lengths::Absent, _) => (0, num_keys),
-            (Lengths::Hostile, 0) => hostile[token / 2 % hostile.len()],
+            (Lengths::Hostile, 0) => hostile.take(),
             _ => (ends[0].min(ends[1]), ends[0].max(ends[1])),
         }
     };
@@ -851,10 +846,10 @@ fn draw_table(c: &IndexerLogitsCase) -> Vec<i32> {
     let mut pages: Vec<i32> = (0..c.num_pages as i32).collect();
     pages.shuffle(draw.rng());
     let beyond = c.num_pages as i32;
-    let none = [-1, beyond, i32::MIN, i32::MAX];
+    let mut none = Hostile::new(c.data.seed, "block_table", &[-1, beyond, i32::MIN, i32::MAX]);
     let page = |at: usize| match pages.get(at) {
         Some(&page) if c.lengths != Lengths::Hostile || at % 7 != 3 => page,
-        _ => none[at % none.len()],
+        _ => none.take(),
     };
     (0..c.batch * c.table_pages).map(page).collect()
 }

@@ -80,7 +80,7 @@ impl Operator for IndexerRecompute {
     const ABOUT: About = About {
         name: "indexer_recompute",
         family: Family::Indexer,
-        summary: "the indexer's logits of the keys that each token's list names, computed anew for its loss",
+        summary: "the indexer's logits of the keys that each token's list names, computed again for its loss",
         specification: &["training 1", "training 6"],
         paths: &["indexer_recompute", "indexer_recompute_hopper"],
         modules: launcher::modules,

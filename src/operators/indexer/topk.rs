@@ -11,7 +11,7 @@ use rand::seq::SliceRandom;
 
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
-use crate::operators::lists::Lengths;
+use crate::operators::lists::{Hostile, Lengths};
 
 /// The operator.
 pub struct Topk;
@@ -332,11 +332,12 @@ fn draw_scores(c: &TopkCase, drawn: &[f64]) -> Vec<f64> {
 fn draw_lengths(c: &TopkCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "lengths");
     let (columns, topk) = (c.num_columns as i32, c.topk as i32);
-    let hostile = [-1, 0, columns + 1, i32::MIN, i32::MAX];
+    let values = [-1, 0, columns + 1, i32::MIN, i32::MAX];
+    let mut hostile = Hostile::new(c.data.seed, "lengths", &values);
     let around = [topk - 1, topk, topk + 1];
     (0..c.num_rows)
         .map(|row| match (c.lengths, row % 3) {
-            (Lengths::Hostile, 0) => hostile[row / 3 % hostile.len()],
+            (Lengths::Hostile, 0) => hostile.take(),
             (_, 1) => around[row / 3 % around.len()].clamp(0, columns),
             _ => draw.rng().random_range(0..=columns),
         })

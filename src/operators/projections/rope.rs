@@ -10,6 +10,7 @@ use crate::case::Draw;
 use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::{LARGEST_DRAWN, elements, extent, magnitude};
 use crate::operator::prelude::*;
+use crate::operators::lists::Hostile;
 
 /// Longest context of the model: positions up to this one are tested.
 const LAST_POSITION: i64 = 1_048_575;
@@ -103,10 +104,10 @@ impl Turning {
     fn positions(&self) -> Vec<i32> {
         let mut draw = Draw::new(self.seed, "positions");
         let rows = self.table_rows as i32;
-        let hostile = [-1, rows, i32::MIN, i32::MAX];
+        let mut hostile = Hostile::new(self.seed, "positions", &[-1, rows, i32::MIN, i32::MAX]);
         (0..self.num_tokens)
             .map(|token| match (self.form, token % 3) {
-                (TableForm::HostilePositions, 1) => hostile[token / 3 % hostile.len()],
+                (TableForm::HostilePositions, 1) => hostile.take(),
                 _ => draw.rng().random_range(0..rows),
             })
             .collect()
@@ -518,13 +519,13 @@ fn rotate(c: &RopeCase, v: &Views, run: &mut Launches<'_>) -> Result<(), Runtime
 fn positions(case: &RopeCase) -> Vec<i32> {
     let mut draw = Draw::new(case.seed, "positions");
     let rows = case.table_rows as i32;
-    let hostile = [-1, rows, rows + 7, i32::MIN, i32::MAX];
+    let values = [-1, rows, rows + 7, i32::MIN, i32::MAX];
+    let mut hostile = Hostile::new(case.seed, "positions", &values);
     (0..case.num_tokens)
         .map(|token| {
             let position = draw.rng().random_range(0..rows);
-            let bad = hostile[draw.rng().random_range(0..hostile.len())];
             match case.table {
-                TableForm::HostilePositions if draw.rng().random_ratio(1, 3) => bad,
+                TableForm::HostilePositions if draw.rng().random_ratio(1, 3) => hostile.take(),
                 // The ends of the table, where an off-by-one error would show.
                 _ if token == 0 => rows - 1,
                 _ if token == 1 => 0,

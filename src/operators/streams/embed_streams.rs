@@ -7,6 +7,7 @@ use rand::Rng;
 
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
+use crate::operators::lists::Hostile;
 
 /// The operator.
 pub struct EmbedStreams;
@@ -249,11 +250,12 @@ impl EmbedStreamsCase {
 fn draw_ids(c: &EmbedStreamsCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "token_ids");
     let rows = c.vocab_size as i32;
-    let bad = [-1, rows, i32::MIN, i32::MAX, rows + 3, -7];
+    let values = [-1, rows, i32::MIN, i32::MAX, rows + 3, -7];
+    let mut hostile = Hostile::new(c.data.seed, "token_ids", &values);
     let id = |token: usize| {
         let drawn = if rows > 0 { draw.rng().random_range(0..rows) } else { -1 };
         match c.token_ids {
-            TokenIds::Hostile if token % 3 == 1 => bad[token / 3 % bad.len()],
+            TokenIds::Hostile if token % 3 == 1 => hostile.take(),
             TokenIds::Repeated if rows > 0 => drawn % 3 / 2,
             _ => drawn,
         }
