@@ -122,7 +122,7 @@ impl Inputs {
         let Some(spec) = specs.find(name) else { return Ok(self.clone()) };
         let before = results(self)?;
         let mut last = self.clone();
-        for tensors in special::spoilt(spec, specs.seed, number, &self.tensors) {
+        for tensors in special::corrupted(spec, specs.seed, number, &self.tensors) {
             last = Self { tensors: Arc::new(tensors), ..self.clone() };
             if results(&last)? != before {
                 break;

@@ -25,7 +25,7 @@ pub struct Refusal {
 }
 
 /// Corrupted views, and the argument names that a rejection of them may give.
-struct Spoilt {
+struct Corrupted {
     what: String,
     views: Vec<(&'static str, TensorView)>,
     blamed: Vec<&'static str>,
@@ -66,12 +66,12 @@ fn of_case(inputs: &Inputs, specs: &Specs, device: &Device) -> Result<Vec<Refusa
     };
     // The uncorrupted call must run. Otherwise every rejection could have another cause.
     launch(placed.views())?;
-    let refusal = |spoilt: Spoilt| {
+    let refusal = |corrupted: Corrupted| {
         let mut views = placed.views().clone();
-        spoilt.views.into_iter().for_each(|(name, view)| views.put(name, view));
+        corrupted.views.into_iter().for_each(|(name, view)| views.put(name, view));
         Refusal {
-            what: format!("{}: {}", inputs.case.name(), spoilt.what),
-            problem: problem(launch(&views), &spoilt.blamed),
+            what: format!("{}: {}", inputs.case.name(), corrupted.what),
+            problem: problem(launch(&views), &corrupted.blamed),
         }
     };
     Ok(spoil(specs, placed.views()).into_iter().map(refusal).collect())
@@ -88,7 +88,7 @@ fn problem(outcome: Result<(), RuntimeError>, blamed: &[&'static str]) -> Option
     }
 }
 
-fn spoil(specs: &Specs, views: &Views) -> Vec<Spoilt> {
+fn spoil(specs: &Specs, views: &Views) -> Vec<Corrupted> {
     let mut all = Vec::new();
     for spec in specs.present().filter(|spec| spec.is_stored() && spec.elements() > 0) {
         let view = &views[spec.name];
@@ -103,27 +103,27 @@ fn spoil(specs: &Specs, views: &Views) -> Vec<Spoilt> {
     all
 }
 
-fn spoilt(spec: &TensorSpec, how: &str, view: TensorView) -> Spoilt {
-    Spoilt {
+fn corrupted(spec: &TensorSpec, how: &str, view: TensorView) -> Corrupted {
+    Corrupted {
         what: format!("`{}` {how}", spec.name),
         views: vec![(spec.name, view)],
         blamed: vec![spec.argument],
     }
 }
 
-fn with_another_type(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
+fn with_another_type(spec: &TensorSpec, view: &TensorView) -> Option<Corrupted> {
     let other = if spec.dtype == DType::U8 { DType::I32 } else { DType::U8 };
-    Some(spoilt(spec, &format!("of type {other}"), TensorView { dtype: other, ..view.clone() }))
+    Some(corrupted(spec, &format!("of type {other}"), TensorView { dtype: other, ..view.clone() }))
 }
 
-fn with_another_rank(spec: &TensorSpec, view: &TensorView) -> Option<Spoilt> {
+fn with_another_rank(spec: &TensorSpec, view: &TensorView) -> Option<Corrupted> {
     let shape = [vec![1], view.shape.clone()].concat();
     let strides = [vec![spec.elements() as i64], view.strides.clone()].concat();
-    Some(spoilt(spec, "with an axis more", TensorView { shape, strides, ..view.clone() }))
+    Some(corrupted(spec, "with an axis more", TensorView { shape, strides, ..view.clone() }))
 }
 
 /// One entry less along each axis that another tensor of the case has as well.
-fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
+fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Vec<Corrupted> {
     let less = |(at, axis): (usize, &Axis)| {
         let sharing: Vec<&'static str> = specs
             .present()
@@ -137,14 +137,14 @@ fn with_fewer_entries(specs: &Specs, spec: &TensorSpec, view: &TensorView) -> Ve
         }
         let mut shorter = view.clone();
         shorter.shape[at] -= 1;
-        let one = spoilt(spec, &format!("with one entry less along {}", axis.name), shorter);
-        Some(Spoilt { blamed: [one.blamed.clone(), sharing].concat(), ..one })
+        let one = corrupted(spec, &format!("with one entry less along {}", axis.name), shorter);
+        Some(Corrupted { blamed: [one.blamed.clone(), sharing].concat(), ..one })
     };
     spec.axes.iter().enumerate().filter_map(less).collect()
 }
 
 /// All tensors that have an axis with a limited extent, with one step more along it than the limit.
-fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
+fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Corrupted> {
     let stored = || specs.present().filter(|spec| spec.is_stored());
     let limited = |axis: &&Axis| axis.multiple > 0 && axis.most < i32::MAX as usize;
     let axes: BTreeMap<_, _> = stored()
@@ -161,7 +161,7 @@ fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
             (spec.name, view)
         };
         let what = format!("{} of {extent}, its limit being {}", axis.name, axis.most);
-        Spoilt {
+        Corrupted {
             what,
             views: having().map(wider).collect(),
             blamed: having().map(|(spec, _)| spec.argument).collect(),
@@ -170,7 +170,7 @@ fn beyond_the_limits(specs: &Specs, views: &Views) -> Vec<Spoilt> {
     axes.into_values().map(beyond).collect()
 }
 
-fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
+fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Corrupted> {
     let mut offsets = Vec::new();
     if spec.dtype.size() > 1 {
         offsets.push(1);
@@ -182,17 +182,17 @@ fn misaligned(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
     }
     let moved = |by: usize| {
         let view = TensorView { address: view.address + by as u64, ..view.clone() };
-        spoilt(spec, &format!("{by} byte(s) off its alignment"), view)
+        corrupted(spec, &format!("{by} byte(s) off its alignment"), view)
     };
     offsets.into_iter().map(moved).collect()
 }
 
 /// Layouts that the kernel does not accept.
-fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
+fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Corrupted> {
     let mut all = Vec::new();
     let last = view.shape.len() - 1;
     let mut change = |how: &str, strides: Vec<i64>| {
-        all.push(spoilt(spec, how, TensorView { strides, ..view.clone() }))
+        all.push(corrupted(spec, how, TensorView { strides, ..view.clone() }))
     };
     if view.shape[last] > 1 {
         let doubled = view.strides.iter().map(|stride| 2 * stride).collect();
@@ -221,7 +221,7 @@ fn laid_out_otherwise(spec: &TensorSpec, view: &TensorView) -> Vec<Spoilt> {
 }
 
 /// Everything that is written, in the memory of every other tensor of the same launch.
-fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
+fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Corrupted> {
     let others = specs
         .present()
         .filter(|other| other.name != spec.name && other.is_stored() && other.elements() > 0);
@@ -231,8 +231,8 @@ fn overlapping(specs: &Specs, spec: &TensorSpec, views: &Views) -> Vec<Spoilt> {
         .map(|other| {
             let view =
                 TensorView { address: views[other.name].address, ..views[spec.name].clone() };
-            let one = spoilt(spec, &format!("in the memory of `{}`", other.name), view);
-            Spoilt { blamed: vec![spec.argument, other.argument], ..one }
+            let one = corrupted(spec, &format!("in the memory of `{}`", other.name), view);
+            Corrupted { blamed: vec![spec.argument, other.argument], ..one }
         })
         .collect()
 }

@@ -153,7 +153,7 @@ const PLACES: usize = 256;
 
 /// Tensors with the single value at one offset after another, in an order that follows from the
 /// seed. Offsets without a finite value are skipped.
-pub(super) fn spoilt(
+pub(super) fn corrupted(
     spec: &TensorSpec,
     seed: u64,
     number: f64,
@@ -345,15 +345,16 @@ mod tests {
     fn a_lone_number_stands_in_one_place_after_another_and_never_where_no_number_was() {
         let specs = specs(5);
         let tensors = Tensors::draw(&specs, None);
-        let spoilt: Vec<_> = spoilt(specs.find("weight").unwrap(), 1, f64::NAN, &tensors).collect();
+        let corrupted: Vec<_> =
+            corrupted(specs.find("weight").unwrap(), 1, f64::NAN, &tensors).collect();
         // Rows 1 and 4 are padding, and NaN already.
-        let places: BTreeSet<usize> = spoilt
+        let places: BTreeSet<usize> = corrupted
             .iter()
             .map(|t| t.values("weight").iter().position(|x| x.is_nan()).unwrap())
             .collect();
-        assert_eq!(spoilt.len(), 3);
+        assert_eq!(corrupted.len(), 3);
         let counts =
-            spoilt.iter().map(|t| t.values("weight").iter().filter(|x| x.is_nan()).count());
+            corrupted.iter().map(|t| t.values("weight").iter().filter(|x| x.is_nan()).count());
         assert!(
             counts.clone().all(|count| count == 3) && places.is_subset(&[0, 1].into()),
             "{places:?}"

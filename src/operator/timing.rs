@@ -106,8 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_runs_on_all_multiprocessors_and_on_tensor_cores_where_heads_fill_them_whatever_the_case_says()
-     {
+    fn ours_runs_on_all_sms_and_on_tensor_cores_where_heads_fill_them_whatever_the_case_says() {
         let mut chosen = Vec::new();
         for case in DecodeAttention::edge_cases(Profile::Quick) {
             let fastest = DecodeAttention::fastest(&case, &gpu());

@@ -300,11 +300,11 @@ fn a_store_of_compressed_entries_is_given_as_a_whole_or_not_at_all() {
 }
 
 #[test]
-fn launchers_of_the_paged_cache_refuse_every_spoilt_tensor_and_name_it() {
+fn launchers_of_the_paged_cache_refuse_every_corrupted_tensor_and_name_it() {
     for (name, least) in [("kv_cache_write", 20), ("decode_attention", 100)] {
         let operator = dsv4_parity::operators::registry::find(name).expect("a registered operator");
         let refusals =
-            operator.refusals(support::device()).expect("typical cases that run unspoilt");
+            operator.refusals(support::device()).expect("typical cases that run as they are");
         let wrong: Vec<_> = refusals.iter().filter(|refusal| refusal.problem.is_some()).collect();
         assert!(wrong.is_empty() && refusals.len() >= least, "of {}: {wrong:#?}", refusals.len());
     }

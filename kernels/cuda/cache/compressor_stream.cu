@@ -26,7 +26,7 @@
 
 constexpr int THREADS = 128;
 constexpr int MAX_WARPS = THREADS / static_cast<int>(WARP_SIZE);
-constexpr int LINE_NUMBERS = 128 / 4;  // of an access of the second-level cache
+constexpr int LINE_NUMBERS = 128 / 4;  // of an L2 access
 
 struct CompressorStreamParams {
     const float* kv; int64_t kv_stride;      // [num_tokens, width]

@@ -35,7 +35,7 @@ static_assert(NOPE_DIM > 0 && Row::HEAD_DIM <= 512, "a lane has two accesses of 
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
 constexpr int GROUP_LANES = SCALE_GROUP / VECTOR;
-constexpr int LINE_FLOATS = 32;  // of an access of the second-level cache
+constexpr int LINE_FLOATS = 32;  // of an L2 access
 constexpr int FEW_TOKENS = 1024;
 static_assert(Channels<true>::PIECES * static_cast<int>(WARP_SIZE) * VECTOR == LARGEST_NOPE_DIM, "each scale has lanes, those that pad too");
 

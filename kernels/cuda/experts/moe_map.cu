@@ -33,7 +33,7 @@ constexpr int EXPERT_BITS = 9, MAX_EXPERTS = 1 << EXPERT_BITS;
 constexpr int ROUND_BITS = 11;
 constexpr int SMALL_ROUNDS = 2 * HELD, SMALL_SLOTS = SMALL_ROUNDS * THREADS;  // of one launch
 constexpr int COMPARED = 4, TILE = LANES * COMPARED;  // slots that a lane, and a warp, compares with one at once
-constexpr int LOADS = 48;              // counts of other chunks that a thread has under way
+constexpr int LOADS = 48;              // counts of other chunks that a thread has in flight
 constexpr int32_t NONE = -1;
 static_assert(MAX_EXPERTS <= THREADS, "a thread for each expert");
 static_assert(ROUND == 1 << ROUND_BITS && ROUND_BITS + EXPERT_BITS <= 32, "slot and expert share a word");

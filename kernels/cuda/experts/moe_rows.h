@@ -11,7 +11,7 @@
 #include "memory.h"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int HELD = 6;               // slots whose rows a thread has under way: all of a token of the model
+constexpr int HELD = 6;               // slots whose rows a thread has in flight: all of a token of the model
 constexpr int32_t NONE = -1;
 
 // The positions of a token's slots.

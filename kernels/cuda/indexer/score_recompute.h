@@ -24,7 +24,7 @@ constexpr int PANELS = ceil_div(HEAD_DIM, PANEL_COLUMNS);
 constexpr int panel_bytes(int rows) { return rows * PANEL_ROW_BYTES; }
 
 constexpr int MAX_SHARED_BYTES = 227 * 1024;
-constexpr int HALF_SHARED_BYTES = 113 * 1024;  // what a block may have where two share a multiprocessor
+constexpr int HALF_SHARED_BYTES = 113 * 1024;  // what a block may have where two share an SM
 constexpr int MAX_STAGES = 5;
 constexpr int Q_BYTES = PANELS * panel_bytes(HEADS);
 // Flags and totals, next to q, the stages and the partial sums.

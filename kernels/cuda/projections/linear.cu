@@ -157,7 +157,7 @@ SHARED_MEMORY(linear_dw_scalar, Scalar::BYTES)
 // rows, no tile waits for another, and no second launch adds partial sums. The sums are plain
 // fp32: with one token, tensor cores would waste fifteen of sixteen rows.
 constexpr int ONE_THREADS = 256, ONE_WARPS = ONE_THREADS / static_cast<int>(WARP_SIZE), ONE_HELD = 4;
-constexpr int ONE_FEATURES = 2, ONE_CHUNKS = 2;  // rows of w of a warp, chunks of each that a lane has under way
+constexpr int ONE_FEATURES = 2, ONE_CHUNKS = 2;  // rows of w of a warp, chunks of each that a lane has in flight
 constexpr int ONE_STEP = ONE_CHUNKS * static_cast<int>(WARP_SIZE);
 
 // A lane's chunks from `chunk` on; chunks from `chunks` on do not exist. WHOLE: all exist.

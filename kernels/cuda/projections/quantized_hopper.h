@@ -479,7 +479,7 @@ constexpr uint32_t LOST_EXPONENT = 6;
 // numbers for any scale of x, and the factors are below 2^70.
 constexpr uint32_t LEAST_ORDINARY = 64, LARGEST_ORDINARY = 190;
 // The byte of a scale that multiplies zeros.
-constexpr uint32_t NOBODY = 127;
+constexpr uint32_t UNIT_SCALE = 127;
 
 // Whether one of four bytes is less than `bound`, 1 to 128.
 DEVICE bool has_byte_below(uint32_t word, uint32_t bound) {
@@ -490,13 +490,13 @@ DEVICE bool has_byte_below(uint32_t word, uint32_t bound) {
 DEVICE uint32_t exponents_as_bf16(uint32_t bytes) { return __byte_perm(bytes, 0, 0x4140) << 7; }
 
 // The scale bytes of a stage's four groups, of which `left` exist. They are adjacent in all
-// layouts. Missing groups have the byte NOBODY.
+// layouts. Missing groups have the byte UNIT_SCALE.
 DEVICE uint32_t four_scales(const uint8_t* first, int32_t left) {
     // Only plain rows may start or end within a word.
     if (left >= STEPS && reinterpret_cast<uint64_t>(first) % 4 == 0) return *reinterpret_cast<const uint32_t*>(first);
     uint32_t word = 0;
     UNROLL
-    for (int i = 0; i < STEPS; ++i) word |= (i < left ? first[i] : NOBODY) << 8 * i;
+    for (int i = 0; i < STEPS; ++i) word |= (i < left ? first[i] : UNIT_SCALE) << 8 * i;
     return word;
 }
 
@@ -532,12 +532,12 @@ struct LoadedScales {
             UNROLL
             for (int i = 0; i < W_LANE_ROWS; ++i)
                 w[i] = i * static_cast<int>(WARP_SIZE) < unit.features
-                    ? *reinterpret_cast<const uint32_t*>(first + place(i)) : NOBODY * 0x01010101u;
+                    ? *reinterpret_cast<const uint32_t*>(first + place(i)) : UNIT_SCALE * 0x01010101u;
             return;
         }
         UNROLL
         for (int i = 0; i < W_LANE_ROWS; ++i)
-            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + place(i), left) : NOBODY * 0x01010101u;
+            w[i] = i * static_cast<int>(WARP_SIZE) < w_rows ? four_scales(first + place(i), left) : UNIT_SCALE * 0x01010101u;
     }
     void load(const Unit& unit, int32_t group) {
         const QuantizedProduct& product = unit.product;

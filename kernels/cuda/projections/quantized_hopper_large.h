@@ -615,7 +615,7 @@ struct Consumer {
     Operands operands;
     Share share;
     uint32_t stage;
-    Factors factors;  // of the product under way
+    Factors factors;  // of the product in flight
     BlockSums d, total[BLOCKS];
 
     Factors factors_at(uint32_t other, int block) const { return factors_of(stage_scales(other), block, share.row()); }

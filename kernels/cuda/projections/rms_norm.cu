@@ -32,7 +32,7 @@ constexpr int WARP_WIDTH = 1024;                     // widest row of the warp k
 constexpr int WARP_KERNEL_THREADS = 256;
 constexpr int FEW_THREADS = 512;                     // of the block kernel for few rows, whose threads hold the weight as well
 constexpr int DWEIGHT_GROUPS = 16;
-constexpr int DWEIGHT_LOADS = 8;                     // partials that a thread of rms_norm_dweight has under way
+constexpr int DWEIGHT_LOADS = 8;                     // partials that a thread of rms_norm_dweight has in flight
 constexpr int LINE_BYTES = 128;
 // Limits the compiler to 72 registers, so that two blocks of 448 threads (width 7168) share an SM.
 constexpr int BACKWARD_BLOCK_THREADS = 896;

@@ -28,7 +28,7 @@
 #include "memory.h"
 
 constexpr int THREADS = 128;
-constexpr int HELD = 4;    // streams that a thread has under way
+constexpr int HELD = 4;    // streams that a thread has in flight
 constexpr int FLOATS = 4;  // of a 16-byte access
 constexpr int PIECES = 4;  // of a row that a thread has, so that blocks are few enough to be started in time
 

@@ -26,7 +26,7 @@
 #include "coefficients.h"
 
 constexpr int MIX_THREADS = (FEW_WARPS + 1) * static_cast<int>(WARP_SIZE);
-constexpr int HELD = 4;  // pieces of each destination that a thread has under way
+constexpr int HELD = 4;  // pieces of each destination that a thread has in flight
 
 struct MhcPostMixPreProjectParams {
     const bf16* streams;  // [num_tokens, STREAMS, hidden_size]

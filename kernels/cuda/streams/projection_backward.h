@@ -9,7 +9,7 @@
 
 constexpr int STREAMS_THREADS = 128;
 constexpr int STAGED_TOKENS = 32;  // whose numbers a block of the narrow kernels has at a time
-constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the narrow kernels has under way
+constexpr int AT_ONCE = 8;         // tokens whose channels a thread of the narrow kernels has in flight
 
 // The channels that a thread owns; none of them exists past the last channel.
 template <int COLUMNS, int CHANNELS>

@@ -138,7 +138,7 @@ struct HostApi {
     // Called by every lane.
     void (*wgmma_fence)(ThreadContext*);
     void (*wgmma_commit)(ThreadContext*);
-    // Called by one lane for its warp, in a collective: returns once at most `pending` groups are under way.
+    // Called by one lane for its warp, in a collective: returns once at most `pending` groups are in flight.
     void (*wgmma_wait)(ThreadContext*, uint32_t pending);
     // Copies a box of the tensor that `map`, 16 words, describes, and then counts its bytes at the mbarrier, in each block of
     // the cluster whose bit is set in `blocks`.

@@ -240,7 +240,7 @@ mod tests {
         let path = build();
         let unused = || -> Result<Vec<u8>> { panic!("it is there") };
         assert_eq!(cache.find_or_build("key", "so", unused).expect("a module"), path);
-        let spoilt: [&dyn Fn(); 5] = [
+        let corrupted: [&dyn Fn(); 5] = [
             &|| std::fs::write(&path, &module[..100]).unwrap(),
             &|| std::fs::write(&path, b"").unwrap(),
             &|| {
@@ -250,9 +250,9 @@ mod tests {
             &|| std::fs::remove_file(digest_path(&path)).unwrap(),
             &|| std::fs::write(digest_path(&path), "no digest").unwrap(),
         ];
-        for (number, spoil) in spoilt.iter().enumerate() {
+        for (number, spoil) in corrupted.iter().enumerate() {
             spoil();
-            assert_eq!(cache.find("key", "so"), None, "spoilt in way {number}");
+            assert_eq!(cache.find("key", "so"), None, "corrupted in way {number}");
             assert_eq!(std::fs::read(build()).unwrap(), module);
         }
         for at in 0..module.len() {
@@ -261,7 +261,7 @@ mod tests {
             std::fs::write(&path, damaged).unwrap();
             assert_eq!(cache.find("key", "so"), None, "byte {at}");
         }
-        println!("attack: {} corrupted modules", spoilt.len() + module.len());
+        println!("attack: {} corrupted modules", corrupted.len() + module.len());
     }
 
     #[test]

@@ -637,14 +637,14 @@ mod tests {
         let dentries = Draw::new(8).normal(&[inputs.num_entries, 8], 1.0);
         let of_pooled = backward(&inputs, &dentries, None, &mut Rounding::exact())?;
         let (expected, dkv) = (values(&exactly(&inputs))?, values(of_pooled.tensor("dkv")?)?);
-        let spoilt: Vec<f64> = values(&inputs.kv)?
+        let corrupted: Vec<f64> = values(&inputs.kv)?
             .into_iter()
             .zip(&dkv)
             .map(|(kv, dkv)| if *dkv == 0.0 { f64::NAN } else { kv })
             .collect();
-        assert!(spoilt.iter().filter(|x| x.is_nan()).count() > 16);
-        let spoilt = Inputs { kv: f64_tensor(&spoilt, inputs.kv.dims()), ..inputs.clone() };
-        assert_eq!(values(&exactly(&spoilt))?, expected);
+        assert!(corrupted.iter().filter(|x| x.is_nan()).count() > 16);
+        let corrupted = Inputs { kv: f64_tensor(&corrupted, inputs.kv.dims()), ..inputs.clone() };
+        assert_eq!(values(&exactly(&corrupted))?, expected);
         let rows = expected.chunks(8).map(|row| row.iter().all(|x| *x == 0.0)).collect::<Vec<_>>();
         // Entries of 9, 0, 3, 4, 7 and 13 tokens, and the row without an entry.
         assert_eq!(rows.iter().position(|&zero| zero), Some(2 + 1 + 1 + 3));

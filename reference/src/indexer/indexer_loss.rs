@@ -549,19 +549,19 @@ mod tests {
                     Teacher::Scores { scores: spoil(scores), l1: l1.clone() }
                 }
             };
-            let spoilt = Inputs { logits: spoil(&masked.logits), teacher, ..masked.clone() };
-            let (before, after) = (exact(&masked), exact(&spoilt));
+            let corrupted = Inputs { logits: spoil(&masked.logits), teacher, ..masked.clone() };
+            let (before, after) = (exact(&masked), exact(&corrupted));
             let bits =
                 |x: &Tensor| values(x).unwrap().into_iter().map(f64::to_bits).collect::<Vec<_>>();
             assert_eq!(
                 (bits(&before.kl), bits(&before.loss)),
                 (bits(&after.kl), bits(&after.loss))
             );
-            assert_eq!(bits(&gradient(&masked)), bits(&gradient(&spoilt)));
+            assert_eq!(bits(&gradient(&masked)), bits(&gradient(&corrupted)));
             let kl = values(&after.kl).unwrap();
             assert_eq!((kl[2], kl[4], values(&after.lse).unwrap()[2]), (0.0, 0.0, f64::INFINITY));
             assert!(kl.iter().filter(|&&kl| kl != 0.0).count() >= 4, "{kl:?}");
-            assert_eq!(values(&gradient(&spoilt)).unwrap()[2 * SLOTS..3 * SLOTS], [0.0; SLOTS]);
+            assert_eq!(values(&gradient(&corrupted)).unwrap()[2 * SLOTS..3 * SLOTS], [0.0; SLOTS]);
         }
     }
 

@@ -56,7 +56,7 @@ pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) struct Properties {
     pub name: String,
     pub capability: (u32, u32),
-    pub multiprocessors: u32,
+    pub sms: u32,
     /// `CUDA driver API 13.0, kernel driver 580.95.05`.
     pub driver: String,
     pub max_grid: [u32; 3],
@@ -83,7 +83,7 @@ impl Properties {
                 get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                 get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             ),
-            multiprocessors: get(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            sms: get(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             driver: driver_version()?,
             max_grid: [
                 get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X)?,

@@ -89,7 +89,7 @@ impl CudaBackend {
             driver: properties.driver.clone(),
             compiler: nvrtc.name(),
             target: properties.target(),
-            processors: properties.multiprocessors,
+            processors: properties.sms,
             shared_bytes_per_block: properties.shared_opt_in,
         };
         let sparse = SparseMemory::new(&context);
@@ -487,10 +487,10 @@ pub fn probe() -> Result<String> {
 
 fn describe(device: &Properties) -> String {
     format!(
-        "{} ({}, {} multiprocessors, {} KiB of shared memory per block) with {}",
+        "{} ({}, {} SMs, {} KiB of shared memory per block) with {}",
         device.name,
         device.target(),
-        device.multiprocessors,
+        device.sms,
         device.shared_opt_in / 1024,
         device.driver
     )

@@ -270,7 +270,7 @@ mod tests {
         Properties {
             name: "a GPU".into(),
             capability: (9, 0),
-            multiprocessors: 132,
+            sms: 132,
             driver: String::new(),
             max_grid: [i32::MAX as u32, 65535, 65535],
             max_block: [1024, 1024, 64],

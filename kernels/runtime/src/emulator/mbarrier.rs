@@ -184,10 +184,10 @@ impl Mbarriers {
 
     /// Reports a store through a pointer that corrupted an mbarrier of the shared memory that
     /// starts at `shared`.
-    pub fn spoilt(&self, shared: *const u8) -> Option<String> {
+    pub fn corrupted(&self, shared: *const u8) -> Option<String> {
         // SAFETY: see `init`; no thread runs meanwhile.
-        let is_spoilt = |stamp: &&*mut [u8; MBARRIER_BYTES as usize]| unsafe { stamp.read_unaligned() } != STAMP;
-        let offset = self.stamps.iter().find(is_spoilt)?.addr() - shared.addr();
+        let is_corrupted = |stamp: &&*mut [u8; MBARRIER_BYTES as usize]| unsafe { stamp.read_unaligned() } != STAMP;
+        let offset = self.stamps.iter().find(is_corrupted)?.addr() - shared.addr();
         Some(format!("stored over the mbarrier at offset {offset:#x}"))
     }
 

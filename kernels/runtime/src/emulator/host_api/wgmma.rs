@@ -19,7 +19,7 @@ impl Block {
             held.product.accumulators[0] != key || held.product.columns != product.columns
         }) {
             return Err(
-                "the accumulators of a wgmma overlap those of another shape under way".into()
+                "the accumulators of a wgmma overlap those of another shape in flight".into()
             );
         }
         if queue.fenced != u32::MAX && (chained.is_none() || product.a_in_registers != 0) {
@@ -93,7 +93,7 @@ impl Block {
             // SAFETY: as in `issue_product`; the lanes wait in the collective of the wait.
             if unsafe { (product.deliver)(&product, values.as_ptr()) } != 0 {
                 return Err(
-                    "the accumulators of a wgmma under way were written to before its wait".into(),
+                    "the accumulators of a wgmma in flight were written to before its wait".into(),
                 );
             }
         }
