@@ -29,6 +29,7 @@
 #include "math.h"
 #include "memory.h"
 #include "numeric.h"
+#include "online_softmax.h"
 #include "tiles.h"
 
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(HEADS_PER_BLOCK)
@@ -36,16 +37,10 @@
 #endif
 
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 512, "a head is a multiple of 16 channels up to 512");
-static_assert(HEADS_PER_BLOCK == 16 || HEADS_PER_BLOCK == 64, "a block holds 16 or 64 heads");
 
 // ---------------------------------------------------------------- shapes of the block's work
 
 constexpr int STAGES = 2;
-constexpr int M_TILES = HEADS_PER_BLOCK / 16;
-constexpr int WARPS = HEADS_PER_BLOCK == 64 ? 8 : 4;
-constexpr int THREADS = WARPS * WARP_SIZE;
-// For the scores, warps form a grid: one row for each 16 heads, KEY_WARPS columns over the slots.
-constexpr int KEY_WARPS = WARPS / M_TILES;
 constexpr int SCORE_N8 = KEYS / KEY_WARPS / 8;
 // Slots of a tile that one warp gathers.
 constexpr int ROWS = KEYS / WARPS;
@@ -170,115 +165,7 @@ DEVICE void store_codes_between(const Codes& codes, int pause, int pauses, Share
     for (int step = pause * steps; step < minimum((pause + 1) * steps, STEPS); ++step) store_codes(codes, step, tile);
 }
 
-// Copies this block's heads of one token, [heads, HEAD_DIM]. Absent heads become zeros.
-DEVICE void load_heads(SharedAddress tile, const bf16* source, int64_t head_stride, int heads) {
-    for (int i = threadIdx.x; i < HEADS_PER_BLOCK * KeyTile::CHUNKS; i += THREADS) {
-        const int head = i / KeyTile::CHUNKS, chunk = i % KeyTile::CHUNKS;
-        const bool wanted = head < heads;
-        copy_async_16(tile + KeyTile::offset(head, chunk), source + (wanted ? head * head_stride : 0) + chunk * 8,
-                      wanted);
-    }
-}
-
-// ---------------------------------------------------------------- the softmax of a tile
-
-// A warp's part of the scores, and this lane's rows in it: row and row + 8.
-struct ScorePlace {
-    int head_warp, key_warp;
-    int row;        // the lane's first head within the block
-    int first_key;  // the warp's first slot within the tile
-};
-DEVICE ScorePlace score_place() {
-    const int head_warp = warp_id() / KEY_WARPS, key_warp = warp_id() % KEY_WARPS;
-    return ScorePlace{head_warp, key_warp, 16 * head_warp + lane_id() / 4, key_warp * SCORE_N8 * 8};
-}
-
-// The running softmax of this lane's two head rows, in base 2 and without the sink. `maximum` is
-// the same in all lanes that share a row; `sum` covers only this lane's slots.
-struct RunningSoftmax {
-    float maximum[2] = {-INFINITY_F32, -INFINITY_F32};
-    float sum[2] = {0.0f, 0.0f};
-};
-
-// Turns scores into base-2 logits, -inf in invalid slots, and stores the warp's maximum of each
-// row to `partial`.
-DEVICE void mask_and_reduce(float (&s)[SCORE_N8][4], const ScorePlace& place, const int32_t* valid, float* partial,
-                            float scale_log2) {
-    const int t = lane_id() % 4;
-    float largest[2] = {-INFINITY_F32, -INFINITY_F32};
-    UNROLL
-    for (int n = 0; n < SCORE_N8; ++n) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const bool counts = valid[place.first_key + 8 * n + 2 * t + i % 2] != 0;
-            s[n][i] = counts ? s[n][i] * scale_log2 : -INFINITY_F32;
-            largest[i / 2] = maximum_f32(largest[i / 2], s[n][i]);
-        }
-    }
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
-        largest[half] = maximum_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2));
-        if (t == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = largest[half];
-    }
-}
-
-// Adds the tile to the running softmax. The weights exp2(z - maximum) go to the tile of P in bf16
-// and to the sum in fp32. The factor for the earlier accumulators goes to `factor`.
-DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[SCORE_N8][4], const ScorePlace& place,
-                           const float* partial, float* factor, SharedAddress p_tile) {
-    const int t = lane_id() % 4;
-    float shift[2];
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        const int row = place.row + 8 * half;
-        float largest = state.maximum[half];
-        UNROLL
-        for (int w = 0; w < KEY_WARPS; ++w) largest = maximum_f32(largest, partial[w * HEADS_PER_BLOCK + row]);
-        shift[half] = subtrahend(largest);
-        const float rescale = exp2_approx(state.maximum[half] - shift[half]);
-        state.maximum[half] = largest;
-        state.sum[half] *= rescale;
-        if (t == 0 && place.key_warp == 0) factor[row] = rescale;
-    }
-    UNROLL
-    for (int n = 0; n < SCORE_N8; ++n) {
-        float p[4];
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            p[i] = exp2_approx(s[n][i] - shift[i / 2]);
-            state.sum[i / 2] += p[i];
-        }
-        const int chunk = place.first_key / 8 + n;
-        store_shared(p_tile + WeightTile::offset(place.row, chunk) + 4 * t, pack_bf16(p[0], p[1]));
-        store_shared(p_tile + WeightTile::offset(place.row + 8, chunk) + 4 * t, pack_bf16(p[2], p[3]));
-    }
-}
-
 using Accumulators = float[M_TILES][OUT_N8][4];
-
-// Multiplies a warp's accumulators by the factors of their rows. Most tiles raise no maximum, so
-// most skip this.
-DEVICE void rescale_output(Accumulators& out, const float* factor) {
-    const int g = lane_id() / 4;
-    bool changed = false;
-    float rescale[M_TILES][2];
-    UNROLL
-    for (int m = 0; m < M_TILES; ++m) {
-        UNROLL
-        for (int half = 0; half < 2; ++half) {
-            rescale[m][half] = factor[16 * m + g + 8 * half];
-            changed = changed || rescale[m][half] != 1.0f;
-        }
-    }
-    if (!__any_sync(FULL_WARP, changed)) return;
-    UNROLL
-    for (int m = 0; m < M_TILES; ++m)
-        UNROLL
-        for (int n = 0; n < OUT_N8; ++n)
-            UNROLL
-            for (int i = 0; i < 4; ++i) out[m][n][i] *= rescale[m][i / 2];
-}
 
 // ---------------------------------------------------------------- the epilogue of a unit
 
@@ -287,21 +174,10 @@ DEVICE void rescale_output(Accumulators& out, const float* factor) {
 // without a valid slot get 0.
 DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place, float* partial, float* factor,
                            const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        float sum = state.sum[half];
-        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-        if (lane_id() % 4 == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = sum;
-        if (lane_id() % 4 == 0 && place.key_warp == 0) factor[place.row + 8 * half] = state.maximum[half];
-    }
-    __syncthreads();
+    share_sums(state, place, partial, factor);
     const int row = threadIdx.x;
     if (row >= HEADS_PER_BLOCK) return;
-    const float row_maximum = factor[row];
-    float sum = 0.0f;
-    UNROLL
-    for (int w = 0; w < KEY_WARPS; ++w) sum += partial[w * HEADS_PER_BLOCK + row];
+    const float row_maximum = factor[row], sum = sum_of_row(partial, row);
     const bool empty = sum == 0.0f;
     const float lse_log2 = row_maximum + log2_approx(sum);
     if (row >= segment.heads) {
@@ -320,25 +196,7 @@ DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place,
     }
 }
 
-// Rounds the accumulators to a tile of bf16, each row times its factor.
-DEVICE void stage_output(SharedAddress tile, const Accumulators& out, const float* factor) {
-    const int g = lane_id() / 4, t = lane_id() % 4, first_tile = warp_id() * OUT_N8;
-    UNROLL
-    for (int m = 0; m < M_TILES; ++m) {
-        const int row = 16 * m + g;
-        const float low = factor[row], high = factor[row + 8];
-        UNROLL
-        for (int n = 0; n < OUT_N8; ++n) {
-            if (RAGGED && first_tile + n >= KeyTile::CHUNKS) break;
-            const int chunk = first_tile + n;
-            const float(&c)[4] = out[m][n];
-            store_shared(tile + KeyTile::offset(row, chunk) + 4 * t, pack_bf16(c[0] * low, c[1] * low));
-            store_shared(tile + KeyTile::offset(row + 8, chunk) + 4 * t, pack_bf16(c[2] * high, c[3] * high));
-        }
-    }
-}
-
-// Stores the staged tile to this block's heads of the token, 16 bytes a thread.
+// As store_heads (block_heads.h), but the stride is read where it is used: it takes no registers.
 DEVICE void store_output(const DecodeAttentionParams& params, const Segment& segment, SharedAddress tile) {
     bf16* target =
         params.out + segment.token * params.out_token_stride + segment.first_head * params.out_head_stride;
@@ -376,7 +234,7 @@ DEVICE void store_part(float* target, const Accumulators& out, const float* fact
 // The softmax over the segment's tiles. `part` is the slot in the workspace of a unit that is not
 // whole.
 DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, int32_t part) {
-    const ScorePlace place = score_place();
+    const ScorePlace place = score_place<SCORE_N8>();
     const SharedAddress shared = shared_address(dynamic_shared());
     const auto* all_valid = reinterpret_cast<const int32_t*>(dynamic_shared() + VALID_AT);
     auto* partial = reinterpret_cast<float*>(dynamic_shared() + PARTIAL_AT);
@@ -396,7 +254,7 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
     int32_t index = stored_index(params, segment, segment.first, lane_slot());
     int32_t next_index = stored_index(params, segment, segment.first + 1, lane_slot());
     const bf16* q = params.q + segment.token * params.q_token_stride + segment.first_head * params.q_head_stride;
-    load_heads(shared + Q_AT, q, params.q_head_stride, segment.heads);
+    load_heads<KeyTile>(shared + Q_AT, q, params.q_head_stride, segment.heads);
     LaneRow row = find_row(params, segment, segment.first, index, lane_id() < ROWS);
     Codes codes;
     load_codes(codes, row);
@@ -430,9 +288,12 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
         next_index = stored_index(params, segment, tile + 3, lane_slot());
         if (!any_valid) continue;
 
-        mask_and_reduce(s, place, all_valid + stage * KEYS, partial, scale_log2);
+        const int32_t* valid = all_valid + stage * KEYS;
+        mask_and_reduce<maximum_f32>(s, place, partial, scale_log2, [&](int slot, float z) {
+            return valid[slot] != 0 ? z : -INFINITY_F32;
+        });
         __syncthreads();  // every warp's maxima are there
-        update_softmax(state, s, place, partial, factor, shared + P_AT);
+        update_softmax<maximum_f32, WeightTile>(state, s, place, partial, factor, shared + P_AT);
         __syncthreads();  // P and the rescaling factors are there
         rescale_output(out, factor);
         multiply_columns<KEYS, HEAD_DIM, RAGGED>(out, shared + P_AT, keys, warp_id() * OUT_N8);
@@ -442,7 +303,7 @@ DEVICE void attend(const DecodeAttentionParams& params, const Segment& segment, 
     finish_softmax(state, place, partial, factor, params, segment, part);
     __syncthreads();  // the rows' normalisers are there
     if (part == WHOLE) {
-        stage_output(shared + STAGE_AT, out, factor);
+        stage_heads<KeyTile>(shared + STAGE_AT, out, [&](int row) { return factor[row]; });
         __syncthreads();  // out is staged
         store_output(params, segment, shared + STAGE_AT);
     } else {

@@ -20,6 +20,7 @@
 // D 512, topk 512; 255 at H 128, topk 1024.
 // Launch: num_tokens * ceil(num_heads / HEADS_PER_BLOCK) blocks in x; block size and dynamic
 // shared memory as the module exports them. More: kernels/docs/sparse_attention.md.
+#include "online_softmax.h"
 #include "sparse_attention_tiles.h"
 
 constexpr int FORWARD_KEYS = HEADS_PER_BLOCK == 64 && Layout<64, false>::BYTES <= MAX_SHARED_BYTES ? 64 : 32;
@@ -33,110 +34,14 @@ SHARED_MEMORY(sparse_attention_forward, Forward::BYTES)
 
 constexpr int FORWARD_N8 = FORWARD_KEYS / KEY_WARPS / 8;  // score tiles of 8 keys a warp
 
-// The running softmax of this lane's two head rows, in base 2 and without the sink. `maximum` is
-// the same in all lanes that share a row; `sum` covers only this lane's slots.
-struct RunningSoftmax {
-    float maximum[2] = {-INFINITY_F32, -INFINITY_F32};
-    float sum[2] = {0.0f, 0.0f};
-};
-
-// Turns scores into base-2 logits, -inf in invalid slots, and stores the warp's maximum of each
-// row to `partial`.
-DEVICE void mask_and_reduce(float (&s)[FORWARD_N8][4], const ScorePlace& place, const int32_t* rows, float* partial,
-                            float scale_log2) {
-    const int t = lane_id() % 4;
-    float largest[2] = {-INFINITY_F32, -INFINITY_F32};
-    UNROLL
-    for (int n = 0; n < FORWARD_N8; ++n) {
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const bool valid = rows[place.first_key + 8 * n + 2 * t + i % 2] >= 0;
-            s[n][i] = valid ? s[n][i] * scale_log2 : -INFINITY_F32;
-            largest[i / 2] = maximum_or_nan_f32(largest[i / 2], s[n][i]);
-        }
-    }
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        largest[half] = maximum_or_nan_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 1));
-        largest[half] = maximum_or_nan_f32(largest[half], __shfl_xor_sync(FULL_WARP, largest[half], 2));
-        if (t == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = largest[half];
-    }
-}
-
-// Adds the tile to the running softmax. The weights exp2(z - maximum) go to the tile of P in bf16
-// and to the sum in fp32. The factor for the earlier accumulators goes to `factor`.
-DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[FORWARD_N8][4], const ScorePlace& place,
-                           const float* partial, float* factor, SharedAddress p_tile) {
-    const int t = lane_id() % 4;
-    float shift[2];
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        const int row = place.row + 8 * half;
-        float largest = state.maximum[half];
-        UNROLL
-        for (int w = 0; w < KEY_WARPS; ++w) largest = maximum_or_nan_f32(largest, partial[w * HEADS_PER_BLOCK + row]);
-        shift[half] = subtrahend(largest);
-        const float rescale = exp2_approx(state.maximum[half] - shift[half]);
-        state.maximum[half] = largest;
-        state.sum[half] *= rescale;
-        if (t == 0 && place.key_warp == 0) factor[row] = rescale;
-    }
-    UNROLL
-    for (int n = 0; n < FORWARD_N8; ++n) {
-        float p[4];
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            p[i] = exp2_approx(s[n][i] - shift[i / 2]);
-            state.sum[i / 2] += p[i];
-        }
-        const int chunk = place.first_key / 8 + n;
-        store_shared(p_tile + Forward::WeightTile::offset(place.row, chunk) + 4 * t, pack_bf16(p[0], p[1]));
-        store_shared(p_tile + Forward::WeightTile::offset(place.row + 8, chunk) + 4 * t, pack_bf16(p[2], p[3]));
-    }
-}
-
-// Multiplies a warp's accumulators by the factors of their rows. Most tiles raise no maximum, so
-// most skip this.
-DEVICE void rescale_output(float (&out)[M_TILES][VALUE_N8][4], const float* factor) {
-    const int g = lane_id() / 4;
-    bool changed = false;
-    float rescale[M_TILES][2];
-    UNROLL
-    for (int m = 0; m < M_TILES; ++m) {
-        UNROLL
-        for (int half = 0; half < 2; ++half) {
-            rescale[m][half] = factor[16 * m + g + 8 * half];
-            changed = changed || rescale[m][half] != 1.0f;
-        }
-    }
-    if (!__any_sync(FULL_WARP, changed)) return;
-    UNROLL
-    for (int m = 0; m < M_TILES; ++m)
-        UNROLL
-        for (int n = 0; n < VALUE_N8; ++n)
-            UNROLL
-            for (int i = 0; i < 4; ++i) out[m][n][i] *= rescale[m][i / 2];
-}
-
 // Sums each row over lanes and warps, stores lse and max_logits, and leaves 1 / (sum + sink's
 // share) in `factor`. Rows without a valid slot get factor 0, whatever the sink.
 DEVICE void finish_softmax(const RunningSoftmax& state, const ScorePlace& place, float* partial, float* factor,
                            const SparseAttentionForwardParams& params, const Work& work) {
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        float sum = state.sum[half];
-        sum += __shfl_xor_sync(FULL_WARP, sum, 1);
-        sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-        if (lane_id() % 4 == 0) partial[place.key_warp * HEADS_PER_BLOCK + place.row + 8 * half] = sum;
-        if (lane_id() % 4 == 0 && place.key_warp == 0) factor[place.row + 8 * half] = state.maximum[half];
-    }
-    __syncthreads();
+    share_sums(state, place, partial, factor);
     const int row = threadIdx.x;
     if (row >= HEADS_PER_BLOCK) return;
-    const float row_maximum = factor[row];
-    float sum = 0.0f;
-    UNROLL
-    for (int w = 0; w < KEY_WARPS; ++w) sum += partial[w * HEADS_PER_BLOCK + row];
+    const float row_maximum = factor[row], sum = sum_of_row(partial, row);
     const bool empty = sum == 0.0f;
     if (row >= work.heads) {
         factor[row] = 0.0f;
@@ -195,9 +100,13 @@ KERNEL(sparse_attention_forward, SparseAttentionForwardParams, THREADS) {
         float s[FORWARD_N8][4] = {};
         multiply_rows<KeyTile, KeyTile, 0, HEAD_DIM>(s, shared + Forward::Q, 16 * place.head_warp,
                                                      shared + Forward::keys(stage), place.first_key);
-        mask_and_reduce(s, place, all_rows + stage * FORWARD_KEYS, partial, scale_log2);
+        const int32_t* rows = all_rows + stage * FORWARD_KEYS;
+        mask_and_reduce<maximum_or_nan_f32>(s, place, partial, scale_log2, [&](int slot, float z) {
+            return rows[slot] >= 0 ? z : -INFINITY_F32;
+        });
         __syncthreads();  // every warp's maxima are there
-        update_softmax(state, s, place, partial, factor, shared + Forward::P);
+        update_softmax<maximum_or_nan_f32, Forward::WeightTile>(state, s, place, partial, factor,
+                                                                shared + Forward::P);
         __syncthreads();  // P and the rescaling factors are there
         rescale_output(out, factor);
         multiply_columns<Forward::WeightTile, false, GatheredValueTile, FORWARD_KEYS, V_DIM / 8,
