@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, write};
-use crate::formats::scale_layout::extents_of;
+use crate::arguments::{Arguments, modules_of_floats};
+use crate::formats::group_format::{GroupCall, GroupFormat};
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
 use dsv4_runtime::source::Module;
-use dsv4_runtime::{DType, Device, Result, Views};
+use dsv4_runtime::{Device, Result, Views};
 
 const FILE: &str = "quantize_fp8.cu";
 const CHECK: Arguments = Arguments { operator: "quantize_fp8" };
@@ -67,6 +67,24 @@ impl Options {
         }
         scales.check(CHECK)
     }
+
+    /// Checks the arguments of a call.
+    fn call(self, views: &Views, quantizes: bool) -> Result<GroupCall<'_>> {
+        let [rows, columns] = GroupFormat::extents(views, quantizes);
+        let scales = self.scales(rows, columns);
+        self.check(scales)?;
+        let [_, group] = self.group.extents();
+        let format = GroupFormat {
+            check: CHECK,
+            file: FILE,
+            group,
+            elements_per_byte: 1,
+            has_global_scale: false,
+        };
+        format.call(views, scales, quantizes)?.with(|params| {
+            params.i32("scale_type", self.scale as usize)?.i32("log2_group", log2(group))
+        })
+    }
 }
 
 /// Every module that the launcher compiles.
@@ -84,35 +102,18 @@ pub fn modules() -> Vec<Module> {
 /// A rejected argument (`layout`: scales of squares are stored row by row, tiles of scales are
 /// bytes), a compile error, a rejected launch.
 pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
-    let [rows, columns] = extents_of(views, "x");
-    let scales = options.scales(rows, columns);
-    options.check(scales)?;
-    let tensors = [
-        read("x").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        write("codes").of(&[DType::U8]).axes(&["num_rows", "width"]).rows(),
-        scales.written(),
-    ];
-    let signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
-    let mut call = scales.bound(signature);
-    let [num_rows, width] = call.bind(["num_rows", "width"])?;
+    let mut call = options.call(views, true)?;
     let square = options.group == Group::Square128;
-    let group = options.group.extents()[1];
-    let (row_warps, blocks) = scales.grid(CHECK, "x", group)?;
-    let params = call.params(&["x", "codes"]).ptr("scales", &views["scales"]);
-    let params = scales
-        .params(params, num_rows, width, row_warps)?
-        .i32("scale_type", options.scale as usize)?;
-    let params = params.i32("log2_group", log2(group))?;
+    if square {
+        let [rows, columns] = GroupFormat::extents(views, true);
+        let scales = options.scales(rows, columns);
+        call.blocks = scales.rows.saturating_mul(scales.groups);
+    }
     let names = [
         ["quantize_fp8_scalar", "quantize_fp8_vector"],
         ["quantize_fp8_squares_scalar", "quantize_fp8_squares_vector"],
     ];
-    let name = names[usize::from(square)][usize::from(call.vectorised())];
-    let blocks = if square { scales.rows.saturating_mul(scales.groups) } else { blocks };
-    device
-        .kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?
-        .launch_blocks("x", blocks, &params)?;
-    Ok(name)
+    call.launch(device, names[usize::from(square)])
 }
 
 /// Decodes; returns the kernel that ran. Its tensors:
@@ -124,30 +125,10 @@ pub fn quantize(device: &Device, views: &Views, options: Options) -> Result<&'st
 /// # Errors
 /// As [`quantize`].
 pub fn dequantize(device: &Device, views: &Views, options: Options) -> Result<&'static str> {
-    let [rows, columns] = extents_of(views, "codes");
-    let scales = options.scales(rows, columns);
-    options.check(scales)?;
-    let tensors = [
-        read("codes").of(&[DType::U8]).axes(&["num_rows", "width"]).rows(),
-        write("y").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        scales.read(),
-    ];
-    let signature = CHECK.signature(views, tensors).extent("width", 1, MAX_WIDTH).wide("num_rows");
-    let mut call = scales.bound(signature);
-    let [num_rows, width] = call.bind(["num_rows", "width"])?;
-    let [group_rows, group] = options.group.extents();
-    // Rows of elements, without padding.
-    let of_rows = Scales { layout: ScaleLayout::Plain, rows: num_rows, ..scales };
-    let (row_warps, blocks) = of_rows.grid(CHECK, "codes", group)?;
-    let params = call.params(&["codes", "y"]).ptr("scales", &views["scales"]);
-    let params = scales
-        .params(params, num_rows, width, row_warps)?
-        .i32("scale_type", options.scale as usize)?;
-    let params = params.i32("log2_group", log2(group))?.i32("log2_group_rows", log2(group_rows))?;
-    let name = if call.vectorised() { "dequantize_fp8_vector" } else { "dequantize_fp8_scalar" };
-    let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?;
-    kernel.launch_blocks("codes", blocks, &params)?;
-    Ok(name)
+    let [group_rows, _] = options.group.extents();
+    let call = options.call(views, false)?;
+    let call = call.with(|params| params.i32("log2_group_rows", log2(group_rows)))?;
+    call.launch(device, ["dequantize_fp8_scalar", "dequantize_fp8_vector"])
 }
 
 fn log2(power: usize) -> usize {

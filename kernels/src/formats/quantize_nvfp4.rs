@@ -2,21 +2,28 @@
 //! 5.7).
 
 use crate::arguments::{Arguments, FLOATS, element_types, modules_of_floats, read, scratch, write};
-use crate::formats::scale_layout::extents_of;
+use crate::formats::group_format::GroupFormat;
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, Scales};
 use dsv4_runtime::source::Module;
-use dsv4_runtime::{DType, Device, Result, Views};
+use dsv4_runtime::{Device, Result, Views};
 
 const FILE: &str = "quantize_nvfp4.cu";
 const CHECK: Arguments = Arguments { operator: "quantize_nvfp4" };
 /// Neighbours in a row that share a scale.
 pub const GROUP: usize = 16;
+const FORMAT: GroupFormat = GroupFormat {
+    check: CHECK,
+    file: FILE,
+    group: GROUP,
+    elements_per_byte: 2,
+    has_global_scale: true,
+};
 /// Blocks that find the largest magnitude of a tensor: enough to fill any GPU.
 const AMAX_BLOCKS: usize = 1024;
 
 /// The scales of a matrix, which are bytes.
 pub fn scales(layout: ScaleLayout, num_rows: usize, width: usize) -> Scales {
-    Scales { bytes: true, layout, rows: num_rows, of_rows: true, groups: width.div_ceil(GROUP) }
+    Scales::of_bytes(layout, num_rows, width, GROUP)
 }
 
 /// Every module that the launcher compiles.
@@ -74,25 +81,7 @@ pub fn global_scale(device: &Device, views: &Views) -> Result<[&'static str; 2]>
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&'static str> {
-    let [rows, columns] = extents_of(views, "x");
-    let scales = scales(layout, rows, columns);
-    let tensors = [
-        read("x").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        read("global_scale").axes(&["one"]),
-        write("codes").of(&[DType::U8]).axes(&["num_rows", "code_bytes"]).rows(),
-        scales.written(),
-    ];
-    let signature = CHECK.signature(views, tensors).extent("width", 2, MAX_WIDTH).wide("num_rows");
-    let mut call = scales.bound(signature.given("code_bytes", columns / 2).given("one", 1));
-    let [num_rows, width] = call.bind(["num_rows", "width"])?;
-    let (row_warps, blocks) = scales.grid(CHECK, "x", GROUP)?;
-    let params = call.params(&["x", "codes", "global_scale", "scales"]);
-    let params = scales.params(params, num_rows, width, row_warps)?;
-    let name = if call.vectorised() { "quantize_nvfp4_vector" } else { "quantize_nvfp4_scalar" };
-    device
-        .kernel(FILE, &element_types(&[("ELEMENT", views["x"].dtype)]), name)?
-        .launch_blocks("x", blocks, &params)?;
-    Ok(name)
+    launch(device, views, layout, true)
 }
 
 /// Decodes; returns the kernel that ran. Its tensors:
@@ -103,26 +92,19 @@ pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&
 /// # Errors
 /// As [`quantize`].
 pub fn dequantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&'static str> {
-    let [rows, columns] = extents_of(views, "y");
-    let scales = scales(layout, rows, columns);
-    let tensors = [
-        write("y").of(&FLOATS).axes(&["num_rows", "width"]).rows(),
-        read("global_scale").axes(&["one"]),
-        read("codes").of(&[DType::U8]).axes(&["num_rows", "code_bytes"]).rows(),
-        scales.read(),
-    ];
-    let signature = CHECK.signature(views, tensors).extent("width", 2, MAX_WIDTH).wide("num_rows");
-    let mut call = scales.bound(signature.given("code_bytes", columns / 2).given("one", 1));
-    let [num_rows, width] = call.bind(["num_rows", "width"])?;
-    // Rows of elements, without padding.
-    let of_rows = Scales { layout: ScaleLayout::Plain, ..scales };
-    let (row_warps, blocks) = of_rows.grid(CHECK, "y", GROUP)?;
-    let params = call.params(&["codes", "y", "global_scale", "scales"]);
-    let params = scales.params(params, num_rows, width, row_warps)?;
-    let name =
-        if call.vectorised() { "dequantize_nvfp4_vector" } else { "dequantize_nvfp4_scalar" };
-    device
-        .kernel(FILE, &element_types(&[("ELEMENT", views["y"].dtype)]), name)?
-        .launch_blocks("y", blocks, &params)?;
-    Ok(name)
+    launch(device, views, layout, false)
+}
+
+fn launch(
+    device: &Device,
+    views: &Views,
+    layout: ScaleLayout,
+    quantizes: bool,
+) -> Result<&'static str> {
+    let [rows, columns] = GroupFormat::extents(views, quantizes);
+    let names = match quantizes {
+        true => ["quantize_nvfp4_scalar", "quantize_nvfp4_vector"],
+        false => ["dequantize_nvfp4_scalar", "dequantize_nvfp4_vector"],
+    };
+    FORMAT.call(views, scales(layout, rows, columns), quantizes)?.launch(device, names)
 }

@@ -55,6 +55,17 @@ pub struct Scales {
 }
 
 impl Scales {
+    /// Bytes, one for each `group` elements of a row.
+    pub(crate) fn of_bytes(
+        layout: ScaleLayout,
+        num_rows: usize,
+        width: usize,
+        group: usize,
+    ) -> Self {
+        let groups = width.div_ceil(group);
+        Self { bytes: true, layout, rows: num_rows, of_rows: true, groups }
+    }
+
     /// Rows of groups that have scales, including padding.
     pub fn padded_rows(self) -> usize {
         self.rows.next_multiple_of(match self.layout {
