@@ -141,6 +141,8 @@ pub(crate) struct Argument<'a> {
     like: Option<&'static str>,
     typed: Option<&'static str>,
     layout: Layout,
+    /// Whether kernels call the stride of its rows `NAME_stride`.
+    one_stride: bool,
     /// Alignment of the address in bytes, in addition to that of an element.
     alignment: u64,
     may_be: Option<&'static str>,
@@ -159,6 +161,7 @@ pub(crate) fn read<'a>(name: &'static str) -> Argument<'a> {
         like: None,
         typed: None,
         layout: Layout::Dense,
+        one_stride: false,
         alignment: 1,
         may_be: None,
         presence: Presence::Required,
@@ -212,6 +215,11 @@ impl Argument<'_> {
     /// As [`Self::rows`], each row at a multiple of 16 bytes.
     pub fn aligned_rows(self) -> Self {
         Self { layout: Layout::AlignedRows, ..self }
+    }
+
+    /// Kernels call the stride of its rows `NAME_stride`, whatever its first axis is.
+    pub fn one_stride(self) -> Self {
+        Self { one_stride: true, ..self }
     }
 
     /// It may be the same memory as another tensor, element by element.
@@ -304,14 +312,22 @@ impl<'a> Signature<'a> {
     }
 
     /// The parameters of these tensors: a pointer for each. A tensor with rows also has the strides
-    /// of all its axes but the last, such as `x_row_stride` for axis `num_rows` of `x`. An absent
-    /// tensor is `nullptr` with strides of 0.
+    /// of all its axes but the last, such as `x_row_stride` for axis `num_rows` of `x`, or `x_stride`
+    /// after [`Argument::one_stride`]. An absent tensor is `nullptr` with strides of 0.
     ///
     /// # Panics
     /// For a name that the signature does not have. That is a mistake in the launcher, which every
     /// call shows.
     pub fn params(&self, names: &[&'static str]) -> Params {
-        names.iter().fold(self.check.params(), |params, name| {
+        self.append(self.check.params(), names)
+    }
+
+    /// The same after other parameters.
+    ///
+    /// # Panics
+    /// As [`Self::params`].
+    pub fn append(&self, params: Params, names: &[&'static str]) -> Params {
+        names.iter().fold(params, |params, name| {
             let tensor =
                 self.find(name).unwrap_or_else(|| panic!("the signature has no tensor `{name}`"));
             let strided = if tensor.layout == Layout::Dense {
@@ -324,7 +340,12 @@ impl<'a> Signature<'a> {
             outer.fold(params.ptr(*name, tensor.view), |params, (number, axis)| {
                 let one =
                     axis.strip_prefix("num_").map_or(*axis, |many| many.trim_end_matches('s'));
-                params.stride(format!("{name}_{one}_stride"), stride(number))
+                let field = if tensor.one_stride {
+                    format!("{name}_stride")
+                } else {
+                    format!("{name}_{one}_stride")
+                };
+                params.stride(field, stride(number))
             })
         })
     }
@@ -894,13 +915,15 @@ mod tests {
     #[test]
     fn parameters_follow_from_the_axes_and_absent_tensors_keep_their_places() {
         let (x, w) = (view(64, DType::F32, &[2, 3, 4], &[40, 8, 1]), dense(1024, &[4]));
+        let k = view(2048, DType::F32, &[7, 4], &[24, 1]);
         let signature = signature_at([
             read_at("x", &x).axes(&["num_tokens", "num_heads", "batch_dim"]).rows(),
             read_at("w", &w).axes(&["batch_dim"]),
             write_at("y", None).like("x").rows(),
+            read_at("k", &k).axes(&["num_keys", "batch_dim"]).rows().one_stride(),
         ]);
-        let by_hand = CHECK.params().ptr("w", &w).heads("x", &x).heads("y", None);
-        let params = signature.params(&["w", "x", "y"]);
+        let by_hand = CHECK.params().ptr("w", &w).heads("x", &x).heads("y", None).rows("k", &k);
+        let params = signature.append(signature.params(&["w", "x"]), &["y", "k"]);
         assert_eq!((params.bytes(), params.layout()), (by_hand.bytes(), by_hand.layout()));
     }
 

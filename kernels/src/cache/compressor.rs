@@ -183,7 +183,7 @@ pub fn workspace_bytes(device: &Device, extents: &Extents) -> usize {
 
 /// A call whose arguments were checked.
 struct Call<'a> {
-    views: &'a Views,
+    signature: Signature<'a>,
     extents: Extents,
     num_sequences: usize,
     table_rows: usize,
@@ -193,18 +193,22 @@ struct Call<'a> {
     defines: Defines,
 }
 
+/// The parameters that come first in both directions.
+const INPUTS: [&str; 8] =
+    ["kv", "gate", "ape", "norm_weight", "cu_seqlens", "cu_entries", "cos", "sin"];
+
 /// The tensors that both launches read.
 fn inputs() -> [Argument<'static>; 8] {
     const ENDS: &[&str] = &["num_sequences_and_one"];
     [
-        read("kv").axes(&["num_tokens", "width"]).rows(),
-        read("gate").like("kv").rows(),
+        read("kv").axes(&["num_tokens", "width"]).rows().one_stride(),
+        read("gate").like("kv").rows().one_stride(),
         read("ape").axes(&["ratio", "width"]),
         read("norm_weight").axes(&["head_dim"]),
         read("cu_seqlens").of(&[DType::I32]).axes(ENDS),
         read("cu_entries").of(&[DType::I32]).axes(ENDS),
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
-        read("sin").like("cos").rows(),
+        read("cos").axes(&["table_rows", "half_rope_dim"]).rows().one_stride(),
+        read("sin").like("cos").rows().one_stride(),
     ]
 }
 
@@ -241,7 +245,7 @@ impl<'a> Call<'a> {
             .map_or(DType::Bf16, |stored| stored.dtype);
         let defines = element_types(&[("ELEMENT", stored)]);
         Ok(Self {
-            views,
+            signature,
             extents,
             num_sequences: ends - 1,
             table_rows,
@@ -253,16 +257,6 @@ impl<'a> Call<'a> {
 
     fn name(&self, kernel: [&'static str; 2]) -> &'static str {
         kernel[usize::from(self.vectorised)]
-    }
-
-    /// The parameters that come first in both directions.
-    fn inputs(&self) -> Params {
-        let v = self.views;
-        let params =
-            CHECK.params().rows("kv", &v["kv"]).rows("gate", &v["gate"]).ptr("ape", &v["ape"]);
-        let params =
-            params.ptr("norm_weight", &v["norm_weight"]).ptr("cu_seqlens", &v["cu_seqlens"]);
-        params.ptr("cu_entries", &v["cu_entries"]).rows("cos", &v["cos"]).rows("sin", &v["sin"])
     }
 
     /// The parameters that come last in both directions.
@@ -307,14 +301,14 @@ pub fn forward(
 ) -> Result<Vec<&'static str>> {
     const ENTRIES: &[&str] = &["num_entries", "head_dim"];
     let tensors = [
-        write("entries").of(&FLOATS).axes(ENTRIES).rows(),
+        write("entries").of(&FLOATS).axes(ENTRIES).rows().one_stride(),
         write("pooled").axes(ENTRIES).typed("entries").optional(),
     ];
     let call = Call::check(views, tensors, eps)?;
     let Extents { num_entries, .. } = call.extents;
     let epilogue = call.extents.epilogue(CHECK, epilogue)?;
-    let params =
-        call.inputs().ptr("pooled", views.get("pooled")).rows("entries", &views["entries"]);
+    let params = call.signature.params(&INPUTS);
+    let params = call.signature.append(params, &["pooled", "entries"]);
     let params = call.extents(params, eps)?.i32("epilogue", epilogue)?;
     let launch = |name: &'static str, blocks: usize| {
         device.kernel(FILE, &call.defines, name)?.launch_blocks("entries", blocks, &params)
@@ -352,9 +346,9 @@ pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static
     const ENTRIES: &[&str] = &["num_entries", "head_dim"];
     let tensors = [
         saved("pooled", true).of(&FLOATS).axes(ENTRIES),
-        read("dentries").like("pooled").rows(),
-        write("dkv").like("kv").rows(),
-        write("dgate").like("kv").rows(),
+        read("dentries").like("pooled").rows().one_stride(),
+        write("dkv").like("kv").rows().one_stride(),
+        write("dgate").like("kv").rows().one_stride(),
         write("dape").like("ape"),
         write("dnorm_weight").like("norm_weight"),
         scratch("workspace", 16),
@@ -364,9 +358,9 @@ pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static
     CHECK.holds("workspace", workspace, bytes)?;
     let [dpooled, dape, dnorm_weight] = starts
         .map(|start| TensorView { address: workspace.address + start as u64, ..workspace.clone() });
-    let params = call.inputs().ptr("pooled", &views["pooled"]).rows("dentries", &views["dentries"]);
-    let params =
-        params.rows("dkv", &views["dkv"]).rows("dgate", &views["dgate"]).ptr("dpooled", &dpooled);
+    let params = call.signature.params(&INPUTS);
+    let params = call.signature.append(params, &["pooled", "dentries", "dkv", "dgate"]);
+    let params = params.ptr("dpooled", &dpooled);
     let params = params.ptr("dape_partials", &dape).ptr("dnorm_weight_partials", &dnorm_weight);
     let params = call.extents(params, eps)?;
     let launch = |name: &'static str, blocks: usize| {
@@ -398,13 +392,11 @@ fn sums(
     [dape, dnorm_weight]: [&TensorView; 2],
     [rows_of_dape, rows_of_dnorm_weight]: [usize; 2],
 ) -> Result<&'static str> {
-    let (views, Extents { num_tokens, ratio, width, head_dim, .. }) = (call.views, call.extents);
+    let Extents { num_tokens, ratio, width, head_dim, .. } = call.extents;
     let params =
         CHECK.params().ptr("dape_partials", dape).ptr("dnorm_weight_partials", dnorm_weight);
-    let params = params.ptr("dape", &views["dape"]).ptr("dnorm_weight", &views["dnorm_weight"]);
-    let params = params.rows("dkv", &views["dkv"]).rows("dgate", &views["dgate"]);
-    let params =
-        params.ptr("cu_seqlens", &views["cu_seqlens"]).ptr("cu_entries", &views["cu_entries"]);
+    let given = ["dape", "dnorm_weight", "dkv", "dgate", "cu_seqlens", "cu_entries"];
+    let params = call.signature.append(params, &given);
     let params = params.i32("num_tokens", num_tokens)?.i32("num_sequences", call.num_sequences)?;
     let params = params.i32("num_dape_partials", rows_of_dape)?;
     let params = params.i32("num_dnorm_weight_partials", rows_of_dnorm_weight)?;

@@ -59,8 +59,8 @@ pub fn forward(
 ) -> Result<Vec<&'static str>> {
     const ENDS: &[&str] = &["num_sequences_and_one"];
     let tensors = [
-        read("kv").axes(&["num_tokens", "width"]).rows(),
-        read("gate").like("kv").rows(),
+        read("kv").axes(&["num_tokens", "width"]).rows().one_stride(),
+        read("gate").like("kv").rows().one_stride(),
         read("ape").axes(&["ratio", "width"]),
         read("norm_weight").axes(&["head_dim"]),
         write("state").axes(&["num_slots", "num_rows", "state_width"]).rows(),
@@ -68,9 +68,9 @@ pub fn forward(
         read("cu_entries").of(&[DType::I32]).axes(ENDS),
         read("first_positions").of(&[DType::I32]).axes(&["num_sequences"]),
         read("slots").of(&[DType::I32]).axes(&["num_sequences"]),
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
-        read("sin").like("cos").rows(),
-        write("entries").of(&FLOATS).axes(&["num_entries", "head_dim"]).rows(),
+        read("cos").axes(&["table_rows", "half_rope_dim"]).rows().one_stride(),
+        read("sin").like("cos").rows().one_stride(),
+        write("entries").of(&FLOATS).axes(&["num_entries", "head_dim"]).rows().one_stride(),
         scratch("workspace", 16).optional(),
     ];
     let call = CHECK
@@ -125,20 +125,10 @@ pub fn forward(
     // Rows of the workspace have the layout of dense entries.
     let wide = moved.iter().all(|name| is_aligned(&views[*name]))
         && (head_dim * stored.size()).is_multiple_of(8);
-    let v = views;
-    let params = CHECK.params().rows("kv", &v["kv"]).rows("gate", &v["gate"]).ptr("ape", &v["ape"]);
-    let params = params.ptr("norm_weight", &v["norm_weight"]).strided(
-        "state",
-        &v["state"],
-        ["slot_stride", "row_stride"],
-    );
-    let params = params.ptr("cu_seqlens", &v["cu_seqlens"]).ptr("cu_entries", &v["cu_entries"]);
-    let params = params.ptr("first_positions", &v["first_positions"]).ptr("slots", &v["slots"]);
-    let params = params.rows("cos", &v["cos"]).rows("sin", &v["sin"]).ptr("pooled", workspace);
-    let params = params
-        .rows("entries", &v["entries"])
-        .i64("table_rows", table_rows)?
-        .i32("num_entries", num_entries)?;
+    let given = ["kv", "gate", "ape", "norm_weight", "state", "cu_seqlens", "cu_entries"];
+    let params = call.append(call.params(&given), &["first_positions", "slots", "cos", "sin"]);
+    let params = call.append(params.ptr("pooled", workspace), &["entries"]);
+    let params = params.i64("table_rows", table_rows)?.i32("num_entries", num_entries)?;
     let params = params
         .i32("num_sequences", num_sequences)?
         .i32("num_slots", num_slots)?

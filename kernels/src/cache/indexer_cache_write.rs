@@ -56,20 +56,20 @@ pub fn forward(
     }
     CHECK.int32("pages", page_size)?;
     let tensors = [
-        read("k").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows(),
+        read("k").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows().one_stride(),
         read("slots").of(&[DType::I32]).axes(&["num_tokens"]),
-        write("pages").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
+        write("pages")
+            .of(&[DType::U8])
+            .axes(&["num_pages", "page_bytes"])
+            .aligned_rows()
+            .one_stride(),
     ];
     let page_bytes = page_size.saturating_mul(row_bytes(stored));
     let mut call =
         CHECK.signature(views, tensors).given("head_dim", DIM).given("page_bytes", page_bytes);
     let [num_tokens, num_pages] = call.bind(["num_tokens", "num_pages"])?;
     let num_slots = num_slots(CHECK, "pages", num_pages, page_size)?;
-    let params = CHECK
-        .params()
-        .rows("k", &views["k"])
-        .ptr("slots", &views["slots"])
-        .rows("pages", &views["pages"]);
+    let params = call.params(&["k", "slots", "pages"]);
     let params = params
         .i32("num_tokens", num_tokens)?
         .i32("num_slots", num_slots)?

@@ -41,7 +41,7 @@ pub fn forward(
 ) -> Result<&'static str> {
     format.check(CHECK)?;
     let tensors = [
-        read("kv").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows(),
+        read("kv").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows().one_stride(),
         read("slots").of(&[DType::I32]).axes(&["num_tokens"]),
         write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
     ];
@@ -52,11 +52,7 @@ pub fn forward(
         .given("page_bytes", page_bytes);
     let [num_tokens, num_pages] = call.bind(["num_tokens", "num_pages"])?;
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
-    let params = CHECK
-        .params()
-        .rows("kv", &views["kv"])
-        .ptr("slots", &views["slots"])
-        .rows("pages", &views["cache"]);
+    let params = call.params(&["kv", "slots"]).rows("pages", &views["cache"]);
     let params = params
         .i32("num_tokens", num_tokens)?
         .i32("num_slots", num_slots)?

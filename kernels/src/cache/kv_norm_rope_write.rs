@@ -61,13 +61,13 @@ pub fn forward(
         return CHECK.refuse("format", reason);
     }
     let tensors = [
-        read("x").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows(),
+        read("x").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows().one_stride(),
         read("weight").axes(&["head_dim"]).aligned_rows(),
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
-        read("sin").like("cos").rows(),
+        read("cos").axes(&["table_rows", "half_rope_dim"]).rows().one_stride(),
+        read("sin").like("cos").rows().one_stride(),
         read("positions").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
         read("slots").of(&[DType::I32]).axes(&["num_tokens"]),
-        write("y").like("x").aligned_rows().may_be("x"),
+        write("y").like("x").aligned_rows().one_stride().may_be("x"),
         write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
     ];
     let page_bytes = format.page_bytes(CHECK, "cache", page_size)?;
@@ -86,14 +86,9 @@ pub fn forward(
         );
     }
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
-    let params = CHECK
-        .params()
-        .rows("x", &views["x"])
-        .ptr("weight", &views["weight"])
-        .rows("y", &views["y"]);
-    let params = params.ptr("slots", &views["slots"]).rows("pages", &views["cache"]);
-    let params = params.rows("cos", &views["cos"]).rows("sin", &views["sin"]);
-    let params = params.ptr("positions", views.get("positions")).i64("table_rows", table_rows)?;
+    let params = call.params(&["x", "weight", "y", "slots"]).rows("pages", &views["cache"]);
+    let params = call.append(params, &["cos", "sin", "positions"]);
+    let params = params.i64("table_rows", table_rows)?;
     let params = params
         .i32("num_tokens", num_tokens)?
         .i32("num_slots", num_slots)?

@@ -1,7 +1,9 @@
 //! `indexer_backward`: launchers of `kernels/cuda/indexer/indexer_backward.cu` (stage 2 of
 //! training 7).
 
-use crate::arguments::{Arguments, Defines, FLOATS, Parts, element_types, read, scratch, write};
+use crate::arguments::{
+    Arguments, Defines, FLOATS, Parts, Signature, element_types, read, scratch, write,
+};
 pub use crate::attention::sparse_attention::KeyGradients;
 use dsv4_runtime::params::Params;
 use dsv4_runtime::source::{Module, module};
@@ -65,7 +67,8 @@ fn defines(weight: DType, selected: bool) -> Defines {
 /// # Errors
 /// A rejected argument.
 pub fn workspace_bytes(views: &Views, options: Options) -> Result<usize> {
-    let extents = Extents::check(&views.without(&["workspace"]), options)?;
+    let views = views.without(&["workspace"]);
+    let (_, extents) = Extents::check(&views, options)?;
     Ok(extents.workspace_bytes(options))
 }
 
@@ -74,13 +77,15 @@ pub fn workspace_bytes(views: &Views, options: Options) -> Result<usize> {
 /// # Errors
 /// A rejected argument.
 pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
-    let extents = Extents::check(&views.without(&["workspace"]), options)?;
+    let views = views.without(&["workspace"]);
+    let (_, extents) = Extents::check(&views, options)?;
     Ok((DEFAULT_ROW_BYTES / (4 * HEAD_DIM * extents.slots.max(1)))
         .clamp(1, extents.num_tokens.max(1)))
 }
 
 impl Extents {
-    fn check(views: &Views, options: Options) -> Result<Self> {
+    /// The tensors of a call, and its sizes.
+    fn check(views: &Views, options: Options) -> Result<(Signature<'_>, Self)> {
         let selected = views.get("indices").is_some();
         let of_other = if selected { "q_off" } else { "topk_length" };
         if views.get(of_other).is_some() {
@@ -105,17 +110,21 @@ impl Extents {
                 .of(&[DType::Bf16])
                 .axes(&["num_tokens", "num_heads", "head_dim"])
                 .aligned_rows(),
-            read("w").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows(),
-            read("dlogits").axes(slots).rows(),
-            read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
+            read("w").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows().one_stride(),
+            read("dlogits").axes(slots).rows().one_stride(),
+            read("k")
+                .of(&[DType::Bf16])
+                .axes(&["num_keys", "head_dim"])
+                .aligned_rows()
+                .one_stride(),
             integers("cu_q").axes(&["ends"]),
             integers("cu_k").axes(&["ends"]).with(&["cu_q"]),
-            integers("indices").axes(&["num_tokens", "topk"]).rows(),
+            integers("indices").axes(&["num_tokens", "topk"]).rows().one_stride(),
             integers("topk_length").axes(&["num_tokens"]),
             integers("q_off").axes(&["num_sequences"]),
             write("dq").like("q").aligned_rows(),
-            write("dk").axes(&["num_keys", "head_dim"]).aligned_rows(),
-            write("dw").like("w").rows(),
+            write("dk").axes(&["num_keys", "head_dim"]).aligned_rows().one_stride(),
+            write("dw").like("w").rows().one_stride(),
             scratch("workspace", 16).optional(),
         ];
         let call = CHECK
@@ -137,7 +146,7 @@ impl Extents {
             return CHECK.refuse("chunk_tokens", "0 must be at least 1");
         }
         CHECK.positive("sm_scale", options.sm_scale)?;
-        Ok(Self { num_tokens, num_heads, num_keys, num_sequences, slots, selected })
+        Ok((call, Self { num_tokens, num_heads, num_keys, num_sequences, slots, selected }))
     }
 
     /// Tokens of a chunk; `None` for sums by atomics.
@@ -161,20 +170,25 @@ impl Extents {
     /// The parameters of the kernels for `num_tokens` tokens from `first_token` on.
     fn params(
         self,
-        views: &Views,
+        signature: &Signature<'_>,
         options: Options,
         slot_rows: Option<&TensorView>,
         [first_token, num_tokens]: [usize; 2],
     ) -> Result<Params> {
-        let params =
-            CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
-        let params =
-            params.rows("dlogits", &views["dlogits"]).rows("indices", views.get("indices"));
-        let params =
-            params.ptr("topk_length", views.get("topk_length")).ptr("cu_q", views.get("cu_q"));
-        let params = params.ptr("cu_k", views.get("cu_k")).ptr("q_off", views.get("q_off"));
-        let params =
-            params.heads("dq", &views["dq"]).rows("dk", &views["dk"]).rows("dw", &views["dw"]);
+        let params = signature.params(&[
+            "q",
+            "k",
+            "w",
+            "dlogits",
+            "indices",
+            "topk_length",
+            "cu_q",
+            "cu_k",
+            "q_off",
+            "dq",
+            "dk",
+            "dw",
+        ]);
         let params = params
             .ptr("slot_rows", slot_rows)
             .i32("first_token", first_token)?
@@ -209,7 +223,7 @@ impl Extents {
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<String>> {
-    let extents = Extents::check(views, options)?;
+    let (signature, extents) = Extents::check(views, options)?;
     let (needed, workspace) = (extents.workspace_bytes(options), views.get("workspace"));
     match workspace {
         Some(workspace) => CHECK.holds("workspace", workspace, needed)?,
@@ -227,7 +241,7 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
     let ranking = if extents.selected { "selected" } else { "causal" };
     let rows_of = |keys: usize| extents.num_keys.div_ceil(keys);
     let Some(chunk_tokens) = extents.chunk_tokens(options) else {
-        let params = extents.params(views, options, None, [0, extents.num_tokens])?;
+        let params = extents.params(&signature, options, None, [0, extents.num_tokens])?;
         launch("indexer_backward_zero", "k", rows_of(WARPS), &params)?;
         launch("indexer_backward", "q", extents.num_tokens, &params)?;
         return Ok(vec![
@@ -239,7 +253,7 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
     for first_token in (0..extents.num_tokens.max(1)).step_by(chunk_tokens) {
         let count = chunk_tokens.min(extents.num_tokens - first_token);
         let slot_rows = workspace.filter(|_| needed > 0);
-        let params = extents.params(views, options, slot_rows, [first_token, count])?;
+        let params = extents.params(&signature, options, slot_rows, [first_token, count])?;
         launch("indexer_backward", "q", count, &params)?;
         launch("indexer_backward_sum", "k", rows_of(WARPS * SUM_KEYS), &params)?;
     }

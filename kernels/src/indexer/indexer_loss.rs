@@ -122,8 +122,8 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<Vec<&
     let call = Call::check(views, options, true)?;
     let kl = views.get("kl").or(views.get("workspace"));
     let mut ran = Vec::new();
-    if let (Some(real_rows), Some(row_mask)) = (call.real_rows, views.get("row_mask")) {
-        let params = CHECK.params().ptr("row_mask", row_mask).ptr("real_rows", real_rows);
+    if call.real_rows.is_some() && views.get("row_mask").is_some() {
+        let params = call.signature.params(&["row_mask", "real_rows"]);
         let params = params.i32("num_tokens", call.num_tokens)?;
         device
             .kernel(SUM_FILE, &[], "indexer_loss_count")?
@@ -158,7 +158,7 @@ struct Call<'a> {
     slots: usize,
     num_sequences: usize,
     selected: bool,
-    vectorised: bool,
+    signature: Signature<'a>,
     real_rows: Option<&'a TensorView>,
 }
 
@@ -187,14 +187,7 @@ impl<'a> Call<'a> {
         let real_rows =
             views.get("real_rows").filter(|_| options.reduction == Reduction::MeanOfRealRows);
         let slots = if selected { topk } else { columns };
-        Ok(Self {
-            num_tokens,
-            slots,
-            num_sequences,
-            selected,
-            vectorised: signature.vectorised(),
-            real_rows,
-        })
+        Ok(Self { num_tokens, slots, num_sequences, selected, signature, real_rows })
     }
 
     /// The divisor of the sum, unless the device computes it.
@@ -203,18 +196,12 @@ impl<'a> Call<'a> {
     }
 
     fn params(&self, views: &Views, options: Options, kl: Option<&TensorView>) -> Result<Params> {
-        let gradient = views.get("grad_loss").and(views.get("dlogits"));
         let target = if self.selected { "target" } else { "scores" };
-        let params = CHECK.params().rows("logits", &views["logits"]).rows("target", &views[target]);
-        let params = params.ptr("l1", views.get("l1")).ptr("row_mask", views.get("row_mask"));
-        let params = params
-            .rows("indices", views.get("indices"))
-            .ptr("topk_length", views.get("topk_length"));
-        let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
-        let params = params.ptr("q_off", views.get("q_off")).ptr("idx_lse", &views["idx_lse"]);
-        let params =
-            params.ptr("grad_loss", views.get("grad_loss")).ptr("real_rows", self.real_rows);
-        let params = params.ptr("kl", kl).rows("dlogits", gradient);
+        let params = self.signature.params(&["logits"]).rows("target", &views[target]);
+        let params = self.signature.append(params, &["l1", "row_mask", "indices", "topk_length"]);
+        let read = ["cu_q", "cu_k", "q_off", "idx_lse", "grad_loss", "real_rows"];
+        let params = self.signature.append(params, &read).ptr("kl", kl);
+        let params = self.signature.append(params, &["dlogits"]);
         let params = params.i32("slots", self.slots)?.i32("num_keys", options.num_keys)?;
         let params =
             params.i32("num_sequences", self.num_sequences)?.i32("ratio", options.ratio)?;
@@ -231,7 +218,7 @@ impl<'a> Call<'a> {
         options: Options,
         kl: Option<&TensorView>,
     ) -> Result<&'static str> {
-        let (name, threads) = kernel_of(self.slots, self.vectorised);
+        let (name, threads) = kernel_of(self.slots, self.signature.vectorised());
         let params = self.params(views, options, kl)?;
         let kernel = device.kernel(FILE, &defines(threads, self.selected), name)?;
         kernel.launch_blocks("logits", self.num_tokens, &params)?;
@@ -249,7 +236,7 @@ fn signature<'a>(
     let slots: &[&str] =
         if selected { &["num_tokens", "topk"] } else { &["num_tokens", "columns"] };
     let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
-    let rows = |tensor: Argument<'static>| tensor.axes(slots).rows();
+    let rows = |tensor: Argument<'static>| tensor.axes(slots).rows().one_stride();
     let counted = options.reduction == Reduction::MeanOfRealRows;
     let no_kl = value && views.get("kl").is_none();
     let tensors = [
@@ -259,7 +246,7 @@ fn signature<'a>(
         read("l1").axes(&["num_tokens"]).when(!selected),
         integers("cu_q").axes(&["ends"]),
         integers("cu_k").axes(&["ends"]).with(&["cu_q"]),
-        integers("indices").axes(&["num_tokens", "topk"]).rows(),
+        integers("indices").axes(&["num_tokens", "topk"]).rows().one_stride(),
         integers("topk_length").axes(&["num_tokens"]),
         integers("q_off").axes(&["num_sequences"]),
         read("row_mask").of(&[DType::U8]).axes(&["num_tokens"]).optional(),

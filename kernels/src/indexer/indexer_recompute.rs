@@ -57,13 +57,13 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     let integers = |name: &'static str| read(name).of(&[DType::I32]);
     let tensors = [
         read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
-        read("w").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows(),
-        read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
-        integers("indices").axes(&["num_tokens", "topk"]).rows(),
+        read("w").of(&FLOATS).axes(&["num_tokens", "num_heads"]).rows().one_stride(),
+        read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows().one_stride(),
+        integers("indices").axes(&["num_tokens", "topk"]).rows().one_stride(),
         integers("topk_length").axes(&["num_tokens"]).optional(),
         integers("cu_q").axes(&["ends"]).optional(),
         integers("cu_k").axes(&["ends"]).with(&["cu_q"]).optional(),
-        write("logits").axes(&["num_tokens", "topk"]).rows(),
+        write("logits").axes(&["num_tokens", "topk"]).rows().one_stride(),
     ];
     let call = CHECK.signature(views, tensors).given("head_dim", HEAD_DIM);
     let mut call = call.extent("num_heads", 1, MAX_HEADS);
@@ -73,12 +73,8 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
         return CHECK.refuse("cu_q", "shape [0] must have an entry more than there are sequences");
     }
     CHECK.positive("sm_scale", options.sm_scale)?;
-    let params =
-        CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("w", &views["w"]);
-    let params =
-        params.rows("indices", &views["indices"]).ptr("topk_length", views.get("topk_length"));
-    let params = params.ptr("cu_q", views.get("cu_q")).ptr("cu_k", views.get("cu_k"));
-    let params = params.rows("logits", &views["logits"]).i32("num_tokens", num_tokens)?;
+    let params = call.params(&["q", "k", "w", "indices", "topk_length", "cu_q", "cu_k", "logits"]);
+    let params = params.i32("num_tokens", num_tokens)?;
     let params = params.i32("num_heads", num_heads)?.i32("topk", topk)?;
     let params =
         params.i32("num_keys", num_keys)?.i32("num_sequences", ends.map_or(1, |ends| ends - 1))?;

@@ -1,7 +1,7 @@
 //! `score_recompute`: launchers of `kernels/cuda/indexer/score_recompute.cu` and
 //! `score_recompute_hopper.cu` (training 5).
 
-use crate::arguments::{Argument, Arguments, read, saved, write};
+use crate::arguments::{Argument, Arguments, Signature, read, saved, write};
 pub use crate::implementation::Implementation;
 use dsv4_runtime::params::Params;
 use dsv4_runtime::source::{Module, module};
@@ -107,8 +107,8 @@ pub fn modules() -> Vec<Module> {
     modules.collect()
 }
 
-/// Checks the arguments of a call.
-fn check(views: &Views, options: Options, function: Function) -> Result<Extents> {
+/// Checks the arguments of a call. Returns its tensors and sizes.
+fn check(views: &Views, options: Options, function: Function) -> Result<(Signature<'_>, Extents)> {
     let (scored, dense) = (function != Function::Lse, function == Function::Scores);
     let integers = |name: &'static str| read(name).of(&[DType::I32]).optional();
     let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
@@ -118,10 +118,10 @@ fn check(views: &Views, options: Options, function: Function) -> Result<Extents>
         if packed { &["num_tokens", "columns"] } else { &["num_tokens", "num_keys"] };
     let tensors = [
         read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
-        read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows(),
+        read("k").of(&[DType::Bf16]).axes(&["num_keys", "head_dim"]).aligned_rows().one_stride(),
         integers("cu_q").axes(&["ends"]),
         integers("cu_k").axes(&["ends"]).with(&["cu_q"]),
-        integers("indices").axes(&["num_tokens", "topk"]).rows(),
+        integers("indices").axes(&["num_tokens", "topk"]).rows().one_stride(),
         integers("topk_length").axes(&["num_tokens"]),
         integers("q_off").axes(&["num_sequences"]),
         per_head(read("lse_beside")).optional().when(!scored),
@@ -147,7 +147,9 @@ fn check(views: &Views, options: Options, function: Function) -> Result<Extents>
     }
     CHECK.positive("softmax_scale", options.softmax_scale)?;
     let slots = if selected { topk } else { num_keys };
-    Ok(Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected })
+    let extents =
+        Extents { num_tokens, num_heads, head_dim, num_keys, num_sequences, slots, selected };
+    Ok((call, extents))
 }
 
 /// Whether there are lists of selected keys. Tensors of one ranking must be absent with the other.
@@ -173,14 +175,8 @@ fn check_ranking(views: &Views, function: Function) -> Result<bool> {
     }
 }
 
-fn list_params(params: Params, views: &Views) -> Params {
-    let params =
-        params.rows("indices", views.get("indices")).ptr("topk_length", views.get("topk_length"));
-    params
-        .ptr("cu_q", views.get("cu_q"))
-        .ptr("cu_k", views.get("cu_k"))
-        .ptr("q_off", views.get("q_off"))
-}
+/// Which slots are valid.
+const LISTS: [&str; 5] = ["indices", "topk_length", "cu_q", "cu_k", "q_off"];
 
 /// One block a token.
 fn launch(
@@ -204,14 +200,13 @@ fn launch_scores(
     device: &Device,
     views: &Views,
     options: Options,
-    extents: Extents,
+    function: Function,
     written: &str,
 ) -> Result<String> {
-    let params = CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]);
-    let params = params.ptr("lse", &views["lse"]).ptr("sink", views.get("sink"));
-    let params = list_params(params, views).rows("scores", &views[written]);
-    let of_dense = |name| views.get(name).filter(|_| !extents.selected);
-    let params = params.ptr("l1", of_dense("l1")).ptr("shift", of_dense("shift"));
+    let (signature, extents) = check(views, options, function)?;
+    let params = signature.params(&["q", "k", "lse", "sink"]);
+    let params = signature.append(params, &LISTS).rows("scores", &views[written]);
+    let params = signature.append(params, &["l1", "shift"]);
     let params = extents.params(params, views[written].shape[1], options)?;
     launch(
         device,
@@ -248,8 +243,7 @@ fn launch_scores(
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn target(device: &Device, views: &Views, options: Options) -> Result<String> {
-    let extents = check(views, options, Function::Target)?;
-    launch_scores(device, views, options, extents, "target")
+    launch_scores(device, views, options, Function::Target, "target")
 }
 
 /// Launches the dense scores. Returns the kernel that ran. Each token ranks the first
@@ -267,8 +261,7 @@ pub fn target(device: &Device, views: &Views, options: Options) -> Result<String
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn scores(device: &Device, views: &Views, options: Options) -> Result<String> {
-    let extents = check(views, options, Function::Scores)?;
-    launch_scores(device, views, options, extents, "scores")
+    launch_scores(device, views, options, Function::Scores, "scores")
 }
 
 /// Launches the log-sum-exp of the ranked keys, of either ranking. Returns the kernel that ran.
@@ -282,13 +275,9 @@ pub fn scores(device: &Device, views: &Views, options: Options) -> Result<String
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn lse(device: &Device, views: &Views, options: Options) -> Result<String> {
-    let extents = check(views, options, Function::Lse)?;
-    let params = CHECK
-        .params()
-        .heads("q", &views["q"])
-        .rows("k", &views["k"])
-        .ptr("lse_beside", views.get("lse_beside"));
-    let params = list_params(params, views).ptr("lse", &views["lse"]);
+    let (signature, extents) = check(views, options, Function::Lse)?;
+    let params = signature.params(&["q", "k", "lse_beside"]);
+    let params = signature.append(signature.append(params, &LISTS), &["lse"]);
     let params = extents.params(params, extents.slots, options)?;
     launch(device, extents, "score_recompute_lse", false, &params)
 }
