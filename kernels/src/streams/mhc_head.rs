@@ -1,12 +1,13 @@
 //! `mhc_head`: launcher of `kernels/cuda/streams/mhc_head.cu`, `mhc_head_backward.cu` and, for
 //! Hopper, `mhc_head_hopper.cu` and `mhc_head_hopper_backward.cu` (inference 2.5, training 11.1).
 
-use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
+use crate::arguments::{Arguments, Signature, read, write};
 pub use crate::implementation::Implementation;
 use crate::streams::mhc_mix::{
     Wide, fits_wide, has_few_projected_tokens, parts_of_tokens, projection_blocks,
 };
 use crate::streams::mhc_post::{NUM_STREAMS, threads};
+use crate::streams::site::{MOST_CHANNELS, ProjectionSizes, bind_streams, site, size_params};
 use dsv4_runtime::params::DeviceAddress;
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
@@ -88,30 +89,12 @@ fn bind(
     let dstreams = write("dstreams").like("streams").when(backward);
     let [streams, out, dout, dstreams] = [streams, out, dout, dstreams]
         .map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
-    let tensors = [
-        streams,
-        read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
-        read("scale").axes(&["num_groups"]),
-        read("base").axes(&["num_columns"]),
-        out,
-        saved("mix", backward).axes(&["num_tokens", "num_columns"]),
-        saved("rstd", backward).axes(&["num_tokens"]),
-        dout,
-        dstreams,
-        write("dfn").like("fn").when(backward),
-        write("dscale").like("scale").when(backward),
-        write("dbase").like("base").when(backward),
-        scratch("workspace", 16),
-    ];
-    let signature =
-        CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 1);
-    let signature = signature.given("num_columns", NUM_STREAMS).wide("num_tokens");
-    // All streams of a token together are counted in 32 bits.
-    let (multiple, most) =
-        if hopper { (8, MOST_HOPPER_CHANNELS) } else { (1, i32::MAX as usize / NUM_STREAMS) };
-    let mut signature = signature.extent("hidden_size", multiple, most);
-    let extents = signature.bind(["num_tokens", "hidden_size"])?;
-    Ok((signature, extents))
+    let tensors = [streams, out, dout, dstreams]
+        .into_iter()
+        .chain(site(&["num_columns", "num_streams", "hidden_size"], backward));
+    let (multiple, most) = if hopper { (8, MOST_HOPPER_CHANNELS) } else { (1, MOST_CHANNELS) };
+    let sizes = ProjectionSizes { num_columns: NUM_STREAMS, num_groups: 1, multiple, most };
+    bind_streams(CHECK, views, tensors, sizes)
 }
 
 /// How the tokens of a call are divided among clusters.
@@ -208,12 +191,8 @@ pub fn forward(
     if runs_clusters(device, &signature, views, hidden_size, implementation)? {
         let Clusters { kernels: [name, _], count, run } =
             Clusters::of_forward(device.environment().processors as usize, num_tokens, hidden_size);
-        let params = signature.params(&["streams", "fn", "scale", "base"]);
-        let params = params.strided("out", &views["out"], ["token_stride"]);
-        let params = params
-            .ptr("mix", &views["mix"])
-            .ptr("rstd", &views["rstd"])
-            .i64("num_tokens", num_tokens)?;
+        let params = signature.params(&["streams", "fn", "scale", "base", "out", "mix", "rstd"]);
+        let params = params.i64("num_tokens", num_tokens)?;
         let params = params.i32("hidden_size", hidden_size)?.i32("run", run)?;
         let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
         let blocks = count.saturating_mul(CLUSTER);
@@ -227,11 +206,8 @@ pub fn forward(
         true => "mhc_head_project",
         false => "mhc_head_project_scalar",
     };
-    let params = signature
-        .params(&["streams", "fn"])
-        .ptr("partials", workspace)
-        .i64("num_tokens", num_tokens)?;
-    let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
+    let params = signature.params(&["streams", "fn"]).ptr("partials", workspace);
+    let params = size_params(params, [num_tokens, hidden_size], splits)?;
     device.kernel(FILE, &[], project)?.launch_blocks("streams", blocks, &params)?;
     let (name, row) = match signature.vectorised() {
         true => ("mhc_head_mix_vector", hidden_size / 8),
@@ -239,15 +215,9 @@ pub fn forward(
     };
     let threads = threads(row, 1, MIX_THREADS);
     let chunks = row.div_ceil(threads);
-    let params =
-        signature.params(&["streams"]).ptr("partials", workspace).ptr("scale", &views["scale"]);
-    let params = params.ptr("base", &views["base"]).strided("out", &views["out"], ["token_stride"]);
-    let params = params
-        .ptr("mix", &views["mix"])
-        .ptr("rstd", &views["rstd"])
-        .i64("num_tokens", num_tokens)?;
-    let params =
-        params.i32("hidden_size", hidden_size)?.i32("splits", splits)?.i32("chunks", chunks)?;
+    let params = signature.params(&["streams"]).ptr("partials", workspace);
+    let params = signature.append(params, &["scale", "base", "out", "mix", "rstd"]);
+    let params = size_params(params, [num_tokens, hidden_size], splits)?.i32("chunks", chunks)?;
     let params = params.f32("norm_eps", numbers.norm_eps).f32("hc_eps", numbers.hc_eps);
     let blocks = (num_tokens as u64).saturating_mul(chunks as u64);
     let config = LaunchConfig::linear(CHECK.operator, "streams", blocks, threads as u32)?;
@@ -339,7 +309,7 @@ impl Backward<'_> {
 
     /// dstreams, and each cluster's part of the sums.
     fn clusters(&self) -> Result<(Vec<&'static str>, Left)> {
-        let Self { device, views, signature, num_tokens, hidden_size, .. } = *self;
+        let Self { device, signature, num_tokens, hidden_size, .. } = *self;
         let clusters = Clusters::of_backward(
             device.environment().processors as usize,
             num_tokens,
@@ -353,9 +323,8 @@ impl Backward<'_> {
             products: self.behind(0),
             rows: count,
         };
-        let params = signature.params(&["streams", "dout", "fn", "mix", "rstd", "scale", "base"]);
-        let params =
-            params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
+        let params = signature
+            .params(&["streams", "dout", "fn", "mix", "rstd", "scale", "base", "dstreams"]);
         let params = params.ptr("dfn_partials", left.dfn_partials).ptr("products", left.products);
         let params = params
             .i64("num_tokens", num_tokens)?
@@ -393,10 +362,9 @@ impl Backward<'_> {
             };
         let splits = parts_of_tokens(device, num_tokens, hidden_size, WIDE);
         let params = signature.params(&["streams", "dout", "fn"]).ptr("numbers", tokens);
-        let params =
-            params.strided("dstreams", &views["dstreams"], ["token_stride", "stream_stride"]);
-        let params = params.ptr("dfn_partials", dfn_partials).i64("num_tokens", num_tokens)?;
-        let params = params.i32("hidden_size", hidden_size)?.i32("splits", splits)?;
+        let params = signature.append(params, &["dstreams"]);
+        let params = params.ptr("dfn_partials", dfn_partials);
+        let params = size_params(params, [num_tokens, hidden_size], splits)?;
         let columns = (NUM_STREAMS * hidden_size).div_ceil(channels * BACKWARD_THREADS);
         let blocks = columns.saturating_mul(splits);
         device.kernel(BACKWARD_FILE, &[], streams)?.launch_blocks("streams", blocks, &params)?;

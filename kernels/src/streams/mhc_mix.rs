@@ -1,9 +1,10 @@
 //! `mhc_mix`: launcher of `kernels/cuda/streams/mhc_mix.cu`, `mhc_mix_hopper.cu`,
 //! `mhc_mix_backward.cu` and `mhc_mix_hopper_backward.cu` (inference 2.1 and 2.2, training 11.1).
 
-use crate::arguments::{Arguments, Signature, read, saved, scratch, write};
+use crate::arguments::{Arguments, Signature, read, write};
 pub use crate::implementation::Implementation;
 use crate::streams::mhc_post::NUM_STREAMS;
+use crate::streams::site::{MOST_CHANNELS, ProjectionSizes, bind_streams, site, size_params};
 use dsv4_runtime::params::{DeviceAddress, Params};
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::tensor_map::TensorMap;
@@ -121,35 +122,20 @@ fn bind(
         [streams, dstreams].map(|rows| if hopper { rows.aligned_rows() } else { rows.rows() });
     let tensors = [
         streams,
-        read("fn").axes(&["num_columns", "num_streams", "hidden_size"]),
-        read("scale").axes(&["num_groups"]),
-        read("base").axes(&["num_columns"]),
         write("pre").axes(gates).when(!backward),
         write("post").axes(gates).when(!backward),
         write("comb").axes(matrix).when(!backward),
-        saved("mix", backward).axes(&["num_tokens", "num_columns"]),
-        saved("rstd", backward).axes(&["num_tokens"]),
         read("dpre").axes(gates).when(backward),
         read("dpost").axes(gates).when(backward),
         read("dcomb").axes(matrix).when(backward),
         dstreams,
-        write("dfn").like("fn").when(backward),
-        write("dscale").like("scale").when(backward),
-        write("dbase").like("base").when(backward),
-        scratch("workspace", 16),
     ];
-    let signature =
-        CHECK.signature(views, tensors).given("num_streams", NUM_STREAMS).given("num_groups", 3);
-    let signature = signature.given("source", NUM_STREAMS).given("destination", NUM_STREAMS);
-    let signature = signature.given("num_columns", NUM_COLUMNS).wide("num_tokens");
-    // All streams of a token together are counted in 32 bits.
-    let mut signature = signature.extent(
-        "hidden_size",
-        if hopper { 8 } else { 1 },
-        i32::MAX as usize / NUM_STREAMS,
-    );
-    let extents = signature.bind(["num_tokens", "hidden_size"])?;
-    Ok((signature, extents))
+    let tensors =
+        tensors.into_iter().chain(site(&["num_columns", "num_streams", "hidden_size"], backward));
+    let multiple = if hopper { 8 } else { 1 };
+    let (num_columns, num_groups, most) = (NUM_COLUMNS, 3, MOST_CHANNELS);
+    let sizes = ProjectionSizes { num_columns, num_groups, multiple, most };
+    bind_streams(CHECK, views, tensors, sizes)
 }
 
 /// Whether a single block of the projection has all tokens, if 16-byte accesses fit their rows.
@@ -302,12 +288,7 @@ impl<'a> Projection<'a> {
     /// A compile error, a rejected launch.
     pub fn launch(&self) -> Result<Projected> {
         let Self { device, views, num_tokens, hidden_size, .. } = *self;
-        let sizes = |params: Params, splits| {
-            params
-                .i64("num_tokens", num_tokens)?
-                .i32("hidden_size", hidden_size)?
-                .i32("splits", splits)
-        };
+        let sizes = |params, splits| size_params(params, [num_tokens, hidden_size], splits);
         let projected = |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size };
         if let Some(map) = &self.map {
             let [blocks, splits] = hopper_blocks(device, num_tokens, hidden_size);
@@ -558,10 +539,8 @@ impl<'a> Backward<'a> {
             .ptr("fn", projection);
         let params = params.ptr("numbers", self.numbers);
         let params = params.strided("dstreams", dstreams, ["token_stride", "stream_stride"]);
-        let params =
-            params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
-        let params =
-            params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
+        let params = params.ptr("dfn_partials", self.dfn_partials);
+        let params = size_params(params, [self.num_tokens, self.hidden_size], self.spread.splits)?;
         let columns = (NUM_STREAMS * self.hidden_size).div_ceil(channels * BACKWARD_THREADS);
         let blocks = columns.saturating_mul(self.spread.splits);
         self.device.kernel(file, &[], kernel)?.launch_blocks("streams", blocks, &params)
@@ -575,10 +554,8 @@ impl<'a> Backward<'a> {
     ) -> Result<&'static str> {
         let params = self.check.params().ptr("fn", projection).ptr("numbers", self.numbers);
         let params = params.strided("dstreams", dstreams, ["token_stride", "stream_stride"]);
-        let params =
-            params.ptr("dfn_partials", self.dfn_partials).i64("num_tokens", self.num_tokens)?;
-        let params =
-            params.i32("hidden_size", self.hidden_size)?.i32("splits", self.spread.splits)?;
+        let params = params.ptr("dfn_partials", self.dfn_partials);
+        let params = size_params(params, [self.num_tokens, self.hidden_size], self.spread.splits)?;
         let params = params.tensor_map("streams_map", Some(self.device.tensor_map(map)?));
         let panels = NUM_STREAMS * self.hidden_size.div_ceil(STEP);
         let blocks = panels.div_ceil(BLOCK_PANELS).saturating_mul(self.spread.splits);

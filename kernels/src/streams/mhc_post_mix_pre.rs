@@ -2,7 +2,7 @@
 //! `mhc_post_mix_pre_hopper.cu` and `mhc_post_mix_pre_backward.cu` (inference 2.1 to 2.4, training
 //! 11.1).
 
-use crate::arguments::{Arguments, Signature, element_types, read, saved, scratch, write};
+use crate::arguments::{Arguments, Signature, element_types, read, saved, write};
 pub use crate::implementation::Implementation;
 use crate::streams::mhc_mix::{
     self, Backward, NUM_COLUMNS, Numbers, Projected, has_a_step_of_each_stream,
@@ -10,6 +10,7 @@ use crate::streams::mhc_mix::{
 };
 use crate::streams::mhc_post::{self, NUM_STREAMS, threads};
 use crate::streams::mhc_pre;
+use crate::streams::site::{MOST_CHANNELS, ProjectionSizes, bind_streams, site, size_params};
 use dsv4_runtime::params::DeviceAddress;
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::tensor_map::TensorMap;
@@ -26,6 +27,8 @@ const DPRE_THREADS: usize = 256;
 /// Tokens of the TMA boxes that the kernel for Hopper copies; `CONSUMER_TOKENS` in the kernel
 /// source.
 const BOX_TOKENS: usize = 64;
+/// The axes of the projection's weights.
+const FN_AXES: &[&str] = &["num_columns", "destination", "hidden_size"];
 /// The forward's outputs for the next site: the names of this operator and of that site.
 const OF_NEXT_SITE: [(&str, &str); 3] =
     [("next_pre", "pre"), ("next_post", "post"), ("next_comb", "comb")];
@@ -58,15 +61,10 @@ fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>
         y,
         read("post").axes(gates),
         read("comb").axes(matrix),
-        read("fn").axes(&["num_columns", "destination", "hidden_size"]),
-        read("scale").axes(&["num_groups"]),
-        read("base").axes(&["num_columns"]),
         out,
         saved("next_pre", backward).axes(gates),
         write("next_post").axes(gates).when(!backward),
         write("next_comb").axes(matrix).when(!backward),
-        saved("mix", backward).axes(&["num_tokens", "num_columns"]),
-        saved("rstd", backward).axes(&["num_tokens"]),
         write("h").like("y").rows().when(!backward),
         bf16("dout").axes(streams).when(backward),
         bf16("dh").axes(&["num_tokens", "hidden_size"]).when(backward),
@@ -77,22 +75,14 @@ fn bind(views: &Views, forward: Option<Implementation>) -> Result<(Signature<'_>
         write("dy").like("y").rows().when(backward),
         write("dpost").like("post").when(backward),
         write("dcomb").like("comb").when(backward),
-        write("dfn").like("fn").when(backward),
-        write("dscale").like("scale").when(backward),
-        write("dbase").like("base").when(backward),
-        scratch("workspace", 16),
     ];
-    let signature = CHECK
-        .signature(views, tensors)
-        .given("source", NUM_STREAMS)
-        .given("destination", NUM_STREAMS);
-    let signature =
-        signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
-    // All streams of a token together are counted in 32 bits.
-    let multiple = if hopper { 8 } else { 1 };
-    let mut signature = signature.extent("hidden_size", multiple, i32::MAX as usize / NUM_STREAMS);
-    let extents = signature.bind(["num_tokens", "hidden_size"])?;
-    Ok((signature, extents))
+    let tensors = tensors.into_iter().chain(site(FN_AXES, backward));
+    bind_streams(CHECK, views, tensors, sizes(if hopper { 8 } else { 1 }))
+}
+
+/// The sizes of the next site's projection, with `multiple` channels at a time.
+fn sizes(multiple: usize) -> ProjectionSizes {
+    ProjectionSizes { num_columns: NUM_COLUMNS, num_groups: 3, multiple, most: MOST_CHANNELS }
 }
 
 /// Bytes of scratch memory that [`forward`] and [`forward_separate`] need.
@@ -199,10 +189,7 @@ impl Forward<'_> {
         let Self { device, num_tokens, hidden_size, .. } = *self;
         let params = |names: &[&'static str], splits| {
             let params = self.signature.params(names).ptr("partials", &self.views["workspace"]);
-            params
-                .i64("num_tokens", num_tokens)?
-                .i32("hidden_size", hidden_size)?
-                .i32("splits", splits)
+            size_params(params, [num_tokens, hidden_size], splits)
         };
         if let Some([streams, y]) = self.maps()? {
             let kernel = "mhc_post_mix_pre_project_hopper";
@@ -249,15 +236,12 @@ impl Forward<'_> {
     fn mix(&self, projected: Projected) -> Result<&'static str> {
         let views = self.views;
         let params = self.signature.params(&["out"]).ptr("partials", &views["workspace"]);
-        let params = ["scale", "base"]
-            .into_iter()
-            .fold(params, |params, name| params.ptr(name, &views[name]));
-        let next = OF_NEXT_SITE
+        let params = self.signature.append(params, &["scale", "base"]);
+        let params = OF_NEXT_SITE
             .into_iter()
             .fold(params, |params, (name, field)| params.ptr(field, &views[name]));
-        let params = next.ptr("mix", &views["mix"]).ptr("rstd", &views["rstd"]);
-        let params =
-            projected.params(params.strided("h", &views["h"], ["token_stride"]), self.numbers)?;
+        let params = self.signature.append(params, &["mix", "rstd", "h"]);
+        let params = projected.params(params, self.numbers)?;
         let kernel = "mhc_post_mix_pre_mix";
         self.device.kernel(FILE, &[], kernel)?.launch_blocks(
             "streams",
@@ -399,30 +383,13 @@ fn bind_site(views: &Views) -> Result<(Signature<'_>, [usize; 2])> {
     let tensors = [
         bf16("streams").axes(streams),
         read("pre").axes(gates),
-        read("fn").axes(&["num_columns", "destination", "hidden_size"]),
-        read("scale").axes(&["num_groups"]),
-        read("base").axes(&["num_columns"]),
-        read("mix").axes(&["num_tokens", "num_columns"]),
-        read("rstd").axes(&["num_tokens"]),
         bf16("dout").axes(streams),
         bf16("dh").axes(&["num_tokens", "hidden_size"]),
         read("dpost").axes(gates),
         read("dcomb").axes(&["num_tokens", "source", "destination"]),
         write("dstreams").like("streams").rows(),
-        write("dfn").like("fn"),
-        write("dscale").like("scale"),
-        write("dbase").like("base"),
-        scratch("workspace", 16),
     ];
-    let signature = CHECK
-        .signature(views, tensors)
-        .given("source", NUM_STREAMS)
-        .given("destination", NUM_STREAMS);
-    let signature =
-        signature.given("num_columns", NUM_COLUMNS).given("num_groups", 3).wide("num_tokens");
-    let mut signature = signature.extent("hidden_size", 1, i32::MAX as usize / NUM_STREAMS);
-    let extents = signature.bind(["num_tokens", "hidden_size"])?;
-    Ok((signature, extents))
+    bind_streams(CHECK, views, tensors.into_iter().chain(site(FN_AXES, true)), sizes(1))
 }
 
 /// Launches only the backward of a site: of its coefficients and of the input of its sublayer.
@@ -467,7 +434,7 @@ pub fn site_backward(
     let rest = workspace.address + dpre_bytes(num_tokens) as u64;
     let site = Backward::of(device, CHECK, DeviceAddress(rest), [num_tokens, hidden_size]);
     let params = signature.params(&["mix", "rstd", "scale", "base"]).ptr("dpre", workspace);
-    let params = params.ptr("dpost", &views["dpost"]).ptr("dcomb", &views["dcomb"]);
+    let params = signature.append(params, &["dpost", "dcomb"]);
     let coefficients = site.coefficients(params, numbers)?;
     let (wide, scalar) = ("mhc_post_mix_pre_total_wide", "mhc_post_mix_pre_total_scalar");
     let is_wide = mhc_mix::fits_wide(views, &["streams", "dh", "dout", "dstreams"], hidden_size)
