@@ -51,15 +51,19 @@ constexpr bool RAGGED = WARPS * OUT_N8 != HEAD_DIM / 8;
 using KeyTile = Tile<HEAD_DIM>;  // also q and out
 using WeightTile = Tile<KEYS>;   // P: heads x slots
 
-// Byte offsets in dynamic shared memory.
-constexpr int Q_AT = 0;
-constexpr int STAGE_AT = Q_AT + KeyTile::bytes(HEADS_PER_BLOCK);
 constexpr int STAGE_BYTES = KeyTile::bytes(KEYS);
-constexpr int P_AT = STAGE_AT + STAGES * STAGE_BYTES;
-constexpr int VALID_AT = P_AT + WeightTile::bytes(HEADS_PER_BLOCK);       // int32 [STAGES][KEYS]
-constexpr int PARTIAL_AT = VALID_AT + STAGES * KEYS * 4;                  // maxima, later sums: [KEY_WARPS][heads]
-constexpr int FACTOR_AT = PARTIAL_AT + KEY_WARPS * HEADS_PER_BLOCK * 4;  // one number per head
-constexpr int SHARED_BYTES = FACTOR_AT + HEADS_PER_BLOCK * 4;
+struct SharedPlan {
+    uint8_t q[KeyTile::bytes(HEADS_PER_BLOCK)];
+    uint8_t stages[STAGES][STAGE_BYTES];
+    uint8_t p[WeightTile::bytes(HEADS_PER_BLOCK)];
+    int32_t valid[STAGES][KEYS];
+    float partial[KEY_WARPS][HEADS_PER_BLOCK];  // maxima, later sums
+    float factor[HEADS_PER_BLOCK];
+};
+constexpr int Q_AT = OFFSET_OF(SharedPlan, q), STAGE_AT = OFFSET_OF(SharedPlan, stages);
+constexpr int P_AT = OFFSET_OF(SharedPlan, p), VALID_AT = OFFSET_OF(SharedPlan, valid);
+constexpr int PARTIAL_AT = OFFSET_OF(SharedPlan, partial), FACTOR_AT = OFFSET_OF(SharedPlan, factor);
+constexpr int SHARED_BYTES = sizeof(SharedPlan);
 
 static_assert(SHARED_BYTES <= 227 * 1024, "tiles exceed shared memory");
 static_assert(KeyTile::bytes(HEADS_PER_BLOCK) <= STAGES * STAGE_BYTES, "out is staged where keys lay");

@@ -51,18 +51,18 @@ constexpr int PIECES = HALF_PANELS;
 static_assert(PIECES % 2 == 0, "the last piece is the second of two");
 
 struct Shared {
-    static constexpr int Q = 0;
-    static constexpr int DOUT = Q + TILE_BYTES;
-    static constexpr int KEYS = DOUT + TILE_BYTES;
-    static constexpr int P = KEYS + TILE_BYTES;
-    static constexpr int DS = P + PANEL_BYTES;
-    static constexpr int ROWS = DS + PANEL_BYTES;  // key rows of the slots, -1 where invalid: int32 [2][64], in turns
-    static constexpr int FULL = ROWS + 2 * TILE_SLOTS * 4;  // mbarriers, one for each half of the columns
-    static constexpr int EMPTY = FULL + 2 * 8;
-    static constexpr int BYTES = EMPTY + 2 * 8;
+    struct Plan {
+        uint8_t q[TILE_BYTES], dout[TILE_BYTES], keys[TILE_BYTES];
+        uint8_t p[PANEL_BYTES], ds[PANEL_BYTES];
+        int32_t rows[2][TILE_SLOTS];  // key rows of the slots, -1 where invalid, in turns
+        uint64_t full[2], empty[2];   // mbarriers, one for each half of the columns
+    };
+    static constexpr int Q = OFFSET_OF(Plan, q), DOUT = OFFSET_OF(Plan, dout), KEYS = OFFSET_OF(Plan, keys);
+    static constexpr int P = OFFSET_OF(Plan, p), DS = OFFSET_OF(Plan, ds), ROWS = OFFSET_OF(Plan, rows);
+    static constexpr int BYTES = sizeof(Plan);
 
-    static constexpr int full(int half) { return FULL + 8 * half; }
-    static constexpr int empty(int half) { return EMPTY + 8 * half; }
+    static constexpr int full(int half) { return OFFSET_OF(Plan, full) + 8 * half; }
+    static constexpr int empty(int half) { return OFFSET_OF(Plan, empty) + 8 * half; }
 };
 static_assert(Shared::BYTES <= MAX_SHARED_BYTES, "tiles exceed shared memory");
 

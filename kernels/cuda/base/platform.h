@@ -111,6 +111,13 @@ DEVICE void wait_for_earlier_kernels() {}
 #define SHARED_MEMORY(name, bytes) extern "C" __device__ uint64_t name##_shared_bytes[1] = {(bytes)};
 #endif
 
+// OFFSET_OF(Plan, member)
+//
+// Where a member of a plan of shared memory lies: bytes from its start. A plan is a struct of what
+// a kernel keeps there. It is never an object: addresses come from the offsets, since instructions
+// take them in 32 bits.
+#define OFFSET_OF(Plan, member) static_cast<int>(PARAMS_OFFSET(Plan, member))
+
 // When every block of this launch has called this or ended, the next kernel's blocks may take free
 // slots, where they wait for the end of this launch. For kernels that fill the GPU and are
 // followed by a small one. If blocks leave SMs idle, those of the next launch crowd there: a

@@ -85,13 +85,16 @@ PARAMS_LAYOUT(IndexerBackwardParams, q, q_token_stride, q_head_stride, k, k_stri
               dq_head_stride, dk, dk_stride, dw, dw_stride, slot_rows, first_token, num_tokens, num_heads, slots,
               num_keys, num_sequences, ratio, indices_global, sm_scale)
 
-// Shared memory, byte offsets.
-constexpr int Q = 0;
-constexpr int K = Q + Rows::bytes(HEADS);
-constexpr int A = K + STAGES * Rows::bytes(KEYS);
-constexpr int KEY_ROWS = A + Gates::bytes(HEADS);             // int32 [STAGES][KEYS]: -1 where a slot is not valid
-constexpr int UPSTREAM = KEY_ROWS + STAGES * KEYS * 4;        // float [STAGES][KEYS]
-constexpr int SHARED_BYTES = UPSTREAM + STAGES * KEYS * 4;
+struct SharedPlan {
+    uint8_t q[Rows::bytes(HEADS)];
+    uint8_t k[STAGES][Rows::bytes(KEYS)];
+    uint8_t a[Gates::bytes(HEADS)];
+    int32_t key_rows[STAGES][KEYS];  // -1 where a slot is not valid
+    float upstream[STAGES][KEYS];
+};
+constexpr int Q = OFFSET_OF(SharedPlan, q), K = OFFSET_OF(SharedPlan, k), A = OFFSET_OF(SharedPlan, a);
+constexpr int KEY_ROWS = OFFSET_OF(SharedPlan, key_rows), UPSTREAM = OFFSET_OF(SharedPlan, upstream);
+constexpr int SHARED_BYTES = sizeof(SharedPlan);
 SHARED_MEMORY(indexer_backward, SHARED_BYTES)
 
 // ---------------------------------------------------------------- loads

@@ -31,13 +31,15 @@ constexpr int TOKENS = 4, KEYS = 64, WARPS = 4, THREADS = WARPS * 32;
 constexpr int STEPS = HEAD_DIM / 16;  // of a product
 constexpr int Q_ROWS = TOKENS * HEADS;
 
-// The layout of dynamic shared memory.
 struct Layout {
-    static constexpr int Q = 0;
-    static constexpr int K = Q + Q_ROWS * 2 * HEAD_DIM;        // two tiles
     static constexpr int KEY_BYTES = KEYS * 2 * HEAD_DIM;
-    static constexpr int WEIGHTS = K + 2 * KEY_BYTES;          // float [TOKENS][HEADS]
-    static constexpr int BYTES = WEIGHTS + Q_ROWS * 4;
+    struct Plan {
+        uint8_t q[Q_ROWS][2 * HEAD_DIM];
+        uint8_t k[2][KEY_BYTES];  // two tiles
+        float weights[TOKENS][HEADS];
+    };
+    static constexpr int Q = OFFSET_OF(Plan, q), K = OFFSET_OF(Plan, k), WEIGHTS = OFFSET_OF(Plan, weights);
+    static constexpr int BYTES = sizeof(Plan);
 };
 SHARED_MEMORY(indexer_logits, Layout::BYTES)
 

@@ -26,6 +26,7 @@
 #include "async_copy.h"
 #include "hopper.h"
 #include "indexer_logits.h"
+#include "indexer_shared.h"
 
 #ifndef TOKENS
 #error "define TOKENS"
@@ -44,55 +45,25 @@ static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
 // Whether operands are loaded by TMA. Codes of e2m1 pass through registers.
 constexpr bool BOXES = OPERANDS != E2M1;
 
-// The layout of dynamic shared memory.
-struct Shared {
-    static constexpr int Q_BYTES = PANELS * ROWS * 128, STAGE_BYTES = PANELS * KEYS * 128;
-    static constexpr int Q = 0;  // of two units
-    static constexpr int K = Q + 2 * Q_BYTES;
-    static constexpr int WEIGHTS = K + STAGES * STAGE_BYTES;      // float [2][TOKENS][HEADS / 16][4 lanes][4]
-    static constexpr int UNITS = WEIGHTS + 2 * ROWS * 4;          // Unit [2]
-    static constexpr int UNIT_BYTES = (sizeof(Unit<TOKENS>) + 7) / 8 * 8;
-    static constexpr int FULL = UNITS + 2 * UNIT_BYTES;           // mbarriers [STAGES]
-    static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int Q_FULL = EMPTY + 8 * STAGES;             // mbarriers [2]
-    static constexpr int Q_EMPTY = Q_FULL + 8 * 2;
-    static constexpr int BYTES = Q_EMPTY + 8 * 2;
-
-    static constexpr int q(uint32_t unit) { return Q + unit % 2 * Q_BYTES; }
-    static constexpr int k(uint32_t tile) { return K + tile % STAGES * STAGE_BYTES; }
-    static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
-    static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
-    static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
-    static constexpr int q_empty(uint32_t unit) { return Q_EMPTY + 8 * (unit % 2); }
+constexpr int Q_BYTES = PANELS * ROWS * 128, TILE_BYTES = PANELS * KEYS * 128;
+// The notes are the two work tiles.
+struct alignas(8) NotedUnit {
+    Unit<TOKENS> unit;
 };
-static_assert(Shared::BYTES <= 227 * 1024, "tiles exceed shared memory");
+using Shared = IndexerShared<STAGES, Q_BYTES, TILE_BYTES, ROWS, NotedUnit[2]>;
+using Tiles = Shared::Tiles;
+using Units = Shared::Units;
 SHARED_MEMORY(indexer_logits_hopper, Shared::BYTES)
 
-// Parity of the full_barrier phase of tile (work tile) number n. The opposite parity is that of
-// the release before it.
-DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
-DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
-
 DEVICE Unit<TOKENS>& shared_unit(uint32_t unit) {
-    return *reinterpret_cast<Unit<TOKENS>*>(dynamic_shared() + Shared::UNITS + unit % 2 * Shared::UNIT_BYTES);
-}
-
-DEVICE float* unit_weights(uint32_t unit) {
-    return reinterpret_cast<float*>(dynamic_shared() + Shared::WEIGHTS) + unit % 2 * ROWS;
+    return *reinterpret_cast<Unit<TOKENS>*>(Shared::notes() + unit % 2 * sizeof(NotedUnit));
 }
 
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
-        for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::full(stage), 1);
-            mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
-        }
-        for (uint32_t unit = 0; unit < 2; ++unit) {
-            // One lane's expected bytes and the lanes that load weights, or all threads that
-            // decode.
-            mbarrier_init(shared + Shared::q_full(unit), BOXES ? 1 + WARP_SIZE : PRODUCERS);
-            mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
-        }
+        Tiles::initialise(shared, 1, WARPGROUP_SIZE / WARP_SIZE);
+        // One lane's expected bytes and the lanes that load weights, or all threads that decode.
+        Units::initialise(shared, BOXES ? 1 + WARP_SIZE : PRODUCERS, CONSUMER_THREADS / WARP_SIZE);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -122,7 +93,7 @@ DEVICE void decode_half_row(SharedAddress operand, int rows, int row, int half, 
 // Loads the weights of a work tile, by threads `thread` of `threads`.
 DEVICE void produce_weights(const IndexerLogitsParams& params, const Unit<TOKENS>& unit, uint32_t number, int thread,
                             int threads) {
-    float* weights = unit_weights(number);
+    float* weights = Shared::weights(number);
     for (int row = thread; row < ROWS; row += threads) {
         const int token = row / HEADS, head = row % HEADS;
         const bool exists = token < unit.count && head < params.num_heads;
@@ -139,11 +110,11 @@ DEVICE void produce_query_boxes(const IndexerLogitsParams& params, SharedAddress
     uint32_t number = 0;
     for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
         const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
-        const SharedAddress full = shared + Shared::q_full(number);
-        mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
+        const SharedAddress full = shared + Units::full(number);
+        Units::wait_empty(shared, number);
         if (lane_id() == 0) {
             shared_unit(number) = unit;
-            mbarrier_arrive_expect(full, Shared::Q_BYTES);
+            mbarrier_arrive_expect(full, Q_BYTES);
             UNROLL
             for (int token = 0; token < TOKENS; ++token) {
                 UNROLL
@@ -178,8 +149,8 @@ DEVICE void produce_key_boxes(const IndexerLogitsParams& params, SharedAddress s
             const int32_t first = unit.first + own * KEYS;
             if (paged && lane == 0) page = page_of(params, unit.request, first + lane_id() * box_keys);
             const uint32_t there = __ballot_sync(FULL_WARP, page >= 0) & ((1u << boxes) - 1) << lane;
-            const SharedAddress full = shared + Shared::full(tile);
-            mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+            const SharedAddress full = shared + Tiles::full(tile);
+            Tiles::wait_empty(shared, tile);
             // All lanes must have seen this phase first. Where no page exists the arrival below
             // completes the tile. Consumers may then end the next phase before a slower lane has
             // looked.
@@ -254,24 +225,24 @@ DEVICE void produce_decoded(const IndexerLogitsParams& params, SharedAddress sha
     uint32_t tile = warp, before = 0, number = 0;  // how many tiles and units have come before the unit
     for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
         const Unit<TOKENS> unit = unit_of<TOKENS>(params, at, KEYS);
-        mbarrier_wait(shared + Shared::q_empty(number), unit_phase(number) ^ 1);
+        Units::wait_empty(shared, number);
         if (producer_thread() == 0) shared_unit(number) = unit;
         decode_queries(params, unit, shared + Shared::q(number), number);
         fence_async_proxy();
         // Each lane arrives for its own stores: racecheck does not relate a lane's arrival to
         // other lanes' stores.
-        mbarrier_arrive(shared + Shared::q_full(number));
+        mbarrier_arrive(shared + Units::full(number));
         Pages pages;
         const int32_t tiles = unit.end - unit.begin;
         for (int32_t own = tile - before, place = 0; own < tiles; own += CONSUMERS, tile += CONSUMERS, ++place) {
             const int32_t first = unit.first + (unit.begin + own) * KEYS;
             if (place % Pages::TILES == 0) pages.look_up(params, unit.request, first);
             const int32_t page[2] = {pages.of(place % Pages::TILES, 0), pages.of(place % Pages::TILES, 1)};
-            mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+            Tiles::wait_empty(shared, tile);
             decode_keys(params, page, first, shared + Shared::k(tile));
             fence_async_proxy();
             __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(tile));
+            if (lane_id() == 0) mbarrier_arrive(shared + Tiles::full(tile));
         }
         before += tiles;
     }
@@ -404,16 +375,16 @@ DEVICE void consume_tiles(const IndexerLogitsParams& params, SharedAddress share
         const uint32_t tile = before + own;
         const Places places = next;
         float d[N8][4], sums[2 * TOKENS], kept[KEPT];
-        mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
+        Tiles::wait_full(shared, tile);
         start_product(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
         const int32_t after = own + CONSUMERS;
         if (after < end)
             next = logits.look_up(params, after, pages.of(params, request, ++place, first + after * KEYS));
         wgmma_wait<0>();
         wgmma_hold(d);
-        if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
-        if (params.num_heads == HEADS) sum_own_heads<TOKENS, HEADS, false>(sums, d, unit_weights(number), HEADS);
-        else sum_own_heads<TOKENS, HEADS, true>(sums, d, unit_weights(number), params.num_heads);
+        if (lane_id() == 0) mbarrier_arrive(shared + Tiles::empty(tile));
+        if (params.num_heads == HEADS) sum_own_heads<TOKENS, HEADS, false>(sums, d, Shared::weights(number), HEADS);
+        else sum_own_heads<TOKENS, HEADS, true>(sums, d, Shared::weights(number), params.num_heads);
         sum_lanes(kept, sums);
         logits.store(params, places, kept);
     }
@@ -423,7 +394,7 @@ DEVICE void consume(const IndexerLogitsParams& params, SharedAddress shared, uin
     const int64_t units = total_units<TOKENS>(params);
     uint32_t number = 0, before = 0;  // how many units and tiles have come before
     for (int64_t at = blockIdx.x; at < units; at += gridDim.x, ++number) {
-        mbarrier_wait(shared + Shared::q_full(number), unit_phase(number));
+        Units::wait_full(shared, number);
         const Unit<TOKENS>& unit = shared_unit(number);
         const int32_t tiles = uniform(unit.end - unit.begin);
         // Consumers take the tiles of all work tiles round-robin.
@@ -435,7 +406,7 @@ DEVICE void consume(const IndexerLogitsParams& params, SharedAddress shared, uin
                       CONSUMER_THREADS);
         // The warp has read all of the work tile in shared memory.
         __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + Shared::q_empty(number));
+        if (lane_id() == 0) mbarrier_arrive(shared + Units::empty(number));
     }
 }
 

@@ -36,11 +36,13 @@ static_assert(M == 2, "two exchanges leave each lane with one slot");
 
 using Rows = Tile<HEAD_DIM>;  // of q, and of k
 
-// Shared memory, byte offsets.
-constexpr int Q = 0;
-constexpr int WEIGHTS = Q + Rows::bytes(HEADS);                  // float [HEADS]
-constexpr int K = WEIGHTS + HEADS * 4;
-constexpr int SHARED_BYTES = K + WARPS * STAGES * Rows::bytes(SLOTS);
+struct SharedPlan {
+    uint8_t q[Rows::bytes(HEADS)];
+    float weights[HEADS];
+    uint8_t k[WARPS][STAGES][Rows::bytes(SLOTS)];  // each warp has its own ring of tiles
+};
+constexpr int Q = OFFSET_OF(SharedPlan, q), WEIGHTS = OFFSET_OF(SharedPlan, weights), K = OFFSET_OF(SharedPlan, k);
+constexpr int SHARED_BYTES = sizeof(SharedPlan);
 SHARED_MEMORY(indexer_recompute, SHARED_BYTES)
 
 // Loads q of a token and its heads' weights; missing heads become zeros.

@@ -23,6 +23,7 @@
 #include "hopper.h"
 #include "indexer_heads.h"
 #include "indexer_recompute.h"
+#include "indexer_shared.h"
 #include "panels.h"
 
 constexpr int SLOTS = 64;                 // of a tile: the rows of a product
@@ -36,52 +37,21 @@ static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
 // Tiles of a gatherer in flight before it waits for the oldest.
 constexpr int LAG = 1;
 
-// The layout of dynamic shared memory.
-struct Shared {
-    static constexpr int OPERAND_BYTES = PANELS * PANEL_BYTES;  // of a token's queries, of a tile's keys
-    static constexpr int Q = 0;                                 // of two tokens
-    static constexpr int K = Q + 2 * OPERAND_BYTES;
-    static constexpr int WEIGHTS = K + STAGES * OPERAND_BYTES;  // float [2][HEADS], at weight_place
-    static constexpr int VALID = WEIGHTS + 2 * HEADS * 4;       // a bit for each slot: uint32_t [STAGES][2]
-    static constexpr int FULL = VALID + STAGES * 8;             // mbarriers [STAGES]
-    static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int Q_FULL = EMPTY + 8 * STAGES;           // mbarriers [2]
-    static constexpr int Q_EMPTY = Q_FULL + 8 * 2;
-    static constexpr int BYTES = Q_EMPTY + 8 * 2;
-
-    static constexpr int q(uint32_t unit) { return Q + unit % 2 * OPERAND_BYTES; }
-    static constexpr int k(uint32_t tile) { return K + tile % STAGES * OPERAND_BYTES; }
-    static constexpr int full(uint32_t tile) { return FULL + 8 * (tile % STAGES); }
-    static constexpr int empty(uint32_t tile) { return EMPTY + 8 * (tile % STAGES); }
-    static constexpr int q_full(uint32_t unit) { return Q_FULL + 8 * (unit % 2); }
-    static constexpr int q_empty(uint32_t unit) { return Q_EMPTY + 8 * (unit % 2); }
-};
-static_assert(Shared::BYTES <= 227 * 1024, "tiles exceed shared memory");
+constexpr int OPERAND_BYTES = PANELS * PANEL_BYTES;  // of a token's queries, of a tile's keys
+// The notes are which slots of a tile are valid: a bit for each.
+using Shared = IndexerShared<STAGES, OPERAND_BYTES, OPERAND_BYTES, HEADS, uint32_t[STAGES][2]>;
+using Tiles = Shared::Tiles;
+using Units = Shared::Units;
 SHARED_MEMORY(indexer_recompute_hopper, Shared::BYTES)
 
-// Parity of the full_barrier phase of tile number n, or of the queries of the block's token number
-// n. The opposite parity is that of the release before it.
-DEVICE uint32_t tile_phase(uint32_t tile) { return tile / STAGES & 1; }
-DEVICE uint32_t unit_phase(uint32_t unit) { return unit / 2 & 1; }
-
-DEVICE float* unit_weights(uint32_t unit) {
-    return reinterpret_cast<float*>(dynamic_shared() + Shared::WEIGHTS) + unit % 2 * HEADS;
-}
-
 DEVICE uint32_t* valid_slots(uint32_t tile) {
-    return reinterpret_cast<uint32_t*>(dynamic_shared() + Shared::VALID) + tile % STAGES * 2;
+    return reinterpret_cast<uint32_t*>(Shared::notes()) + tile % STAGES * 2;
 }
 
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
-        for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::full(stage), 1);
-            mbarrier_init(shared + Shared::empty(stage), WARPGROUP_SIZE / WARP_SIZE);
-        }
-        for (uint32_t unit = 0; unit < 2; ++unit) {
-            mbarrier_init(shared + Shared::q_full(unit), WARP_SIZE);
-            mbarrier_init(shared + Shared::q_empty(unit), CONSUMER_THREADS / WARP_SIZE);
-        }
+        Tiles::initialise(shared, 1, WARPGROUP_SIZE / WARP_SIZE);
+        Units::initialise(shared, WARP_SIZE, CONSUMER_THREADS / WARP_SIZE);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -98,7 +68,7 @@ DEVICE void bring_queries(const IndexerRecomputeParams& params, SharedAddress sh
     uint32_t unit = 0;
     for (uint32_t token = blockIdx.x; token < static_cast<uint32_t>(params.num_tokens); token += gridDim.x, ++unit) {
         const bf16* q = params.q + token * params.q_token_stride + 8 * chunk;
-        mbarrier_wait(shared + Shared::q_empty(unit), unit_phase(unit) ^ 1);
+        Units::wait_empty(shared, unit);
         UNROLL_BY(4)
         for (int head = lane_id() / 8; head < HEADS; head += WARP_SIZE / 8) {
             const bool wanted = head < params.num_heads;
@@ -110,11 +80,11 @@ DEVICE void bring_queries(const IndexerRecomputeParams& params, SharedAddress sh
         }
         copy_commit();
         for (int head = lane_id(); head < HEADS; head += WARP_SIZE)
-            unit_weights(unit)[weight_place(head)] = load_weight(params, token, head);
+            Shared::weights(unit)[weight_place(head)] = load_weight(params, token, head);
         copy_wait<0>();
         fence_async_proxy();
         // Each lane arrives for its own copies.
-        mbarrier_arrive(shared + Shared::q_full(unit));
+        mbarrier_arrive(shared + Units::full(unit));
     }
 }
 
@@ -157,7 +127,7 @@ struct Handover {
 
     void hand_oldest() {
         __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + Shared::full(oldest));
+        if (lane_id() == 0) mbarrier_arrive(shared + Tiles::full(oldest));
         oldest += CONSUMERS;
     }
     // Counts one more issued tile.
@@ -217,7 +187,7 @@ DEVICE void gather(const IndexerRecomputeParams& params, SharedAddress shared, u
         next.advance();
         if (next.exists()) slots.look_up(next.list, next.own);
         const uint32_t tile = handover.tile;
-        mbarrier_wait(shared + Shared::empty(tile), tile_phase(tile) ^ 1);
+        Tiles::wait_empty(shared, tile);
         const uint32_t valid[2] = {__ballot_sync(FULL_WARP, rows[0] >= 0), __ballot_sync(FULL_WARP, rows[1] >= 0)};
         // By the lane that hands the tile over: racecheck does not relate its arrival to other
         // lanes' stores.
@@ -271,16 +241,16 @@ DEVICE void consume(const IndexerRecomputeParams& params, SharedAddress shared, 
         const int length = uniform(list.length), tiles = ceil_div(length, SLOTS);
         float* logits = params.logits + token * params.logits_stride;
         const uint64_t queries = matrix_descriptor(shared + Shared::q(unit), 0, 1024);
-        mbarrier_wait(shared + Shared::q_full(unit), unit_phase(unit));
+        Units::wait_full(shared, unit);
         for (; own < tiles; own += CONSUMERS, tile += CONSUMERS) {
-            mbarrier_wait(shared + Shared::full(tile), tile_phase(tile));
+            Tiles::wait_full(shared, tile);
             const bool valid = valid_slots(tile)[slot / WARP_SIZE] >> slot % WARP_SIZE & 1;
             float d[HEADS / 8][4];
             multiply(d, matrix_descriptor(shared + Shared::k(tile), 0, 1024), queries);
             // Every lane has read whether its slot is valid.
             __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(shared + Shared::empty(tile));
-            const float sum = sum_heads(d, unit_weights(unit), params.num_heads);
+            if (lane_id() == 0) mbarrier_arrive(shared + Tiles::empty(tile));
+            const float sum = sum_heads(d, Shared::weights(unit), params.num_heads);
             const int at = own * SLOTS + slot;
             if (at < length && lane_id() % 2 == 0) logits[at] = valid ? sum * params.sm_scale : -INFINITY_F32;
         }
@@ -289,7 +259,7 @@ DEVICE void consume(const IndexerRecomputeParams& params, SharedAddress shared, 
             logits[at] = -INFINITY_F32;
         // The warp has read all of the token in shared memory.
         __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared + Shared::q_empty(unit));
+        if (lane_id() == 0) mbarrier_arrive(shared + Units::empty(unit));
     }
 }
 

@@ -28,6 +28,7 @@
 #include "hopper.h"
 #include "linear_quantized.h"
 #include "panels.h"
+#include "pipeline.h"
 #include "rows_of_w.h"
 
 static_assert(TOKENS == 8 || TOKENS == 16 || TOKENS == 64 || TOKENS == 128, "products have 8, 16, 64 or 128 columns");
@@ -75,29 +76,29 @@ struct alignas(16) StageScales {
     alignas(8) uint32_t w_pairs[MXFP4 ? FEATURES : 1][STEPS / 2];  // of MXFP4: 2^6 times the scales of two steps of a row, in bf16
 };
 
-// Layout of dynamic shared memory.
 struct Shared {
     static constexpr int W_BYTES = FEATURES * (MXFP4 ? 64 : 128), STAGE_BYTES = W_BYTES + TOKENS * 128;
-    static constexpr int SUMS = STAGES * STAGE_BYTES;  // float [CONSUMERS][SUM_TOKENS][SUM_STRIDE]
     static constexpr int SUM_TOKENS = minimum(TOKENS, 32), SUM_STRIDE = CONSUMER_FEATURES + 4;
-    static constexpr int SCALES = SUMS + CONSUMERS * SUM_TOKENS * SUM_STRIDE * 4;  // StageScales [STAGES]
-    static constexpr int FULL = SCALES + STAGES * static_cast<int>(sizeof(StageScales));  // mbarriers [STAGES]
-    static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int LISTED = EMPTY + 8 * STAGES, LISTED_BYTES = 48;  // ListedUnit [LISTED_TURNS + 1]
-    static constexpr int BYTES = LISTED + (LISTED_TURNS + 1) * LISTED_BYTES;
+    static constexpr int LISTED_BYTES = 48;
+    struct Plan {
+        uint8_t stages[STAGES][STAGE_BYTES];  // weights, then tokens
+        float sums[CONSUMERS][SUM_TOKENS][SUM_STRIDE];
+        StageScales scales[STAGES];
+        PipelineBarriers<STAGES> barriers;
+        uint8_t listed[LISTED_TURNS + 1][LISTED_BYTES];  // ListedUnit
+    };
+    static constexpr int SUMS = OFFSET_OF(Plan, sums), BYTES = sizeof(Plan);
 
     static constexpr int w(uint32_t stage) { return stage % STAGES * STAGE_BYTES; }
     static constexpr int x(uint32_t stage) { return w(stage) + W_BYTES; }
-    static constexpr int full(uint32_t stage) { return FULL + 8 * (stage % STAGES); }
-    static constexpr int empty(uint32_t stage) { return EMPTY + 8 * (stage % STAGES); }
 };
 static_assert((Shared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 
-// Parity of the full barrier's phase for stage number n, counted over all tiles.
-DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
+// Stages are counted over all tiles.
+using Stages = Pipeline<OFFSET_OF(Shared::Plan, barriers), STAGES>;
 
 DEVICE StageScales& stage_scales(uint32_t stage) {
-    return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % STAGES];
+    return reinterpret_cast<StageScales*>(dynamic_shared() + OFFSET_OF(Shared::Plan, scales))[stage % STAGES];
 }
 
 // Work tiles of a product.
@@ -146,7 +147,9 @@ struct alignas(16) ListedUnit {
 };
 static_assert(sizeof(ListedUnit) == Shared::LISTED_BYTES, "a listed unit has the bytes of its place");
 
-DEVICE ListedUnit* listed_units() { return reinterpret_cast<ListedUnit*>(dynamic_shared() + Shared::LISTED); }
+DEVICE ListedUnit* listed_units() {
+    return reinterpret_cast<ListedUnit*>(dynamic_shared() + OFFSET_OF(Shared::Plan, listed));
+}
 
 // Work tiles in the order in which blocks take them. The functions below need:
 //   CLUSTER                                      blocks of a cluster; they share a tile's number
@@ -250,14 +253,12 @@ struct FoundTurns {
 // Visible to other threads after the block's next barrier.
 DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
-        for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            // All lanes' copies; with reordered tokens also one arrival for the stores.
-            mbarrier_init(shared + Shared::full(stage), WARP_SIZE + (REORDERED ? 1 : 0));
-            // All consumer lanes arrive. With one arrival a warp, the compiler removes the warp
-            // barrier before it where it knows the warp to be whole, and racecheck sees no order.
-            // 32 arrivals take no longer (measured).
-            mbarrier_init(shared + Shared::empty(stage), CONSUMER_THREADS);
-        }
+        // A fill is all lanes' copies; with reordered tokens also one arrival for the stores.
+        //
+        // All consumer lanes release a stage. With one arrival a warp, the compiler removes the warp
+        // barrier before it where it knows the warp to be whole, and racecheck sees no order. 32
+        // arrivals take no longer (measured).
+        Stages::initialise(shared, WARP_SIZE + (REORDERED ? 1 : 0), CONSUMER_THREADS);
         fence_mbarrier_init();
     }
 }
@@ -581,13 +582,13 @@ DEVICE void hand_over(SharedAddress shared, uint32_t stage) {
     copy_wait<PENDING>();
     // What this lane copied becomes visible to wgmma.
     fence_async_proxy();
-    mbarrier_arrive(shared + Shared::full(stage));
+    mbarrier_arrive(shared + Stages::full(stage));
 }
 
 // Hands over a stage whose MMAs read only what was stored, not what was copied. The copies arrive
 // at the mbarrier when they land, and no thread waits for them.
 DEVICE void hand_over_stores(SharedAddress shared, uint32_t stage) {
-    const SharedAddress full = shared + Shared::full(stage);
+    const SharedAddress full = shared + Stages::full(stage);
     copy_arrive(full);
     fence_async_proxy();
     __syncwarp();
@@ -629,7 +630,7 @@ DEVICE void produce(const Units& units, SharedAddress shared, uint32_t warp) {
         load();
         while (stage - before < groups) {
             const int32_t group = begin + static_cast<int32_t>(stage - before);
-            mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
+            Stages::wait_empty(shared, stage);
             weights.copy(unit, group, shared + Shared::w(stage));
             tokens.store(unit, group, shared + Shared::x(stage));
             copy_commit();
@@ -922,8 +923,8 @@ struct StoredUnits {
 
 // A stage without features for this consumer: it only releases the stage.
 DEVICE void pass_stage(SharedAddress shared, uint32_t stage) {
-    mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
-    mbarrier_arrive(shared + Shared::empty(stage));
+    Stages::wait_full(shared, stage);
+    mbarrier_arrive(shared + Stages::empty(stage));
 }
 
 template <typename Turns, typename Units, typename Results>
@@ -942,7 +943,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
         }
         float total[N8][4] = {};
         for (int32_t group = 0; group < groups; ++group, ++stage) {
-            mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+            Stages::wait_full(shared, stage);
             if constexpr (MXFP4) {
                 multiply_mxfp4(total, units, turns, group, shared, stage, consumer, lane);
             } else {
@@ -953,7 +954,7 @@ DEVICE void consume(const Units& units, SharedAddress shared, uint32_t consumer,
                 promote(total, d, stage_scales(stage), regular, block);
             }
             // Every lane has read its scales.
-            mbarrier_arrive(shared + Shared::empty(stage));
+            mbarrier_arrive(shared + Stages::empty(stage));
         }
         const Unit done = MXFP4 ? units.unit(turns.now()) : unit;
         results.end(done, consumer, total);

@@ -27,6 +27,7 @@
 #include "hopper.h"
 #include "linear_quantized.h"
 #include "panels.h"
+#include "pipeline.h"
 
 constexpr int GROUP = 128, TOKENS = 128, BLOCKS = 2, FEATURES = BLOCKS * GROUP;
 constexpr int CONSUMERS = 2, CONSUMER_THREADS = CONSUMERS * WARPGROUP_SIZE, THREADS = CONSUMER_THREADS + WARPGROUP_SIZE;
@@ -73,39 +74,39 @@ struct UnitResult {
 struct Shared {
     static constexpr int NUMBERS = 16;  // places of numbers of units: more than producers are ever apart
     static constexpr int X_BYTES = TOKENS * 128, STAGE_BYTES = X_BYTES + FEATURES * 128;
-    static constexpr int OUT = STAGES * STAGE_BYTES;  // of each consumer warp: what it stores next
     static constexpr int WARP_ROWS = 16, SUM_COLUMNS = 32, SUM_STRIDE = SUM_COLUMNS + 4, OUT_COLUMNS = 64;
     static constexpr int WARP_BYTES = WARP_ROWS * SUM_STRIDE * 4;
-    static constexpr int SCALES = OUT + CONSUMER_THREADS / WARP_SIZE * WARP_BYTES;  // StageScales [SCALE_STAGES]
-    static constexpr int RESULTS = SCALES + SCALE_STAGES * static_cast<int>(sizeof(StageScales));  // UnitResult [UNITS]
-    static constexpr int FULL = RESULTS + UNITS * static_cast<int>(sizeof(UnitResult));            // mbarriers [STAGES]
-    static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int READ = EMPTY + 8 * STAGES;
-    static constexpr int TOLD = READ + 8 * STAGES;                                         // mbarriers [NUMBERS]
-    static constexpr int NUMBER = TOLD + 8 * NUMBERS;                                      // uint32_t [NUMBERS]
-    static constexpr int BYTES = NUMBER + 4 * NUMBERS;
+    struct Plan {
+        uint8_t stages[STAGES][STAGE_BYTES];                       // tokens, then weights
+        uint8_t out[CONSUMER_THREADS / WARP_SIZE][WARP_BYTES];     // of each consumer warp: what it stores next
+        StageScales scales[SCALE_STAGES];
+        UnitResult results[UNITS];
+        PipelineBarriers<STAGES> barriers;
+        uint64_t read[STAGES];   // mbarriers: the scales of a stage in a cluster
+        uint64_t told[NUMBERS];  // mbarriers
+        uint32_t numbers[NUMBERS];
+    };
+    static constexpr int OUT = OFFSET_OF(Plan, out), BYTES = sizeof(Plan);
 
     static constexpr int x(uint32_t stage) { return stage % STAGES * STAGE_BYTES; }
     static constexpr int w(uint32_t stage, int block) { return x(stage) + X_BYTES + block * GROUP * 128; }
-    static constexpr int full(uint32_t stage) { return FULL + 8 * (stage % STAGES); }
-    static constexpr int empty(uint32_t stage) { return EMPTY + 8 * (stage % STAGES); }
-    static constexpr int read(uint32_t stage) { return READ + 8 * (stage % STAGES); }
-    static constexpr int told(uint32_t unit) { return TOLD + 8 * (unit % NUMBERS); }
-    static constexpr int number(uint32_t unit) { return NUMBER + 4 * (unit % NUMBERS); }
+    static constexpr int read(uint32_t stage) { return OFFSET_OF(Plan, read) + 8 * (stage % STAGES); }
+    static constexpr int told(uint32_t unit) { return OFFSET_OF(Plan, told) + 8 * (unit % NUMBERS); }
+    static constexpr int number(uint32_t unit) { return OFFSET_OF(Plan, numbers) + 4 * (unit % NUMBERS); }
 };
 static_assert(Shared::WARP_ROWS * Shared::OUT_COLUMNS * 2 <= Shared::WARP_BYTES, "rows of bf16 exceed a warp's place");
 static_assert(Shared::OUT % 128 == 0 && Shared::WARP_BYTES % 128 == 0, "a warp's place begins within a row of banks");
 
-// Parity of the full barrier's phase for stage number n, counted over all tiles.
-DEVICE uint32_t stage_phase(uint32_t stage) { return stage / STAGES & 1; }
+// Stages are counted over all tiles.
+using Stages = Pipeline<OFFSET_OF(Shared::Plan, barriers), STAGES>;
 
 DEVICE StageScales& stage_scales(uint32_t stage) {
-    return reinterpret_cast<StageScales*>(dynamic_shared() + Shared::SCALES)[stage % SCALE_STAGES];
+    return reinterpret_cast<StageScales*>(dynamic_shared() + OFFSET_OF(Shared::Plan, scales))[stage % SCALE_STAGES];
 }
 
 // Of the block's tile number n.
 DEVICE UnitResult& unit_result(uint32_t unit) {
-    return reinterpret_cast<UnitResult*>(dynamic_shared() + Shared::RESULTS)[unit % UNITS];
+    return reinterpret_cast<UnitResult*>(dynamic_shared() + OFFSET_OF(Shared::Plan, results))[unit % UNITS];
 }
 
 // Tiles of a product, in a given shape.
@@ -249,11 +250,12 @@ DEVICE void initialise_barriers(SharedAddress shared) {
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < STAGES; ++stage) {
             // One lane's expected bytes, and all lanes of the warp that loads the scales.
-            mbarrier_init(shared + Shared::full(stage), 1 + WARP_SIZE);
+            mbarrier_init(shared + Stages::full(stage), 1 + WARP_SIZE);
             // Weights arrive in all blocks of a cluster at once, so all of them must have released
             // the stage, one arrival a warp. Without a cluster all lanes release it
             // (quantized_hopper.h has the reason).
-            mbarrier_init(shared + Shared::empty(stage), CLUSTER == 1 ? CONSUMER_THREADS : CLUSTER * CONSUMER_THREADS / WARP_SIZE);
+            mbarrier_init(shared + Stages::empty(stage),
+                          CLUSTER == 1 ? CONSUMER_THREADS : CLUSTER * CONSUMER_THREADS / WARP_SIZE);
             if constexpr (CLUSTER > 1) mbarrier_init(shared + Shared::read(stage), CONSUMER_THREADS);
         }
         for (uint32_t unit = 0; unit < Shared::NUMBERS; ++unit) mbarrier_init(shared + Shared::told(unit), 1);
@@ -271,7 +273,7 @@ constexpr uint32_t ALL_BLOCKS = (1u << CLUSTER) - 1;
 // The tokens of a stage. Blocks of a cluster that share them load them alternately.
 template <uint32_t CLUSTER>
 DEVICE void copy_tokens(const TensorMap& x_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
-    const SharedAddress to = shared + Shared::x(stage), full = shared + Shared::full(stage);
+    const SharedAddress to = shared + Shared::x(stage), full = shared + Stages::full(stage);
     if (CLUSTER == 1 || !unit.shares_tokens) {
         tensor_copy_in(to, x_map, group * GROUP, unit.x_row, unit.x_matrix, full);
     } else if (stage % CLUSTER == cluster_rank()) {
@@ -282,7 +284,7 @@ DEVICE void copy_tokens(const TensorMap& x_map, const Unit& unit, int32_t group,
 // Its weights: both blocks of w. If the blocks of a cluster share them, each loads one for both.
 template <uint32_t CLUSTER>
 DEVICE void copy_weights(const TensorMap& w_map, const Unit& unit, int32_t group, SharedAddress shared, uint32_t stage) {
-    const SharedAddress full = shared + Shared::full(stage);
+    const SharedAddress full = shared + Stages::full(stage);
     static_assert(CLUSTER == 1 || CLUSTER == BLOCKS, "each block of a cluster brings a block of weights");
     if (CLUSTER == 1 || unit.shares_tokens) {
         UNROLL
@@ -307,8 +309,8 @@ DEVICE void produce_operands(const Units& units, const TensorMap& x_map, const T
         const Unit unit = units.at(number);
         const auto first = static_cast<int32_t>(unit.part.begin);
         for (int32_t group = first; group < unit.part.end; ++group, ++stage) {
-            const SharedAddress full = shared + Shared::full(stage);
-            mbarrier_wait(shared + Shared::empty(stage), stage_phase(stage) ^ 1);
+            const SharedAddress full = shared + Stages::full(stage);
+            Stages::wait_empty(shared, stage);
             if (group == first) {
                 const bool is_last = next == NO_UNIT;
                 const bool is_half = unit.product.result.rows - unit.part.row <= CONSUMER_TOKENS;
@@ -379,7 +381,7 @@ struct LoadedScales {
 // scales. One lane's remote arrival orders nothing (mbarrier_arrive_at), so it does not cover what
 // the other lanes have read.
 template <uint32_t CLUSTER>
-DEVICE constexpr int scales_free(uint32_t stage) { return CLUSTER == 1 ? Shared::empty(stage) : Shared::read(stage); }
+DEVICE constexpr int scales_free(uint32_t stage) { return CLUSTER == 1 ? Stages::empty(stage) : Shared::read(stage); }
 
 // Warp `warp` of those that load scales.
 template <typename Units>
@@ -393,9 +395,9 @@ DEVICE void produce_scales(const Units& units, SharedAddress shared, uint32_t wa
         for (auto group = static_cast<int32_t>(unit.part.begin); group < unit.part.end; ++group, ++stage) {
             if (stage % SCALE_WARPS != warp) continue;
             scales.load(unit, group);
-            mbarrier_wait(shared + scales_free<Units::CLUSTER>(stage), stage_phase(stage) ^ 1);
+            mbarrier_wait(shared + scales_free<Units::CLUSTER>(stage), Stages::phase(stage) ^ 1);
             scales.store(stage_scales(stage));
-            mbarrier_arrive(shared + Shared::full(stage));
+            mbarrier_arrive(shared + Stages::full(stage));
         }
     }
 }
@@ -596,7 +598,7 @@ DEVICE void clear(BlockSums (&total)[BLOCKS]) {
 // A warp releases a stage's operands, in every block of a cluster.
 template <uint32_t CLUSTER>
 DEVICE void give_back(SharedAddress shared, uint32_t stage) {
-    const SharedAddress empty = shared + Shared::empty(stage);
+    const SharedAddress empty = shared + Stages::empty(stage);
     if constexpr (CLUSTER == 1) {
         mbarrier_arrive(empty);
     } else {
@@ -642,7 +644,7 @@ struct Consumer {
     void multiply_stage() {
         const int block = PRODUCTS == 1 ? share.first_block() : 0;
         if constexpr (PRODUCTS > 1) multiply_by_second();
-        mbarrier_wait(shared + Shared::full(stage + 1), stage_phase(stage + 1));
+        Stages::wait_full(shared, stage + 1);
         const Factors next = factors_at(stage + 1, block);
         end(d);
         give_back<CLUSTER>(shared, stage);
@@ -659,7 +661,7 @@ struct Consumer {
         const uint32_t own_stage = stage;
         if (!own.is_half) multiply_by_second();
         if (!is_last_unit) ++stage;
-        mbarrier_wait(shared + Shared::full(stage), stage_phase(stage));
+        Stages::wait_full(shared, stage);
         if (!is_last_unit) share.is_half = uniform(unit_result(taken + 1).is_half);
         const Factors next = factors_at(stage, share.first_block());
         end(d);
@@ -676,7 +678,7 @@ struct Consumer {
 template <uint32_t CLUSTER, typename Output>
 DEVICE void consume(SharedAddress shared, uint32_t consumer, const Output& output) {
     uint32_t taken = 0;
-    mbarrier_wait(shared + Shared::full(0), stage_phase(0));
+    Stages::wait_full(shared, 0);
     Consumer<CLUSTER> own;
     own.shared = shared;
     own.operands = operands_of(shared);

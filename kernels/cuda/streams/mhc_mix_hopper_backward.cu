@@ -23,6 +23,7 @@
 // Launch: ceil(panels / PANELS) blocks for each of `splits` splits of the tokens.
 // What was tried: kernels/docs/mhc_mix.md.
 #include "panels.h"
+#include "pipeline.h"
 #include "projection_hopper.h"
 #include "projection_limits.h"
 #include "sinkhorn.h"
@@ -53,21 +54,24 @@ struct MhcMixHopperBackwardParams {
 PARAMS_LAYOUT(MhcMixHopperBackwardParams, fn, numbers, dstreams, dstreams_token_stride, dstreams_stream_stride, dfn_partials, num_tokens,
               hidden_size, splits, streams_map)
 
-// Offsets in dynamic shared memory.
 struct RoundLayout {
-    static constexpr int STAGE_BYTES = PANELS * PANEL_BYTES;                    // tokens by channels
-    static constexpr int WEIGHTS = CHANNEL_STAGES * STAGE_BYTES;                // of each panel: SLICES of rows of channels
-    static constexpr int PARTS_BYTES = 2 * PANEL_BYTES;                         // tokens by columns of all parts, 64 and 8
-    static constexpr int OF_TOKENS = WEIGHTS + PANELS * WEIGHT_BYTES;
-    static constexpr int FACTORS = OF_TOKENS + SPLIT_STAGES * PARTS_BYTES;      // floats [SPLIT_STAGES][PANEL_TOKENS]
-    static constexpr int LARGE = FACTORS + SPLIT_STAGES * PANEL_TOKENS * 4;     // bits of tokens [SPLIT_STAGES][CHUNKS][2]
-    static constexpr int IRREGULAR = LARGE + SPLIT_STAGES * CHUNKS * 8;         // of each warp [PANELS][4]
-    static constexpr int FULL = IRREGULAR + PANELS * 16;                        // mbarriers [CHANNEL_STAGES]
-    static constexpr int EMPTY = FULL + 8 * CHANNEL_STAGES;
-    static constexpr int READY = EMPTY + 8 * CHANNEL_STAGES;                    // mbarriers [SPLIT_STAGES]
-    static constexpr int USED = READY + 8 * SPLIT_STAGES;
-    static constexpr int BYTES = USED + 8 * SPLIT_STAGES;
-    static_assert(IRREGULAR % 16 == 0 && FULL % 8 == 0 && BYTES <= 227 * 1024, "stages exceed shared memory");
+    static constexpr int STAGE_BYTES = PANELS * PANEL_BYTES, PARTS_BYTES = 2 * PANEL_BYTES;
+    struct Plan {
+        uint8_t channels[CHANNEL_STAGES][STAGE_BYTES];  // tokens by channels
+        uint8_t weights[PANELS][WEIGHT_BYTES];          // of each panel: SLICES of rows of channels
+        uint8_t of_tokens[SPLIT_STAGES][PARTS_BYTES];   // tokens by columns of all parts, 64 and 8
+        float factors[SPLIT_STAGES][PANEL_TOKENS];
+        uint32_t large[SPLIT_STAGES][CHUNKS][2];        // bits of tokens
+        uint32_t irregular[PANELS][4];                  // of each warp
+        PipelineBarriers<CHANNEL_STAGES> arriving;
+        PipelineBarriers<SPLIT_STAGES> splitting;
+    };
+    using Channels = Pipeline<OFFSET_OF(Plan, arriving), CHANNEL_STAGES>;
+    using Numbers = Pipeline<OFFSET_OF(Plan, splitting), SPLIT_STAGES>;  // full when split into parts
+    static constexpr int WEIGHTS = OFFSET_OF(Plan, weights), OF_TOKENS = OFFSET_OF(Plan, of_tokens);
+    static constexpr int FACTORS = OFFSET_OF(Plan, factors), LARGE = OFFSET_OF(Plan, large);
+    static constexpr int IRREGULAR = OFFSET_OF(Plan, irregular), BYTES = sizeof(Plan);
+    static_assert(IRREGULAR % 16 == 0 && BYTES <= 227 * 1024, "stages exceed shared memory");
 
     static constexpr int channels(uint32_t round, int panel) {
         return round % CHANNEL_STAGES * STAGE_BYTES + panel * PANEL_BYTES;
@@ -78,13 +82,6 @@ struct RoundLayout {
     static constexpr int parts_at(uint32_t round, int token, int chunk) {
         return parts(round) + chunk / 8 * PANEL_BYTES + panel_offset(token, chunk % 8);
     }
-    static constexpr int full(uint32_t round) { return FULL + 8 * (round % CHANNEL_STAGES); }
-    static constexpr int empty(uint32_t round) { return EMPTY + 8 * (round % CHANNEL_STAGES); }
-    static constexpr int ready(uint32_t round) { return READY + 8 * (round % SPLIT_STAGES); }
-    static constexpr int used(uint32_t round) { return USED + 8 * (round % SPLIT_STAGES); }
-    // Parity of the phase in which a round's channels, and its values, have arrived.
-    static constexpr uint32_t channels_phase(uint32_t round) { return round / CHANNEL_STAGES & 1; }
-    static constexpr uint32_t parts_phase(uint32_t round) { return round / SPLIT_STAGES & 1; }
 };
 
 DEVICE float* factors_of(uint32_t round) {
@@ -128,8 +125,8 @@ struct Panel {
 DEVICE void copy_rounds(const MhcMixHopperBackwardParams& params, SharedAddress shared, const RoundPart& part) {
     const Panel panels[PANELS] = {{part, 0}, {part, 1}, {part, 2}, {part, 3}};
     for (uint32_t round = 0; round < part.rounds; ++round) {
-        const SharedAddress full = shared + RoundLayout::full(round);
-        mbarrier_wait(shared + RoundLayout::empty(round), RoundLayout::channels_phase(round) ^ 1);
+        const SharedAddress full = shared + RoundLayout::Channels::full(round);
+        RoundLayout::Channels::wait_empty(shared, round);
         mbarrier_arrive_expect(full, static_cast<uint32_t>(part.panels) * PANEL_BYTES);
         UNROLL
         for (int panel = 0; panel < PANELS; ++panel) {
@@ -189,14 +186,14 @@ DEVICE void split_rounds(const MhcMixHopperBackwardParams& params, SharedAddress
     TokenNumbers numbers;
     if (part.rounds > 0) numbers.load(params, part.token(0), chunk);
     for (uint32_t round = 0; round < part.rounds; ++round) {
-        mbarrier_wait(shared + RoundLayout::used(round), RoundLayout::parts_phase(round) ^ 1);
+        RoundLayout::Numbers::wait_empty(shared, round);
         numbers.store(shared, round, chunk);
         // The fence is here, where nothing is in flight that it would wait for: no loads of the
         // lane, no stores of consumers.
         fence_async_proxy();
         // Each lane arrives for its own stores: racecheck does not see that one lane's arrival
         // covers its warp.
-        mbarrier_arrive(shared + RoundLayout::ready(round));
+        mbarrier_arrive(shared + RoundLayout::Numbers::full(round));
         if (round + 1 < part.rounds) numbers.load(params, part.token(round + 1), chunk);
     }
 }
@@ -376,8 +373,8 @@ struct PanelWarp {
     }
 
     void take_round(uint32_t round, Sums<COLUMNS>& sums) const {
-        mbarrier_wait(shared + RoundLayout::full(round), RoundLayout::channels_phase(round));
-        mbarrier_wait(shared + RoundLayout::ready(round), RoundLayout::parts_phase(round));
+        RoundLayout::Channels::wait_full(shared, round);
+        RoundLayout::Numbers::wait_full(shared, round);
         float dv[8][4], products[PARTS * TILES<COLUMNS>][4];
         start_dv(round, dv);
         wgmma_wait<0>();
@@ -392,8 +389,8 @@ struct PanelWarp {
         if (has_to_mend(round)) mend(round, sums);
         __syncwarp();
         if (lane_id() == 0) {
-            mbarrier_arrive(shared + RoundLayout::empty(round));
-            mbarrier_arrive(shared + RoundLayout::used(round));
+            mbarrier_arrive(shared + RoundLayout::Channels::empty(round));
+            mbarrier_arrive(shared + RoundLayout::Numbers::empty(round));
         }
     }
     void store_dfn(const Sums<COLUMNS>& sums) const {
@@ -429,14 +426,8 @@ DEVICE void take_rounds(const MhcMixHopperBackwardParams& params, SharedAddress 
 DEVICE void initialise_round_barriers(SharedAddress shared, const RoundPart& part) {
     if (threadIdx.x > 0) return;
     const uint32_t warps = static_cast<uint32_t>(part.panels) * (WARPGROUP_SIZE / WARP_SIZE);
-    for (uint32_t stage = 0; stage < CHANNEL_STAGES; ++stage) {
-        mbarrier_init(shared + RoundLayout::full(stage), 1);
-        mbarrier_init(shared + RoundLayout::empty(stage), warps);
-    }
-    for (uint32_t stage = 0; stage < SPLIT_STAGES; ++stage) {
-        mbarrier_init(shared + RoundLayout::ready(stage), SPLIT_WARPS * WARP_SIZE);
-        mbarrier_init(shared + RoundLayout::used(stage), warps);
-    }
+    RoundLayout::Channels::initialise(shared, 1, warps);
+    RoundLayout::Numbers::initialise(shared, SPLIT_WARPS * WARP_SIZE, warps);
     fence_mbarrier_init();
 }
 

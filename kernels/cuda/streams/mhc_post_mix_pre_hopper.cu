@@ -181,7 +181,7 @@ DEVICE void take_turn(const Maker& maker, SharedAddress shared, const Part& part
     if (lane_id() == 0) mbarrier_arrive(shared + MadeLayout::empty(turn));
     if (turn.number % TURNS == 0) {
         for (uint32_t step = first_step; step < first_step + STREAMS; ++step)
-            mbarrier_wait(shared + Weight::split(step), Weight::phase(step));
+            Weight::Ring::wait_full(shared, step);
         // One fence for all steps and turns.
         fence_async_proxy();
     }

@@ -27,6 +27,7 @@
 
 #include "hopper.h"
 #include "panels.h"
+#include "pipeline.h"
 #include "projection.h"
 
 constexpr int CONSUMERS = 4;  // warpgroups
@@ -47,29 +48,20 @@ struct HopperProjectionParams {
 };
 PARAMS_LAYOUT(HopperProjectionParams, fn, partials, num_tokens, hidden_size, splits, streams_map)
 
-// Offsets of the operands of STAGES steps in dynamic shared memory from BEGIN, a multiple of 1024,
-// and of the mbarriers: stored (split), and no longer needed (used).
+// The weights of STAGES steps in dynamic shared memory from BEGIN, a multiple of 1024, and the
+// mbarriers of their ring: full when a step's weights have been stored, empty when they are no
+// longer needed.
 template <int COLUMNS, int BEGIN, int STAGES>
 struct WeightLayout {
     static constexpr int ROWS = PARTS * 8 * TILES<COLUMNS>;  // those of a part one behind the other
     static constexpr int WEIGHT_BYTES = ROWS * 128;
-    static constexpr int SPLIT = BEGIN + STAGES * WEIGHT_BYTES;  // mbarriers [STAGES]
-    static constexpr int USED = SPLIT + 8 * STAGES;
-    static constexpr int END = USED + 8 * STAGES;
+    using Ring = Pipeline<BEGIN + STAGES * WEIGHT_BYTES, STAGES>;
+    static constexpr int END = Ring::END;
 
     static constexpr int weight(uint32_t step) { return BEGIN + step % STAGES * WEIGHT_BYTES; }
-    static constexpr int split(uint32_t step) { return SPLIT + 8 * (step % STAGES); }
-    static constexpr int used(uint32_t step) { return USED + 8 * (step % STAGES); }
-    // Parity of the phase in which a step's weights have been stored. Their slot is released in
-    // the phase before this one.
-    static constexpr uint32_t phase(uint32_t step) { return step / STAGES & 1; }
-
     // Called by one thread of a block in which `warps` warps use the weights.
     static void initialise(SharedAddress shared, uint32_t warps) {
-        for (uint32_t stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + split(stage), SPLIT_THREADS / WARP_SIZE);
-            mbarrier_init(shared + used(stage), warps);
-        }
+        Ring::initialise(shared, SPLIT_THREADS / WARP_SIZE, warps);
     }
 };
 
@@ -78,19 +70,12 @@ template <int COLUMNS>
 struct ProjectionLayout {
     static constexpr int STREAM_BYTES = TILE_TOKENS * 128;
     using Weight = WeightLayout<COLUMNS, STREAM_STAGES * STREAM_BYTES, WEIGHT_STAGES>;
-    static constexpr int FULL = Weight::END;  // mbarriers [STREAM_STAGES]
-    static constexpr int EMPTY = FULL + 8 * STREAM_STAGES;
-    static constexpr int BYTES = EMPTY + 8 * STREAM_STAGES;
+    using Streams = Pipeline<Weight::END, STREAM_STAGES>;
+    static constexpr int BYTES = Streams::END;
     static_assert(BYTES <= 227 * 1024, "stages exceed shared memory");
 
     static constexpr int stream(uint32_t step) { return step % STREAM_STAGES * STREAM_BYTES; }
-    static constexpr int full(uint32_t step) { return FULL + 8 * (step % STREAM_STAGES); }
-    static constexpr int empty(uint32_t step) { return EMPTY + 8 * (step % STREAM_STAGES); }
 };
-
-// Parity of the phase in which a step's streams have arrived; the same for weights is
-// WeightLayout::phase.
-DEVICE uint32_t stream_phase(uint32_t step) { return step / STREAM_STAGES & 1; }
 
 // A block's share of the work: TILE_TOKENS tokens, and steps.
 struct Part {
@@ -127,8 +112,8 @@ DEVICE void copy_streams(const HopperProjectionParams& params, SharedAddress sha
     using Layout = ProjectionLayout<COLUMNS>;
     Place place(part);
     for (uint32_t step = 0; step < part.steps.count; ++step, place.next()) {
-        const SharedAddress full = shared + Layout::full(step);
-        mbarrier_wait(shared + Layout::empty(step), stream_phase(step) ^ 1);
+        const SharedAddress full = shared + Layout::Streams::full(step);
+        Layout::Streams::wait_empty(shared, step);
         mbarrier_arrive_expect(full, Layout::STREAM_BYTES);
         tensor_copy_in(shared + Layout::stream(step), params.streams_map, place.within * sizeof(bf16),
                        static_cast<int32_t>(part.first_token), place.stream, full);
@@ -195,10 +180,10 @@ DEVICE void produce_weights(const Params& params, SharedAddress shared, const Pa
         for (uint32_t i = 0; i < AHEAD; ++i, ahead.next()) {
             const uint32_t step = first + i;
             if (step >= part.steps.count) break;
-            mbarrier_wait(shared + Layout::used(step), Layout::phase(step) ^ 1);
+            Layout::Ring::wait_empty(shared, step);
             chunk.store(weights[i], shared + Layout::weight(step));
             __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(shared + Layout::split(step));
+            if (lane_id() == 0) mbarrier_arrive(shared + Layout::Ring::full(step));
             if (step + AHEAD < part.steps.count) chunk.load(ahead, weights[i]);
         }
     }
@@ -262,7 +247,7 @@ DEVICE void add_hopper_step(const Fragments& fragments, SharedAddress shared, ui
     add_squares(fragments, sums.squares);
     wgmma_wait<0>();
     wgmma_hold(products);
-    if (gives_up && lane_id() == 0) mbarrier_arrive(shared + Layout::used(step));
+    if (gives_up && lane_id() == 0) mbarrier_arrive(shared + Layout::Ring::empty(step));
     add_parts<COLUMNS>(products, sums);
 }
 
@@ -273,14 +258,14 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
     Sums<COLUMNS> sums = {};
     for (uint32_t step = 0; step < part.steps.count; ++step) {
         Fragments fragments;
-        mbarrier_wait(shared + Layout::full(step), stream_phase(step));
+        Layout::Streams::wait_full(shared, step);
         read_rows(shared + Layout::stream(step), row, fragments);
-        mbarrier_wait(shared + Layout::Weight::split(step), Layout::Weight::phase(step));
+        Layout::Weight::Ring::wait_full(shared, step);
         fence_async_proxy();
         add_hopper_step<COLUMNS, typename Layout::Weight>(fragments, shared, step, true, sums, [&] {
             // All lanes of the warp have loaded their rows.
             __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(shared + Layout::empty(step));
+            if (lane_id() == 0) mbarrier_arrive(shared + Layout::Streams::empty(step));
         });
     }
     store_sums<COLUMNS>(params, blockIdx.x % params.splits, part.first_token + row, sums);
@@ -291,10 +276,7 @@ DEVICE void initialise_barriers(SharedAddress shared, const Part& part) {
     using Layout = ProjectionLayout<COLUMNS>;
     if (threadIdx.x == 0) {
         const uint32_t warps = part.consumers * (WARPGROUP_SIZE / WARP_SIZE);
-        for (uint32_t stage = 0; stage < STREAM_STAGES; ++stage) {
-            mbarrier_init(shared + Layout::full(stage), 1);
-            mbarrier_init(shared + Layout::empty(stage), warps);
-        }
+        Layout::Streams::initialise(shared, 1, warps);
         Layout::Weight::initialise(shared, warps);
         fence_mbarrier_init();
     }
