@@ -3,6 +3,7 @@
 
 use crate::arguments::{Argument, Arguments, Defines, Signature, element_types, read, write};
 pub use crate::formats::scale_layout::{MAX_WIDTH, ScaleLayout, ScaleType, Scales};
+use crate::projections::rotation;
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
@@ -107,7 +108,8 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
         known.fold(signature, |signature, (axis, extent)| signature.given(axis, extent));
     let mut call = signature.wide("table_rows").given("group_width", group_width);
     let [table_rows, half] = call.bind(["table_rows", "half_rope_dim"])?;
-    check_table(views, [num_tokens, head_dim, table_rows, half])?;
+    rotation::check_half(CHECK, half, head_dim)?;
+    rotation::check_rows(CHECK, views, table_rows, num_tokens)?;
     let (row_warps, _) = scales.grid(CHECK, "x", GROUP)?;
     let warps = scales.padded_rows().saturating_mul(row_warps).saturating_mul(o_groups);
     if u32::try_from(warps).is_err() {
@@ -120,11 +122,11 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
     let name = names(&call);
     let group_bytes =
         scales.padded_rows() * scales.padded_groups() * if scales.bytes { 1 } else { 4 };
-    let params = CHECK.params().heads("x", &views["x"]);
+    let params = call.params(&["x"]);
     let params = params.strided("codes", &views["codes"], ["row_stride", "group_stride"]);
     let params = params.ptr("scales", &views["scales"]).i64("scale_group_bytes", group_bytes)?;
-    let params = params.rows("cos", &views["cos"]).rows("sin", &views["sin"]);
-    let params = params.ptr("positions", views.get("positions")).i64("table_rows", table_rows)?;
+    let params = call.append(params, &["cos", "sin", "positions"]);
+    let params = params.i64("table_rows", table_rows)?;
     let params = scales
         .params(params, num_tokens, group_width, row_warps)?
         .i32("scale_type", options.scale as usize)?;
@@ -144,6 +146,7 @@ pub fn forward(device: &Device, views: &Views, options: Options) -> Result<&'sta
 }
 
 fn arguments<'a>(scales: Scales) -> [Argument<'a>; 6] {
+    let [cos, sin, positions] = rotation::tables();
     let types: &[DType] = match scales.tensor().0 {
         DType::U8 => &[DType::U8],
         DType::I32 => &[DType::I32],
@@ -151,9 +154,9 @@ fn arguments<'a>(scales: Scales) -> [Argument<'a>; 6] {
     };
     [
         read("x").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).rows(),
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
-        read("sin").like("cos").rows(),
-        read("positions").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
+        cos,
+        sin,
+        positions,
         write("codes").of(&[DType::U8]).axes(&["num_tokens", "o_groups", "group_width"]).rows(),
         write("scales").of(types).axes(axes_of(scales)),
     ]
@@ -179,18 +182,4 @@ fn extents_of_x(views: &Views) -> Result<[usize; 3]> {
         ),
         None => CHECK.refuse("x", "it must be present"),
     }
-}
-
-fn check_table(views: &Views, [num_tokens, head_dim, table_rows, half]: [usize; 4]) -> Result<()> {
-    if half == 0 || 2 * half > head_dim {
-        return CHECK
-            .refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
-    }
-    if views.get("positions").is_none() && table_rows < num_tokens {
-        return CHECK.refuse(
-            "cos",
-            format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
-        );
-    }
-    Ok(())
 }

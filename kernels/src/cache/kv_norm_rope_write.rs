@@ -3,6 +3,7 @@
 
 use crate::arguments::{Arguments, Defines, element_types, read, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
+use crate::projections::rotation;
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
@@ -60,12 +61,13 @@ pub fn forward(
         );
         return CHECK.refuse("format", reason);
     }
+    let [cos, sin, positions] = rotation::tables();
     let tensors = [
         read("x").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows().one_stride(),
         read("weight").axes(&["head_dim"]).aligned_rows(),
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows().one_stride(),
-        read("sin").like("cos").rows().one_stride(),
-        read("positions").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
+        cos,
+        sin,
+        positions,
         read("slots").of(&[DType::I32]).axes(&["num_tokens"]),
         write("y").like("x").aligned_rows().one_stride().may_be("x"),
         write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
@@ -79,12 +81,7 @@ pub fn forward(
     let [num_tokens, num_pages, table_rows] =
         call.bind(["num_tokens", "num_pages", "table_rows"])?;
     CHECK.positive("eps", eps)?;
-    if views.get("positions").is_none() && table_rows < num_tokens {
-        return CHECK.refuse(
-            "cos",
-            format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
-        );
-    }
+    rotation::check_rows(CHECK, views, table_rows, num_tokens)?;
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
     let params = call.params(&["x", "weight", "y", "slots"]).rows("pages", &views["cache"]);
     let params = call.append(params, &["cos", "sin", "positions"]);

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::arguments::{Argument, Arguments, FLOATS, Signature, is_aligned, read, scratch, write};
 use crate::experts::moe_map::MAX_EXPERTS;
-use crate::formats::scale_layout::Scales;
+use crate::formats::scale_layout::{Scales, product_params};
 use crate::implementation::Implementation;
 use crate::projections::linear::{
     FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantized, ScaleAxes, ScaleTensor, Weights,
@@ -383,17 +383,7 @@ fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> 
     let params = params.i64("x_expert_scales", of_x)?.i64("w_expert_scales", places(w_scales))?;
     let params = params.i64("rows", extents.num_rows)?.i64("columns", extents.out_features)?;
     let params = params.i64("depth", extents.in_features)?;
-    let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
-    let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
-    let params = params
-        .i32("x_groups", x_scales.groups)?
-        .i32("x_padded_groups", x_scales.padded_groups())?;
-    let params = params.i32("x_scale_layout", x_scales.number())?;
-    let params = params
-        .i32("w_groups", w_scales.groups)?
-        .i32("w_padded_groups", w_scales.padded_groups())?;
-    let params = params
-        .i32("w_scale_layout", w_scales.number())?
+    let params = product_params(params, [x_scales, w_scales])?
         .flag("scale_bytes", grouped.quantized.scale_bytes);
     let wide = (extents.out_features * y.dtype.size()).is_multiple_of(16) && is_aligned(y);
     let params =

@@ -199,6 +199,16 @@ impl Scales {
     }
 }
 
+/// Parameters of the scales of a product's operands, `x` and `w`.
+pub(crate) fn product_params(params: Params, [x, w]: [Scales; 2]) -> Result<Params> {
+    let params = params.i64("x_padded_rows", x.padded_rows())?;
+    let params = params.i64("w_padded_rows", w.padded_rows())?;
+    let params = params.i32("x_groups", x.groups)?.i32("x_padded_groups", x.padded_groups())?;
+    let params = params.i32("x_scale_layout", x.number())?;
+    let params = params.i32("w_groups", w.groups)?.i32("w_padded_groups", w.padded_groups())?;
+    params.i32("w_scale_layout", w.number())
+}
+
 /// The sizes of a tensor's two axes, if it has two; its other properties are checked with its
 /// signature.
 pub(crate) fn extents_of(views: &Views, name: &str) -> [usize; 2] {

@@ -1,9 +1,10 @@
 //! `indexer_query`: launchers of `kernels/cuda/indexer/indexer_query.cu` (inference 7, 7.1).
 
 use crate::arguments::{
-    Argument, Arguments, Defines, FLOATS, Signature, element_types, is_aligned, read, write,
+    Arguments, Defines, FLOATS, Signature, element_types, is_aligned, read, write,
 };
 pub use crate::formats::hadamard::{DIM, Stored};
+use crate::projections::rotation;
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
 
@@ -26,15 +27,6 @@ pub fn modules() -> Vec<Module> {
     Stored::ALL.into_iter().flat_map(of).collect()
 }
 
-/// The tensors of both launches that determine the rotation of a token.
-fn rotation() -> [Argument<'static>; 3] {
-    [
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
-        read("sin").like("cos").rows(),
-        read("positions").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
-    ]
-}
-
 /// A call of either launch whose arguments were checked.
 struct Call {
     num_tokens: usize,
@@ -49,12 +41,7 @@ impl Call {
         if !weights_scale.is_finite() {
             return CHECK.refuse("weights_scale", format!("{weights_scale} must be finite"));
         }
-        if views.get("positions").is_none() && table_rows < num_tokens {
-            return CHECK.refuse(
-                "cos",
-                format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
-            );
-        }
+        rotation::check_rows(CHECK, views, table_rows, num_tokens)?;
         Ok(Self { num_tokens, num_heads, table_rows })
     }
 
@@ -71,10 +58,9 @@ impl Call {
         let mut rows = moved.filter_map(|name| views.get(name));
         let name = names[usize::from(rows.all(is_aligned))];
         let backward = own.contains(&"dy");
-        let mut params = call.params(own).rows("cos", &views["cos"]).rows("sin", &views["sin"]);
-        params =
-            params.ptr("positions", views.get("positions")).i64("table_rows", self.table_rows)?;
-        params = params.i32("num_heads", self.num_heads)?.flag("inverse", backward);
+        let params = call.append(call.params(own), &["cos", "sin", "positions"]);
+        let params = params.i64("table_rows", self.table_rows)?;
+        let params = params.i32("num_heads", self.num_heads)?.flag("inverse", backward);
         let blocks = self.num_tokens * self.num_heads.div_ceil(HEADS_PER_BLOCK);
         let kernel = device.kernel(FILE, &defines(stored, weights), name)?;
         kernel.launch_blocks(own[0], blocks, &params.f32("weights_scale", weights_scale))?;
@@ -106,7 +92,7 @@ pub fn forward(
     weights_scale: f32,
 ) -> Result<&'static str> {
     let (values, e2m1) = (stored == Stored::Values, stored == Stored::E2m1);
-    let [cos, sin, positions] = rotation();
+    let [cos, sin, positions] = rotation::tables();
     let tensors = [
         read("q").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).rows(),
         cos,
@@ -148,7 +134,7 @@ pub fn forward(
 /// # Errors
 /// As [`forward`].
 pub fn backward(device: &Device, views: &Views, weights_scale: f32) -> Result<&'static str> {
-    let [cos, sin, positions] = rotation();
+    let [cos, sin, positions] = rotation::tables();
     let tensors = [
         read("dy").of(&[DType::Bf16]).axes(&["num_tokens", "num_heads", "head_dim"]).rows(),
         cos,

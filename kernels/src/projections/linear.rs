@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{
     Argument, Arguments, Defines, FLOATS, Signature, is_aligned, read, scratch, write,
 };
-use crate::formats::scale_layout::extents_of;
 pub use crate::formats::scale_layout::{ScaleLayout, Scales};
+use crate::formats::scale_layout::{extents_of, product_params};
 use crate::implementation::Implementation;
 use dsv4_runtime::matrix::{Matrix, MatrixProduct};
 use dsv4_runtime::params::{DeviceAddress, Params};
@@ -997,16 +997,7 @@ fn quantized_params(
         params.ptr(name, views.get(name).filter(|_| quantized.weights == Weights::Nvfp4))
     });
     let params = extents.params(params.rows("before", before).rows("out", out), views)?;
-    let params = params.i64("x_padded_rows", x_scales.padded_rows())?;
-    let params = params.i64("w_padded_rows", w_scales.padded_rows())?;
-    let params = params
-        .i32("x_groups", x_scales.groups)?
-        .i32("x_padded_groups", x_scales.padded_groups())?;
-    let params = params.i32("x_scale_layout", x_scales.number())?;
-    let params = params
-        .i32("w_groups", w_scales.groups)?
-        .i32("w_padded_groups", w_scales.padded_groups())?;
     let params =
-        params.i32("w_scale_layout", w_scales.number())?.flag("scale_bytes", quantized.scale_bytes);
+        product_params(params, [x_scales, w_scales])?.flag("scale_bytes", quantized.scale_bytes);
     how_stored(params, splits, out, before)
 }

@@ -4,6 +4,7 @@
 use crate::arguments::{
     Argument, Arguments, Defines, Signature, element_types, read, saved, write,
 };
+use crate::projections::rotation;
 use dsv4_runtime::params::Params;
 use dsv4_runtime::source::{Module, module};
 use dsv4_runtime::{DType, Device, Result, Views};
@@ -28,19 +29,9 @@ pub fn modules() -> Vec<Module> {
 /// The axes of a tensor of heads.
 const HEADS: &[&str] = &["num_tokens", "num_heads", "head_dim"];
 
-/// The tensors of both launches that determine the rotation of a token.
-fn rotation() -> [Argument<'static>; 3] {
-    [
-        read("cos").axes(&["table_rows", "half_rope_dim"]).rows(),
-        read("sin").like("cos").rows(),
-        read("positions").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
-    ]
-}
-
 /// A call whose arguments were checked.
 struct Call<'a> {
     signature: Signature<'a>,
-    views: &'a Views,
     num_tokens: usize,
     num_heads: usize,
     head_dim: usize,
@@ -54,27 +45,16 @@ impl<'a> Call<'a> {
         let mut signature = signature.wide("num_tokens").wide("table_rows");
         let axes = ["num_tokens", "num_heads", "head_dim", "table_rows", "half_rope_dim"];
         let [num_tokens, num_heads, head_dim, table_rows, half] = signature.bind(axes)?;
-        if half == 0 || 2 * half > head_dim {
-            return CHECK.refuse(
-                "cos",
-                format!("{half} columns rotate {} channels of {head_dim}", 2 * half),
-            );
-        }
-        if views.get("positions").is_none() && table_rows < num_tokens {
-            return CHECK.refuse(
-                "cos",
-                format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
-            );
-        }
-        Ok(Self { signature, views, num_tokens, num_heads, head_dim, table_rows, half })
+        rotation::check_half(CHECK, half, head_dim)?;
+        rotation::check_rows(CHECK, views, table_rows, num_tokens)?;
+        Ok(Self { signature, num_tokens, num_heads, head_dim, table_rows, half })
     }
 
-    /// Parameters of the tables and sizes, after those of the other tensors.
-    fn params(&self, params: Params, backward: bool) -> Result<Params> {
-        let params = params.rows("cos", &self.views["cos"]).rows("sin", &self.views["sin"]);
-        let params = params
-            .ptr("positions", self.views.get("positions"))
-            .i64("table_rows", self.table_rows)?;
+    /// Parameters of these tensors, of the tables and of the sizes.
+    fn params(&self, tensors: &[&'static str], backward: bool) -> Result<Params> {
+        let params = self.signature.params(tensors);
+        let params = self.signature.append(params, &["cos", "sin", "positions"]);
+        let params = params.i64("table_rows", self.table_rows)?;
         let params = params.i64("num_tokens", self.num_tokens)?.i32("num_heads", self.num_heads)?;
         let params = params.i32("head_dim", self.head_dim)?.i32("rope_dim", 2 * self.half)?;
         Ok(params.flag("inverse", backward))
@@ -110,7 +90,7 @@ impl<'a> Call<'a> {
 /// # Errors
 /// A rejected argument (`eps` is above 0), a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str> {
-    let [cos, sin, positions] = rotation();
+    let [cos, sin, positions] = rotation::tables();
     let tensors = [
         read("x").of(&[DType::Bf16]).axes(HEADS).rows(),
         cos,
@@ -121,9 +101,7 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
     ];
     let call = Call::bind(views, tensors)?;
     CHECK.positive("eps", eps)?;
-    let params =
-        CHECK.params().heads("x", &views["x"]).heads("y", &views["y"]).ptr("rstd", &views["rstd"]);
-    let params = call.params(params, false)?.f32("eps", eps);
+    let params = call.params(&["x", "y", "rstd"], false)?.f32("eps", eps);
     call.launch(device, "x", ["query_norm_rope_scalar", "query_norm_rope_vector"], &params)
 }
 
@@ -133,7 +111,7 @@ pub fn forward(device: &Device, views: &Views, eps: f32) -> Result<&'static str>
 /// # Errors
 /// As [`forward`].
 pub fn backward(device: &Device, views: &Views) -> Result<&'static str> {
-    let [cos, sin, positions] = rotation();
+    let [cos, sin, positions] = rotation::tables();
     let tensors = [
         read("dy").of(&[DType::Bf16]).axes(HEADS).rows(),
         read("x").like("dy").rows(),
@@ -144,12 +122,7 @@ pub fn backward(device: &Device, views: &Views) -> Result<&'static str> {
         write("dx").like("dy").rows().may_be("dy"),
     ];
     let call = Call::bind(views, tensors)?;
-    let params = CHECK
-        .params()
-        .heads("dy", &views["dy"])
-        .heads("x", &views["x"])
-        .ptr("rstd", &views["rstd"]);
-    let params = call.params(params.heads("dx", &views["dx"]), true)?;
+    let params = call.params(&["dy", "x", "rstd", "dx"], true)?;
     call.launch(
         device,
         "dy",

@@ -3,6 +3,7 @@
 use crate::arguments::{
     Arguments, FLOATS, Signature, element_types, is_aligned, modules_of_floats, read, write,
 };
+use crate::projections::rotation;
 use dsv4_runtime::source::Module;
 use dsv4_runtime::{DType, Device, LaunchConfig, Result, Views};
 
@@ -41,9 +42,7 @@ pub fn forward(device: &Device, views: &Views, inverse: bool) -> Result<&'static
     let vectorised = fits(head_dim) && fits(rope_dim) && is_aligned(x) && is_aligned(y);
     let name = if vectorised { "rope_forward" } else { "rope_forward_scalar" };
     let kernel = device.kernel(FILE, &element_types(&[("ELEMENT", x.dtype)]), name)?;
-    let params =
-        signature.params(&["x", "y"]).rows("cos", &views["cos"]).rows("sin", &views["sin"]);
-    let params = params.ptr("positions", views.get("positions"));
+    let params = signature.params(&["x", "y", "cos", "sin", "positions"]);
     let params = params.i64("num_tokens", num_tokens)?.i64("table_rows", table_rows)?;
     let params =
         params.i32("num_heads", num_heads)?.i32("head_dim", head_dim)?.i32("rope_dim", rope_dim)?;
@@ -105,26 +104,20 @@ fn launch_config(
 
 /// `[num_tokens, num_heads, head_dim, table_rows, half]`.
 fn check(views: &Views) -> Result<(Signature<'_>, [usize; 5])> {
+    let [cos, sin, positions] = rotation::tables();
     let tensors = [
         read("x").of(&FLOATS).axes(&["num_tokens", "num_heads", "head_dim"]).rows(),
-        read("cos").axes(&["table_rows", "half"]).rows(),
-        read("sin").like("cos").rows(),
-        read("positions").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
+        cos,
+        sin,
+        positions,
         write("y").like("x").rows().may_be("x"),
     ];
     let mut signature = CHECK.signature(views, tensors).wide("num_tokens").wide("table_rows");
-    let extents = signature.bind(["num_tokens", "num_heads", "head_dim", "table_rows", "half"])?;
+    let axes = ["num_tokens", "num_heads", "head_dim", "table_rows", "half_rope_dim"];
+    let extents = signature.bind(axes)?;
     let [num_tokens, _, head_dim, table_rows, half] = extents;
-    if half == 0 || 2 * half > head_dim {
-        return CHECK
-            .refuse("cos", format!("{half} columns rotate {} channels of {head_dim}", 2 * half));
-    }
-    if views.get("positions").is_none() && table_rows < num_tokens {
-        return CHECK.refuse(
-            "cos",
-            format!("{table_rows} rows must cover {num_tokens} tokens without positions"),
-        );
-    }
+    rotation::check_half(CHECK, half, head_dim)?;
+    rotation::check_rows(CHECK, views, table_rows, num_tokens)?;
     Ok((signature, extents))
 }
 
