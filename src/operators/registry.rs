@@ -49,6 +49,7 @@ pub static OPERATORS: &[&AnyOperator] = &[
     &AnyOperator::of::<super::experts::moe_reduce::MoeReduce>(),
     &AnyOperator::of::<super::experts::moe::Moe>(),
     &AnyOperator::of::<super::head::lm_head::LmHead>(),
+    &AnyOperator::of::<super::head::mtp_input::MtpInput>(),
     &AnyOperator::of::<super::head::sampler::Sampler>(),
     &AnyOperator::of::<super::indexer::score_recompute::ScoreRecompute>(),
     &AnyOperator::of::<super::indexer::indexer_recompute::IndexerRecompute>(),

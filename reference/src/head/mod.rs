@@ -1,4 +1,5 @@
 //! Logits and sampling.
 
 pub mod lm_head;
+pub mod mtp_input;
 pub mod sampler;

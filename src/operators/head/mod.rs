@@ -2,4 +2,5 @@
 
 pub mod lm_head;
 pub(crate) mod logits;
+pub mod mtp_input;
 pub mod sampler;
