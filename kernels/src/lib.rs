@@ -11,6 +11,7 @@ pub mod formats;
 pub mod head;
 pub mod implementation;
 pub mod indexer;
+pub mod model;
 pub mod projections;
 pub mod streams;
 

@@ -5,7 +5,7 @@ use crate::arguments::Arguments;
 use dsv4_runtime::Result;
 
 /// Channels of the first part that share a scale.
-const SCALE_GROUP: usize = 64;
+pub(crate) const SCALE_GROUP: usize = 64;
 /// Bytes of scales after each row that has quantized channels.
 const SCALE_BYTES: usize = 8;
 
