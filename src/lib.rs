@@ -12,6 +12,7 @@
 //! - [`record`]: the record of one case, and the journal of a run;
 //! - [`sweep`]: many cases, saved failing cases, and many workers that may be killed;
 //! - [`mutants`]: planted mutants, generated mutants, and which checks see them;
+//! - [`model`]: whole models: random checkpoints;
 //! - [`change`]: what a commit must run of all that;
 //! - [`report`]: the pages of one run, the comparison of two runs, and the history of many;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;
@@ -27,6 +28,7 @@ pub mod change;
 pub mod command;
 pub mod external;
 pub mod judge;
+pub mod model;
 pub mod mutants;
 pub mod operator;
 pub mod operators;

@@ -7,6 +7,7 @@ pub mod output;
 mod benchmarks;
 mod beside;
 mod bisect;
+mod checkpoint;
 mod ci;
 mod compile;
 mod completions;
@@ -280,6 +281,11 @@ pub enum Command {
     Beside(beside::BesideArguments),
     /// List operators, or describe some
     Ops(ops::OpsArguments),
+    /// Write a small random checkpoint, or check one
+    ///
+    /// It has the official names, shards and formats, hashed and learned routers, and an MTP
+    /// module. The same seed gives the same bytes.
+    Checkpoint(Box<checkpoint::CheckpointArguments>),
     /// Report which backends work here, and why others do not
     Doctor(doctor::DoctorArguments),
     /// Compile every kernel with NVRTC, which needs no GPU
@@ -307,7 +313,8 @@ impl Command {
             | Self::Diff(_)
             | Self::History(_)
             | Self::Report(_)
-            | Self::Ops(_) => {
+            | Self::Ops(_)
+            | Self::Checkpoint(_) => {
                 return None;
             }
             Self::Doctor(_) | Self::Compile(_) | Self::Completions(_) | Self::Man(_) => {
@@ -338,6 +345,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Bisect(arguments) => bisect::execute(&arguments),
         Command::Beside(arguments) => beside::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),
+        Command::Checkpoint(arguments) => checkpoint::execute(&arguments),
         Command::Doctor(arguments) => doctor::execute(&arguments),
         Command::Compile(arguments) => compile::execute(&arguments),
         Command::Completions(arguments) => completions::execute(&arguments),

@@ -9,6 +9,7 @@ mod beside;
 mod bisect;
 mod caches;
 mod cases;
+mod checkpoint;
 mod command_line;
 mod decode;
 mod dependencies;

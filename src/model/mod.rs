@@ -1,0 +1,3 @@
+//! Whole models: random checkpoints.
+
+pub mod random;
