@@ -9,5 +9,5 @@ use dsv4_runtime::process::keep_freed_memory;
 
 fn main() -> ExitCode {
     keep_freed_memory();
-    command::main()
+    command::main(std::env::args_os()).into()
 }

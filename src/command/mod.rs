@@ -183,9 +183,9 @@ fn color_of(arguments: impl Iterator<Item = OsString>) -> ColorChoice {
 }
 
 /// Parses the command line. Help, the version and usage errors are printed and end the process.
-fn parse() -> Arguments {
-    let color = color_of(std::env::args_os());
-    let parsed = Arguments::command().color(color).try_get_matches();
+fn parse(words: &[OsString]) -> Arguments {
+    let color = color_of(words.iter().cloned());
+    let parsed = Arguments::command().color(color).try_get_matches_from(words);
     match parsed.and_then(|matches| Arguments::from_arg_matches(&matches)) {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -202,9 +202,11 @@ fn parse() -> Arguments {
     }
 }
 
-/// The whole program: parses the command line, runs the subcommand, prints its error.
-pub fn main() -> ExitCode {
-    let Arguments { global, command } = parse();
+/// The whole program: parses the words of the command line, the program's name first, runs the
+/// subcommand, and prints its error.
+pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
+    let words = WORDS.get_or_init(|| words.into_iter().collect());
+    let Arguments { global, command } = parse(words);
     output::set(global.quiet, global.color);
     let ended = start_log(&global.log_filter()).and_then(|()| {
         if let Some(limit) = command.memory() {
@@ -213,12 +215,14 @@ pub fn main() -> ExitCode {
         execute(command)
     });
     output::flush();
-    let exit = ended.unwrap_or_else(|error| {
+    ended.unwrap_or_else(|error| {
         errln!("{} {}", output::bad("parity:"), words::printable(&words::of_error(&error)));
         exit_code_of(&error)
-    });
-    exit.into()
+    })
 }
+
+/// The words of the command line.
+static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
 
 /// The log filter of this process; workers use the same.
 static LOG_FILTER: OnceLock<String> = OnceLock::new();
@@ -478,11 +482,11 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The words of this process's command line, as text: what is no UTF-8 is replaced. The program is
-/// its name alone: no other machine has it in the same place.
+/// The words of the command line, as text: what is no UTF-8 is replaced. The program is its name
+/// alone: no other machine has it in the same place.
 fn command_line() -> Vec<String> {
-    let mut words: Vec<String> =
-        std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    let words = WORDS.get().into_iter().flatten();
+    let mut words: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
     if let Some(program) = words.first_mut() {
         let name = Path::new(program.as_str()).file_name();
         *program = name.map_or("parity".into(), |name| name.to_string_lossy().into_owned());

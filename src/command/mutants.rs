@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::process::this_program;
 use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -398,7 +399,7 @@ impl<'a> Session<'a> {
         let on_gpu = self.device.environment().backend == BackendKind::Cuda;
         let cores = cores();
         let schedule = Schedule {
-            executable: std::env::current_exe().context("finding the parity executable")?,
+            program: this_program,
             arguments: self.child_arguments(),
             jobs: self.arguments.jobs.unwrap_or(if on_gpu { 1 } else { cores }),
             time_budget: self.arguments.time_budget.map(Duration::from_secs),

@@ -4,14 +4,14 @@
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use dsv4_runtime::process::{isolate, kill_group, variable};
+use dsv4_runtime::process::{isolate, kill_group, this_program, variable};
 use dsv4_runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -123,8 +123,7 @@ impl Worker {
         folder: &Path,
     ) -> Result<Self> {
         let dir = folder.join(shard.index.to_string());
-        let program = std::env::current_exe().context("finding this program, to start workers")?;
-        let mut command = Command::new(program);
+        let mut command = this_program();
         command.args(shard_arguments(arguments, shard, backend, &dir));
         // All workers together have the memory of one process.
         command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());

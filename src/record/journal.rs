@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
+use dsv4_runtime::process::this_file;
 use dsv4_runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
@@ -122,8 +123,7 @@ impl Identity {
 
 /// blake3 of the running executable, `unknown` where it cannot be read.
 pub fn executable_digest() -> String {
-    // The link leads to the running file even after a rebuild has replaced it.
-    let file = std::fs::File::open("/proc/self/exe")
+    let file = std::fs::File::open(this_file())
         .or_else(|_| std::env::current_exe().and_then(std::fs::File::open));
     let mut hasher = blake3::Hasher::new();
     match file.and_then(|file| hasher.update_reader(file).map(|_| ())) {

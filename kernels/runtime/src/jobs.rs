@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::worker::link::Link;
 use crate::worker::program::{Serve, become_worker};
-use crate::{emulator, remote};
+use crate::{emulator, remote, supervisor};
 
 /// By name.
 static JOBS: [(&str, Serve); 2] = [(emulator::serve::JOB, launches), (remote::JOB, device)];
@@ -32,5 +32,14 @@ pub fn is_linked() -> bool {
 }
 
 extern "C" fn initialise() {
-    become_worker(&JOBS);
+    become_worker(&JOBS, false);
+}
+
+/// What a host calls first where it loads this library ([`crate::process::Host`]): if it was started
+/// for a device of this library, or for a command, it works for that and never returns. An
+/// initialiser cannot: while a library is loaded, no thread of it can load another one, such as a
+/// compiled kernel.
+pub fn become_worker_of_host() {
+    supervisor::become_supervisor(true);
+    become_worker(&JOBS, true);
 }

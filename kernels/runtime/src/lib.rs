@@ -40,6 +40,7 @@ pub use arena::{Contract, DeviceArena, Role};
 pub use backend::{BackendKind, Environment, Placement};
 pub use device::{Device, DeviceOptions, Kernel, LaunchConfig, NamedTensors};
 pub use error::{Result, RuntimeError};
+pub use jobs::become_worker_of_host;
 pub use source::SourceTree;
 pub use tensor::{DType, HostTensor, TensorView};
 pub use tensor_map::TensorMap;

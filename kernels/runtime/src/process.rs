@@ -1,10 +1,12 @@
 //! Child processes: process groups, time limits, and commands that run to their end; how this
-//! process handles its freed memory; and its environment.
+//! program is started again; how this process handles its freed memory; and its environment.
 
 use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Up to this many bytes of freed memory at the end of the heap are kept for later allocations.
@@ -29,6 +31,51 @@ pub fn keep_freed_memory() {
         let known = unsafe { libc::mallopt(parameter, value) };
         tracing::debug!(parameter, value, known, "mallopt");
     }
+}
+
+/// The program that loaded this library, such as a Python interpreter, where that is not the
+/// executable which the library was linked into.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Host {
+    /// The interpreter.
+    pub program: PathBuf,
+    /// Its arguments, after which it loads the library and calls
+    /// [`become_worker_of_host`](crate::become_worker_of_host) before anything else.
+    /// Further arguments are those of [`this_program`].
+    pub arguments: Vec<OsString>,
+    /// The file of the library.
+    pub library: PathBuf,
+}
+
+static HOST: OnceLock<Host> = OnceLock::new();
+
+/// Declares that this library runs in a host. Without it, workers and supervisors are this
+/// executable, started again.
+///
+/// # Errors
+/// The host, if another one was declared before.
+pub fn set_host(host: Host) -> Result<(), Host> {
+    let known = HOST.get_or_init(|| host.clone());
+    if *known == host { Ok(()) } else { Err(host) }
+}
+
+/// The host, if this library runs in one.
+pub(crate) fn host() -> Option<&'static Host> {
+    HOST.get()
+}
+
+/// A command that starts this program again.
+pub fn this_program() -> Command {
+    let Some(host) = host() else { return Command::new("/proc/self/exe") };
+    let mut command = Command::new(&host.program);
+    command.args(&host.arguments);
+    command
+}
+
+/// The file that holds this program's code. Opened, it is the running one even after a rebuild has
+/// replaced it, unless a host loaded it.
+pub fn this_file() -> &'static Path {
+    host().map_or(Path::new("/proc/self/exe"), |host| &host.library)
 }
 
 /// An environment variable; one that is empty counts as not set.

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::process::{isolate, kill_group, wait_within};
+use super::process::{host, isolate, kill_group, this_program, wait_within};
 
 /// Marks a program as a supervisor or a keeper: a [`Start`] as JSON.
 pub(super) const VARIABLE: &str = "PARITY_SUPERVISOR";
@@ -38,6 +38,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The start parameters of a supervisor; the arguments are its command.
 #[derive(Serialize, Deserialize)]
 struct Start {
+    /// Arguments of the host that come before the command; `None` without a host.
+    host_arguments: Option<usize>,
     /// Descriptor of the connection to the process that it works for.
     connection: i32,
     /// Parent of a folder to make; the process is then the folder's keeper and has no command.
@@ -222,9 +224,14 @@ fn start(
     let connection = theirs.as_raw_fd();
     // Naming the initialiser here keeps it in the program: the linker drops unreferenced code.
     std::hint::black_box(&INITIALISER);
-    let mut supervisor = Command::new("/proc/self/exe");
+    let mut supervisor = this_program();
     set_up(&mut supervisor);
-    let start = Start { connection, folder: folder.map(Path::to_owned), passed: passed.to_vec() };
+    let start = Start {
+        host_arguments: host().map(|host| host.arguments.len()),
+        connection,
+        folder: folder.map(Path::to_owned),
+        passed: passed.to_vec(),
+    };
     supervisor.env(VARIABLE, serde_json::to_string(&start)?);
     let kept: Vec<RawFd> = passed.iter().copied().chain([connection]).collect();
     // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe; the list is
@@ -277,21 +284,31 @@ fn kept_folder(parent: &Path) -> io::Result<(PathBuf, UnixStream)> {
 // `main`, with arguments that this one ignores.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static INITIALISER: extern "C" fn() = become_supervisor;
+static INITIALISER: extern "C" fn() = initialise;
 
-extern "C" fn become_supervisor() {
+extern "C" fn initialise() {
+    become_supervisor(false);
+}
+
+/// Supervises, if this program was started for that; then it never returns. A host is not ready
+/// before it has loaded the library, so that the initialiser leaves its start to `in_host`.
+pub(super) fn become_supervisor(in_host: bool) {
     let Ok(start) = std::env::var(VARIABLE) else { return };
-    // SAFETY: no other thread runs before `main`. A command is not a supervisor.
-    unsafe { std::env::remove_var(VARIABLE) };
     let Ok(start) = serde_json::from_str::<Start>(&start) else {
         eprintln!("{VARIABLE} is set by nobody but this program");
         end(2);
     };
+    if start.host_arguments.is_some() != in_host {
+        return;
+    }
+    // SAFETY: no other thread runs before `main`, or before a host that was started for this has
+    // loaded the library. A command is not a supervisor.
+    unsafe { std::env::remove_var(VARIABLE) };
     // SAFETY: the descriptor was made for this process, and nothing else here knows it.
     let connection = unsafe { UnixStream::from_raw_fd(start.connection) };
     let failed = match &start.folder {
         Some(parent) => keep_folder(&connection, parent),
-        None => supervise(&connection, &start.passed),
+        None => supervise(&connection, &start),
     };
     let Err(error) = failed;
     // If this cannot be sent, the receiver is gone.
@@ -326,7 +343,7 @@ fn withdraw(connection: &UnixStream) -> io::Result<libc::sigset_t> {
 }
 
 /// Runs the command of this process's arguments until it or the connection ends.
-fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible> {
+fn supervise(connection: &UnixStream, start: &Start) -> io::Result<Infallible> {
     let unblocked = withdraw(connection)?;
     // SAFETY: prctl and signalfd with integers, and with a signal set of this function.
     let children = unsafe {
@@ -340,7 +357,7 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
             libc::SFD_CLOEXEC | libc::SFD_NONBLOCK,
         ))?)
     };
-    let mut arguments = std::env::args_os().skip(1);
+    let mut arguments = std::env::args_os().skip(1 + start.host_arguments.unwrap_or(0));
     let mut command = Command::new(arguments.next().ok_or_else(unexpected)?);
     command.args(arguments);
     isolate(&mut command);
@@ -354,7 +371,7 @@ fn supervise(connection: &UnixStream, passed: &[RawFd]) -> io::Result<Infallible
     }
     let leader = command.spawn()?.id() as i32;
     leave_streams();
-    for &descriptor in passed {
+    for &descriptor in &start.passed {
         // SAFETY: these descriptors were passed through for the command, and nothing here uses
         // them.
         unsafe { libc::close(descriptor) };

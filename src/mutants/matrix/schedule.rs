@@ -1,7 +1,6 @@
 //! Many trials, each in a child process.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
@@ -17,8 +16,9 @@ use crate::record::{Check, MutantRecord, MutantStatus};
 /// How to run trials.
 #[derive(Clone, Debug)]
 pub struct Schedule {
-    /// The `parity` executable.
-    pub executable: PathBuf,
+    /// A command that starts this program again, as
+    /// [`this_program`](dsv4_runtime::process::this_program).
+    pub program: fn() -> Command,
     /// Arguments of every child: `mutants --trial`, and the device.
     pub arguments: Vec<String>,
     /// Trials at the same time.
@@ -81,7 +81,7 @@ pub fn run(
 /// One trial in a child process.
 fn attempt(schedule: &Schedule, trial: &Trial, tree: &SourceTree) -> Result<MutantRecord> {
     let id = trial.subject.id();
-    let mut command = Command::new(&schedule.executable);
+    let mut command = (schedule.program)();
     command
         .args(&schedule.arguments)
         .stdin(Stdio::piped())
@@ -89,8 +89,7 @@ fn attempt(schedule: &Schedule, trial: &Trial, tree: &SourceTree) -> Result<Muta
         .stderr(Stdio::piped());
     // The child dies with this thread, which waits for it.
     isolate(&mut command);
-    let mut child =
-        command.spawn().with_context(|| format!("starting {}", schedule.executable.display()))?;
+    let mut child = command.spawn().context("starting this program, for a trial")?;
     let mut input = child.stdin.take().context("the child has no standard input")?;
     let line = serde_json::to_string(trial)?;
     // A child that ended early reports the reason by its status.
@@ -211,7 +210,7 @@ mod tests {
         let trial =
             Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };
         let schedule = Schedule {
-            executable: "/bin/sh".into(),
+            program: || Command::new("/bin/sh"),
             arguments: vec!["-c".into(), script.into()],
             jobs: 2,
             time_budget: budget,

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::link::Link;
 use super::program::{DISCONNECTED, Job, Start, VARIABLE};
+use crate::process::{host, this_program};
 use crate::supervisor::Supervised;
 
 /// Time in which an ending worker may exit by itself.
@@ -33,12 +34,13 @@ impl Process {
     pub fn start(job: Job, passed: &[i32], memory: Option<u64>) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         let start = Start {
+            in_host: host().is_some(),
             connection: theirs.as_raw_fd(),
             tag: rand::random(),
             memory_limit: memory,
             job,
         };
-        let mut command = Command::new("/proc/self/exe");
+        let mut command = this_program();
         command.env(VARIABLE, serde_json::to_string(&start)?);
         // Output of a kernel is not output of this program.
         let errors = || io::stderr().as_fd().try_clone_to_owned().map(Stdio::from);

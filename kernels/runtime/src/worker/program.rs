@@ -25,6 +25,8 @@ pub const DISCONNECTED: i32 = 113;
 /// The start parameters of a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Start {
+    /// Whether a host loads the library that this program is.
+    pub in_host: bool,
     /// Descriptor of the connection to the device.
     pub connection: i32,
     /// The tag of the first message.
@@ -57,20 +59,25 @@ impl Job {
 /// Handles the requests of a job, from its start parameters until its connection is closed.
 pub type Serve = fn(serde_json::Value, &mut Link) -> io::Result<Infallible>;
 
-/// Serves a job of the table, if this program was started for that; then it never returns.
-pub fn become_worker(jobs: &'static [(&'static str, Serve)]) {
+/// Serves a job of the table, if this program was started for that; then it never returns. A host is
+/// not ready before it has loaded the library, so that the initialiser leaves its start to `in_host`.
+pub fn become_worker(jobs: &'static [(&'static str, Serve)], in_host: bool) {
     // The supervisor of a worker also has the worker's variable; the linker decides which of the
     // initialisers runs first.
     if std::env::var_os(supervisor::VARIABLE).is_some() {
         return;
     }
     let Ok(start) = std::env::var(VARIABLE) else { return };
-    // SAFETY: no other thread runs before `main`. A child process of a kernel is not a worker.
-    unsafe { std::env::remove_var(VARIABLE) };
     let Ok(start) = serde_json::from_str::<Start>(&start) else {
         eprintln!("{VARIABLE} is set by no device of this program");
         end(2);
     };
+    if start.in_host != in_host {
+        return;
+    }
+    // SAFETY: no other thread runs before `main`, or before a host that was started for this has
+    // loaded the library. A child process of a kernel is not a worker.
+    unsafe { std::env::remove_var(VARIABLE) };
     // A separate thread, since the stack of the first thread is smaller on some systems, and has no
     // known guard.
     let served = std::thread::Builder::new().stack_size(8 << 20).spawn(move || serve(start, jobs));
