@@ -260,6 +260,11 @@ impl AnyOperator {
         Self(declaration::<K>())
     }
 
+    /// What it declares for all cases.
+    pub(super) fn declaration(&self) -> &'static dyn Declaration {
+        self.0
+    }
+
     /// Its name.
     pub fn name(&self) -> &'static str {
         self.0.about().name

@@ -294,6 +294,11 @@ impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
 }
 
 impl AnyBenchmark {
+    /// The line of the timed case.
+    pub(super) fn line(&self) -> Case {
+        self.case.line()
+    }
+
     pub(super) fn timed(self) -> Box<dyn Timed> {
         Box::new(Arc::new(self))
     }

@@ -21,6 +21,7 @@ pub use crate::record::{Family, RoundingPoints};
 
 pub mod any;
 pub mod benchmarks;
+pub mod call;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;

@@ -124,6 +124,22 @@ impl Device {
         Self::of(Arc::new(RecordingBackend::accepting(environment)), tree)
     }
 
+    /// A device of [`RecordingBackend::accepting`], whose launches can then be read
+    /// ([`RecordingBackend::take_accepted`]).
+    pub fn of_accepting(backend: Arc<RecordingBackend>, tree: SourceTree) -> Self {
+        Self::of(backend, tree)
+    }
+
+    /// The GPU with this number, in its primary context and in this process, for callers that own
+    /// tensors there and choose the stream ([`cuda::on_stream`]).
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_gpu(ordinal: u32, options: DeviceOptions) -> Result<Self> {
+        let backend = CudaBackend::of_device(ordinal, ModuleCache::new(options.cache_dir))?;
+        Ok(Self::of(Arc::new(Serial::new(backend)), options.tree))
+    }
+
     /// The uploads since the last call, by name (`_` for spaces); empty for a device that does not
     /// record.
     pub fn take_recorded(&self) -> NamedTensors {

@@ -2,12 +2,12 @@
 //! outputs as they were allocated. So an external kernel gets the same tensors as ours, and its
 //! outputs are known by name, type and shape, without extra code in the operator. A second kind
 //! accepts launches and runs none: it shows which kernels a launcher chooses on a GPU, without that
-//! GPU.
+//! GPU, and which parameters they get.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::backend::{
@@ -29,7 +29,19 @@ pub struct RecordingBackend {
     memory: Mutex<Memory>,
     /// Whether launches are accepted and ignored; otherwise they are errors.
     accepts: bool,
+    accepted: Accepted,
 }
+
+/// A launch that was accepted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AcceptedLaunch {
+    /// The kernel: file, defines and name, grid, block and shared memory; or the matrix product.
+    pub kernel: String,
+    /// The bytes of its parameters.
+    pub params: Vec<u8>,
+}
+
+type Accepted = Arc<Mutex<Vec<AcceptedLaunch>>>;
 
 struct Memory {
     next: u64,
@@ -42,12 +54,17 @@ impl RecordingBackend {
     /// A device that claims to be `environment`.
     pub fn new(environment: Environment) -> Self {
         let memory = Mutex::new(Memory { next: ALIGNMENT, buffers: BTreeMap::new() });
-        Self { environment, memory, accepts: false }
+        Self { environment, memory, accepts: false, accepted: Accepted::default() }
     }
 
     /// The same, but one that accepts launches and runs none.
     pub fn accepting(environment: Environment) -> Self {
         Self { accepts: true, ..Self::new(environment) }
+    }
+
+    /// The launches that were accepted since the last call.
+    pub fn take_accepted(&self) -> Vec<AcceptedLaunch> {
+        std::mem::take(&mut self.accepted.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
     fn memory(&self) -> MutexGuard<'_, Memory> {
@@ -87,7 +104,16 @@ impl Memory {
 }
 
 /// A module about which nothing is known; its launches are accepted.
-struct Accepting;
+struct Accepting {
+    /// File and defines.
+    module: String,
+    accepted: Accepted,
+}
+
+fn accept(accepted: &Accepted, kernel: String, params: &[u8]) {
+    let launch = AcceptedLaunch { kernel, params: params.to_vec() };
+    accepted.lock().unwrap_or_else(|e| e.into_inner()).push(launch);
+}
 
 impl LoadedModule for Accepting {
     fn exports(&self, _kernel: &str) -> Result<KernelExports> {
@@ -102,14 +128,27 @@ impl LoadedModule for Accepting {
         })
     }
 
-    fn launch(&self, _: &str, _: [u32; 3], _: [u32; 3], _: u32, _: &[u8]) -> Result<()> {
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<()> {
+        let kernel = format!("{} {kernel} {grid:?} {block:?} {shared_bytes}", self.module);
+        accept(&self.accepted, kernel, params);
         Ok(())
     }
 }
 
 /// A library that accepts every GEMM.
 impl MatrixLibrary for RecordingBackend {
-    fn multiply(&self, _product: &MatrixProduct) -> Result<bool> {
+    fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        let matrices = [Some(product.a), Some(product.b), product.before, Some(product.out)];
+        let addresses = matrices.into_iter().flatten().map(|matrix| matrix.address);
+        let params: Vec<u8> = addresses.flat_map(u64::to_ne_bytes).collect();
+        accept(&self.accepted, format!("{product:?}"), &params);
         Ok(true)
     }
 }
@@ -127,11 +166,13 @@ impl Backend for RecordingBackend {
         &self,
         tree: &SourceTree,
         file: &str,
-        _defines: &[(String, String)],
+        defines: &[(String, String)],
     ) -> Result<Box<dyn LoadedModule>> {
         if self.accepts {
             // A file that the tree does not have is an error on every device.
-            return tree.text(file).map(|_| Box::new(Accepting) as Box<dyn LoadedModule>);
+            tree.text(file)?;
+            let module = format!("{file} {defines:?}");
+            return Ok(Box::new(Accepting { module, accepted: self.accepted.clone() }));
         }
         Err(RuntimeError::BackendMissing {
             backend: "external",

@@ -1,5 +1,6 @@
 //! The driver API: one device, its primary context, and the single stream for all work.
 
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::fmt::Display;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -141,6 +142,35 @@ fn kernel_driver_version(text: &str) -> Option<&str> {
     })
 }
 
+thread_local! {
+    /// The stream of the caller, in [`on_stream`].
+    static CALLERS_STREAM: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// Restores a thread's stream and current context when dropped, also by a panic.
+struct Callers {
+    stream: Option<u64>,
+    context: sys::CUcontext,
+}
+
+impl Drop for Callers {
+    fn drop(&mut self) {
+        CALLERS_STREAM.set(self.stream);
+        // SAFETY: the context was current on this thread before. One that was destroyed in the
+        // meantime is rejected.
+        let _ = unsafe { sys::cuCtxSetCurrent(self.context) };
+    }
+}
+
+/// See [`super::on_stream`].
+pub(super) fn on_stream<T>(stream: u64, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: writes one live pointer.
+    check(unsafe { sys::cuCtxGetCurrent(&mut context) }, "cuCtxGetCurrent")?;
+    let _callers = Callers { stream: CALLERS_STREAM.replace(Some(stream)), context };
+    work()
+}
+
 /// A device's primary context and the stream for all work on it.
 ///
 /// The stream is an explicit, non-blocking one: nothing here ever touches the default stream, so
@@ -194,9 +224,9 @@ impl Context {
         self.device
     }
 
-    /// The stream; only for calls after [`Context::enter`].
+    /// The stream: the caller's, within [`on_stream`]. Only for calls after [`Context::enter`].
     pub fn stream(&self) -> sys::CUstream {
-        self.stream
+        CALLERS_STREAM.get().map_or(self.stream, |stream| stream as sys::CUstream)
     }
 
     /// Makes the context current on the calling thread.
@@ -558,7 +588,7 @@ pub(super) unsafe fn launch(
         blockDimY: shape.block[1],
         blockDimZ: shape.block[2],
         sharedMemBytes: shape.shared_bytes,
-        hStream: context.stream,
+        hStream: context.stream(),
         attrs: &raw mut early,
         numAttrs: shape.waits.into(),
     };

@@ -80,7 +80,15 @@ impl CudaBackend {
     /// # Errors
     /// [`RuntimeError::BackendMissing`] where there is no driver, no such device or no NVRTC.
     pub fn new(cache: ModuleCache) -> Result<Self> {
-        let context = Context::open(chosen_device()?)?;
+        Self::of_device(chosen_device()?, cache)
+    }
+
+    /// The device with this number.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of_device(ordinal: u32, cache: ModuleCache) -> Result<Self> {
+        let context = Context::open(ordinal)?;
         let nvrtc = Nvrtc::load()?;
         let properties = &context.properties;
         let environment = Environment {
@@ -161,6 +169,16 @@ impl CudaBackend {
 /// other architectures do not run.
 pub fn target_of(capability: u32) -> String {
     format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
+}
+
+/// Runs `work`, whose launches on this thread go to a stream of the caller instead of the backend's
+/// own: a `CUstream` of the device's primary context, 0 for its default stream. They are not waited
+/// for. The thread's current context is the same afterwards.
+///
+/// # Errors
+/// Those of the driver, and of `work`.
+pub fn on_stream<T>(stream: u64, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    driver::on_stream(stream, work)
 }
 
 /// Only checks that there is a driver.
